@@ -1,0 +1,31 @@
+// A fixed set of worker threads for kernels: the thread count is always explicit, never the machine's.
+#pragma once
+#include <cstddef>
+#include <functional>
+#include <memory>
+
+namespace ds {
+
+class ThreadPool {
+ public:
+  // `threads` >= 1 counts the calling thread: 1 starts no worker and runs everything inline.
+  explicit ThreadPool(int threads);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int threads() const { return threads_; }
+
+  // Splits [0, n) into chunks that are multiples of `grain` (the last may be shorter) and calls body(begin, end) for
+  // each, on the workers and the caller; returns when all are done. The split depends only on n, grain and threads(),
+  // so results that depend on it are reproducible. Not re-entrant; one caller at a time (others wait).
+  // The first exception a body throws is rethrown here.
+  void parallel_for(size_t n, size_t grain, const std::function<void(size_t begin, size_t end)>& body);
+
+ private:
+  struct Impl;
+  int threads_;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace ds

@@ -1,0 +1,25 @@
+// Each file of this room contributes to the module by itself: a new binding is a new file, no list to edit.
+//
+//   DS_BINDINGS(m) { m.def("answer", [] { return 42; }); }
+//
+// One DS_BINDINGS per file. Order between files is unspecified, so a base class and what derives from it share one.
+#pragma once
+#include <pybind11/pybind11.h>
+
+#include <vector>
+
+namespace ds::bindings {
+
+using Binder = void (*)(pybind11::module_&);
+std::vector<Binder>& binders();
+
+struct Registration {
+  explicit Registration(Binder binder) { binders().push_back(binder); }
+};
+
+}  // namespace ds::bindings
+
+#define DS_BINDINGS(module)                                                  \
+  static void ds_bind(pybind11::module_& module);                            \
+  static const ::ds::bindings::Registration ds_bind_registration{&ds_bind};  \
+  static void ds_bind(pybind11::module_& module)

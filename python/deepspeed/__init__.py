@@ -1,0 +1,1 @@
+"""DeepSpeed: train and serve large models, with a C++ core."""

@@ -1,0 +1,43 @@
+"""The one importer of the extension module.
+
+The module is built for one (Python, torch) pair and lies in ``_lib/<pair>/``; the kernel libraries, which know
+neither, lie in ``_lib/``. ``torch`` must be imported first: it loads the libraries that the module resolves against.
+"""
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+
+import torch
+
+LIB_DIR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_lib")
+
+
+def tag():
+    """Name of the (Python, torch) pair of this process, for example ``cp312-torch2.11.0``."""
+    version = torch.__version__.split("+")[0]
+    return f"cp{sys.version_info[0]}{sys.version_info[1]}-torch{version}"
+
+
+def _load():
+    folder = os.path.join(LIB_DIR, tag())
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = os.path.join(folder, "_C" + suffix)
+        if os.path.exists(path):
+            spec = importlib.util.spec_from_file_location("deepspeed._C", path)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            return module
+    built = sorted(os.listdir(LIB_DIR)) if os.path.isdir(LIB_DIR) else []
+    built = [name for name in built if name.startswith("cp")]
+    raise ImportError(
+        f"deepspeed has no native module for {tag()} (Python {sys.version.split()[0]}, torch {torch.__version__}). "
+        f"Built here: {', '.join(built) or 'nothing'}. Build it with `make` in the source tree, or reinstall with "
+        f"`pip install --no-build-isolation .` in this environment."
+    )
+
+
+_C = _load()
+sys.modules["deepspeed._C"] = _C
+DeepSpeedConfigError = _C.DeepSpeedConfigError
