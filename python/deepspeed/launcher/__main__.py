@@ -2,6 +2,6 @@
 
 import sys
 
-from deepspeed.launcher.runner import cli_main
+from deepspeed.launcher.runner import main
 
-sys.exit(cli_main())
+sys.exit(main())

@@ -33,7 +33,7 @@ class NodePlan:
 
 def fetch_hostfile(path):
     """``{host: slots}`` of the file, or None when there is no such file."""
-    if not os.path.isfile(path):
+    if not os.path.exists(path):
         return None
     with open(path, encoding="utf-8") as lines:
         try:

@@ -23,21 +23,21 @@ __all__ = [
     "DEEPSPEED_ENVIRONMENT_NAME",
     "LaunchError",
     "_parse_hostfile",
-    "cli_main",
     "decode_world_info",
     "encode_world_info",
     "fetch_hostfile",
     "main",
     "parse_args",
     "parse_resource_filter",
+    "run",
 ]
 
 
-def main(args=None):
-    """Starts the job that ``args`` (default: the command line) describes; returns its exit code.
+def run(args):
+    """Starts the job that the list ``args`` describes; returns its exit code.
 
     Raises:
-        ValueError: options that contradict each other or a malformed hostfile.
+        ValueError: options that contradict each other, a malformed hostfile or environment file.
         NotImplementedError: options of several nodes, of autotuning.
         LaunchError: the script, the port, the slots or the hosts do not allow a start.
     """
@@ -50,10 +50,13 @@ def main(args=None):
     return launch(plan)
 
 
-def cli_main():
-    """``main`` for the shell: an error is one paragraph on stderr and exit code 1 (2 for wrong usage)."""
+def main(args=None):
+    """``run(args)``. Without ``args`` it speaks to the shell: it takes the command line, and an error becomes one
+    paragraph on stderr and exit code 1 (2 for an option that does not exist)."""
+    if args is not None:
+        return run(args)
     try:
-        return main()
+        return run(sys.argv[1:])
     except (LaunchError, ValueError, NotImplementedError, OSError) as error:
         print(f"deepspeed: error: {error}", file=sys.stderr)
         return 1
@@ -62,4 +65,4 @@ def cli_main():
 
 
 if __name__ == "__main__":
-    sys.exit(cli_main())
+    sys.exit(main())
