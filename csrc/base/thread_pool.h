@@ -9,6 +9,7 @@ namespace ds {
 class ThreadPool {
  public:
   // `threads` >= 1 counts the calling thread: 1 starts no worker and runs everything inline.
+  // Throws ErrorKind::kValue for less than 1.
   explicit ThreadPool(int threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -19,8 +20,12 @@ class ThreadPool {
   // Splits [0, n) into chunks that are multiples of `grain` (the last may be shorter) and calls body(begin, end) for
   // each, on the workers and the caller; returns when all are done. The split depends only on n, grain and threads(),
   // so results that depend on it are reproducible. Not re-entrant; one caller at a time (others wait).
-  // The first exception a body throws is rethrown here.
-  void parallel_for(size_t n, size_t grain, const std::function<void(size_t begin, size_t end)>& body);
+  // The first exception a body throws is rethrown here; chunks not yet begun are then dropped.
+  // In a forked child, where the workers do not exist, the caller runs all chunks.
+  //
+  // Virtual although nothing derives from it: a kernel library then runs the pool's code in the module that made the
+  // pool, whatever version of it the library was built with.
+  virtual void parallel_for(size_t n, size_t grain, const std::function<void(size_t begin, size_t end)>& body);
 
  private:
   struct Impl;

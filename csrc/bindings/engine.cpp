@@ -1,0 +1,147 @@
+// The training engine for Python. Everything that computes or waits runs without the GIL: autograd's hooks, other
+// threads and other ranks' threads must be able to go on.
+#include <Python.h>
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <pybind11/stl.h>
+
+#include "bindings/registry.h"
+#include "bindings/torch_types.h"
+#include "comm/c10d_communicator.h"
+#include "comm/local_communicator.h"
+#include "zero/engine.h"
+
+namespace py = pybind11;
+
+namespace ds::bindings {
+
+namespace {
+
+using zero::Engine;
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+comm::CommunicatorPtr communicator(const py::object& group) {
+  if (group.is_none()) return comm::local_communicator();
+  auto native = group.cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
+  return comm::c10d_communicator(std::move(native));
+}
+
+std::vector<zero::ParamSpec> param_specs(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names,
+                                         const std::vector<int32_t>& groups, const std::vector<int32_t>& orders,
+                                         const std::vector<bool>& counts_in_norm) {
+  std::vector<zero::ParamSpec> specs;
+  for (size_t i = 0; i < tensors.size(); ++i)
+    specs.push_back({tensors[i], names.at(i), groups.at(i), orders.at(i), counts_in_norm.at(i)});
+  return specs;
+}
+
+std::shared_ptr<Engine> make_engine(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names,
+                                    const std::vector<int32_t>& groups, const std::vector<int32_t>& orders,
+                                    const std::vector<bool>& counts_in_norm, const py::object& data_parallel,
+                                    const py::object& model_parallel, int stage, int threads, const py::object& grad_dtype,
+                                    const py::object& comm_dtype, int64_t bucket_numel, bool overlap, double predivide,
+                                    double postscale, bool find_culprits) {
+  zero::EngineOptions options;
+  options.stage = stage;
+  options.threads = threads;
+  options.grad_dtype = optional_dtype(grad_dtype);
+  options.reducer.bucket_numel = bucket_numel;
+  options.reducer.overlap = overlap;
+  options.reducer.predivide = static_cast<float>(predivide);
+  options.reducer.postscale = static_cast<float>(postscale);
+  options.reducer.comm_dtype = optional_dtype(comm_dtype);
+  options.reducer.find_culprits = find_culprits;
+  auto specs = param_specs(tensors, names, groups, orders, counts_in_norm);
+  auto dp = communicator(data_parallel);
+  auto mp = model_parallel.is_none() ? nullptr : communicator(model_parallel);
+  py::gil_scoped_release unlocked;
+  return std::make_shared<Engine>(std::move(specs), options, std::move(dp), std::move(mp));
+}
+
+template <typename Make>
+std::vector<at::Tensor> for_each_param(Engine& engine, Make make) {
+  std::vector<at::Tensor> result;
+  for (size_t param = 0; param < engine.params().size(); ++param) result.push_back(make(param));
+  return result;
+}
+
+}  // namespace
+
+DS_BINDINGS(m) {
+  py::module_::import("torch.distributed");  // registers ProcessGroup
+
+  py::class_<zero::StepReport>(m, "StepReport")
+      .def_readonly("norm", &zero::StepReport::norm)
+      .def_readonly("grad_scale", &zero::StepReport::grad_scale)
+      .def_readonly("skipped", &zero::StepReport::skipped);
+
+  py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
+      .def(py::init(&make_engine), py::kw_only(), py::arg("tensors"), py::arg("names"), py::arg("groups"), py::arg("orders"),
+           py::arg("counts_in_norm"), py::arg("data_parallel"), py::arg("model_parallel"), py::arg("stage"),
+           py::arg("threads"), py::arg("grad_dtype"), py::arg("comm_dtype"), py::arg("bucket_numel"), py::arg("overlap"),
+           py::arg("predivide"), py::arg("postscale"), py::arg("find_culprits"))
+      .def("watch", &Engine::watch, Unlocked())
+      .def("watch_outputs", &Engine::watch_outputs, Unlocked(), py::arg("outputs"))
+      .def("plan_user_backward", &Engine::plan_user_backward, py::arg("reduce"), py::arg("factor"))
+      .def("begin_backward", &Engine::begin_backward, Unlocked(), py::arg("reduce"))
+      .def("end_backward", &Engine::end_backward, Unlocked())
+      .def("abort_backward", &Engine::abort_backward, Unlocked())
+      .def("finish_backward", &Engine::finish_backward, Unlocked())
+      .def("clear_grads", &Engine::clear_grads, Unlocked())
+      .def("norm", &Engine::norm, Unlocked(), py::arg("loss_scale"), py::arg("max_norm"), py::arg("check"))
+      .def("adam",
+           [](Engine& engine, int32_t group, double lr, double beta1, double beta2, double eps, double weight_decay, bool adamw,
+              bool bias_correction) {
+             py::gil_scoped_release unlocked;
+             engine.adam(group, {static_cast<float>(lr), static_cast<float>(beta1), static_cast<float>(beta2),
+                                 static_cast<float>(eps), static_cast<float>(weight_decay), adamw, bias_correction});
+           },
+           py::arg("group"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
+           py::arg("weight_decay"), py::arg("adamw"), py::arg("bias_correction"))
+      .def("report", &Engine::report, Unlocked())
+      .def("scale_grads", &Engine::scale_grads, Unlocked())
+      .def("hand_out_grads", &Engine::hand_out_grads, Unlocked())
+      .def("has_grads", [](Engine& engine) { return engine.grads().any(); }, Unlocked())
+      .def("publish", [](Engine& engine) { engine.stepper().publish(); }, Unlocked())
+      .def("refresh_master", [](Engine& engine) { engine.stepper().refresh_master(); }, Unlocked())
+      .def("broadcast", &Engine::broadcast, Unlocked())
+      .def("release", &Engine::release, Unlocked())
+      .def("masters",
+           [](Engine& engine) {
+             return for_each_param(engine, [&](size_t param) { return engine.params().master_view(param); });
+           })
+      .def("grads",
+           [](Engine& engine) { return for_each_param(engine, [&](size_t param) { return engine.params().grad_view(param); }); })
+      .def("used",
+           [](Engine& engine) {
+             std::vector<bool> used;
+             for (size_t param = 0; param < engine.params().size(); ++param) used.push_back(engine.grads().used(param));
+             return used;
+           })
+      .def("slots",
+           [](Engine& engine, int slot) {
+             engine.stepper().ensure_slots(slot + 1);
+             return for_each_param(engine, [&](size_t param) { return engine.stepper().slot_view(param, slot); });
+           })
+      .def("steps", [](Engine& engine) { return engine.stepper().steps(); })
+      .def("flat_masters",
+           [](Engine& engine) {
+             std::vector<std::pair<int32_t, at::Tensor>> result;
+             for (const auto& space : engine.params().spaces()) result.emplace_back(space.group, space.master);
+             return result;
+           })
+      .def("culprits",
+           [](Engine& engine) {
+             std::vector<std::pair<std::string, std::string>> result;
+             for (const auto& culprit : engine.grads().local_culprits())
+               result.emplace_back(engine.params().spec(culprit.param).name, culprit.nan ? "nan" : "inf");
+             return result;
+           })
+      .def_property_readonly("late_count", [](Engine& engine) { return engine.grads().late_count(); })
+      .def_property_readonly("bucket_count", [](Engine& engine) { return engine.grads().bucket_count(); })
+      .def_property_readonly("overlapped_count", [](Engine& engine) { return engine.grads().overlapped_count(); })
+      .def_property_readonly("kernel_isa", [](Engine& engine) { return std::string(engine.device().table().isa); });
+}
+
+}  // namespace ds::bindings

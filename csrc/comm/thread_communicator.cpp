@@ -1,0 +1,133 @@
+#include "comm/thread_communicator.h"
+
+#include <ATen/Functions.h>
+
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+
+#include "base/error.h"
+
+namespace ds::comm {
+
+namespace {
+
+// One collective at a time: ranks post what they want to do, the last to come does it for all, all leave.
+class Meeting {
+ public:
+  explicit Meeting(int size) : size_(size), tensors_(size), calls_(size) {}
+
+  void meet(int rank, const std::string& call, const at::Tensor& tensor, int root, ReduceOp op) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return broken_ || !leaving_; });
+    if (broken_) fail_broken();
+    tensors_[rank] = tensor;
+    calls_[rank] = call;
+    const int64_t round = round_;
+    if (++present_ == size_) {
+      error_.clear();
+      for (int other = 1; other < size_; ++other)
+        if (calls_[other] != calls_[0])
+          error_ = "collectives differ: rank 0 called " + calls_[0] + ", rank " + std::to_string(other) + " called " + calls_[other];
+      if (error_.empty()) run(call, root, op);
+      leaving_ = true;
+      changed_.notify_all();
+    } else {
+      changed_.wait(lock, [&] { return broken_ || (leaving_ && round_ == round); });
+      if (broken_ && !leaving_) fail_broken();
+    }
+    const std::string error = error_;
+    if (--present_ == 0) {
+      leaving_ = false;
+      ++round_;
+      changed_.notify_all();
+    }
+    lock.unlock();
+    if (!error.empty()) fail(ErrorKind::kRuntime, error);
+  }
+
+  void leave_for_good() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    broken_ = true;
+    changed_.notify_all();
+  }
+
+ private:
+  [[noreturn]] void fail_broken() { fail(ErrorKind::kRuntime, "another rank has left the group"); }
+
+  void run(const std::string& call, int root, ReduceOp op) {
+    if (call == "barrier") return;
+    if (call.rfind("broadcast", 0) == 0) {
+      for (int rank = 0; rank < size_; ++rank)
+        if (rank != root) tensors_[rank].copy_(tensors_[root]);
+      return;
+    }
+    // 16-bit sums are formed in fp32 and rounded once, in rank order: the same bits for everybody, every time.
+    const auto dtype = tensors_[0].scalar_type();
+    const bool narrow = dtype == at::kBFloat16 || dtype == at::kHalf;
+    at::Tensor result = narrow ? tensors_[0].to(at::kFloat) : tensors_[0].clone();
+    for (int rank = 1; rank < size_; ++rank) {
+      const at::Tensor other = narrow ? tensors_[rank].to(at::kFloat) : tensors_[rank];
+      if (op == ReduceOp::kSum) result.add_(other);
+      if (op == ReduceOp::kMax) result = at::maximum(result, other);
+      if (op == ReduceOp::kMin) result = at::minimum(result, other);
+    }
+    for (int rank = 0; rank < size_; ++rank) tensors_[rank].copy_(result);
+  }
+
+  const int size_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<at::Tensor> tensors_;
+  std::vector<std::string> calls_;
+  std::string error_;
+  int present_ = 0;
+  int64_t round_ = 0;
+  bool leaving_ = false;
+  bool broken_ = false;
+};
+
+class DoneWork : public Work {
+ public:
+  void wait() override {}
+};
+
+class ThreadCommunicator : public Communicator {
+ public:
+  ThreadCommunicator(std::shared_ptr<Meeting> meeting, int rank, int size)
+      : meeting_(std::move(meeting)), rank_(rank), size_(size) {}
+  ~ThreadCommunicator() override { meeting_->leave_for_good(); }
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  std::string name() const override { return "threads"; }
+
+  WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op) override {
+    meeting_->meet(rank_, "all_reduce(" + describe(tensor) + ", op " + std::to_string(static_cast<int>(op)) + ")", tensor, 0, op);
+    return std::make_shared<DoneWork>();
+  }
+  WorkPtr broadcast(const at::Tensor& tensor, int root) override {
+    meeting_->meet(rank_, "broadcast(" + describe(tensor) + ", root " + std::to_string(root) + ")", tensor, root, ReduceOp::kSum);
+    return std::make_shared<DoneWork>();
+  }
+  void barrier() override { meeting_->meet(rank_, "barrier", {}, 0, ReduceOp::kSum); }
+
+ private:
+  static std::string describe(const at::Tensor& tensor) {
+    return std::to_string(tensor.numel()) + " x " + c10::toString(tensor.scalar_type());
+  }
+
+  std::shared_ptr<Meeting> meeting_;
+  int rank_, size_;
+};
+
+}  // namespace
+
+std::vector<CommunicatorPtr> thread_communicators(int size) {
+  auto meeting = std::make_shared<Meeting>(size);
+  std::vector<CommunicatorPtr> ranks;
+  for (int rank = 0; rank < size; ++rank) ranks.push_back(std::make_shared<ThreadCommunicator>(meeting, rank, size));
+  return ranks;
+}
+
+}  // namespace ds::comm

@@ -1,0 +1,139 @@
+#include "zero/device_context.h"
+
+#include <ATen/Functions.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
+
+#include <cstring>
+#include <string>
+
+#include "base/error.h"
+#include "zero/torch_compat.h"
+
+namespace ds::zero {
+
+namespace {
+
+// cudaStream_t of a c10::Stream, without linking or including anything of CUDA: the accessor is a plain member
+// function of libc10_cuda.so, which torch has loaded if it has CUDA.
+void* native_stream(c10::Stream stream) {
+  using Accessor = void* (*)(const c10::Stream*);
+  void* library = dlopen("libc10_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
+  auto accessor = library ? reinterpret_cast<Accessor>(dlsym(library, "_ZNK3c104cuda10CUDAStream6streamEv")) : nullptr;
+  if (!accessor) fail(ErrorKind::kRuntime, "this torch has no CUDA support");
+  return accessor(&stream);
+}
+
+const kernels::KernelTable* cuda_table() {
+  Dl_info here;
+  dladdr(reinterpret_cast<void*>(&ds_cpu_kernels), &here);
+  std::string path = here.dli_fname;
+  path = path.substr(0, path.rfind('/') + 1) + "libds_kernels_cuda.so";
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (!library)
+    fail(ErrorKind::kRuntime, "the CUDA kernels are not there (", dlerror(),
+         "). Build deepspeed where nvcc is on the PATH or under /usr/local/cuda.");
+  auto get = reinterpret_cast<decltype(&ds_cuda_kernels)>(dlsym(library, "ds_cuda_kernels"));
+  const kernels::KernelTable* table = get ? get(kernels::kKernelAbi) : nullptr;
+  if (!table) fail(ErrorKind::kRuntime, path, " is of another build of deepspeed; build again");
+  return table;
+}
+
+const kernels::KernelTable* table_for(const c10::Device& device) {
+  if (device.is_cpu()) {
+    const kernels::KernelTable* table = ds_cpu_kernels(kernels::kKernelAbi);
+    if (!table) fail(ErrorKind::kRuntime, "libds_kernels_cpu.so is of another build of deepspeed; build again");
+    return table;
+  }
+  if (device.is_cuda()) return cuda_table();
+  fail(ErrorKind::kNotImplemented, "no kernels for device ", device.str(), "; use cpu or cuda");
+}
+
+}  // namespace
+
+bool has_kernel_dtype(at::ScalarType type) {
+  return type == at::kFloat || type == at::kHalf || type == at::kBFloat16;
+}
+
+DType kernel_dtype(at::ScalarType type, const char* what) {
+  switch (type) {
+    case at::kFloat: return DType::kF32;
+    case at::kHalf: return DType::kF16;
+    case at::kBFloat16: return DType::kBF16;
+    default: fail(ErrorKind::kType, what, " has dtype ", c10::toString(type), "; supported are fp32, fp16 and bf16");
+  }
+}
+
+DeviceContext::DeviceContext(c10::Device device, int threads)
+    : device_(device), pool_(device.is_cpu() ? std::make_unique<ThreadPool>(threads) : nullptr), table_(table_for(device)) {
+  const auto options = at::TensorOptions().device(device_);
+  sum_ = at::zeros({1}, options.dtype(at::kDouble));
+  step_scale_ = at::zeros({static_cast<int64_t>(sizeof(kernels::StepScale) / sizeof(double))}, options.dtype(at::kDouble));
+  if (!device_.is_cpu())
+    step_scale_host_ = at::zeros(step_scale_.sizes(), at::TensorOptions().dtype(at::kDouble).pinned_memory(true));
+}
+
+kernels::Launch DeviceContext::launch() const {
+  kernels::Launch launch;
+  launch.pool = pool_.get();
+  if (!device_.is_cpu()) launch.stream = native_stream(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+  return launch;
+}
+
+namespace {
+
+// `src` in the memory order of `dst`. Gradients that autograd accumulates already are.
+at::Tensor in_order_of(const at::Tensor& dst, const at::Tensor& src) {
+  if (src.numel() == dst.numel() && src.sizes() == dst.sizes() && src.strides() == dst.strides()) return src;
+  at::Tensor ordered = at::empty_strided(dst.sizes(), dst.strides(), src.options());
+  ordered.copy_(src.reshape(dst.sizes()));
+  return ordered;
+}
+
+}  // namespace
+
+void DeviceContext::copy(const at::Tensor& dst, const at::Tensor& src, float scale) const {
+  if (src.is_sparse()) return copy(dst, src.to_dense(), scale);
+  if (!has_kernel_dtype(dst.scalar_type()) || !has_kernel_dtype(src.scalar_type()) || src.device() != dst.device()) {
+    dst.copy_(src.reshape(dst.sizes()));
+    if (scale != 1.0f) dst.mul_(scale);
+    return;
+  }
+  const at::Tensor flat = in_order_of(dst, src);
+  table_->copy(launch(), dst.data_ptr(), kernel_dtype(dst.scalar_type(), "gradient"), flat.data_ptr(),
+               kernel_dtype(flat.scalar_type(), "gradient"), static_cast<size_t>(flat.numel()), scale);
+}
+
+void DeviceContext::accumulate(const at::Tensor& dst, const at::Tensor& src, float scale) const {
+  if (src.is_sparse()) return accumulate(dst, src.to_dense(), scale);
+  if (!has_kernel_dtype(dst.scalar_type()) || !has_kernel_dtype(src.scalar_type()) || src.device() != dst.device()) {
+    dst.add_(src.reshape(dst.sizes()), scale);
+    return;
+  }
+  const at::Tensor flat = in_order_of(dst, src);
+  table_->accumulate(launch(), dst.data_ptr(), kernel_dtype(dst.scalar_type(), "gradient"), flat.data_ptr(),
+                     kernel_dtype(flat.scalar_type(), "gradient"), static_cast<size_t>(flat.numel()), scale);
+}
+
+void DeviceContext::post_step_scale() {
+  if (device_.is_cpu()) return;
+  step_scale_host_.copy_(step_scale_, /*non_blocking=*/true);
+  posted_.emplace(device_.type());
+  posted_->record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+}
+
+kernels::StepScale DeviceContext::read_step_scale() {
+  kernels::StepScale result;
+  if (device_.is_cpu()) {
+    std::memcpy(&result, step_scale_.data_ptr(), sizeof(result));
+    return result;
+  }
+  if (posted_) compat::synchronize(*posted_);
+  std::memcpy(&result, step_scale_host_.data_ptr(), sizeof(result));
+  return result;
+}
+
+void DeviceContext::check() const {}
+
+}  // namespace ds::zero

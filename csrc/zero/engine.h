@@ -1,0 +1,82 @@
+// The training engine: parameters, gradients, communication and the step, put together by a row of the stage table.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "zero/accumulator_hooks.h"
+#include "zero/device_context.h"
+#include "zero/grad_reducer.h"
+#include "zero/param_store.h"
+#include "zero/stage_policy.h"
+#include "zero/stepper.h"
+
+namespace ds::zero {
+
+struct EngineOptions {
+  int stage = 0;
+  int threads = 1;                             // of CPU kernels
+  c10::optional<at::ScalarType> grad_dtype;    // accumulation; unset: fp32 for 16-bit parameters
+  ReducerOptions reducer;
+};
+
+// Create with std::make_shared. Calls come from one thread; only the hooks come from autograd's.
+class Engine : public std::enable_shared_from_this<Engine> {
+ public:
+  Engine(std::vector<ParamSpec> params, EngineOptions options, comm::CommunicatorPtr data_parallel,
+         comm::CommunicatorPtr model_parallel);
+  ~Engine();
+
+  void watch();  // hooks on the parameters that require grad now; call before each forward
+
+  // A backward that the caller runs between begin_backward and end_backward, or gives up with abort_backward.
+  void begin_backward(bool reduce);
+  void end_backward();
+  bool abort_backward();
+
+  // A backward that the user runs on what forward returned: `outputs` get hooks that call the two above by themselves.
+  // What the latest plan says counts: whether that backward reduces, and the factor (loss scale over accumulation
+  // steps) that the gradients are multiplied by as they come in.
+  void watch_outputs(const std::vector<at::Tensor>& outputs);
+  void plan_user_backward(bool reduce, double factor);
+
+  void finish_backward() { grads_.finish(); }
+  void clear_grads() { grads_.clear(); }
+  void norm(float loss_scale, float max_norm, bool check) {
+    stepper_.norm(grads_, loss_scale, max_norm, check, model_parallel_.get());
+  }
+  void adam(int32_t group, const AdamGroupArgs& args) { stepper_.adam(grads_, group, args); }
+  StepReport report() { return stepper_.report(); }
+  void scale_grads() { stepper_.scale_grads(grads_); }
+
+  // For an optimizer that lives outside: its parameters are `masters`, one for each of ours; gives each its gradient
+  // (undefined where no rank produced one).
+  void hand_out_grads(const std::vector<at::Tensor>& masters);
+
+  void broadcast(const std::vector<at::Tensor>& tensors, int root);
+
+  ParamStore& params() { return store_; }
+  GradReducer& grads() { return grads_; }
+  Stepper& stepper() { return stepper_; }
+  const DeviceContext& device() const { return device_; }
+  void release();  // hooks off, parameters in memory of their own; the engine can only be destroyed after this
+
+ private:
+  const StagePolicy& policy_;
+  comm::CommunicatorPtr data_parallel_, model_parallel_;
+  ParamStore store_;
+  DeviceContext device_;
+  GradReducer grads_;
+  Stepper stepper_;
+  std::vector<bool> watched_;
+  bool own_backward_ = false;   // begin_backward was called by our caller
+  bool user_backward_ = false;  // by a hook on an output
+  bool user_reduce_ = true;
+  double user_factor_ = 1.0;
+  AccumulatorHooks hooks_;      // last: gone before what they call
+};
+
+}  // namespace ds::zero

@@ -1,0 +1,112 @@
+// Gradients on their way from autograd into the flat buffers and across the ranks.
+//
+// [Note: one backward]
+// begin() detaches every .grad, so autograd always hands over a fresh tensor; the hook moves it into the parameter's
+// slot (its part of the flat buffer) and frees it. end() attaches the slots as .grad where the dtypes agree. Between
+// the two no .grad aliases a buffer, so a bucket that is being reduced cannot be written by autograd.
+//
+// [Note: last use]
+// A parameter may fire several times in one backward (re-entrant checkpointing of a shared module), so a bucket must
+// not leave before the *last* one. How often each parameter fires is learned by counting: the first backward reduces
+// nothing before its end, later ones launch a bucket when all its parameters have fired as often as ever before. One
+// that fires once more than that, after its bucket has left, is late: its gradient is kept aside, all ranks learn of
+// it with the flags below, and a second round adds it. Correct always, fast when the model is regular.
+//
+// [Note: bucket order]
+// Ranks may produce gradients in different orders, or not at all; collectives must match. So buckets leave strictly
+// in plan order, and at the end of backward the rest leaves, used or not.
+//
+// [Note: used flags]
+// With the last bucket travels one flag for each parameter: did any rank produce a gradient? The optimizer leaves
+// alone what none has used, exactly as a plain PyTorch process does with a .grad of None.
+#pragma once
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "plan/bucket_plan.h"
+#include "zero/device_context.h"
+#include "zero/param_store.h"
+
+namespace ds::zero {
+
+struct ReducerOptions {
+  int64_t bucket_numel = 500000000;
+  bool overlap = true;           // launch buckets while backward runs
+  float predivide = 1.0f;        // gradients are multiplied by this before the sum over ranks
+  float postscale = 1.0f;        // and by this after it
+  c10::optional<at::ScalarType> comm_dtype;  // what travels; unset: the buffers' own
+  bool find_culprits = false;    // remember which local gradients were not finite
+};
+
+class GradReducer {
+ public:
+  GradReducer(ParamStore& store, DeviceContext& device, comm::CommunicatorPtr communicator, ReducerOptions options);
+
+  void begin(bool reduce);         // a backward starts; `reduce`: its end is a boundary
+  void end();                      // it has ended; after a reducing one all ranks hold the same gradients
+  bool abort();                    // it raised; true when gradients of earlier micro-steps were lost with it
+  void on_grad(size_t param);      // the accumulator hook; any thread, no GIL
+  void finish();                   // before a step: takes .grad as the user left it, reduces what is still local
+  void clear();                    // forget all gradients; .grad becomes undefined
+  bool active() const { return phase_ != Phase::kIdle; }
+
+  bool used(size_t param) const { return filled_[param] != 0; }
+  bool any() const;                // a gradient has arrived since clear(), or the user has set one
+  int64_t late_count() const { return late_count_; }  // of the last reducing backward, over all ranks
+  int64_t overlapped_count() const { return overlapped_count_; }  // buckets that left before backward's end
+  size_t bucket_count() const { return buckets_.size(); }
+
+  struct Culprit {
+    int32_t param;
+    bool nan;
+  };
+  std::vector<Culprit> local_culprits() const;  // parameters whose local gradients were inf or nan
+
+ private:
+  enum class Phase { kIdle, kAccumulating, kReducing };
+  struct BucketState {
+    int32_t space;
+    plan::Bucket plan;
+    std::vector<int32_t> params;
+    int32_t pending = -1;  // parameters still expected to fire; -1: unknown, leaves at the end
+    bool launched = false;
+    at::Tensor carrier;    // what travels when it is not the buffer itself
+    comm::WorkPtr work;
+  };
+
+  bool attaches(size_t param) const;
+  void attach_grads();
+  void adopt_user_grads();
+  void absorb(size_t param, const at::Tensor& grad);
+  void note_culprit(size_t param, const at::Tensor& grad);
+  void launch(BucketState& bucket);
+  void launch_ready();
+  void complete(BucketState& bucket);
+  bool exchange_flags();
+  void late_round();
+  void learn();
+
+  ParamStore& store_;
+  DeviceContext& device_;
+  comm::CommunicatorPtr communicator_;
+  ReducerOptions options_;
+  std::vector<BucketState> buckets_;
+  std::vector<int32_t> bucket_of_;
+
+  std::mutex mutex_;  // hooks may come from one thread per device
+  Phase phase_ = Phase::kIdle;
+  size_t next_bucket_ = 0;
+  bool dirty_ = false;                // something in the slots has not been reduced
+  std::vector<uint8_t> filled_;       // the slot holds a gradient
+  std::vector<uint8_t> was_filled_;   // at begin()
+  std::vector<uint8_t> scaled_;       // the slot has been multiplied by predivide already
+  std::vector<int32_t> fires_, expected_;
+  bool learned_ = false;              // expected_ rests on at least one backward
+  std::vector<at::Tensor> late_;
+  at::Tensor culprits_;               // sum of squares of each local gradient
+  int64_t late_count_ = 0, overlapped_count_ = 0;
+};
+
+}  // namespace ds::zero
