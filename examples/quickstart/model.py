@@ -14,13 +14,13 @@ from torch import nn
 
 @dataclass
 class Shape:
-    """9.9 million parameters."""
+    """10.6 million parameters: wide and shallow learns faster than narrow and deep in a few hundred steps."""
 
     vocab_size: int = 2048
     context: int = 128
-    layers: int = 5
-    heads: int = 6
-    width: int = 384
+    layers: int = 3
+    heads: int = 8
+    width: int = 512
 
 
 class Attention(nn.Module):

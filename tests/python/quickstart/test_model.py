@@ -9,7 +9,7 @@ SMALL = model.Shape(vocab_size=64, context=16, layers=2, heads=2, width=32)
 
 def test_has_about_ten_million_parameters():
     gpt = model.GPT(model.Shape())
-    assert 9.5e6 < sum(p.numel() for p in gpt.parameters()) < 10.5e6
+    assert 9e6 < sum(p.numel() for p in gpt.parameters()) < 11e6
 
 
 def test_looks_at_the_past_only():
