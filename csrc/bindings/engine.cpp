@@ -82,7 +82,8 @@ DS_BINDINGS(m) {
            py::arg("threads"), py::arg("grad_dtype"), py::arg("comm_dtype"), py::arg("bucket_numel"), py::arg("overlap"),
            py::arg("predivide"), py::arg("postscale"), py::arg("find_culprits"))
       .def("watch", &Engine::watch, Unlocked())
-      .def("watch_outputs", &Engine::watch_outputs, Unlocked(), py::arg("outputs"), py::arg("reduce"), py::arg("factor"))
+      .def("watch_outputs", &Engine::watch_outputs, Unlocked(), py::arg("outputs"))
+      .def("plan_user_backward", &Engine::plan_user_backward, py::arg("reduce"), py::arg("factor"))
       .def("begin_backward", &Engine::begin_backward, Unlocked(), py::arg("reduce"))
       .def("end_backward", &Engine::end_backward, Unlocked())
       .def("abort_backward", &Engine::abort_backward, Unlocked())
@@ -101,6 +102,7 @@ DS_BINDINGS(m) {
       .def("report", &Engine::report, Unlocked())
       .def("scale_grads", &Engine::scale_grads, Unlocked())
       .def("hand_out_grads", &Engine::hand_out_grads, Unlocked())
+      .def("has_grads", [](Engine& engine) { return engine.grads().any(); }, Unlocked())
       .def("publish", [](Engine& engine) { engine.stepper().publish(); }, Unlocked())
       .def("refresh_master", [](Engine& engine) { engine.stepper().refresh_master(); }, Unlocked())
       .def("broadcast", &Engine::broadcast, Unlocked())

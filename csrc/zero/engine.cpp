@@ -54,22 +54,28 @@ bool Engine::abort_backward() {
   return grads_.abort();
 }
 
-void Engine::watch_outputs(const std::vector<at::Tensor>& outputs, bool reduce, double factor) {
+void Engine::plan_user_backward(bool reduce, double factor) {
+  user_reduce_ = reduce;
+  user_factor_ = factor;
+}
+
+void Engine::watch_outputs(const std::vector<at::Tensor>& outputs) {
   if (user_backward_) abort_backward();  // it raised half-way: its callback never ran
   const std::weak_ptr<Engine> weak = weak_from_this();
   for (const at::Tensor& output : outputs) {
     if (!output.requires_grad()) continue;
-    output.register_hook([weak, reduce, factor](const at::Tensor& grad) -> at::Tensor {
+    output.register_hook([weak](const at::Tensor& grad) -> at::Tensor {
       const auto engine = weak.lock();
       if (!engine || engine->own_backward_) return grad;
       if (!engine->user_backward_) {
         engine->user_backward_ = true;
-        engine->grads_.begin(reduce);
+        engine->grads_.begin(engine->user_reduce_);
         // Queued from a hook on the root side, so it runs when the outermost backward ends, not a re-entrant one.
         torch::autograd::Engine::get_default_engine().queue_callback([weak] {
           if (const auto alive = weak.lock(); alive && alive->user_backward_) alive->end_backward();
         });
       }
+      const double factor = engine->user_factor_;
       return factor == 1.0 || !grad.defined() ? grad : at::mul(grad, factor);
     });
   }

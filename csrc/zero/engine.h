@@ -37,9 +37,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void end_backward();
   bool abort_backward();
 
-  // A backward that the user runs on what forward returned: `outputs` get hooks that call the two above by themselves,
-  // and multiply the gradients that come in by `factor` (loss scale over accumulation steps).
-  void watch_outputs(const std::vector<at::Tensor>& outputs, bool reduce, double factor);
+  // A backward that the user runs on what forward returned: `outputs` get hooks that call the two above by themselves.
+  // What the latest plan says counts: whether that backward reduces, and the factor (loss scale over accumulation
+  // steps) that the gradients are multiplied by as they come in.
+  void watch_outputs(const std::vector<at::Tensor>& outputs);
+  void plan_user_backward(bool reduce, double factor);
 
   void finish_backward() { grads_.finish(); }
   void clear_grads() { grads_.clear(); }
@@ -72,6 +74,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<bool> watched_;
   bool own_backward_ = false;   // begin_backward was called by our caller
   bool user_backward_ = false;  // by a hook on an output
+  bool user_reduce_ = true;
+  double user_factor_ = 1.0;
   AccumulatorHooks hooks_;      // last: gone before what they call
 };
 

@@ -284,6 +284,12 @@ void GradReducer::finish() {
   }
 }
 
+bool GradReducer::any() const {
+  for (size_t param = 0; param < store_.size(); ++param)
+    if (filled_[param] || store_.spec(param).tensor.grad().defined()) return true;
+  return false;
+}
+
 void GradReducer::clear() {
   std::fill(filled_.begin(), filled_.end(), 0);
   for (size_t param = 0; param < store_.size(); ++param) store_.spec(param).tensor.mutable_grad() = at::Tensor();

@@ -53,6 +53,7 @@ class GradReducer {
   bool active() const { return phase_ != Phase::kIdle; }
 
   bool used(size_t param) const { return filled_[param] != 0; }
+  bool any() const;                // a gradient has arrived since clear(), or the user has set one
   int64_t late_count() const { return late_count_; }  // of the last reducing backward, over all ranks
   int64_t overlapped_count() const { return overlapped_count_; }  // buckets that left before backward's end
   size_t bucket_count() const { return buckets_.size(); }

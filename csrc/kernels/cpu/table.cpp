@@ -1,24 +1,100 @@
+// The CPU's tables, one per instruction set, and the choice among them.
 #include "kernels/table.h"
 
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "base/cpu_features.h"
 #include "base/error.h"
+#include "kernels/cpu/entries.h"
 #include "kernels/ref/ref.h"
 
-namespace ds::kernels {
+namespace ds::kernels::cpu {
 namespace {
 
 const char* no_error() { return nullptr; }
 
-constexpr KernelTable kRef = {kKernelAbi,          sizeof(KernelTable), "cpu",       "ref",     &ref::copy, &ref::accumulate,
-                              &ref::sum_squares, &ref::finish_norm,   &ref::adam, &ref::scale, &no_error,  &no_error};
+KernelTable ref_table() {
+  KernelTable t = {};
+  t.abi = kKernelAbi;
+  t.size = sizeof(KernelTable);
+  t.device = "cpu";
+  t.isa = "ref";
+  t.copy = &ref::copy;
+  t.accumulate = &ref::accumulate;
+  t.sum_squares = &ref::sum_squares;
+  t.finish_norm = &ref::finish_norm;
+  t.adam = &ref::adam;
+  t.scale = &ref::scale;
+  t.last_error = &no_error;
+  t.device_error = &no_error;
+  return t;
+}
+
+// What is not vectorised stays the reference's.
+KernelTable isa_table(Isa isa) {
+  const int i = static_cast<int>(isa);
+  KernelTable t = ref_table();
+  t.isa = isa_name(isa);
+  t.copy = kCopy[i];
+  t.accumulate = kAccumulate[i];
+  t.sum_squares = kSumSquares[i];
+  t.adam = kAdam[i];
+  t.scale = kScale[i];
+  return t;
+}
+
+// Everything there is, made once.
+struct Tables {
+  KernelTable ref = ref_table();
+  std::vector<Isa> built;
+  KernelTable by_isa[kIsaCount];
+  const KernelTable* chosen = nullptr;
+  std::string error;  // why nothing is chosen
+
+  Tables() {
+    for (int i = 0; i < kIsaCount; ++i) {
+      const Isa isa = static_cast<Isa>(i);
+      if (!cpu::built(isa)) continue;
+      built.push_back(isa);
+      by_isa[i] = isa_table(isa);
+    }
+    try {
+      chosen = &by_isa[static_cast<int>(select_isa(built, std::getenv("DS_FORCE_ISA")))];
+    } catch (const Error& e) {
+      error = e.what();
+    }
+  }
+};
+
+const Tables& tables() {
+  static const Tables all;
+  return all;
+}
 
 }  // namespace
-}  // namespace ds::kernels
+}  // namespace ds::kernels::cpu
 
 using namespace ds::kernels;
+using ds::kernels::cpu::tables;
 
-const KernelTable* ds_cpu_kernels(uint32_t abi) { return abi == kKernelAbi ? &kRef : nullptr; }
+const KernelTable* ds_cpu_kernels(uint32_t abi) { return abi == kKernelAbi ? tables().chosen : nullptr; }
+
+const char* ds_cpu_kernels_error(uint32_t abi) {
+  if (abi != kKernelAbi) {
+    return "libds_kernels_cpu.so was built from another version of the kernel table than its caller: build both "
+           "again from one source tree (`make`), or reinstall the package.";
+  }
+  return tables().chosen != nullptr ? nullptr : tables().error.c_str();
+}
+
+const KernelTable* ds_cpu_kernels_isa(uint32_t abi, const char* isa) {
+  if (abi != kKernelAbi) return nullptr;
+  if (std::strcmp(isa, "ref") == 0) return &tables().ref;
+  for (ds::Isa built : tables().built)
+    if (std::strcmp(isa, ds::isa_name(built)) == 0 && ds::cpu_has(built))
+      return &tables().by_isa[static_cast<int>(built)];
+  return nullptr;
+}

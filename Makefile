@@ -1,0 +1,55 @@
+# The only commands a newcomer needs: `make quickstart` and `make test`. Every recipe may be repeated at any time; each
+# builds for the Python of the active environment (tools/common.sh says which one that is) and installs what is missing.
+SHELL := /bin/bash
+.DEFAULT_GOAL := build
+.PHONY: help build quickstart install test test-unit test-torch2 test-gpu bench bench-gpu lint docs wheel asan tsan clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+build: ## build the extension module for the active Python (the default)
+	@tools/build.sh native
+
+quickstart: ## install, build and train a small GPT on two processes; again: resume
+	@tools/quickstart.sh
+
+install: ## build and install editable into the active environment (.venv if none)
+	@tools/install.sh
+
+test: ## build, then all C++ and Python tests
+	@tools/test.sh all
+
+test-unit: ## the fast part of the tests, under a minute
+	@tools/test.sh unit
+
+test-torch2: ## the whole suite against torch 2.x from PyPI, in .venv-torch2
+	@tools/torch2_env.sh
+	@PYTHON=$(CURDIR)/.venv-torch2/bin/python tools/test.sh all
+
+test-gpu: ## the tests that need a GPU
+	@tools/test.sh gpu
+
+bench: ## all CPU benchmarks; results in benchmarks/results/
+	@tools/bench.sh cpu
+
+bench-gpu: ## the benchmarks that need a GPU
+	@tools/bench.sh gpu
+
+lint: ## clang-format, clang-tidy and ruff on what changed (ALL=1: on everything)
+	@tools/lint.sh
+
+docs: ## regenerate docs/config.md
+	@tools/docs.sh
+
+wheel: ## build dist/deepspeed-*.whl and try it in a fresh virtual environment
+	@tools/wheel.sh
+
+asan: ## C++ tests of the torch-free rooms under the address and undefined-behaviour sanitizers
+	@tools/sanitize.sh address,undefined
+
+tsan: ## C++ tests of the torch-free rooms under the thread sanitizer
+	@tools/sanitize.sh thread
+
+clean: ## remove what was built (virtual environments stay)
+	rm -rf build dist python/deepspeed/_lib python/*.egg-info .pytest_cache .ruff_cache
+	find python tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,104 @@
+// dst = src * scale and dst += src * scale, converting between element types.
+#include "kernels/cpu/targets.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/copy.cpp"
+#include "hwy/foreach_target.h"
+#include "hwy/highway.h"
+#include "kernels/cpu/convert-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace ds::kernels::HWY_NAMESPACE {
+
+template <bool kAdd, class Dst, class Src>
+void copy_elements(Dst* dst, const Src* src, size_t n, float scale) {
+  const hn::ScalableTag<float> d;
+  const size_t lanes = hn::Lanes(d);
+  const auto step = [&](auto tag, size_t i) HWY_ATTR {
+    auto v = hn::Mul(load(tag, src + i), hn::Set(tag, scale));
+    if constexpr (kAdd) v = hn::Add(load(tag, dst + i), v);
+    store(tag, v, dst + i);
+  };
+  size_t i = 0;
+  for (; i + lanes <= n; i += lanes) step(d, i);
+  const hn::CappedTag<float, 1> one;
+  for (; i < n; ++i) step(one, i);
+}
+
+template <bool kAdd>
+void copy_any(void* dst, DType dst_dtype, const void* src, DType src_dtype, size_t begin, size_t end, float scale) {
+  with_type(dst_dtype, [&](auto to) {
+    with_type(src_dtype, [&](auto from) {
+      copy_elements<kAdd>(static_cast<decltype(to)*>(dst) + begin, static_cast<const decltype(from)*>(src) + begin,
+                          end - begin, scale);
+    });
+  });
+}
+
+void copy_range(void* dst, DType dst_dtype, const void* src, DType src_dtype, size_t begin, size_t end, float scale) {
+  copy_any<false>(dst, dst_dtype, src, src_dtype, begin, end, scale);
+}
+
+void accumulate_range(void* dst, DType dst_dtype, const void* src, DType src_dtype, size_t begin, size_t end,
+                      float scale) {
+  copy_any<true>(dst, dst_dtype, src, src_dtype, begin, end, scale);
+}
+
+}  // namespace ds::kernels::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+#include <cstring>
+
+#include "kernels/cpu/entries.h"
+#include "kernels/cpu/split.h"
+#include "kernels/ref/ref.h"
+
+namespace ds::kernels::cpu {
+namespace {
+
+constexpr auto kCopyBodies = DS_BODIES(copy_range);
+constexpr auto kAccumulateBodies = DS_BODIES(accumulate_range);
+
+char* at(void* data, DType dtype, size_t i) { return static_cast<char*>(data) + i * dtype_bytes(dtype); }
+const char* at(const void* data, DType dtype, size_t i) {
+  return static_cast<const char*>(data) + i * dtype_bytes(dtype);
+}
+
+template <Isa isa>
+void copy(const Launch& launch, void* dst, DType dst_dtype, const void* src, DType src_dtype, size_t n, float scale) {
+  const bool same = dst_dtype == src_dtype && scale == 1.0f;
+  if (same && dst == src) return;
+  const bool wide = dst_dtype == DType::kF64 || src_dtype == DType::kF64;
+  split(launch, n, [=](size_t begin, size_t end) {
+    if (same) {
+      std::memcpy(at(dst, dst_dtype, begin), at(src, src_dtype, begin), (end - begin) * dtype_bytes(dst_dtype));
+    } else if (wide) {  // fp64 is rare: the plain loops will do
+      ref::copy({}, at(dst, dst_dtype, begin), dst_dtype, at(src, src_dtype, begin), src_dtype, end - begin, scale);
+    } else {
+      kCopyBodies.by_isa[static_cast<int>(isa)](dst, dst_dtype, src, src_dtype, begin, end, scale);
+    }
+  });
+}
+
+template <Isa isa>
+void accumulate(const Launch& launch, void* dst, DType dst_dtype, const void* src, DType src_dtype, size_t n,
+                float scale) {
+  const bool wide = dst_dtype == DType::kF64 || src_dtype == DType::kF64;
+  split(launch, n, [=](size_t begin, size_t end) {
+    if (wide) {
+      ref::accumulate({}, at(dst, dst_dtype, begin), dst_dtype, at(src, src_dtype, begin), src_dtype, end - begin,
+                      scale);
+    } else {
+      kAccumulateBodies.by_isa[static_cast<int>(isa)](dst, dst_dtype, src, src_dtype, begin, end, scale);
+    }
+  });
+}
+
+}  // namespace
+
+const decltype(KernelTable::copy) kCopy[kIsaCount] = DS_ENTRIES(copy);
+const decltype(KernelTable::accumulate) kAccumulate[kIsaCount] = DS_ENTRIES(accumulate);
+
+}  // namespace ds::kernels::cpu
+#endif

@@ -1,0 +1,61 @@
+// Opens the kernel library of another device, which lies beside this one.
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "kernels/table.h"
+
+namespace ds::kernels {
+namespace {
+
+struct Loaded {
+  const KernelTable* (*get)(uint32_t) = nullptr;
+  std::string error;
+
+  Loaded() {
+    std::string path;
+    if (const char* forced = std::getenv("DS_CUDA_KERNELS"); forced != nullptr && *forced != '\0') {
+      path = forced;
+    } else {
+      Dl_info self;
+      if (dladdr(reinterpret_cast<const void*>(&ds_kernels), &self) != 0 && self.dli_fname != nullptr) path = self.dli_fname;
+      path = path.substr(0, path.rfind('/') + 1) + "libds_kernels_cuda.so";
+    }
+    // Never closed: its kernels stay registered with the driver, and tables point into it.
+    void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) {
+      error = std::string("the CUDA kernels cannot be loaded: ") + dlerror() +
+              ". They are built where nvcc is found: install the CUDA toolkit and build again with `make`.";
+      return;
+    }
+    get = reinterpret_cast<const KernelTable* (*)(uint32_t)>(dlsym(library, "ds_cuda_kernels"));
+    if (get == nullptr) error = path + " is no kernel library: it has no ds_cuda_kernels.";
+  }
+};
+
+const Loaded& cuda() {
+  static const Loaded loaded;
+  return loaded;
+}
+
+}  // namespace
+}  // namespace ds::kernels
+
+using namespace ds::kernels;
+
+const KernelTable* ds_kernels(uint32_t abi, const char* device) {
+  if (std::strcmp(device, "cpu") == 0) return ds_cpu_kernels(abi);
+  if (std::strcmp(device, "cuda") != 0) return nullptr;
+  return cuda().get != nullptr ? cuda().get(abi) : nullptr;
+}
+
+const char* ds_kernels_error(uint32_t abi, const char* device) {
+  if (std::strcmp(device, "cpu") == 0) return ds_cpu_kernels_error(abi);
+  if (std::strcmp(device, "cuda") != 0) return "there are kernels for the devices cpu and cuda only.";
+  if (cuda().get == nullptr) return cuda().error.c_str();
+  if (cuda().get(abi) != nullptr) return nullptr;
+  return "libds_kernels_cuda.so was built from another version of the kernel table than its caller: build both again "
+         "from one source tree (`make`), or reinstall the package.";
+}

@@ -1,0 +1,10 @@
+"""The device under the program: one object with the verbs of ``torch.cuda`` for any kind of device."""
+
+from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
+from deepspeed.accelerator.real_accelerator import (
+    get_accelerator,
+    is_current_accelerator_supported,
+    set_accelerator,
+)
+
+__all__ = ["DeepSpeedAccelerator", "get_accelerator", "is_current_accelerator_supported", "set_accelerator"]

@@ -1,0 +1,343 @@
+"""What every accelerator offers. A new one is a file ``<name>_accelerator.py`` with one class ``<NAME>_Accelerator``.
+
+The verbs mean what they mean in ``torch.cuda``; a device without a notion of streams, events, graphs or a memory
+pool answers with None, a context that does nothing, or zero. ``device_index`` None always means the current device.
+Memory figures are bytes.
+"""
+
+import importlib
+import importlib.util
+from abc import ABC, abstractmethod
+
+
+class DeepSpeedAccelerator(ABC):
+    """``_name`` is torch's device type; ``_communication_backend_name`` torch.distributed's backend for it."""
+
+    _name = None
+    _communication_backend_name = None
+    _compile_backend = "inductor"
+
+    # True where range_push takes a domain and a category of its own.
+    supports_nvtx_domain = False
+
+    # ---- kind of device ------------------------------------------------------------------------------------------
+    @abstractmethod
+    def is_synchronized_device(self):
+        """True when an operation has finished once its Python call returns."""
+
+    @abstractmethod
+    def use_host_timers(self):
+        """True when wall-clock timers measure the device, False when events are needed."""
+
+    @abstractmethod
+    def resolves_data_dependency(self):
+        """True when the device orders operations on the same data by itself, so that streams need no waits."""
+
+    @abstractmethod
+    def handles_memory_backpressure(self):
+        """True when launching work ahead of the device cannot exhaust its memory."""
+
+    # ---- devices -------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def device_name(self, device_index=None):
+        """``"cuda"`` without an index, ``"cuda:0"`` with one."""
+
+    @abstractmethod
+    def device(self, device_index=None):
+        """A context in which the given device is the current one."""
+
+    @abstractmethod
+    def set_device(self, device_index):
+        """Makes the given device the current one of this thread."""
+
+    @abstractmethod
+    def current_device(self):
+        """Index of the current device."""
+
+    @abstractmethod
+    def current_device_name(self):
+        """Name of the current device with its index, fit for ``tensor.to``."""
+
+    @abstractmethod
+    def device_count(self):
+        """How many devices this machine offers to one job."""
+
+    @abstractmethod
+    def synchronize(self, device_index=None):
+        """Waits until all work of the device has finished."""
+
+    @abstractmethod
+    def is_available(self):
+        """True when the device can be used here; never creates a context on it."""
+
+    # ---- random numbers ------------------------------------------------------------------------------------------
+    @abstractmethod
+    def random(self):
+        """The module ``torch.random``."""
+
+    @abstractmethod
+    def set_rng_state(self, new_state, device_index=None):
+        """Restores what ``get_rng_state`` returned."""
+
+    @abstractmethod
+    def get_rng_state(self, device_index=None):
+        """State of the device's generator, a uint8 tensor in main memory."""
+
+    @abstractmethod
+    def manual_seed(self, seed):
+        """Seeds the generator of the current device."""
+
+    @abstractmethod
+    def manual_seed_all(self, seed):
+        """Seeds the generators of all devices."""
+
+    @abstractmethod
+    def initial_seed(self):
+        """The seed of the current device's generator."""
+
+    @abstractmethod
+    def default_generator(self, device_index):
+        """The device's ``torch.Generator``."""
+
+    # ---- streams and events --------------------------------------------------------------------------------------
+    @property
+    @abstractmethod
+    def Stream(self):
+        """The stream class, or None."""
+
+    @abstractmethod
+    def stream(self, stream):
+        """A context in which work goes to ``stream``."""
+
+    @abstractmethod
+    def current_stream(self, device_index=None):
+        """The stream that work goes to now, or None."""
+
+    @abstractmethod
+    def default_stream(self, device_index=None):
+        """The device's default stream, or None."""
+
+    @property
+    @abstractmethod
+    def Event(self):
+        """The event class, or None."""
+
+    # ---- memory --------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def empty_cache(self):
+        """Gives memory that no tensor uses back to the device."""
+
+    @abstractmethod
+    def memory_allocated(self, device_index=None):
+        """Bytes in use."""
+
+    @abstractmethod
+    def max_memory_allocated(self, device_index=None):
+        """Peak of ``memory_allocated`` since the last reset."""
+
+    @abstractmethod
+    def reset_max_memory_allocated(self, device_index=None):
+        """Starts a new peak."""
+
+    @abstractmethod
+    def memory_cached(self, device_index=None):
+        """The older name of ``memory_reserved``."""
+
+    @abstractmethod
+    def max_memory_cached(self, device_index=None):
+        """The older name of ``max_memory_reserved``."""
+
+    @abstractmethod
+    def reset_max_memory_cached(self, device_index=None):
+        """Starts a new peak of the reserved bytes."""
+
+    @abstractmethod
+    def memory_stats(self, device_index=None):
+        """A dict of figures, with at least ``allocated_bytes.all.current`` and ``allocated_bytes.all.peak``."""
+
+    @abstractmethod
+    def reset_peak_memory_stats(self, device_index=None):
+        """Starts new peaks of all figures."""
+
+    @abstractmethod
+    def memory_reserved(self, device_index=None):
+        """Bytes held by the allocator, in use or not."""
+
+    @abstractmethod
+    def max_memory_reserved(self, device_index=None):
+        """Peak of ``memory_reserved``."""
+
+    @abstractmethod
+    def total_memory(self, device_index=None):
+        """Bytes that the device has."""
+
+    @abstractmethod
+    def available_memory(self, device_index=None):
+        """Bytes that could still be allocated."""
+
+    # ---- dtypes --------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def is_bf16_supported(self):
+        """True when models can be trained in bfloat16."""
+
+    @abstractmethod
+    def is_fp16_supported(self):
+        """True when models can be trained in float16."""
+
+    @abstractmethod
+    def supported_dtypes(self):
+        """The floating dtypes that models can be trained in."""
+
+    # ---- profiling and start-up ----------------------------------------------------------------------------------
+    @abstractmethod
+    def range_push(self, msg, domain=None, category=None):
+        """Opens a named range in the device's profiler."""
+
+    @abstractmethod
+    def range_pop(self, domain=None):
+        """Closes the innermost range."""
+
+    @abstractmethod
+    def lazy_call(self, callback):
+        """Calls ``callback`` once the device is initialised, now if it is."""
+
+    # ---- names of the pieces that fit ----------------------------------------------------------------------------
+    @abstractmethod
+    def communication_backend_name(self):
+        """torch.distributed's backend for tensors of this device."""
+
+    @abstractmethod
+    def is_triton_supported(self):
+        """True when Triton compiles for this device."""
+
+    def prefer_triton_grouped_mm(self):
+        """True when a Triton kernel beats torch's own grouped matrix product on this device."""
+        return False
+
+    # ---- graphs --------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def create_graph(self):
+        """A new graph object, or None."""
+
+    @abstractmethod
+    def capture_to_graph(self, graph, pool=None, stream=None):
+        """A context in which work is recorded into ``graph``."""
+
+    @abstractmethod
+    def replay_graph(self, graph):
+        """Runs a recorded graph."""
+
+    # ---- tensors -------------------------------------------------------------------------------------------------
+    @property
+    @abstractmethod
+    def BFloat16Tensor(self):
+        """The tensor class, as ``torch.cuda.BFloat16Tensor``."""
+
+    @property
+    @abstractmethod
+    def ByteTensor(self):
+        """The tensor class of uint8."""
+
+    @property
+    @abstractmethod
+    def DoubleTensor(self):
+        """The tensor class of float64."""
+
+    @property
+    @abstractmethod
+    def FloatTensor(self):
+        """The tensor class of float32."""
+
+    @property
+    @abstractmethod
+    def HalfTensor(self):
+        """The tensor class of float16."""
+
+    @property
+    @abstractmethod
+    def IntTensor(self):
+        """The tensor class of int32."""
+
+    @property
+    @abstractmethod
+    def LongTensor(self):
+        """The tensor class of int64."""
+
+    @abstractmethod
+    def pin_memory(self, tensor, make_copy=True, match_shape=True):
+        """A tensor in page-locked main memory from which the device can copy without help.
+
+        ``make_copy`` False leaves its content undefined; ``match_shape`` False makes it one-dimensional. A device
+        that shares main memory returns ``tensor``.
+        """
+
+    @abstractmethod
+    def is_pinned(self, tensor):
+        """True when ``tensor`` lies in page-locked memory."""
+
+    @abstractmethod
+    def unpin_memory(self, tensor):
+        """Ends the pinning of a tensor that ``pin_memory`` made; the tensor must not be used by copies any more."""
+
+    @abstractmethod
+    def on_accelerator(self, tensor):
+        """True when ``tensor`` lives on this kind of device."""
+
+    # ---- native ops ----------------------------------------------------------------------------------------------
+    @abstractmethod
+    def op_builder_dir(self):
+        """Module path of the op builders for this device."""
+
+    def create_op_builder(self, class_name):
+        """An instance of the builder named ``class_name``, or None where there is none."""
+        builder = self.get_op_builder(class_name)
+        return None if builder is None else builder()
+
+    def get_op_builder(self, class_name):
+        """The builder class named ``class_name``, or None where there is none: only that feature is missing then."""
+        # By name at run time: builders belong to the ops, which stand above the accelerators.
+        name = self.op_builder_dir()
+        try:
+            found = importlib.util.find_spec(name)
+        except ModuleNotFoundError:
+            found = None
+        return None if found is None else getattr(importlib.import_module(name), class_name, None)
+
+    def build_extension(self):
+        """The setuptools command class that builds extensions for this device."""
+        # At call: it pulls in setuptools and costs a quarter of a second that no training run needs.
+        return importlib.import_module("torch.utils.cpp_extension").BuildExtension
+
+    # ---- environment ---------------------------------------------------------------------------------------------
+    @abstractmethod
+    def export_envs(self):
+        """Prefixes of environment variables that must reach every node."""
+
+    @abstractmethod
+    def visible_devices_envs(self):
+        """Names of the variables that choose among devices."""
+
+    @abstractmethod
+    def set_visible_devices_envs(self, current_env, local_accelerator_ids):
+        """Writes the choice of devices into the dict ``current_env``."""
+
+    # ---- torch.compile -------------------------------------------------------------------------------------------
+    def get_compile_backend(self):
+        """Name of the torch.compile backend."""
+        return self._compile_backend
+
+    def set_compile_backend(self, backend):
+        """Chooses the torch.compile backend; ValueError for one that this torch does not have."""
+        supported = self._compile_backends()
+        if backend not in supported:
+            raise ValueError(
+                f"{backend!r} is not a torch.compile backend of this torch for {self._name}; "
+                f"there are: {', '.join(supported) or 'none (torch.compile needs torch 2)'}."
+            )
+        self._compile_backend = backend
+
+    def _compile_backends(self):
+        # find_spec of the parent runs nothing heavy; torch._dynamo itself takes a second to import.
+        if importlib.util.find_spec("torch._dynamo") is None:
+            return []
+        return importlib.import_module("torch._dynamo").list_backends(exclude_tags=())

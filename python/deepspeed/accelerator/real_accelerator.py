@@ -1,0 +1,67 @@
+"""Which accelerator this process uses: the one that was set, the one ``DS_ACCELERATOR`` names, or the best present."""
+
+import os
+import threading
+
+from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
+from deepspeed.log import logger
+from deepspeed.registry import Registry
+
+accelerators = Registry("accelerator", group="deepspeed.accelerators")
+accelerators.register(
+    "cuda",
+    "deepspeed.accelerator.cuda_accelerator:CUDA_Accelerator",
+    probe="deepspeed.accelerator.cuda_accelerator:probe",
+    priority=50,
+)
+accelerators.register("cpu", "deepspeed.accelerator.cpu_accelerator:CPU_Accelerator")
+
+_lock = threading.Lock()
+_current = None
+
+
+def _check(candidate):
+    if not isinstance(candidate, DeepSpeedAccelerator):
+        raise TypeError(
+            f"{type(candidate).__name__} is not an accelerator: derive it from "
+            f"deepspeed.accelerator.DeepSpeedAccelerator and pass an instance."
+        )
+    return candidate
+
+
+def _choose():
+    name = os.environ.get("DS_ACCELERATOR")
+    if name:
+        if name not in accelerators.names():
+            raise ValueError(
+                f"the environment variable DS_ACCELERATOR is {name!r}, which is not an accelerator known here. "
+                f"Set it to one of: {', '.join(accelerators.names())}; or unset it for automatic detection."
+            )
+        reason = accelerators.why_not(name)
+        if reason:
+            logger.warning("DS_ACCELERATOR=%s is used although it does not seem to work here: %s.", name, reason)
+        return _check(accelerators.get(name)())
+    return _check(accelerators.get(accelerators.detect())())
+
+
+def get_accelerator():
+    """The accelerator of this process; chosen at the first call and kept."""
+    global _current
+    if _current is None:
+        with _lock:
+            if _current is None:
+                _current = _choose()
+    return _current
+
+
+def set_accelerator(accel_obj):
+    """Makes ``accel_obj`` (a ``DeepSpeedAccelerator``; TypeError otherwise) the accelerator of this process."""
+    global _current
+    with _lock:
+        _current = _check(accel_obj)
+    logger.debug("The accelerator is set to %s.", accel_obj._name)
+
+
+def is_current_accelerator_supported():
+    """True when the accelerator in use is one that this installation knows by name."""
+    return get_accelerator()._name in accelerators.names()

@@ -1,0 +1,15 @@
+"""What carries ``deepspeed.comm``: one object per process with the verbs of torch.distributed."""
+
+
+class Backend:
+    """Base of the carriers. ``name`` is for messages; ``initialized`` says whether the process group exists."""
+
+    def __init__(self, name="backend", rank=0, size=1):
+        self.name = name
+        self.rank = rank
+        self.size = size
+        self.initialized = False
+
+    def is_initialized(self):
+        """True while the process group exists."""
+        return self.initialized

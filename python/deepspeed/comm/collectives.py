@@ -1,0 +1,266 @@
+"""The operations of ``deepspeed.comm``: torch.distributed's, on the carrier of this process.
+
+``prof``, ``log_name`` and ``debug`` describe an operation for the log of operations and do not change what it does.
+``group`` None is all ranks; ``op`` is a ``ReduceOp`` of ours or of torch. With ``async_op`` a handle is returned
+whose ``wait()`` must be called before the result is read; without, the result is there on return.
+"""
+
+from deepspeed.comm.caller import get_caller_func
+from deepspeed.comm.comm import carrier
+from deepspeed.comm.reduce_op import ReduceOp
+
+
+# ---- reductions ---------------------------------------------------------------------------------------------------
+def all_reduce(
+    tensor,
+    op=ReduceOp.SUM,
+    group=None,
+    async_op=False,
+    prof=False,
+    log_name="all_reduce",
+    debug=get_caller_func(),
+):
+    """Every rank's ``tensor`` becomes the reduction over the ranks."""
+    return carrier().all_reduce(tensor, op, group, async_op)
+
+
+def inference_all_reduce(
+    tensor,
+    op=ReduceOp.SUM,
+    group=None,
+    async_op=False,
+    prof=False,
+    log_name="all_reduce",
+    debug=get_caller_func(),
+):
+    """``all_reduce`` for the small tensors of token generation."""
+    return carrier().all_reduce(tensor, op, group, async_op)
+
+
+def all_reduce_coalesced(
+    tensors,
+    op=ReduceOp.SUM,
+    group=None,
+    async_op=False,
+    prof=False,
+    log_name="all_reduce",
+    debug=get_caller_func(),
+):
+    """``all_reduce`` of each tensor of the list, all under way at the same time."""
+    return carrier().all_reduce_coalesced(tensors, op, group, async_op)
+
+
+def reduce(
+    tensor,
+    dst,
+    op=ReduceOp.SUM,
+    group=None,
+    async_op=False,
+    prof=False,
+    log_name="reduce",
+    debug=get_caller_func(),
+):
+    """Rank ``dst``'s ``tensor`` becomes the reduction over the ranks."""
+    return carrier().reduce(tensor, dst, op, group, async_op)
+
+
+def reduce_scatter(
+    output,
+    input_list,
+    op=ReduceOp.SUM,
+    group=None,
+    async_op=False,
+    prof=False,
+    log_name="reduce_scatter",
+    debug=get_caller_func(),
+):
+    """``output`` of rank r becomes the reduction of the ranks' ``input_list[r]``."""
+    return carrier().reduce_scatter(output, input_list, op, group, async_op)
+
+
+def reduce_scatter_tensor(
+    output_tensor,
+    tensor,
+    op=ReduceOp.SUM,
+    group=None,
+    async_op=False,
+    prof=False,
+    log_name="reduce_scatter_tensor",
+    debug=get_caller_func(),
+):
+    """``output_tensor`` of rank r becomes part r of the reduction of the ranks' ``tensor``."""
+    return carrier().reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
+
+
+def reduce_scatter_fn(
+    output_tensor,
+    tensor,
+    op=ReduceOp.SUM,
+    group=None,
+    async_op=False,
+    prof=False,
+    debug=get_caller_func(),
+):
+    """The older name of ``reduce_scatter_tensor``."""
+    return carrier().reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
+
+
+# ---- data movement ------------------------------------------------------------------------------------------------
+def broadcast(
+    tensor,
+    src,
+    group=None,
+    async_op=False,
+    prof=False,
+    log_name="broadcast",
+    debug=get_caller_func(),
+):
+    """Every rank's ``tensor`` becomes that of the global rank ``src``."""
+    return carrier().broadcast(tensor, src, group, async_op)
+
+
+def broadcast_object_list(object_list, src, group=None, device=None):
+    """Every rank's list gets the picklable objects of the global rank ``src``; lists of equal length."""
+    return carrier().broadcast_object_list(object_list, src, group, device)
+
+
+def all_gather(
+    tensor_list,
+    tensor,
+    group=None,
+    async_op=False,
+    prof=False,
+    log_name="all_gather",
+    debug=get_caller_func(),
+):
+    """``tensor_list[r]`` becomes rank r's ``tensor``."""
+    return carrier().all_gather(tensor_list, tensor, group, async_op)
+
+
+def all_gather_into_tensor(
+    output_tensor,
+    tensor,
+    group=None,
+    async_op=False,
+    prof=False,
+    log_name="all_gather_into_tensor",
+    debug=get_caller_func(),
+):
+    """``output_tensor`` gets the ranks' tensors one after the other."""
+    return carrier().all_gather_into_tensor(output_tensor, tensor, group, async_op)
+
+
+def allgather_fn(output_tensor, input_tensor, group=None, async_op=False, debug=get_caller_func()):
+    """The older name of ``all_gather_into_tensor``."""
+    return carrier().all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+def all_gather_coalesced(output_tensors, input_tensors, group=None, async_op=False):
+    """``all_gather_into_tensor`` of each pair of the lists, all under way at the same time."""
+    return carrier().all_gather_coalesced(output_tensors, input_tensors, group, async_op)
+
+
+def all_gather_object(
+    object_list,
+    obj,
+    group=None,
+    prof=False,
+    log_name="all_gather_object",
+    debug=get_caller_func(),
+):
+    """``object_list[r]`` becomes rank r's picklable ``obj``."""
+    return carrier().all_gather_object(object_list, obj, group)
+
+
+def all_to_all_single(
+    output,
+    tensor,
+    output_split_sizes=None,
+    input_split_sizes=None,
+    group=None,
+    async_op=False,
+    prof=False,
+    log_name="all_to_all_single",
+    debug=get_caller_func(),
+):
+    """Part r of ``output`` becomes this rank's part of rank r's ``tensor``; parts are equal or as the sizes say."""
+    return carrier().all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)
+
+
+def all_to_all(output_tensor_list, input_tensor_list, group=None, async_op=False):
+    """``output_tensor_list[r]`` becomes what rank r holds for this rank."""
+    return carrier().all_to_all(output_tensor_list, input_tensor_list, group, async_op)
+
+
+def gather(
+    tensor,
+    gather_list=None,
+    dst=0,
+    group=None,
+    async_op=False,
+    prof=False,
+    log_name="gather",
+    debug=get_caller_func(),
+):
+    """Rank ``dst``'s ``gather_list[r]`` becomes rank r's ``tensor``."""
+    return carrier().gather(tensor, gather_list, dst, group, async_op)
+
+
+def scatter(
+    tensor,
+    scatter_list=None,
+    src=0,
+    group=None,
+    async_op=False,
+    prof=False,
+    log_name="scatter",
+    debug=get_caller_func(),
+):
+    """Rank r's ``tensor`` becomes rank ``src``'s ``scatter_list[r]``."""
+    return carrier().scatter(tensor, scatter_list, src, group, async_op)
+
+
+# ---- point to point -----------------------------------------------------------------------------------------------
+def send(tensor, dst, group=None, tag=0, prof=False, log_name="send", debug=get_caller_func()):
+    """Sends to the global rank ``dst`` and waits until the tensor may be changed."""
+    return carrier().send(tensor, dst, group, tag)
+
+
+def recv(tensor, src=None, group=None, tag=0, prof=False, log_name="recv", debug=get_caller_func()):
+    """Receives from the global rank ``src``, or from anyone; returns the sender."""
+    return carrier().recv(tensor, src, group, tag)
+
+
+def isend(tensor, dst, group=None, tag=0, prof=False, log_name="isend", debug=get_caller_func()):
+    """Starts to send; returns a handle."""
+    return carrier().isend(tensor, dst, group, tag)
+
+
+def irecv(tensor, src=None, group=None, tag=0, prof=False, log_name="irecv", debug=get_caller_func()):
+    """Starts to receive; returns a handle."""
+    return carrier().irecv(tensor, src, group, tag)
+
+
+# ---- meeting points -----------------------------------------------------------------------------------------------
+def barrier(
+    group=None,
+    async_op=False,
+    device_ids=None,
+    prof=False,
+    log_name="barrier",
+    debug=get_caller_func(),
+):
+    """Returns when every rank of the group has called it."""
+    return carrier().barrier(group, async_op, device_ids)
+
+
+def monitored_barrier(
+    group=None,
+    timeout=None,
+    wait_all_ranks=False,
+    prof=False,
+    log_name="monitored_barrier",
+    debug=get_caller_func(),
+):
+    """A barrier that names the ranks that did not come in time; gloo groups only."""
+    return carrier().monitored_barrier(group, timeout, wait_all_ranks)

@@ -1,0 +1,39 @@
+"""How values of the ranks are combined, as an enum that also works where torch.distributed is absent."""
+
+from enum import Enum
+
+import torch.distributed as dist
+
+
+class ReduceOp(Enum):
+    """Accepted, like torch's own, by every reducing function of ``deepspeed.comm``."""
+
+    SUM = 0
+    PRODUCT = 1
+    MIN = 2
+    MAX = 3
+    BAND = 4
+    BOR = 5
+    BXOR = 6
+    AVG = 7
+    UNUSED = 8
+
+
+_NAMES = [op.name for op in ReduceOp if op is not ReduceOp.UNUSED]
+
+
+def to_name(op):
+    """``"SUM"`` and so on for our or torch's op; ValueError for what no backend can reduce with."""
+    if isinstance(op, ReduceOp):
+        name = op.name
+    else:
+        # torch's ops compare equal by kind; 1.13 gives them no name attribute on every build.
+        name = next((one for one in _NAMES if op == getattr(dist.ReduceOp, one)), None)
+    if name not in _NAMES:
+        raise ValueError(f"{op!r} is not a reduction; use one of deepspeed.comm.ReduceOp.{{{', '.join(_NAMES)}}}.")
+    return name
+
+
+def to_torch(op):
+    """torch's op for ours; other objects (torch's own, premultiplied sums) are passed on."""
+    return getattr(dist.ReduceOp, to_name(op)) if isinstance(op, ReduceOp) else op

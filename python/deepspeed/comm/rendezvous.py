@@ -1,0 +1,191 @@
+"""How the ranks find each other: the environment of a launcher, of MPI, of a cloud, or a process on its own.
+
+Everything ends in the five variables that torch's ``env://`` reads: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT.
+"""
+
+import importlib
+import importlib.util
+import os
+
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.host.ports import free_port
+from deepspeed.log import log_dist, logger
+
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def prepare_environment(auto_mpi_discovery, distributed_port, verbose, rank=-1, world_size=-1):
+    """Fills in what is missing of the variables that ``env://`` reads.
+
+    Args:
+        auto_mpi_discovery: under mpirun, take rank and size from MPI.
+        distributed_port: where the ranks meet when nothing names a port.
+        verbose: say which way was found.
+        rank, world_size: the caller's own, -1 for "find out".
+
+    Raises:
+        RuntimeError: some of the variables are set and others are not.
+    """
+    if rank >= 0:
+        os.environ["RANK"] = str(rank)
+    if world_size >= 0:
+        os.environ["WORLD_SIZE"] = str(world_size)
+    if all(os.environ.get(name) for name in _NEEDED):
+        os.environ.setdefault("LOCAL_RANK", "0" if os.environ["WORLD_SIZE"] == "1" else _local_rank_guess())
+        return
+    if auto_mpi_discovery and under_mpi():
+        if in_aml() and not in_dlts():
+            patch_aml_env_for_torch_nccl_backend(verbose=verbose)
+        elif in_aws_sm():
+            patch_aws_sm_env_for_torch_nccl_backend(verbose=verbose)
+        else:
+            mpi_discovery(distributed_port=distributed_port, verbose=verbose)
+        if all(os.environ.get(name) for name in _NEEDED):
+            return
+    if os.environ.get("RANK", "0") == "0" and os.environ.get("WORLD_SIZE", "1") == "1":
+        _alone(verbose)
+        return
+    missing = [name for name in _NEEDED if not os.environ.get(name)]
+    present = [f"{name}={os.environ[name]}" for name in _NEEDED if os.environ.get(name)]
+    raise RuntimeError(
+        f"the ranks cannot find each other: {', '.join(present)} is set but {', '.join(missing)} is not. Start the "
+        f"script with `deepspeed script.py` (or torchrun, or mpirun), or set all of {', '.join(_NEEDED)}."
+    )
+
+
+def under_mpi():
+    """True when mpirun (Open MPI, MPICH, Intel MPI, MVAPICH) started this process."""
+    return any(os.environ.get(name) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"))
+
+
+def mpi_discovery(distributed_port=TORCH_DISTRIBUTED_DEFAULT_PORT, verbose=True):
+    """Sets the five variables from MPI.
+
+    On one node Open MPI's environment says everything. Else, or under another MPI, mpi4py is asked: rank 0 tells the
+    others its address, and on one node a port that is free. RuntimeError when mpi4py is needed and missing.
+    """
+    known = _from_open_mpi(distributed_port) if not _mpi4py_installed() else _from_mpi4py(distributed_port)
+    for name, value in known.items():
+        if name in ("MASTER_ADDR", "MASTER_PORT"):
+            os.environ.setdefault(name, value)  # the user's own word on where to meet goes first
+        else:
+            os.environ[name] = value
+    if verbose:
+        logger.info(
+            "Found the ranks through MPI: RANK=%s, LOCAL_RANK=%s, WORLD_SIZE=%s, MASTER_ADDR=%s, MASTER_PORT=%s",
+            *(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")),
+        )
+
+
+def _mpi4py_installed():
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+def _from_open_mpi(distributed_port):
+    names = {
+        "RANK": "OMPI_COMM_WORLD_RANK",
+        "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+        "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+        "LOCAL_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+    }
+    if not all(os.environ.get(name) for name in names.values()):
+        raise RuntimeError(
+            "this process was started by an MPI whose environment does not name the rank, and the Python package "
+            "mpi4py, which could ask MPI, is not installed. Install it (apt install python3-mpi4py, or pip install "
+            "mpi4py), or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
+        )
+    known = {name: os.environ[source] for name, source in names.items()}
+    if known["LOCAL_SIZE"] != known["WORLD_SIZE"] and not os.environ.get("MASTER_ADDR"):
+        raise RuntimeError(
+            f"{known['WORLD_SIZE']} MPI ranks run on several nodes, and nothing says where they meet. Install mpi4py "
+            f"on the nodes (apt install python3-mpi4py), or pass the address of rank 0's node: "
+            f"mpirun -x MASTER_ADDR=<address> ..."
+        )
+    return {**known, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(distributed_port)}
+
+
+def _from_mpi4py(distributed_port):
+    # At call: importing it initialises MPI, which must happen only in processes that MPI started.
+    mpi = importlib.import_module("mpi4py.MPI")
+    world = mpi.COMM_WORLD
+    local = world.Split_type(mpi.COMM_TYPE_SHARED)
+    one_node = local.Get_size() == world.Get_size()
+    meeting = None
+    if world.Get_rank() == 0:
+        address = "127.0.0.1" if one_node else mpi.Get_processor_name()
+        # The default port may be taken by another job on this node; MPI can pass on one that is not.
+        port = free_port() if one_node and distributed_port == TORCH_DISTRIBUTED_DEFAULT_PORT else distributed_port
+        meeting = (address, str(port))
+    address, port = world.bcast(meeting, root=0)
+    return {
+        "RANK": str(world.Get_rank()),
+        "WORLD_SIZE": str(world.Get_size()),
+        "LOCAL_RANK": str(local.Get_rank()),
+        "LOCAL_SIZE": str(local.Get_size()),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+    }
+
+
+def _local_rank_guess():
+    # Schedulers that set RANK but not LOCAL_RANK name the place on the node otherwise.
+    for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK"):
+        if os.environ.get(name):
+            return os.environ[name]
+    return os.environ["RANK"]
+
+
+def _alone(verbose):
+    os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ["MASTER_PORT"] = str(free_port())  # nobody else has to know it
+    if verbose:
+        log_dist("No launcher found: this process is a job of one rank.", ranks=[0])
+
+
+def in_aml():
+    """True on Azure Machine Learning."""
+    return "AZUREML_EXPERIMENT_ID" in os.environ
+
+
+def in_aws_sm():
+    """True on AWS SageMaker."""
+    return "SM_TRAINING_ENV" in os.environ
+
+
+def in_dlts():
+    """True on a DLTS cluster."""
+    return "DLTS_JOB_ID" in os.environ
+
+
+def patch_aml_env_for_torch_nccl_backend(master_port=6105, verbose=True):
+    """Sets the five variables on Azure ML, which starts ranks through Open MPI and names the first node itself."""
+    environ = os.environ
+    environ["RANK"] = environ["OMPI_COMM_WORLD_RANK"]
+    environ["WORLD_SIZE"] = environ["OMPI_COMM_WORLD_SIZE"]
+    environ["LOCAL_RANK"] = environ["OMPI_COMM_WORLD_LOCAL_RANK"]
+    one_node = int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"]) == int(environ["WORLD_SIZE"])
+    if one_node:
+        environ["MASTER_ADDR"] = environ.get("AZ_BATCHAI_MPI_MASTER_NODE", "127.0.0.1")
+        environ["MASTER_PORT"] = str(master_port)
+    else:
+        address, _, port = environ["AZ_BATCH_MASTER_NODE"].partition(":")
+        environ["MASTER_ADDR"] = address
+        environ.setdefault("MASTER_PORT", port or str(master_port))
+    if verbose:
+        logger.info("Azure ML: rank %s of %s meets at %s:%s", *_meeting())
+
+
+def patch_aws_sm_env_for_torch_nccl_backend(verbose=True):
+    """Sets RANK, LOCAL_RANK and WORLD_SIZE on SageMaker, which starts ranks through Open MPI and sets the address."""
+    environ = os.environ
+    environ["RANK"] = environ["OMPI_COMM_WORLD_RANK"]
+    environ["LOCAL_RANK"] = environ["OMPI_COMM_WORLD_LOCAL_RANK"]
+    environ["WORLD_SIZE"] = environ["OMPI_COMM_WORLD_SIZE"]
+    if verbose:
+        logger.info("SageMaker: rank %s of %s meets at %s:%s", *_meeting())
+
+
+def _meeting():
+    return [os.environ.get(name, "?") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]

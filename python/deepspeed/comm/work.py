@@ -1,0 +1,32 @@
+"""Handles of collectives that still have something to do on this rank once the data has arrived."""
+
+
+class DeferredWork:
+    """Waits for ``works``, then calls ``finish`` once. What torch's ``Work`` promises, as far as callers use it."""
+
+    def __init__(self, works, finish):
+        self._works = [work for work in works if work is not None]
+        self._finish = finish
+
+    def wait(self, timeout=None):
+        """Blocks until the result is in the caller's tensors; returns True."""
+        for work in self._works:
+            work.wait() if timeout is None else work.wait(timeout)
+        self._works = []
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        return True
+
+    def is_completed(self):
+        """True once nothing is under way. The result is in place only after ``wait``."""
+        return all(work.is_completed() for work in self._works)
+
+
+def complete(works, finish, async_op):
+    """The handle when ``async_op``, else waits and returns None, as torch's collectives do."""
+    deferred = DeferredWork(works, finish)
+    if async_op:
+        return deferred
+    deferred.wait()
+    return None

@@ -1,0 +1,1 @@
+"""The training engine that ``deepspeed.initialize`` returns."""

@@ -1,0 +1,511 @@
+"""The training engine: a module that knows how to train itself on many ranks.
+
+Python decides what happens; everything per tensor and per bucket happens in the native core (csrc/zero).
+"""
+
+import contextlib
+import os
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed._compat import named_parameters
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.load import load_checkpoint
+from deepspeed.checkpoint.save import save_16bit_model, save_checkpoint
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.engine.accessors import ConfigAccessors, dtype_of
+from deepspeed.engine.build_optimizer import build_optimizer
+from deepspeed.engine.build_scheduler import build_scheduler
+from deepspeed.engine.data import TrainingData
+from deepspeed.engine.parallel import Parallel
+from deepspeed.engine.progress import Progress
+from deepspeed.log import log_dist, logger
+from deepspeed.zero.core import build_core
+from deepspeed.zero.fp16_optimizer import FP16_Optimizer, FP16_UnfusedOptimizer
+from deepspeed.zero.fused_state import FusedState
+from deepspeed.zero.stepping import Stepping
+
+
+def tensors_in(value):
+    """All tensors in nested tuples, lists, dicts and objects with ``__dict__``-like items (model outputs)."""
+    if torch.is_tensor(value):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def cast_floats(value, dtype):
+    """``value`` with its floating point tensors cast; nested tuples, lists and dicts are rebuilt."""
+    if torch.is_tensor(value):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return type(value)((k, cast_floats(v, dtype)) for k, v in value.items())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_floats(v, dtype) for v in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(cast_floats(v, dtype) for v in value)
+    return value
+
+
+class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
+    """Wraps ``model``; see ``deepspeed.initialize`` for the arguments."""
+
+    def __init__(
+        self,
+        args,
+        model,
+        optimizer=None,
+        model_parameters=None,
+        training_data=None,
+        lr_scheduler=None,
+        mpu=None,
+        dist_init_required=None,
+        collate_fn=None,
+        config=None,
+        config_class=None,
+        mesh_device=None,
+        dont_change_device=False,
+    ):
+        super().__init__()
+        self.client_optimizer = optimizer
+        self.client_lr_scheduler = lr_scheduler
+        self.training_data = training_data
+        self.collate_fn = collate_fn
+        self.mpu = mpu
+        self.mesh_device = mesh_device
+        self._config = config_class if config_class is not None else DeepSpeedConfig(config, mpu, mesh_device=mesh_device)
+        self.config = self._config._param_dict
+        self.parallel = Parallel(mpu)
+        self.world_size, self.global_rank = self.parallel.world_size, self.parallel.rank
+        self.dp_world_size, self.mp_world_size = self.parallel.dp_world_size, self.parallel.mp_world_size
+        self.data_parallel_group = self.parallel.dp_group
+        self.seq_parallel_group = None
+        self.local_rank = self._find_local_rank(args)
+        self.device = torch.device(get_accelerator().device_name(self.local_rank))
+
+        self.global_steps = 0
+        self.global_samples = 0
+        self.micro_steps = 0
+        self.skipped_steps = 0
+        self.gradient_average = True
+        self.sparse_tensor_module_names = set()
+        self._is_gradient_accumulation_boundary = None
+        self._step_applied = False
+        self._global_grad_norm = None
+        self._seen_backward = False
+        self._in_no_sync = False
+        self._user_scaled = False
+        self.core = None
+        self.optimizer = self.basic_optimizer = None
+        self.module = model
+
+        self._place_model(dont_change_device)
+        self._make_optimizer(model_parameters)
+        self.lr_scheduler = build_scheduler(self._config, self.basic_optimizer, lr_scheduler)
+        self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
+        self.progress = Progress(self)
+        self.tput_timer = self.progress.throughput
+        self._config.report_once(self.global_rank)
+
+    # ---- construction ----------------------------------------------------------------------------------------------
+    @staticmethod
+    def _find_local_rank(args):
+        from_args = getattr(args, "local_rank", None) if args is not None else None
+        if "LOCAL_RANK" in os.environ:
+            return int(os.environ["LOCAL_RANK"])
+        return int(from_args) if from_args is not None and int(from_args) >= 0 else 0
+
+    def _check_precision(self):
+        accelerator = get_accelerator()
+        if self.fp16_enabled() and not accelerator.is_fp16_supported():
+            raise ValueError(f"fp16.enabled: fp16 is not supported on {accelerator.device_name()} here; use bf16 or fp32")
+        if self.bfloat16_enabled() and not accelerator.is_bf16_supported():
+            raise ValueError(f"bf16.enabled: bf16 is not supported on {accelerator.device_name()} here; use fp16 or fp32")
+
+    def _place_model(self, dont_change_device):
+        self._check_precision()
+        dtype = torch.float16 if self.fp16_enabled() else torch.bfloat16 if self.bfloat16_enabled() else None
+        dtype = dtype_of(self._config.param_dtype) or dtype
+        with torch.no_grad():
+            if dtype is not None:
+                # Through .data, so that parameters keep their identity: optimizers and tied weights hold on to it.
+                for param in self.module.parameters():
+                    if param.is_floating_point() and param.dtype != dtype:
+                        param.data = param.data.to(dtype)
+            buffer_dtype = dtype_of(self._config.buffer_dtype)
+            if buffer_dtype is not None:
+                for module in self.module.modules():
+                    for name, buffer in module._buffers.items():
+                        if buffer is not None and buffer.is_floating_point():
+                            module._buffers[name] = buffer.to(buffer_dtype)
+            if not dont_change_device:
+                self.module.to(self.device)
+
+    def _make_optimizer(self, model_parameters):
+        self.basic_optimizer = build_optimizer(self._config, self.module, model_parameters, self.client_optimizer)
+        optimizer = self.basic_optimizer
+        if optimizer is None:
+            self._broadcast_model()
+            return
+        names, orders = {}, {}
+        for order, (name, param) in enumerate(self.module.named_parameters()):
+            names[id(param)], orders[id(param)] = name, order
+        world = self.dp_world_size
+        prescale = self.prescale_gradients()
+        predivide = self.gradient_predivide_factor()
+        # Without prescale_gradients the division still comes first where the range allows no difference: a 16-bit
+        # sum of many ranks could overflow, a 32-bit one cannot.
+        narrow_comm = self.communication_data_type in (torch.float16, torch.bfloat16)
+        before = 1.0 / predivide if prescale else (1.0 if narrow_comm else 1.0 / world)
+        after = 1.0 / (world * before)
+        self.core, self._param_names = build_core(
+            optimizer.param_groups,
+            names=names,
+            orders=orders,
+            counts_in_norm=self.parallel.counts_in_norm if self.mp_world_size > 1 else None,
+            data_parallel=self.parallel.dp_group if world > 1 else None,
+            model_parallel=self.parallel.mp_group,
+            stage=self.zero_optimization_stage(),
+            grad_dtype=dtype_of(self._config.grad_accum_dtype),
+            comm_dtype=self.communication_data_type,
+            bucket_numel=self.reduce_bucket_size(),
+            overlap=self._config.zero_config.overlap_comm is not False,
+            predivide=before,
+            postscale=after,
+            find_culprits=self._checks_overflow() and world > 1,
+        )
+        self._broadcast_model()
+        self.core.refresh_master()
+        managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._unmanaged = [p for p in self.module.parameters() if id(p) not in managed]
+        narrow = any(p.dtype in (torch.float16, torch.bfloat16) for group in optimizer.param_groups for p in group["params"])
+        if narrow:
+            self.optimizer = self._wrap_narrow(optimizer)
+            self.stepping = self.optimizer.stepping
+            return
+        self.optimizer = optimizer
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        self.stepping = Stepping(
+            self.core, optimizer, params, self._param_names, clip=self.gradient_clipping(), rank=self.global_rank
+        )
+        if hasattr(optimizer, "adam_args") and all(p.dtype == torch.float32 for p in params):
+            self.stepping.fused = FusedState(self.core, optimizer, params, range(len(params)), self.stepping.step)
+            optimizer.fused_state = self.stepping.fused
+
+    def _checks_overflow(self):
+        return self.fp16_enabled() or (self.bfloat16_enabled() and self._config.bfloat16_config.check_grad_overflow)
+
+    def core_for_optimizer(self, optimizer):
+        """What a wrapping optimizer builds on: ``(core, parameter names, skip steps that are not finite, rank)``."""
+        return self.core, self._param_names, self._checks_overflow(), self.global_rank
+
+    def _wrap_narrow(self, optimizer):
+        wrapper = FP16_Optimizer if hasattr(optimizer, "adam_args") else FP16_UnfusedOptimizer
+        return wrapper(
+            optimizer,
+            deepspeed=self,
+            low_precision_dtype=torch.float16 if self.fp16_enabled() else torch.bfloat16,
+            static_loss_scale=(self._config.float16_config.loss_scale or 1.0) if self.fp16_enabled() else 1.0,
+            dynamic_loss_scale=self.dynamic_loss_scale(),
+            dynamic_loss_args=self.dynamic_loss_scale_args() if self.dynamic_loss_scale() else None,
+            mpu=self.mpu,
+            clip_grad=self.gradient_clipping(),
+        )
+
+    def _broadcast_model(self):
+        """All data-parallel ranks start from rank 0's parameters and buffers."""
+        if self.dp_world_size == 1:
+            return
+        tensors = list(self.module.parameters()) + list(self.module.buffers())
+        if self.core is not None:
+            self.core.broadcast([t.detach() for t in tensors], 0)
+            return
+        source = self.parallel.source_rank()
+        with torch.no_grad():
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), source, group=self.parallel.dp_group)
+
+    # ---- the three calls of training ---------------------------------------------------------------------------------
+    def forward(self, *inputs, **kwargs):
+        """Runs the wrapped module. A plain ``backward()`` on what it returns trains, too."""
+        if self.fp16_enabled() and self.fp16_auto_cast():
+            inputs, kwargs = cast_floats(inputs, torch.float16), cast_floats(kwargs, torch.float16)
+        self.progress.start_forward()
+        if self.core is not None and torch.is_grad_enabled():
+            self.core.watch()
+        outputs = self.module(*inputs, **kwargs)
+        if self.core is not None and torch.is_grad_enabled():
+            self._plan_user_backward()
+            self.core.watch_outputs([t for t in tensors_in(outputs) if t.requires_grad])
+        self.progress.end_forward()
+        return outputs
+
+    def _plan_user_backward(self):
+        factor = (1.0 if self._user_scaled else self.stepping.loss_scale) / self.gradient_accumulation_steps()
+        self.core.plan_user_backward(reduce=self._reduces_now(), factor=factor)
+
+    def _reduces_now(self):
+        return self.is_gradient_accumulation_boundary() and not self._in_no_sync and self.managed_gradient_accumulation()
+
+    def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
+        """Accumulates the gradients of ``loss``, a scalar, and reduces them at the accumulation boundary.
+
+        Divides by the accumulation steps unless ``scale_wrt_gas`` is false, and applies the loss scale. Returns the
+        loss divided by the accumulation steps.
+        """
+        if not torch.is_tensor(loss):
+            raise TypeError(f"engine.backward needs a tensor, got {type(loss).__name__}; pass the loss itself, not loss.item()")
+        assert loss.numel() == 1, (
+            f"engine.backward needs a scalar loss, got shape {tuple(loss.shape)}; reduce it first, for example with loss.mean()"
+        )
+        assert self.optimizer is not None, (
+            "engine.backward needs an optimizer: add an 'optimizer' section to the config or pass optimizer= to deepspeed.initialize"
+        )
+        if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
+            loss = loss / self.gradient_accumulation_steps()
+        self.progress.start_backward()
+        scale = self.stepping.loss_scale
+        self.core.watch()
+        self.core.begin_backward(reduce=self._reduces_now())
+        try:
+            (loss.float() * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
+        except BaseException:
+            if self.core.abort_backward():
+                logger.warning("backward failed; the gradients of earlier micro steps of this step are lost with it")
+            raise
+        self.core.end_backward()
+        self._seen_backward = True
+        self.progress.end_backward(loss)
+        return loss
+
+    def scale(self, loss):
+        """``loss`` times the loss scale, for a backward that the user runs. Accumulation is divided by the engine."""
+        assert self.optimizer is not None, "engine.scale needs an optimizer"
+        self._user_scaled = True
+        self._plan_user_backward()
+        return loss * self.stepping.loss_scale
+
+    def step(self, lr_kwargs=None):
+        """At an accumulation boundary: clip, update, zero the gradients, step the schedule. Otherwise only counts."""
+        assert not self._in_no_sync, "engine.step() inside no_sync(): gradients are not reduced there; call it after the context"
+        assert self.optimizer is not None, (
+            "engine.step needs an optimizer: add an 'optimizer' section to the config or pass optimizer= to deepspeed.initialize"
+        )
+        if not self._seen_backward and not self.core.has_grads():
+            raise RuntimeError(
+                "engine.step() was called before any backward since the last step: there is no gradient. Call "
+                "engine.backward(loss), or loss.backward(), first."
+            )
+        self.progress.start_step()
+        self._step_applied = False
+        boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
+        if boundary:
+            self._take_step(lr_kwargs)
+        self.micro_steps += 1
+        self._seen_backward = False
+        self._user_scaled = False
+        self.progress.end_step(boundary)
+
+    def _take_step(self, lr_kwargs):
+        self._step_applied = self.stepping.step()
+        self._global_grad_norm = self.stepping.norm
+        for param in self._unmanaged:
+            param.grad = None
+        if not self._step_applied:
+            self.skipped_steps += 1
+            return
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+
+    # ---- accumulation ------------------------------------------------------------------------------------------------
+    def is_gradient_accumulation_boundary(self):
+        """True on the last micro step before the weights change."""
+        if self._is_gradient_accumulation_boundary is not None:
+            return self._is_gradient_accumulation_boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary):
+        """Decides by hand whether the next backward and step are at a boundary, until it is called again."""
+        if not self.managed_gradient_accumulation():
+            raise RuntimeError(
+                "set_gradient_accumulation_boundary has no meaning with managed_gradient_accumulation false: every step() is a boundary"
+            )
+        self._is_gradient_accumulation_boundary = is_boundary
+        if self.core is not None:
+            self._plan_user_backward()
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Inside, backward only accumulates on this rank; the first backward outside, or step(), reduces all of it."""
+        assert not self._in_no_sync, "no_sync() is entered twice; leave the first context before"
+        self._in_no_sync = True
+        try:
+            yield
+        finally:
+            self._in_no_sync = False
+
+    def zero_grad(self, set_to_none=True):
+        """Forgets all gradients accumulated so far."""
+        if self.core is not None:
+            self.core.clear_grads()
+        for param in self.module.parameters():
+            param.grad = None
+
+    def allreduce_gradients(self, bucket_size=None):
+        """Reduces now what backward has accumulated; engine.step() does so by itself."""
+        if self.core is not None:
+            self.core.finish_backward()
+
+    # ---- modes and attributes ----------------------------------------------------------------------------------------
+    def train(self, mode=True):
+        self.module.train(mode)
+        self.training = mode
+        return self
+
+    def eval(self):
+        return self.train(False)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            modules = self.__dict__.get("_modules", {})
+            if "module" in modules and name != "module":
+                return getattr(modules["module"], name)
+            raise
+
+    def get_global_grad_norm(self):
+        """2-norm of the gradients of the last step, before clipping; None before the first step."""
+        return self._global_grad_norm
+
+    def was_step_applied(self):
+        """True when the last step() changed weights."""
+        return self._step_applied
+
+    def get_lr(self):
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_type(self):
+        return [type(self.basic_optimizer).__name__]
+
+    def get_mom(self):
+        """Momentum of each group: ``betas`` for Adam-like optimizers, ``momentum`` for SGD-like ones."""
+        return [group["betas"] if "betas" in group else group.get("momentum", 0.0) for group in self.optimizer.param_groups]
+
+    def get_data_parallel_rank(self):
+        return self.parallel.dp_rank
+
+    def get_model_parallel_rank(self):
+        return self.parallel.mp_rank
+
+    def get_tensor_parallel_rank(self):
+        return self.parallel.mp_rank
+
+    def get_sequence_parallel_group(self):
+        return self.seq_parallel_group
+
+    def set_train_batch_size(self, train_batch_size):
+        """Changes the accumulation steps so that the whole batch is ``train_batch_size``; it must divide evenly."""
+        per_micro_step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        if train_batch_size % per_micro_step != 0:
+            raise ValueError(
+                f"train_batch_size {train_batch_size} is not divisible by micro batch {self.train_micro_batch_size_per_gpu()} x "
+                f"data-parallel size {self.dp_world_size} = {per_micro_step}"
+            )
+        self._config.train_batch_size = train_batch_size
+        self._config.gradient_accumulation_steps = train_batch_size // per_micro_step
+
+    def set_train_micro_batch_size(self, micro_batch_size):
+        """Changes the micro batch; accumulation stays, the whole batch follows."""
+        self._config.train_micro_batch_size_per_gpu = micro_batch_size
+        self._config.train_batch_size = micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
+
+    def all_gather_scalar(self, value, dp_group):
+        """One tensor for each rank of ``dp_group`` with the rank's ``value`` (a tensor of one element)."""
+        gathered = [torch.zeros_like(value) for _ in range(dist.get_world_size(dp_group))]
+        dist.all_gather(gathered, value, group=dp_group)
+        return gathered
+
+    def mp_rank_for_files(self):
+        """The model-parallel rank that file names carry."""
+        return self.parallel.mp_rank
+
+    def empty_partition_cache(self):
+        """Releases gathered parameters; at stage 0 there are none."""
+
+    # ---- saving and loading ------------------------------------------------------------------------------------------
+    def module_state_dict(self, destination=None, prefix="", keep_vars=False, exclude_frozen_parameters=False):
+        """The module's state dict, without parameters that are not trained when asked so."""
+        state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, param in named_parameters(self.module):
+                if not param.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def load_module_state_dict(
+        self, checkpoint, strict=True, custom_load_fn=None, fetch_z3_params=False, z3_params_to_fetch=None, allowed_missing_keys=None
+    ):
+        """Loads ``checkpoint["module"]`` into the module, with ``custom_load_fn(src=, dst=)`` when given."""
+        state = checkpoint["module"]
+        if custom_load_fn is not None:
+            custom_load_fn(src=state, dst=self.module)
+        elif allowed_missing_keys:
+            missing, unexpected = self.module.load_state_dict(state, strict=False)
+            missing = [key for key in missing if key not in set(allowed_missing_keys)]
+            if strict and (missing or unexpected):
+                raise RuntimeError(f"the checkpoint does not fit the model: missing {missing}, unexpected {unexpected}")
+        else:
+            self.module.load_state_dict(state, strict=strict)
+        if self.core is not None:
+            self.core.refresh_master()
+
+    def save_checkpoint(self, save_dir, tag=None, client_state={}, save_latest=True, exclude_frozen_parameters=False):  # noqa: B006
+        """Writes ``save_dir/tag``; every rank must call it. Returns True. See ``deepspeed.checkpoint.save``."""
+        return save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+    def load_checkpoint(
+        self,
+        load_dir,
+        tag=None,
+        load_module_strict=True,
+        load_optimizer_states=True,
+        load_lr_scheduler_states=True,
+        load_module_only=False,
+        custom_load_fn=None,
+    ):
+        """Returns ``(path, client_state)``, or ``(None, None)`` when there is nothing to load."""
+        return load_checkpoint(
+            self,
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+        )
+
+    def save_16bit_model(self, save_dir, save_filename="pytorch_model.bin", exclude_frozen_parameters=False):
+        """Writes the module's weights, in the dtype it computes with, to one file. Returns True."""
+        return save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
+
+    def save_fp16_model(self, save_dir, save_filename="pytorch_model.bin"):
+        """Old name of ``save_16bit_model``."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def destroy(self):
+        """Takes the engine off the model: hooks go, parameters get memory of their own again."""
+        if self.core is not None:
+            if hasattr(self.basic_optimizer, "fused_state"):
+                self.basic_optimizer.fused_state = None
+            self.core.release()
+            self.core = None
+        log_dist("engine destroyed", ranks=[0], level=10)

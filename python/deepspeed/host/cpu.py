@@ -1,0 +1,102 @@
+"""Cores, instruction sets and memory of this machine, as far as this process may use them."""
+
+import os
+from functools import lru_cache
+
+# Widest first; the names are those of DS_FORCE_ISA and of the report.
+_ISA_FLAGS = (
+    ("avx512_bf16", ("avx512f", "avx512_bf16")),
+    ("avx512", ("avx512f", "avx512bw", "avx512dq", "avx512vl")),
+    ("avx2", ("avx2", "fma")),
+    ("sve", ("sve",)),
+    ("neon", ("asimd",)),
+)
+
+
+def usable_cores():
+    """Numbers of the logical cores that this process may run on, sorted."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+@lru_cache(maxsize=1)
+def cpu_info():
+    """``(model name, set of feature flags)`` of the first core, from /proc/cpuinfo; empty where there is none."""
+    model, flags = "", set()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                key, _, value = line.partition(":")
+                key = key.strip().lower()
+                if key == "model name" and not model:
+                    model = value.strip()
+                elif key in ("flags", "features"):
+                    flags = set(value.split())
+                    break
+    except OSError:
+        pass
+    return model, flags
+
+
+def widest_isa():
+    """The widest vector instruction set that our kernels know and this CPU has, or ``"scalar"``."""
+    flags = cpu_info()[1]
+    return next((name for name, needed in _ISA_FLAGS if flags.issuperset(needed)), "scalar")
+
+
+def openblas_coretype():
+    """``"SkylakeX"`` where OpenBLAS should be told to use AVX-512, else None.
+
+    OpenBLAS picks its kernels by CPU model and falls back to AVX2 or less on models younger than itself, which costs
+    a factor of two; any CPU with these flags runs its SkylakeX kernels. A choice of the user is left alone.
+    """
+    if os.environ.get("OPENBLAS_CORETYPE"):
+        return None
+    wanted = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
+    return "SkylakeX" if cpu_info()[1].issuperset(wanted) else None
+
+
+def physical_cores(cores):
+    """The given logical cores without the second and further threads of a physical core, in the same order."""
+    kept, seen = [], set()
+    for core in cores:
+        siblings = _read(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list") or str(core)
+        if siblings not in seen:
+            seen.add(siblings)
+            kept.append(core)
+    return kept
+
+
+def _read(path):
+    try:
+        with open(path, encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def memory_bytes():
+    """``(total, available)`` bytes of main memory; a container's (cgroup's) limit counts as its memory."""
+    fields = {}
+    for line in _read("/proc/meminfo").splitlines():
+        key, _, value = line.partition(":")
+        fields[key] = int(value.split()[0]) * 1024
+    total = fields.get("MemTotal", 0)
+    available = fields.get("MemAvailable", total)
+    for limit_path, used_path in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        limit, used = _read(limit_path), _read(used_path)
+        if limit.isdigit() and 0 < int(limit) < total:
+            total = int(limit)
+            available = min(available, max(0, total - int(used or 0)))
+            break
+    return total, available
+
+
+def resident_bytes():
+    """Main memory that this process occupies now."""
+    text = _read("/proc/self/statm")
+    return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE") if text else 0

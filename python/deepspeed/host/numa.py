@@ -1,0 +1,139 @@
+"""Memory (NUMA) nodes and how the cores of this machine are shared among the ranks of one node."""
+
+import os
+import re
+import shutil
+
+from deepspeed.host.cpu import usable_cores
+
+_NODES = "/sys/devices/system/node"
+
+
+def parse_range(rng):
+    """``"3"`` -> [3], ``"2-5"`` -> [2, 3, 4, 5]; ValueError for anything else."""
+    match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", rng)
+    if not match:
+        raise ValueError(f"{rng!r} is not a core number or a range of core numbers such as 0-27.")
+    start = int(match[1])
+    end = int(match[2]) if match[2] is not None else start
+    if start > end:
+        raise ValueError(f"the range of cores {rng!r} ends before it starts.")
+    return list(range(start, end + 1))
+
+
+def parse_range_list(range_str):
+    """``"0-2,8"`` -> [0, 1, 2, 8]; the numbers must increase, so that no core is named twice (ValueError)."""
+    numbers = []
+    for part in range_str.split(","):
+        more = parse_range(part)
+        if numbers and more[0] <= numbers[-1]:
+            raise ValueError(
+                f"the list of cores {range_str!r} names {part.strip()!r} after core {numbers[-1]}: write it in "
+                f"increasing order and name each core once."
+            )
+        numbers += more
+    return numbers
+
+
+def format_range_list(numbers):
+    """The inverse of ``parse_range_list``: [0, 1, 2, 8] -> ``"0-2,8"``."""
+    parts, numbers = [], sorted(numbers)
+    start = previous = None
+    for number in numbers + [None]:
+        if previous is not None and number != previous + 1:
+            parts.append(str(start) if start == previous else f"{start}-{previous}")
+            start = number
+        elif previous is None:
+            start = number
+        previous = number
+    return ",".join(parts)
+
+
+def numa_nodes():
+    """``[(node number, [core numbers])]`` of the memory nodes that have cores; [] if the system does not say."""
+    try:
+        numbers = sorted(int(name[4:]) for name in os.listdir(_NODES) if re.fullmatch(r"node\d+", name))
+    except OSError:
+        return []
+    found = []
+    for number in numbers:
+        with open(os.path.join(_NODES, f"node{number}", "cpulist"), encoding="ascii") as file:
+            text = file.read().strip()
+        if text:
+            found.append((number, parse_range_list(text)))
+    return found
+
+
+def get_numa_cores():
+    """One list of core numbers for each memory node with cores, e.g. [[0, 1, 2, 3], [4, 5, 6, 7]]; [] if unknown."""
+    return [cores for _, cores in numa_nodes()]
+
+
+def numa_node_count():
+    """How many memory nodes hold a core that this process may use; at least 1."""
+    usable = set(usable_cores())
+    return max(1, sum(1 for cores in get_numa_cores() if usable.intersection(cores)))
+
+
+def cores_of_rank(bind_core_list, num_local_procs, local_rank):
+    """Core numbers for one of ``num_local_procs`` ranks: equal shares of the list, in order; a remainder stays idle.
+
+    ``bind_core_list`` is a text such as ``"0-27,32-59"``; None takes the cores this process may use, and shares the
+    memory nodes evenly first, so that no rank straddles two nodes where that can be avoided.
+    """
+    if bind_core_list:
+        cores = parse_range_list(bind_core_list)
+        missing = sorted(set(cores) - set(usable_cores()))
+        if missing:
+            raise ValueError(
+                f"--bind_core_list {bind_core_list} names cores that this process may not use: "
+                f"{format_range_list(missing)}. Usable are {format_range_list(usable_cores())}."
+            )
+        return _share(cores, num_local_procs, local_rank)
+    usable = set(usable_cores())
+    nodes = [kept for kept in ([core for core in node if core in usable] for node in get_numa_cores()) if kept]
+    if len(nodes) > 1 and num_local_procs % len(nodes) == 0:
+        per_node = num_local_procs // len(nodes)
+        return _share(nodes[local_rank // per_node], per_node, local_rank % per_node)
+    return _share(sorted(usable), num_local_procs, local_rank)
+
+
+def _share(cores, parts, index):
+    size = len(cores) // parts
+    if size == 0:
+        raise ValueError(
+            f"{parts} ranks cannot be bound to {len(cores)} core(s), each needs one of its own: start fewer ranks, "
+            f"name more cores with --bind_core_list, or leave out --bind_cores_to_rank."
+        )
+    return cores[index * size : (index + 1) * size]
+
+
+def check_for_numactl_pkg():
+    """True when the program ``numactl`` is installed."""
+    return shutil.which("numactl") is not None
+
+
+def get_numactl_cmd(bind_core_list, num_local_procs, local_rank):
+    """``(command prefix, cores)``: numactl arguments that bind one rank to its cores and their memory nodes.
+
+    Memory comes from the nodes those cores belong to. ValueError when KMP_AFFINITY, which would bind once more, is set.
+    """
+    if "KMP_AFFINITY" in os.environ:
+        raise ValueError(
+            "KMP_AFFINITY is set and conflicts with the binding of cores by numactl: unset it, or leave out "
+            "--bind_cores_to_rank."
+        )
+    cores = cores_of_rank(bind_core_list, num_local_procs, local_rank)
+    command = ["numactl", "-C", format_range_list(cores)]
+    nodes = memory_nodes_of(cores)
+    if nodes:
+        command += ["-m", format_range_list(nodes)]
+    return command, cores
+
+
+def memory_nodes_of(cores):
+    """Numbers of the memory nodes that hold the given cores; [] on a machine with one node or none known."""
+    nodes = numa_nodes()
+    if len(nodes) < 2:
+        return []
+    return [number for number, node in nodes if set(node).intersection(cores)]

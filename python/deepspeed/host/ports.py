@@ -1,0 +1,34 @@
+"""TCP ports for the meeting of ranks."""
+
+import errno
+import socket
+
+
+def port_is_free(port):
+    """True when a server could listen on ``port`` of this machine now, on every address it has."""
+    return all(_can_listen(family, port) for family in (socket.AF_INET, socket.AF_INET6))
+
+
+def _can_listen(family, port):
+    try:
+        probe = socket.socket(family)
+    except OSError:
+        return True  # no IPv6 here: nobody listens there
+    with probe:
+        # As torch's store does: a port in TIME_WAIT counts as free, one that somebody listens on does not.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen(1)
+        except OSError as error:
+            return error.errno == errno.EADDRNOTAVAIL  # IPv6 is compiled in but switched off
+    return True
+
+
+def free_port():
+    """A port that nobody listens on now, chosen by the system."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,1 @@
+"""Optimizer parts that are not tied to a ZeRO stage: learning-rate schedules, loss scalers."""

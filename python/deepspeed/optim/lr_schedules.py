@@ -1,0 +1,331 @@
+"""The five learning-rate schedules of the configuration: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest.
+
+The formulas are C++ (csrc/optim/lr_schedule.h); the classes here apply them to an optimizer's parameter groups.
+``step()`` is called once per optimizer step, by the engine when it owns the schedule. The iteration is -1 before the
+first step; the groups always hold the rate of the current iteration, from construction and after load_state_dict on.
+
+Rates may be one number for all parameter groups or a list with one per group.
+"""
+
+import torch
+
+from deepspeed import _native
+from deepspeed.log import logger
+
+WARMUP_LOG_RATE = "log"
+WARMUP_LINEAR_RATE = "linear"
+
+_formulas = _native._C.lr_schedules
+
+
+def get_torch_optimizer(optimizer):
+    """The object whose ``param_groups`` a schedule writes to: a torch optimizer, the one inside a wrapper that has it
+    as ``.optimizer``, or any object with ``param_groups``. TypeError for anything else."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, torch.optim.Optimizer):
+        return inner
+    if isinstance(getattr(optimizer, "param_groups", None), (list, tuple)):
+        return optimizer
+    raise TypeError(
+        f"a learning-rate schedule needs a torch.optim.Optimizer, or an object with param_groups, "
+        f"but got {type(optimizer).__name__}."
+    )
+
+
+def _number(name, value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"scheduler parameter {name} must be a number, got {value!r} ({type(value).__name__}).")
+    return float(value)
+
+
+def _count(name, value):
+    """A whole number; 1e5, which JSON reads as a float, is one."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+        raise TypeError(f"scheduler parameter {name} must be a whole number, got {value!r} ({type(value).__name__}).")
+    return int(value)
+
+
+def _curve(value):
+    if not isinstance(value, str):
+        raise TypeError(f"scheduler parameter warmup_type must be 'log' or 'linear', got {value!r}.")
+    return value
+
+
+class _Schedule:
+    """What the five have in common. A subclass checks its parameters, then calls ``_start``."""
+
+    def __init__(self, optimizer):
+        self.optimizer = get_torch_optimizer(optimizer)
+        self._groups = len(self.optimizer.param_groups)
+
+    def _per_group(self, name, value):
+        if not isinstance(value, (list, tuple)):
+            return [_number(name, value)] * self._groups
+        if len(value) != self._groups:
+            raise ValueError(
+                f"scheduler parameter {name} has {len(value)} values, but the optimizer has {self._groups} parameter "
+                f"groups. Give one number for all groups, or one per group."
+            )
+        return [_number(name, one) for one in value]
+
+    def _start(self, formula, last_batch_iteration):
+        self._formula = formula
+        self._move_to(_count("last_batch_iteration", last_batch_iteration))
+
+    def _move_to(self, iteration):
+        groups = self.optimizer.param_groups
+        if len(groups) != self._groups:
+            raise ValueError(
+                f"the optimizer has {len(groups)} parameter groups now, but had {self._groups} when its "
+                f"{type(self).__name__} was made. Make the schedule after the last add_param_group."
+            )
+        self.last_batch_iteration = iteration
+        self._last_lr = self._formula.lr(iteration)
+        for group, rate in zip(groups, self._last_lr):
+            _set_rate(group, rate)
+
+    def get_lr(self):
+        """Rates of the current iteration, one per parameter group."""
+        return self._formula.lr(self.last_batch_iteration)
+
+    def get_last_lr(self):
+        """Rates that were written to the parameter groups last, one per group."""
+        return list(self._last_lr)
+
+    def state_dict(self):
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, sd):
+        """Continues at the saved iteration and writes its rates to the parameter groups."""
+        self._move_to(sd["last_batch_iteration"])
+
+
+def _set_rate(group, rate):
+    if isinstance(group.get("lr"), torch.Tensor):  # capturable optimizers keep the rate on the device
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+class _BatchIterationStep(_Schedule):
+    def step(self, batch_iteration=None):
+        """Goes to the next iteration, or to the given one."""
+        self._move_to(self.last_batch_iteration + 1 if batch_iteration is None else batch_iteration)
+
+
+class _LastBatchIterationStep(_Schedule):
+    def step(self, last_batch_iteration=None):
+        """Goes to the next iteration, or to the given one."""
+        self._move_to(self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration)
+
+
+class LRRangeTest(_BatchIterationStep):
+    """Raises the rate from ``lr_range_test_min_lr`` without end, to find the largest usable one (Smith 2017, 3.3):
+    ``min_lr * (1 + step_rate * t)`` with ``t = (iteration + 1) / step_size``, rounded down with ``staircase``.
+
+    lr_range_test_step_size: iterations in which t grows by one, >= 1.
+    lr_range_test_step_rate: growth per unit of t, relative to the smallest rate.
+    """
+
+    def __init__(
+        self,
+        optimizer,
+        lr_range_test_min_lr=1e-3,
+        lr_range_test_step_size=2000,
+        lr_range_test_step_rate=1.0,
+        lr_range_test_staircase=False,
+        last_batch_iteration=-1,
+    ):
+        super().__init__(optimizer)
+        self.min_lr = self._per_group("lr_range_test_min_lr", lr_range_test_min_lr)
+        self.step_size = _count("lr_range_test_step_size", lr_range_test_step_size)
+        self.step_rate = _number("lr_range_test_step_rate", lr_range_test_step_rate)
+        self.staircase = bool(lr_range_test_staircase)
+        self._start(
+            _formulas.LrRangeTest(self.min_lr, self.step_size, self.step_rate, self.staircase), last_batch_iteration
+        )
+
+
+class OneCycle(_BatchIterationStep):
+    """One cycle of the rate, up then down, and of the momentum, down then up; then decay (Smith 2018).
+
+    In the cycle the rate goes from ``cycle_min_lr`` to ``cycle_max_lr`` in ``cycle_first_step_size`` iterations and
+    back in ``cycle_second_step_size`` (default: the same), in a line, or with a stair count in that many equal
+    jumps. After it the rate is ``min_lr / (1 + decay_lr_rate * u)`` and the momentum
+    ``max_mom * (1 + decay_mom_rate * u)``, where u counts units of ``decay_step_size`` iterations; with
+    ``decay_step_size`` 0 both stay. The momentum is ``betas[0]`` of groups that have ``betas``, else ``momentum``;
+    ``cycle_momentum`` is switched off, with a line in the log, where a group has neither.
+    """
+
+    def __init__(
+        self,
+        optimizer,
+        cycle_min_lr,
+        cycle_max_lr,
+        decay_lr_rate=0.0,
+        cycle_first_step_size=2000,
+        cycle_second_step_size=None,
+        cycle_first_stair_count=0,
+        cycle_second_stair_count=None,
+        decay_step_size=0,
+        cycle_momentum=True,
+        cycle_min_mom=0.8,
+        cycle_max_mom=0.9,
+        decay_mom_rate=0.0,
+        last_batch_iteration=-1,
+    ):
+        super().__init__(optimizer)
+        first = _count("cycle_first_step_size", cycle_first_step_size)
+        first_stairs = _count("cycle_first_stair_count", cycle_first_stair_count)
+        shape = _formulas.CycleShape(
+            first,
+            first if cycle_second_step_size is None else _count("cycle_second_step_size", cycle_second_step_size),
+            first_stairs,
+            first_stairs
+            if cycle_second_stair_count is None
+            else _count("cycle_second_stair_count", cycle_second_stair_count),
+            _count("decay_step_size", decay_step_size),
+        )
+        rates = _formulas.OneCycleLr(
+            self._per_group("cycle_min_lr", cycle_min_lr),
+            self._per_group("cycle_max_lr", cycle_max_lr),
+            _number("decay_lr_rate", decay_lr_rate),
+            shape,
+        )
+        momenta = _formulas.OneCycleMomentum(
+            self._per_group("cycle_min_mom", cycle_min_mom),
+            self._per_group("cycle_max_mom", cycle_max_mom),
+            _number("decay_mom_rate", decay_mom_rate),
+            shape,
+        )
+        self.cycle_momentum = bool(cycle_momentum)
+        if self.cycle_momentum and not all("betas" in g or "momentum" in g for g in self.optimizer.param_groups):
+            logger.warning(
+                "OneCycle: cycle_momentum is off, because %s has a parameter group with neither betas nor momentum.",
+                type(self.optimizer).__name__,
+            )
+            self.cycle_momentum = False
+        self._momenta = momenta if self.cycle_momentum else None
+        self._start(rates, last_batch_iteration)
+
+    def get_mom(self):
+        """Momenta of the current iteration, one per group: the whole ``betas`` tuple for groups that have one, else a
+        number. None when momentum is not cycled."""
+        if self._momenta is None:
+            return None
+        values = self._momenta.momentum(self.last_batch_iteration)
+        return [_betas(group, value) for group, value in zip(self.optimizer.param_groups, values)]
+
+    def _move_to(self, iteration):
+        super()._move_to(iteration)
+        if self._momenta is not None:
+            for group, value in zip(self.optimizer.param_groups, self.get_mom()):
+                group["betas" if "betas" in group else "momentum"] = value
+
+
+def _betas(group, momentum):
+    return (momentum, *group["betas"][1:]) if "betas" in group else momentum
+
+
+class WarmupLR(_LastBatchIterationStep):
+    """Raises the rate from ``warmup_min_lr`` to ``warmup_max_lr`` over ``warmup_num_steps`` iterations, then keeps it.
+
+    warmup_max_lr: default None: each group's own rate.
+    warmup_type:   "log": log(iteration + 1) / log(warmup_num_steps) of the way; "linear": iteration / warmup_num_steps.
+    """
+
+    def __init__(
+        self,
+        optimizer,
+        warmup_min_lr=0.0,
+        warmup_max_lr=None,
+        warmup_num_steps=1000,
+        warmup_type=WARMUP_LOG_RATE,
+        last_batch_iteration=-1,
+    ):
+        super().__init__(optimizer)
+        self._read_warmup(warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
+        self._start(
+            _formulas.WarmupLr(self.min_lrs, self.max_lrs, self.warmup_num_steps, warmup_type), last_batch_iteration
+        )
+
+    def _read_warmup(self, min_lr, max_lr, num_steps, kind):
+        if max_lr is None:
+            max_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.min_lrs = self._per_group("warmup_min_lr", min_lr)
+        self.max_lrs = self._per_group("warmup_max_lr", max_lr)
+        self.warmup_num_steps = _count("warmup_num_steps", num_steps)
+        self.warmup_type = _curve(kind)
+
+
+class WarmupDecayLR(WarmupLR):
+    """WarmupLR, then a straight line from ``warmup_max_lr`` at iteration ``warmup_num_steps`` to ``warmup_min_lr`` at
+    iteration ``total_num_steps``, and constant from there on."""
+
+    def __init__(
+        self,
+        optimizer,
+        total_num_steps,
+        warmup_min_lr=0.0,
+        warmup_max_lr=0.001,
+        warmup_num_steps=1000,
+        warmup_type=WARMUP_LOG_RATE,
+        last_batch_iteration=-1,
+    ):
+        _Schedule.__init__(self, optimizer)
+        self._read_warmup(warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
+        self.total_num_steps = _count("total_num_steps", total_num_steps)
+        _warn_short(self)
+        self._start(
+            _formulas.WarmupDecayLr(
+                self.min_lrs, self.max_lrs, self.warmup_num_steps, warmup_type, self.total_num_steps
+            ),
+            last_batch_iteration,
+        )
+
+
+class WarmupCosineLR(_LastBatchIterationStep):
+    """A factor on each group's own rate: from ``warmup_min_ratio`` to 1 over ``warmup_num_steps``, then half a cosine
+    down to ``cos_min_ratio`` at the last of ``total_num_steps`` iterations, and constant from there on (Loshchilov and
+    Hutter 2017, without restarts)."""
+
+    def __init__(
+        self,
+        optimizer,
+        total_num_steps,
+        warmup_min_ratio=0.0,
+        warmup_num_steps=1000,
+        cos_min_ratio=0.0001,
+        warmup_type=WARMUP_LOG_RATE,
+        last_batch_iteration=-1,
+    ):
+        super().__init__(optimizer)
+        self.org_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.warmup_num_steps = _count("warmup_num_steps", warmup_num_steps)
+        self.total_num_steps = _count("total_num_steps", total_num_steps)
+        _warn_short(self)
+        self._start(
+            _formulas.WarmupCosineLr(
+                self.org_lrs,
+                _number("warmup_min_ratio", warmup_min_ratio),
+                self.warmup_num_steps,
+                _number("cos_min_ratio", cos_min_ratio),
+                _curve(warmup_type),
+                self.total_num_steps,
+            ),
+            last_batch_iteration,
+        )
+
+    def get_lr_ratio(self):
+        """The factor of the current iteration."""
+        return self._formula.ratio(self.last_batch_iteration)
+
+
+def _warn_short(schedule):
+    if schedule.total_num_steps < schedule.warmup_num_steps:
+        logger.warning(
+            "%s: total_num_steps = %d is less than warmup_num_steps = %d, so training ends before the rate has risen.",
+            type(schedule).__name__, schedule.total_num_steps, schedule.warmup_num_steps,
+        )

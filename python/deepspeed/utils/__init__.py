@@ -1,0 +1,35 @@
+"""Helpers for scripts. Names are imported on first use: ``import deepspeed`` pays for none of them."""
+
+import importlib
+
+_WHERE = {
+    "LoggerFactory": "deepspeed.log",
+    "logger": "deepspeed.log",
+    "log_dist": "deepspeed.log",
+    "log_dist_once": "deepspeed.log",
+    "set_log_level_from_string": "deepspeed.log",
+    "warning_once": "deepspeed.log",
+    "OnDevice": "deepspeed.utils.init_on_device",
+    "get_caller_func": "deepspeed.comm.caller",
+    "get_numactl_cmd": "deepspeed.host.numa",
+    "instrument_w_nvtx": "deepspeed.utils.nvtx",
+    "is_initialized": "deepspeed.comm",
+}
+
+_MODULES = ("groups", "init_on_device", "logging", "numa", "nvtx", "torch", "types")
+
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name):
+    if name in _MODULES:
+        return importlib.import_module(f"deepspeed.utils.{name}")
+    if name not in _WHERE:
+        raise AttributeError(f"module 'deepspeed.utils' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_WHERE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted(set(globals()) | set(_WHERE) | set(_MODULES))

@@ -1,0 +1,66 @@
+"""``OnDevice``: build a module directly on a device and in a dtype, without a first copy elsewhere."""
+
+import torch
+
+_FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "rand", "randn", "arange", "eye", "linspace")
+
+
+class OnDevice:
+    """Context: new floating tensors get ``dtype``, and all new tensors go to ``device`` (``"meta"``: no storage).
+
+    >>> with OnDevice(dtype=torch.bfloat16, device="meta"):
+    ...     model = torch.nn.Linear(1 << 20, 1 << 20)   # costs no memory
+
+    Factory calls that name a device or a dtype themselves keep theirs. Not for several threads at once: torch's
+    factories are replaced while the context is open.
+    """
+
+    def __init__(self, dtype, device="meta", enabled=True):
+        self.dtype = dtype
+        self.device = device
+        self.enabled = enabled
+        self._saved = None
+
+    def fp_tensor_constructor(self, fn, target_fp_dtype):
+        """A factory that calls ``fn`` on our device and turns its floating results into ``target_fp_dtype``."""
+
+        def construct(*args, **kwargs):
+            if kwargs.get("device") is None:
+                kwargs["device"] = self.device
+            made = fn(*args, **kwargs)
+            if made.is_floating_point() and kwargs.get("dtype") is None:
+                made = made.to(target_fp_dtype)
+            return made
+
+        return construct
+
+    def get_new_tensor_fn_for_dtype(self, dtype):
+        """``torch.Tensor.__new__`` for our device: what ``torch.Tensor(2, 3)`` calls."""
+
+        def new_tensor(cls, *args, **kwargs):
+            if cls is not torch.Tensor:
+                return self._saved["__new__"](cls, *args, **kwargs)
+            return self._saved["empty"](0, dtype=dtype, device=self.device).new_empty(*args, **kwargs)
+
+        return new_tensor
+
+    def __enter__(self):
+        if not self.enabled:
+            return self
+        if self._saved is not None:
+            raise RuntimeError("this OnDevice context is open already; use one object per `with` statement.")
+        self._saved = {name: getattr(torch, name) for name in _FACTORIES}
+        self._saved["__new__"] = torch.Tensor.__new__
+        for name in _FACTORIES:
+            setattr(torch, name, self.fp_tensor_constructor(self._saved[name], self.dtype))
+        torch.Tensor.__new__ = self.get_new_tensor_fn_for_dtype(self.dtype)
+        return self
+
+    def __exit__(self, exc_type, exc_value, traceback):
+        if self._saved is None:
+            return False
+        saved, self._saved = self._saved, None
+        torch.Tensor.__new__ = saved.pop("__new__")
+        for name, function in saved.items():
+            setattr(torch, name, function)
+        return False

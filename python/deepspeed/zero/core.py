@@ -1,0 +1,57 @@
+"""Builds the native engine core from parameter groups."""
+
+import torch
+
+from deepspeed import _native
+
+
+def build_core(
+    param_groups,
+    names=None,
+    orders=None,
+    counts_in_norm=None,
+    data_parallel=None,
+    model_parallel=None,
+    stage=0,
+    grad_dtype=None,
+    comm_dtype=None,
+    bucket_numel=500_000_000,
+    overlap=True,
+    predivide=1.0,
+    postscale=1.0,
+    find_culprits=False,
+):
+    """Returns ``(core, names)``.
+
+    ``param_groups`` are those of an optimizer. ``names`` and ``orders`` map a parameter's id to its name and to its
+    position in the module; without them parameters are called ``group.index`` and ordered as given. Process groups
+    are torch's, None for a single process. ``predivide`` multiplies gradients before they are summed over the ranks,
+    ``postscale`` after. The threads of CPU kernels are ``torch.get_num_threads()``.
+    """
+    tensors, called, groups, places, counted = [], [], [], [], []
+    for index, group in enumerate(param_groups):
+        for position, param in enumerate(group["params"]):
+            tensors.append(param)
+            called.append((names or {}).get(id(param), f"{index}.{position}"))
+            groups.append(index)
+            places.append((orders or {}).get(id(param), len(tensors)))
+            counted.append(True if counts_in_norm is None else bool(counts_in_norm(param)))
+    core = _native._C.Engine(
+        tensors=tensors,
+        names=called,
+        groups=groups,
+        orders=places,
+        counts_in_norm=counted,
+        data_parallel=data_parallel,
+        model_parallel=model_parallel,
+        stage=stage,
+        threads=torch.get_num_threads(),
+        grad_dtype=grad_dtype,
+        comm_dtype=comm_dtype,
+        bucket_numel=int(bucket_numel),
+        overlap=bool(overlap),
+        predivide=float(predivide),
+        postscale=float(postscale),
+        find_culprits=bool(find_culprits),
+    )
+    return core, called

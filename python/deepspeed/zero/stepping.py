@@ -1,0 +1,86 @@
+"""One optimizer step: reduce what is left, norm, clip, update, loss scale. The same for every precision."""
+
+from deepspeed.log import log_dist, logger
+
+
+class Stepping:
+    """Runs the step of ``optimizer`` on the gradients in ``core``.
+
+    ``masters`` are the tensors the optimizer updates, one for each parameter of the core and in its order: the
+    parameters themselves in fp32, fp32 copies otherwise. ``scaler`` is the loss scaler or None. ``check``: gradients
+    that are not finite skip the step. ``clip`` is the maximum 2-norm, 0 for none.
+    """
+
+    def __init__(self, core, optimizer, masters, names, scaler=None, check=False, clip=0.0, rank=0):
+        self.core = core
+        self.optimizer = optimizer
+        self.masters = masters
+        self.names = names
+        self.scaler = scaler
+        self.check = check
+        self.clip = clip
+        self.rank = rank
+        self.fused = None
+        self.overflow = False
+        self.norm = None
+        self._warned_not_finite = False
+
+    @property
+    def loss_scale(self):
+        return float(self.scaler.loss_scale) if self.scaler is not None else 1.0
+
+    def step(self):
+        """Returns True when the weights were updated, False when the step was skipped."""
+        self.core.finish_backward()
+        self.core.norm(self.loss_scale, self.clip, self.check)
+        if self.fused is not None:
+            self.fused.stepping = True
+            try:
+                self.optimizer.step()
+            finally:
+                self.fused.stepping = False
+            report = self.core.report()
+        else:
+            report = self.core.report()
+            if not report.skipped:
+                self.core.scale_grads()
+                self.core.hand_out_grads(self.masters)
+                self.optimizer.step()
+                self.core.publish()
+        self.norm = report.norm
+        self.overflow = report.skipped
+        if report.norm != report.norm or report.norm == float("inf"):
+            self._explain_overflow()
+        if self.scaler is not None:
+            self.scaler.update_scale(self.overflow)
+            if self.overflow:
+                log_dist(f"The step is skipped; the loss scale is now {self.scaler.loss_scale:g}.", ranks=[0])
+        self.core.clear_grads()
+        return not self.overflow
+
+    def _explain_overflow(self):
+        """Says which gradients were not finite, on the rank that produced them."""
+        if not self.check:
+            if not self._warned_not_finite:
+                self._warned_not_finite = True
+                logger.warning(
+                    f"[Rank {self.rank}] the gradient norm is {self.norm}: {self._list_bad()}. fp32 steps are not "
+                    "skipped, so the weights are affected. This is said once."
+                )
+            return
+        bad = self._list_bad()
+        if bad:
+            logger.warning(f"[Rank {self.rank}] gradient overflow: {bad}.")
+        else:
+            log_dist("gradient overflow on another rank, which names the parameter.", ranks=[0])
+
+    def _list_bad(self, most=3):
+        found = self.core.culprits()
+        if not found:
+            found = [
+                (name, "nan" if grad.isnan().any() else "inf")
+                for name, grad, used in zip(self.names, self.core.grads(), self.core.used())
+                if used and not grad.isfinite().all()
+            ]
+        text = ", ".join(f"parameter '{name}' has {kind}" for name, kind in found[:most])
+        return text + (f" and {len(found) - most} more" if len(found) > most else "")

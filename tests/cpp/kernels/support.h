@@ -1,0 +1,115 @@
+// What the kernel tests share: the tables to compare, buffers of any dtype at any alignment, numbers to put in.
+#pragma once
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "base/half.h"
+#include "kernels/table.h"
+
+namespace ds::kernels::test {
+
+constexpr DType kDtypes[] = {DType::kF32, DType::kF16, DType::kBF16, DType::kF64};
+constexpr DType kFloats[] = {DType::kF32, DType::kF16, DType::kBF16};
+// Around the widths of registers, of the tail, of the pool's grain and of the norm's blocks.
+constexpr size_t kSizes[] = {0, 1, 2, 15, 16, 17, 31, 33, 100, 1023, 8193, 16384, 16385, 70001};
+
+inline const KernelTable& ref_table() { return *ds_cpu_kernels_isa(kKernelAbi, "ref"); }
+
+// The table of every instruction set that this machine can run.
+inline std::vector<const KernelTable*> isa_tables() {
+  std::vector<const KernelTable*> all;
+  for (const char* isa : {"scalar", "neon", "sse4", "avx2", "avx512"})
+    if (const KernelTable* table = ds_cpu_kernels_isa(kKernelAbi, isa)) all.push_back(table);
+  return all;
+}
+
+// n elements of `dtype`, `offset` elements behind a 64-byte boundary, with a canary behind them.
+class Buffer {
+ public:
+  Buffer(DType dtype, size_t n, size_t offset = 0)
+      : dtype_(dtype), n_(n), skip_(offset * dtype_bytes(dtype)), storage_(64 + skip_ + n * dtype_bytes(dtype) + 64, 0xA5) {
+    skip_ += (64 - reinterpret_cast<uintptr_t>(storage_.data()) % 64) % 64;
+  }
+  Buffer(const Buffer& other) : Buffer(other.dtype_, other.n_, other.offset()) {
+    std::memcpy(data(), other.data(), bytes());
+  }
+
+  void* data() { return storage_.data() + skip_; }
+  const void* data() const { return storage_.data() + skip_; }
+  DType dtype() const { return dtype_; }
+  size_t size() const { return n_; }
+  size_t bytes() const { return n_ * dtype_bytes(dtype_); }
+  size_t offset() const { return reinterpret_cast<uintptr_t>(data()) % 64 / dtype_bytes(dtype_); }
+
+  double get(size_t i) const {
+    switch (dtype_) {
+      case DType::kF32: return static_cast<const float*>(data())[i];
+      case DType::kF16: return to_float(static_cast<const Fp16*>(data())[i]);
+      case DType::kBF16: return to_float(static_cast<const Bf16*>(data())[i]);
+      case DType::kF64: break;
+    }
+    return static_cast<const double*>(data())[i];
+  }
+  void set(size_t i, double x) {
+    switch (dtype_) {
+      case DType::kF32: static_cast<float*>(data())[i] = static_cast<float>(x); return;
+      case DType::kF16: static_cast<Fp16*>(data())[i] = to_fp16(static_cast<float>(x)); return;
+      case DType::kBF16: static_cast<Bf16*>(data())[i] = to_bf16(static_cast<float>(x)); return;
+      case DType::kF64: static_cast<double*>(data())[i] = x; return;
+    }
+  }
+
+  Buffer& randomize(unsigned seed, double scale = 1.0) {
+    std::mt19937 random(seed);
+    std::normal_distribution<double> normal(0, scale);
+    for (size_t i = 0; i < n_; ++i) set(i, normal(random));
+    return *this;
+  }
+  // Zeros, infinities, NaN, the largest, the smallest normal and subnormal of fp32 and of fp16, and their neighbours.
+  Buffer& add_specials() {
+    const double specials[] = {0.0, -0.0, INFINITY, -INFINITY, NAN, -NAN, 3.4028234663852886e38, 65504, 65520, -65519.9,
+                               0x1p-126, 0x1p-127, 0x1p-149, -0x1p-149, 0x1p-14, 0x1p-15, 0x1p-24, 0x1p-25, 0x1.8p-25,
+                               1.00390625, 1.01171875, -1.00390625, 0x1.002p0, 0x1.006p0, 0x1p-133, 0x1.8p-133};
+    const size_t count = sizeof(specials) / sizeof(specials[0]);
+    for (size_t i = 0; i < n_ && i < 3 * count; ++i) set(i, specials[i % count]);
+    return *this;
+  }
+  bool canary_intact() const {
+    const size_t used = skip_ + bytes();
+    for (size_t i = used; i < storage_.size(); ++i)
+      if (storage_[i] != 0xA5) return false;
+    return true;
+  }
+
+ private:
+  DType dtype_;
+  size_t n_, skip_;
+  std::vector<unsigned char> storage_;
+};
+
+// The same bits, any NaN being equal to any other; and nothing written behind the end.
+inline testing::AssertionResult same(const Buffer& got, const Buffer& want) {
+  if (!got.canary_intact()) return testing::AssertionFailure() << "written past the end";
+  const size_t width = dtype_bytes(got.dtype());
+  for (size_t i = 0; i < got.size(); ++i) {
+    const bool nan = std::isnan(got.get(i)) && std::isnan(want.get(i));
+    const char *a = static_cast<const char*>(got.data()), *b = static_cast<const char*>(want.data());
+    if (!nan && std::memcmp(a + i * width, b + i * width, width) != 0)
+      return testing::AssertionFailure() << "element " << i << " of " << got.size() << ": " << got.get(i) << ", not "
+                                         << want.get(i);
+  }
+  return testing::AssertionSuccess();
+}
+
+inline std::string where(const KernelTable& table, DType a, DType b, size_t n, size_t offset) {
+  return std::string(table.isa) + " " + dtype_name(a) + " " + dtype_name(b) + " n=" + std::to_string(n) +
+         " offset=" + std::to_string(offset);
+}
+
+}  // namespace ds::kernels::test

@@ -1,0 +1,65 @@
+// The tables themselves: what is offered, what is refused and with which words.
+#include <cstdlib>
+
+#include "base/cpu_features.h"
+#include "support.h"
+
+namespace ds::kernels::test {
+namespace {
+
+constexpr Isa kAll[] = {Isa::kScalar, Isa::kNeon, Isa::kSse4, Isa::kAvx2, Isa::kAvx512};
+
+// Runs in a process of its own (GoogleTest's EXPECT_EXIT), because the choice is made once per process: a test that
+// uses this must not touch a table itself.
+[[noreturn]] void report_choice(const char* forced) {
+  setenv("DS_FORCE_ISA", forced, 1);
+  const KernelTable* table = ds_cpu_kernels(kKernelAbi);
+  std::fputs(table != nullptr ? table->isa : ds_cpu_kernels_error(kKernelAbi), stderr);
+  std::exit(0);
+}
+
+class TableTest : public testing::Test {
+  void SetUp() override { testing::GTEST_FLAG(death_test_style) = "threadsafe"; }
+};
+
+TEST_F(TableTest, EveryIsaCanBeForced) {
+  for (Isa isa : kAll) {
+    if (!cpu_has(isa)) continue;
+    EXPECT_EXIT(report_choice(isa_name(isa)), testing::ExitedWithCode(0), std::string("^") + isa_name(isa) + "$");
+  }
+}
+
+TEST_F(TableTest, AWrongIsaIsAnErrorThatListsTheValidOnes) {
+  EXPECT_EXIT(report_choice("mmx"), testing::ExitedWithCode(0), "DS_FORCE_ISA=mmx is no instruction set.*scalar");
+  const char* foreign = cpu_has(Isa::kNeon) ? "avx2" : "neon";
+  EXPECT_EXIT(report_choice(foreign), testing::ExitedWithCode(0), "lacks.*Valid here: .*scalar");
+}
+
+TEST(KernelTableTest, NothingIsMissing) {
+  const KernelTable* table = ds_cpu_kernels(kKernelAbi);
+  ASSERT_NE(table, nullptr) << ds_cpu_kernels_error(kKernelAbi);
+  EXPECT_EQ(ds_kernels(kKernelAbi, "cpu"), table);
+  EXPECT_EQ(table->abi, kKernelAbi);
+  EXPECT_EQ(table->size, sizeof(KernelTable));
+  EXPECT_STREQ(table->device, "cpu");
+  EXPECT_EQ(table->last_error(), nullptr);
+  EXPECT_EQ(table->device_error(), nullptr);
+  void* entries[(sizeof(KernelTable) - offsetof(KernelTable, copy)) / sizeof(void*)];
+  std::memcpy(entries, reinterpret_cast<const char*>(table) + offsetof(KernelTable, copy), sizeof entries);
+  for (void* entry : entries) EXPECT_NE(entry, nullptr);
+}
+
+TEST(KernelTableTest, AnotherAbiIsRefused) {
+  EXPECT_EQ(ds_cpu_kernels(kKernelAbi + 1), nullptr);
+  EXPECT_NE(std::string(ds_cpu_kernels_error(kKernelAbi + 1)).find("another version"), std::string::npos);
+  EXPECT_EQ(ds_cpu_kernels_isa(kKernelAbi + 1, "ref"), nullptr);
+  EXPECT_EQ(ds_cpu_kernels_isa(kKernelAbi, "mmx"), nullptr);
+}
+
+TEST(KernelTableTest, UnknownDevicesAreRefused) {
+  EXPECT_EQ(ds_kernels(kKernelAbi, "abacus"), nullptr);
+  EXPECT_NE(std::string(ds_kernels_error(kKernelAbi, "abacus")).find("cpu and cuda"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace ds::kernels::test

@@ -1,0 +1,159 @@
+"""The other side of harness.py: the server that forks rank processes, and what such a process does.
+
+The server imports torch once, stays single-threaded and initialises no device, so that its children may do anything.
+Started as ``python rank_worker.py FD``, where FD is a socket to the pytest process; ends when that socket closes.
+"""
+
+import ast
+import ctypes
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import traceback
+import types
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+try:  # gives failed asserts of a rank their values, as pytest does in its own process
+    from _pytest.assertion.rewrite import rewrite_asserts
+except ImportError:
+    rewrite_asserts = None
+try:
+    from _pytest.outcomes import Skipped
+except ImportError:
+    Skipped = ()
+
+PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent():
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def serve(channel):
+    while True:
+        message, fds, _, _ = socket.recv_fds(channel, 1 << 16, 2)
+        if not message:
+            return
+        kind, *rest = pickle.loads(message)
+        if kind == "fork":
+            server = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                _die_with_parent()
+                channel.close()
+                if os.getppid() == server:
+                    work(Connection(fds[0]), fds[1])
+                os._exit(0)
+            for fd in fds:
+                os.close(fd)
+            channel.send(pickle.dumps(pid))
+        elif kind == "wait":
+            channel.send(pickle.dumps(os.waitpid(rest[0], 0)[1]))
+
+
+def work(conn, stacks_fd):
+    """Runs tasks until the pytest process closes the connection."""
+    stacks = os.fdopen(stacks_fd, "wb", buffering=0)
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    torch.set_num_threads(1)
+    while True:
+        try:
+            task, payload = pickle.loads(conn.recv_bytes()), conn.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            return
+        report = _run(task, payload)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        conn.send_bytes(report)
+
+
+def _run(task, payload):
+    try:
+        sys.path[:] = task["sys_path"]
+        os.chdir(task["cwd"])
+        os.environ.clear()
+        os.environ.update(task["env"])
+        random.seed(1234)
+        torch.manual_seed(1234)
+        torch.set_default_dtype(torch.float32)
+        fn = _find(task)
+        args = pickle.loads(payload)
+        if task["init"] is True:
+            importlib.import_module("deepspeed").init_distributed(dist_backend="gloo")
+        elif task["init"]:
+            dist.init_process_group(task["init"], init_method="env://")
+        value = fn(task["rank"], task["world_size"], *args)
+        report = pickle.dumps(("ok", value))
+        del value
+        _leave_groups()
+        return report
+    except Skipped as outcome:  # claims to live in builtins, so pickle refuses it
+        return pickle.dumps(("skip", str(outcome)))
+    except BaseException as error:  # SystemExit too: the test sees what happened
+        text = traceback.format_exc()
+        try:
+            if type(pickle.loads(pickle.dumps(error))) is type(error):
+                return pickle.dumps(("error", error, text))
+        except Exception:  # its class cannot be pickled or built again: the text must do
+            pass
+        return pickle.dumps(("error", None, text))
+
+
+def _leave_groups():
+    gc.collect()  # engines hold process groups
+    comm = sys.modules.get("deepspeed.comm")
+    if comm is not None and hasattr(comm, "destroy_process_group"):
+        comm.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _find(task):
+    module = sys.modules.get(task["module"])
+    if module is None or os.path.abspath(getattr(module, "__file__", None) or "") != task["path"]:
+        module = _load(task["module"], task["path"])
+    found = module
+    for part in task["qualname"].split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _load(name, path):
+    """Executes the test file as module `name`, with the asserts rewritten where pytest's machinery is there."""
+    with open(path, "rb") as file:
+        source = file.read()
+    tree = ast.parse(source, filename=path)
+    if rewrite_asserts is not None:
+        rewrite_asserts(tree, source, path)
+    module = types.ModuleType(name)
+    module.__file__ = path
+    sys.modules[name] = module
+    try:
+        exec(compile(tree, path, "exec"), module.__dict__)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return module
+
+
+def main():
+    _die_with_parent()
+    try:
+        importlib.import_module("deepspeed")
+    except ImportError:
+        pass  # not built: tests that need it say so themselves
+    serve(socket.socket(fileno=int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

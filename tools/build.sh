@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# tools/build.sh [native|tests|benchmarks]...: builds these targets (default: native, what `import deepspeed` needs)
+# for the Python of the active environment, in build/<Python and torch>/. Says nothing when there is nothing to do.
+. "$(dirname "$0")/common.sh"
+[ $# -gt 0 ] || set -- native
+groups=build
+options=()
+for target in "$@"; do
+  case $target in
+    native) ;;
+    tests) groups+=" test"; options+=(-DDS_BUILD_TESTS=ON) ;;
+    benchmarks) groups+=" bench"; options+=(-DDS_BUILD_BENCHMARKS=ON) ;;
+    *) die "tools/build.sh knows native, tests and benchmarks, not '$target'." ;;
+  esac
+done
+tools/packages.sh $groups
+pick_python
+dir=build/$(env_tag "$PY")
+configured() {  # true when the build folder is there, belongs to this Python and has every option on already
+  [ -f "$dir/build.ninja" ] && grep -qF "Python_EXECUTABLE:UNINITIALIZED=$PY" "$dir/CMakeCache.txt" || return 1
+  local option
+  for option in "${options[@]}"; do grep -q "^${option#-D}\$" <(sed 's/:BOOL=/=/' "$dir/CMakeCache.txt") || return 1; done
+}
+if ! configured; then
+  say "configuring $dir for $PY"
+  log=$(mktemp)
+  cmake -G Ninja -S . -B "$dir" -DPython_EXECUTABLE="$PY" "${options[@]}" >"$log" 2>&1 || {
+    cat "$log" >&2
+    die "CMake failed (see above). If the folder is from an older checkout, remove it (rm -rf $dir) and repeat."
+  }
+  rm -f "$log"
+fi
+if [ -t 2 ]; then
+  ninja -C "$dir" -j "$JOBS" "$@" >&2
+else  # no terminal: a line for each file, none for the bookkeeping
+  ninja -C "$dir" -j "$JOBS" "$@" | { grep -vE '^ninja: |Re-checking globbed' >&2 || true; }
+fi || die "the build failed: the first error above names the file."

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# tools/docs.sh: writes docs/config.md from the Field lines in csrc/config.
+. "$(dirname "$0")/common.sh"
+tools/build.sh native
+pick_python
+PYTHONPATH=$ROOT/python "$PY" -m deepspeed.config.cli docs >docs/config.md.new && mv docs/config.md.new docs/config.md ||
+  die "docs/config.md could not be written (see above)."
+say "docs/config.md is up to date"

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# tools/sanitize.sh address,undefined|thread: the C++ tests of the rooms that never see torch, under sanitizers.
+. "$(dirname "$0")/common.sh"
+sanitizers=$1
+rooms=${ROOMS:-base config plan kernels optim}
+tools/packages.sh build test
+pick_python
+dir=build/$(echo "$sanitizers" | tr , -)-$(env_tag "$PY")
+if ! [ -f "$dir/build.ninja" ]; then
+  say "configuring $dir"
+  cmake -G Ninja -S . -B "$dir" -DPython_EXECUTABLE="$PY" -DDS_BUILD_TESTS=ON -DDS_BUILD_CUDA=OFF \
+    -DDS_SANITIZE="$sanitizers" -DDS_LIB_DIR="$ROOT/$dir/lib" >/dev/null || die "CMake failed (see above)."
+fi
+targets=()
+for room in $rooms; do
+  ! compgen -G "tests/cpp/$room/*.cpp" >/dev/null || targets+=("test_$room")
+done
+[ ${#targets[@]} -gt 0 ] || die "no C++ tests for the rooms: $rooms"
+say "building ${targets[*]} with -fsanitize=$sanitizers"
+ninja -C "$dir" -j "$JOBS" "${targets[@]}" >&2 || die "the build failed: the first error above names the file."
+export ASAN_OPTIONS=detect_leaks=1:halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 TSAN_OPTIONS=halt_on_error=1
+# Each test program runs as one process: a sanitized start costs more than most cases.
+for target in "${targets[@]}"; do
+  say "$target"
+  "$dir/bin/$target" --gtest_brief=1 || die "$target failed under -fsanitize=$sanitizers."
+done
