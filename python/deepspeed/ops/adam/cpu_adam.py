@@ -74,8 +74,7 @@ class DeepSpeedCPUAdam(NativeAdam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            self._step_group(group)
+        self._step_all()
         return loss
 
     def _group(self, index):

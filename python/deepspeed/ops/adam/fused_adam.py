@@ -86,6 +86,5 @@ class FusedAdam(NativeAdam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            self._step_group(group)
+        self._step_all()
         return loss

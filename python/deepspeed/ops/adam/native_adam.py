@@ -20,6 +20,9 @@ class NativeAdam(torch.optim.Optimizer):
         RuntimeError: ``amsgrad`` is asked for.
     """
 
+    # Set by an engine whose flat buffers hold the parameters and moments: steps and loaded states go there.
+    fused_state = None
+
     def __init__(self, params, defaults, adamw, fp32_states):
         name = type(self).__name__
         if defaults.get("amsgrad", False):
@@ -57,6 +60,7 @@ class NativeAdam(torch.optim.Optimizer):
     def __getstate__(self):
         state = self.__dict__.copy()
         state.pop("_kernel", None)
+        state.pop("fused_state", None)
         return state
 
     def __setstate__(self, state):
@@ -95,6 +99,14 @@ class NativeAdam(torch.optim.Optimizer):
 
     def _check_param(self, param):
         """Raise where this class does not take a parameter; overridden by subclasses."""
+
+    def _step_all(self):
+        """One update of every parameter that has a gradient, by the engine that owns the buffers if one does."""
+        if self.fused_state is not None:
+            self.fused_state.step()
+            return
+        for group in self.param_groups:
+            self._step_group(group)
 
     def _step_group(self, group):
         """One update of every parameter of the group that has a gradient."""
@@ -158,3 +170,5 @@ class NativeAdam(torch.optim.Optimizer):
                 if key in given:
                     moment = torch.empty_like(param, dtype=self.state_dtype(param))
                     state[key] = moment.copy_(given[key].reshape(param.shape))
+        if self.fused_state is not None:
+            self.fused_state.adopt()
