@@ -21,8 +21,8 @@ _BOOL_AS = {"SUM": "MAX", "AVG": "MAX", "PRODUCT": "MIN"}
 
 
 def serves(group, tensor):
-    """True when gloo carries this group's tensors of ``tensor``'s device."""
-    if tensor.device.type != "cpu":
+    """True when gloo carries this group's tensors of ``tensor``'s device; False for who is no member of the group."""
+    if tensor.device.type != "cpu" or (group is not None and dist.get_rank(group) < 0):
         return False
     name = dist.get_backend(group)
     if name == "gloo":
