@@ -27,5 +27,5 @@ if [ "$kind" != gpu ]; then
   sed -n '/tests passed/,$p' "$dir/ctest.log" | sed '/^$/d'
 fi
 say "Python tests"
-"$PY" -m pytest -m "$marks" "$@" || status=1
+"$PY" -m pytest -q -m "$marks" "$@" || status=1
 [ $status = 0 ] || die "tests failed; their names are above."

@@ -1,0 +1,66 @@
+"""Every Python block of the README and the tutorials runs, as the reader would run it.
+
+A block is a script of its own and is started in an empty folder. Words after ```python say more:
+``launch=2`` starts it through the launcher on two processes; ``share`` joins it to the ``share`` blocks before it in
+the same file, as if they were one script.
+"""
+
+import glob
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```\s*$", re.M | re.S)
+
+
+def scripts():
+    """(name, number of processes, code) of every block; ``share`` blocks of a file make one script."""
+    found = []
+    for path in [os.path.join(ROOT, "README.md"), *sorted(glob.glob(os.path.join(ROOT, "docs", "tutorials", "*.md")))]:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        shared = None
+        for match in BLOCK.finditer(text):
+            words = match.group(1).split()
+            ranks = next((int(word[7:]) for word in words if word.startswith("launch=")), 0)
+            unknown = [word for word in words if word != "share" and not word.startswith("launch=")]
+            assert not unknown, f"{path}: ```python {match.group(1)}: {unknown} is not known here"
+            line = text.count("\n", 0, match.start()) + 1
+            if "share" in words and shared is not None:
+                shared[2] += "\n" + match.group(2)
+                shared[1] = max(shared[1], ranks)
+                continue
+            entry = [f"{os.path.relpath(path, ROOT)}:{line}", ranks, match.group(2)]
+            found.append(entry)
+            if "share" in words:
+                shared = entry
+    return found
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_the_readme_has_a_script_to_run():
+    assert any(name.startswith("README.md") for name, _, _ in scripts())
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("name, ranks, code", scripts(), ids=[name for name, _, _ in scripts()])
+def test_block_runs(name, ranks, code, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(code, encoding="utf-8")
+    command = [sys.executable, str(script)]
+    if ranks:
+        command[1:1] = ["-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks), "--master_port", str(free_port())]
+    env = {**os.environ, "PYTHONPATH": os.path.join(ROOT, "python"), "OMP_NUM_THREADS": "1"}
+    out = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert out.returncode == 0, f"{name} failed\n{out.stdout[-2000:]}\n{out.stderr[-4000:]}"

@@ -1,0 +1,38 @@
+"""`import deepspeed` is cheap and has no side effects a user could trip over."""
+
+import json
+import os
+import subprocess
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def run(code, **env):
+    full = {**os.environ, "PYTHONPATH": os.path.join(ROOT, "python"), **env}
+    out = subprocess.run([sys.executable, "-c", code], env=full, capture_output=True, text=True, timeout=120)
+    assert out.returncode == 0, out.stderr
+    return out.stdout
+
+
+def test_costs_at_most_100_ms_above_torch_with_an_empty_path():
+    code = """
+import json, time, torch
+start = time.perf_counter()
+import deepspeed
+print(json.dumps([(time.perf_counter() - start) * 1e3, torch.cuda.is_initialized()]))
+"""
+    results = [json.loads(run(code, PATH="")) for _ in range(4)]
+    assert min(ms for ms, _ in results) <= 100, results  # the best run: the others met a busy machine
+    assert not any(context for _, context in results), "the import opened a CUDA context"
+
+
+def test_prints_nothing_and_starts_no_process_group():
+    code = "import deepspeed, torch.distributed as d; assert not d.is_initialized()"
+    assert run(code) == ""
+
+
+def test_version_is_written_once():
+    version = run("import deepspeed; print(deepspeed.__version__)").strip()
+    with open(os.path.join(ROOT, "python", "deepspeed", "version.py"), encoding="utf-8") as file:
+        assert f'__version__ = "{version}"' in file.read()

@@ -1,0 +1,150 @@
+"""The build's front door: which Python is chosen, what is installed, what `make help` tells."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+
+def bash(code, cwd=ROOT, **env):
+    clean = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHON", "PYTHONPATH")}
+    return subprocess.run(["bash", "-c", code], cwd=cwd, env={**clean, **env}, capture_output=True, text=True, timeout=120)
+
+
+def make_python(folder, torch):
+    """A stand-in interpreter that says whether it has torch."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\nexit {0 if torch else 1}\n")
+    path.chmod(0o755)
+    (folder / "python3").symlink_to("python")
+    return path
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A bare checkout: only the scripts."""
+    root = tmp_path / "checkout"
+    root.mkdir()
+    shutil.copytree(os.path.join(ROOT, "tools"), root / "tools")
+    shutil.copytree(os.path.join(ROOT, "packages"), root / "packages")
+    return root
+
+
+def chosen(checkout, **env):
+    out = bash('. tools/common.sh; pick_python; echo "$PY"', cwd=checkout, **env)
+    assert out.returncode == 0, out.stderr
+    return out.stdout.strip()
+
+
+def test_active_environment_comes_first(checkout, tmp_path):
+    active = make_python(tmp_path / "env" / "bin", torch=True)
+    make_python(checkout / ".venv" / "bin", torch=True)
+    assert chosen(checkout, VIRTUAL_ENV=str(tmp_path / "env")) == str(active)
+
+
+def test_without_torch_the_next_one_is_taken(checkout, tmp_path):
+    make_python(tmp_path / "env" / "bin", torch=False)
+    own = make_python(checkout / ".venv" / "bin", torch=True)
+    assert chosen(checkout, VIRTUAL_ENV=str(tmp_path / "env")) == str(own)
+
+
+def test_then_python3_on_path(checkout, tmp_path):
+    make_python(tmp_path / "bin", torch=True)
+    assert chosen(checkout, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}") == str(tmp_path / "bin" / "python3")
+
+
+def test_python_variable_overrides_and_is_checked(checkout, tmp_path):
+    named = make_python(tmp_path / "other", torch=True)
+    make_python(checkout / ".venv" / "bin", torch=True)
+    assert chosen(checkout, PYTHON=str(named)) == str(named)
+    bare = make_python(tmp_path / "bare", torch=False)
+    out = bash("tools/build.sh", cwd=checkout, PYTHON=str(bare))
+    assert out.returncode != 0 and "has no torch" in out.stderr
+
+
+def test_missing_packages_are_installed_and_only_those(checkout, tmp_path):
+    """With stand-ins for dpkg-query and apt-get: one update, one install of what is not there."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "dpkg-query").write_text("#!/bin/sh\nshift 2\nfor p; do [ $p = cmake ] || echo installed $p; done\n")
+    (tools / "apt-get").write_text(f"#!/bin/sh\necho $* >>{tmp_path}/calls\n")
+    (tools / "sudo").write_text('#!/bin/sh\nexec "$@"\n')
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    path = f"{tools}:{os.environ['PATH']}"
+    out = bash("tools/packages.sh build", cwd=checkout, PATH=path)
+    assert out.returncode == 0, out.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len(calls) == 2 and "update" in calls[0], calls
+    assert calls[1].endswith("install --no-install-recommends cmake")
+    (tools / "dpkg-query").write_text("#!/bin/sh\nshift 2\nfor p; do echo installed $p; done\n")
+    (tmp_path / "calls").unlink()
+    assert bash("tools/packages.sh build torch test", cwd=checkout, PATH=path).returncode == 0
+    assert not (tmp_path / "calls").exists(), "everything was there, yet apt-get was called"
+
+
+def test_failed_installation_says_what_to_do(checkout, tmp_path):
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "dpkg-query").write_text("#!/bin/sh\nexit 1\n")
+    (tools / "apt-get").write_text("#!/bin/sh\necho 'E: no network'\nexit 100\n")
+    (tools / "sudo").write_text('#!/bin/sh\nexec "$@"\n')
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    out = bash("tools/packages.sh build", cwd=checkout, PATH=f"{tools}:{os.environ['PATH']}")
+    assert out.returncode == 1
+    assert "E: no network" in out.stderr and "repeat this command" in out.stderr
+
+
+def test_package_list_gives_a_reason_for_each():
+    with open(os.path.join(ROOT, "packages", "debian.txt"), encoding="utf-8") as file:
+        lines = [line for line in file if line.strip() and not line.startswith("#")]
+    assert len(lines) > 15
+    for line in lines:
+        assert re.match(r"^[a-z0-9.+-]+ +(build|torch|test|bench|lint)(,\w+)* +# \S", line), line
+
+
+def test_env_tag_is_the_one_the_package_looks_for():
+    out = bash(f'. tools/common.sh; env_tag "{sys.executable}"')
+    code = "from deepspeed import _native; print(_native.tag())"
+    env = {**os.environ, "PYTHONPATH": os.path.join(ROOT, "python")}
+    expected = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert out.stdout.strip() == expected.stdout.strip() != ""
+
+
+def test_help_lists_every_target():
+    with open(os.path.join(ROOT, "Makefile"), encoding="utf-8") as file:
+        targets = re.search(r"^\.PHONY: (.*)$", file.read(), re.M).group(1).split()
+    listed = re.findall(r"^  make (\S+)", bash("make help").stdout, re.M)
+    assert sorted(listed) == sorted(targets)
+
+
+def test_ci_passes_when_the_index_cannot_be_reached(tmp_path):
+    """.ci/run with a stand-in for make and for the torch 2 set-up."""
+    root = tmp_path / "checkout"
+    (root / "tools").mkdir(parents=True)
+    shutil.copytree(os.path.join(ROOT, ".ci"), root / ".ci")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "make").write_text("#!/bin/sh\necho make $*\n")
+    setup = root / "tools" / "torch2_env.sh"
+    for code, expected, ran in ((0, 0, True), (3, 0, False), (1, 1, False)):
+        setup.write_text(f"#!/bin/sh\necho set-up\nexit {code}\n")
+        for path in (setup, tmp_path / "bin" / "make"):
+            path.chmod(0o755)
+        out = bash("bash .ci/run", cwd=root, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+        assert out.returncode == expected, out.stdout + out.stderr
+        assert "make test\n" in out.stdout
+        assert ("make test-torch2" in out.stdout) == ran
+
+
+@pytest.mark.slow
+def test_wheel_installs_into_a_fresh_environment():
+    out = bash("tools/wheel.sh", PYTHON=sys.executable)
+    assert out.returncode == 0, out.stdout + out.stderr
+    assert "imports from the wheel" in out.stdout
