@@ -87,7 +87,9 @@ setup(
     python_requires=">=3.10",
     install_requires=["torch>=1.13.0a0", "numpy", "psutil", "tqdm"],
     package_dir={"": "python"},
-    packages=find_packages("python", include=["deepspeed", "deepspeed.*"], exclude=["deepspeed._lib", "deepspeed._lib.*"]),
+    packages=find_packages(
+        "python", include=["deepspeed", "deepspeed.*"], exclude=["deepspeed._lib", "deepspeed._lib.*"]
+    ),
     include_package_data=False,
     ext_modules=[Extension("deepspeed._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},

@@ -74,11 +74,14 @@ def wants_resume(args, done, total):
     """Whether to go on from the checkpoint at step ``done``: rank 0 decides (or asks) and tells the others."""
     answer = torch.ones(1, dtype=torch.int64)
     if dist.get_rank() == 0:
-        answer[0] = not args.restart and (args.resume or progress.confirm(
-            f"There is a checkpoint at step {done} of {total}. "
-            + (f"Train {args.more} more steps from there?" if done >= total else "Go on from there?")
-            + " (no: begin anew)"
-        ))
+        answer[0] = not args.restart and (
+            args.resume
+            or progress.confirm(
+                f"There is a checkpoint at step {done} of {total}. "
+                + (f"Train {args.more} more steps from there?" if done >= total else "Go on from there?")
+                + " (no: begin anew)"
+            )
+        )
     answer = answer.to(torch.device("cuda", args.local_rank) if dist.get_backend() == "nccl" else "cpu")
     dist.broadcast(answer, 0)
     return bool(answer.item())
@@ -141,7 +144,9 @@ def train(engine, corpus, shape, total, state, args, checkpoints):
                 lr = engine.get_lr()[0]
                 bar.report(step, loss, lr, memory)
                 norm = engine.get_global_grad_norm()
-                state["rows"].append([step, step * tokens_per_step, loss, lr, float(norm or 0.0), bar.tokens_per_second])
+                state["rows"].append(
+                    [step, step * tokens_per_step, loss, lr, float(norm or 0.0), bar.tokens_per_second]
+                )
             bar.advance(step)
             if step % args.save_every == 0 and step < total:
                 save(engine, checkpoints, state)
