@@ -62,8 +62,8 @@ def main():
     }
     print(
         f"import deepspeed {results[0]['version']} after torch {results[0]['torch']}: "
-        f"{statistics.median(ours):.1f} ms median, {min(ours):.1f} best of {len(ours)} (torch itself {figures['torch_ms']['median']:.0f} ms); "
-        f"CUDA context: {'yes' if figures['cuda_context'] else 'no'}; PATH empty"
+        f"{statistics.median(ours):.1f} ms median, {min(ours):.1f} best of {len(ours)} "
+        f"(torch itself {figures['torch_ms']['median']:.0f} ms); CUDA context: {'yes' if figures['cuda_context'] else 'no'}; PATH empty"
     )
     machine.write_json(args.json, "import_time", figures, torch=results[0]["torch"])
     sys.exit(min(ours) > args.limit_ms or figures["cuda_context"])

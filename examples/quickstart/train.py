@@ -32,6 +32,9 @@ def parse_arguments():
     parser.add_argument("--steps", type=int, help="train up to this step; default: the schedule's total_num_steps")
     parser.add_argument("--more", type=int, default=100, help="steps to add when a finished run is resumed")
     parser.add_argument("--save_every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--layers", type=int, default=Shape.layers)
+    parser.add_argument("--heads", type=int, default=Shape.heads)
+    parser.add_argument("--width", type=int, default=Shape.width)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default=os.path.join(HERE, "out"), help="folder for checkpoints and results")
     parser.add_argument("--cache", default=os.path.join(HERE, "cache"), help="folder for the encoded corpus")
@@ -172,7 +175,7 @@ def main():
 
     corpus = load_corpus(args.cache, say)
     torch.manual_seed(args.seed)
-    shape = Shape(vocab_size=corpus.tokenizer.vocab_size)
+    shape = Shape(corpus.tokenizer.vocab_size, layers=args.layers, heads=args.heads, width=args.width)
     model = GPT(shape)
     engine, _, _, _ = deepspeed.initialize(args=args, model=model, model_parameters=parameter_groups(model, 0.1))
 
