@@ -37,7 +37,7 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "Native core of deepspeed. Import it through deepspeed._native only.";
   config_error_type = PyErr_NewExceptionWithDoc(
       "deepspeed.DeepSpeedConfigError", "A configuration is wrong; the message names the key, its value and the fix.",
-      nullptr, nullptr);
+      PyExc_ValueError, nullptr);
   m.attr("DeepSpeedConfigError") = py::handle(config_error_type);
   py::register_exception_translator([](std::exception_ptr pending) {
     try {

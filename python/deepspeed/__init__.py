@@ -1,1 +1,52 @@
-"""DeepSpeed: train and serve large models, with a C++ core."""
+"""DeepSpeed: train and serve large models, with a C++ core.
+
+``import deepspeed`` is light: what a name needs is imported when the name is first used.
+"""
+
+import importlib
+import importlib.util
+
+from deepspeed.version import __version__
+
+__version_major__, __version_minor__, __version_patch__ = (int(part) for part in __version__.split("+")[0].split(".")[:3])
+version = __version__
+
+# Public name -> where it lives. A row here is all it takes to export something.
+_NAMES = {
+    "initialize": "deepspeed.engine.initialize",
+    "add_config_arguments": "deepspeed.engine.arguments",
+    "DeepSpeedEngine": "deepspeed.engine.engine",
+    "DeepSpeedConfig": "deepspeed.config",
+    "DeepSpeedConfigError": "deepspeed._native",
+    "DeepSpeedOptimizer": "deepspeed.zero.base_optimizer",
+    "DeepSpeedDataLoader": "deepspeed.engine.dataloader",
+    "init_distributed": "deepspeed.comm",
+    "get_accelerator": "deepspeed.accelerator",
+    "add_tuning_arguments": "deepspeed.optim.lr_arguments",
+    "log_dist": "deepspeed.log",
+    "logger": "deepspeed.log",
+    "TORCH_DISTRIBUTED_DEFAULT_PORT": "deepspeed.constants",
+    "OnDevice": "deepspeed.utils.init_on_device",
+    "git_hash": "deepspeed.git_version_info",
+    "git_branch": "deepspeed.git_version_info",
+}
+_RENAMED = {"__git_hash__": "git_hash", "__git_branch__": "git_branch"}
+_CONSTANTS = {"ADAM_OPTIMIZER": "adam", "LAMB_OPTIMIZER": "lamb", "MUON_OPTIMIZER": "muon", "dist": None, "HAS_TRITON": False}
+
+
+def __getattr__(name):
+    if name in _CONSTANTS:
+        return _CONSTANTS[name]
+    if name in _RENAMED:
+        return __getattr__(_RENAMED[name])
+    if name in _NAMES:
+        value = getattr(importlib.import_module(_NAMES[name]), name)
+        globals()[name] = value
+        return value
+    if not name.startswith("_") and importlib.util.find_spec(f"deepspeed.{name}") is not None:
+        return importlib.import_module(f"deepspeed.{name}")
+    raise AttributeError(f"module 'deepspeed' has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted([*globals(), *_NAMES, *_CONSTANTS])

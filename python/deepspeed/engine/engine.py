@@ -9,6 +9,7 @@ import os
 import torch
 
 from deepspeed import comm as dist
+from deepspeed._compat import named_parameters
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.load import load_checkpoint
 from deepspeed.checkpoint.save import save_16bit_model, save_checkpoint
@@ -432,6 +433,10 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         dist.all_gather(gathered, value, group=dp_group)
         return gathered
 
+    def mp_rank_for_files(self):
+        """The model-parallel rank that file names carry."""
+        return self.parallel.mp_rank
+
     def empty_partition_cache(self):
         """Releases gathered parameters; at stage 0 there are none."""
 
@@ -440,7 +445,7 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         """The module's state dict, without parameters that are not trained when asked so."""
         state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
-            for name, param in self.module.named_parameters(remove_duplicate=False) if _keeps_duplicates else self.module.named_parameters():
+            for name, param in named_parameters(self.module):
                 if not param.requires_grad:
                     state.pop(prefix + name, None)
         return state
@@ -504,6 +509,3 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
             self.core.release()
             self.core = None
         log_dist("engine destroyed", ranks=[0], level=10)
-
-
-_keeps_duplicates = "remove_duplicate" in torch.nn.Module.named_parameters.__code__.co_varnames

@@ -16,10 +16,14 @@ _WHERE = {
     "is_initialized": "deepspeed.comm",
 }
 
+_MODULES = ("groups", "init_on_device", "logging", "numa", "nvtx", "torch", "types")
+
 __all__ = sorted(_WHERE)
 
 
 def __getattr__(name):
+    if name in _MODULES:
+        return importlib.import_module(f"deepspeed.utils.{name}")
     if name not in _WHERE:
         raise AttributeError(f"module 'deepspeed.utils' has no attribute {name!r}")
     value = getattr(importlib.import_module(_WHERE[name]), name)
@@ -28,4 +32,4 @@ def __getattr__(name):
 
 
 def __dir__():
-    return sorted(set(globals()) | set(_WHERE))
+    return sorted(set(globals()) | set(_WHERE) | set(_MODULES))

@@ -6,7 +6,7 @@ are views of the core's flat buffers.
 
 import torch
 
-from deepspeed.optim.loss_scaler import CreateLossScaler
+from deepspeed.optim.loss_scaler import LossScaleConfig
 from deepspeed.zero.base_optimizer import DeepSpeedOptimizer
 from deepspeed.zero.core import build_core
 from deepspeed.zero.fused_state import FusedState
@@ -19,7 +19,7 @@ class FP16_Optimizer(DeepSpeedOptimizer):
     """Wraps ``init_optimizer``, whose parameter groups keep their identity: schedulers made for them stay valid.
 
     Arguments are those of the contract. ``deepspeed`` is the engine that owns the core; without one the optimizer
-    makes a core of its own for one process. ``loss_scale_config`` is a loss scaler; without one it is made from
+    makes a core of its own for one process. ``loss_scale_config`` is a ``LossScaleConfig``; without one it is made from
     ``static_loss_scale``, ``dynamic_loss_scale``, ``initial_dynamic_scale`` and ``dynamic_loss_args``. ``clip_grad`` is
     the maximum 2-norm of the gradients, 0 for none. The other arguments exist for old callers and change nothing.
     """
@@ -54,13 +54,9 @@ class FP16_Optimizer(DeepSpeedOptimizer):
         if loss_scale_config is None:
             if dynamic_loss_scale and dynamic_loss_args is None:
                 dynamic_loss_args = {"init_scale": initial_dynamic_scale}
-            loss_scale_config = CreateLossScaler(
-                dtype=low_precision_dtype,
-                static_loss_scale=static_loss_scale,
-                dynamic_scaling=dynamic_loss_scale,
-                dynamic_loss_args=dynamic_loss_args,
-            )
-        self.loss_scaler = loss_scale_config
+            loss_scale_config = LossScaleConfig(low_precision_dtype, dynamic_loss_scale, static_loss_scale, dynamic_loss_args)
+        self.loss_scale_config = loss_scale_config
+        self.loss_scaler = loss_scale_config.loss_scaler
         self._take_masters()
         self.stepping = Stepping(
             core,
@@ -131,10 +127,6 @@ class FP16_Optimizer(DeepSpeedOptimizer):
         self.override_loss_scale(value)
 
     cur_scale = loss_scale
-
-    @property
-    def loss_scale_config(self):
-        return self.loss_scaler
 
     @property
     def dynamic_loss_scale(self):

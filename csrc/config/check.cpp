@@ -1,0 +1,203 @@
+#include "config/check.h"
+
+#include <cctype>
+#include <cmath>
+#include <cstdlib>
+
+#include "config/nearest.h"
+
+namespace ds::config {
+
+namespace {
+
+std::string lower(std::string text) {
+  for (char& c : text) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  return text;
+}
+
+// The number a text holds, as JSON would write it; empty when it holds none.
+std::string number_in(const std::string& text) {
+  if (text.empty() || text.size() > 32) return "";
+  char* end = nullptr;
+  const double x = std::strtod(text.c_str(), &end);
+  return *end == '\0' && std::isfinite(x) ? text : "";
+}
+
+Verdict refuse(std::string problem, std::string suggestion = "") {
+  Verdict v;
+  v.problem = std::move(problem);
+  v.suggestion = std::move(suggestion);
+  return v;
+}
+
+Verdict accept(Value value) {
+  Verdict v;
+  v.value = std::move(value);
+  return v;
+}
+
+Verdict wrong_type(const Field& field, const Value& value) {
+  std::string suggestion;
+  if (value.is_string()) {
+    const std::string& text = value.get_ref<const std::string&>();
+    const std::string small = lower(text);
+    if (text == "auto") {
+      suggestion = "\"auto\" is a blank that a trainer fills in before deepspeed sees it; write a value here.";
+    } else if ((field.kinds & kBool) && (small == "true" || small == "yes" || small == "on" || small == "1")) {
+      suggestion = "Write true without quotes.";
+    } else if ((field.kinds & kBool) && (small == "false" || small == "no" || small == "off" || small == "0")) {
+      suggestion = "Write false without quotes.";
+    } else if ((field.kinds & (kInt | kFloat)) && !number_in(text).empty()) {
+      suggestion = "Write " + text + " without quotes.";
+    } else if ((field.kinds & kList) && (field.item_kinds & kText)) {
+      suggestion = "Write [" + show(value) + "].";
+    }
+  } else if ((field.kinds & kInt) && !(field.kinds & kFloat) && value.is_number_float() &&
+             std::isfinite(value.get<double>()) && std::abs(value.get<double>()) < 9e15) {
+    suggestion = "Did you mean " + std::to_string(static_cast<int64_t>(std::floor(value.get<double>()))) + "?";
+  } else if ((field.kinds & kBool) && value.is_number()) {
+    suggestion = std::string("Did you mean ") + (value == 0 ? "false" : "true") + "?";
+  } else if ((field.kinds & kList) && !value.is_object() && !value.is_null()) {
+    suggestion = "Write [" + show(value) + "].";
+  } else if (field.kinds & kText && !field.choices.empty() && value.is_boolean()) {
+    for (const Literal& choice : field.choices) suggestion += (suggestion.empty() ? "Choose one of " : ", ") + show(choice);
+    suggestion += ".";
+  }
+  return refuse("must be " + describe_kinds(field), suggestion);
+}
+
+Verdict check_range(const Field& field, const Value& value) {
+  const double x = value.get<double>();
+  std::string bound;
+  if (field.minimum && (field.above_minimum ? x <= *field.minimum : x < *field.minimum)) {
+    bound = (field.above_minimum ? "greater than " : "at least ") + show(Literal(*field.minimum));
+  } else if (field.maximum && (field.below_maximum ? x >= *field.maximum : x > *field.maximum)) {
+    bound = (field.below_maximum ? "less than " : "at most ") + show(Literal(*field.maximum));
+  }
+  if (bound.empty()) return accept(value);
+  if (bound.size() > 2 && bound.substr(bound.size() - 2) == ".0") bound.resize(bound.size() - 2);
+  Verdict v = refuse("must be " + bound);
+  if (!field.fallback.is_null()) v.suggestion = "The default is " + show(field.fallback) + ".";
+  v.out_of_range = true;
+  return v;
+}
+
+Verdict check_choice(const Field& field, const Value& value, const std::vector<Literal>& choices,
+                     const std::vector<std::string>* other_names) {
+  for (const Literal& choice : choices) {
+    if (same(value, choice)) return accept(to_value(choice));
+  }
+  std::vector<std::string> words;
+  std::string all;
+  for (const Literal& choice : choices) {
+    all += (all.empty() ? "" : ", ") + show(choice);
+    const Value word = to_value(choice);
+    if (!word.is_string()) continue;
+    words.push_back(word);
+    if (field.any_case && value.is_string() && lower(words.back()) == lower(value)) return accept(word);
+  }
+  if (!field.open_choices.empty() && value.is_string()) {
+    if (!other_names) return accept(value);
+    for (const std::string& name : *other_names) {
+      if (name == value.get_ref<const std::string&>()) return accept(value);
+    }
+    words.insert(words.end(), other_names->begin(), other_names->end());
+    all += ", " + field.open_choices;
+  }
+  Verdict v = refuse("must be one of " + all);
+  if (value.is_string()) {
+    const std::string near = nearest(value, words);
+    if (!near.empty()) v.suggestion = "Did you mean " + show(Value(near)) + "?";
+  }
+  v.out_of_range = true;
+  return v;
+}
+
+bool has_whole_value(const Value& value) {
+  if (value.is_number_integer()) return true;
+  if (!value.is_number_float()) return false;
+  const double x = value.get<double>();
+  return std::isfinite(x) && std::floor(x) == x && x > -9.2e18 && x < 9.2e18;
+}
+
+Verdict check_list(const Field& field, const Value& value) {
+  Value out = Value::array();
+  Field item;
+  item.kinds = field.item_kinds;
+  for (size_t i = 0; i < value.size(); ++i) {
+    const std::string at = "item " + std::to_string(i + 1) + " (" + show(value[i], 40) + ") ";
+    Verdict v;
+    if (field.item_choices.empty()) {
+      item.minimum = field.item_minimum;
+      v = check(item, value[i], false, nullptr);
+    } else {
+      v = value[i].is_string() ? check_choice(field, value[i], field.item_choices, nullptr) : wrong_type(item, value[i]);
+    }
+    if (!v.value) {
+      v.problem = at + v.problem;
+      return v;
+    }
+    out.push_back(std::move(*v.value));
+  }
+  return accept(std::move(out));
+}
+
+Verdict check_kind(const Field& field, const Value& value, bool lenient_texts) {
+  const unsigned k = field.kinds;
+  if (value.is_boolean()) return k & kBool ? accept(value) : wrong_type(field, value);
+  if (value.is_number()) {
+    if (value.is_number_float() && !std::isfinite(value.get<double>())) {
+      if ((k & kInfinity) && value.get<double>() > 0) return accept(value);
+      return (k & (kInt | kFloat)) ? refuse("must be finite", field.fallback.is_null() ? "" : "The default is " + show(field.fallback) + ".")
+                                   : wrong_type(field, value);
+    }
+    if ((k & kInt) && has_whole_value(value)) {
+      return accept(value.is_number_float() ? Value(static_cast<int64_t>(value.get<double>())) : value);
+    }
+    if (k & kFloat) return accept(value);
+    if ((k & kBool) && (value == 0 || value == 1)) return accept(value == 1);
+    return wrong_type(field, value);
+  }
+  if (value.is_string()) {
+    if (k & kText) return accept(value);
+    const std::string small = lower(value);
+    if (lenient_texts && (k & kBool) && (small == "true" || small == "false")) {
+      Verdict v = accept(small == "true");
+      v.warning = "is a text and is read as " + small + "; write it without quotes.";
+      return v;
+    }
+    if ((k & kList) && field.wrap_items == "text") return accept(Value::array({value}));
+    return wrong_type(field, value);
+  }
+  if (value.is_array()) return !(k & kList) ? wrong_type(field, value) : field.item_kinds ? check_list(field, value) : accept(value);
+  if (value.is_object()) return k & kTable ? accept(value) : wrong_type(field, value);
+  if (value.is_binary()) return k & kPython ? accept(value) : wrong_type(field, value);
+  return wrong_type(field, value);
+}
+
+}  // namespace
+
+Verdict check(const Field& field, const Value& value, bool lenient_texts, const std::vector<std::string>* other_names) {
+  if (field.kinds & kAnything || field.kinds == 0) return accept(value);
+  if (value.is_null()) {
+    if (field.kinds & kNull) return accept(value);
+    return refuse("must be " + describe_kinds(field), field.fallback.is_null()
+                      ? "" : "Leave the key out to get the default " + show(field.fallback) + ".");
+  }
+  Verdict v = check_kind(field, value, lenient_texts);
+  if (!v.value) return v;
+  const bool chosen = !field.choices.empty() && !v.value->is_binary() &&
+                      !(v.value->is_number() && (field.kinds & (kInt | kFloat)) && (field.kinds & kText));
+  if (chosen) {
+    Verdict choice = check_choice(field, *v.value, field.choices, other_names);
+    choice.warning = v.warning;
+    return choice;
+  }
+  if (v.value->is_number()) {
+    Verdict range = check_range(field, *v.value);
+    if (!range.value) return range;
+  }
+  return v;
+}
+
+}  // namespace ds::config

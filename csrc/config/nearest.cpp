@@ -1,0 +1,59 @@
+#include "config/nearest.h"
+
+#include <algorithm>
+#include <cctype>
+
+namespace ds::config {
+
+namespace {
+
+constexpr size_t kLongestWord = 80;  // no key is longer; keeps hostile input cheap
+
+std::string lower(const std::string& text) {
+  std::string out = text.substr(0, kLongestWord);
+  for (char& c : out) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  return out;
+}
+
+}  // namespace
+
+int edit_distance(const std::string& first, const std::string& second) {
+  const std::string a = lower(first), b = lower(second);
+  const size_t n = b.size();
+  std::vector<int> before(n + 1), last(n + 1), now(n + 1);
+  for (size_t j = 0; j <= n; ++j) last[j] = static_cast<int>(j);
+  for (size_t i = 1; i <= a.size(); ++i) {
+    now[0] = static_cast<int>(i);
+    for (size_t j = 1; j <= n; ++j) {
+      const int replace = last[j - 1] + (a[i - 1] != b[j - 1]);
+      now[j] = std::min({replace, last[j] + 1, now[j - 1] + 1});
+      if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1]) now[j] = std::min(now[j], before[j - 2] + 1);
+    }
+    std::swap(before, last);
+    std::swap(last, now);
+  }
+  return last[n] + static_cast<int>(std::max(first.size(), kLongestWord) - kLongestWord);
+}
+
+std::string nearest(const std::string& word, const std::vector<std::string>& candidates) {
+  int best = std::max(2, static_cast<int>(word.size()) / 3) + 1;
+  std::string found;
+  for (const std::string& candidate : candidates) {
+    const int distance = edit_distance(word, candidate);
+    if (distance < best && distance < static_cast<int>(candidate.size())) {
+      best = distance;
+      found = candidate;
+    }
+  }
+  if (!found.empty() || word.size() < 4) return found;
+  // No near spelling: a shortened or lengthened name ("clipping" for "gradient_clipping").
+  const std::string small = lower(word);
+  for (const std::string& candidate : candidates) {
+    const std::string other = lower(candidate);
+    const bool inside = other.find(small) != std::string::npos || (other.size() >= 4 && small.find(other) != std::string::npos);
+    if (inside && (found.empty() || candidate.size() < found.size())) found = candidate;
+  }
+  return found;
+}
+
+}  // namespace ds::config

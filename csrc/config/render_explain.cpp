@@ -1,0 +1,114 @@
+#include <algorithm>
+
+#include "config/render.h"
+
+namespace ds::config {
+
+namespace {
+
+std::string join(const std::string& path, const std::string& key) { return path.empty() ? key : path + "." + key; }
+
+struct Row {
+  std::string path, value, origin;
+  bool is_default;
+  const Origin* from;
+};
+
+class Lister {
+ public:
+  explicit Lister(const Config& config) : config_(config) {}
+
+  void section(const Field& at, const Value& values, const std::string& path, const std::string& outer) {
+    for (const auto& item : values.items()) {
+      const std::string here = join(path, item.key());
+      const Field* field = at.find(item.key());
+      const std::string pending = field ? pending_feature(*field, outer) : outer;
+      if (field && field->is_section() && item.value().is_object()) {
+        section(*field, item.value(), here, pending);
+      } else {
+        rows.push_back({here, show(item.value()), origin_of(here, pending), is_default(here), nullptr});
+      }
+    }
+  }
+
+  std::vector<Row> rows;
+
+ private:
+  bool is_default(const std::string& path) const {
+    const Source source = config_.origin(path).source;
+    return source == Source::kDefault || source == Source::kAuto;
+  }
+
+  std::string origin_of(const std::string& path, const std::string& pending) const {
+    const Origin origin = config_.origin(path);
+    std::string out;
+    switch (origin.source) {
+      case Source::kDefault: out = "default"; break;
+      case Source::kGiven: out = origin.line ? "line " + std::to_string(origin.line) : "given"; break;
+      case Source::kAuto: out = origin.line ? "default, \"auto\" on line " + std::to_string(origin.line) : "default, for \"auto\""; break;
+      case Source::kDerived: out = "derived: " + origin.detail; break;
+      case Source::kEnvironment: out = "environment: " + origin.detail; break;
+      case Source::kDeprecated:
+        out = "deprecated name " + origin.detail + (origin.line ? ", line " + std::to_string(origin.line) : "");
+        break;
+    }
+    return pending.empty() ? out : out + "; known, not built yet: " + pending;
+  }
+
+  const Config& config_;
+};
+
+void table(const std::vector<Row>& rows, std::string& out) {
+  size_t path = 0, value = 0;
+  for (const Row& row : rows) {
+    path = std::max(path, std::min<size_t>(row.path.size(), 60));
+    value = std::max(value, std::min<size_t>(row.value.size(), 28));
+  }
+  for (const Row& row : rows) {
+    std::string line = row.path + std::string(path > row.path.size() ? path - row.path.size() : 0, ' ') + "  " + row.value;
+    const size_t width = path + 2 + value;
+    if (line.size() < width) line.resize(width, ' ');
+    out += line + "  " + row.origin + "\n";
+  }
+}
+
+void issues(const Config& config, Severity severity, const char* title, std::string& out) {
+  std::string lines;
+  for (const Issue& issue : config.issues()) {
+    if (issue.severity == severity) lines += "  - " + issue.full() + "\n";
+  }
+  if (!lines.empty()) out += std::string("\n") + title + "\n" + lines;
+}
+
+}  // namespace
+
+std::string pending_feature(const Field& field, const std::string& outer) {
+  if (!outer.empty()) return outer;
+  if (!field.unbuilt || !field.unbuilt->values.empty() || field.unbuilt->above) return "";
+  return field.unbuilt->feature;
+}
+
+std::string explain(const Config& config, const Schema& schema) {
+  Lister lister(config);
+  lister.section(schema.root, config.values(), "", "");
+  std::string out = config.document().source + "\n\n";
+  table(lister.rows, out);
+  issues(config, Severity::kNote, "Left to the defaults", out);
+  issues(config, Severity::kWarning, "Warnings", out);
+  issues(config, Severity::kError, "Conflicts", out);
+  if (!config.broken()) out += "\nNo conflicts.\n";
+  return out;
+}
+
+std::string non_default(const Config& config, const Schema& schema) {
+  Lister lister(config);
+  lister.section(schema.root, config.values(), "", "");
+  std::string out;
+  for (const Row& row : lister.rows) {
+    if (!row.is_default) out += row.path + " = " + row.value + " (" + row.origin + ")\n";
+  }
+  if (!out.empty()) out.pop_back();
+  return out;
+}
+
+}  // namespace ds::config

@@ -1,0 +1,105 @@
+#include "config/render.h"
+
+namespace ds::config {
+
+namespace {
+
+Value object_of(const Field& section);
+
+Value types_of(unsigned kinds) {
+  Value out = Value::array();
+  if (kinds & kBool) out.push_back("boolean");
+  if (kinds & kFloat) out.push_back("number");
+  else if (kinds & kInt) out.push_back("integer");
+  if (kinds & kText) out.push_back("string");
+  if (kinds & kList) out.push_back("array");
+  if (kinds & (kTable | kSection)) out.push_back("object");
+  if (kinds & kNull) out.push_back("null");
+  return out;
+}
+
+void set_bounds(const Field& field, Value& out) {
+  if (field.minimum) out[field.above_minimum ? "exclusiveMinimum" : "minimum"] = *field.minimum;
+  if (field.maximum) out[field.below_maximum ? "exclusiveMaximum" : "maximum"] = *field.maximum;
+}
+
+Value items_of(const Field& field) {
+  Value out = {{"type", types_of(field.item_kinds)}};
+  if (field.item_minimum) out["minimum"] = *field.item_minimum;
+  for (const Literal& choice : field.item_choices) out["enum"].push_back(to_value(choice));
+  return out;
+}
+
+Value describe(const Field& field, const std::string& outer) {
+  Value out = Value::object();
+  out["description"] = field.doc;
+  const std::string pending = pending_feature(field, outer);
+  if (!(field.kinds & kAnything)) {
+    Value types = types_of(field.kinds);
+    if (field.kinds & kInfinity) types.push_back("number");
+    // In validated sections and for keys a trainer fills in, "auto" is a value, too; editors must not mark it.
+    if (!(field.kinds & kText)) types.push_back("string");
+    if (!(field.kinds & kPython)) out["type"] = types;
+  }
+  out["default"] = default_of(field);
+  if (!field.fallback_note.empty()) out["x-ds-default"] = field.fallback_note;
+  if (!field.choices.empty()) {
+    Value& choices = out[field.open_choices.empty() && !field.any_case ? "enum" : "examples"];
+    for (const Literal& choice : field.choices) choices.push_back(to_value(choice));
+    if (out.contains("enum")) {
+      if (field.kinds & kNull) out["enum"].push_back(nullptr);
+      if (field.kinds & (kInt | kFloat) && field.kinds & kText) out.erase("enum");
+      else out["enum"].push_back("auto");
+    }
+  }
+  set_bounds(field, out);
+  if (field.kinds & kList && field.item_kinds) out["items"] = items_of(field);
+  if (!field.aliases.empty()) out["x-ds-aliases"] = field.aliases;
+  if (!field.replaced_by.empty()) {
+    out["deprecated"] = true;
+    out["x-ds-replaced-by"] = field.replaced_by;
+    out["x-ds-value-forwarded"] = field.forwarded;
+  }
+  if (!pending.empty()) out["x-ds-not-built"] = pending;
+  if (field.unbuilt && !field.unbuilt->values.empty()) {
+    for (const Literal& value : field.unbuilt->values) out["x-ds-not-built-values"].push_back(to_value(value));
+  }
+  if (field.is_section()) out.update(object_of(field));
+  for (const auto& [chosen, fields] : field.variants) {
+    Value& set = out["x-ds-by-" + field.variant_key][chosen];
+    for (const Field& param : fields) set[param.name] = describe(param, "");
+  }
+  return out;
+}
+
+Value object_of(const Field& section) {
+  Value out = Value::object();
+  Value properties = Value::object();
+  bool open = section.unknown != Unknown::kError;
+  for (const Field& field : section.fields) {
+    const Value description = describe(field, section.unbuilt ? pending_feature(section, "") : "");
+    if (field.is_wildcard()) {
+      out["additionalProperties"] = description;
+      open = true;
+      continue;
+    }
+    properties[field.name] = description;
+    for (const std::string& alias : field.aliases) properties[alias] = description;
+    if (field.is_required) out["required"].push_back(field.name);
+  }
+  out["properties"] = properties;
+  if (!open) out["additionalProperties"] = false;
+  if (section.validated) out["x-ds-validated"] = true;
+  return out;
+}
+
+}  // namespace
+
+std::string json_schema(const Schema& schema) {
+  Value out = {{"$schema", "https://json-schema.org/draft/2020-12/schema"}, {"title", "DeepSpeed configuration"}, {"type", "object"}};
+  out.update(object_of(schema.root));
+  if (schema.lenient_top) out["additionalProperties"] = true;
+  return out.dump(1) + "\n";
+}
+
+}  // namespace ds::config

@@ -1,0 +1,22 @@
+// The JSON value of this room, and how it is shown in messages.
+//
+// A Python-only value travels as `binary`: the bytes are its repr for messages, the subtype is its place in the list
+// that the bindings keep.
+#pragma once
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "config/field.h"
+
+namespace ds::config {
+
+using Value = nlohmann::ordered_json;
+
+Value to_value(const Literal& literal);
+bool same(const Value& value, const Literal& literal);  // 1 and 1.0 are the same; true and 1 are not
+std::string show(const Value& value, size_t limit = 80);  // as JSON; never throws, cut to `limit` characters
+std::string show(const Literal& literal);
+Value python_value(const std::string& repr, uint64_t index);
+uint64_t python_index(const Value& value);
+
+}  // namespace ds::config

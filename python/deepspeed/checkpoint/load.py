@@ -1,0 +1,100 @@
+"""Reads a checkpoint into an engine."""
+
+import os
+
+from deepspeed.checkpoint import names, rng, storage
+from deepspeed.log import log_dist, logger
+
+
+def _find_tag(load_dir, tag):
+    if tag is not None:
+        return str(tag)
+    pointer = os.path.join(load_dir, names.LATEST)
+    if not os.path.isfile(pointer):
+        logger.warning(
+            f"nothing is loaded: {pointer} does not exist, and no tag was given. Pass tag=, or check the directory {load_dir}."
+        )
+        return None
+    try:
+        with open(pointer) as file:
+            return file.read().strip()
+    except OSError as error:
+        raise OSError(error.errno, f"cannot read {pointer}: {error.strerror}. Check its permissions.") from error
+
+
+def _check_world(engine, state, folder):
+    saved = state.get("dp_world_size")
+    if saved is not None and saved != engine.dp_world_size:
+        raise ValueError(
+            f"the checkpoint {folder} was saved by {saved} data-parallel ranks, this run has {engine.dp_world_size}. Start "
+            f"{saved} ranks, or load the weights alone with load_module_only=True."
+        )
+
+
+def load_checkpoint(
+    engine,
+    load_dir,
+    tag=None,
+    load_module_strict=True,
+    load_optimizer_states=True,
+    load_lr_scheduler_states=True,
+    load_module_only=False,
+    custom_load_fn=None,
+):
+    """Every rank calls it. Returns ``(path of the model file, client_state)``; ``(None, None)`` without a tag.
+
+    With all states loaded the run goes on bit by bit: weights, moments, schedule, loss scale, counters, random numbers
+    and data position. Random numbers and data position are left alone when optimizer states are not loaded.
+    """
+    load_dir = os.fspath(load_dir)
+    tag = _find_tag(load_dir, tag)
+    if tag is None:
+        return None, None
+    folder = os.path.join(load_dir, tag)
+    if not os.path.isdir(folder):
+        known = sorted(name for name in os.listdir(load_dir) if os.path.isdir(os.path.join(load_dir, name))) if os.path.isdir(load_dir) else []
+        raise FileNotFoundError(f"there is no checkpoint {folder}; tags there are: {', '.join(known) or 'none'}")
+    path = names.model_states_path(folder, engine.mp_rank_for_files())
+    state = storage.read(path)
+    if not load_module_only:
+        _check_world(engine, state, folder)
+    with_optimizer = load_optimizer_states and not load_module_only and engine.optimizer is not None
+    with_scheduler = load_lr_scheduler_states and not load_module_only
+    engine.load_module_state_dict(state, strict=load_module_strict, custom_load_fn=custom_load_fn)
+    if with_optimizer and state.get("optimizer") is not None:
+        engine.optimizer.load_state_dict(state["optimizer"])
+    if with_scheduler and engine.lr_scheduler is not None and state.get("lr_scheduler") is not None:
+        engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+    if not load_module_only:
+        engine.global_steps = state["global_steps"]
+        engine.global_samples = state.get("global_samples", engine.global_steps * engine.train_batch_size())
+        engine.skipped_steps = state.get("skipped_steps", 0)
+        engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+        engine.sparse_tensor_module_names = state.get("sparse_tensor_module_names", engine.sparse_tensor_module_names)
+    if with_optimizer:
+        engine.zero_grad()
+        _resume_run(engine, names.run_states_path(folder, engine.global_rank))
+    engine.loaded_checkpoint_dp_world_size = state.get("dp_world_size")
+    log_dist(f"loaded checkpoint {path}", ranks=[0])
+    hidden = {"module"} if load_module_only else set(names.ENGINE_KEYS)
+    if with_scheduler:
+        hidden.add("lr_scheduler")
+    if with_optimizer:
+        hidden.add("optimizer")
+    return path, {key: value for key, value in state.items() if key not in hidden}
+
+
+def _resume_run(engine, path):
+    if not os.path.exists(path):
+        logger.warning(
+            f"{path} does not exist (the checkpoint is of another implementation): random numbers and the position in "
+            "the data are not resumed"
+        )
+        return
+    run = storage.read(path)
+    if hasattr(engine.training_dataloader, "load_state_dict") and run["dataloader"] is not None:
+        engine.training_dataloader.load_state_dict(run["dataloader"])
+    engine.micro_steps = run["micro_steps"]
+    if run["loss_scaler"] is not None and engine.stepping.scaler is not None:
+        vars(engine.stepping.scaler).update(vars(run["loss_scaler"]))
+    rng.restore(run["rng"])

@@ -1,0 +1,29 @@
+"""Names of the files in a checkpoint folder, and which keys of the model file are whose."""
+
+import os
+
+LATEST = "latest"
+MODEL_STATES = "mp_rank_{mp_rank:02d}_model_states.pt"
+# Ours, one for each rank: what a resumed run needs to go on bit by bit and no other tool reads.
+RUN_STATES = "run_rank_{rank:05d}_state.pt"
+
+# Keys of the model file that load_checkpoint keeps for itself; every other one is handed back in client_state.
+ENGINE_KEYS = (
+    "module",
+    "sparse_tensor_module_names",
+    "skipped_steps",
+    "global_steps",
+    "dp_world_size",
+    "mp_world_size",
+    "data_sampler",
+    "random_ltd",
+)
+RESERVED_KEY = "checkpoint_parallel_dimensions"
+
+
+def model_states_path(folder, mp_rank=0):
+    return os.path.join(folder, MODEL_STATES.format(mp_rank=mp_rank))
+
+
+def run_states_path(folder, rank):
+    return os.path.join(folder, RUN_STATES.format(rank=rank))

@@ -1,0 +1,113 @@
+"""Writes a checkpoint of an engine."""
+
+import hashlib
+import os
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.checkpoint import names, rng, storage
+from deepspeed.log import log_dist, logger
+from deepspeed.version import __version__
+
+
+def _check_tag(engine, tag):
+    """All ranks must save under one tag, or each rank writes into a folder of its own."""
+    mode = str(engine._config.checkpoint_tag_validation).upper()
+    if mode == "IGNORE" or engine.world_size == 1:
+        return
+    digest = torch.tensor(list(hashlib.sha256(tag.encode()).digest()), dtype=torch.int32, device=engine.device)
+    lowest, highest = digest.clone(), digest.clone()
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    if bool((lowest == highest).all()):
+        return
+    text = f"rank {engine.global_rank} saves under tag {tag!r}, other ranks under another one; pass the same tag on every rank"
+    if mode == "FAIL":
+        raise ValueError(text)
+    logger.warning(text)
+
+
+def _model_states(engine, client_state, exclude_frozen_parameters):
+    optimizer = engine.optimizer
+    scheduler = engine.lr_scheduler
+    state = {
+        "module": storage.compact(engine.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)),
+        "buffer_names": [name for name, _ in engine.module.named_buffers()],
+        "optimizer": storage.compact(optimizer.state_dict()) if optimizer is not None else None,
+        "param_shapes": None,
+        "frozen_param_shapes": None,
+        "shared_params": None,
+        "frozen_param_fragments": None,
+        "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "sparse_tensor_module_names": engine.sparse_tensor_module_names,
+        "skipped_steps": engine.skipped_steps,
+        "global_steps": engine.global_steps,
+        "global_samples": engine.global_samples,
+        "dp_world_size": engine.dp_world_size,
+        "mp_world_size": engine.mp_world_size,
+        names.RESERVED_KEY: {"pp_degree": 1, "tp_degree": engine.mp_world_size},
+        "ds_config": engine.config,
+        "ds_version": __version__,
+    }
+    state.update(client_state)
+    return state
+
+
+def _run_states(engine):
+    loader = engine.training_dataloader
+    return {
+        "rng": rng.capture(),
+        "dataloader": loader.state_dict() if hasattr(loader, "state_dict") else None,
+        "micro_steps": engine.micro_steps,
+        "world_size": engine.world_size,
+        "loss_scaler": engine.stepping.scaler if engine.core is not None else None,
+    }
+
+
+def save_checkpoint(engine, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
+    """Every rank calls it. Files appear whole; ``latest`` moves only when all ranks have written theirs.
+
+    Raises ValueError without ``save_dir``, KeyError when ``client_state`` uses a reserved key. Returns True.
+    """
+    if not save_dir:
+        raise ValueError(f"save_checkpoint needs a directory, got save_dir={save_dir!r}")
+    client_state = dict(client_state or {})
+    if names.RESERVED_KEY in client_state:
+        raise KeyError(f"client_state may not use the key {names.RESERVED_KEY!r}: it is the engine's own; rename yours")
+    save_dir = os.fspath(save_dir)
+    tag = str(tag if tag is not None else f"global_step{engine.global_steps}")
+    _check_tag(engine, tag)
+    folder = os.path.join(save_dir, tag)
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot make the checkpoint folder {folder}: {error.strerror}") from error
+    if engine.parallel.dp_rank == 0:
+        path = names.model_states_path(folder, engine.mp_rank_for_files())
+        storage.write(_model_states(engine, client_state, exclude_frozen_parameters), path)
+    storage.write(_run_states(engine), names.run_states_path(folder, engine.global_rank))
+    if engine.world_size > 1:
+        dist.barrier()
+    if save_latest and engine.global_rank == 0:
+        pointer = os.path.join(save_dir, names.LATEST)
+        with open(pointer + ".writing", "w") as file:
+            file.write(tag)
+        os.replace(pointer + ".writing", pointer)
+    if engine.world_size > 1:
+        dist.barrier()
+    log_dist(f"saved checkpoint {folder}", ranks=[0])
+    return True
+
+
+def save_16bit_model(engine, save_dir, save_filename="pytorch_model.bin", exclude_frozen_parameters=False):
+    """Rank 0 writes the module's state dict to ``save_dir/save_filename``; every rank calls it. Returns True."""
+    if engine.global_rank == 0:
+        os.makedirs(save_dir, exist_ok=True)
+        state = storage.compact(engine.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters))
+        storage.write(state, os.path.join(os.fspath(save_dir), save_filename))
+    if engine.world_size > 1:
+        dist.barrier()
+    return True

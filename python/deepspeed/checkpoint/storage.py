@@ -1,0 +1,59 @@
+"""One file of a checkpoint: written whole or not at all, read with an error that names it."""
+
+import os
+import pickle
+
+import torch
+
+from deepspeed import _compat
+
+
+def compact(value):
+    """``value`` with every tensor detached, on the CPU and in memory of its own: a view of a flat buffer would drag
+    the whole buffer into the file."""
+    if torch.is_tensor(value):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        made = {key: compact(item) for key, item in value.items()}
+        return made if type(value) is dict else _same_mapping(value, made)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(compact(item) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(compact(item) for item in value)
+    return value
+
+
+def _same_mapping(original, items):
+    try:
+        made = type(original)(items)
+    except TypeError:
+        return items
+    if hasattr(original, "_metadata"):  # versions of modules, in state dicts
+        made._metadata = original._metadata
+    return made
+
+
+def write(value, path):
+    """Saves ``value`` to ``path`` through a temporary file, so that a crash leaves no half file under the name."""
+    temporary = f"{path}.writing.{os.getpid()}"
+    try:
+        torch.save(value, temporary)
+        os.replace(temporary, path)
+    except BaseException as error:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, f"cannot write the checkpoint file {path}: {error.strerror}. Check space and permissions.") from error
+        raise
+
+
+def read(path):
+    """Loads ``path`` to the CPU. Checkpoints are pickles: only load what you trust."""
+    try:
+        return _compat.load(path, map_location="cpu")
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"the checkpoint has no file {path}: it is incomplete or was written by another kind of run") from error
+    except OSError as error:
+        raise OSError(error.errno, f"cannot read the checkpoint file {path}: {error.strerror}. Check its permissions.") from error
+    except (RuntimeError, EOFError, pickle.UnpicklingError, KeyError, ValueError) as error:
+        raise RuntimeError(f"the checkpoint file {path} is damaged or no checkpoint ({error}); load an older tag") from error

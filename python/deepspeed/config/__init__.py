@@ -1,0 +1,16 @@
+"""Configuration: a thin Python view of csrc/config, which holds every key, its type, default and rules."""
+
+from deepspeed._native import DeepSpeedConfigError
+from deepspeed.config.config import DeepSpeedConfig, DeepSpeedConfigAssertionError, non_default_values
+from deepspeed.config.model import ConfigSection, DeepSpeedConfigModel
+from deepspeed.config.read import choose_config
+
+__all__ = [
+    "ConfigSection",
+    "DeepSpeedConfig",
+    "DeepSpeedConfigAssertionError",
+    "DeepSpeedConfigError",
+    "DeepSpeedConfigModel",
+    "choose_config",
+    "non_default_values",
+]

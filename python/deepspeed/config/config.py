@@ -1,0 +1,153 @@
+"""DeepSpeedConfig: the resolved configuration as attributes."""
+
+import json
+import logging
+import os
+
+from deepspeed._native import _C, DeepSpeedConfigError
+from deepspeed.config import sections
+from deepspeed.config.model import ConfigSection, layout
+from deepspeed.config.read import read
+from deepspeed.config.world import data_parallel_size
+
+DeepSpeedConfigAssertionError = _C.config.DeepSpeedConfigAssertionError
+
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+BUILTIN_OPTIMIZERS = (
+    "Adam AdamW Adagrad Lamb OneBitAdam ZeroOneAdam OneBitLamb Lion Muon MuAdam MuAdamW MuSGD".split()
+)
+
+# Attributes that are a key of the top level under its own name.
+PLAIN = BATCH_KEYS + (
+    "managed_gradient_accumulation",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "log_level",
+    "gradient_clipping",
+    "dataloader_drop_last",
+    "disable_allgather",
+    "graph_harvesting",
+    "vocabulary_size",
+    "communication_data_type",
+    "seq_parallel_communication_data_type",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "gradient_allreduce_op",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "sequence_parallel_size",
+    "data_parallel_size",
+)
+
+# Attribute -> section, and the class of the section object where scripts know one.
+SECTIONS = {
+    "float16_config": ("fp16", sections.DeepSpeedFP16Config),
+    "bfloat16_config": ("bf16", sections.DeepSpeedBF16Config),
+    "torch_autocast_config": ("torch_autocast", sections.DeepSpeedTorchAutocastConfig),
+    "data_types_config": ("data_types", ConfigSection),
+    "zero_config": ("zero_optimization", sections.DeepSpeedZeroConfig),
+}
+
+
+def resolve(config, mpu=None, mesh_device=None, world_size=None):
+    """``(native, world, source)``: ``config`` with its batch sizes worked out; what is wrong is in ``native.issues()``."""
+    native = read(config)
+    values = native.values()
+    try:
+        world, source = data_parallel_size(mpu, mesh_device, world_size, values["sequence_parallel_size"])
+    except DeepSpeedConfigError as error:
+        native.add_error("world_size", ["sequence_parallel_size"], str(error), False)
+        return native, 1, "unknown"
+    if not any(issue["severity"] == "error" and set(issue["paths"]) & set(BATCH_KEYS) for issue in native.issues()):
+        _plan_batch(native, [values[key] for key in BATCH_KEYS], world, source)
+    return native, world, source
+
+
+def _plan_batch(native, sizes, world, source):
+    try:
+        planned = _C.config.plan_batch(*sizes, world, source)
+    except DeepSpeedConfigAssertionError as error:
+        lines = [f"{key} on line {native.line(key)}" for key in BATCH_KEYS if native.line(key)]
+        where = f" ({', '.join(lines)})" if lines else ""
+        native.add_error("batch", [key for key in BATCH_KEYS if native.line(key)] or list(BATCH_KEYS), f"{error}{where}", True)
+        return
+    for key, given, value in zip(BATCH_KEYS, sizes, planned):
+        if given is None:
+            native.derive(key, value, f"the other batch sizes and {world} data-parallel ranks ({source})")
+
+
+class DeepSpeedConfig:
+    """The configuration of one engine.
+
+    ``config``: dict, path of a JSON file, or url-safe base64 of JSON. ``mpu``, ``mesh_device``: tell the number of
+    data-parallel ranks; without them it is ``world_size``, the process group's, WORLD_SIZE, or 1.
+
+    Raises DeepSpeedConfigError (a ValueError) with all that is wrong; for batch sizes, fp16 with bf16 and a ZeRO stage
+    above 3 it is an AssertionError as well. Values that only a program can hold (dtypes, groups, callables) may stand
+    in a dict; they come back as they are.
+    """
+
+    def __init__(self, config, mpu=None, mesh_device=None, world_size=None):
+        native, self.world_size, self.world_size_source = resolve(config, mpu, mesh_device, world_size)
+        native.raise_if_broken()
+        self._param_dict = config if isinstance(config, dict) else native.raw()
+        self._values = native.values()
+        self._non_default = native.non_default()
+        self.warnings = [issue["text"] for issue in native.issues() if issue["severity"] == "warning"]
+        self._set_attributes(self._values)
+        if os.environ.get("RANK", "0") == "0":
+            for text in self.warnings:
+                logging.getLogger("DeepSpeed").warning("Configuration: %s", text)
+
+    def _set_attributes(self, values):
+        fields = layout("training")
+        for key in PLAIN:
+            setattr(self, key, values[key])
+        for attribute, (key, kind) in SECTIONS.items():
+            value = values[key]
+            made = value if value is None else kind.from_values(value, fields[key]["fields"])
+            setattr(self, attribute, made)
+        self.gradient_clipping = float(self.gradient_clipping)
+        self.gradient_predivide_factor = float(self.gradient_predivide_factor)
+        self.sparse_gradients_enabled = values["sparse_gradients"]
+
+        self.fp16_enabled = self.float16_config.enabled
+        self.bfloat16_enabled = self.bfloat16_config.enabled
+        self.grad_accum_dtype = self.data_types_config.grad_accum_dtype
+        self.param_dtype = self.data_types_config.param_dtype
+        self.buffer_dtype = self.data_types_config.buffer_dtype
+        self.torch_autocast_enabled = self.torch_autocast_config.enabled
+        self.amp_enabled = values["amp"]["enabled"]
+        self.amp_params = {key: value for key, value in values["amp"].items() if key != "enabled"}
+
+        self.zero_optimization_stage = int(self.zero_config.stage)
+        self.zero_enabled = self.zero_optimization_stage > 0
+
+        optimizer, scheduler = values["optimizer"], values["scheduler"]
+        name = optimizer["type"]
+        self.optimizer_name = name.lower() if name in BUILTIN_OPTIMIZERS else name
+        self.optimizer_params = optimizer["params"]
+        self.optimizer_legacy_fusion = optimizer["legacy_fusion"]
+        self.scheduler_name = scheduler["type"]
+        self.scheduler_params = scheduler["params"]
+
+    def print_user_config(self):
+        """Logs the configuration as the user gave it."""
+        text = json.dumps(self._param_dict, indent=4, default=repr)
+        logging.getLogger("DeepSpeed").info("  json = %s", text)
+
+    def print(self, name):
+        """Logs every attribute under the heading ``name``, then the user's configuration."""
+        log = logging.getLogger("DeepSpeed")
+        log.info("%s:", name)
+        for key in sorted(vars(self)):
+            if not key.startswith("_"):
+                log.info("  %s %s", f"{key} ".ljust(32, "."), getattr(self, key))
+        self.print_user_config()
+
+
+def non_default_values(config):
+    """One line per key of a DeepSpeedConfig that does not have its default, with where it came from; "" when all have."""
+    return config._non_default

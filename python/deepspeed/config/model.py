@@ -1,0 +1,135 @@
+"""Section objects: attributes over the values of one section of the configuration."""
+
+import copy
+
+from deepspeed._native import _C
+from deepspeed.config.read import read
+
+_layouts = {}
+
+
+def layout(root, path=""):
+    """``{key: {"aliases", "fields", "default"}}`` of a section of the schema; ``fields`` is None for plain keys."""
+    if root not in _layouts:
+        _layouts[root] = _C.config.layout(root)
+    fields = _layouts[root]
+    for name in path.split(".") if path else ():
+        fields = fields[name]["fields"]
+    return fields
+
+
+class DeepSpeedConfigModel:
+    """What all section objects share: attributes, conversion to a dict, equality, copies, pickling."""
+
+    def _items(self):
+        return {key: value for key, value in vars(self).items() if not key.startswith("_")}
+
+    def model_dump(self, **ignored):
+        """The values as plain dicts and lists, under the names of the configuration file."""
+        return {key: _plain(value) for key, value in self._items().items()}
+
+    def dict(self, **ignored):
+        return self.model_dump()
+
+    def model_copy(self, update=None, deep=False):
+        other = copy.deepcopy(self) if deep else copy.copy(self)
+        for key, value in (update or {}).items():
+            setattr(other, key, value)
+        return other
+
+    def get(self, key, default=None):
+        return getattr(self, key, default)
+
+    def __getitem__(self, key):
+        try:
+            return getattr(self, key)
+        except AttributeError:
+            raise KeyError(key) from None
+
+    def __contains__(self, key):
+        return key in self._items()
+
+    def __eq__(self, other):
+        if isinstance(other, DeepSpeedConfigModel):
+            return self.model_dump() == other.model_dump()
+        return self.model_dump() == other if isinstance(other, dict) else NotImplemented
+
+    __hash__ = None
+
+    def __repr__(self):
+        inside = ", ".join(f"{key}={value!r}" for key, value in self._items().items())
+        return f"{type(self).__name__}({inside})"
+
+
+def _plain(value):
+    if isinstance(value, DeepSpeedConfigModel):
+        return value.model_dump()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+class ConfigSection(DeepSpeedConfigModel):
+    """One section of the schema. Subclasses name it with PATH and can then be made from keywords, which are checked.
+
+    CASTS turns a value into the type that scripts know (an Enum, a Path); CHILDREN gives nested sections a class.
+    Keys with several names have an attribute for each.
+    """
+
+    ROOT = "training"
+    PATH = None
+    CASTS = {}
+    CHILDREN = {}
+
+    def __init__(self, strict=False, **data):
+        """``strict``: "auto" is a value like any other instead of standing for the default."""
+        if self.PATH is None:
+            raise TypeError("ConfigSection is made by DeepSpeedConfig; use a class that names its section.")
+        given = data
+        for name in reversed(self.PATH.split(".")):
+            given = {name: given}
+        native = read(given, root=self.ROOT, strict=False, sections_only=True)
+        if strict:
+            _refuse_auto(data, self.PATH)
+        native.raise_if_broken(built_only=False)
+        values = native.values()
+        for name in self.PATH.split("."):
+            values = values[name]
+        self._fill(values, layout(self.ROOT, self.PATH))
+
+    @classmethod
+    def from_values(cls, values, fields):
+        """Made from resolved values, without checking them again."""
+        self = cls.__new__(cls)
+        self._fill(values, fields)
+        return self
+
+    def _fill(self, values, fields):
+        aliases = {}
+        for key, value in values.items():
+            known = fields.get(key)
+            if known:
+                aliases.update((alias, key) for alias in known["aliases"])
+                if known["fields"] and isinstance(value, dict):
+                    value = self.CHILDREN.get(key, ConfigSection).from_values(value, known["fields"])
+                elif key in self.CASTS and value is not None:
+                    value = self.CASTS[key](value)
+            self.__dict__[key] = value
+        self.__dict__["_aliases"] = aliases
+
+    def __getattr__(self, name):
+        key = self.__dict__.get("_aliases", {}).get(name)
+        if key is None:
+            raise AttributeError(f"{type(self).__name__} has no key {name!r}")
+        return self.__dict__[key]
+
+    def __setattr__(self, name, value):
+        self.__dict__[self.__dict__.get("_aliases", {}).get(name, name)] = value
+
+
+def _refuse_auto(data, path):
+    for key, value in data.items():
+        if value == "auto":
+            raise _C.DeepSpeedConfigError(f'{path}.{key} = "auto" is not a value here, because strict is set.')

@@ -1,0 +1,95 @@
+"""Section classes under the names that scripts import."""
+
+import enum
+import pathlib
+
+from deepspeed.config.model import ConfigSection
+
+
+class ZeroStageEnum(int, enum.Enum):
+    """Stages of ZeRO: what is sharded over ranks."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+class OffloadDeviceEnum(str, enum.Enum):
+    """Where offloaded tensors go."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, enum.Enum):
+    """Kinds of engine state that offload_states() can move."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class DeepSpeedFP16Config(ConfigSection):
+    PATH = "fp16"
+    CASTS = {"loss_scale": float}
+
+    def initial_dynamic_scale(self):
+        """The loss scale that dynamic scaling starts with."""
+        return 2**self.initial_scale_power
+
+    def dynamic_loss_scale_args(self):
+        """Arguments of the dynamic loss scaler."""
+        return {
+            "init_scale": 2**self.initial_scale_power,
+            "scale_window": self.loss_scale_window,
+            "delayed_shift": self.hysteresis,
+            "consecutive_hysteresis": self.consecutive_hysteresis,
+            "min_scale": self.min_loss_scale,
+        }
+
+
+class DeepSpeedBF16Config(ConfigSection):
+    PATH = "bf16"
+
+
+class DeepSpeedTorchAutocastConfig(ConfigSection):
+    PATH = "torch_autocast"
+
+
+class DeepSpeedZeroOffloadParamConfig(ConfigSection):
+    PATH = "zero_optimization.offload_param"
+    CASTS = {"device": OffloadDeviceEnum, "nvme_path": pathlib.Path}
+
+
+class DeepSpeedZeroOffloadOptimizerConfig(ConfigSection):
+    PATH = "zero_optimization.offload_optimizer"
+    CASTS = {"device": OffloadDeviceEnum, "nvme_path": pathlib.Path}
+
+    @property
+    def pipeline(self):
+        """Whether the step overlaps with reading or writing NVMe."""
+        return self.pipeline_read or self.pipeline_write
+
+
+class ZenFlowConfig(ConfigSection):
+    PATH = "zero_optimization.zenflow"
+
+
+class DeepSpeedZeroLeafModuleConfig(ConfigSection):
+    PATH = "zero_optimization.leaf_module"
+
+
+class DeepSpeedZeroConfig(ConfigSection):
+    PATH = "zero_optimization"
+    CASTS = {"stage": ZeroStageEnum}
+    CHILDREN = {
+        "offload_param": DeepSpeedZeroOffloadParamConfig,
+        "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+        "zenflow": ZenFlowConfig,
+        "leaf_module": DeepSpeedZeroLeafModuleConfig,
+    }

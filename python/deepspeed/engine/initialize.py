@@ -1,0 +1,95 @@
+"""``deepspeed.initialize``: from a model and a config to an engine."""
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.git_version_info import git_branch, git_hash
+from deepspeed.log import log_dist, logger
+from deepspeed.version import __version__
+
+
+def _find_config(args, config, config_params):
+    """The one place the configuration comes from; naming two is an error, naming none too."""
+    from_args = getattr(args, "deepspeed_config", None) if args is not None else None
+    old = getattr(args, "deepscale_config", None) if args is not None else None
+    if old is not None:
+        logger.warning("--deepscale_config is an old name; use --deepspeed_config")
+        assert from_args is None, "both --deepscale_config and --deepspeed_config are given; keep the second"
+        from_args = old
+    if config is None:
+        config = config_params
+    assert not (from_args is not None and config is not None), (
+        f"two configurations are given: args.deepspeed_config={from_args!r} and the config argument of "
+        "deepspeed.initialize; drop one of them"
+    )
+    found = from_args if config is None else config
+    assert found is not None, (
+        "DeepSpeed needs a configuration: pass config= (a dict or a JSON file) to deepspeed.initialize, or "
+        "--deepspeed_config FILE on the command line"
+    )
+    return found
+
+
+def initialize(
+    args=None,
+    model=None,
+    optimizer=None,
+    model_parameters=None,
+    training_data=None,
+    lr_scheduler=None,
+    distributed_port=TORCH_DISTRIBUTED_DEFAULT_PORT,
+    mpu=None,
+    dist_init_required=None,
+    collate_fn=None,
+    config=None,
+    mesh_param=None,
+    config_params=None,
+):
+    """Wraps ``model`` in an engine.
+
+    args: object whose ``local_rank`` and ``deepspeed_config`` are read when there.
+    model: ``torch.nn.Module``.
+    optimizer: a torch optimizer, or a callable that makes one from parameters; goes before the config's.
+    model_parameters: parameters or parameter groups to optimise; all trainable ones by default.
+    training_data: a torch dataset; the third result is then a loader that gives each rank its part.
+    lr_scheduler: a scheduler, or a callable that makes one from the optimizer; goes before the config's.
+    distributed_port: port of rank 0 where the environment names none.
+    mpu: object with Megatron's ``get_{data,model}_parallel_{rank,world_size,group}`` methods.
+    dist_init_required: whether to set up ``torch.distributed``; None: when nobody has.
+    collate_fn: makes a batch of samples for the loader.
+    config: dict, path to a JSON file, or base64 of JSON; ``config_params`` is its older name.
+    mesh_param: ``(data, sequence)`` sizes of a device mesh.
+
+    Returns ``(engine, optimizer, training_dataloader, lr_scheduler)``; what there is no such thing of is None.
+    """
+    assert model is not None, "deepspeed.initialize needs a model: pass model="
+    log_dist(f"DeepSpeed info: version={__version__}, git-hash={git_hash}, git-branch={git_branch}", ranks=[0])
+    found = _find_config(args, config, config_params)
+    if mesh_param is not None:
+        raise NotImplementedError(
+            "mesh_param (data x sequence parallel meshes) is not supported yet; drop it, or pass an mpu for model parallelism"
+        )
+    # Judged before any process group is made: a wrong config must not leave other ranks waiting.
+    parsed = DeepSpeedConfig(found, mpu)
+    if dist_init_required is not False or not dist.is_initialized():
+        dist.init_distributed(
+            dist_backend=get_accelerator().communication_backend_name(),
+            distributed_port=distributed_port,
+            dist_init_required=dist_init_required,
+        )
+    engine = DeepSpeedEngine(
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        mpu=mpu,
+        dist_init_required=dist_init_required,
+        collate_fn=collate_fn,
+        config=found,
+        config_class=parsed,
+    )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

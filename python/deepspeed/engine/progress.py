@@ -1,0 +1,76 @@
+"""What the engine tells while it trains: a line every ``steps_per_print`` steps, and where the time went."""
+
+from deepspeed.log import log_dist
+from deepspeed.utils.timer import (
+    BACKWARD_GLOBAL_TIMER,
+    BACKWARD_MICRO_TIMER,
+    FORWARD_GLOBAL_TIMER,
+    FORWARD_MICRO_TIMER,
+    STEP_GLOBAL_TIMER,
+    STEP_MICRO_TIMER,
+    NoopTimer,
+    SynchronizedWallClockTimer,
+    ThroughputTimer,
+)
+
+_GLOBAL = (FORWARD_GLOBAL_TIMER, BACKWARD_GLOBAL_TIMER, STEP_GLOBAL_TIMER)
+_MICRO = (FORWARD_MICRO_TIMER, BACKWARD_MICRO_TIMER, STEP_MICRO_TIMER)
+
+
+class Progress:
+    """Timers of one engine. They cost nothing unless ``wall_clock_breakdown`` is on."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.breakdown = engine.wall_clock_breakdown()
+        self.timers = SynchronizedWallClockTimer() if self.breakdown else NoopTimer()
+        self.throughput = ThroughputTimer(
+            engine._config.timers_config,
+            batch_size=engine.train_batch_size(),
+            steps_per_output=engine.steps_per_print(),
+            monitor_memory=False,
+        )
+
+    def _start(self, *names):
+        for name in names:
+            self.timers(name).start()
+
+    def _stop(self, *names):
+        for name in names:
+            self.timers(name).stop()
+
+    def start_forward(self):
+        if self.engine.training:
+            self.throughput.start()
+        if self.breakdown:
+            self._start(FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER)
+
+    def end_forward(self):
+        if self.breakdown:
+            self._stop(FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER)
+
+    def start_backward(self):
+        if self.breakdown:
+            self._start(BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER)
+
+    def end_backward(self, loss):
+        if self.breakdown:
+            self._stop(BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER)
+
+    def start_step(self):
+        if self.breakdown:
+            self._start(STEP_MICRO_TIMER, STEP_GLOBAL_TIMER)
+
+    def end_step(self, boundary):
+        engine = self.engine
+        self.throughput.stop(global_step=boundary, report_speed=boundary)
+        if self.breakdown:
+            self._stop(STEP_MICRO_TIMER, STEP_GLOBAL_TIMER)
+            self.timers.log(list(_MICRO), memory_breakdown=engine.memory_breakdown())
+            if boundary:
+                self.timers.log(list(_GLOBAL), normalizer=engine.gradient_accumulation_steps())
+        every = engine.steps_per_print()
+        if boundary and engine.was_step_applied() and every and every != float("inf") and engine.global_steps % int(every) == 0:
+            log_dist(
+                f"step={engine.global_steps}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, mom={engine.get_mom()}", ranks=[0]
+            )

@@ -1,0 +1,7 @@
+"""``python -m deepspeed.env_report``."""
+
+import sys
+
+from deepspeed.env_report import cli_main
+
+sys.exit(cli_main())

@@ -1,0 +1,7 @@
+"""``python -m deepspeed.launcher`` is the program ``deepspeed``."""
+
+import sys
+
+from deepspeed.launcher.runner import main
+
+sys.exit(main())

@@ -1,0 +1,5 @@
+"""What the user must change before a job can start."""
+
+
+class LaunchError(RuntimeError):
+    """The job was not started; the text is one paragraph that names the thing and the fix."""

@@ -1,0 +1,70 @@
+"""One rank: its process, its channels, and how it ended."""
+
+import os
+import signal
+import subprocess
+
+from deepspeed.launcher import linux
+
+
+class RankProcess:
+    """``channels`` is ``(stdout, stderr)``, the same object twice where one keeps the order of lines.
+
+    The process leads a session of its own: Ctrl-C reaches the launcher alone, which passes it on exactly once, and
+    the rank can still read a terminal as its standard input.
+    """
+
+    def __init__(self, rank, command, environment, channels, tail, cores=None):
+        self.rank = rank
+        self.channels = channels
+        self.tail = tail
+        self.status = None  # as os.waitpid gives it, turned into a shell's exit code
+        self.signal = None  # the signal that ended it, if one did
+        launcher = os.getpid()
+
+        def in_child():
+            linux.die_with_parent(launcher)
+            if cores:
+                os.sched_setaffinity(0, cores)
+
+        # Only one process can read what the user types.
+        stdin = None if rank == 0 else subprocess.DEVNULL
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=stdin,
+            stdout=channels[0].write_fd,
+            stderr=channels[1].write_fd,
+            start_new_session=True,
+            preexec_fn=in_child,
+        )
+        self.pid = self.process.pid
+        for channel in set(channels):
+            channel.handed_over()
+
+    @property
+    def alive(self):
+        return self.status is None
+
+    def ended(self, wait_status):
+        """Notes the status that waitpid returned."""
+        code = os.waitstatus_to_exitcode(wait_status)
+        self.signal = signal.Signals(-code) if code < 0 else None
+        self.status = code if code >= 0 else 128 - code
+        self.process.returncode = code  # Popen must not wait for it again
+
+    def send(self, sig):
+        """Ctrl-C goes to the rank and its helpers, as a terminal would send it; other signals to the rank alone."""
+        if self.alive:
+            linux.kill_group(self.pid, sig) if sig == signal.SIGINT else linux.kill(self.pid, sig)
+
+    def how_it_ended(self):
+        """``"failed with exit code 3"`` or ``"was killed by SIGKILL"`` with what that often means."""
+        if self.signal is None:
+            return f"failed with exit code {self.status}"
+        hints = {
+            signal.SIGKILL: " (often the system's out-of-memory killer: see `dmesg`)",
+            signal.SIGSEGV: " (a crash in native code: PYTHONFAULTHANDLER=1 shows where)",
+            signal.SIGBUS: " (often /dev/shm or a disk that is full: see `df -h /dev/shm`)",
+        }
+        return f"was killed by {self.signal.name}{hints.get(self.signal, '')}"

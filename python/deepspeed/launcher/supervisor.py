@@ -1,0 +1,228 @@
+"""Watches over the ranks of one node: passes on their output and our signals, and ends all when one fails."""
+
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+
+from deepspeed.launcher import linux
+from deepspeed.launcher.output import Channel, Sink, Tail, same_file
+from deepspeed.launcher.rank_process import RankProcess
+
+TAIL_LINES = 30
+# From the first failure: SIGTERM at once, SIGKILL after this many seconds. With the rest it stays below five.
+GRACE_S = 3.0
+_LEFTOVER_GRACE_S = 1.0
+_DRAIN_S = 0.3
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+_CAUGHT = (*_STOPPING, *_PASSED_ON, signal.SIGTSTP, signal.SIGWINCH, signal.SIGCHLD)
+
+
+def grace_s():
+    """Seconds between our SIGTERM (or the user's Ctrl-C) and SIGKILL; ``DS_LAUNCHER_GRACE_S`` changes it."""
+    text = os.environ.get("DS_LAUNCHER_GRACE_S", "")
+    try:
+        return max(0.0, float(text)) if text else GRACE_S
+    except ValueError:
+        raise ValueError(f"the environment variable DS_LAUNCHER_GRACE_S is {text!r}; it is a number of seconds.") from None
+
+
+class Supervisor:
+    """Runs a ``NodePlan`` to its end; ``run`` returns the exit code of the job."""
+
+    def __init__(self, plan, front_pid):
+        self._plan = plan
+        self._front_pid = front_pid
+        self._grace_s = grace_s()
+        self._selector = selectors.DefaultSelector()
+        self._ranks = []
+        self._files = []
+        self._first_failure = None
+        self._stop_code = None  # exit code once a signal, not a rank, ends the job
+        self._kill_at = None
+        self._started = time.monotonic()
+
+    # ---- start ---------------------------------------------------------------------------------------------------
+    def run(self):
+        """Starts the ranks and returns when no process of the job is left."""
+        os.setsid()  # the terminal's signals go to the front process alone, which passes each on once
+        linux.become_subreaper()
+        linux.die_with_parent(self._front_pid, signal.SIGTERM)
+        self._catch_signals()
+        try:
+            for rank in range(len(self._plan.commands)):
+                self._ranks.append(self._start(rank))
+            while self._alive():
+                self._turn()
+        except BrokenPipeError:
+            self._stop_code = 128 + signal.SIGPIPE  # nobody reads us any more (`| head`)
+        finally:
+            self._end_leftovers()
+            self._drain()
+        return self._exit_code()
+
+    def _start(self, rank):
+        plan, tail = self._plan, Tail()
+        return RankProcess(
+            rank, plan.commands[rank], plan.environments[rank], self._channels(rank, tail), tail, plan.cores[rank]
+        )
+
+    def _channels(self, rank, tail):
+        prefix = f"[rank {rank}] ".encode() if self._plan.prefix else b""
+        if self._plan.log_dir:
+            stamp = time.strftime("%Y%m%d%H%M%S")
+            file = open(os.path.join(self._plan.log_dir, f"{stamp}_rank{rank}.log"), "ab", buffering=0)
+            self._files.append(file)
+            return (self._channel(file.fileno(), prefix, tail, False),) * 2
+        if same_file(1, 2):
+            return (self._channel(1, prefix, tail),) * 2
+        return self._channel(1, prefix, tail), self._channel(2, prefix, tail)
+
+    def _channel(self, fd, prefix, tail, may_be_terminal=True):
+        terminal = fd if may_be_terminal and not prefix and os.isatty(fd) else None
+        channel = Channel(Sink(fd, prefix), tail, terminal)
+        self._selector.register(channel.fd, selectors.EVENT_READ, channel)
+        return channel
+
+    def _catch_signals(self):
+        wake_read, wake_write = socket.socketpair()
+        wake_read.setblocking(False)
+        wake_write.setblocking(False)
+        signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
+        self._wake = (wake_read, wake_write)  # both must stay open
+        for sig in _CAUGHT:
+            signal.signal(sig, lambda *_: None)  # the number arrives through the socket
+        self._selector.register(wake_read, selectors.EVENT_READ, None)
+        # The front process blocked them around the fork; the ranks must not inherit a mask.
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+    # ---- one turn of the loop ------------------------------------------------------------------------------------
+    def _alive(self):
+        return [rank for rank in self._ranks if rank.alive]
+
+    def _turn(self):
+        now = time.monotonic()
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_all()
+        timeout = None if self._kill_at is None else max(0.0, self._kill_at - now)
+        self._select(timeout)
+        self._reap()
+
+    def _select(self, timeout):
+        for key, _ in self._selector.select(timeout):
+            if key.data is None:
+                for number in self._wake[0].recv(1024):
+                    self._on_signal(signal.Signals(number))
+            elif not key.data.pump():
+                self._selector.unregister(key.fd)
+                key.data.close()
+
+    def _reap(self):
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            rank = next((one for one in self._ranks if one.pid == pid), None)  # None: an adopted orphan
+            if rank is not None:
+                rank.ended(status)
+                if rank.status != 0 and self._first_failure is None and self._stop_code is None:
+                    self._on_failure(rank)
+
+    def _on_failure(self, rank):
+        self._first_failure = (rank, time.monotonic() - self._started)
+        self._stop(signal.SIGTERM)
+
+    def _on_signal(self, sig):
+        if sig == signal.SIGWINCH:
+            for channel in {one for rank in self._ranks for one in rank.channels if one.fd is not None}:
+                channel.copy_size()
+            self._send(sig)
+        elif sig == signal.SIGTSTP:
+            for rank in self._alive():
+                linux.kill_group(rank.pid, signal.SIGSTOP)
+        elif sig == signal.SIGCONT:
+            for rank in self._alive():
+                linux.kill_group(rank.pid, sig)
+        elif sig in _PASSED_ON:
+            self._send(sig)
+        elif sig in _STOPPING:
+            self._on_stop_signal(sig)
+
+    def _on_stop_signal(self, sig):
+        front_is_gone = os.getppid() != self._front_pid
+        again = self._stop_code is not None
+        if not again and self._first_failure is None:
+            self._stop_code = 128 + sig
+        if front_is_gone or again:
+            self._kill_all()  # the launcher was killed, or the user will not wait
+        else:
+            self._stop(sig)
+
+    def _stop(self, sig):
+        self._kill_at = self._kill_at or time.monotonic() + self._grace_s
+        self._send(sig)
+
+    def _send(self, sig):
+        for rank in self._alive():
+            rank.send(sig)
+
+    def _kill_all(self):
+        self._kill_at = None
+        for pid in linux.descendants(os.getpid()):
+            linux.kill(pid, signal.SIGKILL)
+
+    # ---- end -----------------------------------------------------------------------------------------------------
+    def _end_leftovers(self):
+        # Helpers that ranks left behind have become our children. SIGTERM first, as at a shutdown.
+        deadline = time.monotonic() + _LEFTOVER_GRACE_S
+        left = linux.descendants(os.getpid())
+        for pid in left:
+            linux.kill(pid, signal.SIGTERM)
+        while left:
+            self._reap()
+            left = linux.descendants(os.getpid())
+            if time.monotonic() > deadline:
+                for pid in left:
+                    linux.kill(pid, signal.SIGKILL)
+            if left:
+                time.sleep(0.01)
+        self._reap()
+
+    def _drain(self):
+        # The writers are gone, so that each channel ends after what is in it; unless somebody outside the job holds
+        # its other end, for whom nobody waits.
+        deadline = time.monotonic() + _DRAIN_S
+        try:
+            while len(self._selector.get_map()) > 1 and time.monotonic() < deadline:
+                self._select(_DRAIN_S)
+        except BrokenPipeError:
+            pass
+        for file in self._files:
+            file.close()
+
+    def _exit_code(self):
+        if self._first_failure is not None:
+            self._report(*self._first_failure)
+            return self._first_failure[0].status
+        return self._stop_code or 0
+
+    def _report(self, rank, after_s):
+        count = len(self._ranks)
+        others = ("", "; the other one was stopped", f"; the other {count - 1} were stopped")[min(count, 3) - 1]
+        lines = rank.tail.lines(TAIL_LINES)
+        text = (
+            f"deepspeed: rank {rank.rank} of {count} (pid {rank.pid}, host {socket.gethostname()}) "
+            f"{rank.how_it_ended()} {after_s:.1f} s after the start{others}.\n"
+        )
+        if any(line.strip() for line in lines):
+            text += f"---- last lines of rank {rank.rank} ----\n" + "\n".join(lines) + "\n----\n"
+        else:
+            text += f"Rank {rank.rank} wrote nothing.\n"
+        sys.stderr.write(text)
+        sys.stderr.flush()

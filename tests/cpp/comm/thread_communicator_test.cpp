@@ -1,0 +1,88 @@
+#include "comm/thread_communicator.h"
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "base/error.h"
+#include "comm/local_communicator.h"
+
+namespace ds::comm {
+namespace {
+
+template <typename Body>
+void on_ranks(int size, Body body) {
+  auto ranks = thread_communicators(size);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) threads.emplace_back([&, rank] { body(rank, *ranks[rank]); });
+  for (auto& thread : threads) thread.join();
+}
+
+TEST(ThreadCommunicator, AllReduceOverSizesAndTypes) {
+  for (int size = 1; size <= 8; ++size) {
+    for (auto type : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kInt}) {
+      for (int64_t numel : {0, 1, 7, 1000}) {
+        on_ranks(size, [&](int rank, Communicator& comm) {
+          at::Tensor sum = at::full({numel}, rank + 1, at::TensorOptions().dtype(type));
+          comm.all_reduce(sum, ReduceOp::kSum)->wait();
+          EXPECT_TRUE(at::equal(sum, at::full({numel}, size * (size + 1) / 2, sum.options())));
+          at::Tensor most = at::full({numel}, rank, at::TensorOptions().dtype(type));
+          comm.all_reduce(most, ReduceOp::kMax)->wait();
+          EXPECT_TRUE(at::equal(most, at::full({numel}, size - 1, most.options())));
+        });
+      }
+    }
+  }
+}
+
+TEST(ThreadCommunicator, BroadcastFromEachRoot) {
+  on_ranks(4, [](int rank, Communicator& comm) {
+    for (int root = 0; root < 4; ++root) {
+      at::Tensor value = at::full({3}, rank);
+      comm.broadcast(value, root)->wait();
+      EXPECT_TRUE(at::equal(value, at::full({3}, root)));
+    }
+    comm.barrier();
+  });
+}
+
+TEST(ThreadCommunicator, ManyRoundsKeepTheirOrder) {
+  on_ranks(3, [](int rank, Communicator& comm) {
+    for (int round = 0; round < 500; ++round) {
+      at::Tensor value = at::full({1}, round + rank, at::kLong);
+      comm.all_reduce(value, ReduceOp::kSum)->wait();
+      ASSERT_EQ(value.item<int64_t>(), 3 * round + 3);
+    }
+  });
+}
+
+TEST(ThreadCommunicator, DifferentCollectivesFailOnEveryRank) {
+  on_ranks(2, [](int rank, Communicator& comm) {
+    try {
+      comm.all_reduce(at::zeros({rank + 1}), ReduceOp::kSum)->wait();
+      ADD_FAILURE() << "no error";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("collectives differ"), std::string::npos);
+    }
+  });
+}
+
+TEST(ThreadCommunicator, ARankThatLeavesFailsTheOthers) {
+  auto ranks = thread_communicators(2);
+  std::thread other([&] { ranks[1].reset(); });
+  EXPECT_THROW(ranks[0]->all_reduce(at::zeros({1}), ReduceOp::kSum), Error);
+  other.join();
+}
+
+TEST(LocalCommunicator, IsTheIdentity) {
+  auto comm = local_communicator();
+  at::Tensor value = at::ones({2});
+  comm->all_reduce(value, ReduceOp::kSum)->wait();
+  EXPECT_TRUE(at::equal(value, at::ones({2})));
+  EXPECT_EQ(comm->size(), 1);
+}
+
+}  // namespace
+}  // namespace ds::comm

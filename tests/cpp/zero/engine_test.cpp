@@ -1,0 +1,414 @@
+// The engine with threads as ranks, against plain autograd on the whole batch: stages x worlds x accumulation x kinds
+// of parameters. What a rank computes must not depend on how the work was cut.
+#include "zero/engine.h"
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <c10/core/GradMode.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <thread>
+
+#include "base/error.h"
+#include "comm/local_communicator.h"
+#include "comm/thread_communicator.h"
+
+namespace ds::zero {
+namespace {
+
+constexpr int kIn = 6, kHidden = 10, kOut = 3, kBatch = 8;
+
+// Two layers whose first weight is used twice, one parameter that some batches leave out, one that none uses.
+struct Model {
+  std::vector<at::Tensor> params;
+
+  explicit Model(at::ScalarType type = at::kFloat) {
+    at::Tensor ramp = at::arange(kIn * kHidden + kHidden + kHidden * kOut + kHidden + 4, at::kFloat);
+    const at::Tensor values = at::sin(ramp * 0.7) * 0.5;
+    int64_t at_ = 0;
+    for (const auto& shape : std::vector<std::vector<int64_t>>{{kHidden, kIn}, {kHidden}, {kOut, kHidden}, {kHidden}, {4}}) {
+      int64_t numel = 1;
+      for (int64_t dim : shape) numel *= dim;
+      params.push_back(values.narrow(0, at_, numel).reshape(shape).to(type).clone().set_requires_grad(true));
+      at_ += numel;
+    }
+  }
+
+  at::Tensor loss(const at::Tensor& input, bool with_optional) const {
+    const at::Tensor x = input.to(params[0].scalar_type());
+    at::Tensor hidden = at::tanh(at::matmul(x, params[0].t()) + params[1]);
+    hidden = at::tanh(at::matmul(at::matmul(hidden, params[0]), params[0].t()));
+    if (with_optional) hidden = hidden * params[3];
+    return at::matmul(hidden, params[2].t()).to(at::kFloat).square().mean();
+  }
+
+  std::vector<ParamSpec> specs(int groups = 1) const {
+    std::vector<ParamSpec> result;
+    for (size_t i = 0; i < params.size(); ++i)
+      result.push_back({params[i], "p" + std::to_string(i), static_cast<int32_t>(i) % groups, static_cast<int32_t>(i)});
+    return result;
+  }
+};
+
+at::Tensor batch(int step) { return at::sin(at::arange(kBatch * kIn, at::kFloat).reshape({kBatch, kIn}) * (0.31 + 0.1 * step)); }
+
+AdamGroupArgs adam_args() { return {0.01f, 0.9f, 0.99f, 1e-8f, 0.1f, true, true}; }
+
+// AdamW on whole tensors, as written in the paper; a tensor without a gradient is left alone.
+struct PlainAdamW {
+  std::vector<at::Tensor> m, v;
+  std::vector<int> steps;
+
+  double step(std::vector<at::Tensor>& params, const std::vector<at::Tensor>& grads, double max_norm) {
+    at::NoGradGuard no_grad;
+    const AdamGroupArgs a = adam_args();
+    if (m.empty()) {
+      for (const auto& p : params) {
+        m.push_back(at::zeros_like(p));
+        v.push_back(at::zeros_like(p));
+      }
+      steps.assign(params.size(), 0);
+    }
+    double sum = 0;
+    for (const auto& g : grads)
+      if (g.defined()) sum += g.to(at::kDouble).square().sum().item<double>();
+    const double norm = std::sqrt(sum);
+    const double clip = max_norm > 0 ? std::min(1.0, max_norm / (norm + 1e-6)) : 1.0;
+    for (size_t i = 0; i < params.size(); ++i) {
+      if (!grads[i].defined()) continue;
+      const at::Tensor g = grads[i] * clip;
+      ++steps[i];
+      params[i].mul_(1.0 - a.lr * a.weight_decay);
+      m[i] = m[i] * a.beta1 + g * (1 - a.beta1);
+      v[i] = v[i] * a.beta2 + g * g * (1 - a.beta2);
+      const double c1 = 1 - std::pow(a.beta1, steps[i]), c2 = 1 - std::pow(a.beta2, steps[i]);
+      params[i].sub_(m[i] / c1 / (at::sqrt(v[i] / c2) + a.eps) * a.lr);
+    }
+    return norm;
+  }
+};
+
+struct Case {
+  int world, accumulate, groups;
+  int64_t bucket;
+  bool overlap;
+};
+
+// Runs `steps` steps on `world` threads and checks parameters and norms of every rank against the plain run.
+void compare(const Case& c, int steps, double tolerance) {
+  Model reference;
+  PlainAdamW optimizer;
+  std::vector<double> norms;
+  for (int step = 0; step < steps; ++step) {
+    const bool optional = step % 3 != 1;
+    const at::Tensor loss = reference.loss(batch(step), optional);
+    loss.backward();
+    std::vector<at::Tensor> grads;
+    for (auto& p : reference.params) {
+      grads.push_back(p.grad().defined() ? p.grad().clone() : at::Tensor());
+      p.mutable_grad() = at::Tensor();
+    }
+    norms.push_back(optimizer.step(reference.params, grads, 0.05));
+  }
+
+  auto comms = comm::thread_communicators(c.world);
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < c.world; ++rank) {
+    ranks.emplace_back([&, rank] {
+      Model model;
+      EngineOptions options;
+      options.reducer.bucket_numel = c.bucket;
+      options.reducer.overlap = c.overlap;
+      options.reducer.predivide = 1.0f / c.world;
+      auto engine = std::make_shared<Engine>(model.specs(c.groups), options, comms[rank], nullptr);
+      const int micro = kBatch / c.world / c.accumulate;
+      for (int step = 0; step < steps; ++step) {
+        const bool optional = step % 3 != 1;
+        for (int part = 0; part < c.accumulate; ++part) {
+          engine->watch();
+          const at::Tensor input = batch(step).narrow(0, (rank * c.accumulate + part) * micro, micro);
+          const at::Tensor loss = model.loss(input, optional) / c.accumulate;
+          engine->begin_backward(part + 1 == c.accumulate);
+          loss.backward();
+          engine->end_backward();
+        }
+        engine->finish_backward();
+        engine->norm(1.0f, 0.05f, false);
+        for (int group = 0; group < c.groups; ++group) engine->adam(group, adam_args());
+        const StepReport report = engine->report();
+        engine->clear_grads();
+        EXPECT_NEAR(report.norm, norms[step], 1e-5 * norms[step]) << "rank " << rank << " step " << step;
+      }
+      for (size_t i = 0; i < model.params.size(); ++i)
+        EXPECT_LE((model.params[i] - reference.params[i]).abs().max().item<double>(), tolerance)
+            << "world " << c.world << " accumulate " << c.accumulate << " rank " << rank << " parameter " << i;
+    });
+  }
+  for (auto& rank : ranks) rank.join();
+}
+
+TEST(Engine, EqualsPlainTraining) {
+  for (int world : {1, 2, 4})
+    for (int accumulate : {1, 2})
+      for (int groups : {1, 2})
+        for (int64_t bucket : {1, 40, 1000000})
+          for (bool overlap : {false, true}) compare({world, accumulate, groups, bucket, overlap}, 12, 2e-6);
+}
+
+// One rank's graph uses a parameter that the others' do not: the sum must count it once, and nobody may hang.
+TEST(Engine, RanksMayUseDifferentParameters) {
+  auto comms = comm::thread_communicators(3);
+  std::vector<at::Tensor> grads(3);
+  std::vector<bool> used(3);
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 3; ++rank) {
+    ranks.emplace_back([&, rank] {
+      Model model;
+      EngineOptions options;
+      options.reducer.predivide = 1.0f / 3;
+      options.reducer.bucket_numel = 1;
+      auto engine = std::make_shared<Engine>(model.specs(), options, comms[rank], nullptr);
+      for (int round = 0; round < 3; ++round) {
+        engine->clear_grads();
+        engine->watch();
+        engine->begin_backward(true);
+        model.loss(batch(0), rank == (round + 1) % 3).backward();
+        engine->end_backward();
+      }
+      grads[rank] = model.params[3].grad().clone();
+      used[rank] = engine->grads().used(3) && !engine->grads().used(4);
+      EXPECT_FALSE(model.params[4].grad().defined());
+    });
+  }
+  for (auto& rank : ranks) rank.join();
+  Model lone;
+  lone.loss(batch(0), true).backward();
+  for (int rank = 0; rank < 3; ++rank) {
+    EXPECT_TRUE(used[rank]);
+    EXPECT_TRUE(at::allclose(grads[rank], lone.params[3].grad() / 3, 1e-5, 1e-8));
+  }
+}
+
+// A parameter fires once, then suddenly twice after its bucket has left: the late gradient is not lost.
+TEST(Engine, LateGradientsArriveInASecondRound) {
+  auto comms = comm::thread_communicators(2);
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 2; ++rank) {
+    ranks.emplace_back([&, rank] {
+      at::Tensor early = at::ones({4}).set_requires_grad(true), late = at::ones({4}).set_requires_grad(true);
+      EngineOptions options;
+      options.reducer.bucket_numel = 1;
+      options.reducer.predivide = 0.5f;
+      auto engine = std::make_shared<Engine>(
+          std::vector<ParamSpec>{{early, "early", 0, 0, true}, {late, "late", 0, 1, true}}, options, comms[rank], nullptr);
+      for (int round = 0; round < 2; ++round) {
+        engine->clear_grads();
+        engine->watch();
+        engine->begin_backward(true);
+        (late.sum() * 2).backward();
+        early.sum().backward();
+        engine->end_backward();
+        EXPECT_EQ(engine->grads().late_count(), 0);
+      }
+      EXPECT_GT(engine->grads().overlapped_count(), 0);
+      engine->clear_grads();
+      engine->begin_backward(true);
+      (late.sum() * 2).backward();
+      early.sum().backward();
+      if (rank == 1) (late.sum() * 10).backward();
+      engine->end_backward();
+      EXPECT_EQ(engine->grads().late_count(), 1);
+      EXPECT_TRUE(at::allclose(late.grad(), at::full({4}, 7.0f)));
+      EXPECT_TRUE(at::allclose(early.grad(), at::full({4}, 1.0f)));
+    });
+  }
+  for (auto& rank : ranks) rank.join();
+}
+
+TEST(Engine, PlainBackwardOnOutputsTrainsToo) {
+  auto comms = comm::thread_communicators(2);
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 2; ++rank) {
+    ranks.emplace_back([&, rank] {
+      Model model;
+      EngineOptions options;
+      options.reducer.predivide = 0.5f;
+      auto engine = std::make_shared<Engine>(model.specs(), options, comms[rank], nullptr);
+      engine->watch();
+      engine->plan_user_backward(true, 3.0);
+      const at::Tensor out = model.loss(batch(rank), true);
+      engine->watch_outputs({out});
+      (out * 2).backward();
+      EXPECT_FALSE(engine->grads().active());
+      Model a, b;
+      (a.loss(batch(0), true) * 6).backward();
+      (b.loss(batch(1), true) * 6).backward();
+      for (size_t i = 0; i < 4; ++i)
+        EXPECT_TRUE(at::allclose(model.params[i].grad(), (a.params[i].grad() + b.params[i].grad()) / 2, 1e-5, 1e-7)) << i;
+    });
+  }
+  for (auto& rank : ranks) rank.join();
+}
+
+// Nobody announced this backward; the step reduces what it finds.
+TEST(Engine, UnannouncedBackwardIsReducedAtTheStep) {
+  auto comms = comm::thread_communicators(2);
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 2; ++rank) {
+    ranks.emplace_back([&, rank] {
+      Model model;
+      EngineOptions options;
+      options.reducer.predivide = 0.5f;
+      auto engine = std::make_shared<Engine>(model.specs(), options, comms[rank], nullptr);
+      engine->watch();
+      model.loss(batch(rank), true).backward();
+      model.loss(batch(rank), true).backward();
+      engine->finish_backward();
+      Model a, b;
+      (a.loss(batch(0), true) * 2).backward();
+      (b.loss(batch(1), true) * 2).backward();
+      for (size_t i = 0; i < 4; ++i)
+        EXPECT_TRUE(at::allclose(model.params[i].grad(), (a.params[i].grad() + b.params[i].grad()) / 2, 1e-5, 1e-7)) << i;
+    });
+  }
+  for (auto& rank : ranks) rank.join();
+}
+
+TEST(Engine, TwoBackwardsBeforeAStepAddUp) {
+  auto comms = comm::thread_communicators(2);
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 2; ++rank) {
+    ranks.emplace_back([&, rank] {
+      Model model;
+      EngineOptions options;
+      options.reducer.predivide = 0.5f;
+      auto engine = std::make_shared<Engine>(model.specs(), options, comms[rank], nullptr);
+      for (int round = 0; round < 2; ++round) {
+        engine->watch();
+        engine->begin_backward(true);
+        model.loss(batch(2 * round + rank), true).backward();
+        engine->end_backward();
+      }
+      Model whole;
+      for (int i = 0; i < 4; ++i) (whole.loss(batch(i), true) / 2).backward();
+      for (size_t i = 0; i < 4; ++i)
+        EXPECT_TRUE(at::allclose(model.params[i].grad(), whole.params[i].grad(), 1e-5, 1e-7)) << i;
+    });
+  }
+  for (auto& rank : ranks) rank.join();
+}
+
+TEST(Engine, AFailedBackwardLeavesNothingBehind) {
+  Model model;
+  auto engine = std::make_shared<Engine>(model.specs(), EngineOptions{}, comm::local_communicator(), nullptr);
+  engine->watch();
+  engine->begin_backward(true);
+  at::Tensor loss = model.loss(batch(0), true);
+  loss.backward();
+  EXPECT_FALSE(engine->abort_backward());
+  EXPECT_FALSE(engine->grads().any());
+  engine->begin_backward(true);
+  model.loss(batch(1), true).backward();
+  engine->end_backward();
+  Model lone;
+  lone.loss(batch(1), true).backward();
+  EXPECT_TRUE(at::allclose(model.params[0].grad(), lone.params[0].grad()));
+}
+
+TEST(Engine, UsersMayEditReplaceAndDropGradients) {
+  Model model;
+  auto engine = std::make_shared<Engine>(model.specs(), EngineOptions{}, comm::local_communicator(), nullptr);
+  engine->watch();
+  engine->begin_backward(true);
+  model.loss(batch(0), true).backward();
+  engine->end_backward();
+  {
+    at::NoGradGuard no_grad;
+    model.params[0].mutable_grad().zero_();
+    model.params[1].mutable_grad() = at::ones({kHidden});
+    model.params[2].mutable_grad() = at::Tensor();
+    model.params[3].mutable_grad().zero_();
+  }
+  engine->finish_backward();
+  engine->norm(1.0f, 0.0f, false);
+  EXPECT_NEAR(engine->report().norm, std::sqrt(static_cast<double>(kHidden)), 1e-6);
+  EXPECT_FALSE(engine->grads().used(2));
+}
+
+TEST(Engine, SixteenBitWeightsHaveMastersAndFp32Accumulation) {
+  for (auto type : {at::kBFloat16, at::kHalf}) {
+    at::Tensor weight = at::ones({5}, type).set_requires_grad(true);
+    auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}}, EngineOptions{},
+                                           comm::local_communicator(), nullptr);
+    engine->watch();
+    // 1 + 256 x 2^-9 is 1.5 in fp32; in bf16 each addend would be rounded away.
+    for (int part = 0; part <= 256; ++part) {
+      engine->begin_backward(part == 256);
+      (weight * (part == 0 ? 1.0 : 1.0 / 512)).sum().backward();
+      engine->end_backward();
+    }
+    EXPECT_TRUE(at::equal(engine->params().grad_view(0), at::full({5}, 1.5f)));
+    EXPECT_FALSE(weight.grad().defined());
+    engine->norm(1.0f, 0.0f, true);
+    AdamGroupArgs args = adam_args();
+    args.lr = 1e-4f;  // too small for a bf16 weight of 1 to move
+    engine->adam(0, args);
+    EXPECT_FALSE(engine->report().skipped);
+    EXPECT_LT(engine->params().master_view(0)[0].item<float>(), 1.0f);
+    EXPECT_TRUE(at::equal(weight.detach(), engine->params().master_view(0).to(type)));
+  }
+}
+
+TEST(Engine, AnOverflowChangesNothing) {
+  at::Tensor weight = at::ones({5}).set_requires_grad(true);
+  auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}}, EngineOptions{},
+                                         comm::local_communicator(), nullptr);
+  engine->watch();
+  for (double factor : {1.0, HUGE_VAL, std::nan("")}) {
+    const at::Tensor before = weight.detach().clone();
+    const at::Tensor steps = engine->stepper().steps().clone();
+    engine->begin_backward(true);
+    (weight * factor).sum().backward();
+    engine->end_backward();
+    engine->norm(1.0f, 0.0f, true);
+    engine->adam(0, adam_args());
+    const StepReport report = engine->report();
+    engine->clear_grads();
+    EXPECT_EQ(report.skipped, !std::isfinite(factor));
+    EXPECT_EQ(at::equal(weight.detach(), before), report.skipped);
+    EXPECT_EQ(at::equal(engine->stepper().steps(), steps), report.skipped);
+  }
+}
+
+TEST(Engine, MemoryOrderOfParametersIsKept) {
+  at::Tensor image = at::randn({2, 3, 4, 5}).contiguous(at::MemoryFormat::ChannelsLast).set_requires_grad(true);
+  const at::Tensor values = image.detach().clone();
+  auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{image, "image", 0, 0, true}}, EngineOptions{},
+                                         comm::local_communicator(), nullptr);
+  EXPECT_TRUE(image.is_contiguous(at::MemoryFormat::ChannelsLast));
+  EXPECT_TRUE(at::equal(image.detach(), values));
+  engine->watch();
+  engine->begin_backward(true);
+  (image * values).sum().backward();
+  engine->end_backward();
+  EXPECT_TRUE(at::equal(image.grad(), values));
+  engine->release();
+  EXPECT_TRUE(at::equal(image.detach(), values));
+}
+
+TEST(Engine, RefusesWhatItCannotTrain) {
+  const auto make = [](std::vector<ParamSpec> specs) {
+    Engine engine(std::move(specs), EngineOptions{}, comm::local_communicator(), nullptr);
+  };
+  at::Tensor p = at::ones({2}).set_requires_grad(true);
+  EXPECT_THROW(make({{p, "p", 0, 0, true}, {p, "again", 0, 1, true}}), Error);
+  EXPECT_THROW(make({{p * 2, "no leaf", 0, 0, true}}), Error);
+  EXPECT_THROW(make({{at::ones({2}, at::kLong), "integers", 0, 0, true}}), Error);
+  EngineOptions options;
+  options.stage = 7;
+  EXPECT_THROW(Engine({}, options, comm::local_communicator(), nullptr), Error);
+}
+
+}  // namespace
+}  // namespace ds::zero
