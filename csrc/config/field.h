@@ -106,6 +106,7 @@ struct Field {
   Literal bool_true, bool_false;
   std::string bool_doc;
   bool null_when_absent = false;
+  bool present_by_bool = false;  // true is an empty section, false the same as none
   std::string wrap_items;     // a bare text is accepted for a list (set on list fields of the section)
   // Named sets of keys that another key of the section selects: optimizer.params by optimizer.type.
   std::string variant_key;
@@ -153,6 +154,8 @@ struct Field {
     also(kBool); bool_key = std::move(key); bool_true = std::move(on); bool_false = std::move(off);
     bool_doc = std::move(what); return *this;
   }
+  Field& fallback_to(Literal v) { fallback = std::move(v); return *this; }
+  Field& bool_is_presence() { present_by_bool = true; kinds |= kBool; return *this; }
   Field& absent_is_null() { null_when_absent = true; kinds |= kNull; return *this; }
   Field& variants_by(std::string key, std::map<std::string, std::vector<Field>> sets) {
     variant_key = std::move(key); variants = std::move(sets); return *this;

@@ -124,6 +124,7 @@ class Resolver {
       return;
     }
     if (field.is_section()) return sub_section(field, value, here, kept, slot);
+    if (!field.fields.empty() && value.is_array()) return list_of_sections(field, value, here, kept, slot);
     const auto names = options_.other_names.find(here);
     Verdict verdict = check(field, value, validated, names == options_.other_names.end() ? nullptr : &names->second);
     if (!verdict.value) {
@@ -144,6 +145,10 @@ class Resolver {
       slot = section_defaults(field);
       config_.origins_[kept] = {Source::kGiven, config_.line(here), ""};
       section(field, value, kept, slot);
+    } else if (value.is_boolean() && field.present_by_bool) {
+      if (!value.get<bool>()) return;
+      slot = section_defaults(field);
+      config_.origins_[kept] = {Source::kGiven, config_.line(here), ""};
     } else if (value.is_boolean() && !field.bool_key.empty()) {
       slot = section_defaults(field);
       const Literal& set = value.get<bool>() ? field.bool_true : field.bool_false;
@@ -159,6 +164,21 @@ class Resolver {
       return;
     }
     if (field.unbuilt && !field.unbuilt->inert) refuse_section(field, here, slot);
+  }
+
+  void list_of_sections(const Field& field, const Value& value, const std::string& here, const std::string& kept, Value& slot) {
+    slot = Value::array();
+    config_.origins_[kept] = {Source::kGiven, config_.line(here), ""};
+    for (size_t i = 0; i < value.size(); ++i) {
+      const std::string at = here + "[" + std::to_string(i) + "]";
+      if (!value[i].is_object()) {
+        error("wrong_type", at, assigned(at, value[i]) + " must be an object.", "");
+        continue;
+      }
+      Value item = section_defaults(field);
+      section(field, value[i], at, item);
+      slot.push_back(std::move(item));
+    }
   }
 
   // params of an optimizer or scheduler whose keys depend on its type: checked, but no default is filled in, because
@@ -225,7 +245,7 @@ class Resolver {
     }
     if (!top) {
       if (suggestion.empty()) suggestion = "It has " + listed(names_of(at.fields)) + ".";
-      return error("unknown_key", here, config_.where(here) + " is not a key of \"" + path + "\".", suggestion);
+      return error("unknown_key", here, config_.where(here) + (path.empty() ? " is not a known key." : " is not a key of \"" + path + "\"."), suggestion);
     }
     for (const std::string& known : schema_.private_keys) {
       if (known == key) return;
@@ -258,13 +278,14 @@ class Resolver {
   void apply_forwards() {
     for (const Forward& forward : forwards_) {
       const Origin now = config_.origin(forward.to);
+      const Value* place = config_.find(forward.to);
       if (now.source == Source::kGiven) {
+        if (place && *place == forward.value) continue;
         error("two_spellings", forward.from, config_.where(forward.from) + " is the deprecated name of " +
                   config_.where(forward.to) + ", and both are given.", "Keep \"" + forward.to + "\".");
         continue;
       }
       const Field* field = field_at(forward.to);
-      const Value* place = config_.find(forward.to);
       if (!field || !place) continue;
       one(*field, forward.value, forward.to, forward.to, false, *const_cast<Value*>(place));
       config_.origins_[forward.to] = {Source::kDeprecated, config_.line(forward.from), forward.from};

@@ -98,18 +98,15 @@ Field zero_section(std::string name, std::string doc) {
       boolean("use_multi_rank_bucket_allreduce", true, "Reduce buckets of several owners in one collective."),
       boolean("allgather_partitions", true, "Gather updated parameters by all-gather, not by broadcasts."),
       size("allgather_bucket_size", 500000000, "Elements per gather."),
-      boolean("overlap_comm", false, "Reduce gradients during backward.").or_null().computed("null: true for stage 3, false otherwise"),
+      boolean("overlap_comm", false, "Reduce gradients during backward.").or_null().fallback_to(nullptr).computed("null: true for stage 3, false otherwise"),
       boolean("load_from_fp32_weights", true, "Take master weights from the checkpoint, not from the 16-bit weights."),
       boolean("elastic_checkpoint", false, "Checkpoints for any number of ranks (old form; use a universal checkpoint).").not_built("the elastic checkpoint"),
       offload_param(), offload_optimizer(), zenflow(),
       size("sub_group_size", 1000000000, "Elements stepped at one time (stage 3).").waits_for("ZeRO stage 3"),
-      boolean("cpu_offload_param", false, "Old name.").or_null().deprecated_for("offload_param").forwards_true_as("device", "cpu"),
-      boolean("cpu_offload_use_pin_memory", false, "Old name; its value is not carried over.").or_null().deprecated_for("offload_param or offload_optimizer"),
-      boolean("cpu_offload", false, "Old name.").or_null().deprecated_for("offload_optimizer").forwards_true_as("device", "cpu"),
+      boolean("cpu_offload_param", false, "Old name.").or_null().fallback_to(nullptr).deprecated_for("offload_param").forwards_true_as("device", "cpu"),
+      boolean("cpu_offload_use_pin_memory", false, "Old name; its value is not carried over.").or_null().fallback_to(nullptr).deprecated_for("offload_param or offload_optimizer"),
+      boolean("cpu_offload", false, "Old name.").or_null().fallback_to(nullptr).deprecated_for("offload_optimizer").forwards_true_as("device", "cpu"),
   });
-  for (Field& f : out.fields) {  // null, not false, is their default
-    if (f.name == "overlap_comm" || f.name.rfind("cpu_offload", 0) == 0) f.fallback = nullptr;
-  }
   for (Field& f : stage_3_fields()) out.fields.push_back(std::move(f));
   const std::vector<Field> rest = {
       boolean("ignore_unused_parameters", true, "false: a parameter without a gradient is an error."),

@@ -86,7 +86,7 @@ void sum_squares(const Launch& launch, const Segment* segments, size_t count, DT
   size_t blocks = 0;
   for (size_t s = 0; s < count; ++s) blocks += (segments[s].numel + kSumBlock - 1) / kSumBlock;
   double total = 0;
-  if (launch.pool == nullptr || blocks <= 1) {
+  if (launch.pool == nullptr || blocks * kSumBlock <= kInline) {
     for (size_t s = 0; s < count; ++s)
       for (size_t b = 0; b * kSumBlock < segments[s].numel; ++b) total += block(segments[s], b);
     *sum += total;
