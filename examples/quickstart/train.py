@@ -8,6 +8,7 @@ A second call goes on from the checkpoint of the first.
 
 import argparse
 import json
+import logging
 import os
 import shutil
 import sys
@@ -118,7 +119,7 @@ def held_out_loss(engine, corpus, shape, rows=16, batches=4):
 
 def save(engine, checkpoints, state):
     """Writes a checkpoint, then removes the ones before it: a run that dies while writing still has the old one."""
-    engine.save_checkpoint(checkpoints, client_state=state)
+    engine.save_checkpoint(checkpoints, client_state={"quickstart": state})
     dist.barrier()
     if dist.get_rank() == 0:
         for name in os.listdir(checkpoints):
@@ -158,6 +159,7 @@ def train(engine, corpus, shape, total, state, args, checkpoints):
 def main():
     started = time.time()
     args = parse_arguments()
+    deepspeed.logger.setLevel(logging.WARNING)  # the screen belongs to the bar
     deepspeed.init_distributed()
     show = dist.get_rank() == 0
     say = progress.say if show else lambda *text: None
@@ -180,9 +182,10 @@ def main():
     engine, _, _, _ = deepspeed.initialize(args=args, model=model, model_parameters=parameter_groups(model, 0.1))
 
     if resume:
-        path, state = engine.load_checkpoint(checkpoints)
+        path, client_state = engine.load_checkpoint(checkpoints)
         if path is None:
             sys.exit(f"the checkpoint in {checkpoints} cannot be read. Begin anew with --restart.")
+        state = client_state["quickstart"]
         if engine.global_steps >= total:
             total = engine.global_steps + args.more
     else:
