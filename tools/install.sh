@@ -7,7 +7,7 @@ pick_python
 bin=$(dirname "$PY")
 # An environment that was not made here may lack what its torch did not bring; torch itself is never touched.
 need=$("$PY" -c 'import importlib.util as u, sys; print(*[m for m in sys.argv[1:] if u.find_spec(m) is None])' \
-  pip setuptools wheel numpy psutil tqdm "$@")
+  pip setuptools wheel numpy "$@")
 if [ -n "$need" ]; then
   say "installing $need into $(dirname "$bin")"
   "$PY" -m pip install -q --disable-pip-version-check $need || die "pip could not install $need into $PY (see above)."

@@ -11,7 +11,7 @@ import rich.box
 from rich.console import Console
 from rich.padding import Padding
 from rich.panel import Panel
-from rich.progress import BarColumn, ProgressColumn, TextColumn
+from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.syntax import Syntax
 from rich.table import Table
@@ -51,11 +51,14 @@ def duration(seconds):
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-class _Tail(ProgressColumn):
-    """The figures to the right of the bar."""
+class _Bar(RichProgress):
+    """The bar, and a line of figures under it."""
 
-    def render(self, task):
-        return Text.from_markup(task.fields["tail"])
+    figures = "[dim]first step ...[/]"
+
+    def get_renderables(self):
+        yield self.make_tasks_table(self.tasks)
+        yield Text.from_markup(self.figures)
 
 
 class Progress:
@@ -73,13 +76,15 @@ class Progress:
 
     def __enter__(self):
         if self.show and console.is_terminal:
-            columns = [
-                TextColumn("[bold]step {task.completed:>4.0f}[/]/{task.total:.0f}"),
+            self.live = _Bar(
+                TextColumn("[bold]step {task.completed:.0f}[/] of {task.total:.0f}"),
                 BarColumn(bar_width=None),
-                _Tail(),
-            ]
-            self.live = RichProgress(*columns, console=console, refresh_per_second=4, expand=True)
-            self.task = self.live.add_task("", total=self.total, completed=self.first, tail="[dim]first step ...[/]")
+                TextColumn("{task.percentage:.0f} %  ETA [green]{task.fields[left]}[/]"),
+                console=console,
+                refresh_per_second=4,
+                expand=True,
+            )
+            self.task = self.live.add_task("", total=self.total, completed=self.first, left="?")
             self.live.start()
         return self
 
@@ -109,8 +114,8 @@ class Progress:
         memory = memory_text(memory)
         left = duration(self.eta_s)
         if self.live:
-            tail = f"loss [bold cyan]{loss:.3f}[/]  lr {lr:.1e}  {rate}  [dim]{memory}[/]  ETA [green]{left}[/]"
-            self.live.update(self.task, completed=step, tail=tail)
+            self.live.figures = f"loss [bold cyan]{loss:.3f}[/]   lr {lr:.1e}   {rate}   [dim]memory[/] {memory}"
+            self.live.update(self.task, completed=step, left=left)
         elif time.time() >= self.next_line or step == self.total:
             self.next_line = time.time() + PLAIN_LINE_EVERY_S
             figures = f"loss {loss:.3f}  lr {lr:.1e}  {rate}  memory {memory}  ETA {left}"

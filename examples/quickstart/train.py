@@ -168,7 +168,9 @@ def main():
     if not total:
         sys.exit("the configuration's scheduler has no total_num_steps: say how long to train with --steps N")
     done = finished_steps(checkpoints)
+    asked = time.time()
     resume = bool(done) and wants_resume(args, done, total)
+    started += time.time() - asked  # whoever takes time to answer has not waited for us
     if args.resume and not done:
         sys.exit(f"--resume: there is no checkpoint in {checkpoints}. Leave the flag out to begin one.")
     dist.barrier()  # everybody has looked at the checkpoints: now rank 0 may remove them
