@@ -111,8 +111,11 @@ def _run(task, payload):
 
 def _leave_groups():
     gc.collect()  # engines hold process groups
+    groups = sys.modules.get("deepspeed.utils.groups")
+    if groups is not None:
+        groups.clear()
     comm = sys.modules.get("deepspeed.comm")
-    if comm is not None and hasattr(comm, "destroy_process_group"):
+    if comm is not None and comm.is_initialized():
         comm.destroy_process_group()
     if dist.is_initialized():
         dist.destroy_process_group()

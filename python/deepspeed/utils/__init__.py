@@ -10,6 +10,7 @@ _WHERE = {
     "set_log_level_from_string": "deepspeed.log",
     "warning_once": "deepspeed.log",
     "OnDevice": "deepspeed.utils.init_on_device",
+    "RepeatingLoader": "deepspeed.utils.repeating_loader",
     "get_caller_func": "deepspeed.comm.caller",
     "get_numactl_cmd": "deepspeed.host.numa",
     "instrument_w_nvtx": "deepspeed.utils.nvtx",

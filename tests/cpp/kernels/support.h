@@ -17,7 +17,7 @@ namespace ds::kernels::test {
 constexpr DType kDtypes[] = {DType::kF32, DType::kF16, DType::kBF16, DType::kF64};
 constexpr DType kFloats[] = {DType::kF32, DType::kF16, DType::kBF16};
 // Around the widths of registers, of the tail, of the pool's grain and of the norm's blocks.
-constexpr size_t kSizes[] = {0, 1, 2, 15, 16, 17, 31, 33, 100, 1023, 8193, 16384, 16385, 70001};
+constexpr size_t kSizes[] = {0, 1, 2, 15, 16, 17, 31, 33, 100, 1023, 16384, 16385, 70001};
 
 inline const KernelTable& ref_table() { return *ds_cpu_kernels_isa(kKernelAbi, "ref"); }
 

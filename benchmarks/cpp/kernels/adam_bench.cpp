@@ -1,0 +1,59 @@
+// Adam on one large tensor and on 1,024 small ones, beside the memory bound of 4 loads and 3 stores in place.
+#include "support.h"
+
+namespace ds::kernels::bench {
+namespace {
+
+AdamArgs default_args(DType grad, DType lp) {
+  AdamArgs a = {};
+  a.lr = 1e-3;
+  a.beta1 = 0.9;
+  a.beta2 = 0.999;
+  a.eps = 1e-8;
+  a.weight_decay = 0.01;
+  a.bias_correction1 = 0.5;
+  a.bias_correction2 = 0.05;
+  a.adamw = true;
+  a.grad_dtype = grad;
+  a.lp_dtype = lp;
+  return a;
+}
+
+// Arguments: elements, segments, threads, 16-bit gradients and copy (0 or 1).
+void adam(benchmark::State& state) {
+  const size_t n = state.range(0), count = state.range(1), each = n / count;
+  const bool half = state.range(3) != 0;
+  const DType grad = half ? DType::kBF16 : DType::kF32;
+  const AdamArgs args = default_args(grad, DType::kBF16);
+  Memory p(n * 4), m(n * 4), v(n * 4), g(n * dtype_bytes(grad)), lp(half ? n * 2 : 0), other_g(half ? n * 4 : 0);
+  p.fill(DType::kF32, n);
+  g.fill(grad, n, 1e-3f);
+  std::vector<AdamSegment> segments;
+  for (size_t s = 0; s < count; ++s) {
+    const size_t i = s * each;
+    segments.push_back({p.as<float>() + i, m.as<float>() + i, v.as<float>() + i,
+                        g.as<char>() + i * dtype_bytes(grad), half ? lp.as<Bf16>() + i : nullptr, each});
+  }
+  ThreadPool pool(static_cast<int>(state.range(2)));
+
+  const size_t check = std::min<size_t>(each, 10007);
+  std::vector<float> rp(check), rm(check), rv(check);
+  std::memcpy(rp.data(), p.as<>(), check * 4);
+  const AdamSegment reference = {rp.data(), rm.data(), rv.data(), g.as<>(), nullptr, check};
+  ref_table().adam({}, &reference, 1, args, nullptr);
+  table().adam({&pool}, segments.data(), count, args, nullptr);
+  if (std::memcmp(rp.data(), p.as<>(), check * 4) != 0) return state.SkipWithError("differs from the reference");
+
+  const Stream stream = {half ? other_g.as<float>() : g.as<float>(), {p.as<float>(), m.as<float>(), v.as<float>()}, n};
+  run(state, n * (24 + (half ? 4 : 4)), [&] { table().adam({&pool}, segments.data(), count, args, nullptr); },
+      n * 28, [&] { ds_cpu_stream({&pool}, stream); });
+}
+
+BENCHMARK(adam)
+    ->ArgNames({"n", "segments", "threads", "bf16"})
+    ->ArgsProduct({{64 << 20}, {1, 1024}, {1, 2}, {0, 1}})
+    ->UseManualTime()
+    ->Unit(benchmark::kMillisecond);
+
+}  // namespace
+}  // namespace ds::kernels::bench

@@ -1,0 +1,26 @@
+// What kernels there are on this machine, for reports and tests.
+#include <pybind11/stl.h>
+
+#include <string>
+
+#include "bindings/registry.h"
+#include "kernels/table.h"
+
+namespace py = pybind11;
+
+DS_BINDINGS(m) {
+  m.def(
+      "kernel_info",
+      [](const std::string& device) {
+        using ds::kernels::kKernelAbi;
+        py::dict info;
+        const ds::kernels::KernelTable* table = ds_kernels(kKernelAbi, device.c_str());
+        const char* error = table != nullptr ? table->device_error() : ds_kernels_error(kKernelAbi, device.c_str());
+        info["isa"] = table != nullptr ? py::object(py::str(table->isa)) : py::object(py::none());
+        info["error"] = error != nullptr ? py::object(py::str(error)) : py::object(py::none());
+        return info;
+      },
+      py::arg("device"),
+      "{'isa': the instruction set of the kernels for 'cpu' or 'cuda' (None: no kernels),\n"
+      " 'error': why they cannot run here, or None}");
+}

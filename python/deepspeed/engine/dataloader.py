@@ -1,0 +1,224 @@
+"""The data loader that ``deepspeed.initialize(training_data=...)`` and ``engine.deepspeed_io`` build."""
+
+import itertools
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.log import logger
+from deepspeed.utils.repeating_loader import RepeatingLoader  # noqa: F401  (scripts import both from one place)
+
+SEED = 0
+
+
+class DeepSpeedDataLoader:
+    """Batches of this rank's share of a data set, epoch after epoch, with a position that can be saved.
+
+    dataset:     map-style (``__getitem__`` and ``__len__``): shuffled anew in every epoch and dealt to the data-parallel
+                 ranks, so that shares do not overlap and together are the data set. All ranks get the same number of
+                 samples: where the ranks do not divide it, the last ones repeat samples from the start of the epoch's
+                 order, or with ``dataloader_drop_last`` the remainder is left out. An ``IterableDataset`` is passed
+                 through as it is; sharing it among ranks is its own business.
+    batch_size:  samples per batch and rank (the micro-batch).
+    pin_memory:  copy batches to pinned memory; only where the accelerator is not the CPU.
+    local_rank:  accepted for older scripts; the share depends on the data-parallel rank alone.
+    tput_timer:  object whose ``start()`` is called before every batch, or None.
+    collate_fn:  as torch.utils.data.DataLoader.
+    num_local_io_workers: processes that prepare batches; None: 0, none.
+    data_sampler: a torch Sampler of indices; it then decides order and share on every rank.
+    data_parallel_world_size, data_parallel_rank: default: of all ranks.
+    deepspeed_dataloader_config: must be empty: curriculum sampling is not part of this build.
+
+    ``for batch in loader`` goes through one epoch; the next loop is the next epoch. ``next(loader)`` works as well.
+    """
+
+    def __init__(
+        self,
+        dataset,
+        batch_size,
+        pin_memory,
+        local_rank,
+        tput_timer,
+        collate_fn=None,
+        num_local_io_workers=None,
+        data_sampler=None,
+        data_parallel_world_size=None,
+        data_parallel_rank=None,
+        dataloader_drop_last=False,
+        deepspeed_dataloader_config={},  # noqa: B006  (the signature is the contract's; it is only read)
+    ):
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"the data loader's batch_size must be a whole number >= 1, got {batch_size!r}.")
+        if deepspeed_dataloader_config:
+            raise NotImplementedError(
+                f"this build has no curriculum sampling yet, but the data loader was given "
+                f"{', '.join(sorted(map(str, deepspeed_dataloader_config)))}. Leave deepspeed_dataloader_config empty."
+            )
+        joined = dist.is_initialized()
+        if data_parallel_world_size is None:
+            data_parallel_world_size = dist.get_world_size() if joined else 1
+        if data_parallel_rank is None:
+            data_parallel_rank = dist.get_rank() if joined else 0
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.tput_timer = tput_timer
+        self.collate_fn = collate_fn
+        self.drop_last = dataloader_drop_last
+        self.post_process_func = None  # callable(batch, sampler state), see engine.set_data_post_process_func
+        self.data_sampler = self._make_sampler(data_sampler, data_parallel_world_size, data_parallel_rank)
+        self.epoch = 0
+        self.batches = 0  # handed out in this epoch
+        self._order_state = None  # what the random order of this epoch was drawn from, where that is not the epoch
+        self._batches_now = None
+        self._resuming = False
+        # A generator of its own: torch would draw the workers' seed from the global one, and resuming draws once more.
+        self._generator = torch.Generator()
+        options = {
+            "collate_fn": collate_fn,
+            "num_workers": num_local_io_workers or 0,
+            "pin_memory": bool(pin_memory) and get_accelerator().device_name() != "cpu",
+            "generator": self._generator,
+        }
+        if self.data_sampler is None:
+            self.dataloader = DataLoader(dataset, batch_size=batch_size, drop_last=self.drop_last, **options)
+        else:
+            self._batch_indices = _BatchIndices(self.data_sampler, batch_size, self.drop_last)
+            self.dataloader = DataLoader(dataset, batch_sampler=self._batch_indices, **options)
+            self._refuse_empty(data_parallel_world_size)
+
+    def _make_sampler(self, data_sampler, world_size, rank):
+        if isinstance(self.dataset, IterableDataset):
+            if data_sampler is not None:
+                raise ValueError("an IterableDataset decides its own order: pass no data_sampler with it.")
+            return None
+        if data_sampler is not None:
+            return data_sampler
+        if len(self.dataset) == 0:
+            raise ValueError("the training data set is empty: it has no samples to make batches of.")
+        return DistributedSampler(
+            self.dataset, num_replicas=world_size, rank=rank, shuffle=True, seed=SEED, drop_last=self.drop_last
+        )
+
+    def _refuse_empty(self, world_size):
+        if self.drop_last and hasattr(self.data_sampler, "__len__") and len(self) == 0:
+            raise ValueError(
+                f"the data loader would yield no batch: {len(self.dataset)} samples over {world_size} data-parallel "
+                f"ranks are fewer than one batch of {self.batch_size} per rank, and dataloader_drop_last drops the rest."
+            )
+
+    def __len__(self):
+        """Batches of one whole epoch on this rank; TypeError where the data has no length."""
+        return len(self.dataloader)
+
+    def __iter__(self):
+        if self._resuming:
+            self._resuming = False
+        elif self.batches:  # left in the middle: a new loop is a new epoch
+            self._next_epoch()
+        self._begin()
+        return self
+
+    def __next__(self):
+        if self._batches_now is None:
+            self._resuming = False
+            self._begin()
+        if self.tput_timer is not None:
+            self.tput_timer.start()
+        try:
+            batch = next(self._batches_now)
+        except StopIteration:
+            self._next_epoch()
+            raise
+        self.batches += 1
+        if self.post_process_func is not None:
+            state = self.data_sampler.state_dict() if hasattr(self.data_sampler, "state_dict") else {}
+            batch = self.post_process_func(batch, state)
+        return batch
+
+    def _next_epoch(self):
+        self.epoch += 1
+        self.batches = 0
+        self._order_state = None
+        self._batches_now = None
+
+    def _begin(self):
+        """Opens this epoch at batch `self.batches`; samples before it are not read where the data can be indexed."""
+        self._generator.manual_seed(SEED + self.epoch)
+        if self.data_sampler is None:
+            self._batches_now = self._after_re_reading(iter(self.dataloader))
+            return
+        if hasattr(self.data_sampler, "set_epoch"):
+            self.data_sampler.set_epoch(self.epoch)
+        if self.batches:
+            self._batch_indices.start_again(self.batches, self._order_state)
+        else:
+            self._order_state = None if hasattr(self.data_sampler, "set_epoch") else _random_state(self.data_sampler)
+        self._batches_now = iter(self.dataloader)
+
+    def _after_re_reading(self, batches):
+        if self.batches:
+            logger.info("The data set can only be read in order: reading %d batches again to resume.", self.batches)
+            for _ in itertools.islice(batches, self.batches):
+                pass
+        return batches
+
+    def state_dict(self):
+        """The position: the epoch, and the batches handed out in it. Batches that workers prepared ahead do not count."""
+        return {"epoch": self.epoch, "batches": self.batches, "order": self._order_state}
+
+    def load_state_dict(self, state):
+        """The next loop (or ``next``) goes on with the batch after the saved position, in the same order.
+
+        Exact for map-style data with our sampler, samplers with ``set_epoch``, and samplers that draw from torch's
+        random numbers; an IterableDataset is read again up to the position and must yield the same samples again.
+        """
+        missing = [key for key in ("epoch", "batches") if key not in state]
+        if missing:
+            raise KeyError(f"the saved data position lacks {', '.join(missing)}; it was not made by this loader.")
+        self.epoch, self.batches, self._order_state = state["epoch"], state["batches"], state.get("order")
+        self._batches_now = None
+        self._resuming = True
+
+
+class _BatchIndices:
+    """A batch sampler that can start in the middle of an epoch without the data being read."""
+
+    def __init__(self, sampler, batch_size, drop_last):
+        self._sampler = sampler
+        self._batches = BatchSampler(sampler, batch_size, drop_last)
+        self._skip = 0
+        self._order_state = None
+
+    def start_again(self, skip, order_state):
+        """The next iteration leaves out `skip` batches; their order comes from `order_state` where it is random."""
+        self._skip, self._order_state = skip, order_state
+
+    def __len__(self):
+        return len(self._batches)
+
+    def __iter__(self):
+        skip, state = self._skip, self._order_state
+        self._skip, self._order_state = 0, None
+        if not skip:
+            return iter(self._batches)
+        if state is None:
+            return itertools.islice(iter(self._batches), skip, None)
+        # The order is drawn once more from the numbers of the first time; the program's own stand where they stood.
+        with torch.random.fork_rng(devices=[]):
+            _set_random_state(self._sampler, state)
+            return iter(list(self._batches)[skip:])
+
+
+def _random_state(sampler):
+    """What a sampler without epochs may draw its order from: torch's global generator, or one of its own."""
+    own = getattr(sampler, "generator", None)
+    return {"torch": torch.get_rng_state(), "sampler": own.get_state() if own is not None else None}
+
+
+def _set_random_state(sampler, state):
+    torch.set_rng_state(state["torch"])
+    if state["sampler"] is not None:
+        sampler.generator.set_state(state["sampler"])

@@ -1,0 +1,21 @@
+"""Small helpers that belong nowhere else: seeds, a call as text."""
+
+import random
+
+import numpy
+import torch
+
+from deepspeed.accelerator import get_accelerator
+
+
+def set_random_seed(seed):
+    """Seeds Python, numpy, torch and all accelerators of this process."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    get_accelerator().manual_seed_all(seed)
+
+
+def call_to_str(base, *args, **kwargs):
+    """``call_to_str("f", 1, b="x")`` is ``"f(1, b='x')"``."""
+    return f"{base}({', '.join([repr(arg) for arg in args] + [f'{key}={value!r}' for key, value in kwargs.items()])})"

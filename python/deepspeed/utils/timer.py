@@ -1,0 +1,302 @@
+"""Timers: by name on the device's clock, and for throughput.
+
+Times are in milliseconds unless a name says otherwise. A timer that measures the device uses its events, so that
+starting and stopping does not stall it; where the accelerator asks for host timers, the device is synchronised instead.
+"""
+
+import time
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.log import log_dist, logger
+
+FORWARD_MICRO_TIMER = "fwd_microstep"
+FORWARD_GLOBAL_TIMER = "fwd"
+BACKWARD_MICRO_TIMER = "bwd_microstep"
+BACKWARD_GLOBAL_TIMER = "bwd"
+BACKWARD_INNER_MICRO_TIMER = "bwd_inner_microstep"
+BACKWARD_INNER_GLOBAL_TIMER = "bwd_inner"
+BACKWARD_REDUCE_MICRO_TIMER = "bwd_allreduce_microstep"
+BACKWARD_REDUCE_GLOBAL_TIMER = "bwd_allreduce"
+STEP_MICRO_TIMER = "step_microstep"
+STEP_GLOBAL_TIMER = "step"
+TIME_EPSILON = 1e-6
+
+GIB = 1024**3
+
+
+def trim_mean(data, trim_percent):
+    """Mean of the numbers without the `trim_percent` (0 to 1) smallest and as many largest ones; their median where
+    nothing would be left, 0 for no data."""
+    assert 0.0 <= trim_percent <= 1.0, f"trim_percent must be between 0 and 1, got {trim_percent}"
+    ordered = sorted(data)
+    count = len(ordered)
+    if count == 0:
+        return 0
+    cut = min(int(round(count * trim_percent)), (count - 1) // 2)
+    kept = ordered[cut : count - cut]
+    return sum(kept) / len(kept)
+
+
+class _HostInterval:
+    """A stretch of time on the host's clock, with the device idle at both ends."""
+
+    def __init__(self):
+        get_accelerator().synchronize()
+        self._start_s = time.perf_counter()
+        self._end_s = None
+
+    def end(self):
+        get_accelerator().synchronize()
+        self._end_s = time.perf_counter()
+
+    def milliseconds(self):
+        return (self._end_s - self._start_s) * 1000.0
+
+
+class _DeviceInterval:
+    """A stretch of the device's current stream between two events."""
+
+    def __init__(self):
+        self._start = get_accelerator().Event(enable_timing=True)
+        self._end = get_accelerator().Event(enable_timing=True)
+        self._start.record()
+
+    def end(self):
+        self._end.record()
+
+    def milliseconds(self):
+        self._end.synchronize()
+        return self._start.elapsed_time(self._end)
+
+
+class SynchronizedWallClockTimer:
+    """Named timers: ``timers("fwd").start()``, ``timers("fwd").stop()``, ``timers.log(["fwd"])``."""
+
+    class Timer:
+        """One timer: the sum of what was measured since the last reset, and the recorded values for a mean."""
+
+        def __init__(self, name):
+            self.name_ = name
+            self.started_ = False
+            self._host = get_accelerator().use_host_timers()
+            self._running = None
+            self._ended = []
+            self._records = []
+
+        def start(self):
+            assert not self.started_, f"timer {self.name_} has already been started"
+            self._running = _HostInterval() if self._host else _DeviceInterval()
+            self.started_ = True
+
+        def stop(self, reset=False, record=False):
+            """Ends the running stretch. reset: forget earlier ones; record: keep its length for mean()."""
+            assert self.started_, f"timer {self.name_} is not started"
+            self._running.end()
+            if reset:
+                self._ended = []
+            self._ended.append(self._running)
+            if record:
+                self._records.append(self._running)
+            self._running = None
+            self.started_ = False
+
+        def reset(self):
+            """Forgets everything, a running stretch too."""
+            self.started_ = False
+            self._running = None
+            self._ended = []
+            self._records = []
+
+        def elapsed(self, reset=True):
+            """Milliseconds measured since the last reset, a running stretch included; it goes on running."""
+            running = self.started_
+            if running:
+                self.stop()
+            total = sum(interval.milliseconds() for interval in self._ended)
+            if reset:
+                self._ended = []
+            if running:
+                self.start()
+            return total
+
+        def mean(self):
+            """Mean milliseconds of the recorded stretches without the outer tenth on either side."""
+            return trim_mean([interval.milliseconds() for interval in self._records], 0.1)
+
+    def __init__(self):
+        self.timers = {}
+
+    def get_timers(self):
+        """The timers by name."""
+        return self.timers
+
+    def __call__(self, name):
+        if name not in self.timers:
+            self.timers[name] = self.Timer(name)
+        return self.timers[name]
+
+    def has_timer(self, name):
+        return name in self.timers
+
+    @staticmethod
+    def memory_usage():
+        """Memory of the accelerator in words, in GiB."""
+        device = get_accelerator()
+        values = {
+            "mem_allocated": device.memory_allocated(),
+            "max_mem_allocated": device.max_memory_allocated(),
+            "cache_allocated": device.memory_cached(),
+            "max_cache_allocated": device.max_memory_cached(),
+        }
+        return " | " + " | ".join(f"{name}: {bytes_ / GIB:.4f} GB" for name, bytes_ in values.items())
+
+    def log(self, names, normalizer=1.0, reset=True, memory_breakdown=False, ranks=None):
+        """Logs ``time (ms) | name: value | ...`` for the names there are timers for, each divided by `normalizer`."""
+        assert normalizer > 0.0, f"normalizer must be above 0, got {normalizer}"
+        parts = [
+            f" | {name}: {self.timers[name].elapsed(reset=reset) / normalizer:.2f}"
+            for name in names
+            if name in self.timers
+        ]
+        text = "time (ms)" + "".join(parts)
+        if memory_breakdown:
+            text += self.memory_usage()
+        log_dist(text, ranks=ranks or [0])
+
+    def get_mean(self, names, normalizer=1.0, reset=True):
+        """{name: trimmed mean of its recorded milliseconds / normalizer} for the names there are timers for."""
+        assert normalizer > 0.0, f"normalizer must be above 0, got {normalizer}"
+        means = {}
+        for name in names:
+            if name in self.timers:
+                means[name] = self.timers[name].mean() / normalizer
+                if reset:
+                    self.timers[name].reset()
+        return means
+
+
+class NoopTimer:
+    """Stands in for SynchronizedWallClockTimer where nothing shall be measured."""
+
+    class Timer:
+        def start(self):
+            pass
+
+        def reset(self):
+            pass
+
+        def stop(self, **kwargs):
+            pass
+
+        def elapsed(self, **kwargs):
+            return 0
+
+        def mean(self):
+            return 0
+
+    def __init__(self):
+        self.timer = self.Timer()
+
+    def __call__(self, name):
+        return self.timer
+
+    def get_timers(self):
+        return {}
+
+    def has_timer(self, name):
+        return True
+
+    def log(self, names, normalizer=1.0, reset=True, memory_breakdown=False, ranks=None):
+        pass
+
+    def get_mean(self, names, normalizer=1.0, reset=True):
+        return {}
+
+
+class ThroughputTimer:
+    """Samples per second, from the start of reading a batch to the end of the step.
+
+    config:           object with ``enabled`` and ``synchronized`` (wait for the device at both ends), or None: both on.
+    batch_size:       samples per step over all ranks.
+    start_step:       steps that do not count: the first ones pay for warming up.
+    steps_per_output: a line in the log every so many steps; None: none.
+    monitor_memory:   host memory in that line too.
+    """
+
+    def __init__(
+        self, config=None, batch_size=1, start_step=2, steps_per_output=None, monitor_memory=False, logging_fn=None
+    ):
+        self.enabled = getattr(config, "enabled", True)
+        self.synchronized = getattr(config, "synchronized", True)
+        self.batch_size = max(1, batch_size or 1)
+        self.start_step = start_step
+        self.steps_per_output = steps_per_output
+        self.monitor_memory = monitor_memory
+        self.logging = logging_fn or logger.info
+        self.epoch_count = 0
+        self.micro_step_count = 0
+        self.global_step_count = 0
+        self.total_elapsed_time = 0.0  # seconds, of the counted steps
+        self.step_elapsed_time = 0.0  # seconds since the last report
+        self._steps_since_report = 0
+        self._counted_steps = 0
+        self._start_s = None
+
+    def update_epoch_count(self):
+        """A new epoch begins: micro-steps are counted from 0 again."""
+        self.epoch_count += 1
+        self.micro_step_count = 0
+
+    def _now(self):
+        if self.synchronized:
+            get_accelerator().synchronize()
+        return time.perf_counter()
+
+    def start(self):
+        """Before a batch is read; called twice without a stop, the later call counts."""
+        if self.enabled and self.global_step_count >= self.start_step:
+            self._start_s = self._now()
+
+    def stop(self, global_step=False, report_speed=True):
+        """After a micro-step; global_step: it was the last of its step, so the step is complete."""
+        if not self.enabled:
+            return
+        self.micro_step_count += 1
+        measured = self._start_s is not None
+        if measured:
+            duration = self._now() - self._start_s
+            self._start_s = None
+            self.total_elapsed_time += duration
+            self.step_elapsed_time += duration
+        if not global_step:
+            return
+        self.global_step_count += 1
+        if not measured:
+            return
+        self._counted_steps += 1
+        self._steps_since_report += 1
+        if self.steps_per_output and self.global_step_count % self.steps_per_output == 0:
+            if report_speed:
+                self._report()
+            self.step_elapsed_time = 0.0
+            self._steps_since_report = 0
+
+    def _report(self):
+        now = self.batch_size * self._steps_since_report / (self.step_elapsed_time + TIME_EPSILON)
+        device = get_accelerator()
+        text = (
+            f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}, "
+            f"RunningAvgSamplesPerSec={self.avg_samples_per_sec()}, CurrSamplesPerSec={now}, "
+            f"MemAllocated={round(device.memory_allocated() / GIB, 2)}GB, "
+            f"MaxMemAllocated={round(device.max_memory_allocated() / GIB, 2)}GB"
+        )
+        if self.monitor_memory:
+            free, total = device.available_memory() / GIB, device.total_memory() / GIB
+            text += f", MemoryFree={free:.2f}GB of {total:.2f}GB"
+        self.logging(text)
+
+    def avg_samples_per_sec(self):
+        """Samples per second over all counted steps; -inf before the first one."""
+        if self._counted_steps == 0:
+            return float("-inf")
+        return self.batch_size * self._counted_steps / (self.total_elapsed_time + TIME_EPSILON)

@@ -1,0 +1,497 @@
+"""DeepSpeedCPUAdam and FusedAdam against torch.optim and against fp64, over dtypes, layouts and options."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from deepspeed._native import _C
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+SHAPES = [(1,), (7,), (33, 5), (4, 3, 2, 2), (1000, 17), (0,), (3, 0)]
+HALF = [torch.bfloat16, torch.float16]
+
+
+def make_params(dtype=torch.float32, shapes=SHAPES, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def set_grads(params, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def ours(cls, params, adamw, **kwargs):
+    if cls is DeepSpeedCPUAdam:
+        return cls(params, adamw_mode=adamw, **kwargs)
+    return cls(params, adam_w_mode=adamw, **kwargs)
+
+
+CLASSES = pytest.mark.parametrize("cls", [DeepSpeedCPUAdam, FusedAdam])
+ADAMW = pytest.mark.parametrize("adamw", [True, False])
+
+
+@CLASSES
+@ADAMW
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_fp32_equals_torch(cls, adamw, weight_decay):
+    params, expected = make_params(), make_params()
+    optimizer = ours(cls, params, adamw, lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=weight_decay)
+    reference = (torch.optim.AdamW if adamw else torch.optim.Adam)(
+        expected, lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=weight_decay
+    )
+    for step in range(50):
+        set_grads(params, step)
+        set_grads(expected, step)
+        optimizer.step()
+        reference.step()
+    for p, q in zip(params, expected):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-6)
+        if p.numel():
+            torch.testing.assert_close(
+                optimizer.state[p]["exp_avg_sq"], reference.state[q]["exp_avg_sq"], rtol=1e-5, atol=1e-7
+            )
+
+
+@CLASSES
+@ADAMW
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_computes_in_fp32(cls, adamw, dtype):
+    """One step of a 16-bit parameter is the fp32 step, rounded once; the moments stay fp32."""
+    params = make_params(dtype)
+    wide = [torch.nn.Parameter(p.detach().float()) for p in params]
+    optimizer = ours(cls, params, adamw, lr=0.01, weight_decay=0.1)
+    reference = ours(cls, wide, adamw, lr=0.01, weight_decay=0.1)
+    for step in range(5):
+        set_grads(params, step)
+        for p, w in zip(params, wide):
+            w.grad = p.grad.float()
+            w.data.copy_(p.data.float())
+        optimizer.step()
+        reference.step()
+        for p, w in zip(params, wide):
+            assert torch.equal(p.data, w.data.to(dtype))
+            assert optimizer.state[p]["exp_avg"].dtype == torch.float32
+            assert torch.equal(optimizer.state[p]["exp_avg_sq"], reference.state[w]["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_stays_close_to_torch(dtype):
+    """Against torch's Adam of fp32 copies, which rounds nothing: the drift is that of the 16-bit parameters."""
+    params = make_params(dtype)
+    wide = [torch.nn.Parameter(p.detach().float()) for p in params]
+    optimizer = DeepSpeedCPUAdam(params, lr=0.01)
+    reference = torch.optim.AdamW(wide, lr=0.01, weight_decay=0)
+    for step in range(10):
+        set_grads(params, step)
+        for p, w in zip(params, wide):
+            w.grad = p.grad.float()
+        optimizer.step()
+        reference.step()
+    for p, w in zip(params, wide):
+        if p.numel():
+            assert (p.float() - w).norm() <= 1e-2 * w.norm()
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_states(dtype):
+    params = make_params(dtype)
+    optimizer = DeepSpeedCPUAdam(params, lr=0.01, fp32_optimizer_states=False)
+    set_grads(params, 0)
+    optimizer.step()
+    for p in params:
+        state = optimizer.state[p]
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == dtype
+        torch.testing.assert_close(state["exp_avg"], (0.1 * p.grad.float()).to(dtype), rtol=1e-2, atol=1e-6)
+    before = [p.detach().clone() for p in params]
+    set_grads(params, 1)
+    optimizer.step()
+    assert all(p.numel() == 0 or not torch.equal(p, b) for p, b in zip(params, before))
+
+
+@CLASSES
+def test_fp32_grads_of_half_params_by_group(cls):
+    """fp32, bf16 and fp16 parameters in one group are three kernel launches of one call."""
+    params = make_params() + make_params(torch.bfloat16) + make_params(torch.float16)
+    separate = copy.deepcopy(params)
+    optimizer = cls(params, lr=0.01)
+    others = [cls([p], lr=0.01) for p in separate]
+    for step in range(3):
+        set_grads(params, step)
+        for p, q, other in zip(params, separate, others):
+            q.grad = p.grad.clone()
+            other.step()
+        optimizer.step()
+    for p, q in zip(params, separate):
+        assert torch.equal(p, q)
+
+
+def test_one_native_call_per_group(monkeypatch):
+    params = make_params()
+    optimizer = DeepSpeedCPUAdam([{"params": params[:3]}, {"params": params[3:], "lr": 0.1}])
+    calls = []
+    kernel = optimizer._kernel
+
+    class Counting:
+        def step(self, *args, **kwargs):
+            calls.append(len(args[0]))
+            kernel.step(*args, **kwargs)
+
+    optimizer._kernel = Counting()
+    set_grads(params, 0)
+    optimizer.step()
+    assert calls == [3, len(params) - 3]
+
+
+@CLASSES
+def test_missing_gradients_and_their_step_counts(cls):
+    """A parameter without a gradient is left alone, and its bias correction counts its own updates."""
+    params, expected = make_params(shapes=[(5,), (6,)]), make_params(shapes=[(5,), (6,)])
+    optimizer = cls(params, lr=0.01, weight_decay=0.1)
+    reference = torch.optim.AdamW(expected, lr=0.01, weight_decay=0.1)
+    for step in range(4):
+        for group in (params, expected):
+            set_grads(group, step)
+            if step % 2:
+                group[1].grad = None
+        optimizer.step()
+        reference.step()
+    assert [optimizer.state[p]["step"] for p in params] == [4, 2]
+    for p, q in zip(params, expected):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-6)
+
+
+@CLASSES
+def test_no_bias_correction(cls):
+    p = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    p.grad = torch.tensor([0.5, 0.25])
+    cls([p], lr=0.1, bias_correction=False).step()
+    m, v = 0.1 * np.array([0.5, 0.25]), 0.001 * np.array([0.5, 0.25]) ** 2
+    np.testing.assert_allclose(p.detach().numpy(), [1, -2] - 0.1 * m / (np.sqrt(v) + 1e-8), rtol=1e-6)
+
+
+@CLASSES
+def test_strided_parameters_and_gradients(cls):
+    """channels_last, transposed and sliced parameters, with gradients of another layout."""
+    base = torch.randn(8, 6, 5, 4)
+    for make in (
+        lambda t: t.to(memory_format=torch.channels_last),
+        lambda t: t.transpose(0, 3),
+        lambda t: t[:, ::2],
+        lambda t: t[1:3, 1],
+    ):
+        p, q = torch.nn.Parameter(make(base.clone())), torch.nn.Parameter(make(base.clone()).contiguous())
+        optimizer, reference = cls([p], lr=0.01), cls([q], lr=0.01)
+        for _ in range(3):
+            q.grad = torch.randn(q.shape)
+            p.grad = q.grad.clone(memory_format=torch.contiguous_format)
+            optimizer.step()
+            reference.step()
+        assert torch.equal(p, q)
+        assert torch.equal(optimizer.state[p]["exp_avg"], reference.state[q]["exp_avg"])
+
+
+@CLASSES
+def test_the_thread_count_changes_nothing(cls):
+    results = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            params = make_params(shapes=[(300, 1001), (3,), (70000,)])
+            optimizer = cls(params, lr=0.01)
+            for step in range(2):
+                set_grads(params, step)
+                optimizer.step()
+            results.append(params)
+    finally:
+        torch.set_num_threads(threads)
+    for params in results[1:]:
+        assert all(torch.equal(p, q) for p, q in zip(params, results[0]))
+
+
+@CLASSES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_dict_round_trip(cls, dtype):
+    params = make_params(dtype)
+    optimizer = cls(params, lr=0.01)
+    for step in range(3):
+        set_grads(params, step)
+        optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert set(saved["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    restored = cls(copies, lr=0.5)
+    restored.load_state_dict(saved)
+    assert restored.param_groups[0]["lr"] == 0.01
+    for p, q in zip(params, copies):
+        assert restored.state[q]["step"] == 3
+        assert restored.state[q]["exp_avg"].dtype == torch.float32
+        assert torch.equal(restored.state[q]["exp_avg"], optimizer.state[p]["exp_avg"])
+        assert restored.state[q]["exp_avg"].data_ptr() != optimizer.state[p]["exp_avg"].data_ptr() or not q.numel()
+    set_grads(params, 9)
+    set_grads(copies, 9)
+    optimizer.step()
+    restored.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, copies))
+
+
+def test_takes_over_a_torch_adamw_checkpoint():
+    params, expected = make_params(), make_params()
+    reference = torch.optim.AdamW(expected, lr=0.01, weight_decay=0.1)
+    set_grads(expected, 0)
+    reference.step()
+    optimizer = DeepSpeedCPUAdam(params, lr=0.01, weight_decay=0.1)
+    saved = copy.deepcopy(reference.state_dict())
+    saved["param_groups"][0]["bias_correction"] = True
+    optimizer.load_state_dict(saved)
+    for p, q in zip(params, expected):
+        p.data.copy_(q.data)
+    set_grads(params, 1)
+    set_grads(expected, 1)
+    optimizer.step()
+    reference.step()
+    for p, q in zip(params, expected):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+@CLASSES
+def test_deepcopy(cls):
+    params = make_params()
+    optimizer = cls(params)
+    set_grads(params, 0)
+    optimizer.step()
+    other = copy.deepcopy(optimizer)
+    set_grads(other.param_groups[0]["params"], 1)
+    other.step()
+    assert other.state_dict()["state"][0]["step"] == 2 and optimizer.state_dict()["state"][0]["step"] == 1
+
+
+@CLASSES
+def test_closure(cls):
+    p = torch.nn.Parameter(torch.tensor([2.0]))
+    optimizer = cls([p], lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (p * p).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 4.0
+    assert p.item() == pytest.approx(1.9)
+
+
+@CLASSES
+def test_autograd_notices_the_update(cls):
+    """A parameter that a pending backward needs has changed: that must be an error, not a wrong gradient."""
+    p = torch.nn.Parameter(torch.tensor([2.0, 3.0]))
+    loss = (p * p).sum()
+    p.grad = torch.ones(2)
+    cls([p]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@CLASSES
+def test_learning_rate_changes_between_steps(cls):
+    params, expected = make_params(), make_params()
+    optimizer, reference = cls(params, lr=0.1), torch.optim.AdamW(expected, lr=0.1, weight_decay=0)
+    for step, lr in enumerate([0.1, 0.0, 0.05]):
+        for o in (optimizer, reference):
+            o.param_groups[0]["lr"] = lr
+        set_grads(params, step)
+        set_grads(expected, step)
+        optimizer.step()
+        reference.step()
+    for p, q in zip(params, expected):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-6)
+
+
+@CLASSES
+def test_adam_args(cls):
+    optimizer = ours(cls, make_params(), False, lr=0.1, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.2)
+    assert optimizer.adam_args(optimizer.param_groups[0]) == {
+        "lr": 0.1,
+        "beta1": 0.5,
+        "beta2": 0.6,
+        "eps": 1e-3,
+        "weight_decay": 0.2,
+        "adamw": False,
+        "bias_correction": True,
+    }
+
+
+@CLASSES
+def test_amsgrad_is_refused(cls):
+    with pytest.raises(RuntimeError, match="AMSGrad"):
+        cls(make_params(), amsgrad=True)
+
+
+@CLASSES
+@pytest.mark.parametrize(
+    "bad", [{"lr": -1}, {"lr": float("nan")}, {"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}, {"eps": -1}, {"weight_decay": -1}]
+)
+def test_bad_hyperparameters(cls, bad):
+    with pytest.raises(ValueError, match=cls.__name__):
+        cls(make_params(), **bad)
+    with pytest.raises(ValueError, match=cls.__name__):
+        cls([{"params": make_params(), **bad}])
+
+
+@CLASSES
+def test_sparse_gradients_are_refused(cls):
+    p = torch.nn.Parameter(torch.zeros(4, 2))
+    p.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (4, 2))
+    with pytest.raises(RuntimeError, match="sparse"):
+        cls([p]).step()
+
+
+@CLASSES
+def test_fp64_is_refused(cls):
+    p = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    p.grad = torch.ones_like(p)
+    with pytest.raises(TypeError, match="fp32, fp16 and bf16"):
+        cls([p]).step()
+
+
+@CLASSES
+def test_state_of_another_shape_is_refused(cls):
+    p = torch.nn.Parameter(torch.zeros(4))
+    p.grad = torch.ones_like(p)
+    optimizer = cls([p])
+    optimizer.step()
+    optimizer.state[p]["exp_avg"] = torch.zeros(5)
+    with pytest.raises(ValueError, match="another model"):
+        optimizer.step()
+
+
+def test_cpu_adam_refuses_other_devices():
+    p = torch.nn.Parameter(torch.zeros(4, device="meta"))
+    p.grad = torch.zeros_like(p)
+    with pytest.raises(AssertionError, match="host memory"):
+        DeepSpeedCPUAdam([p]).step()
+
+
+def test_fused_adam_refuses_unknown_devices():
+    p = torch.nn.Parameter(torch.zeros(4, device="meta"))
+    p.grad = torch.zeros_like(p)
+    with pytest.raises(RuntimeError, match="no Adam kernels for tensors on meta"):
+        FusedAdam([p]).step()
+
+
+@pytest.mark.parametrize("name", ["grads", "output_params", "scale", "grad_norms", "grad_scaler"])
+def test_fused_adam_refuses_old_arguments(name):
+    with pytest.raises(RuntimeError, match=name):
+        FusedAdam(make_params()).step(**{name: [1]})
+
+
+def test_fused_adam_zero_grad():
+    for set_grad_none in (True, False):
+        params = make_params()
+        optimizer = FusedAdam(params, set_grad_none=set_grad_none)
+        set_grads(params, 0)
+        optimizer.zero_grad()
+        assert all((p.grad is None) == set_grad_none for p in params)
+        assert set_grad_none or all(not p.grad.any() for p in params)
+
+
+def test_optimizer_ids_count_up():
+    first, second = DeepSpeedCPUAdam(make_params()), DeepSpeedCPUAdam(make_params())
+    assert second.opt_id == first.opt_id + 1
+
+
+def test_step_subgroup_updates_one_group():
+    params = make_params(shapes=[(5,), (6,)])
+    optimizer = DeepSpeedCPUAdam([{"params": [p]} for p in params], lr=0.1)
+    before = [p.detach().clone() for p in params]
+    set_grads(params, 0)
+    optimizer.step_subgroup(1)
+    assert torch.equal(params[0], before[0]) and not torch.equal(params[1], before[1])
+    assert optimizer.state[params[1]]["step"] == 1 and params[0] not in optimizer.state
+    with pytest.raises(IndexError, match="no parameter group 2"):
+        optimizer.step_subgroup(2)
+
+
+@ADAMW
+def test_rollback_subgroup_restores_the_values(adamw):
+    params = make_params(shapes=[(50, 3), (6,)])
+    optimizer = DeepSpeedCPUAdam([{"params": [p]} for p in params], lr=0.1, weight_decay=0.2, adamw_mode=adamw)
+    for step in range(3):
+        before = [(p.detach().clone(), copy.deepcopy(optimizer.state.get(p))) for p in params]
+        set_grads(params, step)
+        optimizer.step()
+        optimizer.rollback_subgroup(0)
+        optimizer.rollback_subgroup(1)
+        for p, (value, state) in zip(params, before):
+            torch.testing.assert_close(p.detach(), value, rtol=1e-6, atol=1e-6)
+            assert optimizer.state[p]["step"] == step
+            if state:
+                torch.testing.assert_close(optimizer.state[p]["exp_avg"], state["exp_avg"], rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(optimizer.state[p]["exp_avg_sq"], state["exp_avg_sq"], rtol=1e-5, atol=1e-6)
+        optimizer.step()
+
+
+def test_rollback_refuses_what_it_cannot_do():
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = DeepSpeedCPUAdam([p])
+    p.grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match="nothing to roll back"):
+        optimizer.rollback_subgroup(0)
+    p.grad[1] = float("nan")
+    optimizer.step_subgroup(0)
+    after = p.detach().clone()
+    with pytest.raises(RuntimeError, match="not finite"):
+        optimizer.rollback_subgroup(0)
+    assert torch.equal(p.isnan(), after.isnan()) and optimizer.state[p]["step"] == 1
+
+
+def test_kernel_info():
+    info = _C.kernel_info("cpu")
+    assert info["error"] is None and info["isa"] in ("scalar", "neon", "sse4", "avx2", "avx512")
+    assert "cpu and cuda" in _C.kernel_info("abacus")["error"]
+
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+
+
+@cuda
+@CLASSES
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_cuda_equals_cpu(cls, dtype):
+    host = make_params(dtype)
+    device = [torch.nn.Parameter(p.detach().cuda()) for p in host]
+    on_host, on_device = cls(host, lr=0.01), FusedAdam(device, lr=0.01)
+    for step in range(5):
+        set_grads(host, step)
+        for p, d in zip(host, device):
+            d.grad = p.grad.cuda()
+        on_host.step()
+        on_device.step()
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    for p, d in zip(host, device):
+        torch.testing.assert_close(d.cpu(), p, rtol=tolerance, atol=tolerance)
+
+
+@cuda
+def test_cuda_runs_on_the_current_stream():
+    p = torch.nn.Parameter(torch.zeros(1 << 20, device="cuda"))
+    stream = torch.cuda.Stream()
+    optimizer = FusedAdam([p], lr=1.0)
+    with torch.cuda.stream(stream):
+        p.grad = torch.full_like(p, 2.0)
+        optimizer.step()
+        result = p.detach().clone()
+    stream.synchronize()
+    assert torch.allclose(result, torch.full_like(result, -1.0))
+
+
+@cuda
+def test_cpu_adam_refuses_cuda_parameters():
+    p = torch.nn.Parameter(torch.zeros(4, device="cuda"))
+    p.grad = torch.zeros_like(p)
+    with pytest.raises(AssertionError, match="host memory"):
+        DeepSpeedCPUAdam([p]).step()
