@@ -17,7 +17,11 @@ if(DS_BUILD_CUDA AND NOT DS_SANITIZE)
     set_target_properties(ds_kernels_cuda PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${DS_LIB_DIR} CUDA_STANDARD 17
       POSITION_INDEPENDENT_CODE ON CUDA_VISIBILITY_PRESET hidden)
     target_include_directories(ds_kernels_cuda PRIVATE ${CMAKE_BINARY_DIR}/rooms/base ${CMAKE_BINARY_DIR}/rooms/kernels)
-    target_link_options(ds_kernels_cuda PRIVATE -static-libstdc++ -static-libgcc)
+    # As on the CPU: no fused multiply-add, so that both give the same bits; the kernels wait for memory anyway.
+    target_compile_options(ds_kernels_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false>)
+    target_link_options(ds_kernels_cuda PRIVATE -static-libstdc++ -static-libgcc
+      -Wl,--version-script=${CMAKE_SOURCE_DIR}/cmake/kernels.map)
+    set_target_properties(ds_kernels_cuda PROPERTIES LINK_DEPENDS ${CMAKE_SOURCE_DIR}/cmake/kernels.map)
     set(DS_CUDA_ENABLED ON)
   else()
     message(STATUS "no CUDA compiler found: CPU kernels only")

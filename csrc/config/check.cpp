@@ -78,6 +78,7 @@ Verdict check_range(const Field& field, const Value& value) {
   if (bound.size() > 2 && bound.substr(bound.size() - 2) == ".0") bound.resize(bound.size() - 2);
   Verdict v = refuse("must be " + bound);
   if (!field.fallback.is_null()) v.suggestion = "The default is " + show(field.fallback) + ".";
+  else if (field.kinds & kInt && field.above_minimum) v.suggestion = "Set it to at least " + std::to_string(static_cast<int64_t>(*field.minimum) + 1) + ", or leave it out.";
   v.out_of_range = true;
   return v;
 }

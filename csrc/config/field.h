@@ -90,8 +90,9 @@ struct Field {
   std::vector<Literal> item_choices;
   std::optional<double> item_minimum;
   std::vector<std::string> aliases;
-  std::string replaced_by;  // deprecated in favour of this key (of the same section, or a dotted path from the top)
-  bool forwarded = false;   // ... and its value is carried over
+  std::string replaced_by;  // the successor of a deprecated key: dotted, from the section the key is in
+  bool is_deprecated = false;  // with or without a successor
+  bool forwarded = false;      // its value is carried over to the successor
   std::string forward_true_as;   // the one-key table {first: second} that `true` stands for in the new key
   std::string forward_true_value;
   std::optional<NotBuilt> unbuilt;
@@ -133,7 +134,8 @@ struct Field {
   Field& computed(std::string how) { fallback_note = std::move(how); return *this; }
   Field& required() { is_required = true; return *this; }
   Field& raises(ErrorKind v) { violation = v; return *this; }
-  Field& deprecated_for(std::string key) { replaced_by = std::move(key); return *this; }
+  Field& deprecated() { is_deprecated = true; return *this; }
+  Field& deprecated_for(std::string key) { is_deprecated = true; replaced_by = std::move(key); return *this; }
   Field& forwards() { forwarded = true; return *this; }
   Field& forwards_true_as(std::string key, std::string v) {
     forwarded = true; forward_true_as = std::move(key); forward_true_value = std::move(v); return *this;

@@ -53,8 +53,9 @@ class Writer {
     if (!limits.empty()) meaning += " Allowed: " + limits + ".";
     if (field.is_required) meaning += " Required.";
     for (const std::string& alias : field.aliases) meaning += " Also accepted as `" + alias + "`.";
-    if (!field.replaced_by.empty()) {
-      meaning += " *Deprecated: use `" + field.replaced_by + "`" + (field.forwarded ? ", which gets its value.*" : ".*");
+    if (field.is_deprecated) {
+      meaning += field.replaced_by.empty() ? " *Deprecated.*"
+                 : " *Deprecated: use `" + field.replaced_by + "`" + (field.forwarded ? ", which gets its value.*" : ".*");
     }
     if (field.unbuilt && !field.unbuilt->values.empty()) {
       std::string values;

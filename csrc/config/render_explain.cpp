@@ -11,7 +11,6 @@ std::string join(const std::string& path, const std::string& key) { return path.
 struct Row {
   std::string path, value, origin;
   bool is_default;
-  const Origin* from;
 };
 
 class Lister {
@@ -26,7 +25,7 @@ class Lister {
       if (field && field->is_section() && item.value().is_object()) {
         section(*field, item.value(), here, pending);
       } else {
-        rows.push_back({here, show(item.value()), origin_of(here, pending), is_default(here), nullptr});
+        rows.push_back({here, show(item.value()), origin_of(here, pending), is_default(field, here, item.value())});
       }
     }
   }
@@ -34,9 +33,10 @@ class Lister {
   std::vector<Row> rows;
 
  private:
-  bool is_default(const std::string& path) const {
+  bool is_default(const Field* field, const std::string& path, const Value& value) const {
     const Source source = config_.origin(path).source;
-    return source == Source::kDefault || source == Source::kAuto;
+    if (source == Source::kDefault || source == Source::kAuto) return true;
+    return field && !field->is_wildcard() && value == default_of(*field);
   }
 
   std::string origin_of(const std::string& path, const std::string& pending) const {

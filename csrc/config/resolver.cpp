@@ -24,6 +24,11 @@ std::vector<std::string> names_of(const std::vector<Field>& fields) {
   return out;
 }
 
+std::string describe_required(Field field) {
+  field.kinds &= ~kNull;
+  return describe_kinds(field);
+}
+
 // Dotted paths of the sections in which a key of this name is known.
 void homes_of(const std::string& key, const std::vector<Field>& fields, const std::string& path,
               std::vector<std::string>& out) {
@@ -106,7 +111,7 @@ class Resolver {
     }
     for (const Field& f : at.fields) {
       if (f.is_required && !given.contains(f.name)) {
-        error("missing_key", join(path, f.name), join(path, f.name) + " is missing; it must be " + describe_kinds(f) + ".",
+        error("missing_key", join(path, f.name), join(path, f.name) + " is missing; it must be " + describe_required(f) + ".",
               "Add it to \"" + path + "\".");
       }
       if (!f.variant_key.empty()) variant(f, path, out);
@@ -213,7 +218,7 @@ class Resolver {
     for (const Field& f : set->second) {
       const std::string here = join(join(path, field.name), f.name);
       if (f.is_required && !params.contains(f.name)) {
-        error("missing_key", here, here + " is missing; " + set->first + " needs it, " + describe_kinds(f) + ".",
+        error("missing_key", here, here + " is missing; " + set->first + " needs it, " + describe_required(f) + ".",
               "Add it to \"" + join(path, field.name) + "\".");
       }
     }
@@ -263,9 +268,10 @@ class Resolver {
   }
 
   void deprecated(const Field& field, const Value& value, const std::string& here, const std::string& path) {
-    if (field.replaced_by.empty() || is_auto(value) || value.is_null()) return;
-    warn("deprecated", here, config_.where(here) + " is deprecated; use \"" + field.replaced_by + "\"" +
-                                 (field.forwarded ? ", which gets its value." : "."));
+    if (!field.is_deprecated || is_auto(value) || value.is_null()) return;
+    warn("deprecated", here, config_.where(here) + " is deprecated" +
+                                 (field.replaced_by.empty() ? "." : "; use \"" + field.replaced_by + "\"" +
+                                 (field.forwarded ? ", which gets its value." : ".")));
     if (!field.forwarded || !check(field, value, true, nullptr).value) return;
     Value carried = value;
     if (!field.forward_true_as.empty()) {

@@ -36,6 +36,7 @@ class Judge {
   virtual void error(const std::vector<std::string>& paths, const std::string& what, const std::string& fix,
                      ErrorKind kind = ErrorKind::kConfig) = 0;
   virtual void warn(const std::vector<std::string>& paths, const std::string& what) = 0;
+  // An empty `why`: the value counts as the default.
   virtual void derive(const std::string& path, const Literal& value, const std::string& why) = 0;
 };
 

@@ -1,7 +1,7 @@
 // Adam and AdamW over many tensors in one call (Kingma & Ba 2015; decoupled decay: Loshchilov & Hutter 2019).
 //
-// Per element, in fp32, each line rounded once, no fused multiply-add, so that every instruction set gives the same
-// bits; with g = grad * scale->grad_scale, w = weight_decay, c1 = bias_correction1, c2 = bias_correction2:
+// Per element, in fp32, each line rounded once, no fused multiply-add, so that every instruction set and device gives
+// the same bits; with g = grad * scale->grad_scale, w = weight_decay, c1 = bias_correction1, c2 = bias_correction2:
 //   adamw false:  g += w * p
 //   m += (1 - beta1) * (g - m)
 //   v += (1 - beta2) * (g * g - v)

@@ -23,8 +23,9 @@ struct KernelTable {
   void (*copy)(const Launch&, void* dst, DType dst_dtype, const void* src, DType src_dtype, size_t n, float scale);
   // dst += src * scale, rounded once to dst_dtype.
   void (*accumulate)(const Launch&, void* dst, DType dst_dtype, const void* src, DType src_dtype, size_t n, float scale);
-  // *sum += sum of squares over all segments, accumulated in fp64 in an order that depends on the segments alone
-  // (not on the thread count or the instruction set). A nan or inf anywhere makes it nan or inf.
+  // *sum += sum of squares over all segments, accumulated in fp64 in an order that depends on the segments alone, not
+  // on the thread count, the instruction set or the device (kernels/sum_order.h). A nan or inf anywhere makes it nan
+  // or inf.
   void (*sum_squares)(const Launch&, const Segment* segments, size_t count, DType dtype, double* sum);
   // From *sum, of gradients that are `loss_scale` times too large: norm = sqrt(sum) / loss_scale;
   // grad_scale = 1 / loss_scale * min(1, max_norm / (norm + 1e-6)), without the min term when max_norm <= 0;
@@ -36,9 +37,9 @@ struct KernelTable {
   // data *= factor. The exemplar kernel: read kernels/ref/scale.cpp, cpu/scale.cpp and cuda/scale.cu to write another.
   void (*scale)(const Launch&, void* data, DType dtype, size_t n, float factor);
 
-  // Null, or a text with static lifetime about the first launch that failed on this thread since the last call; the
-  // call clears it. Work is asynchronous on CUDA: a fault inside a kernel may be reported by a later call. The CPU's
-  // kernels cannot fail.
+  // Null, or a text with static lifetime about a launch of this thread that failed since the last call, which clears
+  // it; where device_error() is not null, that. Work is asynchronous on CUDA: a fault inside a kernel may be reported
+  // by a later call. The CPU's kernels cannot fail.
   const char* (*last_error)();
   // Null, or why nothing can run on this device here (no GPU, no driver), with static lifetime. Opens no context.
   const char* (*device_error)();

@@ -65,7 +65,7 @@ DS_CONFIG_CHAPTER(10, kInference, "Keys of init_inference") {
   c.add(checkpoint.alias("checkpoint_config"));
   c.add(boolean("return_tuple", true, "Layers return tuples."));
   c.add(integer("training_mp_size", 1, "Model-parallel ranks the checkpoint was trained with.").at_least(1));
-  c.add(text("replace_method", "auto", "Has no effect.").deprecated_for("kernel_inject"));
+  c.add(text("replace_method", "auto", "Has no effect.").deprecated());
   c.add(table("injection_dict", nullptr, "Which layers are replaced, by class.").also(kPython).alias("injection_policy"));
   c.add(list("injection_policy_tuple", nullptr, "Names of linear layers whose output is reduced.").also(kPython));
   c.add(table("args", nullptr, "Further arguments.").alias("config"));

@@ -141,8 +141,8 @@ DS_CONFIG_CHAPTER(50, kTraining, "ZeRO") {
 
   c.rule("zero_optimization.overlap_comm is true for stage 3 and false otherwise, unless given.", [](Judge& j) {
     if (!j.is_null("zero_optimization.overlap_comm")) return;
-    j.derive("zero_optimization.overlap_comm", j.integer("zero_optimization.stage") == 3,
-             "zero_optimization.stage = " + std::to_string(j.integer("zero_optimization.stage")));
+    const int64_t stage = j.integer("zero_optimization.stage");
+    j.derive("zero_optimization.overlap_comm", stage == 3, stage == 0 ? "" : "zero_optimization.stage = " + std::to_string(stage));
   });
   c.whole_rule("offload_optimizer needs ZeRO stage 1, 2 or 3; offload_param needs stage 3.", [](Judge& j) {
     const int64_t stage = j.integer("zero_optimization.stage");

@@ -74,26 +74,23 @@ constexpr auto kBodies = DS_BODIES(block_sum);
 
 template <Isa isa>
 void sum_squares(const Launch& launch, const Segment* segments, size_t count, DType dtype, double* sum) {
-  struct Blocks {
-    const void* data;
-    size_t elements, numel;  // numel: of blocks, as split_segments wants it
-  };
   const auto body = kBodies.by_isa[static_cast<int>(isa)];
   const auto block = [&](const Segment& seg, size_t index) {
     const size_t begin = index * kSumBlock;
     return body(seg.data, dtype, begin, std::min(kSumBlock, seg.numel - begin));
   };
   size_t blocks = 0;
-  for (size_t s = 0; s < count; ++s) blocks += (segments[s].numel + kSumBlock - 1) / kSumBlock;
-  double total = 0;
+  for (size_t s = 0; s < count; ++s) blocks += sum_blocks(segments[s].numel);
+  double lanes[kSumBlockLanes] = {};
   if (launch.pool == nullptr || blocks * kSumBlock <= kInline) {
+    size_t row = 0;
     for (size_t s = 0; s < count; ++s)
-      for (size_t b = 0; b * kSumBlock < segments[s].numel; ++b) total += block(segments[s], b);
-    *sum += total;
+      for (size_t b = 0; b < sum_blocks(segments[s].numel); ++b) lanes[row++ % kSumBlockLanes] += block(segments[s], b);
+    *sum += sum_of_lanes(lanes);
     return;
   }
   std::vector<size_t> ends(count);  // of each segment, in the row of all blocks
-  for (size_t s = 0, end = 0; s < count; ++s) ends[s] = end += (segments[s].numel + kSumBlock - 1) / kSumBlock;
+  for (size_t s = 0, end = 0; s < count; ++s) ends[s] = end += sum_blocks(segments[s].numel);
   std::vector<double> sums(blocks);
   launch.pool->parallel_for(blocks, 1, [&](size_t begin, size_t end) {
     size_t s = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
@@ -102,8 +99,8 @@ void sum_squares(const Launch& launch, const Segment* segments, size_t count, DT
       sums[b] = block(segments[s], b - (s == 0 ? 0 : ends[s - 1]));
     }
   });
-  for (double part : sums) total += part;
-  *sum += total;
+  for (size_t b = 0; b < blocks; ++b) lanes[b % kSumBlockLanes] += sums[b];
+  *sum += sum_of_lanes(lanes);
 }
 
 }  // namespace

@@ -9,7 +9,8 @@ namespace ds::kernels::ref {
 
 // [Note: order of the sum of squares] in kernels/sum_order.h, followed to the letter.
 void sum_squares(const Launch&, const Segment* segments, size_t count, DType dtype, double* sum) {
-  double total = 0;
+  double block_lanes[kSumBlockLanes] = {};
+  size_t block = 0;
   for (size_t s = 0; s < count; ++s) {
     for (size_t begin = 0; begin < segments[s].numel; begin += kSumBlock) {
       const size_t end = std::min(segments[s].numel, begin + kSumBlock);
@@ -18,10 +19,10 @@ void sum_squares(const Launch&, const Segment* segments, size_t count, DType dty
         const double x = load(segments[s].data, dtype, i);
         lanes[(i - begin) % kSumLanes] += x * x;
       }
-      total += sum_of_lanes(lanes);
+      block_lanes[block++ % kSumBlockLanes] += sum_of_lanes(lanes);
     }
   }
-  *sum += total;
+  *sum += sum_of_lanes(block_lanes);
 }
 
 void finish_norm(const Launch&, const double* sum, float loss_scale, float max_norm, bool check, StepScale* out) {

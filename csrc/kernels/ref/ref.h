@@ -1,5 +1,5 @@
-// The plain loops: slow, on one thread, obviously right. Every other body must give the same bits (NaN payloads and
-// the CUDA bodies' last digit aside). Contracts: kernels/table.h.
+// The plain loops: slow, on one thread, obviously right. Every other body, on any device, must give the same bits (NaN
+// payloads aside). Contracts: kernels/table.h.
 #pragma once
 #include "kernels/table.h"
 

@@ -1,0 +1,27 @@
+// The CUDA entries of the kernel table, and what they share on the host side.
+#pragma once
+#include <cuda_runtime.h>
+
+#include "kernels/table.h"
+
+namespace ds::kernels::cuda {
+
+constexpr int kThreads = 256;
+
+inline cudaStream_t stream_of(const Launch& launch) { return static_cast<cudaStream_t>(launch.stream); }
+
+// Blocks for a loop over n elements in which every thread takes several turns: enough to fill any GPU.
+inline unsigned blocks_for(size_t n, size_t per_thread) {
+  const size_t per_block = kThreads * per_thread;
+  const size_t blocks = (n + per_block - 1) / per_block;
+  return static_cast<unsigned>(blocks < 8192 ? blocks : 8192);
+}
+
+void copy(const Launch&, void* dst, DType dst_dtype, const void* src, DType src_dtype, size_t n, float scale);
+void accumulate(const Launch&, void* dst, DType dst_dtype, const void* src, DType src_dtype, size_t n, float scale);
+void sum_squares(const Launch&, const Segment* segments, size_t count, DType dtype, double* sum);
+void finish_norm(const Launch&, const double* sum, float loss_scale, float max_norm, bool check, StepScale* out);
+void adam(const Launch&, const AdamSegment* segments, size_t count, const AdamArgs& args, const StepScale* scale);
+void scale(const Launch&, void* data, DType dtype, size_t n, float factor);
+
+}  // namespace ds::kernels::cuda
