@@ -1,4 +1,6 @@
-"""The engine against one plain PyTorch process on the same data: losses, norms, parameters and moments.
+"""The engine against one plain PyTorch process on the same data: losses, norms, parameters and moments, within 1e-6.
+
+The plain process computes in fp64 (see ``train_plain``); one test compares with a plain fp32 process as well.
 
 50 steps with clipping, over world sizes, accumulation, optimizers, groups and ways to call backward, on a model with
 shared, frozen, unused, sometimes used and sparse parameters.
@@ -50,6 +52,21 @@ def test_fp32_equals_plain_training(world, accumulate, user_backward):
     results = run_ranks(world, body_config_optimizer, accumulate, {}, user_backward, False)
     losses, norms, _ = train_plain(STEPS, adamw)
     check_fp32(results, losses, norms)
+
+
+def body_against_fp32(rank, world):
+    model = make_net()
+    engine, _, _, _ = deepspeed.initialize(model=model, config=config(world, 2))
+    train_engine(engine, STEPS, rank, world)
+    _, _, exact = train_plain(STEPS, adamw)
+    _, _, plain = train_plain(STEPS, adamw, dtype=torch.float32)
+    return difference(model, plain), difference(model, exact), difference(plain, exact)
+
+
+def test_closer_to_the_truth_than_plain_fp32():
+    for to_plain, ours, plains in run_ranks(2, body_against_fp32):
+        assert ours < plains
+        assert to_plain < plains + 1e-6
 
 
 @pytest.mark.parametrize(
@@ -166,7 +183,7 @@ def test_torch_optimizer_by_name():
 def body_no_sync(rank, world):
     model = make_net()
     engine, _, _, _ = deepspeed.initialize(model=model, config=config(world, 1, size=8))
-    reference = make_net()
+    reference = make_net().double()
     optimizer = adamw(reference)
     for step in range(10):
         tokens, targets = batch(step)
@@ -190,7 +207,7 @@ def test_no_sync_and_several_backwards_before_a_step():
 def body_boundary_by_hand(rank, world):
     model = make_net()
     engine, _, _, _ = deepspeed.initialize(model=model, config=config(world, 4, size=16))
-    reference = make_net()
+    reference = make_net().double()
     optimizer = adamw(reference)
     for step in range(6):
         optimizer.zero_grad(set_to_none=True)
@@ -214,7 +231,7 @@ def test_boundaries_set_by_the_caller():
 
 def body_two_engines(rank, world):
     """A generator and a discriminator: the first one's loss runs through the second, whose gradients do not count."""
-    models, plain = [make_net(seed=1), torch.nn.Linear(5, 1)], [make_net(seed=1), torch.nn.Linear(5, 1)]
+    models, plain = [make_net(seed=1), torch.nn.Linear(5, 1)], [make_net(seed=1).double(), torch.nn.Linear(5, 1).double()]
     torch.manual_seed(5)
     plain[1].weight.data.normal_()
     models[1].load_state_dict(plain[1].state_dict())
@@ -228,7 +245,7 @@ def body_two_engines(rank, world):
             if run == 1:
                 for o in optimizers:
                     o.zero_grad(set_to_none=True)
-            real = torch.nn.functional.one_hot(tokens[part] % 5, 5).float()
+            real = torch.nn.functional.one_hot(tokens[part] % 5, 5).to(judge.weight.dtype)
             fake = generator(tokens[part], extra=True)
             for loss in (judge(real).square().mean(), (judge(fake.detach()) - 1).square().mean()):
                 engines[1].backward(loss) if run == 0 else loss.backward()
@@ -272,7 +289,7 @@ def body_checkpointed(rank, world, reentrant):
                 x = checkpoint(lambda v: torch.tanh(self.inner(v)), x, use_reentrant=reentrant)
             return self.outer(x)
 
-    model, reference = Twice(), Twice()
+    model, reference = Twice(), Twice().double()
     made = config(world, 1)
     made["zero_optimization"]["reduce_bucket_size"] = 10
     engine, _, _, _ = deepspeed.initialize(model=model, config=made)
@@ -287,7 +304,7 @@ def body_checkpointed(rank, world, reentrant):
         engine.step()
         late += engine.core.late_count
         optimizer.zero_grad(set_to_none=True)
-        reference(x.clone().requires_grad_(True), again).square().mean().backward()
+        reference(x.double().requires_grad_(True), again).square().mean().backward()
         torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         optimizer.step()
     return difference(model, reference), late

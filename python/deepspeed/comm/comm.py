@@ -152,10 +152,11 @@ def is_initialized():
 
 
 def destroy_process_group(group=None):
-    """Ends one group, or all of them and the job's connection."""
+    """Ends one group, or all of them and the job's connection; nothing without a process group."""
     global cdb
-    carrier().destroy_process_group(group)
-    if group is None or not dist.is_initialized():
+    if dist.is_initialized():
+        carrier().destroy_process_group(group)
+    if not dist.is_initialized():
         cdb = None
 
 
