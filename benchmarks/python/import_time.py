@@ -60,10 +60,11 @@ def main():
         "cuda_context": any(r["cuda_context"] for r in results),
         "limit_ms": args.limit_ms,
     }
+    context = "yes" if figures["cuda_context"] else "no"
     print(
         f"import deepspeed {results[0]['version']} after torch {results[0]['torch']}: "
         f"{statistics.median(ours):.1f} ms median, {min(ours):.1f} best of {len(ours)} "
-        f"(torch itself {figures['torch_ms']['median']:.0f} ms); CUDA context: {'yes' if figures['cuda_context'] else 'no'}; PATH empty"
+        f"(torch itself {figures['torch_ms']['median']:.0f} ms); CUDA context: {context}; PATH empty"
     )
     machine.write_json(args.json, "import_time", figures, torch=results[0]["torch"])
     sys.exit(min(ours) > args.limit_ms or figures["cuda_context"])
