@@ -87,6 +87,7 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         self.seq_parallel_group = None
         self.local_rank = self._find_local_rank(args)
         self.device = torch.device(get_accelerator().device_name(self.local_rank))
+        get_accelerator().set_device(self.local_rank)
 
         self.global_steps = 0
         self.global_samples = 0
