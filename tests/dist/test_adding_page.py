@@ -10,7 +10,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 
 def test_example_of_the_page(tmp_path):
     with open(os.path.join(ROOT, "docs", "adding.md"), encoding="utf-8") as file:
-        (block,) = [code for code in re.findall(r"^```python\n(.*?)^```", file.read(), re.M | re.S) if "run_ranks" in code]
+        (block,) = [
+            code for code in re.findall(r"^```python\n(.*?)^```", file.read(), re.M | re.S) if "run_ranks" in code
+        ]
     (tmp_path / "test_block.py").write_text(block)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     paths = [os.path.join(ROOT, "tests", "dist"), os.path.join(ROOT, "python")]
