@@ -71,6 +71,15 @@ def test_warmup_lr_peak_is_exact():
     assert all(rate == 0.3 for rate in rates[19:]) and rates[18] < 0.3
 
 
+def test_warmup_lr_of_an_existing_checkpoint():
+    """The rate that DeepSpeed 0.19.6 wrote after 4 of 10 warm-up steps to 0.01."""
+    schedule = WarmupLR(adam(), warmup_min_lr=0, warmup_max_lr=0.01, warmup_num_steps=10)
+    for _ in range(4):
+        schedule.step()
+    assert schedule.state_dict() == {"last_batch_iteration": 3}
+    assert schedule.get_lr() == [pytest.approx(0.006020599913279623, rel=1e-15)]
+
+
 def test_warmup_lr_default_peak_is_the_groups_own_rate():
     schedule = WarmupLR(adam(0.5, 0.25), warmup_num_steps=10)
     for _ in range(20):
