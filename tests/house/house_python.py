@@ -194,7 +194,7 @@ def check_head_node(modules):
                 if at_top and target.split(".")[0] == "torch":
                     problems.append(
                         f"{start.path} reaches torch through {' -> '.join(trail)} (line {line}): the launcher and the "
-                        f"report start on machines without torch, and in a tenth of a second. {SEE}"
+                        f"report start on machines without torch, and at once. {SEE}"
                     )
             for _, target in targets(module, modules, top_only=True):
                 if target in modules and target not in seen:
