@@ -339,6 +339,47 @@ time.sleep(600)
     assert job.returncode == 0
 
 
+def test_ctrl_z_stops_the_ranks_and_fg_continues_them():
+    script("open('ready', 'w').close()\nwhile not os.path.exists('go'): time.sleep(0.01)")
+    job = start("--num_gpus", 1, "train.py")
+    wait_for(lambda: os.path.exists("ready"))
+
+    def state(pid):
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0]
+
+    job.send_signal(signal.SIGTSTP)
+    wait_for(lambda: state(pids()[0]) == "T" and state(job.pid) == "T")
+    open("go", "w").close()
+    time.sleep(0.2)
+    assert state(pids()[0]) == "T"
+    job.send_signal(signal.SIGCONT)
+    assert job.wait(10) == 0
+
+
+def test_ignored_child_signal():
+    script("raise SystemExit(4)")
+    line = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.executable, %r)"
+    line %= command("--num_gpus", 1, "train.py")
+    assert subprocess.run([sys.executable, "-c", line], env=environment(), capture_output=True).returncode == 4
+
+
+def test_a_program_that_calls_main_keeps_its_own_children():
+    script("os.kill(os.getppid(), signal.SIGKILL); time.sleep(60)")  # the worst case: the supervisor is killed
+    with open("caller.py", "w") as file:
+        file.write("""
+import subprocess, sys
+from deepspeed.launcher.runner import main
+mine = subprocess.Popen(["sleep", "60"])
+code = main(["--num_gpus", "1", "train.py"])
+print(code, mine.poll())
+mine.kill()
+""")
+    done = subprocess.run([sys.executable, "caller.py"], env=environment(), capture_output=True, text=True, timeout=30)
+    assert done.stdout == "137 None\n", done.stderr
+    assert_nobody_left(1)
+
+
 def supervisor_of(job):
     with open(f"/proc/{job.pid}/task/{job.pid}/children") as file:
         return int(file.read().split()[0])
