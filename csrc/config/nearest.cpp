@@ -65,7 +65,8 @@ std::string nearest(const std::string& word, const std::vector<std::string>& can
   const std::string small = lower(word);
   for (const std::string& candidate : candidates) {
     const std::string other = lower(candidate);
-    const bool inside = other.find(small) != std::string::npos || (other.size() >= 4 && small.find(other) != std::string::npos);
+    const bool inside =
+        other.find(small) != std::string::npos || (other.size() >= 4 && small.find(other) != std::string::npos);
     if (inside && (found.empty() || candidate.size() < found.size())) found = candidate;
   }
   return found;

@@ -45,7 +45,9 @@ class Lister {
     switch (origin.source) {
       case Source::kDefault: out = "default"; break;
       case Source::kGiven: out = origin.line ? "line " + std::to_string(origin.line) : "given"; break;
-      case Source::kAuto: out = origin.line ? "default, \"auto\" on line " + std::to_string(origin.line) : "default, for \"auto\""; break;
+      case Source::kAuto:
+        out = origin.line ? "default, \"auto\" on line " + std::to_string(origin.line) : "default, for \"auto\"";
+        break;
       case Source::kDerived: out = "derived: " + origin.detail; break;
       case Source::kEnvironment: out = "environment: " + origin.detail; break;
       case Source::kDeprecated:
@@ -65,7 +67,8 @@ void table(const std::vector<Row>& rows, std::string& out) {
     value = std::max(value, std::min<size_t>(row.value.size(), 28));
   }
   for (const Row& row : rows) {
-    std::string line = row.path + std::string(path > row.path.size() ? path - row.path.size() : 0, ' ') + "  " + row.value;
+    std::string line =
+        row.path + std::string(path > row.path.size() ? path - row.path.size() : 0, ' ') + "  " + row.value;
     const size_t width = path + 2 + value;
     if (line.size() < width) line.resize(width, ' ');
     out += line + "  " + row.origin + "\n";

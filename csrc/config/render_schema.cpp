@@ -9,8 +9,10 @@ Value object_of(const Field& section, const std::string& outer);
 Value types_of(unsigned kinds) {
   Value out = Value::array();
   if (kinds & kBool) out.push_back("boolean");
-  if (kinds & kFloat) out.push_back("number");
-  else if (kinds & kInt) out.push_back("integer");
+  if (kinds & kFloat)
+    out.push_back("number");
+  else if (kinds & kInt)
+    out.push_back("integer");
   if (kinds & kText) out.push_back("string");
   if (kinds & kList) out.push_back("array");
   if (kinds & (kTable | kSection)) out.push_back("object");
@@ -32,10 +34,11 @@ Value items_of(const Field& field) {
 
 // In a validated section every value may be "auto", and editors must not mark it.
 Value or_auto(Value described) {
-  if (described.contains("type") && described["type"] == Value::array({"string"}) && !described.contains("enum")) return described;
+  if (described.contains("type") && described["type"] == Value::array({"string"}) && !described.contains("enum"))
+    return described;
   Value plain = Value::object();
-  for (const char* key : {"type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "items", "properties",
-                          "additionalProperties", "required"}) {
+  for (const char* key : {"type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "items",
+                          "properties", "additionalProperties", "required"}) {
     if (!described.contains(key)) continue;
     plain[key] = described[key];
     described.erase(key);
@@ -112,7 +115,9 @@ Value object_of(const Field& section, const std::string& outer) {
 }  // namespace
 
 std::string json_schema(const Schema& schema) {
-  Value out = {{"$schema", "https://json-schema.org/draft/2020-12/schema"}, {"title", "DeepSpeed configuration"}, {"type", "object"}};
+  Value out = {{"$schema", "https://json-schema.org/draft/2020-12/schema"},
+               {"title", "DeepSpeed configuration"},
+               {"type", "object"}};
   out.update(object_of(schema.root, ""));
   if (schema.lenient_top) out["additionalProperties"] = true;
   return out.dump(1) + "\n";

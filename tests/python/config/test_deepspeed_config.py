@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, choose_config, non_default_values
+from deepspeed.config.read import read
 from deepspeed.config.sections import (
     DeepSpeedFP16Config,
     DeepSpeedMonitorConfig,
@@ -19,6 +20,13 @@ from deepspeed.config.sections import (
     OffloadDeviceEnum,
     ZeroStageEnum,
 )
+from deepspeed.monitor.config import TensorBoardConfig
+from deepspeed.runtime.config import ADAM_OPTIMIZER, get_gradient_clipping, get_log_level
+from deepspeed.runtime.config import DeepSpeedConfig as same
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT, LOG_LEVEL_DEFAULT
+from deepspeed.runtime.precision_config import get_bfloat16_config
+from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
 
 
 def write(folder, text):
@@ -126,8 +134,6 @@ def test_a_dict_that_contains_itself_is_refused():
 
 
 def test_auto_stands_for_the_default_in_validated_sections_and_is_reported():
-    from deepspeed.config.read import read
-
     given = {"train_batch_size": 8, "zero_optimization": {"reduce_bucket_size": "auto", "overlap_comm": "auto"}}
     assert DeepSpeedConfig(given).zero_config.reduce_bucket_size == 500_000_000
     notes = [issue for issue in read(given).issues() if issue["severity"] == "note"]
@@ -296,14 +302,6 @@ def test_choose_config():
 
 
 def test_import_paths_of_scripts():
-    from deepspeed.monitor.config import TensorBoardConfig
-    from deepspeed.runtime.config import ADAM_OPTIMIZER, get_gradient_clipping, get_log_level
-    from deepspeed.runtime.config import DeepSpeedConfig as same
-    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-    from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT, LOG_LEVEL_DEFAULT
-    from deepspeed.runtime.precision_config import get_bfloat16_config
-    from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
-
     assert same is DeepSpeedConfig and ADAM_OPTIMIZER == "adam"
     assert (GRADIENT_CLIPPING_DEFAULT, LOG_LEVEL_DEFAULT) == (1.0, None)
     assert get_gradient_clipping({}) == 1.0 and get_gradient_clipping({"gradient_clipping": 0}) == 0.0
