@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from deepspeed.host.ports import free_port
 
 pytestmark = pytest.mark.dist
 
@@ -40,8 +41,9 @@ def command(*args):
 
 
 def environment(**more):
-    env = {name: value for name, value in os.environ.items() if name not in ("MASTER_PORT", "DS_LOG_LEVEL")}
-    return dict(env, PYTHONPATH=PYTHON_DIR, DS_ACCELERATOR="cpu", **more)
+    # A port of its own: somebody else on this machine may have the default one.
+    env = {name: value for name, value in os.environ.items() if name != "DS_LOG_LEVEL"}
+    return {**env, "PYTHONPATH": PYTHON_DIR, "DS_ACCELERATOR": "cpu", "MASTER_PORT": str(free_port()), **more}
 
 
 def run(*args, timeout=30, **more):
@@ -459,7 +461,7 @@ def test_busy_port():
         except OSError:
             pytest.skip("somebody else has the default port")
         taken.listen(1)
-        done = run("--num_gpus", 1, "train.py")
+        done = run("--num_gpus", 1, "train.py", MASTER_PORT="")
         assert done.returncode == 0 and done.stdout.strip() != "29500" and "29500" in done.stderr
 
 
