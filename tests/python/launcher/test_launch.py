@@ -458,9 +458,9 @@ def test_busy_port():
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             taken.bind(("", 29500))
+            taken.listen(1)
         except OSError:
-            pytest.skip("somebody else has the default port")
-        taken.listen(1)
+            pass  # somebody else has it: as good as we
         done = run("--num_gpus", 1, "train.py", MASTER_PORT="")
         assert done.returncode == 0 and done.stdout.strip() != "29500" and "29500" in done.stderr
 
