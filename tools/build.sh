@@ -33,5 +33,5 @@ fi
 if [ -t 2 ]; then
   ninja -C "$dir" -j "$JOBS" "$@" >&2
 else  # no terminal: a line for each file, none for the bookkeeping
-  ninja -C "$dir" -j "$JOBS" "$@" | { grep -vE '^ninja: |Re-checking globbed' >&2 || true; }
+  ninja -C "$dir" -j "$JOBS" "$@" | { grep -vE '^ninja: |Re-checking globbed|GLOB mismatch' >&2 || true; }
 fi || die "the build failed: the first error above names the file."

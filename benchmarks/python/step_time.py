@@ -135,8 +135,9 @@ def work(args):
     sys.path[:0] = [os.path.join(ROOT, "examples", "quickstart"), HERE]
     import copy
 
-    import deepspeed
     import torch
+
+    import deepspeed
     from common import machine
     from model import GPT, Shape, parameter_groups
 

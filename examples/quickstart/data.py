@@ -12,9 +12,10 @@ import sysconfig
 import time
 import zlib
 
-import bpe
 import numpy
 import torch
+
+import bpe
 
 VOCAB_SIZE = 2048
 SAMPLE_BYTES = 2_500_000  # the tokenizer learns from this much of the training text

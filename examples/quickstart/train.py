@@ -14,13 +14,14 @@ import shutil
 import sys
 import time
 
+import psutil
+import torch
+
 import data
 import deepspeed
 import deepspeed.comm as dist
 import progress
-import psutil
 import report
-import torch
 from model import GPT, Shape, parameter_groups
 
 HERE = os.path.dirname(os.path.abspath(__file__))

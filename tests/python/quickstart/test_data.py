@@ -2,9 +2,10 @@
 
 import os
 
+import pytest
+
 import bpe
 import data
-import pytest
 
 
 @pytest.fixture(scope="module")

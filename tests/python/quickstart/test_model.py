@@ -1,8 +1,9 @@
 """The model of the quickstart: its size, its causality, and both ways to attend."""
 
-import model
 import torch
 import torch.nn.functional as F
+
+import model
 
 SMALL = model.Shape(vocab_size=64, context=16, layers=2, heads=2, width=32)
 

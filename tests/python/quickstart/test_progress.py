@@ -3,8 +3,9 @@
 import os
 import sys
 
-import progress
 import pytest
+
+import progress
 
 
 def answer(text, monkeypatch):
