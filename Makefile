@@ -11,7 +11,7 @@ build: ## build the extension module for the active Python (the default)
 	@tools/build.sh native
 
 quickstart: ## install, build and train a small GPT on two processes; again: resume
-	@tools/quickstart.sh
+	@tools/quickstart.sh $(ARGS)
 
 install: ## build and install editable into the active environment (.venv if none)
 	@tools/install.sh

@@ -85,9 +85,12 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    install_requires=["torch>=1.13.0a0", "numpy", "psutil", "tqdm"],
+    install_requires=["torch>=1.13.0a0", "numpy"],
+    extras_require={"quickstart": ["matplotlib", "psutil", "rich"], "dev": ["pytest", "ruff"]},
     package_dir={"": "python"},
-    packages=find_packages("python", include=["deepspeed", "deepspeed.*"], exclude=["deepspeed._lib", "deepspeed._lib.*"]),
+    packages=find_packages(
+        "python", include=["deepspeed", "deepspeed.*"], exclude=["deepspeed._lib", "deepspeed._lib.*"]
+    ),
     include_package_data=False,
     ext_modules=[Extension("deepspeed._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # tools/quickstart.sh [--resume|--restart ...]: everything from a bare machine to a trained GPT.
 . "$(dirname "$0")/common.sh"
-tools/install.sh
+tools/install.sh rich psutil matplotlib  # the progress bar, memory figures, loss.png
 pick_python
 exec "$(dirname "$PY")/deepspeed" --num_accelerators 2 examples/quickstart/train.py \
   --deepspeed_config examples/quickstart/ds_config.json "$@"

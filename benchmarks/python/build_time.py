@@ -38,7 +38,10 @@ def main():
     targets = ["native"] + (["tests"] if args.tests else [])
     with tempfile.TemporaryDirectory() as folder:
         options = [f"-DPython_EXECUTABLE={args.python}", f"-DDS_LIB_DIR={folder}/lib", "-DCCACHE=CCACHE-NOTFOUND"]
-        options += [f"-DDS_BUILD_TESTS={'ON' if args.tests else 'OFF'}", f"-DDS_BUILD_CUDA={'ON' if args.cuda else 'OFF'}"]
+        options += [
+            f"-DDS_BUILD_TESTS={'ON' if args.tests else 'OFF'}",
+            f"-DDS_BUILD_CUDA={'ON' if args.cuda else 'OFF'}",
+        ]
         ninja = ["ninja", "-C", folder, "-j", str(args.jobs), *targets]
         figures = {"configure_s": timed(["cmake", "-G", "Ninja", "-S", ROOT, "-B", folder, *options])}
         figures["clean_build_s"] = timed(ninja)
@@ -51,10 +54,15 @@ def main():
         finally:
             os.utime(kernel, ns=(before.st_atime_ns, before.st_mtime_ns))
     figures["kernel"] = os.path.relpath(kernel, ROOT)
-    print(f"clean build of {' and '.join(targets)}: {figures['configure_s']:.1f} s to configure, {figures['clean_build_s']:.1f} s to build with "
-          f"{args.jobs} jobs; nothing to do: {figures['nothing_to_do_s']:.1f} s; after touching {figures['kernel']}: "
-          f"{figures['after_touching_one_kernel_s']:.1f} s")
-    version = subprocess.run([args.python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True).stdout.strip()
+    print(
+        f"clean build of {' and '.join(targets)}: {figures['configure_s']:.1f} s to configure, "
+        f"{figures['clean_build_s']:.1f} s to build with {args.jobs} jobs; nothing to do: "
+        f"{figures['nothing_to_do_s']:.1f} s; after touching {figures['kernel']}: "
+        f"{figures['after_touching_one_kernel_s']:.1f} s"
+    )
+    version = subprocess.run(
+        [args.python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True
+    ).stdout.strip()
     machine.write_json(args.json, "build_time", figures, torch=version, jobs=args.jobs)
 
 

@@ -23,8 +23,13 @@ import torch
 middle = time.perf_counter()
 import deepspeed
 end = time.perf_counter()
-print(json.dumps({"torch_ms": (middle - start) * 1e3, "deepspeed_ms": (end - middle) * 1e3,
-                  "cuda_context": torch.cuda.is_initialized(), "version": deepspeed.__version__, "torch": torch.__version__}))
+print(json.dumps({
+    "torch_ms": (middle - start) * 1e3,
+    "deepspeed_ms": (end - middle) * 1e3,
+    "cuda_context": torch.cuda.is_initialized(),
+    "version": deepspeed.__version__,
+    "torch": torch.__version__,
+}))
 """
 
 
@@ -55,9 +60,11 @@ def main():
         "cuda_context": any(r["cuda_context"] for r in results),
         "limit_ms": args.limit_ms,
     }
-    print(f"import deepspeed {results[0]['version']} after torch {results[0]['torch']}: {statistics.median(ours):.1f} ms median, "
-          f"{min(ours):.1f} best of {len(ours)} (torch itself {figures['torch_ms']['median']:.0f} ms); "
-          f"CUDA context: {'yes' if figures['cuda_context'] else 'no'}; PATH empty")
+    print(
+        f"import deepspeed {results[0]['version']} after torch {results[0]['torch']}: "
+        f"{statistics.median(ours):.1f} ms median, {min(ours):.1f} best of {len(ours)} "
+        f"(torch itself {figures['torch_ms']['median']:.0f} ms); CUDA context: {'yes' if figures['cuda_context'] else 'no'}; PATH empty"
+    )
     machine.write_json(args.json, "import_time", figures, torch=results[0]["torch"])
     sys.exit(min(ours) > args.limit_ms or figures["cuda_context"])
 

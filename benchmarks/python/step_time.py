@@ -57,8 +57,16 @@ def launch(args):
         port = str(free_port())
         ranks = []
         for rank in range(args.ranks):
-            env = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(args.ranks), LOCAL_SIZE=str(args.ranks),
-                       MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS=str(threads))
+            env = dict(
+                os.environ,
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=str(args.ranks),
+                LOCAL_SIZE=str(args.ranks),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=port,
+                OMP_NUM_THREADS=str(threads),
+            )
             ranks.append(subprocess.Popen(command, env=env))
         try:
             while any(p.poll() is None for p in ranks):
@@ -146,7 +154,9 @@ def work(args):
         kinds["AdamW fused"] = {"fused": True}
     contenders = {"ours": Ours(args, copy.deepcopy(model), deepspeed, parameter_groups)}
     for name, kind in kinds.items():
-        contenders["DDP + " + name] = ByHand(args, copy.deepcopy(model).to(torch_dtype), parameter_groups, torch, **kind)
+        contenders["DDP + " + name] = ByHand(
+            args, copy.deepcopy(model).to(torch_dtype), parameter_groups, torch, **kind
+        )
 
     random = torch.Generator().manual_seed(rank)
 
@@ -181,10 +191,17 @@ def work(args):
             figures["step_s"][name] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
             if name != "ours":
                 figures["ratio_ours_to"][name] = statistics.median(a / b for a, b in zip(times["ours"], values))
-        setting = {k: getattr(args, k) for k in ("ranks", "device", "dtype", "rows", "accumulation", "clip", "stage", "rounds", "block")}
+        setting = {
+            k: getattr(args, k)
+            for k in ("ranks", "device", "dtype", "rows", "accumulation", "clip", "stage", "rounds", "block")
+        }
         figures["setting"] = setting
-        conditions = {"deepspeed": deepspeed.__version__, "deepspeed_at": os.path.dirname(deepspeed.__file__),
-                      "threads_per_rank": torch.get_num_threads(), "blas": machine.blas_libraries()}
+        conditions = {
+            "deepspeed": deepspeed.__version__,
+            "deepspeed_at": os.path.dirname(deepspeed.__file__),
+            "threads_per_rank": torch.get_num_threads(),
+            "blas": machine.blas_libraries(),
+        }
         machine.write_json(args.json, "step_time", figures, **conditions)
     torch.distributed.barrier()
 
@@ -192,12 +209,16 @@ def work(args):
 def show(result):
     figures, about = result["figures"], result["machine"]
     setting = figures["setting"]
-    print(f"step time of the quickstart model, {setting['ranks']} ranks, {setting['rows']} x 128 tokens each, {setting['dtype']}, "
-          f"{about['threads_per_rank']} threads a rank, torch {about['torch']}, {about['cpu']}")
+    print(
+        f"step time of the quickstart model, {setting['ranks']} ranks, {setting['rows']} x 128 tokens each, "
+        f"{setting['dtype']}, {about['threads_per_rank']} threads a rank, torch {about['torch']}, {about['cpu']}"
+    )
     for name, t in figures["step_s"].items():
         ratio = figures["ratio_ours_to"].get(name)
-        print(f"  {name:22s} {t['median'] * 1e3:8.1f} ms median {t['min'] * 1e3:8.1f} best"
-              + (f"   ours / this = {ratio:.3f}" if ratio else ""))
+        print(
+            f"  {name:22s} {t['median'] * 1e3:8.1f} ms median {t['min'] * 1e3:8.1f} best"
+            + (f"   ours / this = {ratio:.3f}" if ratio else "")
+        )
     best = max(figures["ratio_ours_to"].items(), key=lambda item: item[1])
     print(f"against the fastest of them ({best[0]}): {best[1]:.3f}")
 

@@ -139,21 +139,27 @@ DS_BINDINGS(m) {
       .def("issues", &issues)
       .def("origins", &origins)
       .def("line", [](const PyConfig& self, const std::string& path) { return self.config.line(path); })
-      .def("derive", [](PyConfig& self, const std::string& path, py::handle value, const std::string& why) {
+      .def("derive",
+           [](PyConfig& self, const std::string& path, py::handle value, const std::string& why) {
              self.config.set(path, from_python(value, self.objects), {config::Source::kDerived, 0, why});
            })
-      .def("add_error", [](PyConfig& self, const std::string& code, std::vector<std::string> paths, const std::string& text,
-                           bool assertion) {
+      .def("add_error",
+           [](PyConfig& self, const std::string& code, std::vector<std::string> paths, const std::string& text,
+              bool assertion) {
              self.config.add({config::Severity::kError, assertion ? ErrorKind::kAssertion : ErrorKind::kConfig, code,
                               std::move(paths), text, ""});
            })
-      .def("raise_if_broken", [](const PyConfig& self, bool built_only) {
-             ErrorKind kind = ErrorKind::kConfig;
-             const std::string text = self.config.complaint(&kind, built_only);
-             if (!text.empty()) raise(kind, text);
-           }, py::arg("built_only") = true)
+      .def(
+          "raise_if_broken",
+          [](const PyConfig& self, bool built_only) {
+            ErrorKind kind = ErrorKind::kConfig;
+            const std::string text = self.config.complaint(&kind, built_only);
+            if (!text.empty()) raise(kind, text);
+          },
+          py::arg("built_only") = true)
       .def("explain", [](const PyConfig& self) { return config::explain(self.config, config::schema(self.root)); })
-      .def("non_default", [](const PyConfig& self) { return config::non_default(self.config, config::schema(self.root)); });
+      .def("non_default",
+           [](const PyConfig& self) { return config::non_default(self.config, config::schema(self.root)); });
 
   c.def("resolve_dict", &resolve_dict, py::arg("given"), py::arg("source") = "config", py::arg("root") = "training",
         py::arg("strict") = false, py::arg("sections_only") = false, py::arg("other_names") = py::dict());

@@ -46,6 +46,16 @@ config::Value from_int(py::handle object) {
   return wide;
 }
 
+// A table of the program's own, such as {torch.nn.Linear: policy}.
+bool has_other_keys(py::handle dict) {
+  PyObject *key = nullptr, *value = nullptr;
+  Py_ssize_t at = 0;
+  while (PyDict_Next(dict.ptr(), &at, &key, &value)) {
+    if (!PyUnicode_Check(key)) return true;
+  }
+  return false;
+}
+
 config::Value from_dict(py::handle object, std::vector<py::object>& objects, int depth) {
   config::Value out = config::Value::object();
   auto& members = out.get_ref<config::Value::object_t&>();
@@ -68,7 +78,7 @@ config::Value convert(py::handle object, std::vector<py::object>& objects, int d
   if (PyLong_Check(p)) return from_int(object);
   if (PyFloat_Check(p)) return PyFloat_AS_DOUBLE(p);
   if (PyUnicode_Check(p)) return utf8(object);
-  if (PyDict_Check(p)) return from_dict(object, objects, depth);
+  if (PyDict_Check(p) && !(depth > 0 && has_other_keys(object))) return from_dict(object, objects, depth);
   if (PyList_Check(p) || PyTuple_Check(p)) {
     config::Value out = config::Value::array();
     const auto items = py::reinterpret_borrow<py::sequence>(object);

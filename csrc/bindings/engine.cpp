@@ -94,8 +94,7 @@ DS_BINDINGS(m) {
            [](Engine& engine, int32_t group, double lr, double beta1, double beta2, double eps, double weight_decay, bool adamw,
               bool bias_correction) {
              py::gil_scoped_release unlocked;
-             engine.adam(group, {static_cast<float>(lr), static_cast<float>(beta1), static_cast<float>(beta2),
-                                 static_cast<float>(eps), static_cast<float>(weight_decay), adamw, bias_correction});
+             engine.adam(group, {lr, beta1, beta2, eps, weight_decay, adamw, bias_correction});
            },
            py::arg("group"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
            py::arg("weight_decay"), py::arg("adamw"), py::arg("bias_correction"))

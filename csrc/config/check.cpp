@@ -60,7 +60,8 @@ Verdict wrong_type(const Field& field, const Value& value) {
   } else if ((field.kinds & kList) && !value.is_object() && !value.is_null()) {
     suggestion = "Write [" + show(value) + "].";
   } else if (field.kinds & kText && !field.choices.empty() && value.is_boolean()) {
-    for (const Literal& choice : field.choices) suggestion += (suggestion.empty() ? "Choose one of " : ", ") + show(choice);
+    for (const Literal& choice : field.choices)
+      suggestion += (suggestion.empty() ? "Choose one of " : ", ") + show(choice);
     suggestion += ".";
   }
   return refuse("must be " + describe_kinds(field), suggestion);
@@ -77,7 +78,11 @@ Verdict check_range(const Field& field, const Value& value) {
   if (bound.empty()) return accept(value);
   if (bound.size() > 2 && bound.substr(bound.size() - 2) == ".0") bound.resize(bound.size() - 2);
   Verdict v = refuse("must be " + bound);
-  if (!field.fallback.is_null()) v.suggestion = "The default is " + show(field.fallback) + ".";
+  if (!field.fallback.is_null())
+    v.suggestion = "The default is " + show(field.fallback) + ".";
+  else if (field.kinds & kInt && field.above_minimum)
+    v.suggestion =
+        "Set it to at least " + std::to_string(static_cast<int64_t>(*field.minimum) + 1) + ", or leave it out.";
   v.out_of_range = true;
   return v;
 }
@@ -131,7 +136,8 @@ Verdict check_list(const Field& field, const Value& value) {
       item.minimum = field.item_minimum;
       v = check(item, value[i], false, nullptr);
     } else {
-      v = value[i].is_string() ? check_choice(field, value[i], field.item_choices, nullptr) : wrong_type(item, value[i]);
+      v = value[i].is_string() ? check_choice(field, value[i], field.item_choices, nullptr)
+                               : wrong_type(item, value[i]);
     }
     if (!v.value) {
       v.problem = at + v.problem;
@@ -148,8 +154,10 @@ Verdict check_kind(const Field& field, const Value& value, bool lenient_texts) {
   if (value.is_number()) {
     if (value.is_number_float() && !std::isfinite(value.get<double>())) {
       if ((k & kInfinity) && value.get<double>() > 0) return accept(value);
-      return (k & (kInt | kFloat)) ? refuse("must be finite", field.fallback.is_null() ? "" : "The default is " + show(field.fallback) + ".")
-                                   : wrong_type(field, value);
+      return (k & (kInt | kFloat))
+                 ? refuse("must be finite",
+                          field.fallback.is_null() ? "" : "The default is " + show(field.fallback) + ".")
+                 : wrong_type(field, value);
     }
     if ((k & kInt) && has_whole_value(value)) {
       return accept(value.is_number_float() ? Value(static_cast<int64_t>(value.get<double>())) : value);
@@ -169,7 +177,8 @@ Verdict check_kind(const Field& field, const Value& value, bool lenient_texts) {
     if ((k & kList) && field.wrap_items == "text") return accept(Value::array({value}));
     return wrong_type(field, value);
   }
-  if (value.is_array()) return !(k & kList) ? wrong_type(field, value) : field.item_kinds ? check_list(field, value) : accept(value);
+  if (value.is_array())
+    return !(k & kList) ? wrong_type(field, value) : field.item_kinds ? check_list(field, value) : accept(value);
   if (value.is_object()) return k & kTable ? accept(value) : wrong_type(field, value);
   if (value.is_binary()) return k & kPython ? accept(value) : wrong_type(field, value);
   return wrong_type(field, value);
@@ -181,8 +190,8 @@ Verdict check(const Field& field, const Value& value, bool lenient_texts, const 
   if (field.kinds & kAnything || field.kinds == 0) return accept(value);
   if (value.is_null()) {
     if (field.kinds & kNull) return accept(value);
-    return refuse("must be " + describe_kinds(field), field.fallback.is_null()
-                      ? "" : "Leave the key out to get the default " + show(field.fallback) + ".");
+    return refuse("must be " + describe_kinds(field),
+                  field.fallback.is_null() ? "" : "Leave the key out to get the default " + show(field.fallback) + ".");
   }
   Verdict v = check_kind(field, value, lenient_texts);
   if (!v.value) return v;

@@ -18,8 +18,12 @@ std::string stripped(const std::string& key) {
 }
 
 void warn_blanks(Document& doc, const std::string& path, const std::string& key) {
-  doc.issues.push_back({Severity::kWarning, ErrorKind::kConfig, "blank_in_key", {path},
-                        "The key " + show(Value(key)) + " has blanks around it; it is read as \"" + path + "\".", ""});
+  doc.issues.push_back({Severity::kWarning,
+                        ErrorKind::kConfig,
+                        "blank_in_key",
+                        {path},
+                        "The key " + show(Value(key)) + " has blanks around it; it is read as \"" + path + "\".",
+                        ""});
 }
 
 class Reader {
@@ -51,8 +55,11 @@ class Reader {
     for (size_t i = 0; i < text_.size();) {
       const auto byte = static_cast<unsigned char>(text_[i]);
       if (byte == '\n') ++line_;
-      const int more = byte < 0x80 ? 0 : byte >= 0xC2 && byte < 0xE0 ? 1 : byte >= 0xE0 && byte < 0xF0 ? 2
-                       : byte >= 0xF0 && byte < 0xF5 ? 3 : -1;
+      const int more = byte < 0x80                   ? 0
+                       : byte >= 0xC2 && byte < 0xE0 ? 1
+                       : byte >= 0xE0 && byte < 0xF0 ? 2
+                       : byte >= 0xF0 && byte < 0xF5 ? 3
+                                                     : -1;
       bool good = more >= 0;
       for (int k = 1; good && k <= more; ++k) {
         good = i + k < text_.size() && (static_cast<unsigned char>(text_[i + k]) & 0xC0) == 0x80;
@@ -129,7 +136,10 @@ class Reader {
       if (is_new) doc_.lines.emplace(path_, line);
       Value item = value(depth + 1);
       if (!is_new) {
-        doc_.issues.push_back({Severity::kError, ErrorKind::kConfig, "duplicate_key", {path_},
+        doc_.issues.push_back({Severity::kError,
+                               ErrorKind::kConfig,
+                               "duplicate_key",
+                               {path_},
                                "\"" + path_ + "\" is given twice, on line " + std::to_string(first->second) +
                                    " and on line " + std::to_string(line) + ".",
                                "Keep one of them."});
@@ -166,7 +176,9 @@ class Reader {
       skip();
       if (peek() == ',') error("two commas in a row");
     } else if (peek() != close && !(new_line && !done())) {
-      if (done()) error(std::string("the file ends inside a") + (close == '}' ? "n " : " ") + what + ": a '" + close + "' is missing");
+      if (done())
+        error(std::string("the file ends inside a") + (close == '}' ? "n " : " ") + what + ": a '" + close +
+              "' is missing");
       error(std::string("expected ',' or '") + close + "'");
     }
   }
@@ -196,7 +208,10 @@ class Reader {
         case 'r': out += '\r'; break;
         case 'b': out += '\b'; break;
         case 'f': out += '\f'; break;
-        case '"': case '\'': case '\\': case '/': out += e; break;
+        case '"':
+        case '\'':
+        case '\\':
+        case '/': out += e; break;
         case 'u': append_utf8(out, code_point()); break;
         default: --at_; error("unknown escape in a text; write \\\\ for a backslash");
       }
@@ -320,8 +335,12 @@ void strip_keys(Value& value, const std::string& path, Document& doc) {
     const std::string here = path.empty() ? key : path + "." + key;
     if (key != item.key()) warn_blanks(doc, here, item.key());
     if (out.contains(key)) {
-      doc.issues.push_back({Severity::kError, ErrorKind::kConfig, "duplicate_key", {here},
-                            "\"" + here + "\" is given twice, once with blanks around it.", "Keep one of them."});
+      doc.issues.push_back({Severity::kError,
+                            ErrorKind::kConfig,
+                            "duplicate_key",
+                            {here},
+                            "\"" + here + "\" is given twice, once with blanks around it.",
+                            "Keep one of them."});
     } else {
       out.push_back({key, item.value()});
     }

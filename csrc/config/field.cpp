@@ -99,7 +99,9 @@ std::string describe_kinds(const Field& field) {
   if ((field.kinds & kList) && field.item_kinds) {
     for (std::string& part : parts) {
       if (part != "a list") continue;
-      part = (field.item_kinds & kText) ? "a list of texts" : (field.item_kinds & kFloat) ? "a list of numbers" : "a list of integers";
+      part = (field.item_kinds & kText)    ? "a list of texts"
+             : (field.item_kinds & kFloat) ? "a list of numbers"
+                                           : "a list of integers";
     }
   }
   std::string out;

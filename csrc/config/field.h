@@ -84,15 +84,16 @@ struct Field {
   std::optional<double> minimum, maximum;
   bool above_minimum = false, below_maximum = false;  // the bound itself is excluded
   std::vector<Literal> choices;
-  bool any_case = false;      // choices match in any case and are stored as spelled here
-  std::string open_choices;   // not empty: other texts pass too, and this says which
-  unsigned item_kinds = 0;    // lists: kinds of each item; 0 is anything
+  bool any_case = false;     // choices match in any case and are stored as spelled here
+  std::string open_choices;  // not empty: other texts pass too, and this says which
+  unsigned item_kinds = 0;   // lists: kinds of each item; 0 is anything
   std::vector<Literal> item_choices;
   std::optional<double> item_minimum;
   std::vector<std::string> aliases;
-  std::string replaced_by;  // deprecated in favour of this key (of the same section, or a dotted path from the top)
-  bool forwarded = false;   // ... and its value is carried over
-  std::string forward_true_as;   // the one-key table {first: second} that `true` stands for in the new key
+  std::string replaced_by;      // the successor of a deprecated key: dotted, from the section the key is in
+  bool is_deprecated = false;   // with or without a successor
+  bool forwarded = false;       // its value is carried over to the successor
+  std::string forward_true_as;  // the one-key table {first: second} that `true` stands for in the new key
   std::string forward_true_value;
   std::optional<NotBuilt> unbuilt;
   ErrorKind violation = ErrorKind::kConfig;  // for a value outside choices or range
@@ -100,14 +101,14 @@ struct Field {
 
   // Sections only.
   std::vector<Field> fields;
-  bool validated = false;     // "auto" stands for "not given"
+  bool validated = false;  // "auto" stands for "not given"
   Unknown unknown = Unknown::kError;
-  std::string bool_key;       // a bare true or false sets this key ...
+  std::string bool_key;  // a bare true or false sets this key ...
   Literal bool_true, bool_false;
   std::string bool_doc;
   bool null_when_absent = false;
   bool present_by_bool = false;  // true is an empty section, false the same as none
-  std::string wrap_items;     // a bare text is accepted for a list (set on list fields of the section)
+  std::string wrap_items;        // a bare text is accepted for a list (set on list fields of the section)
   // Named sets of keys that another key of the section selects: optimizer.params by optimizer.type.
   std::string variant_key;
   std::map<std::string, std::vector<Field>> variants;
@@ -116,49 +117,143 @@ struct Field {
   bool is_wildcard() const { return !name.empty() && (name[0] == '<' || name == "*"); }
   const Field* find(const std::string& key) const;  // by name or alias; else the wildcard; else nullptr
 
-  Field& at_least(double v) { minimum = v; return *this; }
-  Field& at_most(double v) { maximum = v; return *this; }
-  Field& above(double v) { minimum = v; above_minimum = true; return *this; }
-  Field& below(double v) { maximum = v; below_maximum = true; return *this; }
-  Field& one_of(std::vector<Literal> v) { choices = std::move(v); return *this; }
-  Field& one_of_any_case(std::vector<Literal> v) { any_case = true; return one_of(std::move(v)); }
-  Field& or_other(std::string what) { open_choices = std::move(what); return *this; }
-  Field& also(unsigned more) { kinds |= more; return *this; }
+  Field& at_least(double v) {
+    minimum = v;
+    return *this;
+  }
+  Field& at_most(double v) {
+    maximum = v;
+    return *this;
+  }
+  Field& above(double v) {
+    minimum = v;
+    above_minimum = true;
+    return *this;
+  }
+  Field& below(double v) {
+    maximum = v;
+    below_maximum = true;
+    return *this;
+  }
+  Field& one_of(std::vector<Literal> v) {
+    choices = std::move(v);
+    return *this;
+  }
+  Field& one_of_any_case(std::vector<Literal> v) {
+    any_case = true;
+    return one_of(std::move(v));
+  }
+  Field& or_other(std::string what) {
+    open_choices = std::move(what);
+    return *this;
+  }
+  Field& also(unsigned more) {
+    kinds |= more;
+    return *this;
+  }
   Field& or_null() { return also(kNull); }
-  Field& items(unsigned item) { item_kinds = item; return *this; }
-  Field& items_one_of(std::vector<Literal> v) { item_kinds = kText; item_choices = std::move(v); return *this; }
-  Field& items_at_least(double v) { item_minimum = v; return *this; }
-  Field& bare_text() { wrap_items = "text"; return *this; }
-  Field& alias(std::string v) { aliases.push_back(std::move(v)); return *this; }
-  Field& computed(std::string how) { fallback_note = std::move(how); return *this; }
-  Field& required() { is_required = true; return *this; }
-  Field& raises(ErrorKind v) { violation = v; return *this; }
-  Field& deprecated_for(std::string key) { replaced_by = std::move(key); return *this; }
-  Field& forwards() { forwarded = true; return *this; }
+  Field& items(unsigned item) {
+    item_kinds = item;
+    return *this;
+  }
+  Field& items_one_of(std::vector<Literal> v) {
+    item_kinds = kText;
+    item_choices = std::move(v);
+    return *this;
+  }
+  Field& items_at_least(double v) {
+    item_minimum = v;
+    return *this;
+  }
+  Field& bare_text() {
+    wrap_items = "text";
+    return *this;
+  }
+  Field& alias(std::string v) {
+    aliases.push_back(std::move(v));
+    return *this;
+  }
+  Field& computed(std::string how) {
+    fallback_note = std::move(how);
+    return *this;
+  }
+  Field& required() {
+    is_required = true;
+    return *this;
+  }
+  Field& raises(ErrorKind v) {
+    violation = v;
+    return *this;
+  }
+  Field& deprecated() {
+    is_deprecated = true;
+    return *this;
+  }
+  Field& deprecated_for(std::string key) {
+    is_deprecated = true;
+    replaced_by = std::move(key);
+    return *this;
+  }
+  Field& forwards() {
+    forwarded = true;
+    return *this;
+  }
   Field& forwards_true_as(std::string key, std::string v) {
-    forwarded = true; forward_true_as = std::move(key); forward_true_value = std::move(v); return *this;
+    forwarded = true;
+    forward_true_as = std::move(key);
+    forward_true_value = std::move(v);
+    return *this;
   }
   Field& not_built(std::string feature, std::vector<std::string> switches = {"enabled"}) {
-    unbuilt = NotBuilt{std::move(feature), std::move(switches), {}, {}, false}; return *this;
+    unbuilt = NotBuilt{std::move(feature), std::move(switches), {}, {}, false};
+    return *this;
   }
   Field& not_built_values(std::string feature, std::vector<Literal> v) {
-    unbuilt = NotBuilt{std::move(feature), {}, std::move(v), {}, false}; return *this;
+    unbuilt = NotBuilt{std::move(feature), {}, std::move(v), {}, false};
+    return *this;
   }
   Field& not_built_above(std::string feature, double v) {
-    unbuilt = NotBuilt{std::move(feature), {}, {}, v, false}; return *this;
+    unbuilt = NotBuilt{std::move(feature), {}, {}, v, false};
+    return *this;
   }
-  Field& waits_for(std::string feature) { unbuilt = NotBuilt{std::move(feature), {}, {}, {}, true}; return *this; }
-  Field& keeps_unknown() { unknown = Unknown::kKeep; return *this; }
-  Field& ignores_unknown() { unknown = Unknown::kIgnore; return *this; }
+  Field& waits_for(std::string feature) {
+    unbuilt = NotBuilt{std::move(feature), {}, {}, {}, true};
+    return *this;
+  }
+  Field& keeps_unknown() {
+    unknown = Unknown::kKeep;
+    return *this;
+  }
+  Field& ignores_unknown() {
+    unknown = Unknown::kIgnore;
+    return *this;
+  }
   Field& bool_sets(std::string key, Literal on, Literal off, std::string what) {
-    also(kBool); bool_key = std::move(key); bool_true = std::move(on); bool_false = std::move(off);
-    bool_doc = std::move(what); return *this;
+    also(kBool);
+    bool_key = std::move(key);
+    bool_true = std::move(on);
+    bool_false = std::move(off);
+    bool_doc = std::move(what);
+    return *this;
   }
-  Field& fallback_to(Literal v) { fallback = std::move(v); return *this; }
-  Field& bool_is_presence() { present_by_bool = true; kinds |= kBool; return *this; }
-  Field& absent_is_null() { null_when_absent = true; kinds |= kNull; return *this; }
+  Field& fallback_to(Literal v) {
+    fallback = std::move(v);
+    return *this;
+  }
+  Field& bool_is_presence() {
+    present_by_bool = true;
+    kinds |= kBool;
+    return *this;
+  }
+  Field& absent_is_null() {
+    null_when_absent = true;
+    kinds |= kNull;
+    return *this;
+  }
   Field& variants_by(std::string key, std::map<std::string, std::vector<Field>> sets) {
-    variant_key = std::move(key); variants = std::move(sets); return *this;
+    variant_key = std::move(key);
+    variants = std::move(sets);
+    return *this;
   }
 };
 
@@ -167,7 +262,7 @@ Field integer(std::string name, Literal fallback, std::string doc);  // a null d
 Field number(std::string name, Literal fallback, std::string doc);
 Field text(std::string name, Literal fallback, std::string doc);
 Field list(std::string name, Literal fallback, std::string doc);
-Field table(std::string name, Literal fallback, std::string doc);   // an object that is handed on as given
+Field table(std::string name, Literal fallback, std::string doc);  // an object that is handed on as given
 Field anything(std::string name, Literal fallback, std::string doc);
 Field python(std::string name, Literal fallback, std::string doc);  // an object of the caller's program, or null
 // Unknown keys are errors; in a validated section "auto" additionally stands for "not given".

@@ -60,7 +60,7 @@ class ConfigJudge : public Judge {
     config_.add({Severity::kWarning, ErrorKind::kConfig, "rule", paths, causes(paths) + what, ""});
   }
   void derive(const std::string& path, const Literal& value, const std::string& why) override {
-    config_.set(path, to_value(value), {Source::kDerived, 0, why});
+    config_.set(path, to_value(value), {why.empty() ? Source::kDefault : Source::kDerived, 0, why});
   }
 
  private:

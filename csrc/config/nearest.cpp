@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cctype>
+#include <set>
+#include <sstream>
 
 namespace ds::config {
 
@@ -13,6 +15,19 @@ std::string lower(const std::string& text) {
   std::string out = text.substr(0, kLongestWord);
   for (char& c : out) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
   return out;
+}
+
+std::set<std::string> words_of(const std::string& name) {
+  std::set<std::string> out;
+  std::istringstream parts(lower(name));
+  for (std::string part; std::getline(parts, part, '_');) out.insert(part);
+  return out;
+}
+
+// "warmup_steps" leaves a word of "warmup_num_steps" out.
+bool leaves_words_out(const std::string& word, const std::string& candidate) {
+  const std::set<std::string> some = words_of(word), all = words_of(candidate);
+  return some.size() > 1 && std::includes(all.begin(), all.end(), some.begin(), some.end());
 }
 
 }  // namespace
@@ -39,7 +54,7 @@ std::string nearest(const std::string& word, const std::vector<std::string>& can
   int best = std::max(2, static_cast<int>(word.size()) / 3) + 1;
   std::string found;
   for (const std::string& candidate : candidates) {
-    const int distance = edit_distance(word, candidate);
+    const int distance = leaves_words_out(word, candidate) ? 1 : edit_distance(word, candidate);
     if (distance < best && distance < static_cast<int>(candidate.size())) {
       best = distance;
       found = candidate;
@@ -50,7 +65,8 @@ std::string nearest(const std::string& word, const std::vector<std::string>& can
   const std::string small = lower(word);
   for (const std::string& candidate : candidates) {
     const std::string other = lower(candidate);
-    const bool inside = other.find(small) != std::string::npos || (other.size() >= 4 && small.find(other) != std::string::npos);
+    const bool inside =
+        other.find(small) != std::string::npos || (other.size() >= 4 && small.find(other) != std::string::npos);
     if (inside && (found.empty() || candidate.size() < found.size())) found = candidate;
   }
   return found;

@@ -11,7 +11,6 @@ std::string join(const std::string& path, const std::string& key) { return path.
 struct Row {
   std::string path, value, origin;
   bool is_default;
-  const Origin* from;
 };
 
 class Lister {
@@ -26,7 +25,7 @@ class Lister {
       if (field && field->is_section() && item.value().is_object()) {
         section(*field, item.value(), here, pending);
       } else {
-        rows.push_back({here, show(item.value()), origin_of(here, pending), is_default(here), nullptr});
+        rows.push_back({here, show(item.value()), origin_of(here, pending), is_default(field, here, item.value())});
       }
     }
   }
@@ -34,9 +33,10 @@ class Lister {
   std::vector<Row> rows;
 
  private:
-  bool is_default(const std::string& path) const {
+  bool is_default(const Field* field, const std::string& path, const Value& value) const {
     const Source source = config_.origin(path).source;
-    return source == Source::kDefault || source == Source::kAuto;
+    if (source == Source::kDefault || source == Source::kAuto) return true;
+    return field && !field->is_wildcard() && value == default_of(*field);
   }
 
   std::string origin_of(const std::string& path, const std::string& pending) const {
@@ -45,7 +45,9 @@ class Lister {
     switch (origin.source) {
       case Source::kDefault: out = "default"; break;
       case Source::kGiven: out = origin.line ? "line " + std::to_string(origin.line) : "given"; break;
-      case Source::kAuto: out = origin.line ? "default, \"auto\" on line " + std::to_string(origin.line) : "default, for \"auto\""; break;
+      case Source::kAuto:
+        out = origin.line ? "default, \"auto\" on line " + std::to_string(origin.line) : "default, for \"auto\"";
+        break;
       case Source::kDerived: out = "derived: " + origin.detail; break;
       case Source::kEnvironment: out = "environment: " + origin.detail; break;
       case Source::kDeprecated:
@@ -65,7 +67,8 @@ void table(const std::vector<Row>& rows, std::string& out) {
     value = std::max(value, std::min<size_t>(row.value.size(), 28));
   }
   for (const Row& row : rows) {
-    std::string line = row.path + std::string(path > row.path.size() ? path - row.path.size() : 0, ' ') + "  " + row.value;
+    std::string line =
+        row.path + std::string(path > row.path.size() ? path - row.path.size() : 0, ' ') + "  " + row.value;
     const size_t width = path + 2 + value;
     if (line.size() < width) line.resize(width, ' ');
     out += line + "  " + row.origin + "\n";

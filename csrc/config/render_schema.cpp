@@ -4,13 +4,15 @@ namespace ds::config {
 
 namespace {
 
-Value object_of(const Field& section);
+Value object_of(const Field& section, const std::string& outer);
 
 Value types_of(unsigned kinds) {
   Value out = Value::array();
   if (kinds & kBool) out.push_back("boolean");
-  if (kinds & kFloat) out.push_back("number");
-  else if (kinds & kInt) out.push_back("integer");
+  if (kinds & kFloat)
+    out.push_back("number");
+  else if (kinds & kInt)
+    out.push_back("integer");
   if (kinds & kText) out.push_back("string");
   if (kinds & kList) out.push_back("array");
   if (kinds & (kTable | kSection)) out.push_back("object");
@@ -30,6 +32,21 @@ Value items_of(const Field& field) {
   return out;
 }
 
+// In a validated section every value may be "auto", and editors must not mark it.
+Value or_auto(Value described) {
+  if (described.contains("type") && described["type"] == Value::array({"string"}) && !described.contains("enum"))
+    return described;
+  Value plain = Value::object();
+  for (const char* key : {"type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "items",
+                          "properties", "additionalProperties", "required"}) {
+    if (!described.contains(key)) continue;
+    plain[key] = described[key];
+    described.erase(key);
+  }
+  if (!plain.empty()) described["anyOf"] = Value::array({plain, {{"const", "auto"}}});
+  return described;
+}
+
 Value describe(const Field& field, const std::string& outer) {
   Value out = Value::object();
   out["description"] = field.doc;
@@ -37,8 +54,6 @@ Value describe(const Field& field, const std::string& outer) {
   if (!(field.kinds & kAnything)) {
     Value types = types_of(field.kinds);
     if (field.kinds & kInfinity) types.push_back("number");
-    // In validated sections and for keys a trainer fills in, "auto" is a value, too; editors must not mark it.
-    if (!(field.kinds & kText)) types.push_back("string");
     if (!(field.kinds & kPython)) out["type"] = types;
   }
   out["default"] = default_of(field);
@@ -49,14 +64,17 @@ Value describe(const Field& field, const std::string& outer) {
     if (out.contains("enum")) {
       if (field.kinds & kNull) out["enum"].push_back(nullptr);
       if (field.kinds & (kInt | kFloat) && field.kinds & kText) out.erase("enum");
-      else out["enum"].push_back("auto");
     }
   }
   set_bounds(field, out);
   if (field.kinds & kList && field.item_kinds) out["items"] = items_of(field);
+  if (field.kinds & kList && !field.fields.empty()) {
+    out["items"] = object_of(field, pending);
+    out["items"]["type"] = "object";
+  }
   if (!field.aliases.empty()) out["x-ds-aliases"] = field.aliases;
+  if (field.is_deprecated) out["deprecated"] = true;
   if (!field.replaced_by.empty()) {
-    out["deprecated"] = true;
     out["x-ds-replaced-by"] = field.replaced_by;
     out["x-ds-value-forwarded"] = field.forwarded;
   }
@@ -64,7 +82,7 @@ Value describe(const Field& field, const std::string& outer) {
   if (field.unbuilt && !field.unbuilt->values.empty()) {
     for (const Literal& value : field.unbuilt->values) out["x-ds-not-built-values"].push_back(to_value(value));
   }
-  if (field.is_section()) out.update(object_of(field));
+  if (field.is_section()) out.update(object_of(field, outer));
   for (const auto& [chosen, fields] : field.variants) {
     Value& set = out["x-ds-by-" + field.variant_key][chosen];
     for (const Field& param : fields) set[param.name] = describe(param, "");
@@ -72,12 +90,13 @@ Value describe(const Field& field, const std::string& outer) {
   return out;
 }
 
-Value object_of(const Field& section) {
+Value object_of(const Field& section, const std::string& outer) {
   Value out = Value::object();
   Value properties = Value::object();
   bool open = section.unknown != Unknown::kError;
   for (const Field& field : section.fields) {
-    const Value description = describe(field, section.unbuilt ? pending_feature(section, "") : "");
+    Value description = describe(field, pending_feature(section, outer));
+    if (section.validated && !field.is_wildcard()) description = or_auto(std::move(description));
     if (field.is_wildcard()) {
       out["additionalProperties"] = description;
       open = true;
@@ -96,8 +115,10 @@ Value object_of(const Field& section) {
 }  // namespace
 
 std::string json_schema(const Schema& schema) {
-  Value out = {{"$schema", "https://json-schema.org/draft/2020-12/schema"}, {"title", "DeepSpeed configuration"}, {"type", "object"}};
-  out.update(object_of(schema.root));
+  Value out = {{"$schema", "https://json-schema.org/draft/2020-12/schema"},
+               {"title", "DeepSpeed configuration"},
+               {"type", "object"}};
+  out.update(object_of(schema.root, ""));
   if (schema.lenient_top) out["additionalProperties"] = true;
   return out.dump(1) + "\n";
 }

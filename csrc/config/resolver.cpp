@@ -24,6 +24,11 @@ std::vector<std::string> names_of(const std::vector<Field>& fields) {
   return out;
 }
 
+std::string describe_required(Field field) {
+  field.kinds &= ~kNull;
+  return describe_kinds(field);
+}
+
 // Dotted paths of the sections in which a key of this name is known.
 void homes_of(const std::string& key, const std::vector<Field>& fields, const std::string& path,
               std::vector<std::string>& out) {
@@ -75,7 +80,8 @@ class Resolver {
   }
 
   std::string assigned(const std::string& path, const Value& value) {
-    return path + " = " + show(value) + (config_.line(path) ? " (line " + std::to_string(config_.line(path)) + ")" : "");
+    return path + " = " + show(value) +
+           (config_.line(path) ? " (line " + std::to_string(config_.line(path)) + ")" : "");
   }
 
   void section(const Field& at, const Value& given, const std::string& path, Value& out) {
@@ -91,8 +97,9 @@ class Resolver {
       if (!field->is_wildcard()) {
         const auto [first, is_new] = seen.emplace(field, item.key());
         if (!is_new) {
-          error("two_spellings", here, config_.where(here) + " and " + config_.where(join(path, first->second)) +
-                    " are two names of one key.", "Keep \"" + field->name + "\".");
+          error("two_spellings", here,
+                config_.where(here) + " and " + config_.where(join(path, first->second)) + " are two names of one key.",
+                "Keep \"" + field->name + "\".");
           continue;
         }
       }
@@ -106,7 +113,8 @@ class Resolver {
     }
     for (const Field& f : at.fields) {
       if (f.is_required && !given.contains(f.name)) {
-        error("missing_key", join(path, f.name), join(path, f.name) + " is missing; it must be " + describe_kinds(f) + ".",
+        error("missing_key", join(path, f.name),
+              join(path, f.name) + " is missing; it must be " + describe_required(f) + ".",
               "Add it to \"" + path + "\".");
       }
       if (!f.variant_key.empty()) variant(f, path, out);
@@ -119,8 +127,12 @@ class Resolver {
     if (validated && is_auto(value)) {
       config_.origins_[kept] = {Source::kAuto, config_.line(here), ""};
       if (slot.is_null() && !field.null_when_absent) slot = default_of(field);
-      config_.issues_.push_back({Severity::kNote, ErrorKind::kConfig, "auto", {here},
-                                 assigned(here, value) + " is left to the default " + show(slot, 60) + ".", ""});
+      config_.issues_.push_back({Severity::kNote,
+                                 ErrorKind::kConfig,
+                                 "auto",
+                                 {here},
+                                 assigned(here, value) + " is left to the default " + show(slot, 60) + ".",
+                                 ""});
       return;
     }
     if (field.is_section()) return sub_section(field, value, here, kept, slot);
@@ -129,8 +141,9 @@ class Resolver {
     Verdict verdict = check(field, value, validated, names == options_.other_names.end() ? nullptr : &names->second);
     if (!verdict.value) {
       if (slot.is_null()) slot = default_of(field);
-      error(verdict.out_of_range ? "bad_value" : "wrong_type", here, assigned(here, value) + " " + verdict.problem + ".",
-            verdict.suggestion, verdict.out_of_range ? field.violation : ErrorKind::kConfig);
+      error(verdict.out_of_range ? "bad_value" : "wrong_type", here,
+            assigned(here, value) + " " + verdict.problem + ".", verdict.suggestion,
+            verdict.out_of_range ? field.violation : ErrorKind::kConfig);
       return;
     }
     if (!verdict.warning.empty()) warn("read_as", here, assigned(here, value) + " " + verdict.warning);
@@ -139,34 +152,37 @@ class Resolver {
     if (field.unbuilt && !field.unbuilt->inert) refuse_value(field, slot, here);
   }
 
-  void sub_section(const Field& field, const Value& value, const std::string& here, const std::string& kept, Value& slot) {
+  void sub_section(const Field& field, const Value& value, const std::string& here, const std::string& kept,
+                   Value& slot) {
     if (value.is_null()) return;  // the same as leaving it out
     if (value.is_object()) {
-      slot = section_defaults(field);
+      if (slot.is_null()) slot = section_defaults(field);
       config_.origins_[kept] = {Source::kGiven, config_.line(here), ""};
       section(field, value, kept, slot);
     } else if (value.is_boolean() && field.present_by_bool) {
       if (!value.get<bool>()) return;
-      slot = section_defaults(field);
+      if (slot.is_null()) slot = section_defaults(field);
       config_.origins_[kept] = {Source::kGiven, config_.line(here), ""};
     } else if (value.is_boolean() && !field.bool_key.empty()) {
-      slot = section_defaults(field);
+      if (slot.is_null()) slot = section_defaults(field);
       const Literal& set = value.get<bool>() ? field.bool_true : field.bool_false;
       if (!field.bool_doc.empty()) warn("bare_bool", here, assigned(here, value) + " " + field.bool_doc);
       config_.origins_[kept] = {Source::kGiven, config_.line(here), ""};
       const Field* key = find_field(field.fields, field.bool_key);
       one(*key, to_value(set), join(here, field.bool_key), join(kept, field.bool_key), false, slot[field.bool_key]);
-      config_.origins_[join(kept, field.bool_key)] = {Source::kDerived, config_.line(here), "a bare boolean for " + here};
+      config_.origins_[join(kept, field.bool_key)] = {Source::kDerived, config_.line(here),
+                                                      "a bare boolean for " + here};
     } else {
-      error("wrong_type", here, assigned(here, value) + " must be " + describe_kinds(field) + ".",
-            value.is_boolean() && find_field(field.fields, "enabled")
-                ? "Write {\"enabled\": " + show(value) + "}." : "");
+      error(
+          "wrong_type", here, assigned(here, value) + " must be " + describe_kinds(field) + ".",
+          value.is_boolean() && find_field(field.fields, "enabled") ? "Write {\"enabled\": " + show(value) + "}." : "");
       return;
     }
     if (field.unbuilt && !field.unbuilt->inert) refuse_section(field, here, slot);
   }
 
-  void list_of_sections(const Field& field, const Value& value, const std::string& here, const std::string& kept, Value& slot) {
+  void list_of_sections(const Field& field, const Value& value, const std::string& here, const std::string& kept,
+                        Value& slot) {
     slot = Value::array();
     config_.origins_[kept] = {Source::kGiven, config_.line(here), ""};
     for (size_t i = 0; i < value.size(); ++i) {
@@ -213,7 +229,7 @@ class Resolver {
     for (const Field& f : set->second) {
       const std::string here = join(join(path, field.name), f.name);
       if (f.is_required && !params.contains(f.name)) {
-        error("missing_key", here, here + " is missing; " + set->first + " needs it, " + describe_kinds(f) + ".",
+        error("missing_key", here, here + " is missing; " + set->first + " needs it, " + describe_required(f) + ".",
               "Add it to \"" + join(path, field.name) + "\".");
       }
     }
@@ -245,7 +261,9 @@ class Resolver {
     }
     if (!top) {
       if (suggestion.empty()) suggestion = "It has " + listed(names_of(at.fields)) + ".";
-      return error("unknown_key", here, config_.where(here) + (path.empty() ? " is not a known key." : " is not a key of \"" + path + "\"."), suggestion);
+      return error("unknown_key", here,
+                   config_.where(here) + (path.empty() ? " is not a known key." : " is not a key of \"" + path + "\"."),
+                   suggestion);
     }
     for (const std::string& known : schema_.private_keys) {
       if (known == key) return;
@@ -254,8 +272,8 @@ class Resolver {
     if (slip || options_.strict_top_level) {
       return error("unknown_key", here, config_.where(here) + " is not a known key.", suggestion);
     }
-    warn("unknown_key", here, config_.where(here) + " is not a known key; it is ignored." +
-                                  (suggestion.empty() ? "" : " " + suggestion));
+    warn("unknown_key", here,
+         config_.where(here) + " is not a known key; it is ignored." + (suggestion.empty() ? "" : " " + suggestion));
   }
 
   void warn(const std::string& code, const std::string& path, const std::string& text) {
@@ -263,9 +281,12 @@ class Resolver {
   }
 
   void deprecated(const Field& field, const Value& value, const std::string& here, const std::string& path) {
-    if (field.replaced_by.empty() || is_auto(value) || value.is_null()) return;
-    warn("deprecated", here, config_.where(here) + " is deprecated; use \"" + field.replaced_by + "\"" +
-                                 (field.forwarded ? ", which gets its value." : "."));
+    if (!field.is_deprecated || is_auto(value) || value.is_null()) return;
+    warn("deprecated", here,
+         config_.where(here) + " is deprecated" +
+             (field.replaced_by.empty()
+                  ? "."
+                  : "; use \"" + field.replaced_by + "\"" + (field.forwarded ? ", which gets its value." : ".")));
     if (!field.forwarded || !check(field, value, true, nullptr).value) return;
     Value carried = value;
     if (!field.forward_true_as.empty()) {
@@ -281,8 +302,10 @@ class Resolver {
       const Value* place = config_.find(forward.to);
       if (now.source == Source::kGiven) {
         if (place && *place == forward.value) continue;
-        error("two_spellings", forward.from, config_.where(forward.from) + " is the deprecated name of " +
-                  config_.where(forward.to) + ", and both are given.", "Keep \"" + forward.to + "\".");
+        error("two_spellings", forward.from,
+              config_.where(forward.from) + " is the deprecated name of " + config_.where(forward.to) +
+                  ", and both are given.",
+              "Keep \"" + forward.to + "\".");
         continue;
       }
       const Field* field = field_at(forward.to);

@@ -30,17 +30,17 @@ struct Options {
 
 class Config {
  public:
-  const Value& values() const { return values_; }     // of every key
+  const Value& values() const { return values_; }  // of every key
   const Document& document() const { return document_; }
   const std::vector<Issue>& issues() const { return issues_; }
-  Origin origin(const std::string& path) const;       // Source::kDefault for anything not touched
+  Origin origin(const std::string& path) const;  // Source::kDefault for anything not touched
   const std::unordered_map<std::string, Origin>& origins() const { return origins_; }
-  int line(const std::string& path) const;            // 0 when unknown
-  const Value* find(const std::string& path) const;   // nullptr when there is no such key
+  int line(const std::string& path) const;           // 0 when unknown
+  const Value* find(const std::string& path) const;  // nullptr when there is no such key
   void set(const std::string& path, Value value, Origin origin);
   void add(Issue issue);
   bool broken() const;
-  std::string where(const std::string& path) const;   // "zero_optimization.stage (ds.json:12)"
+  std::string where(const std::string& path) const;  // "zero_optimization.stage (ds.json:12)"
   // All errors as one text; "" when there are none. With `kind`: the one to raise (kAssertion if any is one).
   // `built_only` false: as if every feature were there.
   std::string complaint(ErrorKind* kind = nullptr, bool built_only = true) const;

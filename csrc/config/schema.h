@@ -24,18 +24,19 @@ class Judge {
   virtual ~Judge() = default;
   virtual bool given(const std::string& path) const = 0;  // by the user, in any spelling, and not null or "auto"
   virtual bool is_null(const std::string& path) const = 0;
-  virtual bool on(const std::string& path) const = 0;     // a true boolean; false for anything else
-  virtual int64_t integer(const std::string& path) const = 0;   // 0 for anything but a number
+  virtual bool on(const std::string& path) const = 0;          // a true boolean; false for anything else
+  virtual int64_t integer(const std::string& path) const = 0;  // 0 for anything but a number
   virtual double number(const std::string& path) const = 0;
-  virtual std::string text(const std::string& path) const = 0;  // "" for anything but a text
-  virtual size_t size(const std::string& path) const = 0;       // items of a list or keys of an object
-  virtual std::vector<std::string> keys(const std::string& path) const = 0;        // of an object
+  virtual std::string text(const std::string& path) const = 0;               // "" for anything but a text
+  virtual size_t size(const std::string& path) const = 0;                    // items of a list or keys of an object
+  virtual std::vector<std::string> keys(const std::string& path) const = 0;  // of an object
   virtual std::vector<std::string> given_keys(const std::string& path) const = 0;  // those that the user wrote
 
   // `paths`: the keys that cause it, the one to change first.
   virtual void error(const std::vector<std::string>& paths, const std::string& what, const std::string& fix,
                      ErrorKind kind = ErrorKind::kConfig) = 0;
   virtual void warn(const std::vector<std::string>& paths, const std::string& what) = 0;
+  // An empty `why`: the value counts as the default.
   virtual void derive(const std::string& path, const Literal& value, const std::string& why) = 0;
 };
 
@@ -83,8 +84,8 @@ struct ChapterRegistration {
 
 }  // namespace ds::config
 
-#define DS_CONFIG_CHAPTER(order, root, title)                                                              \
-  static void define_chapter(::ds::config::Chapter& c);                                                    \
+#define DS_CONFIG_CHAPTER(order, root, title)                                                                 \
+  static void define_chapter(::ds::config::Chapter& c);                                                       \
   static const ::ds::config::ChapterRegistration chapter_registration{order, ::ds::config::Root::root, title, \
-                                                                      &define_chapter};                    \
+                                                                      &define_chapter};                       \
   static void define_chapter([[maybe_unused]] ::ds::config::Chapter& c)

@@ -10,7 +10,9 @@ struct ToValue {
   Value operator()(std::nullptr_t) const { return nullptr; }
   Value operator()(EmptyTable) const { return Value::object(); }
   template <typename T>
-  Value operator()(const T& v) const { return v; }
+  Value operator()(const T& v) const {
+    return v;
+  }
 };
 
 std::string quoted(const std::string& text) {
@@ -42,19 +44,14 @@ void write(const Value& v, std::string& out, size_t limit) {
       out += ']';
       return;
     }
-    case Value::value_t::binary:
-      out.append(v.get_binary().begin(), v.get_binary().end());
-      return;
-    case Value::value_t::string:
-      out += quoted(v.get_ref<const std::string&>());
-      return;
+    case Value::value_t::binary: out.append(v.get_binary().begin(), v.get_binary().end()); return;
+    case Value::value_t::string: out += quoted(v.get_ref<const std::string&>()); return;
     case Value::value_t::number_float: {
       const double x = v.get<double>();
       out += std::isnan(x) ? "NaN" : std::isinf(x) ? (x > 0 ? "Infinity" : "-Infinity") : v.dump();
       return;
     }
-    default:
-      out += v.dump(-1, ' ', false, Value::error_handler_t::replace);
+    default: out += v.dump(-1, ' ', false, Value::error_handler_t::replace);
   }
 }
 

@@ -13,7 +13,7 @@ namespace ds::config {
 using Value = nlohmann::ordered_json;
 
 Value to_value(const Literal& literal);
-bool same(const Value& value, const Literal& literal);  // 1 and 1.0 are the same; true and 1 are not
+bool same(const Value& value, const Literal& literal);    // 1 and 1.0 are the same; true and 1 are not
 std::string show(const Value& value, size_t limit = 80);  // as JSON; never throws, cut to `limit` characters
 std::string show(const Literal& literal);
 Value python_value(const std::string& repr, uint64_t index);

@@ -20,8 +20,8 @@ std::string ranks(const BatchRequest& r) {
 }
 
 std::string summary(const BatchRequest& r) {
-  return std::string(kTrain) + " " + number(r.train) + ", " + kMicro + " " + number(r.micro) + ", " + kAccumulation + " " +
-         number(r.accumulation) + ", " + ranks(r);
+  return std::string(kTrain) + " " + number(r.train) + ", " + kMicro + " " + number(r.micro) + ", " + kAccumulation +
+         " " + number(r.accumulation) + ", " + ranks(r);
 }
 
 [[noreturn]] void refuse(const BatchRequest& r, const std::string& why, const std::string& fix) {
@@ -46,10 +46,16 @@ std::string near_divisors(int64_t whole, int64_t value) {
   int64_t below = 0, above = 0;
   constexpr int64_t kFarthest = 100000;  // looks this far; 1 always divides
   for (int64_t d = std::min(value, whole), i = 0; d >= 1 && i < kFarthest; --d, ++i) {
-    if (whole % d == 0) { below = d; break; }
+    if (whole % d == 0) {
+      below = d;
+      break;
+    }
   }
   for (int64_t d = value, i = 0; d <= whole && i < kFarthest; ++d, ++i) {
-    if (whole % d == 0) { above = d; break; }
+    if (whole % d == 0) {
+      above = d;
+      break;
+    }
   }
   if (below == above || above == 0) return std::to_string(below ? below : 1);
   return below ? std::to_string(below) + " or " + std::to_string(above) : std::to_string(above);
@@ -60,16 +66,23 @@ std::string choices(const BatchRequest& r) {
   std::string out = "Choose ";
   int64_t unit = 0;
   const bool fits = product(r.micro.value_or(1), r.accumulation.value_or(1), r.world, unit);
-  out += std::string(kTrain) + " " + (!fits ? "smaller" : r.micro && r.accumulation ? std::to_string(unit) : near_multiples(*r.train, unit));
+  out += std::string(kTrain) + " " +
+         (!fits                       ? "smaller"
+          : r.micro && r.accumulation ? std::to_string(unit)
+                                      : near_multiples(*r.train, unit));
   if (*r.train % r.world != 0) return out + ".";  // no micro size or accumulation can repair that
   const int64_t per_rank = *r.train / r.world;
   if (r.micro) {
-    if (!r.accumulation) out += std::string(", or ") + kMicro + " " + near_divisors(per_rank, *r.micro);
-    else if (per_rank % *r.accumulation == 0) out += std::string(", or ") + kMicro + " " + std::to_string(per_rank / *r.accumulation);
+    if (!r.accumulation)
+      out += std::string(", or ") + kMicro + " " + near_divisors(per_rank, *r.micro);
+    else if (per_rank % *r.accumulation == 0)
+      out += std::string(", or ") + kMicro + " " + std::to_string(per_rank / *r.accumulation);
   }
   if (r.accumulation) {
-    if (!r.micro) out += std::string(", or ") + kAccumulation + " " + near_divisors(per_rank, *r.accumulation);
-    else if (per_rank % *r.micro == 0) out += std::string(", or ") + kAccumulation + " " + std::to_string(per_rank / *r.micro);
+    if (!r.micro)
+      out += std::string(", or ") + kAccumulation + " " + near_divisors(per_rank, *r.accumulation);
+    else if (per_rank % *r.micro == 0)
+      out += std::string(", or ") + kAccumulation + " " + std::to_string(per_rank / *r.micro);
   }
   return out + ".";
 }
@@ -78,9 +91,12 @@ std::string choices(const BatchRequest& r) {
 
 BatchPlan plan_batch(const BatchRequest& r) {
   if (r.world <= 0) refuse(r, "there must be at least one data-parallel rank.", "Check how the world size is set.");
-  const std::pair<const char*, std::optional<int64_t>> sizes[] = {{kTrain, r.train}, {kMicro, r.micro}, {kAccumulation, r.accumulation}};
+  const std::pair<const char*, std::optional<int64_t>> sizes[] = {
+      {kTrain, r.train}, {kMicro, r.micro}, {kAccumulation, r.accumulation}};
   for (const auto& [name, value] : sizes) {
-    if (value && *value <= 0) refuse(r, std::string(name) + " must be greater than 0.", std::string("Set ") + name + " to at least 1, or leave it out.");
+    if (value && *value <= 0)
+      refuse(r, std::string(name) + " must be greater than 0.",
+             std::string("Set ") + name + " to at least 1, or leave it out.");
   }
   if (!r.train && !r.micro) {
     refuse(r, std::string("neither ") + kTrain + " nor " + kMicro + " is given.",
@@ -98,7 +114,8 @@ BatchPlan plan_batch(const BatchRequest& r) {
   if (plan.train != total || plan.micro <= 0 || plan.accumulation <= 0) {
     const int given = r.train.has_value() + r.micro.has_value() + r.accumulation.has_value();
     std::string why = std::to_string(plan.train) + " is not " + std::to_string(plan.micro) + " x " +
-                      std::to_string(plan.accumulation) + " x " + std::to_string(r.world) + " = " + std::to_string(total) + ".";
+                      std::to_string(plan.accumulation) + " x " + std::to_string(r.world) + " = " +
+                      std::to_string(total) + ".";
     if (given < 3) {
       why = std::string(kTrain) + " " + std::to_string(plan.train) + " cannot be cut into equal parts";
       if (r.micro) why += " of " + std::to_string(*r.micro);

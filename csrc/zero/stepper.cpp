@@ -83,8 +83,8 @@ void Stepper::adam(const GradReducer& grads, int32_t group, const AdamGroupArgs&
       }
       const double step = count + 1.0;
       if (args.bias_correction) {
-        kernel_args.bias_correction1 = 1.0 - std::pow(static_cast<double>(args.beta1), step);
-        kernel_args.bias_correction2 = 1.0 - std::pow(static_cast<double>(args.beta2), step);
+        kernel_args.bias_correction1 = 1.0 - std::pow(args.beta1, step);
+        kernel_args.bias_correction2 = 1.0 - std::pow(args.beta2, step);
       }
       device_.table().adam(device_.launch(), segments.data(), segments.size(), kernel_args, device_.step_scale());
     }

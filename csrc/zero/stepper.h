@@ -11,7 +11,7 @@
 namespace ds::zero {
 
 struct AdamGroupArgs {
-  float lr, beta1, beta2, eps, weight_decay;
+  double lr, beta1, beta2, eps, weight_decay;
   bool adamw, bias_correction;
 };
 

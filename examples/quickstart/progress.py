@@ -4,18 +4,20 @@ import collections
 import math
 import select
 import sys
+import textwrap
 import time
 
 import rich.box
 from rich.console import Console
 from rich.padding import Padding
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress as RichProgress, ProgressColumn, TextColumn
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as RichProgress
 from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 PLAIN_LINE_EVERY_S = 10
 
 
@@ -49,11 +51,14 @@ def duration(seconds):
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-class _Tail(ProgressColumn):
-    """The figures to the right of the bar."""
+class _Bar(RichProgress):
+    """The bar, and a line of figures under it."""
 
-    def render(self, task):
-        return Text.from_markup(task.fields["tail"])
+    figures = "[dim]first step ...[/]"
+
+    def get_renderables(self):
+        yield self.make_tasks_table(self.tasks)
+        yield Text.from_markup(self.figures)
 
 
 class Progress:
@@ -71,9 +76,15 @@ class Progress:
 
     def __enter__(self):
         if self.show and console.is_terminal:
-            columns = [TextColumn("[bold]step {task.completed:>4.0f}[/]/{task.total:.0f}"), BarColumn(bar_width=None), _Tail()]
-            self.live = RichProgress(*columns, console=console, refresh_per_second=4, expand=True)
-            self.task = self.live.add_task("", total=self.total, completed=self.first, tail="[dim]first step ...[/]")
+            self.live = _Bar(
+                TextColumn("[bold]step {task.completed:.0f}[/] of {task.total:.0f}"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.percentage:.0f} %  ETA [green]{task.fields[left]}[/]"),
+                console=console,
+                refresh_per_second=4,
+                expand=True,
+            )
+            self.task = self.live.add_task("", total=self.total, completed=self.first, left="?")
             self.live.start()
         return self
 
@@ -100,14 +111,15 @@ class Progress:
             return
         loss, lr, memory = self.figures
         rate = f"{self.tokens_per_second:,.0f} tokens/s"
+        memory = memory_text(memory)
         left = duration(self.eta_s)
         if self.live:
-            tail = f"loss [bold cyan]{loss:.3f}[/]  lr {lr:.1e}  {rate}  [dim]{memory_text(memory)}[/]  ETA [green]{left}[/]"
-            self.live.update(self.task, completed=step, tail=tail)
+            self.live.figures = f"loss [bold cyan]{loss:.3f}[/]   lr {lr:.1e}   {rate}   [dim]memory[/] {memory}"
+            self.live.update(self.task, completed=step, left=left)
         elif time.time() >= self.next_line or step == self.total:
             self.next_line = time.time() + PLAIN_LINE_EVERY_S
-            print(f"step {step:4d}/{self.total}  loss {loss:.3f}  lr {lr:.1e}  {rate}  memory {memory_text(memory)}  ETA {left}",
-                  flush=True)
+            figures = f"loss {loss:.3f}  lr {lr:.1e}  {rate}  memory {memory}  ETA {left}"
+            print(f"step {step:4d}/{self.total}  {figures}", flush=True)
 
 
 def introduce(engine, corpus, shape, total, before, resumed, seconds):
@@ -118,35 +130,58 @@ def introduce(engine, corpus, shape, total, before, resumed, seconds):
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column()
-    table.add_row("text", f"{about['train']['bytes'] / 1e6:.1f} MB of Python source from {about['folder']}: {about['train']['files']} "
-                  f"files to learn from, {about['held_out']['files']} held out")
-    table.add_row("tokens", f"{about['train']['tokens'] / 1e6:.2f} million of {corpus.tokenizer.vocab_size:,} kinds "
-                  f"({about['train']['bytes'] / about['train']['tokens']:.1f} bytes each), BPE trained on this machine")
-    table.add_row("model", f"GPT in plain PyTorch, {parameters / 1e6:.1f} million parameters: {shape.layers} layers, "
-                  f"width {shape.width}, context {shape.context}")
+    table.add_row(
+        "text",
+        f"{about['train']['bytes'] / 1e6:.1f} MB of Python source from {about['folder']}: {about['train']['files']} "
+        f"files to learn from, {about['held_out']['files']} held out",
+    )
+    table.add_row(
+        "tokens",
+        f"{about['train']['tokens'] / 1e6:.2f} million of {corpus.tokenizer.vocab_size:,} kinds "
+        f"({about['train']['bytes'] / about['train']['tokens']:.1f} bytes each), BPE trained on this machine",
+    )
+    table.add_row(
+        "model",
+        f"GPT in plain PyTorch, {parameters / 1e6:.1f} million parameters: {shape.layers} layers, "
+        f"width {shape.width}, context {shape.context}",
+    )
     dtype = str(next(engine.module.parameters()).dtype).replace("torch.", "")
     rows = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
-    table.add_row("training", f"{world} processes x {rows} sequences, {dtype} on {engine.device}, "
-                  + (f"resumed at step {engine.global_steps}, on to {total}" if resumed else f"{total} steps"))
-    table.add_row("held-out loss", f"{before:.2f} nats per token before training (guessing: {math.log(shape.vocab_size):.2f})")
+    table.add_row(
+        "training",
+        f"{world} processes x {rows} sequences, {dtype} on {engine.device}, "
+        + (f"resumed at step {engine.global_steps}, on to {total}" if resumed else f"{total} steps"),
+    )
+    table.add_row(
+        "held-out loss", f"{before:.2f} nats per token before training (guessing: {math.log(shape.vocab_size):.2f})"
+    )
     table.add_row("set up in", f"{seconds:.1f} s")
-    console.print(Panel(table, title="[bold]DeepSpeed quickstart[/]", title_align="left", box=rich.box.ROUNDED, border_style="cyan",
-                        expand=console.is_terminal))
+    console.print(
+        Panel(
+            table,
+            title="[bold]DeepSpeed quickstart[/]",
+            title_align="left",
+            box=rich.box.ROUNDED,
+            border_style="cyan",
+            expand=console.is_terminal,
+        )
+    )
     sys.stdout.flush()
 
 
 def conclude(folder, state, sample, vocab_size, seconds):
     """Says what came of it."""
+    before, after = state["before"], state["after"]
+    losses = ("held-out loss  ", (f"{before:.3f}", "red"), " before  ", (f"{after:.3f}", "bold green"), " after")
+    perplexity = f"perplexity {math.exp(before):,.0f} -> {math.exp(after):,.0f} of {vocab_size:,} tokens"
     console.print()
-    drop = state["before"] - state["after"]
-    console.print(Text.assemble(
-        "held-out loss  ", (f"{state['before']:.3f}", "red"), " before  ", (f"{state['after']:.3f}", "bold green"), " after",
-        (f"   perplexity {math.exp(state['before']):,.0f} -> {math.exp(state['after']):,.0f} of {vocab_size:,} tokens; "
-         f"trained {duration(seconds)} min, {len(state['rows'])} points on the curve", "dim") if drop else "",
-    ))
+    console.print(Text.assemble(*losses, (f"   {perplexity}; trained for {duration(seconds)} minutes", "dim")))
     console.print("\na sample (temperature 0.8, not chosen):")
-    console.print(Padding(Syntax(sample, "python", theme="ansi_dark", background_color="default", word_wrap=True)
-                          if console.is_terminal else Text(sample), (0, 0, 0, 2)))
+    if console.is_terminal:
+        code = Syntax(sample, "python", theme="ansi_dark", background_color="default", word_wrap=True)
+        console.print(Padding(code, (0, 0, 0, 2)))
+    else:
+        print(textwrap.indent(sample, "  "))
     console.print(f"\nkept in {folder}: loss.png, metrics.csv, sample.txt, checkpoints/")
     console.print("run the same command again to go on from here (--restart: begin anew)", style="dim")
     sys.stdout.flush()

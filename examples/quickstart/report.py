@@ -39,7 +39,9 @@ def plot(path, state):
     ends = [(0, state["before"]), (tokens[-1], state["after"])]
     axes.scatter(*zip(*ends), color="#dc2626", zorder=3, label="held-out files")
     for x, y in ends:
-        axes.annotate(f"{y:.2f}", (x, y), textcoords="offset points", xytext=(-6 if x else 8, 6), ha="right" if x else "left")
+        axes.annotate(
+            f"{y:.2f}", (x, y), textcoords="offset points", xytext=(-6 if x else 8, 6), ha="right" if x else "left"
+        )
     axes.set_xlabel("thousand tokens")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title("A 10M-parameter GPT reads Python's standard library", fontsize=10)

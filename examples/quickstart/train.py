@@ -8,6 +8,7 @@ A second call goes on from the checkpoint of the first.
 
 import argparse
 import json
+import logging
 import os
 import shutil
 import sys
@@ -32,6 +33,9 @@ def parse_arguments():
     parser.add_argument("--steps", type=int, help="train up to this step; default: the schedule's total_num_steps")
     parser.add_argument("--more", type=int, default=100, help="steps to add when a finished run is resumed")
     parser.add_argument("--save_every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--layers", type=int, default=Shape.layers)
+    parser.add_argument("--heads", type=int, default=Shape.heads)
+    parser.add_argument("--width", type=int, default=Shape.width)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default=os.path.join(HERE, "out"), help="folder for checkpoints and results")
     parser.add_argument("--cache", default=os.path.join(HERE, "cache"), help="folder for the encoded corpus")
@@ -74,11 +78,14 @@ def wants_resume(args, done, total):
     """Whether to go on from the checkpoint at step ``done``: rank 0 decides (or asks) and tells the others."""
     answer = torch.ones(1, dtype=torch.int64)
     if dist.get_rank() == 0:
-        answer[0] = not args.restart and (args.resume or progress.confirm(
-            f"There is a checkpoint at step {done} of {total}. "
-            + (f"Train {args.more} more steps from there?" if done >= total else "Go on from there?")
-            + " (no: begin anew)"
-        ))
+        answer[0] = not args.restart and (
+            args.resume
+            or progress.confirm(
+                f"There is a checkpoint at step {done} of {total}. "
+                + (f"Train {args.more} more steps from there?" if done >= total else "Go on from there?")
+                + " (no: begin anew)"
+            )
+        )
     answer = answer.to(torch.device("cuda", args.local_rank) if dist.get_backend() == "nccl" else "cpu")
     dist.broadcast(answer, 0)
     return bool(answer.item())
@@ -112,7 +119,7 @@ def held_out_loss(engine, corpus, shape, rows=16, batches=4):
 
 def save(engine, checkpoints, state):
     """Writes a checkpoint, then removes the ones before it: a run that dies while writing still has the old one."""
-    engine.save_checkpoint(checkpoints, client_state=state)
+    engine.save_checkpoint(checkpoints, client_state={"quickstart": state})
     dist.barrier()
     if dist.get_rank() == 0:
         for name in os.listdir(checkpoints):
@@ -141,7 +148,9 @@ def train(engine, corpus, shape, total, state, args, checkpoints):
                 lr = engine.get_lr()[0]
                 bar.report(step, loss, lr, memory)
                 norm = engine.get_global_grad_norm()
-                state["rows"].append([step, step * tokens_per_step, loss, lr, float(norm or 0.0), bar.tokens_per_second])
+                state["rows"].append(
+                    [step, step * tokens_per_step, loss, lr, float(norm or 0.0), bar.tokens_per_second]
+                )
             bar.advance(step)
             if step % args.save_every == 0 and step < total:
                 save(engine, checkpoints, state)
@@ -150,6 +159,7 @@ def train(engine, corpus, shape, total, state, args, checkpoints):
 def main():
     started = time.time()
     args = parse_arguments()
+    deepspeed.logger.setLevel(logging.WARNING)  # the screen belongs to the bar
     deepspeed.init_distributed()
     show = dist.get_rank() == 0
     say = progress.say if show else lambda *text: None
@@ -158,7 +168,9 @@ def main():
     if not total:
         sys.exit("the configuration's scheduler has no total_num_steps: say how long to train with --steps N")
     done = finished_steps(checkpoints)
+    asked = time.time()
     resume = bool(done) and wants_resume(args, done, total)
+    started += time.time() - asked  # whoever takes time to answer has not waited for us
     if args.resume and not done:
         sys.exit(f"--resume: there is no checkpoint in {checkpoints}. Leave the flag out to begin one.")
     dist.barrier()  # everybody has looked at the checkpoints: now rank 0 may remove them
@@ -167,14 +179,15 @@ def main():
 
     corpus = load_corpus(args.cache, say)
     torch.manual_seed(args.seed)
-    shape = Shape(vocab_size=corpus.tokenizer.vocab_size)
+    shape = Shape(corpus.tokenizer.vocab_size, layers=args.layers, heads=args.heads, width=args.width)
     model = GPT(shape)
     engine, _, _, _ = deepspeed.initialize(args=args, model=model, model_parameters=parameter_groups(model, 0.1))
 
     if resume:
-        path, state = engine.load_checkpoint(checkpoints)
+        path, client_state = engine.load_checkpoint(checkpoints)
         if path is None:
             sys.exit(f"the checkpoint in {checkpoints} cannot be read. Begin anew with --restart.")
+        state = client_state["quickstart"]
         if engine.global_steps >= total:
             total = engine.global_steps + args.more
     else:

@@ -15,6 +15,7 @@ import random
 import signal
 import socket
 import sys
+import time
 import traceback
 import types
 from multiprocessing.connection import Connection
@@ -36,6 +37,31 @@ PR_SET_PDEATHSIG = 1
 
 def _die_with_parent():
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _listening(port):
+    """Whether a process of this machine listens on the port; asks without connecting."""
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with open(table) as rows:
+            for row in rows:
+                _, local, _, state = row.split()[:4]
+                if state == "0A" and local.endswith(f":{port:04X}"):
+                    return True
+    return False
+
+
+def _make_store_patient():
+    """torch's store sleeps a whole second when it finds nobody listening yet, which most runs would pay."""
+    rendezvous = sys.modules["torch.distributed.rendezvous"]  # the attribute of that name is a function
+    plain = rendezvous.TCPStore
+
+    def patient(host_name, port, world_size=None, is_master=False, *args, **kwargs):
+        deadline = time.monotonic() + 2
+        while not is_master and not _listening(port) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        return plain(host_name, port, world_size, is_master, *args, **kwargs)
+
+    rendezvous.TCPStore = patient
 
 
 def serve(channel):
@@ -151,6 +177,7 @@ def _load(name, path):
 
 def main():
     _die_with_parent()
+    _make_store_patient()
     try:
         importlib.import_module("deepspeed")
     except ImportError:

@@ -60,7 +60,14 @@ def test_block_runs(name, ranks, code, tmp_path):
     script.write_text(code, encoding="utf-8")
     command = [sys.executable, str(script)]
     if ranks:
-        command[1:1] = ["-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks), "--master_port", str(free_port())]
+        command[1:1] = [
+            "-m",
+            "deepspeed.launcher.runner",
+            "--num_accelerators",
+            str(ranks),
+            "--master_port",
+            str(free_port()),
+        ]
     env = {**os.environ, "PYTHONPATH": os.path.join(ROOT, "python"), "OMP_NUM_THREADS": "1"}
     out = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert out.returncode == 0, f"{name} failed\n{out.stdout[-2000:]}\n{out.stderr[-4000:]}"

@@ -31,10 +31,30 @@ def rate(entry):
         texts.append(f"{entry['bytes_per_second'] / 1e9:.2f} GB/s")
     if "items_per_second" in entry:
         texts.append(f"{entry['items_per_second'] / 1e6:.1f} M/s")
-    known = ("name", "family_index", "per_family_instance_index", "run_name", "run_type", "repetitions", "repetition_index", "threads",
-             "iterations", "real_time", "cpu_time", "time_unit", "bytes_per_second", "items_per_second", "label", "aggregate_name",
-             "aggregate_unit", "error_occurred", "error_message")
-    texts += [f"{key} {value:.4g}" for key, value in entry.items() if key not in known and isinstance(value, (int, float))]
+    known = (
+        "name",
+        "family_index",
+        "per_family_instance_index",
+        "run_name",
+        "run_type",
+        "repetitions",
+        "repetition_index",
+        "threads",
+        "iterations",
+        "real_time",
+        "cpu_time",
+        "time_unit",
+        "bytes_per_second",
+        "items_per_second",
+        "label",
+        "aggregate_name",
+        "aggregate_unit",
+        "error_occurred",
+        "error_message",
+    )
+    texts += [
+        f"{key} {value:.4g}" for key, value in entry.items() if key not in known and isinstance(value, (int, float))
+    ]
     if entry.get("label"):
         texts.append(entry["label"])
     if entry.get("error_message"):
@@ -56,13 +76,17 @@ def flatten(prefix, value):
 
 def markdown(about, parts):
     lines = [f"# Benchmarks, {about['date']}", "", "| machine | |", "|---|---|"]
-    lines += [f"| {key} | {', '.join(map(str, value)) if isinstance(value, list) else value} |" for key, value in about.items()]
+    lines += [
+        f"| {key} | {', '.join(map(str, value)) if isinstance(value, list) else value} |"
+        for key, value in about.items()
+    ]
     for name, part in parts.items():
         lines += ["", f"## {name}", ""]
         if "benchmarks" in part:
             lines += ["| case | time | |", "|---|---|---|"]
             for entry in part["benchmarks"]:
-                lines.append(f"| {entry['name']} | {entry.get('real_time', 0):.4g} {entry.get('time_unit', '')} | {rate(entry)} |")
+                time = f"{entry.get('real_time', 0):.4g} {entry.get('time_unit', '')}"
+                lines.append(f"| {entry['name']} | {time} | {rate(entry)} |")
         else:
             extra = {key: value for key, value in part.get("machine", {}).items() if key not in about}
             if extra:
@@ -80,7 +104,10 @@ def main():
     about = machine.describe()
     about["commit"] = machine.commit(os.path.dirname(os.path.abspath(__file__)))
     os.makedirs(results, exist_ok=True)
-    stem = os.path.join(results, f"{datetime.date.today().isoformat()}-{machine.host_kind()}-torch{(about['torch'] or 'none').split('+')[0]}")
+    stem = os.path.join(
+        results,
+        f"{datetime.date.today().isoformat()}-{machine.host_kind()}-torch{(about['torch'] or 'none').split('+')[0]}",
+    )
     with open(stem + ".json", "w", encoding="utf-8") as file:
         json.dump({"machine": about, "results": parts}, file, indent=1)
         file.write("\n")

@@ -3,25 +3,52 @@
 namespace ds::config {
 
 DS_CONFIG_CHAPTER(35, kTraining, "Gradients and communication") {
-  c.add(text("communication_data_type", nullptr, "Type in which gradients are reduced; null: the type of the gradients.").one_of_any_case({"fp32", "fp16", "bf16"}).raises(ErrorKind::kValue));
-  c.add(text("seq_parallel_communication_data_type", "fp32", "Type in which gradients are reduced over sequence-parallel ranks.").one_of_any_case({"fp32", "fp16", "bf16"}).or_null().waits_for("sequence parallelism"));
+  c.add(
+      text("communication_data_type", nullptr, "Type in which gradients are reduced; null: the type of the gradients.")
+          .one_of_any_case({"fp32", "fp16", "bf16"})
+          .raises(ErrorKind::kValue));
+  c.add(text("seq_parallel_communication_data_type", "fp32",
+             "Type in which gradients are reduced over sequence-parallel ranks.")
+            .one_of_any_case({"fp32", "fp16", "bf16"})
+            .or_null()
+            .waits_for("sequence parallelism"));
   c.add(boolean("prescale_gradients", false, "Divide gradients before the reduction instead of after."));
-  c.add(number("gradient_predivide_factor", 1.0, "With prescale_gradients: the divisor before the reduction; the rest is divided after.").above(0));
-  c.add(text("gradient_allreduce_op", "mean", "Average or sum gradients over ranks.").one_of_any_case({"mean", "sum"}).raises(ErrorKind::kValue).not_built_values("summing gradients over ranks", {"sum"}));
-  c.add(boolean("sparse_gradients", false, "Reduce sparse gradients of embeddings as sparse tensors.").not_built("sparse gradient reduction"));
-  c.add(boolean("disable_allgather", false, "Broadcast updated parameters instead of gathering them.").not_built("ZeRO without all-gather"));
-  c.add(boolean("zero_allow_untested_optimizer", false, "Let ZeRO wrap an optimizer of your own that it was not tested with."));
+  c.add(number("gradient_predivide_factor", 1.0,
+               "With prescale_gradients: the divisor before the reduction; the rest is divided after.")
+            .above(0));
+  c.add(text("gradient_allreduce_op", "mean", "Average or sum gradients over ranks.")
+            .one_of_any_case({"mean", "sum"})
+            .raises(ErrorKind::kValue)
+            .not_built_values("summing gradients over ranks", {"sum"}));
+  c.add(boolean("sparse_gradients", false, "Reduce sparse gradients of embeddings as sparse tensors.")
+            .not_built("sparse gradient reduction"));
+  c.add(boolean("disable_allgather", false, "Broadcast updated parameters instead of gathering them.")
+            .not_built("ZeRO without all-gather"));
+  c.add(boolean("zero_allow_untested_optimizer", false,
+                "Let ZeRO wrap an optimizer of your own that it was not tested with."));
   c.add(boolean("zero_force_ds_cpu_optimizer", true, "With offload: insist on DeepSpeedCPUAdam."));
-  c.add(boolean("use_data_before_expert_parallelism", false, "Order of ranks in groups: data before expert parallelism.").not_built("expert parallelism"));
-  c.add(integer("sequence_parallel_size", nullptr, "Ranks that share one sequence; divides the data-parallel size when no mpu is given.").above(0).not_built_above("sequence parallelism", 1));
-  c.add(integer("data_parallel_size", nullptr, "Data-parallel ranks; with sequence_parallel_size it makes a 2-D mesh.").above(0));
-  c.add(integer("allgather_size", 500000000, "Old place of the bucket size, read when zero_optimization is a bare boolean.").at_least(0).deprecated_for("zero_optimization.allgather_bucket_size"));
+  c.add(
+      boolean("use_data_before_expert_parallelism", false, "Order of ranks in groups: data before expert parallelism.")
+          .not_built("expert parallelism"));
+  c.add(integer("sequence_parallel_size", nullptr,
+                "Ranks that share one sequence; divides the data-parallel size when no mpu is given.")
+            .above(0)
+            .not_built_above("sequence parallelism", 1));
+  c.add(integer("data_parallel_size", nullptr, "Data-parallel ranks; with sequence_parallel_size it makes a 2-D mesh.")
+            .above(0));
+  c.add(integer("allgather_size", 500000000,
+                "Old place of the bucket size, read when zero_optimization is a bare boolean.")
+            .at_least(0)
+            .deprecated_for("zero_optimization.allgather_bucket_size"));
   c.rule("gradient_allreduce_op \"sum\" excludes ZeRO stage 3, zenflow and compile.deepcompile.", [](Judge& j) {
     if (j.text("gradient_allreduce_op") != "sum") return;
     const char* fix = "Use \"mean\".";
-    if (j.integer("zero_optimization.stage") == 3) j.error({"gradient_allreduce_op", "zero_optimization.stage"}, "\"sum\" does not work with stage 3.", fix);
-    if (!j.is_null("zero_optimization.zenflow")) j.error({"gradient_allreduce_op", "zero_optimization.zenflow"}, "\"sum\" does not work with zenflow.", fix);
-    if (j.on("compile.deepcompile")) j.error({"gradient_allreduce_op", "compile.deepcompile"}, "\"sum\" does not work with deepcompile.", fix);
+    if (j.integer("zero_optimization.stage") == 3)
+      j.error({"gradient_allreduce_op", "zero_optimization.stage"}, "\"sum\" does not work with stage 3.", fix);
+    if (!j.is_null("zero_optimization.zenflow"))
+      j.error({"gradient_allreduce_op", "zero_optimization.zenflow"}, "\"sum\" does not work with zenflow.", fix);
+    if (j.on("compile.deepcompile"))
+      j.error({"gradient_allreduce_op", "compile.deepcompile"}, "\"sum\" does not work with deepcompile.", fix);
   });
   c.rule("allgather_size sets zero_optimization.allgather_bucket_size when that is not given.", [](Judge& j) {
     if (j.given("allgather_size") && !j.given("zero_optimization.allgather_bucket_size")) {

@@ -8,121 +8,158 @@ Field path(const char* name, const char* doc) { return text(name, nullptr, doc);
 Field count(const char* name, const char* doc) { return integer(name, nullptr, doc).at_least(0); }
 
 Field curriculum_schedule() {
-  return section("schedule_config", "Settings of the schedule.", {
-      count("total_curriculum_step", "Steps until the difficulty is at its maximum."),
-      count("difficulty_step", "Difficulties are multiples of this."),
-      count("root_degree", "fixed_root: which root."),
-      list("difficulty", nullptr, "fixed_discrete: the difficulties.").items(kInt),
-      list("max_step", nullptr, "fixed_discrete: the last step of each but the last difficulty.").items(kInt),
-  });
+  return section(
+      "schedule_config", "Settings of the schedule.",
+      {
+          count("total_curriculum_step", "Steps until the difficulty is at its maximum."),
+          count("difficulty_step", "Difficulties are multiples of this."),
+          count("root_degree", "fixed_root: which root."),
+          list("difficulty", nullptr, "fixed_discrete: the difficulties.").items(kInt),
+          list("max_step", nullptr, "fixed_discrete: the last step of each but the last difficulty.").items(kInt),
+      });
 }
 
 Field schedule_type() {
-  return text("schedule_type", nullptr, "How difficulty grows.").one_of({"fixed_linear", "fixed_root", "fixed_discrete", "custom"});
+  return text("schedule_type", nullptr, "How difficulty grows.")
+      .one_of({"fixed_linear", "fixed_root", "fixed_discrete", "custom"});
 }
 
 Field enabled() { return boolean("enabled", false, "Switch it on."); }
 
 Field data_sampling() {
-  return section("data_sampling", "Which samples are drawn.", {
-      enabled(),
-      integer("num_epochs", 1000, "Most epochs.").above(0),
-      integer("num_workers", 0, "Worker processes of the loader.").at_least(0),
-      boolean("pin_memory", false, "Page-locked host memory for batches."),
-      section("curriculum_learning", "Easy samples first.", {
+  return section(
+      "data_sampling", "Which samples are drawn.",
+      {
           enabled(),
-          path("data_cluster_path", "Folder for the clusters of samples."),
-          section("curriculum_metrics", "What difficulty is, by name.", {
-              section("<metric name>", "One metric.", {
-                  path("index_to_sample_path", "Samples by value of the metric."),
-                  path("index_to_metric_path", "The metric of each sample."),
-                  text("difficulty_type", nullptr, "A difficulty is a value or a percentile.").one_of({"value", "percentile"}),
-                  text("clustering_type", nullptr, "How samples are put into clusters.").one_of({"single_cluster", "schedule_based"}),
-                  count("min_difficulty", "Difficulty at the start."),
-                  count("max_difficulty", "Difficulty at the end."),
-                  schedule_type(), curriculum_schedule(),
+          integer("num_epochs", 1000, "Most epochs.").above(0),
+          integer("num_workers", 0, "Worker processes of the loader.").at_least(0),
+          boolean("pin_memory", false, "Page-locked host memory for batches."),
+          section(
+              "curriculum_learning", "Easy samples first.",
+              {
+                  enabled(),
+                  path("data_cluster_path", "Folder for the clusters of samples."),
+                  section("curriculum_metrics", "What difficulty is, by name.",
+                          {
+                              section("<metric name>", "One metric.",
+                                      {
+                                          path("index_to_sample_path", "Samples by value of the metric."),
+                                          path("index_to_metric_path", "The metric of each sample."),
+                                          text("difficulty_type", nullptr, "A difficulty is a value or a percentile.")
+                                              .one_of({"value", "percentile"}),
+                                          text("clustering_type", nullptr, "How samples are put into clusters.")
+                                              .one_of({"single_cluster", "schedule_based"}),
+                                          count("min_difficulty", "Difficulty at the start."),
+                                          count("max_difficulty", "Difficulty at the end."),
+                                          schedule_type(),
+                                          curriculum_schedule(),
+                                      }),
+                          }),
               }),
-          }),
-      }),
-      section("dynamic_batching", "Batches of equal token counts.", {
-          enabled(),
-          path("metrics_path", "Lengths of the samples."),
-          text("lr_scaling_method", "linear", "How the learning rate follows the batch size.").one_of({"linear", "sqrt", "none"}),
-          integer("min_batch_size", 1, "Fewest samples.").above(0),
-          integer("max_batch_size", nullptr, "Most samples.").above(0),
-          text("sequence_picking_order", "dataloader", "In which order samples are put together.").one_of({"random", "seqlen", "dataloader"}),
-          integer("max_tokens", nullptr, "Tokens per batch.").above(0),
-          boolean("verbose", false, "Print the batches."),
-      }),
-  });
+          section("dynamic_batching", "Batches of equal token counts.",
+                  {
+                      enabled(),
+                      path("metrics_path", "Lengths of the samples."),
+                      text("lr_scaling_method", "linear", "How the learning rate follows the batch size.")
+                          .one_of({"linear", "sqrt", "none"}),
+                      integer("min_batch_size", 1, "Fewest samples.").above(0),
+                      integer("max_batch_size", nullptr, "Most samples.").above(0),
+                      text("sequence_picking_order", "dataloader", "In which order samples are put together.")
+                          .one_of({"random", "seqlen", "dataloader"}),
+                      integer("max_tokens", nullptr, "Tokens per batch.").above(0),
+                      boolean("verbose", false, "Print the batches."),
+                  }),
+      });
 }
 
 Field data_routing() {
-  return section("data_routing", "Which tokens go through which layers.", {
-      enabled(),
-      section("random_ltd", "Random layerwise token dropping.", {
-          enabled(),
-          count("total_layer_num", "Layers of the model."),
-          count("random_ltd_layer_num", "Layers that drop."),
-          list("random_ltd_layer_id", nullptr, "Which.").items(kInt).items_at_least(0),
-          text("model_mask_name", nullptr, "Keyword of the attention mask in forward."),
-          text("model_type", nullptr, "Kind of model.").one_of({"decoder", "encoder"}),
-          text("hidden_state_order", nullptr, "Order of dimensions.").one_of({"batch_seq_dim", "seq_batch_dim"}),
-          count("micro_batch_size", "As at the top."),
-          count("global_batch_size", "As train_batch_size."),
-          section("random_ltd_schedule", "Tokens that are kept, over time.", {
-              count("min_value", "At the start."), count("max_value", "At the end."),
-              text("schedule_type", nullptr, "How it grows.").one_of({"fixed_linear"}),
-              section("schedule_config", "Settings of that.", {
-                  count("require_steps", "Steps until the end."), count("seq_per_step", "Tokens added at one time."),
-              }),
-          }),
-          section("layer_token_lr_schedule", "Let the learning rate follow the tokens.", {
-              enabled(), count("total_layer_tokens", "Tokens over all layers."),
-              text("warmup_type", nullptr, "Kind of warm-up."), count("warmup_layer_tokens", "Tokens of warm-up."),
-          }),
-      }),
-  });
+  return section("data_routing", "Which tokens go through which layers.",
+                 {
+                     enabled(),
+                     section("random_ltd", "Random layerwise token dropping.",
+                             {
+                                 enabled(),
+                                 count("total_layer_num", "Layers of the model."),
+                                 count("random_ltd_layer_num", "Layers that drop."),
+                                 list("random_ltd_layer_id", nullptr, "Which.").items(kInt).items_at_least(0),
+                                 text("model_mask_name", nullptr, "Keyword of the attention mask in forward."),
+                                 text("model_type", nullptr, "Kind of model.").one_of({"decoder", "encoder"}),
+                                 text("hidden_state_order", nullptr, "Order of dimensions.")
+                                     .one_of({"batch_seq_dim", "seq_batch_dim"}),
+                                 count("micro_batch_size", "As at the top."),
+                                 count("global_batch_size", "As train_batch_size."),
+                                 section("random_ltd_schedule", "Tokens that are kept, over time.",
+                                         {
+                                             count("min_value", "At the start."),
+                                             count("max_value", "At the end."),
+                                             text("schedule_type", nullptr, "How it grows.").one_of({"fixed_linear"}),
+                                             section("schedule_config", "Settings of that.",
+                                                     {
+                                                         count("require_steps", "Steps until the end."),
+                                                         count("seq_per_step", "Tokens added at one time."),
+                                                     }),
+                                         }),
+                                 section("layer_token_lr_schedule", "Let the learning rate follow the tokens.",
+                                         {
+                                             enabled(),
+                                             count("total_layer_tokens", "Tokens over all layers."),
+                                             text("warmup_type", nullptr, "Kind of warm-up."),
+                                             count("warmup_layer_tokens", "Tokens of warm-up."),
+                                         }),
+                             }),
+                 });
 }
 
 void check_discrete(Judge& j, const std::string& at) {
   if (j.text(at + ".schedule_type") != "fixed_discrete") return;
   const std::string levels = at + ".schedule_config.difficulty", steps = at + ".schedule_config.max_step";
   if (j.size(levels) != j.size(steps) + 1) {
-    j.error({steps, levels}, "max_step has one item fewer than difficulty: the last difficulty has no end.", "Make it so.");
+    j.error({steps, levels}, "max_step has one item fewer than difficulty: the last difficulty has no end.",
+            "Make it so.");
   }
 }
 
 }  // namespace
 
 DS_CONFIG_CHAPTER(85, kTraining, "Data and curriculum") {
-  auto data = section("data_efficiency", "Curriculum over samples, dynamic batches, token dropping.", {
-      enabled(), integer("seed", 1234, "Seed of the sampling."), data_sampling(), data_routing(),
-  });
+  auto data = section("data_efficiency", "Curriculum over samples, dynamic batches, token dropping.",
+                      {
+                          enabled(),
+                          integer("seed", 1234, "Seed of the sampling."),
+                          data_sampling(),
+                          data_routing(),
+                      });
   c.add(data.not_built("data efficiency"));
-  auto curriculum = section("curriculum_learning", "Older curriculum over sequence length.", {
-      enabled(),
-      text("curriculum_type", nullptr, "What grows.").one_of({"seqlen"}),
-      count("min_difficulty", "At the start."), count("max_difficulty", "At the end."),
-      schedule_type(), curriculum_schedule(),
-  });
+  auto curriculum = section("curriculum_learning", "Older curriculum over sequence length.",
+                            {
+                                enabled(),
+                                text("curriculum_type", nullptr, "What grows.").one_of({"seqlen"}),
+                                count("min_difficulty", "At the start."),
+                                count("max_difficulty", "At the end."),
+                                schedule_type(),
+                                curriculum_schedule(),
+                            });
   c.add(curriculum.not_built("curriculum learning"));
-  auto drop = section("progressive_layer_drop", "Skip layers more and more often.", {
-      enabled(),
-      number("theta", 1.0, "Keep probability in the end.").at_least(0).at_most(1),
-      number("gamma", 0.001, "How fast it gets there.").at_least(0),
-  });
+  auto drop = section("progressive_layer_drop", "Skip layers more and more often.",
+                      {
+                          enabled(),
+                          number("theta", 1.0, "Keep probability in the end.").at_least(0).at_most(1),
+                          number("gamma", 0.001, "How fast it gets there.").at_least(0),
+                      });
   c.add(drop.not_built("progressive layer dropping"));
 
-  c.rule("data_efficiency: curriculum_metrics and dynamic_batching.max_tokens are required when their section is enabled.", [](Judge& j) {
-    const std::string at = "data_efficiency.data_sampling.";
-    if (j.on(at + "curriculum_learning.enabled") && j.size(at + "curriculum_learning.curriculum_metrics") == 0) {
-      j.error({at + "curriculum_learning.curriculum_metrics"}, "required when curriculum learning is enabled.", "Add at least one metric.");
-    }
-    if (j.on(at + "dynamic_batching.enabled") && j.is_null(at + "dynamic_batching.max_tokens")) {
-      j.error({at + "dynamic_batching.max_tokens"}, "required when dynamic batching is enabled.", "Add it.");
-    }
-  });
+  c.rule(
+      "data_efficiency: curriculum_metrics and dynamic_batching.max_tokens are required when their section is enabled.",
+      [](Judge& j) {
+        const std::string at = "data_efficiency.data_sampling.";
+        if (j.on(at + "curriculum_learning.enabled") && j.size(at + "curriculum_learning.curriculum_metrics") == 0) {
+          j.error({at + "curriculum_learning.curriculum_metrics"}, "required when curriculum learning is enabled.",
+                  "Add at least one metric.");
+        }
+        if (j.on(at + "dynamic_batching.enabled") && j.is_null(at + "dynamic_batching.max_tokens")) {
+          j.error({at + "dynamic_batching.max_tokens"}, "required when dynamic batching is enabled.", "Add it.");
+        }
+      });
   c.rule("fixed_discrete schedules: max_step is one shorter than difficulty.", [](Judge& j) {
     check_discrete(j, "curriculum_learning");
     const std::string metrics = "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics";

@@ -3,64 +3,83 @@
 namespace ds::config {
 
 DS_CONFIG_CHAPTER(75, kTraining, "Elastic training and tuning") {
-  auto elastic = section("elasticity", "Batch sizes that stay the same when the number of ranks changes.", {
-      boolean("enabled", false, "Switch it on."),
-      integer("max_train_batch_size", 2000, "Largest train batch size.").above(0),
-      list("micro_batch_sizes", std::vector<int64_t>{2, 4, 6}, "Micro batch sizes to choose from.").items(kInt).items_at_least(1),
-      integer("min_gpus", 1, "Fewest ranks.").at_least(1),
-      integer("max_gpus", 10000, "Most ranks.").at_least(1),
-      integer("min_time", 0, "Minutes between changes.").at_least(0),
-      boolean("prefer_larger_batch", true, "Of equal choices take the larger batch."),
-      boolean("ignore_non_elastic_batch_info", false, "Batch keys beside this section are ignored instead of refused."),
-      number("version", 0.2, "Version of the rules.").one_of({0.1, 0.2}),
-      integer("model_parallel_size", 1, "Ranks per copy of the model.").at_least(1),
-      integer("num_gpus_per_node", 1, "Ranks per node.").at_least(1),
-  });
+  auto elastic =
+      section("elasticity", "Batch sizes that stay the same when the number of ranks changes.",
+              {
+                  boolean("enabled", false, "Switch it on."),
+                  integer("max_train_batch_size", 2000, "Largest train batch size.").above(0),
+                  list("micro_batch_sizes", std::vector<int64_t>{2, 4, 6}, "Micro batch sizes to choose from.")
+                      .items(kInt)
+                      .items_at_least(1),
+                  integer("min_gpus", 1, "Fewest ranks.").at_least(1),
+                  integer("max_gpus", 10000, "Most ranks.").at_least(1),
+                  integer("min_time", 0, "Minutes between changes.").at_least(0),
+                  boolean("prefer_larger_batch", true, "Of equal choices take the larger batch."),
+                  boolean("ignore_non_elastic_batch_info", false,
+                          "Batch keys beside this section are ignored instead of refused."),
+                  number("version", 0.2, "Version of the rules.").one_of({0.1, 0.2}),
+                  integer("model_parallel_size", 1, "Ranks per copy of the model.").at_least(1),
+                  integer("num_gpus_per_node", 1, "Ranks per node.").at_least(1),
+              });
   c.add(elastic.not_built("elastic training"));
-  auto tuning = section("autotuning", "Search for the fastest configuration.", {
-      boolean("enabled", false, "Switch it on."),
-      boolean("fast", true, "Tune only micro batch size and ZeRO stage."),
-      text("results_dir", "autotuning_results", "Folder for results."),
-      text("exps_dir", "autotuning_exps", "Folder for experiments."),
-      boolean("overwrite", true, "Run experiments again that have results."),
-      integer("start_profile_step", 3, "First measured step.").at_least(0),
-      integer("end_profile_step", 5, "Last measured step.").at_least(0),
-      text("metric", "throughput", "What to make best.").one_of({"latency", "throughput", "flops", "forward", "step"}),
-      text("metric_path", nullptr, "File to which a script of its own writes the metric."),
-      text("tuner_type", "gridsearch", "How to search.").one_of({"gridsearch", "random", "model_based"}),
-      integer("tuner_early_stopping", 5, "Experiments without progress before it stops.").at_least(0),
-      integer("tuner_num_trials", 50, "Most experiments.").above(0),
-      table("arg_mappings", nullptr, "Script arguments that carry a key of this configuration, by key."),
-      section("model_info", "What is known about the model.", {
-          boolean("profile", false, "Find it out in a run of its own."),
-          integer("num_params", nullptr, "Parameters.").above(0),
-          integer("hidden_size", nullptr, "Width.").above(0),
-          integer("num_layers", nullptr, "Layers.").above(0),
-      }).absent_is_null(),
-      text("model_info_path", nullptr, "File with that."),
-      integer("mp_size", 1, "Ranks per copy of the model.").at_least(1),
-      integer("max_train_batch_size", nullptr, "Largest train batch size to try.").above(0),
-      integer("min_train_batch_size", 1, "Smallest train batch size to try.").above(0),
-      integer("max_train_micro_batch_size_per_gpu", 1024, "Largest micro batch size to try.").above(0),
-      integer("min_train_micro_batch_size_per_gpu", 1, "Smallest micro batch size to try.").above(0),
-      integer("num_tuning_micro_batch_sizes", 3, "How many micro batch sizes to try.").above(0),
-  });
+  auto tuning =
+      section("autotuning", "Search for the fastest configuration.",
+              {
+                  boolean("enabled", false, "Switch it on."),
+                  boolean("fast", true, "Tune only micro batch size and ZeRO stage."),
+                  text("results_dir", "autotuning_results", "Folder for results."),
+                  text("exps_dir", "autotuning_exps", "Folder for experiments."),
+                  boolean("overwrite", true, "Run experiments again that have results."),
+                  integer("start_profile_step", 3, "First measured step.").at_least(0),
+                  integer("end_profile_step", 5, "Last measured step.").at_least(0),
+                  text("metric", "throughput", "What to make best.")
+                      .one_of({"latency", "throughput", "flops", "forward", "step"}),
+                  text("metric_path", nullptr, "File to which a script of its own writes the metric."),
+                  text("tuner_type", "gridsearch", "How to search.").one_of({"gridsearch", "random", "model_based"}),
+                  integer("tuner_early_stopping", 5, "Experiments without progress before it stops.").at_least(0),
+                  integer("tuner_num_trials", 50, "Most experiments.").above(0),
+                  table("arg_mappings", nullptr, "Script arguments that carry a key of this configuration, by key."),
+                  section("model_info", "What is known about the model.",
+                          {
+                              boolean("profile", false, "Find it out in a run of its own."),
+                              integer("num_params", nullptr, "Parameters.").above(0),
+                              integer("hidden_size", nullptr, "Width.").above(0),
+                              integer("num_layers", nullptr, "Layers.").above(0),
+                          })
+                      .absent_is_null(),
+                  text("model_info_path", nullptr, "File with that."),
+                  integer("mp_size", 1, "Ranks per copy of the model.").at_least(1),
+                  integer("max_train_batch_size", nullptr, "Largest train batch size to try.").above(0),
+                  integer("min_train_batch_size", 1, "Smallest train batch size to try.").above(0),
+                  integer("max_train_micro_batch_size_per_gpu", 1024, "Largest micro batch size to try.").above(0),
+                  integer("min_train_micro_batch_size_per_gpu", 1, "Smallest micro batch size to try.").above(0),
+                  integer("num_tuning_micro_batch_sizes", 3, "How many micro batch sizes to try.").above(0),
+              });
   c.add(tuning.not_built("autotuning"));
-  c.rule("elasticity.max_gpus is at least elasticity.min_gpus; max_train_batch_size and micro_batch_sizes are required when it is enabled.", [](Judge& j) {
-    if (j.integer("elasticity.max_gpus") < j.integer("elasticity.min_gpus")) {
-      j.error({"elasticity.max_gpus", "elasticity.min_gpus"}, "the most ranks are fewer than the fewest.", "Raise \"max_gpus\" or lower \"min_gpus\".");
-    }
-    if (!j.on("elasticity.enabled")) return;
-    for (const char* key : {"elasticity.max_train_batch_size", "elasticity.micro_batch_sizes"}) {
-      if (!j.given(key)) j.error({key, "elasticity.enabled"}, "the first is required when the second is true.", "Add it.");
-    }
-  });
-  c.rule("Batch keys and elasticity exclude each other unless elasticity.ignore_non_elastic_batch_info is true.", [](Judge& j) {
-    if (!j.on("elasticity.enabled") || j.on("elasticity.ignore_non_elastic_batch_info")) return;
-    for (const char* key : {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}) {
-      if (j.given(key)) j.error({key, "elasticity.enabled"}, "elastic training chooses the batch sizes.", std::string("Leave \"") + key + "\" out.");
-    }
-  });
+  c.rule(
+      "elasticity.max_gpus is at least elasticity.min_gpus; max_train_batch_size and micro_batch_sizes are required "
+      "when it is enabled.",
+      [](Judge& j) {
+        if (j.integer("elasticity.max_gpus") < j.integer("elasticity.min_gpus")) {
+          j.error({"elasticity.max_gpus", "elasticity.min_gpus"}, "the most ranks are fewer than the fewest.",
+                  "Raise \"max_gpus\" or lower \"min_gpus\".");
+        }
+        if (!j.on("elasticity.enabled")) return;
+        for (const char* key : {"elasticity.max_train_batch_size", "elasticity.micro_batch_sizes"}) {
+          if (!j.given(key))
+            j.error({key, "elasticity.enabled"}, "the first is required when the second is true.", "Add it.");
+        }
+      });
+  c.rule(
+      "Batch keys and elasticity exclude each other unless elasticity.ignore_non_elastic_batch_info is true.",
+      [](Judge& j) {
+        if (!j.on("elasticity.enabled") || j.on("elasticity.ignore_non_elastic_batch_info")) return;
+        for (const char* key : {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}) {
+          if (j.given(key))
+            j.error({key, "elasticity.enabled"}, "elastic training chooses the batch sizes.",
+                    std::string("Leave \"") + key + "\" out.");
+        }
+      });
   c.rule("autotuning.results_dir and exps_dir are not empty.", [](Judge& j) {
     for (const char* key : {"autotuning.results_dir", "autotuning.exps_dir"}) {
       if (j.text(key).empty()) j.error({key}, "must not be empty.", "Leave the key out to get the default.");

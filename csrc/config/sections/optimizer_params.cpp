@@ -11,24 +11,36 @@ Fields operator+(Fields a, const Fields& b) {
   return a;
 }
 
-Field lr(double fallback = 0.001) {
-  return number("lr", fallback, "Learning rate.").at_least(0).also(kPython);
-}
+Field lr(double fallback = 0.001) { return number("lr", fallback, "Learning rate.").at_least(0).also(kPython); }
 Field betas() {
-  return list("betas", std::vector<double>{0.9, 0.999}, "Decay of the running averages of the gradient and of its square.").items(kFloat);
+  return list("betas", std::vector<double>{0.9, 0.999},
+              "Decay of the running averages of the gradient and of its square.")
+      .items(kFloat);
 }
 Field eps(double fallback) { return number("eps", fallback, "Added to the denominator.").at_least(0); }
 Field weight_decay() { return number("weight_decay", 0.0, "Weight decay.").at_least(0); }
 Field bias_correction() { return boolean("bias_correction", true, "Correct the averages for their start at zero."); }
 Field amsgrad() { return boolean("amsgrad", false, "The AMSGrad variant."); }
-Field fp32_states() { return boolean("fp32_optimizer_states", true, "Keep the states in fp32 when parameters are not (CPU optimizer)."); }
-Field set_grad_none() { return boolean("set_grad_none", true, "Free gradients instead of zeroing them (GPU optimizer)."); }
+Field fp32_states() {
+  return boolean("fp32_optimizer_states", true, "Keep the states in fp32 when parameters are not (CPU optimizer).");
+}
+Field set_grad_none() {
+  return boolean("set_grad_none", true, "Free gradients instead of zeroing them (GPU optimizer).");
+}
 Field eps_inside_sqrt() { return boolean("eps_inside_sqrt", false, "Add eps under the root."); }
 // Known in order to be refused with a better message: see the rule in optimizer.cpp.
 Field max_grad_norm() { return number("max_grad_norm", 0.0, "Use gradient_clipping instead."); }
 
 Fields adam() {
-  return {lr(), betas(), eps(1e-8), weight_decay(), bias_correction(), amsgrad(), fp32_states(), set_grad_none(), max_grad_norm(),
+  return {lr(),
+          betas(),
+          eps(1e-8),
+          weight_decay(),
+          bias_correction(),
+          amsgrad(),
+          fp32_states(),
+          set_grad_none(),
+          max_grad_norm(),
           boolean("torch_adam", false, "Use torch.optim instead of the fused implementation."),
           boolean("adam_w_mode", true, "Decoupled weight decay (AdamW) rather than L2.").alias("adamw_mode"),
           boolean("foreach", false, "With torch_adam: torch's multi-tensor form.").or_null(),
@@ -39,8 +51,16 @@ Fields adam() {
 }
 
 Fields lamb() {
-  return {lr(), betas(), eps(1e-8), weight_decay(), bias_correction(), amsgrad(), eps_inside_sqrt(), max_grad_norm(),
-          number("max_coeff", 10.0, "Largest trust ratio."), number("min_coeff", 0.01, "Smallest trust ratio.")};
+  return {lr(),
+          betas(),
+          eps(1e-8),
+          weight_decay(),
+          bias_correction(),
+          amsgrad(),
+          eps_inside_sqrt(),
+          max_grad_norm(),
+          number("max_coeff", 10.0, "Largest trust ratio."),
+          number("min_coeff", 0.01, "Smallest trust ratio.")};
 }
 
 Fields onebit() {
@@ -48,7 +68,9 @@ Fields onebit() {
           text("comm_backend_name", "nccl", "Backend of the compressed all-reduce.")};
 }
 
-Field freeze_step() { return integer("freeze_step", 100000, "Steps of warm-up before compression starts.").at_least(0); }
+Field freeze_step() {
+  return integer("freeze_step", 100000, "Steps of warm-up before compression starts.").at_least(0);
+}
 
 }  // namespace
 
@@ -58,21 +80,37 @@ std::map<std::string, std::vector<Field>> optimizer_params() {
   out["Adagrad"] = {lr(0.01), eps(1e-10), weight_decay(), amsgrad(), fp32_states(), max_grad_norm()};
   out["Lamb"] = lamb();
   out["Lion"] = {lr(), betas(), weight_decay(), set_grad_none(), fp32_states(), max_grad_norm()};
-  out["OneBitAdam"] = Fields{lr(), freeze_step(), betas(), eps(1e-8), weight_decay(), bias_correction(), amsgrad(), eps_inside_sqrt(), max_grad_norm()} + onebit();
-  out["OneBitLamb"] = lamb() + onebit() + Fields{freeze_step(),
-          number("coeff_beta", 0.9, "Decay of the running trust ratio."), number("factor_max", 4.0, "Largest scaling of the frozen ratio."),
-          number("factor_min", 0.5, "Smallest scaling of the frozen ratio."),
-          number("factor_threshold", 0.1, "Largest change of the scaling between steps.")};
-  out["ZeroOneAdam"] = Fields{lr(), betas(), eps(1e-8), weight_decay(), bias_correction(), amsgrad(), eps_inside_sqrt(), max_grad_norm(),
-          integer("var_freeze_step", 100000, "Step after which the variance stays as it is.").at_least(0),
-          integer("var_update_scaler", 16, "How fast the interval between variance updates grows.").at_least(1),
-          integer("local_step_scaler", 32678, "How fast the interval between communications grows.").at_least(1),
-          integer("local_step_clipper", 16, "Largest interval between communications.").at_least(1)} + onebit();
-  out["Muon"] = {lr(), betas(), eps(1e-8), weight_decay(), max_grad_norm(),
-          number("momentum", 0.95, "Momentum of the parameters that Muon updates."),
-          number("muon_lr", nullptr, "Learning rate of those parameters, instead of lr.").at_least(0),
-          number("adam_lr", nullptr, "Learning rate of the others, instead of lr.").at_least(0),
-          text("ns_method", nullptr, "How the Newton-Schulz iteration is done.")};
+  out["OneBitAdam"] = Fields{lr(),      freeze_step(),     betas(),        eps(1e-8), weight_decay(), bias_correction(),
+                             amsgrad(), eps_inside_sqrt(), max_grad_norm()} +
+                      onebit();
+  out["OneBitLamb"] = lamb() + onebit() +
+                      Fields{freeze_step(), number("coeff_beta", 0.9, "Decay of the running trust ratio."),
+                             number("factor_max", 4.0, "Largest scaling of the frozen ratio."),
+                             number("factor_min", 0.5, "Smallest scaling of the frozen ratio."),
+                             number("factor_threshold", 0.1, "Largest change of the scaling between steps.")};
+  out["ZeroOneAdam"] =
+      Fields{lr(),
+             betas(),
+             eps(1e-8),
+             weight_decay(),
+             bias_correction(),
+             amsgrad(),
+             eps_inside_sqrt(),
+             max_grad_norm(),
+             integer("var_freeze_step", 100000, "Step after which the variance stays as it is.").at_least(0),
+             integer("var_update_scaler", 16, "How fast the interval between variance updates grows.").at_least(1),
+             integer("local_step_scaler", 32678, "How fast the interval between communications grows.").at_least(1),
+             integer("local_step_clipper", 16, "Largest interval between communications.").at_least(1)} +
+      onebit();
+  out["Muon"] = {lr(),
+                 betas(),
+                 eps(1e-8),
+                 weight_decay(),
+                 max_grad_norm(),
+                 number("momentum", 0.95, "Momentum of the parameters that Muon updates."),
+                 number("muon_lr", nullptr, "Learning rate of those parameters, instead of lr.").at_least(0),
+                 number("adam_lr", nullptr, "Learning rate of the others, instead of lr.").at_least(0),
+                 text("ns_method", nullptr, "How the Newton-Schulz iteration is done.")};
   return out;
 }
 

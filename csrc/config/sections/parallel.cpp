@@ -24,74 +24,91 @@ Field layer_specs() {
 }  // namespace
 
 DS_CONFIG_CHAPTER(95, kTraining, "Pipeline, tensor and expert parallelism") {
-  c.add(section("pipeline", "Settings of PipelineModule.", {
-      text("stages", "auto", "Number of stages.").also(kInt).above(0),
-      text("partition", "best", "How layers are dealt to stages."),
-      boolean("seed_layers", false, "Seed each layer by its place."),
-      integer("activation_checkpoint_interval", 0, "Layers per recomputed segment; 0 keeps all activations.").at_least(0),
-      boolean("pipe_partitioned", true, "Shard activations over model-parallel ranks between stages."),
-      boolean("grad_partitioned", true, "Shard their gradients, too."),
-  }).keeps_unknown().waits_for("pipeline parallelism"));
+  c.add(section(
+            "pipeline", "Settings of PipelineModule.",
+            {
+                text("stages", "auto", "Number of stages.").also(kInt).above(0),
+                text("partition", "best", "How layers are dealt to stages."),
+                boolean("seed_layers", false, "Seed each layer by its place."),
+                integer("activation_checkpoint_interval", 0, "Layers per recomputed segment; 0 keeps all activations.")
+                    .at_least(0),
+                boolean("pipe_partitioned", true, "Shard activations over model-parallel ranks between stages."),
+                boolean("grad_partitioned", true, "Shard their gradients, too."),
+            })
+            .keeps_unknown()
+            .waits_for("pipeline parallelism"));
 
-  auto tensor = validated("tensor_parallel", "Split layers over ranks without a change of the model: AutoTP.", {
-      text("dtype", "torch.float16", "Type of the parameters.").also(kPython),
-      integer("autotp_size", 0, "Ranks that share a layer; 0 switches it off.").at_least(0),
-      boolean("tp_overlap_comm", false, "Overlap its communication with computation."),
-      validated("tp", "The group of ranks.", {
-          integer("tp_size", 1, "Ranks.").at_least(1),
-          integer("tp_grain_size", 1, "Sizes are multiples of this.").at_least(1),
-          python("mpu", nullptr, "Object that knows the groups."),
-          python("tp_group", nullptr, "The group itself."),
-      }).alias("tensor_parallel"),
-      list("injection_policy_tuple", nullptr, "Names of linear layers whose output is reduced.").also(kPython),
-      section("partition_config", "How parameters are split.", {
-          integer("tp_size", 1, "Ranks.").at_least(1),
-          layer_specs(),
-          integer("embedding_partition_dim", 1, "Dimension in which embeddings are split.").at_least(0),
-          list("lm_head_patterns", std::vector<std::string>{"lm_head", "embed_out"}, "Names of the output layer.").items(kText),
-          boolean("use_default_specs", true, "Known models need no layer_specs."),
-          boolean("strict_mode", false, "A parameter that no pattern names is an error."),
-      }).absent_is_null(),
-      text("preset_model", nullptr, "Known model whose splitting is used.").one_of({"llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"}),
-      boolean("keep_module_on_host", false, "Split on the host, then move."),
-      boolean("kernel_inject", false, "Use fused kernels.").alias("replace_with_kernel_inject"),
-  });
+  auto tensor = validated(
+      "tensor_parallel", "Split layers over ranks without a change of the model: AutoTP.",
+      {
+          text("dtype", "torch.float16", "Type of the parameters.").also(kPython),
+          integer("autotp_size", 0, "Ranks that share a layer; 0 switches it off.").at_least(0),
+          boolean("tp_overlap_comm", false, "Overlap its communication with computation."),
+          validated("tp", "The group of ranks.",
+                    {
+                        integer("tp_size", 1, "Ranks.").at_least(1),
+                        integer("tp_grain_size", 1, "Sizes are multiples of this.").at_least(1),
+                        python("mpu", nullptr, "Object that knows the groups."),
+                        python("tp_group", nullptr, "The group itself."),
+                    })
+              .alias("tensor_parallel"),
+          list("injection_policy_tuple", nullptr, "Names of linear layers whose output is reduced.").also(kPython),
+          section("partition_config", "How parameters are split.",
+                  {
+                      integer("tp_size", 1, "Ranks.").at_least(1),
+                      layer_specs(),
+                      integer("embedding_partition_dim", 1, "Dimension in which embeddings are split.").at_least(0),
+                      list("lm_head_patterns", std::vector<std::string>{"lm_head", "embed_out"},
+                           "Names of the output layer.")
+                          .items(kText),
+                      boolean("use_default_specs", true, "Known models need no layer_specs."),
+                      boolean("strict_mode", false, "A parameter that no pattern names is an error."),
+                  })
+              .absent_is_null(),
+          text("preset_model", nullptr, "Known model whose splitting is used.")
+              .one_of({"llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"}),
+          boolean("keep_module_on_host", false, "Split on the host, then move."),
+          boolean("kernel_inject", false, "Use fused kernels.").alias("replace_with_kernel_inject"),
+      });
   c.add(tensor.not_built("tensor parallelism", {"autotp_size"}));
 
-  auto expert = section("expert_parallel", "Split experts over ranks without a change of the model: AutoEP.", {
-      boolean("enabled", false, "Switch it on."),
-      integer("autoep_size", 1, "Ranks that share the experts.").at_least(1),
-      integer("expert_tensor_parallel_size", 1, "Ranks that share one expert.").at_least(1),
-      boolean("validate_folding_routing", false, "Check the routing between folded groups."),
-      name("preset_model", "Known model whose names are used."),
-      name("moe_layer_pattern", "Regular expression for MoE layers."),
-      name("expert_pattern", "... for experts."),
-      name("router_pattern", "... for routers."),
-      boolean("use_grouped_mm", true, "One grouped matrix product for all experts."),
-      boolean("disable_triton_grouped_mm", false, "Not the Triton one."),
-      flag("route_norm", "Normalise routing weights; null: as the model does."),
-      number("route_scale", 1.0, "Factor on routing weights."),
-      text("score_apply", "auto", "Where routing weights are applied.").one_of({"auto", "pre", "post"}),
-      text("combine_impl", "auto", "How outputs are combined.").one_of({"auto", "weighted_sum", "legacy_bmm"}),
-      integer("num_expert_groups", nullptr, "Groups of experts for limited routing.").at_least(1),
-      integer("num_limited_groups", nullptr, "Groups a token may go to.").at_least(1),
-      text("score_func", "auto", "Scores from logits.").one_of({"auto", "softmax", "sigmoid"}),
-      integer("top_k", "auto", "Experts per token.").also(kText).one_of({"auto"}).at_least(1),
-      anything("load_balance_coeff", nullptr, "Only null.").computed("unset"),
-      number("routed_scaling_factor", "auto", "Factor on the routed output.").also(kText).one_of({"auto"}),
-      name("expert_w1", "Name of the first weight of an expert."),
-      name("expert_w2", "... of the second."),
-      anything("expert_w3", nullptr, "... of the third; null for none.").computed("unset"),
-      name("num_experts_attr", "Attribute of the model's config that counts experts."),
-      name("top_k_attr", "... that counts experts per token."),
-      flag("has_shared_experts", "The model has experts that all tokens use; null: as its preset says."),
-      name("shared_experts_pattern", "Regular expression for those."),
-      name("shared_experts_gate_pattern", "... for their gate."),
-  });
+  auto expert = section(
+      "expert_parallel", "Split experts over ranks without a change of the model: AutoEP.",
+      {
+          boolean("enabled", false, "Switch it on."),
+          integer("autoep_size", 1, "Ranks that share the experts.").at_least(1),
+          integer("expert_tensor_parallel_size", 1, "Ranks that share one expert.").at_least(1),
+          boolean("validate_folding_routing", false, "Check the routing between folded groups."),
+          name("preset_model", "Known model whose names are used."),
+          name("moe_layer_pattern", "Regular expression for MoE layers."),
+          name("expert_pattern", "... for experts."),
+          name("router_pattern", "... for routers."),
+          boolean("use_grouped_mm", true, "One grouped matrix product for all experts."),
+          boolean("disable_triton_grouped_mm", false, "Not the Triton one."),
+          flag("route_norm", "Normalise routing weights; null: as the model does."),
+          number("route_scale", 1.0, "Factor on routing weights."),
+          text("score_apply", "auto", "Where routing weights are applied.").one_of({"auto", "pre", "post"}),
+          text("combine_impl", "auto", "How outputs are combined.").one_of({"auto", "weighted_sum", "legacy_bmm"}),
+          integer("num_expert_groups", nullptr, "Groups of experts for limited routing.").at_least(1),
+          integer("num_limited_groups", nullptr, "Groups a token may go to.").at_least(1),
+          text("score_func", "auto", "Scores from logits.").one_of({"auto", "softmax", "sigmoid"}),
+          integer("top_k", "auto", "Experts per token.").also(kText).one_of({"auto"}).at_least(1),
+          anything("load_balance_coeff", nullptr, "Only null.").computed("unset"),
+          number("routed_scaling_factor", "auto", "Factor on the routed output.").also(kText).one_of({"auto"}),
+          name("expert_w1", "Name of the first weight of an expert."),
+          name("expert_w2", "... of the second."),
+          anything("expert_w3", nullptr, "... of the third; null for none.").computed("unset"),
+          name("num_experts_attr", "Attribute of the model's config that counts experts."),
+          name("top_k_attr", "... that counts experts per token."),
+          flag("has_shared_experts", "The model has experts that all tokens use; null: as its preset says."),
+          name("shared_experts_pattern", "Regular expression for those."),
+          name("shared_experts_gate_pattern", "... for their gate."),
+      });
   c.add(expert.ignores_unknown().not_built("expert parallelism"));
   c.rule("expert_parallel.load_balance_coeff is null.", [](Judge& j) {
     if (!j.is_null("expert_parallel.load_balance_coeff")) {
-      j.error({"expert_parallel.load_balance_coeff"}, "the model has a load-balancing loss of its own.", "Set it to null or leave it out.");
+      j.error({"expert_parallel.load_balance_coeff"}, "the model has a load-balancing loss of its own.",
+              "Set it to null or leave it out.");
     }
   });
 }

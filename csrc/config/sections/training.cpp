@@ -4,11 +4,16 @@ namespace ds::config {
 
 DS_CONFIG_CHAPTER(30, kTraining, "Training step and messages") {
   c.add(number("gradient_clipping", 1.0, "Largest global gradient norm; 0 does not clip.").at_least(0));
-  c.add(integer("steps_per_print", nullptr, "Optimizer steps between progress lines; null or infinity prints none.").also(kInfinity).above(0));
-  c.add(boolean("wall_clock_breakdown", false, "Time forward, backward and step; flops_profiler.enabled switches it on."));
-  c.add(boolean("memory_breakdown", false, "Print memory in use around forward, backward and step.").not_built("the memory breakdown"));
+  c.add(integer("steps_per_print", nullptr, "Optimizer steps between progress lines; null or infinity prints none.")
+            .also(kInfinity)
+            .above(0));
+  c.add(boolean("wall_clock_breakdown", false,
+                "Time forward, backward and step; flops_profiler.enabled switches it on."));
+  c.add(boolean("memory_breakdown", false, "Print memory in use around forward, backward and step.")
+            .not_built("the memory breakdown"));
   c.add(boolean("dump_state", false, "Print the engine's state when it is made."));
-  c.add(text("log_level", nullptr, "Level of the DeepSpeed logger.").one_of_any_case({"DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"}));
+  c.add(text("log_level", nullptr, "Level of the DeepSpeed logger.")
+            .one_of_any_case({"DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"}));
   c.add(boolean("dataloader_drop_last", false, "Drop the last incomplete batch of an epoch."));
   c.add(boolean("graph_harvesting", false, "Capture the step in a CUDA graph.").not_built("graph harvesting"));
   c.add(integer("vocabulary_size", nullptr, "Only checked: a multiple of 8 is faster on tensor cores.").above(0));

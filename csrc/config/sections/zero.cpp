@@ -19,115 +19,196 @@ Field nvme_path() { return text("nvme_path", nullptr, "Folder on the NVMe drive,
 Field pin_memory() { return boolean("pin_memory", true, "Use page-locked host memory."); }
 
 Field offload_param() {
-  return validated("offload_param", "Where parameters rest between uses (stage 3).", {
-      device(), nvme_path(),
-      size("buffer_count", 5, "Buffers for parameters on NVMe."),
-      size("buffer_size", 100000000, "Elements per buffer."),
-      size("max_in_cpu", 1000000000, "Elements kept in host memory when the rest is on NVMe."), pin_memory(),
-  }).absent_is_null().not_built("parameter offload", {"device"});
+  return validated("offload_param", "Where parameters rest between uses (stage 3).",
+                   {
+                       device(),
+                       nvme_path(),
+                       size("buffer_count", 5, "Buffers for parameters on NVMe."),
+                       size("buffer_size", 100000000, "Elements per buffer."),
+                       size("max_in_cpu", 1000000000, "Elements kept in host memory when the rest is on NVMe."),
+                       pin_memory(),
+                   })
+      .absent_is_null()
+      .not_built("parameter offload", {"device"});
 }
 
 Field offload_optimizer() {
-  return validated("offload_optimizer", "Where optimizer states rest, and where the step is done.", {
-      device(), nvme_path(),
-      size("buffer_count", 4, "Buffers for states on NVMe; at least the states per parameter plus two."), pin_memory(),
-      boolean("pipeline_read", false, "Read the next states from NVMe during the step."),
-      boolean("pipeline_write", false, "Write the last states to NVMe during the step."),
-      boolean("fast_init", false, "Make the states on NVMe at once at the start."),
-      share("ratio", 1.0, "Share of the parameters whose step is done on the CPU (stage 3)."),
-      boolean("super_offload", false, "Overlap the CPU step with backward on tightly coupled chips.").not_built("SuperOffload"),
-      share("cpuadam_cores_perc", 0.8, "Share of the cores for the CPU step with super_offload."),
-  }).absent_is_null().not_built("optimizer offload", {"device"});
+  return validated(
+             "offload_optimizer", "Where optimizer states rest, and where the step is done.",
+             {
+                 device(),
+                 nvme_path(),
+                 size("buffer_count", 4, "Buffers for states on NVMe; at least the states per parameter plus two."),
+                 pin_memory(),
+                 boolean("pipeline_read", false, "Read the next states from NVMe during the step."),
+                 boolean("pipeline_write", false, "Write the last states to NVMe during the step."),
+                 boolean("fast_init", false, "Make the states on NVMe at once at the start."),
+                 share("ratio", 1.0, "Share of the parameters whose step is done on the CPU (stage 3)."),
+                 boolean("super_offload", false, "Overlap the CPU step with backward on tightly coupled chips.")
+                     .not_built("SuperOffload"),
+                 share("cpuadam_cores_perc", 0.8, "Share of the cores for the CPU step with super_offload."),
+             })
+      .absent_is_null()
+      .not_built("optimizer offload", {"device"});
 }
 
 Field zenflow() {
   const auto interval = [](const char* name, const char* doc) {
     return integer(name, "auto", doc).also(kText).one_of({"auto"}).above(0);
   };
-  return validated("zenflow", "Update important gradients at once on the device, the rest later on the CPU.", {
-      share("topk_ratio", 0.1, "Share of the gradients that are important."),
-      text("select_strategy", "auto", "When the choice is made anew.").one_of({"auto", "step", "epoch"}),
-      interval("select_interval", "Steps or epochs between choices."),
-      interval("update_interval", "Steps between the delayed updates."),
-      boolean("overlap_step", false, "Do the delayed update beside the next steps."),
-      boolean("offload", false, "Keep the choice's states on the CPU."),
-      share("auto_ratio", 0.99, "With \"auto\": share of the norm that the choice must hold."),
-      integer("full_warm_up_rounds", 0, "Full updates before the first choice.").at_least(0),
-      share("pt_reserved_cores_perc", 0.5, "Share of the cores left to torch."),
-      integer("steps_per_epoch", nullptr, "Needed by select_strategy epoch.").above(0),
-  }).absent_is_null().not_built("ZenFlow", kWhenPresent);
+  return validated(
+             "zenflow", "Update important gradients at once on the device, the rest later on the CPU.",
+             {
+                 share("topk_ratio", 0.1, "Share of the gradients that are important."),
+                 text("select_strategy", "auto", "When the choice is made anew.").one_of({"auto", "step", "epoch"}),
+                 interval("select_interval", "Steps or epochs between choices."),
+                 interval("update_interval", "Steps between the delayed updates."),
+                 boolean("overlap_step", false, "Do the delayed update beside the next steps."),
+                 boolean("offload", false, "Keep the choice's states on the CPU."),
+                 share("auto_ratio", 0.99, "With \"auto\": share of the norm that the choice must hold."),
+                 integer("full_warm_up_rounds", 0, "Full updates before the first choice.").at_least(0),
+                 share("pt_reserved_cores_perc", 0.5, "Share of the cores left to torch."),
+                 integer("steps_per_epoch", nullptr, "Needed by select_strategy epoch.").above(0),
+             })
+      .absent_is_null()
+      .not_built("ZenFlow", kWhenPresent);
 }
 
 Field leaf_module() {
   const auto names = [](const char* name, Literal fallback, const char* doc) {
     return list(name, std::move(fallback), doc).items(kText).bare_text();
   };
-  return validated("leaf_module", "Modules whose parameters are gathered as one unit (stage 3).", {
-      names("classes", std::vector<std::string>{"transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock", "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock", "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock"}, "Full class names."),
-      names("names", std::vector<std::string>{}, "Names of modules in the model."),
-      names("name_suffixes", std::vector<std::string>{}, "Ends of such names."),
-  }).waits_for("ZeRO stage 3");
+  return validated("leaf_module", "Modules whose parameters are gathered as one unit (stage 3).",
+                   {
+                       names("classes",
+                             std::vector<std::string>{
+                                 "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+                                 "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+                                 "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock"},
+                             "Full class names."),
+                       names("names", std::vector<std::string>{}, "Names of modules in the model."),
+                       names("name_suffixes", std::vector<std::string>{}, "Ends of such names."),
+                   })
+      .waits_for("ZeRO stage 3");
 }
 
 std::vector<Field> stage_3_fields() {
   const char* what = "ZeRO stage 3";
   return {
-      size("stage3_prefetch_bucket_size", 50000000, "Elements fetched ahead.").alias("prefetch_bucket_size").waits_for(what),
-      size("stage3_param_persistence_threshold", 100000, "Parameters with fewer elements stay gathered.").alias("param_persistence_threshold").waits_for(what),
-      size("stage3_model_persistence_threshold", kNoLimit, "Elements that may stay gathered in all.").alias("model_persistence_threshold").waits_for(what),
-      size("stage3_max_live_parameters", 1000000000, "Elements that may be gathered at one time.").alias("max_live_parameters").waits_for(what),
-      size("stage3_max_reuse_distance", 1000000000, "A parameter used again within so many elements is not released.").alias("max_reuse_distance").waits_for(what),
-      boolean("stage3_gather_16bit_weights_on_model_save", false, "save_16bit_model gathers the whole weights.").alias("gather_16bit_weights_on_model_save").waits_for(what),
-      integer("stage3_module_granularity_threshold", 0, "Modules with fewer elements per sub-module are gathered as one unit; 0 never.").at_least(0).alias("module_granularity_threshold").waits_for(what),
-      boolean("stage3_use_all_reduce_for_fetch_params", false, "Gather by all-reduce.").alias("use_all_reduce_for_fetch_params").waits_for(what),
-      boolean("stage3_allgather_sequential", false, "Gather one parameter after the other.").alias("allgather_sequential").waits_for(what),
-      boolean("stage3_gather_fp16_weights_on_model_save", false, "Old name.").deprecated_for("stage3_gather_16bit_weights_on_model_save").forwards().waits_for(what),
+      size("stage3_prefetch_bucket_size", 50000000, "Elements fetched ahead.")
+          .alias("prefetch_bucket_size")
+          .waits_for(what),
+      size("stage3_param_persistence_threshold", 100000, "Parameters with fewer elements stay gathered.")
+          .alias("param_persistence_threshold")
+          .waits_for(what),
+      size("stage3_model_persistence_threshold", kNoLimit, "Elements that may stay gathered in all.")
+          .alias("model_persistence_threshold")
+          .waits_for(what),
+      size("stage3_max_live_parameters", 1000000000, "Elements that may be gathered at one time.")
+          .alias("max_live_parameters")
+          .waits_for(what),
+      size("stage3_max_reuse_distance", 1000000000, "A parameter used again within so many elements is not released.")
+          .alias("max_reuse_distance")
+          .waits_for(what),
+      boolean("stage3_gather_16bit_weights_on_model_save", false, "save_16bit_model gathers the whole weights.")
+          .alias("gather_16bit_weights_on_model_save")
+          .waits_for(what),
+      integer("stage3_module_granularity_threshold", 0,
+              "Modules with fewer elements per sub-module are gathered as one unit; 0 never.")
+          .at_least(0)
+          .alias("module_granularity_threshold")
+          .waits_for(what),
+      boolean("stage3_use_all_reduce_for_fetch_params", false, "Gather by all-reduce.")
+          .alias("use_all_reduce_for_fetch_params")
+          .waits_for(what),
+      boolean("stage3_allgather_sequential", false, "Gather one parameter after the other.")
+          .alias("allgather_sequential")
+          .waits_for(what),
+      boolean("stage3_gather_fp16_weights_on_model_save", false, "Old name.")
+          .deprecated_for("stage3_gather_16bit_weights_on_model_save")
+          .forwards()
+          .waits_for(what),
   };
 }
 
 }  // namespace
 
 Field zero_section(std::string name, std::string doc) {
-  Field out = validated(std::move(name), std::move(doc), {
-      integer("stage", 0, "0: nothing sharded, 1: optimizer states, 2: and gradients, 3: and parameters.").one_of({0, 1, 2, 3}).raises(ErrorKind::kAssertion)
-          .not_built_values("ZeRO stage 1 and above", {1, 2, 3})  // stages open by deleting their value here
+  Field out = validated(
+      std::move(name), std::move(doc),
+      {
+          integer("stage", 0, "0: nothing sharded, 1: optimizer states, 2: and gradients, 3: and parameters.")
+              .one_of({0, 1, 2, 3})
+              .raises(ErrorKind::kAssertion)
+              .not_built_values("ZeRO stage 1 and above", {1, 2, 3})  // stages open by deleting their value here
           ,
-      boolean("contiguous_gradients", true, "Copy gradients into one buffer as they come, against fragmentation."),
-      boolean("reduce_scatter", true, "Reduce each gradient only to the rank that needs it."),
-      size("reduce_bucket_size", 500000000, "Elements per reduction."),
-      boolean("use_multi_rank_bucket_allreduce", true, "Reduce buckets of several owners in one collective."),
-      boolean("allgather_partitions", true, "Gather updated parameters by all-gather, not by broadcasts."),
-      size("allgather_bucket_size", 500000000, "Elements per gather."),
-      boolean("overlap_comm", false, "Reduce gradients during backward.").or_null().fallback_to(nullptr).computed("null: true for stage 3, false otherwise"),
-      boolean("load_from_fp32_weights", true, "Take master weights from the checkpoint, not from the 16-bit weights."),
-      boolean("elastic_checkpoint", false, "Checkpoints for any number of ranks (old form; use a universal checkpoint).").not_built("the elastic checkpoint"),
-      offload_param(), offload_optimizer(), zenflow(),
-      size("sub_group_size", 1000000000, "Elements stepped at one time (stage 3).").waits_for("ZeRO stage 3"),
-      boolean("cpu_offload_param", false, "Old name.").or_null().fallback_to(nullptr).deprecated_for("offload_param").forwards_true_as("device", "cpu"),
-      boolean("cpu_offload_use_pin_memory", false, "Old name; its value is not carried over.").or_null().fallback_to(nullptr).deprecated_for("offload_param or offload_optimizer"),
-      boolean("cpu_offload", false, "Old name.").or_null().fallback_to(nullptr).deprecated_for("offload_optimizer").forwards_true_as("device", "cpu"),
-  });
+          boolean("contiguous_gradients", true, "Copy gradients into one buffer as they come, against fragmentation."),
+          boolean("reduce_scatter", true, "Reduce each gradient only to the rank that needs it."),
+          size("reduce_bucket_size", 500000000, "Elements per reduction."),
+          boolean("use_multi_rank_bucket_allreduce", true, "Reduce buckets of several owners in one collective."),
+          boolean("allgather_partitions", true, "Gather updated parameters by all-gather, not by broadcasts."),
+          size("allgather_bucket_size", 500000000, "Elements per gather."),
+          boolean("overlap_comm", false, "Reduce gradients during backward.")
+              .or_null()
+              .fallback_to(nullptr)
+              .computed("null: true for stage 3, false otherwise"),
+          boolean("load_from_fp32_weights", true,
+                  "Take master weights from the checkpoint, not from the 16-bit weights."),
+          boolean("elastic_checkpoint", false,
+                  "Checkpoints for any number of ranks (old form; use a universal checkpoint).")
+              .not_built("the elastic checkpoint"),
+          offload_param(),
+          offload_optimizer(),
+          zenflow(),
+          size("sub_group_size", 1000000000, "Elements stepped at one time (stage 3).").waits_for("ZeRO stage 3"),
+          boolean("cpu_offload_param", false, "Old name.")
+              .or_null()
+              .fallback_to(nullptr)
+              .deprecated_for("offload_param")
+              .forwards_true_as("device", "cpu"),
+          boolean("cpu_offload_use_pin_memory", false, "Old name; its value is not carried over.")
+              .or_null()
+              .fallback_to(nullptr)
+              .deprecated_for("offload_param or offload_optimizer"),
+          boolean("cpu_offload", false, "Old name.")
+              .or_null()
+              .fallback_to(nullptr)
+              .deprecated_for("offload_optimizer")
+              .forwards_true_as("device", "cpu"),
+      });
   for (Field& f : stage_3_fields()) out.fields.push_back(std::move(f));
   const std::vector<Field> rest = {
       boolean("ignore_unused_parameters", true, "false: a parameter without a gradient is an error."),
-      boolean("legacy_stage1", false, "The first implementation of stage 1; there is one only here.").not_built("the legacy stage 1"),
-      boolean("round_robin_gradients", false, "Deal gradients to ranks in turn, so that copies to the CPU run in parallel."),
-      size("zero_hpz_partition_size", 1, "Ranks (of one node) that hold a second copy of the shards: hpZ.").not_built("ZeRO++ hpZ"),
+      boolean("legacy_stage1", false, "The first implementation of stage 1; there is one only here.")
+          .not_built("the legacy stage 1"),
+      boolean("round_robin_gradients", false,
+              "Deal gradients to ranks in turn, so that copies to the CPU run in parallel."),
+      size("zero_hpz_partition_size", 1, "Ranks (of one node) that hold a second copy of the shards: hpZ.")
+          .not_built("ZeRO++ hpZ"),
       boolean("zero_quantized_weights", false, "Gather quantized weights: qwZ.").not_built("ZeRO++ qwZ"),
-      boolean("zero_quantized_nontrainable_weights", false, "Quantize frozen weights.").not_built("ZeRO++ for frozen weights"),
+      boolean("zero_quantized_nontrainable_weights", false, "Quantize frozen weights.")
+          .not_built("ZeRO++ for frozen weights"),
       boolean("zero_quantized_gradients", false, "Reduce quantized gradients: qgZ.").not_built("ZeRO++ qgZ"),
-      section("zeropp_loco_param", "Error feedback for quantized gradients: LoCo.", {
-          share("err_beta", 0.8, "Decay of the error."),
-          integer("reset_T", 1024, "Steps between resets of the error.").at_least(1),
-      }).absent_is_null().not_built("ZeRO++ LoCo", kWhenPresent),
-      integer("mics_shard_size", -1, "Ranks that share one copy of the model: MiCS; -1 switches it off.").not_built("MiCS"),
+      section("zeropp_loco_param", "Error feedback for quantized gradients: LoCo.",
+              {
+                  share("err_beta", 0.8, "Decay of the error."),
+                  integer("reset_T", 1024, "Steps between resets of the error.").at_least(1),
+              })
+          .absent_is_null()
+          .not_built("ZeRO++ LoCo", kWhenPresent),
+      integer("mics_shard_size", -1, "Ranks that share one copy of the model: MiCS; -1 switches it off.")
+          .not_built("MiCS"),
       boolean("mics_hierarchical_params_gather", false, "Gather within nodes and then between them.").not_built("MiCS"),
-      boolean("memory_efficient_linear", true, "A linear layer that keeps less for backward (stage 3).").waits_for("ZeRO stage 3"),
-      boolean("pipeline_loading_checkpoint", false, "Load a checkpoint layer by layer.").not_built("pipelined checkpoint loading"),
+      boolean("memory_efficient_linear", true, "A linear layer that keeps less for backward (stage 3).")
+          .waits_for("ZeRO stage 3"),
+      boolean("pipeline_loading_checkpoint", false, "Load a checkpoint layer by layer.")
+          .not_built("pipelined checkpoint loading"),
       boolean("override_module_apply", true, "Module.apply gathers parameters (stage 3).").waits_for("ZeRO stage 3"),
-      boolean("log_trace_cache_warnings", false, "Say when the order of modules changed (stage 3).").waits_for("ZeRO stage 3"),
+      boolean("log_trace_cache_warnings", false, "Say when the order of modules changed (stage 3).")
+          .waits_for("ZeRO stage 3"),
       boolean("enable_sanity_checks", false, "Costly checks of ZeRO's own state.").waits_for("ZeRO stage 3"),
-      boolean("save_muon_momentum_buffer_in_memory", false, "Keep Muon's momentum on the device under offload.").not_built("Muon"),
+      boolean("save_muon_momentum_buffer_in_memory", false, "Keep Muon's momentum on the device under offload.")
+          .not_built("Muon"),
       leaf_module(),
   };
   out.fields.insert(out.fields.end(), rest.begin(), rest.end());
@@ -141,8 +222,9 @@ DS_CONFIG_CHAPTER(50, kTraining, "ZeRO") {
 
   c.rule("zero_optimization.overlap_comm is true for stage 3 and false otherwise, unless given.", [](Judge& j) {
     if (!j.is_null("zero_optimization.overlap_comm")) return;
-    j.derive("zero_optimization.overlap_comm", j.integer("zero_optimization.stage") == 3,
-             "zero_optimization.stage = " + std::to_string(j.integer("zero_optimization.stage")));
+    const int64_t stage = j.integer("zero_optimization.stage");
+    j.derive("zero_optimization.overlap_comm", stage == 3,
+             stage == 0 ? "" : "zero_optimization.stage = " + std::to_string(stage));
   });
   c.whole_rule("offload_optimizer needs ZeRO stage 1, 2 or 3; offload_param needs stage 3.", [](Judge& j) {
     const int64_t stage = j.integer("zero_optimization.stage");
@@ -151,11 +233,13 @@ DS_CONFIG_CHAPTER(50, kTraining, "ZeRO") {
       return device == "cpu" || device == "nvme";
     };
     if (used("zero_optimization.offload_optimizer") && stage < 1) {
-      j.error({"zero_optimization.offload_optimizer.device", "zero_optimization.stage"}, "optimizer offload needs ZeRO stage 1, 2 or 3.",
+      j.error({"zero_optimization.offload_optimizer.device", "zero_optimization.stage"},
+              "optimizer offload needs ZeRO stage 1, 2 or 3.",
               "Set \"zero_optimization.stage\", or the device to \"none\".");
     }
     if (used("zero_optimization.offload_param") && stage != 3) {
-      j.error({"zero_optimization.offload_param.device", "zero_optimization.stage"}, "parameter offload needs ZeRO stage 3.",
+      j.error({"zero_optimization.offload_param.device", "zero_optimization.stage"},
+              "parameter offload needs ZeRO stage 3.",
               "Set \"zero_optimization.stage\" to 3, or the device to \"none\".");
     }
   });
@@ -163,14 +247,16 @@ DS_CONFIG_CHAPTER(50, kTraining, "ZeRO") {
     for (const char* where : {"zero_optimization.offload_optimizer", "zero_optimization.offload_param"}) {
       const std::string path = where;
       if (j.text(path + ".device") == "nvme" && j.is_null(path + ".nvme_path")) {
-        j.error({path + ".nvme_path", path + ".device"}, "device nvme needs a folder.", "Set \"" + path + ".nvme_path\".");
+        j.error({path + ".nvme_path", path + ".device"}, "device nvme needs a folder.",
+                "Set \"" + path + ".nvme_path\".");
       }
     }
   });
   c.rule("offload_optimizer.ratio below 1 needs stage 3.", [](Judge& j) {
     const std::string path = "zero_optimization.offload_optimizer.ratio";
     if (j.given(path) && j.number(path) < 1.0 && j.integer("zero_optimization.stage") != 3) {
-      j.error({path, "zero_optimization.stage"}, "a ratio below 1 needs ZeRO stage 3.", "Set it to 1.0 or leave it out.");
+      j.error({path, "zero_optimization.stage"}, "a ratio below 1 needs ZeRO stage 3.",
+              "Set it to 1.0 or leave it out.");
     }
   });
   c.rule("elastic_checkpoint has no effect with stage 3.", [](Judge& j) {

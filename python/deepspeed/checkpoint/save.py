@@ -13,7 +13,7 @@ from deepspeed.version import __version__
 
 def _check_tag(engine, tag):
     """All ranks must save under one tag, or each rank writes into a folder of its own."""
-    mode = str(engine._config.checkpoint_tag_validation).upper()
+    mode = str(engine._config._values["checkpoint"]["tag_validation"]).upper()
     if mode == "IGNORE" or engine.world_size == 1:
         return
     digest = torch.tensor(list(hashlib.sha256(tag.encode()).digest()), dtype=torch.int32, device=engine.device)

@@ -88,7 +88,7 @@ def init_distributed(
 
 
 def _check_backend(backend):
-    if backend == "nccl" and not get_accelerator().is_available() or backend == "nccl" and _name() != "cuda":
+    if backend == "nccl" and (_name() != "cuda" or not get_accelerator().is_available()):
         raise RuntimeError(
             f"dist_backend is 'nccl', which moves GPU tensors only, but the accelerator here is {_name()!r}: leave "
             f"dist_backend out (the accelerator chooses {get_accelerator().communication_backend_name()!r}), or pass "
@@ -152,10 +152,11 @@ def is_initialized():
 
 
 def destroy_process_group(group=None):
-    """Ends one group, or all of them and the job's connection."""
+    """Ends one group, or all of them and the job's connection; nothing without a process group."""
     global cdb
-    carrier().destroy_process_group(group)
-    if group is None or not dist.is_initialized():
+    if dist.is_initialized():
+        carrier().destroy_process_group(group)
+    if not dist.is_initialized():
         cdb = None
 
 

@@ -2,7 +2,8 @@
 
 Gloo moves bytes for any dtype but knows only some: data movement goes as a uint8 view, reductions of the other dtypes
 are staged in a wider one. AVG is a sum and a division. reduce_scatter is an all-to-all and a local reduction, which
-sums low-precision values in fp32 and moves no more bytes than a ring would. Tensors must be contiguous.
+sums low-precision values in fp32 and moves no more bytes than a ring would. Tensors must be contiguous. Empty ones are
+not sent at all: gloo divides by their size in some versions, and the process dies.
 """
 
 import torch
@@ -20,8 +21,8 @@ _BOOL_AS = {"SUM": "MAX", "AVG": "MAX", "PRODUCT": "MIN"}
 
 
 def serves(group, tensor):
-    """True when gloo carries this group's tensors of ``tensor``'s device."""
-    if tensor.device.type != "cpu":
+    """True when gloo carries this group's tensors of ``tensor``'s device; False for who is no member of the group."""
+    if tensor.device.type != "cpu" or (group is not None and dist.get_rank(group) < 0):
         return False
     name = dist.get_backend(group)
     if name == "gloo":
@@ -74,12 +75,16 @@ def _staged(tensor, op, size):
 
 
 def all_reduce(tensor, op, group, async_op):
+    if tensor.numel() == 0:
+        return complete([], None, async_op)
     buffer, torch_op, finish = _staged(tensor, op, dist.get_world_size(group))
     work = dist.all_reduce(buffer, torch_op, group=group, async_op=True)
     return None if work is None else complete([work], finish, async_op)
 
 
 def reduce(tensor, dst, op, group, async_op):
+    if tensor.numel() == 0:
+        return complete([], None, async_op)
     buffer, torch_op, finish = _staged(tensor, op, dist.get_world_size(group))
     work = dist.reduce(buffer, dst, torch_op, group=group, async_op=True)
     if work is None:
@@ -118,6 +123,8 @@ def reduce_scatter_tensor(output, tensor, op, group, async_op):
             f"reduce_scatter_tensor: the input has {tensor.numel()} elements, the output {output.numel()}; over "
             f"{size} ranks the input must have {output.numel() * size}."
         )
+    if output.numel() == 0:
+        return complete([], None, async_op)
     received = torch.empty_like(tensor).view(size, output.numel())
     source = tensor.reshape(size, output.numel())
     work = dist.all_to_all_single(as_known(received), as_known(source), group=group, async_op=True)
@@ -140,6 +147,8 @@ def all_gather_into_tensor(output, tensor, group, async_op):
             f"all_gather_into_tensor: the output has {output.numel()} elements, the input {tensor.numel()}; over "
             f"{size} ranks the output must have {tensor.numel() * size}."
         )
+    if tensor.numel() == 0:
+        return complete([], None, async_op)
     parts = as_known(output.view(size, tensor.numel())).unbind(0)
     return dist.all_gather(list(parts), as_known(tensor.reshape(-1)), group=group, async_op=async_op)
 
@@ -152,7 +161,7 @@ def all_to_all(output_list, input_list, group, async_op):
     work = dist.all_to_all_single(as_known(received), as_known(source), *sizes, group=group, async_op=True)
 
     def finish():
-        for target, part in zip(output_list, received.split(sizes[0])):
+        for target, part in zip(output_list, received.split(sizes[0]), strict=True):
             target.copy_(part.view_as(target))
 
     return None if work is None else complete([work], finish, async_op)

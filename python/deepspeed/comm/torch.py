@@ -81,6 +81,8 @@ class TorchBackend(Backend):
     # ---- data movement -------------------------------------------------------------------------------------------
     def broadcast(self, tensor, src, group=None, async_op=False):
         if gloo.serves(group, tensor):
+            if tensor.numel() == 0:
+                return complete([], None, async_op)
             tensor = gloo.as_known(tensor)
         return dist.broadcast(tensor, src, group=group, async_op=async_op)
 
@@ -89,6 +91,8 @@ class TorchBackend(Backend):
 
     def all_gather(self, tensor_list, tensor, group=None, async_op=False):
         if gloo.serves(group, tensor):
+            if tensor.numel() == 0:
+                return complete([], None, async_op)
             tensor_list, tensor = [gloo.as_known(one) for one in tensor_list], gloo.as_known(tensor)
         return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
 
@@ -106,7 +110,9 @@ class TorchBackend(Backend):
                 f"all_gather_coalesced got {len(output_tensors)} outputs for {len(input_tensors)} inputs; "
                 f"it needs one output tensor per input tensor."
             )
-        works = [self.all_gather_into_tensor(*pair, group, True) for pair in zip(output_tensors, input_tensors)]
+        works = [
+            self.all_gather_into_tensor(*pair, group, True) for pair in zip(output_tensors, input_tensors, strict=True)
+        ]
         return complete(works, None, async_op)
 
     def all_gather_object(self, object_list, obj, group=None):
@@ -126,12 +132,16 @@ class TorchBackend(Backend):
 
     def gather(self, tensor, gather_list=None, dst=0, group=None, async_op=False):
         if gloo.serves(group, tensor):
+            if tensor.numel() == 0:
+                return complete([], None, async_op)
             tensor = gloo.as_known(tensor)
             gather_list = gather_list and [gloo.as_known(one) for one in gather_list]
         return dist.gather(tensor, gather_list, dst, group=group, async_op=async_op)
 
     def scatter(self, tensor, scatter_list=None, src=0, group=None, async_op=False):
         if gloo.serves(group, tensor):
+            if tensor.numel() == 0:
+                return complete([], None, async_op)
             tensor = gloo.as_known(tensor)
             scatter_list = scatter_list and [gloo.as_known(one) for one in scatter_list]
         return dist.scatter(tensor, scatter_list, src, group=group, async_op=async_op)

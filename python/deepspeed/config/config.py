@@ -48,6 +48,30 @@ SECTIONS = {
     "torch_autocast_config": ("torch_autocast", sections.DeepSpeedTorchAutocastConfig),
     "data_types_config": ("data_types", ConfigSection),
     "zero_config": ("zero_optimization", sections.DeepSpeedZeroConfig),
+    "activation_checkpointing_config": ("activation_checkpointing", sections.DeepSpeedActivationCheckpointingConfig),
+    "aio_config": ("aio", ConfigSection),
+    "flops_profiler_config": ("flops_profiler", sections.DeepSpeedFlopsProfilerConfig),
+    "comms_config": ("comms_logger", sections.CommsConfig),
+    "checkpoint_config": ("checkpoint", ConfigSection),
+    "nebula_config": ("nebula", sections.DeepSpeedNebulaConfig),
+    "datastates_config": ("datastates_ckpt", ConfigSection),
+    "elasticity_config": ("elasticity", ConfigSection),
+    "autotuning_config": ("autotuning", ConfigSection),
+    "weight_quantization_config": ("weight_quantization", sections.WeightQuantConfig),
+    "hybrid_engine": ("hybrid_engine", sections.HybridEngineConfig),
+    "compile_config": ("compile", sections.CompileConfig),
+    "tensor_parallel_config": ("tensor_parallel", sections.TPTrainingConfig),
+    "expert_parallel_config": ("expert_parallel", ConfigSection),
+}
+
+# Attributes that stay dicts, because scripts index them: attribute -> section.
+DICTS = {
+    "compression_config": "compression_training",
+    "data_efficiency_config": "data_efficiency",
+    "curriculum_params_legacy": "curriculum_learning",
+    "pld_params": "progressive_layer_drop",
+    "sparse_attention": "sparse_attention",
+    "pipeline": "pipeline",
 }
 
 
@@ -109,6 +133,8 @@ class DeepSpeedConfig:
             value = values[key]
             made = value if value is None else kind.from_values(value, fields[key]["fields"])
             setattr(self, attribute, made)
+        for attribute, key in DICTS.items():
+            setattr(self, attribute, values[key])
         self.gradient_clipping = float(self.gradient_clipping)
         self.gradient_predivide_factor = float(self.gradient_predivide_factor)
         self.sparse_gradients_enabled = values["sparse_gradients"]
@@ -132,6 +158,33 @@ class DeepSpeedConfig:
         self.optimizer_legacy_fusion = optimizer["legacy_fusion"]
         self.scheduler_name = scheduler["type"]
         self.scheduler_params = scheduler["params"]
+
+        self._set_feature_attributes(values, fields)
+
+    def _set_feature_attributes(self, values, fields):
+        checkpoint = self.checkpoint_config
+        self.checkpoint_tag_validation_enabled = checkpoint.tag_validation != "IGNORE"
+        self.checkpoint_tag_validation_fail = checkpoint.tag_validation == "FAIL"
+        self.load_universal_checkpoint = checkpoint.load_universal
+        self.use_node_local_storage = checkpoint.use_node_local_storage
+        self.checkpoint_parallel_write_pipeline = checkpoint.parallel_write.pipeline_stage
+
+        self.monitor_config = sections.DeepSpeedMonitorConfig.from_values(values, fields)
+        throughput = values["timers"]["throughput"]
+        kind = sections.DeepSpeedThroughputTimerConfig
+        self.timers_config = kind.from_values(throughput, fields["timers"]["fields"]["throughput"]["fields"])
+        self.comms_logger_enabled = self._param_dict.get("comms_logger") is not None
+        self.elasticity_enabled = self.elasticity_config.enabled
+        self.use_data_before_expert_parallel_ = values["use_data_before_expert_parallelism"]
+        self.mics_shard_size = self.zero_config.mics_shard_size
+        self.pld_enabled = self.pld_params["enabled"]
+        self.curriculum_enabled_legacy = self.curriculum_params_legacy["enabled"]
+        self.data_efficiency_enabled = self.data_efficiency_config["enabled"]
+        self.torch_autocast_dtype = self.torch_autocast_config.dtype
+        self.torch_autocast_lower_precision_safe_modules = self.torch_autocast_config.lower_precision_safe_modules
+        eigenvalue = values["quantize_training"]["eigenvalue"]
+        for key, value in eigenvalue.items():
+            setattr(self, "eigenvalue_" + key, value)
 
     def print_user_config(self):
         """Logs the configuration as the user gave it."""

@@ -3,6 +3,7 @@
 import enum
 import pathlib
 
+from deepspeed._native import DeepSpeedConfigError
 from deepspeed.config.model import ConfigSection
 
 
@@ -93,3 +94,82 @@ class DeepSpeedZeroConfig(ConfigSection):
         "zenflow": ZenFlowConfig,
         "leaf_module": DeepSpeedZeroLeafModuleConfig,
     }
+
+
+class DeepSpeedActivationCheckpointingConfig(ConfigSection):
+    PATH = "activation_checkpointing"
+
+
+class DeepSpeedFlopsProfilerConfig(ConfigSection):
+    PATH = "flops_profiler"
+
+
+class CommsConfig(ConfigSection):
+    PATH = "comms_logger"
+
+
+class DeepSpeedThroughputTimerConfig(ConfigSection):
+    PATH = "timers.throughput"
+
+
+class TensorBoardConfig(ConfigSection):
+    PATH = "tensorboard"
+
+
+class WandbConfig(ConfigSection):
+    PATH = "wandb"
+
+
+class CSVConfig(ConfigSection):
+    PATH = "csv_monitor"
+
+
+class CometConfig(ConfigSection):
+    PATH = "comet"
+
+
+class WeightQuantConfig(ConfigSection):
+    PATH = "weight_quantization"
+
+
+class HybridEngineConfig(ConfigSection):
+    PATH = "hybrid_engine"
+
+
+class CompileConfig(ConfigSection):
+    PATH = "compile"
+
+
+class TPTrainingConfig(ConfigSection):
+    PATH = "tensor_parallel"
+
+
+class DeepSpeedNebulaConfig(ConfigSection):
+    PATH = "nebula"
+
+
+class DeepSpeedMonitorConfig(ConfigSection):
+    """The four monitors in one object; a top level of its own."""
+
+    KINDS = {"tensorboard": TensorBoardConfig, "comet": CometConfig, "wandb": WandbConfig, "csv_monitor": CSVConfig}
+
+    def __init__(self, strict=False, **data):
+        """``data``: sections by name; other keys are an error."""
+        unknown = sorted(set(data) - set(self.KINDS))
+        if unknown:
+            raise DeepSpeedConfigError(f"{unknown[0]} is not a monitor. There are {', '.join(self.KINDS)}.")
+        for name, kind in self.KINDS.items():
+            self.__dict__[name] = kind(strict=strict, **(data.get(name) or {}))
+        self.__dict__["enabled"] = self.check_enabled()
+
+    @classmethod
+    def from_values(cls, values, fields):
+        self = cls.__new__(cls)
+        for name, kind in cls.KINDS.items():
+            self.__dict__[name] = kind.from_values(values[name], fields[name]["fields"])
+        self.__dict__["enabled"] = self.check_enabled()
+        return self
+
+    def check_enabled(self):
+        """Whether any monitor is on."""
+        return any(getattr(self, name).enabled for name in self.KINDS)

@@ -4,6 +4,7 @@ import torch
 
 from deepspeed._native import DeepSpeedConfigError
 from deepspeed.optim import lr_schedules
+from deepspeed.optim.lr_arguments import VALID_LR_SCHEDULES
 
 
 def build_scheduler(config, optimizer, client_scheduler):
@@ -15,11 +16,11 @@ def build_scheduler(config, optimizer, client_scheduler):
         return None
     if optimizer is None:
         raise DeepSpeedConfigError(f"scheduler.type {name!r} needs an optimizer: add an optimizer section or pass one to initialize")
-    ours = name in lr_schedules.VALID_LR_SCHEDULES
+    ours = name in VALID_LR_SCHEDULES
     scheduler_class = getattr(lr_schedules if ours else torch.optim.lr_scheduler, name, None)
     if scheduler_class is None:
         raise DeepSpeedConfigError(
-            f"scheduler.type {name!r} is unknown: it is neither one of {', '.join(lr_schedules.VALID_LR_SCHEDULES)} "
+            f"scheduler.type {name!r} is unknown: it is neither one of {', '.join(VALID_LR_SCHEDULES)} "
             "nor a class of torch.optim.lr_scheduler"
         )
     try:

@@ -152,10 +152,9 @@ class DeepSpeedDataLoader:
             return
         if hasattr(self.data_sampler, "set_epoch"):
             self.data_sampler.set_epoch(self.epoch)
-        if self.batches:
-            self._batch_indices.start_again(self.batches, self._order_state)
-        else:
+        if not self.batches:
             self._order_state = None if hasattr(self.data_sampler, "set_epoch") else _random_state(self.data_sampler)
+        self._batch_indices.start_at(self.batches, self._order_state)
         self._batches_now = iter(self.dataloader)
 
     def _after_re_reading(self, batches):
@@ -192,24 +191,21 @@ class _BatchIndices:
         self._skip = 0
         self._order_state = None
 
-    def start_again(self, skip, order_state):
-        """The next iteration leaves out `skip` batches; their order comes from `order_state` where it is random."""
+    def start_at(self, skip, order_state):
+        """Iterations leave out `skip` batches from now on; the order comes from `order_state` where it is random.
+        (Not the next iteration alone: torch's loader with workers begins twice.)"""
         self._skip, self._order_state = skip, order_state
 
     def __len__(self):
         return len(self._batches)
 
     def __iter__(self):
-        skip, state = self._skip, self._order_state
-        self._skip, self._order_state = 0, None
-        if not skip:
-            return iter(self._batches)
-        if state is None:
-            return itertools.islice(iter(self._batches), skip, None)
+        if self._skip == 0 or self._order_state is None:
+            return itertools.islice(iter(self._batches), self._skip, None)
         # The order is drawn once more from the numbers of the first time; the program's own stand where they stood.
         with torch.random.fork_rng(devices=[]):
-            _set_random_state(self._sampler, state)
-            return iter(list(self._batches)[skip:])
+            _set_random_state(self._sampler, self._order_state)
+            return iter(list(self._batches)[self._skip :])
 
 
 def _random_state(sampler):

@@ -13,7 +13,7 @@ from deepspeed._compat import named_parameters
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.load import load_checkpoint
 from deepspeed.checkpoint.save import save_16bit_model, save_checkpoint
-from deepspeed.config import DeepSpeedConfig
+from deepspeed.config import DeepSpeedConfig, non_default_values
 from deepspeed.engine.accessors import ConfigAccessors, dtype_of
 from deepspeed.engine.build_optimizer import build_optimizer
 from deepspeed.engine.build_scheduler import build_scheduler
@@ -110,7 +110,13 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         self.progress = Progress(self)
         self.tput_timer = self.progress.throughput
-        self._config.report_once(self.global_rank)
+        self._report_config()
+
+    def _report_config(self):
+        changed = non_default_values(self._config)
+        log_dist(f"Configuration, as far as it differs from the defaults:\n{changed}" if changed else "Configuration: all defaults", ranks=[0])
+        if self.dump_state():
+            self._config.print("DeepSpeedConfig")
 
     # ---- construction ----------------------------------------------------------------------------------------------
     @staticmethod
@@ -174,7 +180,7 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
             grad_dtype=dtype_of(self._config.grad_accum_dtype),
             comm_dtype=self.communication_data_type,
             bucket_numel=self.reduce_bucket_size(),
-            overlap=self._config.zero_config.overlap_comm is not False,
+            overlap=self._overlaps_reduction(),
             predivide=before,
             postscale=after,
             find_culprits=self._checks_overflow() and world > 1,
@@ -196,6 +202,12 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         if hasattr(optimizer, "adam_args") and all(p.dtype == torch.float32 for p in params):
             self.stepping.fused = FusedState(self.core, optimizer, params, range(len(params)), self.stepping.step)
             optimizer.fused_state = self.stepping.fused
+
+    def _overlaps_reduction(self):
+        """Stage 0 overlaps unless the user says no: the key's own default speaks of the sharded stages."""
+        zero = self.config.get("zero_optimization") if isinstance(self.config, dict) else None
+        given = zero.get("overlap_comm") if isinstance(zero, dict) else None
+        return given is not False
 
     def _checks_overflow(self):
         return self.fp16_enabled() or (self.bfloat16_enabled() and self._config.bfloat16_config.check_grad_overflow)

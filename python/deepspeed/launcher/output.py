@@ -6,6 +6,7 @@ import os
 import select
 import struct
 import termios
+import time
 
 _TAIL_BYTES = 32768
 _CHUNK = 65536
@@ -29,28 +30,42 @@ class Tail:
 
 
 class Sink:
-    """A file descriptor to write to; ``prefix`` (bytes) goes in front of every line."""
+    """A file descriptor that one rank's stream goes to.
 
-    def __init__(self, fd, prefix=b""):
+    With ``whole_lines`` the start of a line waits for its end, so that the lines of several ranks do not run into
+    each other; ``flush`` writes it as it is (a prompt, a progress bar). ``prefix`` (bytes) goes in front of every line.
+    """
+
+    def __init__(self, fd, prefix=b"", whole_lines=False):
         self.fd = fd
         self.prefix = prefix
-        self._partial = b""
+        self.whole_lines = whole_lines or bool(prefix)
+        self.waiting = b""  # the start of a line
+        self.waiting_since = None
 
     def write(self, data):
-        """Writes what can be written: all of it, or whole lines when there is a prefix."""
-        if not self.prefix:
+        """Writes what can be written; the rest becomes ``waiting``."""
+        if not self.whole_lines:
             return _write_all(self.fd, data)
-        data = self._partial + data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        whole, newline, self._partial = data.rpartition(b"\n")
+        if self.prefix:
+            data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        whole, newline, rest = data.rpartition(b"\n")
         if newline:
-            _write_all(self.fd, b"".join(self.prefix + line + b"\n" for line in whole.split(b"\n")))
+            _write_all(self.fd, self._with_prefix(self.waiting + whole) + b"\n")
+            self.waiting, self.waiting_since = b"", None
+        if rest:
+            self.waiting += rest
+            self.waiting_since = self.waiting_since or time.monotonic()
         return None
 
-    def flush(self):
-        """Writes the started line, if any."""
-        if self._partial:
-            partial, self._partial = self._partial, b""
-            _write_all(self.fd, self.prefix + partial + b"\n")
+    def _with_prefix(self, text):
+        return b"\n".join(self.prefix + line for line in text.split(b"\n")) if self.prefix else text
+
+    def flush(self, end=b""):
+        """Writes the start of a line that waits, if any, and ``end`` behind it."""
+        if self.waiting:
+            text, self.waiting, self.waiting_since = self.waiting, b"", None
+            _write_all(self.fd, self._with_prefix(text) + end)
 
 
 def _write_all(fd, data):
@@ -112,7 +127,7 @@ class Channel:
 
     def close(self):
         if self.fd is not None:
-            self.sink.flush()
+            self.sink.flush(end=b"\n" if self.sink.prefix else b"")
             os.close(self.fd)
             self.fd = None
 

@@ -16,6 +16,8 @@ TAIL_LINES = 30
 GRACE_S = 3.0
 _LEFTOVER_GRACE_S = 1.0
 _DRAIN_S = 0.3
+# How long the start of a line waits for its end before it is shown as it is.
+_LINE_WAIT_S = 0.05
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 _CAUGHT = (*_STOPPING, *_PASSED_ON, signal.SIGTSTP, signal.SIGWINCH, signal.SIGCHLD)
@@ -27,7 +29,9 @@ def grace_s():
     try:
         return max(0.0, float(text)) if text else GRACE_S
     except ValueError:
-        raise ValueError(f"the environment variable DS_LAUNCHER_GRACE_S is {text!r}; it is a number of seconds.") from None
+        raise ValueError(
+            f"the environment variable DS_LAUNCHER_GRACE_S is {text!r}; it is a number of seconds."
+        ) from None
 
 
 class Supervisor:
@@ -83,7 +87,9 @@ class Supervisor:
 
     def _channel(self, fd, prefix, tail, may_be_terminal=True):
         terminal = fd if may_be_terminal and not prefix and os.isatty(fd) else None
-        channel = Channel(Sink(fd, prefix), tail, terminal)
+        # Only one stream into a place needs no care about the lines of others.
+        sink = Sink(fd, prefix, whole_lines=may_be_terminal and len(self._plan.commands) > 1)
+        channel = Channel(sink, tail, terminal)
         self._selector.register(channel.fd, selectors.EVENT_READ, channel)
         return channel
 
@@ -107,9 +113,23 @@ class Supervisor:
         now = time.monotonic()
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_all()
-        timeout = None if self._kill_at is None else max(0.0, self._kill_at - now)
-        self._select(timeout)
+        timeouts = [] if self._kill_at is None else [max(0.0, self._kill_at - now)]
+        if self._flush_waiting(now):
+            timeouts.append(_LINE_WAIT_S)
+        self._select(min(timeouts, default=None))
         self._reap()
+
+    def _flush_waiting(self, now):
+        # True while some rank has written the start of a line that is too young to be shown alone.
+        young = False
+        for key in self._selector.get_map().values():
+            since = key.data and key.data.sink.waiting_since
+            if since and not key.data.sink.prefix:
+                if now - since >= _LINE_WAIT_S:
+                    key.data.sink.flush()
+                else:
+                    young = True
+        return young
 
     def _select(self, timeout):
         for key, _ in self._selector.select(timeout):

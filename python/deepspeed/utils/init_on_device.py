@@ -40,7 +40,10 @@ class OnDevice:
         def new_tensor(cls, *args, **kwargs):
             if cls is not torch.Tensor:
                 return self._saved["__new__"](cls, *args, **kwargs)
-            return self._saved["empty"](0, dtype=dtype, device=self.device).new_empty(*args, **kwargs)
+            sizes = args or (0,)
+            if all(isinstance(one, (int, torch.Size)) for one in sizes):
+                return self._saved["empty"](*sizes, dtype=dtype, device=self.device)
+            return self._saved["__new__"](cls, *args, **kwargs).to(self.device, dtype)  # made from data
 
         return new_tensor
 

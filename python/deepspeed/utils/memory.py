@@ -30,6 +30,6 @@ def see_memory_usage(message, force=False):
         device.memory_cached() / GIB,
         device.max_memory_cached() / GIB,
     )
-    used, total = resident_bytes() / GIB, memory_bytes() / GIB
+    used, total = resident_bytes() / GIB, memory_bytes()[0] / GIB
     logger.info("CPU Virtual Memory: used by this process = %.2f GB, total = %.2f GB", used, total)
     device.reset_peak_memory_stats()

@@ -53,7 +53,7 @@ struct Model {
 
 at::Tensor batch(int step) { return at::sin(at::arange(kBatch * kIn, at::kFloat).reshape({kBatch, kIn}) * (0.31 + 0.1 * step)); }
 
-AdamGroupArgs adam_args() { return {0.01f, 0.9f, 0.99f, 1e-8f, 0.1f, true, true}; }
+AdamGroupArgs adam_args() { return {0.01, 0.9, 0.99, 1e-8, 0.1, true, true}; }
 
 // AdamW on whole tensors, as written in the paper; a tensor without a gradient is left alone.
 struct PlainAdamW {
@@ -352,7 +352,7 @@ TEST(Engine, SixteenBitWeightsHaveMastersAndFp32Accumulation) {
     EXPECT_FALSE(weight.grad().defined());
     engine->norm(1.0f, 0.0f, true);
     AdamGroupArgs args = adam_args();
-    args.lr = 1e-4f;  // too small for a bf16 weight of 1 to move
+    args.lr = 1e-4;   // too small for a bf16 weight of 1 to move
     engine->adam(0, args);
     EXPECT_FALSE(engine->report().skipped);
     EXPECT_LT(engine->params().master_view(0)[0].item<float>(), 1.0f);

@@ -5,7 +5,8 @@ from collections import Counter
 
 import bpe
 
-TEXT = b"""
+TEXT = (
+    b"""
 def merge(left, right):
     result = []
     while left and right:
@@ -17,7 +18,9 @@ class Stack:
         self.items = []
     def push(self, item):
         self.items.append(item)
-""" * 3
+"""
+    * 3
+)
 
 
 def slow_merges(data, count):

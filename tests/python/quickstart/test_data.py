@@ -55,7 +55,7 @@ def test_held_out_windows_are_shared_out(corpus):
 def test_the_real_corpus_of_this_machine_is_there():
     folder, paths = data.corpus_files()
     assert len(paths) > 200, folder
-    assert not any("/test/" in path[len(folder):] or "site-packages" in path[len(folder):] for path in paths)
+    assert not any("/test/" in path[len(folder) :] or "site-packages" in path[len(folder) :] for path in paths)
     held_out = [path for path in paths if data.is_held_out(path[len(folder) + 1 :])]
     assert 0.02 < len(held_out) / len(paths) < 0.15
 

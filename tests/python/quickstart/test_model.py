@@ -31,6 +31,7 @@ def test_both_attentions_agree(monkeypatch):
     if hasattr(F, "scaled_dot_product_attention"):
         monkeypatch.delattr(F, "scaled_dot_product_attention")
     else:
+
         def reference(q, k, v, is_causal):
             later = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)
             scores = (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).masked_fill(later, float("-inf"))

@@ -13,7 +13,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.a
 
 def bash(code, cwd=ROOT, **env):
     clean = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHON", "PYTHONPATH")}
-    return subprocess.run(["bash", "-c", code], cwd=cwd, env={**clean, **env}, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        ["bash", "-c", code], cwd=cwd, env={**clean, **env}, capture_output=True, text=True, timeout=120
+    )
 
 
 def make_python(folder, torch):

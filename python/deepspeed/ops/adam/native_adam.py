@@ -7,6 +7,7 @@ of operations is in ``csrc/kernels/adam.h``.
 import torch
 
 from deepspeed._native import _C
+from deepspeed.accelerator import get_accelerator
 
 
 class NativeAdam(torch.optim.Optimizer):
@@ -137,7 +138,7 @@ class NativeAdam(torch.optim.Optimizer):
 
     def _update(self, device, step, tensors, args):
         correct = args["bias_correction"]
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        stream = get_accelerator().current_stream(device).cuda_stream if device.type == "cuda" else 0
         self._kernel.step(
             *tensors,
             lr=args["lr"],

@@ -1,0 +1,99 @@
+"""``ds_config``: explain, diff, schema and docs of DeepSpeed configurations."""
+
+import argparse
+import sys
+
+from deepspeed._native import _C, DeepSpeedConfigError
+from deepspeed.config.config import resolve
+
+ROOTS = ("training", "inference", "ragged_inference")
+
+
+def explain(path, world=None):
+    """The text of ``ds_config explain`` and whether the configuration is free of conflicts."""
+    native, ranks, source = resolve(path, world_size=world)
+    if world is not None:
+        source = "--world"
+    broken = any(issue["severity"] == "error" for issue in native.issues())
+    return f"Data-parallel ranks: {ranks} ({source})\n{native.explain()}", not broken
+
+
+def flatten(values, prefix=""):
+    """``{dotted path: value}`` of the leaves of nested dicts; an empty dict is a leaf."""
+    flat = {}
+    for key, value in values.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict) and value:
+            flat.update(flatten(value, path + "."))
+        else:
+            flat[path] = value
+    return flat
+
+
+def difference(first, second, world=None):
+    """Lines ``key: a -> b`` for every resolved value in which two configurations differ."""
+    a, b = (flatten(resolve(path, world_size=world)[0].values()) for path in (first, second))
+    absent = "(absent)"
+    return [
+        f"{key}: {a.get(key, absent)!r} -> {b.get(key, absent)!r}"
+        for key in list(a) + [key for key in b if key not in a]
+        if a.get(key, absent) != b.get(key, absent)
+    ]
+
+
+def parser():
+    top = argparse.ArgumentParser(prog="ds_config", description="Look at DeepSpeed configurations.")
+    commands = top.add_subparsers(dest="command", required=True)
+
+    one = commands.add_parser("explain", help="every value, where it comes from, and every conflict")
+    one.add_argument("file", help="JSON file (or url-safe base64 of one)")
+    one.add_argument("--world", type=int, help="number of ranks; default: WORLD_SIZE, or 1")
+
+    two = commands.add_parser("diff", help="values in which two configurations differ")
+    two.add_argument("a")
+    two.add_argument("b")
+    two.add_argument("--world", type=int, help="number of ranks; default: WORLD_SIZE, or 1")
+
+    schema = commands.add_parser("schema", help="a JSON Schema for editors")
+    schema.add_argument("--of", choices=ROOTS, default="training", help="which configuration")
+    schema.add_argument("-o", "--output", help="file to write; default: print")
+
+    docs = commands.add_parser("docs", help="the reference of all keys, in Markdown (docs/config.md)")
+    docs.add_argument("-o", "--output", help="file to write; default: print")
+    return top
+
+
+def _write(text, output):
+    if output is None:
+        sys.stdout.write(text)
+        return 0
+    try:
+        with open(output, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        print(f"ds_config: {output} cannot be written: {error.strerror}.", file=sys.stderr)
+        return 2
+    return 0
+
+
+def main(argv=None):
+    """Exit status: 0 fine (diff: equal), 1 conflicts (diff: different), 2 the input cannot be read."""
+    arguments = parser().parse_args(argv)
+    try:
+        if arguments.command == "explain":
+            text, fine = explain(arguments.file, arguments.world)
+            print(text, end="")
+            return 0 if fine else 1
+        if arguments.command == "diff":
+            lines = difference(arguments.a, arguments.b, arguments.world)
+            print("\n".join(lines) if lines else "No difference.")
+            return 1 if lines else 0
+    except DeepSpeedConfigError as error:
+        print(f"ds_config: {error}", file=sys.stderr)
+        return 2
+    text = _C.config.docs() if arguments.command == "docs" else _C.config.json_schema(arguments.of)
+    return _write(text, arguments.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Single values out of a raw configuration dict, under the names that scripts know."""
+
+from deepspeed.config.model import layout
+from deepspeed.config.read import read
+from deepspeed.config.sections import DeepSpeedBF16Config, DeepSpeedFP16Config
+
+
+def _value(param_dict, key):
+    """The checked value of one top-level key; its default when it is absent."""
+    if key not in param_dict:
+        return layout("training")[key]["default"]
+    native = read({key: param_dict[key]}, strict=False, sections_only=True)
+    native.raise_if_broken(built_only=False)
+    return native.values()[key]
+
+
+def get_gradient_clipping(param_dict):
+    """Largest gradient norm; 0.0 does not clip."""
+    return float(_value(param_dict, "gradient_clipping"))
+
+
+def get_log_level(param_dict):
+    """DEBUG, INFO, WARNING, ERROR, CRITICAL or None."""
+    return _value(param_dict, "log_level")
+
+
+def get_train_batch_size(param_dict):
+    return _value(param_dict, "train_batch_size")
+
+
+def get_bfloat16_config(param_dict):
+    """The section ``bf16``, or, when that is absent, ``bfloat16``."""
+    return DeepSpeedBF16Config(**(param_dict.get("bf16", param_dict.get("bfloat16")) or {}))
+
+
+def get_float16_config(param_dict):
+    """The section ``fp16``."""
+    return DeepSpeedFP16Config(**(param_dict.get("fp16") or {}))

@@ -1,0 +1,1 @@
+"""Monitors: where metrics of a run go."""

@@ -1,0 +1,8 @@
+"""Import path that existing scripts use; the code is in deepspeed.config."""
+
+from deepspeed.config.sections import (  # noqa: F401
+    DeepSpeedZeroOffloadOptimizerConfig,
+    DeepSpeedZeroOffloadParamConfig,
+    OffloadDeviceEnum,
+    OffloadStateTypeEnum,
+)

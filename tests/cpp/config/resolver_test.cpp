@@ -1,0 +1,138 @@
+#include "config/resolver.h"
+
+#include <gtest/gtest.h>
+
+#include "config/nearest.h"
+#include "config/render.h"
+
+namespace ds::config {
+namespace {
+
+Config resolved(const std::string& text, Options options = {}) {
+  return resolve(read_text(text, "f"), schema(Root::kTraining), options);
+}
+
+std::vector<std::string> codes(const Config& config, Severity severity) {
+  std::vector<std::string> out;
+  for (const Issue& issue : config.issues()) {
+    if (issue.severity == severity) out.push_back(issue.code);
+  }
+  return out;
+}
+
+using Words = std::vector<std::string>;
+
+TEST(Resolver, EmptyIsAllDefaults) {
+  const Config config = resolved("{}");
+  EXPECT_FALSE(config.broken());
+  EXPECT_EQ(
+      config.values(),
+      section_defaults(schema(Root::kTraining).root)
+          .patch(Value::array({{{"op", "replace"}, {"path", "/zero_optimization/overlap_comm"}, {"value", false}}})));
+  EXPECT_EQ(non_default(config, schema(Root::kTraining)), "");
+}
+
+TEST(Resolver, OriginsKnowLines) {
+  const Config config = resolved("{\"zero_optimization\":\n{\"prefetch_bucket_size\": 7}}");
+  const Origin origin = config.origin("zero_optimization.stage3_prefetch_bucket_size");
+  EXPECT_EQ(origin.source, Source::kGiven);
+  EXPECT_EQ(origin.line, 2);
+  EXPECT_EQ(config.where("zero_optimization.stage3_prefetch_bucket_size"),
+            "zero_optimization.stage3_prefetch_bucket_size (line 2)");
+  EXPECT_EQ(config.origin("steps_per_print").source, Source::kDefault);
+}
+
+TEST(Resolver, UnknownKeys) {
+  EXPECT_EQ(codes(resolved("{\"fp16\": {\"x\": 1}}"), Severity::kError), Words{"unknown_key"});
+  EXPECT_EQ(codes(resolved("{\"qqqqqqqq\": 1}"), Severity::kWarning), Words{"unknown_key"});
+  EXPECT_EQ(codes(resolved("{\"fp17\": {}}"), Severity::kError), Words{"unknown_key"});  // two edits at most
+  Options strict;
+  strict.strict_top_level = true;
+  EXPECT_EQ(codes(resolved("{\"qqqqqqqq\": 1}", strict), Severity::kError), Words{"unknown_key"});
+  EXPECT_FALSE(resolved("{\"msamp\": {}}", strict).broken());  // known to be another's
+  EXPECT_EQ(codes(resolved("{\"aio\": {\"thread_count\": 1}}"), Severity::kWarning), Words{"ignored_key"});
+  EXPECT_EQ(resolved("{\"pipeline\": {\"use_reentrant\": true}}").values()["pipeline"]["use_reentrant"], true);
+}
+
+TEST(Resolver, AutoCountsAsAbsentInValidatedSectionsOnly) {
+  const Config config = resolved("{\"zero_optimization\": {\"reduce_bucket_size\": \"auto\"}, \"fp16\": \"auto\"}");
+  EXPECT_EQ(config.values()["zero_optimization"]["reduce_bucket_size"], 500000000);
+  EXPECT_EQ(config.origin("zero_optimization.reduce_bucket_size").source, Source::kAuto);
+  EXPECT_EQ(codes(config, Severity::kNote), Words{"auto"});
+  EXPECT_EQ(codes(config, Severity::kError), Words{"wrong_type"});  // fp16 stands in the top level
+}
+
+TEST(Resolver, DeprecatedNamesForwardOnce) {
+  const Config config = resolved("{\"zero_optimization\": {\"stage\": 2, \"cpu_offload\": true}}");
+  EXPECT_EQ(config.values()["zero_optimization"]["offload_optimizer"]["device"], "cpu");
+  EXPECT_EQ(config.origin("zero_optimization.offload_optimizer").source, Source::kDeprecated);
+  EXPECT_EQ(codes(config, Severity::kWarning), Words{"deprecated"});
+  EXPECT_TRUE(resolved("{\"zero_optimization\": {\"cpu_offload\": false}}")
+                  .values()["zero_optimization"]["offload_optimizer"]
+                  .is_null());
+}
+
+TEST(Resolver, NotBuiltIsRefusedWhenSwitchedOn) {
+  EXPECT_FALSE(resolved("{\"flops_profiler\": {\"enabled\": false, \"detailed\": false}}").broken());
+  EXPECT_EQ(codes(resolved("{\"flops_profiler\": {\"enabled\": true}}"), Severity::kError), Words{"not_built"});
+  EXPECT_EQ(codes(resolved("{\"gradient_allreduce_op\": \"SUM\"}"), Severity::kError), Words{"not_built"});
+  EXPECT_FALSE(resolved("{\"sequence_parallel_size\": 1}").broken());
+  EXPECT_EQ(codes(resolved("{\"sequence_parallel_size\": 2}"), Severity::kError), Words{"not_built"});
+  const Config config = resolved("{\"sparse_attention\": {}}");
+  EXPECT_NE(config.complaint(), "");
+  EXPECT_EQ(config.complaint(nullptr, false), "");
+}
+
+TEST(Resolver, SectionsByThemselvesSkipRulesOfTheWhole) {
+  Options part;
+  part.sections_only = true;
+  const char* text = "{\"zero_optimization\": {\"offload_param\": {\"device\": \"cpu\"}}}";
+  EXPECT_EQ(resolved(text, part).complaint(nullptr, false), "");
+  EXPECT_NE(resolved(text).complaint(nullptr, false), "");
+}
+
+TEST(Resolver, ComplaintKindIsAssertionIfAnyIs) {
+  ErrorKind kind = ErrorKind::kConfig;
+  EXPECT_NE(resolved("{\"zero_optimization\": {\"stage\": 4, \"x\": 1}}").complaint(&kind), "");
+  EXPECT_EQ(kind, ErrorKind::kAssertion);
+}
+
+TEST(Resolver, OtherNamesLimitOpenChoices) {
+  Options options;
+  options.other_names["optimizer.type"] = {"SGD"};
+  EXPECT_FALSE(resolved("{\"optimizer\": {\"type\": \"SGD\"}}", options).broken());
+  EXPECT_TRUE(resolved("{\"optimizer\": {\"type\": \"Sgd\"}}", options).broken());
+  EXPECT_FALSE(resolved("{\"optimizer\": {\"type\": \"Sgd\"}}").broken());
+}
+
+TEST(Nearest, FindsSlips) {
+  EXPECT_EQ(edit_distance("fp16", "fp61"), 1);  // a swap is one edit
+  EXPECT_EQ(edit_distance("", "abc"), 3);
+  EXPECT_EQ(edit_distance("Adam", "adam"), 0);
+  EXPECT_EQ(nearest("stge", {"stage", "device"}), "stage");
+  EXPECT_EQ(nearest("warmup_steps", {"warmup_type", "warmup_num_steps"}), "warmup_num_steps");
+  EXPECT_EQ(nearest("clipping", {"steps", "gradient_clipping"}), "gradient_clipping");
+  EXPECT_EQ(nearest("qqqqqqqqq", {"stage", "device"}), "");
+  EXPECT_GE(edit_distance(std::string(100000, 'a'), "stage"), 99000);  // and fast
+}
+
+TEST(Render, DocsNameEveryKeyAndSchemaIsJson) {
+  const std::string text = docs();
+  for (const char* part :
+       {"## ZeRO", "### `fp16`", "`offload_optimizer.pipeline_read`", "Rules between keys", "*Deprecated: use"}) {
+    EXPECT_NE(text.find(part), std::string::npos) << part;
+  }
+  EXPECT_NO_THROW(Value::parse(json_schema(schema(Root::kTraining))));
+}
+
+TEST(Render, ExplainShowsOriginsAndConflicts) {
+  const Config config = resolved("{\"zero_optimization\":\n{\"stage\": 1, \"reduce_bucket_size\": \"auto\"}}");
+  const std::string text = explain(config, schema(Root::kTraining));
+  for (const char* part : {"zero_optimization.stage", "line 2", "default, \"auto\" on line 2", "Conflicts",
+                           "known, not built yet: DeepCompile", "derived: zero_optimization.stage = 1"}) {
+    EXPECT_NE(text.find(part), std::string::npos) << part;
+  }
+}
+
+}  // namespace
+}  // namespace ds::config

@@ -1,0 +1,201 @@
+"""Joining a job in every way, and who is in it."""
+
+import os
+from datetime import timedelta
+
+import deepspeed.comm.comm as comm_module
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.utils import groups
+from harness import run_ranks
+
+pytestmark = pytest.mark.dist
+
+
+def _by_environment(rank, world):
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match="no process group yet"):
+        dist.get_rank()
+    dist.init_distributed(verbose=False)
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_local_rank()) == (rank, world, rank)
+    assert torch.distributed.get_backend() == "gloo"
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    assert one.item() == world
+    dist.init_distributed(dist_backend="gloo")  # again: nothing happens
+    dist.destroy_process_group()
+    assert not dist.is_initialized() and comm_module.cdb is None
+    return True
+
+
+def test_by_environment():
+    assert run_ranks(3, _by_environment) == [True] * 3
+
+
+def _rejoin(rank, world, folder):
+    for turn in range(2):
+        dist.init_distributed(
+            init_method=f"file://{folder}/meet{turn}", rank=rank, world_size=world, timeout=timedelta(seconds=30)
+        )
+        assert (dist.get_rank(), dist.get_world_size()) == (rank, world)
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def test_by_file_and_again(tmp_path):
+    env = dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"))
+    run_ranks(2, _rejoin, str(tmp_path), env=env)
+
+
+def _explicit_rank(rank, world):
+    dist.init_distributed(rank=rank, world_size=world, verbose=False)
+    assert dist.get_rank() == rank
+
+
+def test_rank_and_size_may_be_arguments():
+    run_ranks(2, _explicit_rank, env={"RANK": None, "WORLD_SIZE": None})
+
+
+def _adopts(rank, world):
+    dist.init_distributed(dist_init_required=False)
+    assert dist.get_rank() == rank
+    half = torch.ones(2, dtype=torch.bfloat16)
+    dist.all_reduce(half, op=dist.ReduceOp.AVG)
+    assert half.tolist() == [1.0, 1.0]
+
+
+def test_a_group_that_exists_is_used():
+    run_ranks(2, _adopts, init="gloo")
+
+
+def _adopts_unasked(rank, world):
+    assert dist.is_initialized() and dist.get_world_size() == world
+
+
+def test_a_group_that_exists_is_used_even_without_init():
+    run_ranks(2, _adopts_unasked, init="gloo")
+
+
+def _subgroups(rank, world):
+    pair = dist.new_group([0, 2])
+    single = dist.new_group([1])
+    mine = pair if rank in (0, 2) else single
+    assert dist.get_all_ranks_from_group(mine) == ([0, 2] if rank in (0, 2) else [1])
+    assert dist.get_world_size(mine) == len(dist.get_all_ranks_from_group(mine))
+    assert dist.get_rank(mine) == (1 if rank == 2 else 0)
+    assert dist.get_rank(pair) == {0: 0, 1: -1, 2: 1}[rank]
+    assert dist.get_global_rank(mine, dist.get_rank(mine)) == rank
+    assert dist.get_global_rank(None, 2) == dist.get_global_rank(dist.get_world_group(), 2) == 2
+    assert dist.get_all_ranks_from_group() == [0, 1, 2]
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.full((2,), rank + 1.0, dtype=dtype)
+        dist.all_reduce(x, group=mine)
+        assert x.tolist() == ([4.0, 4.0] if rank != 1 else [2.0, 2.0])
+        y = torch.full((2,), float(rank), dtype=dtype)
+        if rank != 1:
+            dist.broadcast(y, 2, group=pair)
+            assert y.tolist() == [2.0, 2.0]
+        out = torch.empty(1, dtype=dtype)
+        dist.reduce_scatter_tensor(
+            out, torch.full((len(dist.get_all_ranks_from_group(mine)),), 2.0, dtype=dtype), group=mine
+        )
+        assert out.item() == 2.0 * dist.get_world_size(mine)
+    # Not a member: nothing happens to the tensor.
+    x = torch.ones(2)
+    if rank == 1:
+        assert dist.all_reduce(x, group=pair) is None
+        assert x.tolist() == [1.0, 1.0]
+
+
+def test_subgroups():
+    run_ranks(3, _subgroups, init="gloo")
+
+
+# ---- deepspeed.utils.groups ---------------------------------------------------------------------------------------
+class Mpu:
+    """Megatron's interface: ranks 2n and 2n+1 share a model."""
+
+    def __init__(self, rank, world):
+        data = [dist.new_group(list(range(first, world, 2))) for first in (0, 1)]
+        model = [dist.new_group([first, first + 1]) for first in range(0, world, 2)]
+        self.data, self.model = data[rank % 2], model[rank // 2]
+
+    def get_data_parallel_group(self):
+        return self.data
+
+    def get_data_parallel_world_size(self):
+        return dist.get_world_size(self.data)
+
+    def get_model_parallel_group(self):
+        return self.model
+
+    def get_model_parallel_rank(self):
+        return dist.get_rank(self.model)
+
+    def get_model_parallel_world_size(self):
+        return dist.get_world_size(self.model)
+
+
+def _groups(rank, world):
+    groups.clear()
+    assert groups.get_data_parallel_world_size() == world and groups.get_data_parallel_rank() == rank
+    assert groups._get_data_parallel_group() is dist.get_world_group()
+    assert groups.get_model_parallel_world_size() == 1 and groups.get_model_parallel_rank() == 0
+    assert dist.get_all_ranks_from_group(groups.get_model_parallel_group()) == [rank]
+    assert groups.get_tensor_model_parallel_src_rank() == rank
+    assert groups._get_sequence_parallel_world_size() == 1 and groups._get_sequence_parallel_rank() == 0
+
+    groups.initialize(mpu=Mpu(rank, world))
+    assert dist.get_all_ranks_from_group(groups.get_data_parallel_group()) == [rank % 2, rank % 2 + 2]
+    assert groups.get_data_parallel_rank() == rank // 2 and groups.get_data_parallel_world_size() == 2
+    assert groups.get_tensor_model_parallel_world_size() == 2 and groups.get_tensor_model_parallel_rank() == rank % 2
+    assert groups.get_tensor_model_parallel_src_rank() == rank - rank % 2
+    groups.set_tensor_model_parallel_world_size(8)
+    groups.set_tensor_model_parallel_rank(5)
+    assert (groups.get_tensor_model_parallel_world_size(), groups.get_tensor_model_parallel_rank()) == (8, 5)
+    for call in (
+        lambda: groups.initialize(ep_size=2),
+        lambda: groups._get_sequence_parallel_group(),
+        lambda: groups._create_expert_and_data_parallel(2),
+        lambda: groups._get_expert_parallel_group("ep_size_2"),
+        lambda: groups._init_tp_mesh_device(2),
+    ):
+        with pytest.raises(NotImplementedError, match="this build"):
+            call()
+    groups.clear()
+    assert groups.mpu is None
+
+
+def test_groups_with_and_without_mpu():
+    run_ranks(4, _groups, init="gloo")
+
+
+def _mesh(rank, world):
+    if not hasattr(torch.distributed, "init_device_mesh"):
+        with pytest.raises(RuntimeError, match="torch 2.2"):
+            dist.initialize_mesh_device((2, 1), ("data_parallel", "sequence_parallel"))
+        return "refused"
+    mesh = dist.initialize_mesh_device((2, 1), ("data_parallel", "sequence_parallel"))
+    assert dist.get_world_size(mesh.get_group("data_parallel")) == 2
+    assert dist.get_world_size(mesh.get_group("sequence_parallel")) == 1
+    return "made"
+
+
+def test_device_mesh():
+    assert len(set(run_ranks(2, _mesh, init="gloo"))) == 1
+
+
+def _busy(rank, world):
+    import socket  # noqa: PLC0415
+
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen(1)
+        os.environ["MASTER_PORT"] = port = str(taken.getsockname()[1])
+        with pytest.raises(RuntimeError, match=f"port {port}.*--master_port"):
+            dist.init_distributed(verbose=False)
+
+
+def test_busy_port_names_the_port_and_the_fix():
+    run_ranks(1, _busy)

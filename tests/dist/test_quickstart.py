@@ -1,0 +1,105 @@
+"""The quickstart as a user starts it, with a model small enough for a test."""
+
+import csv
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+QUICKSTART = os.path.join(ROOT, "examples", "quickstart")
+pytestmark = [pytest.mark.slow, pytest.mark.dist]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def config(tmp_path):
+    """The quickstart's own configuration with a shorter schedule."""
+    with open(os.path.join(QUICKSTART, "ds_config.json"), encoding="utf-8") as file:
+        settings = json.load(file)
+    settings["scheduler"]["params"].update(total_num_steps=20, warmup_num_steps=5)
+    settings["train_micro_batch_size_per_gpu"] = 2
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(settings))
+    return path
+
+
+def train(cache, config, out, *options, ranks=2):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        "--num_accelerators",
+        str(ranks),
+        "--master_port",
+        str(port),
+    ]
+    command += [
+        os.path.join(QUICKSTART, "train.py"),
+        "--deepspeed_config",
+        str(config),
+        "--out",
+        str(out),
+        "--cache",
+        str(cache),
+    ]
+    command += ["--layers", "1", "--heads", "2", "--width", "64", *options]
+    env = {**os.environ, "PYTHONPATH": os.path.join(ROOT, "python"), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return result.stdout
+
+
+def rows(out):
+    with open(out / "metrics.csv", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def curve(out):
+    return [(row["step"], row["loss"], row["lr"], row["grad_norm"]) for row in rows(out)]
+
+
+def test_trains_then_resumes(cache, config, tmp_path):
+    out = tmp_path / "out"
+    text = train(cache, config, out)
+    before, after = map(float, re.search(r"held-out loss\s+([\d.]+) before\s+([\d.]+) after", text).groups())
+    assert after < before
+    assert [row["step"] for row in rows(out)] == ["5", "10", "15", "20"]
+    assert re.search(r"step +20/20  loss .* tokens/s  memory \d+ \+ \d+ MB  ETA 0:00", text)
+    assert "a sample" in text and (out / "sample.txt").read_text().startswith("class")
+    assert (out / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert os.listdir(out / "checkpoints").count("global_step20") == 1
+
+    text = train(cache, config, out, "--more", "5")  # nobody to ask: it goes on
+    assert "There is a checkpoint at step 20 of 20" in text and "resumed at step 20, on to 25" in text
+    assert [row["step"] for row in rows(out)] == ["5", "10", "15", "20", "25"]
+    assert sorted(os.listdir(out / "checkpoints")) == ["global_step25", "latest"]
+
+
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(cache, config, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(cache, config, whole)
+    train(cache, config, parts, "--steps", "10")
+    train(cache, config, parts, "--resume")
+    assert curve(parts) == curve(whole)
+    assert (parts / "sample.txt").read_text() == (whole / "sample.txt").read_text()
+
+
+def test_restart_removes_our_files_and_no_others(cache, config, tmp_path):
+    train(cache, config, tmp_path, "--steps", "5")
+    (tmp_path / "mine.txt").write_text("keep")
+    text = train(cache, config, tmp_path, "--steps", "5", "--restart", ranks=1)
+    assert "resumed" not in text
+    assert (tmp_path / "mine.txt").read_text() == "keep"
+    assert [row["step"] for row in rows(tmp_path)] == ["5"]

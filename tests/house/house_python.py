@@ -1,0 +1,236 @@
+"""Checks of the Python package against the tables. Each returns a list of sentences, empty when all is well."""
+
+import ast
+import os
+
+from house_tables import (
+    FACADE_ROOM,
+    HEAD_NODE_FLOOR,
+    HEAD_NODE_ROOMS,
+    LATE_IMPORTS,
+    MAX_LINES,
+    PYTHON_FLOORS,
+)
+
+SEE = "See docs/architecture.md (the arrows) and tests/house/house_tables.py."
+
+
+class Module:
+    """One file: its dotted name, and the imports in it."""
+
+    def __init__(self, root, path):
+        self.path = os.path.relpath(path, root)
+        parts = self.path[: -len(".py")].split(os.sep)
+        self.is_package = parts[-1] == "__init__"
+        if self.is_package:
+            parts = parts[:-1]
+        self.name = ".".join(["deepspeed", *parts])
+        self.room = parts[0] if parts else ""
+        with open(path, encoding="utf-8") as file:
+            self.source = file.read()
+        self.tree = ast.parse(self.source, filename=path)
+
+    def imports(self):
+        """(line, dotted target, names or None, at the top of the file) of every import statement."""
+        top = set()
+        for node in self.tree.body:
+            # `try: import x` and `if TYPE_CHECKING:` at module level are the top of the file, too.
+            inner = ast.walk(node) if isinstance(node, (ast.If, ast.Try)) else [node]
+            top.update(id(one) for one in inner)
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield node.lineno, alias.name, None, id(node) in top
+            elif isinstance(node, ast.ImportFrom):
+                yield node.lineno, self._absolute(node), [alias.name for alias in node.names], id(node) in top
+
+    def _absolute(self, node):
+        if node.level == 0:
+            return node.module
+        here = self.name.split(".")
+        base = here[: len(here) - node.level + (1 if self.is_package else 0)]
+        return ".".join(base + ([node.module] if node.module else []))
+
+
+def load(package):
+    """All modules of the package folder, by dotted name."""
+    modules = {}
+    for folder, folders, files in os.walk(package):
+        folders[:] = sorted(name for name in folders if name not in ("__pycache__", "_lib"))
+        for name in sorted(files):
+            if name.endswith(".py"):
+                module = Module(package, os.path.join(folder, name))
+                modules[module.name] = module
+    return modules
+
+
+def targets(module, modules, top_only=False):
+    """(line, name of the imported module of ours) for what `module` imports of this package."""
+    for line, target, names, at_top in module.imports():
+        if top_only and not at_top:
+            continue
+        if target != "deepspeed" and not target.startswith("deepspeed."):
+            continue
+        if names is None:
+            yield line, target
+            continue
+        for name in names:
+            submodule = f"{target}.{name}"
+            yield line, submodule if submodule in modules else target
+
+
+def room_of(name):
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def floor_of(room):
+    return next((number for number, floor in enumerate(PYTHON_FLOORS) if room in floor), None)
+
+
+def check_arrows(modules):
+    problems = []
+    for module in modules.values():
+        known = module.room == FACADE_ROOM or module.room in HEAD_NODE_ROOMS or floor_of(module.room) is not None
+        if not known:
+            problems.append(
+                f"{module.path}: the room '{module.room}' stands nowhere in the house. Put it on a floor of "
+                f"PYTHON_FLOORS, above all it needs and below all that need it. {SEE}"
+            )
+            continue
+        for line, target in targets(module, modules):
+            room = room_of(target)
+            if room == module.room or module.room == FACADE_ROOM:
+                continue
+            where = f"{module.path}:{line} imports {target}"
+            if room == FACADE_ROOM:
+                problems.append(
+                    f"{where}: runtime/ holds import paths for existing scripts and nothing else; import the module "
+                    f"that it re-exports from. {SEE}"
+                )
+            elif module.room in HEAD_NODE_ROOMS:
+                if room not in HEAD_NODE_FLOOR:
+                    problems.append(
+                        f"{where}: {module.room} runs on a head node without torch, so it may use only "
+                        f"{', '.join(sorted(HEAD_NODE_FLOOR))}. Move what it needs there, or ask in a process of its "
+                        f"own. {SEE}"
+                    )
+            elif room in HEAD_NODE_ROOMS:
+                problems.append(f"{where}: {room} is a program; move what is shared down to host/ or log. {SEE}")
+            elif floor_of(room) is None or floor_of(room) >= floor_of(module.room):
+                problems.append(
+                    f"{where}: no arrow leads from '{module.room or '__init__'}' to '{room or '__init__'}': imports go "
+                    f"to lower floors only, or the order in which modules load becomes a secret. Move what is shared to "
+                    f"a lower room, or let the caller pass it in. {SEE}"
+                )
+    return problems
+
+
+def check_cycles(modules):
+    """One sentence per cycle of files that import each other at the top."""
+    edges = {
+        name: sorted({target for _, target in targets(module, modules, top_only=True) if target in modules} - {name})
+        for name, module in modules.items()
+    }
+    problems, state, trail = [], {}, []
+
+    def visit(name):
+        state[name] = "open"
+        trail.append(name)
+        for target in edges[name]:
+            if state.get(target) == "open":
+                cycle = trail[trail.index(target) :] + [target]
+                problems.append(
+                    f"import cycle {' -> '.join(cycle)}: whichever is imported first sees the other half-made. Move "
+                    f"what both need into a third file."
+                )
+            elif target not in state:
+                visit(target)
+        trail.pop()
+        state[name] = "closed"
+
+    for name in sorted(edges):
+        if name not in state:
+            visit(name)
+    return problems
+
+
+def check_imports_at_top(modules):
+    problems = []
+    for module in modules.values():
+        for line, target, _, at_top in module.imports():
+            if not at_top:
+                problems.append(
+                    f"{module.path}:{line} imports {target} inside a function: imports stand at the top of the file, "
+                    f"where they can be seen and checked. Against a cycle move code, not the import. For an optional "
+                    f"package use importlib and a row in LATE_IMPORTS that says why. {SEE}"
+                )
+        path = module.path.replace(os.sep, "/")
+        if path in LATE_IMPORTS:
+            continue
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Call) and _called(node.func) in ("import_module", "__import__"):
+                problems.append(
+                    f"{module.path}:{node.lineno} imports by a name in a string, which hides an arrow. Import it at the "
+                    f"top of the file, or add a row to LATE_IMPORTS that says why not. {SEE}"
+                )
+    return problems
+
+
+def _called(func):
+    return func.id if isinstance(func, ast.Name) else getattr(func, "attr", None)
+
+
+def check_head_node(modules):
+    """Nothing that the launcher and the report import at the top leads to torch."""
+    problems = []
+    for start in modules.values():
+        if start.room not in HEAD_NODE_ROOMS:
+            continue
+        seen, queue = {start.name}, [(start, [start.name])]
+        while queue:
+            module, trail = queue.pop()
+            for line, target, _, at_top in module.imports():
+                if at_top and target.split(".")[0] == "torch":
+                    problems.append(
+                        f"{start.path} reaches torch through {' -> '.join(trail)} (line {line}): the launcher and the "
+                        f"report start on machines without torch, and in a tenth of a second. {SEE}"
+                    )
+            for _, target in targets(module, modules, top_only=True):
+                if target in modules and target not in seen:
+                    seen.add(target)
+                    queue.append((modules[target], [*trail, target]))
+    return problems
+
+
+def check_facades(modules):
+    problems = []
+    for module in modules.values():
+        if module.room != FACADE_ROOM:
+            continue
+        for node in module.tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name != "__getattr__":
+                problems.append(
+                    f"{module.path}:{node.lineno} defines {node.name}: runtime/ only re-exports names at the import "
+                    f"paths of existing scripts. Put the code into the room it belongs to. {SEE}"
+                )
+    return problems
+
+
+def check_length(root, suffixes=(".py", ".h", ".cpp", ".cu", ".cuh", ".cmake", ".sh"), folders=None):
+    problems = []
+    for top in folders or ("benchmarks", "cmake", "csrc", "examples", "python", "tests", "tools"):
+        for folder, inner, files in os.walk(os.path.join(root, top)):
+            inner[:] = [name for name in inner if name not in ("__pycache__", "_lib", "out", "cache", "results")]
+            for name in files:
+                if not name.endswith(suffixes):
+                    continue
+                path = os.path.join(folder, name)
+                with open(path, encoding="utf-8", errors="replace") as file:
+                    lines = sum(1 for _ in file)
+                if lines > MAX_LINES:
+                    problems.append(
+                        f"{os.path.relpath(path, root)} has {lines} lines, more than {MAX_LINES}: a file holds one noun. "
+                        f"Find the second one in it and give it a file of its own."
+                    )
+    return problems

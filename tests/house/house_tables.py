@@ -1,0 +1,77 @@
+"""The house as tables: who may use whom, and what is allowed to break a rule, each with its reason.
+
+docs/architecture.md tells why. Changing the house means changing a row here and that page, in the same commit.
+"""
+
+# ---- Python ------------------------------------------------------------------------------------------------------------
+# Floors, lowest first. A room may import rooms of lower floors, never of its own floor or above.
+PYTHON_FLOORS = [
+    {"constants", "version", "_build_info"},
+    {"log"},
+    {"registry", "host", "git_version_info"},
+    {"_compat"},
+    {"_native"},
+    {"accelerator", "config"},
+    {"comm"},
+    {"utils"},
+    {"ops", "optim"},
+    {"zero"},
+    {
+        "activation_checkpointing", "autotuning", "checkpoint", "compression", "elasticity", "inference", "linear",
+        "module_inject", "moe", "monitor", "nvme", "pipe", "profiling", "sequence",
+    },
+    {"engine"},
+    {""},  # deepspeed/__init__.py
+]  # fmt: skip
+
+# These run on a head node, where torch may be missing: of us they import only the lowest three floors, and no torch at all.
+HEAD_NODE_ROOMS = {"launcher", "env_report"}
+HEAD_NODE_FLOOR = set().union(*PYTHON_FLOORS[:3])
+
+# Import paths of existing scripts: may import anything, nobody imports them, and they define nothing.
+FACADE_ROOM = "runtime"
+
+# Where importing by a name in a string is the point; everywhere else the import goes to the top of the file.
+LATE_IMPORTS = {
+    "__init__.py": "the public names: import deepspeed must be light",
+    "utils/__init__.py": "the same for deepspeed.utils, whose names live on several floors",
+    "ops/__init__.py": "op packages are imported when first used",
+    "registry.py": "a registry holds names so that what is not used is not imported",
+    "git_version_info.py": "_build_info exists in installed packages only",
+    "accelerator/abstract_accelerator.py": "op builders and compile backends exist for some accelerators and torches only",
+    "accelerator/cuda_accelerator.py": "nvtx is optional",
+    "comm/comm.py": "the bindings of a third-party backend are optional",
+    "comm/rendezvous.py": "mpi4py is optional, and importing it starts MPI",
+    "comm/torch.py": "torch 2.x only",
+}
+
+# ---- C++ ---------------------------------------------------------------------------------------------------------------
+CPP_ARROWS = {
+    "base": set(),
+    "config": {"base"},
+    "plan": {"base"},
+    "kernels": {"base"},
+    "io": {"base"},
+    "optim": {"base", "config", "kernels"},
+    "comm": {"base", "kernels"},
+    "zero": {"base", "config", "plan", "kernels", "optim", "io", "comm"},
+    "bindings": {"base", "config", "plan", "kernels", "optim", "io", "comm", "zero"},
+}
+ROOMS_WITH_TORCH = {"comm", "zero", "bindings"}
+ROOMS_WITH_PYTHON = {"bindings"}
+# Highway's headers are written for quotes: it includes the file that includes it once per instruction set.
+QUOTED_LIBRARIES = {"hwy": {"kernels"}}
+
+# Every #if on a torch version: one header for c10d, one for autograd.
+TORCH_VERSION_HEADERS = {"comm/c10d_compat.h", "zero/torch_compat.h"}
+
+# (file, name): mutable state that outlives a call and is shared by all ranks of a process.
+MUTABLE_GLOBALS = {
+    ("bindings/module.cpp", "all"): "bindings register before main and are read once, when the module is imported",
+    ("bindings/module.cpp", "config_error_type"): "an exception type of the module, which Python never unloads",
+    ("bindings/config.cpp", "assertion_type"): "as above: Python types, set once when the module is imported",
+    ("bindings/config.cpp", "config_type"): "as above",
+    ("config/schema.cpp", "all"): "sections register before main and are only read afterwards",
+}
+
+MAX_LINES = 600

@@ -1,0 +1,173 @@
+"""Where rank, size and meeting point come from: one process, environments of every kind."""
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.comm import rendezvous
+from deepspeed.comm.reduce_op import to_torch
+
+FIVE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def bare():
+    """An environment that no launcher touched, restored afterwards."""
+    prefixes = ("OMPI_", "PMI_", "MV2_", "SLURM_", "AZ", "SM_", "DLTS_", "TORCHELASTIC")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(prefixes) and k not in (*FIVE, "LOCAL_SIZE")}
+    with mock.patch.dict(os.environ, kept, clear=True):
+        yield
+
+
+def prepared(**arguments):
+    rendezvous.prepare_environment(
+        **{**dict(auto_mpi_discovery=True, distributed_port=29500, verbose=False), **arguments}
+    )
+    return {name: os.environ.get(name) for name in FIVE}
+
+
+def test_a_process_on_its_own():
+    found = prepared()
+    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"], found["MASTER_ADDR"]) == (
+        "0",
+        "1",
+        "0",
+        "127.0.0.1",
+    )
+    assert 1024 < int(found["MASTER_PORT"]) < 65536
+
+
+def test_a_launchers_word_is_kept():
+    given = dict(RANK="3", LOCAL_RANK="1", WORLD_SIZE="4", MASTER_ADDR="10.1.1.1", MASTER_PORT="777")
+    os.environ.update(given, OMPI_COMM_WORLD_SIZE="99", OMPI_COMM_WORLD_RANK="98")
+    assert prepared() == given
+
+
+def test_what_is_missing_is_named():
+    os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_ADDR="10.1.1.1")
+    with pytest.raises(RuntimeError, match="MASTER_PORT is not"):
+        prepared()
+
+
+def test_local_rank_of_a_scheduler():
+    os.environ.update(RANK="5", WORLD_SIZE="8", MASTER_ADDR="a", MASTER_PORT="1", SLURM_LOCALID="1")
+    assert prepared()["LOCAL_RANK"] == "1"
+
+
+def test_open_mpi_without_mpi4py(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_mpi4py_installed", lambda: False)
+    os.environ.update(
+        OMPI_COMM_WORLD_RANK="1",
+        OMPI_COMM_WORLD_SIZE="2",
+        OMPI_COMM_WORLD_LOCAL_RANK="1",
+        OMPI_COMM_WORLD_LOCAL_SIZE="2",
+    )
+    assert prepared(distributed_port=4321) == dict(
+        RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="4321"
+    )
+
+
+def test_open_mpi_on_several_nodes_needs_an_address(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_mpi4py_installed", lambda: False)
+    os.environ.update(
+        OMPI_COMM_WORLD_RANK="1",
+        OMPI_COMM_WORLD_SIZE="4",
+        OMPI_COMM_WORLD_LOCAL_RANK="1",
+        OMPI_COMM_WORLD_LOCAL_SIZE="2",
+    )
+    with pytest.raises(RuntimeError, match="mpi4py.*MASTER_ADDR"):
+        prepared()
+    os.environ["MASTER_ADDR"] = "10.0.0.1"
+    assert prepared()["MASTER_ADDR"] == "10.0.0.1"
+
+
+def test_another_mpi_needs_mpi4py(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_mpi4py_installed", lambda: False)
+    os.environ["PMI_SIZE"] = "2"
+    with pytest.raises(RuntimeError, match="mpi4py"):
+        prepared()
+    assert prepared(auto_mpi_discovery=False)["WORLD_SIZE"] == "1"
+
+
+def test_azure_ml_on_several_nodes():
+    os.environ.update(
+        AZUREML_EXPERIMENT_ID="x", OMPI_COMM_WORLD_RANK="2", OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_LOCAL_RANK="0",
+        OMPI_COMM_WORLD_LOCAL_SIZE="2", AZ_BATCH_MASTER_NODE="10.0.0.4:6000",
+    )  # fmt: skip
+    assert dist.in_aml() and not dist.in_aws_sm() and not dist.in_dlts()
+    assert prepared() == dict(RANK="2", LOCAL_RANK="0", WORLD_SIZE="4", MASTER_ADDR="10.0.0.4", MASTER_PORT="6000")
+
+
+def test_sagemaker():
+    os.environ.update(
+        SM_TRAINING_ENV="{}", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_LOCAL_RANK="1",
+        OMPI_COMM_WORLD_LOCAL_SIZE="2", MASTER_ADDR="algo-1", MASTER_PORT="7777",
+    )  # fmt: skip
+    assert dist.in_aws_sm()
+    assert prepared() == dict(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", MASTER_ADDR="algo-1", MASTER_PORT="7777")
+
+
+def test_launcher_getters():
+    assert (dist.get_local_rank_from_launcher(), dist.get_world_rank_from_launcher()) == (0, 0)
+    assert dist.get_world_size_from_launcher() == 1
+    os.environ.update(RANK="5", LOCAL_RANK="2", WORLD_SIZE="8")
+    assert (dist.get_local_rank_from_launcher(), dist.get_world_rank_from_launcher()) == (2, 5)
+    assert dist.get_world_size_from_launcher() == 8
+    os.environ["RANK"] = "five"
+    with pytest.raises(ValueError, match="RANK is 'five'"):
+        dist.get_world_rank_from_launcher()
+
+
+# ---- refusals -----------------------------------------------------------------------------------------------------
+def test_init_distributed_refuses():
+    with pytest.raises(RuntimeError, match="dist_init_required is False"):
+        dist.init_distributed(dist_init_required=False)
+    with pytest.raises(TypeError, match="timedelta"):
+        dist.init_distributed(timeout=30)
+    with pytest.raises(NotImplementedError, match="comms_logger"):
+        dist.init_distributed(config={"comms_logger": {"enabled": True}})
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="'nccl'.*gloo"):
+            dist.init_distributed(dist_backend="nccl")
+    with pytest.raises(RuntimeError, match="oneccl_bindings_for_pytorch"):
+        dist.init_distributed(dist_backend="ccl")
+    assert not dist.is_initialized()
+
+
+def timeout_with(value):
+    env = dict(os.environ, DEEPSPEED_TIMEOUT=value, PYTHONPATH=os.pathsep.join(p for p in sys.path if p))
+    code = "from deepspeed.constants import default_pg_timeout as t; print(t.total_seconds())"
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+
+
+def test_timeout_in_minutes():
+    assert timeout_with("45").stdout.strip() == "2700.0"
+    for bad in ("soon", "-1"):
+        asked = timeout_with(bad)
+        assert asked.returncode != 0 and f"DEEPSPEED_TIMEOUT is '{bad}'" in asked.stderr
+    assert isinstance(dist.default_pg_timeout, timedelta)
+
+
+def test_reduce_ops():
+    assert [op.value for op in dist.ReduceOp] == list(range(9)) and dist.ReduceOp.AVG.value == 7
+    assert to_torch(dist.ReduceOp.MAX) == torch.distributed.ReduceOp.MAX
+    assert to_torch(torch.distributed.ReduceOp.MIN) == torch.distributed.ReduceOp.MIN
+
+
+def test_names_of_torch_distributed_are_there_too():
+    assert dist.P2POp is torch.distributed.P2POp
+    with pytest.raises(AttributeError):
+        dist.no_such_function  # noqa: B018
+
+
+def test_the_log_of_operations_is_honest(capsys):
+    dist.configure(enabled=False)
+    dist.configure(deepspeed_config={"comms_logger": {"enabled": False}})
+    assert dist.log_summary(return_dict=True) == {} and dist.log_summary() is None
+    assert "comms_logger was not enabled" in capsys.readouterr().out
+    assert not dist.has_comm_data() and dist.get_comm_operation_count() == 0

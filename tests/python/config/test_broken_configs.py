@@ -1,0 +1,62 @@
+"""Wrong configurations are refused with the right advice, before any process group is made."""
+
+import pytest
+import torch
+from broken_configs import BROKEN
+
+from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError
+
+
+@pytest.mark.parametrize("name, config, words, world", BROKEN, ids=[item[0] for item in BROKEN])
+def test_refused_with_the_right_suggestion(name, config, words, world):
+    with pytest.raises(DeepSpeedConfigError) as error:
+        DeepSpeedConfig(config, world_size=world)
+    for word in words:
+        assert word in str(error.value)
+    assert not torch.distributed.is_available() or not torch.distributed.is_initialized()
+
+
+def test_there_are_at_least_60():
+    assert len(BROKEN) >= 60
+    assert len({name for name, *_ in BROKEN}) == len(BROKEN)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"train_batch_size": 7, "gradient_accumulation_steps": 2},
+        {"train_batch_size": 8, "fp16": {"enabled": True}, "bf16": {"enabled": True}},
+        {"train_batch_size": 8, "zero_optimization": {"stage": 4}},
+        {"gradient_accumulation_steps": 2},
+        {"train_batch_size": 0},
+    ],
+)
+def test_the_contract_promises_an_assertion_error(config):
+    with pytest.raises(AssertionError):
+        DeepSpeedConfig(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"train_batch_size": 8, "communication_data_type": "int4"},
+        {"train_batch_size": 8, "gradient_allreduce_op": "max"},
+        {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}},
+        {"train_batch_size": 8, "fp16": {"loss_scale": True}},
+        "no/such/file.json",
+        7,
+    ],
+)
+def test_the_contract_promises_a_value_error(config):
+    with pytest.raises(ValueError) as error:
+        DeepSpeedConfig(config)
+    assert not isinstance(error.value, AssertionError)
+
+
+def test_all_errors_are_told_together():
+    config = {"train_batch_size": 8, "gradient_clippin": 1, "fp16": {"loss_scal": 1}, "steps_per_print": "x"}
+    with pytest.raises(DeepSpeedConfigError) as error:
+        DeepSpeedConfig(config)
+    text = str(error.value)
+    assert "3 things are wrong" in text
+    assert "gradient_clipping" in text and "loss_scale" in text and "steps_per_print" in text

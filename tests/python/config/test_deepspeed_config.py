@@ -1,0 +1,311 @@
+"""DeepSpeedConfig: input forms, attributes, section objects, world size."""
+
+import base64
+import copy
+import json
+import pathlib
+import pickle
+
+import pytest
+import torch
+
+from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, choose_config, non_default_values
+from deepspeed.config.read import read
+from deepspeed.config.sections import (
+    DeepSpeedFP16Config,
+    DeepSpeedMonitorConfig,
+    DeepSpeedZeroConfig,
+    DeepSpeedZeroOffloadOptimizerConfig,
+    DeepSpeedZeroOffloadParamConfig,
+    OffloadDeviceEnum,
+    ZeroStageEnum,
+)
+from deepspeed.monitor.config import TensorBoardConfig
+from deepspeed.runtime.config import ADAM_OPTIMIZER, get_gradient_clipping, get_log_level
+from deepspeed.runtime.config import DeepSpeedConfig as same
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT, LOG_LEVEL_DEFAULT
+from deepspeed.runtime.precision_config import get_bfloat16_config
+from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
+
+
+def write(folder, text):
+    path = folder / "ds.json"
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_three_forms_are_equal(tmp_path):
+    config = {"train_batch_size": 8, "gradient_clipping": 0.5, "zero_optimization": {"reduce_bucket_size": 5e8}}
+    text = json.dumps(config)
+    forms = [config, write(tmp_path, text), tmp_path / "ds.json", base64.urlsafe_b64encode(text.encode()).decode()]
+    made = [DeepSpeedConfig(form) for form in forms]
+    for one in made:
+        assert one._values == made[0]._values
+        assert one._param_dict == config
+        assert one.zero_config.reduce_bucket_size == 500_000_000
+        assert isinstance(one.zero_config.reduce_bucket_size, int)
+    assert made[0]._param_dict is config
+
+
+def test_files_as_people_write_them(tmp_path):
+    path = write(
+        tmp_path,
+        """{ // the batch
+  "train_batch_size": 8,   # per step
+  /* learning
+     rate */
+  "optimizer": {"type": "AdamW", "params": {"lr": 1e-3,},},
+  steps_per_print: Infinity
+  "gradient_clipping": 1
+}
+""",
+    )
+    config = DeepSpeedConfig(path)
+    assert config.optimizer_params == {"lr": 1e-3}
+    assert config.steps_per_print == float("inf")
+    assert config.gradient_clipping == 1.0
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("", "empty"),
+        ("[1]", "one object"),
+        ('{"a": 1', "'}' is missing"),
+        ('{"a" 1}', "expected ':'"),
+        ('{"a": [1, 2}', "expected ',' or ']'"),
+        ('{"a": "x}', "no closing quote"),
+        ('{"a": 1} x', "after the end"),
+        ('{"a": yes}', "unknown word"),
+        ('{"a": 1.2.3}', "not a number"),
+        ("{/* }", "no */"),
+        ('{"a": "\\q"}', "escape"),
+        ('{"a": ' * 65 + "1" + "}" * 65, "nested deeper"),
+    ],
+)
+def test_texts_that_are_no_configuration(tmp_path, text, words):
+    with pytest.raises(DeepSpeedConfigError, match=r"ds\.json:\d+:\d+: ") as error:
+        DeepSpeedConfig(write(tmp_path, text))
+    assert words in str(error.value)
+
+
+def test_bytes_that_are_not_utf8(tmp_path):
+    (tmp_path / "ds.json").write_bytes(b'{"a":\n "\xff"}')
+    with pytest.raises(DeepSpeedConfigError, match=r":2:3: .*UTF-8"):
+        DeepSpeedConfig(str(tmp_path / "ds.json"))
+
+
+def test_duplicate_keys_name_both_lines(tmp_path):
+    text = '{"train_batch_size": 8,\n "fp16": {"enabled": false,\n\n "enabled": true}}'
+    with pytest.raises(DeepSpeedConfigError, match=r'"fp16.enabled" is given twice, on line 2 and on line 4'):
+        DeepSpeedConfig(write(tmp_path, text))
+
+
+def test_dotted_private_keys_are_no_duplicates():
+    config = DeepSpeedConfig({"train_batch_size": 8, "zero_optimization": {"stage": 0}, "zero_optimization.stage": 3})
+    assert config.zero_optimization_stage == 0
+    assert "zero_optimization.stage" in config.warnings[0]
+
+
+def test_blanks_around_keys_are_stripped_with_a_warning(tmp_path):
+    for form in ({"train_batch_size ": 8}, write(tmp_path, '{" train_batch_size": 8}')):
+        config = DeepSpeedConfig(form)
+        assert config.train_batch_size == 8
+        assert "blanks" in config.warnings[0]
+
+
+def test_values_of_the_program_come_back():
+    group, function = object(), lambda: 1
+    config = {"train_batch_size": 8, "private": function, "tensor_parallel": {"tp": {"tp_group": group}, "dtype": torch.bfloat16}}
+    made = DeepSpeedConfig(config)
+    assert made.tensor_parallel_config.tp.tp_group is group
+    assert made.tensor_parallel_config.dtype is torch.bfloat16
+    assert made._param_dict["private"] is function
+    with pytest.raises(DeepSpeedConfigError, match="gradient_clipping = <object"):
+        DeepSpeedConfig({"train_batch_size": 8, "gradient_clipping": group})
+
+
+def test_a_dict_that_contains_itself_is_refused():
+    config = {"train_batch_size": 8}
+    config["fp16"] = config
+    with pytest.raises(DeepSpeedConfigError, match="contains itself"):
+        DeepSpeedConfig(config)
+
+
+def test_auto_stands_for_the_default_in_validated_sections_and_is_reported():
+    given = {"train_batch_size": 8, "zero_optimization": {"reduce_bucket_size": "auto", "overlap_comm": "auto"}}
+    assert DeepSpeedConfig(given).zero_config.reduce_bucket_size == 500_000_000
+    notes = [issue for issue in read(given).issues() if issue["severity"] == "note"]
+    assert [issue["paths"] for issue in notes] == [["zero_optimization.reduce_bucket_size"], ["zero_optimization.overlap_comm"]]
+    assert given["zero_optimization"]["reduce_bucket_size"] == "auto"
+
+
+def test_unknown_top_level_keys(monkeypatch):
+    config = {"train_batch_size": 8, "msamp": {"enabled": True}, "my_own_key": 1}
+    made = DeepSpeedConfig(config)
+    assert len(made.warnings) == 1 and "my_own_key" in made.warnings[0]
+    monkeypatch.setenv("DS_STRICT_CONFIG", "1")
+    with pytest.raises(DeepSpeedConfigError, match="my_own_key"):
+        DeepSpeedConfig(config)
+
+
+def test_deprecated_names_warn_once_and_forward():
+    config = DeepSpeedZeroConfig(cpu_offload_param=True)
+    assert isinstance(config.offload_param, DeepSpeedZeroOffloadParamConfig)
+    assert config.offload_param.device == "cpu"
+    config = DeepSpeedZeroConfig(stage3_gather_fp16_weights_on_model_save=True)
+    assert config.gather_16bit_weights_on_model_save is True
+    made = DeepSpeedConfig({"train_batch_size": 8, "allgather_size": 7, "zero_optimization": False})
+    assert made.zero_config.allgather_bucket_size == 7
+    assert sum("allgather_size" in text for text in made.warnings) == 1
+
+
+def test_zero_as_a_bare_boolean():
+    assert DeepSpeedConfig({"train_batch_size": 8, "zero_optimization": False}).zero_optimization_stage == 0
+    with pytest.raises(DeepSpeedConfigError) as error:
+        DeepSpeedConfig({"train_batch_size": 8, "zero_optimization": "true"})
+    assert "must be true or false or a section" in str(error.value)
+
+
+def test_sections_made_by_themselves():
+    assert DeepSpeedZeroConfig().overlap_comm is False
+    assert DeepSpeedZeroConfig(stage=3).overlap_comm is True
+    assert DeepSpeedZeroConfig(stage=3, overlap_comm=False).overlap_comm is False
+    config = DeepSpeedZeroConfig(stage=2, stage3_prefetch_bucket_size=12345, offload_param={}, offload_optimizer=None)
+    assert config.prefetch_bucket_size == config.stage3_prefetch_bucket_size == 12345
+    assert config.stage is ZeroStageEnum.gradients and config.stage == 2
+    assert config.offload_param.device is OffloadDeviceEnum.none
+    assert config.offload_optimizer is None
+    assert DeepSpeedZeroConfig(prefetch_bucket_size=7).stage3_prefetch_bucket_size == 7
+    assert DeepSpeedZeroOffloadOptimizerConfig(pipeline_read=True).pipeline is True
+    assert DeepSpeedZeroOffloadOptimizerConfig().pipeline is False
+    assert DeepSpeedZeroOffloadParamConfig(nvme_path="/x").nvme_path == pathlib.Path("/x")
+    with pytest.raises(ValueError, match="ratio"):
+        DeepSpeedZeroConfig(stage=2, offload_optimizer={"ratio": 0.5})
+    with pytest.raises(ValueError, match="stage"):
+        DeepSpeedZeroConfig(stag=2)
+    with pytest.raises(ValueError, match="auto"):
+        DeepSpeedFP16Config(strict=True, loss_scale="auto")
+    monitor = DeepSpeedMonitorConfig(csv_monitor={"enabled": True})
+    assert monitor.enabled and monitor.csv_monitor.job_name == "DeepSpeedJobName"
+
+
+def test_section_objects_behave():
+    config = DeepSpeedZeroConfig(stage=1, offload_optimizer={"device": "cpu"})
+    dumped = config.model_dump()
+    assert dumped == config.dict() and dumped["offload_optimizer"]["device"] == "cpu"
+    assert DeepSpeedZeroConfig(**{key: value for key, value in dumped.items() if value is not None}) == config
+    for other in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert other == config and other.prefetch_bucket_size == config.prefetch_bucket_size
+    other.prefetch_bucket_size = 3
+    assert other != config and other.stage3_prefetch_bucket_size == 3
+    with pytest.raises(AttributeError, match="no_such_key"):
+        config.no_such_key  # noqa: B018
+    fp16 = DeepSpeedFP16Config(initial_scale_power=8, hysteresis=3)
+    assert fp16.initial_dynamic_scale() == 256
+    assert fp16.dynamic_loss_scale_args()["delayed_shift"] == 3
+
+
+def test_attributes_and_pickling():
+    config = DeepSpeedConfig(
+        {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "adamw", "params": {"lr": 0.1}},
+            "scheduler": {"type": "StepLR", "params": {"step_size": 3}},
+            "fp16": {"enabled": True, "loss_scale": 0, "loss_scale_window": 1e2},
+            "communication_data_type": "FP32",
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "checkpoint": {"tag_validation": "fail"},
+            "flops_profiler": {},
+        },
+        world_size=3,
+    )
+    assert (config.train_batch_size, config.gradient_accumulation_steps, config.world_size) == (6, 1, 3)
+    assert (config.optimizer_name, config.optimizer_params, config.optimizer_legacy_fusion) == ("adamw", {"lr": 0.1}, False)
+    assert (config.scheduler_name, config.scheduler_params) == ("StepLR", {"step_size": 3})
+    assert config.fp16_enabled and not config.bfloat16_enabled
+    assert config.float16_config.loss_scale_window == 100
+    assert config.communication_data_type == "fp32" and config.grad_accum_dtype == "fp32"
+    assert config.checkpoint_tag_validation_enabled and config.checkpoint_tag_validation_fail
+    assert config.gradient_clipping == 1.0 and config.steps_per_print is None
+    assert config.zero_enabled is False and config.zero_force_ds_cpu_optimizer is True
+    assert config.monitor_config.enabled is False and config.flops_profiler_config.enabled is False
+    again = pickle.loads(pickle.dumps(config))
+    assert again.zero_config == config.zero_config and again._param_dict == config._param_dict
+    config.print("test")
+    lines = non_default_values(config).splitlines()
+    assert 'optimizer.type = "AdamW" (given)' in lines
+    assert not any(line.startswith("fp16.loss_scale =") for line in lines)
+    assert any(line.startswith("train_batch_size = 6 (derived") for line in lines)
+
+
+def test_names_of_torch_optimizers_are_exact():
+    assert DeepSpeedConfig({"train_batch_size": 8, "optimizer": {"type": "SGD"}}).optimizer_name == "SGD"
+    assert DeepSpeedConfig({"train_batch_size": 8, "optimizer": {"type": "ADAM"}}).optimizer_name == "adam"
+
+
+class _Mpu:
+    def get_data_parallel_world_size(self):
+        return 4
+
+
+class _Mesh:
+    mesh_dim_names = ("sequence_parallel", "data_parallel")
+
+    def size(self, dimension):
+        return (2, 5)[dimension]
+
+
+def test_where_the_world_size_comes_from(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = {"train_micro_batch_size_per_gpu": 1}
+    assert DeepSpeedConfig(config).train_batch_size == 2
+    assert DeepSpeedConfig(config, world_size=3).train_batch_size == 3
+    assert DeepSpeedConfig(config, mpu=_Mpu()).train_batch_size == 4
+    assert DeepSpeedConfig(config, mesh_device=_Mesh()).train_batch_size == 5
+    monkeypatch.delenv("WORLD_SIZE")
+    assert DeepSpeedConfig(config).train_batch_size == 1
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(DeepSpeedConfigError, match="WORLD_SIZE"):
+        DeepSpeedConfig(config)
+
+
+def test_features_that_are_not_built_are_refused_when_switched_on_only():
+    off = {"flops_profiler": {"enabled": False, "profile_step": 3}, "amp": {"enabled": False, "opt_level": "O1"}}
+    DeepSpeedConfig({"train_batch_size": 8, **off})
+    on = [
+        {"flops_profiler": {"enabled": True}},
+        {"amp": {"enabled": True}},
+        {"sparse_attention": {"mode": "fixed"}},
+        {"optimizer": {"type": "Lamb"}},
+        {"tensor_parallel": {"autotp_size": 2}},
+        {"datastates_ckpt": True},
+        {"sequence_parallel_size": 2},
+    ]
+    for config in on:
+        with pytest.raises(DeepSpeedConfigError, match="not supported yet"):
+            DeepSpeedConfig({"train_batch_size": 8, **config}, world_size=2)
+
+
+def test_choose_config():
+    class Args:
+        deepspeed_config = "x.json"
+
+    assert choose_config(Args(), None, None) == "x.json"
+    assert choose_config(None, {"a": 1}) == {"a": 1}
+    assert choose_config(None, None, {"b": 1}) == {"b": 1}
+    with pytest.raises(AssertionError, match="args.deepspeed_config"):
+        choose_config(Args(), {"a": 1})
+    with pytest.raises(AssertionError, match="no DeepSpeed configuration"):
+        choose_config()
+
+
+def test_import_paths_of_scripts():
+    assert same is DeepSpeedConfig and ADAM_OPTIMIZER == "adam"
+    assert (GRADIENT_CLIPPING_DEFAULT, LOG_LEVEL_DEFAULT) == (1.0, None)
+    assert get_gradient_clipping({}) == 1.0 and get_gradient_clipping({"gradient_clipping": 0}) == 0.0
+    assert get_log_level({"log_level": "info"}) == "INFO" and get_log_level({}) is None
+    assert get_bfloat16_config({"bfloat16": {"enabled": True}}).enabled is True
+    assert isinstance(TensorBoardConfig(), DeepSpeedConfigModel)
+    assert len(DEFAULT_LEAF_MODULE_CLASSES) == 3

@@ -1,0 +1,151 @@
+"""Cores, memory nodes, devices, ports and BLAS of a machine that is made up where needed."""
+
+import os
+import socket
+
+import pytest
+from deepspeed.host import blas, cpu, devices, numa, ports
+from deepspeed.utils import numa as published
+
+
+# ---- core lists ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "text, numbers",
+    [("3", [3]), ("0-3", [0, 1, 2, 3]), ("0-1,8,10-11", [0, 1, 8, 10, 11]), (" 1 - 2 , 5", [1, 2, 5])],
+)
+def test_range_lists(text, numbers):
+    assert published.parse_range_list(text) == numbers
+    assert numa.parse_range_list(numa.format_range_list(numbers)) == numbers
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-", "-3", "5-2", "1,1", "3,0-1", "0-4,2", "1,,2"])
+def test_bad_range_lists(text):
+    with pytest.raises(ValueError):
+        published.parse_range_list(text)
+
+
+def test_format_is_short():
+    assert numa.format_range_list([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8" and numa.format_range_list([]) == ""
+
+
+@pytest.fixture
+def two_sockets(monkeypatch):
+    monkeypatch.setattr(numa, "usable_cores", lambda: list(range(64)))
+    monkeypatch.setattr(numa, "numa_nodes", lambda: [(0, list(range(32))), (2, list(range(32, 64)))])
+    monkeypatch.delenv("KMP_AFFINITY", raising=False)
+
+
+def test_worked_example(two_sockets):
+    shares = [numa.format_range_list(numa.cores_of_rank("0-27,32-59", 4, rank)) for rank in range(4)]
+    assert shares == ["0-13", "14-27", "32-45", "46-59"]
+
+
+def test_ranks_stay_within_memory_nodes(two_sockets):
+    assert numa.cores_of_rank(None, 2, 1) == list(range(32, 64))
+    assert [numa.cores_of_rank(None, 4, rank)[0] for rank in range(4)] == [0, 16, 32, 48]
+    shares = [numa.cores_of_rank(None, 3, rank) for rank in range(3)]
+    assert [len(share) for share in shares] == [21, 21, 21]
+    assert len(set(sum(shares, []))) == 63
+    assert numa.numa_node_count() == 2
+
+
+def test_numactl_command(two_sockets, monkeypatch):
+    assert published.get_numactl_cmd("0-27,32-59", 4, 2) == (["numactl", "-C", "32-45", "-m", "2"], list(range(32, 46)))
+    monkeypatch.setenv("KMP_AFFINITY", "compact")
+    with pytest.raises(ValueError, match="KMP_AFFINITY"):
+        published.get_numactl_cmd(None, 4, 2)
+
+
+def test_too_few_cores(two_sockets):
+    with pytest.raises(ValueError, match="3 ranks cannot be bound to 2 core"):
+        numa.cores_of_rank("0-1", 3, 0)
+    with pytest.raises(ValueError, match="64-70"):
+        numa.cores_of_rank("60-70", 2, 0)
+
+
+def test_this_machine():
+    assert cpu.usable_cores() == sorted(os.sched_getaffinity(0))
+    assert set(cpu.physical_cores(cpu.usable_cores())) <= set(cpu.usable_cores())
+    total, available = cpu.memory_bytes()
+    assert 0 < available <= total and 0 < cpu.resident_bytes() < total
+    assert numa.numa_node_count() >= 1
+    assert cpu.widest_isa() in ("avx512_bf16", "avx512", "avx2", "sve", "neon", "scalar")
+
+
+def test_openblas_hint(monkeypatch):
+    flags = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}
+    monkeypatch.setattr(cpu, "cpu_info", lambda: ("new", flags))
+    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
+    assert cpu.openblas_coretype() == "SkylakeX"
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
+    assert cpu.openblas_coretype() is None
+    monkeypatch.delenv("OPENBLAS_CORETYPE")
+    monkeypatch.setattr(cpu, "cpu_info", lambda: ("old", {"avx2"}))
+    assert cpu.openblas_coretype() is None
+
+
+# ---- devices, ports -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "variable, visible",
+    [(None, ["0", "1", "2"]), ("2,0", ["2", "0"]), ("GPU-1,MIG-2", ["GPU-1", "MIG-2"]), ("", []), ("1,-1,2", ["1"])],
+)
+def test_visible_gpus(variable, visible, monkeypatch):
+    monkeypatch.setattr(devices, "nvidia_device_count", lambda: 3)
+    if variable is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    assert devices.visible_gpu_ids() == visible
+    monkeypatch.setattr(devices, "nvidia_device_count", lambda: 0)
+    assert devices.visible_gpu_ids() == []
+
+
+@pytest.mark.parametrize(
+    "family, address", [(socket.AF_INET, "0.0.0.0"), (socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::")]
+)
+def test_ports(family, address):
+    try:
+        taken = socket.socket(family)
+        taken.bind((address, 0))
+    except OSError:
+        pytest.skip(f"no {address} here")
+    with taken:
+        taken.listen(1)
+        assert not ports.port_is_free(taken.getsockname()[1])
+    assert ports.port_is_free(ports.free_port())
+
+
+# ---- BLAS ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "paths, name",
+    [
+        (["/usr/lib/x86_64-linux-gnu/blas/libblas.so.3.11.0"], "reference"),
+        (["/usr/lib64/libblas.so.3.12.0"], "reference"),
+        (["/usr/lib/x86_64-linux-gnu/openblas-openmp/libblas.so.3"], "OpenBLAS"),
+        (["/usr/lib/libblas.so.3", "/usr/lib/libopenblasp-r0.3.21.so"], "OpenBLAS"),
+        (["/opt/intel/libmkl_rt.so.2", "/usr/lib/libblas.so.3"], "MKL"),
+        (["/usr/lib/x86_64-linux-gnu/blis-openmp/libblas.so.3"], "BLIS"),
+        (["/usr/lib/x86_64-linux-gnu/atlas/libblas.so.3"], "ATLAS"),
+        (["/venv/site-packages/numpy.libs/libscipy_openblas64_.so"], None),
+        ([], None),
+    ],
+)
+def test_blas_by_path(paths, name):
+    assert blas.blas_name(paths)[0] == name
+
+
+def test_blas_warning_names_the_fix(monkeypatch):
+    import torch  # noqa: F401 (it is torch's BLAS that is asked for)
+
+    monkeypatch.setattr(blas, "blas_in_use", lambda: ("reference", "/usr/lib/blas/libblas.so.3"))
+    assert "apt install libopenblas0-openmp" in blas.blas_warning()
+    monkeypatch.setattr(blas, "blas_in_use", lambda: ("OpenBLAS", "/x"))
+    assert blas.blas_warning() is None
+
+
+def test_blas_of_this_process():
+    import torch
+
+    name, path = blas.blas_in_use()
+    assert name and (path is None or os.path.exists(path))
+    assert (name == "MKL" and path is None) == torch.backends.mkl.is_available()

@@ -1,0 +1,76 @@
+"""Registries: lazy targets, probes, detection, plug-ins by entry point, and errors that help."""
+
+import subprocess
+import sys
+
+import pytest
+from deepspeed import registry
+from deepspeed.registry import Registry, UnknownNameError
+
+
+@pytest.fixture
+def fruits():
+    made = Registry("fruit")
+    made.register("apple", "collections:OrderedDict")
+    made.register("banana", "os:path.join", probe=lambda: "not ripe", priority=9)
+    made.register("cherry", "no.such.module:x", probe=lambda: True, priority=5)
+    made.register("date", "os:sep", probe="os.path:isdir")  # a probe that fails to be called
+    return made
+
+
+def test_targets_are_imported_when_asked_for(fruits):
+    import collections
+    import os
+
+    assert fruits.get("apple") is collections.OrderedDict
+    assert fruits.get("banana") is os.path.join
+    with pytest.raises(ModuleNotFoundError, match="no"):
+        fruits.get("cherry")
+
+
+def test_detection_takes_the_best_that_works(fruits):
+    assert fruits.detect() == "cherry"
+    assert fruits.why_not("banana") == "not ripe" and fruits.why_not("apple") == ""
+    assert "TypeError" in fruits.why_not("date")
+    assert Registry("thing").detect() is None
+
+
+def test_unknown_names_list_the_known_ones_and_the_nearest(fruits):
+    with pytest.raises(UnknownNameError, match="no fruit named 'bananna'.*apple, banana, cherry, date.*mean 'banana'"):
+        fruits.get("bananna")
+    assert issubclass(UnknownNameError, ValueError)
+
+
+def test_names_are_taken_once(fruits):
+    with pytest.raises(ValueError, match="'apple' is registered already.*OrderedDict.*Choose another"):
+        fruits.register("apple", "os:sep")
+
+
+def test_bad_target():
+    made = Registry("fruit")
+    made.register("x", "os.path.join")
+    with pytest.raises(ValueError, match="package.module:attribute"):
+        made.get("x")
+
+
+def test_plug_ins_join_by_entry_point(tmp_path, monkeypatch):
+    (tmp_path / "kiwi_plugin.py").write_text("class Kiwi: pass\ndef probe(): return True\n")
+    (tmp_path / "lime_plugin.py").write_text("raise ImportError('no driver')\n")
+    info = tmp_path / "kiwi-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kiwi\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[test.fruits]\nkiwi = kiwi_plugin:Kiwi\nlime = lime_plugin:Lime\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = Registry("fruit", group="test.fruits")
+    made.register("apple", "os:sep", priority=50)
+    assert made.names() == ["apple", "kiwi", "lime"]
+    assert made.get("kiwi").__name__ == "Kiwi"
+    assert "no driver" in made.why_not("lime")
+    assert made.detect() == "kiwi"
+
+
+def test_registry_and_log_know_no_torch():
+    code = "import sys; sys.path.insert(0, %r); import deepspeed.registry, deepspeed.log; print('torch' in sys.modules)"
+    package = registry.__file__.rsplit("/deepspeed/", 1)[0]
+    asked = subprocess.run([sys.executable, "-c", code % package], capture_output=True, text=True)
+    assert asked.stdout.strip() == "False", asked.stderr

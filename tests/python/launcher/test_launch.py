@@ -1,0 +1,450 @@
+"""Jobs that really start: what the ranks see, how jobs end, and that nothing of them is left."""
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytestmark = pytest.mark.dist
+
+PYTHON_DIR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "..", "python")
+
+# A rank that records its process id and, on request, starts a helper that nobody waits for.
+PRELUDE = """
+import os, signal, subprocess, sys, time
+rank = int(os.environ["RANK"])
+def note(pid):
+    with open("pids", "a") as file:
+        file.write("%d\\n" % pid)
+note(os.getpid())
+def helper():
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    note(subprocess.Popen([sys.executable, "-c", code], start_new_session=True).pid)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def command(*args):
+    return [sys.executable, "-m", "deepspeed.launcher", *map(str, args)]
+
+
+def environment(**more):
+    env = {name: value for name, value in os.environ.items() if name not in ("MASTER_PORT", "DS_LOG_LEVEL")}
+    return dict(env, PYTHONPATH=PYTHON_DIR, DS_ACCELERATOR="cpu", **more)
+
+
+def run(*args, timeout=30, **more):
+    return subprocess.run(command(*args), env=environment(**more), capture_output=True, text=True, timeout=timeout)
+
+
+def start(*args, **more):
+    return subprocess.Popen(
+        command(*args), env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def script(text, name="train.py"):
+    with open(name, "w") as file:
+        file.write(PRELUDE + text)
+    return name
+
+
+def pids():
+    try:
+        with open("pids") as file:
+            return [int(line) for line in file]
+    except FileNotFoundError:
+        return []
+
+
+def running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition, seconds=10):
+    limit = time.monotonic() + seconds
+    while not condition() and time.monotonic() < limit:
+        time.sleep(0.02)
+    assert condition()
+
+
+def assert_nobody_left(count, seconds=5):
+    assert len(pids()) == count
+    wait_for(lambda: not any(map(running, pids())), seconds)
+
+
+# ---- what ranks see -----------------------------------------------------------------------------------------------
+def test_ranks_get_their_place_and_the_script_its_arguments():
+    script("""
+import json
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_SIZE CROSS_RANK CROSS_SIZE MASTER_ADDR".split()
+seen = [sys.argv, [os.environ[n] for n in names], os.environ["MASTER_PORT"].isdigit(), sys.stdin.read()]
+with open("seen%d" % rank, "w") as file: json.dump(seen, file)
+""")
+    done = run("--num_accelerators", 3, "train.py", "--deepspeed", "-x", "a b")
+    assert done.returncode == 0, done.stderr
+    for rank in range(3):
+        with open(f"seen{rank}") as file:
+            seen = json.load(file)
+        assert seen == [
+            ["train.py", f"--local_rank={rank}", "--deepspeed", "-x", "a b"],
+            [str(rank), str(rank), "3", "3", "0", "1", "127.0.0.1"], True, "",
+        ]  # fmt: skip
+    assert done.stderr.count("OMP_NUM_THREADS") == 1
+    assert run("--num_gpus", 1, "train.py", OMP_NUM_THREADS="1").stderr == ""
+    assert run("--num_gpus", 1, "train.py", DS_LOG_LEVEL="warning").stderr == ""
+
+
+def test_module_and_program_and_no_local_rank(folder):
+    (folder / "pkg").mkdir()
+    (folder / "pkg" / "run.py").write_text("import sys; print('module', sys.argv[1:])")
+    assert run("--module", "--num_gpus", 1, "pkg.run", "x").stdout == "module ['--local_rank=0', 'x']\n"
+    assert run("--no_python", "--num_gpus", 1, "echo", "x").stdout == "--local_rank=0 x\n"
+    assert run("--no_python", "--no_local_rank", "--num_gpus", 2, "echo", "x").stdout == "x\nx\n"
+
+
+def test_only_rank_0_reads_what_the_user_types():
+    script("print(rank, repr(sys.stdin.readline()))")
+    done = subprocess.run(
+        command("--num_gpus", 2, "train.py"),
+        env=environment(),
+        input="yes\n",
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert sorted(done.stdout.splitlines()) == ["0 'yes\\n'", "1 ''"]
+
+
+def test_streams_stay_apart_and_lines_can_carry_the_rank():
+    script("print('out'); sys.stderr.write('err\\nno newline')")
+    done = run("--num_gpus", 2, "--log_rank_prefix", "train.py", OMP_NUM_THREADS="1")
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] out", "[rank 1] out"]
+    assert sorted(done.stderr.splitlines()) == sorted(f"[rank {r}] {t}" for r in (0, 1) for t in ("err", "no newline"))
+    done = run("--num_gpus", 2, "train.py", OMP_NUM_THREADS="1", DS_LOG_RANK_PREFIX="1")
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] out", "[rank 1] out"]
+    assert run("--num_gpus", 1, "train.py", OMP_NUM_THREADS="1").stderr == "err\nno newline"
+
+
+def test_logs_of_each_rank(folder):
+    script("print('out', rank); sys.stderr.write('err\\n')")
+    done = run("--num_gpus", 2, "--enable_each_rank_log", "logs/here", "train.py", OMP_NUM_THREADS="1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    logs = sorted((folder / "logs" / "here").iterdir(), key=lambda path: path.name[-5])
+    assert [path.name[14:] for path in logs] == ["_rank0.log", "_rank1.log"]
+    assert all(path.name[:14].isdigit() for path in logs)
+    assert logs[1].read_text() == "out 1\nerr\n"
+
+
+def test_much_output_arrives_whole():
+    script("for i in range(30000): print(rank, i)")
+    lines = run("--num_gpus", 2, "train.py").stdout.splitlines()
+    for rank in ("0", "1"):
+        assert [line.split()[1] for line in lines if line[0] == rank] == [str(i) for i in range(30000)]
+
+
+def test_a_terminal_stays_a_terminal():
+    script("""
+import shutil
+print(sys.stdout.isatty(), sys.stderr.isatty(), shutil.get_terminal_size().columns, "typed", input())
+""")
+    ours, theirs = os.openpty()
+    import fcntl  # noqa: E401, PLC0415
+    import struct
+    import termios
+
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 97, 0, 0))
+    job = subprocess.Popen(
+        command("--num_gpus", 1, "train.py"), env=environment(OMP_NUM_THREADS="1"), stdin=theirs, stdout=theirs,
+        stderr=theirs, start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    os.write(ours, b"hello\n")
+    seen = b""
+    while True:
+        try:
+            data = os.read(ours, 4096)
+        except OSError:
+            break
+        if not data:
+            break
+        seen += data
+    assert job.wait(10) == 0
+    assert b"True True 97 typed hello" in seen.replace(b"\r\n", b"\n")
+
+
+def test_cores_are_bound():
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("needs two cores")
+    script("print(sorted(os.sched_getaffinity(0)))")
+    done = run("--num_gpus", 2, "--bind_cores_to_rank", "--bind_core_list", f"{cores[0]},{cores[1]}", "train.py")
+    assert sorted(done.stdout.splitlines()) == [f"[{cores[0]}]", f"[{cores[1]}]"]
+    done = run("--num_gpus", 2, "--bind_cores_to_rank", "--bind_core_list", "100000,100001", "train.py")
+    assert done.returncode == 1 and "100000-100001" in done.stderr
+    done = run("--num_gpus", len(cores) + 1, "--bind_cores_to_rank", "train.py")
+    assert done.returncode == 1 and "cannot be bound" in done.stderr
+
+
+def test_save_pid(folder):
+    script("import time; print('up'); time.sleep(60)")
+    job = start("--save_pid", "--num_gpus", 1, "train.py")
+    path = f"/tmp/{job.pid}.ds"
+    wait_for(lambda: os.path.exists(path) and pids())
+    with open(path) as file:
+        assert int(file.read()) == job.pid
+    job.send_signal(signal.SIGTERM)
+    job.communicate(timeout=10)
+    assert not os.path.exists(path)
+
+
+# ---- how jobs end -------------------------------------------------------------------------------------------------
+def test_first_failing_rank_ends_the_job_with_its_code_and_last_words():
+    script("""
+helper()
+if rank == 1:
+    print("line before"); time.sleep(0.5); sys.stderr.write("the reason\\n"); sys.exit(37)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+time.sleep(600)
+""")
+    begin = time.monotonic()
+    done = run("--num_gpus", 3, "train.py")
+    assert time.monotonic() - begin < 6.5  # 0.5 of its own, 5, and two starts of Python
+    assert done.returncode == 37
+    story = done.stderr[done.stderr.index("deepspeed: rank") :]
+    assert (
+        "rank 1 of 3" in story
+        and "exit code 37" in story
+        and socket.gethostname() in story
+        and "the other 2 were stopped" in story
+    )
+    assert story.splitlines()[1:5] == ["---- last lines of rank 1 ----", "line before", "the reason", "----"]
+    assert_nobody_left(6, seconds=0)
+
+
+def test_the_rest_ends_within_five_seconds():
+    script("""
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open("ready%d" % rank, "w").close()
+time.sleep(600)
+""")
+    job = start("--num_gpus", 2, "train.py")
+    wait_for(lambda: os.path.exists("ready0") and os.path.exists("ready1"))
+    begin = time.monotonic()
+    os.kill(pids()[0], signal.SIGKILL)
+    _, err = job.communicate(timeout=10)
+    assert time.monotonic() - begin < 5
+    assert job.returncode == 128 + 9
+    assert "SIGKILL" in err and "out-of-memory" in err and "wrote nothing" in err
+    assert_nobody_left(2, seconds=0)
+
+
+@pytest.mark.parametrize("name, code", [("SIGSEGV", 139), ("SIGABRT", 134)])
+def test_a_signal_becomes_128_plus_its_number(name, code):
+    script(f"import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); os.kill(os.getpid(), signal.{name})")
+    done = run("--num_gpus", 1, "train.py")
+    assert done.returncode == code and name in done.stderr
+
+
+def test_the_others_may_tidy_up():
+    script("""
+def tidy(*_):
+    print("tidied", rank); sys.exit(0)
+signal.signal(signal.SIGTERM, tidy)
+open("ready%d" % rank, "w").close()
+while not all(os.path.exists("ready%d" % r) for r in (0, 1)): time.sleep(0.01)
+if rank == 0: raise SystemExit(5)
+time.sleep(600)
+""")
+    begin = time.monotonic()
+    done = run("--num_gpus", 2, "train.py")
+    assert done.returncode == 5 and "tidied 1" in done.stdout
+    assert time.monotonic() - begin < 3  # nobody waited for the end of the grace
+
+
+def test_a_rank_that_is_done_early_ends_nothing():
+    script("time.sleep(0.8 * rank); print('done', rank)")
+    done = run("--num_gpus", 2, "train.py")
+    assert done.returncode == 0 and "done 1" in done.stdout
+
+
+def test_helpers_do_not_outlive_a_job_that_succeeded():
+    script("helper()")
+    assert run("--num_gpus", 2, "train.py").returncode == 0
+    assert_nobody_left(4, seconds=0)
+
+
+@pytest.mark.parametrize("sig, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_reaches_every_rank_once(sig, code):
+    script("""
+count = []
+def heard(number, frame):
+    count.append(number)
+signal.signal(signal.SIGINT, heard); signal.signal(signal.SIGTERM, heard)
+helper()
+open("ready%d" % rank, "w").close()
+while not count: time.sleep(0.01)
+time.sleep(0.5)
+print("heard", count)
+""")
+    job = start("--num_gpus", 2, "train.py")
+    wait_for(lambda: os.path.exists("ready0") and os.path.exists("ready1"))
+    job.send_signal(sig)
+    out, err = job.communicate(timeout=10)
+    assert job.returncode == code, err
+    assert out == f"heard [{int(sig)}]\n" * 2
+    assert_nobody_left(4, seconds=0)
+
+
+def test_a_second_ctrl_c_ends_at_once():
+    script("""
+signal.signal(signal.SIGINT, signal.SIG_IGN); open("ready", "w").close(); time.sleep(600)
+""")
+    job = start("--num_gpus", 1, "train.py", DS_LAUNCHER_GRACE_S="60")
+    wait_for(lambda: os.path.exists("ready"))
+    job.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert job.poll() is None
+    job.send_signal(signal.SIGINT)
+    job.communicate(timeout=5)
+    assert job.returncode == 130
+    assert_nobody_left(1, seconds=0)
+
+
+def test_user_signals_are_passed_on():
+    script("""
+signal.signal(signal.SIGUSR1, lambda *_: (print("saved", rank), os._exit(0)))
+open("ready%d" % rank, "w").close()
+time.sleep(600)
+""")
+    job = start("--num_gpus", 2, "train.py")
+    wait_for(lambda: os.path.exists("ready0") and os.path.exists("ready1"))
+    job.send_signal(signal.SIGUSR1)
+    job.communicate(timeout=10)
+    assert job.returncode == 0
+
+
+def supervisor_of(job):
+    with open(f"/proc/{job.pid}/task/{job.pid}/children") as file:
+        return int(file.read().split()[0])
+
+
+@pytest.mark.parametrize("who", ["launcher", "supervisor"])
+def test_a_killed_launcher_leaves_nobody(who):
+    script("""
+signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)
+helper()
+open("ready%d" % rank, "w").close()
+time.sleep(600)
+""")
+    job = start("--num_gpus", 2, "train.py")
+    wait_for(lambda: os.path.exists("ready0") and os.path.exists("ready1"))
+    supervisor = supervisor_of(job)
+    os.kill(job.pid if who == "launcher" else supervisor, signal.SIGKILL)
+    assert_nobody_left(4)
+    wait_for(lambda: not running(supervisor))
+    job.communicate(timeout=10)
+    assert job.returncode == (-9 if who == "launcher" else 137)
+
+
+def test_nobody_reads_the_output():
+    script("while True: print('x' * 1000)")
+    job = start("--num_gpus", 1, "train.py")
+    job.stdout.read(10)
+    job.stdout.close()
+    assert job.wait(10) == 128 + signal.SIGPIPE
+    assert_nobody_left(1, seconds=0)
+
+
+def test_nohup_is_respected():
+    script("open('ready', 'w').close(); time.sleep(1); print('finished')")
+    job = subprocess.Popen(
+        command("--num_gpus", 1, "train.py"), env=environment(), stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )  # fmt: skip
+    wait_for(lambda: os.path.exists("ready"))
+    job.send_signal(signal.SIGHUP)
+    assert job.communicate(timeout=10)[0] == "finished\n"
+
+
+# ---- bad input ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "args, named",
+    [
+        (["nowhere.py"], "nowhere.py"),
+        (["--no_python", "no-such-program"], "no-such-program"),
+        (["--include", "localhost:99", "train.py"], "99"),
+        (["--num_nodes", "2", "train.py"], "multi-node is not supported yet"),
+        (["--no_python", "./notes.txt"], "notes.txt"),
+    ],
+)
+def test_errors_are_one_paragraph(args, named, folder):
+    script("")
+    (folder / "notes.txt").write_text("text")
+    done = run(*args)
+    assert done.returncode == 1 and named in done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert pids() == []
+
+
+def test_busy_port():
+    script("print(os.environ['MASTER_PORT'])")
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        done = run("--master_port", port, "--num_gpus", 1, "train.py")
+        assert done.returncode == 1 and f"port {port}" in done.stderr and "--master_port" in done.stderr
+        assert pids() == []
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            taken.bind(("", 29500))
+        except OSError:
+            pytest.skip("somebody else has the default port")
+        taken.listen(1)
+        done = run("--num_gpus", 1, "train.py")
+        assert done.returncode == 0 and done.stdout.strip() != "29500" and "29500" in done.stderr
+
+
+def test_wrong_usage():
+    assert run("--no_such_option", "train.py").returncode == 2
+    assert run().returncode == 2
+    assert "--num_accelerators" in run("--help").stdout
+
+
+def test_the_launcher_starts_quickly():
+    # In seconds of processor time, which other work on the machine stretches less than the clock's.
+    def seconds(*line):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(line, env=environment(), check=True, capture_output=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    python = min(seconds(sys.executable, "-c", "pass") for _ in range(10))
+    whole = min(seconds(*command("--num_gpus", 1, "--no_python", "--no_local_rank", "true")) for _ in range(10))
+    assert whole - python < 0.15, f"{whole:.3f} s, of which Python {python:.3f} s"
+
+
+def test_a_prompt_is_shown_before_its_line_ends():
+    script("sys.stdout.write('proceed? '); time.sleep(1.5); sys.stdout.write('done\\n')")
+    job = start("--num_gpus", 2, "train.py", OMP_NUM_THREADS="1")
+    begin = time.monotonic()
+    assert job.stdout.read(18) == "proceed? proceed? "
+    assert time.monotonic() - begin < 1.4
+    assert job.communicate(timeout=10)[0] == "done\ndone\n"

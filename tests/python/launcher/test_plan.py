@@ -1,0 +1,222 @@
+"""From the command line to commands and environments, without starting anything."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from deepspeed.host import devices, numa
+from deepspeed.launcher import environment, plan, runner
+from deepspeed.launcher.arguments import check, parse_args
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A folder with a script, no GPUs, no launcher variables and a free default port."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES", "MASTER_PORT", "OMP_NUM_THREADS", "KMP_AFFINITY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(devices, "nvidia_device_count", lambda: 0)
+    monkeypatch.setattr(plan, "port_is_free", lambda port: True)
+    return tmp_path
+
+
+def plan_of(line):
+    options = parse_args(line.split())
+    check(options)
+    return plan.make_plan(options)
+
+
+def gpus(monkeypatch, count, visible=None):
+    monkeypatch.setattr(devices, "nvidia_device_count", lambda: count)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+
+def test_commands_and_environment():
+    made = plan_of("--num_accelerators 2 train.py --epochs 3 --num_gpus 7")
+    assert made.commands[1] == [sys.executable, "-u", "train.py", "--local_rank=1", "--epochs", "3", "--num_gpus", "7"]
+    env = made.environments[1]
+    expected = dict(
+        RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", LOCAL_SIZE="2", CROSS_RANK="0", CROSS_SIZE="1",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="29500",
+    )  # fmt: skip
+    assert {name: env[name] for name in expected} == expected
+    assert "CUDA_VISIBLE_DEVICES" not in env
+
+
+def test_ways_to_start_the_script():
+    assert plan_of("--module --num_gpus 1 pkg.train x").commands == [
+        [sys.executable, "-u", "-m", "pkg.train", "--local_rank=0", "x"]
+    ]
+    assert plan_of("--no_python --no_local_rank --num_gpus 1 true x").commands == [["true", "x"]]
+    assert plan_of("--master_addr 10.0.0.7 --master_port 1234 train.py").environments[0]["MASTER_ADDR"] == "10.0.0.7"
+
+
+@pytest.mark.parametrize(
+    "line, named",
+    [
+        ("--num_nodes 1 -i localhost train.py", "--include"),
+        ("--num_gpus 1 -e localhost:0 train.py", "--exclude"),
+        ("--num_gpus 0 train.py", "at least 1"),
+        ("--module --no_python train.py", "exclude each other"),
+        ("--bind_core_list 0-1 train.py", "--bind_cores_to_rank"),
+        ("--master_port 70000 train.py", "70000"),
+        ("--launcher telepathy train.py", "telepathy"),
+        ("-i localhost -e localhost train.py", "exclude each other"),
+        ("-i otherhost train.py", "otherhost"),
+    ],
+)
+def test_contradictions_are_value_errors(line, named):
+    with pytest.raises(ValueError, match=named):
+        runner.main(args=line.split())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--num_nodes 2 train.py", "--node_rank 1 train.py", "--no_ssh train.py", "--force_multi train.py",
+        "--elastic_training train.py", "--launcher_args=-x train.py", "--ssh_port 22 train.py",
+    ],
+)  # fmt: skip
+def test_options_of_several_nodes_are_refused(line):
+    with pytest.raises(NotImplementedError, match="multi-node is not supported yet"):
+        runner.main(args=line.split())
+
+
+def test_autotuning_is_refused():
+    with pytest.raises(NotImplementedError, match="autotuning"):
+        runner.main(args="--autotuning run train.py".split())
+
+
+def test_missing_script_and_program():
+    with pytest.raises(runner.LaunchError, match="nowhere.py.*does not exist"):
+        runner.main(args=["nowhere.py"])
+    with pytest.raises(runner.LaunchError, match="no-such-program"):
+        runner.main(args=["--no_python", "no-such-program"])
+
+
+# ---- how many -----------------------------------------------------------------------------------------------------
+def test_gpus_decide_the_number_of_ranks(monkeypatch):
+    gpus(monkeypatch, 4)
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in plan_of("train.py").environments] == ["0,1,2,3"] * 4
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in plan_of("--num_gpus 2 train.py").environments] == ["0,1"] * 2
+    assert plan_of("-i localhost:1,3 train.py").environments[0]["CUDA_VISIBLE_DEVICES"] == "1,3"
+    assert plan_of("-e localhost:0 train.py").environments[0]["CUDA_VISIBLE_DEVICES"] == "1,2,3"
+    with pytest.raises(runner.LaunchError, match="5.*offers 4"):
+        plan_of("--num_gpus 5 train.py")
+
+
+def test_visible_devices_are_honoured(monkeypatch):
+    gpus(monkeypatch, 8, "2,5,GPU-abc")
+    assert plan_of("train.py").environments[2]["CUDA_VISIBLE_DEVICES"] == "2,5,GPU-abc"
+    assert plan_of("--num_gpus 1 train.py").environments[0]["CUDA_VISIBLE_DEVICES"] == "2"
+    made = plan_of("-i localhost:7 train.py")
+    assert made.environments[0]["CUDA_VISIBLE_DEVICES"] == "7" and any("CUDA_VISIBLE" in note for note in made.notes)
+    gpus(monkeypatch, 8, "")
+    assert len(plan_of("train.py").commands) == numa.numa_node_count()  # all GPUs hidden: the CPU
+
+
+def test_the_cpu_may_be_chosen_on_a_gpu_machine(monkeypatch):
+    gpus(monkeypatch, 4)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    made = plan_of("--num_accelerators 6 train.py")
+    assert len(made.commands) == 6 and "CUDA_VISIBLE_DEVICES" not in made.environments[0]
+
+
+def test_memory_nodes_decide_on_a_cpu_machine(monkeypatch):
+    monkeypatch.setattr(numa, "numa_node_count", lambda: 3)
+    assert len(plan_of("train.py").commands) == 3
+
+
+def test_hostfile_of_this_machine_and_of_others(here):
+    (here / "mine").write_text(f"{socket.gethostname()} slots=3\n")
+    (here / "two").write_text("localhost slots=2\nworker-9.invalid slots=2\n")
+    assert len(plan_of("-H mine train.py").commands) == 3
+    assert len(plan_of("-H mine --num_gpus 2 train.py").commands) == 2
+    assert len(plan_of("-H two -i localhost:1 train.py").commands) == 1
+    with pytest.raises(runner.LaunchError, match="multi-node is not supported yet.*worker-9.invalid"):
+        plan_of("-H two train.py")
+    with pytest.raises(runner.LaunchError, match="multi-node"):
+        plan_of("-H two -e localhost train.py")
+    (here / "bad").write_text("localhost\n")
+    with pytest.raises(ValueError, match="bad.*line 1"):
+        plan_of("-H bad train.py")
+    made = plan_of("-H missing train.py")
+    assert any("missing" in note for note in made.notes)
+
+
+# ---- threads, cores, files ----------------------------------------------------------------------------------------
+def test_threads_are_shared_out_unless_chosen(monkeypatch):
+    monkeypatch.setattr(environment, "usable_cores", lambda: list(range(12)))
+    monkeypatch.setattr(environment, "physical_cores", lambda cores: cores)
+    made = plan_of("--num_gpus 5 train.py")
+    assert made.environments[0]["OMP_NUM_THREADS"] == "2"
+    assert sum("OMP_NUM_THREADS" in note for note in made.notes) == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    made = plan_of("--num_gpus 5 train.py")
+    assert made.environments[0]["OMP_NUM_THREADS"] == "7" and not any("OMP" in note for note in made.notes)
+
+
+def test_cores_are_bound_in_equal_shares(monkeypatch):
+    monkeypatch.setattr(numa, "usable_cores", lambda: list(range(64)))
+    monkeypatch.setattr(numa, "numa_nodes", lambda: [])
+    monkeypatch.setattr(environment, "physical_cores", lambda cores: cores)
+    made = plan_of("--num_gpus 4 --bind_cores_to_rank --bind_core_list 0-27,32-59 train.py")
+    ranges = [numa.format_range_list(cores) for cores in made.cores]
+    assert ranges == ["0-13", "14-27", "32-45", "46-59"]
+    assert made.environments[3]["OMP_NUM_THREADS"] == "14"
+
+
+def test_unknown_cpu_gets_avx512_blas(monkeypatch):
+    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
+    monkeypatch.setattr(environment, "openblas_coretype", lambda: "SkylakeX")
+    assert plan_of("train.py").environments[0]["OPENBLAS_CORETYPE"] == "SkylakeX"
+    monkeypatch.setattr(environment, "openblas_coretype", lambda: None)
+    assert "OPENBLAS_CORETYPE" not in plan_of("train.py").environments[0]
+
+
+def test_environment_files_reach_the_ranks(here, monkeypatch):
+    (here / "home" / ".deepspeed_env").write_text("# mine\nA=home\nB=x=y\n\n")
+    (here / ".deepspeed_env").write_text("A=here\n")
+    monkeypatch.setenv("A", "shell")
+    env = plan_of("train.py").environments[0]
+    assert (env["A"], env["B"]) == ("here", "x=y")
+    (here / ".deepspeed_env").write_text("no equals sign\n")
+    with pytest.raises(ValueError, match="line 1.*no equals sign"):
+        plan_of("train.py")
+    monkeypatch.setattr(environment, "ENVIRONMENT_FILE", str(here / "other"))
+    (here / "other").write_text("A=other\n")
+    assert plan_of("train.py").environments[0]["A"] == "other"
+
+
+def test_another_launchers_variables_do_not_reach_the_ranks(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in plan_of("train.py").environments[0]
+
+
+# ---- the port -----------------------------------------------------------------------------------------------------
+def test_busy_port(monkeypatch):
+    monkeypatch.setattr(plan, "port_is_free", lambda port: False)
+    with pytest.raises(runner.LaunchError, match="port 29500.*--master_port"):
+        plan_of("--master_port 29500 train.py")
+    made = plan_of("train.py")
+    port = made.environments[0]["MASTER_PORT"]
+    assert port != "29500" and any(port in note and "29500" in note for note in made.notes)
+    monkeypatch.setenv("MASTER_PORT", "4567")
+    with pytest.raises(runner.LaunchError, match="port 4567.*MASTER_PORT"):
+        plan_of("train.py")
+    monkeypatch.setenv("MASTER_PORT", "x")
+    with pytest.raises(ValueError, match="'x'"):
+        plan_of("train.py")
+
+
+def test_the_launcher_knows_no_torch():
+    code = "import deepspeed.launcher.runner, sys; print([n for n in ('torch', 'numpy') if n in sys.modules])"
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert asked.stdout.strip() == "[]", asked.stderr

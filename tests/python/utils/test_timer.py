@@ -1,0 +1,167 @@
+"""Timers: sums, resets, means, log lines, throughput."""
+
+import logging
+import time
+
+import pytest
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.log import logger
+from deepspeed.utils import timer as timer_module
+from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    seen = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            seen.append(record.getMessage())
+
+    handler = Keep()
+    logger.addHandler(handler)
+    yield seen
+    logger.removeHandler(handler)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that moves only when told: clock[0] += seconds."""
+    now = [100.0]
+    monkeypatch.setattr(timer_module.time, "perf_counter", lambda: now[0])
+    if not get_accelerator().use_host_timers():
+        pytest.skip("this accelerator measures by its own events")
+    return now
+
+
+def spend(timers, name, clock, *seconds, **stop):
+    for one in seconds:
+        timers(name).start()
+        clock[0] += one
+        timers(name).stop(**stop)
+
+
+def test_elapsed_adds_up_and_resets(clock):
+    timers = SynchronizedWallClockTimer()
+    spend(timers, "fwd", clock, 0.010, 0.005)
+    assert timers("fwd").elapsed(reset=False) == pytest.approx(15.0)
+    assert timers("fwd").elapsed() == pytest.approx(15.0)
+    assert timers("fwd").elapsed() == 0
+    spend(timers, "fwd", clock, 0.001, 0.002, reset=True)
+    assert timers("fwd").elapsed() == pytest.approx(2.0)
+    assert set(timers.get_timers()) == {"fwd"} and timers.has_timer("fwd") and not timers.has_timer("bwd")
+
+
+def test_elapsed_of_a_running_timer_includes_the_present(clock):
+    timers = SynchronizedWallClockTimer()
+    timers("step").start()
+    clock[0] += 0.003
+    assert timers("step").elapsed() == pytest.approx(3.0)
+    clock[0] += 0.004
+    timers("step").stop()
+    assert timers("step").elapsed() == pytest.approx(4.0)
+
+
+def test_start_and_stop_must_alternate():
+    timers = SynchronizedWallClockTimer()
+    with pytest.raises(AssertionError, match="not started"):
+        timers("x").stop()
+    timers("x").start()
+    with pytest.raises(AssertionError, match="already been started"):
+        timers("x").start()
+    timers("x").reset()
+    timers("x").start()
+
+
+def test_mean_of_recorded_stretches(clock):
+    timers = SynchronizedWallClockTimer()
+    spend(timers, "bwd", clock, *[0.002] * 8, 0.5, 0.0, record=True)
+    spend(timers, "bwd", clock, 0.7)
+    assert timers("bwd").mean() == pytest.approx(2.0), "the outer tenth on either side does not count"
+    assert timers.get_mean(["bwd", "none"], normalizer=2.0) == {"bwd": pytest.approx(1.0)}
+    assert timers.get_mean(["bwd"]) == {"bwd": 0}
+
+
+def test_log_line(clock, lines):
+    timers = SynchronizedWallClockTimer()
+    spend(timers, "fwd", clock, 0.25)
+    spend(timers, "bwd", clock, 0.5)
+    timers.log(["fwd", "none", "bwd"], normalizer=2.0, reset=False)
+    assert lines[-1].endswith("time (ms) | fwd: 125.00 | bwd: 250.00")
+    timers.log(["fwd"], memory_breakdown=True)
+    assert "max_mem_allocated" in lines[-1] and timers("fwd").elapsed() == 0
+    with pytest.raises(AssertionError, match="normalizer"):
+        timers.log(["fwd"], normalizer=0)
+
+
+def test_real_time_is_measured():
+    timers = SynchronizedWallClockTimer()
+    timers("sleep").start()
+    time.sleep(0.02)
+    timers("sleep").stop()
+    assert 15 < timers("sleep").elapsed() < 2000
+
+
+def test_noop_timer_has_the_same_verbs():
+    timers = NoopTimer()
+    timers("x").start()
+    timers("x").stop(record=True)
+    assert timers("x").elapsed(reset=True) == 0 == timers("x").mean()
+    timers.log(["x"])
+    assert timers.get_mean(["x"]) == {} and timers.get_timers() == {} and timers.has_timer("x")
+
+
+@pytest.mark.parametrize(
+    "data, trim, expected",
+    [
+        ([], 0.1, 0), ([5], 0.5, 5), ([1, 2, 3, 4, 100], 0.2, 3), ([4, 2], 0.5, 3), (range(11), 0.1, 5),
+        ([3, 1, 2], 0.0, 2), ([9, 1, 2], 1.0, 2),
+    ],
+)  # fmt: skip
+def test_trim_mean(data, trim, expected):
+    assert trim_mean(data, trim) == expected
+
+
+def test_trim_mean_keeps_its_input_and_checks_the_share():
+    data = [3, 1, 2]
+    trim_mean(data, 0.3)
+    assert data == [3, 1, 2]
+    for share in (-0.1, 1.1):
+        with pytest.raises(AssertionError, match="trim_percent"):
+            trim_mean(data, share)
+
+
+class Config:
+    def __init__(self, enabled=True, synchronized=True):
+        self.enabled, self.synchronized = enabled, synchronized
+
+
+def steps(timer, clock, count, micro_steps=2, seconds=0.5):
+    for _ in range(count):
+        for micro in range(micro_steps):
+            timer.start()
+            clock[0] += seconds
+            timer.stop(global_step=micro == micro_steps - 1)
+
+
+def test_throughput(clock):
+    said = []
+    timer = ThroughputTimer(Config(), batch_size=8, start_step=2, steps_per_output=4, logging_fn=said.append)
+    assert timer.avg_samples_per_sec() == float("-inf")
+    steps(timer, clock, 2, seconds=99.0)  # warming up does not count
+    assert timer.avg_samples_per_sec() == float("-inf")
+    steps(timer, clock, 4)
+    assert timer.avg_samples_per_sec() == pytest.approx(8.0, rel=1e-5)
+    assert len(said) == 1 and "epoch=0/micro_step=8/global_step=4, RunningAvgSamplesPerSec=" in said[0]
+    timer.update_epoch_count()
+    steps(timer, clock, 2, seconds=0.25)
+    assert "epoch=1/micro_step=4/global_step=8" in said[1]
+    current = float(said[1].split("CurrSamplesPerSec=")[1].split(",")[0])
+    assert current == pytest.approx(4 * 8 / (2 * 1.0 + 2 * 0.5), rel=1e-4)
+
+
+def test_throughput_switched_off(clock):
+    timer = ThroughputTimer(Config(enabled=False), batch_size=8)
+    steps(timer, clock, 5)
+    assert timer.global_step_count == 0 and timer.avg_samples_per_sec() == float("-inf")
