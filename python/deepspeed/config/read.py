@@ -22,7 +22,8 @@ def other_names():
     if not _other_names:
         schedulers = torch.optim.lr_scheduler
         _other_names["optimizer.type"] = _torch_classes(torch.optim, ["Optimizer"])
-        _other_names["scheduler.type"] = _torch_classes(schedulers, ["_LRScheduler", "LRScheduler", "ReduceLROnPlateau"])
+        bases = ["_LRScheduler", "LRScheduler", "ReduceLROnPlateau"]
+        _other_names["scheduler.type"] = _torch_classes(schedulers, bases)
     return _other_names
 
 

@@ -42,6 +42,7 @@ def data_parallel_size(mpu=None, mesh_device=None, world_size=None, sequence_par
         return total, source
     if total % shared:
         raise DeepSpeedConfigError(
-            f"sequence_parallel_size = {shared} does not divide the {total} ranks ({source}). Choose a divisor of {total}."
+            f"sequence_parallel_size = {shared} does not divide the {total} ranks ({source}). "
+            f"Choose a divisor of {total}."
         )
     return total // shared, f"{total} ranks ({source}) / sequence_parallel_size {shared}"
