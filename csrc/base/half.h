@@ -40,8 +40,8 @@ inline float to_float(Fp16 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t magnitude = x.bits & 0x7fffu;
   if (magnitude >= 0x7c00u) return bits_float(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));  // inf, NaN
-  if (magnitude >= 0x0400u) return bits_float(sign | ((magnitude << 13) + 0x38000000u));          // normal
-  return bits_float(sign | float_bits(static_cast<float>(magnitude) * 0x1p-24f));                 // subnormal, exact
+  if (magnitude >= 0x0400u) return bits_float(sign | ((magnitude << 13) + 0x38000000u));           // normal
+  return bits_float(sign | float_bits(static_cast<float>(magnitude) * 0x1p-24f));                  // subnormal, exact
 }
 
 inline Fp16 to_fp16(float x) {

@@ -37,7 +37,9 @@ DType dtype_of(const at::Tensor& t, const char* what) {
 
 const KernelTable& table_for(const at::Device& device) {
   const char* name = device.is_cpu() ? "cpu" : device.is_cuda() ? "cuda" : nullptr;
-  if (name == nullptr) fail(ErrorKind::kRuntime, "there are no Adam kernels for tensors on ", device.str(), "; move them to the CPU or a CUDA device");
+  if (name == nullptr)
+    fail(ErrorKind::kRuntime, "there are no Adam kernels for tensors on ", device.str(),
+         "; move them to the CPU or a CUDA device");
   const KernelTable* table = ds_kernels(kernels::kKernelAbi, name);
   if (table == nullptr) fail(ErrorKind::kRuntime, ds_kernels_error(kernels::kKernelAbi, name));
   return *table;
@@ -49,8 +51,8 @@ class AdamKernel {
   // One update of params[i] by grads[i] for all i, which lie on one device. exp_avgs and exp_avg_sqs are in fp32 or in
   // the parameter's dtype, and all tensors with index i have one shape. `stream` is the cudaStream_t of that device.
   void step(Tensors params, const Tensors& grads, Tensors exp_avgs, Tensors exp_avg_sqs, double lr, double beta1,
-            double beta2, double eps, double weight_decay, bool adamw, double bias_correction1,
-            double bias_correction2, int threads, uintptr_t stream) {
+            double beta2, double eps, double weight_decay, bool adamw, double bias_correction1, double bias_correction2,
+            int threads, uintptr_t stream) {
     if (params.empty()) return;
     const at::Device device = params[0].device();
     const KernelTable& table = table_for(device);
@@ -73,13 +75,15 @@ class AdamKernel {
       const c10::DeviceGuard guard(device);
       const kernels::Launch launch = {device.is_cpu() ? pool(threads) : nullptr, reinterpret_cast<void*>(stream)};
       for (const auto& [dtypes, segments] : groups) {
-        AdamArgs args = {lr, beta1, beta2, eps, weight_decay, bias_correction1, bias_correction2, adamw,
-                         std::get<2>(dtypes), DType::kF32};
+        AdamArgs args = {
+            lr,         beta1, beta2, eps, weight_decay, bias_correction1, bias_correction2, adamw, std::get<2>(dtypes),
+            DType::kF32};
         args.master_dtype = std::get<0>(dtypes);
         args.state_dtype = std::get<1>(dtypes);
         table.adam(launch, segments.data(), segments.size(), args, nullptr);
       }
-      if (const char* error = table.last_error()) fail(ErrorKind::kRuntime, "the Adam kernel failed on ", device.str(), ": ", error);
+      if (const char* error = table.last_error())
+        fail(ErrorKind::kRuntime, "the Adam kernel failed on ", device.str(), ": ", error);
     }
     for (auto& [strided, copy] : written_) strided.copy_(copy);
     kept_.clear();
@@ -109,8 +113,10 @@ class AdamKernel {
   static void check(size_t i, const at::Tensor& p, const at::Tensor& g, const at::Tensor& m, const at::Tensor& v,
                     const at::Device& device) {
     if (g.layout() != at::kStrided)
-      fail(ErrorKind::kRuntime, "Adam does not take sparse gradients, but tensor ", i, " of this call has one. Make the "
-           "layer dense (nn.Embedding(..., sparse=False)) or use an optimizer for sparse gradients (torch.optim.SparseAdam).");
+      fail(ErrorKind::kRuntime, "Adam does not take sparse gradients, but tensor ", i,
+           " of this call has one. Make the "
+           "layer dense (nn.Embedding(..., sparse=False)) or use an optimizer for sparse gradients "
+           "(torch.optim.SparseAdam).");
     for (const at::Tensor* t : {&g, &m, &v}) {
       if (t->sizes() != p.sizes())
         fail(ErrorKind::kValue, "parameter ", i, " has shape ", p.sizes(), ", but its gradient or Adam state has ",
@@ -148,10 +154,9 @@ DS_BINDINGS(m) {
   using ds::bindings::AdamKernel;
   py::class_<AdamKernel>(m, "AdamKernel", "Adam over lists of tensors, with worker threads of its own.")
       .def(py::init<>())
-      .def("step", &AdamKernel::step, py::arg("params"), py::arg("grads"), py::arg("exp_avgs"),
-           py::arg("exp_avg_sqs"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
-           py::arg("weight_decay"), py::arg("adamw"), py::arg("bias_correction1"), py::arg("bias_correction2"),
-           py::arg("threads"), py::arg("stream") = 0)
+      .def("step", &AdamKernel::step, py::arg("params"), py::arg("grads"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"),
+           py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"), py::arg("adamw"),
+           py::arg("bias_correction1"), py::arg("bias_correction2"), py::arg("threads"), py::arg("stream") = 0)
       .def("memory_bound", &AdamKernel::memory_bound, py::arg("param"), py::arg("grad"), py::arg("exp_avg"),
            py::arg("exp_avg_sq"), py::arg("threads"));
 }

@@ -16,11 +16,11 @@ namespace ds::kernels {
 
 // One run of consecutive elements of a parameter and its optimizer state.
 struct AdamSegment {
-  void* master;       // of AdamArgs::master_dtype: the weights, updated in place
-  void* exp_avg;      // of AdamArgs::state_dtype: first moment
-  void* exp_avg_sq;   // of AdamArgs::state_dtype: second moment
-  const void* grad;   // of AdamArgs::grad_dtype
-  void* lp;           // low-precision copy to write, of AdamArgs::lp_dtype; null: none
+  void* master;      // of AdamArgs::master_dtype: the weights, updated in place
+  void* exp_avg;     // of AdamArgs::state_dtype: first moment
+  void* exp_avg_sq;  // of AdamArgs::state_dtype: second moment
+  const void* grad;  // of AdamArgs::grad_dtype
+  void* lp;          // low-precision copy to write, of AdamArgs::lp_dtype; null: none
   size_t numel;
 };
 

@@ -22,7 +22,8 @@ struct KernelTable {
   // dst = src * scale, converting.
   void (*copy)(const Launch&, void* dst, DType dst_dtype, const void* src, DType src_dtype, size_t n, float scale);
   // dst += src * scale, rounded once to dst_dtype.
-  void (*accumulate)(const Launch&, void* dst, DType dst_dtype, const void* src, DType src_dtype, size_t n, float scale);
+  void (*accumulate)(const Launch&, void* dst, DType dst_dtype, const void* src, DType src_dtype, size_t n,
+                     float scale);
   // *sum += sum of squares over all segments, accumulated in fp64 in an order that depends on the segments alone, not
   // on the thread count, the instruction set or the device (kernels/sum_order.h). A nan or inf anywhere makes it nan
   // or inf.
@@ -56,7 +57,8 @@ __attribute__((visibility("default"))) const ds::kernels::KernelTable* ds_cpu_ke
 __attribute__((visibility("default"))) const char* ds_cpu_kernels_error(uint32_t abi);
 // The body for one instruction set ("scalar", "neon", "sse4", "avx2", "avx512"), whatever DS_FORCE_ISA says; "ref":
 // the plain loops of kernels/ref, on one thread. For tests and benchmarks.
-__attribute__((visibility("default"))) const ds::kernels::KernelTable* ds_cpu_kernels_isa(uint32_t abi, const char* isa);
+__attribute__((visibility("default"))) const ds::kernels::KernelTable* ds_cpu_kernels_isa(uint32_t abi,
+                                                                                          const char* isa);
 // The table of "cpu" or "cuda". The CUDA library is opened (once) from the folder of this one, or, for tests, from
 // the path in DS_CUDA_KERNELS. It opens without a GPU: ask the table's device_error().
 __attribute__((visibility("default"))) const ds::kernels::KernelTable* ds_kernels(uint32_t abi, const char* device);

@@ -10,7 +10,9 @@ version = __version__
 
 def _build_info():
     # Written by the build into the installed package; a source tree that was only put on the path has none.
-    return importlib.import_module("deepspeed._build_info") if importlib.util.find_spec("deepspeed._build_info") else None
+    return (
+        importlib.import_module("deepspeed._build_info") if importlib.util.find_spec("deepspeed._build_info") else None
+    )
 
 
 _info = _build_info()

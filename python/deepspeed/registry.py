@@ -78,7 +78,8 @@ class Registry:
         if name not in self._entries:
             known = self.names()
             raise UnknownNameError(
-                f"there is no {self.kind} named {name!r}; known are: {', '.join(known) or 'none'}.{nearest(name, known)}"
+                f"there is no {self.kind} named {name!r}; known are: {', '.join(known) or 'none'}."
+                f"{nearest(name, known)}"
             )
         return self._entries[name]
 

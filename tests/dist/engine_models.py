@@ -128,3 +128,8 @@ def difference(model, reference):
 
 def clone_of(model):
     return copy.deepcopy(model)
+
+
+def adam_like(model):
+    """The optimizer of ``config`` as torch has it."""
+    return torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.05)

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from harness import run_ranks
-
 from deepspeed import comm as dist
 from deepspeed.comm import ReduceOp
+from harness import run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -115,12 +114,12 @@ def _coalesced(rank, world):
     tensors = [values(rank, (n,), dtype) for n, dtype in ((3, torch.float32), (4, torch.bfloat16), (1, torch.int16))]
     expected = [reference([values(r, t.shape, t.dtype) for r in range(world)], ReduceOp.SUM) for t in tensors]
     dist.all_reduce_coalesced(tensors)
-    for found, wanted in zip(tensors, expected):
+    for found, wanted in zip(tensors, expected, strict=True):
         same(found, wanted)
     inputs = [values(rank, (n,), torch.bfloat16) for n in (2, 5)]
     outputs = [torch.empty(n * world, dtype=torch.bfloat16) for n in (2, 5)]
     dist.all_gather_coalesced(outputs, inputs, async_op=True).wait()
-    for n, found in zip((2, 5), outputs):
+    for n, found in zip((2, 5), outputs, strict=True):
         same(found, torch.cat([values(r, (n,), torch.bfloat16) for r in range(world)]))
     with pytest.raises(ValueError, match="1 outputs for 2 inputs"):
         dist.all_gather_coalesced(outputs[:1], inputs)
@@ -137,12 +136,12 @@ def _movement(rank, world):
                 same(found, everyones[src])
             found = [torch.empty(shape, dtype=dtype) for _ in range(world)]
             dist.all_gather(found, everyones[rank])
-            for one, wanted in zip(found, everyones):
+            for one, wanted in zip(found, everyones, strict=True):
                 same(one, wanted)
             found = [torch.empty(shape, dtype=dtype) for _ in range(world)]
             dist.gather(everyones[rank], found if rank == world - 1 else None, dst=world - 1)
             if rank == world - 1:
-                for one, wanted in zip(found, everyones):
+                for one, wanted in zip(found, everyones, strict=True):
                     same(one, wanted)
             found = torch.empty(shape, dtype=dtype)
             dist.scatter(found, everyones if rank == 0 else None, src=0)
@@ -178,7 +177,9 @@ def _all_to_all(rank, world):
             mine = values(rank, ((rank + 1) * world, *tail), dtype)
             found = torch.empty((sum(r + 1 for r in range(world)), *tail), dtype=dtype)
             dist.all_to_all_single(found, mine, [r + 1 for r in range(world)], [rank + 1] * world)
-            parts = [values(r, ((r + 1) * world, *tail), dtype)[(r + 1) * rank : (r + 1) * (rank + 1)] for r in range(world)]
+            parts = [
+                values(r, ((r + 1) * world, *tail), dtype)[(r + 1) * rank : (r + 1) * (rank + 1)] for r in range(world)
+            ]
             same(found, torch.cat(parts))
         inputs = [values(10 * rank + r, (r + 1, 2), dtype) for r in range(world)]
         outputs = [torch.empty(rank + 1, 2, dtype=dtype) for _ in range(world)]
@@ -229,7 +230,10 @@ def _empty(rank, world):
         mine = torch.full((2,) if rank == 0 else (0,), 7.0, dtype=dtype)
         last = rank == world - 1
         found = torch.empty(2 if last else 0, dtype=dtype)
-        sizes = [2 if last and r == 0 else 0 for r in range(world)], [2 if rank == 0 and r == world - 1 else 0 for r in range(world)]
+        sizes = (
+            [2 if last and r == 0 else 0 for r in range(world)],
+            [2 if rank == 0 and r == world - 1 else 0 for r in range(world)],
+        )
         dist.all_to_all_single(found, mine, *sizes)
         assert found.tolist() == ([7.0, 7.0] if last else [])
 
@@ -256,7 +260,18 @@ def _bad_input(rank, world):
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(
     "body",
-    [_all_reduce, _reduce, _reduce_scatter, _coalesced, _movement, _gather_into_tensor, _all_to_all, _objects, _empty, _meeting],
+    [
+        _all_reduce,
+        _reduce,
+        _reduce_scatter,
+        _coalesced,
+        _movement,
+        _gather_into_tensor,
+        _all_to_all,
+        _objects,
+        _empty,
+        _meeting,
+    ],
     ids=lambda body: body.__name__.strip("_"),
 )
 def test_collective(body, world):

@@ -3,13 +3,12 @@
 import os
 from datetime import timedelta
 
+import deepspeed.comm.comm as comm_module
 import pytest
 import torch
-from harness import run_ranks
-
-import deepspeed.comm.comm as comm_module
 from deepspeed import comm as dist
 from deepspeed.utils import groups
+from harness import run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -98,7 +97,9 @@ def _subgroups(rank, world):
             dist.broadcast(y, 2, group=pair)
             assert y.tolist() == [2.0, 2.0]
         out = torch.empty(1, dtype=dtype)
-        dist.reduce_scatter_tensor(out, torch.full((len(dist.get_all_ranks_from_group(mine)),), 2.0, dtype=dtype), group=mine)
+        dist.reduce_scatter_tensor(
+            out, torch.full((len(dist.get_all_ranks_from_group(mine)),), 2.0, dtype=dtype), group=mine
+        )
         assert out.item() == 2.0 * dist.get_world_size(mine)
     # Not a member: nothing happens to the tensor.
     x = torch.ones(2)

@@ -8,7 +8,7 @@ shared, frozen, unused, sometimes used and sparse parameters.
 
 import pytest
 import torch
-from engine_models import batch, config, difference, loss_of, make_net, train_engine, train_plain, uses_extra
+from engine_models import adam_like, batch, config, difference, loss_of, make_net, train_engine, train_plain, uses_extra
 from harness import run_ranks
 
 import deepspeed
@@ -16,8 +16,7 @@ import deepspeed
 STEPS = 50
 
 
-def adamw(model, lr=3e-3):
-    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.05)
+adamw = adam_like
 
 
 def two_groups(model, build):

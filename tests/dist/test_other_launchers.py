@@ -90,7 +90,8 @@ def test_mpirun(folder):
 @needs_mpirun
 def test_mpirun_without_mpi4py(folder):
     (folder / "sitecustomize.py").write_text(
-        "import importlib.util as u\nfind = u.find_spec\nu.find_spec = lambda n, *a: None if n == 'mpi4py' else find(n, *a)\n"
+        "import importlib.util as util\nfind = util.find_spec\n"
+        "util.find_spec = lambda name, *rest: None if name == 'mpi4py' else find(name, *rest)\n"
     )
     mpirun("-x", "MASTER_PORT=29743", PYTHONPATH=f"{folder}{os.pathsep}{PYTHON_DIR}")
     assert found(folder) == TWO

@@ -43,8 +43,8 @@ void adam_elements(float* p, float* m, float* v, const Grad* grad, Lp* lp, size_
 }
 
 // Everything in fp32 but the gradient and the copy: the case that counts.
-void adam_fp32(float* p, float* m, float* v, const void* grad, DType grad_dtype, void* lp, DType lp_dtype,
-               size_t n, const AdamConstants& c) {
+void adam_fp32(float* p, float* m, float* v, const void* grad, DType grad_dtype, void* lp, DType lp_dtype, size_t n,
+               const AdamConstants& c) {
   with_type(grad_dtype, [&](auto g) {
     const auto* from = static_cast<const decltype(g)*>(grad);
     if (lp == nullptr) return adam_elements(p, m, v, from, static_cast<NoLp*>(nullptr), n, c);

@@ -97,8 +97,8 @@ HWY_INLINE void store(D d, hn::Vec<D> v, Fp16* p) {
   const auto as_int = hn::BitCast(s32, magnitude);
   const auto odd = hn::And(hn::ShiftRight<13>(magnitude), hn::Set(d32, 1u));
   const auto normal = hn::ShiftRight<13>(hn::Add(hn::Add(magnitude, hn::Set(d32, 0xc8000fffu)), odd));
-  const auto small = hn::Sub(hn::BitCast(d32, hn::Add(hn::BitCast(d, magnitude), hn::Set(d, 0.5f))),
-                             hn::Set(d32, 0x3f000000u));
+  const auto small =
+      hn::Sub(hn::BitCast(d32, hn::Add(hn::BitCast(d, magnitude), hn::Set(d, 0.5f))), hn::Set(d32, 0x3f000000u));
   const auto nan = hn::Or(hn::Set(d32, 0x7e00u), hn::And(hn::ShiftRight<13>(magnitude), hn::Set(d32, 0x3ffu)));
   const auto is_small = hn::RebindMask(d32, hn::Lt(as_int, hn::Set(s32, 0x38800000)));
   const auto is_large = hn::RebindMask(d32, hn::Gt(as_int, hn::Set(s32, 0x477fefff)));

@@ -20,7 +20,8 @@ struct Loaded {
       path = forced;
     } else {
       Dl_info self;
-      if (dladdr(reinterpret_cast<const void*>(&ds_kernels), &self) != 0 && self.dli_fname != nullptr) path = self.dli_fname;
+      if (dladdr(reinterpret_cast<const void*>(&ds_kernels), &self) != 0 && self.dli_fname != nullptr)
+        path = self.dli_fname;
       path = path.substr(0, path.rfind('/') + 1) + "libds_kernels_cuda.so";
     }
     // Never closed: its kernels stay registered with the driver, and tables point into it.

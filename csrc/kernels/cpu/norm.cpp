@@ -1,4 +1,6 @@
 // The sum of squares over many tensors. [Note: order of the sum of squares] in kernels/sum_order.h.
+#include <type_traits>
+
 #include "kernels/cpu/targets.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -38,7 +40,11 @@ double block_elements(const T* data, size_t n) {
 #pragma GCC unroll 16
     for (size_t r = 0; r < kRegisters; ++r) {
       const auto x = load_wide(d, data + i + r * kWidth);
-      sums[r] = hn::Add(sums[r], hn::Mul(x, x));
+      if constexpr (std::is_same_v<T, double>) {
+        sums[r] = hn::Add(sums[r], hn::Mul(x, x));
+      } else {
+        sums[r] = hn::MulAdd(x, x, sums[r]);  // the square is exact: fused or not, the sum is rounded once
+      }
     }
   }
   double lanes[kSumLanes];

@@ -53,9 +53,8 @@ constexpr auto kBodies = DS_BODIES(scale_range);
 
 template <Isa isa>
 void scale(const Launch& launch, void* data, DType dtype, size_t n, float factor) {
-  split(launch, n, [=](size_t begin, size_t end) {
-    kBodies.by_isa[static_cast<int>(isa)](data, dtype, begin, end, factor);
-  });
+  split(launch, n,
+        [=](size_t begin, size_t end) { kBodies.by_isa[static_cast<int>(isa)](data, dtype, begin, end, factor); });
 }
 
 }  // namespace

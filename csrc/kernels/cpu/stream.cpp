@@ -11,34 +11,79 @@ HWY_BEFORE_NAMESPACE();
 namespace ds::kernels::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-void stream_range(const Stream& s, size_t begin, size_t end) {
+// The last few elements do not matter here and are left out.
+template <int kUpdates, bool kWrite>
+void stream_loop(const Stream& s, size_t begin, size_t end) {
   const hn::ScalableTag<float> d;
-  const auto keep = hn::Set(d, 0.999f);
   const size_t lanes = hn::Lanes(d);
-  for (size_t i = begin; i + lanes <= end; i += lanes) {  // the last few elements do not matter here
+  const auto keep = hn::Set(d, 0.999f);
+  for (size_t i = begin; i + lanes <= end; i += lanes) {
     const auto x = hn::LoadU(d, s.read + i);
-    for (float* update : s.update)
-      if (update != nullptr) hn::StoreU(hn::MulAdd(keep, hn::LoadU(d, update + i), x), d, update + i);
+    for (int k = 0; k < kUpdates; ++k)
+      hn::StoreU(hn::MulAdd(keep, hn::LoadU(d, s.update[k] + i), x), d, s.update[k] + i);
+    if constexpr (kWrite) hn::StoreU(x, d, s.write + i);
   }
+}
+
+float stream_range(const Stream& s, size_t begin, size_t end) {
+  const hn::ScalableTag<float> d;
+  const size_t lanes = hn::Lanes(d);
+  if (s.update[0] == nullptr && s.write == nullptr) {
+    auto a = hn::Zero(d), b = a, c = a, e = a;  // four sums hide the latency of the addition
+    for (size_t i = begin; i + 4 * lanes <= end; i += 4 * lanes) {
+      a = hn::Add(a, hn::LoadU(d, s.read + i));
+      b = hn::Add(b, hn::LoadU(d, s.read + i + lanes));
+      c = hn::Add(c, hn::LoadU(d, s.read + i + 2 * lanes));
+      e = hn::Add(e, hn::LoadU(d, s.read + i + 3 * lanes));
+    }
+    return hn::GetLane(hn::SumOfLanes(d, hn::Add(hn::Add(a, b), hn::Add(c, e))));
+  }
+  const int updates = (s.update[0] != nullptr) + (s.update[1] != nullptr) + (s.update[2] != nullptr);
+  switch (2 * updates + (s.write != nullptr)) {
+    case 1: stream_loop<0, true>(s, begin, end); break;
+    case 2: stream_loop<1, false>(s, begin, end); break;
+    case 3: stream_loop<1, true>(s, begin, end); break;
+    case 4: stream_loop<2, false>(s, begin, end); break;
+    case 5: stream_loop<2, true>(s, begin, end); break;
+    case 6: stream_loop<3, false>(s, begin, end); break;
+    default: stream_loop<3, true>(s, begin, end); break;
+  }
+  return 0;
 }
 
 }  // namespace ds::kernels::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
+#include <atomic>
+
 #include "kernels/cpu/split.h"
 
 namespace ds::kernels::cpu {
-constexpr auto kStreamBodies = DS_BODIES(stream_range);
+namespace {
+
+constexpr auto kBodies = DS_BODIES(stream_range);
+
+Isa widest() {
+  Isa best = Isa::kScalar;
+  for (int i = 0; i < kIsaCount; ++i)
+    if (kBodies.by_isa[i] != nullptr && cpu_has(static_cast<Isa>(i))) best = static_cast<Isa>(i);
+  return best;
 }
 
-void ds_cpu_stream(const ds::kernels::Launch& launch, const ds::kernels::Stream& s) {
-  ds::Isa isa = ds::Isa::kScalar;
-  for (int i = 0; i < ds::kIsaCount; ++i)
-    if (ds::kernels::cpu::kStreamBodies.by_isa[i] != nullptr && ds::cpu_has(static_cast<ds::Isa>(i)))
-      isa = static_cast<ds::Isa>(i);
-  ds::kernels::cpu::split(launch, s.n, [&](size_t begin, size_t end) {
-    ds::kernels::cpu::kStreamBodies.by_isa[static_cast<int>(isa)](s, begin, end);
+}  // namespace
+}  // namespace ds::kernels::cpu
+
+float ds_cpu_stream(const ds::kernels::Launch& launch, const ds::kernels::Stream& s) {
+  using namespace ds::kernels::cpu;
+  const auto body = kBodies.by_isa[static_cast<int>(widest())];
+  std::atomic<float> sum{0};
+  split(launch, s.n, [&](size_t begin, size_t end) {
+    const float part = body(s, begin, end);
+    float old = sum.load();
+    while (!sum.compare_exchange_weak(old, old + part)) {
+    }
   });
+  return sum;
 }
 #endif

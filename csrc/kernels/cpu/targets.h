@@ -13,8 +13,7 @@
 
 // Left out: halfway steps between the four sets that a table exists for, and scalable vectors, whose types cannot
 // stand in arrays. (Targets that only later versions of Highway know are built there, and not used.)
-#define HWY_DISABLED_TARGETS \
-  (HWY_SSSE3 | HWY_AVX3_DL | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_AVX3_DL | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)
 
 namespace ds::kernels::cpu {
 
@@ -31,14 +30,14 @@ constexpr Bodies<Body> make_bodies(Body scalar, Body neon, Body sse4, Body avx2,
 }  // namespace ds::kernels::cpu
 
 // All bodies of `function`, of which every HWY_NAMESPACE has one. For use under HWY_ONCE.
-#define DS_BODIES(function)                                                                                       \
-  ::ds::kernels::cpu::make_bodies<decltype(&HWY_STATIC_DISPATCH(function))>(                                      \
-      HWY_CHOOSE_FALLBACK(function), HWY_CHOOSE_NEON(function), HWY_CHOOSE_SSE4(function),                        \
-      HWY_CHOOSE_AVX2(function), HWY_CHOOSE_AVX3(function))
+#define DS_BODIES(function)                                                                                           \
+  ::ds::kernels::cpu::make_bodies<decltype(&HWY_STATIC_DISPATCH(function))>(                                          \
+      HWY_CHOOSE_FALLBACK(function), HWY_CHOOSE_NEON(function), HWY_CHOOSE_SSE4(function), HWY_CHOOSE_AVX2(function), \
+      HWY_CHOOSE_AVX3(function))
 
 // The entries of `function<Isa>`, a template over the instruction set, in the order of ds::Isa.
-#define DS_ENTRIES(function)                                                                                      \
-  {                                                                                                               \
-    &function<Isa::kScalar>, &function<Isa::kNeon>, &function<Isa::kSse4>, &function<Isa::kAvx2>,                 \
-        &function<Isa::kAvx512>                                                                                   \
+#define DS_ENTRIES(function)                                                                      \
+  {                                                                                               \
+    &function<Isa::kScalar>, &function<Isa::kNeon>, &function<Isa::kSse4>, &function<Isa::kAvx2>, \
+        &function<Isa::kAvx512>                                                                   \
   }

@@ -96,9 +96,12 @@ void adam(const Launch& launch, const AdamSegment* segments, size_t count, const
                                : const_cast<char*>(static_cast<const char*>(data)) + offset * dtype_bytes(dtype);
       };
       const size_t numel = wanted <= room ? left : taken * kChunk;
-      list.segments[list.count] = {at(whole.master, args.master_dtype), at(whole.exp_avg, args.state_dtype),
-                                   at(whole.exp_avg_sq, args.state_dtype), at(whole.grad, args.grad_dtype),
-                                   at(whole.lp, args.lp_dtype), numel};
+      list.segments[list.count] = {at(whole.master, args.master_dtype),
+                                   at(whole.exp_avg, args.state_dtype),
+                                   at(whole.exp_avg_sq, args.state_dtype),
+                                   at(whole.grad, args.grad_dtype),
+                                   at(whole.lp, args.lp_dtype),
+                                   numel};
       chunks += taken;
       list.end[list.count++] = static_cast<unsigned>(chunks);
       offset += numel;

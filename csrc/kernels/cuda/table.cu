@@ -26,8 +26,12 @@ const char* device_error() {
 }
 
 // The constant text names what cmake/Cuda.cmake builds for.
-constexpr KernelTable kTable = {kKernelAbi, sizeof(KernelTable), "cuda", "sm_80, sm_90, PTX", &copy, &accumulate,
-                                &sum_squares, &finish_norm, &adam, &scale, &last_error, &device_error};
+constexpr KernelTable kTable = {kKernelAbi,   sizeof(KernelTable),
+                                "cuda",       "sm_80, sm_90, PTX",
+                                &copy,        &accumulate,
+                                &sum_squares, &finish_norm,
+                                &adam,        &scale,
+                                &last_error,  &device_error};
 
 }  // namespace
 }  // namespace ds::kernels::cuda

@@ -53,7 +53,7 @@ def read(path):
         return _compat.load(path, map_location="cpu")
     except FileNotFoundError as error:
         raise FileNotFoundError(f"the checkpoint has no file {path}: it is incomplete or was written by another kind of run") from error
-    except OSError as error:
+    except (PermissionError, IsADirectoryError) as error:
         raise OSError(error.errno, f"cannot read the checkpoint file {path}: {error.strerror}. Check its permissions.") from error
-    except (RuntimeError, EOFError, pickle.UnpicklingError, KeyError, ValueError) as error:
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, ValueError) as error:
         raise RuntimeError(f"the checkpoint file {path} is damaged or no checkpoint ({error}); load an older tag") from error

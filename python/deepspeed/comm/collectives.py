@@ -4,6 +4,7 @@
 ``group`` None is all ranks; ``op`` is a ``ReduceOp`` of ours or of torch. With ``async_op`` a handle is returned
 whose ``wait()`` must be called before the result is read; without, the result is there on return.
 """
+# ruff: noqa: B008 (the published signatures evaluate get_caller_func() in their defaults)
 
 from deepspeed.comm.caller import get_caller_func
 from deepspeed.comm.comm import carrier

@@ -88,7 +88,7 @@ def init_distributed(
 
 
 def _check_backend(backend):
-    if backend == "nccl" and not get_accelerator().is_available() or backend == "nccl" and _name() != "cuda":
+    if backend == "nccl" and (_name() != "cuda" or not get_accelerator().is_available()):
         raise RuntimeError(
             f"dist_backend is 'nccl', which moves GPU tensors only, but the accelerator here is {_name()!r}: leave "
             f"dist_backend out (the accelerator chooses {get_accelerator().communication_backend_name()!r}), or pass "

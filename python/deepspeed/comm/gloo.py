@@ -161,7 +161,7 @@ def all_to_all(output_list, input_list, group, async_op):
     work = dist.all_to_all_single(as_known(received), as_known(source), *sizes, group=group, async_op=True)
 
     def finish():
-        for target, part in zip(output_list, received.split(sizes[0])):
+        for target, part in zip(output_list, received.split(sizes[0]), strict=True):
             target.copy_(part.view_as(target))
 
     return None if work is None else complete([work], finish, async_op)

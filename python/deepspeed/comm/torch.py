@@ -110,7 +110,9 @@ class TorchBackend(Backend):
                 f"all_gather_coalesced got {len(output_tensors)} outputs for {len(input_tensors)} inputs; "
                 f"it needs one output tensor per input tensor."
             )
-        works = [self.all_gather_into_tensor(*pair, group, True) for pair in zip(output_tensors, input_tensors)]
+        works = [
+            self.all_gather_into_tensor(*pair, group, True) for pair in zip(output_tensors, input_tensors, strict=True)
+        ]
         return complete(works, None, async_op)
 
     def all_gather_object(self, object_list, obj, group=None):

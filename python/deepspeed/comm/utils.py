@@ -10,7 +10,9 @@ def _number(name, default):
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"the environment variable {name} is {text!r}; the launcher sets it to a whole number.") from None
+        raise ValueError(
+            f"the environment variable {name} is {text!r}; the launcher sets it to a whole number."
+        ) from None
 
 
 def get_local_rank_from_launcher():

@@ -102,12 +102,18 @@ def machine_lines(facts):
     total, available = cpu.memory_bytes()
     _, isa, _ = native.kernel_table("cpu")
     add("CPU", cpu.cpu_info()[0] or platform.machine())
-    add("cores", f"{len(cores)} usable ({len(cpu.physical_cores(cores))} physical), {numa.numa_node_count()} NUMA node(s)")
+    add(
+        "cores",
+        f"{len(cores)} usable ({len(cpu.physical_cores(cores))} physical), {numa.numa_node_count()} NUMA node(s)",
+    )
     add("instruction set", f"{cpu.widest_isa()} (kernels use: {isa or 'nothing, not built'})")
     add("memory", f"{_gib(total)}, {_gib(available)} available")
     add("shared memory", _shm_text())
     gpus = facts.get("gpus") or []
-    add("GPUs", ", ".join(gpus) or (f"{devices.nvidia_device_count()} (not usable by torch)" if _gpu_unused(facts) else "none"))
+    add(
+        "GPUs",
+        ", ".join(gpus) or (f"{devices.nvidia_device_count()} (not usable by torch)" if _gpu_unused(facts) else "none"),
+    )
     return lines
 
 

@@ -2,30 +2,34 @@
 
 import os
 import re
-import shutil
 import subprocess
+
+from deepspeed.host.programs import find_program
 
 
 def nvidia_device_count():
     """Number of NVIDIA GPUs of this machine, 0 without a driver. Does not look at CUDA_VISIBLE_DEVICES."""
-    try:
-        return len(os.listdir("/proc/driver/nvidia/gpus"))
-    except OSError:
-        pass
-    try:
-        nodes = [name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]
-    except OSError:
-        nodes = []
-    if nodes:
-        return len(nodes)
+    known = _count("/proc/driver/nvidia/gpus", r".+")
+    nodes = _count("/dev", r"nvidia\d+")
+    if known or nodes:
+        # A container may see all GPUs of its host in one place and only its own in the other; and before the first
+        # use after a boot there are no device nodes.
+        return min(known, nodes) if known and nodes else known or nodes
     # Neither in some virtual machines (WSL2), where only the tool answers.
-    if not os.path.exists("/dev/dxg") or not shutil.which("nvidia-smi"):
+    if not os.path.exists("/dev/dxg") or not find_program("nvidia-smi"):
         return 0
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return 0
     return sum(1 for line in listed.stdout.splitlines() if line.startswith("GPU "))
+
+
+def _count(folder, pattern):
+    try:
+        return sum(1 for name in os.listdir(folder) if re.fullmatch(pattern, name))
+    except OSError:
+        return 0
 
 
 def visible_device_ids():

@@ -2,9 +2,9 @@
 
 import os
 import re
-import shutil
 
 from deepspeed.host.cpu import usable_cores
+from deepspeed.host.programs import find_program
 
 _NODES = "/sys/devices/system/node"
 
@@ -110,7 +110,7 @@ def _share(cores, parts, index):
 
 def check_for_numactl_pkg():
     """True when the program ``numactl`` is installed."""
-    return shutil.which("numactl") is not None
+    return find_program("numactl") is not None
 
 
 def get_numactl_cmd(bind_core_list, num_local_procs, local_rank):

@@ -48,7 +48,9 @@ def build_parser():
     how.add_argument("--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
 
     out = parser.add_argument_group("output")
-    out.add_argument("--log_rank_prefix", action="store_true", help="start each line with [rank N] (DS_LOG_RANK_PREFIX=1)")
+    out.add_argument(
+        "--log_rank_prefix", action="store_true", help="start each line with [rank N] (DS_LOG_RANK_PREFIX=1)"
+    )
     out.add_argument(
         "--enable_each_rank_log", default=None, metavar="DIR",
         help="write each process's output to DIR/<time>_rank<N>.log instead of the terminal",

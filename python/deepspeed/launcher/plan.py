@@ -1,14 +1,12 @@
 """From the command line to what is to be started, with everything checked before the first process exists."""
 
 import os
-import shutil
 import socket
 import sys
-from dataclasses import dataclass, field
-from typing import Dict, List, Optional
 
 from deepspeed.host import devices, numa
 from deepspeed.host.ports import free_port, port_is_free
+from deepspeed.host.programs import find_program
 from deepspeed.launcher import environment
 from deepspeed.launcher.arguments import DEFAULT_HOSTFILE
 from deepspeed.launcher.errors import LaunchError
@@ -18,17 +16,21 @@ DEFAULT_PORT = 29500
 _HERE = ("localhost", "127.0.0.1", "::1")
 
 
-@dataclass
 class NodePlan:
-    """One node's share of a job: as many ranks as ``commands``; ``notes`` are lines to show before the start."""
+    """One node's share of a job: for each rank a command, an environment and its cores (None: all).
 
-    commands: List[List[str]]
-    environments: List[Dict[str, str]]
-    cores: List[Optional[List[int]]]
-    notes: List[str] = field(default_factory=list)
-    prefix: bool = False
-    log_dir: Optional[str] = None
-    save_pid: bool = False
+    ``notes`` are lines to show before the start; ``prefix`` puts the rank before each line of output; ``log_dir`` is
+    the folder that gets the output instead; ``save_pid`` leaves the launcher's process id in a file.
+    """
+
+    def __init__(self, commands, environments, cores, notes=(), prefix=False, log_dir=None, save_pid=False):
+        self.commands = commands
+        self.environments = environments
+        self.cores = cores
+        self.notes = list(notes)
+        self.prefix = prefix
+        self.log_dir = log_dir
+        self.save_pid = save_pid
 
 
 def fetch_hostfile(path):
@@ -75,7 +77,9 @@ def choose_slots(args, notes):
         return _choose_local(args, local, on_gpu, notes)
     if args.num_nodes > 0:
         pool = dict(list(pool.items())[: args.num_nodes])
-    active = parse_resource_filter({host: list(range(count)) for host, count in pool.items()}, args.include, args.exclude)
+    active = parse_resource_filter(
+        {host: list(range(count)) for host, count in pool.items()}, args.include, args.exclude
+    )
     others = [host for host in active if not is_this_host(host)]
     if others or len(active) > 1:
         raise LaunchError(
@@ -117,7 +121,9 @@ def _choose_local(args, local, on_gpu, notes):
 
 def _first(slots, count, where):
     if count > len(slots):
-        raise LaunchError(f"--num_accelerators (--num_gpus) is {count}, but {where} offers {len(slots)}: ask for fewer.")
+        raise LaunchError(
+            f"--num_accelerators (--num_gpus) is {count}, but {where} offers {len(slots)}: ask for fewer."
+        )
     return slots[:count]
 
 
@@ -158,7 +164,7 @@ def check_script(args):
     """LaunchError when there is nothing to start under the given name."""
     script = args.user_script
     if args.no_python:
-        if shutil.which(script) is None:
+        if find_program(script) is None:
             raise LaunchError(
                 f"the program {script!r} cannot be started: there is no executable file of that name here or on PATH."
             )
@@ -200,7 +206,9 @@ def make_plan(args):
 
 def _bind(args, count, base, notes):
     if "KMP_AFFINITY" in base:
-        raise LaunchError("KMP_AFFINITY is set and would bind threads a second time: unset it for --bind_cores_to_rank.")
+        raise LaunchError(
+            "KMP_AFFINITY is set and would bind threads a second time: unset it for --bind_cores_to_rank."
+        )
     cores = [numa.cores_of_rank(args.bind_core_list, count, rank) for rank in range(count)]
     if not base.get("OMP_NUM_THREADS"):
         base["OMP_NUM_THREADS"] = str(len(environment.physical_cores(cores[0])))

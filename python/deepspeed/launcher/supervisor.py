@@ -29,7 +29,9 @@ def grace_s():
     try:
         return max(0.0, float(text)) if text else GRACE_S
     except ValueError:
-        raise ValueError(f"the environment variable DS_LAUNCHER_GRACE_S is {text!r}; it is a number of seconds.") from None
+        raise ValueError(
+            f"the environment variable DS_LAUNCHER_GRACE_S is {text!r}; it is a number of seconds."
+        ) from None
 
 
 class Supervisor:

@@ -19,7 +19,7 @@ _WHERE = {
 
 _MODULES = ("groups", "init_on_device", "logging", "numa", "nvtx", "torch", "types")
 
-__all__ = sorted(_WHERE)
+__all__ = [name for name in _WHERE]
 
 
 def __getattr__(name):

@@ -10,9 +10,7 @@ from deepspeed import comm as dist
 # The model-parallel unit that `deepspeed.initialize(mpu=...)` was given.
 mpu = None
 
-_DEVICE_MESH_SPLIT_UNSUPPORTED = (
-    "No backend for the parent process group or its backend does not support splitting"
-)
+_DEVICE_MESH_SPLIT_UNSUPPORTED = "No backend for the parent process group or its backend does not support splitting"
 
 _own_group = None
 _tensor_rank = None

@@ -42,8 +42,8 @@ TEST(Fp16Test, KnownValues) {
   EXPECT_EQ(to_float(Fp16{0xfc00}), -std::numeric_limits<float>::infinity());
   EXPECT_EQ(to_fp16(65519.99f).bits, 0x7bff);
   EXPECT_EQ(to_fp16(65520.0f).bits, 0x7c00);
-  EXPECT_EQ(to_fp16(0x1p-25f).bits, 0);           // half of the smallest: a tie, to even
-  EXPECT_EQ(to_fp16(0x1.000002p-25f).bits, 1);    // a little more
+  EXPECT_EQ(to_fp16(0x1p-25f).bits, 0);         // half of the smallest: a tie, to even
+  EXPECT_EQ(to_fp16(0x1.000002p-25f).bits, 1);  // a little more
   EXPECT_EQ(to_fp16(-0.0f).bits, 0x8000);
 }
 

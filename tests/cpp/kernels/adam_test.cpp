@@ -21,7 +21,8 @@ struct Tensor {
     lp.randomize(seed + 4);
   }
   AdamSegment segment(bool with_lp) {
-    return {master.data(), exp_avg.data(), exp_avg_sq.data(), grad.data(), with_lp ? lp.data() : nullptr, master.size()};
+    return {master.data(), exp_avg.data(), exp_avg_sq.data(), grad.data(), with_lp ? lp.data() : nullptr,
+            master.size()};
   }
 };
 
@@ -139,7 +140,8 @@ struct Oracle {
       if (!a.adamw) g += a.weight_decay * p[i];
       m[i] = a.beta1 * m[i] + (1 - a.beta1) * g;
       v[i] = a.beta2 * v[i] + (1 - a.beta2) * g * g;
-      const double update = a.lr / a.bias_correction1 * m[i] / (std::sqrt(v[i]) / std::sqrt(a.bias_correction2) + a.eps);
+      const double update =
+          a.lr / a.bias_correction1 * m[i] / (std::sqrt(v[i]) / std::sqrt(a.bias_correction2) + a.eps);
       p[i] -= update + (a.adamw ? a.lr * a.weight_decay * p[i] : 0);
     }
   }

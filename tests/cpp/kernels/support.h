@@ -33,7 +33,10 @@ inline std::vector<const KernelTable*> isa_tables() {
 class Buffer {
  public:
   Buffer(DType dtype, size_t n, size_t offset = 0)
-      : dtype_(dtype), n_(n), skip_(offset * dtype_bytes(dtype)), storage_(64 + skip_ + n * dtype_bytes(dtype) + 64, 0xA5) {
+      : dtype_(dtype),
+        n_(n),
+        skip_(offset * dtype_bytes(dtype)),
+        storage_(64 + skip_ + n * dtype_bytes(dtype) + 64, 0xA5) {
     skip_ += (64 - reinterpret_cast<uintptr_t>(storage_.data()) % 64) % 64;
   }
   Buffer(const Buffer& other) : Buffer(other.dtype_, other.n_, other.offset()) {
@@ -73,9 +76,11 @@ class Buffer {
   }
   // Zeros, infinities, NaN, the largest, the smallest normal and subnormal of fp32 and of fp16, and their neighbours.
   Buffer& add_specials() {
-    const double specials[] = {0.0, -0.0, INFINITY, -INFINITY, NAN, -NAN, 3.4028234663852886e38, 65504, 65520, -65519.9,
-                               0x1p-126, 0x1p-127, 0x1p-149, -0x1p-149, 0x1p-14, 0x1p-15, 0x1p-24, 0x1p-25, 0x1.8p-25,
-                               1.00390625, 1.01171875, -1.00390625, 0x1.002p0, 0x1.006p0, 0x1p-133, 0x1.8p-133};
+    const double specials[] = {
+        0.0,         -0.0,      INFINITY,  -INFINITY, NAN,       -NAN,       3.4028234663852886e38,
+        65504,       65520,     -65519.9,  0x1p-126,  0x1p-127,  0x1p-149,   -0x1p-149,
+        0x1p-14,     0x1p-15,   0x1p-24,   0x1p-25,   0x1.8p-25, 1.00390625, 1.01171875,
+        -1.00390625, 0x1.002p0, 0x1.006p0, 0x1p-133,  0x1.8p-133};
     const size_t count = sizeof(specials) / sizeof(specials[0]);
     for (size_t i = 0; i < n_ && i < 3 * count; ++i) set(i, specials[i % count]);
     return *this;

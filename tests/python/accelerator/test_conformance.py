@@ -8,10 +8,9 @@ import re
 import subprocess
 import sys
 
+import deepspeed.accelerator
 import pytest
 import torch
-
-import deepspeed.accelerator
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.accelerator.real_accelerator import accelerators
 
@@ -23,16 +22,18 @@ FILES = [
 ]
 INTERFACE = [name for name in vars(DeepSpeedAccelerator) if not name.startswith("_")]
 # The published list, so that nothing disappears from the interface itself.
-PUBLISHED = """is_synchronized_device use_host_timers resolves_data_dependency handles_memory_backpressure device_name device
+PUBLISHED = """
+is_synchronized_device use_host_timers resolves_data_dependency handles_memory_backpressure device_name device
 set_device current_device current_device_name device_count synchronize random set_rng_state get_rng_state manual_seed
 manual_seed_all initial_seed default_generator stream current_stream default_stream empty_cache memory_allocated
 max_memory_allocated reset_max_memory_allocated memory_cached max_memory_cached reset_max_memory_cached memory_stats
 reset_peak_memory_stats memory_reserved max_memory_reserved total_memory available_memory is_bf16_supported
 is_fp16_supported supported_dtypes is_available range_push range_pop lazy_call communication_backend_name
-is_triton_supported prefer_triton_grouped_mm create_graph capture_to_graph replay_graph pin_memory is_pinned unpin_memory
-on_accelerator op_builder_dir create_op_builder get_op_builder build_extension export_envs visible_devices_envs
-set_visible_devices_envs get_compile_backend set_compile_backend Stream Event BFloat16Tensor ByteTensor DoubleTensor
-FloatTensor HalfTensor IntTensor LongTensor supports_nvtx_domain""".split()
+is_triton_supported prefer_triton_grouped_mm create_graph capture_to_graph replay_graph pin_memory is_pinned
+unpin_memory on_accelerator op_builder_dir create_op_builder get_op_builder build_extension export_envs
+visible_devices_envs set_visible_devices_envs get_compile_backend set_compile_backend Stream Event BFloat16Tensor
+ByteTensor DoubleTensor FloatTensor HalfTensor IntTensor LongTensor supports_nvtx_domain
+""".split()
 
 
 def class_of(name):
@@ -199,7 +200,10 @@ def test_profiler_lazy_call_and_ops(accelerator):
     accelerator.lazy_call(lambda: called.append(1))
     torch.ones(1, device=accelerator.current_device_name())
     assert called == [1]
-    assert accelerator.get_op_builder("NoSuchBuilder") is None or not accelerator.get_op_builder("NoSuchBuilder")().is_compatible()
+    assert (
+        accelerator.get_op_builder("NoSuchBuilder") is None
+        or not accelerator.get_op_builder("NoSuchBuilder")().is_compatible()
+    )
     assert accelerator.build_extension().__name__ == "BuildExtension"
     assert isinstance(accelerator.op_builder_dir(), str)
 
@@ -303,5 +307,3 @@ def test_no_other_file_calls_torch_cuda():
                 if re.search(r"torch\.cuda\.", line.split("#")[0]) and "``" not in line and '"""' not in line:
                     guilty.append(f"{os.path.relpath(path, package)}:{number}: {line.strip()}")
     assert not guilty, "call deepspeed.accelerator instead of torch.cuda:\n" + "\n".join(guilty)
-
-

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-
 from deepspeed import comm as dist
 from deepspeed.comm import rendezvous
 from deepspeed.comm.reduce_op import to_torch
@@ -26,13 +25,20 @@ def bare():
 
 
 def prepared(**arguments):
-    rendezvous.prepare_environment(**{**dict(auto_mpi_discovery=True, distributed_port=29500, verbose=False), **arguments})
+    rendezvous.prepare_environment(
+        **{**dict(auto_mpi_discovery=True, distributed_port=29500, verbose=False), **arguments}
+    )
     return {name: os.environ.get(name) for name in FIVE}
 
 
 def test_a_process_on_its_own():
     found = prepared()
-    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"], found["MASTER_ADDR"]) == ("0", "1", "0", "127.0.0.1")
+    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"], found["MASTER_ADDR"]) == (
+        "0",
+        "1",
+        "0",
+        "127.0.0.1",
+    )
     assert 1024 < int(found["MASTER_PORT"]) < 65536
 
 
@@ -56,7 +62,10 @@ def test_local_rank_of_a_scheduler():
 def test_open_mpi_without_mpi4py(monkeypatch):
     monkeypatch.setattr(rendezvous, "_mpi4py_installed", lambda: False)
     os.environ.update(
-        OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_LOCAL_RANK="1", OMPI_COMM_WORLD_LOCAL_SIZE="2"
+        OMPI_COMM_WORLD_RANK="1",
+        OMPI_COMM_WORLD_SIZE="2",
+        OMPI_COMM_WORLD_LOCAL_RANK="1",
+        OMPI_COMM_WORLD_LOCAL_SIZE="2",
     )
     assert prepared(distributed_port=4321) == dict(
         RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="4321"
@@ -66,7 +75,10 @@ def test_open_mpi_without_mpi4py(monkeypatch):
 def test_open_mpi_on_several_nodes_needs_an_address(monkeypatch):
     monkeypatch.setattr(rendezvous, "_mpi4py_installed", lambda: False)
     os.environ.update(
-        OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_LOCAL_RANK="1", OMPI_COMM_WORLD_LOCAL_SIZE="2"
+        OMPI_COMM_WORLD_RANK="1",
+        OMPI_COMM_WORLD_SIZE="4",
+        OMPI_COMM_WORLD_LOCAL_RANK="1",
+        OMPI_COMM_WORLD_LOCAL_SIZE="2",
     )
     with pytest.raises(RuntimeError, match="mpi4py.*MASTER_ADDR"):
         prepared()

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-
 from deepspeed import env_report
 from deepspeed.env_report import native, report
 from deepspeed.ops.op_table import OPS
@@ -26,7 +25,16 @@ def test_the_program():
     assert done.returncode == 0, done.stderr
     for name, *_ in OPS:
         assert sum(line.split()[:1] == [name] for line in done.stdout.splitlines()) == 1
-    for label in ("torch ", "Python", "BLAS in use", "compiler", "cores", "shared memory", "instruction set", __version__):
+    for label in (
+        "torch ",
+        "Python",
+        "BLAS in use",
+        "compiler",
+        "cores",
+        "shared memory",
+        "instruction set",
+        __version__,
+    ):
         assert label in done.stdout, label
     quiet = run("--hide_operator_status", "--hide_errors_and_warnings").stdout
     assert "cpu_adam" not in quiet and "[WARNING]" not in quiet and "Python" in quiet

@@ -4,7 +4,6 @@ import os
 import socket
 
 import pytest
-
 from deepspeed.host import blas, cpu, devices, numa, ports
 from deepspeed.utils import numa as published
 
@@ -101,7 +100,9 @@ def test_visible_gpus(variable, visible, monkeypatch):
     assert devices.visible_gpu_ids() == []
 
 
-@pytest.mark.parametrize("family, address", [(socket.AF_INET, "0.0.0.0"), (socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::")])
+@pytest.mark.parametrize(
+    "family, address", [(socket.AF_INET, "0.0.0.0"), (socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::")]
+)
 def test_ports(family, address):
     try:
         taken = socket.socket(family)

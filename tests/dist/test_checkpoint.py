@@ -1,0 +1,224 @@
+"""Saving and resuming: the run goes on bit by bit, the files have the names and keys others read."""
+
+import os
+import random
+
+import numpy
+import pytest
+import torch
+from engine_models import config, loss_of, make_net
+from harness import run_ranks
+
+import deepspeed
+
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3}}
+PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
+if deepspeed.get_accelerator().is_fp16_supported():
+    PRECISIONS["fp16"] = FP16
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 22
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(0, 17, (6,), generator=generator), torch.randint(0, 5, (6,), generator=generator)
+
+
+def make_engine(world, precision, seed=0, optimizer=None, accumulate=2):
+    made = config(world, accumulate, size=4 * accumulate, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 20}}, **precision)
+    if optimizer is not None:
+        del made["optimizer"]
+    return deepspeed.initialize(model=make_net(seed=seed), optimizer=optimizer, training_data=Tokens(), config=made)
+
+
+def repeat(loader):
+    return iter(deepspeed.utils.RepeatingLoader(loader))
+
+
+def run(engine, batches, steps):
+    """Trains with everything a run draws from: data order, dropout, Python's and numpy's numbers."""
+    seen = []
+    for _ in range(steps * engine.gradient_accumulation_steps()):
+        tokens, targets = next(batches)
+        output = engine(tokens, extra=random.random() < 0.5)
+        output = torch.nn.functional.dropout(output, 0.1)
+        loss = loss_of(output, targets) * float(1 + 0.1 * numpy.random.rand())
+        engine.backward(loss)
+        engine.step()
+        seen.append(float(loss.detach()))
+    state = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    return seen, state, engine.get_lr(), engine.optimizer.state_dict(), (engine.global_steps, engine.skipped_steps, engine.global_samples)
+
+
+def same(a, b):
+    if torch.is_tensor(a):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b))
+    return a == b
+
+
+def seed_all(seed):
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def body_resume(rank, world, folder, precision, client):
+    def sgd(params):
+        return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+    optimizer = sgd if client else None
+    engine, _, loader, _ = make_engine(world, precision, optimizer=optimizer)
+    seed_all(7 + rank)
+    batches = repeat(loader)
+    run(engine, batches, 5)
+    engine.save_checkpoint(folder, tag=0.25, client_state={"epoch": 3, "best": 0.5})
+    straight = run(engine, batches, 6)
+
+    seed_all(99)
+    engine, _, loader, _ = make_engine(world, precision, seed=5, optimizer=optimizer)
+    path, client_state = engine.load_checkpoint(folder)
+    resumed = run(engine, repeat(loader), 6)
+    assert path.endswith("mp_rank_00_model_states.pt")
+    return same(straight, resumed), client_state["epoch"], client_state["best"], straight[0], resumed[0]
+
+
+@pytest.mark.parametrize("client", [False, True], ids=["AdamW of ours", "SGD of torch"])
+@pytest.mark.parametrize("precision", sorted(PRECISIONS))
+@pytest.mark.parametrize("world", [1, 2])
+def test_resumes_bit_by_bit(world, precision, client, tmp_path):
+    for equal, epoch, best, straight, resumed in run_ranks(world, body_resume, str(tmp_path), PRECISIONS[precision], client):
+        assert straight == resumed
+        assert equal
+        assert (epoch, best) == (3, 0.5)
+    assert (tmp_path / "latest").read_text() == "0.25"
+
+
+MODEL_KEYS = {
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
+    "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps", "global_steps", "global_samples",
+    "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
+}  # fmt: skip
+
+
+def body_files(rank, world, folder, precision):
+    engine, _, loader, _ = make_engine(world, precision)
+    run(engine, repeat(loader), 2)
+    assert engine.save_checkpoint(folder, client_state={"note": "kept"}) is True
+    assert engine.save_checkpoint(folder, tag="no_latest", save_latest=False, exclude_frozen_parameters=True) is True
+    assert engine.save_16bit_model(folder) is True
+    path, state = engine.load_checkpoint(folder, tag="global_step2", load_module_only=True)
+    return sorted(state)
+
+
+@pytest.mark.parametrize("precision", sorted(PRECISIONS))
+def test_file_names_and_keys(precision, tmp_path):
+    first, second = run_ranks(2, body_files, str(tmp_path), PRECISIONS[precision])
+    assert (tmp_path / "latest").read_text() == "global_step2"
+    assert set(os.listdir(tmp_path / "global_step2")) == {"mp_rank_00_model_states.pt", "run_rank_00000_state.pt", "run_rank_00001_state.pt"}
+    from deepspeed import _compat
+
+    saved = _compat.load(tmp_path / "global_step2" / "mp_rank_00_model_states.pt")
+    assert set(saved) == MODEL_KEYS | {"note"}
+    assert saved["buffer_names"] == ["count"] and saved["dp_world_size"] == 2 and saved["global_steps"] == 2
+    assert saved["ds_config"]["train_batch_size"] == 8
+    optimizer = saved["optimizer"]
+    trained = sum(p.numel() for p in make_net().parameters() if p.requires_grad)
+    if precision == "fp32":
+        assert set(optimizer) == {"state", "param_groups"}
+    else:
+        assert {"optimizer_state_dict", "fp32_groups_flat", "clip_grad"} <= set(optimizer)
+        assert [g.numel() for g in optimizer["fp32_groups_flat"]] == [trained]
+        assert optimizer["optimizer_state_dict"]["state"][0]["exp_avg"].numel() == trained
+    if precision == "fp16":
+        assert {"dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window"} <= set(optimizer)
+    biggest = max(t.numel() for t in saved["module"].values())
+    for tensor in saved["module"].values():  # no view of a big buffer went into the file
+        assert tensor.storage().size() <= biggest
+    frozen = _compat.load(tmp_path / "no_latest" / "mp_rank_00_model_states.pt")["module"]
+    assert "frozen.weight" not in frozen and "frozen.bias" in frozen
+    weights = _compat.load(tmp_path / "pytorch_model.bin")
+    assert same(dict(weights), dict(saved["module"]))
+    expected = MODEL_KEYS | {"note"}
+    assert set(first) == expected - {"module"} and first == second
+
+
+def body_bad(rank, world, folder, what):
+    engine, _, loader, _ = make_engine(world, {})
+    if what == "nothing":
+        return engine.load_checkpoint(folder)
+    if what == "tag":
+        return engine.load_checkpoint(folder, tag="absent")
+    if what == "no dir":
+        return engine.save_checkpoint("")
+    if what == "reserved":
+        return engine.save_checkpoint(folder, client_state={"checkpoint_parallel_dimensions": 1})
+    run(engine, repeat(loader), 1)
+    engine.save_checkpoint(folder, tag="t")
+    path = os.path.join(folder, "t", "mp_rank_00_model_states.pt")
+    if what == "damaged":
+        if rank == 0:
+            with open(path, "r+b") as file:
+                file.truncate(os.path.getsize(path) // 2)
+        torch.distributed.barrier()
+    if what == "file":
+        if rank == 0:
+            os.unlink(path)
+        torch.distributed.barrier()
+    return engine.load_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    "what, error, words",
+    [
+        ("tag", FileNotFoundError, "no checkpoint .*absent"),
+        ("no dir", ValueError, "save_dir"),
+        ("reserved", KeyError, "checkpoint_parallel_dimensions"),
+        ("damaged", RuntimeError, "mp_rank_00_model_states.pt is damaged"),
+        ("file", FileNotFoundError, "mp_rank_00_model_states.pt"),
+    ],
+)
+def test_bad_folders_are_named(what, error, words, tmp_path):
+    with pytest.raises(error, match=words):
+        run_ranks(2, body_bad, str(tmp_path), what)
+
+
+def test_nothing_to_load_is_no_error(tmp_path):
+    assert run_ranks(1, body_bad, str(tmp_path), "nothing") == [(None, None)]
+
+
+def body_save(rank, world, folder):
+    engine, _, loader, _ = make_engine(world, {})
+    run(engine, repeat(loader), 1)
+    engine.save_checkpoint(folder)
+    return {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+
+
+def body_other_world(rank, world, folder, only_module):
+    engine, _, _, _ = make_engine(world, {}, seed=8)
+    engine.load_checkpoint(folder, load_module_only=only_module)
+    return {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+
+
+def test_another_world_size(tmp_path):
+    saved = run_ranks(2, body_save, str(tmp_path))[0]
+    with pytest.raises(ValueError, match="saved by 2 data-parallel ranks, this run has 1.*load_module_only"):
+        run_ranks(1, body_other_world, str(tmp_path), False)
+    assert same(run_ranks(1, body_other_world, str(tmp_path), True)[0], saved)
+
+
+def body_tags(rank, world, folder, mode):
+    made = config(world, 1, checkpoint={"tag_validation": mode})
+    engine, _, _, _ = deepspeed.initialize(model=make_net(), config=made)
+    engine.save_checkpoint(folder, tag=f"tag{rank}")
+
+
+def test_ranks_must_agree_on_the_tag(tmp_path):
+    with pytest.raises(ValueError, match="same tag on every rank"):
+        run_ranks(2, body_tags, str(tmp_path), "Fail")
+    run_ranks(2, body_tags, str(tmp_path), "Ignore")

@@ -1,0 +1,239 @@
+"""16-bit training: fp32 masters and accumulation, loss scaling, skipped steps."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from engine_models import adam_like, batch, config, difference, loss_of, make_net, train_engine, train_plain, uses_extra
+from harness import run_ranks
+
+import deepspeed
+
+HALF_ON_CPU = deepspeed.get_accelerator().is_fp16_supported()
+needs_fp16 = pytest.mark.skipif(not HALF_ON_CPU, reason="this torch has no fp16 matrix product on this device")
+
+
+def body_bf16(rank, world, accumulate, more):
+    model = make_net()
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config(world, accumulate, bf16={"enabled": True}, **more))
+    losses, norms = train_engine(engine, 30, rank, world)
+    masters = torch.cat(optimizer.fp32_groups_flat)
+    weights = torch.cat([p.detach().float().reshape(-1) for p in model.parameters() if p.requires_grad])
+    return {
+        "losses": losses,
+        "dtype": {str(p.dtype) for p in model.parameters()},
+        "buffer": str(model.count.dtype),
+        "rounded": torch.equal(masters.bfloat16().float(), weights),
+        "differ": int((masters != weights).sum()),
+        "weights": float(weights.double().sum()),
+        "name": type(optimizer).__name__,
+        "scale": optimizer.cur_scale,
+    }
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("world", [1, 2])
+def test_bf16_follows_fp32(world, accumulate):
+    expected, _, _ = train_plain(30, adam_like)
+    ranks = run_ranks(world, body_bf16, accumulate, {})
+    for step in range(30):
+        assert sum(r["losses"][step] for r in ranks) / world == pytest.approx(expected[step], rel=0.02)
+    for r in ranks:
+        assert r["dtype"] == {"torch.bfloat16"} and r["buffer"] == "torch.float32"
+        assert r["rounded"], "the model computes with the rounded masters"
+        assert r["differ"] > 100, "masters hold more than bf16 can"
+        assert r["weights"] == ranks[0]["weights"]
+        assert r["name"] == "FP16_Optimizer" and r["scale"] == 1.0
+
+
+@pytest.mark.parametrize("more", [{"communication_data_type": "bf16"}, {"data_types": {"grad_accum_dtype": "bf16"}}], ids=["bf16 travels", "bf16 sums"])
+def test_bf16_gradients_on_request(more):
+    expected, _, _ = train_plain(30, adam_like)
+    for r in run_ranks(2, body_bf16, 2, more):
+        assert r["losses"][-1] == pytest.approx(expected[-1], rel=0.2)
+
+
+def body_bf16_client(rank, world):
+    model = make_net()
+    made = config(world, 1, bf16={"enabled": True})
+    del made["optimizer"]
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    groups = optimizer.param_groups
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    engine, wrapped, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=made)
+    losses, _ = train_engine(engine, 12, rank, world)
+    assert wrapped.optimizer is optimizer and wrapped.param_groups is groups
+    assert wrapped.param_groups[0]["lr"] == pytest.approx(0.05 * 0.01)
+    assert all(p.dtype == torch.float32 for p in groups[0]["params"])
+    return losses, type(wrapped).__name__
+
+
+def test_bf16_with_a_torch_optimizer():
+    expected, _, _ = train_plain(
+        12,
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9),
+        schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 5),
+    )
+    (first, name), (second, _) = run_ranks(2, body_bf16_client)
+    assert name == "FP16_UnfusedOptimizer"
+    assert [(a + b) / 2 for a, b in zip(first, second)] == pytest.approx(expected, rel=0.02)
+
+
+class Poisoned(torch.nn.Module):
+    """Gives an infinite or missing number as gradient of one weight in chosen steps on chosen ranks."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.good = torch.nn.Parameter(torch.randn(9))
+        self.bad = torch.nn.Parameter(torch.randn(5))
+
+    def forward(self, x, poison):
+        return (self.good * x).sum() + (self.bad * poison).sum()
+
+
+def simulate(overflows, power, window, hysteresis, floor):
+    """The published rule of dynamic loss scaling; returns the scale after each step."""
+    scale, since, left, scales = 2.0**power, 0, hysteresis, []
+    for overflow in overflows:
+        if overflow:
+            if left > 1:
+                left -= 1
+            else:
+                scale = max(scale / 2, floor)
+            since = 0
+        else:
+            since += 1
+            if since == window:
+                scale, since, left = scale * 2, 0, hysteresis
+        scales.append(scale)
+    return scales
+
+
+def body_overflow(rank, world, precision, pattern):
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    deepspeed.logger.addHandler(handler)
+    model = Poisoned()
+    made = config(world, 1, size=world, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}}, **precision)
+    engine, optimizer, _, scheduler = deepspeed.initialize(model=model, config=made)
+    dtype = model.good.dtype
+    scales, steps, frozen = [], [], []
+    for step, (bad_rank, value) in enumerate(pattern):
+        before = [p.detach().clone() for p in model.parameters()]
+        last = scheduler.last_batch_iteration
+        poison = torch.full((5,), value if rank == bad_rank else 0.01, dtype=dtype)
+        engine.backward(engine(torch.full((9,), 0.1, dtype=dtype), poison))
+        engine.step()
+        overflow = bad_rank is not None
+        assert engine.was_step_applied() == (not overflow)
+        assert optimizer.overflow == overflow
+        if overflow:
+            assert scheduler.last_batch_iteration == last
+            frozen.append(all(torch.equal(a, b) for a, b in zip(before, model.parameters())))
+        scales.append(optimizer.cur_scale)
+        steps.append((engine.global_steps, engine.skipped_steps))
+    deepspeed.logger.removeHandler(handler)
+    return scales, steps, frozen, [r for r in records if "overflow" in r]
+
+
+INF, NAN = float("inf"), float("nan")
+PATTERN = [(None, 0)] * 3 + [(0, INF), (None, 0), (1, NAN), (1, INF)] + [(None, 0)] * 6 + [(0, NAN)]
+
+
+@needs_fp16
+def test_fp16_dynamic_scale_follows_the_rule_on_every_rank():
+    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 4, "hysteresis": 2, "min_loss_scale": 1}
+    overflows = [bad is not None for bad, _ in PATTERN]
+    for scales, steps, frozen, _ in run_ranks(2, body_overflow, {"fp16": fp16}, PATTERN):
+        assert scales == simulate(overflows, 8, 4, 2, 1)
+        assert steps[-1] == (len(overflows) - sum(overflows), sum(overflows))
+        assert frozen == [True] * sum(overflows)
+
+
+@pytest.mark.parametrize("precision", [{"bf16": {"enabled": True}}, pytest.param({"fp16": {"enabled": True, "loss_scale": 4}}, marks=needs_fp16)], ids=["bf16", "fp16 static"])
+def test_an_overflow_names_rank_parameter_and_kind(precision):
+    ranks = run_ranks(2, body_overflow, precision, [(None, 0), (1, NAN), (0, INF)])
+    for _, steps, frozen, _ in ranks:
+        assert steps[-1] == (1, 2) and frozen == [True, True]
+    on_first, on_second = ranks[0][3], ranks[1][3]
+    assert any("[Rank 1]" in line and "'bad' has nan" in line for line in on_second)
+    assert any("[Rank 0]" in line and "'bad' has inf" in line for line in on_first)
+    assert not any("'good'" in line for line in on_first + on_second)
+
+
+@needs_fp16
+def test_fp16_clips_unscaled_gradients():
+    expected, norms, _ = train_plain(20, adam_like)
+    fp16 = {"enabled": True, "initial_scale_power": 10}
+    for losses, got in run_ranks(1, body_fp16_norms, fp16):
+        assert got == pytest.approx(norms, rel=0.05)
+        assert losses == pytest.approx(expected, rel=0.02)
+
+
+def body_fp16_norms(rank, world, fp16):
+    model = make_net()
+    engine, _, _, _ = deepspeed.initialize(model=model, config=config(world, 1, fp16=fp16))
+    return train_engine(engine, 20, rank, world)
+
+
+@needs_fp16
+@pytest.mark.parametrize("by_scale", [False, True], ids=["loss.backward", "engine.scale"])
+def test_fp16_with_a_backward_of_the_user(by_scale):
+    first, second = run_ranks(1, body_user_fp16, by_scale)[0]
+    assert first == pytest.approx(second, rel=1e-6)
+
+
+def body_user_fp16(rank, world, by_scale):
+    made = config(1, 2, fp16={"enabled": True, "initial_scale_power": 10})
+    models = [make_net(), make_net()]
+    engines = [deepspeed.initialize(model=m, config=copy.deepcopy(made))[0] for m in models]
+    for step in range(4):
+        tokens, targets = batch(step)
+        for micro in range(2):
+            part = slice(4 * micro, 4 * micro + 4)
+            loss = loss_of(engines[0](tokens[part]), targets[part])
+            engines[0].backward(loss)
+            engines[0].step()
+            loss = loss_of(engines[1](tokens[part]), targets[part])
+            (engines[1].scale(loss) if by_scale else loss).backward()
+            engines[1].step()
+    return [[float(p.detach().double().sum()) for p in m.parameters()] for m in models]
+
+
+def test_mixed_dtypes_in_one_model():
+    """A bf16 layer in an fp32 model trains with a master of its own, without being asked for."""
+    (moved,) = run_ranks(1, body_mixed)
+    assert all(moved)
+
+
+def body_mixed(rank, world):
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 4).bfloat16()})
+    before = [p.detach().clone() for p in model.parameters()]
+
+    class Both(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x):
+            return self.parts["b"](self.parts["a"](x).bfloat16()).float().square().mean()
+
+    engine, _, _, _ = deepspeed.initialize(model=Both(), config=config(1))
+    for _ in range(3):
+        engine.backward(engine(torch.ones(2, 4)))
+        engine.step()
+    return [not torch.equal(a, b.detach()) for a, b in zip(before, model.parameters())]
+
+
+def test_difference_notices(tmp_path):
+    """The measure that these tests lean on sees a small change."""
+    model, other = make_net(), make_net()
+    assert difference(model, other) == 0
+    with torch.no_grad():
+        other.out.bias *= 1 + 1e-5
+    assert difference(model, other) > 5e-6
+    assert uses_extra(0) and not uses_extra(1)
