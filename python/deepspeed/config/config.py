@@ -7,7 +7,7 @@ from deepspeed._native import _C, DeepSpeedConfigError
 from deepspeed.config import sections
 from deepspeed.config.model import ConfigSection, layout
 from deepspeed.config.read import read
-from deepspeed.config.world import data_parallel_size
+from deepspeed.config.world import ENVIRONMENT, data_parallel_size
 from deepspeed.log import logger
 
 DeepSpeedConfigAssertionError = _C.config.DeepSpeedConfigAssertionError
@@ -100,7 +100,8 @@ def _plan_batch(native, sizes, world, source):
         return
     for key, given, value in zip(BATCH_KEYS, sizes, planned):
         if given is None:
-            native.derive(key, value, f"the other batch sizes and {world} data-parallel ranks ({source})")
+            why = f"the other batch sizes and {world} data-parallel ranks ({source})"
+            native.derive(key, value, why, source == ENVIRONMENT)
 
 
 class DeepSpeedConfig:

@@ -70,7 +70,10 @@ def read(config, root="training", strict=None, sections_only=False):
 
 
 def _shown(config):
-    text = repr(config)
+    try:
+        text = repr(config)
+    except Exception:  # a repr of the program's own may raise anything
+        text = f"a {type(config).__name__}"
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 

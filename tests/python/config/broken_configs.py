@@ -94,6 +94,8 @@ BROKEN = [
     case("contiguous activations", "partition_activations",
          activation_checkpointing={"contiguous_memory_optimization": True}),
     case("max_grad_norm", "gradient_clipping", optimizer={"type": "Adam", "params": {"max_grad_norm": 1.0}}),
+    case("fused without torch_adam", "torch_adam", optimizer={"type": "Adam", "params": {"fused": True}}),
+    case("params without a type", "optimizer.type", optimizer={"params": {"lr": 0.1}}),
     case("1-bit with ZeRO", "another optimizer", optimizer={"type": "OneBitAdam"}, **zero(stage=2)),
     case("missing total", "total_num_steps", scheduler={"type": "WarmupDecayLR", "params": {}}),
     case("missing rates", "cycle_max_lr", scheduler={"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}),
