@@ -6,7 +6,11 @@ import sys
 import pytest
 
 TESTS = os.path.dirname(os.path.abspath(__file__))
-for folder in (os.path.join(TESTS, "dist"), os.path.join(TESTS, "house"), os.path.join(os.path.dirname(TESTS), "python")):
+for folder in (
+    os.path.join(TESTS, "dist"),
+    os.path.join(TESTS, "house"),
+    os.path.join(os.path.dirname(TESTS), "python"),
+):
     if folder not in sys.path:
         sys.path.insert(0, folder)
 

@@ -15,10 +15,8 @@ import sys
 import time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from common import machine  # noqa: E402  (the line above finds it from any directory)
-
 import torch  # noqa: E402
-
+from common import machine  # noqa: E402  (the line above finds it from any directory)
 from deepspeed._native import _C  # noqa: E402
 from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: E402
 
@@ -82,11 +80,13 @@ def measure(numel, count, threads, rounds):
 
 def summarize(times, numel):
     ours = times["ours"]
-    figures = {"ours_ms": statistics.median(ours), "ours_GBps": numel * BYTES_PER_ELEMENT / statistics.median(ours) / 1e6}
+    median = statistics.median(ours)
+    figures = {"ours_ms": median, "ours_GBps": numel * BYTES_PER_ELEMENT / median / 1e6}
     for name, values in times.items():
         if name != "ours":
             figures[f"{name}_ms"] = statistics.median(values)
-            figures[f"{name}_over_ours"] = statistics.median(other / own for other, own in zip(values, ours))
+            ratios = [other / own for other, own in zip(values, ours, strict=True)]
+            figures[f"{name}_over_ours"] = statistics.median(ratios)
     figures["of_memory_bound"] = figures.pop("memory_bound_over_ours")
     return figures
 
@@ -107,7 +107,8 @@ def main():
         for label, count in (("one_tensor", 1), ("1024_tensors", 1024)):
             result = summarize(measure(args.numel, count, threads, args.rounds), args.numel)
             figures[f"{label}_{threads}_threads"] = result
-            rivals = ", ".join(f"{key[:-10]} {value:.2f}x" for key, value in result.items() if key.endswith("_over_ours"))
+            ratios = {key[:-10]: value for key, value in result.items() if key.endswith("_over_ours")}
+            rivals = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios.items())
             print(
                 f"{label:>13}, {threads} thread(s): {result['ours_ms']:.1f} ms, {result['ours_GBps']:.1f} GB/s, "
                 f"{result['of_memory_bound']:.2f} of the memory bound; time of others over ours: {rivals}"

@@ -2,12 +2,21 @@
 
 #include "base/error.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace ds {
 namespace {
 
 constexpr Isa kAll[kIsaCount] = {Isa::kScalar, Isa::kNeon, Isa::kSse4, Isa::kAvx2, Isa::kAvx512};
 
 #if defined(__x86_64__)
+bool has_f16c() {  // clang's __builtin_cpu_supports does not know the name
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+
 // __builtin_cpu_supports also asks the operating system whether it saves the wide registers.
 bool has_sse4() {
   return __builtin_cpu_supports("ssse3") && __builtin_cpu_supports("sse4.1") && __builtin_cpu_supports("sse4.2") &&
@@ -16,8 +25,7 @@ bool has_sse4() {
 
 bool has_avx2() {
   return has_sse4() && __builtin_cpu_supports("avx") && __builtin_cpu_supports("avx2") &&
-         __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("f16c");
+         __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("fma") && has_f16c();
 }
 
 bool has_avx512() {

@@ -140,8 +140,9 @@ DS_BINDINGS(m) {
       .def("origins", &origins)
       .def("line", [](const PyConfig& self, const std::string& path) { return self.config.line(path); })
       .def("derive",
-           [](PyConfig& self, const std::string& path, py::handle value, const std::string& why) {
-             self.config.set(path, from_python(value, self.objects), {config::Source::kDerived, 0, why});
+           [](PyConfig& self, const std::string& path, py::handle value, const std::string& why, bool environment) {
+             self.config.set(path, from_python(value, self.objects),
+                             {environment ? config::Source::kEnvironment : config::Source::kDerived, 0, why});
            })
       .def("add_error",
            [](PyConfig& self, const std::string& code, std::vector<std::string> paths, const std::string& text,

@@ -16,7 +16,8 @@ DS_BINDINGS(m) {
            py::arg("min_lr"), py::arg("max_lr"), py::arg("num_steps"), py::arg("curve"))
       .def("lr", &WarmupLr::lr);
   py::class_<WarmupDecayLr>(lr, "WarmupDecayLr")
-      .def(py::init([](PerGroup min_lr, PerGroup max_lr, int64_t num_steps, const std::string& curve, int64_t total_steps) {
+      .def(py::init([](PerGroup min_lr, PerGroup max_lr, int64_t num_steps, const std::string& curve,
+                       int64_t total_steps) {
              return WarmupDecayLr(std::move(min_lr), std::move(max_lr), num_steps, warmup_curve(curve), total_steps);
            }),
            py::arg("min_lr"), py::arg("max_lr"), py::arg("num_steps"), py::arg("curve"), py::arg("total_steps"))
@@ -24,7 +25,8 @@ DS_BINDINGS(m) {
   py::class_<WarmupCosineLr>(lr, "WarmupCosineLr")
       .def(py::init([](PerGroup base_lr, double min_ratio, int64_t num_steps, double cos_min_ratio,
                        const std::string& curve, int64_t total_steps) {
-             return WarmupCosineLr(std::move(base_lr), min_ratio, num_steps, cos_min_ratio, warmup_curve(curve), total_steps);
+             return WarmupCosineLr(std::move(base_lr), min_ratio, num_steps, cos_min_ratio, warmup_curve(curve),
+                                   total_steps);
            }),
            py::arg("base_lr"), py::arg("min_ratio"), py::arg("num_steps"), py::arg("cos_min_ratio"), py::arg("curve"),
            py::arg("total_steps"))

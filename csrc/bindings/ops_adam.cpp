@@ -54,6 +54,8 @@ class AdamKernel {
             double beta2, double eps, double weight_decay, bool adamw, double bias_correction1, double bias_correction2,
             int threads, uintptr_t stream) {
     if (params.empty()) return;
+    kept_.clear();
+    written_.clear();  // of a call that failed
     const at::Device device = params[0].device();
     const KernelTable& table = table_for(device);
     using Dtypes = std::tuple<DType, DType, DType>;  // parameter, state, gradient

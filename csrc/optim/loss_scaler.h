@@ -9,7 +9,8 @@ namespace ds::optim {
 //   since the hysteresis was full only use it up;
 // - after `window` steps in a row without overflow the scale is multiplied by `factor` and the hysteresis refilled;
 //   with `consecutive_hysteresis` every clean step refills it;
-// - an overflow that finds the scale at `min_scale` fails with ErrorKind::kRuntime if `raise_at_min`: the loss itself is
+// - an overflow that finds the scale at `min_scale` fails with ErrorKind::kRuntime if `raise_at_min`: the loss itself
+// is
 //   not finite, and training on would skip every step.
 struct LossScaleRules {
   double factor = 2;
@@ -26,7 +27,7 @@ struct LossScaleRules {
 // All that changes from step to step: a checkpoint needs nothing else.
 struct LossScaleState {
   double scale = 65536;
-  int64_t iteration = 0;              // steps seen, skipped ones included
+  int64_t iteration = 0;  // steps seen, skipped ones included
   int64_t last_overflow_iteration = -1;
   int64_t hysteresis_left = 1;
 };

@@ -12,7 +12,8 @@ namespace {
 constexpr double kPi = 3.14159265358979323846;
 
 void require(bool ok, const char* name, double value, const char* allowed) {
-  if (!ok) fail(ErrorKind::kValue, "scheduler parameter ", name, " = ", value, " is not allowed: it must be ", allowed, ".");
+  if (!ok)
+    fail(ErrorKind::kValue, "scheduler parameter ", name, " = ", value, " is not allowed: it must be ", allowed, ".");
 }
 
 void require_rates(const PerGroup& rates, const char* name) {
@@ -61,7 +62,10 @@ double warmup_gamma(WarmupCurve curve, int64_t num_steps, int64_t iteration) {
 // ---- WarmupLr ------------------------------------------------------------------------------------------------------
 
 WarmupLr::WarmupLr(PerGroup min_lr, PerGroup max_lr, int64_t num_steps, WarmupCurve curve)
-    : min_lr_(std::move(min_lr)), max_lr_(std::move(max_lr)), num_steps_(std::max<int64_t>(2, num_steps)), curve_(curve) {
+    : min_lr_(std::move(min_lr)),
+      max_lr_(std::move(max_lr)),
+      num_steps_(std::max<int64_t>(2, num_steps)),
+      curve_(curve) {
   require_rates(min_lr_, "warmup_min_lr");
   require_rates(max_lr_, "warmup_max_lr");
   require_ordered(min_lr_, max_lr_, "warmup_min_lr", "warmup_max_lr");
@@ -78,7 +82,8 @@ PerGroup WarmupLr::lr(int64_t iteration) const { return at(warmup_gamma(curve_, 
 
 // ---- WarmupDecayLr -------------------------------------------------------------------------------------------------
 
-WarmupDecayLr::WarmupDecayLr(PerGroup min_lr, PerGroup max_lr, int64_t num_steps, WarmupCurve curve, int64_t total_steps)
+WarmupDecayLr::WarmupDecayLr(PerGroup min_lr, PerGroup max_lr, int64_t num_steps, WarmupCurve curve,
+                             int64_t total_steps)
     : WarmupLr(std::move(min_lr), std::move(max_lr), num_steps, curve), total_steps_(total_steps) {
   require(total_steps >= 1, "total_num_steps", static_cast<double>(total_steps), ">= 1");
 }
@@ -93,8 +98,12 @@ PerGroup WarmupDecayLr::lr(int64_t iteration) const {
 
 WarmupCosineLr::WarmupCosineLr(PerGroup base_lr, double min_ratio, int64_t num_steps, double cos_min_ratio,
                                WarmupCurve curve, int64_t total_steps)
-    : base_lr_(std::move(base_lr)), min_ratio_(min_ratio), cos_min_ratio_(cos_min_ratio),
-      num_steps_(std::max<int64_t>(2, num_steps)), total_steps_(total_steps), curve_(curve) {
+    : base_lr_(std::move(base_lr)),
+      min_ratio_(min_ratio),
+      cos_min_ratio_(cos_min_ratio),
+      num_steps_(std::max<int64_t>(2, num_steps)),
+      total_steps_(total_steps),
+      curve_(curve) {
   require(min_ratio >= 0 && min_ratio <= 1, "warmup_min_ratio", min_ratio, "between 0 and 1");
   require(cos_min_ratio >= 0 && cos_min_ratio <= 1, "cos_min_ratio", cos_min_ratio, "between 0 and 1");
   require(num_steps >= 0, "warmup_num_steps", static_cast<double>(num_steps), ">= 0");

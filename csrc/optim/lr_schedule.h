@@ -46,8 +46,8 @@ class WarmupDecayLr : private WarmupLr {
   int64_t total_steps_;
 };
 
-// A factor on each group's own rate: rises from min_ratio to 1 over num_steps, then half a cosine down to cos_min_ratio,
-// which it reaches at iteration total_steps - 1 (the last of total_steps) and keeps.
+// A factor on each group's own rate: rises from min_ratio to 1 over num_steps, then half a cosine down to
+// cos_min_ratio, which it reaches at iteration total_steps - 1 (the last of total_steps) and keeps.
 class WarmupCosineLr {
  public:
   WarmupCosineLr(PerGroup base_lr, double min_ratio, int64_t num_steps, double cos_min_ratio, WarmupCurve curve,
@@ -78,11 +78,11 @@ class LrRangeTest {
 
 // One up-and-down cycle, then decay (Smith 2018, "A disciplined approach to neural network hyper-parameters").
 struct CycleShape {
-  int64_t first_steps;    // >= 1, from low to high
-  int64_t second_steps;   // >= 1, from high to low
-  int64_t first_stairs;   // 0: continuous; else that many equal jumps in the half
+  int64_t first_steps;   // >= 1, from low to high
+  int64_t second_steps;  // >= 1, from high to low
+  int64_t first_stairs;  // 0: continuous; else that many equal jumps in the half
   int64_t second_stairs;
-  int64_t decay_steps;    // length of one decay unit; 0: no decay phase, the value stays at its lower end
+  int64_t decay_steps;  // length of one decay unit; 0: no decay phase, the value stays at its lower end
 
   void validate() const;
   // Position in the cycle: 0 at its ends, 1 at the peak.

@@ -56,11 +56,11 @@ std::vector<int64_t> partition_balanced(const std::vector<double>& weights, int6
   std::vector<double> prefix(n + 1, 0);
   for (int64_t i = 0; i < n; ++i) prefix[i + 1] = prefix[i] + weights[i];
   std::vector<std::vector<int64_t>> cut;
-  const double heaviest =
-      best_cuts(prefix, parts, [](double before, double last) { return std::max(before, last); }, &cut)[parts][n];
+  const double heaviest = best_cuts(
+      prefix, parts, [](double before, double last) { return std::max(before, last); }, &cut)[parts][n];
   best_cuts(
-      prefix, parts,
-      [heaviest](double before, double last) { return last > heaviest ? kNever : before + last * last; }, &cut);
+      prefix, parts, [heaviest](double before, double last) { return last > heaviest ? kNever : before + last * last; },
+      &cut);
 
   std::vector<int64_t> offsets(parts + 1, n);
   for (int64_t p = parts; p > 0; --p) offsets[p - 1] = cut[p][offsets[p]];

@@ -1,13 +1,11 @@
 #include "zero/device_context.h"
 
 #include <ATen/Functions.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 
 #include <cstring>
-#include <string>
-
 #include "base/error.h"
 #include "zero/torch_compat.h"
 
@@ -25,29 +23,14 @@ void* native_stream(c10::Stream stream) {
   return accessor(&stream);
 }
 
-const kernels::KernelTable* cuda_table() {
-  Dl_info here;
-  dladdr(reinterpret_cast<void*>(&ds_cpu_kernels), &here);
-  std::string path = here.dli_fname;
-  path = path.substr(0, path.rfind('/') + 1) + "libds_kernels_cuda.so";
-  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (!library)
-    fail(ErrorKind::kRuntime, "the CUDA kernels are not there (", dlerror(),
-         "). Build deepspeed where nvcc is on the PATH or under /usr/local/cuda.");
-  auto get = reinterpret_cast<decltype(&ds_cuda_kernels)>(dlsym(library, "ds_cuda_kernels"));
-  const kernels::KernelTable* table = get ? get(kernels::kKernelAbi) : nullptr;
-  if (!table) fail(ErrorKind::kRuntime, path, " is of another build of deepspeed; build again");
-  return table;
-}
-
 const kernels::KernelTable* table_for(const c10::Device& device) {
-  if (device.is_cpu()) {
-    const kernels::KernelTable* table = ds_cpu_kernels(kernels::kKernelAbi);
-    if (!table) fail(ErrorKind::kRuntime, "libds_kernels_cpu.so is of another build of deepspeed; build again");
-    return table;
-  }
-  if (device.is_cuda()) return cuda_table();
-  fail(ErrorKind::kNotImplemented, "no kernels for device ", device.str(), "; use cpu or cuda");
+  if (!device.is_cpu() && !device.is_cuda())
+    fail(ErrorKind::kNotImplemented, "no kernels for device ", device.str(), "; use cpu or cuda");
+  const char* name = device.is_cpu() ? "cpu" : "cuda";
+  const kernels::KernelTable* table = ds_kernels(kernels::kKernelAbi, name);
+  if (!table) fail(ErrorKind::kRuntime, ds_kernels_error(kernels::kKernelAbi, name));
+  if (const char* problem = table->device_error()) fail(ErrorKind::kRuntime, problem);
+  return table;
 }
 
 }  // namespace
@@ -94,6 +77,7 @@ at::Tensor in_order_of(const at::Tensor& dst, const at::Tensor& src) {
 }  // namespace
 
 void DeviceContext::copy(const at::Tensor& dst, const at::Tensor& src, float scale) const {
+  const c10::DeviceGuard current(device_);
   if (src.is_sparse()) return copy(dst, src.to_dense(), scale);
   if (!has_kernel_dtype(dst.scalar_type()) || !has_kernel_dtype(src.scalar_type()) || src.device() != dst.device()) {
     dst.copy_(src.reshape(dst.sizes()));
@@ -106,6 +90,7 @@ void DeviceContext::copy(const at::Tensor& dst, const at::Tensor& src, float sca
 }
 
 void DeviceContext::accumulate(const at::Tensor& dst, const at::Tensor& src, float scale) const {
+  const c10::DeviceGuard current(device_);
   if (src.is_sparse()) return accumulate(dst, src.to_dense(), scale);
   if (!has_kernel_dtype(dst.scalar_type()) || !has_kernel_dtype(src.scalar_type()) || src.device() != dst.device()) {
     dst.add_(src.reshape(dst.sizes()), scale);
@@ -134,6 +119,8 @@ kernels::StepScale DeviceContext::read_step_scale() {
   return result;
 }
 
-void DeviceContext::check() const {}
+void DeviceContext::check() const {
+  if (const char* problem = table_->last_error()) fail(ErrorKind::kRuntime, problem);
+}
 
 }  // namespace ds::zero

@@ -18,13 +18,12 @@ bool has_kernel_dtype(at::ScalarType type);
 
 class DeviceContext {
  public:
-  // `threads` serves CPU kernels. A CUDA device loads libds_kernels_cuda.so from beside the kernel library; fails with
-  // the reason where it cannot.
+  // `threads` serves CPU kernels. Fails with the reason where the device's kernels are missing or cannot run.
   DeviceContext(c10::Device device, int threads);
 
   const c10::Device& device() const { return device_; }
   const kernels::KernelTable& table() const { return *table_; }
-  kernels::Launch launch() const;  // on the current stream of the device, for the calling thread
+  kernels::Launch launch() const;  // on the device's current stream; the caller makes the device current
 
   // dst = src * scale and dst += src * scale, any dtypes. dst is dense (in any memory order); src has as many elements
   // and may be strided or sparse.

@@ -1,6 +1,7 @@
 #include "zero/grad_reducer.h"
 
 #include <ATen/Functions.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -104,6 +105,7 @@ void GradReducer::begin(bool reduce) {
 
 void GradReducer::note_culprit(size_t param, const at::Tensor& grad) {
   if (!options_.find_culprits || !has_kernel_dtype(grad.scalar_type()) || !grad.is_non_overlapping_and_dense()) return;
+  const c10::DeviceGuard current(device_.device());
   const kernels::Segment segment{grad.data_ptr(), static_cast<size_t>(grad.numel())};
   device_.table().sum_squares(device_.launch(), &segment, 1, kernel_dtype(grad.scalar_type(), "gradient"),
                               static_cast<double*>(culprits_.data_ptr()) + param);

@@ -1,6 +1,7 @@
 #include "zero/stepper.h"
 
 #include <ATen/Functions.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 
 #include <cmath>
@@ -33,6 +34,7 @@ std::vector<Stepper::Run> Stepper::runs(const FlatSpace& space, const GradReduce
 
 void Stepper::norm(const GradReducer& grads, float loss_scale, float max_norm, bool check, comm::Communicator* model_parallel) {
   at::NoGradGuard no_grad;
+  const c10::DeviceGuard current(device_.device());
   device_.sum_tensor().zero_();
   for (const FlatSpace& space : store_.spaces()) {
     const auto parts = runs(space, grads, [&](size_t param) { return store_.spec(param).counts_in_norm; });
@@ -56,6 +58,7 @@ void Stepper::norm(const GradReducer& grads, float loss_scale, float max_norm, b
 
 void Stepper::adam(const GradReducer& grads, int32_t group, const AdamGroupArgs& args) {
   at::NoGradGuard no_grad;
+  const c10::DeviceGuard current(device_.device());
   ensure_slots(2);
   float* steps = steps_.data_ptr<float>();
   for (FlatSpace& space : store_.spaces()) {

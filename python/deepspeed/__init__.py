@@ -18,6 +18,7 @@ _NAMES = {
     "DeepSpeedEngine": "deepspeed.engine.engine",
     "DeepSpeedConfig": "deepspeed.config",
     "DeepSpeedConfigError": "deepspeed._native",
+    "DeepSpeedConfigAssertionError": "deepspeed.config",
     "DeepSpeedOptimizer": "deepspeed.zero.base_optimizer",
     "DeepSpeedDataLoader": "deepspeed.engine.dataloader",
     "init_distributed": "deepspeed.comm",

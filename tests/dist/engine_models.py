@@ -99,7 +99,7 @@ def train_engine(engine, steps, rank, world, user_backward=False, start=0):
     accumulate = engine.gradient_accumulation_steps()
     losses, norms = [], []
     for step in range(start, start + steps):
-        tokens, targets = batch(step)
+        tokens, targets = (t.to(engine.device) for t in batch(step))
         part = tokens.shape[0] // world // accumulate
         total = 0.0
         for micro in range(accumulate):
@@ -121,7 +121,7 @@ def difference(model, reference):
     """Largest relative difference of a parameter, in the 2-norm of the parameter."""
     worst = 0.0
     for (name, a), (_, b) in zip(model.named_parameters(), reference.named_parameters()):
-        gap = float((a.detach().double() - b.detach().double()).norm() / b.detach().double().norm().clamp_min(1e-12))
+        gap = float((a.detach().double().cpu() - b.detach().double()).norm() / b.detach().double().norm().clamp_min(1e-12))
         worst = max(worst, gap)
     return worst
 

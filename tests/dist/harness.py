@@ -72,7 +72,10 @@ class _Pool:
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         self.server = subprocess.Popen(
             [sys.executable, WORKER_SCRIPT, str(theirs.fileno())],
-            env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
+            env=environment,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
         theirs.close()
 
@@ -159,8 +162,8 @@ def _reference(fn):
     qualname = fn.__qualname__
     if "<locals>" in qualname or "<lambda>" in qualname:
         raise TypeError(
-            f"run_ranks needs a module-level function, got {qualname!r}: the ranks are other processes and import it by "
-            f"name. Move it to the top level of {fn.__code__.co_filename} and pass what it closes over as arguments."
+            f"run_ranks needs a module-level function, got {qualname!r}: the ranks are other processes and import it "
+            f"by name. Move it to the top level of {fn.__code__.co_filename} and pass what it closes over as arguments."
         )
     return fn.__module__, os.path.abspath(fn.__code__.co_filename), qualname
 
@@ -176,9 +179,9 @@ def run_ranks(world_size, fn, *args, timeout=60, init=False, env=None, fresh=Fal
     env:        additional environment variables for the ranks; a value of None removes the variable.
     fresh:      use new processes and end them afterwards (for tests that leave a process dirty).
 
-    RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT are set, torch is seeded with
-    1234 and uses one thread. What a rank raises is raised here with its own type, caused by a RankError that holds the
-    rank and the tracebacks; the first failure in time wins. A pytest.skip on a rank skips the test.
+    RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT are set, torch is seeded
+    with 1234 and uses one thread. What a rank raises is raised here with its own type, caused by a RankError that holds
+    the rank and the tracebacks; the first failure in time wins. A pytest.skip on a rank skips the test.
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
@@ -190,17 +193,33 @@ def run_ranks(world_size, fn, *args, timeout=60, init=False, env=None, fresh=Fal
     try:
         for rank, worker in enumerate(workers):
             variables = dict(
-                os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
-                LOCAL_WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size), CROSS_RANK="0", CROSS_SIZE="1",
-                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo",
+                os.environ,
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=str(world_size),
+                LOCAL_WORLD_SIZE=str(world_size),
+                LOCAL_SIZE=str(world_size),
+                CROSS_RANK="0",
+                CROSS_SIZE="1",
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+                OMP_NUM_THREADS="1",
+                GLOO_SOCKET_IFNAME="lo",
             )
             for name, value in (env or {}).items():
                 variables.pop(name, None)
                 if value is not None:
                     variables[name] = str(value)
             task = {
-                "module": module, "path": path, "qualname": qualname, "sys_path": list(sys.path), "cwd": os.getcwd(),
-                "env": variables, "rank": rank, "world_size": world_size, "init": init,
+                "module": module,
+                "path": path,
+                "qualname": qualname,
+                "sys_path": list(sys.path),
+                "cwd": os.getcwd(),
+                "env": variables,
+                "rank": rank,
+                "world_size": world_size,
+                "init": init,
             }
             try:
                 worker.conn.send_bytes(pickle.dumps(task))
@@ -256,7 +275,9 @@ class _Outcome:
     def _story(self, fn):
         parts = []
         if self.order:
-            parts.append(f"{fn.__module__}.{fn.__qualname__} failed first on rank {self.order[0]} of {len(self.reports)}")
+            parts.append(
+                f"{fn.__module__}.{fn.__qualname__} failed first on rank {self.order[0]} of {len(self.reports)}"
+            )
         for rank, report in enumerate(self.reports):
             if report is None:
                 parts.append(f"--- rank {rank}: still running, stacks:\n{self.stacks.get(rank) or '(none)'}")

@@ -110,6 +110,19 @@ def _low_precision_sums_are_wide(rank, world):
     assert part.tolist() == [258.0]
 
 
+def _large(rank, world):
+    for count in (1 << 16, (1 << 16) + 1):
+        for dtype in (torch.float32, torch.bfloat16):
+            for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX):
+                expected = reference([values(r, (count,), dtype) for r in range(world)], op)
+                for found in (values(rank, (count,), dtype), torch.zeros(count, 2, dtype=dtype)[:, 0]):
+                    if not found.is_contiguous() and dtype == torch.float32:
+                        continue  # torch's own refusal
+                    found.copy_(values(rank, (count,), dtype))
+                    dist.all_reduce(found, op)
+                    same(found, expected)
+
+
 def _coalesced(rank, world):
     tensors = [values(rank, (n,), dtype) for n, dtype in ((3, torch.float32), (4, torch.bfloat16), (1, torch.int16))]
     expected = [reference([values(r, t.shape, t.dtype) for r in range(world)], ReduceOp.SUM) for t in tensors]
@@ -264,6 +277,7 @@ def _bad_input(rank, world):
         _all_reduce,
         _reduce,
         _reduce_scatter,
+        _large,
         _coalesced,
         _movement,
         _gather_into_tensor,

@@ -50,15 +50,19 @@ def check_cmake(cmake_text, folders):
     rooms = declared_rooms(cmake_text)
     for folder in sorted(folders):
         if folder not in rooms:
-            problems.append(f"csrc/{folder} has no ds_room({folder} ...) line in CMakeLists.txt: nothing builds it. {SEE}")
+            problems.append(
+                f"csrc/{folder} has no ds_room({folder} ...) line in CMakeLists.txt: nothing builds it. {SEE}"
+            )
     for room, (uses, libs) in rooms.items():
         if room not in CPP_ARROWS:
-            problems.append(f"CMakeLists.txt: the room {room} is not in the house. Draw its arrows in CPP_ARROWS. {SEE}")
+            problems.append(
+                f"CMakeLists.txt: the room {room} is not in the house. Draw its arrows in CPP_ARROWS. {SEE}"
+            )
             continue
         for used in sorted(uses - CPP_ARROWS[room]):
             problems.append(
-                f"CMakeLists.txt: ds_room({room}) uses {used}, but no arrow leads from {room} to {used}. Rooms below know "
-                f"nothing of rooms above, so that each builds and is tested without them. {SEE}"
+                f"CMakeLists.txt: ds_room({room}) uses {used}, but no arrow leads from {room} to {used}. Rooms below "
+                f"know nothing of rooms above, so that each builds and is tested without them. {SEE}"
             )
         if any("torch" in lib for lib in libs) and room not in ROOMS_WITH_TORCH:
             problems.append(
@@ -85,14 +89,16 @@ def check_includes(files, cmake_text):
                 if room in QUOTED_LIBRARIES.get(first, ()):
                     continue
                 if "/" not in header or first not in CPP_ARROWS:
-                    problems.append(f'{where}: headers of ours are named "<room>/<file>.h", those of others in <>. {SEE}')
+                    problems.append(
+                        f'{where}: headers of ours are named "<room>/<file>.h", those of others in <>. {SEE}'
+                    )
                 elif first not in allowed:
                     problems.append(
-                        f"{where}: no arrow leads from {room} to {first}. Move what is shared to a room below both, or let "
-                        f"the caller pass it in. {SEE}"
+                        f"{where}: no arrow leads from {room} to {first}. Move what is shared to a room below both, or "
+                        f"let the caller pass it in. {SEE}"
                     )
             elif first in CPP_ARROWS and header.endswith(".h") and "/" in header:
-                problems.append(f'{where}: headers of ours are included with quotes. {SEE}')
+                problems.append(f"{where}: headers of ours are included with quotes. {SEE}")
             elif first in ("torch", "ATen", "c10") and room not in ROOMS_WITH_TORCH:
                 problems.append(
                     f"{where}: {room} is torch-free, so that it compiles in seconds, is tested alone and serves every "
@@ -114,18 +120,19 @@ def check_torch_versions(files):
             if "TORCH_VERSION" in line or "torch/version.h" in line:
                 problems.append(
                     f"csrc/{path}:{number} asks for the version of torch. The differences live in "
-                    f"{' and '.join(sorted(TORCH_VERSION_HEADERS))}, so that the next torch is read in two places. {SEE}"
+                    f"{' and '.join(sorted(TORCH_VERSION_HEADERS))}, so that the next torch changes two files. {SEE}"
                 )
     return problems
 
 
-# ---- mutable globals ---------------------------------------------------------------------------------------------------
+# ---- mutable globals -----------------------------------------------------------------------------------------------
 
 
 def without_comments(text):
     """The text without comments and with empty literals; line numbers stay."""
     pattern = re.compile(
-        r'R"(?P<tag>[^(\s]*)\(.*?\)(?P=tag)"|//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|(?<![0-9A-Za-z_])\'(?:\\.|[^\'\\\n])+\'', re.S
+        r'R"(?P<tag>[^(\s]*)\(.*?\)(?P=tag)"|//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|(?<![0-9A-Za-z_])\'(?:\\.|[^\'\\\n])+\'',
+        re.S,
     )
 
     def blank(match):
@@ -148,7 +155,9 @@ def statements(text):
 
     Kinds: "namespace", "type", "function" (which stands for every other brace with statements in it), "value".
     """
-    text = re.sub(r"^[ \t]*#(?:[^\n\\]|\\\n|\\.)*", lambda m: "\n" * m.group().count("\n"), without_comments(text), flags=re.M)
+    text = re.sub(
+        r"^[ \t]*#(?:[^\n\\]|\\\n|\\.)*", lambda m: "\n" * m.group().count("\n"), without_comments(text), flags=re.M
+    )
     text = re.sub(r"\b(public|private|protected)\s*:(?!:)", ";", text)
     scope, current, start, depth, line = [], "", 1, 0, 1
     for char in text:
@@ -186,9 +195,12 @@ def statements(text):
 
 
 def _brace_kind(head, scope):
-    if re.search(r"\bnamespace\b[\w:\s]*$", head) or head.startswith("extern \"\""):
+    if re.search(r"\bnamespace\b[\w:\s]*$", head) or head.startswith('extern ""'):
         return "namespace"
-    if re.match(r"^(template\s*<.*>\s*)?(typedef\s+)?(struct|class|enum|union)\b", head) and "(" not in head.split("=")[0]:
+    if (
+        re.match(r"^(template\s*<.*>\s*)?(typedef\s+)?(struct|class|enum|union)\b", head)
+        and "(" not in head.split("=")[0]
+    ):
         return "type"
     if re.search(r"(=|\breturn|,)$", head) or (
         re.search(r"[\w>\]]$", head) and "(" not in head and not re.match(r"^(do|else|try)\b", head)
@@ -205,9 +217,9 @@ def check_mutable_globals(files):
             if name is None or (path, name) in MUTABLE_GLOBALS:
                 continue
             problems.append(
-                f"csrc/{path}:{line} holds the mutable global '{name}': in tests N ranks are N threads of one process, and "
-                f"several engines share one, so state belongs to an object that its owner passes around. Make it const, or "
-                f"a member; if it truly must be, add a row to MUTABLE_GLOBALS that says why. {SEE}"
+                f"csrc/{path}:{line} holds the mutable global '{name}': in tests N ranks are N threads of one process, "
+                f"and several engines share one, so state belongs to an object that its owner passes around. Make it "
+                f"const, or a member; if it truly must be, add a row to MUTABLE_GLOBALS that says why. {SEE}"
             )
     return problems
 
@@ -223,7 +235,12 @@ def mutable_name(scope, statement):
     if not static and not namespace_scope:
         return None
     body = re.sub(r"^((inline|static|thread_local)\s+)+", "", statement)
-    if not body or NOT_VARIABLES.match(body) or body.startswith("extern") or CONSTANT.search(body.split("=")[0].split("{")[0]):
+    if (
+        not body
+        or NOT_VARIABLES.match(body)
+        or body.startswith("extern")
+        or CONSTANT.search(body.split("=")[0].split("{")[0])
+    ):
         return None
     declared = body.split("=")[0].split("{")[0]
     if "(" in re.sub(r"<[^<>]*(<[^<>]*>[^<>]*)*>", "", declared) or "operator" in declared:

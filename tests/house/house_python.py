@@ -120,8 +120,8 @@ def check_arrows(modules):
             elif floor_of(room) is None or floor_of(room) >= floor_of(module.room):
                 problems.append(
                     f"{where}: no arrow leads from '{module.room or '__init__'}' to '{room or '__init__'}': imports go "
-                    f"to lower floors only, or the order in which modules load becomes a secret. Move what is shared to "
-                    f"a lower room, or let the caller pass it in. {SEE}"
+                    f"to lower floors only, or the order in which modules load becomes a secret. Move what is shared "
+                    f"to a lower room, or let the caller pass it in. {SEE}"
                 )
     return problems
 
@@ -171,8 +171,8 @@ def check_imports_at_top(modules):
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Call) and _called(node.func) in ("import_module", "__import__"):
                 problems.append(
-                    f"{module.path}:{node.lineno} imports by a name in a string, which hides an arrow. Import it at the "
-                    f"top of the file, or add a row to LATE_IMPORTS that says why not. {SEE}"
+                    f"{module.path}:{node.lineno} imports by a name in a string, which hides an arrow. Import it at "
+                    f"the top of the file, or add a row to LATE_IMPORTS that says why not. {SEE}"
                 )
     return problems
 
@@ -194,7 +194,7 @@ def check_head_node(modules):
                 if at_top and target.split(".")[0] == "torch":
                     problems.append(
                         f"{start.path} reaches torch through {' -> '.join(trail)} (line {line}): the launcher and the "
-                        f"report start on machines without torch, and in a tenth of a second. {SEE}"
+                        f"report start on machines without torch, and at once. {SEE}"
                     )
             for _, target in targets(module, modules, top_only=True):
                 if target in modules and target not in seen:
@@ -230,7 +230,7 @@ def check_length(root, suffixes=(".py", ".h", ".cpp", ".cu", ".cuh", ".cmake", "
                     lines = sum(1 for _ in file)
                 if lines > MAX_LINES:
                     problems.append(
-                        f"{os.path.relpath(path, root)} has {lines} lines, more than {MAX_LINES}: a file holds one noun. "
-                        f"Find the second one in it and give it a file of its own."
+                        f"{os.path.relpath(path, root)} has {lines} lines, more than {MAX_LINES}: a file holds one "
+                        f"noun. Find the second one in it and give it a file of its own."
                     )
     return problems

@@ -3,7 +3,7 @@
 docs/architecture.md tells why. Changing the house means changing a row here and that page, in the same commit.
 """
 
-# ---- Python ------------------------------------------------------------------------------------------------------------
+# ---- Python --------------------------------------------------------------------------------------------------------
 # Floors, lowest first. A room may import rooms of lower floors, never of its own floor or above.
 PYTHON_FLOORS = [
     {"constants", "version", "_build_info"},
@@ -24,7 +24,7 @@ PYTHON_FLOORS = [
     {""},  # deepspeed/__init__.py
 ]  # fmt: skip
 
-# These run on a head node, where torch may be missing: of us they import only the lowest three floors, and no torch at all.
+# These run on a head node, where torch may be missing: of us they import only the lowest three floors, and no torch.
 HEAD_NODE_ROOMS = {"launcher", "env_report"}
 HEAD_NODE_FLOOR = set().union(*PYTHON_FLOORS[:3])
 
@@ -38,14 +38,14 @@ LATE_IMPORTS = {
     "ops/__init__.py": "op packages are imported when first used",
     "registry.py": "a registry holds names so that what is not used is not imported",
     "git_version_info.py": "_build_info exists in installed packages only",
-    "accelerator/abstract_accelerator.py": "op builders and compile backends exist for some accelerators and torches only",
+    "accelerator/abstract_accelerator.py": "op builders and compile backends exist for some torches only",
     "accelerator/cuda_accelerator.py": "nvtx is optional",
     "comm/comm.py": "the bindings of a third-party backend are optional",
     "comm/rendezvous.py": "mpi4py is optional, and importing it starts MPI",
     "comm/torch.py": "torch 2.x only",
 }
 
-# ---- C++ ---------------------------------------------------------------------------------------------------------------
+# ---- C++ -----------------------------------------------------------------------------------------------------------
 CPP_ARROWS = {
     "base": set(),
     "config": {"base"},

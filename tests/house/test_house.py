@@ -49,7 +49,9 @@ def test_python(modules, check):
 
 
 def test_rooms_of_cmake(cmake):
-    folders = [name for name in os.listdir(os.path.join(ROOT, "csrc")) if os.path.isdir(os.path.join(ROOT, "csrc", name))]
+    folders = [
+        name for name in os.listdir(os.path.join(ROOT, "csrc")) if os.path.isdir(os.path.join(ROOT, "csrc", name))
+    ]
     expect_none(house_cpp.check_cmake(cmake, folders))
 
 

@@ -30,7 +30,7 @@ def only(problems, *parts):
         assert part in problems[0], problems[0]
 
 
-# ---- arrows ------------------------------------------------------------------------------------------------------------
+# ---- arrows --------------------------------------------------------------------------------------------------------
 
 
 def test_drawn_arrows_pass(package):
@@ -81,7 +81,10 @@ def test_nobody_imports_the_package_itself_or_the_facades(package):
 
 
 def test_unknown_room(package):
-    only(house_python.check_arrows({k: v for k, v in package(attic__box="").items() if k == "deepspeed.attic.box"}), "'attic'")
+    only(
+        house_python.check_arrows({k: v for k, v in package(attic__box="").items() if k == "deepspeed.attic.box"}),
+        "'attic'",
+    )
 
 
 def test_head_node(package):
@@ -99,8 +102,13 @@ def test_head_node(package):
 
 
 def test_cycle(package):
-    modules = package(zero__a="from deepspeed.zero import b", zero__b="import deepspeed.zero.c", zero__c="from .a import x")
-    only(house_python.check_cycles(modules), "deepspeed.zero.a -> deepspeed.zero.b -> deepspeed.zero.c -> deepspeed.zero.a")
+    modules = package(
+        zero__a="from deepspeed.zero import b", zero__b="import deepspeed.zero.c", zero__c="from .a import x"
+    )
+    only(
+        house_python.check_cycles(modules),
+        "deepspeed.zero.a -> deepspeed.zero.b -> deepspeed.zero.c -> deepspeed.zero.a",
+    )
 
 
 def test_cycle_through_a_package(package):
@@ -135,7 +143,7 @@ def test_long_file(tmp_path):
     only(house_python.check_length(str(tmp_path)), "csrc/a.cpp has 601 lines")
 
 
-# ---- C++ ---------------------------------------------------------------------------------------------------------------
+# ---- C++ -----------------------------------------------------------------------------------------------------------
 
 CMAKE = """
 # ds_room(attic USES engine)
@@ -154,7 +162,10 @@ def test_rooms_of_cmake():
     assert house_cpp.declared_rooms(CMAKE)["comm"] == ({"base", "kernels"}, {"ds_torch"})
     only(house_cpp.check_cmake(CMAKE, [*FOLDERS, "io"]), "csrc/io has no ds_room")
     only(house_cpp.check_cmake(CMAKE + "ds_room(attic)", FOLDERS), "the room attic is not in the house")
-    only(house_cpp.check_cmake(CMAKE.replace("plan     USES base", "plan USES base zero"), FOLDERS), "ds_room(plan) uses zero")
+    only(
+        house_cpp.check_cmake(CMAKE.replace("plan     USES base", "plan USES base zero"), FOLDERS),
+        "ds_room(plan) uses zero",
+    )
     only(
         house_cpp.check_cmake(CMAKE.replace("kernels  USES base", "kernels USES base LIBS ds_torch"), FOLDERS),
         "ds_room(kernels) links torch",
@@ -166,7 +177,11 @@ def test_rooms_of_cmake():
     [
         ("plan/a.h", '#include "zero/engine.h"', "no arrow leads from plan to zero"),
         ("plan/a.h", '#  include "kernels/adam.h"', "no arrow leads from plan to kernels"),
-        ("zero/a.cpp", '#include "kernels/adam.h"', "no arrow leads from zero to kernels"),  # in the house, not in CMake
+        (
+            "zero/a.cpp",
+            '#include "kernels/adam.h"',
+            "no arrow leads from zero to kernels",
+        ),  # in the house, not in CMake
         ("plan/a.h", '#include "hwy/highway.h"', 'named "<room>/<file>.h"'),
         ("plan/a.h", '#include "a.h"', 'named "<room>/<file>.h"'),
         ("plan/a.h", "#include <base/error.h>", "with quotes"),
@@ -222,8 +237,8 @@ def test_mutable_globals_are_found(text, name):
     [
         "constexpr int kSize = 4;",
         "const std::vector<int> kPrimes{2, 3, 5};",
-        "static const char* const kNames[] = {\"a;b\", \"c = d\"};",
-        "inline constexpr char kText[] = R\"(int x = 0; {)\";",
+        'static const char* const kNames[] = {"a;b", "c = d"};',
+        'inline constexpr char kText[] = R"(int x = 0; {)";',
         "const int& kAlias = kSize;",
         "namespace ds { using Binder = void (*)(int); class Engine; struct Impl; enum class Kind { kA, kB = 2 }; }",
         "struct S {\n  int value = 0;\n  std::vector<int> list{1};\n  S() : value{1}, list(2) { value = 3; }\n};",
@@ -233,9 +248,9 @@ def test_mutable_globals_are_found(text, name):
         "int f() {\n  static const int kOnce = compute();\n  static constexpr double kTwo = 2;\n  return kOnce;\n}",
         "#define STATE int state = 0\n#define TWO(x) \\\n  static int x = 0;\n",
         "/* int x = 0; */ // static int y;",
-        "extern \"C\" int entry(const char* name);\nextern template class Box<int>;",
+        'extern "C" int entry(const char* name);\nextern template class Box<int>;',
         "S::S() : a_{1}, b_{2} {}\nvoid g() { run([&](size_t begin) { total += begin; }); }",
-        "DS_BINDINGS(m) { m.def(\"f\", [] { return 42; }); }\nTEST(A, B) { int x = 1; }",
+        'DS_BINDINGS(m) { m.def("f", [] { return 42; }); }\nTEST(A, B) { int x = 1; }',
         "struct Deleter { void operator()(int* p) const { delete p; } };\nbool operator==(A a, B b);",
         "namespace ds {\nauto f() -> std::vector<int> {\n  return {1, 2};\n}\n}",
         "std::vector<int> f();\nStatus g() noexcept;\nvoid h(int values[3]);",

@@ -14,7 +14,7 @@ DS_CONFIG_CHAPTER(35, kTraining, "Gradients and communication") {
             .waits_for("sequence parallelism"));
   c.add(boolean("prescale_gradients", false, "Divide gradients before the reduction instead of after."));
   c.add(number("gradient_predivide_factor", 1.0,
-               "With prescale_gradients: the divisor before the reduction; the rest is divided after.")
+               "With prescale_gradients: gradients are divided by this before the reduction, and by the rest after it.")
             .above(0));
   c.add(text("gradient_allreduce_op", "mean", "Average or sum gradients over ranks.")
             .one_of_any_case({"mean", "sum"})
@@ -49,6 +49,11 @@ DS_CONFIG_CHAPTER(35, kTraining, "Gradients and communication") {
       j.error({"gradient_allreduce_op", "zero_optimization.zenflow"}, "\"sum\" does not work with zenflow.", fix);
     if (j.on("compile.deepcompile"))
       j.error({"gradient_allreduce_op", "compile.deepcompile"}, "\"sum\" does not work with deepcompile.", fix);
+  });
+  c.rule("gradient_predivide_factor has an effect with prescale_gradients only.", [](Judge& j) {
+    if (j.number("gradient_predivide_factor") != 1.0 && !j.on("prescale_gradients")) {
+      j.warn({"gradient_predivide_factor", "prescale_gradients"}, "the first has no effect without the second.");
+    }
   });
   c.rule("allgather_size sets zero_optimization.allgather_bucket_size when that is not given.", [](Judge& j) {
     if (j.given("allgather_size") && !j.given("zero_optimization.allgather_bucket_size")) {

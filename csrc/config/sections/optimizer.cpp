@@ -28,6 +28,24 @@ DS_CONFIG_CHAPTER(20, kTraining, "Optimizer") {
     j.error({"optimizer.params.max_grad_norm"}, "the built-in optimizers do not clip gradients.",
             "Use \"gradient_clipping\" instead.", ErrorKind::kValue);
   });
+  c.rule("Parameters of torch's own Adam (foreach, fused, maximize, capturable, differentiable) need torch_adam.",
+         [](Judge& j) {
+           const std::string type = j.text("optimizer.type"), at = "optimizer.params.";
+           if ((type != "Adam" && type != "AdamW") || j.on(at + "torch_adam")) return;
+           for (const char* key : {"foreach", "fused", "maximize", "capturable", "differentiable"}) {
+             if (j.on(at + key)) {
+               j.error({at + key}, "only torch's own Adam has this.",
+                       "Set \"" + at + "torch_adam\" to true or leave it out.");
+             }
+           }
+         });
+  c.rule("params need a type.", [](Judge& j) {
+    for (const std::string at : {"optimizer", "scheduler"}) {
+      if (j.is_null(at + ".type") && j.size(at + ".params") > 0) {
+        j.error({at + ".type", at + ".params"}, "there are parameters but no name.", "Add \"" + at + ".type\".");
+      }
+    }
+  });
   c.rule("OneBitAdam, ZeroOneAdam and OneBitLamb do not work with ZeRO.", [](Judge& j) {
     if (!one_bit(j.text("optimizer.type")) || j.integer("zero_optimization.stage") == 0) return;
     j.error({"optimizer.type", "zero_optimization.stage"}, "the 1-bit optimizers do not work with ZeRO.",

@@ -29,6 +29,7 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
     def __init__(self):
         self._nvtx = importlib.import_module("nvtx") if importlib.util.find_spec("nvtx") else None
         self.supports_nvtx_domain = self._nvtx is not None
+        self._seen = False  # a GPU was found; asked in hot paths, and a GPU does not go away
 
     # ---- kind of device ------------------------------------------------------------------------------------------
     def is_synchronized_device(self):
@@ -66,7 +67,8 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         return torch.cuda.synchronize(device_index)
 
     def is_available(self):
-        return probe() is True
+        self._seen = self._seen or probe() is True
+        return self._seen
 
     # ---- random numbers ------------------------------------------------------------------------------------------
     def random(self):

@@ -22,13 +22,20 @@ class ReduceOp(Enum):
 _NAMES = [op.name for op in ReduceOp if op is not ReduceOp.UNUSED]
 
 
+def _equal(op, torch_op):
+    try:
+        return bool(op == torch_op)
+    except TypeError:  # torch 1.13 refuses to compare with other types
+        return False
+
+
 def to_name(op):
     """``"SUM"`` and so on for our or torch's op; ValueError for what no backend can reduce with."""
     if isinstance(op, ReduceOp):
         name = op.name
     else:
         # torch's ops compare equal by kind; 1.13 gives them no name attribute on every build.
-        name = next((one for one in _NAMES if op == getattr(dist.ReduceOp, one)), None)
+        name = next((one for one in _NAMES if _equal(op, getattr(dist.ReduceOp, one))), None)
     if name not in _NAMES:
         raise ValueError(f"{op!r} is not a reduction; use one of deepspeed.comm.ReduceOp.{{{', '.join(_NAMES)}}}.")
     return name

@@ -1,14 +1,14 @@
 """DeepSpeedConfig: the resolved configuration as attributes."""
 
 import json
-import logging
 import os
 
 from deepspeed._native import _C, DeepSpeedConfigError
 from deepspeed.config import sections
 from deepspeed.config.model import ConfigSection, layout
 from deepspeed.config.read import read
-from deepspeed.config.world import data_parallel_size
+from deepspeed.config.world import ENVIRONMENT, data_parallel_size
+from deepspeed.log import logger
 
 DeepSpeedConfigAssertionError = _C.config.DeepSpeedConfigAssertionError
 
@@ -76,7 +76,7 @@ DICTS = {
 
 
 def resolve(config, mpu=None, mesh_device=None, world_size=None):
-    """``(native, world, source)``: ``config`` with its batch sizes worked out; what is wrong is in ``native.issues()``."""
+    """``(native, world, source)``: ``config`` with its batch sizes worked out. What is wrong: ``native.issues()``."""
     native = read(config)
     values = native.values()
     try:
@@ -95,11 +95,13 @@ def _plan_batch(native, sizes, world, source):
     except DeepSpeedConfigAssertionError as error:
         lines = [f"{key} on line {native.line(key)}" for key in BATCH_KEYS if native.line(key)]
         where = f" ({', '.join(lines)})" if lines else ""
-        native.add_error("batch", [key for key in BATCH_KEYS if native.line(key)] or list(BATCH_KEYS), f"{error}{where}", True)
+        causes = [key for key in BATCH_KEYS if native.line(key)] or list(BATCH_KEYS)
+        native.add_error("batch", causes, f"{error}{where}", True)
         return
     for key, given, value in zip(BATCH_KEYS, sizes, planned):
         if given is None:
-            native.derive(key, value, f"the other batch sizes and {world} data-parallel ranks ({source})")
+            why = f"the other batch sizes and {world} data-parallel ranks ({source})"
+            native.derive(key, value, why, source == ENVIRONMENT)
 
 
 class DeepSpeedConfig:
@@ -123,7 +125,7 @@ class DeepSpeedConfig:
         self._set_attributes(self._values)
         if os.environ.get("RANK", "0") == "0":
             for text in self.warnings:
-                logging.getLogger("DeepSpeed").warning("Configuration: %s", text)
+                logger.warning("Configuration: %s", text)
 
     def _set_attributes(self, values):
         fields = layout("training")
@@ -189,18 +191,17 @@ class DeepSpeedConfig:
     def print_user_config(self):
         """Logs the configuration as the user gave it."""
         text = json.dumps(self._param_dict, indent=4, default=repr)
-        logging.getLogger("DeepSpeed").info("  json = %s", text)
+        logger.info("  json = %s", text)
 
     def print(self, name):
         """Logs every attribute under the heading ``name``, then the user's configuration."""
-        log = logging.getLogger("DeepSpeed")
-        log.info("%s:", name)
+        logger.info("%s:", name)
         for key in sorted(vars(self)):
             if not key.startswith("_"):
-                log.info("  %s %s", f"{key} ".ljust(32, "."), getattr(self, key))
+                logger.info("  %s %s", f"{key} ".ljust(32, "."), getattr(self, key))
         self.print_user_config()
 
 
 def non_default_values(config):
-    """One line per key of a DeepSpeedConfig that does not have its default, with where it came from; "" when all have."""
+    """One line per key of a DeepSpeedConfig that does not have its default, with its origin; "" when all have."""
     return config._non_default

@@ -3,6 +3,7 @@
 import copy
 
 from deepspeed._native import _C
+from deepspeed.config.annotated import fill
 from deepspeed.config.read import read
 
 _layouts = {}
@@ -19,7 +20,14 @@ def layout(root, path=""):
 
 
 class DeepSpeedConfigModel:
-    """What all section objects share: attributes, conversion to a dict, equality, copies, pickling."""
+    """What all section objects share: attributes, conversion to a dict, equality, copies, pickling.
+
+    A subclass declares fields as annotations (see annotated.py); unknown keys and wrong types are errors.
+    ``strict``: "auto" is a value like any other instead of standing for the default.
+    """
+
+    def __init__(self, strict=False, **data):
+        fill(self, data, strict)
 
     def _items(self):
         return {key: value for key, value in vars(self).items() if not key.startswith("_")}

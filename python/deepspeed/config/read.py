@@ -22,7 +22,8 @@ def other_names():
     if not _other_names:
         schedulers = torch.optim.lr_scheduler
         _other_names["optimizer.type"] = _torch_classes(torch.optim, ["Optimizer"])
-        _other_names["scheduler.type"] = _torch_classes(schedulers, ["_LRScheduler", "LRScheduler", "ReduceLROnPlateau"])
+        bases = ["_LRScheduler", "LRScheduler", "ReduceLROnPlateau"]
+        _other_names["scheduler.type"] = _torch_classes(schedulers, bases)
     return _other_names
 
 
@@ -69,7 +70,10 @@ def read(config, root="training", strict=None, sections_only=False):
 
 
 def _shown(config):
-    text = repr(config)
+    try:
+        text = repr(config)
+    except Exception:  # a repr of the program's own may raise anything
+        text = f"a {type(config).__name__}"
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 

@@ -7,6 +7,7 @@ import torch
 from deepspeed._native import DeepSpeedConfigError
 
 MESH_DIMENSION = "data_parallel"
+ENVIRONMENT = "the environment variable WORLD_SIZE"
 
 
 def _mesh_size(mesh):
@@ -24,7 +25,7 @@ def _total(world_size):
         return 1, "no WORLD_SIZE is set"
     if not text.strip().isdigit() or int(text) < 1:
         raise DeepSpeedConfigError(f"The environment variable WORLD_SIZE is {text!r}. It must be a positive integer.")
-    return int(text), "the environment variable WORLD_SIZE"
+    return int(text), ENVIRONMENT
 
 
 def data_parallel_size(mpu=None, mesh_device=None, world_size=None, sequence_parallel_size=None):
@@ -42,6 +43,7 @@ def data_parallel_size(mpu=None, mesh_device=None, world_size=None, sequence_par
         return total, source
     if total % shared:
         raise DeepSpeedConfigError(
-            f"sequence_parallel_size = {shared} does not divide the {total} ranks ({source}). Choose a divisor of {total}."
+            f"sequence_parallel_size = {shared} does not divide the {total} ranks ({source}). "
+            f"Choose a divisor of {total}."
         )
     return total // shared, f"{total} ranks ({source}) / sequence_parallel_size {shared}"

@@ -20,6 +20,12 @@ class TrainingData:
     def is_iterable_style_dataset(obj):
         return isinstance(obj, torch.utils.data.IterableDataset)
 
+    def set_data_post_process_func(self, post_process_func):
+        """``post_process_func(batch, sampler_state)`` is applied to each batch of the training loader."""
+        if self.training_dataloader is None:
+            raise RuntimeError("set_data_post_process_func needs a training loader: pass training_data to deepspeed.initialize")
+        self.training_dataloader.post_process_func = post_process_func
+
     def deepspeed_io(
         self,
         dataset,

@@ -17,7 +17,7 @@ SEED = 0
 class DeepSpeedDataLoader:
     """Batches of this rank's share of a data set, epoch after epoch, with a position that can be saved.
 
-    dataset:     map-style (``__getitem__`` and ``__len__``): shuffled anew in every epoch and dealt to the data-parallel
+    dataset:     map-style (``__getitem__``, ``__len__``): shuffled anew in every epoch and dealt to the data-parallel
                  ranks, so that shares do not overlap and together are the data set. All ranks get the same number of
                  samples: where the ranks do not divide it, the last ones repeat samples from the start of the epoch's
                  order, or with ``dataloader_drop_last`` the remainder is left out. An ``IterableDataset`` is passed
@@ -106,7 +106,7 @@ class DeepSpeedDataLoader:
         if self.drop_last and hasattr(self.data_sampler, "__len__") and len(self) == 0:
             raise ValueError(
                 f"the data loader would yield no batch: {len(self.dataset)} samples over {world_size} data-parallel "
-                f"ranks are fewer than one batch of {self.batch_size} per rank, and dataloader_drop_last drops the rest."
+                f"ranks are fewer than one batch of {self.batch_size} per rank, and dataloader_drop_last drops them."
             )
 
     def __len__(self):
@@ -165,7 +165,7 @@ class DeepSpeedDataLoader:
         return batches
 
     def state_dict(self):
-        """The position: the epoch, and the batches handed out in it. Batches that workers prepared ahead do not count."""
+        """The position: the epoch, and the batches handed out in it. What workers prepared ahead does not count."""
         return {"epoch": self.epoch, "batches": self.batches, "order": self._order_state}
 
     def load_state_dict(self, state):

@@ -20,7 +20,8 @@ from deepspeed.engine.build_scheduler import build_scheduler
 from deepspeed.engine.data import TrainingData
 from deepspeed.engine.parallel import Parallel
 from deepspeed.engine.progress import Progress
-from deepspeed.log import log_dist, logger
+from deepspeed.host.blas import blas_warning
+from deepspeed.log import log_dist, logger, warning_once
 from deepspeed.zero.core import build_core
 from deepspeed.zero.fp16_optimizer import FP16_Optimizer, FP16_UnfusedOptimizer
 from deepspeed.zero.fused_state import FusedState
@@ -87,6 +88,7 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         self.seq_parallel_group = None
         self.local_rank = self._find_local_rank(args)
         self.device = torch.device(get_accelerator().device_name(self.local_rank))
+        get_accelerator().set_device(self.local_rank)
 
         self.global_steps = 0
         self.global_samples = 0
@@ -117,6 +119,9 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         log_dist(f"Configuration, as far as it differs from the defaults:\n{changed}" if changed else "Configuration: all defaults", ranks=[0])
         if self.dump_state():
             self._config.print("DeepSpeedConfig")
+        slow_blas = blas_warning() if self.device.type == "cpu" and self.global_rank == 0 else None
+        if slow_blas:
+            warning_once(slow_blas)
 
     # ---- construction ----------------------------------------------------------------------------------------------
     @staticmethod

@@ -2,6 +2,7 @@
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.rendezvous import prepare_environment
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.engine.engine import DeepSpeedEngine
@@ -71,7 +72,10 @@ def initialize(
         raise NotImplementedError(
             "mesh_param (data x sequence parallel meshes) is not supported yet; drop it, or pass an mpu for model parallelism"
         )
-    # Judged before any process group is made: a wrong config must not leave other ranks waiting.
+    # The config is judged before any process group is made: a wrong one must not leave other ranks waiting. How many
+    # ranks there are comes from the environment, which mpirun fills in its own way.
+    if not dist.is_initialized() and dist_init_required is not False:
+        prepare_environment(auto_mpi_discovery=True, distributed_port=distributed_port, verbose=False)
     parsed = DeepSpeedConfig(found, mpu)
     if dist_init_required is not False or not dist.is_initialized():
         dist.init_distributed(

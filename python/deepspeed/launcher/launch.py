@@ -34,14 +34,20 @@ def launch(plan):
     sys.stderr.flush()
     linux.become_subreaper()
     front = os.getpid()
+    # Processes of a program that calls us are none of our business.
+    others = set(linux.descendants(front))
+    # Who ignores it (some daemons do, and children inherit that) gets no status of an ended child.
+    child_handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # Blocked until the supervisor is ready for them: a signal between fork and its handlers would be lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     supervisor = os.fork()
     if supervisor == 0:
         _be_supervisor(plan, front)
     try:
-        return _wait(supervisor)
+        return _wait(supervisor, others)
     finally:
+        linux.become_subreaper(False)
+        signal.signal(signal.SIGCHLD, child_handler or signal.SIG_DFL)
         if pid_file:
             os.unlink(pid_file)
 
@@ -61,7 +67,7 @@ def _be_supervisor(plan, front):
         os._exit(code)
 
 
-def _wait(supervisor):
+def _wait(supervisor, others):
     def forward(sig, frame):
         linux.kill(supervisor, sig)
 
@@ -82,15 +88,15 @@ def _wait(supervisor):
             signal.signal(sig, handler)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:  # killed: nobody else is left to clean up
-        _kill_descendants()
+        _kill_descendants(others)
         sys.stderr.write(f"deepspeed: the supervising process was killed by signal {-code}; the job was ended.\n")
         return 128 - code
     return code
 
 
-def _kill_descendants():
+def _kill_descendants(others):
     while True:
-        left = linux.descendants(os.getpid())
+        left = [pid for pid in linux.descendants(os.getpid()) if pid not in others]
         if not left:
             return
         for pid in left:

@@ -9,9 +9,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def become_subreaper():
+def become_subreaper(wanted=True):
     """Orphans among our descendants become our children, so that we can still end them."""
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
 
 
 def die_with_parent(parent_pid, sig=signal.SIGKILL):

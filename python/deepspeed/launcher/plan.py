@@ -13,17 +13,22 @@ from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.resources import parse_hostfile_lines, parse_resource_filter
 
 DEFAULT_PORT = 29500
+# From the first failure: SIGTERM at once, SIGKILL after this many seconds. With the rest it stays below five.
+GRACE_S = 3.0
 _HERE = ("localhost", "127.0.0.1", "::1")
 
 
 class NodePlan:
     """One node's share of a job: for each rank a command, an environment and its cores (None: all).
 
+    ``grace_s``: seconds between SIGTERM (or the user's Ctrl-C) and SIGKILL.
     ``notes`` are lines to show before the start; ``prefix`` puts the rank before each line of output; ``log_dir`` is
     the folder that gets the output instead; ``save_pid`` leaves the launcher's process id in a file.
     """
 
-    def __init__(self, commands, environments, cores, notes=(), prefix=False, log_dir=None, save_pid=False):
+    def __init__(
+        self, commands, environments, cores, notes=(), prefix=False, log_dir=None, save_pid=False, grace_s=GRACE_S
+    ):
         self.commands = commands
         self.environments = environments
         self.cores = cores
@@ -31,6 +36,7 @@ class NodePlan:
         self.prefix = prefix
         self.log_dir = log_dir
         self.save_pid = save_pid
+        self.grace_s = grace_s
 
 
 def fetch_hostfile(path):
@@ -58,18 +64,23 @@ def is_this_host(name):
     return False
 
 
-def _local_slots():
+def _local_slots(notes):
     # (slots to count, True when they are GPUs)
     wanted = os.environ.get("DS_ACCELERATOR", "")
     gpus = devices.visible_gpu_ids() if wanted in ("", "cuda") else []
     if gpus:
         return gpus, True
-    return list(range(numa.numa_node_count() if wanted in ("", "cpu") else 1)), False
+    if wanted not in ("", "cpu"):
+        notes.append(
+            f"The launcher cannot count devices of DS_ACCELERATOR={wanted}: --num_accelerators N says how many."
+        )
+        return [0], False
+    return list(range(numa.numa_node_count())), False
 
 
 def choose_slots(args, notes):
     """``(slots of this node, ids for CUDA_VISIBLE_DEVICES or None)`` by hostfile, filters and --num_accelerators."""
-    local, on_gpu = _local_slots()
+    local, on_gpu = _local_slots(notes)
     pool = fetch_hostfile(args.hostfile)
     if pool is None:
         if args.hostfile != DEFAULT_HOSTFILE:
@@ -175,6 +186,17 @@ def check_script(args):
         )
 
 
+def grace_s():
+    """``GRACE_S``, or the environment variable ``DS_LAUNCHER_GRACE_S``."""
+    text = os.environ.get("DS_LAUNCHER_GRACE_S", "")
+    try:
+        return max(0.0, float(text)) if text else GRACE_S
+    except ValueError:
+        raise ValueError(
+            f"the environment variable DS_LAUNCHER_GRACE_S is {text!r}; it is a number of seconds."
+        ) from None
+
+
 def make_plan(args):
     """The ``NodePlan`` for parsed and checked arguments."""
     check_script(args)
@@ -201,6 +223,7 @@ def make_plan(args):
         prefix=args.log_rank_prefix or os.environ.get("DS_LOG_RANK_PREFIX", "0") not in ("", "0"),
         log_dir=args.enable_each_rank_log if args.enable_each_rank_log not in (None, "None", "") else None,
         save_pid=args.save_pid,
+        grace_s=grace_s(),
     )
 
 

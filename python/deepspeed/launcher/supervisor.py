@@ -12,8 +12,6 @@ from deepspeed.launcher.output import Channel, Sink, Tail, same_file
 from deepspeed.launcher.rank_process import RankProcess
 
 TAIL_LINES = 30
-# From the first failure: SIGTERM at once, SIGKILL after this many seconds. With the rest it stays below five.
-GRACE_S = 3.0
 _LEFTOVER_GRACE_S = 1.0
 _DRAIN_S = 0.3
 # How long the start of a line waits for its end before it is shown as it is.
@@ -23,24 +21,12 @@ _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 _CAUGHT = (*_STOPPING, *_PASSED_ON, signal.SIGTSTP, signal.SIGWINCH, signal.SIGCHLD)
 
 
-def grace_s():
-    """Seconds between our SIGTERM (or the user's Ctrl-C) and SIGKILL; ``DS_LAUNCHER_GRACE_S`` changes it."""
-    text = os.environ.get("DS_LAUNCHER_GRACE_S", "")
-    try:
-        return max(0.0, float(text)) if text else GRACE_S
-    except ValueError:
-        raise ValueError(
-            f"the environment variable DS_LAUNCHER_GRACE_S is {text!r}; it is a number of seconds."
-        ) from None
-
-
 class Supervisor:
     """Runs a ``NodePlan`` to its end; ``run`` returns the exit code of the job."""
 
     def __init__(self, plan, front_pid):
         self._plan = plan
         self._front_pid = front_pid
-        self._grace_s = grace_s()
         self._selector = selectors.DefaultSelector()
         self._ranks = []
         self._files = []
@@ -185,7 +171,7 @@ class Supervisor:
             self._stop(sig)
 
     def _stop(self, sig):
-        self._kill_at = self._kill_at or time.monotonic() + self._grace_s
+        self._kill_at = self._kill_at or time.monotonic() + self._plan.grace_s
         self._send(sig)
 
     def _send(self, sig):

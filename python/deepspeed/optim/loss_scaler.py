@@ -1,7 +1,7 @@
 """Loss scalers for fp16: a fixed factor, and one that follows the overflows.
 
-The rules are C++ (csrc/optim/loss_scaler.h). The objects hold nothing but plain attributes: checkpoints pickle them, under
-the import path ``deepspeed.runtime.fp16.loss_scaler`` that files of this format have always named.
+The rules are C++ (csrc/optim/loss_scaler.h). The objects hold nothing but plain attributes: checkpoints pickle them,
+under the import path ``deepspeed.runtime.fp16.loss_scaler`` that files of this format have always named.
 """
 
 import torch

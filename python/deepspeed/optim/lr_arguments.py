@@ -117,8 +117,11 @@ def add_tuning_arguments(parser):
         if name == WARMUP_TYPE:
             extra["choices"] = [WARMUP_LOG_RATE, WARMUP_LINEAR_RATE]
         group.add_argument(
-            "--" + name, type=kind, default=_default(schedules[0], name),
-            help=f"parameter of {', '.join(schedules)}", **extra,
+            "--" + name,
+            type=kind,
+            default=_default(schedules[0], name),
+            help=f"parameter of {', '.join(schedules)}",
+            **extra,
         )
     return parser
 

@@ -1,4 +1,4 @@
-"""The five learning-rate schedules of the configuration: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest.
+"""The learning-rate schedules of the configuration: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest.
 
 The formulas are C++ (csrc/optim/lr_schedule.h); the classes here apply them to an optimizer's parameter groups.
 ``step()`` is called once per optimizer step, by the engine when it owns the schedule. The iteration is -1 before the
@@ -327,5 +327,7 @@ def _warn_short(schedule):
     if schedule.total_num_steps < schedule.warmup_num_steps:
         logger.warning(
             "%s: total_num_steps = %d is less than warmup_num_steps = %d, so training ends before the rate has risen.",
-            type(schedule).__name__, schedule.total_num_steps, schedule.warmup_num_steps,
+            type(schedule).__name__,
+            schedule.total_num_steps,
+            schedule.warmup_num_steps,
         )

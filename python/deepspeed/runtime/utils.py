@@ -1,5 +1,6 @@
 """Import path of existing scripts; the code is in deepspeed.utils."""
 
+from deepspeed.utils.backward import count_used_parameters_in_backward, register_output_backward_hooks  # noqa: F401
 from deepspeed.utils.memory import see_memory_usage  # noqa: F401
 from deepspeed.utils.nested import move_to_device  # noqa: F401
 from deepspeed.utils.norms import (  # noqa: F401

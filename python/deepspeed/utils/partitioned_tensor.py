@@ -40,8 +40,8 @@ class PartitionedTensor:
         made.local_data = local_part.detach()
         if made.num_parts != dist.get_world_size(group=group) or made.rank != dist.get_rank(group=group):
             raise ValueError(
-                f"this part is number {made.rank} of {made.num_parts}, but the group has {dist.get_world_size(group=group)} "
-                f"ranks and this is number {dist.get_rank(group=group)}."
+                f"this part is number {made.rank} of {made.num_parts}, but the group has "
+                f"{dist.get_world_size(group=group)} ranks and this is number {dist.get_rank(group=group)}."
             )
         return made
 

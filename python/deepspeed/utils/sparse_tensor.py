@@ -19,7 +19,7 @@ class SparseTensor:
             dense_tensor = dense_tensor.coalesce()
             if dense_tensor.sparse_dim() != 1:
                 raise ValueError(
-                    f"SparseTensor holds whole rows, but this tensor is sparse in {dense_tensor.sparse_dim()} dimensions."
+                    f"SparseTensor holds whole rows, but this one is sparse in {dense_tensor.sparse_dim()} dimensions."
                 )
             self.indices = dense_tensor.indices().flatten()
             self.values = dense_tensor.values()

@@ -7,7 +7,8 @@
 namespace ds::optim {
 namespace {
 
-LossScaleState run(const LossScaleRules& rules, LossScaleState state, const char* steps) {  // 'x' overflows, '.' does not
+LossScaleState run(const LossScaleRules& rules, LossScaleState state,
+                   const char* steps) {  // 'x' overflows, '.' does not
   for (; *steps; ++steps) state = next_loss_scale(rules, state, *steps == 'x');
   return state;
 }
@@ -28,10 +29,10 @@ TEST(LossScaler, HysteresisToleratesOverflows) {
   rules.hysteresis = 3;
   EXPECT_EQ(run(rules, {64, 0, -1, 3}, "xx").scale, 64);
   EXPECT_EQ(run(rules, {64, 0, -1, 3}, "xxx").scale, 32);
-  EXPECT_EQ(run(rules, {64, 0, -1, 3}, "xx.x").scale, 32);   // clean steps do not refill it...
-  EXPECT_EQ(run(rules, {64, 0, -1, 3}, "xxxx").scale, 16);   // ...and it stays used up
+  EXPECT_EQ(run(rules, {64, 0, -1, 3}, "xx.x").scale, 32);  // clean steps do not refill it...
+  EXPECT_EQ(run(rules, {64, 0, -1, 3}, "xxxx").scale, 16);  // ...and it stays used up
   rules.consecutive_hysteresis = true;
-  EXPECT_EQ(run(rules, {64, 0, -1, 3}, "xx.x").scale, 64);   // ...unless only consecutive ones count
+  EXPECT_EQ(run(rules, {64, 0, -1, 3}, "xx.x").scale, 64);  // ...unless only consecutive ones count
   EXPECT_EQ(run(rules, {64, 0, -1, 3}, "xx.xxx").scale, 32);
 }
 

@@ -290,6 +290,41 @@ def test_cuda_names_need_no_gpu():
         assert not cuda.is_available() and cuda.supported_dtypes() == [torch.float32]
 
 
+def test_cuda_asks_torch_for_what_torch_has():
+    with open(inspect.getsourcefile(class_of("cuda_accelerator")), encoding="utf-8") as file:
+        names = set(re.findall(r"torch\.cuda\.(\w+)", file.read()))
+    assert len(names) > 30
+    assert not [name for name in names if not hasattr(torch.cuda, name)]
+
+
+class _Calls:
+    """Stands in for a module: every attribute is a function that notes how it was called."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __getattr__(self, name):
+        return lambda *args: self.seen.append((name, *args)) or name
+
+
+def test_cuda_passes_arguments_on(monkeypatch):
+    cuda, calls = class_of("cuda_accelerator")(), _Calls()
+    monkeypatch.setattr(torch, "cuda", calls)
+    for call in (
+        "synchronize", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
+        "memory_stats", "reset_peak_memory_stats", "current_stream", "default_stream", "set_device", "device",
+        "manual_seed", "manual_seed_all", "stream",
+    ):  # fmt: skip
+        assert getattr(cuda, call)(3) in (call, None)
+        assert calls.seen.pop() == (call, 3)
+    assert cuda.memory_cached(1) == "memory_reserved" and cuda.max_memory_cached(1) == "max_memory_reserved"
+    assert cuda.current_device_name() == "cuda:current_device"
+    cuda.set_rng_state("state", 2)
+    assert calls.seen[-1] == ("set_rng_state", "state", 2)
+    cuda.set_rng_state("state")
+    assert calls.seen[-1] == ("set_rng_state", "state")
+
+
 def test_native_pinning_is_refused_by_name(monkeypatch):
     monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", "native")
     with pytest.raises(ValueError, match="DS_PIN_MEMORY_BACKEND is 'native'"):

@@ -45,6 +45,10 @@ def training_keys():
 
 
 def inference_keys():
+    """Keys of init_inference, then those of the ragged engine."""
     published = PUBLISHED["init_inference_config"]["keys"]
-    ragged = PUBLISHED["ragged_inference_config"]["keys"]
-    return list(walk(published, ours("inference"))) + list(walk(ragged, ours("ragged_inference")))
+    return list(walk(published, ours("inference"))) + ragged_keys()
+
+
+def ragged_keys():
+    return list(walk(PUBLISHED["ragged_inference_config"]["keys"], ours("ragged_inference")))

@@ -4,10 +4,9 @@ import collections
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, SequentialSampler
-
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
 from deepspeed.utils import RepeatingLoader as FromUtils
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 
 class Numbers(Dataset):
@@ -47,7 +46,7 @@ def flat(batches):
     return [sample for batch in batches for sample in batch]
 
 
-# ---- shares ------------------------------------------------------------------------------------------------------------
+# ---- shares --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -126,7 +125,7 @@ def test_collate_workers_and_post_processing():
     assert [state for _, state in source] == [{}, {}]
 
 
-# ---- position ----------------------------------------------------------------------------------------------------------
+# ---- position ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -209,7 +208,7 @@ def test_wrong_state():
         loader(Numbers(4)).load_state_dict({"epoch": 1})
 
 
-# ---- iterable data -------------------------------------------------------------------------------------------------------
+# ---- iterable data -------------------------------------------------------------------------------------------------
 
 
 def test_iterable_data_passes_through_and_resumes():
@@ -229,7 +228,7 @@ def test_iterable_data_shorter_than_the_position():
     assert epoch(source) == []
 
 
-# ---- repeating -----------------------------------------------------------------------------------------------------------
+# ---- repeating -----------------------------------------------------------------------------------------------------
 
 
 def test_repeating_loader():
@@ -241,7 +240,7 @@ def test_repeating_loader():
         next(RepeatingLoader([]))
 
 
-# ---- wrong input ---------------------------------------------------------------------------------------------------------
+# ---- wrong input ---------------------------------------------------------------------------------------------------
 
 
 def test_wrong_input():

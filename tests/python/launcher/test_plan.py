@@ -128,6 +128,22 @@ def test_the_cpu_may_be_chosen_on_a_gpu_machine(monkeypatch):
     assert len(made.commands) == 6 and "CUDA_VISIBLE_DEVICES" not in made.environments[0]
 
 
+def test_other_accelerators_are_counted_by_the_user(monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "xpu")
+    made = plan_of("train.py")
+    assert len(made.commands) == 1 and any("--num_accelerators" in note for note in made.notes)
+    assert len(plan_of("--num_accelerators 3 train.py").commands) == 3
+
+
+def test_grace(monkeypatch):
+    assert plan_of("train.py").grace_s == plan.GRACE_S
+    monkeypatch.setenv("DS_LAUNCHER_GRACE_S", "20")
+    assert plan_of("train.py").grace_s == 20
+    monkeypatch.setenv("DS_LAUNCHER_GRACE_S", "soon")
+    with pytest.raises(ValueError, match="DS_LAUNCHER_GRACE_S is 'soon'"):
+        plan_of("train.py")
+
+
 def test_memory_nodes_decide_on_a_cpu_machine(monkeypatch):
     monkeypatch.setattr(numa, "numa_node_count", lambda: 3)
     assert len(plan_of("train.py").commands) == 3

@@ -1,11 +1,11 @@
 """DeepSpeedCPUAdam and FusedAdam against torch.optim and against fp64, over dtypes, layouts and options."""
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
 import torch
-
 from deepspeed._native import _C
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
@@ -48,7 +48,7 @@ def test_fp32_equals_torch(cls, adamw, weight_decay):
         set_grads(expected, step)
         optimizer.step()
         reference.step()
-    for p, q in zip(params, expected):
+    for p, q in zip(params, expected, strict=True):
         torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-6)
         if p.numel():
             torch.testing.assert_close(
@@ -67,12 +67,12 @@ def test_half_computes_in_fp32(cls, adamw, dtype):
     reference = ours(cls, wide, adamw, lr=0.01, weight_decay=0.1)
     for step in range(5):
         set_grads(params, step)
-        for p, w in zip(params, wide):
+        for p, w in zip(params, wide, strict=True):
             w.grad = p.grad.float()
             w.data.copy_(p.data.float())
         optimizer.step()
         reference.step()
-        for p, w in zip(params, wide):
+        for p, w in zip(params, wide, strict=True):
             assert torch.equal(p.data, w.data.to(dtype))
             assert optimizer.state[p]["exp_avg"].dtype == torch.float32
             assert torch.equal(optimizer.state[p]["exp_avg_sq"], reference.state[w]["exp_avg_sq"])
@@ -87,11 +87,11 @@ def test_half_stays_close_to_torch(dtype):
     reference = torch.optim.AdamW(wide, lr=0.01, weight_decay=0)
     for step in range(10):
         set_grads(params, step)
-        for p, w in zip(params, wide):
+        for p, w in zip(params, wide, strict=True):
             w.grad = p.grad.float()
         optimizer.step()
         reference.step()
-    for p, w in zip(params, wide):
+    for p, w in zip(params, wide, strict=True):
         if p.numel():
             assert (p.float() - w).norm() <= 1e-2 * w.norm()
 
@@ -109,7 +109,7 @@ def test_half_states(dtype):
     before = [p.detach().clone() for p in params]
     set_grads(params, 1)
     optimizer.step()
-    assert all(p.numel() == 0 or not torch.equal(p, b) for p, b in zip(params, before))
+    assert all(p.numel() == 0 or not torch.equal(p, b) for p, b in zip(params, before, strict=True))
 
 
 @CLASSES
@@ -121,11 +121,11 @@ def test_fp32_grads_of_half_params_by_group(cls):
     others = [cls([p], lr=0.01) for p in separate]
     for step in range(3):
         set_grads(params, step)
-        for p, q, other in zip(params, separate, others):
+        for p, q, other in zip(params, separate, others, strict=True):
             q.grad = p.grad.clone()
             other.step()
         optimizer.step()
-    for p, q in zip(params, separate):
+    for p, q in zip(params, separate, strict=True):
         assert torch.equal(p, q)
 
 
@@ -160,7 +160,7 @@ def test_missing_gradients_and_their_step_counts(cls):
         optimizer.step()
         reference.step()
     assert [optimizer.state[p]["step"] for p in params] == [4, 2]
-    for p, q in zip(params, expected):
+    for p, q in zip(params, expected, strict=True):
         torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-6)
 
 
@@ -210,7 +210,7 @@ def test_the_thread_count_changes_nothing(cls):
     finally:
         torch.set_num_threads(threads)
     for params in results[1:]:
-        assert all(torch.equal(p, q) for p, q in zip(params, results[0]))
+        assert all(torch.equal(p, q) for p, q in zip(params, results[0], strict=True))
 
 
 @CLASSES
@@ -227,7 +227,7 @@ def test_state_dict_round_trip(cls, dtype):
     restored = cls(copies, lr=0.5)
     restored.load_state_dict(saved)
     assert restored.param_groups[0]["lr"] == 0.01
-    for p, q in zip(params, copies):
+    for p, q in zip(params, copies, strict=True):
         assert restored.state[q]["step"] == 3
         assert restored.state[q]["exp_avg"].dtype == torch.float32
         assert torch.equal(restored.state[q]["exp_avg"], optimizer.state[p]["exp_avg"])
@@ -236,7 +236,7 @@ def test_state_dict_round_trip(cls, dtype):
     set_grads(copies, 9)
     optimizer.step()
     restored.step()
-    assert all(torch.equal(p, q) for p, q in zip(params, copies))
+    assert all(torch.equal(p, q) for p, q in zip(params, copies, strict=True))
 
 
 def test_takes_over_a_torch_adamw_checkpoint():
@@ -248,23 +248,24 @@ def test_takes_over_a_torch_adamw_checkpoint():
     saved = copy.deepcopy(reference.state_dict())
     saved["param_groups"][0]["bias_correction"] = True
     optimizer.load_state_dict(saved)
-    for p, q in zip(params, expected):
+    for p, q in zip(params, expected, strict=True):
         p.data.copy_(q.data)
     set_grads(params, 1)
     set_grads(expected, 1)
     optimizer.step()
     reference.step()
-    for p, q in zip(params, expected):
+    for p, q in zip(params, expected, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
 
 @CLASSES
-def test_deepcopy(cls):
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_copies_are_independent(cls, duplicate):
     params = make_params()
     optimizer = cls(params)
     set_grads(params, 0)
     optimizer.step()
-    other = copy.deepcopy(optimizer)
+    other = duplicate(optimizer)
     set_grads(other.param_groups[0]["params"], 1)
     other.step()
     assert other.state_dict()["state"][0]["step"] == 2 and optimizer.state_dict()["state"][0]["step"] == 1
@@ -307,7 +308,7 @@ def test_learning_rate_changes_between_steps(cls):
         set_grads(expected, step)
         optimizer.step()
         reference.step()
-    for p, q in zip(params, expected):
+    for p, q in zip(params, expected, strict=True):
         torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-6)
 
 
@@ -333,7 +334,15 @@ def test_amsgrad_is_refused(cls):
 
 @CLASSES
 @pytest.mark.parametrize(
-    "bad", [{"lr": -1}, {"lr": float("nan")}, {"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}, {"eps": -1}, {"weight_decay": -1}]
+    "bad",
+    [
+        {"lr": -1},
+        {"lr": float("nan")},
+        {"betas": (1.0, 0.9)},
+        {"betas": (0.9, -0.1)},
+        {"eps": -1},
+        {"weight_decay": -1},
+    ],
 )
 def test_bad_hyperparameters(cls, bad):
     with pytest.raises(ValueError, match=cls.__name__):
@@ -365,8 +374,10 @@ def test_state_of_another_shape_is_refused(cls):
     optimizer = cls([p])
     optimizer.step()
     optimizer.state[p]["exp_avg"] = torch.zeros(5)
+    before = p.detach().clone()
     with pytest.raises(ValueError, match="another model"):
         optimizer.step()
+    assert optimizer.state[p]["step"] == 1 and torch.equal(p, before)
 
 
 def test_cpu_adam_refuses_other_devices():
@@ -426,7 +437,7 @@ def test_rollback_subgroup_restores_the_values(adamw):
         optimizer.step()
         optimizer.rollback_subgroup(0)
         optimizer.rollback_subgroup(1)
-        for p, (value, state) in zip(params, before):
+        for p, (value, state) in zip(params, before, strict=True):
             torch.testing.assert_close(p.detach(), value, rtol=1e-6, atol=1e-6)
             assert optimizer.state[p]["step"] == step
             if state:
@@ -467,12 +478,12 @@ def test_cuda_equals_cpu(cls, dtype):
     on_host, on_device = cls(host, lr=0.01), FusedAdam(device, lr=0.01)
     for step in range(5):
         set_grads(host, step)
-        for p, d in zip(host, device):
+        for p, d in zip(host, device, strict=True):
             d.grad = p.grad.cuda()
         on_host.step()
         on_device.step()
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
-    for p, d in zip(host, device):
+    for p, d in zip(host, device, strict=True):
         torch.testing.assert_close(d.cpu(), p, rtol=tolerance, atol=tolerance)
 
 

@@ -5,7 +5,6 @@ import random
 
 import pytest
 import torch
-
 from deepspeed.runtime.fp16 import loss_scaler
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScaleConfig, LossScaler
 
@@ -93,7 +92,7 @@ def test_backward_scales(scaler):
     weight = torch.tensor([1.0, 2.0], requires_grad=True)
     scaler.backward((weight * 3).sum())
     assert weight.grad.tolist() == [24.0, 24.0]
-    assert scaler.scale_gradient(None, (torch.ones(2), None), ()) [0].tolist() == [8.0, 8.0]
+    assert scaler.scale_gradient(None, (torch.ones(2), None), ())[0].tolist() == [8.0, 8.0]
 
 
 def test_has_overflow():
@@ -140,8 +139,9 @@ def test_pickle_names_the_path_that_checkpoints_use():
 
 def test_pickle_of_another_writer():
     # How existing checkpoints hold a fixed scale: the class by path, then its two attributes.
-    data = (b"\x80\x02cdeepspeed.runtime.fp16.loss_scaler\nLossScaler\nq\x00)\x81q\x01}q\x02(X\t\x00\x00\x00cur_scaleq\x03"
-            b"G@`\x00\x00\x00\x00\x00\x00X\x07\x00\x00\x00dynamicq\x04\x89ub.")  # fmt: skip
+    data = (b"\x80\x02cdeepspeed.runtime.fp16.loss_scaler\nLossScaler\nq\x00)\x81q\x01}q\x02"
+            b"(X\t\x00\x00\x00cur_scaleq\x03"
+        b"G@`\x00\x00\x00\x00\x00\x00X\x07\x00\x00\x00dynamicq\x04\x89ub.")  # fmt: skip
     scaler = pickle.loads(data)
     assert type(scaler) is LossScaler and scaler.loss_scale == 128.0 and not scaler.dynamic
 
@@ -172,7 +172,11 @@ def test_config_holder():
     holder = LossScaleConfig(torch.half, True, dynamic_loss_args={"init_scale": 16, "scale_window": 3})
     holder.loss_scaler.update_scale(True)
     assert (holder.cur_scale, holder.cur_iter, holder.last_overflow_iter) == (8, 1, 0)
-    assert holder.dynamic_loss_scale and (holder.scale_window, holder.scale_factor, holder.min_loss_scale) == (3, 2.0, 1)
+    assert holder.dynamic_loss_scale and (holder.scale_window, holder.scale_factor, holder.min_loss_scale) == (
+        3,
+        2.0,
+        1,
+    )
     holder.cur_scale = 2
     assert holder.loss_scaler.loss_scale == 2
     fixed = LossScaleConfig(torch.half, False, static_loss_scale=32)

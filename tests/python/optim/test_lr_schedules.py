@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.lr_schedules import (
     VALID_LR_SCHEDULES,
@@ -47,7 +46,7 @@ def close(got, expected):
         assert a == pytest.approx(b, rel=1e-12, abs=1e-18), f"after {k} steps: {a} instead of {b}"
 
 
-# ---- curves ----------------------------------------------------------------------------------------------------------
+# ---- curves --------------------------------------------------------------------------------------------------------
 
 
 def log_rise(iteration, steps):
@@ -70,6 +69,15 @@ def test_warmup_lr_peak_is_exact():
     rates = trace(schedule, first_lr, 50)
     assert rates[0] == 0.1 and rates[1] == 0.1
     assert all(rate == 0.3 for rate in rates[19:]) and rates[18] < 0.3
+
+
+def test_warmup_lr_of_an_existing_checkpoint():
+    """The rate that DeepSpeed 0.19.6 wrote after 4 of 10 warm-up steps to 0.01."""
+    schedule = WarmupLR(adam(), warmup_min_lr=0, warmup_max_lr=0.01, warmup_num_steps=10)
+    for _ in range(4):
+        schedule.step()
+    assert schedule.state_dict() == {"last_batch_iteration": 3}
+    assert schedule.get_lr() == [pytest.approx(0.006020599913279623, rel=1e-15)]
 
 
 def test_warmup_lr_default_peak_is_the_groups_own_rate():
@@ -103,7 +111,11 @@ def test_warmup_decay_lr(kind, rise, warmup, total):
 @pytest.mark.parametrize("warmup, total, floor", [(10, 100, 0.1), (1000, 4000, 0.0), (20, 6000, 0.01)])
 def test_warmup_cosine_lr(kind, rise, warmup, total, floor):
     schedule = WarmupCosineLR(
-        adam(0.02, 0.4), total_num_steps=total, warmup_min_ratio=0.2, warmup_num_steps=warmup, cos_min_ratio=floor,
+        adam(0.02, 0.4),
+        total_num_steps=total,
+        warmup_min_ratio=0.2,
+        warmup_num_steps=warmup,
+        cos_min_ratio=floor,
         warmup_type=kind,
     )
     first, second = zip(*trace(schedule, lambda o: [group["lr"] for group in o.param_groups]))
@@ -156,9 +168,18 @@ def triangle(k, first, second, first_stairs=0, second_stairs=0):
 @pytest.mark.parametrize("first, second, decay", CYCLES)
 def test_one_cycle(first, second, decay, stairs):
     schedule = OneCycle(
-        adam(), cycle_min_lr=1e-4, cycle_max_lr=1e-2, decay_lr_rate=0.25, cycle_first_step_size=first,
-        cycle_second_step_size=second, cycle_first_stair_count=stairs[0], cycle_second_stair_count=stairs[1],
-        decay_step_size=decay, cycle_min_mom=0.8, cycle_max_mom=0.95, decay_mom_rate=1e-5,
+        adam(),
+        cycle_min_lr=1e-4,
+        cycle_max_lr=1e-2,
+        decay_lr_rate=0.25,
+        cycle_first_step_size=first,
+        cycle_second_step_size=second,
+        cycle_first_stair_count=stairs[0],
+        cycle_second_stair_count=stairs[1],
+        decay_step_size=decay,
+        cycle_min_mom=0.8,
+        cycle_max_mom=0.95,
+        decay_mom_rate=1e-5,
     )
     trail = trace(schedule, lambda o: (o.param_groups[0]["lr"], o.param_groups[0]["betas"]))
     second_stairs = stairs[0] if stairs[1] is None else stairs[1]
@@ -197,7 +218,7 @@ def test_one_cycle_without_momentum():
     assert OneCycle(adagrad, 0.1, 0.2).get_mom() is None
 
 
-# ---- groups, optimizers, state -------------------------------------------------------------------------------------------
+# ---- groups, optimizers, state -------------------------------------------------------------------------------------
 
 MAKERS = {
     "LRRangeTest": lambda o: LRRangeTest(o, lr_range_test_step_size=3),
@@ -236,7 +257,9 @@ def test_state_continues_in_the_middle(make):
     resumed.load_state_dict(state)
     for _ in range(30):
         assert [g["lr"] for g in resumed.optimizer.param_groups] == [g["lr"] for g in whole.optimizer.param_groups]
-        assert [g["betas"] for g in resumed.optimizer.param_groups] == [g["betas"] for g in whole.optimizer.param_groups]
+        assert [g["betas"] for g in resumed.optimizer.param_groups] == [
+            g["betas"] for g in whole.optimizer.param_groups
+        ]
         whole.step()
         resumed.step()
 
@@ -295,7 +318,7 @@ def test_group_added_later_is_refused(make):
         schedule.step()
 
 
-# ---- wrong parameters ----------------------------------------------------------------------------------------------------
+# ---- wrong parameters ----------------------------------------------------------------------------------------------
 
 WRONG = [
     (WarmupLR, {"warmup_type": "cubic"}, ValueError, "warmup_type = 'cubic'.*'log' or 'linear'"),
@@ -316,7 +339,12 @@ WRONG = [
     (LRRangeTest, {"lr_range_test_step_rate": -2.0}, ValueError, "lr_range_test_step_rate = -2"),
     (LRRangeTest, {"lr_range_test_min_lr": [1.0] * 3}, ValueError, "lr_range_test_min_lr has 3 values"),
     (OneCycle, {"cycle_min_lr": 0.2, "cycle_max_lr": 0.1}, ValueError, "cycle_min_lr = 0.2 is above"),
-    (OneCycle, {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 0}, ValueError, "cycle_first_step_size = 0"),
+    (
+        OneCycle,
+        {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 0},
+        ValueError,
+        "cycle_first_step_size = 0",
+    ),
     (OneCycle, {"cycle_min_lr": 0, "cycle_max_lr": 1, "decay_step_size": -1}, ValueError, "decay_step_size = -1"),
     (OneCycle, {"cycle_min_lr": 0, "cycle_max_lr": 1, "decay_lr_rate": -1}, ValueError, "decay_lr_rate = -1"),
     (OneCycle, {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_max_mom": 1.5}, ValueError, "cycle_max_mom = 1.5"),
@@ -334,7 +362,7 @@ def test_whole_number_given_as_float_is_one():
     assert WarmupDecayLR(adam(), total_num_steps=1e5).total_num_steps == 100000
 
 
-# ---- the contract's names ------------------------------------------------------------------------------------------------
+# ---- the contract's names ------------------------------------------------------------------------------------------
 
 
 def test_names():
@@ -342,7 +370,9 @@ def test_names():
     for name in VALID_LR_SCHEDULES:
         assert getattr(lr_schedules, name).__name__ == name
     assert (lr_schedules.WARMUP_LOG_RATE, lr_schedules.WARMUP_LINEAR_RATE) == ("log", "linear")
-    for name in "CYCLE_MIN_MOM DECAY_STEP_SIZE TOTAL_NUM_STEPS COS_MIN_RATIO WARMUP_MIN_RATIO LR_RANGE_TEST_MIN_LR".split():
+    for (
+        name
+    ) in "CYCLE_MIN_MOM DECAY_STEP_SIZE TOTAL_NUM_STEPS COS_MIN_RATIO WARMUP_MIN_RATIO LR_RANGE_TEST_MIN_LR".split():
         assert getattr(lr_schedules, name) == name.lower()
 
 

@@ -7,7 +7,6 @@ import random
 import numpy
 import pytest
 import torch
-
 from deepspeed.log import logger
 from deepspeed.runtime.sparse_tensor import SparseTensor
 from deepspeed.runtime.utils import (
@@ -86,7 +85,7 @@ def test_see_memory_usage(capsys):
     assert lines[0] == "after the step" and "Max_MA" in lines[1] and "CPU Virtual Memory" in lines[2]
 
 
-# ---- norms ---------------------------------------------------------------------------------------------------------------
+# ---- norms ---------------------------------------------------------------------------------------------------------
 
 
 def parameters(dtype=torch.float32):
@@ -146,7 +145,7 @@ def test_check_overflow_alone():
     assert check.check_using_norm([1.0, -1]) and not check.check_using_norm([1.0, 2.0])
 
 
-# ---- sparse tensors --------------------------------------------------------------------------------------------------------
+# ---- sparse tensors ------------------------------------------------------------------------------------------------
 
 
 def rows():

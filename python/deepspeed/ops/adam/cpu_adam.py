@@ -115,7 +115,8 @@ class DeepSpeedCPUAdam(NativeAdam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        restored = [self._before_update(index, p, group) for index, p in enumerate(group["params"]) if p.grad is not None]
+        stepped = [(index, param) for index, param in enumerate(group["params"]) if param.grad is not None]
+        restored = [self._before_update(index, param, group) for index, param in stepped]
         for param, old_param, old_exp_avg, old_exp_avg_sq in restored:
             state = self.state[param]
             state["step"] = int(state["step"]) - 1

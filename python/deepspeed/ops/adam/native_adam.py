@@ -121,18 +121,20 @@ class NativeAdam(torch.optim.Optimizer):
             state = self.state[param]
             if "exp_avg" not in state:
                 state = self._init_state(param)
-            step = state["step"] = int(state["step"]) + 1
-            key = (param.device, step)
+            key = (param.device, int(state["step"]) + 1)
             call = calls.get(key)
             if call is None:
-                call = calls[key] = ([], [], [], [])
+                call = calls[key] = ([], [], [], [], [])
             call[0].append(param)
             call[1].append(grad)
             call[2].append(state["exp_avg"])
             call[3].append(state["exp_avg_sq"])
+            call[4].append(state)
         args = self.adam_args(group) if calls else None
-        for (device, step), tensors in calls.items():
+        for (device, step), (*tensors, states) in calls.items():
             self._update(device, step, tensors, args)
+            for state in states:  # not before: a refused tensor must leave the counts alone
+                state["step"] = step
 
     def _update(self, device, step, tensors, args):
         correct = args["bias_correction"]
@@ -160,7 +162,7 @@ class NativeAdam(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
-        for index, param in zip(saved, params):
+        for index, param in zip(saved, params, strict=True):
             given = state_dict["state"].get(index)
             if not given:
                 continue

@@ -1,0 +1,188 @@
+"""Checking of models that declare their fields as class annotations, as extensions of scripts do.
+
+    class MyConfig(DeepSpeedConfigModel):
+        size: int = 1
+        old_size: int = Field(None, json_schema_extra={"deprecated": True, "new_param": "size"})
+
+A default may be a value or an object with ``default`` (pydantic's ``Field(...)``): then its ``alias``,
+``json_schema_extra`` and the bounds in its ``metadata`` count, too. pydantic itself is not needed.
+"""
+
+import difflib
+import enum
+import inspect
+import types
+import typing
+
+from deepspeed._native import DeepSpeedConfigError
+from deepspeed.log import logger
+
+BOUNDS = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
+
+
+class Declared:
+    """One field: its type, default, other name and what is deprecated about it."""
+
+    def __init__(self, name, annotation, default):
+        self.name, self.annotation = name, annotation
+        self.alias, self.extra, self.bounds = None, {}, {}
+        self.factory = None
+        self.required = False
+        if hasattr(default, "json_schema_extra") and hasattr(default, "default"):
+            self.alias = default.alias
+            self.extra = default.json_schema_extra if isinstance(default.json_schema_extra, dict) else {}
+            for item in default.metadata:
+                self.bounds.update({key: getattr(item, key) for key in BOUNDS if hasattr(item, key)})
+            self.factory = default.default_factory
+            default = default.default
+            self.required = type(default).__name__ == "PydanticUndefinedType" and self.factory is None
+        self.default = default
+
+    def fresh_default(self):
+        if self.factory is not None:
+            return self.factory()
+        return type(self.default)(self.default) if isinstance(self.default, (dict, list)) else self.default
+
+
+_MISSING = object()
+
+
+def declared_fields(cls):
+    """``{name: Declared}`` of a class, its bases first."""
+    fields = {}
+    for base in reversed(cls.__mro__):
+        hints = typing.get_type_hints(base) if "__annotations__" in vars(base) else {}
+        for name in vars(base).get("__annotations__", {}):
+            if name.startswith("_") or typing.get_origin(hints[name]) is typing.ClassVar:
+                continue
+            default = inspect.getattr_static(cls, name, _MISSING)
+            field = Declared(name, hints[name], None if default is _MISSING else default)
+            field.required = field.required or default is _MISSING
+            fields[name] = field
+    return fields
+
+
+def _refuse(where, value, what):
+    raise DeepSpeedConfigError(f"{where} = {value!r} must be {what}.")
+
+
+def _convert_union(where, annotation, value):
+    problems = []
+    for choice in typing.get_args(annotation):
+        if choice is type(None):
+            if value is None:
+                return None
+            continue
+        try:
+            return convert(where, choice, value)
+        except DeepSpeedConfigError as error:
+            problems.append(error)
+    raise problems[0]
+
+
+def _convert_container(where, origin, annotation, value):
+    inner = typing.get_args(annotation)
+    if origin is dict:
+        if not isinstance(value, dict):
+            _refuse(where, value, "an object")
+        return {key: convert(f"{where}.{key}", inner[1], item) for key, item in value.items()} if inner else dict(value)
+    if not isinstance(value, (list, tuple, set)):
+        _refuse(where, value, "a list")
+    kinds = [item for item in inner if item is not Ellipsis]
+    kind = kinds[0] if kinds else typing.Any
+    return origin(convert(f"{where}[{i}]", kind, item) for i, item in enumerate(value))
+
+
+def convert(where, annotation, value):
+    """``value`` as the type that ``annotation`` names; DeepSpeedConfigError when it is none."""
+    origin = typing.get_origin(annotation)
+    if annotation is typing.Any or isinstance(annotation, (str, typing.TypeVar)):
+        return value
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(where, annotation, value)
+    if origin is typing.Literal:
+        if value not in typing.get_args(annotation):
+            _refuse(where, value, f"one of {list(typing.get_args(annotation))}")
+        return value
+    if origin in (list, tuple, set, dict) or annotation in (list, tuple, set, dict):
+        return _convert_container(where, origin or annotation, annotation, value)
+    if not isinstance(annotation, type) or isinstance(value, annotation) and not isinstance(value, bool):
+        return value
+    if annotation is bool:
+        if isinstance(value, bool) or value in (0, 1):
+            return bool(value)
+        _refuse(where, value, "true or false")
+    if annotation in (int, float):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or (annotation is int and value != value // 1):
+            _refuse(where, value, "an integer" if annotation is int else "a number")
+        return annotation(value)
+    if issubclass(annotation, enum.Enum):
+        try:
+            return annotation(value)
+        except ValueError:
+            _refuse(where, value, f"one of {[item.value for item in annotation]}")
+    if isinstance(value, dict):
+        return annotation(**value)
+    if annotation is not object:
+        _refuse(where, value, f"a {annotation.__name__}")
+    return value
+
+
+def _checked(where, field, value):
+    if value is None and field.default is None:
+        return None
+    value = convert(where, field.annotation, value)
+    for key, bound in field.bounds.items():
+        fine = {"ge": value >= bound, "gt": value > bound, "le": value <= bound, "lt": value < bound}[key]
+        if not fine:
+            _refuse(where, value, f"{BOUNDS[key]} {bound}")
+    return value
+
+
+def fill(model, data, strict):
+    """Sets the attributes of ``model`` from ``data``: checks, defaults, then deprecated names, which forward.
+
+    Unless ``strict``, a value "auto" stands for the default (``replace_method`` takes it as it is).
+    """
+    cls = type(model).__name__
+    fields = declared_fields(type(model))
+    names = {**{field.alias: field for field in fields.values() if field.alias}, **fields}
+    given = {}
+    for key, value in data.items():
+        if key not in names:
+            near = difflib.get_close_matches(key, names, 1)
+            raise DeepSpeedConfigError(
+                f"{cls} has no key {key!r}." + (f' Did you mean "{near[0]}"?' if near else f" It has {', '.join(names)}.")
+            )
+        if strict or not (isinstance(value, str) and value == "auto") or key == "replace_method":
+            given[names[key].name] = _checked(f"{cls}.{key}", names[key], value)
+    for name, field in fields.items():
+        if field.required and name not in given:
+            raise DeepSpeedConfigError(f"{cls}.{name} is missing.")
+        model.__dict__[name] = given[name] if name in given else field.fresh_default()
+    for name in given:
+        if fields[name].extra.get("deprecated"):
+            _forward(model, fields, name, given)
+
+
+def _forward(model, fields, name, given):
+    extra = fields[name].extra
+    target = extra.get("new_param", "")
+    logger.warning(
+        "%s.%s is deprecated%s. %s",
+        type(model).__name__,
+        name,
+        f", use {target}" if target else "",
+        extra.get("deprecated_msg", ""),
+    )
+    if not target or not extra.get("set_new_param", True):
+        return
+    path = target.split(".")
+    if path[0] in given:
+        cls = type(model).__name__
+        raise DeepSpeedConfigError(f"{cls}: {name} is the deprecated name of {target}, and both are given.")
+    holder = model
+    for part in path[:-1]:
+        holder = getattr(holder, part)
+    setattr(holder, path[-1], extra.get("new_param_fn", lambda value: value)(given[name]))

@@ -1,0 +1,93 @@
+"""The configuration of ``deepspeed.init_inference`` and of the ragged engine."""
+
+import torch
+
+from deepspeed._native import DeepSpeedConfigError
+from deepspeed.config.model import ConfigSection, layout
+from deepspeed.config.read import read
+from deepspeed.config.sections import DeepSpeedZeroConfig
+
+DTYPES = {
+    torch.float16: ("torch.float16", "fp16", "float16", "half"),
+    torch.float32: ("torch.float32", "fp32", "float32", "float"),
+    torch.bfloat16: ("torch.bfloat16", "bf16", "bfloat16", "bfloat"),
+    torch.int8: ("torch.int8", "int8"),
+}
+
+
+def as_dtype(value):
+    """The torch.dtype that a name of the schema means; a torch.dtype stays what it is."""
+    for dtype, names in DTYPES.items():
+        if value is dtype or value in names:
+            return dtype
+    raise DeepSpeedConfigError(f"dtype = {value!r} must be one of {', '.join(str(dtype) for dtype in DTYPES)}.")
+
+
+class DeepSpeedTPConfig(ConfigSection):
+    ROOT = "inference"
+    PATH = "tp"
+
+
+class DeepSpeedMoEConfig(ConfigSection):
+    ROOT = "inference"
+    PATH = "moe"
+
+
+class QuantizationConfig(ConfigSection):
+    ROOT = "inference"
+    PATH = "quant"
+
+
+class InferenceCheckpointConfig(ConfigSection):
+    ROOT = "inference"
+    PATH = "ckpt_config"
+
+
+class _WholeConfig(ConfigSection):
+    """A section object over a whole configuration."""
+
+    def __init__(self, strict=False, **data):
+        if strict and "auto" in data.values():
+            raise DeepSpeedConfigError('"auto" is not a value here, because strict is set.')
+        native = read(data, root=self.ROOT)
+        native.raise_if_broken(built_only=False)
+        self._fill(native.values(), layout(self.ROOT))
+
+
+class DeepSpeedInferenceConfig(_WholeConfig):
+    """Keys of init_inference. ValueError for wrong values; TypeError when ``dtype`` is neither a name nor a dtype."""
+
+    ROOT = "inference"
+    CASTS = {"dtype": as_dtype}
+    CHILDREN = {
+        "tp": DeepSpeedTPConfig,
+        "moe": DeepSpeedMoEConfig,
+        "quant": QuantizationConfig,
+        "ckpt_config": InferenceCheckpointConfig,
+        "zero": DeepSpeedZeroConfig,
+    }
+
+    def __init__(self, strict=False, **data):
+        dtype = data.get("dtype")
+        if dtype is not None and not isinstance(dtype, (str, torch.dtype)):
+            raise TypeError(f"dtype = {dtype!r} is a {type(dtype).__name__}. It must be a torch.dtype or its name.")
+        super().__init__(strict=strict, **data)
+
+
+class RaggedInferenceEngineConfig(_WholeConfig):
+    """Keys of the ragged engine."""
+
+    ROOT = "ragged_inference"
+
+
+def merge_inference_config(config, kwargs):
+    """One dict out of ``config`` and the keywords of init_inference: keywords add to it.
+
+    Raises ValueError (DeepSpeedConfigError) for a key that both give with different values.
+    """
+    for key in sorted(set(config) & set(kwargs)):
+        if config[key] is not kwargs[key] and config[key] != kwargs[key]:
+            raise DeepSpeedConfigError(
+                f"init_inference got {key} = {config[key]!r} in config and {key} = {kwargs[key]!r} as a keyword. Keep one."
+            )
+    return {**config, **kwargs}

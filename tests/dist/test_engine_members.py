@@ -1,0 +1,240 @@
+"""The engine's attributes and methods that callers use, and the ways to hand it a config and data."""
+
+import argparse
+import base64
+import inspect
+import json
+
+import pytest
+import torch
+from engine_models import batch, config, loss_of, make_net, train_engine
+from harness import run_ranks
+
+import deepspeed
+
+
+def test_signatures():
+    from deepspeed.engine.engine import DeepSpeedEngine
+
+    def parameters(function):
+        return [(p.name, p.default) for p in inspect.signature(function).parameters.values() if p.name != "self"]
+
+    none = [(name, None) for name in ("args", "model", "optimizer", "model_parameters", "training_data", "lr_scheduler")]
+    tail = [(name, None) for name in ("mpu", "dist_init_required", "collate_fn", "config", "mesh_param", "config_params")]
+    assert parameters(deepspeed.initialize) == none + [("distributed_port", 29500)] + tail
+    assert parameters(DeepSpeedEngine.backward)[1:] == [("retain_graph", False), ("scale_wrt_gas", True)]
+    assert parameters(DeepSpeedEngine.step) == [("lr_kwargs", None)]
+    assert [name for name, _ in parameters(DeepSpeedEngine.save_checkpoint)] == [
+        "save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters",
+    ]  # fmt: skip
+    assert [name for name, _ in parameters(DeepSpeedEngine.load_checkpoint)] == [
+        "load_dir", "tag", "load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only", "custom_load_fn",
+    ]  # fmt: skip
+    from deepspeed.runtime.engine import DeepSpeedEngine as old_path
+
+    assert old_path is deepspeed.DeepSpeedEngine is DeepSpeedEngine
+    assert issubclass(DeepSpeedEngine, torch.nn.Module)
+
+
+def body_members(rank, world):
+    made = config(world, 2, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}}, steps_per_print=3)
+    model = make_net()
+    model.marker = "mine"
+    engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config=made)
+    from deepspeed.ops.adam import FusedAdam
+
+    assert isinstance(optimizer, FusedAdam) and optimizer is engine.optimizer is engine.basic_optimizer
+    assert loader is None and scheduler is engine.lr_scheduler
+    assert engine.module is model and engine.marker == "mine"
+    assert engine.config is made and engine.config.get("train_batch_size") == 8
+    assert engine.device == torch.device("cpu") and engine.local_rank == rank == engine.global_rank
+    assert (engine.world_size, engine.dp_world_size, engine.mp_world_size) == (world, world, 1)
+    assert engine.get_batch_info() == (8, 8 // world // 2, 2)
+    assert engine.train_batch_size() == 8 and engine.gradient_accumulation_steps() == 2
+    assert engine.gradient_clipping() == 0.5 and engine.steps_per_print() == 3 and engine.wall_clock_breakdown() is False
+    assert not engine.fp16_enabled() and not engine.bfloat16_enabled()
+    assert engine.zero_optimization_stage() == 0 and not engine.zero_optimization()
+    assert engine.optimizer_name() == "adamw" and engine.scheduler_name() == "WarmupLR"
+    assert engine.get_global_grad_norm() is None and not engine.was_step_applied()
+    assert engine.training and not engine.eval().training and not model.training
+    assert engine.train() is engine and model.training
+    tokens, targets = batch(0)
+    with torch.no_grad():
+        engine(tokens)
+    counts = []
+    for micro in range(4):
+        assert engine.is_gradient_accumulation_boundary() == (micro % 2 == 1)
+        raw = loss_of(engine(tokens[:2]), targets[:2])
+        assert float(engine.backward(raw)) == pytest.approx(float(raw) / 2)
+        engine.step()
+        assert engine.was_step_applied() == (micro % 2 == 1)
+        counts.append((engine.micro_steps, engine.global_steps, engine.global_samples, engine.skipped_steps))
+    assert counts == [(1, 0, 0, 0), (2, 1, 8, 0), (3, 1, 8, 0), (4, 2, 16, 0)]
+    assert engine.get_global_grad_norm() > 0 and engine.get_lr() == [optimizer.param_groups[0]["lr"]]
+    assert engine.get_mom() == [(0.9, 0.95)] or engine.get_mom() == [[0.9, 0.95]]
+    assert all(p.grad is None for p in model.parameters())
+    engine.set_train_batch_size(16)
+    assert engine.gradient_accumulation_steps() == 4 and engine.train_batch_size() == 16
+    engine.set_train_micro_batch_size(1)
+    assert engine.train_batch_size() == 4 * world
+    engine.backward(loss_of(engine(tokens[:2]), targets[:2]))
+    assert model.out.weight.grad is not None
+    engine.zero_grad()
+    assert model.out.weight.grad is None
+    gathered = engine.all_gather_scalar(torch.tensor([float(rank)]), engine.data_parallel_group)
+    assert [float(t) for t in gathered] == list(range(world))
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    engine.destroy()
+    assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
+    loss_of(model(tokens), targets).backward()
+    assert model.out.weight.grad is not None
+    return True
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_members(world):
+    assert all(run_ranks(world, body_members))
+
+
+def body_config_forms(rank, world, folder):
+    made = config(world)
+    path = f"{folder}/ds.json"
+    with open(path, "w") as file:
+        file.write("// users have comments\n" + json.dumps(made).replace('"gradient_clipping"', '\n"gradient_clipping"'))
+    forms = [
+        {"config": made},
+        {"config": path},
+        {"config": base64.urlsafe_b64encode(json.dumps(made).encode()).decode()},
+        {"config_params": made},
+        {"args": argparse.Namespace(deepspeed_config=path, local_rank=rank)},
+    ]
+    results = []
+    for form in forms:
+        model = make_net()
+        engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=(p for p in model.parameters()), **form)
+        results.append(train_engine(engine, 3, rank, world)[0])
+    return results
+
+
+def test_config_forms_train_alike(tmp_path):
+    (results,) = run_ranks(1, body_config_forms, str(tmp_path))
+    assert len(results) == 5 and all(r == results[0] for r in results)
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 13
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index)])
+
+
+def body_data(rank, world):
+    made = config(world)
+    _, _, loader, _ = deepspeed.initialize(model=make_net(), training_data=Numbers(), config=made)
+    return [int(v) for part in loader for v in part], len(loader)
+
+
+def test_training_data_is_cut_into_parts():
+    (first, batches), (second, _) = run_ranks(2, body_data)
+    assert batches == 2
+    assert set(first) | set(second) == set(range(13))
+    assert len(set(first) & set(second)) <= 1  # 13 samples do not divide by 2: one is repeated
+
+
+def test_add_config_arguments():
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", "x.json"])
+    assert args.deepspeed and args.deepspeed_config == "x.json"
+    assert parser.parse_args([]).deepspeed is False
+
+
+def body_optimizer_state(rank, world):
+    """``optimizer.state_dict`` and ``load_state_dict`` of the returned optimizer reach the engine's buffers."""
+    models = [make_net(), make_net()]
+    engines = [deepspeed.initialize(model=m, config=config(1))[0] for m in models]
+    train_engine(engines[0], 3, 0, 1)
+    models[1].load_state_dict(models[0].state_dict())
+    engines[1].optimizer.load_state_dict(engines[0].optimizer.state_dict())
+    for engine in engines:
+        train_engine(engine, 3, 0, 1, start=3)
+    return all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters()))
+
+
+def test_optimizer_state_round_trip():
+    assert run_ranks(1, body_optimizer_state) == [True]
+
+
+def body_info_line(rank, world):
+    import logging
+
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    deepspeed.logger.addHandler(handler)
+    deepspeed.initialize(model=make_net(), config=config(1))
+    deepspeed.logger.removeHandler(handler)
+    return lines
+
+
+def test_log_names_the_version_and_the_settings():
+    (lines,) = run_ranks(1, body_info_line)
+    assert any("DeepSpeed info" in line for line in lines)
+    assert any("gradient_clipping = 0.5" in line for line in lines)
+
+
+class Megatron:
+    """An mpu: two data-parallel ranks, two model-parallel ones."""
+
+    def __init__(self, rank):
+        groups = {ranks: torch.distributed.new_group(list(ranks)) for ranks in [(0, 2), (1, 3), (0, 1), (2, 3)]}
+        self.data, self.model = (0, 2) if rank % 2 == 0 else (1, 3), (0, 1) if rank < 2 else (2, 3)
+        self.groups, self.rank = groups, rank
+
+    def get_data_parallel_group(self):
+        return self.groups[self.data]
+
+    def get_data_parallel_world_size(self):
+        return 2
+
+    def get_data_parallel_rank(self):
+        return self.data.index(self.rank)
+
+    def get_model_parallel_group(self):
+        return self.groups[self.model]
+
+    def get_model_parallel_world_size(self):
+        return 2
+
+    def get_model_parallel_rank(self):
+        return self.model.index(self.rank)
+
+
+def body_mpu(rank, world):
+    """One weight is split over the model-parallel ranks, one is a replica: the norm counts each element once."""
+    mpu = Megatron(rank)
+
+    class Part(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.split = torch.nn.Parameter(torch.ones(4))
+            self.split.model_parallel = True
+            self.replica = torch.nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return (self.split.sum() * x + self.replica.sum() * 2 * x).sum()
+
+    made = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0.0}
+    engine, _, _, _ = deepspeed.initialize(model=Part(), config=made, mpu=mpu)
+    assert engine.train_batch_size() == 2 and engine.dp_world_size == 2 and engine.mp_world_size == 2
+    x = torch.tensor([1.0 if mpu.get_data_parallel_rank() == 0 else 3.0])
+    engine.backward(engine(x))
+    engine.step()
+    return engine.get_global_grad_norm(), engine.module.split.tolist()
+
+
+def test_mpu_groups_are_used():
+    # gradients: mean over data parallel is 2 for split, 4 for replica
+    for norm, split in run_ranks(4, body_mpu, init=True):
+        assert norm == pytest.approx((8 * 2.0**2 + 3 * 4.0**2) ** 0.5)
+        assert split == pytest.approx([0.8] * 4)

@@ -1,0 +1,80 @@
+"""Random Python objects as configurations: a DeepSpeedConfig or a DeepSpeedConfigError, nothing else.
+
+The texts are fuzzed in tests/cpp/config/fuzz_test.cpp; here it is the way in from Python.
+"""
+
+import collections
+import enum
+import os
+import pathlib
+import random
+
+import numpy
+import torch
+
+from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.config.model import layout
+
+CASES = int(os.environ.get("DS_FUZZ_CASES", "3000")) // 3
+
+
+class Text(str, enum.Enum):
+    cpu = "cpu"
+
+
+class Number(enum.IntEnum):
+    two = 2
+
+
+class Hostile:
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+    def __index__(self):
+        raise RuntimeError("no index")
+
+
+VALUES = [
+    None, True, False, 0, 1, -1, 2, 8, 5e8, 0.5, float("nan"), float("inf"), -float("inf"), 10**400, -(10**30), 2**63,
+    "auto", "", "cpu", "Adam", "\ud800", "x" * 5000, b"bytes", (1, 2), [], {}, {1: 2}, {"a": {3}}, set(), range(3),
+    Text.cpu, Number.two, Hostile(), object(), int, len, torch.float16, torch.zeros(3), torch.tensor(1), numpy.int64(4),
+    numpy.float32(0.5), numpy.zeros(2), pathlib.Path("/x"), collections.OrderedDict(a=1), collections.defaultdict(list),
+    lambda: 1,
+]  # fmt: skip
+
+
+def make(rng, fields, depth=0):
+    out = {}
+    for _ in range(rng.randrange(4)):
+        key = rng.choice(list(fields)) if fields and rng.random() < 0.9 else rng.choice(["x", " stage", 7, None, "\udfff"])
+        inner = fields.get(key, {}).get("fields") if fields else None
+        if inner is not None and rng.random() < 0.8 and depth < 5:
+            out[key] = make(rng, inner, depth + 1)
+        else:
+            out[key] = rng.choice(VALUES)
+    return out
+
+
+def test_python_objects():
+    rng, fields = random.Random(3), layout("training")
+    made = refused = 0
+    for _ in range(CASES):
+        config = make(rng, fields)
+        config.setdefault("train_micro_batch_size_per_gpu", 1)
+        try:
+            DeepSpeedConfig(config)
+            made += 1
+        except DeepSpeedConfigError:
+            refused += 1
+    assert made > CASES / 50 and refused > CASES / 3
+
+
+def test_values_that_are_no_configuration():
+    for value in VALUES:
+        if isinstance(value, dict):
+            continue
+        try:
+            DeepSpeedConfig(value)
+        except DeepSpeedConfigError:
+            continue
+        raise AssertionError(f"{value!r} was taken for a configuration")
