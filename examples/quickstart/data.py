@@ -17,7 +17,7 @@ import torch
 
 import bpe
 
-VOCAB_SIZE = 2048
+VOCAB_SIZE = 4096
 SAMPLE_BYTES = 2_500_000  # the tokenizer learns from this much of the training text
 HELD_OUT_ONE_IN = 16
 # Tables, generated text and other programs' tests: nothing a model of Python code should spend its time on.
