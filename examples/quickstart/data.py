@@ -22,6 +22,7 @@ SAMPLE_BYTES = 2_500_000  # the tokenizer learns from this much of the training 
 HELD_OUT_ONE_IN = 16
 # Tables, generated text and other programs' tests: nothing a model of Python code should spend its time on.
 LEFT_OUT = ("/test/", "/tests/", "/encodings/", "/pydoc_data/", "/lib2to3/", "/site-packages/", "/dist-packages/")
+LEFT_OUT += ("/stringprep.py", "/html/entities.py", "/re/_casefix.py", "/_sysconfigdata_", "/locale.py")
 
 
 def corpus_files():

@@ -40,7 +40,7 @@ def plot(path, state):
     axes.scatter(*zip(*ends), color="#dc2626", zorder=3, label="held-out files")
     for x, y in ends:
         axes.annotate(
-            f"{y:.2f}", (x, y), textcoords="offset points", xytext=(-6 if x else 8, 6), ha="right" if x else "left"
+            f"{y:.2f}", (x, y), textcoords="offset points", xytext=(-6 if x else 8, 8), ha="right" if x else "left"
         )
     axes.set_xlabel("thousand tokens")
     axes.set_ylabel("loss (nats per token)")

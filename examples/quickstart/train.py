@@ -203,7 +203,7 @@ def main():
     save(engine, checkpoints, state)
     if show:
         engine.eval()
-        prompt = "\n\nclass "
+        prompt = "\n\nclass"  # no space after it: a token begins with its space
         generator = torch.Generator().manual_seed(args.seed)
         ids = engine.module.generate(corpus.tokenizer.encode(prompt.encode()), 220, generator=generator)
         sample = corpus.tokenizer.decode(ids).strip("\n")
