@@ -1,6 +1,6 @@
 """DeepSpeedCPUAdam against the memory's speed and against torch.optim.AdamW, on one large and on 1,024 small tensors.
 
-    python benchmarks/python/cpu_adam.py [--numel 67108864] [--rounds 15] [--threads 1 2] [--json FILE]
+    python benchmarks/python/cpu_adam.py [--numel 67108864] [--rounds 9] [--threads 1 2] [--json FILE]
 
 The memory bound is a native kernel with Adam's loads and stores (4 and 3 of 4 bytes per element, in place) and one
 multiply-add per store. All candidates take turns within each round, so that the machine's moods meet them alike; the
@@ -16,6 +16,7 @@ import time
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import torch  # noqa: E402
+
 from common import machine  # noqa: E402  (the line above finds it from any directory)
 from deepspeed._native import _C  # noqa: E402
 from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: E402
@@ -94,7 +95,7 @@ def summarize(times, numel):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=64 << 20)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, os.cpu_count()}))
     parser.add_argument("--limit", type=float, default=0.9)
     parser.add_argument("--json", metavar="FILE")

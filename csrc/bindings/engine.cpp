@@ -39,9 +39,9 @@ std::vector<zero::ParamSpec> param_specs(const std::vector<at::Tensor>& tensors,
 std::shared_ptr<Engine> make_engine(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names,
                                     const std::vector<int32_t>& groups, const std::vector<int32_t>& orders,
                                     const std::vector<bool>& counts_in_norm, const py::object& data_parallel,
-                                    const py::object& model_parallel, int stage, int threads, const py::object& grad_dtype,
-                                    const py::object& comm_dtype, int64_t bucket_numel, bool overlap, double predivide,
-                                    double postscale, bool find_culprits) {
+                                    const py::object& model_parallel, int stage, int threads,
+                                    const py::object& grad_dtype, const py::object& comm_dtype, int64_t bucket_numel,
+                                    bool overlap, double predivide, double postscale, bool find_culprits) {
   zero::EngineOptions options;
   options.stage = stage;
   options.threads = threads;
@@ -77,10 +77,10 @@ DS_BINDINGS(m) {
       .def_readonly("skipped", &zero::StepReport::skipped);
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
-      .def(py::init(&make_engine), py::kw_only(), py::arg("tensors"), py::arg("names"), py::arg("groups"), py::arg("orders"),
-           py::arg("counts_in_norm"), py::arg("data_parallel"), py::arg("model_parallel"), py::arg("stage"),
-           py::arg("threads"), py::arg("grad_dtype"), py::arg("comm_dtype"), py::arg("bucket_numel"), py::arg("overlap"),
-           py::arg("predivide"), py::arg("postscale"), py::arg("find_culprits"))
+      .def(py::init(&make_engine), py::kw_only(), py::arg("tensors"), py::arg("names"), py::arg("groups"),
+           py::arg("orders"), py::arg("counts_in_norm"), py::arg("data_parallel"), py::arg("model_parallel"),
+           py::arg("stage"), py::arg("threads"), py::arg("grad_dtype"), py::arg("comm_dtype"), py::arg("bucket_numel"),
+           py::arg("overlap"), py::arg("predivide"), py::arg("postscale"), py::arg("find_culprits"))
       .def("watch", &Engine::watch, Unlocked())
       .def("watch_outputs", &Engine::watch_outputs, Unlocked(), py::arg("outputs"))
       .def("plan_user_backward", &Engine::plan_user_backward, py::arg("reduce"), py::arg("factor"))
@@ -90,20 +90,24 @@ DS_BINDINGS(m) {
       .def("finish_backward", &Engine::finish_backward, Unlocked())
       .def("clear_grads", &Engine::clear_grads, Unlocked())
       .def("norm", &Engine::norm, Unlocked(), py::arg("loss_scale"), py::arg("max_norm"), py::arg("check"))
-      .def("adam",
-           [](Engine& engine, int32_t group, double lr, double beta1, double beta2, double eps, double weight_decay, bool adamw,
-              bool bias_correction) {
-             py::gil_scoped_release unlocked;
-             engine.adam(group, {lr, beta1, beta2, eps, weight_decay, adamw, bias_correction});
-           },
-           py::arg("group"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
-           py::arg("weight_decay"), py::arg("adamw"), py::arg("bias_correction"))
+      .def(
+          "adam",
+          [](Engine& engine, int32_t group, double lr, double beta1, double beta2, double eps, double weight_decay,
+             bool adamw, bool bias_correction) {
+            py::gil_scoped_release unlocked;
+            engine.adam(group, {lr, beta1, beta2, eps, weight_decay, adamw, bias_correction});
+          },
+          py::arg("group"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
+          py::arg("weight_decay"), py::arg("adamw"), py::arg("bias_correction"))
       .def("report", &Engine::report, Unlocked())
       .def("scale_grads", &Engine::scale_grads, Unlocked())
       .def("hand_out_grads", &Engine::hand_out_grads, Unlocked())
-      .def("has_grads", [](Engine& engine) { return engine.grads().any(); }, Unlocked())
-      .def("publish", [](Engine& engine) { engine.stepper().publish(); }, Unlocked())
-      .def("refresh_master", [](Engine& engine) { engine.stepper().refresh_master(); }, Unlocked())
+      .def(
+          "has_grads", [](Engine& engine) { return engine.grads().any(); }, Unlocked())
+      .def(
+          "publish", [](Engine& engine) { engine.stepper().publish(); }, Unlocked())
+      .def(
+          "refresh_master", [](Engine& engine) { engine.stepper().refresh_master(); }, Unlocked())
       .def("broadcast", &Engine::broadcast, Unlocked())
       .def("release", &Engine::release, Unlocked())
       .def("masters",
@@ -111,7 +115,9 @@ DS_BINDINGS(m) {
              return for_each_param(engine, [&](size_t param) { return engine.params().master_view(param); });
            })
       .def("grads",
-           [](Engine& engine) { return for_each_param(engine, [&](size_t param) { return engine.params().grad_view(param); }); })
+           [](Engine& engine) {
+             return for_each_param(engine, [&](size_t param) { return engine.params().grad_view(param); });
+           })
       .def("used",
            [](Engine& engine) {
              std::vector<bool> used;

@@ -19,7 +19,7 @@ struct Registration {
 
 }  // namespace ds::bindings
 
-#define DS_BINDINGS(module)                                                  \
-  static void ds_bind(pybind11::module_& module);                            \
-  static const ::ds::bindings::Registration ds_bind_registration{&ds_bind};  \
+#define DS_BINDINGS(module)                                                 \
+  static void ds_bind(pybind11::module_& module);                           \
+  static const ::ds::bindings::Registration ds_bind_registration{&ds_bind}; \
   static void ds_bind(pybind11::module_& module)

@@ -28,7 +28,8 @@ class Meeting {
       error_.clear();
       for (int other = 1; other < size_; ++other)
         if (calls_[other] != calls_[0])
-          error_ = "collectives differ: rank 0 called " + calls_[0] + ", rank " + std::to_string(other) + " called " + calls_[other];
+          error_ = "collectives differ: rank 0 called " + calls_[0] + ", rank " + std::to_string(other) + " called " +
+                   calls_[other];
       if (error_.empty()) run(call, root, op);
       leaving_ = true;
       changed_.notify_all();
@@ -103,11 +104,13 @@ class ThreadCommunicator : public Communicator {
   std::string name() const override { return "threads"; }
 
   WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op) override {
-    meeting_->meet(rank_, "all_reduce(" + describe(tensor) + ", op " + std::to_string(static_cast<int>(op)) + ")", tensor, 0, op);
+    meeting_->meet(rank_, "all_reduce(" + describe(tensor) + ", op " + std::to_string(static_cast<int>(op)) + ")",
+                   tensor, 0, op);
     return std::make_shared<DoneWork>();
   }
   WorkPtr broadcast(const at::Tensor& tensor, int root) override {
-    meeting_->meet(rank_, "broadcast(" + describe(tensor) + ", root " + std::to_string(root) + ")", tensor, root, ReduceOp::kSum);
+    meeting_->meet(rank_, "broadcast(" + describe(tensor) + ", root " + std::to_string(root) + ")", tensor, root,
+                   ReduceOp::kSum);
     return std::make_shared<DoneWork>();
   }
   void barrier() override { meeting_->meet(rank_, "barrier", {}, 0, ReduceOp::kSum); }

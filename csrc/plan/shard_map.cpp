@@ -13,7 +13,8 @@ int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1
 }  // namespace
 
 FlatLayout flat_layout(const std::vector<int64_t>& numels, int64_t align, int64_t parts) {
-  if (align <= 0 || parts <= 0) fail(ErrorKind::kValue, "flat_layout: align ", align, " and parts ", parts, " must be positive");
+  if (align <= 0 || parts <= 0)
+    fail(ErrorKind::kValue, "flat_layout: align ", align, " and parts ", parts, " must be positive");
   FlatLayout layout;
   layout.numels = numels;
   layout.offsets.reserve(numels.size());

@@ -10,7 +10,7 @@ namespace ds::plan {
 struct FlatLayout {
   std::vector<int64_t> offsets;  // of each parameter
   std::vector<int64_t> numels;
-  int64_t total_numel = 0;       // a multiple of the alignment and of the number of parts
+  int64_t total_numel = 0;  // a multiple of the alignment and of the number of parts
 };
 
 // A run of consecutive elements of one parameter, owned by one rank.
@@ -23,7 +23,7 @@ struct Extent {
 };
 
 struct ShardMap {
-  int64_t shard_numel = 0;  // elements of each rank's shard, padding included
+  int64_t shard_numel = 0;      // elements of each rank's shard, padding included
   std::vector<Extent> extents;  // by rank, then by shard_offset
 };
 

@@ -35,9 +35,7 @@ const kernels::KernelTable* table_for(const c10::Device& device) {
 
 }  // namespace
 
-bool has_kernel_dtype(at::ScalarType type) {
-  return type == at::kFloat || type == at::kHalf || type == at::kBFloat16;
-}
+bool has_kernel_dtype(at::ScalarType type) { return type == at::kFloat || type == at::kHalf || type == at::kBFloat16; }
 
 DType kernel_dtype(at::ScalarType type, const char* what) {
   switch (type) {
@@ -49,10 +47,13 @@ DType kernel_dtype(at::ScalarType type, const char* what) {
 }
 
 DeviceContext::DeviceContext(c10::Device device, int threads)
-    : device_(device), pool_(device.is_cpu() ? std::make_unique<ThreadPool>(threads) : nullptr), table_(table_for(device)) {
+    : device_(device),
+      pool_(device.is_cpu() ? std::make_unique<ThreadPool>(threads) : nullptr),
+      table_(table_for(device)) {
   const auto options = at::TensorOptions().device(device_);
   sum_ = at::zeros({1}, options.dtype(at::kDouble));
-  step_scale_ = at::zeros({static_cast<int64_t>(sizeof(kernels::StepScale) / sizeof(double))}, options.dtype(at::kDouble));
+  step_scale_ =
+      at::zeros({static_cast<int64_t>(sizeof(kernels::StepScale) / sizeof(double))}, options.dtype(at::kDouble));
   if (!device_.is_cpu())
     step_scale_host_ = at::zeros(step_scale_.sizes(), at::TensorOptions().dtype(at::kDouble).pinned_memory(true));
 }

@@ -18,8 +18,8 @@ namespace ds::zero {
 
 struct EngineOptions {
   int stage = 0;
-  int threads = 1;                             // of CPU kernels
-  c10::optional<at::ScalarType> grad_dtype;    // accumulation; unset: fp32 for 16-bit parameters
+  int threads = 1;                           // of CPU kernels
+  c10::optional<at::ScalarType> grad_dtype;  // accumulation; unset: fp32 for 16-bit parameters
   ReducerOptions reducer;
 };
 
@@ -76,7 +76,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool user_backward_ = false;  // by a hook on an output
   bool user_reduce_ = true;
   double user_factor_ = 1.0;
-  AccumulatorHooks hooks_;      // last: gone before what they call
+  AccumulatorHooks hooks_;  // last: gone before what they call
 };
 
 }  // namespace ds::zero

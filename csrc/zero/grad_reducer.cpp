@@ -9,7 +9,8 @@
 
 namespace ds::zero {
 
-GradReducer::GradReducer(ParamStore& store, DeviceContext& device, comm::CommunicatorPtr communicator, ReducerOptions options)
+GradReducer::GradReducer(ParamStore& store, DeviceContext& device, comm::CommunicatorPtr communicator,
+                         ReducerOptions options)
     : store_(store),
       device_(device),
       communicator_(std::move(communicator)),
@@ -26,7 +27,8 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, comm::Communi
   for (const FlatSpace& space : store.spaces()) total += space.layout.total_numel;
   // At least a few buckets, or nothing could leave before backward's end; not too small, or latency eats the gain.
   constexpr int64_t kSmallest = 1 << 20;
-  const int64_t cap = options_.overlap ? std::min(options_.bucket_numel, std::max(kSmallest, total / 8)) : options_.bucket_numel;
+  const int64_t cap =
+      options_.overlap ? std::min(options_.bucket_numel, std::max(kSmallest, total / 8)) : options_.bucket_numel;
   for (size_t s = 0; s < store.spaces().size(); ++s) {
     const FlatSpace& space = store.spaces()[s];
     for (const plan::Bucket& plan : plan::bucket_plan(space.layout, cap)) {
@@ -37,7 +39,8 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, comm::Communi
       buckets_.push_back(std::move(bucket));
     }
   }
-  // A bucket is complete when its first parameter in the module has its gradient, since backward goes from last to first.
+  // A bucket is complete when its first parameter in the module has its gradient, since backward goes from last to
+  // first.
   const auto first_order = [&](const BucketState& bucket) {
     int32_t first = store_.spec(bucket.params[0]).order;
     for (int32_t param : bucket.params) first = std::min(first, store_.spec(param).order);
@@ -48,7 +51,8 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, comm::Communi
   for (size_t b = 0; b < buckets_.size(); ++b)
     for (int32_t param : buckets_[b].params) bucket_of_[param] = static_cast<int32_t>(b);
   if (options_.find_culprits)
-    culprits_ = at::zeros({static_cast<int64_t>(store.size())}, at::TensorOptions().device(device.device()).dtype(at::kDouble));
+    culprits_ =
+        at::zeros({static_cast<int64_t>(store.size())}, at::TensorOptions().device(device.device()).dtype(at::kDouble));
 }
 
 bool GradReducer::attaches(size_t param) const {

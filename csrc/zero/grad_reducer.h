@@ -33,27 +33,27 @@ namespace ds::zero {
 
 struct ReducerOptions {
   int64_t bucket_numel = 500000000;
-  bool overlap = true;           // launch buckets while backward runs
-  float predivide = 1.0f;        // gradients are multiplied by this before the sum over ranks
-  float postscale = 1.0f;        // and by this after it
+  bool overlap = true;                       // launch buckets while backward runs
+  float predivide = 1.0f;                    // gradients are multiplied by this before the sum over ranks
+  float postscale = 1.0f;                    // and by this after it
   c10::optional<at::ScalarType> comm_dtype;  // what travels; unset: the buffers' own
-  bool find_culprits = false;    // remember which local gradients were not finite
+  bool find_culprits = false;                // remember which local gradients were not finite
 };
 
 class GradReducer {
  public:
   GradReducer(ParamStore& store, DeviceContext& device, comm::CommunicatorPtr communicator, ReducerOptions options);
 
-  void begin(bool reduce);         // a backward starts; `reduce`: its end is a boundary
-  void end();                      // it has ended; after a reducing one all ranks hold the same gradients
-  bool abort();                    // it raised; true when gradients of earlier micro-steps were lost with it
-  void on_grad(size_t param);      // the accumulator hook; any thread, no GIL
-  void finish();                   // before a step: takes .grad as the user left it, reduces what is still local
-  void clear();                    // forget all gradients; .grad becomes undefined
+  void begin(bool reduce);     // a backward starts; `reduce`: its end is a boundary
+  void end();                  // it has ended; after a reducing one all ranks hold the same gradients
+  bool abort();                // it raised; true when gradients of earlier micro-steps were lost with it
+  void on_grad(size_t param);  // the accumulator hook; any thread, no GIL
+  void finish();               // before a step: takes .grad as the user left it, reduces what is still local
+  void clear();                // forget all gradients; .grad becomes undefined
   bool active() const { return phase_ != Phase::kIdle; }
 
   bool used(size_t param) const { return filled_[param] != 0; }
-  bool any() const;                // a gradient has arrived since clear(), or the user has set one
+  bool any() const;                                   // a gradient has arrived since clear(), or the user has set one
   int64_t late_count() const { return late_count_; }  // of the last reducing backward, over all ranks
   int64_t overlapped_count() const { return overlapped_count_; }  // buckets that left before backward's end
   size_t bucket_count() const { return buckets_.size(); }
@@ -72,7 +72,7 @@ class GradReducer {
     std::vector<int32_t> params;
     int32_t pending = -1;  // parameters still expected to fire; -1: unknown, leaves at the end
     bool launched = false;
-    at::Tensor carrier;    // what travels when it is not the buffer itself
+    at::Tensor carrier;  // what travels when it is not the buffer itself
     comm::WorkPtr work;
   };
 
@@ -98,14 +98,14 @@ class GradReducer {
   std::mutex mutex_;  // hooks may come from one thread per device
   Phase phase_ = Phase::kIdle;
   size_t next_bucket_ = 0;
-  bool dirty_ = false;                // something in the slots has not been reduced
-  std::vector<uint8_t> filled_;       // the slot holds a gradient
-  std::vector<uint8_t> was_filled_;   // at begin()
-  std::vector<uint8_t> scaled_;       // the slot has been multiplied by predivide already
+  bool dirty_ = false;               // something in the slots has not been reduced
+  std::vector<uint8_t> filled_;      // the slot holds a gradient
+  std::vector<uint8_t> was_filled_;  // at begin()
+  std::vector<uint8_t> scaled_;      // the slot has been multiplied by predivide already
   std::vector<int32_t> fires_, expected_;
-  bool learned_ = false;              // expected_ rests on at least one backward
+  bool learned_ = false;  // expected_ rests on at least one backward
   std::vector<at::Tensor> late_;
-  at::Tensor culprits_;               // sum of squares of each local gradient
+  at::Tensor culprits_;  // sum of squares of each local gradient
   int64_t late_count_ = 0, overlapped_count_ = 0;
 };
 

@@ -24,13 +24,15 @@ c10::Device common_device(const std::vector<ParamSpec>& specs) {
   for (const ParamSpec& spec : specs)
     if (spec.tensor.device() != specs[0].tensor.device())
       fail(ErrorKind::kValue, "parameters lie on different devices: '", specs[0].name, "' on ",
-           specs[0].tensor.device().str(), ", '", spec.name, "' on ", spec.tensor.device().str(), "; move the model to one device");
+           specs[0].tensor.device().str(), ", '", spec.name, "' on ", spec.tensor.device().str(),
+           "; move the model to one device");
   return specs[0].tensor.device();
 }
 
 }  // namespace
 
-ParamStore::ParamStore(std::vector<ParamSpec> specs, c10::optional<at::ScalarType> grad_dtype, int64_t align, int64_t parts)
+ParamStore::ParamStore(std::vector<ParamSpec> specs, c10::optional<at::ScalarType> grad_dtype, int64_t align,
+                       int64_t parts)
     : specs_(std::move(specs)), places_(specs_.size()), device_(common_device(specs_)) {
   at::NoGradGuard no_grad;
   std::unordered_set<const void*> seen;
@@ -39,7 +41,8 @@ ParamStore::ParamStore(std::vector<ParamSpec> specs, c10::optional<at::ScalarTyp
     const ParamSpec& spec = specs_[param];
     if (!seen.insert(spec.tensor.unsafeGetTensorImpl()).second)
       fail(ErrorKind::kValue, "parameter '", spec.name, "' appears twice in the optimizer's parameter groups");
-    if (!spec.tensor.is_leaf()) fail(ErrorKind::kValue, "parameter '", spec.name, "' is not a leaf tensor and cannot be optimised");
+    if (!spec.tensor.is_leaf())
+      fail(ErrorKind::kValue, "parameter '", spec.name, "' is not a leaf tensor and cannot be optimised");
     if (!at::isFloatingType(spec.tensor.scalar_type()))
       fail(ErrorKind::kType, "parameter '", spec.name, "' has dtype ", c10::toString(spec.tensor.scalar_type()),
            "; only floating point parameters can be optimised");
@@ -68,8 +71,8 @@ ParamStore::ParamStore(std::vector<ParamSpec> specs, c10::optional<at::ScalarTyp
       places_[param].offset = space.layout.offsets[i];
       places_[param].numel = numels[i];
       at::Tensor& tensor = specs_[param].tensor;
-      at::Tensor home = space.lp.narrow(0, places_[param].offset, places_[param].numel).as_strided(
-          tensor.sizes(), kept_strides(tensor), places_[param].offset);
+      at::Tensor home = space.lp.narrow(0, places_[param].offset, places_[param].numel)
+                            .as_strided(tensor.sizes(), kept_strides(tensor), places_[param].offset);
       home.copy_(tensor);
       tensor.set_data(home);
     }

@@ -11,10 +11,10 @@
 namespace ds::zero {
 
 struct ParamSpec {
-  at::Tensor tensor;  // a leaf; its data moves into the flat buffer, the tensor object stays the user's
-  std::string name;   // for messages
-  int32_t group;      // index of its optimizer parameter group
-  int32_t order;      // position in the module: later ones get their gradients earlier
+  at::Tensor tensor;           // a leaf; its data moves into the flat buffer, the tensor object stays the user's
+  std::string name;            // for messages
+  int32_t group;               // index of its optimizer parameter group
+  int32_t order;               // position in the module: later ones get their gradients earlier
   bool counts_in_norm = true;  // false for the copies of a parameter that other model-parallel ranks hold, too
 };
 
@@ -25,9 +25,9 @@ struct FlatSpace {
   std::vector<int32_t> params;  // indices into ParamStore, in layout order
   plan::FlatLayout layout;
   plan::ShardMap shards;
-  at::Tensor lp;                // the values the model computes with
-  at::Tensor master;            // fp32; the very same tensor as lp when the model computes in fp32 (or fp64)
-  at::Tensor grad;              // of the accumulation dtype
+  at::Tensor lp;                  // the values the model computes with
+  at::Tensor master;              // fp32; the very same tensor as lp when the model computes in fp32 (or fp64)
+  at::Tensor grad;                // of the accumulation dtype
   std::vector<at::Tensor> slots;  // optimizer states, fp32, created by the stepper
 };
 

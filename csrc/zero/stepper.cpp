@@ -32,7 +32,8 @@ std::vector<Stepper::Run> Stepper::runs(const FlatSpace& space, const GradReduce
   return result;
 }
 
-void Stepper::norm(const GradReducer& grads, float loss_scale, float max_norm, bool check, comm::Communicator* model_parallel) {
+void Stepper::norm(const GradReducer& grads, float loss_scale, float max_norm, bool check,
+                   comm::Communicator* model_parallel) {
   at::NoGradGuard no_grad;
   const c10::DeviceGuard current(device_.device());
   device_.sum_tensor().zero_();
@@ -64,7 +65,14 @@ void Stepper::adam(const GradReducer& grads, int32_t group, const AdamGroupArgs&
   for (FlatSpace& space : store_.spaces()) {
     if (space.group != group) continue;
     const bool narrow = !space.lp.is_same(space.master);
-    kernels::AdamArgs kernel_args{args.lr, args.beta1, args.beta2, args.eps, args.weight_decay, 1.0, 1.0, args.adamw,
+    kernels::AdamArgs kernel_args{args.lr,
+                                  args.beta1,
+                                  args.beta2,
+                                  args.eps,
+                                  args.weight_decay,
+                                  1.0,
+                                  1.0,
+                                  args.adamw,
                                   kernel_dtype(space.grad.scalar_type(), "gradient"),
                                   kernel_dtype(space.lp.scalar_type(), "parameter")};
     // Parameters that were unused in some steps have seen fewer updates, and bias correction depends on the number.

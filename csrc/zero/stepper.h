@@ -35,7 +35,7 @@ class Stepper {
 
   // For an optimizer that runs elsewhere: gradients unscaled and clipped in place, then masters cast to lp.
   void scale_grads(const GradReducer& grads);
-  void publish();       // lp = master
+  void publish();         // lp = master
   void refresh_master();  // master = lp, after somebody wrote the model's weights
 
   void ensure_slots(int count);  // optimizer states, zero at first

@@ -8,7 +8,9 @@ import importlib.util
 
 from deepspeed.version import __version__
 
-__version_major__, __version_minor__, __version_patch__ = (int(part) for part in __version__.split("+")[0].split(".")[:3])
+__version_major__, __version_minor__, __version_patch__ = (
+    int(part) for part in __version__.split("+")[0].split(".")[:3]
+)
 version = __version__
 
 # Public name -> where it lives. A row here is all it takes to export something.
@@ -32,7 +34,13 @@ _NAMES = {
     "git_branch": "deepspeed.git_version_info",
 }
 _RENAMED = {"__git_hash__": "git_hash", "__git_branch__": "git_branch"}
-_CONSTANTS = {"ADAM_OPTIMIZER": "adam", "LAMB_OPTIMIZER": "lamb", "MUON_OPTIMIZER": "muon", "dist": None, "HAS_TRITON": False}
+_CONSTANTS = {
+    "ADAM_OPTIMIZER": "adam",
+    "LAMB_OPTIMIZER": "lamb",
+    "MUON_OPTIMIZER": "muon",
+    "dist": None,
+    "HAS_TRITON": False,
+}
 
 
 def __getattr__(name):

@@ -120,8 +120,10 @@ def train_engine(engine, steps, rank, world, user_backward=False, start=0):
 def difference(model, reference):
     """Largest relative difference of a parameter, in the 2-norm of the parameter."""
     worst = 0.0
-    for (name, a), (_, b) in zip(model.named_parameters(), reference.named_parameters()):
-        gap = float((a.detach().double().cpu() - b.detach().double()).norm() / b.detach().double().norm().clamp_min(1e-12))
+    for (_, a), (_, b) in zip(model.named_parameters(), reference.named_parameters()):
+        gap = float(
+            (a.detach().double().cpu() - b.detach().double()).norm() / b.detach().double().norm().clamp_min(1e-12)
+        )
         worst = max(worst, gap)
     return worst
 

@@ -6,10 +6,10 @@ import random
 import numpy
 import pytest
 import torch
-from engine_models import config, loss_of, make_net
-from harness import run_ranks
 
 import deepspeed
+from engine_models import config, loss_of, make_net
+from harness import run_ranks
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3}}
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
@@ -27,7 +27,13 @@ class Tokens(torch.utils.data.Dataset):
 
 
 def make_engine(world, precision, seed=0, optimizer=None, accumulate=2):
-    made = config(world, accumulate, size=4 * accumulate, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 20}}, **precision)
+    made = config(
+        world,
+        accumulate,
+        size=4 * accumulate,
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
+        **precision,
+    )
     if optimizer is not None:
         del made["optimizer"]
     return deepspeed.initialize(model=make_net(seed=seed), optimizer=optimizer, training_data=Tokens(), config=made)
@@ -49,7 +55,13 @@ def run(engine, batches, steps):
         engine.step()
         seen.append(float(loss.detach()))
     state = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
-    return seen, state, engine.get_lr(), engine.optimizer.state_dict(), (engine.global_steps, engine.skipped_steps, engine.global_samples)
+    return (
+        seen,
+        state,
+        engine.get_lr(),
+        engine.optimizer.state_dict(),
+        (engine.global_steps, engine.skipped_steps, engine.global_samples),
+    )
 
 
 def same(a, b):
@@ -92,7 +104,9 @@ def body_resume(rank, world, folder, precision, client):
 @pytest.mark.parametrize("precision", sorted(PRECISIONS))
 @pytest.mark.parametrize("world", [1, 2])
 def test_resumes_bit_by_bit(world, precision, client, tmp_path):
-    for equal, epoch, best, straight, resumed in run_ranks(world, body_resume, str(tmp_path), PRECISIONS[precision], client):
+    for equal, epoch, best, straight, resumed in run_ranks(
+        world, body_resume, str(tmp_path), PRECISIONS[precision], client
+    ):
         assert straight == resumed
         assert equal
         assert (epoch, best) == (3, 0.5)
@@ -100,9 +114,10 @@ def test_resumes_bit_by_bit(world, precision, client, tmp_path):
 
 
 MODEL_KEYS = {
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
-    "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps", "global_steps", "global_samples",
-    "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
+    "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
+    "checkpoint_parallel_dimensions", "ds_config", "ds_version",
 }  # fmt: skip
 
 
@@ -120,7 +135,11 @@ def body_files(rank, world, folder, precision):
 def test_file_names_and_keys(precision, tmp_path):
     first, second = run_ranks(2, body_files, str(tmp_path), PRECISIONS[precision])
     assert (tmp_path / "latest").read_text() == "global_step2"
-    assert set(os.listdir(tmp_path / "global_step2")) == {"mp_rank_00_model_states.pt", "run_rank_00000_state.pt", "run_rank_00001_state.pt"}
+    assert set(os.listdir(tmp_path / "global_step2")) == {
+        "mp_rank_00_model_states.pt",
+        "run_rank_00000_state.pt",
+        "run_rank_00001_state.pt",
+    }
     from deepspeed import _compat
 
     saved = _compat.load(tmp_path / "global_step2" / "mp_rank_00_model_states.pt")
@@ -136,7 +155,14 @@ def test_file_names_and_keys(precision, tmp_path):
         assert [g.numel() for g in optimizer["fp32_groups_flat"]] == [trained]
         assert optimizer["optimizer_state_dict"]["state"][0]["exp_avg"].numel() == trained
     if precision == "fp16":
-        assert {"dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window"} <= set(optimizer)
+        assert {
+            "dynamic_loss_scale",
+            "cur_scale",
+            "cur_iter",
+            "last_overflow_iter",
+            "scale_factor",
+            "scale_window",
+        } <= set(optimizer)
     biggest = max(t.numel() for t in saved["module"].values())
     for tensor in saved["module"].values():  # no view of a big buffer went into the file
         assert tensor.storage().size() <= biggest

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from deepspeed import comm as dist
 from deepspeed.comm import ReduceOp
 from harness import run_ranks

@@ -3,9 +3,10 @@
 import os
 from datetime import timedelta
 
-import deepspeed.comm.comm as comm_module
 import pytest
 import torch
+
+import deepspeed.comm.comm as comm_module
 from deepspeed import comm as dist
 from deepspeed.utils import groups
 from harness import run_ranks

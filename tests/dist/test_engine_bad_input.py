@@ -4,10 +4,10 @@ import argparse
 
 import pytest
 import torch
-from engine_models import batch, config, loss_of, make_net
-from harness import run_ranks
 
 import deepspeed
+from engine_models import batch, config, loss_of, make_net
+from harness import run_ranks
 
 
 def body(rank, world, what):

@@ -1,10 +1,10 @@
 """The same engine on a CUDA device, against the same plain process on the CPU. One GPU, one rank: NCCL gives no two."""
 
 import pytest
-from engine_models import adam_like, config, difference, make_net, train_engine, train_plain
-from harness import run_ranks
 
 import deepspeed
+from engine_models import adam_like, config, difference, make_net, train_engine, train_plain
+from harness import run_ranks
 
 pytestmark = pytest.mark.gpu
 STEPS = 50

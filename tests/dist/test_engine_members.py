@@ -7,10 +7,10 @@ import json
 
 import pytest
 import torch
-from engine_models import batch, config, loss_of, make_net, train_engine
-from harness import run_ranks
 
 import deepspeed
+from engine_models import batch, config, loss_of, make_net, train_engine
+from harness import run_ranks
 
 
 def test_signatures():
@@ -19,8 +19,12 @@ def test_signatures():
     def parameters(function):
         return [(p.name, p.default) for p in inspect.signature(function).parameters.values() if p.name != "self"]
 
-    none = [(name, None) for name in ("args", "model", "optimizer", "model_parameters", "training_data", "lr_scheduler")]
-    tail = [(name, None) for name in ("mpu", "dist_init_required", "collate_fn", "config", "mesh_param", "config_params")]
+    none = [
+        (name, None) for name in ("args", "model", "optimizer", "model_parameters", "training_data", "lr_scheduler")
+    ]
+    tail = [
+        (name, None) for name in ("mpu", "dist_init_required", "collate_fn", "config", "mesh_param", "config_params")
+    ]
     assert parameters(deepspeed.initialize) == none + [("distributed_port", 29500)] + tail
     assert parameters(DeepSpeedEngine.backward)[1:] == [("retain_graph", False), ("scale_wrt_gas", True)]
     assert parameters(DeepSpeedEngine.step) == [("lr_kwargs", None)]
@@ -28,7 +32,8 @@ def test_signatures():
         "save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters",
     ]  # fmt: skip
     assert [name for name, _ in parameters(DeepSpeedEngine.load_checkpoint)] == [
-        "load_dir", "tag", "load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only", "custom_load_fn",
+        "load_dir", "tag", "load_module_strict", "load_optimizer_states", "load_lr_scheduler_states",
+        "load_module_only", "custom_load_fn",
     ]  # fmt: skip
     from deepspeed.runtime.engine import DeepSpeedEngine as old_path
 
@@ -51,7 +56,9 @@ def body_members(rank, world):
     assert (engine.world_size, engine.dp_world_size, engine.mp_world_size) == (world, world, 1)
     assert engine.get_batch_info() == (8, 8 // world // 2, 2)
     assert engine.train_batch_size() == 8 and engine.gradient_accumulation_steps() == 2
-    assert engine.gradient_clipping() == 0.5 and engine.steps_per_print() == 3 and engine.wall_clock_breakdown() is False
+    assert (
+        engine.gradient_clipping() == 0.5 and engine.steps_per_print() == 3 and engine.wall_clock_breakdown() is False
+    )
     assert not engine.fp16_enabled() and not engine.bfloat16_enabled()
     assert engine.zero_optimization_stage() == 0 and not engine.zero_optimization()
     assert engine.optimizer_name() == "adamw" and engine.scheduler_name() == "WarmupLR"
@@ -100,7 +107,9 @@ def body_config_forms(rank, world, folder):
     made = config(world)
     path = f"{folder}/ds.json"
     with open(path, "w") as file:
-        file.write("// users have comments\n" + json.dumps(made).replace('"gradient_clipping"', '\n"gradient_clipping"'))
+        file.write(
+            "// users have comments\n" + json.dumps(made).replace('"gradient_clipping"', '\n"gradient_clipping"')
+        )
     forms = [
         {"config": made},
         {"config": path},
@@ -224,7 +233,11 @@ def body_mpu(rank, world):
         def forward(self, x):
             return (self.split.sum() * x + self.replica.sum() * 2 * x).sum()
 
-    made = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0.0}
+    made = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "gradient_clipping": 0.0,
+    }
     engine, _, _, _ = deepspeed.initialize(model=Part(), config=made, mpu=mpu)
     assert engine.train_batch_size() == 2 and engine.dp_world_size == 2 and engine.mp_world_size == 2
     x = torch.tensor([1.0 if mpu.get_data_parallel_rank() == 0 else 3.0])

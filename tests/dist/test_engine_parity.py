@@ -8,10 +8,10 @@ shared, frozen, unused, sometimes used and sparse parameters.
 
 import pytest
 import torch
-from engine_models import adam_like, batch, config, difference, loss_of, make_net, train_engine, train_plain, uses_extra
-from harness import run_ranks
 
 import deepspeed
+from engine_models import adam_like, batch, config, difference, loss_of, make_net, train_engine, train_plain, uses_extra
+from harness import run_ranks
 
 STEPS = 50
 
@@ -123,7 +123,9 @@ def body_groups(rank, world):
 
 
 def test_client_optimizer_with_groups_has_the_same_moments():
-    losses, norms, _ = train_plain(STEPS, lambda m: two_groups(m, lambda g: torch.optim.AdamW(g, lr=3e-3, betas=(0.9, 0.95))))
+    losses, norms, _ = train_plain(
+        STEPS, lambda m: two_groups(m, lambda g: torch.optim.AdamW(g, lr=3e-3, betas=(0.9, 0.95)))
+    )
     check_fp32(run_ranks(2, body_groups), losses, norms)
 
 
@@ -230,7 +232,10 @@ def test_boundaries_set_by_the_caller():
 
 def body_two_engines(rank, world):
     """A generator and a discriminator: the first one's loss runs through the second, whose gradients do not count."""
-    models, plain = [make_net(seed=1), torch.nn.Linear(5, 1)], [make_net(seed=1).double(), torch.nn.Linear(5, 1).double()]
+    models, plain = (
+        [make_net(seed=1), torch.nn.Linear(5, 1)],
+        [make_net(seed=1).double(), torch.nn.Linear(5, 1).double()],
+    )
     torch.manual_seed(5)
     plain[1].weight.data.normal_()
     models[1].load_state_dict(plain[1].state_dict())

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+
 from harness import RankError, RankTimeout, run_ranks
 
 

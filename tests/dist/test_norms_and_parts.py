@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.utils import CheckOverflow, PartitionedTensor, clip_grad_norm_, get_grad_norm, get_weight_norm
 from harness import run_ranks

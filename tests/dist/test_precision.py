@@ -5,10 +5,10 @@ import logging
 
 import pytest
 import torch
-from engine_models import adam_like, batch, config, difference, loss_of, make_net, train_engine, train_plain, uses_extra
-from harness import run_ranks
 
 import deepspeed
+from engine_models import adam_like, batch, config, difference, loss_of, make_net, train_engine, train_plain, uses_extra
+from harness import run_ranks
 
 HALF_ON_CPU = deepspeed.get_accelerator().is_fp16_supported()
 needs_fp16 = pytest.mark.skipif(not HALF_ON_CPU, reason="this torch has no fp16 matrix product on this device")
@@ -16,7 +16,9 @@ needs_fp16 = pytest.mark.skipif(not HALF_ON_CPU, reason="this torch has no fp16 
 
 def body_bf16(rank, world, accumulate, more):
     model = make_net()
-    engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config(world, accumulate, bf16={"enabled": True}, **more))
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=model, config=config(world, accumulate, bf16={"enabled": True}, **more)
+    )
     losses, norms = train_engine(engine, 30, rank, world)
     masters = torch.cat(optimizer.fp32_groups_flat)
     weights = torch.cat([p.detach().float().reshape(-1) for p in model.parameters() if p.requires_grad])
@@ -47,7 +49,11 @@ def test_bf16_follows_fp32(world, accumulate):
         assert r["name"] == "FP16_Optimizer" and r["scale"] == 1.0
 
 
-@pytest.mark.parametrize("more", [{"communication_data_type": "bf16"}, {"data_types": {"grad_accum_dtype": "bf16"}}], ids=["bf16 travels", "bf16 sums"])
+@pytest.mark.parametrize(
+    "more",
+    [{"communication_data_type": "bf16"}, {"data_types": {"grad_accum_dtype": "bf16"}}],
+    ids=["bf16 travels", "bf16 sums"],
+)
 def test_bf16_gradients_on_request(more):
     expected, _, _ = train_plain(30, adam_like)
     for r in run_ranks(2, body_bf16, 2, more):
@@ -121,7 +127,7 @@ def body_overflow(rank, world, precision, pattern):
     engine, optimizer, _, scheduler = deepspeed.initialize(model=model, config=made)
     dtype = model.good.dtype
     scales, steps, frozen = [], [], []
-    for step, (bad_rank, value) in enumerate(pattern):
+    for bad_rank, value in pattern:
         before = [p.detach().clone() for p in model.parameters()]
         last = scheduler.last_batch_iteration
         poison = torch.full((5,), value if rank == bad_rank else 0.01, dtype=dtype)
@@ -153,7 +159,11 @@ def test_fp16_dynamic_scale_follows_the_rule_on_every_rank():
         assert frozen == [True] * sum(overflows)
 
 
-@pytest.mark.parametrize("precision", [{"bf16": {"enabled": True}}, pytest.param({"fp16": {"enabled": True, "loss_scale": 4}}, marks=needs_fp16)], ids=["bf16", "fp16 static"])
+@pytest.mark.parametrize(
+    "precision",
+    [{"bf16": {"enabled": True}}, pytest.param({"fp16": {"enabled": True, "loss_scale": 4}}, marks=needs_fp16)],
+    ids=["bf16", "fp16 static"],
+)
 def test_an_overflow_names_rank_parameter_and_kind(precision):
     ranks = run_ranks(2, body_overflow, precision, [(None, 0), (1, NAN), (0, INF)])
     for _, steps, frozen, _ in ranks:

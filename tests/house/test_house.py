@@ -2,9 +2,10 @@
 
 import os
 
+import pytest
+
 import house_cpp
 import house_python
-import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 

@@ -3,9 +3,10 @@
 import os
 import re
 
+import pytest
+
 import house_cpp
 import house_tables
-import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PAGES = ["architecture.md", "adding.md"]

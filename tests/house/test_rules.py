@@ -2,9 +2,10 @@
 
 import textwrap
 
+import pytest
+
 import house_cpp
 import house_python
-import pytest
 
 
 @pytest.fixture

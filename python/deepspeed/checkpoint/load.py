@@ -12,7 +12,8 @@ def _find_tag(load_dir, tag):
     pointer = os.path.join(load_dir, names.LATEST)
     if not os.path.isfile(pointer):
         logger.warning(
-            f"nothing is loaded: {pointer} does not exist, and no tag was given. Pass tag=, or check the directory {load_dir}."
+            f"nothing is loaded: {pointer} does not exist, and no tag was given. Pass tag=, or check the directory "
+            f"{load_dir}."
         )
         return None
     try:
@@ -26,7 +27,8 @@ def _check_world(engine, state, folder):
     saved = state.get("dp_world_size")
     if saved is not None and saved != engine.dp_world_size:
         raise ValueError(
-            f"the checkpoint {folder} was saved by {saved} data-parallel ranks, this run has {engine.dp_world_size}. Start "
+            f"the checkpoint {folder} was saved by {saved} data-parallel ranks, this run has "
+            f"{engine.dp_world_size}. Start "
             f"{saved} ranks, or load the weights alone with load_module_only=True."
         )
 
@@ -52,7 +54,11 @@ def load_checkpoint(
         return None, None
     folder = os.path.join(load_dir, tag)
     if not os.path.isdir(folder):
-        known = sorted(name for name in os.listdir(load_dir) if os.path.isdir(os.path.join(load_dir, name))) if os.path.isdir(load_dir) else []
+        known = (
+            sorted(name for name in os.listdir(load_dir) if os.path.isdir(os.path.join(load_dir, name)))
+            if os.path.isdir(load_dir)
+            else []
+        )
         raise FileNotFoundError(f"there is no checkpoint {folder}; tags there are: {', '.join(known) or 'none'}")
     path = names.model_states_path(folder, engine.mp_rank_for_files())
     state = storage.read(path)

@@ -22,7 +22,10 @@ def _check_tag(engine, tag):
     dist.all_reduce(highest, op=dist.ReduceOp.MAX)
     if bool((lowest == highest).all()):
         return
-    text = f"rank {engine.global_rank} saves under tag {tag!r}, other ranks under another one; pass the same tag on every rank"
+    text = (
+        f"rank {engine.global_rank} saves under tag {tag!r}, other ranks under another one; pass the same tag on every "
+        "rank"
+    )
     if mode == "FAIL":
         raise ValueError(text)
     logger.warning(text)

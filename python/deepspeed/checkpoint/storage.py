@@ -43,7 +43,9 @@ def write(value, path):
         if os.path.exists(temporary):
             os.unlink(temporary)
         if isinstance(error, OSError):
-            raise OSError(error.errno, f"cannot write the checkpoint file {path}: {error.strerror}. Check space and permissions.") from error
+            raise OSError(
+                error.errno, f"cannot write the checkpoint file {path}: {error.strerror}. Check space and permissions."
+            ) from error
         raise
 
 
@@ -52,8 +54,14 @@ def read(path):
     try:
         return _compat.load(path, map_location="cpu")
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"the checkpoint has no file {path}: it is incomplete or was written by another kind of run") from error
+        raise FileNotFoundError(
+            f"the checkpoint has no file {path}: it is incomplete or was written by another kind of run"
+        ) from error
     except (PermissionError, IsADirectoryError) as error:
-        raise OSError(error.errno, f"cannot read the checkpoint file {path}: {error.strerror}. Check its permissions.") from error
+        raise OSError(
+            error.errno, f"cannot read the checkpoint file {path}: {error.strerror}. Check its permissions."
+        ) from error
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, ValueError) as error:
-        raise RuntimeError(f"the checkpoint file {path} is damaged or no checkpoint ({error}); load an older tag") from error
+        raise RuntimeError(
+            f"the checkpoint file {path} is damaged or no checkpoint ({error}); load an older tag"
+        ) from error

@@ -152,9 +152,8 @@ def fill(model, data, strict):
     for key, value in data.items():
         if key not in names:
             near = difflib.get_close_matches(key, names, 1)
-            raise DeepSpeedConfigError(
-                f"{cls} has no key {key!r}." + (f' Did you mean "{near[0]}"?' if near else f" It has {', '.join(names)}.")
-            )
+            advice = f'Did you mean "{near[0]}"?' if near else f"It has {', '.join(names)}."
+            raise DeepSpeedConfigError(f"{cls} has no key {key!r}. {advice}")
         if strict or not (isinstance(value, str) and value == "auto") or key == "replace_method":
             given[names[key].name] = _checked(f"{cls}.{key}", names[key], value)
     for name, field in fields.items():

@@ -88,6 +88,7 @@ def merge_inference_config(config, kwargs):
     for key in sorted(set(config) & set(kwargs)):
         if config[key] is not kwargs[key] and config[key] != kwargs[key]:
             raise DeepSpeedConfigError(
-                f"init_inference got {key} = {config[key]!r} in config and {key} = {kwargs[key]!r} as a keyword. Keep one."
+                f"init_inference got {key} = {config[key]!r} in config and {key} = {kwargs[key]!r} as a keyword. "
+                f"Keep one of them."
             )
     return {**config, **kwargs}

@@ -7,12 +7,15 @@ from deepspeed.registry import Registry, nearest
 
 
 def trainable(model, model_parameters):
-    """The parameters or groups to optimise: ``model_parameters`` as given, else all of the model that want gradients."""
+    """The parameters or groups to optimise: ``model_parameters``, else all of the model that want gradients."""
     if model_parameters is None:
         return [p for p in model.parameters() if p.requires_grad]
     given = list(model_parameters)
     if given and isinstance(given[0], dict):
-        return [{**group, "params": list(group["params"]) if not torch.is_tensor(group["params"]) else [group["params"]]} for group in given]
+        return [
+            {**group, "params": list(group["params"]) if not torch.is_tensor(group["params"]) else [group["params"]]}
+            for group in given
+        ]
     named = [p[1] if isinstance(p, tuple) else p for p in given]
     return [p for p in named if p.requires_grad]
 
@@ -24,17 +27,20 @@ OPTIMIZERS.register("adamw", "deepspeed.ops.adam.from_config:build_adam")
 
 
 def build_optimizer(config, model, model_parameters, client_optimizer):
-    """Returns a ``torch.optim.Optimizer`` or None. The caller's optimizer, or callable of the parameters, goes first."""
+    """Returns a ``torch.optim.Optimizer`` or None. The caller's object, or callable of the parameters, goes first."""
     if client_optimizer is not None:
         if isinstance(client_optimizer, torch.optim.Optimizer):
             return client_optimizer
         if callable(client_optimizer):
             made = client_optimizer(trainable(model, model_parameters))
             if not isinstance(made, torch.optim.Optimizer):
-                raise TypeError(f"the optimizer callable returned {type(made).__name__}; it must return a torch.optim.Optimizer")
+                raise TypeError(
+                    f"the optimizer callable returned {type(made).__name__}; it must return a torch.optim.Optimizer"
+                )
             return made
         raise TypeError(
-            f"optimizer is a {type(client_optimizer).__name__}; pass a torch.optim.Optimizer or a callable that makes one from parameters"
+            f"optimizer is a {type(client_optimizer).__name__}; pass a torch.optim.Optimizer or a callable that "
+            "makes one from parameters"
         )
     name = config.optimizer_name
     if name is None:
@@ -44,12 +50,15 @@ def build_optimizer(config, model, model_parameters, client_optimizer):
         raise ValueError("there is nothing to optimise: the model has no parameter with requires_grad=True")
     params = dict(config.optimizer_params or {})
     if "max_grad_norm" in params:
-        raise ValueError("optimizer.params.max_grad_norm is not supported; set the top-level key gradient_clipping instead")
+        raise ValueError(
+            "optimizer.params.max_grad_norm is not supported; set the top-level key gradient_clipping instead"
+        )
     builtin = name.lower() in OPTIMIZERS.names()
     torch_class = None if builtin else getattr(torch.optim, name, None)
     if not builtin and torch_class is None:
         raise DeepSpeedConfigError(
-            f"optimizer.type {name!r} is unknown: it is neither built in ({', '.join(OPTIMIZERS.names())}) nor a class of "
+            f"optimizer.type {name!r} is unknown: it is neither built in ({', '.join(OPTIMIZERS.names())}) nor "
+            "a class of "
             f"torch.optim.{nearest(name, OPTIMIZERS.names() + dir(torch.optim))}"
         )
     try:

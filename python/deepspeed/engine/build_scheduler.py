@@ -10,12 +10,18 @@ from deepspeed.optim.lr_arguments import VALID_LR_SCHEDULES
 def build_scheduler(config, optimizer, client_scheduler):
     """``optimizer`` is the torch optimizer whose ``param_groups`` hold the rates. A callable is called with it."""
     if client_scheduler is not None:
-        return client_scheduler(optimizer) if callable(client_scheduler) and not hasattr(client_scheduler, "step") else client_scheduler
+        return (
+            client_scheduler(optimizer)
+            if callable(client_scheduler) and not hasattr(client_scheduler, "step")
+            else client_scheduler
+        )
     name = config.scheduler_name
     if name is None:
         return None
     if optimizer is None:
-        raise DeepSpeedConfigError(f"scheduler.type {name!r} needs an optimizer: add an optimizer section or pass one to initialize")
+        raise DeepSpeedConfigError(
+            f"scheduler.type {name!r} needs an optimizer: add an optimizer section or pass one to initialize"
+        )
     ours = name in VALID_LR_SCHEDULES
     scheduler_class = getattr(lr_schedules if ours else torch.optim.lr_scheduler, name, None)
     if scheduler_class is None:

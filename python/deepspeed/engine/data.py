@@ -23,7 +23,9 @@ class TrainingData:
     def set_data_post_process_func(self, post_process_func):
         """``post_process_func(batch, sampler_state)`` is applied to each batch of the training loader."""
         if self.training_dataloader is None:
-            raise RuntimeError("set_data_post_process_func needs a training loader: pass training_data to deepspeed.initialize")
+            raise RuntimeError(
+                "set_data_post_process_func needs a training loader: pass training_data to deepspeed.initialize"
+            )
         self.training_dataloader.post_process_func = post_process_func
 
     def deepspeed_io(
@@ -43,7 +45,8 @@ class TrainingData:
         """
         if not (self.is_map_style_dataset(dataset) or self.is_iterable_style_dataset(dataset)):
             raise ValueError(
-                f"training_data is a {type(dataset).__name__}: it must be a torch dataset, with __getitem__ and __len__, or an IterableDataset"
+                f"training_data is a {type(dataset).__name__}: it must be a torch dataset, with __getitem__ and "
+                "__len__, or an IterableDataset"
             )
         if data_sampler is None and route in (ROUTE_EVAL, ROUTE_PREDICT) and self.is_map_style_dataset(dataset):
             data_sampler = torch.utils.data.DistributedSampler(

@@ -79,7 +79,9 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         self.collate_fn = collate_fn
         self.mpu = mpu
         self.mesh_device = mesh_device
-        self._config = config_class if config_class is not None else DeepSpeedConfig(config, mpu, mesh_device=mesh_device)
+        self._config = (
+            config_class if config_class is not None else DeepSpeedConfig(config, mpu, mesh_device=mesh_device)
+        )
         self.config = self._config._param_dict
         self.parallel = Parallel(mpu)
         self.world_size, self.global_rank = self.parallel.world_size, self.parallel.rank
@@ -116,7 +118,12 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
 
     def _report_config(self):
         changed = non_default_values(self._config)
-        log_dist(f"Configuration, as far as it differs from the defaults:\n{changed}" if changed else "Configuration: all defaults", ranks=[0])
+        log_dist(
+            f"Configuration, as far as it differs from the defaults:\n{changed}"
+            if changed
+            else "Configuration: all defaults",
+            ranks=[0],
+        )
         if self.dump_state():
             self._config.print("DeepSpeedConfig")
         slow_blas = blas_warning() if self.device.type == "cpu" and self.global_rank == 0 else None
@@ -134,9 +141,13 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
     def _check_precision(self):
         accelerator = get_accelerator()
         if self.fp16_enabled() and not accelerator.is_fp16_supported():
-            raise ValueError(f"fp16.enabled: fp16 is not supported on {accelerator.device_name()} here; use bf16 or fp32")
+            raise ValueError(
+                f"fp16.enabled: fp16 is not supported on {accelerator.device_name()} here; use bf16 or fp32"
+            )
         if self.bfloat16_enabled() and not accelerator.is_bf16_supported():
-            raise ValueError(f"bf16.enabled: bf16 is not supported on {accelerator.device_name()} here; use fp16 or fp32")
+            raise ValueError(
+                f"bf16.enabled: bf16 is not supported on {accelerator.device_name()} here; use fp16 or fp32"
+            )
 
     def _place_model(self, dont_change_device):
         self._check_precision()
@@ -194,7 +205,9 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         self.core.refresh_master()
         managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._unmanaged = [p for p in self.module.parameters() if id(p) not in managed]
-        narrow = any(p.dtype in (torch.float16, torch.bfloat16) for group in optimizer.param_groups for p in group["params"])
+        narrow = any(
+            p.dtype in (torch.float16, torch.bfloat16) for group in optimizer.param_groups for p in group["params"]
+        )
         if narrow:
             self.optimizer = self._wrap_narrow(optimizer)
             self.stepping = self.optimizer.stepping
@@ -267,7 +280,9 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         self.core.plan_user_backward(reduce=self._reduces_now(), factor=factor)
 
     def _reduces_now(self):
-        return self.is_gradient_accumulation_boundary() and not self._in_no_sync and self.managed_gradient_accumulation()
+        return (
+            self.is_gradient_accumulation_boundary() and not self._in_no_sync and self.managed_gradient_accumulation()
+        )
 
     def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
         """Accumulates the gradients of ``loss``, a scalar, and reduces them at the accumulation boundary.
@@ -276,12 +291,16 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         loss divided by the accumulation steps.
         """
         if not torch.is_tensor(loss):
-            raise TypeError(f"engine.backward needs a tensor, got {type(loss).__name__}; pass the loss itself, not loss.item()")
+            raise TypeError(
+                f"engine.backward needs a tensor, got {type(loss).__name__}; pass the loss itself, not loss.item()"
+            )
         assert loss.numel() == 1, (
-            f"engine.backward needs a scalar loss, got shape {tuple(loss.shape)}; reduce it first, for example with loss.mean()"
+            f"engine.backward needs a scalar loss, got shape {tuple(loss.shape)}; reduce it first, for example with "
+            "loss.mean()"
         )
         assert self.optimizer is not None, (
-            "engine.backward needs an optimizer: add an 'optimizer' section to the config or pass optimizer= to deepspeed.initialize"
+            "engine.backward needs an optimizer: add an 'optimizer' section to the config or pass optimizer= to "
+            "deepspeed.initialize"
         )
         if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
             loss = loss / self.gradient_accumulation_steps()
@@ -309,9 +328,12 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
 
     def step(self, lr_kwargs=None):
         """At an accumulation boundary: clip, update, zero the gradients, step the schedule. Otherwise only counts."""
-        assert not self._in_no_sync, "engine.step() inside no_sync(): gradients are not reduced there; call it after the context"
+        assert not self._in_no_sync, (
+            "engine.step() inside no_sync(): gradients are not reduced there; call it after the context"
+        )
         assert self.optimizer is not None, (
-            "engine.step needs an optimizer: add an 'optimizer' section to the config or pass optimizer= to deepspeed.initialize"
+            "engine.step needs an optimizer: add an 'optimizer' section to the config or pass optimizer= to "
+            "deepspeed.initialize"
         )
         if not self._seen_backward and not self.core.has_grads():
             raise RuntimeError(
@@ -352,7 +374,8 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         """Decides by hand whether the next backward and step are at a boundary, until it is called again."""
         if not self.managed_gradient_accumulation():
             raise RuntimeError(
-                "set_gradient_accumulation_boundary has no meaning with managed_gradient_accumulation false: every step() is a boundary"
+                "set_gradient_accumulation_boundary has no meaning with managed_gradient_accumulation false: every "
+                "step() is a boundary"
             )
         self._is_gradient_accumulation_boundary = is_boundary
         if self.core is not None:
@@ -414,7 +437,9 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
 
     def get_mom(self):
         """Momentum of each group: ``betas`` for Adam-like optimizers, ``momentum`` for SGD-like ones."""
-        return [group["betas"] if "betas" in group else group.get("momentum", 0.0) for group in self.optimizer.param_groups]
+        return [
+            group["betas"] if "betas" in group else group.get("momentum", 0.0) for group in self.optimizer.param_groups
+        ]
 
     def get_data_parallel_rank(self):
         return self.parallel.dp_rank
@@ -433,7 +458,8 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         per_micro_step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
         if train_batch_size % per_micro_step != 0:
             raise ValueError(
-                f"train_batch_size {train_batch_size} is not divisible by micro batch {self.train_micro_batch_size_per_gpu()} x "
+                f"train_batch_size {train_batch_size} is not divisible by micro batch "
+                f"{self.train_micro_batch_size_per_gpu()} x "
                 f"data-parallel size {self.dp_world_size} = {per_micro_step}"
             )
         self._config.train_batch_size = train_batch_size
@@ -468,7 +494,13 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         return state
 
     def load_module_state_dict(
-        self, checkpoint, strict=True, custom_load_fn=None, fetch_z3_params=False, z3_params_to_fetch=None, allowed_missing_keys=None
+        self,
+        checkpoint,
+        strict=True,
+        custom_load_fn=None,
+        fetch_z3_params=False,
+        z3_params_to_fetch=None,
+        allowed_missing_keys=None,
     ):
         """Loads ``checkpoint["module"]`` into the module, with ``custom_load_fn(src=, dst=)`` when given."""
         state = checkpoint["module"]

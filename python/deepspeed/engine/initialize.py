@@ -70,7 +70,8 @@ def initialize(
     found = _find_config(args, config, config_params)
     if mesh_param is not None:
         raise NotImplementedError(
-            "mesh_param (data x sequence parallel meshes) is not supported yet; drop it, or pass an mpu for model parallelism"
+            "mesh_param (data x sequence parallel meshes) is not supported yet; drop it, or pass an mpu for model "
+            "parallelism"
         )
     # The config is judged before any process group is made: a wrong one must not leave other ranks waiting. How many
     # ranks there are comes from the environment, which mpirun fills in its own way.

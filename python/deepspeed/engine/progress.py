@@ -72,7 +72,15 @@ class Progress:
             if boundary:
                 self.timers.log(list(_GLOBAL), normalizer=engine.gradient_accumulation_steps())
         every = engine.steps_per_print()
-        if boundary and engine.was_step_applied() and every and every != float("inf") and engine.global_steps % int(every) == 0:
+        if (
+            boundary
+            and engine.was_step_applied()
+            and every
+            and every != float("inf")
+            and engine.global_steps % int(every) == 0
+        ):
             log_dist(
-                f"step={engine.global_steps}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, mom={engine.get_mom()}", ranks=[0]
+                f"step={engine.global_steps}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, "
+                f"mom={engine.get_mom()}",
+                ranks=[0],
             )

@@ -46,7 +46,9 @@ class FP16_Optimizer(DeepSpeedOptimizer):
         self.optimizer = init_optimizer
         self.low_precision_dtype = low_precision_dtype
         self.fp16_groups = [list(group["params"]) for group in init_optimizer.param_groups]
-        core, names, check, rank = getattr(deepspeed, "core_for_optimizer", lambda _: (None, None, None, 0))(init_optimizer)
+        core, names, check, rank = getattr(deepspeed, "core_for_optimizer", lambda _: (None, None, None, 0))(
+            init_optimizer
+        )
         if core is None:
             core, names = build_core(init_optimizer.param_groups)
             check = True
@@ -54,7 +56,9 @@ class FP16_Optimizer(DeepSpeedOptimizer):
         if loss_scale_config is None:
             if dynamic_loss_scale and dynamic_loss_args is None:
                 dynamic_loss_args = {"init_scale": initial_dynamic_scale}
-            loss_scale_config = LossScaleConfig(low_precision_dtype, dynamic_loss_scale, static_loss_scale, dynamic_loss_args)
+            loss_scale_config = LossScaleConfig(
+                low_precision_dtype, dynamic_loss_scale, static_loss_scale, dynamic_loss_args
+            )
         self.loss_scale_config = loss_scale_config
         self.loss_scaler = loss_scale_config.loss_scaler
         self._take_masters()
@@ -112,7 +116,10 @@ class FP16_Optimizer(DeepSpeedOptimizer):
     @property
     def fp32_groups_flat(self):
         """List with one flat fp32 tensor (a copy) for each parameter group, in group order, without padding."""
-        return [torch.cat([m.detach().reshape(-1) for m in group]) if group else torch.zeros(0) for group in self.fp32_groups]
+        return [
+            torch.cat([m.detach().reshape(-1) for m in group]) if group else torch.zeros(0)
+            for group in self.fp32_groups
+        ]
 
     @property
     def overflow(self):
@@ -174,7 +181,9 @@ class FP16_Optimizer(DeepSpeedOptimizer):
     def step(self, closure=None):
         """Unscales, clips, updates and casts. Nothing changes when a gradient is not finite: see ``overflow``."""
         if closure is not None:
-            raise ValueError("closures are not supported: with a loss scale the gradients of a closure cannot be checked first")
+            raise ValueError(
+                "closures are not supported: with a loss scale the gradients of a closure cannot be checked first"
+            )
         return self.stepping.step()
 
     def zero_grad(self, set_to_none=True):
@@ -232,7 +241,8 @@ class FP16_Optimizer(DeepSpeedOptimizer):
         masters_key = "fp32_groups_flat" if self.flat else "fp32_groups"
         if masters_key not in state_dict:
             raise ValueError(
-                f"the saved optimizer has no '{masters_key}' (its keys: {', '.join(sorted(state_dict))}): it was saved by a run "
+                f"the saved optimizer has no '{masters_key}' (its keys: {', '.join(sorted(state_dict))}): it was "
+                "saved by a run "
                 "with another precision or another kind of optimizer. Load it with load_optimizer_states=False, or "
                 "use the config it was saved with."
             )
@@ -250,7 +260,9 @@ class FP16_Optimizer(DeepSpeedOptimizer):
 
     def _load_masters(self, saved):
         if len(saved) != len(self.fp32_groups):
-            raise ValueError(f"the saved optimizer has {len(saved)} parameter groups, this one has {len(self.fp32_groups)}")
+            raise ValueError(
+                f"the saved optimizer has {len(saved)} parameter groups, this one has {len(self.fp32_groups)}"
+            )
         for index, (flat, group) in enumerate(zip(saved, self.fp32_groups)):
             self._scatter(flat, group, f"the fp32 weights of group {index}")
 
@@ -258,7 +270,9 @@ class FP16_Optimizer(DeepSpeedOptimizer):
     def _scatter(flat, targets, what):
         total = sum(t.numel() for t in targets)
         if flat.numel() != total:
-            raise ValueError(f"{what}: {flat.numel()} elements are saved, the model has {total}; it is of another model")
+            raise ValueError(
+                f"{what}: {flat.numel()} elements are saved, the model has {total}; it is of another model"
+            )
         offset = 0
         with torch.no_grad():
             for target in targets:
@@ -304,5 +318,3 @@ class FP16_UnfusedOptimizer(FP16_Optimizer):
             for saved_group, group in zip(saved, self.fp32_groups):
                 for value, master in zip(saved_group, group):
                     master.copy_(value)
-
-

@@ -34,7 +34,8 @@ TEST(ShardMap, CoversEachElementOnce) {
       for (const Extent& extent : map.extents) {
         ASSERT_GT(extent.numel, 0);
         ASSERT_LE(extent.shard_offset + extent.numel, map.shard_numel);
-        EXPECT_EQ(extent.rank * map.shard_numel + extent.shard_offset, layout.offsets[extent.param] + extent.param_offset);
+        EXPECT_EQ(extent.rank * map.shard_numel + extent.shard_offset,
+                  layout.offsets[extent.param] + extent.param_offset);
         for (int64_t i = 0; i < extent.numel; ++i) ++seen[extent.param][extent.param_offset + i];
       }
       for (const auto& param : seen)

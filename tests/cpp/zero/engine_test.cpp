@@ -27,7 +27,8 @@ struct Model {
     at::Tensor ramp = at::arange(kIn * kHidden + kHidden + kHidden * kOut + kHidden + 4, at::kFloat);
     const at::Tensor values = at::sin(ramp * 0.7) * 0.5;
     int64_t at_ = 0;
-    for (const auto& shape : std::vector<std::vector<int64_t>>{{kHidden, kIn}, {kHidden}, {kOut, kHidden}, {kHidden}, {4}}) {
+    for (const auto& shape :
+         std::vector<std::vector<int64_t>>{{kHidden, kIn}, {kHidden}, {kOut, kHidden}, {kHidden}, {4}}) {
       int64_t numel = 1;
       for (int64_t dim : shape) numel *= dim;
       params.push_back(values.narrow(0, at_, numel).reshape(shape).to(type).clone().set_requires_grad(true));
@@ -51,7 +52,9 @@ struct Model {
   }
 };
 
-at::Tensor batch(int step) { return at::sin(at::arange(kBatch * kIn, at::kFloat).reshape({kBatch, kIn}) * (0.31 + 0.1 * step)); }
+at::Tensor batch(int step) {
+  return at::sin(at::arange(kBatch * kIn, at::kFloat).reshape({kBatch, kIn}) * (0.31 + 0.1 * step));
+}
 
 AdamGroupArgs adam_args() { return {0.01, 0.9, 0.99, 1e-8, 0.1, true, true}; }
 
@@ -200,8 +203,9 @@ TEST(Engine, LateGradientsArriveInASecondRound) {
       EngineOptions options;
       options.reducer.bucket_numel = 1;
       options.reducer.predivide = 0.5f;
-      auto engine = std::make_shared<Engine>(
-          std::vector<ParamSpec>{{early, "early", 0, 0, true}, {late, "late", 0, 1, true}}, options, comms[rank], nullptr);
+      auto engine =
+          std::make_shared<Engine>(std::vector<ParamSpec>{{early, "early", 0, 0, true}, {late, "late", 0, 1, true}},
+                                   options, comms[rank], nullptr);
       for (int round = 0; round < 2; ++round) {
         engine->clear_grads();
         engine->watch();
@@ -245,7 +249,8 @@ TEST(Engine, PlainBackwardOnOutputsTrainsToo) {
       (a.loss(batch(0), true) * 6).backward();
       (b.loss(batch(1), true) * 6).backward();
       for (size_t i = 0; i < 4; ++i)
-        EXPECT_TRUE(at::allclose(model.params[i].grad(), (a.params[i].grad() + b.params[i].grad()) / 2, 1e-5, 1e-7)) << i;
+        EXPECT_TRUE(at::allclose(model.params[i].grad(), (a.params[i].grad() + b.params[i].grad()) / 2, 1e-5, 1e-7))
+            << i;
     });
   }
   for (auto& rank : ranks) rank.join();
@@ -269,7 +274,8 @@ TEST(Engine, UnannouncedBackwardIsReducedAtTheStep) {
       (a.loss(batch(0), true) * 2).backward();
       (b.loss(batch(1), true) * 2).backward();
       for (size_t i = 0; i < 4; ++i)
-        EXPECT_TRUE(at::allclose(model.params[i].grad(), (a.params[i].grad() + b.params[i].grad()) / 2, 1e-5, 1e-7)) << i;
+        EXPECT_TRUE(at::allclose(model.params[i].grad(), (a.params[i].grad() + b.params[i].grad()) / 2, 1e-5, 1e-7))
+            << i;
     });
   }
   for (auto& rank : ranks) rank.join();
@@ -352,7 +358,7 @@ TEST(Engine, SixteenBitWeightsHaveMastersAndFp32Accumulation) {
     EXPECT_FALSE(weight.grad().defined());
     engine->norm(1.0f, 0.0f, true);
     AdamGroupArgs args = adam_args();
-    args.lr = 1e-4;   // too small for a bf16 weight of 1 to move
+    args.lr = 1e-4;  // too small for a bf16 weight of 1 to move
     engine->adam(0, args);
     EXPECT_FALSE(engine->report().skipped);
     EXPECT_LT(engine->params().master_view(0)[0].item<float>(), 1.0f);

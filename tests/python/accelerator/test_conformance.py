@@ -8,9 +8,10 @@ import re
 import subprocess
 import sys
 
-import deepspeed.accelerator
 import pytest
 import torch
+
+import deepspeed.accelerator
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.accelerator.real_accelerator import accelerators
 

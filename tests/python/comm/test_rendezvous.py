@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+
 from deepspeed import comm as dist
 from deepspeed.comm import rendezvous
 from deepspeed.comm.reduce_op import to_torch

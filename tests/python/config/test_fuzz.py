@@ -46,7 +46,8 @@ VALUES = [
 def make(rng, fields, depth=0):
     out = {}
     for _ in range(rng.randrange(4)):
-        key = rng.choice(list(fields)) if fields and rng.random() < 0.9 else rng.choice(["x", " stage", 7, None, "\udfff"])
+        known = fields and rng.random() < 0.9
+        key = rng.choice(list(fields) if known else ["x", " stage", 7, None, "\udfff"])
         inner = fields.get(key, {}).get("fields") if fields else None
         if inner is not None and rng.random() < 0.8 and depth < 5:
             out[key] = make(rng, inner, depth + 1)

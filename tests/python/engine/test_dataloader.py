@@ -4,9 +4,10 @@ import collections
 
 import pytest
 import torch
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, SequentialSampler
+
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
 from deepspeed.utils import RepeatingLoader as FromUtils
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 
 class Numbers(Dataset):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+
 from deepspeed import env_report
 from deepspeed.env_report import native, report
 from deepspeed.ops.op_table import OPS

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+
 from deepspeed import log
 from deepspeed.utils import logger
 from deepspeed.utils.logging import LoggerFactory

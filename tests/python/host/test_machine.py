@@ -4,6 +4,7 @@ import os
 import socket
 
 import pytest
+
 from deepspeed.host import blas, cpu, devices, numa, ports
 from deepspeed.utils import numa as published
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+
 from deepspeed import registry
 from deepspeed.registry import Registry, UnknownNameError
 

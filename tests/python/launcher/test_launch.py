@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+
 from deepspeed.host.ports import free_port
 
 pytestmark = pytest.mark.dist

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from deepspeed.host import devices, numa
 from deepspeed.launcher import environment, plan, runner
 from deepspeed.launcher.arguments import check, parse_args

@@ -1,6 +1,7 @@
 """Hostfiles and the --include/--exclude language."""
 
 import pytest
+
 from deepspeed.launcher import runner
 from deepspeed.launcher.resources import decode_world_info
 

@@ -6,6 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+
 from deepspeed._native import _C
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+
 from deepspeed.runtime.fp16 import loss_scaler
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScaleConfig, LossScaler
 

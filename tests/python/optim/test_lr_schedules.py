@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.lr_schedules import (
     VALID_LR_SCHEDULES,

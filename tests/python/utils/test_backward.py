@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from deepspeed.runtime.utils import count_used_parameters_in_backward, register_output_backward_hooks
 
 

@@ -7,6 +7,7 @@ import random
 import numpy
 import pytest
 import torch
+
 from deepspeed.log import logger
 from deepspeed.runtime.sparse_tensor import SparseTensor
 from deepspeed.runtime.utils import (

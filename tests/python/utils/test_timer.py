@@ -4,6 +4,7 @@ import logging
 import time
 
 import pytest
+
 from deepspeed.accelerator import get_accelerator
 from deepspeed.log import logger
 from deepspeed.utils import timer as timer_module

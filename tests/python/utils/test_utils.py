@@ -3,9 +3,10 @@
 import subprocess
 import sys
 
-import deepspeed.utils
 import pytest
 import torch
+
+import deepspeed.utils
 from deepspeed import git_version_info
 from deepspeed.utils import OnDevice, nvtx
 from deepspeed.utils.torch import required_torch_version
