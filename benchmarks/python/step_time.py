@@ -10,6 +10,7 @@ machine is doing meets all of them alike; the ratio is the median over the round
 
 import argparse
 import json
+import logging
 import os
 import socket
 import statistics
@@ -141,6 +142,7 @@ def work(args):
     from common import machine
     from model import GPT, Shape, parameter_groups
 
+    getattr(deepspeed, "logger", logging.getLogger()).setLevel(logging.WARNING)
     rank = int(os.environ["RANK"])
     device = torch.device(args.device, rank) if args.device == "cuda" else torch.device("cpu")
     if args.device == "cuda":
