@@ -238,6 +238,27 @@ def test_another_world_size(tmp_path):
     assert same(run_ranks(1, body_other_world, str(tmp_path), True)[0], saved)
 
 
+def body_round_trip(rank, world, folder):
+    engine, _, loader, _ = make_engine(world, {})
+    run(engine, repeat(loader), 1)
+    engine.save_checkpoint(folder, tag="first", client_state={"note": "kept", "global_samples": 77})
+    _, state = engine.load_checkpoint(folder, tag="first")
+    assert state["global_samples"] == 77  # the caller's word goes first ...
+    engine.save_checkpoint(folder, tag="plain", client_state={"note": "kept"})
+    _, state = engine.load_checkpoint(folder, tag="plain")
+    run(engine, repeat(loader), 2)
+    state["note"] = "new"
+    engine.save_checkpoint(folder, tag="second", client_state=state)
+    _, again = engine.load_checkpoint(folder, tag="second")
+    return again["note"], again["global_samples"], engine.global_samples
+
+
+def test_a_loaded_client_state_may_be_saved_again(tmp_path):
+    note, saved, counted = run_ranks(1, body_round_trip, str(tmp_path))[0]
+    assert note == "new"
+    assert saved == counted == 77 + 16  # ... but old values of the engine's do not replace new ones
+
+
 def body_tags(rank, world, folder, mode):
     made = config(world, 1, checkpoint={"tag_validation": mode})
     engine, _, _, _ = deepspeed.initialize(model=make_net(), config=made)

@@ -87,7 +87,9 @@ def load_checkpoint(
         hidden.add("lr_scheduler")
     if with_optimizer:
         hidden.add("optimizer")
-    return path, {key: value for key, value in state.items() if key not in hidden}
+    client_state = {key: value for key, value in state.items() if key not in hidden}
+    engine.loaded_engine_state = {key: client_state[key] for key in names.OWN_KEYS if key in client_state}
+    return path, client_state
 
 
 def _resume_run(engine, path):

@@ -19,6 +19,20 @@ ENGINE_KEYS = (
     "random_ltd",
 )
 RESERVED_KEY = "checkpoint_parallel_dimensions"
+# Keys of the engine that load_checkpoint hands back all the same, as callers expect.
+OWN_KEYS = (
+    "buffer_names",
+    "optimizer",
+    "param_shapes",
+    "frozen_param_shapes",
+    "shared_params",
+    "frozen_param_fragments",
+    "lr_scheduler",
+    "global_samples",
+    RESERVED_KEY,
+    "ds_config",
+    "ds_version",
+)
 
 
 def model_states_path(folder, mp_rank=0):

@@ -70,6 +70,13 @@ def _run_states(engine):
     }
 
 
+def _without_own_keys(engine, client_state):
+    """``client_state`` without what load_checkpoint handed back of the engine's own: passed on to the next save, those
+    old values would replace the current ones."""
+    loaded = engine.loaded_engine_state
+    return {key: value for key, value in client_state.items() if not (key in loaded and loaded[key] is value)}
+
+
 def save_checkpoint(engine, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
     """Every rank calls it. Files appear whole; ``latest`` moves only when all ranks have written theirs.
 
@@ -77,7 +84,7 @@ def save_checkpoint(engine, save_dir, tag=None, client_state=None, save_latest=T
     """
     if not save_dir:
         raise ValueError(f"save_checkpoint needs a directory, got save_dir={save_dir!r}")
-    client_state = dict(client_state or {})
+    client_state = _without_own_keys(engine, client_state or {})
     if names.RESERVED_KEY in client_state:
         raise KeyError(f"client_state may not use the key {names.RESERVED_KEY!r}: it is the engine's own; rename yours")
     save_dir = os.fspath(save_dir)

@@ -29,7 +29,7 @@ from deepspeed.zero.stepping import Stepping
 
 
 def tensors_in(value):
-    """All tensors in nested tuples, lists, dicts and objects with ``__dict__``-like items (model outputs)."""
+    """All tensors in nested tuples, lists and dicts (the outputs of Hugging Face models are dicts)."""
     if torch.is_tensor(value):
         yield value
     elif isinstance(value, dict):
@@ -98,6 +98,8 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         self.skipped_steps = 0
         self.gradient_average = True
         self.sparse_tensor_module_names = set()
+        self.loaded_engine_state = {}
+        self.loaded_checkpoint_dp_world_size = None
         self._is_gradient_accumulation_boundary = None
         self._step_applied = False
         self._global_grad_norm = None
