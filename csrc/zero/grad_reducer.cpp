@@ -28,7 +28,7 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, comm::Communi
   // At least a few buckets, or nothing could leave before backward's end; not too small, or latency eats the gain.
   constexpr int64_t kSmallest = 1 << 20;
   const int64_t cap =
-      options_.overlap ? std::min(options_.bucket_numel, std::max(kSmallest, total / 8)) : options_.bucket_numel;
+      options_.overlap ? std::min(options_.bucket_numel, std::max(kSmallest, total / 3)) : options_.bucket_numel;
   for (size_t s = 0; s < store.spaces().size(); ++s) {
     const FlatSpace& space = store.spaces()[s];
     for (const plan::Bucket& plan : plan::bucket_plan(space.layout, cap)) {
