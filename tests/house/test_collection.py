@@ -1,0 +1,25 @@
+"""Every folder of tests is run by a plain ``pytest``: its defaults skip folders with certain names, ``dist`` among them."""
+
+import os
+import subprocess
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def test_every_test_file_is_collected():
+    listed = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.path.join(ROOT, "python")},
+        capture_output=True,
+        text=True,
+    ).stdout
+    collected = {line.split("::")[0] for line in listed.splitlines() if "::" in line}
+    written = set()
+    for folder, _, files in os.walk(os.path.join(ROOT, "tests")):
+        for name in files:
+            if name.startswith("test_") and name.endswith(".py"):
+                written.add(os.path.relpath(os.path.join(folder, name), ROOT))
+    assert len(written) > 30
+    assert written - collected == set(), "pytest does not collect these: look at testpaths and norecursedirs"
