@@ -1,4 +1,4 @@
-"""Every folder of tests is run by a plain ``pytest``: its defaults skip folders with certain names, ``dist`` among them."""
+"""A plain ``pytest`` runs every test file: its defaults skip folders with certain names, ``dist`` among them."""
 
 import os
 import subprocess
