@@ -90,10 +90,10 @@ def body(rank, world, what):
     "what, error, words",
     [
         ("no model", AssertionError, "needs a model"),
-        ("no config", AssertionError, "needs a configuration"),
+        ("no config", AssertionError, "no DeepSpeed configuration"),
         ("no file", (ValueError, FileNotFoundError), "/nowhere/ds.json"),
         ("malformed", ValueError, "broken.json"),
-        ("two configs", AssertionError, "two configurations"),
+        ("two configs", AssertionError, "more than once: config and args.deepspeed_config"),
         ("optimizer name", deepspeed.DeepSpeedConfigError, "AdamX.*(Adam|AdamW)"),
         ("optimizer params", deepspeed.DeepSpeedConfigError, "momentun"),
         ("max_grad_norm", ValueError, "gradient_clipping"),

@@ -13,8 +13,7 @@ from deepspeed.version import __version__
 
 def _check_tag(engine, tag):
     """All ranks must save under one tag, or each rank writes into a folder of its own."""
-    mode = str(engine._config._values["checkpoint"]["tag_validation"]).upper()
-    if mode == "IGNORE" or engine.world_size == 1:
+    if not engine._config.checkpoint_tag_validation_enabled or engine.world_size == 1:
         return
     digest = torch.tensor(list(hashlib.sha256(tag.encode()).digest()), dtype=torch.int32, device=engine.device)
     lowest, highest = digest.clone(), digest.clone()
@@ -26,7 +25,7 @@ def _check_tag(engine, tag):
         f"rank {engine.global_rank} saves under tag {tag!r}, other ranks under another one; pass the same tag on every "
         "rank"
     )
-    if mode == "FAIL":
+    if engine._config.checkpoint_tag_validation_fail:
         raise ValueError(text)
     logger.warning(text)
 

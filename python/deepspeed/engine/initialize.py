@@ -3,34 +3,12 @@
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.rendezvous import prepare_environment
-from deepspeed.config import DeepSpeedConfig
+from deepspeed.config import DeepSpeedConfig, choose_config
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.git_version_info import git_branch, git_hash
-from deepspeed.log import log_dist, logger
+from deepspeed.log import log_dist
 from deepspeed.version import __version__
-
-
-def _find_config(args, config, config_params):
-    """The one place the configuration comes from; naming two is an error, naming none too."""
-    from_args = getattr(args, "deepspeed_config", None) if args is not None else None
-    old = getattr(args, "deepscale_config", None) if args is not None else None
-    if old is not None:
-        logger.warning("--deepscale_config is an old name; use --deepspeed_config")
-        assert from_args is None, "both --deepscale_config and --deepspeed_config are given; keep the second"
-        from_args = old
-    if config is None:
-        config = config_params
-    assert not (from_args is not None and config is not None), (
-        f"two configurations are given: args.deepspeed_config={from_args!r} and the config argument of "
-        "deepspeed.initialize; drop one of them"
-    )
-    found = from_args if config is None else config
-    assert found is not None, (
-        "DeepSpeed needs a configuration: pass config= (a dict or a JSON file) to deepspeed.initialize, or "
-        "--deepspeed_config FILE on the command line"
-    )
-    return found
 
 
 def initialize(
@@ -67,7 +45,7 @@ def initialize(
     """
     assert model is not None, "deepspeed.initialize needs a model: pass model="
     log_dist(f"DeepSpeed info: version={__version__}, git-hash={git_hash}, git-branch={git_branch}", ranks=[0])
-    found = _find_config(args, config, config_params)
+    found = choose_config(args, config, config_params)
     if mesh_param is not None:
         raise NotImplementedError(
             "mesh_param (data x sequence parallel meshes) is not supported yet; drop it, or pass an mpu for model "

@@ -1,7 +1,5 @@
 """What the engine tells while it trains: a line every ``steps_per_print`` steps, and where the time went."""
 
-from types import SimpleNamespace
-
 from deepspeed.log import log_dist
 from deepspeed.utils.timer import (
     BACKWARD_GLOBAL_TIMER,
@@ -27,7 +25,7 @@ class Progress:
         self.breakdown = engine.wall_clock_breakdown()
         self.timers = SynchronizedWallClockTimer() if self.breakdown else NoopTimer()
         self.throughput = ThroughputTimer(
-            SimpleNamespace(**engine._config._values["timers"]["throughput"]),
+            engine._config.timers_config,
             batch_size=engine.train_batch_size(),
             steps_per_output=engine.steps_per_print(),
             monitor_memory=False,
