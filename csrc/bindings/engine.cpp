@@ -130,12 +130,6 @@ DS_BINDINGS(m) {
              return for_each_param(engine, [&](size_t param) { return engine.stepper().slot_view(param, slot); });
            })
       .def("steps", [](Engine& engine) { return engine.stepper().steps(); })
-      .def("flat_masters",
-           [](Engine& engine) {
-             std::vector<std::pair<int32_t, at::Tensor>> result;
-             for (const auto& space : engine.params().spaces()) result.emplace_back(space.group, space.master);
-             return result;
-           })
       .def("culprits",
            [](Engine& engine) {
              std::vector<std::pair<std::string, std::string>> result;
@@ -144,9 +138,7 @@ DS_BINDINGS(m) {
              return result;
            })
       .def_property_readonly("late_count", [](Engine& engine) { return engine.grads().late_count(); })
-      .def_property_readonly("bucket_count", [](Engine& engine) { return engine.grads().bucket_count(); })
-      .def_property_readonly("overlapped_count", [](Engine& engine) { return engine.grads().overlapped_count(); })
-      .def_property_readonly("kernel_isa", [](Engine& engine) { return std::string(engine.device().table().isa); });
+      .def_property_readonly("overlapped_count", [](Engine& engine) { return engine.grads().overlapped_count(); });
 }
 
 }  // namespace ds::bindings

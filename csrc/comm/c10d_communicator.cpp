@@ -2,8 +2,6 @@
 
 #include <ATen/Functions.h>
 
-#include <mutex>
-
 #include "comm/c10d_compat.h"
 
 namespace ds::comm {

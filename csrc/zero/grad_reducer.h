@@ -56,7 +56,6 @@ class GradReducer {
   bool any() const;                                   // a gradient has arrived since clear(), or the user has set one
   int64_t late_count() const { return late_count_; }  // of the last reducing backward, over all ranks
   int64_t overlapped_count() const { return overlapped_count_; }  // buckets that left before backward's end
-  size_t bucket_count() const { return buckets_.size(); }
 
   struct Culprit {
     int32_t param;

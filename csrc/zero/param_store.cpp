@@ -4,7 +4,6 @@
 #include <c10/core/GradMode.h>
 
 #include <map>
-#include <tuple>
 #include <unordered_set>
 
 #include "base/error.h"

@@ -22,35 +22,11 @@ from deepspeed.engine.parallel import Parallel
 from deepspeed.engine.progress import Progress
 from deepspeed.host.blas import blas_warning
 from deepspeed.log import log_dist, logger, warning_once
+from deepspeed.utils.nested import cast_floats, tensors_in
 from deepspeed.zero.core import build_core
 from deepspeed.zero.fp16_optimizer import FP16_Optimizer, FP16_UnfusedOptimizer
 from deepspeed.zero.fused_state import FusedState
 from deepspeed.zero.stepping import Stepping
-
-
-def tensors_in(value):
-    """All tensors in nested tuples, lists and dicts (the outputs of Hugging Face models are dicts)."""
-    if torch.is_tensor(value):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-
-
-def cast_floats(value, dtype):
-    """``value`` with its floating point tensors cast; nested tuples, lists and dicts are rebuilt."""
-    if torch.is_tensor(value):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return type(value)((k, cast_floats(v, dtype)) for k, v in value.items())
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast_floats(v, dtype) for v in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(cast_floats(v, dtype) for v in value)
-    return value
 
 
 class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):

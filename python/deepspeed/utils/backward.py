@@ -3,6 +3,7 @@
 import torch
 
 from deepspeed._compat import backward_id
+from deepspeed.utils.nested import tensors_in
 
 
 def count_used_parameters_in_backward(parameters):
@@ -66,18 +67,7 @@ def register_output_backward_hooks(outputs, preprocess_once_fn, preprocess_per_t
     Returns an object whose ``remove()`` takes the hooks off.
     """
     hooks = OutputHooks(preprocess_once_fn, preprocess_per_tensor_fn)
-    for tensor in _tensors(outputs):
+    for tensor in tensors_in(outputs):
         if tensor.requires_grad:
             hooks.add(tensor)
     return hooks
-
-
-def _tensors(value):
-    if torch.is_tensor(value):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)

@@ -3,18 +3,39 @@
 import torch
 
 
+def tensors_in(item):
+    """All tensors in nested lists, tuples and dicts (the outputs of Hugging Face models are dicts), in order."""
+    if torch.is_tensor(item):
+        yield item
+    elif isinstance(item, dict):
+        for value in item.values():
+            yield from tensors_in(value)
+    elif isinstance(item, (list, tuple)):
+        for value in item:
+            yield from tensors_in(value)
+
+
+def _replace(item, wanted, change):
+    """`item` with `change` applied to what is `wanted`; lists, tuples (named ones too) and dicts are rebuilt."""
+    if wanted(item):
+        return change(item)
+    if isinstance(item, dict):
+        return type(item)((key, _replace(value, wanted, change)) for key, value in item.items())
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*(_replace(value, wanted, change) for value in item))
+    if isinstance(item, (list, tuple)):
+        return type(item)(_replace(value, wanted, change) for value in item)
+    return item
+
+
 def move_to_device(item, device, criterion_func=None):
     """`item` with every tensor in it on `device`; lists, tuples (named ones too) and dicts are rebuilt around them.
 
     criterion_func: what to move: called with each item; default: torch.is_tensor. Other items are kept as they are.
     """
-    wanted = criterion_func or torch.is_tensor
-    if wanted(item):
-        return item.to(device)
-    if isinstance(item, dict):
-        return type(item)((key, move_to_device(value, device, criterion_func)) for key, value in item.items())
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(move_to_device(value, device, criterion_func) for value in item))
-    if isinstance(item, (list, tuple)):
-        return type(item)(move_to_device(value, device, criterion_func) for value in item)
-    return item
+    return _replace(item, criterion_func or torch.is_tensor, lambda tensor: tensor.to(device))
+
+
+def cast_floats(item, dtype):
+    """`item` with its floating point tensors cast to `dtype`; everything else is kept as it is."""
+    return _replace(item, lambda x: torch.is_tensor(x) and x.is_floating_point(), lambda tensor: tensor.to(dtype))
