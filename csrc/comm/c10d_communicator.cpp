@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "comm/c10d_compat.h"
+#include "comm/process_peer_memory.h"
 
 namespace ds::comm {
 
@@ -77,6 +78,7 @@ class C10dCommunicator : public Communicator {
   int size() const override { return group_->getSize(); }
   std::string name() const override { return name_; }
   void barrier() override { group_->barrier()->wait(); }
+  PeerMemoryPtr peer_memory(int64_t bytes) override { return process_peer_memory(*this, bytes); }
 
  protected:
   WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op) override {

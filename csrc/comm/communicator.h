@@ -10,6 +10,8 @@
 #include <memory>
 #include <string>
 
+#include "comm/peer_memory.h"
+
 namespace ds::comm {
 
 enum class ReduceOp { kSum, kMax, kMin };
@@ -46,6 +48,9 @@ class Communicator {
   // row of `all`.
   WorkPtr all_gather(const at::Tensor& mine, const at::Tensor& all);
   virtual void barrier() = 0;
+  // Host memory of `bytes` on every rank that all ranks can read, or null on all of them where there is no such thing.
+  // Collective, with tensors in host memory.
+  virtual PeerMemoryPtr peer_memory(int64_t bytes) = 0;
 
   const Traffic& traffic() const { return traffic_; }
   void reset_traffic() { traffic_ = {}; }

@@ -12,6 +12,15 @@ namespace ds::comm {
 
 namespace {
 
+// Regions of all ranks; ranks that wait sleep until a version changes.
+struct SharedRegions {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<at::Tensor> regions;
+  std::vector<int64_t> versions;
+  bool closed = false;
+};
+
 // One collective at a time: ranks post what they want to do, the last to come does it for all, all leave.
 class Meeting {
  public:
@@ -47,6 +56,21 @@ class Meeting {
     }
     lock.unlock();
     if (!error.empty()) fail(ErrorKind::kRuntime, error);
+  }
+
+  std::shared_ptr<SharedRegions> shared_regions(int rank, int64_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!regions_) {
+      regions_ = std::make_shared<SharedRegions>();
+      regions_->regions.resize(size_);
+      regions_->versions.assign(size_, 0);
+    }
+    regions_->regions[rank] = at::zeros({bytes}, at::TensorOptions().dtype(at::kByte));
+    return regions_;
+  }
+  void forget_regions() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    regions_.reset();
   }
 
   void leave_for_good() {
@@ -115,8 +139,42 @@ class Meeting {
   std::string error_;
   int present_ = 0;
   int64_t round_ = 0;
+  std::shared_ptr<SharedRegions> regions_;  // while peer_memory() collects them
   bool leaving_ = false;
   bool broken_ = false;
+};
+
+class ThreadPeerMemory : public PeerMemory {
+ public:
+  ThreadPeerMemory(std::shared_ptr<SharedRegions> shared, int rank) : shared_(std::move(shared)), rank_(rank) {}
+  ~ThreadPeerMemory() override {
+    std::lock_guard<std::mutex> lock(shared_->mutex);
+    shared_->closed = true;
+    shared_->changed.notify_all();
+  }
+  at::Tensor region(int rank) override {
+    std::lock_guard<std::mutex> lock(shared_->mutex);
+    return shared_->regions[rank];
+  }
+  void publish() override {
+    std::lock_guard<std::mutex> lock(shared_->mutex);
+    ++shared_->versions[rank_];
+    shared_->changed.notify_all();
+  }
+  void await(int64_t version) override {
+    std::unique_lock<std::mutex> lock(shared_->mutex);
+    const auto ready = [&] {
+      for (int64_t theirs : shared_->versions)
+        if (theirs < version) return false;
+      return true;
+    };
+    shared_->changed.wait(lock, [&] { return ready() || shared_->closed; });
+    if (!ready()) fail(ErrorKind::kRuntime, "another rank has left the group");
+  }
+
+ private:
+  std::shared_ptr<SharedRegions> shared_;
+  int rank_;
 };
 
 class DoneWork : public Work {
@@ -135,6 +193,13 @@ class ThreadCommunicator : public Communicator {
   std::string name() const override { return "threads"; }
 
   void barrier() override { meeting_->meet(rank_, "barrier", {}, {}, 0, ReduceOp::kSum); }
+  PeerMemoryPtr peer_memory(int64_t bytes) override {
+    const auto shared = meeting_->shared_regions(rank_, bytes);
+    barrier();
+    if (rank_ == 0) meeting_->forget_regions();
+    barrier();
+    return std::make_shared<ThreadPeerMemory>(shared, rank_);
+  }
 
  protected:
   WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op) override {

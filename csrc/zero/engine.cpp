@@ -17,19 +17,23 @@ constexpr int64_t kAlignNumel = 64;
 
 }  // namespace
 
-StoreOptions Engine::store_options(const std::vector<ParamSpec>& params, const EngineOptions& options,
-                                   const comm::Communicator& data_parallel) {
+StoreOptions Engine::store_options(const std::vector<ParamSpec>& params, const EngineOptions& options) {
   StoreOptions made;
   made.policy = stage_policy(options.stage);
   made.grad_dtype = options.grad_dtype;
   made.align = kAlignNumel;
-  made.parts = made.policy.shard_states ? data_parallel.size() : 1;
-  made.rank = made.policy.shard_states ? data_parallel.rank() : 0;
+  made.parts = made.policy.shard_states ? data_parallel_->size() : 1;
+  made.rank = made.policy.shard_states ? data_parallel_->rank() : 0;
   int64_t total = 0;
   for (const ParamSpec& param : params) total += param.sharded ? param.sharded->numel() : param.tensor.numel();
-  made.bucket_numel = bucket_limit(options.reducer, total, data_parallel.size());
+  made.bucket_numel = bucket_limit(options.reducer, total, data_parallel_->size());
   if (made.policy.shard_states && !made.policy.shard_params)
     made.bucket_numel = std::max<int64_t>(1, std::min(made.bucket_numel, options.allgather_bucket_numel));
+  made.allocate = [this](int64_t bytes, c10::Device device) {
+    if (device.is_cpu()) peers_ = data_parallel_->peer_memory(bytes);
+    if (peers_) return peers_->region(data_parallel_->rank());
+    return at::zeros({bytes}, at::TensorOptions().device(device).dtype(at::kByte));
+  };
   return made;
 }
 
@@ -38,18 +42,34 @@ Engine::Engine(std::vector<ParamSpec> params, EngineOptions options, comm::Commu
     : policy_(stage_policy(options.stage)),
       data_parallel_(std::move(data_parallel)),
       model_parallel_(std::move(model_parallel)),
-      store_(params, store_options(params, options, *data_parallel_)),
+      store_(params, store_options(params, options), options.others),
       device_(store_.device(), options.threads),
       grads_(store_, device_, data_parallel_, options.reducer),
       stepper_(store_, device_, data_parallel_, options.gather),
-      watched_(store_.size()) {}
+      watched_(store_.size()) {
+  if (!policy_.shard_params) return;
+  const auto sharded = store_.sharded_params();
+  auto source = peers_ ? peer_source(data_parallel_, peers_)
+                       : agreed_source(options.gather_group ? options.gather_group : data_parallel_, sharded);
+  gatherer_ = std::make_unique<ParamGatherer>(sharded, std::move(source), options.gatherer);
+  gatherer_->release_all();
+  gatherer_->source().before_write();
+  gatherer_->source().after_write();  // the shards are in place
+  gatherer_->mark_persistent();
+}
 
 Engine::~Engine() = default;
 
 void Engine::watch() {
   for (size_t param = 0; param < store_.size(); ++param) {
     if (watched_[param] || !store_.spec(param).tensor.requires_grad()) continue;
-    hooks_.add(store_.spec(param).tensor, [this, param] { grads_.on_grad(param); });
+    const ShardedParamPtr& sharded = store_.spec(param).sharded;
+    const auto add = [&] { hooks_.add(store_.spec(param).tensor, [this, param] { grads_.on_grad(param); }); };
+    if (sharded) {
+      sharded->pose(add);
+    } else {
+      add();
+    }
     watched_[param] = true;
   }
 }
@@ -63,12 +83,36 @@ void Engine::begin_backward(bool reduce) {
 void Engine::end_backward() {
   own_backward_ = false;
   user_backward_ = false;
+  if (gatherer_) {
+    gatherer_->end_backward();
+    gatherer_->source().drain();
+  }
   grads_.end();
+}
+
+void Engine::finish_backward() {
+  if (gatherer_) gatherer_->source().drain();
+  grads_.finish();
+}
+
+void Engine::finish_step() {
+  if (!gatherer_) return;
+  gatherer_->source().after_write();
+  gatherer_->refresh_persistent();
+}
+
+void Engine::begin_write() {
+  if (writing_++ == 0 && gatherer_) gatherer_->source().before_write();
+}
+
+void Engine::end_write() {
+  if (--writing_ == 0) finish_step();
 }
 
 bool Engine::abort_backward() {
   own_backward_ = false;
   user_backward_ = false;
+  if (gatherer_) gatherer_->end_backward();
   return grads_.abort();
 }
 
@@ -164,6 +208,7 @@ void Engine::set_full(Kept kept, int slot, size_t param, const at::Tensor& value
   const at::Tensor flat = device_.flattened(value.to(store_.device()), sizes, strides);
   FlatSpace& space = store_.space_of(param);
   if (kept == Kept::kGrad) grads_.set_used(param);
+  if (kept == Kept::kMaster) begin_write();
   const Buffer& to = buffer(space, kept, slot);
   const auto index = static_cast<size_t>(store_.place(param).index);
   for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e) {
@@ -174,6 +219,7 @@ void Engine::set_full(Kept kept, int slot, size_t param, const at::Tensor& value
     if (kept == Kept::kMaster && !space.lp.full) space.lp.data.narrow(0, extent.shard_offset, extent.numel).copy_(part);
     to.data.narrow(0, space.offset_in(to, extent), extent.numel).copy_(part);
   }
+  if (kept == Kept::kMaster) end_write();
 }
 
 void Engine::broadcast(const std::vector<at::Tensor>& tensors, int root) {
@@ -189,6 +235,7 @@ void Engine::broadcast(const std::vector<at::Tensor>& tensors, int root) {
 void Engine::release() {
   hooks_.clear();
   grads_.clear();
+  if (gatherer_) gatherer_->end_backward();
   store_.release();
 }
 

@@ -10,6 +10,7 @@
 #include "zero/accumulator_hooks.h"
 #include "zero/device_context.h"
 #include "zero/grad_reducer.h"
+#include "zero/param_gatherer.h"
 #include "zero/param_store.h"
 #include "zero/stage_policy.h"
 #include "zero/stepper.h"
@@ -23,6 +24,9 @@ struct EngineOptions {
   ReducerOptions reducer;
   GatherOptions gather;
   int64_t allgather_bucket_numel = INT64_MAX;  // limit of a gather after the step
+  GathererOptions gatherer;                    // stage 3
+  std::vector<ShardedParamPtr> others;         // stage 3: sharded parameters that are not trained
+  comm::CommunicatorPtr gather_group;          // stage 3: the same ranks, for gathers that need collectives
 };
 
 // What is kept for each parameter, whole or in pieces.
@@ -48,9 +52,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void watch_outputs(const std::vector<at::Tensor>& outputs);
   void plan_user_backward(bool reduce, double factor);
 
-  void finish_backward() { grads_.finish(); }
+  void finish_backward();
   void clear_grads() { grads_.clear(); }
   void norm(float loss_scale, float max_norm, bool check) {
+    if (gatherer_) gatherer_->source().drain();
     stepper_.norm(grads_, loss_scale, max_norm, check, model_parallel_.get());
   }
   void adam(int32_t group, const AdamGroupArgs& args) { stepper_.adam(grads_, group, args); }
@@ -71,6 +76,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   void broadcast(const std::vector<at::Tensor>& tensors, int root);
 
+  // After the update of a step: the model's weights are the new ones everywhere.
+  void finish_step();
+  // Around changes of masters or shards other than a step, which all ranks make. May be nested.
+  void begin_write();
+  void end_write();
+
+  ParamGatherer* gatherer() { return gatherer_.get(); }  // null below stage 3
+
   const comm::Communicator& data_parallel() const { return *data_parallel_; }
   void reset_traffic() { data_parallel_->reset_traffic(); }
   ParamStore& params() { return store_; }
@@ -81,15 +94,17 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
  private:
   const Buffer& buffer(const FlatSpace& space, Kept kept, int slot) const;
-  static StoreOptions store_options(const std::vector<ParamSpec>& params, const EngineOptions& options,
-                                    const comm::Communicator& data_parallel);
+  StoreOptions store_options(const std::vector<ParamSpec>& params, const EngineOptions& options);
 
   const StagePolicy& policy_;
   comm::CommunicatorPtr data_parallel_, model_parallel_;
+  comm::PeerMemoryPtr peers_;
   ParamStore store_;
   DeviceContext device_;
   GradReducer grads_;
   Stepper stepper_;
+  std::unique_ptr<ParamGatherer> gatherer_;
+  int writing_ = 0;
   std::vector<bool> watched_;
   bool own_backward_ = false;   // begin_backward was called by our caller
   bool user_backward_ = false;  // by a hook on an output

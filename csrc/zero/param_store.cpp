@@ -13,8 +13,8 @@ namespace ds::zero {
 
 namespace {
 
-c10::Device common_device(const std::vector<ParamSpec>& specs) {
-  if (specs.empty()) return c10::Device(at::kCPU);
+c10::Device common_device(const std::vector<ParamSpec>& specs, const std::vector<ShardedParamPtr>& others) {
+  if (specs.empty()) return others.empty() ? c10::Device(at::kCPU) : others[0]->shard().device();
   for (const ParamSpec& spec : specs)
     if (spec.tensor.device() != specs[0].tensor.device())
       fail(ErrorKind::kValue, "parameters lie on different devices: '", specs[0].name, "' on ",
@@ -34,8 +34,12 @@ std::vector<int64_t> kept_strides(const at::Tensor& tensor) {
   return at::empty(tensor.sizes(), tensor.options().device(at::kCPU)).strides().vec();
 }
 
-ParamStore::ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options)
-    : specs_(std::move(specs)), options_(options), places_(specs_.size()), device_(common_device(specs_)) {
+ParamStore::ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options, std::vector<ShardedParamPtr> others)
+    : specs_(std::move(specs)),
+      others_(std::move(others)),
+      options_(options),
+      places_(specs_.size()),
+      device_(common_device(specs_, others_)) {
   at::NoGradGuard no_grad;
   std::unordered_set<const void*> seen;
   std::map<std::pair<int32_t, at::ScalarType>, size_t> index;
@@ -61,6 +65,8 @@ ParamStore::ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options
     places_[param].index = static_cast<int32_t>(spaces_[found->second].params.size());
     spaces_[found->second].params.push_back(static_cast<int32_t>(param));
   }
+  for (FlatSpace& space : spaces_) plan_space(space);
+  if (options_.policy.shard_params) place_shards();
   for (FlatSpace& space : spaces_) build_space(space);
   for (size_t param = 0; param < specs_.size(); ++param) {
     const FlatSpace& space = space_of(param);
@@ -74,7 +80,7 @@ ParamStore::ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options
   }
 }
 
-void ParamStore::build_space(FlatSpace& space) {
+void ParamStore::plan_space(FlatSpace& space) {
   const StagePolicy& policy = options_.policy;
   std::vector<int64_t> numels;
   for (int32_t param : space.params) {
@@ -86,10 +92,39 @@ void ParamStore::build_space(FlatSpace& space) {
   space.map = make(numels, options_.align, options_.parts, options_.bucket_numel);
   for (size_t e = 0; e < space.map.extents.size(); ++e)
     if (space.map.extents[e].rank == space.rank) space.owned.push_back(e);
-
-  const auto options = at::TensorOptions().device(device_).dtype(space.dtype);
   space.lp.full = !policy.shard_params;
-  space.lp.data = at::zeros({space.lp.full ? space.map.full_numel() : space.map.shard_numel}, options);
+}
+
+// One piece of memory for the shards of all spaces and of the parameters that are not trained.
+void ParamStore::place_shards() {
+  constexpr int64_t kAlignBytes = 256;
+  const auto aligned = [](int64_t bytes) { return (bytes + kAlignBytes - 1) / kAlignBytes * kAlignBytes; };
+  int64_t total = 0;
+  std::vector<int64_t> starts;
+  for (const FlatSpace& space : spaces_) {
+    starts.push_back(total);
+    total += aligned(space.map.shard_numel * static_cast<int64_t>(c10::elementSize(space.dtype)));
+  }
+  for (const ShardedParamPtr& other : others_) {
+    starts.push_back(total);
+    total += aligned(bytes_of(other->shard()));
+  }
+  const at::Tensor region = options_.allocate(total, device_);
+  size_t next = 0;
+  for (FlatSpace& space : spaces_) {
+    const int64_t bytes = space.map.shard_numel * static_cast<int64_t>(c10::elementSize(space.dtype));
+    space.lp.data = region.narrow(0, starts[next++], bytes).view(space.dtype);
+  }
+  for (const ShardedParamPtr& other : others_) {
+    const int64_t bytes = bytes_of(other->shard());
+    other->move_shard(region.narrow(0, starts[next++], bytes).view(other->dtype()));
+  }
+}
+
+void ParamStore::build_space(FlatSpace& space) {
+  const StagePolicy& policy = options_.policy;
+  const auto options = at::TensorOptions().device(device_).dtype(space.dtype);
+  if (space.lp.full) space.lp.data = at::zeros({space.map.full_numel()}, options);
   adopt_params(space);
 
   const bool whole = options_.parts == 1 && !policy.shard_params;  // the two spaces are one
@@ -162,10 +197,19 @@ std::vector<std::pair<std::string, int64_t>> ParamStore::held_bytes() const {
   return {{"lp", lp}, {"master", master}, {"grad", grad}, {"local", local}, {"slots", slots}};
 }
 
+std::vector<ShardedParamPtr> ParamStore::sharded_params() const {
+  std::vector<ShardedParamPtr> result;
+  for (const ParamSpec& spec : specs_)
+    if (spec.sharded) result.push_back(spec.sharded);
+  result.insert(result.end(), others_.begin(), others_.end());
+  return result;
+}
+
 void ParamStore::release() {
   at::NoGradGuard no_grad;
   for (ParamSpec& spec : specs_)
     if (!spec.sharded) spec.tensor.set_data(spec.tensor.detach().clone());
+  for (const ShardedParamPtr& param : sharded_params()) param->move_shard(param->shard().clone());
 }
 
 }  // namespace ds::zero

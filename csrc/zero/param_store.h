@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -74,12 +75,15 @@ struct StoreOptions {
   int64_t rank = 0;                          // which of them is this rank's
   int64_t bucket_numel = INT64_MAX;          // limit of a bucket
   StagePolicy policy{};
+  // Memory for the shards of sharded parameters, on the device: so many bytes.
+  std::function<at::Tensor(int64_t, c10::Device)> allocate;
 };
 
 class ParamStore {
  public:
-  // Fails for a parameter that appears twice, is no leaf or lies on another device.
-  ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options);
+  // Fails for a parameter that appears twice, is no leaf or lies on another device. `others`: sharded parameters that
+  // are not trained; their shards get a place beside those of the others.
+  ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options, std::vector<ShardedParamPtr> others = {});
 
   size_t size() const { return specs_.size(); }
   const ParamSpec& spec(size_t param) const { return specs_[param]; }
@@ -111,14 +115,20 @@ class ParamStore {
   // Bytes this rank holds, by what for: lp, master, grad, local, slots.
   std::vector<std::pair<std::string, int64_t>> held_bytes() const;
 
-  // The parameters' own memory again, so that the model outlives the engine's buffers.
+  // All sharded parameters: the trained ones, then the others.
+  std::vector<ShardedParamPtr> sharded_params() const;
+
+  // The parameters' own memory again, so that the model outlives the engine's buffers. Sharded ones stay so.
   void release();
 
  private:
+  void plan_space(FlatSpace& space);
+  void place_shards();
   void build_space(FlatSpace& space);
   void adopt_params(FlatSpace& space);
 
   std::vector<ParamSpec> specs_;
+  std::vector<ShardedParamPtr> others_;
   StoreOptions options_;
   std::vector<ParamPlace> places_;
   std::vector<FlatSpace> spaces_;

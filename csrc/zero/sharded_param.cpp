@@ -62,6 +62,14 @@ at::Tensor ShardedParam::release() {
   return buffer;
 }
 
+void ShardedParam::pose(const std::function<void()>& body) {
+  at::NoGradGuard no_grad;
+  if (available()) return body();
+  tensor_.set_data(at::zeros({}, shard_.options()).expand(sizes_));
+  body();
+  tensor_.set_data(at::empty({0}, shard_.options()));
+}
+
 at::Tensor ShardedParam::gathered() const {
   if (!available()) return {};
   const at::Tensor data = tensor_.detach();

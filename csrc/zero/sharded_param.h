@@ -47,10 +47,15 @@ class ShardedParam {
   void take_full(const at::Tensor& buffer);
   // The values go; the shard stays. Returns the buffer when nobody else refers to its memory, else an undefined one.
   at::Tensor release();
+  const at::Tensor& buffer() const { return buffer_; }  // of take_full(), undefined when there is none
   // The slice takes this rank's part of the gathered values.
   void write_back();
   // The gathered values in memory order, numel() elements; undefined while not available.
   at::Tensor gathered() const;
+
+  // Runs `body` while the tensor has its whole shape, without the values: autograd remembers the shape of a parameter
+  // from when it first sees it.
+  void pose(const std::function<void()>& body);
 
   // Another shape or dtype: the whole parameter has been replaced while gathered (embedding resize).
   bool reshaped() const;

@@ -44,10 +44,13 @@ struct Model {
     return at::matmul(hidden, params[2].t()).to(at::kFloat).square().mean();
   }
 
-  std::vector<ParamSpec> specs(int groups = 1) const {
+  // With parts > 0 every parameter is sharded, as stage 3 wants it.
+  std::vector<ParamSpec> specs(int groups = 1, int parts = 0, int rank = 0) const {
     std::vector<ParamSpec> result;
-    for (size_t i = 0; i < params.size(); ++i)
+    for (size_t i = 0; i < params.size(); ++i) {
       result.push_back({params[i], "p" + std::to_string(i), static_cast<int32_t>(i) % groups, static_cast<int32_t>(i)});
+      if (parts > 0) result.back().sharded = std::make_shared<ShardedParam>(params[i], result.back().name, parts, rank);
+    }
     return result;
   }
 };
@@ -122,17 +125,25 @@ void compare(const Case& c, int steps, double tolerance) {
       Model model;
       EngineOptions options;
       options.stage = c.stage;
+      options.gatherer.persistence_numel = 11;  // some stay gathered, some do not
       options.reducer.bucket_numel = c.bucket;
       options.reducer.overlap = c.overlap;
       options.reducer.predivide = 1.0f / c.world;
-      auto engine = std::make_shared<Engine>(model.specs(c.groups), options, comms[rank], nullptr);
+      auto engine = std::make_shared<Engine>(model.specs(c.groups, c.stage == 3 ? c.world : 0, rank), options,
+                                             comms[rank], nullptr);
+      // The whole loss as one module; its parts are tested in param_gatherer_test.
+      const int32_t unit = c.stage == 3 ? engine->gatherer()->add_unit("all", engine->params().sharded_params()) : -1;
       const int micro = kBatch / c.world / c.accumulate;
       for (int step = 0; step < steps; ++step) {
         const bool optional = step % 3 != 1;
         for (int part = 0; part < c.accumulate; ++part) {
           engine->watch();
           const at::Tensor input = batch(step).narrow(0, (rank * c.accumulate + part) * micro, micro);
+          if (unit >= 0) engine->gatherer()->begin_forward();
+          if (unit >= 0) engine->gatherer()->enter(unit, {});
           const at::Tensor loss = model.loss(input, optional) / c.accumulate;
+          if (unit >= 0) engine->gatherer()->leave(unit, {loss});
+          if (unit >= 0) engine->gatherer()->end_forward({loss});
           engine->begin_backward(part + 1 == c.accumulate || c.stage >= 2);
           loss.backward();
           engine->end_backward();
@@ -141,19 +152,22 @@ void compare(const Case& c, int steps, double tolerance) {
         engine->norm(1.0f, 0.05f, false);
         for (int group = 0; group < c.groups; ++group) engine->adam(group, adam_args());
         const StepReport report = engine->report();
+        engine->finish_step();
         engine->clear_grads();
         EXPECT_NEAR(report.norm, norms[step], 1e-5 * norms[step]) << "rank " << rank << " step " << step;
       }
+      if (unit >= 0) engine->gatherer()->enter(unit, {});
       for (size_t i = 0; i < model.params.size(); ++i)
         EXPECT_LE((model.params[i] - reference.params[i]).abs().max().item<double>(), tolerance)
-            << "stage " << c.stage << " world " << c.world << " accumulate " << c.accumulate << " rank " << rank << " parameter " << i;
+            << "stage " << c.stage << " world " << c.world << " accumulate " << c.accumulate << " rank " << rank
+            << " parameter " << i;
     });
   }
   for (auto& rank : ranks) rank.join();
 }
 
 TEST(Engine, EqualsPlainTraining) {
-  for (int stage : {0, 1, 2})
+  for (int stage : {0, 1, 2, 3})
     for (int world : {1, 2, 4})
       for (int accumulate : {1, 2})
         for (int groups : {1, 2})

@@ -1,0 +1,23 @@
+// Memory of every rank that every rank can read, without the owner taking part: what a rank fetches, and when, need not
+// match what the others do. Only between ranks of one host, or threads of one process.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+
+namespace ds::comm {
+
+class PeerMemory {
+ public:
+  virtual ~PeerMemory() = default;
+  // Rank's region as bytes. One's own may be written: when nobody reads, which is the caller's business to know.
+  virtual at::Tensor region(int rank) = 0;
+  // Versions order reads after writes. Every rank publishes equally often; await() returns when all ranks have
+  // published `version` times, and fails, naming the rank, when one of them has ended before.
+  virtual void publish() = 0;
+  virtual void await(int64_t version) = 0;
+};
+using PeerMemoryPtr = std::shared_ptr<PeerMemory>;
+
+}  // namespace ds::comm

@@ -1,0 +1,12 @@
+// Peer memory between processes of one host: anonymous files (memfd) that the others map through /proc.
+#pragma once
+#include "comm/communicator.h"
+#include "comm/peer_memory.h"
+
+namespace ds::comm {
+
+// Every rank of `group` calls it with the same `bytes`. Null on every rank where it is impossible for one: ranks on
+// several hosts or in several PID namespaces, or /proc entries that may not be opened.
+PeerMemoryPtr process_peer_memory(Communicator& group, int64_t bytes);
+
+}  // namespace ds::comm

@@ -1,0 +1,53 @@
+// Where gathered parameters come from.
+//
+// [Note: who must take part]
+// Ranks may take different branches (experts, depth, the length of what they generate), so a gather must not need the
+// others. Peer memory gives that: a rank copies what the owners have published. Where there is none (GPUs, several
+// hosts) gathers are collectives, and the ranks agree on each one first: every rank says which unit it wants next, or
+// that it is through; the union of what is wanted is gathered with everybody's help. A rank that is through goes on
+// serving until all are.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "comm/peer_memory.h"
+#include "zero/buffer_pool.h"
+#include "zero/sharded_param.h"
+
+namespace ds::zero {
+
+class ShardSource {
+ public:
+  virtual ~ShardSource() = default;
+  // All of them are available afterwards.
+  virtual void gather(const std::vector<ShardedParam*>& params) = 0;
+  // Available parameters take the values that the shards have now, in place. Every rank calls it for the same ones.
+  virtual void refresh(const std::vector<ShardedParam*>& params) = 0;
+  // Around a change of shards, which every rank makes: nobody reads them any more; what is there now is valid.
+  virtual void before_write() = 0;
+  virtual void after_write() = 0;
+  // This rank gathers nothing until the others have come as far. Before anything else that all ranks do together.
+  virtual void drain() {}
+  virtual const char* name() const = 0;
+
+  BufferPool& pool() { return pool_; }
+  int64_t gathered_elements() const { return gathered_; }  // received from other ranks
+  void reset_counters() { gathered_ = 0; }
+
+ protected:
+  BufferPool pool_;
+  int64_t gathered_ = 0;
+};
+using ShardSourcePtr = std::shared_ptr<ShardSource>;
+
+// Every gather is a collective that all ranks issue in the same order: while a model is being built.
+ShardSourcePtr collective_source(comm::CommunicatorPtr communicator);
+
+// Copies from the owners' memory, in which the shards of every parameter lie at the same offset.
+ShardSourcePtr peer_source(comm::CommunicatorPtr communicator, comm::PeerMemoryPtr memory);
+
+// Collectives after agreement; `params` numbers the parameters alike on all ranks.
+ShardSourcePtr agreed_source(comm::CommunicatorPtr communicator, std::vector<ShardedParamPtr> params);
+
+}  // namespace ds::zero
