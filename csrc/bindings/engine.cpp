@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "bindings/registry.h"
+#include "bindings/sharded_params.h"
 #include "bindings/torch_types.h"
 #include "comm/c10d_communicator.h"
 #include "comm/local_communicator.h"
@@ -17,23 +18,25 @@ namespace py = pybind11;
 
 namespace ds::bindings {
 
-namespace {
-
-using zero::Engine;
-using Unlocked = py::call_guard<py::gil_scoped_release>;
-
 comm::CommunicatorPtr communicator(const py::object& group) {
   if (group.is_none()) return comm::local_communicator();
   auto native = group.cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
   return comm::c10d_communicator(std::move(native));
 }
 
+namespace {
+
+using zero::Engine;
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+
 std::vector<zero::ParamSpec> param_specs(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names,
                                          const std::vector<int32_t>& groups, const std::vector<int32_t>& orders,
-                                         const std::vector<bool>& counts_in_norm) {
+                                         const std::vector<bool>& counts_in_norm,
+                                         const std::vector<zero::ShardedParamPtr>& sharded) {
   std::vector<zero::ParamSpec> specs;
   for (size_t i = 0; i < tensors.size(); ++i)
-    specs.push_back({tensors[i], names.at(i), groups.at(i), orders.at(i), counts_in_norm.at(i)});
+    specs.push_back({tensors[i], names.at(i), groups.at(i), orders.at(i), counts_in_norm.at(i),
+                     sharded.empty() ? nullptr : sharded.at(i)});
   return specs;
 }
 
@@ -43,7 +46,11 @@ std::shared_ptr<Engine> make_engine(const std::vector<at::Tensor>& tensors, cons
                                     const py::object& model_parallel, int stage, int threads,
                                     const py::object& grad_dtype, const py::object& comm_dtype, int64_t bucket_numel,
                                     bool overlap, double predivide, double postscale, bool find_culprits, bool scatter,
-                                    bool allgather, int64_t allgather_bucket_numel) {
+                                    bool allgather, int64_t allgather_bucket_numel,
+                                    const std::vector<zero::ShardedParamPtr>& sharded,
+                                    const std::vector<zero::ShardedParamPtr>& others, const py::object& gather_group,
+                                    int64_t max_live, int64_t max_reuse, int64_t persistence,
+                                    int64_t model_persistence) {
   zero::EngineOptions options;
   options.stage = stage;
   options.threads = threads;
@@ -58,7 +65,10 @@ std::shared_ptr<Engine> make_engine(const std::vector<at::Tensor>& tensors, cons
   options.gather.overlap = overlap;
   options.gather.collective = allgather;
   options.allgather_bucket_numel = allgather_bucket_numel;
-  auto specs = param_specs(tensors, names, groups, orders, counts_in_norm);
+  options.others = others;
+  if (!gather_group.is_none()) options.gather_group = communicator(gather_group);
+  options.gatherer = {max_live, max_reuse, persistence, model_persistence};
+  auto specs = param_specs(tensors, names, groups, orders, counts_in_norm, sharded);
   auto dp = communicator(data_parallel);
   auto mp = model_parallel.is_none() ? nullptr : communicator(model_parallel);
   py::gil_scoped_release unlocked;
@@ -100,7 +110,9 @@ DS_BINDINGS(m) {
            py::arg("orders"), py::arg("counts_in_norm"), py::arg("data_parallel"), py::arg("model_parallel"),
            py::arg("stage"), py::arg("threads"), py::arg("grad_dtype"), py::arg("comm_dtype"), py::arg("bucket_numel"),
            py::arg("overlap"), py::arg("predivide"), py::arg("postscale"), py::arg("find_culprits"), py::arg("scatter"),
-           py::arg("allgather"), py::arg("allgather_bucket_numel"))
+           py::arg("allgather"), py::arg("allgather_bucket_numel"), py::arg("sharded"), py::arg("others"),
+           py::arg("gather_group"), py::arg("max_live"), py::arg("max_reuse"), py::arg("persistence"),
+           py::arg("model_persistence"))
       .def("watch", &Engine::watch, Unlocked())
       .def("watch_outputs", &Engine::watch_outputs, Unlocked(), py::arg("outputs"))
       .def("plan_user_backward", &Engine::plan_user_backward, py::arg("reduce"), py::arg("factor"))
@@ -129,6 +141,14 @@ DS_BINDINGS(m) {
       .def(
           "refresh_master", [](Engine& engine) { engine.stepper().refresh_master(); }, Unlocked())
       .def("broadcast", &Engine::broadcast, Unlocked())
+      .def("finish_step", &Engine::finish_step, Unlocked())
+      .def("begin_write", &Engine::begin_write, Unlocked())
+      .def("end_write", &Engine::end_write, Unlocked())
+      .def_property_readonly("gatherer",
+                             [](const std::shared_ptr<Engine>& engine) -> std::shared_ptr<zero::ParamGatherer> {
+                               if (!engine->gatherer()) return nullptr;
+                               return {engine, engine->gatherer()};
+                             })
       .def("release", &Engine::release, Unlocked())
       .def(
           "masters", [](Engine& engine) { return engine.pieces(zero::Kept::kMaster, 0); }, Unlocked())

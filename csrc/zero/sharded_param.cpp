@@ -16,6 +16,25 @@ ShardedParam::ShardedParam(at::Tensor tensor, std::string name, int64_t parts, i
   adopt_shape();
 }
 
+ShardedParam::ShardedParam(at::Tensor tensor, const ShardedParam& other)
+    : tensor_(std::move(tensor)),
+      name_(other.name_),
+      sizes_(other.sizes_),
+      strides_(other.strides_),
+      numel_(other.numel_),
+      parts_(other.parts_),
+      rank_(other.rank_),
+      slice_(other.slice_),
+      shard_(other.shard_.clone()),
+      status_(ParamStatus::kNotAvailable) {}
+
+void ShardedParam::cast(at::ScalarType type) {
+  at::NoGradGuard no_grad;
+  if (available()) fail(ErrorKind::kRuntime, "parameter '", name_, "' is gathered and cannot change its dtype");
+  shard_ = shard_.to(type);
+  tensor_.set_data(at::empty({0}, shard_.options()));
+}
+
 void ShardedParam::adopt_shape() {
   at::NoGradGuard no_grad;
   sizes_ = tensor_.sizes().vec();

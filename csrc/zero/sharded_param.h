@@ -19,6 +19,8 @@ class ShardedParam {
  public:
   // `tensor` holds the whole parameter, and goes on doing so until release(). Fails for what is not a dense leaf.
   ShardedParam(at::Tensor tensor, std::string name, int64_t parts, int64_t rank);
+  // A copy with a slice of its own; `tensor` is an empty leaf that stands for it, not available.
+  ShardedParam(at::Tensor tensor, const ShardedParam& other);
 
   const at::Tensor& tensor() const { return tensor_; }
   const std::string& name() const { return name_; }
@@ -38,6 +40,7 @@ class ShardedParam {
   // slice_numel() elements, padding zero.
   const at::Tensor& shard() const { return shard_; }
   void move_shard(const at::Tensor& home);  // copies the slice to `home`, which is the shard from now on
+  void cast(at::ScalarType type);           // of a parameter that is not available
 
   ParamStatus status() const { return status_; }
   bool available() const { return status_ == ParamStatus::kAvailable; }

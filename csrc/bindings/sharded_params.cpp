@@ -1,0 +1,208 @@
+// Sharded parameters and their gatherer for Python, and the hooks of modules: called for every module of every forward,
+// so they find their tensors without Python code where they can.
+#include <Python.h>
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <c10/core/GradMode.h>
+#include <pybind11/stl.h>
+
+#include "bindings/registry.h"
+#include "bindings/sharded_params.h"
+#include "bindings/torch_types.h"
+
+namespace py = pybind11;
+
+namespace ds::bindings {
+
+using zero::ParamGatherer;
+using zero::ShardedParam;
+using zero::ShardedParamPtr;
+using zero::ShardSource;
+
+namespace {
+
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+// The parameter's class says whether its data may be touched. The classes live as long as their module: forever.
+void swap_classes(ShardedParam& param, const py::object& available, const py::object& released) {
+  PyObject *when_available = available.ptr(), *when_released = released.ptr();
+  const at::Tensor& tensor = param.tensor();
+  const auto apply = [&tensor, when_available, when_released](zero::ParamStatus status) {
+    if (status == zero::ParamStatus::kInflight) return;
+    py::gil_scoped_acquire locked;
+    const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+    PyObject* type = status == zero::ParamStatus::kAvailable ? when_available : when_released;
+    if (PyObject_SetAttrString(object.ptr(), "__class__", type) != 0) throw py::error_already_set();
+  };
+  param.on_status = apply;
+  apply(param.status());
+}
+
+std::vector<ShardedParam*> raw(const std::vector<ShardedParamPtr>& params) {
+  std::vector<ShardedParam*> result;
+  for (const ShardedParamPtr& param : params) result.push_back(param.get());
+  return result;
+}
+
+// Tensors that need gradients in a module's arguments or outputs. What is no tensor, tuple, list or dict goes to
+// `elsewhere`, a Python function that returns a list of tensors.
+void collect(PyObject* value, const py::object& elsewhere, std::vector<at::Tensor>& found) {
+  if (value == Py_None || PyUnicode_Check(value) || PyLong_Check(value) || PyFloat_Check(value)) return;
+  if (THPVariable_Check(value)) {
+    const at::Tensor& tensor = THPVariable_Unpack(value);
+    if (tensor.requires_grad()) found.push_back(tensor);
+  } else if (PyTuple_Check(value)) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) collect(PyTuple_GET_ITEM(value, i), elsewhere, found);
+  } else if (PyList_Check(value)) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(value); ++i) collect(PyList_GET_ITEM(value, i), elsewhere, found);
+  } else if (PyDict_Check(value)) {
+    PyObject *key, *item;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(value, &position, &key, &item)) collect(item, elsewhere, found);
+  } else {
+    for (const py::handle& tensor : elsewhere(py::handle(value))) collect(tensor.ptr(), py::none(), found);
+  }
+}
+
+// Hooks hold the gatherer weakly: a module may outlive the engine that hooked it.
+struct ModuleHook {
+  std::weak_ptr<zero::Engine> engine;
+  int32_t unit;  // -1: the whole model
+  py::object elsewhere;
+
+  ParamGatherer* gatherer(std::shared_ptr<zero::Engine>& keep) const {
+    keep = engine.lock();
+    return keep ? keep->gatherer() : nullptr;
+  }
+  std::vector<at::Tensor> tensors(const py::object& a, const py::object& b) const {
+    std::vector<at::Tensor> found;
+    if (!c10::GradMode::is_enabled()) return found;
+    collect(a.ptr(), elsewhere, found);
+    collect(b.ptr(), elsewhere, found);
+    return found;
+  }
+};
+
+struct EnterHook : ModuleHook {
+  py::object operator()(const py::object&, const py::object& args, const py::object& kwargs) const {
+    std::shared_ptr<zero::Engine> keep;
+    ParamGatherer* gatherer = this->gatherer(keep);
+    if (!gatherer) return py::none();
+    if (unit < 0) {
+      py::gil_scoped_release unlocked;
+      gatherer->begin_forward();
+    } else {
+      const auto inputs = tensors(args, kwargs);
+      py::gil_scoped_release unlocked;
+      gatherer->enter(unit, inputs);
+    }
+    return py::none();
+  }
+};
+
+struct LeaveHook : ModuleHook {
+  py::object operator()(const py::args& args) const {
+    std::shared_ptr<zero::Engine> keep;
+    ParamGatherer* gatherer = this->gatherer(keep);
+    if (!gatherer) return py::none();
+    const auto outputs = tensors(py::reinterpret_borrow<py::object>(args[args.size() - 1]), py::none());
+    py::gil_scoped_release unlocked;
+    if (unit < 0) {
+      gatherer->end_forward(outputs);
+    } else {
+      gatherer->leave(unit, outputs);
+    }
+    return py::none();
+  }
+};
+
+}  // namespace
+
+DS_BINDINGS(m) {
+  py::class_<ShardedParam, ShardedParamPtr>(m, "ShardedParam")
+      .def(py::init([](const at::Tensor& tensor, std::string name, int64_t parts, int64_t rank,
+                       const py::object& available, const py::object& released) {
+             auto param = std::make_shared<ShardedParam>(tensor, std::move(name), parts, rank);
+             swap_classes(*param, available, released);
+             return param;
+           }),
+           py::arg("tensor"), py::arg("name"), py::arg("parts"), py::arg("rank"), py::arg("available"),
+           py::arg("released"))
+      .def("copy_for",
+           [](const ShardedParam& param, const at::Tensor& tensor, const py::object& available,
+              const py::object& released) {
+             auto copy = std::make_shared<ShardedParam>(tensor, param);
+             swap_classes(*copy, available, released);
+             return copy;
+           })
+      .def_property("name", &ShardedParam::name, &ShardedParam::rename)
+      .def_property_readonly("sizes", &ShardedParam::sizes)
+      .def_property_readonly("numel", &ShardedParam::numel)
+      .def_property_readonly("parts", &ShardedParam::parts)
+      .def_property_readonly("rank", &ShardedParam::rank)
+      .def_property_readonly("slice_numel", &ShardedParam::slice_numel)
+      .def_property_readonly("own_begin", &ShardedParam::own_begin)
+      .def_property_readonly("own_numel", &ShardedParam::own_numel)
+      .def_property_readonly("shard", &ShardedParam::shard)
+      .def_property_readonly("status", [](const ShardedParam& param) { return static_cast<int>(param.status()); })
+      .def_readonly("persistent", &ShardedParam::persistent)
+      .def_readonly("holders", &ShardedParam::holders)
+      .def("write_back", &ShardedParam::write_back)
+      .def("reshaped", &ShardedParam::reshaped)
+      .def("adopt_shape", &ShardedParam::adopt_shape)
+      .def("cast", [](ShardedParam& param, const py::object& dtype) { param.cast(*optional_dtype(dtype)); });
+
+  py::class_<ParamGatherer, std::shared_ptr<ParamGatherer>>(m, "ParamGatherer")
+      .def(py::init([](const py::object& group) {
+             return std::make_shared<ParamGatherer>(
+                 std::vector<ShardedParamPtr>{}, zero::collective_source(communicator(group)), zero::GathererOptions{});
+           }),
+           py::arg("group"))
+      .def(
+          "acquire", [](ParamGatherer& g, const std::vector<ShardedParamPtr>& params) { g.acquire(raw(params)); },
+          Unlocked())
+      .def(
+          "release", [](ParamGatherer& g, const std::vector<ShardedParamPtr>& params) { g.release(raw(params)); },
+          Unlocked())
+      .def("touch", [](ParamGatherer& g, ShardedParam& param) { return g.touch(param); })
+      .def("add_unit", &ParamGatherer::add_unit)
+      .def("extend_unit", &ParamGatherer::extend_unit)
+      .def("release_all", &ParamGatherer::release_all, Unlocked())
+      .def("begin_forward", &ParamGatherer::begin_forward)
+      .def(
+          "drain", [](ParamGatherer& g) { g.source().drain(); }, Unlocked())
+      .def("empty_cache",
+           [](ParamGatherer& g) {
+             g.release_all();
+             g.source().pool().clear();
+           })
+      .def("reset_peak", &ParamGatherer::reset_peak)
+      .def_property_readonly("source", [](ParamGatherer& g) { return g.source().name(); })
+      .def_property_readonly("live_numel", &ParamGatherer::live_numel)
+      .def_property_readonly("peak_live_numel", &ParamGatherer::peak_live_numel)
+      .def_property_readonly("fetches", &ParamGatherer::fetches)
+      .def_property_readonly("gathered_elements", [](ParamGatherer& g) { return g.source().gathered_elements(); })
+      .def("reset_counters", [](ParamGatherer& g) { g.source().reset_counters(); });
+
+  py::class_<EnterHook>(m, "EnterHook")
+      .def(py::init([](const std::shared_ptr<zero::Engine>& engine, int32_t unit, const py::object& elsewhere) {
+        return EnterHook{{engine, unit, elsewhere}};
+      }))
+      .def("__call__", &EnterHook::operator(), py::arg("module"), py::arg("args"), py::arg("kwargs") = py::none())
+      .def_property_readonly("alive", [](const EnterHook& hook) { return !hook.engine.expired(); })
+      .def("__deepcopy__", [](const EnterHook& hook, const py::dict&) {
+        return EnterHook{{{}, hook.unit, hook.elsewhere}};
+      });
+  py::class_<LeaveHook>(m, "LeaveHook")
+      .def(py::init([](const std::shared_ptr<zero::Engine>& engine, int32_t unit, const py::object& elsewhere) {
+        return LeaveHook{{engine, unit, elsewhere}};
+      }))
+      .def("__call__", &LeaveHook::operator())
+      .def("__deepcopy__", [](const LeaveHook& hook, const py::dict&) {
+        return LeaveHook{{{}, hook.unit, hook.elsewhere}};
+      });
+}
+
+}  // namespace ds::bindings

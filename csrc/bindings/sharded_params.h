@@ -1,0 +1,15 @@
+// What the bindings of the engine and of sharded parameters share.
+#pragma once
+#include <Python.h>
+
+#include <torch/csrc/utils/pybind.h>
+
+#include "comm/communicator.h"
+#include "zero/engine.h"
+
+namespace ds::bindings {
+
+// Over a torch process group; None: one process.
+comm::CommunicatorPtr communicator(const pybind11::object& group);
+
+}  // namespace ds::bindings

@@ -1,0 +1,99 @@
+"""``GatheredParameters``: the whole values of sharded parameters, for a while."""
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.zero import sharded_parameter as sharding
+
+
+class GatheredParameters:
+    """Inside the context the parameters of ZeRO stage 3 among ``params`` have their values and shapes.
+
+    ``params``: a parameter, or an iterable of them (nested ones too); others are left alone. ``modifier_rank``: the
+    rank, counted in the parameters' group, whose values count when the context ends: every rank gets them, and the
+    optimizer's masters as well. None: changes are dropped. ``fwd_module``: the module whose forward uses them although
+    another one owns them. ``enabled=False`` does nothing. Contexts may be nested.
+
+    With a ``modifier_rank`` every rank must enter; without one a single rank may, once the engine exists.
+    """
+
+    def __init__(self, params, modifier_rank=None, fwd_module=None, enabled=True):
+        self.enabled = bool(enabled)
+        self.modifier_rank = modifier_rank
+        self.params = []
+        if not self.enabled:
+            return
+        seen = set()
+        for param in _flatten(params):
+            if sharding.is_sharded(param) and id(param) not in seen:
+                seen.add(id(param))
+                self.params.append(param)
+        if fwd_module is not None:
+            for param in self.params:
+                register_external_parameter(fwd_module, param)
+        if modifier_rank is not None and self.params:
+            world = self.params[0].ds_access.world
+            if not 0 <= modifier_rank < max(world, dist.get_world_size() if dist.is_initialized() else 1):
+                raise ValueError(f"modifier_rank {modifier_rank} is not a rank of a group of {world}")
+
+    def __enter__(self):
+        if self.enabled:
+            sharding._acquire(self.params)
+        return self.params
+
+    def __exit__(self, *exc):
+        if not self.enabled:
+            return
+        try:
+            if exc[0] is None:
+                self._keep_changes()
+        finally:
+            sharding._release(self.params)
+
+    @torch.no_grad()
+    def _keep_changes(self):
+        if self.modifier_rank is None:
+            resized = [param for param in self.params if param.ds_handle.reshaped()]
+            sharding.write_back(resized)
+            return
+        for param in self.params:
+            access = param.ds_access
+            if access.world > 1:
+                values = param.detach().contiguous()
+                dist.broadcast(values, access.source_rank(self.modifier_rank), group=access.group)
+                param.detach().copy_(values)
+        sharding.write_back(self.params)
+
+
+def _flatten(params):
+    if torch.is_tensor(params):
+        yield params
+    elif isinstance(params, dict):
+        for value in params.values():
+            yield from _flatten(value)
+    elif params is not None:
+        for param in params:
+            yield from _flatten(param)
+
+
+def register_external_parameter(module, parameter):
+    """``module``'s forward uses ``parameter``, which another module owns: it is gathered with the module's own.
+
+    Needed only to gather it earlier: a sharded parameter that a running module touches is found by itself.
+    Raises RuntimeError for what is not a parameter.
+    """
+    if not isinstance(parameter, torch.nn.Parameter):
+        raise RuntimeError(f"register_external_parameter needs a torch.nn.Parameter, got {type(parameter).__name__}")
+    external = module.__dict__.setdefault("_external_params", {})
+    external[id(parameter)] = parameter
+    hook = module.__dict__.get("_ds_hook_unit")
+    if hook is not None and sharding.is_sharded(parameter):
+        hook.extend(parameter)
+
+
+def unregister_external_parameter(module, parameter):
+    """Undoes ``register_external_parameter``; raises RuntimeError when it was not registered."""
+    external = module.__dict__.get("_external_params", {})
+    if id(parameter) not in external:
+        raise RuntimeError("the parameter is not registered with this module")
+    del external[id(parameter)]

@@ -1,0 +1,93 @@
+"""Hooks that gather the parameters of a module while it runs. What they do is native; see csrc/zero/param_gatherer.h."""
+
+import dataclasses
+
+import torch
+
+from deepspeed import _native
+from deepspeed._compat import forward_hooks_take_kwargs
+from deepspeed.utils.nested import tensors_in
+from deepspeed.utils.z3_leaf_module import z3_leaf_module
+from deepspeed.zero.sharded_parameter import is_sharded
+
+
+def _tensors_of_object(value):
+    """Tensors that need gradients in an object that is no tensor, tuple, list or dict."""
+    if dataclasses.is_dataclass(value):
+        return [t for t in tensors_in([getattr(value, f.name) for f in dataclasses.fields(value)]) if t.requires_grad]
+    return []
+
+
+class HookUnit:
+    """The parameters of one module that are gathered together."""
+
+    def __init__(self, gatherer, index):
+        self.gatherer = gatherer
+        self.index = index
+
+    def extend(self, param):
+        self.gatherer.extend_unit(self.index, param.ds_handle)
+
+    def __deepcopy__(self, memo):
+        return None  # a copied module has no engine
+
+
+def unit_parameters(module, granularity=0):
+    """``(parameters, whether the module's children belong to it)``."""
+    whole = z3_leaf_module(module) or _is_fine_grained(module, granularity)
+    params = list(dict.fromkeys(module.parameters(recurse=whole)))
+    params += [p for p in module.__dict__.get("_external_params", {}).values() if p not in set(params)]
+    return [p for p in params if is_sharded(p)], whole
+
+
+def _is_fine_grained(module, granularity):
+    """Whether modules inside are so small that gathering them one by one costs more than it saves."""
+    if granularity <= 0 or not any(True for _ in module.children()):
+        return False
+    inside = [m for m in module.modules() if m is not module]
+    numel = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
+    return numel / len(inside) < granularity
+
+
+class ModuleHooks:
+    """Installs and removes the hooks of a model tree."""
+
+    def __init__(self, core, granularity=0):
+        self.core = core
+        self.granularity = granularity
+        self.forward_hooks = []
+
+    def install(self, root):
+        """Hooks on ``root`` for the whole call, and on every module with parameters that come and go."""
+        self._hook(root, -1)
+        self._install(root)
+
+    def _install(self, module):
+        params, whole = unit_parameters(module, self.granularity)
+        if any(not p.ds_persist for p in params):
+            unit = self.core.gatherer.add_unit(type(module).__name__, [p.ds_handle for p in params])
+            module.__dict__["_ds_hook_unit"] = HookUnit(self.core.gatherer, unit)
+            self._hook(module, unit)
+        if whole:
+            return
+        for child in module.children():
+            if "_ds_hook_unit" not in child.__dict__:
+                self._install(child)
+
+    def _hook(self, module, unit):
+        enter = _native._C.EnterHook(self.core, unit, _tensors_of_object)
+        leave = _native._C.LeaveHook(self.core, unit, _tensors_of_object)
+        kwargs = {"with_kwargs": True} if forward_hooks_take_kwargs() else {}
+        self.forward_hooks.append(module.register_forward_pre_hook(_returns_nothing(enter, kwargs), **kwargs))
+        self.forward_hooks.append(module.register_forward_hook(leave, **kwargs))
+
+    def remove(self, root=None):
+        for handle in self.forward_hooks:
+            handle.remove()
+        self.forward_hooks.clear()
+        for module in root.modules() if isinstance(root, torch.nn.Module) else ():
+            module.__dict__.pop("_ds_hook_unit", None)
+
+
+def _returns_nothing(enter, kwargs):
+    return enter

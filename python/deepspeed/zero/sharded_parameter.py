@@ -1,0 +1,302 @@
+"""Parameters of which every rank holds one slice: what ZeRO stage 3 makes of ``torch.nn.Parameter``.
+
+The object stays the same and its class changes with its state: ``ShardedParameter`` while the values are here,
+``ReleasedParameter`` while they are not. The second one refuses every operation that needs the values, by name, or
+fetches them when a module that is running turns out to need them.
+"""
+
+import enum
+import itertools
+
+import torch
+
+from deepspeed import _native
+from deepspeed import comm as dist
+
+
+class ZeroParamType(enum.Enum):
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ZeroParamStatus(enum.Enum):
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ShardAccess:
+    """How a group of ranks gathers its parameters: the native gatherer and the process group it speaks for."""
+
+    def __init__(self, gatherer, group, world, rank, core=None):
+        self.gatherer = gatherer
+        self.group = group
+        self.world = world
+        self.rank = rank
+        self.core = core  # the engine's, once there is one
+
+    @classmethod
+    def of_group(cls, group=None):
+        """Collectives of ``group`` (None: all ranks), which every rank issues in the same order."""
+        if not dist.is_initialized():
+            return cls(_native._C.ParamGatherer(None), None, 1, 0)
+        group = group if group is not None else dist.get_world_group()
+        world = dist.get_world_size(group)
+        return cls(_native._C.ParamGatherer(group if world > 1 else None), group, world, dist.get_rank(group))
+
+    def source_rank(self, rank):
+        """Global rank of the group's ``rank``."""
+        return dist.get_global_rank(self.group, rank) if self.world > 1 else 0
+
+    def begin_write(self):
+        if self.core is not None:
+            self.core.begin_write()
+
+    def end_write(self):
+        if self.core is not None:
+            self.core.end_write()
+
+
+_ids = itertools.count()
+
+
+def is_sharded(param):
+    """Whether ``param`` belongs to ZeRO stage 3."""
+    return isinstance(param, ShardedParameter)
+
+
+class ShardedParameter(torch.nn.Parameter):
+    """A parameter of stage 3 while its values are gathered. Its handle, ``ds_handle``, is the native object."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property
+    def ds_status(self):
+        return ZeroParamStatus(self.ds_handle.status)
+
+    @property
+    def ds_shape(self):
+        return torch.Size(self.ds_handle.sizes)
+
+    @property
+    def ds_numel(self):
+        return self.ds_handle.numel
+
+    @property
+    def ds_tensor(self):
+        """This rank's slice, flat: ``ceil(ds_numel / ranks)`` elements, the last rank's padded with zeros."""
+        shard = self.ds_handle.shard
+        shard.ds_numel = shard.numel()
+        shard.status = ZeroParamStatus.AVAILABLE
+        shard.final_location = None
+        return shard
+
+    @property
+    def ds_persist(self):
+        return self.ds_handle.persistent
+
+    @property
+    def ds_process_group(self):
+        return self.ds_access.group
+
+    @property
+    def ds_zero_param_process_group(self):
+        return self.ds_access.group
+
+    @property
+    def ds_world_size(self):
+        return self.ds_handle.parts
+
+    def all_gather(self, param_list=None, async_op=False, hierarchy=0):
+        """Gathers this parameter, or all of ``param_list``, until ``partition`` is called."""
+        _acquire(param_list or [self])
+
+    all_gather_coalesced = all_gather
+
+    def partition(self, param_list=None, hierarchy=0, has_been_updated=False, free_data=True):
+        """Releases what ``all_gather`` has gathered. ``has_been_updated``: slices take the values there are now."""
+        params = param_list or [self]
+        if has_been_updated:
+            write_back(params)
+        _release(params)
+
+    def partition_numel(self):
+        return self.ds_handle.slice_numel
+
+    def aligned_size(self):
+        return self.ds_handle.slice_numel * self.ds_handle.parts
+
+    def padding_size(self):
+        """Elements of padding behind the last slice."""
+        return self.aligned_size() - self.ds_numel
+
+    def convert_to_zero_parameters(self, param_list=None):
+        """Shards the plain parameters among ``param_list`` as this one is sharded."""
+        for param in param_list or []:
+            if not is_sharded(param):
+                shard(param, self.ds_access)
+
+    def ds_summary(self, slice_shape=None, use_debug_name=False):
+        return {
+            "id": self.ds_id,
+            "status": self.ds_status.name,
+            "numel": self.numel(),
+            "ds_numel": self.ds_numel,
+            "shape": tuple(self.shape),
+            "ds_shape": tuple(self.ds_shape),
+            "requires_grad": self.requires_grad,
+            "persist": self.ds_persist,
+        }
+
+    def __deepcopy__(self, memo):
+        """A sharded copy with a slice of its own; no rank needs another one for it."""
+        if id(self) in memo:
+            return memo[id(self)]
+        copy = torch.nn.Parameter(
+            torch.empty(0, dtype=self.ds_handle.shard.dtype, device=self.ds_handle.shard.device), self.requires_grad
+        )
+        access = self.ds_access
+        if access.core is not None:
+            access = ShardAccess.of_group(access.group)
+        _dress(copy, self.ds_handle.copy_for(copy, ShardedParameter, ReleasedParameter), access)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol):
+        raise RuntimeError(
+            f"parameter '{self.ds_handle.name}' is sharded over {self.ds_world_size} ranks and cannot be pickled; use "
+            "engine.save_checkpoint or engine.save_16bit_model, or take its values inside "
+            "deepspeed.zero.GatheredParameters"
+        )
+
+
+# What may be asked of a parameter whose values are elsewhere: facts about the object, not about its values.
+_HARMLESS = {
+    "size", "dim", "ndimension", "nelement", "numel", "element_size", "is_floating_point", "is_complex", "is_signed",
+    "is_contiguous", "stride", "storage_offset", "data_ptr", "get_device", "type", "detach", "requires_grad_",
+    "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__repr__", "__format__", "__hash__",
+    "__deepcopy__", "__reduce_ex__", "is_pinned", "is_shared", "is_inference", "has_names", "untyped_storage",
+    "storage", "_typed_storage", "to", "cpu", "cuda", "half", "float", "double", "bfloat16", "__dir__", "is_distributed",
+    "can_cast", "result_type", "is_same_size", "__len__", "is_conj", "is_neg", "_is_view", "dim_order",
+}  # fmt: skip
+_ACCESSORS = {"__get__", "__set__", "__delete__"}
+
+
+class ReleasedParameter(ShardedParameter):
+    """A parameter of stage 3 whose values are not here."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__" and func is _data_getter:
+            return _released_data(args[0])
+        if name in _HARMLESS or name in _ACCESSORS:
+            with torch._C.DisableTorchFunction():
+                return func(*args, **kwargs)
+        for param in _released_in((args, kwargs)):
+            handle = param.ds_handle
+            if param.ds_access.gatherer.touch(handle):
+                continue
+            raise RuntimeError(_untouchable(handle.name, tuple(param.ds_shape), name))
+        return func(*args, **kwargs)
+
+
+class ReleasedData(torch.Tensor):
+    """``.data`` of a released parameter: empty, and refuses what needs values, so that nothing is lost silently."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in _HARMLESS or name in _ACCESSORS:
+            with torch._C.DisableTorchFunction():
+                return func(*args, **(kwargs or {}))
+        data = next(item for item in args if isinstance(item, ReleasedData))
+        raise RuntimeError(_untouchable(data.ds_name, data.ds_full_shape, name))
+
+
+_data_getter = torch.Tensor.data.__get__
+
+
+def _released_data(param):
+    with torch._C.DisableTorchFunction():
+        data = param.data.as_subclass(ReleasedData)
+    data.ds_name, data.ds_full_shape = param.ds_handle.name, tuple(param.ds_shape)
+    return data
+
+
+def _untouchable(name, shape, operation):
+    return (
+        f"{operation}: the values of parameter '{name}' {shape} are not on this rank: ZeRO stage 3 holds them in slices. "
+        "Use them inside `with deepspeed.zero.GatheredParameters(parameter):` (with modifier_rank=0 to change them), "
+        "or in the forward of a module of the model that deepspeed.initialize has wrapped."
+    )
+
+
+def _released_in(item):
+    if isinstance(item, ReleasedParameter):
+        yield item
+    elif isinstance(item, (list, tuple)):
+        for value in item:
+            yield from _released_in(value)
+    elif isinstance(item, dict):
+        for value in item.values():
+            yield from _released_in(value)
+
+
+def _dress(param, handle, access):
+    param.ds_handle = handle
+    param.ds_access = access
+    param.ds_id = next(_ids)
+    param.ds_param_type = ZeroParamType.PARTITIONED
+    param.ds_active_sub_modules = set()
+    param.ds_secondary_tensor = None
+
+
+def shard(param, access, name=None):
+    """Makes a stage 3 parameter of ``param``, in place; it stays gathered until its slices are placed or released.
+
+    Every rank calls it with the same values, or with values of which its own slice is right.
+    """
+    name = name or f"parameter {tuple(param.shape)}"
+    handle = _native._C.ShardedParam(param, name, access.world, access.rank, ShardedParameter, ReleasedParameter)
+    _dress(param, handle, access)
+    return param
+
+
+def _by_access(params):
+    groups = {}
+    for param in params:
+        groups.setdefault(id(param.ds_access), (param.ds_access, []))[1].append(param.ds_handle)
+    return groups.values()
+
+
+def _acquire(params):
+    for access, handles in _by_access(params):
+        access.gatherer.acquire(handles)
+
+
+def _release(params):
+    for access, handles in _by_access(params):
+        access.gatherer.release(handles)
+
+
+def write_back(params):
+    """Slices, and masters where there are any, take the gathered values. Every rank calls it with the same values."""
+    for param in params:
+        handle, access = param.ds_handle, param.ds_access
+        if handle.reshaped():
+            if access.core is not None:
+                raise RuntimeError(
+                    f"parameter '{handle.name}' has changed from {tuple(handle.sizes)} to {tuple(param.shape)} after "
+                    "deepspeed.initialize: the optimizer's states no longer fit. Resize before initialize."
+                )
+            handle.adopt_shape()
+            continue
+        access.begin_write()
+        handle.write_back()
+        link = getattr(param, "_ds_link", None)
+        if link is not None:
+            link.set("fp32", param.detach())
+        access.end_write()
