@@ -7,6 +7,7 @@ on the host.
 
 import torch
 
+from deepspeed._native import DeepSpeedConfigError
 from deepspeed.activation_checkpointing import function as _reentrant
 from deepspeed.activation_checkpointing import non_reentrant as _non_reentrant
 from deepspeed.activation_checkpointing import settings as _settings
@@ -38,7 +39,6 @@ from deepspeed.activation_checkpointing.tensors import (
 )
 from deepspeed.config import DeepSpeedConfigAssertionError
 from deepspeed.config.read import read
-from deepspeed._native import DeepSpeedConfigError
 from deepspeed.log import log_dist
 from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer
 

@@ -57,7 +57,7 @@ class CheckpointFunction(torch.autograd.Function):
 
 
 def run(call):
-    """The outputs of ``call`` from a node that recomputes them, in the structure in which the function returned them."""
+    """The outputs of ``call`` from a node that recomputes them, in the structure that the function returned."""
     args = list(call.tensors)
     if not any(tensor.requires_grad for tensor in args):
         # Parameters inside of the function want gradients even if no input does: without an input that requires one

@@ -13,7 +13,9 @@ from deepspeed.log import logger
 DeepSpeedConfigAssertionError = _C.config.DeepSpeedConfigAssertionError
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-BUILTIN_OPTIMIZERS = "Adam AdamW Adagrad Lamb OneBitAdam ZeroOneAdam OneBitLamb Lion Muon MuAdam MuAdamW MuSGD".split()
+BUILTIN_OPTIMIZERS = (
+    "Adam AdamW Adagrad Lamb OneBitAdam ZeroOneAdam OneBitLamb Lion Muon MuAdam MuAdamW MuSGD".split()
+)
 
 # Attributes that are a key of the top level under its own name.
 PLAIN = BATCH_KEYS + (
