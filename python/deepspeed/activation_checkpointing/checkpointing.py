@@ -152,7 +152,7 @@ def _section(config):
         return section
     native = read(config, sections_only=True)
     wrong = [
-        issue["text"]
+        f"{issue['text']} {issue['suggestion']}".strip()
         for issue in native.issues()
         if issue["severity"] == "error"
         and issue["code"] != "rule"  # arguments may complete the section; _change judges both together
