@@ -36,6 +36,11 @@ class CheckpointFunction(torch.autograd.Function):
                 "a re-entrant checkpoint cannot compute gradients for chosen inputs only (torch.autograd.grad, or "
                 "backward(inputs=...)): call loss.backward(), or use non_reentrant_checkpoint."
             )
+        if torch.is_grad_enabled():  # which is how autograd passes create_graph on
+            raise RuntimeError(
+                "a re-entrant checkpoint has no second derivatives (backward with create_graph=True), since the "
+                "backward inside of it leaves no graph: use non_reentrant_checkpoint."
+            )
         inputs = bring_back(merge_tensors(ctx.saved_tensors, ctx.others, ctx.flags))
         detached = [
             one.detach().requires_grad_(wanted) if torch.is_tensor(one) else one

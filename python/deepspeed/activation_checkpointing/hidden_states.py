@@ -11,12 +11,21 @@ from deepspeed.activation_checkpointing.offload import _ActivationOffloadEngine
 class _Saved:
     """A tensor that autograd saved: on the device, on the host, or both for a moment."""
 
-    __slots__ = ("__weakref__", "device", "host", "tensor")
+    __slots__ = ("__weakref__", "device", "host", "tensor", "version")
 
     def __init__(self, tensor):
         self.tensor = tensor
         self.device = tensor.device
         self.host = None
+        self.version = tensor._version
+
+    def check(self):
+        # Autograd makes this check itself only where no hooks stand between it and the tensor.
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"a hidden state of shape {list(self.tensor.shape)} that is needed for backward has been modified by "
+                f"an inplace operation: write the result to a new tensor instead."
+            )
 
 
 class CheckpointHiddenStatesOffload(_ActivationOffloadEngine, torch.autograd.graph.saved_tensors_hooks):
@@ -88,6 +97,7 @@ class CheckpointHiddenStatesOffload(_ActivationOffloadEngine, torch.autograd.gra
         return saved
 
     def _move(self, saved):
+        saved.check()
         saved.host = self.to_host(saved.tensor)
         saved.tensor = None
         self._order.append(weakref.ref(saved))
@@ -96,6 +106,7 @@ class CheckpointHiddenStatesOffload(_ActivationOffloadEngine, torch.autograd.gra
         if not isinstance(saved, _Saved):
             return saved
         if saved.host is None:
+            saved.check()
             self._fetch_last()
             return saved.tensor
         tensor = self.to_device(saved.host, saved.device) if saved.tensor is None else saved.tensor

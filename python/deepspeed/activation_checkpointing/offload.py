@@ -52,7 +52,7 @@ class _HostPool:
 
 
 class _ActivationOffloadEngine:
-    """Copies tensors to the host and back, beside the computation where the device has streams.
+    """Copies tensors of one device to the host and back, beside the computation where the device has streams.
 
     use_pin_memory:            copy into page-locked memory; without it no copy overlaps anything.
     use_streams:               copy on a stream of its own.
@@ -87,7 +87,7 @@ class _ActivationOffloadEngine:
         self.keep_last_count = keep_last_count
         self._pool = _HostPool(self.use_pin_memory, max_cpu_buffer_pool_count)
         self._streams = {}
-        self._stash = collections.deque()  # (event, tensor) of copies that may still run
+        self._stash = collections.deque()  # (event, source, its version) of copies that may still run
 
     def _stream(self, device):
         if device not in self._streams:
@@ -120,16 +120,15 @@ class _ActivationOffloadEngine:
             done = accelerator.Event()
             done.record(stream)
         # The source must not be freed, and its memory not given to later work, before the copy has read it.
-        self._stash.append((done, source))
-        while len(self._stash) > self.max_fwd_stash_count:
-            event, oldest = self._stash.popleft()
-            accelerator.current_stream(oldest.device.index).wait_event(event)
+        self._stash.append((done, source, source._version))
+        self._settle(self.max_fwd_stash_count)
         return host
 
     def to_device(self, host, device):
         """What ``to_host`` copied, on ``device`` again."""
         if not self.use_streams or torch.device(device).type == "cpu":
             return host.to(device)
+        self._settle(0)
         accelerator = get_accelerator()
         stream, now = self._stream(device), accelerator.current_stream(device.index)
         made = torch.empty(host.shape, dtype=host.dtype, device=device)
@@ -142,10 +141,18 @@ class _ActivationOffloadEngine:
         now.wait_stream(stream)
         return made
 
+    def _settle(self, count):
+        """Lets go of all but the latest ``count`` sources; work that follows waits for their copies."""
+        while len(self._stash) > count:
+            event, source, version = self._stash.popleft()
+            get_accelerator().current_stream(source.device.index).wait_event(event)
+            if source._version != version:
+                raise RuntimeError(
+                    f"an activation of shape {list(source.shape)} was modified by an inplace operation while it was "
+                    f"copied to the host for backward: write the result to a new tensor instead."
+                )
+
     def reset(self):
         """Waits for copies and gives unused host buffers back."""
-        while self._stash:
-            event, oldest = self._stash.popleft()
-            accelerator = get_accelerator()
-            accelerator.current_stream(oldest.device.index).wait_event(event)
+        self._settle(0)
         self._pool.clear()

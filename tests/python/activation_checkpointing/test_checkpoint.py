@@ -202,6 +202,15 @@ def test_gradients_of_chosen_inputs(layers):
     assert torch.equal(got, expected)
 
 
+def test_second_derivatives():
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    (first,) = torch.autograd.grad(non_reentrant_checkpoint(lambda v: v**3, x).sum(), x, create_graph=True)
+    first.sum().backward()
+    assert x.grad.tolist() == [6.0, 12.0]
+    with pytest.raises(RuntimeError, match="non_reentrant_checkpoint"):
+        checkpoint(lambda v: v**3, x).sum().backward(create_graph=True)
+
+
 @both
 def test_a_segment_that_runs_a_backward_of_its_own(run):
     def energy(x):

@@ -127,6 +127,23 @@ def test_small_and_unmarked_tensors_stay(host_counts_as_device):
         x.sin().sum().backward()
 
 
+@pytest.mark.parametrize("keep_last_count", [0, 1, 2])
+def test_a_hidden_state_changed_in_place_is_an_error(keep_last_count, host_counts_as_device):
+    context = CheckpointHiddenStatesOffload(keep_last_count=keep_last_count)
+    hidden = torch.randn(16, 64, requires_grad=True) * 1
+    with context:
+        out = context.mark(hidden).sin()
+        if keep_last_count == 0:  # moved at once, so the change comes too late to matter
+            hidden.add_(1)
+            out.sum().backward()
+            return
+        hidden.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            other = context.mark(torch.randn(16, 64, requires_grad=True) * 1)
+            out = out + other.sin()  # pushes the first one out, when one is kept
+            out.sum().backward()
+
+
 @both
 def test_segments_mark_their_inputs_by_themselves(run, host_counts_as_device):
     layers, x = network()
