@@ -27,7 +27,7 @@ class CheckpointFunction(torch.autograd.Function):
         call.output_template, tensors = flatten(outputs)
         ctx.count = len(tensors)
         all_outputs.extend(outputs if isinstance(outputs, tuple) else [outputs])
-        return tuple(tensors) or (torch.empty(0),)
+        return tuple(_fresh(tensor, args) for tensor in tensors) or (torch.empty(0),)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -59,6 +59,15 @@ class CheckpointFunction(torch.autograd.Function):
             with timed(BACKWARD_TIMER):
                 torch.autograd.backward(*map(list, zip(*pairs)))
         return (None, None, *(one.grad if torch.is_tensor(one) else None for one in detached))
+
+
+def _fresh(tensor, inputs):
+    """An output that autograd may make part of the graph: it does so in place, and the function may have returned a
+    tensor that was there before (a buffer, a constant, a parameter)."""
+    if any(tensor is one for one in inputs) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return tensor  # of inputs autograd takes care itself
+    # Views stay views, so that changing one of two that overlap remains an error; .data is none.
+    return tensor.detach() if tensor._is_view() or tensor.requires_grad else tensor.data
 
 
 def run(call):

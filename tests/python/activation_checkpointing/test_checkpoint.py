@@ -153,6 +153,27 @@ def test_an_input_that_is_an_output_and_one_used_twice(run):
 
 
 @both
+def test_results_that_were_there_before_stay_what_they_are(run):
+    constant, buffer, weight = torch.ones(3), torch.arange(6.0)[:3], torch.nn.Parameter(torch.full((3,), 2.0))
+    x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    for _ in range(2):
+        x.grad = weight.grad = None
+        out, *others = run(lambda v: (v * 5, constant, buffer, weight), x)
+        sum((out, *others)).sum().backward()
+        assert x.grad.tolist() == [5.0] * 3 and weight.grad.tolist() == [1.0] * 3
+        assert not constant.requires_grad and not buffer.requires_grad and weight.is_leaf
+
+
+@both
+def test_results_can_be_changed_in_place(run):
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    first, second = run(lambda v: (v * 2, v * 3), x)
+    first += second
+    first.mul_(2).sum().backward()
+    assert x.grad.tolist() == [10.0, 10.0]
+
+
+@both
 def test_nested_segments(run, layers):
     x = torch.randn(5, 16, requires_grad=True)
 
