@@ -61,22 +61,21 @@ def flatten(item):
     Containers without tensors, and all other objects, are part of the template as they are.
     """
     tensors, numbers = [], {}
+    return _template(item, tensors, numbers), tensors
 
-    def walk(one):
-        if torch.is_tensor(one):
-            if id(one) not in numbers:
-                numbers[id(one)] = len(tensors)
-                tensors.append(one)
-            return Slot(numbers[id(one)])
-        if not isinstance(one, (dict, list, tuple)):
-            return one
-        before = list(one.values()) if isinstance(one, dict) else one
-        after = [walk(value) for value in before]
-        if all(new is old for new, old in zip(after, before)):
-            return one
-        return _rebuilt(one, after)
 
-    return walk(item), tensors
+def _template(item, tensors, numbers):
+    # Not a function inside of flatten: one that calls itself is a reference cycle, which would keep the tensors alive.
+    if torch.is_tensor(item):
+        if id(item) not in numbers:
+            numbers[id(item)] = len(tensors)
+            tensors.append(item)
+        return Slot(numbers[id(item)])
+    if not isinstance(item, (dict, list, tuple)):
+        return item
+    before = list(item.values()) if isinstance(item, dict) else item
+    after = [_template(value, tensors, numbers) for value in before]
+    return item if all(new is old for new, old in zip(after, before)) else _rebuilt(item, after)
 
 
 def fill(template, tensors):

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import gc
 import weakref
 
 import pytest
@@ -413,6 +414,26 @@ def test_the_activations_of_a_segment_are_freed(run, layers):
     assert alive[0]() is None
     out.sum().backward()
     assert all(one() is None for one in alive)
+
+
+@both
+def test_nothing_waits_for_the_garbage_collector(run):
+    """A reference cycle through a segment would hold its memory for many steps."""
+    gc.collect()
+    gc.disable()
+    try:
+        weight, x = torch.ones(3, requires_grad=True), torch.ones(3) * 2
+
+        def body(v):
+            return v * weight
+
+        input_, function = weakref.ref(x), weakref.ref(body)
+        out = run(body, x)
+        out.sum().backward()
+        del out, body, x
+        assert input_() is None and function() is None
+    finally:
+        gc.enable()
 
 
 def test_names_of_scripts():

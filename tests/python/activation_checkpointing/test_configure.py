@@ -3,6 +3,7 @@
 import inspect
 import json
 import logging
+import weakref
 
 import pytest
 import torch
@@ -235,6 +236,46 @@ def test_a_buffer_is_not_written_over_while_it_is_needed(run):
         hidden.sum().backward()
         got = [x.grad, *(p.grad for p in model.parameters())]
         assert all(torch.equal(one, other) for one, other in zip(got, expected))
+
+
+@both
+def test_activations_that_were_copied_are_freed(run):
+    checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=4)
+    layer, alive = torch.nn.Linear(8, 8), []
+
+    def forward():
+        hidden = layer(torch.randn(3, 8))
+        for _ in range(4):
+            alive.append(weakref.ref(hidden))
+            hidden = run(lambda v: layer(v).tanh(), hidden)
+        return hidden
+
+    out = forward()
+    assert all(one() is None for one in alive)
+    out.sum().backward()
+
+
+@both
+def test_the_next_forward_begins_in_a_new_buffer(run):
+    checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=9)
+    first, hidden = saved_storages(run, 4)
+    hidden.sum().backward()  # five slots were not used
+    del hidden
+    second, _ = saved_storages(run, 8)
+    assert len(set(first)) == 1 and len(set(second)) == 1  # eight do not fit behind four
+
+
+@both
+def test_segments_inside_of_a_recomputed_one_take_no_slots(run):
+    checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=1)
+    taken = []
+    real = now().buffers.slot
+    now().buffers.slot = lambda *args: taken.append(args) or real(*args)
+    x = torch.ones(3, requires_grad=True)
+    out = checkpoint(lambda v: run(torch.sin, run(torch.cos, v)), x)
+    out.sum().backward()
+    assert len(taken) == 1
+    torch.testing.assert_close(x.grad, -torch.cos(torch.cos(x)) * torch.sin(x))
 
 
 @pytest.fixture
