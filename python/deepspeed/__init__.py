@@ -33,6 +33,7 @@ _NAMES = {
     "git_hash": "deepspeed.git_version_info",
     "git_branch": "deepspeed.git_version_info",
 }
+_MODULES = {"checkpointing": "deepspeed.activation_checkpointing.checkpointing"}
 _RENAMED = {"__git_hash__": "git_hash", "__git_branch__": "git_branch"}
 _CONSTANTS = {
     "ADAM_OPTIMIZER": "adam",
@@ -48,6 +49,8 @@ def __getattr__(name):
         return _CONSTANTS[name]
     if name in _RENAMED:
         return __getattr__(_RENAMED[name])
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name in _NAMES:
         value = getattr(importlib.import_module(_NAMES[name]), name)
         globals()[name] = value
@@ -58,4 +61,4 @@ def __getattr__(name):
 
 
 def __dir__():
-    return sorted([*globals(), *_NAMES, *_CONSTANTS])
+    return sorted([*globals(), *_NAMES, *_MODULES, *_CONSTANTS])

@@ -1,5 +1,6 @@
 """Every difference between torch 1.13 and 2.x that the Python code meets."""
 
+import contextlib
 import inspect
 
 import torch
@@ -28,3 +29,39 @@ def backward_id():
     """A number that tells running backward passes apart, or None where torch has none (1.13)."""
     ask = getattr(torch._C, "_current_graph_task_id", None)
     return ask() if ask is not None else None
+
+
+def _autocast_of(device_type):
+    if TORCH2:
+        return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    if device_type == "cpu":
+        return torch.is_autocast_cpu_enabled(), torch.get_autocast_cpu_dtype()
+    return torch.is_autocast_enabled(), torch.get_autocast_gpu_dtype()
+
+
+def autocast_now(device_types):
+    """A function that makes a context with the autocast settings of this moment, for the given device types."""
+    states = [(kind, *_autocast_of(kind)) for kind in sorted(set(device_types))]
+
+    @contextlib.contextmanager
+    def again():
+        with contextlib.ExitStack() as stack:
+            for kind, enabled, dtype in states:
+                # Entered as it is when nothing changes: torch warns about dtypes that a device lacks.
+                if enabled or _autocast_of(kind)[0]:
+                    stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
+            yield
+
+    return again
+
+
+@contextlib.contextmanager
+def no_autocast_cache():
+    """A context in which autocast casts afresh: what it cached under ``no_grad`` has no graph, and a later use with
+    gradients would silently get that copy."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

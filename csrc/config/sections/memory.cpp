@@ -25,9 +25,7 @@ DS_CONFIG_CHAPTER(55, kTraining, "Memory and storage") {
           boolean("synchronize_checkpoint_boundary", false, "Wait for the device at each boundary."),
           boolean("profile", false, "Time each checkpointed segment."),
       });
-  c.add(recompute.not_built("configuring activation checkpointing",
-                            {"partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
-                             "synchronize_checkpoint_boundary", "profile"}));
+  c.add(recompute);
   c.rule("activation_checkpointing.contiguous_memory_optimization needs partition_activations and number_checkpoints.",
          [](Judge& j) {
            const std::string at = "activation_checkpointing.";

@@ -1,0 +1,96 @@
+#include "plan/memory_plan.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+
+namespace ds::plan {
+
+namespace {
+
+constexpr int64_t kHalfBytes = 2;                              // a 16-bit parameter, or its gradient
+constexpr int64_t kFullBytes = 4;                              // an fp32 parameter, or its gradient
+constexpr int64_t kAdamBytes = 12;                             // fp32 master weight and two moments
+constexpr int64_t kStepBytes = kAdamBytes + kFullBytes;        // with the fp32 gradient the step reads
+constexpr int64_t kEverythingBytes = kStepBytes + kHalfBytes;  // with the 16-bit parameter
+
+int64_t times(int64_t a, int64_t b) {
+  int64_t out = 0;
+  if (__builtin_mul_overflow(a, b, &out)) {
+    fail(ErrorKind::kValue, a, " x ", b,
+         " bytes is more than any integer here can hold: check the number of parameters.");
+  }
+  return out;
+}
+
+int64_t plus(int64_t a, int64_t b) {
+  int64_t out = 0;
+  if (__builtin_add_overflow(a, b, &out)) {
+    fail(ErrorKind::kValue, a, " + ", b,
+         " bytes is more than any integer here can hold: check the number of parameters.");
+  }
+  return out;
+}
+
+int64_t share(int64_t numel, int64_t parts) { return numel / parts + (numel % parts != 0); }
+
+void at_least(int64_t value, int64_t least, const char* what) {
+  if (value < least) fail(ErrorKind::kValue, what, " must be at least ", least, ", got ", value, ".");
+}
+
+int64_t ranks_of(const Node& node) {
+  at_least(node.ranks, 1, "The number of ranks per node");
+  at_least(node.nodes, 1, "The number of nodes");
+  return times(node.ranks, node.nodes);
+}
+
+}  // namespace
+
+StateBytes states_per_rank(int stage, int64_t numel, int64_t world, const StateWidths& widths) {
+  if (stage < 0 || stage > 3) fail(ErrorKind::kValue, "There are the ZeRO stages 0 to 3, not ", stage, ".");
+  at_least(numel, 0, "The number of parameters");
+  at_least(world, 1, "The number of ranks");
+  for (int64_t width : {widths.param, widths.grad, widths.master, widths.slots})
+    at_least(width, 0, "Bytes per element");
+  const int64_t part = share(numel, world);
+  StateBytes bytes{};
+  bytes.param = times(stage >= 3 ? part : numel, widths.param);
+  bytes.grad = times(stage >= 2 ? part : numel, widths.grad);
+  bytes.master = times(stage >= 1 ? part : numel, widths.master);
+  bytes.slots = times(stage >= 1 ? part : numel, widths.slots);
+  plus(plus(bytes.param, bytes.grad), plus(bytes.master, bytes.slots));  // total() must not overflow
+  return bytes;
+}
+
+MemoryNeed zero2_need(int64_t numel, const Node& node, bool offload_optimizer) {
+  at_least(numel, 0, "The number of parameters");
+  const int64_t world = ranks_of(node);
+  if (offload_optimizer) {
+    return {times(numel, std::max(times(kFullBytes, world), kStepBytes)), times(numel, kHalfBytes)};
+  }
+  const int64_t device = plus(times(numel, 2 * kHalfBytes), times(numel, kStepBytes) / world);
+  return {times(numel, times(kFullBytes, node.ranks)), device};
+}
+
+MemoryNeed zero3_need(int64_t numel, int64_t largest_layer_numel, const Node& node, const Zero3Options& options) {
+  at_least(numel, 0, "The number of parameters");
+  at_least(largest_layer_numel, 0, "The number of parameters of the largest layer");
+  const int64_t world = ranks_of(node);
+  if (options.offload_params && !options.offload_optimizer) {
+    fail(ErrorKind::kValue,
+         "Parameters are offloaded to the host only together with the optimizer: offload the optimizer, too, or "
+         "neither.");
+  }
+  const int64_t layer = times(largest_layer_numel, 2 * kHalfBytes);
+  const int64_t copies = times(kFullBytes, node.ranks);  // a whole fp32 model per rank, for a moment
+  if (!options.offload_optimizer) {
+    const int64_t device = plus(layer, times(numel, kEverythingBytes) / world);
+    return {times(options.sharded_init ? largest_layer_numel : numel, copies), device};
+  }
+  const int64_t width = options.offload_params ? kEverythingBytes : kStepBytes;
+  const int64_t kept = times(numel, width) / node.nodes;
+  const int64_t host = options.sharded_init ? kept : std::max(times(numel, copies), kept);
+  return {host, options.offload_params ? layer : plus(layer, times(numel, kHalfBytes) / world)};
+}
+
+}  // namespace ds::plan

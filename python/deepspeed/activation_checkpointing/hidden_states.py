@@ -1,0 +1,159 @@
+"""Marked hidden states wait for their backward in host memory."""
+
+import collections
+import weakref
+
+import torch
+
+from deepspeed.activation_checkpointing.offload import _ActivationOffloadEngine
+
+
+class _Saved:
+    """A tensor that autograd saved: on the device, on the host, or both for a moment."""
+
+    __slots__ = ("__weakref__", "device", "host", "tensor", "version")
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+        self.device = tensor.device
+        self.host = None
+        self.version = tensor._version
+
+    def check(self):
+        # Autograd makes this check itself only where no hooks stand between it and the tensor.
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"a hidden state of shape {list(self.tensor.shape)} that is needed for backward has been modified by "
+                f"an inplace operation: write the result to a new tensor instead."
+            )
+
+
+class CheckpointHiddenStatesOffload(_ActivationOffloadEngine, torch.autograd.graph.saved_tensors_hooks):
+    """A context in which tensors that were given to ``mark`` and that autograd saves are moved to the host; backward
+    gets them back one ahead of its need. What was not marked is saved as ever.
+
+    It fits around any checkpointing that saves the inputs of its segments through autograd: mark the hidden states
+    that go from layer to layer. The segments of ``deepspeed.checkpointing`` mark theirs by themselves. Arguments: see
+    the base class. On the CPU as accelerator nothing moves, since everything is on the host.
+    """
+
+    def __init__(
+        self,
+        use_pin_memory=True,
+        use_streams=True,
+        min_offload_bytes=1024,
+        max_fwd_stash_count=2,
+        max_cpu_buffer_pool_count=64,
+        keep_last_count=1,
+    ):
+        _ActivationOffloadEngine.__init__(
+            self,
+            use_pin_memory,
+            use_streams,
+            min_offload_bytes,
+            max_fwd_stash_count,
+            max_cpu_buffer_pool_count,
+            keep_last_count,
+        )
+        torch.autograd.graph.saved_tensors_hooks.__init__(self, self._pack, self._unpack)
+        self._marked = {}
+        self._recent = collections.deque()
+        self._order = []  # weak references to what was moved, in order of forward
+
+    def mark(self, tensor):
+        """``tensor`` is moved when autograd saves it; returns it."""
+        self._marked[_place(tensor)] = weakref.ref(tensor)
+        return tensor
+
+    def reset(self):
+        """Forgets the marks of this step; what was saved stays usable."""
+        self._marked.clear()
+        self._recent.clear()
+        self._order = []
+        super().reset()
+
+    def __enter__(self):
+        torch.autograd.graph.saved_tensors_hooks.__enter__(self)
+        _active.append(self)
+        return self
+
+    def __exit__(self, *args, **kwargs):
+        _active.remove(self)
+        self._marked.clear()
+        self._recent.clear()  # these stay on the device
+        return torch.autograd.graph.saved_tensors_hooks.__exit__(self, *args, **kwargs)
+
+    def _pack(self, tensor):
+        # Autograd hands over an alias, so a marked tensor is known by its place in memory. A mark whose tensor died
+        # may name another one by now; moving that one is harmless.
+        if _place(tensor) not in self._marked or not self.worth_moving(tensor):
+            return tensor
+        saved = _Saved(tensor)
+        self._recent.append(weakref.ref(saved))
+        while len(self._recent) > self.keep_last_count:
+            oldest = self._recent.popleft()()
+            if oldest is not None:
+                self._move(oldest)
+        return saved
+
+    def _move(self, saved):
+        saved.check()
+        saved.host = self.to_host(saved.tensor)
+        saved.tensor = None
+        self._order.append(weakref.ref(saved))
+
+    def _unpack(self, saved):
+        if not isinstance(saved, _Saved):
+            return saved
+        if saved.host is None:
+            saved.check()
+            self._fetch_last()
+            return saved.tensor
+        tensor = self.to_device(saved.host, saved.device) if saved.tensor is None else saved.tensor
+        saved.tensor = None  # a second backward fetches it again
+        self._fetch_last(saved)
+        return tensor
+
+    def _fetch_last(self, current=None):
+        # Backward comes to the latest one that is still alive next.
+        while self._order:
+            candidate = self._order[-1]()
+            if candidate is None or candidate is current:
+                self._order.pop()
+                continue
+            if self.use_streams and candidate.tensor is None:
+                candidate.tensor = self.to_device(candidate.host, candidate.device)
+            return
+
+
+def _place(tensor):
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
+
+
+_active = []
+
+
+def mark_active(tensors):
+    """Marks ``tensors`` for the contexts that are open."""
+    for context in _active:
+        for tensor in tensors:
+            context.mark(tensor)
+
+
+def get_checkpoint_hidden_states_offloading_ctx_manager(
+    use_pin_memory=True,
+    use_streams=True,
+    min_offload_bytes=1024,
+    max_fwd_stash_count=2,
+    max_cpu_buffer_pool_count=64,
+    keep_last_count=1,
+):
+    """A new ``CheckpointHiddenStatesOffload``."""
+    return CheckpointHiddenStatesOffload(
+        use_pin_memory,
+        use_streams,
+        min_offload_bytes,
+        max_fwd_stash_count,
+        max_cpu_buffer_pool_count,
+        keep_last_count,
+    )

@@ -1,0 +1,59 @@
+"""What ``configure`` chose for this process."""
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from deepspeed.activation_checkpointing.buffers import ContiguousBuffers
+from deepspeed.activation_checkpointing.offload import _ActivationOffloadEngine
+from deepspeed.utils.timer import NoopTimer
+
+
+@dataclass
+class Settings:
+    """Options, and what lives as long as they do."""
+
+    configured: bool = False
+    mpu: Any = None
+    partition: bool = False
+    contiguous: bool = False
+    num_layers: Optional[int] = None
+    cpu: bool = False
+    synchronize: bool = False
+    profile: bool = False
+
+    offload: Optional[_ActivationOffloadEngine] = None
+    buffers: Optional[ContiguousBuffers] = None
+    timers: Any = field(default_factory=NoopTimer)
+    inputs_compared: bool = False  # that all model-parallel ranks pass the same activations
+
+    def parts(self):
+        """Model-parallel ranks that share an activation."""
+        return (ask(self.mpu, "world_size") or 1) if self.partition else 1
+
+    def group(self):
+        return ask(self.mpu, "group")
+
+
+def ask(mpu, what):
+    """``mpu.get_*_parallel_<what>()`` under whichever of its names the object has; None where it has none."""
+    for kind in ("tensor_model_parallel", "model_parallel", "slice_parallel"):
+        method = getattr(mpu, f"get_{kind}_{what}", None)
+        if method is not None:
+            return method()
+    return None
+
+
+current = Settings()
+
+
+def forget():
+    """Back to the state before the first ``configure``."""
+    current.__dict__.update(Settings().__dict__)
+
+
+class _Thread(threading.local):
+    recomputing = 0
+
+
+thread = _Thread()

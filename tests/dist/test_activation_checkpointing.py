@@ -1,0 +1,232 @@
+"""Checkpointed segments of a tensor-parallel model: two ranks share every layer, and every saved activation."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import deepspeed
+from deepspeed import checkpointing
+from deepspeed.activation_checkpointing import settings
+from deepspeed.activation_checkpointing.checkpointing import checkpoint, non_reentrant_checkpoint
+from harness import run_ranks
+
+WIDTH, ROWS, LAYERS = 24, 5, 4
+
+
+class Mpu:
+    """All ranks are one model-parallel group."""
+
+    def __init__(self):
+        self.group = deepspeed.comm.get_world_group()
+
+    def get_tensor_model_parallel_group(self):
+        return self.group
+
+    def get_tensor_model_parallel_rank(self):
+        return deepspeed.comm.get_rank()
+
+    def get_tensor_model_parallel_world_size(self):
+        return deepspeed.comm.get_world_size()
+
+
+class _Copy(torch.autograd.Function):
+    """The same input to all ranks: gradients are summed."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous()
+        deepspeed.comm.all_reduce(grad)
+        return grad
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        deepspeed.comm.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Layer(torch.nn.Module):
+    """Half of the hidden features per rank. Dropout on what is split draws from the tracker, else from the default."""
+
+    def __init__(self, rank, world):
+        super().__init__()
+        first, second = torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        part = slice(rank * 4 * WIDTH // world, (rank + 1) * 4 * WIDTH // world)
+        self.up = torch.nn.Parameter(first.weight.detach()[part].clone())
+        self.down = torch.nn.Parameter(second.weight.detach()[:, part].clone())
+
+    def forward(self, x, scale):
+        hidden = F.gelu(F.linear(_Copy.apply(x), self.up))
+        with checkpointing.get_cuda_rng_tracker().fork():
+            hidden = F.dropout(hidden, 0.2)
+        return x + scale * F.dropout(_Sum.apply(F.linear(hidden, self.down)), 0.1)
+
+
+def build(rank, world, dtype=torch.float32, rows=ROWS):
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(Layer(rank, world) for _ in range(LAYERS)).to(dtype)
+    return layers, torch.randn(rows, WIDTH).to(dtype)
+
+
+def train(call, layers, x):
+    """Gradients of one step and the bytes that autograd keeps besides the weights."""
+    checkpointing.model_parallel_cuda_manual_seed(7)
+    layers.zero_grad(set_to_none=True)
+    own = {p.data_ptr() for p in layers.parameters()}
+    saved = {}
+
+    def pack(tensor):
+        if tensor.data_ptr() not in own:
+            saved[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    hidden = x.clone().requires_grad_(True)
+    leaf, kept = hidden, []
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        for layer in layers:
+            kept.append(hidden)  # alive, so that no address is counted for two tensors
+            hidden = call(layer, hidden, 0.5)
+    hidden.float().square().sum().backward()
+    return [leaf.grad, *(p.grad for p in layers.parameters())], sum(saved.values())
+
+
+def plainly(function, *args):
+    return function(*args)
+
+
+def body(rank, world, reentrant, options, dtype, rows):
+    settings.forget()
+    try:
+        run = checkpoint if reentrant else non_reentrant_checkpoint
+        checkpointing.configure(Mpu())
+        layers, x = build(rank, world, dtype, rows)
+        expected, _ = train(plainly, layers, x)
+        whole, whole_bytes = train(run, layers, x)
+        checkpointing.configure(Mpu(), **options)
+        sharded, sharded_bytes = train(run, layers, x)
+        again, _ = train(run, layers, x)
+        same = [all(torch.equal(one, other) for one, other in zip(got, expected)) for got in (whole, sharded, again)]
+        return same, whole_bytes, sharded_bytes
+    finally:
+        settings.forget()
+
+
+SHARDED = {"partition_activations": True}
+CONTIGUOUS = {**SHARDED, "contiguous_checkpointing": True, "num_checkpoints": LAYERS}
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non_reentrant"])
+@pytest.mark.parametrize(
+    "options", [SHARDED, CONTIGUOUS, {**CONTIGUOUS, "checkpoint_in_cpu": True}], ids=["sharded", "contiguous", "cpu"]
+)
+def test_each_rank_keeps_half_and_gradients_are_the_same(options, reentrant):
+    activation = ROWS * WIDTH * 4
+    for same, whole, sharded in run_ranks(2, body, reentrant, options, torch.float32, ROWS, init=True):
+        assert same == [True] * 3
+        assert whole == LAYERS * activation
+        assert sharded == whole // 2
+
+
+@pytest.mark.parametrize("world, rows, dtype", [(3, 5, torch.float32), (2, 1, torch.bfloat16), (4, 7, torch.bfloat16)])
+def test_sizes_that_do_not_divide_and_bf16(world, rows, dtype):
+    size = 2 if dtype == torch.bfloat16 else 4
+    shard = -(-rows * WIDTH // world)
+    for same, whole, sharded in run_ranks(world, body, True, SHARDED, dtype, rows, init=True):
+        assert same == [True] * 3
+        assert whole == LAYERS * rows * WIDTH * size and sharded == LAYERS * shard * size
+
+
+def body_different(rank, world):
+    settings.forget()
+    try:
+        checkpointing.configure(Mpu(), partition_activations=True)
+        x = torch.full((4, 4), 1.0 + rank, requires_grad=True)
+        with pytest.raises(RuntimeError, match="same activation on every model-parallel rank"):
+            checkpoint(torch.sin, x)
+    finally:
+        settings.forget()
+
+
+def test_ranks_with_different_activations_are_told():
+    run_ranks(2, body_different, init=True)
+
+
+def body_nested(rank, world):
+    settings.forget()
+    try:
+        layers, x = build(rank, world)
+
+        def outer(call):
+            return lambda layer, hidden, scale: call(
+                lambda value: call(layer, call(layer, value, scale), scale).tanh(), hidden
+            )
+
+        checkpointing.configure(Mpu())
+        expected, _ = train(outer(plainly), layers, x)
+        checkpointing.configure(Mpu(), **CONTIGUOUS)
+        for call in (checkpoint, non_reentrant_checkpoint):
+            got, _ = train(outer(call), layers, x)
+            assert all(torch.equal(one, other) for one, other in zip(got, expected))
+    finally:
+        settings.forget()
+
+
+def test_nested_segments_with_shards():
+    run_ranks(2, body_nested, init=True)
+
+
+class Tokens(torch.nn.Module):
+    """Everything in segments, the embedding too, whose input are token ids; one layer is used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(17, 12)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(12, 12) for _ in range(2))
+        self.head = torch.nn.Linear(12, 5)
+
+    def forward(self, ids, call):
+        hidden = call(self.embed, ids)
+        for layer in (*self.layers, self.layers[0]):
+            hidden = call(lambda value, layer=layer: torch.tanh(layer(value)), hidden)
+        return self.head(hidden)
+
+
+def body_engine(rank, world, reentrant):
+    settings.forget()
+    weights = []
+    for call in (plainly, checkpoint if reentrant else non_reentrant_checkpoint):
+        torch.manual_seed(0)
+        engine, _, _, _ = deepspeed.initialize(
+            model=Tokens(),
+            config={
+                "train_batch_size": 4 * world,
+                "train_micro_batch_size_per_gpu": 2,
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+                "gradient_clipping": 0.5,
+            },
+        )
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(10):
+            for _ in range(2):
+                ids = torch.randint(0, 17, (2, 6), generator=generator)
+                engine.backward(F.cross_entropy(engine(ids, call).reshape(-1, 5), ids.reshape(-1) % 5))
+                engine.step()
+        weights.append(torch.cat([p.detach().reshape(-1) for p in engine.module.parameters()]))
+        engine.destroy()
+    return float((weights[0] - weights[1]).abs().max()), float(weights[0].abs().max())
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non_reentrant"])
+def test_training_with_the_engine(reentrant):
+    for gap, size in run_ranks(2, body_engine, reentrant):
+        assert gap < 1e-5 * size  # the twice used layer adds its gradients in another order

@@ -1,0 +1,228 @@
+"""Activations in host memory. Without a GPU, copies are from main memory to main memory: the same code but streams."""
+
+import gc
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+from deepspeed import checkpointing
+from deepspeed.accelerator import get_accelerator
+from deepspeed.activation_checkpointing.checkpointing import checkpoint, non_reentrant_checkpoint
+from deepspeed.activation_checkpointing.hidden_states import (
+    CheckpointHiddenStatesOffload,
+    get_checkpoint_hidden_states_offloading_ctx_manager,
+)
+from deepspeed.activation_checkpointing.offload import _ActivationOffloadEngine, _HostPool
+
+both = pytest.mark.parametrize("run", [checkpoint, non_reentrant_checkpoint], ids=["reentrant", "non_reentrant"])
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="counts bytes on a GPU, and there is none")
+
+
+@pytest.fixture
+def host_counts_as_device(monkeypatch):
+    """Tensors in main memory are moved as if they came from a device."""
+    monkeypatch.setattr(
+        _ActivationOffloadEngine,
+        "worth_moving",
+        lambda self, tensor: tensor.numel() * tensor.element_size() >= self.min_offload_bytes,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_there_and_back(dtype):
+    engine = _ActivationOffloadEngine()
+    for shape in ((3, 5), (), (0, 2)):
+        tensor = (torch.rand(shape) * 5).to(dtype)
+        host = engine.to_host(tensor)
+        assert host.shape == tensor.shape and host.dtype == dtype
+        assert not host.numel() or host.data_ptr() != tensor.data_ptr()
+        assert torch.equal(engine.to_device(host, tensor.device), tensor)
+    strided = torch.arange(12).reshape(3, 4).t()
+    assert torch.equal(engine.to_host(strided), strided)
+
+
+def test_host_buffers_are_used_again_once_nobody_needs_them():
+    pool = _HostPool(pin=False, capacity=2)
+    first = pool.empty(8, torch.float32)
+    place, alias = first.data_ptr(), first.detach()
+    del first
+    gc.collect()
+    assert pool.count() == 0  # an alias still reads it
+    assert pool.empty(8, torch.float32).data_ptr() != place
+    del alias
+    gc.collect()
+    assert pool.count() == 2
+    others = [pool.empty(4, torch.float64) for _ in range(3)]  # as many bytes, another dtype
+    assert place in [other.data_ptr() for other in others] and pool.count() == 0
+    del others
+    gc.collect()
+    assert pool.count() == 2  # never more than the capacity
+    pool.clear()
+    assert pool.count() == 0
+
+
+@pytest.mark.parametrize("name", ["max_fwd_stash_count", "min_offload_bytes", "keep_last_count"])
+def test_arguments_are_checked(name):
+    with pytest.raises(ValueError, match=name):
+        get_checkpoint_hidden_states_offloading_ctx_manager(**{name: -1})
+
+
+def network(count=5):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(64, 64) for _ in range(count)]
+    return layers, torch.randn(16, 64, requires_grad=True)
+
+
+def gradients(layers, x, forward):
+    for layer in layers:
+        layer.zero_grad(set_to_none=True)
+    x.grad = None
+    forward().square().sum().backward()
+    return [x.grad.clone(), *(layer.weight.grad.clone() for layer in layers)]
+
+
+@pytest.mark.parametrize("keep_last_count, moved", [(0, 5), (1, 4), (3, 2), (9, 0)])
+def test_marked_hidden_states_are_moved_and_come_back(keep_last_count, moved, host_counts_as_device):
+    layers, x = network()
+
+    def forward(context=None):
+        hidden = x
+        for layer in layers:
+            if context is not None:
+                context.mark(hidden)
+            hidden = torch.utils.checkpoint.checkpoint(
+                lambda v, layer=layer: layer(v).tanh(), hidden, use_reentrant=True
+            )
+        return hidden
+
+    expected = gradients(layers, x, forward)
+    context = CheckpointHiddenStatesOffload(keep_last_count=keep_last_count)
+    copies = []
+    real, context.to_host = context.to_host, lambda tensor: copies.append(tensor.shape) or real(tensor)
+
+    def inside():
+        with context:
+            return forward(context)
+
+    for _ in range(2):
+        copies.clear()
+        assert all(torch.equal(got, want) for got, want in zip(gradients(layers, x, inside), expected))
+        assert len(copies) == moved
+    context.reset()
+    out = inside()
+    out.sum().backward(retain_graph=True)
+    out.sum().backward()  # what came back once can come back again
+    assert all(
+        one() is None or one().tensor is None for one in context._order
+    )  # and is on the device for backward only
+
+
+def test_small_and_unmarked_tensors_stay(host_counts_as_device):
+    context = CheckpointHiddenStatesOffload(min_offload_bytes=1 << 20, keep_last_count=0)
+    context.to_host = None  # must not be called
+    x = torch.randn(16, 64, requires_grad=True)
+    with context:
+        (context.mark(x).sin() + x.cos()).sum().backward()
+    context = CheckpointHiddenStatesOffload(keep_last_count=0)
+    context.to_host = None
+    with context:
+        x.sin().sum().backward()
+
+
+@pytest.mark.parametrize("keep_last_count", [0, 1, 2])
+def test_a_hidden_state_changed_in_place_is_an_error(keep_last_count, host_counts_as_device):
+    context = CheckpointHiddenStatesOffload(keep_last_count=keep_last_count)
+    hidden = torch.randn(16, 64, requires_grad=True) * 1
+    with context:
+        out = context.mark(hidden).sin()
+        if keep_last_count == 0:  # moved at once, so the change comes too late to matter
+            hidden.add_(1)
+            out.sum().backward()
+            return
+        hidden.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            other = context.mark(torch.randn(16, 64, requires_grad=True) * 1)
+            out = out + other.sin()  # pushes the first one out, when one is kept
+            out.sum().backward()
+
+
+@both
+def test_segments_mark_their_inputs_by_themselves(run, host_counts_as_device):
+    layers, x = network()
+
+    def forward(call):
+        hidden = x
+        for layer in layers:
+            hidden = call(lambda v, layer=layer: layer(v).tanh(), hidden)
+        return hidden
+
+    expected = gradients(layers, x, lambda: forward(lambda f, v: f(v)))
+    context = CheckpointHiddenStatesOffload(keep_last_count=1)
+    copies = []
+    real, context.to_host = context.to_host, lambda tensor: copies.append(tensor.shape) or real(tensor)
+
+    def inside():
+        with context:
+            return forward(run)
+
+    assert all(torch.equal(got, want) for got, want in zip(gradients(layers, x, inside), expected))
+    assert len(copies) == len(layers) - 1
+
+
+@both
+def test_cpu_checkpointing_moves_every_activation(run, host_counts_as_device, monkeypatch):
+    layers, x = network()
+
+    def forward(call):
+        hidden = x
+        for layer in layers:
+            hidden = call(lambda v, layer=layer: torch.nn.functional.dropout(layer(v), 0.1).tanh(), hidden)
+        return hidden
+
+    torch.manual_seed(1)
+    expected = gradients(layers, x, lambda: forward(lambda f, v: f(v)))
+    checkpointing.configure(None, checkpoint_in_cpu=True)
+    copies = []
+    real = _ActivationOffloadEngine.to_host
+    monkeypatch.setattr(
+        _ActivationOffloadEngine, "to_host", lambda self, t, host=None: copies.append(t.shape) or real(self, t, host)
+    )
+    torch.manual_seed(1)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(layers, x, lambda: forward(run)), expected))
+    assert len(copies) == len(layers)
+
+
+@gpu
+@pytest.mark.gpu
+@both
+@pytest.mark.parametrize("more", [{}, {"partition_activations": True}], ids=["plain", "partitioned"])
+def test_nothing_saved_stays_on_the_gpu(run, more):
+    device = get_accelerator().current_device_name()
+    layers, _ = network()
+    layers = [layer.to(device) for layer in layers]
+    x = torch.randn(16, 64, device=device, requires_grad=True)
+    own = {p.data_ptr() for layer in layers for p in layer.parameters()}
+
+    def forward(call):
+        hidden = x * 1
+        for layer in layers:
+            hidden = call(lambda v, layer=layer: torch.nn.functional.dropout(layer(v), 0.1).tanh(), hidden)
+        return hidden
+
+    torch.cuda.manual_seed(1)
+    expected = gradients(layers, x, lambda: forward(lambda f, v: f(v)))
+    checkpointing.configure(None, checkpoint_in_cpu=True, **more)
+    on_device = []
+
+    def pack(tensor):
+        if tensor.is_cuda and tensor.data_ptr() not in own:
+            on_device.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        forward(run)
+    assert sum(on_device) == 0
+    for _ in range(3):
+        torch.cuda.manual_seed(1)
+        assert all(torch.equal(a, b) for a, b in zip(gradients(layers, x, lambda: forward(run)), expected))

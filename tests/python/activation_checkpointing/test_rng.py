@@ -1,0 +1,116 @@
+"""The tracker of random number generators."""
+
+import pytest
+import torch
+
+from deepspeed import checkpointing
+from deepspeed.accelerator import get_accelerator
+from deepspeed.activation_checkpointing.checkpointing import checkpoint, non_reentrant_checkpoint
+from deepspeed.activation_checkpointing.rng import CudaRNGStatesTracker, get_cuda_rng_tracker
+
+device = get_accelerator().device_name() if get_accelerator().is_available() else "cpu"
+
+
+def draw(count=3):
+    return torch.rand(count, device=device)
+
+
+def test_a_generator_goes_on_where_it_stopped_and_leaves_the_default_alone():
+    tracker = CudaRNGStatesTracker()
+    get_accelerator().manual_seed(5)
+    expected_default = draw(6)
+    get_accelerator().manual_seed(7)
+    expected_own = draw(6)
+
+    get_accelerator().manual_seed(5)
+    tracker.add("own", 7)
+    first = draw()
+    with tracker.fork("own"):
+        own_first = draw()
+    second = draw()
+    with pytest.raises(KeyError, match="x"):
+        with tracker.fork("own"):
+            own_second = draw()
+            raise KeyError("x")
+    assert torch.equal(torch.cat([first, second]), expected_default)
+    assert torch.equal(torch.cat([own_first, own_second]), expected_own)
+
+
+def test_names_and_seeds_are_used_once():
+    tracker = CudaRNGStatesTracker()
+    tracker.add("one", 1)
+    with pytest.raises(ValueError, match="seed 1"):
+        tracker.add("two", 1)
+    with pytest.raises(ValueError, match="one"):
+        tracker.add("one", 2)
+    with pytest.raises(KeyError, match="two is not added"):
+        with tracker.fork("two"):
+            pass
+    with pytest.raises(KeyError, match="model-parallel-rng"):
+        with tracker.fork():
+            pass
+    tracker.reset()
+    assert tracker.get_states() == {}
+    tracker.add("one", 1)
+
+
+def test_states_are_copies():
+    tracker = CudaRNGStatesTracker()
+    tracker.add("one", 1)
+    states = tracker.get_states()
+    with tracker.fork("one"):
+        first = draw()
+    assert not torch.equal(states["one"], tracker.get_states()["one"])
+    tracker.set_states(states)
+    tracker.add("two", 2)
+    assert set(states) == {"one"}
+    with tracker.fork("one"):
+        assert torch.equal(draw(), first)
+
+
+class Mpu:
+    def __init__(self, rank):
+        self.get_model_parallel_rank = lambda: rank
+        self.get_model_parallel_world_size = lambda: 4
+
+
+def test_seeds_of_the_ranks():
+    seen = []
+    for rank in range(3):
+        checkpointing.configure(Mpu(rank))
+        checkpointing.model_parallel_cuda_manual_seed(1234)
+        default = draw()
+        with get_cuda_rng_tracker().fork():
+            split = draw()
+        get_accelerator().manual_seed(1234)
+        assert torch.equal(default, draw())
+        get_accelerator().manual_seed(1234 + 2718 + rank)  # Megatron's
+        assert torch.equal(split, draw())
+        seen.append(split)
+        checkpointing.model_parallel_reconfigure_tp_seed(99)
+        with get_cuda_rng_tracker().fork():
+            split = draw()
+        get_accelerator().manual_seed(99 + 2718 + rank)
+        assert torch.equal(split, draw())
+    assert not torch.equal(seen[0], seen[1])
+
+
+@pytest.mark.parametrize("run", [checkpoint, non_reentrant_checkpoint])
+def test_tracked_generators_are_restored_for_the_recomputation(run):
+    def body(x):
+        with get_cuda_rng_tracker().fork():
+            kept = torch.nn.functional.dropout(x, 0.5)
+        return kept * torch.nn.functional.dropout(x, 0.5)
+
+    def grad(call):
+        checkpointing.model_parallel_cuda_manual_seed(3)
+        x = torch.ones(64, device=device, requires_grad=True)
+        out = call(body, x)
+        with get_cuda_rng_tracker().fork():
+            between = draw()
+        out.sum().backward()
+        with get_cuda_rng_tracker().fork():
+            return x.grad, between, draw()
+
+    for got, expected in zip(grad(run), grad(lambda f, x: f(x))):
+        assert torch.equal(got, expected)
