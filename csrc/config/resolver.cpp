@@ -65,6 +65,7 @@ class Resolver {
     config_.values_ = section_defaults(schema_.root);
     section(schema_.root, config_.document_.root, "", config_.values_);
     apply_forwards();
+    if (!options_.sections_only) apply_environment();
     judge(config_, schema_, options_);
   }
 
@@ -80,8 +81,11 @@ class Resolver {
   }
 
   std::string assigned(const std::string& path, const Value& value) {
-    return path + " = " + show(value) +
-           (config_.line(path) ? " (line " + std::to_string(config_.line(path)) + ")" : "");
+    const Origin origin = config_.origin(path);
+    const std::string where = origin.source == Source::kEnvironment ? "environment variable " + origin.detail
+                              : config_.line(path)                  ? "line " + std::to_string(config_.line(path))
+                                                                    : "";
+    return path + " = " + show(value) + (where.empty() ? "" : " (" + where + ")");
   }
 
   void section(const Field& at, const Value& given, const std::string& path, Value& out) {
@@ -94,6 +98,10 @@ class Resolver {
         continue;
       }
       const std::string kept = field->is_wildcard() ? here : join(path, field->name);
+      if (field->aliases_yield && item.key() != field->name && given.contains(field->name)) {
+        warn("two_spellings", here, config_.where(here) + " is ignored, because " + config_.where(kept) + " is given.");
+        continue;
+      }
       if (!field->is_wildcard()) {
         const auto [first, is_new] = seen.emplace(field, item.key());
         if (!is_new) {
@@ -149,7 +157,13 @@ class Resolver {
     if (!verdict.warning.empty()) warn("read_as", here, assigned(here, value) + " " + verdict.warning);
     slot = std::move(*verdict.value);
     if (!value.is_null() || field.kinds & kNull) config_.origins_[kept] = {Source::kGiven, config_.line(here), ""};
-    if (field.unbuilt && !field.unbuilt->inert) refuse_value(field, slot, here);
+    if (field.unbuilt && !field.unbuilt->inert && !is_overridden(field)) refuse_value(field, slot, here);
+  }
+
+  bool is_overridden(const Field& field) const {
+    if (field.environment.empty() || options_.sections_only) return false;
+    const auto set = options_.environment.find(field.environment);
+    return set != options_.environment.end() && !set->second.empty();
   }
 
   void sub_section(const Field& field, const Value& value, const std::string& here, const std::string& kept,
@@ -313,6 +327,32 @@ class Resolver {
       one(*field, forward.value, forward.to, forward.to, false, *const_cast<Value*>(place));
       config_.origins_[forward.to] = {Source::kDeprecated, config_.line(forward.from), forward.from};
     }
+  }
+
+  // A variable that is empty counts as not set. What a key holds in the file is judged, too: the file is wrong with or
+  // without the variable.
+  void apply_environment() {
+    for (const auto& [path, variable] : schema_.environment) {
+      const Field* field = field_at(path);
+      if (!is_overridden(*field) || !config_.find(path)) continue;  // no place: its section is absent
+      const Value given = from_variable(options_.environment.at(variable));
+      Verdict verdict = check(*field, given, true, nullptr);
+      if (!verdict.value) {
+        error("environment", path,
+              "The environment variable " + variable + " = " + show(given) + " stands for " + path + ", which " +
+                  verdict.problem + ".",
+              verdict.suggestion.empty() ? "Unset it, or correct it." : verdict.suggestion);
+        continue;
+      }
+      config_.set(path, *verdict.value, {Source::kEnvironment, 0, variable});
+      if (field->unbuilt && !field->unbuilt->inert) refuse_value(*field, *verdict.value, path);
+    }
+  }
+
+  // Variables hold texts: one that is a number, true, false or null in JSON is that.
+  static Value from_variable(const std::string& text) {
+    Value value = Value::parse(text, nullptr, false);
+    return value.is_number() || value.is_boolean() || value.is_null() ? value : Value(text);
   }
 
   const Field* field_at(const std::string& path) const {

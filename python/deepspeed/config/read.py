@@ -9,6 +9,7 @@ import torch
 from deepspeed._native import _C, DeepSpeedConfigError
 
 _other_names = {}
+_variables = {}
 
 
 def _torch_classes(module, base_names):
@@ -25,6 +26,13 @@ def other_names():
         bases = ["_LRScheduler", "LRScheduler", "ReduceLROnPlateau"]
         _other_names["scheduler.type"] = _torch_classes(schedulers, bases)
     return _other_names
+
+
+def environment(root):
+    """``{variable: text}`` of the variables that override a key and are set."""
+    if root not in _variables:
+        _variables[root] = tuple(_C.config.environment_variables(root))
+    return {name: os.environ[name] for name in _variables[root] if name in os.environ}
 
 
 def _decode_base64(text):
@@ -45,7 +53,13 @@ def read(config, root="training", strict=None, sections_only=False):
     """
     if strict is None:
         strict = os.environ.get("DS_STRICT_CONFIG", "") not in ("", "0")
-    options = {"root": root, "strict": strict, "sections_only": sections_only, "other_names": other_names()}
+    options = {
+        "root": root,
+        "strict": strict,
+        "sections_only": sections_only,
+        "other_names": other_names(),
+        "environment": environment(root),
+    }
     if isinstance(config, dict):
         return _C.config.resolve_dict(config, **options)
     if not isinstance(config, (str, os.PathLike)):
