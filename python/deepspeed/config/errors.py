@@ -11,7 +11,6 @@ import sys
 from deepspeed._native import _C, DeepSpeedConfigError
 
 DeepSpeedConfigAssertionError = _C.config.DeepSpeedConfigAssertionError
-PLAIN = (DeepSpeedConfigError, DeepSpeedConfigAssertionError)
 
 
 class ElasticityError(Exception):
@@ -30,72 +29,59 @@ def config_error(text, keys=(), kinds=(), value=None):
     """The exception to raise. ``keys``: dotted paths of the keys at fault; ``kinds``: further classes that it is of.
 
     Where pydantic is imported it is a ``pydantic.ValidationError``, too, whose ``errors()`` tell ``text`` for each of
-    ``keys`` with the input ``value``. Who has not imported pydantic cannot catch its errors, so it is not needed.
+    ``keys`` with the input ``value``. Who has not imported pydantic cannot catch its errors, so it is not needed. Early
+    releases of pydantic 2 have a final ValidationError, which nothing can be, too.
     """
-    made = _class_of(frozenset(kinds), _validation_error())
-    return made(text) if made in PLAIN else made(text, tuple(keys), value)
+    kinds = frozenset(kinds)
+    validation_error = getattr(sys.modules.get("pydantic"), "ValidationError", None)
+    if validation_error is not None and _can_be_made(kinds, validation_error):
+        return _make(kinds, validation_error, text, keys, value)
+    return _class_of(kinds, None)(text)
 
 
-def _validation_error():
-    return getattr(sys.modules.get("pydantic"), "ValidationError", None)
+@functools.lru_cache(maxsize=None)
+def _can_be_made(kinds, validation_error):
+    try:
+        return str(_make(kinds, validation_error, "text", ["a.b"], None)) == "text"
+    except Exception:  # whatever another release of pydantic makes of our arguments
+        return False
+
+
+def _make(kinds, validation_error, text, keys, value):
+    cls = _class_of(kinds, validation_error)
+    places = [tuple(key.split(".")) for key in keys] or [("__root__",)]
+    if hasattr(validation_error, "from_exception_data"):  # pydantic 2
+        kind = sys.modules["pydantic_core"].PydanticCustomError("deepspeed_config", "{reason}", {"reason": text})
+        lines = [{"type": kind, "loc": place, "input": value} for place in places]
+        made = cls.from_exception_data("DeepSpeedConfig", lines)
+    else:
+        pydantic = sys.modules["pydantic"]
+        made = cls(text)
+        lines = [pydantic.error_wrappers.ErrorWrapper(ValueError(text), loc=place) for place in places]
+        validation_error.__init__(made, lines, pydantic.create_model("DeepSpeedConfig"))
+    made.args = (text,)
+    made.recipe = (text, tuple(keys), tuple(kinds), value)
+    return made
 
 
 @functools.lru_cache(maxsize=None)
 def _class_of(kinds, validation_error):
+    """The class that is a DeepSpeedConfigError, of all ``kinds``, and of ``validation_error`` unless that is None."""
     plain = DeepSpeedConfigAssertionError if AssertionError in kinds else DeepSpeedConfigError
-    if validation_error is None and kinds <= {AssertionError}:
-        return plain
-    bases = [plain, *sorted(kinds - {AssertionError}, key=lambda kind: kind.__name__)]
+    others = sorted(kinds - {AssertionError}, key=lambda kind: kind.__name__)
     if validation_error is not None:
-        mixed = _mix([*bases, validation_error], kinds, validation_error)
-        if _can_be_made(mixed):
-            return mixed
-    return _class_of(kinds, None) if validation_error is not None else _mix(bases, kinds, None)
-
-
-def _can_be_made(cls):
-    """False for the pydantic 2.x whose ValidationError is final or has no constructor."""
-    try:
-        return cls is not None and str(cls("", (), None)) == ""
-    except Exception:  # whatever another version of pydantic makes of our arguments
-        return False
-
-
-def _mix(bases, kinds, validation_error):
-    """A class of all ``bases`` that is made from (text, keys, value); None when the bases do not go together."""
-    is_first_pydantic = hasattr(validation_error, "raw_errors")
-
-    def new(cls, text, keys, value):
-        if validation_error is None or is_first_pydantic:
-            return ValueError.__new__(cls, text)
-        custom = sys.modules["pydantic_core"].PydanticCustomError("deepspeed_config", "{reason}", {"reason": text})
-        places = [tuple(key.split(".")) for key in keys] or [()]
-        return validation_error.__new__(
-            cls, "DeepSpeedConfig", [{"type": custom, "loc": loc, "input": value} for loc in places]
-        )
-
-    def init(self, text, keys, value):
-        if is_first_pydantic:
-            pydantic = sys.modules["pydantic"]
-            places = [tuple(key.split(".")) for key in keys] or [("__root__",)]
-            wrapped = [pydantic.error_wrappers.ErrorWrapper(ValueError(text), loc=loc) for loc in places]
-            validation_error.__init__(self, wrapped, pydantic.create_model("DeepSpeedConfig"))
-        self.args = (text,)
-        self.keys, self.value = keys, value
-
+        others.append(validation_error)
+    if not others:
+        return plain
     body = {
         "__module__": "deepspeed",
-        "__doc__": DeepSpeedConfigError.__doc__,
-        "__new__": new,
-        "__init__": init,
+        "__doc__": plain.__doc__,
+        "__init__": lambda self, *ignored: None,
         "__str__": lambda self: str(self.args[0]),
-        "__repr__": lambda self: f"{type(self).__name__}({self.args[0]!r})",
-        "__reduce__": lambda self: (config_error, (str(self), self.keys, tuple(kinds), self.value)),
+        "__repr__": lambda self: f"{plain.__name__}({self.args[0]!r})",
+        "__reduce__": lambda self: (config_error, getattr(self, "recipe", (str(self), (), tuple(kinds)))),
     }
-    try:
-        return type(bases[0].__name__, tuple(bases), body)
-    except TypeError:  # a final class
-        return None
+    return type(plain.__name__, (plain, *others), body)
 
 
 KINDS = {"assertion": AssertionError, "not_implemented": NotImplementedError}
