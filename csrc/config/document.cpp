@@ -113,7 +113,7 @@ class Reader {
   }
 
   Value object(int depth) {
-    Value out = Value::object();
+    std::vector<std::pair<std::string, Value>> members;
     std::unordered_map<std::string, int> seen;
     ++at_;
     skip();
@@ -144,13 +144,17 @@ class Reader {
                                    " and on line " + std::to_string(line) + ".",
                                "Keep one of them."});
       } else {
-        out.push_back({key, std::move(item)});
+        members.emplace_back(key, std::move(item));
       }
       path_.resize(outer);
       separator('}', "object");
     }
     ++at_;
-    return out;
+    // An object of the library has constant keys, so it copies all that is in it whenever it grows.
+    Value::object_t out;
+    out.reserve(members.size());
+    for (auto& [key, item] : members) out.emplace_back(std::move(key), std::move(item));
+    return Value(std::move(out));
   }
 
   Value array(int depth) {

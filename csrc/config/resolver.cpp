@@ -1,5 +1,7 @@
 #include "config/resolver.h"
 
+#include <algorithm>
+
 #include "config/check.h"
 #include "config/judge.h"
 #include "config/nearest.h"
@@ -89,7 +91,7 @@ class Resolver {
   }
 
   void section(const Field& at, const Value& given, const std::string& path, Value& out) {
-    std::unordered_map<const Field*, std::string> seen;
+    std::vector<std::pair<const Field*, std::string>> seen;  // few: a section has no more Fields than that
     for (const auto& item : given.items()) {
       const std::string here = join(path, item.key());
       const Field* field = at.find(item.key());
@@ -103,8 +105,11 @@ class Resolver {
         continue;
       }
       if (!field->is_wildcard()) {
-        const auto [first, is_new] = seen.emplace(field, item.key());
-        if (!is_new) {
+        const auto first =
+            std::find_if(seen.begin(), seen.end(), [field](const auto& entry) { return entry.first == field; });
+        if (first == seen.end()) {
+          seen.emplace_back(field, item.key());
+        } else {
           error("two_spellings", here,
                 config_.where(here) + " and " + config_.where(join(path, first->second)) + " are two names of one key.",
                 "Keep \"" + field->name + "\".");
