@@ -172,6 +172,16 @@ TEST(Render, DocsNameEveryKeyAndSchemaIsJson) {
   EXPECT_NO_THROW(Value::parse(json_schema(schema(Root::kTraining))));
 }
 
+TEST(Render, ExplainShowsEveryParameterOfAnOptimizer) {
+  const char* text =
+      "{\"optimizer\": {\"type\": \"Adam\",\n\"params\": {\n\"lr\": 1e-3,\n\"weight_decay\": 0}},\n"
+      "\"scheduler\": {\"type\": \"StepLR\", \"params\": {\n\"step_size\": 3}}}";
+  const std::string out = non_default(resolved(text), schema(Root::kTraining));
+  EXPECT_NE(out.find("optimizer.params.lr = 0.001 (line 3)\n"), std::string::npos) << out;
+  EXPECT_NE(out.find("optimizer.params.weight_decay = 0 (line 4)\n"), std::string::npos) << out;
+  EXPECT_NE(out.find("scheduler.params.step_size = 3 (line 6)"), std::string::npos) << out;  // a class of torch
+}
+
 TEST(Render, ExplainShowsOriginsAndConflicts) {
   const Config config = resolved("{\"zero_optimization\":\n{\"stage\": 1, \"reduce_bucket_size\": \"auto\"}}");
   const std::string text = explain(config, schema(Root::kTraining));
