@@ -7,6 +7,7 @@ import os
 import torch
 
 from deepspeed._native import _C, DeepSpeedConfigError
+from deepspeed.log import logger
 
 _other_names = {}
 _variables = {}
@@ -107,6 +108,8 @@ def choose_config(args=None, config=None, config_params=None):
         if value is not None:
             given["args." + name] = value
     if len(given) == 1:
+        if "args.deepscale_config" in given:
+            logger.warning("args.deepscale_config is deprecated; use args.deepspeed_config (--deepspeed_config).")
         return next(iter(given.values()))
     if not given:
         raise _C.config.DeepSpeedConfigAssertionError(

@@ -1,6 +1,5 @@
 """Every published key is a Field with the published type, default, choices, strictness and names."""
 
-
 import config_facts
 import pytest
 
