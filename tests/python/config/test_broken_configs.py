@@ -22,7 +22,8 @@ def test_refused_with_the_right_suggestion(name, config, words, world):
 @pytest.mark.parametrize("name, config, words, world", BROKEN, ids=[item[0] for item in BROKEN])
 def test_initialize_refuses_it_before_a_process_group_is_made(name, config, words, world, monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ.copy())  # initialize() writes what the launcher left out
-    monkeypatch.setenv("WORLD_SIZE", str(world))
+    for variable, value in {"RANK": 0, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(variable, str(value))
     monkeypatch.setattr(torch.distributed, "init_process_group", None)  # calling it is another error than the one below
     with pytest.raises(DeepSpeedConfigError):
         deepspeed.initialize(config=config, model=torch.nn.Linear(2, 2))
