@@ -176,9 +176,10 @@ def fill(model, data, strict):
     for name, field in fields.items():
         if field.required and name not in given:
             raise config_error(f"{cls}.{name} is missing.", [name], value=data)
-        model.__dict__[name] = given[name] if name in given else field.fresh_default()
+        # Defaults are checked like values, so that {} may stand for a nested model.
+        model.__dict__[name] = given[name] if name in given else _checked(f"{cls}.{name}", field, field.fresh_default())
     for name in given:
-        if fields[name].extra.get("deprecated"):
+        if fields[name].extra.get("deprecated") and given[name] is not None:
             _forward(model, fields, name, given)
 
 
