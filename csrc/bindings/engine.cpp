@@ -6,6 +6,7 @@
 
 #include <pybind11/stl.h>
 
+#include "base/error.h"
 #include "bindings/registry.h"
 #include "bindings/torch_types.h"
 #include "comm/c10d_communicator.h"
@@ -41,7 +42,8 @@ std::shared_ptr<Engine> make_engine(const std::vector<at::Tensor>& tensors, cons
                                     const std::vector<bool>& counts_in_norm, const py::object& data_parallel,
                                     const py::object& model_parallel, int stage, int threads,
                                     const py::object& grad_dtype, const py::object& comm_dtype, int64_t bucket_numel,
-                                    bool overlap, double predivide, double postscale, bool find_culprits) {
+                                    bool overlap, double predivide, double postscale, bool find_culprits, bool scatter,
+                                    bool allgather, int64_t allgather_bucket_numel) {
   zero::EngineOptions options;
   options.stage = stage;
   options.threads = threads;
@@ -52,6 +54,10 @@ std::shared_ptr<Engine> make_engine(const std::vector<at::Tensor>& tensors, cons
   options.reducer.postscale = static_cast<float>(postscale);
   options.reducer.comm_dtype = optional_dtype(comm_dtype);
   options.reducer.find_culprits = find_culprits;
+  options.reducer.scatter = scatter;
+  options.gather.overlap = overlap;
+  options.gather.collective = allgather;
+  options.allgather_bucket_numel = allgather_bucket_numel;
   auto specs = param_specs(tensors, names, groups, orders, counts_in_norm);
   auto dp = communicator(data_parallel);
   auto mp = model_parallel.is_none() ? nullptr : communicator(model_parallel);
@@ -59,11 +65,24 @@ std::shared_ptr<Engine> make_engine(const std::vector<at::Tensor>& tensors, cons
   return std::make_shared<Engine>(std::move(specs), options, std::move(dp), std::move(mp));
 }
 
-template <typename Make>
-std::vector<at::Tensor> for_each_param(Engine& engine, Make make) {
-  std::vector<at::Tensor> result;
-  for (size_t param = 0; param < engine.params().size(); ++param) result.push_back(make(param));
-  return result;
+zero::Kept kept_of(const std::string& name) {
+  if (name == "master") return zero::Kept::kMaster;
+  if (name == "grad") return zero::Kept::kGrad;
+  if (name == "slot") return zero::Kept::kSlot;
+  fail(ErrorKind::kValue, "kept is 'master', 'grad' or 'slot', not '", name, "'");
+}
+
+c10::optional<at::Tensor> full(Engine& engine, const std::string& kept, int slot, size_t param) {
+  const zero::Kept what = kept_of(kept);
+  py::gil_scoped_release unlocked;
+  at::Tensor found = engine.full(what, slot, param);
+  return found.defined() ? c10::optional<at::Tensor>(std::move(found)) : c10::nullopt;
+}
+
+void set_full(Engine& engine, const std::string& kept, int slot, size_t param, const at::Tensor& value) {
+  const zero::Kept what = kept_of(kept);
+  py::gil_scoped_release unlocked;
+  engine.set_full(what, slot, param, value);
 }
 
 }  // namespace
@@ -80,7 +99,8 @@ DS_BINDINGS(m) {
       .def(py::init(&make_engine), py::kw_only(), py::arg("tensors"), py::arg("names"), py::arg("groups"),
            py::arg("orders"), py::arg("counts_in_norm"), py::arg("data_parallel"), py::arg("model_parallel"),
            py::arg("stage"), py::arg("threads"), py::arg("grad_dtype"), py::arg("comm_dtype"), py::arg("bucket_numel"),
-           py::arg("overlap"), py::arg("predivide"), py::arg("postscale"), py::arg("find_culprits"))
+           py::arg("overlap"), py::arg("predivide"), py::arg("postscale"), py::arg("find_culprits"), py::arg("scatter"),
+           py::arg("allgather"), py::arg("allgather_bucket_numel"))
       .def("watch", &Engine::watch, Unlocked())
       .def("watch_outputs", &Engine::watch_outputs, Unlocked(), py::arg("outputs"))
       .def("plan_user_backward", &Engine::plan_user_backward, py::arg("reduce"), py::arg("factor"))
@@ -110,24 +130,42 @@ DS_BINDINGS(m) {
           "refresh_master", [](Engine& engine) { engine.stepper().refresh_master(); }, Unlocked())
       .def("broadcast", &Engine::broadcast, Unlocked())
       .def("release", &Engine::release, Unlocked())
-      .def("masters",
+      .def(
+          "masters", [](Engine& engine) { return engine.pieces(zero::Kept::kMaster, 0); }, Unlocked())
+      .def(
+          "grads", [](Engine& engine) { return engine.pieces(zero::Kept::kGrad, 0); }, Unlocked())
+      .def(
+          "slots", [](Engine& engine, int slot) { return engine.pieces(zero::Kept::kSlot, slot); }, Unlocked())
+      .def("pieces",
            [](Engine& engine) {
-             return for_each_param(engine, [&](size_t param) { return engine.params().master_view(param); });
+             std::vector<std::tuple<int32_t, int64_t, int64_t>> result;
+             for (const zero::Piece& piece : engine.params().pieces())
+               result.emplace_back(piece.param, piece.param_offset, piece.numel);
+             return result;
            })
-      .def("grads",
+      .def("full", &full, py::arg("kept"), py::arg("slot"), py::arg("param"))
+      .def("set_full", &set_full, py::arg("kept"), py::arg("slot"), py::arg("param"), py::arg("value"))
+      .def("held_bytes",
            [](Engine& engine) {
-             return for_each_param(engine, [&](size_t param) { return engine.params().grad_view(param); });
+             py::dict result;
+             for (const auto& [what, bytes] : engine.params().held_bytes()) result[py::str(what)] = bytes;
+             return result;
            })
+      .def("traffic",
+           [](Engine& engine) {
+             const comm::Traffic& traffic = engine.data_parallel().traffic();
+             py::dict result;
+             result["calls"] = traffic.calls;
+             result["elements"] = traffic.elements;
+             result["bytes"] = traffic.bytes;
+             return result;
+           })
+      .def("reset_traffic", &Engine::reset_traffic)
       .def("used",
            [](Engine& engine) {
              std::vector<bool> used;
              for (size_t param = 0; param < engine.params().size(); ++param) used.push_back(engine.grads().used(param));
              return used;
-           })
-      .def("slots",
-           [](Engine& engine, int slot) {
-             engine.stepper().ensure_slots(slot + 1);
-             return for_each_param(engine, [&](size_t param) { return engine.stepper().slot_view(param, slot); });
            })
       .def("steps", [](Engine& engine) { return engine.stepper().steps(); })
       .def("culprits",

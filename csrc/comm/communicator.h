@@ -6,6 +6,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -20,6 +21,14 @@ class Work {
 };
 using WorkPtr = std::shared_ptr<Work>;
 
+// What this rank has sent since the last reset, as the algorithms of the textbook count it: all_reduce of n elements
+// 2n(N-1)/N, reduce_scatter and all_gather of n elements over all ranks n(N-1)/N, broadcast n.
+struct Traffic {
+  int64_t calls = 0;
+  int64_t elements = 0;
+  int64_t bytes = 0;
+};
+
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -27,9 +36,30 @@ class Communicator {
   virtual int size() const = 0;
   virtual std::string name() const = 0;  // for messages and reports
 
-  virtual WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op) = 0;
-  virtual WorkPtr broadcast(const at::Tensor& tensor, int root) = 0;
+  WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op);
+  WorkPtr broadcast(const at::Tensor& tensor, int root);
+  // `output` becomes the sum over ranks of row number rank() of `input`, which has size() rows of output.numel()
+  // elements. Summed in rank order, in fp32 where the input is narrower; `output` has input's dtype or fp32. They do
+  // not overlap. `input` is left undefined.
+  WorkPtr reduce_scatter(const at::Tensor& input, const at::Tensor& output);
+  // Row r of `all`, which has size() rows of mine.numel() elements, becomes rank r's `mine`. `mine` may be this rank's
+  // row of `all`.
+  WorkPtr all_gather(const at::Tensor& mine, const at::Tensor& all);
   virtual void barrier() = 0;
+
+  const Traffic& traffic() const { return traffic_; }
+  void reset_traffic() { traffic_ = {}; }
+
+ protected:
+  virtual WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op) = 0;
+  virtual WorkPtr start_broadcast(const at::Tensor& tensor, int root) = 0;
+  virtual WorkPtr start_reduce_scatter(const at::Tensor& input, const at::Tensor& output) = 0;
+  virtual WorkPtr start_all_gather(const at::Tensor& mine, const at::Tensor& all) = 0;
+
+ private:
+  void count(int64_t elements, const at::Tensor& tensor);
+
+  Traffic traffic_;
 };
 using CommunicatorPtr = std::shared_ptr<Communicator>;
 

@@ -15,13 +15,15 @@ namespace {
 // One collective at a time: ranks post what they want to do, the last to come does it for all, all leave.
 class Meeting {
  public:
-  explicit Meeting(int size) : size_(size), tensors_(size), calls_(size) {}
+  explicit Meeting(int size) : size_(size), tensors_(size), outputs_(size), calls_(size) {}
 
-  void meet(int rank, const std::string& call, const at::Tensor& tensor, int root, ReduceOp op) {
+  void meet(int rank, const std::string& call, const at::Tensor& tensor, const at::Tensor& output, int root,
+            ReduceOp op) {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [&] { return broken_ || !leaving_; });
     if (broken_) fail_broken();
     tensors_[rank] = tensor;
+    outputs_[rank] = output;
     calls_[rank] = call;
     const int64_t round = round_;
     if (++present_ == size_) {
@@ -56,11 +58,40 @@ class Meeting {
  private:
   [[noreturn]] void fail_broken() { fail(ErrorKind::kRuntime, "another rank has left the group"); }
 
+  // 16-bit sums are formed in fp32 and rounded once, in rank order: the same bits every time.
+  static void sum_rows(const std::vector<at::Tensor>& inputs, int row, const at::Tensor& output) {
+    const auto size = static_cast<int64_t>(inputs.size());
+    const bool narrow = inputs[0].scalar_type() == at::kBFloat16 || inputs[0].scalar_type() == at::kHalf;
+    at::Tensor sum;
+    for (const at::Tensor& input : inputs) {
+      const at::Tensor part = input.view({size, -1}).select(0, row);
+      if (!sum.defined()) {
+        sum = narrow ? part.to(at::kFloat) : part.clone();
+      } else {
+        sum.add_(narrow ? part.to(at::kFloat) : part);
+      }
+    }
+    output.copy_(sum.reshape(output.sizes()));
+  }
+
   void run(const std::string& call, int root, ReduceOp op) {
     if (call == "barrier") return;
     if (call.rfind("broadcast", 0) == 0) {
       for (int rank = 0; rank < size_; ++rank)
         if (rank != root) tensors_[rank].copy_(tensors_[root]);
+      return;
+    }
+    if (call.rfind("all_gather", 0) == 0) {
+      for (int rank = 0; rank < size_; ++rank) {
+        const at::Tensor rows = outputs_[rank].view({size_, -1});
+        for (int from = 0; from < size_; ++from)
+          if (rows.select(0, from).data_ptr() != tensors_[from].data_ptr())
+            rows.select(0, from).copy_(tensors_[from].reshape({-1}));
+      }
+      return;
+    }
+    if (call.rfind("reduce_scatter", 0) == 0) {
+      for (int rank = 0; rank < size_; ++rank) sum_rows(tensors_, rank, outputs_[rank]);
       return;
     }
     // 16-bit sums are formed in fp32 and rounded once, in rank order: the same bits for everybody, every time.
@@ -79,7 +110,7 @@ class Meeting {
   const int size_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<at::Tensor> tensors_;
+  std::vector<at::Tensor> tensors_, outputs_;
   std::vector<std::string> calls_;
   std::string error_;
   int present_ = 0;
@@ -103,19 +134,29 @@ class ThreadCommunicator : public Communicator {
   int size() const override { return size_; }
   std::string name() const override { return "threads"; }
 
-  WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op) override {
-    meeting_->meet(rank_, "all_reduce(" + describe(tensor) + ", op " + std::to_string(static_cast<int>(op)) + ")",
-                   tensor, 0, op);
-    return std::make_shared<DoneWork>();
+  void barrier() override { meeting_->meet(rank_, "barrier", {}, {}, 0, ReduceOp::kSum); }
+
+ protected:
+  WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op) override {
+    return meet("all_reduce(" + describe(tensor) + ", op " + std::to_string(static_cast<int>(op)) + ")", tensor, {}, 0,
+                op);
   }
-  WorkPtr broadcast(const at::Tensor& tensor, int root) override {
-    meeting_->meet(rank_, "broadcast(" + describe(tensor) + ", root " + std::to_string(root) + ")", tensor, root,
-                   ReduceOp::kSum);
-    return std::make_shared<DoneWork>();
+  WorkPtr start_broadcast(const at::Tensor& tensor, int root) override {
+    return meet("broadcast(" + describe(tensor) + ", root " + std::to_string(root) + ")", tensor, {}, root,
+                ReduceOp::kSum);
   }
-  void barrier() override { meeting_->meet(rank_, "barrier", {}, 0, ReduceOp::kSum); }
+  WorkPtr start_reduce_scatter(const at::Tensor& input, const at::Tensor& output) override {
+    return meet("reduce_scatter(" + describe(input) + ")", input, output, 0, ReduceOp::kSum);
+  }
+  WorkPtr start_all_gather(const at::Tensor& mine, const at::Tensor& all) override {
+    return meet("all_gather(" + describe(mine) + ")", mine, all, 0, ReduceOp::kSum);
+  }
 
  private:
+  WorkPtr meet(const std::string& call, const at::Tensor& tensor, const at::Tensor& output, int root, ReduceOp op) {
+    meeting_->meet(rank_, call, tensor, output, root, op);
+    return std::make_shared<DoneWork>();
+  }
   static std::string describe(const at::Tensor& tensor) {
     return std::to_string(tensor.numel()) + " x " + c10::toString(tensor.scalar_type());
   }

@@ -10,41 +10,101 @@ namespace {
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-}  // namespace
-
-FlatLayout flat_layout(const std::vector<int64_t>& numels, int64_t align, int64_t parts) {
+ShardMap checked(const std::vector<int64_t>& numels, int64_t align, int64_t parts, int64_t max_numel) {
   if (align <= 0 || parts <= 0)
-    fail(ErrorKind::kValue, "flat_layout: align ", align, " and parts ", parts, " must be positive");
-  FlatLayout layout;
-  layout.numels = numels;
-  layout.offsets.reserve(numels.size());
-  int64_t next = 0;
-  for (int64_t numel : numels) {
-    if (numel < 0) fail(ErrorKind::kValue, "flat_layout: a parameter has ", numel, " elements");
-    layout.offsets.push_back(next);
-    next = round_up(next + numel, align);
-  }
-  layout.total_numel = round_up(next, align * parts);
-  return layout;
+    fail(ErrorKind::kValue, "shard map: align ", align, " and parts ", parts, " must be positive");
+  if (max_numel <= 0) fail(ErrorKind::kValue, "reduce_bucket_size must be positive, got ", max_numel);
+  for (int64_t numel : numels)
+    if (numel < 0) fail(ErrorKind::kValue, "shard map: a parameter has ", numel, " elements");
+  ShardMap map;
+  map.parts = parts;
+  map.numels = numels;
+  map.offsets.assign(numels.size(), -1);
+  map.bucket_of.assign(numels.size(), 0);
+  return map;
 }
 
-ShardMap slice_flat(const FlatLayout& layout, int64_t parts) {
-  if (parts <= 0 || layout.total_numel % parts != 0)
-    fail(ErrorKind::kValue, "slice_flat: ", layout.total_numel, " elements do not divide into ", parts, " parts");
-  ShardMap map;
-  map.shard_numel = layout.total_numel / parts;
-  for (size_t param = 0; param < layout.numels.size(); ++param) {
-    const int64_t begin = layout.offsets[param];
-    const int64_t end = begin + layout.numels[param];
-    for (int64_t at = begin; at < end;) {
-      const int64_t rank = at / map.shard_numel;
-      const int64_t stop = std::min(end, (rank + 1) * map.shard_numel);
-      map.extents.push_back({static_cast<int32_t>(param), at - begin, stop - at, static_cast<int32_t>(rank),
-                             at - rank * map.shard_numel});
-      at = stop;
+// Runs of parameters for buckets, formed from the end because backward produces the last parameters first; returned
+// from the first parameter on. `size(p)` elements of the full space each.
+template <typename Size>
+std::vector<Bucket> runs_from_the_end(size_t count, int64_t max_numel, Size size) {
+  std::vector<Bucket> runs;
+  int64_t held = 0;
+  for (auto param = static_cast<int32_t>(count) - 1; param >= 0; --param) {
+    const int64_t more = size(static_cast<size_t>(param));
+    if (runs.empty() || held + more > max_numel) {
+      runs.push_back({param, param, 0, 0});
+      held = more;
+    } else {
+      runs.back().first_param = param;
+      held += more;
     }
   }
-  // Offsets grow with the parameter, so the walk above already goes by rank and then by shard_offset.
+  std::reverse(runs.begin(), runs.end());
+  return runs;
+}
+
+void finish(ShardMap& map, std::vector<Bucket> runs) {
+  map.first.assign(map.numels.size() + 1, 0);
+  for (const Extent& extent : map.extents) ++map.first[static_cast<size_t>(extent.param) + 1];
+  for (size_t param = 0; param < map.numels.size(); ++param) map.first[param + 1] += map.first[param];
+  std::reverse(runs.begin(), runs.end());
+  map.buckets = std::move(runs);
+  for (size_t b = 0; b < map.buckets.size(); ++b)
+    for (int32_t param = map.buckets[b].first_param; param <= map.buckets[b].last_param; ++param)
+      map.bucket_of[param] = static_cast<int32_t>(b);
+}
+
+}  // namespace
+
+ShardMap flat_shards(const std::vector<int64_t>& numels, int64_t align, int64_t parts, int64_t max_numel) {
+  ShardMap map = checked(numels, align, parts, max_numel);
+  auto runs = runs_from_the_end(numels.size(), max_numel, [&](size_t p) { return round_up(numels[p], align); });
+  for (Bucket& run : runs) {
+    const int64_t begin = map.full_numel();
+    int64_t next = begin;
+    for (int32_t param = run.first_param; param <= run.last_param; ++param) {
+      map.offsets[param] = next;
+      next = round_up(next + numels[param], align);
+    }
+    const int64_t row = round_up(next - begin, align * parts) / parts;
+    run.shard_begin = map.shard_numel;
+    run.shard_end = map.shard_numel += row;
+    for (int32_t param = run.first_param; param <= run.last_param; ++param) {
+      const int64_t start = map.offsets[param], end = start + numels[param];
+      for (int64_t at = start; at < end;) {
+        const int64_t rank = (at - begin) / row;
+        const int64_t stop = std::min(end, begin + (rank + 1) * row);
+        map.extents.push_back(
+            {param, at - start, stop - at, static_cast<int32_t>(rank), run.shard_begin + at - begin - rank * row, at});
+        at = stop;
+      }
+    }
+  }
+  finish(map, std::move(runs));
+  return map;
+}
+
+int64_t slice_numel(int64_t numel, int64_t parts) { return (numel + parts - 1) / parts; }
+
+ShardMap param_shards(const std::vector<int64_t>& numels, int64_t align, int64_t parts, int64_t max_numel) {
+  ShardMap map = checked(numels, align, parts, max_numel);
+  const auto room = [&](size_t p) { return round_up(slice_numel(numels[p], parts), align); };
+  auto runs = runs_from_the_end(numels.size(), max_numel, [&](size_t p) { return parts * room(p); });
+  for (Bucket& run : runs) {
+    run.shard_begin = run.shard_end = map.shard_numel;
+    for (int32_t param = run.first_param; param <= run.last_param; ++param) run.shard_end += room(param);
+    int64_t next = run.shard_begin;
+    for (int32_t param = run.first_param; param <= run.last_param; ++param) {
+      const int64_t slice = slice_numel(numels[param], parts);
+      for (int64_t rank = 0; rank * slice < numels[param]; ++rank)
+        map.extents.push_back({param, rank * slice, std::min(slice, numels[param] - rank * slice),
+                               static_cast<int32_t>(rank), next, map.full_offset(run, rank, next)});
+      next += room(param);
+    }
+    map.shard_numel = run.shard_end;
+  }
+  finish(map, std::move(runs));
   return map;
 }
 

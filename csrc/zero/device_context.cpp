@@ -102,6 +102,14 @@ void DeviceContext::accumulate(const at::Tensor& dst, const at::Tensor& src, flo
                      kernel_dtype(flat.scalar_type(), "gradient"), static_cast<size_t>(flat.numel()), scale);
 }
 
+at::Tensor DeviceContext::flattened(const at::Tensor& src, at::IntArrayRef sizes, at::IntArrayRef strides) const {
+  if (src.is_sparse()) return flattened(src.to_dense(), sizes, strides);
+  if (src.sizes() == sizes && src.strides() == strides) return src.as_strided({src.numel()}, {1});
+  const at::Tensor ordered = at::empty_strided(sizes, strides, src.options());
+  ordered.copy_(src.reshape(sizes));
+  return ordered.as_strided({ordered.numel()}, {1});
+}
+
 void DeviceContext::post_step_scale() {
   if (device_.is_cpu()) return;
   step_scale_host_.copy_(step_scale_, /*non_blocking=*/true);

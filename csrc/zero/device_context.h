@@ -30,6 +30,9 @@ class DeviceContext {
   void copy(const at::Tensor& dst, const at::Tensor& src, float scale) const;
   void accumulate(const at::Tensor& dst, const at::Tensor& src, float scale) const;
 
+  // The elements of `src`, dense, in the memory order of a tensor of these sizes and strides, as one dimension.
+  at::Tensor flattened(const at::Tensor& src, at::IntArrayRef sizes, at::IntArrayRef strides) const;
+
   // Scratch in device memory.
   double* sum() const { return static_cast<double*>(sum_.data_ptr()); }
   const at::Tensor& sum_tensor() const { return sum_; }

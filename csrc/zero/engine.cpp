@@ -4,6 +4,8 @@
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
 
+#include <algorithm>
+
 #include "base/error.h"
 
 namespace ds::zero {
@@ -15,15 +17,31 @@ constexpr int64_t kAlignNumel = 64;
 
 }  // namespace
 
+StoreOptions Engine::store_options(const std::vector<ParamSpec>& params, const EngineOptions& options,
+                                   const comm::Communicator& data_parallel) {
+  StoreOptions made;
+  made.policy = stage_policy(options.stage);
+  made.grad_dtype = options.grad_dtype;
+  made.align = kAlignNumel;
+  made.parts = made.policy.shard_states ? data_parallel.size() : 1;
+  made.rank = made.policy.shard_states ? data_parallel.rank() : 0;
+  int64_t total = 0;
+  for (const ParamSpec& param : params) total += param.sharded ? param.sharded->numel() : param.tensor.numel();
+  made.bucket_numel = bucket_limit(options.reducer, total, data_parallel.size());
+  if (made.policy.shard_states && !made.policy.shard_params)
+    made.bucket_numel = std::max<int64_t>(1, std::min(made.bucket_numel, options.allgather_bucket_numel));
+  return made;
+}
+
 Engine::Engine(std::vector<ParamSpec> params, EngineOptions options, comm::CommunicatorPtr data_parallel,
                comm::CommunicatorPtr model_parallel)
     : policy_(stage_policy(options.stage)),
       data_parallel_(std::move(data_parallel)),
       model_parallel_(std::move(model_parallel)),
-      store_(std::move(params), options.grad_dtype, kAlignNumel, policy_.shard_states ? data_parallel_->size() : 1),
+      store_(params, store_options(params, options, *data_parallel_)),
       device_(store_.device(), options.threads),
       grads_(store_, device_, data_parallel_, options.reducer),
-      stepper_(store_, device_),
+      stepper_(store_, device_, data_parallel_, options.gather),
       watched_(store_.size()) {}
 
 Engine::~Engine() = default;
@@ -83,16 +101,78 @@ void Engine::watch_outputs(const std::vector<at::Tensor>& outputs) {
 
 void Engine::hand_out_grads(const std::vector<at::Tensor>& masters) {
   at::NoGradGuard no_grad;
-  if (masters.size() != store_.size())
-    fail(ErrorKind::kValue, "hand_out_grads: ", masters.size(), " tensors for ", store_.size(), " parameters");
-  for (size_t param = 0; param < masters.size(); ++param) {
-    at::Tensor& grad = masters[param].mutable_grad();
-    if (!grads_.used(param)) {
+  const std::vector<Piece>& pieces = store_.pieces();
+  if (masters.size() != pieces.size())
+    fail(ErrorKind::kValue, "hand_out_grads: ", masters.size(), " tensors for ", pieces.size(), " pieces");
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    at::Tensor& grad = masters[i].mutable_grad();
+    if (!grads_.used(pieces[i].param)) {
       grad = at::Tensor();
       continue;
     }
-    const at::Tensor slot = store_.grad_view(param);
-    grad = slot.scalar_type() == masters[param].scalar_type() ? slot : slot.to(masters[param].scalar_type());
+    const at::Tensor slot = store_.piece_view(pieces[i], store_.spaces()[pieces[i].space].grad);
+    grad = slot.scalar_type() == masters[i].scalar_type() ? slot : slot.to(masters[i].scalar_type());
+  }
+}
+
+const Buffer& Engine::buffer(const FlatSpace& space, Kept kept, int slot) const {
+  if (kept == Kept::kMaster) return space.master;
+  return kept == Kept::kGrad ? space.grad : space.slots.at(slot);
+}
+
+std::vector<at::Tensor> Engine::pieces(Kept kept, int slot) {
+  if (kept == Kept::kSlot) stepper_.ensure_slots(slot + 1);
+  std::vector<at::Tensor> result;
+  for (const Piece& piece : store_.pieces())
+    result.push_back(store_.piece_view(piece, buffer(store_.spaces()[piece.space], kept, slot)));
+  return result;
+}
+
+at::Tensor Engine::full(Kept kept, int slot, size_t param) {
+  at::NoGradGuard no_grad;
+  if (kept == Kept::kSlot) stepper_.ensure_slots(slot + 1);
+  if (kept == Kept::kGrad && !grads_.used(param)) return {};
+  const FlatSpace& space = store_.space_of(param);
+  const Buffer& from = buffer(space, kept, slot);
+  const at::ScalarType type = from.data.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  if (!store_.sharded()) return store_.view(param, from.data).to(type, /*non_blocking=*/false, /*copy=*/true);
+  const ParamSpec& spec = store_.spec(param);
+  const auto sizes = spec.sharded ? at::IntArrayRef(spec.sharded->sizes()) : spec.tensor.sizes();
+  const auto strides = spec.sharded ? at::IntArrayRef(spec.sharded->strides()) : spec.tensor.strides();
+  const at::Tensor flat = at::zeros({store_.place(param).numel}, from.data.options().dtype(type));
+  const auto index = static_cast<size_t>(store_.place(param).index);
+  for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e) {
+    const plan::Extent& extent = space.map.extents[e];
+    if (extent.rank != space.rank) continue;
+    flat.narrow(0, extent.param_offset, extent.numel)
+        .copy_(from.data.narrow(0, space.offset_in(from, extent), extent.numel));
+  }
+  // Summed as integers, since all but one rank have zero bits: every value arrives as it is, minus zero included.
+  data_parallel_->all_reduce(flat.view(type == at::kDouble ? at::kLong : at::kInt), comm::ReduceOp::kSum)->wait();
+  return flat.as_strided(sizes, strides, 0);
+}
+
+void Engine::set_full(Kept kept, int slot, size_t param, const at::Tensor& value) {
+  at::NoGradGuard no_grad;
+  if (kept == Kept::kSlot) stepper_.ensure_slots(slot + 1);
+  const ParamSpec& spec = store_.spec(param);
+  const auto sizes = spec.sharded ? at::IntArrayRef(spec.sharded->sizes()) : spec.tensor.sizes();
+  const auto strides = spec.sharded ? at::IntArrayRef(spec.sharded->strides()) : spec.tensor.strides();
+  if (value.numel() != store_.place(param).numel)
+    fail(ErrorKind::kValue, "parameter '", spec.name, "' has ", store_.place(param).numel, " elements, the value ",
+         value.numel());
+  const at::Tensor flat = device_.flattened(value.to(store_.device()), sizes, strides);
+  FlatSpace& space = store_.space_of(param);
+  if (kept == Kept::kGrad) grads_.set_used(param);
+  const Buffer& to = buffer(space, kept, slot);
+  const auto index = static_cast<size_t>(store_.place(param).index);
+  for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e) {
+    const plan::Extent& extent = space.map.extents[e];
+    const at::Tensor part = flat.narrow(0, extent.param_offset, extent.numel);
+    if (kept == Kept::kMaster && space.lp.full) space.lp.data.narrow(0, extent.full_offset, extent.numel).copy_(part);
+    if (extent.rank != space.rank) continue;
+    if (kept == Kept::kMaster && !space.lp.full) space.lp.data.narrow(0, extent.shard_offset, extent.numel).copy_(part);
+    to.data.narrow(0, space.offset_in(to, extent), extent.numel).copy_(part);
   }
 }
 

@@ -21,7 +21,12 @@ struct EngineOptions {
   int threads = 1;                           // of CPU kernels
   c10::optional<at::ScalarType> grad_dtype;  // accumulation; unset: fp32 for 16-bit parameters
   ReducerOptions reducer;
+  GatherOptions gather;
+  int64_t allgather_bucket_numel = INT64_MAX;  // limit of a gather after the step
 };
+
+// What is kept for each parameter, whole or in pieces.
+enum class Kept { kMaster, kGrad, kSlot };
 
 // Create with std::make_shared. Calls come from one thread; only the hooks come from autograd's.
 class Engine : public std::enable_shared_from_this<Engine> {
@@ -52,12 +57,22 @@ class Engine : public std::enable_shared_from_this<Engine> {
   StepReport report() { return stepper_.report(); }
   void scale_grads() { stepper_.scale_grads(grads_); }
 
-  // For an optimizer that lives outside: its parameters are `masters`, one for each of ours; gives each its gradient
+  // For an optimizer that lives outside: its parameters are `masters`, one for each piece; gives each its gradient
   // (undefined where no rank produced one).
   void hand_out_grads(const std::vector<at::Tensor>& masters);
 
+  // One tensor for each piece that this rank owns: views of the buffers.
+  std::vector<at::Tensor> pieces(Kept kept, int slot);
+  // The whole of a parameter, collected from all ranks, in its shape; fp32 (fp64 for fp64 parameters). Every rank calls
+  // it. Undefined for a gradient that no rank produced.
+  at::Tensor full(Kept kept, int slot, size_t param);
+  // Every rank calls it with the same values: each takes the pieces it owns; masters go to the model as well.
+  void set_full(Kept kept, int slot, size_t param, const at::Tensor& value);
+
   void broadcast(const std::vector<at::Tensor>& tensors, int root);
 
+  const comm::Communicator& data_parallel() const { return *data_parallel_; }
+  void reset_traffic() { data_parallel_->reset_traffic(); }
   ParamStore& params() { return store_; }
   GradReducer& grads() { return grads_; }
   Stepper& stepper() { return stepper_; }
@@ -65,6 +80,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void release();  // hooks off, parameters in memory of their own; the engine can only be destroyed after this
 
  private:
+  const Buffer& buffer(const FlatSpace& space, Kept kept, int slot) const;
+  static StoreOptions store_options(const std::vector<ParamSpec>& params, const EngineOptions& options,
+                                    const comm::Communicator& data_parallel);
+
   const StagePolicy& policy_;
   comm::CommunicatorPtr data_parallel_, model_parallel_;
   ParamStore store_;

@@ -7,7 +7,16 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/error.h"
+
 namespace ds::zero {
+
+int64_t bucket_limit(const ReducerOptions& options, int64_t total_numel, int ranks) {
+  // At least a few buckets, or nothing could leave before backward's end; not too small, or latency eats the gain.
+  constexpr int64_t kSmallest = 1 << 20;
+  const int64_t given = std::max<int64_t>(1, options.bucket_numel);
+  return options.overlap && ranks > 1 ? std::min(given, std::max(kSmallest, total_numel / 3)) : given;
+}
 
 GradReducer::GradReducer(ParamStore& store, DeviceContext& device, comm::CommunicatorPtr communicator,
                          ReducerOptions options)
@@ -18,23 +27,20 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, comm::Communi
       bucket_of_(store.size()),
       filled_(store.size()),
       was_filled_(store.size()),
+      used_(store.size()),
       scaled_(store.size()),
       fires_(store.size()),
       expected_(store.size()),
       late_(store.size()) {
   options_.overlap = options_.overlap && communicator_->size() > 1;
-  int64_t total = 0;
-  for (const FlatSpace& space : store.spaces()) total += space.layout.total_numel;
-  // At least a few buckets, or nothing could leave before backward's end; not too small, or latency eats the gain.
-  constexpr int64_t kSmallest = 1 << 20;
-  const int64_t cap =
-      options_.overlap ? std::min(options_.bucket_numel, std::max(kSmallest, total / 3)) : options_.bucket_numel;
   for (size_t s = 0; s < store.spaces().size(); ++s) {
     const FlatSpace& space = store.spaces()[s];
-    for (const plan::Bucket& plan : plan::bucket_plan(space.layout, cap)) {
+    for (const plan::Bucket& plan : space.map.buckets) {
       BucketState bucket;
       bucket.space = static_cast<int32_t>(s);
       bucket.plan = plan;
+      bucket.begin = space.map.full_begin(plan);
+      bucket.numel = space.map.full_end(plan) - bucket.begin;
       for (int32_t i = plan.first_param; i <= plan.last_param; ++i) bucket.params.push_back(space.params[i]);
       buckets_.push_back(std::move(bucket));
     }
@@ -50,28 +56,121 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, comm::Communi
                    [&](const BucketState& a, const BucketState& b) { return first_order(a) > first_order(b); });
   for (size_t b = 0; b < buckets_.size(); ++b)
     for (int32_t param : buckets_[b].params) bucket_of_[param] = static_cast<int32_t>(b);
+  late_in_bucket_.assign(buckets_.size(), 0);
   if (options_.find_culprits)
     culprits_ =
         at::zeros({static_cast<int64_t>(store.size())}, at::TensorOptions().device(device.device()).dtype(at::kDouble));
 }
 
+// ---- memory
+// ----------------------------------------------------------------------------------------------------------
+
+at::Tensor GradReducer::borrow(int64_t numel, at::ScalarType type) {
+  const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(type));
+  for (auto it = free_.begin(); it != free_.end(); ++it) {
+    if (it->numel() != bytes) continue;
+    const at::Tensor found = *it;
+    free_.erase(it);
+    return found.view(type);
+  }
+  return at::empty({bytes}, at::TensorOptions().device(device_.device()).dtype(at::kByte)).view(type);
+}
+
+void GradReducer::give_back(const at::Tensor& tensor) { free_.push_back(tensor.view(at::kByte)); }
+
+void GradReducer::need_slots(BucketState& bucket) {
+  if (bucket.slots.defined()) return;
+  const FlatSpace& space = store_.spaces()[bucket.space];
+  if (space.local.defined()) {
+    bucket.slots = space.local.narrow(0, bucket.begin, bucket.numel);
+    return;
+  }
+  bucket.slots = borrow(bucket.numel, space.grad.data.scalar_type());
+  bucket.borrowed = true;
+  zero_gaps(bucket);
+}
+
+// Padding travels, too: it must not be garbage, which could be nan.
+void GradReducer::zero_gaps(const BucketState& bucket) {
+  const plan::ShardMap& map = store_.spaces()[bucket.space].map;
+  std::vector<std::pair<int64_t, int64_t>> taken;
+  for (size_t e = map.first[bucket.plan.first_param]; e < map.first[bucket.plan.last_param + 1]; ++e)
+    taken.emplace_back(map.extents[e].full_offset - bucket.begin, map.extents[e].numel);
+  std::sort(taken.begin(), taken.end());
+  int64_t next = 0;
+  for (const auto& [offset, numel] : taken) {
+    if (offset > next) bucket.slots.narrow(0, next, offset - next).zero_();
+    next = offset + numel;
+  }
+  if (next < bucket.numel) bucket.slots.narrow(0, next, bucket.numel - next).zero_();
+}
+
+// ---- slots
+// -----------------------------------------------------------------------------------------------------------
+
+void GradReducer::put(size_t param, const at::Tensor& slots, int64_t begin, const at::Tensor& grad, float scale,
+                      bool add) {
+  const ParamSpec& spec = store_.spec(param);
+  const plan::ShardMap& map = store_.space_of(param).map;
+  const auto index = static_cast<size_t>(store_.place(param).index);
+  if (map.offsets[index] >= 0) {
+    const at::Tensor slot = slots.as_strided(spec.tensor.sizes(), spec.tensor.strides(),
+                                             slots.storage_offset() + map.offsets[index] - begin);
+    if (add) {
+      device_.accumulate(slot, grad, scale);
+    } else {
+      device_.copy(slot, grad, scale);
+    }
+    return;
+  }
+  const at::Tensor flat = device_.flattened(grad, spec.sharded->sizes(), spec.sharded->strides());
+  for (size_t e = map.first[index]; e < map.first[index + 1]; ++e) {
+    const plan::Extent& extent = map.extents[e];
+    const at::Tensor slot = slots.narrow(0, extent.full_offset - begin, extent.numel);
+    const at::Tensor part = flat.narrow(0, extent.param_offset, extent.numel);
+    if (add) {
+      device_.accumulate(slot, part, scale);
+    } else {
+      device_.copy(slot, part, scale);
+    }
+  }
+}
+
+void GradReducer::zero_slot(const BucketState& bucket, size_t param) {
+  const plan::ShardMap& map = store_.space_of(param).map;
+  const auto index = static_cast<size_t>(store_.place(param).index);
+  for (size_t e = map.first[index]; e < map.first[index + 1]; ++e)
+    bucket.slots.narrow(0, map.extents[e].full_offset - bucket.begin, map.extents[e].numel).zero_();
+}
+
+void GradReducer::scale_slot(const BucketState& bucket, size_t param, float scale) {
+  const plan::ShardMap& map = store_.space_of(param).map;
+  const auto index = static_cast<size_t>(store_.place(param).index);
+  for (size_t e = map.first[index]; e < map.first[index + 1]; ++e) {
+    const at::Tensor slot = bucket.slots.narrow(0, map.extents[e].full_offset - bucket.begin, map.extents[e].numel);
+    device_.copy(slot, slot, scale);
+  }
+}
+
 bool GradReducer::attaches(size_t param) const {
-  const FlatSpace& space = store_.spaces()[store_.place(param).space];
-  return space.grad.scalar_type() == space.dtype;
+  if (store_.sharded()) return false;
+  const FlatSpace& space = store_.space_of(param);
+  return space.grad.data.scalar_type() == space.dtype;
 }
 
 void GradReducer::attach_grads() {
   for (size_t param = 0; param < store_.size(); ++param) {
     at::Tensor& grad = store_.spec(param).tensor.mutable_grad();
     if (filled_[param] && attaches(param)) {
-      grad = store_.grad_view(param);
+      grad = store_.view(param, store_.space_of(param).grad.data);
     } else {
       grad = at::Tensor();
     }
   }
 }
 
-// Between backward and step the user may edit .grad in place, replace it or drop it: all of that counts.
+// Between backward and step the user may edit .grad in place, replace it or drop it: all of that counts. Where
+// gradients are sharded there is no .grad to edit; one that the user sets is this rank's contribution to the sum.
 void GradReducer::adopt_user_grads() {
   for (size_t param = 0; param < store_.size(); ++param) {
     at::Tensor& grad = store_.spec(param).tensor.mutable_grad();
@@ -79,7 +178,17 @@ void GradReducer::adopt_user_grads() {
       if (attaches(param)) filled_[param] = 0;
       continue;
     }
-    const at::Tensor slot = store_.grad_view(param);
+    if (store_.sharded()) {
+      store_.need_local();
+      const BucketState& bucket = buckets_[bucket_of_[param]];
+      const at::Tensor slots = store_.space_of(param).local.narrow(0, bucket.begin, bucket.numel);
+      put(param, slots, bucket.begin, grad, 1.0f, filled_[param] != 0);
+      filled_[param] = 1;
+      dirty_ = true;
+      grad = at::Tensor();
+      continue;
+    }
+    const at::Tensor slot = store_.view(param, store_.space_of(param).grad.data);
     const bool ours = attaches(param) && !grad.is_sparse() && grad.data_ptr() == slot.data_ptr();
     if (!ours) device_.copy(slot, grad, 1.0f);
     filled_[param] = 1;
@@ -87,10 +196,14 @@ void GradReducer::adopt_user_grads() {
   }
 }
 
+// ---- one backward
+// ----------------------------------------------------------------------------------------------------
+
 void GradReducer::begin(bool reduce) {
   at::NoGradGuard no_grad;
   if (active()) abort();
   adopt_user_grads();
+  if (!reduce) store_.need_local();
   for (size_t param = 0; param < store_.size(); ++param) store_.spec(param).tensor.mutable_grad() = at::Tensor();
   was_filled_ = filled_;
   std::fill(scaled_.begin(), scaled_.end(), 0);
@@ -100,6 +213,8 @@ void GradReducer::begin(bool reduce) {
   for (BucketState& bucket : buckets_) {
     bucket.launched = false;
     bucket.work.reset();
+    bucket.slots = at::Tensor();
+    bucket.borrowed = false;
     int32_t known = 0;
     for (int32_t param : bucket.params) known += expected_[param] > 0;
     bucket.pending = known > 0 || learned_ ? known : -1;
@@ -117,13 +232,14 @@ void GradReducer::note_culprit(size_t param, const at::Tensor& grad) {
 
 void GradReducer::absorb(size_t param, const at::Tensor& grad) {
   const float scale = phase_ == Phase::kReducing && communicator_->size() > 1 ? options_.predivide : 1.0f;
-  const at::Tensor slot = store_.grad_view(param);
+  BucketState& bucket = buckets_[bucket_of_[param]];
+  need_slots(bucket);
   if (!filled_[param]) {
-    device_.copy(slot, grad, scale);
+    put(param, bucket.slots, bucket.begin, grad, scale, false);
     filled_[param] = 1;
     scaled_[param] = 1;
   } else {
-    device_.accumulate(slot, grad, scaled_[param] ? scale : 1.0f);
+    put(param, bucket.slots, bucket.begin, grad, scaled_[param] ? scale : 1.0f, true);
   }
 }
 
@@ -135,12 +251,16 @@ void GradReducer::on_grad(size_t param) {
   if (!held.is_sparse()) note_culprit(param, held);
   if (phase_ == Phase::kIdle) {
     // A backward that nobody announced (of a graph that the engine's forward did not build): keep it, reduce at step.
-    const at::Tensor slot = store_.grad_view(param);
-    const bool ours = attaches(param) && !held.is_sparse() && held.data_ptr() == slot.data_ptr();
+    store_.need_local();
+    const bool ours = attaches(param) && !held.is_sparse() &&
+                      held.data_ptr() == store_.view(param, store_.space_of(param).grad.data).data_ptr();
     if (!ours) {
       scaled_[param] = 0;
+      BucketState& bucket = buckets_[bucket_of_[param]];
+      bucket.slots = at::Tensor();
       absorb(param, held);
-      held = attaches(param) ? slot : at::Tensor();
+      bucket.slots = at::Tensor();
+      held = attaches(param) ? store_.view(param, store_.space_of(param).grad.data) : at::Tensor();
     }
     dirty_ = true;
     return;
@@ -150,7 +270,13 @@ void GradReducer::on_grad(size_t param) {
   ++fires_[param];
   BucketState& bucket = buckets_[bucket_of_[param]];
   if (bucket.launched) {
-    if (!late_[param].defined()) late_[param] = at::zeros_like(store_.grad_view(param));
+    const ParamSpec& spec = store_.spec(param);
+    if (!late_[param].defined()) {
+      const auto options = store_.space_of(param).grad.data.options();
+      late_[param] = spec.sharded ? at::empty_strided(spec.sharded->sizes(), spec.sharded->strides(), options)
+                                  : at::empty_strided(spec.tensor.sizes(), spec.tensor.strides(), options);
+      late_[param].zero_();
+    }
     device_.accumulate(late_[param], grad, options_.predivide);
     return;
   }
@@ -167,65 +293,127 @@ void GradReducer::launch_ready() {
   }
 }
 
+// ---- reduction
+// -------------------------------------------------------------------------------------------------------
+
+at::Tensor GradReducer::row(const BucketState& bucket) {
+  return store_.spaces()[bucket.space].grad.data.narrow(0, bucket.plan.shard_begin,
+                                                        bucket.plan.shard_end - bucket.plan.shard_begin);
+}
+
 void GradReducer::launch(BucketState& bucket) {
   bucket.launched = true;
-  if (communicator_->size() == 1) return;
-  FlatSpace& space = store_.spaces()[bucket.space];
+  if (communicator_->size() == 1 && !store_.sharded()) return;
+  need_slots(bucket);
   for (int32_t param : bucket.params) {
-    if (store_.place(param).numel == 0) continue;
-    const at::Tensor slot = store_.grad_view(param);
     if (!filled_[param]) {
-      slot.zero_();
+      zero_slot(bucket, param);
     } else if (!scaled_[param] && options_.predivide != 1.0f) {
-      device_.copy(slot, slot, options_.predivide);
+      scale_slot(bucket, param, options_.predivide);
     }
   }
-  at::Tensor part = space.grad.narrow(0, bucket.plan.begin, bucket.plan.end - bucket.plan.begin);
-  if (options_.comm_dtype && *options_.comm_dtype != part.scalar_type()) {
-    if (!bucket.carrier.defined()) bucket.carrier = at::empty(part.sizes(), part.options().dtype(*options_.comm_dtype));
-    device_.copy(bucket.carrier, part, 1.0f);
-    part = bucket.carrier;
+  start_reduction(bucket);
+}
+
+void GradReducer::start_reduction(BucketState& bucket) {
+  at::Tensor sent = bucket.slots;
+  if (options_.comm_dtype && *options_.comm_dtype != sent.scalar_type()) {
+    if (store_.sharded()) {
+      bucket.carrier = borrow(bucket.numel, *options_.comm_dtype);
+    } else if (!bucket.carrier.defined()) {
+      bucket.carrier = at::empty(sent.sizes(), sent.options().dtype(*options_.comm_dtype));
+    }
+    device_.copy(bucket.carrier, sent, 1.0f);
+    sent = bucket.carrier;
   }
-  bucket.work = communicator_->all_reduce(part, comm::ReduceOp::kSum);
+  if (!store_.sharded() || !options_.scatter) {
+    bucket.work = communicator_->all_reduce(sent, comm::ReduceOp::kSum);
+    return;
+  }
+  const at::Tensor target = row(bucket);
+  const bool direct = target.scalar_type() == sent.scalar_type() || target.scalar_type() == at::kFloat;
+  bucket.landing =
+      direct && !bucket.reduced ? target : borrow(target.numel(), direct ? target.scalar_type() : sent.scalar_type());
+  bucket.work = communicator_->reduce_scatter(sent, bucket.landing);
 }
 
 void GradReducer::complete(BucketState& bucket) {
   if (!bucket.work) return;
   bucket.work->wait();
   bucket.work.reset();
-  FlatSpace& space = store_.spaces()[bucket.space];
-  const at::Tensor part = space.grad.narrow(0, bucket.plan.begin, bucket.plan.end - bucket.plan.begin);
-  if (bucket.carrier.defined()) {
-    device_.copy(part, bucket.carrier, options_.postscale);
-  } else if (options_.postscale != 1.0f) {
-    device_.copy(part, part, options_.postscale);
+  if (!store_.sharded()) {
+    if (bucket.carrier.defined()) {
+      device_.copy(bucket.slots, bucket.carrier, options_.postscale);
+    } else if (options_.postscale != 1.0f) {
+      device_.copy(bucket.slots, bucket.slots, options_.postscale);
+    }
+    return;
   }
+  const at::Tensor target = row(bucket);
+  if (!options_.scatter) {
+    const at::Tensor& sum = bucket.carrier.defined() ? bucket.carrier : bucket.slots;
+    bucket.landing = sum.narrow(0, store_.spaces()[bucket.space].rank * target.numel(), target.numel());
+  }
+  if (bucket.reduced) {
+    device_.accumulate(target, bucket.landing, options_.postscale);
+  } else if (bucket.landing.data_ptr() != target.data_ptr() || options_.postscale != 1.0f) {
+    device_.copy(target, bucket.landing, options_.postscale);
+  }
+  bucket.reduced = true;
+  if (options_.scatter && bucket.landing.data_ptr() != target.data_ptr()) give_back(bucket.landing);
+  bucket.landing = at::Tensor();
+  if (bucket.carrier.defined()) give_back(bucket.carrier);
+  bucket.carrier = at::Tensor();
+  if (bucket.borrowed) give_back(bucket.slots);
+  bucket.slots = at::Tensor();
+  bucket.borrowed = false;
 }
 
-// Sets filled_ to "some rank has it"; true when some rank has a late gradient.
+// Learns what any rank has; true when some rank has a late gradient.
 bool GradReducer::exchange_flags() {
-  const auto count = static_cast<int64_t>(store_.size());
-  at::Tensor flags = at::zeros({count + 1}, at::TensorOptions().dtype(at::kFloat));
+  const auto count = static_cast<int64_t>(store_.size()), total = count + static_cast<int64_t>(buckets_.size());
+  at::Tensor flags = at::zeros({total}, at::TensorOptions().dtype(at::kFloat));
   float* values = flags.data_ptr<float>();
   for (int64_t param = 0; param < count; ++param) {
     values[param] = filled_[param] || late_[param].defined() ? 1.0f : 0.0f;
-    values[count] += late_[param].defined() ? 1.0f : 0.0f;
+    values[count + bucket_of_[param]] += late_[param].defined() ? 1.0f : 0.0f;
   }
   at::Tensor shared = device_.device().is_cpu() ? flags : flags.to(device_.device());
   communicator_->all_reduce(shared, comm::ReduceOp::kSum)->wait();
   if (!device_.device().is_cpu()) flags.copy_(shared);
-  for (int64_t param = 0; param < count; ++param) filled_[param] = values[param] > 0.0f;
-  late_count_ = static_cast<int64_t>(values[count]);
+  for (int64_t param = 0; param < count; ++param) {
+    if (store_.sharded()) {
+      used_[param] = used_[param] || values[param] > 0.0f;
+      filled_[param] = 0;
+    } else {
+      filled_[param] = values[param] > 0.0f;
+    }
+  }
+  late_count_ = 0;
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    late_in_bucket_[b] = static_cast<int32_t>(values[count + static_cast<int64_t>(b)]);
+    late_count_ += late_in_bucket_[b];
+  }
   return late_count_ > 0;
 }
 
 void GradReducer::late_round() {
-  for (FlatSpace& space : store_.spaces()) {
-    const at::Tensor round = at::zeros_like(space.grad);
-    for (int32_t param : space.params)
-      if (late_[param].defined()) device_.copy(store_.view(param, round), late_[param], 1.0f);
-    communicator_->all_reduce(round, comm::ReduceOp::kSum)->wait();
-    device_.accumulate(space.grad, round, options_.postscale);
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    if (late_in_bucket_[b] == 0) continue;
+    BucketState& bucket = buckets_[b];
+    FlatSpace& space = store_.spaces()[bucket.space];
+    const at::Tensor round = at::zeros({bucket.numel}, space.grad.data.options());
+    for (int32_t param : bucket.params)
+      if (late_[param].defined()) put(param, round, bucket.begin, late_[param], 1.0f, false);
+    if (store_.sharded()) {
+      const at::Tensor target = row(bucket);
+      const at::Tensor sum = at::empty_like(target);
+      communicator_->reduce_scatter(round, sum)->wait();
+      device_.accumulate(target, sum, options_.postscale);
+    } else {
+      communicator_->all_reduce(round, comm::ReduceOp::kSum)->wait();
+      device_.accumulate(space.grad.data.narrow(0, bucket.begin, bucket.numel), round, options_.postscale);
+    }
   }
 }
 
@@ -240,18 +428,20 @@ void GradReducer::end() {
   if (phase_ == Phase::kReducing) {
     late_count_ = 0;
     while (next_bucket_ < buckets_.size()) launch(buckets_[next_bucket_++]);
-    if (communicator_->size() > 1) {
+    if (communicator_->size() > 1 || store_.sharded()) {
       const bool late = exchange_flags();
       for (BucketState& bucket : buckets_) complete(bucket);
       if (late) late_round();
     }
     std::fill(late_.begin(), late_.end(), at::Tensor());
     dirty_ = false;
+    if (store_.sharded()) store_.drop_local();
   } else {
     dirty_ = dirty_ || std::any_of(fires_.begin(), fires_.end(), [](int32_t n) { return n > 0; });
   }
+  for (BucketState& bucket : buckets_) bucket.slots = at::Tensor();
   learn();
-  attach_grads();
+  if (!store_.sharded()) attach_grads();
   phase_ = Phase::kIdle;
 }
 
@@ -263,18 +453,26 @@ bool GradReducer::abort() {
     in_flight = in_flight || bucket.work;
     bucket.work.reset();
     bucket.carrier = at::Tensor();
-    if (!bucket.launched || communicator_->size() == 1) continue;
+    bucket.landing = at::Tensor();
+    bucket.slots = at::Tensor();
+    bucket.borrowed = false;
+    if (!bucket.launched || (communicator_->size() == 1 && !store_.sharded())) continue;
     for (int32_t param : bucket.params) {
-      lost = lost || was_filled_[param];
+      lost = lost || was_filled_[param] || used_[param];
       was_filled_[param] = 0;
     }
   }
   // Other ranks may never join what this one launched: do not wait, leave the memory to the collectives.
-  if (in_flight)
-    for (FlatSpace& space : store_.spaces()) space.grad = space.grad.clone();
+  if (in_flight) {
+    for (FlatSpace& space : store_.spaces()) {
+      const bool shared = space.local.is_same(space.grad.data);
+      space.grad.data = space.grad.data.clone();
+      if (space.local.defined()) space.local = shared ? space.grad.data : space.local.clone();
+    }
+  }
   filled_ = was_filled_;
   std::fill(late_.begin(), late_.end(), at::Tensor());
-  attach_grads();
+  if (!store_.sharded()) attach_grads();
   phase_ = Phase::kIdle;
   return lost;
 }
@@ -282,22 +480,38 @@ bool GradReducer::abort() {
 void GradReducer::finish() {
   at::NoGradGuard no_grad;
   if (active()) end();
-  if (dirty_ && communicator_->size() > 1) {
+  if (store_.sharded()) adopt_user_grads();
+  if (dirty_ && (communicator_->size() > 1 || store_.sharded())) {
     begin(true);
     end();
-  } else {
+  } else if (!store_.sharded()) {
     adopt_user_grads();
   }
 }
 
+void GradReducer::set_used(size_t param) {
+  if (!store_.sharded()) {
+    filled_[param] = 1;
+    if (attaches(param))
+      store_.spec(param).tensor.mutable_grad() = store_.view(param, store_.space_of(param).grad.data);
+    return;
+  }
+  BucketState& bucket = buckets_[bucket_of_[param]];
+  if (!bucket.reduced) row(bucket).zero_();
+  bucket.reduced = true;
+  used_[param] = 1;
+}
+
 bool GradReducer::any() const {
   for (size_t param = 0; param < store_.size(); ++param)
-    if (filled_[param] || store_.spec(param).tensor.grad().defined()) return true;
+    if (filled_[param] || used_[param] || store_.spec(param).tensor.grad().defined()) return true;
   return false;
 }
 
 void GradReducer::clear() {
   std::fill(filled_.begin(), filled_.end(), 0);
+  std::fill(used_.begin(), used_.end(), 0);
+  for (BucketState& bucket : buckets_) bucket.reduced = false;
   for (size_t param = 0; param < store_.size(); ++param) store_.spec(param).tensor.mutable_grad() = at::Tensor();
   dirty_ = false;
   if (culprits_.defined()) culprits_.zero_();

@@ -1,5 +1,12 @@
 // Gradients on their way from autograd into the flat buffers and across the ranks.
 //
+// [Note: local and reduced]
+// A backward fills *slots*, which have the layout of the full space: the store's local buffer where there is one
+// (stages 0 and 1, and inside no_sync), else memory that a bucket borrows from its first gradient until it is reduced
+// (stages 2 and 3). Reducing a bucket puts this rank's row of the sum into the reduced gradients, added to what earlier
+// micro-steps left there. Where nothing is sharded, slots and reduced gradients are the same memory: what has been
+// reduced is equal on all ranks, so a second reduction leaves it as it is.
+//
 // [Note: one backward]
 // begin() detaches every .grad, so autograd always hands over a fresh tensor; the hook moves it into the parameter's
 // slot (its part of the flat buffer) and frees it. end() attaches the slots as .grad where the dtypes agree. Between
@@ -21,11 +28,11 @@
 // alone what none has used, exactly as a plain PyTorch process does with a .grad of None.
 #pragma once
 #include <cstdint>
+#include <map>
 #include <mutex>
 #include <vector>
 
 #include "comm/communicator.h"
-#include "plan/bucket_plan.h"
 #include "zero/device_context.h"
 #include "zero/param_store.h"
 
@@ -34,28 +41,36 @@ namespace ds::zero {
 struct ReducerOptions {
   int64_t bucket_numel = 500000000;
   bool overlap = true;                       // launch buckets while backward runs
+  bool scatter = true;                       // sharded: reduce each row to its owner alone; false: all-reduce
   float predivide = 1.0f;                    // gradients are multiplied by this before the sum over ranks
   float postscale = 1.0f;                    // and by this after it
   c10::optional<at::ScalarType> comm_dtype;  // what travels; unset: the buffers' own
   bool find_culprits = false;                // remember which local gradients were not finite
 };
 
+// The limit for buckets of the store: the user's, and at least a few buckets where they overlap with backward.
+int64_t bucket_limit(const ReducerOptions& options, int64_t total_numel, int ranks);
+
 class GradReducer {
  public:
   GradReducer(ParamStore& store, DeviceContext& device, comm::CommunicatorPtr communicator, ReducerOptions options);
 
-  void begin(bool reduce);     // a backward starts; `reduce`: its end is a boundary
-  void end();                  // it has ended; after a reducing one all ranks hold the same gradients
+  void begin(bool reduce);     // a backward starts; `reduce`: the ranks add up what it leaves
+  void end();                  // it has ended; after a reducing one every rank holds its part of the sum
   bool abort();                // it raised; true when gradients of earlier micro-steps were lost with it
   void on_grad(size_t param);  // the accumulator hook; any thread, no GIL
   void finish();               // before a step: takes .grad as the user left it, reduces what is still local
   void clear();                // forget all gradients; .grad becomes undefined
   bool active() const { return phase_ != Phase::kIdle; }
 
-  bool used(size_t param) const { return filled_[param] != 0; }
+  bool used(size_t param) const { return (store_.sharded() ? used_ : filled_)[param] != 0; }
+  void set_used(size_t param);                        // somebody has written the reduced gradient
   bool any() const;                                   // a gradient has arrived since clear(), or the user has set one
   int64_t late_count() const { return late_count_; }  // of the last reducing backward, over all ranks
   int64_t overlapped_count() const { return overlapped_count_; }  // buckets that left before backward's end
+  // Times this parameter has fired in the running backward, and the most it has in an earlier one.
+  int32_t fires(size_t param) const { return fires_[param]; }
+  int32_t expected(size_t param) const { return expected_[param]; }
 
   struct Culprit {
     int32_t param;
@@ -68,10 +83,15 @@ class GradReducer {
   struct BucketState {
     int32_t space;
     plan::Bucket plan;
+    int64_t begin, numel;  // in the full space
     std::vector<int32_t> params;
     int32_t pending = -1;  // parameters still expected to fire; -1: unknown, leaves at the end
     bool launched = false;
-    at::Tensor carrier;  // what travels when it is not the buffer itself
+    bool reduced = false;  // the row of reduced gradients holds something
+    bool borrowed = false;
+    at::Tensor slots;    // `numel` elements
+    at::Tensor carrier;  // what travels when it is not the slots themselves
+    at::Tensor landing;  // this rank's row of the sum
     comm::WorkPtr work;
   };
 
@@ -79,13 +99,22 @@ class GradReducer {
   void attach_grads();
   void adopt_user_grads();
   void absorb(size_t param, const at::Tensor& grad);
+  void put(size_t param, const at::Tensor& slots, int64_t begin, const at::Tensor& grad, float scale, bool add);
+  void zero_slot(const BucketState& bucket, size_t param);
+  void scale_slot(const BucketState& bucket, size_t param, float scale);
+  void zero_gaps(const BucketState& bucket);
+  void need_slots(BucketState& bucket);
   void note_culprit(size_t param, const at::Tensor& grad);
   void launch(BucketState& bucket);
+  void start_reduction(BucketState& bucket);
   void launch_ready();
   void complete(BucketState& bucket);
+  at::Tensor row(const BucketState& bucket);
   bool exchange_flags();
   void late_round();
   void learn();
+  at::Tensor borrow(int64_t numel, at::ScalarType type);
+  void give_back(const at::Tensor& tensor);
 
   ParamStore& store_;
   DeviceContext& device_;
@@ -93,6 +122,7 @@ class GradReducer {
   ReducerOptions options_;
   std::vector<BucketState> buckets_;
   std::vector<int32_t> bucket_of_;
+  std::vector<at::Tensor> free_;  // memory of borrowed slots and landings
 
   std::mutex mutex_;  // hooks may come from one thread per device
   Phase phase_ = Phase::kIdle;
@@ -100,11 +130,13 @@ class GradReducer {
   bool dirty_ = false;               // something in the slots has not been reduced
   std::vector<uint8_t> filled_;      // the slot holds a gradient
   std::vector<uint8_t> was_filled_;  // at begin()
+  std::vector<uint8_t> used_;        // sharded: some rank has contributed to the reduced gradient
   std::vector<uint8_t> scaled_;      // the slot has been multiplied by predivide already
   std::vector<int32_t> fires_, expected_;
   bool learned_ = false;  // expected_ rests on at least one backward
   std::vector<at::Tensor> late_;
-  at::Tensor culprits_;  // sum of squares of each local gradient
+  std::vector<int32_t> late_in_bucket_;  // over all ranks, of the last reducing backward
+  at::Tensor culprits_;                  // sum of squares of each local gradient
   int64_t late_count_ = 0, overlapped_count_ = 0;
 };
 

@@ -7,16 +7,11 @@
 #include <unordered_set>
 
 #include "base/error.h"
+#include "zero/param_layout.h"
 
 namespace ds::zero {
 
 namespace {
-
-// Strides of a parameter are kept (channels_last stays so) where its elements fill one block of memory.
-std::vector<int64_t> kept_strides(const at::Tensor& tensor) {
-  if (tensor.is_non_overlapping_and_dense()) return tensor.strides().vec();
-  return at::empty(tensor.sizes(), tensor.options().device(at::kCPU)).strides().vec();
-}
 
 c10::Device common_device(const std::vector<ParamSpec>& specs) {
   if (specs.empty()) return c10::Device(at::kCPU);
@@ -28,11 +23,19 @@ c10::Device common_device(const std::vector<ParamSpec>& specs) {
   return specs[0].tensor.device();
 }
 
+int64_t bytes_of(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.numel() * static_cast<int64_t>(tensor.element_size()) : 0;
+}
+
 }  // namespace
 
-ParamStore::ParamStore(std::vector<ParamSpec> specs, c10::optional<at::ScalarType> grad_dtype, int64_t align,
-                       int64_t parts)
-    : specs_(std::move(specs)), places_(specs_.size()), device_(common_device(specs_)) {
+std::vector<int64_t> kept_strides(const at::Tensor& tensor) {
+  if (tensor.is_non_overlapping_and_dense()) return tensor.strides().vec();
+  return at::empty(tensor.sizes(), tensor.options().device(at::kCPU)).strides().vec();
+}
+
+ParamStore::ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options)
+    : specs_(std::move(specs)), options_(options), places_(specs_.size()), device_(common_device(specs_)) {
   at::NoGradGuard no_grad;
   std::unordered_set<const void*> seen;
   std::map<std::pair<int32_t, at::ScalarType>, size_t> index;
@@ -51,44 +54,118 @@ ParamStore::ParamStore(std::vector<ParamSpec> specs, c10::optional<at::ScalarTyp
       FlatSpace space;
       space.group = spec.group;
       space.dtype = spec.tensor.scalar_type();
+      space.rank = options_.rank;
       spaces_.push_back(std::move(space));
     }
     places_[param].space = static_cast<int32_t>(found->second);
     places_[param].index = static_cast<int32_t>(spaces_[found->second].params.size());
     spaces_[found->second].params.push_back(static_cast<int32_t>(param));
   }
-  for (FlatSpace& space : spaces_) {
-    std::vector<int64_t> numels;
-    for (int32_t param : space.params) numels.push_back(specs_[param].tensor.numel());
-    space.layout = plan::flat_layout(numels, align, parts);
-    space.shards = plan::slice_flat(space.layout, parts);
-    const bool narrow = space.dtype == at::kHalf || space.dtype == at::kBFloat16;
-    const auto options = at::TensorOptions().device(device_).dtype(space.dtype);
-    space.lp = at::zeros({space.layout.total_numel}, options);
-    for (size_t i = 0; i < space.params.size(); ++i) {
-      const auto param = static_cast<size_t>(space.params[i]);
-      places_[param].offset = space.layout.offsets[i];
-      places_[param].numel = numels[i];
-      at::Tensor& tensor = specs_[param].tensor;
-      at::Tensor home = space.lp.narrow(0, places_[param].offset, places_[param].numel)
-                            .as_strided(tensor.sizes(), kept_strides(tensor), places_[param].offset);
-      home.copy_(tensor);
-      tensor.set_data(home);
-    }
-    space.master = narrow ? space.lp.to(at::kFloat) : space.lp;
-    const at::ScalarType accumulate = narrow ? grad_dtype.value_or(at::kFloat) : space.dtype;
-    space.grad = at::zeros({space.layout.total_numel}, options.dtype(accumulate));
+  for (FlatSpace& space : spaces_) build_space(space);
+  for (size_t param = 0; param < specs_.size(); ++param) {
+    const FlatSpace& space = space_of(param);
+    const auto index_in_space = static_cast<size_t>(places_[param].index);
+    if (!sharded() && places_[param].numel == 0)
+      pieces_.push_back({static_cast<int32_t>(param), places_[param].space, 0, 0, SIZE_MAX});
+    for (size_t e = space.map.first[index_in_space]; e < space.map.first[index_in_space + 1]; ++e)
+      if (space.map.extents[e].rank == space.rank)
+        pieces_.push_back({static_cast<int32_t>(param), places_[param].space, space.map.extents[e].param_offset,
+                           space.map.extents[e].numel, e});
   }
 }
 
-at::Tensor ParamStore::view(size_t param, const at::Tensor& flat) const {
+void ParamStore::build_space(FlatSpace& space) {
+  const StagePolicy& policy = options_.policy;
+  std::vector<int64_t> numels;
+  for (int32_t param : space.params) {
+    const ParamSpec& spec = specs_[param];
+    numels.push_back(spec.sharded ? spec.sharded->numel() : spec.tensor.numel());
+    places_[param].numel = numels.back();
+  }
+  const auto make = policy.shard_params ? plan::param_shards : plan::flat_shards;
+  space.map = make(numels, options_.align, options_.parts, options_.bucket_numel);
+  for (size_t e = 0; e < space.map.extents.size(); ++e)
+    if (space.map.extents[e].rank == space.rank) space.owned.push_back(e);
+
+  const auto options = at::TensorOptions().device(device_).dtype(space.dtype);
+  space.lp.full = !policy.shard_params;
+  space.lp.data = at::zeros({space.lp.full ? space.map.full_numel() : space.map.shard_numel}, options);
+  adopt_params(space);
+
+  const bool whole = options_.parts == 1 && !policy.shard_params;  // the two spaces are one
+  if (!space.narrow()) {
+    space.master = space.lp;
+  } else {
+    space.master = {at::zeros({space.map.shard_numel}, options.dtype(at::kFloat)), whole};
+  }
+  const at::ScalarType accumulate = space.narrow() ? options_.grad_dtype.value_or(at::kFloat) : space.dtype;
+  space.grad = {at::zeros({space.map.shard_numel}, options.dtype(accumulate)), whole};
+  if (whole) {
+    space.local = space.grad.data;
+  } else if (!policy.shard_grads) {
+    space.local = at::zeros({space.map.full_numel()}, space.grad.data.options());
+  }
+}
+
+void ParamStore::adopt_params(FlatSpace& space) {
+  for (size_t i = 0; i < space.params.size(); ++i) {
+    ParamSpec& spec = specs_[space.params[i]];
+    if (!space.lp.full) {
+      const plan::Bucket& bucket = space.map.buckets[space.map.bucket_of[i]];
+      int64_t offset = bucket.shard_begin;  // of the slice: the extent's, which every rank's slice shares
+      const size_t first = space.map.first[i];
+      if (first == space.map.first[i + 1]) continue;  // no elements
+      offset = space.map.extents[first].shard_offset;
+      spec.sharded->move_shard(space.lp.data.narrow(0, offset, spec.sharded->slice_numel()));
+      continue;
+    }
+    const int64_t offset = space.map.offsets[i];
+    at::Tensor home = space.lp.data.narrow(0, offset, space.map.numels[i])
+                          .as_strided(spec.tensor.sizes(), kept_strides(spec.tensor), offset);
+    home.copy_(spec.tensor);
+    spec.tensor.set_data(home);
+  }
+}
+
+at::Tensor ParamStore::view(size_t param, const at::Tensor& full) const {
   const at::Tensor& tensor = specs_[param].tensor;
-  return flat.as_strided(tensor.sizes(), tensor.strides(), flat.storage_offset() + places_[param].offset);
+  const int64_t offset = space_of(param).map.offsets[places_[param].index];
+  return full.as_strided(tensor.sizes(), tensor.strides(), full.storage_offset() + offset);
+}
+
+at::Tensor ParamStore::piece_view(const Piece& piece, const Buffer& buffer) const {
+  if (!sharded()) return view(piece.param, buffer.data);
+  const FlatSpace& space = spaces_[piece.space];
+  return buffer.data.narrow(0, space.offset_in(buffer, space.map.extents[piece.extent]), piece.numel);
+}
+
+void ParamStore::need_local() {
+  at::NoGradGuard no_grad;
+  for (FlatSpace& space : spaces_)
+    if (!space.local.defined()) space.local = at::zeros({space.map.full_numel()}, space.grad.data.options());
+}
+
+void ParamStore::drop_local() {
+  if (!options_.policy.shard_grads) return;
+  for (FlatSpace& space : spaces_) space.local = at::Tensor();
+}
+
+std::vector<std::pair<std::string, int64_t>> ParamStore::held_bytes() const {
+  int64_t lp = 0, master = 0, grad = 0, local = 0, slots = 0;
+  for (const FlatSpace& space : spaces_) {
+    lp += bytes_of(space.lp.data);
+    if (!space.master.data.is_same(space.lp.data)) master += bytes_of(space.master.data);
+    grad += bytes_of(space.grad.data);
+    if (!space.local.is_same(space.grad.data)) local += bytes_of(space.local);
+    for (const Buffer& slot : space.slots) slots += bytes_of(slot.data);
+  }
+  return {{"lp", lp}, {"master", master}, {"grad", grad}, {"local", local}, {"slots", slots}};
 }
 
 void ParamStore::release() {
   at::NoGradGuard no_grad;
-  for (ParamSpec& spec : specs_) spec.tensor.set_data(spec.tensor.detach().clone());
+  for (ParamSpec& spec : specs_)
+    if (!spec.sharded) spec.tensor.set_data(spec.tensor.detach().clone());
 }
 
 }  // namespace ds::zero

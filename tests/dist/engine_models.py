@@ -68,7 +68,7 @@ def config(world=1, accumulate=1, size=8, **more):
     return made
 
 
-def train_plain(steps, make_optimizer, clip=0.5, sparse=False, schedule=None, dtype=torch.float64):
+def train_plain(steps, make_optimizer, clip=0.5, sparse=False, schedule=None, dtype=torch.float64, size=8):
     """Losses, norms and the model after ``steps`` steps of one process on whole batches.
 
     In fp64 by default, so that what is measured is our error and not that of the reference: torch's own fp32 AdamW
@@ -79,7 +79,7 @@ def train_plain(steps, make_optimizer, clip=0.5, sparse=False, schedule=None, dt
     scheduler = schedule(optimizer) if schedule else None
     losses, norms = [], []
     for step in range(steps):
-        tokens, targets = batch(step)
+        tokens, targets = batch(step, size)
         optimizer.zero_grad(set_to_none=True)
         loss = loss_of(model(tokens, extra=uses_extra(step)), targets)
         loss.backward()
@@ -94,12 +94,12 @@ def train_plain(steps, make_optimizer, clip=0.5, sparse=False, schedule=None, dt
     return losses, norms, model
 
 
-def train_engine(engine, steps, rank, world, user_backward=False, start=0):
+def train_engine(engine, steps, rank, world, user_backward=False, start=0, size=8):
     """Mean losses over the ranks' parts and norms; each micro step takes this rank's part of the whole batch."""
     accumulate = engine.gradient_accumulation_steps()
     losses, norms = [], []
     for step in range(start, start + steps):
-        tokens, targets = (t.to(engine.device) for t in batch(step))
+        tokens, targets = (t.to(engine.device) for t in batch(step, size))
         part = tokens.shape[0] // world // accumulate
         total = 0.0
         for micro in range(accumulate):

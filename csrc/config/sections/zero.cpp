@@ -140,7 +140,7 @@ Field zero_section(std::string name, std::string doc) {
           integer("stage", 0, "0: nothing sharded, 1: optimizer states, 2: and gradients, 3: and parameters.")
               .one_of({0, 1, 2, 3})
               .raises(ErrorKind::kAssertion)
-              .not_built_values("ZeRO stage 1 and above", {1, 2, 3})  // stages open by deleting their value here
+              .not_built_values("ZeRO stage 3", {3})  // stages open by deleting their value here
           ,
           boolean("contiguous_gradients", true, "Copy gradients into one buffer as they come, against fragmentation."),
           boolean("reduce_scatter", true, "Reduce each gradient only to the rank that needs it."),

@@ -26,6 +26,7 @@ from deepspeed.utils.nested import cast_floats, tensors_in
 from deepspeed.zero.core import build_core
 from deepspeed.zero.fp16_optimizer import FP16_Optimizer, FP16_UnfusedOptimizer
 from deepspeed.zero.fused_state import FusedState
+from deepspeed.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.zero.stepping import Stepping
 
 
@@ -178,6 +179,9 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
             predivide=before,
             postscale=after,
             find_culprits=self._checks_overflow() and world > 1,
+            scatter=self._config.zero_config.reduce_scatter,
+            allgather=self._config.zero_config.allgather_partitions,
+            allgather_bucket_numel=self._config.zero_config.allgather_bucket_size,
         )
         self._broadcast_model()
         self.core.refresh_master()
@@ -186,6 +190,10 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         narrow = any(
             p.dtype in (torch.float16, torch.bfloat16) for group in optimizer.param_groups for p in group["params"]
         )
+        if self.zero_optimization():
+            self.optimizer = self._wrap_sharded(optimizer)
+            self.stepping = self.optimizer.stepping
+            return
         if narrow:
             self.optimizer = self._wrap_narrow(optimizer)
             self.stepping = self.optimizer.stepping
@@ -196,7 +204,7 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
             self.core, optimizer, params, self._param_names, clip=self.gradient_clipping(), rank=self.global_rank
         )
         if hasattr(optimizer, "adam_args") and all(p.dtype == torch.float32 for p in params):
-            self.stepping.fused = FusedState(self.core, optimizer, params, range(len(params)), self.stepping.step)
+            self.stepping.fused = FusedState(self.core, optimizer, params, self.stepping.step)
             optimizer.fused_state = self.stepping.fused
 
     def _overlaps_reduction(self):
@@ -223,6 +231,19 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
             dynamic_loss_args=self.dynamic_loss_scale_args() if self.dynamic_loss_scale() else None,
             mpu=self.mpu,
             clip_grad=self.gradient_clipping(),
+        )
+
+    def _wrap_sharded(self, optimizer):
+        return DeepSpeedZeroOptimizer(
+            optimizer,
+            partition_grads=self.zero_optimization_stage() >= 2,
+            static_loss_scale=(self._config.float16_config.loss_scale or 1.0) if self.fp16_enabled() else 1.0,
+            dynamic_loss_scale=self.dynamic_loss_scale(),
+            dynamic_loss_args=self.dynamic_loss_scale_args() if self.dynamic_loss_scale() else None,
+            dp_process_group=self.parallel.dp_group if self.dp_world_size > 1 else None,
+            mpu=self.mpu,
+            clip_grad=self.gradient_clipping(),
+            engine=self,
         )
 
     def _broadcast_model(self):
@@ -258,9 +279,12 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         self.core.plan_user_backward(reduce=self._reduces_now(), factor=factor)
 
     def _reduces_now(self):
-        return (
-            self.is_gradient_accumulation_boundary() and not self._in_no_sync and self.managed_gradient_accumulation()
-        )
+        """Whether the next backward adds up over the ranks: at a boundary, or always where gradients are sharded."""
+        if self._in_no_sync:
+            return False
+        if self.zero_optimization_stage() >= 2:
+            return True
+        return self.is_gradient_accumulation_boundary() and self.managed_gradient_accumulation()
 
     def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
         """Accumulates the gradients of ``loss``, a scalar, and reduces them at the accumulation boundary.

@@ -20,13 +20,17 @@ def build_core(
     predivide=1.0,
     postscale=1.0,
     find_culprits=False,
+    scatter=True,
+    allgather=True,
+    allgather_bucket_numel=500_000_000,
 ):
     """Returns ``(core, names)``.
 
     ``param_groups`` are those of an optimizer. ``names`` and ``orders`` map a parameter's id to its name and to its
     position in the module; without them parameters are called ``group.index`` and ordered as given. Process groups
     are torch's, None for a single process. ``predivide`` multiplies gradients before they are summed over the ranks,
-    ``postscale`` after. The threads of CPU kernels are ``torch.get_num_threads()``.
+    ``postscale`` after. ``scatter``: gradients are reduced to their owners only; ``allgather``: updated parameters
+    travel by all-gather, else by broadcasts; ``allgather_bucket_numel`` limits one gather. The threads of CPU kernels are ``torch.get_num_threads()``.
     """
     tensors, called, groups, places, counted = [], [], [], [], []
     for index, group in enumerate(param_groups):
@@ -53,5 +57,8 @@ def build_core(
         predivide=float(predivide),
         postscale=float(postscale),
         find_culprits=bool(find_culprits),
+        scatter=bool(scatter),
+        allgather=bool(allgather),
+        allgather_bucket_numel=int(allgather_bucket_numel),
     )
     return core, called

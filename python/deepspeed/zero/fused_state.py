@@ -8,22 +8,22 @@ each parameter, ``state_dict`` and ``load_state_dict``. Only its step runs on th
 class FusedState:
     """The link between one optimizer and one core.
 
-    ``params`` are the optimizer's own parameters in group order, ``indices`` their places in the core.
+    ``params`` are the optimizer's own parameters in group order: one for each piece that this rank owns.
     """
 
-    def __init__(self, core, optimizer, params, indices, run_step):
+    def __init__(self, core, optimizer, params, run_step):
         self.core = core
         self.optimizer = optimizer
         self.params = params
-        self.indices = indices
         self.run_step = run_step
         self.stepping = False
         self._install()
 
     def _views(self):
         exp_avg, exp_avg_sq, steps = self.core.slots(0), self.core.slots(1), self.core.steps()
-        for param, index in zip(self.params, self.indices):
-            yield param, {"step": steps[index], "exp_avg": exp_avg[index], "exp_avg_sq": exp_avg_sq[index]}
+        pieces = zip(self.params, self.core.pieces(), exp_avg, exp_avg_sq)
+        for param, (index, _, _), first, second in pieces:
+            yield param, {"step": steps[index], "exp_avg": first, "exp_avg_sq": second}
 
     def _install(self):
         for param, views in self._views():

@@ -6,8 +6,8 @@ from deepspeed.log import log_dist, logger
 class Stepping:
     """Runs the step of ``optimizer`` on the gradients in ``core``.
 
-    ``masters`` are the tensors the optimizer updates, one for each parameter of the core and in its order: the
-    parameters themselves in fp32, fp32 copies otherwise. ``scaler`` is the loss scaler or None. ``check``: gradients
+    ``masters`` are the tensors the optimizer updates, one for each piece that this rank owns and in the core's order:
+    the parameters themselves in fp32 where nothing is sharded, fp32 views of the core's buffers otherwise. ``scaler`` is the loss scaler or None. ``check``: gradients
     that are not finite skip the step. ``clip`` is the maximum 2-norm, 0 for none.
     """
 
@@ -77,10 +77,11 @@ class Stepping:
     def _list_bad(self, most=3):
         found = self.core.culprits()
         if not found:
+            used = self.core.used()
             found = [
-                (name, "nan" if grad.isnan().any() else "inf")
-                for name, grad, used in zip(self.names, self.core.grads(), self.core.used())
-                if used and not grad.isfinite().all()
+                (self.names[index], "nan" if grad.isnan().any() else "inf")
+                for (index, _, _), grad in zip(self.core.pieces(), self.core.grads())
+                if used[index] and not grad.isfinite().all()
             ]
         text = ", ".join(f"parameter '{name}' has {kind}" for name, kind in found[:most])
         return text + (f" and {len(found) - most} more" if len(found) > most else "")

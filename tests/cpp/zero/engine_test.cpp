@@ -93,7 +93,7 @@ struct PlainAdamW {
 };
 
 struct Case {
-  int world, accumulate, groups;
+  int stage, world, accumulate, groups;
   int64_t bucket;
   bool overlap;
 };
@@ -121,6 +121,7 @@ void compare(const Case& c, int steps, double tolerance) {
     ranks.emplace_back([&, rank] {
       Model model;
       EngineOptions options;
+      options.stage = c.stage;
       options.reducer.bucket_numel = c.bucket;
       options.reducer.overlap = c.overlap;
       options.reducer.predivide = 1.0f / c.world;
@@ -132,7 +133,7 @@ void compare(const Case& c, int steps, double tolerance) {
           engine->watch();
           const at::Tensor input = batch(step).narrow(0, (rank * c.accumulate + part) * micro, micro);
           const at::Tensor loss = model.loss(input, optional) / c.accumulate;
-          engine->begin_backward(part + 1 == c.accumulate);
+          engine->begin_backward(part + 1 == c.accumulate || c.stage >= 2);
           loss.backward();
           engine->end_backward();
         }
@@ -145,18 +146,19 @@ void compare(const Case& c, int steps, double tolerance) {
       }
       for (size_t i = 0; i < model.params.size(); ++i)
         EXPECT_LE((model.params[i] - reference.params[i]).abs().max().item<double>(), tolerance)
-            << "world " << c.world << " accumulate " << c.accumulate << " rank " << rank << " parameter " << i;
+            << "stage " << c.stage << " world " << c.world << " accumulate " << c.accumulate << " rank " << rank << " parameter " << i;
     });
   }
   for (auto& rank : ranks) rank.join();
 }
 
 TEST(Engine, EqualsPlainTraining) {
-  for (int world : {1, 2, 4})
-    for (int accumulate : {1, 2})
-      for (int groups : {1, 2})
-        for (int64_t bucket : {1, 40, 1000000})
-          for (bool overlap : {false, true}) compare({world, accumulate, groups, bucket, overlap}, 12, 2e-6);
+  for (int stage : {0, 1, 2})
+    for (int world : {1, 2, 4})
+      for (int accumulate : {1, 2})
+        for (int groups : {1, 2})
+          for (int64_t bucket : {1, 40, 1000000})
+            for (bool overlap : {false, true}) compare({stage, world, accumulate, groups, bucket, overlap}, 12, 2e-6);
 }
 
 // One rank's graph uses a parameter that the others' do not: the sum must count it once, and nobody may hang.

@@ -1,0 +1,80 @@
+#include "zero/sharded_param.h"
+
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
+#include "base/error.h"
+#include "plan/shard_map.h"
+#include "zero/param_layout.h"
+
+namespace ds::zero {
+
+ShardedParam::ShardedParam(at::Tensor tensor, std::string name, int64_t parts, int64_t rank)
+    : tensor_(std::move(tensor)), name_(std::move(name)), parts_(parts), rank_(rank) {
+  if (!tensor_.is_leaf())
+    fail(ErrorKind::kValue, "parameter '", name_, "' is not a leaf tensor and cannot be partitioned");
+  adopt_shape();
+}
+
+void ShardedParam::adopt_shape() {
+  at::NoGradGuard no_grad;
+  sizes_ = tensor_.sizes().vec();
+  strides_ = kept_strides(tensor_);
+  numel_ = tensor_.numel();
+  slice_ = plan::slice_numel(numel_, parts_);
+  shard_ = at::zeros({slice_}, tensor_.options().requires_grad(false));
+  buffer_ = at::Tensor();
+  write_back();
+}
+
+bool ShardedParam::reshaped() const {
+  return available() && (tensor_.sizes() != at::IntArrayRef(sizes_) || tensor_.scalar_type() != shard_.scalar_type());
+}
+
+void ShardedParam::set_status(ParamStatus status) {
+  if (status == status_) return;
+  status_ = status;
+  if (on_status) on_status(status);
+}
+
+void ShardedParam::mark_inflight() { set_status(ParamStatus::kInflight); }
+
+void ShardedParam::move_shard(const at::Tensor& home) {
+  at::NoGradGuard no_grad;
+  home.copy_(shard_);
+  shard_ = home;
+}
+
+void ShardedParam::take_full(const at::Tensor& buffer) {
+  at::NoGradGuard no_grad;
+  buffer_ = buffer;
+  tensor_.set_data(buffer.as_strided(sizes_, strides_, buffer.storage_offset()));
+  set_status(ParamStatus::kAvailable);
+}
+
+at::Tensor ShardedParam::release() {
+  at::NoGradGuard no_grad;
+  tensor_.set_data(at::empty({0}, shard_.options()));
+  at::Tensor buffer = std::move(buffer_);
+  buffer_ = at::Tensor();
+  set_status(ParamStatus::kNotAvailable);
+  if (buffer.defined() && buffer.storage().use_count() > 1) return {};
+  return buffer;
+}
+
+at::Tensor ShardedParam::gathered() const {
+  if (!available()) return {};
+  const at::Tensor data = tensor_.detach();
+  if (data.strides() == at::IntArrayRef(strides_)) return data.as_strided({numel_}, {1}, data.storage_offset());
+  at::Tensor ordered = at::empty_strided(sizes_, strides_, data.options());
+  ordered.copy_(data);
+  return ordered.as_strided({numel_}, {1}, 0);
+}
+
+void ShardedParam::write_back() {
+  at::NoGradGuard no_grad;
+  if (own_numel() <= 0) return;
+  shard_.narrow(0, 0, own_numel()).copy_(gathered().narrow(0, own_begin(), own_numel()));
+}
+
+}  // namespace ds::zero

@@ -1,0 +1,77 @@
+// A parameter of which every rank holds one slice (ZeRO stage 3).
+//
+// The tensor object is the user's and stays the same; its data is the whole parameter while it is gathered and empty
+// while it is not. A gathered buffer is fresh memory each time unless nobody else refers to the old one: autograd may
+// have saved a view of it for backward, and that view must keep its values.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace ds::zero {
+
+enum class ParamStatus { kAvailable = 1, kNotAvailable = 2, kInflight = 3 };
+
+class ShardedParam {
+ public:
+  // `tensor` holds the whole parameter, and goes on doing so until release(). Fails for what is not a dense leaf.
+  ShardedParam(at::Tensor tensor, std::string name, int64_t parts, int64_t rank);
+
+  const at::Tensor& tensor() const { return tensor_; }
+  const std::string& name() const { return name_; }
+  void rename(std::string name) { name_ = std::move(name); }
+  const std::vector<int64_t>& sizes() const { return sizes_; }
+  const std::vector<int64_t>& strides() const { return strides_; }
+  int64_t numel() const { return numel_; }
+  int64_t parts() const { return parts_; }
+  int64_t rank() const { return rank_; }
+  int64_t slice_numel() const { return slice_; }
+  at::ScalarType dtype() const { return shard_.scalar_type(); }
+  int64_t padded_numel() const { return slice_ * parts_; }
+  // Elements of this rank's slice that are not padding, and where they start within the parameter.
+  int64_t own_begin() const { return std::min(rank_ * slice_, numel_); }
+  int64_t own_numel() const { return std::min(slice_, numel_ - own_begin()); }
+
+  // slice_numel() elements, padding zero.
+  const at::Tensor& shard() const { return shard_; }
+  void move_shard(const at::Tensor& home);  // copies the slice to `home`, which is the shard from now on
+
+  ParamStatus status() const { return status_; }
+  bool available() const { return status_ == ParamStatus::kAvailable; }
+  void mark_inflight();
+
+  // The parameter becomes the first numel() elements of `buffer`, which has padded_numel().
+  void take_full(const at::Tensor& buffer);
+  // The values go; the shard stays. Returns the buffer when nobody else refers to its memory, else an undefined one.
+  at::Tensor release();
+  // The slice takes this rank's part of the gathered values.
+  void write_back();
+  // The gathered values in memory order, numel() elements; undefined while not available.
+  at::Tensor gathered() const;
+
+  // Another shape or dtype: the whole parameter has been replaced while gathered (embedding resize).
+  bool reshaped() const;
+  void adopt_shape();
+
+  // How many users need it gathered: module calls, contexts, persistence. Released by the last.
+  int holders = 0;
+  bool persistent = false;
+  std::function<void(ParamStatus)> on_status;  // called after each change
+
+ private:
+  void set_status(ParamStatus status);
+
+  at::Tensor tensor_;
+  std::string name_;
+  std::vector<int64_t> sizes_, strides_;
+  int64_t numel_, parts_, rank_, slice_;
+  at::Tensor shard_;
+  at::Tensor buffer_;
+  ParamStatus status_ = ParamStatus::kAvailable;
+};
+using ShardedParamPtr = std::shared_ptr<ShardedParam>;
+
+}  // namespace ds::zero

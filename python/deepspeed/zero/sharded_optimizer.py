@@ -1,0 +1,239 @@
+"""Optimizer states on shards: the optimizer that ``deepspeed.initialize`` returns for ZeRO stages 1 and 2.
+
+Each rank updates its own pieces of the fp32 masters; the whole model is gathered after the step. Any element-wise
+optimizer may be inside. Source of the method: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models" (SC 2020), section 5.
+"""
+
+import collections
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.optim.loss_scaler import LossScaleConfig
+from deepspeed.version import __version__
+from deepspeed.zero.base_optimizer import ZeROOptimizer
+from deepspeed.zero.wrapped_optimizer import WrappedOptimizer
+
+Fragment = collections.namedtuple("fragment_address", ["numel", "start"])
+
+
+class ShardedOptimizer(WrappedOptimizer, ZeROOptimizer):
+    """What the sharded stages have in common: one core, pieces, access to whole tensors."""
+
+    stage = None
+
+    def _build(
+        self, init_optimizer, engine, dtype, param_names, scaler_args, clip_grad, options
+    ):
+        self.optimizer = init_optimizer
+        self.low_precision_dtype = dtype
+        self.bit16_groups = [list(group["params"]) for group in init_optimizer.param_groups]
+        self.param_names = dict(param_names or {})
+        core, names, check, rank = self._take_core(engine, **options)
+        self._names = names
+        self.dp_process_group = options.get("data_parallel")
+        static, dynamic, dynamic_args = scaler_args
+        scaler = LossScaleConfig(dtype, dynamic, static, dynamic_args).loss_scaler
+        self._start(core, names, check, rank, scaler, clip_grad)
+        self._params = [param for group in self.bit16_groups for param in group]
+        for index, param in enumerate(self._params):
+            param._ds_link = ParamLink(self, index)
+            self.param_names.setdefault(param, names[index])
+
+    # ---- sizes -----------------------------------------------------------------------------------------------------
+    @property
+    def partition_count(self):
+        """Number of shards, one entry for each parameter group."""
+        return [dist.get_world_size(self.dp_process_group) if self.dp_process_group is not None else 1] * len(
+            self.bit16_groups
+        )
+
+    @property
+    def rank_in_partitions(self):
+        return dist.get_rank(self.dp_process_group) if self.dp_process_group is not None else 0
+
+    @property
+    def single_partition_of_fp32_groups(self):
+        """One flat fp32 tensor (a copy) for each parameter group: the masters that this rank owns, without padding."""
+        return [
+            torch.cat([m.detach().reshape(-1) for m in group]) if group else torch.zeros(0)
+            for group in self.fp32_groups
+        ]
+
+    @property
+    def averaged_gradients(self):
+        """dict: group -> list of this rank's pieces of the reduced gradients (views)."""
+        groups = [index for index, group in enumerate(self.bit16_groups) for _ in group]
+        used = self.core.used()
+        found = {index: [] for index in range(len(self.bit16_groups))}
+        for (param, _, _), grad in zip(self.core.pieces(), self.core.grads()):
+            if used[param]:
+                found[groups[param]].append(grad)
+        return found
+
+    def check_overflow(self, partition_gradients=True):
+        """Whether the reduced gradients hold an inf or nan on any rank. Every rank calls it."""
+        bad = any(not bool(grad.isfinite().all()) for grads in self.averaged_gradients.values() for grad in grads)
+        if self.dp_process_group is None:
+            self.stepping.overflow = bad
+            return bad
+        flag = torch.tensor([float(bad)], device=self.core_device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.dp_process_group)
+        self.stepping.overflow = bool(flag.item())
+        return self.stepping.overflow
+
+    has_overflow = check_overflow
+
+    @property
+    def core_device(self):
+        return self._params[0].device if self._params else torch.device("cpu")
+
+    # ---- whole tensors, collected or spread ------------------------------------------------------------------------
+    STATES = ("exp_avg", "exp_avg_sq")
+
+    def state_names(self):
+        """Names of the optimizer's states that have one value for each element of a parameter."""
+        if self.stepping.fused is not None:
+            return list(self.STATES)
+        found = []
+        for master, state in self.optimizer.state.items():
+            for name, value in state.items():
+                if torch.is_tensor(value) and value.shape == master.shape and value.dim() and name not in found:
+                    found.append(name)
+        return sorted(found)
+
+    def _piece_states(self, index, name):
+        """``(offset, numel, state tensor)`` of this rank's pieces of a parameter; creates nothing."""
+        masters = self.stepping.masters
+        for master, (param, offset, numel) in zip(masters, self.core.pieces()):
+            if param == index and name in self.optimizer.state.get(master, {}):
+                yield offset, numel, self.optimizer.state[master][name]
+
+    def full_tensor(self, index, kind):
+        """The whole ``kind`` ("fp32", "grad" or the name of a state) of parameter ``index``, fp32, in its shape.
+
+        Every rank calls it. None for a gradient that no rank has, and for a state that does not exist.
+        """
+        if kind == "fp32":
+            return self.core.full("master", 0, index)
+        if kind == "grad":
+            grad = self.core.full("grad", 0, index)
+            return None if grad is None else self._unscaled(grad)
+        if self.stepping.fused is not None:
+            return self.core.full("slot", self.STATES.index(kind), index) if kind in self.STATES else None
+        return self._collect(index, kind)
+
+    def _collect(self, index, name):
+        param = self._params[index]
+        shape = getattr(param, "ds_shape", param.shape)
+        flat = torch.zeros(shape.numel(), dtype=torch.float32, device=self.core_device)
+        found = torch.zeros(1, device=self.core_device)
+        for offset, numel, value in self._piece_states(index, name):
+            flat[offset : offset + numel] = value.reshape(-1)
+            found.fill_(1)
+        if self.dp_process_group is not None:
+            dist.all_reduce(flat, group=self.dp_process_group)
+            dist.all_reduce(found, group=self.dp_process_group)
+        return flat.reshape(shape) if found.item() else None
+
+    def set_full_tensor(self, index, kind, value):
+        """Every rank passes the same ``value``, in the parameter's shape; each takes what it owns of it."""
+        value = value.detach()
+        if kind == "fp32":
+            self.core.set_full("master", 0, index, value)
+        elif kind == "grad":
+            self.core.set_full("grad", 0, index, value.float() * self.loss_scale)
+        elif self.stepping.fused is not None and kind in self.STATES:
+            self.core.set_full("slot", self.STATES.index(kind), index, value)
+        else:
+            for offset, numel, state in self._piece_states(index, kind):
+                state.copy_(value.reshape(-1)[offset : offset + numel].reshape(state.shape))
+
+    def _unscaled(self, grad):
+        return grad if self.loss_scale == 1.0 else grad / self.loss_scale
+
+    # ---- state -----------------------------------------------------------------------------------------------------
+    def _steps(self):
+        """Updates that each parameter has seen, on every rank alike."""
+        if self.stepping.fused is not None:
+            return [int(step) for step in self.core.steps()]
+        steps = torch.zeros(len(self._params), device=self.core_device)
+        for master, (index, _, _) in zip(self.stepping.masters, self.core.pieces()):
+            steps[index] = float(self.optimizer.state.get(master, {}).get("step", 0))
+        if self.dp_process_group is not None:
+            dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=self.dp_process_group)
+        return [int(step) for step in steps]
+
+    def _group_args(self):
+        return [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+
+    def _common_state(self):
+        return {
+            "zero_stage": self.stage,
+            "loss_scaler": self.loss_scaler,
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "param_steps": self._steps(),
+            "scaler_state": self._scaler_state(),
+            "ds_version": __version__,
+        }
+
+    def _load_common(self, saved, load_optimizer_states):
+        self.stepping.overflow = bool(saved.get("overflow", False))
+        if "scaler_state" in saved and self.needs_scaler():
+            self._load_scaler_state(saved["scaler_state"])
+        if not load_optimizer_states:
+            return
+        steps = saved.get("param_steps")
+        if steps is None:
+            return
+        if len(steps) != len(self._params):
+            raise ValueError(
+                f"the saved optimizer has {len(steps)} parameters, this one {len(self._params)}: it is of another model"
+            )
+        if self.stepping.fused is not None:
+            self.core.steps().copy_(torch.tensor(steps, dtype=torch.float32))
+
+    def destroy(self):
+        for param in self._params:
+            if getattr(param, "_ds_link", None) is not None:
+                del param._ds_link
+        super().destroy()
+
+
+class ParamLink:
+    """From a parameter to the optimizer that holds its masters, gradients and states; see utils.tensor_fragment."""
+
+    def __init__(self, owner, index):
+        self.owner = owner
+        self.index = index
+
+    def __deepcopy__(self, memo):
+        return None  # a copied model is not trained by this engine
+
+    def __reduce__(self):
+        return (type(None), ())
+
+    def get(self, kind):
+        return self.owner.full_tensor(self.index, kind)
+
+    def set(self, kind, value):
+        self.owner.set_full_tensor(self.index, kind, value)
+
+    def pieces(self, kind):
+        """``(offset, numel, view)`` of this rank's pieces."""
+        owner = self.owner
+        if kind == "fp32":
+            tensors = owner.core.masters()
+        elif kind == "grad":
+            if not owner.core.used()[self.index]:
+                return []
+            tensors = owner.core.grads()
+        else:
+            return list(owner._piece_states(self.index, kind))
+        return [
+            (offset, numel, tensor)
+            for (index, offset, numel), tensor in zip(owner.core.pieces(), tensors)
+            if index == self.index
+        ]

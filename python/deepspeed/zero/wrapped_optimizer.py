@@ -1,0 +1,183 @@
+"""What all optimizers that an engine wraps do alike, whatever is sharded: groups, scale, backward, step."""
+
+import torch
+
+from deepspeed.zero.base_optimizer import DeepSpeedOptimizer
+from deepspeed.zero.core import build_core
+from deepspeed.zero.fused_state import FusedState
+from deepspeed.zero.stepping import Stepping
+
+DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+class WrappedOptimizer(DeepSpeedOptimizer):
+    """``optimizer`` updates what this rank owns of the fp32 masters: views of the core's flat buffers.
+
+    ``low_precision_dtype`` is what the model computes with, fp32 included. The parameter groups of ``optimizer`` keep
+    their identity, so schedulers made for them stay valid; only their ``params`` are replaced.
+    """
+
+    def _take_core(self, engine, **options):
+        """The core of ``engine``, or one of its own: ``(core, names, check for overflow, rank)``."""
+        if engine is not None and hasattr(engine, "core_for_optimizer"):
+            return engine.core_for_optimizer(self.optimizer)
+        core, names = build_core(self.optimizer.param_groups, **options)
+        return core, names, self.low_precision_dtype != torch.float32, 0
+
+    def _start(self, core, names, check, rank, scaler, clip_grad):
+        self.core = core
+        self.loss_scaler = scaler
+        self._take_masters()
+        masters = [master for group in self.fp32_groups for master in group]
+        self.stepping = Stepping(
+            core, self.optimizer, masters, names, scaler=scaler, check=check, clip=clip_grad, rank=rank
+        )
+        if hasattr(self.optimizer, "adam_args") and all(m.dtype == torch.float32 for m in masters):
+            self.stepping.fused = FusedState(core, self.optimizer, masters, self.step)
+            self.optimizer.fused_state = self.stepping.fused
+
+    def _take_masters(self):
+        """Puts the masters that this rank owns in the place of the parameters in the inner optimizer."""
+        groups_of = {}
+        index = 0
+        for position, group in enumerate(self.optimizer.param_groups):
+            for param in group["params"]:
+                groups_of[index] = (position, param)
+                index += 1
+        self.fp32_groups = [[] for _ in self.optimizer.param_groups]
+        state = self.optimizer.state
+        for (param_index, offset, numel), tensor in zip(self.core.pieces(), self.core.masters()):
+            position, param = groups_of[param_index]
+            master = torch.nn.Parameter(tensor, requires_grad=param.requires_grad)
+            if param in state:
+                state[master] = {
+                    key: value.detach().reshape(-1)[offset : offset + numel].clone().reshape(master.shape)
+                    if torch.is_tensor(value) and value.numel() == param.numel() and value.dim() > 0
+                    else value
+                    for key, value in state[param].items()
+                }
+            self.fp32_groups[position].append(master)
+        for _, param in groups_of.values():
+            state.pop(param, None)
+        for group, masters in zip(self.optimizer.param_groups, self.fp32_groups):
+            group["params"] = masters
+
+    # ---- what users read -------------------------------------------------------------------------------------------
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value):
+        self.optimizer.param_groups = value
+
+    @property
+    def state(self):
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value):
+        self.optimizer.state = value
+
+    @property
+    def overflow(self):
+        return self.stepping.overflow
+
+    @property
+    def loss_scale(self):
+        return self.stepping.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value):
+        self.override_loss_scale(value)
+
+    cur_scale = loss_scale
+
+    @property
+    def dynamic_loss_scale(self):
+        return bool(self.loss_scaler.dynamic)
+
+    @property
+    def clip_grad(self):
+        return self.stepping.clip
+
+    @clip_grad.setter
+    def clip_grad(self, value):
+        self.stepping.clip = value
+
+    @property
+    def _global_grad_norm(self):
+        return self.stepping.norm
+
+    def needs_scaler(self):
+        """True when a loss must be scaled before a backward that the user runs."""
+        return self.low_precision_dtype == torch.float16
+
+    def get_lr(self):
+        return self.optimizer.param_groups[0]["lr"]
+
+    def set_lr(self, lr):
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def override_loss_scale(self, loss_scale):
+        """Fixes the current loss scale; a dynamic scaler goes on from there."""
+        self.loss_scaler.cur_scale = loss_scale
+
+    # ---- training --------------------------------------------------------------------------------------------------
+    def backward(self, loss, create_graph=False, retain_graph=False):
+        """Scales ``loss`` (a scalar) and runs its backward; gradients land in the flat buffers."""
+        self.core.watch()
+        self.core.begin_backward(True)
+        try:
+            (loss.float() * self.loss_scale).backward(create_graph=create_graph, retain_graph=retain_graph)
+        except BaseException:
+            self.core.abort_backward()
+            raise
+        self.core.end_backward()
+
+    def step(self, closure=None):
+        """Unscales, clips, updates and casts. Nothing changes when a gradient is not finite: see ``overflow``."""
+        if closure is not None:
+            raise ValueError(
+                "closures are not supported: with a loss scale the gradients of a closure cannot be checked first"
+            )
+        return self.stepping.step()
+
+    def zero_grad(self, set_to_none=True):
+        self.core.clear_grads()
+
+    def refresh_fp32_params(self):
+        """Masters take the model's current 16-bit weights, after somebody has loaded those."""
+        self.core.refresh_master()
+
+    def initialize_optimizer_states(self):
+        self.core.slots(1)
+
+    # ---- state -----------------------------------------------------------------------------------------------------
+    def _scaler_state(self):
+        state = {
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "cur_scale": self.loss_scale,
+            "cur_iter": getattr(self.loss_scaler, "cur_iter", 0),
+        }
+        if self.dynamic_loss_scale:
+            state["last_overflow_iter"] = self.loss_scaler.last_overflow_iter
+            state["scale_factor"] = self.loss_scaler.scale_factor
+            state["scale_window"] = self.loss_scaler.scale_window
+            state["cur_hysteresis"] = self.loss_scaler.cur_hysteresis
+        return state
+
+    def _load_scaler_state(self, saved):
+        if "cur_scale" not in saved:
+            return
+        self.loss_scaler.cur_scale = saved["cur_scale"]
+        self.loss_scaler.cur_iter = saved.get("cur_iter", 0)
+        if self.dynamic_loss_scale and saved.get("dynamic_loss_scale"):
+            self.loss_scaler.last_overflow_iter = saved["last_overflow_iter"]
+            if "cur_hysteresis" in saved:
+                self.loss_scaler.cur_hysteresis = saved["cur_hysteresis"]
+
+    def destroy(self):
+        self.optimizer = None
+        self.stepping.fused = None
