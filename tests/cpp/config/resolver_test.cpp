@@ -183,7 +183,9 @@ TEST(Render, ExplainShowsEveryParameterOfAnOptimizer) {
 }
 
 TEST(Render, ExplainShowsOriginsAndConflicts) {
-  const Config config = resolved("{\"zero_optimization\":\n{\"stage\": 1, \"reduce_bucket_size\": \"auto\"}}");
+  const Config config = resolved(
+      "{\"zero_optimization\":\n{\"stage\": 1, \"reduce_bucket_size\": \"auto\"},\n\"fp16\": {\"enabled\": true}, "
+      "\"bf16\": {\"enabled\": true}}");
   const std::string text = explain(config, schema(Root::kTraining));
   for (const char* part : {"zero_optimization.stage", "line 2", "default, \"auto\" on line 2", "Conflicts",
                            "known, not built yet: DeepCompile", "derived: zero_optimization.stage = 1"}) {

@@ -52,7 +52,6 @@ REFUSED = [
     ("torch_autocast", "not together", {"torch_autocast": {"enabled": True}, **zero(zero_quantized_weights=True)},
      ValueError, "exclude each other"),
     ("zero_optimization", "unknown keys", zero(stag=0), ValueError, "stage"),
-    ("zero_optimization", "a bool is accepted", {"zero_optimization": True}, ValueError, "stage = 1"),
     ("zero_optimization", "cpu_offload", zero(cpu_offload=True, offload_optimizer={"device": "cpu", "ratio": 1.0}),
      ValueError, "both are given"),
     ("zero_optimization.offload_optimizer", "ratio < 1.0", zero(stage=2, offload_optimizer={"ratio": 0.5}), ValueError,
@@ -104,6 +103,7 @@ REFUSED = [
 
 # Judged where it can be: with the world size, at engine creation, on a device, or by a test of its own.
 ELSEWHERE = {
+    ("zero_optimization", "a bool is accepted (deprecated)"): "test_zero_as_a_bare_boolean",
     ("train_batch_size", "must equal train_micro_batch_size_per_gpu"): "tests/cpp/plan/batch_plan_test.cpp",
     ("optimizer", "a client optimizer other than a known one"): "the engine: a client optimizer is no configuration",
     ("fp16", "enabled on a device without fp16 support"): "the engine: it knows the device",
@@ -181,6 +181,13 @@ def test_stage_3_with_an_elastic_checkpoint_warns():
     native = resolve({"train_batch_size": 8, **zero(stage=3, elastic_checkpoint=True)})[0]
     about = [issue for issue in native.issues() if "zero_optimization.elastic_checkpoint" in issue["paths"]]
     assert [issue["severity"] for issue in about if issue["code"] != "not_built"] == ["warning"]
+
+
+@pytest.mark.parametrize("given, stage", [(True, 1), (False, 0)])
+def test_zero_as_a_bare_boolean(given, stage):
+    native = resolve({"train_batch_size": 8, "zero_optimization": given})[0]
+    assert native.values()["zero_optimization"]["stage"] == stage
+    assert any(issue["code"] == "bare_bool" for issue in native.issues())
 
 
 def test_words_in_any_case():
