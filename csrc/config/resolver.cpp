@@ -42,21 +42,6 @@ void homes_of(const std::string& key, const std::vector<Field>& fields, const st
 
 }  // namespace
 
-Value default_of(const Field& field) {
-  if (!field.is_section()) return to_value(field.fallback);
-  if (field.null_when_absent) return nullptr;
-  return section_defaults(field);
-}
-
-Value section_defaults(const Field& section) {
-  Value::object_t out;
-  out.reserve(section.fields.size());
-  for (const Field& f : section.fields) {
-    if (!f.is_wildcard()) out.emplace_back(f.name, default_of(f));
-  }
-  return Value(std::move(out));
-}
-
 class Resolver {
  public:
   Resolver(Config& config, const Schema& schema, const Options& options)
@@ -340,7 +325,7 @@ class Resolver {
     for (const auto& [path, variable] : schema_.environment) {
       const Field* field = field_at(path);
       if (!is_overridden(*field) || !config_.find(path)) continue;  // no place: its section is absent
-      const Value given = from_variable(options_.environment.at(variable));
+      const Value given = scalar_in(options_.environment.at(variable));
       Verdict verdict = check(*field, given, true, nullptr);
       if (!verdict.value) {
         error("environment", path,
@@ -352,12 +337,6 @@ class Resolver {
       config_.set(path, *verdict.value, {Source::kEnvironment, 0, variable});
       if (field->unbuilt && !field->unbuilt->inert) refuse_value(*field, *verdict.value, path);
     }
-  }
-
-  // Variables hold texts: one that is a number, true, false or null in JSON is that.
-  static Value from_variable(const std::string& text) {
-    Value value = Value::parse(text, nullptr, false);
-    return value.is_number() || value.is_boolean() || value.is_null() ? value : Value(text);
   }
 
   const Field* field_at(const std::string& path) const {

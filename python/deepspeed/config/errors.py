@@ -60,7 +60,7 @@ def _make(kinds, validation_error, text, keys, value):
         lines = [pydantic.error_wrappers.ErrorWrapper(ValueError(text), loc=place) for place in places]
         validation_error.__init__(made, lines, pydantic.create_model("DeepSpeedConfig"))
     made.args = (text,)
-    made.recipe = (text, tuple(keys), tuple(kinds), value)
+    made.keys = tuple(keys)
     return made
 
 
@@ -79,7 +79,8 @@ def _class_of(kinds, validation_error):
         "__init__": lambda self, *ignored: None,
         "__str__": lambda self: str(self.args[0]),
         "__repr__": lambda self: f"{plain.__name__}({self.args[0]!r})",
-        "__reduce__": lambda self: (config_error, getattr(self, "recipe", (str(self), (), tuple(kinds)))),
+        # Without the input: it may hold process groups and callables, which do not travel.
+        "__reduce__": lambda self: (config_error, (str(self), getattr(self, "keys", ()), tuple(kinds))),
     }
     return type(plain.__name__, (plain, *others), body)
 

@@ -46,6 +46,8 @@ def test_what_a_validation_error_tells(pydantic):
     assert first["loc"] == ("fp16", "loss_scale")
     assert "must be at least 0" in first["msg"]
     assert "fp16.loss_scale = -1 must be at least 0" in str(caught.value)
+    with pytest.raises(pydantic.ValidationError) as caught:  # a value that cannot be pickled is left behind
+        DeepSpeedConfig({"train_batch_size": 8, "fp16": {"loss_scale": -1}, "mine": lambda: 1})
     again = pickle.loads(pickle.dumps(caught.value))
     assert str(again) == str(caught.value) and isinstance(again, pydantic.ValidationError)
 
