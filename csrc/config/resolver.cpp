@@ -328,10 +328,9 @@ class Resolver {
       const Value given = scalar_in(options_.environment.at(variable));
       Verdict verdict = check(*field, given, true, nullptr);
       if (!verdict.value) {
-        error("environment", path,
-              "The environment variable " + variable + " = " + show(given) + " stands for " + path + ", which " +
-                  verdict.problem + ".",
-              verdict.suggestion.empty() ? "Unset it, or correct it." : verdict.suggestion);
+        std::string what = "The environment variable " + variable + " = " + show(given);
+        what += " stands for " + path + ", which " + verdict.problem + ".";
+        error("environment", path, what, verdict.suggestion.empty() ? "Unset it, or correct it." : verdict.suggestion);
         continue;
       }
       config_.set(path, *verdict.value, {Source::kEnvironment, 0, variable});
