@@ -51,7 +51,9 @@ class ConfigJudge : public Judge {
   std::vector<std::string> given_keys(const std::string& path) const override {
     std::vector<std::string> out;
     for (const std::string& key : keys(path)) {
-      if (given(path + "." + key)) out.push_back(key);
+      std::string inside = path;
+      inside += "." + key;
+      if (given(inside)) out.push_back(key);
     }
     return out;
   }

@@ -8,7 +8,7 @@
 namespace ds::config {
 namespace {
 
-Config resolved(const std::string& text, Options options = {}) {
+Config resolved(const std::string& text, const Options& options = {}) {
   return resolve(read_text(text, "f"), schema(Root::kTraining), options);
 }
 
