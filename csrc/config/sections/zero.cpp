@@ -76,7 +76,7 @@ Field zenflow() {
 
 Field leaf_module() {
   const auto names = [](const char* name, Literal fallback, const char* doc) {
-    return list(name, std::move(fallback), doc).items(kText).bare_text();
+    return list(name, std::move(fallback), doc).items(kText).bare_text().unique().null_for_default();
   };
   return validated("leaf_module", "Modules whose parameters are gathered as one unit (stage 3).",
                    {
@@ -218,6 +218,13 @@ Field zero_section(std::string name, std::string doc) {
 DS_CONFIG_CHAPTER(50, kTraining, "ZeRO") {
   Field zero = zero_section("zero_optimization", "Shard optimizer states, gradients and parameters over ranks.");
   zero.bool_sets("stage", 1, 0, "is an old spelling; it stands for {\"stage\": 1} or {\"stage\": 0}.");
+  // Ours, not DeepSpeed's, and about training only: the `zero` section of inference does not have it.
+  zero.fields.push_back(integer("audit_steps", 0,
+                                "For that many first steps gradients, norm and update are recomputed without sharding "
+                                "and compared.")
+                            .at_least(0)
+                            .overridden_by("DS_AUDIT")
+                            .not_built("the audit of ZeRO"));
   c.add(zero);
 
   c.rule("zero_optimization.overlap_comm is true for stage 3 and false otherwise, unless given.", [](Judge& j) {
