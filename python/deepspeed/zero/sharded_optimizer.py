@@ -23,9 +23,7 @@ class ShardedOptimizer(WrappedOptimizer, ZeROOptimizer):
 
     stage = None
 
-    def _build(
-        self, init_optimizer, engine, dtype, param_names, scaler_args, clip_grad, options
-    ):
+    def _build(self, init_optimizer, engine, dtype, param_names, scaler_args, clip_grad, options):
         self.optimizer = init_optimizer
         self.low_precision_dtype = dtype
         self.bit16_groups = [list(group["params"]) for group in init_optimizer.param_groups]

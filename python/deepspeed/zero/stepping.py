@@ -47,6 +47,7 @@ class Stepping:
                 self.core.hand_out_grads(self.masters)
                 self.optimizer.step()
                 self.core.publish()
+        self.core.finish_step()
         self.norm = report.norm
         self.overflow = report.skipped
         if report.norm != report.norm or report.norm == float("inf"):
