@@ -31,18 +31,31 @@ def reference(name, dtype, parts):
     return PlainRun(make(name), STEPS, parts, DTYPES[dtype], loss_scale=128.0 if dtype == "fp16" else 1.0)
 
 
-def whole_grads(engine):
-    """Gradients as the next step will see them, by parameter name; every rank calls it."""
-    found = {}
-    for index, name in enumerate(engine._param_names):
-        if hasattr(engine.optimizer, "full_tensor"):
-            grad = engine.optimizer.full_tensor(index, "grad")
-        else:
-            grad = engine.core.full("grad", 0, index)
-            grad = None if grad is None else grad / engine.stepping.loss_scale
-        if grad is not None:
-            found[name] = grad
-    return found
+def whole(engine, stage, kind):
+    """Gradients as the next step will see them, or masters, by parameter name; one collective, every rank calls it."""
+    core = engine.core
+    scale = engine.stepping.loss_scale if kind == "grad" else 1.0
+    by_name = dict(engine.module.named_parameters())
+    wholes = [empty_like(name, by_name[name]) for name in engine._param_names]
+    for (index, offset, numel), piece in zip(core.pieces(), core.grads() if kind == "grad" else core.masters()):
+        to = wholes[index]
+        if piece.shape != to.shape:  # pieces have one dimension, in memory order
+            to = to.as_strided((to.numel(),), (1,))[offset : offset + numel]
+        to.copy_(piece.detach().double() / scale)
+    if stage > 0:
+        together = torch.cat([one.as_strided((one.numel(),), (1,)) for one in wholes])
+        deepspeed.comm.all_reduce(together)
+        for one, values in zip(wholes, together.split([one.numel() for one in wholes])):
+            one.as_strided((one.numel(),), (1,)).copy_(values)
+    used = core.used() if kind == "grad" else [True] * len(wholes)
+    return {name: one for name, one, there in zip(engine._param_names, wholes, used) if there}
+
+
+def empty_like(name, param):
+    """fp64 zeros in the shape and memory order of the whole parameter."""
+    shape = getattr(param, "ds_shape", param.shape)
+    zeros = torch.zeros(shape, dtype=torch.float64)
+    return torch.zeros(shape[1], shape[0], dtype=torch.float64).t() if name == "turned" else zeros
 
 
 def check_grad_attributes(engine, grads):
@@ -72,13 +85,13 @@ def train(name, stage, world, rank, dtype, accumulate, user_backward):
                 else:
                     engine.backward(loss, retain_graph=more)
             if micro + 1 == accumulate and step in LOOKS:
-                grads[step] = whole_grads(engine)
+                grads[step] = whole(engine, stage, "grad")
                 if stage == 0 and dtype == "fp32":
                     check_grad_attributes(engine, grads[step])
             engine.step()
         norms.append(engine.get_global_grad_norm())
     assert engine.skipped_steps == 0
-    masters = {param: engine.core.full("master", 0, index) for index, param in enumerate(engine._param_names)}
+    masters = whole(engine, stage, "master")
     params = dict(engine.module.named_parameters())
     with deepspeed.zero.GatheredParameters(list(params.values())):
         weights = {param: value.detach().clone() for param, value in params.items()}

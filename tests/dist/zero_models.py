@@ -258,8 +258,8 @@ def engine_config(stage, world, accumulate, dtype="fp32", **more):
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": list(BETAS), "weight_decay": DECAY}},
         "zero_optimization": {
             "stage": stage,
-            "reduce_bucket_size": 30,
-            "allgather_bucket_size": 25,
+            "reduce_bucket_size": 400,
+            "allgather_bucket_size": 300,
             "stage3_param_persistence_threshold": 4,
             **more.pop("zero", {}),
         },
