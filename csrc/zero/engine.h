@@ -53,7 +53,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void plan_user_backward(bool reduce, double factor);
 
   void finish_backward();
-  void clear_grads() { grads_.clear(); }
+  void clear_grads() {
+    if (user_backward_ || own_backward_) abort_backward();  // it raised half-way
+    grads_.clear();
+  }
   void norm(float loss_scale, float max_norm, bool check) {
     if (gatherer_) gatherer_->source().drain();
     stepper_.norm(grads_, loss_scale, max_norm, check, model_parallel_.get());

@@ -430,6 +430,8 @@ void GradReducer::end() {
     while (next_bucket_ < buckets_.size()) launch(buckets_[next_bucket_++]);
     if (communicator_->size() > 1 || store_.sharded()) {
       const bool late = exchange_flags();
+      for (const Abandoned& one : abandoned_) one.work->wait();  // all ranks are here, so all have launched them
+      abandoned_.clear();
       for (BucketState& bucket : buckets_) complete(bucket);
       if (late) late_round();
     }
@@ -450,8 +452,11 @@ bool GradReducer::abort() {
   at::NoGradGuard no_grad;
   bool in_flight = false, lost = false;
   for (BucketState& bucket : buckets_) {
-    in_flight = in_flight || bucket.work;
-    bucket.work.reset();
+    if (bucket.work) {
+      in_flight = true;
+      abandoned_.push_back({std::move(bucket.work), bucket.slots, bucket.carrier, bucket.landing});
+      bucket.work.reset();
+    }
     bucket.carrier = at::Tensor();
     bucket.landing = at::Tensor();
     bucket.slots = at::Tensor();
@@ -462,7 +467,8 @@ bool GradReducer::abort() {
       was_filled_[param] = 0;
     }
   }
-  // Other ranks may never join what this one launched: do not wait, leave the memory to the collectives.
+  // Other ranks may never join what this one launched: do not wait, leave the memory to the collectives. Nor may they
+  // be dropped: a transfer that lost its buffer half-way blocks gloo's connection for good.
   if (in_flight) {
     for (FlatSpace& space : store_.spaces()) {
       const bool shared = space.local.is_same(space.grad.data);

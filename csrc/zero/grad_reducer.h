@@ -95,6 +95,12 @@ class GradReducer {
     comm::WorkPtr work;
   };
 
+  // What a backward that raised had launched, with the memory that is still being read and written.
+  struct Abandoned {
+    comm::WorkPtr work;
+    at::Tensor slots, carrier, landing;
+  };
+
   bool attaches(size_t param) const;
   void attach_grads();
   void adopt_user_grads();
@@ -121,6 +127,7 @@ class GradReducer {
   comm::CommunicatorPtr communicator_;
   ReducerOptions options_;
   std::vector<BucketState> buckets_;
+  std::vector<Abandoned> abandoned_;
   std::vector<int32_t> bucket_of_;
   std::vector<at::Tensor> free_;  // memory of borrowed slots and landings
 
