@@ -1,6 +1,7 @@
 #include "zero/param_gatherer.h"
 
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -174,6 +175,14 @@ void ParamGatherer::start_backward_use(const UsePtr& use) {
   if (use->unit >= 0) note(use->unit);
   backward_.push_back(use);
   hold(use->params);
+  if (use->inputs > 0) return;
+  // No input will tell when its part is through, but at the latest that is when the backward ends which this hook runs
+  // in: the one of a segment that is recomputed, for a module inside re-entrant checkpointing.
+  const std::weak_ptr<bool> alive = alive_;
+  torch::autograd::Engine::get_default_engine().queue_callback([this, use, alive] {
+    const auto living = alive.lock();
+    if (living && *living && use->held) end_backward_use(use);
+  });
 }
 
 void ParamGatherer::end_backward_use(const UsePtr& use) {

@@ -3,7 +3,8 @@
 // [Note: uses]
 // A *unit* is the parameters of one module that are gathered together. Each call of the module is a *use* of it: it
 // holds the parameters from the module's start to its end, and once more during its part of backward, from the first
-// gradient of an output to the last gradient of an input (or to backward's end, where no input needs one). A parameter
+// gradient of an output to the last gradient of an input (or, where no input needs one, to the end of the backward that
+// is running, which is a short one when re-entrant checkpointing recomputes a segment). A parameter
 // without holders may be released; whoever needs it again fetches it again. So a module that is called three times, a
 // parameter shared by two modules and a module that is recomputed in backward need no rules of their own.
 //
