@@ -1,10 +1,12 @@
-"""Tensors inside lists, tuples and dicts."""
+"""Tensors inside lists, tuples, dicts and dataclasses."""
+
+import dataclasses
 
 import torch
 
 
 def tensors_in(item):
-    """All tensors in nested lists, tuples and dicts (the outputs of Hugging Face models are dicts), in order."""
+    """All tensors in nested lists, tuples, dicts (the outputs of Hugging Face models) and dataclasses, in order."""
     if torch.is_tensor(item):
         yield item
     elif isinstance(item, dict):
@@ -13,6 +15,9 @@ def tensors_in(item):
     elif isinstance(item, (list, tuple)):
         for value in item:
             yield from tensors_in(value)
+    elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+        for field in dataclasses.fields(item):
+            yield from tensors_in(getattr(item, field.name, None))
 
 
 def _replace(item, wanted, change):

@@ -1,7 +1,5 @@
 """Hooks that gather the parameters of a module while it runs. What they do is native; see csrc/zero/param_gatherer.h."""
 
-import dataclasses
-
 import torch
 
 from deepspeed import _native
@@ -13,9 +11,7 @@ from deepspeed.zero.sharded_parameter import is_sharded
 
 def _tensors_of_object(value):
     """Tensors that need gradients in an object that is no tensor, tuple, list or dict."""
-    if dataclasses.is_dataclass(value):
-        return [t for t in tensors_in([getattr(value, f.name) for f in dataclasses.fields(value)]) if t.requires_grad]
-    return []
+    return [t for t in tensors_in(value) if t.requires_grad]
 
 
 class HookUnit:
