@@ -174,13 +174,14 @@ class ShardedParameter(torch.nn.Parameter):
 # What may be asked of a parameter whose values are elsewhere: facts about the object, not about its values.
 _HARMLESS = {
     "size", "dim", "ndimension", "nelement", "numel", "element_size", "is_floating_point", "is_complex", "is_signed",
-    "is_contiguous", "stride", "storage_offset", "data_ptr", "get_device", "type", "detach", "requires_grad_",
+    "is_contiguous", "stride", "storage_offset", "data_ptr", "get_device", "type", "requires_grad_",
     "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__repr__", "__format__", "__hash__",
     "__deepcopy__", "__reduce_ex__", "is_pinned", "is_shared", "is_inference", "has_names", "untyped_storage",
-    "storage", "_typed_storage", "to", "cpu", "cuda", "half", "float", "double", "bfloat16", "__dir__", "is_distributed",
-    "can_cast", "result_type", "is_same_size", "__len__", "is_conj", "is_neg", "_is_view", "dim_order",
+    "storage", "_typed_storage", "__dir__", "is_distributed", "_has_compatible_shallow_copy_type", "can_cast", "result_type", "is_same_size", "__len__", "is_conj", "is_neg", "_is_view", "dim_order",
 }  # fmt: skip
 _ACCESSORS = {"__get__", "__set__", "__delete__"}
+# What Module.state_dict and Module.to call: the result has no values either, and says so when they are asked for.
+_CONVERTING = {"detach", "to", "cpu", "cuda", "half", "float", "double", "bfloat16"}
 
 
 class ReleasedParameter(ShardedParameter):
@@ -190,11 +191,16 @@ class ReleasedParameter(ShardedParameter):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name == "__get__" and func is _data_getter:
+        if name == "__get__" and func == _data_getter:
             return _released_data(args[0])
+        if name == "__set__" and func == _data_setter and args[1].numel() > 0:
+            raise RuntimeError(_untouchable(args[0].ds_handle.name, tuple(args[0].ds_shape), "param.data = ..."))
         if name in _HARMLESS or name in _ACCESSORS:
             with torch._C.DisableTorchFunction():
                 return func(*args, **kwargs)
+        if name in _CONVERTING and isinstance(args[0], ReleasedParameter):
+            handle = args[0].ds_handle
+            return _converted(func, args, kwargs, handle.name, tuple(args[0].ds_shape))
         for param in _released_in((args, kwargs)):
             handle = param.ds_handle
             if param.ds_access.gatherer.touch(handle):
@@ -212,18 +218,31 @@ class ReleasedData(torch.Tensor):
         if name in _HARMLESS or name in _ACCESSORS:
             with torch._C.DisableTorchFunction():
                 return func(*args, **(kwargs or {}))
+        if name in _CONVERTING and isinstance(args[0], ReleasedData):
+            return _converted(func, args, kwargs or {}, args[0].ds_name, args[0].ds_full_shape)
         data = next(item for item in args if isinstance(item, ReleasedData))
         raise RuntimeError(_untouchable(data.ds_name, data.ds_full_shape, name))
 
 
-_data_getter = torch.Tensor.data.__get__
+# Every access makes a new method-wrapper: compare with ==.
+_data_getter, _data_setter = torch.Tensor.data.__get__, torch.Tensor.data.__set__
 
 
 def _released_data(param):
     with torch._C.DisableTorchFunction():
-        data = param.data.as_subclass(ReleasedData)
-    data.ds_name, data.ds_full_shape = param.ds_handle.name, tuple(param.ds_shape)
+        return _as_released(param.data, param.ds_handle.name, tuple(param.ds_shape))
+
+
+def _as_released(tensor, name, shape):
+    data = tensor.as_subclass(ReleasedData)
+    data.ds_name, data.ds_full_shape = name, shape
     return data
+
+
+def _converted(func, args, kwargs, name, shape):
+    with torch._C.DisableTorchFunction():
+        result = func(*args, **kwargs)
+        return result if result is args[0] else _as_released(result, name, shape)
 
 
 def _untouchable(name, shape, operation):
