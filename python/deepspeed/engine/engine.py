@@ -13,6 +13,7 @@ from deepspeed._compat import named_parameters
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.load import load_checkpoint
 from deepspeed.checkpoint.save import save_16bit_model, save_checkpoint
+from deepspeed.checkpoint.zero_states import param_shapes, whole_state_dict
 from deepspeed.config import DeepSpeedConfig, non_default_values
 from deepspeed.engine.accessors import ConfigAccessors, dtype_of
 from deepspeed.engine.build_optimizer import build_optimizer
@@ -27,7 +28,7 @@ from deepspeed.utils.z3_leaf_module import apply_z3_leaf_module_config
 from deepspeed.zero.core import build_core
 from deepspeed.zero.fp16_optimizer import FP16_Optimizer, FP16_UnfusedOptimizer
 from deepspeed.zero.fused_state import FusedState
-from deepspeed.zero.model import cast_sharded, move_module, shard_model
+from deepspeed.zero.model import cast_sharded, detach, move_module, shard_model
 from deepspeed.zero.sharded_parameter import is_sharded
 from deepspeed.zero.stage3 import DeepSpeedZeRoOffload, DeepSpeedZeroOptimizer_Stage3
 from deepspeed.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -611,6 +612,23 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         """Writes the module's weights, in the dtype it computes with, to one file. Returns True."""
         return save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
 
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters=False):
+        """Rank 0: the whole state dict on the CPU, in the dtype the model computes with; None elsewhere.
+
+        Every rank calls it. Raises ValueError below ZeRO stage 3.
+        """
+        if self.zero_optimization_stage() != 3:
+            raise ValueError("consolidating weights needs ZeRO stage 3; below it module.state_dict() is whole")
+        return whole_state_dict(self, exclude_frozen_parameters)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters=False):
+        """The same; raises ValueError where nothing is partitioned."""
+        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def _get_zero_param_shapes(self):
+        """One ordered dict name -> shape for each parameter group; None below ZeRO stage 1."""
+        return param_shapes(self) if self.zero_optimization() else None
+
     def save_fp16_model(self, save_dir, save_filename="pytorch_model.bin"):
         """Old name of ``save_16bit_model``."""
         return self.save_16bit_model(save_dir, save_filename)
@@ -620,6 +638,9 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         if self.core is not None:
             if hasattr(self.basic_optimizer, "fused_state"):
                 self.basic_optimizer.fused_state = None
+            if self.zero_optimization():
+                detach(self.module, self.parallel.dp_group if self.dp_world_size > 1 else None)
+                self.optimizer.destroy()
             self.core.release()
             self.core = None
         log_dist("engine destroyed", ranks=[0], level=10)

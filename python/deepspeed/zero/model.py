@@ -20,11 +20,12 @@ class ModelAccess:
             param.ds_access = attached
 
 
-def detach(module, access):
-    """The engine is gone: parameters stay sharded and are gathered by collectives again."""
-    plain = sharding.ShardAccess.of_group(access.group)
-    for param in module.parameters():
-        if sharding.is_sharded(param):
+def detach(module, group):
+    """The engine is going: parameters stay sharded and are gathered by collectives again."""
+    sharded = [param for param in module.parameters() if sharding.is_sharded(param)]
+    if sharded:
+        plain = sharding.ShardAccess.of_group(group)
+        for param in sharded:
             param.ds_access = plain
 
 

@@ -15,7 +15,7 @@ from deepspeed.version import __version__
 from deepspeed.zero.base_optimizer import ZeROOptimizer
 from deepspeed.zero.wrapped_optimizer import WrappedOptimizer
 
-Fragment = collections.namedtuple("fragment_address", ["numel", "start"])
+Fragment = collections.namedtuple("Fragment", ["numel", "start"])
 
 
 class ShardedOptimizer(WrappedOptimizer, ZeROOptimizer):
