@@ -206,8 +206,7 @@ DS_CONFIG_CHAPTER(50, kTraining, "ZeRO") {
                                 "For that many first steps gradients, norm and update are recomputed without sharding "
                                 "and compared.")
                             .at_least(0)
-                            .overridden_by("DS_AUDIT")
-                            .not_built("the audit of ZeRO"));
+                            .overridden_by("DS_AUDIT"));
   c.add(zero);
 
   c.rule("zero_optimization.overlap_comm is true for stage 3 and false otherwise, unless given.", [](Judge& j) {

@@ -25,6 +25,7 @@ from deepspeed.host.blas import blas_warning
 from deepspeed.log import log_dist, logger, warning_once
 from deepspeed.utils.nested import cast_floats, tensors_in
 from deepspeed.utils.z3_leaf_module import apply_z3_leaf_module_config
+from deepspeed.zero.audit import Audit
 from deepspeed.zero.core import build_core
 from deepspeed.zero.fp16_optimizer import FP16_Optimizer, FP16_UnfusedOptimizer
 from deepspeed.zero.fused_state import FusedState
@@ -33,6 +34,9 @@ from deepspeed.zero.sharded_parameter import is_sharded
 from deepspeed.zero.stage3 import DeepSpeedZeRoOffload, DeepSpeedZeroOptimizer_Stage3
 from deepspeed.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.zero.stepping import Stepping
+
+
+KNOWN_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW)
 
 
 class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
@@ -95,10 +99,13 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
 
         self._place_model(dont_change_device)
         self._make_optimizer(model_parameters)
+        self._audit = self._start_audit()
         self.lr_scheduler = build_scheduler(self._config, self.basic_optimizer, lr_scheduler)
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         self.progress = Progress(self)
         self.tput_timer = self.progress.throughput
+        if self.stepping is not None and self.zero_optimization():
+            self.stepping.need_all = not self._config.zero_config.ignore_unused_parameters
         self._report_config()
 
     def _report_config(self):
@@ -157,7 +164,11 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
 
     def _make_optimizer(self, model_parameters):
         self.basic_optimizer = build_optimizer(self._config, self.module, model_parameters, self.client_optimizer)
+        groups = self.basic_optimizer.param_groups if self.basic_optimizer is not None else []
+        self._audited_groups = [list(group["params"]) for group in groups]
         optimizer = self.basic_optimizer
+        if self.zero_optimization():
+            self._check_known(optimizer)
         if self.zero_optimization_stage() == 3:
             self._make_sharded_optimizer(optimizer)
             return
@@ -225,6 +236,17 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
             "persistence": zero.param_persistence_threshold,
             "model_persistence": zero.model_persistence_threshold,
         }
+
+    def _check_known(self, optimizer):
+        """ZeRO cuts parameters into pieces: an optimizer that looks at whole ones would compute something else."""
+        if optimizer is None or self.client_optimizer is None or self.zero_allow_untested_optimizer():
+            return
+        known = hasattr(optimizer, "adam_args") or type(optimizer) in KNOWN_OPTIMIZERS
+        assert known, (
+            f"{type(optimizer).__name__} is not known to work on pieces of parameters, as ZeRO gives it. If it treats "
+            "every element alone (as Adam, SGD, Adagrad or Lion do), set \"zero_allow_untested_optimizer\": true in the "
+            "configuration; if it uses norms of whole parameters (as LAMB does), use ZeRO stage 0"
+        )
 
     def _make_sharded_optimizer(self, optimizer):
         """ZeRO stage 3: shards what is not sharded yet; without an optimizer the model is only gathered and run."""
@@ -414,8 +436,21 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         self._user_scaled = False
         self.progress.end_step(boundary)
 
+    def _start_audit(self):
+        steps = self._config.zero_config.audit_steps
+        if not steps or not self._trains:
+            return None
+        self._audited_group_of = [index for index, group in enumerate(self._audited_groups) for _ in group]
+        return Audit(self, steps)
+
     def _take_step(self, lr_kwargs):
+        if self._audit is not None:
+            self.core.finish_backward()
+            self._audit.before_step()
         self._step_applied = self.stepping.step()
+        if self._audit is not None:
+            self._audit.after_step(self._step_applied)
+            self._audit = None if self._audit.over else self._audit
         self._global_grad_norm = self.stepping.norm
         for param in self._unmanaged:
             param.grad = None
@@ -442,21 +477,43 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
                 "step() is a boundary"
             )
         self._is_gradient_accumulation_boundary = is_boundary
-        if self.core is not None:
-            self._plan_user_backward()
+        self._replan()
 
     @contextlib.contextmanager
     def no_sync(self):
-        """Inside, backward only accumulates on this rank; the first backward outside, or step(), reduces all of it."""
+        """Inside, backward only accumulates on this rank; the first backward outside, or step(), reduces all of it.
+
+        At ZeRO stages 2 and 3 this rank then holds whole gradients, one element of the accumulation dtype for each
+        parameter element, from the first backward inside until they are reduced.
+        """
         assert not self._in_no_sync, "no_sync() is entered twice; leave the first context before"
         self._in_no_sync = True
+        self._replan()
         try:
             yield
         finally:
             self._in_no_sync = False
+            self._replan()
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self):
+        """Several backwards inside are reduced once, when the context ends. step() comes after it.
+
+        Costs what ``no_sync`` costs while the context is open.
+        """
+        with self.no_sync():
+            yield
+        if self.core is not None and (self.zero_optimization_stage() >= 2 or self.is_gradient_accumulation_boundary()):
+            self.core.finish_backward()
+
+    def _replan(self):
+        if self._trains:
+            self._plan_user_backward()
 
     def zero_grad(self, set_to_none=True):
         """Forgets all gradients accumulated so far."""
+        if self._audit is not None:
+            self._audit.forget()
         if self.core is not None:
             self.core.clear_grads()
         for param in self.module.parameters():
