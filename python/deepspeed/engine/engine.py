@@ -244,7 +244,7 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         known = hasattr(optimizer, "adam_args") or type(optimizer) in KNOWN_OPTIMIZERS
         assert known, (
             f"{type(optimizer).__name__} is not known to work on pieces of parameters, as ZeRO gives it. If it treats "
-            "every element alone (as Adam, SGD, Adagrad or Lion do), set \"zero_allow_untested_optimizer\": true in the "
+            'every element alone (as Adam, SGD, Adagrad or Lion do), set "zero_allow_untested_optimizer": true in the '
             "configuration; if it uses norms of whole parameters (as LAMB does), use ZeRO stage 0"
         )
 

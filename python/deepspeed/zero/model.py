@@ -4,6 +4,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.zero import sharded_parameter as sharding
+from deepspeed.zero.loading import follow_loading
 
 
 class ModelAccess:
@@ -55,6 +56,9 @@ def shard_model(module, parallel):
             if values.data_ptr() != param.data_ptr():
                 param.data.copy_(values)
         sharding.shard(param, access, name)
+    for sub in module.modules():
+        if any(True for _ in sub.parameters(recurse=False)):
+            follow_loading(sub)
     return ModelAccess(access)
 
 
