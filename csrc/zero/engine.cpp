@@ -46,7 +46,7 @@ Engine::Engine(std::vector<ParamSpec> params, EngineOptions options, comm::Commu
       model_parallel_(std::move(model_parallel)),
       store_(params, store_options(params, options), options.others),
       device_(store_.device(), options.threads),
-      grads_(store_, device_, data_parallel_, options.reducer),
+      grads_(store_, device_, data_parallel_, options.replicas, options.reducer),
       stepper_(store_, device_, data_parallel_, options.gather),
       watched_(store_.size()) {
   if (!policy_.shard_params) return;

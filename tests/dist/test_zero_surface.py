@@ -143,3 +143,68 @@ def body_inference(rank, world):
 
 def test_a_model_without_an_optimizer_is_gathered_and_run():
     assert run_ranks(2, body_inference) == [True, True]
+
+
+def body_mics(rank, world, size, init):
+    zero = {"mics_shard_size": size, "reduce_bucket_size": 300}
+    model = make_net()
+    if init:
+        made = config(world, 1, zero_optimization={"stage": 3, **zero})
+        with deepspeed.zero.MiCS_Init(config_dict_or_path=made) as context:
+            model = make_net()
+        assert context.num_partitions == size
+    engine = make_engine(world, model, **zero)
+    assert engine.module.first.weight.ds_world_size == size
+    losses, norms = train_engine(engine, 5, rank, world)
+    found = make_net()
+    for mine, value in zip(found.parameters(), whole(engine.module).values()):
+        mine.data.copy_(value)
+    expected, expected_norms, reference = train_plain(5, adam_like)
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    with deepspeed.zero.GatheredParameters(engine.module.first.bias, modifier_rank=3):
+        if rank == 3:
+            engine.module.first.bias.data.fill_(7.0)
+    with deepspeed.zero.GatheredParameters(engine.module.first.bias):
+        assert bool((engine.module.first.bias == 7).all())
+    return difference(found, reference)
+
+
+@pytest.mark.parametrize("init", [False, True], ids=["plain model", "MiCS_Init"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_mics_equals_plain_training(size, init):
+    assert all(gap < 1e-6 for gap in run_ranks(4, body_mics, size, init))
+
+
+def body_mics_size(rank, world):
+    make_engine(world, mics_shard_size=3)
+
+
+def test_a_mics_size_that_does_not_fit_is_named():
+    with pytest.raises(ValueError, match="mics_shard_size 3 does not divide.*1, 2, 4"):
+        run_ranks(4, body_mics_size)
+
+
+def body_agreed(rank, world, stage_zero):
+    import os
+
+    os.environ["DS_PEER_MEMORY"] = "0"
+    try:
+        engine = make_engine(world, **stage_zero)
+    finally:
+        del os.environ["DS_PEER_MEMORY"]
+    assert engine.core.gatherer.source == "agreed collectives"
+    losses, norms = train_engine(engine, 5, rank, world)
+    found = make_net()
+    for mine, value in zip(found.parameters(), whole(engine.module).values()):
+        mine.data.copy_(value)
+    engine.core.gatherer.drain()
+    return difference(found, train_plain(5, adam_like)[2])
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [{}, {"stage3_prefetch_bucket_size": 0}, {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}],
+    ids=["default", "no prefetch", "nothing kept"],
+)
+def test_ranks_without_shared_memory_agree_on_gathers(zero):
+    assert all(gap < 1e-6 for gap in run_ranks(2, body_agreed, zero))
