@@ -98,6 +98,7 @@ class PeerSource : public ShardSource {
  private:
   void copy(const ShardedParam& param, const at::Tensor& buffer) const {
     const at::Tensor& shard = param.shard();
+    if (param.slice_numel() == 0) return;  // has no place in the regions either
     const int64_t offset =
         static_cast<char*>(shard.data_ptr()) - static_cast<char*>(regions_[communicator_->rank()].data_ptr());
     const int64_t bytes = param.slice_numel() * static_cast<int64_t>(shard.element_size());
