@@ -56,18 +56,6 @@ def autocast_now(device_types):
     return again
 
 
-@contextlib.contextmanager
-def no_autocast_cache():
-    """A context in which autocast casts afresh: what it cached under ``no_grad`` has no graph, and a later use with
-    gradients would silently get that copy."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-
-
 def autocast_is_on(device_type):
     return _autocast_of(device_type)[0]
 
@@ -96,3 +84,15 @@ def takes_context_setup(cls):
 
     cls.forward = staticmethod(forward)
     return cls
+
+
+@contextlib.contextmanager
+def no_autocast_cache():
+    """A context in which autocast casts afresh: what it cached under ``no_grad`` has no graph, and a later use with
+    gradients would silently get that copy."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

@@ -183,8 +183,8 @@ def safe_set_local_fp32_param(param, value):
 def safe_set_local_grad(param, value):
     """Sets this rank's part of a gradient that is there; no communication.
 
-    ``value`` has the shape that ``safe_get_local_grad`` returns. Raises ValueError when it does not fit or no rank has a
-    gradient; ``safe_set_full_grad`` makes one.
+    ``value`` has the shape that ``safe_get_local_grad`` returns. Raises ValueError when it does not fit or no rank has
+    a gradient; ``safe_set_full_grad`` makes one.
     """
     link = _link(param)
     if link is None:
@@ -197,7 +197,8 @@ def safe_set_local_grad(param, value):
 def safe_set_local_optimizer_state(param, value, optim_state_key):
     """Sets this rank's part of a state; no communication.
 
-    ``value`` has the shape that ``safe_get_local_optimizer_state`` returns. Raises ValueError when it does not fit, or when the optimizer has no such state, or not yet.
+    ``value`` has the shape that ``safe_get_local_optimizer_state`` returns. Raises ValueError when it does not fit, or
+    when the optimizer has no such state, or not yet.
     """
     link = _link(param)
     if link is None:
