@@ -23,14 +23,16 @@ from engine_models import adam_like, batch, config, loss_of, make_net, train_eng
 from harness import run_ranks
 
 STAGES = [1, 2]
-PRECISIONS = ["fp32", "bf16", "fp16"]
+HALF_ON_CPU = deepspeed.get_accelerator().is_fp16_supported()
+needs_fp16 = pytest.mark.skipif(not HALF_ON_CPU, reason="this torch has no fp16 matrix product on this device")
+PRECISIONS = {"fp32": (), "bf16": (), "fp16": needs_fp16}
 OPTIMIZERS = ["AdamW", "torch"]
 LR, BETAS, DECAY, EPS = 3e-3, (0.9, 0.95), 0.05, 1e-8  # as config() and adam_like() have them
 SCALE = 128
 CASES = [
-    pytest.param(stage, precision, optimizer, id=f"stage{stage}-{precision}-{optimizer}")
+    pytest.param(stage, precision, optimizer, id=f"stage{stage}-{precision}-{optimizer}", marks=marks)
     for stage in STAGES
-    for precision in PRECISIONS
+    for precision, marks in PRECISIONS.items()
     for optimizer in OPTIMIZERS
 ]
 
@@ -99,7 +101,6 @@ def body_get(rank, world, stage, precision, optimizer):
     for name, p in params.items():
         full = safe_get_full_fp32_param(p)
         assert full.dtype == torch.float32 and full.shape == reference[name].shape, name
-        # 16-bit training starts from the values the model had before the cast, or after it
         assert close(full, reference[name].detach(), precision), name
         assert safe_get_full_grad(p) is None and safe_get_local_grad(p) is None, name
     one_backward(engine, rank, world)
@@ -169,9 +170,6 @@ def body_set(rank, world, stage, precision, optimizer):
             assert torch.equal(safe_get_full_optimizer_state(p, "exp_avg_sq"), second), name
         if stage < 3:
             assert torch.equal(p.detach(), weight.to(p.dtype)), name
-    steps = {
-        name: 1 if bool(safe_get_full_optimizer_state(p, "exp_avg") is not None) else 0 for name, p in params.items()
-    }
     engine.step()
     used = {name for name, g in ((n, w.grad) for n, w in plain("fp32").named_parameters()) if g is not None}
     for name, p in params.items():
@@ -182,7 +180,7 @@ def body_set(rank, world, stage, precision, optimizer):
         second = BETAS[1] * second + (1 - BETAS[1]) * grad * grad
         update = (first / (1 - BETAS[0] ** step)) / ((second / (1 - BETAS[1] ** step)).sqrt() + EPS)
         expected = weight * (1 - LR * DECAY) - LR * update
-        assert torch.allclose(safe_get_full_fp32_param(p).double(), expected, rtol=1e-4, atol=1e-5), (name, steps[name])
+        assert torch.allclose(safe_get_full_fp32_param(p).double(), expected, rtol=1e-4, atol=1e-5), name
         if stage < 3:
             assert torch.equal(p.detach(), safe_get_full_fp32_param(p).to(p.dtype)), name
 
@@ -244,22 +242,16 @@ def body_local(rank, world, stage, precision, optimizer):
         kept = (safe_get_full_fp32_param(p), safe_get_full_grad(p), safe_get_full_optimizer_state(p, "exp_avg"))
         assert stage == 3 or torch.equal(p.detach(), kept[0].to(p.dtype)), name
         found[name] = [t.flatten().tolist() if t is not None else None for t in kept]
-        if parts[name]:
-            with pytest.raises(ValueError, match=f"this rank's part has .* elements, the value {parts[name] + 10**6}"):
-                safe_set_local_optimizer_state(p, torch.zeros(parts[name] + 10**6), "exp_avg") if state_is_there(
-                    p
-                ) else (safe_set_local_fp32_param(p, torch.zeros(parts[name] + 10**6)))
+        with pytest.raises(ValueError, match="this rank's part has .* elements, the value 1000"):
+            safe_set_local_fp32_param(p, torch.zeros(1000))
     return parts, found
-
-
-def state_is_there(p):
-    return bool(p._ds_link.pieces("exp_avg"))
 
 
 @pytest.mark.parametrize("stage, precision, optimizer", CASES)
 def test_parts_of_ranks(stage, precision, optimizer):
     (parts_0, found_0), (parts_1, found_1) = run_ranks(2, body_local, stage, precision, optimizer)
     assert found_0 == found_1, "all ranks see the same whole tensors"
+    assert any(parts_0[name] and parts_1[name] for name in parts_0), "some parameter is cut"
     for name, (weight, grad, state) in found_0.items():
         own = (parts_0[name], parts_1[name])
         assert sum(own) == len(weight)
@@ -283,8 +275,8 @@ def body_update(rank, world, stage):
 
     seen = []
     safe_update_full_grad_vectorized(iter(params), doubled)
-    assert seen == [] or all(a is b for a, b in zip(seen, [p for p, g in zip(params, before) if g is not None]))
-    assert len(seen) == sum(g is not None for g in before) > 3
+    having = [p for p, grad in zip(params, before) if grad is not None]
+    assert len(seen) == len(having) > 3 and all(a is b for a, b in zip(seen, having))
     for p, grad in zip(params, before):
         after = safe_get_full_grad(p)
         assert after is None if grad is None else torch.equal(after, 2 * grad)
@@ -310,7 +302,7 @@ def body_frozen(rank, world, stage, precision):
         safe_set_full_fp32_param(frozen, torch.zeros(12, 12))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS[:2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_frozen_parameters(stage, precision):
     run_ranks(2, body_frozen, stage, precision)
