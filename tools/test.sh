@@ -19,7 +19,10 @@ status=0
 if [ "$kind" != gpu ]; then
   say "C++ tests"
   labels=()
-  [ "$kind" = unit ] && labels=(-LE slow)
+  if [ "$kind" = unit ]; then
+    labels=(-LE slow)
+    export DS_FUZZ_CASES=${DS_FUZZ_CASES:-5000}
+  fi
   ctest --test-dir "$dir" -j "$JOBS" --output-on-failure --no-tests=error "${labels[@]}" >"$dir/ctest.log" 2>&1 || {
     status=1
     grep -v ' Passed ' "$dir/ctest.log"

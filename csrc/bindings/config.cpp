@@ -30,10 +30,13 @@ struct PyConfig {
   Root root;
 };
 
-config::Options options_of(bool strict, bool sections_only, const py::dict& other_names) {
+using Variables = std::unordered_map<std::string, std::string>;
+
+config::Options options_of(bool strict, bool sections_only, const py::dict& other_names, Variables environment) {
   config::Options out;
   out.strict_top_level = strict;
   out.sections_only = sections_only;
+  out.environment = std::move(environment);
   for (const auto& [path, names] : other_names) {
     auto& list = out.other_names[py::cast<std::string>(path)];
     for (const auto& name : names) list.push_back(py::cast<std::string>(name));
@@ -42,21 +45,21 @@ config::Options options_of(bool strict, bool sections_only, const py::dict& othe
 }
 
 PyConfig resolve_dict(const py::dict& given, const std::string& source, const std::string& root, bool strict,
-                      bool sections_only, const py::dict& other_names) {
+                      bool sections_only, const py::dict& other_names, Variables environment) {
   PyConfig out;
   out.root = root_named(root);
   config::Value value = from_python(given, out.objects);
   out.config = config::resolve(config::from_value(std::move(value), source), config::schema(out.root),
-                               options_of(strict, sections_only, other_names));
+                               options_of(strict, sections_only, other_names, std::move(environment)));
   return out;
 }
 
 PyConfig resolve_text(const py::bytes& text, const std::string& source, const std::string& root, bool strict,
-                      bool sections_only, const py::dict& other_names) {
+                      bool sections_only, const py::dict& other_names, Variables environment) {
   PyConfig out;
   out.root = root_named(root);
   out.config = config::resolve(config::read_text(std::string_view(text), source), config::schema(out.root),
-                               options_of(strict, sections_only, other_names));
+                               options_of(strict, sections_only, other_names, std::move(environment)));
   return out;
 }
 
@@ -64,11 +67,21 @@ const char* severity_name(config::Severity severity) {
   return severity == config::Severity::kError ? "error" : severity == config::Severity::kWarning ? "warning" : "note";
 }
 
+// The built-in exception that users may expect beside DeepSpeedConfigError; "" for none.
+const char* kind_name(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::kAssertion: return "assertion";
+    case ErrorKind::kNotImplemented: return "not_implemented";
+    default: return "";
+  }
+}
+
 py::list issues(const PyConfig& self) {
   py::list out;
   for (const config::Issue& issue : self.config.issues()) {
     py::dict one;
     one["severity"] = severity_name(issue.severity);
+    one["kind"] = kind_name(issue.kind);
     one["code"] = issue.code;
     one["paths"] = py::list();
     for (const std::string& path : issue.paths) one["paths"].cast<py::list>().append(path);
@@ -151,22 +164,24 @@ DS_BINDINGS(m) {
                               std::move(paths), text, ""});
            })
       .def(
-          "raise_if_broken",
-          [](const PyConfig& self, bool built_only) {
-            ErrorKind kind = ErrorKind::kConfig;
-            const std::string text = self.config.complaint(&kind, built_only);
-            if (!text.empty()) raise(kind, text);
-          },
+          "complaint", [](const PyConfig& self, bool built_only) { return self.config.complaint(nullptr, built_only); },
           py::arg("built_only") = true)
       .def("explain", [](const PyConfig& self) { return config::explain(self.config, config::schema(self.root)); })
       .def("non_default",
            [](const PyConfig& self) { return config::non_default(self.config, config::schema(self.root)); });
 
   c.def("resolve_dict", &resolve_dict, py::arg("given"), py::arg("source") = "config", py::arg("root") = "training",
-        py::arg("strict") = false, py::arg("sections_only") = false, py::arg("other_names") = py::dict());
+        py::arg("strict") = false, py::arg("sections_only") = false, py::arg("other_names") = py::dict(),
+        py::arg("environment") = Variables());
   c.def("resolve_text", &resolve_text, py::arg("text"), py::arg("source"), py::arg("root") = "training",
-        py::arg("strict") = false, py::arg("sections_only") = false, py::arg("other_names") = py::dict());
+        py::arg("strict") = false, py::arg("sections_only") = false, py::arg("other_names") = py::dict(),
+        py::arg("environment") = Variables());
   c.def("layout", [](const std::string& root) { return layout_of(config::schema(root_named(root)).root); });
+  c.def("environment_variables", [](const std::string& root) {
+    py::dict out;
+    for (const auto& [path, variable] : config::schema(root_named(root)).environment) out[py::str(variable)] = path;
+    return out;
+  });
   c.def("docs", &config::docs);
   c.def("json_schema", [](const std::string& root) { return config::json_schema(config::schema(root_named(root))); });
   c.def("plan_batch", &plan_batch, py::arg("train"), py::arg("micro"), py::arg("accumulation"), py::arg("world"),

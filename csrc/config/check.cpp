@@ -1,5 +1,6 @@
 #include "config/check.h"
 
+#include <algorithm>
 #include <cctype>
 #include <cmath>
 #include <cstdlib>
@@ -143,6 +144,7 @@ Verdict check_list(const Field& field, const Value& value) {
       v.problem = at + v.problem;
       return v;
     }
+    if (field.unique_items && std::find(out.begin(), out.end(), *v.value) != out.end()) continue;
     out.push_back(std::move(*v.value));
   }
   return accept(std::move(out));
@@ -189,6 +191,7 @@ Verdict check_kind(const Field& field, const Value& value, bool lenient_texts) {
 Verdict check(const Field& field, const Value& value, bool lenient_texts, const std::vector<std::string>* other_names) {
   if (field.kinds & kAnything || field.kinds == 0) return accept(value);
   if (value.is_null()) {
+    if (field.null_is_default) return accept(to_value(field.fallback));
     if (field.kinds & kNull) return accept(value);
     return refuse("must be " + describe_kinds(field),
                   field.fallback.is_null() ? "" : "Leave the key out to get the default " + show(field.fallback) + ".");

@@ -2,6 +2,21 @@
 
 namespace ds::config {
 
+Value default_of(const Field& field) {
+  if (!field.is_section()) return to_value(field.fallback);
+  if (field.null_when_absent) return nullptr;
+  return section_defaults(field);
+}
+
+Value section_defaults(const Field& section) {
+  Value::object_t out;
+  out.reserve(section.fields.size());
+  for (const Field& f : section.fields) {
+    if (!f.is_wildcard()) out.emplace_back(f.name, default_of(f));
+  }
+  return Value(std::move(out));
+}
+
 const char* source_name(Source source) {
   switch (source) {
     case Source::kDefault: return "default";

@@ -113,7 +113,7 @@ class Reader {
   }
 
   Value object(int depth) {
-    Value out = Value::object();
+    std::vector<std::pair<std::string, Value>> members;
     std::unordered_map<std::string, int> seen;
     ++at_;
     skip();
@@ -144,13 +144,17 @@ class Reader {
                                    " and on line " + std::to_string(line) + ".",
                                "Keep one of them."});
       } else {
-        out.push_back({key, std::move(item)});
+        members.emplace_back(key, std::move(item));
       }
       path_.resize(outer);
       separator('}', "object");
     }
     ++at_;
-    return out;
+    // An object of the library has constant keys, so it copies all that is in it whenever it grows.
+    Value::object_t out;
+    out.reserve(members.size());
+    for (auto& [key, item] : members) out.emplace_back(std::move(key), std::move(item));
+    return Value(std::move(out));
   }
 
   Value array(int depth) {
@@ -316,6 +320,8 @@ class Reader {
   std::string path_;
 };
 
+std::string join(const std::string& path, const std::string& key) { return path.empty() ? key : path + "." + key; }
+
 void strip_keys(Value& value, const std::string& path, Document& doc) {
   if (value.is_array()) {
     for (size_t i = 0; i < value.size(); ++i) strip_keys(value[i], path + "[" + std::to_string(i) + "]", doc);
@@ -326,13 +332,13 @@ void strip_keys(Value& value, const std::string& path, Document& doc) {
   for (auto& item : value.items()) {
     const std::string key = stripped(item.key());
     clean = clean && key == item.key();
-    strip_keys(item.value(), path.empty() ? key : path + "." + key, doc);
+    strip_keys(item.value(), join(path, key), doc);
   }
   if (clean) return;
   Value out = Value::object();
   for (auto& item : value.items()) {
     const std::string key = stripped(item.key());
-    const std::string here = path.empty() ? key : path + "." + key;
+    const std::string here = join(path, key);
     if (key != item.key()) warn_blanks(doc, here, item.key());
     if (out.contains(key)) {
       doc.issues.push_back({Severity::kError,

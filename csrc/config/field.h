@@ -89,7 +89,11 @@ struct Field {
   unsigned item_kinds = 0;   // lists: kinds of each item; 0 is anything
   std::vector<Literal> item_choices;
   std::optional<double> item_minimum;
+  bool unique_items = false;     // lists: later copies of an item are dropped
+  bool null_is_default = false;  // a null stands for the default
   std::vector<std::string> aliases;
+  bool aliases_yield = false;   // an alias beside the name is ignored with a warning, not refused
+  std::string environment;      // a variable that overrides the key in a whole configuration; empty for none
   std::string replaced_by;      // the successor of a deprecated key: dotted, from the section the key is in
   bool is_deprecated = false;   // with or without a successor
   bool forwarded = false;       // its value is carried over to the successor
@@ -165,12 +169,28 @@ struct Field {
     item_minimum = v;
     return *this;
   }
+  Field& unique() {
+    unique_items = true;
+    return *this;
+  }
+  Field& null_for_default() {
+    null_is_default = true;
+    return also(kNull);
+  }
   Field& bare_text() {
     wrap_items = "text";
     return *this;
   }
   Field& alias(std::string v) {
     aliases.push_back(std::move(v));
+    return *this;
+  }
+  Field& alias_when_absent(std::string v) {
+    aliases_yield = true;
+    return alias(std::move(v));
+  }
+  Field& overridden_by(std::string variable) {
+    environment = std::move(variable);
     return *this;
   }
   Field& computed(std::string how) {

@@ -17,6 +17,10 @@ class ConfigJudge : public Judge {
     const Value* value = config_.find(path);
     return !value || value->is_null();
   }
+  bool is_bare_bool(const std::string& key) const override {
+    const auto found = config_.document().root.find(key);
+    return found != config_.document().root.end() && found->is_boolean();
+  }
   bool on(const std::string& path) const override {
     const Value* value = config_.find(path);
     return value && value->is_boolean() && value->get<bool>();
@@ -47,7 +51,9 @@ class ConfigJudge : public Judge {
   std::vector<std::string> given_keys(const std::string& path) const override {
     std::vector<std::string> out;
     for (const std::string& key : keys(path)) {
-      if (given(path + "." + key)) out.push_back(key);
+      std::string inside = path;
+      inside += "." + key;
+      if (given(inside)) out.push_back(key);
     }
     return out;
   }

@@ -53,6 +53,7 @@ class Writer {
     if (!limits.empty()) meaning += " Allowed: " + limits + ".";
     if (field.is_required) meaning += " Required.";
     for (const std::string& alias : field.aliases) meaning += " Also accepted as `" + alias + "`.";
+    if (!field.environment.empty()) meaning += " The environment variable `" + field.environment + "` overrides it.";
     if (field.is_deprecated) {
       meaning += field.replaced_by.empty() ? " *Deprecated.*"
                                            : " *Deprecated: use `" + field.replaced_by + "`" +

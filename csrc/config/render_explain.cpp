@@ -24,8 +24,14 @@ class Lister {
       const std::string pending = field ? pending_feature(*field, outer) : outer;
       if (field && field->is_section() && item.value().is_object()) {
         section(*field, item.value(), here, pending);
+      } else if (field && !field->variants.empty() && item.value().is_object()) {
+        for (const auto& param : item.value().items()) {  // of an optimizer: every one has a line of its own
+          const std::string name = join(here, param.key());
+          rows.push_back({name, show(param.value()), origin_of(name, here, pending), false});
+        }
       } else {
-        rows.push_back({here, show(item.value()), origin_of(here, pending), is_default(field, here, item.value())});
+        rows.push_back(
+            {here, show(item.value()), origin_of(here, here, pending), is_default(field, here, item.value())});
       }
     }
   }
@@ -39,8 +45,13 @@ class Lister {
     return field && !field->is_wildcard() && value == default_of(*field);
   }
 
-  std::string origin_of(const std::string& path, const std::string& pending) const {
-    const Origin origin = config_.origin(path);
+  // `within`: the key whose origin counts where `path` has none: parameters of an optimizer that we do not know.
+  std::string origin_of(const std::string& path, const std::string& within, const std::string& pending) const {
+    Origin origin = config_.origin(path);
+    if (origin.source == Source::kDefault && path != within) {
+      origin = config_.origin(within);
+      origin.line = std::max(origin.line, config_.line(path));
+    }
     std::string out;
     switch (origin.source) {
       case Source::kDefault: out = "default"; break;

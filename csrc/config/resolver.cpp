@@ -1,5 +1,7 @@
 #include "config/resolver.h"
 
+#include <algorithm>
+
 #include "config/check.h"
 #include "config/judge.h"
 #include "config/nearest.h"
@@ -40,21 +42,6 @@ void homes_of(const std::string& key, const std::vector<Field>& fields, const st
 
 }  // namespace
 
-Value default_of(const Field& field) {
-  if (!field.is_section()) return to_value(field.fallback);
-  if (field.null_when_absent) return nullptr;
-  return section_defaults(field);
-}
-
-Value section_defaults(const Field& section) {
-  Value::object_t out;
-  out.reserve(section.fields.size());
-  for (const Field& f : section.fields) {
-    if (!f.is_wildcard()) out.emplace_back(f.name, default_of(f));
-  }
-  return Value(std::move(out));
-}
-
 class Resolver {
  public:
   Resolver(Config& config, const Schema& schema, const Options& options)
@@ -65,6 +52,7 @@ class Resolver {
     config_.values_ = section_defaults(schema_.root);
     section(schema_.root, config_.document_.root, "", config_.values_);
     apply_forwards();
+    if (!options_.sections_only) apply_environment();
     judge(config_, schema_, options_);
   }
 
@@ -80,12 +68,15 @@ class Resolver {
   }
 
   std::string assigned(const std::string& path, const Value& value) {
-    return path + " = " + show(value) +
-           (config_.line(path) ? " (line " + std::to_string(config_.line(path)) + ")" : "");
+    const Origin origin = config_.origin(path);
+    const std::string where = origin.source == Source::kEnvironment ? "environment variable " + origin.detail
+                              : config_.line(path)                  ? "line " + std::to_string(config_.line(path))
+                                                                    : "";
+    return path + " = " + show(value) + (where.empty() ? "" : " (" + where + ")");
   }
 
   void section(const Field& at, const Value& given, const std::string& path, Value& out) {
-    std::unordered_map<const Field*, std::string> seen;
+    std::vector<std::pair<const Field*, std::string>> seen;  // few: a section has no more Fields than that
     for (const auto& item : given.items()) {
       const std::string here = join(path, item.key());
       const Field* field = at.find(item.key());
@@ -94,9 +85,16 @@ class Resolver {
         continue;
       }
       const std::string kept = field->is_wildcard() ? here : join(path, field->name);
+      if (field->aliases_yield && item.key() != field->name && given.contains(field->name)) {
+        warn("two_spellings", here, config_.where(here) + " is ignored, because " + config_.where(kept) + " is given.");
+        continue;
+      }
       if (!field->is_wildcard()) {
-        const auto [first, is_new] = seen.emplace(field, item.key());
-        if (!is_new) {
+        const auto first =
+            std::find_if(seen.begin(), seen.end(), [field](const auto& entry) { return entry.first == field; });
+        if (first == seen.end()) {
+          seen.emplace_back(field, item.key());
+        } else {
           error("two_spellings", here,
                 config_.where(here) + " and " + config_.where(join(path, first->second)) + " are two names of one key.",
                 "Keep \"" + field->name + "\".");
@@ -149,7 +147,13 @@ class Resolver {
     if (!verdict.warning.empty()) warn("read_as", here, assigned(here, value) + " " + verdict.warning);
     slot = std::move(*verdict.value);
     if (!value.is_null() || field.kinds & kNull) config_.origins_[kept] = {Source::kGiven, config_.line(here), ""};
-    if (field.unbuilt && !field.unbuilt->inert) refuse_value(field, slot, here);
+    if (field.unbuilt && !field.unbuilt->inert && !is_overridden(field)) refuse_value(field, slot, here);
+  }
+
+  bool is_overridden(const Field& field) const {
+    if (field.environment.empty() || options_.sections_only) return false;
+    const auto set = options_.environment.find(field.environment);
+    return set != options_.environment.end() && !set->second.empty();
   }
 
   void sub_section(const Field& field, const Value& value, const std::string& here, const std::string& kept,
@@ -312,6 +316,25 @@ class Resolver {
       if (!field || !place) continue;
       one(*field, forward.value, forward.to, forward.to, false, *const_cast<Value*>(place));
       config_.origins_[forward.to] = {Source::kDeprecated, config_.line(forward.from), forward.from};
+    }
+  }
+
+  // A variable that is empty counts as not set. What a key holds in the file is judged, too: the file is wrong with or
+  // without the variable.
+  void apply_environment() {
+    for (const auto& [path, variable] : schema_.environment) {
+      const Field* field = field_at(path);
+      if (!is_overridden(*field) || !config_.find(path)) continue;  // no place: its section is absent
+      const Value given = scalar_in(options_.environment.at(variable));
+      Verdict verdict = check(*field, given, true, nullptr);
+      if (!verdict.value) {
+        std::string what = "The environment variable " + variable + " = " + show(given);
+        what += " stands for " + path + ", which " + verdict.problem + ".";
+        error("environment", path, what, verdict.suggestion.empty() ? "Unset it, or correct it." : verdict.suggestion);
+        continue;
+      }
+      config_.set(path, *verdict.value, {Source::kEnvironment, 0, variable});
+      if (field->unbuilt && !field->unbuilt->inert) refuse_value(*field, *verdict.value, path);
     }
   }
 

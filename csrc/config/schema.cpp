@@ -33,6 +33,13 @@ void check_names(const Field& field, const std::string& path) {
   }
 }
 
+void find_environment(const Field& section, const std::string& path, Schema& out) {
+  for (const Field& f : section.fields) {
+    if (!f.environment.empty()) out.environment.emplace_back(path + f.name, f.environment);
+    find_environment(f, path + f.name + ".", out);
+  }
+}
+
 Schema build(Root root) {
   std::vector<Registered> mine;
   for (const Registered& chapter : chapters()) {
@@ -50,6 +57,7 @@ Schema build(Root root) {
     out.chapters.push_back({chapter.title, first, out.root.fields.size() - first});
   }
   check_names(out.root, "");
+  find_environment(out.root, "", out);
   return out;
 }
 

@@ -24,8 +24,9 @@ class Judge {
   virtual ~Judge() = default;
   virtual bool given(const std::string& path) const = 0;  // by the user, in any spelling, and not null or "auto"
   virtual bool is_null(const std::string& path) const = 0;
-  virtual bool on(const std::string& path) const = 0;          // a true boolean; false for anything else
-  virtual int64_t integer(const std::string& path) const = 0;  // 0 for anything but a number
+  virtual bool is_bare_bool(const std::string& key) const = 0;  // a section of the top level given as true or false
+  virtual bool on(const std::string& path) const = 0;           // a true boolean; false for anything else
+  virtual int64_t integer(const std::string& path) const = 0;   // 0 for anything but a number
   virtual double number(const std::string& path) const = 0;
   virtual std::string text(const std::string& path) const = 0;               // "" for anything but a text
   virtual size_t size(const std::string& path) const = 0;                    // items of a list or keys of an object
@@ -55,8 +56,9 @@ struct Schema {
   Field root;  // a nameless section
   std::vector<ChapterHead> chapters;
   std::vector<Rule> rules;
-  std::vector<std::string> private_keys;  // unknown keys that known clients add: never an error
-  bool lenient_top = false;               // unknown top-level keys are warnings
+  std::vector<std::pair<std::string, std::string>> environment;  // path and variable of keys that have one
+  std::vector<std::string> private_keys;                         // unknown keys that known clients add: never an error
+  bool lenient_top = false;                                      // unknown top-level keys are warnings
 };
 
 class Chapter {

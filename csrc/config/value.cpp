@@ -76,6 +76,11 @@ std::string show(const Value& value, size_t limit) {
 
 std::string show(const Literal& literal) { return show(to_value(literal), 400); }
 
+Value scalar_in(const std::string& text) {
+  Value value = Value::parse(text, nullptr, false);
+  return value.is_number() || value.is_boolean() || value.is_null() ? value : Value(text);
+}
+
 Value python_value(const std::string& repr, uint64_t index) {
   return Value::binary(std::vector<uint8_t>(repr.begin(), repr.end()), index);
 }

@@ -16,6 +16,7 @@ Value to_value(const Literal& literal);
 bool same(const Value& value, const Literal& literal);    // 1 and 1.0 are the same; true and 1 are not
 std::string show(const Value& value, size_t limit = 80);  // as JSON; never throws, cut to `limit` characters
 std::string show(const Literal& literal);
+Value scalar_in(const std::string& text);  // a number, true, false or null as in JSON; anything else is the text itself
 Value python_value(const std::string& repr, uint64_t index);
 uint64_t python_index(const Value& value);
 

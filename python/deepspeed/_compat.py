@@ -96,3 +96,8 @@ def no_autocast_cache():
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+
+
+def forward_hooks_take_kwargs():
+    """Whether hooks on modules can see keyword arguments (2.x)."""
+    return "with_kwargs" in inspect.signature(torch.nn.Module.register_forward_hook).parameters

@@ -1,18 +1,23 @@
 """ZeRO stages against one plain PyTorch process on the same data, over worlds, accumulation, dtypes and optimizers."""
 
 import pytest
-import torch
 
 import deepspeed
 from engine_models import adam_like, config, difference, make_net, train_engine, train_plain
 from harness import run_ranks
 
 STEPS = 10
-STAGES = [1, 2]
+STAGES = [1, 2, 3]
 
 
 def stage_config(stage, world, accumulate=1, **more):
-    zero = {"stage": stage, "reduce_bucket_size": 300, "allgather_bucket_size": 200, **more.pop("zero", {})}
+    zero = {
+        "stage": stage,
+        "reduce_bucket_size": 300,
+        "allgather_bucket_size": 200,
+        "stage3_param_persistence_threshold": 20,
+        **more.pop("zero", {}),
+    }
     size = {3: 12}.get(world, 8)
     return config(world, accumulate, size, zero_optimization=zero, **more)
 
@@ -28,7 +33,14 @@ def body_fp32(rank, world, stage, accumulate, user_backward, zero, sparse):
 
 
 def full_copy(engine):
-    return engine.module
+    """The model with whole parameters, whatever is sharded."""
+    if engine.zero_optimization_stage() < 3:
+        return engine.module
+    copy = make_net()
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        for mine, theirs in zip(copy.parameters(), engine.module.parameters()):
+            mine.data.copy_(theirs.detach())
+    return copy
 
 
 def check(results, world, sparse=False):

@@ -17,8 +17,8 @@ PYTHON_FLOORS = [
     {"ops", "optim"},
     {"zero"},
     {
-        "activation_checkpointing", "autotuning", "checkpoint", "compression", "elasticity", "inference", "linear",
-        "module_inject", "moe", "monitor", "nvme", "pipe", "profiling", "sequence",
+        "activation_checkpointing", "autotuning", "checkpoint", "compile", "compression", "elasticity", "inference",
+        "linear", "module_inject", "moe", "monitor", "nvme", "pipe", "profiling", "sequence",
     },
     {"engine"},
     {""},  # deepspeed/__init__.py

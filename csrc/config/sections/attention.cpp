@@ -31,7 +31,8 @@ DS_CONFIG_CHAPTER(90, kTraining, "Sparse attention") {
           "sparse_attention", "Block-sparse self-attention. Its presence switches it on.",
           {
               text("mode", "fixed", "Pattern of the blocks.")
-                  .one_of({"dense", "fixed", "variable", "bigbird", "bslongformer"}),
+                  .one_of({"dense", "fixed", "variable", "bigbird", "bslongformer"})
+                  .raises(ErrorKind::kNotImplemented),
               integer("block", 16, "Side of a block.").above(0),
               boolean("different_layout_per_head", false, "Every head has a pattern of its own."),
               integer("num_local_blocks", 4, "Blocks of a local window (fixed).").above(0),

@@ -55,11 +55,15 @@ DS_CONFIG_CHAPTER(35, kTraining, "Gradients and communication") {
       j.warn({"gradient_predivide_factor", "prescale_gradients"}, "the first has no effect without the second.");
     }
   });
-  c.rule("allgather_size sets zero_optimization.allgather_bucket_size when that is not given.", [](Judge& j) {
-    if (j.given("allgather_size") && !j.given("zero_optimization.allgather_bucket_size")) {
-      j.derive("zero_optimization.allgather_bucket_size", j.integer("allgather_size"), "allgather_size");
-    }
-  });
+  c.rule("allgather_size sets zero_optimization.allgather_bucket_size when zero_optimization is a bare boolean.",
+         [](Judge& j) {
+           if (!j.given("allgather_size")) return;
+           if (j.is_bare_bool("zero_optimization")) {
+             j.derive("zero_optimization.allgather_bucket_size", j.integer("allgather_size"), "allgather_size");
+           } else {
+             j.warn({"allgather_size"}, "has an effect only when zero_optimization is true or false.");
+           }
+         });
 }
 
 }  // namespace ds::config

@@ -42,7 +42,7 @@ DS_CONFIG_CHAPTER(40, kTraining, "Precision") {
           boolean("bf16_optimizer_states", false, "Keep optimizer states in bf16 too.")
               .not_built("bf16 optimizer states"),
       });
-  c.add(bf16.alias("bfloat16"));
+  c.add(bf16.alias_when_absent("bfloat16"));
   auto amp = section("amp", "NVIDIA apex.",
                      {
                          boolean("enabled", false, "Switch it on."),

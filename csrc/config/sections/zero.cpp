@@ -76,58 +76,45 @@ Field zenflow() {
 
 Field leaf_module() {
   const auto names = [](const char* name, Literal fallback, const char* doc) {
-    return list(name, std::move(fallback), doc).items(kText).bare_text();
+    return list(name, std::move(fallback), doc).items(kText).bare_text().unique().null_for_default();
   };
-  return validated("leaf_module", "Modules whose parameters are gathered as one unit (stage 3).",
-                   {
-                       names("classes",
-                             std::vector<std::string>{
-                                 "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
-                                 "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
-                                 "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock"},
-                             "Full class names."),
-                       names("names", std::vector<std::string>{}, "Names of modules in the model."),
-                       names("name_suffixes", std::vector<std::string>{}, "Ends of such names."),
-                   })
-      .waits_for("ZeRO stage 3");
+  return validated(
+      "leaf_module", "Modules whose parameters are gathered as one unit (stage 3).",
+      {
+          names("classes",
+                std::vector<std::string>{"transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+                                         "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+                                         "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock"},
+                "Full class names."),
+          names("names", std::vector<std::string>{}, "Names of modules in the model."),
+          names("name_suffixes", std::vector<std::string>{}, "Ends of such names."),
+      });
 }
 
 std::vector<Field> stage_3_fields() {
-  const char* what = "ZeRO stage 3";
   return {
-      size("stage3_prefetch_bucket_size", 50000000, "Elements fetched ahead.")
-          .alias("prefetch_bucket_size")
-          .waits_for(what),
+      size("stage3_prefetch_bucket_size", 50000000, "Elements fetched ahead.").alias("prefetch_bucket_size"),
       size("stage3_param_persistence_threshold", 100000, "Parameters with fewer elements stay gathered.")
-          .alias("param_persistence_threshold")
-          .waits_for(what),
+          .alias("param_persistence_threshold"),
       size("stage3_model_persistence_threshold", kNoLimit, "Elements that may stay gathered in all.")
-          .alias("model_persistence_threshold")
-          .waits_for(what),
+          .alias("model_persistence_threshold"),
       size("stage3_max_live_parameters", 1000000000, "Elements that may be gathered at one time.")
-          .alias("max_live_parameters")
-          .waits_for(what),
+          .alias("max_live_parameters"),
       size("stage3_max_reuse_distance", 1000000000, "A parameter used again within so many elements is not released.")
-          .alias("max_reuse_distance")
-          .waits_for(what),
+          .alias("max_reuse_distance"),
       boolean("stage3_gather_16bit_weights_on_model_save", false, "save_16bit_model gathers the whole weights.")
-          .alias("gather_16bit_weights_on_model_save")
-          .waits_for(what),
+          .alias("gather_16bit_weights_on_model_save"),
       integer("stage3_module_granularity_threshold", 0,
               "Modules with fewer elements per sub-module are gathered as one unit; 0 never.")
           .at_least(0)
-          .alias("module_granularity_threshold")
-          .waits_for(what),
+          .alias("module_granularity_threshold"),
       boolean("stage3_use_all_reduce_for_fetch_params", false, "Gather by all-reduce.")
-          .alias("use_all_reduce_for_fetch_params")
-          .waits_for(what),
+          .alias("use_all_reduce_for_fetch_params"),
       boolean("stage3_allgather_sequential", false, "Gather one parameter after the other.")
-          .alias("allgather_sequential")
-          .waits_for(what),
+          .alias("allgather_sequential"),
       boolean("stage3_gather_fp16_weights_on_model_save", false, "Old name.")
           .deprecated_for("stage3_gather_16bit_weights_on_model_save")
-          .forwards()
-          .waits_for(what),
+          .forwards(),
   };
 }
 
@@ -139,9 +126,7 @@ Field zero_section(std::string name, std::string doc) {
       {
           integer("stage", 0, "0: nothing sharded, 1: optimizer states, 2: and gradients, 3: and parameters.")
               .one_of({0, 1, 2, 3})
-              .raises(ErrorKind::kAssertion)
-              .not_built_values("ZeRO stage 3", {3})  // stages open by deleting their value here
-          ,
+              .raises(ErrorKind::kAssertion),
           boolean("contiguous_gradients", true, "Copy gradients into one buffer as they come, against fragmentation."),
           boolean("reduce_scatter", true, "Reduce each gradient only to the rank that needs it."),
           size("reduce_bucket_size", 500000000, "Elements per reduction."),
@@ -160,7 +145,7 @@ Field zero_section(std::string name, std::string doc) {
           offload_param(),
           offload_optimizer(),
           zenflow(),
-          size("sub_group_size", 1000000000, "Elements stepped at one time (stage 3).").waits_for("ZeRO stage 3"),
+          size("sub_group_size", 1000000000, "Elements stepped at one time (stage 3)."),
           boolean("cpu_offload_param", false, "Old name.")
               .or_null()
               .fallback_to(nullptr)
@@ -199,14 +184,12 @@ Field zero_section(std::string name, std::string doc) {
       integer("mics_shard_size", -1, "Ranks that share one copy of the model: MiCS; -1 switches it off.")
           .not_built("MiCS"),
       boolean("mics_hierarchical_params_gather", false, "Gather within nodes and then between them.").not_built("MiCS"),
-      boolean("memory_efficient_linear", true, "A linear layer that keeps less for backward (stage 3).")
-          .waits_for("ZeRO stage 3"),
+      boolean("memory_efficient_linear", true, "A linear layer that keeps less for backward (stage 3)."),
       boolean("pipeline_loading_checkpoint", false, "Load a checkpoint layer by layer.")
           .not_built("pipelined checkpoint loading"),
-      boolean("override_module_apply", true, "Module.apply gathers parameters (stage 3).").waits_for("ZeRO stage 3"),
-      boolean("log_trace_cache_warnings", false, "Say when the order of modules changed (stage 3).")
-          .waits_for("ZeRO stage 3"),
-      boolean("enable_sanity_checks", false, "Costly checks of ZeRO's own state.").waits_for("ZeRO stage 3"),
+      boolean("override_module_apply", true, "Module.apply gathers parameters (stage 3)."),
+      boolean("log_trace_cache_warnings", false, "Say when the order of modules changed (stage 3)."),
+      boolean("enable_sanity_checks", false, "Costly checks of ZeRO's own state."),
       boolean("save_muon_momentum_buffer_in_memory", false, "Keep Muon's momentum on the device under offload.")
           .not_built("Muon"),
       leaf_module(),
@@ -218,6 +201,12 @@ Field zero_section(std::string name, std::string doc) {
 DS_CONFIG_CHAPTER(50, kTraining, "ZeRO") {
   Field zero = zero_section("zero_optimization", "Shard optimizer states, gradients and parameters over ranks.");
   zero.bool_sets("stage", 1, 0, "is an old spelling; it stands for {\"stage\": 1} or {\"stage\": 0}.");
+  // Ours, not DeepSpeed's, and about training only: the `zero` section of inference does not have it.
+  zero.fields.push_back(integer("audit_steps", 0,
+                                "For that many first steps gradients, norm and update are recomputed without sharding "
+                                "and compared.")
+                            .at_least(0)
+                            .overridden_by("DS_AUDIT"));
   c.add(zero);
 
   c.rule("zero_optimization.overlap_comm is true for stage 3 and false otherwise, unless given.", [](Judge& j) {

@@ -1,7 +1,13 @@
 """Configuration: a thin Python view of csrc/config, which holds every key, its type, default and rules."""
 
 from deepspeed._native import DeepSpeedConfigError
-from deepspeed.config.config import DeepSpeedConfig, DeepSpeedConfigAssertionError, non_default_values
+from deepspeed.config.config import DeepSpeedConfig, non_default_values
+from deepspeed.config.errors import (
+    DeepSpeedConfigAssertionError,
+    ElasticityConfigError,
+    ElasticityError,
+    ElasticityIncompatibleWorldSize,
+)
 from deepspeed.config.model import ConfigSection, DeepSpeedConfigModel
 from deepspeed.config.read import choose_config
 
@@ -11,6 +17,9 @@ __all__ = [
     "DeepSpeedConfigAssertionError",
     "DeepSpeedConfigError",
     "DeepSpeedConfigModel",
+    "ElasticityConfigError",
+    "ElasticityError",
+    "ElasticityIncompatibleWorldSize",
     "choose_config",
     "non_default_values",
 ]

@@ -4,8 +4,8 @@
         size: int = 1
         old_size: int = Field(None, json_schema_extra={"deprecated": True, "new_param": "size"})
 
-A default may be a value or an object with ``default`` (pydantic's ``Field(...)``): then its ``alias``,
-``json_schema_extra`` and the bounds in its ``metadata`` count, too. pydantic itself is not needed.
+A default may be a value or what pydantic's ``Field(...)`` returns, in pydantic 1 or 2: then its ``alias``, its bounds
+and its ``json_schema_extra`` (pydantic 1: the keywords it does not know) count, too. pydantic itself is not needed.
 """
 
 import difflib
@@ -15,6 +15,7 @@ import types
 import typing
 
 from deepspeed._native import DeepSpeedConfigError
+from deepspeed.config.errors import config_error
 from deepspeed.log import logger
 
 BOUNDS = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
@@ -28,15 +29,23 @@ class Declared:
         self.alias, self.extra, self.bounds = None, {}, {}
         self.factory = None
         self.required = False
-        if hasattr(default, "json_schema_extra") and hasattr(default, "default"):
-            self.alias = default.alias
-            self.extra = default.json_schema_extra if isinstance(default.json_schema_extra, dict) else {}
-            for item in default.metadata:
-                self.bounds.update({key: getattr(item, key) for key in BOUNDS if hasattr(item, key)})
-            self.factory = default.default_factory
-            default = default.default
-            self.required = type(default).__name__ == "PydanticUndefinedType" and self.factory is None
+        if hasattr(default, "default_factory") and hasattr(default, "alias"):
+            default = self._take(default)
         self.default = default
+
+    def _take(self, field):
+        """Reads what pydantic's Field() returned; the default."""
+        self.alias, self.factory = field.alias, field.default_factory
+        extra = getattr(field, "json_schema_extra", None)
+        if extra is None:
+            others = getattr(field, "extra", None) or {}
+            extra = others.get("json_schema_extra", others)
+        self.extra = extra if isinstance(extra, dict) else {}
+        for item in getattr(field, "metadata", [field]):
+            self.bounds.update({key: getattr(item, key) for key in BOUNDS if getattr(item, key, None) is not None})
+        nothing = field.default is ... or type(field.default).__name__ in ("PydanticUndefinedType", "UndefinedType")
+        self.required = nothing and self.factory is None
+        return None if nothing else field.default
 
     def fresh_default(self):
         if self.factory is not None:
@@ -62,8 +71,17 @@ def declared_fields(cls):
     return fields
 
 
+def extra_policy(cls):
+    """What an unknown key means: "forbid", "ignore" or "allow", from ``model_config`` or pydantic 1's ``Config``."""
+    for base in cls.__mro__:
+        for policy in (vars(base).get("model_config"), vars(vars(base).get("Config", type))):
+            if policy is not None and "extra" in policy:
+                return str(getattr(policy["extra"], "value", policy["extra"]))
+    return "forbid"
+
+
 def _refuse(where, value, what):
-    raise DeepSpeedConfigError(f"{where} = {value!r} must be {what}.")
+    raise config_error(f"{where} = {value!r} must be {what}.", [where.partition(".")[2]], value=value)
 
 
 def _convert_union(where, annotation, value):
@@ -133,7 +151,7 @@ def _checked(where, field, value):
     if value is None and field.default is None:
         return None
     value = convert(where, field.annotation, value)
-    for key, bound in field.bounds.items():
+    for key, bound in field.bounds.items() if isinstance(value, (int, float)) else ():
         fine = {"ge": value >= bound, "gt": value > bound, "le": value <= bound, "lt": value < bound}[key]
         if not fine:
             _refuse(where, value, f"{BOUNDS[key]} {bound}")
@@ -151,18 +169,36 @@ def fill(model, data, strict):
     given = {}
     for key, value in data.items():
         if key not in names:
-            near = difflib.get_close_matches(key, names, 1)
-            advice = f'Did you mean "{near[0]}"?' if near else f"It has {', '.join(names)}."
-            raise DeepSpeedConfigError(f"{cls} has no key {key!r}. {advice}")
+            _unknown(model, key, value, names)
+            continue
         if strict or not (isinstance(value, str) and value == "auto") or key == "replace_method":
             given[names[key].name] = _checked(f"{cls}.{key}", names[key], value)
     for name, field in fields.items():
         if field.required and name not in given:
-            raise DeepSpeedConfigError(f"{cls}.{name} is missing.")
-        model.__dict__[name] = given[name] if name in given else field.fresh_default()
+            raise config_error(f"{cls}.{name} is missing.", [name], value=data)
+        # Defaults are checked like values, so that {} may stand for a nested model.
+        model.__dict__[name] = given[name] if name in given else _checked(f"{cls}.{name}", field, field.fresh_default())
     for name in given:
-        if fields[name].extra.get("deprecated"):
+        if fields[name].extra.get("deprecated") and given[name] is not None:
             _forward(model, fields, name, given)
+
+
+def _unknown(model, key, value, names):
+    policy = extra_policy(type(model))
+    if policy == "forbid":
+        near = difflib.get_close_matches(key, names, 1)
+        advice = f'Did you mean "{near[0]}"?' if near else f"It has {', '.join(names)}."
+        raise config_error(f"{type(model).__name__} has no key {key!r}. {advice}", [key], value=value)
+    if policy == "allow":
+        model.__dict__[key] = value
+
+
+def assign(model, name, value):
+    """``model.name = value``: a declared field is checked, anything else is an attribute like any."""
+    field = declared_fields(type(model)).get(name)
+    object.__setattr__(
+        model, name, value if field is None else _checked(f"{type(model).__name__}.{name}", field, value)
+    )
 
 
 def _forward(model, fields, name, given):
@@ -180,7 +216,8 @@ def _forward(model, fields, name, given):
     path = target.split(".")
     if path[0] in given:
         cls = type(model).__name__
-        raise DeepSpeedConfigError(f"{cls}: {name} is the deprecated name of {target}, and both are given.")
+        text = f"{cls}: {name} is the deprecated name of {target}, and both are given."
+        raise config_error(text, [name], value=given[name])
     holder = model
     for part in path[:-1]:
         holder = getattr(holder, part)

@@ -11,9 +11,7 @@ ROOTS = ("training", "inference", "ragged_inference")
 
 def explain(path, world=None):
     """The text of ``ds_config explain`` and whether the configuration is free of conflicts."""
-    native, ranks, source = resolve(path, world_size=world)
-    if world is not None:
-        source = "--world"
+    native, ranks, source = resolve(path, world_size=world, given_as="--world")
     broken = any(issue["severity"] == "error" for issue in native.issues())
     return f"Data-parallel ranks: {ranks} ({source})\n{native.explain()}", not broken
 

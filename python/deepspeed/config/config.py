@@ -4,18 +4,15 @@ import json
 import os
 
 from deepspeed._native import _C, DeepSpeedConfigError
-from deepspeed.config import sections
+from deepspeed.config import elasticity, sections
+from deepspeed.config.errors import DeepSpeedConfigAssertionError, raise_if_broken
 from deepspeed.config.model import ConfigSection, layout
 from deepspeed.config.read import read
-from deepspeed.config.world import ENVIRONMENT, data_parallel_size
+from deepspeed.config.world import ENVIRONMENT, UNKNOWN, data_parallel_size, total_ranks
 from deepspeed.log import logger
 
-DeepSpeedConfigAssertionError = _C.config.DeepSpeedConfigAssertionError
-
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-BUILTIN_OPTIMIZERS = (
-    "Adam AdamW Adagrad Lamb OneBitAdam ZeroOneAdam OneBitLamb Lion Muon MuAdam MuAdamW MuSGD".split()
-)
+BUILTIN_OPTIMIZERS = "Adam AdamW Adagrad Lamb OneBitAdam ZeroOneAdam OneBitLamb Lion Muon MuAdam MuAdamW MuSGD".split()
 
 # Attributes that are a key of the top level under its own name.
 PLAIN = BATCH_KEYS + (
@@ -75,17 +72,25 @@ DICTS = {
 }
 
 
-def resolve(config, mpu=None, mesh_device=None, world_size=None):
-    """``(native, world, source)``: ``config`` with its batch sizes worked out. What is wrong: ``native.issues()``."""
+def resolve(config, mpu=None, mesh_device=None, world_size=None, given_as="world_size="):
+    """``(native, world, source)``: ``config`` with its batch sizes worked out. What is wrong: ``native.issues()``.
+
+    ``given_as``: what messages call the place that ``world_size`` came from.
+    """
     native = read(config)
     values = native.values()
     try:
-        world, source = data_parallel_size(mpu, mesh_device, world_size, values["sequence_parallel_size"])
+        shared = values["sequence_parallel_size"]
+        world, source = data_parallel_size(mpu, mesh_device, world_size, shared, given_as)
     except DeepSpeedConfigError as error:
         native.add_error("world_size", ["sequence_parallel_size"], str(error), False)
         return native, 1, "unknown"
     if not any(issue["severity"] == "error" and set(issue["paths"]) & set(BATCH_KEYS) for issue in native.issues()):
-        _plan_batch(native, [values[key] for key in BATCH_KEYS], world, source)
+        if not elasticity.elasticity_enabled(values):  # which chooses the batch sizes itself
+            _plan_batch(native, [values[key] for key in BATCH_KEYS], world, source)
+    ranks, known_from = total_ranks(world_size, given_as)
+    is_known = mpu is None and mesh_device is None and known_from != UNKNOWN
+    elasticity.judge(native, ranks, known_from if is_known else None)
     return native, world, source
 
 
@@ -100,7 +105,7 @@ def _plan_batch(native, sizes, world, source):
         return
     for key, given, value in zip(BATCH_KEYS, sizes, planned):
         if given is None:
-            why = f"the other batch sizes and {world} data-parallel ranks ({source})"
+            why = f"the other batch sizes and {world} data-parallel rank{'' if world == 1 else 's'} ({source})"
             native.derive(key, value, why, source == ENVIRONMENT)
 
 
@@ -117,7 +122,7 @@ class DeepSpeedConfig:
 
     def __init__(self, config, mpu=None, mesh_device=None, world_size=None):
         native, self.world_size, self.world_size_source = resolve(config, mpu, mesh_device, world_size)
-        native.raise_if_broken()
+        raise_if_broken(native)
         self._param_dict = config if isinstance(config, dict) else native.raw()
         self._values = native.values()
         self._non_default = native.non_default()

@@ -1,5 +1,6 @@
 """Single values out of a raw configuration dict, under the names that scripts know."""
 
+from deepspeed.config.errors import config_error, raise_if_broken
 from deepspeed.config.model import layout
 from deepspeed.config.read import read
 from deepspeed.config.sections import DeepSpeedBF16Config, DeepSpeedFP16Config
@@ -10,8 +11,22 @@ def _value(param_dict, key):
     if key not in param_dict:
         return layout("training")[key]["default"]
     native = read({key: param_dict[key]}, strict=False, sections_only=True)
-    native.raise_if_broken(built_only=False)
+    raise_if_broken(native, built_only=False)
     return native.values()[key]
+
+
+def load_ds_config(config):
+    """The configuration as the dict that the user wrote: ``config`` is that dict, a path, or url-safe base64 of JSON.
+
+    Raises DeepSpeedConfigError when there is no such file, when it is no JSON, and for duplicate keys.
+    """
+    if isinstance(config, dict):
+        return config
+    native = read(config)
+    twice = [issue for issue in native.issues() if issue["code"] == "duplicate_key"]
+    if twice:
+        raise config_error("\n".join(issue["text"] for issue in twice), [twice[0]["paths"][0]])
+    return native.raw()
 
 
 def get_gradient_clipping(param_dict):

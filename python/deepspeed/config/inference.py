@@ -2,7 +2,7 @@
 
 import torch
 
-from deepspeed._native import DeepSpeedConfigError
+from deepspeed.config.errors import config_error, raise_if_broken
 from deepspeed.config.model import ConfigSection, layout
 from deepspeed.config.read import read
 from deepspeed.config.sections import DeepSpeedZeroConfig
@@ -20,7 +20,8 @@ def as_dtype(value):
     for dtype, names in DTYPES.items():
         if value is dtype or value in names:
             return dtype
-    raise DeepSpeedConfigError(f"dtype = {value!r} must be one of {', '.join(str(dtype) for dtype in DTYPES)}.")
+    known = ", ".join(str(dtype) for dtype in DTYPES)
+    raise config_error(f"dtype = {value!r} must be one of {known}.", ["dtype"], value=value)
 
 
 class DeepSpeedTPConfig(ConfigSection):
@@ -48,9 +49,9 @@ class _WholeConfig(ConfigSection):
 
     def __init__(self, strict=False, **data):
         if strict and "auto" in data.values():
-            raise DeepSpeedConfigError('"auto" is not a value here, because strict is set.')
+            raise config_error('"auto" is not a value here, because strict is set.')
         native = read(data, root=self.ROOT)
-        native.raise_if_broken(built_only=False)
+        raise_if_broken(native, built_only=False)
         self._fill(native.values(), layout(self.ROOT))
 
 
@@ -74,10 +75,21 @@ class DeepSpeedInferenceConfig(_WholeConfig):
         super().__init__(strict=strict, **data)
 
 
+class RaggedTPConfig(ConfigSection):
+    ROOT = "ragged_inference"
+    PATH = "tp"
+
+
 class RaggedInferenceEngineConfig(_WholeConfig):
     """Keys of the ragged engine."""
 
     ROOT = "ragged_inference"
+    CHILDREN = {"tp": RaggedTPConfig}
+
+
+def default_inference_config():
+    """A dict of all keys of init_inference with their defaults."""
+    return DeepSpeedInferenceConfig().model_dump()
 
 
 def merge_inference_config(config, kwargs):
@@ -87,7 +99,7 @@ def merge_inference_config(config, kwargs):
     """
     for key in sorted(set(config) & set(kwargs)):
         if config[key] is not kwargs[key] and config[key] != kwargs[key]:
-            raise DeepSpeedConfigError(
+            raise config_error(
                 f"init_inference got {key} = {config[key]!r} in config and {key} = {kwargs[key]!r} as a keyword. "
                 f"Keep one of them."
             )

@@ -2,8 +2,11 @@
 
 import copy
 
+import torch
+
 from deepspeed._native import _C
-from deepspeed.config.annotated import fill
+from deepspeed.config.annotated import assign, fill
+from deepspeed.config.errors import config_error, raise_if_broken
 from deepspeed.config.read import read
 
 _layouts = {}
@@ -23,18 +26,33 @@ class DeepSpeedConfigModel:
     """What all section objects share: attributes, conversion to a dict, equality, copies, pickling.
 
     A subclass declares fields as annotations (see annotated.py); unknown keys and wrong types are errors.
-    ``strict``: "auto" is a value like any other instead of standing for the default.
+    ``strict``: "auto" is a value like any other instead of standing for the default. A subclass whose ``model_config``
+    has ``extra`` "allow" or "ignore" keeps or drops unknown keys. Errors are DeepSpeedConfigErrors, and
+    ``pydantic.ValidationError``s where pydantic is imported (errors.py).
     """
+
+    model_config = {"extra": "forbid", "validate_assignment": True, "populate_by_name": True}
 
     def __init__(self, strict=False, **data):
         fill(self, data, strict)
+
+    def __setattr__(self, name, value):
+        assign(self, name, value)
+
+    @staticmethod
+    def serialize_torch_dtype(dtype):
+        """A torch.dtype as the text that a configuration holds: "torch.float16"."""
+        return str(dtype)
 
     def _items(self):
         return {key: value for key, value in vars(self).items() if not key.startswith("_")}
 
     def model_dump(self, **ignored):
-        """The values as plain dicts and lists, under the names of the configuration file."""
-        return {key: _plain(value) for key, value in self._items().items()}
+        """The values as plain dicts and lists, under the names of the configuration file; a ``dtype`` as text."""
+        dumped = {key: _plain(value) for key, value in self._items().items()}
+        if isinstance(dumped.get("dtype"), torch.dtype):
+            dumped["dtype"] = self.serialize_torch_dtype(dumped["dtype"])
+        return dumped
 
     def dict(self, **ignored):
         return self.model_dump()
@@ -101,7 +119,7 @@ class ConfigSection(DeepSpeedConfigModel):
         native = read(given, root=self.ROOT, strict=False, sections_only=True)
         if strict:
             _refuse_auto(data, self.PATH)
-        native.raise_if_broken(built_only=False)
+        raise_if_broken(native, built_only=False)
         values = native.values()
         for name in self.PATH.split("."):
             values = values[name]
@@ -140,4 +158,5 @@ class ConfigSection(DeepSpeedConfigModel):
 def _refuse_auto(data, path):
     for key, value in data.items():
         if value == "auto":
-            raise _C.DeepSpeedConfigError(f'{path}.{key} = "auto" is not a value here, because strict is set.')
+            text = f'{path}.{key} = "auto" is not a value here, because strict is set.'
+            raise config_error(text, [f"{path}.{key}"], value=value)

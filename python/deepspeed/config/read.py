@@ -7,8 +7,10 @@ import os
 import torch
 
 from deepspeed._native import _C, DeepSpeedConfigError
+from deepspeed.log import logger
 
 _other_names = {}
+_variables = {}
 
 
 def _torch_classes(module, base_names):
@@ -25,6 +27,13 @@ def other_names():
         bases = ["_LRScheduler", "LRScheduler", "ReduceLROnPlateau"]
         _other_names["scheduler.type"] = _torch_classes(schedulers, bases)
     return _other_names
+
+
+def environment(root):
+    """``{variable: text}`` of the variables that override a key and are set."""
+    if root not in _variables:
+        _variables[root] = tuple(_C.config.environment_variables(root))
+    return {name: os.environ[name] for name in _variables[root] if name in os.environ}
 
 
 def _decode_base64(text):
@@ -45,7 +54,13 @@ def read(config, root="training", strict=None, sections_only=False):
     """
     if strict is None:
         strict = os.environ.get("DS_STRICT_CONFIG", "") not in ("", "0")
-    options = {"root": root, "strict": strict, "sections_only": sections_only, "other_names": other_names()}
+    options = {
+        "root": root,
+        "strict": strict,
+        "sections_only": sections_only,
+        "other_names": other_names(),
+        "environment": environment(root),
+    }
     if isinstance(config, dict):
         return _C.config.resolve_dict(config, **options)
     if not isinstance(config, (str, os.PathLike)):
@@ -93,6 +108,8 @@ def choose_config(args=None, config=None, config_params=None):
         if value is not None:
             given["args." + name] = value
     if len(given) == 1:
+        if "args.deepscale_config" in given:
+            logger.warning("args.deepscale_config is deprecated; use args.deepspeed_config (--deepspeed_config).")
         return next(iter(given.values()))
     if not given:
         raise _C.config.DeepSpeedConfigAssertionError(

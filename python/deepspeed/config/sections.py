@@ -3,7 +3,7 @@
 import enum
 import pathlib
 
-from deepspeed._native import DeepSpeedConfigError
+from deepspeed.config.errors import config_error
 from deepspeed.config.model import ConfigSection
 
 
@@ -157,7 +157,8 @@ class DeepSpeedMonitorConfig(ConfigSection):
         """``data``: sections by name; other keys are an error."""
         unknown = sorted(set(data) - set(self.KINDS))
         if unknown:
-            raise DeepSpeedConfigError(f"{unknown[0]} is not a monitor. There are {', '.join(self.KINDS)}.")
+            text = f"{unknown[0]} is not a monitor. There are {', '.join(self.KINDS)}."
+            raise config_error(text, unknown, value=data)
         for name, kind in self.KINDS.items():
             self.__dict__[name] = kind(strict=strict, **(data.get(name) or {}))
         self.__dict__["enabled"] = self.check_enabled()

@@ -35,6 +35,14 @@ class Parallel:
         split = getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False)
         return self.mp_rank == 0 or split
 
+    def second_group(self):
+        """Another group of the same data-parallel ranks, for traffic whose order differs from the first one's."""
+        if self.dp_world_size == 1:
+            return None
+        if self.mpu is None:
+            return dist.new_group(list(range(self.world_size)))
+        return self.dp_group  # making one needs every rank of the job, of which this rank knows only its own group
+
     def source_rank(self):
         """Global rank of the data-parallel rank 0 of this rank's group."""
         return dist.get_global_rank(self.dp_group, 0) if self.dp_world_size > 1 else self.rank

@@ -23,6 +23,12 @@ def build_core(
     scatter=True,
     allgather=True,
     allgather_bucket_numel=500_000_000,
+    others=(),
+    gather_group=None,
+    max_live=1_000_000_000,
+    max_reuse=1_000_000_000,
+    persistence=100_000,
+    model_persistence=2**63 - 1,
 ):
     """Returns ``(core, names)``.
 
@@ -60,5 +66,12 @@ def build_core(
         scatter=bool(scatter),
         allgather=bool(allgather),
         allgather_bucket_numel=int(allgather_bucket_numel),
+        sharded=[param.ds_handle for param in tensors] if stage == 3 else [],
+        others=[param.ds_handle for param in others],
+        gather_group=gather_group,
+        max_live=int(max_live),
+        max_reuse=int(max_reuse),
+        persistence=int(persistence),
+        model_persistence=int(model_persistence),
     )
     return core, called

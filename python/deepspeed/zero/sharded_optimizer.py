@@ -15,7 +15,7 @@ from deepspeed.version import __version__
 from deepspeed.zero.base_optimizer import ZeROOptimizer
 from deepspeed.zero.wrapped_optimizer import WrappedOptimizer
 
-Fragment = collections.namedtuple("fragment_address", ["numel", "start"])
+Fragment = collections.namedtuple("Fragment", ["numel", "start"])
 
 
 class ShardedOptimizer(WrappedOptimizer, ZeROOptimizer):
@@ -23,9 +23,7 @@ class ShardedOptimizer(WrappedOptimizer, ZeROOptimizer):
 
     stage = None
 
-    def _build(
-        self, init_optimizer, engine, dtype, param_names, scaler_args, clip_grad, options
-    ):
+    def _build(self, init_optimizer, engine, dtype, param_names, scaler_args, clip_grad, options):
         self.optimizer = init_optimizer
         self.low_precision_dtype = dtype
         self.bit16_groups = [list(group["params"]) for group in init_optimizer.param_groups]

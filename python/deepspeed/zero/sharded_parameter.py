@@ -284,19 +284,27 @@ def _release(params):
 
 def write_back(params):
     """Slices, and masters where there are any, take the gathered values. Every rank calls it with the same values."""
-    for param in params:
-        handle, access = param.ds_handle, param.ds_access
-        if handle.reshaped():
-            if access.core is not None:
-                raise RuntimeError(
-                    f"parameter '{handle.name}' has changed from {tuple(handle.sizes)} to {tuple(param.shape)} after "
-                    "deepspeed.initialize: the optimizer's states no longer fit. Resize before initialize."
-                )
-            handle.adopt_shape()
-            continue
+    for access in {id(param.ds_access): param.ds_access for param in params}.values():
         access.begin_write()
-        handle.write_back()
-        link = getattr(param, "_ds_link", None)
-        if link is not None:
-            link.set("fp32", param.detach())
-        access.end_write()
+        try:
+            for param in params:
+                if param.ds_access is access:
+                    _write_back(param)
+        finally:
+            access.end_write()
+
+
+def _write_back(param):
+    handle = param.ds_handle
+    if handle.reshaped():
+        if param.ds_access.core is not None:
+            raise RuntimeError(
+                f"parameter '{handle.name}' has changed from {tuple(handle.sizes)} to {tuple(param.shape)} after "
+                "deepspeed.initialize: the optimizer's states no longer fit. Resize before initialize."
+            )
+        handle.adopt_shape()
+        return
+    handle.write_back()
+    link = getattr(param, "_ds_link", None)
+    if link is not None:
+        link.set("fp32", param.detach())

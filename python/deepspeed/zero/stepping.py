@@ -21,6 +21,7 @@ class Stepping:
         self.clip = clip
         self.rank = rank
         self.fused = None
+        self.need_all = False  # a parameter without a gradient is an error
         self.overflow = False
         self.norm = None
         self._warned_not_finite = False
@@ -32,6 +33,8 @@ class Stepping:
     def step(self):
         """Returns True when the weights were updated, False when the step was skipped."""
         self.core.finish_backward()
+        if self.need_all:
+            self._refuse_unused()
         self.core.norm(self.loss_scale, self.clip, self.check)
         if self.fused is not None:
             self.fused.stepping = True
@@ -47,6 +50,7 @@ class Stepping:
                 self.core.hand_out_grads(self.masters)
                 self.optimizer.step()
                 self.core.publish()
+        self.core.finish_step()
         self.norm = report.norm
         self.overflow = report.skipped
         if report.norm != report.norm or report.norm == float("inf"):
@@ -57,6 +61,15 @@ class Stepping:
                 log_dist(f"The step is skipped; the loss scale is now {self.scaler.loss_scale:g}.", ranks=[0])
         self.core.clear_grads()
         return not self.overflow
+
+    def _refuse_unused(self):
+        unused = [name for name, used in zip(self.names, self.core.used()) if not used]
+        if unused:
+            raise RuntimeError(
+                f"no rank has a gradient for {len(unused)} parameter(s): {', '.join(unused[:5])}"
+                f"{', ...' if len(unused) > 5 else ''}. Freeze them (requires_grad_(False) before "
+                "deepspeed.initialize), or set zero_optimization.ignore_unused_parameters to true"
+            )
 
     def _explain_overflow(self):
         """Says which gradients were not finite, on the rank that produced them."""

@@ -8,7 +8,7 @@
 namespace ds::config {
 namespace {
 
-Config resolved(const std::string& text, Options options = {}) {
+Config resolved(const std::string& text, const Options& options = {}) {
   return resolve(read_text(text, "f"), schema(Root::kTraining), options);
 }
 
@@ -97,6 +97,53 @@ TEST(Resolver, ComplaintKindIsAssertionIfAnyIs) {
   EXPECT_EQ(kind, ErrorKind::kAssertion);
 }
 
+TEST(Resolver, AVariableOverridesItsKey) {
+  const std::string path = "zero_optimization.audit_steps";
+  Options options;
+  options.environment["DS_AUDIT"] = "0";
+  const char* text = "{\"zero_optimization\": {\"audit_steps\": 3}}";
+  EXPECT_EQ(*resolved(text).find(path), 3);
+  const Config off = resolved(text, options);
+  EXPECT_FALSE(off.broken());
+  EXPECT_EQ(*off.find(path), 0);
+  EXPECT_EQ(off.origin(path).source, Source::kEnvironment);
+  EXPECT_EQ(off.origin(path).detail, "DS_AUDIT");
+
+  options.environment["DS_AUDIT"] = "2";
+  const Config on = resolved("{}", options);
+  EXPECT_EQ(*on.find(path), 2);
+  EXPECT_NE(explain(on, schema(Root::kTraining)).find("environment: DS_AUDIT"), std::string::npos);
+  options.environment["DS_AUDIT"] = "two";
+  EXPECT_EQ(codes(resolved("{}", options), Severity::kError), Words{"environment"});
+  options.environment["DS_AUDIT"] = "";
+  EXPECT_FALSE(resolved("{}", options).broken());
+  options.environment["DS_AUDIT"] = "2";
+  options.sections_only = true;
+  EXPECT_FALSE(resolved("{}", options).broken());
+}
+
+TEST(Resolver, AnAliasThatYieldsIsIgnoredBesideItsName) {
+  for (const char* text : {"{\"bf16\": {}, \"bfloat16\": {\"enabled\": true, \"x\": 1}}",
+                           "{\"bfloat16\": {\"enabled\": true, \"x\": 1}, \"bf16\": {}}"}) {
+    const Config config = resolved(text);
+    EXPECT_FALSE(config.broken());
+    EXPECT_EQ(codes(config, Severity::kWarning), Words{"two_spellings"});
+    EXPECT_EQ(config.values()["bf16"]["enabled"], false);
+  }
+  EXPECT_EQ(resolved("{\"bfloat16\": {\"enabled\": true}}").values()["bf16"]["enabled"], true);
+}
+
+TEST(Resolver, ListsDropCopiesAndNullStandsForTheDefault) {
+  const Config config = resolved(
+      "{\"zero_optimization\": {\"leaf_module\": {\"names\": [\"a\", \"b\", \"a\"], "
+      "\"classes\": null, \"name_suffixes\": \"x\"}}}");
+  EXPECT_FALSE(config.broken());
+  const Value& leaf = config.values()["zero_optimization"]["leaf_module"];
+  EXPECT_EQ(leaf["names"], Value::array({"a", "b"}));
+  EXPECT_EQ(leaf["classes"].size(), 3u);
+  EXPECT_EQ(leaf["name_suffixes"], Value::array({"x"}));
+}
+
 TEST(Resolver, OtherNamesLimitOpenChoices) {
   Options options;
   options.other_names["optimizer.type"] = {"SGD"};
@@ -125,8 +172,20 @@ TEST(Render, DocsNameEveryKeyAndSchemaIsJson) {
   EXPECT_NO_THROW(Value::parse(json_schema(schema(Root::kTraining))));
 }
 
+TEST(Render, ExplainShowsEveryParameterOfAnOptimizer) {
+  const char* text =
+      "{\"optimizer\": {\"type\": \"Adam\",\n\"params\": {\n\"lr\": 1e-3,\n\"weight_decay\": 0}},\n"
+      "\"scheduler\": {\"type\": \"StepLR\", \"params\": {\n\"step_size\": 3}}}";
+  const std::string out = non_default(resolved(text), schema(Root::kTraining));
+  EXPECT_NE(out.find("optimizer.params.lr = 0.001 (line 3)\n"), std::string::npos) << out;
+  EXPECT_NE(out.find("optimizer.params.weight_decay = 0 (line 4)\n"), std::string::npos) << out;
+  EXPECT_NE(out.find("scheduler.params.step_size = 3 (line 6)"), std::string::npos) << out;  // a class of torch
+}
+
 TEST(Render, ExplainShowsOriginsAndConflicts) {
-  const Config config = resolved("{\"zero_optimization\":\n{\"stage\": 1, \"reduce_bucket_size\": \"auto\"}}");
+  const Config config = resolved(
+      "{\"zero_optimization\":\n{\"stage\": 1, \"reduce_bucket_size\": \"auto\"},\n\"fp16\": {\"enabled\": true}, "
+      "\"bf16\": {\"enabled\": true}}");
   const std::string text = explain(config, schema(Root::kTraining));
   for (const char* part : {"zero_optimization.stage", "line 2", "default, \"auto\" on line 2", "Conflicts",
                            "known, not built yet: DeepCompile", "derived: zero_optimization.stage = 1"}) {

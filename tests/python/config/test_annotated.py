@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, Dict, List, Literal, Optional, Union
 
 import pytest
+import torch
 
 from deepspeed.config import DeepSpeedConfigError, DeepSpeedConfigModel
 
@@ -37,6 +38,7 @@ class Model(DeepSpeedConfigModel):
     table: Dict[str, int] = {}
     colour: Colour = Colour.red
     inner: Inner = declared(factory=Inner)
+    nested: Inner = {}
     either: Union[str, int] = "auto"
     maybe: Optional[bool] = None
     word: Literal["a", "b"] = "a"
@@ -53,6 +55,61 @@ def test_defaults_are_fresh():
     first, second = Model(), Model()
     first.names.append("x")
     assert second.names == [] and second.inner.depth == 0 and second.share == 0.5
+
+
+def test_defaults_are_checked_like_values():
+    first, second = Model(), Model()
+    first.nested.depth = 4
+    assert isinstance(second.nested, Inner) and second.nested.depth == 0
+
+    class Wrong(DeepSpeedConfigModel):
+        size: int = "many"
+
+    with pytest.raises(DeepSpeedConfigError, match="Wrong.size = 'many' must be an integer"):
+        Wrong()
+    assert Wrong(size=3).size == 3
+
+
+def test_extra_keys_as_the_class_wants_them():
+    class Keeps(DeepSpeedConfigModel):
+        model_config = {"extra": "allow"}
+        size: int = 1
+
+    class Drops(DeepSpeedConfigModel):
+        class Config:
+            extra = "ignore"
+
+        size: int = 1
+
+    class KeepsToo(Keeps):
+        other: int = 2
+
+    assert Keeps(free=3).model_dump() == {"free": 3, "size": 1}
+    assert KeepsToo(free=3).free == 3
+    assert Drops(free=3).model_dump() == {"size": 1}
+    with pytest.raises(DeepSpeedConfigError, match="siz"):
+        Model(siz=1)
+
+
+def test_assignments_are_checked():
+    model = Model()
+    model.size = 5e8
+    assert model.size == 500_000_000 and isinstance(model.size, int)
+    model.inner = {"depth": 3}
+    assert isinstance(model.inner, Inner) and model.inner.depth == 3
+    for name, value in [("size", "x"), ("share", 2.0), ("colour", "blue"), ("inner", {"dept": 1})]:
+        with pytest.raises(DeepSpeedConfigError):
+            setattr(model, name, value)
+    model.note = "anything else is an attribute like any"
+    assert model.size == 500_000_000 and model.note
+
+
+def test_a_dtype_is_dumped_as_text():
+    class Typed(DeepSpeedConfigModel):
+        dtype: torch.dtype = torch.float16
+
+    assert Typed(dtype=torch.bfloat16).model_dump() == {"dtype": "torch.bfloat16"}
+    assert Typed.serialize_torch_dtype(torch.int8) == "torch.int8"
 
 
 def test_values_are_converted():
@@ -89,6 +146,8 @@ def test_wrong_values(data, words):
 def test_deprecated_names_forward():
     assert Model(old_size=7).size == 7
     assert Model(old_depth=7).inner.depth == 14
+    dumped = Model(size=3).model_dump()
+    assert dumped["old_size"] is None and Model(**dumped).size == 3  # a null gives nothing
 
 
 def test_auto():

@@ -1,9 +1,12 @@
 """Wrong configurations are refused with the right advice, before any process group is made."""
 
+import os
+
 import pytest
 import torch
 from broken_configs import BROKEN
 
+import deepspeed
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError
 
 
@@ -14,6 +17,16 @@ def test_refused_with_the_right_suggestion(name, config, words, world):
     for word in words:
         assert word in str(error.value)
     assert not torch.distributed.is_available() or not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("name, config, words, world", BROKEN, ids=[item[0] for item in BROKEN])
+def test_initialize_refuses_it_before_a_process_group_is_made(name, config, words, world, monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # initialize() writes what the launcher left out
+    for variable, value in {"RANK": 0, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(variable, str(value))
+    monkeypatch.setattr(torch.distributed, "init_process_group", None)  # calling it is another error than the one below
+    with pytest.raises(DeepSpeedConfigError):
+        deepspeed.initialize(config=config, model=torch.nn.Linear(2, 2))
 
 
 def test_there_are_at_least_60():

@@ -5,6 +5,7 @@ import copy
 import json
 import pathlib
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -291,7 +292,7 @@ def test_features_that_are_not_built_are_refused_when_switched_on_only():
             DeepSpeedConfig({"train_batch_size": 8, **config}, world_size=2)
 
 
-def test_choose_config():
+def test_choose_config(capsys):
     class Args:
         deepspeed_config = "x.json"
 
@@ -302,6 +303,8 @@ def test_choose_config():
         choose_config(Args(), {"a": 1})
     with pytest.raises(AssertionError, match="no DeepSpeed configuration"):
         choose_config()
+    assert choose_config(SimpleNamespace(deepscale_config="y.json")) == "y.json"
+    assert "deepscale_config is deprecated" in "".join(capsys.readouterr())
 
 
 def test_import_paths_of_scripts():

@@ -5,6 +5,7 @@ The texts are fuzzed in tests/cpp/config/fuzz_test.cpp; here it is the way in fr
 
 import collections
 import enum
+import json
 import os
 import pathlib
 import random
@@ -68,6 +69,31 @@ def test_python_objects():
         except DeepSpeedConfigError:
             refused += 1
     assert made > CASES / 50 and refused > CASES / 3
+
+
+def test_files_of_broken_bytes(tmp_path):
+    """What the reader of texts refuses, seen from Python: truncated, nested, not UTF-8, numbers without end."""
+    rng, path = random.Random(5), tmp_path / "ds.json"
+    good = json.dumps({"train_batch_size": 8, "zero_optimization": {"reduce_bucket_size": 10**30}, "x": ["é"] * 9})
+    for _ in range(CASES):
+        data = bytearray(good.encode())
+        for _ in range(rng.randrange(4)):
+            at = rng.randrange(len(data))
+            what = rng.randrange(4)
+            if what == 0:
+                del data[at:]
+            elif what == 1:
+                data[at : at + 1] = bytes([rng.randrange(256)])
+            elif what == 2:
+                data[at:at] = rng.choice([b"[", b'{"a":', b"\xff", b"/*"]) * rng.randrange(1, 3000)
+            else:
+                data[at:at] = b"9" * rng.randrange(1, 500)
+            data = data or bytearray(b" ")
+        path.write_bytes(data)
+        try:
+            DeepSpeedConfig(path)
+        except DeepSpeedConfigError as error:
+            assert str(error).startswith(str(path))
 
 
 def test_values_that_are_no_configuration():

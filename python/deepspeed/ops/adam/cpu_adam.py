@@ -56,7 +56,7 @@ class DeepSpeedCPUAdam(NativeAdam):
         if param.device.type != "cpu":
             raise AssertionError(
                 f"DeepSpeedCPUAdam updates parameters in host memory, but one of shape {tuple(param.shape)} is on "
-                f"{param.device}. Enable \"offload_optimizer\": {{\"device\": \"cpu\"}} in the ZeRO section of the "
+                f'{param.device}. Enable "offload_optimizer": {{"device": "cpu"}} in the ZeRO section of the '
                 f"config, or use FusedAdam for parameters on an accelerator."
             )
 

@@ -1,0 +1,1 @@
+"""The section ``compile`` of the configuration under the path that scripts import."""

@@ -1,0 +1,8 @@
+"""Import path that existing scripts use; the code is in deepspeed.config.elasticity."""
+
+from deepspeed.config.elasticity import (  # noqa: F401
+    ELASTICITY,
+    elasticity_enabled,
+    ensure_immutable_elastic_config,
+)
+from deepspeed.elasticity.constants import ENABLED, ENABLED_DEFAULT  # noqa: F401

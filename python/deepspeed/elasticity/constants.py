@@ -1,0 +1,13 @@
+"""Names and defaults of the keys of the section ``elasticity``: ``MIN_GPUS``, ``MIN_GPUS_DEFAULT``.
+
+They are read from the schema in csrc/config, so that there is one place for each.
+"""
+
+from deepspeed.config.elasticity import ELASTICITY, SCHEDULER_VARIABLE  # noqa: F401
+from deepspeed.config.model import layout
+
+DEEPSPEED_ELASTICITY_CONFIG = SCHEDULER_VARIABLE
+
+for _key, _facts in layout("training", ELASTICITY).items():
+    globals()[_key.upper()] = _key
+    globals()[_key.upper() + "_DEFAULT"] = _facts["default"]

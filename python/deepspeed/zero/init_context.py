@@ -1,0 +1,276 @@
+"""``zero.Init``: parameters are sharded as they are created, so that no rank ever holds the whole model."""
+
+import enum
+import functools
+import threading
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.log import logger
+from deepspeed.zero import sharded_parameter as sharding
+from deepspeed.zero.gathered import GatheredParameters
+
+_PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+
+
+class DeepSpeedTensorOverride(enum.Enum):
+    """What ``zero.Init`` decides about tensors that a constructor makes."""
+
+    dtype = 1
+    device = 2
+
+
+DEFAULT_TENSOR_OVERRIDES = (DeepSpeedTensorOverride.dtype, DeepSpeedTensorOverride.device)
+
+
+class _Nesting(threading.local):
+    """Contexts that are open in this thread, innermost last, and what they have patched."""
+
+    def __init__(self):
+        self.contexts = []
+        self.constructing = []
+        self.undo = []
+
+
+_nesting = _Nesting()
+
+
+def is_zero_init_enabled():
+    """Whether a ``zero.Init`` context is open."""
+    return any(context.enabled for context in _nesting.contexts)
+
+
+class InsertPostInitMethodToModuleSubClasses:
+    """Calls ``_post_init_method(module)`` when the constructor of a module, of whatever class, is through."""
+
+    def __init__(self, enabled=True, mem_efficient_linear=True, ds_config=None, dtype=None):
+        self.mem_efficient_linear = mem_efficient_linear
+        self.enabled = enabled
+        self.dtype = dtype if dtype is not None else _dtype_of(ds_config)
+
+    def __enter__(self):
+        if not self.enabled:
+            return self
+        self.patch_init_and_builtins()
+        return self
+
+    def __exit__(self, exc_type, exc_value, traceback):
+        if not self.enabled:
+            return
+        self.unpatch_init_and_builtins()
+
+    def patch_init_and_builtins(self):
+        _nesting.contexts.append(self)
+        if len(_nesting.contexts) == 1:
+            _patch()
+
+    def unpatch_init_and_builtins(self):
+        _nesting.contexts.remove(self)
+        if not _nesting.contexts:
+            _unpatch()
+
+    def _post_init_method(self, module):
+        raise NotImplementedError
+
+
+class Init(InsertPostInitMethodToModuleSubClasses):
+    """Inside the context, and for ``module`` if one is given, parameters become shards over ``data_parallel_group``.
+
+    All ranks start from the values of the group's first rank. ``dtype``: of the parameters; default: fp16 or bf16 as
+    the configuration says, else as they are made. ``remote_device`` "cpu": slices rest in host memory ("nvme" is not
+    supported yet). ``config_dict_or_path`` (``config``): the configuration that the model will be trained with.
+    ``enabled=False`` does nothing. ``mpu``: its data-parallel group is used. Contexts may be nested; the innermost
+    counts. ``tensor_overrides``: which of dtype and device the context decides; default both. Parameters are gathered
+    again inside ``GatheredParameters`` or when an engine runs the model.
+    """
+
+    def __init__(
+        self,
+        module=None,
+        data_parallel_group=None,
+        mem_efficient_linear=True,
+        remote_device=None,
+        pin_memory=False,
+        config_dict_or_path=None,
+        config=None,
+        enabled=True,
+        dtype=None,
+        mpu=None,
+        zero_param_parallel_group=None,
+        zero_quantized_weights=False,
+        zero_quantized_nontrainable_weights=False,
+        sequence_data_parallel_group=None,
+        param_swapper=None,
+        tensor_overrides=DEFAULT_TENSOR_OVERRIDES,
+    ):
+        if config is not None:
+            logger.warning("zero.Init: the argument `config` is deprecated; use `config_dict_or_path`")
+        found = config_dict_or_path if config_dict_or_path is not None else config
+        super().__init__(enabled=enabled, mem_efficient_linear=mem_efficient_linear, ds_config=found, dtype=dtype)
+        if not enabled:
+            return
+        for value, name in (
+            (zero_quantized_weights, "zero_quantized_weights"),
+            (zero_quantized_nontrainable_weights, "zero_quantized_nontrainable_weights"),
+            (param_swapper, "param_swapper"),
+            (zero_param_parallel_group, "zero_param_parallel_group"),
+        ):
+            if value:
+                raise NotImplementedError(f"zero.Init: {name} is not supported yet; leave it out")
+        if remote_device not in (None, "none", "cpu"):
+            raise NotImplementedError(
+                f"zero.Init: remote_device {remote_device!r} is not supported yet; use None or 'cpu'"
+            )
+        overrides = set(tensor_overrides or ())
+        if DeepSpeedTensorOverride.dtype not in overrides:
+            self.dtype = None
+        self.keep_device = DeepSpeedTensorOverride.device not in overrides
+        self.remote_device = remote_device
+        self.pin_memory = pin_memory
+        if not dist.is_initialized():
+            dist.init_distributed()
+        if mpu is not None and data_parallel_group is None:
+            data_parallel_group = mpu.get_data_parallel_group()
+        if sequence_data_parallel_group is not None:
+            data_parallel_group = sequence_data_parallel_group
+        self.access = sharding.ShardAccess.of_group(data_parallel_group)
+        self.local_device = torch.device(get_accelerator().current_device_name())
+        if module is not None:
+            self._convert(module.named_parameters(recurse=True))
+
+    def get_partition_dp_group(self, param):
+        return param.ds_process_group
+
+    def get_partition_rank(self):
+        """This rank's number within the group that parameters are sharded over."""
+        return self.access.rank
+
+    def get_dp_process_group(self):
+        return self.access.group
+
+    @property
+    def ds_process_group(self):
+        return self.access.group
+
+    def _post_init_method(self, module):
+        self._convert(module.named_parameters(recurse=False), type(module).__name__)
+
+    @torch.no_grad()
+    def _convert(self, named, owner=None):
+        for name, param in named:
+            if sharding.is_sharded(param):
+                continue
+            if param.is_meta:
+                raise ValueError(
+                    f"zero.Init: parameter '{name}' is on the meta device and has no values to shard; build the model "
+                    "without torch.device('meta')"
+                )
+            target = param.device if self.keep_device else self.local_device
+            if param.device != target or (self.dtype is not None and param.is_floating_point()):
+                param.data = param.data.to(target, self.dtype if param.is_floating_point() else None)
+            if self.access.world > 1:
+                dist.broadcast(param.data, self.access.source_rank(0), group=self.access.group)
+            sharding.shard(param, self.access, f"{owner}.{name}" if owner else name)
+            self.access.gatherer.acquire([param.ds_handle])
+            self.access.gatherer.release([param.ds_handle])
+
+
+def _dtype_of(config):
+    if config is None:
+        return None
+    if isinstance(config, DeepSpeedConfig):
+        config = config._param_dict
+    if isinstance(config, str):
+        config = DeepSpeedConfig(config)._param_dict
+    for section, dtype in _PRECISIONS.items():
+        if isinstance(config.get(section), dict) and config[section].get("enabled") is True:
+            return dtype
+    return None
+
+
+# ---- following constructors --------------------------------------------------------------------------------------------
+
+
+def _every_subclass(cls, seen):
+    for sub in type.__subclasses__(cls):
+        if sub not in seen:
+            seen.add(sub)
+            yield sub
+            yield from _every_subclass(sub, seen)
+
+
+def _follow(cls):
+    """Wraps the class's own constructor, if it has one."""
+    init = cls.__dict__.get("__init__")
+    if init is None or hasattr(init, "_ds_wrapped"):
+        return
+
+    @functools.wraps(init)
+    def wrapper(module, *args, **kwargs):
+        # Only the outermost constructor of an object tells when it is complete: bases call each other in between.
+        outermost = not any(module is one for one in _nesting.constructing)
+        if not outermost or not _nesting.contexts:
+            return init(module, *args, **kwargs)
+        _nesting.constructing.append(module)
+        try:
+            init(module, *args, **kwargs)
+        finally:
+            _nesting.constructing.pop()
+        _nesting.contexts[-1]._post_init_method(module)
+
+    wrapper._ds_wrapped = init
+    cls.__init__ = wrapper
+    _nesting.undo.append(lambda: setattr(cls, "__init__", init))
+
+
+def _patch():
+    for cls in _every_subclass(torch.nn.Module, set()):
+        _follow(cls)
+    original = torch.nn.Module.__dict__.get("__init_subclass__")
+
+    def follow_new(cls, **kwargs):
+        if original is not None:
+            original.__func__(cls, **kwargs)
+        else:
+            super(torch.nn.Module, cls).__init_subclass__(**kwargs)
+        _follow(cls)
+
+    torch.nn.Module.__init_subclass__ = classmethod(follow_new)
+    apply = torch.nn.Module.apply
+    torch.nn.Module.apply = _gathering_apply(apply)
+
+    def undo():
+        if original is not None:
+            torch.nn.Module.__init_subclass__ = original
+        else:
+            del torch.nn.Module.__init_subclass__
+        torch.nn.Module.apply = apply
+
+    _nesting.undo.append(undo)
+
+
+def _unpatch():
+    for undo in reversed(_nesting.undo):
+        undo()
+    _nesting.undo.clear()
+
+
+def _gathering_apply(apply):
+    @functools.wraps(apply)
+    def gathering(module, fn):
+        """``Module.apply`` where ``fn`` may read and write sharded parameters; rank 0's changes count."""
+
+        def with_values(sub):
+            own = [p for p in sub.parameters(recurse=False) if sharding.is_sharded(p)]
+            with GatheredParameters(own, modifier_rank=0 if own else None):
+                fn(sub)
+
+        for child in module.children():
+            gathering(child, fn)
+        with_values(module)
+        return module
+
+    return gathering

@@ -1,0 +1,78 @@
+"""A whole model at ZeRO stage 3: sharding it, moving it, and the link between its parameters and the engine."""
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.zero import sharded_parameter as sharding
+
+
+class ModelAccess:
+    """The parameters of one model after ``shard_model``."""
+
+    def __init__(self, access):
+        self.access = access
+
+    def attach(self, module, core):
+        """From now on the engine's core gathers them."""
+        attached = sharding.ShardAccess(core.gatherer, self.access.group, self.access.world, self.access.rank, core)
+        for name, param in module.named_parameters():
+            param.ds_handle.name = name
+            param.ds_access = attached
+
+
+def detach(module, group):
+    """The engine is going: parameters stay sharded and are gathered by collectives again."""
+    sharded = [param for param in module.parameters() if sharding.is_sharded(param)]
+    if sharded:
+        plain = sharding.ShardAccess.of_group(group)
+        for param in sharded:
+            param.ds_access = plain
+
+
+@torch.no_grad()
+def shard_model(module, parallel):
+    """Shards every parameter that is not sharded yet over the data-parallel ranks, all from rank 0's values.
+
+    Buffers are made equal to rank 0's. Raises ValueError for a parameter that is sharded over other ranks.
+    """
+    access = sharding.ShardAccess.of_group(parallel.dp_group if parallel.dp_world_size > 1 else None)
+    source = parallel.source_rank()
+    spread = parallel.dp_world_size > 1
+    if spread:
+        for buffer in module.buffers():
+            dist.broadcast(buffer.data, source, group=parallel.dp_group)
+    for name, param in module.named_parameters():
+        if sharding.is_sharded(param):
+            if param.ds_world_size != access.world:
+                raise ValueError(
+                    f"parameter '{name}' is sharded over {param.ds_world_size} ranks, the engine's data-parallel group "
+                    f"has {access.world}; pass the same group to zero.Init (data_parallel_group=, or mpu=)"
+                )
+            continue
+        if spread:
+            values = param.data.contiguous()
+            dist.broadcast(values, source, group=parallel.dp_group)
+            if values.data_ptr() != param.data_ptr():
+                param.data.copy_(values)
+        sharding.shard(param, access, name)
+    return ModelAccess(access)
+
+
+def cast_sharded(param, dtype):
+    """The slice in another dtype; nothing to do where it has it."""
+    if param.ds_handle.shard.is_floating_point() and param.ds_handle.shard.dtype != dtype:
+        param.ds_handle.cast(dtype)
+
+
+def move_module(module, device):
+    """``module.to(device)`` that leaves sharded parameters where their slices are."""
+    if not any(sharding.is_sharded(param) for param in module.parameters()):
+        module.to(device)
+        return
+    for sub in module.modules():
+        for param in sub.parameters(recurse=False):
+            if not sharding.is_sharded(param):
+                param.data = param.data.to(device)
+        for name, buffer in sub._buffers.items():
+            if buffer is not None:
+                sub._buffers[name] = buffer.to(device)

@@ -1,0 +1,393 @@
+"""The optimizer object of ZeRO stage 3, and the gathering of a model that is not trained."""
+
+import sys
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.zero.module_hooks import ModuleHooks
+from deepspeed.zero.sharded_optimizer import ShardedOptimizer
+from deepspeed.zero.sharded_parameter import is_sharded
+
+
+class _Coordinator:
+    """The learned order of modules, as callers know it: it is a hint and always valid."""
+
+    def is_invalid_trace(self):
+        return False
+
+    def is_complete_trace(self):
+        return True
+
+    def is_record_trace(self):
+        return False
+
+    def _invalidate_trace(self):
+        pass
+
+    def reset_step(self):
+        pass
+
+
+class DeepSpeedZeRoOffload:
+    """Gathers a sharded model's parameters while its modules run. ``engine.optimizer`` itself without an optimizer.
+
+    ``core`` is the native engine that holds the shards. ``module_granularity_threshold``: modules whose sub-modules
+    have fewer elements on average are gathered as one unit; 0: never.
+    """
+
+    def __init__(
+        self,
+        module,
+        timers=None,
+        ds_config=None,
+        zenflow=False,
+        overlap_comm=True,
+        prefetch_bucket_size=50000000,
+        max_reuse_distance=1000000000,
+        max_live_parameters=1000000000,
+        param_persistence_threshold=100000,
+        model_persistence_threshold=sys.maxsize,
+        dp_process_group=None,
+        offload_param_config=None,
+        mpu=None,
+        zero_param_parallel_group=None,
+        zero_quantized_weights=False,
+        zero_quantized_nontrainable_weights=False,
+        zero_module_granularity_threshold=0,
+        log_trace_cache_warnings=False,
+        core=None,
+    ):
+        self.module = module
+        self.core = core
+        self.dp_process_group = dp_process_group
+        self.param_coordinator = _Coordinator()
+        self.hooks = ModuleHooks(core, zero_module_granularity_threshold)
+        self.backward_hooks = []
+        self.setup_zero_stage3_hooks()
+
+    @property
+    def forward_hooks(self):
+        """Handles of the hooks on modules; a caller may remove them and empty the list."""
+        return self.hooks.forward_hooks
+
+    @forward_hooks.setter
+    def forward_hooks(self, value):
+        self.hooks.forward_hooks = list(value)
+
+    def setup_zero_stage3_hooks(self):
+        for module in self.module.modules():
+            module.__dict__.pop("_ds_hook_unit", None)
+            module.ds_external_parameters = _external_parameters_of(module)
+        self.hooks.install(self.module)
+
+    def _register_deepspeed_module(self, module, count=None):
+        """Hooks on a module tree again, after a caller has removed them."""
+        if module is self.module:
+            self.setup_zero_stage3_hooks()
+        else:
+            self.hooks._install(module)
+
+    _register_hooks_recursively = _register_deepspeed_module
+
+    def get_param_coordinator(self):
+        return self.param_coordinator
+
+    def empty_partition_cache(self):
+        """Releases gathered parameters that nobody holds, and the memory kept for gathering."""
+        self.core.gatherer.empty_cache()
+
+    partition_all_parameters = empty_partition_cache
+    release_backward_leftovers = empty_partition_cache
+
+    def destroy(self):
+        self.hooks.remove(self.module)
+        for module in self.module.modules():
+            module.__dict__.pop("ds_external_parameters", None)
+
+
+class _external_parameters_of:
+    """``module.ds_external_parameters()``: ``(id, parameter)`` of what other modules own and this one uses."""
+
+    def __init__(self, module):
+        self.found = module.__dict__.setdefault("_external_params", {})
+
+    def __call__(self):
+        return self.found.items()
+
+
+class DeepSpeedZeroOptimizer_Stage3(ShardedOptimizer):
+    """Parameters, gradients and states are slices; modules gather what they need while they run.
+
+    Source of the method: Rajbhandari et al., "ZeRO-Infinity" (SC 2021), section 5. The engine passes itself; the other
+    arguments are those of the contract.
+    """
+
+    stage = 3
+
+    def __init__(
+        self,
+        module,
+        init_optimizer,
+        param_names=None,
+        timers=None,
+        ds_config=None,
+        static_loss_scale=1.0,
+        dynamic_loss_scale=False,
+        dynamic_loss_args=None,
+        verbose=True,
+        contiguous_gradients=True,
+        reduce_bucket_size=500000000,
+        prefetch_bucket_size=50000000,
+        max_reuse_distance=1000000000,
+        max_live_parameters=1000000000,
+        param_persistence_threshold=100000,
+        model_persistence_threshold=sys.maxsize,
+        dp_process_group=None,
+        reduce_scatter=True,
+        overlap_comm=False,
+        offload_optimizer_config=None,
+        offload_param_config=None,
+        zenflow_config=None,
+        sub_group_size=1000000000000,
+        offload_ratio=0.0,
+        mpu=None,
+        clip_grad=0.0,
+        gradient_accumulation_dtype=torch.float32,
+        communication_data_type=torch.float16,
+        fp16_master_weights_and_gradients=False,
+        bf16_master_weights_and_gradients=False,
+        bf16_optimizer_states=False,
+        postscale_gradients=True,
+        gradient_predivide_factor=1.0,
+        gradient_accumulation_steps=1,
+        elastic_checkpoint=False,
+        aio_config=None,
+        all2all_process_group=None,
+        zero_hpz_partition_size=1,
+        zero_quantized_weights=False,
+        zero_quantized_nontrainable_weights=False,
+        zero_module_granularity_threshold=0,
+        zeropp_loco_param=None,
+        log_trace_cache_warnings=False,
+        enable_sanity_checks=False,
+        cpuadam_cores_perc=0.8,
+        save_muon_momentum_buffer_in_memory=False,
+        engine=None,
+    ):
+        if engine is None:
+            raise ValueError("DeepSpeedZeroOptimizer_Stage3 is made by deepspeed.initialize with ZeRO stage 3")
+        self.module = module
+        self.sub_group_size = sub_group_size
+        dtypes = [p.dtype for group in init_optimizer.param_groups for p in group["params"]]
+        narrow = [dtype for dtype in dtypes if dtype in (torch.float16, torch.bfloat16)]
+        self._build(
+            init_optimizer,
+            engine,
+            narrow[0] if narrow else torch.float32,
+            param_names,
+            (static_loss_scale, dynamic_loss_scale, dynamic_loss_args),
+            clip_grad,
+            {"data_parallel": dp_process_group},
+        )
+        self.parameter_offload = DeepSpeedZeRoOffload(
+            module,
+            dp_process_group=dp_process_group,
+            zero_module_granularity_threshold=zero_module_granularity_threshold,
+            core=self.core,
+        )
+        for param in self._params:
+            param._z3_optimizer = _Weak(self)
+
+    @property
+    def dtype(self):
+        return self.low_precision_dtype
+
+    @property
+    def fp16_groups(self):
+        return self.bit16_groups
+
+    @property
+    def partition_count(self):
+        return dist.get_world_size(self.dp_process_group) if self.dp_process_group is not None else 1
+
+    # ---- slices, padded as they lie on disk ---------------------------------------------------------------------------
+    def _sub_groups(self):
+        """Lists of parameter indices: each group's parameters in runs of at most ``sub_group_size`` elements."""
+        runs, index = [], 0
+        for group in self.bit16_groups:
+            held = None
+            for param in group:
+                if held is None or held + param.ds_numel > self.sub_group_size:
+                    runs.append([])
+                    held = 0
+                runs[-1].append(index)
+                held += param.ds_numel
+                index += 1
+        return runs
+
+    def _padded_slice(self, index, tensors):
+        handle = self._params[index].ds_handle
+        flat = torch.zeros(handle.slice_numel, dtype=torch.float32)
+        for offset, numel, value in tensors.get(index, ()):
+            begin = offset - handle.own_begin
+            flat[begin : begin + numel] = value.detach().reshape(-1).cpu()
+        return flat
+
+    def _by_param(self, tensors):
+        found = {}
+        for (index, offset, numel), tensor in zip(self.core.pieces(), tensors):
+            found.setdefault(index, []).append((offset, numel, tensor))
+        return found
+
+    def _flat_sub_groups(self, tensors):
+        by_param = self._by_param(tensors)
+        return [
+            torch.cat([self._padded_slice(index, by_param) for index in run]) if run else torch.zeros(0)
+            for run in self._sub_groups()
+        ]
+
+    @property
+    def fp32_partitioned_groups_flat(self):
+        """One flat fp32 tensor (a copy) for each sub-group: this rank's slices of the masters, padding included."""
+        return self._flat_sub_groups(self.core.masters())
+
+    fp32_groups_flat = fp32_partitioned_groups_flat
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+    def state_dict(self):
+        """This rank's slices; see ``docs/tutorials/checkpoints.md`` for the keys."""
+        state = self._common_state()
+        inner = {}
+        states = {name: self._flat_sub_groups(self._state_tensors(name)) for name in self.state_names()}
+        for position, run in enumerate(self._sub_groups()):
+            inner[position] = {name: flats[position] for name, flats in states.items()}
+            inner[position]["step"] = max((state["param_steps"][index] for index in run), default=0)
+        groups, position = [], 0
+        for args, group in zip(self._group_args(), self._runs_of_groups()):
+            groups.append({**args, "params": list(range(position, position + group))})
+            position += group
+        state.update(
+            {
+                "partition_count": self.partition_count,
+                "optimizer_state_dict": {"state": inner, "param_groups": groups},
+                "fp32_flat_groups": self.fp32_partitioned_groups_flat,
+            }
+        )
+        return state
+
+    def _runs_of_groups(self):
+        counts, runs, index = [], self._sub_groups(), 0
+        starts = {run[0] for run in runs}
+        for group in self.bit16_groups:
+            counts.append(sum(1 for i in range(index, index + len(group)) if i in starts))
+            index += len(group)
+        return counts
+
+    def _state_tensors(self, name):
+        if self.stepping.fused is not None:
+            return self.core.slots(self.STATES.index(name))
+        return [
+            self.optimizer.state.get(master, {}).get(name, torch.zeros_like(master)) for master in self.stepping.masters
+        ]
+
+    def load_state_dict(
+        self,
+        state_dict_list,
+        load_optimizer_states=True,
+        load_from_fp32_weights=False,
+        checkpoint_folder=None,
+        load_serial=None,
+        param_shapes=None,
+    ):
+        """``state_dict_list`` holds the slices of all ranks that saved, in rank order.
+
+        Without ``load_from_fp32_weights`` the masters are taken from the model's weights. Raises ValueError where
+        sub-groups or sizes do not fit, or another number of ranks has saved.
+        """
+        saved = list(state_dict_list) if isinstance(state_dict_list, (list, tuple)) else [state_dict_list]
+        mine = saved[dist.get_rank(self.dp_process_group)] if len(saved) > 1 else saved[0]
+        if mine.get("partition_count", self.partition_count) != self.partition_count:
+            raise ValueError(
+                f"the slices were saved by {mine['partition_count']} ranks, this run has {self.partition_count}; start "
+                "as many, or load the weights alone with load_module_only=True"
+            )
+        self._load_common(mine, load_optimizer_states)
+        self.core.begin_write()
+        if load_from_fp32_weights:
+            self._spread(mine["fp32_flat_groups"], self.core.masters(), "the fp32 weights")
+        else:
+            self.core.refresh_master()
+        if load_optimizer_states:
+            self._load_states(mine["optimizer_state_dict"])
+        self.core.publish()
+        self.core.end_write()
+
+    def _load_states(self, saved):
+        for group, saved_group in zip(self.optimizer.param_groups, saved["param_groups"]):
+            group.update({k: v for k, v in saved_group.items() if k != "params"})
+        states = [saved["state"][index] for index in sorted(saved["state"])]
+        names = [name for name, value in (states[0] if states else {}).items() if torch.is_tensor(value)]
+        for name in names:
+            if self.stepping.fused is not None:
+                targets = self.core.slots(self.STATES.index(name))
+            else:
+                targets = [self.optimizer.state[m].setdefault(name, torch.zeros_like(m)) for m in self.stepping.masters]
+            self._spread([state[name] for state in states], targets, f"state '{name}'")
+        if self.stepping.fused is None:
+            for master in self.stepping.masters:
+                if states and "step" in states[0]:
+                    self.optimizer.state[master]["step"] = torch.tensor(float(states[0]["step"]))
+
+    def _spread(self, flats, tensors, what):
+        by_param = self._by_param(tensors)
+        runs = self._sub_groups()
+        if len(flats) != len(runs):
+            raise ValueError(f"{what}: {len(flats)} sub-groups are saved, this optimizer has {len(runs)}")
+        for flat, run in zip(flats, runs):
+            start = 0
+            for index in run:
+                handle = self._params[index].ds_handle
+                if start + handle.slice_numel > flat.numel():
+                    raise ValueError(
+                        f"{what}: the slice of parameter '{handle.name}' is not in the saved sub-group of "
+                        f"{flat.numel()} elements; the checkpoint is of another model"
+                    )
+                for offset, numel, value in by_param.get(index, ()):
+                    begin = start + offset - handle.own_begin
+                    value.copy_(flat[begin : begin + numel].reshape(value.shape))
+                start += handle.slice_numel
+
+    def empty_partition_cache(self):
+        """Releases gathered parameters that nobody holds, and the memory kept for gathering."""
+        self.parameter_offload.empty_partition_cache()
+
+    def quantize_nontrainable_params(self):
+        """Frozen weights stay as they are: ZeRO++ for frozen weights is off."""
+
+    def destroy(self):
+        self.parameter_offload.destroy()
+        for param in self._params:
+            param.__dict__.pop("_z3_optimizer", None)
+        super().destroy()
+
+
+class _Weak:
+    """Stands for the optimizer on a parameter; a copied model does not copy it."""
+
+    def __init__(self, optimizer):
+        self.__dict__["_optimizer"] = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["_optimizer"], name)
+
+    def __deepcopy__(self, memo):
+        return None
+
+    def __reduce__(self):
+        return (type(None), ())
+
+
+def sharded_parameters_of(module):
+    """All stage 3 parameters of a module, each once."""
+    return [p for p in dict.fromkeys(module.parameters()) if is_sharded(p)]

@@ -1,0 +1,53 @@
+"""What an engine says about its configuration when it starts: rank 0, once, and only what is no default."""
+
+import logging
+
+import deepspeed
+from deepspeed.log import logger
+from engine_models import batch, loss_of, make_net
+from harness import run_ranks
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "my_own_key": 1,
+}
+
+
+class Listener(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def starting_an_engine(rank, world_size):
+    listener = Listener()
+    logger.addHandler(listener)
+    try:
+        model = make_net()
+        engine = deepspeed.initialize(config=CONFIG, model=model, model_parameters=model.parameters())[0]
+        for step in range(3):
+            tokens, targets = batch(step, size=2)
+            engine.backward(loss_of(engine(tokens), targets))
+            engine.step()
+    finally:
+        logger.removeHandler(listener)
+    assert engine.config is CONFIG
+    return [text for text in listener.texts if "onfiguration" in text]
+
+
+def test_rank_0_tells_the_values_that_are_no_defaults_once():
+    first, second = run_ranks(2, starting_an_engine, init=True)
+    assert second == []
+    report = [text for text in first if "differs from the defaults" in text]
+    assert len(report) == 1
+    lines = report[0].splitlines()[1:]
+    assert "gradient_clipping = 0.5 (given)" in lines
+    assert "optimizer.params.lr = 0.001 (given)" in lines
+    assert any(line.startswith("train_batch_size = 4 (derived: ") for line in lines)
+    assert not any(line.startswith("zero_optimization") for line in lines)
+    assert sum("my_own_key" in text for text in first) == 1

@@ -1,0 +1,115 @@
+"""The section elasticity: its exceptions, the scheduler's copy of it, and the number of ranks."""
+
+import json
+import pickle
+
+import pytest
+
+import deepspeed.elasticity
+from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError, cli
+from deepspeed.config.errors import config_error
+from deepspeed.elasticity import elasticity_enabled, ensure_immutable_elastic_config
+from deepspeed.elasticity.config import ElasticityConfigError, ElasticityError, ElasticityIncompatibleWorldSize
+from deepspeed.elasticity.constants import DEEPSPEED_ELASTICITY_CONFIG, MIN_GPUS, MIN_GPUS_DEFAULT
+
+SECTION = {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6], "min_gpus": 2, "max_gpus": 8}
+
+
+def refused(config, kind, words, **where):
+    with pytest.raises(kind, match=words) as error:
+        DeepSpeedConfig(config, **where)
+    assert isinstance(error.value, DeepSpeedConfigError) and isinstance(error.value, ElasticityError)
+    again = pickle.loads(pickle.dumps(error.value))
+    assert isinstance(again, kind) and str(again) == str(error.value)
+
+
+def test_names():
+    assert (deepspeed.elasticity.ELASTICITY, deepspeed.elasticity.ENABLED) == ("elasticity", "enabled")
+    assert deepspeed.elasticity.ENABLED_DEFAULT is False
+    assert (MIN_GPUS, MIN_GPUS_DEFAULT) == ("min_gpus", 1)
+    assert issubclass(ElasticityConfigError, ElasticityError)
+    assert issubclass(ElasticityIncompatibleWorldSize, ElasticityError)
+    assert elasticity_enabled({"elasticity": SECTION}) is True
+    assert elasticity_enabled({"elasticity": {"enabled": False}}) is elasticity_enabled({}) is False
+
+
+@pytest.mark.parametrize("key", ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"])
+def test_batch_keys_beside_it(key):
+    words = f"{key} = 8, elasticity.enabled = true: elastic training chooses the batch sizes"
+    refused({key: 8, "elasticity": SECTION}, ElasticityConfigError, words, world_size=2)
+    with pytest.raises(DeepSpeedConfigError) as error:
+        DeepSpeedConfig({key: 8, "elasticity": {**SECTION, "ignore_non_elastic_batch_info": True}}, world_size=2)
+    assert not isinstance(error.value, ElasticityError)  # what is left: the feature does not exist yet
+
+
+@pytest.mark.parametrize(
+    "section, words",
+    [
+        ({"enabled": True, "micro_batch_sizes": [2]}, "max_train_batch_size"),
+        ({"enabled": True, "max_train_batch_size": 20}, "micro_batch_sizes"),
+        ({**SECTION, "micro_batch_sizes": 2}, "must be a list"),
+        ({**SECTION, "micro_batch_sizes": [2, 0]}, r"item 2 \(0\) must be at least 1"),
+        ({**SECTION, "min_gpus": 9}, "most ranks are fewer than the fewest"),
+        ({**SECTION, "min_gpu": 1}, 'Did you mean "min_gpus"'),
+        ({**SECTION, "version": 0.3}, "0.1, 0.2"),
+    ],
+)
+def test_what_is_wrong_in_the_section(section, words):
+    refused({"elasticity": section}, ElasticityConfigError, words, world_size=2)
+
+
+@pytest.mark.parametrize("ranks, fits", [(1, False), (2, True), (8, True), (9, False)])
+def test_the_number_of_ranks(ranks, fits, monkeypatch):
+    words = rf"min_gpus = 2, elasticity.max_gpus = 8: there are {ranks} ranks \(the environment variable WORLD_SIZE\)"
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    if not fits:
+        return refused({"elasticity": SECTION}, ElasticityIncompatibleWorldSize, words)
+    with pytest.raises(DeepSpeedConfigError) as error:
+        DeepSpeedConfig({"elasticity": SECTION})
+    assert not isinstance(error.value, ElasticityError)
+
+
+def test_an_unknown_number_of_ranks_is_not_judged(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(DeepSpeedConfigError) as error:
+        DeepSpeedConfig({"elasticity": SECTION})
+    assert not isinstance(error.value, ElasticityError)
+
+
+def test_the_scheduler_must_agree(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv(DEEPSPEED_ELASTICITY_CONFIG, json.dumps({**SECTION, "max_train_batch_size": 1000}))
+    words = "elasticity.max_train_batch_size = 2000 here and 1000 there"
+    refused({"elasticity": SECTION}, ElasticityConfigError, words, world_size=2)
+    with pytest.raises(ElasticityConfigError, match=words):
+        ensure_immutable_elastic_config(SECTION)
+    (tmp_path / "ds.json").write_text(json.dumps({"elasticity": SECTION}))
+    assert cli.main(["explain", str(tmp_path / "ds.json"), "--world", "2"]) == 1
+    assert words in capsys.readouterr().out.split("Conflicts")[1]
+    DeepSpeedConfig({"train_batch_size": 8, "elasticity": {**SECTION, "enabled": False}})  # off: nothing to agree on
+
+    monkeypatch.setenv(DEEPSPEED_ELASTICITY_CONFIG, json.dumps({**SECTION, "min_time": 20}))
+    ensure_immutable_elastic_config(SECTION)  # how often it changes does not matter to the sizes
+    with pytest.raises(ElasticityConfigError, match="min_gpus"):
+        ensure_immutable_elastic_config({**SECTION, "min_gpus": 3})
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "7", '{"enabled": true, "micro_batch_size": [1]}'])
+def test_what_the_scheduler_wrote_is_wrong(text, monkeypatch):
+    monkeypatch.setenv(DEEPSPEED_ELASTICITY_CONFIG, text)
+    with pytest.raises(ElasticityConfigError, match=DEEPSPEED_ELASTICITY_CONFIG):
+        ensure_immutable_elastic_config(SECTION)
+    refused({"elasticity": SECTION}, ElasticityConfigError, DEEPSPEED_ELASTICITY_CONFIG, world_size=2)
+
+
+def test_without_a_scheduler_there_is_a_warning(monkeypatch, capsys):
+    monkeypatch.delenv(DEEPSPEED_ELASTICITY_CONFIG, raising=False)
+    ensure_immutable_elastic_config(SECTION)
+    text = "".join(capsys.readouterr())
+    assert DEEPSPEED_ELASTICITY_CONFIG in text and "WARNING" in text
+
+
+def test_all_kinds_of_errors_go_together():
+    kinds = [AssertionError, NotImplementedError, ElasticityConfigError, ElasticityIncompatibleWorldSize]
+    error = config_error("text", ["a.b"], kinds)
+    assert all(isinstance(error, kind) for kind in [*kinds, DeepSpeedConfigError, ValueError])
+    assert str(error) == "text"
