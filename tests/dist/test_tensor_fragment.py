@@ -19,10 +19,11 @@ from deepspeed.utils import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
+from deepspeed.zero.whole_params import WholeParams
 from engine_models import adam_like, batch, config, loss_of, make_net, train_engine
 from harness import run_ranks
 
-STAGES = [1, 2, 3]
+STAGES = [0, 1, 2, 3]
 HALF_ON_CPU = deepspeed.get_accelerator().is_fp16_supported()
 needs_fp16 = pytest.mark.skipif(not HALF_ON_CPU, reason="this torch has no fp16 matrix product on this device")
 PRECISIONS = {"fp32": (), "bf16": (), "fp16": needs_fp16}
@@ -52,6 +53,8 @@ def start(world, stage, precision, optimizer, clip=0.0):
         made["zero_allow_untested_optimizer"] = True
         client = adam_like(model)
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=client, config=made)
+    if stage == 0 and not hasattr(model.out.weight, "_ds_link"):
+        WholeParams(engine.core, engine.stepping, [p for group in engine._audited_groups for p in group])
     return engine
 
 
@@ -228,18 +231,19 @@ def body_local(rank, world, stage, precision, optimizer):
             assert torch.allclose(part[: expected.numel()], expected, rtol=1e-6), name
             assert stage < 3 or part.shape == p.ds_tensor.shape
     # set: every rank its own part, with values that tell the ranks apart
+    mark = rank if stage else 0
     for name, p in params.items():
         local = safe_get_local_fp32_param(p)
-        safe_set_local_fp32_param(p, None if local is None else torch.full_like(local, rank + 1.0))
+        safe_set_local_fp32_param(p, None if local is None else torch.full_like(local, mark + 1.0))
         grad = safe_get_local_grad(p)
         if grad is not None:
-            safe_set_local_grad(p, torch.full_like(grad, rank + 10.0))
+            safe_set_local_grad(p, torch.full_like(grad, mark + 10.0))
         elif parts[name]:
             with pytest.raises(ValueError, match="no gradient to set"):
                 safe_set_local_grad(p, torch.zeros(parts[name]))
         state = safe_get_local_optimizer_state(p, "exp_avg")
         if state is not None:
-            safe_set_local_optimizer_state(p, torch.full_like(state, rank + 20.0), "exp_avg")
+            safe_set_local_optimizer_state(p, torch.full_like(state, mark + 20.0), "exp_avg")
     found = {}
     for name, p in params.items():
         kept = (safe_get_full_fp32_param(p), safe_get_full_grad(p), safe_get_full_optimizer_state(p, "exp_avg"))
@@ -257,7 +261,10 @@ def test_parts_of_ranks(stage, precision, optimizer):
     assert any(parts_0[name] and parts_1[name] for name in parts_0), "some parameter is cut"
     for name, (weight, grad, state) in found_0.items():
         own = (parts_0[name], parts_1[name])
-        assert sum(own) == len(weight)
+        whole = len(weight)
+        assert own == (whole, whole) if stage == 0 else sum(own) == whole
+        if stage == 0:
+            continue
         for values, base in ((weight, 1.0), (grad, 10.0), (state, 20.0)):
             if values is not None:
                 assert (values.count(base), values.count(base + 1)) == own, (name, base)
