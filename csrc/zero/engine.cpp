@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "base/error.h"
 
@@ -76,7 +77,15 @@ void Engine::watch() {
   }
 }
 
+StepReport Engine::end_step() {
+  const StepReport found = report();
+  finish_step();
+  if (std::isfinite(found.norm)) clear_grads();
+  return found;
+}
+
 void Engine::begin_backward(bool reduce) {
+  watch();
   user_backward_ = false;
   own_backward_ = true;
   grads_.begin(reduce);

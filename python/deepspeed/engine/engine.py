@@ -357,12 +357,9 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         if self.fp16_enabled() and self.fp16_auto_cast():
             inputs, kwargs = cast_floats(inputs, torch.float16), cast_floats(kwargs, torch.float16)
         self.progress.start_forward()
-        if self._trains and torch.is_grad_enabled():
-            self.core.watch()
         outputs = self.module(*inputs, **kwargs)
         if self._trains and torch.is_grad_enabled():
-            self._plan_user_backward()
-            self.core.watch_outputs([t for t in tensors_in(outputs) if t.requires_grad])
+            self.core.forwarded([t for t in tensors_in(outputs) if t.requires_grad], *self._user_plan())
         self.progress.end_forward()
         return outputs
 
@@ -371,8 +368,12 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         return self.core is not None and self.stepping is not None
 
     def _plan_user_backward(self):
+        self.core.plan_user_backward(*self._user_plan())
+
+    def _user_plan(self):
+        """Whether a backward that the user runs next is reduced, and the factor its gradients take."""
         factor = (1.0 if self._user_scaled else self.stepping.loss_scale) / self.gradient_accumulation_steps()
-        self.core.plan_user_backward(reduce=self._reduces_now(), factor=factor)
+        return self._reduces_now(), factor
 
     def _reduces_now(self):
         """Whether the next backward adds up over the ranks: at a boundary, or always where gradients are sharded."""
@@ -404,7 +405,6 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
             loss = loss / self.gradient_accumulation_steps()
         self.progress.start_backward()
         scale = self.stepping.loss_scale
-        self.core.watch()
         self.core.begin_backward(reduce=self._reduces_now())
         try:
             (loss.float() * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)

@@ -32,34 +32,32 @@ class Stepping:
 
     def step(self):
         """Returns True when the weights were updated, False when the step was skipped."""
-        self.core.finish_backward()
         if self.need_all:
+            self.core.finish_backward()
             self._refuse_unused()
-        self.core.norm(self.loss_scale, self.clip, self.check)
+        self.core.begin_step(self.loss_scale, self.clip, self.check)
         if self.fused is not None:
             self.fused.stepping = True
             try:
                 self.optimizer.step()
             finally:
                 self.fused.stepping = False
-            report = self.core.report()
         else:
-            report = self.core.report()
-            if not report.skipped:
+            if not self.core.report().skipped:
                 self.core.scale_grads()
                 self.core.hand_out_grads(self.masters)
                 self.optimizer.step()
                 self.core.publish()
-        self.core.finish_step()
+        report = self.core.end_step()
         self.norm = report.norm
         self.overflow = report.skipped
         if report.norm != report.norm or report.norm == float("inf"):
             self._explain_overflow()
+            self.core.clear_grads()
         if self.scaler is not None:
             self.scaler.update_scale(self.overflow)
             if self.overflow:
                 log_dist(f"The step is skipped; the loss scale is now {self.scaler.loss_scale:g}.", ranks=[0])
-        self.core.clear_grads()
         return not self.overflow
 
     def _refuse_unused(self):

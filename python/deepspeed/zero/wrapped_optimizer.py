@@ -127,7 +127,6 @@ class WrappedOptimizer(DeepSpeedOptimizer):
     # ---- training --------------------------------------------------------------------------------------------------
     def backward(self, loss, create_graph=False, retain_graph=False):
         """Scales ``loss`` (a scalar) and runs its backward; gradients land in the flat buffers."""
-        self.core.watch()
         self.core.begin_backward(True)
         try:
             (loss.float() * self.loss_scale).backward(create_graph=create_graph, retain_graph=retain_graph)
