@@ -192,3 +192,22 @@ def test_entries_into_the_core(stage, accumulate):
         assert calls == 3 * accumulate + 3  # after forward, around backward; begin, update, end of the step
         if stage == 3:
             assert hooks == 2 * (2 * LAYERS) + 2  # around each unit, and around the model
+
+
+def body_views(rank, world, efficient):
+    engine = make_engine(3, stage3_max_reuse_distance=0, memory_efficient_linear=efficient)
+    train(engine, rank)
+    engine.empty_partition_cache()
+    loss = engine(torch.ones(2, WIDTH)).square().mean()
+    kept = engine.core.gatherer.pool_bytes
+    engine.backward(loss)
+    engine.destroy()
+    assert torch.nn.functional.linear.__module__ != "deepspeed.zero.linear"
+    return kept
+
+
+def test_gathered_weights_are_free_after_forward():
+    """torch's linear saves a view of the weight, which keeps its memory until backward; ours does not."""
+    one = 4 * LARGEST
+    assert all(kept >= one for kept in run_ranks(2, body_views, True))
+    assert all(kept < one for kept in run_ranks(2, body_views, False))

@@ -279,6 +279,7 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
                 dp_process_group=options["data_parallel"],
                 zero_module_granularity_threshold=granularity,
                 core=self.core,
+                mem_efficient_linear=self._config.zero_config.memory_efficient_linear,
             )
             self.parameter_offload = self.optimizer
             return
@@ -295,6 +296,7 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
             clip_grad=self.gradient_clipping(),
             zero_module_granularity_threshold=granularity,
             engine=self,
+            mem_efficient_linear=self._config.zero_config.memory_efficient_linear,
         )
         self.stepping = self.optimizer.stepping
         self.parameter_offload = self.optimizer.parameter_offload

@@ -7,6 +7,7 @@ memory until backward. The function here saves the parameter, whose values may g
 import torch
 
 from deepspeed._compat import autocast_is_on, autocast_now, takes_context_setup
+from deepspeed.zero.sharded_parameter import is_sharded
 
 _torch_linear = torch.nn.functional.linear  # as it is before anybody replaces it by zero3_linear_wrap
 
@@ -65,3 +66,28 @@ class LinearModuleForZeroStage3(torch.nn.Linear):
 
     def forward(self, input):
         return zero3_linear_wrap(input, self.weight, self.bias)
+
+
+_users = 0
+
+
+def _linear(input, weight, bias=None):
+    return zero3_linear_wrap(input, weight, bias) if is_sharded(weight) else _torch_linear(input, weight, bias)
+
+
+def use_for_sharded_weights():
+    """``torch.nn.functional.linear`` keeps no view of sharded weights from now on; any other weight meets torch's own.
+
+    Undone when ``stop_using`` has been called as often.
+    """
+    global _users
+    _users += 1
+    torch.nn.functional.linear = _linear
+
+
+def stop_using():
+    """Undoes one ``use_for_sharded_weights``."""
+    global _users
+    _users -= 1
+    if _users == 0 and torch.nn.functional.linear is _linear:
+        torch.nn.functional.linear = _torch_linear
