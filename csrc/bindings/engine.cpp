@@ -49,8 +49,8 @@ std::shared_ptr<Engine> make_engine(const std::vector<at::Tensor>& tensors, cons
                                     bool allgather, int64_t allgather_bucket_numel,
                                     const std::vector<zero::ShardedParamPtr>& sharded,
                                     const std::vector<zero::ShardedParamPtr>& others, const py::object& gather_group,
-                                    int64_t max_live, int64_t max_reuse, int64_t persistence,
-                                    int64_t model_persistence) {
+                                    int64_t max_live, int64_t max_reuse, int64_t persistence, int64_t model_persistence,
+                                    int64_t prefetch, const py::object& replicas) {
   zero::EngineOptions options;
   options.stage = stage;
   options.threads = threads;
@@ -67,7 +67,8 @@ std::shared_ptr<Engine> make_engine(const std::vector<at::Tensor>& tensors, cons
   options.allgather_bucket_numel = allgather_bucket_numel;
   options.others = others;
   if (!gather_group.is_none()) options.gather_group = communicator(gather_group);
-  options.gatherer = {max_live, max_reuse, persistence, model_persistence};
+  options.gatherer = {max_live, max_reuse, persistence, model_persistence, prefetch};
+  if (!replicas.is_none()) options.replicas = communicator(replicas);
   auto specs = param_specs(tensors, names, groups, orders, counts_in_norm, sharded);
   auto dp = communicator(data_parallel);
   auto mp = model_parallel.is_none() ? nullptr : communicator(model_parallel);
@@ -112,7 +113,7 @@ DS_BINDINGS(m) {
            py::arg("overlap"), py::arg("predivide"), py::arg("postscale"), py::arg("find_culprits"), py::arg("scatter"),
            py::arg("allgather"), py::arg("allgather_bucket_numel"), py::arg("sharded"), py::arg("others"),
            py::arg("gather_group"), py::arg("max_live"), py::arg("max_reuse"), py::arg("persistence"),
-           py::arg("model_persistence"))
+           py::arg("model_persistence"), py::arg("prefetch"), py::arg("replicas"))
       .def("watch", &Engine::watch, Unlocked())
       .def("watch_outputs", &Engine::watch_outputs, Unlocked(), py::arg("outputs"))
       .def("plan_user_backward", &Engine::plan_user_backward, py::arg("reduce"), py::arg("factor"))

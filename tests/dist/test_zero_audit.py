@@ -56,7 +56,9 @@ def body_fault(rank, world, stage, fault):
         if fault == "stale parameter" and micro == 0 and rank == 1:
             damaged = next(p for p in engine.module.parameters() if p.numel() > 0 and p.requires_grad)
             damaged.data.mul_(1.001)
-        engine.backward(loss_of(engine(tokens[begin : begin + part], extra=uses_extra(1)), targets[begin : begin + part]))
+        engine.backward(
+            loss_of(engine(tokens[begin : begin + part], extra=uses_extra(1)), targets[begin : begin + part])
+        )
         if fault == "micro-batch" and micro == 0 and rank == 0:
             engine.core.clear_grads()
         if fault == "bucket" and micro == 1:

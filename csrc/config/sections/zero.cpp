@@ -181,9 +181,9 @@ Field zero_section(std::string name, std::string doc) {
               })
           .absent_is_null()
           .not_built("ZeRO++ LoCo", kWhenPresent),
-      integer("mics_shard_size", -1, "Ranks that share one copy of the model: MiCS; -1 switches it off.")
-          .not_built("MiCS"),
-      boolean("mics_hierarchical_params_gather", false, "Gather within nodes and then between them.").not_built("MiCS"),
+      integer("mics_shard_size", -1, "Ranks that share one copy of the model: MiCS; -1 switches it off."),
+      boolean("mics_hierarchical_params_gather", false, "Gather within nodes and then between them.")
+          .not_built("hierarchical gathers of MiCS"),
       boolean("memory_efficient_linear", true, "A linear layer that keeps less for backward (stage 3)."),
       boolean("pipeline_loading_checkpoint", false, "Load a checkpoint layer by layer.")
           .not_built("pipelined checkpoint loading"),

@@ -43,7 +43,11 @@ def _check_world(engine, state, folder):
             f"the checkpoint {folder} was saved by {saved} data-parallel ranks, this run has "
             f"{engine.dp_world_size}. Start "
             f"{saved} ranks"
-            + ("." if engine.zero_optimization_stage() == 3 else ", or load the weights alone with load_module_only=True.")
+            + (
+                "."
+                if engine.zero_optimization_stage() == 3
+                else ", or load the weights alone with load_module_only=True."
+            )
         )
 
 

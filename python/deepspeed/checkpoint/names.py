@@ -48,9 +48,7 @@ def sharded_model_states_path(folder, dp_rank, mp_rank=0):
 
 def optim_states_path(folder, dp_rank, mp_rank=0, bf16=False):
     """At ZeRO stages 1 to 3 every data-parallel rank writes one."""
-    return os.path.join(
-        folder, OPTIM_STATES.format(prefix="bf16_" if bf16 else "", dp_rank=dp_rank, mp_rank=mp_rank)
-    )
+    return os.path.join(folder, OPTIM_STATES.format(prefix="bf16_" if bf16 else "", dp_rank=dp_rank, mp_rank=mp_rank))
 
 
 def run_states_path(folder, rank):

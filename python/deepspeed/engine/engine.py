@@ -29,6 +29,7 @@ from deepspeed.zero.audit import Audit
 from deepspeed.zero.core import build_core
 from deepspeed.zero.fp16_optimizer import FP16_Optimizer, FP16_UnfusedOptimizer
 from deepspeed.zero.fused_state import FusedState
+from deepspeed.zero.mics import shard_groups
 from deepspeed.zero.model import cast_sharded, detach, move_module, shard_model
 from deepspeed.zero.sharded_parameter import is_sharded
 from deepspeed.zero.stage3 import DeepSpeedZeRoOffload, DeepSpeedZeroOptimizer_Stage3
@@ -244,7 +245,7 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         known = hasattr(optimizer, "adam_args") or type(optimizer) in KNOWN_OPTIMIZERS
         assert known, (
             f"{type(optimizer).__name__} is not known to work on pieces of parameters, as ZeRO gives it. If it treats "
-            "every element alone (as Adam, SGD, Adagrad or Lion do), set \"zero_allow_untested_optimizer\": true in the "
+            'every element alone (as Adam, SGD, Adagrad or Lion do), set "zero_allow_untested_optimizer": true in the '
             "configuration; if it uses norms of whole parameters (as LAMB does), use ZeRO stage 0"
         )
 
@@ -253,10 +254,21 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         groups = optimizer.param_groups if optimizer is not None else []
         managed = {id(p) for group in groups for p in group["params"]}
         self._unmanaged = [p for p in self.module.parameters() if id(p) not in managed]
-        self._access = shard_model(self.module, self.parallel)
+        mics = self._config.mics_shard_size
+        shard_group, replicas = self.parallel.dp_group if self.dp_world_size > 1 else None, None
+        if mics > 0:
+            shard_group, replicas = shard_groups(mics, self.parallel.dp_group)
+        self._shard_group = shard_group
+        self._access = shard_model(self.module, self.parallel, shard_group)
         options = self._core_options()
+        options["data_parallel"] = shard_group if shard_group is not None and self._access.access.world > 1 else None
         self.core, self._param_names = build_core(
-            groups, others=self._unmanaged, gather_group=self.parallel.second_group(), **options
+            groups,
+            others=self._unmanaged,
+            gather_group=self.parallel.second_group() if mics < 1 else None,
+            replicas=replicas if replicas is not None and dist.get_world_size(replicas) > 1 else None,
+            prefetch=self._config.zero_config.prefetch_bucket_size,
+            **options,
         )
         self._access.attach(self.module, self.core)
         apply_z3_leaf_module_config(self.module, self._config.zero_config.leaf_module)
@@ -696,7 +708,8 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
             if hasattr(self.basic_optimizer, "fused_state"):
                 self.basic_optimizer.fused_state = None
             if self.zero_optimization():
-                detach(self.module, self.parallel.dp_group if self.dp_world_size > 1 else None)
+                if self.zero_optimization_stage() == 3:
+                    detach(self.module, self._shard_group, self.parallel.dp_group)
                 self.optimizer.destroy()
             self.core.release()
             self.core = None

@@ -34,7 +34,11 @@ class Audit:
         ]
         self.tolerance = max(
             [1e-5]
-            + [8 * _NARROW[t] for t in {p.dtype for p in self.params} | {engine.communication_data_type} if t in _NARROW]
+            + [
+                8 * _NARROW[t]
+                for t in {p.dtype for p in self.params} | {engine.communication_data_type}
+                if t in _NARROW
+            ]
         )
 
     # ---- gradients -----------------------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ def build_core(
     max_reuse=1_000_000_000,
     persistence=100_000,
     model_persistence=2**63 - 1,
+    prefetch=50_000_000,
+    replicas=None,
 ):
     """Returns ``(core, names)``.
 
@@ -73,5 +75,7 @@ def build_core(
         max_reuse=int(max_reuse),
         persistence=int(persistence),
         model_persistence=int(model_persistence),
+        prefetch=int(prefetch),
+        replicas=replicas,
     )
     return core, called

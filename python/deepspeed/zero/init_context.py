@@ -12,6 +12,7 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.log import logger
 from deepspeed.zero import sharded_parameter as sharding
 from deepspeed.zero.gathered import GatheredParameters
+from deepspeed.zero.loading import follow_loading
 
 _PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 
@@ -140,6 +141,9 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         self.local_device = torch.device(get_accelerator().current_device_name())
         if module is not None:
             self._convert(module.named_parameters(recurse=True))
+            for sub in module.modules():
+                if any(True for _ in sub.parameters(recurse=False)):
+                    follow_loading(sub)
 
     def get_partition_dp_group(self, param):
         return param.ds_process_group
@@ -157,6 +161,8 @@ class Init(InsertPostInitMethodToModuleSubClasses):
 
     def _post_init_method(self, module):
         self._convert(module.named_parameters(recurse=False), type(module).__name__)
+        if any(True for _ in module.parameters(recurse=False)):
+            follow_loading(module)
 
     @torch.no_grad()
     def _convert(self, named, owner=None):

@@ -59,8 +59,9 @@ class ModuleHooks:
 
     def install(self, root):
         """Hooks on ``root`` for the whole call, and on every module with parameters that come and go."""
-        self._hook(root, -1)
+        self._hook_enter(root, -1)
         self._install(root)
+        self._hook_leave(root, -1)  # after the root's own unit, which the end of the whole call would forget
 
     def _install(self, module):
         params, whole = unit_parameters(module, self.granularity)
@@ -75,10 +76,17 @@ class ModuleHooks:
                 self._install(child)
 
     def _hook(self, module, unit):
+        self._hook_enter(module, unit)
+        self._hook_leave(module, unit)
+
+    def _hook_enter(self, module, unit):
         enter = _native._C.EnterHook(self.core, unit, _tensors_of_object)
-        leave = _native._C.LeaveHook(self.core, unit, _tensors_of_object)
         kwargs = {"with_kwargs": True} if forward_hooks_take_kwargs() else {}
         self.forward_hooks.append(module.register_forward_pre_hook(_returns_nothing(enter, kwargs), **kwargs))
+
+    def _hook_leave(self, module, unit):
+        leave = _native._C.LeaveHook(self.core, unit, _tensors_of_object)
+        kwargs = {"with_kwargs": True} if forward_hooks_take_kwargs() else {}
         self.forward_hooks.append(module.register_forward_hook(leave, **kwargs))
 
     def remove(self, root=None):
