@@ -38,8 +38,8 @@ CASES = [
 ]
 
 
-def start(world, stage, precision, optimizer, clip=0.0):
-    made = config(world, gradient_clipping=clip)
+def start(world, stage, precision, optimizer, accumulate=1):
+    made = config(world, accumulate, gradient_clipping=0.0)
     made["zero_optimization"] = {"stage": stage, "reduce_bucket_size": 300, "allgather_bucket_size": 200}
     if stage == 3:
         made["zero_optimization"]["stage3_param_persistence_threshold"] = 20
@@ -316,3 +316,26 @@ def body_frozen(rank, world, stage, precision):
 @pytest.mark.parametrize("stage", STAGES)
 def test_frozen_parameters(stage, precision):
     run_ranks(2, body_frozen, stage, precision)
+
+
+def body_accumulation(rank, world, stage):
+    engine = start(world, stage, "fp32", "AdamW", accumulate=2)
+    tokens, targets = batch(0)
+    found = []
+    for micro in range(2):
+        mine = slice(2 * (2 * rank + micro), 2 * (2 * rank + micro) + 2)
+        engine.backward(loss_of(engine(tokens[mine]), targets[mine]))
+        found.append(safe_get_full_grad(engine.module.out.weight))
+        engine.step()
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_are_whole_after_the_last_micro_step(stage):
+    expected = plain("fp32", world=4).out.weight.grad
+    ranks = run_ranks(2, body_accumulation, stage)
+    for early, whole in ranks:
+        assert close(whole, expected, "fp32")
+        assert (early is None) == (stage == 1)
+    if stage != 1:
+        assert torch.equal(ranks[0][0], ranks[1][0]) == (stage >= 2)

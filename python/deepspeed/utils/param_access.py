@@ -10,7 +10,8 @@ The engine puts ``_ds_link`` on the parameters it trains; a link knows which ran
 
 Full functions, and ``safe_set_local_fp32_param``, are collective: every rank calls them, for the same parameters in
 the same order, also where it owns nothing. What they return is a copy. They are called between backward and step, or
-after step, when gradients are gone. Gradients are means over ranks and accumulation steps, without the loss scale.
+after step, when gradients are gone. Gradients are means over ranks and accumulation steps, without the loss scale,
+complete after the backward of the last accumulation step.
 
 A parameter that no engine trains is its own master if it is fp32 or fp64, and its gradient is its ``.grad``; a 16-bit
 one has no fp32 value (None), and setting what is not there is a ValueError.
