@@ -208,3 +208,29 @@ def body_agreed(rank, world, stage_zero):
 )
 def test_ranks_without_shared_memory_agree_on_gathers(zero):
     assert all(gap < 1e-6 for gap in run_ranks(2, body_agreed, zero))
+
+
+def body_memory_format(rank, world, stage, client):
+    torch.manual_seed(0)
+    conv = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    made = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    optimizer = torch.optim.AdamW(conv.parameters(), lr=0.1) if client else None
+    if not client:
+        made["optimizer"] = {"type": "AdamW", "params": {"lr": 0.1}}
+    engine = deepspeed.initialize(model=conv, optimizer=optimizer, config=made)[0]
+    torch.manual_seed(rank)
+    engine.backward(engine(torch.randn(2, 3, 5, 5)).square().sum())
+    grad = deepspeed.utils.safe_get_full_grad(conv.weight)
+    engine.step()
+    state = deepspeed.utils.safe_get_full_optimizer_state(conv.weight, "exp_avg")
+    return float((state - 0.1 * grad).abs().max() / grad.abs().max())
+
+
+@pytest.mark.parametrize("client", [False, True], ids=["AdamW of ours", "AdamW of torch"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_memory_formats_are_not_confused(stage, client):
+    assert all(gap < 1e-6 for gap in run_ranks(2, body_memory_format, stage, client))

@@ -30,8 +30,8 @@ def _model_path(engine, folder, stage):
     found, expected = (sharded, plain) if stage < 3 else (plain, sharded)
     if not os.path.exists(expected) and os.path.exists(found):
         raise ValueError(
-            f"the checkpoint {folder} was saved {'without ' if stage == 3 else 'with '}ZeRO stage 3, this run has stage "
-            f"{stage}; load it with the stage it was saved with"
+            f"the checkpoint {folder} was saved {'without ' if stage == 3 else 'with '}ZeRO stage 3, this run has "
+            f"stage {stage}; load it with the stage it was saved with"
         )
     return expected if stage < 3 else names.sharded_model_states_path(folder, engine.parallel.dp_rank, mp_rank)
 

@@ -41,7 +41,7 @@ class Audit:
             ]
         )
 
-    # ---- gradients -----------------------------------------------------------------------------------------------------
+    # ---- gradients -------------------------------------------------------------------------------------------
     def _catcher(self, index):
         def catch(grad):
             with torch.no_grad():
@@ -99,7 +99,7 @@ class Audit:
             f"{float(mine.reshape(-1)[worst]):.6g} instead of {float(reference.reshape(-1)[worst]):.6g}"
         )
 
-    # ---- one step ------------------------------------------------------------------------------------------------------
+    # ---- one step -------------------------------------------------------------------------------------------
     @torch.no_grad()
     def before_step(self):
         """Gradients are reduced; nothing has been updated."""
@@ -196,8 +196,8 @@ class Audit:
             if problem is None and not torch.equal(mine, reference):
                 gap = float((mine.double() - reference.double()).norm() / reference.double().norm().clamp_min(1e-30))
                 problem = (
-                    f"the weights of parameter '{self._name(index)}' on rank {self.engine.global_rank} are not those of "
-                    f"the masters: relative 2-norm of the difference {gap:.3g}. They are stale, or were changed "
+                    f"the weights of parameter '{self._name(index)}' on rank {self.engine.global_rank} are not those "
+                    f"of the masters: relative 2-norm of the difference {gap:.3g}. They are stale, or were changed "
                     "without deepspeed.zero.GatheredParameters or safe_set_full_fp32_param"
                 )
         self._agree(problem)

@@ -38,7 +38,8 @@ def build_core(
     position in the module; without them parameters are called ``group.index`` and ordered as given. Process groups
     are torch's, None for a single process. ``predivide`` multiplies gradients before they are summed over the ranks,
     ``postscale`` after. ``scatter``: gradients are reduced to their owners only; ``allgather``: updated parameters
-    travel by all-gather, else by broadcasts; ``allgather_bucket_numel`` limits one gather. The threads of CPU kernels are ``torch.get_num_threads()``.
+    travel by all-gather, else by broadcasts; ``allgather_bucket_numel`` limits one gather. The threads of CPU kernels
+    are ``torch.get_num_threads()``.
     """
     tensors, called, groups, places, counted = [], [], [], [], []
     for index, group in enumerate(param_groups):

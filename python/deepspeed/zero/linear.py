@@ -72,11 +72,12 @@ _users = 0
 
 
 def _linear(input, weight, bias=None):
-    return zero3_linear_wrap(input, weight, bias) if is_sharded(weight) else _torch_linear(input, weight, bias)
+    chosen = is_sharded(weight) and weight.ds_access.efficient_linear
+    return zero3_linear_wrap(input, weight, bias) if chosen else _torch_linear(input, weight, bias)
 
 
 def use_for_sharded_weights():
-    """``torch.nn.functional.linear`` keeps no view of sharded weights from now on; any other weight meets torch's own.
+    """``torch.nn.functional.linear`` keeps no view of sharded weights whose ``ds_access`` says ``efficient_linear``.
 
     Undone when ``stop_using`` has been called as often.
     """

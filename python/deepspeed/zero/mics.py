@@ -18,8 +18,8 @@ def shard_groups(size, group=None):
     ranks = [dist.get_global_rank(group, rank) for rank in range(count)] if group is not None else list(range(count))
     if size < 1 or len(ranks) % size != 0:
         raise ValueError(
-            f"zero_optimization.mics_shard_size {size} does not divide the {len(ranks)} data-parallel ranks; use one of "
-            f"{', '.join(str(n) for n in range(1, len(ranks) + 1) if len(ranks) % n == 0)}"
+            f"zero_optimization.mics_shard_size {size} does not divide the {len(ranks)} data-parallel ranks; use one "
+            f"of {', '.join(str(n) for n in range(1, len(ranks) + 1) if len(ranks) % n == 0)}"
         )
     me = dist.get_rank()
     shard = replica = None

@@ -36,6 +36,7 @@ class ShardAccess:
         self.world = world
         self.rank = rank
         self.core = core  # the engine's, once there is one
+        self.efficient_linear = False  # see zero.linear
 
     @classmethod
     def of_group(cls, group=None, copies=None):
@@ -179,7 +180,8 @@ _HARMLESS = {
     "is_contiguous", "stride", "storage_offset", "data_ptr", "get_device", "type", "detach", "requires_grad_",
     "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__repr__", "__format__", "__hash__",
     "__deepcopy__", "__reduce_ex__", "is_pinned", "is_shared", "is_inference", "has_names", "untyped_storage",
-    "storage", "_typed_storage", "to", "cpu", "cuda", "half", "float", "double", "bfloat16", "__dir__", "is_distributed",
+    "storage", "_typed_storage", "to", "cpu", "cuda", "half", "float", "double", "bfloat16", "__dir__",
+    "is_distributed",
     "can_cast", "result_type", "is_same_size", "__len__", "is_conj", "is_neg", "_is_view", "dim_order",
 }  # fmt: skip
 _ACCESSORS = {"__get__", "__set__", "__delete__"}
@@ -230,7 +232,7 @@ def _released_data(param):
 
 def _untouchable(name, shape, operation):
     return (
-        f"{operation}: the values of parameter '{name}' {shape} are not on this rank: ZeRO stage 3 holds them in slices. "
+        f"{operation}: the values of parameter '{name}' {shape} are not on this rank: ZeRO stage 3 holds slices. "
         "Use them inside `with deepspeed.zero.GatheredParameters(parameter):` (with modifier_rank=0 to change them), "
         "or in the forward of a module of the model that deepspeed.initialize has wrapped."
     )

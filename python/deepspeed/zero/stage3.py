@@ -69,6 +69,8 @@ class DeepSpeedZeRoOffload:
         self.mem_efficient_linear = mem_efficient_linear
         if mem_efficient_linear:
             linear.use_for_sharded_weights()
+            for param in sharded_parameters_of(module):
+                param.ds_access.efficient_linear = True
         self.setup_zero_stage3_hooks()
 
     @property
@@ -221,7 +223,7 @@ class DeepSpeedZeroOptimizer_Stage3(ShardedOptimizer):
     def partition_count(self):
         return dist.get_world_size(self.dp_process_group) if self.dp_process_group is not None else 1
 
-    # ---- slices, padded as they lie on disk ---------------------------------------------------------------------------
+    # ---- slices, padded as they lie on disk -------------------------------------------------------------
     def _sub_groups(self):
         """Lists of parameter indices: each group's parameters in runs of at most ``sub_group_size`` elements."""
         runs, index = [], 0

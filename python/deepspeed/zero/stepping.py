@@ -7,8 +7,9 @@ class Stepping:
     """Runs the step of ``optimizer`` on the gradients in ``core``.
 
     ``masters`` are the tensors the optimizer updates, one for each piece that this rank owns and in the core's order:
-    the parameters themselves in fp32 where nothing is sharded, fp32 views of the core's buffers otherwise. ``scaler`` is the loss scaler or None. ``check``: gradients
-    that are not finite skip the step. ``clip`` is the maximum 2-norm, 0 for none.
+    the parameters themselves in fp32 where nothing is sharded, fp32 views of the core's buffers otherwise. ``scaler``
+    is the loss scaler or None. ``check``: gradients that are not finite skip the step. ``clip`` is the maximum
+    2-norm, 0 for none.
     """
 
     def __init__(self, core, optimizer, masters, names, scaler=None, check=False, clip=0.0, rank=0):
