@@ -1,6 +1,6 @@
-"""Step time of the quickstart model on several ranks: our engine against a loop written by hand.
+"""Step time of a GPT on several ranks: our engine, at each ZeRO stage, against a loop written by hand.
 
-    python benchmarks/python/step_time.py [--python PATH] [--ranks 2] [--json FILE]
+    python benchmarks/python/step_time.py [--python PATH] [--ranks 2] [--stages 0,1,2,3] [--model 10m] [--json FILE]
 
 The hand-written loop is torch's DistributedDataParallel with torch.optim.AdamW (default, foreach and, on torch 2.x,
 fused). All run in the same processes, on the same data, in interleaved blocks of steps, so that whatever else the
@@ -23,6 +23,12 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
 
 
+MODELS = {
+    "10m": {},
+    "100m": {"layers": 12, "heads": 12, "width": 768, "vocab_size": 16384},
+}
+
+
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=sys.executable, help="interpreter with the deepspeed to measure")
@@ -34,7 +40,9 @@ def parse_arguments():
     parser.add_argument("--rows", type=int, default=4, help="sequences of 128 tokens for each rank")
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--clip", type=float, default=1.0, help="gradient clipping, in all contenders; 0: none")
-    parser.add_argument("--stage", type=int, default=0, help="ZeRO stage of our engine")
+    parser.add_argument("--stages", default="0,1,2,3", help="ZeRO stages of our engine, one contender each")
+    parser.add_argument("--model", choices=sorted(MODELS), default="10m", help="size: the quickstart's model, or 100m")
+    parser.add_argument("--zero", default="{}", metavar="JSON", help="more keys of zero_optimization")
     parser.add_argument("--threads", type=int, help="compute threads of each rank; default: cores / ranks")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -53,7 +61,19 @@ def launch(args):
     with tempfile.TemporaryDirectory() as scratch:
         out = os.path.join(scratch, "figures.json")
         command = [args.python, os.path.abspath(__file__), "--worker", "--json", out]
-        for name in ("ranks", "device", "dtype", "rounds", "block", "rows", "accumulation", "clip", "stage"):
+        for name in (
+            "ranks",
+            "device",
+            "dtype",
+            "rounds",
+            "block",
+            "rows",
+            "accumulation",
+            "clip",
+            "stages",
+            "model",
+            "zero",
+        ):
             command += [f"--{name}", str(getattr(args, name))]
         port = str(free_port())
         ranks = []
@@ -87,14 +107,14 @@ def launch(args):
 class Ours:
     """The loop of the quickstart."""
 
-    def __init__(self, args, model, deepspeed, parameter_groups):
+    def __init__(self, args, stage, model, deepspeed, parameter_groups):
         config = {
             "train_micro_batch_size_per_gpu": args.rows,
             "gradient_accumulation_steps": args.accumulation,
             "gradient_clipping": args.clip,
             "steps_per_print": 10**9,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-            "zero_optimization": {"stage": args.stage},
+            "zero_optimization": {"stage": stage, **json.loads(args.zero)},
             "bf16": {"enabled": args.dtype == "bf16"},
         }
         self.engine = deepspeed.initialize(model=model, model_parameters=parameter_groups(model, 0.1), config=config)[0]
@@ -149,13 +169,16 @@ def work(args):
         torch.cuda.set_device(device)
     deepspeed.init_distributed(dist_backend="nccl" if args.device == "cuda" else "gloo")
     torch.manual_seed(0)
-    shape = Shape()
+    shape = Shape(**MODELS[args.model])
     model = GPT(shape).to(device)
     torch_dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     kinds = {"AdamW": {}, "AdamW foreach": {"foreach": True}}
     if int(torch.__version__.split(".")[0]) >= 2:
         kinds["AdamW fused"] = {"fused": True}
-    contenders = {"ours": Ours(args, copy.deepcopy(model), deepspeed, parameter_groups)}
+    stages = [int(stage) for stage in args.stages.split(",")]
+    contenders = {
+        f"stage {stage}": Ours(args, stage, copy.deepcopy(model), deepspeed, parameter_groups) for stage in stages
+    }
     for name, kind in kinds.items():
         contenders["DDP + " + name] = ByHand(
             args, copy.deepcopy(model).to(torch_dtype), parameter_groups, torch, **kind
@@ -189,14 +212,18 @@ def work(args):
         for name in order[turn:] + order[:turn]:
             times[name].append(timed_block(contenders[name], args.block))
     if rank == 0:
-        figures = {"step_s": {}, "ratio_ours_to": {}}
+        figures = {"step_s": {}, "ratio": {}}
+        figures["parameters"] = sum(p.numel() for p in model.parameters())
         for name, values in times.items():
             figures["step_s"][name] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
-            if name != "ours":
-                figures["ratio_ours_to"][name] = statistics.median(a / b for a, b in zip(times["ours"], values))
+            if name.startswith("DDP"):
+                figures["ratio"][name] = {
+                    f"stage {stage}": statistics.median(a / b for a, b in zip(times[f"stage {stage}"], values))
+                    for stage in stages
+                }
         setting = {
             k: getattr(args, k)
-            for k in ("ranks", "device", "dtype", "rows", "accumulation", "clip", "stage", "rounds", "block")
+            for k in ("ranks", "device", "dtype", "rows", "accumulation", "clip", "model", "zero", "rounds", "block")
         }
         figures["setting"] = setting
         conditions = {
@@ -213,17 +240,14 @@ def show(result):
     figures, about = result["figures"], result["machine"]
     setting = figures["setting"]
     print(
-        f"step time of the quickstart model, {setting['ranks']} ranks, {setting['rows']} x 128 tokens each, "
-        f"{setting['dtype']}, {about['threads_per_rank']} threads a rank, torch {about['torch']}, {about['cpu']}"
+        f"step time of a GPT of {figures['parameters'] / 1e6:.0f}M parameters, {setting['ranks']} ranks, "
+        f"{setting['rows']} x 128 tokens each, accumulation {setting['accumulation']}, {setting['dtype']}, "
+        f"{about['threads_per_rank']} threads a rank, torch {about['torch']}, {about['cpu']}"
     )
     for name, t in figures["step_s"].items():
-        ratio = figures["ratio_ours_to"].get(name)
-        print(
-            f"  {name:22s} {t['median'] * 1e3:8.1f} ms median {t['min'] * 1e3:8.1f} best"
-            + (f"   ours / this = {ratio:.3f}" if ratio else "")
-        )
-    best = max(figures["ratio_ours_to"].items(), key=lambda item: item[1])
-    print(f"against the fastest of them ({best[0]}): {best[1]:.3f}")
+        print(f"  {name:22s} {t['median'] * 1e3:8.1f} ms median {t['min'] * 1e3:8.1f} best")
+    for name, ratios in figures["ratio"].items():
+        print(f"  ours / {name}: " + ", ".join(f"{stage} {ratio:.3f}" for stage, ratio in ratios.items()))
 
 
 def main():

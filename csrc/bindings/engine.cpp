@@ -49,8 +49,8 @@ std::shared_ptr<Engine> make_engine(const std::vector<at::Tensor>& tensors, cons
                                     bool allgather, int64_t allgather_bucket_numel,
                                     const std::vector<zero::ShardedParamPtr>& sharded,
                                     const std::vector<zero::ShardedParamPtr>& others, const py::object& gather_group,
-                                    int64_t max_live, int64_t max_reuse, int64_t persistence,
-                                    int64_t model_persistence) {
+                                    int64_t max_live, int64_t max_reuse, int64_t persistence, int64_t model_persistence,
+                                    int64_t prefetch, const py::object& replicas) {
   zero::EngineOptions options;
   options.stage = stage;
   options.threads = threads;
@@ -67,12 +67,24 @@ std::shared_ptr<Engine> make_engine(const std::vector<at::Tensor>& tensors, cons
   options.allgather_bucket_numel = allgather_bucket_numel;
   options.others = others;
   if (!gather_group.is_none()) options.gather_group = communicator(gather_group);
-  options.gatherer = {max_live, max_reuse, persistence, model_persistence};
+  options.gatherer = {max_live, max_reuse, persistence, model_persistence, prefetch};
+  if (!replicas.is_none()) options.replicas = communicator(replicas);
   auto specs = param_specs(tensors, names, groups, orders, counts_in_norm, sharded);
   auto dp = communicator(data_parallel);
   auto mp = model_parallel.is_none() ? nullptr : communicator(model_parallel);
   py::gil_scoped_release unlocked;
   return std::make_shared<Engine>(std::move(specs), options, std::move(dp), std::move(mp));
+}
+
+// `groups`: one dict for each parameter group, as the optimizer's adam_args() gives it.
+void adam(Engine& engine, const std::vector<py::dict>& groups) {
+  std::vector<zero::AdamGroupArgs> args;
+  for (const py::dict& group : groups)
+    args.push_back({group["lr"].cast<double>(), group["beta1"].cast<double>(), group["beta2"].cast<double>(),
+                    group["eps"].cast<double>(), group["weight_decay"].cast<double>(), group["adamw"].cast<bool>(),
+                    group["bias_correction"].cast<bool>()});
+  py::gil_scoped_release unlocked;
+  for (size_t group = 0; group < args.size(); ++group) engine.adam(static_cast<int32_t>(group), args[group]);
 }
 
 zero::Kept kept_of(const std::string& name) {
@@ -112,9 +124,12 @@ DS_BINDINGS(m) {
            py::arg("overlap"), py::arg("predivide"), py::arg("postscale"), py::arg("find_culprits"), py::arg("scatter"),
            py::arg("allgather"), py::arg("allgather_bucket_numel"), py::arg("sharded"), py::arg("others"),
            py::arg("gather_group"), py::arg("max_live"), py::arg("max_reuse"), py::arg("persistence"),
-           py::arg("model_persistence"))
+           py::arg("model_persistence"), py::arg("prefetch"), py::arg("replicas"))
       .def("watch", &Engine::watch, Unlocked())
       .def("watch_outputs", &Engine::watch_outputs, Unlocked(), py::arg("outputs"))
+      .def("forwarded", &Engine::forwarded, Unlocked(), py::arg("outputs"), py::arg("reduce"), py::arg("factor"))
+      .def("begin_step", &Engine::begin_step, Unlocked(), py::arg("loss_scale"), py::arg("max_norm"), py::arg("check"))
+      .def("end_step", &Engine::end_step, Unlocked())
       .def("plan_user_backward", &Engine::plan_user_backward, py::arg("reduce"), py::arg("factor"))
       .def("begin_backward", &Engine::begin_backward, Unlocked(), py::arg("reduce"))
       .def("end_backward", &Engine::end_backward, Unlocked())
@@ -122,15 +137,7 @@ DS_BINDINGS(m) {
       .def("finish_backward", &Engine::finish_backward, Unlocked())
       .def("clear_grads", &Engine::clear_grads, Unlocked())
       .def("norm", &Engine::norm, Unlocked(), py::arg("loss_scale"), py::arg("max_norm"), py::arg("check"))
-      .def(
-          "adam",
-          [](Engine& engine, int32_t group, double lr, double beta1, double beta2, double eps, double weight_decay,
-             bool adamw, bool bias_correction) {
-            py::gil_scoped_release unlocked;
-            engine.adam(group, {lr, beta1, beta2, eps, weight_decay, adamw, bias_correction});
-          },
-          py::arg("group"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
-          py::arg("weight_decay"), py::arg("adamw"), py::arg("bias_correction"))
+      .def("adam", &adam, py::arg("groups"))
       .def("report", &Engine::report, Unlocked())
       .def("scale_grads", &Engine::scale_grads, Unlocked())
       .def("hand_out_grads", &Engine::hand_out_grads, Unlocked())

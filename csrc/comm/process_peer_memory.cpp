@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <fstream>
 #include <string>
 #include <thread>
@@ -103,7 +104,9 @@ class ProcessPeerMemory : public PeerMemory {
 PeerMemoryPtr process_peer_memory(Communicator& group, int64_t bytes) {
   const int size = group.size(), me = group.rank();
   const int64_t total = kHeaderBytes + std::max<int64_t>(bytes, 1);
-  const int file = memfd_create("deepspeed-shard", MFD_CLOEXEC);
+  const char* wish = std::getenv("DS_PEER_MEMORY");  // 0: for tests of what several hosts do, and for odd containers
+  const bool wanted = !wish || std::string(wish) != "0";
+  const int file = wanted ? memfd_create("deepspeed-shard", MFD_CLOEXEC) : -1;
   const bool made = file >= 0 && ftruncate(file, total) == 0;
   at::Tensor facts = at::zeros({size, 4}, at::kLong);
   auto* mine = facts.data_ptr<int64_t>() + 4 * me;

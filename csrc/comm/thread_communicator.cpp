@@ -184,8 +184,8 @@ class DoneWork : public Work {
 
 class ThreadCommunicator : public Communicator {
  public:
-  ThreadCommunicator(std::shared_ptr<Meeting> meeting, int rank, int size)
-      : meeting_(std::move(meeting)), rank_(rank), size_(size) {}
+  ThreadCommunicator(std::shared_ptr<Meeting> meeting, int rank, int size, bool peer_memory)
+      : meeting_(std::move(meeting)), rank_(rank), size_(size), peer_memory_(peer_memory) {}
   ~ThreadCommunicator() override { meeting_->leave_for_good(); }
 
   int rank() const override { return rank_; }
@@ -194,6 +194,7 @@ class ThreadCommunicator : public Communicator {
 
   void barrier() override { meeting_->meet(rank_, "barrier", {}, {}, 0, ReduceOp::kSum); }
   PeerMemoryPtr peer_memory(int64_t bytes) override {
+    if (!peer_memory_) return nullptr;
     const auto shared = meeting_->shared_regions(rank_, bytes);
     barrier();
     if (rank_ == 0) meeting_->forget_regions();
@@ -228,14 +229,16 @@ class ThreadCommunicator : public Communicator {
 
   std::shared_ptr<Meeting> meeting_;
   int rank_, size_;
+  bool peer_memory_;
 };
 
 }  // namespace
 
-std::vector<CommunicatorPtr> thread_communicators(int size) {
+std::vector<CommunicatorPtr> thread_communicators(int size, bool peer_memory) {
   auto meeting = std::make_shared<Meeting>(size);
   std::vector<CommunicatorPtr> ranks;
-  for (int rank = 0; rank < size; ++rank) ranks.push_back(std::make_shared<ThreadCommunicator>(meeting, rank, size));
+  for (int rank = 0; rank < size; ++rank)
+    ranks.push_back(std::make_shared<ThreadCommunicator>(meeting, rank, size, peer_memory));
   return ranks;
 }
 

@@ -34,7 +34,7 @@ struct ShardMap {
   std::vector<int64_t> numels;     // of each parameter
   std::vector<int64_t> offsets;    // of each parameter in the full space, where it lies there in one piece; else -1
   std::vector<Extent> extents;     // by parameter, then by param_offset
-  std::vector<std::size_t> first;       // extents of parameter p: [first[p], first[p + 1])
+  std::vector<std::size_t> first;  // extents of parameter p: [first[p], first[p + 1])
   std::vector<int32_t> bucket_of;  // of each parameter
   std::vector<Bucket> buckets;     // in the order in which they should be reduced: from the last parameters on
 

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "base/error.h"
 
@@ -14,6 +15,8 @@ namespace {
 
 // 64 bytes of the narrowest type: vector loads and cuBLAS want aligned starts.
 constexpr int64_t kAlignNumel = 64;
+// Of slices: nobody computes on them but element-wise kernels, and every small parameter pays for it.
+constexpr int64_t kAlignSliceNumel = 16;
 
 }  // namespace
 
@@ -21,7 +24,7 @@ StoreOptions Engine::store_options(const std::vector<ParamSpec>& params, const E
   StoreOptions made;
   made.policy = stage_policy(options.stage);
   made.grad_dtype = options.grad_dtype;
-  made.align = kAlignNumel;
+  made.align = made.policy.shard_params ? kAlignSliceNumel : kAlignNumel;
   made.parts = made.policy.shard_states ? data_parallel_->size() : 1;
   made.rank = made.policy.shard_states ? data_parallel_->rank() : 0;
   int64_t total = 0;
@@ -44,7 +47,7 @@ Engine::Engine(std::vector<ParamSpec> params, EngineOptions options, comm::Commu
       model_parallel_(std::move(model_parallel)),
       store_(params, store_options(params, options), options.others),
       device_(store_.device(), options.threads),
-      grads_(store_, device_, data_parallel_, options.reducer),
+      grads_(store_, device_, data_parallel_, options.replicas, options.reducer),
       stepper_(store_, device_, data_parallel_, options.gather),
       watched_(store_.size()) {
   if (!policy_.shard_params) return;
@@ -74,7 +77,15 @@ void Engine::watch() {
   }
 }
 
+StepReport Engine::end_step() {
+  const StepReport found = report();
+  finish_step();
+  if (std::isfinite(found.norm)) clear_grads();
+  return found;
+}
+
 void Engine::begin_backward(bool reduce) {
+  watch();
   user_backward_ = false;
   own_backward_ = true;
   grads_.begin(reduce);

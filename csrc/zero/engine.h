@@ -27,6 +27,7 @@ struct EngineOptions {
   GathererOptions gatherer;                    // stage 3
   std::vector<ShardedParamPtr> others;         // stage 3: sharded parameters that are not trained
   comm::CommunicatorPtr gather_group;          // stage 3: the same ranks, for gathers that need collectives
+  comm::CommunicatorPtr replicas;              // stage 3: holders of the same shard in other groups (MiCS)
 };
 
 // What is kept for each parameter, whole or in pieces.
@@ -39,7 +40,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
          comm::CommunicatorPtr model_parallel);
   ~Engine();
 
-  void watch();  // hooks on the parameters that require grad now; call before each forward
+  void watch();  // hooks on the parameters that require grad now; the calls below do it by themselves
 
   // A backward that the caller runs between begin_backward and end_backward, or gives up with abort_backward.
   void begin_backward(bool reduce);
@@ -51,6 +52,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // steps) that the gradients are multiplied by as they come in.
   void watch_outputs(const std::vector<at::Tensor>& outputs);
   void plan_user_backward(bool reduce, double factor);
+  void forwarded(const std::vector<at::Tensor>& outputs, bool reduce, double factor) {
+    watch();
+    plan_user_backward(reduce, factor);
+    watch_outputs(outputs);
+  }
 
   void finish_backward();
   void clear_grads() {
@@ -63,6 +69,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
   void adam(int32_t group, const AdamGroupArgs& args) { stepper_.adam(grads_, group, args); }
   StepReport report() { return stepper_.report(); }
+
+  // A step in few calls: begin_step; adam of every group, or an optimizer that lives outside; end_step.
+  void begin_step(float loss_scale, float max_norm, bool check) {
+    finish_backward();
+    norm(loss_scale, max_norm, check);
+  }
+  // Gradients are kept when their norm is not finite: somebody will want to see them.
+  StepReport end_step();
   void scale_grads() { stepper_.scale_grads(grads_); }
 
   // For an optimizer that lives outside: its parameters are `masters`, one for each piece; gives each its gradient

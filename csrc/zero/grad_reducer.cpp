@@ -19,10 +19,11 @@ int64_t bucket_limit(const ReducerOptions& options, int64_t total_numel, int ran
 }
 
 GradReducer::GradReducer(ParamStore& store, DeviceContext& device, comm::CommunicatorPtr communicator,
-                         ReducerOptions options)
+                         comm::CommunicatorPtr replicas, ReducerOptions options)
     : store_(store),
       device_(device),
       communicator_(std::move(communicator)),
+      replicas_(std::move(replicas)),
       options_(options),
       bucket_of_(store.size()),
       filled_(store.size()),
@@ -231,7 +232,8 @@ void GradReducer::note_culprit(size_t param, const at::Tensor& grad) {
 }
 
 void GradReducer::absorb(size_t param, const at::Tensor& grad) {
-  const float scale = phase_ == Phase::kReducing && communicator_->size() > 1 ? options_.predivide : 1.0f;
+  const float scale =
+      phase_ == Phase::kReducing && (communicator_->size() > 1 || replicas_) ? options_.predivide : 1.0f;
   BucketState& bucket = buckets_[bucket_of_[param]];
   need_slots(bucket);
   if (!filled_[param]) {
@@ -354,6 +356,7 @@ void GradReducer::complete(BucketState& bucket) {
     const at::Tensor& sum = bucket.carrier.defined() ? bucket.carrier : bucket.slots;
     bucket.landing = sum.narrow(0, store_.spaces()[bucket.space].rank * target.numel(), target.numel());
   }
+  if (replicas_) replicas_->all_reduce(bucket.landing, comm::ReduceOp::kSum)->wait();
   if (bucket.reduced) {
     device_.accumulate(target, bucket.landing, options_.postscale);
   } else if (bucket.landing.data_ptr() != target.data_ptr() || options_.postscale != 1.0f) {
@@ -380,6 +383,7 @@ bool GradReducer::exchange_flags() {
   }
   at::Tensor shared = device_.device().is_cpu() ? flags : flags.to(device_.device());
   communicator_->all_reduce(shared, comm::ReduceOp::kSum)->wait();
+  if (replicas_) replicas_->all_reduce(shared, comm::ReduceOp::kSum)->wait();
   if (!device_.device().is_cpu()) flags.copy_(shared);
   for (int64_t param = 0; param < count; ++param) {
     if (store_.sharded()) {
@@ -409,6 +413,7 @@ void GradReducer::late_round() {
       const at::Tensor target = row(bucket);
       const at::Tensor sum = at::empty_like(target);
       communicator_->reduce_scatter(round, sum)->wait();
+      if (replicas_) replicas_->all_reduce(sum, comm::ReduceOp::kSum)->wait();
       device_.accumulate(target, sum, options_.postscale);
     } else {
       communicator_->all_reduce(round, comm::ReduceOp::kSum)->wait();

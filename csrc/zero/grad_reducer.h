@@ -53,7 +53,10 @@ int64_t bucket_limit(const ReducerOptions& options, int64_t total_numel, int ran
 
 class GradReducer {
  public:
-  GradReducer(ParamStore& store, DeviceContext& device, comm::CommunicatorPtr communicator, ReducerOptions options);
+  // `communicator`: the ranks that the shards are on. `replicas`: the ranks that hold the same shard as this one, of
+  // other groups of that kind (MiCS); null where there is one group only.
+  GradReducer(ParamStore& store, DeviceContext& device, comm::CommunicatorPtr communicator,
+              comm::CommunicatorPtr replicas, ReducerOptions options);
 
   void begin(bool reduce);     // a backward starts; `reduce`: the ranks add up what it leaves
   void end();                  // it has ended; after a reducing one every rank holds its part of the sum
@@ -124,7 +127,7 @@ class GradReducer {
 
   ParamStore& store_;
   DeviceContext& device_;
-  comm::CommunicatorPtr communicator_;
+  comm::CommunicatorPtr communicator_, replicas_;
   ReducerOptions options_;
   std::vector<BucketState> buckets_;
   std::vector<Abandoned> abandoned_;

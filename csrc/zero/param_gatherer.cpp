@@ -48,7 +48,7 @@ void ParamGatherer::hold(const std::vector<ShardedParam*>& params) {
   int64_t numel = 0;
   for (const ShardedParam* param : absent) numel += param->numel();
   if (live_ + numel > options_.max_live_numel) release_all();
-  source_->gather(absent);
+  source_->gather(absent, source_->looks_ahead() ? wanted_next() : std::vector<ShardedParam*>{});
   ++fetches_;
   live_ += numel;
   peak_live_ = std::max(peak_live_, live_);
@@ -117,6 +117,20 @@ bool ParamGatherer::wanted_soon(int32_t unit) const {
     if (distance > options_.max_reuse_numel) return false;
   }
   return false;
+}
+
+std::vector<ShardedParam*> ParamGatherer::wanted_next() const {
+  std::vector<ShardedParam*> result;
+  int64_t numel = 0;
+  for (size_t i = cursor_; i < trace_.size(); ++i) {
+    for (ShardedParam* param : units_[trace_[i]].params) {
+      if (param->available() || std::find(result.begin(), result.end(), param) != result.end()) continue;
+      numel += param->numel();
+      if (numel > options_.prefetch_numel || live_ + numel > options_.max_live_numel) return result;
+      result.push_back(param);
+    }
+  }
+  return result;
 }
 
 void ParamGatherer::enter(int32_t index, const std::vector<at::Tensor>& inputs) {
@@ -209,6 +223,7 @@ void ParamGatherer::end_forward(const std::vector<at::Tensor>& outputs) {
   }
   whole_.reset();
   if (!outputs.empty()) return;
+  source_->forget_ahead();
   release_all();
   recording_.resize(recorded_before_);  // an evaluation says nothing about training
   cursor_ = 0;
@@ -220,6 +235,7 @@ void ParamGatherer::end_backward() {
     let_go(use->params, false);
   }
   backward_.clear();
+  source_->forget_ahead();
   release_all();
   if (!recording_.empty()) trace_ = std::move(recording_);
   recording_.clear();

@@ -30,6 +30,7 @@ struct GathererOptions {
   int64_t max_reuse_numel = 1000000000;  // a parameter used again within so many elements is not released
   int64_t persistence_numel = 100000;    // parameters with fewer elements stay gathered
   int64_t model_persistence_numel = INT64_MAX;  // elements that may stay gathered in all
+  int64_t prefetch_numel = 50000000;            // elements fetched ahead, where fetching takes waiting
 };
 
 class ParamGatherer {
@@ -88,6 +89,7 @@ class ParamGatherer {
   void drop(ShardedParam& param);
   void note(int32_t unit);
   bool wanted_soon(int32_t unit) const;
+  std::vector<ShardedParam*> wanted_next() const;
   void start_backward_use(const UsePtr& use);
   void end_backward_use(const UsePtr& use);
   void watch_outputs(const UsePtr& use, const std::vector<at::Tensor>& outputs);

@@ -45,7 +45,7 @@ void refresh_together(comm::Communicator& communicator, const std::vector<Sharde
 class CollectiveSource : public ShardSource {
  public:
   explicit CollectiveSource(comm::CommunicatorPtr communicator) : communicator_(std::move(communicator)) {}
-  void gather(const std::vector<ShardedParam*>& params) override {
+  void gather(const std::vector<ShardedParam*>& params, const std::vector<ShardedParam*>&) override {
     at::NoGradGuard no_grad;
     gathered_ += gather_together(*communicator_, pool_, missing(params));
   }
@@ -65,7 +65,8 @@ class PeerSource : public ShardSource {
     for (int rank = 0; rank < communicator_->size(); ++rank) regions_.push_back(memory_->region(rank));
   }
 
-  void gather(const std::vector<ShardedParam*>& params) override {
+  // Nothing is started ahead: the copy is made by this rank's own cores, and doing it earlier saves nothing.
+  void gather(const std::vector<ShardedParam*>& params, const std::vector<ShardedParam*>&) override {
     at::NoGradGuard no_grad;
     bool first = true;
     for (ShardedParam* param : params) {
@@ -119,19 +120,39 @@ class AgreedSource : public ShardSource {
     for (size_t i = 0; i < params_.size(); ++i) index_[params_[i].get()] = static_cast<int64_t>(i);
   }
 
-  void gather(const std::vector<ShardedParam*>& params) override {
+  void gather(const std::vector<ShardedParam*>& params, const std::vector<ShardedParam*>& ahead) override {
     at::NoGradGuard no_grad;
-    for (ShardedParam* param : missing(params)) {
-      const auto found = index_.find(param);
-      if (found == index_.end())
-        fail(ErrorKind::kRuntime, "parameter '", param->name(), "' does not belong to this engine");
-      round(found->second);
+    std::vector<ShardedParam*> absent;
+    for (ShardedParam* param : missing(params))
+      if (!started_.count(param)) absent.push_back(param);
+    for (size_t begin = 0; begin < absent.size(); begin += kWants) {
+      std::vector<int64_t> wants;
+      for (size_t i = begin; i < std::min(absent.size(), begin + kWants); ++i) wants.push_back(index_of(*absent[i]));
+      for (ShardedParam* param : ahead)
+        if (wants.size() < kWants && !param->available() && !started_.count(param)) wants.push_back(index_of(*param));
+      round(wants);
     }
+    for (ShardedParam* param : missing(params)) {
+      const auto found = started_.find(param);
+      found->second.work->wait();
+      param->take_full(found->second.buffer);
+      started_.erase(found);
+    }
+  }
+
+  bool looks_ahead() const override { return true; }
+
+  void forget_ahead() override {
+    for (auto& [param, transfer] : started_) {
+      transfer.work->wait();
+      pool_.give(transfer.buffer);
+    }
+    started_.clear();
   }
 
   void drain() override {
     at::NoGradGuard no_grad;
-    while (round(-1)) {
+    while (round({})) {
     }
   }
 
@@ -139,41 +160,63 @@ class AgreedSource : public ShardSource {
     drain();
     refresh_together(*communicator_, params);
   }
-  void before_write() override { drain(); }
+  void before_write() override {
+    drain();
+    forget_ahead();
+  }
   void after_write() override {}
   const char* name() const override { return "agreed collectives"; }
 
  private:
+  static constexpr size_t kWants = 32;  // of one rank in one round
+  struct Transfer {
+    at::Tensor buffer;
+    comm::WorkPtr work;
+  };
+
+  int64_t index_of(const ShardedParam& param) const {
+    const auto found = index_.find(&param);
+    if (found == index_.end())
+      fail(ErrorKind::kRuntime, "parameter '", param.name(), "' does not belong to this engine");
+    return found->second;
+  }
+
   // One round: everybody says what it wants, everybody helps. True when somebody wanted something.
-  bool round(int64_t wanted) {
-    at::Tensor wants = at::empty({communicator_->size()}, at::kLong);
-    wants.select(0, communicator_->rank()).fill_(wanted);
+  bool round(const std::vector<int64_t>& wants) {
+    const auto row = static_cast<int64_t>(kWants);
+    at::Tensor host = at::full({communicator_->size(), row}, -1, at::kLong);
+    std::copy(wants.begin(), wants.end(), host.data_ptr<int64_t>() + communicator_->rank() * row);
     const at::Device device = params_.empty() ? at::Device(at::kCPU) : params_[0]->shard().device();
-    at::Tensor shared = wants.to(device);
-    communicator_->all_gather(shared.narrow(0, communicator_->rank(), 1), shared)->wait();
-    wants = shared.to(at::kCPU);
-    std::vector<int64_t> all(wants.data_ptr<int64_t>(), wants.data_ptr<int64_t>() + wants.numel());
+    const at::Tensor shared = host.to(device);
+    communicator_->all_gather(shared.select(0, communicator_->rank()), shared)->wait();
+    host = shared.to(at::kCPU);
+    std::vector<int64_t> all(host.data_ptr<int64_t>(), host.data_ptr<int64_t>() + host.numel());
     std::sort(all.begin(), all.end());
     all.erase(std::unique(all.begin(), all.end()), all.end());
-    bool any = false;
+    if (!all.empty() && all.front() < 0) all.erase(all.begin());
+    std::vector<Transfer> for_others;
     for (int64_t index : all) {
-      if (index < 0) continue;
-      any = true;
       ShardedParam& param = *params_[index];
-      if (index == wanted) {
-        gathered_ += gather_together(*communicator_, pool_, {&param});
-        continue;
+      Transfer transfer{pool_.take(param.padded_numel(), param.shard().options()), nullptr};
+      transfer.work = communicator_->all_gather(param.shard(), transfer.buffer);
+      if (std::find(wants.begin(), wants.end(), index) != wants.end()) {
+        gathered_ += param.padded_numel() - param.slice_numel();
+        started_[&param] = transfer;
+      } else {
+        for_others.push_back(transfer);
       }
-      const at::Tensor buffer = pool_.take(param.padded_numel(), param.shard().options());  // for the others' sake
-      communicator_->all_gather(param.shard(), buffer)->wait();
-      pool_.give(buffer);
     }
-    return any;
+    for (const Transfer& transfer : for_others) {
+      transfer.work->wait();
+      pool_.give(transfer.buffer);
+    }
+    return !all.empty();
   }
 
   comm::CommunicatorPtr communicator_;
   std::vector<ShardedParamPtr> params_;
   std::unordered_map<const ShardedParam*, int64_t> index_;
+  std::unordered_map<const ShardedParam*, Transfer> started_;
 };
 
 }  // namespace

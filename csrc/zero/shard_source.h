@@ -20,8 +20,11 @@ namespace ds::zero {
 class ShardSource {
  public:
   virtual ~ShardSource() = default;
-  // All of them are available afterwards.
-  virtual void gather(const std::vector<ShardedParam*>& params) = 0;
+  // All of `params` are available afterwards. `ahead` are wanted soon: a source that has to wait for transfers starts
+  // them now.
+  virtual void gather(const std::vector<ShardedParam*>& params, const std::vector<ShardedParam*>& ahead) = 0;
+  virtual bool looks_ahead() const { return false; }
+  virtual void forget_ahead() {}  // what was started ahead is not wanted any more
   // Available parameters take the values that the shards have now, in place. Every rank calls it for the same ones.
   virtual void refresh(const std::vector<ShardedParam*>& params) = 0;
   // Around a change of shards, which every rank makes: nobody reads them any more; what is there now is valid.

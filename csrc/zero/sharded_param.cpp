@@ -5,7 +5,6 @@
 
 #include "base/error.h"
 #include "plan/shard_map.h"
-#include "zero/param_layout.h"
 
 namespace ds::zero {
 
@@ -38,7 +37,7 @@ void ShardedParam::cast(at::ScalarType type) {
 void ShardedParam::adopt_shape() {
   at::NoGradGuard no_grad;
   sizes_ = tensor_.sizes().vec();
-  strides_ = kept_strides(tensor_);
+  strides_ = at::empty(sizes_, at::TensorOptions().device(at::kMeta)).strides().vec();
   numel_ = tensor_.numel();
   slice_ = plan::slice_numel(numel_, parts_);
   shard_ = at::zeros({slice_}, tensor_.options().requires_grad(false));

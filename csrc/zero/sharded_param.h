@@ -2,7 +2,8 @@
 //
 // The tensor object is the user's and stays the same; its data is the whole parameter while it is gathered and empty
 // while it is not. A gathered buffer is fresh memory each time unless nobody else refers to the old one: autograd may
-// have saved a view of it for backward, and that view must keep its values.
+// have saved a view of it for backward, and that view must keep its values. Elements lie in logical order, whatever the
+// memory format the parameter had: slices are what other tools read.
 #pragma once
 #include <ATen/core/Tensor.h>
 

@@ -1,6 +1,7 @@
 """Every difference between torch 1.13 and 2.x that the Python code meets."""
 
 import contextlib
+import functools
 import inspect
 
 import torch
@@ -53,6 +54,36 @@ def autocast_now(device_types):
             yield
 
     return again
+
+
+def autocast_is_on(device_type):
+    return _autocast_of(device_type)[0]
+
+
+def autocast_decorators(device_type):
+    """torch's ``(custom_fwd, custom_bwd)`` for autograd functions on a device type."""
+    if hasattr(torch, "amp") and hasattr(torch.amp, "custom_fwd"):
+        return (
+            functools.partial(torch.amp.custom_fwd, device_type=device_type),
+            functools.partial(torch.amp.custom_bwd, device_type=device_type),
+        )
+    return torch.cuda.amp.custom_fwd, torch.cuda.amp.custom_bwd
+
+
+def takes_context_setup(cls):
+    """Makes an autograd function with ``forward(*inputs)`` and ``setup_context`` work in torch 1.13 as well, where
+    ``forward`` gets the context and sets it up."""
+    if TORCH2:
+        return cls
+    compute, setup_context = cls.forward, cls.setup_context
+
+    def forward(ctx, *inputs):
+        output = compute(*inputs)
+        setup_context(ctx, inputs, output)
+        return output
+
+    cls.forward = staticmethod(forward)
+    return cls
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """ZeRO stages against one plain PyTorch process on the same data, over worlds, accumulation, dtypes and optimizers."""
 
 import pytest
-import torch
 
 import deepspeed
 from engine_models import adam_like, config, difference, make_net, train_engine, train_plain

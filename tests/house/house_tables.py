@@ -36,6 +36,7 @@ LATE_IMPORTS = {
     "__init__.py": "the public names: import deepspeed must be light",
     "utils/__init__.py": "the same for deepspeed.utils, whose names live on several floors",
     "ops/__init__.py": "op packages are imported when first used",
+    "zero/__init__.py": "the public names of deepspeed.zero; TiledLinear must not pull in the stages",
     "registry.py": "a registry holds names so that what is not used is not imported",
     "git_version_info.py": "_build_info exists in installed packages only",
     "accelerator/abstract_accelerator.py": "op builders and compile backends exist for some torches only",

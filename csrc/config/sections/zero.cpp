@@ -181,9 +181,9 @@ Field zero_section(std::string name, std::string doc) {
               })
           .absent_is_null()
           .not_built("ZeRO++ LoCo", kWhenPresent),
-      integer("mics_shard_size", -1, "Ranks that share one copy of the model: MiCS; -1 switches it off.")
-          .not_built("MiCS"),
-      boolean("mics_hierarchical_params_gather", false, "Gather within nodes and then between them.").not_built("MiCS"),
+      integer("mics_shard_size", -1, "Ranks that share one copy of the model: MiCS; -1 switches it off."),
+      boolean("mics_hierarchical_params_gather", false, "Gather within nodes and then between them.")
+          .not_built("hierarchical gathers of MiCS"),
       boolean("memory_efficient_linear", true, "A linear layer that keeps less for backward (stage 3)."),
       boolean("pipeline_loading_checkpoint", false, "Load a checkpoint layer by layer.")
           .not_built("pipelined checkpoint loading"),
@@ -206,8 +206,7 @@ DS_CONFIG_CHAPTER(50, kTraining, "ZeRO") {
                                 "For that many first steps gradients, norm and update are recomputed without sharding "
                                 "and compared.")
                             .at_least(0)
-                            .overridden_by("DS_AUDIT")
-                            .not_built("the audit of ZeRO"));
+                            .overridden_by("DS_AUDIT"));
   c.add(zero);
 
   c.rule("zero_optimization.overlap_comm is true for stage 3 and false otherwise, unless given.", [](Judge& j) {

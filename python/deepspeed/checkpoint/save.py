@@ -6,7 +6,7 @@ import os
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.checkpoint import names, rng, storage
+from deepspeed.checkpoint import names, rng, storage, zero_states
 from deepspeed.log import log_dist, logger
 from deepspeed.version import __version__
 
@@ -33,14 +33,16 @@ def _check_tag(engine, tag):
 def _model_states(engine, client_state, exclude_frozen_parameters):
     optimizer = engine.optimizer
     scheduler = engine.lr_scheduler
+    stage = engine.zero_optimization_stage()
+    frozen = stage >= 2 and not exclude_frozen_parameters
     state = {
-        "module": storage.compact(engine.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)),
+        "module": storage.compact(_module_states(engine, exclude_frozen_parameters)),
         "buffer_names": [name for name, _ in engine.module.named_buffers()],
-        "optimizer": storage.compact(optimizer.state_dict()) if optimizer is not None else None,
-        "param_shapes": None,
-        "frozen_param_shapes": None,
-        "shared_params": None,
-        "frozen_param_fragments": None,
+        "optimizer": storage.compact(optimizer.state_dict()) if optimizer is not None and stage == 0 else None,
+        "param_shapes": zero_states.param_shapes(engine) if stage > 0 else None,
+        "frozen_param_shapes": zero_states.frozen_shapes(engine) if frozen else None,
+        "shared_params": zero_states.shared_params(engine.module) if stage > 0 else None,
+        "frozen_param_fragments": zero_states.frozen_fragments(engine) if frozen else None,
         "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
         "data_sampler": None,
         "random_ltd": None,
@@ -56,6 +58,14 @@ def _model_states(engine, client_state, exclude_frozen_parameters):
     }
     state.update(client_state)
     return state
+
+
+def _module_states(engine, exclude_frozen_parameters):
+    state = engine.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+    if engine.zero_optimization_stage() < 3:
+        return state
+    sharded = zero_states.sharded_names(engine.module)
+    return {name: torch.empty(0, dtype=value.dtype) if name in sharded else value for name, value in state.items()}
 
 
 def _run_states(engine):
@@ -94,9 +104,21 @@ def save_checkpoint(engine, save_dir, tag=None, client_state=None, save_latest=T
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
         raise OSError(error.errno, f"cannot make the checkpoint folder {folder}: {error.strerror}") from error
-    if engine.parallel.dp_rank == 0:
-        path = names.model_states_path(folder, engine.mp_rank_for_files())
+    stage = engine.zero_optimization_stage()
+    dp_rank, mp_rank = engine.parallel.dp_rank, engine.mp_rank_for_files()
+    if stage == 3:
+        path = names.sharded_model_states_path(folder, dp_rank, mp_rank)
         storage.write(_model_states(engine, client_state, exclude_frozen_parameters), path)
+    elif dp_rank == 0:
+        path = names.model_states_path(folder, mp_rank)
+        storage.write(_model_states(engine, client_state, exclude_frozen_parameters), path)
+    if stage > 0 and engine.core is not None and engine.basic_optimizer is not None:
+        shard = {
+            "optimizer_state_dict": storage.compact(engine.optimizer.state_dict()),
+            "ds_config": engine.config,
+            "ds_version": __version__,
+        }
+        storage.write(shard, names.optim_states_path(folder, dp_rank, mp_rank, engine.bfloat16_enabled()))
     storage.write(_run_states(engine), names.run_states_path(folder, engine.global_rank))
     if engine.world_size > 1:
         dist.barrier()
@@ -112,10 +134,24 @@ def save_checkpoint(engine, save_dir, tag=None, client_state=None, save_latest=T
 
 
 def save_16bit_model(engine, save_dir, save_filename="pytorch_model.bin", exclude_frozen_parameters=False):
-    """Rank 0 writes the module's state dict to ``save_dir/save_filename``; every rank calls it. Returns True."""
+    """Rank 0 writes the module's state dict to ``save_dir/save_filename``; every rank calls it.
+
+    Returns True; at ZeRO stage 3 False, with nothing written, unless
+    ``zero_optimization.stage3_gather_16bit_weights_on_model_save`` is on.
+    """
+    sharded = engine.zero_optimization_stage() == 3
+    if sharded and not engine.zero_gather_16bit_weights_on_model_save():
+        logger.warning(
+            f"nothing is saved to {save_dir}: set zero_optimization.stage3_gather_16bit_weights_on_model_save to true "
+            "to gather the weights of ZeRO stage 3 for it"
+        )
+        return False
+    gathered = zero_states.whole_state_dict(engine, exclude_frozen_parameters) if sharded else None
     if engine.global_rank == 0:
         os.makedirs(save_dir, exist_ok=True)
-        state = storage.compact(engine.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters))
+        state = gathered or storage.compact(
+            engine.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        )
         storage.write(state, os.path.join(os.fspath(save_dir), save_filename))
     if engine.world_size > 1:
         dist.barrier()

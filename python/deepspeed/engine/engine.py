@@ -13,9 +13,10 @@ from deepspeed._compat import named_parameters
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.load import load_checkpoint
 from deepspeed.checkpoint.save import save_16bit_model, save_checkpoint
+from deepspeed.checkpoint.zero_states import param_shapes, whole_state_dict
 from deepspeed.config import DeepSpeedConfig, non_default_values
-from deepspeed.engine.accessors import ConfigAccessors, dtype_of
-from deepspeed.engine.build_optimizer import build_optimizer
+from deepspeed.engine.accessors import ConfigAccessors
+from deepspeed.engine.assembly import Assembly
 from deepspeed.engine.build_scheduler import build_scheduler
 from deepspeed.engine.data import TrainingData
 from deepspeed.engine.parallel import Parallel
@@ -23,18 +24,11 @@ from deepspeed.engine.progress import Progress
 from deepspeed.host.blas import blas_warning
 from deepspeed.log import log_dist, logger, warning_once
 from deepspeed.utils.nested import cast_floats, tensors_in
-from deepspeed.utils.z3_leaf_module import apply_z3_leaf_module_config
-from deepspeed.zero.core import build_core
-from deepspeed.zero.fp16_optimizer import FP16_Optimizer, FP16_UnfusedOptimizer
-from deepspeed.zero.fused_state import FusedState
-from deepspeed.zero.model import cast_sharded, move_module, shard_model
-from deepspeed.zero.sharded_parameter import is_sharded
-from deepspeed.zero.stage3 import DeepSpeedZeRoOffload, DeepSpeedZeroOptimizer_Stage3
-from deepspeed.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.zero.stepping import Stepping
+from deepspeed.zero.audit import Audit
+from deepspeed.zero.model import detach
 
 
-class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
+class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, torch.nn.Module):
     """Wraps ``model``; see ``deepspeed.initialize`` for the arguments."""
 
     def __init__(
@@ -89,15 +83,19 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         self._user_scaled = False
         self.core = None
         self.stepping = None
+        self._whole = None
         self.optimizer = self.basic_optimizer = None
         self.module = model
 
         self._place_model(dont_change_device)
         self._make_optimizer(model_parameters)
+        self._audit = self._start_audit()
         self.lr_scheduler = build_scheduler(self._config, self.basic_optimizer, lr_scheduler)
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         self.progress = Progress(self)
         self.tput_timer = self.progress.throughput
+        if self.stepping is not None and self.zero_optimization():
+            self.stepping.need_all = not self._config.zero_config.ignore_unused_parameters
         self._report_config()
 
     def _report_config(self):
@@ -122,212 +120,15 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
             return int(os.environ["LOCAL_RANK"])
         return int(from_args) if from_args is not None and int(from_args) >= 0 else 0
 
-    def _check_precision(self):
-        accelerator = get_accelerator()
-        if self.fp16_enabled() and not accelerator.is_fp16_supported():
-            raise ValueError(
-                f"fp16.enabled: fp16 is not supported on {accelerator.device_name()} here; use bf16 or fp32"
-            )
-        if self.bfloat16_enabled() and not accelerator.is_bf16_supported():
-            raise ValueError(
-                f"bf16.enabled: bf16 is not supported on {accelerator.device_name()} here; use fp16 or fp32"
-            )
-
-    def _place_model(self, dont_change_device):
-        self._check_precision()
-        dtype = torch.float16 if self.fp16_enabled() else torch.bfloat16 if self.bfloat16_enabled() else None
-        dtype = dtype_of(self._config.param_dtype) or dtype
-        with torch.no_grad():
-            if dtype is not None:
-                # Through .data, so that parameters keep their identity: optimizers and tied weights hold on to it.
-                for param in self.module.parameters():
-                    if is_sharded(param):
-                        cast_sharded(param, dtype)
-                    elif param.is_floating_point() and param.dtype != dtype:
-                        param.data = param.data.to(dtype)
-            buffer_dtype = dtype_of(self._config.buffer_dtype)
-            if buffer_dtype is not None:
-                for module in self.module.modules():
-                    for name, buffer in module._buffers.items():
-                        if buffer is not None and buffer.is_floating_point():
-                            module._buffers[name] = buffer.to(buffer_dtype)
-            if not dont_change_device:
-                move_module(self.module, self.device)
-
-    def _make_optimizer(self, model_parameters):
-        self.basic_optimizer = build_optimizer(self._config, self.module, model_parameters, self.client_optimizer)
-        optimizer = self.basic_optimizer
-        if self.zero_optimization_stage() == 3:
-            self._make_sharded_optimizer(optimizer)
-            return
-        if optimizer is None:
-            self._broadcast_model()
-            return
-        self.core, self._param_names = build_core(optimizer.param_groups, **self._core_options())
-        self._broadcast_model()
-        self.core.refresh_master()
-        managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._unmanaged = [p for p in self.module.parameters() if id(p) not in managed]
-        narrow = any(
-            p.dtype in (torch.float16, torch.bfloat16) for group in optimizer.param_groups for p in group["params"]
-        )
-        if self.zero_optimization():
-            self.optimizer = self._wrap_sharded(optimizer)
-            self.stepping = self.optimizer.stepping
-            return
-        if narrow:
-            self.optimizer = self._wrap_narrow(optimizer)
-            self.stepping = self.optimizer.stepping
-            return
-        self.optimizer = optimizer
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        self.stepping = Stepping(
-            self.core, optimizer, params, self._param_names, clip=self.gradient_clipping(), rank=self.global_rank
-        )
-        if hasattr(optimizer, "adam_args") and all(p.dtype == torch.float32 for p in params):
-            self.stepping.fused = FusedState(self.core, optimizer, params, self.stepping.step)
-            optimizer.fused_state = self.stepping.fused
-
-    def _core_options(self):
-        """What the native core is built with, apart from the parameters."""
-        names, orders = {}, {}
-        for order, (name, param) in enumerate(self.module.named_parameters()):
-            names[id(param)], orders[id(param)] = name, order
-        world = self.dp_world_size
-        prescale = self.prescale_gradients()
-        predivide = self.gradient_predivide_factor()
-        # Without prescale_gradients the division still comes first where the range allows no difference: a 16-bit
-        # sum of many ranks could overflow, a 32-bit one cannot.
-        narrow_comm = self.communication_data_type in (torch.float16, torch.bfloat16)
-        before = 1.0 / predivide if prescale else (1.0 if narrow_comm else 1.0 / world)
-        after = 1.0 / (world * before)
-        zero = self._config.zero_config
-        return {
-            "names": names,
-            "orders": orders,
-            "counts_in_norm": self.parallel.counts_in_norm if self.mp_world_size > 1 else None,
-            "data_parallel": self.parallel.dp_group if world > 1 else None,
-            "model_parallel": self.parallel.mp_group,
-            "stage": self.zero_optimization_stage(),
-            "grad_dtype": dtype_of(self._config.grad_accum_dtype),
-            "comm_dtype": self.communication_data_type,
-            "bucket_numel": self.reduce_bucket_size(),
-            "overlap": self._overlaps_reduction(),
-            "predivide": before,
-            "postscale": after,
-            "find_culprits": self._checks_overflow() and world > 1,
-            "scatter": self._config.zero_config.reduce_scatter,
-            "allgather": self._config.zero_config.allgather_partitions,
-            "allgather_bucket_numel": self._config.zero_config.allgather_bucket_size,
-            "max_live": zero.max_live_parameters,
-            "max_reuse": zero.max_reuse_distance,
-            "persistence": zero.param_persistence_threshold,
-            "model_persistence": zero.model_persistence_threshold,
-        }
-
-    def _make_sharded_optimizer(self, optimizer):
-        """ZeRO stage 3: shards what is not sharded yet; without an optimizer the model is only gathered and run."""
-        groups = optimizer.param_groups if optimizer is not None else []
-        managed = {id(p) for group in groups for p in group["params"]}
-        self._unmanaged = [p for p in self.module.parameters() if id(p) not in managed]
-        self._access = shard_model(self.module, self.parallel)
-        options = self._core_options()
-        self.core, self._param_names = build_core(
-            groups, others=self._unmanaged, gather_group=self.parallel.second_group(), **options
-        )
-        self._access.attach(self.module, self.core)
-        apply_z3_leaf_module_config(self.module, self._config.zero_config.leaf_module)
-        granularity = self._config.zero_config.module_granularity_threshold
-        if optimizer is None:
-            self.optimizer = DeepSpeedZeRoOffload(
-                self.module,
-                dp_process_group=options["data_parallel"],
-                zero_module_granularity_threshold=granularity,
-                core=self.core,
-            )
-            self.parameter_offload = self.optimizer
-            return
-        self.core.refresh_master()
-        self.optimizer = DeepSpeedZeroOptimizer_Stage3(
-            self.module,
-            optimizer,
-            static_loss_scale=(self._config.float16_config.loss_scale or 1.0) if self.fp16_enabled() else 1.0,
-            dynamic_loss_scale=self.dynamic_loss_scale(),
-            dynamic_loss_args=self.dynamic_loss_scale_args() if self.dynamic_loss_scale() else None,
-            dp_process_group=options["data_parallel"],
-            sub_group_size=self._config.zero_config.sub_group_size,
-            mpu=self.mpu,
-            clip_grad=self.gradient_clipping(),
-            zero_module_granularity_threshold=granularity,
-            engine=self,
-        )
-        self.stepping = self.optimizer.stepping
-        self.parameter_offload = self.optimizer.parameter_offload
-
-    def _overlaps_reduction(self):
-        """Stage 0 overlaps unless the user says no: the key's own default speaks of the sharded stages."""
-        zero = self.config.get("zero_optimization") if isinstance(self.config, dict) else None
-        given = zero.get("overlap_comm") if isinstance(zero, dict) else None
-        return given is not False
-
-    def _checks_overflow(self):
-        return self.fp16_enabled() or (self.bfloat16_enabled() and self._config.bfloat16_config.check_grad_overflow)
-
-    def core_for_optimizer(self, optimizer):
-        """What a wrapping optimizer builds on: ``(core, parameter names, skip steps that are not finite, rank)``."""
-        return self.core, self._param_names, self._checks_overflow(), self.global_rank
-
-    def _wrap_narrow(self, optimizer):
-        wrapper = FP16_Optimizer if hasattr(optimizer, "adam_args") else FP16_UnfusedOptimizer
-        return wrapper(
-            optimizer,
-            deepspeed=self,
-            low_precision_dtype=torch.float16 if self.fp16_enabled() else torch.bfloat16,
-            static_loss_scale=(self._config.float16_config.loss_scale or 1.0) if self.fp16_enabled() else 1.0,
-            dynamic_loss_scale=self.dynamic_loss_scale(),
-            dynamic_loss_args=self.dynamic_loss_scale_args() if self.dynamic_loss_scale() else None,
-            mpu=self.mpu,
-            clip_grad=self.gradient_clipping(),
-        )
-
-    def _wrap_sharded(self, optimizer):
-        return DeepSpeedZeroOptimizer(
-            optimizer,
-            partition_grads=self.zero_optimization_stage() >= 2,
-            static_loss_scale=(self._config.float16_config.loss_scale or 1.0) if self.fp16_enabled() else 1.0,
-            dynamic_loss_scale=self.dynamic_loss_scale(),
-            dynamic_loss_args=self.dynamic_loss_scale_args() if self.dynamic_loss_scale() else None,
-            dp_process_group=self.parallel.dp_group if self.dp_world_size > 1 else None,
-            mpu=self.mpu,
-            clip_grad=self.gradient_clipping(),
-            engine=self,
-        )
-
-    def _broadcast_model(self):
-        """All data-parallel ranks start from rank 0's parameters and buffers."""
-        if self.dp_world_size == 1:
-            return
-        tensors = list(self.module.parameters()) + list(self.module.buffers())
-        if self.core is not None:
-            self.core.broadcast([t.detach() for t in tensors], 0)
-            return
-        source = self.parallel.source_rank()
-        with torch.no_grad():
-            for tensor in tensors:
-                dist.broadcast(tensor.detach(), source, group=self.parallel.dp_group)
-
     # ---- the three calls of training ---------------------------------------------------------------------------------
     def forward(self, *inputs, **kwargs):
         """Runs the wrapped module. A plain ``backward()`` on what it returns trains, too."""
         if self.fp16_enabled() and self.fp16_auto_cast():
             inputs, kwargs = cast_floats(inputs, torch.float16), cast_floats(kwargs, torch.float16)
         self.progress.start_forward()
-        if self._trains and torch.is_grad_enabled():
-            self.core.watch()
         outputs = self.module(*inputs, **kwargs)
         if self._trains and torch.is_grad_enabled():
-            self._plan_user_backward()
-            self.core.watch_outputs([t for t in tensors_in(outputs) if t.requires_grad])
+            self.core.forwarded([t for t in tensors_in(outputs) if t.requires_grad], *self._user_plan())
         self.progress.end_forward()
         return outputs
 
@@ -336,8 +137,12 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         return self.core is not None and self.stepping is not None
 
     def _plan_user_backward(self):
+        self.core.plan_user_backward(*self._user_plan())
+
+    def _user_plan(self):
+        """Whether a backward that the user runs next is reduced, and the factor its gradients take."""
         factor = (1.0 if self._user_scaled else self.stepping.loss_scale) / self.gradient_accumulation_steps()
-        self.core.plan_user_backward(reduce=self._reduces_now(), factor=factor)
+        return self._reduces_now(), factor
 
     def _reduces_now(self):
         """Whether the next backward adds up over the ranks: at a boundary, or always where gradients are sharded."""
@@ -369,7 +174,6 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
             loss = loss / self.gradient_accumulation_steps()
         self.progress.start_backward()
         scale = self.stepping.loss_scale
-        self.core.watch()
         self.core.begin_backward(reduce=self._reduces_now())
         try:
             (loss.float() * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
@@ -413,8 +217,21 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         self._user_scaled = False
         self.progress.end_step(boundary)
 
+    def _start_audit(self):
+        steps = self._config.zero_config.audit_steps
+        if not steps or not self._trains:
+            return None
+        self._audited_group_of = [index for index, group in enumerate(self._audited_groups) for _ in group]
+        return Audit(self, steps)
+
     def _take_step(self, lr_kwargs):
+        if self._audit is not None:
+            self.core.finish_backward()
+            self._audit.before_step()
         self._step_applied = self.stepping.step()
+        if self._audit is not None:
+            self._audit.after_step(self._step_applied)
+            self._audit = None if self._audit.over else self._audit
         self._global_grad_norm = self.stepping.norm
         for param in self._unmanaged:
             param.grad = None
@@ -441,21 +258,43 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
                 "step() is a boundary"
             )
         self._is_gradient_accumulation_boundary = is_boundary
-        if self.core is not None:
-            self._plan_user_backward()
+        self._replan()
 
     @contextlib.contextmanager
     def no_sync(self):
-        """Inside, backward only accumulates on this rank; the first backward outside, or step(), reduces all of it."""
+        """Inside, backward only accumulates on this rank; the first backward outside, or step(), reduces all of it.
+
+        At ZeRO stages 2 and 3 this rank then holds whole gradients, one element of the accumulation dtype for each
+        parameter element, from the first backward inside until they are reduced.
+        """
         assert not self._in_no_sync, "no_sync() is entered twice; leave the first context before"
         self._in_no_sync = True
+        self._replan()
         try:
             yield
         finally:
             self._in_no_sync = False
+            self._replan()
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self):
+        """Several backwards inside are reduced once, when the context ends. step() comes after it.
+
+        Costs what ``no_sync`` costs while the context is open.
+        """
+        with self.no_sync():
+            yield
+        if self.core is not None and (self.zero_optimization_stage() >= 2 or self.is_gradient_accumulation_boundary()):
+            self.core.finish_backward()
+
+    def _replan(self):
+        if self._trains:
+            self._plan_user_backward()
 
     def zero_grad(self, set_to_none=True):
         """Forgets all gradients accumulated so far."""
+        if self._audit is not None:
+            self._audit.forget()
         if self.core is not None:
             self.core.clear_grads()
         for param in self.module.parameters():
@@ -611,6 +450,23 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         """Writes the module's weights, in the dtype it computes with, to one file. Returns True."""
         return save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
 
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters=False):
+        """Rank 0: the whole state dict on the CPU, in the dtype the model computes with; None elsewhere.
+
+        Every rank calls it. Raises ValueError below ZeRO stage 3.
+        """
+        if self.zero_optimization_stage() != 3:
+            raise ValueError("consolidating weights needs ZeRO stage 3; below it module.state_dict() is whole")
+        return whole_state_dict(self, exclude_frozen_parameters)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters=False):
+        """The same; raises ValueError where nothing is partitioned."""
+        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def _get_zero_param_shapes(self):
+        """One ordered dict name -> shape for each parameter group; None below ZeRO stage 1."""
+        return param_shapes(self) if self.zero_optimization() else None
+
     def save_fp16_model(self, save_dir, save_filename="pytorch_model.bin"):
         """Old name of ``save_16bit_model``."""
         return self.save_16bit_model(save_dir, save_filename)
@@ -620,6 +476,12 @@ class DeepSpeedEngine(ConfigAccessors, TrainingData, torch.nn.Module):
         if self.core is not None:
             if hasattr(self.basic_optimizer, "fused_state"):
                 self.basic_optimizer.fused_state = None
+            if self._whole is not None:
+                self._whole.unlink()
+            if self.zero_optimization():
+                if self.zero_optimization_stage() == 3:
+                    detach(self.module, self._shard_group, self.parallel.dp_group)
+                self.optimizer.destroy()
             self.core.release()
             self.core = None
         log_dist("engine destroyed", ranks=[0], level=10)

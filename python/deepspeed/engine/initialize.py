@@ -2,6 +2,7 @@
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.activation_checkpointing.checkpointing import configure_from
 from deepspeed.comm.rendezvous import prepare_environment
 from deepspeed.config import DeepSpeedConfig, choose_config
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
@@ -62,6 +63,7 @@ def initialize(
             distributed_port=distributed_port,
             dist_init_required=dist_init_required,
         )
+    configure_from(parsed, mpu)
     engine = DeepSpeedEngine(
         args=args,
         model=model,

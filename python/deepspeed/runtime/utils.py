@@ -13,4 +13,4 @@ from deepspeed.utils.norms import (  # noqa: F401
 from deepspeed.utils.overflow import CheckOverflow  # noqa: F401
 from deepspeed.utils.partition import partition_balanced, partition_uniform, prefix_sum_inc  # noqa: F401
 from deepspeed.utils.partitioned_tensor import PartitionedTensor  # noqa: F401
-from deepspeed.utils.small import call_to_str, set_random_seed  # noqa: F401
+from deepspeed.utils.small import call_to_str, noop_decorator, set_random_seed  # noqa: F401

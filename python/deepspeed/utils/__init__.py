@@ -1,6 +1,8 @@
 """Helpers for scripts. Names are imported on first use: ``import deepspeed`` pays for none of them."""
 
 import importlib
+import sys
+import types
 
 _WHERE = {
     "LoggerFactory": "deepspeed.log",
@@ -15,7 +17,51 @@ _WHERE = {
     "get_numactl_cmd": "deepspeed.host.numa",
     "instrument_w_nvtx": "deepspeed.utils.nvtx",
     "is_initialized": "deepspeed.comm",
+    "apply_z3_leaf_module_config": "deepspeed.utils.z3_leaf_module",
+    "get_z3_leaf_modules": "deepspeed.utils.z3_leaf_module",
+    "set_z3_leaf_module": "deepspeed.utils.z3_leaf_module",
+    "set_z3_leaf_modules": "deepspeed.utils.z3_leaf_module",
+    "set_z3_leaf_modules_by_name": "deepspeed.utils.z3_leaf_module",
+    "set_z3_leaf_modules_by_suffix": "deepspeed.utils.z3_leaf_module",
+    "unset_z3_leaf_modules": "deepspeed.utils.z3_leaf_module",
+    "z3_leaf_module": "deepspeed.utils.z3_leaf_module",
+    "z3_leaf_parameter": "deepspeed.utils.z3_leaf_module",
+    "safe_get_full_fp32_param": "deepspeed.utils.param_access",
+    "safe_get_full_grad": "deepspeed.utils.param_access",
+    "safe_get_full_optimizer_state": "deepspeed.utils.param_access",
+    "safe_get_local_fp32_param": "deepspeed.utils.param_access",
+    "safe_get_local_grad": "deepspeed.utils.param_access",
+    "safe_get_local_optimizer_state": "deepspeed.utils.param_access",
+    "safe_set_full_fp32_param": "deepspeed.utils.param_access",
+    "safe_set_full_grad": "deepspeed.utils.param_access",
+    "safe_set_full_optimizer_state": "deepspeed.utils.param_access",
+    "safe_set_local_fp32_param": "deepspeed.utils.param_access",
+    "safe_set_local_grad": "deepspeed.utils.param_access",
+    "safe_set_local_optimizer_state": "deepspeed.utils.param_access",
+    "safe_update_full_grad_vectorized": "deepspeed.utils.param_access",
+    "fragment_address": "deepspeed.utils.tensor_fragment",
+    "get_full_hp_grad": "deepspeed.utils.tensor_fragment",
+    "get_full_hp_param": "deepspeed.utils.tensor_fragment",
+    "get_hp_fragment_mapping": "deepspeed.utils.tensor_fragment",
+    "map_to_flat_opt_states": "deepspeed.utils.tensor_fragment",
+    "set_full_hp_grad": "deepspeed.utils.tensor_fragment",
+    "set_full_hp_param": "deepspeed.utils.tensor_fragment",
+    "tensor_fragment": "deepspeed.utils.tensor_fragment",
+    "lazy_init_hp_params_optimizer_state": "deepspeed.utils.mixed_precision_linkage",
+    "link_hp_params": "deepspeed.utils.mixed_precision_linkage",
 }
+
+
+class _Package(types.ModuleType):
+    """``deepspeed.utils.z3_leaf_module`` and ``tensor_fragment`` are a file and what it defines. The latter is meant,
+    but the import system binds the file to the name when somebody imports from it."""
+
+    def __setattr__(self, name, value):
+        own = name in _WHERE and isinstance(value, types.ModuleType)
+        super().__setattr__(name, getattr(value, name) if own else value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 _MODULES = ("groups", "init_on_device", "logging", "numa", "nvtx", "torch", "types")
 

@@ -1,4 +1,4 @@
-"""Small helpers that belong nowhere else: seeds, a call as text."""
+"""Small helpers that belong nowhere else: seeds, a call as text, a decorator that does nothing."""
 
 import random
 
@@ -19,3 +19,8 @@ def set_random_seed(seed):
 def call_to_str(base, *args, **kwargs):
     """``call_to_str("f", 1, b="x")`` is ``"f(1, b='x')"``."""
     return f"{base}({', '.join([repr(arg) for arg in args] + [f'{key}={value!r}' for key, value in kwargs.items()])})"
+
+
+def noop_decorator(func):
+    """The function itself: stands where a decorator is optional."""
+    return func

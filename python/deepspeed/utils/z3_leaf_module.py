@@ -77,7 +77,7 @@ def set_z3_leaf_modules_by_suffix(model, module_name_suffixes, flag=True, raise_
 
 
 def apply_z3_leaf_module_config(model, leaf_module_config):
-    """Flags what the config section ``zero_optimization.leaf_module`` lists (``classes``, ``names``, ``name_suffixes``).
+    """Flags what the config section ``zero_optimization.leaf_module`` lists: classes, names, name suffixes.
 
     Returns the list of modules found, each once. Names and suffixes that fit nothing are logged: they were meant for
     this model. Classes are not, as the default lists classes of several model families.

@@ -29,6 +29,8 @@ def build_core(
     max_reuse=1_000_000_000,
     persistence=100_000,
     model_persistence=2**63 - 1,
+    prefetch=50_000_000,
+    replicas=None,
 ):
     """Returns ``(core, names)``.
 
@@ -36,7 +38,8 @@ def build_core(
     position in the module; without them parameters are called ``group.index`` and ordered as given. Process groups
     are torch's, None for a single process. ``predivide`` multiplies gradients before they are summed over the ranks,
     ``postscale`` after. ``scatter``: gradients are reduced to their owners only; ``allgather``: updated parameters
-    travel by all-gather, else by broadcasts; ``allgather_bucket_numel`` limits one gather. The threads of CPU kernels are ``torch.get_num_threads()``.
+    travel by all-gather, else by broadcasts; ``allgather_bucket_numel`` limits one gather. The threads of CPU kernels
+    are ``torch.get_num_threads()``.
     """
     tensors, called, groups, places, counted = [], [], [], [], []
     for index, group in enumerate(param_groups):
@@ -73,5 +76,7 @@ def build_core(
         max_reuse=int(max_reuse),
         persistence=int(persistence),
         model_persistence=int(model_persistence),
+        prefetch=int(prefetch),
+        replicas=replicas,
     )
     return core, called

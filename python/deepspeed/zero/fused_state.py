@@ -34,8 +34,7 @@ class FusedState:
         if not self.stepping:
             self.run_step()
             return
-        for index, group in enumerate(self.optimizer.param_groups):
-            self.core.adam(index, **self.optimizer.adam_args(group))
+        self.core.adam([self.optimizer.adam_args(group) for group in self.optimizer.param_groups])
 
     def adopt(self):
         """Takes what ``load_state_dict`` put into ``optimizer.state`` into the flat buffers."""

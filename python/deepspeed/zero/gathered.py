@@ -32,8 +32,9 @@ class GatheredParameters:
             for param in self.params:
                 register_external_parameter(fwd_module, param)
         if modifier_rank is not None and self.params:
-            world = self.params[0].ds_access.world
-            if not 0 <= modifier_rank < max(world, dist.get_world_size() if dist.is_initialized() else 1):
+            copies = self.params[0].ds_access.copies
+            world = dist.get_world_size(copies) if copies is not None else 1
+            if not 0 <= modifier_rank < world:
                 raise ValueError(f"modifier_rank {modifier_rank} is not a rank of a group of {world}")
 
     def __enter__(self):
@@ -58,9 +59,9 @@ class GatheredParameters:
             return
         for param in self.params:
             access = param.ds_access
-            if access.world > 1:
+            if access.copies is not None and dist.get_world_size(access.copies) > 1:
                 values = param.detach().contiguous()
-                dist.broadcast(values, access.source_rank(self.modifier_rank), group=access.group)
+                dist.broadcast(values, access.source_rank(self.modifier_rank), group=access.copies)
                 param.detach().copy_(values)
         sharding.write_back(self.params)
 

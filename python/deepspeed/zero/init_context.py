@@ -1,5 +1,6 @@
-"""``zero.Init``: modules whose parameters are sharded as they are created, so that no rank ever holds the whole model."""
+"""``zero.Init``: parameters are sharded as they are created, so that no rank ever holds the whole model."""
 
+import enum
 import functools
 import threading
 
@@ -11,8 +12,19 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.log import logger
 from deepspeed.zero import sharded_parameter as sharding
 from deepspeed.zero.gathered import GatheredParameters
+from deepspeed.zero.loading import follow_loading
 
 _PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+
+
+class DeepSpeedTensorOverride(enum.Enum):
+    """What ``zero.Init`` decides about tensors that a constructor makes."""
+
+    dtype = 1
+    device = 2
+
+
+DEFAULT_TENSOR_OVERRIDES = (DeepSpeedTensorOverride.dtype, DeepSpeedTensorOverride.device)
 
 
 class _Nesting(threading.local):
@@ -72,7 +84,8 @@ class Init(InsertPostInitMethodToModuleSubClasses):
     the configuration says, else as they are made. ``remote_device`` "cpu": slices rest in host memory ("nvme" is not
     supported yet). ``config_dict_or_path`` (``config``): the configuration that the model will be trained with.
     ``enabled=False`` does nothing. ``mpu``: its data-parallel group is used. Contexts may be nested; the innermost
-    counts. Parameters are gathered again inside ``GatheredParameters`` or when an engine runs the model.
+    counts. ``tensor_overrides``: which of dtype and device the context decides; default both. Parameters are gathered
+    again inside ``GatheredParameters`` or when an engine runs the model.
     """
 
     def __init__(
@@ -92,7 +105,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         zero_quantized_nontrainable_weights=False,
         sequence_data_parallel_group=None,
         param_swapper=None,
-        tensor_overrides=None,
+        tensor_overrides=DEFAULT_TENSOR_OVERRIDES,
     ):
         if config is not None:
             logger.warning("zero.Init: the argument `config` is deprecated; use `config_dict_or_path`")
@@ -112,6 +125,10 @@ class Init(InsertPostInitMethodToModuleSubClasses):
             raise NotImplementedError(
                 f"zero.Init: remote_device {remote_device!r} is not supported yet; use None or 'cpu'"
             )
+        overrides = set(tensor_overrides or ())
+        if DeepSpeedTensorOverride.dtype not in overrides:
+            self.dtype = None
+        self.keep_device = DeepSpeedTensorOverride.device not in overrides
         self.remote_device = remote_device
         self.pin_memory = pin_memory
         if not dist.is_initialized():
@@ -124,6 +141,9 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         self.local_device = torch.device(get_accelerator().current_device_name())
         if module is not None:
             self._convert(module.named_parameters(recurse=True))
+            for sub in module.modules():
+                if any(True for _ in sub.parameters(recurse=False)):
+                    follow_loading(sub)
 
     def get_partition_dp_group(self, param):
         return param.ds_process_group
@@ -141,6 +161,8 @@ class Init(InsertPostInitMethodToModuleSubClasses):
 
     def _post_init_method(self, module):
         self._convert(module.named_parameters(recurse=False), type(module).__name__)
+        if any(True for _ in module.parameters(recurse=False)):
+            follow_loading(module)
 
     @torch.no_grad()
     def _convert(self, named, owner=None):
@@ -152,7 +174,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
                     f"zero.Init: parameter '{name}' is on the meta device and has no values to shard; build the model "
                     "without torch.device('meta')"
                 )
-            target = self.local_device
+            target = param.device if self.keep_device else self.local_device
             if param.device != target or (self.dtype is not None and param.is_floating_point()):
                 param.data = param.data.to(target, self.dtype if param.is_floating_point() else None)
             if self.access.world > 1:
@@ -175,7 +197,7 @@ def _dtype_of(config):
     return None
 
 
-# ---- following constructors --------------------------------------------------------------------------------------------
+# ---- following constructors ---------------------------------------------------------------------------------
 
 
 def _every_subclass(cls, seen):
@@ -194,7 +216,7 @@ def _follow(cls):
 
     @functools.wraps(init)
     def wrapper(module, *args, **kwargs):
-        # Only the outermost constructor of an object tells when it is complete; bases call each other in between.
+        # Only the outermost constructor of an object tells when it is complete: bases call each other in between.
         outermost = not any(module is one for one in _nesting.constructing)
         if not outermost or not _nesting.contexts:
             return init(module, *args, **kwargs)

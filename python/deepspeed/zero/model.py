@@ -4,6 +4,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.zero import sharded_parameter as sharding
+from deepspeed.zero.loading import follow_loading
 
 
 class ModelAccess:
@@ -14,27 +15,29 @@ class ModelAccess:
 
     def attach(self, module, core):
         """From now on the engine's core gathers them."""
-        attached = sharding.ShardAccess(core.gatherer, self.access.group, self.access.world, self.access.rank, core)
+        access = self.access
+        attached = sharding.ShardAccess(core.gatherer, access.group, access.world, access.rank, core, access.copies)
         for name, param in module.named_parameters():
             param.ds_handle.name = name
             param.ds_access = attached
 
 
-def detach(module, access):
-    """The engine is gone: parameters stay sharded and are gathered by collectives again."""
-    plain = sharding.ShardAccess.of_group(access.group)
-    for param in module.parameters():
-        if sharding.is_sharded(param):
+def detach(module, group, copies):
+    """The engine is going: parameters stay sharded and are gathered by collectives again."""
+    sharded = [param for param in module.parameters() if sharding.is_sharded(param)]
+    if sharded:
+        plain = sharding.ShardAccess.of_group(group, copies)
+        for param in sharded:
             param.ds_access = plain
 
 
 @torch.no_grad()
-def shard_model(module, parallel):
-    """Shards every parameter that is not sharded yet over the data-parallel ranks, all from rank 0's values.
+def shard_model(module, parallel, group):
+    """Shards every parameter that is not sharded yet over ``group``, all from the data-parallel rank 0's values.
 
     Buffers are made equal to rank 0's. Raises ValueError for a parameter that is sharded over other ranks.
     """
-    access = sharding.ShardAccess.of_group(parallel.dp_group if parallel.dp_world_size > 1 else None)
+    access = sharding.ShardAccess.of_group(group, parallel.dp_group)
     source = parallel.source_rank()
     spread = parallel.dp_world_size > 1
     if spread:
@@ -44,8 +47,8 @@ def shard_model(module, parallel):
         if sharding.is_sharded(param):
             if param.ds_world_size != access.world:
                 raise ValueError(
-                    f"parameter '{name}' is sharded over {param.ds_world_size} ranks, the engine's data-parallel group "
-                    f"has {access.world}; pass the same group to zero.Init (data_parallel_group=, or mpu=)"
+                    f"parameter '{name}' is sharded over {param.ds_world_size} ranks, the engine shards over "
+                    f"{access.world}; pass the same group to zero.Init (data_parallel_group=, or mpu=; MiCS_Init)"
                 )
             continue
         if spread:
@@ -54,6 +57,9 @@ def shard_model(module, parallel):
             if values.data_ptr() != param.data_ptr():
                 param.data.copy_(values)
         sharding.shard(param, access, name)
+    for sub in module.modules():
+        if any(True for _ in sub.parameters(recurse=False)):
+            follow_loading(sub)
     return ModelAccess(access)
 
 

@@ -1,4 +1,4 @@
-"""Hooks that gather the parameters of a module while it runs. What they do is native; see csrc/zero/param_gatherer.h."""
+"""Hooks that gather the parameters of a module while it runs. What they do is in csrc/zero/param_gatherer.h."""
 
 import torch
 

@@ -5,17 +5,13 @@ optimizer may be inside. Source of the method: Rajbhandari et al., "ZeRO: Memory
 Parameter Models" (SC 2020), section 5.
 """
 
-import collections
-
 import torch
 
 from deepspeed import comm as dist
 from deepspeed.optim.loss_scaler import LossScaleConfig
 from deepspeed.version import __version__
 from deepspeed.zero.base_optimizer import ZeROOptimizer
-from deepspeed.zero.wrapped_optimizer import WrappedOptimizer
-
-Fragment = collections.namedtuple("fragment_address", ["numel", "start"])
+from deepspeed.zero.wrapped_optimizer import WrappedOptimizer, in_memory_order
 
 
 class ShardedOptimizer(WrappedOptimizer, ZeROOptimizer):
@@ -133,7 +129,9 @@ class ShardedOptimizer(WrappedOptimizer, ZeROOptimizer):
         if self.dp_process_group is not None:
             dist.all_reduce(flat, group=self.dp_process_group)
             dist.all_reduce(found, group=self.dp_process_group)
-        return flat.reshape(shape) if found.item() else None
+        if not found.item():
+            return None
+        return flat.reshape(shape) if hasattr(param, "ds_shape") else flat.as_strided(shape, param.stride())
 
     def set_full_tensor(self, index, kind, value):
         """Every rank passes the same ``value``, in the parameter's shape; each takes what it owns of it."""
@@ -145,8 +143,9 @@ class ShardedOptimizer(WrappedOptimizer, ZeROOptimizer):
         elif self.stepping.fused is not None and kind in self.STATES:
             self.core.set_full("slot", self.STATES.index(kind), index, value)
         else:
+            flat = in_memory_order(value, self._params[index])
             for offset, numel, state in self._piece_states(index, kind):
-                state.copy_(value.reshape(-1)[offset : offset + numel].reshape(state.shape))
+                state.copy_(flat[offset : offset + numel].reshape(state.shape))
 
     def _unscaled(self, grad):
         return grad if self.loss_scale == 1.0 else grad / self.loss_scale

@@ -29,25 +29,28 @@ class ZeroParamStatus(enum.Enum):
 class ShardAccess:
     """How a group of ranks gathers its parameters: the native gatherer and the process group it speaks for."""
 
-    def __init__(self, gatherer, group, world, rank, core=None):
+    def __init__(self, gatherer, group, world, rank, core=None, copies=None):
         self.gatherer = gatherer
         self.group = group
+        self.copies = copies if copies is not None else group  # every rank that trains the same parameters
         self.world = world
         self.rank = rank
         self.core = core  # the engine's, once there is one
+        self.efficient_linear = False  # see zero.linear
 
     @classmethod
-    def of_group(cls, group=None):
+    def of_group(cls, group=None, copies=None):
         """Collectives of ``group`` (None: all ranks), which every rank issues in the same order."""
         if not dist.is_initialized():
             return cls(_native._C.ParamGatherer(None), None, 1, 0)
         group = group if group is not None else dist.get_world_group()
         world = dist.get_world_size(group)
-        return cls(_native._C.ParamGatherer(group if world > 1 else None), group, world, dist.get_rank(group))
+        gatherer = _native._C.ParamGatherer(group if world > 1 else None)
+        return cls(gatherer, group, world, dist.get_rank(group), copies=copies)
 
     def source_rank(self, rank):
-        """Global rank of the group's ``rank``."""
-        return dist.get_global_rank(self.group, rank) if self.world > 1 else 0
+        """Global rank of ``rank`` among the ranks that train the same parameters."""
+        return dist.get_global_rank(self.copies, rank) if self.copies is not None else 0
 
     def begin_write(self):
         if self.core is not None:
@@ -158,7 +161,7 @@ class ShardedParameter(torch.nn.Parameter):
         )
         access = self.ds_access
         if access.core is not None:
-            access = ShardAccess.of_group(access.group)
+            access = ShardAccess.of_group(access.group, access.copies)
         _dress(copy, self.ds_handle.copy_for(copy, ShardedParameter, ReleasedParameter), access)
         memo[id(self)] = copy
         return copy
@@ -177,7 +180,8 @@ _HARMLESS = {
     "is_contiguous", "stride", "storage_offset", "data_ptr", "get_device", "type", "requires_grad_",
     "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__repr__", "__format__", "__hash__",
     "__deepcopy__", "__reduce_ex__", "is_pinned", "is_shared", "is_inference", "has_names", "untyped_storage",
-    "storage", "_typed_storage", "__dir__", "is_distributed", "_has_compatible_shallow_copy_type", "can_cast", "result_type", "is_same_size", "__len__", "is_conj", "is_neg", "_is_view", "dim_order",
+    "storage", "_typed_storage", "__dir__", "is_distributed", "_has_compatible_shallow_copy_type", "can_cast",
+    "result_type", "is_same_size", "__len__", "is_conj", "is_neg", "_is_view", "dim_order",
 }  # fmt: skip
 _ACCESSORS = {"__get__", "__set__", "__delete__"}
 # What Module.state_dict and Module.to call: the result has no values either, and says so when they are asked for.
@@ -247,7 +251,7 @@ def _converted(func, args, kwargs, name, shape):
 
 def _untouchable(name, shape, operation):
     return (
-        f"{operation}: the values of parameter '{name}' {shape} are not on this rank: ZeRO stage 3 holds them in slices. "
+        f"{operation}: the values of parameter '{name}' {shape} are not on this rank: ZeRO stage 3 holds slices. "
         "Use them inside `with deepspeed.zero.GatheredParameters(parameter):` (with modifier_rank=0 to change them), "
         "or in the forward of a module of the model that deepspeed.initialize has wrapped."
     )

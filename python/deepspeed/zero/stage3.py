@@ -5,6 +5,7 @@ import sys
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.zero import linear
 from deepspeed.zero.module_hooks import ModuleHooks
 from deepspeed.zero.sharded_optimizer import ShardedOptimizer
 from deepspeed.zero.sharded_parameter import is_sharded
@@ -57,6 +58,7 @@ class DeepSpeedZeRoOffload:
         zero_module_granularity_threshold=0,
         log_trace_cache_warnings=False,
         core=None,
+        mem_efficient_linear=True,
     ):
         self.module = module
         self.core = core
@@ -64,6 +66,11 @@ class DeepSpeedZeRoOffload:
         self.param_coordinator = _Coordinator()
         self.hooks = ModuleHooks(core, zero_module_granularity_threshold)
         self.backward_hooks = []
+        self.mem_efficient_linear = mem_efficient_linear
+        if mem_efficient_linear:
+            linear.use_for_sharded_weights()
+            for param in sharded_parameters_of(module):
+                param.ds_access.efficient_linear = True
         self.setup_zero_stage3_hooks()
 
     @property
@@ -102,6 +109,9 @@ class DeepSpeedZeRoOffload:
 
     def destroy(self):
         self.hooks.remove(self.module)
+        if self.mem_efficient_linear:
+            linear.stop_using()
+            self.mem_efficient_linear = False
         for module in self.module.modules():
             module.__dict__.pop("ds_external_parameters", None)
 
@@ -174,6 +184,7 @@ class DeepSpeedZeroOptimizer_Stage3(ShardedOptimizer):
         cpuadam_cores_perc=0.8,
         save_muon_momentum_buffer_in_memory=False,
         engine=None,
+        mem_efficient_linear=True,
     ):
         if engine is None:
             raise ValueError("DeepSpeedZeroOptimizer_Stage3 is made by deepspeed.initialize with ZeRO stage 3")
@@ -195,6 +206,7 @@ class DeepSpeedZeroOptimizer_Stage3(ShardedOptimizer):
             dp_process_group=dp_process_group,
             zero_module_granularity_threshold=zero_module_granularity_threshold,
             core=self.core,
+            mem_efficient_linear=mem_efficient_linear,
         )
         for param in self._params:
             param._z3_optimizer = _Weak(self)
@@ -211,7 +223,7 @@ class DeepSpeedZeroOptimizer_Stage3(ShardedOptimizer):
     def partition_count(self):
         return dist.get_world_size(self.dp_process_group) if self.dp_process_group is not None else 1
 
-    # ---- slices, padded as they lie on disk ---------------------------------------------------------------------------
+    # ---- slices, padded as they lie on disk -------------------------------------------------------------
     def _sub_groups(self):
         """Lists of parameter indices: each group's parameters in runs of at most ``sub_group_size`` elements."""
         runs, index = [], 0

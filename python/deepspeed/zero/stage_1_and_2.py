@@ -5,8 +5,9 @@ import collections
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.utils.tensor_fragment import fragment_address
 from deepspeed.version import __version__
-from deepspeed.zero.sharded_optimizer import Fragment, ShardedOptimizer
+from deepspeed.zero.sharded_optimizer import ShardedOptimizer
 
 
 class DeepSpeedZeroOptimizer(ShardedOptimizer):
@@ -139,7 +140,7 @@ class DeepSpeedZeroOptimizer(ShardedOptimizer):
         for index, numel in enumerate(numels, first):
             low, high = max(begin, offset), min(end, offset + numel)
             if low < high:
-                found[self._names[index]] = Fragment(numel=high - low, start=low - begin)
+                found[self._names[index]] = fragment_address(numel=high - low, start=low - begin)
             offset += numel
         return found
 

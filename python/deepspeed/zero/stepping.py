@@ -7,8 +7,9 @@ class Stepping:
     """Runs the step of ``optimizer`` on the gradients in ``core``.
 
     ``masters`` are the tensors the optimizer updates, one for each piece that this rank owns and in the core's order:
-    the parameters themselves in fp32 where nothing is sharded, fp32 views of the core's buffers otherwise. ``scaler`` is the loss scaler or None. ``check``: gradients
-    that are not finite skip the step. ``clip`` is the maximum 2-norm, 0 for none.
+    the parameters themselves in fp32 where nothing is sharded, fp32 views of the core's buffers otherwise. ``scaler``
+    is the loss scaler or None. ``check``: gradients that are not finite skip the step. ``clip`` is the maximum
+    2-norm, 0 for none.
     """
 
     def __init__(self, core, optimizer, masters, names, scaler=None, check=False, clip=0.0, rank=0):
@@ -21,6 +22,7 @@ class Stepping:
         self.clip = clip
         self.rank = rank
         self.fused = None
+        self.need_all = False  # a parameter without a gradient is an error
         self.overflow = False
         self.norm = None
         self._warned_not_finite = False
@@ -31,33 +33,42 @@ class Stepping:
 
     def step(self):
         """Returns True when the weights were updated, False when the step was skipped."""
-        self.core.finish_backward()
-        self.core.norm(self.loss_scale, self.clip, self.check)
+        if self.need_all:
+            self.core.finish_backward()
+            self._refuse_unused()
+        self.core.begin_step(self.loss_scale, self.clip, self.check)
         if self.fused is not None:
             self.fused.stepping = True
             try:
                 self.optimizer.step()
             finally:
                 self.fused.stepping = False
-            report = self.core.report()
         else:
-            report = self.core.report()
-            if not report.skipped:
+            if not self.core.report().skipped:
                 self.core.scale_grads()
                 self.core.hand_out_grads(self.masters)
                 self.optimizer.step()
                 self.core.publish()
-        self.core.finish_step()
+        report = self.core.end_step()
         self.norm = report.norm
         self.overflow = report.skipped
         if report.norm != report.norm or report.norm == float("inf"):
             self._explain_overflow()
+            self.core.clear_grads()
         if self.scaler is not None:
             self.scaler.update_scale(self.overflow)
             if self.overflow:
                 log_dist(f"The step is skipped; the loss scale is now {self.scaler.loss_scale:g}.", ranks=[0])
-        self.core.clear_grads()
         return not self.overflow
+
+    def _refuse_unused(self):
+        unused = [name for name, used in zip(self.names, self.core.used()) if not used]
+        if unused:
+            raise RuntimeError(
+                f"no rank has a gradient for {len(unused)} parameter(s): {', '.join(unused[:5])}"
+                f"{', ...' if len(unused) > 5 else ''}. Freeze them (requires_grad_(False) before "
+                "deepspeed.initialize), or set zero_optimization.ignore_unused_parameters to true"
+            )
 
     def _explain_overflow(self):
         """Says which gradients were not finite, on the rank that produced them."""

@@ -10,6 +10,15 @@ from deepspeed.zero.stepping import Stepping
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
+def in_memory_order(value, param):
+    """The elements of ``value``, which has the shape of ``param``, in the order in which ``param`` lies in memory: the
+    order of pieces. Flat; a view where that is possible."""
+    if hasattr(param, "ds_handle") or param.is_contiguous():
+        return value.reshape(-1)
+    ordered = torch.empty_strided(param.shape, param.stride(), dtype=value.dtype, device=value.device)
+    return ordered.copy_(value).as_strided((value.numel(),), (1,))
+
+
 class WrappedOptimizer(DeepSpeedOptimizer):
     """``optimizer`` updates what this rank owns of the fp32 masters: views of the core's flat buffers.
 
@@ -51,7 +60,7 @@ class WrappedOptimizer(DeepSpeedOptimizer):
             master = torch.nn.Parameter(tensor, requires_grad=param.requires_grad)
             if param in state:
                 state[master] = {
-                    key: value.detach().reshape(-1)[offset : offset + numel].clone().reshape(master.shape)
+                    key: in_memory_order(value.detach(), param)[offset : offset + numel].clone().reshape(master.shape)
                     if torch.is_tensor(value) and value.numel() == param.numel() and value.dim() > 0
                     else value
                     for key, value in state[param].items()
@@ -127,7 +136,6 @@ class WrappedOptimizer(DeepSpeedOptimizer):
     # ---- training --------------------------------------------------------------------------------------------------
     def backward(self, loss, create_graph=False, retain_graph=False):
         """Scales ``loss`` (a scalar) and runs its backward; gradients land in the flat buffers."""
-        self.core.watch()
         self.core.begin_backward(True)
         try:
             (loss.float() * self.loss_scale).backward(create_graph=create_graph, retain_graph=retain_graph)

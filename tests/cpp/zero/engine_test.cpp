@@ -99,6 +99,7 @@ struct Case {
   int stage, world, accumulate, groups;
   int64_t bucket;
   bool overlap;
+  bool peer_memory = true;
 };
 
 // Runs `steps` steps on `world` threads and checks parameters and norms of every rank against the plain run.
@@ -118,12 +119,14 @@ void compare(const Case& c, int steps, double tolerance) {
     norms.push_back(optimizer.step(reference.params, grads, 0.05));
   }
 
-  auto comms = comm::thread_communicators(c.world);
+  auto comms = comm::thread_communicators(c.world, c.peer_memory);
+  auto gather_comms = comm::thread_communicators(c.world);
   std::vector<std::thread> ranks;
   for (int rank = 0; rank < c.world; ++rank) {
     ranks.emplace_back([&, rank] {
       Model model;
       EngineOptions options;
+      options.gather_group = gather_comms[rank];
       options.stage = c.stage;
       options.gatherer.persistence_numel = 11;  // some stay gathered, some do not
       options.reducer.bucket_numel = c.bucket;
@@ -173,6 +176,12 @@ TEST(Engine, EqualsPlainTraining) {
         for (int groups : {1, 2})
           for (int64_t bucket : {1, 40, 1000000})
             for (bool overlap : {false, true}) compare({stage, world, accumulate, groups, bucket, overlap}, 12, 2e-6);
+}
+
+// Ranks that cannot read each other's memory agree on what to gather.
+TEST(Engine, EqualsPlainTrainingWithAgreedGathers) {
+  for (int world : {1, 2, 4})
+    for (int accumulate : {1, 2}) compare({3, world, accumulate, 2, 40, true, false}, 12, 2e-6);
 }
 
 // One rank's graph uses a parameter that the others' do not: the sum must count it once, and nobody may hang.

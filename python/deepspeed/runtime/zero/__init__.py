@@ -1,0 +1,13 @@
+"""Import path that existing scripts use: the names of ``deepspeed.zero``."""
+
+from deepspeed.zero.gathered import (  # noqa: F401
+    GatheredParameters,
+    register_external_parameter,
+    unregister_external_parameter,
+)
+from deepspeed.zero.generation import unwrap_model_for_generation  # noqa: F401
+from deepspeed.zero.init_context import DeepSpeedTensorOverride, Init  # noqa: F401
+from deepspeed.zero.mics import MiCS_Init  # noqa: F401
+from deepspeed.zero.sharded_parameter import ZeroParamStatus, ZeroParamType  # noqa: F401
+from deepspeed.zero.stage3 import DeepSpeedZeRoOffload, DeepSpeedZeroOptimizer_Stage3  # noqa: F401
+from deepspeed.zero.tiling import TiledLinear, TiledLinearReturnBias  # noqa: F401

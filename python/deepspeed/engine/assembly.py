@@ -1,0 +1,251 @@
+"""What an engine is made of: the model placed and cast, the native core, the optimizer object around both."""
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.engine.accessors import dtype_of
+from deepspeed.engine.build_optimizer import build_optimizer
+from deepspeed.utils.z3_leaf_module import apply_z3_leaf_module_config
+from deepspeed.zero.core import build_core
+from deepspeed.zero.fp16_optimizer import FP16_Optimizer, FP16_UnfusedOptimizer
+from deepspeed.zero.fused_state import FusedState
+from deepspeed.zero.mics import shard_groups
+from deepspeed.zero.model import cast_sharded, move_module, shard_model
+from deepspeed.zero.sharded_parameter import is_sharded
+from deepspeed.zero.stage3 import DeepSpeedZeRoOffload, DeepSpeedZeroOptimizer_Stage3
+from deepspeed.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.zero.stepping import Stepping
+from deepspeed.zero.whole_params import WholeParams
+
+KNOWN_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW)
+
+
+class Assembly:
+    """The part of the engine that runs once. Needs the configuration, the parallel groups and the device."""
+
+    def _check_precision(self):
+        accelerator = get_accelerator()
+        if self.fp16_enabled() and not accelerator.is_fp16_supported():
+            raise ValueError(
+                f"fp16.enabled: fp16 is not supported on {accelerator.device_name()} here; use bf16 or fp32"
+            )
+        if self.bfloat16_enabled() and not accelerator.is_bf16_supported():
+            raise ValueError(
+                f"bf16.enabled: bf16 is not supported on {accelerator.device_name()} here; use fp16 or fp32"
+            )
+
+    def _place_model(self, dont_change_device):
+        self._check_precision()
+        dtype = torch.float16 if self.fp16_enabled() else torch.bfloat16 if self.bfloat16_enabled() else None
+        dtype = dtype_of(self._config.param_dtype) or dtype
+        with torch.no_grad():
+            if dtype is not None:
+                # Through .data, so that parameters keep their identity: optimizers and tied weights hold on to it.
+                for param in self.module.parameters():
+                    if is_sharded(param):
+                        cast_sharded(param, dtype)
+                    elif param.is_floating_point() and param.dtype != dtype:
+                        param.data = param.data.to(dtype)
+            buffer_dtype = dtype_of(self._config.buffer_dtype)
+            if buffer_dtype is not None:
+                for module in self.module.modules():
+                    for name, buffer in module._buffers.items():
+                        if buffer is not None and buffer.is_floating_point():
+                            module._buffers[name] = buffer.to(buffer_dtype)
+            if not dont_change_device:
+                move_module(self.module, self.device)
+
+    def _make_optimizer(self, model_parameters):
+        self.basic_optimizer = build_optimizer(self._config, self.module, model_parameters, self.client_optimizer)
+        groups = self.basic_optimizer.param_groups if self.basic_optimizer is not None else []
+        self._audited_groups = [list(group["params"]) for group in groups]
+        trained = [param for group in self._audited_groups for param in group]
+        optimizer = self.basic_optimizer
+        if self.zero_optimization():
+            self._check_known(optimizer)
+        if self.zero_optimization_stage() == 3:
+            self._make_sharded_optimizer(optimizer)
+            return
+        if optimizer is None:
+            self._broadcast_model()
+            return
+        self.core, self._param_names = build_core(optimizer.param_groups, **self._core_options())
+        self._broadcast_model()
+        self.core.refresh_master()
+        managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._unmanaged = [p for p in self.module.parameters() if id(p) not in managed]
+        narrow = any(
+            p.dtype in (torch.float16, torch.bfloat16) for group in optimizer.param_groups for p in group["params"]
+        )
+        if self.zero_optimization():
+            self.optimizer = self._wrap_sharded(optimizer)
+            self.stepping = self.optimizer.stepping
+            return
+        if narrow:
+            self.optimizer = self._wrap_narrow(optimizer)
+            self.stepping = self.optimizer.stepping
+            self._whole = WholeParams(self.core, self.stepping, trained)
+            return
+        self.optimizer = optimizer
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        self.stepping = Stepping(
+            self.core, optimizer, params, self._param_names, clip=self.gradient_clipping(), rank=self.global_rank
+        )
+        if hasattr(optimizer, "adam_args") and all(p.dtype == torch.float32 for p in params):
+            self.stepping.fused = FusedState(self.core, optimizer, params, self.stepping.step)
+            optimizer.fused_state = self.stepping.fused
+        self._whole = WholeParams(self.core, self.stepping, trained)
+
+    def _core_options(self):
+        """What the native core is built with, apart from the parameters."""
+        names, orders = {}, {}
+        for order, (name, param) in enumerate(self.module.named_parameters()):
+            names[id(param)], orders[id(param)] = name, order
+        world = self.dp_world_size
+        prescale = self.prescale_gradients()
+        predivide = self.gradient_predivide_factor()
+        # Without prescale_gradients the division still comes first where the range allows no difference: a 16-bit
+        # sum of many ranks could overflow, a 32-bit one cannot.
+        narrow_comm = self.communication_data_type in (torch.float16, torch.bfloat16)
+        before = 1.0 / predivide if prescale else (1.0 if narrow_comm else 1.0 / world)
+        after = 1.0 / (world * before)
+        zero = self._config.zero_config
+        return {
+            "names": names,
+            "orders": orders,
+            "counts_in_norm": self.parallel.counts_in_norm if self.mp_world_size > 1 else None,
+            "data_parallel": self.parallel.dp_group if world > 1 else None,
+            "model_parallel": self.parallel.mp_group,
+            "stage": self.zero_optimization_stage(),
+            "grad_dtype": dtype_of(self._config.grad_accum_dtype),
+            "comm_dtype": self.communication_data_type,
+            "bucket_numel": self.reduce_bucket_size(),
+            "overlap": self._overlaps_reduction(),
+            "predivide": before,
+            "postscale": after,
+            "find_culprits": self._checks_overflow() and world > 1,
+            "scatter": self._config.zero_config.reduce_scatter,
+            "allgather": self._config.zero_config.allgather_partitions,
+            "allgather_bucket_numel": self._config.zero_config.allgather_bucket_size,
+            "max_live": zero.max_live_parameters,
+            "max_reuse": zero.max_reuse_distance,
+            "persistence": zero.param_persistence_threshold,
+            "model_persistence": zero.model_persistence_threshold,
+        }
+
+    def _check_known(self, optimizer):
+        """ZeRO cuts parameters into pieces: an optimizer that looks at whole ones would compute something else."""
+        if optimizer is None or self.client_optimizer is None or self.zero_allow_untested_optimizer():
+            return
+        known = hasattr(optimizer, "adam_args") or type(optimizer) in KNOWN_OPTIMIZERS
+        assert known, (
+            f"{type(optimizer).__name__} is not known to work on pieces of parameters, as ZeRO gives it. If it treats "
+            'every element alone (as Adam, SGD, Adagrad or Lion do), set "zero_allow_untested_optimizer": true in the '
+            "configuration; if it uses norms of whole parameters (as LAMB does), use ZeRO stage 0"
+        )
+
+    def _make_sharded_optimizer(self, optimizer):
+        """ZeRO stage 3: shards what is not sharded yet; without an optimizer the model is only gathered and run."""
+        groups = optimizer.param_groups if optimizer is not None else []
+        managed = {id(p) for group in groups for p in group["params"]}
+        self._unmanaged = [p for p in self.module.parameters() if id(p) not in managed]
+        mics = self._config.mics_shard_size
+        shard_group, replicas = self.parallel.dp_group if self.dp_world_size > 1 else None, None
+        if mics > 0:
+            shard_group, replicas = shard_groups(mics, self.parallel.dp_group)
+        self._shard_group = shard_group
+        self._access = shard_model(self.module, self.parallel, shard_group)
+        options = self._core_options()
+        options["data_parallel"] = shard_group if shard_group is not None and self._access.access.world > 1 else None
+        self.core, self._param_names = build_core(
+            groups,
+            others=self._unmanaged,
+            gather_group=self.parallel.second_group() if mics < 1 else None,
+            replicas=replicas if replicas is not None and dist.get_world_size(replicas) > 1 else None,
+            prefetch=self._config.zero_config.prefetch_bucket_size,
+            **options,
+        )
+        self._access.attach(self.module, self.core)
+        apply_z3_leaf_module_config(self.module, self._config.zero_config.leaf_module)
+        granularity = self._config.zero_config.module_granularity_threshold
+        if optimizer is None:
+            self.optimizer = DeepSpeedZeRoOffload(
+                self.module,
+                dp_process_group=options["data_parallel"],
+                zero_module_granularity_threshold=granularity,
+                core=self.core,
+                mem_efficient_linear=self._config.zero_config.memory_efficient_linear,
+            )
+            self.parameter_offload = self.optimizer
+            return
+        self.core.refresh_master()
+        self.optimizer = DeepSpeedZeroOptimizer_Stage3(
+            self.module,
+            optimizer,
+            **self._scaler_options(),
+            dp_process_group=options["data_parallel"],
+            sub_group_size=self._config.zero_config.sub_group_size,
+            mpu=self.mpu,
+            clip_grad=self.gradient_clipping(),
+            zero_module_granularity_threshold=granularity,
+            engine=self,
+            mem_efficient_linear=self._config.zero_config.memory_efficient_linear,
+        )
+        self.stepping = self.optimizer.stepping
+        self.parameter_offload = self.optimizer.parameter_offload
+
+    def _scaler_options(self):
+        return {
+            "static_loss_scale": (self._config.float16_config.loss_scale or 1.0) if self.fp16_enabled() else 1.0,
+            "dynamic_loss_scale": self.dynamic_loss_scale(),
+            "dynamic_loss_args": self.dynamic_loss_scale_args() if self.dynamic_loss_scale() else None,
+        }
+
+    def _overlaps_reduction(self):
+        """Stage 0 overlaps unless the user says no: the key's own default speaks of the sharded stages."""
+        zero = self.config.get("zero_optimization") if isinstance(self.config, dict) else None
+        given = zero.get("overlap_comm") if isinstance(zero, dict) else None
+        return given is not False
+
+    def _checks_overflow(self):
+        return self.fp16_enabled() or (self.bfloat16_enabled() and self._config.bfloat16_config.check_grad_overflow)
+
+    def core_for_optimizer(self, optimizer):
+        """What a wrapping optimizer builds on: ``(core, parameter names, skip steps that are not finite, rank)``."""
+        return self.core, self._param_names, self._checks_overflow(), self.global_rank
+
+    def _wrap_narrow(self, optimizer):
+        wrapper = FP16_Optimizer if hasattr(optimizer, "adam_args") else FP16_UnfusedOptimizer
+        return wrapper(
+            optimizer,
+            deepspeed=self,
+            low_precision_dtype=torch.float16 if self.fp16_enabled() else torch.bfloat16,
+            **self._scaler_options(),
+            mpu=self.mpu,
+            clip_grad=self.gradient_clipping(),
+        )
+
+    def _wrap_sharded(self, optimizer):
+        return DeepSpeedZeroOptimizer(
+            optimizer,
+            partition_grads=self.zero_optimization_stage() >= 2,
+            **self._scaler_options(),
+            dp_process_group=self.parallel.dp_group if self.dp_world_size > 1 else None,
+            mpu=self.mpu,
+            clip_grad=self.gradient_clipping(),
+            engine=self,
+        )
+
+    def _broadcast_model(self):
+        """All data-parallel ranks start from rank 0's parameters and buffers."""
+        if self.dp_world_size == 1:
+            return
+        tensors = list(self.module.parameters()) + list(self.module.buffers())
+        if self.core is not None:
+            self.core.broadcast([t.detach() for t in tensors], 0)
+            return
+        source = self.parallel.source_rank()
+        with torch.no_grad():
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), source, group=self.parallel.dp_group)

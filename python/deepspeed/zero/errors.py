@@ -1,0 +1,10 @@
+"""What ZeRO raises, and how its parameters are told from others."""
+
+
+class ZeRORuntimeException(Exception):
+    """A model, optimizer or config that ZeRO cannot train with."""
+
+
+def is_zero_param(parameter):
+    """Whether ``parameter`` belongs to ZeRO stage 3; anything may be asked about."""
+    return hasattr(parameter, "ds_id")

@@ -1,0 +1,94 @@
+"""A linear layer whose graph keeps the weight itself.
+
+torch's own saves a transposed view of it, and a view keeps its memory: at ZeRO stage 3 a gathered weight would stay in
+memory until backward. The function here saves the parameter, whose values may go and come back.
+"""
+
+import torch
+
+from deepspeed._compat import autocast_is_on, autocast_now, takes_context_setup
+from deepspeed.zero.sharded_parameter import is_sharded
+
+_torch_linear = torch.nn.functional.linear  # as it is before anybody replaces it by zero3_linear_wrap
+
+
+@takes_context_setup
+class LinearFunctionForZeroStage3(torch.autograd.Function):
+    """``apply(input, weight, bias=None)`` equals ``torch.nn.functional.linear``.
+
+    input: (*, in_features), any number of leading dimensions; weight: (out_features, in_features); bias:
+    (out_features) or None; result: (*, out_features). Derivatives of any order.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(input, weight, bias=None):
+        return _torch_linear(input, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        input, weight, *bias = inputs
+        ctx.has_bias = bool(bias) and bias[0] is not None
+        ctx.autocast = autocast_now([input.device.type])
+        ctx.save_for_backward(input, weight)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        input, weight = ctx.saved_tensors
+        grad_input = grad_weight = grad_bias = None
+        with ctx.autocast():
+            rows = grad_output.reshape(-1, grad_output.shape[-1])
+            if ctx.needs_input_grad[0]:
+                grad_input = grad_output.matmul(weight)
+            if ctx.needs_input_grad[1]:
+                grad_weight = rows.t().matmul(input.reshape(-1, input.shape[-1]))
+            if ctx.has_bias and ctx.needs_input_grad[2]:
+                grad_bias = rows.sum(0)
+        return grad_input, grad_weight, grad_bias
+
+
+def zero3_linear_wrap(input, weight, bias=None):
+    """``torch.nn.functional.linear`` that keeps no view of ``weight``.
+
+    Under autocast it is torch's own: the graph keeps the cast copy of the weight then, and no view of the weight.
+    """
+    if autocast_is_on(input.device.type):
+        return _torch_linear(input, weight, bias)
+    return LinearFunctionForZeroStage3.apply(input, weight, bias)
+
+
+class LinearModuleForZeroStage3(torch.nn.Linear):
+    """``torch.nn.Linear`` on ``zero3_linear_wrap``; parameters, their initial values and names are the same."""
+
+    def __init__(self, in_features, out_features, bias=True):
+        super().__init__(in_features, out_features, bias)
+
+    def forward(self, input):
+        return zero3_linear_wrap(input, self.weight, self.bias)
+
+
+_users = 0
+
+
+def _linear(input, weight, bias=None):
+    chosen = is_sharded(weight) and weight.ds_access.efficient_linear
+    return zero3_linear_wrap(input, weight, bias) if chosen else _torch_linear(input, weight, bias)
+
+
+def use_for_sharded_weights():
+    """``torch.nn.functional.linear`` keeps no view of sharded weights whose ``ds_access`` says ``efficient_linear``.
+
+    Undone when ``stop_using`` has been called as often.
+    """
+    global _users
+    _users += 1
+    torch.nn.functional.linear = _linear
+
+
+def stop_using():
+    """Undoes one ``use_for_sharded_weights``."""
+    global _users
+    _users -= 1
+    if _users == 0 and torch.nn.functional.linear is _linear:
+        torch.nn.functional.linear = _torch_linear

@@ -1,0 +1,341 @@
+"""Masters, gradients and states of sharded parameters, read and set through deepspeed.utils, on real ranks."""
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
+)
+from deepspeed.zero.whole_params import WholeParams
+from engine_models import adam_like, batch, config, loss_of, make_net, train_engine
+from harness import run_ranks
+
+STAGES = [0, 1, 2, 3]
+HALF_ON_CPU = deepspeed.get_accelerator().is_fp16_supported()
+needs_fp16 = pytest.mark.skipif(not HALF_ON_CPU, reason="this torch has no fp16 matrix product on this device")
+PRECISIONS = {"fp32": (), "bf16": (), "fp16": needs_fp16}
+OPTIMIZERS = ["AdamW", "torch"]
+LR, BETAS, DECAY, EPS = 3e-3, (0.9, 0.95), 0.05, 1e-8  # as config() and adam_like() have them
+SCALE = 128
+CASES = [
+    pytest.param(stage, precision, optimizer, id=f"stage{stage}-{precision}-{optimizer}", marks=marks)
+    for stage in STAGES
+    for precision, marks in PRECISIONS.items()
+    for optimizer in OPTIMIZERS
+]
+
+
+def start(world, stage, precision, optimizer, accumulate=1):
+    made = config(world, accumulate, gradient_clipping=0.0)
+    made["zero_optimization"] = {"stage": stage, "reduce_bucket_size": 300, "allgather_bucket_size": 200}
+    if stage == 3:
+        made["zero_optimization"]["stage3_param_persistence_threshold"] = 20
+    if precision == "fp16":
+        made["fp16"] = {"enabled": True, "loss_scale": SCALE}
+    elif precision == "bf16":
+        made["bf16"] = {"enabled": True}
+    model, client = make_net(), None
+    if optimizer == "torch":
+        made.pop("optimizer")
+        made["zero_allow_untested_optimizer"] = True
+        client = adam_like(model)
+    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=client, config=made)
+    if stage == 0 and not hasattr(model.out.weight, "_ds_link"):
+        WholeParams(engine.core, engine.stepping, [p for group in engine._audited_groups for p in group])
+    return engine
+
+
+def one_backward(engine, rank, world, step=0):
+    tokens, targets = batch(step)
+    part = tokens.shape[0] // world
+    mine = slice(rank * part, (rank + 1) * part)
+    engine.backward(loss_of(engine(tokens[mine]), targets[mine]))
+
+
+def weight_of(p):
+    """What the model computes with, whole."""
+    with deepspeed.zero.GatheredParameters(p):
+        return p.detach().clone()
+
+
+def trained(engine):
+    """Trained parameters by name; the model's own are the same objects on every rank and in every stage."""
+    return {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+
+
+def plain(precision, world=2, step=0):
+    """One process: the parameters with, as ``.grad``, the fp32 means of what each rank's part of the batch gives."""
+    model = make_net()
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    scale = SCALE if precision == "fp16" else 1.0
+    model.to(dtype)
+    tokens, targets = batch(step)
+    part = tokens.shape[0] // world
+    sums = {}
+    for rank in range(world):
+        mine = slice(rank * part, (rank + 1) * part)
+        model.zero_grad(set_to_none=True)
+        (loss_of(model(tokens[mine]), targets[mine]) * scale).backward()
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                sums[name] = sums.get(name, 0) + p.grad.float() / scale
+    model.float()
+    for name, p in model.named_parameters():
+        p.grad = sums[name] / world if name in sums else None
+    return model
+
+
+def close(a, b, precision):
+    """The sum over ranks is made in the parameters' dtype, and rounds there."""
+    limit = {"fp32": 1e-6, "bf16": 4e-3, "fp16": 5e-4}[precision]
+    return float((a.double() - b.double()).norm()) <= limit * float(b.double().norm())
+
+
+def body_get(rank, world, stage, precision, optimizer):
+    engine = start(world, stage, precision, optimizer)
+    params, reference = trained(engine), dict(plain(precision).named_parameters())
+    for name, p in params.items():
+        full = safe_get_full_fp32_param(p)
+        assert full.dtype == torch.float32 and full.shape == reference[name].shape, name
+        assert close(full, reference[name].detach(), precision), name
+        assert safe_get_full_grad(p) is None and safe_get_local_grad(p) is None, name
+    one_backward(engine, rank, world)
+    grads = {}
+    for name, p in params.items():
+        grad, expected = safe_get_full_grad(p), reference[name].grad
+        assert (grad is None) == (expected is None), name
+        grads[name] = grad
+        if grad is not None:
+            assert grad.dtype == torch.float32 and grad.shape == expected.shape, name
+            assert close(grad, expected, precision), name
+    before = {name: safe_get_full_fp32_param(p) for name, p in params.items()}
+    engine.step()
+    for name, p in params.items():
+        assert safe_get_full_grad(p) is None, name
+        full, grad = safe_get_full_fp32_param(p), grads[name]
+        first, second = (safe_get_full_optimizer_state(p, key) for key in ("exp_avg", "exp_avg_sq"))
+        assert safe_get_full_optimizer_state(p, "no such state") is None
+        if grad is None:
+            assert torch.equal(full, before[name])
+            continue
+        assert first.shape == second.shape == full.shape
+        assert torch.allclose(first, (1 - BETAS[0]) * grad, rtol=1e-5, atol=1e-10), name
+        assert torch.allclose(second, (1 - BETAS[1]) * grad * grad, rtol=1e-5, atol=1e-12), name
+        update = grad / (grad.abs() + EPS)
+        assert torch.allclose(full, before[name] * (1 - LR * DECAY) - LR * update, rtol=1e-4, atol=1e-6), name
+        assert torch.equal(weight_of(p), full.to(p.dtype)), name
+    return {name: safe_get_full_fp32_param(p) for name, p in params.items()}
+
+
+@pytest.mark.parametrize("stage, precision, optimizer", CASES)
+def test_whole_tensors_are_those_of_one_process(stage, precision, optimizer):
+    first, second = run_ranks(2, body_get, stage, precision, optimizer)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def body_set(rank, world, stage, precision, optimizer):
+    engine = start(world, stage, precision, optimizer)
+    params = trained(engine)
+    train_engine(engine, 1, rank, world)
+    one_backward(engine, rank, world, 1)
+    wanted = {}
+    torch.manual_seed(5)
+    for name, p in params.items():
+        shape = safe_get_full_fp32_param(p).shape
+        weight, grad, first = torch.randn(shape), torch.randn(shape), torch.randn(shape)
+        second = torch.rand(shape) + 0.5
+        wanted[name] = (weight, grad, first, second)
+        safe_set_full_fp32_param(p, weight)
+        safe_set_full_grad(p, grad)
+        if safe_get_full_optimizer_state(p, "exp_avg") is None:
+            with pytest.raises(ValueError, match="no optimizer state 'exp_avg' to set"):
+                safe_set_full_optimizer_state(p, first, "exp_avg")
+            wanted[name] = (weight, grad, torch.zeros(shape), torch.zeros(shape))
+        else:
+            safe_set_full_optimizer_state(p, first, "exp_avg")
+            safe_set_full_optimizer_state(p, second.flatten(), "exp_avg_sq")
+        with pytest.raises(ValueError, match="cannot take a value of shape"):
+            safe_set_full_grad(p, torch.zeros(shape.numel() + 1))
+    for name, p in params.items():
+        weight, grad, first, second = wanted[name]
+        assert torch.equal(safe_get_full_fp32_param(p), weight), name
+        assert torch.allclose(safe_get_full_grad(p), grad, rtol=1e-6), name
+        if safe_get_full_optimizer_state(p, "exp_avg") is not None:
+            assert torch.equal(safe_get_full_optimizer_state(p, "exp_avg"), first), name
+            assert torch.equal(safe_get_full_optimizer_state(p, "exp_avg_sq"), second), name
+        assert torch.equal(weight_of(p), weight.to(p.dtype)), name
+    engine.step()
+    used = {name for name, g in ((n, w.grad) for n, w in plain("fp32").named_parameters()) if g is not None}
+    for name, p in params.items():
+        weight, grad, first, second = (t.double() for t in wanted[name])
+        # a parameter without a step so far begins at step 1; "sometimes" is used by step 0 only
+        step = 2 if name in used or name.startswith("sometimes") else 1
+        first = BETAS[0] * first + (1 - BETAS[0]) * grad
+        second = BETAS[1] * second + (1 - BETAS[1]) * grad * grad
+        update = (first / (1 - BETAS[0] ** step)) / ((second / (1 - BETAS[1] ** step)).sqrt() + EPS)
+        expected = weight * (1 - LR * DECAY) - LR * update
+        assert torch.allclose(safe_get_full_fp32_param(p).double(), expected, rtol=1e-4, atol=1e-5), name
+        assert torch.equal(weight_of(p), safe_get_full_fp32_param(p).to(p.dtype)), name
+
+
+@pytest.mark.parametrize("stage, precision, optimizer", CASES)
+def test_what_is_set_is_what_the_next_step_uses(stage, precision, optimizer):
+    run_ranks(2, body_set, stage, precision, optimizer)
+
+
+def body_local(rank, world, stage, precision, optimizer):
+    engine = start(world, stage, precision, optimizer)
+    params = trained(engine)
+    train_engine(engine, 1, rank, world)
+    one_backward(engine, rank, world, 1)
+    parts = {}
+    for name, p in params.items():
+        link = p._ds_link
+        full = safe_get_full_fp32_param(p).flatten()
+        local = safe_get_local_fp32_param(p)
+        pieces = link.pieces("fp32")
+        own = torch.cat([full[offset : offset + numel] for offset, numel, _ in pieces]) if pieces else None
+        if stage == 3:
+            assert local.shape == p.ds_tensor.shape
+            owned = 0 if own is None else own.numel()
+            assert own is None or torch.equal(local[:owned], own)
+            assert not local[owned:].any(), "padding is zero"
+        else:
+            assert (local is None) == (own is None) and (local is None or torch.equal(local, own)), name
+        parts[name] = 0 if own is None else own.numel()
+        for get_full, get_local in (
+            (safe_get_full_grad, safe_get_local_grad),
+            (
+                lambda q: safe_get_full_optimizer_state(q, "exp_avg"),
+                lambda q: safe_get_local_optimizer_state(q, "exp_avg"),
+            ),
+        ):
+            whole, part = get_full(p), get_local(p)
+            if whole is None or own is None:
+                assert part is None or not part.any(), name
+                continue
+            expected = torch.cat([whole.flatten()[offset : offset + numel] for offset, numel, _ in pieces])
+            assert torch.allclose(part[: expected.numel()], expected, rtol=1e-6), name
+            assert stage < 3 or part.shape == p.ds_tensor.shape
+    # set: every rank its own part, with values that tell the ranks apart
+    mark = rank if stage else 0
+    for name, p in params.items():
+        local = safe_get_local_fp32_param(p)
+        safe_set_local_fp32_param(p, None if local is None else torch.full_like(local, mark + 1.0))
+        grad = safe_get_local_grad(p)
+        if grad is not None:
+            safe_set_local_grad(p, torch.full_like(grad, mark + 10.0))
+        elif parts[name]:
+            with pytest.raises(ValueError, match="no gradient to set"):
+                safe_set_local_grad(p, torch.zeros(parts[name]))
+        state = safe_get_local_optimizer_state(p, "exp_avg")
+        if state is not None:
+            safe_set_local_optimizer_state(p, torch.full_like(state, mark + 20.0), "exp_avg")
+    found = {}
+    for name, p in params.items():
+        kept = (safe_get_full_fp32_param(p), safe_get_full_grad(p), safe_get_full_optimizer_state(p, "exp_avg"))
+        assert torch.equal(weight_of(p), kept[0].to(p.dtype)), name
+        found[name] = [t.flatten().tolist() if t is not None else None for t in kept]
+        with pytest.raises(ValueError, match="this rank's part has .* elements, the value 1000"):
+            safe_set_local_fp32_param(p, torch.zeros(1000))
+    return parts, found
+
+
+@pytest.mark.parametrize("stage, precision, optimizer", CASES)
+def test_parts_of_ranks(stage, precision, optimizer):
+    (parts_0, found_0), (parts_1, found_1) = run_ranks(2, body_local, stage, precision, optimizer)
+    assert found_0 == found_1, "all ranks see the same whole tensors"
+    assert any(parts_0[name] and parts_1[name] for name in parts_0), "some parameter is cut"
+    for name, (weight, grad, state) in found_0.items():
+        own = (parts_0[name], parts_1[name])
+        whole = len(weight)
+        assert own == (whole, whole) if stage == 0 else sum(own) == whole
+        if stage == 0:
+            continue
+        for values, base in ((weight, 1.0), (grad, 10.0), (state, 20.0)):
+            if values is not None:
+                assert (values.count(base), values.count(base + 1)) == own, (name, base)
+
+
+def body_update(rank, world, stage):
+    engine = start(world, stage, "fp32", "AdamW")
+    one_backward(engine, rank, world)
+    params = list(trained(engine).values())
+    before = [safe_get_full_grad(p) for p in params]
+
+    def doubled(grad, param):
+        seen.append(param)
+        if len(seen) % 2:
+            return 2 * grad
+        grad.mul_(2)  # in place does as well
+        return None
+
+    seen = []
+    safe_update_full_grad_vectorized(iter(params), doubled)
+    having = [p for p, grad in zip(params, before) if grad is not None]
+    assert len(seen) == len(having) > 3 and all(a is b for a, b in zip(seen, having))
+    for p, grad in zip(params, before):
+        after = safe_get_full_grad(p)
+        assert after is None if grad is None else torch.equal(after, 2 * grad)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_update_of_all_gradients(stage):
+    run_ranks(2, body_update, stage)
+
+
+def body_frozen(rank, world, stage, precision):
+    engine = start(world, stage, precision, "AdamW")
+    frozen = next(p for p in engine.module.parameters() if not p.requires_grad)
+    assert safe_get_full_grad(frozen) is None and safe_get_full_optimizer_state(frozen, "exp_avg") is None
+    full = safe_get_full_fp32_param(frozen)
+    if precision == "fp32":
+        assert torch.equal(full, dict(make_net().named_parameters())["frozen.weight"])
+        safe_set_full_fp32_param(frozen, 2 * full)
+        assert torch.equal(safe_get_full_fp32_param(frozen), 2 * full)
+        return
+    assert full is None
+    with pytest.raises(ValueError, match="no fp32 value to set"):
+        safe_set_full_fp32_param(frozen, torch.zeros(12, 12))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_frozen_parameters(stage, precision):
+    run_ranks(2, body_frozen, stage, precision)
+
+
+def body_accumulation(rank, world, stage):
+    engine = start(world, stage, "fp32", "AdamW", accumulate=2)
+    tokens, targets = batch(0)
+    found = []
+    for micro in range(2):
+        mine = slice(2 * (2 * rank + micro), 2 * (2 * rank + micro) + 2)
+        engine.backward(loss_of(engine(tokens[mine]), targets[mine]))
+        found.append(safe_get_full_grad(engine.module.out.weight))
+        engine.step()
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_are_whole_after_the_last_micro_step(stage):
+    expected = plain("fp32", world=4).out.weight.grad
+    ranks = run_ranks(2, body_accumulation, stage)
+    for early, whole in ranks:
+        assert close(whole, expected, "fp32")
+        assert (early is None) == (stage == 1)
+    if stage != 1:
+        assert torch.equal(ranks[0][0], ranks[1][0]) == (stage >= 2)

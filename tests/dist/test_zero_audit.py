@@ -1,0 +1,103 @@
+"""The audit recomputes steps without sharding: silent when all is well, and it names what is wrong in the same step."""
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.zero.audit import AuditError
+from engine_models import adam_like, batch, config, difference, loss_of, make_net, train_engine, train_plain, uses_extra
+from harness import run_ranks
+
+
+def make_engine(world, stage, accumulate=1, precision=None, steps=3, optimizer=None):
+    made = config(
+        world,
+        accumulate,
+        zero_optimization={
+            "stage": stage,
+            "audit_steps": steps,
+            "reduce_bucket_size": 300,
+            "stage3_param_persistence_threshold": 20,
+        },
+        zero_allow_untested_optimizer=True,
+        **(precision or {}),
+    )
+    if optimizer is not None:
+        del made["optimizer"]
+    return deepspeed.initialize(model=make_net(), optimizer=optimizer, config=made)[0]
+
+
+def body_well(rank, world, stage, accumulate, precision, client):
+    def sgd(params):
+        return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+    engine = make_engine(world, stage, accumulate, precision, optimizer=sgd if client else None)
+    train_engine(engine, 5, rank, world)
+    return engine._audit is None
+
+
+PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
+
+
+@pytest.mark.parametrize("client", [False, True], ids=["AdamW of ours", "SGD of torch"])
+@pytest.mark.parametrize("precision", sorted(PRECISIONS))
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_right_engine_passes_and_the_audit_ends(stage, precision, client):
+    assert all(run_ranks(2, body_well, stage, 2, PRECISIONS[precision], client))
+
+
+def body_fault(rank, world, stage, fault):
+    engine = make_engine(world, stage, accumulate=2)
+    train_engine(engine, 1, rank, world)
+    tokens, targets = batch(1)
+    part = tokens.shape[0] // world // 2
+    for micro in range(2):
+        begin = (rank * 2 + micro) * part
+        if fault == "stale parameter" and micro == 0 and rank == 1:
+            damaged = next(p for p in engine.module.parameters() if p.numel() > 0 and p.requires_grad)
+            damaged.data.mul_(1.001)
+        engine.backward(
+            loss_of(engine(tokens[begin : begin + part], extra=uses_extra(1)), targets[begin : begin + part])
+        )
+        if fault == "micro-batch" and micro == 0 and rank == 0:
+            engine.core.clear_grads()
+        if fault == "bucket" and micro == 1:
+            for piece in engine.core.grads()[-2:]:
+                piece.mul_(1.01)
+        if fault == "skipped rank" and micro == 1:
+            for piece in engine.core.grads():
+                piece.sub_(piece / world)
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    "fault, words",
+    [
+        ("micro-batch", "the gradient of parameter|gradient in the engine"),
+        ("bucket", "the gradient of parameter '.*largest at element"),
+        ("skipped rank", "the gradient of parameter"),
+        ("stale parameter", "weights"),
+    ],
+)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_faults_are_named_in_their_step(stage, fault, words):
+    with pytest.raises(AuditError, match=words):
+        run_ranks(2, body_fault, stage, fault)
+
+
+def body_environment(rank, world):
+    import os
+
+    os.environ["DS_AUDIT"] = "1"
+    try:
+        engine = make_engine(world, 2, steps=0)
+    finally:
+        del os.environ["DS_AUDIT"]
+    assert engine._audit is not None
+    losses, _ = train_engine(engine, 3, rank, world)
+    return engine._audit is None, difference(engine.module, train_plain(3, adam_like)[2])
+
+
+def test_the_environment_turns_it_on():
+    for over, gap in run_ranks(2, body_environment):
+        assert over and gap < 1e-6

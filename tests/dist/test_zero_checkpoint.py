@@ -1,0 +1,192 @@
+"""Saving and resuming at ZeRO stages 1 to 3: bit by bit, under the file names and keys that others read."""
+
+import os
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed import _compat
+from engine_models import config, make_net
+from harness import run_ranks
+from test_checkpoint import PRECISIONS, Tokens, repeat, run, same, seed_all
+
+
+def make_engine(world, stage, precision, seed=0, optimizer=None, **zero):
+    made = config(
+        world,
+        2,
+        size=8 if world != 3 else 12,
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
+        zero_optimization={
+            "stage": stage,
+            "reduce_bucket_size": 300,
+            "stage3_param_persistence_threshold": 20,
+            "stage3_gather_16bit_weights_on_model_save": True,
+            "sub_group_size": 400,
+            **zero,
+        },
+        **precision,
+    )
+    if optimizer is not None:
+        del made["optimizer"]
+        made["zero_allow_untested_optimizer"] = True
+    return deepspeed.initialize(model=make_net(seed=seed), optimizer=optimizer, training_data=Tokens(), config=made)
+
+
+def weights(engine):
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+
+
+def train(engine, batches, steps):
+    losses = run(engine, batches, steps)[0]
+    return losses, weights(engine), engine.optimizer.state_dict()
+
+
+def comparable(value):
+    """State dicts without objects that compare by identity."""
+    if isinstance(value, dict):
+        return {k: comparable(v) for k, v in value.items() if k != "loss_scaler"}
+    if isinstance(value, (list, tuple)):
+        return [comparable(v) for v in value]
+    return value
+
+
+def body_resume(rank, world, folder, stage, precision, client):
+    def sgd(params):
+        return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+    optimizer = sgd if client else None
+    engine, _, loader, _ = make_engine(world, stage, precision, optimizer=optimizer)
+    seed_all(7 + rank)
+    batches = repeat(loader)
+    train(engine, batches, 5)
+    engine.save_checkpoint(folder, client_state={"epoch": 3})
+    straight = train(engine, batches, 4)
+    engine.destroy()
+    seed_all(99)
+    engine, _, loader, _ = make_engine(world, stage, precision, seed=5, optimizer=optimizer)
+    path, client_state = engine.load_checkpoint(folder)
+    resumed = train(engine, repeat(loader), 4)
+    assert client_state["epoch"] == 3
+    return straight[0], resumed[0], same(straight[1], resumed[1]), same(comparable(straight[2]), comparable(resumed[2]))
+
+
+@pytest.mark.parametrize("client", [False, True], ids=["AdamW of ours", "SGD of torch"])
+@pytest.mark.parametrize("precision", sorted(PRECISIONS))
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_resumes_bit_by_bit(stage, precision, client, tmp_path):
+    for straight, resumed, equal_weights, equal_states in run_ranks(
+        2, body_resume, str(tmp_path), stage, PRECISIONS[precision], client
+    ):
+        assert straight == resumed
+        assert equal_weights and equal_states
+
+
+def body_files(rank, world, folder, stage, precision):
+    engine, _, loader, _ = make_engine(world, stage, precision)
+    run(engine, repeat(loader), 1)
+    engine.save_checkpoint(folder, tag="t")
+    assert engine.save_16bit_model(folder) is True
+    return weights(engine)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_file_names_and_keys(stage, precision, tmp_path):
+    found = run_ranks(2, body_files, str(tmp_path), stage, PRECISIONS[precision])[0]
+    prefix = "bf16_" if precision == "bf16" else ""
+    model_files = (
+        {"zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_model_states.pt"}
+        if stage == 3
+        else {"mp_rank_00_model_states.pt"}
+    )
+    assert set(os.listdir(tmp_path / "t")) == model_files | {
+        f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        f"{prefix}zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        "run_rank_00000_state.pt",
+        "run_rank_00001_state.pt",
+    }
+    model = _compat.load(tmp_path / "t" / sorted(model_files)[0])
+    net = make_net()
+    trained = {n: p for n, p in net.named_parameters() if p.requires_grad}
+    assert [list(group) for group in model["param_shapes"]] == [list(trained)]
+    assert all(model["param_shapes"][0][n] == p.shape for n, p in trained.items())
+    assert model["shared_params"] == {"tied.weight": "first.weight"}
+    if stage >= 2:
+        assert model["frozen_param_shapes"] == {"frozen.weight": torch.Size([12, 12])}
+    shards = [
+        _compat.load(tmp_path / "t" / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt") for rank in range(2)
+    ]
+    assert set(shards[0]) == {"optimizer_state_dict", "ds_config", "ds_version"}
+    states = [shard["optimizer_state_dict"] for shard in shards]
+    assert states[0]["zero_stage"] == stage
+    numel = sum(p.numel() for p in trained.values())
+    if stage < 3:
+        groups = [state["single_partition_of_fp32_groups"] for state in states]
+        assert sum(g[0].numel() for g in groups) == numel
+        assert states[0]["partition_count"] == [2]
+        flat, offset = torch.cat([g[0] for g in groups]), 0
+        for name, param in trained.items():
+            whole = flat[offset : offset + param.numel()].reshape(param.shape)
+            assert torch.equal(whole.to(found[name].dtype), found[name]), name
+            offset += param.numel()
+        assert states[0]["base_optimizer_state"]["state"][0]["exp_avg"].numel() == groups[0][0].numel()
+        assert list(states[0]["param_slice_mappings"][0])[0] == next(iter(trained))
+    else:
+        assert states[0]["partition_count"] == 2
+        assert sum(g.numel() for g in states[0]["fp32_flat_groups"]) == sum(
+            -(-p.numel() // 2) for p in trained.values()
+        )
+    saved = _compat.load(tmp_path / "pytorch_model.bin")
+    assert set(saved) == set(net.state_dict())
+    for name, value in found.items():
+        assert torch.equal(saved[name], value), name
+
+
+def body_save(rank, world, folder, stage):
+    engine, _, loader, _ = make_engine(world, stage, PRECISIONS["bf16"])
+    run(engine, repeat(loader), 2)
+    engine.save_checkpoint(folder)
+    return weights(engine), [engine.optimizer.full_tensor(i, "fp32") for i in range(4)]
+
+
+def body_load(rank, world, folder, stage, seed):
+    engine, _, _, _ = make_engine(world, stage, PRECISIONS["bf16"], seed=seed, reduce_bucket_size=500)
+    engine.load_checkpoint(folder)
+    return weights(engine), [engine.optimizer.full_tensor(i, "fp32") for i in range(4)]
+
+
+@pytest.mark.parametrize("other", [1, 3])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stages_1_and_2_load_into_another_world(stage, other, tmp_path):
+    saved = run_ranks(2, body_save, str(tmp_path), stage)[0]
+    for found in run_ranks(other, body_load, str(tmp_path), stage, 9):
+        assert same(saved[0], found[0]) and same(saved[1], found[1])
+
+
+def body_wrong_stage(rank, world, folder, saved, loaded):
+    engine, _, _, _ = make_engine(world, saved, {})
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    engine, _, _, _ = make_engine(world, loaded, {})
+    engine.load_checkpoint(folder)
+
+
+@pytest.mark.parametrize("saved, loaded", [(2, 3), (3, 1)])
+def test_another_stage_is_named(saved, loaded, tmp_path):
+    with pytest.raises(ValueError, match="ZeRO stage 3"):
+        run_ranks(2, body_wrong_stage, str(tmp_path), saved, loaded)
+
+
+def body_not_gathered(rank, world, folder):
+    engine, _, _, _ = make_engine(world, 3, {}, stage3_gather_16bit_weights_on_model_save=False)
+    state = engine._zero3_consolidated_16bit_state_dict()
+    assert (state is not None) == (rank == 0)
+    return engine.save_16bit_model(folder)
+
+
+def test_16bit_model_of_stage_3_needs_the_key(tmp_path):
+    assert run_ranks(2, body_not_gathered, str(tmp_path)) == [False, False]
+    assert not os.listdir(tmp_path)

@@ -1,0 +1,216 @@
+"""What ZeRO costs: bytes held, elements sent, elements gathered at one time, calls from Python into the core."""
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed import _native
+from deepspeed.zero import linear
+from harness import run_ranks
+
+WIDTH, LAYERS = 96, 6
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(WIDTH, WIDTH)
+        self.second = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + torch.tanh(self.second(torch.tanh(self.first(x))))
+
+
+def make_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*[Block() for _ in range(LAYERS)])
+
+
+NUMEL = sum(p.numel() for p in make_model().parameters())
+LARGEST = WIDTH * WIDTH
+
+
+def make_engine(stage, accumulate=1, bf16=False, **zero):
+    made = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulate,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 200, **zero},
+        "bf16": {"enabled": bf16},
+    }
+    if bf16:
+        made["data_types"] = {"grad_accum_dtype": "bf16"}
+    return deepspeed.initialize(model=make_model(), config=made)[0]
+
+
+def train(engine, rank, steps=1):
+    dtype = next(iter(engine.module.parameters())).dtype
+    for step in range(steps * engine.gradient_accumulation_steps()):
+        x = torch.full((2, WIDTH), 0.1 * (rank + step), dtype=dtype)
+        loss = engine(x).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+
+
+def body_bytes(rank, world, stage):
+    engine = make_engine(stage, bf16=True)
+    train(engine, rank, 2)
+    return dict(engine.core.held_bytes())
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_held_bytes_are_the_formula(stage, world):
+    planned = _native._C.memory.states_per_rank(stage, NUMEL, world, param=2, grad=2, master=4, slots=8)
+    padding = 1.02
+    for held in run_ranks(world, body_bytes, stage):
+        for what, name in (("param", "lp"), ("master", "master"), ("slots", "slots")):
+            assert planned[what] <= held[name] <= padding * planned[what], what
+        gradients = held["grad"] + held["local"]
+        # Stage 1 keeps the reduced slice beside the local gradients, so that backwards may follow each other.
+        extra = 2 * NUMEL / world if stage == 1 and world > 1 else 0
+        assert planned["grad"] <= gradients <= padding * (planned["grad"] + extra) + 1
+
+
+def body_traffic(rank, world, stage, accumulate, zero):
+    engine = make_engine(stage, accumulate, **zero)
+    train(engine, rank, 2)
+    engine.core.reset_traffic()
+    if stage == 3:
+        engine.core.gatherer.reset_counters()
+    train(engine, rank)
+    sent = engine.core.traffic()
+    return sent["elements"], sent["calls"], engine.core.gatherer.gathered_elements if stage == 3 else 0
+
+
+def small_change(world):
+    """Flags of used parameters, the norm, and padding."""
+    return 2 * (4 * LAYERS + 40) + 0.03 * NUMEL
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_communication_of_the_replicated_stages(stage, world):
+    share = (world - 1) / world
+    for sent, _, _ in run_ranks(world, body_traffic, stage, 1, {}):
+        assert sent <= 2 * NUMEL * share + small_change(world)
+
+
+@pytest.mark.parametrize(
+    "zero, gathers", [({"stage3_max_reuse_distance": 0}, 2), ({}, 1)], ids=["nothing kept", "kept for backward"]
+)
+@pytest.mark.parametrize("world", [2, 4])
+def test_communication_of_stage_3(world, zero, gathers):
+    share = (world - 1) / world
+    for sent, _, gathered in run_ranks(world, body_traffic, 3, 1, zero):
+        assert sent <= NUMEL * share + small_change(world)
+        assert gathered <= gathers * NUMEL * share + small_change(world)
+
+
+def body_collectives(rank, world, stage):
+    engine = make_engine(stage, 4)
+    train(engine, rank, 2)
+    engine.core.reset_traffic()
+    train(engine, rank)
+    return engine.core.traffic()["calls"]
+
+
+def test_no_hidden_collectives():
+    """Stage 1 communicates at the boundary alone: what its buckets need, once for the flags, once for the norm."""
+    calls = run_ranks(2, body_collectives, 1)[0]
+    buckets = run_ranks(2, body_buckets, 1)[0]
+    assert calls == 2 * buckets + 2
+    calls = run_ranks(2, body_collectives, 2)[0]
+    assert calls == 4 * (buckets + 1) + buckets + 1
+
+
+def body_buckets(rank, world, stage):
+    engine = make_engine(stage)
+    engine.core.reset_traffic()
+    loss = engine(torch.ones(2, WIDTH)).square().mean()
+    engine.backward(loss)
+    return engine.core.traffic()["calls"] - 1
+
+
+def body_peak(rank, world, zero):
+    engine = make_engine(3, **zero)
+    train(engine, rank, 2)
+    gatherer = engine.core.gatherer
+    persistent = sum(p.ds_numel for p in engine.module.parameters() if p.ds_persist)
+    gatherer.reset_peak()
+    train(engine, rank)
+    return gatherer.peak_live_numel, gatherer.live_numel, persistent
+
+
+def test_stage_3_holds_one_unit_at_a_time():
+    for peak, after, persistent in run_ranks(2, body_peak, {"stage3_max_reuse_distance": 0}):
+        assert peak <= LARGEST + persistent
+        assert after == persistent
+
+
+def test_stage_3_keeps_what_it_may_for_backward():
+    for peak, after, persistent in run_ranks(2, body_peak, {"stage3_max_live_parameters": 3 * LARGEST}):
+        assert peak <= 4 * LARGEST + persistent
+        assert after == persistent
+
+
+class Counting:
+    """Counts calls of an object's methods."""
+
+    def __init__(self, inner):
+        self.inner, self.calls = inner, 0
+
+    def __getattr__(self, name):
+        value = getattr(self.inner, name)
+        if not callable(value):
+            return value
+
+        def call(*args, **kwargs):
+            self.calls += 1
+            return value(*args, **kwargs)
+
+        return call
+
+
+def body_entries(rank, world, stage, accumulate):
+    engine = make_engine(stage, accumulate)
+    train(engine, rank, 2)
+    counter = Counting(engine.core)
+    engine.core = engine.stepping.core = engine.stepping.fused.core = counter
+    if hasattr(engine.optimizer, "core"):
+        engine.optimizer.core = counter
+    train(engine, rank)
+    hooks = 0
+    if stage == 3:
+        hooks = len(engine.parameter_offload.forward_hooks)
+    return counter.calls, hooks
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_entries_into_the_core(stage, accumulate):
+    for calls, hooks in run_ranks(2, body_entries, stage, accumulate):
+        assert calls == 3 * accumulate + 3  # after forward, around backward; begin, update, end of the step
+        if stage == 3:
+            assert hooks == 2 * (2 * LAYERS) + 2  # around each unit, and around the model
+
+
+def body_views(rank, world, efficient):
+    engine = make_engine(3, stage3_max_reuse_distance=0, memory_efficient_linear=efficient)
+    train(engine, rank)
+    engine.empty_partition_cache()
+    loss = engine(torch.ones(2, WIDTH)).square().mean()
+    engine.core.gatherer.release_all()  # the last one was kept for backward
+    kept = engine.core.gatherer.pool_bytes
+    engine.backward(loss)
+    users = linear._users
+    engine.destroy()
+    assert linear._users == users - efficient
+    return kept
+
+
+def test_gathered_weights_are_free_after_forward():
+    """torch's linear saves a view of the weight, which keeps its memory until backward; ours does not."""
+    one = 4 * LARGEST
+    assert all(kept >= one for kept in run_ranks(2, body_views, True))
+    assert all(kept < one for kept in run_ranks(2, body_views, False))

@@ -1,0 +1,236 @@
+"""What users do with a model at ZeRO stage 3, beside training it."""
+
+import copy
+
+import pytest
+import torch
+
+import deepspeed
+from engine_models import adam_like, config, difference, loss_of, make_net, train_engine, train_plain
+from harness import run_ranks
+
+
+def make_engine(world, model=None, **zero):
+    made = config(world, 1, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 20, **zero})
+    return deepspeed.initialize(model=model if model is not None else make_net(), config=made)[0]
+
+
+def whole(module):
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        return {n: p.detach().clone() for n, p in module.named_parameters()}
+
+
+def body_load(rank, world, before_engine):
+    wanted = make_net(seed=3)
+    if before_engine:
+        with deepspeed.zero.Init():
+            model = make_net(seed=1)
+        model.load_state_dict(wanted.state_dict())
+        engine = make_engine(world, model)
+    else:
+        engine = make_engine(world)
+        engine.module.load_state_dict(wanted.state_dict())
+    assert all(torch.equal(v, dict(wanted.named_parameters())[n]) for n, v in whole(engine.module).items())
+    train_engine(engine, 3, rank, world)
+    reference = wanted.double()
+    optimizer = adam_like(reference)
+    from engine_models import batch, uses_extra
+
+    for step in range(3):
+        tokens, targets = batch(step)
+        optimizer.zero_grad(set_to_none=True)
+        loss_of(reference(tokens, extra=uses_extra(step)), targets).backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        optimizer.step()
+    found = copy.deepcopy(wanted).float()
+    for (_, mine), value in zip(found.named_parameters(), whole(engine.module).values()):
+        mine.data.copy_(value)
+    return difference(found, reference)
+
+
+@pytest.mark.parametrize("before_engine", [False, True], ids=["in the engine", "in zero.Init"])
+def test_load_state_dict_with_whole_tensors(before_engine):
+    assert all(gap < 1e-6 for gap in run_ranks(2, body_load, before_engine))
+
+
+def body_generation(rank, world):
+    engine = make_engine(world)
+    tokens = torch.arange(6).reshape(1, 6) + rank
+    with deepspeed.zero.unwrap_model_for_generation(engine) as model, torch.no_grad():
+        fetches = engine.core.gatherer.fetches
+        for _ in range(3 + 4 * rank):  # ranks generate different lengths
+            out = model(tokens)
+        assert engine.core.gatherer.fetches == fetches
+        assert torch.equal(out, make_net()(tokens))
+    losses, _ = train_engine(engine, 3, rank, world)
+    expected, _, _ = train_plain(3, adam_like)
+    return losses, expected
+
+
+def test_generation_gathers_once_and_training_goes_on():
+    results = run_ranks(2, body_generation)
+    for step in range(3):
+        assert sum(r[0][step] for r in results) / 2 == pytest.approx(results[0][1][step], rel=1e-6)
+
+
+def body_coalesce(rank, world, stage):
+    from engine_models import batch, uses_extra
+
+    made = config(world, 1, zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 20})
+    engine = deepspeed.initialize(model=make_net(), config=made)[0]
+    tokens, targets = batch(0)
+    part = tokens.shape[0] // world // 2
+    engine.core.reset_traffic()
+    with engine.coalesce_grad_reduction():
+        for micro in range(2):
+            begin = (rank * 2 + micro) * part
+            loss = loss_of(engine(tokens[begin : begin + part], extra=uses_extra(0)), targets[begin : begin + part])
+            engine.backward(loss / 2)
+    sent = engine.core.traffic()["elements"]
+    engine.step()
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return sent, difference(engine.module, train_plain(1, adam_like)[2])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_several_backwards_are_reduced_once(stage):
+    numel = sum(p.numel() for p in make_net().parameters() if p.requires_grad)
+    for sent, gap in run_ranks(2, body_coalesce, stage):
+        assert gap < 1e-6
+        assert 0 < sent < (2.5 if stage == 0 else 1.5) * numel  # padding of small tensors included
+
+
+def body_unused(rank, world):
+    engine = make_engine(world, ignore_unused_parameters=False)
+    train_engine(engine, 1, rank, world)
+
+
+def test_an_unused_parameter_can_be_an_error():
+    with pytest.raises(RuntimeError, match="never.weight.*ignore_unused_parameters"):
+        run_ranks(2, body_unused)
+
+
+def body_untested(rank, world, allow):
+    made = config(world, 1, zero_optimization={"stage": 2}, zero_allow_untested_optimizer=allow)
+    del made["optimizer"]
+    model = make_net()
+    optimizer = torch.optim.Adagrad([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    deepspeed.initialize(model=model, optimizer=optimizer, config=made)
+    return True
+
+
+def test_unknown_optimizers_need_consent():
+    with pytest.raises(AssertionError, match="zero_allow_untested_optimizer"):
+        run_ranks(2, body_untested, False)
+    assert run_ranks(2, body_untested, True) == [True, True]
+
+
+def body_inference(rank, world):
+    made = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 20},
+    }
+    engine = deepspeed.initialize(model=make_net(), config=made)[0]
+    assert type(engine.optimizer).__name__ == "DeepSpeedZeRoOffload"
+    tokens = torch.arange(6).reshape(1, 6)
+    engine.eval()
+    with torch.no_grad():
+        for _ in range(1 + 2 * rank):
+            out = engine(tokens)
+    assert all(p.numel() == 0 or p.ds_persist for p in engine.module.parameters())
+    return torch.equal(out, make_net()(tokens))
+
+
+def test_a_model_without_an_optimizer_is_gathered_and_run():
+    assert run_ranks(2, body_inference) == [True, True]
+
+
+def body_mics(rank, world, size, init):
+    zero = {"mics_shard_size": size, "reduce_bucket_size": 300}
+    model = make_net()
+    if init:
+        made = config(world, 1, zero_optimization={"stage": 3, **zero})
+        with deepspeed.zero.MiCS_Init(config_dict_or_path=made) as context:
+            model = make_net()
+        assert context.num_partitions == size
+    engine = make_engine(world, model, **zero)
+    assert engine.module.first.weight.ds_world_size == size
+    losses, norms = train_engine(engine, 5, rank, world)
+    found = make_net()
+    for mine, value in zip(found.parameters(), whole(engine.module).values()):
+        mine.data.copy_(value)
+    expected, expected_norms, reference = train_plain(5, adam_like)
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    with deepspeed.zero.GatheredParameters(engine.module.first.bias, modifier_rank=3):
+        if rank == 3:
+            engine.module.first.bias.data.fill_(7.0)
+    with deepspeed.zero.GatheredParameters(engine.module.first.bias):
+        assert bool((engine.module.first.bias == 7).all())
+    return difference(found, reference)
+
+
+@pytest.mark.parametrize("init", [False, True], ids=["plain model", "MiCS_Init"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_mics_equals_plain_training(size, init):
+    assert all(gap < 1e-6 for gap in run_ranks(4, body_mics, size, init))
+
+
+def body_mics_size(rank, world):
+    make_engine(world, mics_shard_size=3)
+
+
+def test_a_mics_size_that_does_not_fit_is_named():
+    with pytest.raises(ValueError, match="mics_shard_size 3 does not divide.*1, 2, 4"):
+        run_ranks(4, body_mics_size)
+
+
+def body_agreed(rank, world, stage_zero):
+    import os
+
+    os.environ["DS_PEER_MEMORY"] = "0"
+    try:
+        engine = make_engine(world, **stage_zero)
+    finally:
+        del os.environ["DS_PEER_MEMORY"]
+    assert engine.core.gatherer.source == "agreed collectives"
+    losses, norms = train_engine(engine, 5, rank, world)
+    found = make_net()
+    for mine, value in zip(found.parameters(), whole(engine.module).values()):
+        mine.data.copy_(value)
+    engine.core.gatherer.drain()
+    return difference(found, train_plain(5, adam_like)[2])
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [{}, {"stage3_prefetch_bucket_size": 0}, {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}],
+    ids=["default", "no prefetch", "nothing kept"],
+)
+def test_ranks_without_shared_memory_agree_on_gathers(zero):
+    assert all(gap < 1e-6 for gap in run_ranks(2, body_agreed, zero))
+
+
+def body_memory_format(rank, world, stage, client):
+    torch.manual_seed(0)
+    conv = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    made = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    optimizer = torch.optim.AdamW(conv.parameters(), lr=0.1) if client else None
+    if not client:
+        made["optimizer"] = {"type": "AdamW", "params": {"lr": 0.1}}
+    engine = deepspeed.initialize(model=conv, optimizer=optimizer, config=made)[0]
+    torch.manual_seed(rank)
+    engine.backward(engine(torch.randn(2, 3, 5, 5)).square().sum())
+    grad = deepspeed.utils.safe_get_full_grad(conv.weight)
+    engine.step()
+    state = deepspeed.utils.safe_get_full_optimizer_state(conv.weight, "exp_avg")
+    return float((state - 0.1 * grad).abs().max() / grad.abs().max())
+
+
+@pytest.mark.parametrize("client", [False, True], ids=["AdamW of ours", "AdamW of torch"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_memory_formats_are_not_confused(stage, client):
+    assert all(gap < 1e-6 for gap in run_ranks(2, body_memory_format, stage, client))
