@@ -108,11 +108,13 @@ struct LeaveHook : ModuleHook {
     ParamGatherer* gatherer = this->gatherer(keep);
     if (!gatherer) return py::none();
     const auto outputs = tensors(py::reinterpret_borrow<py::object>(args[args.size() - 1]), py::none());
-    py::gil_scoped_release unlocked;
-    if (unit < 0) {
-      gatherer->end_forward(outputs);
-    } else {
-      gatherer->leave(unit, outputs);
+    {
+      py::gil_scoped_release unlocked;
+      if (unit < 0) {
+        gatherer->end_forward(outputs);
+      } else {
+        gatherer->leave(unit, outputs);
+      }
     }
     return py::none();
   }

@@ -54,7 +54,7 @@ def run(engine, batches, steps):
         engine.backward(loss)
         engine.step()
         seen.append(float(loss.detach()))
-    state = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+    state = {n: p.detach().clone() for n, p in engine.module.named_parameters() if p.numel() > 0}
     return (
         seen,
         state,

@@ -234,3 +234,30 @@ def body_memory_format(rank, world, stage, client):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_memory_formats_are_not_confused(stage, client):
     assert all(gap < 1e-6 for gap in run_ranks(2, body_memory_format, stage, client))
+
+
+class InitialisesChildren(torch.nn.Module):
+    """As many models do: a constructor that writes into modules that are complete."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(2))
+        for index, layer in enumerate(self.layers):
+            torch.nn.init.constant_(layer.weight, index + 1.0)
+            torch.nn.init.normal_(layer.bias)
+
+
+def body_children(rank, world):
+    torch.manual_seed(rank)
+    with deepspeed.zero.Init():
+        model = InitialisesChildren()
+    with pytest.raises(RuntimeError, match="layers.1.weight|Linear.weight.*GatheredParameters"):
+        torch.nn.init.constant_(model.layers[1].weight, 5.0)  # outside it is an error again
+    found = whole(model)
+    assert bool((found["layers.0.weight"] == 1).all()) and bool((found["layers.1.weight"] == 2).all())
+    return found["layers.0.bias"].tolist()
+
+
+def test_constructors_may_initialise_sharded_children():
+    first, second = run_ranks(2, body_children)
+    assert first == second and any(first)

@@ -108,9 +108,9 @@ std::vector<Field> stage_3_fields() {
               "Modules with fewer elements per sub-module are gathered as one unit; 0 never.")
           .at_least(0)
           .alias("module_granularity_threshold"),
-      boolean("stage3_use_all_reduce_for_fetch_params", false, "Gather by all-reduce.")
+      boolean("stage3_use_all_reduce_for_fetch_params", false, "Accepted without effect: gathers copy each slice to its place.")
           .alias("use_all_reduce_for_fetch_params"),
-      boolean("stage3_allgather_sequential", false, "Gather one parameter after the other.")
+      boolean("stage3_allgather_sequential", false, "Accepted without effect: gathers need no common buffer.")
           .alias("allgather_sequential"),
       boolean("stage3_gather_fp16_weights_on_model_save", false, "Old name.")
           .deprecated_for("stage3_gather_16bit_weights_on_model_save")
@@ -127,10 +127,10 @@ Field zero_section(std::string name, std::string doc) {
           integer("stage", 0, "0: nothing sharded, 1: optimizer states, 2: and gradients, 3: and parameters.")
               .one_of({0, 1, 2, 3})
               .raises(ErrorKind::kAssertion),
-          boolean("contiguous_gradients", true, "Copy gradients into one buffer as they come, against fragmentation."),
+          boolean("contiguous_gradients", true, "Accepted without effect: gradients always go into one buffer."),
           boolean("reduce_scatter", true, "Reduce each gradient only to the rank that needs it."),
           size("reduce_bucket_size", 500000000, "Elements per reduction."),
-          boolean("use_multi_rank_bucket_allreduce", true, "Reduce buckets of several owners in one collective."),
+          boolean("use_multi_rank_bucket_allreduce", true, "Accepted without effect: every bucket belongs to all ranks in equal parts."),
           boolean("allgather_partitions", true, "Gather updated parameters by all-gather, not by broadcasts."),
           size("allgather_bucket_size", 500000000, "Elements per gather."),
           boolean("overlap_comm", false, "Reduce gradients during backward.")
@@ -167,7 +167,7 @@ Field zero_section(std::string name, std::string doc) {
       boolean("legacy_stage1", false, "The first implementation of stage 1; there is one only here.")
           .not_built("the legacy stage 1"),
       boolean("round_robin_gradients", false,
-              "Deal gradients to ranks in turn, so that copies to the CPU run in parallel."),
+              "Accepted without effect: every bucket belongs to all ranks in equal parts."),
       size("zero_hpz_partition_size", 1, "Ranks (of one node) that hold a second copy of the shards: hpZ.")
           .not_built("ZeRO++ hpZ"),
       boolean("zero_quantized_weights", false, "Gather quantized weights: qwZ.").not_built("ZeRO++ qwZ"),
@@ -188,8 +188,8 @@ Field zero_section(std::string name, std::string doc) {
       boolean("pipeline_loading_checkpoint", false, "Load a checkpoint layer by layer.")
           .not_built("pipelined checkpoint loading"),
       boolean("override_module_apply", true, "Module.apply gathers parameters (stage 3)."),
-      boolean("log_trace_cache_warnings", false, "Say when the order of modules changed (stage 3)."),
-      boolean("enable_sanity_checks", false, "Costly checks of ZeRO's own state."),
+      boolean("log_trace_cache_warnings", false, "Accepted without effect: a changed order costs nothing (stage 3)."),
+      boolean("enable_sanity_checks", false, "Accepted without effect; audit_steps checks more."),
       boolean("save_muon_momentum_buffer_in_memory", false, "Keep Muon's momentum on the device under offload.")
           .not_built("Muon"),
       leaf_module(),

@@ -129,6 +129,8 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         if DeepSpeedTensorOverride.dtype not in overrides:
             self.dtype = None
         self.keep_device = DeepSpeedTensorOverride.device not in overrides
+        zero = DeepSpeedConfig(found).zero_config if isinstance(found, (str, dict)) else None
+        self.override_module_apply = zero is None or zero.override_module_apply
         self.remote_device = remote_device
         self.pin_memory = pin_memory
         if not dist.is_initialized():
@@ -246,9 +248,14 @@ def _patch():
 
     torch.nn.Module.__init_subclass__ = classmethod(follow_new)
     apply = torch.nn.Module.apply
-    torch.nn.Module.apply = _gathering_apply(apply)
+    if getattr(_nesting.contexts[0], "override_module_apply", True):
+        torch.nn.Module.apply = _gathering_apply(apply)
+
+    # Constructors often initialise parameters of modules that are complete and sharded already.
+    sharding.gather_while_building = lambda params: GatheredParameters(list(params), modifier_rank=0)
 
     def undo():
+        sharding.gather_while_building = None
         if original is not None:
             torch.nn.Module.__init_subclass__ = original
         else:

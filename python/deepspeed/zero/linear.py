@@ -37,6 +37,8 @@ class LinearFunctionForZeroStage3(torch.autograd.Function):
     def backward(ctx, grad_output):
         input, weight = ctx.saved_tensors
         grad_input = grad_weight = grad_bias = None
+        if torch.is_grad_enabled():  # create_graph: nobody will fetch the weight for that graph, so it keeps the values
+            weight = weight.view_as(weight)
         with ctx.autocast():
             rows = grad_output.reshape(-1, grad_output.shape[-1])
             if ctx.needs_input_grad[0]:

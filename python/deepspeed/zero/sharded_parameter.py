@@ -26,6 +26,10 @@ class ZeroParamStatus(enum.Enum):
     INFLIGHT = 3
 
 
+# While zero.Init is open: a context that gathers parameters for one operation of a constructor, on all ranks alike.
+gather_while_building = None
+
+
 class ShardAccess:
     """How a group of ranks gathers its parameters: the native gatherer and the process group it speaks for."""
 
@@ -209,6 +213,9 @@ class ReleasedParameter(ShardedParameter):
             handle = param.ds_handle
             if param.ds_access.gatherer.touch(handle):
                 continue
+            if gather_while_building is not None:
+                with gather_while_building(_released_in((args, kwargs))):
+                    return func(*args, **kwargs)
             raise RuntimeError(_untouchable(handle.name, tuple(param.ds_shape), name))
         return func(*args, **kwargs)
 

@@ -1,0 +1,150 @@
+"""Memory of building a model inside ``zero.Init``.
+
+    python benchmarks/python/zero_init.py [--ranks 4] [--layers 12] [--width 1664] [--json FILE]
+
+Every rank builds a GPT of about 400 million fp32 parameters layer by layer; what is printed is the growth of the
+rank's peak memory while it does, beside the bound: a quarter of the model (its share on four ranks), its largest layer,
+and 200 MB. ``--plain`` builds it without the context, for comparison.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(HERE))
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=1664)
+    parser.add_argument("--plain", action="store_true", help="without zero.Init")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def private_bytes():
+    """Resident memory of this process, its shared pages counted once: the kernel's proportional set size."""
+    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    raise RuntimeError("no Pss in /proc/self/smaps_rollup")
+
+
+class Peak(threading.Thread):
+    """Largest figure seen, sampled every few milliseconds."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.highest, self.stop = 0, False
+
+    def run(self):
+        while not self.stop:
+            self.highest = max(self.highest, private_bytes())
+            time.sleep(0.005)
+
+
+def work(args):
+    sys.path[:0] = [os.path.join(ROOT, "examples", "quickstart"), HERE]
+    import contextlib
+    import ctypes
+
+    import torch
+
+    import deepspeed
+    from model import GPT, Shape
+
+    deepspeed.logger.setLevel("WARNING")
+    deepspeed.init_distributed(dist_backend="gloo")
+    ctypes.CDLL("libc.so.6").mallopt(-3, 1 << 20)  # big tensors go back to the system when they are freed
+    shape = Shape(layers=args.layers, heads=13, width=args.width, vocab_size=4096)
+    with deepspeed.zero.Init():  # what is imported and allocated once
+        torch.nn.Linear(2048, 512)
+    torch.distributed.barrier()
+    before = private_bytes()
+    peak = Peak()
+    peak.start()
+    start = time.perf_counter()
+    with contextlib.nullcontext() if args.plain else deepspeed.zero.Init():
+        model = GPT(shape)
+    seconds = time.perf_counter() - start
+    peak.stop = True
+    peak.join()
+    numels = [getattr(p, "ds_numel", p.numel()) for p in model.parameters()]
+    figures = torch.tensor([peak.highest - before, private_bytes() - before], dtype=torch.float64)
+    torch.distributed.all_reduce(figures, op=torch.distributed.ReduceOp.MAX)
+    if int(os.environ["RANK"]) == 0:
+        numel = sum(numels)
+        largest = max(numels)
+        found = {
+            "parameters": numel,
+            "ranks": args.ranks,
+            "peak_growth_bytes": figures[0].item(),
+            "held_bytes": figures[1].item(),
+            "bound_bytes": 4 * numel / args.ranks + 4 * largest + 200e6,
+            "model_bytes": 4 * numel,
+            "seconds": seconds,
+            "init": not args.plain,
+        }
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(found, file)
+    torch.distributed.barrier()
+
+
+def main():
+    args = parse_arguments()
+    if args.worker:
+        work(args)
+        return
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    with tempfile.TemporaryDirectory() as scratch:
+        out = os.path.join(scratch, "figures.json")
+        command = [sys.executable, os.path.abspath(__file__), "--worker", "--json", out]
+        for name in ("ranks", "layers", "width"):
+            command += [f"--{name}", str(getattr(args, name))]
+        command += ["--plain"] if args.plain else []
+        ranks = [
+            subprocess.Popen(
+                command,
+                env=dict(
+                    os.environ,
+                    RANK=str(rank),
+                    LOCAL_RANK=str(rank),
+                    WORLD_SIZE=str(args.ranks),
+                    MASTER_ADDR="127.0.0.1",
+                    MASTER_PORT=str(port),
+                    OMP_NUM_THREADS="1",
+                ),
+            )
+            for rank in range(args.ranks)
+        ]
+        if any(p.wait() for p in ranks):
+            sys.exit("a rank failed; its message is above")
+        with open(out, encoding="utf-8") as file:
+            found = json.load(file)
+    print(
+        f"{found['parameters'] / 1e6:.0f}M fp32 parameters on {found['ranks']} ranks, "
+        f"{'inside zero.Init' if found['init'] else 'plain'}: "
+        f"peak growth of a rank {found['peak_growth_bytes'] / 1e6:.0f} MB, "
+        f"held {found['held_bytes'] / 1e6:.0f} MB; model {found['model_bytes'] / 1e6:.0f} MB, "
+        f"bound {found['bound_bytes'] / 1e6:.0f} MB; {found['seconds']:.1f} s"
+    )
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(found, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

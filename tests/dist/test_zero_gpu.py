@@ -1,0 +1,49 @@
+"""ZeRO stages on CUDA, against a plain process on the CPU: one rank over NCCL, two that share a GPU over gloo."""
+
+import pytest
+
+import deepspeed
+from engine_models import adam_like, config, difference, make_net, train_engine, train_plain
+from harness import run_ranks
+
+pytestmark = pytest.mark.gpu
+STEPS = 20
+
+
+def body(rank, world, stage, accumulate, precision):
+    if world > 1:
+        deepspeed.init_distributed(dist_backend="gloo")
+    zero = {"stage": stage, "reduce_bucket_size": 300, "stage3_param_persistence_threshold": 20}
+    engine = deepspeed.initialize(
+        model=make_net(),
+        config=config(world, accumulate, zero_optimization=zero, **precision),
+        dist_init_required=world == 1,
+    )[0]
+    assert engine.device.type == "cuda"
+    losses, norms = train_engine(engine, STEPS, rank, world)
+    found = make_net()
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        for mine, theirs in zip(found.parameters(), engine.module.parameters()):
+            mine.data.copy_(theirs.detach().float().cpu())
+    return losses, norms, difference(found, train_plain(STEPS, adam_like)[2])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_fp32_on_the_gpu_equals_plain_training(stage, world, accumulate):
+    expected, expected_norms, _ = train_plain(STEPS, adam_like)
+    results = run_ranks(world, body, stage, accumulate, {})
+    for step in range(STEPS):
+        assert sum(r[0][step] for r in results) / world == pytest.approx(expected[step], rel=1e-5)
+    for _, norms, gap in results:
+        assert norms == pytest.approx(expected_norms, rel=1e-4)
+        assert gap < 1e-5
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sixteen_bits_on_the_gpu(stage, precision):
+    expected, _, _ = train_plain(STEPS, adam_like)
+    ((losses, _, _),) = run_ranks(1, body, stage, 2, {precision: {"enabled": True}})
+    assert losses[-1] == pytest.approx(expected[-1], rel=0.08)
