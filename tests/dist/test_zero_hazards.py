@@ -385,6 +385,32 @@ def test_autograd_grad_inside_forward(stage):
     same(run_ranks(2, body_grad_inside, stage, timeout=30))
 
 
+def body_gradient_penalty(rank, world, stage):
+    model = seeded(Deep)
+    reference = Reference(model)
+    engine = start(model, stage, world)
+
+    def loss_on(module, step, part, dtype):
+        x, target = batch(step, part)
+        x = x.to(dtype).requires_grad_()
+        output = module(x)
+        slope = torch.autograd.grad(output.sum(), x, create_graph=True)[0]
+        return loss_of(output, target) + (slope**2).mean()
+
+    for step in range(5):
+        engine.backward(loss_on(engine, step, rank, torch.float32))
+        engine.step()
+        reference.step([loss_on(reference.model, step, part, torch.float64) for part in range(world)])
+    if stage == 3:
+        assert engine.core.gatherer.live_numel == 0
+    return gap(engine, reference)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradient_penalty_outside_forward(stage):
+    same(run_ranks(2, body_gradient_penalty, stage, timeout=30))
+
+
 def body_freeze(rank, world, stage):
     model = seeded(Deep)
     reference = Reference(model)
