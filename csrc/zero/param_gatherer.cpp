@@ -189,6 +189,11 @@ void ParamGatherer::start_backward_use(const UsePtr& use) {
   if (use->unit >= 0) note(use->unit);
   backward_.push_back(use);
   hold(use->params);
+  if (c10::GradMode::is_enabled()) {  // create_graph: what runs now saves the parameters for another backward
+    hold(use->params);
+    saved_again_.insert(saved_again_.end(), use->params.begin(), use->params.end());
+    creates_graph_ = true;
+  }
   if (use->inputs > 0) return;
   // No input will tell when its part is through, but at the latest that is when the backward ends which this hook runs
   // in: the one of a segment that is recomputed, for a module inside re-entrant checkpointing.
@@ -215,6 +220,7 @@ void ParamGatherer::begin_forward() {
 
 void ParamGatherer::end_forward(const std::vector<at::Tensor>& outputs) {
   in_forward_ = false;
+  creates_graph_ = false;  // a gradient inside forward: the next backward is the one that uses its graph
   for (const UsePtr& use : running_) let_go(use->params, false);
   running_.clear();
   if (whole_ && !whole_->params.empty()) {
@@ -223,13 +229,21 @@ void ParamGatherer::end_forward(const std::vector<at::Tensor>& outputs) {
   }
   whole_.reset();
   if (!outputs.empty()) return;
+  forget_saved_again();
   source_->forget_ahead();
   release_all();
   recording_.resize(recorded_before_);  // an evaluation says nothing about training
   cursor_ = 0;
 }
 
+void ParamGatherer::forget_saved_again() {
+  let_go(saved_again_, false);
+  saved_again_.clear();
+}
+
 void ParamGatherer::end_backward() {
+  if (!creates_graph_) forget_saved_again();
+  creates_graph_ = false;
   for (const UsePtr& use : std::vector<UsePtr>(backward_)) {
     use->held = false;
     let_go(use->params, false);

@@ -94,6 +94,7 @@ class ParamGatherer {
   void end_backward_use(const UsePtr& use);
   void watch_outputs(const UsePtr& use, const std::vector<at::Tensor>& outputs);
   void reset_uses();
+  void forget_saved_again();
 
   std::vector<ShardedParamPtr> params_;
   ShardSourcePtr source_;
@@ -103,6 +104,9 @@ class ParamGatherer {
   std::vector<UsePtr> backward_;  // uses that hold parameters in backward
   UsePtr whole_;                  // the call of the model itself: holds what was touched outside of all units
   bool in_forward_ = false;
+  // Held from a backward with create_graph, inside forward or not, to the end of the next one without.
+  std::vector<ShardedParam*> saved_again_;
+  bool creates_graph_ = false;
   std::vector<int32_t> trace_, recording_;
   size_t cursor_ = 0, recorded_before_ = 0;
   int64_t live_ = 0, peak_live_ = 0, fetches_ = 0;

@@ -54,7 +54,8 @@ def run(engine, batches, steps):
         engine.backward(loss)
         engine.step()
         seen.append(float(loss.detach()))
-    state = {n: p.detach().clone() for n, p in engine.module.named_parameters() if p.numel() > 0}
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        state = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
     return (
         seen,
         state,

@@ -185,7 +185,7 @@ _HARMLESS = {
     "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__repr__", "__format__", "__hash__",
     "__deepcopy__", "__reduce_ex__", "is_pinned", "is_shared", "is_inference", "has_names", "untyped_storage",
     "storage", "_typed_storage", "__dir__", "is_distributed", "_has_compatible_shallow_copy_type", "can_cast",
-    "result_type", "is_same_size", "__len__", "is_conj", "is_neg", "_is_view", "dim_order",
+    "result_type", "is_same_size", "__len__", "is_conj", "is_neg", "_is_view", "dim_order", "as_subclass",
 }  # fmt: skip
 _ACCESSORS = {"__get__", "__set__", "__delete__"}
 # What Module.state_dict and Module.to call: the result has no values either, and says so when they are asked for.

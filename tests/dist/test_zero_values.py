@@ -1,0 +1,342 @@
+"""Values of sharded parameters, ``zero.Init``, copies, several engines, and how much is gathered at one time."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import deepspeed
+from harness import run_ranks
+from zero_models import clip, make, outputs_of, relative
+from zero_training import WIDTH, Deep, Reference, batch, gap, loss_of, same, seeded, start
+
+# ---- several models and engines --------------------------------
+
+
+def body_two_engines(rank, world, stages, shared_data):
+    models = [seeded(Deep), seeded(Deep, 2)]
+    references = [Reference(model) for model in models]
+    engines = [start(model, stage, world) for model, stage in zip(models, stages)]
+    for step in range(5):
+        x, target = batch(step, rank)
+        if shared_data:  # the gradient goes through both
+            hidden = engines[0](x)
+            loss = loss_of(engines[1](hidden.repeat(1, 3)), target)
+            loss.backward()
+        else:
+            for engine in engines:
+                engine.backward(loss_of(engine(x), target))
+        for engine in engines:
+            engine.step()
+        if shared_data:
+            losses = []
+            for part in range(world):
+                x, target = batch(step, part)
+                losses.append(loss_of(references[1].model(references[0].model(x.double()).repeat(1, 3)), target))
+            for reference in references:
+                reference.optimizer.zero_grad(set_to_none=True)
+            (sum(losses) / world).backward()
+            for reference in references:
+                reference.norm = float(clip(list(reference.model.parameters())))
+                reference.optimizer.step()
+        else:
+            for reference in references:
+                reference.step([reference.on(step, part) for part in range(world)])
+    return {name: gap(*pair) for name, pair in zip("ab", zip(engines, references))}
+
+
+@pytest.mark.parametrize("stages", [(0, 0), (1, 2), (3, 3), (3, 1)], ids=str)
+@pytest.mark.parametrize("shared", [False, True], ids=["in turn", "through both"])
+def test_two_engines(stages, shared):
+    same(run_ranks(2, body_two_engines, stages, shared, timeout=30))
+
+
+def body_copy(rank, world):
+    model = seeded(Deep)
+    reference = Reference(model)
+    first = start(model, 3, world)
+
+    def train(engine, reference, steps):
+        for step in steps:
+            x, target = batch(step, rank)
+            engine.backward(loss_of(engine(x), target))
+            engine.step()
+            reference.step([reference.on(step, part) for part in range(world)])
+
+    train(first, reference, range(2))
+    copied = copy.deepcopy(model)
+    assert all(p.numel() == 0 and p.ds_numel > 0 for p in copied.parameters())
+    other = Reference(reference.model)
+    second = start(copied, 3, world)
+    train(second, other, range(2, 4))
+    train(first, reference, range(4, 6))
+    return {"the original": gap(first, reference), "the copy": gap(second, other)}
+
+
+def test_a_copy_of_a_sharded_model_trains_by_itself():
+    same(run_ranks(2, body_copy, timeout=30))
+
+
+# ---- values of sharded parameters --------------------------------
+
+
+def assert_untouchable(action, name):
+    with pytest.raises(RuntimeError) as caught:
+        action()
+    assert f"'{name}'" in str(caught.value) and "GatheredParameters" in str(caught.value)
+
+
+def body_touch(rank, world):
+    model = seeded(Deep)
+    engine = start(model, 3, world)
+    weight, name = model.layers[1].weight, "layers.1.weight"
+    for _ in range(2):
+        for action in (
+            lambda: weight + 1,
+            lambda: weight.data.normal_(),
+            lambda: weight.data.copy_(torch.zeros(WIDTH, WIDTH)),
+            lambda: torch.nn.init.zeros_(weight),
+            lambda: torch.nn.init.kaiming_uniform_(weight),
+            lambda: setattr(weight, "data", torch.zeros(WIDTH, WIDTH)),
+            lambda: weight.data.cpu().numpy(),
+            lambda: weight.detach().float().tolist(),
+            lambda: weight.double().sum(),
+            lambda: model.state_dict()[name].norm(),
+            lambda: torch.nn.functional.linear(torch.ones(1, WIDTH), weight),
+            lambda: weight[0],
+            lambda: weight.sum(),
+            lambda: weight.clone(),
+            lambda: weight.detach().clone().view(WIDTH, WIDTH),
+            lambda: torch.stack([weight, weight]),
+            lambda: weight.tolist(),
+            lambda: weight.numpy(),
+            lambda: torch.equal(weight, weight),
+        ):
+            with torch.no_grad():
+                assert_untouchable(action, name)
+        x, target = batch(0, rank)
+        engine.backward(loss_of(engine(x), target))
+        engine.step()
+        with pytest.raises(ValueError), torch.no_grad():
+            torch.nn.init.xavier_uniform_(weight)
+        model.to(torch.device("cpu"))
+        model.float()
+    assert weight.numel() == 0 and weight.ds_shape == (WIDTH, WIDTH) and weight.ds_numel == WIDTH * WIDTH
+    assert "Parameter" in repr(weight)
+    return True
+
+
+def test_released_parameters_refuse_by_name():
+    assert all(run_ranks(2, body_touch, timeout=30))
+
+
+def body_edit(rank, world, dtype):
+    model = seeded(Deep)
+    reference = Reference(model)
+    more = {"bf16": {"enabled": True}} if dtype == "bf16" else {}
+    engine = start(model, 3, world, **more)
+    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+
+    def steps(which):
+        for step in which:
+            x, target = batch(step, rank)
+            engine.backward(loss_of(engine(x.to(kind)).float(), target))
+            engine.step()
+            reference.step([reference.on(step, part) for part in range(world)])
+
+    steps(range(2))
+    layer, twin = model.layers[0], reference.model.layers[0]
+    with deepspeed.zero.GatheredParameters([layer.weight, layer.bias], modifier_rank=1):
+        with deepspeed.zero.GatheredParameters(layer.weight):  # nested: the outer one still counts
+            assert layer.weight.shape == (WIDTH, WIDTH)
+        if rank == 1:
+            with torch.no_grad():
+                layer.weight.mul_(0.5).add_(0.25)
+                layer.bias.data.fill_(0.125)
+    with torch.no_grad():
+        twin.weight.mul_(0.5).add_(0.25)
+        twin.bias.fill_(0.125)
+    assert layer.weight.numel() == 0
+    with deepspeed.zero.GatheredParameters(list(layer.parameters())):
+        assert bool((layer.bias == 0.125).all())
+    with deepspeed.zero.GatheredParameters(model.head.weight):  # no modifier: dropped
+        model.head.weight.data.zero_()
+    steps(range(2, 5))
+    return gap(engine, reference)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_edits_inside_gathered_parameters_train_on(dtype):
+    same(run_ranks(2, body_edit, dtype, timeout=30), 1e-6 if dtype == "fp32" else 0.02)
+
+
+def body_full_tensor(rank, world, stage):
+    """The optimizer's own view of whole tensors equals the plain process's, in shape, too."""
+    model = seeded(Deep)
+    reference = Reference(model)
+    engine = start(model, stage, world)
+    x, target = batch(0, rank)
+    engine.backward(loss_of(engine(x), target))
+    grads = [engine.optimizer.full_tensor(i, "grad") for i in range(len(engine._param_names))]
+    sum(reference.on(0, part) / world for part in range(world)).backward()
+    worst = max(relative(a, b.grad) for a, b in zip(grads, reference.model.parameters()))
+    reference.step([reference.on(0, part) for part in range(world)])
+    engine.step()
+    masters = [engine.optimizer.full_tensor(i, "fp32") for i in range(len(engine._param_names))]
+    return {
+        "gradients": worst,
+        "masters": max(relative(a, b) for a, b in zip(masters, reference.model.parameters())),
+    }
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_whole_tensors_of_the_optimizer(stage):
+    same(run_ranks(3, body_full_tensor, stage, timeout=30))
+
+
+# ---- zero.Init --------------------------------
+
+
+class Base(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(WIDTH, WIDTH)
+        self.seen_in_constructor = self.first.weight.numel()
+
+
+class Built(Base):
+    """A subclass with own parameters, a Sequential, tied weights, and Module.apply in the constructor."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.rand(WIDTH))
+        self.stack = torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH))
+        )
+        self.tied = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+        self.tied.weight = self.first.weight
+        self.head = torch.nn.Linear(WIDTH, 2)
+        self.apply(self.init_weights)
+
+    def init_weights(self, module):
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data.mul_(1.5)
+            if module.bias is not None:
+                torch.nn.init.constant_(module.bias, 0.25)
+
+    def forward(self, x):
+        return self.head(self.tied(torch.tanh(self.stack(self.first(x) * self.gain))))
+
+
+def body_init(rank, world, how):
+    plain = seeded(Built)
+    reference = Reference(plain)
+    torch.manual_seed(rank if how == "rank 0 counts" else 0)
+    if how == "disabled":
+        with deepspeed.zero.Init(enabled=False):
+            model = Built()
+        assert not any(hasattr(p, "ds_id") for p in model.parameters())
+    elif how == "nested":
+        with deepspeed.zero.Init():
+            with deepspeed.zero.Init():
+                model = Built()
+            another = torch.nn.Linear(4, 4)
+        assert another.weight.numel() == 0
+    elif how == "module":
+        model = Built()
+        deepspeed.zero.Init(module=model)
+    elif how == "whole class":
+        with deepspeed.zero.Init():
+
+            class Late(Built):
+                pass
+
+            model = Late()
+    else:
+        with deepspeed.zero.Init():
+            model = Built()
+    assert torch.nn.Linear(3, 3).weight.numel() == 9, "outside the context modules are plain again"
+    if how != "disabled":
+        for name, param in model.named_parameters():
+            expected = dict(plain.named_parameters())[name]
+            assert param.numel() == 0 and param.ds_shape == expected.shape and param.ds_numel == expected.numel()
+            assert param.ds_tensor.numel() == -(-expected.numel() // world)
+        assert model.tied.weight is model.first.weight
+        assert_untouchable(lambda: torch.nn.init.ones_(model.head.weight), model.head.weight.ds_handle.name)
+        initial = gap(model, plain)
+        assert initial == 0.0, "the values of the plain constructor"
+        assert model.seen_in_constructor == (0 if how != "module" else WIDTH * WIDTH)
+    engine = start(model, 3, world)
+    for step in range(4):
+        x, target = batch(step, rank)
+        engine.backward(loss_of(engine(x), target))
+        engine.step()
+        reference.step([reference.on(step, part) for part in range(world)])
+    return gap(engine, reference)
+
+
+@pytest.mark.parametrize("how", ["plain", "nested", "module", "disabled", "whole class", "rank 0 counts"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_models_built_inside_init(world, how):
+    same(run_ranks(world, body_init, how, timeout=30, init=True))
+
+
+def body_init_odd(rank, world):
+    """Empty, scalar and one-element parameters, one frozen, from the first to the last step."""
+    plain = make("odd and empty sizes")
+    reference = Reference(plain)
+    torch.manual_seed(0)
+    with deepspeed.zero.Init():
+        model = type(plain)()
+    engine = start(model, 3, world)
+    for step in range(4):
+        for loss in outputs_of(engine, step, rank, torch.float32):
+            engine.backward(loss)
+        engine.step()
+        reference.step([sum(outputs_of(reference.model, step, part, torch.float64)) for part in range(world)])
+    return gap(engine, reference)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_odd_sizes_inside_init(world):
+    same(run_ranks(world, body_init_odd, timeout=30, init=True))
+
+
+# ---- memory --------------------------------
+
+
+class Checkpointed(Deep):
+    reentrant = True
+
+    def forward(self, x):
+        hidden = x * self.extra[0]
+        for layer in self.layers:
+            hidden = torch.tanh(checkpoint(layer, hidden, use_reentrant=self.reentrant))
+        return self.head(hidden + self.extra[1])
+
+
+def body_peak(rank, world, kind, reentrant):
+    model = seeded(Deep if kind is None else Checkpointed, 12)
+    Checkpointed.reentrant = reentrant
+    engine = start(model, 3, world, zero={"stage3_max_reuse_distance": 0})
+    gatherer = engine.core.gatherer
+    for step in range(3):
+        gatherer.reset_peak()
+        x, target = batch(step, rank)
+        engine.backward(loss_of(engine(x), target))
+        engine.step()
+    return gatherer.peak_live_numel, gatherer.live_numel
+
+
+@pytest.mark.parametrize(
+    "kind, reentrant",
+    [(None, False), ("checkpoint", True), ("checkpoint", False)],
+    ids=["plain", "re-entrant checkpointing", "non-re-entrant checkpointing"],
+)
+def test_few_layers_are_gathered_at_one_time(kind, reentrant):
+    layer = WIDTH * WIDTH + WIDTH
+    own, head = 2 * WIDTH, 2 * WIDTH  # of the model itself: gathered all the time
+    for peak, live in run_ranks(2, body_peak, kind, reentrant, timeout=30):
+        assert live == 0
+        assert peak <= own + head + 3 * layer, f"{peak / layer:.1f} layers of 12 at one time"

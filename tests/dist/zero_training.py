@@ -1,0 +1,107 @@
+"""One small model that is trained by an engine and, next to it, by one plain fp64 process."""
+
+import copy
+
+import torch
+
+import deepspeed
+from zero_models import BETAS, CLIP, DECAY, LR, clip, relative
+
+WIDTH, ROWS = 6, 3
+STAGES = [0, 1, 2, 3]
+
+
+class Deep(torch.nn.Module):
+    """Linear layers; ``extra`` belongs to the model itself."""
+
+    def __init__(self, depth=4):
+        super().__init__()
+        self.extra = torch.nn.Parameter(torch.rand(2, WIDTH))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(depth))
+        self.head = torch.nn.Linear(WIDTH, 2, bias=False)
+
+    def forward(self, x, layers=None):
+        hidden = x * self.extra[0]
+        for index in range(len(self.layers)) if layers is None else layers:
+            hidden = torch.tanh(self.layers[index](hidden))
+        return self.head(hidden + self.extra[1])
+
+
+def seeded(make_model, *args):
+    torch.manual_seed(0)
+    return make_model(*args)
+
+
+def batch(step, part):
+    generator = torch.Generator().manual_seed(100 * step + part)
+    return torch.rand(ROWS, WIDTH, generator=generator), 1 + torch.rand(ROWS, 2, generator=generator)
+
+
+def loss_of(output, target):
+    return ((output - target.to(output.dtype)) ** 2).mean()
+
+
+def start(model, stage, world, accumulate=1, **more):
+    """An engine with small buckets that keeps no parameter gathered."""
+    zero = {
+        "stage": stage,
+        "reduce_bucket_size": 300,
+        "allgather_bucket_size": 200,
+        "stage3_param_persistence_threshold": 0,
+        **more.pop("zero", {}),
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": accumulate,
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": list(BETAS), "weight_decay": DECAY}},
+        "zero_optimization": zero,
+        **more,
+    }
+    deepspeed.log.logger.setLevel("WARNING")
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+class Reference:
+    """The plain process, in fp64."""
+
+    def __init__(self, model):
+        self.model = copy.deepcopy(model).double()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY)
+
+    def step(self, losses):
+        """One step on the mean of ``losses``."""
+        self.optimizer.zero_grad(set_to_none=True)
+        (sum(losses) / len(losses)).backward()
+        self.norm = float(clip(list(self.model.parameters())))
+        self.optimizer.step()
+
+    def on(self, step, part, *args, **kwargs):
+        x, target = batch(step, part)
+        return loss_of(self.model(x.double(), *args, **kwargs), target)
+
+
+def whole_weights(model):
+    params = dict(model.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(params.values())):
+        return {name: param.detach().clone() for name, param in params.items()}
+
+
+def gap(model, reference):
+    """Worst relative difference of a parameter, and of the last gradient norm, to the reference's; every rank calls it.
+
+    The norm shows what Adam hides: gradients that are all too large or too small by one factor.
+    """
+    norms = 0.0
+    if isinstance(model, deepspeed.DeepSpeedEngine):
+        norms = abs(model.get_global_grad_norm() - reference.norm) / reference.norm
+        model, reference = model.module, reference.model
+    found = whole_weights(model)
+    return max(norms, *(relative(found[name], param) for name, param in reference.named_parameters()))
+
+
+def same(results, bound=1e-6):
+    """All ranks report differences (numbers, or dicts of them) below the bound."""
+    for rank, result in enumerate(results):
+        for name, value in (result if isinstance(result, dict) else {"": result}).items():
+            assert value < bound, f"rank {rank}: {name} differs by {value:.2g}"
