@@ -36,7 +36,7 @@ def whole(engine, stage, kind):
     core = engine.core
     scale = engine.stepping.loss_scale if kind == "grad" else 1.0
     by_name = dict(engine.module.named_parameters())
-    wholes = [empty_like(name, by_name[name]) for name in engine._param_names]
+    wholes = [empty_like(by_name[name]) for name in engine._param_names]
     for (index, offset, numel), piece in zip(core.pieces(), core.grads() if kind == "grad" else core.masters()):
         to = wholes[index]
         if piece.shape != to.shape:  # pieces have one dimension, in memory order
@@ -51,11 +51,10 @@ def whole(engine, stage, kind):
     return {name: one for name, one, there in zip(engine._param_names, wholes, used) if there}
 
 
-def empty_like(name, param):
-    """fp64 zeros in the shape and memory order of the whole parameter."""
-    shape = getattr(param, "ds_shape", param.shape)
-    zeros = torch.zeros(shape, dtype=torch.float64)
-    return torch.zeros(shape[1], shape[0], dtype=torch.float64).t() if name == "turned" else zeros
+def empty_like(param):
+    """fp64 zeros in the shape and memory order of the whole parameter (stage 3 keeps some in the order of indices)."""
+    with deepspeed.zero.GatheredParameters(param):
+        return torch.zeros_like(param.detach(), dtype=torch.float64)
 
 
 def check_grad_attributes(engine, grads):
