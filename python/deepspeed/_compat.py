@@ -5,6 +5,7 @@ import functools
 import inspect
 
 import torch
+from torch.cuda import amp as cuda_amp  # two decorators, of every device on torch 1.13
 
 TORCH2 = int(torch.__version__.split(".")[0]) >= 2
 _HAS_WEIGHTS_ONLY = "weights_only" in inspect.signature(torch.load).parameters
@@ -67,7 +68,7 @@ def autocast_decorators(device_type):
             functools.partial(torch.amp.custom_fwd, device_type=device_type),
             functools.partial(torch.amp.custom_bwd, device_type=device_type),
         )
-    return torch.cuda.amp.custom_fwd, torch.cuda.amp.custom_bwd
+    return cuda_amp.custom_fwd, cuda_amp.custom_bwd
 
 
 def takes_context_setup(cls):
