@@ -44,10 +44,10 @@ docs: ## regenerate docs/config.md
 wheel: ## build dist/deepspeed-*.whl and try it in a fresh virtual environment
 	@tools/wheel.sh
 
-asan: ## C++ tests of the torch-free rooms under the address and undefined-behaviour sanitizers
+asan: ## C++ tests under the address and undefined-behaviour sanitizers
 	@tools/sanitize.sh address,undefined
 
-tsan: ## C++ tests of the torch-free rooms under the thread sanitizer
+tsan: ## C++ tests under the thread sanitizer
 	@tools/sanitize.sh thread
 
 clean: ## remove what was built (virtual environments stay)

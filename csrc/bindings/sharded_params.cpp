@@ -173,6 +173,7 @@ DS_BINDINGS(m) {
       .def("extend_unit", &ParamGatherer::extend_unit)
       .def("release_all", &ParamGatherer::release_all, Unlocked())
       .def("begin_forward", &ParamGatherer::begin_forward)
+      .def("abandon_forward", &ParamGatherer::abandon_forward, Unlocked())
       .def(
           "drain", [](ParamGatherer& g) { g.source().drain(); }, Unlocked())
       .def("empty_cache",

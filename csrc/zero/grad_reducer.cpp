@@ -468,7 +468,7 @@ bool GradReducer::abort() {
     bucket.borrowed = false;
     if (!bucket.launched || (communicator_->size() == 1 && !store_.sharded())) continue;
     for (int32_t param : bucket.params) {
-      lost = lost || was_filled_[param] || used_[param];
+      lost = lost || was_filled_[param];
       was_filled_[param] = 0;
     }
   }

@@ -236,6 +236,12 @@ void ParamGatherer::end_forward(const std::vector<at::Tensor>& outputs) {
   cursor_ = 0;
 }
 
+void ParamGatherer::abandon_forward() {
+  reset_uses();
+  in_forward_ = false;
+  if (backward_.empty()) release_all();
+}
+
 void ParamGatherer::forget_saved_again() {
   let_go(saved_again_, false);
   saved_again_.clear();

@@ -49,7 +49,8 @@ class ParamGatherer {
   // Around a call of the whole model: forgets what calls that raised have left behind.
   void begin_forward();
   void end_forward(const std::vector<at::Tensor>& outputs);
-  void end_backward();  // also when it raised
+  void abandon_forward();  // it raised
+  void end_backward();     // also when it raised
 
   // A released parameter was touched. Inside a call of the model: gathered, for that call and its backward; true.
   bool touch(ShardedParam& param);

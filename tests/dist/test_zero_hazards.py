@@ -181,6 +181,11 @@ def body_forward_raises(rank, world, stage):
             with pytest.raises(ArithmeticError):
                 engine(x)
             model.fails = False
+            released = [p for p in model.parameters() if p.numel() == 0]
+            assert bool(released) == (stage == 3)
+            for param in released:  # nothing runs any more: a touch is an error again
+                with pytest.raises(RuntimeError, match="GatheredParameters"):
+                    param.norm()
         engine.backward(loss_of(engine(x), target))
         engine.step()
         reference.step([reference.on(step, part) for part in range(world)])

@@ -126,7 +126,12 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, torch.nn.Module):
         if self.fp16_enabled() and self.fp16_auto_cast():
             inputs, kwargs = cast_floats(inputs, torch.float16), cast_floats(kwargs, torch.float16)
         self.progress.start_forward()
-        outputs = self.module(*inputs, **kwargs)
+        try:
+            outputs = self.module(*inputs, **kwargs)
+        except BaseException:
+            if self.core is not None and self.core.gatherer is not None:
+                self.core.gatherer.abandon_forward()
+            raise
         if self._trains and torch.is_grad_enabled():
             self.core.forwarded([t for t in tensors_in(outputs) if t.requires_grad], *self._user_plan())
         self.progress.end_forward()
