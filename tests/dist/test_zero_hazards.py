@@ -69,6 +69,13 @@ def test_ranks_take_other_branches(stage, how):
     same(run_ranks(3, body_layers_by_rank, stage, how, timeout=30))
 
 
+@pytest.mark.parametrize("how", ["expert", "depth"])
+def test_ranks_without_shared_memory_take_other_branches(how, monkeypatch):
+    """As between hosts and on GPUs: the ranks agree on what is gathered next."""
+    monkeypatch.setenv("DS_PEER_MEMORY", "0")
+    same(run_ranks(3, body_layers_by_rank, 3, how, timeout=30))
+
+
 def body_alone(rank, world, how):
     model = seeded(Deep)
     reference = Reference(model)
@@ -102,6 +109,12 @@ def evaluate(engine, times):
 
 @pytest.mark.parametrize("how", ["gather", "eval before", "eval between", "eval after"])
 def test_one_rank_alone(how):
+    same(run_ranks(3, body_alone, how, timeout=30))
+
+
+@pytest.mark.parametrize("how", ["gather", "eval before", "eval between", "eval after"])
+def test_one_rank_alone_without_shared_memory(how, monkeypatch):
+    monkeypatch.setenv("DS_PEER_MEMORY", "0")
     same(run_ranks(3, body_alone, how, timeout=30))
 
 
