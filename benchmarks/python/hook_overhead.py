@@ -9,7 +9,6 @@ the noise.
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys

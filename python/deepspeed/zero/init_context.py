@@ -2,6 +2,7 @@
 
 import enum
 import functools
+import os
 import threading
 
 import torch
@@ -25,6 +26,19 @@ class DeepSpeedTensorOverride(enum.Enum):
 
 
 DEFAULT_TENSOR_OVERRIDES = (DeepSpeedTensorOverride.dtype, DeepSpeedTensorOverride.device)
+
+
+def _contradicting_single_rank_pg_error(dp_world_size, explicit_process_group, env=None):
+    """What is wrong when the default group has one rank although several were started, or None: every rank
+    would silently hold the whole model. ``env``: the environment, default this process's."""
+    world = int((os.environ if env is None else env).get("WORLD_SIZE", "1") or 1)
+    if explicit_process_group or dp_world_size != 1 or world <= 1:
+        return None
+    return (
+        f"zero.Init would shard over one rank, but WORLD_SIZE says that {world} ranks were started: the default process "
+        "group does not have them all. Call deepspeed.init_distributed() on every rank before, or pass "
+        "data_parallel_group="
+    )
 
 
 class _Nesting(threading.local):
@@ -140,6 +154,9 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         if sequence_data_parallel_group is not None:
             data_parallel_group = sequence_data_parallel_group
         self.access = sharding.ShardAccess.of_group(data_parallel_group)
+        problem = _contradicting_single_rank_pg_error(self.access.world, data_parallel_group is not None)
+        if problem:
+            raise RuntimeError(problem)
         self.local_device = torch.device(get_accelerator().current_device_name())
         if module is not None:
             self._convert(module.named_parameters(recurse=True))

@@ -26,6 +26,14 @@ class ZeroParamStatus(enum.Enum):
     INFLIGHT = 3
 
 
+partitioned_param_data_shape = [0]  # of a parameter whose values are not here
+
+
+def get_allgather_dtype(param, param_ds_tensor):
+    """dtype in which a parameter's slices travel: their own."""
+    return param_ds_tensor.dtype
+
+
 # While zero.Init is open: a context that gathers parameters for one operation of a constructor, on all ranks alike.
 gather_while_building = None
 

@@ -1,5 +1,7 @@
 """Import path that existing scripts use."""
 
+from torch import empty as _orig_torch_empty  # noqa: F401
+
 from deepspeed.accelerator import get_accelerator  # noqa: F401
 from deepspeed.zero.gathered import (  # noqa: F401
     GatheredParameters,
@@ -11,6 +13,13 @@ from deepspeed.zero.init_context import (  # noqa: F401
     DeepSpeedTensorOverride,
     Init,
     InsertPostInitMethodToModuleSubClasses,
+    _contradicting_single_rank_pg_error,
     is_zero_init_enabled,
 )
-from deepspeed.zero.sharded_parameter import ZeroParamStatus, ZeroParamType  # noqa: F401
+from deepspeed.zero.linear import zero3_linear_wrap  # noqa: F401
+from deepspeed.zero.sharded_parameter import (  # noqa: F401
+    ZeroParamStatus,
+    ZeroParamType,
+    get_allgather_dtype,
+    partitioned_param_data_shape,
+)
