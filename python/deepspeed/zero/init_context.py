@@ -35,7 +35,7 @@ def _contradicting_single_rank_pg_error(dp_world_size, explicit_process_group, e
     if explicit_process_group or dp_world_size != 1 or world <= 1:
         return None
     return (
-        f"zero.Init would shard over one rank, but WORLD_SIZE says that {world} ranks were started: the default process "
+        f"zero.Init would shard over one rank, but WORLD_SIZE says that {world} ranks were started: the process "
         "group does not have them all. Call deepspeed.init_distributed() on every rank before, or pass "
         "data_parallel_group="
     )

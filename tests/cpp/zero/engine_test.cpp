@@ -188,7 +188,7 @@ TEST(Engine, EqualsPlainTrainingWithAgreedGathers) {
 TEST(Engine, RanksMayUseDifferentParameters) {
   auto comms = comm::thread_communicators(3);
   std::vector<at::Tensor> grads(3);
-  std::vector<bool> used(3);
+  std::vector<char> used(3);  // not bool: ranks write their own at the same time
   std::vector<std::thread> ranks;
   for (int rank = 0; rank < 3; ++rank) {
     ranks.emplace_back([&, rank] {
