@@ -202,6 +202,7 @@ DS_BINDINGS(m) {
                result.emplace_back(engine.params().spec(culprit.param).name, culprit.nan ? "nan" : "inf");
              return result;
            })
+      .def_property_readonly("peak_borrowed_bytes", [](Engine& engine) { return engine.grads().peak_borrowed_bytes(); })
       .def_property_readonly("late_count", [](Engine& engine) { return engine.grads().late_count(); })
       .def_property_readonly("overlapped_count", [](Engine& engine) { return engine.grads().overlapped_count(); });
 }

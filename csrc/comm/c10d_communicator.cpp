@@ -29,6 +29,12 @@ class C10dWork : public Work {
   C10dWork(std::vector<Handle> handles, std::function<void()> finish)
       : handles_(std::move(handles)), finish_(std::move(finish)) {}
 
+  bool ready() override {
+    for (const Handle& handle : handles_)
+      if (!handle->isCompleted()) return false;
+    return true;
+  }
+
   void wait() override {
     const auto handles = std::move(handles_);
     const auto finish = std::move(finish_);

@@ -19,7 +19,8 @@ enum class ReduceOp { kSum, kMax, kMin };
 class Work {
  public:
   virtual ~Work() = default;
-  virtual void wait() = 0;  // idempotent; throws what the collective threw
+  virtual void wait() = 0;                // idempotent; throws what the collective threw
+  virtual bool ready() { return false; }  // true: wait() will not block the host; false: unknown
 };
 using WorkPtr = std::shared_ptr<Work>;
 

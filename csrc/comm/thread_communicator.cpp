@@ -180,6 +180,7 @@ class ThreadPeerMemory : public PeerMemory {
 class DoneWork : public Work {
  public:
   void wait() override {}
+  bool ready() override { return true; }
 };
 
 class ThreadCommunicator : public Communicator {

@@ -26,6 +26,7 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, comm::Communi
       replicas_(std::move(replicas)),
       options_(options),
       bucket_of_(store.size()),
+      eager_(store.policy().shard_grads && store.sharded()),
       filled_(store.size()),
       was_filled_(store.size()),
       used_(store.size()),
@@ -74,6 +75,8 @@ at::Tensor GradReducer::borrow(int64_t numel, at::ScalarType type) {
     free_.erase(it);
     return found.view(type);
   }
+  borrowed_bytes_ += bytes;
+  peak_borrowed_bytes_ = std::max(peak_borrowed_bytes_, borrowed_bytes_);
   return at::empty({bytes}, at::TensorOptions().device(device_.device()).dtype(at::kByte)).view(type);
 }
 
@@ -217,7 +220,7 @@ void GradReducer::begin(bool reduce) {
     bucket.slots = at::Tensor();
     bucket.borrowed = false;
     int32_t known = 0;
-    for (int32_t param : bucket.params) known += expected_[param] > 0;
+    for (int32_t param : bucket.params) known += wanted(param) > 0;
     bucket.pending = known > 0 || learned_ ? known : -1;
   }
   phase_ = reduce ? Phase::kReducing : Phase::kAccumulating;
@@ -283,14 +286,15 @@ void GradReducer::on_grad(size_t param) {
     return;
   }
   absorb(param, grad);
-  if (phase_ == Phase::kReducing && options_.overlap && fires_[param] == expected_[param] && bucket.pending > 0 &&
-      --bucket.pending == 0)
+  if (phase_ == Phase::kReducing && (options_.overlap || eager_) && fires_[param] == wanted(param) &&
+      bucket.pending > 0 && --bucket.pending == 0)
     launch_ready();
 }
 
 void GradReducer::launch_ready() {
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].pending == 0) {
     launch(buckets_[next_bucket_++]);
+    collect_earlier(buckets_[next_bucket_ - 1]);
     ++overlapped_count_;
   }
 }
@@ -339,11 +343,40 @@ void GradReducer::start_reduction(BucketState& bucket) {
   bucket.work = communicator_->reduce_scatter(sent, bucket.landing);
 }
 
-void GradReducer::complete(BucketState& bucket) {
+// The slots of buckets that have been sent are free again.
+void GradReducer::collect_earlier(const BucketState& latest) {
+  if (!eager_) return;
+  for (size_t b = 0; b < next_bucket_; ++b) {
+    BucketState& bucket = buckets_[b];
+    if (!bucket.work) continue;
+    const bool earlier = &bucket != &latest;
+    if (bucket.work->ready() || (options_.waits && (earlier || !options_.overlap))) collect(bucket);
+  }
+}
+
+// Sharded: this rank's row of the sum is in its landing afterwards.
+void GradReducer::collect(BucketState& bucket) {
   if (!bucket.work) return;
   bucket.work->wait();
   bucket.work.reset();
+  if (!store_.sharded()) return;
+  if (!options_.scatter) {
+    const at::Tensor target = row(bucket);
+    const at::Tensor& sum = bucket.carrier.defined() ? bucket.carrier : bucket.slots;
+    bucket.landing = borrow(target.numel(), sum.scalar_type());
+    bucket.landing.copy_(sum.narrow(0, store_.spaces()[bucket.space].rank * target.numel(), target.numel()));
+  }
+  if (bucket.carrier.defined()) give_back(bucket.carrier);
+  bucket.carrier = at::Tensor();
+  if (bucket.borrowed) give_back(bucket.slots);
+  bucket.slots = at::Tensor();
+  bucket.borrowed = false;
+}
+
+void GradReducer::complete(BucketState& bucket) {
   if (!store_.sharded()) {
+    if (!bucket.work) return;
+    collect(bucket);
     if (bucket.carrier.defined()) {
       device_.copy(bucket.slots, bucket.carrier, options_.postscale);
     } else if (options_.postscale != 1.0f) {
@@ -351,11 +384,9 @@ void GradReducer::complete(BucketState& bucket) {
     }
     return;
   }
+  collect(bucket);
+  if (!bucket.landing.defined()) return;
   const at::Tensor target = row(bucket);
-  if (!options_.scatter) {
-    const at::Tensor& sum = bucket.carrier.defined() ? bucket.carrier : bucket.slots;
-    bucket.landing = sum.narrow(0, store_.spaces()[bucket.space].rank * target.numel(), target.numel());
-  }
   if (replicas_) replicas_->all_reduce(bucket.landing, comm::ReduceOp::kSum)->wait();
   if (bucket.reduced) {
     device_.accumulate(target, bucket.landing, options_.postscale);
@@ -363,13 +394,8 @@ void GradReducer::complete(BucketState& bucket) {
     device_.copy(target, bucket.landing, options_.postscale);
   }
   bucket.reduced = true;
-  if (options_.scatter && bucket.landing.data_ptr() != target.data_ptr()) give_back(bucket.landing);
+  if (bucket.landing.data_ptr() != target.data_ptr()) give_back(bucket.landing);
   bucket.landing = at::Tensor();
-  if (bucket.carrier.defined()) give_back(bucket.carrier);
-  bucket.carrier = at::Tensor();
-  if (bucket.borrowed) give_back(bucket.slots);
-  bucket.slots = at::Tensor();
-  bucket.borrowed = false;
 }
 
 // Learns what any rank has; true when some rank has a late gradient.

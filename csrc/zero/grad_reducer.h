@@ -23,6 +23,12 @@
 // Ranks may produce gradients in different orders, or not at all; collectives must match. So buckets leave strictly
 // in plan order, and at the end of backward the rest leaves, used or not.
 //
+// [Note: memory during backward]
+// Where gradients are sharded, whole ones exist only between their backward and their reduction: buckets leave as early
+// as they can, from the first backward on (each parameter is taken to fire once, what comes later is late), and their
+// slots are free again as soon as they have been sent. What has arrived waits in its landing until the backward has
+// ended: one that raises leaves nothing behind.
+//
 // [Note: used flags]
 // With the last bucket travels one flag for each parameter: did any rank produce a gradient? The optimizer leaves
 // alone what none has used, exactly as a plain PyTorch process does with a .grad of None.
@@ -46,6 +52,8 @@ struct ReducerOptions {
   float postscale = 1.0f;                    // and by this after it
   c10::optional<at::ScalarType> comm_dtype;  // what travels; unset: the buffers' own
   bool find_culprits = false;                // remember which local gradients were not finite
+  // Backward may wait for an earlier reduction. Not where ranks wait for each other in other ways meanwhile.
+  bool waits = true;
 };
 
 // The limit for buckets of the store: the user's, and at least a few buckets where they overlap with backward.
@@ -74,6 +82,8 @@ class GradReducer {
   // Times this parameter has fired in the running backward, and the most it has in an earlier one.
   int32_t fires(size_t param) const { return fires_[param]; }
   int32_t expected(size_t param) const { return expected_[param]; }
+  void set_waits(bool waits) { options_.waits = waits; }
+  int64_t peak_borrowed_bytes() const { return peak_borrowed_bytes_; }  // slots, carriers and landings
 
   struct Culprit {
     int32_t param;
@@ -117,7 +127,10 @@ class GradReducer {
   void launch(BucketState& bucket);
   void start_reduction(BucketState& bucket);
   void launch_ready();
+  void collect(BucketState& bucket);
+  void collect_earlier(const BucketState& latest);
   void complete(BucketState& bucket);
+  int32_t wanted(size_t param) const { return learned_ ? expected_[param] : eager_; }
   at::Tensor row(const BucketState& bucket);
   bool exchange_flags();
   void late_round();
@@ -133,6 +146,8 @@ class GradReducer {
   std::vector<Abandoned> abandoned_;
   std::vector<int32_t> bucket_of_;
   std::vector<at::Tensor> free_;  // memory of borrowed slots and landings
+  int64_t borrowed_bytes_ = 0, peak_borrowed_bytes_ = 0;
+  const bool eager_;  // buckets leave before backward's end even where nothing overlaps
 
   std::mutex mutex_;  // hooks may come from one thread per device
   Phase phase_ = Phase::kIdle;

@@ -214,3 +214,18 @@ def test_gathered_weights_are_free_after_forward():
     one = 4 * LARGEST
     assert all(kept >= one for kept in run_ranks(2, body_views, True))
     assert all(kept < one for kept in run_ranks(2, body_views, False))
+
+
+def body_borrowed(rank, world, zero):
+    engine = make_engine(2, 2, reduce_bucket_size=2 * LARGEST, **zero)
+    train(engine, rank, 3)
+    return engine.core.peak_borrowed_bytes
+
+
+@pytest.mark.parametrize("zero", [{"overlap_comm": True}, {"overlap_comm": False}], ids=["overlap", "no overlap"])
+def test_stage_2_never_holds_all_gradients(zero):
+    """Slots of a few buckets, and what has landed for this rank: from the first backward on."""
+    whole = 4 * NUMEL
+    for borrowed in run_ranks(2, body_borrowed, zero):
+        assert borrowed <= 3 * 4 * 2 * LARGEST + whole / 2 + 0.05 * whole
+        assert borrowed < 0.95 * whole
