@@ -17,8 +17,10 @@ namespace {
 // function of libc10_cuda.so, which torch has loaded if it has CUDA.
 void* native_stream(c10::Stream stream) {
   using Accessor = void* (*)(const c10::Stream*);
-  void* library = dlopen("libc10_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
-  auto accessor = library ? reinterpret_cast<Accessor>(dlsym(library, "_ZNK3c104cuda10CUDAStream6streamEv")) : nullptr;
+  static const Accessor accessor = [] {
+    void* library = dlopen("libc10_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
+    return library ? reinterpret_cast<Accessor>(dlsym(library, "_ZNK3c104cuda10CUDAStream6streamEv")) : nullptr;
+  }();
   if (!accessor) fail(ErrorKind::kRuntime, "this torch has no CUDA support");
   return accessor(&stream);
 }
@@ -100,6 +102,18 @@ void DeviceContext::accumulate(const at::Tensor& dst, const at::Tensor& src, flo
   const at::Tensor flat = in_order_of(dst, src);
   table_->accumulate(launch(), dst.data_ptr(), kernel_dtype(dst.scalar_type(), "gradient"), flat.data_ptr(),
                      kernel_dtype(flat.scalar_type(), "gradient"), static_cast<size_t>(flat.numel()), scale);
+}
+
+void DeviceContext::move(void* dst, at::ScalarType dst_type, const void* src, at::ScalarType src_type, int64_t numel,
+                         float scale, bool add) const {
+  const auto run = add ? table_->accumulate : table_->copy;
+  const auto call = [&] {
+    run(launch(), dst, kernel_dtype(dst_type, "gradient"), src, kernel_dtype(src_type, "gradient"),
+        static_cast<size_t>(numel), scale);
+  };
+  if (device_.is_cpu()) return call();
+  const c10::DeviceGuard current(device_);
+  call();
 }
 
 at::Tensor DeviceContext::flattened(const at::Tensor& src, at::IntArrayRef sizes, at::IntArrayRef strides) const {

@@ -30,6 +30,10 @@ class DeviceContext {
   void copy(const at::Tensor& dst, const at::Tensor& src, float scale) const;
   void accumulate(const at::Tensor& dst, const at::Tensor& src, float scale) const;
 
+  // The same on raw memory of this device, for `numel` elements of dtypes that has_kernel_dtype() accepts.
+  void move(void* dst, at::ScalarType dst_type, const void* src, at::ScalarType src_type, int64_t numel, float scale,
+            bool add) const;
+
   // The elements of `src`, dense, in the memory order of a tensor of these sizes and strides, as one dimension.
   at::Tensor flattened(const at::Tensor& src, at::IntArrayRef sizes, at::IntArrayRef strides) const;
 

@@ -44,6 +44,7 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, comm::Communi
       bucket.begin = space.map.full_begin(plan);
       bucket.numel = space.map.full_end(plan) - bucket.begin;
       for (int32_t i = plan.first_param; i <= plan.last_param; ++i) bucket.params.push_back(space.params[i]);
+      find_gaps(bucket);
       buckets_.push_back(std::move(bucket));
     }
   }
@@ -64,8 +65,7 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, comm::Communi
         at::zeros({static_cast<int64_t>(store.size())}, at::TensorOptions().device(device.device()).dtype(at::kDouble));
 }
 
-// ---- memory
-// ----------------------------------------------------------------------------------------------------------
+// ---- memory -------------------------------------------------------------------------------------------------------
 
 at::Tensor GradReducer::borrow(int64_t numel, at::ScalarType type) {
   const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(type));
@@ -96,27 +96,52 @@ void GradReducer::need_slots(BucketState& bucket) {
 
 // Padding travels, too: it must not be garbage, which could be nan.
 void GradReducer::zero_gaps(const BucketState& bucket) {
+  constexpr size_t kFew = 8;  // more of them cost more than all of the slots
+  if (bucket.gaps.size() > kFew) {
+    bucket.slots.zero_();
+    return;
+  }
+  for (const auto& [begin, end] : bucket.gaps) bucket.slots.narrow(0, begin, end - begin).zero_();
+}
+
+void GradReducer::find_gaps(BucketState& bucket) const {
   const plan::ShardMap& map = store_.spaces()[bucket.space].map;
   std::vector<std::pair<int64_t, int64_t>> taken;
   for (size_t e = map.first[bucket.plan.first_param]; e < map.first[bucket.plan.last_param + 1]; ++e)
     taken.emplace_back(map.extents[e].full_offset - bucket.begin, map.extents[e].numel);
   std::sort(taken.begin(), taken.end());
+  taken.emplace_back(bucket.numel, 0);
   int64_t next = 0;
   for (const auto& [offset, numel] : taken) {
-    if (offset > next) bucket.slots.narrow(0, next, offset - next).zero_();
+    if (offset > next) bucket.gaps.emplace_back(next, offset);
     next = offset + numel;
   }
-  if (next < bucket.numel) bucket.slots.narrow(0, next, bucket.numel - next).zero_();
 }
 
-// ---- slots
-// -----------------------------------------------------------------------------------------------------------
+// ---- slots --------------------------------------------------------------------------------------------------------
 
 void GradReducer::put(size_t param, const at::Tensor& slots, int64_t begin, const at::Tensor& grad, float scale,
                       bool add) {
   const ParamSpec& spec = store_.spec(param);
   const plan::ShardMap& map = store_.space_of(param).map;
   const auto index = static_cast<size_t>(store_.place(param).index);
+  const auto sizes = spec.sharded ? at::IntArrayRef(spec.sharded->sizes()) : spec.tensor.sizes();
+  const auto strides = spec.sharded ? at::IntArrayRef(spec.sharded->strides()) : spec.tensor.strides();
+  // Nearly every gradient: dense, in the parameter's memory order, of a dtype that kernels know. No tensor is made for
+  // it, since that would cost several times what a small gradient does.
+  if (!grad.is_sparse() && grad.device() == slots.device() && has_kernel_dtype(grad.scalar_type()) &&
+      has_kernel_dtype(slots.scalar_type()) && grad.sizes() == sizes && grad.strides() == strides) {
+    const auto move = [&](int64_t to, int64_t from, int64_t numel) {
+      device_.move(static_cast<char*>(slots.data_ptr()) + to * static_cast<int64_t>(slots.element_size()),
+                   slots.scalar_type(),
+                   static_cast<const char*>(grad.data_ptr()) + from * static_cast<int64_t>(grad.element_size()),
+                   grad.scalar_type(), numel, scale, add);
+    };
+    if (map.offsets[index] >= 0) return move(map.offsets[index] - begin, 0, map.numels[index]);
+    for (size_t e = map.first[index]; e < map.first[index + 1]; ++e)
+      move(map.extents[e].full_offset - begin, map.extents[e].param_offset, map.extents[e].numel);
+    return;
+  }
   if (map.offsets[index] >= 0) {
     const at::Tensor slot = slots.as_strided(spec.tensor.sizes(), spec.tensor.strides(),
                                              slots.storage_offset() + map.offsets[index] - begin);
@@ -200,8 +225,7 @@ void GradReducer::adopt_user_grads() {
   }
 }
 
-// ---- one backward
-// ----------------------------------------------------------------------------------------------------
+// ---- one backward -------------------------------------------------------------------------------------------------
 
 void GradReducer::begin(bool reduce) {
   at::NoGradGuard no_grad;
@@ -299,8 +323,7 @@ void GradReducer::launch_ready() {
   }
 }
 
-// ---- reduction
-// -------------------------------------------------------------------------------------------------------
+// ---- reduction ----------------------------------------------------------------------------------------------------
 
 at::Tensor GradReducer::row(const BucketState& bucket) {
   return store_.spaces()[bucket.space].grad.data.narrow(0, bucket.plan.shard_begin,

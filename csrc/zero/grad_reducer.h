@@ -98,7 +98,8 @@ class GradReducer {
     plan::Bucket plan;
     int64_t begin, numel;  // in the full space
     std::vector<int32_t> params;
-    int32_t pending = -1;  // parameters still expected to fire; -1: unknown, leaves at the end
+    std::vector<std::pair<int64_t, int64_t>> gaps;  // padding, as [begin, end) within the bucket
+    int32_t pending = -1;                           // parameters still expected to fire; -1: unknown, leaves at the end
     bool launched = false;
     bool reduced = false;  // the row of reduced gradients holds something
     bool borrowed = false;
@@ -122,6 +123,7 @@ class GradReducer {
   void zero_slot(const BucketState& bucket, size_t param);
   void scale_slot(const BucketState& bucket, size_t param, float scale);
   void zero_gaps(const BucketState& bucket);
+  void find_gaps(BucketState& bucket) const;
   void need_slots(BucketState& bucket);
   void note_culprit(size_t param, const at::Tensor& grad);
   void launch(BucketState& bucket);

@@ -35,8 +35,7 @@ void ParamGatherer::extend_unit(int32_t index, ShardedParamPtr param) {
   unit.numel += param->numel();
 }
 
-// ---- holding
-// ---------------------------------------------------------------------------------------------------------
+// ---- holding ------------------------------------------------------------------------------------------------------
 
 void ParamGatherer::hold(const std::vector<ShardedParam*>& params) {
   std::vector<ShardedParam*> absent;
@@ -98,8 +97,7 @@ void ParamGatherer::refresh_persistent() {
   source_->refresh(stale);
 }
 
-// ---- uses
-// ------------------------------------------------------------------------------------------------------------
+// ---- uses ---------------------------------------------------------------------------------------------------------
 
 void ParamGatherer::note(int32_t unit) {
   recording_.push_back(unit);
