@@ -136,6 +136,13 @@ void ParamGatherer::enter(int32_t index, const std::vector<at::Tensor>& inputs) 
   auto use = std::make_shared<Use>();
   use->unit = index;
   use->params = units_.at(index).params;
+  use->entered_at = events_;
+  // A recomputation in backward that torch ended early, by an exception of its own, never left its modules: backward
+  // has gone on since, which it does not do inside a call.
+  while (!in_forward_ && !running_.empty() && running_.back()->entered_at != events_) {
+    let_go(running_.back()->params, false);
+    running_.pop_back();
+  }
   note(index);
   running_.push_back(use);
   hold(use->params);
@@ -182,6 +189,7 @@ void ParamGatherer::watch_outputs(const UsePtr& use, const std::vector<at::Tenso
 
 void ParamGatherer::start_backward_use(const UsePtr& use) {
   if (use->held) return;
+  ++events_;
   use->held = true;
   use->open_inputs = use->inputs;
   if (use->unit >= 0) note(use->unit);
@@ -203,6 +211,7 @@ void ParamGatherer::start_backward_use(const UsePtr& use) {
 }
 
 void ParamGatherer::end_backward_use(const UsePtr& use) {
+  ++events_;
   use->held = false;
   backward_.erase(std::remove(backward_.begin(), backward_.end(), use), backward_.end());
   let_go(use->params, wanted_soon(use->unit));
@@ -246,6 +255,11 @@ void ParamGatherer::forget_saved_again() {
 }
 
 void ParamGatherer::end_backward() {
+  if (!in_forward_) {
+    // A recomputation that torch ended early, by an exception of its own, never left the modules it was in.
+    for (const UsePtr& use : running_) let_go(use->params, false);
+    running_.clear();
+  }
   if (!creates_graph_) forget_saved_again();
   creates_graph_ = false;
   for (const UsePtr& use : std::vector<UsePtr>(backward_)) {

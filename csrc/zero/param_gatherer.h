@@ -77,6 +77,7 @@ class ParamGatherer {
     std::vector<ShardedParam*> params;
     int inputs = 0, open_inputs = 0;  // that tell the end of its part of backward
     bool held = false;                // by that part
+    int64_t entered_at = 0;           // events_ when the call began
   };
   using UsePtr = std::shared_ptr<Use>;
   struct Unit {
@@ -105,6 +106,7 @@ class ParamGatherer {
   std::vector<UsePtr> backward_;  // uses that hold parameters in backward
   UsePtr whole_;                  // the call of the model itself: holds what was touched outside of all units
   bool in_forward_ = false;
+  int64_t events_ = 0;  // starts and ends of backward parts
   // Held from a backward with create_graph, inside forward or not, to the end of the next one without.
   std::vector<ShardedParam*> saved_again_;
   bool creates_graph_ = false;
