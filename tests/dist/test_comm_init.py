@@ -1,6 +1,7 @@
 """Joining a job in every way, and who is in it."""
 
 import os
+import socket
 from datetime import timedelta
 
 import pytest
@@ -187,9 +188,7 @@ def test_device_mesh():
     assert len(set(run_ranks(2, _mesh, init="gloo"))) == 1
 
 
-def _busy(rank, world):
-    import socket  # noqa: PLC0415
-
+def _finds_its_port_taken():
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen(1)
@@ -198,5 +197,24 @@ def _busy(rank, world):
             dist.init_distributed(verbose=False)
 
 
+def _busy(rank, world):
+    _finds_its_port_taken()
+
+
 def test_busy_port_names_the_port_and_the_fix():
     run_ranks(1, _busy)
+
+
+def _second_try(rank, world):
+    meeting_point = os.environ["MASTER_PORT"]
+    if rank == 0:
+        _finds_its_port_taken()
+    os.environ["MASTER_PORT"] = meeting_point
+    dist.init_distributed(verbose=False)
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    return one.item()
+
+
+def test_a_rank_whose_first_try_failed_joins_at_the_second():
+    assert run_ranks(2, _second_try, timeout=20) == [2.0, 2.0]

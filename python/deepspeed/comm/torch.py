@@ -44,7 +44,16 @@ class TorchBackend(Backend):
         return True
 
     def init_process_group(self, backend, timeout, init_method, rank, world_size):
-        dist.init_process_group(backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size)
+        numbering = getattr(dist.distributed_c10d, "_world", None)  # torch 2.x
+        before = getattr(numbering, "group_count", None)
+        try:
+            dist.init_process_group(backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size)
+        except Exception:
+            # torch numbers the group before it meets the others and keeps the number when that fails: the rank that
+            # tries again would look for the group "1" of a store in which the others wait as "0", for ever.
+            if before is not None and not dist.is_initialized():
+                numbering.group_count = before
+            raise
 
     def is_initialized(self):
         return dist.is_initialized()
