@@ -125,8 +125,6 @@ DS_BINDINGS(m) {
            py::arg("allgather"), py::arg("allgather_bucket_numel"), py::arg("sharded"), py::arg("others"),
            py::arg("gather_group"), py::arg("max_live"), py::arg("max_reuse"), py::arg("persistence"),
            py::arg("model_persistence"), py::arg("prefetch"), py::arg("replicas"))
-      .def("watch", &Engine::watch, Unlocked())
-      .def("watch_outputs", &Engine::watch_outputs, Unlocked(), py::arg("outputs"))
       .def("forwarded", &Engine::forwarded, Unlocked(), py::arg("outputs"), py::arg("reduce"), py::arg("factor"))
       .def("begin_step", &Engine::begin_step, Unlocked(), py::arg("loss_scale"), py::arg("max_norm"), py::arg("check"))
       .def("end_step", &Engine::end_step, Unlocked())
@@ -136,7 +134,6 @@ DS_BINDINGS(m) {
       .def("abort_backward", &Engine::abort_backward, Unlocked())
       .def("finish_backward", &Engine::finish_backward, Unlocked())
       .def("clear_grads", &Engine::clear_grads, Unlocked())
-      .def("norm", &Engine::norm, Unlocked(), py::arg("loss_scale"), py::arg("max_norm"), py::arg("check"))
       .def("adam", &adam, py::arg("groups"))
       .def("report", &Engine::report, Unlocked())
       .def("scale_grads", &Engine::scale_grads, Unlocked())

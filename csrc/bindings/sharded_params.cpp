@@ -172,7 +172,6 @@ DS_BINDINGS(m) {
       .def("add_unit", &ParamGatherer::add_unit)
       .def("extend_unit", &ParamGatherer::extend_unit)
       .def("release_all", &ParamGatherer::release_all, Unlocked())
-      .def("begin_forward", &ParamGatherer::begin_forward)
       .def("abandon_forward", &ParamGatherer::abandon_forward, Unlocked())
       .def(
           "drain", [](ParamGatherer& g) { g.source().drain(); }, Unlocked())
@@ -195,7 +194,6 @@ DS_BINDINGS(m) {
         return EnterHook{{engine, unit, elsewhere}};
       }))
       .def("__call__", &EnterHook::operator(), py::arg("module"), py::arg("args"), py::arg("kwargs") = py::none())
-      .def_property_readonly("alive", [](const EnterHook& hook) { return !hook.engine.expired(); })
       .def("__deepcopy__", [](const EnterHook& hook, const py::dict&) {
         return EnterHook{{{}, hook.unit, hook.elsewhere}};
       });

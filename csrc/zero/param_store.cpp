@@ -7,11 +7,16 @@
 #include <unordered_set>
 
 #include "base/error.h"
-#include "zero/param_layout.h"
 
 namespace ds::zero {
 
 namespace {
+
+// Strides under which the elements fill one block of memory: the tensor's own (channels_last stays so) where they do.
+std::vector<int64_t> kept_strides(const at::Tensor& tensor) {
+  if (tensor.is_non_overlapping_and_dense()) return tensor.strides().vec();
+  return at::empty(tensor.sizes(), tensor.options().device(at::kCPU)).strides().vec();
+}
 
 c10::Device common_device(const std::vector<ParamSpec>& specs, const std::vector<ShardedParamPtr>& others) {
   if (specs.empty()) return others.empty() ? c10::Device(at::kCPU) : others[0]->shard().device();
@@ -28,11 +33,6 @@ int64_t bytes_of(const at::Tensor& tensor) {
 }
 
 }  // namespace
-
-std::vector<int64_t> kept_strides(const at::Tensor& tensor) {
-  if (tensor.is_non_overlapping_and_dense()) return tensor.strides().vec();
-  return at::empty(tensor.sizes(), tensor.options().device(at::kCPU)).strides().vec();
-}
 
 ParamStore::ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options, std::vector<ShardedParamPtr> others)
     : specs_(std::move(specs)),

@@ -8,6 +8,8 @@ from deepspeed.utils.nested import tensors_in
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 from deepspeed.zero.sharded_parameter import is_sharded
 
+_HOOK_OPTIONS = {"with_kwargs": True} if forward_hooks_take_kwargs() else {}
+
 
 def _tensors_of_object(value):
     """Tensors that need gradients in an object that is no tensor, tuple, list or dict."""
@@ -77,13 +79,11 @@ class ModuleHooks:
 
     def _hook_enter(self, module, unit):
         enter = _native._C.EnterHook(self.core, unit, _tensors_of_object)
-        kwargs = {"with_kwargs": True} if forward_hooks_take_kwargs() else {}
-        self.forward_hooks.append(module.register_forward_pre_hook(_returns_nothing(enter, kwargs), **kwargs))
+        self.forward_hooks.append(module.register_forward_pre_hook(enter, **_HOOK_OPTIONS))
 
     def _hook_leave(self, module, unit):
         leave = _native._C.LeaveHook(self.core, unit, _tensors_of_object)
-        kwargs = {"with_kwargs": True} if forward_hooks_take_kwargs() else {}
-        self.forward_hooks.append(module.register_forward_hook(leave, **kwargs))
+        self.forward_hooks.append(module.register_forward_hook(leave, **_HOOK_OPTIONS))
 
     def remove(self, root=None):
         for handle in self.forward_hooks:
@@ -91,7 +91,3 @@ class ModuleHooks:
         self.forward_hooks.clear()
         for module in root.modules() if isinstance(root, torch.nn.Module) else ():
             module.__dict__.pop("_ds_hook_unit", None)
-
-
-def _returns_nothing(enter, kwargs):
-    return enter
