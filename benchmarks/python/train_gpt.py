@@ -119,6 +119,7 @@ def work(args):
     sys.path[:0] = [os.path.join(ROOT, "examples", "quickstart"), HERE]
     import psutil
     import torch
+
     from model import GPT, Shape
 
     device = torch.device(args.device, int(os.environ["LOCAL_RANK"])) if args.device == "cuda" else torch.device("cpu")
@@ -176,7 +177,10 @@ def turn(args, size, name, port):
             ranks.append(subprocess.Popen(command, env=env))
         if any([process.wait() for process in ranks]):
             return f"{name} failed on {size}; its message is above"
-        figures = [json.load(open(os.path.join(scratch, f"rank{rank}"), encoding="utf-8")) for rank in range(args.ranks)]
+        figures = []
+        for rank in range(args.ranks):
+            with open(os.path.join(scratch, f"rank{rank}"), encoding="utf-8") as file:
+                figures.append(json.load(file))
         return {key: max(one[key] for one in figures) for key in figures[0]}
 
 
@@ -203,7 +207,7 @@ def measure(args, size):
             "reserved_growth_bytes": max(one["reserved_growth_bytes"] for one in found[name]),
         }
     print(
-        f"GPT of {numel / 1e6:.0f}M parameters, {args.rows} x {MODELS[size]['context']} tokens, {args.ranks} rank(s) on "
+        f"GPT of {numel / 1e6:.0f}M, {args.rows} x {MODELS[size]['context']} tokens, {args.ranks} rank(s) on "
         f"{args.device}: predicted peak {predicted / 2**30:.2f} GiB, of which activations {activations / 2**30:.2f}"
     )
     for name, one in figures["contenders"].items():
