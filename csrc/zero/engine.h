@@ -126,8 +126,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::unique_ptr<ParamGatherer> gatherer_;
   int writing_ = 0;
   std::vector<bool> watched_;
-  bool own_backward_ = false;   // begin_backward was called by our caller
-  at::Tensor root_;             // that backward ends by itself; with a hook
+  bool own_backward_ = false;  // begin_backward was called by our caller
+  at::Tensor root_;            // that backward ends by itself; with a hook
   unsigned root_hook_ = 0;
   bool user_backward_ = false;  // by a hook on an output
   bool user_reduce_ = true;
