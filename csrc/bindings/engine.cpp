@@ -87,9 +87,13 @@ void set_rules(Engine& engine, const std::vector<std::string>& names) {
 // `groups`: one (rule, {hyperparameter: value}) for each parameter group.
 void update(Engine& engine, const std::vector<std::pair<std::string, std::map<std::string, double>>>& groups) {
   py::gil_scoped_release unlocked;
-  for (size_t group = 0; group < groups.size(); ++group)
-    engine.update(static_cast<int32_t>(group),
-                  hyper_values(optim::find_rule(groups[group].first), groups[group].second));
+  for (size_t group = 0; group < groups.size(); ++group) {
+    const optim::Rule& rule = engine.stepper().rule(static_cast<int32_t>(group));
+    if (rule.name != groups[group].first)
+      fail(ErrorKind::kRuntime, "parameter group ", group, " was set up for the optimizer '", rule.name,
+           "' and is now to be updated by '", groups[group].first, "', which has other states");
+    engine.update(static_cast<int32_t>(group), hyper_values(rule, groups[group].second));
+  }
 }
 
 zero::Kept kept_of(const std::string& name) {

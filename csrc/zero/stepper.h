@@ -33,6 +33,7 @@ class Stepper {
 
   // Which native optimizer updates each parameter group, hence which slots there are. Before anything about slots.
   void set_rules(std::vector<const optim::Rule*> by_group);
+  const optim::Rule& rule(int32_t group) const { return *rules_.at(group); }
   // One update of the used parameters of a group by its rule, with hyperparameters in the rule's order; does nothing
   // on the device when norm() said skip. After norm().
   void update(const GradReducer& grads, int32_t group, const std::vector<double>& hyper);
