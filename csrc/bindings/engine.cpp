@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "bindings/registry.h"
+#include "bindings/optimizer_rules.h"
 #include "bindings/sharded_params.h"
 #include "bindings/torch_types.h"
 #include "comm/c10d_communicator.h"
@@ -78,15 +79,23 @@ std::shared_ptr<Engine> make_engine(const std::vector<at::Tensor>& tensors, cons
   return std::make_shared<Engine>(std::move(specs), options, std::move(dp), std::move(mp));
 }
 
-// `groups`: one dict for each parameter group, as the optimizer's adam_args() gives it.
-void adam(Engine& engine, const std::vector<py::dict>& groups) {
-  std::vector<zero::AdamGroupArgs> args;
-  for (const py::dict& group : groups)
-    args.push_back({group["lr"].cast<double>(), group["beta1"].cast<double>(), group["beta2"].cast<double>(),
-                    group["eps"].cast<double>(), group["weight_decay"].cast<double>(), group["adamw"].cast<bool>(),
-                    group["bias_correction"].cast<bool>()});
+// `rules`: the name of the native optimizer of each parameter group.
+void set_rules(Engine& engine, const std::vector<std::string>& names) {
+  std::vector<const optim::Rule*> rules;
+  for (const std::string& name : names) rules.push_back(&optim::find_rule(name));
+  engine.stepper().set_rules(std::move(rules));
+}
+
+// `groups`: one (rule, {hyperparameter: value}) for each parameter group.
+void update(Engine& engine, const std::vector<std::pair<std::string, std::map<std::string, double>>>& groups) {
   py::gil_scoped_release unlocked;
-  for (size_t group = 0; group < args.size(); ++group) engine.adam(static_cast<int32_t>(group), args[group]);
+  for (size_t group = 0; group < groups.size(); ++group) {
+    const optim::Rule& rule = engine.stepper().rule(static_cast<int32_t>(group));
+    if (rule.name != groups[group].first)
+      fail(ErrorKind::kRuntime, "parameter group ", group, " was set up for the optimizer '", rule.name,
+           "' and is now to be updated by '", groups[group].first, "', which has other states");
+    engine.update(static_cast<int32_t>(group), hyper_values(rule, groups[group].second));
+  }
 }
 
 zero::Kept kept_of(const std::string& name) {
@@ -136,7 +145,9 @@ DS_BINDINGS(m) {
       .def("abort_backward", &Engine::abort_backward, Unlocked())
       .def("finish_backward", &Engine::finish_backward, Unlocked())
       .def("clear_grads", &Engine::clear_grads, Unlocked())
-      .def("adam", &adam, py::arg("groups"))
+      .def("set_rules", &set_rules, py::arg("rules"))
+      .def("update", &update, py::arg("groups"))
+      .def("slot_names", [](Engine& engine) { return engine.stepper().slot_names(); })
       .def("report", &Engine::report, Unlocked())
       .def("scale_grads", &Engine::scale_grads, Unlocked())
       .def("hand_out_grads", &Engine::hand_out_grads, Unlocked())
@@ -161,7 +172,14 @@ DS_BINDINGS(m) {
       .def(
           "grads", [](Engine& engine) { return engine.pieces(zero::Kept::kGrad, 0); }, Unlocked())
       .def(
-          "slots", [](Engine& engine, int slot) { return engine.pieces(zero::Kept::kSlot, slot); }, Unlocked())
+          "slots",
+          [](Engine& engine, int slot) {
+            std::vector<c10::optional<at::Tensor>> result;
+            for (at::Tensor& piece : engine.pieces(zero::Kept::kSlot, slot))
+              result.push_back(piece.defined() ? c10::optional<at::Tensor>(std::move(piece)) : c10::nullopt);
+            return result;
+          },
+          Unlocked())
       .def("pieces",
            [](Engine& engine) {
              std::vector<std::tuple<int32_t, int64_t, int64_t>> result;

@@ -4,6 +4,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <cmath>
 #include <set>
 
@@ -19,7 +20,7 @@ Stepper::Stepper(ParamStore& store, DeviceContext& device, comm::CommunicatorPtr
       steps_(at::zeros({static_cast<int64_t>(store.size())}, at::kFloat)) {}
 
 template <typename Keep>
-std::vector<Stepper::Run> Stepper::runs(const FlatSpace& space, const GradReducer& grads, Keep keep) const {
+std::vector<Stepper::Run> Stepper::runs(const FlatSpace& space, const GradReducer& grads, Keep keep, bool apart) const {
   std::vector<Run> result;
   bool open = false;
   for (size_t e : space.owned) {
@@ -28,10 +29,10 @@ std::vector<Stepper::Run> Stepper::runs(const FlatSpace& space, const GradReduce
     const bool take = grads.used(param) && keep(param);
     const int32_t bucket = space.map.bucket_of[extent.param];
     const int64_t begin = extent.shard_offset, end = begin + extent.numel;
-    if (take && open && result.back().bucket == bucket) {
+    if (take && open && !apart && result.back().bucket == bucket) {
       result.back().end = end;
     } else if (take) {
-      result.push_back({bucket, begin, end});
+      result.push_back({bucket, begin, end, extent.param});
     }
     open = take;
   }
@@ -71,68 +72,87 @@ void Stepper::norm(const GradReducer& grads, float loss_scale, float max_norm, b
   stepped_.clear();
 }
 
-void Stepper::adam(const GradReducer& grads, int32_t group, const AdamGroupArgs& args) {
+void Stepper::set_rules(std::vector<const optim::Rule*> by_group) {
+  rules_ = std::move(by_group);
+  slot_names_.clear();
+  for (const optim::Rule* rule : rules_)
+    for (const std::string& name : rule->slots)
+      if (std::find(slot_names_.begin(), slot_names_.end(), name) == slot_names_.end()) slot_names_.push_back(name);
+  for (FlatSpace& space : store_.spaces()) space.slots.clear();
+}
+
+void Stepper::update(const GradReducer& grads, int32_t group, const std::vector<double>& hyper) {
   at::NoGradGuard no_grad;
   const c10::DeviceGuard current(device_.device());
-  ensure_slots(2);
+  const optim::Rule& rule = *rules_.at(group);
+  for (FlatSpace& space : store_.spaces())
+    if (space.group == group) update_space(space, grads, rule, hyper);
+}
+
+void Stepper::update_space(FlatSpace& space, const GradReducer& grads, const optim::Rule& rule,
+                           const std::vector<double>& hyper) {
+  ensure_slots(space);
+  const bool narrow = space.narrow();
+  kernels::UpdateArgs args;
+  args.grad_dtype = kernel_dtype(space.grad.data.scalar_type(), "gradient");
+  args.lp_dtype = kernel_dtype(space.lp.data.scalar_type(), "parameter");
+  at::Tensor sums, scratch;
+  if (rule.sums > 0)
+    sums = at::zeros({static_cast<int64_t>(space.params.size()), rule.sums},
+                     space.master.data.options().dtype(at::kDouble));
+  const Buffer* like = space.slots.empty() ? nullptr : &space.slots[0];
+  Buffer scratch_buffer;
+  if (rule.scratch && like != nullptr) scratch_buffer = {at::empty_like(like->data), like->full};
+
+  // Parameters that were unused in some steps have seen fewer updates, and bias correction depends on the number.
   float* steps = steps_.data_ptr<float>();
-  for (FlatSpace& space : store_.spaces()) {
-    if (space.group != group) continue;
-    const bool narrow = space.narrow();
-    kernels::AdamArgs kernel_args{args.lr,
-                                  args.beta1,
-                                  args.beta2,
-                                  args.eps,
-                                  args.weight_decay,
-                                  1.0,
-                                  1.0,
-                                  args.adamw,
-                                  kernel_dtype(space.grad.data.scalar_type(), "gradient"),
-                                  kernel_dtype(space.lp.data.scalar_type(), "parameter")};
-    // Parameters that were unused in some steps have seen fewer updates, and bias correction depends on the number.
-    std::set<float> counts;
-    for (int32_t param : space.params)
-      if (grads.used(param)) counts.insert(steps[param]);
-    const auto update = [&](auto in_pass) {
-      for (float count : counts) {
-        const auto parts = runs(space, grads, [&](size_t param) { return steps[param] == count; });
-        std::vector<kernels::AdamSegment> segments;
-        for (const Run& run : parts) {
-          if (!in_pass(run.bucket)) continue;
-          kernels::AdamSegment segment;
-          segment.master = reinterpret_cast<float*>(at(space, space.master, run));
-          segment.exp_avg = reinterpret_cast<float*>(at(space, space.slots[0], run));
-          segment.exp_avg_sq = reinterpret_cast<float*>(at(space, space.slots[1], run));
-          segment.grad = at(space, space.grad, run);
-          segment.lp = narrow ? at(space, space.lp, run) : nullptr;
-          segment.numel = static_cast<size_t>(run.end - run.begin);
-          segments.push_back(segment);
-        }
-        const double step = count + 1.0;
-        if (args.bias_correction) {
-          kernel_args.bias_correction1 = 1.0 - std::pow(args.beta1, step);
-          kernel_args.bias_correction2 = 1.0 - std::pow(args.beta2, step);
-        }
-        device_.table().adam(device_.launch(), segments.data(), segments.size(), kernel_args, device_.step_scale());
+  std::set<float> counts;
+  for (int32_t param : space.params)
+    if (grads.used(param)) counts.insert(steps[param]);
+  const auto run = [&](size_t pass, auto in_turn) {
+    for (float count : counts) {
+      const auto parts = runs(
+          space, grads, [&](size_t param) { return steps[param] == count; }, rule.by_parameter());
+      std::vector<kernels::UpdateSegment> segments;
+      for (const Run& part : parts) {
+        if (!in_turn(part.bucket)) continue;
+        kernels::UpdateSegment segment;
+        segment.master = at(space, space.master, part);
+        for (size_t slot = 0; slot < rule.slots.size(); ++slot)
+          segment.states[slot] = at(space, space.slots[slot], part);
+        segment.grad = at(space, space.grad, part);
+        segment.lp = narrow ? at(space, space.lp, part) : nullptr;
+        segment.numel = static_cast<size_t>(part.end - part.begin);
+        if (scratch_buffer.data.defined()) segment.scratch = reinterpret_cast<float*>(at(space, scratch_buffer, part));
+        if (rule.sums > 0) segment.sums = sums.data_ptr<double>() + part.index * rule.sums;
+        segments.push_back(segment);
       }
-    };
-    if (gathers(space) && gather_.overlap) {
-      // From the first parameters on: the next forward wants them first.
-      for (auto b = static_cast<int32_t>(space.map.buckets.size()) - 1; b >= 0; --b) {
-        update([b](int32_t bucket) { return bucket == b; });
-        start_gather(space, space.map.buckets[b]);
-      }
-    } else {
-      update([](int32_t) { return true; });
-      if (gathers(space))
-        for (auto bucket = space.map.buckets.rbegin(); bucket != space.map.buckets.rend(); ++bucket)
-          start_gather(space, *bucket);
+      optim::run_pass(device_.table(), device_.launch(), rule, pass, segments, args, hyper, count + 1.0,
+                      device_.step_scale());
     }
-    for (int32_t param : space.params) {
-      if (!grads.used(param)) continue;
-      steps[param] += 1.0f;
-      stepped_.push_back(param);
+  };
+  const auto all = [](int32_t) { return true; };
+  const size_t last = rule.passes.size() - 1;
+  for (size_t pass = 0; pass < last; ++pass) {
+    run(pass, all);
+    if (rule.passes[pass].adds_sums && store_.sharded()) data_parallel_->all_reduce(sums, comm::ReduceOp::kSum)->wait();
+  }
+  if (gathers(space) && gather_.overlap) {
+    // From the first parameters on: the next forward wants them first.
+    for (auto b = static_cast<int32_t>(space.map.buckets.size()) - 1; b >= 0; --b) {
+      run(last, [b](int32_t bucket) { return bucket == b; });
+      start_gather(space, space.map.buckets[b]);
     }
+  } else {
+    run(last, all);
+    if (gathers(space))
+      for (auto bucket = space.map.buckets.rbegin(); bucket != space.map.buckets.rend(); ++bucket)
+        start_gather(space, *bucket);
+  }
+  for (int32_t param : space.params) {
+    if (!grads.used(param)) continue;
+    steps[param] += 1.0f;
+    stepped_.push_back(param);
   }
 }
 
@@ -206,11 +226,21 @@ void Stepper::refresh_master() {
   }
 }
 
-void Stepper::ensure_slots(int count) {
-  for (FlatSpace& space : store_.spaces())
-    while (static_cast<int>(space.slots.size()) < count)
-      space.slots.push_back({at::zeros({space.map.shard_numel}, space.master.data.options().dtype(at::kFloat)),
-                             space.map.parts == 1 && space.grad.full});
+void Stepper::ensure_slots(FlatSpace& space) {
+  const size_t wanted = rules_.empty() ? 0 : rules_.at(space.group)->slots.size();
+  while (space.slots.size() < wanted)
+    space.slots.push_back({at::zeros({space.map.shard_numel}, space.master.data.options().dtype(at::kFloat)),
+                           space.map.parts == 1 && space.grad.full});
+}
+
+const Buffer* Stepper::slot(FlatSpace& space, int slot) {
+  if (slot < 0 || slot >= static_cast<int>(slot_names_.size()))
+    fail(ErrorKind::kIndex, "there is no optimizer slot ", slot, ": there are ", slot_names_.size());
+  const std::vector<std::string>& own = rules_.at(space.group)->slots;
+  const auto found = std::find(own.begin(), own.end(), slot_names_[slot]);
+  if (found == own.end()) return nullptr;
+  ensure_slots(space);
+  return &space.slots[found - own.begin()];
 }
 
 }  // namespace ds::zero

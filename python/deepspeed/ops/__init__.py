@@ -1,15 +1,19 @@
 """Optimizers and operators with native kernels. Submodules are imported when they are first used."""
 
 import importlib
-
-_SUBMODULES = ("adam",)
+import importlib.util
+import pkgutil
 
 
 def __getattr__(name):
-    if name in _SUBMODULES:
+    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
         return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_SUBMODULES)}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_folders())}")
+
+
+def _folders():
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.ispkg)
 
 
 def __dir__():
-    return sorted([*globals(), *_SUBMODULES])
+    return sorted([*globals(), *_folders()])

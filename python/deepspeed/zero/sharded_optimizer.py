@@ -84,12 +84,10 @@ class ShardedOptimizer(WrappedOptimizer, ZeROOptimizer):
         return self._params[0].device if self._params else torch.device("cpu")
 
     # ---- whole tensors, collected or spread ------------------------------------------------------------------------
-    STATES = ("exp_avg", "exp_avg_sq")
-
     def state_names(self):
         """Names of the optimizer's states that have one value for each element of a parameter."""
         if self.stepping.fused is not None:
-            return list(self.STATES)
+            return list(self.core.slot_names())
         found = []
         for master, state in self.optimizer.state.items():
             for name, value in state.items():
@@ -115,7 +113,8 @@ class ShardedOptimizer(WrappedOptimizer, ZeROOptimizer):
             grad = self.core.full("grad", 0, index)
             return None if grad is None else self._unscaled(grad)
         if self.stepping.fused is not None:
-            return self.core.full("slot", self.STATES.index(kind), index) if kind in self.STATES else None
+            names = self.core.slot_names()
+            return self.core.full("slot", names.index(kind), index) if kind in names else None
         return self._collect(index, kind)
 
     def _collect(self, index, name):
@@ -140,8 +139,8 @@ class ShardedOptimizer(WrappedOptimizer, ZeROOptimizer):
             self.core.set_full("master", 0, index, value)
         elif kind == "grad":
             self.core.set_full("grad", 0, index, value.float() * self.loss_scale)
-        elif self.stepping.fused is not None and kind in self.STATES:
-            self.core.set_full("slot", self.STATES.index(kind), index, value)
+        elif self.stepping.fused is not None and kind in self.core.slot_names():
+            self.core.set_full("slot", self.core.slot_names().index(kind), index, value)
         else:
             flat = in_memory_order(value, self._params[index])
             for offset, numel, state in self._piece_states(index, kind):

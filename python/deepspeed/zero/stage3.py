@@ -298,7 +298,8 @@ class DeepSpeedZeroOptimizer_Stage3(ShardedOptimizer):
 
     def _state_tensors(self, name):
         if self.stepping.fused is not None:
-            return self.core.slots(self.STATES.index(name))
+            slots = self.core.slots(self.core.slot_names().index(name))
+            return [torch.zeros_like(m) if s is None else s for m, s in zip(self.stepping.masters, slots)]
         return [
             self.optimizer.state.get(master, {}).get(name, torch.zeros_like(master)) for master in self.stepping.masters
         ]
@@ -342,7 +343,7 @@ class DeepSpeedZeroOptimizer_Stage3(ShardedOptimizer):
         names = [name for name, value in (states[0] if states else {}).items() if torch.is_tensor(value)]
         for name in names:
             if self.stepping.fused is not None:
-                targets = self.core.slots(self.STATES.index(name))
+                targets = self._state_tensors(name)
             else:
                 targets = [self.optimizer.state[m].setdefault(name, torch.zeros_like(m)) for m in self.stepping.masters]
             self._spread([state[name] for state in states], targets, f"state '{name}'")
