@@ -63,7 +63,7 @@ OPS = (
           rule="adam", kernels=("adam",)),
     _both("fused_lion", "FusedLionBuilder", "Lion over lists of tensors", api="fused_lion", rule="lion",
           kernels=("lion",)),
-    _both("fused_lamb", "FusedLambBuilder", "LAMB", rule="lamb", kernels=("lamb",)),
+    _both("fused_lamb", "FusedLambBuilder", "LAMB", api="fused_lamb", rule="lamb", kernels=("lamb",)),
     # Memory and files
     Op("utils", "UtilsBuilder", "flattens lists of tensors and back", api="utils", devices=("cpu", "cuda")),
     _cpu("async_io", "AsyncIOBuilder", "reads and writes files beside the computation",

@@ -86,6 +86,7 @@ def test_op_rows_without_torch(monkeypatch, tmp_path):
     assert native.op_rows(OPS, {"ops": [["x", True, True, ""]]}) == [["x", True, True, ""]]
 
 
+@pytest.mark.slow
 def test_isa_in_use():
     if not native.isa_paths():
         pytest.skip("the kernels are not built")

@@ -215,6 +215,26 @@ def test_fused_lion(values):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("mode", [0, 1])
+def test_fused_lamb(values, mode):
+    op = need("FusedLambBuilder")
+    p, g, m, v = (t.clone() for t in values)
+    copy = torch.empty(1001, dtype=torch.bfloat16)
+    ratio = op.lamb(p, copy, m, v, g * 4, 0.1, 0.9, 0.99, 10.0, 0.01, 1e-3, 4.0, 2, mode, 1, 0.1)
+    p0, g0, m0, v0 = (t.double() for t in values)
+    m1, v1 = 0.9 * m0 + 0.1 * g0, 0.99 * v0 + 0.01 * g0 * g0
+    mean, square = m1 / (1 - 0.9**2), v1 / (1 - 0.99**2)
+    update = mean / ((square + 1e-3).sqrt() if mode == 0 else square.sqrt() + 1e-3) + 0.1 * p0
+    wanted = p0.norm() / update.norm()
+    torch.testing.assert_close(ratio.double(), wanted.reshape(1), rtol=1e-5, atol=0)
+    for got, want in zip((p, m, v), (p0 - 0.1 * wanted * update, m1, v1)):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    assert torch.equal(copy, p.bfloat16())
+    zero = torch.zeros(3)
+    args = (0.1, 0.9, 0.99, 10.0, 0.01, 1e-3, 1.0, 1, mode, 1, 0.0)
+    assert op.lamb(zero, torch.empty(0), zero.clone(), zero.clone(), torch.ones(3), *args).tolist() == [1.0]
+
+
 def test_utils():
     op = op_builder.UtilsBuilder().load()
     tensors = [torch.arange(6.0).reshape(2, 3), torch.ones(1)]

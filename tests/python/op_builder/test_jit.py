@@ -61,6 +61,7 @@ def answers(toy, count):
     return [output[0].split()[-1] for output in outputs]
 
 
+@pytest.mark.slow
 def test_processes_at_once_build_once(toy):
     slow(toy)
     assert answers(toy, 3) == ["42"] * 3 and toy.calls() == 2
@@ -71,6 +72,7 @@ def slow(toy):
     toy.compiler.write_text(toy.compiler.read_text().replace("exec", "sleep 1; exec"))
 
 
+@pytest.mark.slow
 def test_a_killed_builder_does_not_block(toy):
     slow(toy)
     killed = start(toy)
@@ -88,6 +90,7 @@ def toy_is_built(toy):
     return any("built.json" in os.listdir(folder) for folder in folders(toy))
 
 
+@pytest.mark.slow
 def test_a_process_waits_for_the_one_that_builds(toy, capsys):
     toy.builder().load()
     (folder,) = folders(toy)

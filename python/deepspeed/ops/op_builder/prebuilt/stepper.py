@@ -40,6 +40,10 @@ class Stepper:
                 bias_correction2=1 - hyper["beta2"] ** step if correct else 1.0,
             )  # fmt: skip
 
+    def sums(self):
+        """What the last step summed over whole parameters: fp64, a row for each; None where the rule sums nothing."""
+        return self._kernel.sums()
+
 
 class Handles:
     """Optimizers by the number that a script gave them."""
