@@ -90,13 +90,15 @@ void set_rules(Engine& engine, const std::vector<std::string>& names) {
 // `groups`: one (rule, {hyperparameter: value}) for each parameter group.
 void update(Engine& engine, const std::vector<std::pair<std::string, std::map<std::string, double>>>& groups) {
   py::gil_scoped_release unlocked;
+  std::vector<std::vector<double>> hyper;
   for (size_t group = 0; group < groups.size(); ++group) {
     const optim::Rule& rule = engine.stepper().rule(static_cast<int32_t>(group));
     if (rule.name != groups[group].first)
       fail(ErrorKind::kRuntime, "parameter group ", group, " was set up for the optimizer '", rule.name,
            "' and is now to be updated by '", groups[group].first, "', which has other states");
-    engine.update(static_cast<int32_t>(group), hyper_values(rule, groups[group].second));
+    hyper.push_back(hyper_values(rule, groups[group].second));
   }
+  engine.update(hyper);
 }
 
 zero::Kept kept_of(const std::string& name) {
@@ -211,6 +213,11 @@ DS_BINDINGS(m) {
              std::vector<bool> used;
              for (size_t param = 0; param < engine.params().size(); ++param) used.push_back(engine.grads().used(param));
              return used;
+           })
+      .def("sums",
+           [](Engine& engine) {
+             const at::Tensor& sums = engine.stepper().sums();
+             return sums.defined() ? c10::optional<at::Tensor>(sums) : c10::nullopt;
            })
       .def("steps", [](Engine& engine) { return engine.stepper().steps(); })
       .def("culprits",

@@ -31,6 +31,7 @@ class FusedState:
         self.params = params
         self.run_step = run_step
         self.stepping = False
+        optimizer.check_engine()
         self.core.set_rules([optimizer.rule_of(group) for group in optimizer.param_groups])
         if optimizer.stochastic_rounding:
             logger.warning(
