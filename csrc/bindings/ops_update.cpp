@@ -115,21 +115,24 @@ class UpdateRunner {
       if (!p.is_inference()) p.unsafeGetTensorImpl()->bump_version();
   }
 
-  // The loads and stores of a rule without its arithmetic, for benchmarks: fp32 tensors of one size on the CPU.
-  void memory_bound(const at::Tensor& param, const at::Tensor& grad, const Tensors& states, int threads) {
-    kernels::Stream stream;
-    Tensors all = states;
-    all.insert(all.begin(), {param, grad});
-    for (const at::Tensor& t : all)
-      if (!t.is_cpu() || t.scalar_type() != at::kFloat || !t.is_contiguous() || t.numel() != param.numel())
+  // The loads and stores of a rule without its arithmetic, for benchmarks: fp32 tensors on the CPU, cut and spread over
+  // threads as in step().
+  void memory_bound(const Tensors& params, const Tensors& grads, const std::vector<Tensors>& states, int threads) {
+    std::vector<kernels::Stream> streams(params.size());
+    const auto data = [&](const at::Tensor& t, size_t i) {
+      if (!t.is_cpu() || t.scalar_type() != at::kFloat || !t.is_contiguous() || t.numel() != params[i].numel())
         fail(ErrorKind::kValue, "memory_bound takes contiguous fp32 CPU tensors of one size");
+      return t.data_ptr<float>();
+    };
     if (states.size() > 2) fail(ErrorKind::kValue, "memory_bound takes at most two states");
-    stream.read = grad.data_ptr<float>();
-    stream.update[0] = param.data_ptr<float>();
-    for (size_t k = 0; k < states.size(); ++k) stream.update[1 + k] = states[k].data_ptr<float>();
-    stream.n = static_cast<size_t>(param.numel());
+    for (size_t i = 0; i < params.size(); ++i) {
+      streams[i].numel = static_cast<size_t>(params[i].numel());
+      streams[i].read = data(grads.at(i), i);
+      streams[i].update[0] = data(params[i], i);
+      for (size_t k = 0; k < states.size(); ++k) streams[i].update[1 + k] = data(states[k].at(i), i);
+    }
     py::gil_scoped_release no_gil;
-    ds_cpu_stream({pool(threads), nullptr}, stream);
+    ds_cpu_stream({pool(threads), nullptr}, streams.data(), streams.size());
   }
 
  private:
@@ -204,6 +207,6 @@ DS_BINDINGS(m) {
       .def("step", &UpdateRunner::step, py::arg("params"), py::arg("grads"), py::arg("states"), py::arg("hyper"),
            py::arg("step"), py::arg("threads"), py::arg("cuda_stream") = 0, py::arg("seed") = py::none(),
            py::arg("streams") = std::vector<uint64_t>())
-      .def("memory_bound", &UpdateRunner::memory_bound, py::arg("param"), py::arg("grad"), py::arg("states"),
+      .def("memory_bound", &UpdateRunner::memory_bound, py::arg("params"), py::arg("grads"), py::arg("states"),
            py::arg("threads"));
 }
