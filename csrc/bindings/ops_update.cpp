@@ -116,19 +116,20 @@ class UpdateRunner {
   }
 
   // The loads and stores of a rule without its arithmetic, for benchmarks: fp32 tensors on the CPU, cut and spread over
-  // threads as in step().
+  // threads as in step(). With no `params` the gradients are read and that is all.
   void memory_bound(const Tensors& params, const Tensors& grads, const std::vector<Tensors>& states, int threads) {
-    std::vector<kernels::Stream> streams(params.size());
+    std::vector<kernels::Stream> streams(grads.size());
     const auto data = [&](const at::Tensor& t, size_t i) {
-      if (!t.is_cpu() || t.scalar_type() != at::kFloat || !t.is_contiguous() || t.numel() != params[i].numel())
+      if (!t.is_cpu() || t.scalar_type() != at::kFloat || !t.is_contiguous() || t.numel() != grads[i].numel())
         fail(ErrorKind::kValue, "memory_bound takes contiguous fp32 CPU tensors of one size");
       return t.data_ptr<float>();
     };
     if (states.size() > 2) fail(ErrorKind::kValue, "memory_bound takes at most two states");
-    for (size_t i = 0; i < params.size(); ++i) {
-      streams[i].numel = static_cast<size_t>(params[i].numel());
-      streams[i].read = data(grads.at(i), i);
-      streams[i].update[0] = data(params[i], i);
+    for (size_t i = 0; i < grads.size(); ++i) {
+      streams[i].numel = static_cast<size_t>(grads[i].numel());
+      streams[i].read = data(grads[i], i);
+      if (params.empty()) continue;
+      streams[i].update[0] = data(params.at(i), i);
       for (size_t k = 0; k < states.size(); ++k) streams[i].update[1 + k] = data(states[k].at(i), i);
     }
     py::gil_scoped_release no_gil;
