@@ -23,6 +23,7 @@ import os
 import statistics
 import sys
 import time
+from functools import partial
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import torch  # noqa: E402
@@ -227,7 +228,7 @@ def main():
             torch.set_num_threads(threads)
             for label, count, limit in (("one_tensor", 1, args.limit), (f"{MANY}_tensors", MANY, args.many_limit)):
                 key = f"{name}_{label}_{threads}_threads"
-                measure = measure_step if name == "step" else lambda *rest: measure_optimizer(name, *rest)
+                measure = measure_step if name == "step" else partial(measure_optimizer, name)
                 figures[key] = measure(args.numel, count, threads, args.rounds)
                 show(key, figures[key])
                 if figures[key].get("of_memory_bound", limit) < limit:
