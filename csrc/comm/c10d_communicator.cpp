@@ -162,7 +162,11 @@ class C10dCommunicator : public Communicator {
     const int64_t n = landing.size(0) + 1;
     const bool narrow = own.scalar_type() == at::kHalf || own.scalar_type() == at::kBFloat16;
     at::Tensor sum = output.view({-1});
-    if (narrow && sum.scalar_type() != at::kFloat) sum = at::empty(sum.sizes(), sum.options().dtype(at::kFloat));
+    if (narrow && sum.scalar_type() != at::kFloat) {
+      sum = at::empty(sum.sizes(), sum.options().dtype(at::kFloat));
+    } else if (sum.data_ptr() == own.data_ptr() && me > 1) {
+      sum = landing.select(0, 0);  // our own row must last until its turn
+    }
     if (sum.scalar_type() == own.scalar_type()) {
       at::add_out(sum, part(0), part(1));
     } else {

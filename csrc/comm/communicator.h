@@ -42,8 +42,8 @@ class Communicator {
   WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op);
   WorkPtr broadcast(const at::Tensor& tensor, int root);
   // `output` becomes the sum over ranks of row number rank() of `input`, which has size() rows of output.numel()
-  // elements. Summed in rank order, in fp32 where the input is narrower; `output` has input's dtype or fp32. They do
-  // not overlap. `input` is left undefined.
+  // elements. Summed in rank order, in fp32 where the input is narrower; `output` has input's dtype or fp32. It may be
+  // that very row of `input`, else they do not overlap. The rest of `input` is left undefined.
   WorkPtr reduce_scatter(const at::Tensor& input, const at::Tensor& output);
   // Row r of `all`, which has size() rows of mine.numel() elements, becomes rank r's `mine`. `mine` may be this rank's
   // row of `all`.

@@ -17,9 +17,9 @@ kernels::SgdConstants constants(const Values& h, double step) {
   return c;
 }
 
-const Registration registration(elementwise(
-    "sgd", {"momentum_buffer"},
-    {{"lr", 1e-3}, {"momentum", 0}, {"dampening", 0}, {"weight_decay", 0}, {"nesterov", 0}}, &constants));
+const Registration registration(
+    elementwise("sgd", {"momentum_buffer"},
+                {{"lr", 1e-3}, {"momentum", 0}, {"dampening", 0}, {"weight_decay", 0}, {"nesterov", 0}}, &constants));
 
 }  // namespace
 }  // namespace ds::optim

@@ -85,16 +85,36 @@ StepReport Engine::end_step() {
   return found;
 }
 
-void Engine::begin_backward(bool reduce) {
+void Engine::begin_backward(bool reduce, const at::Tensor& root) {
+  if (own_backward_) end_backward();  // it did not raise, or it would have been aborted; only its root saw no gradient
   watch();
   user_backward_ = false;
   own_backward_ = true;
   grads_.begin(reduce);
+  if (!root.defined() || !root.requires_grad()) return;
+  root_ = root;
+  root_hook_ = root.register_hook([weak = weak_from_this()](const at::Tensor& grad) -> at::Tensor {
+    if (const auto engine = weak.lock(); engine && engine->own_backward_) engine->queue_end();
+    return grad;
+  });
+}
+
+// From a hook on the root side, so that it runs when the outermost backward ends, not a re-entrant one.
+void Engine::queue_end() {
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+    if (const auto alive = weak.lock(); alive && (alive->user_backward_ || alive->own_backward_)) alive->end_backward();
+  });
+}
+
+void Engine::leave_root() {
+  if (root_.defined()) root_.remove_hook(root_hook_);
+  root_ = at::Tensor();
 }
 
 void Engine::end_backward() {
   own_backward_ = false;
   user_backward_ = false;
+  leave_root();
   if (gatherer_) {
     gatherer_->end_backward();
     gatherer_->source().drain();
@@ -124,6 +144,7 @@ void Engine::end_write() {
 bool Engine::abort_backward() {
   own_backward_ = false;
   user_backward_ = false;
+  leave_root();
   if (gatherer_) gatherer_->end_backward();
   return grads_.abort();
 }
@@ -144,10 +165,7 @@ void Engine::watch_outputs(const std::vector<at::Tensor>& outputs) {
       if (!engine->user_backward_) {
         engine->user_backward_ = true;
         engine->grads_.begin(engine->user_reduce_);
-        // Queued from a hook on the root side, so it runs when the outermost backward ends, not a re-entrant one.
-        torch::autograd::Engine::get_default_engine().queue_callback([weak] {
-          if (const auto alive = weak.lock(); alive && alive->user_backward_) alive->end_backward();
-        });
+        engine->queue_end();
       }
       const double factor = engine->user_factor_;
       return factor == 1.0 || !grad.defined() ? grad : at::mul(grad, factor);

@@ -42,8 +42,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   void watch();  // hooks on the parameters that require grad now; the calls below do it by themselves
 
-  // A backward that the caller runs between begin_backward and end_backward, or gives up with abort_backward.
-  void begin_backward(bool reduce);
+  // A backward that the caller runs between begin_backward and end_backward, or gives up with abort_backward. With a
+  // `root` that it starts from, end_backward is called by itself when the outermost backward of that root ends.
+  void begin_backward(bool reduce, const at::Tensor& root = {});
   void end_backward();
   bool abort_backward();
 
@@ -111,6 +112,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
  private:
   const Buffer* buffer(FlatSpace& space, Kept kept, int slot);  // null: no such slot
+  void leave_root();
+  void queue_end();
   StoreOptions store_options(const std::vector<ParamSpec>& params, const EngineOptions& options);
 
   const StagePolicy& policy_;
@@ -123,7 +126,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::unique_ptr<ParamGatherer> gatherer_;
   int writing_ = 0;
   std::vector<bool> watched_;
-  bool own_backward_ = false;   // begin_backward was called by our caller
+  bool own_backward_ = false;  // begin_backward was called by our caller
+  at::Tensor root_;            // that backward ends by itself; with a hook
+  unsigned root_hook_ = 0;
   bool user_backward_ = false;  // by a hook on an output
   bool user_reduce_ = true;
   double user_factor_ = 1.0;

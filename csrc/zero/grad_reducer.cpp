@@ -33,7 +33,8 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, comm::Communi
       scaled_(store.size()),
       fires_(store.size()),
       expected_(store.size()),
-      late_(store.size()) {
+      late_(store.size()),
+      slot_views_(store.size()) {
   options_.overlap = options_.overlap && communicator_->size() > 1;
   for (size_t s = 0; s < store.spaces().size(); ++s) {
     const FlatSpace& space = store.spaces()[s];
@@ -187,11 +188,20 @@ bool GradReducer::attaches(size_t param) const {
   return space.grad.data.scalar_type() == space.dtype;
 }
 
+// The slot as the parameter's .grad. Made once: making a tensor costs as much as all other bookkeeping of a gradient.
+const at::Tensor& GradReducer::slot_view(size_t param) {
+  const at::Tensor& tensor = store_.spec(param).tensor;
+  at::Tensor& view = slot_views_[param];
+  if (!view.defined() || view.requires_grad() || view.sizes() != tensor.sizes() || view.strides() != tensor.strides())
+    view = store_.view(param, store_.space_of(param).grad.data);
+  return view;
+}
+
 void GradReducer::attach_grads() {
   for (size_t param = 0; param < store_.size(); ++param) {
     at::Tensor& grad = store_.spec(param).tensor.mutable_grad();
     if (filled_[param] && attaches(param)) {
-      grad = store_.view(param, store_.space_of(param).grad.data);
+      grad = slot_view(param);
     } else {
       grad = at::Tensor();
     }
@@ -208,6 +218,7 @@ void GradReducer::adopt_user_grads() {
       continue;
     }
     if (store_.sharded()) {
+      make_room();
       store_.need_local();
       const BucketState& bucket = buckets_[bucket_of_[param]];
       const at::Tensor slots = store_.space_of(param).local.narrow(0, bucket.begin, bucket.numel);
@@ -217,7 +228,7 @@ void GradReducer::adopt_user_grads() {
       grad = at::Tensor();
       continue;
     }
-    const at::Tensor slot = store_.view(param, store_.space_of(param).grad.data);
+    const at::Tensor slot = slot_view(param);
     const bool ours = attaches(param) && !grad.is_sparse() && grad.data_ptr() == slot.data_ptr();
     if (!ours) device_.copy(slot, grad, 1.0f);
     filled_[param] = 1;
@@ -231,6 +242,7 @@ void GradReducer::begin(bool reduce) {
   at::NoGradGuard no_grad;
   if (active()) abort();
   adopt_user_grads();
+  make_room();
   if (!reduce) store_.need_local();
   for (size_t param = 0; param < store_.size(); ++param) store_.spec(param).tensor.mutable_grad() = at::Tensor();
   was_filled_ = filled_;
@@ -248,6 +260,11 @@ void GradReducer::begin(bool reduce) {
     bucket.pending = known > 0 || learned_ ? known : -1;
   }
   phase_ = reduce ? Phase::kReducing : Phase::kAccumulating;
+}
+
+// Local gradients are about to be written: reduced ones must not lie among them.
+void GradReducer::make_room() {
+  if (holds_reduced_ && store_.grads_joined()) store_.part_grads();
 }
 
 void GradReducer::note_culprit(size_t param, const at::Tensor& grad) {
@@ -280,16 +297,17 @@ void GradReducer::on_grad(size_t param) {
   if (!held.is_sparse()) note_culprit(param, held);
   if (phase_ == Phase::kIdle) {
     // A backward that nobody announced (of a graph that the engine's forward did not build): keep it, reduce at step.
+    make_room();
     store_.need_local();
     const bool ours = attaches(param) && !held.is_sparse() &&
-                      held.data_ptr() == store_.view(param, store_.space_of(param).grad.data).data_ptr();
+                      held.data_ptr() == slot_view(param).data_ptr();
     if (!ours) {
       scaled_[param] = 0;
       BucketState& bucket = buckets_[bucket_of_[param]];
       bucket.slots = at::Tensor();
       absorb(param, held);
       bucket.slots = at::Tensor();
-      held = attaches(param) ? store_.view(param, store_.space_of(param).grad.data) : at::Tensor();
+      held = attaches(param) ? slot_view(param) : at::Tensor();
     }
     dirty_ = true;
     return;
@@ -326,8 +344,9 @@ void GradReducer::launch_ready() {
 // ---- reduction ----------------------------------------------------------------------------------------------------
 
 at::Tensor GradReducer::row(const BucketState& bucket) {
-  return store_.spaces()[bucket.space].grad.data.narrow(0, bucket.plan.shard_begin,
-                                                        bucket.plan.shard_end - bucket.plan.shard_begin);
+  const FlatSpace& space = store_.spaces()[bucket.space];
+  return space.grad.data.narrow(0, space.offset_in(space.grad, bucket.plan, bucket.plan.shard_begin),
+                                bucket.plan.shard_end - bucket.plan.shard_begin);
 }
 
 void GradReducer::launch(BucketState& bucket) {
@@ -416,7 +435,7 @@ void GradReducer::complete(BucketState& bucket) {
   } else if (bucket.landing.data_ptr() != target.data_ptr() || options_.postscale != 1.0f) {
     device_.copy(target, bucket.landing, options_.postscale);
   }
-  bucket.reduced = true;
+  bucket.reduced = holds_reduced_ = true;
   if (bucket.landing.data_ptr() != target.data_ptr()) give_back(bucket.landing);
   bucket.landing = at::Tensor();
 }
@@ -529,6 +548,7 @@ bool GradReducer::abort() {
       space.grad.data = space.grad.data.clone();
       if (space.local.defined()) space.local = shared ? space.grad.data : space.local.clone();
     }
+    std::fill(slot_views_.begin(), slot_views_.end(), at::Tensor());
   }
   filled_ = was_filled_;
   std::fill(late_.begin(), late_.end(), at::Tensor());
@@ -552,13 +572,13 @@ void GradReducer::finish() {
 void GradReducer::set_used(size_t param) {
   if (!store_.sharded()) {
     filled_[param] = 1;
-    if (attaches(param))
-      store_.spec(param).tensor.mutable_grad() = store_.view(param, store_.space_of(param).grad.data);
+    if (attaches(param)) store_.spec(param).tensor.mutable_grad() = slot_view(param);
     return;
   }
   BucketState& bucket = buckets_[bucket_of_[param]];
+  if (store_.grads_joined()) store_.part_grads();
   if (!bucket.reduced) row(bucket).zero_();
-  bucket.reduced = true;
+  bucket.reduced = holds_reduced_ = true;
   used_[param] = 1;
 }
 
@@ -572,6 +592,8 @@ void GradReducer::clear() {
   std::fill(filled_.begin(), filled_.end(), 0);
   std::fill(used_.begin(), used_.end(), 0);
   for (BucketState& bucket : buckets_) bucket.reduced = false;
+  holds_reduced_ = false;
+  if (store_.sharded() && !store_.policy().shard_grads) store_.join_grads();
   for (size_t param = 0; param < store_.size(); ++param) store_.spec(param).tensor.mutable_grad() = at::Tensor();
   dirty_ = false;
   if (culprits_.defined()) culprits_.zero_();

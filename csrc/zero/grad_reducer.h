@@ -5,7 +5,8 @@
 // (stages 0 and 1, and inside no_sync), else memory that a bucket borrows from its first gradient until it is reduced
 // (stages 2 and 3). Reducing a bucket puts this rank's row of the sum into the reduced gradients, added to what earlier
 // micro-steps left there. Where nothing is sharded, slots and reduced gradients are the same memory: what has been
-// reduced is equal on all ranks, so a second reduction leaves it as it is.
+// reduced is equal on all ranks, so a second reduction leaves it as it is. At stage 1 the row is reduced in place, in
+// the local buffer; only when another backward follows before the step does it move to memory of its own.
 //
 // [Note: one backward]
 // begin() detaches every .grad, so autograd always hands over a fresh tensor; the hook moves it into the parameter's
@@ -116,6 +117,7 @@ class GradReducer {
   };
 
   bool attaches(size_t param) const;
+  const at::Tensor& slot_view(size_t param);
   void attach_grads();
   void adopt_user_grads();
   void absorb(size_t param, const at::Tensor& grad);
@@ -125,6 +127,7 @@ class GradReducer {
   void zero_gaps(const BucketState& bucket);
   void find_gaps(BucketState& bucket) const;
   void need_slots(BucketState& bucket);
+  void make_room();
   void note_culprit(size_t param, const at::Tensor& grad);
   void launch(BucketState& bucket);
   void start_reduction(BucketState& bucket);
@@ -158,10 +161,12 @@ class GradReducer {
   std::vector<uint8_t> filled_;      // the slot holds a gradient
   std::vector<uint8_t> was_filled_;  // at begin()
   std::vector<uint8_t> used_;        // sharded: some rank has contributed to the reduced gradient
+  bool holds_reduced_ = false;       // some row of reduced gradients holds something
   std::vector<uint8_t> scaled_;      // the slot has been multiplied by predivide already
   std::vector<int32_t> fires_, expected_;
   bool learned_ = false;  // expected_ rests on at least one backward
   std::vector<at::Tensor> late_;
+  std::vector<at::Tensor> slot_views_;  // of each parameter in the shape of .grad, where that exists
   std::vector<int32_t> late_in_bucket_;  // over all ranks, of the last reducing backward
   at::Tensor culprits_;                  // sum of squares of each local gradient
   int64_t late_count_ = 0, overlapped_count_ = 0;

@@ -134,12 +134,10 @@ void ParamStore::build_space(FlatSpace& space) {
     space.master = {at::zeros({space.map.shard_numel}, options.dtype(at::kFloat)), whole};
   }
   const at::ScalarType accumulate = space.narrow() ? options_.grad_dtype.value_or(at::kFloat) : space.dtype;
-  space.grad = {at::zeros({space.map.shard_numel}, options.dtype(accumulate)), whole};
-  if (whole) {
-    space.local = space.grad.data;
-  } else if (!policy.shard_grads) {
-    space.local = at::zeros({space.map.full_numel()}, space.grad.data.options());
-  }
+  const bool joined = whole || !policy.shard_grads;
+  const int64_t numel = joined ? space.map.full_numel() : space.map.shard_numel;
+  space.grad = {at::zeros({numel}, options.dtype(accumulate)), joined};
+  if (joined) space.local = space.grad.data;
 }
 
 void ParamStore::adopt_params(FlatSpace& space) {
@@ -183,6 +181,27 @@ void ParamStore::need_local() {
 void ParamStore::drop_local() {
   if (!options_.policy.shard_grads) return;
   for (FlatSpace& space : spaces_) space.local = at::Tensor();
+}
+
+bool ParamStore::grads_joined() const {
+  return sharded() && !spaces_.empty() && spaces_[0].local.defined() && spaces_[0].grad.full;
+}
+
+void ParamStore::part_grads() {
+  at::NoGradGuard no_grad;
+  for (FlatSpace& space : spaces_) {
+    const Buffer joined = space.grad;
+    space.grad = {at::empty({space.map.shard_numel}, joined.data.options()), false};
+    for (const plan::Bucket& bucket : space.map.buckets) {
+      const int64_t row = bucket.shard_end - bucket.shard_begin;
+      space.grad.data.narrow(0, bucket.shard_begin, row)
+          .copy_(joined.data.narrow(0, space.offset_in(joined, bucket, bucket.shard_begin), row));
+    }
+  }
+}
+
+void ParamStore::join_grads() {
+  for (FlatSpace& space : spaces_) space.grad = {space.local, true};
 }
 
 std::vector<std::pair<std::string, int64_t>> ParamStore::held_bytes() const {

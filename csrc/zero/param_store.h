@@ -41,7 +41,7 @@ struct FlatSpace {
   Buffer lp;                  // the values the model computes with
   Buffer master;              // fp32; the very same tensor as lp when the model computes in fp32 (or fp64)
   Buffer grad;                // reduced gradients, of the accumulation dtype
-  at::Tensor local;           // full space: gradients not reduced yet; `grad` itself where nothing is sharded
+  at::Tensor local;           // full space: gradients not reduced yet; may be the memory of `grad`, see part_grads
   std::vector<Buffer> slots;  // optimizer states, fp32, created by the stepper
 
   bool narrow() const { return dtype == at::kHalf || dtype == at::kBFloat16; }
@@ -111,6 +111,13 @@ class ParamStore {
   // Makes the buffer of local gradients of every space, where it does not exist (stages 2 and 3 have none by default).
   void need_local();
   void drop_local();
+
+  // Where states are sharded and gradients are not (stage 1), the reduced gradients lie in this rank's rows of the
+  // local buffer, which costs no memory of their own. part_grads() moves them out, before more local gradients come;
+  // join_grads() forgets them and gives that memory back.
+  bool grads_joined() const;
+  void part_grads();
+  void join_grads();
 
   // Bytes this rank holds, by what for: lp, master, grad, local, slots.
   std::vector<std::pair<std::string, int64_t>> held_bytes() const;

@@ -67,9 +67,7 @@ def test_held_bytes_are_the_formula(stage, world):
         for what, name in (("param", "lp"), ("master", "master"), ("slots", "slots")):
             assert planned[what] <= held[name] <= padding * planned[what], what
         gradients = held["grad"] + held["local"]
-        # Stage 1 keeps the reduced slice beside the local gradients, so that backwards may follow each other.
-        extra = 2 * NUMEL / world if stage == 1 and world > 1 else 0
-        assert planned["grad"] <= gradients <= padding * (planned["grad"] + extra) + 1
+        assert planned["grad"] <= gradients <= padding * planned["grad"] + 1
 
 
 def body_traffic(rank, world, stage, accumulate, zero):

@@ -1,6 +1,7 @@
 """ZeRO stages on CUDA, against a plain process on the CPU: one rank over NCCL, two that share a GPU over gloo."""
 
 import pytest
+import torch
 
 import deepspeed
 from engine_models import adam_like, config, difference, make_net, train_engine, train_plain
@@ -47,3 +48,21 @@ def test_sixteen_bits_on_the_gpu(stage, precision):
     expected, _, _ = train_plain(STEPS, adam_like)
     ((losses, _, _),) = run_ranks(1, body, stage, 2, {precision: {"enabled": True}})
     assert losses[-1] == pytest.approx(expected[-1], rel=0.08)
+
+
+def thousand_steps(rank, world, stage):
+    engine = deepspeed.initialize(
+        model=make_net(), config=config(world, 1, zero_optimization={"stage": stage}, bf16={"enabled": True})
+    )[0]
+    reserved = []
+    for turn in range(11):
+        train_engine(engine, 10 if turn == 0 else 100, rank, world)
+        torch.cuda.synchronize()
+        reserved.append((torch.cuda.memory_reserved(), torch.cuda.memory_allocated()))
+    return reserved
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_thousand_steps_allocate_nothing_more(stage):
+    (reserved,) = run_ranks(1, thousand_steps, stage, timeout=240)
+    assert reserved[-1] == reserved[1]

@@ -96,7 +96,6 @@ std::map<std::string, std::vector<Field>> optimizer_params() {
   std::map<std::string, Fields> out;
   out["Adam"] = out["AdamW"] = adam();
   out["Lamb"] = lamb();
-  out["Lion"] = {lr(), betas(), weight_decay(), set_grad_none(), fp32_states(), max_grad_norm()};
   out["OneBitAdam"] = Fields{lr(),      freeze_step(),     betas(),        eps(1e-8), weight_decay(), bias_correction(),
                              amsgrad(), eps_inside_sqrt(), max_grad_norm()} +
                       onebit();

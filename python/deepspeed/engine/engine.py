@@ -179,14 +179,14 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, torch.nn.Module):
             loss = loss / self.gradient_accumulation_steps()
         self.progress.start_backward()
         scale = self.stepping.loss_scale
-        self.core.begin_backward(reduce=self._reduces_now())
+        root = loss.float() * scale if scale != 1.0 else loss
+        self.core.begin_backward(self._reduces_now(), root)  # ends by itself with the backward of `root`
         try:
-            (loss.float() * scale if scale != 1.0 else loss).backward(retain_graph=retain_graph)
+            root.backward(retain_graph=retain_graph)
         except BaseException:
             if self.core.abort_backward():
                 logger.warning("backward failed; the gradients of earlier micro steps of this step are lost with it")
             raise
-        self.core.end_backward()
         self._seen_backward = True
         self.progress.end_backward(loss)
         return loss

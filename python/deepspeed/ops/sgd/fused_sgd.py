@@ -8,7 +8,8 @@ class FusedSGD(FusedOptimizer):
 
     Args:
         params: iterable of parameters (fp32, bf16 or fp16) or of parameter groups.
-        lr, momentum, dampening, weight_decay, nesterov: as in torch.optim.SGD. The buffer is kept without momentum, too.
+        lr, momentum, dampening, weight_decay, nesterov: as in torch.optim.SGD. The buffer is there
+            without momentum, too.
         set_grad_none: ``zero_grad`` drops gradients instead of filling them with zeros.
         stochastic_rounding: round bf16 parameters at random, see ``NativeOptimizer``.
 
