@@ -13,6 +13,7 @@
 #include "bindings/torch_types.h"
 #include "comm/c10d_communicator.h"
 #include "comm/local_communicator.h"
+#include "comm/shm_communicator.h"
 #include "zero/engine.h"
 
 namespace py = pybind11;
@@ -21,6 +22,7 @@ namespace ds::bindings {
 
 comm::CommunicatorPtr communicator(const py::object& group) {
   if (group.is_none()) return comm::local_communicator();
+  if (py::isinstance<comm::Communicator>(group)) return group.cast<comm::CommunicatorPtr>();
   auto native = group.cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
   return comm::c10d_communicator(std::move(native));
 }
@@ -74,6 +76,7 @@ std::shared_ptr<Engine> make_engine(const std::vector<at::Tensor>& tensors, cons
   auto dp = communicator(data_parallel);
   auto mp = model_parallel.is_none() ? nullptr : communicator(model_parallel);
   py::gil_scoped_release unlocked;
+  dp = comm::shm_communicator(std::move(dp));
   return std::make_shared<Engine>(std::move(specs), options, std::move(dp), std::move(mp));
 }
 
@@ -84,9 +87,12 @@ void set_rules(Engine& engine, const std::vector<std::string>& names) {
   engine.stepper().set_rules(std::move(rules));
 }
 
-// `groups`: one (rule, {hyperparameter: value}) for each parameter group.
-void update(Engine& engine, const std::vector<std::pair<std::string, std::map<std::string, double>>>& groups) {
+// `groups`: one (rule, {hyperparameter: value}) for each parameter group. `begin`: the arguments of begin_step, which
+// is then called first.
+void update(Engine& engine, const std::vector<std::pair<std::string, std::map<std::string, double>>>& groups,
+            const std::optional<std::tuple<float, float, bool>>& begin) {
   py::gil_scoped_release unlocked;
+  if (begin) engine.begin_step(std::get<0>(*begin), std::get<1>(*begin), std::get<2>(*begin));
   std::vector<std::vector<double>> hyper;
   for (size_t group = 0; group < groups.size(); ++group) {
     const optim::Rule& rule = engine.stepper().rule(static_cast<int32_t>(group));
@@ -146,7 +152,7 @@ DS_BINDINGS(m) {
       .def("finish_backward", &Engine::finish_backward, Unlocked())
       .def("clear_grads", &Engine::clear_grads, Unlocked())
       .def("set_rules", &set_rules, py::arg("rules"))
-      .def("update", &update, py::arg("groups"))
+      .def("update", &update, py::arg("groups"), py::arg("begin") = py::none())
       .def("slot_names", [](Engine& engine) { return engine.stepper().slot_names(); })
       .def("report", &Engine::report, Unlocked())
       .def("scale_grads", &Engine::scale_grads, Unlocked())
