@@ -8,7 +8,7 @@ import torch
 
 import deepspeed
 from harness import run_ranks
-from lamb_muon_models import LAMB, MUON, Grid, Reference, make, start, train, whole, worst_gap
+from lamb_muon_models import LAMB, Grid, Reference, make, start, train, whole, worst_gap
 
 STEPS = 5
 KINDS = ["Lamb", "Muon"]
@@ -198,8 +198,10 @@ def body_traffic(rank, world, kind, stage):
     engine.core.finish_backward()
     engine.core.reset_traffic()
     engine.step()
-    return engine.core.traffic()["calls"], engine.core.traffic()["elements"], sum(
-        p.ds_numel if hasattr(p, "ds_numel") else p.numel() for p in engine.module.parameters() if p.requires_grad
+    return (
+        engine.core.traffic()["calls"],
+        engine.core.traffic()["elements"],
+        sum(p.ds_numel if hasattr(p, "ds_numel") else p.numel() for p in engine.module.parameters() if p.requires_grad),
     )
 
 
@@ -274,5 +276,3 @@ def test_optimizers_of_the_script(stage):
     for kinds, state, refused in run_ranks(2, body_client, stage):
         assert kinds == [True, False] and state
         assert "gradient_clipping" in refused
-
-

@@ -32,7 +32,8 @@ class Oracle:
         self.weights = [p.detach().double().clone() for p in params]
         self.m = [torch.zeros_like(w) for w in self.weights]
         self.v = [torch.zeros_like(w) for w in self.weights]
-        self.lr, self.betas, self.eps, self.decay, self.inside, self.correct = lr, betas, eps, weight_decay, inside, correct
+        self.lr, self.betas, self.eps, self.decay = lr, betas, eps, weight_decay
+        self.inside, self.correct = inside, correct
         self.low, self.high, self.count, self.ratios = low, high, 0, []
 
     def step(self, grads):
