@@ -1,10 +1,10 @@
 // LAMB: Adam's direction with decoupled decay, its length set for each parameter by a trust ratio (You et al. 2020,
 // "Large Batch Optimization for Deep Learning", algorithm 2). States: 0 first moment, 1 second moment.
 //
-// The ratio needs norms over whole parameters, of which a rank may hold a part, so a step has two passes: "lamb_moments"
-// updates the states and adds to the parameter's sums; when the sums were added up over the ranks, "lamb" updates the
-// weights. The direction u is computed again there, from the same numbers in the same way, which reads and writes no
-// more bytes than storing it would.
+// The ratio needs norms over whole parameters, of which a rank may hold a part, so a step has two passes:
+// "lamb_moments" updates the states and adds to the parameter's sums; when the sums were added up over the ranks,
+// "lamb" updates the weights. The direction u is computed again there, from the same numbers in the same way, which
+// reads and writes no more bytes than storing it would.
 //
 // Per element, in fp32; with g = grad * scale->grad_scale, c1 = bias_correction1, c2 = bias_correction2:
 //   m += (1 - beta1) * (g - m)

@@ -11,10 +11,9 @@ namespace {
 
 kernels::LambConstants constants(const Values& h, double step) {
   const bool correct = h["bias_correction"] != 0;
-  return kernels::lamb_constants({h["lr"], h["beta1"], h["beta2"], h["eps"], h["weight_decay"],
-                                  correct ? 1.0 - std::pow(h["beta1"], step) : 1.0,
-                                  correct ? 1.0 - std::pow(h["beta2"], step) : 1.0, h["eps_inside_sqrt"] != 0,
-                                  h["min_coeff"], h["max_coeff"]});
+  return kernels::lamb_constants(
+      {h["lr"], h["beta1"], h["beta2"], h["eps"], h["weight_decay"], correct ? 1.0 - std::pow(h["beta1"], step) : 1.0,
+       correct ? 1.0 - std::pow(h["beta2"], step) : 1.0, h["eps_inside_sqrt"] != 0, h["min_coeff"], h["max_coeff"]});
 }
 
 Rule lamb() {

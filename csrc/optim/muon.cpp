@@ -12,14 +12,10 @@ kernels::MuonConstants constants(const Values& h, double) {
 }
 
 Rule muon() {
-  Rule rule = elementwise("muon", {"momentum_buffer"},
-                          {{"lr", 0.02},
-                           {"momentum", 0.95},
-                           {"weight_decay", 0},
-                           {"nesterov", 1},
-                           {"ns_steps", 5},
-                           {"gram", 1}},
-                          &constants);
+  Rule rule = elementwise(
+      "muon", {"momentum_buffer"},
+      {{"lr", 0.02}, {"momentum", 0.95}, {"weight_decay", 0}, {"nesterov", 1}, {"ns_steps", 5}, {"gram", 1}},
+      &constants);
   rule.passes = {{"muon_momentum"}, {"muon"}};
   rule.passes[0].orthogonalises = true;
   rule.scratch = true;

@@ -34,8 +34,8 @@ class InBucket {
   }
   void orthogonalise(const ParamSpec& spec, const NewtonSchulz& iteration) const {
     if (map_.offsets[index_] >= 0) {
-      iteration.apply(full_.as_strided(sizes_of(spec), strides_of(spec),
-                                       full_.storage_offset() + map_.offsets[index_] - begin_));
+      iteration.apply(
+          full_.as_strided(sizes_of(spec), strides_of(spec), full_.storage_offset() + map_.offsets[index_] - begin_));
       return;
     }
     const at::Tensor whole = at::empty({map_.numels[index_]}, full_.options());

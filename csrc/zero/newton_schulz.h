@@ -1,14 +1,14 @@
-// Matrices made nearly orthogonal: the quintic Newton-Schulz iteration of Muon (Jordan et al. 2024; Bernstein & Newhouse
-// 2024, "Old optimizer, new norm").
+// Matrices made nearly orthogonal: the quintic Newton-Schulz iteration of Muon (Jordan et al. 2024; Bernstein &
+// Newhouse 2024, "Old optimizer, new norm").
 //
-// X = U / |U|, then `steps` times X <- a X + b (X X') X + c (X X')^2 X with a = 3.4445, b = -4.7750, c = 2.0315. Singular
-// values above about 1e-3 of the largest end between 0.68 and 1.21; singular vectors stay. A wide matrix is taken as it
-// is and a tall one transposed, so that the products are of the shorter side.
+// X = U / |U|, then `steps` times X <- a X + b (X X') X + c (X X')^2 X with a = 3.4445, b = -4.7750, c = 2.0315.
+// Singular values above about 1e-3 of the largest end between 0.68 and 1.21; singular vectors stay. A wide matrix is
+// taken as it is and a tall one transposed, so that the products are of the shorter side.
 //
 // [Note: two forms of the iteration]
 // Every step multiplies X from the left by a polynomial P of its Gram matrix G = X X', and these commute. So X need not
-// be carried along: with Q = product of all P, and G <- P G P, the result is Q X. With r rows and c columns (r <= c) and
-// s steps the standard form costs s (4 r^2 c + 2 r^3) operations, the Gram form 4 r^2 c + (8 s - 6) r^3: less from
+// be carried along: with Q = product of all P, and G <- P G P, the result is Q X. With r rows and c columns (r <= c)
+// and s steps the standard form costs s (4 r^2 c + 2 r^3) operations, the Gram form 4 r^2 c + (8 s - 6) r^3: less from
 // c > 1.5 r on, a third at c = 10 r. It needs fp32: G has squared the singular values, and what rounding makes of the
 // small ones (of either sign) grows elevenfold with each step.
 //

@@ -142,14 +142,14 @@ void Stepper::run_pass(const Turn& turn, const GradReducer& grads, size_t pass, 
   for (int32_t param : space.params)
     if (grads.used(param)) counts.insert(steps[param]);
   for (float count : counts) {
-    const auto parts = runs(space, grads, [&](size_t param) { return steps[param] == count; }, rule.by_parameter());
+    const auto parts = runs(
+        space, grads, [&](size_t param) { return steps[param] == count; }, rule.by_parameter());
     std::vector<kernels::UpdateSegment> segments;
     for (const Run& part : parts) {
       if (bucket >= 0 && part.bucket != bucket) continue;
       kernels::UpdateSegment segment;
       segment.master = at(space, space.master, part);
-      for (size_t slot = 0; slot < rule.slots.size(); ++slot)
-        segment.states[slot] = at(space, space.slots[slot], part);
+      for (size_t slot = 0; slot < rule.slots.size(); ++slot) segment.states[slot] = at(space, space.slots[slot], part);
       segment.grad = at(space, space.grad, part);
       segment.lp = space.narrow() ? at(space, space.lp, part) : nullptr;
       segment.numel = static_cast<size_t>(part.end - part.begin);
@@ -183,7 +183,8 @@ void Stepper::last_pass(const Turn& turn, const GradReducer& grads) {
 void Stepper::matrix_passes(Turn turn, const GradReducer& grads) {
   FlatSpace& space = turn.space;
   const auto iteration = NewtonSchulz::of(optim::Values(turn.rule.hyper, turn.hyper.data()));
-  // Elsewhere whether to skip is known on the device alone: the passes then do nothing, what lies between works on zeros.
+  // Elsewhere whether to skip is known on the device alone: the passes then do nothing, what lies between works on
+  // zeros.
   const bool skip = device_.device().is_cpu() && device_.read_step_scale().skip;
   for (auto b = static_cast<int32_t>(space.map.buckets.size()) - 1; b >= 0 && !skip; --b) {
     const plan::Bucket& bucket = space.map.buckets[b];

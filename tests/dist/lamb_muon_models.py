@@ -157,7 +157,7 @@ def start(kind, stage, model=None, dtype="fp32", params=None, accumulate=1, **mo
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": accumulate,
         "gradient_clipping": CLIP,
-        "optimizer": {"type": kind, "params": params or PARAMS[kind]},
+        "optimizer": {"type": kind, "params": params or PARAMS.get(kind, {})},
         "zero_optimization": {
             "stage": stage,
             "reduce_bucket_size": 400,

@@ -97,16 +97,15 @@ __global__ void __launch_bounds__(kSumBlockLanes)
   }
 }
 
-__global__ void __launch_bounds__(kThreads) weights_kernel(const __grid_constant__ SegmentList list, UpdateDtypes t,
-                                                           LambConstants c, const StepScale* scale) {
+__global__ void __launch_bounds__(kThreads)
+    weights_kernel(const __grid_constant__ SegmentList list, UpdateDtypes t, LambConstants c, const StepScale* scale) {
   if (scale != nullptr && scale->skip) return;
   const int number = list.find(blockIdx.x);
   const SegmentPart& part = list.parts[number];
   const float rate = c.lr * static_cast<float>(lamb_ratio(part.sums, c.min_ratio, c.max_ratio));
   const size_t begin = size_t{blockIdx.x - list.begin(number)} * kUpdateChunk;
   const size_t end = part.numel < begin + kUpdateChunk ? part.numel : begin + kUpdateChunk;
-  const bool packed =
-      aligned(part.master) && aligned(part.states[0]) && aligned(part.states[1]) && aligned(part.lp);
+  const bool packed = aligned(part.master) && aligned(part.states[0]) && aligned(part.states[1]) && aligned(part.lp);
   for_elements(begin, end, threadIdx.x, kThreads, packed, [&](size_t i, auto width) {
     constexpr int kWidth = decltype(width)::value;
     float p[kWidth], m[kWidth], v[kWidth];

@@ -18,8 +18,8 @@ __device__ void for_part(const SegmentList& list, const Step& step) {
   for_elements(begin, end, threadIdx.x, kThreads, packed, [&](size_t i, auto width) { step(part, i, width); });
 }
 
-__global__ void __launch_bounds__(kThreads) momentum_kernel(const __grid_constant__ SegmentList list, UpdateDtypes t,
-                                                            MuonConstants c, const StepScale* scale) {
+__global__ void __launch_bounds__(kThreads)
+    momentum_kernel(const __grid_constant__ SegmentList list, UpdateDtypes t, MuonConstants c, const StepScale* scale) {
   if (scale != nullptr && scale->skip) return;
   const float grad_scale = scale != nullptr ? scale->grad_scale : 1.0f;
   for_part(list, [&](const SegmentPart& part, size_t i, auto width) {
@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(kThreads) momentum_kernel(const __grid_constan
   });
 }
 
-__global__ void __launch_bounds__(kThreads) weights_kernel(const __grid_constant__ SegmentList list, UpdateDtypes t,
-                                                           MuonConstants c, const StepScale* scale) {
+__global__ void __launch_bounds__(kThreads)
+    weights_kernel(const __grid_constant__ SegmentList list, UpdateDtypes t, MuonConstants c, const StepScale* scale) {
   if (scale != nullptr && scale->skip) return;
   for_part(list, [&](const SegmentPart& part, size_t i, auto width) {
     constexpr int kWidth = decltype(width)::value;

@@ -112,12 +112,11 @@ class DeepSpeedZeroOptimizer(ShardedOptimizer):
     def state_dict(self):
         """This rank's shard. Every rank calls it; see ``docs/tutorials/checkpoints.md`` for the keys."""
         state = self._common_state()
-        names = self.state_names()
         inner = {}
         for group in range(len(self.bit16_groups)):
             steps = state["param_steps"]
             first, numels, _, _ = self._group_layout(group)
-            inner[group] = {name: self._saved_partition(group, name) for name in names}
+            inner[group] = {name: self._saved_partition(group, name) for name in self._state_names_of(group)}
             inner[group]["step"] = max([steps[first + i] for i in range(len(numels))], default=0)
         groups = [{**args, "params": [index]} for index, args in enumerate(self._group_args())]
         layouts = [self._group_layout(group) for group in range(len(self.bit16_groups))]
@@ -135,6 +134,12 @@ class DeepSpeedZeroOptimizer(ShardedOptimizer):
             }
         )
         return state
+
+    def _state_names_of(self, group):
+        """Names of the states of a group: groups of a native optimizer may have different ones."""
+        if self.stepping.fused is None:
+            return self.state_names()
+        return list(self.optimizer.slots_of(self.optimizer.param_groups[group]))
 
     def _slice_mapping(self, group):
         first, numels, size, _ = self._group_layout(group)

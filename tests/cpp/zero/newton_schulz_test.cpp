@@ -31,7 +31,8 @@ constexpr NewtonSchulzForm kForms[] = {NewtonSchulzForm::kStandard, NewtonSchulz
 
 TEST(NewtonSchulzTest, BothFormsEqualFp64) {
   at::manual_seed(1);
-  const int64_t shapes[][2] = {{1, 1}, {1, 7}, {7, 1}, {2, 3}, {16, 16}, {31, 33}, {10, 100}, {100, 10}, {64, 96}, {96, 64}};
+  const int64_t shapes[][2] = {{1, 1},   {1, 7},    {7, 1},    {2, 3},   {16, 16},
+                               {31, 33}, {10, 100}, {100, 10}, {64, 96}, {96, 64}};
   for (const auto& shape : shapes) {
     for (NewtonSchulzForm form : kForms) {
       for (int steps : {1, 2, 5}) {

@@ -1,7 +1,7 @@
 """FusedLamb: LAMB with two kernel calls for all tensors of a parameter group, on the device they are on.
 
-The update is algorithm 2 of You et al. 2020, "Large Batch Optimization for Deep Learning"; the exact order of operations
-is in ``csrc/kernels/lamb.h``.
+The update is algorithm 2 of You et al. 2020, "Large Batch Optimization for Deep Learning"; the exact order of
+operations is in ``csrc/kernels/lamb.h``.
 """
 
 import math
@@ -15,8 +15,9 @@ class FusedLamb(NativeOptimizer):
     """LAMB: Adam's direction with decoupled decay, scaled for each parameter by a trust ratio.
 
     With ``u = m / (sqrt(v) + eps) + weight_decay * p`` of the bias-corrected moments, a parameter moves by
-    ``-lr * clamp(|p| / |u|, min_coeff, max_coeff) * u``; the ratio is 1 where one of the norms is zero. Works on CUDA and
-    on CPU tensors, and inside ZeRO at every stage: the norms are those of whole parameters, wherever their parts are.
+    ``-lr * clamp(|p| / |u|, min_coeff, max_coeff) * u``; the ratio is 1 where one of the norms is zero. Works on CUDA
+    and on CPU tensors, and inside ZeRO at every stage: the norms are those of whole parameters, wherever their parts
+    are.
 
     Args:
         params: iterable of parameters (fp32, bf16 or fp16) or of parameter groups.
@@ -88,8 +89,8 @@ class FusedLamb(NativeOptimizer):
         norms = [group["max_grad_norm"] for group in self.param_groups]
         if any(norm > 0 for norm in norms):
             raise ValueError(
-                f"FusedLamb has max_grad_norm={max(norms)}, but inside an engine gradients are clipped by the engine. Set "
-                'the key "gradient_clipping" of the config, and leave max_grad_norm at 0.'
+                f"FusedLamb has max_grad_norm={max(norms)}, but inside an engine gradients are clipped by the engine. "
+                'Set the key "gradient_clipping" of the config, and leave max_grad_norm at 0.'
             )
 
     @torch.no_grad()
@@ -100,7 +101,8 @@ class FusedLamb(NativeOptimizer):
 
         Args:
             closure: recomputes the loss; it runs with gradients enabled.
-            grads: gradients to use instead of ``p.grad``: a list of tensors for the only group, or a list of such lists.
+            grads: gradients to use instead of ``p.grad``: a list of tensors for the only group, or a list of such
+                lists.
             output_params: tensors in the same arrangement that get a copy of the updated parameters.
             scale: what the gradients are divided by.
             grad_norms: the 2-norm of each group's (scaled) gradients, for ``max_grad_norm``; computed where None.
@@ -115,8 +117,8 @@ class FusedLamb(NativeOptimizer):
         if self.fused_state is not None:
             if grads is not None or output_params is not None or scale != 1.0 or grad_norms is not None:
                 raise RuntimeError(
-                    "FusedLamb belongs to an engine, which has the gradients: step takes no grads, output_params, scale "
-                    "or grad_norms there."
+                    "FusedLamb belongs to an engine, which has the gradients: step takes no grads, output_params, "
+                    "scale or grad_norms there."
                 )
             self.fused_state.step()
             return loss

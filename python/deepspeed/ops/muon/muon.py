@@ -87,10 +87,10 @@ class MuonWithAuxAdam(NativeOptimizer):
                 raise ValueError(f"Muon: ns_steps must be a whole number of at least 1, got {group['ns_steps']}.")
             for param in group["params"]:
                 if ndim_of(param) < 2:
+                    shape = tuple(getattr(param, "ds_shape", param.shape))
                     raise ValueError(
-                        f"Muon updates matrices, but a parameter of shape {tuple(getattr(param, 'ds_shape', param.shape))} "
-                        "is in a group with use_muon=True. Put it into a group with use_muon=False (Adam), or set its "
-                        "attribute use_muon to False."
+                        f"Muon updates matrices, but a parameter of shape {shape} is in a group with use_muon=True. "
+                        "Put it into a group with use_muon=False (Adam), or set its attribute use_muon to False."
                     )
         super()._check_group(group)
 
