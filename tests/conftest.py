@@ -1,4 +1,4 @@
-"""For every test: the package of this tree comes first, and the helpers of tests/dist can be imported."""
+"""For every test: the package of this tree comes first, and the helpers of tests/dist and tests/python/ops can be imported."""
 
 import os
 import sys
@@ -9,6 +9,7 @@ TESTS = os.path.dirname(os.path.abspath(__file__))
 for folder in (
     os.path.join(TESTS, "dist"),
     os.path.join(TESTS, "house"),
+    os.path.join(TESTS, "python", "ops"),
     os.path.join(os.path.dirname(TESTS), "python"),
 ):
     if folder not in sys.path:

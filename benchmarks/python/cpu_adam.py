@@ -65,10 +65,10 @@ def measure(numel, count, threads, rounds):
     candidates = {"ours": DeepSpeedCPUAdam(params, **HYPER).step}
     for name, options in torch_variants().items():
         candidates[name] = torch.optim.AdamW(params, **HYPER, **options).step
-    kernel = _C.AdamKernel()
+    kernel = _C.UpdateRunner("adam", "bound")
     grad, exp_avg, exp_avg_sq = (torch.zeros(numel) for _ in range(3))
     target = params[0].detach() if count == 1 else torch.zeros(numel)
-    candidates["memory_bound"] = lambda: kernel.memory_bound(target, grad, exp_avg, exp_avg_sq, threads)
+    candidates["memory_bound"] = lambda: kernel.memory_bound(target, grad, [exp_avg, exp_avg_sq], threads)
     times = {name: [] for name in candidates}
     for turn in range(rounds + 1):
         for name, step in candidates.items():

@@ -8,10 +8,12 @@
 
 #include "base/error.h"
 #include "bindings/registry.h"
+#include "bindings/optimizer_rules.h"
 #include "bindings/sharded_params.h"
 #include "bindings/torch_types.h"
 #include "comm/c10d_communicator.h"
 #include "comm/local_communicator.h"
+#include "comm/shm_communicator.h"
 #include "zero/engine.h"
 
 namespace py = pybind11;
@@ -20,6 +22,7 @@ namespace ds::bindings {
 
 comm::CommunicatorPtr communicator(const py::object& group) {
   if (group.is_none()) return comm::local_communicator();
+  if (py::isinstance<comm::Communicator>(group)) return group.cast<comm::CommunicatorPtr>();
   auto native = group.cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
   return comm::c10d_communicator(std::move(native));
 }
@@ -73,18 +76,29 @@ std::shared_ptr<Engine> make_engine(const std::vector<at::Tensor>& tensors, cons
   auto dp = communicator(data_parallel);
   auto mp = model_parallel.is_none() ? nullptr : communicator(model_parallel);
   py::gil_scoped_release unlocked;
+  dp = comm::shm_communicator(std::move(dp));
   return std::make_shared<Engine>(std::move(specs), options, std::move(dp), std::move(mp));
 }
 
-// `groups`: one dict for each parameter group, as the optimizer's adam_args() gives it.
-void adam(Engine& engine, const std::vector<py::dict>& groups) {
-  std::vector<zero::AdamGroupArgs> args;
-  for (const py::dict& group : groups)
-    args.push_back({group["lr"].cast<double>(), group["beta1"].cast<double>(), group["beta2"].cast<double>(),
-                    group["eps"].cast<double>(), group["weight_decay"].cast<double>(), group["adamw"].cast<bool>(),
-                    group["bias_correction"].cast<bool>()});
+// `rules`: the name of the native optimizer of each parameter group.
+void set_rules(Engine& engine, const std::vector<std::string>& names) {
+  std::vector<const optim::Rule*> rules;
+  for (const std::string& name : names) rules.push_back(&optim::find_rule(name));
+  engine.stepper().set_rules(std::move(rules));
+}
+
+// `groups`: one (rule, {hyperparameter: value}) for each parameter group.
+void update(Engine& engine, const std::vector<std::pair<std::string, std::map<std::string, double>>>& groups) {
   py::gil_scoped_release unlocked;
-  for (size_t group = 0; group < args.size(); ++group) engine.adam(static_cast<int32_t>(group), args[group]);
+  std::vector<std::vector<double>> hyper;
+  for (size_t group = 0; group < groups.size(); ++group) {
+    const optim::Rule& rule = engine.stepper().rule(static_cast<int32_t>(group));
+    if (rule.name != groups[group].first)
+      fail(ErrorKind::kRuntime, "parameter group ", group, " was set up for the optimizer '", rule.name,
+           "' and is now to be updated by '", groups[group].first, "', which has other states");
+    hyper.push_back(hyper_values(rule, groups[group].second));
+  }
+  engine.update(hyper);
 }
 
 zero::Kept kept_of(const std::string& name) {
@@ -134,7 +148,9 @@ DS_BINDINGS(m) {
       .def("abort_backward", &Engine::abort_backward, Unlocked())
       .def("finish_backward", &Engine::finish_backward, Unlocked())
       .def("clear_grads", &Engine::clear_grads, Unlocked())
-      .def("adam", &adam, py::arg("groups"))
+      .def("set_rules", &set_rules, py::arg("rules"))
+      .def("update", &update, py::arg("groups"))
+      .def("slot_names", [](Engine& engine) { return engine.stepper().slot_names(); })
       .def("report", &Engine::report, Unlocked())
       .def("scale_grads", &Engine::scale_grads, Unlocked())
       .def("hand_out_grads", &Engine::hand_out_grads, Unlocked())
@@ -159,7 +175,14 @@ DS_BINDINGS(m) {
       .def(
           "grads", [](Engine& engine) { return engine.pieces(zero::Kept::kGrad, 0); }, Unlocked())
       .def(
-          "slots", [](Engine& engine, int slot) { return engine.pieces(zero::Kept::kSlot, slot); }, Unlocked())
+          "slots",
+          [](Engine& engine, int slot) {
+            std::vector<c10::optional<at::Tensor>> result;
+            for (at::Tensor& piece : engine.pieces(zero::Kept::kSlot, slot))
+              result.push_back(piece.defined() ? c10::optional<at::Tensor>(std::move(piece)) : c10::nullopt);
+            return result;
+          },
+          Unlocked())
       .def("pieces",
            [](Engine& engine) {
              std::vector<std::tuple<int32_t, int64_t, int64_t>> result;
@@ -190,6 +213,11 @@ DS_BINDINGS(m) {
              std::vector<bool> used;
              for (size_t param = 0; param < engine.params().size(); ++param) used.push_back(engine.grads().used(param));
              return used;
+           })
+      .def("sums",
+           [](Engine& engine) {
+             const at::Tensor& sums = engine.stepper().sums();
+             return sums.defined() ? c10::optional<at::Tensor>(sums) : c10::nullopt;
            })
       .def("steps", [](Engine& engine) { return engine.stepper().steps(); })
       .def("culprits",

@@ -8,9 +8,9 @@
 // is done on return. Arithmetic is fp32, or fp64 where one side is fp64; 16-bit results round to nearest even. The
 // result does not depend on the thread count.
 #pragma once
-#include "kernels/adam.h"
 #include "kernels/launch.h"
 #include "kernels/norm.h"
+#include "kernels/update.h"
 
 namespace ds::kernels {
 
@@ -32,9 +32,14 @@ struct KernelTable {
   // grad_scale = 1 / loss_scale * min(1, max_norm / (norm + 1e-6)), without the min term when max_norm <= 0;
   // skip = check && !isfinite(norm).
   void (*finish_norm)(const Launch&, const double* sum, float loss_scale, float max_norm, bool check, StepScale* out);
-  // One pass: unscale and clip (scale->grad_scale), Adam, master update, cast to lp. Nothing when scale->skip.
-  // A null scale is {grad_scale 1, skip 0}.
-  void (*adam)(const Launch&, const AdamSegment* segments, size_t count, const AdamArgs& args, const StepScale* scale);
+  // The update kernel of that name ("adam"; see kernels/<name>.h), valid for all tables of this device; null: none.
+  const UpdateKernel* (*find_update)(const char* name);
+  // The names there are, by number from 0; null behind the last.
+  const char* (*update_name)(size_t index);
+  // One pass: unscale and clip (scale->grad_scale), the rule's update of master and states, cast to lp. Nothing when
+  // scale->skip. A null scale is {grad_scale 1, skip 0}.
+  void (*update)(const Launch&, const UpdateKernel& kernel, const UpdateSegment* segments, size_t count,
+                 const UpdateArgs& args, const StepScale* scale);
   // data *= factor. The exemplar kernel: read kernels/ref/scale.cpp, cpu/scale.cpp and cuda/scale.cu to write another.
   void (*scale)(const Launch&, void* data, DType dtype, size_t n, float factor);
 
@@ -46,7 +51,7 @@ struct KernelTable {
   const char* (*device_error)();
 };  // append only: a new entry goes to the end
 
-constexpr uint32_t kKernelAbi = 2;
+constexpr uint32_t kKernelAbi = 3;
 
 }  // namespace ds::kernels
 

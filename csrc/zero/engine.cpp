@@ -189,25 +189,27 @@ void Engine::hand_out_grads(const std::vector<at::Tensor>& masters) {
   }
 }
 
-const Buffer& Engine::buffer(const FlatSpace& space, Kept kept, int slot) const {
-  if (kept == Kept::kMaster) return space.master;
-  return kept == Kept::kGrad ? space.grad : space.slots.at(slot);
+const Buffer* Engine::buffer(FlatSpace& space, Kept kept, int slot) {
+  if (kept == Kept::kMaster) return &space.master;
+  return kept == Kept::kGrad ? &space.grad : stepper_.slot(space, slot);
 }
 
 std::vector<at::Tensor> Engine::pieces(Kept kept, int slot) {
-  if (kept == Kept::kSlot) stepper_.ensure_slots(slot + 1);
   std::vector<at::Tensor> result;
-  for (const Piece& piece : store_.pieces())
-    result.push_back(store_.piece_view(piece, buffer(store_.spaces()[piece.space], kept, slot)));
+  for (const Piece& piece : store_.pieces()) {
+    const Buffer* from = buffer(store_.spaces()[piece.space], kept, slot);
+    result.push_back(from == nullptr ? at::Tensor() : store_.piece_view(piece, *from));
+  }
   return result;
 }
 
 at::Tensor Engine::full(Kept kept, int slot, size_t param) {
   at::NoGradGuard no_grad;
-  if (kept == Kept::kSlot) stepper_.ensure_slots(slot + 1);
   if (kept == Kept::kGrad && !grads_.used(param)) return {};
-  const FlatSpace& space = store_.space_of(param);
-  const Buffer& from = buffer(space, kept, slot);
+  FlatSpace& space = store_.space_of(param);
+  const Buffer* found = buffer(space, kept, slot);
+  if (found == nullptr) return {};
+  const Buffer& from = *found;
   const at::ScalarType type = from.data.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   if (!store_.sharded()) return store_.view(param, from.data).to(type, /*non_blocking=*/false, /*copy=*/true);
   const ParamSpec& spec = store_.spec(param);
@@ -228,7 +230,6 @@ at::Tensor Engine::full(Kept kept, int slot, size_t param) {
 
 void Engine::set_full(Kept kept, int slot, size_t param, const at::Tensor& value) {
   at::NoGradGuard no_grad;
-  if (kept == Kept::kSlot) stepper_.ensure_slots(slot + 1);
   const ParamSpec& spec = store_.spec(param);
   const auto sizes = spec.sharded ? at::IntArrayRef(spec.sharded->sizes()) : spec.tensor.sizes();
   const auto strides = spec.sharded ? at::IntArrayRef(spec.sharded->strides()) : spec.tensor.strides();
@@ -239,7 +240,10 @@ void Engine::set_full(Kept kept, int slot, size_t param, const at::Tensor& value
   FlatSpace& space = store_.space_of(param);
   if (kept == Kept::kGrad) grads_.set_used(param);
   if (kept == Kept::kMaster) begin_write();
-  const Buffer& to = buffer(space, kept, slot);
+  const Buffer* found = buffer(space, kept, slot);
+  if (found == nullptr)
+    fail(ErrorKind::kValue, "parameter '", spec.name, "' has no optimizer state '", stepper_.slot_names()[slot], "'");
+  const Buffer& to = *found;
   const auto index = static_cast<size_t>(store_.place(param).index);
   for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e) {
     const plan::Extent& extent = space.map.extents[e];

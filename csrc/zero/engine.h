@@ -68,10 +68,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
     if (gatherer_) gatherer_->source().drain();
     stepper_.norm(grads_, loss_scale, max_norm, check, model_parallel_.get());
   }
-  void adam(int32_t group, const AdamGroupArgs& args) { stepper_.adam(grads_, group, args); }
+  void update(const std::vector<std::vector<double>>& hyper) { stepper_.update(grads_, hyper); }
   StepReport report() { return stepper_.report(); }
 
-  // A step in few calls: begin_step; adam of every group, or an optimizer that lives outside; end_step.
+  // A step in few calls: begin_step; update, or an optimizer that lives outside; end_step.
   void begin_step(float loss_scale, float max_norm, bool check) {
     finish_backward();
     norm(loss_scale, max_norm, check);
@@ -84,10 +84,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // (undefined where no rank produced one).
   void hand_out_grads(const std::vector<at::Tensor>& masters);
 
-  // One tensor for each piece that this rank owns: views of the buffers.
+  // One tensor for each piece that this rank owns: views of the buffers; undefined where a group has no such slot.
   std::vector<at::Tensor> pieces(Kept kept, int slot);
   // The whole of a parameter, collected from all ranks, in its shape; fp32 (fp64 for fp64 parameters). Every rank calls
-  // it. Undefined for a gradient that no rank produced.
+  // it. Undefined for a gradient that no rank produced, and for a slot that the parameter's group has not.
   at::Tensor full(Kept kept, int slot, size_t param);
   // Every rank calls it with the same values: each takes the pieces it owns; masters go to the model as well.
   void set_full(Kept kept, int slot, size_t param, const at::Tensor& value);
@@ -111,7 +111,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void release();  // hooks off, parameters in memory of their own; the engine can only be destroyed after this
 
  private:
-  const Buffer& buffer(const FlatSpace& space, Kept kept, int slot) const;
+  const Buffer* buffer(FlatSpace& space, Kept kept, int slot);  // null: no such slot
   void leave_root();
   void queue_end();
   StoreOptions store_options(const std::vector<ParamSpec>& params, const EngineOptions& options);
@@ -126,8 +126,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::unique_ptr<ParamGatherer> gatherer_;
   int writing_ = 0;
   std::vector<bool> watched_;
-  bool own_backward_ = false;   // begin_backward was called by our caller
-  at::Tensor root_;             // that backward ends by itself; with a hook
+  bool own_backward_ = false;  // begin_backward was called by our caller
+  at::Tensor root_;            // that backward ends by itself; with a hook
   unsigned root_hook_ = 0;
   bool user_backward_ = false;  // by a hook on an output
   bool user_reduce_ = true;

@@ -299,8 +299,7 @@ void GradReducer::on_grad(size_t param) {
     // A backward that nobody announced (of a graph that the engine's forward did not build): keep it, reduce at step.
     make_room();
     store_.need_local();
-    const bool ours = attaches(param) && !held.is_sparse() &&
-                      held.data_ptr() == slot_view(param).data_ptr();
+    const bool ours = attaches(param) && !held.is_sparse() && held.data_ptr() == slot_view(param).data_ptr();
     if (!ours) {
       scaled_[param] = 0;
       BucketState& bucket = buckets_[bucket_of_[param]];

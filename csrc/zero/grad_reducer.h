@@ -166,7 +166,7 @@ class GradReducer {
   std::vector<int32_t> fires_, expected_;
   bool learned_ = false;  // expected_ rests on at least one backward
   std::vector<at::Tensor> late_;
-  std::vector<at::Tensor> slot_views_;  // of each parameter in the shape of .grad, where that exists
+  std::vector<at::Tensor> slot_views_;   // of each parameter in the shape of .grad, where that exists
   std::vector<int32_t> late_in_bucket_;  // over all ranks, of the last reducing backward
   at::Tensor culprits_;                  // sum of squares of each local gradient
   int64_t late_count_ = 0, overlapped_count_ = 0;

@@ -4,10 +4,12 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <cmath>
 #include <set>
 
 #include "base/error.h"
+#include "zero/matrix_step.h"
 
 namespace ds::zero {
 
@@ -19,7 +21,7 @@ Stepper::Stepper(ParamStore& store, DeviceContext& device, comm::CommunicatorPtr
       steps_(at::zeros({static_cast<int64_t>(store.size())}, at::kFloat)) {}
 
 template <typename Keep>
-std::vector<Stepper::Run> Stepper::runs(const FlatSpace& space, const GradReducer& grads, Keep keep) const {
+std::vector<Stepper::Run> Stepper::runs(const FlatSpace& space, const GradReducer& grads, Keep keep, bool apart) const {
   std::vector<Run> result;
   bool open = false;
   for (size_t e : space.owned) {
@@ -28,10 +30,10 @@ std::vector<Stepper::Run> Stepper::runs(const FlatSpace& space, const GradReduce
     const bool take = grads.used(param) && keep(param);
     const int32_t bucket = space.map.bucket_of[extent.param];
     const int64_t begin = extent.shard_offset, end = begin + extent.numel;
-    if (take && open && result.back().bucket == bucket) {
+    if (take && open && !apart && result.back().bucket == bucket) {
       result.back().end = end;
     } else if (take) {
-      result.push_back({bucket, begin, end});
+      result.push_back({bucket, begin, end, extent.param});
     }
     open = take;
   }
@@ -71,68 +73,130 @@ void Stepper::norm(const GradReducer& grads, float loss_scale, float max_norm, b
   stepped_.clear();
 }
 
-void Stepper::adam(const GradReducer& grads, int32_t group, const AdamGroupArgs& args) {
+void Stepper::set_rules(std::vector<const optim::Rule*> by_group) {
+  rules_ = std::move(by_group);
+  slot_names_.clear();
+  for (const optim::Rule* rule : rules_)
+    for (const std::string& name : rule->slots)
+      if (std::find(slot_names_.begin(), slot_names_.end(), name) == slot_names_.end()) slot_names_.push_back(name);
+  for (FlatSpace& space : store_.spaces()) space.slots.clear();
+}
+
+void Stepper::update(const GradReducer& grads, const std::vector<std::vector<double>>& hyper) {
   at::NoGradGuard no_grad;
   const c10::DeviceGuard current(device_.device());
-  ensure_slots(2);
-  float* steps = steps_.data_ptr<float>();
+  if (hyper.size() != rules_.size())
+    fail(ErrorKind::kValue, "update: hyperparameters of ", hyper.size(), " groups for ", rules_.size());
+  std::vector<Turn> turns;
+  int sums = 0;
+  size_t passes = 0;
   for (FlatSpace& space : store_.spaces()) {
-    if (space.group != group) continue;
-    const bool narrow = space.narrow();
-    kernels::AdamArgs kernel_args{args.lr,
-                                  args.beta1,
-                                  args.beta2,
-                                  args.eps,
-                                  args.weight_decay,
-                                  1.0,
-                                  1.0,
-                                  args.adamw,
-                                  kernel_dtype(space.grad.data.scalar_type(), "gradient"),
-                                  kernel_dtype(space.lp.data.scalar_type(), "parameter")};
-    // Parameters that were unused in some steps have seen fewer updates, and bias correction depends on the number.
-    std::set<float> counts;
-    for (int32_t param : space.params)
-      if (grads.used(param)) counts.insert(steps[param]);
-    const auto update = [&](auto in_pass) {
-      for (float count : counts) {
-        const auto parts = runs(space, grads, [&](size_t param) { return steps[param] == count; });
-        std::vector<kernels::AdamSegment> segments;
-        for (const Run& run : parts) {
-          if (!in_pass(run.bucket)) continue;
-          kernels::AdamSegment segment;
-          segment.master = reinterpret_cast<float*>(at(space, space.master, run));
-          segment.exp_avg = reinterpret_cast<float*>(at(space, space.slots[0], run));
-          segment.exp_avg_sq = reinterpret_cast<float*>(at(space, space.slots[1], run));
-          segment.grad = at(space, space.grad, run);
-          segment.lp = narrow ? at(space, space.lp, run) : nullptr;
-          segment.numel = static_cast<size_t>(run.end - run.begin);
-          segments.push_back(segment);
-        }
-        const double step = count + 1.0;
-        if (args.bias_correction) {
-          kernel_args.bias_correction1 = 1.0 - std::pow(args.beta1, step);
-          kernel_args.bias_correction2 = 1.0 - std::pow(args.beta2, step);
-        }
-        device_.table().adam(device_.launch(), segments.data(), segments.size(), kernel_args, device_.step_scale());
-      }
-    };
-    if (gathers(space) && gather_.overlap) {
-      // From the first parameters on: the next forward wants them first.
-      for (auto b = static_cast<int32_t>(space.map.buckets.size()) - 1; b >= 0; --b) {
-        update([b](int32_t bucket) { return bucket == b; });
-        start_gather(space, space.map.buckets[b]);
-      }
-    } else {
-      update([](int32_t) { return true; });
-      if (gathers(space))
-        for (auto bucket = space.map.buckets.rbegin(); bucket != space.map.buckets.rend(); ++bucket)
-          start_gather(space, *bucket);
+    ensure_slots(space);
+    const optim::Rule& rule = *rules_.at(space.group);
+    turns.push_back({space, rule, hyper[space.group], {}});
+    sums = std::max(sums, rule.sums);
+    passes = std::max(passes, rule.passes.size());
+    if (rule.scratch && !rule.orthogonalises())
+      turns.back().scratch.data = at::empty({space.map.shard_numel}, space.master.data.options().dtype(at::kFloat));
+  }
+  // One row for each parameter of all groups, so that they are added up in one go.
+  sums_ = at::Tensor();
+  if (sums > 0)
+    sums_ = at::zeros({static_cast<int64_t>(store_.size()), sums},
+                      at::TensorOptions().device(device_.device()).dtype(at::kDouble));
+  for (size_t pass = 0; pass + 1 < passes; ++pass) {
+    bool add = false;
+    for (const Turn& turn : turns) {
+      if (pass + 1 >= turn.rule.passes.size() || turn.rule.orthogonalises()) continue;
+      run_pass(turn, grads, pass);
+      add = add || turn.rule.passes[pass].adds_sums;
     }
-    for (int32_t param : space.params) {
+    if (add && store_.sharded()) data_parallel_->all_reduce(sums_, comm::ReduceOp::kSum)->wait();
+  }
+  for (Turn& turn : turns) {
+    if (turn.rule.orthogonalises()) {
+      matrix_passes(turn, grads);
+    } else {
+      last_pass(turn, grads);
+    }
+  }
+  float* steps = steps_.data_ptr<float>();
+  for (const Turn& turn : turns) {
+    for (int32_t param : turn.space.params) {
       if (!grads.used(param)) continue;
       steps[param] += 1.0f;
       stepped_.push_back(param);
     }
+  }
+}
+
+void Stepper::run_pass(const Turn& turn, const GradReducer& grads, size_t pass, int32_t bucket) {
+  FlatSpace& space = turn.space;
+  const optim::Rule& rule = turn.rule;
+  kernels::UpdateArgs args;
+  args.grad_dtype = kernel_dtype(space.grad.data.scalar_type(), "gradient");
+  args.lp_dtype = kernel_dtype(space.lp.data.scalar_type(), "parameter");
+  // Parameters that were unused in some steps have seen fewer updates, and bias correction depends on the number.
+  const float* steps = steps_.data_ptr<float>();
+  std::set<float> counts;
+  for (int32_t param : space.params)
+    if (grads.used(param)) counts.insert(steps[param]);
+  for (float count : counts) {
+    const auto parts = runs(space, grads, [&](size_t param) { return steps[param] == count; }, rule.by_parameter());
+    std::vector<kernels::UpdateSegment> segments;
+    for (const Run& part : parts) {
+      if (bucket >= 0 && part.bucket != bucket) continue;
+      kernels::UpdateSegment segment;
+      segment.master = at(space, space.master, part);
+      for (size_t slot = 0; slot < rule.slots.size(); ++slot)
+        segment.states[slot] = at(space, space.slots[slot], part);
+      segment.grad = at(space, space.grad, part);
+      segment.lp = space.narrow() ? at(space, space.lp, part) : nullptr;
+      segment.numel = static_cast<size_t>(part.end - part.begin);
+      if (turn.scratch.data.defined())
+        segment.scratch = turn.scratch.data.data_ptr<float>() + part.begin - turn.scratch.origin;
+      if (rule.sums > 0) segment.sums = sums_.data_ptr<double>() + space.params[part.index] * sums_.size(1);
+      segments.push_back(segment);
+    }
+    optim::run_pass(device_.table(), device_.launch(), rule, pass, segments, args, turn.hyper, count + 1.0,
+                    device_.step_scale());
+  }
+}
+
+void Stepper::last_pass(const Turn& turn, const GradReducer& grads) {
+  FlatSpace& space = turn.space;
+  const size_t last = turn.rule.passes.size() - 1;
+  if (gathers(space) && gather_.overlap) {
+    // From the first parameters on: the next forward wants them first.
+    for (auto b = static_cast<int32_t>(space.map.buckets.size()) - 1; b >= 0; --b) {
+      run_pass(turn, grads, last, b);
+      start_gather(space, space.map.buckets[b]);
+    }
+    return;
+  }
+  run_pass(turn, grads, last);
+  if (gathers(space))
+    for (auto bucket = space.map.buckets.rbegin(); bucket != space.map.buckets.rend(); ++bucket)
+      start_gather(space, *bucket);
+}
+
+void Stepper::matrix_passes(Turn turn, const GradReducer& grads) {
+  FlatSpace& space = turn.space;
+  const auto iteration = NewtonSchulz::of(optim::Values(turn.rule.hyper, turn.hyper.data()));
+  // Elsewhere whether to skip is known on the device alone: the passes then do nothing, what lies between works on zeros.
+  const bool skip = device_.device().is_cpu() && device_.read_step_scale().skip;
+  for (auto b = static_cast<int32_t>(space.map.buckets.size()) - 1; b >= 0 && !skip; --b) {
+    const plan::Bucket& bucket = space.map.buckets[b];
+    turn.scratch = {at::zeros({bucket.shard_end - bucket.shard_begin}, space.master.data.options().dtype(at::kFloat)),
+                    bucket.shard_begin};
+    for (size_t pass = 0; pass < turn.rule.passes.size(); ++pass) {
+      run_pass(turn, grads, pass, b);
+      if (!turn.rule.passes[pass].orthogonalises) continue;
+      orthogonalise_bucket(
+          store_, space, bucket, [&](size_t param) { return grads.used(param); }, iteration, *data_parallel_,
+          turn.scratch.data);
+    }
+    if (gathers(space)) start_gather(space, bucket);
   }
 }
 
@@ -206,11 +270,21 @@ void Stepper::refresh_master() {
   }
 }
 
-void Stepper::ensure_slots(int count) {
-  for (FlatSpace& space : store_.spaces())
-    while (static_cast<int>(space.slots.size()) < count)
-      space.slots.push_back({at::zeros({space.map.shard_numel}, space.master.data.options().dtype(at::kFloat)),
-                             space.map.parts == 1 && space.grad.full});
+void Stepper::ensure_slots(FlatSpace& space) {
+  const size_t wanted = rules_.empty() ? 0 : rules_.at(space.group)->slots.size();
+  while (space.slots.size() < wanted)
+    space.slots.push_back({at::zeros({space.map.shard_numel}, space.master.data.options().dtype(at::kFloat)),
+                           space.map.parts == 1 && space.grad.full});
+}
+
+const Buffer* Stepper::slot(FlatSpace& space, int slot) {
+  if (slot < 0 || slot >= static_cast<int>(slot_names_.size()))
+    fail(ErrorKind::kIndex, "there is no optimizer slot ", slot, ": there are ", slot_names_.size());
+  const std::vector<std::string>& own = rules_.at(space.group)->slots;
+  const auto found = std::find(own.begin(), own.end(), slot_names_[slot]);
+  if (found == own.end()) return nullptr;
+  ensure_slots(space);
+  return &space.slots[found - own.begin()];
 }
 
 }  // namespace ds::zero

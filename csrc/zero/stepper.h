@@ -4,16 +4,12 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "optim/rule.h"
 #include "zero/device_context.h"
 #include "zero/grad_reducer.h"
 #include "zero/param_store.h"
 
 namespace ds::zero {
-
-struct AdamGroupArgs {
-  double lr, beta1, beta2, eps, weight_decay;
-  bool adamw, bias_correction;
-};
 
 struct StepReport {
   double norm;       // of the unscaled gradients over all ranks
@@ -35,30 +31,58 @@ class Stepper {
   // hold other parts of the model; null: none do. max_norm <= 0: no clipping. check: not finite means skip.
   void norm(const GradReducer& grads, float loss_scale, float max_norm, bool check, comm::Communicator* model_parallel);
 
-  // Adam on the used parameters of one group; does nothing on the device when norm() said skip. After norm().
-  void adam(const GradReducer& grads, int32_t group, const AdamGroupArgs& args);
-  StepReport report();  // after norm() and the adam() of all groups; a skipped step has counted nowhere
+  // Which native optimizer updates each parameter group, hence which slots there are. Before anything about slots.
+  void set_rules(std::vector<const optim::Rule*> by_group);
+  const optim::Rule& rule(int32_t group) const { return *rules_.at(group); }
+  // One update of the used parameters of all groups by their rules, with hyperparameters (of each group) in the rule's
+  // order; does nothing on the device when norm() said skip. After norm().
+  void update(const GradReducer& grads, const std::vector<std::vector<double>>& hyper);
+  StepReport report();  // after norm() and update(); a skipped step has counted nowhere
 
   // For an optimizer that runs elsewhere: gradients unscaled and clipped in place, then masters cast to lp.
   void scale_grads(const GradReducer& grads);
   void publish();         // lp = master, on every rank
   void refresh_master();  // master = lp, after somebody wrote the model's weights
 
-  void ensure_slots(int count);  // optimizer states, zero at first
-  const Buffer& slot(size_t space, int slot) const { return store_.spaces()[space].slots.at(slot); }
+  // Names of the slots of all rules, each once; what is called a slot's number is its position here.
+  const std::vector<std::string>& slot_names() const { return slot_names_; }
+  // The buffer of a slot, zero at first; null where the group's rule has no such slot.
+  const Buffer* slot(FlatSpace& space, int slot);
   const at::Tensor& steps() const { return steps_; }  // float, one per parameter, on the CPU: updates it has seen
+  // What the last update() summed over whole parameters, fp64, a row for each; undefined where no rule does.
+  const at::Tensor& sums() const { return sums_; }
 
  private:
   struct Run {
     int32_t bucket;
     int64_t begin, end;  // in the shard space
+    int32_t index;       // of the first parameter within the space
   };
   // Maximal runs of consecutive owned elements of used parameters that `keep` accepts, within one bucket; padding
-  // between them belongs to the run.
+  // between them belongs to the run. `apart`: a run for each parameter.
   template <typename Keep>
-  std::vector<Run> runs(const FlatSpace& space, const GradReducer& grads, Keep keep) const;
+  std::vector<Run> runs(const FlatSpace& space, const GradReducer& grads, Keep keep, bool apart = false) const;
   static char* at(const FlatSpace& space, const Buffer& buffer, const Run& run);
 
+  // fp32 numbers for elements of the shard space from `origin` on.
+  struct Scratch {
+    at::Tensor data;
+    int64_t origin = 0;
+  };
+  // One parameter group's part of an update.
+  struct Turn {
+    FlatSpace& space;
+    const optim::Rule& rule;
+    const std::vector<double>& hyper;
+    Scratch scratch;
+  };
+
+  void ensure_slots(FlatSpace& space);
+  // Pass number `pass` over one bucket, or over all of them (-1).
+  void run_pass(const Turn& turn, const GradReducer& grads, size_t pass, int32_t bucket = -1);
+  void last_pass(const Turn& turn, const GradReducer& grads);
+  // All passes of a rule that orthogonalises, bucket by bucket: its scratch is no larger than one.
+  void matrix_passes(Turn turn, const GradReducer& grads);
   bool gathers(const FlatSpace& space) const { return store_.sharded() && space.lp.full; }
   void start_gather(FlatSpace& space, const plan::Bucket& bucket);
   void finish_gather();
@@ -67,7 +91,9 @@ class Stepper {
   DeviceContext& device_;
   comm::CommunicatorPtr data_parallel_;
   GatherOptions gather_;
-  at::Tensor steps_;
+  std::vector<const optim::Rule*> rules_;  // of each group; empty: the optimizer runs elsewhere
+  std::vector<std::string> slot_names_;
+  at::Tensor steps_, sums_;
   std::vector<int32_t> stepped_;  // parameters counted since norm(), to be taken back when skipped
   std::vector<comm::WorkPtr> gathers_;
 };

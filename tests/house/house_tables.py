@@ -76,6 +76,11 @@ MUTABLE_GLOBALS = {
     ("bindings/config.cpp", "assertion_type"): "as above: Python types, set once when the module is imported",
     ("bindings/config.cpp", "config_type"): "as above",
     ("config/schema.cpp", "all"): "sections register before main and are only read afterwards",
+    ("config/sections/optimizer_params.cpp", "all"): "as above: optimizer types",
+    ("optim/rule.cpp", "all"): "optimizer rules register before main and are only read afterwards",
+    ("kernels/cpu/update.cpp", "all"): "update kernels register while the library is loaded and are only read after",
+    ("kernels/cuda/update.cu", "all"): "as above",
+    ("kernels/ref/update.cpp", "rules"): "as above",
 }
 
 MAX_LINES = 600

@@ -10,19 +10,16 @@ bool one_bit(const std::string& type) { return type == "OneBitAdam" || type == "
 }  // namespace
 
 DS_CONFIG_CHAPTER(20, kTraining, "Optimizer") {
-  c.add(
-      section("optimizer", "The optimizer to make, unless one is given to initialize().",
-              {
-                  text("type", nullptr, "Its name.")
-                      .one_of_any_case({"Adam", "AdamW", "Adagrad", "Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb",
-                                        "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD"})
-                      .or_other("any class name in torch.optim")
-                      .not_built_values("this optimizer", {"Adagrad", "Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb",
-                                                           "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD"}),
-                  table("params", nullptr, "Arguments of its constructor.").variants_by("type", optimizer_params()),
-                  boolean("legacy_fusion", false, "Kept for old scripts that fused optimizer and fp16 wrapper.")
-                      .not_built("the legacy fused fp16 optimizer"),
-              }));
+  c.add(section("optimizer", "The optimizer to make, unless one is given to initialize().",
+                {
+                    text("type", nullptr, "Its name.")
+                        .one_of_any_case(optimizer_types())
+                        .or_other("any class name in torch.optim")
+                        .not_built_values("this optimizer", optimizer_types_not_built()),
+                    table("params", nullptr, "Arguments of its constructor.").variants_by("type", optimizer_params()),
+                    boolean("legacy_fusion", false, "Kept for old scripts that fused optimizer and fp16 wrapper.")
+                        .not_built("the legacy fused fp16 optimizer"),
+                }));
   c.rule("optimizer.params.max_grad_norm is refused: gradient_clipping does that.", [](Judge& j) {
     if (!j.given("optimizer.params.max_grad_norm") || optimizer_params().count(j.text("optimizer.type")) == 0) return;
     j.error({"optimizer.params.max_grad_norm"}, "the built-in optimizers do not clip gradients.",

@@ -1,17 +1,12 @@
 #include "config/sections/optimizer_params.h"
 
+#include <algorithm>
+
 namespace ds::config {
 
-namespace {
+namespace optimizer_field {
 
-using Fields = std::vector<Field>;
-
-Fields operator+(Fields a, const Fields& b) {
-  a.insert(a.end(), b.begin(), b.end());
-  return a;
-}
-
-Field lr(double fallback = 0.001) { return number("lr", fallback, "Learning rate.").at_least(0).also(kPython); }
+Field lr(double fallback) { return number("lr", fallback, "Learning rate.").at_least(0).also(kPython); }
 Field betas() {
   return list("betas", std::vector<double>{0.9, 0.999},
               "Decay of the running averages of the gradient and of its square.")
@@ -19,7 +14,6 @@ Field betas() {
 }
 Field eps(double fallback) { return number("eps", fallback, "Added to the denominator.").at_least(0); }
 Field weight_decay() { return number("weight_decay", 0.0, "Weight decay.").at_least(0); }
-Field bias_correction() { return boolean("bias_correction", true, "Correct the averages for their start at zero."); }
 Field amsgrad() { return boolean("amsgrad", false, "The AMSGrad variant."); }
 Field fp32_states() {
   return boolean("fp32_optimizer_states", true, "Keep the states in fp32 when parameters are not (CPU optimizer).");
@@ -27,9 +21,33 @@ Field fp32_states() {
 Field set_grad_none() {
   return boolean("set_grad_none", true, "Free gradients instead of zeroing them (GPU optimizer).");
 }
-Field eps_inside_sqrt() { return boolean("eps_inside_sqrt", false, "Add eps under the root."); }
-// Known in order to be refused with a better message: see the rule in optimizer.cpp.
 Field max_grad_norm() { return number("max_grad_norm", 0.0, "Use gradient_clipping instead."); }
+
+}  // namespace optimizer_field
+
+namespace {
+
+using namespace optimizer_field;
+using Fields = std::vector<Field>;
+
+Fields operator+(Fields a, const Fields& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
+Field bias_correction() { return boolean("bias_correction", true, "Correct the averages for their start at zero."); }
+Field eps_inside_sqrt() { return boolean("eps_inside_sqrt", false, "Add eps under the root."); }
+
+struct Registered {
+  std::string name;
+  Fields params;
+};
+
+// Filled while the library is loaded, read-only afterwards.
+std::vector<Registered>& registered() {
+  static std::vector<Registered> all;
+  return all;
+}
 
 Fields adam() {
   return {lr(),
@@ -77,9 +95,7 @@ Field freeze_step() {
 std::map<std::string, std::vector<Field>> optimizer_params() {
   std::map<std::string, Fields> out;
   out["Adam"] = out["AdamW"] = adam();
-  out["Adagrad"] = {lr(0.01), eps(1e-10), weight_decay(), amsgrad(), fp32_states(), max_grad_norm()};
   out["Lamb"] = lamb();
-  out["Lion"] = {lr(), betas(), weight_decay(), set_grad_none(), fp32_states(), max_grad_norm()};
   out["OneBitAdam"] = Fields{lr(),      freeze_step(),     betas(),        eps(1e-8), weight_decay(), bias_correction(),
                              amsgrad(), eps_inside_sqrt(), max_grad_norm()} +
                       onebit();
@@ -102,16 +118,32 @@ std::map<std::string, std::vector<Field>> optimizer_params() {
              integer("local_step_scaler", 32678, "How fast the interval between communications grows.").at_least(1),
              integer("local_step_clipper", 16, "Largest interval between communications.").at_least(1)} +
       onebit();
-  out["Muon"] = {lr(),
-                 betas(),
-                 eps(1e-8),
-                 weight_decay(),
-                 max_grad_norm(),
-                 number("momentum", 0.95, "Momentum of the parameters that Muon updates."),
-                 number("muon_lr", nullptr, "Learning rate of those parameters, instead of lr.").at_least(0),
-                 number("adam_lr", nullptr, "Learning rate of the others, instead of lr.").at_least(0),
-                 text("ns_method", nullptr, "How the Newton-Schulz iteration is done.")};
+  for (const Registered& type : registered())
+    if (!type.params.empty()) out[type.name] = type.params;
   return out;
+}
+
+OptimizerType::OptimizerType(const char* name, std::vector<Field> params) {
+  registered().push_back({name, std::move(params)});
+}
+
+std::vector<Literal> optimizer_types() {
+  std::vector<std::string> names = {"Adam",       "AdamW", "Adagrad", "Lamb",   "OneBitAdam", "ZeroOneAdam",
+                                    "OneBitLamb", "Lion",  "Muon",    "MuAdam", "MuAdamW",    "MuSGD"};
+  for (const Registered& type : registered())
+    if (std::find(names.begin(), names.end(), type.name) == names.end()) names.push_back(type.name);
+  return {names.begin(), names.end()};
+}
+
+std::vector<Literal> optimizer_types_not_built() {
+  std::vector<Literal> missing;
+  for (const Literal& type : optimizer_types()) {
+    const auto& name = std::get<std::string>(type.value);
+    const bool here =
+        std::any_of(registered().begin(), registered().end(), [&](const Registered& one) { return one.name == name; });
+    if (!here && name != "Adam" && name != "AdamW") missing.push_back(type);
+  }
+  return missing;
 }
 
 }  // namespace ds::config

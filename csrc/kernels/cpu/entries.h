@@ -9,7 +9,7 @@ namespace ds::kernels::cpu {
 extern const decltype(KernelTable::copy) kCopy[kIsaCount];
 extern const decltype(KernelTable::accumulate) kAccumulate[kIsaCount];
 extern const decltype(KernelTable::sum_squares) kSumSquares[kIsaCount];
-extern const decltype(KernelTable::adam) kAdam[kIsaCount];
+extern const decltype(KernelTable::update) kUpdate[kIsaCount];
 extern const decltype(KernelTable::scale) kScale[kIsaCount];
 
 // Whether this build has bodies for `isa`.

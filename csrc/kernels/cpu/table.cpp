@@ -9,7 +9,9 @@
 #include "base/cpu_features.h"
 #include "base/error.h"
 #include "kernels/cpu/entries.h"
+#include "kernels/cpu/update.h"
 #include "kernels/ref/ref.h"
+#include "kernels/ref/update.h"
 
 namespace ds::kernels::cpu {
 namespace {
@@ -26,7 +28,9 @@ KernelTable ref_table() {
   t.accumulate = &ref::accumulate;
   t.sum_squares = &ref::sum_squares;
   t.finish_norm = &ref::finish_norm;
-  t.adam = &ref::adam;
+  t.find_update = &find_update;
+  t.update_name = &update_name;
+  t.update = &ref::update;
   t.scale = &ref::scale;
   t.last_error = &no_error;
   t.device_error = &no_error;
@@ -41,7 +45,7 @@ KernelTable isa_table(Isa isa) {
   t.copy = kCopy[i];
   t.accumulate = kAccumulate[i];
   t.sum_squares = kSumSquares[i];
-  t.adam = kAdam[i];
+  t.update = kUpdate[i];
   t.scale = kScale[i];
   return t;
 }

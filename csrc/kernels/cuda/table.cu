@@ -1,5 +1,6 @@
 // The CUDA table. Nothing here touches the driver until an entry is called: the library loads without a GPU.
 #include "kernels/cuda/entries.cuh"
+#include "kernels/cuda/update.cuh"
 
 namespace ds::kernels::cuda {
 namespace {
@@ -26,11 +27,9 @@ const char* device_error() {
 }
 
 // The constant text names what cmake/Cuda.cmake builds for.
-constexpr KernelTable kTable = {kKernelAbi,   sizeof(KernelTable),
-                                "cuda",       "sm_80, sm_90, PTX",
-                                &copy,        &accumulate,
-                                &sum_squares, &finish_norm,
-                                &adam,        &scale,
+constexpr KernelTable kTable = {kKernelAbi,   sizeof(KernelTable), "cuda",       "sm_80, sm_90, PTX",
+                                &copy,        &accumulate,         &sum_squares, &finish_norm,
+                                &find_update, &update_name,        &update,      &scale,
                                 &last_error,  &device_error};
 
 }  // namespace

@@ -9,7 +9,6 @@ void copy(const Launch&, void* dst, DType dst_dtype, const void* src, DType src_
 void accumulate(const Launch&, void* dst, DType dst_dtype, const void* src, DType src_dtype, size_t n, float scale);
 void sum_squares(const Launch&, const Segment* segments, size_t count, DType dtype, double* sum);
 void finish_norm(const Launch&, const double* sum, float loss_scale, float max_norm, bool check, StepScale* out);
-void adam(const Launch&, const AdamSegment* segments, size_t count, const AdamArgs& args, const StepScale* scale);
 void scale(const Launch&, void* data, DType dtype, size_t n, float factor);
 
 }  // namespace ds::kernels::ref

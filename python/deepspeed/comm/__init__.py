@@ -4,6 +4,7 @@ under any launcher, and gloo's missing dtypes and collectives filled in. Names t
 
 import torch.distributed as _torch_distributed
 
+from deepspeed.comm import shm as _shm
 from deepspeed.comm.caller import get_caller_func
 from deepspeed.comm.collectives import (
     all_gather,
@@ -86,3 +87,6 @@ def __getattr__(name):
     if name.startswith("__"):
         raise AttributeError(name)
     return getattr(_torch_distributed, name)
+
+
+_shm.register()

@@ -9,7 +9,7 @@ from deepspeed.engine.build_optimizer import build_optimizer
 from deepspeed.utils.z3_leaf_module import apply_z3_leaf_module_config
 from deepspeed.zero.core import build_core
 from deepspeed.zero.fp16_optimizer import FP16_Optimizer, FP16_UnfusedOptimizer
-from deepspeed.zero.fused_state import FusedState
+from deepspeed.zero.fused_state import FusedState, can_fuse, is_native
 from deepspeed.zero.mics import shard_groups
 from deepspeed.zero.model import cast_sharded, move_module, shard_model
 from deepspeed.zero.sharded_parameter import is_sharded
@@ -92,7 +92,7 @@ class Assembly:
         self.stepping = Stepping(
             self.core, optimizer, params, self._param_names, clip=self.gradient_clipping(), rank=self.global_rank
         )
-        if hasattr(optimizer, "adam_args") and all(p.dtype == torch.float32 for p in params):
+        if can_fuse(optimizer, params):
             self.stepping.fused = FusedState(self.core, optimizer, params, self.stepping.step)
             optimizer.fused_state = self.stepping.fused
         self._whole = WholeParams(self.core, self.stepping, trained)
@@ -138,7 +138,7 @@ class Assembly:
         """ZeRO cuts parameters into pieces: an optimizer that looks at whole ones would compute something else."""
         if optimizer is None or self.client_optimizer is None or self.zero_allow_untested_optimizer():
             return
-        known = hasattr(optimizer, "adam_args") or type(optimizer) in KNOWN_OPTIMIZERS
+        known = is_native(optimizer) or type(optimizer) in KNOWN_OPTIMIZERS
         assert known, (
             f"{type(optimizer).__name__} is not known to work on pieces of parameters, as ZeRO gives it. If it treats "
             'every element alone (as Adam, SGD, Adagrad or Lion do), set "zero_allow_untested_optimizer": true in the '
@@ -172,6 +172,8 @@ class Assembly:
         if optimizer is None:
             self.optimizer = DeepSpeedZeRoOffload(
                 self.module,
+                None,
+                self._config,
                 dp_process_group=options["data_parallel"],
                 zero_module_granularity_threshold=granularity,
                 core=self.core,
@@ -183,6 +185,9 @@ class Assembly:
         self.optimizer = DeepSpeedZeroOptimizer_Stage3(
             self.module,
             optimizer,
+            {},
+            None,
+            self._config,
             **self._scaler_options(),
             dp_process_group=options["data_parallel"],
             sub_group_size=self._config.zero_config.sub_group_size,
@@ -216,7 +221,7 @@ class Assembly:
         return self.core, self._param_names, self._checks_overflow(), self.global_rank
 
     def _wrap_narrow(self, optimizer):
-        wrapper = FP16_Optimizer if hasattr(optimizer, "adam_args") else FP16_UnfusedOptimizer
+        wrapper = FP16_Optimizer if is_native(optimizer) else FP16_UnfusedOptimizer
         return wrapper(
             optimizer,
             deepspeed=self,
@@ -229,6 +234,9 @@ class Assembly:
     def _wrap_sharded(self, optimizer):
         return DeepSpeedZeroOptimizer(
             optimizer,
+            {},
+            None,
+            self.optimizer_params(),
             partition_grads=self.zero_optimization_stage() >= 2,
             **self._scaler_options(),
             dp_process_group=self.parallel.dp_group if self.dp_world_size > 1 else None,

@@ -1,9 +1,13 @@
 """Turns the ``optimizer`` section, or what the caller passed, into a torch optimizer over the trainable parameters."""
 
+import importlib.util
+import pkgutil
+
 import torch
 
+from deepspeed import ops
 from deepspeed._native import DeepSpeedConfigError
-from deepspeed.registry import Registry, nearest
+from deepspeed.registry import Registry, load_target, nearest
 
 
 def trainable(model, model_parameters):
@@ -20,10 +24,29 @@ def trainable(model, model_parameters):
     return [p for p in named if p.requires_grad]
 
 
-# name in lower case -> builder(name, parameters, params of the config)
+# name in lower case -> builder(name, parameters, params of the config). Other built-in types need no row here: they are
+# folders of deepspeed.ops whose package has a `from_config` of the same signature.
 OPTIMIZERS = Registry("optimizer", "deepspeed.optimizers")
 OPTIMIZERS.register("adam", "deepspeed.ops.adam.from_config:build_adam")
 OPTIMIZERS.register("adamw", "deepspeed.ops.adam.from_config:build_adam")
+
+
+def _builder(name):
+    """The builder of a built-in type (in lower case), or None."""
+    if name in OPTIMIZERS.names():
+        return OPTIMIZERS.get(name)
+    if not name.isidentifier() or importlib.util.find_spec(f"deepspeed.ops.{name}") is None:
+        return None
+    try:
+        return load_target(f"deepspeed.ops.{name}:from_config")
+    except AttributeError:  # a folder of something else
+        return None
+
+
+def _names():
+    """All built-in types, in lower case."""
+    folders = [module.name for module in pkgutil.iter_modules(ops.__path__) if module.ispkg]
+    return sorted({*OPTIMIZERS.names(), *(name for name in folders if _builder(name) is not None)})
 
 
 def build_optimizer(config, model, model_parameters, client_optimizer):
@@ -53,17 +76,17 @@ def build_optimizer(config, model, model_parameters, client_optimizer):
         raise ValueError(
             "optimizer.params.max_grad_norm is not supported; set the top-level key gradient_clipping instead"
         )
-    builtin = name.lower() in OPTIMIZERS.names()
-    torch_class = None if builtin else getattr(torch.optim, name, None)
-    if not builtin and torch_class is None:
+    builder = _builder(name.lower())
+    torch_class = None if builder is not None else getattr(torch.optim, name, None)
+    if builder is None and torch_class is None:
         raise DeepSpeedConfigError(
-            f"optimizer.type {name!r} is unknown: it is neither built in ({', '.join(OPTIMIZERS.names())}) nor "
+            f"optimizer.type {name!r} is unknown: it is neither built in ({', '.join(_names())}) nor "
             "a class of "
-            f"torch.optim.{nearest(name, OPTIMIZERS.names() + dir(torch.optim))}"
+            f"torch.optim.{nearest(name, _names() + dir(torch.optim))}"
         )
     try:
-        if builtin:
-            return OPTIMIZERS.get(name.lower())(name.lower(), parameters, params)
+        if builder is not None:
+            return builder(name.lower(), parameters, params)
         return torch_class(parameters, **params)
     except TypeError as error:
         raise DeepSpeedConfigError(f"optimizer.params do not fit {name}: {error}") from error

@@ -15,6 +15,22 @@ from deepspeed.zero.sharded_parameter import is_sharded
 _NARROW = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
+def _adam(weight, grad, states, args, step):
+    """Kingma and Ba, "Adam" (2015), algorithm 1; Loshchilov and Hutter, "Decoupled Weight Decay" (2019)."""
+    if not args["decoupled"]:
+        grad = grad + args["weight_decay"] * weight
+    first = args["beta1"] * states["exp_avg"] + (1 - args["beta1"]) * grad
+    second = args["beta2"] * states["exp_avg_sq"] + (1 - args["beta2"]) * grad * grad
+    if args["bias_correction"]:
+        unbiased = first / (1 - args["beta1"] ** step)
+        root = (second / (1 - args["beta2"] ** step)).sqrt() + args["eps"]
+    else:
+        unbiased, root = first, second.sqrt() + args["eps"]
+    if args["decoupled"]:
+        weight = weight * (1 - args["lr"] * args["weight_decay"])
+    return weight - args["lr"] * unbiased / root
+
+
 class AuditError(RuntimeError):
     """The engine's gradients, norm, update or weights are not those of a plain process."""
 
@@ -125,7 +141,12 @@ class Audit:
         self.moments = None
         if self.engine.stepping.fused is not None:
             self.moments = [
-                [core.full("slot", slot, index).double() for index in range(len(self.params))] for slot in (0, 1)
+                {
+                    name: value.double()
+                    for slot, name in enumerate(core.slot_names())
+                    if (value := core.full("slot", slot, index)) is not None
+                }
+                for index in range(len(self.params))
             ]
             self.counts = core.steps().clone()
 
@@ -143,7 +164,7 @@ class Audit:
                 self._compare("after a skipped step the weight", index, self._master(index), before)
         elif self.moments is not None and finite:
             for index, grad in self.expected.items():
-                self._compare("the updated weight", index, self._master(index), self._adam(index, grad))
+                self._compare("the updated weight", index, self._master(index), self._updated(index, grad))
         self.check_weights()
         self.sums.clear()
         self.done += 1
@@ -159,28 +180,18 @@ class Audit:
     def _master(self, index):
         return self.engine.core.full("master", 0, index)
 
-    def _adam(self, index, grad):
-        """Kingma and Ba, "Adam" (2015), algorithm 1; Loshchilov and Hutter, "Decoupled Weight Decay" (2019)."""
-        group = self.engine._audited_group_of[index]
-        args = self.engine.basic_optimizer.adam_args(self.engine.basic_optimizer.param_groups[group])
+    def _updated(self, index, grad):
+        """The weight after one step of the optimizer with the fp64 gradient ``grad``, which is still scaled."""
+        optimizer = self.engine.basic_optimizer
+        group = optimizer.param_groups[self.engine._audited_group_of[index]]
         clip = self.engine.stepping.clip
         grad = grad / self.scale
         if clip > 0:
             grad = grad * min(1.0, clip / (self.norm + 1e-6))
-        weight = self.before[index]
-        if not args["adamw"]:
-            grad = grad + args["weight_decay"] * weight
-        first = args["beta1"] * self.moments[0][index] + (1 - args["beta1"]) * grad
-        second = args["beta2"] * self.moments[1][index] + (1 - args["beta2"]) * grad * grad
-        step = float(self.counts[index]) + 1
-        if args["bias_correction"]:
-            unbiased = first / (1 - args["beta1"] ** step)
-            root = (second / (1 - args["beta2"] ** step)).sqrt() + args["eps"]
-        else:
-            unbiased, root = first, second.sqrt() + args["eps"]
-        if args["adamw"]:
-            weight = weight * (1 - args["lr"] * args["weight_decay"])
-        return weight - args["lr"] * unbiased / root
+        weight, states, step = self.before[index], self.moments[index], float(self.counts[index]) + 1
+        if optimizer.rule_of(group) == "adam":
+            return _adam(weight, grad, states, optimizer.rule_args(group), step)
+        return optimizer.updated(group, weight, grad, states, step)
 
     @torch.no_grad()
     def check_weights(self):

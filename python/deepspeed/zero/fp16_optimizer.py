@@ -87,10 +87,10 @@ class FP16_Optimizer(WrappedOptimizer):
             if not per_param:
                 continue
             steps = [int(s["step"]) for s in per_param]
+            names = [name for name in per_param[0] if name != "step"]
             state[index] = {
                 "step": max(steps),
-                "exp_avg": torch.cat([s["exp_avg"].reshape(-1) for s in per_param]),
-                "exp_avg_sq": torch.cat([s["exp_avg_sq"].reshape(-1) for s in per_param]),
+                **{name: torch.cat([s[name].reshape(-1) for s in per_param]) for name in names},
             }
             if len(set(steps)) > 1:  # parameters that were unused in some steps
                 state[index]["param_steps"] = steps
@@ -141,7 +141,7 @@ class FP16_Optimizer(WrappedOptimizer):
             if state is None:
                 continue
             own = [self.optimizer.state[p] for p in group["params"]]
-            for name in ("exp_avg", "exp_avg_sq"):
+            for name in [name for name in own[0] if name != "step"] if own else []:
                 self._scatter(state[name], [s[name] for s in own], f"{name} of group {index}")
             steps = state.get("param_steps", [state["step"]] * len(own))
             for s, step in zip(own, steps):

@@ -1,8 +1,22 @@
-"""Ties an Adam of ours (``FusedAdam``, ``DeepSpeedCPUAdam``) to the flat buffers of an engine core.
+"""Ties an optimizer of ours (``ops.native_optimizer``) to the flat buffers of an engine core.
 
-The optimizer object stays what users know: ``param_groups`` that schedulers write to, ``state`` with the moments of
+The optimizer object stays what users know: ``param_groups`` that schedulers write to, ``state`` with the states of
 each parameter, ``state_dict`` and ``load_state_dict``. Only its step runs on the flat buffers, in one fused pass.
 """
+
+import torch
+
+from deepspeed.log import logger
+
+
+def can_fuse(optimizer, masters):
+    """Whether the native engine can run the step of ``optimizer`` over these masters."""
+    return is_native(optimizer) and all(master.dtype == torch.float32 for master in masters)
+
+
+def is_native(optimizer):
+    """Whether ``optimizer`` is one of ours: its update is a rule of the native engine."""
+    return hasattr(optimizer, "rule_args")
 
 
 class FusedState:
@@ -17,13 +31,21 @@ class FusedState:
         self.params = params
         self.run_step = run_step
         self.stepping = False
+        optimizer.check_engine()
+        self.core.set_rules([optimizer.rule_of(group) for group in optimizer.param_groups])
+        if optimizer.stochastic_rounding:
+            logger.warning(
+                f"{type(optimizer).__name__}: stochastic_rounding has no effect in this engine, which keeps fp32 "
+                "masters: nothing is lost there, and the model's 16-bit weights are the masters rounded to nearest."
+            )
         self._install()
 
     def _views(self):
-        exp_avg, exp_avg_sq, steps = self.core.slots(0), self.core.slots(1), self.core.steps()
-        pieces = zip(self.params, self.core.pieces(), exp_avg, exp_avg_sq)
-        for param, (index, _, _), first, second in pieces:
-            yield param, {"step": steps[index], "exp_avg": first, "exp_avg_sq": second}
+        names, steps = self.core.slot_names(), self.core.steps()
+        slots = [self.core.slots(number) for number in range(len(names))]
+        for place, (param, (index, _, _)) in enumerate(zip(self.params, self.core.pieces())):
+            own = {name: slot[place] for name, slot in zip(names, slots) if slot[place] is not None}
+            yield param, {"step": steps[index], **own}
 
     def _install(self):
         for param, views in self._views():
@@ -34,7 +56,8 @@ class FusedState:
         if not self.stepping:
             self.run_step()
             return
-        self.core.adam([self.optimizer.adam_args(group) for group in self.optimizer.param_groups])
+        optimizer = self.optimizer
+        self.core.update([(optimizer.rule_of(g), optimizer.rule_args(g)) for g in optimizer.param_groups])
 
     def adopt(self):
         """Takes what ``load_state_dict`` put into ``optimizer.state`` into the flat buffers."""

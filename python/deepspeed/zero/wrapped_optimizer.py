@@ -4,7 +4,7 @@ import torch
 
 from deepspeed.zero.base_optimizer import DeepSpeedOptimizer
 from deepspeed.zero.core import build_core
-from deepspeed.zero.fused_state import FusedState
+from deepspeed.zero.fused_state import FusedState, can_fuse
 from deepspeed.zero.stepping import Stepping
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -41,7 +41,7 @@ class WrappedOptimizer(DeepSpeedOptimizer):
         self.stepping = Stepping(
             core, self.optimizer, masters, names, scaler=scaler, check=check, clip=clip_grad, rank=rank
         )
-        if hasattr(self.optimizer, "adam_args") and all(m.dtype == torch.float32 for m in masters):
+        if can_fuse(self.optimizer, masters):
             self.stepping.fused = FusedState(core, self.optimizer, masters, self.step)
             self.optimizer.fused_state = self.stepping.fused
 
@@ -160,7 +160,8 @@ class WrappedOptimizer(DeepSpeedOptimizer):
         self.core.refresh_master()
 
     def initialize_optimizer_states(self):
-        self.core.slots(1)
+        for slot in range(len(self.core.slot_names())):
+            self.core.slots(slot)
 
     # ---- state -----------------------------------------------------------------------------------------------------
     def _scaler_state(self):

@@ -59,7 +59,17 @@ at::Tensor batch(int step) {
   return at::sin(at::arange(kBatch * kIn, at::kFloat).reshape({kBatch, kIn}) * (0.31 + 0.1 * step));
 }
 
-AdamGroupArgs adam_args() { return {0.01, 0.9, 0.99, 1e-8, 0.1, true, true}; }
+struct AdamArgs {
+  double lr, beta1, beta2, eps, weight_decay;
+
+  std::vector<double> hyper() const { return {lr, beta1, beta2, eps, weight_decay, 1, 1}; }
+};
+
+AdamArgs adam_args() { return {0.01, 0.9, 0.99, 1e-8, 0.1}; }
+
+void use_adam(Engine& engine, int groups = 1) {
+  engine.stepper().set_rules(std::vector<const optim::Rule*>(groups, &optim::find_rule("adam")));
+}
 
 // AdamW on whole tensors, as written in the paper; a tensor without a gradient is left alone.
 struct PlainAdamW {
@@ -68,7 +78,7 @@ struct PlainAdamW {
 
   double step(std::vector<at::Tensor>& params, const std::vector<at::Tensor>& grads, double max_norm) {
     at::NoGradGuard no_grad;
-    const AdamGroupArgs a = adam_args();
+    const AdamArgs a = adam_args();
     if (m.empty()) {
       for (const auto& p : params) {
         m.push_back(at::zeros_like(p));
@@ -134,6 +144,7 @@ void compare(const Case& c, int steps, double tolerance) {
       options.reducer.predivide = 1.0f / c.world;
       auto engine = std::make_shared<Engine>(model.specs(c.groups, c.stage == 3 ? c.world : 0, rank), options,
                                              comms[rank], nullptr);
+      use_adam(*engine, c.groups);
       // The whole loss as one module; its parts are tested in param_gatherer_test.
       const int32_t unit = c.stage == 3 ? engine->gatherer()->add_unit("all", engine->params().sharded_params()) : -1;
       const int micro = kBatch / c.world / c.accumulate;
@@ -153,7 +164,7 @@ void compare(const Case& c, int steps, double tolerance) {
         }
         engine->finish_backward();
         engine->norm(1.0f, 0.05f, false);
-        for (int group = 0; group < c.groups; ++group) engine->adam(group, adam_args());
+        engine->update(std::vector<std::vector<double>>(c.groups, adam_args().hyper()));
         const StepReport report = engine->report();
         engine->finish_step();
         engine->clear_grads();
@@ -372,6 +383,7 @@ TEST(Engine, SixteenBitWeightsHaveMastersAndFp32Accumulation) {
     at::Tensor weight = at::ones({5}, type).set_requires_grad(true);
     auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}}, EngineOptions{},
                                            comm::local_communicator(), nullptr);
+    use_adam(*engine);
     engine->watch();
     // 1 + 256 x 2^-9 is 1.5 in fp32; in bf16 each addend would be rounded away.
     for (int part = 0; part <= 256; ++part) {
@@ -382,9 +394,9 @@ TEST(Engine, SixteenBitWeightsHaveMastersAndFp32Accumulation) {
     EXPECT_TRUE(at::equal(engine->params().grad_view(0), at::full({5}, 1.5f)));
     EXPECT_FALSE(weight.grad().defined());
     engine->norm(1.0f, 0.0f, true);
-    AdamGroupArgs args = adam_args();
+    AdamArgs args = adam_args();
     args.lr = 1e-4;  // too small for a bf16 weight of 1 to move
-    engine->adam(0, args);
+    engine->update({args.hyper()});
     EXPECT_FALSE(engine->report().skipped);
     EXPECT_LT(engine->params().master_view(0)[0].item<float>(), 1.0f);
     EXPECT_TRUE(at::equal(weight.detach(), engine->params().master_view(0).to(type)));
@@ -395,6 +407,7 @@ TEST(Engine, AnOverflowChangesNothing) {
   at::Tensor weight = at::ones({5}).set_requires_grad(true);
   auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}}, EngineOptions{},
                                          comm::local_communicator(), nullptr);
+  use_adam(*engine);
   engine->watch();
   for (double factor : {1.0, HUGE_VAL, std::nan("")}) {
     const at::Tensor before = weight.detach().clone();
@@ -403,7 +416,7 @@ TEST(Engine, AnOverflowChangesNothing) {
     (weight * factor).sum().backward();
     engine->end_backward();
     engine->norm(1.0f, 0.0f, true);
-    engine->adam(0, adam_args());
+    engine->update({adam_args().hyper()});
     const StepReport report = engine->report();
     engine->clear_grads();
     EXPECT_EQ(report.skipped, !std::isfinite(factor));

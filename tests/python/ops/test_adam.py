@@ -134,14 +134,14 @@ def test_one_native_call_per_group(monkeypatch):
     params = make_params()
     optimizer = DeepSpeedCPUAdam([{"params": params[:3]}, {"params": params[3:], "lr": 0.1}])
     calls = []
-    kernel = optimizer._kernel
+    kernel = optimizer._runner("adam")
 
     class Counting:
         def step(self, *args, **kwargs):
             calls.append(len(args[0]))
             kernel.step(*args, **kwargs)
 
-    optimizer._kernel = Counting()
+    optimizer._runners = {"adam": Counting()}
     set_grads(params, 0)
     optimizer.step()
     assert calls == [3, len(params) - 3]
@@ -314,16 +314,16 @@ def test_learning_rate_changes_between_steps(cls):
 
 
 @CLASSES
-def test_adam_args(cls):
+def test_hyperparameters_of_the_rule(cls):
     optimizer = ours(cls, make_params(), False, lr=0.1, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.2)
-    assert optimizer.adam_args(optimizer.param_groups[0]) == {
+    assert optimizer.rule_args(optimizer.param_groups[0]) == {
         "lr": 0.1,
         "beta1": 0.5,
         "beta2": 0.6,
         "eps": 1e-3,
         "weight_decay": 0.2,
-        "adamw": False,
-        "bias_correction": True,
+        "bias_correction": 1.0,
+        "decoupled": 0.0,
     }
 
 
@@ -391,7 +391,7 @@ def test_cpu_adam_refuses_other_devices():
 def test_fused_adam_refuses_unknown_devices():
     p = torch.nn.Parameter(torch.zeros(4, device="meta"))
     p.grad = torch.zeros_like(p)
-    with pytest.raises(RuntimeError, match="no Adam kernels for tensors on meta"):
+    with pytest.raises(RuntimeError, match="no kernels of FusedAdam for tensors on meta"):
         FusedAdam([p]).step()
 
 

@@ -2,10 +2,10 @@
 
 import torch
 
-from deepspeed.ops.adam.native_adam import NativeAdam
+from deepspeed.ops.cpu_optimizer import CPUOptimizer
 
 
-class DeepSpeedCPUAdam(NativeAdam):
+class DeepSpeedCPUAdam(CPUOptimizer):
     """Adam (``adamw_mode=False``) or AdamW for parameters in host memory, for offloaded optimizer states.
 
     Each step is one native call per parameter group, on ``torch.get_num_threads()`` threads.
@@ -17,6 +17,7 @@ class DeepSpeedCPUAdam(NativeAdam):
         amsgrad: not implemented, must be False.
         adamw_mode: decoupled weight decay; False adds ``weight_decay * p`` to the gradient.
         fp32_optimizer_states: keep the moments of 16-bit parameters in fp32; False keeps them in the parameter's dtype.
+        stochastic_rounding: round bf16 parameters at random, see ``NativeOptimizer``.
 
     Raises:
         ValueError: a hyperparameter is out of range.
@@ -24,6 +25,7 @@ class DeepSpeedCPUAdam(NativeAdam):
         AssertionError: at a step, where a parameter is not in host memory.
     """
 
+    rule = "adam"
     optimizer_id = 0  # of the next object; an object's own is opt_id
 
     def __init__(
@@ -37,6 +39,8 @@ class DeepSpeedCPUAdam(NativeAdam):
         amsgrad=False,
         adamw_mode=True,
         fp32_optimizer_states=True,
+        *,
+        stochastic_rounding=False,
     ):
         defaults = {
             "lr": lr,
@@ -46,36 +50,14 @@ class DeepSpeedCPUAdam(NativeAdam):
             "bias_correction": bias_correction,
             "amsgrad": amsgrad,
         }
-        super().__init__(model_params, defaults, adamw=adamw_mode, fp32_states=fp32_optimizer_states)
-        self.opt_id = DeepSpeedCPUAdam.optimizer_id
-        DeepSpeedCPUAdam.optimizer_id += 1
+        super().__init__(
+            model_params,
+            defaults,
+            fp32_optimizer_states,
+            stochastic_rounding=stochastic_rounding,
+            decoupled=bool(adamw_mode),
+        )
         self.adam_w_mode = adamw_mode
-        self.fp32_optimizer_states = fp32_optimizer_states
-
-    def _check_param(self, param):
-        if param.device.type != "cpu":
-            raise AssertionError(
-                f"DeepSpeedCPUAdam updates parameters in host memory, but one of shape {tuple(param.shape)} is on "
-                f'{param.device}. Enable "offload_optimizer": {{"device": "cpu"}} in the ZeRO section of the '
-                f"config, or use FusedAdam for parameters on an accelerator."
-            )
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        """One update of every parameter that has a gradient.
-
-        Args:
-            closure: recomputes the loss; it runs with gradients enabled.
-
-        Returns:
-            what ``closure`` returns, or None.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._step_all()
-        return loss
 
     def _group(self, index):
         if not 0 <= index < len(self.param_groups):
@@ -131,14 +113,14 @@ class DeepSpeedCPUAdam(NativeAdam):
         step = int(state.get("step", 0))
         if step == 0:
             raise RuntimeError(f"parameter {index} of the group has not been updated: there is nothing to roll back.")
-        args = self.adam_args(group)
+        args = self.rule_args(group)
         move1, move2 = 1.0 - args["beta1"], 1.0 - args["beta2"]
         correction1 = 1.0 - args["beta1"] ** step if args["bias_correction"] else 1.0
         correction2 = 1.0 - args["beta2"] ** step if args["bias_correction"] else 1.0
         new, grad = param.double(), param.grad.double()
         exp_avg, exp_avg_sq = state["exp_avg"].double(), state["exp_avg_sq"].double()
         old = new + args["lr"] / correction1 * exp_avg / ((exp_avg_sq / correction2).sqrt() + args["eps"])
-        if args["adamw"]:
+        if args["decoupled"]:
             old = old / (1.0 - args["lr"] * args["weight_decay"])
         else:
             grad = grad + args["weight_decay"] * old

@@ -1,0 +1,25 @@
+"""FusedAdagrad: Adagrad with one kernel call for all tensors of a parameter group, on the device they are on."""
+
+from deepspeed.ops.adagrad.sparse_rows import SparseRows
+from deepspeed.ops.fused_optimizer import FusedOptimizer
+
+
+class FusedAdagrad(SparseRows, FusedOptimizer):
+    """Adagrad on the CPU or a GPU. Arguments and errors are those of ``DeepSpeedCPUAdagrad``; ``set_grad_none`` as in
+    ``FusedAdam``."""
+
+    rule = "adagrad"
+
+    def __init__(
+        self,
+        params,
+        lr=0.01,
+        eps=1e-10,
+        weight_decay=0.0,
+        amsgrad=False,
+        set_grad_none=True,
+        *,
+        stochastic_rounding=False,
+    ):
+        defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        super().__init__(params, defaults, set_grad_none, stochastic_rounding=stochastic_rounding)

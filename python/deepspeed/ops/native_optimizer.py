@@ -1,0 +1,227 @@
+"""What all optimizers with native kernels share: a torch optimizer around one rule of ``csrc/optim``.
+
+A rule is known by its name, its state slots and its hyperparameters (``_C.optimizer_rules()``); nothing else about it
+is known here. A class of ours names its rule and gives the defaults of its parameter groups.
+"""
+
+import torch
+
+from deepspeed._native import _C
+from deepspeed.accelerator import get_accelerator
+
+RULES = _C.optimizer_rules()
+
+
+class NativeOptimizer(torch.optim.Optimizer):
+    """A native rule over fp32, bf16 and fp16 parameters; arithmetic is fp32, results round to nearest even.
+
+    ``state[p]`` holds ``step`` (int, updates of this parameter so far) and the slots of the rule (shaped like the
+    parameter; fp32, or the parameter's dtype where ``fp32_states`` is false).
+
+    Args:
+        params: iterable of parameters or of parameter groups.
+        defaults: of the parameter groups. Hyperparameters of the rule are read from a group by name; ``beta1`` and
+            ``beta2`` from its ``betas``.
+        fp32_states: keep the states of 16-bit parameters in fp32.
+        stochastic_rounding: round bf16 parameters (and bf16 states) up or down at random instead of to the nearest,
+            so that small updates are not lost. Reproducible: the numbers depend on ``torch.initial_seed()`` at
+            construction, the parameter's position and the step. fp32 masters, which an engine keeps, need none.
+        fixed: hyperparameters of the rule that are the same for all groups and not among their keys.
+
+    Raises:
+        ValueError: a hyperparameter is out of range.
+        RuntimeError: ``amsgrad`` is asked for.
+    """
+
+    rule = None
+    # Set by an engine whose flat buffers hold the parameters and states: steps and loaded states go there.
+    fused_state = None
+
+    def __init__(self, params, defaults, fp32_states=True, stochastic_rounding=False, **fixed):
+        self._fp32_states = bool(fp32_states)
+        self.stochastic_rounding = bool(stochastic_rounding)
+        self._seed = torch.initial_seed()
+        self._fixed = fixed
+        self._runners = {}
+        super().__init__(params, defaults)
+
+    def rule_of(self, group):
+        """Name of the rule that updates a parameter group."""
+        return self.rule
+
+    def slots_of(self, group):
+        """Names of the states of the parameters of a group."""
+        return RULES[self.rule_of(group)]["slots"]
+
+    def rule_args(self, group):
+        """The hyperparameters of one parameter group by the rule's own names, all as floats."""
+        args = {}
+        for name in RULES[self.rule_of(group)]["hyper"]:
+            if name in self._fixed:
+                args[name] = float(self._fixed[name])
+            elif name in group:
+                args[name] = float(group[name])
+            elif name in ("beta1", "beta2") and "betas" in group:
+                args[name] = float(group["betas"][int(name[4]) - 1])
+        return args
+
+    def _check_group(self, group):
+        name = type(self).__name__
+        if group.get("amsgrad", False):
+            raise RuntimeError(
+                f"{name} does not implement AMSGrad: pass amsgrad=False, or use torch.optim.AdamW(..., amsgrad=True)."
+            )
+        for key, value in self.rule_args(group).items():
+            beta = key in ("beta1", "beta2")
+            if not value >= 0 or (beta and value >= 1):
+                shown = f"betas[{int(key[4]) - 1}]" if beta else key
+                bound = "at least 0 and below 1" if beta else "at least 0"
+                raise ValueError(f"{name}: {shown} must be {bound}, got {value}.")
+
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        self._check_group(self.param_groups[-1])
+
+    # A copied or unpickled optimizer gets native objects, hence worker threads, of its own.
+    def __getstate__(self):
+        state = self.__dict__.copy()
+        state.pop("_runners", None)
+        state.pop("fused_state", None)
+        return state
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._runners = {}
+
+    def state_dtype(self, param):
+        """dtype of the states of a parameter."""
+        return torch.float32 if self._fp32_states else param.dtype
+
+    def _init_state(self, param, slots):
+        state = self.state[param]
+        state["step"] = int(state.get("step", 0))
+        for slot in slots:
+            if slot not in state:
+                state[slot] = torch.zeros_like(
+                    param, dtype=self.state_dtype(param), memory_format=torch.preserve_format
+                )
+        return state
+
+    def check_engine(self):
+        """Raise where an engine cannot run this optimizer; overridden by subclasses."""
+
+    def _gradient(self, param):
+        """The gradient of a parameter in a step outside an engine, or None."""
+        return param.grad
+
+    def _check_param(self, param):
+        """Raise where this class does not take a parameter; overridden by subclasses."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update of every parameter that has a gradient.
+
+        Args:
+            closure: recomputes the loss; it runs with gradients enabled.
+
+        Returns:
+            what ``closure`` returns, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step_all()
+        return loss
+
+    def _step_all(self):
+        """One update of every parameter that has a gradient, by the engine that owns the buffers if one does."""
+        if self.fused_state is not None:
+            self.fused_state.step()
+            return
+        for group in self.param_groups:
+            self._step_group(group)
+
+    def _step_group(self, group):
+        """One update of every parameter of the group that has a gradient."""
+        # Parameters of one device and one step count share a call. Nearly always that is one call per group.
+        slots = self.slots_of(group)
+        calls = {}
+        for param in group["params"]:
+            grad = self._gradient(param)
+            if grad is None:
+                continue
+            self._check_param(param)
+            state = self.state[param]
+            if "step" not in state or any(slot not in state for slot in slots):
+                state = self._init_state(param, slots)
+            key = (param.device, int(state["step"]) + 1)
+            call = calls.get(key)
+            if call is None:
+                call = calls[key] = ([], [], [])
+            call[0].append(param)
+            call[1].append(grad)
+            call[2].append(state)
+        args = self.rule_args(group) if calls else None
+        for (device, step), (params, grads, states) in calls.items():
+            tensors = [[state[slot] for state in states] for slot in slots]
+            self._update(self.rule_of(group), args, device, step, params, grads, tensors)
+            for state in states:  # not before: a refused tensor must leave the counts alone
+                state["step"] = step
+
+    def _runner(self, rule):
+        if rule not in self._runners:
+            self._runners[rule] = _C.UpdateRunner(rule, type(self).__name__)
+        return self._runners[rule]
+
+    def _update(self, rule, args, device, step, params, grads, states):
+        """One native update of ``params`` with ``states[slot][parameter]``."""
+        stream = get_accelerator().current_stream(device).cuda_stream if device.type == "cuda" else 0
+        random = {}
+        if self.stochastic_rounding and any(param.dtype == torch.bfloat16 for param in params):
+            places = {}
+            for group in self.param_groups:
+                for param in group["params"]:
+                    places[param] = len(places)
+            random = {
+                "seed": (self._seed ^ (step << 40)) & 0xFFFFFFFFFFFFFFFF,
+                "streams": [places[param] for param in params],
+            }
+        self._runner(rule).step(
+            params, grads, states, args, step=step, threads=torch.get_num_threads(), cuda_stream=stream, **random
+        )
+
+    @torch.no_grad()
+    def updated(self, group, weight, grad, states, step):
+        """What the ``step``-th update makes of one whole parameter, in fp32; no argument is changed.
+
+        ``states``: slot -> tensor; ``grad`` is unscaled and clipped.
+        """
+        weight = weight.float().clone()
+        slots = [[states[slot].float().clone()] for slot in self.slots_of(group)]
+        grad = grad.float().contiguous()
+        self._update(self.rule_of(group), self.rule_args(group), weight.device, step, [weight], [grad], slots)
+        return weight
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict):
+        """Restore hyperparameters and state; the states keep their own dtype.
+
+        torch would round fp32 states to the dtype of a 16-bit parameter.
+        """
+        super().load_state_dict(state_dict)
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        params = [(param, self.slots_of(group)) for group in self.param_groups for param in group["params"]]
+        for index, (param, slots) in zip(saved, params, strict=True):
+            given = state_dict["state"].get(index)
+            if not given:
+                continue
+            state = self.state[param]
+            if "step" in given:
+                state["step"] = int(given["step"])
+            for slot in slots:
+                if slot in given:
+                    own = torch.empty_like(param, dtype=self.state_dtype(param))
+                    state[slot] = own.copy_(given[slot].reshape(param.shape))
+        if self.fused_state is not None:
+            self.fused_state.adopt()

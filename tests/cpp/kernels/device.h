@@ -1,0 +1,68 @@
+// Device memory for tests, from the driver (libcuda.so.1): no toolkit is needed to run them.
+#pragma once
+#include <dlfcn.h>
+
+#include "support.h"
+
+namespace ds::kernels::test {
+
+// The driver's part that the tests need, on device 0, in its primary context (which the CUDA runtime uses, too).
+class Driver {
+ public:
+  Driver() {
+    library_ = dlopen("libcuda.so.1", RTLD_NOW);
+    if (library_ == nullptr) return;
+    int device = 0;
+    void* context = nullptr;
+    ok_ = call<int(unsigned)>("cuInit", 0u) == 0 && call<int(int*, int)>("cuDeviceGet", &device, 0) == 0 &&
+          call<int(void**, int)>("cuDevicePrimaryCtxRetain", &context, device) == 0 &&
+          call<int(void*)>("cuCtxSetCurrent", context) == 0;
+  }
+  bool ok() const { return ok_; }
+  uintptr_t allocate(size_t bytes) {
+    unsigned long long address = 0;
+    check(call<int(unsigned long long*, size_t)>("cuMemAlloc_v2", &address, bytes + 256));
+    return address;
+  }
+  void release(uintptr_t address) { call<int(unsigned long long)>("cuMemFree_v2", address); }
+  void to_device(uintptr_t to, const void* from, size_t bytes) {
+    if (bytes) check(call<int(unsigned long long, const void*, size_t)>("cuMemcpyHtoD_v2", to, from, bytes));
+  }
+  void to_host(void* to, uintptr_t from, size_t bytes) {
+    check(call<int()>("cuCtxSynchronize"));
+    if (bytes) check(call<int(void*, unsigned long long, size_t)>("cuMemcpyDtoH_v2", to, from, bytes));
+  }
+
+ private:
+  template <typename Signature, typename... Args>
+  int call(const char* name, Args... args) {
+    auto* function = reinterpret_cast<Signature*>(dlsym(library_, name));
+    return function != nullptr ? function(args...) : -1;
+  }
+  static void check(int code) { ASSERT_EQ(code, 0) << "CUDA driver error"; }
+
+  void* library_ = nullptr;
+  bool ok_ = false;
+};
+
+// A copy of a host buffer on the device, at the same offset behind a 256-byte boundary.
+class OnDevice {
+ public:
+  OnDevice(Driver& driver, Buffer& host)
+      : driver_(driver),
+        host_(host),
+        base_(driver.allocate(host.bytes())),
+        data_(base_ + host.offset() * dtype_bytes(host.dtype())) {
+    driver.to_device(data_, host.data(), host.bytes());
+  }
+  ~OnDevice() { driver_.release(base_); }
+  void* data() { return reinterpret_cast<void*>(data_); }
+  void fetch() { driver_.to_host(host_.data(), data_, host_.bytes()); }
+
+ private:
+  Driver& driver_;
+  Buffer& host_;
+  uintptr_t base_, data_;
+};
+
+}  // namespace ds::kernels::test

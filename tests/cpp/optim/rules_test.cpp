@@ -1,0 +1,284 @@
+// Every registered rule, on every instruction set (and on the GPU where there is one), against the plain loops of
+// kernels/ref, bit for bit: dtypes x sizes x alignments x threads. A new rule is tested here without a line of its own.
+#include "optim/rule.h"
+
+#include <algorithm>
+#include <memory>
+
+#include "../kernels/device.h"
+#include "base/error.h"
+
+namespace ds::optim {
+namespace {
+
+using kernels::KernelTable;
+using kernels::Launch;
+using kernels::StepScale;
+using kernels::UpdateArgs;
+using kernels::UpdateSegment;
+using kernels::test::Buffer;
+using kernels::test::Driver;
+using kernels::test::isa_tables;
+using kernels::test::kDtypes;
+using kernels::test::kFloats;
+using kernels::test::OnDevice;
+using kernels::test::ref_table;
+
+// Parameter, states, gradient and 16-bit copy of one tensor.
+struct Tensor {
+  std::vector<Buffer> buffers;  // master, grad, lp, scratch, sums, then the states
+  bool with_lp;
+
+  Tensor(const Rule& rule, size_t n, const UpdateArgs& args, unsigned seed, size_t offset = 0, bool lp = true)
+      : with_lp(lp) {
+    const DType dtypes[] = {args.master_dtype, args.grad_dtype, args.lp_dtype};
+    for (int k = 0; k < 3; ++k) buffers.emplace_back(dtypes[k], n, offset);
+    for (int k = 0; k < 3; ++k) buffers[k].randomize(seed + k);
+    buffers.emplace_back(DType::kF32, rule.scratch ? n : 0, offset);
+    buffers.emplace_back(DType::kF64, static_cast<size_t>(rule.sums));
+    for (size_t i = 0; i < static_cast<size_t>(rule.sums); ++i) buffers.back().set(i, 0);
+    for (const std::string& slot : rule.slots) {
+      Buffer state(args.state_dtype, n, offset);
+      state.randomize(seed + 7 + static_cast<unsigned>(buffers.size()), 0.1);
+      if (slot.find("_sq") != std::string::npos)
+        for (size_t i = 0; i < n; ++i) state.set(i, std::abs(state.get(i)));
+      buffers.push_back(state);
+    }
+  }
+  size_t numel() const { return buffers[0].size(); }
+
+  // `at(i)`: where buffer i is.
+  template <typename At>
+  UpdateSegment segment(const At& at, uint64_t stream) {
+    UpdateSegment s;
+    s.master = at(0);
+    s.grad = at(1);
+    s.lp = with_lp ? at(2) : nullptr;
+    s.scratch = buffers[3].size() > 0 ? static_cast<float*>(at(3)) : nullptr;
+    s.sums = buffers[4].size() > 0 ? static_cast<double*>(at(4)) : nullptr;
+    for (size_t k = 5; k < buffers.size(); ++k) s.states[k - 5] = at(k);
+    s.numel = numel();
+    s.stream = stream;
+    return s;
+  }
+  UpdateSegment segment(uint64_t stream = 0) {
+    return segment([&](size_t i) { return buffers[i].data(); }, stream);
+  }
+};
+
+std::vector<double> defaults(const Rule& rule) {
+  std::vector<double> hyper;
+  for (const Hyperparameter& one : rule.hyper) {
+    const bool decay = one.name == "weight_decay", momentum = one.name == "momentum";
+    hyper.push_back(decay ? 0.01 : momentum && one.fallback == 0 ? 0.9 : one.fallback);
+  }
+  return hyper;
+}
+
+void run(const Rule& rule, const KernelTable& table, const Launch& launch, const std::vector<UpdateSegment>& segments,
+         const UpdateArgs& args, const StepScale* scale, double step = 3) {
+  for (size_t pass = 0; pass < rule.passes.size(); ++pass)
+    run_pass(table, launch, rule, pass, segments, args, defaults(rule), step, scale);
+}
+
+testing::AssertionResult same(const Tensor& got, const Tensor& want) {
+  for (size_t i = 0; i < got.buffers.size(); ++i)
+    if (auto r = kernels::test::same(got.buffers[i], want.buffers[i]); !r) return r << " (buffer " << i << ")";
+  return testing::AssertionSuccess();
+}
+
+std::string where(const Rule& rule, const KernelTable& table, const UpdateArgs& args, size_t n, size_t offset) {
+  return rule.name + " " + table.isa + " master " + dtype_name(args.master_dtype) + " state " +
+         dtype_name(args.state_dtype) + " grad " + dtype_name(args.grad_dtype) + " lp " + dtype_name(args.lp_dtype) +
+         " n=" + std::to_string(n) + " offset=" + std::to_string(offset);
+}
+
+TEST(RulesTest, EveryGradientDtypeAndSizeEqualsTheReference) {
+  ThreadPool pool(3);
+  const StepScale scale = {0, 0.7f, 0};
+  for (const Rule& rule : rules()) {
+    for (const KernelTable* table : isa_tables()) {
+      for (DType grad : kDtypes) {
+        for (DType lp : kDtypes) {
+          for (size_t offset = 0; offset < 3; ++offset) {
+            for (size_t n : {0, 1, 3, 15, 16, 17, 33, 1025, 40001}) {
+              UpdateArgs args;
+              args.grad_dtype = grad;
+              args.lp_dtype = lp;
+              Tensor want(rule, n, args, 11, offset, offset != 1);
+              if (offset == 2) want.buffers[1].add_specials();
+              Tensor got = want;
+              run(rule, ref_table(), {}, {want.segment()}, args, &scale);
+              run(rule, *table, {&pool}, {got.segment()}, args, &scale);
+              EXPECT_TRUE(same(got, want)) << where(rule, *table, args, n, offset);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(RulesTest, WeightsAndStatesOfAnyDtype) {
+  ThreadPool pool(2);
+  for (const Rule& rule : rules()) {
+    for (const KernelTable* table : isa_tables()) {
+      for (DType master : kDtypes) {
+        for (DType state : kDtypes) {
+          for (bool stochastic : {false, true}) {
+            UpdateArgs args;
+            args.master_dtype = args.grad_dtype = master;
+            args.state_dtype = state;
+            args.lp_dtype = DType::kBF16;
+            args.stochastic = stochastic;
+            args.seed = 77;
+            for (size_t n : {1, 1023, 1024, 1025, 40000}) {
+              Tensor want(rule, n, args, 23, 1), got = want;
+              run(rule, ref_table(), {}, {want.segment(5)}, args, nullptr);
+              run(rule, *table, {&pool}, {got.segment(5)}, args, nullptr);
+              EXPECT_TRUE(same(got, want)) << where(rule, *table, args, n, 1) << " stochastic " << stochastic;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(RulesTest, ManySegmentsEqualOneByOne) {
+  UpdateArgs args;
+  args.lp_dtype = DType::kBF16;
+  for (const Rule& rule : rules()) {
+    for (const KernelTable* table : isa_tables()) {
+      for (int threads : {1, 2, 5}) {
+        ThreadPool pool(threads);
+        std::vector<Tensor> want;
+        for (size_t n : {5, 0, 8192, 1, 0, 20001, 3, 9000, 64, 0, 70000, 70001, 65536})
+          want.emplace_back(rule, n, args, static_cast<unsigned>(n), n % 4);
+        std::vector<Tensor> got(want.begin(), want.end());
+        std::vector<UpdateSegment> segments;
+        for (Tensor& t : got) segments.push_back(t.segment());
+        for (Tensor& t : want) run(rule, ref_table(), {}, {t.segment()}, args, nullptr);
+        run(rule, *table, {&pool}, segments, args, nullptr);
+        for (size_t i = 0; i < want.size(); ++i)
+          EXPECT_TRUE(same(got[i], want[i])) << where(rule, *table, args, want[i].numel(), 0) << " segment " << i;
+      }
+    }
+  }
+}
+
+TEST(RulesTest, ASkippedStepTouchesNothing) {
+  const StepScale skip = {INFINITY, 1.0f, 1};
+  const UpdateArgs args;
+  for (const Rule& rule : rules()) {
+    for (const KernelTable* table : isa_tables()) {
+      Tensor want(rule, 1000, args, 5), got = want;
+      run(rule, *table, {}, {got.segment()}, args, &skip);
+      EXPECT_TRUE(same(got, want)) << rule.name;
+    }
+  }
+}
+
+TEST(RulesTest, RandomRoundingIsRightOnAverage) {
+  for (const Rule& rule : rules()) {
+    for (const KernelTable* table : isa_tables()) {
+      UpdateArgs exact;
+      exact.grad_dtype = exact.lp_dtype = DType::kBF16;
+      UpdateArgs rounded = exact;
+      rounded.master_dtype = DType::kBF16;
+      rounded.stochastic = true;
+      const size_t n = 20000;
+      Tensor a(rule, n, exact, 9), b(rule, n, rounded, 9);
+      for (size_t i = 0; i < n; ++i) a.buffers[0].set(i, b.buffers[0].get(i));
+      const Tensor before = b;
+      run(rule, *table, {}, {a.segment()}, exact, nullptr);
+      double exact_change = 0, change = 0, spread = 0;
+      for (uint64_t seed = 1; seed <= 8; ++seed) {
+        Tensor copy = before;
+        rounded.seed = seed;
+        run(rule, *table, {}, {copy.segment()}, rounded, nullptr);
+        for (size_t i = 0; i < n; ++i) {
+          const double sign = a.buffers[0].get(i) < before.buffers[0].get(i) ? -1 : 1;
+          exact_change += sign * (a.buffers[0].get(i) - before.buffers[0].get(i));
+          change += sign * (copy.buffers[0].get(i) - before.buffers[0].get(i));
+          spread += std::pow(copy.buffers[0].get(i) - a.buffers[0].get(i), 2);
+        }
+      }
+      EXPECT_NEAR(change, exact_change, 5 * std::sqrt(spread)) << rule.name;  // five standard deviations
+      EXPECT_GT(exact_change, 10 * std::sqrt(spread)) << rule.name << ": the test shows nothing";
+    }
+  }
+}
+
+TEST(RulesTest, UnknownNamesAreErrors) {
+  try {
+    find_rule("adamm");
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("adam"), std::string::npos);
+  }
+  EXPECT_EQ(ref_table().find_update("adamm"), nullptr);
+}
+
+TEST(RulesTest, EveryRuleHasItsKernelsOnEveryDevice) {
+  const KernelTable* cuda = ds_kernels(kernels::kKernelAbi, "cuda");
+  for (const Rule& rule : rules()) {
+    for (const Pass& pass : rule.passes) {
+      EXPECT_NE(ref_table().find_update(pass.kernel.c_str()), nullptr) << pass.kernel;
+      if (cuda != nullptr) {
+        EXPECT_NE(cuda->find_update(pass.kernel.c_str()), nullptr) << pass.kernel;
+      }
+    }
+  }
+}
+
+TEST(RulesTest, OnTheGpuTheBitsAreThoseOfTheReference) {
+  const KernelTable* table = ds_kernels(kernels::kKernelAbi, "cuda");
+  if (table == nullptr) GTEST_SKIP() << ds_kernels_error(kernels::kKernelAbi, "cuda");
+  if (const char* error = table->device_error()) GTEST_SKIP() << "no usable GPU: " << error;
+  Driver driver;
+  ASSERT_TRUE(driver.ok());
+  for (const Rule& rule : rules()) {
+    for (DType grad : kDtypes) {
+      for (DType other : kDtypes) {
+        for (bool wide : {true, false}) {
+          UpdateArgs args;
+          args.grad_dtype = grad;
+          args.lp_dtype = other;
+          args.master_dtype = args.state_dtype = wide ? DType::kF32 : other;
+          args.stochastic = !wide;
+          std::vector<Tensor> want;
+          const size_t sizes[] = {0, 1, 2, 15, 16, 17, 31, 33, 100, 1023, 16384, 16385, 70001};
+          for (size_t i = 0; i < 150; ++i)
+            want.emplace_back(rule, sizes[i % 13], args, static_cast<unsigned>(5 * i), i % 3 == 0, i % 2 == 0);
+          std::vector<Tensor> got(want.begin(), want.end());
+          std::vector<std::unique_ptr<OnDevice>> copies;
+          std::vector<UpdateSegment> host, device;
+          for (size_t i = 0; i < got.size(); ++i) {
+            const size_t first = copies.size();
+            for (Buffer& buffer : got[i].buffers) copies.push_back(std::make_unique<OnDevice>(driver, buffer));
+            host.push_back(want[i].segment(i));
+            device.push_back(got[i].segment([&](size_t k) { return copies[first + k]->data(); }, i));
+          }
+          const StepScale scale = {1, 0.7f, 0}, skip = {1, 0.7f, 1};
+          run(rule, ref_table(), {}, host, args, &scale);
+          Buffer scales(DType::kF64, 2 * sizeof(StepScale) / 8);
+          std::memcpy(scales.data(), &scale, sizeof scale);
+          std::memcpy(static_cast<char*>(scales.data()) + sizeof scale, &skip, sizeof skip);
+          OnDevice on(driver, scales);
+          const StepScale* device_scales = static_cast<StepScale*>(on.data());
+          run(rule, *table, {}, device, args, device_scales + 1);  // skipped: changes nothing
+          run(rule, *table, {}, device, args, device_scales);
+          for (auto& copy : copies) copy->fetch();
+          const char* error = table->last_error();
+          ASSERT_EQ(error, nullptr) << error;
+          for (size_t i = 0; i < got.size(); ++i)
+            ASSERT_TRUE(same(got[i], want[i])) << where(rule, *table, args, want[i].numel(), i);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ds::optim

@@ -1,0 +1,54 @@
+"""All classes with a native rule: found, not listed, so that a new one is tested by what is here already."""
+
+import importlib
+import pkgutil
+
+import torch
+
+from deepspeed import ops
+from deepspeed.ops.cpu_optimizer import CPUOptimizer
+from deepspeed.ops.native_optimizer import NativeOptimizer
+
+SHARED = ("NativeOptimizer", "FusedOptimizer", "CPUOptimizer")
+
+
+def native_classes():
+    """The classes that packages of ``deepspeed.ops`` export, by name."""
+    found = {}
+    for module in pkgutil.iter_modules(ops.__path__):
+        package = importlib.import_module(f"deepspeed.ops.{module.name}") if module.ispkg else None
+        for name in getattr(package, "__all__", ()):
+            cls = getattr(package, name)
+            if isinstance(cls, type) and issubclass(cls, NativeOptimizer) and name not in SHARED:
+                found[name] = cls
+    return [found[name] for name in sorted(found)]
+
+
+def is_cpu_class(cls):
+    return issubclass(cls, CPUOptimizer)
+
+
+def make_params(dtype=torch.float32, shapes=((1,), (7,), (33, 5), (4, 3, 2, 2), (100, 17), (0,)), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def set_grads(params, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def against_formula(optimizer, params, formula, steps):
+    """Largest relative difference (2-norm over a parameter) to ``formula(weight, grad, state, step)`` in fp64 after
+    ``steps`` steps with gradients that have a direction, and the parameters' own."""
+    weights = [p.detach().double() for p in params]
+    states = [{} for _ in params]
+    for step in range(1, steps + 1):
+        set_grads(params, step)
+        for index, p in enumerate(params):
+            p.grad += 0.3
+            weights[index] = formula(weights[index], p.grad.double(), states[index], step)
+        optimizer.step()
+    pairs = [(p.detach().double(), weight) for p, weight in zip(params, weights) if p.numel()]
+    return max(float((p - weight).norm() / weight.norm()) for p, weight in pairs)

@@ -1,0 +1,78 @@
+"""Adagrad against the paper's formula in fp64 and against torch, sparse gradients, and the contract's signature."""
+
+import inspect
+
+import pytest
+import torch
+
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad, FusedAdagrad, cpu_adagrad
+from native_classes import against_formula, make_params, set_grads
+
+CLASSES = pytest.mark.parametrize("cls", [DeepSpeedCPUAdagrad, FusedAdagrad])
+
+
+def adagrad(lr, eps, weight_decay):
+    """Duchi, Hazan & Singer 2011, the diagonal form."""
+
+    def formula(weight, grad, state, step):
+        grad = grad + weight_decay * weight
+        state["sum"] = state.get("sum", torch.zeros_like(weight)) + grad * grad
+        return weight - lr * grad / (state["sum"].sqrt() + eps)
+
+    return formula
+
+
+@CLASSES
+@pytest.mark.parametrize("steps, bound", [(1, 2**-23), (1000, 1e-6)])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_the_paper(cls, steps, bound, weight_decay):
+    params = make_params(shapes=((257,), (33, 5), (3, 0)))
+    optimizer = cls(params, lr=0.02, eps=1e-9, weight_decay=weight_decay)
+    assert against_formula(optimizer, params, adagrad(0.02, 1e-9, weight_decay), steps) <= bound
+
+
+@CLASSES
+def test_equals_torch(cls):
+    params, expected = make_params(), make_params()
+    optimizer, reference = cls(params, lr=0.01), torch.optim.Adagrad(expected, lr=0.01)
+    for step in range(20):
+        set_grads(params, step)
+        set_grads(expected, step)
+        optimizer.step()
+        reference.step()
+    for p, q in zip(params, expected, strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-6)
+
+
+@CLASSES
+def test_sparse_gradients_update_their_rows(cls):
+    ours, theirs = (torch.nn.EmbeddingBag(20, 5, mode="sum", sparse=True) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    optimizer, reference = cls(ours.parameters(), lr=0.1), torch.optim.Adagrad(theirs.parameters(), lr=0.1)
+    for step in range(4):
+        rows = torch.tensor([[1, 3, 3], [step, 7, 19]])
+        for model, one in ((ours, optimizer), (theirs, reference)):
+            one.zero_grad()
+            model(rows).square().sum().backward()
+            assert model.weight.grad.is_sparse
+            one.step()
+    torch.testing.assert_close(ours.weight, theirs.weight, rtol=2e-6, atol=2e-6)
+    assert float(optimizer.state[ours.weight]["exp_avg_sq"][11].sum()) == 0
+    with pytest.raises(RuntimeError, match="weight_decay decays every row"):
+        one = cls(ours.parameters(), weight_decay=0.1)
+        ours(rows).sum().backward()
+        one.step()
+
+
+@CLASSES
+def test_amsgrad_is_refused(cls):
+    with pytest.raises(RuntimeError, match="AMSGrad"):
+        cls(make_params(), amsgrad=True)
+
+
+def test_contract():
+    assert cpu_adagrad.DeepSpeedCPUAdagrad is DeepSpeedCPUAdagrad
+    parameters = list(inspect.signature(DeepSpeedCPUAdagrad).parameters.values())
+    assert [(p.name, p.default) for p in parameters if p.kind is not p.KEYWORD_ONLY][1:] == [
+        ("lr", 0.01), ("eps", 1e-10), ("weight_decay", 0), ("amsgrad", False), ("fp32_optimizer_states", True)
+    ]  # fmt: skip

@@ -1,0 +1,64 @@
+"""Lion against the paper's program in fp64, and the contract's signatures."""
+
+import inspect
+
+import pytest
+import torch
+
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion, cpu_lion, fused_lion
+from native_classes import against_formula, make_params
+
+CLASSES = pytest.mark.parametrize("cls", [DeepSpeedCPULion, FusedLion])
+
+
+def lion(lr, betas, weight_decay):
+    """Chen et al. 2023, program 1."""
+
+    def formula(weight, grad, state, step):
+        momentum = state.get("m", torch.zeros_like(weight))
+        direction = (betas[0] * momentum + (1 - betas[0]) * grad).sign()
+        state["m"] = betas[1] * momentum + (1 - betas[1]) * grad
+        return weight - lr * (direction + weight_decay * weight)
+
+    return formula
+
+
+@CLASSES
+@pytest.mark.parametrize("steps, bound", [(1, 2**-23), (1000, 1e-6)])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_the_paper(cls, steps, bound, weight_decay):
+    # A power of two: every step has the same size, and a size that the weights cannot hold is rounded the same way each
+    # time, which after 1,000 steps is 1,000 half units of the last place for any arithmetic with fp32 weights.
+    lr = 2.0**-12
+    params = make_params(shapes=((257,), (33, 5), (3, 0)))
+    optimizer = cls(params, lr=lr, betas=(0.9, 0.99), weight_decay=weight_decay)
+    assert against_formula(optimizer, params, lion(lr, (0.9, 0.99), weight_decay), steps) <= bound
+
+
+@CLASSES
+def test_a_zero_gradient_moves_nothing(cls):
+    p = torch.nn.Parameter(torch.ones(5))
+    p.grad = torch.zeros(5)
+    cls([p], lr=0.1).step()
+    assert torch.equal(p.detach(), torch.ones(5))
+
+
+@CLASSES
+@pytest.mark.parametrize("betas, shown", [((1.0, 0.9), "betas.0."), ((0.9, -0.1), "betas.1.")])
+def test_bad_betas(cls, betas, shown):
+    with pytest.raises(ValueError, match=f"{cls.__name__}: {shown} must be at least 0 and below 1"):
+        cls(make_params(), betas=betas)
+
+
+def test_contract():
+    def positional(cls):
+        parameters = list(inspect.signature(cls).parameters.values())
+        return [(p.name, p.default) for p in parameters if p.kind is not p.KEYWORD_ONLY][1:]
+
+    assert cpu_lion.DeepSpeedCPULion is DeepSpeedCPULion and fused_lion.FusedLion is FusedLion
+    assert positional(DeepSpeedCPULion) == [
+        ("lr", 0.001), ("betas", (0.9, 0.999)), ("weight_decay", 0), ("fp32_optimizer_states", True)
+    ]  # fmt: skip
+    assert positional(FusedLion) == [
+        ("lr", 0.001), ("betas", (0.9, 0.999)), ("weight_decay", 0.0), ("set_grad_none", True)
+    ]  # fmt: skip

@@ -1,0 +1,51 @@
+"""SGD with momentum against its formula in fp64 and against torch."""
+
+import pytest
+import torch
+
+from deepspeed.ops.sgd import FusedSGD
+from native_classes import against_formula, make_params, set_grads
+
+OPTIONS = [
+    {},
+    {"momentum": 0.9},
+    {"momentum": 0.99, "dampening": 0.5, "weight_decay": 0.1},
+    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+]
+
+
+def sgd(lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False):
+    def formula(weight, grad, state, step):
+        grad = grad + weight_decay * weight
+        if momentum:
+            state["b"] = grad if step == 1 else momentum * state["b"] + (1 - dampening) * grad
+            grad = grad + momentum * state["b"] if nesterov else state["b"]
+        return weight - lr * grad
+
+    return formula
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("steps, bound", [(1, 2**-23), (1000, 1e-6)])
+def test_the_formula(options, steps, bound):
+    params = make_params(shapes=((257,), (33, 5), (3, 0)))
+    assert against_formula(FusedSGD(params, lr=2e-4, **options), params, sgd(2e-4, **options), steps) <= bound
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_equals_torch(options):
+    params, expected = make_params(), make_params()
+    optimizer, reference = FusedSGD(params, lr=0.01, **options), torch.optim.SGD(expected, lr=0.01, **options)
+    for step in range(20):
+        set_grads(params, step)
+        set_grads(expected, step)
+        optimizer.step()
+        reference.step()
+    for p, q in zip(params, expected, strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("options", [{"nesterov": True}, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}])
+def test_nesterov_needs_momentum(options):
+    with pytest.raises(ValueError, match="nesterov needs a momentum above 0 and no dampening"):
+        FusedSGD(make_params(), **options)
