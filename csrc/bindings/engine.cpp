@@ -87,9 +87,12 @@ void set_rules(Engine& engine, const std::vector<std::string>& names) {
   engine.stepper().set_rules(std::move(rules));
 }
 
-// `groups`: one (rule, {hyperparameter: value}) for each parameter group.
-void update(Engine& engine, const std::vector<std::pair<std::string, std::map<std::string, double>>>& groups) {
+// `groups`: one (rule, {hyperparameter: value}) for each parameter group. `begin`: the arguments of begin_step, which
+// is then called first.
+void update(Engine& engine, const std::vector<std::pair<std::string, std::map<std::string, double>>>& groups,
+            const std::optional<std::tuple<float, float, bool>>& begin) {
   py::gil_scoped_release unlocked;
+  if (begin) engine.begin_step(std::get<0>(*begin), std::get<1>(*begin), std::get<2>(*begin));
   std::vector<std::vector<double>> hyper;
   for (size_t group = 0; group < groups.size(); ++group) {
     const optim::Rule& rule = engine.stepper().rule(static_cast<int32_t>(group));
@@ -149,7 +152,7 @@ DS_BINDINGS(m) {
       .def("finish_backward", &Engine::finish_backward, Unlocked())
       .def("clear_grads", &Engine::clear_grads, Unlocked())
       .def("set_rules", &set_rules, py::arg("rules"))
-      .def("update", &update, py::arg("groups"))
+      .def("update", &update, py::arg("groups"), py::arg("begin") = py::none())
       .def("slot_names", [](Engine& engine) { return engine.stepper().slot_names(); })
       .def("report", &Engine::report, Unlocked())
       .def("scale_grads", &Engine::scale_grads, Unlocked())
