@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -172,6 +173,22 @@ def test_fused_adam(values, mode):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="takes 4 lists"):
         op.multi_tensor_adam(2048, None, lists[:3], *args)
+
+
+def test_threads_of_one_process_do_not_mix():
+    op = op_builder.FusedAdamBuilder().load()
+
+    def train(seed):
+        torch.manual_seed(0)
+        p, m, v = torch.full((3000,), float(seed)), torch.zeros(3000), torch.zeros(3000)
+        for step in range(1, 60):
+            op.multi_tensor_adam(0, None, [[p * 0.5], [p], [m], [v]], 0.01, 0.9, 0.99, 1e-8, step, 1, 1, 0.0)
+        return p
+
+    alone = [train(seed) for seed in range(1, 5)]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(train, range(1, 5)))
+    assert all(torch.equal(a, b) for a, b in zip(alone, together))
 
 
 def need(name):

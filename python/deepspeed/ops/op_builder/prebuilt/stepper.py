@@ -1,5 +1,7 @@
 """One step of a native optimizer over lists of tensors: the ground under the functions of the optimizer ops."""
 
+import threading
+
 import torch
 
 from deepspeed._native import _C
@@ -12,10 +14,18 @@ def has_rule(rule):
 
 
 class Stepper:
-    """Updates of one optimizer object; keeps its worker threads between steps."""
+    """Updates of one optimizer object; keeps its worker threads between steps. Python threads do not disturb each
+    other: each has a runner of its own, because a step runs without the GIL."""
 
     def __init__(self, rule, title):
-        self._kernel = _C.UpdateRunner(rule, title)
+        self._rule, self._title = rule, title
+        self._of_thread = threading.local()
+        self._runner()  # an unknown rule is refused here
+
+    def _runner(self):
+        if not hasattr(self._of_thread, "runner"):
+            self._of_thread.runner = _C.UpdateRunner(self._rule, self._title)
+        return self._of_thread.runner
 
     def step(self, params, grads, states, hyper, step):
         """Update number ``step`` (from 1) of ``params`` in place, and of ``states``: one list of tensors per slot of
@@ -25,7 +35,7 @@ class Stepper:
         device = params[0].device
         stream = get_accelerator().current_stream(device).cuda_stream if device.type == "cuda" else 0
         with torch.no_grad():
-            self._kernel.step(
+            self._runner().step(
                 list(params),
                 list(grads),
                 [list(slot) for slot in states],
@@ -37,7 +47,7 @@ class Stepper:
 
     def sums(self):
         """What the last step summed over whole parameters: fp64, a row for each; None where the rule sums nothing."""
-        return self._kernel.sums()
+        return self._runner().sums()
 
 
 class Handles:
