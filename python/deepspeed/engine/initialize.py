@@ -63,6 +63,7 @@ def initialize(
             distributed_port=distributed_port,
             dist_init_required=dist_init_required,
         )
+    dist.configure(deepspeed_config=parsed)
     configure_from(parsed, mpu)
     engine = DeepSpeedEngine(
         args=args,
