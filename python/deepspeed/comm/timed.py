@@ -98,12 +98,13 @@ def _recorded(func, name, args, kwargs):
             accelerator.synchronize()
         listener.add(name, record_name, (time.perf_counter() - begin) * 1e3, size, ranks)
 
-    if name in _UNFINISHED and result is not None:
-        return _TimedWork(result, end)
-    if hasattr(result, "wait"):
-        result.wait()
-    end()
-    return result
+    if not hasattr(result, "wait"):
+        end()
+        return result
+    work = _TimedWork(result, end)
+    if name not in _UNFINISHED:
+        work.wait()
+    return work
 
 
 def _caller():
@@ -115,18 +116,19 @@ def _caller():
 
 
 class _TimedWork:
-    """A handle whose first ``wait`` is the end of the operation; everything else is the handle's own."""
+    """A handle whose first ``wait`` is the end of the operation; more of them return at once, which gloo's own do not
+    for a receive. Everything else is the handle's."""
 
     def __init__(self, work, end):
         self._work = work
         self._end = end
 
     def wait(self, *args, **kwargs):
-        done = self._work.wait(*args, **kwargs)
-        end, self._end = self._end, None
-        if end is not None:
+        if self._end is not None:
+            self._work.wait(*args, **kwargs)
+            end, self._end = self._end, None
             end()
-        return done
+        return True
 
     def __getattr__(self, name):
         return getattr(self._work, name)
