@@ -1,8 +1,9 @@
 """Builds the extension module with CMake, once, and drops it into the package.
 
-The module is compiled against the torch that the building Python imports, so install with
-``pip install --no-build-isolation .`` (or ``-e .``). Metadata lives here and not in pyproject.toml because
-setuptools 61 to 80+ agree on this spelling only. docs/tutorials/install-and-ops.md lists the environment variables.
+The module is compiled against the torch that the environment runs, also where pip isolates the build from it;
+``pip install --no-build-isolation .`` (or ``-e .``) does without the isolation and without a network. Metadata lives
+here and not in pyproject.toml because setuptools 61 to 80+ agree on this spelling only.
+docs/tutorials/install-and-ops.md lists the environment variables.
 """
 
 import glob
@@ -35,14 +36,25 @@ GIT_HASH, GIT_BRANCH = run("python", "deepspeed", "host", "source_tree.py").comm
 
 
 def torch_facts():
-    """``__version__``, ``cuda`` and ``hip`` of the torch of this Python, read without importing torch."""
+    """``__version__``, ``cuda`` and ``hip`` of the torch that this environment runs, and the environment variables of
+    processes that see it: pip hides it from an isolated build by a PYTHONPATH of its own, in this process only.
+
+    Read without importing torch.
+    """
     spec = importlib.util.find_spec("torch")
-    if spec is None:
-        raise SystemExit(
-            "deepspeed is compiled against your torch, and this build sees none. If torch is installed, pip is "
-            "building in isolation: run `pip install --no-build-isolation .`. Otherwise install torch first."
+    folder, env = (spec.submodule_search_locations[0] if spec else ""), dict(os.environ)
+    if not folder:
+        env = {name: value for name, value in env.items() if name not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
+        code = (
+            "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '')"
         )
-    return runpy.run_path(os.path.join(spec.submodule_search_locations[0], "version.py"))
+        folder = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True).stdout.strip()
+    if not folder:
+        raise SystemExit(
+            "deepspeed is compiled against your torch, and this build sees none. If torch is installed, the build is "
+            "isolated from it: run `pip install --no-build-isolation .`. Otherwise install torch first."
+        )
+    return runpy.run_path(os.path.join(folder, "version.py")), env
 
 
 class CleanBuild(build):
@@ -57,7 +69,7 @@ class CMakeBuild(build_ext):
     """Runs CMake and Ninja in build/<tag>/ of the source tree, where `make` builds as well."""
 
     def run(self):
-        self.torch = torch_facts()
+        self.torch, self.env = torch_facts()
         version = str(self.torch["__version__"]).split("+")[0]
         self.tag = f"cp{sys.version_info[0]}{sys.version_info[1]}-torch{version}"
         try:
@@ -84,7 +96,7 @@ class CMakeBuild(build_ext):
         configure += [f"-DDS_BUILD_CUDA={'ON' if self.cuda else 'OFF'}", *options.cmake_flags(os.environ)]
         ninja = ["ninja", "-C", folder, "native", *options.job_flags(self.parallel, os.environ)]
         for command in (configure, ninja):
-            if subprocess.run(command).returncode != 0:
+            if subprocess.run(command, env=self.env).returncode != 0:
                 raise SystemExit(f"deepspeed did not build: `{' '.join(command)}` failed; its messages are above.")
 
     def copies(self):

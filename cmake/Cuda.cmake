@@ -34,6 +34,14 @@ if(DS_BUILD_CUDA AND NOT DS_SANITIZE)
     add_library(ds_kernels_cuda SHARED ${cuda_sources})
     set_target_properties(ds_kernels_cuda PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${DS_LIB_DIR} CUDA_STANDARD 17
       POSITION_INDEPENDENT_CODE ON CUDA_VISIBILITY_PRESET hidden)
+    # What the library says about itself: "sm_80, sm_90, PTX".
+    string(REGEX REPLACE "([0-9a-z]+)-(real|virtual)" "sm_\\1" targets "${CMAKE_CUDA_ARCHITECTURES}")
+    string(REGEX REPLACE "(^|;)([0-9]+[af]?)" "\\1sm_\\2" targets "${targets}")
+    string(REPLACE ";" ", " targets "${targets}")
+    if("${CMAKE_CUDA_ARCHITECTURES}" MATCHES "[0-9af](;|$)")
+      string(APPEND targets ", PTX")
+    endif()
+    target_compile_definitions(ds_kernels_cuda PRIVATE "DS_CUDA_TARGETS=\"${targets}\"")
     target_include_directories(ds_kernels_cuda PRIVATE ${CMAKE_BINARY_DIR}/rooms/base ${CMAKE_BINARY_DIR}/rooms/kernels)
     # As on the CPU: no fused multiply-add, so that both give the same bits; the kernels wait for memory anyway.
     target_compile_options(ds_kernels_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false>)

@@ -1,4 +1,4 @@
-"""For every test: the package of this tree comes first, and the helpers of tests/dist and tests/python/ops are found."""
+"""For every test: the package of this tree comes first, and the helpers of other folders can be imported."""
 
 import os
 import sys

@@ -25,7 +25,8 @@ def full_version(base, commit_hash, environ):
         suffix = f"+g{commit_hash}" if commit_hash.isdigit() else f"+{commit_hash}"
     if not _SUFFIX.fullmatch(suffix):
         raise OptionError(
-            f"DS_BUILD_STRING is {suffix!r}, and {base}{suffix} is no version. Write, for example, '+cluster7' or '.dev3'."
+            f"DS_BUILD_STRING is {suffix!r}, and {base}{suffix} is no version. Write, for example, '+cluster7' or "
+            f"'.dev3'."
         )
     return base + suffix
 

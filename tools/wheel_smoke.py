@@ -1,4 +1,4 @@
-"""Run by tools/wheel_smoke.sh in the environment that got the wheel: no compiler on PATH, nothing of the source tree."""
+"""Run by tools/wheel_smoke.sh in the environment that got the wheel: no compiler on PATH, no source tree."""
 
 import importlib.metadata
 import os
@@ -29,7 +29,8 @@ CPUAdamBuilder().load()
 torch.manual_seed(0)
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 model = torch.nn.Linear(8, 1)
-config = {"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 1}}
+adam = {"type": "Adam", "params": {"lr": 0.1}}
+config = {"train_batch_size": 4, "optimizer": adam, "zero_optimization": {"stage": 1}}
 engine, *_ = deepspeed.initialize(model=model, config=config)
 losses = []
 for _ in range(2):

@@ -211,6 +211,7 @@ DS_BINDINGS(m) {
              return result;
            })
       .def("reset_traffic", &Engine::reset_traffic)
+      .def_property_readonly("communicator", [](Engine& engine) { return engine.data_parallel().name(); })
       .def("used",
            [](Engine& engine) {
              std::vector<bool> used;

@@ -126,21 +126,25 @@ class UpdateRunner {
   // What the last step() summed over whole parameters: fp64, a row for each; undefined where the rule does not.
   c10::optional<at::Tensor> sums() const { return sums_.defined() ? c10::optional<at::Tensor>(sums_) : c10::nullopt; }
 
-  // The loads and stores of a rule without its arithmetic, for benchmarks: fp32 tensors of one size on the CPU.
-  void memory_bound(const at::Tensor& param, const at::Tensor& grad, const Tensors& states, int threads) {
-    kernels::Stream stream;
-    Tensors all = states;
-    all.insert(all.begin(), {param, grad});
-    for (const at::Tensor& t : all)
-      if (!t.is_cpu() || t.scalar_type() != at::kFloat || !t.is_contiguous() || t.numel() != param.numel())
+  // The loads and stores of a rule without its arithmetic, for benchmarks: fp32 tensors on the CPU, cut and spread over
+  // threads as in step(). With no `params` the gradients are read and that is all.
+  void memory_bound(const Tensors& params, const Tensors& grads, const std::vector<Tensors>& states, int threads) {
+    std::vector<kernels::Stream> streams(grads.size());
+    const auto data = [&](const at::Tensor& t, size_t i) {
+      if (!t.is_cpu() || t.scalar_type() != at::kFloat || !t.is_contiguous() || t.numel() != grads[i].numel())
         fail(ErrorKind::kValue, "memory_bound takes contiguous fp32 CPU tensors of one size");
+      return t.data_ptr<float>();
+    };
     if (states.size() > 2) fail(ErrorKind::kValue, "memory_bound takes at most two states");
-    stream.read = grad.data_ptr<float>();
-    stream.update[0] = param.data_ptr<float>();
-    for (size_t k = 0; k < states.size(); ++k) stream.update[1 + k] = states[k].data_ptr<float>();
-    stream.n = static_cast<size_t>(param.numel());
+    for (size_t i = 0; i < grads.size(); ++i) {
+      streams[i].numel = static_cast<size_t>(grads[i].numel());
+      streams[i].read = data(grads[i], i);
+      if (params.empty()) continue;
+      streams[i].update[0] = data(params.at(i), i);
+      for (size_t k = 0; k < states.size(); ++k) streams[i].update[1 + k] = data(states[k].at(i), i);
+    }
     py::gil_scoped_release no_gil;
-    ds_cpu_stream({pool(threads), nullptr}, stream);
+    ds_cpu_stream({pool(threads), nullptr}, streams.data(), streams.size());
   }
 
  private:
@@ -217,6 +221,6 @@ DS_BINDINGS(m) {
            py::arg("step"), py::arg("threads"), py::arg("cuda_stream") = 0, py::arg("seed") = py::none(),
            py::arg("streams") = std::vector<uint64_t>())
       .def("sums", &UpdateRunner::sums)
-      .def("memory_bound", &UpdateRunner::memory_bound, py::arg("param"), py::arg("grad"), py::arg("states"),
+      .def("memory_bound", &UpdateRunner::memory_bound, py::arg("params"), py::arg("grads"), py::arg("states"),
            py::arg("threads"));
 }

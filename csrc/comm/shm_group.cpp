@@ -251,7 +251,9 @@ void ShmGroup::scatter(void* mine, const Rows& in, size_t numel, c10::ScalarType
 
 void ShmGroup::barrier() {
   turn_ ^= 1;
-  channel_.enter(record("barrier", 0, c10::ScalarType::Byte));
+  Record call;
+  std::strncpy(call.what, "barrier", sizeof(call.what) - 1);
+  channel_.enter(call);
 }
 
 }  // namespace ds::comm

@@ -41,6 +41,7 @@
 
 #include "comm/communicator.h"
 #include "zero/device_context.h"
+#include "zero/grad_slots.h"
 #include "zero/param_store.h"
 
 namespace ds::zero {
@@ -121,9 +122,6 @@ class GradReducer {
   void attach_grads();
   void adopt_user_grads();
   void absorb(size_t param, const at::Tensor& grad);
-  void put(size_t param, const at::Tensor& slots, int64_t begin, const at::Tensor& grad, float scale, bool add);
-  void zero_slot(const BucketState& bucket, size_t param);
-  void scale_slot(const BucketState& bucket, size_t param, float scale);
   void zero_gaps(const BucketState& bucket);
   void find_gaps(BucketState& bucket) const;
   void need_slots(BucketState& bucket);
@@ -145,6 +143,7 @@ class GradReducer {
 
   ParamStore& store_;
   DeviceContext& device_;
+  GradSlots slots_;
   comm::CommunicatorPtr communicator_, replicas_;
   ReducerOptions options_;
   std::vector<BucketState> buckets_;

@@ -67,7 +67,7 @@ void adam(benchmark::State& state) {
       half ? other_g.as<float>() : g.as<float>(), {p.as<float>(), m.as<float>(), v.as<float>()}, nullptr, n};
   run(
       state, n * 28, [&] { update(table(), &pool, segments.data(), count, grad); }, n * 28,
-      [&] { benchmark::DoNotOptimize(ds_cpu_stream({&pool}, stream)); });
+      [&] { benchmark::DoNotOptimize(ds_cpu_stream({&pool}, &stream, 1)); });
 }
 
 BENCHMARK(adam)

@@ -24,10 +24,10 @@ void copy(benchmark::State& state) {
 
   Stream stream = {a.as<float>()};
   (add ? stream.update[0] : stream.write) = b.as<float>();
-  stream.n = n;
+  stream.numel = n;
   run(
       state, n * (dtype_bytes(from) + (add ? 2 : 1) * dtype_bytes(to)), [&] { kernel(table(), &pool, dst.as<>()); },
-      n * (add ? 12 : 8), [&] { benchmark::DoNotOptimize(ds_cpu_stream({&pool}, stream)); });
+      n * (add ? 12 : 8), [&] { benchmark::DoNotOptimize(ds_cpu_stream({&pool}, &stream, 1)); });
 }
 
 constexpr int kF32 = static_cast<int>(DType::kF32), kBF16 = static_cast<int>(DType::kBF16),

@@ -18,10 +18,10 @@ void sum_squares(benchmark::State& state) {
   if (want != got) return state.SkipWithError("differs from the reference");
 
   Stream stream = {data.as<float>()};
-  stream.n = n * dtype_bytes(dtype) / 4;
+  stream.numel = n * dtype_bytes(dtype) / 4;
   run(
       state, n * dtype_bytes(dtype), [&] { table().sum_squares({&pool}, &segment, 1, dtype, &got); },
-      n * dtype_bytes(dtype), [&] { benchmark::DoNotOptimize(ds_cpu_stream({&pool}, stream)); });
+      n * dtype_bytes(dtype), [&] { benchmark::DoNotOptimize(ds_cpu_stream({&pool}, &stream, 1)); });
 }
 
 BENCHMARK(sum_squares)

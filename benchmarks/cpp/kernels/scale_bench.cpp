@@ -21,7 +21,7 @@ void scale(benchmark::State& state) {
   const Stream stream = {data.as<float>(), {data.as<float>()}, nullptr, n};
   run(
       state, n * 8, [&] { table().scale({&pool}, data.as<>(), DType::kF32, n, 1.0001f); }, n * 8,
-      [&] { benchmark::DoNotOptimize(ds_cpu_stream({&pool}, stream)); });
+      [&] { benchmark::DoNotOptimize(ds_cpu_stream({&pool}, &stream, 1)); });
 }
 
 BENCHMARK(scale)

@@ -74,12 +74,12 @@ Isa widest() {
 }  // namespace
 }  // namespace ds::kernels::cpu
 
-float ds_cpu_stream(const ds::kernels::Launch& launch, const ds::kernels::Stream& s) {
+float ds_cpu_stream(const ds::kernels::Launch& launch, const ds::kernels::Stream* streams, size_t count) {
   using namespace ds::kernels::cpu;
   const auto body = kBodies.by_isa[static_cast<int>(widest())];
   std::atomic<float> sum{0};
-  split(launch, s.n, [&](size_t begin, size_t end) {
-    const float part = body(s, begin, end);
+  split_segments(launch, streams, count, [&](size_t s, size_t begin, size_t end) {
+    const float part = body(streams[s], begin, end);
     float old = sum.load();
     while (!sum.compare_exchange_weak(old, old + part)) {
     }

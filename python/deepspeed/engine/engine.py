@@ -15,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.load import load_checkpoint
 from deepspeed.checkpoint.save import save_16bit_model, save_checkpoint
 from deepspeed.checkpoint.zero_states import param_shapes, whole_state_dict
+from deepspeed.comm import comms_log
 from deepspeed.config import DeepSpeedConfig, non_default_values
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.engine.accessors import ConfigAccessors
@@ -237,6 +238,7 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
         self._sees_backward = None
         self._user_scaled = False
         self.progress.end_step(boundary)
+        comms_log.collect()
 
     def _refuse_unseen_backward(self):
         """A backward that the user ran is noticed at the outputs of forward. Where those hold no tensor that can be

@@ -64,6 +64,7 @@ def initialize(
             distributed_port=distributed_port,
             dist_init_required=dist_init_required,
         )
+    dist.configure(deepspeed_config=parsed)
     configure_from(parsed, mpu)
     set_optimizer_flags(parsed, model)
     engine = DeepSpeedEngine(

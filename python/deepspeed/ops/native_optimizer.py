@@ -157,7 +157,7 @@ class NativeOptimizer(torch.optim.Optimizer):
                 continue
             self._check_param(param)
             state = self.state[param]
-            if "step" not in state or any(slot not in state for slot in slots):
+            if len(state) <= len(slots):  # step, and one for each slot
                 state = self._init_state(param, slots)
             key = (param.device, int(state["step"]) + 1)
             call = calls.get(key)

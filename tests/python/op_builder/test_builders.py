@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -65,6 +66,7 @@ def test_modules_in_which_scripts_look():
     ):  # fmt: skip
         found = importlib.import_module(f"deepspeed.ops.op_builder.{module}")
         assert getattr(found, name) is getattr(op_builder, name)
+    assert importlib.import_module("deepspeed.ops.op_builder.all_ops").ALL_OPS is ALL_OPS
     assert importlib.import_module("deepspeed.ops.aio").AsyncIOBuilder is op_builder.AsyncIOBuilder
     assert importlib.import_module("deepspeed.ops.gds").GDSBuilder is op_builder.GDSBuilder
     assert importlib.import_module("deepspeed.ops.pin_memory").PinMemoryBuilder is op_builder.PinMemoryBuilder
@@ -171,6 +173,22 @@ def test_fused_adam(values, mode):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="takes 4 lists"):
         op.multi_tensor_adam(2048, None, lists[:3], *args)
+
+
+def test_threads_of_one_process_do_not_mix():
+    op = op_builder.FusedAdamBuilder().load()
+
+    def train(seed):
+        torch.manual_seed(0)
+        p, m, v = torch.full((3000,), float(seed)), torch.zeros(3000), torch.zeros(3000)
+        for step in range(1, 60):
+            op.multi_tensor_adam(0, None, [[p * 0.5], [p], [m], [v]], 0.01, 0.9, 0.99, 1e-8, step, 1, 1, 0.0)
+        return p
+
+    alone = [train(seed) for seed in range(1, 5)]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(train, range(1, 5)))
+    assert all(torch.equal(a, b) for a, b in zip(alone, together))
 
 
 def need(name):
@@ -282,6 +300,33 @@ def test_torch_of_the_build():
     OpBuilder.validate_torch_op_version({"cuda_version": "0.0", "hip_version": "0.0"})
     with pytest.raises(RuntimeError, match="compiled with CUDA 7.5"):
         OpBuilder.validate_torch_op_version({"cuda_version": "7.5", "hip_version": "0.0"})
+
+
+def test_functions_about_the_toolkit(monkeypatch):
+    interface = op_builder.builder
+    toolkit = interface.cuda_toolkit
+    monkeypatch.setattr(toolkit, "find_nvcc", lambda: "/opt/nvcc")
+    monkeypatch.setattr(toolkit, "nvcc_version", lambda nvcc=None: (12, 4))
+    monkeypatch.setattr(torch.version, "cuda", "12.1")
+    assert interface.installed_cuda_version() == (12, 4) and interface.assert_no_cuda_mismatch("toy")
+    monkeypatch.setattr(torch.version, "cuda", "11.8")
+    with pytest.raises(interface.CUDAMismatchException, match="of CUDA 12.4, but torch was built for CUDA 11.8"):
+        interface.assert_no_cuda_mismatch("toy")
+    monkeypatch.setattr(toolkit, "nvcc_version", lambda nvcc=None: None)
+    with pytest.raises(interface.MissingCUDAException, match="the op toy needs nvcc"):
+        interface.installed_cuda_version("toy")
+    here = ".".join(torch.__version__.split(".")[:2])
+    interface.assert_torch_info({"version": here, "cuda_version": "0.0", "hip_version": "0.0"})
+    with pytest.raises(RuntimeError, match="torch 0.4"):
+        interface.assert_torch_info({"version": "0.4"})
+
+
+def test_cutlass_path(monkeypatch):
+    monkeypatch.delenv("CUTLASS_PATH", raising=False)
+    assert op_builder.EvoformerAttnBuilder().include_paths() == []
+    monkeypatch.setenv("CUTLASS_PATH", "/opt/cutlass")
+    folders = op_builder.EvoformerAttnBuilder().include_paths()
+    assert folders == ["/opt/cutlass/include", "/opt/cutlass/tools/util/include"]
 
 
 def test_setuptools_extension(monkeypatch):

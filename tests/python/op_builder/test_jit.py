@@ -219,6 +219,16 @@ def test_a_folder_that_cannot_be_written(toy, monkeypatch, tmp_path):
         toy.builder().load()
 
 
+def test_a_file_system_without_locks(toy, monkeypatch, caplog):
+    def flock(file, operation):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(jit.logger, "propagate", True)
+    assert toy.builder().load().answer() == 42
+    assert "cannot be locked (No locks available)" in caplog.text
+
+
 def test_max_jobs(toy, monkeypatch):
     monkeypatch.setenv("MAX_JOBS", "many")
     with pytest.raises(BuildError, match="MAX_JOBS is 'many'"):

@@ -93,6 +93,13 @@ def test_setup_py_uses_them():
     assert refused.returncode != 0 and "deepspeed is not built: DS_BUILD_STRING is '?'" in refused.stderr
 
 
+HIDE_TORCH = """
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "torch" else find(name, *rest)
+"""
+
+
 @needs_setuptools
 def test_setup_py_hands_them_to_cmake(tmp_path):
     """With stand-ins for cmake and ninja: what they are called with, what goes into the wheel's folder."""
@@ -119,5 +126,10 @@ def test_setup_py_hands_them_to_cmake(tmp_path):
     assert setup_py(*where, "-j", "5", PATH=path).returncode == 0
     calls = (tmp_path / "calls").read_text().splitlines()
     assert "cmake: -DDS_BUILD_CUDA=ON" in calls and "ninja: 5" in calls
+    # As in pip's isolation: what this Python sees is replaced, and torch is not in it.
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "sitecustomize.py").write_text(HIDE_TORCH)
+    assert setup_py(*where, PATH=path, PYTHONPATH=str(tmp_path / "hidden")).returncode == 0
+    assert info["torch_info"] == runpy.run_path(str(tmp_path / "lib/deepspeed/_build_info.py"))["torch_info"]
     refused = setup_py(*where, PATH=path, DS_BUILD_GDS="1")
     assert refused.returncode != 0 and "deepspeed is not built: DS_BUILD_GDS=1" in refused.stderr

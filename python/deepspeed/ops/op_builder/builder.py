@@ -29,7 +29,10 @@ __all__ = [
     "MissingCUDAException",
     "OpBuilder",
     "TorchCPUOpBuilder",
+    "assert_no_cuda_mismatch",
+    "assert_torch_info",
     "get_default_compute_capabilities",
+    "installed_cuda_version",
 ]
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -39,6 +42,37 @@ _DEFAULT_ARCHITECTURES = "8.0;9.0+PTX"
 def get_default_compute_capabilities():
     """The compute capabilities to compile for where neither TORCH_CUDA_ARCH_LIST nor a GPU says otherwise."""
     return _DEFAULT_ARCHITECTURES
+
+
+def installed_cuda_version(name=""):
+    """``(major, minor)`` of this machine's nvcc; MissingCUDAException, for the op ``name``, where there is none."""
+    version = cuda_toolkit.nvcc_version()
+    if version is None:
+        raise MissingCUDAException(
+            f"{f'the op {name} needs' if name else 'this needs'} nvcc, and there is none on this machine. Install the "
+            f"CUDA toolkit and set CUDA_HOME to it."
+        )
+    return version
+
+
+def assert_no_cuda_mismatch(name=""):
+    """True when nvcc fits this torch; a warning for another minor version.
+
+    Raises:
+        MissingCUDAException: there is no nvcc.
+        CUDAMismatchException: the major versions differ, and DS_SKIP_CUDA_CHECK is not set.
+    """
+    installed_cuda_version(name)
+    warning = cuda_toolkit.check_versions(cuda_toolkit.find_nvcc(), torch.version.cuda)
+    if warning:
+        logger.warning("%s", warning)
+    return True
+
+
+def assert_torch_info(torch_info):
+    """RuntimeError unless the running torch has the version, CUDA and ROCm of the ``torch_info`` of a build."""
+    OpBuilder.validate_torch_version(torch_info)
+    OpBuilder.validate_torch_op_version(torch_info)
 
 
 class OpBuilder(ABC):

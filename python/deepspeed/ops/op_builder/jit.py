@@ -201,6 +201,9 @@ def _locked(folder, name):
             lock.seek(0)
             logger.info("Waiting for process %s, which compiles the op %s.", lock.read().strip() or "?", name)
             fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            # Some network file systems have no locks. Two builds at once are then wasteful, not wrong.
+            logger.warning("%s cannot be locked (%s): processes that come now compile as well.", folder, error.strerror)
         lock.seek(0)
         lock.truncate()
         lock.write(f"{os.getpid()} on {platform.node()}")

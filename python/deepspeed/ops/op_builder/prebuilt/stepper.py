@@ -1,5 +1,7 @@
 """One step of a native optimizer over lists of tensors: the ground under the functions of the optimizer ops."""
 
+import threading
+
 import torch
 
 from deepspeed._native import _C
@@ -8,14 +10,22 @@ from deepspeed.accelerator import get_accelerator
 
 def has_rule(rule):
     """Whether the native module knows the optimizer ``rule`` ("adam")."""
-    return rule in _C.optimizer_rules() if hasattr(_C, "optimizer_rules") else rule == "adam"
+    return rule in _C.optimizer_rules()
 
 
 class Stepper:
-    """Updates of one optimizer object; keeps its worker threads between steps."""
+    """Updates of one optimizer object; keeps its worker threads between steps. Python threads do not disturb each
+    other: each has a runner of its own, because a step runs without the GIL."""
 
     def __init__(self, rule, title):
-        self._kernel = _C.UpdateRunner(rule, title) if hasattr(_C, "UpdateRunner") else _C.AdamKernel()
+        self._rule, self._title = rule, title
+        self._of_thread = threading.local()
+        self._runner()  # an unknown rule is refused here
+
+    def _runner(self):
+        if not hasattr(self._of_thread, "runner"):
+            self._of_thread.runner = _C.UpdateRunner(self._rule, self._title)
+        return self._of_thread.runner
 
     def step(self, params, grads, states, hyper, step):
         """Update number ``step`` (from 1) of ``params`` in place, and of ``states``: one list of tensors per slot of
@@ -24,25 +34,20 @@ class Stepper:
             return
         device = params[0].device
         stream = get_accelerator().current_stream(device).cuda_stream if device.type == "cuda" else 0
-        threads = torch.get_num_threads()
         with torch.no_grad():
-            if hasattr(_C, "UpdateRunner"):
-                self._kernel.step(list(params), list(grads), [list(slot) for slot in states],
-                                  {name: float(value) for name, value in hyper.items()}, float(step), threads,
-                                  stream)  # fmt: skip
-                return
-            correct = hyper["bias_correction"]
-            self._kernel.step(
-                list(params), list(grads), *[list(slot) for slot in states], lr=hyper["lr"], beta1=hyper["beta1"],
-                beta2=hyper["beta2"], eps=hyper["eps"], weight_decay=hyper["weight_decay"],
-                adamw=bool(hyper["decoupled"]), threads=threads, stream=stream,
-                bias_correction1=1 - hyper["beta1"] ** step if correct else 1.0,
-                bias_correction2=1 - hyper["beta2"] ** step if correct else 1.0,
-            )  # fmt: skip
+            self._runner().step(
+                list(params),
+                list(grads),
+                [list(slot) for slot in states],
+                {name: float(value) for name, value in hyper.items()},
+                float(step),
+                torch.get_num_threads(),
+                stream,
+            )
 
     def sums(self):
         """What the last step summed over whole parameters: fp64, a row for each; None where the rule sums nothing."""
-        return self._kernel.sums()
+        return self._runner().sums()
 
 
 class Handles:
