@@ -197,8 +197,11 @@ void Stepper::matrix_passes(Turn turn, const GradReducer& grads) {
           store_, space, bucket, [&](size_t param) { return grads.used(param); }, iteration, *data_parallel_,
           turn.scratch.data);
     }
-    if (gathers(space)) start_gather(space, bucket);
+    if (gathers(space) && gather_.overlap) start_gather(space, bucket);
   }
+  if (!gathers(space) || gather_.overlap || skip) return;
+  for (auto bucket = space.map.buckets.rbegin(); bucket != space.map.buckets.rend(); ++bucket)
+    start_gather(space, *bucket);
 }
 
 void Stepper::start_gather(FlatSpace& space, const plan::Bucket& bucket) {

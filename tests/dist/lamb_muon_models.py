@@ -163,6 +163,7 @@ def start(kind, stage, model=None, dtype="fp32", params=None, accumulate=1, **mo
             "reduce_bucket_size": 400,
             "allgather_bucket_size": 300,
             "stage3_param_persistence_threshold": 0,
+            **more.pop("zero", {}),
         },
         **more,
     }

@@ -57,6 +57,54 @@ def test_accumulated_micro_batches(kind, stage):
         assert gap < BOUNDS[kind, "fp32"] and norm < 1e-4
 
 
+def body_ways(rank, world, kind, stage, zero):
+    engine = start(kind, stage, zero=zero)
+    reference = Reference(make(), kind, torch.float32)
+    train(engine, 3, rank, world)
+    for step in range(3):
+        reference.step(step, world)
+    return worst_gap(whole(engine.module), dict(reference.model.named_parameters()))
+
+
+@KIND
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"overlap_comm": False},
+        {"allgather_partitions": False},
+        {"reduce_bucket_size": 10_000_000, "allgather_bucket_size": 10_000_000},
+        {"audit_steps": 3},
+    ],
+    ids=lambda zero: ",".join(zero),
+)
+def test_ways_to_communicate_are_equal_and_the_audit_agrees(kind, stage, zero):
+    for gap in run_ranks(2, body_ways, kind, stage, zero):
+        assert gap < BOUNDS[kind, "fp32"]
+
+
+def body_init(rank, world, kind):
+    """A model that is sharded while it is built: matrices have no shape of their own then."""
+    with deepspeed.zero.Init():
+        model = make()
+    engine = start(kind, 3, model=model)
+    groups = [(group.get("use_muon"), len(group["params"])) for group in engine.basic_optimizer.param_groups]
+    train(engine, 2, rank, world)
+    state = "momentum_buffer" if kind == "Muon" else "exp_avg"
+    return (
+        groups,
+        deepspeed.utils.safe_get_full_optimizer_state(model.wide.weight, state).shape,
+        all(bool(value.isfinite().all()) for value in whole(engine.module).values()),
+    )
+
+
+@KIND
+def test_models_made_under_zero_init(kind):
+    for groups, shape, finite in run_ranks(2, body_init, kind):
+        assert shape == (24, 6) and finite
+        assert [use for use, _ in groups] == ([True, False] if kind == "Muon" else [None])
+
+
 def body_states(rank, world, kind, stage):
     engine = start(kind, stage)
     train(engine, 2, rank, world)

@@ -107,6 +107,10 @@ class NativeOptimizer(torch.optim.Optimizer):
                 )
         return state
 
+    def magnification(self, group):
+        """How many times larger a relative difference between two gradients may be between their updates."""
+        return 1.0
+
     def check_engine(self):
         """Raise where an engine cannot run this optimizer; overridden by subclasses."""
 

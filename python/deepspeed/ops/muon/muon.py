@@ -52,7 +52,7 @@ class MuonWithAuxAdam(NativeOptimizer):
         groups = [
             self._completed(group, defaults) for given in _as_groups(param_groups) for group in _split_group(given)
         ]
-        super().__init__(groups, {"use_muon": False}, decoupled=1)
+        super().__init__(groups, {"use_muon": False}, decoupled=1, bias_correction=1)
 
     @staticmethod
     def _completed(group, defaults):
@@ -77,6 +77,10 @@ class MuonWithAuxAdam(NativeOptimizer):
         if group["use_muon"]:
             args["gram"] = float(group["ns_method"] == "gram")
         return args
+
+    def magnification(self, group):
+        """Each step of the iteration multiplies the smallest singular values by 3.4445."""
+        return 3.4445 ** group["ns_steps"] if group["use_muon"] else 1.0
 
     def _check_group(self, group):
         if group["use_muon"]:
