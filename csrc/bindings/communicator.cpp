@@ -9,6 +9,7 @@
 #include "bindings/registry.h"
 #include "bindings/sharded_params.h"
 #include "comm/communicator.h"
+#include "comm/shm_communicator.h"
 
 namespace py = pybind11;
 
@@ -17,7 +18,12 @@ namespace ds::bindings {
 DS_BINDINGS(m) {
   using comm::Communicator;
   py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
-      .def(py::init([](const py::object& group) { return communicator(group); }), py::arg("group"))
+      .def(py::init([](const py::object& group, bool shared) {
+             auto made = communicator(group);
+             py::gil_scoped_release unlocked;
+             return shared ? comm::shm_communicator(std::move(made)) : made;
+           }),
+           py::arg("group"), py::arg("shared") = false)
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("name", &Communicator::name)
