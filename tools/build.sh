@@ -4,7 +4,7 @@
 . "$(dirname "$0")/common.sh"
 [ $# -gt 0 ] || set -- native
 groups=build
-options=()
+options=(-DDS_BUILD_CUDA=ON)  # a build by pip may have left it off in this folder
 for target in "$@"; do
   case $target in
     native) ;;

@@ -2,7 +2,7 @@
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT"
-JOBS=${JOBS:-$(nproc)}
+JOBS=${JOBS:-${MAX_JOBS:-$(nproc)}}
 export CCACHE_BASEDIR=$ROOT CCACHE_NOHASHDIR=1  # another checkout of the same files finds them in the cache, too
 
 say() { printf '\033[1m==>\033[0m %s\n' "$*" >&2; }

@@ -13,6 +13,7 @@
 #include "bindings/torch_types.h"
 #include "comm/c10d_communicator.h"
 #include "comm/local_communicator.h"
+#include "comm/shm_communicator.h"
 #include "zero/engine.h"
 
 namespace py = pybind11;
@@ -21,6 +22,7 @@ namespace ds::bindings {
 
 comm::CommunicatorPtr communicator(const py::object& group) {
   if (group.is_none()) return comm::local_communicator();
+  if (py::isinstance<comm::Communicator>(group)) return group.cast<comm::CommunicatorPtr>();
   auto native = group.cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
   return comm::c10d_communicator(std::move(native));
 }
@@ -74,6 +76,7 @@ std::shared_ptr<Engine> make_engine(const std::vector<at::Tensor>& tensors, cons
   auto dp = communicator(data_parallel);
   auto mp = model_parallel.is_none() ? nullptr : communicator(model_parallel);
   py::gil_scoped_release unlocked;
+  dp = comm::shm_communicator(std::move(dp));
   return std::make_shared<Engine>(std::move(specs), options, std::move(dp), std::move(mp));
 }
 
@@ -84,16 +87,21 @@ void set_rules(Engine& engine, const std::vector<std::string>& names) {
   engine.stepper().set_rules(std::move(rules));
 }
 
-// `groups`: one (rule, {hyperparameter: value}) for each parameter group.
-void update(Engine& engine, const std::vector<std::pair<std::string, std::map<std::string, double>>>& groups) {
+// `groups`: one (rule, {hyperparameter: value}) for each parameter group. `begin`: the arguments of begin_step, which
+// is then called first.
+void update(Engine& engine, const std::vector<std::pair<std::string, std::map<std::string, double>>>& groups,
+            const std::optional<std::tuple<float, float, bool>>& begin) {
   py::gil_scoped_release unlocked;
+  if (begin) engine.begin_step(std::get<0>(*begin), std::get<1>(*begin), std::get<2>(*begin));
+  std::vector<std::vector<double>> hyper;
   for (size_t group = 0; group < groups.size(); ++group) {
     const optim::Rule& rule = engine.stepper().rule(static_cast<int32_t>(group));
     if (rule.name != groups[group].first)
       fail(ErrorKind::kRuntime, "parameter group ", group, " was set up for the optimizer '", rule.name,
            "' and is now to be updated by '", groups[group].first, "', which has other states");
-    engine.update(static_cast<int32_t>(group), hyper_values(rule, groups[group].second));
+    hyper.push_back(hyper_values(rule, groups[group].second));
   }
+  engine.update(hyper);
 }
 
 zero::Kept kept_of(const std::string& name) {
@@ -138,13 +146,19 @@ DS_BINDINGS(m) {
       .def("begin_step", &Engine::begin_step, Unlocked(), py::arg("loss_scale"), py::arg("max_norm"), py::arg("check"))
       .def("end_step", &Engine::end_step, Unlocked())
       .def("plan_user_backward", &Engine::plan_user_backward, py::arg("reduce"), py::arg("factor"))
-      .def("begin_backward", &Engine::begin_backward, Unlocked(), py::arg("reduce"), py::arg("root") = at::Tensor())
+      .def(
+          "begin_backward",
+          // optional: torch 1.13 takes no None for a tensor
+          [](Engine& engine, bool reduce, const c10::optional<at::Tensor>& root) {
+            engine.begin_backward(reduce, root.value_or(at::Tensor()));
+          },
+          Unlocked(), py::arg("reduce"), py::arg("root") = py::none())
       .def("end_backward", &Engine::end_backward, Unlocked())
       .def("abort_backward", &Engine::abort_backward, Unlocked())
       .def("finish_backward", &Engine::finish_backward, Unlocked())
       .def("clear_grads", &Engine::clear_grads, Unlocked())
       .def("set_rules", &set_rules, py::arg("rules"))
-      .def("update", &update, py::arg("groups"))
+      .def("update", &update, py::arg("groups"), py::arg("begin") = py::none())
       .def("slot_names", [](Engine& engine) { return engine.stepper().slot_names(); })
       .def("report", &Engine::report, Unlocked())
       .def("scale_grads", &Engine::scale_grads, Unlocked())
@@ -203,11 +217,17 @@ DS_BINDINGS(m) {
              return result;
            })
       .def("reset_traffic", &Engine::reset_traffic)
+      .def_property_readonly("communicator", [](Engine& engine) { return engine.data_parallel().name(); })
       .def("used",
            [](Engine& engine) {
              std::vector<bool> used;
              for (size_t param = 0; param < engine.params().size(); ++param) used.push_back(engine.grads().used(param));
              return used;
+           })
+      .def("sums",
+           [](Engine& engine) {
+             const at::Tensor& sums = engine.stepper().sums();
+             return sums.defined() ? c10::optional<at::Tensor>(sums) : c10::nullopt;
            })
       .def("steps", [](Engine& engine) { return engine.stepper().steps(); })
       .def("culprits",

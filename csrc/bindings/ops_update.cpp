@@ -18,6 +18,7 @@
 #include "kernels/code_book.h"
 #include "kernels/stream.h"
 #include "kernels/table.h"
+#include "zero/newton_schulz.h"
 
 namespace py = pybind11;
 
@@ -63,6 +64,7 @@ class UpdateRunner {
     std::map<Dtypes, std::vector<UpdateSegment>> groups;
     at::Tensor sums, scratch;
     make_room(params, sums, scratch);
+    Tensors matrices;  // the scratch of each parameter, in its shape, where the rule orthogonalises
     int64_t done = 0;
     for (size_t i = 0; i < params.size(); ++i) {
       at::Tensor& p = params[i];
@@ -90,6 +92,7 @@ class UpdateRunner {
       }
       if (sums.defined()) segment.sums = sums.data_ptr<double>() + static_cast<int64_t>(i) * rule_.sums;
       if (scratch.defined()) segment.scratch = scratch.data_ptr<float>() + done;
+      if (rule_.orthogonalises()) matrices.push_back(scratch.as_strided(p.sizes(), p.strides(), done));
       done += p.numel();
       groups[{dtype_of(p, "a parameter"), state_dtype, dtype_of(g, "a gradient")}].push_back(segment);
     }
@@ -105,10 +108,15 @@ class UpdateRunner {
           args.seed = seed.value_or(0);
           optim::run_pass(table, launch, rule_, pass, segments, args, values, step, nullptr);
         }
+        if (rule_.passes[pass].orthogonalises) {
+          const auto iteration = zero::NewtonSchulz::of(optim::Values(rule_.hyper, values.data()));
+          for (const at::Tensor& matrix : matrices) iteration.apply(matrix);
+        }
       }
       if (const char* error = table.last_error())
         fail(ErrorKind::kRuntime, "the kernel of ", title_, " failed on ", device.str(), ": ", error);
     }
+    sums_ = sums;
     for (auto& [strided, copy] : written_) strided.copy_(copy);
     kept_.clear();
     written_.clear();
@@ -116,6 +124,9 @@ class UpdateRunner {
     for (const at::Tensor& p : params)
       if (!p.is_inference()) p.unsafeGetTensorImpl()->bump_version();
   }
+
+  // What the last step() summed over whole parameters: fp64, a row for each; undefined where the rule does not.
+  c10::optional<at::Tensor> sums() const { return sums_.defined() ? c10::optional<at::Tensor>(sums_) : c10::nullopt; }
 
   // The loads and stores of a rule without its arithmetic, for benchmarks: fp32 tensors on the CPU, cut and spread over
   // threads as in step(). With no `params` the gradients are read and that is all.
@@ -208,6 +219,7 @@ class UpdateRunner {
   const optim::Rule& rule_;
   const std::string title_;  // for messages
   std::unique_ptr<ThreadPool> pool_;
+  at::Tensor sums_;
   std::vector<std::pair<at::Tensor, at::Tensor>> written_;  // during a step: (strided original, dense copy)
   Tensors kept_;                                            // copies that must outlive the kernel call
 };
@@ -223,6 +235,7 @@ DS_BINDINGS(m) {
       .def("step", &UpdateRunner::step, py::arg("params"), py::arg("grads"), py::arg("states"), py::arg("hyper"),
            py::arg("step"), py::arg("threads"), py::arg("cuda_stream") = 0, py::arg("seed") = py::none(),
            py::arg("streams") = std::vector<uint64_t>())
+      .def("sums", &UpdateRunner::sums)
       .def("memory_bound", &UpdateRunner::memory_bound, py::arg("params"), py::arg("grads"), py::arg("states"),
            py::arg("threads"));
 }

@@ -149,7 +149,7 @@ DS_BINDINGS(m) {
       .def_property_readonly("own_numel", &ShardedParam::own_numel)
       .def_property_readonly("shard", &ShardedParam::shard)
       .def_property_readonly("status", [](const ShardedParam& param) { return static_cast<int>(param.status()); })
-      .def_readonly("persistent", &ShardedParam::persistent)
+      .def_readwrite("persistent", &ShardedParam::persistent)
       .def_readonly("holders", &ShardedParam::holders)
       .def("write_back", &ShardedParam::write_back)
       .def("reshaped", &ShardedParam::reshaped)

@@ -3,8 +3,36 @@
 #include <torch/version.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+#if TORCH_VERSION_MAJOR >= 2
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#endif
+
+#include <type_traits>
 
 namespace ds::comm::compat {
+
+// What a backend derives from. 2.x puts a ProcessGroup in front of it, one backend for each device.
+#if TORCH_VERSION_MAJOR >= 2
+using BackendBase = c10d::Backend;
+#else
+using BackendBase = c10d::ProcessGroup;
+#endif
+
+// Whether the caller goes on before the collective has ended; unset: 1.13 does not say.
+template <typename Options, typename = void>
+struct SaysAsync : std::false_type {};
+template <typename Options>
+struct SaysAsync<Options, std::void_t<decltype(std::declval<Options>().asyncOp)>> : std::true_type {};
+template <typename Options>
+c10::optional<bool> runs_later(const Options& options) {
+  if constexpr (SaysAsync<Options>::value) {
+    return options.asyncOp;
+  } else {
+    return c10::nullopt;
+  }
+}
 
 // Debian's gloo (1.13) refuses bf16 in every collective; 2.x carries it.
 inline bool gloo_carries_bf16() { return TORCH_VERSION_MAJOR >= 2; }

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "comm/peer_memory.h"
 
@@ -23,6 +24,13 @@ class Work {
   virtual bool ready() { return false; }  // true: wait() will not block the host; false: unknown
 };
 using WorkPtr = std::shared_ptr<Work>;
+
+// One finished call, as a log of operations shows it.
+struct LoggedCall {
+  const char* op;  // all_reduce, broadcast, reduce_scatter, all_gather
+  int64_t bytes;   // of the largest tensor of the call: what all ranks together hold of it, once
+  double ms;       // from the call to its end on this rank
+};
 
 // What this rank has sent since the last reset, as the algorithms of the textbook count it: all_reduce of n elements
 // 2n(N-1)/N, reduce_scatter and all_gather of n elements over all ranks n(N-1)/N, broadcast n.
@@ -56,6 +64,10 @@ class Communicator {
   const Traffic& traffic() const { return traffic_; }
   void reset_traffic() { traffic_ = {}; }
 
+  // While logging, every call waits for its end, so that its time is its own: nothing overlaps.
+  void log_calls(bool on) { logging_ = on; }
+  std::vector<LoggedCall> take_log();  // calls since the last take
+
  protected:
   virtual WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op) = 0;
   virtual WorkPtr start_broadcast(const at::Tensor& tensor, int root) = 0;
@@ -64,8 +76,12 @@ class Communicator {
 
  private:
   void count(int64_t elements, const at::Tensor& tensor);
+  template <typename Start>
+  WorkPtr run(const char* op, const at::Tensor& largest, const Start& start);
 
   Traffic traffic_;
+  bool logging_ = false;
+  std::vector<LoggedCall> log_;
 };
 using CommunicatorPtr = std::shared_ptr<Communicator>;
 

@@ -20,8 +20,11 @@ struct Hyperparameter {
 // One walk over the segments by one update kernel.
 struct Pass {
   std::string kernel;  // its name in KernelTable::find_update
-  // Afterwards Rule::sums are added up over all ranks that hold parts of the same parameters.
+  // Afterwards Rule::sums are added up over all ranks that hold parts of the same parameters; once in a step.
   bool adds_sums = false;
+  // Afterwards the scratch of every parameter, as one matrix, is orthogonalised (zero/newton_schulz.h), with the
+  // rule's hyperparameters ns_steps and gram.
+  bool orthogonalises = false;
 };
 
 // The values of the hyperparameters of one parameter group.
@@ -48,6 +51,11 @@ struct Rule {
   bool packed = false;   // states are not arrays of numbers ([Note: 8-bit states]): it cannot work in flat buffers
   bool scratch = false;  // an fp32 number for each element that lives from pass to pass (UpdateSegment::scratch)
 
+  bool orthogonalises() const {
+    for (const Pass& pass : passes)
+      if (pass.orthogonalises) return true;
+    return false;
+  }
   bool by_parameter() const { return sums > 0; }  // a segment must not span parameters
 };
 

@@ -68,10 +68,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
     if (gatherer_) gatherer_->source().drain();
     stepper_.norm(grads_, loss_scale, max_norm, check, model_parallel_.get());
   }
-  void update(int32_t group, const std::vector<double>& hyper) { stepper_.update(grads_, group, hyper); }
+  void update(const std::vector<std::vector<double>>& hyper) { stepper_.update(grads_, hyper); }
   StepReport report() { return stepper_.report(); }
 
-  // A step in few calls: begin_step; update of every group, or an optimizer that lives outside; end_step.
+  // A step in few calls: begin_step; update, or an optimizer that lives outside; end_step.
   void begin_step(float loss_scale, float max_norm, bool check) {
     finish_backward();
     norm(loss_scale, max_norm, check);

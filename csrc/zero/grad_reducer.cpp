@@ -22,6 +22,7 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, comm::Communi
                          comm::CommunicatorPtr replicas, ReducerOptions options)
     : store_(store),
       device_(device),
+      slots_(store, device),
       communicator_(std::move(communicator)),
       replicas_(std::move(replicas)),
       options_(options),
@@ -121,67 +122,6 @@ void GradReducer::find_gaps(BucketState& bucket) const {
 
 // ---- slots --------------------------------------------------------------------------------------------------------
 
-void GradReducer::put(size_t param, const at::Tensor& slots, int64_t begin, const at::Tensor& grad, float scale,
-                      bool add) {
-  const ParamSpec& spec = store_.spec(param);
-  const plan::ShardMap& map = store_.space_of(param).map;
-  const auto index = static_cast<size_t>(store_.place(param).index);
-  const auto sizes = spec.sharded ? at::IntArrayRef(spec.sharded->sizes()) : spec.tensor.sizes();
-  const auto strides = spec.sharded ? at::IntArrayRef(spec.sharded->strides()) : spec.tensor.strides();
-  // Nearly every gradient: dense, in the parameter's memory order, of a dtype that kernels know. No tensor is made for
-  // it, since that would cost several times what a small gradient does.
-  if (!grad.is_sparse() && grad.device() == slots.device() && has_kernel_dtype(grad.scalar_type()) &&
-      has_kernel_dtype(slots.scalar_type()) && grad.sizes() == sizes && grad.strides() == strides) {
-    const auto move = [&](int64_t to, int64_t from, int64_t numel) {
-      device_.move(static_cast<char*>(slots.data_ptr()) + to * static_cast<int64_t>(slots.element_size()),
-                   slots.scalar_type(),
-                   static_cast<const char*>(grad.data_ptr()) + from * static_cast<int64_t>(grad.element_size()),
-                   grad.scalar_type(), numel, scale, add);
-    };
-    if (map.offsets[index] >= 0) return move(map.offsets[index] - begin, 0, map.numels[index]);
-    for (size_t e = map.first[index]; e < map.first[index + 1]; ++e)
-      move(map.extents[e].full_offset - begin, map.extents[e].param_offset, map.extents[e].numel);
-    return;
-  }
-  if (map.offsets[index] >= 0) {
-    const at::Tensor slot = slots.as_strided(spec.tensor.sizes(), spec.tensor.strides(),
-                                             slots.storage_offset() + map.offsets[index] - begin);
-    if (add) {
-      device_.accumulate(slot, grad, scale);
-    } else {
-      device_.copy(slot, grad, scale);
-    }
-    return;
-  }
-  const at::Tensor flat = device_.flattened(grad, spec.sharded->sizes(), spec.sharded->strides());
-  for (size_t e = map.first[index]; e < map.first[index + 1]; ++e) {
-    const plan::Extent& extent = map.extents[e];
-    const at::Tensor slot = slots.narrow(0, extent.full_offset - begin, extent.numel);
-    const at::Tensor part = flat.narrow(0, extent.param_offset, extent.numel);
-    if (add) {
-      device_.accumulate(slot, part, scale);
-    } else {
-      device_.copy(slot, part, scale);
-    }
-  }
-}
-
-void GradReducer::zero_slot(const BucketState& bucket, size_t param) {
-  const plan::ShardMap& map = store_.space_of(param).map;
-  const auto index = static_cast<size_t>(store_.place(param).index);
-  for (size_t e = map.first[index]; e < map.first[index + 1]; ++e)
-    bucket.slots.narrow(0, map.extents[e].full_offset - bucket.begin, map.extents[e].numel).zero_();
-}
-
-void GradReducer::scale_slot(const BucketState& bucket, size_t param, float scale) {
-  const plan::ShardMap& map = store_.space_of(param).map;
-  const auto index = static_cast<size_t>(store_.place(param).index);
-  for (size_t e = map.first[index]; e < map.first[index + 1]; ++e) {
-    const at::Tensor slot = bucket.slots.narrow(0, map.extents[e].full_offset - bucket.begin, map.extents[e].numel);
-    device_.copy(slot, slot, scale);
-  }
-}
-
 bool GradReducer::attaches(size_t param) const {
   if (store_.sharded()) return false;
   const FlatSpace& space = store_.space_of(param);
@@ -222,7 +162,7 @@ void GradReducer::adopt_user_grads() {
       store_.need_local();
       const BucketState& bucket = buckets_[bucket_of_[param]];
       const at::Tensor slots = store_.space_of(param).local.narrow(0, bucket.begin, bucket.numel);
-      put(param, slots, bucket.begin, grad, 1.0f, filled_[param] != 0);
+      slots_.put(param, slots, bucket.begin, grad, 1.0f, filled_[param] != 0);
       filled_[param] = 1;
       dirty_ = true;
       grad = at::Tensor();
@@ -281,11 +221,11 @@ void GradReducer::absorb(size_t param, const at::Tensor& grad) {
   BucketState& bucket = buckets_[bucket_of_[param]];
   need_slots(bucket);
   if (!filled_[param]) {
-    put(param, bucket.slots, bucket.begin, grad, scale, false);
+    slots_.put(param, bucket.slots, bucket.begin, grad, scale, false);
     filled_[param] = 1;
     scaled_[param] = 1;
   } else {
-    put(param, bucket.slots, bucket.begin, grad, scaled_[param] ? scale : 1.0f, true);
+    slots_.put(param, bucket.slots, bucket.begin, grad, scaled_[param] ? scale : 1.0f, true);
   }
 }
 
@@ -299,8 +239,7 @@ void GradReducer::on_grad(size_t param) {
     // A backward that nobody announced (of a graph that the engine's forward did not build): keep it, reduce at step.
     make_room();
     store_.need_local();
-    const bool ours = attaches(param) && !held.is_sparse() &&
-                      held.data_ptr() == slot_view(param).data_ptr();
+    const bool ours = attaches(param) && !held.is_sparse() && held.data_ptr() == slot_view(param).data_ptr();
     if (!ours) {
       scaled_[param] = 0;
       BucketState& bucket = buckets_[bucket_of_[param]];
@@ -355,9 +294,9 @@ void GradReducer::launch(BucketState& bucket) {
   need_slots(bucket);
   for (int32_t param : bucket.params) {
     if (!filled_[param]) {
-      zero_slot(bucket, param);
+      slots_.zero(param, bucket.slots, bucket.begin);
     } else if (!scaled_[param] && options_.predivide != 1.0f) {
-      scale_slot(bucket, param, options_.predivide);
+      slots_.scale(param, bucket.slots, bucket.begin, options_.predivide);
     }
   }
   start_reduction(bucket);
@@ -476,7 +415,7 @@ void GradReducer::late_round() {
     FlatSpace& space = store_.spaces()[bucket.space];
     const at::Tensor round = at::zeros({bucket.numel}, space.grad.data.options());
     for (int32_t param : bucket.params)
-      if (late_[param].defined()) put(param, round, bucket.begin, late_[param], 1.0f, false);
+      if (late_[param].defined()) slots_.put(param, round, bucket.begin, late_[param], 1.0f, false);
     if (store_.sharded()) {
       const at::Tensor target = row(bucket);
       const at::Tensor sum = at::empty_like(target);

@@ -41,6 +41,7 @@
 
 #include "comm/communicator.h"
 #include "zero/device_context.h"
+#include "zero/grad_slots.h"
 #include "zero/param_store.h"
 
 namespace ds::zero {
@@ -121,9 +122,6 @@ class GradReducer {
   void attach_grads();
   void adopt_user_grads();
   void absorb(size_t param, const at::Tensor& grad);
-  void put(size_t param, const at::Tensor& slots, int64_t begin, const at::Tensor& grad, float scale, bool add);
-  void zero_slot(const BucketState& bucket, size_t param);
-  void scale_slot(const BucketState& bucket, size_t param, float scale);
   void zero_gaps(const BucketState& bucket);
   void find_gaps(BucketState& bucket) const;
   void need_slots(BucketState& bucket);
@@ -145,6 +143,7 @@ class GradReducer {
 
   ParamStore& store_;
   DeviceContext& device_;
+  GradSlots slots_;
   comm::CommunicatorPtr communicator_, replicas_;
   ReducerOptions options_;
   std::vector<BucketState> buckets_;
@@ -166,7 +165,7 @@ class GradReducer {
   std::vector<int32_t> fires_, expected_;
   bool learned_ = false;  // expected_ rests on at least one backward
   std::vector<at::Tensor> late_;
-  std::vector<at::Tensor> slot_views_;  // of each parameter in the shape of .grad, where that exists
+  std::vector<at::Tensor> slot_views_;   // of each parameter in the shape of .grad, where that exists
   std::vector<int32_t> late_in_bucket_;  // over all ranks, of the last reducing backward
   at::Tensor culprits_;                  // sum of squares of each local gradient
   int64_t late_count_ = 0, overlapped_count_ = 0;

@@ -9,6 +9,7 @@
 #include <set>
 
 #include "base/error.h"
+#include "zero/matrix_step.h"
 
 namespace ds::zero {
 
@@ -84,79 +85,126 @@ void Stepper::set_rules(std::vector<const optim::Rule*> by_group) {
   for (FlatSpace& space : store_.spaces()) space.slots.clear();
 }
 
-void Stepper::update(const GradReducer& grads, int32_t group, const std::vector<double>& hyper) {
+void Stepper::update(const GradReducer& grads, const std::vector<std::vector<double>>& hyper) {
   at::NoGradGuard no_grad;
   const c10::DeviceGuard current(device_.device());
-  const optim::Rule& rule = *rules_.at(group);
-  for (FlatSpace& space : store_.spaces())
-    if (space.group == group) update_space(space, grads, rule, hyper);
+  if (hyper.size() != rules_.size())
+    fail(ErrorKind::kValue, "update: hyperparameters of ", hyper.size(), " groups for ", rules_.size());
+  std::vector<Turn> turns;
+  int sums = 0;
+  size_t passes = 0;
+  for (FlatSpace& space : store_.spaces()) {
+    ensure_slots(space);
+    const optim::Rule& rule = *rules_.at(space.group);
+    turns.push_back({space, rule, hyper[space.group], {}});
+    sums = std::max(sums, rule.sums);
+    passes = std::max(passes, rule.passes.size());
+    if (rule.scratch && !rule.orthogonalises())
+      turns.back().scratch.data = at::empty({space.map.shard_numel}, space.master.data.options().dtype(at::kFloat));
+  }
+  // One row for each parameter of all groups, so that they are added up in one go.
+  sums_ = at::Tensor();
+  if (sums > 0)
+    sums_ = at::zeros({static_cast<int64_t>(store_.size()), sums},
+                      at::TensorOptions().device(device_.device()).dtype(at::kDouble));
+  for (size_t pass = 0; pass + 1 < passes; ++pass) {
+    bool add = false;
+    for (const Turn& turn : turns) {
+      if (pass + 1 >= turn.rule.passes.size() || turn.rule.orthogonalises()) continue;
+      run_pass(turn, grads, pass);
+      add = add || turn.rule.passes[pass].adds_sums;
+    }
+    if (add && store_.sharded()) data_parallel_->all_reduce(sums_, comm::ReduceOp::kSum)->wait();
+  }
+  for (Turn& turn : turns) {
+    if (turn.rule.orthogonalises()) {
+      matrix_passes(turn, grads);
+    } else {
+      last_pass(turn, grads);
+    }
+  }
+  float* steps = steps_.data_ptr<float>();
+  for (const Turn& turn : turns) {
+    for (int32_t param : turn.space.params) {
+      if (!grads.used(param)) continue;
+      steps[param] += 1.0f;
+      stepped_.push_back(param);
+    }
+  }
 }
 
-void Stepper::update_space(FlatSpace& space, const GradReducer& grads, const optim::Rule& rule,
-                           const std::vector<double>& hyper) {
-  ensure_slots(space);
-  const bool narrow = space.narrow();
+void Stepper::run_pass(const Turn& turn, const GradReducer& grads, size_t pass, int32_t bucket) {
+  FlatSpace& space = turn.space;
+  const optim::Rule& rule = turn.rule;
   kernels::UpdateArgs args;
   args.grad_dtype = kernel_dtype(space.grad.data.scalar_type(), "gradient");
   args.lp_dtype = kernel_dtype(space.lp.data.scalar_type(), "parameter");
-  at::Tensor sums, scratch;
-  if (rule.sums > 0)
-    sums = at::zeros({static_cast<int64_t>(space.params.size()), rule.sums},
-                     space.master.data.options().dtype(at::kDouble));
-  const Buffer* like = space.slots.empty() ? nullptr : &space.slots[0];
-  Buffer scratch_buffer;
-  if (rule.scratch && like != nullptr) scratch_buffer = {at::empty_like(like->data), like->full};
-
   // Parameters that were unused in some steps have seen fewer updates, and bias correction depends on the number.
-  float* steps = steps_.data_ptr<float>();
+  const float* steps = steps_.data_ptr<float>();
   std::set<float> counts;
   for (int32_t param : space.params)
     if (grads.used(param)) counts.insert(steps[param]);
-  const auto run = [&](size_t pass, auto in_turn) {
-    for (float count : counts) {
-      const auto parts = runs(
-          space, grads, [&](size_t param) { return steps[param] == count; }, rule.by_parameter());
-      std::vector<kernels::UpdateSegment> segments;
-      for (const Run& part : parts) {
-        if (!in_turn(part.bucket)) continue;
-        kernels::UpdateSegment segment;
-        segment.master = at(space, space.master, part);
-        for (size_t slot = 0; slot < rule.slots.size(); ++slot)
-          segment.states[slot] = at(space, space.slots[slot], part);
-        segment.grad = at(space, space.grad, part);
-        segment.lp = narrow ? at(space, space.lp, part) : nullptr;
-        segment.numel = static_cast<size_t>(part.end - part.begin);
-        if (scratch_buffer.data.defined()) segment.scratch = reinterpret_cast<float*>(at(space, scratch_buffer, part));
-        if (rule.sums > 0) segment.sums = sums.data_ptr<double>() + part.index * rule.sums;
-        segments.push_back(segment);
-      }
-      optim::run_pass(device_.table(), device_.launch(), rule, pass, segments, args, hyper, count + 1.0,
-                      device_.step_scale());
+  for (float count : counts) {
+    const auto parts = runs(
+        space, grads, [&](size_t param) { return steps[param] == count; }, rule.by_parameter());
+    std::vector<kernels::UpdateSegment> segments;
+    for (const Run& part : parts) {
+      if (bucket >= 0 && part.bucket != bucket) continue;
+      kernels::UpdateSegment segment;
+      segment.master = at(space, space.master, part);
+      for (size_t slot = 0; slot < rule.slots.size(); ++slot) segment.states[slot] = at(space, space.slots[slot], part);
+      segment.grad = at(space, space.grad, part);
+      segment.lp = space.narrow() ? at(space, space.lp, part) : nullptr;
+      segment.numel = static_cast<size_t>(part.end - part.begin);
+      if (turn.scratch.data.defined())
+        segment.scratch = turn.scratch.data.data_ptr<float>() + part.begin - turn.scratch.origin;
+      if (rule.sums > 0) segment.sums = sums_.data_ptr<double>() + space.params[part.index] * sums_.size(1);
+      segments.push_back(segment);
     }
-  };
-  const auto all = [](int32_t) { return true; };
-  const size_t last = rule.passes.size() - 1;
-  for (size_t pass = 0; pass < last; ++pass) {
-    run(pass, all);
-    if (rule.passes[pass].adds_sums && store_.sharded()) data_parallel_->all_reduce(sums, comm::ReduceOp::kSum)->wait();
+    optim::run_pass(device_.table(), device_.launch(), rule, pass, segments, args, turn.hyper, count + 1.0,
+                    device_.step_scale());
   }
+}
+
+void Stepper::last_pass(const Turn& turn, const GradReducer& grads) {
+  FlatSpace& space = turn.space;
+  const size_t last = turn.rule.passes.size() - 1;
   if (gathers(space) && gather_.overlap) {
     // From the first parameters on: the next forward wants them first.
     for (auto b = static_cast<int32_t>(space.map.buckets.size()) - 1; b >= 0; --b) {
-      run(last, [b](int32_t bucket) { return bucket == b; });
+      run_pass(turn, grads, last, b);
       start_gather(space, space.map.buckets[b]);
     }
-  } else {
-    run(last, all);
-    if (gathers(space))
-      for (auto bucket = space.map.buckets.rbegin(); bucket != space.map.buckets.rend(); ++bucket)
-        start_gather(space, *bucket);
+    return;
   }
-  for (int32_t param : space.params) {
-    if (!grads.used(param)) continue;
-    steps[param] += 1.0f;
-    stepped_.push_back(param);
+  run_pass(turn, grads, last);
+  if (gathers(space))
+    for (auto bucket = space.map.buckets.rbegin(); bucket != space.map.buckets.rend(); ++bucket)
+      start_gather(space, *bucket);
+}
+
+void Stepper::matrix_passes(Turn turn, const GradReducer& grads) {
+  FlatSpace& space = turn.space;
+  const auto iteration = NewtonSchulz::of(optim::Values(turn.rule.hyper, turn.hyper.data()));
+  // Elsewhere whether to skip is known on the device alone: the passes then do nothing, what lies between works on
+  // zeros.
+  const bool skip = device_.device().is_cpu() && device_.read_step_scale().skip;
+  for (auto b = static_cast<int32_t>(space.map.buckets.size()) - 1; b >= 0 && !skip; --b) {
+    const plan::Bucket& bucket = space.map.buckets[b];
+    turn.scratch = {at::zeros({bucket.shard_end - bucket.shard_begin}, space.master.data.options().dtype(at::kFloat)),
+                    bucket.shard_begin};
+    for (size_t pass = 0; pass < turn.rule.passes.size(); ++pass) {
+      run_pass(turn, grads, pass, b);
+      if (!turn.rule.passes[pass].orthogonalises) continue;
+      orthogonalise_bucket(
+          store_, space, bucket, [&](size_t param) { return grads.used(param); }, iteration, *data_parallel_,
+          turn.scratch.data);
+    }
+    if (gathers(space) && gather_.overlap) start_gather(space, bucket);
   }
+  if (!gathers(space) || gather_.overlap || skip) return;
+  for (auto bucket = space.map.buckets.rbegin(); bucket != space.map.buckets.rend(); ++bucket)
+    start_gather(space, *bucket);
 }
 
 void Stepper::start_gather(FlatSpace& space, const plan::Bucket& bucket) {

@@ -34,10 +34,10 @@ class Stepper {
   // Which native optimizer updates each parameter group, hence which slots there are. Before anything about slots.
   void set_rules(std::vector<const optim::Rule*> by_group);
   const optim::Rule& rule(int32_t group) const { return *rules_.at(group); }
-  // One update of the used parameters of a group by its rule, with hyperparameters in the rule's order; does nothing
-  // on the device when norm() said skip. After norm().
-  void update(const GradReducer& grads, int32_t group, const std::vector<double>& hyper);
-  StepReport report();  // after norm() and the update() of all groups; a skipped step has counted nowhere
+  // One update of the used parameters of all groups by their rules, with hyperparameters (of each group) in the rule's
+  // order; does nothing on the device when norm() said skip. After norm().
+  void update(const GradReducer& grads, const std::vector<std::vector<double>>& hyper);
+  StepReport report();  // after norm() and update(); a skipped step has counted nowhere
 
   // For an optimizer that runs elsewhere: gradients unscaled and clipped in place, then masters cast to lp.
   void scale_grads(const GradReducer& grads);
@@ -49,6 +49,8 @@ class Stepper {
   // The buffer of a slot, zero at first; null where the group's rule has no such slot.
   const Buffer* slot(FlatSpace& space, int slot);
   const at::Tensor& steps() const { return steps_; }  // float, one per parameter, on the CPU: updates it has seen
+  // What the last update() summed over whole parameters, fp64, a row for each; undefined where no rule does.
+  const at::Tensor& sums() const { return sums_; }
 
  private:
   struct Run {
@@ -62,9 +64,25 @@ class Stepper {
   std::vector<Run> runs(const FlatSpace& space, const GradReducer& grads, Keep keep, bool apart = false) const;
   static char* at(const FlatSpace& space, const Buffer& buffer, const Run& run);
 
+  // fp32 numbers for elements of the shard space from `origin` on.
+  struct Scratch {
+    at::Tensor data;
+    int64_t origin = 0;
+  };
+  // One parameter group's part of an update.
+  struct Turn {
+    FlatSpace& space;
+    const optim::Rule& rule;
+    const std::vector<double>& hyper;
+    Scratch scratch;
+  };
+
   void ensure_slots(FlatSpace& space);
-  void update_space(FlatSpace& space, const GradReducer& grads, const optim::Rule& rule,
-                    const std::vector<double>& hyper);
+  // Pass number `pass` over one bucket, or over all of them (-1).
+  void run_pass(const Turn& turn, const GradReducer& grads, size_t pass, int32_t bucket = -1);
+  void last_pass(const Turn& turn, const GradReducer& grads);
+  // All passes of a rule that orthogonalises, bucket by bucket: its scratch is no larger than one.
+  void matrix_passes(Turn turn, const GradReducer& grads);
   bool gathers(const FlatSpace& space) const { return store_.sharded() && space.lp.full; }
   void start_gather(FlatSpace& space, const plan::Bucket& bucket);
   void finish_gather();
@@ -75,7 +93,7 @@ class Stepper {
   GatherOptions gather_;
   std::vector<const optim::Rule*> rules_;  // of each group; empty: the optimizer runs elsewhere
   std::vector<std::string> slot_names_;
-  at::Tensor steps_;
+  at::Tensor steps_, sums_;
   std::vector<int32_t> stepped_;  // parameters counted since norm(), to be taken back when skipped
   std::vector<comm::WorkPtr> gathers_;
 };

@@ -32,6 +32,7 @@ _NAMES = {
     "log_dist": "deepspeed.log",
     "logger": "deepspeed.log",
     "TORCH_DISTRIBUTED_DEFAULT_PORT": "deepspeed.constants",
+    "set_optimizer_flags": "deepspeed.ops.muon",
     "OnDevice": "deepspeed.utils.init_on_device",
     "git_hash": "deepspeed.git_version_info",
     "git_branch": "deepspeed.git_version_info",

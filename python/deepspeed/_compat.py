@@ -78,6 +78,7 @@ def takes_context_setup(cls):
         return cls
     compute, setup_context = cls.forward, cls.setup_context
 
+    @functools.wraps(compute)
     def forward(ctx, *inputs):
         output = compute(*inputs)
         setup_context(ctx, inputs, output)
@@ -102,3 +103,8 @@ def no_autocast_cache():
 def forward_hooks_take_kwargs():
     """Whether hooks on modules can see keyword arguments (2.x)."""
     return "with_kwargs" in inspect.signature(torch.nn.Module.register_forward_hook).parameters
+
+
+def storage_of(tensor):
+    """The memory behind a tensor, untyped: ``resize_(bytes)``, ``nbytes()``, ``data_ptr()``."""
+    return tensor.untyped_storage() if TORCH2 else tensor.storage().untyped()

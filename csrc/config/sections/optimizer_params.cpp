@@ -118,15 +118,6 @@ std::map<std::string, std::vector<Field>> optimizer_params() {
              integer("local_step_scaler", 32678, "How fast the interval between communications grows.").at_least(1),
              integer("local_step_clipper", 16, "Largest interval between communications.").at_least(1)} +
       onebit();
-  out["Muon"] = {lr(),
-                 betas(),
-                 eps(1e-8),
-                 weight_decay(),
-                 max_grad_norm(),
-                 number("momentum", 0.95, "Momentum of the parameters that Muon updates."),
-                 number("muon_lr", nullptr, "Learning rate of those parameters, instead of lr.").at_least(0),
-                 number("adam_lr", nullptr, "Learning rate of the others, instead of lr.").at_least(0),
-                 text("ns_method", nullptr, "How the Newton-Schulz iteration is done.")};
   for (const Registered& type : registered())
     if (!type.params.empty()) out[type.name] = type.params;
   return out;

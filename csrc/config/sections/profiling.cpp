@@ -17,7 +17,7 @@ DS_CONFIG_CHAPTER(60, kTraining, "Profiling") {
                   text("output_file", nullptr, "File to write; null prints."),
               });
   c.add(flops.not_built("the flops profiler"));
-  auto comms = validated(
+  c.add(validated(
       "comms_logger", "Record every collective: size, time, bandwidth.",
       {
           boolean("enabled", false, "Switch it on."),
@@ -26,8 +26,7 @@ DS_CONFIG_CHAPTER(60, kTraining, "Profiling") {
               .items(kText),
           boolean("verbose", false, "Print each operation when it is done."),
           boolean("debug", false, "Record the caller, too."),
-      });
-  c.add(comms.not_built("the comms logger"));
+      }));
   c.add(section("timers", "Timers that are always there.",
                 {
                     validated("throughput", "Samples per second in the progress line.",

@@ -190,8 +190,8 @@ Field zero_section(std::string name, std::string doc) {
       boolean("override_module_apply", true, "Module.apply gathers parameters (stage 3)."),
       boolean("log_trace_cache_warnings", false, "Accepted without effect: a changed order costs nothing (stage 3)."),
       boolean("enable_sanity_checks", false, "Accepted without effect; audit_steps checks more."),
-      boolean("save_muon_momentum_buffer_in_memory", false, "Keep Muon's momentum on the device under offload.")
-          .not_built("Muon"),
+      boolean("save_muon_momentum_buffer_in_memory", false,
+              "Keep Muon's momentum in memory where other states are on NVMe. (Elsewhere it is there anyway.)"),
       leaf_module(),
   };
   out.fields.insert(out.fields.end(), rest.begin(), rest.end());

@@ -26,10 +26,9 @@ const char* device_error() {
   return text_of(error == cudaSuccess && devices == 0 ? cudaErrorNoDevice : error);
 }
 
-// The constant text names what cmake/Cuda.cmake builds for.
-constexpr KernelTable kTable = {kKernelAbi,   sizeof(KernelTable), "cuda",       "sm_80, sm_90, PTX",
-                                &copy,        &accumulate,         &sum_squares, &finish_norm,
-                                &find_update, &update_name,        &update,      &scale,
+// DS_CUDA_TARGETS comes from cmake/Cuda.cmake: what the library holds code for, "sm_80, sm_90, PTX".
+constexpr KernelTable kTable = {kKernelAbi,   sizeof(KernelTable), "cuda",       DS_CUDA_TARGETS, &copy,   &accumulate,
+                                &sum_squares, &finish_norm,        &find_update, &update_name,    &update, &scale,
                                 &last_error,  &device_error};
 
 }  // namespace

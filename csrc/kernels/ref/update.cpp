@@ -6,8 +6,6 @@
 #include "kernels/ref/element.h"
 
 namespace ds::kernels::ref {
-namespace {
-
 void store_rounded(void* data, DType dtype, size_t i, float value, const UpdateArgs& args, uint64_t stream,
                    uint32_t array) {
   if (!args.stochastic || dtype != DType::kBF16) return store(data, dtype, i, value);
@@ -16,8 +14,6 @@ void store_rounded(void* data, DType dtype, size_t i, float value, const UpdateA
   const uint16_t rounded = random_bf16(bits, random_key(args.seed, stream, array), static_cast<uint32_t>(i));
   std::memcpy(static_cast<uint16_t*>(data) + i, &rounded, 2);
 }
-
-}  // namespace
 
 std::vector<UpdateRule>& update_rules() {
   static std::vector<UpdateRule> rules;

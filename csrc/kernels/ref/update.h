@@ -26,6 +26,10 @@ struct Registration {
   Registration(const char* name, UpdatePass pass) { update_rules().push_back({name, nullptr, pass}); }
 };
 
+// To nearest, or at random where args.stochastic and bf16; `array` is that of random_key().
+void store_rounded(void* data, DType dtype, size_t i, float value, const UpdateArgs& args, uint64_t stream,
+                   uint32_t array);
+
 void update(const Launch&, const UpdateKernel& kernel, const UpdateSegment* segments, size_t count,
             const UpdateArgs& args, const StepScale* scale);
 

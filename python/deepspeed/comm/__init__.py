@@ -4,6 +4,7 @@ under any launcher, and gloo's missing dtypes and collectives filled in. Names t
 
 import torch.distributed as _torch_distributed
 
+from deepspeed.comm import shm as _shm
 from deepspeed.comm.caller import get_caller_func
 from deepspeed.comm.collectives import (
     all_gather,
@@ -31,7 +32,16 @@ from deepspeed.comm.collectives import (
     scatter,
     send,
 )
-from deepspeed.comm.comm import (
+from deepspeed.comm.comms_log import (
+    configure,
+    get_comm_operation_count,
+    get_logged_comm_ops,
+    has_comm_data,
+    log_summary,
+    reset_log,
+    write_summary,
+)
+from deepspeed.comm.process_group import (
     ProcessGroup,
     destroy_process_group,
     enable_symm_mem_for_group,
@@ -53,14 +63,6 @@ from deepspeed.comm.comm import (
     new_group,
     set_backend,
 )
-from deepspeed.comm.comms_log import (
-    configure,
-    get_comm_operation_count,
-    get_logged_comm_ops,
-    has_comm_data,
-    log_summary,
-    reset_log,
-)
 from deepspeed.comm.reduce_op import ReduceOp
 from deepspeed.comm.rendezvous import (
     in_aml,
@@ -70,9 +72,15 @@ from deepspeed.comm.rendezvous import (
     patch_aml_env_for_torch_nccl_backend,
     patch_aws_sm_env_for_torch_nccl_backend,
 )
+from deepspeed.comm.timed import timed_op
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.comm.utils import (
+    get_debug_log_name,
+    get_default_args,
     get_local_rank_from_launcher,
+    get_msg_size_from_args,
+    get_tensor_kwarg,
+    get_tensor_position,
     get_world_rank_from_launcher,
     get_world_size_from_launcher,
 )
@@ -86,3 +94,6 @@ def __getattr__(name):
     if name.startswith("__"):
         raise AttributeError(name)
     return getattr(_torch_distributed, name)
+
+
+_shm.register()

@@ -7,11 +7,13 @@ whose ``wait()`` must be called before the result is read; without, the result i
 # ruff: noqa: B008 (the published signatures evaluate get_caller_func() in their defaults)
 
 from deepspeed.comm.caller import get_caller_func
-from deepspeed.comm.comm import carrier
+from deepspeed.comm.process_group import carrier
 from deepspeed.comm.reduce_op import ReduceOp
+from deepspeed.comm.timed import timed_op
 
 
 # ---- reductions ---------------------------------------------------------------------------------------------------
+@timed_op
 def all_reduce(
     tensor,
     op=ReduceOp.SUM,
@@ -25,6 +27,7 @@ def all_reduce(
     return carrier().all_reduce(tensor, op, group, async_op)
 
 
+@timed_op
 def inference_all_reduce(
     tensor,
     op=ReduceOp.SUM,
@@ -35,9 +38,12 @@ def inference_all_reduce(
     debug=get_caller_func(),
 ):
     """``all_reduce`` for the small tensors of token generation."""
-    return carrier().all_reduce(tensor, op, group, async_op)
+    if async_op:
+        return carrier().all_reduce(tensor, op, group, async_op)
+    return carrier().inference_all_reduce(tensor, op, group)
 
 
+@timed_op
 def all_reduce_coalesced(
     tensors,
     op=ReduceOp.SUM,
@@ -51,6 +57,7 @@ def all_reduce_coalesced(
     return carrier().all_reduce_coalesced(tensors, op, group, async_op)
 
 
+@timed_op
 def reduce(
     tensor,
     dst,
@@ -65,6 +72,7 @@ def reduce(
     return carrier().reduce(tensor, dst, op, group, async_op)
 
 
+@timed_op
 def reduce_scatter(
     output,
     input_list,
@@ -79,6 +87,7 @@ def reduce_scatter(
     return carrier().reduce_scatter(output, input_list, op, group, async_op)
 
 
+@timed_op
 def reduce_scatter_tensor(
     output_tensor,
     tensor,
@@ -93,6 +102,7 @@ def reduce_scatter_tensor(
     return carrier().reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
 
 
+@timed_op
 def reduce_scatter_fn(
     output_tensor,
     tensor,
@@ -107,6 +117,7 @@ def reduce_scatter_fn(
 
 
 # ---- data movement ------------------------------------------------------------------------------------------------
+@timed_op
 def broadcast(
     tensor,
     src,
@@ -120,11 +131,13 @@ def broadcast(
     return carrier().broadcast(tensor, src, group, async_op)
 
 
+@timed_op
 def broadcast_object_list(object_list, src, group=None, device=None):
     """Every rank's list gets the picklable objects of the global rank ``src``; lists of equal length."""
     return carrier().broadcast_object_list(object_list, src, group, device)
 
 
+@timed_op
 def all_gather(
     tensor_list,
     tensor,
@@ -138,6 +151,7 @@ def all_gather(
     return carrier().all_gather(tensor_list, tensor, group, async_op)
 
 
+@timed_op
 def all_gather_into_tensor(
     output_tensor,
     tensor,
@@ -151,16 +165,19 @@ def all_gather_into_tensor(
     return carrier().all_gather_into_tensor(output_tensor, tensor, group, async_op)
 
 
+@timed_op
 def allgather_fn(output_tensor, input_tensor, group=None, async_op=False, debug=get_caller_func()):
     """The older name of ``all_gather_into_tensor``."""
     return carrier().all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
+@timed_op
 def all_gather_coalesced(output_tensors, input_tensors, group=None, async_op=False):
     """``all_gather_into_tensor`` of each pair of the lists, all under way at the same time."""
     return carrier().all_gather_coalesced(output_tensors, input_tensors, group, async_op)
 
 
+@timed_op
 def all_gather_object(
     object_list,
     obj,
@@ -173,6 +190,7 @@ def all_gather_object(
     return carrier().all_gather_object(object_list, obj, group)
 
 
+@timed_op
 def all_to_all_single(
     output,
     tensor,
@@ -188,11 +206,13 @@ def all_to_all_single(
     return carrier().all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)
 
 
+@timed_op
 def all_to_all(output_tensor_list, input_tensor_list, group=None, async_op=False):
     """``output_tensor_list[r]`` becomes what rank r holds for this rank."""
     return carrier().all_to_all(output_tensor_list, input_tensor_list, group, async_op)
 
 
+@timed_op
 def gather(
     tensor,
     gather_list=None,
@@ -207,6 +227,7 @@ def gather(
     return carrier().gather(tensor, gather_list, dst, group, async_op)
 
 
+@timed_op
 def scatter(
     tensor,
     scatter_list=None,
@@ -222,27 +243,32 @@ def scatter(
 
 
 # ---- point to point -----------------------------------------------------------------------------------------------
+@timed_op
 def send(tensor, dst, group=None, tag=0, prof=False, log_name="send", debug=get_caller_func()):
     """Sends to the global rank ``dst`` and waits until the tensor may be changed."""
     return carrier().send(tensor, dst, group, tag)
 
 
+@timed_op
 def recv(tensor, src=None, group=None, tag=0, prof=False, log_name="recv", debug=get_caller_func()):
     """Receives from the global rank ``src``, or from anyone; returns the sender."""
     return carrier().recv(tensor, src, group, tag)
 
 
+@timed_op
 def isend(tensor, dst, group=None, tag=0, prof=False, log_name="isend", debug=get_caller_func()):
     """Starts to send; returns a handle."""
     return carrier().isend(tensor, dst, group, tag)
 
 
+@timed_op
 def irecv(tensor, src=None, group=None, tag=0, prof=False, log_name="irecv", debug=get_caller_func()):
     """Starts to receive; returns a handle."""
     return carrier().irecv(tensor, src, group, tag)
 
 
 # ---- meeting points -----------------------------------------------------------------------------------------------
+@timed_op
 def barrier(
     group=None,
     async_op=False,
@@ -255,6 +281,7 @@ def barrier(
     return carrier().barrier(group, async_op, device_ids)
 
 
+@timed_op
 def monitored_barrier(
     group=None,
     timeout=None,

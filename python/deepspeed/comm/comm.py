@@ -1,223 +1,92 @@
-"""The process group of ``deepspeed.comm``: joining and leaving it, and who is in it."""
+"""Import path that existing scripts use: all of ``deepspeed.comm`` in one module."""
 
-import importlib
-import importlib.util
-import os
-from datetime import timedelta
-
-import torch.distributed as dist
-
-from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.comms_log import configure
-from deepspeed.comm.rendezvous import prepare_environment
-from deepspeed.comm.torch import TorchBackend
-from deepspeed.comm.utils import get_local_rank_from_launcher
-from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
-from deepspeed.log import log_dist, logger
-
-# The carrier, None before the first use.
-cdb = None
-
-
-class ProcessGroup:
-    """A group as scripts without torch's groups describe it: an id and the global ranks."""
-
-    def __init__(self, comm_id, ranks=[]):  # noqa: B006 (the published signature; never modified)
-        self.comm_id = comm_id
-        self.ranks = ranks
-        self.size = len(ranks)
-
-
-# ---- start and end ------------------------------------------------------------------------------------------------
-def init_distributed(
-    dist_backend=None,
-    auto_mpi_discovery=True,
-    distributed_port=TORCH_DISTRIBUTED_DEFAULT_PORT,
-    verbose=True,
-    timeout=default_pg_timeout,
-    init_method=None,
-    dist_init_required=None,
-    config=None,
-    rank=-1,
-    world_size=-1,
-):
-    """Joins this process to the job; does nothing when a process group exists already.
-
-    Args:
-        dist_backend: torch.distributed's backend; None takes the accelerator's (nccl on GPUs, gloo on CPUs).
-        auto_mpi_discovery: under mpirun, take rank and size from MPI.
-        distributed_port: where the ranks meet if the environment does not say.
-        verbose: log what is done.
-        timeout: ``timedelta`` for every collective; the default is 30 minutes or ``DEEPSPEED_TIMEOUT`` minutes.
-        init_method: torch's, e.g. ``tcp://host:port`` or ``file:///path``; None reads the environment, and a process
-            that nobody launched becomes a job of one rank.
-        dist_init_required: False insists that the caller has created the process group; None and True create it if
-            it is missing.
-        config: DeepSpeed config whose ``comms_logger`` section is applied.
-        rank, world_size: -1 to find out.
-
-    Raises:
-        RuntimeError: the group is missing though ``dist_init_required`` is False; the environment is incomplete; the
-            port is taken; the backend cannot work here.
-    """
-    global cdb
-    configure(deepspeed_config=config)
-    if dist.is_initialized():
-        set_backend()
-        if verbose:
-            log_dist(f"The process group exists already ({dist.get_backend()}); it is used as it is.", ranks=[0])
-        return
-    if dist_init_required is False:
-        raise RuntimeError(
-            "dist_init_required is False, but torch.distributed has no process group yet: create it first "
-            "(torch.distributed.init_process_group), or leave dist_init_required out."
-        )
-    if not isinstance(timeout, timedelta):
-        raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}; e.g. timedelta(minutes=60).")
-    backend = dist_backend or get_accelerator().communication_backend_name()
-    _check_backend(backend)
-    init_deepspeed_backend(backend, timeout, init_method)
-    if init_method is None or init_method == "env://":
-        prepare_environment(auto_mpi_discovery, distributed_port, verbose, rank, world_size)
-    if verbose and get_local_rank_from_launcher() == 0 and rank <= 0:
-        logger.info("Joining the process group: backend %s, init_method %s", backend, init_method or "env://")
-    try:
-        cdb = TorchBackend(backend, timeout, init_method, rank, world_size)
-    except (RuntimeError, OSError) as error:
-        raise _explained(error) from error
-
-
-def _check_backend(backend):
-    if backend == "nccl" and (_name() != "cuda" or not get_accelerator().is_available()):
-        raise RuntimeError(
-            f"dist_backend is 'nccl', which moves GPU tensors only, but the accelerator here is {_name()!r}: leave "
-            f"dist_backend out (the accelerator chooses {get_accelerator().communication_backend_name()!r}), or pass "
-            f"dist_backend='gloo'."
-        )
+from deepspeed.comm import process_group
+from deepspeed.comm.collectives import (  # noqa: F401
+    all_gather,
+    all_gather_coalesced,
+    all_gather_into_tensor,
+    all_gather_object,
+    all_reduce,
+    all_reduce_coalesced,
+    all_to_all,
+    all_to_all_single,
+    allgather_fn,
+    barrier,
+    broadcast,
+    broadcast_object_list,
+    gather,
+    inference_all_reduce,
+    irecv,
+    isend,
+    monitored_barrier,
+    recv,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_fn,
+    reduce_scatter_tensor,
+    scatter,
+    send,
+)
+from deepspeed.comm.comms_log import (  # noqa: F401
+    comms_logger,
+    configure,
+    get_comm_operation_count,
+    get_logged_comm_ops,
+    has_comm_data,
+    log_summary,
+    reset_log,
+)
+from deepspeed.comm.process_group import (  # noqa: F401
+    ProcessGroup,
+    destroy_process_group,
+    enable_symm_mem_for_group,
+    get_all_ranks_from_group,
+    get_global_rank,
+    get_local_rank,
+    get_rank,
+    get_world_group,
+    get_world_size,
+    has_all_gather_into_tensor,
+    has_all_reduce_coalesced,
+    has_coalescing_manager,
+    has_reduce_scatter_tensor,
+    init_deepspeed_backend,
+    init_distributed,
+    initialize_mesh_device,
+    is_available,
+    is_initialized,
+    new_group,
+    set_backend,
+)
+from deepspeed.comm.reduce_op import (  # noqa: F401
+    ReduceOp,
+)
+from deepspeed.comm.rendezvous import (  # noqa: F401
+    in_aml,
+    in_aws_sm,
+    in_dlts,
+    mpi_discovery,
+    patch_aml_env_for_torch_nccl_backend,
+    patch_aws_sm_env_for_torch_nccl_backend,
+)
+from deepspeed.comm.timed import (  # noqa: F401
+    timed_op,
+)
+from deepspeed.comm.torch import (  # noqa: F401
+    TorchBackend,
+)
+from deepspeed.comm.utils import (  # noqa: F401
+    get_local_rank_from_launcher,
+    get_world_rank_from_launcher,
+    get_world_size_from_launcher,
+)
+from deepspeed.constants import (  # noqa: F401
+    TORCH_DISTRIBUTED_DEFAULT_PORT,
+    default_pg_timeout,
+)
 
 
-def _name():
-    return get_accelerator()._name
-
-
-def _explained(error):
-    text = str(error)
-    if "already in use" in text or "EADDRINUSE" in text:
-        return RuntimeError(
-            f"port {os.environ.get('MASTER_PORT')} of {os.environ.get('MASTER_ADDR')} is taken by another process, "
-            f"so that the ranks cannot meet there: choose a free one with `deepspeed --master_port <port> ...`, "
-            f"MASTER_PORT, or distributed_port=. (torch says: {text.splitlines()[0]})"
-        )
-    return error
-
-
-def init_deepspeed_backend(ds_backend, timeout, init_method):
-    """Loads what a backend needs beyond torch: ``ccl`` lives in Intel's bindings, which register it on import."""
-    if ds_backend != "ccl":
-        return
-    if importlib.util.find_spec("oneccl_bindings_for_pytorch") is None:
-        raise RuntimeError(
-            "dist_backend is 'ccl', but the Python package oneccl_bindings_for_pytorch is not installed: install it, "
-            "or pass dist_backend='gloo'."
-        )
-    importlib.import_module("oneccl_bindings_for_pytorch")
-
-
-def set_backend():
-    """Takes over the process group that the program created through torch itself."""
-    global cdb
-    if cdb is None or not cdb.is_initialized():
-        cdb = TorchBackend(dist.get_backend(), default_pg_timeout, None)
-
-
-def carrier():
-    """The ``TorchBackend`` of this process; RuntimeError before there is a process group."""
-    if cdb is None or not cdb.is_initialized():
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "there is no process group yet: call deepspeed.init_distributed() or deepspeed.initialize() first."
-            )
-        set_backend()
-    return cdb
-
-
-def is_available():
-    """True when this torch was built with torch.distributed."""
-    return dist.is_available()
-
-
-def is_initialized():
-    """True when the process group exists."""
-    return dist.is_initialized()
-
-
-def destroy_process_group(group=None):
-    """Ends one group, or all of them and the job's connection; nothing without a process group."""
-    global cdb
-    if dist.is_initialized():
-        carrier().destroy_process_group(group)
-    if not dist.is_initialized():
-        cdb = None
-
-
-# ---- who and how many ---------------------------------------------------------------------------------------------
-def get_rank(group=None):
-    """This process's rank in the group; -1 when it is not a member."""
-    return carrier().get_rank(group)
-
-
-def get_world_size(group=None):
-    """Number of ranks in the group; -1 when this process is not a member."""
-    return carrier().get_world_size(group)
-
-
-def get_local_rank():
-    """This process's number on its node."""
-    return get_local_rank_from_launcher()
-
-
-def get_global_rank(group=None, group_rank=0):
-    """The rank among all of the group's member ``group_rank``."""
-    return carrier().get_global_rank(group, group_rank)
-
-
-def get_all_ranks_from_group(group=None):
-    """The ranks among all of the group's members, in the group's order."""
-    return carrier().get_all_ranks_from_group(group)
-
-
-def get_world_group():
-    """The group of all ranks."""
-    return carrier().get_world_group()
-
-
-def new_group(ranks):
-    """A group of the given ranks; every rank of the job must call this, members or not."""
-    return carrier().new_group(ranks)
-
-
-def initialize_mesh_device(mesh_shape, mesh_dim_names):
-    """A torch ``DeviceMesh``, e.g. ``((2, 4), ("data_parallel", "sequence_parallel"))``."""
-    return carrier().init_device_mesh(mesh_shape, mesh_dim_names)
-
-
-def enable_symm_mem_for_group(group_name):
-    """Lets kernels of this group reach each other's memory."""
-    return carrier().enable_symm_mem_for_group(group_name)
-
-
-def has_all_gather_into_tensor():
-    return carrier().has_all_gather_into_tensor()
-
-
-def has_reduce_scatter_tensor():
-    return carrier().has_reduce_scatter_tensor()
-
-
-def has_all_reduce_coalesced():
-    return True
-
-
-def has_coalescing_manager():
-    """True when torch can batch several collectives into one launch."""
-    return hasattr(dist.distributed_c10d, "_coalescing_manager")
+def __getattr__(name):
+    if name == "cdb":  # the carrier of this moment
+        return process_group.cdb
+    raise AttributeError(f"module 'deepspeed.comm.comm' has no attribute {name!r}")

@@ -1,46 +1,134 @@
-"""The log of communication operations. This build records none; what asks for a record is told so."""
+"""The log of communication operations of this process: switching it on, asking it, and what it listens to.
 
-from deepspeed.log import logger
+It records what goes through ``deepspeed.comm``, through ``torch.distributed`` (see ``timed.py``) and through the native
+engine. While it records, every operation waits for its end, so that its time is its own; nothing overlaps.
+"""
+
+import json
+import weakref
+
+from deepspeed.comm import timed
+from deepspeed.comm.comms_logger import CommsLogger
+from deepspeed.config.sections import CommsConfig
+from deepspeed.log import logger, print_rank
+
+comms_logger = CommsLogger()
+_watched = weakref.WeakKeyDictionary()  # native engine -> its communicators
 
 
-def _wanted(deepspeed_config):
-    section = getattr(deepspeed_config, "comms_config", None) or deepspeed_config
-    if isinstance(section, dict):
-        section = section.get("comms_logger")
-    if isinstance(section, dict):
-        return bool(section.get("enabled", False))
-    return bool(getattr(section, "comms_logger_enabled", getattr(section, "enabled", False)))
+def _switch(on):
+    timed.listen(comms_logger if on else None)
+    for communicators in list(_watched.values()):
+        for communicator in communicators:
+            communicator.log_calls(on)
+
+
+comms_logger.on_switch = _switch
+
+
+def _section(deepspeed_config):
+    """The section ``comms_logger`` of a DeepSpeedConfig, a dict or a JSON file; None where it has none."""
+    if hasattr(deepspeed_config, "comms_config"):
+        return deepspeed_config.comms_config if deepspeed_config.comms_logger_enabled else None
+    if isinstance(deepspeed_config, str):
+        with open(deepspeed_config, encoding="utf-8") as file:
+            deepspeed_config = json.load(file)
+    section = deepspeed_config.get("comms_logger") if isinstance(deepspeed_config, dict) else None
+    return None if section is None else CommsConfig(**section)
 
 
 def configure(deepspeed_config=None, enabled=None, prof_all=None, prof_ops=None, verbose=None, debug=None):
-    """Switches the log of operations; asking for it (here or with ``comms_logger.enabled``) is refused, see above."""
-    if enabled or (enabled is None and _wanted(deepspeed_config)):
-        raise NotImplementedError(
-            "comms_logger.enabled is true, but this build does not record communication operations yet: set it to "
-            "false or remove the section 'comms_logger'."
-        )
+    """Switches the log of operations on or off and says what it records.
+
+    deepspeed_config: a DeepSpeedConfig, a dict or the path of a JSON file, whose section ``comms_logger`` is applied
+    if there is one. The others go before it: enabled: record; prof_all: all operations; prof_ops: list of names
+    ("all_reduce", ...) to record when not all are; verbose: a line for each operation; debug: names of callers, too.
+    """
+    section = _section(deepspeed_config) if deepspeed_config is not None else None
+    if section is not None:
+        comms_logger.configure(section)
+    if prof_all is not None:
+        comms_logger.prof_all = bool(prof_all)
+    if prof_ops is not None:
+        comms_logger.prof_ops = list(prof_ops)
+    if verbose is not None:
+        comms_logger.verbose = bool(verbose)
+    if debug is not None:
+        comms_logger.debug = bool(debug)
+    if enabled is not None:
+        comms_logger.enabled = enabled
 
 
+# ---- the native engine ----------------------------------------------------------------------------------------------
+def watch(owner, communicators):
+    """Records what the native ``communicators`` do for as long as ``owner``, a native object, is there."""
+    _watched[owner] = [communicator for communicator in communicators if communicator is not None]
+    if comms_logger.enabled:
+        for communicator in _watched[owner]:
+            communicator.log_calls(True)
+
+
+def collect():
+    """Takes over what native communicators have recorded since the last time. Cheap while nothing is recorded."""
+    if not comms_logger.enabled:
+        return
+    for communicators in list(_watched.values()):
+        for communicator in communicators:
+            for name, size, ms in communicator.take_log():
+                if comms_logger.wants(name):
+                    part = size // communicator.size if name == "all_gather" else size
+                    record = f"{name} | [Caller Func: engine]" if comms_logger.debug else name
+                    comms_logger.add(name, record, ms, part, communicator.size)
+
+
+# ---- asking ---------------------------------------------------------------------------------------------------------
 def log_summary(show_straggler=False, return_dict=False):
-    """Logs the recorded operations; here, that none were recorded. Returns an empty dict if ``return_dict``."""
-    logger.warning("comms_logger was not enabled: there is no record of communication operations to show.")
-    return {} if return_dict else None
+    """Logs a table of the recorded operations on rank 0; returns it as a dict on every rank with ``return_dict``.
+
+    ``show_straggler``: with the time this rank has waited for others; then every rank calls it. The dict:
+    ``{"summary": {operation: {bytes: figures}}, "metadata": ..., "straggler_analysis": ...}``, {} without a record.
+    """
+    collect()
+    if not comms_logger.enabled and not comms_logger.has_data():
+        logger.warning("comms_logger was not enabled: there is no record of communication operations to show.")
+        return {} if return_dict else None
+    with timed.unheard():
+        return comms_logger.log_all(print_rank() == 0, show_straggler, return_dict)
+
+
+def write_summary(path, show_straggler=False):
+    """Writes what ``log_summary(return_dict=True)`` returns to a JSON file, on rank 0. Returns the dict.
+
+    ``show_straggler``: every rank calls it.
+    """
+    collect()
+    with timed.unheard():
+        found = comms_logger.log_all(False, show_straggler, True)
+    if print_rank() == 0:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(found, file, indent=1)
+    return found
 
 
 def has_comm_data():
     """True when operations were recorded."""
-    return False
+    collect()
+    return comms_logger.has_data()
 
 
 def get_comm_operation_count():
     """Number of recorded operations."""
-    return 0
+    collect()
+    return comms_logger.get_total_operations()
 
 
 def get_logged_comm_ops():
     """Names of the recorded operations."""
-    return []
+    collect()
+    return comms_logger.get_operation_names()
 
 
 def reset_log():
     """Forgets what was recorded."""
+    collect()
+    comms_logger.reset_data()

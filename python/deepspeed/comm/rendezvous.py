@@ -7,6 +7,7 @@ MASTER_PORT.
 import importlib
 import importlib.util
 import os
+import re
 
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.host.ports import free_port
@@ -34,6 +35,9 @@ def prepare_environment(auto_mpi_discovery, distributed_port, verbose, rank=-1, 
     if all(os.environ.get(name) for name in _NEEDED):
         os.environ.setdefault("LOCAL_RANK", "0" if os.environ["WORLD_SIZE"] == "1" else _local_rank_guess())
         return
+    if auto_mpi_discovery and under_slurm() and not os.environ.get("OMPI_COMM_WORLD_SIZE"):
+        slurm_discovery(distributed_port=distributed_port, verbose=verbose)
+        return
     if auto_mpi_discovery and under_mpi():
         if in_aml() and not in_dlts():
             patch_aml_env_for_torch_nccl_backend(verbose=verbose)
@@ -57,6 +61,41 @@ def prepare_environment(auto_mpi_discovery, distributed_port, verbose, rank=-1, 
 def under_mpi():
     """True when mpirun (Open MPI, MPICH, Intel MPI, MVAPICH) started this process."""
     return any(os.environ.get(name) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"))
+
+
+def under_slurm():
+    """True when srun started this process as one of several. The script of sbatch and a shell of salloc are not."""
+    return os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "SLURM_PROCID" in os.environ
+
+
+def slurm_discovery(distributed_port=TORCH_DISTRIBUTED_DEFAULT_PORT, verbose=True):
+    """Sets the five variables from those of srun.
+
+    The ranks meet on the first node of the step, at MASTER_ADDR and MASTER_PORT where those are set. Without a port
+    from anybody it comes from the number of the job, so that two jobs that share a node do not meet.
+    """
+    environ = os.environ
+    environ["RANK"], environ["WORLD_SIZE"] = environ["SLURM_PROCID"], environ["SLURM_STEP_NUM_TASKS"]
+    environ["LOCAL_RANK"] = environ.get("SLURM_LOCALID", environ["RANK"])
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    if not nodes and not environ.get("MASTER_ADDR"):
+        raise RuntimeError(
+            "srun started this process, but neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST says on which nodes: "
+            "set MASTER_ADDR to the address of the first one"
+        )
+    environ.setdefault("MASTER_ADDR", first_node(nodes))
+    if distributed_port == TORCH_DISTRIBUTED_DEFAULT_PORT:
+        job, step = int(environ.get("SLURM_JOB_ID", 0)), int(environ.get("SLURM_STEP_ID", 0))
+        distributed_port = 20000 + (job * 31 + step) % 12000
+    environ.setdefault("MASTER_PORT", str(distributed_port))
+    if verbose:
+        logger.info("Found the ranks through SLURM: rank %s of %s meets at %s:%s", *_meeting())
+
+
+def first_node(nodes):
+    """The first name in SLURM's short form of a list of nodes: ``gpu[003-007,9],login1`` starts with ``gpu003``."""
+    first = re.match(r"[^,\[]*(\[[^\]]*\])?[^,\[]*", nodes).group(0)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first)
 
 
 def mpi_discovery(distributed_port=TORCH_DISTRIBUTED_DEFAULT_PORT, verbose=True):

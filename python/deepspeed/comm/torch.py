@@ -64,7 +64,7 @@ class TorchBackend(Backend):
             return gloo.all_reduce(tensor, op, group, async_op)
         return dist.all_reduce(tensor, to_torch(op), group=group, async_op=async_op)
 
-    def inference_all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None):
+    def inference_all_reduce(self, tensor, op, group=None):
         return self.all_reduce(tensor, op, group, False)
 
     def all_reduce_coalesced(self, tensors, op=dist.ReduceOp.SUM, group=None, async_op=False):

@@ -2,6 +2,9 @@
 
 import torch
 
+from deepspeed.engine.feature_accessors import FeatureAccessors
+from deepspeed.engine.zero_accessors import ZeroAccessors
+
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -12,7 +15,7 @@ def dtype_of(name):
     return _DTYPES[str(name).lower()]
 
 
-class ConfigAccessors:
+class ConfigAccessors(ZeroAccessors, FeatureAccessors):
     """Mixed into the engine; ``self._config`` is the parsed config."""
 
     def train_batch_size(self):
@@ -58,6 +61,12 @@ class ConfigAccessors:
     def fp16_master_weights_and_gradients(self):
         return self._config.float16_config.fp16_master_weights_and_grads
 
+    def bf16_master_weights_and_gradients(self):
+        return self._config.bfloat16_config.bf16_master_weights_and_grads
+
+    def bf16_optimizer_states(self):
+        return self._config.bfloat16_config.bf16_optimizer_states
+
     def dynamic_loss_scale(self):
         """True with fp16 and ``fp16.loss_scale`` 0."""
         return self.fp16_enabled() and self._config.float16_config.loss_scale == 0
@@ -94,24 +103,6 @@ class ConfigAccessors:
     def scheduler_params(self):
         return self._config.scheduler_params
 
-    def zero_optimization(self):
-        return self._config.zero_optimization_stage > 0
-
-    def zero_optimization_stage(self):
-        return self._config.zero_optimization_stage
-
-    def zero_allow_untested_optimizer(self):
-        return self._config.zero_allow_untested_optimizer
-
-    def zero_force_ds_cpu_optimizer(self):
-        return self._config.zero_force_ds_cpu_optimizer
-
-    def reduce_bucket_size(self):
-        return self._config.zero_config.reduce_bucket_size
-
-    def zero_gather_16bit_weights_on_model_save(self):
-        return self._config.zero_config.gather_16bit_weights_on_model_save
-
     def prescale_gradients(self):
         return self._config.prescale_gradients
 
@@ -139,37 +130,3 @@ class ConfigAccessors:
 
     def sparse_gradients_enabled(self):
         return self._config.sparse_gradients_enabled
-
-    # Features whose switches the config still refuses: off, and said so by the same names.
-    def random_ltd_enabled(self):
-        return False
-
-    def pld_enabled(self):
-        return False
-
-    def eigenvalue_enabled(self):
-        return False
-
-    def curriculum_enabled_legacy(self):
-        return False
-
-    def curriculum_learning_enabled(self):
-        return False
-
-    def data_efficiency_enabled(self):
-        return False
-
-    def elasticity_enabled(self):
-        return False
-
-    def flops_profiler_enabled(self):
-        return False
-
-    def autotuning_enabled(self):
-        return False
-
-    def amp_enabled(self):
-        return False
-
-    def autotp_size(self):
-        return 0

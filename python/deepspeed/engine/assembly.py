@@ -177,6 +177,8 @@ class Assembly:
         if optimizer is None:
             self.optimizer = DeepSpeedZeRoOffload(
                 self.module,
+                None,
+                self._config,
                 dp_process_group=options["data_parallel"],
                 zero_module_granularity_threshold=granularity,
                 core=self.core,
@@ -188,6 +190,9 @@ class Assembly:
         self.optimizer = DeepSpeedZeroOptimizer_Stage3(
             self.module,
             optimizer,
+            {},
+            None,
+            self._config,
             **self._scaler_options(),
             dp_process_group=options["data_parallel"],
             sub_group_size=self._config.zero_config.sub_group_size,
@@ -234,6 +239,9 @@ class Assembly:
     def _wrap_sharded(self, optimizer):
         return DeepSpeedZeroOptimizer(
             optimizer,
+            {},
+            None,
+            self.optimizer_params(),
             partition_grads=self.zero_optimization_stage() >= 2,
             **self._scaler_options(),
             dp_process_group=self.parallel.dp_group if self.dp_world_size > 1 else None,

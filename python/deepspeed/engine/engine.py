@@ -5,30 +5,39 @@ Python decides what happens; everything per tensor and per bucket happens in the
 
 import contextlib
 import os
+from typing import Callable, Dict, Iterable, Union
 
 import torch
+from torch.optim.lr_scheduler import _LRScheduler
 
-from deepspeed import comm as dist
 from deepspeed._compat import named_parameters
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.load import load_checkpoint
 from deepspeed.checkpoint.save import save_16bit_model, save_checkpoint
 from deepspeed.checkpoint.zero_states import param_shapes, whole_state_dict
+from deepspeed.comm import comms_log
 from deepspeed.config import DeepSpeedConfig, non_default_values
+from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.engine.accessors import ConfigAccessors
 from deepspeed.engine.assembly import Assembly
 from deepspeed.engine.build_scheduler import build_scheduler
+from deepspeed.engine.compiling import Compiling
 from deepspeed.engine.data import TrainingData
 from deepspeed.engine.parallel import Parallel
 from deepspeed.engine.progress import Progress
+from deepspeed.engine.reductions import Reductions
 from deepspeed.host.blas import blas_warning
 from deepspeed.log import log_dist, logger, warning_once
-from deepspeed.utils.nested import cast_floats, tensors_in
+from deepspeed.utils.nested import cast_floats, tensors_within
 from deepspeed.zero.audit import Audit
 from deepspeed.zero.model import detach
 
+DeepSpeedOptimizerCallable = Callable[[Union[Iterable[torch.nn.Parameter], Dict[str, Iterable]]], torch.optim.Optimizer]
+DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], _LRScheduler]
+_BACKWARD_STATES = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
 
-class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, torch.nn.Module):
+
+class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compiling, torch.nn.Module):
     """Wraps ``model``; see ``deepspeed.initialize`` for the arguments."""
 
     def __init__(
@@ -81,6 +90,7 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, torch.nn.Module):
         self._seen_backward = False
         self._in_no_sync = False
         self._user_scaled = False
+        self._sees_backward = None
         self.core = None
         self.stepping = None
         self._whole = None
@@ -125,6 +135,7 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, torch.nn.Module):
         """Runs the wrapped module. A plain ``backward()`` on what it returns trains, too."""
         if self.fp16_enabled() and self.fp16_auto_cast():
             inputs, kwargs = cast_floats(inputs, torch.float16), cast_floats(kwargs, torch.float16)
+        self._need_states({OffloadStateTypeEnum.lp_params}, "engine.forward()")
         self.progress.start_forward()
         try:
             outputs = self.module(*inputs, **kwargs)
@@ -133,7 +144,9 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, torch.nn.Module):
                 self.core.gatherer.abandon_forward()
             raise
         if self._trains and torch.is_grad_enabled():
-            self.core.forwarded([t for t in tensors_in(outputs) if t.requires_grad], *self._user_plan())
+            found = [t for t in tensors_within(outputs) if t.requires_grad]
+            self._sees_backward = bool(found or self._sees_backward)
+            self.core.forwarded(found, *self._user_plan())
         self.progress.end_forward()
         return outputs
 
@@ -175,6 +188,7 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, torch.nn.Module):
             "engine.backward needs an optimizer: add an 'optimizer' section to the config or pass optimizer= to "
             "deepspeed.initialize"
         )
+        self._need_states(_BACKWARD_STATES, "engine.backward()")
         if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
             loss = loss / self.gradient_accumulation_steps()
         self.progress.start_backward()
@@ -207,11 +221,13 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, torch.nn.Module):
             "engine.step needs an optimizer: add an 'optimizer' section to the config or pass optimizer= to "
             "deepspeed.initialize"
         )
+        self._need_states(OffloadStateTypeEnum, "engine.step()")
         if not self._seen_backward and not self.core.has_grads():
             raise RuntimeError(
                 "engine.step() was called before any backward since the last step: there is no gradient. Call "
                 "engine.backward(loss), or loss.backward(), first."
             )
+        self._refuse_unseen_backward()
         self.progress.start_step()
         self._step_applied = False
         boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
@@ -219,8 +235,22 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, torch.nn.Module):
             self._take_step(lr_kwargs)
         self.micro_steps += 1
         self._seen_backward = False
+        self._sees_backward = None
         self._user_scaled = False
         self.progress.end_step(boundary)
+        comms_log.collect()
+
+    def _refuse_unseen_backward(self):
+        """A backward that the user ran is noticed at the outputs of forward. Where those hold no tensor that can be
+        found, gradients come in without the factor that belongs to them."""
+        factor = self._user_plan()[1]
+        if self._sees_backward is False and not self._seen_backward and factor != 1.0 and self.core.has_grads():
+            raise RuntimeError(
+                "the model returned an object in which no tensor that needs gradients was found, so a plain "
+                f"loss.backward() could not be noticed, and its gradients lack the factor {factor:g} (loss scale over "
+                "accumulation steps). Call engine.backward(loss) instead, or return tensors, tuples, lists, dicts or "
+                "objects that hold them as attributes"
+            )
 
     def _start_audit(self):
         steps = self._config.zero_config.audit_steps
@@ -348,6 +378,14 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, torch.nn.Module):
             group["betas"] if "betas" in group else group.get("momentum", 0.0) for group in self.optimizer.param_groups
         ]
 
+    def get_pld_theta(self):
+        """The share of layers that progressive layer dropping keeps now; None while it is off."""
+        return None
+
+    def get_wall_clock_timers(self):
+        """The timers of ``wall_clock_breakdown``: ``timers("fwd").elapsed()`` and so on."""
+        return self.progress.timers
+
     def get_data_parallel_rank(self):
         return self.parallel.dp_rank
 
@@ -377,12 +415,6 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, torch.nn.Module):
         self._config.train_micro_batch_size_per_gpu = micro_batch_size
         self._config.train_batch_size = micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
 
-    def all_gather_scalar(self, value, dp_group):
-        """One tensor for each rank of ``dp_group`` with the rank's ``value`` (a tensor of one element)."""
-        gathered = [torch.zeros_like(value) for _ in range(dist.get_world_size(dp_group))]
-        dist.all_gather(gathered, value, group=dp_group)
-        return gathered
-
     def mp_rank_for_files(self):
         """The model-parallel rank that file names carry."""
         return self.parallel.mp_rank
@@ -391,6 +423,34 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, torch.nn.Module):
         """Releases gathered parameters; below stage 3 there are none."""
         if self.zero_optimization_stage() == 3 and self.core is not None:
             self.parameter_offload.empty_partition_cache()
+
+    # ---- states that wait on the host ------------------------------------------------------------------------------
+    def offload_states(self, include=None, device=OffloadDeviceEnum.cpu, pin_memory=True, non_blocking=False):
+        """Moves what training keeps on the accelerator to host memory, for as long as this process does something else.
+
+        include: set of ``OffloadStateTypeEnum`` (optim_states, hp_params, lp_params, lp_grads,
+        contiguous_grad_buffer); None: all. device: the CPU. pin_memory: host memory from which copies are fast.
+        non_blocking: copies are queued together and awaited once. Until ``reload_states`` what needs a state that is
+        away raises RuntimeError. On a CPU accelerator all of it is in host memory already and nothing moves.
+
+        Needs ZeRO with an optimizer.
+        """
+        assert self.zero_optimization() and hasattr(self.optimizer, "offload_states"), (
+            "engine.offload_states needs ZeRO (zero_optimization.stage 1, 2 or 3) and an optimizer"
+        )
+        self.optimizer.offload_states(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking=False):
+        """Everything that ``offload_states`` has moved comes back to where it was."""
+        assert self.zero_optimization() and hasattr(self.optimizer, "reload_states"), (
+            "engine.reload_states needs ZeRO (zero_optimization.stage 1, 2 or 3) and an optimizer"
+        )
+        self.optimizer.reload_states(non_blocking)
+
+    def _need_states(self, kinds, what):
+        states = getattr(self.optimizer, "states", None)
+        if states is not None and states.away:
+            states.need(kinds, what)
 
     # ---- saving and loading ------------------------------------------------------------------------------------------
     def module_state_dict(self, destination=None, prefix="", keep_vars=False, exclude_frozen_parameters=False):
@@ -427,6 +487,7 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, torch.nn.Module):
 
     def save_checkpoint(self, save_dir, tag=None, client_state={}, save_latest=True, exclude_frozen_parameters=False):  # noqa: B006
         """Writes ``save_dir/tag``; every rank must call it. Returns True. See ``deepspeed.checkpoint.save``."""
+        self._need_states(OffloadStateTypeEnum, "engine.save_checkpoint()")
         return save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(
@@ -440,6 +501,7 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, torch.nn.Module):
         custom_load_fn=None,
     ):
         """Returns ``(path, client_state)``, or ``(None, None)`` when there is nothing to load."""
+        self._need_states(OffloadStateTypeEnum, "engine.load_checkpoint()")
         return load_checkpoint(
             self,
             load_dir,
@@ -453,6 +515,7 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, torch.nn.Module):
 
     def save_16bit_model(self, save_dir, save_filename="pytorch_model.bin", exclude_frozen_parameters=False):
         """Writes the module's weights, in the dtype it computes with, to one file. Returns True."""
+        self._need_states({OffloadStateTypeEnum.lp_params}, "engine.save_16bit_model()")
         return save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters=False):

@@ -9,6 +9,7 @@ from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.git_version_info import git_branch, git_hash
 from deepspeed.log import log_dist
+from deepspeed.ops.muon import set_optimizer_flags
 from deepspeed.version import __version__
 
 
@@ -63,7 +64,9 @@ def initialize(
             distributed_port=distributed_port,
             dist_init_required=dist_init_required,
         )
+    dist.configure(deepspeed_config=parsed)
     configure_from(parsed, mpu)
+    set_optimizer_flags(parsed, model)
     engine = DeepSpeedEngine(
         args=args,
         model=model,

@@ -2,20 +2,10 @@
 
 import ctypes
 import os
-from dataclasses import dataclass
 
 LIB_DIR = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "_lib")
 _HIGHEST_ABI = 64
-
-
-@dataclass
-class OpStatus:
-    """``why_not`` is empty when the op is installed and runs here."""
-
-    name: str
-    installed: bool
-    compatible: bool
-    why_not: str
+_ISAS = ("scalar", "neon", "sse4", "avx2", "avx512")
 
 
 class _TableHead(ctypes.Structure):
@@ -49,23 +39,39 @@ def kernel_table(device):
         return 0, "", why_not
     name = device.encode()
     # The number belongs to the library; nobody but the module that was built with it needs to know it.
+    text = lambda abi: (library.ds_kernels_error(ctypes.c_uint32(abi), name) or b"").decode()  # noqa: E731
+    other_version = text(_HIGHEST_ABI)
     for abi in range(1, _HIGHEST_ABI):
         table = library.ds_kernels(ctypes.c_uint32(abi), name)
         if table:
             return table.contents.abi, (table.contents.isa or b"").decode(), ""
-    error = library.ds_kernels_error(ctypes.c_uint32(_HIGHEST_ABI - 1), name)
-    return 0, "", (error or b"the library offers no kernels").decode()
+        if text(abi) != other_version:
+            return 0, "", text(abi)
+    return 0, "", other_version or "the library offers no kernels"
 
 
-def op_status(row, device_problem):
-    """The ``OpStatus`` of a row of deepspeed.ops.op_table; ``device_problem(device)`` says why a device is not here."""
-    name, library, device, _ = row
-    abi, _, why_not = kernel_table(device)
-    problem = device_problem(device)
-    if not os.path.exists(os.path.join(LIB_DIR, library)) and device != "cpu":
-        why_not = f"{library} is not built (needs nvcc, the CUDA toolkit, when deepspeed is built)"
-        abi = 0
-    return OpStatus(name, abi > 0, not problem, "; ".join(text for text in (why_not, problem) if text))
+def isa_paths():
+    """Names of the instruction sets that the CPU kernels are compiled for and that this CPU has, narrowest first."""
+    library, _ = _open_kernels()
+    abi = kernel_table("cpu")[0]
+    if library is None or abi == 0:
+        return []
+    library.ds_cpu_kernels_isa.restype = ctypes.POINTER(_TableHead)
+    return [name for name in _ISAS if library.ds_cpu_kernels_isa(ctypes.c_uint32(abi), name.encode())]
+
+
+def op_rows(rows, facts):
+    """[name, installed, compatible, why not] per row of the op table: what the builders said, or without torch what
+    the libraries' files tell."""
+    if "ops" in facts:
+        return facts["ops"]
+    why_not = "torch is not usable" if "error" in facts else facts.get("native_error") or facts.get("ops_error", "")
+    cpu_abi, _, problem = kernel_table("cpu")
+    return [
+        [row.name, bool(row.api) and (row.rule is None or cpu_abi > 0), False,
+         "; ".join(filter(None, ["" if row.api else "not in this build yet", why_not, problem if row.rule else ""]))]
+        for row in rows
+    ]  # fmt: skip
 
 
 def modules():

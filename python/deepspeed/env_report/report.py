@@ -7,13 +7,13 @@ import shutil
 import subprocess
 import sys
 
+from deepspeed import git_version_info as build
 from deepspeed.env_report import native
+from deepspeed.env_report.op_report import WIDTH, op_lines, op_warnings, title
 from deepspeed.env_report.torch_facts import torch_facts
-from deepspeed.host import cpu, devices, numa
-from deepspeed.registry import load_target
-from deepspeed.version import __version__
+from deepspeed.host import cpu, cuda_toolkit, devices, numa
 
-_WIDTH = 78
+_LABEL_WIDTH = 33
 # Below this, data loader workers and collectives between processes of one host run out of room.
 _SMALL_SHM_BYTES = 1 << 30
 
@@ -29,57 +29,34 @@ def _first_line(command):
 
 
 def _nvcc_version():
-    command = shutil.which("nvcc") or os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
-    try:
-        asked = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    release = [part for part in asked.stdout.split(",") if part.strip().startswith("release")]
-    return release[0].strip().split()[1] if release else None
+    version = cuda_toolkit.nvcc_version()
+    return f"{version[0]}.{version[1]}" if version else None
 
 
 def _gib(count):
     return f"{count / (1 << 30):.1f} GiB"
 
 
-def _device_problem(facts):
-    def problem(device):
-        if device != "cuda":
-            return ""
-        if facts.get("version") and not facts.get("cuda"):
-            return "this torch is built without CUDA"
-        return "" if devices.nvidia_device_count() else "no NVIDIA GPU on this machine"
-
-    return problem
-
-
-def _title(text):
-    return ["-" * _WIDTH, text, "-" * _WIDTH]
-
-
-def op_lines(facts):
-    """The op table: one line per op with installed, compatible and why not."""
-    lines = _title("Native ops")
-    lines.append(f"{'op':<16}{'installed':<12}{'compatible':<12}why not")
-    for row in load_target("deepspeed.ops.op_table:OPS"):
-        status = native.op_status(row, _device_problem(facts))
-        installed = "[YES]" if status.installed else "[NO]"
-        compatible = "[OKAY]" if status.compatible else "[NO]"
-        lines.append(f"{status.name:<16}{installed:<12}{compatible:<12}{status.why_not}".rstrip())
-    return lines
+def _line(label, value):
+    return f"{label} {'.' * (_LABEL_WIDTH - len(label))} {value}"
 
 
 def software_lines(facts):
     """Versions of the software that deepspeed stands on."""
-    lines = _title("Software")
-    add = lambda name, value: lines.append(f"{name:<24}{value}")  # noqa: E731
-    add("deepspeed", f"{__version__} ({os.path.dirname(native.LIB_DIR)})")
+    lines = title("DeepSpeed general environment info:")
+    add = lambda label, value: lines.append(_line(label, value))  # noqa: E731
+    usable = "error" not in facts
+    add("torch install path", [facts["folder"]] if usable else f"not usable: {facts['error']}")
+    add("torch version", facts["version"] if usable else None)
+    add("deepspeed install path", [os.path.dirname(native.LIB_DIR)])
+    add("deepspeed info", f"{build.version}, {build.git_hash}, {build.git_branch}")
+    add("torch cuda version", facts.get("cuda"))
+    add("torch hip version", facts.get("hip"))
+    add("nvcc version", _nvcc_version())
+    add("deepspeed wheel compiled w.", _compiled_with())
+    add("shared memory (/dev/shm) size", _shm_text())
     add("Python", f"{platform.python_version()} ({sys.executable})")
-    if "error" in facts:
-        add("torch", f"not usable: {facts['error']}")
-    else:
-        add("torch", f"{facts['version']} ({facts['folder']})")
-        add("torch's CUDA", facts["cuda"] or "none")
+    if usable:
         if facts.get("nccl"):
             add("NCCL", facts["nccl"])
         add("torch.distributed", ", ".join(facts["backends"]) or "none")
@@ -89,32 +66,53 @@ def software_lines(facts):
     add("native module", facts.get("native") or "not usable")
     add("built modules", ", ".join(native.modules()) or "none")
     add("compiler", _first_line(["c++", "--version"]) or "none")
-    add("CUDA toolkit (nvcc)", _nvcc_version() or "none")
     add("MPI", _first_line(["mpirun", "--version"]) or "none")
     return lines
 
 
+def _compiled_with():
+    text = f"torch {build.torch_info['version']}"
+    for key, label in (("cuda_version", "cuda"), ("hip_version", "hip")):
+        if build.torch_info[key] != "0.0":
+            text += f", {label} {build.torch_info[key]}"
+    return text
+
+
 def machine_lines(facts):
     """Cores, instruction sets, memory and devices."""
-    lines = _title("Machine")
-    add = lambda name, value: lines.append(f"{name:<24}{value}")  # noqa: E731
+    lines = title("Machine")
+    add = lambda label, value: lines.append(_line(label, value))  # noqa: E731
     cores = cpu.usable_cores()
     total, available = cpu.memory_bytes()
-    _, isa, _ = native.kernel_table("cpu")
     add("CPU", cpu.cpu_info()[0] or platform.machine())
     add(
         "cores",
         f"{len(cores)} usable ({len(cpu.physical_cores(cores))} physical), {numa.numa_node_count()} NUMA node(s)",
     )
-    add("instruction set", f"{cpu.widest_isa()} (kernels use: {isa or 'nothing, not built'})")
+    add("instruction set", cpu.widest_isa())
+    add("CPU kernels use", _isa_text())
     add("memory", f"{_gib(total)}, {_gib(available)} available")
-    add("shared memory", _shm_text())
     gpus = facts.get("gpus") or []
     add(
         "GPUs",
         ", ".join(gpus) or (f"{devices.nvidia_device_count()} (not usable by torch)" if _gpu_unused(facts) else "none"),
     )
+    add("CUDA kernels", _cuda_text())
     return lines
+
+
+def _isa_text():
+    _, isa, why_not = native.kernel_table("cpu")
+    if not isa:
+        return f"nothing: {why_not}"
+    forced = os.environ.get("DS_FORCE_ISA")
+    paths = ", ".join(native.isa_paths())
+    return f"{isa}{f' (DS_FORCE_ISA={forced})' if forced else ''}, of {paths}"
+
+
+def _cuda_text():
+    abi, isa, why_not = native.kernel_table("cuda")
+    return isa if abi else f"none: {why_not}"
 
 
 def _gpu_unused(facts):
@@ -130,7 +128,7 @@ def _shm_bytes():
 
 def _shm_text():
     usage = _shm_bytes()
-    return f"/dev/shm {_gib(usage.total)}, {_gib(usage.free)} free" if usage else "no /dev/shm"
+    return f"{_gib(usage.total)}, {_gib(usage.free)} free" if usage else "no /dev/shm"
 
 
 def warnings(facts):
@@ -143,8 +141,14 @@ def warnings(facts):
         )
     elif "native_error" in facts:
         found.append(f"the native module cannot be loaded: {facts['native_error']}")
+    elif "ops_error" in facts:
+        found.append(f"the op builders cannot be asked: {facts['ops_error']}")
     if facts.get("blas_warning"):
         found.append(facts["blas_warning"])
+    abi, _, why_not = native.kernel_table("cpu")
+    if abi == 0:
+        found.append(f"the CPU kernels cannot be used: {why_not}")
+    found += op_warnings()
     usage = _shm_bytes()
     if usage is None or usage.total < _SMALL_SHM_BYTES:
         found.append(
@@ -161,7 +165,7 @@ def main(hide_operator_status=False, hide_errors_and_warnings=False):
     lines += software_lines(facts) + machine_lines(facts)
     if not hide_errors_and_warnings:
         lines += [f"[WARNING] {text}" for text in warnings(facts)]
-    print("\n".join(lines + ["-" * _WIDTH]))
+    print("\n".join(lines + ["-" * WIDTH]))
 
 
 def cli_main(args=None):

@@ -32,19 +32,26 @@ try:
     facts["native"] = os.path.basename(_native._C.__file__)
 except Exception as error:
     facts["native_error"] = "%s: %s" % (type(error).__name__, error)
-sys.stdout.write(json.dumps(facts))
+try:
+    from deepspeed.ops.op_builder.status import report
+    facts["ops"] = report()
+except Exception as error:
+    facts["ops_error"] = "%s: %s" % (type(error).__name__, error)
+print()
+print(json.dumps(facts))
 """
 
 
 def torch_facts():
-    """A dict; ``error`` says why torch cannot be imported, ``native_error`` why our module cannot."""
+    """A dict; ``error`` says why torch cannot be imported, ``native_error`` why our module cannot, ``ops_error`` why
+    the op builders cannot; ``ops`` is a list of [name, installed, compatible, why not]."""
     try:
         asked = subprocess.run(
             [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=120, check=False
         )
-        return json.loads(asked.stdout)
+        return json.loads(asked.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         return {"error": "`import torch` did not come back within two minutes"}
-    except ValueError:
+    except (ValueError, IndexError):
         last = (asked.stderr.strip().splitlines() or ["nothing was printed"])[-1]
         return {"error": f"`import torch` ended with exit code {asked.returncode}: {last}"}

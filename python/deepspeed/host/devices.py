@@ -56,3 +56,16 @@ def visible_gpu_ids():
         return []
     ids = visible_device_ids()
     return [str(index) for index in range(count)] if ids is None else ids
+
+
+def nvidia_compute_capabilities():
+    """Compute capabilities of this machine's NVIDIA GPUs, each once, ascending: ["8.0", "9.0"]; [] without any."""
+    if nvidia_device_count() == 0 or not find_program("nvidia-smi"):
+        return []
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    found = {line.strip() for line in listed.splitlines() if re.fullmatch(r"\d+\.\d", line.strip())}
+    return sorted(found, key=lambda text: [int(part) for part in text.split(".")])

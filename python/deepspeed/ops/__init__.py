@@ -6,6 +6,10 @@ import pkgutil
 
 
 def __getattr__(name):
+    if name == "__compatible_ops__":
+        value = importlib.import_module("deepspeed.git_version_info").compatible_ops
+        globals()[name] = value
+        return value
     if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_folders())}")
@@ -16,4 +20,4 @@ def _folders():
 
 
 def __dir__():
-    return sorted([*globals(), *_folders()])
+    return sorted([*globals(), "__compatible_ops__", *_folders()])

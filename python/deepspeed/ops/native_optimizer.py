@@ -107,6 +107,17 @@ class NativeOptimizer(torch.optim.Optimizer):
                 )
         return state
 
+    def magnification(self, group):
+        """How many times larger a relative difference between two gradients may be between their updates."""
+        return 1.0
+
+    def check_engine(self):
+        """Raise where an engine cannot run this optimizer; overridden by subclasses."""
+
+    def _gradient(self, param):
+        """The gradient of a parameter in a step outside an engine, or None."""
+        return param.grad
+
     def _check_param(self, param):
         """Raise where this class does not take a parameter; overridden by subclasses."""
 
@@ -141,7 +152,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         slots = self.slots_of(group)
         calls = {}
         for param in group["params"]:
-            grad = param.grad
+            grad = self._gradient(param)
             if grad is None:
                 continue
             self._check_param(param)

@@ -1,4 +1,8 @@
 """Import path that existing scripts use."""
 
 from deepspeed.engine.data import ROUTE_EVAL, ROUTE_PREDICT, ROUTE_TRAIN  # noqa: F401
-from deepspeed.engine.engine import DeepSpeedEngine  # noqa: F401
+from deepspeed.engine.engine import (  # noqa: F401
+    DeepSpeedEngine,
+    DeepSpeedOptimizerCallable,
+    DeepSpeedSchedulerCallable,
+)

@@ -1,27 +1,61 @@
-"""Which ranks share what: the data-parallel and model-parallel groups of this process.
+"""Which ranks share what: data-, tensor-, sequence-, expert-parallel groups and the small groups of ZeRO++.
 
-With an ``mpu`` (an object with Megatron's ``get_data_parallel_group()`` and so on) its groups are the truth. Without
-one, all ranks are data-parallel and each is its own model-parallel group. Expert and sequence groups are asked for by
-the same names as ever; a build without those features says so.
+With an ``mpu`` (an object with Megatron's ``get_data_parallel_group()`` and so on) its groups are the truth. Else the
+groups are those that ``_init_tp_mesh_device``, ``_create_model_parallel`` and ``_create_sequence_parallel`` have made;
+without any, all ranks are data-parallel and each is a model-parallel group of its own. What makes groups is collective:
+every rank of the job calls it.
 """
 
 from deepspeed import comm as dist
+from deepspeed.utils import expert_groups
+from deepspeed.utils.expert_groups import (  # noqa: F401
+    _create_expert_and_data_parallel,
+    _create_expert_data_and_model_parallel,
+    _get_expert_data_parallel_group,
+    _get_expert_data_parallel_group_dict,
+    _get_expert_data_parallel_group_ranks,
+    _get_expert_data_parallel_rank,
+    _get_expert_data_parallel_world_size,
+    _get_expert_model_parallel_world_size,
+    _get_expert_parallel_group,
+    _get_expert_parallel_group_dict,
+    _get_expert_parallel_group_ranks,
+    _get_expert_parallel_rank,
+    _get_expert_parallel_ranks,
+    _get_expert_parallel_src_rank,
+    _get_expert_parallel_world_size,
+    _get_max_expert_parallel_group,
+    _get_max_expert_size,
+    _get_max_expert_size_name,
+)
+from deepspeed.utils.group_sets import registry
+from deepspeed.utils.rank_grids import consecutive, data_parallel_lists, strided
 
 # The model-parallel unit that `deepspeed.initialize(mpu=...)` was given.
 mpu = None
+# The device mesh that the groups were taken from, where there is one.
+mesh_device = None
 
 _DEVICE_MESH_SPLIT_UNSUPPORTED = "No backend for the parent process group or its backend does not support splitting"
 
-_own_group = None
+_DATA, _TENSOR, _SEQUENCE, _SEQUENCE_DATA = "data-parallel", "tensor-parallel", "sequence-parallel", "sequence-data"
+_ZERO_PARAM = "ZeRO secondary partition"
+
 _tensor_rank = None
 _tensor_world_size = None
 
 
 def initialize(ep_size=1, mpu=None):
-    """Announces the model-parallel unit. ``ep_size`` above 1 needs expert parallelism, which this build lacks."""
-    if ep_size > 1:
-        raise _not_built("expert parallelism (ep_size > 1)", "pass ep_size=1")
+    """Announces the model-parallel unit and makes the groups of experts that ``ep_size`` ranks share.
+
+    Not needed: MoE layers make their groups.
+    """
     set_mpu(mpu)
+    if ep_size > 1:
+        if mpu is None:
+            _create_expert_and_data_parallel(ep_size)
+        else:
+            _create_expert_data_and_model_parallel(ep_size, mpu)
 
 
 def set_mpu(unit):
@@ -29,8 +63,13 @@ def set_mpu(unit):
     globals()["mpu"] = unit
 
 
-def _not_built(what, instead):
-    return NotImplementedError(f"this build of deepspeed has no {what} yet: {instead}.")
+def clear():
+    """Forgets groups and mpu; for a process that leaves one job and joins another."""
+    global _tensor_rank, _tensor_world_size, mesh_device
+    _tensor_rank = _tensor_world_size = mesh_device = None
+    registry.clear()
+    expert_groups.clear()
+    set_mpu(None)
 
 
 def _ask(*names, default):
@@ -41,26 +80,23 @@ def _ask(*names, default):
     return default()
 
 
+def _all_ranks():
+    return list(range(dist.get_world_size()))
+
+
 def _alone():
     # torch wants every rank to take part in creating each group, so all ranks' own groups are made at once.
-    global _own_group
-    if _own_group is None:
-        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-        _own_group = groups[dist.get_rank()]
-    return _own_group
-
-
-def clear():
-    """Forgets groups and mpu; for a process that leaves one job and joins another."""
-    global _own_group, _tensor_rank, _tensor_world_size
-    _own_group = _tensor_rank = _tensor_world_size = None
-    set_mpu(None)
+    return registry.make("own", [[rank] for rank in _all_ranks()])
 
 
 # ---- data parallel ------------------------------------------------------------------------------------------------
 def get_data_parallel_group():
     """The ranks that hold the same part of the model and see different data."""
-    return _ask("get_data_parallel_group", default=dist.get_world_group)
+
+    def own():
+        return registry.get(_DATA).group if _DATA in registry else dist.get_world_group()
+
+    return _ask("get_data_parallel_group", default=own)
 
 
 _get_data_parallel_group = get_data_parallel_group
@@ -71,30 +107,77 @@ def get_data_parallel_rank():
     return dist.get_rank(group=get_data_parallel_group())
 
 
+_get_data_parallel_rank = get_data_parallel_rank
+
+
 def get_data_parallel_world_size():
     """Size of the data-parallel group."""
     return _ask("get_data_parallel_world_size", default=lambda: dist.get_world_size(group=get_data_parallel_group()))
 
 
+_get_data_parallel_world_size = get_data_parallel_world_size
+
+
+def _get_data_parallel_group_ranks():
+    """The global ranks of this rank's data-parallel group."""
+    return dist.get_all_ranks_from_group(get_data_parallel_group())
+
+
 # ---- model (tensor) parallel --------------------------------------------------------------------------------------
+def _init_tp_mesh_device(tensor_model_parallel_size=1, data_parallel_size=None):
+    """Makes tensor-parallel groups of neighbours and the data-parallel groups across them, once.
+
+    ``data_parallel_size``: None for what is left of the ranks. Returns ``(data-parallel group, tensor-parallel group)``
+    of this rank. Raises ValueError where the product is not the number of ranks.
+    """
+    if _TENSOR not in registry:
+        world = dist.get_world_size()
+        tensor_lists = consecutive(_all_ranks(), tensor_model_parallel_size, "tensor_model_parallel_size")
+        if data_parallel_size not in (None, len(tensor_lists)):
+            raise ValueError(
+                f"tensor_model_parallel_size {tensor_model_parallel_size} x data_parallel_size {data_parallel_size} "
+                f"is not the {world} ranks there are; leave data_parallel_size out, or give {len(tensor_lists)}"
+            )
+        registry.make(_TENSOR, tensor_lists)
+        registry.make(_DATA, data_parallel_lists(world, tensor_model_parallel_size))
+    return get_data_parallel_group(), get_tensor_model_parallel_group()
+
+
+def _create_model_parallel(model_parallel_size_):
+    """The same under an older name."""
+    return _init_tp_mesh_device(model_parallel_size_)
+
+
+def _tensor_group():
+    return registry.get(_TENSOR) if _TENSOR in registry else _alone()
+
+
 def get_model_parallel_group():
-    """The ranks that together hold one copy of the model; this rank alone without an mpu."""
-    return _ask("get_model_parallel_group", "get_tensor_model_parallel_group", default=_alone)
+    """The ranks that together hold one copy of the model; this rank alone where nobody splits it."""
+    return _ask("get_model_parallel_group", "get_tensor_model_parallel_group", default=lambda: _tensor_group().group)
 
 
 def get_model_parallel_rank():
     """This rank's place in its model-parallel group."""
-    return _ask("get_model_parallel_rank", "get_tensor_model_parallel_rank", default=lambda: 0)
+    return _ask("get_model_parallel_rank", "get_tensor_model_parallel_rank", default=_own_tensor_rank)
 
 
 def get_model_parallel_world_size():
     """Size of the model-parallel group."""
-    return _ask("get_model_parallel_world_size", "get_tensor_model_parallel_world_size", default=lambda: 1)
+    return _ask("get_model_parallel_world_size", "get_tensor_model_parallel_world_size", default=_own_tensor_size)
+
+
+def _own_tensor_rank():
+    return registry.get(_TENSOR).rank if _TENSOR in registry else 0
+
+
+def _own_tensor_size():
+    return registry.get(_TENSOR).size if _TENSOR in registry else 1
 
 
 def get_tensor_model_parallel_group():
-    """The ranks that split single weights among them; this rank alone without an mpu."""
-    return _ask("get_tensor_model_parallel_group", "get_model_parallel_group", default=_alone)
+    """The ranks that split single weights among them; this rank alone where nobody does."""
+    return _ask("get_tensor_model_parallel_group", "get_model_parallel_group", default=lambda: _tensor_group().group)
 
 
 def set_tensor_model_parallel_world_size(world_size):
@@ -113,14 +196,14 @@ def get_tensor_model_parallel_world_size():
     """Size of the tensor-parallel group."""
     if _tensor_world_size is not None:
         return _tensor_world_size
-    return _ask("get_tensor_model_parallel_world_size", "get_model_parallel_world_size", default=lambda: 1)
+    return _ask("get_tensor_model_parallel_world_size", "get_model_parallel_world_size", default=_own_tensor_size)
 
 
 def get_tensor_model_parallel_rank():
     """This rank's place in the tensor-parallel group."""
     if _tensor_rank is not None:
         return _tensor_rank
-    return _ask("get_tensor_model_parallel_rank", "get_model_parallel_rank", default=lambda: 0)
+    return _ask("get_tensor_model_parallel_rank", "get_model_parallel_rank", default=_own_tensor_rank)
 
 
 def get_tensor_model_parallel_src_rank():
@@ -128,36 +211,99 @@ def get_tensor_model_parallel_src_rank():
     return dist.get_global_rank(get_tensor_model_parallel_group(), 0)
 
 
-def _init_tp_mesh_device(tensor_model_parallel_size=1, data_parallel_size=None):
-    raise _not_built("tensor parallelism of its own", "pass an mpu with the groups")
-
-
 # ---- sequence parallel --------------------------------------------------------------------------------------------
+def _create_sequence_parallel(sequence_parallel_size):
+    """Makes groups of ``sequence_parallel_size`` neighbours that split sequences, once.
+
+    Returns this rank's group. Ranks at the same place of different groups see different data: they are the
+    data-parallel groups, unless tensor parallelism or an mpu has made others.
+    """
+    lists = consecutive(_all_ranks(), sequence_parallel_size, "sequence_parallel_size")
+    registry.make(_SEQUENCE_DATA, [_all_ranks()])
+    if _DATA not in registry:
+        registry.make(_DATA, strided(_all_ranks(), sequence_parallel_size, "sequence_parallel_size"))
+    return registry.make(_SEQUENCE, lists).group
+
+
+def _use_mesh(mesh):
+    """Takes data- and sequence-parallel groups from a torch ``DeviceMesh`` with those dimensions."""
+    global mesh_device
+    mesh_device = mesh
+    shape = dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
+    if set(shape) != {"data_parallel", "sequence_parallel"}:
+        raise ValueError(f"the mesh has the dimensions {list(shape)}; 'data_parallel', 'sequence_parallel' are needed")
+    if mesh.mesh_dim_names[0] != "data_parallel":
+        raise ValueError("the mesh must have the dimension 'data_parallel' first: neighbours split sequences")
+    _create_sequence_parallel(shape["sequence_parallel"])
+
+
+def _sequence():
+    return registry.get(_SEQUENCE) if _SEQUENCE in registry else _alone()
+
+
 def _get_sequence_parallel_world_size():
-    """Size of the mpu's sequence-parallel group; 1 without one."""
-    return _ask("get_sequence_parallel_world_size", default=lambda: 1)
+    """Ranks that split a sequence; 1 where nobody does."""
+    return _ask("get_sequence_parallel_world_size", default=lambda: _sequence().size)
 
 
 def _get_sequence_parallel_rank():
-    """This rank's place in the mpu's sequence-parallel group; 0 without one."""
-    return _ask("get_sequence_parallel_rank", default=lambda: 0)
+    """This rank's place in its sequence-parallel group; 0 where nobody splits sequences."""
+    return _ask("get_sequence_parallel_rank", default=lambda: _sequence().rank)
 
 
 def _get_sequence_parallel_group():
-    """The mpu's sequence-parallel group."""
-
-    def missing():
-        raise _not_built("sequence parallelism of its own", "pass an mpu with get_sequence_parallel_group()")
-
-    return _ask("get_sequence_parallel_group", default=missing)
+    """The ranks that split a sequence; this rank alone where nobody does."""
+    return _ask("get_sequence_parallel_group", default=lambda: _sequence().group)
 
 
-# ---- expert parallel ----------------------------------------------------------------------------------------------
-def _experts_missing(*args, **kwargs):
-    raise _not_built("expert parallelism", "train a model without MoE layers")
+def _get_sequence_data_parallel_group():
+    """All ranks that hold the same weights, whether they see other data or another part of a sequence."""
+
+    def own():
+        return registry.get(_SEQUENCE_DATA).group if _SEQUENCE_DATA in registry else get_data_parallel_group()
+
+    return _ask("get_sequence_data_parallel_group", default=own)
 
 
-_create_expert_and_data_parallel = _experts_missing
-_get_expert_parallel_group = _experts_missing
-_get_expert_parallel_ranks = _experts_missing
-_get_expert_model_parallel_world_size = _experts_missing
+def _get_sequence_data_parallel_world_size():
+    group = _get_sequence_data_parallel_group
+    return _ask("get_sequence_data_parallel_world_size", default=lambda: dist.get_world_size(group=group()))
+
+
+def _get_sequence_data_parallel_rank():
+    group = _get_sequence_data_parallel_group
+    return _ask("get_sequence_data_parallel_rank", default=lambda: dist.get_rank(group=group()))
+
+
+# ---- ZeRO++: a second copy of the weights inside small groups -------------------------------------------------------
+def _create_zero_param_parallel_group(group_size):
+    """Makes groups of ``group_size`` neighbours that hold a second partition of the weights (hpZ), once.
+
+    Raises ValueError when the size does not divide the ranks.
+    """
+    return registry.make(_ZERO_PARAM, consecutive(_all_ranks(), group_size, "zero_hpz_partition_size")).group
+
+
+def _zero_param_parallel_is_initialized():
+    return _ZERO_PARAM in registry
+
+
+def _zero_param():
+    return registry.get(_ZERO_PARAM, "groups._create_zero_param_parallel_group(group_size)")
+
+
+def _get_zero_param_intra_parallel_group():
+    """This rank's group; None before it was made."""
+    return _zero_param().group if _zero_param_parallel_is_initialized() else None
+
+
+def _get_zero_param_intra_parallel_rank_in_mygroup():
+    return _zero_param().rank
+
+
+def _get_zero_param_intra_parallel_group_world_size():
+    return _zero_param().size
+
+
+def _get_zero_param_intra_parallel_group_ranks():
+    return _zero_param().ranks

@@ -217,7 +217,7 @@ def _link(param):
 
 def _has_fragment(param):
     """Whether ``mixed_precision_linkage.link_hp_params`` has been given it."""
-    return "_hp_mapping" in param.__dict__
+    return "get_full_hp_param" in param.__dict__
 
 
 def _scale(link):

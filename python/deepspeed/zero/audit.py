@@ -164,7 +164,11 @@ class Audit:
                 self._compare("after a skipped step the weight", index, self._master(index), before)
         elif self.moments is not None and finite:
             for index, grad in self.expected.items():
-                self._compare("the updated weight", index, self._master(index), self._updated(index, grad))
+                updated = self._updated(index, grad)
+                # What the rule makes of a difference between gradients, in the step that it adds to the weight.
+                more = (self._magnification(index) - 1) * float((updated - self.before[index]).norm())
+                scale = float(updated.norm()) + more
+                self._compare("the updated weight", index, self._master(index), updated, scale=scale)
         self.check_weights()
         self.sums.clear()
         self.done += 1
@@ -179,6 +183,10 @@ class Audit:
 
     def _master(self, index):
         return self.engine.core.full("master", 0, index)
+
+    def _magnification(self, index):
+        optimizer = self.engine.basic_optimizer
+        return optimizer.magnification(optimizer.param_groups[self.engine._audited_group_of[index]])
 
     def _updated(self, index, grad):
         """The weight after one step of the optimizer with the fp64 gradient ``grad``, which is still scaled."""

@@ -3,6 +3,7 @@
 import torch
 
 from deepspeed import _native
+from deepspeed.comm import comms_log
 
 
 def build_core(
@@ -49,6 +50,11 @@ def build_core(
             groups.append(index)
             places.append((orders or {}).get(id(param), len(tensors)))
             counted.append(True if counts_in_norm is None else bool(counts_in_norm(param)))
+    # One object for one group: what is logged is the communicator's.
+    data_parallel, model_parallel, gather_group, replicas = groups_used = [
+        None if group is None else _native._C.Communicator(group)
+        for group in (data_parallel, model_parallel, gather_group, replicas)
+    ]
     core = _native._C.Engine(
         tensors=tensors,
         names=called,
@@ -79,4 +85,5 @@ def build_core(
         prefetch=int(prefetch),
         replicas=replicas,
     )
+    comms_log.watch(core, groups_used)
     return core, called

@@ -30,7 +30,8 @@ class FusedState:
         self.optimizer = optimizer
         self.params = params
         self.run_step = run_step
-        self.stepping = False
+        self.begin = None  # inside an engine step: loss scale, max norm, and whether to check, for the core
+        optimizer.check_engine()
         self.core.set_rules([optimizer.rule_of(group) for group in optimizer.param_groups])
         if optimizer.stochastic_rounding:
             logger.warning(
@@ -52,11 +53,12 @@ class FusedState:
 
     def step(self):
         """Called by the optimizer's own ``step()``: inside an engine step only the update, else a whole step."""
-        if not self.stepping:
+        if self.begin is None:
             self.run_step()
             return
         optimizer = self.optimizer
-        self.core.update([(optimizer.rule_of(g), optimizer.rule_args(g)) for g in optimizer.param_groups])
+        groups = [(optimizer.rule_of(group), optimizer.rule_args(group)) for group in optimizer.param_groups]
+        self.core.update(groups, self.begin)
 
     def adopt(self):
         """Takes what ``load_state_dict`` put into ``optimizer.state`` into the flat buffers."""

@@ -171,6 +171,11 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         """This rank's number within the group that parameters are sharded over."""
         return self.access.rank
 
+    @property
+    def num_partitions(self):
+        """Ranks that share one copy of a parameter."""
+        return self.access.world
+
     def get_dp_process_group(self):
         return self.access.group
 

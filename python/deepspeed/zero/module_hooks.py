@@ -4,7 +4,7 @@ import torch
 
 from deepspeed import _native
 from deepspeed._compat import forward_hooks_take_kwargs
-from deepspeed.utils.nested import tensors_in
+from deepspeed.utils.nested import tensors_within
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 from deepspeed.zero.sharded_parameter import is_sharded
 
@@ -13,7 +13,7 @@ _HOOK_OPTIONS = {"with_kwargs": True} if forward_hooks_take_kwargs() else {}
 
 def _tensors_of_object(value):
     """Tensors that need gradients in an object that is no tensor, tuple, list or dict."""
-    return [t for t in tensors_in(value) if t.requires_grad]
+    return [t for t in tensors_within(value) if t.requires_grad]
 
 
 class HookUnit:

@@ -5,22 +5,34 @@ optimizer may be inside. Source of the method: Rajbhandari et al., "ZeRO: Memory
 Parameter Models" (SC 2020), section 5.
 """
 
+import weakref
+
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.log import logger
 from deepspeed.optim.loss_scaler import LossScaleConfig
 from deepspeed.version import __version__
 from deepspeed.zero.base_optimizer import ZeROOptimizer
+from deepspeed.zero.offload_states import states_of
 from deepspeed.zero.wrapped_optimizer import WrappedOptimizer, in_memory_order
 
 
-class ShardedOptimizer(WrappedOptimizer, ZeROOptimizer):
+class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
     """What the sharded stages have in common: one core, pieces, access to whole tensors."""
 
     stage = None
+    partition_gradients = True
+    _engine = None
+
+    @property
+    def engine(self):
+        return self._engine() if self._engine is not None else None
 
     def _build(self, init_optimizer, engine, dtype, param_names, scaler_args, clip_grad, options):
         self.optimizer = init_optimizer
+        self._engine = weakref.ref(engine) if engine is not None else None
         self.low_precision_dtype = dtype
         self.bit16_groups = [list(group["params"]) for group in init_optimizer.param_groups]
         self.param_names = dict(param_names or {})
@@ -34,6 +46,23 @@ class ShardedOptimizer(WrappedOptimizer, ZeROOptimizer):
         for index, param in enumerate(self._params):
             param._ds_link = ParamLink(self, index)
             self.param_names.setdefault(param, names[index])
+        self.states = states_of(self)
+
+    # ---- states that wait on the host ------------------------------------------------------------------------------
+    def offload_states(self, include=None, device=OffloadDeviceEnum.cpu, pin_memory=True, non_blocking=False):
+        """Moves states to host memory; see ``zero.offload_states``. A CPU accelerator has them there already."""
+        self.states.offload(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking=False):
+        """Everything that ``offload_states`` has moved comes back."""
+        self.states.reload(non_blocking)
+
+    def needs_scaler(self):
+        return WrappedOptimizer.needs_scaler(self)
+
+    def step(self, closure=None):
+        self.states.need(OffloadStateTypeEnum, "optimizer.step()")
+        return super().step(closure)
 
     # ---- sizes -----------------------------------------------------------------------------------------------------
     @property
@@ -68,7 +97,7 @@ class ShardedOptimizer(WrappedOptimizer, ZeROOptimizer):
 
     def check_overflow(self, partition_gradients=True):
         """Whether the reduced gradients hold an inf or nan on any rank. Every rank calls it."""
-        bad = any(not bool(grad.isfinite().all()) for grads in self.averaged_gradients.values() for grad in grads)
+        bad = self.has_overflow_partitioned_grads_serial()
         if self.dp_process_group is None:
             self.stepping.overflow = bad
             return bad
@@ -78,6 +107,33 @@ class ShardedOptimizer(WrappedOptimizer, ZeROOptimizer):
         return self.stepping.overflow
 
     has_overflow = check_overflow
+
+    def has_overflow_partitioned_grads_serial(self):
+        """Whether this rank's share of the reduced gradients holds an inf or nan. No communication."""
+        return any(not bool(grad.isfinite().all()) for grads in self.averaged_gradients.values() for grad in grads)
+
+    def sequential_execution(self, function, message, group=None):
+        """Runs ``function()`` on one rank of ``group`` (None: the data-parallel one) after the other, in rank order."""
+        group = self.dp_process_group if group is None else group
+        count, mine = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        if mine == 0:
+            logger.info(message)
+        for turn in range(count):
+            if turn == mine:
+                function()
+            if group is not None:
+                dist.barrier(group=group)
+
+    def overlapping_partition_gradients_reduce_epilogue(self):
+        """Reduces what backward has left on this rank."""
+        self.core.finish_backward()
+
+    independent_gradient_partition_epilogue = overlapping_partition_gradients_reduce_epilogue
+
+    def free_grad_in_param_list(self, param_list):
+        """Gradients that lie in ``param.grad`` go; what the engine has accumulated stays."""
+        for param in param_list:
+            param.grad = None
 
     @property
     def core_device(self):
@@ -192,9 +248,10 @@ class ShardedOptimizer(WrappedOptimizer, ZeROOptimizer):
             self.core.steps().copy_(torch.tensor(steps, dtype=torch.float32))
 
     def destroy(self):
+        self.states.reload()
         for param in self._params:
-            if getattr(param, "_ds_link", None) is not None:
-                del param._ds_link
+            for name in ("_ds_link", "_hp_mapping", "_dp_group"):
+                param.__dict__.pop(name, None)
         super().destroy()
 
 
@@ -211,14 +268,23 @@ class ParamLink:
     def __reduce__(self):
         return (type(None), ())
 
+    def _need(self, kind):
+        states = getattr(self.owner, "states", None)
+        if states is not None and states.away:
+            needed = {"fp32": OffloadStateTypeEnum.hp_params, "grad": OffloadStateTypeEnum.lp_grads}
+            states.need({needed.get(kind, OffloadStateTypeEnum.optim_states)}, f"access to the {kind} of a parameter")
+
     def get(self, kind):
+        self._need(kind)
         return self.owner.full_tensor(self.index, kind)
 
     def set(self, kind, value):
+        self._need(kind)
         self.owner.set_full_tensor(self.index, kind, value)
 
     def pieces(self, kind):
         """``(offset, numel, view)`` of this rank's pieces."""
+        self._need(kind)
         owner = self.owner
         if kind == "fp32":
             tensors = owner.core.masters()

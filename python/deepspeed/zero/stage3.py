@@ -6,9 +6,10 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.zero import linear
-from deepspeed.zero.module_hooks import ModuleHooks
+from deepspeed.zero.module_hooks import ModuleHooks, unit_parameters
+from deepspeed.zero.param_values import ParamValues
 from deepspeed.zero.sharded_optimizer import ShardedOptimizer
-from deepspeed.zero.sharded_parameter import is_sharded
+from deepspeed.zero.sharded_parameter import _acquire, _release, is_sharded
 
 
 class _Coordinator:
@@ -40,8 +41,8 @@ class DeepSpeedZeRoOffload:
     def __init__(
         self,
         module,
-        timers=None,
-        ds_config=None,
+        timers,
+        ds_config,
         zenflow=False,
         overlap_comm=True,
         prefetch_bucket_size=50000000,
@@ -65,7 +66,9 @@ class DeepSpeedZeRoOffload:
         self.dp_process_group = dp_process_group
         self.param_coordinator = _Coordinator()
         self.hooks = ModuleHooks(core, zero_module_granularity_threshold)
+        self.granularity = zero_module_granularity_threshold
         self.backward_hooks = []
+        self._held = {}  # what pre_sub_module_* has gathered: id of the module -> lists of parameters
         self.mem_efficient_linear = mem_efficient_linear
         if mem_efficient_linear:
             linear.use_for_sharded_weights()
@@ -104,6 +107,47 @@ class DeepSpeedZeRoOffload:
         """Releases gathered parameters that nobody holds, and the memory kept for gathering."""
         self.core.gatherer.empty_cache()
 
+    # ---- for callers that run modules without their hooks ------------------------------------------------------------
+    def pre_sub_module_forward_function(self, sub_module):
+        """Gathers what the hooks would gather before the forward of ``sub_module``, until the function after it."""
+        params, _ = unit_parameters(sub_module, self.granularity)
+        _acquire(params)
+        self._held.setdefault(id(sub_module), []).append(params)
+
+    def post_sub_module_forward_function(self, sub_module):
+        """Releases what the function before the forward has gathered; what autograd has saved stays valid."""
+        held = self._held.get(id(sub_module))
+        if not held:
+            raise RuntimeError(
+                f"nothing is gathered for this {type(sub_module).__name__}: call the pre_sub_module function first"
+            )
+        _release(held.pop())
+
+    def pre_sub_module_backward_function(self, sub_module):
+        """The same before the backward of ``sub_module``."""
+        self.pre_sub_module_forward_function(sub_module)
+
+    def post_sub_module_backward_function(self, sub_module):
+        """The same after it."""
+        self.post_sub_module_forward_function(sub_module)
+
+    def mark_persistent_parameters(self, param_threshold, model_threshold):
+        """Parameters below ``param_threshold`` elements stay gathered, up to ``model_threshold`` elements in all; the
+        others do not. Returns those that stay. Every rank calls it."""
+        total, stay, go = 0, [], []
+        for param in sharded_parameters_of(self.module):
+            fits = param.ds_numel < param_threshold and total + param.ds_numel <= model_threshold
+            total += param.ds_numel if fits else 0
+            if fits != param.ds_persist:
+                (stay if fits else go).append(param)
+        _acquire(stay)
+        for param in stay + go:
+            param.ds_handle.persistent = not param.ds_persist
+        _release(go)
+        self.hooks.remove(self.module)
+        self.setup_zero_stage3_hooks()  # a persistent parameter belongs to no unit
+        return [param for param in sharded_parameters_of(self.module) if param.ds_persist]
+
     partition_all_parameters = empty_partition_cache
     release_backward_leftovers = empty_partition_cache
 
@@ -126,7 +170,7 @@ class _external_parameters_of:
         return self.found.items()
 
 
-class DeepSpeedZeroOptimizer_Stage3(ShardedOptimizer):
+class DeepSpeedZeroOptimizer_Stage3(ParamValues, ShardedOptimizer):
     """Parameters, gradients and states are slices; modules gather what they need while they run.
 
     Source of the method: Rajbhandari et al., "ZeRO-Infinity" (SC 2021), section 5. The engine passes itself; the other
@@ -139,9 +183,9 @@ class DeepSpeedZeroOptimizer_Stage3(ShardedOptimizer):
         self,
         module,
         init_optimizer,
-        param_names=None,
-        timers=None,
-        ds_config=None,
+        param_names,
+        timers,
+        ds_config,
         static_loss_scale=1.0,
         dynamic_loss_scale=False,
         dynamic_loss_args=None,
@@ -203,6 +247,8 @@ class DeepSpeedZeroOptimizer_Stage3(ShardedOptimizer):
         )
         self.parameter_offload = DeepSpeedZeRoOffload(
             module,
+            timers,
+            ds_config,
             dp_process_group=dp_process_group,
             zero_module_granularity_threshold=zero_module_granularity_threshold,
             core=self.core,

@@ -5,8 +5,10 @@ import collections
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.log import log_dist
 from deepspeed.utils.tensor_fragment import fragment_address
 from deepspeed.version import __version__
+from deepspeed.zero.fragments import put_fragments
 from deepspeed.zero.sharded_optimizer import ShardedOptimizer
 
 
@@ -20,9 +22,9 @@ class DeepSpeedZeroOptimizer(ShardedOptimizer):
     def __init__(
         self,
         init_optimizer,
-        param_names=None,
-        timers=None,
-        optimizer_params=None,
+        param_names,
+        timers,
+        optimizer_params,
         static_loss_scale=1.0,
         dynamic_loss_scale=False,
         dynamic_loss_args=None,
@@ -80,6 +82,7 @@ class DeepSpeedZeroOptimizer(ShardedOptimizer):
                 "postscale": 1.0 / world,
             },
         )
+        put_fragments(self)
 
     # ---- the saved layout --------------------------------------------------------------------------------------------
     def _group_layout(self, group):
@@ -109,12 +112,11 @@ class DeepSpeedZeroOptimizer(ShardedOptimizer):
     def state_dict(self):
         """This rank's shard. Every rank calls it; see ``docs/tutorials/checkpoints.md`` for the keys."""
         state = self._common_state()
-        names = self.state_names()
         inner = {}
         for group in range(len(self.bit16_groups)):
             steps = state["param_steps"]
             first, numels, _, _ = self._group_layout(group)
-            inner[group] = {name: self._saved_partition(group, name) for name in names}
+            inner[group] = {name: self._saved_partition(group, name) for name in self._state_names_of(group)}
             inner[group]["step"] = max([steps[first + i] for i in range(len(numels))], default=0)
         groups = [{**args, "params": [index]} for index, args in enumerate(self._group_args())]
         layouts = [self._group_layout(group) for group in range(len(self.bit16_groups))]
@@ -132,6 +134,12 @@ class DeepSpeedZeroOptimizer(ShardedOptimizer):
             }
         )
         return state
+
+    def _state_names_of(self, group):
+        """Names of the states of a group: groups of a native optimizer may have different ones."""
+        if self.stepping.fused is None:
+            return self.state_names()
+        return list(self.optimizer.slots_of(self.optimizer.param_groups[group]))
 
     def _slice_mapping(self, group):
         first, numels, size, _ = self._group_layout(group)
@@ -220,6 +228,24 @@ class DeepSpeedZeroOptimizer(ShardedOptimizer):
     def reduce_gradients(self, pipeline_parallel=False):
         """Reduces what backward has left on this rank."""
         self.core.finish_backward()
+
+    def reduce_ipg_grads(self, comm_dtype=None):
+        """The same; gradients travel in the engine's communication dtype, which ``comm_dtype`` must name if given."""
+        if comm_dtype is not None and comm_dtype != self.get_param_comm_dtype(self._params[0]):
+            raise ValueError(f"gradients travel in {self.get_param_comm_dtype(self._params[0])}, not {comm_dtype}")
+        self.core.finish_backward()
+
+    def backward_epilogue(self, *args, **kwargs):
+        """After a backward that somebody else runs: what has not been reduced is."""
+        super().backward_epilogue()
+
+    def get_param_id(self, param):
+        """The number of ``param`` among the optimizer's parameters, end to end over its groups."""
+        return param._ds_link.index
+
+    def print_rank_0(self, message):
+        """Logs ``message`` on rank 0."""
+        log_dist(message, ranks=[0])
 
     def update_lp_params(self):
         """The model's weights take the masters' values, on every rank."""

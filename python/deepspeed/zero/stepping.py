@@ -36,14 +36,15 @@ class Stepping:
         if self.need_all:
             self.core.finish_backward()
             self._refuse_unused()
-        self.core.begin_step(self.loss_scale, self.clip, self.check)
+        begin = (self.loss_scale, self.clip, self.check)
         if self.fused is not None:
-            self.fused.stepping = True
+            self.fused.begin = begin
             try:
                 self.optimizer.step()
             finally:
-                self.fused.stepping = False
+                self.fused.begin = None
         else:
+            self.core.begin_step(*begin)
             if not self.core.report().skipped:
                 self.core.scale_grads()
                 self.core.hand_out_grads(self.masters)

@@ -76,6 +76,35 @@ TEST(ThreadCommunicator, ARankThatLeavesFailsTheOthers) {
   other.join();
 }
 
+TEST(Communicator, LogsWhatItDoesWhileAskedTo) {
+  on_ranks(2, [](int, Communicator& comm) {
+    at::Tensor value = at::ones({4}), all = at::empty({8}), part = at::empty({2});
+    comm.all_reduce(value, ReduceOp::kSum)->wait();
+    EXPECT_TRUE(comm.take_log().empty());
+    comm.log_calls(true);
+    WorkPtr work = comm.all_reduce(value, ReduceOp::kSum);
+    EXPECT_TRUE(work->ready());
+    EXPECT_TRUE(at::equal(value, at::full({4}, 4.0)));  // before wait()
+    work->wait();
+    comm.all_gather(value, all)->wait();
+    comm.reduce_scatter(value, part)->wait();
+    comm.broadcast(value, 1)->wait();
+    const auto log = comm.take_log();
+    ASSERT_EQ(log.size(), 4u);
+    const std::vector<std::pair<std::string, int64_t>> expected = {
+        {"all_reduce", 16}, {"all_gather", 32}, {"reduce_scatter", 16}, {"broadcast", 16}};
+    for (size_t i = 0; i < log.size(); ++i) {
+      EXPECT_EQ(log[i].op, expected[i].first);
+      EXPECT_EQ(log[i].bytes, expected[i].second);
+      EXPECT_GE(log[i].ms, 0.0);
+    }
+    EXPECT_TRUE(comm.take_log().empty());
+    comm.log_calls(false);
+    comm.broadcast(value, 1)->wait();
+    EXPECT_TRUE(comm.take_log().empty());
+  });
+}
+
 TEST(LocalCommunicator, IsTheIdentity) {
   auto comm = local_communicator();
   at::Tensor value = at::ones({2});

@@ -164,7 +164,7 @@ void compare(const Case& c, int steps, double tolerance) {
         }
         engine->finish_backward();
         engine->norm(1.0f, 0.05f, false);
-        for (int group = 0; group < c.groups; ++group) engine->update(group, adam_args().hyper());
+        engine->update(std::vector<std::vector<double>>(c.groups, adam_args().hyper()));
         const StepReport report = engine->report();
         engine->finish_step();
         engine->clear_grads();
@@ -396,7 +396,7 @@ TEST(Engine, SixteenBitWeightsHaveMastersAndFp32Accumulation) {
     engine->norm(1.0f, 0.0f, true);
     AdamArgs args = adam_args();
     args.lr = 1e-4;  // too small for a bf16 weight of 1 to move
-    engine->update(0, args.hyper());
+    engine->update({args.hyper()});
     EXPECT_FALSE(engine->report().skipped);
     EXPECT_LT(engine->params().master_view(0)[0].item<float>(), 1.0f);
     EXPECT_TRUE(at::equal(weight.detach(), engine->params().master_view(0).to(type)));
@@ -416,7 +416,7 @@ TEST(Engine, AnOverflowChangesNothing) {
     (weight * factor).sum().backward();
     engine->end_backward();
     engine->norm(1.0f, 0.0f, true);
-    engine->update(0, adam_args().hyper());
+    engine->update({adam_args().hyper()});
     const StepReport report = engine->report();
     engine->clear_grads();
     EXPECT_EQ(report.skipped, !std::isfinite(factor));

@@ -113,6 +113,105 @@ def test_sagemaker():
     assert prepared() == dict(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", MASTER_ADDR="algo-1", MASTER_PORT="7777")
 
 
+FAKE_MPI = """
+import os
+COMM_TYPE_SHARED = "shared"
+def Get_processor_name(): return "node7"
+class Comm:
+    def __init__(self, rank, size): self.rank, self.size = rank, size
+    def Get_rank(self): return self.rank
+    def Get_size(self): return self.size
+    def Split_type(self, kind):
+        assert kind == COMM_TYPE_SHARED
+        return Comm(int(os.environ["FAKE_LOCAL_RANK"]), int(os.environ["FAKE_LOCAL_SIZE"]))
+    def bcast(self, value, root):
+        assert root == 0 and (value is None) == (self.rank != 0)
+        return value if self.rank == 0 else ("node7", "4567")
+COMM_WORLD = Comm(int(os.environ["FAKE_RANK"]), int(os.environ["FAKE_SIZE"]))
+"""
+
+
+@pytest.fixture
+def fake_mpi(tmp_path, monkeypatch):
+    """A package mpi4py whose ranks come from FAKE_*."""
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("")
+    (tmp_path / "mpi4py" / "MPI.py").write_text(FAKE_MPI)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def start(rank, size, local_rank, local_size):
+        for name in ("mpi4py", "mpi4py.MPI"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        os.environ.update(PMI_SIZE=str(size), FAKE_RANK=str(rank), FAKE_SIZE=str(size))
+        os.environ.update(FAKE_LOCAL_RANK=str(local_rank), FAKE_LOCAL_SIZE=str(local_size))
+
+    yield start
+    for name in ("mpi4py", "mpi4py.MPI"):
+        sys.modules.pop(name, None)
+
+
+def test_mpi4py_on_one_node_finds_a_free_port(fake_mpi):
+    fake_mpi(0, 2, 0, 2)
+    found = prepared()
+    assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_ADDR"]) == ("0", "2", "127.0.0.1")
+    assert found["MASTER_PORT"] != "29500" and os.environ["LOCAL_SIZE"] == "2"
+
+
+def test_mpi4py_on_several_nodes(fake_mpi):
+    fake_mpi(0, 4, 0, 2)
+    assert prepared(distributed_port=4567)["MASTER_ADDR"] == "node7"
+    for name in FIVE:
+        del os.environ[name]
+    fake_mpi(3, 4, 1, 2)
+    assert prepared() == dict(RANK="3", LOCAL_RANK="1", WORLD_SIZE="4", MASTER_ADDR="node7", MASTER_PORT="4567")
+
+
+def test_mpi_discovery_keeps_the_users_meeting_point(fake_mpi):
+    fake_mpi(1, 2, 1, 2)
+    os.environ.update(MASTER_ADDR="10.9.9.9", MASTER_PORT="1111")
+    dist.mpi_discovery(verbose=False)
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ["RANK"]) == ("10.9.9.9", "1111", "1")
+
+
+# ---- SLURM --------------------------------------------------------------------------------------------------------
+def test_srun():
+    os.environ.update(
+        SLURM_PROCID="5", SLURM_STEP_NUM_TASKS="8", SLURM_LOCALID="1", SLURM_JOB_ID="77", SLURM_STEP_ID="2",
+        SLURM_STEP_NODELIST="gpu[003-004],login1", PMI_SIZE="8",
+    )  # fmt: skip
+    found = prepared()
+    assert {**found, "MASTER_PORT": ""} == dict(
+        RANK="5", LOCAL_RANK="1", WORLD_SIZE="8", MASTER_ADDR="gpu003", MASTER_PORT=""
+    )
+    port = int(found["MASTER_PORT"])
+    assert 20000 <= port < 32000
+    for name in FIVE:
+        del os.environ[name]
+    os.environ.update(SLURM_JOB_ID="78", MASTER_ADDR="10.0.0.9")
+    assert int(prepared()["MASTER_PORT"]) != port and os.environ["MASTER_ADDR"] == "10.0.0.9"
+
+
+def test_srun_without_nodes_and_with_a_port():
+    os.environ.update(SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="2")
+    with pytest.raises(RuntimeError, match="MASTER_ADDR"):
+        prepared()
+    os.environ["SLURM_JOB_NODELIST"] = "n1,n2"
+    assert prepared(distributed_port=4444)["MASTER_PORT"] == "4444"
+
+
+def test_the_script_of_sbatch_is_a_process_on_its_own():
+    os.environ.update(SLURM_PROCID="0", SLURM_NTASKS="8", SLURM_JOB_NODELIST="n[1-4]")
+    assert prepared()["WORLD_SIZE"] == "1"
+
+
+@pytest.mark.parametrize(
+    "nodes, first",
+    [("n1", "n1"), ("n1,n2", "n1"), ("gpu[003-007,9],x", "gpu003"), ("a[1,5]-ib", "a1-ib"), ("r-1[07]", "r-107")],
+)
+def test_the_first_node(nodes, first):
+    assert rendezvous.first_node(nodes) == first
+
+
 def test_launcher_getters():
     assert (dist.get_local_rank_from_launcher(), dist.get_world_rank_from_launcher()) == (0, 0)
     assert dist.get_world_size_from_launcher() == 1
@@ -130,8 +229,8 @@ def test_init_distributed_refuses():
         dist.init_distributed(dist_init_required=False)
     with pytest.raises(TypeError, match="timedelta"):
         dist.init_distributed(timeout=30)
-    with pytest.raises(NotImplementedError, match="comms_logger"):
-        dist.init_distributed(config={"comms_logger": {"enabled": True}})
+    with pytest.raises(ValueError, match="verbos"):
+        dist.init_distributed(config={"comms_logger": {"verbos": True}})
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="'nccl'.*gloo"):
             dist.init_distributed(dist_backend="nccl")

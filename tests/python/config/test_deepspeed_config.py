@@ -282,7 +282,7 @@ def test_features_that_are_not_built_are_refused_when_switched_on_only():
         {"flops_profiler": {"enabled": True}},
         {"amp": {"enabled": True}},
         {"sparse_attention": {"mode": "fixed"}},
-        {"optimizer": {"type": "Lamb"}},
+        {"optimizer": {"type": "OneBitLamb"}},
         {"tensor_parallel": {"autotp_size": 2}},
         {"datastates_ckpt": True},
         {"sequence_parallel_size": 2},

@@ -1,13 +1,15 @@
 """ds_report: what it shows, and that nothing that is missing makes it fail."""
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 from deepspeed import env_report
-from deepspeed.env_report import native, report
+from deepspeed.env_report import native, op_report, report
+from deepspeed.host import libraries
 from deepspeed.ops.op_table import OPS
 from deepspeed.version import __version__
 
@@ -24,19 +26,18 @@ def run(*args, **env):
 def test_the_program():
     done = run()
     assert done.returncode == 0, done.stderr
-    for name, *_ in OPS:
-        assert sum(line.split()[:1] == [name] for line in done.stdout.splitlines()) == 1
+    for row in OPS:
+        (line,) = [line for line in done.stdout.splitlines() if line.split()[:1] == [row.name]]
+        assert re.match(rf"{row.name} \.+ (\[YES\] \.{{6}}|\[NO\] \.{{7}}) \[(OKAY|NO)\]", line), line
+    assert "cpu_adam ............... [YES] ...... [OKAY]" in done.stdout.splitlines()
+    labels = re.findall(r"^(\S.*?) \.{2,} ", done.stdout, re.M)
     for label in (
-        "torch ",
-        "Python",
-        "BLAS in use",
-        "compiler",
-        "cores",
-        "shared memory",
-        "instruction set",
-        __version__,
-    ):
-        assert label in done.stdout, label
+        "torch install path", "torch version", "deepspeed install path", "deepspeed info", "torch cuda version",
+        "nvcc version", "deepspeed wheel compiled w.", "shared memory (/dev/shm) size", "Python", "BLAS in use",
+        "compiler", "cores", "instruction set", "CPU kernels use", "CUDA kernels",
+    ):  # fmt: skip
+        assert labels.count(label) == 1, label
+    assert __version__ in done.stdout
     quiet = run("--hide_operator_status", "--hide_errors_and_warnings").stdout
     assert "cpu_adam" not in quiet and "[WARNING]" not in quiet and "Python" in quiet
 
@@ -73,15 +74,52 @@ def test_function_and_its_switches(monkeypatch, capsys):
     assert "reference (/usr/lib/blas/libblas.so.3)" in text and "WARNING" not in text and "cpu_adam" not in text
 
 
-def test_op_status(monkeypatch, tmp_path):
+def test_op_rows_without_torch(monkeypatch, tmp_path):
     monkeypatch.setattr(native, "LIB_DIR", str(tmp_path))
-    status = native.op_status(OPS[0], lambda device: "")
-    assert (status.installed, status.compatible) == (False, True) and "run `make`" in status.why_not
+    rows = {row[0]: row[1:] for row in native.op_rows(OPS, {"error": "gone"})}
+    assert rows["utils"] == [True, False, "torch is not usable"]
+    assert rows["cpu_adam"][:2] == [False, False] and "run `make`" in rows["cpu_adam"][2]
+    assert rows["gds"][2].startswith("not in this build yet; torch")
     (tmp_path / "libds_kernels_cpu.so").write_text("no library")
-    status = native.op_status(OPS[0], lambda device: "")
-    assert not status.installed and "cannot be used" in status.why_not
-    status = native.op_status(("fused_adam", "libds_kernels_cuda.so", "cuda", ""), lambda device: "no GPU")
-    assert not status.compatible and "nvcc" in status.why_not and "no GPU" in status.why_not
+    rows = {row[0]: row[1:] for row in native.op_rows(OPS, {"native_error": "no module"})}
+    assert "no module; libds_kernels_cpu.so cannot be used" in rows["cpu_adam"][2]
+    assert native.op_rows(OPS, {"ops": [["x", True, True, ""]]}) == [["x", True, True, ""]]
+
+
+@pytest.mark.slow
+def test_isa_in_use():
+    if not native.isa_paths():
+        pytest.skip("the kernels are not built")
+    assert native.kernel_table("cpu")[1] in native.isa_paths()
+    forced = run("--hide_operator_status", DS_FORCE_ISA="scalar").stdout
+    assert re.search(r"^CPU kernels use \.+ scalar \(DS_FORCE_ISA=scalar\), of scalar", forced, re.M), forced
+    wrong = run(DS_FORCE_ISA="avx9000").stdout
+    assert "[WARNING] the CPU kernels cannot be used: DS_FORCE_ISA=avx9000 is no instruction set" in wrong
+    assert re.search(r"^cpu_adam \.+ \[YES\] \.+ \[NO\] +DS_FORCE_ISA=avx9000 is no instruction set", wrong, re.M), (
+        wrong
+    )
+
+
+def test_missing_system_library(monkeypatch):
+    monkeypatch.setattr(libraries, "find_header", lambda name: None)
+    monkeypatch.setattr(op_report.devices, "nvidia_device_count", lambda: 0)
+    texts = report.warnings(FACTS)
+    assert "async_io requires the dev libaio .so object and headers but these were not found." in texts
+    assert "async_io: please install the libaio-dev package with apt" in texts
+    assert any("CFLAGS and LDFLAGS" in text for text in texts) and not any("cufile" in text for text in texts)
+    monkeypatch.setattr(op_report.devices, "nvidia_device_count", lambda: 1)
+    assert any(text.startswith("gds requires the dev libcufile") for text in report.warnings(FACTS))
+
+
+def test_libraries_are_found_by_flags(monkeypatch, tmp_path):
+    (tmp_path / "toy.h").write_text("")
+    (tmp_path / "libtoy.so").write_text("")
+    assert libraries.find_header("toy.h") is None and libraries.find_library("toy") is None
+    monkeypatch.setenv("CFLAGS", f"-O2 -I{tmp_path}")
+    monkeypatch.setenv("LDFLAGS", f"-L{tmp_path}")
+    assert libraries.find_header("toy.h") == str(tmp_path / "toy.h")
+    assert libraries.find_library("toy") == str(tmp_path / "libtoy.so")
+    assert libraries.missing_libraries("toy", (("toy.h", "toy", "libtoy-dev"),)) == []
 
 
 def test_built_kernels_are_recognised():
@@ -89,7 +127,6 @@ def test_built_kernels_are_recognised():
         pytest.skip("the kernels are not built")
     abi, isa, why_not = native.kernel_table("cpu")
     assert abi > 0 and isa and not why_not
-    assert native.op_status(OPS[0], lambda device: "").installed
 
 
 def test_small_shared_memory_is_a_warning(monkeypatch):

@@ -6,6 +6,8 @@ import pickle
 import pytest
 import torch
 
+from deepspeed.ops.fused_optimizer import FusedOptimizer
+from deepspeed.ops.muon import MuonWithAuxAdam
 from deepspeed.ops.native_optimizer import RULES
 from native_classes import is_cpu_class, make_params, native_classes, set_grads
 
@@ -23,8 +25,8 @@ def equal(params, others):
     return all(torch.equal(p, q) for p, q in zip(params, others, strict=True))
 
 
-def slots(optimizer):
-    return optimizer.slots_of(optimizer.param_groups[0])
+def slots_by_param(optimizer):
+    return {p: optimizer.slots_of(group) for group in optimizer.param_groups for p in group["params"]}
 
 
 def test_the_known_ones_are_found():
@@ -38,10 +40,10 @@ def test_states_have_the_names_and_shapes_of_the_slots(cls):
     params = make_params()
     optimizer = cls(params)
     run(optimizer, params, 2)
-    for p in params:
-        assert set(optimizer.state[p]) == {"step", *slots(optimizer)}
+    for p, slots in slots_by_param(optimizer).items():
+        assert set(optimizer.state[p]) == {"step", *slots}
         assert optimizer.state[p]["step"] == 2
-        for slot in slots(optimizer):
+        for slot in slots:
             assert optimizer.state[p][slot].shape == p.shape and optimizer.state[p][slot].dtype == torch.float32
 
 
@@ -66,7 +68,8 @@ def test_copies_are_independent(cls, duplicate):
     optimizer = cls(params)
     run(optimizer, params, 2)
     other = duplicate(optimizer)
-    others = other.param_groups[0]["params"]
+    copied = dict(zip(slots_by_param(optimizer), slots_by_param(other), strict=True))
+    others = [copied[p] for p in params]
     before = [p.detach().clone() for p in params]
     run(other, others, 2, first=2)
     assert equal(params, before) and not equal(params, others)
@@ -74,8 +77,9 @@ def test_copies_are_independent(cls, duplicate):
     assert equal(params, others)
 
 
-@CLASSES
+@pytest.mark.parametrize("cls", [cls for cls in ALL if cls is not MuonWithAuxAdam], ids=lambda cls: cls.__name__)
 def test_threads_change_nothing(cls):
+    """Not Muon's: its matrix products are the BLAS library's, which adds up in another order on other threads."""
     results = []
     threads = torch.get_num_threads()
     try:
@@ -115,7 +119,7 @@ def test_special_values_spread_no_further_than_their_element(cls):
     special[0].grad.view(-1)[:5] = values
     for params in (plain, special):
         cls(params, lr=0.1).step()
-    if len(RULES[cls.rule]["slots"]) and cls.__name__ in ("FusedAdam", "FusedLion", "FusedAdagrad", "FusedSGD"):
+    if cls.__name__ in ("FusedAdam", "FusedLion", "FusedAdagrad", "FusedSGD"):
         assert torch.equal(plain[0].view(-1)[5:], special[0].view(-1)[5:])
         assert special[0].view(-1)[0].isnan() and special[0].view(-1)[3:5].isfinite().all()
 
@@ -144,14 +148,15 @@ def test_cpu_classes(cls):
         params = make_params(dtype)
         optimizer = cls(params, fp32_optimizer_states=False)
         run(optimizer, params, 1)
-        assert all(optimizer.state[p][slot].dtype == dtype for p in params for slot in slots(optimizer))
+        for p, slots in slots_by_param(optimizer).items():
+            assert all(optimizer.state[p][slot].dtype == dtype for slot in slots)
     p = torch.nn.Parameter(torch.zeros(4, device="meta"))
     p.grad = torch.zeros_like(p)
     with pytest.raises(AssertionError, match=f"{cls.__name__} updates parameters in host memory.*offload_optimizer"):
         cls([p]).step()
 
 
-FUSED = [cls for cls in ALL if cls.__name__.startswith("Fused")]
+FUSED = [cls for cls in ALL if issubclass(cls, FusedOptimizer)]
 
 
 @pytest.mark.parametrize("cls", FUSED, ids=lambda cls: cls.__name__)

@@ -1,5 +1,6 @@
 """Import path that existing scripts use."""
 
+from deepspeed.zero.handles import IPGBucket  # noqa: F401
 from deepspeed.zero.memory_estimators import (  # noqa: F401
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,

@@ -1,0 +1,32 @@
+// A group of ranks as the native engine uses it. Python makes one from a process group, hands it to an engine and keeps
+// it to read its log.
+#include <Python.h>
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <pybind11/stl.h>
+
+#include "bindings/registry.h"
+#include "bindings/sharded_params.h"
+#include "comm/communicator.h"
+
+namespace py = pybind11;
+
+namespace ds::bindings {
+
+DS_BINDINGS(m) {
+  using comm::Communicator;
+  py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
+      .def(py::init([](const py::object& group) { return communicator(group); }), py::arg("group"))
+      .def_property_readonly("rank", &Communicator::rank)
+      .def_property_readonly("size", &Communicator::size)
+      .def_property_readonly("name", &Communicator::name)
+      .def("log_calls", &Communicator::log_calls, py::arg("on"))
+      .def("take_log", [](Communicator& communicator) {
+        std::vector<std::tuple<std::string, int64_t, double>> calls;
+        for (const comm::LoggedCall& call : communicator.take_log()) calls.emplace_back(call.op, call.bytes, call.ms);
+        return calls;
+      });
+}
+
+}  // namespace ds::bindings

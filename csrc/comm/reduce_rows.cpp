@@ -1,0 +1,219 @@
+#include "comm/reduce_rows.h"
+
+#include <c10/util/complex.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "base/error.h"
+#include "base/half.h"
+
+namespace ds::comm {
+
+namespace {
+
+// Long enough for the loops to be vectorised, short enough for the first cache.
+constexpr size_t kBlock = 1024;
+
+struct Sum {
+  template <typename T>
+  static T apply(T a, T b) {
+    return static_cast<T>(a + b);
+  }
+};
+struct Product {
+  template <typename T>
+  static T apply(T a, T b) {
+    return static_cast<T>(a * b);
+  }
+};
+struct Min {
+  template <typename T>
+  static T apply(T a, T b) {
+    return b < a || b != b ? b : a;
+  }
+};
+struct Max {
+  template <typename T>
+  static T apply(T a, T b) {
+    return b > a || b != b ? b : a;
+  }
+};
+struct And {
+  template <typename T>
+  static T apply(T a, T b) {
+    return static_cast<T>(a & b);
+  }
+};
+struct Or {
+  template <typename T>
+  static T apply(T a, T b) {
+    return static_cast<T>(a | b);
+  }
+};
+struct Xor {
+  template <typename T>
+  static T apply(T a, T b) {
+    return static_cast<T>(a ^ b);
+  }
+};
+
+template <typename T, typename Op>
+void same_type(T* out, const void* const* rows, int count, size_t n, int divisor) {
+  if (count == 2 && divisor == 1) {  // the usual case, in one pass
+    const T* a = static_cast<const T*>(rows[0]);
+    const T* b = static_cast<const T*>(rows[1]);
+    for (size_t i = 0; i < n; ++i) out[i] = Op::template apply<T>(a[i], b[i]);
+    return;
+  }
+  T block[kBlock];
+  for (size_t begin = 0; begin < n; begin += kBlock) {
+    const size_t m = std::min(kBlock, n - begin);
+    std::copy_n(static_cast<const T*>(rows[0]) + begin, m, block);
+    for (int r = 1; r < count; ++r) {
+      const T* row = static_cast<const T*>(rows[r]) + begin;
+      for (size_t i = 0; i < m; ++i) block[i] = Op::template apply<T>(block[i], row[i]);
+    }
+    if (divisor != 1)
+      for (size_t i = 0; i < m; ++i) block[i] = block[i] / static_cast<T>(divisor);
+    std::copy_n(block, m, out + begin);
+  }
+}
+
+void narrowed(Bf16* out, const float* in, size_t n) {
+  for (size_t i = 0; i < n; ++i) out[i] = to_bf16(in[i]);
+}
+void narrowed(Fp16* out, const float* in, size_t n) {
+  for (size_t i = 0; i < n; ++i) out[i] = to_fp16(in[i]);
+}
+
+template <typename T, typename Op>
+void sixteen_bits(void* out, const void* const* rows, int count, size_t n, int divisor, bool wide) {
+  float block[kBlock];
+  for (size_t begin = 0; begin < n; begin += kBlock) {
+    const size_t m = std::min(kBlock, n - begin);
+    const T* first = static_cast<const T*>(rows[0]) + begin;
+    for (size_t i = 0; i < m; ++i) block[i] = to_float(first[i]);
+    for (int r = 1; r < count; ++r) {
+      const T* row = static_cast<const T*>(rows[r]) + begin;
+      for (size_t i = 0; i < m; ++i) block[i] = Op::template apply<float>(block[i], to_float(row[i]));
+    }
+    if (divisor != 1)
+      for (size_t i = 0; i < m; ++i) block[i] = block[i] / static_cast<float>(divisor);
+    if (wide) {
+      std::copy_n(block, m, static_cast<float*>(out) + begin);
+    } else {
+      narrowed(static_cast<T*>(out) + begin, block, m);
+    }
+  }
+}
+
+struct Call {
+  void* out;
+  const void* const* rows;
+  int count;
+  size_t n;
+  c10::ScalarType type;
+  RowOp op;
+  bool wide;
+  int divisor() const { return op == RowOp::kAvg ? count : 1; }
+};
+
+[[noreturn]] void refuse(const Call& call) {
+  fail(ErrorKind::kType, "tensors of ", c10::toString(call.type), " have no ", row_op_name(call.op));
+}
+
+template <typename T, typename Op>
+void run(const Call& call) {
+  same_type<T, Op>(static_cast<T*>(call.out), call.rows, call.count, call.n, call.divisor());
+}
+
+template <typename T>
+void arithmetic(const Call& call) {
+  switch (call.op) {
+    case RowOp::kSum:
+    case RowOp::kAvg: return run<T, Sum>(call);
+    case RowOp::kProduct: return run<T, Product>(call);
+    case RowOp::kMin: return run<T, Min>(call);
+    case RowOp::kMax: return run<T, Max>(call);
+    default: break;
+  }
+  if constexpr (std::is_integral_v<T>) {
+    if (call.op == RowOp::kAnd) return run<T, And>(call);
+    if (call.op == RowOp::kOr) return run<T, Or>(call);
+    if (call.op == RowOp::kXor) return run<T, Xor>(call);
+  }
+  refuse(call);
+}
+
+template <typename T>
+void narrow(const Call& call) {
+  switch (call.op) {
+    case RowOp::kSum:
+    case RowOp::kAvg: return sixteen_bits<T, Sum>(call.out, call.rows, call.count, call.n, call.divisor(), call.wide);
+    case RowOp::kProduct: return sixteen_bits<T, Product>(call.out, call.rows, call.count, call.n, 1, call.wide);
+    case RowOp::kMin: return sixteen_bits<T, Min>(call.out, call.rows, call.count, call.n, 1, call.wide);
+    case RowOp::kMax: return sixteen_bits<T, Max>(call.out, call.rows, call.count, call.n, 1, call.wide);
+    default: refuse(call);
+  }
+}
+
+void bools(const Call& call) {
+  switch (call.op) {
+    case RowOp::kSum:
+    case RowOp::kMax:
+    case RowOp::kOr: return run<uint8_t, Or>({call.out, call.rows, call.count, call.n, call.type, RowOp::kOr, false});
+    case RowOp::kProduct:
+    case RowOp::kMin:
+    case RowOp::kAnd:
+      return run<uint8_t, And>({call.out, call.rows, call.count, call.n, call.type, RowOp::kAnd, false});
+    case RowOp::kXor: return run<uint8_t, Xor>(call);
+    case RowOp::kAvg: refuse(call);
+  }
+}
+
+// Complex numbers add up as pairs.
+template <typename T>
+void complex_pairs(Call call) {
+  if (call.op != RowOp::kSum && call.op != RowOp::kAvg) refuse(call);
+  call.n *= 2;
+  run<T, Sum>(call);
+}
+
+}  // namespace
+
+const char* row_op_name(RowOp op) {
+  switch (op) {
+    case RowOp::kSum: return "sum";
+    case RowOp::kAvg: return "average";
+    case RowOp::kProduct: return "product";
+    case RowOp::kMin: return "minimum";
+    case RowOp::kMax: return "maximum";
+    case RowOp::kAnd: return "bitwise and";
+    case RowOp::kOr: return "bitwise or";
+    case RowOp::kXor: return "bitwise xor";
+  }
+  return "?";
+}
+
+void reduce_rows(void* out, const void* const* rows, int count, size_t n, c10::ScalarType type, RowOp op, bool wide) {
+  const Call call{out, rows, count, n, type, op, wide};
+  switch (type) {
+    case c10::ScalarType::Float: return arithmetic<float>(call);
+    case c10::ScalarType::Double: return arithmetic<double>(call);
+    case c10::ScalarType::BFloat16: return narrow<Bf16>(call);
+    case c10::ScalarType::Half: return narrow<Fp16>(call);
+    case c10::ScalarType::Byte: return arithmetic<uint8_t>(call);
+    case c10::ScalarType::Char: return arithmetic<int8_t>(call);
+    case c10::ScalarType::Short: return arithmetic<int16_t>(call);
+    case c10::ScalarType::Int: return arithmetic<int32_t>(call);
+    case c10::ScalarType::Long: return arithmetic<int64_t>(call);
+    case c10::ScalarType::Bool: return bools(call);
+    case c10::ScalarType::ComplexFloat: return complex_pairs<float>(call);
+    case c10::ScalarType::ComplexDouble: return complex_pairs<double>(call);
+    default: refuse(call);
+  }
+}
+
+}  // namespace ds::comm

@@ -1,0 +1,45 @@
+// Files in memory, one for each rank of a group on one host, mapped by all of them. They have no name, belong to the
+// user alone, need no room in /dev/shm and vanish with the last process that has one open.
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace ds::comm {
+
+// What a rank must know of another to map its file.
+struct SegmentFacts {
+  int64_t pid = -1, file = -1, place = 0, bytes = 0;  // pid < 0: there is none
+};
+
+// How ranks tell each other, whatever carries it: both are collective.
+struct Introduction {
+  std::function<std::vector<SegmentFacts>(const SegmentFacts&)> exchange;  // of all ranks, by rank
+  std::function<bool(bool)> all;                                           // whether all ranks say true
+};
+
+class SharedSegments {
+ public:
+  // Collective. Every rank asks for the same `bytes`, which start as zeros. Null on all ranks where it is impossible
+  // for one: several hosts or PID namespaces, /proc entries that may not be opened, too little memory, or
+  // DS_PEER_MEMORY=0 in the environment.
+  static std::shared_ptr<SharedSegments> create(int rank, int size, int64_t bytes, const Introduction& introduction);
+
+  void* data(int rank) const { return mappings_[rank]->data; }
+  int64_t pid(int rank) const { return mappings_[rank]->pid; }
+  bool alive(int rank) const;  // the process exists
+  int size() const { return static_cast<int>(mappings_.size()); }
+
+ private:
+  struct Mapping {
+    Mapping(int64_t pid, int file, int64_t bytes);
+    ~Mapping();
+    Mapping(const Mapping&) = delete;
+    int64_t pid, bytes;
+    void* data;  // null: it failed
+  };
+  std::vector<std::unique_ptr<Mapping>> mappings_;
+};
+
+}  // namespace ds::comm

@@ -1,0 +1,174 @@
+#include "comm/shm_channel.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <climits>
+#include <cstring>
+#include <new>
+
+#include "base/error.h"
+#include "comm/reduce_rows.h"
+
+namespace ds::comm {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+#endif
+}
+
+// Waits until somebody wakes sleepers of the word, it has changed, or 200 ms have gone.
+void sleep_on(std::atomic<uint32_t>& word, uint32_t seen) {
+  const timespec limit = {0, 200 * 1000 * 1000};
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, seen, &limit, nullptr, 0);
+}
+
+void wake_all(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+int cores() {
+  cpu_set_t set;
+  return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
+}  // namespace
+
+struct ShmChannel::Line {
+  alignas(64) std::atomic<uint32_t> met;  // barriers that this rank has gone into
+  alignas(64) std::atomic<uint32_t> sleepers;
+  std::atomic<uint32_t> closed, failed;
+  std::atomic<int64_t> entered;
+  alignas(64) Record records[2];
+  char why[1024];
+};
+
+std::string describe(const Record& record) {
+  std::string text = std::string(record.what) + "(";
+  const char* separator = "";
+  if (record.type >= 0) {
+    text += std::to_string(record.numel) + " x " + c10::toString(static_cast<c10::ScalarType>(record.type));
+    separator = ", ";
+  }
+  if (record.op >= 0) {
+    text += separator + std::string(row_op_name(static_cast<RowOp>(record.op)));
+    separator = ", ";
+  }
+  if (record.root >= 0) text += separator + std::string("root ") + std::to_string(record.root);
+  return text + ")";
+}
+
+ShmChannel::ShmChannel(int rank, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds patience)
+    : rank_(rank),
+      segments_(std::move(segments)),
+      patience_(patience),
+      // About 40 ns each: a rank that is about to come is worth waiting for, one that has no core is not.
+      spins_(segments_->size() <= cores() ? 2000 : 20) {
+  static_assert(sizeof(Line) <= kBytes && std::atomic<uint32_t>::is_always_lock_free);
+  new (line(rank_)) Line();
+}
+
+ShmChannel::~ShmChannel() {
+  if (segments_->pid(rank_) != getpid()) return;  // a forked child has no say
+  line(rank_)->closed = 1;
+  wake_all(line(rank_)->met);
+}
+
+ShmChannel::Line* ShmChannel::line(int rank) const { return static_cast<Line*>(segments_->data(rank)); }
+
+const Record& ShmChannel::record_of(int rank) const { return line(rank)->records[entered_ & 1]; }
+
+void ShmChannel::enter(const Record& record) {
+  Line* mine = line(rank_);
+  if (mine->failed.load())
+    fail(ErrorKind::kRuntime, "this group has failed before: ", static_cast<const char*>(mine->why));
+  ++entered_;
+  mine->records[entered_ & 1] = record;
+  mine->entered.store(entered_, std::memory_order_release);
+  barrier();
+  for (int rank = 0; rank < segments_->size(); ++rank) {
+    const Record& other = record_of(rank);
+    const bool same = std::strncmp(other.what, record.what, sizeof(record.what)) == 0 && other.type == record.type &&
+                      other.op == record.op && other.root == record.root && other.own == record.own &&
+                      (record.own || other.numel == record.numel);
+    if (same) continue;
+    std::string text = "the ranks of a group call different collectives:";
+    for (int each = 0; each < segments_->size(); ++each)
+      text += " rank " + std::to_string(each) + " " + describe(record_of(each)) + ";";
+    text.back() = '.';
+    text += " (Number " + std::to_string(entered_) + " of this group.)";
+    give_up(text);
+    fail(ErrorKind::kRuntime, text);
+  }
+}
+
+void ShmChannel::barrier() {
+  ++met_;
+  Line* mine = line(rank_);
+  mine->met.store(met_, std::memory_order_seq_cst);
+  if (mine->sleepers.load(std::memory_order_seq_cst) != 0) wake_all(mine->met);
+  for (int step = 1; step < segments_->size(); ++step) wait_for((rank_ + step) % segments_->size(), met_);
+}
+
+void ShmChannel::wait_for(int rank, uint32_t count) {
+  Line* theirs = line(rank);
+  const auto here = [&] { return static_cast<int32_t>(theirs->met.load(std::memory_order_acquire) - count) >= 0; };
+  for (int spin = 0; spin < spins_; ++spin) {
+    if (here()) return;
+    pause_briefly();
+  }
+  const Clock::time_point since = Clock::now();
+  while (!here()) {
+    theirs->sleepers.fetch_add(1, std::memory_order_seq_cst);
+    const uint32_t seen = theirs->met.load(std::memory_order_seq_cst);
+    if (static_cast<int32_t>(seen - count) < 0) sleep_on(theirs->met, seen);
+    theirs->sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    if (!here()) look_after(rank, since);
+  }
+}
+
+void ShmChannel::look_after(int rank, Clock::time_point since) {
+  Line* theirs = line(rank);
+  for (int other = 0; other < segments_->size(); ++other) {
+    if (other == rank_ || !line(other)->failed.load(std::memory_order_acquire)) continue;
+    const std::string text = "rank " + std::to_string(other) + " has given up: " + line(other)->why;
+    give_up(text);
+    fail(ErrorKind::kRuntime, text);
+  }
+  const std::string mine = describe(line(rank_)->records[entered_ & 1]);
+  const auto lost = [&](const std::string& how) {
+    const std::string text = "rank " + std::to_string(rank) + " (process " + std::to_string(segments_->pid(rank)) +
+                             ") " + how + " while rank " + std::to_string(rank_) + " waited for it in " + mine +
+                             ", number " + std::to_string(entered_) + " of this group; it has entered " +
+                             std::to_string(theirs->entered.load()) + ".";
+    give_up(text);
+    fail(ErrorKind::kRuntime, text);
+  };
+  if (!segments_->alive(rank)) lost("has ended");
+  if (theirs->closed.load()) lost("has destroyed its process group");
+  const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - since);
+  if (waited >= patience_.load())
+    lost("has not come for " + std::to_string(std::chrono::duration_cast<std::chrono::seconds>(waited).count()) + " s");
+}
+
+void ShmChannel::give_up(const std::string& why) {
+  Line* mine = line(rank_);
+  if (mine->failed.load()) return;
+  std::strncpy(mine->why, why.c_str(), sizeof(mine->why) - 1);
+  mine->failed.store(1, std::memory_order_release);
+  wake_all(mine->met);
+}
+
+}  // namespace ds::comm

@@ -1,0 +1,113 @@
+#include "comm/shm_communicator.h"
+
+#include <sched.h>
+
+#include <cstdlib>
+#include <string>
+
+#include "comm/process_peer_memory.h"
+#include "comm/shm_queue.h"
+
+namespace ds::comm {
+
+namespace {
+
+class ShmWork : public Work {
+ public:
+  ShmWork(std::shared_ptr<ShmQueue> queue, ShmQueue::TaskPtr task) : queue_(std::move(queue)), task_(std::move(task)) {}
+  void wait() override {
+    if (task_->done() && !task_->error()) return;
+    queue_->complete(task_);
+  }
+  bool ready() override { return task_->done(); }
+
+ private:
+  std::shared_ptr<ShmQueue> queue_;
+  ShmQueue::TaskPtr task_;
+};
+
+RowOp row_op(ReduceOp op) {
+  return op == ReduceOp::kMax ? RowOp::kMax : op == ReduceOp::kMin ? RowOp::kMin : RowOp::kSum;
+}
+
+// Where every rank has a core of its own and no more, a thread in the background would only take turns with the
+// computation: the collective then runs when somebody waits for it.
+bool has_spare_cores(int ranks) {
+  cpu_set_t set;
+  const int cores = sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
+  return cores > ranks;
+}
+
+class ShmCommunicator : public Communicator {
+ public:
+  ShmCommunicator(CommunicatorPtr carrier, std::unique_ptr<ShmGroup> group)
+      : carrier_(std::move(carrier)),
+        queue_(std::make_shared<ShmQueue>(std::move(group))),
+        background_(has_spare_cores(carrier_->size())) {}
+
+  int rank() const override { return carrier_->rank(); }
+  int size() const override { return carrier_->size(); }
+  std::string name() const override { return "shm"; }
+  void barrier() override {
+    queue_->complete(queue_->submit([](ShmGroup& group) { group.barrier(); }, ShmQueue::Start::kByWaiting));
+  }
+  PeerMemoryPtr peer_memory(int64_t bytes) override { return process_peer_memory(*this, bytes); }
+
+ protected:
+  WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op) override {
+    if (!tensor.device().is_cpu()) return carrier_->all_reduce(tensor, op);
+    return start([tensor, op](ShmGroup& group) {
+      group.all_reduce(tensor.data_ptr(), numel(tensor), tensor.scalar_type(), row_op(op));
+    });
+  }
+
+  WorkPtr start_broadcast(const at::Tensor& tensor, int root) override {
+    if (!tensor.device().is_cpu()) return carrier_->broadcast(tensor, root);
+    return start([tensor, root](ShmGroup& group) {
+      group.broadcast(tensor.data_ptr(), numel(tensor), tensor.scalar_type(), root);
+    });
+  }
+
+  WorkPtr start_reduce_scatter(const at::Tensor& input, const at::Tensor& output) override {
+    if (!input.device().is_cpu()) return carrier_->reduce_scatter(input, output);
+    const bool wide = input.scalar_type() != output.scalar_type();
+    return start([input, output, wide](ShmGroup& group) {
+      group.reduce_scatter(output.data_ptr(), rows(input, group.size()), numel(output), input.scalar_type(),
+                           RowOp::kSum, wide);
+    });
+  }
+
+  WorkPtr start_all_gather(const at::Tensor& mine, const at::Tensor& all) override {
+    if (!all.device().is_cpu()) return carrier_->all_gather(mine, all);
+    return start([mine, all](ShmGroup& group) {
+      group.all_gather(rows(all, group.size()), mine.data_ptr(), numel(mine), mine.scalar_type());
+    });
+  }
+
+ private:
+  static size_t numel(const at::Tensor& tensor) { return static_cast<size_t>(tensor.numel()); }
+  static Rows rows(const at::Tensor& all, int count) {
+    return rows_of(all.data_ptr(), count, all.nbytes() / static_cast<size_t>(count));
+  }
+  WorkPtr start(std::function<void(ShmGroup&)> run) {
+    return std::make_shared<ShmWork>(
+        queue_, queue_->submit(std::move(run), background_ ? ShmQueue::Start::kSoon : ShmQueue::Start::kByWaiting));
+  }
+
+  CommunicatorPtr carrier_;
+  std::shared_ptr<ShmQueue> queue_;
+  const bool background_;
+};
+
+}  // namespace
+
+CommunicatorPtr shm_communicator(CommunicatorPtr carrier) {
+  const char* wish = std::getenv("DS_SHM_COLLECTIVES");
+  if (carrier->size() == 1 || (wish && std::string(wish) == "0")) return carrier;
+  auto group =
+      ShmGroup::create(carrier->rank(), carrier->size(), introduction_over(*carrier), ShmGroup::default_patience());
+  if (!group) return carrier;
+  return std::make_shared<ShmCommunicator>(std::move(carrier), std::move(group));
+}
+
+}  // namespace ds::comm

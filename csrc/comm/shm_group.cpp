@@ -1,0 +1,259 @@
+#include "comm/shm_group.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+#include "base/error.h"
+
+namespace ds::comm {
+
+namespace {
+
+// Fits into the second cache together with what it is reduced with; larger ones gain nothing.
+constexpr size_t kSlotBytes = 512 * 1024;
+// Below this everybody reduces everything, which saves a barrier.
+constexpr size_t kSmallBytes = 8 * 1024;
+
+size_t element_size(c10::ScalarType type) { return c10::elementSize(type); }
+
+// Elements of a lane when a slot is cut into `lanes`, at least one.
+size_t lane_numel(size_t lanes, size_t width) { return std::max<size_t>(1, kSlotBytes / lanes / width / 16 * 16); }
+
+}  // namespace
+
+Rows rows_of(void* data, int count, size_t row_bytes) {
+  Rows rows(count);
+  for (int r = 0; r < count; ++r) rows[r] = static_cast<char*>(data) + static_cast<size_t>(r) * row_bytes;
+  return rows;
+}
+
+std::chrono::milliseconds ShmGroup::default_patience() {
+  const char* given = std::getenv("DS_COMM_TIMEOUT_S");
+  const double seconds = given ? std::atof(given) : 0;
+  return std::chrono::milliseconds(seconds > 0 ? static_cast<int64_t>(seconds * 1000) : 30 * 60 * 1000);
+}
+
+std::unique_ptr<ShmGroup> ShmGroup::create(int rank, int size, const Introduction& introduction,
+                                           std::chrono::milliseconds patience) {
+  // Lanes of one element each must fit.
+  const int64_t bytes = ShmChannel::kBytes + 2 * std::max<int64_t>(kSlotBytes, static_cast<int64_t>(size) * 16 * 16);
+  auto segments = SharedSegments::create(rank, size, bytes, introduction);
+  if (!segments) return nullptr;
+  std::unique_ptr<ShmGroup> made(new ShmGroup(rank, size, std::move(segments), patience));
+  introduction.all(true);  // nobody looks at a line before its owner has made it
+  return made;
+}
+
+ShmGroup::ShmGroup(int rank, int size, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds patience)
+    : rank_(rank), size_(size), segments_(std::move(segments)), channel_(rank, segments_, patience) {}
+
+char* ShmGroup::slot(int rank) const {
+  const size_t bytes = std::max<size_t>(kSlotBytes, static_cast<size_t>(size_) * 16 * 16);
+  return static_cast<char*>(segments_->data(rank)) + ShmChannel::kBytes + static_cast<size_t>(turn_) * bytes;
+}
+
+Record ShmGroup::record(const char* what, size_t numel, c10::ScalarType type) const {
+  Record made;
+  std::strncpy(made.what, what, sizeof(made.what) - 1);
+  made.numel = static_cast<int64_t>(numel);
+  made.type = static_cast<int32_t>(type);
+  return made;
+}
+
+// The slots of this step have been written: all may read them.
+void ShmGroup::next_step(bool first, const Record& record) {
+  if (first) {
+    channel_.enter(record);
+  } else {
+    channel_.barrier();
+  }
+}
+
+void ShmGroup::all_reduce(void* data, size_t numel, c10::ScalarType type, RowOp op) {
+  Record call = record("all_reduce", numel, type);
+  call.op = static_cast<int32_t>(op);
+  const size_t width = element_size(type), most = kSlotBytes / width;
+  const bool small = numel * width <= kSmallBytes;
+  std::vector<const void*> rows(size_);
+  size_t done = 0;
+  do {
+    const size_t m = std::min(most, numel - done);
+    char* here = static_cast<char*>(data) + done * width;
+    turn_ ^= 1;
+    if (m) std::memcpy(slot(rank_), here, m * width);
+    next_step(done == 0, call);
+    if (small) {
+      for (int r = 0; r < size_; ++r) rows[r] = slot(r);
+      reduce_rows(here, rows.data(), size_, m, type, op);
+    } else {
+      // Each rank reduces its share, in place in its own slot: nobody else looks at that part of it.
+      const size_t share = (m + size_ - 1) / size_;
+      const auto begin = [&](int r) { return std::min(m, share * static_cast<size_t>(r)); };
+      const size_t first = begin(rank_), count = begin(rank_ + 1) - first;
+      for (int r = 0; r < size_; ++r) rows[r] = slot(r) + first * width;
+      reduce_rows(slot(rank_) + first * width, rows.data(), size_, count, type, op);
+      channel_.barrier();
+      for (int step = 0; step < size_; ++step) {
+        const int r = (rank_ + step) % size_;
+        if (begin(r + 1) > begin(r))
+          std::memcpy(here + begin(r) * width, slot(r) + begin(r) * width, (begin(r + 1) - begin(r)) * width);
+      }
+    }
+    done += m;
+  } while (done < numel);
+}
+
+void ShmGroup::reduce(void* data, size_t numel, c10::ScalarType type, RowOp op, int root) {
+  Record call = record("reduce", numel, type);
+  call.op = static_cast<int32_t>(op);
+  call.root = root;
+  const size_t width = element_size(type), most = kSlotBytes / width;
+  std::vector<const void*> rows(size_);
+  size_t done = 0;
+  do {
+    const size_t m = std::min(most, numel - done);
+    char* here = static_cast<char*>(data) + done * width;
+    turn_ ^= 1;
+    if (m && rank_ != root) std::memcpy(slot(rank_), here, m * width);
+    next_step(done == 0, call);
+    if (rank_ == root) {
+      for (int r = 0; r < size_; ++r) rows[r] = r == root ? here : slot(r);
+      reduce_rows(here, rows.data(), size_, m, type, op);
+    }
+    done += m;
+  } while (done < numel);
+}
+
+void ShmGroup::broadcast(void* data, size_t numel, c10::ScalarType type, int root) {
+  Record call = record("broadcast", numel, type);
+  call.root = root;
+  const size_t width = element_size(type), most = kSlotBytes / width;
+  size_t done = 0;
+  do {
+    const size_t m = std::min(most, numel - done);
+    char* here = static_cast<char*>(data) + done * width;
+    turn_ ^= 1;
+    if (m && rank_ == root) std::memcpy(slot(root), here, m * width);
+    next_step(done == 0, call);
+    if (m && rank_ != root) std::memcpy(here, slot(root), m * width);
+    done += m;
+  } while (done < numel);
+}
+
+void ShmGroup::all_gather(const Rows& out, const void* mine, size_t numel, c10::ScalarType type) {
+  const Record call = record("all_gather", numel, type);
+  const size_t width = element_size(type), most = kSlotBytes / width;
+  size_t done = 0;
+  do {
+    const size_t m = std::min(most, numel - done);
+    const auto row = [&](int r) { return out[r] + done * width; };
+    const char* from = static_cast<const char*>(mine) + done * width;
+    turn_ ^= 1;
+    if (m) std::memcpy(slot(rank_), from, m * width);
+    next_step(done == 0, call);
+    if (m && row(rank_) != from) std::memcpy(row(rank_), from, m * width);
+    for (int step = 1; step < size_ && m; ++step) {
+      const int r = (rank_ + step) % size_;
+      std::memcpy(row(r), slot(r), m * width);
+    }
+    done += m;
+  } while (done < numel);
+}
+
+void ShmGroup::reduce_scatter(void* out, const Rows& in, size_t numel, c10::ScalarType type, RowOp op, bool wide) {
+  Record call = record("reduce_scatter", numel, type);
+  call.op = static_cast<int32_t>(op);
+  const size_t width = element_size(type), out_width = wide ? sizeof(float) : width, most = lane_numel(size_, width);
+  std::vector<const void*> rows(size_);
+  size_t done = 0;
+  do {
+    const size_t m = std::min(most, numel - done);
+    const auto row = [&](int r) { return in[r] + done * width; };
+    turn_ ^= 1;
+    for (int r = 0; r < size_ && m; ++r)
+      if (r != rank_) std::memcpy(slot(rank_) + static_cast<size_t>(r) * most * width, row(r), m * width);
+    next_step(done == 0, call);
+    for (int r = 0; r < size_; ++r)
+      rows[r] = r == rank_ ? row(rank_) : slot(r) + static_cast<size_t>(rank_) * most * width;
+    reduce_rows(static_cast<char*>(out) + done * out_width, rows.data(), size_, m, type, op, wide);
+    done += m;
+  } while (done < numel);
+}
+
+void ShmGroup::all_to_all(const Rows& out, const std::vector<int64_t>& take, const Rows& in,
+                          const std::vector<int64_t>& give, c10::ScalarType type) {
+  Record call = record("all_to_all", 0, type);
+  call.own = 1;
+  for (int64_t count : give) call.numel += count;
+  call.longest = *std::max_element(give.begin(), give.end());
+  const size_t width = element_size(type), most = lane_numel(size_, width);
+  const auto part = [&](const std::vector<int64_t>& counts, int r, size_t done) {
+    const auto count = static_cast<size_t>(counts[r]);
+    return done >= count ? 0 : std::min(most, count - done);
+  };
+  size_t done = 0, longest = 0;
+  do {
+    turn_ ^= 1;
+    for (int r = 0; r < size_; ++r) {
+      const size_t m = part(give, r, done);
+      if (m && r != rank_)
+        std::memcpy(slot(rank_) + static_cast<size_t>(r) * most * width, in[r] + done * width, m * width);
+    }
+    next_step(done == 0, call);
+    if (done == 0)
+      for (int r = 0; r < size_; ++r) longest = std::max(longest, static_cast<size_t>(channel_.record_of(r).longest));
+    for (int r = 0; r < size_; ++r) {
+      const size_t m = part(take, r, done);
+      if (!m) continue;
+      const char* from = r == rank_ ? in[r] + done * width : slot(r) + static_cast<size_t>(rank_) * most * width;
+      std::memmove(out[r] + done * width, from, m * width);
+    }
+    done += most;
+  } while (done < longest);
+}
+
+void ShmGroup::gather(const Rows& out, const void* mine, size_t numel, c10::ScalarType type, int root) {
+  Record call = record("gather", numel, type);
+  call.root = root;
+  const size_t width = element_size(type), most = kSlotBytes / width;
+  size_t done = 0;
+  do {
+    const size_t m = std::min(most, numel - done);
+    turn_ ^= 1;
+    const char* from = static_cast<const char*>(mine) + done * width;
+    if (m && rank_ != root) std::memcpy(slot(rank_), from, m * width);
+    next_step(done == 0, call);
+    for (int r = 0; rank_ == root && m && r < size_; ++r)
+      std::memmove(out[r] + done * width, r == root ? from : slot(r), m * width);
+    done += m;
+  } while (done < numel);
+}
+
+void ShmGroup::scatter(void* mine, const Rows& in, size_t numel, c10::ScalarType type, int root) {
+  Record call = record("scatter", numel, type);
+  call.root = root;
+  const size_t width = element_size(type), most = lane_numel(size_, width);
+  size_t done = 0;
+  do {
+    const size_t m = std::min(most, numel - done);
+    const auto row = [&](int r) { return in[r] + done * width; };
+    turn_ ^= 1;
+    for (int r = 0; rank_ == root && m && r < size_; ++r)
+      if (r != root) std::memcpy(slot(root) + static_cast<size_t>(r) * most * width, row(r), m * width);
+    next_step(done == 0, call);
+    if (m)
+      std::memmove(static_cast<char*>(mine) + done * width,
+                   rank_ == root ? row(root) : slot(root) + static_cast<size_t>(rank_) * most * width, m * width);
+    done += m;
+  } while (done < numel);
+}
+
+void ShmGroup::barrier() {
+  turn_ ^= 1;
+  Record call;
+  std::strncpy(call.what, "barrier", sizeof(call.what) - 1);
+  channel_.enter(call);
+}
+
+}  // namespace ds::comm

@@ -1,0 +1,64 @@
+// Collectives of the ranks of one host through shared memory. One thread at a time; on return the work is done.
+//
+// [Note: turns]
+// A rank writes into its own slots and reads those of the others. There are two slots, used in turn by every step of
+// every operation: what is written in step k + 2 overwrites step k, and a rank gets there only through the barrier of
+// step k + 1, into which every other rank goes when it has finished reading step k. So a step costs one barrier. (One
+// turn for *all* operations: with one for each kind, two kinds in a row would meet in the same slot.)
+#pragma once
+#include <c10/core/ScalarType.h>
+
+#include <cstddef>
+#include <vector>
+
+#include "comm/reduce_rows.h"
+#include "comm/shm_channel.h"
+
+namespace ds::comm {
+
+// Where the part of each rank starts, by rank.
+using Rows = std::vector<char*>;
+// Rows of `row_bytes` that follow each other.
+Rows rows_of(void* data, int count, size_t row_bytes);
+
+class ShmGroup {
+ public:
+  // Collective, see SharedSegments::create; null on all ranks where it is impossible.
+  static std::unique_ptr<ShmGroup> create(int rank, int size, const Introduction& introduction,
+                                          std::chrono::milliseconds patience);
+  static std::chrono::milliseconds default_patience();  // DS_COMM_TIMEOUT_S, else 30 minutes
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  ShmChannel& channel() { return channel_; }
+
+  // Elements are counted as `numel` of `type`; memory belongs to the caller.
+  void all_reduce(void* data, size_t numel, c10::ScalarType type, RowOp op);
+  void reduce(void* data, size_t numel, c10::ScalarType type, RowOp op, int root);  // only the root's data changes
+  void broadcast(void* data, size_t numel, c10::ScalarType type, int root);
+  // Rank r's `numel` elements come into out[r]; `mine` may be out[rank()].
+  void all_gather(const Rows& out, const void* mine, size_t numel, c10::ScalarType type);
+  // out: the reduction of in[rank()] over the ranks, `numel` elements; it may be in[rank()] itself.
+  // wide: `out` is fp32 although the input is a 16-bit float.
+  void reduce_scatter(void* out, const Rows& in, size_t numel, c10::ScalarType type, RowOp op, bool wide);
+  // To rank r go the `give[r]` elements at in[r]; from it come `take[r]` to out[r].
+  void all_to_all(const Rows& out, const std::vector<int64_t>& take, const Rows& in, const std::vector<int64_t>& give,
+                  c10::ScalarType type);
+  void gather(const Rows& out, const void* mine, size_t numel, c10::ScalarType type, int root);  // root: out, else {}
+  void scatter(void* mine, const Rows& in, size_t numel, c10::ScalarType type, int root);        // root: in, else {}
+  void barrier();
+
+ private:
+  ShmGroup(int rank, int size, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds patience);
+
+  char* slot(int rank) const;  // of the step in hand
+  void next_step(bool first, const Record& record);
+  Record record(const char* what, size_t numel, c10::ScalarType type) const;
+
+  int rank_, size_;
+  std::shared_ptr<SharedSegments> segments_;
+  ShmChannel channel_;
+  int turn_ = 0;
+};
+
+}  // namespace ds::comm

@@ -1,0 +1,25 @@
+// What the range bodies of LAMB get in place of plain constants. Includes nothing that generates code: it is seen by
+// every instruction set's compilation ([Note: dispatch] in targets.h).
+#pragma once
+#include <cstddef>
+
+#include "kernels/lamb.h"
+#include "kernels/sum_order.h"
+
+namespace ds::kernels {
+
+// Of lamb_moments: a pointer to this. One block of a sum, which its tiles of at most kTile elements go on adding to.
+struct LambBlock {
+  static constexpr size_t kTile = 1024;
+  const LambConstants* constants = nullptr;
+  double master_lanes[kSumLanes] = {}, update_lanes[kSumLanes] = {};
+  float update[kTile];  // the direction u of a tile
+};
+
+// Of lamb.
+struct LambRate {
+  const LambConstants* constants;
+  float rate;  // lr * ratio of the segment
+};
+
+}  // namespace ds::kernels

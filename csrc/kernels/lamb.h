@@ -1,0 +1,71 @@
+// LAMB: Adam's direction with decoupled decay, its length set for each parameter by a trust ratio (You et al. 2020,
+// "Large Batch Optimization for Deep Learning", algorithm 2). States: 0 first moment, 1 second moment.
+//
+// The ratio needs norms over whole parameters, of which a rank may hold a part, so a step has two passes:
+// "lamb_moments" updates the states and adds to the parameter's sums; when the sums were added up over the ranks,
+// "lamb" updates the weights. The direction u is computed again there, from the same numbers in the same way, which
+// reads and writes no more bytes than storing it would.
+//
+// Per element, in fp32; with g = grad * scale->grad_scale, c1 = bias_correction1, c2 = bias_correction2:
+//   m += (1 - beta1) * (g - m)
+//   v += (1 - beta2) * (g * g - v)
+//   u  = m / c1 / (sqrt(v / c2) + eps)            eps_inside_sqrt: m / c1 / sqrt(v / c2 + eps)
+//   u += weight_decay * p
+//   p -= lr * ratio * u
+// UpdateSegment::sums: 0 the sum of squares of p before the update, 1 that of u, added up in fp64 in an order that
+// depends on the segments alone (kernels/sum_order.h). At most one segment of a call for each parameter.
+#pragma once
+#include <cmath>
+
+#ifndef DS_HOST_DEVICE
+#if defined(__CUDACC__)
+#define DS_HOST_DEVICE __host__ __device__
+#else
+#define DS_HOST_DEVICE
+#endif
+#endif
+
+namespace ds::kernels {
+
+constexpr int kLambSums = 2;
+
+struct LambArgs {
+  double lr, beta1, beta2, eps, weight_decay;
+  double bias_correction1, bias_correction2;  // 1 - beta^step, or 1 where bias correction is off
+  bool eps_inside_sqrt;
+  double min_ratio, max_ratio;
+};
+
+// The block of UpdateArgs::constants: rounded to fp32 in one place so that every body uses the same ones.
+struct LambConstants {
+  float move1, move2;                // 1 - beta
+  float inv_correct1, inv_correct2;  // 1 / bias_correction
+  float eps_inside, eps_outside;     // of the root; one of them is 0
+  float decay;
+  float lr;
+  double min_ratio, max_ratio;
+};
+
+inline LambConstants lamb_constants(const LambArgs& a) {
+  LambConstants c;
+  c.move1 = static_cast<float>(1.0 - a.beta1);
+  c.move2 = static_cast<float>(1.0 - a.beta2);
+  c.inv_correct1 = static_cast<float>(1.0 / a.bias_correction1);
+  c.inv_correct2 = static_cast<float>(1.0 / a.bias_correction2);
+  c.eps_inside = static_cast<float>(a.eps_inside_sqrt ? a.eps : 0.0);
+  c.eps_outside = static_cast<float>(a.eps_inside_sqrt ? 0.0 : a.eps);
+  c.decay = static_cast<float>(a.weight_decay);
+  c.lr = static_cast<float>(a.lr);
+  c.min_ratio = a.min_ratio;
+  c.max_ratio = a.max_ratio;
+  return c;
+}
+
+// clamp(|p| / |u|, min_ratio, max_ratio), and 1 where one of the two is zero; a nan stays one.
+DS_HOST_DEVICE static inline double lamb_ratio(const double* sums, double min_ratio, double max_ratio) {
+  if (sums[0] == 0 || sums[1] == 0) return 1;
+  const double ratio = std::sqrt(sums[0]) / std::sqrt(sums[1]);
+  return ratio < min_ratio ? min_ratio : ratio > max_ratio ? max_ratio : ratio;
+}
+
+}  // namespace ds::kernels

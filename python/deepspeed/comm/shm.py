@@ -1,0 +1,29 @@
+"""The backend ``shm`` of torch.distributed: collectives through shared memory between the ranks of one host.
+
+    deepspeed.init_distributed(dist_backend="shm")        # or torch.distributed.init_process_group("shm")
+
+CPU tensors of any dtype in every collective; reductions are formed in rank order, 16-bit floats in fp32, so all ranks
+and all runs get the same bits. What it does not carry (send and receive, sparse tensors, tensors of other devices, or
+everything where ranks are on several hosts) goes through a gloo group made beside it.
+"""
+
+import torch.distributed as dist
+
+from deepspeed import _native
+from deepspeed._compat import TORCH2
+
+NAME = "shm"
+
+
+def _create(store, rank, size, timeout):
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+    return _native._C.shm_backend(
+        store=dist.PrefixStore("shm", store), rank=rank, size=size, timeout=timeout, other=gloo
+    )
+
+
+def register():
+    """Makes the backend known to torch.distributed; again: nothing happens."""
+    if not dist.is_available() or hasattr(dist.Backend, NAME.upper()) or not hasattr(dist, "ProcessGroupGloo"):
+        return
+    dist.Backend.register_backend(NAME, _create, **({"devices": ["cpu"]} if TORCH2 else {}))

@@ -1,0 +1,1 @@
+"""What ``load()`` of our builders returns: one module per op, with the functions under the names scripts call."""

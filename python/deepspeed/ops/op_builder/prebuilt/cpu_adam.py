@@ -1,0 +1,59 @@
+"""The op ``cpu_adam``: Adam and AdamW on one tensor at a time, by number of the optimizer."""
+
+import torch
+
+from deepspeed.ops.op_builder.prebuilt.stepper import Handles
+
+_handles = Handles("adam", "CPU Adam", "create_adam")
+
+
+def create_adam(optimizer_id, lr=1e-3, betas0=0.9, betas1=0.999, eps=1e-8, weight_decay=0.0, adamw_mode=True,
+                should_log=False):  # fmt: skip
+    """Makes the optimizer ``optimizer_id``. ``adamw_mode`` (decay apart from the gradient) holds for its life."""
+    return _handles.create(optimizer_id, adamw_mode=bool(adamw_mode))
+
+
+def adam_update(optimizer_id, step, lr, beta1, beta2, epsilon, weight_decay, bias_correction, params, grads, exp_avg,
+                exp_avg_sq):  # fmt: skip
+    """Update number ``step`` (from 1) of the tensor ``params`` and its moments, in place."""
+    stepper, settings = _handles.get(optimizer_id)
+    hyper = dict(lr=lr, beta1=beta1, beta2=beta2, eps=epsilon, weight_decay=weight_decay,
+                 bias_correction=bool(bias_correction), decoupled=settings["adamw_mode"])  # fmt: skip
+    stepper.step([params], [grads], [[exp_avg], [exp_avg_sq]], hyper, step)
+    return 0
+
+
+@torch.no_grad()
+def adam_rollback(optimizer_id, step, lr, beta1, beta2, epsilon, weight_decay, bias_correction, params, grads, exp_avg,
+                  exp_avg_sq):  # fmt: skip
+    """Undoes update number ``step`` in place: Adam's formulas solved for the values before it, in fp64.
+
+    Raises:
+        ValueError: step is below 1.
+        RuntimeError: the update was not finite, so nothing tells what was before; nothing is changed.
+    """
+    _, settings = _handles.get(optimizer_id)
+    if step < 1:
+        raise ValueError(f"adam_rollback undoes update number {step}, but updates count from 1.")
+    correction1 = 1 - beta1**step if bias_correction else 1.0
+    correction2 = 1 - beta2**step if bias_correction else 1.0
+    old, grad, m, v = (t.double() for t in (params, grads, exp_avg, exp_avg_sq))
+    old = old + lr / correction1 * m / ((v / correction2).sqrt() + epsilon)
+    if settings["adamw_mode"]:
+        old = old / (1 - lr * weight_decay)
+    else:
+        grad = grad + weight_decay * old
+    first = step == 1
+    old_m = torch.zeros_like(m) if first or not beta1 else (m - (1 - beta1) * grad) / beta1
+    old_v = torch.zeros_like(v) if first or not beta2 else ((v - (1 - beta2) * grad * grad) / beta2).clamp(min=0)
+    if not all(torch.isfinite(t).all() for t in (old, old_m, old_v)):
+        raise RuntimeError(f"update number {step} cannot be rolled back: a value in it is not finite.")
+    params.copy_(old)
+    exp_avg.copy_(old_m)
+    exp_avg_sq.copy_(old_v)
+    return 0
+
+
+def destroy_adam(optimizer_id):
+    """Forgets the optimizer and ends its worker threads."""
+    return _handles.destroy(optimizer_id)

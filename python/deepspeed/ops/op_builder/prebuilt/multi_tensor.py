@@ -1,0 +1,10 @@
+"""Lists of lists of tensors, as Apex's multi-tensor functions take them."""
+
+
+def check_lists(function, names, lists):
+    """ValueError unless there is one list per name, all of one length."""
+    if len(lists) != len(names) or len({len(one) for one in lists}) > 1:
+        raise ValueError(
+            f"{function} takes {len(names)} lists of tensors of one length ({', '.join(names)}), not "
+            f"{len(lists)} of {', '.join(str(len(one)) for one in lists)}."
+        )

@@ -1,0 +1,228 @@
+"""The ops that this package brings, as builders over the table: they lie in its libraries, and nothing is compiled."""
+
+import importlib
+import os
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.host.devices import nvidia_device_count
+from deepspeed.host.libraries import find_header, find_library, missing_libraries
+from deepspeed.log import logger
+from deepspeed.ops.op_builder import builder as interface
+from deepspeed.ops.op_table import LIBRARIES, NOT_IMPLEMENTED
+from deepspeed.registry import load_target
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_LIB_DIR = os.path.join(interface.PACKAGE, "_lib")
+
+
+def native_module():
+    """``(the extension module or None, why not)``."""
+    try:
+        return load_target("deepspeed._native:_C"), ""
+    except ImportError as error:
+        return None, str(error)
+
+
+class PrebuiltOp:
+    """What a row of the table makes of a builder. ``ROW`` is the row; mixed in before a class of builder.py."""
+
+    ROW = NOT_IMPLEMENTED
+    NAME = NOT_IMPLEMENTED.name
+    BUILD_VAR = NOT_IMPLEMENTED.build_var
+
+    def __init__(self, name=None):
+        super().__init__(name=name or self.NAME)
+
+    # ---- can it work here ----------------------------------------------------------------------------------------
+    def device(self):
+        """The kind of device it would run on in this process: the accelerator's where it has kernels for that."""
+        accelerator = get_accelerator()._name
+        return accelerator if accelerator in self.ROW.devices else self.ROW.devices[0]
+
+    def why_not(self):
+        """An empty text when ``load`` gives something that works here, else the reason in a few words."""
+        missing = self.missing()
+        if missing:
+            return missing
+        device = self.device()
+        if device == "cuda" and get_accelerator()._name != "cuda":
+            return "needs an NVIDIA GPU" + ("" if nvidia_device_count() else ", and there is none on this machine")
+        if self.ROW.rule is None:
+            return ""
+        native, _ = native_module()
+        return native.kernel_info(device)["error"] or ""
+
+    def missing(self):
+        """An empty text when the op is in this installation, else what is not there."""
+        if self.ROW is NOT_IMPLEMENTED:
+            return f"there is no such op for {get_accelerator().device_name()}"
+        if self.ROW.api is None:
+            return "not in this build yet"
+        if self.ROW.rule is None:
+            return ""
+        native, why_not = native_module()
+        if native is None:
+            return why_not
+        if not load_target("deepspeed.ops.op_builder.prebuilt.stepper:has_rule")(self.ROW.rule):
+            return f"not in this build yet (the native module has no optimizer {self.ROW.rule!r})"
+        return ""
+
+    def is_installed(self):
+        """Whether the op lies in this installation, for at least one kind of device."""
+        return not self.missing()
+
+    def is_compatible(self, verbose=False):
+        reason = self.why_not()
+        if reason and verbose:
+            self.warning(f"{self.name}: {reason}")
+        return not reason
+
+    # ---- getting it ----------------------------------------------------------------------------------------------
+    def load(self, verbose=False):
+        """The module with the op's functions.
+
+        Raises:
+            ValueError: it is not in this installation, or does not work on this machine; the text says why.
+        """
+        reason = self.why_not()
+        if reason:
+            raise ValueError(f"the op {self.name} cannot be used here: {reason}. `ds_report` lists all ops.")
+        self.jit_mode = False
+        module = importlib.import_module(self.absolute_name())
+        if verbose:
+            logger.info("The op %s is prebuilt: %s.", self.name, ", ".join(self.libraries()) or "part of torch")
+        return module
+
+    def jit_load(self, verbose=True):
+        """``load``: there is nothing to compile, and what is not here cannot be compiled here either."""
+        return self.load(verbose)
+
+    def builder(self):
+        """The setuptools extension that holds the op: the one of the whole package, which setup.py builds."""
+        return load_target("setuptools:Extension")("deepspeed._C", sources=[])
+
+    # ---- where it is ---------------------------------------------------------------------------------------------
+    def absolute_name(self):
+        """The module that ``load`` returns."""
+        return f"deepspeed.ops.op_builder.prebuilt.{self.ROW.api or self.ROW.name}"
+
+    def libraries(self):
+        """Names of the libraries in ``deepspeed/_lib`` that hold the op's kernels here."""
+        found = [LIBRARIES[device] for device in self.ROW.devices] if self.ROW.rule else []
+        return [name for name in found if os.path.exists(os.path.join(_LIB_DIR, name))]
+
+    def sources(self):
+        """The kernels' files in the source tree of deepspeed, relative to its top (they are not in a wheel)."""
+        found = []
+        for kernel in self.ROW.kernels:
+            found += [f"csrc/kernels/ref/{kernel}.cpp", f"csrc/kernels/cpu/{kernel}.cpp"]
+            found += [f"csrc/kernels/cuda/{kernel}.cu"] if "cuda" in self.ROW.devices else []
+        return found
+
+    def include_paths(self):
+        """The folder of the kernels' headers in the source tree."""
+        return ["csrc"] if self.ROW.kernels else []
+
+    # The libraries are compiled by CMakeLists.txt, with its flags.
+    def cxx_args(self):
+        return []
+
+    def nvcc_args(self):
+        return []
+
+    def libraries_args(self):
+        return []
+
+    def extra_ldflags(self):
+        return []
+
+
+class SystemLibraries:
+    """For ops on libraries of the system: says what to install. ``lib_sources`` and ``check_for_libaio_pkg`` are
+    names that scripts know."""
+
+    def lib_sources(self):
+        return self.sources()
+
+    def check_for_libaio_pkg(self):
+        """Whether libaio's header and library are found, by CFLAGS and LDFLAGS or in the usual places."""
+        return bool(find_header("libaio.h") and find_library("aio"))
+
+    def is_compatible(self, verbose=False):
+        if verbose:
+            for text in missing_libraries(self.NAME, self.ROW.system):
+                self.warning(text)
+        return super().is_compatible(verbose)
+
+
+class EvoformerSwitches:
+    """Names of environment variables about CUTLASS, which the op is built on; CUTLASS_PATH says where it is."""
+
+    CUTLASS_IGNORE = "DS_IGNORE_CUTLASS_DETECTION"
+    CUTLASS_PYTHON_BINDINGS = "DS_USE_CUTLASS_PYTHON_BINDINGS"
+
+    def include_paths(self):
+        path = os.environ.get("CUTLASS_PATH")
+        folders = [os.path.join(path, "include"), os.path.join(path, "tools", "util", "include")] if path else []
+        return [*super().include_paths(), *folders]
+
+
+class FloatFormats:
+    """Facts about the small floats of the fp_quantizer."""
+
+    # bits -> (exponent bits, mantissa bits); every code is a number, none stands for inf or nan
+    _FORMATS = {6: (3, 2), 8: (4, 3), 12: (4, 7)}
+
+    @staticmethod
+    def get_default_quant_dtype():
+        """dtype of the tensors that hold quantized values."""
+        return torch.uint8
+
+    @staticmethod
+    def get_quant_range(q_bits=None):
+        """The largest number of ``q_bits`` bits: 28 for 6, 480 for 8, 510 for 12; ValueError for other widths."""
+        if q_bits not in FloatFormats._FORMATS:
+            raise ValueError(f"q_bits is {q_bits}; small floats have 6, 8 or 12 bits.")
+        exponent, mantissa = FloatFormats._FORMATS[q_bits]
+        return 2.0 ** (2 ** (exponent - 1)) * (2 - 2.0**-mantissa)
+
+
+class RaggedPrefix:
+    """Where the sources of the ragged ops would lie."""
+
+    def get_prefix(self):
+        path = self.deepspeed_src_path("deepspeed")
+        return "deepspeed" if os.path.isdir(path) else ".."
+
+
+_EXTRAS = {
+    "AsyncIOBuilder": (SystemLibraries,),
+    "EvoformerAttnBuilder": (EvoformerSwitches,),
+    "FPQuantizerBuilder": (FloatFormats,),
+    "RaggedUtilsBuilder": (RaggedPrefix,),
+}
+
+
+def make_builders(rows):
+    """{class name: builder class} for rows of the table; a row's parent may be a row before it."""
+    made = {}
+    for row in rows:
+        parent = made.get(row.base) or getattr(interface, row.base)
+        mixins = () if row.base in made else (PrebuiltOp,)
+        members = {
+            "ROW": row,
+            "NAME": row.name,
+            "BUILD_VAR": row.build_var,
+            "__doc__": f"The op ``{row.name}``: {row.what}.",
+            "__module__": __package__,
+        }
+        if not row.takes_name:
+            members["__init__"] = _init_without_name
+        made[row.class_name] = type(row.class_name, (*_EXTRAS.get(row.class_name, ()), *mixins, parent), members)
+    return made
+
+
+def _init_without_name(self):
+    PrebuiltOp.__init__(self)

@@ -1,0 +1,5 @@
+"""``PinMemoryBuilder`` under the path that scripts import."""
+
+from deepspeed.ops.op_builder import PinMemoryBuilder
+
+__all__ = ["PinMemoryBuilder"]

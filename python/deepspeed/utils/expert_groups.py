@@ -1,0 +1,150 @@
+"""Groups of experts: who holds other experts of a layer, who holds the same ones. ``utils.groups`` exports the names.
+
+A layer's groups have a name, ``ep_size_<number of ranks that share its experts>``.
+"""
+
+from deepspeed import comm as dist
+from deepspeed.utils.group_sets import registry
+from deepspeed.utils.rank_grids import expert_lists
+
+_MAKERS = "groups._create_expert_and_data_parallel (an MoE layer calls it)"
+_EXPERT, _COPIES = "expert-parallel", "expert-data-parallel"
+_state = {"model_parallel_size": 1}
+
+
+def _get_expert_parallel_ranks(
+    world_size,
+    tensor_parallel_size_,
+    expert_parallel_size_,
+    pipeline_parallel_size_=1,
+    use_data_before_expert_parallel_=False,
+):
+    """``(expert-parallel groups, expert-data-parallel groups)`` as lists of ranks.
+
+    16 ranks, tensor 2, expert 4: experts [0, 2, 4, 6], [8, 10, 12, 14], [1, 3, 5, 7], [9, 11, 13, 15] and data
+    [0, 8], [2, 10], ... Raises ValueError for sizes that do not divide the ranks.
+    """
+    return expert_lists(
+        world_size,
+        tensor_parallel_size_,
+        expert_parallel_size_,
+        pipeline_parallel_size_,
+        use_data_before_expert_parallel_,
+    )
+
+
+def _create_expert_and_data_parallel(
+    expert_parallel_size_,
+    mp_size=None,
+    pp_size=None,
+    mp_mode="tp",
+    use_data_before_expert_parallel_=False,
+    folding_spec=None,
+):
+    """Makes the groups ``ep_size_<expert_parallel_size_>``, once; every rank of the job calls it.
+
+    mp_size: ranks that split single weights among them (None: none do), pp_size: pipeline stages. mp_mode "tp":
+    those ranks split the experts, too; "sp": they split sequences and hold experts of their own.
+    use_data_before_expert_parallel_: holders of the same experts are neighbours.
+    """
+    if folding_spec is not None:
+        raise NotImplementedError("folding_spec belongs to AutoEP, which is not built yet; leave it out")
+    if mp_mode not in ("tp", "sp"):
+        raise ValueError(f"mp_mode is 'tp' or 'sp', not {mp_mode!r}")
+    tensor_size = 1 if mp_size is None or mp_mode == "sp" else mp_size
+    _make(expert_parallel_size_, tensor_size, 1 if pp_size is None else pp_size, use_data_before_expert_parallel_)
+    _state["model_parallel_size"] = 1
+
+
+def _create_expert_data_and_model_parallel(expert_parallel_size_, mpu, use_data_before_expert_parallel_=False):
+    """The same where experts are split over the model-parallel ranks of ``mpu``."""
+    for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
+        if hasattr(mpu, name):
+            tensor_size = getattr(mpu, name)()
+            break
+    else:
+        raise ValueError("the mpu has neither get_tensor_model_parallel_world_size nor get_model_parallel_world_size")
+    pipeline = getattr(mpu, "get_pipeline_model_parallel_world_size", lambda: 1)()
+    _make(expert_parallel_size_, tensor_size, pipeline, use_data_before_expert_parallel_)
+    _state["model_parallel_size"] = tensor_size
+
+
+def _make(expert_size, tensor_size, pipeline_size, data_before_expert):
+    name = f"ep_size_{expert_size}"
+    experts, copies = expert_lists(dist.get_world_size(), tensor_size, expert_size, pipeline_size, data_before_expert)
+    registry.make((_EXPERT, name), experts)
+    registry.make((_COPIES, name), copies)
+
+
+def _get_expert_parallel_group(group_name):
+    """The ranks that hold the other experts of a layer."""
+    return registry.get((_EXPERT, group_name), _MAKERS).group
+
+
+def _get_expert_parallel_group_ranks(group_name):
+    return registry.get((_EXPERT, group_name), _MAKERS).ranks
+
+
+def _get_expert_parallel_rank(group_name):
+    """This rank's place among them."""
+    return registry.get((_EXPERT, group_name), _MAKERS).rank
+
+
+def _get_expert_parallel_world_size(group_name):
+    return registry.get((_EXPERT, group_name), _MAKERS).size
+
+
+def _get_expert_parallel_src_rank(group_name):
+    """The global rank of the first of them."""
+    return registry.get((_EXPERT, group_name), _MAKERS).ranks[0]
+
+
+def _get_expert_parallel_group_dict():
+    """name -> process group."""
+    return {name: _get_expert_parallel_group(name) for name in registry.names(_EXPERT)}
+
+
+def _get_expert_data_parallel_group(group_name):
+    """The ranks that hold the same experts."""
+    return registry.get((_COPIES, group_name), _MAKERS).group
+
+
+def _get_expert_data_parallel_group_ranks(group_name):
+    return registry.get((_COPIES, group_name), _MAKERS).ranks
+
+
+def _get_expert_data_parallel_rank(group_name):
+    return registry.get((_COPIES, group_name), _MAKERS).rank
+
+
+def _get_expert_data_parallel_world_size(group_name):
+    return registry.get((_COPIES, group_name), _MAKERS).size
+
+
+def _get_expert_data_parallel_group_dict():
+    return {name: _get_expert_data_parallel_group(name) for name in registry.names(_COPIES)}
+
+
+def _get_max_expert_size():
+    """The largest number of ranks that share experts."""
+    names = registry.names(_EXPERT)
+    if not names:
+        raise RuntimeError(f"there are no expert groups yet: {_MAKERS} makes them")
+    return max(int(name.rsplit("_", 1)[1]) for name in names)
+
+
+def _get_max_expert_size_name():
+    return f"ep_size_{_get_max_expert_size()}"
+
+
+def _get_max_expert_parallel_group():
+    return _get_expert_parallel_group(_get_max_expert_size_name())
+
+
+def _get_expert_model_parallel_world_size():
+    """Ranks that split a single expert; 1 unless the experts are split with an mpu."""
+    return _state["model_parallel_size"]
+
+
+def clear():
+    _state["model_parallel_size"] = 1

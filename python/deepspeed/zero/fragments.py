@@ -1,0 +1,64 @@
+"""``param._hp_mapping`` of parameters that an engine trains at ZeRO stages 1 and 2: what this rank owns of them."""
+
+import dataclasses
+
+from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
+
+
+@dataclasses.dataclass
+class EngineFragment(tensor_fragment):
+    """A ``tensor_fragment`` whose fp32 piece, states and gradient are views of the native core's buffers.
+
+    ``link``: the parameter's ``ParamLink``. ``hp_fragment_address.start`` counts in the flat fp32 buffer in which the
+    fragment lies.
+    """
+
+    link: object = None
+
+    def _state(self, key):
+        found = [view for _, _, view in self.link.pieces(key)]
+        return found[0] if found else None
+
+    def get_optim_state_keys(self):
+        return [key for key in self.link.owner.state_names() if self._state(key) is not None]
+
+    def get_optim_state_fragment(self, key):
+        """Raises ValueError for a state that is not there (yet: many optimizers make theirs in the first step)."""
+        value = self._state(key)
+        if value is None:
+            raise ValueError(f"there is no optimizer state {key!r}; there are {self.get_optim_state_keys()}")
+        return value
+
+    def get_lp_grad_fragment(self, index_in_param_group):
+        """The reduced gradient of the fragment, or None; times the loss scale."""
+        found = [view for _, _, view in self.link.pieces("grad")]
+        return found[0] if found else None
+
+    def __deepcopy__(self, memo):
+        return None  # a copied model is not trained by this engine
+
+    def __reduce__(self):
+        return (type(None), ())
+
+
+def put_fragments(optimizer):
+    """Gives every parameter of a sharded optimizer ``_hp_mapping`` (None where this rank owns nothing of it) and
+    ``_dp_group``."""
+    groups = [index for index, group in enumerate(optimizer.bit16_groups) for _ in group]
+    for param in optimizer._params:
+        param._hp_mapping = None
+        param._dp_group = optimizer.dp_process_group
+    for (index, offset, numel), master in zip(optimizer.core.pieces(), optimizer.core.masters(), strict=True):
+        param = optimizer._params[index]
+        flat = param.detach().as_strided((param.numel(),), (1,), param.storage_offset())
+        param._hp_mapping = EngineFragment(
+            lp_fragment=flat[offset : offset + numel],
+            lp_fragment_address=fragment_address(numel=numel, start=offset),
+            hp_fragment=master.detach().reshape(-1),
+            hp_fragment_address=fragment_address(numel=numel, start=master.storage_offset()),
+            gradient_dict={},
+            offload_gradient_dict={},
+            use_offload=False,
+            param_group_index=groups[index],
+            link=param._ds_link,
+        )

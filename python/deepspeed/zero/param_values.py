@@ -1,0 +1,91 @@
+"""Values, states and gradients of one parameter, asked of the stage 3 optimizer instead of the parameter.
+
+The functions of ``deepspeed.utils.tensor_fragment`` do the same and say more about it.
+"""
+
+from deepspeed.utils import param_access
+
+
+class ParamValues:
+    """Mixed into the stage 3 optimizer. "full": whole tensors, every rank calls; "local": this rank's slice. Both are
+    copies."""
+
+    def backward_epilogue(self):
+        """After a backward that somebody else runs: what has not been reduced is."""
+        super().backward_epilogue()
+
+    def get_param_id(self, param):
+        """The number of ``param`` among the optimizer's parameters, end to end over its groups."""
+        return self._linked(param).index
+
+    def _linked(self, param):
+        link = getattr(param, "_ds_link", None)
+        if link is None or link.owner is not self:
+            raise ValueError(f"a parameter of shape {tuple(param.shape)} is not trained by this optimizer")
+        return link
+
+    def get_full_hp_param(self, param, optim_state_key=None):
+        self._linked(param)
+        if optim_state_key is None:
+            return param_access.safe_get_full_fp32_param(param)
+        return param_access.safe_get_full_optimizer_state(param, optim_state_key)
+
+    def set_full_hp_param(self, value, param, optim_state_key=None):
+        self._linked(param)
+        if optim_state_key is None:
+            param_access.safe_set_full_fp32_param(param, value)
+        else:
+            param_access.safe_set_full_optimizer_state(param, value, optim_state_key)
+
+    def get_fp32_grad_for_param(self, param):
+        self._linked(param)
+        return param_access.safe_get_full_grad(param)
+
+    def set_fp32_grad_for_param(self, value, param):
+        self._linked(param)
+        param_access.safe_set_full_grad(param, value)
+
+    def get_local_fp32_param(self, param, optim_state_key=None):
+        self._linked(param)
+        if optim_state_key is None:
+            return param_access.safe_get_local_fp32_param(param)
+        return param_access.safe_get_local_optimizer_state(param, optim_state_key)
+
+    def set_local_hp_param(self, value, param, optim_state_key=None):
+        self._linked(param)
+        if optim_state_key is None:
+            param_access.safe_set_local_fp32_param(param, value)
+        else:
+            param_access.safe_set_local_optimizer_state(param, value, optim_state_key)
+
+    def get_local_fp32_grad_for_param(self, param):
+        self._linked(param)
+        return param_access.safe_get_local_grad(param)
+
+    def set_local_grad_for_param(self, value, param):
+        self._linked(param)
+        param_access.safe_set_local_grad(param, value)
+
+    def update_fp32_grad_for_param_vectorized(self, update_func, param_list):
+        for param in param_list:
+            self._linked(param)
+        param_access.safe_update_full_grad_vectorized(param_list, update_func)
+
+    def get_hp_param_device(self, param, optim_state_key=None):
+        """Where this rank's slice of the fp32 values, or of a state, lies."""
+        self._linked(param)
+        if self.states.away:
+            kind = "hp_params" if optim_state_key is None else "optim_states"
+            return next(iter(self.states.devices(kind)))
+        local = self.get_local_fp32_param(param, optim_state_key)
+        return self.core_device if local is None else local.device
+
+    def get_fp32_grad_partitions(self):
+        """dict: parameter group -> dict: parameter number -> this rank's slice of the reduced gradient (a view)."""
+        groups = [index for index, group in enumerate(self.bit16_groups) for _ in group]
+        used = self.core.used()
+        found = {}
+        for (param, _, _), grad in zip(self.core.pieces(), self.core.grads(), strict=True):
+            if used[param]:
+                found.setdefault(groups[param], {})[param] = grad
+        return found

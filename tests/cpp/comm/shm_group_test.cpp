@@ -1,0 +1,276 @@
+// Shared memory between ranks. Here the ranks are threads of one process with a segment each; tests/dist has processes.
+#include "comm/shm_group.h"
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <dirent.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <random>
+#include <thread>
+
+#include "base/error.h"
+#include "comm/process_peer_memory.h"
+#include "comm/shm_queue.h"
+#include "comm/thread_communicator.h"
+
+namespace ds::comm {
+namespace {
+
+using namespace std::chrono_literals;
+
+template <typename Body>
+void on_ranks(int size, Body body, std::chrono::milliseconds patience = 60s) {
+  auto carriers = thread_communicators(size);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank)
+    threads.emplace_back([&, rank] {
+      auto group = ShmGroup::create(rank, size, introduction_over(*carriers[rank]), patience);
+      ASSERT_TRUE(group);
+      body(rank, std::move(group));
+    });
+  for (auto& thread : threads) thread.join();
+}
+
+// What rank `rank` gives in round `round`: whole numbers, so that sums are exact in every order.
+at::Tensor given(int round, int rank, int64_t numel, at::ScalarType type) {
+  return at::remainder(at::arange(numel, at::kLong) * 7 + round * 3 + rank * 5, 11).to(type);
+}
+
+Rows even(const at::Tensor& all, int size) { return rows_of(all.data_ptr(), size, all.nbytes() / size); }
+
+struct Draw {
+  int kind, root, type, op;
+  int64_t numel;
+  bool later;
+};
+
+// The same sequence on all ranks.
+std::vector<Draw> draws(int count, int size, unsigned seed) {
+  std::mt19937 random(seed);
+  std::vector<Draw> made;
+  for (int i = 0; i < count; ++i) {
+    const int64_t limit = random() % 200 == 0 ? 300000 : random() % 8 == 0 ? 5000 : 100;
+    made.push_back({static_cast<int>(random() % 9), static_cast<int>(random() % size), static_cast<int>(random() % 4),
+                    static_cast<int>(random() % 2), static_cast<int64_t>(random() % limit), random() % 3 == 0});
+  }
+  return made;
+}
+
+at::Tensor sum_of(int round, int size, int64_t numel, at::ScalarType type, bool max) {
+  at::Tensor sum = given(round, 0, numel, at::kLong);
+  for (int r = 1; r < size; ++r) {
+    const at::Tensor other = given(round, r, numel, at::kLong);
+    sum = max ? at::maximum(sum, other) : sum + other;
+  }
+  return sum.to(type);
+}
+
+// One collective: returns how to run it and how to check it.
+std::pair<std::function<void(ShmGroup&)>, std::function<bool()>> make(const Draw& d, int round, int rank, int size) {
+  const at::ScalarType types[] = {at::kFloat, at::kBFloat16, at::kInt, at::kByte};
+  const at::ScalarType type = types[d.type];
+  const RowOp op = d.op ? RowOp::kMax : RowOp::kSum;
+  const auto n = static_cast<size_t>(d.numel);
+  const at::Tensor mine = given(round, rank, d.numel, type);
+  switch (d.kind) {
+    case 0:
+      return {[=](ShmGroup& g) { g.all_reduce(mine.data_ptr(), n, type, op); },
+              [=] { return at::equal(mine, sum_of(round, size, d.numel, type, d.op)); }};
+    case 1:
+      return {[=](ShmGroup& g) { g.reduce(mine.data_ptr(), n, type, op, d.root); },
+              [=] {
+                return at::equal(mine, rank == d.root ? sum_of(round, size, d.numel, type, d.op)
+                                                      : given(round, rank, d.numel, type));
+              }};
+    case 2:
+      return {[=](ShmGroup& g) { g.broadcast(mine.data_ptr(), n, type, d.root); },
+              [=] { return at::equal(mine, given(round, d.root, d.numel, type)); }};
+    case 3: {
+      const at::Tensor all = at::empty({size, d.numel}, mine.options());
+      return {[=](ShmGroup& g) { g.all_gather(even(all, size), mine.data_ptr(), n, type); },
+              [=] {
+                for (int r = 0; r < size; ++r)
+                  if (!at::equal(all[r], given(round, r, d.numel, type))) return false;
+                return true;
+              }};
+    }
+    case 4: {  // in place, into its own row
+      const at::Tensor all = given(round, rank, d.numel * size, type).view({size, d.numel});
+      return {[=](ShmGroup& g) { g.reduce_scatter(all[rank].data_ptr(), even(all, size), n, type, op, false); },
+              [=] {
+                const at::Tensor whole = sum_of(round, size, d.numel * size, type, d.op).view({size, d.numel});
+                return at::equal(all[rank], whole[rank]);
+              }};
+    }
+    case 5: {  // uneven: rank a sends (a + b + round) % 3 * numel / 2 elements to rank b
+      const auto count = [=](int from, int to) { return (from + to + round) % 3 * d.numel / 2; };
+      std::vector<int64_t> give, take;
+      int64_t in = 0, out = 0;
+      for (int r = 0; r < size; ++r) {
+        give.push_back(count(rank, r));
+        take.push_back(count(r, rank));
+        in += give.back();
+        out += take.back();
+      }
+      const at::Tensor source = given(round, rank, in, type), target = at::empty({out}, mine.options());
+      const auto rows = [](const at::Tensor& t, const std::vector<int64_t>& counts) {
+        Rows made;
+        auto* next = static_cast<char*>(t.data_ptr());
+        for (int64_t c : counts) {
+          made.push_back(next);
+          next += c * static_cast<int64_t>(t.element_size());
+        }
+        return made;
+      };
+      return {[=](ShmGroup& g) { g.all_to_all(rows(target, take), take, rows(source, give), give, type); },
+              [=] {
+                int64_t at = 0;
+                for (int r = 0; r < size; ++r) {
+                  int64_t before = 0, theirs = 0;
+                  for (int to = 0; to < size; ++to) {
+                    if (to < rank) before += count(r, to);
+                    theirs += count(r, to);
+                  }
+                  const at::Tensor whole = given(round, r, theirs, type);
+                  if (!at::equal(target.narrow(0, at, take[r]), whole.narrow(0, before, take[r]))) return false;
+                  at += take[r];
+                }
+                return true;
+              }};
+    }
+    case 6: {
+      const at::Tensor all = at::empty({size, d.numel}, mine.options());
+      return {
+          [=](ShmGroup& g) { g.gather(rank == d.root ? even(all, size) : Rows(), mine.data_ptr(), n, type, d.root); },
+          [=] {
+            for (int r = 0; rank == d.root && r < size; ++r)
+              if (!at::equal(all[r], given(round, r, d.numel, type))) return false;
+            return true;
+          }};
+    }
+    case 7: {
+      const at::Tensor all = given(round, d.root, d.numel * size, type);
+      return {
+          [=](ShmGroup& g) { g.scatter(mine.data_ptr(), rank == d.root ? even(all, size) : Rows(), n, type, d.root); },
+          [=] {
+            return at::equal(mine, all.view({size, d.numel})[rank]);
+          }};
+    }
+    default: return {[](ShmGroup& g) { g.barrier(); }, [] { return true; }};
+  }
+}
+
+// DS_SHM_CASES: collectives in all, over the four sizes.
+int cases() {
+  const char* given = std::getenv("DS_SHM_CASES");
+  return given ? std::atoi(given) : 12000;
+}
+
+TEST(ShmGroup, RandomCollectivesEqualASerialModel) {
+  for (int size : {2, 3, 4, 8}) {
+    const auto plan = draws(cases() / 4, size, 17u + static_cast<unsigned>(size));
+    on_ranks(size, [&](int rank, std::unique_ptr<ShmGroup> group) {
+      ShmQueue queue(std::move(group));
+      std::deque<std::pair<ShmQueue::TaskPtr, std::function<bool()>>> open;
+      const auto close = [&](size_t index) {
+        queue.complete(open[index].first);
+        ASSERT_TRUE(open[index].second()) << "of " << size << " ranks, rank " << rank;
+        open.erase(open.begin() + static_cast<int64_t>(index));
+      };
+      std::mt19937 own(99u + static_cast<unsigned>(rank));  // each rank waits in an order of its own
+      for (size_t i = 0; i < plan.size(); ++i) {
+        auto [run, check] = make(plan[i], static_cast<int>(i), rank, size);
+        const auto start = !plan[i].later   ? ShmQueue::Start::kByWaiting
+                           : own() % 2 == 0 ? ShmQueue::Start::kSoon
+                                            : ShmQueue::Start::kPerhapsLater;
+        open.emplace_back(queue.submit(std::move(run), start), std::move(check));
+        if (!plan[i].later) close(open.size() - 1);
+        if (open.size() > 5) close(own() % open.size());
+        if (testing::Test::HasFatalFailure()) return;
+      }
+      while (!open.empty() && !testing::Test::HasFatalFailure()) close(open.size() - 1);
+    });
+  }
+}
+
+std::string message_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(ShmGroup, DifferentCallsAreNamedOnEveryRank) {
+  std::vector<std::string> texts(3);
+  on_ranks(3, [&](int rank, std::unique_ptr<ShmGroup> group) {
+    float values[8] = {};
+    texts[rank] = message_of([&] {
+      if (rank == 1) {
+        group->broadcast(values, 8, at::kFloat, 0);
+      } else {
+        group->all_reduce(values, rank == 2 ? 4 : 8, at::kFloat, RowOp::kSum);
+      }
+    });
+    EXPECT_NE(message_of([&] { group->barrier(); }).find("has failed before"), std::string::npos);
+  });
+  for (const std::string& text : texts) {
+    EXPECT_NE(text.find("rank 0 all_reduce(8 x Float, sum)"), std::string::npos) << text;
+    EXPECT_NE(text.find("rank 1 broadcast(8 x Float, root 0)"), std::string::npos) << text;
+    EXPECT_NE(text.find("rank 2 all_reduce(4 x Float, sum)"), std::string::npos) << text;
+  }
+}
+
+TEST(ShmGroup, AMissingRankIsNamed) {
+  std::vector<std::string> texts(3);
+  std::atomic<int> tired{0};
+  on_ranks(
+      3,
+      [&](int rank, std::unique_ptr<ShmGroup> group) {
+        if (rank == 1) {
+          while (tired < 2) std::this_thread::sleep_for(5ms);
+          return;
+        }
+        texts[rank] = message_of([&] { group->barrier(); });
+        ++tired;
+      },
+      600ms);
+  const bool first = texts[0].find("rank 1 (process") == 0, second = texts[2].find("rank 1 (process") == 0;
+  EXPECT_TRUE(first || second);  // the other may hear of it from its neighbour
+  for (int rank : {0, 2}) {
+    EXPECT_NE(texts[rank].find("has not come"), std::string::npos) << texts[rank];
+    EXPECT_NE(texts[rank].find("barrier()"), std::string::npos) << texts[rank];
+  }
+}
+
+TEST(ShmGroup, ARankThatLeavesIsNamed) {
+  std::string text;
+  on_ranks(2, [&](int rank, std::unique_ptr<ShmGroup> group) {
+    if (rank == 1) return;
+    text = message_of([&] { group->barrier(); });
+  });
+  EXPECT_NE(text.find("rank 1 (process"), std::string::npos) << text;
+  EXPECT_NE(text.find("has destroyed its process group"), std::string::npos) << text;
+}
+
+int descriptors() {
+  int count = 0;
+  DIR* folder = opendir("/proc/self/fd");
+  while (readdir(folder)) ++count;
+  closedir(folder);
+  return count;
+}
+
+TEST(ShmGroup, NothingIsLeftBehind) {
+  const auto once = [] { on_ranks(3, [](int, std::unique_ptr<ShmGroup> group) { group->barrier(); }); };
+  once();
+  const int before = descriptors();
+  for (int i = 0; i < 200; ++i) once();
+  EXPECT_EQ(descriptors(), before);
+}
+
+}  // namespace
+}  // namespace ds::comm

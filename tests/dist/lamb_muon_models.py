@@ -1,0 +1,197 @@
+"""LAMB and Muon as their papers write them, on whole fp64 tensors, and what the tests train with them."""
+
+import copy
+
+import torch
+
+import deepspeed
+
+WIDTH, ROWS, CLIP = 6, 3, 0.5
+LAMB = {"lr": 0.02, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.05}
+MUON = {"muon_lr": 0.02, "adam_lr": 0.003, "momentum": 0.9, "weight_decay": 0.05, "betas": [0.9, 0.95], "eps": 1e-8}
+PARAMS = {"Lamb": LAMB, "Muon": MUON}
+
+
+def orthogonalised(update, steps=5):
+    """Jordan et al. 2024, the quintic iteration, in the standard form."""
+    x = update.reshape(update.shape[0], -1)
+    x = x / (x.norm() + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.t()
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    rows, columns = x.shape
+    return x.reshape(update.shape) * max(1.0, rows / columns) ** 0.5
+
+
+class PlainLamb:
+    """You et al. 2020, algorithm 2."""
+
+    def __init__(self, named, lr, betas, eps, weight_decay):
+        self.named, self.lr, self.betas, self.eps, self.decay = named, lr, betas, eps, weight_decay
+        self.state = {}
+
+    def adam(self, name, grad):
+        state = self.state.setdefault(name, {"step": 0, "m": torch.zeros_like(grad), "v": torch.zeros_like(grad)})
+        beta1, beta2 = self.betas
+        state["step"] += 1
+        state["m"] = beta1 * state["m"] + (1 - beta1) * grad
+        state["v"] = beta2 * state["v"] + (1 - beta2) * grad * grad
+        unbiased = state["v"] / (1 - beta2 ** state["step"])
+        return state["m"] / (1 - beta1 ** state["step"]) / (unbiased.sqrt() + self.eps)
+
+    def step(self, grads):
+        for name, grad in grads.items():
+            weight = self.named[name]
+            update = self.adam(name, grad) + self.decay * weight
+            ratio = 1.0
+            if weight.norm() > 0 and update.norm() > 0:
+                ratio = float((weight.norm() / update.norm()).clamp(0.01, 10.0))
+            weight -= self.lr * ratio * update
+
+
+class PlainMuon(PlainLamb):
+    """Momentum, orthogonalised, for matrices; AdamW for the rest."""
+
+    def __init__(self, named, muon_lr, adam_lr, momentum, weight_decay, betas, eps):
+        super().__init__(named, adam_lr, betas, eps, weight_decay)
+        self.muon_lr, self.momentum = muon_lr, momentum
+
+    def step(self, grads):
+        for name, grad in grads.items():
+            weight = self.named[name]
+            if weight.dim() < 2 or "embed" in name:
+                weight -= self.lr * (self.adam(name, grad) + self.decay * weight)
+                continue
+            old = self.state.get(name, torch.zeros_like(grad))
+            new = self.state[name] = self.momentum * old + (1 - self.momentum) * grad
+            update = (1 - self.momentum) * grad + self.momentum * new
+            weight -= self.muon_lr * (orthogonalised(update) + self.decay * weight)
+
+
+PLAIN = {"Lamb": PlainLamb, "Muon": PlainMuon}
+
+
+class Net(torch.nn.Module):
+    """Matrices of several shapes, vectors, a filter, an embedding; frozen and sometimes unused parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Parameter(torch.rand(5, WIDTH))
+        self.wide = torch.nn.Linear(WIDTH, 4 * WIDTH)
+        self.tall = torch.nn.Linear(4 * WIDTH, WIDTH)
+        self.frozen = torch.nn.Linear(WIDTH, WIDTH)
+        self.sometimes = torch.nn.Linear(WIDTH, WIDTH)
+        self.filters = torch.nn.Parameter(0.3 * torch.randn(3, 2, WIDTH))
+        self.head = torch.nn.Linear(WIDTH, 2, bias=False)
+        for param in self.frozen.parameters():
+            param.requires_grad_(False)
+
+    def forward(self, x, step):
+        hidden = x + self.embed[step % 5]
+        hidden = hidden + self.tall(torch.tanh(self.wide(hidden)))
+        if step % 3 != 1:
+            hidden = self.sometimes(hidden)
+        hidden = torch.tanh(self.frozen(hidden)) * self.filters.sum(dim=(0, 1))
+        return self.head(hidden)
+
+
+class Grid(torch.nn.Module):
+    """Element-wise, so that it runs in fp16 on any CPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(5, WIDTH) - 0.2)
+        self.bias = torch.nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x, step):
+        return (x.unsqueeze(1) * self.weight).sum(1) + self.bias
+
+
+def make(kind=Net):
+    torch.manual_seed(0)
+    return kind()
+
+
+def batch(step, part, out=2):
+    generator = torch.Generator().manual_seed(100 * step + part)
+    return torch.rand(ROWS, WIDTH, generator=generator), 1 + torch.rand(ROWS, out, generator=generator)
+
+
+def loss_of(output, target):
+    wide = output.double() if output.dtype == torch.float64 else output.float()
+    return ((wide - target.to(wide.dtype)) ** 2).mean()
+
+
+class Reference:
+    """The plain process. ``dtype`` is what the model computes in; masters are fp64 in any case."""
+
+    def __init__(self, model, kind, dtype, params=None):
+        self.model = copy.deepcopy(model).to(torch.float64 if dtype == torch.float32 else dtype)
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.masters = {name: p.detach().double().clone() for name, p in trained.items()}
+        self.optimizer = PLAIN[kind](self.masters, **(params or PARAMS[kind]))
+
+    def step(self, step, parts, out=2):
+        self.model.zero_grad(set_to_none=True)
+        sums = {}
+        for part in range(parts):
+            x, target = batch(step, part, out)
+            dtype = next(self.model.parameters()).dtype
+            loss_of(self.model(x.to(dtype), step), target).backward()
+            for name, p in self.model.named_parameters():
+                if p.grad is not None:
+                    sums[name] = sums.get(name, 0) + p.grad.double() / parts
+                    p.grad = None
+        self.norm = float(torch.stack([g.norm() for g in sums.values()]).norm())
+        factor = min(1.0, CLIP / (self.norm + 1e-6))
+        self.optimizer.step({name: grad * factor for name, grad in sums.items()})
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                if name in self.masters:
+                    p.copy_(self.masters[name])
+
+
+def start(kind, stage, model=None, dtype="fp32", params=None, accumulate=1, **more):
+    """An engine with small buckets that keeps no parameter gathered."""
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": accumulate,
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": kind, "params": params or PARAMS.get(kind, {})},
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 400,
+            "allgather_bucket_size": 300,
+            "stage3_param_persistence_threshold": 0,
+            **more.pop("zero", {}),
+        },
+        **more,
+    }
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True, **config.get(dtype, {})}
+    deepspeed.log.logger.setLevel("WARNING")
+    return deepspeed.initialize(model=make() if model is None else model, config=config)[0]
+
+
+def train(engine, steps, rank, world, first=0, out=2):
+    """``steps`` optimizer steps; part ``rank + world * k`` is micro-batch k of a rank."""
+    dtype = torch.float32
+    if engine.bfloat16_enabled() or engine.fp16_enabled():
+        dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float16
+    for step in range(first, first + steps):
+        for micro in range(engine.gradient_accumulation_steps()):
+            x, target = batch(step, rank + world * micro, out)
+            engine.backward(loss_of(engine(x.to(dtype), step), target))
+            engine.step()
+
+
+def whole(model):
+    params = dict(model.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(params.values())):
+        return {name: param.detach().clone() for name, param in params.items()}
+
+
+def worst_gap(found, expected):
+    """Worst relative difference of a parameter in the 2-norm."""
+    gaps = [(found[n].double() - p.double()).norm() / p.double().norm() for n, p in expected.items()]
+    return float(max(gaps))

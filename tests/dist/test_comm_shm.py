@@ -1,0 +1,245 @@
+"""The backend ``shm``: every collective against a serial model, DDP, groups, and ranks that go wrong."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed
+import deepspeed.comm
+from engine_models import config, make_net, train_engine
+from harness import RankError, run_ranks
+
+TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
+
+
+def given(rank, numel, dtype, salt=0):
+    """Whole numbers that every dtype holds, as do their sums over four ranks."""
+    values = (torch.arange(numel) * 7 + rank * 5 + salt) % 11
+    return values % 2 == 1 if dtype is torch.bool else values.to(dtype)
+
+
+def total(world, numel, dtype, salt=0):
+    wide = torch.stack([given(rank, numel, dtype, salt).double() for rank in range(world)])
+    return wide.max(0).values.to(dtype) if dtype is torch.bool else wide.sum(0).to(dtype)
+
+
+def every_collective(rank, world):
+    deepspeed.init_distributed(dist_backend="shm")
+    assert dist.get_backend() == "shm"
+    for dtype in TYPES:
+        for numel in (0, 1, 37, 5000, 200001):
+            mine = given(rank, numel, dtype)
+            out = mine.clone()
+            dist.all_reduce(out)
+            assert torch.equal(out, total(world, numel, dtype)), ("all_reduce", dtype, numel)
+            out = mine.clone()
+            dist.reduce(out, 1)
+            assert torch.equal(out, total(world, numel, dtype) if rank == 1 else mine), ("reduce", dtype, numel)
+            out = mine.clone()
+            dist.broadcast(out, world - 1)
+            assert torch.equal(out, given(world - 1, numel, dtype))
+            outs = [torch.empty_like(mine) for _ in range(world)]
+            dist.all_gather(outs, mine)
+            assert all(torch.equal(outs[r], given(r, numel, dtype)) for r in range(world))
+            flat = torch.empty(world * numel, dtype=dtype)
+            deepspeed.comm.all_gather_into_tensor(flat, mine)
+            assert torch.equal(flat, torch.cat(outs))
+            rows = [given(rank, numel, dtype, salt) for salt in range(world)]
+            out = torch.empty_like(mine)
+            dist.reduce_scatter(out, rows)
+            assert torch.equal(out, total(world, numel, dtype, rank)), ("reduce_scatter", dtype, numel)
+            out = torch.empty_like(mine)
+            deepspeed.comm.reduce_scatter_tensor(out, torch.cat(rows))
+            assert torch.equal(out, total(world, numel, dtype, rank))
+            outs = [torch.empty_like(mine) for _ in range(world)]
+            dist.all_to_all(outs, rows)
+            assert all(torch.equal(outs[r], given(r, numel, dtype, rank)) for r in range(world))
+            outs = [torch.empty_like(mine) for _ in range(world)] if rank == 0 else None
+            dist.gather(mine, outs, dst=0)
+            assert rank != 0 or all(torch.equal(outs[r], given(r, numel, dtype)) for r in range(world))
+            out = torch.empty_like(mine)
+            dist.scatter(out, rows if rank == 1 else None, src=1)
+            assert torch.equal(out, given(1, numel, dtype, rank))
+    return True
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_collective_and_dtype(world):
+    assert run_ranks(world, every_collective, timeout=120) == [True] * world
+
+
+def odds_and_ends(rank, world):
+    deepspeed.init_distributed(dist_backend="shm")
+    half = torch.full((3,), rank + 1.0, dtype=torch.bfloat16)
+    dist.all_reduce(half, op=dist.ReduceOp.AVG)
+    assert half.tolist() == [1.5] * 3
+    for op, expected in (("PRODUCT", 6), ("MIN", 2), ("MAX", 3), ("BAND", 2), ("BOR", 3), ("BXOR", 1)):
+        value = torch.tensor([2 + rank])
+        dist.all_reduce(value, op=getattr(dist.ReduceOp, op))
+        assert value.item() == expected, op
+    with pytest.raises((RuntimeError, TypeError), match="bitwise and"):
+        dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND)
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    deepspeed.init_distributed(dist_backend="shm")
+    # Not contiguous; asynchronous, waited for in another order; uneven all_to_all; objects; point to point.
+    wide = torch.zeros(4, 6)
+    wide[:, ::2] = rank + 1
+    dist.all_reduce(wide[:, ::2])
+    assert wide[:, ::2].eq(3).all() and wide[:, 1::2].eq(0).all()
+    values = [torch.full((1000,), float(i + rank)) for i in range(20)]
+    works = [dist.all_reduce(value, async_op=True) for value in values]
+    for i in reversed(range(20)):
+        works[i].wait()
+        assert works[i].is_completed() and values[i].eq(2 * i + 1).all()
+    future = dist.all_reduce(torch.ones(5), async_op=True).get_future()
+    assert future.wait()[0].tolist() == [2.0] * 5
+    out = torch.empty(3 + rank)
+    dist.all_to_all_single(out, torch.arange(3.0 + rank), [1 + rank, 2] if rank == 0 else [2, 2], [1, 2 + rank])
+    objects = [None, None]
+    dist.all_gather_object(objects, {"rank": rank})
+    assert [each["rank"] for each in objects] == [0, 1]
+    box = torch.full((2,), float(rank))
+    dist.send(box, 1) if rank == 0 else dist.recv(box, 0)
+    assert box.tolist() == [0.0, 0.0]
+    alone = [dist.new_group([r]) for r in range(world)][rank]
+    one = torch.ones(1)
+    dist.all_reduce(one, group=alone)
+    assert one.item() == 1.0
+    dist.barrier()
+
+
+def test_odds_and_ends():
+    run_ranks(2, odds_and_ends)
+
+
+def with_ddp(rank, world):
+    deepspeed.init_distributed(dist_backend="shm")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 20), torch.nn.Tanh(), torch.nn.Linear(20, 3))
+    plain = torch.nn.Sequential(torch.nn.Linear(6, 20), torch.nn.Tanh(), torch.nn.Linear(20, 3))
+    plain.load_state_dict(model.state_dict())
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    for step in range(5):
+        x = torch.randn(4 * world, 6, generator=torch.Generator().manual_seed(step))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        wrapped(x[rank * 4 : rank * 4 + 4]).square().mean().backward()
+        plain(x).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), plain.parameters()))
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_ddp_on_it_equals_one_process():
+    first, second = run_ranks(2, with_ddp)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def carrier_of_engine(rank, world):
+    engine = deepspeed.initialize(model=make_net(), config=config(world, 1, zero_optimization={"stage": 2}))[0]
+    losses, _ = train_engine(engine, 4, rank, world)
+    return engine.core.communicator, losses
+
+
+def test_the_engine_uses_it_by_itself():
+    shared = run_ranks(2, carrier_of_engine, init=True)
+    plain = run_ranks(2, carrier_of_engine, init=True, env={"DS_SHM_COLLECTIVES": "0"})
+    assert [name for name, _ in shared] == ["shm", "shm"]
+    assert "shm" not in [name for name, _ in plain]
+    for (_, ours), (_, theirs) in zip(shared, plain):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def different_places(rank, world):
+    os.environ["DS_PEER_MEMORY"] = "0"  # as if the ranks were on several hosts
+    deepspeed.init_distributed(dist_backend="shm")
+    value = torch.full((4,), float(rank))
+    dist.all_reduce(value)
+    dist.barrier()
+    return value.tolist()
+
+
+def test_ranks_that_share_no_memory_go_through_gloo():
+    assert run_ranks(2, different_places) == [[1.0] * 4] * 2
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+def faulty(rank, world, fault):
+    deepspeed.init_distributed(dist_backend="shm", timeout=timedelta(seconds=3))
+    dist.all_reduce(torch.ones(10))
+    started = time.monotonic()
+    try:
+        if rank == 1:
+            if fault == "skip":
+                dist.barrier()
+            elif fault == "shape":
+                dist.all_reduce(torch.ones(11))
+            elif fault == "dtype":
+                dist.all_reduce(torch.ones(10, dtype=torch.float64))
+            elif fault == "order":
+                dist.broadcast(torch.ones(10), 0)
+            elif fault == "exception":
+                raise ValueError("rank 1 has had enough")
+            elif fault == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif fault == "endless":
+                time.sleep(6)
+            elif fault == "slow":
+                time.sleep(1)
+                dist.all_reduce(torch.ones(10))
+        else:
+            dist.all_reduce(torch.ones(10))
+    except RuntimeError as error:
+        return str(error), time.monotonic() - started
+    except ValueError:
+        dist.destroy_process_group()
+        return "raised", 0.0
+    return "fine", time.monotonic() - started
+
+
+@pytest.mark.parametrize("fault", ["skip", "shape", "dtype", "order"])
+def test_a_mismatch_names_ranks_and_calls_on_all_of_them(fault):
+    called = {
+        "skip": "rank 1 barrier()",
+        "shape": "rank 1 all_reduce(11 x Float, sum)",
+        "dtype": "rank 1 all_reduce(10 x Double, sum)",
+        "order": "rank 1 broadcast(10 x Float, root 0)",
+    }[fault]
+    for text, seconds in run_ranks(3, faulty, fault, fresh=True):
+        assert called in text and "rank 0 all_reduce(10 x Float, sum)" in text
+        assert seconds < 1
+
+
+@pytest.mark.parametrize("fault", ["exception", "endless"])
+def test_a_rank_that_does_not_come_is_named(fault):
+    results = run_ranks(3, faulty, fault, fresh=True)
+    for text, seconds in (results[0], results[2]):
+        assert "rank 1 (process" in text and "all_reduce(10 x Float, sum)" in text
+        assert ("has destroyed its process group" if fault == "exception" else "has not come for 3 s") in text
+        assert seconds < (1 if fault == "exception" else 5)
+
+
+def survivors(rank, world, folder):
+    found = faulty(rank, world, "killed")
+    with open(os.path.join(folder, str(rank)), "w", encoding="utf-8") as file:
+        file.write(f"{found[1]:.3f} {found[0]}")
+
+
+def test_a_killed_rank_is_named(tmp_path):
+    with pytest.raises(RankError, match="SIGKILL"):
+        run_ranks(3, survivors, str(tmp_path), fresh=True)
+    for rank in (0, 2):
+        seconds, text = (tmp_path / str(rank)).read_text(encoding="utf-8").split(" ", 1)
+        assert "rank 1 (process" in text and "has ended" in text and float(seconds) < 2
+
+
+def test_a_slow_rank_is_waited_for():
+    assert [text for text, _ in run_ranks(3, faulty, "slow", fresh=True)] == ["fine"] * 3

@@ -1,0 +1,97 @@
+"""engine.compile: where torch has a compiler, and the clear refusal where it has none."""
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed._compat import TORCH2
+from harness import run_ranks
+
+needs_compiler = pytest.mark.skipif(not TORCH2, reason="torch 1.13 has no torch.compile")
+
+
+class Net(torch.nn.Module):
+    """torch.compile skips torch's own containers when nothing is around them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def make_engine(world, stage=0):
+    torch.manual_seed(0)
+    model = Net()
+    made = {
+        "train_batch_size": 2 * world,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    return deepspeed.initialize(model=model, config=made)[0]
+
+
+def train(engine):
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(4):
+        loss = engine(torch.randn(2, 6)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def body_train(rank, world, stage):
+    expected = train(make_engine(world, stage))
+    engine = make_engine(world, stage)
+    assert not engine.is_compiled
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    engine.compile(backend=backend)
+    assert engine.is_compiled and not engine.is_deepcompile_active()
+    found = train(engine)
+    assert graphs, "nothing was compiled"
+    engine.compile(backend="no such backend")  # compiled already: nothing happens
+    engine.destroy()
+    return found == pytest.approx(expected, rel=1e-6)
+
+
+@needs_compiler
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_compiled_model_trains_as_before(stage, world):
+    assert all(run_ranks(world, body_train, stage))
+
+
+def body_no_compiler(rank, world):
+    engine = make_engine(world)
+    with pytest.raises(RuntimeError, match="torch 2.0 or later"):
+        engine.compile()
+    return engine.is_compiled
+
+
+@pytest.mark.skipif(TORCH2, reason="for a torch without a compiler")
+def test_without_a_compiler_it_says_so():
+    assert run_ranks(1, body_no_compiler) == [False]
+
+
+def body_refused(rank, world):
+    engine = make_engine(world)
+    with pytest.raises(ValueError, match="DeepCompile"):
+        engine.compile(schedule=[])
+    with pytest.raises(ValueError, match="hooks"):
+        engine.compile(compiled_autograd_enabled=True)
+    with pytest.raises(ValueError, match="backend="):
+        engine.compile(compile_kwargs={"backend": "eager"})
+    return engine.is_compiled or engine.is_deepcompile_enabled()
+
+
+@needs_compiler
+def test_what_cannot_be_done_is_refused():
+    assert run_ranks(1, body_refused) == [False]

@@ -1,0 +1,326 @@
+"""LAMB and Muon inside the engine: every stage, several worlds, against one plain fp64 process with the same formula.
+
+Both look at whole parameters, and ZeRO gives each rank pieces: norms must be added up and matrices put together.
+"""
+
+import pytest
+import torch
+
+import deepspeed
+from harness import run_ranks
+from lamb_muon_models import LAMB, Grid, Reference, make, start, train, whole, worst_gap
+
+STEPS = 5
+KINDS = ["Lamb", "Muon"]
+STAGES = [0, 1, 2, 3]
+KIND = pytest.mark.parametrize("kind", KINDS)
+STAGE = pytest.mark.parametrize("stage", STAGES)
+# Muon's iteration multiplies differences by up to 3.4 ** 5 in the directions that a gradient hardly has.
+BOUNDS = {("Lamb", "fp32"): 2e-6, ("Muon", "fp32"): 1e-4, ("Lamb", "bf16"): 5e-3, ("Muon", "bf16"): 2e-2}
+
+
+def body(rank, world, kind, stage, dtype, accumulate):
+    engine = start(kind, stage, dtype=dtype, accumulate=accumulate)
+    reference = Reference(make(), kind, torch.float32 if dtype == "fp32" else torch.bfloat16)
+    train(engine, STEPS, rank, world)
+    for step in range(STEPS):
+        reference.step(step, world * accumulate)
+    found = whole(engine.module)
+    gap = worst_gap(found, dict(reference.model.named_parameters()))
+    norm = abs(engine.get_global_grad_norm() - reference.norm) / reference.norm
+    pieces = [piece for piece in engine.core.pieces()] if stage else []
+    return gap, norm, {name: value.float().tolist() for name, value in found.items()}, pieces
+
+
+@KIND
+@STAGE
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_stage_equals_plain_training(kind, stage, world, dtype):
+    results = run_ranks(world, body, kind, stage, dtype, 1)
+    for rank, (gap, norm, weights, _) in enumerate(results):
+        assert gap < BOUNDS[kind, dtype], rank
+        assert norm < (1e-4 if dtype == "fp32" else 5e-2), rank
+        assert weights == results[0][2], f"rank {rank} has other bits than rank 0"
+    if world > 1 and stage:
+        owners = {}
+        for rank, (*_, pieces) in enumerate(results):
+            for param, _, _ in pieces:
+                owners.setdefault(param, set()).add(rank)
+        assert any(len(ranks) > 1 for ranks in owners.values()), "no parameter straddles ranks: the test tests nothing"
+
+
+@KIND
+@STAGE
+def test_accumulated_micro_batches(kind, stage):
+    for gap, norm, _, _ in run_ranks(2, body, kind, stage, "fp32", 2):
+        assert gap < BOUNDS[kind, "fp32"] and norm < 1e-4
+
+
+def body_ways(rank, world, kind, stage, zero):
+    engine = start(kind, stage, zero=zero)
+    reference = Reference(make(), kind, torch.float32)
+    train(engine, 3, rank, world)
+    for step in range(3):
+        reference.step(step, world)
+    return worst_gap(whole(engine.module), dict(reference.model.named_parameters()))
+
+
+@KIND
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"overlap_comm": False},
+        {"allgather_partitions": False},
+        {"reduce_bucket_size": 10_000_000, "allgather_bucket_size": 10_000_000},
+        {"audit_steps": 3},
+    ],
+    ids=lambda zero: ",".join(zero),
+)
+def test_ways_to_communicate_are_equal_and_the_audit_agrees(kind, stage, zero):
+    for gap in run_ranks(2, body_ways, kind, stage, zero):
+        assert gap < BOUNDS[kind, "fp32"]
+
+
+def body_init(rank, world, kind):
+    """A model that is sharded while it is built: matrices have no shape of their own then."""
+    with deepspeed.zero.Init():
+        model = make()
+    engine = start(kind, 3, model=model)
+    groups = [(group.get("use_muon"), len(group["params"])) for group in engine.basic_optimizer.param_groups]
+    train(engine, 2, rank, world)
+    state = "momentum_buffer" if kind == "Muon" else "exp_avg"
+    return (
+        groups,
+        deepspeed.utils.safe_get_full_optimizer_state(model.wide.weight, state).shape,
+        all(bool(value.isfinite().all()) for value in whole(engine.module).values()),
+    )
+
+
+@KIND
+def test_models_made_under_zero_init(kind):
+    for groups, shape, finite in run_ranks(2, body_init, kind):
+        assert shape == (24, 6) and finite
+        assert [use for use, _ in groups] == ([True, False] if kind == "Muon" else [None])
+
+
+def body_states(rank, world, kind, stage):
+    engine = start(kind, stage)
+    train(engine, 2, rank, world)
+    names = {name: param for name, param in engine.module.named_parameters() if param.requires_grad}
+    found = {}
+    for name, param in names.items():
+        for state in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
+            value = deepspeed.utils.safe_get_full_optimizer_state(param, state)
+            found[name, state] = None if value is None else float(value.double().norm())
+    return found
+
+
+@STAGE
+def test_states_are_slots_of_whole_parameters(stage):
+    muon = run_ranks(2, body_states, "Muon", stage)
+    assert muon[0] == muon[1]
+    assert muon[0]["wide.weight", "momentum_buffer"] > 0 and muon[0]["wide.weight", "exp_avg"] is None
+    assert muon[0]["wide.bias", "exp_avg_sq"] > 0 and muon[0]["wide.bias", "momentum_buffer"] is None
+    assert muon[0]["embed", "exp_avg"] > 0, "an embedding is Adam's"
+    lamb = run_ranks(2, body_states, "Lamb", stage)
+    assert lamb[0]["wide.weight", "exp_avg"] > 0 and lamb[0]["wide.weight", "momentum_buffer"] is None
+    assert lamb[0] == pytest.approx(run_ranks(1, body_states_of_two, "Lamb", stage)[0], rel=1e-5)
+
+
+def body_states_of_two(rank, world, kind, stage):
+    """The same on one rank that sees the micro-batches of two."""
+    engine = start(kind, stage, accumulate=2)
+    train(engine, 2, rank, world)
+    found = {}
+    for name, param in engine.module.named_parameters():
+        for state in ("momentum_buffer", "exp_avg", "exp_avg_sq") if param.requires_grad else ():
+            value = deepspeed.utils.safe_get_full_optimizer_state(param, state)
+            found[name, state] = None if value is None else float(value.double().norm())
+    return found
+
+
+def body_checkpoint(rank, world, kind, stage, dtype, folder):
+    engine = start(kind, stage, dtype=dtype)
+    train(engine, 3, rank, world)
+    engine.save_checkpoint(folder, tag="three")
+    train(engine, 3, rank, world, first=3)
+    expected = whole(engine.module)
+    again = start(kind, stage, dtype=dtype)
+    again.load_checkpoint(folder, tag="three")
+    train(again, 3, rank, world, first=3)
+    found = whole(again.module)
+    return {name: torch.equal(found[name], value) for name, value in expected.items()}
+
+
+@KIND
+@STAGE
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_checkpoint_goes_on_bit_by_bit(kind, stage, dtype, tmp_path):
+    for result in run_ranks(2, body_checkpoint, kind, stage, dtype, str(tmp_path)):
+        assert all(result.values()), [name for name, same in result.items() if not same]
+
+
+def body_overflow(rank, world, kind, stage):
+    accelerator = deepspeed.get_accelerator()
+    supported = accelerator.is_fp16_supported
+    accelerator.is_fp16_supported = lambda: True  # the model has no matrix products
+    try:
+        return overflow(rank, world, kind, stage)
+    finally:
+        accelerator.is_fp16_supported = supported
+
+
+def overflow(rank, world, kind, stage):
+    engine = start(kind, stage, model=make(Grid), dtype="fp16", fp16={"initial_scale_power": 4, "hysteresis": 1})
+    train(engine, 1, rank, world, out=6)
+    before = whole(engine.module)
+    states = [float(t.double().norm()) for slot in range(len(engine.core.slot_names())) for t in slots(engine, slot)]
+    scale = engine.optimizer.loss_scale
+    x = torch.full((3, 6), 60000.0 if rank == 0 else 1.0, dtype=torch.float16)
+    engine.backward(engine(x, 0).float().square().mean())
+    engine.step()
+    after = whole(engine.module)
+    later = [float(t.double().norm()) for slot in range(len(engine.core.slot_names())) for t in slots(engine, slot)]
+    skipped = engine.skipped_steps
+    train(engine, 1, rank, world, first=1, out=6)
+    moved = whole(engine.module)
+    return (
+        skipped,
+        engine.optimizer.loss_scale < scale,
+        all(torch.equal(after[name], value) for name, value in before.items()),
+        states == later,
+        all(not torch.equal(moved[name], value) and bool(value.isfinite().all()) for name, value in after.items()),
+    )
+
+
+def slots(engine, slot):
+    return [piece for piece in engine.core.slots(slot) if piece is not None]
+
+
+@KIND
+@STAGE
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_skipped_fp16_step_moves_nothing(kind, stage, world):
+    for skipped, lowered, weights, states, moved in run_ranks(world, body_overflow, kind, stage):
+        assert (skipped, lowered, weights, states, moved) == (1, True, True, True, True)
+
+
+def body_ratios(rank, world, stage):
+    engine = start("Lamb", stage)
+    reference = Reference(make(), "Lamb", torch.float32)
+    before = {name: value.double() for name, value in whole(engine.module).items()}
+    train(engine, 1, rank, world)
+    reference.step(0, world)
+    after = whole(engine.module)
+    trained = [name for name, param in engine.module.named_parameters() if param.requires_grad]
+    ratios = dict(zip(trained, engine.basic_optimizer.get_lamb_coeffs()))
+    moved = {name: float((after[name].double() - before[name]).norm()) for name in trained}
+    expected = {name: float(before[name].norm()) * LAMB["lr"] for name in trained}  # lr * |w| where nothing is clamped
+    return [(ratios[n], moved[n], expected[n]) for n in trained if 0.011 < ratios[n] < 9.9], len(ratios), len(trained)
+
+
+@STAGE
+def test_trust_ratios_are_those_of_whole_parameters(stage):
+    results = run_ranks(2, body_ratios, stage)
+    alone = run_ranks(1, body_ratios_of_two, stage)[0]
+    for ratios, count, trained in results:
+        assert count == trained and len(ratios) >= 5
+        for _, moved, expected in ratios:
+            assert moved == pytest.approx(expected, rel=1e-4)
+        assert [ratio for ratio, _, _ in ratios] == pytest.approx(alone, rel=1e-5)
+
+
+def body_ratios_of_two(rank, world, stage):
+    engine = start("Lamb", stage, accumulate=2)
+    train(engine, 1, rank, world)
+    return [ratio for ratio in engine.basic_optimizer.get_lamb_coeffs() if 0.011 < ratio < 9.9]
+
+
+def body_traffic(rank, world, kind, stage):
+    engine = start(kind, stage)
+    train(engine, 1, rank, world)
+    x, target = torch.rand(3, 6), torch.rand(3, 2)
+    engine.backward(((engine(x, 0) - target) ** 2).mean())
+    engine.core.finish_backward()
+    engine.core.reset_traffic()
+    engine.step()
+    return (
+        engine.core.traffic()["calls"],
+        engine.core.traffic()["elements"],
+        sum(p.ds_numel if hasattr(p, "ds_numel") else p.numel() for p in engine.module.parameters() if p.requires_grad),
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_lamb_adds_one_small_collective_to_a_step(stage):
+    """One for all parameters and groups, of two numbers for each parameter."""
+    adam = run_ranks(2, body_traffic, "AdamW", stage)
+    lamb = run_ranks(2, body_traffic, "Lamb", stage)
+    for (a_calls, a_elements, _), (calls, elements, _) in zip(adam, lamb):
+        assert calls == a_calls + 1
+        assert elements - a_elements <= 2 * 13
+
+
+def test_muon_sends_what_the_docs_say():
+    """2 n (N - 1) / N elements of each rank for n elements of matrices (and padding), besides what AdamW sends."""
+    adam = run_ranks(2, body_traffic, "AdamW", 2)
+    muon = run_ranks(2, body_traffic, "Muon", 2)
+    for (_, a_elements, _), (_, elements, numel) in zip(adam, muon):
+        assert 0 < elements - a_elements <= 1.5 * 2 * numel
+
+
+def body_bad(rank, world, kind, params):
+    try:
+        start(kind, 1, params=params)
+    except Exception as error:  # what it is, is what we test
+        return type(error).__name__, str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    "kind, params, word",
+    [
+        ("Lamb", {"max_grad_norm": 1.0}, "gradient_clipping"),
+        ("Lamb", {"min_coef": 1.0}, "min_coeff"),
+        ("Lamb", {"min_coeff": 2.0, "max_coeff": 1.0}, "min_coeff"),
+        ("Lamb", {"betas": [1.0, 0.9]}, "betas"),
+        ("Muon", {"ns_method": "fast"}, "ns_method"),
+        ("Muon", {"momentum": 1.5}, "momentum"),
+        ("Muon", {"max_grad_norm": 1.0}, "gradient_clipping"),
+    ],
+)
+def test_bad_parameters_name_the_key(kind, params, word):
+    name, text = run_ranks(1, body_bad, kind, params)[0]
+    assert name in ("ValueError", "DeepSpeedConfigError") and word in text, (name, text)
+
+
+def body_client(rank, world, stage):
+    """Optimizers that the script makes, and flags that it sets."""
+    from deepspeed.ops.lamb import FusedLamb  # noqa: PLC0415 - a rank of its own
+    from deepspeed.ops.muon import MuonWithAuxAdam  # noqa: PLC0415
+
+    config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}}
+    model = make()
+    model.wide.weight.use_muon = False
+    muon = MuonWithAuxAdam([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    engine = deepspeed.initialize(model=model, optimizer=muon, config=config)[0]
+    train(engine, 2, rank, world)
+    kinds = [group["use_muon"] for group in muon.param_groups]
+    state = deepspeed.utils.safe_get_full_optimizer_state(model.wide.weight, "exp_avg") is not None
+    model = make()
+    try:
+        lamb = FusedLamb([p for p in model.parameters() if p.requires_grad], max_grad_norm=1.0)
+        deepspeed.initialize(model=model, optimizer=lamb, config=config)
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    return kinds, state, refused
+
+
+@STAGE
+def test_optimizers_of_the_script(stage):
+    for kinds, state, refused in run_ranks(2, body_client, stage):
+        assert kinds == [True, False] and state
+        assert "gradient_clipping" in refused

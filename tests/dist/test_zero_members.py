@@ -1,0 +1,395 @@
+"""Members of the sharded optimizers, of their parameters and of the engine that scripts reach for."""
+
+import copy
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.runtime.zero.offload_states import get_state_devices
+from deepspeed.runtime.zero.parameter_offload import ensure_zero_ordered_dict
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param
+from deepspeed.utils.sparse_tensor import SparseTensor
+from engine_models import batch, config, loss_of, make_net, train_engine
+from harness import run_ranks
+
+
+def make_engine(world, stage, model=None, accumulate=1, **more):
+    zero = {"stage": stage, "reduce_bucket_size": 300, "stage3_param_persistence_threshold": 20}
+    made = config(world, accumulate, zero_optimization=zero, **more)
+    return deepspeed.initialize(model=model if model is not None else make_net(), config=made)[0]
+
+
+def values(engine):
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return [p.detach().clone() for p in engine.module.parameters()]
+
+
+# ---- offload_states ---------------------------------------------------------------------------------------------
+def body_offload(rank, world, stage, bf16):
+    results = []
+    for away in (False, True):
+        engine = make_engine(world, stage, bf16={"enabled": bf16})
+        engine.optimizer.states.even_on_host = True  # what a GPU does, on the host's own memory
+        train_engine(engine, 2, rank, world)
+        if away:
+            # At stage 3 the slices lie in shared memory here, which has a fixed size.
+            kinds = [k for k in OffloadStateTypeEnum if stage < 3 or k.name in ("optim_states", "lp_grads")]
+            held = sum(engine.core.held_bytes().values())
+            held += sum(p.numel() * p.element_size() for p in engine.module.parameters() if not p.requires_grad)
+            engine.offload_states(include=set(kinds), pin_memory=False)
+            moved = sum(host.numel() for entries in engine.optimizer.states.away.values() for _, host in entries)
+            assert 0 < moved <= held
+            assert get_state_devices(engine, OffloadStateTypeEnum.optim_states) == {torch.device("cpu")}
+            assert get_state_devices(engine, OffloadStateTypeEnum.contiguous_grad_buffer) == set()
+            param = next(p for p in engine.module.parameters() if p.requires_grad)
+            engine._seen_backward = True
+            with pytest.raises(RuntimeError, match="engine.step.*reload_states"):
+                engine.step()
+            with pytest.raises(RuntimeError, match="save_checkpoint.*reload_states"):
+                engine.save_checkpoint("/nowhere")
+            with pytest.raises(RuntimeError, match="reload_states"):
+                deepspeed.utils.safe_get_full_optimizer_state(param, "exp_avg")
+            engine._seen_backward = False
+            if stage < 3:
+                with pytest.raises(RuntimeError, match="engine.forward.*lp_params"):
+                    engine(batch(0)[0])
+                with pytest.raises(RuntimeError, match="hp_params"):
+                    safe_get_full_fp32_param(param)
+            engine.offload_states(include=set(kinds), pin_memory=False)  # again: nothing more to move
+            engine.reload_states()
+            assert not engine.optimizer.states.away
+        train_engine(engine, 2, rank, world, start=2)
+        results.append(values(engine))
+        engine.destroy()
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("stage, bf16", [(1, True), (2, False), (2, True), (3, True)])
+def test_states_go_and_come_back_bit_by_bit(stage, bf16):
+    assert all(run_ranks(2, body_offload, stage, bf16))
+
+
+def body_offload_on_host(rank, world):
+    engine = make_engine(world, 2)
+    train_engine(engine, 1, rank, world)
+    engine.offload_states()
+    assert not engine.optimizer.states.away
+    assert get_state_devices(engine, OffloadStateTypeEnum.hp_params) == {torch.device("cpu")}
+    train_engine(engine, 1, rank, world, start=1)  # nothing is missing
+    engine.reload_states()
+    with pytest.raises(ValueError, match="include= takes optim_states"):
+        engine.offload_states(include=["gradients"])
+    with pytest.raises(TypeError, match="include="):
+        engine.offload_states(include=OffloadStateTypeEnum.lp_grads)
+    with pytest.raises(ValueError, match="offload_optimizer"):
+        engine.offload_states(device=OffloadDeviceEnum.nvme)
+    with pytest.raises(AssertionError, match="needs ZeRO"):
+        make_engine(world, 0).offload_states()
+    return True
+
+
+def test_on_a_cpu_nothing_moves():
+    assert all(run_ranks(2, body_offload_on_host))
+
+
+# ---- fragments and values ---------------------------------------------------------------------------------------
+def body_fragments(rank, world, stage):
+    engine = make_engine(world, stage, bf16={"enabled": True})
+    engine.backward(loss_of(engine(batch(0)[0]), batch(0)[1]))
+    owned = 0
+    for param in engine.module.parameters():
+        if not param.requires_grad:
+            continue
+        mapping = param._hp_mapping
+        whole = safe_get_full_fp32_param(param).reshape(-1)
+        state = deepspeed.utils.safe_get_full_optimizer_state(param, "exp_avg").reshape(-1)
+        grad = deepspeed.utils.safe_get_full_grad(param)
+        if mapping is None:
+            continue
+        part = slice(mapping.lp_fragment_address.start, None)
+        numel = mapping.lp_fragment_address.numel
+        assert mapping.get_hp_fragment_address().numel == numel == mapping.get_hp_fragment().numel()
+        assert torch.equal(mapping.get_hp_fragment(), whole[part][:numel])
+        assert torch.equal(mapping.lp_fragment, param.detach().reshape(-1)[part][:numel])
+        assert set(mapping.get_optim_state_keys()) == {"exp_avg", "exp_avg_sq"}
+        assert torch.equal(mapping.get_hp_fragment("exp_avg").reshape(-1), state[part][:numel])
+        if grad is not None:
+            found = mapping.get_lp_grad_fragment(0).reshape(-1) / engine.optimizer.loss_scale
+            assert torch.equal(found, grad.reshape(-1)[part][:numel])
+        mapping.hp_fragment.fill_(2.0)
+        mapping.update_lp()
+        assert bool((param.detach().reshape(-1)[part][:numel] == 2.0).all())
+        owned += numel
+        with pytest.raises(ValueError, match="exp_avg_sq"):
+            mapping.get_optim_state_fragment("momentum")
+    copied = copy.deepcopy(engine.module)
+    assert all(getattr(p, "_hp_mapping", None) is None for p in copied.parameters())
+    params = list(engine.module.parameters())
+    engine.destroy()
+    assert not any(hasattr(p, "_hp_mapping") for p in params)
+    return owned
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_fragments_are_views_of_what_this_rank_owns(stage):
+    numel = sum(p.numel() for p in make_net().parameters() if p.requires_grad)
+    assert sum(run_ranks(2, body_fragments, stage)) == numel
+
+
+def body_values(rank, world):
+    engine = make_engine(world, 3)
+    optimizer = engine.optimizer
+    engine.backward(loss_of(engine(batch(0)[0]), batch(0)[1]))
+    params = [p for p in engine.module.parameters() if p.requires_grad]
+    param = params[1]
+    assert [optimizer.get_param_id(p) for p in params] == list(range(len(params)))
+    value = optimizer.get_full_hp_param(param)
+    optimizer.set_full_hp_param(value + 1, param)
+    assert torch.equal(optimizer.get_full_hp_param(param), value + 1)
+    local = optimizer.get_local_fp32_param(param)
+    optimizer.set_local_hp_param(local * 2, param)
+    assert torch.equal(safe_get_local_fp32_param(param), local * 2)
+    assert optimizer.get_hp_param_device(param) == torch.device("cpu")
+    grad = optimizer.get_fp32_grad_for_param(param)
+    optimizer.set_fp32_grad_for_param(grad * 3, param)
+    assert torch.equal(optimizer.get_fp32_grad_for_param(param), grad * 3)
+    piece = optimizer.get_local_fp32_grad_for_param(param)
+    assert any(torch.equal(piece, part) for part in optimizer.get_fp32_grad_partitions()[0].values())
+    optimizer.update_fp32_grad_for_param_vectorized(lambda grad, _: torch.zeros_like(grad), [param])
+    assert not optimizer.get_fp32_grad_for_param(param).any()
+    assert optimizer.get_full_hp_param(param, "exp_avg").shape == param.ds_shape
+    with pytest.raises(ValueError, match="not trained by this optimizer"):
+        optimizer.get_full_hp_param(torch.nn.Parameter(torch.zeros(2)))
+    assert not optimizer.has_overflow_partitioned_grads_serial()
+    turns = []
+    optimizer.sequential_execution(lambda: turns.append(rank), "one by one")
+    assert turns == [rank]
+    engine.step()
+    return True
+
+
+def test_values_asked_of_the_stage_3_optimizer():
+    assert all(run_ranks(2, body_values))
+
+
+def body_foreign_backward(rank, world, stage, accumulate):
+    results = []
+    for by_hand in (False, True):
+        engine = make_engine(world, stage, accumulate=accumulate)
+        tokens, targets = batch(0)
+        for micro in range(accumulate):
+            loss = loss_of(engine(tokens[micro::accumulate][rank::world]), targets[micro::accumulate][rank::world])
+            if by_hand:
+                engine.optimizer.backward_prologue()
+                engine.optimizer.scale_if_loss(loss / accumulate).backward()
+                engine.optimizer.backward_epilogue()
+                engine._seen_backward = True
+            else:
+                engine.backward(loss)
+            engine.step()
+        results.append(values(engine))
+        engine.destroy()
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("stage, accumulate", [(1, 1), (1, 2), (2, 2), (3, 1)])
+def test_a_backward_between_prologue_and_epilogue(stage, accumulate):
+    assert all(run_ranks(2, body_foreign_backward, stage, accumulate))
+
+
+# ---- stage 3: gathering by hand ---------------------------------------------------------------------------------
+def body_by_hand(rank, world):
+    engine = make_engine(world, 3)
+    offload = engine.parameter_offload
+    first = engine.module.first
+    assert first.weight.shape == torch.Size([0])
+    offload.pre_sub_module_forward_function(first)
+    assert first.weight.shape == (12, 12)
+    torch.nn.functional.linear(torch.ones(2, 12), first.weight, first.bias)
+    offload.pre_sub_module_backward_function(first)
+    offload.post_sub_module_forward_function(first)
+    assert first.weight.shape == (12, 12)  # the backward holds it still
+    offload.post_sub_module_backward_function(first)
+    offload.empty_partition_cache()
+    assert first.weight.shape == torch.Size([0])
+    with pytest.raises(RuntimeError, match="pre_sub_module"):
+        offload.post_sub_module_forward_function(first)
+
+    before = {p.ds_id for p in engine.module.parameters() if p.ds_persist}
+    stay = offload.mark_persistent_parameters(param_threshold=145, model_threshold=10**9)
+    assert {p.ds_id for p in stay} > before and first.weight.shape == (12, 12)
+    train_engine(engine, 2, rank, world)
+    found = values(engine)
+    assert first.weight.shape == (12, 12)
+    few = offload.mark_persistent_parameters(param_threshold=13, model_threshold=20)
+    assert sum(p.ds_numel for p in few) <= 20 and first.weight.shape == torch.Size([0])
+    reference = make_engine(world, 3)
+    train_engine(reference, 2, rank, world)
+    return all(torch.equal(a, b) for a, b in zip(found, values(reference), strict=True))
+
+
+def test_gathering_by_hand_and_persistence():
+    assert all(run_ranks(2, body_by_hand))
+
+
+class Peeking(torch.nn.Module):
+    """Uses a weight of another module through that module's dict of parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(17, 12)
+        self.out = torch.nn.Linear(12, 12, bias=False)
+
+    def forward(self, tokens):
+        return torch.nn.functional.linear(self.out(self.embed(tokens)), self.embed._parameters["weight"])
+
+
+def body_ordered_dict(rank, world):
+    torch.manual_seed(0)
+    engine = make_engine(world, 3, Peeking())
+    for module in engine.module.modules():
+        ensure_zero_ordered_dict(module)
+        ensure_zero_ordered_dict(module)
+    assert engine.module.embed._parameters["weight"].shape == torch.Size([0])
+    out = engine(torch.arange(6).reshape(1, 6))
+    assert out.shape == (1, 6, 17)
+    engine.backward(out.square().mean())
+    engine.step()
+    copied = copy.deepcopy(engine.module)
+    assert list(copied.embed._parameters) == ["weight"]
+    return True
+
+
+def test_a_dict_that_gathers_what_is_looked_up():
+    assert all(run_ranks(2, body_ordered_dict))
+
+
+# ---- outputs of any class ---------------------------------------------------------------------------------------
+class Answer:
+    """What a model may return: not a tensor, tuple, list, dict or dataclass."""
+
+    __slots__ = ("inner", "__dict__")
+
+    def __init__(self, logits):
+        self.inner = {"logits": [logits]}
+        self.me = self  # a circle
+
+
+class Closed:
+    """Keeps what it has where nobody can look."""
+
+    __slots__ = ()
+    kept = []
+
+    def __init__(self, logits):
+        Closed.kept[:] = [lambda: logits]
+
+
+class Answering(torch.nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.net = make_net()
+        self.kind = kind
+
+    def forward(self, tokens):
+        return self.kind(self.net(tokens))
+
+
+def body_answers(rank, world, stage):
+    results = []
+    for user_backward in (False, True):
+        engine = make_engine(world, stage, Answering(Answer), accumulate=2)
+        for micro in range(2):
+            tokens, targets = batch(micro, 4)
+            loss = loss_of(engine(tokens).inner["logits"][0], targets)
+            loss.backward() if user_backward else engine.backward(loss)
+            engine.step()
+        results.append((engine.get_global_grad_norm(), values(engine)))
+        engine.destroy()
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
+    assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(results[0][1], results[1][1], strict=True))
+    engine = make_engine(world, stage, Answering(Closed), accumulate=2)
+    if stage < 3:
+        engine(batch(0)[0])
+        loss_of(Closed.kept[0](), batch(0)[1]).backward()
+        with pytest.raises(RuntimeError, match=r"Call engine\.backward\(loss\) instead"):
+            engine.step()
+        engine.zero_grad()
+        engine(batch(0)[0])
+        engine.backward(loss_of(Closed.kept[0](), batch(0)[1]))
+        engine.step()
+    return True
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_plain_backward_on_objects_of_any_class(stage):
+    assert all(run_ranks(2, body_answers, stage))
+
+
+class Chained(torch.nn.Module):
+    """Returns values that were computed from each other, as models do that return their loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        logits = self.second(hidden).view(-1)
+        loss = logits.square().mean()
+        return {"loss": loss, "logits": logits, "hidden": [hidden, hidden], "again": loss}
+
+
+def body_chained(rank, world, stage):
+    results = []
+    for user_backward in (False, True):
+        torch.manual_seed(0)
+        engine = make_engine(world, stage, Chained(), accumulate=4)
+        for micro in range(4):
+            torch.manual_seed(2 * micro + rank)
+            out = engine(torch.randn(2, 4))
+            loss = out["loss"] + out["logits"].mean() + out["hidden"][1].sum()  # enters at three places
+            loss.backward() if user_backward else engine.backward(loss)
+            engine.step()
+        results.append((engine.get_global_grad_norm(), values(engine)))
+        engine.destroy()
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
+    return all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_outputs_computed_from_each_other_get_the_factor_once(stage):
+    assert all(run_ranks(2, body_chained, stage))
+
+
+# ---- reductions of lists ----------------------------------------------------------------------------------------
+def body_reductions(rank, world):
+    engine = make_engine(world, 1)
+    group = engine.data_parallel_group
+    make = lambda: [torch.full((3,), float(rank)), torch.full((2, 2), float(10 * rank))]  # noqa: E731
+    flat = engine.allreduce_bucket(make(), group)
+    assert flat.tolist() == [0.5] * 3 + [5.0] * 4
+    tensors = make()
+    engine.allreduce_and_copy(tensors, group)
+    assert tensors[0].tolist() == [0.5] * 3 and tensors[1].tolist() == [[5.0] * 2] * 2
+    tensors = make()
+    engine.allreduce_no_retain(tensors, group, numel_per_bucket=2)
+    assert tensors[0].tolist() == [0.5] * 3 and tensors[1].tolist() == [[5.0] * 2] * 2
+
+    dense = torch.zeros(4, 2)
+    dense[rank + 1] = rank + 1.0
+    dense[0] = 4.0
+    sparse = SparseTensor(dense.clone())
+    mixed = [torch.full((3,), float(rank)), sparse, torch.full((3,), float(rank)).half()]
+    engine.buffered_allreduce_fallback(mixed)
+    assert mixed[0].tolist() == [0.5] * 3 == mixed[2].tolist()
+    assert sparse.orig_dense_tensor.tolist() == [[4.0] * 2, [0.5] * 2, [1.0] * 2, [0.0] * 2]
+    rows = engine.sparse_all_gather(torch.arange(rank + 1), group)
+    assert [row.tolist() for row in rows] == [[0], [0, 1]]
+    return True
+
+
+def test_reductions_of_lists_of_tensors():
+    assert all(run_ranks(2, body_reductions))

@@ -1,0 +1,291 @@
+"""Compiling another package's op: once, in the right place, and with a clear word when it cannot be."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from deepspeed.ops.op_builder import OpBuilder, jit
+from deepspeed.ops.op_builder.toolchain import BuildError
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+
+def forget():
+    """As a new process would begin."""
+    jit._loaded.clear()
+
+
+def folders(toy):
+    """Folders of builds in the cache."""
+    return [folder for folder, _, files in os.walk(jit.cache_root()) if "lock" in files]
+
+
+def test_first_use_compiles_and_second_does_not(toy):
+    op = toy.builder().load()
+    assert op.answer() == 42 and toy.calls() == 2  # a compilation and a link
+    assert toy.builder().load() is op
+    forget()
+    builder = toy.builder()
+    assert builder.load().answer() == 42 and toy.calls() == 2
+    assert builder.jit_mode
+    assert op.__file__.startswith(os.environ["TORCH_EXTENSIONS_DIR"]) and torch.__version__ in op.__file__
+
+
+def test_in_another_process_neither(toy):
+    toy.builder().load()
+    assert answers(toy, 1) == ["42"] and toy.calls() == 2
+
+
+PROGRAM = "from conftest import ToyBuilder; import sys; print(ToyBuilder(sys.argv[1]).load().answer())"
+
+
+def start(toy, **env):
+    path = os.pathsep.join([os.path.join(ROOT, "python"), os.path.dirname(os.path.abspath(__file__))])
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, toy.folder], env={**os.environ, "PYTHONPATH": path, **env}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+
+
+def answers(toy, count):
+    running = [start(toy) for _ in range(count)]
+    outputs = [process.communicate(timeout=120) for process in running]
+    assert all(process.returncode == 0 for process in running), outputs
+    return [output[0].split()[-1] for output in outputs]
+
+
+@pytest.mark.slow
+def test_processes_at_once_build_once(toy):
+    slow(toy)
+    assert answers(toy, 3) == ["42"] * 3 and toy.calls() == 2
+
+
+def slow(toy):
+    """The compiler takes a second, so that the processes meet."""
+    toy.compiler.write_text(toy.compiler.read_text().replace("exec", "sleep 1; exec"))
+
+
+@pytest.mark.slow
+def test_a_killed_builder_does_not_block(toy):
+    slow(toy)
+    killed = start(toy)
+    while not toy.calls():
+        assert killed.poll() is None, killed.communicate()
+        time.sleep(0.05)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    assert folders(toy) and not toy_is_built(toy)
+    assert toy.builder().load().answer() == 42
+    assert [name for name in os.listdir(folders(toy)[0]) if name.startswith("build-")] == []  # its rubbish is gone
+
+
+def toy_is_built(toy):
+    return any("built.json" in os.listdir(folder) for folder in folders(toy))
+
+
+@pytest.mark.slow
+def test_a_process_waits_for_the_one_that_builds(toy, capsys):
+    toy.builder().load()
+    (folder,) = folders(toy)
+    os.remove(os.path.join(folder, "built.json"))
+    with open(os.path.join(folder, "lock"), "a+", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = start(toy)
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.communicate(timeout=4)
+    out, err = waiting.communicate(timeout=60)
+    assert waiting.returncode == 0 and "Waiting for process" in out, (out, err)
+
+
+@pytest.mark.parametrize("change", ["source", "header", "flags", "CXXFLAGS", "LDFLAGS", "compiler"])
+def test_a_change_compiles_again(toy, change, monkeypatch):
+    toy.builder().load()
+    more = {}
+    if change == "source":
+        toy.source.write_text(toy.source.read_text().replace("(ANSWER)", "(ANSWER + 1)"))
+    elif change == "header":
+        toy.header.write_text("#define ANSWER 43\n")
+    elif change == "flags":
+        more["args"] = ["-DTWICE"]
+    elif change == "compiler":
+        os.utime(toy.compiler, (1, 1))
+    else:
+        monkeypatch.setenv(change, "-g0" if change == "CXXFLAGS" else "-Wl,-z,now")
+    forget()
+    assert toy.builder(**more).load().answer() == (43 if change in ("source", "header") else 42)
+    assert toy.calls() == 4
+    forget()
+    toy.builder(**more).load()
+    assert toy.calls() == 4
+
+
+def test_the_old_build_is_still_there(toy):
+    toy.builder().load()
+    before = toy.source.read_text()
+    toy.source.write_text(before + "// changed\n")
+    forget()
+    toy.builder().load()
+    toy.source.write_text(before)
+    forget()
+    toy.builder().load()
+    assert toy.calls() == 4
+
+
+def test_half_a_build_is_no_build(toy):
+    toy.builder().load()
+    path = os.path.join(folders(toy)[0], "built.json")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write('{"module": ')
+    forget()
+    assert toy.builder().load().answer() == 42 and toy.calls() == 4
+
+
+def test_headers_of_the_op_are_remembered_and_no_others(toy):
+    toy.builder().load()
+    with open(os.path.join(folders(toy)[0], "built.json"), encoding="utf-8") as file:
+        headers = [os.path.basename(path) for path in json.load(file)["headers"]]
+    assert sorted(headers) == ["answer.h", "toy.cpp"]
+
+
+def test_without_a_compiler(toy, monkeypatch, tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(empty))
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler on PATH \(looked for c\+\+, g\+\+, clang\+\+\).*apt-get"):
+        toy.builder().load()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(BuildError, match="looked for no-such-compiler"):
+        toy.builder().load()
+
+
+def test_what_another_machine_compiled_needs_no_compiler(toy, monkeypatch, tmp_path):
+    toy.builder().load()
+    forget()
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert toy.builder().load().answer() == 42
+
+
+def test_without_ninja(toy, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(BuildError, match="there is no ninja.*pip install ninja.*apt-get install ninja-build"):
+        toy.builder().load()
+
+
+def test_without_headers(toy, monkeypatch, tmp_path):
+    toolchain = jit.toolchain
+    monkeypatch.setattr(toolchain, "TORCH", str(tmp_path))
+    with pytest.raises(BuildError, match="torch's headers are missing.*libtorch-dev"):
+        toy.builder().load()
+
+
+def test_compile_error_names_the_first_error_and_the_log(toy):
+    toy.source.write_text("int f() { return undeclared; }\nint g() { return second; }\n")
+    with pytest.raises(BuildError) as caught:
+        toy.builder().load()
+    text = str(caught.value)
+    assert "toy.cpp:1:" in text and "undeclared" in text and "second" not in text and "\n" not in text
+    with open(text.rsplit(" is in ", 1)[1].rstrip("."), encoding="utf-8") as log:
+        assert "second" in log.read()
+    toy.source.write_text(toy.source.read_text().replace("undeclared", "1").replace("second", "2"))
+    with pytest.raises(BuildError, match="cannot be imported.*PyInit_toy"):
+        toy.builder().load()
+
+
+def test_link_error(toy):
+    with pytest.raises(BuildError, match="does not compile: .*cannot find -lnosuchthing"):
+        toy.builder(ldflags=["-lnosuchthing"]).load()
+
+
+def test_a_source_that_is_not_there(toy):
+    toy.source.unlink()
+    with pytest.raises(BuildError, match="a source that is not there: .*toy.cpp"):
+        toy.builder().load()
+
+
+def test_a_folder_that_cannot_be_written(toy, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file" / "below"))
+    with pytest.raises(BuildError, match="cannot be made.*TORCH_EXTENSIONS_DIR"):
+        toy.builder().load()
+
+
+def test_a_file_system_without_locks(toy, monkeypatch, caplog):
+    def flock(file, operation):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(jit.logger, "propagate", True)
+    assert toy.builder().load().answer() == 42
+    assert "cannot be locked (No locks available)" in caplog.text
+
+
+def test_max_jobs(toy, monkeypatch):
+    monkeypatch.setenv("MAX_JOBS", "many")
+    with pytest.raises(BuildError, match="MAX_JOBS is 'many'"):
+        toy.builder().load()
+    monkeypatch.setenv("MAX_JOBS", "1")
+    assert toy.builder().load().answer() == 42
+
+
+def test_default_place(monkeypatch):
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    tag = f"cp{sys.version_info[0]}{sys.version_info[1]}-torch{torch.__version__}"
+    assert jit.cache_root() == f"/home/somebody/.cache/torch_extensions/{tag}"
+
+
+def test_prebuilt_goes_first(toy, monkeypatch, tmp_path):
+    package = tmp_path / "site" / "somebody" / "else"
+    package.mkdir(parents=True)
+    (package / "toy_op.py").write_text("def answer():\n    return 'prebuilt'\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    builder = toy.builder()
+    assert builder.load().answer() == "prebuilt" and not builder.jit_mode and toy.calls() == 0
+    # One of another torch does not import: compiled instead.
+    sys.modules.pop("somebody.else.toy_op")
+    (package / "toy_op.py").write_text("raise ImportError('undefined symbol')\n")
+    assert toy.builder().load().answer() == 42
+    for name in ("somebody.else.toy_op", "somebody.else", "somebody"):
+        sys.modules.pop(name, None)
+
+
+def test_incompatible_op_is_not_compiled(toy):
+    class Picky(type(toy.builder())):
+        def is_compatible(self, verbose=False):
+            if verbose:
+                self.warning("toy needs a warp drive")
+            return False
+
+    with pytest.raises(ValueError, match="toy cannot be compiled on this machine: toy needs a warp drive"):
+        Picky(toy.folder).load(verbose=True)
+    assert toy.calls() == 0
+
+
+TORCH_OP = """
+#include <torch/extension.h>
+at::Tensor twice(const at::Tensor& t) { return t * 2; }
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("twice", &twice); }
+"""
+
+
+@pytest.mark.slow
+def test_an_op_on_torch_tensors(toy):
+    """torch's headers, its pybind11 and its ABI: a tensor goes in and comes out."""
+    toy.source.write_text(TORCH_OP)
+    op = toy.builder(args=["-O0"]).load()
+    assert torch.equal(op.twice(torch.arange(3)), torch.tensor([0, 2, 4]))
+
+
+def test_the_builder_is_abstract():
+    with pytest.raises(TypeError):
+        OpBuilder("nothing")

@@ -1,0 +1,263 @@
+"""FusedLamb against algorithm 2 of its paper in fp64, over dtypes, layouts and options; its contract."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+
+from deepspeed.ops.lamb import FusedLamb
+
+SHAPES = [(1,), (7,), (33, 5), (4, 3, 2, 2), (200, 170), (0,), (3, 0)]
+HALF = [torch.bfloat16, torch.float16]
+
+
+def make_params(dtype=torch.float32, shapes=SHAPES, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def set_grads(params, seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = (scale * torch.randn(p.shape, generator=generator)).to(p.dtype)
+
+
+class Oracle:
+    """You et al. 2020, algorithm 2, in fp64."""
+
+    def __init__(self, params, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, inside=False, correct=True, low=0.01,
+                 high=10.0):  # fmt: skip
+        self.weights = [p.detach().double().clone() for p in params]
+        self.m = [torch.zeros_like(w) for w in self.weights]
+        self.v = [torch.zeros_like(w) for w in self.weights]
+        self.lr, self.betas, self.eps, self.decay = lr, betas, eps, weight_decay
+        self.inside, self.correct = inside, correct
+        self.low, self.high, self.count, self.ratios = low, high, 0, []
+
+    def step(self, grads):
+        self.count += 1
+        self.ratios = []
+        beta1, beta2 = self.betas
+        c1, c2 = (1 - beta1**self.count, 1 - beta2**self.count) if self.correct else (1, 1)
+        for i, (w, g) in enumerate(zip(self.weights, grads)):
+            self.m[i] = beta1 * self.m[i] + (1 - beta1) * g
+            self.v[i] = beta2 * self.v[i] + (1 - beta2) * g * g
+            second = self.v[i] / c2
+            root = (second + self.eps).sqrt() if self.inside else second.sqrt() + self.eps
+            update = self.m[i] / c1 / root + self.decay * w
+            ratio = 1.0
+            if w.norm() > 0 and update.norm() > 0:
+                ratio = float((w.norm() / update.norm()).clamp(self.low, self.high))
+            self.ratios.append(ratio)
+            w -= self.lr * ratio * update
+
+
+def compare(params, oracle, tolerance):
+    for p, w in zip(params, oracle.weights, strict=True):
+        if p.numel():
+            assert float((p.detach().double() - w).norm() / w.norm()) < tolerance
+
+
+def test_signature_of_the_contract():
+    assert str(inspect.signature(FusedLamb.__init__)) == (
+        "(self, params, lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-08, eps_inside_sqrt=False, "
+        "weight_decay=0.0, max_grad_norm=0.0, max_coeff=10.0, min_coeff=0.01, amsgrad=False)"
+    )
+    assert str(inspect.signature(FusedLamb.step)) == (
+        "(self, closure=None, grads=None, output_params=None, scale=1.0, grad_norms=None)"
+    )
+    assert issubclass(FusedLamb, torch.optim.Optimizer)
+
+
+@pytest.mark.parametrize("correct", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_fifty_steps_equal_fp64(correct, inside, weight_decay):
+    params = make_params()
+    options = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": weight_decay}
+    optimizer = FusedLamb(params, bias_correction=correct, eps_inside_sqrt=inside, **options)
+    oracle = Oracle(params, inside=inside, correct=correct, **options)
+    for step in range(50):
+        set_grads(params, step)
+        optimizer.step()
+        oracle.step([p.grad.double() for p in params])
+        assert optimizer.get_lamb_coeffs() == pytest.approx(oracle.ratios, rel=1e-5)
+    compare(params, oracle, 1e-6)
+
+
+def test_ratios_are_clamped():
+    params = [torch.nn.Parameter(torch.full((4,), value)) for value in (1e-6, 1e6, 0.0, 1.0)]
+    optimizer = FusedLamb(params, lr=0.1, max_coeff=5.0, min_coeff=0.5)
+    for p in params:
+        p.grad = torch.ones(4)
+    params[3].grad = None
+    optimizer.step()
+    assert optimizer.get_lamb_coeffs() == [0.5, 5.0, 1.0, 1.0]
+    torch.testing.assert_close(params[2].detach(), torch.full((4,), -0.1))
+    torch.testing.assert_close(params[3].detach(), torch.ones(4))
+
+
+def test_a_zero_gradient_at_zero_moments_moves_nothing():
+    params = make_params(shapes=[(5,)])
+    before = params[0].detach().clone()
+    optimizer = FusedLamb(params)
+    params[0].grad = torch.zeros(5)
+    optimizer.step()
+    assert torch.equal(params[0].detach(), before) and optimizer.get_lamb_coeffs() == [1.0]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_16_bit_parameters_have_fp32_moments(dtype):
+    params = make_params(dtype)
+    optimizer = FusedLamb(params, lr=0.05)
+    oracle = Oracle(params, lr=0.05)
+    for step in range(10):
+        set_grads(params, step)
+        for i, p in enumerate(params):
+            oracle.weights[i] = p.detach().double().clone()  # one step at a time: rounding accumulates
+        optimizer.step()
+        oracle.step([p.grad.double() for p in params])
+    compare(params, oracle, 2**-7 if dtype == torch.bfloat16 else 2**-10)
+    assert all(optimizer.state[p]["exp_avg"].dtype == torch.float32 for p in params)
+
+
+def test_parameters_in_any_memory_order():
+    params = [torch.nn.Parameter(torch.randn(6, 4).t()), torch.nn.Parameter(torch.randn(2, 3, 4, 5))]
+    params[1].data = params[1].data.contiguous(memory_format=torch.channels_last)
+    oracle = Oracle(params, lr=0.01)
+    optimizer = FusedLamb(params, lr=0.01)
+    for step in range(3):
+        set_grads(params, step)
+        optimizer.step()
+        oracle.step([p.grad.double() for p in params])
+    compare(params, oracle, 1e-6)
+
+
+def test_the_number_of_threads_does_not_matter():
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            params = make_params()
+            optimizer = FusedLamb(params, lr=0.01, weight_decay=0.1)
+            for step in range(3):
+                set_grads(params, step)
+                optimizer.step()
+            results.append([p.detach().clone() for p in params])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_max_grad_norm_clips_each_group():
+    groups = [make_params(shapes=[(5, 4), (3,)]), make_params(shapes=[(6,)], seed=1)]
+    optimizer = FusedLamb([{"params": groups[0], "max_grad_norm": 0.5}, {"params": groups[1]}], lr=0.01)
+    oracles = [Oracle(params, lr=0.01) for params in groups]
+    for step in range(3):
+        for params in groups:
+            set_grads(params, step, scale=3.0)
+        grads = [[p.grad.double() for p in params] for params in groups]
+        norm = torch.stack([g.norm() for g in grads[0]]).norm()
+        optimizer.step()
+        oracles[0].step([g * min(1.0, 0.5 / (float(norm) + 1e-6)) for g in grads[0]])
+        oracles[1].step(grads[1])
+    for params, oracle in zip(groups, oracles):
+        compare(params, oracle, 1e-6)
+
+
+def test_a_step_of_old_callers():
+    """Scaled gradients given as lists, 16-bit copies to write, known norms."""
+    params, plain = make_params(shapes=[(5, 4), (3,)]), make_params(shapes=[(5, 4), (3,)])
+    optimizer, expected = FusedLamb(params, lr=0.01, max_grad_norm=1.0), FusedLamb(plain, lr=0.01)
+    set_grads(plain, 0)
+    norm = torch.stack([p.grad.norm() for p in plain]).norm()
+    given = [(p.grad * 128).half() for p in plain]
+    copies = [torch.empty_like(p, dtype=torch.float16) for p in params]
+    optimizer.step(grads=given, output_params=copies, scale=128.0, grad_norms=[norm * 128])
+    for p in plain:
+        p.grad *= min(1.0, 1.0 / float(norm))
+    expected.step()
+    for p, q, copied in zip(params, plain, copies):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-3)
+        assert torch.equal(copied, p.detach().half())
+    with pytest.raises(ValueError, match="one tensor for each parameter"):
+        optimizer.step(grads=given[:1])
+
+
+def test_closure_and_missing_gradients():
+    params = make_params(shapes=[(3,), (4,)])
+    before = [p.detach().clone() for p in params]
+    optimizer = FusedLamb(params, lr=0.1)
+
+    def closure():
+        loss = (params[0] ** 2).sum()
+        loss.backward()
+        return loss
+
+    assert float(optimizer.step(closure)) == pytest.approx(float((before[0] ** 2).sum()))
+    assert not torch.equal(params[0], before[0]) and torch.equal(params[1], before[1])
+    assert params[1] not in optimizer.state
+
+
+def test_state_dict_goes_on_bit_by_bit():
+    params, others = make_params(), make_params()
+    first, second = FusedLamb(params, lr=0.01), FusedLamb(others, lr=0.5)
+    for step in range(3):
+        set_grads(params, step)
+        first.step()
+    for p, q in zip(params, others):
+        q.data.copy_(p.data)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for optimizer, ps in ((first, params), (second, others)):
+        set_grads(ps, 9)
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, others))
+    assert second.param_groups[0]["lr"] == 0.01
+
+
+def test_pickles():
+    params = make_params(shapes=[(3,)])
+    optimizer = FusedLamb(params, lr=0.01)
+    set_grads(params, 0)
+    optimizer.step()
+    again = pickle.loads(pickle.dumps(optimizer))
+    again.param_groups[0]["params"][0].grad = torch.ones(3)
+    again.step()
+    assert len(again.get_lamb_coeffs()) == 1
+
+
+@pytest.mark.parametrize(
+    "bad, word",
+    [
+        ({"lr": -1.0}, "lr"),
+        ({"betas": (1.0, 0.9)}, r"betas\[0\]"),
+        ({"betas": (0.9, -0.1)}, r"betas\[1\]"),
+        ({"eps": -1e-8}, "eps"),
+        ({"weight_decay": -0.1}, "weight_decay"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm"),
+        ({"min_coeff": -0.1}, "min_coeff"),
+        ({"min_coeff": 2.0, "max_coeff": 1.0}, "min_coeff"),
+        ({"max_coeff": float("nan")}, "max_coeff"),
+    ],
+)
+def test_bad_hyperparameters(bad, word):
+    with pytest.raises(ValueError, match=word):
+        FusedLamb(make_params(shapes=[(2,)]), **bad)
+
+
+def test_what_it_refuses():
+    with pytest.raises(RuntimeError, match="AMSGrad"):
+        FusedLamb(make_params(shapes=[(2,)]), amsgrad=True)
+    double = [torch.nn.Parameter(torch.ones(2, dtype=torch.float64))]
+    optimizer = FusedLamb(double)
+    double[0].grad = torch.ones(2, dtype=torch.float64)
+    with pytest.raises(TypeError, match="FusedLamb works on fp32"):
+        optimizer.step()
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    optimizer = FusedLamb(table.parameters())
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()

@@ -1,0 +1,243 @@
+"""Muon against its formula in fp64; parameter groups, flags and the contract."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.ops.muon import MuonWithAuxAdam, set_optimizer_flags
+from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam as FromTheOldPath
+from deepspeed.runtime.zero.muon.original_muon import muon_update
+
+SHAPES = [(8, 8), (6, 24), (24, 6), (1, 5), (5, 1), (4, 3, 3, 3), (0, 4), (4, 0)]
+
+
+def make_params(shapes=SHAPES, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def set_grads(params, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def orthogonalised(update, steps=5):
+    """The quintic iteration on singular values, in fp64."""
+    if update.numel() == 0:
+        return update.double()
+    x = update.double().reshape(update.shape[0], -1)
+    u, s, vh = torch.linalg.svd(x / (x.norm() + 1e-7), full_matrices=False)
+    for _ in range(steps):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return (u * s @ vh).reshape(update.shape) * max(1.0, x.shape[0] / x.shape[1]) ** 0.5
+
+
+def gap(found, expected):
+    if found.numel() == 0:
+        return 0.0
+    return float((found.detach().double() - expected).norm() / expected.norm())
+
+
+def test_signature_of_the_contract():
+    assert str(inspect.signature(muon_update)) == (
+        "(grad, momentum, beta=0.95, ns_steps=5, nesterov=True, ns_method='gram', is_expert_group=False)"
+    )
+    assert str(inspect.signature(deepspeed.set_optimizer_flags)) == "(config_class, model)"
+    assert FromTheOldPath is MuonWithAuxAdam and issubclass(MuonWithAuxAdam, torch.optim.Optimizer)
+
+
+@pytest.mark.parametrize("method", ["gram", "standard"])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_muon_update(shape, nesterov, method):
+    generator = torch.Generator().manual_seed(0)
+    grad, momentum = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+    expected = 0.9 * momentum.double() + 0.1 * grad.double()
+    goal = orthogonalised(0.1 * grad + 0.9 * expected if nesterov else expected)
+    kept = grad.clone()
+    found = muon_update(grad, momentum, beta=0.9, nesterov=nesterov, ns_method=method)
+    assert found.shape == grad.shape and found.dtype == grad.dtype and torch.equal(grad, kept)
+    torch.testing.assert_close(momentum, expected.float(), rtol=1e-6, atol=1e-6)
+    assert gap(found, goal) < 1e-4
+
+
+def test_muon_update_of_16_bit_and_of_experts():
+    grad = torch.randn(3, 8, 16)
+    found = muon_update(grad, torch.zeros_like(grad), is_expert_group=True)
+    for expert in range(3):
+        assert gap(found[expert], orthogonalised(grad[expert])) < 1e-4
+    assert gap(muon_update(grad, torch.zeros_like(grad)), orthogonalised(grad)) < 1e-4, "rows are the first dimension"
+    narrow = muon_update(grad[0].bfloat16(), torch.zeros(8, 16))
+    assert narrow.dtype == torch.bfloat16 and gap(narrow, orthogonalised(grad[0])) < 0.05
+
+
+def test_muon_update_refuses():
+    with pytest.raises(ValueError, match="ns_method.*gram, standard"):
+        muon_update(torch.ones(2, 2), torch.ones(2, 2), ns_method="cubic")
+    with pytest.raises(ValueError, match="at least 2 dimensions"):
+        muon_update(torch.ones(2), torch.ones(2))
+    with pytest.raises(ValueError, match="at least 3 dimensions for experts"):
+        muon_update(torch.ones(2, 2), torch.ones(2, 2), is_expert_group=True)
+
+
+class Oracle:
+    def __init__(self, params, lr, momentum=0.95, decay=0.0, nesterov=True, steps=5):
+        self.weights = [p.detach().double().clone() for p in params]
+        self.buffers = [torch.zeros_like(w) for w in self.weights]
+        self.lr, self.beta, self.decay, self.nesterov, self.steps = lr, momentum, decay, nesterov, steps
+
+    def step(self, grads):
+        for i, (w, g) in enumerate(zip(self.weights, grads)):
+            self.buffers[i] = self.beta * self.buffers[i] + (1 - self.beta) * g
+            update = (1 - self.beta) * g + self.beta * self.buffers[i] if self.nesterov else self.buffers[i]
+            w -= self.lr * (orthogonalised(update, self.steps) + self.decay * w)
+
+
+@pytest.mark.parametrize("method", ["gram", "standard"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_matrices_equal_fp64(method, nesterov):
+    params = make_params()
+    optimizer = MuonWithAuxAdam(
+        params, lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=nesterov, ns_method=method, ns_steps=4
+    )
+    oracle = Oracle(params, 0.05, 0.9, 0.1, nesterov, 4)
+    for step in range(20):
+        set_grads(params, step)
+        optimizer.step()
+        oracle.step([p.grad.double() for p in params])
+    for p, w, buffer in zip(params, oracle.weights, oracle.buffers):
+        assert gap(p, w) < 1e-5
+        assert gap(optimizer.state[p]["momentum_buffer"], buffer) < 1e-5
+
+
+def test_everything_else_is_adams():
+    params = make_params([(5,), (7, 3)])
+    params[1].use_muon = False
+    plain = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    optimizer = MuonWithAuxAdam(params, adam_lr=0.01, lr=5.0, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+    reference = torch.optim.AdamW(plain, lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+    for step in range(10):
+        set_grads(params, step)
+        set_grads(plain, step)
+        optimizer.step()
+        reference.step()
+    for p, q in zip(params, plain):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-6)
+        assert set(optimizer.state[p]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_groups_and_defaults():
+    matrix, vector = make_params([(3, 4), (4,)])
+    optimizer = MuonWithAuxAdam([matrix, vector])
+    muon, adam = optimizer.param_groups
+    assert muon["params"] == [matrix] and adam["params"] == [vector]
+    assert {k: v for k, v in muon.items() if k != "params"} == {
+        "use_muon": True, "lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "nesterov": True, "ns_steps": 5,
+        "ns_method": "gram",
+    }  # fmt: skip
+    assert {k: v for k, v in adam.items() if k != "params"} == {
+        "use_muon": False, "lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0,
+    }  # fmt: skip
+    both = [{"params": [matrix], "use_muon": True, "lr": 0.1}, {"params": [vector], "use_muon": False, "adam_lr": 0.2}]
+    optimizer = MuonWithAuxAdam(both, muon_lr=0.3, weight_decay=0.4)
+    assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.1, 0.4), (0.2, 0.4)]
+    optimizer.add_param_group({"params": make_params([(2, 2), (2,)], seed=1), "lr": 0.5})
+    assert [(g["use_muon"], g["lr"], len(g["params"])) for g in optimizer.param_groups[2:]] == [
+        (True, 0.5, 1),
+        (False, 0.5, 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    "bad, error, word",
+    [
+        ({"lr": -1.0}, ValueError, "lr"),
+        ({"momentum": 1.0}, ValueError, "momentum"),
+        ({"ns_steps": 0}, ValueError, "ns_steps"),
+        ({"ns_steps": 2.5}, ValueError, "ns_steps"),
+        ({"ns_method": "fast"}, ValueError, "ns_method"),
+        ({"betas": (0.9, 1.0)}, ValueError, r"betas\[1\]"),
+        ({"eps": -1.0}, ValueError, "eps"),
+        ({"weight_decay": -1.0}, ValueError, "weight_decay"),
+        ({"beta": 0.9}, TypeError, "beta"),
+    ],
+)
+def test_bad_hyperparameters(bad, error, word):
+    with pytest.raises(error, match=word):
+        MuonWithAuxAdam(make_params([(2, 2), (2,)]), **bad)
+
+
+def test_bad_groups():
+    with pytest.raises(ValueError, match="matrices.*use_muon=False"):
+        MuonWithAuxAdam([{"params": make_params([(3,)]), "use_muon": True}])
+    with pytest.raises(ValueError, match="no parameters"):
+        MuonWithAuxAdam([])
+
+
+def test_state_dict_goes_on_bit_by_bit():
+    params, others = make_params([(4, 6), (5,)]), make_params([(4, 6), (5,)])
+    first, second = MuonWithAuxAdam(params, lr=0.01), MuonWithAuxAdam(others, lr=0.5)
+    for step in range(3):
+        set_grads(params, step)
+        first.step()
+    for p, q in zip(params, others):
+        q.data.copy_(p.data)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for optimizer, ps in ((first, params), (second, others)):
+        set_grads(ps, 9)
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, others))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_parameters(dtype):
+    params = make_params([(8, 16), (3,)], dtype)
+    expected = Oracle(params[:1], 0.02)
+    optimizer = MuonWithAuxAdam(params)
+    set_grads(params, 0)
+    optimizer.step()
+    expected.step([params[0].grad.double()])
+    assert gap(params[0], expected.weights[0]) < 2**-8
+    assert optimizer.state[params[0]]["momentum_buffer"].dtype == torch.float32
+
+
+def test_memory_orders_and_missing_gradients():
+    turned, conv, idle = make_params([(5, 9), (4, 3, 2, 2), (3, 3)])
+    turned.data = turned.data.t().contiguous().t()
+    conv.data = conv.data.contiguous(memory_format=torch.channels_last)
+    oracle = Oracle([turned, conv], 0.02)
+    before = idle.detach().clone()
+    optimizer = MuonWithAuxAdam([turned, conv, idle])
+    for step in range(3):
+        set_grads([turned, conv], step)
+        optimizer.step()
+        oracle.step([turned.grad.double(), conv.grad.double()])
+    assert gap(turned, oracle.weights[0]) < 1e-5 and gap(conv, oracle.weights[1]) < 1e-5
+    assert torch.equal(idle, before)
+
+
+def test_flags():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed_tokens = torch.nn.Embedding(4, 3)
+            self.layer = torch.nn.Linear(3, 3)
+            self.other = torch.nn.Linear(3, 3)
+            self.lm_head = torch.nn.Linear(3, 4)
+
+    class Config:
+        optimizer_name = "muon"
+
+    model = Model()
+    model.other.weight.use_muon = False
+    set_optimizer_flags(Config, model)
+    flags = {name: param.use_muon for name, param in model.named_parameters()}
+    assert [name for name, flag in flags.items() if flag] == ["layer.weight"] and len(flags) == 7
+    Config.optimizer_name = "adamw"
+    untouched = Model()
+    set_optimizer_flags(Config, untouched)
+    assert not any(hasattr(param, "use_muon") for param in untouched.parameters())
