@@ -172,7 +172,8 @@ class FusedLamb(NativeOptimizer):
 
     def _update(self, rule, args, device, step, params, grads, states):
         super()._update(rule, args, device, step, params, grads, states)
-        self._sums.append((params, self._runner(rule).sums()))
+        if self.fused_state is None:
+            self._sums.append((params, self._runner(rule).sums()))
 
     def get_lamb_coeffs(self):
         """The trust ratios of the last step: one float for each parameter, group by group; 1.0 where it had none.
