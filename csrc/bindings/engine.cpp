@@ -146,7 +146,13 @@ DS_BINDINGS(m) {
       .def("begin_step", &Engine::begin_step, Unlocked(), py::arg("loss_scale"), py::arg("max_norm"), py::arg("check"))
       .def("end_step", &Engine::end_step, Unlocked())
       .def("plan_user_backward", &Engine::plan_user_backward, py::arg("reduce"), py::arg("factor"))
-      .def("begin_backward", &Engine::begin_backward, Unlocked(), py::arg("reduce"), py::arg("root") = at::Tensor())
+      .def(
+          "begin_backward",
+          // optional: torch 1.13 takes no None for a tensor
+          [](Engine& engine, bool reduce, const c10::optional<at::Tensor>& root) {
+            engine.begin_backward(reduce, root.value_or(at::Tensor()));
+          },
+          Unlocked(), py::arg("reduce"), py::arg("root") = py::none())
       .def("end_backward", &Engine::end_backward, Unlocked())
       .def("abort_backward", &Engine::abort_backward, Unlocked())
       .def("finish_backward", &Engine::finish_backward, Unlocked())

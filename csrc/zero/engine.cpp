@@ -3,9 +3,15 @@
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <string>
+#include <unordered_set>
+#include <utility>
 
 #include "base/error.h"
 
@@ -17,6 +23,30 @@ namespace {
 constexpr int64_t kAlignNumel = 64;
 // Of slices: nobody computes on them but element-wise kernels, and every small parameter pays for it.
 constexpr int64_t kAlignSliceNumel = 16;
+
+// Where gradients enter the graph of the model from outside of it. A hook on an output would also see what comes from
+// another output that was computed from it: a model that returns its loss and its logits would get the factor twice.
+// Of `entered` the gate keeps what it returns.
+class OutputGate : public torch::autograd::Node {
+ public:
+  using Entered = std::function<at::Tensor(const at::Tensor&)>;
+  explicit OutputGate(Entered entered) : entered_(std::move(entered)) {}
+  std::string name() const override { return "DeepSpeedOutput"; }
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    return {entered_(grads.at(0))};
+  }
+
+ private:
+  Entered entered_;
+};
+
+// From here on who uses `output` finds the gate; what the model has computed from it does not.
+void put_gate(const at::Tensor& output, OutputGate::Entered entered) {
+  auto gate = std::make_shared<OutputGate>(std::move(entered));
+  gate->set_next_edges({torch::autograd::impl::gradient_edge(output)});
+  gate->add_input_metadata(output);
+  torch::autograd::impl::set_gradient_edge(output, {std::move(gate), 0});
+}
 
 }  // namespace
 
@@ -157,19 +187,28 @@ void Engine::plan_user_backward(bool reduce, double factor) {
 void Engine::watch_outputs(const std::vector<at::Tensor>& outputs) {
   if (user_backward_) abort_backward();  // it raised half-way: its callback never ran
   const std::weak_ptr<Engine> weak = weak_from_this();
+  const auto entered = [weak](const at::Tensor& grad) -> at::Tensor {
+    const auto engine = weak.lock();
+    if (!engine || engine->own_backward_) return grad;
+    if (!engine->user_backward_) {
+      engine->user_backward_ = true;
+      engine->grads_.begin(engine->user_reduce_);
+      // Queued from a node on the root side, so it runs when the outermost backward ends, not a re-entrant one.
+      torch::autograd::Engine::get_default_engine().queue_callback([weak] {
+        if (const auto alive = weak.lock(); alive && alive->user_backward_) alive->end_backward();
+      });
+    }
+    const double factor = engine->user_factor_;
+    return factor == 1.0 || !grad.defined() ? grad : at::mul(grad, factor);
+  };
+  std::unordered_set<const c10::TensorImpl*> seen;
   for (const at::Tensor& output : outputs) {
-    if (!output.requires_grad()) continue;
-    output.register_hook([weak](const at::Tensor& grad) -> at::Tensor {
-      const auto engine = weak.lock();
-      if (!engine || engine->own_backward_) return grad;
-      if (!engine->user_backward_) {
-        engine->user_backward_ = true;
-        engine->grads_.begin(engine->user_reduce_);
-        engine->queue_end();
-      }
-      const double factor = engine->user_factor_;
-      return factor == 1.0 || !grad.defined() ? grad : at::mul(grad, factor);
-    });
+    if (!output.requires_grad() || !seen.insert(output.unsafeGetTensorImpl()).second) continue;
+    if (output.grad_fn()) {
+      put_gate(output, entered);
+    } else {
+      output.register_hook(entered);
+    }
   }
 }
 

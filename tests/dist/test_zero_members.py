@@ -328,6 +328,42 @@ def test_a_plain_backward_on_objects_of_any_class(stage):
     assert all(run_ranks(2, body_answers, stage))
 
 
+class Chained(torch.nn.Module):
+    """Returns values that were computed from each other, as models do that return their loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        logits = self.second(hidden).view(-1)
+        loss = logits.square().mean()
+        return {"loss": loss, "logits": logits, "hidden": [hidden, hidden], "again": loss}
+
+
+def body_chained(rank, world, stage):
+    results = []
+    for user_backward in (False, True):
+        torch.manual_seed(0)
+        engine = make_engine(world, stage, Chained(), accumulate=4)
+        for micro in range(4):
+            torch.manual_seed(2 * micro + rank)
+            out = engine(torch.randn(2, 4))
+            loss = out["loss"] + out["logits"].mean() + out["hidden"][1].sum()  # enters at three places
+            loss.backward() if user_backward else engine.backward(loss)
+            engine.step()
+        results.append((engine.get_global_grad_norm(), values(engine)))
+        engine.destroy()
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
+    return all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_outputs_computed_from_each_other_get_the_factor_once(stage):
+    assert all(run_ranks(2, body_chained, stage))
+
+
 # ---- reductions of lists ----------------------------------------------------------------------------------------
 def body_reductions(rank, world):
     engine = make_engine(world, 1)

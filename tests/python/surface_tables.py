@@ -78,9 +78,6 @@ LATER = {
     "ZeRO++": [
         "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.invalidate_secondary_tensor",
     ],
-    "Muon": [
-        "deepspeed.runtime.zero.muon.original_muon",
-    ],
 }
 
 # Steps of another implementation that no known client calls (engine-members of the contract lists none of them), and

@@ -37,17 +37,18 @@ _CLOSED = (
 
 
 def tensors_within(item):
-    """``tensors_in``, and also in the attributes of objects of any class, wherever they refer to each other."""
+    """``tensors_in``, and also in the attributes of objects of any class, wherever they refer to each other. Each
+    tensor once."""
     yield from _within(item, set())
 
 
 def _within(item, seen):
-    if torch.is_tensor(item):
-        yield item
-        return
     if item is None or isinstance(item, _CLOSED) or id(item) in seen:
         return
     seen.add(id(item))
+    if torch.is_tensor(item):
+        yield item
+        return
     if isinstance(item, dict):
         held = list(item.values())
     elif isinstance(item, (list, tuple, set, frozenset)):

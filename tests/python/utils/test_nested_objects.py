@@ -46,4 +46,5 @@ def test_a_dict_with_attributes_of_its_own():
 
     output = Output(a=torch.tensor(1.0))
     output.extra = torch.tensor(2.0)
+    output.a = output["a"]  # as Hugging Face's outputs have it
     assert found(output) == [1.0, 2.0]
