@@ -1,5 +1,5 @@
-// A group of ranks as the native engine uses it. Python makes one from a process group, hands it to an engine and keeps
-// it to read its log.
+// A group of ranks as the native engine uses it. Python makes one from a process group, through shared memory where it
+// says so and the ranks share a host, hands it to an engine and keeps it to read its log.
 #include <Python.h>
 
 #include <torch/csrc/utils/pybind.h>
@@ -9,6 +9,7 @@
 #include "bindings/registry.h"
 #include "bindings/sharded_params.h"
 #include "comm/communicator.h"
+#include "comm/shm_communicator.h"
 
 namespace py = pybind11;
 
@@ -17,7 +18,13 @@ namespace ds::bindings {
 DS_BINDINGS(m) {
   using comm::Communicator;
   py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
-      .def(py::init([](const py::object& group) { return communicator(group); }), py::arg("group"))
+      .def(py::init([](const py::object& group, bool shared_memory) {
+             auto made = communicator(group);
+             if (!shared_memory) return made;
+             const py::gil_scoped_release unlocked;
+             return comm::shm_communicator(std::move(made));
+           }),
+           py::arg("group"), py::arg("shared_memory") = false)
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("name", &Communicator::name)

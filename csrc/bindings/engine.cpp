@@ -74,9 +74,10 @@ std::shared_ptr<Engine> make_engine(const std::vector<at::Tensor>& tensors, cons
   if (!replicas.is_none()) options.replicas = communicator(replicas);
   auto specs = param_specs(tensors, names, groups, orders, counts_in_norm, sharded);
   auto dp = communicator(data_parallel);
+  const bool chosen = py::isinstance<comm::Communicator>(data_parallel);  // by who made it
   auto mp = model_parallel.is_none() ? nullptr : communicator(model_parallel);
   py::gil_scoped_release unlocked;
-  dp = comm::shm_communicator(std::move(dp));
+  if (!chosen) dp = comm::shm_communicator(std::move(dp));
   return std::make_shared<Engine>(std::move(specs), options, std::move(dp), std::move(mp));
 }
 

@@ -52,8 +52,8 @@ def build_core(
             counted.append(True if counts_in_norm is None else bool(counts_in_norm(param)))
     # One object for one group: what is logged is the communicator's.
     data_parallel, model_parallel, gather_group, replicas = groups_used = [
-        None if group is None else _native._C.Communicator(group)
-        for group in (data_parallel, model_parallel, gather_group, replicas)
+        None if group is None else _native._C.Communicator(group, shared_memory=index == 0)
+        for index, group in enumerate((data_parallel, model_parallel, gather_group, replicas))
     ]
     core = _native._C.Engine(
         tensors=tensors,
