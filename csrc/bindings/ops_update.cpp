@@ -9,6 +9,7 @@
 #include <pybind11/stl.h>
 
 #include <map>
+#include <mutex>
 #include <tuple>
 
 #include "base/error.h"
@@ -53,6 +54,11 @@ class UpdateRunner {
             const std::map<std::string, double>& hyper, double step, int threads, uintptr_t cuda_stream,
             c10::optional<uint64_t> seed, const std::vector<uint64_t>& streams) {
     if (params.empty()) return;
+    std::unique_lock<std::mutex> busy(mutex_, std::defer_lock);
+    {
+      py::gil_scoped_release unlocked;  // another thread's step may be waiting for it
+      busy.lock();
+    }
     kept_.clear();
     written_.clear();  // of a call that failed
     if (states.size() != rule_.slots.size())
@@ -219,6 +225,7 @@ class UpdateRunner {
   const optim::Rule& rule_;
   const std::string title_;  // for messages
   std::unique_ptr<ThreadPool> pool_;
+  std::mutex mutex_;  // one step at a time: all below belongs to it
   at::Tensor sums_;
   std::vector<std::pair<at::Tensor, at::Tensor>> written_;  // during a step: (strided original, dense copy)
   Tensors kept_;                                            // copies that must outlive the kernel call

@@ -225,3 +225,18 @@ def _missing(rank, world):
 
 def test_a_monitored_barrier_names_who_is_missing():
     assert all(run_ranks(2, _missing, init=True, fresh=True))
+
+
+def _init_context(rank, world):
+    fresh()
+    with deepspeed.zero.Init():
+        model = torch.nn.Linear(8, 8)
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        pass
+    found = dist.get_logged_comm_ops()
+    off()
+    return any("all_gather" in name for name in found)
+
+
+def test_gathers_before_there_is_an_engine():
+    assert all(run_ranks(2, _init_context, init=True))

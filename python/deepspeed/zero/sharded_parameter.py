@@ -12,6 +12,7 @@ import torch
 
 from deepspeed import _native
 from deepspeed import comm as dist
+from deepspeed.comm import comms_log
 
 
 class ZeroParamType(enum.Enum):
@@ -57,7 +58,9 @@ class ShardAccess:
             return cls(_native._C.ParamGatherer(None), None, 1, 0)
         group = group if group is not None else dist.get_world_group()
         world = dist.get_world_size(group)
-        gatherer = _native._C.ParamGatherer(group if world > 1 else None)
+        communicator = _native._C.Communicator(group) if world > 1 else None
+        gatherer = _native._C.ParamGatherer(communicator)
+        comms_log.watch(gatherer, [communicator])
         return cls(gatherer, group, world, dist.get_rank(group), copies=copies)
 
     def source_rank(self, rank):
