@@ -39,13 +39,18 @@ CASES = {
         lambda params: torch.optim.Adam(params, lr=3e-3, weight_decay=0.05),
         ["exp_avg", "exp_avg_sq"],
     ),
+    "Adam of the config": (
+        {"type": "Adam", "params": {"lr": 3e-3, "weight_decay": 0.05, "fp32_optimizer_states": False}},
+        lambda params: torch.optim.AdamW(params, lr=3e-3, weight_decay=0.05),
+        ["exp_avg", "exp_avg_sq"],
+    ),
     "DeepSpeedCPUAdam": (
         lambda params: DeepSpeedCPUAdam(params, lr=3e-3, weight_decay=0.05),
         lambda params: torch.optim.AdamW(params, lr=3e-3, weight_decay=0.05),
         ["exp_avg", "exp_avg_sq"],
     ),
     "Adagrad of the config": (
-        {"type": "Adagrad", "params": {"lr": 0.01, "weight_decay": 0.05}},
+        {"type": "Adagrad", "params": {"lr": 0.01, "weight_decay": 0.05, "fp32_optimizer_states": False}},
         lambda params: torch.optim.Adagrad(params, lr=0.01, weight_decay=0.05),
         ["exp_avg_sq"],
     ),
