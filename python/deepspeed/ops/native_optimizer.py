@@ -23,9 +23,6 @@ class NativeOptimizer(torch.optim.Optimizer):
         defaults: of the parameter groups. Hyperparameters of the rule are read from a group by name; ``beta1`` and
             ``beta2`` from its ``betas``.
         fp32_states: keep the states of 16-bit parameters in fp32.
-        stochastic_rounding: round bf16 parameters (and bf16 states) up or down at random instead of to the nearest,
-            so that small updates are not lost. Reproducible: the numbers depend on ``torch.initial_seed()`` at
-            construction, the parameter's position and the step. fp32 masters, which an engine keeps, need none.
         fixed: hyperparameters of the rule that are the same for all groups and not among their keys.
 
     Raises:
@@ -34,12 +31,15 @@ class NativeOptimizer(torch.optim.Optimizer):
     """
 
     rule = None
+    # Set it to True, and bf16 parameters (and bf16 states) are rounded up or down at random instead of to the nearest,
+    # so that small updates are not lost. Reproducible: the numbers depend on ``torch.initial_seed()`` at construction,
+    # the parameter's position and the step. fp32 masters, which an engine keeps, need none.
+    stochastic_rounding = False
     # Set by an engine whose flat buffers hold the parameters and states: steps and loaded states go there.
     fused_state = None
 
-    def __init__(self, params, defaults, fp32_states=True, stochastic_rounding=False, **fixed):
+    def __init__(self, params, defaults, fp32_states=True, **fixed):
         self._fp32_states = bool(fp32_states)
-        self.stochastic_rounding = bool(stochastic_rounding)
         self._seed = torch.initial_seed()
         self._fixed = fixed
         self._runners = {}

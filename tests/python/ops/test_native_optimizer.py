@@ -181,8 +181,8 @@ def test_random_rounding_keeps_small_updates(cls):
     def trained(random, dtype=torch.bfloat16):
         torch.manual_seed(3)
         params = [torch.nn.Parameter(torch.ones(4096, dtype=dtype))]
-        options = {"stochastic_rounding": True} if random else {}
-        optimizer = cls(params, lr=2e-5, **options)
+        optimizer = cls(params, lr=2e-5)
+        optimizer.stochastic_rounding = random
         for _ in range(100):
             params[0].grad = torch.ones_like(params[0])
             optimizer.step()
@@ -199,16 +199,19 @@ def test_random_rounding_keeps_small_updates(cls):
 def test_random_rounding_leaves_other_dtypes_alone(cls):
     for dtype in (torch.float32, torch.float16):
         results = []
-        for options in ({}, {"stochastic_rounding": True}):
+        for random in (False, True):
             params = make_params(dtype)
-            run(cls(params, **options), params, 3)
+            optimizer = cls(params)
+            optimizer.stochastic_rounding = random
+            run(optimizer, params, 3)
             results.append(params)
         assert equal(*results)
 
 
 def test_random_rounding_differs_between_steps_and_parameters():
     params = [torch.nn.Parameter(torch.ones(512, dtype=torch.bfloat16)) for _ in range(2)]
-    optimizer = next(cls for cls in ALL if cls.__name__ == "FusedSGD")(params, lr=1e-3, stochastic_rounding=True)
+    optimizer = next(cls for cls in ALL if cls.__name__ == "FusedSGD")(params, lr=1e-3)
+    optimizer.stochastic_rounding = True
     seen = []
     for _ in range(2):
         for p in params:

@@ -13,7 +13,6 @@ class DeepSpeedCPUAdagrad(SparseRows, CPUOptimizer):
         weight_decay: ``weight_decay * p`` is added to the gradient.
         amsgrad: not implemented, must be False.
         fp32_optimizer_states: keep the states of 16-bit parameters in fp32; False keeps them in the parameter's dtype.
-        stochastic_rounding: round bf16 parameters at random, see ``NativeOptimizer``.
 
     A gradient that is sparse updates the rows that it has, and their states, only.
 
@@ -34,8 +33,6 @@ class DeepSpeedCPUAdagrad(SparseRows, CPUOptimizer):
         weight_decay=0,
         amsgrad=False,
         fp32_optimizer_states=True,
-        *,
-        stochastic_rounding=False,
     ):
         defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
-        super().__init__(model_params, defaults, fp32_optimizer_states, stochastic_rounding=stochastic_rounding)
+        super().__init__(model_params, defaults, fp32_optimizer_states)

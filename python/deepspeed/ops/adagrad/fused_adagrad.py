@@ -18,8 +18,6 @@ class FusedAdagrad(SparseRows, FusedOptimizer):
         weight_decay=0.0,
         amsgrad=False,
         set_grad_none=True,
-        *,
-        stochastic_rounding=False,
     ):
         defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
-        super().__init__(params, defaults, set_grad_none, stochastic_rounding=stochastic_rounding)
+        super().__init__(params, defaults, set_grad_none)

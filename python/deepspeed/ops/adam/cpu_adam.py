@@ -17,7 +17,6 @@ class DeepSpeedCPUAdam(CPUOptimizer):
         amsgrad: not implemented, must be False.
         adamw_mode: decoupled weight decay; False adds ``weight_decay * p`` to the gradient.
         fp32_optimizer_states: keep the moments of 16-bit parameters in fp32; False keeps them in the parameter's dtype.
-        stochastic_rounding: round bf16 parameters at random, see ``NativeOptimizer``.
 
     Raises:
         ValueError: a hyperparameter is out of range.
@@ -39,8 +38,6 @@ class DeepSpeedCPUAdam(CPUOptimizer):
         amsgrad=False,
         adamw_mode=True,
         fp32_optimizer_states=True,
-        *,
-        stochastic_rounding=False,
     ):
         defaults = {
             "lr": lr,
@@ -54,7 +51,6 @@ class DeepSpeedCPUAdam(CPUOptimizer):
             model_params,
             defaults,
             fp32_optimizer_states,
-            stochastic_rounding=stochastic_rounding,
             decoupled=bool(adamw_mode),
         )
         self.adam_w_mode = adamw_mode

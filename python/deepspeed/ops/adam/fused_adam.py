@@ -20,7 +20,6 @@ class FusedAdam(FusedOptimizer):
         adam_w_mode: decoupled weight decay; False adds ``weight_decay * p`` to the gradient.
         amsgrad: not implemented, must be False.
         set_grad_none: ``zero_grad`` drops gradients instead of filling them with zeros.
-        stochastic_rounding: round bf16 parameters at random, see ``NativeOptimizer``.
 
     Raises:
         ValueError: a hyperparameter is out of range.
@@ -40,8 +39,6 @@ class FusedAdam(FusedOptimizer):
         weight_decay=0.0,
         amsgrad=False,
         set_grad_none=True,
-        *,
-        stochastic_rounding=False,
     ):
         if amsgrad:
             raise RuntimeError(
@@ -54,7 +51,5 @@ class FusedAdam(FusedOptimizer):
             "eps": eps,
             "weight_decay": weight_decay,
         }
-        super().__init__(
-            params, defaults, set_grad_none, stochastic_rounding=stochastic_rounding, decoupled=bool(adam_w_mode)
-        )
+        super().__init__(params, defaults, set_grad_none, decoupled=bool(adam_w_mode))
         self.adam_w_mode = 1 if adam_w_mode else 0

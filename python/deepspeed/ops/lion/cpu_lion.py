@@ -11,7 +11,6 @@ class DeepSpeedCPULion(CPUOptimizer):
         lr, betas: step size; the weights of the old momentum in the direction and in the new momentum.
         weight_decay: decoupled, ``lr * weight_decay * p`` is taken off.
         fp32_optimizer_states: keep the states of 16-bit parameters in fp32; False keeps them in the parameter's dtype.
-        stochastic_rounding: round bf16 parameters at random, see ``NativeOptimizer``.
 
     Raises:
         ValueError: a hyperparameter is out of range.
@@ -29,8 +28,6 @@ class DeepSpeedCPULion(CPUOptimizer):
         betas=(0.9, 0.999),
         weight_decay=0,
         fp32_optimizer_states=True,
-        *,
-        stochastic_rounding=False,
     ):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(model_params, defaults, fp32_optimizer_states, stochastic_rounding=stochastic_rounding)
+        super().__init__(model_params, defaults, fp32_optimizer_states)

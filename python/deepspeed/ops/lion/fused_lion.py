@@ -16,8 +16,6 @@ class FusedLion(FusedOptimizer):
         betas=(0.9, 0.999),
         weight_decay=0.0,
         set_grad_none=True,
-        *,
-        stochastic_rounding=False,
     ):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, defaults, set_grad_none, stochastic_rounding=stochastic_rounding)
+        super().__init__(params, defaults, set_grad_none)

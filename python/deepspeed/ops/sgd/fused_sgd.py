@@ -11,7 +11,6 @@ class FusedSGD(FusedOptimizer):
         lr, momentum, dampening, weight_decay, nesterov: as in torch.optim.SGD. The buffer is there
             without momentum, too.
         set_grad_none: ``zero_grad`` drops gradients instead of filling them with zeros.
-        stochastic_rounding: round bf16 parameters at random, see ``NativeOptimizer``.
 
     Raises:
         ValueError: a hyperparameter is out of range; ``nesterov`` without momentum or with dampening.
@@ -29,8 +28,6 @@ class FusedSGD(FusedOptimizer):
         weight_decay=0.0,
         nesterov=False,
         set_grad_none=True,
-        *,
-        stochastic_rounding=False,
     ):
         defaults = {
             "lr": lr,
@@ -39,7 +36,7 @@ class FusedSGD(FusedOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
-        super().__init__(params, defaults, set_grad_none, stochastic_rounding=stochastic_rounding)
+        super().__init__(params, defaults, set_grad_none)
 
     def _check_group(self, group):
         super()._check_group(group)
