@@ -1,5 +1,5 @@
-// A group of ranks as the native engine uses it. Python makes one from a process group, through shared memory where it
-// says so and the ranks share a host, hands it to an engine and keeps it to read its log.
+// A group of ranks as the native engine uses it. Python makes one from a process group, hands it to an engine and keeps
+// it to read its log.
 #include <Python.h>
 
 #include <torch/csrc/utils/pybind.h>
@@ -18,13 +18,12 @@ namespace ds::bindings {
 DS_BINDINGS(m) {
   using comm::Communicator;
   py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
-      .def(py::init([](const py::object& group, bool shared_memory) {
+      .def(py::init([](const py::object& group, bool shared) {
              auto made = communicator(group);
-             if (!shared_memory) return made;
-             const py::gil_scoped_release unlocked;
-             return comm::shm_communicator(std::move(made));
+             py::gil_scoped_release unlocked;
+             return shared ? comm::shm_communicator(std::move(made)) : made;
            }),
-           py::arg("group"), py::arg("shared_memory") = false)
+           py::arg("group"), py::arg("shared") = false)
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("name", &Communicator::name)

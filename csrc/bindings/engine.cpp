@@ -13,7 +13,6 @@
 #include "bindings/torch_types.h"
 #include "comm/c10d_communicator.h"
 #include "comm/local_communicator.h"
-#include "comm/shm_communicator.h"
 #include "zero/engine.h"
 
 namespace py = pybind11;
@@ -74,10 +73,8 @@ std::shared_ptr<Engine> make_engine(const std::vector<at::Tensor>& tensors, cons
   if (!replicas.is_none()) options.replicas = communicator(replicas);
   auto specs = param_specs(tensors, names, groups, orders, counts_in_norm, sharded);
   auto dp = communicator(data_parallel);
-  const bool chosen = py::isinstance<comm::Communicator>(data_parallel);  // by who made it
   auto mp = model_parallel.is_none() ? nullptr : communicator(model_parallel);
   py::gil_scoped_release unlocked;
-  if (!chosen) dp = comm::shm_communicator(std::move(dp));
   return std::make_shared<Engine>(std::move(specs), options, std::move(dp), std::move(mp));
 }
 

@@ -9,12 +9,14 @@
 #include <pybind11/stl.h>
 
 #include <map>
+#include <mutex>
 #include <tuple>
 
 #include "base/error.h"
 #include "base/thread_pool.h"
 #include "bindings/optimizer_rules.h"
 #include "bindings/registry.h"
+#include "kernels/code_book.h"
 #include "kernels/stream.h"
 #include "kernels/table.h"
 #include "zero/newton_schulz.h"
@@ -52,6 +54,11 @@ class UpdateRunner {
             const std::map<std::string, double>& hyper, double step, int threads, uintptr_t cuda_stream,
             c10::optional<uint64_t> seed, const std::vector<uint64_t>& streams) {
     if (params.empty()) return;
+    std::unique_lock<std::mutex> busy(mutex_, std::defer_lock);
+    {
+      py::gil_scoped_release unlocked;  // another thread's step may be waiting for it
+      busy.lock();
+    }
     kept_.clear();
     written_.clear();  // of a call that failed
     if (states.size() != rule_.slots.size())
@@ -80,7 +87,8 @@ class UpdateRunner {
       segment.numel = static_cast<size_t>(p.numel());
       segment.stream = streams.empty() ? i : streams.at(i);
       DType state_dtype = DType::kF32;
-      for (size_t k = 0; k < own.size(); ++k) {
+      for (size_t k = 0; rule_.packed && k < own.size(); ++k) segment.states[k] = packed(own[k], k, p);
+      for (size_t k = 0; !rule_.packed && k < own.size(); ++k) {
         const at::Tensor state = dense(own[k], p);
         const DType dtype = dtype_of(state, "a state");
         if (k > 0 && dtype != state_dtype)
@@ -183,7 +191,20 @@ class UpdateRunner {
              " state is on ", t.device().str(), ".");
     };
     agree(g);
-    for (const at::Tensor& state : states) agree(state);
+    for (const at::Tensor& state : states)
+      if (!rule_.packed) agree(state);
+  }
+
+  // The memory of slot k of 8-bit states: codes, codes, maxima, maxima.
+  void* packed(const at::Tensor& state, size_t k, const at::Tensor& p) const {
+    const auto numel = static_cast<size_t>(p.numel());
+    const size_t wanted = k < 2 ? numel : kernels::code_blocks(numel);
+    if (state.scalar_type() != (k < 2 ? at::kByte : at::kFloat) || !state.is_contiguous() ||
+        state.device() != p.device() || static_cast<size_t>(state.numel()) != wanted || !p.is_contiguous())
+      fail(ErrorKind::kValue, title_, ": state '", rule_.slots[k], "' of a parameter of shape ", p.sizes(), " is ",
+           state.toString(), " of shape ", state.sizes(), " on ", state.device().str(),
+           "; it does not belong to this parameter");
+    return state.data_ptr();
   }
 
   // `t` itself where its memory is laid out as `p`'s and dense; else a copy that is, to be written back if `write`.
@@ -204,6 +225,7 @@ class UpdateRunner {
   const optim::Rule& rule_;
   const std::string title_;  // for messages
   std::unique_ptr<ThreadPool> pool_;
+  std::mutex mutex_;  // one step at a time: all below belongs to it
   at::Tensor sums_;
   std::vector<std::pair<at::Tensor, at::Tensor>> written_;  // during a step: (strided original, dense copy)
   Tensors kept_;                                            // copies that must outlive the kernel call

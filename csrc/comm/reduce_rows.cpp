@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "base/half.h"
+#include "kernels/table.h"
 
 namespace ds::comm {
 
@@ -81,30 +82,36 @@ void same_type(T* out, const void* const* rows, int count, size_t n, int divisor
   }
 }
 
-void narrowed(Bf16* out, const float* in, size_t n) {
-  for (size_t i = 0; i < n; ++i) out[i] = to_bf16(in[i]);
-}
-void narrowed(Fp16* out, const float* in, size_t n) {
-  for (size_t i = 0; i < n; ++i) out[i] = to_fp16(in[i]);
+// Sums go through the kernels of the instruction set in use: widening and rounding is most of their work.
+const kernels::KernelTable& cpu_kernels() {
+  static const kernels::KernelTable* const table = ds_cpu_kernels(kernels::kKernelAbi);
+  if (!table) fail(ErrorKind::kRuntime, ds_cpu_kernels_error(kernels::kKernelAbi));
+  return *table;
 }
 
 template <typename T, typename Op>
 void sixteen_bits(void* out, const void* const* rows, int count, size_t n, int divisor, bool wide) {
+  constexpr DType kType = std::is_same_v<T, Bf16> ? DType::kBF16 : DType::kF16;
+  const kernels::KernelTable& table = cpu_kernels();
+  const kernels::Launch here;
   float block[kBlock];
   for (size_t begin = 0; begin < n; begin += kBlock) {
     const size_t m = std::min(kBlock, n - begin);
-    const T* first = static_cast<const T*>(rows[0]) + begin;
-    for (size_t i = 0; i < m; ++i) block[i] = to_float(first[i]);
+    const auto part = [&](int r) { return static_cast<const T*>(rows[r]) + begin; };
+    table.copy(here, block, DType::kF32, part(0), kType, m, 1.0f);
     for (int r = 1; r < count; ++r) {
-      const T* row = static_cast<const T*>(rows[r]) + begin;
-      for (size_t i = 0; i < m; ++i) block[i] = Op::template apply<float>(block[i], to_float(row[i]));
+      if constexpr (std::is_same_v<Op, Sum>) {
+        table.accumulate(here, block, DType::kF32, part(r), kType, m, 1.0f);
+      } else {
+        for (size_t i = 0; i < m; ++i) block[i] = Op::template apply<float>(block[i], to_float(part(r)[i]));
+      }
     }
     if (divisor != 1)
       for (size_t i = 0; i < m; ++i) block[i] = block[i] / static_cast<float>(divisor);
     if (wide) {
       std::copy_n(block, m, static_cast<float*>(out) + begin);
     } else {
-      narrowed(static_cast<T*>(out) + begin, block, m);
+      table.copy(here, static_cast<T*>(out) + begin, kType, block, DType::kF32, m, 1.0f);
     }
   }
 }

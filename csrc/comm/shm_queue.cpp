@@ -35,6 +35,7 @@ ShmQueue::TaskPtr ShmQueue::submit(std::function<void(ShmGroup&)> run, Start sta
   auto task = std::make_shared<Task>();
   task->run_ = std::move(run);
   task->after_ = std::move(after);
+  if (start == Start::kPerhapsLater) task->due_ = std::chrono::steady_clock::now() + kNap;
   std::lock_guard<std::mutex> lock(mutex_);
   waiting_.push_back(task);
   if (start != Start::kByWaiting) {
@@ -74,23 +75,30 @@ void ShmQueue::complete(const TaskPtr& task) {
   if (task->error_) std::rethrow_exception(task->error_);
 }
 
+bool ShmQueue::due() const {
+  return background_ > 0 && (ending_ || waiting_.front()->due_ <= std::chrono::steady_clock::now());
+}
+
 void ShmQueue::serve() {
   for (;;) {
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      const auto called = [this] { return background_ > 0 || ending_; };
       // While collectives come in quick succession the thread only dozes, and nobody has to wake it.
-      for (int naps = 0; naps < kNaps && !called(); ++naps) changed_.wait_for(lock, kNap);
-      asleep_ = true;
-      changed_.wait(lock, called);
+      for (int naps = 0; naps < kNaps && !due() && !ending_; ++naps) {
+        changed_.wait_for(lock, kNap);
+        if (background_ > 0) naps = 0;
+      }
+      asleep_ = background_ == 0;
+      changed_.wait(lock, [this] { return background_ > 0 || ending_; });
       asleep_ = false;
       if (background_ == 0) return;
+      if (!due()) continue;
     }
     std::lock_guard<std::mutex> running(running_);
     bool mine;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      mine = background_ > 0;  // somebody may have been faster
+      mine = due();  // somebody may have been faster
     }
     if (mine) run_next();
   }

@@ -28,6 +28,7 @@ class ShmQueue {
     std::function<void(ShmGroup&)> run_;
     std::function<void(std::exception_ptr)> after_;
     std::exception_ptr error_;
+    std::chrono::steady_clock::time_point due_;  // when the background may take it
     std::atomic<bool> done_{false};
   };
   using TaskPtr = std::shared_ptr<Task>;
@@ -43,7 +44,8 @@ class ShmQueue {
   ShmGroup& group() { return *group_; }
 
  private:
-  bool run_next();  // false: there was none; needs running_
+  bool run_next();   // false: there was none; needs running_
+  bool due() const;  // the first task is one for the background, now; needs mutex_
   void serve();
 
   std::unique_ptr<ShmGroup> group_;

@@ -48,6 +48,7 @@ struct Rule {
   std::function<void(const Values&, double step, void* out)> constants;
   // More than a loop over elements:
   int sums = 0;          // fp64 numbers for each whole parameter, zero before the first pass (UpdateSegment::sums)
+  bool packed = false;   // states are not arrays of numbers ([Note: 8-bit states]): it cannot work in flat buffers
   bool scratch = false;  // an fp32 number for each element that lives from pass to pass (UpdateSegment::scratch)
 
   bool orthogonalises() const {

@@ -74,6 +74,9 @@ void Stepper::norm(const GradReducer& grads, float loss_scale, float max_norm, b
 }
 
 void Stepper::set_rules(std::vector<const optim::Rule*> by_group) {
+  for (const optim::Rule* rule : by_group)
+    if (rule->packed)
+      fail(ErrorKind::kValue, "the optimizer '", rule->name, "' keeps its states packed and cannot be cut into shards");
   rules_ = std::move(by_group);
   slot_names_.clear();
   for (const optim::Rule* rule : rules_)

@@ -7,7 +7,7 @@ import torch
 
 import deepspeed
 from deepspeed.ops.adagrad import FusedAdagrad
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.adam import Adam8bit, DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.sgd import FusedSGD
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -39,13 +39,18 @@ CASES = {
         lambda params: torch.optim.Adam(params, lr=3e-3, weight_decay=0.05),
         ["exp_avg", "exp_avg_sq"],
     ),
+    "Adam of the config": (
+        {"type": "Adam", "params": {"lr": 3e-3, "weight_decay": 0.05, "fp32_optimizer_states": False}},
+        lambda params: torch.optim.AdamW(params, lr=3e-3, weight_decay=0.05),
+        ["exp_avg", "exp_avg_sq"],
+    ),
     "DeepSpeedCPUAdam": (
         lambda params: DeepSpeedCPUAdam(params, lr=3e-3, weight_decay=0.05),
         lambda params: torch.optim.AdamW(params, lr=3e-3, weight_decay=0.05),
         ["exp_avg", "exp_avg_sq"],
     ),
     "Adagrad of the config": (
-        {"type": "Adagrad", "params": {"lr": 0.01, "weight_decay": 0.05}},
+        {"type": "Adagrad", "params": {"lr": 0.01, "weight_decay": 0.05, "fp32_optimizer_states": False}},
         lambda params: torch.optim.Adagrad(params, lr=0.01, weight_decay=0.05),
         ["exp_avg_sq"],
     ),
@@ -182,3 +187,27 @@ def body_checkpoint(rank, world, case, stage, folder):
 @pytest.mark.parametrize("case", ["Adagrad of the config", "FusedSGD", "Lion of the config"])
 def test_checkpoints_keep_the_states(case, stage, tmp_path):
     assert all(run_ranks(2, body_checkpoint, case, stage, str(tmp_path)))
+
+
+def body_adam8bit(rank, world, narrow):
+    def build(params):
+        return Adam8bit(params, lr=3e-3, min_8bit_size=16)
+
+    for stage in (1, 3):
+        with pytest.raises(ValueError, match="Adam8bit packs the states.*use FusedAdam.*stage.: 0"):
+            make_engine(seeded(Deep), build, stage, narrow)
+    losses = []
+    engine = make_engine(seeded(Deep), build, 0, narrow)
+    for _ in range(40):
+        x, target = batch(0, rank)
+        loss = loss_of(engine(x.bfloat16() if narrow else x), target)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert any(state["exp_avg"].dtype == torch.uint8 for state in engine.basic_optimizer.state.values())
+    return losses[0] / losses[-1]
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "bf16"])
+def test_eight_bit_states_work_without_zero_and_are_refused_with_it(narrow):
+    assert all(gain > 2 for gain in run_ranks(2, body_adam8bit, narrow))

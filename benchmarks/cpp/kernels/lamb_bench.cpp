@@ -73,7 +73,7 @@ void lamb(benchmark::State& state) {
       state, n * 40, [&] { step(table(), &pool, segments.data(), count); }, n * 40,
       [&] {
         for (const Stream* stream : {&first, &more, &second, &more})
-          benchmark::DoNotOptimize(ds_cpu_stream({&pool}, *stream));
+          benchmark::DoNotOptimize(ds_cpu_stream({&pool}, stream, 1));
       });
 }
 
@@ -102,7 +102,7 @@ void muon(benchmark::State& state) {
       },
       n * 28,
       [&] {
-        for (const Stream* stream : {&first, &second}) benchmark::DoNotOptimize(ds_cpu_stream({&pool}, *stream));
+        for (const Stream* stream : {&first, &second}) benchmark::DoNotOptimize(ds_cpu_stream({&pool}, stream, 1));
       });
 }
 

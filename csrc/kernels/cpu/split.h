@@ -23,22 +23,21 @@ void split(const Launch& launch, size_t n, const Body& body) {
 }
 
 // Calls body(s, begin, end) for pieces of every segment s, balanced by elements, not by segments: a pool of four gets
-// through one large tensor as evenly as through a thousand small ones.
+// through one large tensor as evenly as through a thousand small ones. `width`: what is counted are blocks of so many
+// elements.
 template <typename AnySegment, typename Body>
-void split_segments(const Launch& launch, const AnySegment* segments, size_t count, const Body& body) {
-  if (count == 1) {
-    return split(launch, segments[0].numel, [&](size_t begin, size_t end) { body(size_t{0}, begin, end); });
-  }
+void split_segments(const Launch& launch, const AnySegment* segments, size_t count, const Body& body,
+                    size_t width = 1) {
   size_t total = 0;
   for (size_t s = 0; s < count; ++s) total += segments[s].numel;
-  if (launch.pool == nullptr || total <= kInline) {
+  if (launch.pool == nullptr || total * width <= kInline) {
     for (size_t s = 0; s < count; ++s)
       if (segments[s].numel != 0) body(s, size_t{0}, segments[s].numel);
     return;
   }
   std::vector<size_t> ends(count);  // of each segment, in the row of all elements
   for (size_t s = 0, end = 0; s < count; ++s) ends[s] = end += segments[s].numel;
-  launch.pool->parallel_for(total, kGrain, [&](size_t begin, size_t end) {
+  launch.pool->parallel_for(total, kGrain / width, [&](size_t begin, size_t end) {
     size_t s = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
     while (begin < end) {
       const size_t first = ends[s] - segments[s].numel;

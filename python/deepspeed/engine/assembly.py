@@ -136,6 +136,11 @@ class Assembly:
 
     def _check_known(self, optimizer):
         """ZeRO cuts parameters into pieces: an optimizer that looks at whole ones would compute something else."""
+        if getattr(optimizer, "states_in_one_piece", False):
+            raise ValueError(
+                f"{type(optimizer).__name__} packs the states of a parameter so that they cannot be cut into shards: "
+                'use FusedAdam, whose states ZeRO shards, or "zero_optimization": {"stage": 0}.'
+            )
         if optimizer is None or self.client_optimizer is None or self.zero_allow_untested_optimizer():
             return
         known = is_native(optimizer) or type(optimizer) in KNOWN_OPTIMIZERS

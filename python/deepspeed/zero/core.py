@@ -50,10 +50,12 @@ def build_core(
             groups.append(index)
             places.append((orders or {}).get(id(param), len(tensors)))
             counted.append(True if counts_in_norm is None else bool(counts_in_norm(param)))
-    # One object for one group: what is logged is the communicator's.
+    # One object for one group: what is logged is the communicator's. Ranks of one host that compute on its cores move
+    # the bulk through its memory.
+    on_cpu = all(param.device.type == "cpu" for param in tensors)
     data_parallel, model_parallel, gather_group, replicas = groups_used = [
-        None if group is None else _native._C.Communicator(group, shared_memory=index == 0)
-        for index, group in enumerate((data_parallel, model_parallel, gather_group, replicas))
+        None if group is None else _native._C.Communicator(group, shared=on_cpu and number == 0)
+        for number, group in enumerate((data_parallel, model_parallel, gather_group, replicas))
     ]
     core = _native._C.Engine(
         tensors=tensors,

@@ -16,7 +16,7 @@ def can_fuse(optimizer, masters):
 
 def is_native(optimizer):
     """Whether ``optimizer`` is one of ours: its update is a rule of the native engine."""
-    return hasattr(optimizer, "rule_args")
+    return hasattr(optimizer, "rule_args") and not getattr(optimizer, "states_in_one_piece", False)
 
 
 class FusedState:

@@ -8,6 +8,7 @@ says who is stopped by what. On a CPU accelerator all states are on the host alr
 import torch
 
 from deepspeed._compat import storage_of
+from deepspeed.accelerator import get_accelerator
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.log import log_dist
 
@@ -100,7 +101,7 @@ class OffloadedStates:
     @staticmethod
     def _finish(entries):
         for device in {tensor.device for tensor, _ in entries if tensor.device.type == "cuda"}:
-            torch.cuda.synchronize(device)
+            get_accelerator().synchronize(device)
 
     def reload(self, non_blocking=False):
         """Everything that is away comes back to where it was. Returns the bytes moved."""

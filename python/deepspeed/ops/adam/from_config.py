@@ -13,4 +13,5 @@ def build_adam(name, parameters, params):
     adam_w_mode = params.pop("adam_w_mode", True) or name == "adamw"
     if torch_adam:
         return (torch.optim.AdamW if adam_w_mode else torch.optim.Adam)(parameters, **params)
+    params.pop("fp32_optimizer_states", None)  # an engine's masters, and with them the states, are fp32 anyhow
     return FusedAdam(parameters, adam_w_mode=adam_w_mode, **params)

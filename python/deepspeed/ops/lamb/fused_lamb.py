@@ -68,7 +68,7 @@ class FusedLamb(NativeOptimizer):
         self.eps_inside_sqrt = bool(eps_inside_sqrt)
         self.max_coeff = float(max_coeff)
         self.min_coeff = float(min_coeff)
-        self._sums = {}
+        self._sums = []  # of the last step: (parameters, their sums of squares), one for each native call
         self._given = None
         super().__init__(
             params, defaults, eps_inside_sqrt=eps_inside_sqrt, max_coeff=self.max_coeff, min_coeff=self.min_coeff
@@ -81,7 +81,7 @@ class FusedLamb(NativeOptimizer):
 
     def __getstate__(self):
         state = super().__getstate__()
-        state["_sums"] = {}
+        state["_sums"] = []
         return state
 
     def check_engine(self):
@@ -122,7 +122,7 @@ class FusedLamb(NativeOptimizer):
                 )
             self.fused_state.step()
             return loss
-        self._sums = {}
+        self._sums = []
         grads, outputs = self._by_group(grads, "grads"), self._by_group(output_params, "output_params")
         norms = [None] * len(self.param_groups) if grad_norms is None else list(grad_norms)
         for group, own, out, norm in zip(self.param_groups, grads, outputs, norms):
@@ -172,8 +172,8 @@ class FusedLamb(NativeOptimizer):
 
     def _update(self, rule, args, device, step, params, grads, states):
         super()._update(rule, args, device, step, params, grads, states)
-        sums = self._runner(rule).sums()
-        self._sums.update(zip(params, sums))
+        if self.fused_state is None:
+            self._sums.append((params, self._runner(rule).sums()))
 
     def get_lamb_coeffs(self):
         """The trust ratios of the last step: one float for each parameter, group by group; 1.0 where it had none.
@@ -184,8 +184,9 @@ class FusedLamb(NativeOptimizer):
             sums = self.fused_state.core.sums()
             rows = [] if sums is None else sums.tolist()
         else:
+            found = {param: row for params, sums in self._sums for param, row in zip(params, sums.tolist())}
             params = [param for group in self.param_groups for param in group["params"]]
-            rows = [self._sums[param].tolist() if param in self._sums else (0.0, 0.0) for param in params]
+            rows = [found.get(param, (0.0, 0.0)) for param in params]
         return [self._ratio(*row) for row in rows]
 
     def _ratio(self, weight, update):
