@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 from datetime import timedelta
 
 import pytest
@@ -211,3 +213,20 @@ def _second_try(rank, world):
 
 def test_a_rank_whose_first_try_failed_joins_at_the_second():
     assert run_ranks(2, _second_try, timeout=20) == [2.0, 2.0]
+
+
+LEAVING = """
+import atexit
+import torch.distributed
+atexit.register(lambda: print("in a group:", torch.distributed.is_initialized()))  # runs after what comes later
+import deepspeed
+deepspeed.init_distributed()
+assert torch.distributed.is_initialized()
+"""
+
+
+def test_a_script_that_just_ends_leaves_the_group():
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    done = subprocess.run([sys.executable, "-c", LEAVING], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "in a group: False" in done.stdout, done.stdout + done.stderr

@@ -1,5 +1,6 @@
 """The process group of ``deepspeed.comm``: joining and leaving it, and who is in it."""
 
+import atexit
 import importlib
 import importlib.util
 import os
@@ -86,6 +87,15 @@ def init_distributed(
         cdb = TorchBackend(backend, timeout, init_method, rank, world_size)
     except (RuntimeError, OSError) as error:
         raise _explained(error) from error
+    atexit.unregister(_leave)
+    atexit.register(_leave)
+
+
+def _leave():
+    # A script that ends without destroy_process_group leaves gloo's threads of torch 2.x running into the end of the
+    # process, which now and then aborts it. Not for other backends: nccl's end waits for ranks that may be gone.
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
 
 
 def _check_backend(backend):
