@@ -9,6 +9,7 @@ import ctypes
 import faulthandler
 import gc
 import importlib
+import logging
 import os
 import pickle
 import random
@@ -112,6 +113,7 @@ def _run(task, payload):
         random.seed(1234)
         torch.manual_seed(1234)
         torch.set_default_dtype(torch.float32)
+        _reset_log_level()
         fn = _find(task)
         args = pickle.loads(payload)
         if task["init"] is True:
@@ -133,6 +135,12 @@ def _run(task, payload):
         except Exception:  # its class cannot be pickled or built again: the text must do
             pass
         return pickle.dumps(("error", None, text))
+
+
+def _reset_log_level():
+    log = sys.modules.get("deepspeed.log")  # a body that builds many engines may have made it quiet
+    if log is not None:
+        log.logger.setLevel(logging.INFO)
 
 
 def _leave_groups():
