@@ -230,12 +230,12 @@ void GradReducer::absorb(size_t param, const at::Tensor& grad) {
 }
 
 void GradReducer::on_grad(size_t param) {
-  at::NoGradGuard no_grad;
   std::lock_guard<std::mutex> lock(mutex_);
   at::Tensor& held = store_.spec(param).tensor.mutable_grad();
   if (!held.defined()) return;
   if (!held.is_sparse()) note_culprit(param, held);
   if (phase_ == Phase::kIdle) {
+    at::NoGradGuard no_grad;
     // A backward that nobody announced (of a graph that the engine's forward did not build): keep it, reduce at step.
     make_room();
     store_.need_local();
@@ -256,6 +256,7 @@ void GradReducer::on_grad(size_t param) {
   ++fires_[param];
   BucketState& bucket = buckets_[bucket_of_[param]];
   if (bucket.launched) {
+    at::NoGradGuard no_grad;
     const ParamSpec& spec = store_.spec(param);
     if (!late_[param].defined()) {
       const auto options = store_.space_of(param).grad.data.options();
@@ -273,6 +274,7 @@ void GradReducer::on_grad(size_t param) {
 }
 
 void GradReducer::launch_ready() {
+  at::NoGradGuard no_grad;
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].pending == 0) {
     launch(buckets_[next_bucket_++]);
     collect_earlier(buckets_[next_bucket_ - 1]);

@@ -1,6 +1,7 @@
 #include "zero/grad_slots.h"
 
 #include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
 
 namespace ds::zero {
 
@@ -26,6 +27,7 @@ void GradSlots::put(size_t param, const at::Tensor& slots, int64_t begin, const 
       move(map.extents[e].full_offset - begin, map.extents[e].param_offset, map.extents[e].numel);
     return;
   }
+  at::NoGradGuard no_grad;  // only here: for a tiny gradient it costs as much as the copy
   if (map.offsets[index] >= 0) {
     const at::Tensor slot = slots.as_strided(spec.tensor.sizes(), spec.tensor.strides(),
                                              slots.storage_offset() + map.offsets[index] - begin);
