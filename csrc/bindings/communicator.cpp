@@ -27,6 +27,7 @@ DS_BINDINGS(m) {
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("name", &Communicator::name)
+      .def("leave", &Communicator::leave, py::call_guard<py::gil_scoped_release>())
       .def("log_calls", &Communicator::log_calls, py::arg("on"))
       .def("take_log", [](Communicator& communicator) {
         std::vector<std::tuple<std::string, int64_t, double>> calls;

@@ -5,6 +5,7 @@
 #include <functional>
 #include <mutex>
 
+#include "base/error.h"
 #include "comm/c10d_compat.h"
 #include "comm/process_peer_memory.h"
 
@@ -78,27 +79,32 @@ class Scratch {
 class C10dCommunicator : public Communicator {
  public:
   explicit C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group)
-      : group_(std::move(group)), name_(group_->getBackendName()), scratch_(std::make_shared<Scratch>()) {}
+      : group_(std::move(group)),
+        name_(group_->getBackendName()),
+        rank_(group_->getRank()),
+        size_(group_->getSize()),
+        scratch_(std::make_shared<Scratch>()) {}
 
-  int rank() const override { return group_->getRank(); }
-  int size() const override { return group_->getSize(); }
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
   std::string name() const override { return name_; }
-  void barrier() override { group_->barrier()->wait(); }
+  void barrier() override { group()->barrier()->wait(); }
   PeerMemoryPtr peer_memory(int64_t bytes) override { return process_peer_memory(*this, bytes); }
+  void leave() override { group_.reset(); }
 
  protected:
   WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op) override {
     std::vector<at::Tensor> carrier{carried(tensor)};
     c10d::AllreduceOptions options;
     options.reduceOp = c10d_op(op);
-    return carrying(group_->allreduce(carrier, options), carrier[0], tensor);
+    return carrying(group()->allreduce(carrier, options), carrier[0], tensor);
   }
 
   WorkPtr start_broadcast(const at::Tensor& tensor, int root) override {
     std::vector<at::Tensor> carrier{carried(tensor)};
     c10d::BroadcastOptions options;
     options.rootRank = root;
-    return carrying(group_->broadcast(carrier, options), carrier[0], tensor);
+    return carrying(group()->broadcast(carrier, options), carrier[0], tensor);
   }
 
   WorkPtr start_reduce_scatter(const at::Tensor& input, const at::Tensor& output) override {
@@ -106,7 +112,7 @@ class C10dCommunicator : public Communicator {
       at::Tensor result =
           output.scalar_type() == input.scalar_type() ? output : at::empty_like(output, input.options());
       at::Tensor source = input;
-      return carrying(group_->_reduce_scatter_base(result, source), result, output);
+      return carrying(group()->_reduce_scatter_base(result, source), result, output);
     }
     if (!input.device().is_cpu()) {
       const at::Tensor host = input.to(at::kCPU);
@@ -119,7 +125,7 @@ class C10dCommunicator : public Communicator {
   WorkPtr start_all_gather(const at::Tensor& mine, const at::Tensor& all) override {
     if (native(all)) {
       at::Tensor target = all, source = mine;
-      return std::make_shared<C10dWork>(std::vector<Handle>{group_->_allgather_base(target, source)}, nullptr);
+      return std::make_shared<C10dWork>(std::vector<Handle>{group()->_allgather_base(target, source)}, nullptr);
     }
     if (!all.device().is_cpu()) {
       const at::Tensor host = at::empty(all.sizes(), all.options().device(at::kCPU));
@@ -129,6 +135,11 @@ class C10dCommunicator : public Communicator {
   }
 
  private:
+  const c10::intrusive_ptr<c10d::ProcessGroup>& group() const {
+    if (!group_) fail(ErrorKind::kRuntime, "this process has left its process group, as it does when it ends");
+    return group_;
+  }
+
   // gloo has no reduce-scatter or all-gather of one tensor on torch 1.13, and slow ones on 2.11 (1.5 to 2 times an
   // all-reduce). Sending each rank its row directly moves the least data, overlaps all peers, needs no arithmetic of
   // the backend, so that every dtype works, and leaves the order of the sum to us.
@@ -146,8 +157,8 @@ class C10dCommunicator : public Communicator {
       for (int step = 1; step < n; ++step) {
         const int to = (me + step) % n, from = (me + n - step) % n;
         std::vector<at::Tensor> receive{landing.select(0, from - (from > me))}, send{rows.select(0, to)};
-        handles.push_back(group_->recv(receive, from, tag));
-        handles.push_back(group_->send(send, to, tag));
+        handles.push_back(group()->recv(receive, from, tag));
+        handles.push_back(group()->send(send, to, tag));
       }
     }
     const auto scratch = scratch_;
@@ -186,8 +197,8 @@ class C10dCommunicator : public Communicator {
       for (int step = 1; step < n; ++step) {
         const int to = (me + step) % n, from = (me + n - step) % n;
         std::vector<at::Tensor> receive{rows.select(0, from)}, send{rows.select(0, me)};
-        handles.push_back(group_->recv(receive, from, tag));
-        handles.push_back(group_->send(send, to, tag));
+        handles.push_back(group()->recv(receive, from, tag));
+        handles.push_back(group()->send(send, to, tag));
       }
     }
     return std::make_shared<C10dWork>(std::move(handles), nullptr);
@@ -220,6 +231,7 @@ class C10dCommunicator : public Communicator {
   static constexpr int kFirstTag = 1 << 28;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::string name_;
+  int rank_, size_;
   std::shared_ptr<Scratch> scratch_;
   int sequence_ = 0;
 };

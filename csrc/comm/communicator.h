@@ -60,6 +60,8 @@ class Communicator {
   // Host memory of `bytes` on every rank that all ranks can read, or null on all of them where there is no such thing.
   // Collective, with tensors in host memory.
   virtual PeerMemoryPtr peer_memory(int64_t bytes) = 0;
+  // The process is about to end: lets go of what it is carried by, and cannot be used any more.
+  virtual void leave() {}
 
   const Traffic& traffic() const { return traffic_; }
   void reset_traffic() { traffic_ = {}; }

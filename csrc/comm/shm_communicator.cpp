@@ -52,6 +52,7 @@ class ShmCommunicator : public Communicator {
     queue_->complete(queue_->submit([](ShmGroup& group) { group.barrier(); }, ShmQueue::Start::kByWaiting));
   }
   PeerMemoryPtr peer_memory(int64_t bytes) override { return process_peer_memory(*this, bytes); }
+  void leave() override { carrier_->leave(); }
 
  protected:
   WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op) override {

@@ -4,6 +4,8 @@ import os
 import socket
 import subprocess
 import sys
+import subprocess
+import sys
 from datetime import timedelta
 
 import pytest
@@ -230,3 +232,23 @@ def test_a_script_that_just_ends_leaves_the_group():
     env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     done = subprocess.run([sys.executable, "-c", LEAVING], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "in a group: False" in done.stdout, done.stdout + done.stderr
+
+
+SCRIPT = """
+import torch, deepspeed
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
+engine = deepspeed.initialize(model=torch.nn.Linear(8, 8), config=config)[0]
+engine.backward(engine(torch.randn(2, 8)).sum())
+engine.step()
+"""
+
+
+def test_a_script_that_ends_with_a_live_engine_ends_well(tmp_path):
+    # torch 2.x: gloo's threads must not run into the end of the process, whoever still holds the group.
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
+    for _ in range(4):
+        command = [sys.executable, "-m", "deepspeed.launcher", "--num_accelerators", "2", str(script)]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr[-2000:]

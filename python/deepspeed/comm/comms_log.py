@@ -68,6 +68,13 @@ def watch(owner, communicators):
             communicator.log_calls(True)
 
 
+def leave():
+    """The process ends: no engine holds a process group any more."""
+    for communicators in list(_watched.values()):
+        for communicator in communicators:
+            communicator.leave()
+
+
 def collect():
     """Takes over what native communicators have recorded since the last time. Cheap while nothing is recorded."""
     if not comms_logger.enabled:

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import comms_log
 from deepspeed.comm.comms_log import configure
 from deepspeed.comm.rendezvous import prepare_environment
 from deepspeed.comm.torch import TorchBackend
@@ -94,7 +95,8 @@ def init_distributed(
 def _leave():
     # A script that ends without destroy_process_group leaves gloo's threads of torch 2.x running into the end of the
     # process, which now and then aborts it. Not for other backends: nccl's end waits for ranks that may be gone.
-    if dist.is_initialized() and dist.get_backend() == "gloo":
+    if dist.is_initialized() and dist.get_backend() in ("gloo", "shm"):
+        comms_log.leave()
         dist.destroy_process_group()
 
 
