@@ -4,8 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-import subprocess
-import sys
 from datetime import timedelta
 
 import pytest
