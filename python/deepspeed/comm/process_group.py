@@ -4,6 +4,7 @@ import atexit
 import importlib
 import importlib.util
 import os
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from deepspeed.comm.utils import get_local_rank_from_launcher
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
 from deepspeed.log import log_dist, logger
 
+# How long gloo's threads have at the end to let go of what they hold.
+_LAST_BREATH_S = 0.1
 # The carrier, None before the first use.
 cdb = None
 
@@ -98,6 +101,9 @@ def _leave():
     if dist.is_initialized() and dist.get_backend() in ("gloo", "shm"):
         comms_log.leave()
         dist.destroy_process_group()
+        # A group that somebody still holds keeps its threads. One that is just letting go of a tensor needs the
+        # interpreter's lock for it, and would end the process if it asked for it any later.
+        time.sleep(_LAST_BREATH_S)
 
 
 def _check_backend(backend):
