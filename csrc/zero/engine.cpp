@@ -129,7 +129,7 @@ void Engine::begin_backward(bool reduce, const at::Tensor& root) {
   });
 }
 
-// From a hook on the root side, so that it runs when the outermost backward ends, not a re-entrant one.
+// From a hook or node on the root side, so that it runs when the outermost backward ends, not a re-entrant one.
 void Engine::queue_end() {
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
     if (const auto alive = weak.lock(); alive && (alive->user_backward_ || alive->own_backward_)) alive->end_backward();
@@ -193,10 +193,7 @@ void Engine::watch_outputs(const std::vector<at::Tensor>& outputs) {
     if (!engine->user_backward_) {
       engine->user_backward_ = true;
       engine->grads_.begin(engine->user_reduce_);
-      // Queued from a node on the root side, so it runs when the outermost backward ends, not a re-entrant one.
-      torch::autograd::Engine::get_default_engine().queue_callback([weak] {
-        if (const auto alive = weak.lock(); alive && alive->user_backward_) alive->end_backward();
-      });
+      engine->queue_end();
     }
     const double factor = engine->user_factor_;
     return factor == 1.0 || !grad.defined() ? grad : at::mul(grad, factor);
