@@ -1,7 +1,6 @@
 #include "comm/shm_channel.h"
 
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -12,6 +11,7 @@
 #include <cstring>
 #include <new>
 
+#include "base/cores.h"
 #include "base/error.h"
 #include "comm/reduce_rows.h"
 
@@ -37,11 +37,6 @@ void sleep_on(std::atomic<uint32_t>& word, uint32_t seen) {
 
 void wake_all(std::atomic<uint32_t>& word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-}
-
-int cores() {
-  cpu_set_t set;
-  return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
 }  // namespace
@@ -75,7 +70,7 @@ ShmChannel::ShmChannel(int rank, std::shared_ptr<SharedSegments> segments, std::
       segments_(std::move(segments)),
       patience_(patience),
       // About 40 ns each: a rank that is about to come is worth waiting for, one that has no core is not.
-      spins_(segments_->size() <= cores() ? 2000 : 20) {
+      spins_(segments_->size() <= usable_cores() ? 2000 : 20) {
   static_assert(sizeof(Line) <= kBytes && std::atomic<uint32_t>::is_always_lock_free);
   new (line(rank_)) Line();
 }

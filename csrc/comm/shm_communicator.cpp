@@ -1,10 +1,9 @@
 #include "comm/shm_communicator.h"
 
-#include <sched.h>
-
 #include <cstdlib>
 #include <string>
 
+#include "base/cores.h"
 #include "comm/process_peer_memory.h"
 #include "comm/shm_queue.h"
 
@@ -32,11 +31,7 @@ RowOp row_op(ReduceOp op) {
 
 // Where every rank has a core of its own and no more, a thread in the background would only take turns with the
 // computation: the collective then runs when somebody waits for it.
-bool has_spare_cores(int ranks) {
-  cpu_set_t set;
-  const int cores = sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
-  return cores > ranks;
-}
+bool has_spare_cores(int ranks) { return usable_cores() > ranks; }
 
 class ShmCommunicator : public Communicator {
  public:
