@@ -10,8 +10,17 @@ DS_CONFIG_CHAPTER(70, kTraining, "Checkpoints") {
               .one_of_any_case({"WARN", "IGNORE", "FAIL"}),
           boolean("load_universal", false, "load_checkpoint reads a universal checkpoint.")
               .not_built("universal checkpoints"),
-          boolean("use_node_local_storage", false, "Every node writes to a disk of its own.")
-              .not_built("checkpoints on node-local disks"),
+          boolean("use_node_local_storage", false,
+                  "Every node writes to a disk of its own: its ranks' files, a manifest and `latest` for itself."),
+          integer("keep_last", nullptr,
+                  "So many checkpoints stay in a folder: a save removes the oldest that this library wrote there.")
+              .above(0),
+          text("verify_on_load", "sizes",
+               "What load_checkpoint compares with the manifest first: nothing, that all files are there with their "
+               "sizes, or every byte.")
+              .one_of_any_case({"none", "sizes", "all"}),
+          boolean("trust_pickles", false,
+                  "Loading may call what a pickled file names, whatever it is. Only for files that you trust."),
           section(
               "parallel_write", "Which ranks write.",
               {

@@ -1,0 +1,62 @@
+"""The ranks that write one checkpoint, and how they agree on what came of it."""
+
+import dataclasses
+import os
+import socket
+
+from deepspeed import comm as dist
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """What went wrong on a rank, in a form that every rank can raise."""
+
+    rank: int
+    errno: int
+    text: str
+
+    @classmethod
+    def of(cls, rank, error):
+        if isinstance(error, OSError) and error.errno is not None:
+            return cls(rank, error.errno, str(error.strerror))
+        return cls(rank, None, f"{type(error).__name__}: {error}")
+
+
+def raise_together(failures, what, own=None):
+    """Raises on every rank the same error, which names all ranks that failed; returns when none did.
+
+    ``own``: this rank's exception, the cause of what is raised here.
+    """
+    failures = [failure for failure in failures if failure is not None]
+    if not failures:
+        return
+    text = f"{what}: " + "; ".join(f"rank {f.rank}: {f.text}" for f in failures)
+    numbers = [f.errno for f in failures if f.errno is not None]
+    raise (OSError(numbers[0], text) if numbers else RuntimeError(text)) from own
+
+
+class Ranks:
+    """All ranks of an engine. ``leads``: this rank makes folders and renames them; one of each node when every node
+    has a disk of its own (``node_local``), else rank 0."""
+
+    def __init__(self, engine, node_local):
+        self.rank, self.size = engine.global_rank, engine.world_size
+        self.node = (os.environ.get("CROSS_RANK") or socket.gethostname()) if node_local else ""
+        self.nodes = self.gather(self.node)
+        self.leads = self.nodes.index(self.node) == self.rank
+
+    def gather(self, value):
+        """The values of all ranks, in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        found = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+    def agree(self, error, what):
+        """Every rank says what went wrong (None: nothing), and all raise alike if anything did."""
+        raise_together(self.gather(None if error is None else Failure.of(self.rank, error)), what, error)
+
+    def beside(self, values):
+        """Of one value for each rank those of the ranks that write into the same folder."""
+        return [value for value, node in zip(values, self.nodes) if node == self.node]
