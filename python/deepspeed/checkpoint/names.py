@@ -37,19 +37,35 @@ OWN_KEYS = (
 )
 
 
+def model_states(mp_rank=0):
+    return MODEL_STATES.format(mp_rank=mp_rank)
+
+
+def sharded_model_states(dp_rank, mp_rank=0):
+    """At ZeRO stage 3 every data-parallel rank writes one."""
+    return SHARDED_MODEL_STATES.format(dp_rank=dp_rank, mp_rank=mp_rank)
+
+
+def optim_states(dp_rank, mp_rank=0, bf16=False):
+    """At ZeRO stages 1 to 3 every data-parallel rank writes one."""
+    return OPTIM_STATES.format(prefix="bf16_" if bf16 else "", dp_rank=dp_rank, mp_rank=mp_rank)
+
+
+def run_states(rank):
+    return RUN_STATES.format(rank=rank)
+
+
 def model_states_path(folder, mp_rank=0):
-    return os.path.join(folder, MODEL_STATES.format(mp_rank=mp_rank))
+    return os.path.join(folder, model_states(mp_rank))
 
 
 def sharded_model_states_path(folder, dp_rank, mp_rank=0):
-    """At ZeRO stage 3 every data-parallel rank writes one."""
-    return os.path.join(folder, SHARDED_MODEL_STATES.format(dp_rank=dp_rank, mp_rank=mp_rank))
+    return os.path.join(folder, sharded_model_states(dp_rank, mp_rank))
 
 
 def optim_states_path(folder, dp_rank, mp_rank=0, bf16=False):
-    """At ZeRO stages 1 to 3 every data-parallel rank writes one."""
-    return os.path.join(folder, OPTIM_STATES.format(prefix="bf16_" if bf16 else "", dp_rank=dp_rank, mp_rank=mp_rank))
+    return os.path.join(folder, optim_states(dp_rank, mp_rank, bf16))
 
 
 def run_states_path(folder, rank):
-    return os.path.join(folder, RUN_STATES.format(rank=rank))
+    return os.path.join(folder, run_states(rank))
