@@ -65,7 +65,8 @@ def remove_leftovers(save_dir):
 def remove_checkpoint(folder):
     """Removes a checkpoint; one that is killed halfway leaves no half checkpoint under its name."""
     doomed = _hidden(folder, "removing")
-    _remove(doomed) if os.path.exists(doomed) else None
+    if os.path.exists(doomed):
+        _remove(doomed)
     file_writer.rename(folder, doomed)
     _remove(doomed)
 
@@ -114,13 +115,12 @@ def _carry_over(old, staging):
 def finish(folder, facts, records):
     """The files in the hidden folder become the checkpoint ``folder``; one process calls it, when all have written.
 
-    ``records``: name -> FileRecord of every file, of all ranks that wrote into the folder.
+    ``records``: name -> record (a dict, see ``file_writer.FileRecord``) of every file, of all ranks that wrote into the folder.
     """
     staging = staging_of(folder)
-    text = manifest.text_of(facts, {name: record.to_dict() for name, record in records.items()})
+    text = manifest.text_of(facts, records)
     if os.path.isdir(folder):
         _carry_over(folder, staging)
-    os.unlink(os.path.join(staging, OWNER))
     file_writer.write_bytes(text.encode(), os.path.join(staging, manifest.NAME))
     for path in sorted({os.path.dirname(name) for name in records} | {""}):
         file_writer.sync_directory(os.path.join(staging, path))
@@ -131,6 +131,7 @@ def finish(folder, facts, records):
     else:
         file_writer.rename(staging, folder)
         file_writer.sync_directory(os.path.dirname(folder))
+    os.unlink(os.path.join(folder, OWNER))
 
 
 def abandon(folder):
@@ -154,7 +155,7 @@ def retire(save_dir, keep_last, current):
 
     ``current``: the tag just saved; it and the one that ``latest`` names are never removed.
     """
-    spared = {current, latest_tag(save_dir)}
+    spared = {current, names.latest_tag(save_dir)}
     found = []
     for name in os.listdir(save_dir):
         folder = os.path.join(save_dir, name)
@@ -169,12 +170,3 @@ def retire(save_dir, keep_last, current):
         if surplus > 0 and name not in spared:
             remove_checkpoint(os.path.join(save_dir, name))
             surplus -= 1
-
-
-def latest_tag(save_dir, pointer=names.LATEST):
-    """The tag that ``save_dir/latest`` names, or None."""
-    try:
-        with open(os.path.join(save_dir, pointer)) as file:
-            return file.read().strip()
-    except FileNotFoundError:
-        return None

@@ -1,6 +1,7 @@
 """Names of the files in a checkpoint folder, and which keys of the model file are whose."""
 
 import os
+import re
 
 LATEST = "latest"
 MODEL_STATES = "mp_rank_{mp_rank:02d}_model_states.pt"
@@ -8,6 +9,9 @@ SHARDED_MODEL_STATES = "zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_model_state
 OPTIM_STATES = "{prefix}zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
 # Ours, one for each rank: what a resumed run needs to go on bit by bit and no other tool reads.
 RUN_STATES = "run_rank_{rank:05d}_state.pt"
+
+# Whatever a save of any kind, of this or another implementation, puts below the tag's folder.
+_CHECKPOINT_FILE = re.compile(r"(.*_)?(model|optim)_states\.pt|run_rank_\d+_state\.pt")
 
 # Keys of the model file that load_checkpoint keeps for itself; every other one is handed back in client_state.
 ENGINE_KEYS = (
@@ -35,6 +39,19 @@ OWN_KEYS = (
     "ds_config",
     "ds_version",
 )
+
+
+def is_checkpoint_file(name):
+    return _CHECKPOINT_FILE.fullmatch(name) is not None
+
+
+def latest_tag(save_dir, pointer=LATEST):
+    """The tag that ``save_dir/latest`` names, or None."""
+    try:
+        with open(os.path.join(save_dir, pointer)) as file:
+            return file.read().strip()
+    except FileNotFoundError:
+        return None
 
 
 def model_states(mp_rank=0):

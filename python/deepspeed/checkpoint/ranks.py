@@ -1,25 +1,18 @@
 """The ranks that write one checkpoint, and how they agree on what came of it."""
 
-import dataclasses
 import os
 import socket
 
 from deepspeed import comm as dist
 
 
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """What went wrong on a rank, in a form that every rank can raise."""
-
-    rank: int
-    errno: int
-    text: str
-
-    @classmethod
-    def of(cls, rank, error):
-        if isinstance(error, OSError) and error.errno is not None:
-            return cls(rank, error.errno, str(error.strerror))
-        return cls(rank, None, f"{type(error).__name__}: {error}")
+def failure_of(rank, error):
+    """What went wrong on a rank, in a form that every rank can raise and JSON can carry: (rank, errno, text)."""
+    if error is None:
+        return None
+    if isinstance(error, OSError) and error.errno is not None:
+        return [rank, error.errno, str(error.strerror)]
+    return [rank, None, f"{type(error).__name__}: {error}"]
 
 
 def raise_together(failures, what, own=None):
@@ -30,8 +23,8 @@ def raise_together(failures, what, own=None):
     failures = [failure for failure in failures if failure is not None]
     if not failures:
         return
-    text = f"{what}: " + "; ".join(f"rank {f.rank}: {f.text}" for f in failures)
-    numbers = [f.errno for f in failures if f.errno is not None]
+    text = f"{what}: " + "; ".join(f"rank {rank}: {text}" for rank, _, text in failures)
+    numbers = [number for _, number, _ in failures if number is not None]
     raise (OSError(numbers[0], text) if numbers else RuntimeError(text)) from own
 
 
@@ -46,7 +39,7 @@ class Ranks:
         self.leads = self.nodes.index(self.node) == self.rank
 
     def gather(self, value):
-        """The values of all ranks, in rank order, on every rank."""
+        """The values (what JSON can carry) of all ranks, in rank order, on every rank."""
         if self.size == 1:
             return [value]
         found = [None] * self.size
@@ -55,7 +48,7 @@ class Ranks:
 
     def agree(self, error, what):
         """Every rank says what went wrong (None: nothing), and all raise alike if anything did."""
-        raise_together(self.gather(None if error is None else Failure.of(self.rank, error)), what, error)
+        raise_together(self.gather(failure_of(self.rank, error)), what, error)
 
     def beside(self, values):
         """Of one value for each rank those of the ranks that write into the same folder."""
