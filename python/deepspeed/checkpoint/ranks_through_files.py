@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 
 from deepspeed.checkpoint.ranks import Ranks
@@ -48,13 +49,11 @@ class RanksThroughFiles(Ranks):
         return [found.get(rank) for rank in range(self.size)]
 
     def close(self):
-        """After the last ``gather``: every rank's own files go, and the folder with the last of them."""
-        for turn in range(self.turn):
-            try:
-                os.unlink(self._path(turn, self.rank))
-            except FileNotFoundError:
-                pass
-        try:
-            os.rmdir(self.folder)
-        except OSError:
-            pass  # another rank's are still there, or all are gone
+        """After the last ``gather``. The last rank to call it removes the folder: until then others may be reading."""
+        here = [rank for rank in range(self.size) if self.nodes[rank] == self.node]
+        if here == [self.rank]:
+            return
+        with open(os.path.join(self.folder, f"left.{self.rank}"), "w"):
+            pass
+        if all(os.path.exists(os.path.join(self.folder, f"left.{rank}")) for rank in here):
+            shutil.rmtree(self.folder, ignore_errors=True)
