@@ -4,6 +4,7 @@ import os
 import socket
 
 from deepspeed import comm as dist
+from deepspeed.checkpoint.manifest import DamagedManifest
 
 
 def failure_of(rank, error):
@@ -12,7 +13,8 @@ def failure_of(rank, error):
         return None
     if isinstance(error, OSError) and error.errno is not None:
         return [rank, error.errno, str(error.strerror)]
-    return [rank, None, f"{type(error).__name__}: {error}"]
+    plain = type(error) is RuntimeError or isinstance(error, DamagedManifest)
+    return [rank, None, str(error) if plain else f"{type(error).__name__}: {error}"]
 
 
 def raise_together(failures, what, own=None):
