@@ -2,7 +2,8 @@
 
 import torch
 
-from deepspeed.checkpoint import names, rng, storage, zero_states
+from deepspeed.checkpoint import names, storage, zero_states
+from deepspeed.checkpoint.resume import run_states
 from deepspeed.version import __version__
 
 
@@ -20,7 +21,7 @@ def files_of(engine, client_state, exclude_frozen_parameters=False):
     if stage > 0 and engine.core is not None and engine.basic_optimizer is not None:
         name = names.optim_states(dp_rank, mp_rank, engine.bfloat16_enabled())
         found[name] = lambda: _optim_states(engine)
-    found[names.run_states(engine.global_rank)] = lambda: _run_states(engine)
+    found[names.run_states(engine.global_rank)] = lambda: run_states(engine)
     return found
 
 
@@ -59,18 +60,9 @@ def _module_states(engine, exclude_frozen_parameters):
     if engine.zero_optimization_stage() < 3:
         return state
     sharded = zero_states.sharded_names(engine.module)
-    return {name: torch.empty(0, dtype=value.dtype) if name in sharded else value for name, value in state.items()}
-
-
-def _run_states(engine):
-    loader = engine.training_dataloader
-    return {
-        "rng": rng.capture(),
-        "dataloader": loader.state_dict() if hasattr(loader, "state_dict") else None,
-        "micro_steps": engine.micro_steps,
-        "world_size": engine.world_size,
-        "loss_scaler": engine.stepping.scaler if engine.core is not None else None,
-    }
+    for name in state.keys() & sharded:
+        state[name] = torch.empty(0, dtype=state[name].dtype)
+    return state
 
 
 def _optim_states(engine):

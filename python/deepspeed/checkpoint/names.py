@@ -6,6 +6,7 @@ import re
 LATEST = "latest"
 MODEL_STATES = "mp_rank_{mp_rank:02d}_model_states.pt"
 SHARDED_MODEL_STATES = "zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_model_states.pt"
+EXPERT_OPTIM_STATES = "expp_rank_{expp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
 OPTIM_STATES = "{prefix}zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
 # Ours, one for each rank: what a resumed run needs to go on bit by bit and no other tool reads.
 RUN_STATES = "run_rank_{rank:05d}_state.pt"
@@ -63,9 +64,10 @@ def sharded_model_states(dp_rank, mp_rank=0):
     return SHARDED_MODEL_STATES.format(dp_rank=dp_rank, mp_rank=mp_rank)
 
 
-def optim_states(dp_rank, mp_rank=0, bf16=False):
-    """At ZeRO stages 1 to 3 every data-parallel rank writes one."""
-    return OPTIM_STATES.format(prefix="bf16_" if bf16 else "", dp_rank=dp_rank, mp_rank=mp_rank)
+def optim_states(dp_rank, mp_rank=0, bf16=False, prefix=None):
+    """At ZeRO stages 1 to 3 every data-parallel rank writes one. ``prefix`` goes before ``bf16``."""
+    prefix = prefix if prefix is not None else "bf16_" if bf16 else ""
+    return OPTIM_STATES.format(prefix=prefix, dp_rank=dp_rank, mp_rank=mp_rank)
 
 
 def run_states(rank):
