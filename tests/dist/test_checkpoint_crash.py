@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.checkpoint import listing, manifest, names, verify
+from deepspeed.checkpoint import file_writer, listing, manifest, names, verify
 from engine_models import config, make_net
 from harness import RankError, run_ranks
 
@@ -101,13 +101,13 @@ def body_error(rank, world, folder, stage, fault):
     engine.save_checkpoint(folder, tag="a")
     mark(engine, 2)
     if rank == world - 1:
-        os.environ["DS_IO_FAULT"] = fault
+        file_writer.inject_fault(fault)
     text = None
     try:
         engine.save_checkpoint(folder, tag="b")
     except OSError as error:
         text = f"{error.errno} {error}"
-    os.environ.pop("DS_IO_FAULT", None)
+    file_writer.inject_fault("")
     left = sorted(os.listdir(folder))
     engine.load_checkpoint(folder)
     old = marks(engine)
@@ -124,7 +124,7 @@ def test_an_error_is_told_to_all_ranks_and_harms_nothing(world, stage, fault, tm
         assert text is not None
         number, words = ("28", "No space") if fault.endswith("enospc") else ("5", "error")
         assert text.startswith(number) and words in text
-        assert f"rank {world - 1}: " in text and "states.pt" in text or "state.pt" in text
+        assert f"rank {world - 1}: " in text and ("states.pt" in text or "state.pt" in text)
         assert "is not saved" in text and "unharmed" in text
         assert [name for name in left if name not in ("latest", "zero_to_fp32.py")] == ["a"]
         assert old == [1.0] and new == [3.0]
@@ -182,7 +182,7 @@ def test_damage_is_found_before_anything_is_loaded(tmp_path):
     with pytest.raises(RuntimeError, match=r"zero_pp_rank_1_mp_rank_00_optim_states\.pt: tensor '.*differ"):
         run_ranks(2, body_truncated, folder, "all")
     open(path, "wb").write(data[:-100])
-    with pytest.raises(RuntimeError, match=r"zero_pp_rank_1_mp_rank_00_optim_states\.pt has \d+ bytes"):
+    with pytest.raises(RuntimeError, match=r"zero_pp_rank_1_mp_rank_00_optim_states\.pt is damaged: it has \d+ bytes"):
         run_ranks(2, body_truncated, folder, "sizes")
 
 

@@ -1,5 +1,7 @@
 """Before anything of a checkpoint is loaded: is it the one that was saved?"""
 
+import errno
+
 from deepspeed.checkpoint import manifest, verify
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.log import logger
@@ -18,7 +20,8 @@ def check(engine, folder):
         if problems:
             text = "; ".join(str(problem) for problem in problems[:5])
             more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-            error = RuntimeError(f"{text}{more}")
+            missing = any("is missing" in str(problem) for problem in problems)
+            error = FileNotFoundError(errno.ENOENT, text + more) if missing else RuntimeError(text + more)
     except manifest.DamagedManifest as caught:
         error = caught
     ranks.agree(

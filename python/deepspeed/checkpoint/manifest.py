@@ -55,5 +55,5 @@ def missing_or_short(folder, facts):
             found.append(f"{name} is missing")
             continue
         if size != record["bytes"]:
-            found.append(f"{name} has {size} bytes, {record['bytes']} were saved")
+            found.append(f"{name} is damaged: it has {size} bytes, {record['bytes']} were saved")
     return found

@@ -87,6 +87,7 @@ class Saving:
         except Exception:
             if self.ranks.leads:
                 commit.abandon(self.folder)
+            self.ranks.gather(None)  # nobody goes on while files are still being removed
             raise
 
     def begin(self):

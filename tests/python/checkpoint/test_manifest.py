@@ -71,7 +71,7 @@ def test_missing_and_short_files(tmp_path):
     path = folder / "mp_rank_00_model_states.pt"
     path.write_bytes(path.read_bytes()[:-1])
     facts = manifest.read(folder)
-    assert manifest.missing_or_short(folder, facts) == [f"{path.name} has 1695 bytes, 1696 were saved"]
+    assert manifest.missing_or_short(folder, facts) == [f"{path.name} is damaged: it has 1695 bytes, 1696 were saved"]
     assert "has 1695 bytes" in str(verify.verify_folder(folder)[0])
     path.unlink()
     assert manifest.missing_or_short(folder, facts) == [f"{path.name} is missing"]
