@@ -5,6 +5,7 @@ import os
 LATEST = "latest"
 MODEL_STATES = "mp_rank_{mp_rank:02d}_model_states.pt"
 SHARDED_MODEL_STATES = "zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_model_states.pt"
+EXPERT_OPTIM_STATES = "expp_rank_{expp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
 OPTIM_STATES = "{prefix}zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
 # Ours, one for each rank: what a resumed run needs to go on bit by bit and no other tool reads.
 RUN_STATES = "run_rank_{rank:05d}_state.pt"
@@ -37,19 +38,36 @@ OWN_KEYS = (
 )
 
 
+def model_states(mp_rank=0):
+    return MODEL_STATES.format(mp_rank=mp_rank)
+
+
+def sharded_model_states(dp_rank, mp_rank=0):
+    """At ZeRO stage 3 every data-parallel rank writes one."""
+    return SHARDED_MODEL_STATES.format(dp_rank=dp_rank, mp_rank=mp_rank)
+
+
+def optim_states(dp_rank, mp_rank=0, bf16=False, prefix=None):
+    """At ZeRO stages 1 to 3 every data-parallel rank writes one. ``prefix`` goes before ``bf16``."""
+    prefix = prefix if prefix is not None else "bf16_" if bf16 else ""
+    return OPTIM_STATES.format(prefix=prefix, dp_rank=dp_rank, mp_rank=mp_rank)
+
+
+def run_states(rank):
+    return RUN_STATES.format(rank=rank)
+
+
 def model_states_path(folder, mp_rank=0):
-    return os.path.join(folder, MODEL_STATES.format(mp_rank=mp_rank))
+    return os.path.join(folder, model_states(mp_rank))
 
 
 def sharded_model_states_path(folder, dp_rank, mp_rank=0):
-    """At ZeRO stage 3 every data-parallel rank writes one."""
-    return os.path.join(folder, SHARDED_MODEL_STATES.format(dp_rank=dp_rank, mp_rank=mp_rank))
+    return os.path.join(folder, sharded_model_states(dp_rank, mp_rank))
 
 
 def optim_states_path(folder, dp_rank, mp_rank=0, bf16=False):
-    """At ZeRO stages 1 to 3 every data-parallel rank writes one."""
-    return os.path.join(folder, OPTIM_STATES.format(prefix="bf16_" if bf16 else "", dp_rank=dp_rank, mp_rank=mp_rank))
+    return os.path.join(folder, optim_states(dp_rank, mp_rank, bf16))
 
 
 def run_states_path(folder, rank):
-    return os.path.join(folder, RUN_STATES.format(rank=rank))
+    return os.path.join(folder, run_states(rank))

@@ -6,9 +6,9 @@ import os
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.checkpoint import names, rng, storage, zero_states
+from deepspeed.checkpoint import names, storage, zero_states
+from deepspeed.checkpoint.contents import files_of
 from deepspeed.log import log_dist, logger
-from deepspeed.version import __version__
 
 
 def _check_tag(engine, tag):
@@ -28,55 +28,6 @@ def _check_tag(engine, tag):
     if engine._config.checkpoint_tag_validation_fail:
         raise ValueError(text)
     logger.warning(text)
-
-
-def _model_states(engine, client_state, exclude_frozen_parameters):
-    optimizer = engine.optimizer
-    scheduler = engine.lr_scheduler
-    stage = engine.zero_optimization_stage()
-    frozen = stage >= 2 and not exclude_frozen_parameters
-    state = {
-        "module": storage.compact(_module_states(engine, exclude_frozen_parameters)),
-        "buffer_names": [name for name, _ in engine.module.named_buffers()],
-        "optimizer": storage.compact(optimizer.state_dict()) if optimizer is not None and stage == 0 else None,
-        "param_shapes": zero_states.param_shapes(engine) if stage > 0 else None,
-        "frozen_param_shapes": zero_states.frozen_shapes(engine) if frozen else None,
-        "shared_params": zero_states.shared_params(engine.module) if stage > 0 else None,
-        "frozen_param_fragments": zero_states.frozen_fragments(engine) if frozen else None,
-        "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
-        "data_sampler": None,
-        "random_ltd": None,
-        "sparse_tensor_module_names": engine.sparse_tensor_module_names,
-        "skipped_steps": engine.skipped_steps,
-        "global_steps": engine.global_steps,
-        "global_samples": engine.global_samples,
-        "dp_world_size": engine.dp_world_size,
-        "mp_world_size": engine.mp_world_size,
-        names.RESERVED_KEY: {"pp_degree": 1, "tp_degree": engine.mp_world_size},
-        "ds_config": engine.config,
-        "ds_version": __version__,
-    }
-    state.update(client_state)
-    return state
-
-
-def _module_states(engine, exclude_frozen_parameters):
-    state = engine.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-    if engine.zero_optimization_stage() < 3:
-        return state
-    sharded = zero_states.sharded_names(engine.module)
-    return {name: torch.empty(0, dtype=value.dtype) if name in sharded else value for name, value in state.items()}
-
-
-def _run_states(engine):
-    loader = engine.training_dataloader
-    return {
-        "rng": rng.capture(),
-        "dataloader": loader.state_dict() if hasattr(loader, "state_dict") else None,
-        "micro_steps": engine.micro_steps,
-        "world_size": engine.world_size,
-        "loss_scaler": engine.stepping.scaler if engine.core is not None else None,
-    }
 
 
 def _without_own_keys(engine, client_state):
@@ -104,22 +55,8 @@ def save_checkpoint(engine, save_dir, tag=None, client_state=None, save_latest=T
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
         raise OSError(error.errno, f"cannot make the checkpoint folder {folder}: {error.strerror}") from error
-    stage = engine.zero_optimization_stage()
-    dp_rank, mp_rank = engine.parallel.dp_rank, engine.mp_rank_for_files()
-    if stage == 3:
-        path = names.sharded_model_states_path(folder, dp_rank, mp_rank)
-        storage.write(_model_states(engine, client_state, exclude_frozen_parameters), path)
-    elif dp_rank == 0:
-        path = names.model_states_path(folder, mp_rank)
-        storage.write(_model_states(engine, client_state, exclude_frozen_parameters), path)
-    if stage > 0 and engine.core is not None and engine.basic_optimizer is not None:
-        shard = {
-            "optimizer_state_dict": storage.compact(engine.optimizer.state_dict()),
-            "ds_config": engine.config,
-            "ds_version": __version__,
-        }
-        storage.write(shard, names.optim_states_path(folder, dp_rank, mp_rank, engine.bfloat16_enabled()))
-    storage.write(_run_states(engine), names.run_states_path(folder, engine.global_rank))
+    for name, value in files_of(engine, client_state, exclude_frozen_parameters).items():
+        storage.write(value(), os.path.join(folder, name))
     if engine.world_size > 1:
         dist.barrier()
     if save_latest and engine.global_rank == 0:

@@ -49,7 +49,7 @@ def write(value, path):
         raise
 
 
-def read(path):
+def read(path, lazy=False):
     """Loads ``path`` to the CPU. Checkpoints are pickles: only load what you trust."""
     try:
         return _compat.load(path, map_location="cpu")

@@ -59,8 +59,8 @@ class Assembly:
     def _make_optimizer(self, model_parameters):
         self.basic_optimizer = build_optimizer(self._config, self.module, model_parameters, self.client_optimizer)
         groups = self.basic_optimizer.param_groups if self.basic_optimizer is not None else []
-        self._audited_groups = [list(group["params"]) for group in groups]
-        trained = [param for group in self._audited_groups for param in group]
+        self.trained_groups = [list(group["params"]) for group in groups]
+        trained = [param for group in self.trained_groups for param in group]
         optimizer = self.basic_optimizer
         if self.zero_optimization():
             self._check_known(optimizer)
