@@ -6,12 +6,12 @@ import torch
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import storage
-from deepspeed.checkpoint.universal_shards import STEP, merge_zero_shards, write_shard
+from deepspeed.checkpoint.saved_universal import OPTIMIZER_STATE, STEP, ZERO_FOLDER
+from deepspeed.checkpoint.universal_shards import merge_zero_shards, write_shard
 from deepspeed.checkpoint.universal_slices import merge_slices
 from deepspeed.checkpoint.universal_source import Source
 from deepspeed.zero.saved_state import read_into
 
-ZERO_FOLDER = "zero"
 TEMP_FOLDER = "tmp"
 
 
@@ -61,6 +61,18 @@ class Conversion:
     def frozen_tasks(self):
         saved = self.source.saved(0)
         return [[name] for name in getattr(saved, "frozen_shapes", dict)() if saved.frozen_pieces(name)]
+
+
+    def common(self):
+        """Writes what belongs to the optimizer as a whole."""
+        saved = self.source.saved(0)
+        groups = [
+            {**{key: value for key, value in group.items() if key != "names"}, "params": [index]}
+            for index, group in enumerate(saved.param_groups())
+        ]
+        state = {**saved.extra(), keys.ZERO_STAGE: saved.zero_stage, keys.PARAM_GROUPS: groups}
+        os.makedirs(self.zero_dir, exist_ok=True)
+        storage.write(storage.compact(state), os.path.join(self.zero_dir, OPTIMIZER_STATE))
 
 
 def _save_state(folder, state, value, hints):

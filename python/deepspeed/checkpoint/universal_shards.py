@@ -10,8 +10,7 @@ import torch
 
 from deepspeed.checkpoint import storage
 from deepspeed.checkpoint.reshape_utils import natural_key
-
-STEP = "step"
+from deepspeed.checkpoint.saved_universal import STEP
 
 
 def shard_path(temp_dir, name, tp_index, state, dp_index):

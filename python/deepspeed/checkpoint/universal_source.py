@@ -5,7 +5,9 @@ import os
 import torch
 
 from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint import names, storage
 from deepspeed.checkpoint.reshape_3d_utils import get_model_3d_descriptor
+from deepspeed.checkpoint.reshape_utils import get_zero_files
 from deepspeed.checkpoint.saved_state import open_saved
 from deepspeed.checkpoint.universal_info import ParallelRules
 from deepspeed.log import logger
@@ -44,22 +46,24 @@ class Source:
     def saved(self, mp_rank):
         """The ``SavedState`` of a model-parallel rank."""
         if mp_rank not in self._saved:
-            saved = open_saved(self.folder, mp_rank)
-            if not saved.shapes() and saved.zero_stage == 0:
-                saved = self._open_plain(mp_rank, saved.model)
-            self._saved[mp_rank] = saved
+            plain = not get_zero_files(self.folder)
+            self._saved[mp_rank] = self._open_plain(mp_rank) if plain else open_saved(self.folder, mp_rank)
         return self._saved[mp_rank]
 
-    def _open_plain(self, mp_rank, model):
-        """Files of stage 0 do not name the optimizer's parameters: they are the module's, in order, if that fits."""
+    def _open_plain(self, mp_rank):
+        """Files of stage 0 do not name the optimizer's parameters. Ours say them beside the model file; else they are
+        the module's, in order and in one group, if that fits."""
+        module = open_saved(self.folder, mp_rank, with_optimizer=False).model
         shapes, seen = {}, set()
-        for name, value in (model.get("module") or {}).items():
+        for name, value in (module.get("module") or {}).items():
             place = _memory_of(value)
-            if name not in (model.get(keys.BUFFER_NAMES) or ()) and (place is None or place not in seen):
+            if name not in (module.get(keys.BUFFER_NAMES) or ()) and (place is None or place not in seen):
                 shapes[name] = torch.Size(value.shape)
                 seen.add(place)
+        beside = names.run_states_path(self.folder, 0)
+        groups = storage.read(beside).get("group_names") if os.path.exists(beside) else None
         try:
-            return open_saved(self.folder, mp_rank, group_names=[list(shapes)], shapes=shapes)
+            return open_saved(self.folder, mp_rank, group_names=groups or [list(shapes)], shapes=shapes)
         except ValueError as error:
             raise ValueError(
                 f"{self.folder} was saved without ZeRO. Such files do not name the parameters of the optimizer, and "

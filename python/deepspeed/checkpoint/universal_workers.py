@@ -11,7 +11,7 @@ import sys
 import tempfile
 
 from deepspeed.checkpoint.universal_convert import Conversion
-from deepspeed.host import available_cpus
+from deepspeed.host.cpu import usable_cores
 
 _ERRORS = {kind.__name__: kind for kind in (ValueError, FileNotFoundError, RuntimeError, KeyError)}
 
@@ -37,14 +37,14 @@ def run_tasks(conversion, step, tasks, workers):
             for process, _ in running:
                 if process.poll() is None:
                     process.kill()
-                process.communicate()
+                    process.communicate()
 
 
 def _start(folder, number, conversion, step, tasks):
     path = os.path.join(folder, f"{number}.json")
     with open(path, "w") as file:
         json.dump({"arguments": conversion.arguments, "step": step, "tasks": tasks}, file)
-    threads = max(1, available_cpus() // 2)
+    threads = max(1, len(usable_cores()) // 2)
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
