@@ -60,7 +60,9 @@ def _module_states(engine, exclude_frozen_parameters):
     if engine.zero_optimization_stage() < 3:
         return state
     sharded = zero_states.sharded_names(engine.module)
-    return {name: torch.empty(0, dtype=value.dtype) if name in sharded else value for name, value in state.items()}
+    for name in state.keys() & sharded:
+        state[name] = torch.empty(0, dtype=state[name].dtype)
+    return state
 
 
 def _optim_states(engine):

@@ -98,7 +98,8 @@ def open_saved(folder, mp_rank=0, dp_rank=0, group_names=(), shapes=None, with_o
 
 def _open_sliced(folder, mp_rank, dp_rank):
     own = names.sharded_model_states_path(folder, dp_rank, mp_rank)
-    path = own if os.path.exists(own) else names.sharded_model_states_path(folder, 0, mp_rank)
+    first = names.sharded_model_states_path(folder, 0, mp_rank)
+    path = own if os.path.exists(own) else first
     model = storage.read(path, lazy=True)
     shards = _shards(folder, mp_rank)
     count = len(shards) if shards is not None else model["dp_world_size"]
@@ -109,6 +110,7 @@ def _open_sliced(folder, mp_rank, dp_rank):
         folder,
         Fragments(folder, mp_rank, count),
         model.get("frozen_param_shapes"),
+        storage.read(first, lazy=True).get("shared_params") or {},  # others' files may not say
     )
     saved.model_path = path
     return saved

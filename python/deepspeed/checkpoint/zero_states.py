@@ -31,17 +31,21 @@ def param_shapes(engine):
 
 
 def _frozen(engine):
-    return [(name, param) for name, param in engine.module.named_parameters() if not param.requires_grad]
+    """Parameters that no file of optimizer states has: frozen ones, and those the optimizer was not given."""
+    trained = {id(param) for group in engine.trained_groups for param in group}
+    return [(name, param) for name, param in engine.module.named_parameters() if id(param) not in trained]
 
 
 def frozen_shapes(engine):
-    """dict name -> torch.Size of parameters that are not trained."""
-    return {name: _shape(param) for name, param in _frozen(engine)}
+    """Ordered dict name -> torch.Size of parameters that are not trained."""
+    return collections.OrderedDict((name, _shape(param)) for name, param in _frozen(engine))
 
 
 def frozen_fragments(engine):
-    """dict name -> values of parameters that are not trained: this rank's slice at stage 3, the whole below it."""
-    return {name: storage.compact(p.ds_tensor if is_sharded(p) else p.data) for name, p in _frozen(engine)}
+    """Ordered dict name -> values of parameters that are not trained: this rank's slice at stage 3, else the whole."""
+    return collections.OrderedDict(
+        (name, storage.compact(p.ds_tensor if is_sharded(p) else p.data)) for name, p in _frozen(engine)
+    )
 
 
 def shared_params(module):

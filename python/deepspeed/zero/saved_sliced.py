@@ -13,17 +13,19 @@ class SlicedState(SavedState):
     """``shards``: what each rank saved as ``optimizer_state_dict``, in rank order; may read its files when indexed.
 
     ``param_shapes``: one dict name -> shape for each parameter group. ``fragments``: one dict name -> this rank's slice
-    for each rank, of the parameters that are not trained, and ``frozen_shapes`` their whole shapes.
+    for each rank, of the parameters that are not trained, and ``frozen_shapes`` their whole shapes. ``aliases``:
+    alias -> name, of tied parameters.
     """
 
     zero_stage = 3
     masters_only = True
 
-    def __init__(self, shards, param_shapes, model=None, folder=None, fragments=(), frozen_shapes=None):
+    def __init__(self, shards, param_shapes, model=None, folder=None, fragments=(), frozen_shapes=None, aliases=()):
         super().__init__()
         self.folder, self.model = folder, model or {}
         self._shards = shards
         self._fragments = fragments
+        self._aliases = dict(aliases)
         self._frozen = {name: torch.Size(shape) for name, shape in (frozen_shapes or {}).items()}
         self._groups = [{name: torch.Size(shape) for name, shape in group.items()} for group in param_shapes]
         self._shapes = {name: shape for group in self._groups for name, shape in group.items()}
@@ -51,7 +53,10 @@ class SlicedState(SavedState):
         return self._frozen
 
     def _cut(self):
-        return self._shapes.keys() | self._frozen.keys() | self.aliases().keys()
+        return set(self.model.get("module") or ()) - set(self.model.get("buffer_names") or ())
+
+    def aliases(self):
+        return dict(self._aliases)
 
     def weight_shape(self, name):
         return super().weight_shape(name) or self._frozen.get(name)
