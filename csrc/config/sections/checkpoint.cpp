@@ -8,8 +8,7 @@ DS_CONFIG_CHAPTER(70, kTraining, "Checkpoints") {
       {
           text("tag_validation", "WARN", "What to do when ranks save under different tags.")
               .one_of_any_case({"WARN", "IGNORE", "FAIL"}),
-          boolean("load_universal", false, "load_checkpoint reads a universal checkpoint.")
-              .not_built("universal checkpoints"),
+          boolean("load_universal", false, "load_checkpoint reads a universal checkpoint."),
           boolean("use_node_local_storage", false,
                   "Every node writes to a disk of its own: its ranks' files, a manifest and `latest` for itself."),
           integer("keep_last", nullptr,
