@@ -175,8 +175,9 @@ def test_damage_is_found_before_anything_is_loaded(tmp_path):
     folder = str(tmp_path)
     run_ranks(2, body_first, folder, 2)
     path = os.path.join(folder, "a", names.optim_states(1))
+    tensor = manifest.read(os.path.join(folder, "a"))["files"][names.optim_states(1)]["tensors"][0]
     data = bytearray(open(path, "rb").read())
-    data[len(data) // 2] ^= 4
+    data[tensor["offset"] + tensor["bytes"] // 2] ^= 4
     open(path, "wb").write(data)
     run_ranks(2, body_truncated, folder, "sizes")
     with pytest.raises(RuntimeError, match=r"zero_pp_rank_1_mp_rank_00_optim_states\.pt: tensor '.*differ"):
