@@ -160,7 +160,9 @@ def body_foreign(rank, world, folder):
 
 def test_files_of_others_in_the_folder_stay(tmp_path):
     run_ranks(1, body_foreign, str(tmp_path))
-    found = {os.path.relpath(os.path.join(root, f), tmp_path / "t") for root, _, fs in os.walk(tmp_path / "t") for f in fs}
+    found = {
+        os.path.relpath(os.path.join(root, f), tmp_path / "t") for root, _, fs in os.walk(tmp_path / "t") for f in fs
+    }
     assert {"config.json", "tokenizer/vocab.txt", manifest.NAME} < found
     assert not any("rank_7" in name for name in found)  # a shard that no rank of this run has written
     assert (tmp_path / "t" / "tokenizer" / "vocab.txt").read_text() == "tokenizer/vocab.txt"
@@ -201,6 +203,7 @@ def test_every_node_its_own_disk(tmp_path):
     for rank, (found, files, value) in enumerate(run_ranks(2, body_node_local, str(tmp_path))):
         assert found == ["global_step1", "latest", "zero_to_fp32.py"]
         assert [name for name in files if "zero_pp" in name] == [
-            names.sharded_model_states(rank), names.optim_states(rank)
+            names.sharded_model_states(rank),
+            names.optim_states(rank),
         ] or len(files) == 3
         assert value == [1.0]
