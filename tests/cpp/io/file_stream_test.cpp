@@ -30,16 +30,17 @@ TEST(FileStream, WritesWhatItIsGiven) {
   for (const char* parent : kFileSystems) {
     const Folder folder(parent);
     Files files;
-    for (size_t bytes : {0, 1, 511, 4095, 4096, 4097, 65536, 1048577, 9000001}) {
+    for (size_t bytes : {0, 1, 4095, 4096, 4097, 1048577, 3000001}) {
       const std::string text = random_bytes(bytes, static_cast<unsigned>(bytes));
+      const uint32_t expected = plain_crc32(text);
       for (bool known : {false, true}) {
         for (bool direct : {false, true}) {
-          for (int buffers : {1, 2, 3}) {
+          for (int buffers : {1, 3}) {
             FileStream stream(files, folder / "x", known ? bytes : 0, small(1 << 20, buffers, buffers, direct));
             const uint32_t sum = stream.write(text.data(), bytes);
             const Sum total = stream.finish();
             EXPECT_EQ(total.bytes, bytes);
-            EXPECT_EQ(total.crc32, plain_crc32(text));
+            EXPECT_EQ(total.crc32, expected);
             EXPECT_EQ(sum, total.crc32);
             ASSERT_EQ(content(folder / "x"), text) << parent << " " << bytes << " " << known << direct << buffers;
           }
