@@ -2,10 +2,11 @@
 
 import os
 import pickle
+import zipfile
 
 import torch
 
-from deepspeed import _compat
+from deepspeed.utils import torch_archive
 
 
 def compact(value, device="cpu"):
@@ -49,10 +50,15 @@ def write(value, path):
         raise
 
 
-def read(path, lazy=False):
-    """Loads ``path`` to the CPU. Checkpoints are pickles: only load what you trust."""
+def read(path, lazy=False, allow=(), trust=None):
+    """Loads ``path`` to the CPU; with ``lazy``, tensors stay in the file (``LazyTensor``).
+
+    Tensors and plain data only: RefusedClass for anything that could run code, see ``deepspeed.utils.torch_archive``.
+    """
     try:
-        return _compat.load(path, map_location="cpu")
+        return torch_archive.load(path, lazy, allow, trust)
+    except torch_archive.RefusedClass:
+        raise
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"the checkpoint has no file {path}: it is incomplete or was written by another kind of run"
@@ -61,7 +67,7 @@ def read(path, lazy=False):
         raise OSError(
             error.errno, f"cannot read the checkpoint file {path}: {error.strerror}. Check its permissions."
         ) from error
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, ValueError) as error:
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, ValueError) as error:
         raise RuntimeError(
             f"the checkpoint file {path} is damaged or no checkpoint ({error}); load an older tag"
         ) from error
