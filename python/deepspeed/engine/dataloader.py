@@ -190,7 +190,8 @@ class DeepSpeedDataLoader:
         random numbers; an IterableDataset is read again up to the position and must yield the same samples again.
 
         Where another number of ranks or another batch size has saved, the epoch goes on with the samples that no rank
-        has had, dealt anew. Other samplers than ours go on with the batch that so many samples of all ranks amount to.
+        has had, dealt anew. Other samplers than ours go on with the batch that so many samples of all ranks amount to,
+        an IterableDataset with the batch that so many samples of one rank do: sharing it is its own business.
         """
         missing = [key for key in ("epoch", "batches") if key not in state]
         if missing:
@@ -199,20 +200,20 @@ class DeepSpeedDataLoader:
         self._start = state.get("start", 0)
         self._batches_now = None
         self._resuming = True
-        now = self.batch_size * self.world_size
-        then = state.get("batch_size", self.batch_size) * state.get("world_size", self.world_size)
-        if now != then or state.get("world_size", self.world_size) != self.world_size:
-            self._deal_anew(self._start + self.batches * then, now)
+        batch_size = state.get("batch_size", self.batch_size)
+        world_size = state.get("world_size", self.world_size) if self.data_sampler is not None else self.world_size
+        if (batch_size, world_size) != (self.batch_size, self.world_size):
+            self._deal_anew(self._start + self.batches * batch_size * world_size)
 
-    def _deal_anew(self, samples, at_once):
-        """Goes on after ``samples`` of this epoch; ``at_once``: of all ranks in one batch."""
+    def _deal_anew(self, samples):
+        """Goes on after ``samples`` of this epoch, counted over all ranks."""
         if isinstance(self.data_sampler, ShareSampler):
             self._start, self.batches = samples, 0
-            if samples >= len(self.dataset) // self.world_size * self.world_size and (
-                self.drop_last or samples >= len(self.dataset)
-            ):
+            whole = len(self.dataset) // self.world_size * self.world_size
+            if samples >= (whole if self.drop_last else len(self.dataset)):
                 self._next_epoch()
             return
+        at_once = self.batch_size * self.world_size
         self.batches = samples // at_once
         if samples % at_once:
             logger.warning(
