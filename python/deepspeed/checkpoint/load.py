@@ -115,6 +115,29 @@ def load_checkpoint(
     return path, client_state
 
 
+def restore_universal(engine, folder, params=None, weights=True, states=True):
+    """Masters (``weights``: or else the weights alone) and optimizer states from the folder of a universal checkpoint,
+    without counters, schedules and buffers. ``params``: those that shall be restored, which must be all trained ones."""
+    if not is_universal(folder):
+        raise ValueError(f"{folder} is no universal checkpoint: it has no folder 'zero'. Convert it with ds_to_universal")
+    trained = {id(param) for group in engine.trained_groups for param in group}
+    if params is not None and {id(param) for param in params} != trained:
+        raise ValueError("a universal checkpoint is restored into all parameters of the optimizer or none")
+    saved = _open(engine, folder, states)
+    if not states:
+        load_weights(engine, saved, strict=True)
+    restore = Restore(engine.stepping, [p for group in engine.trained_groups for p in group], saved)
+    restore.check()
+    engine.core.begin_write()
+    if weights:
+        restore.masters()
+    if states:
+        restore.states()
+        restore.extra()
+    engine.core.publish()
+    engine.core.end_write()
+
+
 def _load_weights_and_states(engine, saved, strict, custom_load_fn, module_only, with_optimizer):
     """Weights; fp32 masters, which decide where there are any; moments, steps, hyperparameters, loss scale."""
     if engine.stepping is None:

@@ -259,7 +259,7 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
     def destroy(self):
         self.states.reload()
         for param in self._params:
-            for name in ("_ds_link", "_hp_mapping", "_dp_group"):
+            for name in ("_ds_link", "_hp_mapping", "_dp_group", "load_hp_checkpoint_state"):
                 param.__dict__.pop(name, None)
         super().destroy()
 
