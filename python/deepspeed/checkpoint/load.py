@@ -4,6 +4,8 @@ import os
 
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.checking import check
+from deepspeed.checkpoint.node_local import fetch_missing
+from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.resume import names_of_groups, resume_run
 from deepspeed.checkpoint.saved_state import open_saved
 from deepspeed.checkpoint.saved_universal import is_universal
@@ -79,6 +81,8 @@ def load_checkpoint(
     if tag is None:
         return None, None
     folder = os.path.join(load_dir, tag)
+    ranks = Ranks(engine, engine._config.use_node_local_storage)
+    fetch_missing(engine, ranks, folder)
     if not os.path.isdir(folder):
         known = (
             sorted(name for name in os.listdir(load_dir) if os.path.isdir(os.path.join(load_dir, name)))
@@ -86,7 +90,7 @@ def load_checkpoint(
             else []
         )
         raise FileNotFoundError(f"there is no checkpoint {folder}; tags there are: {', '.join(known) or 'none'}")
-    check(engine, folder)
+    check(engine, ranks, folder)
     with_optimizer = load_optimizer_states and not load_module_only and engine.stepping is not None
     with_scheduler = load_lr_scheduler_states and not load_module_only
     saved = _open(engine, folder, with_optimizer)
