@@ -4,7 +4,7 @@ import torch
 
 from deepspeed._compat import named_parameters
 from deepspeed.zero.gathered import GatheredParameters
-from deepspeed.zero.saved_state import read_into
+from deepspeed.zero.saved_state import eager, read_into
 from deepspeed.zero.sharded_parameter import is_sharded
 
 
@@ -101,11 +101,6 @@ def _load_by(custom_load_fn, engine, saved, saved_keys):
         custom_load_fn(src=state, dst=engine.module)
     if engine.core is not None:
         engine.core.refresh_master()
-
-
-def eager(value):
-    """A lazy tensor's values; anything else as it is."""
-    return value.read() if hasattr(value, "read_range") else value
 
 
 def plain(value):

@@ -83,7 +83,7 @@ class SavedState:
 
     def step(self, name):
         """Updates that a parameter has seen, or None where that was not saved."""
-        step = self.scalars(name).get("step")
+        step = eager(self.scalars(name).get("step"))
         return None if step is None else int(step.item() if torch.is_tensor(step) else step)
 
     def pieces(self, name, kind):
@@ -111,6 +111,11 @@ class SavedState:
     def origin(self):
         """Where it comes from, for messages."""
         return f"the checkpoint {self.folder}" if self.folder else "the saved optimizer"
+
+
+def eager(value):
+    """A lazy tensor's values; anything else as it is."""
+    return value.read() if hasattr(value, "read_range") else value
 
 
 def _numel(value):
