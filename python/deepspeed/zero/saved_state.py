@@ -59,6 +59,10 @@ class SavedState:
         """As ``pieces`` for ``kind`` "fp32" or the name of a state of a trained parameter."""
         raise NotImplementedError
 
+    def has_optimizer(self):
+        """Whether there are optimizer states at all."""
+        return bool(self.param_groups())
+
     def extra(self):
         """What belongs to the optimizer as a whole: ``loss_scaler`` (an object or a dict of its attributes),
         ``dynamic_loss_scale``, ``overflow``, ``clip_grad``, as far as they were saved."""
@@ -106,7 +110,9 @@ class SavedState:
     def weight_shape(self, name):
         """torch.Size of a parameter as it was saved, or None where it is not in the checkpoint."""
         value = self.module().get(name)
-        return torch.Size(value.shape) if value is not None else self.shapes().get(name)
+        if value is None:
+            return self.shapes().get(name)
+        return torch.Size(value.shape) if hasattr(value, "shape") else None
 
     def origin(self):
         """Where it comes from, for messages."""
