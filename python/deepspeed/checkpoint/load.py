@@ -3,19 +3,26 @@
 import os
 
 from deepspeed.checkpoint import names
-from deepspeed.checkpoint.resume import resume_run
+from deepspeed.checkpoint.checking import check
+from deepspeed.checkpoint.resume import names_of_groups, resume_run
 from deepspeed.checkpoint.saved_state import open_saved
+from deepspeed.checkpoint.saved_universal import is_universal
 from deepspeed.checkpoint.weights import load_weights, plain
 from deepspeed.log import log_dist, logger
 from deepspeed.zero.restore import Restore
 from deepspeed.zero.sharded_parameter import is_sharded
 
 
-def _find_tag(load_dir, tag):
+def _find_tag(load_dir, tag, universal):
     if tag is not None:
         return str(tag)
-    pointer = os.path.join(load_dir, names.LATEST)
+    pointer = os.path.join(load_dir, names.LATEST_UNIVERSAL if universal else names.LATEST)
     if not os.path.isfile(pointer):
+        if universal:
+            raise ValueError(
+                f"checkpoint.load_universal is true, and there is neither a tag nor the file {pointer}: convert a "
+                "checkpoint with ds_to_universal first, or pass tag= with the name of the universal folder"
+            )
         logger.warning(
             f"nothing is loaded: {pointer} does not exist, and no tag was given. Pass tag=, or check the directory "
             f"{load_dir}."
@@ -30,15 +37,24 @@ def _find_tag(load_dir, tag):
 
 def _open(engine, folder, with_optimizer):
     """The checkpoint, as far as it is needed to load it into this engine."""
-    names_of_groups, shapes = [], {}
-    if engine.stepping is not None:
-        called = iter(engine.stepping.names)
-        for group in engine.trained_groups:
-            names_of_groups.append([next(called) for _ in group])
-            for name, param in zip(names_of_groups[-1], group):
-                shapes[name] = param.ds_shape if is_sharded(param) else param.shape
+    groups, shapes = names_of_groups(engine), {}
+    for called, group in zip(groups, engine.trained_groups if groups else ()):
+        for name, param in zip(called, group):
+            shapes[name] = param.ds_shape if is_sharded(param) else param.shape
+    if engine.load_universal_checkpoint() and not is_universal(folder):
+        raise ValueError(
+            f"checkpoint.load_universal is true, and {folder} is no universal checkpoint: it has no folder 'zero'. "
+            "Convert it with ds_to_universal, or leave that key out: load_checkpoint reads checkpoints of any stage and "
+            "number of ranks as they are"
+        )
     return open_saved(
-        folder, engine.mp_rank_for_files(), engine.parallel.dp_rank, names_of_groups, shapes, with_optimizer
+        folder,
+        engine.mp_rank_for_files(),
+        engine.parallel.dp_rank,
+        groups,
+        shapes,
+        with_optimizer,
+        engine.mp_world_size,
     )
 
 
@@ -72,7 +88,7 @@ def load_checkpoint(
     position. Random numbers and data position are left alone when optimizer states are not loaded.
     """
     load_dir = os.fspath(load_dir)
-    tag = _find_tag(load_dir, tag)
+    tag = _find_tag(load_dir, tag, engine.load_universal_checkpoint())
     if tag is None:
         return None, None
     folder = os.path.join(load_dir, tag)
@@ -83,6 +99,7 @@ def load_checkpoint(
             else []
         )
         raise FileNotFoundError(f"there is no checkpoint {folder}; tags there are: {', '.join(known) or 'none'}")
+    check(engine, folder)
     with_optimizer = load_optimizer_states and not load_module_only and engine.stepping is not None
     with_scheduler = load_lr_scheduler_states and not load_module_only
     saved = _open(engine, folder, with_optimizer)
@@ -112,6 +129,29 @@ def load_checkpoint(
     return path, client_state
 
 
+def restore_universal(engine, folder, params=None, weights=True, states=True):
+    """Masters (``weights``: or else the weights alone) and optimizer states from the folder of a universal checkpoint,
+    without counters, schedules and buffers. ``params``: those that shall be restored, which must be all trained ones."""
+    if not is_universal(folder):
+        raise ValueError(f"{folder} is no universal checkpoint: it has no folder 'zero'. Convert it with ds_to_universal")
+    trained = {id(param) for group in engine.trained_groups for param in group}
+    if params is not None and {id(param) for param in params} != trained:
+        raise ValueError("a universal checkpoint is restored into all parameters of the optimizer or none")
+    saved = _open(engine, folder, states)
+    if not states:
+        load_weights(engine, saved, strict=True)
+    restore = Restore(engine.stepping, [p for group in engine.trained_groups for p in group], saved)
+    restore.check()
+    engine.core.begin_write()
+    if weights:
+        restore.masters()
+    if states:
+        restore.states()
+        restore.extra()
+    engine.core.publish()
+    engine.core.end_write()
+
+
 def _load_weights_and_states(engine, saved, strict, custom_load_fn, module_only, with_optimizer):
     """Weights; fp32 masters, which decide where there are any; moments, steps, hyperparameters, loss scale."""
     if engine.stepping is None:
@@ -119,7 +159,7 @@ def _load_weights_and_states(engine, saved, strict, custom_load_fn, module_only,
         return
     restore = Restore(engine.stepping, [p for group in engine.trained_groups for p in group], saved)
     masters = set()
-    if not module_only and (engine._config.zero_config.load_from_fp32_weights or saved.zero_stage == 3):
+    if not module_only and (engine._config.zero_config.load_from_fp32_weights or saved.masters_only):
         masters = {name for name in restore.names if saved.pieces(name, "fp32")}
     load_weights(engine, saved, strict, custom_load_fn, later=masters)
     restore.check()

@@ -1,14 +1,33 @@
 """Names of the files in a checkpoint folder, and which keys of the model file are whose."""
 
 import os
+import re
+
+from deepspeed.checkpoint.constants import (
+    BUFFER_NAMES,
+    CHECKPOINT_PARALLEL_DIMS,
+    DS_VERSION,
+    FROZEN_PARAM_FRAGMENTS,
+    FROZEN_PARAM_SHAPES,
+    MODEL_FILE_PREFIX,
+    MODEL_FILE_SUFFIX,
+    OPTIM_FILE_SUFFIX,
+    PARAM_SHAPES,
+    ZERO_FILE_PREFIX,
+)
 
 LATEST = "latest"
-MODEL_STATES = "mp_rank_{mp_rank:02d}_model_states.pt"
-SHARDED_MODEL_STATES = "zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_model_states.pt"
-EXPERT_OPTIM_STATES = "expp_rank_{expp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
-OPTIM_STATES = "{prefix}zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
+LATEST_UNIVERSAL = "latest_universal"
+_MP_RANK = MODEL_FILE_PREFIX + "{mp_rank:02d}"
+MODEL_STATES = _MP_RANK + MODEL_FILE_SUFFIX
+SHARDED_MODEL_STATES = ZERO_FILE_PREFIX + "{dp_rank}_" + MODEL_STATES
+EXPERT_OPTIM_STATES = "expp_rank_{expp_rank}_" + _MP_RANK + OPTIM_FILE_SUFFIX
+OPTIM_STATES = "{prefix}" + ZERO_FILE_PREFIX + "{dp_rank}_" + _MP_RANK + OPTIM_FILE_SUFFIX
 # Ours, one for each rank: what a resumed run needs to go on bit by bit and no other tool reads.
 RUN_STATES = "run_rank_{rank:05d}_state.pt"
+
+# Whatever a save of any kind, of this or another implementation, puts below the tag's folder.
+_CHECKPOINT_FILE = re.compile(r"(.*_)?(model|optim)_states\.pt|run_rank_\d+_state\.pt")
 
 # Keys of the model file that load_checkpoint keeps for itself; every other one is handed back in client_state.
 ENGINE_KEYS = (
@@ -21,21 +40,34 @@ ENGINE_KEYS = (
     "data_sampler",
     "random_ltd",
 )
-RESERVED_KEY = "checkpoint_parallel_dimensions"
+RESERVED_KEY = CHECKPOINT_PARALLEL_DIMS
 # Keys of the engine that load_checkpoint hands back all the same, as callers expect.
 OWN_KEYS = (
-    "buffer_names",
+    BUFFER_NAMES,
     "optimizer",
-    "param_shapes",
-    "frozen_param_shapes",
+    PARAM_SHAPES,
+    FROZEN_PARAM_SHAPES,
     "shared_params",
-    "frozen_param_fragments",
+    FROZEN_PARAM_FRAGMENTS,
     "lr_scheduler",
     "global_samples",
     RESERVED_KEY,
     "ds_config",
-    "ds_version",
+    DS_VERSION,
 )
+
+
+def is_checkpoint_file(name):
+    return _CHECKPOINT_FILE.fullmatch(name) is not None
+
+
+def latest_tag(save_dir, pointer=LATEST):
+    """The tag that ``save_dir/latest`` names, or None."""
+    try:
+        with open(os.path.join(save_dir, pointer)) as file:
+            return file.read().strip()
+    except FileNotFoundError:
+        return None
 
 
 def model_states(mp_rank=0):

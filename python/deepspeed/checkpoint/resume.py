@@ -17,7 +17,17 @@ def run_states(engine):
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
         "zero_stage": engine.zero_optimization_stage(),
         "learned_fires": engine.core.learned_fires() if engine.core is not None else [],
+        # Model files of stage 0 do not say which parameters the optimizer's groups have.
+        "group_names": names_of_groups(engine),
     }
+
+
+def names_of_groups(engine):
+    """Names of the parameters of each group of the engine's optimizer; [] without one."""
+    if engine.stepping is None:
+        return []
+    called = iter(engine.stepping.names)
+    return [[next(called) for _ in group] for group in engine.trained_groups]
 
 
 def resume_run(engine, folder, saved):

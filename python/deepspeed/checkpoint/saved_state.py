@@ -3,6 +3,7 @@
 import os
 
 from deepspeed.checkpoint import names, storage
+from deepspeed.checkpoint.saved_universal import UniversalState, is_universal
 from deepspeed.zero.saved_flat import FlatState
 from deepspeed.zero.saved_plain import PlainState
 from deepspeed.zero.saved_sliced import SlicedState
@@ -60,15 +61,18 @@ def _shards(folder, mp_rank):
     return None
 
 
-def open_saved(folder, mp_rank=0, dp_rank=0, group_names=(), shapes=None, with_optimizer=True):
+def open_saved(folder, mp_rank=0, dp_rank=0, group_names=(), shapes=None, with_optimizer=True, mp_size=1):
     """The checkpoint in ``folder``, the folder of one tag. No collectives.
 
     ``dp_rank``: of this run; at stage 3 its own model file is taken where there is one, for buffers. ``group_names``:
     the names of the parameters of each group of this run's optimizer, and ``shapes`` name -> torch.Size of them, which
-    files of stage 0 do not say. ``with_optimizer=False`` leaves optimizer states of stage 0 unread.
+    files of stage 0 do not say. ``with_optimizer=False`` leaves optimizer states of stage 0 unread. ``mp_size``: number of
+    model-parallel ranks of this run, for universal checkpoints, which have whole parameters.
 
     Raises FileNotFoundError where there is no model file, ValueError where files do not fit each other.
     """
+    if is_universal(folder):
+        return UniversalState(folder, mp_rank, mp_size, dp_rank, group_names, shapes)
     sharded = names.sharded_model_states_path(folder, 0, mp_rank)
     if os.path.exists(sharded):
         return _open_sliced(folder, mp_rank, dp_rank)

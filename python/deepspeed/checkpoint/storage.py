@@ -9,18 +9,18 @@ import torch
 from deepspeed.utils import torch_archive
 
 
-def compact(value):
-    """``value`` with every tensor detached, on the CPU and in memory of its own: a view of a flat buffer would drag
+def compact(value, device="cpu"):
+    """``value`` with every tensor detached, on ``device`` and in memory of its own: a view of a flat buffer would drag
     the whole buffer into the file."""
     if torch.is_tensor(value):
-        return value.detach().to("cpu", copy=True)
+        return value.detach().to(device, copy=True)
     if isinstance(value, dict):
-        made = {key: compact(item) for key, item in value.items()}
+        made = {key: compact(item, device) for key, item in value.items()}
         return made if type(value) is dict else _same_mapping(value, made)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(compact(item) for item in value))
+        return type(value)(*(compact(item, device) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(compact(item) for item in value)
+        return type(value)(compact(item, device) for item in value)
     return value
 
 

@@ -18,6 +18,7 @@ class SlicedState(SavedState):
     """
 
     zero_stage = 3
+    masters_only = True
 
     def __init__(self, shards, param_shapes, model=None, folder=None, fragments=(), frozen_shapes=None, aliases=()):
         super().__init__()

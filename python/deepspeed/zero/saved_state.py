@@ -29,11 +29,13 @@ class SavedState:
     zero_stage:    of the run that saved it.
     dp_world_size: data-parallel ranks that saved it.
     model:         the model file: dict; tensors may be lazy (``read()``, ``read_range(start, numel)``).
+    masters_only:  weights of trained parameters are saved as fp32 masters only.
     """
 
     folder = None
     zero_stage = 0
     dp_world_size = 1
+    masters_only = False
 
     def __init__(self):
         self.model = {}

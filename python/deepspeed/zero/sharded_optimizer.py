@@ -158,6 +158,15 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
             if param == index and name in self.optimizer.state.get(master, {}):
                 yield offset, numel, self.optimizer.state[master][name]
 
+    def make_state(self, index, name):
+        """State ``name`` of this rank's piece of a parameter, zeros if a torch optimizer has not made it yet; None where
+        this rank owns nothing of it, or a native optimizer has no such state."""
+        if self.stepping.fused is None:
+            for master, (param, _, _) in zip(self.stepping.masters, self.core.pieces()):
+                if param == index:
+                    return self.optimizer.state[master].setdefault(name, torch.zeros_like(master))
+        return None
+
     def full_tensor(self, index, kind):
         """The whole ``kind`` ("fp32", "grad" or the name of a state) of parameter ``index``, fp32, in its shape.
 
@@ -251,7 +260,7 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
     def destroy(self):
         self.states.reload()
         for param in self._params:
-            for name in ("_ds_link", "_hp_mapping", "_dp_group"):
+            for name in ("_ds_link", "_hp_mapping", "_dp_group", "load_hp_checkpoint_state"):
                 param.__dict__.pop(name, None)
         super().destroy()
 
