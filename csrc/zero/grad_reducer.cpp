@@ -436,6 +436,15 @@ void GradReducer::learn() {
   learned_ = true;
 }
 
+void GradReducer::set_learned(const std::vector<int32_t>& expected) {
+  learned_ = !expected.empty();
+  expected_.assign(store_.size(), 0);
+  if (!learned_) return;
+  if (expected.size() != store_.size())
+    fail(ErrorKind::kValue, "what was learned of ", expected.size(), " parameters is not of these ", store_.size());
+  expected_ = expected;
+}
+
 void GradReducer::end() {
   if (!active()) return;
   at::NoGradGuard no_grad;

@@ -60,6 +60,19 @@ def _open(engine, folder, with_optimizer):
     )
 
 
+def _has_optimizer(engine, saved):
+    """Whether there are optimizer states to load. Raises FileNotFoundError where there were some."""
+    if saved.has_optimizer():
+        return True
+    if saved.model.get("param_shapes"):
+        raise FileNotFoundError(
+            f"{saved.origin()} has no file {names.optim_states(0, engine.mp_rank_for_files())}, nor one for bf16: its "
+            "optimizer states are gone; load it with load_optimizer_states=False"
+        )
+    logger.warning(f"{saved.origin()} was saved without an optimizer: this run's optimizer starts anew")
+    return False
+
+
 def load_checkpoint(
     engine,
     load_dir,
@@ -94,6 +107,7 @@ def load_checkpoint(
     with_optimizer = load_optimizer_states and not load_module_only and engine.stepping is not None
     with_scheduler = load_lr_scheduler_states and not load_module_only
     saved = _open(engine, folder, with_optimizer)
+    with_optimizer = with_optimizer and _has_optimizer(engine, saved)
     path, state = saved.model_path, saved.model
     _load_weights_and_states(engine, saved, load_module_strict, custom_load_fn, load_module_only, with_optimizer)
     if with_scheduler and engine.lr_scheduler is not None and state.get("lr_scheduler") is not None:

@@ -102,6 +102,11 @@ def _open_sliced(folder, mp_rank, dp_rank):
     path = own if os.path.exists(own) else first
     model = storage.read(path, lazy=True)
     shards = _shards(folder, mp_rank)
+    if shards is None and any(model["param_shapes"] or ()):
+        raise FileNotFoundError(
+            f"the checkpoint {folder} has no file {names.optim_states(0, mp_rank)}, nor one for bf16: at ZeRO stage 3 the "
+            "weights are in these files; load another tag"
+        )
     count = len(shards) if shards is not None else model["dp_world_size"]
     saved = SlicedState(
         shards if shards is not None else [],
