@@ -66,7 +66,7 @@ def get_layer_files(dir):
 
 
 def partition_data(data_list, num_partitions):
-    """``data_list`` cut into ``num_partitions`` runs of equal length. Raises ValueError where that does not work out."""
+    """``data_list`` cut into ``num_partitions`` runs of equal length. Raises ValueError where there is a rest."""
     if num_partitions < 1 or len(data_list) % num_partitions:
         raise ValueError(f"{len(data_list)} items do not make {num_partitions} equal parts")
     size = len(data_list) // num_partitions
