@@ -24,7 +24,7 @@ def is_universal(folder):
 class UniversalState(SavedState):
     """``folder``: of the universal checkpoint. ``shapes`` (name -> torch.Size) are those of this run's parameters,
     which under tensor parallelism are slices; ``mp_rank`` of ``mp_size`` is this rank. ``group_names``: the names of
-    the parameters of each group of this run's optimizer, for checkpoints whose model file does not say them.
+    the parameters of each group of this run's optimizer, for model files that do not say them or are of another grid.
     """
 
     masters_only = True
@@ -45,10 +45,19 @@ class UniversalState(SavedState):
         stage = self._common.get(keys.ZERO_STAGE, 1)
         self.zero_stage = int(getattr(stage, "value", stage))
         frozen = set(self.model.get(keys.FROZEN_PARAM_SHAPES) or {})
-        saved = self.model.get(keys.PARAM_SHAPES) or [dict.fromkeys(group) for group in group_names]
-        self._groups = [[name for name in group if name in self._all and name not in frozen] for group in saved]
+        self._groups = [
+            [name for name in group if name in self._all and name not in frozen]
+            for group in self._names_of_groups(group_names)
+        ]
         self._frozen = sorted(frozen & self._all)
         self._shapes = {name: self._shape(name) for group in self._groups for name in group}
+
+    def _names_of_groups(self, wanted):
+        """Those of the model file, unless this run has parameters that a rank of another grid has saved."""
+        saved = self.model.get(keys.PARAM_SHAPES) or []
+        known = {name for group in saved for name in group}
+        other_grid = any(name in self._all and name not in known for group in wanted for name in group)
+        return wanted if other_grid or not saved else saved
 
     def _file(self, name, state):
         """Content of a file, tensors lazy; the last one stays open for the pieces that follow."""

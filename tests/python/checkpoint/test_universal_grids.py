@@ -111,7 +111,9 @@ def test_the_degrees_of_a_folder(folder, tmp_path):
 def test_a_checkpoint_of_a_grid(folder, capsys):
     checkpoint = DeepSpeedCheckpoint(folder)
     assert (checkpoint.pp_degree, checkpoint.tp_degree, checkpoint.dp_degree) == (2, 2, 2)
-    assert not (checkpoint.is_change_pp_degree() or checkpoint.is_change_tp_degree() or checkpoint.is_change_dp_degree())
+    assert not (
+        checkpoint.is_change_pp_degree() or checkpoint.is_change_tp_degree() or checkpoint.is_change_dp_degree()
+    )
     assert checkpoint.get_embedding_layer_id() == "layer_01" and checkpoint.get_final_norm_layer_id() == "layer_06"
     assert checkpoint.get_pp_transformer_map(1) == ["layer_04", "layer_05"]
     assert checkpoint.get_iteration() == 7 and checkpoint.get_args() == {"hidden_size": 4}
@@ -172,7 +174,9 @@ def test_optimizer_states_of_a_grid(folder, capsys):
         assert state["partition_count"] == [1]
         if strip:  # mappings count in shards without padding
             place = state["param_slice_mappings"][0]["layers.0.dense.weight"]
-            assert torch.equal(masters[place.start : place.start + place.numel], whole["layers.0.dense.weight"].reshape(-1))
+            assert torch.equal(
+                masters[place.start : place.start + place.numel], whole["layers.0.dense.weight"].reshape(-1)
+            )
     assert "optimizer_state_dict" not in checkpoint.get_state_for_rank(0, 0, 0, keys_to_ignore=["optimizer_state_dict"])
 
 
