@@ -1,4 +1,4 @@
-"""Universal checkpoints: any number of ranks, stage and precision saves, any other goes on from the converted folder."""
+"""Universal checkpoints: any ranks, stage and precision save, any others go on from the converted folder."""
 
 import os
 from types import SimpleNamespace
@@ -57,7 +57,7 @@ def train(engine, rank, world, first, steps):
 def states(engine):
     """name -> weight, and of trained parameters master, moments and step."""
     found = {}
-    for index, (name, param) in enumerate(engine.module.named_parameters()):
+    for name, param in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([param]):
             found[name, "lp"] = param.detach().clone()
         if param.requires_grad:
@@ -182,7 +182,7 @@ def body_peer(rank, world, cases):
     return len(cases)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_files_of_another_implementation_convert(world, tmp_path):
     cases = []
     for stage, dtype in peer_model.KINDS:

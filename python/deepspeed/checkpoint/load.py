@@ -46,8 +46,8 @@ def _open(engine, folder, with_optimizer):
     if engine.load_universal_checkpoint() and not is_universal(folder):
         raise ValueError(
             f"checkpoint.load_universal is true, and {folder} is no universal checkpoint: it has no folder 'zero'. "
-            "Convert it with ds_to_universal, or leave that key out: load_checkpoint reads checkpoints of any stage and "
-            "number of ranks as they are"
+            "Convert it with ds_to_universal, or leave that key out: load_checkpoint reads checkpoints of any stage "
+            "and number of ranks as they are"
         )
     return open_saved(
         folder,
@@ -135,9 +135,11 @@ def load_checkpoint(
 
 def restore_universal(engine, folder, params=None, weights=True, states=True):
     """Masters (``weights``: or else the weights alone) and optimizer states from the folder of a universal checkpoint,
-    without counters, schedules and buffers. ``params``: those that shall be restored, which must be all trained ones."""
+    without counters, schedules and buffers. ``params``: those to restore: they must be all trained ones."""
     if not is_universal(folder):
-        raise ValueError(f"{folder} is no universal checkpoint: it has no folder 'zero'. Convert it with ds_to_universal")
+        raise ValueError(
+            f"{folder} is no universal checkpoint: it has no folder 'zero'. Convert it with ds_to_universal"
+        )
     trained = {id(param) for group in engine.trained_groups for param in group}
     if params is not None and {id(param) for param in params} != trained:
         raise ValueError("a universal checkpoint is restored into all parameters of the optimizer or none")

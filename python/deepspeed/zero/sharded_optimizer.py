@@ -159,8 +159,8 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
                 yield offset, numel, self.optimizer.state[master][name]
 
     def make_state(self, index, name):
-        """State ``name`` of this rank's piece of a parameter, zeros if a torch optimizer has not made it yet; None where
-        this rank owns nothing of it, or a native optimizer has no such state."""
+        """State ``name`` of this rank's piece of a parameter, zeros if a torch optimizer has not made it yet; None
+        where this rank owns nothing of it, or a native optimizer has no such state."""
         if self.stepping.fused is None:
             for master, (param, _, _) in zip(self.stepping.masters, self.core.pieces()):
                 if param == index:

@@ -5,9 +5,9 @@ import sys
 
 import torch
 
-from deepspeed import _compat
 from deepspeed import comm as dist
 from deepspeed.config.sections import ZeroStageEnum
+from deepspeed.utils import torch_archive
 from deepspeed.zero import linear
 from deepspeed.zero.flat_layout import InnerStates
 from deepspeed.zero.module_hooks import ModuleHooks, unit_parameters
@@ -390,7 +390,7 @@ class DeepSpeedZeroOptimizer_Stage3(ParamValues, ShardedOptimizer):
         """This rank's slice of ``<folder>/<key>.pt``, flat, padded as all slices are. ``folder`` is that of one
         parameter, ``param``, whose slice it is; without it, of the data-parallel group's."""
         path = os.path.join(folder, f"{key}.pt")
-        saved = _compat.load(path, map_location="cpu")
+        saved = torch_archive.load(path)
         flat = (saved["param"] if isinstance(saved, dict) else saved).reshape(-1)
         if param is not None and param.ds_numel != flat.numel():
             raise ValueError(f"{path} has {flat.numel()} elements, the parameter has {param.ds_numel}")
