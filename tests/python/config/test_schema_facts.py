@@ -24,7 +24,7 @@ NOT_A_CHOICE = (
 
 
 # Keys that DeepSpeed does not have. Anything else beyond the published file is a mistake.
-OWN_KEYS = {"zero_optimization.audit_steps"}
+OWN_KEYS = {"zero_optimization.audit_steps", "comm", "comm.timeout"}
 
 
 def all_keys():
