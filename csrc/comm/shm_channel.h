@@ -56,6 +56,7 @@ class ShmChannel {
   std::shared_ptr<RankBoard> board_;
   std::shared_ptr<Watch> watch_;
   std::atomic<std::chrono::milliseconds> patience_;
+  const bool checks_;  // DS_COMM_FINGERPRINTS=0: no comparison and no flight record, to measure what they cost
   int spins_;
   uint32_t met_ = 0;
   std::atomic<int64_t> entered_{0};

@@ -39,9 +39,9 @@ def group_facts(name):
 def flight_record():
     """The last 256 collectives of this process that went through shared memory or the engine, oldest first.
 
-    A list of dicts: ``group``, ``number`` (of the group, from 1), ``op``, ``dtype``, ``numel``, ``reduction``, ``root``,
-    ``tag`` (a parameter's name, as a rule), ``began`` (seconds since the epoch), ``seconds`` (None while it is under
-    way), ``state`` ("done" or "under way"). Each living group keeps its last 256.
+    A list of dicts: ``group``, ``number`` (of the group, from 1), ``op``, ``dtype``, ``numel``, ``reduction``,
+    ``root``, ``tag`` (a parameter's name, as a rule), ``began`` (seconds since the epoch), ``seconds`` (None while it is
+    under way), ``state`` ("done" or "under way"). Each living group keeps its last 256.
     """
     if _watch is None:
         return []
