@@ -132,6 +132,7 @@ class GradReducer {
   void make_room();
   void note_culprit(size_t param, const at::Tensor& grad);
   void launch(BucketState& bucket);
+  std::string tag(const BucketState& bucket) const;  // the name of its first parameter
   void start_reduction(BucketState& bucket);
   void launch_ready();
   void collect(BucketState& bucket);
