@@ -54,7 +54,7 @@ class StoredTensor:
         """Yields (address, bytes) of host memory, in order, valid until the next one is asked for."""
         if not self.bytes:
             return
-        if self._flat is not None and self._flat.device.type == "cpu":
+        if self.in_place():
             yield self._flat.data_ptr(), self.bytes
             return
         size = self.bytes // self.numel
