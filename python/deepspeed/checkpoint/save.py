@@ -7,13 +7,10 @@ import torch
 
 from deepspeed.checkpoint import commit, file_writer, names
 from deepspeed.checkpoint.contents import files_of
-from deepspeed.checkpoint.export import save_16bit_model
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.standalone import write_script
 from deepspeed.log import log_dist, logger
 from deepspeed.version import __version__
-
-__all__ = ["save_16bit_model", "save_checkpoint"]
 
 
 def _agreed_tag(engine, ranks, tag):

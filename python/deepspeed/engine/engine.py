@@ -12,10 +12,11 @@ from torch.optim.lr_scheduler import _LRScheduler
 
 from deepspeed._compat import named_parameters
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.export import save_16bit_model, whole_state_dict
 from deepspeed.checkpoint.load import load_checkpoint, restore_universal
 from deepspeed.checkpoint.names import expert_optim_states_path
-from deepspeed.checkpoint.save import save_16bit_model, save_checkpoint
-from deepspeed.checkpoint.zero_states import param_shapes, whole_state_dict
+from deepspeed.checkpoint.save import save_checkpoint
+from deepspeed.checkpoint.zero_states import param_shapes
 from deepspeed.comm import comms_log
 from deepspeed.config import DeepSpeedConfig, non_default_values
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
