@@ -2,7 +2,7 @@
 
 import os
 
-from deepspeed.checkpoint import names
+from deepspeed.checkpoint import names, storage
 from deepspeed.checkpoint.checking import check
 from deepspeed.checkpoint.node_local import fetch_missing
 from deepspeed.checkpoint.ranks import Ranks
@@ -106,13 +106,20 @@ def load_checkpoint(
     check(engine, ranks, folder)
     with_optimizer = load_optimizer_states and not load_module_only and engine.stepping is not None
     with_scheduler = load_lr_scheduler_states and not load_module_only
+    with storage.trusting(engine._config.checkpoint_config.trust_pickles or None):
+        return _load(
+            engine, folder, load_module_strict, with_optimizer, with_scheduler, load_module_only, custom_load_fn
+        )
+
+
+def _load(engine, folder, strict, with_optimizer, with_scheduler, module_only, custom_load_fn):
     saved = _open(engine, folder, with_optimizer)
     with_optimizer = with_optimizer and _has_optimizer(engine, saved)
     path, state = saved.model_path, saved.model
-    _load_weights_and_states(engine, saved, load_module_strict, custom_load_fn, load_module_only, with_optimizer)
+    _load_weights_and_states(engine, saved, strict, custom_load_fn, module_only, with_optimizer)
     if with_scheduler and engine.lr_scheduler is not None and state.get("lr_scheduler") is not None:
         engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
-    if not load_module_only:
+    if not module_only:
         engine.global_steps = state["global_steps"]
         engine.global_samples = state.get("global_samples", engine.global_steps * engine.train_batch_size())
         engine.skipped_steps = state.get("skipped_steps", 0)
@@ -123,7 +130,7 @@ def load_checkpoint(
         engine.zero_grad()
         resume_run(engine, folder, saved)
     log_dist(f"loaded checkpoint {path}", ranks=[0])
-    hidden = {"module"} if load_module_only else set(names.ENGINE_KEYS)
+    hidden = {"module"} if module_only else set(names.ENGINE_KEYS)
     if with_scheduler:
         hidden.add("lr_scheduler")
     if with_optimizer:

@@ -34,15 +34,15 @@ def resume_run(engine, folder, saved):
     """Goes on where ``run_states`` stood. Another number of ranks goes on with the next samples that none has seen;
     ranks that did not exist keep their random numbers."""
     path = names.run_states_path(folder, engine.global_rank)
-    first = names.run_states_path(folder, 0)
-    if not os.path.exists(first):
+    own = os.path.exists(path)
+    path = path if own else names.run_states_path(folder, 0)
+    if not os.path.exists(path):
         logger.warning(
-            f"{first} does not exist (the checkpoint is of another implementation): random numbers and the position in "
+            f"{path} does not exist (the checkpoint is of another implementation): random numbers and the position in "
             "the data are not resumed"
         )
         return
-    own = os.path.exists(path)
-    run = storage.read(path if own else first)
+    run = storage.read(path)
     same = run.get("world_size") == engine.world_size
     if hasattr(engine.training_dataloader, "load_state_dict") and run["dataloader"] is not None:
         engine.training_dataloader.load_state_dict(run["dataloader"])
