@@ -236,7 +236,7 @@ def test_stage_0_of_another_implementation_is_refused_with_its_reason(tmp_path):
         convert(os.path.join(PEERS, "stage0-bf16-2ranks", "global_step4"), tmp_path / "universal")
 
 
-# ---- single steps ------------------------------------------------------------------------------------------------------
+# ---- single steps ----------------------------------------------------------------------------------------------------
 def test_shards_of_stage_3_one_rank_at_a_time(tmp_path):
     megatron_files.write(str(tmp_path / "step7"), 1, 2, 2, stage=3)
     files = [
