@@ -137,6 +137,7 @@ def test_file_names_and_keys(precision, tmp_path):
     first, second = run_ranks(2, body_files, str(tmp_path), PRECISIONS[precision])
     assert (tmp_path / "latest").read_text() == "global_step2"
     assert set(os.listdir(tmp_path / "global_step2")) == {
+        "checkpoint_manifest.json",
         "mp_rank_00_model_states.pt",
         "run_rank_00000_state.pt",
         "run_rank_00001_state.pt",

@@ -105,6 +105,7 @@ def test_file_names_and_keys(stage, precision, tmp_path):
     assert set(os.listdir(tmp_path / "t")) == model_files | {
         f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt",
         f"{prefix}zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        "checkpoint_manifest.json",
         "run_rank_00000_state.pt",
         "run_rank_00001_state.pt",
     }

@@ -2,7 +2,7 @@
 
 import torch
 
-from deepspeed.checkpoint import names, storage, zero_states
+from deepspeed.checkpoint import names, zero_states
 from deepspeed.checkpoint.parallel_metadata import parallel_metadata
 from deepspeed.checkpoint.resume import run_states
 from deepspeed.version import __version__
@@ -11,7 +11,8 @@ from deepspeed.version import __version__
 def files_of(engine, client_state, exclude_frozen_parameters=False):
     """dict: name of a file below the tag's folder -> function that gives its value, for the files of this rank.
 
-    Every rank calls all of them in this order: some run collectives. Values hold tensors in memory of their own.
+    Every rank calls all of them in this order: some run collectives. Tensors of the values may be views of what is trained: write them, or copy
+    them, before the next step.
     """
     stage = engine.zero_optimization_stage()
     dp_rank, mp_rank = engine.parallel.dp_rank, engine.mp_rank_for_files()
@@ -32,9 +33,9 @@ def _model_states(engine, client_state, exclude_frozen_parameters):
     stage = engine.zero_optimization_stage()
     frozen = stage >= 2 and not exclude_frozen_parameters
     state = {
-        "module": storage.compact(_module_states(engine, exclude_frozen_parameters)),
+        "module": _module_states(engine, exclude_frozen_parameters),
         "buffer_names": [name for name, _ in engine.module.named_buffers()],
-        "optimizer": storage.compact(optimizer.state_dict()) if optimizer is not None and stage == 0 else None,
+        "optimizer": optimizer.state_dict() if optimizer is not None and stage == 0 else None,
         "param_shapes": zero_states.param_shapes(engine) if stage > 0 else None,
         "frozen_param_shapes": zero_states.frozen_shapes(engine) if frozen else None,
         "shared_params": zero_states.shared_params(engine.module) if stage > 0 else None,
@@ -68,7 +69,7 @@ def _module_states(engine, exclude_frozen_parameters):
 
 def _optim_states(engine):
     return {
-        "optimizer_state_dict": storage.compact(engine.optimizer.state_dict()),
+        "optimizer_state_dict": engine.optimizer.state_dict(),
         "ds_config": engine.config,
         "ds_version": __version__,
     }

@@ -1,6 +1,7 @@
 """Names of the files in a checkpoint folder, and which keys of the model file are whose."""
 
 import os
+import re
 
 from deepspeed.checkpoint.constants import (
     BUFFER_NAMES,
@@ -24,6 +25,9 @@ EXPERT_OPTIM_STATES = "expp_rank_{expp_rank}_" + _MP_RANK + OPTIM_FILE_SUFFIX
 OPTIM_STATES = "{prefix}" + ZERO_FILE_PREFIX + "{dp_rank}_" + _MP_RANK + OPTIM_FILE_SUFFIX
 # Ours, one for each rank: what a resumed run needs to go on bit by bit and no other tool reads.
 RUN_STATES = "run_rank_{rank:05d}_state.pt"
+
+# Whatever a save of any kind, of this or another implementation, puts below the tag's folder.
+_CHECKPOINT_FILE = re.compile(r"(.*_)?(model|optim)_states\.pt|run_rank_\d+_state\.pt")
 
 # Keys of the model file that load_checkpoint keeps for itself; every other one is handed back in client_state.
 ENGINE_KEYS = (
@@ -51,6 +55,19 @@ OWN_KEYS = (
     "ds_config",
     DS_VERSION,
 )
+
+
+def is_checkpoint_file(name):
+    return _CHECKPOINT_FILE.fullmatch(name) is not None
+
+
+def latest_tag(save_dir, pointer=LATEST):
+    """The tag that ``save_dir/latest`` names, or None."""
+    try:
+        with open(os.path.join(save_dir, pointer)) as file:
+            return file.read().strip()
+    except FileNotFoundError:
+        return None
 
 
 def model_states(mp_rank=0):
