@@ -29,6 +29,12 @@ class Conversion:
         """``[name of a trained parameter, pipeline stage]`` of all of them."""
         return [[name, stage] for name, stage in self.source.parameters().items()]
 
+    def nbytes(self):
+        """Bytes of masters and states of the whole checkpoint, about."""
+        kinds = 1 + len(self.source.saved(0).state_names())
+        ranks = [self.source.saved(rank).shapes() for rank in self.source.mp_ranks()]
+        return 4 * kinds * sum(shape.numel() for shapes in ranks for shape in shapes.values())
+
     def extract(self, task):
         """Writes the shards of all states of a parameter, those of every rank that saved, below ``tmp/``."""
         name, stage = task
