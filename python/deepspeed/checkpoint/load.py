@@ -2,8 +2,10 @@
 
 import os
 
-from deepspeed.checkpoint import names
+from deepspeed.checkpoint import names, storage
 from deepspeed.checkpoint.checking import check
+from deepspeed.checkpoint.node_local import fetch_missing
+from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.resume import names_of_groups, resume_run
 from deepspeed.checkpoint.saved_state import open_saved
 from deepspeed.checkpoint.saved_universal import is_universal
@@ -58,6 +60,19 @@ def _open(engine, folder, with_optimizer):
     )
 
 
+def _has_optimizer(engine, saved):
+    """Whether there are optimizer states to load. Raises FileNotFoundError where there were some."""
+    if saved.has_optimizer():
+        return True
+    if saved.model.get("param_shapes"):
+        raise FileNotFoundError(
+            f"{saved.origin()} has no file {names.optim_states(0, engine.mp_rank_for_files())}, nor one for bf16: its "
+            "optimizer states are gone; load it with load_optimizer_states=False"
+        )
+    logger.warning(f"{saved.origin()} was saved without an optimizer: this run's optimizer starts anew")
+    return False
+
+
 def load_checkpoint(
     engine,
     load_dir,
@@ -79,6 +94,8 @@ def load_checkpoint(
     if tag is None:
         return None, None
     folder = os.path.join(load_dir, tag)
+    ranks = Ranks(engine, engine._config.use_node_local_storage)
+    fetch_missing(engine, ranks, folder)
     if not os.path.isdir(folder):
         known = (
             sorted(name for name in os.listdir(load_dir) if os.path.isdir(os.path.join(load_dir, name)))
@@ -86,15 +103,23 @@ def load_checkpoint(
             else []
         )
         raise FileNotFoundError(f"there is no checkpoint {folder}; tags there are: {', '.join(known) or 'none'}")
-    check(engine, folder)
+    check(engine, ranks, folder)
     with_optimizer = load_optimizer_states and not load_module_only and engine.stepping is not None
     with_scheduler = load_lr_scheduler_states and not load_module_only
+    with storage.trusting(engine._config.checkpoint_config.trust_pickles or None):
+        return _load(
+            engine, folder, load_module_strict, with_optimizer, with_scheduler, load_module_only, custom_load_fn
+        )
+
+
+def _load(engine, folder, strict, with_optimizer, with_scheduler, module_only, custom_load_fn):
     saved = _open(engine, folder, with_optimizer)
+    with_optimizer = with_optimizer and _has_optimizer(engine, saved)
     path, state = saved.model_path, saved.model
-    _load_weights_and_states(engine, saved, load_module_strict, custom_load_fn, load_module_only, with_optimizer)
+    _load_weights_and_states(engine, saved, strict, custom_load_fn, module_only, with_optimizer)
     if with_scheduler and engine.lr_scheduler is not None and state.get("lr_scheduler") is not None:
         engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
-    if not load_module_only:
+    if not module_only:
         engine.global_steps = state["global_steps"]
         engine.global_samples = state.get("global_samples", engine.global_steps * engine.train_batch_size())
         engine.skipped_steps = state.get("skipped_steps", 0)
@@ -105,7 +130,7 @@ def load_checkpoint(
         engine.zero_grad()
         resume_run(engine, folder, saved)
     log_dist(f"loaded checkpoint {path}", ranks=[0])
-    hidden = {"module"} if load_module_only else set(names.ENGINE_KEYS)
+    hidden = {"module"} if module_only else set(names.ENGINE_KEYS)
     if with_scheduler:
         hidden.add("lr_scheduler")
     if with_optimizer:

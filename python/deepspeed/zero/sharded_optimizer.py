@@ -188,7 +188,8 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
         flat = torch.zeros(shape.numel(), dtype=torch.float32, device=self.core_device)
         found = torch.zeros(1, device=self.core_device)
         for offset, numel, value in self._piece_states(index, name):
-            flat[offset : offset + numel] = value.reshape(-1)
+            whole = value.shape == shape  # on one rank, in the parameter's own strides
+            flat[offset : offset + numel] = in_memory_order(value, param) if whole else value.reshape(-1)
             found.fill_(1)
         if self.dp_process_group is not None:
             dist.all_reduce(flat, group=self.dp_process_group)
@@ -209,7 +210,7 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
         else:
             flat = in_memory_order(value, self._params[index])
             for offset, numel, state in self._piece_states(index, kind):
-                state.copy_(flat[offset : offset + numel].reshape(state.shape))
+                state.copy_(value if state.shape == value.shape else flat[offset : offset + numel].reshape(state.shape))
 
     def _unscaled(self, grad):
         return grad if self.loss_scale == 1.0 else grad / self.loss_scale

@@ -32,6 +32,8 @@ OWN_KEYS = {
     "checkpoint.trust_pickles",
     "checkpoint.verify_on_load",
     "checkpoint.writer.format",
+    "comm",
+    "comm.timeout",
 }
 
 
