@@ -251,6 +251,9 @@ def test_what_cannot_be_converted(tmp_path):
     os.unlink(tmp_path / "step7" / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
     with pytest.raises(FileNotFoundError, match="zero_pp_rank_1"):
         convert(tmp_path / "step7", tmp_path / "more")
+    os.unlink(tmp_path / "step7" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    with pytest.raises(ValueError, match="no optimizer states"):
+        convert(tmp_path / "step7", tmp_path / "more")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
