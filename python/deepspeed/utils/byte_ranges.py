@@ -75,3 +75,15 @@ def read_bytes(source, start=0, size=None):
     data = torch.empty(size, dtype=torch.uint8)
     source.read_into(data, start)
     return ctypes.string_at(data.data_ptr(), size) if size else b""
+
+
+def memory_of(flat):
+    """A memoryview of a contiguous uint8 tensor's elements; the tensor must outlive it."""
+    return memoryview((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())).cast("B")
+
+
+def write_tensor(file, flat):
+    """Writes the bytes of a contiguous uint8 tensor to an unbuffered file."""
+    left = memory_of(flat) if flat.numel() else b""
+    while len(left):
+        left = left[file.write(left[:_MOST_PER_READ]) :]
