@@ -31,16 +31,18 @@ def names_of_groups(engine):
 def resume_run(engine, folder, saved):
     """Goes on where ``run_states`` stood. Another number of ranks goes on with the next samples that none has seen;
     ranks that did not exist keep their random numbers."""
-    path = names.run_states_path(folder, engine.global_rank)
-    first = names.run_states_path(folder, 0)
-    if not os.path.exists(first):
-        logger.warning(
-            f"{first} does not exist (the checkpoint is of another implementation): random numbers and the position in "
-            "the data are not resumed"
-        )
-        return
-    own = os.path.exists(path)
-    run = storage.read(path if own else first)
+    if hasattr(saved, "run_states"):
+        run, own = saved.run_states(engine.global_rank)
+    else:
+        path, first = names.run_states_path(folder, engine.global_rank), names.run_states_path(folder, 0)
+        if not os.path.exists(first):
+            logger.warning(
+                f"{first} does not exist (the checkpoint is of another implementation): random numbers and the position "
+                "in the data are not resumed"
+            )
+            return
+        own = os.path.exists(path)
+        run = storage.read(path if own else first)
     same = run.get("world_size") == engine.world_size
     if hasattr(engine.training_dataloader, "load_state_dict") and run["dataloader"] is not None:
         engine.training_dataloader.load_state_dict(run["dataloader"])
