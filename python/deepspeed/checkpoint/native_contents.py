@@ -12,7 +12,14 @@ from deepspeed import comm as dist
 from deepspeed.checkpoint import native_names, plain_json, zero_states
 from deepspeed.checkpoint.file_writer import SAFETENSORS_NAMES
 from deepspeed.checkpoint.native_files import Digest, FrozenFile, JsonFile, SafetensorsFile
-from deepspeed.checkpoint.native_tensors import others_of_module, owned, shape_of, trained_params, untrained
+from deepspeed.checkpoint.native_tensors import (
+    kept_params,
+    others_of_module,
+    owned,
+    shape_of,
+    trained_params,
+    untrained,
+)
 from deepspeed.checkpoint.plain_json import NotPlain
 from deepspeed.checkpoint.ranks import Ranks, failure_of, raise_together
 from deepspeed.checkpoint.resume import names_of_groups, run_states
@@ -60,7 +67,7 @@ def _files(engine, client_state, exclude_frozen):
     values = _Values()
     mine = owned(engine)
     changing, frozen = untrained(engine, exclude_frozen)
-    others = others_of_module(engine)
+    others = others_of_module(engine, exclude_frozen)
     leads = engine.parallel.dp_rank == 0
     tensors = {**mine.tensors, **changing}
     if leads or engine.zero_optimization_stage() == 3:  # at stage 3 a rank gets back its own buffers
@@ -73,7 +80,7 @@ def _files(engine, client_state, exclude_frozen):
     }
     files = {}
     if leads:
-        about = _checkpoint(engine, client_state, others, values)
+        about = _checkpoint(engine, client_state, exclude_frozen, others, values)
         files[native_names.checkpoint_json(engine.mp_rank_for_files())] = JsonFile(_text(about))
     tensors.update(values.tensors)
     _check(tensors)
@@ -117,7 +124,7 @@ def _check(tensors):
             )
 
 
-def _checkpoint(engine, client_state, others, values):
+def _checkpoint(engine, client_state, exclude_frozen, others, values):
     """What is the same on all data-parallel ranks."""
     _, module_values, keys, metadata = others
     encode = values.encode
@@ -125,7 +132,7 @@ def _checkpoint(engine, client_state, others, values):
         "zero_stage": engine.zero_optimization_stage(),
         "mp_rank": engine.mp_rank_for_files(),
         "ranks": _global_ranks(engine),
-        "parameters": _parameters(engine),
+        "parameters": _parameters(engine, exclude_frozen),
         "tied": zero_states.shared_params(engine.module),
         "groups": [
             {"names": called, "options": encode(options, f"optimizer.param_groups.{number}")}
@@ -152,10 +159,10 @@ def _global_ranks(engine):
     return [dist.get_global_rank(group, rank) for rank in range(engine.dp_world_size)]
 
 
-def _parameters(engine):
+def _parameters(engine, exclude_frozen):
     """name -> what is known of a parameter without its values."""
     trained = trained_params(engine)
-    params = [*engine.module.named_parameters(), *trained]  # trained ones may belong to no module
+    params = [*kept_params(engine, exclude_frozen), *trained]  # trained ones may belong to no module
     found = {name: {**_kind_of(param), "trained": False} for name, param in params}
     steps = engine.core.steps().tolist() if engine.stepping is not None and engine.stepping.fused is not None else None
     for index, (name, _) in enumerate(trained):

@@ -109,13 +109,23 @@ def _keyed(kind, name, param, offset, tensor):
     return key_of(kind, name), tensor
 
 
+def kept_params(engine, exclude_frozen):
+    """``[(name, parameter)]`` of the module, tied ones once, without those that want no gradient if asked so."""
+    trained = {id(param) for _, param in trained_params(engine)}
+    return [
+        (name, param)
+        for name, param in engine.module.named_parameters()
+        if not exclude_frozen or param.requires_grad or id(param) in trained
+    ]
+
+
 def untrained(engine, exclude_frozen):
     """``(tensors, frozen tensors)`` by key: what this rank saves of parameters that no master covers; frozen are those
     that want no gradient. At stage 3 a rank has slices."""
     trained = {id(param) for _, param in trained_params(engine)}
-    params = [(name, param) for name, param in engine.module.named_parameters() if id(param) not in trained]
-    params = [(name, param) for name, param in params if param.requires_grad or not exclude_frozen]
-    number, count = copies(engine) if engine.zero_optimization_stage() == 3 else (engine.parallel.dp_rank, engine.dp_world_size)
+    params = [(name, param) for name, param in kept_params(engine, exclude_frozen) if id(param) not in trained]
+    sharded = engine.zero_optimization_stage() == 3
+    number, count = copies(engine) if sharded else (engine.parallel.dp_rank, engine.dp_world_size)
     taker = share([shape_of(param).numel() for _, param in params], count)
     changing, frozen = {}, {}
     for (name, param), takes in zip(params, taker):
@@ -134,10 +144,10 @@ def untrained(engine, exclude_frozen):
     return changing, frozen
 
 
-def others_of_module(engine):
+def others_of_module(engine, exclude_frozen):
     """``(tensors, values, keys, metadata)``: entries of the module's state dict that are no parameters, tensors by key
     and values by name; all its names; the versions of its modules."""
-    state = engine.module_state_dict()
+    state = engine.module_state_dict(exclude_frozen_parameters=exclude_frozen)
     params = {name for name, _ in named_parameters(engine.module)}
     tensors, values = {}, {}
     for name, value in state.items():
