@@ -93,21 +93,21 @@ class C10dCommunicator : public Communicator {
   void leave() override { group_.reset(); }
 
  protected:
-  WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op) override {
+  WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op, Tag) override {
     std::vector<at::Tensor> carrier{carried(tensor)};
     c10d::AllreduceOptions options;
     options.reduceOp = c10d_op(op);
     return carrying(group()->allreduce(carrier, options), carrier[0], tensor);
   }
 
-  WorkPtr start_broadcast(const at::Tensor& tensor, int root) override {
+  WorkPtr start_broadcast(const at::Tensor& tensor, int root, Tag) override {
     std::vector<at::Tensor> carrier{carried(tensor)};
     c10d::BroadcastOptions options;
     options.rootRank = root;
     return carrying(group()->broadcast(carrier, options), carrier[0], tensor);
   }
 
-  WorkPtr start_reduce_scatter(const at::Tensor& input, const at::Tensor& output) override {
+  WorkPtr start_reduce_scatter(const at::Tensor& input, const at::Tensor& output, Tag tag) override {
     if (native(input)) {
       at::Tensor result =
           output.scalar_type() == input.scalar_type() ? output : at::empty_like(output, input.options());
@@ -117,19 +117,19 @@ class C10dCommunicator : public Communicator {
     if (!input.device().is_cpu()) {
       const at::Tensor host = input.to(at::kCPU);
       const at::Tensor result = at::empty(output.sizes(), output.options().device(at::kCPU));
-      return then(start_reduce_scatter(host, result), [=] { output.copy_(result); });
+      return then(start_reduce_scatter(host, result, tag), [=] { output.copy_(result); });
     }
     return exchange_and_sum(input, output);
   }
 
-  WorkPtr start_all_gather(const at::Tensor& mine, const at::Tensor& all) override {
+  WorkPtr start_all_gather(const at::Tensor& mine, const at::Tensor& all, Tag tag) override {
     if (native(all)) {
       at::Tensor target = all, source = mine;
       return std::make_shared<C10dWork>(std::vector<Handle>{group()->_allgather_base(target, source)}, nullptr);
     }
     if (!all.device().is_cpu()) {
       const at::Tensor host = at::empty(all.sizes(), all.options().device(at::kCPU));
-      return then(start_all_gather(mine.to(at::kCPU), host), [=] { all.copy_(host); });
+      return then(start_all_gather(mine.to(at::kCPU), host, tag), [=] { all.copy_(host); });
     }
     return exchange(mine, all);
   }

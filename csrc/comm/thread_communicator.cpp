@@ -204,19 +204,19 @@ class ThreadCommunicator : public Communicator {
   }
 
  protected:
-  WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op) override {
-    return meet("all_reduce(" + describe(tensor) + ", op " + std::to_string(static_cast<int>(op)) + ")", tensor, {}, 0,
-                op);
+  WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op, Tag tag) override {
+    return meet("all_reduce(" + describe(tensor) + ", op " + std::to_string(static_cast<int>(op)) + ")" + tag, tensor,
+                {}, 0, op);
   }
-  WorkPtr start_broadcast(const at::Tensor& tensor, int root) override {
-    return meet("broadcast(" + describe(tensor) + ", root " + std::to_string(root) + ")", tensor, {}, root,
+  WorkPtr start_broadcast(const at::Tensor& tensor, int root, Tag tag) override {
+    return meet("broadcast(" + describe(tensor) + ", root " + std::to_string(root) + ")" + tag, tensor, {}, root,
                 ReduceOp::kSum);
   }
-  WorkPtr start_reduce_scatter(const at::Tensor& input, const at::Tensor& output) override {
-    return meet("reduce_scatter(" + describe(input) + ")", input, output, 0, ReduceOp::kSum);
+  WorkPtr start_reduce_scatter(const at::Tensor& input, const at::Tensor& output, Tag tag) override {
+    return meet("reduce_scatter(" + describe(input) + ")" + tag, input, output, 0, ReduceOp::kSum);
   }
-  WorkPtr start_all_gather(const at::Tensor& mine, const at::Tensor& all) override {
-    return meet("all_gather(" + describe(mine) + ")", mine, all, 0, ReduceOp::kSum);
+  WorkPtr start_all_gather(const at::Tensor& mine, const at::Tensor& all, Tag tag) override {
+    return meet("all_gather(" + describe(mine) + ")" + tag, mine, all, 0, ReduceOp::kSum);
   }
 
  private:

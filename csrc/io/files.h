@@ -43,10 +43,9 @@ class Files {
   // RENAME_EXCHANGE; elsewhere three renames through `<b>.exchange`: a crash between them leaves what `b` meant there.
   // Returns whether it was atomic.
   bool exchange(const std::string& a, const std::string& b);
+  void exchange_by_renames(const std::string& a, const std::string& b);
 
  private:
-  void rename_counted(const std::string& from, const std::string& to);
-
   Faults faults_;
 };
 

@@ -3,6 +3,7 @@
 import torch
 
 from deepspeed.checkpoint import names, native_contents, zero_states
+from deepspeed.checkpoint.parallel_metadata import parallel_metadata
 from deepspeed.checkpoint.resume import run_states
 from deepspeed.version import __version__
 
@@ -50,7 +51,7 @@ def _model_states(engine, client_state, exclude_frozen_parameters):
         "global_samples": engine.global_samples,
         "dp_world_size": engine.dp_world_size,
         "mp_world_size": engine.mp_world_size,
-        names.RESERVED_KEY: {"pp_degree": 1, "tp_degree": engine.mp_world_size},
+        names.RESERVED_KEY: parallel_metadata(engine.parallel.mpu),
         "ds_config": engine.config,
         "ds_version": __version__,
     }

@@ -121,7 +121,7 @@ def _point_to(target):
     os.replace(temporary, path)
 
 
-# ---- the single steps, under the names that scripts import -------------------------------------------------------------
+# ---- the single steps, under the names that scripts import -----------------------------------------------------------
 def _get_zero3_model_state_files(checkpoint_dir):
     """Model files of all ranks of a checkpoint of ZeRO stage 3, in rank order."""
     pattern = os.path.join(glob.escape(checkpoint_dir), f"{ZERO_FILE_PREFIX}*{MODEL_FILE_SUFFIX}")

@@ -4,6 +4,8 @@ import os
 
 from deepspeed.checkpoint import names
 from deepspeed.checkpoint.checking import check
+from deepspeed.checkpoint.node_local import fetch_missing
+from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.resume import names_of_groups, resume_run
 from deepspeed.checkpoint.saved_state import open_saved
 from deepspeed.checkpoint.saved_universal import is_universal
@@ -44,8 +46,8 @@ def _open(engine, folder, with_optimizer):
     if engine.load_universal_checkpoint() and not is_universal(folder):
         raise ValueError(
             f"checkpoint.load_universal is true, and {folder} is no universal checkpoint: it has no folder 'zero'. "
-            "Convert it with ds_to_universal, or leave that key out: load_checkpoint reads checkpoints of any stage and "
-            "number of ranks as they are"
+            "Convert it with ds_to_universal, or leave that key out: load_checkpoint reads checkpoints of any stage "
+            "and number of ranks as they are"
         )
     return open_saved(
         folder,
@@ -56,6 +58,19 @@ def _open(engine, folder, with_optimizer):
         with_optimizer,
         engine.mp_world_size,
     )
+
+
+def _has_optimizer(engine, saved):
+    """Whether there are optimizer states to load. Raises FileNotFoundError where there were some."""
+    if saved.has_optimizer():
+        return True
+    if saved.model.get("param_shapes"):
+        raise FileNotFoundError(
+            f"{saved.origin()} has no file {names.optim_states(0, engine.mp_rank_for_files())}, nor one for bf16: its "
+            "optimizer states are gone; load it with load_optimizer_states=False"
+        )
+    logger.warning(f"{saved.origin()} was saved without an optimizer: this run's optimizer starts anew")
+    return False
 
 
 def load_checkpoint(
@@ -79,6 +94,8 @@ def load_checkpoint(
     if tag is None:
         return None, None
     folder = os.path.join(load_dir, tag)
+    ranks = Ranks(engine, engine._config.use_node_local_storage)
+    fetch_missing(engine, ranks, folder)
     if not os.path.isdir(folder):
         known = (
             sorted(name for name in os.listdir(load_dir) if os.path.isdir(os.path.join(load_dir, name)))
@@ -86,10 +103,11 @@ def load_checkpoint(
             else []
         )
         raise FileNotFoundError(f"there is no checkpoint {folder}; tags there are: {', '.join(known) or 'none'}")
-    check(engine, folder)
+    check(engine, ranks, folder)
     with_optimizer = load_optimizer_states and not load_module_only and engine.stepping is not None
     with_scheduler = load_lr_scheduler_states and not load_module_only
     saved = _open(engine, folder, with_optimizer)
+    with_optimizer = with_optimizer and _has_optimizer(engine, saved)
     path, state = saved.model_path, saved.model
     _load_weights_and_states(engine, saved, load_module_strict, custom_load_fn, load_module_only, with_optimizer)
     if with_scheduler and engine.lr_scheduler is not None and state.get("lr_scheduler") is not None:
@@ -113,6 +131,31 @@ def load_checkpoint(
     client_state = {key: plain(value) for key, value in state.items() if key not in hidden}
     engine.loaded_engine_state = {key: client_state[key] for key in names.OWN_KEYS if key in client_state}
     return path, client_state
+
+
+def restore_universal(engine, folder, params=None, weights=True, states=True):
+    """Masters (``weights``: or else the weights alone) and optimizer states from the folder of a universal checkpoint,
+    without counters, schedules and buffers. ``params``: those to restore: they must be all trained ones."""
+    if not is_universal(folder):
+        raise ValueError(
+            f"{folder} is no universal checkpoint: it has no folder 'zero'. Convert it with ds_to_universal"
+        )
+    trained = {id(param) for group in engine.trained_groups for param in group}
+    if params is not None and {id(param) for param in params} != trained:
+        raise ValueError("a universal checkpoint is restored into all parameters of the optimizer or none")
+    saved = _open(engine, folder, states)
+    if not states:
+        load_weights(engine, saved, strict=True)
+    restore = Restore(engine.stepping, [p for group in engine.trained_groups for p in group], saved)
+    restore.check()
+    engine.core.begin_write()
+    if weights:
+        restore.masters()
+    if states:
+        restore.states()
+        restore.extra()
+    engine.core.publish()
+    engine.core.end_write()
 
 
 def _load_weights_and_states(engine, saved, strict, custom_load_fn, module_only, with_optimizer):

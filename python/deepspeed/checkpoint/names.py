@@ -102,5 +102,10 @@ def optim_states_path(folder, dp_rank, mp_rank=0, bf16=False):
     return os.path.join(folder, optim_states(dp_rank, mp_rank, bf16))
 
 
+def expert_optim_states_path(folder, expp_rank, mp_rank=0):
+    """Experts' optimizer states without ZeRO: every expert-parallel rank writes one."""
+    return os.path.join(folder, EXPERT_OPTIM_STATES.format(expp_rank=expp_rank, mp_rank=mp_rank))
+
+
 def run_states_path(folder, rank):
     return os.path.join(folder, run_states(rank))

@@ -60,8 +60,8 @@ def encode(value, tensors, where="client_state"):
     if kind is datetime.datetime:
         return {"$datetime": value.isoformat()}
     raise NotPlain(
-        f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint without pickles cannot hold: pass plain "
-        'values or tensors, or set "checkpoint": {"writer": {"format": "torch"}}'
+        f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint without pickles cannot hold: pass "
+        'plain values or tensors, or set "checkpoint": {"writer": {"format": "torch"}}'
     )
 
 

@@ -15,6 +15,8 @@ def run_states(engine):
         "micro_steps": engine.micro_steps,
         "world_size": engine.world_size,
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+        "zero_stage": engine.zero_optimization_stage(),
+        "learned_fires": engine.core.learned_fires() if engine.core is not None else [],
         # Model files of stage 0 do not say which parameters the optimizer's groups have.
         "group_names": names_of_groups(engine),
     }
@@ -49,6 +51,10 @@ def resume_run(engine, folder, saved):
     accumulation = run.get("gradient_accumulation_steps", engine.gradient_accumulation_steps())
     if same and accumulation == engine.gradient_accumulation_steps():
         engine.micro_steps = run["micro_steps"]
+    learned = run.get("learned_fires") or []
+    alike = same and run.get("zero_stage") == engine.zero_optimization_stage()
+    if own and alike and len(learned) == len(engine.stepping.names):
+        engine.core.set_learned_fires(learned)
     if own:
         rng.restore(run["rng"])
     else:

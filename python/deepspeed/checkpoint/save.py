@@ -18,7 +18,7 @@ __all__ = ["save_16bit_model", "save_checkpoint"]
 
 
 def _agreed_tag(engine, ranks, tag):
-    """The tag of rank 0. Whether another one on another rank is an error is for ``checkpoint.tag_validation`` to say."""
+    """The tag of rank 0. Whether another one elsewhere is an error is for ``checkpoint.tag_validation`` to say."""
     tags = ranks.gather(tag)
     others = [(rank, other) for rank, other in enumerate(tags) if other != tags[0]]
     if not others or not engine._config.checkpoint_tag_validation_enabled:

@@ -67,8 +67,8 @@ def open_saved(folder, mp_rank=0, dp_rank=0, group_names=(), shapes=None, with_o
 
     ``dp_rank``: of this run; at stage 3 its own model file is taken where there is one, for buffers. ``group_names``:
     the names of the parameters of each group of this run's optimizer, and ``shapes`` name -> torch.Size of them, which
-    files of stage 0 do not say. ``with_optimizer=False`` leaves optimizer states of stage 0 unread. ``mp_size``: number of
-    model-parallel ranks of this run, for universal checkpoints, which have whole parameters.
+    files of stage 0 do not say. ``with_optimizer=False`` leaves optimizer states of stage 0 unread. ``mp_size``: number
+    of model-parallel ranks of this run, for universal checkpoints, which have whole parameters.
 
     Raises FileNotFoundError where there is no model file, ValueError where files do not fit each other.
     """
@@ -105,6 +105,11 @@ def _open_sliced(folder, mp_rank, dp_rank):
     path = own if os.path.exists(own) else first
     model = storage.read(path, lazy=True)
     shards = _shards(folder, mp_rank)
+    if shards is None and any(model["param_shapes"] or ()):
+        raise FileNotFoundError(
+            f"the checkpoint {folder} has no file {names.optim_states(0, mp_rank)}, nor one for bf16: at ZeRO stage 3 the "
+            "weights are in these files; load another tag"
+        )
     count = len(shards) if shards is not None else model["dp_world_size"]
     saved = SlicedState(
         shards if shards is not None else [],

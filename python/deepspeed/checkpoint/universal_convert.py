@@ -10,6 +10,7 @@ from deepspeed.checkpoint.saved_universal import OPTIMIZER_STATE, STEP, ZERO_FOL
 from deepspeed.checkpoint.universal_shards import merge_zero_shards, write_shard
 from deepspeed.checkpoint.universal_slices import merge_slices
 from deepspeed.checkpoint.universal_source import Source
+from deepspeed.checkpoint.weights import eager, plain
 from deepspeed.zero.saved_state import read_into
 
 TEMP_FOLDER = "tmp"
@@ -37,6 +38,7 @@ class Conversion:
                 for number, (_, numel, reader) in enumerate(saved.pieces(name, state)):
                     write_shard(self.temp_dir, name, tp, state, number, reader.read_range(0, numel))
             for key, value in saved.scalars(name).items():
+                value = eager(value)
                 if torch.is_tensor(value) or isinstance(value, (int, float)):
                     write_shard(self.temp_dir, name, tp, key, 0, value)
 
@@ -62,7 +64,6 @@ class Conversion:
         saved = self.source.saved(0)
         return [[name] for name in getattr(saved, "frozen_shapes", dict)() if saved.frozen_pieces(name)]
 
-
     def common(self):
         """Writes what belongs to the optimizer as a whole."""
         saved = self.source.saved(0)
@@ -72,7 +73,7 @@ class Conversion:
         ]
         state = {**saved.extra(), keys.ZERO_STAGE: saved.zero_stage, keys.PARAM_GROUPS: groups}
         os.makedirs(self.zero_dir, exist_ok=True)
-        storage.write(storage.compact(state), os.path.join(self.zero_dir, OPTIMIZER_STATE))
+        storage.write(storage.compact(plain(state)), os.path.join(self.zero_dir, OPTIMIZER_STATE))
 
 
 def _save_state(folder, state, value, hints):

@@ -104,7 +104,7 @@ class Source:
 
 
 def _memory_of(value):
-    """What tells tied tensors apart from equal ones, or None."""
+    """What tied tensors have in common and equal ones have not, or None for an empty one."""
     if torch.is_tensor(value):
-        return value.data_ptr() or None
-    return getattr(value, "place", None)
+        return (value.data_ptr(), tuple(value.shape)) if value.numel() else None
+    return (id(value.memory), value.offset, tuple(value.shape)) if value.numel() else None

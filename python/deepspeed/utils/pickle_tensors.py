@@ -55,6 +55,7 @@ _RECORDS = (
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
     ("deepspeed.utils.tensor_fragment", "fragment_address"),
+    ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"),
 )
 _ALSO_KNOWN_AS = {"deepspeed.runtime.zero.config": "deepspeed.config.sections",
                   "deepspeed.runtime.zero.offload_config": "deepspeed.config.sections",

@@ -41,12 +41,16 @@ class StoredWeight:
 
     def _parts(self):
         for source, start, numel in self.pieces:
-            for at in range(0, numel, _CHUNK_NUMEL):
-                count = min(_CHUNK_NUMEL, numel - at)
+            if isinstance(source, LazyTensor) and not source.is_contiguous():
+                source = source.read()  # its elements lie all over the storage
+            if not isinstance(source, LazyTensor):
+                source = source.detach().reshape(-1)
+            for at in range(start, start + numel, _CHUNK_NUMEL):
+                count = min(_CHUNK_NUMEL, start + numel - at)
                 if isinstance(source, LazyTensor):
-                    yield source.read_range(start + at, count)
+                    yield source.read_range(at, count)
                 else:
-                    yield source.detach().reshape(-1)[start + at : start + at + count].cpu()
+                    yield source[at : at + count].cpu()
 
     def contiguous(self):
         """The tensor, on the CPU; besides it one chunk is in memory."""
@@ -104,9 +108,9 @@ def _shards(weights, limit):
 
 def write_weight_files(weights, folder, max_shard_size=None, safe_serialization=False, filename=None):
     """Writes ``{name: tensor or StoredWeight}`` to ``folder``: pytorch_model.bin or model.safetensors, or numbered
-    files and an index when that is larger than ``max_shard_size``. Names of the same object are tied. Returns the files.
+    files and an index when that is larger than ``max_shard_size``. Names of the same object are tied.
 
-    Files appear under their names when they are whole.
+    Returns the files, which appear under their names when they are whole.
     """
     limit = None if max_shard_size is None else parse_size(max_shard_size)
     made = {}

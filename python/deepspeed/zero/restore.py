@@ -6,7 +6,7 @@ Each rank reads the ranges that it owns, from wherever they lie, and nothing els
 import torch
 
 from deepspeed.log import logger
-from deepspeed.zero.saved_state import read_into
+from deepspeed.zero.saved_state import eager, read_into
 from deepspeed.zero.wrapped_optimizer import in_memory_order
 
 
@@ -137,7 +137,7 @@ class Restore:
             if name not in shapes:
                 state.pop(master, None)
                 continue
-            own = {key: _eager(value) for key, value in self.saved.scalars(name).items()}
+            own = {key: _own(value) for key, value in self.saved.scalars(name).items()}
             for kind in kinds:
                 pieces = self.saved.pieces(name, kind)
                 if pieces or not numel:
@@ -181,7 +181,5 @@ def _numel(param):
     return param.ds_numel if hasattr(param, "ds_numel") else param.numel()
 
 
-def _eager(value):
-    if torch.is_tensor(value):
-        return value.clone()
-    return value.read() if hasattr(value, "read_range") else value
+def _own(value):
+    return value.clone() if torch.is_tensor(value) else eager(value)

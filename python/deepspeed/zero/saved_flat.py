@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from deepspeed.zero.saved_state import Range, SavedState
+from deepspeed.zero.saved_state import Range, SavedState, eager
 
 
 def per_element(value):
@@ -113,4 +113,5 @@ class FlatState(SavedState):
 
 def type_of_step(like, number):
     """``number`` as a tensor where ``like`` is one, else as a number."""
+    like = eager(like)
     return torch.full_like(like, float(number)) if torch.is_tensor(like) else number

@@ -48,6 +48,9 @@ class SlicedState(SavedState):
     def shapes(self):
         return self._shapes
 
+    def has_optimizer(self):
+        return len(self._shards) > 0
+
     def frozen_shapes(self):
         """dict: name -> torch.Size of parameters that are not trained."""
         return self._frozen

@@ -32,7 +32,10 @@ def test_comes_back_as_it_was(value):
 
 
 def test_tensors_and_arrays_go_elsewhere():
-    value = {"t": [torch.arange(3), {"x": torch.ones(2, 2, dtype=torch.bfloat16)}], "n": numpy.arange(6.0).reshape(2, 3)}
+    value = {
+        "t": [torch.arange(3), {"x": torch.ones(2, 2, dtype=torch.bfloat16)}],
+        "n": numpy.arange(6.0).reshape(2, 3),
+    }
     tensors = {}
     text = json.dumps(plain_json.encode(value, tensors, "client"))
     assert sorted(tensors) == ["client.n", "client.t.0", "client.t.1.x"]
