@@ -5,8 +5,9 @@ import time
 
 import torch
 
-from deepspeed.checkpoint import commit, file_writer, names
+from deepspeed.checkpoint import commit, file_writer, names, native_contents
 from deepspeed.checkpoint.contents import files_of
+from deepspeed.checkpoint.native_files import JsonFile, SafetensorsFile
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.standalone import write_script
 from deepspeed.log import log_dist, logger
@@ -52,11 +53,19 @@ def save_checkpoint(engine, save_dir, tag=None, client_state=None, save_latest=T
     ranks = Ranks(engine, engine._config.use_node_local_storage)
     tag = _agreed_tag(engine, ranks, str(tag if tag is not None else f"global_step{engine.global_steps}"))
     saving = Saving(engine, ranks, os.fspath(save_dir), tag)
+    files = files_of(engine, client_state, exclude_frozen_parameters)
     saving.begin()
-    records = saving.write(files_of(engine, client_state, exclude_frozen_parameters))
+    records = saving.write(files)
     saving.end(records, save_latest)
     log_dist(f"saved checkpoint {saving.folder}", ranks=[0])
     return True
+
+
+def _write(made, path, options):
+    """Writes a file of either format. Returns its ``FileRecord``."""
+    if isinstance(made, (JsonFile, SafetensorsFile)):
+        return made.write(path, options)
+    return file_writer.write_torch(made, path, options)
 
 
 class Saving:
@@ -98,7 +107,7 @@ class Saving:
             try:
                 if error is None:
                     path = os.path.join(staging, name)
-                    records[name] = file_writer.write_torch(made, path, self._options()).to_dict()
+                    records[name] = _write(made, path, self._options()).to_dict()
             except Exception as caught:
                 error = caught
             del made
@@ -117,7 +126,7 @@ class Saving:
 
     def _commit(self, records, save_latest):
         commit.finish(self.folder, self._facts(), records)
-        if self.engine.zero_optimization_stage() > 0:
+        if self.engine.zero_optimization_stage() > 0 and not native_contents.is_wanted(self.engine):
             write_script(self.save_dir)
         if save_latest:
             commit.replace_text(os.path.join(self.save_dir, names.LATEST), self.tag)
