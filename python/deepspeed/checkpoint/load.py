@@ -2,7 +2,7 @@
 
 import os
 
-from deepspeed.checkpoint import names
+from deepspeed.checkpoint import background, names
 from deepspeed.checkpoint.checking import check
 from deepspeed.checkpoint.resume import names_of_groups, resume_run
 from deepspeed.checkpoint.saved_state import open_saved
@@ -75,6 +75,9 @@ def load_checkpoint(
     position. Random numbers and data position are left alone when optimizer states are not loaded.
     """
     load_dir = os.fspath(load_dir)
+    background.drain_all()  # another engine of this process may be writing what is to be loaded
+    if hasattr(engine.checkpoint_engine, "wait"):
+        engine.checkpoint_engine.wait()
     tag = _find_tag(load_dir, tag, engine.load_universal_checkpoint())
     if tag is None:
         return None, None

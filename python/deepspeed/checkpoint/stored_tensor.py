@@ -66,6 +66,19 @@ class StoredTensor:
                 host = piece if piece.device.type == "cpu" else staging.copy(piece)
                 yield host.data_ptr(), host.numel() * size
 
+    def copy_to(self, memory):
+        """Copies all elements into ``memory``, a 1-D uint8 tensor on the host of ``bytes``; from another device into
+        pinned memory, the copy is only queued."""
+        target = memory.view(self.dtype)
+        if self._flat is not None:
+            target.copy_(self._flat, non_blocking=True)
+        else:
+            target.view(self.shape).copy_(self._rows, non_blocking=True)
+
+    @property
+    def device_type(self):
+        return (self._flat if self._flat is not None else self._rows).device.type
+
     def in_place(self):
         """Whether ``pieces`` hands out the tensor's own memory."""
         return self._flat is not None and self._flat.device.type == "cpu"
