@@ -65,6 +65,19 @@ def drain_all():
         background.drain()
 
 
+def _in_a_forked_child():
+    """No thread comes along, and locks stay as they were: the child starts anew, and its parent does the work."""
+    global _lock, _folders_changed
+    _lock, _folders_changed = threading.Lock(), threading.Condition()
+    _folders.clear()
+    for background in _unsettled:
+        background.begin_anew()
+    _unsettled.clear()
+
+
+os.register_at_fork(after_in_child=_in_a_forked_child)
+
+
 class Failure:
     """``due``: after so many finished steps it is told; known when ``settled`` is set."""
 
@@ -75,28 +88,27 @@ class Failure:
 
 
 class Background:
-    """Does jobs (functions that never raise), one after the other. The thread is there while there is work."""
+    """Does jobs, one after the other. The thread is there while there is work."""
 
     def __init__(self):
         self.steps = 0  # finished ones of the training loop
+        self.begin_anew()
+
+    def begin_anew(self):
+        """Forgets all work and all failures."""
         self.failures = []
         self._jobs = collections.deque()
         self._changed = threading.Condition()
         self._thread = None
-        self._pid = None
 
     # ---- work ------------------------------------------------------------------------------------------------------
     def start(self, job):
         _is_unsettled(self)
         with self._changed:
             self._jobs.append(job)
-            if not self._at_work():
-                self._pid = os.getpid()
+            if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="deepspeed-checkpoint", daemon=True)
                 self._thread.start()
-
-    def _at_work(self):
-        return self._thread is not None and self._pid == os.getpid()  # a forked child has no such thread
 
     def _run(self):
         while True:
@@ -107,7 +119,10 @@ class Background:
                     self._changed.notify_all()
                     return
                 job = self._jobs[0]
-            job()
+            try:
+                job()
+            except BaseException as error:  # a mistake in this library: told like anything else that goes wrong
+                self.fail(error, lambda steps: [steps])
             del job
             with self._changed:
                 self._jobs.popleft()
@@ -116,7 +131,7 @@ class Background:
     def drain(self):
         """Waits until all jobs are done."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._at_work())
+            self._changed.wait_for(lambda: self._thread is None)
 
     # ---- failures --------------------------------------------------------------------------------------------------
     def fail(self, error, settle):
