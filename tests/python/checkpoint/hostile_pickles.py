@@ -369,7 +369,10 @@ for _title, _code in {
     "nested_tuples_as_key": b"}" + b")" + b"\x85" * 200000 + b"Ns",
     "laughing_tuples_as_key": b"}" + b")" + b"q\x012h\x01\x86" * 0 + b"".join([b"q\x01h\x01\x86"] * 80) + b"Ns",
     "laughing_set": b"\x8f(" + b")" + b"".join([b"q\x01h\x01\x86"] * 80) + b"\x90",
-    "nested_frozensets": b"((t" + b"".join([b"q\x010(h\x01\x91"] * 0) + b"\x91" + b"".join([b"q\x010(h\x01\x91"] * 9999),
+    "nested_frozensets": b"((t"
+    + b"".join([b"q\x010(h\x01\x91"] * 0)
+    + b"\x91"
+    + b"".join([b"q\x010(h\x01\x91"] * 9999),
 }.items():
     ATTACKS[_title] = lambda code=_code: zipped(code)
 calls("bytearray_of_a_terabyte", "builtins", "bytearray", 1 << 40)
@@ -425,7 +428,11 @@ WIDE = struct.pack("<2H3Q", 1, 24, 1 << 62, 1 << 62, 1 << 62)
 for _title, _entries, _lies in (
     ("record_outside", [PLAIN, {**DATA, "header": 1 << 20}], {}),
     ("record_larger_than_the_file", [PLAIN, {**DATA, "size": 1 << 30, "packed": 1 << 30}], {}),
-    ("record_of_an_exabyte", [PLAIN, {**DATA, "size": 1 << 40, "packed": 1 << 40, "header": 0xFFFFFFFF, "wide": WIDE}], {}),
+    (
+        "record_of_an_exabyte",
+        [PLAIN, {**DATA, "size": 1 << 40, "packed": 1 << 40, "header": 0xFFFFFFFF, "wide": WIDE}],
+        {},
+    ),
     ("records_overlap", [PLAIN, {**DATA, "header": 0}], {}),
     ("record_on_another", [PLAIN, {**DATA, "local_name": "archive/data/1"}], {}),
     ("record_runs_into_the_directory", [PLAIN, {**DATA, "extra": b"", "packed": 40, "size": 40}], {}),
@@ -511,7 +518,9 @@ def main(paths):
     heard, listening = [], [False]
 
     def hear(event, arguments):
-        if listening[0] and (event in LOUD or event == "open" and arguments[1] and set(str(arguments[1])) & set("wax+")):
+        if listening[0] and (
+            event in LOUD or event == "open" and arguments[1] and set(str(arguments[1])) & set("wax+")
+        ):
             heard.append(f"{event} {arguments!r}"[:200])
 
     sys.addaudithook(hear)

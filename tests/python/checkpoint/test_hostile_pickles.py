@@ -56,7 +56,9 @@ def test_nothing_runs_and_the_error_is_clean(name, outcomes):
         assert entry["seconds"] < 5
 
 
-@pytest.mark.parametrize("name", ["os_system", "eval", "inst", "stack_global", "legacy_runs", "a_class_with_its_own_say"])
+@pytest.mark.parametrize(
+    "name", ["os_system", "eval", "inst", "stack_global", "legacy_runs", "a_class_with_its_own_say"]
+)
 def test_a_refusal_names_class_file_and_the_ways_to_let_it_through(name, outcomes):
     for entry in outcomes[name]:
         assert "RefusedClass" in entry["outcome"]
