@@ -122,7 +122,7 @@ def test_four_ranks_of_stage_2_go_on_as_others(precision, tmp_path):
 def test_every_stage_converts(stage, tmp_path):
     world = 3 if stage == 3 else 2
     saved, losses = run_ranks(world, body_save, str(tmp_path), stage, PRECISIONS["bf16"])[0]
-    to_universal(tmp_path, num_extract_workers=2 if stage == 3 else 1)
+    to_universal(tmp_path)
     for to_world, to_stage in [(1, 2), (2, 3)]:
         loaded, resumed = run_ranks(to_world, body_load, str(tmp_path), to_stage, PRECISIONS["bf16"])[0]
         check_same(saved, loaded)
@@ -258,3 +258,26 @@ def test_what_is_not_there_is_said(tmp_path):
     without, plain = run_ranks(2, body_refusals, str(tmp_path))[0]
     assert "latest_universal" in without and "ds_to_universal" in without
     assert "no universal checkpoint" in plain and "load_universal" in plain
+
+
+def body_weights(rank, world, folder, stage, options):
+    engine = make_engine(world, stage, PRECISIONS["bf16"], seed=5, checkpoint={"load_universal": True})
+    fresh = states(engine)[0]
+    engine.load_checkpoint(folder, **options)
+    return states(engine)[0], fresh
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weights_alone(stage, tmp_path):
+    saved = run_ranks(2, body_save, str(tmp_path), 3, PRECISIONS["bf16"])[0][0][0]
+    to_universal(tmp_path)
+    for options in ({"load_module_only": True}, {"load_optimizer_states": False}):
+        loaded, fresh = run_ranks(2, body_weights, str(tmp_path), stage, options)[0]
+        for key, value in saved.items():
+            exact = key[1] == "lp" or (key[1] == "fp32" and "load_module_only" not in options)
+            if exact:
+                assert torch.equal(loaded[key], value), (options, key)
+            elif key[1] == "fp32":  # what the weights give
+                assert torch.equal(loaded[key], value.bfloat16().float()), (options, key)
+            else:
+                assert torch.equal(loaded[key], fresh[key]), (options, key)

@@ -41,9 +41,6 @@ LATER = {
         "deepspeed.runtime.engine:DeepSpeedEngine.quantize_training",
         "deepspeed.runtime.engine:_eigenvalue_summary_events",
     ],
-    "zero_to_fp32 (offline consolidation of checkpoints)": [
-        "deepspeed.utils.zero_to_fp32",
-    ],
     "offload to CPU and NVMe": [
         "deepspeed.runtime.engine:DeepSpeedEngine.swap_tensor_config",
         "deepspeed.utils.pin_memory",

@@ -2,7 +2,7 @@
 
 import torch
 
-from deepspeed.checkpoint import names, zero_states
+from deepspeed.checkpoint import names, native_contents, zero_states
 from deepspeed.checkpoint.parallel_metadata import parallel_metadata
 from deepspeed.checkpoint.resume import run_states
 from deepspeed.version import __version__
@@ -11,9 +11,11 @@ from deepspeed.version import __version__
 def files_of(engine, client_state, exclude_frozen_parameters=False):
     """dict: name of a file below the tag's folder -> function that gives its value, for the files of this rank.
 
-    Every rank calls all of them in this order: some run collectives. Tensors of the values may be views of what is trained: write them, or copy
-    them, before the next step.
+    Every rank calls all of them in this order: some run collectives. Tensors of the values may be views of what is
+    trained: write them, or copy them, before the next step.
     """
+    if native_contents.is_wanted(engine):
+        return native_contents.files_of(engine, client_state, exclude_frozen_parameters)
     stage = engine.zero_optimization_stage()
     dp_rank, mp_rank = engine.parallel.dp_rank, engine.mp_rank_for_files()
     found = {}

@@ -13,7 +13,7 @@ import re
 import shutil
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint import names, storage
+from deepspeed.checkpoint import file_writer, names, storage
 from deepspeed.checkpoint.autoep_universal import (  # noqa: F401 (published here)
     _aggregate_autoep_zero12_metadata,
     _autoep_expert_param_names_by_rank,
@@ -108,17 +108,20 @@ def _copy_other_files(source, target):
         name = os.path.basename(path)
         is_run = fnmatch.fnmatch(name, re.sub(r"{.*?}", "*", names.RUN_STATES))
         if is_run or (name.endswith(MODEL_FILE_SUFFIX[1:]) and "expert" not in name):
-            shutil.copy2(path, os.path.join(target, name))
+            copy = os.path.join(target, name)
+            shutil.copy2(path, copy)
+            with open(copy, "rb") as file:
+                os.fsync(file.fileno())
+    for folder in (os.path.join(target, ZERO_FOLDER), target):
+        file_writer.sync_directory(folder)
 
 
 def _point_to(target):
     path = os.path.join(os.path.dirname(target), names.LATEST_UNIVERSAL)
     temporary = f"{path}.writing.{os.getpid()}"
-    with open(temporary, "w") as file:
-        file.write(os.path.basename(target))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    file_writer.write_bytes(os.path.basename(target).encode(), temporary)
+    file_writer.rename(temporary, path)
+    file_writer.sync_directory(os.path.dirname(target))
 
 
 # ---- the single steps, under the names that scripts import -----------------------------------------------------------

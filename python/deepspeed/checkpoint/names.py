@@ -15,6 +15,7 @@ from deepspeed.checkpoint.constants import (
     PARAM_SHAPES,
     ZERO_FILE_PREFIX,
 )
+from deepspeed.checkpoint.native_names import is_native_file
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
@@ -58,7 +59,7 @@ OWN_KEYS = (
 
 
 def is_checkpoint_file(name):
-    return _CHECKPOINT_FILE.fullmatch(name) is not None
+    return _CHECKPOINT_FILE.fullmatch(name) is not None or is_native_file(name)
 
 
 def latest_tag(save_dir, pointer=LATEST):

@@ -2,7 +2,8 @@
 
 import os
 
-from deepspeed.checkpoint import names, storage
+from deepspeed.checkpoint import names, native_names, storage
+from deepspeed.checkpoint.saved_native import NativeState
 from deepspeed.checkpoint.saved_universal import UniversalState, is_universal
 from deepspeed.zero.saved_flat import FlatState
 from deepspeed.zero.saved_plain import PlainState
@@ -74,6 +75,8 @@ def open_saved(folder, mp_rank=0, dp_rank=0, group_names=(), shapes=None, with_o
 
     Raises FileNotFoundError where there is no model file, ValueError where files do not fit each other.
     """
+    if native_names.is_native(folder):
+        return NativeState(folder, mp_rank, dp_rank)
     if is_universal(folder):
         return UniversalState(folder, mp_rank, mp_size, dp_rank, group_names, shapes)
     if any(os.path.exists(names.sharded_model_states_path(folder, rank, mp_rank)) for rank in (0, dp_rank)):

@@ -5,7 +5,6 @@ import os
 import torch
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint import names, storage
 from deepspeed.checkpoint.reshape_3d_utils import get_model_3d_descriptor
 from deepspeed.checkpoint.reshape_utils import get_zero_files
 from deepspeed.checkpoint.saved_state import open_saved
@@ -24,6 +23,11 @@ class Source:
         grid = get_model_3d_descriptor(folder)
         self._saved = {}
         self.pp_degree, self.tp_degree = self._degrees(grid.pp_degree, grid.tp_degree)
+        if not self.saved(0).shapes():
+            raise ValueError(
+                f"{folder} has no optimizer states (files *{keys.OPTIM_FILE_SUFFIX}), so there are no fp32 weights to "
+                "convert: it was saved without an optimizer, or the files are gone"
+            )
         self.zero_stage = self.saved(0).zero_stage
         self.info = self._find_info()
         if self.info is None and not inject and self.pp_degree * self.tp_degree > 1:
@@ -60,10 +64,8 @@ class Source:
             if name not in (module.get(keys.BUFFER_NAMES) or ()) and (place is None or place not in seen):
                 shapes[name] = torch.Size(value.shape)
                 seen.add(place)
-        beside = names.run_states_path(self.folder, 0)
-        groups = storage.read(beside).get("group_names") if os.path.exists(beside) else None
         try:
-            return open_saved(self.folder, mp_rank, group_names=groups or [list(shapes)], shapes=shapes)
+            return open_saved(self.folder, mp_rank, group_names=[list(shapes)], shapes=shapes)
         except ValueError as error:
             raise ValueError(
                 f"{self.folder} was saved without ZeRO. Such files do not name the parameters of the optimizer, and "

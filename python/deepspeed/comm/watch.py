@@ -10,6 +10,7 @@ import os
 import torch.distributed as dist
 
 from deepspeed import _native
+from deepspeed.comm import c10d_watch
 from deepspeed.comm.stacks import stack_text
 from deepspeed.log import logger
 
@@ -37,12 +38,11 @@ def group_facts(name):
 
 
 def flight_record():
-    """The last 256 collectives of this process that went through shared memory or the engine, oldest first.
+    """The last 256 collectives of this process through shared memory, or through ``deepspeed.comm`` over gloo.
 
-    A list of dicts: ``group``, ``number`` (of the group, from 1), ``op``, ``dtype``, ``numel``, ``reduction``,
-    ``root``, ``tag`` (a parameter's name, as a rule), ``began`` (seconds since the epoch), ``seconds`` (None while it is
-    under way), ``state`` ("done" or "under way"). Each living group keeps its last 256.
+    A list of dicts, oldest first: ``group``, ``number`` (of the group, from 1), ``op``, ``dtype``, ``numel``,
+    ``reduction``, ``root``, ``tag`` (a parameter's name, as a rule), ``began`` (seconds since the epoch), ``seconds``
+    (None while it is under way), ``state`` ("done" or "under way"). Each living group keeps its last 256.
     """
-    if _watch is None:
-        return []
-    return sorted(_watch.flights(), key=lambda flight: flight["began"])[-_LENGTH:]
+    native = [] if _watch is None else _watch.flights()
+    return sorted(native + c10d_watch.flights(), key=lambda flight: flight["began"])[-_LENGTH:]

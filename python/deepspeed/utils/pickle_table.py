@@ -46,9 +46,6 @@ _WITH_ATTRIBUTES = (argparse.Namespace, collections.Counter, collections.Ordered
 _CONTAINERS = (dict, list, tuple, set, frozenset, str, int, float, bytes)
 
 
-RECORD = "record"  # instead of a rule: instances are made bare and get attributes
-
-
 class Word:
     """A name whose only use is to be called, as a rule; the function itself is never in reach of the file."""
 
@@ -268,14 +265,15 @@ def _generated(base, name):
 
 
 class Table:
-    """The rules for one file. ``allow``: classes, functions or "module.name" that may do as they please."""
+    """The rules for one file. ``allow``: classes, functions or "module.name" that may do as they please.
+    ``published(module, name)``: a class of DeepSpeed's own, or None."""
 
-    def __init__(self, path, rules, allow=()):
-        self.path, self.rules = path, rules
+    def __init__(self, path, rules, published, allow=()):
+        self.path, self.rules, self._published = path, rules, published
         self.builds = {}
-        self._calls = {id(value): rule for value, rule in rules.values() if rule not in (None, RECORD)}
+        self._calls = {id(value): rule for value, rule in rules.values() if rule is not None}
         self._values = [value for value, _ in rules.values()]  # ids stay theirs
-        self._known = {value for value, rule in rules.values() if rule is RECORD}
+        self._known = set()
         self._allowed_names = {name for name in allow if isinstance(name, str)}
         self._allowed = [value for value in allow if not isinstance(value, str)]
 
@@ -294,8 +292,11 @@ class Table:
             return self._allowed[-1]
         if (module, name) in self.rules:
             return self.rules[module, name][0]
-        found = _resolve(sys.modules.get(module), name)
-        if isinstance(found, type) and is_plain_data(found):
+        found = self._published(module, name)
+        if found is None:
+            found = _resolve(sys.modules.get(module), name)
+            found = found if isinstance(found, type) and is_plain_data(found) else None
+        if found is not None:
             self._known.add(found)
             return found
         raise RefusedClass(full, self.path)

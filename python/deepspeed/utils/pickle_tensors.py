@@ -11,7 +11,7 @@ import uuid
 import torch
 
 from deepspeed.utils.lazy_tensor import LazyTensor
-from deepspeed.utils.pickle_table import PLAIN_RULES, RECORD, Table, Word, need
+from deepspeed.utils.pickle_table import PLAIN_RULES, Table, Word, need
 
 try:
     import numpy
@@ -57,7 +57,7 @@ _RECORDS = (
     ("deepspeed.utils.tensor_fragment", "fragment_address"),
     ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"),
 )
-_ALSO_KNOWN_AS = {"deepspeed.runtime.zero.config": "deepspeed.config.sections",
+_OWN_ROOMS = {"deepspeed.runtime.zero.config": "deepspeed.config.sections",
                   "deepspeed.runtime.zero.offload_config": "deepspeed.config.sections",
                   "deepspeed.runtime.fp16.loss_scaler": "deepspeed.optim.loss_scaler"}  # fmt: skip
 _INERT = {}
@@ -70,20 +70,19 @@ class StorageType:
         self.name, self.dtype = f"torch.{name}", dtype
 
 
-def _published(module, name):
-    """A class of DeepSpeed by its published path; without DeepSpeed in this process, a record with the same fields."""
-    if "deepspeed" in sys.modules and hasattr(sys.modules["deepspeed"], "initialize"):
-        found = getattr(importlib.import_module(module), name, None)
-        if found is not None:
-            return found
-    if (module, name) not in _INERT:
-        kind, members = _ENUMS.get((module, name), (object, None))
-        _INERT[module, name] = (
-            type(name, (), {"__module__": module})
-            if members is None
-            else enum.Enum(name, members, module=module, type=kind)
-        )
-    return _INERT[module, name]
+def published_class(module, name):
+    """A class of DeepSpeed by the import path that files name, or None. Without DeepSpeed in this process it is a
+    record with the same fields."""
+    place = next((p for p in (*_RECORDS, *_ENUMS) if p[1] == name and module in (p[0], _OWN_ROOMS.get(p[0]))), None)
+    if place is None:
+        return None
+    if "deepspeed" in sys.modules:
+        return getattr(importlib.import_module(place[0]), name)
+    if place not in _INERT:
+        kind, members = _ENUMS.get(place, (object, None))
+        inert = type(name, (), {"__module__": place[0]}) if members is None else None
+        _INERT[place] = inert or enum.Enum(name, members, module=place[0], type=kind)
+    return _INERT[place]
 
 
 def _numbers(values, what):
@@ -213,14 +212,6 @@ class TensorRules:
         found["torch.storage", "_UntypedStorage"] = found["torch.storage", "UntypedStorage"]
         found.update({("torch", name): (value, None) for name, value in _DTYPES.items()})
         found.update(_NUMPY)
-        for path in _RECORDS:
-            found[path] = _published(*path), RECORD
-        for path in _ENUMS:
-            found[path] = _published(*path), None
-        for published, own in _ALSO_KNOWN_AS.items():
-            for (module, name), entry in list(found.items()):
-                if module == published:
-                    found[own, name] = entry
         return found
 
 
@@ -302,7 +293,7 @@ _DTYPES = {name: value for name, value in vars(torch).items()
 def table_of(path, lazy, allow=()):
     """The rules for the file at ``path``."""
     rules = TensorRules(lazy)
-    found = Table(path, rules.rules(), allow)
+    found = Table(path, rules.rules(), published_class, allow)
     found.builds[torch.Generator] = rules.set_generator
     found.builds[uuid.UUID] = _build_uuid
     if numpy is not None:

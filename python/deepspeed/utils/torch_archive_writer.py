@@ -1,4 +1,4 @@
-"""Writes ``{name: tensor}`` in torch.save's format, chunk by chunk: no tensor is ever whole in memory.
+"""Writes tensors in torch.save's format, chunk by chunk: no tensor is ever whole in memory.
 
 The zip holds stored records whose data begin at multiples of 64 bytes, as torch's own do; any torch since 1.6 reads it.
 """
@@ -27,46 +27,54 @@ _STORAGE_NAMES = {torch.float64: "DoubleStorage", torch.float32: "FloatStorage",
                   torch.complex128: "ComplexDoubleStorage"}  # fmt: skip
 
 
-class _StoredTensor:
-    """Is pickled as the tensor that torch builds on the storage ``key``."""
-
-    def __init__(self, key, weight):
-        self.weight, self.storage = weight, _StorageKey(key, weight)
-
-    def __reduce__(self):
-        shape = tuple(self.weight.shape)
-        return torch._utils._rebuild_tensor_v2, (
-            self.storage, 0, shape, row_major(shape), False, collections.OrderedDict(),
-        )  # fmt: skip
-
-
 class _StorageKey:
+    """The storage of one weight, in a pickle: torch's persistent id."""
+
     def __init__(self, key, weight):
-        if weight.dtype not in _STORAGE_NAMES:
-            raise TypeError(f"tensors of {weight.dtype} cannot be written in torch.save's format here; use safetensors")
-        kind = getattr(torch, _STORAGE_NAMES[weight.dtype])
-        self.pid = ("storage", kind, str(key), "cpu", weight.shape.numel())
+        name = _STORAGE_NAMES.get(weight.dtype, "UntypedStorage")
+        kind = getattr(torch if weight.dtype in _STORAGE_NAMES else torch.storage, name)
+        numel = weight.shape.numel() * (1 if weight.dtype in _STORAGE_NAMES else itemsize(weight.dtype))
+        self.pid = ("storage", kind, str(key), "cpu", numel)
 
 
 class _StructurePickler(pickle.Pickler):
+    """Weights and tensors become the tensors that torch rebuilds; their storages are collected in ``weights``."""
+
+    def __init__(self, file, as_weight):
+        super().__init__(file, 2)
+        self.weights, self._as_weight, self._kept = [], as_weight, []
+
     def persistent_id(self, value):
         return value.pid if isinstance(value, _StorageKey) else None
 
+    def reducer_override(self, value):
+        weight = self._as_weight(value)
+        if weight is None:
+            return NotImplemented
+        self._kept.append(value)  # what pickle remembers by its id must live on
+        storage = _StorageKey(len(self.weights), weight)
+        self.weights.append(weight)
+        shape = tuple(weight.shape)
+        arguments = (storage, 0, shape, row_major(shape), False, collections.OrderedDict())
+        if weight.dtype in _STORAGE_NAMES:
+            return torch._utils._rebuild_tensor_v2, arguments
+        return torch._utils._rebuild_tensor_v3, (*arguments, weight.dtype)
 
-def write_torch_stream(path, weights):
-    """Writes ``{name: weight}`` to ``path``. A weight has ``shape``, ``dtype`` and ``chunks()``, which yields 1-D uint8
-    tensors on the CPU; names with the same weight object come back as one tensor."""
-    stored = {}
-    for weight in weights.values():
-        stored.setdefault(id(weight), _StoredTensor(len(stored), weight))
+
+def write_torch_stream(path, value, as_weight):
+    """Writes ``value``, any structure of plain data, to ``path``.
+
+    as_weight(item): None, or what has the ``shape``, the ``dtype`` and the ``chunks()`` (1-D uint8 tensors on the CPU)
+    of a tensor in the structure. It is asked once for each object; an object in two places comes back as one tensor.
+    """
     structure = io.BytesIO()
-    _StructurePickler(structure, 2).dump({name: stored[id(weight)] for name, weight in weights.items()})
+    pickler = _StructurePickler(structure, as_weight)
+    pickler.dump(value)
     with open(path, "wb", buffering=0) as file:
         archive = _ZipWriter(file)
         archive.add("data.pkl", [_bytes_tensor(structure.getvalue())], len(structure.getvalue()))
         archive.add("byteorder", [_bytes_tensor(sys.byteorder.encode())], len(sys.byteorder))
-        for key, tensor in enumerate(stored.values()):
-            weight = tensor.weight
+        for key, weight in enumerate(pickler.weights):
             archive.add(f"data/{key}", weight.chunks(), weight.shape.numel() * itemsize(weight.dtype))
         archive.add("version", [_bytes_tensor(b"3\n")], 2)
         archive.finish()

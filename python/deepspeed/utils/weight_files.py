@@ -70,12 +70,22 @@ class StoredWeight:
 
 
 def as_weight(value):
-    """A tensor, on any device, as a weight."""
-    return (
-        value
-        if isinstance(value, StoredWeight)
-        else StoredWeight([(value, 0, value.numel())], value.shape, value.dtype)
-    )
+    """A tensor, on any device, as a weight; a weight as it is; None for anything else."""
+    if isinstance(value, StoredWeight):
+        return value
+    if not isinstance(value, (torch.Tensor, LazyTensor)):
+        return None
+    return StoredWeight([(value, 0, value.numel())], value.shape, value.dtype)
+
+
+def write_torch(path, value):
+    """Writes a structure with tensors and weights in it, in torch.save's format."""
+    write_torch_stream(path, value, as_weight)
+
+
+def write_safetensors(path, weights):
+    """Writes ``{name: tensor or weight}`` as safetensors."""
+    write_safetensors_stream(path, {name: as_weight(value) for name, value in weights.items()})
 
 
 def parse_size(text):
@@ -121,9 +131,9 @@ def write_weight_files(weights, folder, max_shard_size=None, safe_serialization=
     count = len(shards)
     names = [filename] if count == 1 else [f"{stem}-{i:05d}-of-{count:05d}{ending}" for i in range(1, count + 1)]
     os.makedirs(folder, exist_ok=True)
-    write = write_safetensors_stream if safe_serialization else write_torch_stream
+    write = write_safetensors if safe_serialization else write_torch
     for name, shard in zip(names, shards):
-        _whole_file(os.path.join(folder, name), write, {key: weights[key] for key in shard})
+        write_whole(os.path.join(folder, name), write, {key: weights[key] for key in shard})
     if count > 1:
         # safetensors has no ties: it holds the values under each of the names.
         written = weights if safe_serialization else {id(weight): weight for weight in weights.values()}
@@ -131,7 +141,7 @@ def write_weight_files(weights, folder, max_shard_size=None, safe_serialization=
         where = {key: name for name, shard in zip(names, shards) for key in shard}
         index = {"metadata": {"total_size": total}, "weight_map": {key: where[key] for key in weights}}
         names.append(f"{filename}.index.json")
-        _whole_file(os.path.join(folder, names[-1]), _write_json, index)
+        write_whole(os.path.join(folder, names[-1]), _write_json, index)
     return [os.path.join(folder, name) for name in names]
 
 
@@ -141,7 +151,9 @@ def _write_json(path, value):
         file.write("\n")
 
 
-def _whole_file(path, write, content):
+def write_whole(path, write, content):
+    """``write(path, content)`` through a temporary file: under ``path`` stands a whole file or what was there before.
+    OSError that names the file."""
     temporary = f"{path}.writing.{os.getpid()}"
     try:
         write(temporary, content)

@@ -70,6 +70,10 @@ class SavedState:
         ``dynamic_loss_scale``, ``overflow``, ``clip_grad``, as far as they were saved."""
         return {}
 
+    def run_states(self, rank):
+        """What rank ``rank`` needs to go on, and whether it saved that itself; None where other files have it."""
+        return None
+
     # ---- what follows from it --------------------------------------------------------------------------------------
     def module(self):
         """dict: name -> tensor or lazy tensor of the module's state that the checkpoint has whole, aliases included."""

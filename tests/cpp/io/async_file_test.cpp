@@ -3,10 +3,13 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <string.h>
+#include <sys/wait.h>
 
 #include "folder.h"
+#include "forbid.h"
 #include "io/aligned_pool.h"
 #include "io/file_error.h"
+#include "io/file_stream.h"
 
 namespace ds::io {
 namespace {
@@ -84,8 +87,53 @@ TEST(AsyncFile, WithoutDirectOrContextAThreadWrites) {
   bool direct = false;
   const Descriptor file = files.create(folder / "x", &direct);
   EXPECT_STREQ(open_async(files, file, folder / "x", false, 2)->name(), "pwrite");
-  EXPECT_EQ(open_libaio(files, file, folder / "x", 1 << 30), nullptr);  // more than any kernel gives
-  EXPECT_STREQ(open_async(files, file, folder / "x", true, 1 << 30)->name(), "pwrite");
+}
+
+TEST(AioContexts, AreKeptForTheNextFile) {
+  AioContexts contexts;
+  io_context* first = contexts.take();
+  io_context* second = contexts.take();
+  ASSERT_NE(first, nullptr);
+  EXPECT_NE(first, second);
+  contexts.give_back(second);
+  EXPECT_EQ(contexts.take(), second);
+  contexts.give_back(first);
+  contexts.give_back(second);
+}
+
+TEST(AioContexts, AForkHasItsOwn) {
+  const Folder folder;
+  Files files;
+  const std::string text = random_bytes(9 << 20);
+  const auto write = [&](const std::string& name) {
+    FileStream stream(files, folder / name, text.size(), {});
+    stream.write(text.data(), text.size());
+    stream.finish();
+    return content(folder / name) == text;
+  };
+  EXPECT_TRUE(write("a"));
+  const pid_t child = fork();
+  if (child == 0) _exit(write("b") ? 0 : 1);
+  int status = 0;
+  waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+  EXPECT_TRUE(write("c"));
+}
+
+TEST(AioContexts, WithoutOneAThreadWrites) {
+  const Folder folder;
+  const std::string text = random_bytes(9 << 20);
+  EXPECT_EXIT(
+      {
+        if (!forbid(SYS_io_setup)) _exit(2);
+        Files files;
+        FileStream stream(files, folder / "x", text.size(), {});
+        const bool threaded = stream.method() == std::string("pwrite");
+        stream.write(text.data(), text.size());
+        stream.finish();
+        _exit(threaded && content(folder / "x") == text ? 0 : 1);
+      },
+      testing::ExitedWithCode(0), "");
 }
 
 TEST(Files, WriteAllTurnsDirectOffWhereTheAlignmentIsRefused) {

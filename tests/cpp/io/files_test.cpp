@@ -6,6 +6,7 @@
 #include <csignal>
 
 #include "folder.h"
+#include "forbid.h"
 #include "io/file_error.h"
 #include "io/paths.h"
 
@@ -85,6 +86,40 @@ TEST(Files, ExchangeWithoutTheSystemCallIsThreeRenames) {
   put(folder / "b.exchange", "left by a crash");
   EXPECT_THROW(files.exchange_by_renames(folder / "a", folder / "b"), FileError);
   EXPECT_EQ(content(folder / "b"), "1");
+}
+
+TEST(Files, AKernelWithoutTheSystemCallRenames) {
+  const Folder folder;
+  put(folder / "a", "1");
+  put(folder / "b", "2");
+  EXPECT_EXIT(
+      {
+        if (!forbid(SYS_renameat2)) _exit(2);
+        Files files;
+        _exit(files.exchange(folder / "a", folder / "b") ? 1 : 0);
+      },
+      testing::ExitedWithCode(0), "");
+  EXPECT_EQ(content(folder / "a"), "2");
+  EXPECT_EQ(content(folder / "b"), "1");
+}
+
+TEST(Files, AFileSystemThatCannotReserveIsAskedWhatIsFree) {
+  const Folder folder;
+  EXPECT_EXIT(
+      {
+        if (!forbid(SYS_fallocate)) _exit(2);
+        Files files;
+        bool direct = false;
+        const Descriptor file = files.create(folder / "x", &direct);
+        files.reserve(file, folder / "x", 4096);
+        try {
+          files.reserve(file, folder / "x", uint64_t{1} << 60);
+        } catch (const FileError& e) {
+          _exit(e.code() == ENOSPC ? 0 : 1);
+        }
+        _exit(1);
+      },
+      testing::ExitedWithCode(0), "");
 }
 
 TEST(Files, ACrashBetweenTheRenamesLosesNothing) {

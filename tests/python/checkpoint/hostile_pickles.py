@@ -1,7 +1,7 @@
 """Files that a reader of checkpoints must survive: each is an attack of its own, built byte by byte.
 
-``ATTACKS``: name -> function that makes the file's bytes. Run as a script, it reads the paths in its arguments one after
-the other under an audit hook and prints for each what happened, as JSON.
+``ATTACKS``: name -> function that makes the file's bytes. Run as a script, it reads the paths in its arguments one
+after the other under an audit hook and prints for each what happened, as JSON.
 """
 
 import io
@@ -92,6 +92,10 @@ def calls(title, module, attribute, *arguments):
     ATTACKS[title] = lambda: zipped(call(module, attribute, *arguments))
 
 
+STAGE = Raw(name("deepspeed.runtime.zero.config", "ZeroStageEnum"))
+FROM_TYPE = Raw(name("torch._tensor", "_rebuild_from_type_v2"))
+
+
 # ---- functions that run something ----------------------------------------------------------------------------------
 for _title, _module, _attribute, *_arguments in (
     ("os_system", "os", "system", COMMAND),
@@ -141,14 +145,13 @@ for _title, _module, _attribute, *_arguments in (
     ("never_imported", "antigravity", "fly"),
     ("from_type_of_a_function", "torch._tensor", "_rebuild_from_type_v2", Raw(name("builtins", "dict")),
      Raw(name("torch", "Tensor")), (), {}),
-    ("from_type_of_itself", "torch._tensor", "_rebuild_from_type_v2", Raw(name("torch._tensor", "_rebuild_from_type_v2")),
-     Raw(name("torch", "Tensor")), (), {}),
+    ("from_type_of_itself", "torch._tensor", "_rebuild_from_type_v2", FROM_TYPE, Raw(name("torch", "Tensor")), (), {}),
     ("reconstructor_of_a_foreign_class", "copyreg", "_reconstructor", Raw(name("subprocess", "Popen")),
      Raw(name("builtins", "object")), None),
     ("reconstructor_of_object", "copyreg", "_reconstructor", Raw(name("builtins", "object")),
      Raw(name("builtins", "object")), None),
     ("getattr_of_a_class", "builtins", "getattr", Raw(name("builtins", "dict")), "__class__"),
-    ("getattr_of_an_enum", "builtins", "getattr", Raw(name("deepspeed.runtime.zero.config", "ZeroStageEnum")), "__init__"),
+    ("getattr_of_an_enum", "builtins", "getattr", STAGE, "__init__"),
     ("getattr_of_a_module", "builtins", "getattr", Raw(name("torch", "_utils")), "sys"),
     ("dotted_into_a_module", "torch", "serialization.os.system", COMMAND),
     ("dotted_into_a_class", "collections", "OrderedDict.__init__"),
@@ -367,8 +370,8 @@ for _title, _code in {
     "number_in_decimals": b"L" + b"9" * 1000000 + b"L\n",
     "line_without_end": b"I" + b"9" * 1000,
     "nested_tuples_as_key": b"}" + b")" + b"\x85" * 200000 + b"Ns",
-    "laughing_tuples_as_key": b"}" + b")" + b"q\x012h\x01\x86" * 0 + b"".join([b"q\x01h\x01\x86"] * 80) + b"Ns",
-    "laughing_set": b"\x8f(" + b")" + b"".join([b"q\x01h\x01\x86"] * 80) + b"\x90",
+    "laughing_tuples_as_key": b"}" + b")" + b"q\x01h\x01\x86" * 80 + b"Ns",
+    "laughing_set": b"\x8f(" + b")" + b"q\x01h\x01\x86" * 80 + b"\x90",
     "nested_frozensets": b"((t"
     + b"".join([b"q\x010(h\x01\x91"] * 0)
     + b"\x91"
@@ -425,6 +428,7 @@ def raw_zip(entries, directory_offset=None, count=None, tail=b""):
 PLAIN = {"name": "archive/data.pkl", "data": b"\x80\x02" + tensor().code + b"."}
 DATA = {"name": "archive/data/0", "data": bytes(16)}
 WIDE = struct.pack("<2H3Q", 1, 24, 1 << 62, 1 << 62, 1 << 62)
+EXABYTE = {"size": 1 << 40, "packed": 1 << 40, "header": 0xFFFFFFFF, "wide": WIDE}
 for _title, _entries, _lies in (
     ("record_outside", [PLAIN, {**DATA, "header": 1 << 20}], {}),
     ("record_larger_than_the_file", [PLAIN, {**DATA, "size": 1 << 30, "packed": 1 << 30}], {}),
@@ -507,7 +511,8 @@ LOUD = ("exec", "compile", "os.system", "os.exec", "os.posix_spawn", "os.spawn",
 
 def main(paths):
     sys.path.insert(0, os.environ["DS_PYTHON"])
-    import deepspeed  # noqa: F401, PLC0415
+    import deepspeed.runtime.fp16.loss_scaler  # noqa: PLC0415
+    import deepspeed.runtime.zero.config  # noqa: F401, PLC0415
     from deepspeed.utils import torch_archive  # noqa: PLC0415
 
     lazy = type(sys)("lazy_module")

@@ -16,6 +16,7 @@ import torch
 from deepspeed import _compat
 from deepspeed.checkpoint import file_reader, file_writer
 from deepspeed.checkpoint.file_writer import WriterOptions, write_bytes, write_safetensors, write_torch
+from deepspeed.checkpoint.stored_tensor import StoredTensor
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 DTYPES = [
@@ -171,6 +172,7 @@ class Doubled(torch.Tensor):
     pass
 
 
+@pytest.mark.filterwarnings("ignore:.*(TypedStorage|Sparse)")
 def test_tensors_that_torch_takes_apart(tmp_path):
     eye = torch.eye(4)
     value = {
@@ -479,6 +481,20 @@ def test_no_second_copy_of_the_state(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 64
+
+
+@pytest.mark.parametrize("options", [None, SMALL], ids=["default", "small buffers"])
+def test_tensors_that_pass_through_the_staging_memory(tmp_path, monkeypatch, options):
+    """As those of a GPU do."""
+    monkeypatch.setattr(StoredTensor, "in_place", lambda self: False)
+    w = torch.randn(300, 70)
+    value = {"w": w, "t": w.t(), "tall": w[:, :1], "half": w.bfloat16(), "scalar": w[0, 0], "z": torch.zeros(0, 3)}
+    back = round_trip(value, tmp_path / "x.pt", options)
+    assert all(same_bits(value[name], back[name]) for name in value)
+    assert address(back["w"]) == address(back["t"])
+    write_safetensors(value, None, tmp_path / "x.safetensors", options)
+    read, _ = read_safetensors(tmp_path / "x.safetensors")
+    assert all(same_bits(value[name], read[name]) for name in value)
 
 
 @pytest.mark.gpu

@@ -9,15 +9,16 @@ import megatron_files
 from deepspeed.checkpoint import (
     DeepSpeedCheckpoint,
     ZeROCheckpoint,
+    constants,
     get_layer_ckpt_name_for_rank,
     get_model_3d_descriptor,
     get_model_ckpt_name_for_rank,
     get_zero_ckpt_name_for_rank,
     merge_state,
     model_3d_desc,
+    names,
     reshape_meg_2d_parallel,
 )
-from deepspeed.checkpoint import constants, names
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
 
