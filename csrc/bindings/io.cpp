@@ -7,6 +7,7 @@
 #include "io/file_error.h"
 #include "io/file_stream.h"
 #include "io/files.h"
+#include "io/host_memory.h"
 #include "io/range_reader.h"
 #include "io/zip_writer.h"
 
@@ -142,6 +143,24 @@ DS_BINDINGS(m) {
            })
       .def_property_readonly("crc32", [](const ZipWriter& self) { return self.crc32(); })
       .def_property_readonly("method", &ZipWriter::method);
+
+  // Offers its bytes as a buffer: memoryview, torch.frombuffer.
+  py::class_<HostMemory>(io, "HostMemory", py::buffer_protocol())
+      .def(py::init<size_t, int>(), py::arg("bytes"), py::arg("threads"), Released())
+      .def_property_readonly("bytes", &HostMemory::bytes)
+      .def_buffer([](HostMemory& self) {
+        return py::buffer_info(self.data(), 1, py::format_descriptor<uint8_t>::format(), 1, {self.bytes()}, {1});
+      });
+  io.def(
+      "copy_all",
+      [](const std::vector<std::tuple<uintptr_t, uintptr_t, size_t>>& triples, int threads) {
+        std::vector<Copy> copies;
+        copies.reserve(triples.size());
+        for (const auto& [from, to, bytes] : triples) copies.push_back({at(from), reinterpret_cast<void*>(to), bytes});
+        py::gil_scoped_release released;
+        copy_all(copies, threads);
+      },
+      py::arg("copies"), py::arg("threads"));
 
   io.def("crc32", [](const py::buffer& data) {
     const py::buffer_info info = data.request();

@@ -26,6 +26,9 @@ DS_CONFIG_CHAPTER(70, kTraining, "Checkpoints") {
                   boolean("pipeline_stage", false, "All data-parallel ranks share the layers of their pipeline stage.")
                       .not_built("parallel checkpoint writing"),
               }),
+          text("engine", nullptr,
+               "Name of a registered checkpoint engine (entry points deepspeed.checkpoint_engines); null: the other keys "
+               "decide."),
           boolean("async", false,
                   "Take a snapshot in host memory and write it while training goes on. A failure is raised by the next "
                   "step; the end of the program waits for the last save."),
@@ -70,6 +73,20 @@ DS_CONFIG_CHAPTER(70, kTraining, "Checkpoints") {
                                 integer("host_cache_size", nullptr, "GiB of host memory for snapshots.").above(0),
                             });
   c.add(datastates.keeps_unknown().absent_is_null().bool_is_presence());
+  c.rule("checkpoint.writer.type PYTHON and MOCK exclude writing in the background and the format safetensors.",
+         [](Judge& j) {
+           if (j.is_null("checkpoint.writer") || j.text("checkpoint.writer.type") == "FAST") return;
+           const std::string type = j.text("checkpoint.writer.type");
+           const std::string text = "\"" + type + "\" writes in the calling thread only.";
+           for (const char* key : {"checkpoint.async", "checkpoint.writer.decoupled"}) {
+             if (j.on(key)) j.error({"checkpoint.writer.type", key}, text, "Use \"FAST\", or take the other key out.");
+           }
+           if (!j.is_null("datastates_ckpt"))
+             j.error({"checkpoint.writer.type", "datastates_ckpt"}, text, "Use \"FAST\", or take the section out.");
+           if (type == "PYTHON" && j.text("checkpoint.writer.format") == "safetensors")
+             j.error({"checkpoint.writer.type", "checkpoint.writer.format"}, "torch.save writes no safetensors.",
+                     "Use the type \"FAST\".");
+         });
 }
 
 }  // namespace ds::config

@@ -13,11 +13,13 @@ import json
 import os
 import shutil
 import socket
+import threading
 
 from deepspeed.checkpoint import file_writer, manifest, names
 from deepspeed.log import logger
 
 OWNER = ".owner.json"
+_replacing = threading.Lock()
 
 
 def _hidden(folder, what):
@@ -32,7 +34,12 @@ def staging_of(folder):
 
 def _remove(folder):
     """Removes a folder that may be half there; what cannot be removed is only logged: the checkpoint is safe."""
-    shutil.rmtree(folder, onerror=lambda _, path, error: logger.warning(f"cannot remove {path}: {error[1]}"))
+
+    def tell(_, path, error):
+        if not isinstance(error[1], FileNotFoundError):  # a save in the background may be removing the same
+            logger.warning(f"cannot remove {path}: {error[1]}")
+
+    shutil.rmtree(folder, onerror=tell)
 
 
 def _is_abandoned(folder):
@@ -57,7 +64,7 @@ def remove_leftovers(save_dir):
     """Removes what killed runs of this machine have left of their saves."""
     for name in os.listdir(save_dir) if os.path.isdir(save_dir) else ():
         path = os.path.join(save_dir, name)
-        hidden = name.startswith(".") and name.endswith((".saving", ".removing"))
+        hidden = name.startswith(".") and name.endswith((".saving", ".removing", ".meeting"))
         if hidden and os.path.isdir(path) and (name.endswith(".removing") or _is_abandoned(path)):
             _remove(path)
 
@@ -71,6 +78,23 @@ def remove_checkpoint(folder):
     _remove(doomed)
 
 
+def _make_own(folder):
+    """A folder that says whose it is, for ``remove_leftovers``."""
+    os.mkdir(folder)
+    with open(os.path.join(folder, OWNER), "w") as file:
+        json.dump({"host": socket.gethostname(), "pid": os.getpid()}, file)
+
+
+def meeting_of(folder, token):
+    """Where the ranks that write ``folder`` in the background meet; ``token`` tells one save from the next."""
+    return _hidden(folder, f"{token}.meeting")
+
+
+def make_meeting(folder, token):
+    """One process calls it, after ``begin``."""
+    _make_own(meeting_of(folder, token))
+
+
 def begin(folder):
     """An empty hidden folder for the files of ``folder``; one process calls it. Returns its path."""
     staging = staging_of(folder)
@@ -79,9 +103,7 @@ def begin(folder):
         remove_leftovers(os.path.dirname(staging))
         if os.path.isdir(staging):
             _remove(staging)
-        os.mkdir(staging)
-        with open(os.path.join(staging, OWNER), "w") as file:
-            json.dump({"host": socket.gethostname(), "pid": os.getpid()}, file)
+        _make_own(staging)
     except OSError as error:
         raise OSError(error.errno, f"cannot make the checkpoint folder {folder}: {error.strerror}") from error
     return staging
@@ -145,9 +167,10 @@ def replace_text(path, text):
     """Replaces a small text file in one rename."""
     folder, name = os.path.split(path)
     temporary = os.path.join(folder, f".{name}.writing")
-    file_writer.write_bytes(text.encode(), temporary)
-    file_writer.rename(temporary, path)
-    file_writer.sync_directory(folder)
+    with _replacing:  # several engines may save into one folder, each in a thread of its own
+        file_writer.write_bytes(text.encode(), temporary)
+        file_writer.rename(temporary, path)
+        file_writer.sync_directory(folder)
 
 
 def retire(save_dir, keep_last, current):

@@ -19,8 +19,8 @@ from deepspeed.checkpoint.stored_tensor import Staging, StoredTensor
 from deepspeed.host.cpu import usable_cores
 
 __all__ = [
-    "FileRecord", "TensorRecord", "WriterOptions", "exchange", "inject_fault", "rename", "sync_directory",
-    "write_bytes", "write_safetensors", "write_torch",
+    "FileRecord", "PreparedBytes", "PreparedSafetensors", "PreparedTorch", "TensorRecord", "WriterOptions", "exchange",
+    "inject_fault", "rename", "sync_directory", "write_bytes", "write_safetensors", "write_torch",
 ]  # fmt: skip
 
 files = _C.io.Files(os.environ.get("DS_IO_FAULT", ""))
@@ -100,30 +100,46 @@ def write_torch(value, path, options=None):
     them. Attributes set on tensors are left out. Returns the ``FileRecord``; tensors are named by where they stand in
     nested dicts, lists and tuples. Raises OSError, and what pickle raises.
     """
-    options = options or WriterOptions()
-    path = os.fspath(path)
-    pickled, records, tensors = torch_pickler.dump(value)
-    # The order of torch.save, which readers of offsets rely on.
-    texts = {"data.pkl": pickled, ".format_version": b"1", ".storage_alignment": b"64", "byteorder": b"little"}
-    sizes = [(name, len(text)) for name, text in texts.items()]
-    first = len(sizes)
-    sizes += [(f"data/{key}", stored.bytes) for key, stored in records]
-    sizes += [("version", 2), (".data/serialization_id", 40)]
-    entries = [(f"archive/{name}", size) for name, size in sizes]
-    with _whole(_C.io.ZipWriter(files, path, entries, *options.arguments())) as writer:
-        for text in texts.values():
-            writer.write(text)
-        _write_tensors(writer, [stored for _, stored in records], options)
-        writer.write(b"3\n")
-        writer.write(_serialization_id(entries, writer.crc32))
-        total = writer.finish()
-        crc32 = writer.crc32
-        place = {stored: (writer.offset(first + i), crc32[first + i]) for i, (_, stored) in enumerate(records)}
-    made = {}
-    for name, stored, shape in tensors:
-        offset, crc = place[stored]
-        made.setdefault(name, TensorRecord(name, _dtype_name(stored.dtype), list(shape), offset, stored.bytes, crc))
-    return FileRecord(os.path.basename(path), *total, list(made.values()))
+    return PreparedTorch(value).write(path, options)
+
+
+class PreparedTorch:
+    """A file of ``write_torch`` before it is written: the structure is pickled, the tensors are where they were, in
+    ``sources``. Who changes tensors before ``write`` puts copies there instead (``StoredTensor``'s ``bytes``,
+    ``pieces`` and ``in_place``). Raises what pickle raises.
+    """
+
+    def __init__(self, value):
+        pickled, records, tensors = torch_pickler.dump(value)
+        # The order of torch.save, which readers of offsets rely on.
+        self._texts = {"data.pkl": pickled, ".format_version": b"1", ".storage_alignment": b"64", "byteorder": b"little"}
+        self._keys = [key for key, _ in records]
+        self.sources = [stored for _, stored in records]
+        index = {stored: i for i, stored in enumerate(self.sources)}
+        self._tensors = [(name, index[stored], _dtype_name(stored.dtype), shape) for name, stored, shape in tensors]
+
+    def write(self, path, options=None):
+        options = options or WriterOptions()
+        path = os.fspath(path)
+        sizes = [(name, len(text)) for name, text in self._texts.items()]
+        first = len(sizes)
+        sizes += [(f"data/{key}", stored.bytes) for key, stored in zip(self._keys, self.sources)]
+        sizes += [("version", 2), (".data/serialization_id", 40)]
+        entries = [(f"archive/{name}", size) for name, size in sizes]
+        with _whole(_C.io.ZipWriter(files, path, entries, *options.arguments())) as writer:
+            for text in self._texts.values():
+                writer.write(text)
+            _write_tensors(writer, self.sources, options)
+            writer.write(b"3\n")
+            writer.write(_serialization_id(entries, writer.crc32))
+            total = writer.finish()
+            crc32 = writer.crc32[first:]
+            offsets = [writer.offset(first + i) for i in range(len(self.sources))]
+        made = {}
+        for name, i, dtype, shape in self._tensors:
+            record = TensorRecord(name, dtype, list(shape), offsets[i], self.sources[i].bytes, crc32[i])
+            made.setdefault(name, record)
+        return FileRecord(os.path.basename(path), *total, list(made.values()))
 
 
 def _write_tensors(writer, stored_tensors, options):
@@ -154,34 +170,58 @@ def write_safetensors(tensors, metadata, path, options=None):
     dtypes first, so that each is aligned. Returns the ``FileRecord``. Raises ValueError for what the format cannot say
     (naming the tensor), OSError.
     """
-    options = options or WriterOptions()
-    path = os.fspath(path)
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    stored = {name: _stored_row_major(name, tensor) for name, tensor in ordered}
-    header, at = {}, 0
-    if metadata:
-        bad = [key for key, text in metadata.items() if not (isinstance(key, str) and isinstance(text, str))]
-        if bad:
-            raise ValueError(f"safetensors metadata maps text to text only; {bad[0]!r} is not so: pass it as JSON text")
-        header["__metadata__"] = dict(metadata)
-    for name, item in stored.items():
-        code = SAFETENSORS_NAMES[_dtype_name(item.dtype)]
-        header[name] = {"dtype": code, "shape": list(item.shape), "data_offsets": [at, at + item.bytes]}
-        at += item.bytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    staging = Staging(min(STAGING_BYTES, options.io_buffer_size))
-    records = []
-    with _whole(_C.io.FileStream(files, path, start + at, *options.arguments())) as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for name, item in stored.items():
-            offset, crc32 = stream.position, 0
-            for address, size in item.pieces(staging):
-                crc32 = _C.io.crc32_joined(crc32, stream.write_memory(address, size), size)
-            shape, dtype = list(item.shape), _dtype_name(item.dtype)
-            records.append(TensorRecord(name, dtype, shape, offset, item.bytes, crc32))
-        return FileRecord(os.path.basename(path), *stream.finish(), records)
+    return PreparedSafetensors(tensors, metadata).write(path, options)
+
+
+class PreparedSafetensors:
+    """A safetensors file before it is written; ``sources`` as in ``PreparedTorch``."""
+
+    def __init__(self, tensors, metadata=None):
+        ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+        self.sources = [_stored_row_major(name, tensor) for name, tensor in ordered]
+        header, at, self._tensors = {}, 0, []
+        if metadata:
+            bad = [key for key, text in metadata.items() if not (isinstance(key, str) and isinstance(text, str))]
+            if bad:
+                raise ValueError(
+                    f"safetensors metadata maps text to text only; {bad[0]!r} is not so: pass it as JSON text"
+                )
+            header["__metadata__"] = dict(metadata)
+        for (name, _), item in zip(ordered, self.sources):
+            dtype = _dtype_name(item.dtype)
+            code = SAFETENSORS_NAMES[dtype]
+            header[name] = {"dtype": code, "shape": list(item.shape), "data_offsets": [at, at + item.bytes]}
+            self._tensors.append((name, dtype, list(item.shape)))
+            at += item.bytes
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        self._header = text + b" " * (-len(text) % 8)
+        self._bytes = 8 + len(self._header) + at
+
+    def write(self, path, options=None):
+        options = options or WriterOptions()
+        path = os.fspath(path)
+        staging = Staging(min(STAGING_BYTES, options.io_buffer_size))
+        records = []
+        with _whole(_C.io.FileStream(files, path, self._bytes, *options.arguments())) as stream:
+            stream.write(len(self._header).to_bytes(8, "little") + self._header)
+            for (name, dtype, shape), item in zip(self._tensors, self.sources):
+                offset, crc32 = stream.position, 0
+                for address, size in item.pieces(staging):
+                    crc32 = _C.io.crc32_joined(crc32, stream.write_memory(address, size), size)
+                records.append(TensorRecord(name, dtype, shape, offset, item.bytes, crc32))
+            return FileRecord(os.path.basename(path), *stream.finish(), records)
+
+
+class PreparedBytes:
+    """A small file of plain bytes."""
+
+    sources = ()
+
+    def __init__(self, data):
+        self._data = bytes(data)
+
+    def write(self, path, options=None):
+        return write_bytes(self._data, path, options)
 
 
 def _stored_row_major(name, tensor):

@@ -2,7 +2,7 @@
 
 import os
 
-from deepspeed.checkpoint import names, storage
+from deepspeed.checkpoint import background, names, storage
 from deepspeed.checkpoint.checking import check
 from deepspeed.checkpoint.node_local import fetch_missing
 from deepspeed.checkpoint.ranks import Ranks
@@ -90,6 +90,9 @@ def load_checkpoint(
     position. Random numbers and data position are left alone when optimizer states are not loaded.
     """
     load_dir = os.fspath(load_dir)
+    background.drain_all()  # another engine of this process may be writing what is to be loaded
+    if hasattr(engine.checkpoint_engine, "wait"):
+        engine.checkpoint_engine.wait()
     tag = _find_tag(load_dir, tag, engine.load_universal_checkpoint())
     if tag is None:
         return None, None

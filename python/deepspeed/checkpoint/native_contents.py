@@ -11,7 +11,8 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint import names, native_names, plain_json, zero_states
 from deepspeed.checkpoint.file_writer import SAFETENSORS_NAMES
-from deepspeed.checkpoint.native_files import Digest, FrozenFile, JsonFile, SafetensorsFile
+from deepspeed.checkpoint.file_writer import PreparedBytes, PreparedSafetensors
+from deepspeed.checkpoint.native_files import Digest, FrozenFile
 from deepspeed.checkpoint.native_tensors import (
     kept_params,
     others_of_module,
@@ -82,18 +83,18 @@ def _files(engine, client_state, exclude_frozen):
     files = {}
     if leads:
         about = _checkpoint(engine, client_state, exclude_frozen, others, values)
-        files[native_names.checkpoint_json(engine.mp_rank_for_files())] = JsonFile(_text(about))
+        files[native_names.checkpoint_json(engine.mp_rank_for_files())] = PreparedBytes(_text(about).encode())
     tensors.update(values.tensors)
     _check(tensors)
     _check(frozen)
     rank = engine.global_rank
-    made = {native_names.rank_tensors(rank): SafetensorsFile(tensors, _METADATA)} if tensors else {}
+    made = {native_names.rank_tensors(rank): PreparedSafetensors(tensors, _METADATA)} if tensors else {}
     if frozen:
         kept = engine.__dict__.setdefault("_frozen_files", {"digest": Digest(), "sound": set()})
         digest = kept["digest"].of(frozen, f"{native_names.VERSION} {engine.mp_rank_for_files()}")
         made[native_names.frozen_tensors(digest)] = FrozenFile(frozen, _METADATA, kept["sound"])
     about_rank["files"] = list(made)
-    return {**files, **made, native_names.rank_json(rank): JsonFile(_text(about_rank))}
+    return {**files, **made, native_names.rank_json(rank): PreparedBytes(_text(about_rank).encode())}
 
 
 def _text(value):

@@ -1,7 +1,6 @@
-"""The files of the native format as values: what is in them is known, they are not yet written."""
+"""Files of frozen weights, which tags share, and what they are known by."""
 
 import ctypes
-import dataclasses
 import hashlib
 import os
 
@@ -12,38 +11,18 @@ from deepspeed.checkpoint.stored_tensor import Staging, StoredTensor
 _STAGING_BYTES = 32 << 20
 
 
-@dataclasses.dataclass(frozen=True)
-class JsonFile:
-    """A text file."""
-
-    text: str
-
-    def write(self, path, options):
-        return file_writer.write_bytes(self.text.encode(), path, options)
-
-
-@dataclasses.dataclass(frozen=True)
-class SafetensorsFile:
-    """``tensors``: name -> tensor, written in row-major order; ``metadata``: text -> text."""
-
-    tensors: dict
-    metadata: dict
-
-    def write(self, path, options):
-        return file_writer.write_safetensors(self.tensors, self.metadata, path, options)
-
-
-@dataclasses.dataclass(frozen=True)
-class FrozenFile(SafetensorsFile):
+class FrozenFile(file_writer.PreparedSafetensors):
     """Tensors that do not change from one tag to the next. A file of that name in another tag of the directory has the
     same content, so it is linked instead of written again.
 
     ``sound``: (device, inode) of files whose checksum this process has seen to be right; it grows.
     """
 
-    sound: set
+    def __init__(self, tensors, metadata, sound):
+        super().__init__(tensors, metadata)
+        self.sound = sound
 
-    def write(self, path, options):
+    def write(self, path, options=None):
         for source, record in _same_file_elsewhere(path):
             if self._is_sound(source, record):
                 try:

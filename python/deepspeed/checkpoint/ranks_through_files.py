@@ -1,65 +1,137 @@
 """Ranks that agree through small files, for threads in the background: collectives belong to the training loop."""
 
+import contextlib
 import json
 import os
 import shutil
+import socket
 import time
 
 from deepspeed.checkpoint.ranks import Ranks
+
+_PAUSE_S = 0.2  # the longest sleep between two looks at the folder
+
+
+def this_process():
+    """[where process ids mean the same, process id]: for others to see whether this process is still there."""
+    try:
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        space = ""
+    return [f"{socket.gethostname()} {space}", os.getpid()]
+
+
+def _is_gone(process):
+    """Whether ``process`` (of ``this_process``) is known to have ended."""
+    where, pid = process
+    if where != this_process()[0]:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()[0] == "Z"  # ended, but its parent has not looked yet
+    return False
 
 
 class RanksThroughFiles(Ranks):
     """The ranks ``like``, meeting in ``folder``, which those that write into the same directory share.
 
     With a disk for every node the ranks of one node meet; for the other nodes' ranks ``gather`` gives None. A rank
-    that does not come within ``patience_s`` seconds is named in a TimeoutError.
+    that does not come within ``patience_s`` seconds, or whose process (``processes``: ``this_process()`` of every
+    rank) has ended, is named in a TimeoutError; after that nobody waits any more.
     """
 
-    def __init__(self, like, folder, patience_s):
-        self.rank, self.size, self.node, self.nodes, self.leads = (
-            like.rank,
-            like.size,
-            like.node,
-            like.nodes,
-            like.leads,
-        )
+    def __init__(self, like, folder, patience_s, processes=None):
+        self.rank, self.size, self.leads = like.rank, like.size, like.leads
+        self.node, self.nodes = like.node, like.nodes
         self.folder, self.patience_s = folder, patience_s
+        self.processes = processes
         self.turn = 0
+        self.here = [rank for rank in range(self.size) if self.nodes[rank] == self.node]
+        self.broken = None  # the exception after which meeting makes no sense
 
     def _path(self, turn, rank):
         return os.path.join(self.folder, f"{turn}.{rank}.json")
 
+    def _failed(self, rank):
+        return os.path.join(self.folder, f"failed.{rank}")
+
     def gather(self, value):
-        here = [rank for rank in range(self.size) if self.nodes[rank] == self.node]
+        """As that of ``Ranks``; ``value`` as JSON hands it on. Raises TimeoutError, and OSError when a rank could not
+        write its part."""
+        if self.broken is not None:
+            raise self.broken
         turn, self.turn = self.turn, self.turn + 1
-        if here == [self.rank]:
+        if self.here == [self.rank]:
             return [value if rank == self.rank else None for rank in range(self.size)]
-        os.makedirs(self.folder, exist_ok=True)
+        try:
+            self._post(turn, value)
+            found = self._collect(turn)
+        except OSError as error:
+            self.broken = error
+            raise
+        return [found.get(rank) for rank in range(self.size)]
+
+    def _post(self, turn, value):
         own = self._path(turn, self.rank)
-        with open(own + ".writing", "w") as file:
-            json.dump(value, file)
-        os.replace(own + ".writing", own)
-        found, pause, until = {}, 0.001, time.monotonic() + self.patience_s
-        while len(found) < len(here):
-            for rank in here:
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+            with open(own + ".writing", "w") as file:
+                json.dump(value, file)
+            os.replace(own + ".writing", own)
+        except OSError as error:
+            # A short link takes no block of the disk: it can be made where a file cannot.
+            with contextlib.suppress(OSError):
+                os.symlink(str(error.errno), self._failed(self.rank))
+            raise
+
+    def _collect(self, turn):
+        found, pause, until, asked = {}, 0.0005, time.monotonic() + self.patience_s, time.monotonic()
+        while True:
+            gone = []
+            if self.processes is not None and time.monotonic() > asked + 0.5:
+                asked = time.monotonic()
+                gone = [rank for rank in self.here if rank not in found and _is_gone(self.processes[rank])]
+            for rank in self.here:  # after the question who is gone: what those have left counts
                 if rank not in found and os.path.exists(self._path(turn, rank)):
                     with open(self._path(turn, rank)) as file:
                         found[rank] = json.load(file)
-            if len(found) == len(here):
-                break
+            late = [rank for rank in self.here if rank not in found]
+            if not late:
+                return found
+            for rank in late:
+                if os.path.islink(self._failed(rank)):
+                    number = int(os.readlink(self._failed(rank)))
+                    raise OSError(number, f"rank {rank} could not say how far it is: {os.strerror(number)}")
+            dead = [str(rank) for rank in late if rank in gone]
+            if dead:
+                raise TimeoutError(f"rank {', '.join(dead)} ended before its part was written")
             if time.monotonic() > until:
-                late = ", ".join(str(rank) for rank in here if rank not in found)
-                raise TimeoutError(f"ranks {late} have not written their part within {self.patience_s:.0f} s")
+                names = ", ".join(map(str, late))
+                raise TimeoutError(f"rank {names} has not written its part within {self.patience_s:.0f} s")
             time.sleep(pause)
-            pause = min(2 * pause, 0.2)
-        return [found.get(rank) for rank in range(self.size)]
+            pause = min(2 * pause, _PAUSE_S)
+
+    def agree(self, error, what):
+        try:
+            super().agree(error, what)
+        except Exception as caught:
+            if caught is not self.broken:
+                raise
+            number = caught.errno if caught.errno is not None else None
+            text = f"{what}: {caught.strerror if number is not None else caught}"
+            raise (OSError(number, text) if number is not None else TimeoutError(text)) from error
 
     def close(self):
         """After the last ``gather``. The last rank to call it removes the folder: until then others may be reading."""
-        here = [rank for rank in range(self.size) if self.nodes[rank] == self.node]
-        if here == [self.rank]:
+        if self.here == [self.rank]:
             return
-        with open(os.path.join(self.folder, f"left.{self.rank}"), "w"):
-            pass
-        if all(os.path.exists(os.path.join(self.folder, f"left.{rank}")) for rank in here):
-            shutil.rmtree(self.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            with open(os.path.join(self.folder, f"left.{self.rank}"), "w"):
+                pass
+            if all(os.path.exists(os.path.join(self.folder, f"left.{rank}")) for rank in self.here):
+                shutil.rmtree(self.folder, ignore_errors=True)

@@ -5,12 +5,12 @@ import time
 
 import torch
 
-from deepspeed.checkpoint import commit, file_writer, names, native_contents
+from deepspeed.checkpoint import background, commit, names, native_contents
 from deepspeed.checkpoint.contents import files_of
-from deepspeed.checkpoint.native_files import JsonFile, SafetensorsFile
+from deepspeed.checkpoint.engines.foreign import ForeignFiles
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.standalone import write_script
-from deepspeed.log import log_dist, logger
+from deepspeed.log import log_dist, logger, warning_once
 from deepspeed.version import __version__
 
 
@@ -40,7 +40,8 @@ def _without_own_keys(engine, client_state):
 
 def save_checkpoint(engine, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
     """Every rank calls it. The checkpoint appears under its name when it is complete and on the disk; until then, and
-    if anything fails, the one before it is what ``latest`` names. Source: see ``checkpoint.commit``.
+    if anything fails, the one before it is what ``latest`` names. Source: see ``checkpoint.commit``. Who writes it is
+    ``engine.checkpoint_engine``; one that writes in the background has a copy of everything when this returns.
 
     Raises ValueError without ``save_dir``, KeyError when ``client_state`` uses a reserved key, OSError on all ranks
     when a rank cannot write: it names the rank and the file. Returns True.
@@ -50,32 +51,52 @@ def save_checkpoint(engine, save_dir, tag=None, client_state=None, save_latest=T
     client_state = _without_own_keys(engine, client_state or {})
     if names.RESERVED_KEY in client_state:
         raise KeyError(f"client_state may not use the key {names.RESERVED_KEY!r}: it is the engine's own; rename yours")
+    writer = engine.checkpoint_engine
+    behind = getattr(writer, "behind", None)
     ranks = Ranks(engine, engine._config.use_node_local_storage)
+    if behind is not None:
+        behind.tell_together(ranks)
     tag = _agreed_tag(engine, ranks, str(tag if tag is not None else f"global_step{engine.global_steps}"))
-    saving = Saving(engine, ranks, os.fspath(save_dir), tag)
     files = files_of(engine, client_state, exclude_frozen_parameters)
-    saving.begin()
-    records = saving.write(files)
-    saving.end(records, save_latest)
-    log_dist(f"saved checkpoint {saving.folder}", ranks=[0])
+    saving = Saving(engine, ranks, os.fspath(save_dir), tag)
+    background.wait_for(saving.folder)
+    if not getattr(writer, "makes_files", True):
+        saving.write(files, writer)
+        log_dist(f"no checkpoint {saving.folder}: {writer.name} writes nothing", ranks=[0])
+    elif behind is not None and not _on_disks_of_nodes(ranks):
+        writer.save_behind(saving, files, save_latest)
+        log_dist(f"checkpoint {saving.folder} is copied and being written", ranks=[0])
+    else:
+        if not hasattr(writer, "write_file"):
+            writer = ForeignFiles(writer, tag, saving.save_dir, save_latest)
+        saving.begin()
+        saving.end(saving.write(files, writer), save_latest)
+        log_dist(f"saved checkpoint {saving.folder}", ranks=[0])
     return True
 
 
-def _write(made, path, options):
-    """Writes a file of either format. Returns its ``FileRecord``."""
-    if isinstance(made, (JsonFile, SafetensorsFile)):
-        return made.write(path, options)
-    return file_writer.write_torch(made, path, options)
+def _on_disks_of_nodes(ranks):
+    if len(set(ranks.nodes)) == 1:
+        return False
+    warning_once(
+        "checkpoint.use_node_local_storage: the ranks of several nodes have no common folder in which their background "
+        "threads could agree, so checkpoints are written at once, and training waits. Save into a directory that all "
+        "nodes see, with use_node_local_storage false, to write in the background"
+    )
+    return True
 
 
 class Saving:
-    """One checkpoint on its way to the disk."""
+    """One checkpoint on its way to the disk. It keeps nothing of the engine: training may go on meanwhile."""
 
     def __init__(self, engine, ranks, save_dir, tag):
-        self.engine, self.ranks = engine, ranks
+        self.ranks = ranks
         self.save_dir, self.tag = save_dir, tag
         self.folder = os.path.join(save_dir, tag)
         self.failed = f"the checkpoint {self.folder} is not saved, the one before it is unharmed"
+        self._facts = _facts(engine, tag)
+        self._with_script = engine.zero_optimization_stage() > 0 and not native_contents.is_wanted(engine)
+        self._keep_last = engine._config.checkpoint_config.keep_last
 
     def _together(self, function):
         """Runs ``function`` on the leading ranks; every rank learns of a failure, and the hidden folder goes."""
@@ -85,37 +106,49 @@ class Saving:
                 function()
             except Exception as caught:
                 error = caught
-        self._agree(error)
+        self.agree(error)
 
-    def _agree(self, error):
+    def agree(self, error, before_removal=None):
+        """Raises on all ranks when one has an ``error``; the hidden folder goes, after ``before_removal()`` on all."""
         try:
             self.ranks.agree(error, self.failed)
         except Exception:
+            if before_removal is not None:
+                before_removal()
+                self.ranks.gather(None)
             if self.ranks.leads:
                 commit.abandon(self.folder)
             self.ranks.gather(None)  # nobody goes on while files are still being removed
             raise
 
-    def begin(self):
-        self._together(lambda: commit.begin(self.folder))
+    def begin(self, token=None):
+        """Makes the hidden folder, and with a ``token`` the one in which the ranks meet in the background."""
 
-    def write(self, files):
-        """Writes the files of this rank. Returns name -> record, as the manifest holds it."""
+        def make():
+            commit.begin(self.folder)
+            if token is not None and self.ranks.size > 1:
+                commit.make_meeting(self.folder, token)
+
+        self._together(make)
+
+    def write(self, files, writer):
+        """Writes the files of this rank through ``writer.write_file``. Returns name -> record for the manifest."""
         staging, records, error = commit.staging_of(self.folder), {}, None
         for name, value in files.items():
             made = value()  # some run collectives, so all are made, whatever has failed
             try:
                 if error is None:
-                    path = os.path.join(staging, name)
-                    records[name] = _write(made, path, self._options()).to_dict()
+                    records[name] = writer.write_file(name, made, os.path.join(staging, name))
             except Exception as caught:
                 error = caught
             del made
-        self._agree(error)
+        if error is None and hasattr(writer, "finish"):
+            try:
+                records = writer.finish()
+            except Exception as caught:
+                error = caught
+        self.agree(error)
         return records
-
-    def _options(self):
-        return file_writer.WriterOptions()
 
     def end(self, records, save_latest):
         """All have written: the checkpoint takes its place."""
@@ -125,25 +158,24 @@ class Saving:
         self._together(lambda: self._commit(together, save_latest))
 
     def _commit(self, records, save_latest):
-        commit.finish(self.folder, self._facts(), records)
-        if self.engine.zero_optimization_stage() > 0 and not native_contents.is_wanted(self.engine):
+        commit.finish(self.folder, self._facts, records)
+        if self._with_script:
             write_script(self.save_dir)
         if save_latest:
             commit.replace_text(os.path.join(self.save_dir, names.LATEST), self.tag)
-        keep_last = self.engine._config.checkpoint_config.keep_last
-        if keep_last is not None:
-            commit.retire(self.save_dir, keep_last, self.tag)
+        if self._keep_last is not None:
+            commit.retire(self.save_dir, self._keep_last, self.tag)
 
-    def _facts(self):
-        engine = self.engine
-        return {
-            "tag": self.tag,
-            "saved_at": time.time(),
-            "ds_version": __version__,
-            "torch": str(torch.__version__),
-            "world_size": engine.world_size,
-            "dp_world_size": engine.dp_world_size,
-            "mp_world_size": engine.mp_world_size,
-            "zero_stage": engine.zero_optimization_stage(),
-            "global_steps": engine.global_steps,
-        }
+
+def _facts(engine, tag):
+    return {
+        "tag": tag,
+        "saved_at": time.time(),
+        "ds_version": __version__,
+        "torch": str(torch.__version__),
+        "world_size": engine.world_size,
+        "dp_world_size": engine.dp_world_size,
+        "mp_world_size": engine.mp_world_size,
+        "zero_stage": engine.zero_optimization_stage(),
+        "global_steps": engine.global_steps,
+    }

@@ -61,6 +61,19 @@ class StoredTensor:
         for part in _parts(self._rows if self._flat is None else self._flat, staging.bytes // size):
             yield staging.copy(part).data_ptr(), part.numel() * size
 
+    def copy_to(self, memory):
+        """Copies all elements into ``memory``, a 1-D uint8 tensor on the host of ``bytes``; from another device into
+        pinned memory, the copy is only queued."""
+        target = memory.view(self.dtype)
+        if self._flat is not None:
+            target.copy_(self._flat, non_blocking=True)
+        else:
+            target.view(self.shape).copy_(self._rows, non_blocking=True)
+
+    @property
+    def device_type(self):
+        return (self._flat if self._flat is not None else self._rows).device.type
+
     def in_place(self):
         """Whether ``pieces`` hands out the tensor's own memory."""
         return self._flat is not None and self._flat.device.type == "cpu"

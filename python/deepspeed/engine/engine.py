@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import _LRScheduler
 
 from deepspeed._compat import named_parameters
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.engines.choice import make_engine
 from deepspeed.checkpoint.export import save_16bit_model, whole_state_dict
 from deepspeed.checkpoint.load import load_checkpoint, restore_universal
 from deepspeed.checkpoint.names import expert_optim_states_path
@@ -88,6 +89,7 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
         self.sparse_tensor_module_names = set()
         self.loaded_engine_state = {}
         self.loaded_checkpoint_dp_world_size = None
+        self.checkpoint_engine = make_engine(self._config)
         self._is_gradient_accumulation_boundary = None
         self._step_applied = False
         self._global_grad_norm = None
@@ -243,6 +245,9 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
         self._user_scaled = False
         self.progress.end_step(boundary)
         comms_log.collect()
+        behind = getattr(self.checkpoint_engine, "behind", None)
+        if behind is not None and boundary:
+            behind.step_done()  # raises what went wrong with a save in the background
 
     def _refuse_unseen_backward(self):
         """A backward that the user ran is noticed at the outputs of forward. Where those hold no tensor that can be
@@ -563,7 +568,17 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
         return self.save_16bit_model(save_dir, save_filename)
 
     def destroy(self):
-        """Takes the engine off the model: hooks go, parameters get memory of their own again."""
+        """Takes the engine off the model: hooks go, parameters get memory of their own again.
+
+        Waits for a checkpoint on its way to the disk, and raises what went wrong with it when all else is done.
+        """
+        try:
+            if hasattr(self.checkpoint_engine, "cleanup"):
+                self.checkpoint_engine.cleanup()
+        finally:
+            self._release()
+
+    def _release(self):
         if self.core is not None:
             if hasattr(self.basic_optimizer, "fused_state"):
                 self.basic_optimizer.fused_state = None

@@ -21,6 +21,9 @@ class CheckpointEngine(abc.ABC):
     are the files safe on disk; an engine that works in the background says so with ``is_decoupled``.
     """
 
+    # What writes in the background (``checkpoint.background.Background``), or None: engine.step() looks at it.
+    behind = None
+
     def __init__(self, config_params=None):
         self.config_params = config_params
         self.name = None
@@ -59,6 +62,9 @@ class CheckpointEngine(abc.ABC):
 
     def get_commit_info(self):
         return self._commit_info
+
+    def wait(self):
+        """Waits until what ``save`` has taken is on the disk. Raises what went wrong."""
 
     def cleanup(self):
         """The engine is not used any more: what is on the way to disk gets there."""

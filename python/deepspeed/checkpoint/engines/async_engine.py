@@ -1,0 +1,104 @@
+"""Files copied to host memory now and written in the background."""
+
+import os
+
+from deepspeed.checkpoint import commit
+from deepspeed.checkpoint.background import Background
+from deepspeed.checkpoint.engines.fast_engine import FastCheckpointEngine
+from deepspeed.checkpoint.host_cache import HostCache, bytes_of, copy_into, on_device
+from deepspeed.checkpoint.kinds import prepare
+from deepspeed.checkpoint.ranks_through_files import this_process
+from deepspeed.checkpoint.snapshot_save import SnapshotSave
+
+_GIB = 1 << 30
+
+
+class AsyncCheckpointEngine(FastCheckpointEngine):
+    """``host_cache_gib``: the bound of the memory for snapshots; None takes ``checkpoint.host_cache_size``."""
+
+    def __init__(self, config_params=None, host_cache_gib=None):
+        super().__init__(config_params)
+        if host_cache_gib is None:
+            host_cache_gib = getattr(config_params, "host_cache_size", None)
+        self.cache = HostCache(None if host_cache_gib is None else int(host_cache_gib * _GIB))
+        self.behind = Background()
+        self._saves = 0
+        self._info = None
+
+    def is_decoupled(self):
+        return True
+
+    def set_commit_info(self, info):
+        self._info = info
+
+    def get_commit_info(self):
+        return self._info
+
+    def save_behind(self, saving, files, save_latest):
+        """Takes a snapshot of ``files`` (``contents.files_of``) for ``saving``, which commits it when all is written.
+        Every rank calls it; raises on all ranks what any of them could not copy."""
+        self._saves += 1
+        ranks = saving.ranks
+        found = ranks.gather([*this_process(), f"{os.getpid()}-{id(self):x}-{self._saves}"])
+        token = found[ranks.nodes.index(ranks.node)][2]  # the leading rank's
+        saving.begin(token)
+        save = SnapshotSave(self.behind, self.cache, self.write_prepared, saving, save_latest)
+        try:
+            error = None
+            for name, value in files.items():
+                made = value()  # some run collectives, so all are made, whatever has failed
+                try:
+                    if error is None:
+                        save.add(name, made)
+                except Exception as caught:
+                    error = caught
+                del made
+            saving.agree(error, save.drop)
+        except BaseException:
+            save.drop()
+            raise
+        save.end(commit.meeting_of(saving.folder, token), [entry[:2] for entry in found])
+
+    def save(self, state_dict, path):
+        """Returns when ``state_dict`` may change; ``commit`` or ``wait`` say when the file is there."""
+        prepared = prepare(path, state_dict)
+        bytes = bytes_of(prepared.sources)
+        if not self.cache.fits(bytes):
+            self.write_prepared(prepared, path)
+            return
+        block = self.cache.take(bytes, pinned=on_device(prepared.sources))
+        prepared.sources = copy_into(block, prepared.sources)
+        self.behind.start(lambda: self._write_alone(prepared, path, block))
+
+    def _write_alone(self, prepared, path, block):
+        try:
+            self.write_prepared(prepared, path)
+        except BaseException as error:
+            self.behind.fail(error, lambda steps: [steps])
+        finally:
+            self.cache.give_back(block)
+
+    def commit(self, info):
+        """Waits for all files. Raises what went wrong with one of them."""
+        self.behind.wait()
+        return super().commit(info)
+
+    def load(self, path, map_location=None):
+        self.behind.wait()
+        return super().load(os.fspath(path), map_location)
+
+    def wait(self):
+        """Waits for what is on its way to the disk. Raises what went wrong."""
+        self.behind.wait()
+
+    def cleanup(self):
+        self.behind.wait()
+
+
+class DataStatesCheckpointEngine(AsyncCheckpointEngine):
+    """The same, switched on by the section ``datastates_ckpt``, whose ``host_cache_size`` it takes."""
+
+    @classmethod
+    def from_config(cls, config):
+        section = config.datastates_config
+        return cls(config.checkpoint_config, section.host_cache_size if section is not None else None)

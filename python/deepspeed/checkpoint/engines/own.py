@@ -1,0 +1,43 @@
+"""What the checkpoint engines of this library have in common."""
+
+from deepspeed import _compat
+from deepspeed.checkpoint import storage
+from deepspeed.checkpoint.engines.base import CheckpointEngine
+from deepspeed.log import logger
+
+
+class OwnCheckpointEngine(CheckpointEngine):
+    """``config_params``: the section ``checkpoint`` of the configuration, or None for its defaults."""
+
+    makes_files = True
+
+    def __init__(self, config_params=None):
+        super().__init__(config_params)
+        self.name = type(self).__name__
+        self.writer = getattr(config_params, "writer", None)  # the section checkpoint.writer, or None
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(config.checkpoint_config)
+
+    def write_file(self, name, value, path):
+        """Writes ``value`` as the file ``name`` of a checkpoint to ``path``. Returns its record, as the manifest has it."""
+        raise NotImplementedError(f"{self.name}.write_file")
+
+    def create(self, info):
+        logger.debug(f"[{self.name}] checkpoint {getattr(info, 'tag', info)} begins")
+
+    def save(self, state_dict, path):
+        """The file is there, whole, when this returns."""
+        self.write_file(path, state_dict, path)
+
+    def load(self, path, map_location=None):
+        """Tensors and plain data only, on the CPU or on the device ``map_location``; RefusedClass for anything else."""
+        if callable(map_location) or isinstance(map_location, dict):
+            return _compat.load(path, map_location=map_location)
+        value = storage.read(path)
+        return value if map_location is None else storage.compact(value, map_location)
+
+    def commit(self, info):
+        logger.debug(f"[{self.name}] checkpoint {getattr(info, 'tag', info)} is ready")
+        return True

@@ -1,0 +1,19 @@
+"""What kinds of file a checkpoint has: the ending of the name says which, and how its value becomes a file."""
+
+import os
+
+from deepspeed.checkpoint.file_writer import PreparedBytes, PreparedSafetensors, PreparedTorch
+
+# Ending -> what makes of a file's value something with `sources` (memory that is read later) and `write(path, options)`.
+KINDS = {
+    ".pt": PreparedTorch,
+    ".safetensors": lambda value: PreparedSafetensors(*value),  # (tensors, metadata)
+    ".json": PreparedBytes,
+}
+
+
+def prepare(name, value):
+    """``value`` as the file ``name``, not yet written. A value that is prepared already stays as it is."""
+    if hasattr(value, "sources") and hasattr(value, "write"):
+        return value
+    return KINDS.get(os.path.splitext(name)[1], PreparedTorch)(value)

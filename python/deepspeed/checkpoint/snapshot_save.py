@@ -1,0 +1,89 @@
+"""One save whose files are copied now and written later."""
+
+import os
+import time
+
+from deepspeed.checkpoint import background, commit
+from deepspeed.checkpoint.host_cache import bytes_of, copy_into, on_device
+from deepspeed.checkpoint.kinds import prepare
+from deepspeed.checkpoint.ranks_through_files import RanksThroughFiles
+from deepspeed.constants import default_pg_timeout
+from deepspeed.log import logger, warning_once
+
+
+def patience_s():
+    """How long ranks wait for each other's writing: as long as for a collective."""
+    return float(os.environ.get("DS_COMM_TIMEOUT_S") or default_pg_timeout.total_seconds())
+
+
+class SnapshotSave:
+    """``write(prepared, path)`` gives the record of a file. ``saving``: a ``Saving`` that has begun."""
+
+    def __init__(self, behind, cache, write, saving, save_latest):
+        self.behind, self.cache, self._write = behind, cache, write
+        self.saving, self.save_latest = saving, save_latest
+        self.records = {}
+        self.error = None
+        self.began = time.monotonic()
+        background.enter(saving.folder)
+
+    # ---- in the calling thread -------------------------------------------------------------------------------------
+    def add(self, name, value):
+        """Takes the file ``name``: afterwards the tensors in ``value`` may change. Waits while the cache is full; a file
+        that is larger than all of it is written at once."""
+        prepared = prepare(name, value)
+        path = os.path.join(commit.staging_of(self.saving.folder), name)
+        bytes = bytes_of(prepared.sources)
+        if bytes and not self.cache.fits(bytes):
+            warning_once(
+                f"{name} has {bytes / 2**30:.3f} GiB, more than all of host_cache_size: it is written at once, and "
+                f"training waits. Set host_cache_size to at least {bytes / 2**30 + 0.001:.3f} GiB"
+            )
+            self.records[name] = self._write(prepared, path)
+            return
+        block = None
+        if bytes:
+            block = self.cache.take(bytes, pinned=on_device(prepared.sources))
+            try:
+                prepared.sources = copy_into(block, prepared.sources)
+            except BaseException:
+                self.cache.give_back(block)
+                raise
+        self.behind.start(lambda: self._write_one(name, prepared, path, block))
+
+    def drop(self):
+        """What was not written yet stays so; nothing is written any more when this returns."""
+        self.error = self.error or RuntimeError("given up")
+        self.behind.drain()
+        background.leave(self.saving.folder)
+
+    def end(self, meeting, processes):
+        """All ranks have taken their snapshots: the rest happens in the background."""
+        ranks = self.saving.ranks
+        self.saving.ranks = RanksThroughFiles(ranks, meeting, patience_s(), processes)
+        self.behind.start(self._finish)
+
+    # ---- in the background -----------------------------------------------------------------------------------------
+    def _write_one(self, name, prepared, path, block):
+        try:
+            if self.error is None:
+                self.records[name] = self._write(prepared, path)
+        except BaseException as caught:
+            self.error = caught
+        finally:
+            prepared.sources = ()
+            if block is not None:
+                self.cache.give_back(block)
+
+    def _finish(self):
+        ranks = self.saving.ranks
+        try:
+            self.saving.agree(self.error)
+            self.saving.end(self.records, self.save_latest)
+            if ranks.rank == 0:
+                logger.info(f"saved checkpoint {self.saving.folder} ({time.monotonic() - self.began:.1f} s after its begin)")
+        except BaseException as error:
+            self.behind.fail(error, lambda steps: [s for s in ranks.gather(steps) if s is not None])
+        finally:
+            ranks.close()
+            background.leave(self.saving.folder)

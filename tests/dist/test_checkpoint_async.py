@@ -1,0 +1,435 @@
+"""Saves that are copied at once and written while training goes on."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.checkpoint import background, file_writer, manifest, names, verify
+from deepspeed.checkpoint.engines.async_engine import AsyncCheckpointEngine, DataStatesCheckpointEngine
+from deepspeed.checkpoint.snapshot_save import SnapshotSave
+from engine_models import batch, config, loss_of, make_net
+from harness import RankError, run_ranks
+from test_checkpoint_crash import mark, marks
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def make_engine(world, stage, section=None, model=None, **checkpoint):
+    more = {"checkpoint": {"async": True, **checkpoint}} if section is None else section
+    made = config(world, 1, zero_optimization={"stage": stage}, **more)
+    return deepspeed.initialize(model=model or make_net(seed=0), config=made)[0]
+
+
+def train(engine, rank, world, steps):
+    for step in range(steps):
+        tokens, targets = batch(step)
+        share = len(tokens) // world
+        mine = slice(rank * share, (rank + 1) * share)
+        engine.backward(loss_of(engine(tokens[mine], extra=step % 3 != 1), targets[mine]))
+        engine.step()
+
+
+class Hold:
+    """The background thread writes nothing until it is let go."""
+
+    def __init__(self):
+        self.gate = threading.Event()
+        self.original = SnapshotSave._write_one
+
+    def __enter__(self):
+        gate, original = self.gate, self.original
+
+        def held(self, *args):
+            gate.wait(60)
+            original(self, *args)
+
+        SnapshotSave._write_one = held
+        return self
+
+    def go(self):
+        self.gate.set()
+
+    def __exit__(self, *_):
+        self.gate.set()
+        SnapshotSave._write_one = self.original
+
+
+def body_leak(rank, world, folder, stage, section):
+    engine = make_engine(world, stage, section)
+    assert engine.checkpoint_engine.is_decoupled()
+    train(engine, rank, world, 2)
+    mark(engine, 7)
+    client_state = {"list": [1], "tensor": torch.ones(3)}
+    with Hold() as hold:
+        assert engine.save_checkpoint(folder, client_state=client_state) is True
+        left = sorted(os.listdir(folder))
+        client_state["list"].append(2)
+        client_state["tensor"].zero_()
+        mark(engine, 8)
+        train(engine, rank, world, 1)
+        hold.go()
+        engine.checkpoint_engine.wait()
+    other = make_engine(world, stage, section)
+    _, state = other.load_checkpoint(folder)
+    assert verify.verify_folder(os.path.join(folder, "global_step7")) == []
+    return left, marks(other), other.global_steps, state["list"], state["tensor"].tolist(), sorted(os.listdir(folder))
+
+
+@pytest.mark.parametrize("world, stage", [(1, 0), (1, 2), (2, 0), (2, 1), (2, 2), (2, 3)])
+def test_what_changes_after_the_save_is_not_in_it(world, stage, tmp_path):
+    for left, value, steps, in_list, tensor, found in run_ranks(world, body_leak, str(tmp_path), stage, None):
+        assert "latest" not in left and "global_step7" not in left
+        assert (value, steps, in_list, tensor) == ([7.0], 7, [1], [1.0] * 3)
+        assert not [name for name in found if name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"datastates_ckpt": {"host_cache_size": 1}},
+        {"checkpoint": {"writer": {"decoupled": True, "io_buffer_size": 4096, "io_buffer_double": False}}},
+    ],
+    ids=["datastates", "decoupled"],
+)
+def test_other_sections_that_ask_for_it(section, tmp_path):
+    for _, value, *_ in run_ranks(1, body_leak, str(tmp_path), 1, section):
+        assert value == [7.0]
+
+
+def body_same_files(rank, world, folder, stage):
+    engine = make_engine(world, stage)
+    train(engine, rank, world, 2)
+    engine.save_checkpoint(os.path.join(folder, "behind"), tag="t")
+    synchronous = make_engine(world, stage, {})
+    engine.load_checkpoint(os.path.join(folder, "behind"))
+    engine.checkpoint_engine = synchronous.checkpoint_engine
+    engine.save_checkpoint(os.path.join(folder, "at once"), tag="t")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_files_are_those_of_a_save_at_once(stage, tmp_path):
+    run_ranks(2, body_same_files, str(tmp_path), stage)
+    files = [manifest.read(str(tmp_path / name / "t"))["files"] for name in ("behind", "at once")]
+    assert files[0].keys() == files[1].keys()
+    for name, record in files[0].items():
+        assert [t["crc32"] for t in record["tensors"] if "run_rank" not in name] == [
+            t["crc32"] for t in files[1][name]["tensors"] if "run_rank" not in name
+        ]
+
+
+def body_failure(rank, world, folder, stage, fault, how):
+    engine = make_engine(world, stage)
+    mark(engine, 1)
+    engine.save_checkpoint(folder, tag="a")
+    engine.checkpoint_engine.wait()
+    train(engine, rank, world, 1)
+    if rank == world - 1:
+        file_writer.inject_fault(fault)
+    engine.save_checkpoint(folder, tag="b")
+    engine.checkpoint_engine.behind.drain()
+    file_writer.inject_fault("")
+    text = None
+    try:
+        if how == "step":
+            train(engine, rank, world, 1)
+        elif how == "save":
+            engine.save_checkpoint(folder, tag="c")
+        elif how == "load":
+            engine.load_checkpoint(folder)
+        elif how == "wait":
+            engine.checkpoint_engine.wait()
+        else:
+            engine.destroy()
+    except OSError as error:
+        text = f"{error.errno} {error}"
+    if how == "destroy":
+        return text, sorted(os.listdir(folder)), [1.0], [3.0]
+    train(engine, rank, world, 1)  # all ranks are at the same step, so they can go on
+    left = sorted(os.listdir(folder))
+    engine.load_checkpoint(folder)
+    old = marks(engine)
+    mark(engine, 3)
+    engine.save_checkpoint(folder, tag="b")
+    engine.load_checkpoint(folder)
+    return text, left, old, marks(engine)
+
+
+@pytest.mark.parametrize(
+    "world, stage, fault, how",
+    [
+        (1, 0, "write:1:enospc", "step"),
+        (2, 1, "write:2:eio", "step"),
+        (2, 3, "open:1:enospc", "step"),
+        (2, 2, "fsync:1:eio", "save"),
+        (2, 0, "open:1:eio", "save"),
+        (2, 2, "write:1:enospc", "load"),
+        (2, 1, "write:1:enospc", "wait"),
+        (1, 1, "rename:1:eio", "wait"),
+        (1, 2, "write:1:eio", "destroy"),
+    ],
+)
+def test_a_failure_is_told_to_all_ranks_and_harms_nothing(world, stage, fault, how, tmp_path):
+    results = run_ranks(world, body_failure, str(tmp_path), stage, fault, how)
+    assert len({result[0] for result in results}) == 1
+    for text, left, old, new in results:
+        number, words = ("28", "No space") if fault.endswith("enospc") else ("5", "error")
+        assert text is not None and text.startswith(number) and words in text
+        assert f"rank {world - 1}: " in text and "is not saved" in text and "unharmed" in text
+        assert [name for name in left if name not in ("latest", "zero_to_fp32.py")] == ["a"]
+        assert old == [1.0] and new == [3.0]
+
+
+def body_failure_while_training(rank, world, folder):
+    """The failure comes at any moment of a loop: both ranks must leave it at the same step."""
+    engine = make_engine(world, 1)
+    told = []
+    for trial in range(6):
+        with Hold() as hold:
+            if rank == 1:
+                file_writer.inject_fault("write:1:enospc")
+            engine.save_checkpoint(folder, tag="a")
+            threading.Timer(0.003 * trial * (rank + 1), hold.go).start()
+            for step in range(400):
+                try:
+                    train(engine, rank, world, 1)
+                except OSError:
+                    told.append(step)
+                    break
+            else:
+                told.append(None)
+        file_writer.inject_fault("")
+    return told
+
+
+@pytest.mark.slow
+def test_ranks_stop_at_the_same_step(tmp_path):
+    first, second = run_ranks(2, body_failure_while_training, str(tmp_path), timeout=120)
+    assert first == second and None not in first
+
+
+class Unwilling:
+    def __reduce__(self):
+        raise TypeError("this object cannot be saved")
+
+
+def body_no_pickle(rank, world, folder):
+    engine = make_engine(world, 1)
+    state = {"x": Unwilling()} if rank == 0 else {}
+    try:
+        engine.save_checkpoint(folder, tag="t", client_state=state)
+    except RuntimeError as error:
+        text = str(error)
+    engine.save_checkpoint(folder, tag="t")
+    engine.checkpoint_engine.wait()
+    return text, sorted(name for name in os.listdir(folder) if name.startswith("."))
+
+
+def test_what_cannot_be_pickled_is_told_at_once(tmp_path):
+    for text, hidden in run_ranks(2, body_no_pickle, str(tmp_path)):
+        assert "rank 0: TypeError: this object cannot be saved" in text and "is not saved" in text
+        assert hidden == []
+
+
+class Wide(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(512, 1024)
+        self.second = torch.nn.Linear(1024, 512)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def body_bound(rank, world, folder, gib):
+    """A model file of 4 MiB and an optimizer file of 12 MiB for each save."""
+    engine = make_engine(world, 1, model=Wide(), host_cache_size=gib)
+    cache = engine.checkpoint_engine.cache
+    for step in range(1, 5):
+        mark(engine, step)
+        engine.save_checkpoint(folder)
+        assert cache.limit_bytes is None or cache.held_bytes <= cache.limit_bytes
+    engine.checkpoint_engine.wait()
+    found = []
+    for step in range(1, 5):
+        engine.load_checkpoint(folder, tag=f"global_step{step}")
+        found.append(marks(engine))
+        assert verify.verify_folder(os.path.join(folder, f"global_step{step}")) == []
+    return found, cache.peak_bytes, cache.limit_bytes
+
+
+@pytest.mark.parametrize("mib", [None, 16, 20, 6, 1])
+def test_the_cache_is_bounded(mib, tmp_path):
+    gib = None if mib is None else mib / 1024
+    for found, peak, limit in run_ranks(1, body_bound, str(tmp_path), gib):
+        assert found == [[1.0], [2.0], [3.0], [4.0]]
+        assert limit == (None if mib is None else mib << 20)
+        assert mib is None or peak <= limit
+        assert (peak > 0) == (mib != 0)
+
+
+def body_waits(rank, world, folder):
+    engine = make_engine(world, 1, model=Wide(), host_cache_size=17 / 1024)
+    with Hold() as hold:
+        engine.save_checkpoint(folder, tag="a")
+        threading.Timer(0.5, hold.go).start()
+        began = time.monotonic()
+        engine.save_checkpoint(folder, tag="b")
+        waited = time.monotonic() - began
+    engine.checkpoint_engine.wait()
+    return waited, names.latest_tag(folder)
+
+
+def test_the_next_save_waits_while_the_cache_is_full(tmp_path):
+    for waited, latest in run_ranks(1, body_waits, str(tmp_path)):
+        assert waited > 0.4 and latest == "b"
+
+
+def body_order(rank, world, folder):
+    engine = make_engine(world, 2, keep_last=2)
+    with Hold() as hold:
+        for step in range(1, 6):
+            mark(engine, step)
+            engine.save_checkpoint(folder)
+        mark(engine, 6)
+        early = sorted(os.listdir(folder))
+        hold.go()
+        engine.checkpoint_engine.wait()
+    engine.save_checkpoint(folder, tag="global_step5")  # over one that is there, twice in a row
+    mark(engine, 7)
+    engine.save_checkpoint(folder, tag="global_step5")
+    engine.load_checkpoint(folder)
+    return early, sorted(os.listdir(folder)), names.latest_tag(folder), marks(engine)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_saves_in_flight_keep_their_order_and_keep_last(world, tmp_path):
+    for early, found, latest, value in run_ranks(world, body_order, str(tmp_path)):
+        assert not [name for name in early if not name.startswith(".")]
+        assert found == ["global_step4", "global_step5", "latest", "zero_to_fp32.py"]
+        assert latest == "global_step5" and value == [7.0]
+
+
+def body_two_engines(rank, world, folder):
+    engines = [make_engine(world, 1), make_engine(world, 0)]
+    for number, engine in enumerate(engines):
+        mark(engine, number + 1)
+        engine.save_checkpoint(folder, tag=f"engine{number}", save_latest=False)
+        engine.save_checkpoint(folder, tag="common")
+    found = []
+    for number, engine in enumerate(engines):
+        engine.load_checkpoint(folder, tag=f"engine{number}")
+        found.append(marks(engine))
+    return found, sorted(name for name in os.listdir(folder) if name.startswith(".")), len(background._unsettled)
+
+
+def test_two_engines_in_one_folder(tmp_path):
+    for found, hidden, unsettled in run_ranks(2, body_two_engines, str(tmp_path)):
+        assert found == [[1.0], [2.0]] and hidden == [] and unsettled == 0
+
+
+def body_killed(rank, world, folder, fault):
+    engine = make_engine(world, 2)
+    mark(engine, 1)
+    engine.save_checkpoint(folder, tag="a")
+    engine.checkpoint_engine.wait()
+    mark(engine, 2)
+    if rank == world - 1:
+        file_writer.inject_fault(fault)
+    engine.save_checkpoint(folder, tag="b")
+    engine.checkpoint_engine.wait()
+
+
+def body_load(rank, world, folder):
+    engine = make_engine(world, 2)
+    engine.load_checkpoint(folder)
+    return marks(engine)
+
+
+@pytest.mark.parametrize("world, fault", [(1, "write:1:kill"), (1, "rename:1:kill"), (1, "rename:2:kill"), (2, "write:2:kill")])
+def test_killed_while_the_background_writes(world, fault, tmp_path):
+    began = time.monotonic()
+    with pytest.raises((RankError, OSError)):
+        run_ranks(world, body_killed, str(tmp_path), fault, fresh=True)
+    assert time.monotonic() - began < 50  # nobody waits for a process that is gone
+    assert run_ranks(1, body_load, str(tmp_path)) == [[1.0]]
+    run_ranks(world, body_killed, str(tmp_path), "", fresh=True)
+    assert run_ranks(1, body_load, str(tmp_path)) == [[2.0]]
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
+
+
+SCRIPT = """
+import os, sys, time
+import torch, deepspeed
+from deepspeed.checkpoint import file_writer
+from deepspeed.checkpoint.snapshot_save import SnapshotSave
+original = SnapshotSave._write_one
+def slow(self, *args):
+    time.sleep(0.3)
+    original(self, *args)
+SnapshotSave._write_one = slow
+engine = deepspeed.initialize(
+    model=torch.nn.Linear(4, 4),
+    config={"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 1},
+            "checkpoint": {"async": True}},
+)[0]
+if len(sys.argv) > 1 and engine.global_rank == 1:
+    file_writer.inject_fault(sys.argv[1])
+engine.save_checkpoint("out", tag="t")
+assert not os.path.exists("out/t")
+"""
+
+
+@pytest.mark.parametrize("fault", ["", "write:1:enospc"])
+def test_the_end_of_the_program_waits_for_the_last_save(fault, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    env = {**os.environ, "PYTHONPATH": os.path.join(ROOT, "python"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
+    command += ["--master_port", str(20000 + os.getpid() % 9000), str(script), *([fault] if fault else [])]
+    out = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    if fault:
+        told = [line for line in (out.stderr + out.stdout).splitlines() if "at the end of the program" in line]
+        assert len(told) == 2 and all("rank 1: " in line and "is not saved" in line for line in told)
+        assert os.listdir(tmp_path / "out") == []
+    else:
+        assert out.returncode == 0, out.stderr[-3000:]
+        assert (tmp_path / "out" / "latest").read_text() == "t"
+        assert verify.verify_folder(str(tmp_path / "out" / "t")) == []
+
+
+def body_nodes(rank, world, folder):
+    os.environ["CROSS_RANK"] = str(rank)
+    own = os.path.join(folder, f"disk{rank}")
+    engine = make_engine(world, 1, use_node_local_storage=True)
+    engine.save_checkpoint(own, tag="t")
+    return sorted(os.listdir(own))
+
+
+def test_disks_of_nodes_are_written_at_once(tmp_path):
+    assert run_ranks(2, body_nodes, str(tmp_path)) == [["latest", "t", "zero_to_fp32.py"]] * 2
+
+
+def body_registry(rank, world, folder):
+    engine = make_engine(world, 1, {"datastates_ckpt": {"host_cache_size": 2}})
+    made = engine.checkpoint_engine
+    assert type(made) is DataStatesCheckpointEngine and isinstance(made, AsyncCheckpointEngine)
+    return made.cache.limit_bytes
+
+
+def test_datastates_takes_its_own_size(tmp_path):
+    assert run_ranks(1, body_registry, str(tmp_path)) == [2 << 30]
+
+
+def test_the_manifest_tells_when_the_copy_was_made(tmp_path):
+    """Retention goes by age, so saves that wait to be written keep the order in which they were asked for."""
+    run_ranks(1, body_order, str(tmp_path))
+    facts = [json.loads(json.dumps(manifest.read(str(tmp_path / f"global_step{n}")))) for n in (4, 5)]
+    assert facts[0]["saved_at"] < facts[1]["saved_at"]

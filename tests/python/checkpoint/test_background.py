@@ -1,0 +1,143 @@
+"""The thread of an engine: order, failures told once and at one step, waiting."""
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from deepspeed.checkpoint import background
+from deepspeed.checkpoint.background import Background
+
+
+def test_jobs_keep_their_order_and_the_thread_goes():
+    behind, done, gate = Background(), [], threading.Event()
+    behind.start(gate.wait)
+    for i in range(20):
+        behind.start(lambda i=i: done.append(i))
+    assert done == []
+    gate.set()
+    behind.wait()
+    assert done == list(range(20))
+    assert behind._thread is None and behind not in background._unsettled
+    behind.start(lambda: done.append("again"))
+    behind.wait()
+    assert done[-1] == "again"
+
+
+def test_a_failure_is_told_once_at_the_next_step():
+    behind = Background()
+    behind.step_done()
+    behind.start(lambda: behind.fail(OSError(5, "broken"), lambda steps: [steps]))
+    behind.drain()
+    assert behind in background._unsettled
+    with pytest.raises(OSError, match="broken"):
+        behind.step_done()
+    assert behind not in background._unsettled
+    behind.step_done()
+    behind.wait()
+
+
+def test_a_job_that_raises_does_not_end_the_thread():
+    behind, done = Background(), []
+    behind.start(lambda: 1 / 0)
+    behind.start(lambda: done.append(1))
+    behind.drain()
+    assert done == [1]
+    with pytest.raises(ZeroDivisionError):
+        behind.wait()
+
+
+def test_two_failures_are_told_one_after_the_other():
+    behind = Background()
+    for text in ("first", "second"):
+        behind.start(lambda text=text: behind.fail(RuntimeError(text), lambda steps: [steps]))
+    with pytest.raises(RuntimeError, match="first"):
+        behind.wait()
+    with pytest.raises(RuntimeError, match="second"):
+        behind.wait()
+    behind.wait()
+
+
+def test_all_ranks_tell_at_the_same_step():
+    """Loops at different speeds that do not even meet: each raises after the step behind the farthest of them."""
+    for trial in range(20):
+        ranks, meeting, told = [Background() for _ in range(3)], threading.Barrier(3), [None] * 3
+        posted = [None] * 3
+
+        def settle(rank, steps, posted=posted, meeting=meeting):
+            posted[rank] = steps
+            meeting.wait()
+            return list(posted)
+
+        def train(rank, ranks=ranks, told=told):
+            for step in range(1, 2000):
+                time.sleep(0.0002 * (rank + 1))
+                try:
+                    ranks[rank].step_done()
+                except OSError:
+                    told[rank] = step
+                    return
+
+        def break_down(rank, ranks=ranks, settle=settle):
+            time.sleep(0.004 * (2 - rank) + 0.001 * (trial % 5))
+            ranks[rank].fail(OSError(28, "full"), lambda steps: settle(rank, steps))
+
+        loops = [threading.Thread(target=train, args=(rank,)) for rank in range(3)]
+        for loop in loops:
+            loop.start()
+        for rank in range(3):
+            ranks[rank].start(lambda rank=rank: break_down(rank))
+        for loop in loops:
+            loop.join()
+        assert told == [max(posted) + 1] * 3
+
+
+def test_a_folder_is_written_by_one_save_at_a_time(tmp_path):
+    background.enter(str(tmp_path / "tag"))
+    waited = []
+    other = threading.Thread(target=lambda: waited.append(background.wait_for(str(tmp_path) + "/./tag")))
+    other.start()
+    background.wait_for(str(tmp_path / "another"))
+    time.sleep(0.05)
+    assert waited == []
+    background.leave(str(tmp_path / "tag"))
+    other.join(5)
+    assert waited == [None]
+
+
+def test_the_end_of_the_program_waits_and_tells(tmp_path):
+    script = textwrap.dedent(
+        f"""
+        import time
+        from deepspeed.checkpoint.background import Background
+        behind = Background()
+        def slow():
+            time.sleep(0.5)
+            open({str(tmp_path / "done")!r}, "w").close()
+            behind.fail(OSError(28, "rank 1: disk full"), lambda steps: [steps])
+        behind.start(slow)
+        """
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (tmp_path / "done").exists()
+    assert "at the end of the program: [Errno 28] rank 1: disk full" in out.stderr
+
+
+def test_a_forked_child_does_not_wait_for_a_thread_that_is_not_there():
+    script = textwrap.dedent(
+        """
+        import os, sys, threading
+        from deepspeed.checkpoint.background import Background
+        behind, gate = Background(), threading.Event()
+        behind.start(gate.wait)
+        if os.fork() == 0:
+            behind.wait()
+            sys.exit(0)
+        os.wait()
+        gate.set()
+        """
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=30).returncode == 0

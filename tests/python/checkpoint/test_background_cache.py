@@ -1,0 +1,94 @@
+"""Host memory for snapshots: bounded, used again, and what is in it does not change any more."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from deepspeed.checkpoint import file_writer
+from deepspeed.checkpoint.host_cache import HostCache, bytes_of, copy_into, on_device
+from deepspeed.checkpoint.kinds import prepare
+
+MIB = 1 << 20
+
+
+def test_blocks_are_used_again():
+    cache = HostCache()
+    first = cache.take(3 * MIB)
+    address = first.memory.data_ptr()
+    cache.give_back(first)
+    again = cache.take(3 * MIB - 100_000)
+    assert again.memory.data_ptr() == address and cache.held_bytes == first.bytes
+    other = cache.take(3 * MIB)
+    assert other.memory.data_ptr() != address and cache.held_bytes == 2 * first.bytes
+
+
+def test_the_bound_holds_and_waiting_ends_when_there_is_room():
+    cache = HostCache(4 * MIB)
+    assert cache.fits(4 * MIB) and not cache.fits(4 * MIB + 1)
+    held, taken = [cache.take(2 * MIB), cache.take(2 * MIB)], []
+    waiting = threading.Thread(target=lambda: taken.append(cache.take(4 * MIB)))
+    waiting.start()
+    time.sleep(0.05)
+    cache.give_back(held.pop())
+    time.sleep(0.05)
+    assert taken == []
+    cache.give_back(held.pop())
+    waiting.join(10)
+    assert len(taken) == 1 and taken[0].bytes == 4 * MIB
+    assert cache.peak_bytes == 4 * MIB
+
+
+def tensors():
+    generator = torch.Generator().manual_seed(3)
+    wide = torch.randn(37, 53, generator=generator)
+    return {
+        "plain": torch.randn(1000, generator=generator),
+        "large": torch.randn(3 * MIB, generator=generator),
+        "transposed": wide.t(),
+        "columns": wide[:, 3:17],
+        "every second": wide[::2],
+        "expanded": torch.randn(5, 1, generator=generator).expand(5, 7),
+        "half": torch.randn(33, generator=generator).half(),
+        "bf16 columns": wide.bfloat16()[:, ::3],
+        "flags": wide > 0,
+        "flag columns": (wide > 0)[:, 1:4],
+        "complex": torch.randn(9, 4, dtype=torch.complex64, generator=generator)[:, 1:].conj(),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "numbers": torch.arange(7),
+    }
+
+
+@pytest.mark.parametrize("kind", ["state.pt", "state.safetensors"])
+def test_a_snapshot_does_not_change(kind, tmp_path):
+    values = tensors()
+    if kind.endswith("safetensors"):
+        del values["complex"]
+    expected = {name: tensor.clone().contiguous() for name, tensor in values.items()}
+    path = tmp_path / kind
+    prepared = prepare(kind, values if kind.endswith(".pt") else (values, {"a": "b"}))
+    direct = prepared.write(tmp_path / ("direct" + kind))
+    assert not on_device(prepared.sources)
+    cache = HostCache()
+    block = cache.take(bytes_of(prepared.sources))
+    block.memory.fill_(0xAB)
+    prepared.sources = copy_into(block, prepared.sources)
+    for tensor in values.values():
+        tensor = tensor if tensor.is_contiguous() else tensor._base
+        tensor.zero_()
+    record = prepared.write(path)
+    assert record.crc32 == direct.crc32 and record.tensors == direct.tensors
+    assert path.read_bytes() == (tmp_path / ("direct" + kind)).read_bytes()
+    if kind.endswith(".pt"):
+        loaded = torch.load(path)
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
+def test_kinds_by_name(tmp_path):
+    assert isinstance(prepare("a.json", b"{}"), file_writer.PreparedBytes)
+    assert isinstance(prepare("a.safetensors", ({}, None)), file_writer.PreparedSafetensors)
+    made = prepare("a.pt", {"x": 1})
+    assert isinstance(made, file_writer.PreparedTorch) and prepare("b", made) is made
+    assert prepare("a.json", b"{}").write(tmp_path / "a.json").bytes == 2

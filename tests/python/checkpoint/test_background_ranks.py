@@ -1,0 +1,126 @@
+"""Ranks that meet through files: every rank learns what every other has to say, or who did not come."""
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from deepspeed.checkpoint.ranks_through_files import RanksThroughFiles, this_process
+
+
+def made(rank, size, folder, patience_s=20, nodes=None, processes=None):
+    nodes = nodes or ["n"] * size
+    like = SimpleNamespace(rank=rank, size=size, node=nodes[rank], nodes=nodes, leads=rank == 0)
+    return RanksThroughFiles(like, str(folder), patience_s, processes)
+
+
+def on_threads(size, body):
+    results, errors = [None] * size, [None] * size
+
+    def run(rank):
+        try:
+            results[rank] = body(rank)
+        except Exception as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    return results, errors
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_everybody_learns_everything(size, tmp_path):
+    folder = tmp_path / ".tag.meeting"
+
+    def body(rank):
+        ranks = made(rank, size, folder)
+        found = [ranks.gather({"rank": rank, "turn": turn}) for turn in range(4)]
+        ranks.agree(None, "nothing")
+        ranks.close()
+        return found
+
+    results, errors = on_threads(size, body)
+    assert errors == [None] * size
+    expected = [[{"rank": rank, "turn": turn} for rank in range(size)] for turn in range(4)]
+    assert results == [expected] * size
+    assert not folder.exists()
+
+
+def test_all_raise_what_one_has_met(tmp_path):
+    def body(rank):
+        ranks = made(rank, 3, tmp_path / "m")
+        ranks.agree(OSError(errno.ENOSPC, "no space for x.pt") if rank == 1 else None, "not saved")
+
+    _, errors = on_threads(3, body)
+    assert [error.errno for error in errors] == [errno.ENOSPC] * 3
+    assert {str(error) for error in errors} == {"[Errno 28] not saved: rank 1: no space for x.pt"}
+
+
+def test_who_does_not_come_is_named_and_nobody_waits_twice(tmp_path):
+    def body(rank):
+        ranks = made(rank, 3, tmp_path / "m", patience_s=0.3)
+        if rank != 2:
+            try:
+                ranks.agree(None, "not saved")
+            finally:
+                with pytest.raises(TimeoutError):
+                    ranks.gather(None)
+
+    _, errors = on_threads(3, body)
+    assert errors[2] is None
+    for error in errors[:2]:
+        assert isinstance(error, TimeoutError)
+        assert str(error) == "not saved: rank 2 has not written its part within 0 s"
+
+
+def test_a_process_that_has_ended_is_not_waited_for(tmp_path):
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    processes = [this_process(), [this_process()[0], child.pid]]
+    with pytest.raises(TimeoutError, match="rank 1 ended before its part was written"):
+        made(0, 2, tmp_path / "m", patience_s=60, processes=processes).gather(1)
+    zombie = subprocess.Popen([sys.executable, "-c", ""])
+    while open(f"/proc/{zombie.pid}/stat").read().split()[2] != "Z":
+        pass
+    processes[1][1] = zombie.pid
+    with pytest.raises(TimeoutError, match="rank 1 ended"):
+        made(0, 2, tmp_path / "n", patience_s=60, processes=processes).gather(1)
+    zombie.wait()
+    elsewhere = [this_process(), ["another host", child.pid]]
+    with pytest.raises(TimeoutError, match="within 1 s"):
+        made(0, 2, tmp_path / "o", patience_s=1, processes=elsewhere).gather(1)
+
+
+def test_a_full_disk_under_the_meeting_is_told(tmp_path, monkeypatch):
+    folder = tmp_path / "m"
+    folder.mkdir()
+    replace = os.replace
+
+    def full(source, target):
+        if target.endswith("0.1.json"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    _, errors = on_threads(2, lambda rank: made(rank, 2, folder).agree(None, "not saved"))
+    assert [error.errno for error in errors] == [errno.ENOSPC] * 2
+    assert "rank 1 could not say how far it is" in str(errors[0]) and "not saved" in str(errors[1])
+
+
+def test_a_disk_for_every_node(tmp_path):
+    nodes = ["a", "a", "b"]
+
+    def body(rank):
+        return made(rank, 3, tmp_path / nodes[rank], nodes=nodes).gather(rank)
+
+    results, errors = on_threads(3, body)
+    assert errors == [None] * 3
+    assert results == [[0, 1, None], [0, 1, None], [None, None, 2]]
