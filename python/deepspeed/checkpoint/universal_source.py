@@ -22,9 +22,8 @@ class Source:
         self.folder = folder
         if not os.path.isdir(folder):
             raise FileNotFoundError(f"there is no checkpoint folder {folder}: --input_folder is that of one tag")
-        grid = get_model_3d_descriptor(folder)
         self._saved = {}
-        self.pp_degree, self.tp_degree = self._degrees(grid.pp_degree, grid.tp_degree)
+        self.pp_degree, self.tp_degree = self._degrees(*self._counted())
         if not self.saved(0).shapes():
             raise ValueError(
                 f"{folder} has no optimizer states (files *{keys.OPTIM_FILE_SUFFIX}), so there are no fp32 weights to "
@@ -44,6 +43,13 @@ class Source:
         self.rules = ParallelRules(self.info)
         self._refuse_experts()
 
+    def _counted(self):
+        """Pipeline and tensor-parallel degrees by the files there are."""
+        if native_names.is_native(self.folder):
+            return 1, native_names.mp_size(self.folder)
+        grid = get_model_3d_descriptor(self.folder)
+        return grid.pp_degree, grid.tp_degree
+
     def _degrees(self, pp_degree, tp_degree):
         """What the model file says, if that fits the number of files; else what their names say."""
         said = self.saved(0).model.get(keys.CHECKPOINT_PARALLEL_DIMS) or {}
@@ -53,7 +59,7 @@ class Source:
     def saved(self, mp_rank):
         """The ``SavedState`` of a model-parallel rank."""
         if mp_rank not in self._saved:
-            plain = not get_zero_files(self.folder)
+            plain = not native_names.is_native(self.folder) and not get_zero_files(self.folder)
             self._saved[mp_rank] = self._open_plain(mp_rank) if plain else open_saved(self.folder, mp_rank)
         return self._saved[mp_rank]
 
