@@ -5,6 +5,7 @@ import os
 import torch
 
 from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint import native_names
 from deepspeed.checkpoint.reshape_3d_utils import get_model_3d_descriptor
 from deepspeed.checkpoint.reshape_utils import get_zero_files
 from deepspeed.checkpoint.saved_state import open_saved
