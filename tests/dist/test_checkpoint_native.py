@@ -399,3 +399,55 @@ def test_tools_read_it(stage, tmp_path, capsys):
     os.makedirs(universal)
     ds_to_universal.main(argparse.Namespace(input_folder=f"{runs}/{tag}", output_folder=f"{universal}/{tag}", num_extract_workers=1, num_merge_workers=1))
     assert all(run_ranks(1, body_universal, universal, stage))
+
+
+def body_background(rank, world, folder, stage):
+    made = {"checkpoint": {"async": True, "writer": {"format": "safetensors"}}}
+    engine, _, loader, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **made})
+    batches = repeat(loader)
+    for tag in ("a", "b"):
+        train(engine, batches, 1)
+        engine.save_checkpoint(folder, tag=tag)
+        saved = weights(engine), comparable(engine.optimizer.state_dict())
+        train(engine, batches, 1)
+    engine.destroy()  # waits for the last save
+    fresh, _, _, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE}, seed=4)
+    fresh.load_checkpoint(folder)
+    return same(saved, (weights(fresh), comparable(fresh.optimizer.state_dict())))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_written_in_the_background(stage, tmp_path):
+    assert all(run_ranks(2, body_background, str(tmp_path), stage))
+    frozen = [{os.stat(path).st_ino for path in tmp_path.glob(f"{tag}/frozen_*")} for tag in "ab"]
+    assert frozen[0] == frozen[1] != set()
+    assert not any(verify.verify_folder(str(tmp_path / tag)) for tag in "ab")
+
+
+class WritesPickles:
+    def __init__(self, config_params=None):
+        pass
+
+    def create(self, info):
+        pass
+
+    def save(self, state_dict, path):
+        torch.save(state_dict, path)
+
+    def load(self, path, map_location=None):
+        return torch.load(path, map_location=map_location)
+
+    def commit(self, info):
+        return True
+
+
+def body_foreign(rank, world, folder):
+    engine, _, _, _ = make_engine(world, 1, NATIVE)
+    engine.checkpoint_engine = WritesPickles()
+    with pytest.raises((ValueError, RuntimeError), match="WritesPickles.*format"):
+        engine.save_checkpoint(folder, tag="b")
+    return os.listdir(folder)
+
+
+def test_an_engine_that_pickles_is_refused(tmp_path):
+    assert run_ranks(2, body_foreign, str(tmp_path)) == [[], []]

@@ -4,14 +4,14 @@ A rank's files are made from what it owns; the only collective is the agreement 
 """
 
 import json
+import math
 import types
 
 import torch
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint import names, native_names, plain_json, zero_states
-from deepspeed.checkpoint.file_writer import SAFETENSORS_NAMES
-from deepspeed.checkpoint.file_writer import PreparedBytes, PreparedSafetensors
+from deepspeed.checkpoint.file_writer import SAFETENSORS_NAMES, PreparedBytes, PreparedSafetensors
 from deepspeed.checkpoint.native_files import Digest, FrozenFile
 from deepspeed.checkpoint.native_tensors import (
     kept_params,
@@ -63,6 +63,12 @@ def _agree(ranks, error):
 
 
 def _files(engine, client_state, exclude_frozen):
+    writer = engine.checkpoint_engine
+    if getattr(writer, "makes_files", True) and not hasattr(writer, "write_file"):
+        raise ValueError(
+            f"the checkpoint engine {type(writer).__name__} writes whole objects, not safetensors: take one of this "
+            'library\'s for "checkpoint": {"writer": {"format": "safetensors"}}, or set the format to "torch"'
+        )
     states = getattr(engine.optimizer, "states", None)
     if hasattr(states, "need"):
         states.need(OffloadStateTypeEnum, "save_checkpoint()")
@@ -83,7 +89,7 @@ def _files(engine, client_state, exclude_frozen):
     files = {}
     if leads:
         about = _checkpoint(engine, client_state, exclude_frozen, others, values)
-        files[native_names.checkpoint_json(engine.mp_rank_for_files())] = PreparedBytes(_text(about).encode())
+        files[native_names.checkpoint_json(engine.mp_rank_for_files())] = PreparedBytes(_text(about))
     tensors.update(values.tensors)
     _check(tensors)
     _check(frozen)
@@ -94,11 +100,12 @@ def _files(engine, client_state, exclude_frozen):
         digest = kept["digest"].of(frozen, f"{native_names.VERSION} {engine.mp_rank_for_files()}")
         made[native_names.frozen_tensors(digest)] = FrozenFile(frozen, _METADATA, kept["sound"])
     about_rank["files"] = list(made)
-    return {**files, **made, native_names.rank_json(rank): PreparedBytes(_text(about_rank).encode())}
+    return {**files, **made, native_names.rank_json(rank): PreparedBytes(_text(about_rank))}
 
 
 def _text(value):
-    return json.dumps({"format": native_names.FORMAT, "version": native_names.VERSION, **value}, indent=1) + "\n"
+    found = {"format": native_names.FORMAT, "version": native_names.VERSION, **value}
+    return json.dumps(found, indent=1, allow_nan=False).encode() + b"\n"
 
 
 class _Values:
@@ -234,4 +241,5 @@ def _described(value):
         return {str(key): _described(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_described(item) for item in value]
-    return value if value is None or type(value) in (bool, int, float, str) else str(value)
+    is_json = value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
+    return value if is_json else str(value)

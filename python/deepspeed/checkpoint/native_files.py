@@ -1,5 +1,6 @@
 """Files of frozen weights, which tags share, and what they are known by."""
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -23,14 +24,21 @@ class FrozenFile(file_writer.PreparedSafetensors):
         self.sound = sound
 
     def write(self, path, options=None):
+        """Returns the file's record, as made now or when it was written."""
+        return self.link(path) or super().write(path, options)
+
+    def link(self, path):
+        """Puts a namesake in another tag at ``path`` as well. Returns its record, or None where there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # it may be a link itself: writing to it would write to the other tag
         for source, record in _same_file_elsewhere(path):
             if self._is_sound(source, record):
                 try:
                     os.link(source, path)
                 except OSError:  # no hard links here, or no more of them; or that tag has just been removed
-                    break
+                    return None
                 return record
-        return super().write(path, options)
+        return None
 
     def _is_sound(self, source, record):
         """Whether the file is what was saved. It is read once in a process: a damaged one must not live on in new tags

@@ -5,7 +5,7 @@ import os
 import torch
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint import storage
+from deepspeed.checkpoint import native_names, storage
 from deepspeed.checkpoint.autoep_universal import layers_of, metadata_of
 from deepspeed.checkpoint.reshape_3d_utils import get_model_3d_descriptor
 from deepspeed.checkpoint.reshape_utils import get_zero_files
