@@ -46,7 +46,13 @@ class RanksThroughFiles(Ranks):
     """
 
     def __init__(self, like, folder, patience_s, processes=None):
-        self.rank, self.size, self.node, self.nodes, self.leads = like.rank, like.size, like.node, like.nodes, like.leads
+        self.rank, self.size, self.node, self.nodes, self.leads = (
+            like.rank,
+            like.size,
+            like.node,
+            like.nodes,
+            like.leads,
+        )
         self.folder, self.patience_s = folder, patience_s
         self.processes = processes
         self.turn = 0
