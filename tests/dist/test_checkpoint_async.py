@@ -353,7 +353,9 @@ def body_load(rank, world, folder):
     return marks(engine)
 
 
-@pytest.mark.parametrize("world, fault", [(1, "write:1:kill"), (1, "rename:1:kill"), (1, "rename:2:kill"), (2, "write:2:kill")])
+@pytest.mark.parametrize(
+    "world, fault", [(1, "write:1:kill"), (1, "rename:1:kill"), (1, "rename:2:kill"), (2, "write:2:kill")]
+)
 def test_killed_while_the_background_writes(world, fault, tmp_path):
     began = time.monotonic()
     with pytest.raises((RankError, OSError)):
