@@ -1,6 +1,7 @@
 """The native format: a run goes on bit by bit at every stage, in every precision and at any number of ranks, and its
 files are safetensors and JSON only."""
 
+import argparse
 import glob
 import json
 import os
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.checkpoint import listing, manifest, verify
+from deepspeed import _compat
+from deepspeed.checkpoint import cli, ds_to_universal, listing, manifest, native_export, verify
 from deepspeed.checkpoint.plain_json import NotPlain
 from deepspeed.checkpoint.saved_state import open_saved
 from deepspeed.utils.safetensors_file import read_safetensors
@@ -349,3 +351,53 @@ def test_what_is_in_the_files(stage, tmp_path):
                 assert torch.equal(tensor.read(), flat[begin : begin + tensor.numel()])
                 found += tensor.numel()
         assert found == value.numel()
+
+
+# ---- tools -----------------------------------------------------------------------------------------------------------
+def body_tools(rank, world, folder, stage):
+    engine, _, loader, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE})
+    seed_all(3 + rank)
+    train(engine, repeat(loader), 2)
+    engine.save_checkpoint(folder)
+    params = {name: deepspeed.utils.safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters() if p.requires_grad}
+    whole = weights(engine)
+    return {name: params.get(name, value) for name, value in whole.items()}, engine.module.count.clone()
+
+
+def body_universal(rank, world, folder, stage):
+    made = {**PRECISIONS["bf16"], "checkpoint": {"load_universal": True}}
+    engine, _, loader, _ = make_engine(world, stage, made, seed=5)
+    engine.load_checkpoint(folder)
+    native, _, _, _ = make_engine(world, stage, PRECISIONS["bf16"], seed=6)
+    native.load_checkpoint(folder.replace("universal", "runs"))
+    assert same(comparable(engine.optimizer.state_dict()), comparable(native.optimizer.state_dict()))
+    return same(weights(engine), weights(native))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_tools_read_it(stage, tmp_path, capsys):
+    runs, universal = str(tmp_path / "runs"), str(tmp_path / "universal")
+    masters, count = run_ranks(2, body_tools, runs, stage)[0]
+    assert cli.main(["verify", runs]) == 0 and cli.main(["ls", runs]) == 0
+    assert "complete" in capsys.readouterr().out
+    assert cli.main(["diff", runs, runs]) == 0
+
+    assert cli.main(["export", runs, str(tmp_path / "out"), "--max_shard_size", "2KB"]) == 0
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(index) == set(make_net().state_dict()) and len(set(index.values())) > 1
+    found = {}
+    for file in set(index.values()):
+        found.update({name: t.read() for name, t in read_safetensors(tmp_path / "out" / file)[0].items()})
+    for name, value in masters.items():
+        assert found[name].dtype == torch.float32 and torch.equal(found[name], value.float()), name
+    assert torch.equal(found["tied.weight"], found["first.weight"]) and torch.equal(found["count"], count)
+
+    made = native_export.export(runs, str(tmp_path / "16"), dtype="bf16", exclude_frozen_parameters=True, safe_serialization=False)
+    saved = _compat.load(made[0])
+    assert set(saved) == set(index) - {"frozen.weight"} and saved["count"].dtype == torch.float32
+    assert all(torch.equal(saved[name], masters[name].bfloat16()) for name in masters if name in saved)
+
+    tag = ds_to_universal.names.latest_tag(runs)
+    os.makedirs(universal)
+    ds_to_universal.main(argparse.Namespace(input_folder=f"{runs}/{tag}", output_folder=f"{universal}/{tag}", num_extract_workers=1, num_merge_workers=1))
+    assert all(run_ranks(1, body_universal, universal, stage))

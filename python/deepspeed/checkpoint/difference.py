@@ -10,13 +10,13 @@ from deepspeed.checkpoint.saved_state import open_saved
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
-def open_any(path):
-    """The checkpoint in ``path``: the folder of a tag, or a directory of which the latest one is meant."""
+def open_any(path, tag=None):
+    """The checkpoint in ``path``: the folder of a tag, or a directory of which ``tag`` or the latest one is meant."""
     if not os.path.isdir(path):
         raise FileNotFoundError(f"there is no directory {path}")
-    if listing.is_checkpoint(path):
+    if tag is None and listing.is_checkpoint(path):
         return open_saved(path)
-    tag = names.latest_tag(path)
+    tag = names.latest_tag(path) if tag is None else str(tag)
     if tag is None:
         raise FileNotFoundError(f"{path} is no checkpoint and has no file 'latest' that names one")
     return open_saved(os.path.join(path, tag))

@@ -9,7 +9,7 @@ import types
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.checkpoint import native_names, plain_json, zero_states
+from deepspeed.checkpoint import names, native_names, plain_json, zero_states
 from deepspeed.checkpoint.file_writer import SAFETENSORS_NAMES
 from deepspeed.checkpoint.file_writer import PreparedBytes, PreparedSafetensors
 from deepspeed.checkpoint.native_files import Digest, FrozenFile
@@ -21,6 +21,7 @@ from deepspeed.checkpoint.native_tensors import (
     trained_params,
     untrained,
 )
+from deepspeed.checkpoint.parallel_metadata import parallel_metadata
 from deepspeed.checkpoint.plain_json import NotPlain
 from deepspeed.checkpoint.ranks import Ranks, failure_of, raise_together
 from deepspeed.checkpoint.resume import names_of_groups, run_states
@@ -211,7 +212,7 @@ def _engine_state(engine):
         "global_samples": engine.global_samples,
         "dp_world_size": engine.dp_world_size,
         "mp_world_size": engine.mp_world_size,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": engine.mp_world_size},
+        names.RESERVED_KEY: parallel_metadata(engine.parallel.mpu),
         "ds_version": __version__,
     }
 

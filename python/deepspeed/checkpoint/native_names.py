@@ -45,6 +45,14 @@ def is_native(folder):
     return os.path.exists(os.path.join(folder, checkpoint_json()))
 
 
+def mp_size(folder):
+    """Model-parallel ranks that have saved the tag ``folder``."""
+    count = 1
+    while os.path.exists(os.path.join(folder, checkpoint_json(count))):
+        count += 1
+    return count
+
+
 def key_of(kind, name, offset=None):
     """The name of a tensor: ``kind/name`` for a whole one, ``kind/name@offset`` for a run of its elements.
 
