@@ -249,6 +249,31 @@ def test_shards_in_memory_and_how_many_collectives_make_them():
     assert run_ranks(2, body_in_memory, init=True) == [True, True]
 
 
+def body_elastic(rank, world, folder):
+    engine = peer_model.make_engine(config(2, elastic_checkpoint=True))
+    if world == 2:
+        peer_model.train(engine, 3, rank)
+        engine.save_checkpoint(folder)
+    else:
+        engine.load_checkpoint(folder)
+    return masters(engine), moments(engine), engine.core.steps().tolist(), engine.get_lr()
+
+
+def moments(engine):
+    params = [(name, param) for name, param in engine.module.named_parameters() if param.requires_grad]
+    return {name: safe_get_full_optimizer_state(param, "exp_avg_sq") for name, param in params}
+
+
+def test_the_elastic_form(tmp_path):
+    fp32, states, steps, lr = run_ranks(2, body_elastic, str(tmp_path))[0]
+    saved = _compat.load(tmp_path / "global_step3" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    saved = saved["optimizer_state_dict"]
+    assert [state["exp_avg"].numel() for state in saved["base_optimizer_state"]] == [149, 27]
+    assert saved["base_optimizer_state_step"] == 3
+    for found in run_ranks(3, body_elastic, str(tmp_path)):
+        assert equal(found[0], fp32) and equal(found[1], states) and found[2:] == (steps, lr)
+
+
 def body_ranges(rank, world, folder):
     """Elements that were read, and those that this rank owns: masters, two moments, and the frozen weight."""
     if world == 2:

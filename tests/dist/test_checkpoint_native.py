@@ -141,7 +141,9 @@ def body_load_strided(rank, world, folder, stage, more):
 def test_loads_at_any_number_of_ranks_and_stage(stage, precision, tmp_path):
     more = PRECISIONS[precision]
     (saved, steps, lr, _), *_ = run_ranks(4, body_save_strided, str(tmp_path), stage, more)
-    cut = [json.loads((tmp_path / "global_step3" / f"rank_0000{rank}.json").read_text())["strides"] for rank in range(4)]
+    cut = [
+        json.loads((tmp_path / "global_step3" / f"rank_0000{rank}.json").read_text())["strides"] for rank in range(4)
+    ]
     assert any(cut) == (stage == 2), "only pieces of parameters in another order of memory need their strides"
     for world, other in ((1, (stage + 1) % 4), (2, stage), (3, 3 - stage)):
         for found, *others in run_ranks(world, body_load_strided, str(tmp_path), other, more):
