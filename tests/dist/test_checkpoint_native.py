@@ -18,7 +18,7 @@ from deepspeed.checkpoint.saved_state import open_saved
 from deepspeed.utils.safetensors_file import read_safetensors
 from engine_models import config, loss_of, make_net
 from harness import run_ranks
-from test_checkpoint import PRECISIONS, Tokens, repeat, same, seed_all
+from test_checkpoint import PRECISIONS, repeat, same, seed_all
 from test_zero_checkpoint import comparable, make_engine, weights
 
 NATIVE = {"checkpoint": {"writer": {"format": "safetensors"}}}
@@ -141,7 +141,9 @@ def body_load_strided(rank, world, folder, stage, more):
 def test_loads_at_any_number_of_ranks_and_stage(stage, precision, tmp_path):
     more = PRECISIONS[precision]
     (saved, steps, lr, _), *_ = run_ranks(4, body_save_strided, str(tmp_path), stage, more)
-    cut = [json.loads((tmp_path / "global_step3" / f"rank_0000{rank}.json").read_text())["strides"] for rank in range(4)]
+    cut = [
+        json.loads((tmp_path / "global_step3" / f"rank_0000{rank}.json").read_text())["strides"] for rank in range(4)
+    ]
     assert any(cut) == (stage == 2), "only pieces of parameters in another order of memory need their strides"
     for world, other in ((1, (stage + 1) % 4), (2, stage), (3, 3 - stage)):
         for found, *others in run_ranks(world, body_load_strided, str(tmp_path), other, more):
@@ -357,7 +359,11 @@ def body_tools(rank, world, folder, stage):
     seed_all(3 + rank)
     train(engine, repeat(loader), 2)
     engine.save_checkpoint(folder)
-    params = {name: deepspeed.utils.safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters() if p.requires_grad}
+    params = {
+        name: deepspeed.utils.safe_get_full_fp32_param(p)
+        for name, p in engine.module.named_parameters()
+        if p.requires_grad
+    }
     whole = weights(engine)
     return {name: params.get(name, value) for name, value in whole.items()}, engine.module.count.clone()
 
@@ -390,14 +396,20 @@ def test_tools_read_it(stage, tmp_path, capsys):
         assert found[name].dtype == torch.float32 and torch.equal(found[name], value.float()), name
     assert torch.equal(found["tied.weight"], found["first.weight"]) and torch.equal(found["count"], count)
 
-    made = native_export.export(runs, str(tmp_path / "16"), dtype="bf16", exclude_frozen_parameters=True, safe_serialization=False)
+    made = native_export.export(
+        runs, str(tmp_path / "16"), dtype="bf16", exclude_frozen_parameters=True, safe_serialization=False
+    )
     saved = _compat.load(made[0])
     assert set(saved) == set(index) - {"frozen.weight"} and saved["count"].dtype == torch.float32
     assert all(torch.equal(saved[name], masters[name].bfloat16()) for name in masters if name in saved)
 
     tag = ds_to_universal.names.latest_tag(runs)
     os.makedirs(universal)
-    ds_to_universal.main(argparse.Namespace(input_folder=f"{runs}/{tag}", output_folder=f"{universal}/{tag}", num_extract_workers=1, num_merge_workers=1))
+    ds_to_universal.main(
+        argparse.Namespace(
+            input_folder=f"{runs}/{tag}", output_folder=f"{universal}/{tag}", num_extract_workers=1, num_merge_workers=1
+        )
+    )
     assert all(run_ranks(1, body_universal, universal, stage))
 
 

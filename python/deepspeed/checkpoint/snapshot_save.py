@@ -85,7 +85,9 @@ class SnapshotSave:
             self.saving.agree(self.error)
             self.saving.end(self.records, self.save_latest)
             if ranks.rank == 0:
-                logger.info(f"saved checkpoint {self.saving.folder} ({time.monotonic() - self.began:.1f} s after its begin)")
+                logger.info(
+                    f"saved checkpoint {self.saving.folder} ({time.monotonic() - self.began:.1f} s after its begin)"
+                )
         except BaseException as error:
             self.behind.fail(error, lambda steps: [s for s in ranks.gather(steps) if s is not None])
         finally:
