@@ -61,6 +61,9 @@ class Communicator {
   // Host memory of `bytes` on every rank that all ranks can read, or null on all of them where there is no such thing.
   // Collective, with tensors in host memory.
   virtual PeerMemoryPtr peer_memory(int64_t bytes) = 0;
+  // A communicator of these ranks alone (ascending, this one among them), over what carries this one. Only they call
+  // it. Its tensors are in host memory. Null where there is no such thing.
+  virtual std::shared_ptr<Communicator> among(const std::vector<int>& ranks);
   // The process is about to end: lets go of what it is carried by, and cannot be used any more.
   virtual void leave() {}
 

@@ -42,14 +42,15 @@ class ShmChannel {
   void look_after(int rank, std::chrono::steady_clock::time_point since, const std::string& what);
   void set_patience(std::chrono::milliseconds patience) { patience_ = patience; }  // from any thread
 
+  // This rank cannot go on: the others stop, too, with this text, and everybody says where it is.
+  [[noreturn]] void give_up(const std::string& why);
+
  private:
   struct Line;
   Line* line(int rank) const;
   void wait_for(int rank, uint32_t count);
   std::string waiting_in() const;
   void note_arrivals();
-  // This rank cannot go on: the others stop, too, with this text, and everybody says where it is.
-  [[noreturn]] void give_up(const std::string& why);
 
   int rank_;
   std::shared_ptr<SharedSegments> segments_;

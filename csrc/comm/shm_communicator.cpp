@@ -3,35 +3,13 @@
 #include <cstdlib>
 #include <string>
 
-#include "base/cores.h"
+#include "comm/hierarchical_communicator.h"
 #include "comm/process_peer_memory.h"
-#include "comm/shm_queue.h"
+#include "comm/shm_work.h"
 
 namespace ds::comm {
 
 namespace {
-
-class ShmWork : public Work {
- public:
-  ShmWork(std::shared_ptr<ShmQueue> queue, ShmQueue::TaskPtr task) : queue_(std::move(queue)), task_(std::move(task)) {}
-  void wait() override {
-    if (task_->done() && !task_->error()) return;
-    queue_->complete(task_);
-  }
-  bool ready() override { return task_->done(); }
-
- private:
-  std::shared_ptr<ShmQueue> queue_;
-  ShmQueue::TaskPtr task_;
-};
-
-RowOp row_op(ReduceOp op) {
-  return op == ReduceOp::kMax ? RowOp::kMax : op == ReduceOp::kMin ? RowOp::kMin : RowOp::kSum;
-}
-
-// Where every rank has a core of its own and no more, a thread in the background would only take turns with the
-// computation: the collective then runs when somebody waits for it.
-bool has_spare_cores(int ranks) { return usable_cores() > ranks; }
 
 class ShmCommunicator : public Communicator {
  public:
@@ -104,6 +82,7 @@ class ShmCommunicator : public Communicator {
 CommunicatorPtr shm_communicator(CommunicatorPtr carrier, std::chrono::milliseconds patience, const GroupFacts& facts) {
   const char* wish = std::getenv("DS_SHM_COLLECTIVES");
   if (carrier->size() == 1 || (wish && std::string(wish) == "0")) return carrier;
+  if (auto made = hierarchical_communicator(carrier, patience, facts, host_id())) return made;
   auto group = ShmGroup::create(carrier->rank(), carrier->size(), introduction_over(*carrier), patience, facts);
   if (!group) return carrier;
   return std::make_shared<ShmCommunicator>(std::move(carrier), std::move(group));

@@ -92,8 +92,8 @@ void ShmGroup::all_reduce(void* data, size_t numel, c10::ScalarType type, RowOp 
   channel_.leave();
 }
 
-void ShmGroup::reduce(void* data, size_t numel, c10::ScalarType type, RowOp op, int root) {
-  Record call = call_of("reduce", numel, type);
+void ShmGroup::reduce(void* data, size_t numel, c10::ScalarType type, RowOp op, int root, const std::string& tag) {
+  Record call = call_of("reduce", numel, type, tag);
   call.op = static_cast<int32_t>(op);
   call.root = root;
   const size_t width = element_size(type), most = kSlotBytes / width;
@@ -208,8 +208,9 @@ void ShmGroup::all_to_all(const Rows& out, const std::vector<int64_t>& take, con
   channel_.leave();
 }
 
-void ShmGroup::gather(const Rows& out, const void* mine, size_t numel, c10::ScalarType type, int root) {
-  Record call = call_of("gather", numel, type);
+void ShmGroup::gather(const Rows& out, const void* mine, size_t numel, c10::ScalarType type, int root,
+                      const std::string& tag) {
+  Record call = call_of("gather", numel, type, tag);
   call.root = root;
   const size_t width = element_size(type), most = kSlotBytes / width;
   size_t done = 0;
@@ -226,8 +227,9 @@ void ShmGroup::gather(const Rows& out, const void* mine, size_t numel, c10::Scal
   channel_.leave();
 }
 
-void ShmGroup::scatter(void* mine, const Rows& in, size_t numel, c10::ScalarType type, int root) {
-  Record call = call_of("scatter", numel, type);
+void ShmGroup::scatter(void* mine, const Rows& in, size_t numel, c10::ScalarType type, int root,
+                       const std::string& tag) {
+  Record call = call_of("scatter", numel, type, tag);
   call.root = root;
   const size_t width = element_size(type), most = lane_numel(size_, width);
   size_t done = 0;

@@ -33,7 +33,8 @@ class ShmGroup {
 
   // Elements are counted as `numel` of `type`; memory belongs to the caller. `tag`: what it is for, see Record.
   void all_reduce(void* data, size_t numel, c10::ScalarType type, RowOp op, const std::string& tag = {});
-  void reduce(void* data, size_t numel, c10::ScalarType type, RowOp op, int root);  // only the root's data changes
+  void reduce(void* data, size_t numel, c10::ScalarType type, RowOp op, int root,
+              const std::string& tag = {});  // only the root's data changes
   void broadcast(void* data, size_t numel, c10::ScalarType type, int root, const std::string& tag = {});
   // Rank r's `numel` elements come into out[r]; `mine` may be out[rank()].
   void all_gather(const Rows& out, const void* mine, size_t numel, c10::ScalarType type, const std::string& tag = {});
@@ -44,8 +45,10 @@ class ShmGroup {
   // To rank r go the `give[r]` elements at in[r]; from it come `take[r]` to out[r].
   void all_to_all(const Rows& out, const std::vector<int64_t>& take, const Rows& in, const std::vector<int64_t>& give,
                   c10::ScalarType type);
-  void gather(const Rows& out, const void* mine, size_t numel, c10::ScalarType type, int root);  // root: out, else {}
-  void scatter(void* mine, const Rows& in, size_t numel, c10::ScalarType type, int root);        // root: in, else {}
+  void gather(const Rows& out, const void* mine, size_t numel, c10::ScalarType type, int root,
+              const std::string& tag = {});  // root: out, else {}
+  void scatter(void* mine, const Rows& in, size_t numel, c10::ScalarType type, int root,
+               const std::string& tag = {});  // root: in, else {}
   void barrier();
 
  private:

@@ -2,8 +2,10 @@
 
 #include <ATen/Functions.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <exception>
+#include <map>
 #include <mutex>
 
 #include "base/error.h"
@@ -73,6 +75,13 @@ class Meeting {
     regions_.reset();
   }
 
+  std::shared_ptr<Meeting> among(const std::vector<int>& ranks) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto& made = subsets_[ranks];
+    if (!made) made = std::make_shared<Meeting>(static_cast<int>(ranks.size()));
+    return made;
+  }
+
   void leave_for_good() {
     std::lock_guard<std::mutex> lock(mutex_);
     broken_ = true;
@@ -139,6 +148,7 @@ class Meeting {
   std::string error_;
   int present_ = 0;
   int64_t round_ = 0;
+  std::map<std::vector<int>, std::shared_ptr<Meeting>> subsets_;
   std::shared_ptr<SharedRegions> regions_;  // while peer_memory() collects them
   bool leaving_ = false;
   bool broken_ = false;
@@ -201,6 +211,11 @@ class ThreadCommunicator : public Communicator {
     if (rank_ == 0) meeting_->forget_regions();
     barrier();
     return std::make_shared<ThreadPeerMemory>(shared, rank_);
+  }
+  CommunicatorPtr among(const std::vector<int>& ranks) override {
+    const auto mine = std::find(ranks.begin(), ranks.end(), rank_) - ranks.begin();
+    return std::make_shared<ThreadCommunicator>(meeting_->among(ranks), static_cast<int>(mine),
+                                                static_cast<int>(ranks.size()), false);
   }
 
  protected:

@@ -12,7 +12,7 @@ namespace ds::io {
 namespace {
 
 constexpr size_t kPage = 4096;
-constexpr size_t kShare = 4 << 20;  // bytes that one thread takes at a time: large enough for memcpy to go past the caches
+constexpr size_t kShare = 4 << 20;  // bytes that one thread takes at a time: memcpy goes past the caches for them
 
 int useful_threads(size_t shares, int threads) {
   if (threads < 1) fail(ErrorKind::kValue, "the number of threads that copy must be at least 1, got ", threads);

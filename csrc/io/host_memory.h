@@ -5,8 +5,8 @@
 
 namespace ds::io {
 
-// Memory straight from the system, page-aligned, every page in place: filling it never waits for the kernel to find one.
-// All of it goes back when this is destroyed.
+// Memory straight from the system, page-aligned, every page in place: who fills it does not wait for the kernel to find
+// one. All of it goes back when this is destroyed.
 class HostMemory {
  public:
   // `bytes` >= 1, touched by `threads` >= 1. Throws ErrorKind::kRuntime when the memory is not there.

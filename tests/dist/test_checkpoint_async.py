@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import deepspeed
 from deepspeed.checkpoint import background, file_writer, manifest, names, verify
@@ -77,6 +78,7 @@ def body_leak(rank, world, folder, stage, section):
         train(engine, rank, world, 1)
         hold.go()
         engine.checkpoint_engine.wait()
+    dist.barrier()
     other = make_engine(world, stage, section)
     _, state = other.load_checkpoint(folder)
     assert verify.verify_folder(os.path.join(folder, "global_step7")) == []
@@ -227,9 +229,12 @@ def body_no_pickle(rank, world, folder):
         engine.save_checkpoint(folder, tag="t", client_state=state)
     except RuntimeError as error:
         text = str(error)
+    dist.barrier()
+    hidden = [name for name in os.listdir(folder) if name.startswith(".")]
     engine.save_checkpoint(folder, tag="t")
     engine.checkpoint_engine.wait()
-    return text, sorted(name for name in os.listdir(folder) if name.startswith("."))
+    dist.barrier()
+    return text, hidden + sorted(name for name in os.listdir(folder) if name.startswith("."))
 
 
 def test_what_cannot_be_pickled_is_told_at_once(tmp_path):
@@ -324,6 +329,8 @@ def body_two_engines(rank, world, folder):
         engine.save_checkpoint(folder, tag=f"engine{number}", save_latest=False)
         engine.save_checkpoint(folder, tag="common")
     found = []
+    background.drain_all()
+    dist.barrier()
     for number, engine in enumerate(engines):
         engine.load_checkpoint(folder, tag=f"engine{number}")
         found.append(marks(engine))
@@ -353,7 +360,9 @@ def body_load(rank, world, folder):
     return marks(engine)
 
 
-@pytest.mark.parametrize("world, fault", [(1, "write:1:kill"), (1, "rename:1:kill"), (1, "rename:2:kill"), (2, "write:2:kill")])
+@pytest.mark.parametrize(
+    "world, fault", [(1, "write:1:kill"), (1, "rename:1:kill"), (1, "rename:2:kill"), (2, "write:2:kill")]
+)
 def test_killed_while_the_background_writes(world, fault, tmp_path):
     began = time.monotonic()
     with pytest.raises((RankError, OSError)):
@@ -366,7 +375,7 @@ def test_killed_while_the_background_writes(world, fault, tmp_path):
 
 
 SCRIPT = """
-import os, sys, time
+import os, time
 import torch, deepspeed
 from deepspeed.checkpoint import file_writer
 from deepspeed.checkpoint.snapshot_save import SnapshotSave
@@ -380,8 +389,8 @@ engine = deepspeed.initialize(
     config={"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 1},
             "checkpoint": {"async": True}},
 )[0]
-if len(sys.argv) > 1 and engine.global_rank == 1:
-    file_writer.inject_fault(sys.argv[1])
+if engine.global_rank == 1:
+    file_writer.inject_fault(os.environ["FAULT"])
 engine.save_checkpoint("out", tag="t")
 assert not os.path.exists("out/t")
 """
@@ -391,9 +400,9 @@ assert not os.path.exists("out/t")
 def test_the_end_of_the_program_waits_for_the_last_save(fault, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    env = {**os.environ, "PYTHONPATH": os.path.join(ROOT, "python"), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": os.path.join(ROOT, "python"), "OMP_NUM_THREADS": "1", "FAULT": fault}
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
-    command += ["--master_port", str(20000 + os.getpid() % 9000), str(script), *([fault] if fault else [])]
+    command += ["--master_port", str(20000 + os.getpid() % 9000), str(script)]
     out = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     if fault:
         told = [line for line in (out.stderr + out.stdout).splitlines() if "at the end of the program" in line]

@@ -7,9 +7,7 @@ from harness import run_ranks
 
 
 def body(rank, world, folder, stage, change):
-    engine = deepspeed.initialize(
-        model=make_net(seed=0), config=config(world, zero_optimization={"stage": stage})
-    )[0]
+    engine = deepspeed.initialize(model=make_net(seed=0), config=config(world, zero_optimization={"stage": stage}))[0]
     for step in range(2):  # the same batch on every rank: the same gradients at any number of ranks
         tokens, targets = batch(step)
         engine.backward(loss_of(engine(tokens), targets))

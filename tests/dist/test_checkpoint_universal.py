@@ -158,6 +158,28 @@ def test_optimizers_of_torch(tmp_path):
         assert resumed == pytest.approx(losses, abs=1e-6)
 
 
+def body_first_state(rank, world, folder):
+    engine = make_engine(world, 2, {}, seed=5, optimizer=lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
+                         checkpoint={"load_universal": True})  # fmt: skip
+    name, param = next(iter(engine.module.named_parameters()))
+    param.load_hp_checkpoint_state(os.path.join(folder, "universal", "zero", name), 0, 1)
+    mapping = param._hp_mapping
+    if mapping is None:
+        return None
+    start = mapping.lp_fragment_address.start
+    return start, mapping.get_optim_state_fragment("momentum_buffer").clone(), mapping.hp_fragment.clone()
+
+
+def test_a_state_that_the_optimizer_has_not_made_yet(tmp_path):
+    momenta, _ = run_ranks(2, body_momentum, str(tmp_path), 2, False)[0]
+    to_universal(tmp_path)
+    found = [answer for answer in run_ranks(2, body_first_state, str(tmp_path)) if answer is not None]
+    name = next(iter(momenta))
+    assert found
+    for start, momentum, _ in found:
+        assert torch.equal(momentum, momenta[name].reshape(-1)[start : start + momentum.numel()])
+
+
 def body_peer(rank, world, cases):
     for folder, stage, dtype, to_stage in cases:
         seen, expected = peer_model.what(stage, dtype), expectation(stage, dtype)

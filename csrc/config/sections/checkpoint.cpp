@@ -27,7 +27,8 @@ DS_CONFIG_CHAPTER(70, kTraining, "Checkpoints") {
                       .not_built("parallel checkpoint writing"),
               }),
           text("engine", nullptr,
-               "Name of a registered checkpoint engine (entry points deepspeed.checkpoint_engines); null: the other keys "
+               "Name of a registered checkpoint engine (entry points deepspeed.checkpoint_engines); null: the other "
+               "keys "
                "decide."),
           boolean("async", false,
                   "Take a snapshot in host memory and write it while training goes on. A failure is raised by the next "

@@ -95,6 +95,12 @@ def make_meeting(folder, token):
     _make_own(meeting_of(folder, token))
 
 
+def remove_meeting(folder, token):
+    """After a failure before anybody has met there."""
+    if os.path.isdir(meeting_of(folder, token)):
+        _remove(meeting_of(folder, token))
+
+
 def begin(folder):
     """An empty hidden folder for the files of ``folder``; one process calls it. Returns its path."""
     staging = staging_of(folder)

@@ -112,7 +112,12 @@ class PreparedTorch:
     def __init__(self, value):
         pickled, records, tensors = torch_pickler.dump(value)
         # The order of torch.save, which readers of offsets rely on.
-        self._texts = {"data.pkl": pickled, ".format_version": b"1", ".storage_alignment": b"64", "byteorder": b"little"}
+        self._texts = {
+            "data.pkl": pickled,
+            ".format_version": b"1",
+            ".storage_alignment": b"64",
+            "byteorder": b"little",
+        }
         self._keys = [key for key, _ in records]
         self.sources = [stored for _, stored in records]
         index = {stored: i for i, stored in enumerate(self.sources)}

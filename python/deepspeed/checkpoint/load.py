@@ -5,7 +5,7 @@ import os
 from deepspeed.checkpoint import background, names, storage
 from deepspeed.checkpoint.checking import check
 from deepspeed.checkpoint.node_local import fetch_missing
-from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.ranks import Ranks, failure_of, raise_together
 from deepspeed.checkpoint.resume import names_of_groups, resume_run
 from deepspeed.checkpoint.saved_state import open_saved
 from deepspeed.checkpoint.saved_universal import is_universal
@@ -111,15 +111,41 @@ def load_checkpoint(
     with_scheduler = load_lr_scheduler_states and not load_module_only
     with storage.trusting(engine._config.checkpoint_config.trust_pickles or None):
         return _load(
-            engine, folder, load_module_strict, with_optimizer, with_scheduler, load_module_only, custom_load_fn
+            engine, ranks, folder, load_module_strict, with_optimizer, with_scheduler, load_module_only, custom_load_fn
         )
 
 
-def _load(engine, folder, strict, with_optimizer, with_scheduler, module_only, custom_load_fn):
-    saved = _open(engine, folder, with_optimizer)
-    with_optimizer = with_optimizer and _has_optimizer(engine, saved)
+def _together(ranks, folder, function):
+    """What ``function()`` returns. Where it raises on any rank, all raise: none is left waiting for the others."""
+    found = error = None
+    try:
+        found = function()
+    except Exception as caught:
+        error = caught
+    failures = ranks.gather(failure_of(ranks.rank, error))
+    if error is not None:
+        raise error
+    raise_together(failures, f"the checkpoint {folder} is not loaded")
+    return found
+
+
+def _load(engine, ranks, folder, strict, with_optimizer, with_scheduler, module_only, custom_load_fn):
+    saved = _together(ranks, folder, lambda: _open(engine, folder, with_optimizer))
+    with_optimizer = with_optimizer and _together(ranks, folder, lambda: _has_optimizer(engine, saved))
     path, state = saved.model_path, saved.model
-    _load_weights_and_states(engine, saved, strict, custom_load_fn, module_only, with_optimizer)
+    if engine.core is not None:
+        engine.core.begin_write()
+    try:
+        _together(
+            ranks,
+            folder,
+            lambda: _load_weights_and_states(engine, saved, strict, custom_load_fn, module_only, with_optimizer),
+        )
+        if engine.stepping is not None:
+            engine.core.publish()
+    finally:
+        if engine.core is not None:
+            engine.core.end_write()
     if with_scheduler and engine.lr_scheduler is not None and state.get("lr_scheduler") is not None:
         engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
     if not module_only:
@@ -179,11 +205,8 @@ def _load_weights_and_states(engine, saved, strict, custom_load_fn, module_only,
         masters = {name for name in restore.names if saved.pieces(name, "fp32")}
     load_weights(engine, saved, strict, custom_load_fn, later=masters)
     restore.check()
-    engine.core.begin_write()
     if masters:
         restore.masters()
     if with_optimizer:
         restore.states()
         restore.extra()
-    engine.core.publish()
-    engine.core.end_write()

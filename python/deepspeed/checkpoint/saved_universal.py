@@ -1,6 +1,5 @@
 """The layout of universal checkpoints: one folder for each parameter, one file with each whole state."""
 
-import functools
 import os
 
 import torch
@@ -39,6 +38,7 @@ class UniversalState(SavedState):
         self._rank, self._count = mp_rank, mp_size
         self._local = dict(shapes or {})
         self._held = (None, None)
+        self._kinds, self._states_found = {}, None
         self._all = set(_folders_in(os.path.join(folder, ZERO_FOLDER)))
         path = os.path.join(folder, ZERO_FOLDER, OPTIMIZER_STATE)
         self._common = storage.read(path) if os.path.exists(path) else {}
@@ -99,12 +99,21 @@ class UniversalState(SavedState):
             state, kind = os.path.splitext(file)
             if kind != ".pt" or state in (keys.FP32_WEIGHT_KEY, STEP):
                 continue
-            (whole if len(self._file(name, state)[keys.PARAM].shape) else others).append(state)
+            (whole if self._has_elements(name, state) else others).append(state)
         return whole, others
 
-    @functools.lru_cache(maxsize=1)  # noqa: B019 (one object for one load)
+    def _has_elements(self, name, state):
+        """Whether a state has a value for each element. Asked of one file for each kind: there may be thousands."""
+        if not self._shapes[name]:  # of a parameter without dimensions nothing tells
+            return self._kinds.get(state, True)
+        if state not in self._kinds:
+            self._kinds[state] = len(self._file(name, state)[keys.PARAM].shape) > 0
+        return self._kinds[state]
+
     def _states(self):
-        return {name: self._states_of(name) for name in self._shapes}
+        if self._states_found is None:
+            self._states_found = {name: self._states_of(name) for name in self._shapes}
+        return self._states_found
 
     def state_names(self):
         return list(dict.fromkeys(state for whole, _ in self._states().values() for state in whole))

@@ -36,9 +36,10 @@ class StoredTensor:
         self.shape = tuple(tensor.shape)
         self.stride = tuple(tensor.stride())
         self.numel = tensor.numel()
-        span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride)) if self.numel else 0
         lazy = tensor.is_conj() or tensor.is_neg()
-        if span <= self.numel and not lazy and not (row_major and not tensor.is_contiguous()):
+        in_order = tensor.is_contiguous()
+        span = self.numel if in_order else 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride))
+        if span <= self.numel and not lazy and (in_order or not row_major):
             self._flat, self._rows = tensor.as_strided((span,), (1,)), None
             self.numel = span
         else:

@@ -5,7 +5,8 @@ import os
 import torch
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint import native_names
+from deepspeed.checkpoint import native_names, storage
+from deepspeed.checkpoint.autoep_universal import layers_of, metadata_of
 from deepspeed.checkpoint.reshape_3d_utils import get_model_3d_descriptor
 from deepspeed.checkpoint.reshape_utils import get_zero_files
 from deepspeed.checkpoint.saved_state import open_saved
@@ -40,6 +41,7 @@ class Source:
         if self.info is None and inject:
             logger.warning(f"{folder} has no '{keys.UNIVERSAL_CHECKPOINT_INFO}': an empty one is taken")
         self.rules = ParallelRules(self.info)
+        self._refuse_experts()
 
     def _counted(self):
         """Pipeline and tensor-parallel degrees by the files there are."""
@@ -86,7 +88,19 @@ class Source:
             found = self.saved(mp_rank).model.get(keys.UNIVERSAL_CHECKPOINT_INFO)
             if found is not None:
                 return found
-        return None
+        files = get_zero_files(self.folder)
+        inner = storage.read(files[0], lazy=True).get(keys.OPTIMIZER_STATE_DICT) if files else None
+        return (inner or {}).get(keys.UNIVERSAL_CHECKPOINT_INFO)
+
+    def _refuse_experts(self):
+        for mp_rank in self.mp_ranks():
+            layers = layers_of(metadata_of(self.saved(mp_rank).model))
+            if layers:
+                raise ValueError(
+                    f"{self.folder} has layers whose experts lie on different ranks ("
+                    f"{', '.join(str(layer.get('module_path')) for layer in layers)}): their files do not become whole "
+                    "parameters here. Its other parameters could, but the result would not be the model"
+                )
 
     def mp_ranks(self):
         return [pp * self.tp_degree + tp for pp in range(self.pp_degree) for tp in range(self.tp_degree)]

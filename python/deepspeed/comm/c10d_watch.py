@@ -6,8 +6,8 @@ rank looks at twice a second; then all ranks of the group post what they are doi
 different calls have found the mistake: all ranks of the group fail, with a message that says where each of them is.
 
 With ``DS_COMM_FINGERPRINTS=strict`` the ranks do compare every call before it starts: gloo of torch 1.13 ends the
-process where sizes differ, before anybody can say why. What waits in a handle of torch (``async_op=True`` where nothing is left
-to do afterwards) cannot be interrupted; it fails when the group's timeout is over.
+process where sizes differ, before anybody can say why. What waits in a handle of torch (``async_op=True`` where nothing
+is left to do afterwards) cannot be interrupted; it fails when the group's timeout is over.
 """
 
 import collections

@@ -246,6 +246,7 @@ class Assembly:
             None,
             self.optimizer_params(),
             partition_grads=self.zero_optimization_stage() >= 2,
+            elastic_checkpoint=self._config.zero_config.elastic_checkpoint,
             **self._scaler_options(),
             dp_process_group=self.parallel.dp_group if self.dp_world_size > 1 else None,
             mpu=self.mpu,

@@ -99,12 +99,12 @@ def parse_size(text):
     return size
 
 
-def _shards(weights, limit):
-    """Names by file, in order: as many as fit; a weight larger than the limit has a file of its own. Names of one
-    weight go together."""
+def _shards(weights, limit, tied):
+    """Names by file, in order: as many as fit; a weight larger than the limit has a file of its own. ``tied``: names of
+    one weight go together and count once."""
     shards, used, place = [[]], 0, {}
     for name, weight in weights.items():
-        if id(weight) in place:
+        if tied and id(weight) in place:
             place[id(weight)].append(name)
             continue
         size = weight.numel() * itemsize(weight.dtype)
@@ -127,7 +127,7 @@ def write_weight_files(weights, folder, max_shard_size=None, safe_serialization=
     weights = {name: made.setdefault(id(value), as_weight(value)) for name, value in weights.items()}
     filename = filename or ("model.safetensors" if safe_serialization else "pytorch_model.bin")
     stem, ending = os.path.splitext(filename)
-    shards = _shards(weights, limit)
+    shards = _shards(weights, limit, tied=not safe_serialization)
     count = len(shards)
     names = [filename] if count == 1 else [f"{stem}-{i:05d}-of-{count:05d}{ending}" for i in range(1, count + 1)]
     os.makedirs(folder, exist_ok=True)

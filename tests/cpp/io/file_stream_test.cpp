@@ -227,6 +227,7 @@ TEST(FileStream, SeveralAtATime) {
   const Folder folder;
   Files files;
   std::vector<std::thread> threads;
+  threads.reserve(8);
   for (int i = 0; i < 8; ++i) {
     threads.emplace_back([&, i] {
       const std::string text = random_bytes(3000000, static_cast<unsigned>(i));

@@ -126,6 +126,7 @@ TEST(ZipLayout, FourGibibytesTakeWideFields) {
 
 TEST(ZipLayout, ManyEntries) {
   std::vector<ZipEntry> entries;
+  entries.reserve(70000);
   for (int i = 0; i < 70000; ++i) entries.push_back({"e" + std::to_string(i), 1});
   const ZipLayout layout(entries);
   const std::string tail = layout.directory(std::vector<uint32_t>(entries.size()));

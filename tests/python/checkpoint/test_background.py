@@ -81,7 +81,7 @@ def test_all_ranks_tell_at_the_same_step():
                     told[rank] = step
                     return
 
-        def break_down(rank, ranks=ranks, settle=settle):
+        def break_down(rank, ranks=ranks, settle=settle, trial=trial):
             time.sleep(0.004 * (2 - rank) + 0.001 * (trial % 5))
             ranks[rank].fail(OSError(28, "full"), lambda steps: settle(rank, steps))
 

@@ -229,6 +229,24 @@ def test_missing_information(tmp_path):
     convert(tmp_path / "alone", tmp_path / "universal2")  # data parallel ranks have nothing to say
 
 
+def test_information_in_the_optimizer_file(tmp_path):
+    megatron_files.write(str(tmp_path / "step7"), 1, 2, 1, info=None)
+    path = tmp_path / "step7" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    state = _compat.load(path)
+    state["optimizer_state_dict"][keys.UNIVERSAL_CHECKPOINT_INFO] = INFO
+    torch.save(state, path)
+    convert(tmp_path / "step7", tmp_path / "universal")
+    assert file_of(tmp_path / "universal", "layers.0.dense.weight", "fp32")["cat_dim"] == 1
+
+
+def test_experts_of_other_ranks_are_refused(tmp_path):
+    megatron_files.write(str(tmp_path / "step7"), 1, 1, 1)
+    path = tmp_path / "step7" / "mp_rank_00_model_states.pt"
+    torch.save({**_compat.load(path), "ds_autoep_layers": [{"module_path": "layers.0.experts"}]}, path)
+    with pytest.raises(ValueError, match="layers.0.experts"):
+        convert(tmp_path / "step7", tmp_path / "universal")
+
+
 def test_parameters_of_several_stages_need_a_pattern(tmp_path):
     info = {key: value for key, value in INFO.items() if key != keys.PIPELINE_REPLICATED_PARAMETER_PATTERNS}
     megatron_files.write(str(tmp_path / "step7"), 2, 1, 1, info=info)

@@ -56,6 +56,8 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
             saving.agree(error, save.drop)
         except BaseException:
             save.drop()
+            if ranks.leads:
+                commit.remove_meeting(saving.folder, token)
             raise
         save.end(commit.meeting_of(saving.folder, token), [entry[:2] for entry in found])
 

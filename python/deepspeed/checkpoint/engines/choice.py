@@ -27,7 +27,7 @@ def make_engine(config):
     missing = [method for method in _NEEDED if not callable(getattr(made, method, None))]
     if missing:
         raise TypeError(
-            f"the checkpoint engine {name!r} ({type(made).__name__}) has no {', '.join(missing)}: see CheckpointEngine in "
-            "deepspeed.runtime.checkpoint_engine for what it must have"
+            f"the checkpoint engine {name!r} ({type(made).__name__}) has no {', '.join(missing)}: see "
+            "CheckpointEngine in deepspeed.runtime.checkpoint_engine for what it must have"
         )
     return made

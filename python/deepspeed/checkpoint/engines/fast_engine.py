@@ -30,7 +30,6 @@ class FastCheckpointEngine(OwnCheckpointEngine):
             record = prepared.write(path, self.options)
         if self.shows:
             seconds, bytes = time.perf_counter() - began, record.bytes * self.times
-            logger.info(
-                f"checkpoint.writer: {bytes / 1e9:.3f} GB to {path} in {seconds:.3f} s: {bytes / seconds / 1e9:.2f} GB/s"
-            )
+            rate = f"{bytes / 1e9:.3f} GB in {seconds:.3f} s, {bytes / seconds / 1e9:.2f} GB/s"
+            logger.info(f"checkpoint.writer: {rate}, to {path}")
         return record.to_dict()
