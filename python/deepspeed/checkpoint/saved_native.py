@@ -203,7 +203,7 @@ def _open(path):
 
 
 def read_json(path):
-    """A JSON file of the format. Raises FileNotFoundError, RuntimeError when it is damaged or newer than this library."""
+    """A JSON file of the format. Raises FileNotFoundError, RuntimeError for one that is damaged or newer than us."""
     try:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
