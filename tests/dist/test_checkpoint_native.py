@@ -12,13 +12,13 @@ import torch
 
 import deepspeed
 from deepspeed import _compat
-from deepspeed.checkpoint import cli, ds_to_universal, listing, manifest, native_export, verify
+from deepspeed.checkpoint import cli, ds_to_universal, file_writer, listing, manifest, native_export, verify
 from deepspeed.checkpoint.plain_json import NotPlain
 from deepspeed.checkpoint.saved_state import open_saved
 from deepspeed.utils.safetensors_file import read_safetensors
 from engine_models import config, loss_of, make_net
-from harness import run_ranks
-from test_checkpoint import PRECISIONS, Tokens, repeat, same, seed_all
+from harness import RankError, run_ranks
+from test_checkpoint import PRECISIONS, repeat, same, seed_all
 from test_zero_checkpoint import comparable, make_engine, weights
 
 NATIVE = {"checkpoint": {"writer": {"format": "safetensors"}}}
@@ -359,7 +359,11 @@ def body_tools(rank, world, folder, stage):
     seed_all(3 + rank)
     train(engine, repeat(loader), 2)
     engine.save_checkpoint(folder)
-    params = {name: deepspeed.utils.safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters() if p.requires_grad}
+    params = {
+        name: deepspeed.utils.safe_get_full_fp32_param(p)
+        for name, p in engine.module.named_parameters()
+        if p.requires_grad
+    }
     whole = weights(engine)
     return {name: params.get(name, value) for name, value in whole.items()}, engine.module.count.clone()
 
@@ -392,14 +396,20 @@ def test_tools_read_it(stage, tmp_path, capsys):
         assert found[name].dtype == torch.float32 and torch.equal(found[name], value.float()), name
     assert torch.equal(found["tied.weight"], found["first.weight"]) and torch.equal(found["count"], count)
 
-    made = native_export.export(runs, str(tmp_path / "16"), dtype="bf16", exclude_frozen_parameters=True, safe_serialization=False)
+    made = native_export.export(
+        runs, str(tmp_path / "16"), dtype="bf16", exclude_frozen_parameters=True, safe_serialization=False
+    )
     saved = _compat.load(made[0])
     assert set(saved) == set(index) - {"frozen.weight"} and saved["count"].dtype == torch.float32
     assert all(torch.equal(saved[name], masters[name].bfloat16()) for name in masters if name in saved)
 
     tag = ds_to_universal.names.latest_tag(runs)
     os.makedirs(universal)
-    ds_to_universal.main(argparse.Namespace(input_folder=f"{runs}/{tag}", output_folder=f"{universal}/{tag}", num_extract_workers=1, num_merge_workers=1))
+    ds_to_universal.main(
+        argparse.Namespace(
+            input_folder=f"{runs}/{tag}", output_folder=f"{universal}/{tag}", num_extract_workers=1, num_merge_workers=1
+        )
+    )
     assert all(run_ranks(1, body_universal, universal, stage))
 
 
@@ -453,3 +463,100 @@ def body_foreign(rank, world, folder):
 
 def test_an_engine_that_pickles_is_refused(tmp_path):
     assert run_ranks(2, body_foreign, str(tmp_path)) == [[], []]
+
+
+# ---- ranks that own the same, that own slices of the model, that die ------------------------------------------------
+def body_mics(rank, world, folder):
+    engine, _, loader, _ = make_engine(world, 3, {**PRECISIONS["bf16"], **NATIVE}, mics_shard_size=2)
+    train(engine, repeat(loader), 1)
+    engine.save_checkpoint(folder, tag="t")
+    return weights(engine)
+
+
+def body_load_stage_1(rank, world, folder):
+    engine, _, _, _ = make_engine(world, 1, {**PRECISIONS["bf16"], **NATIVE}, seed=5)
+    engine.load_checkpoint(folder)
+    return weights(engine)
+
+
+def test_replicas_of_shards_share_the_writing(tmp_path):
+    saved = run_ranks(4, body_mics, str(tmp_path))[0]
+    files = [read_safetensors(path)[0] for path in sorted(tmp_path.glob("t/rank_*.safetensors"))]
+    masters = [{key: tensor.nbytes for key, tensor in held.items() if key.startswith("fp32/")} for held in files]
+    assert sum(map(len, masters)) == len({key for held in masters for key in held})
+    assert all(sum(held.values()) < 0.4 * sum(sum(each.values()) for each in masters) for held in masters)
+    assert same(saved, run_ranks(1, body_load_stage_1, str(tmp_path))[0])
+
+
+class Grid:
+    """Two data-parallel ranks times two model-parallel ones, which hold different parameters."""
+
+    def __init__(self, rank):
+        made = [torch.distributed.new_group(ranks) for ranks in ([0, 2], [1, 3], [0, 1], [2, 3])]
+        self.rank, self.data, self.model = rank, made[rank % 2], made[2 + rank // 2]
+
+    def get_data_parallel_group(self):
+        return self.data
+
+    def get_data_parallel_world_size(self):
+        return 2
+
+    def get_data_parallel_rank(self):
+        return self.rank // 2
+
+    def get_model_parallel_group(self):
+        return self.model
+
+    def get_model_parallel_world_size(self):
+        return 2
+
+    def get_model_parallel_rank(self):
+        return self.rank % 2
+
+
+def grid_engine(rank, seed, stage):
+    deepspeed.init_distributed()
+    made = {**config(2), **NATIVE, "zero_optimization": {"stage": stage}}
+    return deepspeed.initialize(model=make_net(seed=seed), config=made, mpu=Grid(rank))[0]
+
+
+def body_grid(rank, world, folder, stage):
+    engine = grid_engine(rank, 10 + rank % 2, stage)
+    engine.save_checkpoint(folder, tag="t", client_state={"mine": rank % 2})
+    saved = weights(engine)
+    fresh = grid_engine(rank, 20, stage)
+    _, client_state = fresh.load_checkpoint(folder)
+    assert client_state["mine"] == rank % 2
+    return same(saved, weights(fresh)), saved["frozen.weight"]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_model_parallel_ranks_keep_theirs(stage, tmp_path):
+    found = run_ranks(4, body_grid, str(tmp_path), stage, init=True)
+    assert all(equal for equal, _ in found) and not torch.equal(found[0][1], found[1][1])
+    assert {"checkpoint.json", "checkpoint_mp_rank_01.json"} < set(os.listdir(tmp_path / "t"))
+    assert len(list(tmp_path.glob("t/frozen_*"))) == 2 and verify.verify_folder(str(tmp_path / "t")) == []
+
+
+def body_killed(rank, world, folder, fault):
+    os.environ.pop("DS_IO_FAULT", None)
+    engine, _, loader, _ = make_engine(world, 2, NATIVE)
+    engine.save_checkpoint(folder, tag="a")
+    train(engine, repeat(loader), 1)
+    if rank == world - 1:
+        file_writer.inject_fault(fault)
+    engine.save_checkpoint(folder, tag="b")
+
+
+def body_after(rank, world, folder):
+    engine, _, _, _ = make_engine(world, 2, NATIVE, seed=4)
+    engine.load_checkpoint(folder)
+    return engine.global_steps
+
+
+@pytest.mark.parametrize("fault", ["open:1:kill", "write:1:kill", "fsync:2:kill", "write:1:enospc"])
+def test_a_rank_that_dies_or_cannot_write_leaves_the_old_one(fault, tmp_path):
+    with pytest.raises((RankError, OSError), match="No space" if "enospc" in fault else None):
+        run_ranks(2, body_killed, str(tmp_path), fault, fresh=True)
+    assert run_ranks(2, body_after, str(tmp_path)) == [0, 0]
+    assert (tmp_path / "latest").read_text() == "a" and verify.verify_folder(str(tmp_path / "a")) == []

@@ -1,4 +1,4 @@
-"""Names in the native format: of its files, and of the tensors in them. docs/tutorials/native-checkpoints.md lists both.
+"""Names in the native format: of its files, and of the tensors in them. docs/tutorials/native-checkpoints.md has both.
 
 Needs no torch.
 """

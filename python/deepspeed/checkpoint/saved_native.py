@@ -8,7 +8,7 @@ import torch
 
 from deepspeed.checkpoint import native_names, plain_json
 from deepspeed.checkpoint.constants import BUFFER_NAMES, FROZEN_PARAM_SHAPES, PARAM_SHAPES
-from deepspeed.checkpoint.native_names import MASTER, MODULE, VALUES
+from deepspeed.checkpoint.native_names import MODULE, VALUES
 from deepspeed.utils.safetensors_file import DamagedSafetensors, read_safetensors
 from deepspeed.zero.saved_state import Range, SavedState
 
@@ -203,7 +203,7 @@ def _open(path):
 
 
 def read_json(path):
-    """A JSON file of the format. Raises FileNotFoundError, RuntimeError when it is damaged or newer than this library."""
+    """A JSON file of the format. Raises FileNotFoundError, RuntimeError for one that is damaged or newer than us."""
     try:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
