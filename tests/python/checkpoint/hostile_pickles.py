@@ -555,7 +555,7 @@ def main(paths):
     for path in paths[1:]:
         for lazily in (False, True):
             heard.clear()
-            start, listening[0] = time.monotonic(), True
+            start, listening[0] = time.process_time(), True
             try:
                 found = torch_archive.load(path, lazy=lazily)
                 outcome = f"loaded {type(found).__name__}"
@@ -567,7 +567,7 @@ def main(paths):
                 said = ""
             listening[0] = False
             print(json.dumps({"path": path, "lazy": lazily, "outcome": outcome, "said": said, "heard": heard,
-                              "seconds": time.monotonic() - start}), flush=True)  # fmt: skip
+                              "seconds": time.process_time() - start}), flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":
