@@ -17,6 +17,9 @@ _KEY_NODES = 4096  # a key is hashed: nested tuples that share parts would take 
 _KEY_DEPTH = 64
 # Freed one inside the other without a guard against recursion: deeper ones would end the interpreter's stack.
 _MOST_UNGUARDED = 4096
+# Rules copy what they are given, again and again if the file says so. Honest files have each thing copied once.
+_MOST_COPIES = 16
+_SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset, collections.deque)
 _PLAIN_KEYS = (str, int, float, bool, bytes, complex, type(None))
 
 
@@ -47,6 +50,7 @@ class Machine:
     def __init__(self, data, table, persistent, position=0):
         self.data, self.table, self.persistent, self.position = memoryview(data), table, persistent, position
         self.stack, self.memo, self.unguarded = [], {}, 0
+        self.copies_left = _MOST_COPIES * len(self.data) + (1 << 20)
 
     def run(self):
         """The object. pickle.UnpicklingError for anything that is no pickle of plain data."""
@@ -133,6 +137,12 @@ class Machine:
                 raise ValueError(f"more than {_MOST_UNGUARDED} deques and defaultdicts")
         return value
 
+    def count_copies(self, arguments):
+        """Bounds what rules make of things that the file has once."""
+        self.copies_left -= sum(len(item) for item in arguments if isinstance(item, _SIZED))
+        if self.copies_left < 0:
+            raise ValueError("copies of copies")
+
     def append(self, target, items):
         if isinstance(target, list):
             list.extend(target, items)
@@ -166,11 +176,13 @@ class Machine:
     def reduce(self, function, arguments):
         if type(arguments) is not tuple:
             raise TypeError(f"arguments in a {type(arguments).__name__}")
+        self.count_copies(arguments)
         self.push(self.count_unguarded(self.table.call(function, arguments)))
 
     def new(self, cls, arguments, keywords=None):
         if type(arguments) is not tuple or (keywords is not None and type(keywords) is not dict):
             raise TypeError("arguments that are no tuple")
+        self.count_copies(arguments)
         self.push(self.count_unguarded(self.table.make(cls, arguments, keywords or {})))
 
 
@@ -425,6 +437,7 @@ def _obj(m):
 @_code(b"b")
 def _build(m):
     state = m.pop()
+    m.count_copies(state if type(state) is tuple else (state,))
     m.table.build(m.top(), state)
 
 

@@ -313,3 +313,21 @@ def test_refusals_can_be_pickled():
     """Errors travel between ranks."""
     error = pickle.loads(pickle.dumps(RefusedClass("a.b", "file")))
     assert error.name == "a.b" and error.path == "file"
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_a_damaged_file_is_an_error_and_nothing_worse(zipped, tmp_path):
+    """Hundreds of files with some wrong bytes: each is read, or refused with an error for it."""
+    torch.save({**tensors(), **plain(), **arrays()}, tmp_path / "x", _use_new_zipfile_serialization=zipped)
+    good, generator, refused = (tmp_path / "x").read_bytes(), random.Random(5), 0
+    for _ in range(400):
+        bad = bytearray(good)
+        for _ in range(generator.randint(1, 4)):
+            bad[generator.randrange(len(bad))] = generator.randrange(256)
+        (tmp_path / "y").write_bytes(bad[: generator.randrange(len(bad))] if generator.random() < 0.1 else bad)
+        try:
+            load(tmp_path / "y", lazy=generator.random() < 0.5)
+        except (pickle.UnpicklingError, zipfile.BadZipFile) as error:
+            refused += 1
+            assert str(error)
+    assert refused > 40
