@@ -11,7 +11,8 @@ import pickle
 import torch
 
 from deepspeed import _compat
-from deepspeed.checkpoint.stored_tensor import StoredTensor
+from deepspeed.checkpoint.stored_tensor import StoredPieces, StoredTensor
+from deepspeed.utils.tensor_of_pieces import TensorOfPieces
 
 PROTOCOL = 2  # the one that torch.load(weights_only=True) reads
 
@@ -24,7 +25,7 @@ def tensor_names(value):
     waiting = [(value, "")]
     while waiting:
         item, name = waiting.pop()
-        if isinstance(item, torch.Tensor):
+        if isinstance(item, (torch.Tensor, TensorOfPieces)):
             names.setdefault(id(item), name)
         elif isinstance(item, (dict, list, tuple)) and id(item) not in seen:
             seen.add(id(item))
@@ -70,8 +71,10 @@ class _Pickler(pickle.Pickler):
         return "storage", storage_class, key, "cpu", stored.bytes // item_bytes
 
     def _record(self, tensor):
+        return self._keep(tensor, StoredTensor(tensor))
+
+    def _keep(self, tensor, stored):
         self.alive.append(tensor)
-        stored = StoredTensor(tensor)
         key, stored = self.records.setdefault(stored.key, (str(len(self.records)), stored))
         return key, stored
 
@@ -82,12 +85,13 @@ class _Pickler(pickle.Pickler):
             self.names[id(data)] = self.names.get(id(obj))
             return torch._utils._rebuild_parameter, (data, obj.requires_grad, collections.OrderedDict())
         if type(obj) is torch.Tensor and is_plain(obj):
-            return self._reduce_tensor(obj)
+            return self._reduce_tensor(obj, StoredTensor(obj), obj.requires_grad)
+        if type(obj) is TensorOfPieces:
+            return self._reduce_tensor(obj, StoredPieces(obj), False)
         return NotImplemented
 
-    def _reduce_tensor(self, tensor):
-        own = StoredTensor(tensor)
-        key, stored = self._record(tensor)
+    def _reduce_tensor(self, tensor, own, requires_grad):
+        key, stored = self._keep(tensor, own)
         self.tensors.append((self.names.get(id(tensor)) or f"data/{key}", stored, own.shape))
         legacy = self.storage_names.get(tensor.dtype)
         storage_class, numel = (
@@ -98,7 +102,7 @@ class _Pickler(pickle.Pickler):
             0,
             own.shape,
             own.stride,
-            tensor.requires_grad,
+            requires_grad,
             collections.OrderedDict(),
         )
         if legacy:

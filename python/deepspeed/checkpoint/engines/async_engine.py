@@ -23,6 +23,7 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
         self.cache = HostCache(None if host_cache_gib is None else int(host_cache_gib * _GIB))
         self.behind = Background()
         self._saves = 0
+        self._expecting = False
         self._info = None
 
     def is_decoupled(self):
@@ -34,9 +35,29 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
     def get_commit_info(self):
         return self._info
 
+    def expect(self, sizes, pinned=False):
+        """Finds memory for files of ``sizes`` bytes, as far as the bound allows, before the first save needs it."""
+
+        def find():
+            blocks = []
+            for size in sizes:
+                if self.cache.has_room(size):
+                    blocks.append(self.cache.take(size, pinned))
+            for block in blocks:
+                self.cache.give_back(block)
+
+        self._expecting = True
+        self.behind.start(find)
+
+    def _expected(self):
+        if self._expecting:
+            self.behind.drain()
+            self._expecting = False
+
     def save_behind(self, saving, files, save_latest):
         """Takes a snapshot of ``files`` (``contents.files_of``) for ``saving``, which commits it when all is written.
         Every rank calls it; raises on all ranks what any of them could not copy."""
+        self._expected()
         self._saves += 1
         ranks = saving.ranks
         found = ranks.gather([*this_process(), f"{os.getpid()}-{id(self):x}-{self._saves}"])
