@@ -10,6 +10,7 @@ for folder in (
     os.path.join(TESTS, "dist"),
     os.path.join(TESTS, "house"),
     os.path.join(TESTS, "python", "ops"),
+    os.path.join(TESTS, "python", "checkpoint"),
     os.path.join(os.path.dirname(TESTS), "python"),
 ):
     if folder not in sys.path:

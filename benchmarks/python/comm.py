@@ -1,6 +1,7 @@
 """Collectives between the ranks of one host: the backend ``shm`` against gloo, in one run.
 
     python benchmarks/python/comm.py [--ranks 2,4] [--sizes 1K,64K,1M,16M,64M] [--json FILE] [--png FILE]
+    python benchmarks/python/comm.py --fingerprints --sizes 1K,64K,1M [--ranks 2]
 
 Every collective is first checked, then timed in interleaved blocks with both backends, through torch.distributed (where
 this torch's gloo lacks a collective or a dtype, through deepspeed.comm, which fills the gap). Sizes are the bytes of
@@ -26,6 +27,7 @@ def parse_arguments():
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--sizes", default="1K,16K,256K,4M,64M,256M")
     parser.add_argument("--dtypes", default="fp32,bf16")
+    parser.add_argument("--fingerprints", action="store_true", help="only what comparing and recording calls costs")
     parser.add_argument("--seconds", type=float, default=0.5, help="aim of the time for each figure")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--png", metavar="FILE", help="draws the curves; default: beside the JSON file")
@@ -46,6 +48,45 @@ def work(args):
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
+    if args.fingerprints:
+        found = fingerprints(args, dist, torch, world)
+    else:
+        found = compare(args, comm, dist, torch, rank, world)
+    if rank == 0:
+        with open(args.worker, "w", encoding="utf-8") as file:
+            json.dump(found, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def fingerprints(args, dist, torch, world):
+    """all_reduce with and without, in blocks that take turns; the order of the two changes from block to block."""
+    groups = {"with": dist.new_group(backend="shm")}
+    os.environ["DS_COMM_FINGERPRINTS"] = "0"
+    groups["without"] = dist.new_group(backend="shm")
+    found = []
+    for size in map(bytes_of, args.sizes.split(",")):
+        value, times = torch.ones(size // 4), {name: [] for name in groups}
+        block = max(1, min(500, (8 << 20) // size))
+        go_on, deadline, rounds = torch.ones(1), time.monotonic() + args.seconds, 0
+        while go_on.item():
+            for name in sorted(groups, reverse=rounds % 2 == 1):
+                dist.barrier(group=groups[name])
+                start = time.perf_counter()
+                for _ in range(block):
+                    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=groups[name])
+                times[name].append((time.perf_counter() - start) / block)
+            rounds += 1
+            go_on.fill_(float(rounds < 5 or time.monotonic() < deadline))
+            dist.broadcast(go_on, 0)
+        seconds = {name: statistics.median(values) for name, values in times.items()}
+        pairs = [a / b for a, b in zip(times["with"], times["without"], strict=True)]
+        row = {"op": "all_reduce", "bytes": size, "ranks": world, "rounds": rounds, "seconds": seconds}
+        found.append({**row, "least": {name: min(v) for name, v in times.items()}, "ratio": statistics.median(pairs)})
+    return found
+
+
+def compare(args, comm, dist, torch, rank, world):
     groups = {"gloo": None, "shm": dist.new_group(backend="shm")}
     found = []
     for dtype_name in args.dtypes.split(","):
@@ -97,11 +138,7 @@ def work(args):
                     dist.broadcast(go_on, 0)
                 seconds = {name: statistics.median(values) for name, values in times.items()}
                 found.append({"op": op, "dtype": dtype_name, "bytes": size, "ranks": world, "seconds": seconds})
-    if rank == 0:
-        with open(args.worker, "w", encoding="utf-8") as file:
-            json.dump(found, file)
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 def measure(args, ranks, port):
@@ -110,6 +147,7 @@ def measure(args, ranks, port):
         command = [sys.executable, "-W", "ignore", os.path.abspath(__file__), "--worker", out]
         for name in ("sizes", "dtypes", "seconds"):
             command += [f"--{name}", str(getattr(args, name))]
+        command += ["--fingerprints"] * args.fingerprints
         processes = []
         for rank in range(ranks):
             env = dict(os.environ, RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
@@ -162,6 +200,12 @@ def main():
     rows = []
     for index, ranks in enumerate(map(int, args.ranks.split(","))):
         rows += measure(args, ranks, 29900 + os.getpid() % 90 + index)
+    if args.fingerprints:
+        for row in rows:
+            both = " ".join(f"{name} {seconds * 1e6:8.2f} us" for name, seconds in row["seconds"].items())
+            least = " ".join(f"{name} {seconds * 1e6:8.2f} us" for name, seconds in row["least"].items())
+            print(f"{row['ranks']} ranks {row['bytes'] >> 10:7d} K: {both}, ratio {row['ratio']:.4f}; least {least}")
+        return
     show(rows)
     picture = args.png or (os.path.splitext(args.json)[0] + ".png" if args.json else None)
     if picture:

@@ -4,7 +4,10 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <pybind11/chrono.h>
 #include <pybind11/stl.h>
+
+#include <optional>
 
 #include "bindings/registry.h"
 #include "bindings/sharded_params.h"
@@ -18,12 +21,15 @@ namespace ds::bindings {
 DS_BINDINGS(m) {
   using comm::Communicator;
   py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
-      .def(py::init([](const py::object& group, bool shared) {
+      .def(py::init([](const py::object& group, bool shared, std::chrono::milliseconds patience,
+                       const std::optional<comm::GroupFacts>& facts) {
              auto made = communicator(group);
              py::gil_scoped_release unlocked;
-             return shared ? comm::shm_communicator(std::move(made)) : made;
+             return shared ? comm::shm_communicator(std::move(made), patience, facts.value_or(comm::GroupFacts()))
+                           : made;
            }),
-           py::arg("group"), py::arg("shared") = false)
+           py::arg("group"), py::arg("shared") = false, py::arg("patience") = std::chrono::milliseconds(30 * 60 * 1000),
+           py::arg("facts") = py::none())
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("name", &Communicator::name)

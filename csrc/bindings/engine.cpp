@@ -228,6 +228,11 @@ DS_BINDINGS(m) {
              return sums.defined() ? c10::optional<at::Tensor>(sums) : c10::nullopt;
            })
       .def("steps", [](Engine& engine) { return engine.stepper().steps(); })
+      .def("learned_fires", [](Engine& engine) { return engine.grads().learned(); })
+      .def(
+          "set_learned_fires",
+          [](Engine& engine, const std::vector<int32_t>& expected) { engine.grads().set_learned(expected); },
+          py::arg("expected"))
       .def("culprits",
            [](Engine& engine) {
              std::vector<std::pair<std::string, std::string>> result;

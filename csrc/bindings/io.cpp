@@ -20,6 +20,9 @@ using Released = py::call_guard<py::gil_scoped_release>;
 
 py::tuple pair(const Sum& sum) { return py::make_tuple(sum.bytes, sum.crc32); }
 
+// What Tensor.data_ptr() says.
+char* at(uintptr_t address) { return reinterpret_cast<char*>(address); }  // NOLINT(performance-no-int-to-ptr)
+
 std::vector<ZipEntry> entries_of(const std::vector<std::pair<std::string, uint64_t>>& pairs) {
   std::vector<ZipEntry> entries;
   entries.reserve(pairs.size());
@@ -30,7 +33,7 @@ std::vector<ZipEntry> entries_of(const std::vector<std::pair<std::string, uint64
 std::vector<Range> ranges_of(const std::vector<std::tuple<uint64_t, uint64_t, uintptr_t>>& triples) {
   std::vector<Range> ranges;
   ranges.reserve(triples.size());
-  for (const auto& [offset, bytes, to] : triples) ranges.push_back({offset, bytes, reinterpret_cast<void*>(to)});
+  for (const auto& [offset, bytes, to] : triples) ranges.push_back({offset, bytes, at(to)});
   return ranges;
 }
 
@@ -44,8 +47,6 @@ StreamOptions options_of(size_t buffer_bytes, int buffers, int threads, bool dir
   return options;
 }
 
-const char* at(uintptr_t address) { return reinterpret_cast<const char*>(address); }
-
 // Memory of bytes, bytearray, memoryview and arrays.
 template <typename Writer>
 auto write_buffer(Writer& writer, const py::buffer& data) {
@@ -55,7 +56,7 @@ auto write_buffer(Writer& writer, const py::buffer& data) {
   return writer.write(info.ptr, static_cast<size_t>(info.size * info.itemsize));
 }
 
-void translate(std::exception_ptr pending) {
+void translate(std::exception_ptr pending) {  // NOLINT(performance-unnecessary-value-param): pybind11 asks for it
   try {
     if (pending) std::rethrow_exception(pending);
   } catch (const FileError& e) {
@@ -180,6 +181,7 @@ DS_BINDINGS(m) {
       "sum_ranges",
       [](const std::string& path, const std::vector<std::pair<uint64_t, uint64_t>>& ranges, int threads) {
         std::vector<Range> made;
+        made.reserve(ranges.size());
         for (const auto& [offset, bytes] : ranges) made.push_back({offset, bytes, nullptr});
         py::gil_scoped_release released;
         return sum_ranges(path, made, threads);

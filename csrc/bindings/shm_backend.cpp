@@ -2,6 +2,9 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+
+#include <optional>
 
 #include "bindings/registry.h"
 #include "comm/shm_backend.h"
@@ -10,6 +13,13 @@ namespace py = pybind11;
 
 DS_BINDINGS(m) {
   py::module_::import("torch.distributed");  // registers the types below
-  m.def("shm_backend", &ds::comm::shm_backend, py::call_guard<py::gil_scoped_release>(), py::arg("store"),
-        py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("other"));
+  m.def(
+      "shm_backend",
+      [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
+         ds::comm::BackendPtr other, const std::optional<ds::comm::GroupFacts>& facts) {
+        return ds::comm::shm_backend(store, rank, size, timeout, std::move(other),
+                                     facts.value_or(ds::comm::GroupFacts()));
+      },
+      py::call_guard<py::gil_scoped_release>(), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
+      py::arg("other"), py::arg("facts") = py::none());
 }

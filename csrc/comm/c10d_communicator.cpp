@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 
+#include <algorithm>
 #include <functional>
 #include <mutex>
 
@@ -84,30 +85,49 @@ class C10dCommunicator : public Communicator {
         rank_(group_->getRank()),
         size_(group_->getSize()),
         scratch_(std::make_shared<Scratch>()) {}
+  // Of some ranks of the group, which then send to each other directly.
+  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<int> members)
+      : C10dCommunicator(std::move(group)) {
+    rank_ = static_cast<int>(std::find(members.begin(), members.end(), rank_) - members.begin());
+    size_ = static_cast<int>(members.size());
+    members_ = std::move(members);
+    first_tag_ += 1 << 26;
+  }
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   std::string name() const override { return name_; }
-  void barrier() override { group()->barrier()->wait(); }
+  void barrier() override {
+    if (members_.empty()) {
+      group()->barrier()->wait();
+    } else {
+      all_reduce(at::zeros({1}), ReduceOp::kSum)->wait();
+    }
+  }
+  CommunicatorPtr among(const std::vector<int>& ranks) override {
+    return std::make_shared<C10dCommunicator>(group(), ranks);
+  }
   PeerMemoryPtr peer_memory(int64_t bytes) override { return process_peer_memory(*this, bytes); }
   void leave() override { group_.reset(); }
 
  protected:
-  WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op) override {
+  WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op, Tag tag) override {
+    if (!members_.empty()) return reduce_directly(tensor, op, tag);
     std::vector<at::Tensor> carrier{carried(tensor)};
     c10d::AllreduceOptions options;
     options.reduceOp = c10d_op(op);
     return carrying(group()->allreduce(carrier, options), carrier[0], tensor);
   }
 
-  WorkPtr start_broadcast(const at::Tensor& tensor, int root) override {
+  WorkPtr start_broadcast(const at::Tensor& tensor, int root, Tag) override {
+    if (!members_.empty()) return send_to_all(tensor, root);
     std::vector<at::Tensor> carrier{carried(tensor)};
     c10d::BroadcastOptions options;
     options.rootRank = root;
     return carrying(group()->broadcast(carrier, options), carrier[0], tensor);
   }
 
-  WorkPtr start_reduce_scatter(const at::Tensor& input, const at::Tensor& output) override {
+  WorkPtr start_reduce_scatter(const at::Tensor& input, const at::Tensor& output, Tag tag) override {
     if (native(input)) {
       at::Tensor result =
           output.scalar_type() == input.scalar_type() ? output : at::empty_like(output, input.options());
@@ -117,19 +137,19 @@ class C10dCommunicator : public Communicator {
     if (!input.device().is_cpu()) {
       const at::Tensor host = input.to(at::kCPU);
       const at::Tensor result = at::empty(output.sizes(), output.options().device(at::kCPU));
-      return then(start_reduce_scatter(host, result), [=] { output.copy_(result); });
+      return then(start_reduce_scatter(host, result, tag), [=] { output.copy_(result); });
     }
     return exchange_and_sum(input, output);
   }
 
-  WorkPtr start_all_gather(const at::Tensor& mine, const at::Tensor& all) override {
+  WorkPtr start_all_gather(const at::Tensor& mine, const at::Tensor& all, Tag tag) override {
     if (native(all)) {
       at::Tensor target = all, source = mine;
       return std::make_shared<C10dWork>(std::vector<Handle>{group()->_allgather_base(target, source)}, nullptr);
     }
     if (!all.device().is_cpu()) {
       const at::Tensor host = at::empty(all.sizes(), all.options().device(at::kCPU));
-      return then(start_all_gather(mine.to(at::kCPU), host), [=] { all.copy_(host); });
+      return then(start_all_gather(mine.to(at::kCPU), host, tag), [=] { all.copy_(host); });
     }
     return exchange(mine, all);
   }
@@ -144,7 +164,44 @@ class C10dCommunicator : public Communicator {
   // all-reduce). Sending each rank its row directly moves the least data, overlaps all peers, needs no arithmetic of
   // the backend, so that every dtype works, and leaves the order of the sum to us.
   bool native(const at::Tensor& tensor) const {
-    return !tensor.device().is_cpu() && name_.find("gloo") == std::string::npos;
+    return members_.empty() && !tensor.device().is_cpu() && name_.find("gloo") == std::string::npos;
+  }
+
+  int peer(int r) const { return members_.empty() ? r : members_[r]; }
+
+  WorkPtr send_to_all(const at::Tensor& tensor, int root) {
+    const int tag = next_tag();
+    std::vector<Handle> handles;
+    std::vector<at::Tensor> sent{tensor};
+    if (tensor.numel() == 0) return std::make_shared<C10dWork>(std::move(handles), nullptr);
+    if (rank() != root) {
+      handles.push_back(group()->recv(sent, peer(root), tag));
+    } else {
+      for (int r = 0; r < size(); ++r)
+        if (r != root) handles.push_back(group()->send(sent, peer(r), tag));
+    }
+    return std::make_shared<C10dWork>(std::move(handles), nullptr);
+  }
+
+  // Every element is reduced by one rank, or by all in the same order: the same bits for everybody.
+  WorkPtr reduce_directly(const at::Tensor& tensor, ReduceOp op, Tag tag) {
+    const at::Tensor flat = tensor.view({-1});
+    if (op != ReduceOp::kSum || flat.nbytes() <= kSmallBytes || flat.numel() % size() != 0) {
+      const at::Tensor rows = at::empty({size(), flat.numel()}, flat.options());
+      return then(start_all_gather(flat, rows, tag), [=, n = size()] {
+        at::Tensor result = rows.select(0, 0);
+        for (int r = 1; r < n; ++r) {
+          const at::Tensor other = rows.select(0, r);
+          result = op == ReduceOp::kSum   ? result + other
+                   : op == ReduceOp::kMax ? at::maximum(result, other)
+                                          : at::minimum(result, other);
+        }
+        flat.copy_(result);
+      });
+    }
+    const at::Tensor row = flat.view({size(), -1}).select(0, rank());
+    start_reduce_scatter(flat, row, tag)->wait();
+    return start_all_gather(row, flat, tag);
   }
 
   WorkPtr exchange_and_sum(const at::Tensor& input, const at::Tensor& output) {
@@ -157,8 +214,8 @@ class C10dCommunicator : public Communicator {
       for (int step = 1; step < n; ++step) {
         const int to = (me + step) % n, from = (me + n - step) % n;
         std::vector<at::Tensor> receive{landing.select(0, from - (from > me))}, send{rows.select(0, to)};
-        handles.push_back(group()->recv(receive, from, tag));
-        handles.push_back(group()->send(send, to, tag));
+        handles.push_back(group()->recv(receive, peer(from), tag));
+        handles.push_back(group()->send(send, peer(to), tag));
       }
     }
     const auto scratch = scratch_;
@@ -197,15 +254,15 @@ class C10dCommunicator : public Communicator {
       for (int step = 1; step < n; ++step) {
         const int to = (me + step) % n, from = (me + n - step) % n;
         std::vector<at::Tensor> receive{rows.select(0, from)}, send{rows.select(0, me)};
-        handles.push_back(group()->recv(receive, from, tag));
-        handles.push_back(group()->send(send, to, tag));
+        handles.push_back(group()->recv(receive, peer(from), tag));
+        handles.push_back(group()->send(send, peer(to), tag));
       }
     }
     return std::make_shared<C10dWork>(std::move(handles), nullptr);
   }
 
   // Above what scripts use for messages of their own.
-  int next_tag() { return kFirstTag + (sequence_++ & 0xffffff); }
+  int next_tag() { return first_tag_ + (sequence_++ & 0xffffff); }
 
   static WorkPtr carrying(Handle handle, at::Tensor carrier, at::Tensor target) {
     std::function<void()> finish;
@@ -228,7 +285,9 @@ class C10dCommunicator : public Communicator {
     return tensor;
   }
 
-  static constexpr int kFirstTag = 1 << 28;
+  static constexpr size_t kSmallBytes = 64 * 1024;
+  int first_tag_ = 1 << 28;
+  std::vector<int> members_;  // ranks of the group; empty: all
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::string name_;
   int rank_, size_;

@@ -42,6 +42,8 @@ WorkPtr Communicator::run(const char* op, const at::Tensor& largest, const Start
   return std::make_shared<EndedWork>();
 }
 
+std::shared_ptr<Communicator> Communicator::among(const std::vector<int>&) { return nullptr; }
+
 std::vector<LoggedCall> Communicator::take_log() { return std::exchange(log_, {}); }
 
 void Communicator::count(int64_t elements, const at::Tensor& tensor) {
@@ -50,28 +52,28 @@ void Communicator::count(int64_t elements, const at::Tensor& tensor) {
   traffic_.bytes += elements * static_cast<int64_t>(tensor.element_size());
 }
 
-WorkPtr Communicator::all_reduce(const at::Tensor& tensor, ReduceOp op) {
+WorkPtr Communicator::all_reduce(const at::Tensor& tensor, ReduceOp op, const std::string& tag) {
   count(2 * tensor.numel() * (size() - 1) / size(), tensor);
-  return run("all_reduce", tensor, [&] { return start_all_reduce(tensor, op); });
+  return run("all_reduce", tensor, [&] { return start_all_reduce(tensor, op, tag); });
 }
 
-WorkPtr Communicator::broadcast(const at::Tensor& tensor, int root) {
+WorkPtr Communicator::broadcast(const at::Tensor& tensor, int root, const std::string& tag) {
   count(size() > 1 ? tensor.numel() : 0, tensor);
-  return run("broadcast", tensor, [&] { return start_broadcast(tensor, root); });
+  return run("broadcast", tensor, [&] { return start_broadcast(tensor, root, tag); });
 }
 
-WorkPtr Communicator::reduce_scatter(const at::Tensor& input, const at::Tensor& output) {
+WorkPtr Communicator::reduce_scatter(const at::Tensor& input, const at::Tensor& output, const std::string& tag) {
   if (input.numel() != output.numel() * size())
     fail(ErrorKind::kValue, "reduce_scatter: ", input.numel(), " elements for ", size(), " rows of ", output.numel());
   count(input.numel() * (size() - 1) / size(), input);
-  return run("reduce_scatter", input, [&] { return start_reduce_scatter(input, output); });
+  return run("reduce_scatter", input, [&] { return start_reduce_scatter(input, output, tag); });
 }
 
-WorkPtr Communicator::all_gather(const at::Tensor& mine, const at::Tensor& all) {
+WorkPtr Communicator::all_gather(const at::Tensor& mine, const at::Tensor& all, const std::string& tag) {
   if (all.numel() != mine.numel() * size())
     fail(ErrorKind::kValue, "all_gather: ", all.numel(), " elements for ", size(), " rows of ", mine.numel());
   count(all.numel() * (size() - 1) / size(), all);
-  return run("all_gather", all, [&] { return start_all_gather(mine, all); });
+  return run("all_gather", all, [&] { return start_all_gather(mine, all, tag); });
 }
 
 }  // namespace ds::comm

@@ -47,19 +47,23 @@ class Communicator {
   virtual int size() const = 0;
   virtual std::string name() const = 0;  // for messages and reports
 
-  WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op);
-  WorkPtr broadcast(const at::Tensor& tensor, int root);
+  // `tag`: what it is for, a parameter's name as a rule, equal on all ranks; for messages when ranks do not meet.
+  WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const std::string& tag = {});
+  WorkPtr broadcast(const at::Tensor& tensor, int root, const std::string& tag = {});
   // `output` becomes the sum over ranks of row number rank() of `input`, which has size() rows of output.numel()
   // elements. Summed in rank order, in fp32 where the input is narrower; `output` has input's dtype or fp32. It may be
   // that very row of `input`, else they do not overlap. The rest of `input` is left undefined.
-  WorkPtr reduce_scatter(const at::Tensor& input, const at::Tensor& output);
+  WorkPtr reduce_scatter(const at::Tensor& input, const at::Tensor& output, const std::string& tag = {});
   // Row r of `all`, which has size() rows of mine.numel() elements, becomes rank r's `mine`. `mine` may be this rank's
   // row of `all`.
-  WorkPtr all_gather(const at::Tensor& mine, const at::Tensor& all);
+  WorkPtr all_gather(const at::Tensor& mine, const at::Tensor& all, const std::string& tag = {});
   virtual void barrier() = 0;
   // Host memory of `bytes` on every rank that all ranks can read, or null on all of them where there is no such thing.
   // Collective, with tensors in host memory.
   virtual PeerMemoryPtr peer_memory(int64_t bytes) = 0;
+  // A communicator of these ranks alone (ascending, this one among them), over what carries this one. Only they call
+  // it. Its tensors are in host memory. Null where there is no such thing.
+  virtual std::shared_ptr<Communicator> among(const std::vector<int>& ranks);
   // The process is about to end: lets go of what it is carried by, and cannot be used any more.
   virtual void leave() {}
 
@@ -71,10 +75,11 @@ class Communicator {
   std::vector<LoggedCall> take_log();  // calls since the last take
 
  protected:
-  virtual WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op) = 0;
-  virtual WorkPtr start_broadcast(const at::Tensor& tensor, int root) = 0;
-  virtual WorkPtr start_reduce_scatter(const at::Tensor& input, const at::Tensor& output) = 0;
-  virtual WorkPtr start_all_gather(const at::Tensor& mine, const at::Tensor& all) = 0;
+  using Tag = const std::string&;
+  virtual WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op, Tag tag) = 0;
+  virtual WorkPtr start_broadcast(const at::Tensor& tensor, int root, Tag tag) = 0;
+  virtual WorkPtr start_reduce_scatter(const at::Tensor& input, const at::Tensor& output, Tag tag) = 0;
+  virtual WorkPtr start_all_gather(const at::Tensor& mine, const at::Tensor& all, Tag tag) = 0;
 
  private:
   void count(int64_t elements, const at::Tensor& tensor);

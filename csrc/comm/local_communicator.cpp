@@ -31,13 +31,13 @@ class LocalCommunicator : public Communicator {
   PeerMemoryPtr peer_memory(int64_t bytes) override { return std::make_shared<OwnMemory>(bytes); }
 
  protected:
-  WorkPtr start_all_reduce(const at::Tensor&, ReduceOp) override { return std::make_shared<DoneWork>(); }
-  WorkPtr start_broadcast(const at::Tensor&, int) override { return std::make_shared<DoneWork>(); }
-  WorkPtr start_reduce_scatter(const at::Tensor& input, const at::Tensor& output) override {
+  WorkPtr start_all_reduce(const at::Tensor&, ReduceOp, Tag) override { return std::make_shared<DoneWork>(); }
+  WorkPtr start_broadcast(const at::Tensor&, int, Tag) override { return std::make_shared<DoneWork>(); }
+  WorkPtr start_reduce_scatter(const at::Tensor& input, const at::Tensor& output, Tag) override {
     output.copy_(input.reshape(output.sizes()));
     return std::make_shared<DoneWork>();
   }
-  WorkPtr start_all_gather(const at::Tensor& mine, const at::Tensor& all) override {
+  WorkPtr start_all_gather(const at::Tensor& mine, const at::Tensor& all, Tag) override {
     if (mine.data_ptr() != all.data_ptr()) all.copy_(mine.reshape(all.sizes()));
     return std::make_shared<DoneWork>();
   }

@@ -25,8 +25,8 @@ static_assert(sizeof(Header) <= kHeaderBytes && std::atomic<int64_t>::is_always_
 
 class ProcessPeerMemory : public PeerMemory {
  public:
-  ProcessPeerMemory(int rank, std::shared_ptr<SharedSegments> segments, int64_t bytes)
-      : rank_(rank), segments_(std::move(segments)), bytes_(bytes) {}
+  ProcessPeerMemory(int rank, std::shared_ptr<SharedSegments> segments, int64_t bytes, LookAfter look_after)
+      : rank_(rank), segments_(std::move(segments)), bytes_(bytes), look_after_(std::move(look_after)) {}
   ~ProcessPeerMemory() override { header(rank_)->closed = 1; }
 
   at::Tensor region(int rank) override {
@@ -38,6 +38,7 @@ class ProcessPeerMemory : public PeerMemory {
   void publish() override { header(rank_)->version.fetch_add(1, std::memory_order_release); }
 
   void await(int64_t version) override {
+    const auto since = std::chrono::steady_clock::now();
     for (int rank = 0; rank < segments_->size(); ++rank) {
       for (int64_t round = 0; header(rank)->version.load(std::memory_order_acquire) < version; ++round) {
         if (round < 200) {
@@ -45,7 +46,9 @@ class ProcessPeerMemory : public PeerMemory {
           continue;
         }
         std::this_thread::sleep_for(std::chrono::microseconds(50));
-        if (round % 1000 == 0) check_alive(rank);
+        if (round % 1000 != 0) continue;
+        check_alive(rank);
+        if (look_after_) look_after_(rank, since);
       }
     }
   }
@@ -65,6 +68,7 @@ class ProcessPeerMemory : public PeerMemory {
   int rank_;
   std::shared_ptr<SharedSegments> segments_;
   int64_t bytes_;
+  LookAfter look_after_;
 };
 
 }  // namespace
@@ -88,10 +92,10 @@ Introduction introduction_over(Communicator& group) {
   return made;
 }
 
-PeerMemoryPtr process_peer_memory(Communicator& group, int64_t bytes) {
+PeerMemoryPtr process_peer_memory(Communicator& group, int64_t bytes, LookAfter look_after) {
   auto segments = SharedSegments::create(group.rank(), group.size(), kHeaderBytes + bytes, introduction_over(group));
   if (!segments) return nullptr;
-  return std::make_shared<ProcessPeerMemory>(group.rank(), std::move(segments), bytes);
+  return std::make_shared<ProcessPeerMemory>(group.rank(), std::move(segments), bytes, std::move(look_after));
 }
 
 }  // namespace ds::comm

@@ -19,6 +19,10 @@ struct Introduction {
   std::function<bool(bool)> all;                                           // whether all ranks say true
 };
 
+// Equal where processes may share memory: on one host, in one PID namespace. DS_HOST_ID in the environment makes ranks
+// of one host believe that they are on several, for tests.
+int64_t host_id();
+
 class SharedSegments {
  public:
   // Collective. Every rank asks for the same `bytes`, which start as zeros. Null on all ranks where it is impossible

@@ -404,8 +404,8 @@ Introduction introduction_over_store(const c10::intrusive_ptr<c10d::Store>& stor
 }  // namespace
 
 BackendPtr shm_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                       std::chrono::milliseconds timeout, BackendPtr other) {
-  auto group = ShmGroup::create(rank, size, introduction_over_store(store, rank, size), timeout);
+                       std::chrono::milliseconds timeout, BackendPtr other, const GroupFacts& facts) {
+  auto group = ShmGroup::create(rank, size, introduction_over_store(store, rank, size), timeout, facts);
   return c10::make_intrusive<ShmBackend>(rank, size, std::move(group), std::move(other));
 }
 

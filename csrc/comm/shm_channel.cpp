@@ -8,18 +8,21 @@
 #include <algorithm>
 #include <atomic>
 #include <climits>
+#include <cstdlib>
 #include <cstring>
 #include <new>
 
 #include "base/cores.h"
 #include "base/error.h"
-#include "comm/reduce_rows.h"
 
 namespace ds::comm {
 
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+// Rank 0 tells the user when it has waited this long, and goes on waiting.
+constexpr std::chrono::seconds kWorthALine(10);
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -39,6 +42,11 @@ void wake_all(std::atomic<uint32_t>& word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
+bool fingerprints_wanted() {
+  const char* given = std::getenv("DS_COMM_FINGERPRINTS");
+  return !given || std::string(given) != "0";
+}
+
 }  // namespace
 
 struct ShmChannel::Line {
@@ -50,33 +58,27 @@ struct ShmChannel::Line {
   char why[1024];
 };
 
-std::string describe(const Record& record) {
-  std::string text = std::string(record.what) + "(";
-  const char* separator = "";
-  if (record.type >= 0) {
-    text += std::to_string(record.numel) + " x " + c10::toString(static_cast<c10::ScalarType>(record.type));
-    separator = ", ";
-  }
-  if (record.op >= 0) {
-    text += separator + std::string(row_op_name(static_cast<RowOp>(record.op)));
-    separator = ", ";
-  }
-  if (record.root >= 0) text += separator + std::string("root ") + std::to_string(record.root);
-  return text + ")";
-}
-
-ShmChannel::ShmChannel(int rank, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds patience)
+ShmChannel::ShmChannel(int rank, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds patience,
+                       GroupFacts facts)
     : rank_(rank),
       segments_(std::move(segments)),
+      board_(std::make_shared<RankBoard>(rank, segments_, 4096, facts)),
+      watch_(facts.watch),
       patience_(patience),
+      checks_(fingerprints_wanted()),
       // About 40 ns each: a rank that is about to come is worth waiting for, one that has no core is not.
-      spins_(segments_->size() <= usable_cores() ? 2000 : 20) {
-  static_assert(sizeof(Line) <= kBytes && std::atomic<uint32_t>::is_always_lock_free);
+      spins_(segments_->size() <= usable_cores() ? 2000 : 20),
+      slow_(rank == 0 ? std::make_unique<SlowRank>(segments_->size()) : nullptr),
+      came_us_(segments_->size()),
+      overdue_(segments_->size()) {
+  static_assert(sizeof(Line) <= 4096 && std::atomic<uint32_t>::is_always_lock_free);
   new (line(rank_)) Line();
+  if (watch_) watch_->add(board_);
 }
 
 ShmChannel::~ShmChannel() {
   if (segments_->pid(rank_) != getpid()) return;  // a forked child has no say
+  board_->close();
   line(rank_)->closed = 1;
   wake_all(line(rank_)->met);
 }
@@ -85,28 +87,36 @@ ShmChannel::Line* ShmChannel::line(int rank) const { return static_cast<Line*>(s
 
 const Record& ShmChannel::record_of(int rank) const { return line(rank)->records[entered_ & 1]; }
 
-void ShmChannel::enter(const Record& record) {
+void ShmChannel::enter(Record record) {
   Line* mine = line(rank_);
   if (mine->failed.load())
     fail(ErrorKind::kRuntime, "this group has failed before: ", static_cast<const char*>(mine->why));
-  ++entered_;
-  mine->records[entered_ & 1] = record;
-  mine->entered.store(entered_, std::memory_order_release);
+  if (checks_) record.at_us = now_us();
+  const int64_t number = ++entered_;
+  mine->records[number & 1] = record;
+  if (checks_) board_->ring().begin(record, number);
+  mine->entered.store(number, std::memory_order_release);
   barrier();
+  if (!checks_) return;
   for (int rank = 0; rank < segments_->size(); ++rank) {
-    const Record& other = record_of(rank);
-    const bool same = std::strncmp(other.what, record.what, sizeof(record.what)) == 0 && other.type == record.type &&
-                      other.op == record.op && other.root == record.root && other.own == record.own &&
-                      (record.own || other.numel == record.numel);
-    if (same) continue;
+    if (fits(record_of(rank), record)) continue;
     std::string text = "the ranks of a group call different collectives:";
     for (int each = 0; each < segments_->size(); ++each)
       text += " rank " + std::to_string(each) + " " + describe(record_of(each)) + ";";
     text.back() = '.';
-    text += " (Number " + std::to_string(entered_) + " of this group.)";
-    give_up(text);
-    fail(ErrorKind::kRuntime, text);
+    give_up(text + " (Number " + std::to_string(number) + " of this group.)");
   }
+  if (slow_) note_arrivals();
+}
+
+void ShmChannel::leave() {
+  if (checks_) board_->ring().end(entered_);
+}
+
+void ShmChannel::note_arrivals() {
+  for (int rank = 0; rank < segments_->size(); ++rank) came_us_[rank] = record_of(rank).at_us;
+  const std::string text = slow_->note(came_us_);
+  if (!text.empty()) board_->warn(text);
 }
 
 void ShmChannel::barrier() {
@@ -130,26 +140,29 @@ void ShmChannel::wait_for(int rank, uint32_t count) {
     const uint32_t seen = theirs->met.load(std::memory_order_seq_cst);
     if (static_cast<int32_t>(seen - count) < 0) sleep_on(theirs->met, seen);
     theirs->sleepers.fetch_sub(1, std::memory_order_seq_cst);
-    if (!here()) look_after(rank, since);
+    if (here()) break;
+    look_after(rank, since, waiting_in());
+    if (rank_ == 0 && !overdue_[rank] && Clock::now() - since > kWorthALine) {
+      overdue_[rank] = true;
+      board_->warn(board_->called(rank) + " lets the others wait in " + waiting_in() + ", for " +
+                   std::to_string(kWorthALine.count()) + " s now; after " +
+                   std::to_string(patience_.load().count() / 1000) +
+                   " s of waiting (comm.timeout, DS_COMM_TIMEOUT_S) the ranks give up. This is said once.");
+    }
   }
 }
 
-void ShmChannel::look_after(int rank, Clock::time_point since) {
+std::string ShmChannel::waiting_in() const {
+  return describe(record_of(rank_)) + ", number " + std::to_string(entered_) + " of this group";
+}
+
+void ShmChannel::look_after(int rank, Clock::time_point since, const std::string& what) {
   Line* theirs = line(rank);
-  for (int other = 0; other < segments_->size(); ++other) {
-    if (other == rank_ || !line(other)->failed.load(std::memory_order_acquire)) continue;
-    const std::string text = "rank " + std::to_string(other) + " has given up: " + line(other)->why;
-    give_up(text);
-    fail(ErrorKind::kRuntime, text);
-  }
-  const std::string mine = describe(line(rank_)->records[entered_ & 1]);
+  for (int other = 0; other < segments_->size(); ++other)
+    if (other != rank_ && line(other)->failed.load(std::memory_order_acquire)) give_up(line(other)->why);
   const auto lost = [&](const std::string& how) {
-    const std::string text = "rank " + std::to_string(rank) + " (process " + std::to_string(segments_->pid(rank)) +
-                             ") " + how + " while rank " + std::to_string(rank_) + " waited for it in " + mine +
-                             ", number " + std::to_string(entered_) + " of this group; it has entered " +
-                             std::to_string(theirs->entered.load()) + ".";
-    give_up(text);
-    fail(ErrorKind::kRuntime, text);
+    give_up(board_->called(rank) + " " + how + " while rank " + std::to_string(rank_) + " waited for it in " + what +
+            "; it has entered " + std::to_string(theirs->entered.load()) + ".");
   };
   if (!segments_->alive(rank)) lost("has ended");
   if (theirs->closed.load()) lost("has destroyed its process group");
@@ -160,10 +173,12 @@ void ShmChannel::look_after(int rank, Clock::time_point since) {
 
 void ShmChannel::give_up(const std::string& why) {
   Line* mine = line(rank_);
-  if (mine->failed.load()) return;
-  std::strncpy(mine->why, why.c_str(), sizeof(mine->why) - 1);
-  mine->failed.store(1, std::memory_order_release);
-  wake_all(mine->met);
+  if (!giving_up_.exchange(true)) {
+    std::strncpy(mine->why, why.c_str(), sizeof(mine->why) - 1);
+    mine->failed.store(1, std::memory_order_release);
+    wake_all(mine->met);
+  }
+  fail(ErrorKind::kRuntime, why, board_->report(why));
 }
 
 }  // namespace ds::comm

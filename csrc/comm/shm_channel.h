@@ -10,60 +10,61 @@
 // what the others wrote. Two records in turn are enough: a rank can write record k + 2 only after it has passed a
 // barrier of k + 1, into which every other rank goes only when it has read record k.
 #pragma once
-#include <c10/core/ScalarType.h>
-
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
-#include "comm/shared_segments.h"
+#include "comm/rank_board.h"
+#include "comm/record.h"
+#include "comm/slow_rank.h"
 
 namespace ds::comm {
 
-// What a rank says of the collective it enters.
-struct Record {
-  char what[24] = "";  // name of the operation
-  int32_t type = -1;   // c10::ScalarType
-  int32_t op = -1;     // RowOp
-  int32_t root = -1;
-  int32_t own = 0;      // 1: numel may differ between the ranks
-  int64_t numel = 0;    // elements of the tensor that this rank gives
-  int64_t longest = 0;  // not compared: whatever the operation wants all ranks to know
-};
-
-std::string describe(const Record& record);
-
 class ShmChannel {
  public:
-  static constexpr int64_t kBytes = 4096;  // what the channel needs at the start of each segment
+  static constexpr int64_t kBytes = 4096 + RankBoard::kBytes;  // what it needs at the start of each segment
 
-  ShmChannel(int rank, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds patience);
+  ShmChannel(int rank, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds patience, GroupFacts facts);
   ~ShmChannel();
 
   // Enters a collective: records it, meets the others, fails on every rank alike when they are not at the same one.
-  void enter(const Record& record);
+  void enter(Record record);
+  void leave();                             // the collective entered last has ended on this rank
   const Record& record_of(int rank) const;  // of the collective entered last
   void barrier();
 
-  // This rank cannot go on: the others stop, too, with this text.
-  void give_up(const std::string& why);
   int64_t entered() const { return entered_; }
+  // For whoever waits for `rank` by other means, several times a second, since `since`: fails when it cannot come any
+  // more or is overdue, or when another rank has given up. From any thread.
+  void look_after(int rank, std::chrono::steady_clock::time_point since, const std::string& what);
   void set_patience(std::chrono::milliseconds patience) { patience_ = patience; }  // from any thread
+
+  // This rank cannot go on: the others stop, too, with this text, and everybody says where it is.
+  [[noreturn]] void give_up(const std::string& why);
 
  private:
   struct Line;
   Line* line(int rank) const;
   void wait_for(int rank, uint32_t count);
-  void look_after(int rank, std::chrono::steady_clock::time_point since);
+  std::string waiting_in() const;
+  void note_arrivals();
 
   int rank_;
   std::shared_ptr<SharedSegments> segments_;
+  std::shared_ptr<RankBoard> board_;
+  std::shared_ptr<Watch> watch_;
   std::atomic<std::chrono::milliseconds> patience_;
+  const bool checks_;  // DS_COMM_FINGERPRINTS=0: no comparison and no flight record, to measure what they cost
   int spins_;
   uint32_t met_ = 0;
-  int64_t entered_ = 0;
+  std::atomic<int64_t> entered_{0};
+  std::atomic<bool> giving_up_{false};
+  std::unique_ptr<SlowRank> slow_;  // rank 0
+  std::vector<int64_t> came_us_;
+  std::vector<bool> overdue_;  // ranks about which rank 0 has said so
 };
 
 }  // namespace ds::comm

@@ -3,35 +3,13 @@
 #include <cstdlib>
 #include <string>
 
-#include "base/cores.h"
+#include "comm/hierarchical_communicator.h"
 #include "comm/process_peer_memory.h"
-#include "comm/shm_queue.h"
+#include "comm/shm_work.h"
 
 namespace ds::comm {
 
 namespace {
-
-class ShmWork : public Work {
- public:
-  ShmWork(std::shared_ptr<ShmQueue> queue, ShmQueue::TaskPtr task) : queue_(std::move(queue)), task_(std::move(task)) {}
-  void wait() override {
-    if (task_->done() && !task_->error()) return;
-    queue_->complete(task_);
-  }
-  bool ready() override { return task_->done(); }
-
- private:
-  std::shared_ptr<ShmQueue> queue_;
-  ShmQueue::TaskPtr task_;
-};
-
-RowOp row_op(ReduceOp op) {
-  return op == ReduceOp::kMax ? RowOp::kMax : op == ReduceOp::kMin ? RowOp::kMin : RowOp::kSum;
-}
-
-// Where every rank has a core of its own and no more, a thread in the background would only take turns with the
-// computation: the collective then runs when somebody waits for it.
-bool has_spare_cores(int ranks) { return usable_cores() > ranks; }
 
 class ShmCommunicator : public Communicator {
  public:
@@ -46,37 +24,41 @@ class ShmCommunicator : public Communicator {
   void barrier() override {
     queue_->complete(queue_->submit([](ShmGroup& group) { group.barrier(); }, ShmQueue::Start::kByWaiting));
   }
-  PeerMemoryPtr peer_memory(int64_t bytes) override { return process_peer_memory(*this, bytes); }
+  PeerMemoryPtr peer_memory(int64_t bytes) override {
+    return process_peer_memory(*this, bytes, [queue = queue_](int rank, std::chrono::steady_clock::time_point since) {
+      queue->group().channel().look_after(rank, since, "the values of its parameters");
+    });
+  }
   void leave() override { carrier_->leave(); }
 
  protected:
-  WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op) override {
-    if (!tensor.device().is_cpu()) return carrier_->all_reduce(tensor, op);
-    return start([tensor, op](ShmGroup& group) {
-      group.all_reduce(tensor.data_ptr(), numel(tensor), tensor.scalar_type(), row_op(op));
+  WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op, Tag tag) override {
+    if (!tensor.device().is_cpu()) return carrier_->all_reduce(tensor, op, tag);
+    return start([tensor, op, tag = std::string(tag)](ShmGroup& group) {
+      group.all_reduce(tensor.data_ptr(), numel(tensor), tensor.scalar_type(), row_op(op), tag);
     });
   }
 
-  WorkPtr start_broadcast(const at::Tensor& tensor, int root) override {
-    if (!tensor.device().is_cpu()) return carrier_->broadcast(tensor, root);
-    return start([tensor, root](ShmGroup& group) {
-      group.broadcast(tensor.data_ptr(), numel(tensor), tensor.scalar_type(), root);
+  WorkPtr start_broadcast(const at::Tensor& tensor, int root, Tag tag) override {
+    if (!tensor.device().is_cpu()) return carrier_->broadcast(tensor, root, tag);
+    return start([tensor, root, tag = std::string(tag)](ShmGroup& group) {
+      group.broadcast(tensor.data_ptr(), numel(tensor), tensor.scalar_type(), root, tag);
     });
   }
 
-  WorkPtr start_reduce_scatter(const at::Tensor& input, const at::Tensor& output) override {
-    if (!input.device().is_cpu()) return carrier_->reduce_scatter(input, output);
+  WorkPtr start_reduce_scatter(const at::Tensor& input, const at::Tensor& output, Tag tag) override {
+    if (!input.device().is_cpu()) return carrier_->reduce_scatter(input, output, tag);
     const bool wide = input.scalar_type() != output.scalar_type();
-    return start([input, output, wide](ShmGroup& group) {
+    return start([input, output, wide, tag = std::string(tag)](ShmGroup& group) {
       group.reduce_scatter(output.data_ptr(), rows(input, group.size()), numel(output), input.scalar_type(),
-                           RowOp::kSum, wide);
+                           RowOp::kSum, wide, tag);
     });
   }
 
-  WorkPtr start_all_gather(const at::Tensor& mine, const at::Tensor& all) override {
-    if (!all.device().is_cpu()) return carrier_->all_gather(mine, all);
-    return start([mine, all](ShmGroup& group) {
-      group.all_gather(rows(all, group.size()), mine.data_ptr(), numel(mine), mine.scalar_type());
+  WorkPtr start_all_gather(const at::Tensor& mine, const at::Tensor& all, Tag tag) override {
+    if (!all.device().is_cpu()) return carrier_->all_gather(mine, all, tag);
+    return start([mine, all, tag = std::string(tag)](ShmGroup& group) {
+      group.all_gather(rows(all, group.size()), mine.data_ptr(), numel(mine), mine.scalar_type(), tag);
     });
   }
 
@@ -97,11 +79,11 @@ class ShmCommunicator : public Communicator {
 
 }  // namespace
 
-CommunicatorPtr shm_communicator(CommunicatorPtr carrier) {
+CommunicatorPtr shm_communicator(CommunicatorPtr carrier, std::chrono::milliseconds patience, const GroupFacts& facts) {
   const char* wish = std::getenv("DS_SHM_COLLECTIVES");
   if (carrier->size() == 1 || (wish && std::string(wish) == "0")) return carrier;
-  auto group =
-      ShmGroup::create(carrier->rank(), carrier->size(), introduction_over(*carrier), ShmGroup::default_patience());
+  if (auto made = hierarchical_communicator(carrier, patience, facts, host_id())) return made;
+  auto group = ShmGroup::create(carrier->rank(), carrier->size(), introduction_over(*carrier), patience, facts);
   if (!group) return carrier;
   return std::make_shared<ShmCommunicator>(std::move(carrier), std::move(group));
 }

@@ -1,12 +1,17 @@
 // A Communicator through shared memory, for ranks of one host; see shm_group.h.
 #pragma once
+#include <chrono>
+
 #include "comm/communicator.h"
+#include "comm/watch.h"
 
 namespace ds::comm {
 
 // Collective over `carrier`, whose ranks it serves: tensors in host memory go through shared memory, all others and
-// whatever else there is through the carrier. Returns the carrier itself where the ranks do not share a host, or where
-// DS_SHM_COLLECTIVES=0 in the environment.
-CommunicatorPtr shm_communicator(CommunicatorPtr carrier);
+// whatever else there is through the carrier. Ranks on several hosts meet
+// through their leaders (hierarchical_communicator.h). Returns the carrier itself where no two ranks share a host, or
+// where DS_SHM_COLLECTIVES=0 in the environment. `patience`: how long a rank waits for another before all give up.
+CommunicatorPtr shm_communicator(CommunicatorPtr carrier, std::chrono::milliseconds patience,
+                                 const GroupFacts& facts = {});
 
 }  // namespace ds::comm

@@ -28,37 +28,24 @@ Rows rows_of(void* data, int count, size_t row_bytes) {
   return rows;
 }
 
-std::chrono::milliseconds ShmGroup::default_patience() {
-  const char* given = std::getenv("DS_COMM_TIMEOUT_S");
-  const double seconds = given ? std::atof(given) : 0;
-  return std::chrono::milliseconds(seconds > 0 ? static_cast<int64_t>(seconds * 1000) : 30 * 60 * 1000);
-}
-
 std::unique_ptr<ShmGroup> ShmGroup::create(int rank, int size, const Introduction& introduction,
-                                           std::chrono::milliseconds patience) {
+                                           std::chrono::milliseconds patience, const GroupFacts& facts) {
   // Lanes of one element each must fit.
   const int64_t bytes = ShmChannel::kBytes + 2 * std::max<int64_t>(kSlotBytes, static_cast<int64_t>(size) * 16 * 16);
   auto segments = SharedSegments::create(rank, size, bytes, introduction);
   if (!segments) return nullptr;
-  std::unique_ptr<ShmGroup> made(new ShmGroup(rank, size, std::move(segments), patience));
+  std::unique_ptr<ShmGroup> made(new ShmGroup(rank, size, std::move(segments), patience, facts));
   introduction.all(true);  // nobody looks at a line before its owner has made it
   return made;
 }
 
-ShmGroup::ShmGroup(int rank, int size, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds patience)
-    : rank_(rank), size_(size), segments_(std::move(segments)), channel_(rank, segments_, patience) {}
+ShmGroup::ShmGroup(int rank, int size, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds patience,
+                   const GroupFacts& facts)
+    : rank_(rank), size_(size), segments_(std::move(segments)), channel_(rank, segments_, patience, facts) {}
 
 char* ShmGroup::slot(int rank) const {
   const size_t bytes = std::max<size_t>(kSlotBytes, static_cast<size_t>(size_) * 16 * 16);
   return static_cast<char*>(segments_->data(rank)) + ShmChannel::kBytes + static_cast<size_t>(turn_) * bytes;
-}
-
-Record ShmGroup::record(const char* what, size_t numel, c10::ScalarType type) const {
-  Record made;
-  std::strncpy(made.what, what, sizeof(made.what) - 1);
-  made.numel = static_cast<int64_t>(numel);
-  made.type = static_cast<int32_t>(type);
-  return made;
 }
 
 // The slots of this step have been written: all may read them.
@@ -70,8 +57,8 @@ void ShmGroup::next_step(bool first, const Record& record) {
   }
 }
 
-void ShmGroup::all_reduce(void* data, size_t numel, c10::ScalarType type, RowOp op) {
-  Record call = record("all_reduce", numel, type);
+void ShmGroup::all_reduce(void* data, size_t numel, c10::ScalarType type, RowOp op, const std::string& tag) {
+  Record call = call_of("all_reduce", numel, type, tag);
   call.op = static_cast<int32_t>(op);
   const size_t width = element_size(type), most = kSlotBytes / width;
   const bool small = numel * width <= kSmallBytes;
@@ -102,10 +89,11 @@ void ShmGroup::all_reduce(void* data, size_t numel, c10::ScalarType type, RowOp 
     }
     done += m;
   } while (done < numel);
+  channel_.leave();
 }
 
-void ShmGroup::reduce(void* data, size_t numel, c10::ScalarType type, RowOp op, int root) {
-  Record call = record("reduce", numel, type);
+void ShmGroup::reduce(void* data, size_t numel, c10::ScalarType type, RowOp op, int root, const std::string& tag) {
+  Record call = call_of("reduce", numel, type, tag);
   call.op = static_cast<int32_t>(op);
   call.root = root;
   const size_t width = element_size(type), most = kSlotBytes / width;
@@ -123,10 +111,11 @@ void ShmGroup::reduce(void* data, size_t numel, c10::ScalarType type, RowOp op, 
     }
     done += m;
   } while (done < numel);
+  channel_.leave();
 }
 
-void ShmGroup::broadcast(void* data, size_t numel, c10::ScalarType type, int root) {
-  Record call = record("broadcast", numel, type);
+void ShmGroup::broadcast(void* data, size_t numel, c10::ScalarType type, int root, const std::string& tag) {
+  Record call = call_of("broadcast", numel, type, tag);
   call.root = root;
   const size_t width = element_size(type), most = kSlotBytes / width;
   size_t done = 0;
@@ -139,10 +128,12 @@ void ShmGroup::broadcast(void* data, size_t numel, c10::ScalarType type, int roo
     if (m && rank_ != root) std::memcpy(here, slot(root), m * width);
     done += m;
   } while (done < numel);
+  channel_.leave();
 }
 
-void ShmGroup::all_gather(const Rows& out, const void* mine, size_t numel, c10::ScalarType type) {
-  const Record call = record("all_gather", numel, type);
+void ShmGroup::all_gather(const Rows& out, const void* mine, size_t numel, c10::ScalarType type,
+                          const std::string& tag) {
+  const Record call = call_of("all_gather", numel, type, tag);
   const size_t width = element_size(type), most = kSlotBytes / width;
   size_t done = 0;
   do {
@@ -159,10 +150,12 @@ void ShmGroup::all_gather(const Rows& out, const void* mine, size_t numel, c10::
     }
     done += m;
   } while (done < numel);
+  channel_.leave();
 }
 
-void ShmGroup::reduce_scatter(void* out, const Rows& in, size_t numel, c10::ScalarType type, RowOp op, bool wide) {
-  Record call = record("reduce_scatter", numel, type);
+void ShmGroup::reduce_scatter(void* out, const Rows& in, size_t numel, c10::ScalarType type, RowOp op, bool wide,
+                              const std::string& tag) {
+  Record call = call_of("reduce_scatter", numel, type, tag);
   call.op = static_cast<int32_t>(op);
   const size_t width = element_size(type), out_width = wide ? sizeof(float) : width, most = lane_numel(size_, width);
   std::vector<const void*> rows(size_);
@@ -179,11 +172,12 @@ void ShmGroup::reduce_scatter(void* out, const Rows& in, size_t numel, c10::Scal
     reduce_rows(static_cast<char*>(out) + done * out_width, rows.data(), size_, m, type, op, wide);
     done += m;
   } while (done < numel);
+  channel_.leave();
 }
 
 void ShmGroup::all_to_all(const Rows& out, const std::vector<int64_t>& take, const Rows& in,
                           const std::vector<int64_t>& give, c10::ScalarType type) {
-  Record call = record("all_to_all", 0, type);
+  Record call = call_of("all_to_all", 0, type);
   call.own = 1;
   for (int64_t count : give) call.numel += count;
   call.longest = *std::max_element(give.begin(), give.end());
@@ -211,10 +205,12 @@ void ShmGroup::all_to_all(const Rows& out, const std::vector<int64_t>& take, con
     }
     done += most;
   } while (done < longest);
+  channel_.leave();
 }
 
-void ShmGroup::gather(const Rows& out, const void* mine, size_t numel, c10::ScalarType type, int root) {
-  Record call = record("gather", numel, type);
+void ShmGroup::gather(const Rows& out, const void* mine, size_t numel, c10::ScalarType type, int root,
+                      const std::string& tag) {
+  Record call = call_of("gather", numel, type, tag);
   call.root = root;
   const size_t width = element_size(type), most = kSlotBytes / width;
   size_t done = 0;
@@ -228,10 +224,12 @@ void ShmGroup::gather(const Rows& out, const void* mine, size_t numel, c10::Scal
       std::memmove(out[r] + done * width, r == root ? from : slot(r), m * width);
     done += m;
   } while (done < numel);
+  channel_.leave();
 }
 
-void ShmGroup::scatter(void* mine, const Rows& in, size_t numel, c10::ScalarType type, int root) {
-  Record call = record("scatter", numel, type);
+void ShmGroup::scatter(void* mine, const Rows& in, size_t numel, c10::ScalarType type, int root,
+                       const std::string& tag) {
+  Record call = call_of("scatter", numel, type, tag);
   call.root = root;
   const size_t width = element_size(type), most = lane_numel(size_, width);
   size_t done = 0;
@@ -247,13 +245,13 @@ void ShmGroup::scatter(void* mine, const Rows& in, size_t numel, c10::ScalarType
                    rank_ == root ? row(root) : slot(root) + static_cast<size_t>(rank_) * most * width, m * width);
     done += m;
   } while (done < numel);
+  channel_.leave();
 }
 
 void ShmGroup::barrier() {
   turn_ ^= 1;
-  Record call;
-  std::strncpy(call.what, "barrier", sizeof(call.what) - 1);
-  channel_.enter(call);
+  channel_.enter(record("barrier"));
+  channel_.leave();
 }
 
 }  // namespace ds::comm

@@ -25,35 +25,41 @@ class ShmGroup {
  public:
   // Collective, see SharedSegments::create; null on all ranks where it is impossible.
   static std::unique_ptr<ShmGroup> create(int rank, int size, const Introduction& introduction,
-                                          std::chrono::milliseconds patience);
-  static std::chrono::milliseconds default_patience();  // DS_COMM_TIMEOUT_S, else 30 minutes
+                                          std::chrono::milliseconds patience, const GroupFacts& facts = {});
 
   int rank() const { return rank_; }
   int size() const { return size_; }
   ShmChannel& channel() { return channel_; }
 
-  // Elements are counted as `numel` of `type`; memory belongs to the caller.
-  void all_reduce(void* data, size_t numel, c10::ScalarType type, RowOp op);
-  void reduce(void* data, size_t numel, c10::ScalarType type, RowOp op, int root);  // only the root's data changes
-  void broadcast(void* data, size_t numel, c10::ScalarType type, int root);
+  // Elements are counted as `numel` of `type`; memory belongs to the caller. `tag`: what it is for, see Record.
+  void all_reduce(void* data, size_t numel, c10::ScalarType type, RowOp op, const std::string& tag = {});
+  void reduce(void* data, size_t numel, c10::ScalarType type, RowOp op, int root,
+              const std::string& tag = {});  // only the root's data changes
+  void broadcast(void* data, size_t numel, c10::ScalarType type, int root, const std::string& tag = {});
   // Rank r's `numel` elements come into out[r]; `mine` may be out[rank()].
-  void all_gather(const Rows& out, const void* mine, size_t numel, c10::ScalarType type);
+  void all_gather(const Rows& out, const void* mine, size_t numel, c10::ScalarType type, const std::string& tag = {});
   // out: the reduction of in[rank()] over the ranks, `numel` elements; it may be in[rank()] itself.
   // wide: `out` is fp32 although the input is a 16-bit float.
-  void reduce_scatter(void* out, const Rows& in, size_t numel, c10::ScalarType type, RowOp op, bool wide);
+  void reduce_scatter(void* out, const Rows& in, size_t numel, c10::ScalarType type, RowOp op, bool wide,
+                      const std::string& tag = {});
   // To rank r go the `give[r]` elements at in[r]; from it come `take[r]` to out[r].
   void all_to_all(const Rows& out, const std::vector<int64_t>& take, const Rows& in, const std::vector<int64_t>& give,
                   c10::ScalarType type);
-  void gather(const Rows& out, const void* mine, size_t numel, c10::ScalarType type, int root);  // root: out, else {}
-  void scatter(void* mine, const Rows& in, size_t numel, c10::ScalarType type, int root);        // root: in, else {}
+  void gather(const Rows& out, const void* mine, size_t numel, c10::ScalarType type, int root,
+              const std::string& tag = {});  // root: out, else {}
+  void scatter(void* mine, const Rows& in, size_t numel, c10::ScalarType type, int root,
+               const std::string& tag = {});  // root: in, else {}
   void barrier();
 
  private:
-  ShmGroup(int rank, int size, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds patience);
+  ShmGroup(int rank, int size, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds patience,
+           const GroupFacts& facts);
 
   char* slot(int rank) const;  // of the step in hand
   void next_step(bool first, const Record& record);
-  Record record(const char* what, size_t numel, c10::ScalarType type) const;
+  Record call_of(const char* what, size_t numel, c10::ScalarType type, const std::string& tag = {}) const {
+    return record(what, static_cast<int64_t>(numel), static_cast<int32_t>(type), tag);
+  }
 
   int rank_, size_;
   std::shared_ptr<SharedSegments> segments_;

@@ -2,8 +2,10 @@
 
 #include <ATen/Functions.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <exception>
+#include <map>
 #include <mutex>
 
 #include "base/error.h"
@@ -73,6 +75,13 @@ class Meeting {
     regions_.reset();
   }
 
+  std::shared_ptr<Meeting> among(const std::vector<int>& ranks) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto& made = subsets_[ranks];
+    if (!made) made = std::make_shared<Meeting>(static_cast<int>(ranks.size()));
+    return made;
+  }
+
   void leave_for_good() {
     std::lock_guard<std::mutex> lock(mutex_);
     broken_ = true;
@@ -139,6 +148,7 @@ class Meeting {
   std::string error_;
   int present_ = 0;
   int64_t round_ = 0;
+  std::map<std::vector<int>, std::shared_ptr<Meeting>> subsets_;
   std::shared_ptr<SharedRegions> regions_;  // while peer_memory() collects them
   bool leaving_ = false;
   bool broken_ = false;
@@ -202,21 +212,26 @@ class ThreadCommunicator : public Communicator {
     barrier();
     return std::make_shared<ThreadPeerMemory>(shared, rank_);
   }
+  CommunicatorPtr among(const std::vector<int>& ranks) override {
+    const auto mine = std::find(ranks.begin(), ranks.end(), rank_) - ranks.begin();
+    return std::make_shared<ThreadCommunicator>(meeting_->among(ranks), static_cast<int>(mine),
+                                                static_cast<int>(ranks.size()), false);
+  }
 
  protected:
-  WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op) override {
-    return meet("all_reduce(" + describe(tensor) + ", op " + std::to_string(static_cast<int>(op)) + ")", tensor, {}, 0,
-                op);
+  WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op, Tag tag) override {
+    return meet("all_reduce(" + describe(tensor) + ", op " + std::to_string(static_cast<int>(op)) + ")" + tag, tensor,
+                {}, 0, op);
   }
-  WorkPtr start_broadcast(const at::Tensor& tensor, int root) override {
-    return meet("broadcast(" + describe(tensor) + ", root " + std::to_string(root) + ")", tensor, {}, root,
+  WorkPtr start_broadcast(const at::Tensor& tensor, int root, Tag tag) override {
+    return meet("broadcast(" + describe(tensor) + ", root " + std::to_string(root) + ")" + tag, tensor, {}, root,
                 ReduceOp::kSum);
   }
-  WorkPtr start_reduce_scatter(const at::Tensor& input, const at::Tensor& output) override {
-    return meet("reduce_scatter(" + describe(input) + ")", input, output, 0, ReduceOp::kSum);
+  WorkPtr start_reduce_scatter(const at::Tensor& input, const at::Tensor& output, Tag tag) override {
+    return meet("reduce_scatter(" + describe(input) + ")" + tag, input, output, 0, ReduceOp::kSum);
   }
-  WorkPtr start_all_gather(const at::Tensor& mine, const at::Tensor& all) override {
-    return meet("all_gather(" + describe(mine) + ")", mine, all, 0, ReduceOp::kSum);
+  WorkPtr start_all_gather(const at::Tensor& mine, const at::Tensor& all, Tag tag) override {
+    return meet("all_gather(" + describe(mine) + ")" + tag, mine, all, 0, ReduceOp::kSum);
   }
 
  private:

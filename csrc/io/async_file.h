@@ -23,7 +23,8 @@ class AsyncFile {
   virtual const char* name() const = 0;  // "libaio" or "pwrite"
 };
 
-// libaio if `direct` and the kernel gives a context for it, else pwrite on a thread. `file`, `files` outlive it.
+// libaio if `direct` and the kernel gives a context for it, else pwrite on a thread. `depth` is at most
+// AioContexts::kDepth. `file`, `files` outlive it.
 std::unique_ptr<AsyncFile> open_async(Files& files, const Descriptor& file, const std::string& path, bool direct,
                                       int depth);
 

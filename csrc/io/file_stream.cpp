@@ -14,6 +14,7 @@ namespace {
 
 constexpr size_t kLargestBuffer = size_t{1} << 30;  // one write of Linux ends below 2 GiB
 constexpr size_t kDirectFrom = 1 << 20;             // below, the page cache and its fsync are no slower
+constexpr size_t kSmallest = 4 << 20;               // a smaller write costs the disk as much
 constexpr size_t kShare = 1 << 20;                  // bytes below which another thread costs more than it helps
 
 const StreamOptions& checked(const StreamOptions& options) {
@@ -29,13 +30,17 @@ const StreamOptions& checked(const StreamOptions& options) {
   return options;
 }
 
+// So small that filling and writing overlap also in a file of a few buffers.
 size_t needed_buffer(uint64_t expected_bytes, size_t buffer_bytes) {
   if (expected_bytes == 0) return buffer_bytes;
-  return static_cast<size_t>(std::min<uint64_t>(expected_bytes, buffer_bytes));
+  const uint64_t eighth = round_up(expected_bytes / 8, kBlockBytes);
+  return static_cast<size_t>(std::min<uint64_t>({expected_bytes, std::max<uint64_t>(eighth, kSmallest), buffer_bytes}));
 }
 
 size_t needed_buffers(uint64_t expected_bytes, const StreamOptions& options) {
-  return expected_bytes != 0 && expected_bytes <= options.buffer_bytes ? 1 : static_cast<size_t>(options.buffers);
+  return expected_bytes != 0 && expected_bytes <= needed_buffer(expected_bytes, options.buffer_bytes)
+             ? 1
+             : static_cast<size_t>(options.buffers);
 }
 
 }  // namespace
@@ -51,8 +56,9 @@ FileStream::FileStream(Files& files, const std::string& path, uint64_t expected_
   try {
     // In whole blocks, as O_DIRECT writes the last one; finish() cuts the file to its size.
     files_.reserve(file_, path_, round_up(expected_bytes, kBlockBytes));
-    const bool whole_in_one_buffer = expected_bytes != 0 && expected_bytes <= pool_.buffer_bytes();
-    if (direct_ || !whole_in_one_buffer) {
+    const bool whole_in_one_buffer =
+        pool_.available() == 1 && expected_bytes != 0 && expected_bytes <= pool_.buffer_bytes();
+    if (!whole_in_one_buffer) {
       async_ = open_async(files_, file_, path_, direct_, static_cast<int>(pool_.available()));
     }
     method_ = async_ ? async_->name() : "pwrite";

@@ -119,25 +119,27 @@ void Files::sync_directory(const std::string& path) {
   if (::fsync(folder.get()) != 0 && errno != EINVAL && errno != EROFS) fail_file(errno, "fsync", path);
 }
 
-void Files::rename_counted(const std::string& from, const std::string& to) {
+void Files::rename(const std::string& from, const std::string& to) {
   const std::string both = from + " to " + to;
   if (const int code = carry_out(faults_.count(Call::kRename))) fail_file(code, "rename", both);
   if (::rename(from.c_str(), to.c_str()) != 0) fail_file(errno, "rename", both);
 }
 
-void Files::rename(const std::string& from, const std::string& to) { rename_counted(from, to); }
-
 bool Files::exchange(const std::string& a, const std::string& b) {
   if (const int code = carry_out(faults_.count(Call::kRename))) fail_file(code, "exchange", a + " and " + b);
   if (::renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE) == 0) return true;
   if (errno != EINVAL && errno != ENOSYS && errno != EOPNOTSUPP) fail_file(errno, "exchange", a + " and " + b);
+  exchange_by_renames(a, b);
+  return false;
+}
+
+void Files::exchange_by_renames(const std::string& a, const std::string& b) {
   struct stat found;
   const std::string aside = b + ".exchange";
   if (::lstat(aside.c_str(), &found) == 0) fail_file(EEXIST, "exchange", aside);
-  rename_counted(b, aside);
-  rename_counted(a, b);
-  rename_counted(aside, a);
-  return false;
+  rename(b, aside);
+  rename(a, b);
+  rename(aside, a);
 }
 
 }  // namespace ds::io

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "io/aio_contexts.h"
 #include "io/descriptor.h"
 #include "io/faults.h"
 
@@ -16,6 +17,7 @@ class Files {
   explicit Files(const std::string& fault_order = "") : faults_(fault_order) {}
 
   Faults& faults() { return faults_; }
+  AioContexts& aio_contexts() { return aio_contexts_; }
 
   // Makes or empties `path` for writing. `direct`: past the page cache; on return false if the file system cannot.
   Descriptor create(const std::string& path, bool* direct);
@@ -43,11 +45,11 @@ class Files {
   // RENAME_EXCHANGE; elsewhere three renames through `<b>.exchange`: a crash between them leaves what `b` meant there.
   // Returns whether it was atomic.
   bool exchange(const std::string& a, const std::string& b);
+  void exchange_by_renames(const std::string& a, const std::string& b);
 
  private:
-  void rename_counted(const std::string& from, const std::string& to);
-
   Faults faults_;
+  AioContexts aio_contexts_;
 };
 
 }  // namespace ds::io

@@ -24,7 +24,11 @@ class LibaioFile : public AsyncFile {
       if (got != 1) break;
       --busy_;
     }
-    io_destroy(context_);  // waits as well
+    if (busy_ == 0) {
+      files_.aio_contexts().give_back(context_);
+    } else {
+      io_destroy(context_);  // waits as well
+    }
   }
 
   const char* name() const override { return "libaio"; }
@@ -130,8 +134,8 @@ class LibaioFile : public AsyncFile {
 }  // namespace
 
 std::unique_ptr<AsyncFile> open_libaio(Files& files, const Descriptor& file, const std::string& path, int depth) {
-  io_context_t context = nullptr;
-  if (io_setup(depth, &context) != 0) return nullptr;
+  io_context* context = files.aio_contexts().take();
+  if (context == nullptr) return nullptr;
   return std::make_unique<LibaioFile>(files, file, path, context, depth);
 }
 

@@ -260,7 +260,8 @@ at::Tensor Engine::full(Kept kept, int slot, size_t param) {
         .copy_(from.data.narrow(0, space.offset_in(from, extent), extent.numel));
   }
   // Summed as integers, since all but one rank have zero bits: every value arrives as it is, minus zero included.
-  data_parallel_->all_reduce(flat.view(type == at::kDouble ? at::kLong : at::kInt), comm::ReduceOp::kSum)->wait();
+  const at::Tensor bits = flat.view(type == at::kDouble ? at::kLong : at::kInt);
+  data_parallel_->all_reduce(bits, comm::ReduceOp::kSum, spec.name)->wait();
   return flat.as_strided(sizes, strides, 0);
 }
 
@@ -297,7 +298,7 @@ void Engine::broadcast(const std::vector<at::Tensor>& tensors, int root) {
   if (data_parallel_->size() == 1) return;
   for (const at::Tensor& tensor : tensors) {
     const at::Tensor sent = tensor.contiguous();
-    data_parallel_->broadcast(sent, root)->wait();
+    data_parallel_->broadcast(sent, root, "values of rank 0")->wait();
     if (!sent.is_same(tensor)) tensor.detach().copy_(sent);
   }
 }

@@ -304,6 +304,10 @@ void GradReducer::launch(BucketState& bucket) {
   start_reduction(bucket);
 }
 
+std::string GradReducer::tag(const BucketState& bucket) const {
+  return bucket.params.empty() ? "" : store_.spec(bucket.params.front()).name;
+}
+
 void GradReducer::start_reduction(BucketState& bucket) {
   at::Tensor sent = bucket.slots;
   if (options_.comm_dtype && *options_.comm_dtype != sent.scalar_type()) {
@@ -316,14 +320,14 @@ void GradReducer::start_reduction(BucketState& bucket) {
     sent = bucket.carrier;
   }
   if (!store_.sharded() || !options_.scatter) {
-    bucket.work = communicator_->all_reduce(sent, comm::ReduceOp::kSum);
+    bucket.work = communicator_->all_reduce(sent, comm::ReduceOp::kSum, tag(bucket));
     return;
   }
   const at::Tensor target = row(bucket);
   const bool direct = target.scalar_type() == sent.scalar_type() || target.scalar_type() == at::kFloat;
   bucket.landing =
       direct && !bucket.reduced ? target : borrow(target.numel(), direct ? target.scalar_type() : sent.scalar_type());
-  bucket.work = communicator_->reduce_scatter(sent, bucket.landing);
+  bucket.work = communicator_->reduce_scatter(sent, bucket.landing, tag(bucket));
 }
 
 // The slots of buckets that have been sent are free again.
@@ -370,7 +374,7 @@ void GradReducer::complete(BucketState& bucket) {
   collect(bucket);
   if (!bucket.landing.defined()) return;
   const at::Tensor target = row(bucket);
-  if (replicas_) replicas_->all_reduce(bucket.landing, comm::ReduceOp::kSum)->wait();
+  if (replicas_) replicas_->all_reduce(bucket.landing, comm::ReduceOp::kSum, tag(bucket))->wait();
   if (bucket.reduced) {
     device_.accumulate(target, bucket.landing, options_.postscale);
   } else if (bucket.landing.data_ptr() != target.data_ptr() || options_.postscale != 1.0f) {
@@ -391,8 +395,8 @@ bool GradReducer::exchange_flags() {
     values[count + bucket_of_[param]] += late_[param].defined() ? 1.0f : 0.0f;
   }
   at::Tensor shared = device_.device().is_cpu() ? flags : flags.to(device_.device());
-  communicator_->all_reduce(shared, comm::ReduceOp::kSum)->wait();
-  if (replicas_) replicas_->all_reduce(shared, comm::ReduceOp::kSum)->wait();
+  communicator_->all_reduce(shared, comm::ReduceOp::kSum, "flags of used parameters")->wait();
+  if (replicas_) replicas_->all_reduce(shared, comm::ReduceOp::kSum, "flags of used parameters")->wait();
   if (!device_.device().is_cpu()) flags.copy_(shared);
   for (int64_t param = 0; param < count; ++param) {
     if (store_.sharded()) {
@@ -421,11 +425,11 @@ void GradReducer::late_round() {
     if (store_.sharded()) {
       const at::Tensor target = row(bucket);
       const at::Tensor sum = at::empty_like(target);
-      communicator_->reduce_scatter(round, sum)->wait();
-      if (replicas_) replicas_->all_reduce(sum, comm::ReduceOp::kSum)->wait();
+      communicator_->reduce_scatter(round, sum, tag(bucket))->wait();
+      if (replicas_) replicas_->all_reduce(sum, comm::ReduceOp::kSum, tag(bucket))->wait();
       device_.accumulate(target, sum, options_.postscale);
     } else {
-      communicator_->all_reduce(round, comm::ReduceOp::kSum)->wait();
+      communicator_->all_reduce(round, comm::ReduceOp::kSum, tag(bucket))->wait();
       device_.accumulate(space.grad.data.narrow(0, bucket.begin, bucket.numel), round, options_.postscale);
     }
   }
@@ -434,6 +438,15 @@ void GradReducer::late_round() {
 void GradReducer::learn() {
   for (size_t param = 0; param < store_.size(); ++param) expected_[param] = std::max(expected_[param], fires_[param]);
   learned_ = true;
+}
+
+void GradReducer::set_learned(const std::vector<int32_t>& expected) {
+  learned_ = !expected.empty();
+  expected_.assign(store_.size(), 0);
+  if (!learned_) return;
+  if (expected.size() != store_.size())
+    fail(ErrorKind::kValue, "what was learned of ", expected.size(), " parameters is not of these ", store_.size());
+  expected_ = expected;
 }
 
 void GradReducer::end() {

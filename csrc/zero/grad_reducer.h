@@ -84,6 +84,10 @@ class GradReducer {
   // Times this parameter has fired in the running backward, and the most it has in an earlier one.
   int32_t fires(size_t param) const { return fires_[param]; }
   int32_t expected(size_t param) const { return expected_[param]; }
+  // What has been learned of it, for a run that goes on later: empty before the first backward. A sum is rounded
+  // differently when a gradient comes late, so a resumed run that has to learn again would not have the same bits.
+  std::vector<int32_t> learned() const { return learned_ ? expected_ : std::vector<int32_t>(); }
+  void set_learned(const std::vector<int32_t>& expected);
   void set_waits(bool waits) { options_.waits = waits; }
   int64_t peak_borrowed_bytes() const { return peak_borrowed_bytes_; }  // slots, carriers and landings
 
@@ -128,6 +132,7 @@ class GradReducer {
   void make_room();
   void note_culprit(size_t param, const at::Tensor& grad);
   void launch(BucketState& bucket);
+  std::string tag(const BucketState& bucket) const;  // the name of its first parameter
   void start_reduction(BucketState& bucket);
   void launch_ready();
   void collect(BucketState& bucket);

@@ -84,10 +84,11 @@ void orthogonalise_bucket(const ParamStore& store, const FlatSpace& space, const
     costs.push_back(used(param) ? cost_of(store.spec(param), iteration) : 0);
   }
   const std::vector<int> owners = spread_costs(costs, data_parallel.size());
+  const std::string& tag = store.spec(space.params[bucket.first_param]).name;
   at::Tensor full = row;
   if (store.sharded()) {
     full = at::empty({space.map.parts * row.numel()}, row.options());
-    data_parallel.all_gather(row, full)->wait();
+    data_parallel.all_gather(row, full, tag)->wait();
   }
   for (int32_t index = bucket.first_param; index <= bucket.last_param; ++index) {
     const auto param = static_cast<size_t>(space.params[index]);
@@ -99,9 +100,9 @@ void orthogonalise_bucket(const ParamStore& store, const FlatSpace& space, const
     }
   }
   if (store.sharded()) {
-    data_parallel.reduce_scatter(full, row)->wait();
+    data_parallel.reduce_scatter(full, row, tag)->wait();
   } else if (data_parallel.size() > 1) {
-    data_parallel.all_reduce(row, comm::ReduceOp::kSum)->wait();
+    data_parallel.all_reduce(row, comm::ReduceOp::kSum, tag)->wait();
   }
 }
 

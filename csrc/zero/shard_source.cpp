@@ -26,7 +26,7 @@ int64_t gather_together(comm::Communicator& communicator, BufferPool& pool, cons
   for (ShardedParam* param : params) {
     const at::Tensor buffer = pool.take(param->padded_numel(), param->shard().options());
     param->mark_inflight();
-    pending.emplace_back(buffer, communicator.all_gather(param->shard(), buffer));
+    pending.emplace_back(buffer, communicator.all_gather(param->shard(), buffer, param->name()));
     received += param->padded_numel() - param->slice_numel();
   }
   for (size_t i = 0; i < params.size(); ++i) {
@@ -38,7 +38,8 @@ int64_t gather_together(comm::Communicator& communicator, BufferPool& pool, cons
 
 void refresh_together(comm::Communicator& communicator, const std::vector<ShardedParam*>& params) {
   std::vector<comm::WorkPtr> pending;
-  for (ShardedParam* param : params) pending.push_back(communicator.all_gather(param->shard(), param->buffer()));
+  for (ShardedParam* param : params)
+    pending.push_back(communicator.all_gather(param->shard(), param->buffer(), param->name()));
   for (const comm::WorkPtr& work : pending) work->wait();
 }
 
@@ -188,7 +189,7 @@ class AgreedSource : public ShardSource {
     std::copy(wants.begin(), wants.end(), host.data_ptr<int64_t>() + communicator_->rank() * row);
     const at::Device device = params_.empty() ? at::Device(at::kCPU) : params_[0]->shard().device();
     const at::Tensor shared = host.to(device);
-    communicator_->all_gather(shared.select(0, communicator_->rank()), shared)->wait();
+    communicator_->all_gather(shared.select(0, communicator_->rank()), shared, "what ranks want to gather")->wait();
     host = shared.to(at::kCPU);
     std::vector<int64_t> all(host.data_ptr<int64_t>(), host.data_ptr<int64_t>() + host.numel());
     std::sort(all.begin(), all.end());
@@ -198,7 +199,7 @@ class AgreedSource : public ShardSource {
     for (int64_t index : all) {
       ShardedParam& param = *params_[index];
       Transfer transfer{pool_.take(param.padded_numel(), param.shard().options()), nullptr};
-      transfer.work = communicator_->all_gather(param.shard(), transfer.buffer);
+      transfer.work = communicator_->all_gather(param.shard(), transfer.buffer, param.name());
       if (std::find(wants.begin(), wants.end(), index) != wants.end()) {
         gathered_ += param.padded_numel() - param.slice_numel();
         started_[&param] = transfer;

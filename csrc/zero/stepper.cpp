@@ -66,8 +66,8 @@ void Stepper::norm(const GradReducer& grads, float loss_scale, float max_norm, b
     device_.table().sum_squares(device_.launch(), segments.data(), segments.size(),
                                 kernel_dtype(grad.scalar_type(), "gradient"), device_.sum());
   }
-  if (store_.sharded()) data_parallel_->all_reduce(device_.sum_tensor(), comm::ReduceOp::kSum)->wait();
-  if (model_parallel) model_parallel->all_reduce(device_.sum_tensor(), comm::ReduceOp::kSum)->wait();
+  if (store_.sharded()) data_parallel_->all_reduce(device_.sum_tensor(), comm::ReduceOp::kSum, "gradient norm")->wait();
+  if (model_parallel) model_parallel->all_reduce(device_.sum_tensor(), comm::ReduceOp::kSum, "gradient norm")->wait();
   device_.table().finish_norm(device_.launch(), device_.sum(), loss_scale, max_norm, check, device_.step_scale());
   device_.post_step_scale();
   stepped_.clear();
@@ -114,7 +114,8 @@ void Stepper::update(const GradReducer& grads, const std::vector<std::vector<dou
       run_pass(turn, grads, pass);
       add = add || turn.rule.passes[pass].adds_sums;
     }
-    if (add && store_.sharded()) data_parallel_->all_reduce(sums_, comm::ReduceOp::kSum)->wait();
+    if (add && store_.sharded())
+      data_parallel_->all_reduce(sums_, comm::ReduceOp::kSum, "sums over parameters")->wait();
   }
   for (Turn& turn : turns) {
     if (turn.rule.orthogonalises()) {
@@ -210,12 +211,13 @@ void Stepper::matrix_passes(Turn turn, const GradReducer& grads) {
 void Stepper::start_gather(FlatSpace& space, const plan::Bucket& bucket) {
   const int64_t row = bucket.shard_end - bucket.shard_begin;
   const at::Tensor all = space.lp.data.narrow(0, space.map.full_begin(bucket), space.map.parts * row);
+  const std::string& tag = store_.spec(space.params[bucket.first_param]).name;
   if (gather_.collective) {
-    gathers_.push_back(data_parallel_->all_gather(all.narrow(0, space.rank * row, row), all));
+    gathers_.push_back(data_parallel_->all_gather(all.narrow(0, space.rank * row, row), all, tag));
     return;
   }
   for (int64_t rank = 0; rank < space.map.parts; ++rank)
-    gathers_.push_back(data_parallel_->broadcast(all.narrow(0, rank * row, row), static_cast<int>(rank)));
+    gathers_.push_back(data_parallel_->broadcast(all.narrow(0, rank * row, row), static_cast<int>(rank), tag));
 }
 
 void Stepper::finish_gather() {

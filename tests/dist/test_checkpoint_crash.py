@@ -160,7 +160,9 @@ def body_foreign(rank, world, folder):
 
 def test_files_of_others_in_the_folder_stay(tmp_path):
     run_ranks(1, body_foreign, str(tmp_path))
-    found = {os.path.relpath(os.path.join(root, f), tmp_path / "t") for root, _, fs in os.walk(tmp_path / "t") for f in fs}
+    found = {
+        os.path.relpath(os.path.join(root, f), tmp_path / "t") for root, _, fs in os.walk(tmp_path / "t") for f in fs
+    }
     assert {"config.json", "tokenizer/vocab.txt", manifest.NAME} < found
     assert not any("rank_7" in name for name in found)  # a shard that no rank of this run has written
     assert (tmp_path / "t" / "tokenizer" / "vocab.txt").read_text() == "tokenizer/vocab.txt"
@@ -185,22 +187,3 @@ def test_damage_is_found_before_anything_is_loaded(tmp_path):
     open(path, "wb").write(data[:-100])
     with pytest.raises(RuntimeError, match=r"zero_pp_rank_1_mp_rank_00_optim_states\.pt is damaged: it has \d+ bytes"):
         run_ranks(2, body_truncated, folder, "sizes")
-
-
-def body_node_local(rank, world, folder):
-    os.environ["CROSS_RANK"] = str(rank)
-    own = os.path.join(folder, f"disk{rank}")
-    engine = make_engine(world, 3, use_node_local_storage=True)
-    mark(engine, 1)
-    engine.save_checkpoint(own)
-    engine.load_checkpoint(own)
-    return sorted(os.listdir(own)), sorted(manifest.read(os.path.join(own, "global_step1"))["files"]), marks(engine)
-
-
-def test_every_node_its_own_disk(tmp_path):
-    for rank, (found, files, value) in enumerate(run_ranks(2, body_node_local, str(tmp_path))):
-        assert found == ["global_step1", "latest", "zero_to_fp32.py"]
-        assert [name for name in files if "zero_pp" in name] == [
-            names.sharded_model_states(rank), names.optim_states(rank)
-        ] or len(files) == 3
-        assert value == [1.0]

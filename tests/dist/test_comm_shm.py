@@ -1,5 +1,7 @@
 """The backend ``shm``: every collective against a serial model, DDP, groups, and ranks that go wrong."""
 
+import ctypes
+import json
 import os
 import signal
 import time
@@ -158,6 +160,68 @@ def test_the_engine_uses_it_by_itself():
         assert ours == pytest.approx(theirs, rel=1e-6)
 
 
+def flights_of_engine(rank, world):
+    assert deepspeed.comm.flight_record() == []
+    engine = deepspeed.initialize(
+        model=make_net(), config=config(world, 1, zero_optimization={"stage": 2}, comm={"timeout": 77})
+    )[0]
+    train_engine(engine, 4, rank, world)
+    names = {name for name, _ in engine.module.named_parameters()}
+    flights = deepspeed.comm.flight_record()
+    assert [f["began"] for f in flights] == sorted(f["began"] for f in flights)
+    assert {f["state"] for f in flights} == {"done"} and all(f["seconds"] >= 0 for f in flights)
+    assert all(f["tag"] for f in flights if f["op"] != "barrier"), flights
+    assert {f["tag"] for f in flights if f["op"] == "reduce_scatter"} <= names
+    assert {f["group"] for f in flights} == {"data parallel"}
+    group = dist.new_group(backend="shm")
+    for _ in range(300):
+        dist.barrier(group=group)
+    assert len(deepspeed.comm.flight_record()) == 256
+    return deepspeed.comm.patience.patience().total_seconds()
+
+
+def test_the_flight_record_has_names_of_parameters():
+    assert run_ranks(2, flights_of_engine, init=True, fresh=True) == [77.0] * 2
+
+
+def default_timeouts(rank, world):
+    os.environ["DS_COMM_TIMEOUT_S"] = "1.5"
+    deepspeed.init_distributed(dist_backend="shm", config={"comm": {"timeout": 600}})
+    begin = time.monotonic()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="has not come for 1 s"):
+            dist.barrier()
+        return time.monotonic() - begin
+    time.sleep(3.5)
+    return 0.0
+
+
+def test_the_environment_sets_the_patience_of_torchs_groups():
+    assert 1.5 <= run_ranks(2, default_timeouts, fresh=True)[0] < 3.4
+
+
+def slow_engine(rank, world):
+    lines = []
+    deepspeed.log.logger.warning = lambda *args: lines.append(args[0])
+    deepspeed.init_distributed(dist_backend="shm")
+    value = torch.ones(100)
+    begin = time.monotonic()
+    while True:
+        time.sleep(0.2 if rank == 1 else 0.01)
+        value.fill_(float(time.monotonic() - begin > 8))
+        dist.broadcast(value, 0)
+        if value[0]:
+            break
+    time.sleep(0.3)
+    return lines
+
+
+def test_a_slow_rank_is_named_once_and_waited_for():
+    first, second, third = run_ranks(3, slow_engine, fresh=True)
+    assert (second, third) == ([], []) and len(first) == 1
+    assert "rank 1 is slow" in first[0] and "have waited" in first[0]
+
+
 def different_places(rank, world):
     os.environ["DS_PEER_MEMORY"] = "0"  # as if the ranks were on several hosts
     deepspeed.init_distributed(dist_backend="shm")
@@ -172,6 +236,13 @@ def test_ranks_that_share_no_memory_go_through_gloo():
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
+@pytest.fixture(autouse=True)
+def traces(tmp_path, monkeypatch):
+    """Where the ranks write their flight records."""
+    monkeypatch.setenv("DS_COMM_TRACE_DIR", str(tmp_path))
+    return tmp_path
+
+
 def faulty(rank, world, fault):
     deepspeed.init_distributed(dist_backend="shm", timeout=timedelta(seconds=3))
     dist.all_reduce(torch.ones(10))
@@ -192,6 +263,8 @@ def faulty(rank, world, fault):
                 os.kill(os.getpid(), signal.SIGKILL)
             elif fault == "endless":
                 time.sleep(6)
+            elif fault == "deaf":
+                ctypes.PyDLL(None).usleep(6_000_000)  # with the interpreter's lock
             elif fault == "slow":
                 time.sleep(1)
                 dist.all_reduce(torch.ones(10))
@@ -216,6 +289,9 @@ def test_a_mismatch_names_ranks_and_calls_on_all_of_them(fault):
     for text, seconds in run_ranks(3, faulty, fault, fresh=True):
         assert called in text and "rank 0 all_reduce(10 x Float, sum)" in text
         assert seconds < 1
+        stack = text[text.index("rank 1 (process") :]
+        assert "test_comm_shm.py" in stack and "in faulty: dist." in stack  # the line of each rank's script
+        assert "number 2, for 0." in text
 
 
 @pytest.mark.parametrize("fault", ["exception", "endless"])
@@ -225,6 +301,26 @@ def test_a_rank_that_does_not_come_is_named(fault):
         assert "rank 1 (process" in text and "all_reduce(10 x Float, sum)" in text
         assert ("has destroyed its process group" if fault == "exception" else "has not come for 3 s") in text
         assert seconds < (1 if fault == "exception" else 5)
+        if fault == "endless":
+            assert "outside of collectives; all_reduce(10 x Float, sum), number 1, its last, ended 3." in text
+            assert "in faulty: time.sleep(6)" in text
+
+
+def test_a_rank_that_cannot_answer_is_told_from_one_that_can(traces):
+    results = run_ranks(3, faulty, "deaf", fresh=True)
+    for text, seconds in (results[0], results[2]):
+        assert "rank 1 (process" in text and "it does not answer: its interpreter is busy" in text
+        assert "in faulty: dist.all_reduce(torch.ones(10))" in text and seconds < 5
+    files = list(traces.iterdir())
+    assert len(files) == 2
+    for path in files:
+        assert str(path) in results[0][0] + results[2][0]
+        found = json.loads(path.read_text())
+        assert [each["rank"] for each in found["ranks"]] == [0, 1, 2] and "has not come for 3 s" in found["why"]
+        flights = found["ranks"][0]["flights"]
+        assert [f["number"] for f in flights] == [1, 2] and [f["state"] for f in flights] == ["done", "under way"]
+        assert {f["op"] for f in flights} == {"all_reduce"} and flights[1]["numel"] == 10
+        assert len(found["ranks"][1]["flights"]) == 1  # also of the rank that says nothing
 
 
 def survivors(rank, world, folder):

@@ -42,7 +42,7 @@ LATE_IMPORTS = {
     "checkpoint/__init__.py": "the public names of deepspeed.checkpoint: its files' names must be light",
     "zero/__init__.py": "the public names of deepspeed.zero; TiledLinear must not pull in the stages",
     "utils/pickle_table.py": "a class in a checkpoint that the user has let through by its name",
-    "utils/pickle_tensors.py": "classes that checkpoints have always named by DeepSpeed's import paths, all but one in rooms above",
+    "utils/pickle_tensors.py": "classes that checkpoints name by their published import paths, in rooms above",
     "registry.py": "a registry holds names so that what is not used is not imported",
     "git_version_info.py": "_build_info exists in installed packages only",
     "accelerator/abstract_accelerator.py": "op builders and compile backends exist for some torches only",

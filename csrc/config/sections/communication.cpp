@@ -40,6 +40,14 @@ DS_CONFIG_CHAPTER(35, kTraining, "Gradients and communication") {
                 "Old place of the bucket size, read when zero_optimization is a bare boolean.")
             .at_least(0)
             .deprecated_for("zero_optimization.allgather_bucket_size"));
+  // Ours, not DeepSpeed's.
+  c.add(section("comm", "Collectives between ranks.",
+                {number("timeout", nullptr,
+                        "Seconds that ranks wait for each other before all give up and name who is missing; null: what "
+                        "init_distributed was given, else 30 minutes.")
+                     .above(0)
+                     .or_null()
+                     .overridden_by("DS_COMM_TIMEOUT_S")}));
   c.rule("gradient_allreduce_op \"sum\" excludes ZeRO stage 3, zenflow and compile.deepcompile.", [](Judge& j) {
     if (j.text("gradient_allreduce_op") != "sum") return;
     const char* fix = "Use \"mean\".";

@@ -140,8 +140,8 @@ Field zero_section(std::string name, std::string doc) {
           boolean("load_from_fp32_weights", true,
                   "Take master weights from the checkpoint, not from the 16-bit weights."),
           boolean("elastic_checkpoint", false,
-                  "Checkpoints for any number of ranks (old form; use a universal checkpoint).")
-              .not_built("the elastic checkpoint"),
+                  "Stages 1 and 2 save optimizer states in the old form without padding, and without hyperparameters. "
+                  "Checkpoints load at any number of ranks with and without it."),
           offload_param(),
           offload_optimizer(),
           zenflow(),

@@ -15,6 +15,7 @@ from deepspeed.checkpoint import storage
 from deepspeed.checkpoint.folding_metadata import make_folding_metadata, validate_folding_metadata  # noqa: F401
 from deepspeed.checkpoint.saved_universal import STEP, ZERO_FOLDER
 from deepspeed.checkpoint.universal_shards import shard_path
+from deepspeed.checkpoint.weights import eager
 
 _LAYER_EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 
@@ -98,7 +99,7 @@ def consolidate_autoep_expert_files(checkpoint_dir, output_dir, autoep_layers_me
             )
         states = [storage.read(files[number, expert], lazy=True) for expert in range(count)]
         for name in _keys_of(states, layer):
-            rows = [_read(_value(state, name)) for state in states]
+            rows = [eager(_value(state, name)) for state in states]
             _save(output_dir, name, keys.FP32_WEIGHT_KEY, torch.stack(rows).float(), count)
 
 
@@ -114,23 +115,19 @@ def _value(state, name):
     raise ValueError(f"an expert's file has no '{name}'; it has {sorted(state)}")
 
 
-def _read(value):
-    return value.read() if hasattr(value, "read_range") else value
-
-
 def consolidate_autoep_zero12_expert_states(
     temp_dir, output_dir, expert_param_info, slice_shapes, dp_degree, tp_degree, use_data_before_expert_parallel
 ):
     """Joins the shards of parameters with experts: first of the ranks that share an expert, then of the experts.
 
-    ``expert_param_info``: name -> dict with ``ep_size`` and ``num_experts``; ``slice_shapes``: name -> shape of what one
-    expert-parallel rank has. ``use_data_before_expert_parallel``: ranks of one expert lie side by side, instead of
+    ``expert_param_info``: name -> dict with ``ep_size`` and ``num_experts``; ``slice_shapes``: name -> shape of what
+    one expert-parallel rank has. ``use_data_before_expert_parallel``: ranks of one expert lie side by side, instead of
     ``ep_size`` apart. Raises ValueError for shards that do not add up.
     """
     for name, info in expert_param_info.items():
         ep_size = info.get("ep_size", 1)
         if dp_degree % ep_size:
-            raise ValueError(f"parameter '{name}': {dp_degree} data-parallel ranks do not hold {ep_size} parts of experts")
+            raise ValueError(f"parameter '{name}': {dp_degree} data-parallel ranks do not hold {ep_size} parts")
         for state in _states_of(temp_dir, name, dp_degree):
             parts = []
             for ep_rank in range(ep_size):

@@ -3,17 +3,15 @@
 import errno
 
 from deepspeed.checkpoint import manifest, verify
-from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.log import logger
 
 
-def check(engine, folder):
+def check(engine, ranks, folder):
     """Compares ``folder`` with its manifest as ``checkpoint.verify_on_load`` says. Raises RuntimeError on all ranks,
     naming file and tensor. Every rank calls it: they share the reading of "all"."""
     mode = engine._config.checkpoint_config.verify_on_load
     if mode == "none":
         return
-    ranks = Ranks(engine, engine._config.use_node_local_storage)
     error = None
     try:
         problems = _problems(folder, mode, ranks)

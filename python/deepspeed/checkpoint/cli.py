@@ -3,6 +3,7 @@
 ds_ckpt ls DIR          the checkpoints of a directory
 ds_ckpt verify DIR      reads every byte of them, or of one, and says which tensor of which file is damaged
 ds_ckpt diff A B        compares two checkpoints parameter by parameter, whatever wrote them
+ds_ckpt export DIR OUT  writes the weights of a checkpoint as model.safetensors
 """
 
 import argparse
@@ -54,6 +55,21 @@ def _diff(arguments):
     return 1 if lines else 0
 
 
+def _export(arguments):
+    exporter = load_target("deepspeed.checkpoint.native_export:export")
+    made = exporter(
+        arguments.directory,
+        arguments.output,
+        tag=arguments.tag,
+        dtype=arguments.dtype,
+        max_shard_size=arguments.max_shard_size,
+        safe_serialization=not arguments.torch_format,
+        exclude_frozen_parameters=arguments.exclude_frozen_parameters,
+    )
+    print("\n".join(made))
+    return 0
+
+
 def main(args=None):
     parser = argparse.ArgumentParser(prog="ds_ckpt", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(required=True, dest="command")
@@ -70,6 +86,15 @@ def main(args=None):
     diff.add_argument("b")
     diff.add_argument("--limit", type=int, default=50, help="lines printed at most")
     diff.set_defaults(run=_diff)
+    export = commands.add_parser("export", help="write the weights of a checkpoint as model.safetensors")
+    export.add_argument("directory", help="a directory of checkpoints, of which the latest is meant, or one of them")
+    export.add_argument("output", help="folder for model.safetensors, or for shards and their index")
+    export.add_argument("-t", "--tag", help="another one than the latest")
+    export.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the parameters")
+    export.add_argument("--max_shard_size", default="5GB", help="largest file, like 5GB or 500MB")
+    export.add_argument("--torch_format", action="store_true", help="pytorch_model.bin instead")
+    export.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
+    export.set_defaults(run=_export)
     arguments = parser.parse_args(args)
     try:
         return arguments.run(arguments)

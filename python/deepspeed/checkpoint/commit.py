@@ -143,7 +143,7 @@ def _carry_over(old, staging):
 def finish(folder, facts, records):
     """The files in the hidden folder become the checkpoint ``folder``; one process calls it, when all have written.
 
-    ``records``: name -> record (a dict, see ``file_writer.FileRecord``) of every file, of all ranks that wrote into the folder.
+    ``records``: name -> record (a dict, see ``file_record``) of every file, of all ranks that wrote into the folder.
     """
     staging = staging_of(folder)
     text = manifest.text_of(facts, records)

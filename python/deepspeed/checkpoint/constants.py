@@ -1,6 +1,6 @@
-"""Keys and file names of checkpoints under the names that scripts import. Facts of the format: other tools read them."""
+"""Keys and file names of checkpoints under the names that scripts import. Facts: other tools read these files."""
 
-# ---- keys of the optimizer files ---------------------------------------------------------------------------------------
+# ---- keys of the optimizer files -------------------------------------------------------------------------------------
 OPTIMIZER_STATE_DICT = "optimizer_state_dict"
 FP32_GROUPS = "fp32_groups"
 FP32_FLAT_GROUPS = "fp32_flat_groups"
@@ -16,7 +16,7 @@ CLIP_GRAD = "clip_grad"
 LOSS_SCALER = "loss_scaler"
 FP32_WEIGHT_KEY = "fp32"
 
-# ---- keys of the model files -------------------------------------------------------------------------------------------
+# ---- keys of the model files -----------------------------------------------------------------------------------------
 PARAM_SHAPES = "param_shapes"
 BUFFER_NAMES = "buffer_names"
 FROZEN_PARAM_SHAPES = "frozen_param_shapes"
@@ -26,7 +26,7 @@ CHECKPOINT_PP_DEGREE = "pp_degree"
 CHECKPOINT_TP_DEGREE = "tp_degree"
 DS_VERSION = "ds_version"
 
-# ---- file names --------------------------------------------------------------------------------------------------------
+# ---- file names ------------------------------------------------------------------------------------------------------
 MODEL_FILE_PREFIX = "mp_rank_"
 ZERO_FILE_PREFIX = "zero_pp_rank_"
 BF16_ZERO_FILE_PREFIX = "bf16_" + ZERO_FILE_PREFIX
@@ -35,7 +35,7 @@ LAYER_FILE_PREFIX = "layer_"
 OPTIM_FILE_SUFFIX = "_optim_states.pt"
 MODEL_FILE_SUFFIX = "_model_states.pt"
 
-# ---- files of a universal checkpoint -------------------------------------------------------------------------------------
+# ---- files of a universal checkpoint ---------------------------------------------------------------------------------
 PARAM = "param"
 CAT_DIM = "cat_dim"
 PARAM_N_SUB_PARAMS = "param_n_sub_params"
@@ -44,7 +44,7 @@ VOCAB_TENSOR = "vocab_tensor"
 EP_IS_EXPERT_PARAM = "is_expert_param"
 EP_NUM_EXPERTS = "ep_num_experts"
 
-# ---- what a model says about its tensor-parallel slices --------------------------------------------------------------------
+# ---- what a model says about its tensor-parallel slices --------------------------------------------------------------
 UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
 UNIVERSAL_CHECKPOINT_VERSION_KEY = "universal_checkpoint_version"
 UNIVERSAL_CHECKPOINT_VERSION_VALUE = 0.4
@@ -62,7 +62,7 @@ AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS = "autotp_unsupported_parameter_patterns"
 EXPERT_PARAMETER_PATTERNS = "expert_parameter_patterns"
 DS_AUTOTP_UC_META = "ds_autotp_universal_checkpoint_meta"  # attribute of a parameter
 
-# ---- experts on their own ranks --------------------------------------------------------------------------------------------
+# ---- experts on their own ranks --------------------------------------------------------------------------------------
 AUTOEP_LAYERS_KEY = "ds_autoep_layers"
 AUTOEP_LAYERS_KEY_LEGACY = "autoep_layers"
 AUTOEP_ZERO3_EXPERT_STATE_FORMAT_KEY = "checkpoint_format"

@@ -2,7 +2,8 @@
 
 import torch
 
-from deepspeed.checkpoint import names, zero_states
+from deepspeed.checkpoint import names, native_contents, zero_states
+from deepspeed.checkpoint.parallel_metadata import parallel_metadata
 from deepspeed.checkpoint.resume import run_states
 from deepspeed.version import __version__
 
@@ -10,9 +11,16 @@ from deepspeed.version import __version__
 def files_of(engine, client_state, exclude_frozen_parameters=False):
     """dict: name of a file below the tag's folder -> function that gives its value, for the files of this rank.
 
+<<<<<<< HEAD
     Every rank calls all of them in this order: some run collectives. Tensors of the values may be views of what is trained: write them, or copy
     them, before the next step. A ``TensorOfPieces`` may stand for a tensor.
+=======
+    Every rank calls all of them in this order: some run collectives. Tensors of the values may be views of what is
+    trained: write them, or copy them, before the next step.
+>>>>>>> commit
     """
+    if native_contents.is_wanted(engine):
+        return native_contents.files_of(engine, client_state, exclude_frozen_parameters)
     stage = engine.zero_optimization_stage()
     dp_rank, mp_rank = engine.parallel.dp_rank, engine.mp_rank_for_files()
     found = {}
@@ -63,7 +71,7 @@ def _model_states(engine, client_state, exclude_frozen_parameters):
         "global_samples": engine.global_samples,
         "dp_world_size": engine.dp_world_size,
         "mp_world_size": engine.mp_world_size,
-        names.RESERVED_KEY: {"pp_degree": 1, "tp_degree": engine.mp_world_size},
+        names.RESERVED_KEY: parallel_metadata(engine.parallel.mpu),
         "ds_config": engine.config,
         "ds_version": __version__,
     }

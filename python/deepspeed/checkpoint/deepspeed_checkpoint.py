@@ -104,7 +104,7 @@ class DeepSpeedCheckpoint:
     def is_change_dp_degree(self):
         return self.dp_degree != self.original_dp_degree
 
-    # ---- what is where -------------------------------------------------------------------------------------------------
+    # ---- what is where -----------------------------------------------------------------------------------------------
     def show_2d_mapping(self):
         """Prints which old model-parallel ranks each new one takes."""
         self.old_2d_map.print_data("old 2d mapping:")
@@ -169,7 +169,7 @@ class DeepSpeedCheckpoint:
             raise ValueError(f"{what}_index {index} is not below the {what} degree {degree}")
         return index
 
-    # ---- states --------------------------------------------------------------------------------------------------------
+    # ---- states ------------------------------------------------------------------------------------------------------
     def get_zero_checkpoint_state(self, pp_index, tp_index, dp_index, strip_tensor_paddings=True):
         """The optimizer state of a rank; see ``ZeROCheckpoint.get_state_for_rank``."""
         return self.zero_checkpoint.get_state_for_rank(

@@ -13,13 +13,14 @@ import re
 import shutil
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint import names, storage
+from deepspeed.checkpoint import file_writer, names, native_names, storage
 from deepspeed.checkpoint.autoep_universal import (  # noqa: F401 (published here)
     _aggregate_autoep_zero12_metadata,
     _autoep_expert_param_names_by_rank,
     _uses_zero3_partitioned_autoep_metadata,
 )
 from deepspeed.checkpoint.constants import MODEL_FILE_SUFFIX, OPTIMIZER_STATE_DICT, ZERO_FILE_PREFIX
+from deepspeed.checkpoint.native_universal import torch_files
 from deepspeed.checkpoint.reshape_utils import natural_key
 from deepspeed.checkpoint.saved_universal import ZERO_FOLDER, is_universal
 from deepspeed.checkpoint.universal_convert import TEMP_FOLDER, Conversion, merge_parameter
@@ -78,6 +79,9 @@ def main(args):
     _check_patterns(conversion.source.rules, used, _is_strict(args))
     conversion.common()
     _copy_other_files(source, target)
+    for mp_rank in conversion.source.mp_ranks() if native_names.is_native(source) else ():
+        for name, value in torch_files(conversion.source.saved(mp_rank), mp_rank):
+            storage.write(value, os.path.join(target, name))
     if not getattr(args, "keep_temp_folder", False):
         shutil.rmtree(conversion.temp_dir, ignore_errors=True)
     _point_to(target)
@@ -108,20 +112,23 @@ def _copy_other_files(source, target):
         name = os.path.basename(path)
         is_run = fnmatch.fnmatch(name, re.sub(r"{.*?}", "*", names.RUN_STATES))
         if is_run or (name.endswith(MODEL_FILE_SUFFIX[1:]) and "expert" not in name):
-            shutil.copy2(path, os.path.join(target, name))
+            copy = os.path.join(target, name)
+            shutil.copy2(path, copy)
+            with open(copy, "rb") as file:
+                os.fsync(file.fileno())
+    for folder in (os.path.join(target, ZERO_FOLDER), target):
+        file_writer.sync_directory(folder)
 
 
 def _point_to(target):
     path = os.path.join(os.path.dirname(target), names.LATEST_UNIVERSAL)
     temporary = f"{path}.writing.{os.getpid()}"
-    with open(temporary, "w") as file:
-        file.write(os.path.basename(target))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    file_writer.write_bytes(os.path.basename(target).encode(), temporary)
+    file_writer.rename(temporary, path)
+    file_writer.sync_directory(os.path.dirname(target))
 
 
-# ---- the single steps, under the names that scripts import -------------------------------------------------------------
+# ---- the single steps, under the names that scripts import -----------------------------------------------------------
 def _get_zero3_model_state_files(checkpoint_dir):
     """Model files of all ranks of a checkpoint of ZeRO stage 3, in rank order."""
     pattern = os.path.join(glob.escape(checkpoint_dir), f"{ZERO_FILE_PREFIX}*{MODEL_FILE_SUFFIX}")

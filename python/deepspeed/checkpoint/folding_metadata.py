@@ -59,7 +59,7 @@ def validate_folding_metadata(
 ):
     """Raises ValueError that names every key in which ``metadata`` differs from the arguments; None is not compared."""
     if not isinstance(metadata, dict):
-        raise ValueError(f"the optimizer file has no '{keys.FOLDING_METADATA_KEY}' dict: its grid of ranks is not known")
+        raise ValueError(f"the optimizer file has no '{keys.FOLDING_METADATA_KEY}': its grid of ranks is not known")
     wanted = {
         keys.FOLDING_TP_SIZE: tp_size,
         keys.FOLDING_EP_SIZE: ep_size,

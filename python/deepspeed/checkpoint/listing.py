@@ -46,9 +46,7 @@ def is_checkpoint(folder):
 
 
 def _entry(folder, tag, latest):
-    sizes = [
-        os.lstat(os.path.join(root, name)).st_size for root, _, found in os.walk(folder) for name in found
-    ]
+    sizes = [os.lstat(os.path.join(root, name)).st_size for root, _, found in os.walk(folder) for name in found]
     try:
         facts = manifest.read(folder)
         short = facts and manifest.missing_or_short(folder, facts)

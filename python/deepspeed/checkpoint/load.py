@@ -2,8 +2,10 @@
 
 import os
 
-from deepspeed.checkpoint import background, names
+from deepspeed.checkpoint import background, names, storage
 from deepspeed.checkpoint.checking import check
+from deepspeed.checkpoint.node_local import fetch_missing
+from deepspeed.checkpoint.ranks import Ranks, failure_of, raise_together
 from deepspeed.checkpoint.resume import names_of_groups, resume_run
 from deepspeed.checkpoint.saved_state import open_saved
 from deepspeed.checkpoint.saved_universal import is_universal
@@ -44,8 +46,8 @@ def _open(engine, folder, with_optimizer):
     if engine.load_universal_checkpoint() and not is_universal(folder):
         raise ValueError(
             f"checkpoint.load_universal is true, and {folder} is no universal checkpoint: it has no folder 'zero'. "
-            "Convert it with ds_to_universal, or leave that key out: load_checkpoint reads checkpoints of any stage and "
-            "number of ranks as they are"
+            "Convert it with ds_to_universal, or leave that key out: load_checkpoint reads checkpoints of any stage "
+            "and number of ranks as they are"
         )
     return open_saved(
         folder,
@@ -56,6 +58,19 @@ def _open(engine, folder, with_optimizer):
         with_optimizer,
         engine.mp_world_size,
     )
+
+
+def _has_optimizer(engine, saved):
+    """Whether there are optimizer states to load. Raises FileNotFoundError where there were some."""
+    if saved.has_optimizer():
+        return True
+    if saved.model.get("param_shapes"):
+        raise FileNotFoundError(
+            f"{saved.origin()} has no file {names.optim_states(0, engine.mp_rank_for_files())}, nor one for bf16: its "
+            "optimizer states are gone; load it with load_optimizer_states=False"
+        )
+    logger.warning(f"{saved.origin()} was saved without an optimizer: this run's optimizer starts anew")
+    return False
 
 
 def load_checkpoint(
@@ -82,6 +97,8 @@ def load_checkpoint(
     if tag is None:
         return None, None
     folder = os.path.join(load_dir, tag)
+    ranks = Ranks(engine, engine._config.use_node_local_storage)
+    fetch_missing(engine, ranks, folder)
     if not os.path.isdir(folder):
         known = (
             sorted(name for name in os.listdir(load_dir) if os.path.isdir(os.path.join(load_dir, name)))
@@ -89,15 +106,49 @@ def load_checkpoint(
             else []
         )
         raise FileNotFoundError(f"there is no checkpoint {folder}; tags there are: {', '.join(known) or 'none'}")
-    check(engine, folder)
+    check(engine, ranks, folder)
     with_optimizer = load_optimizer_states and not load_module_only and engine.stepping is not None
     with_scheduler = load_lr_scheduler_states and not load_module_only
-    saved = _open(engine, folder, with_optimizer)
+    with storage.trusting(engine._config.checkpoint_config.trust_pickles or None):
+        return _load(
+            engine, ranks, folder, load_module_strict, with_optimizer, with_scheduler, load_module_only, custom_load_fn
+        )
+
+
+def _together(ranks, folder, function):
+    """What ``function()`` returns. Where it raises on any rank, all raise: none is left waiting for the others."""
+    found = error = None
+    try:
+        found = function()
+    except Exception as caught:
+        error = caught
+    failures = ranks.gather(failure_of(ranks.rank, error))
+    if error is not None:
+        raise error
+    raise_together(failures, f"the checkpoint {folder} is not loaded")
+    return found
+
+
+def _load(engine, ranks, folder, strict, with_optimizer, with_scheduler, module_only, custom_load_fn):
+    saved = _together(ranks, folder, lambda: _open(engine, folder, with_optimizer))
+    with_optimizer = with_optimizer and _together(ranks, folder, lambda: _has_optimizer(engine, saved))
     path, state = saved.model_path, saved.model
-    _load_weights_and_states(engine, saved, load_module_strict, custom_load_fn, load_module_only, with_optimizer)
+    if engine.core is not None:
+        engine.core.begin_write()
+    try:
+        _together(
+            ranks,
+            folder,
+            lambda: _load_weights_and_states(engine, saved, strict, custom_load_fn, module_only, with_optimizer),
+        )
+        if engine.stepping is not None:
+            engine.core.publish()
+    finally:
+        if engine.core is not None:
+            engine.core.end_write()
     if with_scheduler and engine.lr_scheduler is not None and state.get("lr_scheduler") is not None:
         engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
-    if not load_module_only:
+    if not module_only:
         engine.global_steps = state["global_steps"]
         engine.global_samples = state.get("global_samples", engine.global_steps * engine.train_batch_size())
         engine.skipped_steps = state.get("skipped_steps", 0)
@@ -108,7 +159,7 @@ def load_checkpoint(
         engine.zero_grad()
         resume_run(engine, folder, saved)
     log_dist(f"loaded checkpoint {path}", ranks=[0])
-    hidden = {"module"} if load_module_only else set(names.ENGINE_KEYS)
+    hidden = {"module"} if module_only else set(names.ENGINE_KEYS)
     if with_scheduler:
         hidden.add("lr_scheduler")
     if with_optimizer:
@@ -116,6 +167,31 @@ def load_checkpoint(
     client_state = {key: plain(value) for key, value in state.items() if key not in hidden}
     engine.loaded_engine_state = {key: client_state[key] for key in names.OWN_KEYS if key in client_state}
     return path, client_state
+
+
+def restore_universal(engine, folder, params=None, weights=True, states=True):
+    """Masters (``weights``: or else the weights alone) and optimizer states from the folder of a universal checkpoint,
+    without counters, schedules and buffers. ``params``: those to restore: they must be all trained ones."""
+    if not is_universal(folder):
+        raise ValueError(
+            f"{folder} is no universal checkpoint: it has no folder 'zero'. Convert it with ds_to_universal"
+        )
+    trained = {id(param) for group in engine.trained_groups for param in group}
+    if params is not None and {id(param) for param in params} != trained:
+        raise ValueError("a universal checkpoint is restored into all parameters of the optimizer or none")
+    saved = _open(engine, folder, states)
+    if not states:
+        load_weights(engine, saved, strict=True)
+    restore = Restore(engine.stepping, [p for group in engine.trained_groups for p in group], saved)
+    restore.check()
+    engine.core.begin_write()
+    if weights:
+        restore.masters()
+    if states:
+        restore.states()
+        restore.extra()
+    engine.core.publish()
+    engine.core.end_write()
 
 
 def _load_weights_and_states(engine, saved, strict, custom_load_fn, module_only, with_optimizer):
@@ -129,11 +205,8 @@ def _load_weights_and_states(engine, saved, strict, custom_load_fn, module_only,
         masters = {name for name in restore.names if saved.pieces(name, "fp32")}
     load_weights(engine, saved, strict, custom_load_fn, later=masters)
     restore.check()
-    engine.core.begin_write()
     if masters:
         restore.masters()
     if with_optimizer:
         restore.states()
         restore.extra()
-    engine.core.publish()
-    engine.core.end_write()

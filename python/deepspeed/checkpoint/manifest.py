@@ -17,7 +17,7 @@ class DamagedManifest(RuntimeError):
 
 
 def text_of(facts, files):
-    """The manifest as text. ``facts``: what ``ds_ckpt ls`` tells of the run; ``files``: file name -> record (a dict)."""
+    """The manifest as text. ``facts``: what ``ds_ckpt ls`` tells of the run; ``files``: file name -> record, a dict."""
     body = json.dumps({"version": VERSION, **facts, "files": files}, indent=1, sort_keys=True)
     return f'{{"crc32": {zlib.crc32(body.encode())},\n"checkpoint": {body}}}\n'
 
@@ -46,7 +46,7 @@ def read(folder):
 
 
 def missing_or_short(folder, facts):
-    """Texts that say which files are not there or have another size than when they were saved. Cheap: no file is read."""
+    """Texts that say which files are not there or have another size than they had. Cheap: no file is read."""
     found = []
     for name, record in sorted(facts["files"].items()):
         try:

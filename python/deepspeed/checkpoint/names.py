@@ -15,6 +15,7 @@ from deepspeed.checkpoint.constants import (
     PARAM_SHAPES,
     ZERO_FILE_PREFIX,
 )
+from deepspeed.checkpoint.native_names import is_native_file
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
@@ -58,7 +59,7 @@ OWN_KEYS = (
 
 
 def is_checkpoint_file(name):
-    return _CHECKPOINT_FILE.fullmatch(name) is not None
+    return _CHECKPOINT_FILE.fullmatch(name) is not None or is_native_file(name)
 
 
 def latest_tag(save_dir, pointer=LATEST):
@@ -99,6 +100,11 @@ def sharded_model_states_path(folder, dp_rank, mp_rank=0):
 
 def optim_states_path(folder, dp_rank, mp_rank=0, bf16=False):
     return os.path.join(folder, optim_states(dp_rank, mp_rank, bf16))
+
+
+def expert_optim_states_path(folder, expp_rank, mp_rank=0):
+    """Experts' optimizer states without ZeRO: every expert-parallel rank writes one."""
+    return os.path.join(folder, EXPERT_OPTIM_STATES.format(expp_rank=expp_rank, mp_rank=mp_rank))
 
 
 def run_states_path(folder, rank):

@@ -7,6 +7,7 @@ starts with ``$`` and names the type. Nothing that is read can run code.
 import base64
 import collections
 import datetime
+import math
 import pathlib
 
 import numpy
@@ -24,14 +25,14 @@ def encode(value, tensors, where="client_state"):
     """What ``json.dumps`` takes. Tensors and arrays of ``value`` are added to the dict ``tensors`` under the place they
     have in it. Raises ``NotPlain``, which names that place."""
     kind = type(value)
+    if kind is float and not math.isfinite(value):
+        return {"$float": repr(value)}  # JSON has no such numbers
     if value is None or kind in (bool, int, float, str):
         return value
     if isinstance(value, torch.Tensor):
-        tensors[where] = value.detach()
-        return {"$tensor": where}
+        return {"$tensor": _put(value.detach(), tensors, where)}
     if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
-        tensors[where] = torch.from_numpy(numpy.ascontiguousarray(value))
-        return {"$array": [where, value.dtype.str, list(value.shape)]}
+        return {"$array": [_put(_as_tensor(value), tensors, where), value.dtype.str, list(value.shape)]}
     if isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
         return {"$scalar": [value.dtype.str, value.item()]}
     if kind is list:
@@ -59,9 +60,28 @@ def encode(value, tensors, where="client_state"):
     if kind is datetime.datetime:
         return {"$datetime": value.isoformat()}
     raise NotPlain(
-        f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint without pickles cannot hold: pass plain "
-        'values or tensors, or set "checkpoint": {"writer": {"format": "torch"}}'
+        f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint without pickles cannot hold: pass "
+        'plain values or tensors, or set "checkpoint": {"writer": {"format": "torch"}}'
     )
+
+
+def _put(tensor, tensors, where):
+    """The place of ``tensor``: ``where``, unless keys with dots in them have brought another one there."""
+    place, number = where, 1
+    while place in tensors:
+        number += 1
+        place = f"{where}#{number}"
+    tensors[place] = tensor
+    return place
+
+
+def _as_tensor(array):
+    """Elements of an array as a tensor; their bytes where torch has no such type."""
+    flat = numpy.ascontiguousarray(array)
+    try:
+        return torch.from_numpy(flat)
+    except (TypeError, ValueError):
+        return torch.from_numpy(flat.reshape(-1).view(numpy.uint8))
 
 
 def decode(value, tensors):
@@ -76,11 +96,13 @@ def decode(value, tensors):
     name = tag[1:]
     if name == "tensor":
         return tensors[inner]
+    if name == "float":
+        return float(inner)
     if name == "array":
         place, dtype, shape = inner
         found = tensors[place]
         found = found.read() if hasattr(found, "read") else found
-        return found.numpy().view(numpy.dtype(dtype)).reshape(shape).copy()
+        return found.numpy().reshape(-1).view(numpy.dtype(dtype)).reshape(shape).copy()
     if name == "scalar":
         return numpy.dtype(inner[0]).type(inner[1])
     if name == "dict":

@@ -46,13 +46,8 @@ class RanksThroughFiles(Ranks):
     """
 
     def __init__(self, like, folder, patience_s, processes=None):
-        self.rank, self.size, self.node, self.nodes, self.leads = (
-            like.rank,
-            like.size,
-            like.node,
-            like.nodes,
-            like.leads,
-        )
+        self.rank, self.size, self.leads = like.rank, like.size, like.leads
+        self.node, self.nodes = like.node, like.nodes
         self.folder, self.patience_s = folder, patience_s
         self.processes = processes
         self.turn = 0

@@ -39,9 +39,14 @@ def sort_zero_files(files):
     return sorted(files, key=lambda path: natural_key(os.path.basename(path)))
 
 
+def _files_in(dir):
+    """The files of a tag's folder itself: what lies deeper is of other kinds."""
+    return sorted((os.path.join(dir, name) for name in os.listdir(dir)), key=natural_key)
+
+
 def get_zero_files(dir):
     """The optimizer files of ``dir`` in the order of their ranks, whichever of the three prefixes they have."""
-    files = [path for path in get_files(dir) if path.endswith(OPTIM_FILE_SUFFIX)]
+    files = [path for path in _files_in(dir) if path.endswith(OPTIM_FILE_SUFFIX)]
     for prefix in (ZERO_FILE_PREFIX, FP16_ZERO_FILE_PREFIX, BF16_ZERO_FILE_PREFIX):
         found = get_files_with_prefix(files, prefix)
         if found:
@@ -52,13 +57,13 @@ def get_zero_files(dir):
 def get_model_files(dir):
     """``mp_rank_RR_model_states.pt`` of all model-parallel ranks, in their order."""
     pattern = re.compile(rf"{MODEL_FILE_PREFIX}\d+{re.escape(MODEL_FILE_SUFFIX)}")
-    return [path for path in get_files(dir) if pattern.fullmatch(os.path.basename(path))]
+    return [path for path in _files_in(dir) if pattern.fullmatch(os.path.basename(path))]
 
 
 def get_layer_files(dir):
     """``{(layer, tensor-parallel rank): path}`` of the layer files of a pipeline; rank 0 where the name has none."""
     found = {}
-    for path in get_files(dir):
+    for path in _files_in(dir):
         match = _LAYER.fullmatch(os.path.basename(path))
         if match:
             found[int(match.group(1)), int(match.group(2) or 0)] = path
@@ -66,7 +71,7 @@ def get_layer_files(dir):
 
 
 def partition_data(data_list, num_partitions):
-    """``data_list`` cut into ``num_partitions`` runs of equal length. Raises ValueError where that does not work out."""
+    """``data_list`` cut into ``num_partitions`` runs of equal length. Raises ValueError where there is a rest."""
     if num_partitions < 1 or len(data_list) % num_partitions:
         raise ValueError(f"{len(data_list)} items do not make {num_partitions} equal parts")
     size = len(data_list) // num_partitions
@@ -74,11 +79,11 @@ def partition_data(data_list, num_partitions):
 
 
 def _merge_dicts(state_a, state_b, key_list):
-    missing = [key for key in state_a if key not in state_b] + [key for key in state_b if key not in state_a]
-    if missing:
-        raise ValueError(f"under {_where(key_list)} only one of two ranks has the keys {missing}: files do not belong "
-                         "together")  # fmt: skip
-    merged = {key: merge_state(state_a[key], state_b[key], key_list=[*key_list, str(key)]) for key in state_a}
+    merged = {
+        key: merge_state(value, state_b[key], key_list=[*key_list, str(key)]) if key in state_b else value
+        for key, value in state_a.items()
+    }
+    merged.update({key: value for key, value in state_b.items() if key not in state_a})
     return merged if type(state_a) is dict else type(state_a)(merged)
 
 
@@ -87,10 +92,10 @@ def _where(key_list):
 
 
 def merge_state(state_a, state_b, key_list=[]):  # noqa: B006 (published; never changed)
-    """Two ranks' states as one: tensors end to end along dimension 0 (0-dimensional ones: the first), dicts and lists
-    item by item, anything else from ``state_a``.
+    """Two ranks' states as one: tensors end to end along dimension 0 (0-dimensional ones: the first), lists item
+    by item, dicts key by key (a key of one of them stays), anything else from ``state_a``.
 
-    ``key_list`` names where we are, for errors. Raises ValueError when types, keys or lengths differ.
+    ``key_list`` names where we are, for errors. Raises ValueError when types or lengths differ.
     """
     if type(state_a) is not type(state_b):
         raise ValueError(

@@ -15,6 +15,8 @@ def run_states(engine):
         "micro_steps": engine.micro_steps,
         "world_size": engine.world_size,
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+        "zero_stage": engine.zero_optimization_stage(),
+        "learned_fires": engine.core.learned_fires() if engine.core is not None else [],
         # Model files of stage 0 do not say which parameters the optimizer's groups have.
         "group_names": names_of_groups(engine),
     }
@@ -28,25 +30,34 @@ def names_of_groups(engine):
     return [[next(called) for _ in group] for group in engine.trained_groups]
 
 
+def _pickled(folder, rank):
+    """What rank ``rank`` saved, else what rank 0 did, and whether it was the first; (None, False) where none has."""
+    path = names.run_states_path(folder, rank)
+    own = os.path.exists(path)
+    path = path if own else names.run_states_path(folder, 0)
+    return (storage.read(path) if os.path.exists(path) else None), own
+
+
 def resume_run(engine, folder, saved):
     """Goes on where ``run_states`` stood. Another number of ranks goes on with the next samples that none has seen;
     ranks that did not exist keep their random numbers."""
-    path = names.run_states_path(folder, engine.global_rank)
-    first = names.run_states_path(folder, 0)
-    if not os.path.exists(first):
+    run, own = saved.run_states(engine.global_rank) or _pickled(folder, engine.global_rank)
+    if run is None:
         logger.warning(
-            f"{first} does not exist (the checkpoint is of another implementation): random numbers and the position in "
-            "the data are not resumed"
+            f"{folder} has no run states (the checkpoint is of another implementation): random numbers and the position "
+            "in the data are not resumed"
         )
         return
-    own = os.path.exists(path)
-    run = storage.read(path if own else first)
     same = run.get("world_size") == engine.world_size
     if hasattr(engine.training_dataloader, "load_state_dict") and run["dataloader"] is not None:
         engine.training_dataloader.load_state_dict(run["dataloader"])
     accumulation = run.get("gradient_accumulation_steps", engine.gradient_accumulation_steps())
     if same and accumulation == engine.gradient_accumulation_steps():
         engine.micro_steps = run["micro_steps"]
+    learned = run.get("learned_fires") or []
+    alike = same and run.get("zero_stage") == engine.zero_optimization_stage()
+    if own and alike and len(learned) == len(engine.stepping.names):
+        engine.core.set_learned_fires(learned)
     if own:
         rng.restore(run["rng"])
     else:

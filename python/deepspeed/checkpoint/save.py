@@ -5,20 +5,17 @@ import time
 
 import torch
 
-from deepspeed.checkpoint import background, commit, names
+from deepspeed.checkpoint import background, commit, names, native_contents
 from deepspeed.checkpoint.contents import files_of
 from deepspeed.checkpoint.engines.foreign import ForeignFiles
-from deepspeed.checkpoint.export import save_16bit_model
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.standalone import write_script
 from deepspeed.log import log_dist, logger, warning_once
 from deepspeed.version import __version__
 
-__all__ = ["save_16bit_model", "save_checkpoint"]
-
 
 def _agreed_tag(engine, ranks, tag):
-    """The tag of rank 0. Whether another one on another rank is an error is for ``checkpoint.tag_validation`` to say."""
+    """The tag of rank 0. Whether another one elsewhere is an error is for ``checkpoint.tag_validation`` to say."""
     tags = ranks.gather(tag)
     others = [(rank, other) for rank, other in enumerate(tags) if other != tags[0]]
     if not others or not engine._config.checkpoint_tag_validation_enabled:
@@ -98,7 +95,7 @@ class Saving:
         self.folder = os.path.join(save_dir, tag)
         self.failed = f"the checkpoint {self.folder} is not saved, the one before it is unharmed"
         self._facts = _facts(engine, tag)
-        self._with_script = engine.zero_optimization_stage() > 0
+        self._with_script = engine.zero_optimization_stage() > 0 and not native_contents.is_wanted(engine)
         self._keep_last = engine._config.checkpoint_config.keep_last
 
     def _together(self, function):
@@ -112,7 +109,7 @@ class Saving:
         self.agree(error)
 
     def agree(self, error, before_removal=None):
-        """Raises on all ranks when one has an ``error``; then the hidden folder goes, after ``before_removal()`` on all."""
+        """Raises on all ranks when one has an ``error``; the hidden folder goes, after ``before_removal()`` on all."""
         try:
             self.ranks.agree(error, self.failed)
         except Exception:
@@ -135,7 +132,7 @@ class Saving:
         self._together(make)
 
     def write(self, files, writer):
-        """Writes the files of this rank through ``writer.write_file``. Returns name -> record, as the manifest holds it."""
+        """Writes the files of this rank through ``writer.write_file``. Returns name -> record for the manifest."""
         staging, records, error = commit.staging_of(self.folder), {}, None
         for name, value in files.items():
             made = value()  # some run collectives, so all are made, whatever has failed

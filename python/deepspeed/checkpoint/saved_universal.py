@@ -1,6 +1,5 @@
-"""The layout of universal checkpoints: one folder for each parameter, one file for each of its states, whole tensors."""
+"""The layout of universal checkpoints: one folder for each parameter, one file with each whole state."""
 
-import functools
 import os
 
 import torch
@@ -8,6 +7,7 @@ import torch
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import names, storage
 from deepspeed.checkpoint.universal_slices import local_slice
+from deepspeed.checkpoint.weights import eager
 from deepspeed.zero.saved_state import Range, SavedState
 
 ZERO_FOLDER = "zero"
@@ -21,9 +21,9 @@ def is_universal(folder):
 
 
 class UniversalState(SavedState):
-    """``folder``: of the universal checkpoint. ``shapes`` (name -> torch.Size) are those of this run's parameters, which
-    under tensor parallelism are slices; ``mp_rank`` of ``mp_size`` is this rank. ``group_names``: the names of the
-    parameters of each group of this run's optimizer, for checkpoints whose model file does not say them.
+    """``folder``: of the universal checkpoint. ``shapes`` (name -> torch.Size) are those of this run's parameters,
+    which under tensor parallelism are slices; ``mp_rank`` of ``mp_size`` is this rank. ``group_names``: the names of
+    the parameters of each group of this run's optimizer, for model files that do not say them or are of another grid.
     """
 
     masters_only = True
@@ -33,19 +33,31 @@ class UniversalState(SavedState):
         self.folder = folder
         self.model_path = _model_path(folder, mp_rank, dp_rank)
         self.model = storage.read(self.model_path, lazy=True)
+        self._aliases = self.model.get("shared_params") or _aliases_of_first(folder)
         self.dp_world_size = self.model.get("dp_world_size", 1)
         self._rank, self._count = mp_rank, mp_size
         self._local = dict(shapes or {})
         self._held = (None, None)
+        self._kinds, self._states_found = {}, None
         self._all = set(_folders_in(os.path.join(folder, ZERO_FOLDER)))
         path = os.path.join(folder, ZERO_FOLDER, OPTIMIZER_STATE)
         self._common = storage.read(path) if os.path.exists(path) else {}
-        self.zero_stage = int(getattr(self._common.get(keys.ZERO_STAGE, 1), "value", self._common.get(keys.ZERO_STAGE, 1)))
+        stage = self._common.get(keys.ZERO_STAGE, 1)
+        self.zero_stage = int(getattr(stage, "value", stage))
         frozen = set(self.model.get(keys.FROZEN_PARAM_SHAPES) or {})
-        saved = self.model.get(keys.PARAM_SHAPES) or [dict.fromkeys(group) for group in group_names]
-        self._groups = [[name for name in group if name in self._all and name not in frozen] for group in saved]
+        self._groups = [
+            [name for name in group if name in self._all and name not in frozen]
+            for group in self._names_of_groups(group_names)
+        ]
         self._frozen = sorted(frozen & self._all)
         self._shapes = {name: self._shape(name) for group in self._groups for name in group}
+
+    def _names_of_groups(self, wanted):
+        """Those of the model file, unless this run has parameters that a rank of another grid has saved."""
+        saved = self.model.get(keys.PARAM_SHAPES) or []
+        known = {name for group in saved for name in group}
+        other_grid = any(name in self._all and name not in known for group in wanted for name in group)
+        return wanted if other_grid or not saved else saved
 
     def _file(self, name, state):
         """Content of a file, tensors lazy; the last one stays open for the pieces that follow."""
@@ -62,6 +74,9 @@ class UniversalState(SavedState):
 
     def shapes(self):
         return self._shapes
+
+    def aliases(self):
+        return self._aliases
 
     def weight_shape(self, name):
         return super().weight_shape(name) or (self._shape(name) if name in self._frozen else None)
@@ -84,18 +99,27 @@ class UniversalState(SavedState):
             state, kind = os.path.splitext(file)
             if kind != ".pt" or state in (keys.FP32_WEIGHT_KEY, STEP):
                 continue
-            (whole if len(self._file(name, state)[keys.PARAM].shape) else others).append(state)
+            (whole if self._has_elements(name, state) else others).append(state)
         return whole, others
 
-    @functools.lru_cache(maxsize=1)  # noqa: B019 (one object for one load)
+    def _has_elements(self, name, state):
+        """Whether a state has a value for each element. Asked of one file for each kind: there may be thousands."""
+        if not self._shapes[name]:  # of a parameter without dimensions nothing tells
+            return self._kinds.get(state, True)
+        if state not in self._kinds:
+            self._kinds[state] = len(self._file(name, state)[keys.PARAM].shape) > 0
+        return self._kinds[state]
+
     def _states(self):
-        return {name: self._states_of(name) for name in self._shapes}
+        if self._states_found is None:
+            self._states_found = {name: self._states_of(name) for name in self._shapes}
+        return self._states_found
 
     def state_names(self):
         return list(dict.fromkeys(state for whole, _ in self._states().values() for state in whole))
 
     def scalars(self, name):
-        found = {state: _eager(self._file(name, state)[keys.PARAM]) for state in self._states()[name][1]}
+        found = {state: eager(self._file(name, state)[keys.PARAM]) for state in self._states()[name][1]}
         path = os.path.join(self.folder, ZERO_FOLDER, name, f"{STEP}.pt")
         if os.path.exists(path):
             found[STEP] = storage.read(path)
@@ -127,12 +151,14 @@ class _Slice:
         file = self._saved._file(self._name, self._state)
         whole = file[keys.PARAM]
         if torch.Size(whole.shape) != self._shape:
-            whole = local_slice(self._name, file, _eager(whole), self._shape, self._saved._rank, self._saved._count)
+            whole = local_slice(self._name, file, eager(whole), self._shape, self._saved._rank, self._saved._count)
         return Range(whole).read_range(start, numel)
 
 
-def _eager(value):
-    return value.read() if hasattr(value, "read_range") else value
+def _aliases_of_first(folder):
+    """Only the first rank's file says them in files of others."""
+    path = names.sharded_model_states_path(folder, 0, 0)
+    return (storage.read(path, lazy=True).get("shared_params") if os.path.exists(path) else None) or {}
 
 
 def _folders_in(folder):

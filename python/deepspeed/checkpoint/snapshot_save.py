@@ -33,6 +33,10 @@ class SnapshotSave:
         that is larger than all of it is written at once."""
         prepared = prepare(name, value)
         path = os.path.join(commit.staging_of(self.saving.folder), name)
+        linked = prepared.link(path) if hasattr(prepared, "link") else None
+        if linked is not None:  # it is in another tag: nothing to copy
+            self.records[name] = linked.to_dict()
+            return
         bytes = bytes_of(prepared.sources)
         if bytes and not self.cache.fits(bytes):
             warning_once(

@@ -1,5 +1,7 @@
 """One file of a checkpoint: written whole or not at all, read with an error that names it."""
 
+import contextlib
+import contextvars
 import os
 import pickle
 import zipfile
@@ -53,13 +55,26 @@ def write(value, path):
         raise
 
 
+_trusted = contextvars.ContextVar("trusted", default=None)
+
+
+@contextlib.contextmanager
+def trusting(trust):
+    """Inside, ``read`` runs whatever pickles ask for (``trust``), or leaves that to the environment (None)."""
+    token = _trusted.set(trust)
+    try:
+        yield
+    finally:
+        _trusted.reset(token)
+
+
 def read(path, lazy=False, allow=(), trust=None):
     """Loads ``path`` to the CPU; with ``lazy``, tensors stay in the file (``LazyTensor``).
 
     Tensors and plain data only: RefusedClass for anything that could run code, see ``deepspeed.utils.torch_archive``.
     """
     try:
-        return torch_archive.load(path, lazy, allow, trust)
+        return torch_archive.load(path, lazy, allow, _trusted.get() if trust is None else trust)
     except torch_archive.RefusedClass:
         raise
     except FileNotFoundError as error:

@@ -4,22 +4,22 @@ import torch
 
 
 class Staging:
-    """Host memory through which tensors of other devices pass, ``bytes`` of it; pinned, so that copies are fast.
+    """Host memory, at most ``bytes`` of it, through which tensors pass that are elsewhere or have gaps.
 
-    Made when first needed.
+    Made when first needed; pinned for tensors of a GPU, so that copies are fast.
     """
 
     def __init__(self, bytes):
-        self.bytes = bytes
-        self._memory = None
+        self.bytes = max(bytes, 4096)
+        self._memory = {}
 
     def copy(self, tensor):
-        """``tensor`` (1-D, at most ``bytes``) in host memory that is valid until the next call."""
-        if self._memory is None:
-            pinned = tensor.device.type == "cuda"
-            self._memory = torch.empty(self.bytes, dtype=torch.uint8, pin_memory=pinned)
+        """The elements of ``tensor`` (at most ``bytes``) in row-major order, valid until the next call."""
+        pinned = tensor.device.type == "cuda"
+        if pinned not in self._memory:
+            self._memory[pinned] = torch.empty(self.bytes, dtype=torch.uint8, pin_memory=pinned)
         used = tensor.numel() * tensor.element_size()
-        return self._memory[:used].view(tensor.dtype).copy_(tensor)
+        return self._memory[pinned][:used].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 class StoredTensor:
@@ -27,7 +27,7 @@ class StoredTensor:
 
     In memory order, a tensor without gaps keeps its memory as it is, with its strides (transposed, expanded ...): what
     shares that memory shares the bytes, ``key`` being equal. A tensor with gaps (a slice of columns), and every tensor
-    in row-major order that is not so already, is made contiguous while it is written, a piece at a time.
+    in row-major order that is not so already, is put in order while it is written, a piece at a time.
     """
 
     def __init__(self, tensor, row_major=False):
@@ -36,9 +36,10 @@ class StoredTensor:
         self.shape = tuple(tensor.shape)
         self.stride = tuple(tensor.stride())
         self.numel = tensor.numel()
-        span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride)) if self.numel else 0
         lazy = tensor.is_conj() or tensor.is_neg()
-        if span <= self.numel and not lazy and not (row_major and not tensor.is_contiguous()):
+        in_order = tensor.is_contiguous()
+        span = self.numel if in_order else 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride))
+        if span <= self.numel and not lazy and (in_order or not row_major):
             self._flat, self._rows = tensor.as_strided((span,), (1,)), None
             self.numel = span
         else:
@@ -54,17 +55,12 @@ class StoredTensor:
         """Yields (address, bytes) of host memory, in order, valid until the next one is asked for."""
         if not self.bytes:
             return
-        if self._flat is not None and self._flat.device.type == "cpu":
+        if self.in_place():
             yield self._flat.data_ptr(), self.bytes
             return
         size = self.bytes // self.numel
-        most = max(1, staging.bytes // size)
-        parts = [self._flat] if self._flat is not None else _contiguous_parts(self._rows, most)
-        for part in parts:
-            for begin in range(0, part.numel(), most):
-                piece = part[begin : begin + most]
-                host = piece if piece.device.type == "cpu" else staging.copy(piece)
-                yield host.data_ptr(), host.numel() * size
+        for part in _parts(self._rows if self._flat is None else self._flat, staging.bytes // size):
+            yield staging.copy(part).data_ptr(), part.numel() * size
 
     def copy_to(self, memory):
         """Copies all elements into ``memory``, a 1-D uint8 tensor on the host of ``bytes``; from another device into
@@ -120,15 +116,15 @@ def _row_major_stride(shape):
     return tuple(reversed(stride))
 
 
-def _contiguous_parts(tensor, most):
-    """The elements in row-major order as 1-D tensors, each of at most ``most`` elements or one innermost row."""
-    if tensor.dim() <= 1 or tensor.numel() <= most:
-        yield tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+def _parts(tensor, most):
+    """The tensor cut along its first dimensions, in row-major order, into parts of at most ``most`` elements."""
+    if tensor.numel() <= most:
+        yield tensor
         return
     row = tensor.numel() // tensor.shape[0]
     if row > most:
         for part in tensor:
-            yield from _contiguous_parts(part, most)
+            yield from _parts(part, most)
         return
     for begin in range(0, tensor.shape[0], most // row):
-        yield from _contiguous_parts(tensor[begin : begin + most // row], most)
+        yield tensor[begin : begin + most // row]

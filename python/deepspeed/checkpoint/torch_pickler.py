@@ -44,6 +44,10 @@ class _Memory:
         self.id = ("storage", storage_class, key, "cpu", numel)
 
 
+# Most objects of a state: that they are no storages is known without a question.
+ORDINARY = frozenset({str, int, float, bool, bytes, type(None), tuple, list, dict, type, collections.OrderedDict})
+
+
 class _Pickler(pickle.Pickler):
     def __init__(self, file, names):
         super().__init__(file, protocol=PROTOCOL)
@@ -54,7 +58,10 @@ class _Pickler(pickle.Pickler):
         self.alive = []  # what was made while pickling: an address must not be used again before the file is written
 
     def persistent_id(self, obj):
-        if type(obj) is _Memory:
+        kind = type(obj)
+        if kind in ORDINARY:
+            return None
+        if kind is _Memory:
             return obj.id
         # Storages by themselves, and those of kinds of tensors that torch takes apart (quantized, subclasses).
         if isinstance(obj, torch.storage.TypedStorage):
@@ -66,17 +73,14 @@ class _Pickler(pickle.Pickler):
 
     def _storage_id(self, storage, storage_class, dtype):
         content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        key, stored = self._record(content)
+        key, stored = self._record(content, StoredTensor(content))
         item_bytes = torch.empty(0, dtype=dtype).element_size()
         return "storage", storage_class, key, "cpu", stored.bytes // item_bytes
 
-    def _record(self, tensor):
-        return self._keep(tensor, StoredTensor(tensor))
-
-    def _keep(self, tensor, stored):
+    def _record(self, tensor, stored):
+        """(name, StoredTensor) of the record with these bytes: an earlier one over the same memory, or a new one."""
         self.alive.append(tensor)
-        key, stored = self.records.setdefault(stored.key, (str(len(self.records)), stored))
-        return key, stored
+        return self.records.setdefault(stored.key, (str(len(self.records)), stored))
 
     def reducer_override(self, obj):
         if type(obj) is torch.nn.Parameter and is_plain(obj):
@@ -91,7 +95,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
     def _reduce_tensor(self, tensor, own, requires_grad):
-        key, stored = self._keep(tensor, own)
+        key, stored = self._record(tensor, own)
         self.tensors.append((self.names.get(id(tensor)) or f"data/{key}", stored, own.shape))
         legacy = self.storage_names.get(tensor.dtype)
         storage_class, numel = (

@@ -25,8 +25,8 @@ def enable_universal_checkpoint(param_list):
 def load_hp_checkpoint_state(self, folder, tp_rank, tp_world_size, ep_rank=0, ep_size=1):
     """Method of a linked parameter: its fragment takes its part of the values and states in ``folder``.
 
-    ``folder``: that of the parameter, ``zero/<name>``. Experts are cut along dimension 0 into ``ep_size`` parts. Returns
-    the step, or None without one. Raises FileNotFoundError without files, ValueError where shapes do not fit.
+    ``folder``: that of the parameter, ``zero/<name>``. Experts are cut along dimension 0 into ``ep_size`` parts.
+    Returns the step, or None without one. Raises FileNotFoundError without files, ValueError where shapes do not fit.
     """
     files = sorted(glob.glob(os.path.join(folder, "*.pt")))
     if not files:
@@ -83,7 +83,7 @@ def _narrow_sub_params(full_view, partition_dim, sub_dim_sizes, shard_widths, tp
 
 
 def _resolve_autotp_partition(current_param, ckpt_dict, full_hp_param, tp_rank, tp_world_size):
-    """The rank's slice of a whole parameter, flat, by what automatic tensor parallelism has noted; None without notes."""
+    """The rank's slice of a whole parameter, flat, by the notes of automatic tensor parallelism; None without any."""
     meta = _get_param_uc_restore_meta(current_param)
     if not meta:
         return None

@@ -5,11 +5,12 @@ import os
 import torch
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint import storage
+from deepspeed.checkpoint import file_writer
 from deepspeed.checkpoint.saved_universal import OPTIMIZER_STATE, STEP, ZERO_FOLDER
 from deepspeed.checkpoint.universal_shards import merge_zero_shards, write_shard
 from deepspeed.checkpoint.universal_slices import merge_slices
 from deepspeed.checkpoint.universal_source import Source
+from deepspeed.checkpoint.weights import eager, plain
 from deepspeed.zero.saved_state import read_into
 
 TEMP_FOLDER = "tmp"
@@ -28,6 +29,12 @@ class Conversion:
         """``[name of a trained parameter, pipeline stage]`` of all of them."""
         return [[name, stage] for name, stage in self.source.parameters().items()]
 
+    def nbytes(self):
+        """Bytes of masters and states of the whole checkpoint, about."""
+        kinds = 1 + len(self.source.saved(0).state_names())
+        ranks = [self.source.saved(rank).shapes() for rank in self.source.mp_ranks()]
+        return 4 * kinds * sum(shape.numel() for shapes in ranks for shape in shapes.values())
+
     def extract(self, task):
         """Writes the shards of all states of a parameter, those of every rank that saved, below ``tmp/``."""
         name, stage = task
@@ -37,6 +44,7 @@ class Conversion:
                 for number, (_, numel, reader) in enumerate(saved.pieces(name, state)):
                     write_shard(self.temp_dir, name, tp, state, number, reader.read_range(0, numel))
             for key, value in saved.scalars(name).items():
+                value = eager(value)
                 if torch.is_tensor(value) or isinstance(value, (int, float)):
                     write_shard(self.temp_dir, name, tp, key, 0, value)
 
@@ -62,7 +70,6 @@ class Conversion:
         saved = self.source.saved(0)
         return [[name] for name in getattr(saved, "frozen_shapes", dict)() if saved.frozen_pieces(name)]
 
-
     def common(self):
         """Writes what belongs to the optimizer as a whole."""
         saved = self.source.saved(0)
@@ -72,12 +79,12 @@ class Conversion:
         ]
         state = {**saved.extra(), keys.ZERO_STAGE: saved.zero_stage, keys.PARAM_GROUPS: groups}
         os.makedirs(self.zero_dir, exist_ok=True)
-        storage.write(storage.compact(state), os.path.join(self.zero_dir, OPTIMIZER_STATE))
+        file_writer.write_torch(plain(state), os.path.join(self.zero_dir, OPTIMIZER_STATE))
 
 
 def _save_state(folder, state, value, hints):
     os.makedirs(folder, exist_ok=True)
-    storage.write({keys.PARAM: storage.compact(value), **hints}, os.path.join(folder, f"{state}.pt"))
+    file_writer.write_torch({keys.PARAM: value, **hints}, os.path.join(folder, f"{state}.pt"))
 
 
 def merge_parameter(rules, zero_dir, temp_dir, name, slice_shapes):
@@ -94,12 +101,13 @@ def merge_parameter(rules, zero_dir, temp_dir, name, slice_shapes):
         slices = merge_zero_shards(base, state, count, slice_shapes)
         if state == STEP:
             os.makedirs(folder, exist_ok=True)
-            storage.write(slices[0], os.path.join(folder, f"{STEP}.pt"))
+            file_writer.write_torch(slices[0], os.path.join(folder, f"{STEP}.pt"))
         elif not torch.is_tensor(slices[0]) or not slices[0].dim():
             _save_state(folder, state, torch.as_tensor(slices[0]), {})
         else:
             whole, hints = merge_slices(name, slices, rules)
             _save_state(folder, state, whole, hints)
+    file_writer.sync_directory(folder)
     return set(rules.used)
 
 

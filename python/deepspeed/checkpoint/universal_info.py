@@ -109,7 +109,7 @@ def _sub_param(entry):
 
 
 def sub_sizes(shape, dim):
-    """Sizes of the sub-parameters along ``dim`` of a ``SubparamShape.shape``, and the shape with sums in their place."""
+    """Sizes of the sub-parameters along ``dim`` of a ``SubparamShape.shape``, and the shape with sums in place."""
     whole = tuple(sum(size) if isinstance(size, (tuple, list)) else int(size) for size in shape)
     sizes = shape[dim] if isinstance(shape[dim], (tuple, list)) else (shape[dim],)
     return tuple(int(size) for size in sizes), whole

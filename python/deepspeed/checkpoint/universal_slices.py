@@ -87,9 +87,9 @@ def local_slice(name, file, full, shape, rank, count):
         return full
     if file.get(keys.VOCAB_TENSOR):
         full = _pad_words(name, full, shape[0] * (count if full.dim() == 1 or full.shape[1:] == shape[1:] else 1))
-    if full.numel() == shape.numel():
-        return full.reshape(shape)
     sub = file.get(keys.SUB_PARAM_SHAPE)
+    if full.numel() == shape.numel() and (sub is not None or full.dim() == 1):
+        return full.reshape(shape)
     if sub is not None:
         sizes, whole = sub_sizes(sub.shape, sub.partition_dim)
         piece = narrow_sub_params(
@@ -103,7 +103,7 @@ def local_slice(name, file, full, shape, rank, count):
         piece = _cut(name, full, file[keys.CAT_DIM], rank, count)
     else:
         piece = full  # replicas and averages are whole on every rank
-    if piece.numel() != shape.numel():
+    if piece.numel() != shape.numel() if sub is not None else piece.shape != shape:
         raise ValueError(
             f"parameter '{name}' has shape {tuple(full.shape)} in the universal checkpoint, which gives "
             f"{tuple(piece.shape)} to one of {count} tensor-parallel rank(s); this model has {tuple(shape)}: it is "

@@ -5,7 +5,8 @@ import os
 import torch
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint import names, storage
+from deepspeed.checkpoint import native_names, storage
+from deepspeed.checkpoint.autoep_universal import layers_of, metadata_of
 from deepspeed.checkpoint.reshape_3d_utils import get_model_3d_descriptor
 from deepspeed.checkpoint.reshape_utils import get_zero_files
 from deepspeed.checkpoint.saved_state import open_saved
@@ -21,9 +22,13 @@ class Source:
         self.folder = folder
         if not os.path.isdir(folder):
             raise FileNotFoundError(f"there is no checkpoint folder {folder}: --input_folder is that of one tag")
-        grid = get_model_3d_descriptor(folder)
         self._saved = {}
-        self.pp_degree, self.tp_degree = self._degrees(grid.pp_degree, grid.tp_degree)
+        self.pp_degree, self.tp_degree = self._degrees(*self._counted())
+        if not self.saved(0).shapes():
+            raise ValueError(
+                f"{folder} has no optimizer states (files *{keys.OPTIM_FILE_SUFFIX}), so there are no fp32 weights to "
+                "convert: it was saved without an optimizer, or the files are gone"
+            )
         self.zero_stage = self.saved(0).zero_stage
         self.info = self._find_info()
         if self.info is None and not inject and self.pp_degree * self.tp_degree > 1:
@@ -36,6 +41,14 @@ class Source:
         if self.info is None and inject:
             logger.warning(f"{folder} has no '{keys.UNIVERSAL_CHECKPOINT_INFO}': an empty one is taken")
         self.rules = ParallelRules(self.info)
+        self._refuse_experts()
+
+    def _counted(self):
+        """Pipeline and tensor-parallel degrees by the files there are."""
+        if native_names.is_native(self.folder):
+            return 1, native_names.mp_size(self.folder)
+        grid = get_model_3d_descriptor(self.folder)
+        return grid.pp_degree, grid.tp_degree
 
     def _degrees(self, pp_degree, tp_degree):
         """What the model file says, if that fits the number of files; else what their names say."""
@@ -46,7 +59,7 @@ class Source:
     def saved(self, mp_rank):
         """The ``SavedState`` of a model-parallel rank."""
         if mp_rank not in self._saved:
-            plain = not get_zero_files(self.folder)
+            plain = not native_names.is_native(self.folder) and not get_zero_files(self.folder)
             self._saved[mp_rank] = self._open_plain(mp_rank) if plain else open_saved(self.folder, mp_rank)
         return self._saved[mp_rank]
 
@@ -60,10 +73,8 @@ class Source:
             if name not in (module.get(keys.BUFFER_NAMES) or ()) and (place is None or place not in seen):
                 shapes[name] = torch.Size(value.shape)
                 seen.add(place)
-        beside = names.run_states_path(self.folder, 0)
-        groups = storage.read(beside).get("group_names") if os.path.exists(beside) else None
         try:
-            return open_saved(self.folder, mp_rank, group_names=groups or [list(shapes)], shapes=shapes)
+            return open_saved(self.folder, mp_rank, group_names=[list(shapes)], shapes=shapes)
         except ValueError as error:
             raise ValueError(
                 f"{self.folder} was saved without ZeRO. Such files do not name the parameters of the optimizer, and "
@@ -77,7 +88,19 @@ class Source:
             found = self.saved(mp_rank).model.get(keys.UNIVERSAL_CHECKPOINT_INFO)
             if found is not None:
                 return found
-        return None
+        files = get_zero_files(self.folder)
+        inner = storage.read(files[0], lazy=True).get(keys.OPTIMIZER_STATE_DICT) if files else None
+        return (inner or {}).get(keys.UNIVERSAL_CHECKPOINT_INFO)
+
+    def _refuse_experts(self):
+        for mp_rank in self.mp_ranks():
+            layers = layers_of(metadata_of(self.saved(mp_rank).model))
+            if layers:
+                raise ValueError(
+                    f"{self.folder} has layers whose experts lie on different ranks ("
+                    f"{', '.join(str(layer.get('module_path')) for layer in layers)}): their files do not become whole "
+                    "parameters here. Its other parameters could, but the result would not be the model"
+                )
 
     def mp_ranks(self):
         return [pp * self.tp_degree + tp for pp in range(self.pp_degree) for tp in range(self.tp_degree)]
@@ -104,7 +127,7 @@ class Source:
 
 
 def _memory_of(value):
-    """What tells tied tensors apart from equal ones, or None."""
+    """What tied tensors have in common and equal ones have not, or None for an empty one."""
     if torch.is_tensor(value):
-        return value.data_ptr() or None
-    return getattr(value, "place", None)
+        return (value.data_ptr(), tuple(value.shape)) if value.numel() else None
+    return (id(value.memory), value.offset, tuple(value.shape)) if value.numel() else None

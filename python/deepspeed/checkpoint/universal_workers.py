@@ -13,15 +13,17 @@ import tempfile
 from deepspeed.checkpoint.universal_convert import Conversion
 from deepspeed.host.cpu import usable_cores
 
+SHARE_BYTES = 64 << 20  # a process takes seconds to start: less than this is not worth one
 _ERRORS = {kind.__name__: kind for kind in (ValueError, FileNotFoundError, RuntimeError, KeyError)}
 
 
 def run_tasks(conversion, step, tasks, workers):
-    """Results of ``conversion.<step>(task)`` of all tasks, in order. ``workers``: processes; with 1 this one does it.
+    """Results of ``conversion.<step>(task)`` of all tasks, in order. ``workers``: processes at most; this one does it
+    alone when they would have little to do.
 
     An error of a worker is raised here; the others are ended.
     """
-    workers = max(1, min(workers, len(tasks)))
+    workers = max(1, min(workers, len(tasks), conversion.nbytes() // SHARE_BYTES))
     if workers == 1:
         return [getattr(conversion, step)(task) for task in tasks]
     size = -(-len(tasks) // workers)

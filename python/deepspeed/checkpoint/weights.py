@@ -4,7 +4,7 @@ import torch
 
 from deepspeed._compat import named_parameters
 from deepspeed.zero.gathered import GatheredParameters
-from deepspeed.zero.saved_state import read_into
+from deepspeed.zero.saved_state import eager, read_into
 from deepspeed.zero.sharded_parameter import is_sharded
 
 
@@ -12,8 +12,8 @@ def load_weights(engine, saved, strict, custom_load_fn=None, later=()):
     """Every rank calls it. ``later``: names of parameters that need no value now: their masters follow.
 
     Below stage 3 every rank reads whole parameters, at stage 3 its slices; ``custom_load_fn(src=, dst=)`` gets whole
-    ones and the gathered module at every stage. Raises RuntimeError where keys do not fit (``strict``) and ValueError
-    where shapes do not.
+    ones and the gathered module at every stage. Raises RuntimeError where shapes do not fit, or keys (``strict``), and
+    ValueError where files are incomplete.
     """
     keys = engine.module.state_dict().keys()
     params = dict(named_parameters(engine.module))
@@ -27,6 +27,7 @@ def load_weights(engine, saved, strict, custom_load_fn=None, later=()):
             f"{saved.origin()} does not fit the model: missing {missing}, unexpected {unexpected}. Build the model as "
             "it was saved, or pass load_module_strict=False"
         )
+    _check_shapes(engine.module, params, saved)
     given = saved.model.get("module") or {}
     whole = type(given)()
     for name, value in saved.module().items():
@@ -46,6 +47,22 @@ def _differences(engine, keys, saved_keys, saved):
     return missing, [name for name in saved_keys if name not in keys]
 
 
+def _check_shapes(module, params, saved):
+    wrong = []
+    here = {name: param.ds_shape if is_sharded(param) else param.shape for name, param in params.items()}
+    here.update((name, buffer.shape) for name, buffer in module.named_buffers())
+    for name, shape in here.items():
+        known = saved.weight_shape(saved.aliases().get(name, name))
+        if known is not None and tuple(known) != tuple(shape):
+            wrong.append(f"'{name}' was saved with shape {tuple(known)}, the model has {tuple(shape)}")
+    if wrong:
+        raise RuntimeError(
+            f"{saved.origin()} does not fit the model: {'; '.join(wrong[:3])}"
+            + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+            + ". Build the model as it was saved, or take its weights over with custom_load_fn="
+        )
+
+
 @torch.no_grad()
 def _load_pieces(engine, saved, params, later):
     """Parameters that lie in the files in pieces, or on this rank as one."""
@@ -56,12 +73,6 @@ def _load_pieces(engine, saved, params, later):
         shape = saved.weight_shape(known)
         if shape is None or known in later or name in later:
             continue
-        here = param.ds_shape if is_sharded(param) else param.shape
-        if tuple(shape) != tuple(here):
-            raise ValueError(
-                f"{saved.origin()} does not fit the model: parameter '{name}' was saved with shape {tuple(shape)}, the "
-                f"model has {tuple(here)}. Build the model as it was saved"
-            )
         pieces = saved.pieces(known, "weight")
         if is_sharded(param):
             handle = param.ds_handle
@@ -101,11 +112,6 @@ def _load_by(custom_load_fn, engine, saved, saved_keys):
         custom_load_fn(src=state, dst=engine.module)
     if engine.core is not None:
         engine.core.refresh_master()
-
-
-def eager(value):
-    """A lazy tensor's values; anything else as it is."""
-    return value.read() if hasattr(value, "read_range") else value
 
 
 def plain(value):

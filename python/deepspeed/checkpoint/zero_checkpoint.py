@@ -9,11 +9,13 @@ from deepspeed.checkpoint.constants import (
     BASE_OPTIMIZER_STATE,
     GROUP_PADDINGS,
     OPTIMIZER_STATE_DICT,
+    PARAM_SLICE_MAPPINGS,
     PARTITION_COUNT,
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
 from deepspeed.checkpoint.reshape_3d_utils import get_model_3d_descriptor, model_3d_desc
 from deepspeed.checkpoint.reshape_utils import get_zero_files, merge_state
+from deepspeed.utils.tensor_fragment import fragment_address
 
 
 class ZeROCheckpoint:
@@ -71,6 +73,7 @@ class ZeROCheckpoint:
             state = {key: value for key, value in storage.read(path).items() if key not in keys_to_ignore}
             if strip_tensor_paddings:
                 _strip_paddings(state)
+            _join_mappings(merged, state)
             merged = state if merged is None else merge_state(merged, state)
         _set_partition_count(merged, len(files), self.target_3d.dp_degree)
         if strip_tensor_paddings:
@@ -119,6 +122,30 @@ def _strip_paddings(state):
                 continue
             wanted = shards[group].numel() if group < len(shards) else value.numel() - paddings[group]
             states[name] = value[:wanted] if value.numel() > wanted else value
+
+
+def _join_mappings(merged, state):
+    """Says in ``merged`` where parameters lie when the shards of ``state`` follow. Slices of one parameter that do not
+    lie end to end have no such place: then neither keeps a mapping."""
+    if merged is None or not _inner(state).get(PARAM_SLICE_MAPPINGS):
+        return
+    ours, theirs = _inner(merged), _inner(state)
+    found = ours.pop(PARAM_SLICE_MAPPINGS, None)
+    added = theirs.pop(PARAM_SLICE_MAPPINGS)
+    shards = ours.get(SINGLE_PARTITION_OF_FP32_GROUPS)
+    if found is None or shards is None:
+        return
+    for group, (mapping, more) in enumerate(zip(found, added, strict=True)):
+        offset = shards[group].numel()
+        for name, piece in more.items():
+            before = mapping.get(name)
+            if before is None:
+                mapping[name] = fragment_address(numel=piece.numel, start=piece.start + offset)
+            elif before.start + before.numel == piece.start + offset:
+                mapping[name] = fragment_address(numel=before.numel + piece.numel, start=before.start)
+            else:
+                return
+    ours[PARAM_SLICE_MAPPINGS] = found
 
 
 def _clear_paddings(state):

@@ -2,11 +2,8 @@
 
 import collections
 
-import torch
-
 from deepspeed._compat import named_parameters
 from deepspeed.checkpoint import storage
-from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.sharded_parameter import is_sharded
 
 
@@ -56,30 +53,3 @@ def shared_params(module):
             found[name] = first[id(param)]
         first.setdefault(id(param), name)
     return found
-
-
-@torch.no_grad()
-def whole_state_dict(engine, exclude_frozen_parameters=False):
-    """Rank 0: the module's state dict with whole parameters on the CPU, tied ones as one tensor; None elsewhere.
-
-    Parameters are gathered one at a time. Every rank calls it.
-    """
-    module, keep = engine.module, engine.global_rank == 0
-    state = engine.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-    by_name = dict(named_parameters(module))
-    made, found = {}, type(state)()
-    for name, value in state.items():
-        param = by_name.get(name)
-        if param is None or not is_sharded(param):
-            if keep:
-                found[name] = value.detach().cpu().clone() if torch.is_tensor(value) else value
-            continue
-        if id(param) not in made:
-            with GatheredParameters([param]):
-                made[id(param)] = param.detach().cpu().clone() if keep else None
-        found[name] = made[id(param)]
-    if hasattr(state, "_metadata"):
-        found._metadata = state._metadata
-    if engine.core is not None:
-        engine.core.gatherer.drain()
-    return found if keep else None

@@ -84,6 +84,7 @@ from deepspeed.comm.utils import (
     get_world_rank_from_launcher,
     get_world_size_from_launcher,
 )
+from deepspeed.comm.watch import flight_record
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
 
 __all__ = [name for name in dir() if not name.startswith("_")]

@@ -9,6 +9,7 @@ not sent at all: gloo divides by their size in some versions, and the process di
 import torch
 import torch.distributed as dist
 
+from deepspeed.comm.c10d_watch import end, wait
 from deepspeed.comm.reduce_op import to_name
 from deepspeed.comm.work import complete
 
@@ -84,7 +85,7 @@ def all_reduce(tensor, op, group, async_op):
             return _all_reduce_in_two_steps(tensor, op, group)
     buffer, torch_op, finish = _staged(tensor, op, dist.get_world_size(group))
     work = dist.all_reduce(buffer, torch_op, group=group, async_op=True)
-    return None if work is None else complete([work], finish, async_op)
+    return None if work is None else complete([work], finish, async_op, wait)
 
 
 def _all_reduce_in_two_steps(tensor, op, group):
@@ -109,7 +110,7 @@ def reduce(tensor, dst, op, group, async_op):
     if work is None:
         return None
     # Only dst gets a result; the others' tensors stay as they were.
-    return complete([work], finish if dist.get_rank() == dst else None, async_op)
+    return complete([work], finish if dist.get_rank() == dst else None, async_op, wait)
 
 
 def _reduce_rows(rows, name):
@@ -151,7 +152,7 @@ def reduce_scatter_tensor(output, tensor, op, group, async_op):
     def finish():
         output.copy_(_reduce_rows(received, name).view_as(output))
 
-    return None if work is None else complete([work], finish, async_op)
+    return None if work is None else complete([work], finish, async_op, wait)
 
 
 def reduce_scatter(output, input_list, op, group, async_op):
@@ -169,7 +170,8 @@ def all_gather_into_tensor(output, tensor, group, async_op):
     if tensor.numel() == 0:
         return complete([], None, async_op)
     parts = as_known(output.view(size, tensor.numel())).unbind(0)
-    return dist.all_gather(list(parts), as_known(tensor.contiguous().view(-1)), group=group, async_op=async_op)
+    work = dist.all_gather(list(parts), as_known(tensor.contiguous().view(-1)), group=group, async_op=True)
+    return end(work, async_op)
 
 
 def all_to_all(output_list, input_list, group, async_op):
@@ -183,4 +185,4 @@ def all_to_all(output_list, input_list, group, async_op):
         for target, part in zip(output_list, received.split(sizes[0]), strict=True):
             target.copy_(part.view_as(target))
 
-    return None if work is None else complete([work], finish, async_op)
+    return None if work is None else complete([work], finish, async_op, wait)

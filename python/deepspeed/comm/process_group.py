@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import comms_log
+from deepspeed.comm import comms_log, patience
 from deepspeed.comm.comms_log import configure
 from deepspeed.comm.rendezvous import prepare_environment
 from deepspeed.comm.torch import TorchBackend
@@ -53,12 +53,13 @@ def init_distributed(
         auto_mpi_discovery: under mpirun, take rank and size from MPI.
         distributed_port: where the ranks meet if the environment does not say.
         verbose: log what is done.
-        timeout: ``timedelta`` for every collective; the default is 30 minutes or ``DEEPSPEED_TIMEOUT`` minutes.
+        timeout: ``timedelta`` for every collective; by default ``DS_COMM_TIMEOUT_S`` seconds, else ``comm.timeout`` of
+            ``config``, else 30 minutes or ``DEEPSPEED_TIMEOUT`` minutes.
         init_method: torch's, e.g. ``tcp://host:port`` or ``file:///path``; None reads the environment, and a process
             that nobody launched becomes a job of one rank.
         dist_init_required: False insists that the caller has created the process group; None and True create it if
             it is missing.
-        config: DeepSpeed config whose ``comms_logger`` section is applied.
+        config: DeepSpeed config whose sections ``comms_logger`` and ``comm`` are applied.
         rank, world_size: -1 to find out.
 
     Raises:
@@ -68,6 +69,7 @@ def init_distributed(
     global cdb
     if config is not None:
         configure(deepspeed_config=config)
+        patience.configure(config)
     if dist.is_initialized():
         set_backend()
         if verbose:
@@ -80,6 +82,7 @@ def init_distributed(
         )
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}; e.g. timedelta(minutes=60).")
+    timeout = patience.chosen(timeout)
     backend = dist_backend or get_accelerator().communication_backend_name()
     _check_backend(backend)
     init_deepspeed_backend(backend, timeout, init_method)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from deepspeed import _native
 from deepspeed._compat import TORCH2
+from deepspeed.comm.watch import group_facts
 
 NAME = "shm"
 
@@ -18,7 +19,12 @@ NAME = "shm"
 def _create(store, rank, size, timeout):
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
     return _native._C.shm_backend(
-        store=dist.PrefixStore("shm", store), rank=rank, size=size, timeout=timeout, other=gloo
+        store=dist.PrefixStore("shm", store),
+        rank=rank,
+        size=size,
+        timeout=timeout,
+        other=gloo,
+        facts=group_facts("torch.distributed"),
     )
 
 

@@ -7,8 +7,34 @@ import torch.distributed as dist
 
 from deepspeed.comm import gloo
 from deepspeed.comm.backend import Backend
-from deepspeed.comm.reduce_op import ReduceOp, to_torch
+from deepspeed.comm.c10d_watch import end, forget, watched
+from deepspeed.comm.reduce_op import ReduceOp, to_name, to_torch
 from deepspeed.comm.work import complete
+
+_ON_CPU = torch.empty(0)
+
+
+def _fingerprinted(what, at=0, op=None, root=None, sized=True):
+    """``watched`` for an operation whose argument ``at`` is its tensor, or the list of them; ``op``, ``root``: where
+    those are; ``sized``: the ranks' sizes must be equal."""
+
+    def tensor_of(given):
+        tensor = given[at] if at is not None else _ON_CPU
+        return tensor if isinstance(tensor, torch.Tensor) else tensor[0]
+
+    def serves(group, *given):
+        return gloo.serves(group, tensor_of(given))
+
+    def fingerprint(*given):
+        if at is None:
+            return f"{what}()"
+        tensor = tensor_of(given)
+        text = f"{what}({f'{tensor.numel()} x ' if sized else ''}{str(tensor.dtype)[6:]}"
+        if op is not None:
+            text += f", {to_name(ReduceOp.SUM if given[op] is None else given[op]).lower()}"
+        return f"{text})" if root is None else f"{text}, root {given[root]})"
+
+    return watched(serves, fingerprint)
 
 
 class TorchBackend(Backend):
@@ -59,6 +85,7 @@ class TorchBackend(Backend):
         return dist.is_initialized()
 
     # ---- reductions ----------------------------------------------------------------------------------------------
+    @_fingerprinted("all_reduce", op=1)
     def all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
         if gloo.serves(group, tensor) and not tensor.is_complex() and not tensor.is_sparse:
             return gloo.all_reduce(tensor, op, group, async_op)
@@ -71,16 +98,19 @@ class TorchBackend(Backend):
         works = [self.all_reduce(tensor, op, group, True) for tensor in tensors]
         return complete(works, None, async_op)
 
+    @_fingerprinted("reduce", op=2, root=1)
     def reduce(self, tensor, dst, op=ReduceOp.SUM, group=None, async_op=False):
         if gloo.serves(group, tensor):
             return gloo.reduce(tensor, dst, op, group, async_op)
         return dist.reduce(tensor, dst, to_torch(op), group=group, async_op=async_op)
 
+    @_fingerprinted("reduce_scatter", op=2)
     def reduce_scatter(self, output, input_list, op=ReduceOp.SUM, group=None, async_op=False):
         if gloo.serves(group, output):
             return gloo.reduce_scatter(output, input_list, op, group, async_op)
         return dist.reduce_scatter(output, input_list, to_torch(op), group=group, async_op=async_op)
 
+    @_fingerprinted("reduce_scatter", op=2)
     def reduce_scatter_tensor(self, output_tensor, input_tensor, op=ReduceOp.SUM, group=None, async_op=False):
         if gloo.serves(group, output_tensor):
             return gloo.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
@@ -88,23 +118,27 @@ class TorchBackend(Backend):
         return function(output_tensor, input_tensor, to_torch(op), group=group, async_op=async_op)
 
     # ---- data movement -------------------------------------------------------------------------------------------
+    @_fingerprinted("broadcast", root=1)
     def broadcast(self, tensor, src, group=None, async_op=False):
         if gloo.serves(group, tensor):
             if tensor.numel() == 0:
                 return complete([], None, async_op)
-            tensor = gloo.as_known(tensor)
+            return end(dist.broadcast(gloo.as_known(tensor), src, group=group, async_op=True), async_op)
         return dist.broadcast(tensor, src, group=group, async_op=async_op)
 
     def broadcast_object_list(self, object_list, src, group=None, device=None):
         return dist.broadcast_object_list(object_list, src=src, group=group, device=device)
 
+    @_fingerprinted("all_gather", at=1)
     def all_gather(self, tensor_list, tensor, group=None, async_op=False):
         if gloo.serves(group, tensor):
             if tensor.numel() == 0:
                 return complete([], None, async_op)
             tensor_list, tensor = [gloo.as_known(one) for one in tensor_list], gloo.as_known(tensor)
+            return end(dist.all_gather(tensor_list, tensor, group=group, async_op=True), async_op)
         return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
 
+    @_fingerprinted("all_gather", at=1)
     def all_gather_into_tensor(self, output_tensor, input_tensor, group=None, async_op=False):
         if gloo.serves(group, output_tensor):
             return gloo.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
@@ -127,32 +161,40 @@ class TorchBackend(Backend):
     def all_gather_object(self, object_list, obj, group=None):
         return dist.all_gather_object(object_list, obj, group=group)
 
+    @_fingerprinted("all_to_all", sized=False)
     def all_to_all_single(
         self, output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
     ):
         if gloo.serves(group, output):
-            output, input = gloo.as_known(output), gloo.as_known(input)
+            sizes = (output_split_sizes, input_split_sizes)
+            work = dist.all_to_all_single(gloo.as_known(output), gloo.as_known(input), *sizes, group, True)
+            return end(work, async_op)
         return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
 
+    @_fingerprinted("all_to_all", sized=False)
     def all_to_all(self, output_tensor_list, input_tensor_list, group=None, async_op=False):
         if gloo.serves(group, output_tensor_list[0]):
             return gloo.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
         return dist.all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)
 
+    @_fingerprinted("gather", root=2)
     def gather(self, tensor, gather_list=None, dst=0, group=None, async_op=False):
         if gloo.serves(group, tensor):
             if tensor.numel() == 0:
                 return complete([], None, async_op)
             tensor = gloo.as_known(tensor)
             gather_list = gather_list and [gloo.as_known(one) for one in gather_list]
+            return end(dist.gather(tensor, gather_list, dst, group=group, async_op=True), async_op)
         return dist.gather(tensor, gather_list, dst, group=group, async_op=async_op)
 
+    @_fingerprinted("scatter", root=2)
     def scatter(self, tensor, scatter_list=None, src=0, group=None, async_op=False):
         if gloo.serves(group, tensor):
             if tensor.numel() == 0:
                 return complete([], None, async_op)
             tensor = gloo.as_known(tensor)
             scatter_list = scatter_list and [gloo.as_known(one) for one in scatter_list]
+            return end(dist.scatter(tensor, scatter_list, src, group=group, async_op=True), async_op)
         return dist.scatter(tensor, scatter_list, src, group=group, async_op=async_op)
 
     # ---- point to point ------------------------------------------------------------------------------------------
@@ -169,7 +211,10 @@ class TorchBackend(Backend):
         return dist.irecv(tensor, src, group=group, tag=tag)
 
     # ---- meeting points and groups -------------------------------------------------------------------------------
+    @_fingerprinted("barrier", at=None)
     def barrier(self, group=None, async_op=False, device_ids=None):
+        if gloo.serves(group, _ON_CPU):
+            return end(dist.barrier(group=group, async_op=True, device_ids=device_ids), async_op)
         return dist.barrier(group=group, async_op=async_op, device_ids=device_ids)
 
     def monitored_barrier(self, group=None, timeout=None, wait_all_ranks=False):
@@ -199,6 +244,7 @@ class TorchBackend(Backend):
         return dist.group.WORLD
 
     def destroy_process_group(self, group=None):
+        forget(group)
         return dist.destroy_process_group(group)
 
     def init_device_mesh(self, mesh_shape, mesh_dim_names):

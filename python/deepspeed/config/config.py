@@ -49,6 +49,7 @@ SECTIONS = {
     "aio_config": ("aio", ConfigSection),
     "flops_profiler_config": ("flops_profiler", sections.DeepSpeedFlopsProfilerConfig),
     "comms_config": ("comms_logger", sections.CommsConfig),
+    "comm_config": ("comm", ConfigSection),
     "checkpoint_config": ("checkpoint", ConfigSection),
     "nebula_config": ("nebula", sections.DeepSpeedNebulaConfig),
     "datastates_config": ("datastates_ckpt", ConfigSection),

@@ -4,6 +4,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.universal_checkpoint import enable_universal_checkpoint
 from deepspeed.engine.accessors import dtype_of
 from deepspeed.engine.build_optimizer import build_optimizer
 from deepspeed.utils.z3_leaf_module import apply_z3_leaf_module_config
@@ -62,6 +63,8 @@ class Assembly:
         self.trained_groups = [list(group["params"]) for group in groups]
         trained = [param for group in self.trained_groups for param in group]
         optimizer = self.basic_optimizer
+        if self.load_universal_checkpoint() and self.zero_optimization_stage() in (1, 2):
+            enable_universal_checkpoint(trained)
         if self.zero_optimization():
             self._check_known(optimizer)
         if self.zero_optimization_stage() == 3:
@@ -243,6 +246,7 @@ class Assembly:
             None,
             self.optimizer_params(),
             partition_grads=self.zero_optimization_stage() >= 2,
+            elastic_checkpoint=self._config.zero_config.elastic_checkpoint,
             **self._scaler_options(),
             dp_process_group=self.parallel.dp_group if self.dp_world_size > 1 else None,
             mpu=self.mpu,

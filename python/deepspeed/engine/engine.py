@@ -14,9 +14,11 @@ from deepspeed._compat import named_parameters
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.contents import expected_bytes
 from deepspeed.checkpoint.engines.choice import make_engine
-from deepspeed.checkpoint.load import load_checkpoint
-from deepspeed.checkpoint.save import save_16bit_model, save_checkpoint
-from deepspeed.checkpoint.zero_states import param_shapes, whole_state_dict
+from deepspeed.checkpoint.export import save_16bit_model, whole_state_dict
+from deepspeed.checkpoint.load import load_checkpoint, restore_universal
+from deepspeed.checkpoint.names import expert_optim_states_path
+from deepspeed.checkpoint.save import save_checkpoint
+from deepspeed.checkpoint.zero_states import param_shapes
 from deepspeed.comm import comms_log
 from deepspeed.config import DeepSpeedConfig, non_default_values
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
@@ -32,7 +34,9 @@ from deepspeed.host.blas import blas_warning
 from deepspeed.log import log_dist, logger, warning_once
 from deepspeed.utils.nested import cast_floats, tensors_within
 from deepspeed.zero.audit import Audit
+from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.model import detach
+from deepspeed.zero.sharded_parameter import is_sharded
 
 DeepSpeedOptimizerCallable = Callable[[Union[Iterable[torch.nn.Parameter], Dict[str, Iterable]]], torch.optim.Optimizer]
 DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], _LRScheduler]
@@ -479,17 +483,27 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
         z3_params_to_fetch=None,
         allowed_missing_keys=None,
     ):
-        """Loads ``checkpoint["module"]`` into the module, with ``custom_load_fn(src=, dst=)`` when given."""
+        """Loads ``checkpoint["module"]`` into the module, with ``custom_load_fn(src=, dst=)`` when given.
+
+        ``allowed_missing_keys`` may be missing although ``strict``. ``fetch_z3_params``: parameters of stage 3,
+        those of ``z3_params_to_fetch`` or all, are whole meanwhile and take rank 0's values; every rank calls it then.
+        """
         state = checkpoint["module"]
-        if custom_load_fn is not None:
-            custom_load_fn(src=state, dst=self.module)
-        elif allowed_missing_keys:
-            missing, unexpected = self.module.load_state_dict(state, strict=False)
-            missing = [key for key in missing if key not in set(allowed_missing_keys)]
-            if strict and (missing or unexpected):
-                raise RuntimeError(f"the checkpoint does not fit the model: missing {missing}, unexpected {unexpected}")
-        else:
-            self.module.load_state_dict(state, strict=strict)
+        params = self.module.parameters() if z3_params_to_fetch is None else z3_params_to_fetch
+        fetched = [param for param in params if is_sharded(param)] if fetch_z3_params else []
+        with GatheredParameters(fetched, modifier_rank=0 if fetched else None):
+            if custom_load_fn is not None:
+                custom_load_fn(src=state, dst=self.module)
+            elif allowed_missing_keys:
+                missing, unexpected = self.module.load_state_dict(state, strict=False)
+                missing = [key for key in missing if key not in set(allowed_missing_keys)]
+                if strict and (missing or unexpected):
+                    raise RuntimeError(
+                        f"the checkpoint does not fit the model: missing {missing}, unexpected {unexpected}. Build the "
+                        "model as it was saved, or pass strict=False"
+                    )
+            else:
+                self.module.load_state_dict(state, strict=strict)
         if self.core is not None:
             self.core.refresh_master()
 
@@ -521,6 +535,11 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
             custom_load_fn,
         )
 
+    def restore_universal(self, folder, params=None, weights=True, states=True):
+        """Optimizer states and weights alone; see ``deepspeed.checkpoint.load.restore_universal``."""
+        self._need_states(OffloadStateTypeEnum, "restoring a universal checkpoint")
+        restore_universal(self, folder, params, weights, states)
+
     def save_16bit_model(self, save_dir, save_filename="pytorch_model.bin", exclude_frozen_parameters=False):
         """Writes the module's weights, in the dtype it computes with, to one file. Returns True."""
         self._need_states({OffloadStateTypeEnum.lp_params}, "engine.save_16bit_model()")
@@ -538,6 +557,10 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters=False):
         """The same; raises ValueError where nothing is partitioned."""
         return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path, tag, expp_rank):
+        """Path of the optimizer states of the experts of one expert-parallel rank, where ZeRO is off."""
+        return expert_optim_states_path(os.path.join(checkpoints_path, str(tag)), expp_rank, self.mp_rank_for_files())
 
     def _get_zero_param_shapes(self):
         """One ordered dict name -> shape for each parameter group; None below ZeRO stage 1."""

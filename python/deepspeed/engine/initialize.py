@@ -63,6 +63,7 @@ def initialize(
             dist_backend=get_accelerator().communication_backend_name(),
             distributed_port=distributed_port,
             dist_init_required=dist_init_required,
+            config=parsed,
         )
     dist.configure(deepspeed_config=parsed)
     configure_from(parsed, mpu)

@@ -3,10 +3,12 @@
 import ctypes
 import os
 import zipfile
+import zlib
 
 import torch
 
 _MOST_PER_READ = 1 << 30  # Linux reads at most 2 GiB in a call
+_PACKED_PART = 1 << 20
 
 
 class FileRange:
@@ -47,20 +49,23 @@ class DeflatedRange:
         with open(self.path, "rb") as file:
             if file_identity(file.fileno()) != self.identity:
                 raise OSError(f"{self.path} has changed since it was opened; load the checkpoint again")
-            with zipfile.ZipFile(file) as archive, archive.open(self.name) as record:
-                left = start
-                while left:
-                    got = len(record.read(min(left, 1 << 20)))
-                    if not got:
-                        raise OSError(f"{self.path}: the record {self.name} ends too early; load an older tag")
-                    left -= got
-                done, count = 0, target.numel()
-                while done < count:
-                    part = record.read(min(count - done, 1 << 20))
-                    if not part:
-                        raise OSError(f"{self.path}: the record {self.name} ends too early; load an older tag")
-                    ctypes.memmove(target.data_ptr() + done, part, len(part))
-                    done += len(part)
+            try:
+                with zipfile.ZipFile(file) as archive, archive.open(self.name) as record:
+                    self._unpack(record, target, start)
+            except zlib.error as error:
+                raise zipfile.BadZipFile(f"{self.path}: the record {self.name!r} is damaged ({error})") from error
+
+    def _unpack(self, record, target, start):
+        left, done, count = start, 0, target.numel()
+        while left or done < count:
+            part = record.read(min(left or count - done, _PACKED_PART))
+            if not part:
+                raise zipfile.BadZipFile(f"{self.path}: the record {self.name!r} ends too early")
+            if left:
+                left -= len(part)
+            else:
+                ctypes.memmove(target.data_ptr() + done, part, len(part))
+                done += len(part)
 
 
 def file_identity(descriptor):
@@ -75,3 +80,15 @@ def read_bytes(source, start=0, size=None):
     data = torch.empty(size, dtype=torch.uint8)
     source.read_into(data, start)
     return ctypes.string_at(data.data_ptr(), size) if size else b""
+
+
+def memory_of(flat):
+    """A memoryview of a contiguous uint8 tensor's elements; the tensor must outlive it."""
+    return memoryview((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())).cast("B")
+
+
+def write_tensor(file, flat):
+    """Writes the bytes of a contiguous uint8 tensor to an unbuffered file."""
+    left = memory_of(flat) if flat.numel() else b""
+    while len(left):
+        left = left[file.write(left[:_MOST_PER_READ]) :]

@@ -73,15 +73,17 @@ class LazyTensor:
 
     def __init__(self, memory, offset, shape, stride, requires_grad=False):
         self.memory, self.offset = memory, offset
-        self.shape, self.stride = torch.Size(shape), tuple(stride)
+        self.shape, self.stride = tuple(shape), tuple(stride)
         self.requires_grad = requires_grad
         self._check()
+        self.shape = torch.Size(shape)
 
     def _check(self):
         numel = 1
         for size in self.shape:
             numel *= size
-        if len(self.stride) != len(self.shape) or min((self.offset, *self.shape, *self.stride), default=0) < 0:
+        numbers = (self.offset, *self.shape, *self.stride)
+        if len(self.stride) != len(self.shape) or min(numbers) < 0 or max(numbers) >= 1 << 63:
             raise ValueError(f"a tensor of shape {tuple(self.shape)} with strides {self.stride} at {self.offset}")
         end = self.offset + (sum((n - 1) * s for n, s in zip(self.shape, self.stride)) + 1 if numel else 0)
         if end > self.memory.numel:

@@ -222,7 +222,7 @@ def _long(m, form):
     return int.from_bytes(m.take(m.number(form)), "little", signed=True)
 
 
-def _decimal(m):
+def _decimal_line(m):
     text = m.line(_LONGEST_LINE).decode("ascii")
     return {"00": False, "01": True}.get(text) if text in ("00", "01") else int(text.rstrip("L"))
 
@@ -242,8 +242,8 @@ for _byte, _make in ((b"N", lambda: None), (b"\x88", lambda: True), (b"\x89", la
                      (b"}", dict), (b")", tuple), (b"\x8f", set), (b"(", lambda: _MARK)):  # fmt: skip
     _constant(_byte, _make)
 for _byte, _read in (
-    (b"I", _decimal),
-    (b"L", _decimal),
+    (b"I", _decimal_line),
+    (b"L", _decimal_line),
     (b"J", lambda m: m.number("<i")),
     (b"K", lambda m: m.number("<B")),
     (b"M", lambda m: m.number("<H")),

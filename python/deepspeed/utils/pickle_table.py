@@ -46,9 +46,6 @@ _WITH_ATTRIBUTES = (argparse.Namespace, collections.Counter, collections.Ordered
 _CONTAINERS = (dict, list, tuple, set, frozenset, str, int, float, bytes)
 
 
-RECORD = "record"  # instead of a rule: instances are made bare and get attributes
-
-
 class Word:
     """A name whose only use is to be called, as a rule; the function itself is never in reach of the file."""
 
@@ -56,13 +53,14 @@ class Word:
         self.name = name
 
 
-def _need(condition, what):
+def need(condition, what):
+    """ValueError with ``what`` unless the condition holds."""
     if not condition:
         raise ValueError(what)
 
 
 def _all_of(kinds, arguments, what):
-    _need(all(type(a) in kinds or isinstance(a, kinds) for a in arguments), f"{what} of something else")
+    need(all(type(a) in kinds or isinstance(a, kinds) for a in arguments), f"{what} of something else")
 
 
 def _keys(items):
@@ -73,10 +71,10 @@ def _keys(items):
 
 def _sequence(cls):
     def make(*arguments):
-        _need(len(arguments) < 2, f"{cls.__name__} of several things")
+        need(len(arguments) < 2, f"{cls.__name__} of several things")
         _all_of((list, tuple, set, frozenset, dict, range), arguments, cls.__name__)
         items = arguments[0] if arguments else ()
-        _need(not isinstance(items, range), f"{cls.__name__} of a range")
+        need(not isinstance(items, range), f"{cls.__name__} of a range")
         return cls(_keys(items)) if cls in (set, frozenset) else cls(items)
 
     return make
@@ -91,7 +89,7 @@ def _number(cls):
 
 
 def _text(*arguments):
-    _need(not arguments or type(arguments[0]) is str and len(arguments) == 1, "str of something else")
+    need(not arguments or type(arguments[0]) is str and len(arguments) == 1, "str of something else")
     return str(*arguments)
 
 
@@ -99,7 +97,7 @@ def _raw(cls):
     def make(*arguments):
         if len(arguments) == 2 and type(arguments[0]) is str and arguments[1] in ("latin-1", "latin1"):
             return cls(arguments[0].encode("latin-1"))
-        _need(not arguments or len(arguments) == 1 and type(arguments[0]) in (bytes, bytearray, list), cls.__name__)
+        need(not arguments or len(arguments) == 1 and type(arguments[0]) in (bytes, bytearray, list), cls.__name__)
         return cls(*arguments)
 
     return make
@@ -107,7 +105,7 @@ def _raw(cls):
 
 def _range(*arguments):
     _all_of((int,), arguments, "range")
-    _need(all(abs(a) < _LONGEST_RANGE for a in arguments), "range of huge numbers")
+    need(all(abs(a) < _LONGEST_RANGE for a in arguments), "range of huge numbers")
     return range(*arguments)
 
 
@@ -119,9 +117,9 @@ def _slice(*arguments):
 def _mapping(cls):
     def make(*arguments):
         made = cls()
-        _need(len(arguments) < 2, f"{cls.__name__} of several things")
+        need(len(arguments) < 2, f"{cls.__name__} of several things")
         for source in arguments:
-            _need(isinstance(source, (dict, list, tuple)), f"{cls.__name__} of something else")
+            need(isinstance(source, (dict, list, tuple)), f"{cls.__name__} of something else")
             for key, value in list(source.items() if isinstance(source, dict) else source):
                 check_key(key)
                 cls.__setitem__(made, key, value)
@@ -131,13 +129,13 @@ def _mapping(cls):
 
 
 def _defaultdict(factory=None, *arguments):
-    _need(any(factory is known for known in _FACTORIES), f"defaultdict of {factory!r}")
+    need(any(factory is known for known in _FACTORIES), f"defaultdict of {factory!r}")
     made = _mapping(dict)(*arguments)
     return collections.defaultdict(factory, made)
 
 
 def _deque(items=(), maxlen=None):
-    _need(isinstance(items, (list, tuple)) and (maxlen is None or type(maxlen) is int), "deque of something else")
+    need(isinstance(items, (list, tuple)) and (maxlen is None or type(maxlen) is int), "deque of something else")
     return collections.deque(items, maxlen)
 
 
@@ -157,12 +155,12 @@ def _decimal(*arguments):
 def _fraction(*arguments):
     # "1e999999999" is text that Fraction would write out in full.
     fits = [type(a) is int or type(a) is str and re.fullmatch(r"[+-]?\d{1,4000}(/\d{1,4000})?", a) for a in arguments]
-    _need(all(fits) and len(fits) <= 2, "Fraction of something else")
+    need(all(fits) and len(fits) <= 2, "Fraction of something else")
     return fractions.Fraction(*arguments)
 
 
 def _encode(text, encoding="utf-8"):
-    _need(type(text) is str and encoding in ("latin1", "latin-1", "utf-8"), "encode of something else")
+    need(type(text) is str and encoding in ("latin1", "latin-1", "utf-8"), "encode of something else")
     return text.encode(encoding)
 
 
@@ -176,7 +174,7 @@ def _path(cls):
 
 
 def _enum_member(cls, *arguments):
-    _need(len(arguments) == 1, f"{cls.__name__} of several values")
+    need(len(arguments) == 1, f"{cls.__name__} of several values")
     for member in cls.__members__.values():
         if type(member._value_) is type(arguments[0]) and member._value_ == arguments[0]:
             return member
@@ -185,14 +183,14 @@ def _enum_member(cls, *arguments):
 
 def _named_member(table, cls, name):
     """Enum members are pickled as getattr(class, name) by Python 3.11."""
-    _need(type(name) is str, "getattr of something that is no name")
+    need(type(name) is str, "getattr of something that is no name")
     if not (isinstance(cls, type) and issubclass(cls, enum.Enum) and table.is_known(cls)):
         raise RefusedClass("builtins.getattr", table.path)
     return cls.__members__[name]
 
 
 def _reconstruct(table, cls, base, state):
-    _need(isinstance(cls, type) and isinstance(base, type) and issubclass(cls, base), "an object of no class")
+    need(isinstance(cls, type) and isinstance(base, type) and issubclass(cls, base), "an object of no class")
     return table.make(cls, () if base is object else (state,), {})
 
 
@@ -267,14 +265,15 @@ def _generated(base, name):
 
 
 class Table:
-    """The rules for one file. ``allow``: classes, functions or "module.name" that may do as they please."""
+    """The rules for one file. ``allow``: classes, functions or "module.name" that may do as they please.
+    ``published(module, name)``: a class of DeepSpeed's own, or None."""
 
-    def __init__(self, path, rules, allow=()):
-        self.path, self.rules = path, rules
+    def __init__(self, path, rules, published, allow=()):
+        self.path, self.rules, self._published = path, rules, published
         self.builds = {}
-        self._calls = {id(value): rule for value, rule in rules.values() if rule not in (None, RECORD)}
+        self._calls = {id(value): rule for value, rule in rules.values() if rule is not None}
         self._values = [value for value, _ in rules.values()]  # ids stay theirs
-        self._known = {value for value, rule in rules.values() if rule is RECORD}
+        self._known = set()
         self._allowed_names = {name for name in allow if isinstance(name, str)}
         self._allowed = [value for value in allow if not isinstance(value, str)]
 
@@ -293,8 +292,11 @@ class Table:
             return self._allowed[-1]
         if (module, name) in self.rules:
             return self.rules[module, name][0]
-        found = _resolve(sys.modules.get(module), name)
-        if isinstance(found, type) and is_plain_data(found):
+        found = self._published(module, name)
+        if found is None:
+            found = _resolve(sys.modules.get(module), name)
+            found = found if isinstance(found, type) and is_plain_data(found) else None
+        if found is not None:
             self._known.add(found)
             return found
         raise RefusedClass(full, self.path)
@@ -323,7 +325,7 @@ class Table:
     def make(self, cls, arguments, keywords):
         if self.trusts(cls):
             return cls.__new__(cls, *arguments, **keywords)
-        _need(not keywords, "arguments by keyword")
+        need(not keywords, "arguments by keyword")
         if id(cls) in self._calls:
             return self.call(cls, arguments)
         if not isinstance(cls, type) or not self.is_known(cls) or cls is object:
@@ -352,7 +354,7 @@ class Table:
             raise self.refuse(value)
         attributes, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
         for given in (attributes, slots):
-            _need(given is None or type(given) is dict, f"a state of {cls.__name__} that is no dict")
+            need(given is None or type(given) is dict, f"a state of {cls.__name__} that is no dict")
             for name, item in (given or {}).items():
                 _check_attribute(cls, name)
                 object.__setattr__(value, name, item)
@@ -360,34 +362,34 @@ class Table:
 
 def _check_attribute(cls, name):
     """Attributes must not stand in for methods: somebody would call them."""
-    _need(type(name) is str and not (name.startswith("__") and name.endswith("__")), f"an attribute {name!r}")
+    need(type(name) is str and not (name.startswith("__") and name.endswith("__")), f"an attribute {name!r}")
     found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
     own_place = isinstance(found, types.MemberDescriptorType) and found.__objclass__.__module__ not in _LIBRARY
-    _need(own_place or not (callable(found) or hasattr(found, "__get__")), f"an attribute {name!r} over a method")
+    need(own_place or not (callable(found) or hasattr(found, "__get__")), f"an attribute {name!r} over a method")
 
 
 def _bare_instance(cls, arguments):
     """An instance of plain data: what the base class makes of the arguments; ``__init__`` does not run."""
     for base in (collections.OrderedDict, collections.defaultdict, dict, collections.deque, list, set):
         if issubclass(cls, base):
-            _need(not arguments or base is not dict and base is not set, f"arguments for {cls.__name__}")
+            need(not arguments or base is not dict and base is not set, f"arguments for {cls.__name__}")
             made = base.__new__(cls)
             if arguments:
-                _need(base is list and type(arguments[0]) is list, f"arguments for {cls.__name__}")
+                need(base is list and type(arguments[0]) is list, f"arguments for {cls.__name__}")
                 list.extend(made, arguments[0])
             return made
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
-        _need(len(arguments) == len(cls._fields), f"arguments for {cls.__name__}")
+        need(len(arguments) == len(cls._fields), f"arguments for {cls.__name__}")
         return tuple.__new__(cls, arguments)
     for base, kinds in ((tuple, (list, tuple)), (frozenset, (list, tuple, set, frozenset)), (str, (str,)),
                         (bytes, (bytes,)), (int, (int,)), (float, (int, float))):  # fmt: skip
         if issubclass(cls, base):
-            _need(len(arguments) <= 1, f"arguments for {cls.__name__}")
+            need(len(arguments) <= 1, f"arguments for {cls.__name__}")
             _all_of(kinds, arguments, cls.__name__)
             if base is frozenset:
                 _keys(*arguments)
             return base.__new__(cls, *arguments)
-    _need(not arguments, f"arguments for {cls.__name__}")
+    need(not arguments, f"arguments for {cls.__name__}")
     return object.__new__(cls)
 
 

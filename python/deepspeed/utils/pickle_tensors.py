@@ -11,7 +11,7 @@ import uuid
 import torch
 
 from deepspeed.utils.lazy_tensor import LazyTensor
-from deepspeed.utils.pickle_table import PLAIN_RULES, RECORD, Table, Word
+from deepspeed.utils.pickle_table import PLAIN_RULES, Table, Word, need
 
 try:
     import numpy
@@ -55,8 +55,9 @@ _RECORDS = (
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
     ("deepspeed.utils.tensor_fragment", "fragment_address"),
+    ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"),
 )
-_ALSO_KNOWN_AS = {"deepspeed.runtime.zero.config": "deepspeed.config.sections",
+_OWN_ROOMS = {"deepspeed.runtime.zero.config": "deepspeed.config.sections",
                   "deepspeed.runtime.zero.offload_config": "deepspeed.config.sections",
                   "deepspeed.runtime.fp16.loss_scaler": "deepspeed.optim.loss_scaler"}  # fmt: skip
 _INERT = {}
@@ -69,29 +70,23 @@ class StorageType:
         self.name, self.dtype = f"torch.{name}", dtype
 
 
-def _published(module, name):
-    """A class of DeepSpeed by its published path; without DeepSpeed in this process, a record with the same fields."""
-    if "deepspeed" in sys.modules and hasattr(sys.modules["deepspeed"], "initialize"):
-        found = getattr(importlib.import_module(module), name, None)
-        if found is not None:
-            return found
-    if (module, name) not in _INERT:
-        kind, members = _ENUMS.get((module, name), (object, None))
-        _INERT[module, name] = (
-            type(name, (), {"__module__": module})
-            if members is None
-            else enum.Enum(name, members, module=module, type=kind)
-        )
-    return _INERT[module, name]
-
-
-def _need(condition, what):
-    if not condition:
-        raise ValueError(what)
+def published_class(module, name):
+    """A class of DeepSpeed by the import path that files name, or None. Without DeepSpeed in this process it is a
+    record with the same fields."""
+    place = next((p for p in (*_RECORDS, *_ENUMS) if p[1] == name and module in (p[0], _OWN_ROOMS.get(p[0]))), None)
+    if place is None:
+        return None
+    if "deepspeed" in sys.modules:
+        return getattr(importlib.import_module(place[0]), name)
+    if place not in _INERT:
+        kind, members = _ENUMS.get(place, (object, None))
+        inert = type(name, (), {"__module__": place[0]}) if members is None else None
+        _INERT[place] = inert or enum.Enum(name, members, module=place[0], type=kind)
+    return _INERT[place]
 
 
 def _numbers(values, what):
-    _need(isinstance(values, (tuple, list)) and all(type(v) is int for v in values), f"{what} that are no integers")
+    need(isinstance(values, (tuple, list)) and all(type(v) is int for v in values), f"{what} that are no integers")
     return tuple(values)
 
 
@@ -100,13 +95,13 @@ def _size(*arguments):
 
 
 def _device(*arguments):
-    _need(all(type(a) in (str, int) for a in arguments), "a device of something else")
+    need(all(type(a) in (str, int) for a in arguments), "a device of something else")
     return torch.device(*arguments)
 
 
 def _layout(name):
     found = getattr(torch, name.rpartition(".")[2], None) if type(name) is str else None
-    _need(isinstance(found, (torch.layout, torch.memory_format)), f"a layout {name!r}")
+    need(isinstance(found, (torch.layout, torch.memory_format)), f"a layout {name!r}")
     return found
 
 
@@ -118,48 +113,48 @@ class TensorRules:
 
     # ---- tensors -----------------------------------------------------------------------------------------------------
     def tensor(self, memory, offset, size, stride, requires_grad=False, hooks=None, metadata=None):
-        _need(type(memory).__name__ == "StoredMemory", "a tensor without a storage")
-        _need(type(offset) is int and not hooks, "a tensor with hooks")
+        need(type(memory).__name__ == "StoredMemory", "a tensor without a storage")
+        need(type(offset) is int and not hooks, "a tensor with hooks")
         found = LazyTensor(memory, offset, _numbers(size, "sizes"), _numbers(stride, "strides"), bool(requires_grad))
         if self.lazy:
             return found
         return found.share().requires_grad_(bool(requires_grad))
 
     def tensor_v3(self, memory, offset, size, stride, requires_grad, hooks, dtype, metadata=None):
-        _need(isinstance(dtype, torch.dtype), "a tensor without a dtype")
-        _need(type(memory).__name__ == "StoredMemory", "a tensor without a storage")
+        need(isinstance(dtype, torch.dtype), "a tensor without a dtype")
+        need(type(memory).__name__ == "StoredMemory", "a tensor without a storage")
         return self.tensor(memory.viewed_as(dtype), offset, size, stride, requires_grad, hooks)
 
     def tensor_v1(self, memory, offset, size, stride):
         return self.tensor(memory, offset, size, stride)
 
     def from_type(self, function, cls, arguments, state):
-        _need(type(function) is Word and type(arguments) is tuple, "a tensor of no kind")
+        need(type(function) is Word and type(arguments) is tuple, "a tensor of no kind")
         rule = {"_rebuild_tensor_v2": self.tensor, "_rebuild_tensor_v3": self.tensor_v3,
                 "_rebuild_parameter": self.parameter}.get(function.name.rpartition(".")[2])  # fmt: skip
-        _need(rule is not None, "a tensor of no kind")
-        _need(cls in (torch.Tensor, torch.nn.Parameter), f"a tensor of the class {cls!r}")
+        need(rule is not None, "a tensor of no kind")
+        need(cls in (torch.Tensor, torch.nn.Parameter), f"a tensor of the class {cls!r}")
         found = rule(*arguments)
         return self.parameter(found, found.requires_grad, None) if cls is torch.nn.Parameter else found
 
     def parameter(self, data, requires_grad, hooks=None):
-        _need(not hooks, "a parameter with hooks")
+        need(not hooks, "a parameter with hooks")
         if self.lazy:
-            _need(isinstance(data, LazyTensor), "a parameter of something else")
+            need(isinstance(data, LazyTensor), "a parameter of something else")
             data.requires_grad = bool(requires_grad)
             return data
-        _need(type(data) in (torch.Tensor, torch.nn.Parameter), "a parameter of something else")
+        need(type(data) in (torch.Tensor, torch.nn.Parameter), "a parameter of something else")
         return torch.nn.Parameter(data.detach(), requires_grad=bool(requires_grad))
 
     def parameter_with_state(self, data, requires_grad, hooks, state):
         return self.parameter(data, requires_grad, hooks)
 
     def sparse(self, layout, data):
-        _need(layout is torch.sparse_coo and type(data) is tuple and len(data) >= 3, "a sparse tensor of this layout")
+        need(layout is torch.sparse_coo and type(data) is tuple and len(data) >= 3, "a sparse tensor of this layout")
         indices, values = (t.read() if isinstance(t, LazyTensor) else t for t in data[:2])
-        _need(torch.is_tensor(indices) and torch.is_tensor(values), "a sparse tensor of something else")
+        need(torch.is_tensor(indices) and torch.is_tensor(values), "a sparse tensor of something else")
         size = _size(data[2])
-        _need(math.prod(size) < 1 << 63, "a sparse tensor of this size")
+        need(math.prod(size) < 1 << 63, "a sparse tensor of this size")
         with getattr(torch.sparse, "check_sparse_tensor_invariants", contextlib.nullcontext)():  # 1.13 always checks
             return torch.sparse_coo_tensor(indices, values, size)
 
@@ -167,9 +162,9 @@ class TensorRules:
         return torch.Generator(*(_device(a) if type(a) is str else a for a in arguments))
 
     def set_generator(self, generator, state):
-        _need(type(state) is tuple and len(state) == 3, "the state of a generator")
+        need(type(state) is tuple and len(state) == 3, "the state of a generator")
         value = state[2].read() if isinstance(state[2], LazyTensor) else state[2]
-        _need(torch.is_tensor(value) and value.dtype == torch.uint8, "the state of a generator")
+        need(torch.is_tensor(value) and value.dtype == torch.uint8, "the state of a generator")
         generator.set_state(value)
 
     def tensor_functions(self):
@@ -217,68 +212,60 @@ class TensorRules:
         found["torch.storage", "_UntypedStorage"] = found["torch.storage", "UntypedStorage"]
         found.update({("torch", name): (value, None) for name, value in _DTYPES.items()})
         found.update(_NUMPY)
-        for path in _RECORDS:
-            found[path] = _published(*path), RECORD
-        for path in _ENUMS:
-            found[path] = _published(*path), None
-        for published, own in _ALSO_KNOWN_AS.items():
-            for (module, name), entry in list(found.items()):
-                if module == published:
-                    found[own, name] = entry
         return found
 
 
 # ---- numpy ---------------------------------------------------------------------------------------------------------
 def _dtype(text, align=False, copy=True):
-    _need(type(text) is str and len(text) < 64, "a dtype of something else")
+    need(type(text) is str and len(text) < 64, "a dtype of something else")
     return _plain_dtype(numpy.dtype(text, copy=True))  # of its own: it gets a state
 
 
 def _plain_dtype(dtype):
-    _need(isinstance(dtype, numpy.dtype) and not dtype.hasobject and dtype.kind in "biufcSU", f"arrays of {dtype}")
-    _need(dtype.itemsize < 1 << 20, f"arrays of {dtype}")
+    need(isinstance(dtype, numpy.dtype) and not dtype.hasobject and dtype.kind in "biufcSU", f"arrays of {dtype}")
+    need(dtype.itemsize < 1 << 20, f"arrays of {dtype}")
     return dtype
 
 
 def _build_dtype(dtype, state):
-    _need(type(state) is tuple and len(state) >= 5 and state[2:5] == (None, None, None), "a dtype of several fields")
-    _need(state[1] in ("<", ">", "=", "|"), "a dtype of no byte order")
+    need(type(state) is tuple and len(state) >= 5 and state[2:5] == (None, None, None), "a dtype of several fields")
+    need(state[1] in ("<", ">", "=", "|"), "a dtype of no byte order")
     # Arrays that have the dtype already must not grow.
-    _need(len(state) == 8 and state[5] in (-1, dtype.itemsize), "a dtype of another size")
+    need(len(state) == 8 and state[5] in (-1, dtype.itemsize), "a dtype of another size")
     dtype.__setstate__(state)
 
 
 def _empty_array(cls, shape, kind):
-    _need(cls is numpy.ndarray and shape == (0,), "an array of another class")
+    need(cls is numpy.ndarray and shape == (0,), "an array of another class")
     return numpy.ndarray((0,), numpy.int8)
 
 
 def _checked_shape(shape, dtype, size):
-    _need(
+    need(
         type(shape) is tuple and len(shape) <= 32 and all(type(n) is int and n >= 0 for n in shape), "an array's shape"
     )
-    _need(math.prod(shape) * dtype.itemsize == size, f"an array of shape {shape} in {size} bytes")
+    need(math.prod(shape) * dtype.itemsize == size, f"an array of shape {shape} in {size} bytes")
 
 
 def _build_array(array, state):
-    _need(type(state) is tuple and len(state) == 5, "an array's state")
+    need(type(state) is tuple and len(state) == 5, "an array's state")
     _, shape, dtype, fortran, data = state
     data = data.encode("latin-1") if type(data) is str else data
-    _need(type(data) in (bytes, bytearray), "an array of objects")
+    need(type(data) in (bytes, bytearray), "an array of objects")
     _checked_shape(shape, _plain_dtype(dtype), len(data))
-    _need(array.shape == (0,) and array.base is None, "an array with two states")
+    need(array.shape == (0,) and array.base is None, "an array with two states")
     array.__setstate__((1, shape, dtype, bool(fortran), bytes(data)))
 
 
 def _from_buffer(data, dtype, shape, order):
-    _need(type(data) in (bytes, bytearray) and order in ("C", "F"), "an array of something else")
+    need(type(data) in (bytes, bytearray) and order in ("C", "F"), "an array of something else")
     _checked_shape(shape, _plain_dtype(dtype), len(data))
     return numpy.frombuffer(data, dtype).reshape(shape, order=order).copy(order)
 
 
 def _scalar(dtype, data):
     data = data.encode("latin-1") if type(data) is str else data
-    _need(type(data) is bytes, "a number of objects")
+    need(type(data) is bytes, "a number of objects")
     _checked_shape((), _plain_dtype(dtype), len(data))
     return numpy.frombuffer(data, dtype)[0]
 
@@ -303,10 +290,10 @@ _DTYPES = {name: value for name, value in vars(torch).items()
            if isinstance(value, (torch.dtype, torch.layout, torch.memory_format))}  # fmt: skip
 
 
-def table(path, lazy, allow=()):
+def table_of(path, lazy, allow=()):
     """The rules for the file at ``path``."""
     rules = TensorRules(lazy)
-    found = Table(path, rules.rules(), allow)
+    found = Table(path, rules.rules(), published_class, allow)
     found.builds[torch.Generator] = rules.set_generator
     found.builds[uuid.UUID] = _build_uuid
     if numpy is not None:
@@ -317,7 +304,7 @@ def table(path, lazy, allow=()):
 
 
 def _build_uuid(value, state):
-    _need(type(state) is dict and type(state.get("int")) is int and 0 <= state["int"] < 1 << 128, "a UUID's state")
+    need(type(state) is dict and type(state.get("int")) is int and 0 <= state["int"] < 1 << 128, "a UUID's state")
     object.__setattr__(value, "int", state["int"])
     object.__setattr__(value, "is_safe", uuid.SafeUUID.unknown)
 

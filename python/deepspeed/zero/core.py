@@ -4,6 +4,8 @@ import torch
 
 from deepspeed import _native
 from deepspeed.comm import comms_log
+from deepspeed.comm.patience import patience
+from deepspeed.comm.watch import group_facts
 
 
 def build_core(
@@ -54,8 +56,13 @@ def build_core(
     # the bulk through its memory.
     on_cpu = all(param.device.type == "cpu" for param in tensors)
     data_parallel, model_parallel, gather_group, replicas = groups_used = [
-        None if group is None else _native._C.Communicator(group, shared=on_cpu and number == 0)
-        for number, group in enumerate((data_parallel, model_parallel, gather_group, replicas))
+        None if group is None else _communicator(group, name, shared=on_cpu and name == "data parallel")
+        for name, group in (
+            ("data parallel", data_parallel),
+            ("model parallel", model_parallel),
+            ("gathers", gather_group),
+            ("replicas", replicas),
+        )
     ]
     core = _native._C.Engine(
         tensors=tensors,
@@ -89,3 +96,7 @@ def build_core(
     )
     comms_log.watch(core, groups_used)
     return core, called
+
+
+def _communicator(group, name, shared):
+    return _native._C.Communicator(group, shared=shared, patience=patience(), facts=group_facts(name))

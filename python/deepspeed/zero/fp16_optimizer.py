@@ -7,6 +7,8 @@ are views of the core's flat buffers.
 import torch
 
 from deepspeed.optim.loss_scaler import LossScaleConfig
+from deepspeed.zero.restore import Restore
+from deepspeed.zero.saved_plain import PlainState
 from deepspeed.zero.wrapped_optimizer import WrappedOptimizer
 
 
@@ -106,46 +108,17 @@ class FP16_Optimizer(WrappedOptimizer):
                 "with another precision or another kind of optimizer. Load it with load_optimizer_states=False, or "
                 "use the config it was saved with."
             )
+        called = iter(self.stepping.names)
+        names = [[next(called) for _ in group] for group in self.fp16_groups]
+        params = [param for group in self.fp16_groups for param in group]
+        saved = PlainState(state_dict, names, {n: p.shape for n, p in zip(self.stepping.names, params)})
+        restore = Restore(self.stepping, params, saved)
+        restore.masters()
         if load_optimizer_states:
-            self._load_inner(state_dict["optimizer_state_dict"])
-        self._load_masters(state_dict[masters_key])
+            restore.states()
         self.core.publish()
         if self.needs_scaler():
             self._load_scaler_state(state_dict)
-
-    def _load_masters(self, saved):
-        if len(saved) != len(self.fp32_groups):
-            raise ValueError(
-                f"the saved optimizer has {len(saved)} parameter groups, this one has {len(self.fp32_groups)}"
-            )
-        for index, (flat, group) in enumerate(zip(saved, self.fp32_groups)):
-            self._scatter(flat, group, f"the fp32 weights of group {index}")
-
-    @staticmethod
-    def _scatter(flat, targets, what):
-        total = sum(t.numel() for t in targets)
-        if flat.numel() != total:
-            raise ValueError(
-                f"{what}: {flat.numel()} elements are saved, the model has {total}; it is of another model"
-            )
-        offset = 0
-        with torch.no_grad():
-            for target in targets:
-                target.copy_(flat[offset : offset + target.numel()].reshape(target.shape))
-                offset += target.numel()
-
-    def _load_inner(self, saved):
-        for index, (group, saved_group) in enumerate(zip(self.optimizer.param_groups, saved["param_groups"])):
-            group.update({k: v for k, v in saved_group.items() if k != "params"})
-            state = saved["state"].get(index)
-            if state is None:
-                continue
-            own = [self.optimizer.state[p] for p in group["params"]]
-            for name in [name for name in own[0] if name != "step"] if own else []:
-                self._scatter(state[name], [s[name] for s in own], f"{name} of group {index}")
-            steps = state.get("param_steps", [state["step"]] * len(own))
-            for s, step in zip(own, steps):
-                s["step"].fill_(float(step))
 
 
 class FP16_UnfusedOptimizer(FP16_Optimizer):
@@ -158,14 +131,3 @@ class FP16_UnfusedOptimizer(FP16_Optimizer):
 
     def _inner_state_dict(self):
         return self.optimizer.state_dict()
-
-    def _load_inner(self, saved):
-        self.optimizer.load_state_dict(saved)
-
-    def _load_masters(self, saved):
-        if [len(g) for g in saved] != [len(g) for g in self.fp32_groups]:
-            raise ValueError("the saved optimizer has other parameter groups than this one")
-        with torch.no_grad():
-            for saved_group, group in zip(saved, self.fp32_groups):
-                for value, master in zip(saved_group, group):
-                    master.copy_(value)

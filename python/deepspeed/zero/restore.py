@@ -5,8 +5,7 @@ Each rank reads the ranges that it owns, from wherever they lie, and nothing els
 
 import torch
 
-from deepspeed.log import logger
-from deepspeed.zero.saved_state import read_into
+from deepspeed.zero.saved_state import eager, read_into
 from deepspeed.zero.wrapped_optimizer import in_memory_order
 
 
@@ -73,7 +72,7 @@ class Restore:
     # ---- states ----------------------------------------------------------------------------------------------------
     def states(self):
         """Moments, steps and hyperparameters. Raises ValueError where the checkpoint's optimizer has other groups, or
-        lacks a state that this one needs."""
+        other states."""
         self._groups()
         if self.stepping.fused is not None:
             self._native_states()
@@ -109,22 +108,15 @@ class Restore:
             if name in self.saved.shapes():
                 steps[index] = float(self.saved.step(name) or 0)
         self.core.steps().copy_(steps)
-        unused = [kind for kind in self.saved.state_names() if kind not in kinds]
-        if unused:
-            logger.warning(
-                f"{self.saved.origin()} has optimizer states that {type(self.optimizer).__name__} does not keep: "
-                f"{', '.join(unused)}. They are left out."
-            )
 
     def _pieces_of(self, index, kinds):
         name = self.names[index]
         found = {kind: self.saved.pieces(name, kind) for kind in kinds}
-        lacking = [kind for kind in kinds if not found[kind]]
         have = [kind for kind in self.saved.state_names() if self.saved.pieces(name, kind)]
-        if lacking and have and _numel(self.params[index]):
+        if have and set(have) != set(kinds) and _numel(self.params[index]):
             raise ValueError(
                 f"{self.saved.origin()} has the states {', '.join(have)} of parameter '{name}', and "
-                f"{type(self.optimizer).__name__} needs {', '.join(kinds)}: it is of another optimizer. Use that "
+                f"{type(self.optimizer).__name__} keeps {', '.join(kinds)}: it is of another optimizer. Use that "
                 "one, or load it with load_optimizer_states=False"
             )
         return found
@@ -137,7 +129,7 @@ class Restore:
             if name not in shapes:
                 state.pop(master, None)
                 continue
-            own = {key: _eager(value) for key, value in self.saved.scalars(name).items()}
+            own = {key: _own(value) for key, value in self.saved.scalars(name).items()}
             for kind in kinds:
                 pieces = self.saved.pieces(name, kind)
                 if pieces or not numel:
@@ -181,7 +173,5 @@ def _numel(param):
     return param.ds_numel if hasattr(param, "ds_numel") else param.numel()
 
 
-def _eager(value):
-    if torch.is_tensor(value):
-        return value.clone()
-    return value.read() if hasattr(value, "read_range") else value
+def _own(value):
+    return value.clone() if torch.is_tensor(value) else eager(value)

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from deepspeed.zero.saved_state import Range, SavedState
+from deepspeed.zero.saved_state import Range, SavedState, eager
 
 
 def per_element(value):
@@ -13,7 +13,8 @@ def per_element(value):
 
 
 class FlatState(SavedState):
-    """``shards``: what each rank saved as ``optimizer_state_dict``, in rank order; may read its files when indexed.
+    """``shards``: what each rank saved as ``optimizer_state_dict``, in rank order; may read its files when indexed, and
+    say with ``first`` whose facts that all share are at hand.
 
     ``param_shapes``: one dict name -> shape for each parameter group. Also reads the older forms: the elastic one
     (``base_optimizer_state`` is a list, without padding), and the one of bf16 without a ``zero_stage``.
@@ -24,7 +25,8 @@ class FlatState(SavedState):
         self.folder, self.model = folder, model or {}
         self._shards = shards
         self.dp_world_size = len(shards)
-        first = shards[0]
+        self._first = getattr(shards, "first", 0)
+        first = shards[self._first]
         self.zero_stage = int(getattr(first.get("zero_stage", 1), "value", first.get("zero_stage", 1)))
         masters = first["single_partition_of_fp32_groups"]
         self._groups = [{name: torch.Size(shape) for name, shape in group.items()} for group in param_shapes]
@@ -34,7 +36,8 @@ class FlatState(SavedState):
                 "it is damaged, or of another kind of run"
             )
         self._shapes = {name: shape for group in self._groups for name, shape in group.items()}
-        self._sizes = [master.numel() for master in masters]  # of a whole piece: the first rank's has no padding
+        paddings = first.get("group_paddings") or [0] * len(masters)
+        self._sizes = [master.numel() + padding for master, padding in zip(masters, paddings)]  # of a partition
         self._places = {}  # name -> (group, offset in the group, numel)
         for number, group in enumerate(self._groups):
             offset = 0
@@ -64,7 +67,7 @@ class FlatState(SavedState):
         return state.get(keys[0], {}) if keys else {}
 
     def param_groups(self):
-        saved = self._shards[0].get("base_optimizer_state")
+        saved = self._shards[self._first].get("base_optimizer_state")
         known = saved.get("param_groups") if isinstance(saved, dict) else None
         groups = known or [{} for _ in self._groups]
         return [
@@ -75,22 +78,24 @@ class FlatState(SavedState):
     def state_names(self):
         found = []
         for group in range(len(self._groups)):
-            found += [key for key, value in self._inner(0, group).items() if per_element(value) and key not in found]
+            found += [
+                key for key, value in self._inner(self._first, group).items() if per_element(value) and key not in found
+            ]
         return found
 
     def scalars(self, name):
         group, _, _ = self._places[name]
-        inner = self._inner(0, group)
+        inner = self._inner(self._first, group)
         found = {key: value for key, value in inner.items() if not per_element(value) and key != "param_steps"}
         if "param_steps" in inner:
             found["step"] = type_of_step(found.get("step"), inner["param_steps"][list(self._groups[group]).index(name)])
-        elif "step" not in found and "base_optimizer_state_step" in self._shards[0]:
-            found["step"] = self._shards[0]["base_optimizer_state_step"]
+        elif "step" not in found and "base_optimizer_state_step" in self._shards[self._first]:
+            found["step"] = self._shards[self._first]["base_optimizer_state_step"]
         return found
 
     def state_pieces(self, name, kind):
         group, offset, numel = self._places[name]
-        if kind != "fp32" and kind not in self._inner(0, group):
+        if kind != "fp32" and kind not in self._inner(self._first, group):
             return []
         size, found, at = self._sizes[group], [], 0
         while at < numel:
@@ -108,9 +113,10 @@ class FlatState(SavedState):
 
     def extra(self):
         keys = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-        return {key: self._shards[0][key] for key in keys if key in self._shards[0]}
+        return {key: self._shards[self._first][key] for key in keys if key in self._shards[self._first]}
 
 
 def type_of_step(like, number):
     """``number`` as a tensor where ``like`` is one, else as a number."""
+    like = eager(like)
     return torch.full_like(like, float(number)) if torch.is_tensor(like) else number

@@ -10,7 +10,8 @@ from deepspeed.zero.saved_state import Range, SavedState
 
 
 class SlicedState(SavedState):
-    """``shards``: what each rank saved as ``optimizer_state_dict``, in rank order; may read its files when indexed.
+    """``shards``: what each rank saved as ``optimizer_state_dict``, in rank order; may read its files when indexed, and
+    say with ``first`` whose facts that all share are at hand.
 
     ``param_shapes``: one dict name -> shape for each parameter group. ``fragments``: one dict name -> this rank's slice
     for each rank, of the parameters that are not trained, and ``frozen_shapes`` their whole shapes. ``aliases``:
@@ -24,6 +25,7 @@ class SlicedState(SavedState):
         super().__init__()
         self.folder, self.model = folder, model or {}
         self._shards = shards
+        self._first = getattr(shards, "first", 0)
         self._fragments = fragments
         self._aliases = dict(aliases)
         self._frozen = {name: torch.Size(shape) for name, shape in (frozen_shapes or {}).items()}
@@ -35,7 +37,7 @@ class SlicedState(SavedState):
             self._places[name] = at
             at += -(-shape.numel() // self._parts)
         self._starts, held = [], 0  # of each sub-group in the same space
-        for flat in shards[0]["fp32_flat_groups"] if len(shards) else ():
+        for flat in shards[self._first]["fp32_flat_groups"] if len(shards) else ():
             self._starts.append(held)
             held += flat.numel()
         if len(shards) and held != at:
@@ -47,6 +49,9 @@ class SlicedState(SavedState):
 
     def shapes(self):
         return self._shapes
+
+    def has_optimizer(self):
+        return len(self._shards) > 0
 
     def frozen_shapes(self):
         """dict: name -> torch.Size of parameters that are not trained."""
@@ -69,7 +74,11 @@ class SlicedState(SavedState):
         return bisect.bisect_right(self._starts, self._places[name]) - 1
 
     def param_groups(self):
-        groups = (self._shards[0].get("optimizer_state_dict") or {}).get("param_groups") if len(self._shards) else None
+        groups = (
+            (self._shards[self._first].get("optimizer_state_dict") or {}).get("param_groups")
+            if len(self._shards)
+            else None
+        )
         groups = groups or [{} for _ in self._groups]
         return [
             {**{key: value for key, value in group.items() if key != "params"}, "names": list(names)}
@@ -79,12 +88,14 @@ class SlicedState(SavedState):
     def state_names(self):
         found = []
         for run in range(len(self._starts)):
-            found += [key for key, value in self._inner(0, run).items() if per_element(value) and key not in found]
+            found += [
+                key for key, value in self._inner(self._first, run).items() if per_element(value) and key not in found
+            ]
         return found
 
     def scalars(self, name):
         run = self._run_of(name)
-        inner = self._inner(0, run)
+        inner = self._inner(self._first, run)
         found = {key: value for key, value in inner.items() if not per_element(value) and key != "param_steps"}
         if "param_steps" in inner:
             members = [other for other in self._shapes if self._run_of(other) == run]
@@ -96,7 +107,7 @@ class SlicedState(SavedState):
         if numel == 0 or not len(self._shards):
             return []
         run = self._run_of(name)
-        if kind != "fp32" and kind not in self._inner(0, run):
+        if kind != "fp32" and kind not in self._inner(self._first, run):
             return []
         base = self._places[name] - self._starts[run]
         slice_numel, found = -(-numel // self._parts), []
@@ -128,20 +139,23 @@ class SlicedState(SavedState):
 
     def extra(self):
         keys = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-        return {key: self._shards[0][key] for key in keys if len(self._shards) and key in self._shards[0]}
+        return {
+            key: self._shards[self._first][key]
+            for key in keys
+            if len(self._shards) and key in self._shards[self._first]
+        }
 
 
 class OwnShard:
     """The shards of ``count`` ranks of which only ``rank``'s is here: enough for a rank that reads what it saved."""
 
     def __init__(self, shard, rank, count):
-        self._shard, self._rank, self._count = shard, rank, count
+        self._shard, self.first, self._count = shard, rank, count
 
     def __len__(self):
         return self._count
 
     def __getitem__(self, rank):
-        # The first one is asked for sizes and hyperparameters, which are the same on all ranks.
-        if rank not in (0, self._rank):
+        if rank != self.first:
             raise IndexError(f"the slices of rank {rank} are needed and not given: pass the shards of all ranks")
         return self._shard

@@ -61,10 +61,18 @@ class SavedState:
         """As ``pieces`` for ``kind`` "fp32" or the name of a state of a trained parameter."""
         raise NotImplementedError
 
+    def has_optimizer(self):
+        """Whether there are optimizer states at all."""
+        return bool(self.param_groups())
+
     def extra(self):
         """What belongs to the optimizer as a whole: ``loss_scaler`` (an object or a dict of its attributes),
         ``dynamic_loss_scale``, ``overflow``, ``clip_grad``, as far as they were saved."""
         return {}
+
+    def run_states(self, rank):
+        """What rank ``rank`` needs to go on, and whether it saved that itself; None where other files have it."""
+        return None
 
     # ---- what follows from it --------------------------------------------------------------------------------------
     def module(self):
@@ -85,7 +93,7 @@ class SavedState:
 
     def step(self, name):
         """Updates that a parameter has seen, or None where that was not saved."""
-        step = self.scalars(name).get("step")
+        step = eager(self.scalars(name).get("step"))
         return None if step is None else int(step.item() if torch.is_tensor(step) else step)
 
     def pieces(self, name, kind):
@@ -108,11 +116,18 @@ class SavedState:
     def weight_shape(self, name):
         """torch.Size of a parameter as it was saved, or None where it is not in the checkpoint."""
         value = self.module().get(name)
-        return torch.Size(value.shape) if value is not None else self.shapes().get(name)
+        if value is None:
+            return self.shapes().get(name)
+        return torch.Size(value.shape) if hasattr(value, "shape") else None
 
     def origin(self):
         """Where it comes from, for messages."""
         return f"the checkpoint {self.folder}" if self.folder else "the saved optimizer"
+
+
+def eager(value):
+    """A lazy tensor's values; anything else as it is."""
+    return value.read() if hasattr(value, "read_range") else value
 
 
 def _numel(value):

@@ -159,8 +159,8 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
                 yield offset, numel, self.optimizer.state[master][name]
 
     def make_state(self, index, name):
-        """State ``name`` of this rank's piece of a parameter, zeros if a torch optimizer has not made it yet; None where
-        this rank owns nothing of it, or a native optimizer has no such state."""
+        """State ``name`` of this rank's piece of a parameter, zeros if a torch optimizer has not made it yet; None
+        where this rank owns nothing of it, or a native optimizer has no such state."""
         if self.stepping.fused is None:
             for master, (param, _, _) in zip(self.stepping.masters, self.core.pieces()):
                 if param == index:
@@ -188,7 +188,8 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
         flat = torch.zeros(shape.numel(), dtype=torch.float32, device=self.core_device)
         found = torch.zeros(1, device=self.core_device)
         for offset, numel, value in self._piece_states(index, name):
-            flat[offset : offset + numel] = value.reshape(-1)
+            whole = value.shape == shape  # on one rank, in the parameter's own strides
+            flat[offset : offset + numel] = in_memory_order(value, param) if whole else value.reshape(-1)
             found.fill_(1)
         if self.dp_process_group is not None:
             dist.all_reduce(flat, group=self.dp_process_group)
@@ -209,7 +210,7 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
         else:
             flat = in_memory_order(value, self._params[index])
             for offset, numel, state in self._piece_states(index, kind):
-                state.copy_(flat[offset : offset + numel].reshape(state.shape))
+                state.copy_(value if state.shape == value.shape else flat[offset : offset + numel].reshape(state.shape))
 
     def _unscaled(self, grad):
         return grad if self.loss_scale == 1.0 else grad / self.loss_scale
@@ -259,7 +260,7 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
     def destroy(self):
         self.states.reload()
         for param in self._params:
-            for name in ("_ds_link", "_hp_mapping", "_dp_group"):
+            for name in ("_ds_link", "_hp_mapping", "_dp_group", "load_hp_checkpoint_state"):
                 param.__dict__.pop(name, None)
         super().destroy()
 

@@ -1,11 +1,13 @@
 """The optimizer object of ZeRO stage 3, and the gathering of a model that is not trained."""
 
+import os
 import sys
 
 import torch
 
 from deepspeed import comm as dist
 from deepspeed.config.sections import ZeroStageEnum
+from deepspeed.utils import torch_archive
 from deepspeed.zero import linear
 from deepspeed.zero.flat_layout import InnerStates
 from deepspeed.zero.module_hooks import ModuleHooks, unit_parameters
@@ -373,6 +375,37 @@ class DeepSpeedZeroOptimizer_Stage3(ParamValues, ShardedOptimizer):
         if len(saved) == 1 and self.partition_count > 1 and saved[0].get("partition_count") == self.partition_count:
             saved = OwnShard(saved[0], dist.get_rank(self.dp_process_group), self.partition_count)
         self._restore(SlicedState(saved, param_shapes or self._shapes()), load_optimizer_states, load_from_fp32_weights)
+
+    # ---- universal checkpoints ---------------------------------------------------------------------------------------
+    def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir):
+        """Masters, states, steps and hyperparameters of this rank from the folder of a universal checkpoint."""
+        self.load_hp_checkpoint_state_from_checkpoint_dir("bit16_groups", checkpoint_dir)
+
+    def load_module_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir, load_from_fp32_weights):
+        """The model's weights and buffers from there; masters, too, or else they take the weights as the model's dtype
+        holds them."""
+        self._restore_universal(checkpoint_dir, weights=load_from_fp32_weights, states=False)
+
+    def load_hp_checkpoint_state(self, folder, key, param=None):
+        """This rank's slice of ``<folder>/<key>.pt``, flat, padded as all slices are. ``folder`` is that of one
+        parameter, ``param``, whose slice it is; without it, of the data-parallel group's."""
+        path = os.path.join(folder, f"{key}.pt")
+        saved = torch_archive.load(path)
+        flat = (saved["param"] if isinstance(saved, dict) else saved).reshape(-1)
+        if param is not None and param.ds_numel != flat.numel():
+            raise ValueError(f"{path} has {flat.numel()} elements, the parameter has {param.ds_numel}")
+        size = -(-flat.numel() // self.partition_count)
+        own = flat[self.rank_in_partitions * size : (self.rank_in_partitions + 1) * size]
+        return torch.cat([own, own.new_zeros(size - own.numel())])
+
+    def checkpoint_event_prologue(self):
+        """Before parameters are saved or loaded slice by slice: what is gathered and not held is released."""
+        self.empty_partition_cache()
+
+    def checkpoint_event_epilogue(self):
+        """After it: parameters that stay gathered take what the slices hold now."""
+        self.core.begin_write()
+        self.core.end_write()
 
     def empty_partition_cache(self):
         """Releases gathered parameters that nobody holds, and the memory kept for gathering."""

@@ -8,7 +8,7 @@ from deepspeed.log import log_dist
 from deepspeed.version import __version__
 from deepspeed.zero.flat_layout import FlatLayout, InnerStates
 from deepspeed.zero.fragments import put_fragments
-from deepspeed.zero.saved_flat import FlatState
+from deepspeed.zero.saved_flat import FlatState, per_element
 from deepspeed.zero.sharded_optimizer import ShardedOptimizer
 
 
@@ -62,6 +62,7 @@ class DeepSpeedZeroOptimizer(ShardedOptimizer):
         narrow = [p.dtype for p in params if p.dtype in (torch.float16, torch.bfloat16)]
         self.stage = 2 if partition_grads else 1
         self.partition_gradients = partition_grads
+        self.elastic_checkpoint = bool(elastic_checkpoint)
         world = dist.get_world_size(dp_process_group) if dp_process_group is not None else 1
         self._build(
             init_optimizer,
@@ -112,10 +113,7 @@ class DeepSpeedZeroOptimizer(ShardedOptimizer):
         state.update(
             {
                 "clip_grad": self.clip_grad,
-                "base_optimizer_state": {
-                    "state": states,
-                    "param_groups": [{**args, "params": [index]} for index, args in enumerate(self._group_args())],
-                },
+                **(self._elastic(states, layout) if self.elastic_checkpoint else self._inner_state_dict(states)),
                 "single_partition_of_fp32_groups": masters,
                 "zero_stage": ZeroStageEnum(self.stage),
                 "group_paddings": layout.paddings,
@@ -125,6 +123,20 @@ class DeepSpeedZeroOptimizer(ShardedOptimizer):
             }
         )
         return state
+
+    def _inner_state_dict(self, states):
+        groups = [{**args, "params": [index]} for index, args in enumerate(self._group_args())]
+        return {"base_optimizer_state": {"state": states, "param_groups": groups}}
+
+    @staticmethod
+    def _elastic(states, layout):
+        """The old form: a list of each group's states, without padding and without hyperparameters."""
+        lean = [
+            {key: value[: layout.owned[group]] if per_element(value) else value for key, value in state.items()}
+            for group, state in states.items()
+        ]
+        steps = [state["step"] for state in lean if "step" in state]
+        return {"base_optimizer_state": lean, "base_optimizer_state_step": max(steps, default=0)}
 
     def load_state_dict(
         self,

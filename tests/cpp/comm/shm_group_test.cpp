@@ -7,6 +7,8 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <random>
 #include <thread>
 
@@ -21,12 +23,16 @@ namespace {
 using namespace std::chrono_literals;
 
 template <typename Body>
-void on_ranks(int size, Body body, std::chrono::milliseconds patience = 60s) {
+void on_ranks(int size, Body body, std::chrono::milliseconds patience = 60s,
+              const std::function<Voice(int)>& voice = nullptr) {
   auto carriers = thread_communicators(size);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank)
     threads.emplace_back([&, rank] {
-      auto group = ShmGroup::create(rank, size, introduction_over(*carriers[rank]), patience);
+      GroupFacts facts;
+      facts.name = "tried";
+      if (voice) facts.watch = std::make_shared<Watch>(voice(rank));
+      auto group = ShmGroup::create(rank, size, introduction_over(*carriers[rank]), patience, facts);
       ASSERT_TRUE(group);
       body(rank, std::move(group));
     });
@@ -204,7 +210,33 @@ std::string message_of(const std::function<void()>& call) {
   return "";
 }
 
+// A folder for flight records, named by DS_COMM_TRACE_DIR while it lives.
+class TraceFolder {
+ public:
+  TraceFolder() {
+    char name[] = "/tmp/shm_group_test_XXXXXX";
+    path_ = mkdtemp(name);
+    setenv("DS_COMM_TRACE_DIR", path_.c_str(), 1);
+  }
+  ~TraceFolder() {
+    unsetenv("DS_COMM_TRACE_DIR");
+    std::filesystem::remove_all(path_);
+  }
+  std::vector<std::string> texts() const {
+    std::vector<std::string> found;
+    for (const auto& entry : std::filesystem::directory_iterator(path_)) {
+      std::ifstream file(entry.path());
+      found.emplace_back(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
+    }
+    return found;
+  }
+
+ private:
+  std::string path_;
+};
+
 TEST(ShmGroup, DifferentCallsAreNamedOnEveryRank) {
+  const TraceFolder traces;
   std::vector<std::string> texts(3);
   on_ranks(3, [&](int rank, std::unique_ptr<ShmGroup> group) {
     float values[8] = {};
@@ -225,6 +257,7 @@ TEST(ShmGroup, DifferentCallsAreNamedOnEveryRank) {
 }
 
 TEST(ShmGroup, AMissingRankIsNamed) {
+  const TraceFolder traces;
   std::vector<std::string> texts(3);
   std::atomic<int> tired{0};
   on_ranks(
@@ -247,6 +280,7 @@ TEST(ShmGroup, AMissingRankIsNamed) {
 }
 
 TEST(ShmGroup, ARankThatLeavesIsNamed) {
+  const TraceFolder traces;
   std::string text;
   on_ranks(2, [&](int rank, std::unique_ptr<ShmGroup> group) {
     if (rank == 1) return;
@@ -254,6 +288,127 @@ TEST(ShmGroup, ARankThatLeavesIsNamed) {
   });
   EXPECT_NE(text.find("rank 1 (process"), std::string::npos) << text;
   EXPECT_NE(text.find("has destroyed its process group"), std::string::npos) << text;
+}
+
+TEST(ShmGroup, AFailureSaysWhereEveryRankIs) {
+  const TraceFolder traces;
+  std::vector<std::string> texts(3);
+  const auto voice = [](int rank) {
+    Voice made;
+    if (rank != 2) made.stacks = [rank] { return "line one\nline two of rank " + std::to_string(rank); };
+    return made;
+  };
+  on_ranks(
+      3,
+      [&](int rank, std::unique_ptr<ShmGroup> group) {
+        float values[8] = {};
+        group->all_reduce(values, 8, at::kFloat, RowOp::kSum, "first.weight");
+        texts[rank] = message_of([&] { group->broadcast(values, rank == 1 ? 7 : 8, at::kFloat, 0, "second.bias"); });
+      },
+      60s, voice);
+  for (const std::string& text : texts) {
+    EXPECT_NE(text.find("rank 1 broadcast(7 x Float, root 0) of \"second.bias\""), std::string::npos) << text;
+    EXPECT_NE(text.find("in broadcast(8 x Float, root 0) of \"second.bias\", number 2, for"), std::string::npos)
+        << text;
+    EXPECT_NE(text.find("\n    line two of rank 0"), std::string::npos) << text;
+    EXPECT_NE(text.find("\n    line two of rank 1"), std::string::npos) << text;
+    EXPECT_NE(text.find("no interpreter answers there"), std::string::npos) << text;
+    EXPECT_NE(text.find("The last collectives of all ranks are in /tmp/shm_group_test_"), std::string::npos) << text;
+  }
+  const auto files = traces.texts();
+  ASSERT_EQ(files.size(), 3u);
+  for (const std::string& file : files) {
+    EXPECT_NE(file.find("\"tag\": \"first.weight\""), std::string::npos) << file;
+    EXPECT_NE(file.find("\"state\": \"under way\""), std::string::npos) << file;
+  }
+}
+
+TEST(ShmGroup, TagsThatDifferAreAMismatch) {
+  const TraceFolder traces;
+  std::vector<std::string> texts(2);
+  on_ranks(2, [&](int rank, std::unique_ptr<ShmGroup> group) {
+    float values[8] = {};
+    group->all_reduce(values, 8, at::kFloat, RowOp::kSum, rank ? "" : "a");  // not everybody knows
+    texts[rank] = message_of([&] { group->all_reduce(values, 8, at::kFloat, RowOp::kSum, rank ? "b" : "a"); });
+  });
+  for (const std::string& text : texts)
+    EXPECT_NE(text.find("rank 1 all_reduce(8 x Float, sum) of \"b\""), std::string::npos) << text;
+}
+
+TEST(ShmGroup, AnInterpreterThatDoesNotAnswerIsNamed) {
+  const TraceFolder traces;
+  std::vector<std::string> texts(2);
+  std::atomic<bool> over{false};
+  const auto voice = [&](int rank) {
+    Voice made;
+    made.stacks = [rank, &over] {
+      while (rank == 1 && !over) std::this_thread::sleep_for(5ms);
+      return std::string("here");
+    };
+    return made;
+  };
+  on_ranks(
+      2,
+      [&](int rank, std::unique_ptr<ShmGroup> group) {
+        if (rank == 0) texts[0] = message_of([&] { group->barrier(); });
+        if (rank == 0) over = true;
+        while (!over) std::this_thread::sleep_for(5ms);
+      },
+      300ms, voice);
+  EXPECT_NE(texts[0].find("it does not answer: its interpreter is busy"), std::string::npos) << texts[0];
+  EXPECT_NE(texts[0].find("has not entered any collective"), std::string::npos) << texts[0];
+}
+
+TEST(FlightRing, KeepsTheLast256) {
+  auto ring = std::make_unique<FlightRing>();
+  EXPECT_TRUE(ring->read().empty());
+  for (int number = 1; number <= 1000; ++number) {
+    ring->begin(record("all_reduce", number, 6, "name"), number);
+    if (number != 1000) ring->end(number);
+  }
+  const auto flights = ring->read();
+  ASSERT_EQ(flights.size(), 256u);
+  EXPECT_EQ(flights.front().number, 745);
+  EXPECT_EQ(flights.back().call.numel, 1000);
+  EXPECT_EQ(flights.back().end_us, 0);
+  EXPECT_GT(flights.front().end_us, 0);
+  EXPECT_EQ(json_text("a\"b\\\n"), "\"a\\\"b\\\\\\u000a\"");
+}
+
+TEST(FlightRing, IsReadWhileItIsWritten) {
+  auto ring = std::make_unique<FlightRing>();
+  std::atomic<bool> over{false};
+  std::thread writer([&] {
+    for (int64_t number = 1; number <= 20000; ++number) {
+      Record call = record("all_reduce", number, 6);
+      call.longest = number;
+      ring->begin(call, number);
+      ring->end(number);
+    }
+    over = true;
+  });
+  while (!over)
+    for (const Flight& flight : ring->read()) ASSERT_TRUE(flight.call.numel == flight.call.longest);
+  writer.join();
+}
+
+TEST(SlowRank, IsReportedOnceAndOnlyWhenItIsSlow) {
+  SlowRank slow(3);
+  int64_t now = 1000;
+  std::vector<std::string> lines;
+  const auto rounds = [&](int count, int64_t step, int64_t extra) {
+    for (int i = 0; i < count; ++i) {
+      now += step;
+      const std::string line = slow.note({now, now + extra, now + 1000});
+      now += extra;
+      if (!line.empty()) lines.push_back(line);
+    }
+  };
+  rounds(1000, 10000, 2000);  // a little later than the others
+  EXPECT_TRUE(lines.empty());
+  rounds(100, 10000, 190000);
+  ASSERT_EQ(lines.size(), 1u);
+  EXPECT_EQ(lines[0].find("rank 1 is slow: in the last"), 0u) << lines[0];
 }
 
 int descriptors() {

@@ -32,13 +32,42 @@ def test_comes_back_as_it_was(value):
 
 
 def test_tensors_and_arrays_go_elsewhere():
-    value = {"t": [torch.arange(3), {"x": torch.ones(2, 2, dtype=torch.bfloat16)}], "n": numpy.arange(6.0).reshape(2, 3)}
+    value = {
+        "t": [torch.arange(3), {"x": torch.ones(2, 2, dtype=torch.bfloat16)}],
+        "n": numpy.arange(6.0).reshape(2, 3),
+    }
     tensors = {}
     text = json.dumps(plain_json.encode(value, tensors, "client"))
     assert sorted(tensors) == ["client.n", "client.t.0", "client.t.1.x"]
     found = plain_json.decode(json.loads(text), tensors)
     assert torch.equal(found["t"][0], value["t"][0]) and found["t"][1]["x"].dtype == torch.bfloat16
     assert numpy.array_equal(found["n"], value["n"]) and found["n"].dtype == value["n"].dtype
+
+
+def test_keys_with_dots_do_not_meet():
+    value = {"a.b": torch.zeros(2), "a": {"b": torch.ones(2), "b#2": torch.full((2,), 2.0)}}
+    tensors = {}
+    found = plain_json.decode(json.loads(json.dumps(plain_json.encode(value, tensors))), tensors)
+    assert len(tensors) == 3
+    assert [float(t[0]) for t in (found["a.b"], found["a"]["b"], found["a"]["b#2"])] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [numpy.arange(4, dtype=">i4"), numpy.arange(3, dtype=numpy.uint64) + 2**63, numpy.zeros((0, 3)), numpy.array(5.0),
+     numpy.arange(6.0).reshape(2, 3).T, numpy.longdouble([0.1])],
+    ids=str,
+)  # fmt: skip
+def test_arrays_of_any_numbers(array):
+    tensors = {}
+    found = plain_json.decode(json.loads(json.dumps(plain_json.encode(array, tensors))), tensors)
+    assert found.dtype == array.dtype and found.shape == array.shape and numpy.array_equal(found, array)
+
+
+def test_the_text_is_json_for_everybody():
+    text = json.dumps(plain_json.encode([math.inf, -math.inf, math.nan], {}), allow_nan=False)
+    found = plain_json.decode(json.loads(text), {})
+    assert found[:2] == [math.inf, -math.inf] and math.isnan(found[2])
 
 
 class Mine:

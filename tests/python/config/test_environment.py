@@ -59,5 +59,5 @@ def test_sections_by_themselves_are_not_overridden(monkeypatch):
 def test_docs_and_schema_name_it():
     assert "The environment variable `DS_AUDIT` overrides it." in cli._C.config.docs()
     assert '"x-ds-environment": "DS_AUDIT"' in cli._C.config.json_schema("training")
-    assert cli._C.config.environment_variables("training") == {"DS_AUDIT": KEY}
+    assert cli._C.config.environment_variables("training") == {"DS_AUDIT": KEY, "DS_COMM_TIMEOUT_S": "comm.timeout"}
     assert cli._C.config.environment_variables("inference") == {}

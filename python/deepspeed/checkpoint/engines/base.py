@@ -27,6 +27,7 @@ class CheckpointEngine(abc.ABC):
     def __init__(self, config_params=None):
         self.config_params = config_params
         self.name = None
+        self._commit_info = None
 
     @abc.abstractmethod
     def create(self, info):
@@ -57,12 +58,14 @@ class CheckpointEngine(abc.ABC):
 
     def set_commit_info(self, info):
         """Tells a decoupled engine what it will commit."""
+        self._commit_info = info
 
     def get_commit_info(self):
-        return None
+        return self._commit_info
 
     def wait(self):
         """Waits until what ``save`` has taken is on the disk. Raises what went wrong."""
 
     def cleanup(self):
         """The engine is not used any more: what is on the way to disk gets there."""
+        self._commit_info = None

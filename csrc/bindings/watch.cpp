@@ -1,0 +1,89 @@
+// What looks after the groups of a process: it lends the core the interpreter, to say where the process is.
+#include <Python.h>
+
+#include <c10/core/ScalarType.h>
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "bindings/registry.h"
+#include "comm/reduce_rows.h"
+#include "comm/watch.h"
+
+namespace py = pybind11;
+
+namespace ds::bindings {
+
+namespace {
+
+// A Python function that any thread may call and let go of. After the interpreter's end it does nothing.
+std::shared_ptr<py::function> shared_function(py::function function) {
+  return {new py::function(std::move(function)), [](py::function* held) {
+            if (!Py_IsInitialized()) return;  // leaked: there is nobody to give it back to
+            py::gil_scoped_acquire locked;
+            delete held;
+          }};
+}
+
+py::dict described(const std::string& group, const comm::Flight& flight) {
+  const comm::Record& call = flight.call;
+  py::dict made;
+  made["group"] = group;
+  made["number"] = flight.number;
+  made["op"] = std::string(call.what);
+  made["tag"] = std::string(call.tag);
+  made["dtype"] =
+      call.type >= 0 ? py::object(py::str(c10::toString(static_cast<c10::ScalarType>(call.type)))) : py::none();
+  made["numel"] = call.numel;
+  made["reduction"] =
+      call.op >= 0 ? py::object(py::str(comm::row_op_name(static_cast<comm::RowOp>(call.op)))) : py::none();
+  made["root"] = call.root >= 0 ? py::object(py::int_(call.root)) : py::none();
+  made["began"] = comm::epoch_seconds(flight.begin_us);
+  made["seconds"] =
+      flight.end_us ? py::object(py::float_(static_cast<double>(flight.end_us - flight.begin_us) * 1e-6)) : py::none();
+  made["state"] = flight.end_us ? "done" : "under way";
+  return made;
+}
+
+}  // namespace
+
+DS_BINDINGS(m) {
+  using comm::Watch;
+  py::class_<Watch, std::shared_ptr<Watch>>(m, "Watch")
+      .def(py::init([](py::function stacks, py::function warn) {
+             comm::Voice voice;
+             voice.stacks = [held = shared_function(std::move(stacks))] {
+               py::gil_scoped_acquire locked;
+               try {
+                 return (*held)().cast<std::string>();
+               } catch (const py::error_already_set& error) {
+                 return std::string("(its stack could not be read: ") + error.what() + ")";
+               }
+             };
+             voice.warn = [held = shared_function(std::move(warn))](const std::string& text) {
+               py::gil_scoped_acquire locked;
+               try {
+                 (*held)(text);
+               } catch (py::error_already_set& error) {
+                 error.discard_as_unraisable("a warning of deepspeed.comm");
+               }
+             };
+             return std::make_shared<Watch>(std::move(voice));
+           }),
+           py::arg("stacks"), py::arg("warn"))
+      .def("flights",
+           [](const Watch& watch) {
+             py::list all;
+             for (const auto& group : watch.groups())
+               for (const comm::Flight& flight : group->flights()) all.append(described(group->name(), flight));
+             return all;
+           })
+      .def("stop", &Watch::stop, py::call_guard<py::gil_scoped_release>());
+  py::class_<comm::GroupFacts>(m, "GroupFacts")
+      .def(py::init([](std::string name, int job_rank, std::shared_ptr<Watch> watch) {
+             return comm::GroupFacts{std::move(name), job_rank, std::move(watch)};
+           }),
+           py::arg("name"), py::arg("job_rank"), py::arg("watch"));
+}
+
+}  // namespace ds::bindings

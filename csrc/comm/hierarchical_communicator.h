@@ -1,0 +1,23 @@
+// A Communicator for ranks on several hosts: shared memory inside each host, and between the hosts' leaders what
+// carries the group.
+//
+// [Note: leaders]
+// The lowest rank of a host leads it. A reduction is formed inside each host in rank order, then between the leaders in
+// the order of their hosts, in fp32 where the elements are 16-bit floats, and rounded once: the same bits on every
+// rank. Before leaders exchange data they compare what they call, while their hosts are busy with their own part: two
+// hosts that are at different collectives stop with a message instead of mixing them up.
+#pragma once
+#include <chrono>
+
+#include "comm/communicator.h"
+#include "comm/watch.h"
+
+namespace ds::comm {
+
+// Collective over `carrier`. `host`: where this rank is, see host_id(). Null on all ranks where all are on one host or
+// each is on its own, where some host has no shared memory for its ranks, or where the carrier has no groups of
+// leaders.
+CommunicatorPtr hierarchical_communicator(const CommunicatorPtr& carrier, std::chrono::milliseconds patience,
+                                          const GroupFacts& facts, int64_t host);
+
+}  // namespace ds::comm

@@ -1,0 +1,33 @@
+// What a rank says of a collective that it enters: its fingerprint, compared between the ranks and kept in the flight
+// recorder.
+#pragma once
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+namespace ds::comm {
+
+struct Record {
+  char what[24] = "";  // name of the operation
+  char tag[72] = "";   // what it is for: a parameter's name, as a rule; "": the caller did not say
+  int32_t type = -1;   // c10::ScalarType
+  int32_t op = -1;     // RowOp
+  int32_t root = -1;
+  int32_t own = 0;      // 1: numel may differ between the ranks
+  int64_t numel = 0;    // elements of the tensor that this rank gives
+  int64_t longest = 0;  // not compared: whatever the operation wants all ranks to know
+  int64_t at_us = 0;    // not compared: when the rank came, by now_us()
+};
+
+Record record(const char* what, int64_t numel = 0, int32_t type = -1, const std::string& tag = {});
+std::string describe(const Record& record);  // all_reduce(10 x Float, sum) of "layer.weight"
+// Whether two ranks may meet with these. Tags count where both have one.
+bool fits(const Record& one, const Record& other);
+
+// Microseconds of the clock that all processes of a host share.
+inline int64_t now_us() {
+  return std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+}  // namespace ds::comm

@@ -1,0 +1,61 @@
+// One thread of a process that looks after its groups: it answers other ranks that ask where this one is, and hands
+// warnings to the log. It needs the interpreter only when there is something to say.
+#pragma once
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/flight_ring.h"
+
+namespace ds::comm {
+
+// What the process around the core can do; an empty function: it cannot.
+struct Voice {
+  std::function<std::string()> stacks;           // where its threads are, a few kilobytes
+  std::function<void(const std::string&)> warn;  // a line for the user
+};
+
+// A group, as the watch sees it.
+class Watched {
+ public:
+  virtual ~Watched() = default;
+  virtual void look(const Voice& voice) = 0;  // ten times a second, from the watch's thread
+  virtual std::string name() const = 0;
+  virtual std::vector<Flight> flights() const = 0;  // of this rank
+};
+
+class Watch {
+ public:
+  explicit Watch(Voice voice) : voice_(std::move(voice)) {}
+  ~Watch() { stop(); }
+  Watch(const Watch&) = delete;
+
+  void add(std::weak_ptr<Watched> group);
+  std::vector<std::shared_ptr<Watched>> groups() const;
+  // No look() is under way afterwards, and none will be. Not from look(), nor with a lock that `voice` takes.
+  void stop();
+
+ private:
+  void serve();
+
+  const Voice voice_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::weak_ptr<Watched>> groups_;
+  std::thread thread_;
+  int64_t pid_ = 0;  // where the thread is: a forked child has none
+  bool ending_ = false;
+};
+
+// Who a group is, for its messages.
+struct GroupFacts {
+  std::string name;              // "" : unknown
+  int job_rank = -1;             // of this process in the whole job; -1: unknown
+  std::shared_ptr<Watch> watch;  // null: nobody looks after it
+};
+
+}  // namespace ds::comm

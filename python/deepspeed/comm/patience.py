@@ -1,0 +1,55 @@
+"""How long ranks wait for each other before they give up."""
+
+import json
+import os
+from datetime import timedelta
+
+from deepspeed.constants import default_pg_timeout
+
+_configured = None  # comm.timeout of the last configuration
+_given = None  # to init_distributed
+
+
+def patience():
+    """``timedelta``: ``DS_COMM_TIMEOUT_S``, else ``comm.timeout`` of the configuration, else what init_distributed was
+    given, else 30 minutes or ``DEEPSPEED_TIMEOUT``."""
+    return _from_environment() or _configured or _given or default_pg_timeout
+
+
+def configure(deepspeed_config):
+    """Takes ``comm.timeout`` over from a DeepSpeedConfig, a dict or a JSON file, if it is there."""
+    global _configured
+    if hasattr(deepspeed_config, "comm_config"):
+        seconds = deepspeed_config.comm_config.timeout
+    else:
+        if isinstance(deepspeed_config, str):
+            with open(deepspeed_config, encoding="utf-8") as file:
+                deepspeed_config = json.load(file)
+        seconds = (deepspeed_config.get("comm") or {}).get("timeout") if isinstance(deepspeed_config, dict) else None
+    if seconds is not None:
+        _configured = timedelta(seconds=seconds)
+
+
+def chosen(timeout):
+    """The timeout of torch's groups: the caller's, or ours where it is the default."""
+    global _given
+    if timeout is default_pg_timeout:
+        return patience()
+    _given = timeout
+    return timeout
+
+
+def _from_environment():
+    text = os.environ.get("DS_COMM_TIMEOUT_S")
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise ValueError(
+            f"the environment variable DS_COMM_TIMEOUT_S is {text!r}; it must be a positive number of seconds, for "
+            f"example DS_COMM_TIMEOUT_S=120."
+        )
+    return timedelta(seconds=seconds)

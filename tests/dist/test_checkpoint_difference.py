@@ -1,0 +1,37 @@
+"""``ds_ckpt diff``: equal across stages and ranks, and every difference named."""
+
+import deepspeed
+from deepspeed.checkpoint.cli import main
+from engine_models import batch, config, loss_of, make_net
+from harness import run_ranks
+
+
+def body(rank, world, folder, stage, change):
+    engine = deepspeed.initialize(model=make_net(seed=0), config=config(world, zero_optimization={"stage": stage}))[0]
+    for step in range(2):  # the same batch on every rank: the same gradients at any number of ranks
+        tokens, targets = batch(step)
+        engine.backward(loss_of(engine(tokens), targets))
+        engine.step()
+    name, param = next(iter(engine.module.named_parameters()))
+    if change:
+        value = deepspeed.utils.safe_get_full_fp32_param(param)
+        value.view(-1)[3] += 0.5
+        deepspeed.utils.safe_set_full_fp32_param(param, value)
+        engine.optimizer.update_lp_params()
+    engine.save_checkpoint(folder)
+    return name
+
+
+def test_equal_across_stages_and_ranks_and_every_difference_is_named(tmp_path, capsys):
+    one, two, three = (str(tmp_path / name) for name in ("one", "two", "three"))
+    run_ranks(1, body, one, 2, False)
+    run_ranks(2, body, two, 3, False)
+    name = run_ranks(2, body, three, 1, True)[0]
+    assert main(["diff", one, two]) == 0
+    out = capsys.readouterr().out
+    assert "the same parameters" in out, out
+    assert main(["diff", one, f"{three}/global_step2"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all(f"{name}: 1 of" in line and "at most 0.5" in line for line in lines), lines
+    assert main(["diff", one, str(tmp_path)]) == 2
+    assert "names one" in capsys.readouterr().err

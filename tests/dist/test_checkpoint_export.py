@@ -1,0 +1,192 @@
+"""Weights out of a run: consolidated by the script in the folder, saved in 16 bit, handed over whole."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.utils import weight_files
+from deepspeed.utils.safetensors_file import read_safetensors
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from engine_models import make_net
+from harness import run_ranks
+from test_checkpoint import PRECISIONS, repeat, run
+from test_zero_checkpoint import make_engine, weights
+
+
+def masters(engine):
+    """fp32 values by name: masters of what is trained, the parameters themselves otherwise."""
+    found = {}
+    for name, param in engine.module.named_parameters():
+        value = deepspeed.utils.safe_get_full_fp32_param(param) if param.requires_grad else None
+        if value is None:
+            with deepspeed.zero.GatheredParameters([param]):
+                value = param.detach().float().clone()
+        found[name] = value.cpu().clone()
+    return found
+
+
+def body_save(rank, world, folder, stage, precision):
+    engine, _, loader, _ = make_engine(world, stage, precision)
+    run(engine, repeat(loader), 2)
+    engine.save_checkpoint(folder)
+    engine.save_checkpoint(folder, tag="lean", save_latest=False, exclude_frozen_parameters=True)
+    return masters(engine)
+
+
+@pytest.mark.parametrize("precision", sorted(PRECISIONS))
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_script_in_the_folder_gives_the_masters(stage, world, precision, tmp_path):
+    expected = run_ranks(world, body_save, str(tmp_path), stage, PRECISIONS[precision])[0]
+    expected["tied.weight"] = expected["first.weight"]
+    script = tmp_path / "zero_to_fp32.py"
+    assert os.access(script, os.X_OK)
+    out = subprocess.run(
+        [sys.executable, "-I", str(script), str(tmp_path), str(tmp_path / "out")],
+        cwd="/",
+        capture_output=True,
+        text=True,
+    )
+    assert out.returncode == 0, out.stderr
+    found = torch.load(tmp_path / "out" / "pytorch_model.bin")
+    assert set(found) == set(make_net().state_dict())
+    assert found["tied.weight"] is found["first.weight"]
+    assert torch.equal(found["count"], torch.arange(3.0))
+    for name, value in expected.items():
+        assert found[name].dtype == torch.float32 and torch.equal(found[name], value), name
+    make_net().load_state_dict(found, strict=True)
+    for tag, exclude in (("lean", False), (None, True)):
+        lean = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag, exclude_frozen_parameters=exclude)
+        assert set(found) - set(lean) == {"frozen.weight"}
+        assert all(torch.equal(value, found[name]) for name, value in lean.items())
+
+
+def body_16bit(rank, world, folder, stage, precision):
+    engine, _, loader, _ = make_engine(world, stage, precision)
+    run(engine, repeat(loader), 1)
+    assert engine.save_16bit_model(folder) is True
+    assert engine.save_16bit_model(folder, "model.safetensors", exclude_frozen_parameters=True) is True
+    with pytest.raises(ValueError, match="needs a directory"):
+        engine.save_16bit_model("")
+    run(engine, repeat(loader), 1)  # and the run goes on
+    return None
+
+
+def body_weights(rank, world, folder, stage, precision):
+    engine, _, loader, _ = make_engine(world, stage, precision)
+    run(engine, repeat(loader), 1)
+    found = weights(engine)
+    return found, engine._zero3_consolidated_16bit_state_dict() if stage == 3 else None
+
+
+@pytest.mark.parametrize("precision", sorted(PRECISIONS))
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_16bit_model(stage, precision, tmp_path):
+    run_ranks(2, body_16bit, str(tmp_path), stage, PRECISIONS[precision])
+    expected = run_ranks(2, body_weights, str(tmp_path), stage, PRECISIONS[precision])[0][0]
+    assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "pytorch_model.bin"]
+    found = torch.load(tmp_path / "pytorch_model.bin")
+    assert list(found) == list(make_net().state_dict())
+    assert found["tied.weight"] is found["first.weight"]
+    assert found._metadata == make_net().state_dict()._metadata
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+    safe = {name: value.read() for name, value in read_safetensors(tmp_path / "model.safetensors")[0].items()}
+    assert set(found) - set(safe) == {"frozen.weight"}
+    assert all(value.dtype == found[name].dtype and torch.equal(value, found[name]) for name, value in safe.items())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_consolidated_state_dict(precision, tmp_path):
+    (expected, whole), (_, nothing) = run_ranks(2, body_weights, str(tmp_path), 3, PRECISIONS[precision])
+    assert nothing is None and list(whole) == list(make_net().state_dict())
+    assert whole["tied.weight"].data_ptr() == whole["first.weight"].data_ptr()
+    for name, value in expected.items():
+        assert whole[name].dtype == value.dtype and torch.equal(whole[name], value), name
+
+
+def body_not_partitioned(rank, world, stage):
+    engine = make_engine(world, stage, {})[0]
+    for function in (engine._zero3_consolidated_16bit_state_dict, engine._consolidated_16bit_state_dict):
+        with pytest.raises(ValueError):
+            function(exclude_frozen_parameters=True)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_nothing_to_consolidate(stage):
+    run_ranks(2, body_not_partitioned, stage)
+
+
+def body_full_disk(rank, world, folder, stage, after):
+    engine, _, loader, _ = make_engine(world, stage, {})
+    written, chunks = [], weight_files.StoredWeight.chunks
+
+    def failing(self):
+        if len(written) == after:
+            raise OSError(28, "No space left on device")
+        written.append(self)
+        yield from chunks(self)
+
+    weight_files.StoredWeight.chunks = failing
+    try:
+        with pytest.raises(OSError) as raised:
+            engine.save_16bit_model(folder)
+    finally:
+        weight_files.StoredWeight.chunks = chunks
+    run(engine, repeat(loader), 1)
+    assert engine.save_16bit_model(folder, "after.bin") is True
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("after", [0, 5])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_full_disk_on_rank_0_is_everybodys_error(stage, after, tmp_path):
+    said = run_ranks(2, body_full_disk, str(tmp_path), stage, after, fresh=True)
+    assert said[0] == said[1]
+    assert "rank 0" in said[0] and "pytorch_model.bin" in said[0] and "No space left" in said[0]
+    assert os.listdir(tmp_path) == ["after.bin"]
+
+
+def high_water(reset=False):
+    """MB that this process had in memory at most, since the last reset."""
+    if reset:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
+
+
+class Deep(torch.nn.Module):
+    """24 layers of 8 MB."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(2048, 1024, bias=False) for _ in range(24)))
+
+
+def body_memory(rank, world, folder):
+    engine = deepspeed.initialize(
+        model=Deep(),
+        config={
+            "train_batch_size": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+        },
+    )[0]
+    for param in engine.module.parameters():  # ranks of a host share memory: what is mapped now is no cost of the save
+        with deepspeed.zero.GatheredParameters([param]):
+            param.sum()
+    before = high_water(reset=True)
+    engine.save_16bit_model(folder)
+    return high_water() - before
+
+
+@pytest.mark.slow
+def test_16bit_model_of_stage_3_is_never_whole_in_memory(tmp_path):
+    for grown in run_ranks(2, body_memory, str(tmp_path), fresh=True):
+        assert grown < 64, f"{grown} MB for a model of 192 MB"
+    assert (tmp_path / "pytorch_model.bin").stat().st_size > 192 << 20

@@ -1,0 +1,379 @@
+"""What load_checkpoint loads and what it leaves, at every stage; what does not fit is named."""
+
+import os
+
+import pytest
+import torch
+
+import deepspeed
+import peer_model
+from deepspeed import _compat
+from deepspeed import comm as dist
+from deepspeed.checkpoint import storage
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.zero import saved_state
+from harness import run_ranks
+
+
+def config(stage, dtype="bf16", **more):
+    made = peer_model.what(1, dtype)["config"]
+    return {**made, "zero_optimization": {"stage": stage, **more}}
+
+
+def weights(engine):
+    found = {}
+    for name, param in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([param]):
+            found[name] = param.detach().clone()
+    return found
+
+
+def masters(engine):
+    return {n: safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters() if p.requires_grad}
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def trained(stage, rank, folder=None, steps=3, **kwargs):
+    engine = peer_model.make_engine(config(stage))
+    peer_model.train(engine, steps, rank)
+    if folder is not None:
+        engine.save_checkpoint(folder, **kwargs)
+    return engine
+
+
+def fresh(stage):
+    return peer_model.make_engine(config(stage), seed=9)
+
+
+def body_flags(rank, world, root):
+    for stage in range(4):
+        folder = os.path.join(root, str(stage))
+        engine = trained(stage, rank, folder, client_state={"epoch": 7})
+        lp, fp32 = weights(engine), masters(engine)
+        assert engine._get_optimizer_ckpt_name(folder, "t", 3) == os.path.join(
+            folder, "t", "expp_rank_3_mp_rank_00_optim_states.pt"
+        )
+        shapes = engine._get_zero_param_shapes()
+        assert (shapes is None) == (stage == 0)
+
+        # Without optimizer states: weights and masters, nothing else of the optimizer; counters and schedule do come.
+        other = fresh(stage)
+        other._get_optimizer_ckpt_name = None
+        _, client_state = other.load_checkpoint(folder, load_optimizer_states=False)
+        assert equal(weights(other), lp)
+        if stage > 0:
+            assert equal(masters(other), fp32)
+        assert other.core.steps().tolist() == [0] * 8 and other.global_steps == 3
+        assert other.lr_scheduler.last_batch_iteration == 2
+        assert client_state["epoch"] == 7 and "lr_scheduler" not in client_state and "optimizer" in client_state
+        other.destroy()
+
+        # Without the schedule: it is handed back.
+        other = fresh(stage)
+        _, client_state = other.load_checkpoint(folder, load_lr_scheduler_states=False)
+        assert other.lr_scheduler.last_batch_iteration == -1 or other.lr_scheduler.last_batch_iteration == 0
+        assert client_state["lr_scheduler"] == {"last_batch_iteration": 2} and "optimizer" not in client_state
+        assert other.core.steps().tolist() == [3] * 8 and equal(masters(other), fp32)
+        other.destroy()
+
+        # The module alone: masters are the weights.
+        other = fresh(stage)
+        _, client_state = other.load_checkpoint(folder, load_module_only=True)
+        assert equal(weights(other), lp) and other.global_steps == 0
+        assert equal(masters(other), {name: lp[name].float() for name in fp32})
+        assert set(client_state) > {"optimizer", "lr_scheduler", "global_steps", "dp_world_size", "epoch"}
+        assert "module" not in client_state
+        other.destroy()
+
+        # custom_load_fn gets whole parameters and the whole module.
+        def keep_bias(src, dst):
+            assert src["a.weight"].shape == dst.a.weight.shape == (13, 7)
+            assert src["c.weight"].shape == (13, 13) and src["f.weight"].shape == (13, 13)
+            with torch.no_grad():
+                dst.a.weight.copy_(src["a.weight"] * 2)
+
+        other = fresh(stage)
+        before = weights(other)
+        other.load_checkpoint(folder, load_module_only=True, custom_load_fn=keep_bias)
+        now = weights(other)
+        assert torch.equal(now["a.weight"].float(), lp["a.weight"].float() * 2)
+        assert torch.equal(now["a.bias"], before["a.bias"])
+        assert torch.equal(masters(other)["a.weight"], lp["a.weight"].float() * 2)
+        other.destroy()
+
+        # load_from_fp32_weights: false takes the weights, where there are any.
+        other = peer_model.make_engine(config(stage, load_from_fp32_weights=False), seed=9)
+        other.load_checkpoint(folder)
+        wanted = fp32 if stage == 3 else {name: lp[name].float() for name in fp32}
+        assert equal(masters(other), wanted) and other.core.steps().tolist() == [3] * 8
+        other.destroy()
+        engine.destroy()
+    return True
+
+
+def test_what_is_loaded_and_what_is_left(tmp_path):
+    assert run_ranks(2, body_flags, str(tmp_path)) == [True, True]
+
+
+def body_frozen_and_strict(rank, world, root):
+    for stage in range(4):
+        folder = os.path.join(root, str(stage))
+        engine = trained(stage, rank, folder, tag="whole")
+        engine.save_checkpoint(folder, tag="trained", exclude_frozen_parameters=True)
+        lp = weights(engine)
+        other = fresh(stage)
+        before = weights(other)
+        other.load_checkpoint(folder, tag="trained")
+        now = weights(other)
+        assert equal(
+            {k: v for k, v in now.items() if k != "f.weight"}, {k: v for k, v in lp.items() if k != "f.weight"}
+        )
+        assert torch.equal(now["f.weight"], before["f.weight"])
+        # Two engines in one folder: each has its tag.
+        other.save_checkpoint(folder, tag="other")
+        third = fresh(stage)
+        third.load_checkpoint(folder, tag="whole")
+        assert equal(weights(third), lp)
+        third.load_checkpoint(folder)
+        assert equal(weights(third), now)
+        for one in (third, other, engine):
+            one.destroy()
+
+        # Another model.
+        larger = make_other(stage, extra=True)
+        with pytest.raises(RuntimeError, match=r"does not fit the model: missing \['extra.weight', 'extra.bias'\]"):
+            larger.load_checkpoint(folder, tag="whole")
+        larger.load_checkpoint(folder, tag="whole", load_module_strict=False, load_optimizer_states=False)
+        found = weights(larger)
+        assert equal({name: found[name] for name in lp}, lp)
+        larger.destroy()
+        wider = make_other(stage, width=15)
+        words = (
+            r"/whole does not fit the model: 'a.weight' was saved with shape \(13, 7\), the model has \(15, 7\).*Build"
+        )
+        with pytest.raises(RuntimeError, match=f"{stage}{words}"):
+            wider.load_checkpoint(folder, tag="whole")
+        wider.destroy()
+        sgd = make_other(stage, optimizer={"type": "Adagrad", "params": {"lr": 0.1}})
+        with pytest.raises(ValueError, match="has the states exp_avg, exp_avg_sq .* keeps .*another optimizer"):
+            sgd.load_checkpoint(folder, tag="whole")
+        sgd.destroy()
+        one_group = make_other(stage, groups=1)
+        with pytest.raises(ValueError, match="2 parameter groups, this run's optimizer has 1"):
+            one_group.load_checkpoint(folder, tag="whole")
+        one_group.destroy()
+    return True
+
+
+class Other(peer_model.PeerNet):
+    def __init__(self, extra=False, width=13):
+        super().__init__()
+        if width != 13:
+            self.a = torch.nn.Linear(7, width)
+        if extra:
+            self.extra = torch.nn.Linear(3, 3)
+
+
+def make_other(stage, extra=False, width=13, groups=2, optimizer=None):
+    torch.manual_seed(3)
+    net = Other(extra, width)
+    params = [p for p in net.parameters() if p.requires_grad]
+    made = config(stage)
+    if optimizer is not None:
+        made["optimizer"] = optimizer
+    parts = [{"params": [p for p in params if p.dim() > 1]}, {"params": [p for p in params if p.dim() == 1]}]
+    return deepspeed.initialize(model=net, model_parameters=parts if groups == 2 else params, config=made)[0]
+
+
+def test_frozen_weights_strictness_and_what_does_not_fit(tmp_path):
+    assert run_ranks(2, body_frozen_and_strict, str(tmp_path)) == [True, True]
+
+
+def counting(module, name):
+    """Puts a function that counts its calls in the place of ``module.name``: ``(calls so far, how to undo it)``."""
+    real, calls = getattr(module, name), []
+
+    def count(*args, **kwargs):
+        calls.append(args)
+        return real(*args, **kwargs)
+
+    setattr(module, name, count)
+    return calls, lambda: setattr(module, name, real)
+
+
+def body_in_memory(rank, world):
+    for stage in (1, 2, 3):
+        engine = trained(stage, rank)
+        fp32 = masters(engine)
+        engine.core.reset_traffic()
+        calls, undo = counting(dist, "all_to_all_single")
+        try:
+            mine = engine.optimizer.state_dict()
+        finally:
+            undo()
+        # One exchange for each group and kind: two groups; masters and two moments. Stage 3 needs none.
+        assert len(calls) == (6 if stage < 3 else 0) and engine.core.traffic()["calls"] == 0
+        shards = [None] * world
+        torch.distributed.all_gather_object(shards, mine)
+        moments = {
+            n: safe_get_full_optimizer_state(p, "exp_avg")
+            for n, p in engine.module.named_parameters()
+            if p.requires_grad
+        }
+        other = fresh(stage)
+        other.optimizer.load_state_dict(shards, load_optimizer_states=True, load_from_fp32_weights=True)
+        assert equal(masters(other), fp32) and other.core.steps().tolist() == [3] * 8
+        for name, param in other.module.named_parameters():
+            if param.requires_grad:
+                assert torch.equal(safe_get_full_optimizer_state(param, "exp_avg"), moments[name])
+        if stage == 3:  # a rank's own slices are enough for it
+            third = fresh(stage)
+            third.optimizer.load_state_dict([mine], load_from_fp32_weights=True)
+            assert equal(masters(third), fp32)
+            third.destroy()
+        broken = [{**shard} for shard in shards]
+        key = "single_partition_of_fp32_groups" if stage < 3 else "fp32_flat_groups"
+        for shard in broken:
+            shard[key] = [flat[: flat.numel() // 2] for flat in shard[key]]
+        with pytest.raises(ValueError, match="elements"):
+            other.optimizer.load_state_dict(broken, load_from_fp32_weights=True)
+        for one in (other, engine):
+            one.destroy()
+    return True
+
+
+def test_shards_in_memory_and_how_many_collectives_make_them():
+    assert run_ranks(2, body_in_memory, init=True) == [True, True]
+
+
+def body_elastic(rank, world, folder):
+    engine = peer_model.make_engine(config(2, elastic_checkpoint=True))
+    if world == 2:
+        peer_model.train(engine, 3, rank)
+        engine.save_checkpoint(folder)
+    else:
+        engine.load_checkpoint(folder)
+    return masters(engine), moments(engine), engine.core.steps().tolist(), engine.get_lr()
+
+
+def moments(engine):
+    params = [(name, param) for name, param in engine.module.named_parameters() if param.requires_grad]
+    return {name: safe_get_full_optimizer_state(param, "exp_avg_sq") for name, param in params}
+
+
+def test_the_elastic_form(tmp_path):
+    fp32, states, steps, lr = run_ranks(2, body_elastic, str(tmp_path))[0]
+    saved = _compat.load(tmp_path / "global_step3" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    saved = saved["optimizer_state_dict"]
+    assert [state["exp_avg"].numel() for state in saved["base_optimizer_state"]] == [149, 27]
+    assert saved["base_optimizer_state_step"] == 3
+    for found in run_ranks(3, body_elastic, str(tmp_path)):
+        assert equal(found[0], fp32) and equal(found[1], states) and found[2:] == (steps, lr)
+
+
+def body_ranges(rank, world, folder):
+    """Elements that were read, and those that this rank owns: masters, two moments, and the frozen weight."""
+    if world == 2:
+        for stage in (2, 3):
+            trained(stage, rank, os.path.join(folder, str(stage))).destroy()
+        return None
+    found = []
+    for saved, loaded in [(2, 3), (3, 1), (3, 3)]:
+        engine = fresh(loaded)
+        calls, undo = counting(saved_state.Range, "read_range")
+        try:
+            engine.load_checkpoint(os.path.join(folder, str(saved)))
+        finally:
+            undo()
+        owned = sum(numel for _, _, numel in engine.core.pieces())
+        frozen = 57 if loaded == 3 else 169  # of 13 x 13: slices for three ranks
+        found.append((sum(numel for _, _, numel in calls), 3 * owned + frozen))
+        engine.destroy()
+    return found
+
+
+def test_ranks_read_what_they_own_and_no_more(tmp_path):
+    run_ranks(2, body_ranges, str(tmp_path))
+    for rank, found in enumerate(run_ranks(3, body_ranges, str(tmp_path))):
+        for read, wanted in found:
+            assert wanted - 2 <= read <= wanted, rank  # the last rank's slice is shorter
+
+
+def test_missing_shards_are_named(tmp_path):
+    run_ranks(2, body_save, str(tmp_path))
+    gone = tmp_path / "global_step3" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    os.unlink(gone)
+    for manifest in (tmp_path / "global_step3").glob("*.json"):
+        os.unlink(manifest)
+    with pytest.raises(FileNotFoundError, match="bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"):
+        run_ranks(1, body_load, str(tmp_path), True)
+    run_ranks(1, body_load, str(tmp_path), False)
+    # Where only one rank misses something, the others do not wait for it.
+    assert sorted(run_ranks(4, body_fails, str(tmp_path))) == ["FileNotFoundError"] * 4
+
+
+def body_fails(rank, world, folder):
+    """Ranks 2 and 3 find no file; the others hear of it."""
+    real = storage.read
+
+    def read(path, *args, **kwargs):
+        if "rank_1_mp" in path:
+            if rank < 2:
+                path = path.replace("rank_1_mp", "rank_0_mp")
+            else:
+                raise FileNotFoundError(2, f"there is no {path}")
+        return real(path, *args, **kwargs)
+
+    storage.read = read
+    engine = fresh(1)
+    try:
+        engine.load_checkpoint(folder)
+    except OSError as error:
+        assert "rank_1_mp_rank_00_optim_states.pt" in str(error)
+        return type(error).__name__
+    finally:
+        storage.read = real
+    return "nothing"
+
+
+def body_save(rank, world, folder):
+    trained(2, rank, folder)
+
+
+def body_load(rank, world, folder, states):
+    engine = fresh(1)
+    engine.load_checkpoint(folder, load_module_only=not states)
+
+
+def body_fp16(rank, world, folder, stage):
+    made = {**peer_model.what(1, "fp32")["config"], "zero_optimization": {"stage": stage}}
+    made["fp16"] = {"enabled": True, "initial_scale_power": 8}
+    engine = peer_model.make_engine(made)
+    peer_model.train(engine, 2, rank)
+    engine.save_checkpoint(folder, tag=str(stage))
+
+
+@pytest.mark.skipif(not deepspeed.get_accelerator().is_fp16_supported(), reason="no fp16 on this device")
+def test_keys_of_fp16(tmp_path):
+    for stage in range(4):
+        run_ranks(2, body_fp16, str(tmp_path), stage)
+        names = [name for name in os.listdir(tmp_path / str(stage)) if name.endswith(".pt")]
+        model = next(name for name in sorted(names) if "model_states" in name)
+        saved = _compat.load(tmp_path / str(stage) / model)
+        if stage == 0:
+            assert set(saved["optimizer"]) == {
+                "dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window",
+                "cur_hysteresis", "optimizer_state_dict", "fp32_groups_flat", "clip_grad",
+            }  # fmt: skip
+            continue
+        assert {f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)} <= set(names)
+        state = _compat.load(tmp_path / str(stage) / "zero_pp_rank_0_mp_rank_00_optim_states.pt")[
+            "optimizer_state_dict"
+        ]
+        assert state["dynamic_loss_scale"] is True and state["loss_scaler"].cur_scale == 256.0
+        kind = type(state["loss_scaler"])
+        assert f"{kind.__module__}.{kind.__name__}" == "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"
+        assert saved["module"]["a.weight"].dtype == torch.float16

@@ -1,0 +1,455 @@
+"""The native format: a run goes on bit by bit at every stage, in every precision and at any number of ranks, and its
+files are safetensors and JSON only."""
+
+import argparse
+import glob
+import json
+import os
+import random
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed import _compat
+from deepspeed.checkpoint import cli, ds_to_universal, listing, manifest, native_export, verify
+from deepspeed.checkpoint.plain_json import NotPlain
+from deepspeed.checkpoint.saved_state import open_saved
+from deepspeed.utils.safetensors_file import read_safetensors
+from engine_models import config, loss_of, make_net
+from harness import run_ranks
+from test_checkpoint import PRECISIONS, Tokens, repeat, same, seed_all
+from test_zero_checkpoint import comparable, make_engine, weights
+
+NATIVE = {"checkpoint": {"writer": {"format": "safetensors"}}}
+TORCH = {}
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+
+def train(engine, batches, steps):
+    """Trains with everything a run draws from: data order, dropout, Python's numbers. ``sometimes`` is used in the same
+    micro-steps on all ranks: where it is not, the order of additions depends on what the engine has learned so far."""
+    losses = []
+    for _ in range(steps * engine.gradient_accumulation_steps()):
+        tokens, targets = next(batches)
+        output = torch.nn.functional.dropout(engine(tokens, extra=engine.micro_steps % 3 != 1), 0.1)
+        loss = loss_of(output, targets) * (1 + 0.1 * random.random())
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses, weights(engine), comparable(engine.optimizer.state_dict())
+
+
+def body_straight(rank, world, folder, stage, precision, client):
+    engine, _, loader, _ = make_engine(world, stage, {**precision, **NATIVE}, optimizer=sgd if client else None)
+    seed_all(7 + rank)
+    batches = repeat(loader)
+    train(engine, batches, 10)
+    engine.save_checkpoint(folder, client_state={"epoch": 3, "best": torch.tensor([0.5, 2.0])})
+    return train(engine, batches, 10)
+
+
+def body_resumed(rank, world, folder, stage, precision, client):
+    engine, _, loader, _ = make_engine(world, stage, {**precision, **NATIVE}, seed=5, optimizer=sgd if client else None)
+    seed_all(99)
+    path, client_state = engine.load_checkpoint(folder)
+    assert path == os.path.join(folder, "global_step10", "checkpoint.json")
+    assert client_state["epoch"] == 3 and torch.equal(client_state["best"], torch.tensor([0.5, 2.0]))
+    assert client_state["ds_config"]["train_batch_size"] == 8
+    return train(engine, repeat(loader), 10)
+
+
+CASES = [(stage, precision, False) for stage in range(4) for precision in sorted(PRECISIONS)]
+CASES += [(0, "fp32", True), (1, "bf16", True), (2, "fp32", True), (3, "bf16", True)]
+
+
+@pytest.mark.parametrize("stage, precision, client", CASES)
+def test_resumes_bit_by_bit(stage, precision, client, tmp_path):
+    given = str(tmp_path), stage, PRECISIONS[precision], client
+    straight = run_ranks(2, body_straight, *given)
+    resumed = run_ranks(2, body_resumed, *given)
+    for (losses, params, states), (losses_2, params_2, states_2) in zip(straight, resumed):
+        assert losses == losses_2
+        assert same(params, params_2) and same(states, states_2)
+    assert verify.verify_folder(str(tmp_path / "global_step10")) == []
+    assert not glob.glob(f"{tmp_path}/**/*.pt", recursive=True) and not (tmp_path / "zero_to_fp32.py").exists()
+
+
+# ---- any stage and number of ranks -----------------------------------------------------------------------------------
+class Strided(torch.nn.Module):
+    """A parameter whose memory is not in the order of rows, a frozen one, tied ones, buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 8, 3, padding=1).to(memory_format=torch.channels_last)
+        self.first = torch.nn.Linear(8, 8)
+        self.tied = torch.nn.Linear(8, 8, bias=False)
+        self.tied.weight = self.first.weight
+        self.frozen = torch.nn.Linear(8, 5).requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x):
+        self.seen += 1
+        hidden = torch.tanh(self.conv(x)).mean((2, 3))
+        return self.frozen(self.tied(self.first(hidden))).float().square().mean()
+
+
+def strided_engine(world, stage, seed, more, optimizer=None):
+    torch.manual_seed(seed)
+    made = config(world, 1, size=12, zero_optimization={
+        "stage": stage, "reduce_bucket_size": 100, "stage3_param_persistence_threshold": 0}, **more)  # fmt: skip
+    if optimizer is not None:
+        del made["optimizer"]
+        made["zero_allow_untested_optimizer"] = True
+    return deepspeed.initialize(model=Strided(), optimizer=optimizer, config=made)[0]
+
+
+def everything(engine):
+    params = dict(engine.module.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(params.values())):
+        found = {name: param.detach().clone() for name, param in params.items()}
+    for name, param in params.items():
+        if param.requires_grad:
+            found[f"master of {name}"] = deepspeed.utils.safe_get_full_fp32_param(param)
+            for kind in ("exp_avg", "exp_avg_sq"):
+                found[f"{kind} of {name}"] = deepspeed.utils.safe_get_full_optimizer_state(param, kind)
+    found.update({name: buffer.clone() for name, buffer in engine.module.named_buffers()})
+    return found, engine.global_steps, engine.get_lr(), engine.loaded_checkpoint_dp_world_size
+
+
+def body_save_strided(rank, world, folder, stage, more):
+    engine = strided_engine(world, stage, 0, {**more, **NATIVE})
+    for step in range(3):
+        torch.manual_seed(step)
+        engine.backward(engine(torch.randn(12, 3, 4, 4).to(engine.module.conv.bias.dtype)[: 12 // world]))
+        engine.step()
+    engine.save_checkpoint(folder, client_state={"world": world})
+    return everything(engine)
+
+
+def body_load_strided(rank, world, folder, stage, more):
+    engine = strided_engine(world, stage, 9, {**more, **TORCH})
+    _, client_state = engine.load_checkpoint(folder)
+    assert client_state["world"] == 4
+    return everything(engine)
+
+
+@pytest.mark.parametrize("stage, precision", [(0, "fp32"), (0, "bf16"), (2, "fp32"), (3, "bf16")])
+def test_loads_at_any_number_of_ranks_and_stage(stage, precision, tmp_path):
+    more = PRECISIONS[precision]
+    (saved, steps, lr, _), *_ = run_ranks(4, body_save_strided, str(tmp_path), stage, more)
+    cut = [
+        json.loads((tmp_path / "global_step3" / f"rank_0000{rank}.json").read_text())["strides"] for rank in range(4)
+    ]
+    assert any(cut) == (stage == 2), "only pieces of parameters in another order of memory need their strides"
+    for world, other in ((1, (stage + 1) % 4), (2, stage), (3, 3 - stage)):
+        for found, *others in run_ranks(world, body_load_strided, str(tmp_path), other, more):
+            assert same(saved, found), [name for name in saved if not same(saved[name], found[name])]
+            assert others == [steps, lr, 4]
+
+
+def body_other_optimizer(rank, world, folder):
+    def adamw(params):
+        return torch.optim.AdamW(params, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.05)
+
+    found = {}
+    for optimizer in (None, adamw):
+        engine = strided_engine(world, 2, 9, PRECISIONS["bf16"], optimizer)
+        engine.load_checkpoint(folder)
+        found[optimizer is None] = everything(engine)[0]
+    for name, value in found[True].items():
+        assert torch.equal(value, found[False][name]), name
+    return True
+
+
+def test_an_optimizer_of_torch_takes_what_ours_has_saved(tmp_path):
+    run_ranks(4, body_save_strided, str(tmp_path), 1, PRECISIONS["bf16"])
+    assert all(run_ranks(2, body_other_optimizer, str(tmp_path)))
+
+
+def body_between_formats(rank, world, folder, stage):
+    engine, _, loader, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE})
+    seed_all(1)
+    train(engine, repeat(loader), 2)
+    engine.save_checkpoint(folder, tag="native")
+    other, _, _, _ = make_engine(world, stage, PRECISIONS["bf16"], seed=3)
+    other.load_checkpoint(folder, tag="native")
+    other.save_checkpoint(folder, tag="torch")
+    other.save_checkpoint(folder, tag="native")  # takes the place of the other format's files
+    last, _, loader, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE}, seed=4)
+    last.load_checkpoint(folder, tag="torch")
+    same_state = same(comparable(engine.optimizer.state_dict()), comparable(last.optimizer.state_dict()))
+    return same_state and same(weights(engine), weights(last))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_both_formats_hold_the_same(stage, tmp_path):
+    assert all(run_ranks(2, body_between_formats, str(tmp_path), stage))
+    assert not [name for name in os.listdir(tmp_path / "native") if name.endswith((".safetensors", "checkpoint.json"))]
+    assert verify.verify_folder(str(tmp_path / "native")) == []
+
+
+# ---- flags of load_checkpoint, client_state --------------------------------------------------------------------------
+def body_flags(rank, world, folder, stage):
+    engine, _, loader, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE})
+    train(engine, repeat(loader), 2)
+    engine.save_checkpoint(folder, tag="all")
+    engine.save_checkpoint(folder, tag="small", exclude_frozen_parameters=True)
+    saved = weights(engine)
+
+    bare, _, _, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE}, seed=3)
+    frozen = weights(bare)["frozen.weight"]
+    path, _ = bare.load_checkpoint(folder, tag="small", load_optimizer_states=False, load_lr_scheduler_states=False)
+    assert path.endswith("checkpoint.json") and bare.global_steps == 2
+    found = weights(bare)
+    assert torch.equal(found.pop("frozen.weight"), frozen)
+    assert same(found, {name: value for name, value in saved.items() if name != "frozen.weight"})
+
+    seen = {}
+    only, _, _, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE}, seed=3)
+    only.load_checkpoint(folder, tag="all", load_module_only=True)
+    assert only.global_steps == 0 and same(weights(only), saved)
+    only.load_checkpoint(folder, tag="all", custom_load_fn=lambda src, dst: seen.update(src))
+    assert same({name: seen[name].to(value.dtype) for name, value in saved.items()}, saved)
+    assert torch.equal(seen["count"], engine.module.count) and torch.equal(seen["tied.weight"], seen["first.weight"])
+
+    wrong = make_net()
+    wrong.more = torch.nn.Linear(2, 2)
+    other = deepspeed.initialize(model=wrong, config={**config(world), **NATIVE})[0]
+    with pytest.raises(RuntimeError, match=r"missing \['more.weight', 'more.bias'\]"):
+        other.load_checkpoint(folder, tag="all", load_module_only=True)
+    other.load_checkpoint(folder, tag="all", load_module_only=True, load_module_strict=False)
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_flags_of_load_checkpoint(stage, tmp_path):
+    assert all(run_ranks(2, body_flags, str(tmp_path), stage))
+
+
+class Mine:
+    pass
+
+
+def body_not_plain(rank, world, folder):
+    engine, _, _, _ = make_engine(world, 1, NATIVE)
+    engine.save_checkpoint(folder, tag="a")
+    state = {"ok": (1, {"x"})} if rank else {"ok": 1, "mine": [0, Mine()]}
+    with pytest.raises(NotPlain, match=r"rank 0: client_state\.mine\.1 is a .*Mine.*writer"):
+        engine.save_checkpoint(folder, tag="b", client_state=state)
+    sparse = {"t": torch.ones(2).to_sparse()} if rank == 0 else {}
+    with pytest.raises(NotPlain, match=r"rank 0: client_state\.t is a tensor of .*sparse"):
+        engine.save_checkpoint(folder, tag="b", client_state=sparse)
+    engine.save_checkpoint(folder, tag="c", client_state={"ok": (1, {"x"}), "n": {3: None}})
+    assert engine.load_checkpoint(folder)[1]["ok"] == (1, {"x"})
+    return sorted(os.listdir(folder))
+
+
+def test_what_only_a_pickle_could_hold_stops_all_ranks_before_anything_is_written(tmp_path):
+    assert run_ranks(2, body_not_plain, str(tmp_path)) == [["a", "c", "latest"]] * 2
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+def body_frozen(rank, world, folder, stage):
+    engine, _, loader, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE})
+    batches, names = repeat(loader), []
+    for tag in ("a", "b", "c", "d", "e"):
+        train(engine, batches, 1)
+        if tag == "c":  # a change that no version counter shows
+            with deepspeed.zero.GatheredParameters([engine.module.frozen.weight], modifier_rank=0):
+                engine.module.frozen.weight.data.add_(1)
+        engine.save_checkpoint(folder, tag=tag)
+        torch.distributed.barrier()
+        if rank == 0 and tag == "d":  # a damaged file must not be linked: here, in a process that has not seen it whole
+            for name in glob.glob(f"{folder}/d/frozen_*"):
+                with open(name, "r+b") as file:
+                    file.seek(-1, 2)
+                    byte = file.read(1)
+                    file.seek(-1, 2)
+                    file.write(bytes([byte[0] ^ 1]))
+        torch.distributed.barrier()
+        names.append({os.path.basename(p): os.stat(p).st_ino for p in glob.glob(f"{folder}/{tag}/frozen_*")})
+        if tag == "d":
+            engine.__dict__.get("_frozen_files", {"sound": set()})["sound"].clear()
+    with deepspeed.zero.GatheredParameters([engine.module.frozen.weight]):
+        return names, engine.module.frozen.weight.detach().clone()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_frozen_weights_are_stored_once(stage, tmp_path):
+    (a, b, c, d, e), frozen = run_ranks(2, body_frozen, str(tmp_path), stage)[0]
+    assert len(a) == (2 if stage == 3 else 1)
+    assert a == b and not set(a.values()) & set(c.values()) and not set(a) & set(c)
+    assert c == d and set(e) == set(d) and not set(e.values()) & set(d.values())
+    for tag in "abe":
+        assert verify.verify_folder(str(tmp_path / tag)) == [], tag
+        assert set(a if tag in "ab" else e) < set(manifest.read(str(tmp_path / tag))["files"])
+    bad = verify.verify_folder(str(tmp_path / "d"))
+    assert bad and all(problem.tensor.startswith("module/frozen.weight") for problem in bad)
+    saved = open_saved(str(tmp_path / "e"))
+    value = torch.cat([piece.read_range(0, numel) for _, numel, piece in saved.pieces("frozen.weight", "weight")])
+    assert torch.equal(value.view(frozen.shape), frozen)
+
+
+def body_keep_last(rank, world, folder):
+    made = {"checkpoint": {"writer": {"format": "safetensors"}, "keep_last": 1}}
+    engine, _, _, _ = make_engine(world, 1, made)
+    for tag in ("a", "b", "c"):
+        engine.save_checkpoint(folder, tag=tag)
+    fresh, _, _, _ = make_engine(world, 1, made, seed=8)
+    fresh.load_checkpoint(folder)
+    return same(weights(engine), weights(fresh))
+
+
+def test_retention_leaves_the_last_one_whole(tmp_path):
+    assert all(run_ranks(2, body_keep_last, str(tmp_path)))
+    entries = listing.checkpoints_of(str(tmp_path))
+    assert [(entry.tag, entry.state) for entry in entries] == [("c", "complete")]
+    assert verify.verify_folder(entries[0].folder) == []
+
+
+def body_files(rank, world, folder, stage):
+    engine, _, loader, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE})
+    train(engine, repeat(loader), 1)
+    engine.save_checkpoint(folder, tag="t", client_state={"table": torch.arange(4)})
+    params = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
+    return {name: deepspeed.utils.safe_get_full_optimizer_state(p, "exp_avg") for name, p in params}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_what_is_in_the_files(stage, tmp_path):
+    moments = run_ranks(2, body_files, str(tmp_path), stage)[0]
+    names = {name for name in os.listdir(tmp_path / "t") if not name.startswith("frozen_")}
+    assert names == {
+        "checkpoint.json", "checkpoint_manifest.json", "rank_00000.json", "rank_00000.safetensors", "rank_00001.json",
+        "rank_00001.safetensors",
+    }  # fmt: skip
+    about = json.loads((tmp_path / "t" / "checkpoint.json").read_text())
+    assert about["format"] == "deepspeed-native" and about["zero_stage"] == stage and about["ranks"] == [0, 1]
+    assert about["parameters"]["first.weight"] == {"shape": [12, 12], "dtype": "bfloat16", "trained": True, "step": 1}
+    assert about["parameters"]["frozen.weight"]["trained"] is False
+    assert about["tied"] == {"tied.weight": "first.weight"}
+    assert about["groups"][0]["names"] == list(moments)
+    held = [read_safetensors(tmp_path / "t" / f"rank_0000{rank}.safetensors")[0] for rank in range(2)]
+    both = {name for name in held[0].keys() & held[1].keys() if not name.startswith("values/run.")}
+    assert both == ({"module/count"} if stage == 3 else set())
+    assert "module/count" in held[0] and "values/client_state.table" in held[0]
+    sizes = [sum(t.nbytes for name, t in files.items() if name.startswith("fp32/")) for files in held]
+    assert sum(sizes) == 4 * sum(value.numel() for value in moments.values())
+    assert max(sizes) < 0.62 * sum(sizes)  # the ranks share the writing
+    for name, value in moments.items():
+        flat, found = value.reshape(-1), 0
+        for key, tensor in {**held[0], **held[1]}.items():
+            if key == f"exp_avg/{name}":
+                assert torch.equal(tensor.read(), value)
+                found += value.numel()
+            elif key.startswith(f"exp_avg/{name}@"):
+                begin = int(key.rpartition("@")[2])
+                assert torch.equal(tensor.read(), flat[begin : begin + tensor.numel()])
+                found += tensor.numel()
+        assert found == value.numel()
+
+
+# ---- tools -----------------------------------------------------------------------------------------------------------
+def body_tools(rank, world, folder, stage):
+    engine, _, loader, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE})
+    seed_all(3 + rank)
+    train(engine, repeat(loader), 2)
+    engine.save_checkpoint(folder)
+    params = {name: deepspeed.utils.safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters() if p.requires_grad}
+    whole = weights(engine)
+    return {name: params.get(name, value) for name, value in whole.items()}, engine.module.count.clone()
+
+
+def body_universal(rank, world, folder, stage):
+    made = {**PRECISIONS["bf16"], "checkpoint": {"load_universal": True}}
+    engine, _, loader, _ = make_engine(world, stage, made, seed=5)
+    engine.load_checkpoint(folder)
+    native, _, _, _ = make_engine(world, stage, PRECISIONS["bf16"], seed=6)
+    native.load_checkpoint(folder.replace("universal", "runs"))
+    assert same(comparable(engine.optimizer.state_dict()), comparable(native.optimizer.state_dict()))
+    return same(weights(engine), weights(native))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_tools_read_it(stage, tmp_path, capsys):
+    runs, universal = str(tmp_path / "runs"), str(tmp_path / "universal")
+    masters, count = run_ranks(2, body_tools, runs, stage)[0]
+    assert cli.main(["verify", runs]) == 0 and cli.main(["ls", runs]) == 0
+    assert "complete" in capsys.readouterr().out
+    assert cli.main(["diff", runs, runs]) == 0
+
+    assert cli.main(["export", runs, str(tmp_path / "out"), "--max_shard_size", "2KB"]) == 0
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(index) == set(make_net().state_dict()) and len(set(index.values())) > 1
+    found = {}
+    for file in set(index.values()):
+        found.update({name: t.read() for name, t in read_safetensors(tmp_path / "out" / file)[0].items()})
+    for name, value in masters.items():
+        assert found[name].dtype == torch.float32 and torch.equal(found[name], value.float()), name
+    assert torch.equal(found["tied.weight"], found["first.weight"]) and torch.equal(found["count"], count)
+
+    made = native_export.export(runs, str(tmp_path / "16"), dtype="bf16", exclude_frozen_parameters=True, safe_serialization=False)
+    saved = _compat.load(made[0])
+    assert set(saved) == set(index) - {"frozen.weight"} and saved["count"].dtype == torch.float32
+    assert all(torch.equal(saved[name], masters[name].bfloat16()) for name in masters if name in saved)
+
+    tag = ds_to_universal.names.latest_tag(runs)
+    os.makedirs(universal)
+    ds_to_universal.main(argparse.Namespace(input_folder=f"{runs}/{tag}", output_folder=f"{universal}/{tag}", num_extract_workers=1, num_merge_workers=1))
+    assert all(run_ranks(1, body_universal, universal, stage))
+
+
+def body_background(rank, world, folder, stage):
+    made = {"checkpoint": {"async": True, "writer": {"format": "safetensors"}}}
+    engine, _, loader, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **made})
+    batches = repeat(loader)
+    for tag in ("a", "b"):
+        train(engine, batches, 1)
+        engine.save_checkpoint(folder, tag=tag)
+        saved = weights(engine), comparable(engine.optimizer.state_dict())
+        train(engine, batches, 1)
+    engine.destroy()  # waits for the last save
+    fresh, _, _, _ = make_engine(world, stage, {**PRECISIONS["bf16"], **NATIVE}, seed=4)
+    fresh.load_checkpoint(folder)
+    return same(saved, (weights(fresh), comparable(fresh.optimizer.state_dict())))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_written_in_the_background(stage, tmp_path):
+    assert all(run_ranks(2, body_background, str(tmp_path), stage))
+    frozen = [{os.stat(path).st_ino for path in tmp_path.glob(f"{tag}/frozen_*")} for tag in "ab"]
+    assert frozen[0] == frozen[1] != set()
+    assert not any(verify.verify_folder(str(tmp_path / tag)) for tag in "ab")
+
+
+class WritesPickles:
+    def __init__(self, config_params=None):
+        pass
+
+    def create(self, info):
+        pass
+
+    def save(self, state_dict, path):
+        torch.save(state_dict, path)
+
+    def load(self, path, map_location=None):
+        return torch.load(path, map_location=map_location)
+
+    def commit(self, info):
+        return True
+
+
+def body_foreign(rank, world, folder):
+    engine, _, _, _ = make_engine(world, 1, NATIVE)
+    engine.checkpoint_engine = WritesPickles()
+    with pytest.raises((ValueError, RuntimeError), match="WritesPickles.*format"):
+        engine.save_checkpoint(folder, tag="b")
+    return os.listdir(folder)
+
+
+def test_an_engine_that_pickles_is_refused(tmp_path):
+    assert run_ranks(2, body_foreign, str(tmp_path)) == [[], []]

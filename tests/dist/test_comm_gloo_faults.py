@@ -1,0 +1,110 @@
+"""Ranks that do not meet in collectives of ``deepspeed.comm`` over gloo: the others are told who, where and why."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed
+from deepspeed import comm
+from harness import RankError, run_ranks
+
+PATIENCE_S = 5.0
+
+
+def faulty(rank, world, fault, folder):
+    deepspeed.init_distributed(dist_backend="gloo", timeout=timedelta(seconds=PATIENCE_S), verbose=False)
+    comm.all_reduce(torch.ones(10))
+    began, text = time.monotonic(), "fine"
+    try:
+        if rank != 1:
+            comm.all_reduce(torch.ones(10))
+        elif fault == "skip":
+            comm.barrier()
+        elif fault == "shape":
+            comm.all_reduce(torch.ones(11))
+        elif fault == "dtype":
+            comm.all_reduce(torch.ones(10, dtype=torch.float64))
+        elif fault == "order":
+            comm.broadcast(torch.ones(10), 0)
+        elif fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault == "endless":
+            time.sleep(PATIENCE_S + 4)
+        elif fault == "slow":
+            time.sleep(2.5)
+            comm.all_reduce(torch.ones(10))
+    except RuntimeError as error:
+        text = str(error)
+        with pytest.raises(RuntimeError, match="has failed before"):
+            comm.barrier()
+    with open(os.path.join(folder, str(rank)), "w", encoding="utf-8") as file:
+        file.write(f"{time.monotonic() - began:.3f} {text}")
+    time.sleep(0.5)  # the others want to know where this rank is
+
+
+def told(folder, ranks=(0, 1, 2)):
+    texts = [(folder / str(rank)).read_text(encoding="utf-8").split(" ", 1) for rank in ranks]
+    return [(float(seconds), text) for seconds, text in texts]
+
+
+@pytest.mark.parametrize("fault", ["skip", "order"])
+def test_a_mismatch_is_found_within_seconds(fault, tmp_path):
+    run_ranks(3, faulty, fault, str(tmp_path), fresh=True)
+    call = {"skip": "rank 1 barrier()", "order": "rank 1 broadcast(10 x float32, root 0)"}[fault]
+    for seconds, text in told(tmp_path):
+        assert "the ranks of a group call different collectives:" in text and call in text
+        assert "all_reduce(10 x float32, sum), number 2, for" in text and "in faulty: comm." in text
+        assert seconds < 5
+
+
+@pytest.mark.parametrize("fault", ["shape", "dtype"])
+def test_strict_comparison_finds_what_ends_gloo(fault, tmp_path):
+    run_ranks(3, faulty, fault, str(tmp_path), fresh=True, env={"DS_COMM_FINGERPRINTS": "strict"})
+    call = {"shape": "rank 1 all_reduce(11 x float32, sum)", "dtype": "rank 1 all_reduce(10 x float64, sum)"}[fault]
+    for seconds, text in told(tmp_path):
+        assert call in text and "rank 0 all_reduce(10 x float32, sum)" in text and seconds < 3
+
+
+def test_a_killed_rank_is_named(tmp_path):
+    with pytest.raises(RankError, match="SIGKILL"):
+        run_ranks(3, faulty, "killed", str(tmp_path), fresh=True)
+    for seconds, text in told(tmp_path, (0, 2)):
+        assert "rank 1: has ended" in text and "in all_reduce(10 x float32, sum), number 2" in text
+        assert seconds < 5
+
+
+def test_a_rank_that_does_not_come_is_shown_where_it_is(tmp_path):
+    run_ranks(3, faulty, "endless", str(tmp_path), fresh=True)
+    for seconds, text in told(tmp_path, (0, 2)):
+        assert "rank 1 (process" in text and "outside of collectives; all_reduce(10 x float32, sum), number 1" in text
+        assert "in faulty: time.sleep(PATIENCE_S + 4)" in text
+        assert PATIENCE_S <= seconds < PATIENCE_S + 5
+
+
+@pytest.mark.parametrize("strict", ["1", "strict"])
+def test_a_slow_rank_is_waited_for(strict, tmp_path):
+    run_ranks(3, faulty, "slow", str(tmp_path), fresh=True, env={"DS_COMM_FINGERPRINTS": strict})
+    assert [text for _, text in told(tmp_path)] == ["fine"] * 3
+
+
+def recorded(rank, world):
+    sub = dist.new_group([0, 1])
+    comm.all_reduce(torch.ones(3))
+    comm.all_gather_into_tensor(torch.empty(6, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16), group=sub)
+    comm.broadcast(torch.ones(2), src=1)
+    handle = comm.all_reduce(torch.ones(4), async_op=True)
+    handle.wait()
+    flights = comm.flight_record()[-4:]
+    assert len({f["group"] for f in flights}) == 2
+    return [(f["call"], f["state"]) for f in flights]
+
+
+def test_the_flight_record_has_them():
+    calls = ["all_reduce(3 x float32, sum)", "all_gather(3 x bfloat16)", "broadcast(2 x float32, root 1)"]
+    expected = [(call, "done") for call in [*calls, "all_reduce(4 x float32, sum)"]]
+    assert run_ranks(2, recorded, init=True, fresh=True) == [expected] * 2

@@ -1,0 +1,71 @@
+"""Ranks on several hosts (they only believe so): shared memory inside each, gloo between their leaders."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import deepspeed
+from engine_models import config, make_net, train_engine
+from harness import RankError, run_ranks
+
+HOSTS = "abab"
+
+
+def trained(rank, world, stage, dtype, hosts=HOSTS):
+    os.environ["DS_HOST_ID"] = hosts[rank]
+    section = {"bf16": {"enabled": True}} if dtype == "bf16" else {}
+    engine = deepspeed.initialize(
+        model=make_net(), config=config(world, 1, zero_optimization={"stage": stage}, **section)
+    )[0]
+    losses, _ = train_engine(engine, 5, rank, world)
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        values = [p.detach().float().flatten() for p in engine.module.parameters()]
+    return engine.core.communicator, losses, torch.cat(values)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_training_equals_that_over_gloo(stage):
+    tree = run_ranks(4, trained, stage, "fp32", init=True)
+    plain = run_ranks(4, trained, stage, "fp32", init=True, env={"DS_SHM_COLLECTIVES": "0"})
+    assert {name for name, _, _ in tree} == {"hierarchical"} and "hierarchical" not in {name for name, _, _ in plain}
+    for (_, ours, mine), (_, theirs, other) in zip(tree, plain):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+        assert torch.equal(mine, tree[0][2]) and torch.allclose(mine, other, atol=1e-5)
+
+
+def test_three_hosts_with_different_numbers_of_ranks_in_bf16():
+    tree = run_ranks(4, trained, 2, "bf16", "abac", init=True)
+    again = run_ranks(4, trained, 2, "bf16", "abac", init=True)
+    for (name, losses, values), (_, _, repeated) in zip(tree, again):
+        assert name == "hierarchical" and losses[-1] < losses[0]
+        assert torch.equal(values, tree[0][2]) and torch.equal(values, repeated)  # the same bits everywhere, every time
+
+
+def a_rank_of_another_host_dies(rank, world, folder):
+    os.environ.update(DS_HOST_ID=HOSTS[rank], DS_COMM_TIMEOUT_S="10", DS_COMM_TRACE_DIR=folder)
+    engine = deepspeed.initialize(model=make_net(), config=config(world, 1, zero_optimization={"stage": 2}))[0]
+    train_engine(engine, 2, rank, world)
+    began = time.monotonic()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        train_engine(engine, 2, rank, world)
+        text = "fine"
+    except RuntimeError as error:
+        text = str(error)
+    with open(os.path.join(folder, str(rank)), "w", encoding="utf-8") as file:
+        file.write(f"{time.monotonic() - began:.3f} {text}")
+    os._exit(0)  # as a script that ends with the error: its connections close
+
+
+def test_a_death_on_one_host_ends_the_others(tmp_path):
+    with pytest.raises(RankError):
+        run_ranks(4, a_rank_of_another_host_dies, str(tmp_path), init=True, fresh=True)
+    texts = {rank: (tmp_path / str(rank)).read_text(encoding="utf-8").split(" ", 1) for rank in (0, 1, 2)}
+    assert "rank 1 (rank 3 of the job, process" in texts[1][1] and "has ended" in texts[1][1]
+    for rank in (0, 2):
+        assert "the leader of this host could not finish with those of the other hosts" in texts[rank][1]
+    assert all(float(seconds) < 5 for seconds, _ in texts.values())

@@ -1,0 +1,94 @@
+"""Ranks that are killed at random points of random collectives: the others hear of it, and nothing is left behind."""
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed
+import deepspeed.comm
+from harness import RankError, run_ranks
+
+KILLS = int(os.environ.get("DS_KILLS", 30))
+WORLD = 3
+
+
+def one_collective(random_, rank):
+    """The same sequence on all ranks."""
+    kind, numel, root = (
+        random_.randrange(6),
+        random_.choice([1, 100, 5000, 300_000, 2_000_000]),
+        random_.randrange(WORLD),
+    )
+    value = torch.ones(numel, dtype=random_.choice([torch.float32, torch.bfloat16, torch.int64]))
+    if kind == 0:
+        dist.all_reduce(value)
+    elif kind == 1:
+        dist.broadcast(value, root)
+    elif kind == 2:
+        dist.all_gather([torch.empty_like(value) for _ in range(WORLD)], value)
+    elif kind == 3:
+        dist.reduce_scatter(torch.empty_like(value), [value] * WORLD)
+    elif kind == 4:
+        works = [dist.all_reduce(part, async_op=True) for part in value.chunk(4)]
+        for work in works:
+            work.wait()
+    else:
+        dist.barrier()
+
+
+def segments():
+    """Mapped segments and open files of segments of this process."""
+    with open("/proc/self/maps", encoding="utf-8") as file:
+        mapped = sum("memfd:deepspeed" in line for line in file)
+    targets = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            targets.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            pass
+    return mapped + sum("memfd:deepspeed" in target for target in targets), len(targets)
+
+
+def until_killed(rank, world, seed, folder):
+    before = segments()
+    deepspeed.init_distributed(dist_backend="shm", verbose=False)
+    own = random.Random(seed)
+    victim, moment = own.randrange(world), time.monotonic() + own.uniform(0.0, 0.08)
+    shared = random.Random(seed + 1)
+    dist.barrier()
+    if rank == victim:
+        threading.Timer(max(0.0, moment - time.monotonic()), os.kill, (os.getpid(), signal.SIGKILL)).start()
+    try:
+        while True:
+            one_collective(shared, rank)
+            moment = time.monotonic()
+    except RuntimeError as error:
+        text, seconds = str(error), time.monotonic() - moment  # since the last success: more than since the kill
+    dist.destroy_process_group()
+    time.sleep(0.3)  # the watch looks at a group for a moment
+    after = segments()
+    with open(os.path.join(folder, f"{seed}.{rank}"), "w", encoding="utf-8") as file:
+        json.dump({"victim": victim, "text": text, "seconds": seconds, "before": before, "after": after}, file)
+
+
+@pytest.mark.slow
+def test_killed_ranks_are_named_and_nothing_is_left(tmp_path):
+    worst = 0.0
+    for seed in range(KILLS):
+        with pytest.raises(RankError, match="SIGKILL"):
+            run_ranks(WORLD, until_killed, seed, str(tmp_path), fresh=True, env={"DS_COMM_TRACE_DIR": str(tmp_path)})
+        found = [json.loads(path.read_text()) for path in tmp_path.glob(f"{seed}.*")]
+        assert len(found) == WORLD - 1, (seed, found)
+        for each in found:
+            assert f"rank {each['victim']} (process" in each["text"] and "has ended" in each["text"], each
+            assert each["after"][0] == 0 and each["after"][1] <= each["before"][1], each
+            worst = max(worst, each["seconds"])
+    print(f"{KILLS} kills; the slowest survivor failed {worst:.2f} s after its last success")
+    assert worst < 5

@@ -1,0 +1,144 @@
+"""Checkpoint engines, what files note about grids of ranks, and experts of several ranks."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from deepspeed import _compat
+from deepspeed.checkpoint import autoep_universal, ds_to_universal
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.autoep_universal import make_folding_metadata, validate_folding_metadata
+from deepspeed.checkpoint.engines import ENGINES
+from deepspeed.registry import UnknownNameError
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.engine import _checkpoint_parallel_metadata
+
+
+def test_the_torch_engine(tmp_path):
+    engine = ENGINES.get("torch")()
+    assert isinstance(engine, TorchCheckpointEngine) and isinstance(engine, CheckpointEngine)
+    info = CheckpointCommitInfo(tag="t", save_dir=str(tmp_path), save_latest=True)
+    engine.create(info)
+    engine.makedirs(str(tmp_path / "a" / "t"))
+    engine.makedirs(str(tmp_path / "a" / "t"), exist_ok=True)
+    with pytest.raises(FileExistsError):
+        engine.makedirs(str(tmp_path / "a" / "t"))
+    path = str(tmp_path / "a" / "t" / "x.pt")
+    engine.save({"x": torch.arange(3), "more": SimpleNamespace(y=1)}, path)
+    assert os.listdir(tmp_path / "a" / "t") == ["x.pt"]
+    found = engine.load(path, map_location="cpu")
+    assert found["x"].tolist() == [0, 1, 2] and found["more"].y == 1
+    engine.create("t")
+    assert engine.commit("t") is True
+    assert not engine.is_decoupled() and engine.is_data_parallel_writer(0) and not engine.is_data_parallel_writer(1)
+    engine.set_commit_info(info)
+    assert engine.get_commit_info() is info
+    engine.cleanup()
+    assert engine.get_commit_info() is None
+    with pytest.raises(UnknownNameError, match="checkpoint engine.*torch"):
+        ENGINES.get("torches")
+
+
+def test_an_engine_must_do_its_work():
+    with pytest.raises(TypeError, match="abstract"):
+        CheckpointEngine()
+
+
+class Grid:
+    def get_tensor_model_parallel_world_size(self):
+        return 4
+
+    def get_pipeline_model_parallel_world_size(self):
+        return 2
+
+
+class OlderGrid:
+    def get_model_parallel_world_size(self):
+        return 3
+
+    def get_pipe_parallel_world_size(self):
+        return 5
+
+
+@pytest.mark.parametrize("mpu, wanted", [(None, (1, 1)), (Grid(), (2, 4)), (OlderGrid(), (5, 3))])
+def test_what_a_model_file_notes_of_the_grid(mpu, wanted):
+    found = _checkpoint_parallel_metadata(mpu)
+    assert (found[keys.CHECKPOINT_PP_DEGREE], found[keys.CHECKPOINT_TP_DEGREE]) == wanted and len(found) == 2
+
+
+def folding(**more):
+    given = {"tp_size": 2, "tp_rank": 1, "ep_size": 4, "ep_rank": 3, "zero_partition_group": [0, 4],
+             "zero_partition_rank": 1, "zero_partition_count": 2, "family": "expert", **more}  # fmt: skip
+    return make_folding_metadata(**given)
+
+
+def test_folding_metadata():
+    made = folding(param_families={"w": "expert"})
+    validate_folding_metadata(made, tp_size=2, ep_size=4, tp_rank=1, zero_partition_group=(0, 4), family="expert",
+                              param_families={"w": "expert"}, etp_rank=0)  # fmt: skip
+    with pytest.raises(ValueError, match="tp_size is 2, this run has 1.*ep_rank is 3, this run has 0"):
+        validate_folding_metadata(made, tp_size=1, ep_size=4, ep_rank=0)
+    with pytest.raises(ValueError, match="etp_size is missing"):
+        validate_folding_metadata({k: v for k, v in made.items() if k != "etp_size"}, tp_size=2, ep_size=4)
+    with pytest.raises(ValueError, match="folding"):
+        validate_folding_metadata(None, tp_size=2, ep_size=4)
+
+
+LAYER = {"moe_layer_id": 0, "module_path": "moe.experts", "num_experts": 4, "ep_size": 2, "expert_params": ["w1"]}
+
+
+def test_what_model_files_say_of_experts(tmp_path):
+    sliced = {**LAYER, "checkpoint_format": "zero3_partitioned", "checkpoint_format_version": 1}
+    assert ds_to_universal._uses_zero3_partitioned_autoep_metadata([sliced])
+    assert not ds_to_universal._uses_zero3_partitioned_autoep_metadata({"moe": LAYER})
+    assert not ds_to_universal._uses_zero3_partitioned_autoep_metadata(None)
+    other = {**LAYER, "module_path": "next"}
+    assert ds_to_universal._aggregate_autoep_zero12_metadata([[LAYER], [LAYER, other], None]) == [LAYER, other]
+    with pytest.raises(ValueError, match="moe.experts differently"):
+        ds_to_universal._aggregate_autoep_zero12_metadata([[LAYER], [{**LAYER, "num_experts": 8}]])
+    files = []
+    for rank, model in enumerate(({"ds_autoep_layers": [LAYER]}, {"autoep_layers": [other]}, {})):
+        files.append(str(tmp_path / f"{rank}.pt"))
+        torch.save(model, files[-1])
+    found = ds_to_universal._autoep_expert_param_names_by_rank(files)
+    assert found == [{"moe.experts.w1"}, {"next.w1"}, set()]
+
+
+def test_files_of_experts_become_one_parameter(tmp_path):
+    for expert in range(4):
+        state = {"moe.experts.w1": torch.full((2, 3), float(expert)).bfloat16()}
+        torch.save(state, tmp_path / f"layer_0_expert_{expert}_mp_rank_00_model_states.pt")
+    autoep_universal.consolidate_autoep_expert_files(str(tmp_path), str(tmp_path / "out"), [LAYER])
+    found = _compat.load(tmp_path / "out" / "zero" / "moe.experts.w1" / "fp32.pt")
+    assert found["param"].shape == (4, 2, 3) and found["param"].dtype == torch.float32
+    assert found["param"][:, 0, 0].tolist() == [0, 1, 2, 3]
+    assert found[keys.EP_IS_EXPERT_PARAM] is True and found[keys.EP_NUM_EXPERTS] == 4
+    os.unlink(tmp_path / "layer_0_expert_2_mp_rank_00_model_states.pt")
+    with pytest.raises(FileNotFoundError, match=r"\[2\] of MoE layer 0"):
+        autoep_universal.consolidate_autoep_expert_files(str(tmp_path), str(tmp_path / "out"), [LAYER])
+
+
+@pytest.mark.parametrize("data_first", [False, True])
+def test_shards_of_experts_become_one_parameter(data_first, tmp_path):
+    whole = torch.arange(24.0).reshape(4, 6)
+    for dp in range(4):  # two expert-parallel ranks, each on two data-parallel ranks
+        expert_rank, copy = (dp // 2, dp % 2) if data_first else (dp % 2, dp // 2)
+        shard = whole[expert_rank * 2 : expert_rank * 2 + 2].reshape(-1)[copy * 6 : (copy + 1) * 6]
+        for state, value in (("fp32", shard), ("exp_avg", shard * 2), ("step", 3)):
+            path = autoep_universal._zero12_fragment_path(str(tmp_path / "tmp"), "w", state, dp)
+            assert path.endswith(os.path.join("w", "0", f"{state}.{dp:02d}"))
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            torch.save(value, path)
+    info = {"w": {"ep_size": 2, "num_experts": 4}}
+    arguments = (str(tmp_path / "tmp"), str(tmp_path / "out"), info, {"w": (2, 6)}, 4, 1, data_first)
+    autoep_universal.consolidate_autoep_zero12_expert_states(*arguments)
+    folder = tmp_path / "out" / "zero" / "w"
+    assert torch.equal(_compat.load(folder / "fp32.pt")["param"], whole)
+    assert torch.equal(_compat.load(folder / "exp_avg.pt")["param"], whole * 2)
+    assert _compat.load(folder / "step.pt") == 3
+    os.unlink(autoep_universal._zero12_fragment_path(str(tmp_path / "tmp"), "w", "fp32", 3))
+    with pytest.raises(ValueError, match="shards are missing"):
+        autoep_universal.consolidate_autoep_zero12_expert_states(*arguments)

@@ -1,0 +1,330 @@
+"""Conversion to universal checkpoints: what lies in the result, by every rule, from grids of ranks and from others."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+
+import megatron_files
+from deepspeed import _compat
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint import ds_to_universal, universal_workers
+from deepspeed.checkpoint.saved_universal import UniversalState
+from megatron_files import INFO, WORDS, slice_of, state_of, whole_parameters
+
+KINDS = ("fp32", "exp_avg", "exp_avg_sq")
+PEERS = os.path.join(
+    os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "data", "peer-checkpoints"
+)
+
+
+def convert(source, target, **options):
+    given = {"num_extract_workers": 1, "num_merge_workers": 1, **options}
+    ds_to_universal.main(SimpleNamespace(input_folder=str(source), output_folder=str(target), **given))
+
+
+def file_of(folder, name, state):
+    return _compat.load(os.path.join(folder, "zero", name, f"{state}.pt"))
+
+
+def all_parameters():
+    return {**whole_parameters(0), **whole_parameters(1)}
+
+
+def wanted_whole(name, whole, kind):
+    return state_of(name, whole, kind)[: WORDS if name == "words.weight" else None]
+
+
+@pytest.mark.parametrize(
+    "grid, stage", [((2, 2, 2), 1), ((1, 2, 3), 1), ((2, 1, 1), 1), ((1, 2, 3), 3), ((1, 1, 2), 3)], ids=str
+)
+def test_every_rule_puts_slices_together(grid, stage, tmp_path):
+    megatron_files.write(str(tmp_path / "step7"), *grid, stage=stage)
+    convert(tmp_path / "step7", tmp_path / "universal")
+    assert (tmp_path / "latest_universal").read_text() == "universal"
+    assert not (tmp_path / "universal" / "tmp").exists()
+    folder = str(tmp_path / "universal")
+    assert set(os.listdir(os.path.join(folder, "zero"))) == {*all_parameters(), "optimizer_state.pt"}
+    for name, whole in all_parameters().items():
+        for kind in KINDS:
+            found = file_of(folder, name, kind)
+            wanted = wanted_whole(name, whole, kind)
+            if "scale" in name:
+                assert torch.allclose(found["param"], wanted, atol=1e-6)
+            else:
+                assert torch.equal(found["param"], wanted), (name, kind)
+            hints = {key: value for key, value in found.items() if key != "param"}
+            assert set(hints) == wanted_hints(name), (name, hints)
+        assert _compat.load(os.path.join(folder, "zero", name, "step.pt")) == 7
+    assert file_of(folder, "layers.0.dense.weight", "fp32")["cat_dim"] == 1
+    assert file_of(folder, "layers.0.qkv.bias", "fp32")["cat_dim"] == 0
+    sub = file_of(folder, "layers.0.qkv.weight", "fp32")["sub_param_shape"]
+    assert sub.shape == (megatron_files.SIZES, megatron_files.HIDDEN) and sub.partition_dim == 0
+    common = _compat.load(os.path.join(folder, "zero", "optimizer_state.pt"))
+    assert common["param_groups"] == [{"lr": 0.01, "params": [0]}] and common["zero_stage"] == stage
+    copied = sorted(name for name in os.listdir(folder) if name.endswith("_states.pt"))
+    assert copied == sorted(name for name in os.listdir(tmp_path / "step7") if name.endswith("model_states.pt"))
+
+
+def wanted_hints(name):
+    if "norm" in name or "scale" in name:
+        return set()
+    if "gate_up" in name:
+        return {"cat_dim", "param_n_sub_params"}
+    if name.endswith("qkv.weight"):
+        return {"cat_dim", "sub_param_shape"}
+    return {"cat_dim", "vocab_tensor"} if "words" in name else {"cat_dim"}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_they_are_cut_again_for_other_tensor_parallel_ranks(count, tmp_path):
+    megatron_files.write(str(tmp_path / "step7"), 2, 2, 2)
+    convert(tmp_path / "step7", tmp_path / "universal")
+    for rank in range(count):
+        local = {
+            name: slice_of(name, whole, rank, count) for name, whole in all_parameters().items() if "scale" not in name
+        }
+        shapes = {name: value.shape for name, value in local.items()}
+        groups = [list(shapes)]
+        saved = UniversalState(str(tmp_path / "universal"), rank, count, group_names=groups, shapes=shapes)
+        for name, value in local.items():
+            for kind in KINDS:
+                ((offset, numel, reader),) = saved.pieces(name, kind)
+                assert (offset, numel) == (0, value.numel())
+                wanted = state_of(name, value, kind)
+                if name == "words.weight" and rank == count - 1:
+                    wanted = wanted.clone()
+                    wanted[wanted.shape[0] - 2 :] = 0  # words that do not exist
+                assert torch.equal(reader.read_range(0, numel), wanted.reshape(-1)), (name, kind)
+                assert torch.equal(reader.read_range(3, 1), wanted.reshape(-1)[3:4])
+            assert saved.step(name) == 7
+
+
+def test_a_shape_that_does_not_fit_is_said(tmp_path):
+    megatron_files.write(str(tmp_path / "step7"), 1, 1, 1)
+    convert(tmp_path / "step7", tmp_path / "universal")
+    name = "layers.0.dense.weight"
+    saved = UniversalState(str(tmp_path / "universal"), shapes={name: torch.Size([8, 4])})
+    with pytest.raises(ValueError, match=r"dense.weight.*\(4, 8\).*\(8, 4\)"):
+        saved.pieces(name, "fp32")[0][2].read_range(0, 1)
+
+
+def test_widths_of_sub_parameters_that_differ(tmp_path):
+    """Three heads of key and value on two ranks: the first has two of them."""
+    widths = [[4, 2], [2, 1]]
+    whole = torch.arange(27.0).reshape(9, 3)
+    info = {
+        keys.PARAMETER_WITH_SUB_PARAMS: [{"patterns": ["w"], "shape": ((6, 3), 3), "partition_dim": 0}],
+        keys.SUB_PARAM_SHARD_WIDTHS: {"w": widths},
+    }
+    slices = [
+        torch.cat([whole[0:4], whole[6:8]]),
+        torch.cat([whole[4:6], whole[8:9]]),
+    ]
+    for rank, value in enumerate(slices):
+        for half, part in enumerate(value.reshape(-1).split(5)):
+            ds_to_universal.write_shard(str(tmp_path / "tmp"), "w", rank, "fp32", half, part)
+    shapes = [value.shape for value in slices]
+    left = ds_to_universal.merge_tp_slices(info, str(tmp_path / "zero"), str(tmp_path / "tmp"), 2, ("w", shapes))
+    assert left == set()
+    assert torch.equal(_compat.load(tmp_path / "zero" / "w" / "fp32.pt")["param"], whole)
+
+
+def same_files(one, other):
+    found = 0
+    for root, _, files in os.walk(one):
+        for file in files:
+            path = os.path.join(root, file)
+            with open(path, "rb") as a, open(path.replace(str(one), str(other)), "rb") as b:
+                assert a.read() == b.read(), path
+            found += 1
+    return found
+
+
+@pytest.mark.slow
+def test_workers_do_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(universal_workers, "SHARE_BYTES", 1)
+    megatron_files.write(str(tmp_path / "step7"), 1, 2, 2)
+    convert(tmp_path / "step7", tmp_path / "universal", num_extract_workers=2, keep_temp_folder=True)
+    convert(tmp_path / "step7", tmp_path / "alone")
+    assert same_files(tmp_path / "alone" / "zero", tmp_path / "universal" / "zero") == 4 * len(all_parameters()) + 1
+    shards = os.listdir(tmp_path / "universal" / "tmp" / "layers.0.dense.weight" / "1")
+    assert {"fp32.00", "exp_avg.00", "exp_avg_sq.00", "step.00"} <= set(shards)
+    info = {**INFO, keys.TP_REPLICATED_PARAMETER_PATTERNS: [*INFO[keys.TP_REPLICATED_PARAMETER_PATTERNS], ".*bias"]}
+    megatron_files.write(str(tmp_path / "wrong"), 1, 2, 2, info=info)
+    (tmp_path / "latest_universal").unlink()
+    with pytest.raises(ValueError, match="bias.*different values"):  # as a worker has found
+        convert(tmp_path / "wrong", tmp_path / "universal", num_merge_workers=2)
+    assert not (tmp_path / "latest_universal").exists()
+
+
+@pytest.mark.slow
+def test_the_command_line(tmp_path):
+    megatron_files.write(str(tmp_path / "step7"), 1, 2, 2)
+    command = [
+        sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(tmp_path / "step7"),
+        "--output_folder", str(tmp_path / "universal"), "--num_extract_workers", "2", "--keep_temp_folder",
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    convert(tmp_path / "step7", tmp_path / "alone")
+    assert same_files(tmp_path / "alone" / "zero", tmp_path / "universal" / "zero")
+    assert (tmp_path / "universal" / "tmp").exists() and not (tmp_path / "alone" / "tmp").exists()
+    with pytest.raises(SystemExit) as ended:
+        ds_to_universal.parse_arguments(["--help"])
+    assert ended.value.code == 0
+
+
+MEMORY = """
+import resource, sys
+from types import SimpleNamespace
+from deepspeed.checkpoint.ds_to_universal import main
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+main(SimpleNamespace(input_folder=sys.argv[1], output_folder=sys.argv[2], num_extract_workers=1, num_merge_workers=1))
+print("grown by", (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_a_parameter(tmp_path):
+    """Sixteen parameters of 4 MB with two states, 192 MB in all, grow the process by a quarter of that at most."""
+    params = {f"p{i}": torch.full((1 << 20,), float(i)) for i in range(16)}
+    os.makedirs(tmp_path / "step7")
+    model = {"module": {}, "param_shapes": [{name: value.shape for name, value in params.items()}]}
+    torch.save(model, tmp_path / "step7" / "mp_rank_00_model_states.pt")
+    state = {"optimizer_state_dict": megatron_files.flat(params, 0, 1, 1)}
+    torch.save(state, tmp_path / "step7" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", MEMORY, str(tmp_path / "step7"), str(tmp_path / "universal")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.rsplit("grown by", 1)[1]) < 48, done.stdout
+    assert torch.equal(file_of(tmp_path / "universal", "p3", "exp_avg")["param"], params["p3"] * 0.5)
+
+
+def test_patterns_that_match_nothing(tmp_path):
+    info = {**INFO, keys.PARAMETER_TO_AVERAGE_PATTERNS: ["layers.*scale", "no_such"]}
+    megatron_files.write(str(tmp_path / "step7"), 1, 2, 1, info=info)
+    with pytest.raises(ValueError, match="no_such.*no_strict"):
+        convert(tmp_path / "step7", tmp_path / "universal")
+    with pytest.raises(ValueError, match="no_such"):
+        convert(tmp_path / "step7", tmp_path / "universal", strict=True)
+    convert(tmp_path / "step7", tmp_path / "universal", strict=False)
+    convert(tmp_path / "step7", tmp_path / "again", no_strict=True)
+
+
+def test_missing_information(tmp_path):
+    megatron_files.write(str(tmp_path / "step7"), 1, 2, 1, info=None)
+    with pytest.raises(ValueError, match="universal_checkpoint_info.*inject_missing_state"):
+        convert(tmp_path / "step7", tmp_path / "universal")
+    convert(tmp_path / "step7", tmp_path / "universal", inject_missing_state=True)
+    found = file_of(tmp_path / "universal", "layers.0.qkv.bias", "fp32")["param"]
+    assert torch.equal(found, whole_parameters(0)["layers.0.qkv.bias"])
+    megatron_files.write(str(tmp_path / "alone"), 1, 1, 2, info=None)
+    convert(tmp_path / "alone", tmp_path / "universal2")  # data parallel ranks have nothing to say
+
+
+def test_information_in_the_optimizer_file(tmp_path):
+    megatron_files.write(str(tmp_path / "step7"), 1, 2, 1, info=None)
+    path = tmp_path / "step7" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    state = _compat.load(path)
+    state["optimizer_state_dict"][keys.UNIVERSAL_CHECKPOINT_INFO] = INFO
+    torch.save(state, path)
+    convert(tmp_path / "step7", tmp_path / "universal")
+    assert file_of(tmp_path / "universal", "layers.0.dense.weight", "fp32")["cat_dim"] == 1
+
+
+def test_experts_of_other_ranks_are_refused(tmp_path):
+    megatron_files.write(str(tmp_path / "step7"), 1, 1, 1)
+    path = tmp_path / "step7" / "mp_rank_00_model_states.pt"
+    torch.save({**_compat.load(path), "ds_autoep_layers": [{"module_path": "layers.0.experts"}]}, path)
+    with pytest.raises(ValueError, match="layers.0.experts"):
+        convert(tmp_path / "step7", tmp_path / "universal")
+
+
+def test_parameters_of_several_stages_need_a_pattern(tmp_path):
+    info = {key: value for key, value in INFO.items() if key != keys.PIPELINE_REPLICATED_PARAMETER_PATTERNS}
+    megatron_files.write(str(tmp_path / "step7"), 2, 1, 1, info=info)
+    with pytest.raises(ValueError, match="words.weight.*pipeline_replicated_parameter_patterns"):
+        convert(tmp_path / "step7", tmp_path / "universal")
+
+
+def test_what_cannot_be_converted(tmp_path):
+    megatron_files.write(str(tmp_path / "step7"), 1, 1, 2)
+    with pytest.raises(ValueError, match="both"):
+        convert(tmp_path / "step7", tmp_path / "step7")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        convert(tmp_path / "nowhere", tmp_path / "universal")
+    convert(tmp_path / "step7", tmp_path / "universal")
+    with pytest.raises(ValueError, match="universal checkpoint already"):
+        convert(tmp_path / "universal", tmp_path / "again")
+    with pytest.raises(ValueError, match="qkv"):
+        ds_to_universal._validate_autotp_conversion_support({keys.AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS: ["qkv"]})
+    ds_to_universal._validate_autotp_conversion_support({})
+    os.unlink(tmp_path / "step7" / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    with pytest.raises(FileNotFoundError, match="zero_pp_rank_1"):
+        convert(tmp_path / "step7", tmp_path / "more")
+    os.unlink(tmp_path / "step7" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    with pytest.raises(ValueError, match="no optimizer states"):
+        convert(tmp_path / "step7", tmp_path / "more")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_files_of_another_implementation(stage, dtype, tmp_path):
+    """Masters as in expected.npz; moments, too, where it has them (stage 3; the others are compared in tests/dist)."""
+    source = os.path.join(PEERS, f"stage{stage}-{dtype}-2ranks")
+    convert(os.path.join(source, "global_step4"), tmp_path / "universal")
+    compared = 0
+    for key, value in numpy.load(os.path.join(source, "expected.npz")).items():
+        kind, name = key.split(".", 1)
+        if kind not in KINDS or name in ("f.weight", "c.weight", "count"):  # frozen; another name of b.weight; a buffer
+            continue
+        assert torch.equal(file_of(tmp_path / "universal", name, kind)["param"], torch.from_numpy(value)), key
+        compared += 1
+    assert compared == (24 if stage == 3 else 8)
+    assert (tmp_path / "universal" / "zero" / "f.weight" / "fp32.pt").exists() == (stage == 3)
+    common = _compat.load(tmp_path / "universal" / "zero" / "optimizer_state.pt")
+    assert [group["weight_decay"] for group in common["param_groups"]] == [0.1, 0.0] and common["zero_stage"] == stage
+
+
+def test_stage_0_of_another_implementation_is_refused_with_its_reason(tmp_path):
+    with pytest.raises(ValueError, match="without ZeRO.*load_checkpoint reads them"):
+        convert(os.path.join(PEERS, "stage0-bf16-2ranks", "global_step4"), tmp_path / "universal")
+
+
+# ---- single steps ----------------------------------------------------------------------------------------------------
+def test_shards_of_stage_3_one_rank_at_a_time(tmp_path):
+    megatron_files.write(str(tmp_path / "step7"), 1, 2, 2, stage=3)
+    files = [
+        [str(tmp_path / "step7" / f"zero_pp_rank_{dp}_mp_rank_{tp:02d}_optim_states.pt") for dp in range(2)]
+        for tp in range(2)
+    ]
+    models = ds_to_universal._get_zero3_model_state_files(str(tmp_path / "step7"))
+    assert len(models) == 4
+    shapes = [_compat.load(tmp_path / "step7" / f"zero_pp_rank_0_mp_rank_{tp:02d}_model_states.pt")["param_shapes"]
+              for tp in range(2)]  # fmt: skip
+    for tp in range(2):
+        for dp in range(2):
+            ds_to_universal.extract_zero_shards_stage3(
+                files, shapes, 2, str(tmp_path / "tmp"), (tp, dp), exclude_param_names={"words.weight"}
+            )
+    assert not (tmp_path / "tmp" / "words.weight").exists()
+    grouped = ds_to_universal._group_per_tp_shapes(shapes, pp_degree=1, tp_degree=2)
+    for name, whole in all_parameters().items():
+        if name == "words.weight":
+            continue
+        base = str(tmp_path / "tmp" / name)
+        slices = ds_to_universal._merge_zero_shards(base, "fp32", 2, grouped[name])
+        assert all(torch.equal(found, slice_of(name, whole, tp, 2)) for tp, found in enumerate(slices))
+        assert ds_to_universal._merge_zero_shards(base, "step", 2) == [7, 7]
+        assert ds_to_universal._merge_zero_shards(base, "exp_avg", 2)[1].dim() == 1
+    with pytest.raises(ValueError, match="missing"):
+        ds_to_universal._merge_zero_shards(base, "fp32", 2, torch.Size([999]))
+    with pytest.raises(ValueError, match="tensor-parallel ranks \\[1\\]"):
+        ds_to_universal._group_per_tp_shapes([{"w": torch.Size([1])}, {}], 1, 2)
