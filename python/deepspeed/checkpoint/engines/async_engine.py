@@ -9,6 +9,7 @@ from deepspeed.checkpoint.host_cache import HostCache, bytes_of, copy_into, on_d
 from deepspeed.checkpoint.kinds import prepare
 from deepspeed.checkpoint.ranks_through_files import this_process
 from deepspeed.checkpoint.snapshot_save import SnapshotSave
+from deepspeed.log import logger
 
 _GIB = 1 << 30
 
@@ -40,9 +41,12 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
 
         def find():
             blocks = []
-            for size in sizes:
-                if self.cache.has_room(size):
-                    blocks.append(self.cache.take(size, pinned))
+            try:
+                for size in sizes:
+                    if self.cache.has_room(size):
+                        blocks.append(self.cache.take(size, pinned))
+            except RuntimeError as error:  # the save that needs it says so again
+                logger.warning(f"checkpoints in the background: {error}")
             for block in blocks:
                 self.cache.give_back(block)
 
@@ -115,7 +119,10 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
         self.behind.wait()
 
     def cleanup(self):
-        self.behind.wait()
+        try:
+            self.behind.wait()
+        finally:
+            self.cache.release()
 
 
 class DataStatesCheckpointEngine(AsyncCheckpointEngine):
