@@ -25,16 +25,9 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
         self.behind = Background()
         self._saves = 0
         self._expecting = False
-        self._info = None
 
     def is_decoupled(self):
         return True
-
-    def set_commit_info(self, info):
-        self._info = info
-
-    def get_commit_info(self):
-        return self._info
 
     def expect(self, sizes, pinned=False):
         """Finds memory for files of ``sizes`` bytes, as far as the bound allows, before the first save needs it."""
@@ -123,6 +116,7 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
             self.behind.wait()
         finally:
             self.cache.release()
+            super().cleanup()
 
 
 class DataStatesCheckpointEngine(AsyncCheckpointEngine):
