@@ -30,7 +30,7 @@ def parse_arguments():
     parser.add_argument("--gb", type=float, default=2.0, help="size of the state")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", help="where to save; a new temporary folder otherwise")
-    machine.add_json_option(parser)
+    parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
 
 

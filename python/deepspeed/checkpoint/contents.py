@@ -11,8 +11,13 @@ from deepspeed.version import __version__
 def files_of(engine, client_state, exclude_frozen_parameters=False):
     """dict: name of a file below the tag's folder -> function that gives its value, for the files of this rank.
 
+<<<<<<< HEAD
+    Every rank calls all of them in this order: some run collectives. Tensors of the values may be views of what is
+    trained: write them, or copy them, before the next step. A ``TensorOfPieces`` may stand for a tensor.
+=======
     Every rank calls all of them in this order: some run collectives. Tensors of the values may be views of what is
     trained: write them, or copy them, before the next step.
+>>>>>>> commit
     """
     if native_contents.is_wanted(engine):
         return native_contents.files_of(engine, client_state, exclude_frozen_parameters)
@@ -27,6 +32,21 @@ def files_of(engine, client_state, exclude_frozen_parameters=False):
         found[name] = lambda: _optim_states(engine)
     found[names.run_states(engine.global_rank)] = lambda: run_states(engine)
     return found
+
+
+def expected_bytes(engine):
+    """About so many bytes of tensors each larger file of this rank will hold, rather too many than too few."""
+    stage, core = engine.zero_optimization_stage(), engine.core
+    tensors = [*engine.module.parameters(), *engine.module.buffers()]
+    module = sum(t.numel() * t.element_size() for t in tensors) if stage < 3 else 0
+    states = 0
+    if core is not None and engine.basic_optimizer is not None:
+        owned = sum(numel for _, _, numel in core.pieces())
+        states = 4 * owned * (1 + max(len(core.slot_names()), 2 if engine.stepping.fused is None else 0))
+    files = [states, module if engine.parallel.dp_rank == 0 else 0] if stage > 0 else [module + states]
+    if stage == 0 and engine.parallel.dp_rank != 0:
+        files = []
+    return [size + size // 50 + (1 << 20) for size in files if size > 0]
 
 
 def _model_states(engine, client_state, exclude_frozen_parameters):
@@ -70,8 +90,9 @@ def _module_states(engine, exclude_frozen_parameters):
 
 
 def _optim_states(engine):
+    state = getattr(engine.optimizer, "state_dict_in_pieces", engine.optimizer.state_dict)
     return {
-        "optimizer_state_dict": engine.optimizer.state_dict(),
+        "optimizer_state_dict": state(),
         "ds_config": engine.config,
         "ds_version": __version__,
     }

@@ -59,6 +59,13 @@ class HostCache:
     def fits(self, bytes):
         return self.limit_bytes is None or _round_up(bytes, _ROUNDED) <= self.limit_bytes
 
+    def has_room(self, bytes):
+        """Whether ``take`` would not wait."""
+        with self._changed:
+            free = sum(block.bytes for block in self._free)
+            rounded = _round_up(max(bytes, 1), _ROUNDED)
+            return self.limit_bytes is None or self.held_bytes - free + rounded <= self.limit_bytes
+
     def take(self, bytes, pinned=False):
         """A block of at least ``bytes``, which must fit; waits while others hold too much."""
         bytes = _round_up(max(bytes, 1), _ROUNDED)
@@ -99,6 +106,13 @@ class HostCache:
             self.held_bytes -= self._free.pop(0).bytes
         return True
 
+    def release(self):
+        """Gives memory that nobody uses back to the system."""
+        with self._changed:
+            self.held_bytes -= sum(block.bytes for block in self._free)
+            self._free.clear()
+            self._changed.notify_all()
+
     def give_back(self, block):
         with self._changed:
             self._free.append(block)
@@ -123,8 +137,10 @@ def copy_into(block, sources):
         if not source.bytes:
             continue
         if source.in_place():
+            inner = start + at
             for address, bytes in source.pieces(None):
-                triples.append((address, start + at, bytes))
+                triples.append((address, inner, bytes))
+                inner += bytes
         else:
             source.copy_to(block.memory[at : at + source.bytes])
             waits = waits or source.device_type == "cuda"

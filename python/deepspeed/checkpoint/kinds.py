@@ -4,7 +4,7 @@ import os
 
 from deepspeed.checkpoint.file_writer import PreparedBytes, PreparedSafetensors, PreparedTorch
 
-# Ending -> what makes of a file's value something with `sources` (memory that is read later) and `write(path, options)`.
+# Ending -> what makes of a file's value something with `sources` (memory, read later) and `write(path, options)`.
 KINDS = {
     ".pt": PreparedTorch,
     ".safetensors": lambda value: PreparedSafetensors(*value),  # (tensors, metadata)

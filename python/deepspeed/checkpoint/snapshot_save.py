@@ -29,7 +29,7 @@ class SnapshotSave:
 
     # ---- in the calling thread -------------------------------------------------------------------------------------
     def add(self, name, value):
-        """Takes the file ``name``: afterwards the tensors in ``value`` may change. Waits while the cache is full; a file
+        """Takes the file ``name``: afterwards tensors in ``value`` may change. Waits while the cache is full; a file
         that is larger than all of it is written at once."""
         prepared = prepare(name, value)
         path = os.path.join(commit.staging_of(self.saving.folder), name)

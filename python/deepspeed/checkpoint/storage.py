@@ -9,6 +9,7 @@ import zipfile
 import torch
 
 from deepspeed.utils import torch_archive
+from deepspeed.utils.tensor_of_pieces import TensorOfPieces
 
 
 def compact(value, device="cpu"):
@@ -16,6 +17,8 @@ def compact(value, device="cpu"):
     the whole buffer into the file."""
     if torch.is_tensor(value):
         return value.detach().to(device, copy=True)
+    if type(value) is TensorOfPieces:
+        return value.whole().to(device)
     if isinstance(value, dict):
         made = {key: compact(item, device) for key, item in value.items()}
         return made if type(value) is dict else _same_mapping(value, made)

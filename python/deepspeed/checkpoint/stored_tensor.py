@@ -80,6 +80,34 @@ class StoredTensor:
         return self._flat is not None and self._flat.device.type == "cpu"
 
 
+class StoredPieces:
+    """The same of a ``TensorOfPieces``."""
+
+    def __init__(self, tensor):
+        self.dtype, self.numel = tensor.dtype, tensor.numel
+        self.shape, self.stride = (tensor.numel,), (1,)
+        self._parts = [StoredTensor(part) for part in tensor.parts]
+        self.bytes = sum(part.bytes for part in self._parts)
+        self.key = id(tensor)
+
+    def pieces(self, staging):
+        for part in self._parts:
+            yield from part.pieces(staging)
+
+    def copy_to(self, memory):
+        at = 0
+        for part in self._parts:
+            part.copy_to(memory[at : at + part.bytes])
+            at += part.bytes
+
+    @property
+    def device_type(self):
+        return next((part.device_type for part in self._parts if part.device_type != "cpu"), "cpu")
+
+    def in_place(self):
+        return all(part.in_place() for part in self._parts)
+
+
 def _row_major_stride(shape):
     stride, step = [], 1
     for size in reversed(shape):

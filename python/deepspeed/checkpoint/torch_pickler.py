@@ -11,7 +11,8 @@ import pickle
 import torch
 
 from deepspeed import _compat
-from deepspeed.checkpoint.stored_tensor import StoredTensor
+from deepspeed.checkpoint.stored_tensor import StoredPieces, StoredTensor
+from deepspeed.utils.tensor_of_pieces import TensorOfPieces
 
 PROTOCOL = 2  # the one that torch.load(weights_only=True) reads
 
@@ -24,7 +25,7 @@ def tensor_names(value):
     waiting = [(value, "")]
     while waiting:
         item, name = waiting.pop()
-        if isinstance(item, torch.Tensor):
+        if isinstance(item, (torch.Tensor, TensorOfPieces)):
             names.setdefault(id(item), name)
         elif isinstance(item, (dict, list, tuple)) and id(item) not in seen:
             seen.add(id(item))
@@ -88,11 +89,12 @@ class _Pickler(pickle.Pickler):
             self.names[id(data)] = self.names.get(id(obj))
             return torch._utils._rebuild_parameter, (data, obj.requires_grad, collections.OrderedDict())
         if type(obj) is torch.Tensor and is_plain(obj):
-            return self._reduce_tensor(obj)
+            return self._reduce_tensor(obj, StoredTensor(obj), obj.requires_grad)
+        if type(obj) is TensorOfPieces:
+            return self._reduce_tensor(obj, StoredPieces(obj), False)
         return NotImplemented
 
-    def _reduce_tensor(self, tensor):
-        own = StoredTensor(tensor)
+    def _reduce_tensor(self, tensor, own, requires_grad):
         key, stored = self._record(tensor, own)
         self.tensors.append((self.names.get(id(tensor)) or f"data/{key}", stored, own.shape))
         legacy = self.storage_names.get(tensor.dtype)
@@ -104,7 +106,7 @@ class _Pickler(pickle.Pickler):
             0,
             own.shape,
             own.stride,
-            tensor.requires_grad,
+            requires_grad,
             collections.OrderedDict(),
         )
         if legacy:

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import _LRScheduler
 
 from deepspeed._compat import named_parameters
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.contents import expected_bytes
 from deepspeed.checkpoint.engines.choice import make_engine
 from deepspeed.checkpoint.export import save_16bit_model, whole_state_dict
 from deepspeed.checkpoint.load import load_checkpoint, restore_universal
@@ -112,6 +113,8 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
         self.tput_timer = self.progress.throughput
         if self.stepping is not None and self.zero_optimization():
             self.stepping.need_all = not self._config.zero_config.ignore_unused_parameters
+        if hasattr(self.checkpoint_engine, "expect"):
+            self.checkpoint_engine.expect(expected_bytes(self), pinned=self.device.type == "cuda")
         self._report_config()
 
     def _report_config(self):

@@ -7,6 +7,7 @@ import torch
 from deepspeed import _native
 from deepspeed import comm as dist
 from deepspeed.utils.tensor_fragment import fragment_address
+from deepspeed.utils.tensor_of_pieces import TensorOfPieces
 from deepspeed.zero.saved_flat import per_element
 
 
@@ -46,6 +47,28 @@ class FlatLayout:
             made = cut.unpack(taken)
         self._reorder(made, group, kind)
         return made.cpu()
+
+    def in_pieces(self, group, pieces, numel):
+        """The first ``numel`` elements of what ``partition`` gives, as a ``TensorOfPieces`` over the memory of the
+        pieces; None where they cannot be taken as they are: on several ranks, of another dtype, or in another order."""
+        first, params = self.firsts[group], self.optimizer.bit16_groups[group]
+        starts, parts, offset = {}, [], 0
+        for index, param in enumerate(params, first):
+            if not param.is_contiguous() or param.dtype == torch.float64:
+                return None
+            starts[index] = offset
+            offset += param.numel()
+        if self.world != 1:
+            return None
+        for piece, (index, begin, count) in zip(pieces, self.optimizer.core.pieces(), strict=True):
+            if index not in starts or piece is None:
+                continue
+            if piece.dtype != torch.float32 or not piece.is_contiguous() or piece.numel() != count:
+                return None
+            at = starts[index] + begin
+            if at < numel:
+                parts.append((at, piece.detach().reshape(-1)[: numel - at]))
+        return TensorOfPieces(numel, torch.float32, sorted(parts, key=lambda part: part[0]))
 
     def _reorder(self, made, group, kind):
         """Files have the order of rows; pieces of parameters with other strides that of memory."""

@@ -87,15 +87,28 @@ class DeepSpeedZeroOptimizer(ShardedOptimizer):
     # ---- the saved layout --------------------------------------------------------------------------------------------
     def state_dict(self):
         """This rank's shard. Every rank calls it; see ``docs/tutorials/checkpoints.md`` for the keys."""
+        return self._saved_state(in_pieces=False)
+
+    def state_dict_in_pieces(self):
+        """The same for writing it down: with ``TensorOfPieces`` over the memory of what is trained in place of tensors,
+        where that is possible. Write it, or copy it, before the next step."""
+        return self._saved_state(in_pieces=True)
+
+    def _saved_state(self, in_pieces):
         layout, inner, steps = FlatLayout(self), InnerStates(self), self._steps()
         groups = range(len(self.bit16_groups))
         states, masters = {}, []
+
+        def take(group, kind, pieces, numel):
+            found = layout.in_pieces(group, pieces, numel) if in_pieces else None
+            return found if found is not None else layout.partition(group, kind, pieces)[:numel]
+
         for group in groups:
             first, count = layout.firsts[group], len(self.bit16_groups[group])
             states[group] = inner.of_group(group, steps[first : first + count])
             for kind in inner.kinds[group]:
-                states[group][kind] = layout.partition(group, kind, inner.pieces(kind))
-            masters.append(layout.partition(group, "fp32", self.core.masters())[: layout.owned[group]])
+                states[group][kind] = take(group, kind, inner.pieces(kind), layout.sizes[group])
+            masters.append(take(group, "fp32", self.core.masters(), layout.owned[group]))
         state = self._common_state()
         state.update(
             {

@@ -24,6 +24,15 @@ def test_blocks_are_used_again():
     assert other.memory.data_ptr() != address and cache.held_bytes == 2 * first.bytes
 
 
+def test_what_nobody_uses_goes_back():
+    cache = HostCache(8 * MIB)
+    kept, free = cache.take(2 * MIB), cache.take(3 * MIB)
+    cache.give_back(free)
+    assert cache.has_room(6 * MIB) and not cache.has_room(6 * MIB + 1)
+    cache.release()
+    assert cache.held_bytes == kept.bytes == 2 * MIB
+
+
 def test_the_bound_holds_and_waiting_ends_when_there_is_room():
     cache = HostCache(4 * MIB)
     assert cache.fits(4 * MIB) and not cache.fits(4 * MIB + 1)

@@ -9,6 +9,7 @@ from deepspeed.checkpoint.host_cache import HostCache, bytes_of, copy_into, on_d
 from deepspeed.checkpoint.kinds import prepare
 from deepspeed.checkpoint.ranks_through_files import this_process
 from deepspeed.checkpoint.snapshot_save import SnapshotSave
+from deepspeed.log import logger
 
 _GIB = 1 << 30
 
@@ -23,20 +24,37 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
         self.cache = HostCache(None if host_cache_gib is None else int(host_cache_gib * _GIB))
         self.behind = Background()
         self._saves = 0
-        self._info = None
+        self._expecting = False
 
     def is_decoupled(self):
         return True
 
-    def set_commit_info(self, info):
-        self._info = info
+    def expect(self, sizes, pinned=False):
+        """Finds memory for files of ``sizes`` bytes, as far as the bound allows, before the first save needs it."""
 
-    def get_commit_info(self):
-        return self._info
+        def find():
+            blocks = []
+            try:
+                for size in sizes:
+                    if self.cache.has_room(size):
+                        blocks.append(self.cache.take(size, pinned))
+            except RuntimeError as error:  # the save that needs it says so again
+                logger.warning(f"checkpoints in the background: {error}")
+            for block in blocks:
+                self.cache.give_back(block)
+
+        self._expecting = True
+        self.behind.start(find)
+
+    def _expected(self):
+        if self._expecting:
+            self.behind.drain()
+            self._expecting = False
 
     def save_behind(self, saving, files, save_latest):
         """Takes a snapshot of ``files`` (``contents.files_of``) for ``saving``, which commits it when all is written.
         Every rank calls it; raises on all ranks what any of them could not copy."""
+        self._expected()
         self._saves += 1
         ranks = saving.ranks
         found = ranks.gather([*this_process(), f"{os.getpid()}-{id(self):x}-{self._saves}"])
@@ -94,7 +112,11 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
         self.behind.wait()
 
     def cleanup(self):
-        self.behind.wait()
+        try:
+            self.behind.wait()
+        finally:
+            self.cache.release()
+            super().cleanup()
 
 
 class DataStatesCheckpointEngine(AsyncCheckpointEngine):

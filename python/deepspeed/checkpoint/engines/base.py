@@ -65,6 +65,7 @@ class CheckpointEngine(abc.ABC):
 
     def wait(self):
         """Waits until what ``save`` has taken is on the disk. Raises what went wrong."""
+        return None
 
     def cleanup(self):
         """The engine is not used any more: what is on the way to disk gets there."""

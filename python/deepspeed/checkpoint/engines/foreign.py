@@ -1,4 +1,4 @@
-"""Engines of others in a save of ours: they have ``create``, ``save``, ``load`` and ``commit``, and no more is asked."""
+"""Engines of others in a save of ours: ``create``, ``save``, ``load`` and ``commit``, and no more is asked of them."""
 
 import os
 

@@ -21,7 +21,7 @@ class OwnCheckpointEngine(CheckpointEngine):
         return cls(config.checkpoint_config)
 
     def write_file(self, name, value, path):
-        """Writes ``value`` as the file ``name`` of a checkpoint to ``path``. Returns its record, as the manifest has it."""
+        """Writes ``value``, the file ``name`` of a checkpoint, to ``path``. Returns its record for the manifest."""
         raise NotImplementedError(f"{self.name}.write_file")
 
     def create(self, info):

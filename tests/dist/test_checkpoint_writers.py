@@ -94,7 +94,7 @@ def test_what_is_no_engine_is_refused(monkeypatch):
 
 
 def test_an_entry_point_joins(monkeypatch):
-    point = metadata.EntryPoint("someones", "test_checkpoint_engines:Someones", "deepspeed.checkpoint_engines")
+    point = metadata.EntryPoint("someones", f"{__name__}:Someones", "deepspeed.checkpoint_engines")
     monkeypatch.setattr(metadata, "entry_points", lambda group: [point] if group == point.group else [])
     monkeypatch.setattr(ENGINES, "_plugins_read", False)
     monkeypatch.setattr(ENGINES, "_entries", dict(ENGINES._entries))
@@ -212,9 +212,9 @@ def test_writers_write_what_loads(writer, stage, tmp_path):
 
 
 def test_the_mock_does_everything_but_write(tmp_path):
-    for answer, lines, value in run_ranks(2, body_writer, str(tmp_path / "out"), {"type": "MOCK"}, 1):
-        assert answer is True and value is None
-    assert any("writes nothing" in line for line in lines)
+    results = run_ranks(2, body_writer, str(tmp_path / "out"), {"type": "MOCK"}, 1)
+    assert all(answer is True and value is None for answer, _, value in results)
+    assert any("writes nothing" in line for line in results[0][1])
     assert os.listdir(tmp_path) == []
 
 
