@@ -359,7 +359,11 @@ def body_tools(rank, world, folder, stage):
     seed_all(3 + rank)
     train(engine, repeat(loader), 2)
     engine.save_checkpoint(folder)
-    params = {name: deepspeed.utils.safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters() if p.requires_grad}
+    params = {
+        name: deepspeed.utils.safe_get_full_fp32_param(p)
+        for name, p in engine.module.named_parameters()
+        if p.requires_grad
+    }
     whole = weights(engine)
     return {name: params.get(name, value) for name, value in whole.items()}, engine.module.count.clone()
 
@@ -392,12 +396,18 @@ def test_tools_read_it(stage, tmp_path, capsys):
         assert found[name].dtype == torch.float32 and torch.equal(found[name], value.float()), name
     assert torch.equal(found["tied.weight"], found["first.weight"]) and torch.equal(found["count"], count)
 
-    made = native_export.export(runs, str(tmp_path / "16"), dtype="bf16", exclude_frozen_parameters=True, safe_serialization=False)
+    made = native_export.export(
+        runs, str(tmp_path / "16"), dtype="bf16", exclude_frozen_parameters=True, safe_serialization=False
+    )
     saved = _compat.load(made[0])
     assert set(saved) == set(index) - {"frozen.weight"} and saved["count"].dtype == torch.float32
     assert all(torch.equal(saved[name], masters[name].bfloat16()) for name in masters if name in saved)
 
     tag = ds_to_universal.names.latest_tag(runs)
     os.makedirs(universal)
-    ds_to_universal.main(argparse.Namespace(input_folder=f"{runs}/{tag}", output_folder=f"{universal}/{tag}", num_extract_workers=1, num_merge_workers=1))
+    ds_to_universal.main(
+        argparse.Namespace(
+            input_folder=f"{runs}/{tag}", output_folder=f"{universal}/{tag}", num_extract_workers=1, num_merge_workers=1
+        )
+    )
     assert all(run_ranks(1, body_universal, universal, stage))
