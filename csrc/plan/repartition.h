@@ -1,8 +1,8 @@
 // From one cut of a row of elements into another: which runs every rank gives to which, and where they go.
 //
-// The row is the parameters of a group end to end. It is cut now into runs that ranks own, in any order, and shall be cut
-// into `parts` equal partitions of `size` elements, partition r for rank r. What is sent to one rank lies together, in
-// the order of the row: so the receiver knows where it goes without being told.
+// The row is the parameters of a group end to end. It is cut now into runs that ranks own, in any order, and shall be
+// cut into `parts` equal partitions of `size` elements, partition r for rank r. What is sent to one rank lies together,
+// in the order of the row: so the receiver knows where it goes without being told.
 #pragma once
 #include <cstdint>
 #include <vector>

@@ -9,9 +9,7 @@ namespace ds::zero {
 
 namespace {
 
-int64_t total(const std::vector<int64_t>& numels) {
-  return std::accumulate(numels.begin(), numels.end(), int64_t{0});
-}
+int64_t total(const std::vector<int64_t>& numels) { return std::accumulate(numels.begin(), numels.end(), int64_t{0}); }
 
 }  // namespace
 

@@ -196,7 +196,14 @@ def torch_adamw(groups):
     return torch.optim.AdamW(groups, lr=0.01, amsgrad=True)
 
 
-OPTIMIZERS = {"SGD of torch": sgd, "AdamW of torch": torch_adamw, "Lion": "Lion", "Adagrad": "Adagrad", "Lamb": "Lamb"}
+OPTIMIZERS = {
+    "SGD of torch": sgd,
+    "AdamW of torch": torch_adamw,
+    "Lion": "Lion",
+    "Adagrad": "Adagrad",
+    "Lamb": "Lamb",
+    "Muon": "Muon",
+}
 
 
 def body_optimizers(rank, world, folder, stages, load, precision):

@@ -108,7 +108,8 @@ std::vector<Field> stage_3_fields() {
               "Modules with fewer elements per sub-module are gathered as one unit; 0 never.")
           .at_least(0)
           .alias("module_granularity_threshold"),
-      boolean("stage3_use_all_reduce_for_fetch_params", false, "Accepted without effect: gathers copy each slice to its place.")
+      boolean("stage3_use_all_reduce_for_fetch_params", false,
+              "Accepted without effect: gathers copy each slice to its place.")
           .alias("use_all_reduce_for_fetch_params"),
       boolean("stage3_allgather_sequential", false, "Accepted without effect: gathers need no common buffer.")
           .alias("allgather_sequential"),
@@ -130,7 +131,8 @@ Field zero_section(std::string name, std::string doc) {
           boolean("contiguous_gradients", true, "Accepted without effect: gradients always go into one buffer."),
           boolean("reduce_scatter", true, "Reduce each gradient only to the rank that needs it."),
           size("reduce_bucket_size", 500000000, "Elements per reduction."),
-          boolean("use_multi_rank_bucket_allreduce", true, "Accepted without effect: every bucket belongs to all ranks in equal parts."),
+          boolean("use_multi_rank_bucket_allreduce", true,
+                  "Accepted without effect: every bucket belongs to all ranks in equal parts."),
           boolean("allgather_partitions", true, "Gather updated parameters by all-gather, not by broadcasts."),
           size("allgather_bucket_size", 500000000, "Elements per gather."),
           boolean("overlap_comm", false, "Reduce gradients during backward.")

@@ -71,9 +71,7 @@ TEST(Repartition, EveryElementArrivesWhereItBelongs) {
   }
 }
 
-TEST(Repartition, RefusesWhatDoesNotFit) {
-  EXPECT_THROW(repartition({{0, 5, 0, 0, 0}}, 2, 2, 0), Error);
-}
+TEST(Repartition, RefusesWhatDoesNotFit) { EXPECT_THROW(repartition({{0, 5, 0, 0, 0}}, 2, 2, 0), Error); }
 
 }  // namespace
 }  // namespace ds::plan

@@ -1,0 +1,115 @@
+"""fp16: the loss scale goes on where it was, at any topology; a model without matrix products, for any CPU."""
+
+import os
+
+import torch
+
+import deepspeed
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from harness import run_ranks
+
+
+class Wise(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.rand(5, 7) - 0.5)
+        self.b = torch.nn.Parameter(torch.rand(7))
+        self.frozen = torch.nn.Parameter(torch.rand(7), requires_grad=False)
+        self.never = torch.nn.Parameter(torch.rand(3))
+
+    def forward(self, x):
+        return (x * self.a + self.b * self.frozen).float().pow(2).mean()
+
+
+def make_engine(stage, dtype, seed=0):
+    torch.manual_seed(seed)
+    net = Wise()
+    made = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage},
+    }
+    if dtype != "fp32":
+        made[dtype] = {"enabled": True}
+    if dtype == "fp16":
+        made["fp16"].update(initial_scale_power=24, loss_scale_window=3, hysteresis=2)
+    accelerator = deepspeed.get_accelerator()
+    supported = accelerator.is_fp16_supported
+    accelerator.is_fp16_supported = lambda: True  # the model has no matrix products
+    try:
+        return deepspeed.initialize(model=net, model_parameters=[p for p in net.parameters()], config=made)[0]
+    finally:
+        accelerator.is_fp16_supported = supported
+
+
+def train(engine, first, steps):
+    seen = []
+    for step in range(first, first + steps):
+        x = torch.rand(5, 7, generator=torch.Generator().manual_seed(step))
+        loss = engine(x.to(next(iter(dict(engine.module.named_parameters()).values())).dtype))
+        engine.backward(loss)
+        engine.step()
+        seen.append(float(loss.detach()))
+    return seen
+
+
+def state(engine):
+    scaler = engine.stepping.scaler
+    found = {"steps": engine.core.steps().tolist(), "skipped": engine.skipped_steps}
+    if scaler is not None and scaler.dynamic:
+        found["scale"] = (
+            scaler.cur_scale,
+            scaler.cur_iter,
+            scaler.last_overflow_iter,
+            scaler.cur_hysteresis,
+        )
+    for name, param in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([param]):
+            found[name] = param.detach().float().tolist()
+        if hasattr(param, "_ds_link"):
+            found["fp32", name] = safe_get_full_fp32_param(param).tolist()
+            for kind in ("exp_avg", "exp_avg_sq"):
+                found[kind, name] = safe_get_full_optimizer_state(param, kind).tolist()
+    return found
+
+
+def body_save(rank, world, folder):
+    found = {}
+    for stage in range(4):
+        engine = make_engine(stage, "fp16")
+        train(engine, 0, 14)
+        engine.save_checkpoint(os.path.join(folder, str(stage)))
+        saved = state(engine)
+        found[stage] = (saved, train(engine, 14, 8), state(engine))
+        engine.destroy()
+    return found
+
+
+def body_load(rank, world, folder, pairs):
+    found = []
+    for stage, to_stage, dtype in pairs:
+        engine = make_engine(to_stage, dtype, seed=4)
+        engine.load_checkpoint(os.path.join(folder, str(stage)))
+        loaded = state(engine)
+        found.append((loaded, train(engine, 14, 8), state(engine)))
+        engine.destroy()
+    return found
+
+
+def test_the_loss_scale_goes_on(tmp_path):
+    saved = run_ranks(2, body_save, str(tmp_path))[0]
+    assert 0 < saved[0][0]["skipped"] < 14 and saved[0][0]["steps"][0] + saved[0][0]["skipped"] == 14
+    for world in (1, 2, 3):
+        pairs = [(stage, to, "fp16") for stage in range(4) for to in range(4)]
+        pairs += [(stage, 3 - stage, dtype) for stage in range(4) for dtype in ("fp32", "bf16")]
+        for (stage, to, dtype), found in zip(pairs, run_ranks(world, body_load, str(tmp_path), pairs)[0]):
+            wanted = saved[stage]
+            if dtype == "fp16":
+                assert found[0] == wanted[0], (stage, to, world)
+                if (world, to) == (2, stage):
+                    assert found == wanted, stage
+                assert found[2]["scale"] == wanted[2]["scale"]
+                continue
+            for key in wanted[0]:
+                if isinstance(key, tuple):
+                    assert found[0][key] == wanted[0][key], (stage, to, dtype, world, key)
