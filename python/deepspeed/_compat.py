@@ -108,3 +108,8 @@ def forward_hooks_take_kwargs():
 def storage_of(tensor):
     """The memory behind a tensor, untyped: ``resize_(bytes)``, ``nbytes()``, ``data_ptr()``."""
     return tensor.untyped_storage() if TORCH2 else tensor.storage().untyped()
+
+
+def untyped_storage(typed):
+    """The bytes under a ``TypedStorage``, as a storage of their own."""
+    return typed._untyped_storage if hasattr(typed, "_untyped_storage") else typed._storage

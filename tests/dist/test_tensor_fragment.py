@@ -54,7 +54,7 @@ def start(world, stage, precision, optimizer, accumulate=1):
         client = adam_like(model)
     engine, _, _, _ = deepspeed.initialize(model=model, optimizer=client, config=made)
     if stage == 0 and not hasattr(model.out.weight, "_ds_link"):
-        WholeParams(engine.core, engine.stepping, [p for group in engine._audited_groups for p in group])
+        WholeParams(engine.core, engine.stepping, [p for group in engine.trained_groups for p in group])
     return engine
 
 

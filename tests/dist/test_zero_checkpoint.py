@@ -105,6 +105,7 @@ def test_file_names_and_keys(stage, precision, tmp_path):
     assert set(os.listdir(tmp_path / "t")) == model_files | {
         f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt",
         f"{prefix}zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        "checkpoint_manifest.json",
         "run_rank_00000_state.pt",
         "run_rank_00001_state.pt",
     }
@@ -164,20 +165,6 @@ def test_stages_1_and_2_load_into_another_world(stage, other, tmp_path):
     saved = run_ranks(2, body_save, str(tmp_path), stage)[0]
     for found in run_ranks(other, body_load, str(tmp_path), stage, 9):
         assert same(saved[0], found[0]) and same(saved[1], found[1])
-
-
-def body_wrong_stage(rank, world, folder, saved, loaded):
-    engine, _, _, _ = make_engine(world, saved, {})
-    engine.save_checkpoint(folder)
-    engine.destroy()
-    engine, _, _, _ = make_engine(world, loaded, {})
-    engine.load_checkpoint(folder)
-
-
-@pytest.mark.parametrize("saved, loaded", [(2, 3), (3, 1)])
-def test_another_stage_is_named(saved, loaded, tmp_path):
-    with pytest.raises(ValueError, match="ZeRO stage 3"):
-        run_ranks(2, body_wrong_stage, str(tmp_path), saved, loaded)
 
 
 def body_not_gathered(rank, world, folder):

@@ -41,15 +41,6 @@ LATER = {
         "deepspeed.runtime.engine:DeepSpeedEngine.quantize_training",
         "deepspeed.runtime.engine:_eigenvalue_summary_events",
     ],
-    "universal checkpoints": [
-        "deepspeed.runtime.engine:_checkpoint_parallel_metadata",
-        "deepspeed.runtime.base_optimizer:ZeROOptimizer.load_hp_checkpoint_state_from_checkpoint_dir",
-        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.checkpoint_event_epilogue",
-        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.checkpoint_event_prologue",
-        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.load_hp_checkpoint_state",
-        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.load_hp_checkpoint_state_from_checkpoint_dir_stage3",
-        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.load_module_checkpoint_state_from_checkpoint_dir_stage3",
-    ],
     "zero_to_fp32 (offline consolidation of checkpoints)": [
         "deepspeed.utils.zero_to_fp32",
     ],

@@ -8,31 +8,52 @@ DS_CONFIG_CHAPTER(70, kTraining, "Checkpoints") {
       {
           text("tag_validation", "WARN", "What to do when ranks save under different tags.")
               .one_of_any_case({"WARN", "IGNORE", "FAIL"}),
-          boolean("load_universal", false, "load_checkpoint reads a universal checkpoint.")
-              .not_built("universal checkpoints"),
-          boolean("use_node_local_storage", false, "Every node writes to a disk of its own.")
-              .not_built("checkpoints on node-local disks"),
+          boolean("load_universal", false, "load_checkpoint reads a universal checkpoint."),
+          boolean("use_node_local_storage", false,
+                  "Every node writes to a disk of its own: its ranks' files, a manifest and `latest` for itself."),
+          integer("keep_last", nullptr,
+                  "So many checkpoints stay in a folder: a save removes the oldest that this library wrote there.")
+              .above(0),
+          text("verify_on_load", "sizes",
+               "What load_checkpoint compares with the manifest first: nothing, that all files are there with their "
+               "sizes, or every byte.")
+              .one_of_any_case({"none", "sizes", "all"}),
+          boolean("trust_pickles", false,
+                  "Loading may call what a pickled file names, whatever it is. Only for files that you trust."),
           section(
               "parallel_write", "Which ranks write.",
               {
                   boolean("pipeline_stage", false, "All data-parallel ranks share the layers of their pipeline stage.")
                       .not_built("parallel checkpoint writing"),
               }),
+          boolean("async", false,
+                  "Take a snapshot in host memory and write it while training goes on. A failure is raised by the next "
+                  "step; the end of the program waits for the last save."),
+          number("host_cache_size", nullptr,
+                 "GiB of host memory that snapshots may take on each rank; null: as much as they need. A save waits "
+                 "while it is full.")
+              .above(0),
           boolean("checkpoint_serialization", true, "Write with torch.save; false writes tensors bare.")
               .not_built("checkpoints without torch.save"),
           section("writer", "A faster writer of checkpoint files.",
                   {
-                      text("type", "FAST", "Which writer.").one_of_any_case({"MOCK", "PYTHON", "FAST"}),
+                      text("type", "FAST",
+                           "FAST: threads and O_DIRECT in C++. PYTHON: torch.save. MOCK: writes nothing, to measure "
+                           "everything else.")
+                          .one_of_any_case({"MOCK", "PYTHON", "FAST"}),
+                      text("format", "torch",
+                           "torch: the files that other tools know. safetensors: safetensors and JSON, no pickle.")
+                          .one_of_any_case({"torch", "safetensors"}),
                       integer("io_buffer_size", 67108864, "Bytes of its buffer.").above(0),
                       boolean("io_buffer_double", true, "Fill one buffer while the other is written."),
                       boolean("show_statistics", false, "Print its bandwidth."),
                       text("data_parallel", nullptr, "Ranks that share the writing.")
-                          .one_of_any_case({"REPLICA", "SOCKET", "MACHINE"}),
-                      boolean("decoupled", false, "Write in a process of its own while training goes on."),
+                          .one_of_any_case({"REPLICA", "SOCKET", "MACHINE"})
+                          .not_built("sharing the file of one rank among writers"),
+                      boolean("decoupled", false, "Write in the background while training goes on, as `async` does."),
                       integer("io_multiplier", 1, "Write everything so many times (for measurements).").above(0),
                   })
-              .absent_is_null()
-              .not_built("the fast checkpoint writer", kWhenPresent),
+              .absent_is_null(),
       }));
   auto nebula = section("nebula", "Checkpoints by Azure Nebula.",
                         {
@@ -48,8 +69,7 @@ DS_CONFIG_CHAPTER(70, kTraining, "Checkpoints") {
                             {
                                 integer("host_cache_size", nullptr, "GiB of host memory for snapshots.").above(0),
                             });
-  c.add(
-      datastates.keeps_unknown().absent_is_null().bool_is_presence().not_built("DataStates checkpoints", kWhenPresent));
+  c.add(datastates.keeps_unknown().absent_is_null().bool_is_presence());
 }
 
 }  // namespace ds::config

@@ -2,15 +2,27 @@
 
 import os
 
-from deepspeed.checkpoint import names, rng, storage, zero_states
+from deepspeed.checkpoint import names
+from deepspeed.checkpoint.checking import check
+from deepspeed.checkpoint.resume import names_of_groups, resume_run
+from deepspeed.checkpoint.saved_state import open_saved
+from deepspeed.checkpoint.saved_universal import is_universal
+from deepspeed.checkpoint.weights import load_weights, plain
 from deepspeed.log import log_dist, logger
+from deepspeed.zero.restore import Restore
+from deepspeed.zero.sharded_parameter import is_sharded
 
 
-def _find_tag(load_dir, tag):
+def _find_tag(load_dir, tag, universal):
     if tag is not None:
         return str(tag)
-    pointer = os.path.join(load_dir, names.LATEST)
+    pointer = os.path.join(load_dir, names.LATEST_UNIVERSAL if universal else names.LATEST)
     if not os.path.isfile(pointer):
+        if universal:
+            raise ValueError(
+                f"checkpoint.load_universal is true, and there is neither a tag nor the file {pointer}: convert a "
+                "checkpoint with ds_to_universal first, or pass tag= with the name of the universal folder"
+            )
         logger.warning(
             f"nothing is loaded: {pointer} does not exist, and no tag was given. Pass tag=, or check the directory "
             f"{load_dir}."
@@ -23,32 +35,27 @@ def _find_tag(load_dir, tag):
         raise OSError(error.errno, f"cannot read {pointer}: {error.strerror}. Check its permissions.") from error
 
 
-def _model_path(engine, folder, stage):
-    mp_rank = engine.mp_rank_for_files()
-    plain = names.model_states_path(folder, mp_rank)
-    sharded = names.sharded_model_states_path(folder, 0, mp_rank)
-    found, expected = (sharded, plain) if stage < 3 else (plain, sharded)
-    if not os.path.exists(expected) and os.path.exists(found):
+def _open(engine, folder, with_optimizer):
+    """The checkpoint, as far as it is needed to load it into this engine."""
+    groups, shapes = names_of_groups(engine), {}
+    for called, group in zip(groups, engine.trained_groups if groups else ()):
+        for name, param in zip(called, group):
+            shapes[name] = param.ds_shape if is_sharded(param) else param.shape
+    if engine.load_universal_checkpoint() and not is_universal(folder):
         raise ValueError(
-            f"the checkpoint {folder} was saved {'without ' if stage == 3 else 'with '}ZeRO stage 3, this run has "
-            f"stage {stage}; load it with the stage it was saved with"
+            f"checkpoint.load_universal is true, and {folder} is no universal checkpoint: it has no folder 'zero'. "
+            "Convert it with ds_to_universal, or leave that key out: load_checkpoint reads checkpoints of any stage and "
+            "number of ranks as they are"
         )
-    return expected if stage < 3 else names.sharded_model_states_path(folder, engine.parallel.dp_rank, mp_rank)
-
-
-def _check_world(engine, state, folder):
-    saved = state.get("dp_world_size")
-    if saved is not None and saved != engine.dp_world_size:
-        raise ValueError(
-            f"the checkpoint {folder} was saved by {saved} data-parallel ranks, this run has "
-            f"{engine.dp_world_size}. Start "
-            f"{saved} ranks"
-            + (
-                "."
-                if engine.zero_optimization_stage() == 3
-                else ", or load the weights alone with load_module_only=True."
-            )
-        )
+    return open_saved(
+        folder,
+        engine.mp_rank_for_files(),
+        engine.parallel.dp_rank,
+        groups,
+        shapes,
+        with_optimizer,
+        engine.mp_world_size,
+    )
 
 
 def load_checkpoint(
@@ -63,11 +70,12 @@ def load_checkpoint(
 ):
     """Every rank calls it. Returns ``(path of the model file, client_state)``; ``(None, None)`` without a tag.
 
-    With all states loaded the run goes on bit by bit: weights, moments, schedule, loss scale, counters, random numbers
-    and data position. Random numbers and data position are left alone when optimizer states are not loaded.
+    Any number of ranks and any ZeRO stage and precision may have saved. At the same number of ranks, stage and
+    precision the run goes on bit by bit: weights, moments, schedule, loss scale, counters, random numbers and data
+    position. Random numbers and data position are left alone when optimizer states are not loaded.
     """
     load_dir = os.fspath(load_dir)
-    tag = _find_tag(load_dir, tag)
+    tag = _find_tag(load_dir, tag, engine.load_universal_checkpoint())
     if tag is None:
         return None, None
     folder = os.path.join(load_dir, tag)
@@ -78,21 +86,12 @@ def load_checkpoint(
             else []
         )
         raise FileNotFoundError(f"there is no checkpoint {folder}; tags there are: {', '.join(known) or 'none'}")
-    stage = engine.zero_optimization_stage()
-    path = _model_path(engine, folder, stage)
-    state = storage.read(path)
-    if stage == 3 or (stage == 0 and not load_module_only):
-        _check_world(engine, state, folder)
-    with_optimizer = load_optimizer_states and not load_module_only and engine.optimizer is not None
+    check(engine, folder)
+    with_optimizer = load_optimizer_states and not load_module_only and engine.stepping is not None
     with_scheduler = load_lr_scheduler_states and not load_module_only
-    if stage == 3:
-        zero_states.load_sharded_module(engine, state, load_module_strict, custom_load_fn)
-    else:
-        engine.load_module_state_dict(state, strict=load_module_strict, custom_load_fn=custom_load_fn)
-    if stage > 0 and engine.basic_optimizer is not None and (with_optimizer or stage == 3):
-        zero_states.load_optimizer(engine, folder, state, with_optimizer)
-    elif with_optimizer and state.get("optimizer") is not None:
-        engine.optimizer.load_state_dict(state["optimizer"])
+    saved = _open(engine, folder, with_optimizer)
+    path, state = saved.model_path, saved.model
+    _load_weights_and_states(engine, saved, load_module_strict, custom_load_fn, load_module_only, with_optimizer)
     if with_scheduler and engine.lr_scheduler is not None and state.get("lr_scheduler") is not None:
         engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
     if not load_module_only:
@@ -104,32 +103,57 @@ def load_checkpoint(
     engine.loaded_checkpoint_dp_world_size = state.get("dp_world_size")
     if with_optimizer:
         engine.zero_grad()
-        _resume_run(engine, names.run_states_path(folder, engine.global_rank))
+        resume_run(engine, folder, saved)
     log_dist(f"loaded checkpoint {path}", ranks=[0])
     hidden = {"module"} if load_module_only else set(names.ENGINE_KEYS)
     if with_scheduler:
         hidden.add("lr_scheduler")
     if with_optimizer:
         hidden.add("optimizer")
-    client_state = {key: value for key, value in state.items() if key not in hidden}
+    client_state = {key: plain(value) for key, value in state.items() if key not in hidden}
     engine.loaded_engine_state = {key: client_state[key] for key in names.OWN_KEYS if key in client_state}
     return path, client_state
 
 
-def _resume_run(engine, path):
-    if engine.loaded_checkpoint_dp_world_size not in (None, engine.dp_world_size):
-        logger.warning("random numbers and the position in the data are not resumed: another number of ranks has saved")
+def restore_universal(engine, folder, params=None, weights=True, states=True):
+    """Masters (``weights``: or else the weights alone) and optimizer states from the folder of a universal checkpoint,
+    without counters, schedules and buffers. ``params``: those that shall be restored, which must be all trained ones."""
+    if not is_universal(folder):
+        raise ValueError(f"{folder} is no universal checkpoint: it has no folder 'zero'. Convert it with ds_to_universal")
+    trained = {id(param) for group in engine.trained_groups for param in group}
+    if params is not None and {id(param) for param in params} != trained:
+        raise ValueError("a universal checkpoint is restored into all parameters of the optimizer or none")
+    saved = _open(engine, folder, states)
+    if not states:
+        load_weights(engine, saved, strict=True)
+    restore = Restore(engine.stepping, [p for group in engine.trained_groups for p in group], saved)
+    restore.check()
+    engine.core.begin_write()
+    if weights:
+        restore.masters()
+    if states:
+        restore.states()
+        restore.extra()
+    engine.core.publish()
+    engine.core.end_write()
+
+
+def _load_weights_and_states(engine, saved, strict, custom_load_fn, module_only, with_optimizer):
+    """Weights; fp32 masters, which decide where there are any; moments, steps, hyperparameters, loss scale."""
+    if engine.stepping is None:
+        load_weights(engine, saved, strict, custom_load_fn)
         return
-    if not os.path.exists(path):
-        logger.warning(
-            f"{path} does not exist (the checkpoint is of another implementation): random numbers and the position in "
-            "the data are not resumed"
-        )
-        return
-    run = storage.read(path)
-    if hasattr(engine.training_dataloader, "load_state_dict") and run["dataloader"] is not None:
-        engine.training_dataloader.load_state_dict(run["dataloader"])
-    engine.micro_steps = run["micro_steps"]
-    if run["loss_scaler"] is not None and engine.stepping.scaler is not None:
-        vars(engine.stepping.scaler).update(vars(run["loss_scaler"]))
-    rng.restore(run["rng"])
+    restore = Restore(engine.stepping, [p for group in engine.trained_groups for p in group], saved)
+    masters = set()
+    if not module_only and (engine._config.zero_config.load_from_fp32_weights or saved.masters_only):
+        masters = {name for name in restore.names if saved.pieces(name, "fp32")}
+    load_weights(engine, saved, strict, custom_load_fn, later=masters)
+    restore.check()
+    engine.core.begin_write()
+    if masters:
+        restore.masters()
+    if with_optimizer:
+        restore.states()
+        restore.extra()
+    engine.core.publish()
+    engine.core.end_write()

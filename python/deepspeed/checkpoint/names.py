@@ -1,13 +1,33 @@
 """Names of the files in a checkpoint folder, and which keys of the model file are whose."""
 
 import os
+import re
+
+from deepspeed.checkpoint.constants import (
+    BUFFER_NAMES,
+    CHECKPOINT_PARALLEL_DIMS,
+    DS_VERSION,
+    FROZEN_PARAM_FRAGMENTS,
+    FROZEN_PARAM_SHAPES,
+    MODEL_FILE_PREFIX,
+    MODEL_FILE_SUFFIX,
+    OPTIM_FILE_SUFFIX,
+    PARAM_SHAPES,
+    ZERO_FILE_PREFIX,
+)
 
 LATEST = "latest"
-MODEL_STATES = "mp_rank_{mp_rank:02d}_model_states.pt"
-SHARDED_MODEL_STATES = "zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_model_states.pt"
-OPTIM_STATES = "{prefix}zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
+LATEST_UNIVERSAL = "latest_universal"
+_MP_RANK = MODEL_FILE_PREFIX + "{mp_rank:02d}"
+MODEL_STATES = _MP_RANK + MODEL_FILE_SUFFIX
+SHARDED_MODEL_STATES = ZERO_FILE_PREFIX + "{dp_rank}_" + MODEL_STATES
+EXPERT_OPTIM_STATES = "expp_rank_{expp_rank}_" + _MP_RANK + OPTIM_FILE_SUFFIX
+OPTIM_STATES = "{prefix}" + ZERO_FILE_PREFIX + "{dp_rank}_" + _MP_RANK + OPTIM_FILE_SUFFIX
 # Ours, one for each rank: what a resumed run needs to go on bit by bit and no other tool reads.
 RUN_STATES = "run_rank_{rank:05d}_state.pt"
+
+# Whatever a save of any kind, of this or another implementation, puts below the tag's folder.
+_CHECKPOINT_FILE = re.compile(r"(.*_)?(model|optim)_states\.pt|run_rank_\d+_state\.pt")
 
 # Keys of the model file that load_checkpoint keeps for itself; every other one is handed back in client_state.
 ENGINE_KEYS = (
@@ -20,36 +40,66 @@ ENGINE_KEYS = (
     "data_sampler",
     "random_ltd",
 )
-RESERVED_KEY = "checkpoint_parallel_dimensions"
+RESERVED_KEY = CHECKPOINT_PARALLEL_DIMS
 # Keys of the engine that load_checkpoint hands back all the same, as callers expect.
 OWN_KEYS = (
-    "buffer_names",
+    BUFFER_NAMES,
     "optimizer",
-    "param_shapes",
-    "frozen_param_shapes",
+    PARAM_SHAPES,
+    FROZEN_PARAM_SHAPES,
     "shared_params",
-    "frozen_param_fragments",
+    FROZEN_PARAM_FRAGMENTS,
     "lr_scheduler",
     "global_samples",
     RESERVED_KEY,
     "ds_config",
-    "ds_version",
+    DS_VERSION,
 )
 
 
+def is_checkpoint_file(name):
+    return _CHECKPOINT_FILE.fullmatch(name) is not None
+
+
+def latest_tag(save_dir, pointer=LATEST):
+    """The tag that ``save_dir/latest`` names, or None."""
+    try:
+        with open(os.path.join(save_dir, pointer)) as file:
+            return file.read().strip()
+    except FileNotFoundError:
+        return None
+
+
+def model_states(mp_rank=0):
+    return MODEL_STATES.format(mp_rank=mp_rank)
+
+
+def sharded_model_states(dp_rank, mp_rank=0):
+    """At ZeRO stage 3 every data-parallel rank writes one."""
+    return SHARDED_MODEL_STATES.format(dp_rank=dp_rank, mp_rank=mp_rank)
+
+
+def optim_states(dp_rank, mp_rank=0, bf16=False, prefix=None):
+    """At ZeRO stages 1 to 3 every data-parallel rank writes one. ``prefix`` goes before ``bf16``."""
+    prefix = prefix if prefix is not None else "bf16_" if bf16 else ""
+    return OPTIM_STATES.format(prefix=prefix, dp_rank=dp_rank, mp_rank=mp_rank)
+
+
+def run_states(rank):
+    return RUN_STATES.format(rank=rank)
+
+
 def model_states_path(folder, mp_rank=0):
-    return os.path.join(folder, MODEL_STATES.format(mp_rank=mp_rank))
+    return os.path.join(folder, model_states(mp_rank))
 
 
 def sharded_model_states_path(folder, dp_rank, mp_rank=0):
-    """At ZeRO stage 3 every data-parallel rank writes one."""
-    return os.path.join(folder, SHARDED_MODEL_STATES.format(dp_rank=dp_rank, mp_rank=mp_rank))
+    return os.path.join(folder, sharded_model_states(dp_rank, mp_rank))
 
 
 def optim_states_path(folder, dp_rank, mp_rank=0, bf16=False):
-    """At ZeRO stages 1 to 3 every data-parallel rank writes one."""
-    return os.path.join(folder, OPTIM_STATES.format(prefix="bf16_" if bf16 else "", dp_rank=dp_rank, mp_rank=mp_rank))
+    return os.path.join(folder, optim_states(dp_rank, mp_rank, bf16))
 
 
 def run_states_path(folder, rank):
-    return os.path.join(folder, RUN_STATES.format(rank=rank))
+    return os.path.join(folder, run_states(rank))

@@ -1,82 +1,36 @@
 """Writes a checkpoint of an engine."""
 
-import hashlib
 import os
+import time
 
 import torch
 
-from deepspeed import comm as dist
-from deepspeed.checkpoint import names, rng, storage, zero_states
+from deepspeed.checkpoint import commit, file_writer, names
+from deepspeed.checkpoint.contents import files_of
+from deepspeed.checkpoint.export import save_16bit_model
+from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.standalone import write_script
 from deepspeed.log import log_dist, logger
 from deepspeed.version import __version__
 
+__all__ = ["save_16bit_model", "save_checkpoint"]
 
-def _check_tag(engine, tag):
-    """All ranks must save under one tag, or each rank writes into a folder of its own."""
-    if not engine._config.checkpoint_tag_validation_enabled or engine.world_size == 1:
-        return
-    digest = torch.tensor(list(hashlib.sha256(tag.encode()).digest()), dtype=torch.int32, device=engine.device)
-    lowest, highest = digest.clone(), digest.clone()
-    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-    if bool((lowest == highest).all()):
-        return
+
+def _agreed_tag(engine, ranks, tag):
+    """The tag of rank 0. Whether another one elsewhere is an error is for ``checkpoint.tag_validation`` to say."""
+    tags = ranks.gather(tag)
+    others = [(rank, other) for rank, other in enumerate(tags) if other != tags[0]]
+    if not others or not engine._config.checkpoint_tag_validation_enabled:
+        return tags[0]
     text = (
-        f"rank {engine.global_rank} saves under tag {tag!r}, other ranks under another one; pass the same tag on every "
-        "rank"
+        f"rank 0 saves under tag {tags[0]!r}, "
+        + ", ".join(f"rank {rank} under {other!r}" for rank, other in others)
+        + "; pass the same tag on every rank"
     )
     if engine._config.checkpoint_tag_validation_fail:
         raise ValueError(text)
-    logger.warning(text)
-
-
-def _model_states(engine, client_state, exclude_frozen_parameters):
-    optimizer = engine.optimizer
-    scheduler = engine.lr_scheduler
-    stage = engine.zero_optimization_stage()
-    frozen = stage >= 2 and not exclude_frozen_parameters
-    state = {
-        "module": storage.compact(_module_states(engine, exclude_frozen_parameters)),
-        "buffer_names": [name for name, _ in engine.module.named_buffers()],
-        "optimizer": storage.compact(optimizer.state_dict()) if optimizer is not None and stage == 0 else None,
-        "param_shapes": zero_states.param_shapes(engine) if stage > 0 else None,
-        "frozen_param_shapes": zero_states.frozen_shapes(engine) if frozen else None,
-        "shared_params": zero_states.shared_params(engine.module) if stage > 0 else None,
-        "frozen_param_fragments": zero_states.frozen_fragments(engine) if frozen else None,
-        "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
-        "data_sampler": None,
-        "random_ltd": None,
-        "sparse_tensor_module_names": engine.sparse_tensor_module_names,
-        "skipped_steps": engine.skipped_steps,
-        "global_steps": engine.global_steps,
-        "global_samples": engine.global_samples,
-        "dp_world_size": engine.dp_world_size,
-        "mp_world_size": engine.mp_world_size,
-        names.RESERVED_KEY: {"pp_degree": 1, "tp_degree": engine.mp_world_size},
-        "ds_config": engine.config,
-        "ds_version": __version__,
-    }
-    state.update(client_state)
-    return state
-
-
-def _module_states(engine, exclude_frozen_parameters):
-    state = engine.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-    if engine.zero_optimization_stage() < 3:
-        return state
-    sharded = zero_states.sharded_names(engine.module)
-    return {name: torch.empty(0, dtype=value.dtype) if name in sharded else value for name, value in state.items()}
-
-
-def _run_states(engine):
-    loader = engine.training_dataloader
-    return {
-        "rng": rng.capture(),
-        "dataloader": loader.state_dict() if hasattr(loader, "state_dict") else None,
-        "micro_steps": engine.micro_steps,
-        "world_size": engine.world_size,
-        "loss_scaler": engine.stepping.scaler if engine.core is not None else None,
-    }
+    logger.warning(f"{text}. All save under {tags[0]!r}.")
+    return tags[0]
 
 
 def _without_own_keys(engine, client_state):
@@ -87,72 +41,103 @@ def _without_own_keys(engine, client_state):
 
 
 def save_checkpoint(engine, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
-    """Every rank calls it. Files appear whole; ``latest`` moves only when all ranks have written theirs.
+    """Every rank calls it. The checkpoint appears under its name when it is complete and on the disk; until then, and
+    if anything fails, the one before it is what ``latest`` names. Source: see ``checkpoint.commit``.
 
-    Raises ValueError without ``save_dir``, KeyError when ``client_state`` uses a reserved key. Returns True.
+    Raises ValueError without ``save_dir``, KeyError when ``client_state`` uses a reserved key, OSError on all ranks
+    when a rank cannot write: it names the rank and the file. Returns True.
     """
     if not save_dir:
         raise ValueError(f"save_checkpoint needs a directory, got save_dir={save_dir!r}")
     client_state = _without_own_keys(engine, client_state or {})
     if names.RESERVED_KEY in client_state:
         raise KeyError(f"client_state may not use the key {names.RESERVED_KEY!r}: it is the engine's own; rename yours")
-    save_dir = os.fspath(save_dir)
-    tag = str(tag if tag is not None else f"global_step{engine.global_steps}")
-    _check_tag(engine, tag)
-    folder = os.path.join(save_dir, tag)
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise OSError(error.errno, f"cannot make the checkpoint folder {folder}: {error.strerror}") from error
-    stage = engine.zero_optimization_stage()
-    dp_rank, mp_rank = engine.parallel.dp_rank, engine.mp_rank_for_files()
-    if stage == 3:
-        path = names.sharded_model_states_path(folder, dp_rank, mp_rank)
-        storage.write(_model_states(engine, client_state, exclude_frozen_parameters), path)
-    elif dp_rank == 0:
-        path = names.model_states_path(folder, mp_rank)
-        storage.write(_model_states(engine, client_state, exclude_frozen_parameters), path)
-    if stage > 0 and engine.core is not None and engine.basic_optimizer is not None:
-        shard = {
-            "optimizer_state_dict": storage.compact(engine.optimizer.state_dict()),
-            "ds_config": engine.config,
+    ranks = Ranks(engine, engine._config.use_node_local_storage)
+    tag = _agreed_tag(engine, ranks, str(tag if tag is not None else f"global_step{engine.global_steps}"))
+    saving = Saving(engine, ranks, os.fspath(save_dir), tag)
+    saving.begin()
+    records = saving.write(files_of(engine, client_state, exclude_frozen_parameters))
+    saving.end(records, save_latest)
+    log_dist(f"saved checkpoint {saving.folder}", ranks=[0])
+    return True
+
+
+class Saving:
+    """One checkpoint on its way to the disk."""
+
+    def __init__(self, engine, ranks, save_dir, tag):
+        self.engine, self.ranks = engine, ranks
+        self.save_dir, self.tag = save_dir, tag
+        self.folder = os.path.join(save_dir, tag)
+        self.failed = f"the checkpoint {self.folder} is not saved, the one before it is unharmed"
+
+    def _together(self, function):
+        """Runs ``function`` on the leading ranks; every rank learns of a failure, and the hidden folder goes."""
+        error = None
+        if self.ranks.leads:
+            try:
+                function()
+            except Exception as caught:
+                error = caught
+        self._agree(error)
+
+    def _agree(self, error):
+        try:
+            self.ranks.agree(error, self.failed)
+        except Exception:
+            if self.ranks.leads:
+                commit.abandon(self.folder)
+            self.ranks.gather(None)  # nobody goes on while files are still being removed
+            raise
+
+    def begin(self):
+        self._together(lambda: commit.begin(self.folder))
+
+    def write(self, files):
+        """Writes the files of this rank. Returns name -> record, as the manifest holds it."""
+        staging, records, error = commit.staging_of(self.folder), {}, None
+        for name, value in files.items():
+            made = value()  # some run collectives, so all are made, whatever has failed
+            try:
+                if error is None:
+                    path = os.path.join(staging, name)
+                    records[name] = file_writer.write_torch(made, path, self._options()).to_dict()
+            except Exception as caught:
+                error = caught
+            del made
+        self._agree(error)
+        return records
+
+    def _options(self):
+        return file_writer.WriterOptions()
+
+    def end(self, records, save_latest):
+        """All have written: the checkpoint takes its place."""
+        together = {}
+        for part in self.ranks.beside(self.ranks.gather(records)):
+            together.update(part)
+        self._together(lambda: self._commit(together, save_latest))
+
+    def _commit(self, records, save_latest):
+        commit.finish(self.folder, self._facts(), records)
+        if self.engine.zero_optimization_stage() > 0:
+            write_script(self.save_dir)
+        if save_latest:
+            commit.replace_text(os.path.join(self.save_dir, names.LATEST), self.tag)
+        keep_last = self.engine._config.checkpoint_config.keep_last
+        if keep_last is not None:
+            commit.retire(self.save_dir, keep_last, self.tag)
+
+    def _facts(self):
+        engine = self.engine
+        return {
+            "tag": self.tag,
+            "saved_at": time.time(),
             "ds_version": __version__,
+            "torch": str(torch.__version__),
+            "world_size": engine.world_size,
+            "dp_world_size": engine.dp_world_size,
+            "mp_world_size": engine.mp_world_size,
+            "zero_stage": engine.zero_optimization_stage(),
+            "global_steps": engine.global_steps,
         }
-        storage.write(shard, names.optim_states_path(folder, dp_rank, mp_rank, engine.bfloat16_enabled()))
-    storage.write(_run_states(engine), names.run_states_path(folder, engine.global_rank))
-    if engine.world_size > 1:
-        dist.barrier()
-    if save_latest and engine.global_rank == 0:
-        pointer = os.path.join(save_dir, names.LATEST)
-        with open(pointer + ".writing", "w") as file:
-            file.write(tag)
-        os.replace(pointer + ".writing", pointer)
-    if engine.world_size > 1:
-        dist.barrier()
-    log_dist(f"saved checkpoint {folder}", ranks=[0])
-    return True
-
-
-def save_16bit_model(engine, save_dir, save_filename="pytorch_model.bin", exclude_frozen_parameters=False):
-    """Rank 0 writes the module's state dict to ``save_dir/save_filename``; every rank calls it.
-
-    Returns True; at ZeRO stage 3 False, with nothing written, unless
-    ``zero_optimization.stage3_gather_16bit_weights_on_model_save`` is on.
-    """
-    sharded = engine.zero_optimization_stage() == 3
-    if sharded and not engine.zero_gather_16bit_weights_on_model_save():
-        logger.warning(
-            f"nothing is saved to {save_dir}: set zero_optimization.stage3_gather_16bit_weights_on_model_save to true "
-            "to gather the weights of ZeRO stage 3 for it"
-        )
-        return False
-    gathered = zero_states.whole_state_dict(engine, exclude_frozen_parameters) if sharded else None
-    if engine.global_rank == 0:
-        os.makedirs(save_dir, exist_ok=True)
-        state = gathered or storage.compact(
-            engine.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-        )
-        storage.write(state, os.path.join(os.fspath(save_dir), save_filename))
-    if engine.world_size > 1:
-        dist.barrier()
-    return True

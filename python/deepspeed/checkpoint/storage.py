@@ -2,24 +2,25 @@
 
 import os
 import pickle
+import zipfile
 
 import torch
 
-from deepspeed import _compat
+from deepspeed.utils import torch_archive
 
 
-def compact(value):
-    """``value`` with every tensor detached, on the CPU and in memory of its own: a view of a flat buffer would drag
+def compact(value, device="cpu"):
+    """``value`` with every tensor detached, on ``device`` and in memory of its own: a view of a flat buffer would drag
     the whole buffer into the file."""
     if torch.is_tensor(value):
-        return value.detach().to("cpu", copy=True)
+        return value.detach().to(device, copy=True)
     if isinstance(value, dict):
-        made = {key: compact(item) for key, item in value.items()}
+        made = {key: compact(item, device) for key, item in value.items()}
         return made if type(value) is dict else _same_mapping(value, made)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(compact(item) for item in value))
+        return type(value)(*(compact(item, device) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(compact(item) for item in value)
+        return type(value)(compact(item, device) for item in value)
     return value
 
 
@@ -49,10 +50,15 @@ def write(value, path):
         raise
 
 
-def read(path):
-    """Loads ``path`` to the CPU. Checkpoints are pickles: only load what you trust."""
+def read(path, lazy=False, allow=(), trust=None):
+    """Loads ``path`` to the CPU; with ``lazy``, tensors stay in the file (``LazyTensor``).
+
+    Tensors and plain data only: RefusedClass for anything that could run code, see ``deepspeed.utils.torch_archive``.
+    """
     try:
-        return _compat.load(path, map_location="cpu")
+        return torch_archive.load(path, lazy, allow, trust)
+    except torch_archive.RefusedClass:
+        raise
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"the checkpoint has no file {path}: it is incomplete or was written by another kind of run"
@@ -61,7 +67,7 @@ def read(path):
         raise OSError(
             error.errno, f"cannot read the checkpoint file {path}: {error.strerror}. Check its permissions."
         ) from error
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, KeyError, ValueError) as error:
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile, KeyError, ValueError) as error:
         raise RuntimeError(
             f"the checkpoint file {path} is damaged or no checkpoint ({error}); load an older tag"
         ) from error

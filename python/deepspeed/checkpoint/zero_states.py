@@ -1,13 +1,11 @@
 """What a checkpoint holds of an engine with ZeRO: shapes, shards, and the whole weights when asked for."""
 
 import collections
-import glob
-import os
 
 import torch
 
 from deepspeed._compat import named_parameters
-from deepspeed.checkpoint import names, storage
+from deepspeed.checkpoint import storage
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.sharded_parameter import is_sharded
 
@@ -33,17 +31,21 @@ def param_shapes(engine):
 
 
 def _frozen(engine):
-    return [(name, param) for name, param in engine.module.named_parameters() if not param.requires_grad]
+    """Parameters that no file of optimizer states has: frozen ones, and those the optimizer was not given."""
+    trained = {id(param) for group in engine.trained_groups for param in group}
+    return [(name, param) for name, param in engine.module.named_parameters() if id(param) not in trained]
 
 
 def frozen_shapes(engine):
-    """dict name -> torch.Size of parameters that are not trained."""
-    return {name: _shape(param) for name, param in _frozen(engine)}
+    """Ordered dict name -> torch.Size of parameters that are not trained."""
+    return collections.OrderedDict((name, _shape(param)) for name, param in _frozen(engine))
 
 
 def frozen_fragments(engine):
-    """dict name -> values of parameters that are not trained: this rank's slice at stage 3, the whole below it."""
-    return {name: storage.compact(p.ds_tensor if is_sharded(p) else p.data) for name, p in _frozen(engine)}
+    """Ordered dict name -> values of parameters that are not trained: this rank's slice at stage 3, else the whole."""
+    return collections.OrderedDict(
+        (name, storage.compact(p.ds_tensor if is_sharded(p) else p.data)) for name, p in _frozen(engine)
+    )
 
 
 def shared_params(module):
@@ -81,59 +83,3 @@ def whole_state_dict(engine, exclude_frozen_parameters=False):
     if engine.core is not None:
         engine.core.gatherer.drain()
     return found if keep else None
-
-
-def load_sharded_module(engine, state, strict, custom_load_fn=None):
-    """Buffers, and parameters that are not trained, from this rank's model file; the rest comes with the optimizer."""
-    sharded = sharded_names(engine.module)
-    given = state["module"]
-    plain = {name: value for name, value in given.items() if name not in sharded}
-    if custom_load_fn is not None:
-        custom_load_fn(src=plain, dst=engine.module)
-    else:
-        missing, unexpected = engine.module.load_state_dict(plain, strict=False)
-        frozen = {name for name, param in named_parameters(engine.module) if not param.requires_grad}
-        missing = [name for name in missing if name not in sharded]
-        missing += sorted(name for name in sharded if name not in given and name not in frozen)
-        if strict and (missing or unexpected):
-            raise RuntimeError(f"the checkpoint does not fit the model: missing {missing}, unexpected {unexpected}")
-    fragments = state.get("frozen_param_fragments") or {}
-    engine.core.begin_write()
-    for name, param in engine.module.named_parameters():
-        if name not in fragments:
-            continue
-        shard = param.ds_handle.shard
-        if fragments[name].numel() != shard.numel():
-            raise ValueError(
-                f"the saved slice of parameter '{name}' has {fragments[name].numel()} elements, this rank's "
-                f"{shard.numel()}: the checkpoint is of another model or another number of ranks"
-            )
-        shard.copy_(fragments[name])
-    engine.core.end_write()
-
-
-def load_optimizer(engine, folder, state, with_states):
-    """Masters, and states when asked for, from the shards of all ranks that saved."""
-    saved_ranks = state.get("dp_world_size") or engine.dp_world_size
-    mp_rank, bf16 = engine.mp_rank_for_files(), engine.bfloat16_enabled()
-    first = names.optim_states_path(folder, 0, mp_rank, bf16)
-    if not os.path.exists(first):
-        others = glob.glob(os.path.join(folder, "*_optim_states.pt"))
-        raise FileNotFoundError(
-            f"the checkpoint has no file {first}: "
-            + (
-                f"it was saved with another precision ({os.path.basename(sorted(others)[0])})"
-                if others
-                else "it has no optimizer states; load it with load_optimizer_states=False"
-            )
-        )
-    if engine.zero_optimization_stage() == 3:
-        shards = [storage.read(names.optim_states_path(folder, engine.parallel.dp_rank, mp_rank, bf16))]
-    else:
-        shards = [storage.read(names.optim_states_path(folder, rank, mp_rank, bf16)) for rank in range(saved_ranks)]
-    engine.optimizer.load_state_dict(
-        [shard["optimizer_state_dict"] for shard in shards],
-        load_optimizer_states=with_states,
-        load_from_fp32_weights=engine._config.zero_config.load_from_fp32_weights
-        or engine.zero_optimization_stage() == 3,
-    )

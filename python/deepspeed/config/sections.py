@@ -8,7 +8,9 @@ from deepspeed.config.model import ConfigSection
 
 
 class ZeroStageEnum(int, enum.Enum):
-    """Stages of ZeRO: what is sharded over ranks."""
+    """Stages of ZeRO: what is sharded over ranks. Checkpoints pickle it under the path that others know it by."""
+
+    __module__ = "deepspeed.runtime.zero.config"
 
     disabled = 0
     optimizer_states = 1

@@ -4,6 +4,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.universal_checkpoint import enable_universal_checkpoint
 from deepspeed.engine.accessors import dtype_of
 from deepspeed.engine.build_optimizer import build_optimizer
 from deepspeed.utils.z3_leaf_module import apply_z3_leaf_module_config
@@ -59,9 +60,11 @@ class Assembly:
     def _make_optimizer(self, model_parameters):
         self.basic_optimizer = build_optimizer(self._config, self.module, model_parameters, self.client_optimizer)
         groups = self.basic_optimizer.param_groups if self.basic_optimizer is not None else []
-        self._audited_groups = [list(group["params"]) for group in groups]
-        trained = [param for group in self._audited_groups for param in group]
+        self.trained_groups = [list(group["params"]) for group in groups]
+        trained = [param for group in self.trained_groups for param in group]
         optimizer = self.basic_optimizer
+        if self.load_universal_checkpoint() and self.zero_optimization_stage() in (1, 2):
+            enable_universal_checkpoint(trained)
         if self.zero_optimization():
             self._check_known(optimizer)
         if self.zero_optimization_stage() == 3:

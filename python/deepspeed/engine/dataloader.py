@@ -68,9 +68,11 @@ class DeepSpeedDataLoader:
         self.collate_fn = collate_fn
         self.drop_last = dataloader_drop_last
         self.post_process_func = None  # callable(batch, sampler state), see engine.set_data_post_process_func
+        self.world_size = data_parallel_world_size
         self.data_sampler = self._make_sampler(data_sampler, data_parallel_world_size, data_parallel_rank)
         self.epoch = 0
-        self.batches = 0  # handed out in this epoch
+        self.batches = 0  # handed out in this epoch, counted from the sample number
+        self._start = 0  # of this epoch, which other ranks or batches have had before
         self._order_state = None  # what the random order of this epoch was drawn from, where that is not the epoch
         self._batches_now = None
         self._resuming = False
@@ -98,7 +100,7 @@ class DeepSpeedDataLoader:
             return data_sampler
         if len(self.dataset) == 0:
             raise ValueError("the training data set is empty: it has no samples to make batches of.")
-        return DistributedSampler(
+        return ShareSampler(
             self.dataset, num_replicas=world_size, rank=rank, shuffle=True, seed=SEED, drop_last=self.drop_last
         )
 
@@ -141,6 +143,7 @@ class DeepSpeedDataLoader:
     def _next_epoch(self):
         self.epoch += 1
         self.batches = 0
+        self._start = 0
         self._order_state = None
         self._batches_now = None
 
@@ -152,6 +155,8 @@ class DeepSpeedDataLoader:
             return
         if hasattr(self.data_sampler, "set_epoch"):
             self.data_sampler.set_epoch(self.epoch)
+        if isinstance(self.data_sampler, ShareSampler):
+            self.data_sampler.start = self._start
         if not self.batches:
             self._order_state = None if hasattr(self.data_sampler, "set_epoch") else _random_state(self.data_sampler)
         self._batch_indices.start_at(self.batches, self._order_state)
@@ -165,21 +170,75 @@ class DeepSpeedDataLoader:
         return batches
 
     def state_dict(self):
-        """The position: the epoch, and the batches handed out in it. What workers prepared ahead does not count."""
-        return {"epoch": self.epoch, "batches": self.batches, "order": self._order_state}
+        """The position: the epoch, and the batches handed out in it. What workers prepared ahead does not count.
+
+        ``start`` samples of the epoch were handed out before, by other numbers of ranks or in batches of other sizes.
+        """
+        return {
+            "epoch": self.epoch,
+            "batches": self.batches,
+            "order": self._order_state,
+            "start": self._start,
+            "batch_size": self.batch_size,
+            "world_size": self.world_size,
+        }
 
     def load_state_dict(self, state):
         """The next loop (or ``next``) goes on with the batch after the saved position, in the same order.
 
         Exact for map-style data with our sampler, samplers with ``set_epoch``, and samplers that draw from torch's
         random numbers; an IterableDataset is read again up to the position and must yield the same samples again.
+
+        Where another number of ranks or another batch size has saved, the epoch goes on with the samples that no rank
+        has had, dealt anew. Other samplers than ours go on with the batch that so many samples of all ranks amount to,
+        an IterableDataset with the batch that so many samples of one rank do: sharing it is its own business.
         """
         missing = [key for key in ("epoch", "batches") if key not in state]
         if missing:
             raise KeyError(f"the saved data position lacks {', '.join(missing)}; it was not made by this loader.")
         self.epoch, self.batches, self._order_state = state["epoch"], state["batches"], state.get("order")
+        self._start = state.get("start", 0)
         self._batches_now = None
         self._resuming = True
+        batch_size = state.get("batch_size", self.batch_size)
+        world_size = state.get("world_size", self.world_size) if self.data_sampler is not None else self.world_size
+        if (batch_size, world_size) != (self.batch_size, self.world_size):
+            self._deal_anew(self._start + self.batches * batch_size * world_size)
+
+    def _deal_anew(self, samples):
+        """Goes on after ``samples`` of this epoch, counted over all ranks."""
+        if isinstance(self.data_sampler, ShareSampler):
+            self._start, self.batches = samples, 0
+            whole = len(self.dataset) // self.world_size * self.world_size
+            if samples >= (whole if self.drop_last else len(self.dataset)):
+                self._next_epoch()
+            return
+        at_once = self.batch_size * self.world_size
+        self.batches = samples // at_once
+        if samples % at_once:
+            logger.warning(
+                f"{samples} samples of this epoch were seen, which is no whole number of the {at_once} that all ranks "
+                f"now take at once: {samples % at_once} of them are seen again"
+            )
+
+
+class ShareSampler(DistributedSampler):
+    """Torch's, which can begin in the middle of an epoch: after the first ``start`` samples of its order, whichever
+    ranks have had them. Their number does not change: ``len`` is that of a whole epoch."""
+
+    start = 0
+
+    def __iter__(self):
+        if not self.start:
+            return super().__iter__()
+        order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        left = order[self.start :]
+        if self.drop_last:
+            left = left[: len(left) // self.num_replicas * self.num_replicas]
+        else:  # as many for every rank: from the start of the epoch's order again
+            lacking = -len(left) % self.num_replicas
+            left = torch.cat([left, *[order] * (lacking // len(order)), order[: lacking % len(order)]])
+        return iter(left[self.rank :: self.num_replicas].tolist())
 
 
 class _BatchIndices:

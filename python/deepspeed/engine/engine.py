@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import _LRScheduler
 
 from deepspeed._compat import named_parameters
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.load import load_checkpoint
+from deepspeed.checkpoint.load import load_checkpoint, restore_universal
 from deepspeed.checkpoint.save import save_16bit_model, save_checkpoint
 from deepspeed.checkpoint.zero_states import param_shapes, whole_state_dict
 from deepspeed.comm import comms_log
@@ -256,7 +256,7 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
         steps = self._config.zero_config.audit_steps
         if not steps or not self._trains:
             return None
-        self._audited_group_of = [index for index, group in enumerate(self._audited_groups) for _ in group]
+        self._audited_group_of = [index for index, group in enumerate(self.trained_groups) for _ in group]
         return Audit(self, steps)
 
     def _take_step(self, lr_kwargs):
@@ -512,6 +512,11 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
             load_module_only,
             custom_load_fn,
         )
+
+    def restore_universal(self, folder, params=None, weights=True, states=True):
+        """Optimizer states and weights alone; see ``deepspeed.checkpoint.load.restore_universal``."""
+        self._need_states(OffloadStateTypeEnum, "restoring a universal checkpoint")
+        restore_universal(self, folder, params, weights, states)
 
     def save_16bit_model(self, save_dir, save_filename="pytorch_model.bin", exclude_frozen_parameters=False):
         """Writes the module's weights, in the dtype it computes with, to one file. Returns True."""

@@ -207,6 +207,17 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._update(self.rule_of(group), self.rule_args(group), weight.device, step, [weight], [grad], slots)
         return weight
 
+    def state_dict(self):
+        """As of any torch optimizer; steps are numbers. Inside an engine parameters that have seen no update are left
+        out, as they are outside of one, where states are made by the first."""
+        found = super().state_dict()
+        found["state"] = {
+            index: {**state, "step": int(state["step"])} if "step" in state else state
+            for index, state in found["state"].items()
+            if self.fused_state is None or int(state.get("step", 1))
+        }
+        return found
+
     @torch.no_grad()
     def load_state_dict(self, state_dict):
         """Restore hyperparameters and state; the states keep their own dtype.

@@ -75,6 +75,13 @@ class tensor_fragment:
             if torch.is_tensor(value) and value.dim() and value.numel() == flat_hp_partition.numel()
         }
 
+    def put_optim_state_fragment(self, key, value):
+        """The fragment of state ``key`` takes ``value``, flat; a state that is not there is made."""
+        if key in (self.optim_fragment or {}):
+            self.optim_fragment[key].data.copy_(value.reshape(self.optim_fragment[key].shape))
+            return
+        self.optim_fragment = {**(self.optim_fragment or {}), key: value.detach().clone().to(self.hp_fragment.device)}
+
     def get_hp_fragment_address(self):
         return self.hp_fragment_address
 

@@ -43,7 +43,7 @@ class Audit:
         self.engine = engine
         self.steps = steps
         self.done = 0
-        self.params = [param for group in engine._audited_groups for param in group]
+        self.params = [param for group in engine.trained_groups for param in group]
         self.sums = {}
         self.handles = [
             param.register_hook(self._catcher(index)) for index, param in enumerate(self.params) if param.requires_grad

@@ -40,6 +40,25 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         grads = self.core.grads()
         return grads[0].dtype if grads else param.dtype
 
+    # ---- universal checkpoints -------------------------------------------------------------------------------------
+    def load_hp_checkpoint_state_from_checkpoint_dir(self, lp_groups_name, checkpoint_dir):
+        """Masters, states, steps and hyperparameters of this rank from the folder of a universal checkpoint.
+
+        ``lp_groups_name``: the attribute with the lists of parameters, "bit16_groups". ``engine.load_checkpoint`` does
+        this and more; every rank calls it.
+        """
+        params = [param for group in getattr(self, lp_groups_name) for param in group]
+        self._restore_universal(checkpoint_dir, params)
+
+    def _restore_universal(self, checkpoint_dir, params=None, weights=True, states=True):
+        if self.engine is None:
+            raise RuntimeError(
+                "only an optimizer that deepspeed.initialize has made reads a universal checkpoint by itself; for "
+                "parameters of your own call deepspeed.checkpoint.enable_universal_checkpoint and their "
+                "load_hp_checkpoint_state"
+            )
+        self.engine.restore_universal(checkpoint_dir, params, weights, states)
+
     # ---- a backward that somebody else runs ------------------------------------------------------------------------
     def backward_prologue(self):
         """Before a backward: from here on gradients are collected."""

@@ -29,6 +29,16 @@ class EngineFragment(tensor_fragment):
             raise ValueError(f"there is no optimizer state {key!r}; there are {self.get_optim_state_keys()}")
         return value
 
+    def put_optim_state_fragment(self, key, value):
+        """A state that the optimizer makes in its first step is made now."""
+        view = self._state(key)
+        if view is None:
+            view = self.link.owner.make_state(self.link.index, key)
+        if view is None:
+            known = self.link.owner.state_names()
+            raise ValueError(f"the optimizer has no state {key!r}; it has {known}: another optimizer has saved")
+        view.copy_(value.reshape(view.shape))
+
     def get_lp_grad_fragment(self, index_in_param_group):
         """The reduced gradient of the fragment, or None; times the loss scale."""
         found = [view for _, _, view in self.link.pieces("grad")]

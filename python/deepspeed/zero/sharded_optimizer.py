@@ -13,9 +13,9 @@ from deepspeed import comm as dist
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.log import logger
 from deepspeed.optim.loss_scaler import LossScaleConfig
-from deepspeed.version import __version__
 from deepspeed.zero.base_optimizer import ZeROOptimizer
 from deepspeed.zero.offload_states import states_of
+from deepspeed.zero.restore import Restore
 from deepspeed.zero.wrapped_optimizer import WrappedOptimizer, in_memory_order
 
 
@@ -158,6 +158,15 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
             if param == index and name in self.optimizer.state.get(master, {}):
                 yield offset, numel, self.optimizer.state[master][name]
 
+    def make_state(self, index, name):
+        """State ``name`` of this rank's piece of a parameter, zeros if a torch optimizer has not made it yet; None where
+        this rank owns nothing of it, or a native optimizer has no such state."""
+        if self.stepping.fused is None:
+            for master, (param, _, _) in zip(self.stepping.masters, self.core.pieces()):
+                if param == index:
+                    return self.optimizer.state[master].setdefault(name, torch.zeros_like(master))
+        return None
+
     def full_tensor(self, index, kind):
         """The whole ``kind`` ("fp32", "grad" or the name of a state) of parameter ``index``, fp32, in its shape.
 
@@ -222,35 +231,35 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
 
     def _common_state(self):
         return {
-            "zero_stage": self.stage,
             "loss_scaler": self.loss_scaler,
             "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self.overflow,
-            "param_steps": self._steps(),
-            "scaler_state": self._scaler_state(),
-            "ds_version": __version__,
         }
 
-    def _load_common(self, saved, load_optimizer_states):
-        self.stepping.overflow = bool(saved.get("overflow", False))
-        if "scaler_state" in saved and self.needs_scaler():
-            self._load_scaler_state(saved["scaler_state"])
-        if not load_optimizer_states:
-            return
-        steps = saved.get("param_steps")
-        if steps is None:
-            return
-        if len(steps) != len(self._params):
-            raise ValueError(
-                f"the saved optimizer has {len(steps)} parameters, this one {len(self._params)}: it is of another model"
-            )
-        if self.stepping.fused is not None:
-            self.core.steps().copy_(torch.tensor(steps, dtype=torch.float32))
+    def _shapes(self):
+        """One dict name -> shape for each parameter group."""
+        called = iter(self._names)
+        return [{next(called): getattr(p, "ds_shape", p.shape) for p in group} for group in self.bit16_groups]
+
+    def _restore(self, saved, with_states, with_masters):
+        """Takes a ``SavedState``; masters from the model's weights unless ``with_masters``. Every rank calls it."""
+        restore = Restore(self.stepping, self._params, saved)
+        restore.check()
+        self.core.begin_write()
+        if not with_masters:
+            self.core.refresh_master()
+        elif restore.masters():
+            raise ValueError(f"{saved.origin()} has no fp32 weights of {', '.join(restore.masters()[:3])}")
+        if with_states:
+            restore.states()
+        restore.extra()
+        self.core.publish()
+        self.core.end_write()
 
     def destroy(self):
         self.states.reload()
         for param in self._params:
-            for name in ("_ds_link", "_hp_mapping", "_dp_group"):
+            for name in ("_ds_link", "_hp_mapping", "_dp_group", "load_hp_checkpoint_state"):
                 param.__dict__.pop(name, None)
         super().destroy()
 

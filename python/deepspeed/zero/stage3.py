@@ -1,13 +1,18 @@
 """The optimizer object of ZeRO stage 3, and the gathering of a model that is not trained."""
 
+import os
 import sys
 
 import torch
 
+from deepspeed import _compat
 from deepspeed import comm as dist
+from deepspeed.config.sections import ZeroStageEnum
 from deepspeed.zero import linear
+from deepspeed.zero.flat_layout import InnerStates
 from deepspeed.zero.module_hooks import ModuleHooks, unit_parameters
 from deepspeed.zero.param_values import ParamValues
+from deepspeed.zero.saved_sliced import OwnShard, SlicedState
 from deepspeed.zero.sharded_optimizer import ShardedOptimizer
 from deepspeed.zero.sharded_parameter import _acquire, _release, is_sharded
 
@@ -315,24 +320,25 @@ class DeepSpeedZeroOptimizer_Stage3(ParamValues, ShardedOptimizer):
     # ---- state -------------------------------------------------------------------------------------------------------
     def state_dict(self):
         """This rank's slices; see ``docs/tutorials/checkpoints.md`` for the keys."""
-        state = self._common_state()
-        inner = {}
+        inner, steps = {}, self._steps()
         states = {name: self._flat_sub_groups(self._state_tensors(name)) for name in self.state_names()}
+        kept = InnerStates(self)
+        groups_of = [index for index, group in enumerate(self.bit16_groups) for _ in group]
         for position, run in enumerate(self._sub_groups()):
-            inner[position] = {name: flats[position] for name, flats in states.items()}
-            inner[position]["step"] = max((state["param_steps"][index] for index in run), default=0)
+            group = groups_of[run[0]]
+            inner[position] = kept.of_group(group, [steps[index] for index in run])
+            inner[position].update({kind: states[kind][position] for kind in kept.kinds[group]})
         groups, position = [], 0
         for args, group in zip(self._group_args(), self._runs_of_groups()):
             groups.append({**args, "params": list(range(position, position + group))})
             position += group
-        state.update(
-            {
-                "partition_count": self.partition_count,
-                "optimizer_state_dict": {"state": inner, "param_groups": groups},
-                "fp32_flat_groups": self.fp32_partitioned_groups_flat,
-            }
-        )
-        return state
+        return {
+            "zero_stage": ZeroStageEnum(self.stage),
+            **self._common_state(),
+            "partition_count": self.partition_count,
+            "optimizer_state_dict": {"state": inner, "param_groups": groups},
+            "fp32_flat_groups": self.fp32_partitioned_groups_flat,
+        }
 
     def _runs_of_groups(self):
         counts, runs, index = [], self._sub_groups(), 0
@@ -361,61 +367,45 @@ class DeepSpeedZeroOptimizer_Stage3(ParamValues, ShardedOptimizer):
     ):
         """``state_dict_list`` holds the slices of all ranks that saved, in rank order.
 
-        Without ``load_from_fp32_weights`` the masters are taken from the model's weights. Raises ValueError where
-        sub-groups or sizes do not fit, or another number of ranks has saved.
+        Any number of ranks may have saved; a rank may also pass nothing but its own slices, of as many ranks. Without
+        ``load_from_fp32_weights`` the masters are taken from the model's weights. Raises ValueError where sizes do not
+        fit.
         """
         saved = list(state_dict_list) if isinstance(state_dict_list, (list, tuple)) else [state_dict_list]
-        mine = saved[dist.get_rank(self.dp_process_group)] if len(saved) > 1 else saved[0]
-        if mine.get("partition_count", self.partition_count) != self.partition_count:
-            raise ValueError(
-                f"the slices were saved by {mine['partition_count']} ranks, this run has {self.partition_count}; start "
-                "as many, or load the weights alone with load_module_only=True"
-            )
-        self._load_common(mine, load_optimizer_states)
+        if len(saved) == 1 and self.partition_count > 1 and saved[0].get("partition_count") == self.partition_count:
+            saved = OwnShard(saved[0], dist.get_rank(self.dp_process_group), self.partition_count)
+        self._restore(SlicedState(saved, param_shapes or self._shapes()), load_optimizer_states, load_from_fp32_weights)
+
+    # ---- universal checkpoints ---------------------------------------------------------------------------------------
+    def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir):
+        """Masters, states, steps and hyperparameters of this rank from the folder of a universal checkpoint."""
+        self.load_hp_checkpoint_state_from_checkpoint_dir("bit16_groups", checkpoint_dir)
+
+    def load_module_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir, load_from_fp32_weights):
+        """The model's weights and buffers from there; masters, too, or else they take the weights as the model's dtype
+        holds them."""
+        self._restore_universal(checkpoint_dir, weights=load_from_fp32_weights, states=False)
+
+    def load_hp_checkpoint_state(self, folder, key, param=None):
+        """This rank's slice of ``<folder>/<key>.pt``, flat, padded as all slices are. ``folder`` is that of one
+        parameter, ``param``, whose slice it is; without it, of the data-parallel group's."""
+        path = os.path.join(folder, f"{key}.pt")
+        saved = _compat.load(path, map_location="cpu")
+        flat = (saved["param"] if isinstance(saved, dict) else saved).reshape(-1)
+        if param is not None and param.ds_numel != flat.numel():
+            raise ValueError(f"{path} has {flat.numel()} elements, the parameter has {param.ds_numel}")
+        size = -(-flat.numel() // self.partition_count)
+        own = flat[self.rank_in_partitions * size : (self.rank_in_partitions + 1) * size]
+        return torch.cat([own, own.new_zeros(size - own.numel())])
+
+    def checkpoint_event_prologue(self):
+        """Before parameters are saved or loaded slice by slice: what is gathered and not held is released."""
+        self.empty_partition_cache()
+
+    def checkpoint_event_epilogue(self):
+        """After it: parameters that stay gathered take what the slices hold now."""
         self.core.begin_write()
-        if load_from_fp32_weights:
-            self._spread(mine["fp32_flat_groups"], self.core.masters(), "the fp32 weights")
-        else:
-            self.core.refresh_master()
-        if load_optimizer_states:
-            self._load_states(mine["optimizer_state_dict"])
-        self.core.publish()
         self.core.end_write()
-
-    def _load_states(self, saved):
-        for group, saved_group in zip(self.optimizer.param_groups, saved["param_groups"]):
-            group.update({k: v for k, v in saved_group.items() if k != "params"})
-        states = [saved["state"][index] for index in sorted(saved["state"])]
-        names = [name for name, value in (states[0] if states else {}).items() if torch.is_tensor(value)]
-        for name in names:
-            if self.stepping.fused is not None:
-                targets = self._state_tensors(name)
-            else:
-                targets = [self.optimizer.state[m].setdefault(name, torch.zeros_like(m)) for m in self.stepping.masters]
-            self._spread([state[name] for state in states], targets, f"state '{name}'")
-        if self.stepping.fused is None:
-            for master in self.stepping.masters:
-                if states and "step" in states[0]:
-                    self.optimizer.state[master]["step"] = torch.tensor(float(states[0]["step"]))
-
-    def _spread(self, flats, tensors, what):
-        by_param = self._by_param(tensors)
-        runs = self._sub_groups()
-        if len(flats) != len(runs):
-            raise ValueError(f"{what}: {len(flats)} sub-groups are saved, this optimizer has {len(runs)}")
-        for flat, run in zip(flats, runs):
-            start = 0
-            for index in run:
-                handle = self._params[index].ds_handle
-                if start + handle.slice_numel > flat.numel():
-                    raise ValueError(
-                        f"{what}: the slice of parameter '{handle.name}' is not in the saved sub-group of "
-                        f"{flat.numel()} elements; the checkpoint is of another model"
-                    )
-                for offset, numel, value in by_param.get(index, ()):
-                    begin = start + offset - handle.own_begin
-                    value.copy_(flat[begin : begin + numel].reshape(value.shape))
-                start += handle.slice_numel
 
     def empty_partition_cache(self):
         """Releases gathered parameters that nobody holds, and the memory kept for gathering."""

@@ -1,22 +1,21 @@
 """The optimizer object of ZeRO stages 1 and 2."""
 
-import collections
-
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.config.sections import ZeroStageEnum
 from deepspeed.log import log_dist
-from deepspeed.utils.tensor_fragment import fragment_address
 from deepspeed.version import __version__
+from deepspeed.zero.flat_layout import FlatLayout, InnerStates
 from deepspeed.zero.fragments import put_fragments
+from deepspeed.zero.saved_flat import FlatState
 from deepspeed.zero.sharded_optimizer import ShardedOptimizer
 
 
 class DeepSpeedZeroOptimizer(ShardedOptimizer):
     """Stage 2 with ``partition_grads``, else stage 1. Arguments as in the contract; the engine passes itself.
 
-    Saved states use the layout that other tools read: every group's parameters end to end, unpadded, cut into as many
-    equal pieces as there are ranks. So files of any number of ranks load into any number of ranks.
+    Saved states use the layout that other tools read, see ``zero.flat_layout``.
     """
 
     def __init__(
@@ -85,72 +84,34 @@ class DeepSpeedZeroOptimizer(ShardedOptimizer):
         put_fragments(self)
 
     # ---- the saved layout --------------------------------------------------------------------------------------------
-    def _group_layout(self, group):
-        """``(first parameter index, numels, elements per rank, padding)`` of a group in the saved layout."""
-        first = sum(len(g) for g in self.bit16_groups[:group])
-        numels = [p.numel() for p in self.bit16_groups[group]]
-        count = self.partition_count[group]
-        total = sum(numels)
-        size = -(-total // count)
-        return first, numels, size, size * count - total
-
-    def _saved_partition(self, group, kind):
-        """This rank's part of a group in the saved layout, fp32, without padding. Every rank calls it."""
-        first, numels, size, _ = self._group_layout(group)
-        begin, end = self.rank_in_partitions * size, (self.rank_in_partitions + 1) * size
-        parts, offset = [], 0
-        for index, numel in enumerate(numels, first):
-            whole = self.full_tensor(index, kind)  # all ranks take part, whoever needs it
-            low, high = max(begin, offset), min(end, offset + numel)
-            if whole is not None and low < high:
-                parts.append(whole.reshape(-1)[low - offset : high - offset].cpu())
-            elif low < high:
-                parts.append(torch.zeros(high - low))
-            offset += numel
-        return torch.cat(parts) if parts else torch.zeros(0)
-
     def state_dict(self):
         """This rank's shard. Every rank calls it; see ``docs/tutorials/checkpoints.md`` for the keys."""
+        layout, inner, steps = FlatLayout(self), InnerStates(self), self._steps()
+        groups = range(len(self.bit16_groups))
+        states, masters = {}, []
+        for group in groups:
+            first, count = layout.firsts[group], len(self.bit16_groups[group])
+            states[group] = inner.of_group(group, steps[first : first + count])
+            for kind in inner.kinds[group]:
+                states[group][kind] = layout.partition(group, kind, inner.pieces(kind))
+            masters.append(layout.partition(group, "fp32", self.core.masters())[: layout.owned[group]])
         state = self._common_state()
-        inner = {}
-        for group in range(len(self.bit16_groups)):
-            steps = state["param_steps"]
-            first, numels, _, _ = self._group_layout(group)
-            inner[group] = {name: self._saved_partition(group, name) for name in self._state_names_of(group)}
-            inner[group]["step"] = max([steps[first + i] for i in range(len(numels))], default=0)
-        groups = [{**args, "params": [index]} for index, args in enumerate(self._group_args())]
-        layouts = [self._group_layout(group) for group in range(len(self.bit16_groups))]
-        last = self.rank_in_partitions == self.partition_count[0] - 1 if layouts else True
         state.update(
             {
                 "clip_grad": self.clip_grad,
-                "base_optimizer_state": {"state": inner, "param_groups": groups},
-                "single_partition_of_fp32_groups": [
-                    self._saved_partition(group, "fp32") for group in range(len(self.bit16_groups))
-                ],
-                "group_paddings": [padding if last else 0 for _, _, _, padding in layouts],
+                "base_optimizer_state": {
+                    "state": states,
+                    "param_groups": [{**args, "params": [index]} for index, args in enumerate(self._group_args())],
+                },
+                "single_partition_of_fp32_groups": masters,
+                "zero_stage": ZeroStageEnum(self.stage),
+                "group_paddings": layout.paddings,
                 "partition_count": self.partition_count,
-                "param_slice_mappings": [self._slice_mapping(group) for group in range(len(self.bit16_groups))],
+                "ds_version": __version__,
+                "param_slice_mappings": [layout.slice_mapping(group) for group in groups],
             }
         )
         return state
-
-    def _state_names_of(self, group):
-        """Names of the states of a group: groups of a native optimizer may have different ones."""
-        if self.stepping.fused is None:
-            return self.state_names()
-        return list(self.optimizer.slots_of(self.optimizer.param_groups[group]))
-
-    def _slice_mapping(self, group):
-        first, numels, size, _ = self._group_layout(group)
-        begin, end = self.rank_in_partitions * size, (self.rank_in_partitions + 1) * size
-        found, offset = collections.OrderedDict(), 0
-        for index, numel in enumerate(numels, first):
-            low, high = max(begin, offset), min(end, offset + numel)
-            if low < high:
-                found[self._names[index]] = fragment_address(numel=high - low, start=low - begin)
-            offset += numel
-        return found
 
     def load_state_dict(
         self,
@@ -167,59 +128,7 @@ class DeepSpeedZeroOptimizer(ShardedOptimizer):
         groups or sizes do not fit.
         """
         saved = list(state_dict_list) if isinstance(state_dict_list, (list, tuple)) else [state_dict_list]
-        self._load_common(saved[0], load_optimizer_states)
-        self.clip_grad = saved[0].get("clip_grad", self.clip_grad)
-        masters = [shard["single_partition_of_fp32_groups"] for shard in saved]
-        if len(masters[0]) != len(self.bit16_groups):
-            raise ValueError(
-                f"the saved optimizer has {len(masters[0])} parameter groups, this one has {len(self.bit16_groups)}"
-            )
-        for group in range(len(self.bit16_groups)):
-            if load_from_fp32_weights:
-                self._spread(group, "fp32", [shard[group] for shard in masters], "the fp32 weights")
-            if load_optimizer_states:
-                self._load_group(group, [shard["base_optimizer_state"] for shard in saved])
-        if not load_from_fp32_weights:
-            self.core.refresh_master()
-        self.core.publish()
-
-    def _load_group(self, group, shards):
-        own = self.optimizer.param_groups[group]
-        own.update({k: v for k, v in shards[0]["param_groups"][group].items() if k != "params"})
-        states = [shard["state"].get(group, {}) for shard in shards]
-        for name in states[0]:
-            if torch.is_tensor(states[0][name]) and states[0][name].dim() > 0:
-                self._make_states(group, name)
-                self._spread(group, name, [state[name] for state in states], f"state '{name}'")
-        if self.stepping.fused is None and "step" in states[0]:
-            for master in own["params"]:
-                self._set_step(self.optimizer.state[master], states[0]["step"])
-
-    @staticmethod
-    def _set_step(state, step):
-        state["step"] = torch.tensor(float(step)) if torch.is_tensor(state.get("step", torch.zeros(1))) else step
-
-    def _make_states(self, group, name):
-        if self.stepping.fused is not None:
-            return
-        for master in self.optimizer.param_groups[group]["params"]:
-            state = self.optimizer.state[master]
-            if name not in state:
-                state[name] = torch.zeros_like(master)
-
-    def _spread(self, group, kind, shards, what):
-        first, numels, _, _ = self._group_layout(group)
-        flat = torch.cat([shard.reshape(-1) for shard in shards])
-        if flat.numel() < sum(numels):
-            raise ValueError(
-                f"{what} of group {group}: {flat.numel()} elements are saved, the model has {sum(numels)}; the "
-                "checkpoint is of another model, or shards are missing"
-            )
-        offset = 0
-        for index, numel in enumerate(numels, first):
-            param = self._params[index]
-            self.set_full_tensor(index, kind, flat[offset : offset + numel].reshape(param.shape))
-            offset += numel
+        self._restore(FlatState(saved, param_shapes or self._shapes()), load_optimizer_states, load_from_fp32_weights)
 
     def get_bit16_param_group(self, group_no):
         """The parameters of a group, as the model computes with them."""

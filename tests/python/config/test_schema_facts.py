@@ -24,7 +24,17 @@ NOT_A_CHOICE = (
 
 
 # Keys that DeepSpeed does not have. Anything else beyond the published file is a mistake.
-OWN_KEYS = {"zero_optimization.audit_steps", "comm", "comm.timeout"}
+OWN_KEYS = {
+    "zero_optimization.audit_steps",
+    "comm",
+    "comm.timeout",
+    "checkpoint.async",
+    "checkpoint.host_cache_size",
+    "checkpoint.keep_last",
+    "checkpoint.trust_pickles",
+    "checkpoint.verify_on_load",
+    "checkpoint.writer.format",
+}
 
 
 def all_keys():

@@ -229,6 +229,52 @@ def test_iterable_data_shorter_than_the_position():
     assert epoch(source) == []
 
 
+# ---- another number of ranks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    "then, now", [((4, 2), (1, 8)), ((2, 3), (3, 2)), ((1, 5), (4, 1)), ((3, 2), (3, 4)), ((2, 2), (2, 2))]
+)
+def test_another_number_of_ranks_goes_on_with_unseen_samples(then, now, drop_last):
+    """``then`` and ``now``: ranks and batch size."""
+
+    def ranks(world, size):
+        return [
+            loader(Numbers(41), size, world=world, rank=rank, dataloader_drop_last=drop_last) for rank in range(world)
+        ]
+
+    saving = ranks(*then)
+    for ready in saving:
+        epoch(ready)
+    seen = [sample for _ in range(2) for ready in saving for sample in next(ready).tolist()]
+    resumed = ranks(*now)
+    for ready in resumed:
+        ready.load_state_dict(saving[0].state_dict())
+    first = [sample for ready in resumed for sample in next(ready).tolist()]
+    assert not set(first) & set(seen)
+    # Once more, in the middle of the middle.
+    again = ranks(*then)
+    for ready in again:
+        ready.load_state_dict(resumed[0].state_dict())
+    rest = [sample for ready in again for batch in epoch(ready) for sample in batch]
+    everything = seen + first + rest
+    lost = 0 if not drop_last else 41 - len(set(everything))
+    assert lost <= max(then[0], 1) * then[1]
+    if not drop_last:
+        assert set(everything) == set(range(41)) and len(everything) - 41 < then[0]
+    else:
+        assert len(everything) == len(set(everything))
+    # The next epoch is a whole one, the same that a run without a break would have.
+    assert [epoch(ready) for ready in again] == [epoch(straight_on(ready)) for ready in saving]
+
+
+def straight_on(ready):
+    """The loader at its next epoch."""
+    ready.load_state_dict({"epoch": ready.epoch + 1, "batches": 0})
+    return ready
+
+
 # ---- repeating -----------------------------------------------------------------------------------------------------
 
 

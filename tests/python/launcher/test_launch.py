@@ -51,9 +51,18 @@ def run(*args, timeout=30, **more):
     return subprocess.run(command(*args), env=environment(**more), capture_output=True, text=True, timeout=timeout)
 
 
+def _hear_ctrl_c():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test run under nohup, or behind &, has it ignored
+
+
 def start(*args, **more):
     return subprocess.Popen(
-        command(*args), env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(*args),
+        env=environment(**more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=_hear_ctrl_c,
     )
 
 

@@ -53,3 +53,9 @@ class FusedAdam(FusedOptimizer):
         }
         super().__init__(params, defaults, set_grad_none, decoupled=bool(adam_w_mode))
         self.adam_w_mode = 1 if adam_w_mode else 0
+
+    def _step_all(self):
+        # Saved groups have always had this key; updates are counted for each parameter.
+        for group in self.param_groups:
+            group.setdefault("step", 0)
+        super()._step_all()

@@ -1,0 +1,169 @@
+// Files of checkpoints: writers that take addresses, readers, the operations on names. See checkpoint/file_writer.py.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "bindings/registry.h"
+#include "io/crc32.h"
+#include "io/file_error.h"
+#include "io/file_stream.h"
+#include "io/files.h"
+#include "io/range_reader.h"
+#include "io/zip_writer.h"
+
+namespace py = pybind11;
+using namespace ds::io;
+
+namespace {
+
+using Released = py::call_guard<py::gil_scoped_release>;
+
+py::tuple pair(const Sum& sum) { return py::make_tuple(sum.bytes, sum.crc32); }
+
+std::vector<ZipEntry> entries_of(const std::vector<std::pair<std::string, uint64_t>>& pairs) {
+  std::vector<ZipEntry> entries;
+  entries.reserve(pairs.size());
+  for (const auto& [name, bytes] : pairs) entries.push_back({name, bytes});
+  return entries;
+}
+
+std::vector<Range> ranges_of(const std::vector<std::tuple<uint64_t, uint64_t, uintptr_t>>& triples) {
+  std::vector<Range> ranges;
+  ranges.reserve(triples.size());
+  for (const auto& [offset, bytes, to] : triples) ranges.push_back({offset, bytes, reinterpret_cast<void*>(to)});
+  return ranges;
+}
+
+StreamOptions options_of(size_t buffer_bytes, int buffers, int threads, bool direct, bool sync) {
+  StreamOptions options;
+  options.buffer_bytes = buffer_bytes;
+  options.buffers = buffers;
+  options.threads = threads;
+  options.direct = direct;
+  options.sync = sync;
+  return options;
+}
+
+const char* at(uintptr_t address) { return reinterpret_cast<const char*>(address); }
+
+// Memory of bytes, bytearray, memoryview and arrays.
+template <typename Writer>
+auto write_buffer(Writer& writer, const py::buffer& data) {
+  const py::buffer_info info = data.request();
+  if (!PyBuffer_IsContiguous(info.view(), 'C')) throw py::value_error("the memory to write must be contiguous");
+  py::gil_scoped_release released;
+  return writer.write(info.ptr, static_cast<size_t>(info.size * info.itemsize));
+}
+
+void translate(std::exception_ptr pending) {
+  try {
+    if (pending) std::rethrow_exception(pending);
+  } catch (const FileError& e) {
+    const py::object error = py::module_::import("builtins").attr("OSError")(e.code(), e.what());
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  }
+}
+
+}  // namespace
+
+DS_BINDINGS(m) {
+  py::module_ io = m.def_submodule("io", "Files of checkpoints.");
+  py::register_exception_translator(translate);
+
+  py::class_<Files, std::shared_ptr<Files>>(io, "Files")
+      .def(py::init<const std::string&>(), py::arg("fault") = "")
+      .def(
+          "inject", [](Files& self, const std::string& order) { self.faults().arm(order); }, py::arg("fault"))
+      .def("sync_directory", &Files::sync_directory, py::arg("path"), Released())
+      .def("rename", &Files::rename, py::arg("source"), py::arg("target"), Released())
+      .def("exchange", &Files::exchange, py::arg("a"), py::arg("b"), Released());
+
+  py::class_<FileStream>(io, "FileStream")
+      .def(py::init([](Files& files, const std::string& path, uint64_t expected_bytes, size_t buffer_bytes, int buffers,
+                       int threads, bool direct, bool sync) {
+             const StreamOptions options = options_of(buffer_bytes, buffers, threads, direct, sync);
+             py::gil_scoped_release released;
+             return std::make_unique<FileStream>(files, path, expected_bytes, options);
+           }),
+           py::keep_alive<1, 2>(), py::arg("files"), py::arg("path"), py::arg("expected_bytes"),
+           py::arg("buffer_bytes"), py::arg("buffers"), py::arg("threads"), py::arg("direct"), py::arg("sync"))
+      .def("write", [](FileStream& self, const py::buffer& data) { return write_buffer(self, data); })
+      .def(
+          "write_memory",
+          [](FileStream& self, uintptr_t address, size_t bytes) { return self.write(at(address), bytes); },
+          py::arg("address"), py::arg("bytes"), Released())
+      .def("abandon", &FileStream::abandon, Released())
+      .def("finish",
+           [](FileStream& self) {
+             Sum sum;
+             {
+               py::gil_scoped_release released;
+               sum = self.finish();
+             }
+             return pair(sum);
+           })
+      .def_property_readonly("position", &FileStream::position)
+      .def_property_readonly("direct", &FileStream::direct)
+      .def_property_readonly("method", &FileStream::method);
+
+  py::class_<ZipWriter>(io, "ZipWriter")
+      .def(py::init([](Files& files, const std::string& path,
+                       const std::vector<std::pair<std::string, uint64_t>>& entries, size_t buffer_bytes, int buffers,
+                       int threads, bool direct, bool sync) {
+             const StreamOptions options = options_of(buffer_bytes, buffers, threads, direct, sync);
+             std::vector<ZipEntry> made = entries_of(entries);
+             py::gil_scoped_release released;
+             return std::make_unique<ZipWriter>(files, path, std::move(made), options);
+           }),
+           py::keep_alive<1, 2>(), py::arg("files"), py::arg("path"), py::arg("entries"), py::arg("buffer_bytes"),
+           py::arg("buffers"), py::arg("threads"), py::arg("direct"), py::arg("sync"))
+      .def("write", [](ZipWriter& self, const py::buffer& data) { write_buffer(self, data); })
+      // Several pieces of memory, one after the other, in one call.
+      .def(
+          "write_memory",
+          [](ZipWriter& self, const std::vector<std::pair<uintptr_t, size_t>>& pieces) {
+            py::gil_scoped_release released;
+            for (const auto& [address, bytes] : pieces) self.write(at(address), bytes);
+          },
+          py::arg("pieces"))
+      .def("offset",
+           [](const ZipWriter& self, size_t entry) {
+             if (entry >= self.layout().entries().size()) throw py::index_error("no such entry");
+             return self.layout().data_offset(entry);
+           })
+      .def("abandon", &ZipWriter::abandon, Released())
+      .def("finish",
+           [](ZipWriter& self) {
+             Sum sum;
+             {
+               py::gil_scoped_release released;
+               sum = self.finish();
+             }
+             return pair(sum);
+           })
+      .def_property_readonly("crc32", [](const ZipWriter& self) { return self.crc32(); })
+      .def_property_readonly("method", &ZipWriter::method);
+
+  io.def("crc32", [](const py::buffer& data) {
+    const py::buffer_info info = data.request();
+    return crc32_of(info.ptr, static_cast<size_t>(info.size * info.itemsize));
+  });
+  io.def("crc32_joined", &crc32_joined, py::arg("first"), py::arg("second"), py::arg("second_bytes"));
+  io.attr("TO_THE_END") = kToTheEnd;
+  io.def(
+      "read_ranges",
+      [](const std::string& path, const std::vector<std::tuple<uint64_t, uint64_t, uintptr_t>>& ranges, int threads) {
+        const std::vector<Range> made = ranges_of(ranges);
+        py::gil_scoped_release released;
+        read_ranges(path, made, threads);
+      },
+      py::arg("path"), py::arg("ranges"), py::arg("threads"));
+  io.def(
+      "sum_ranges",
+      [](const std::string& path, const std::vector<std::pair<uint64_t, uint64_t>>& ranges, int threads) {
+        std::vector<Range> made;
+        for (const auto& [offset, bytes] : ranges) made.push_back({offset, bytes, nullptr});
+        py::gil_scoped_release released;
+        return sum_ranges(path, made, threads);
+      },
+      py::arg("path"), py::arg("ranges"), py::arg("threads"));
+}

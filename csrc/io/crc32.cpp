@@ -1,0 +1,30 @@
+#include "io/crc32.h"
+
+#include <string.h>
+#include <zlib.h>
+
+#include <algorithm>
+
+namespace ds::io {
+
+uint32_t crc32_of(const void* data, size_t bytes, uint32_t before) {
+  if (bytes == 0) return before;  // zlib takes a null pointer for a question
+  return static_cast<uint32_t>(::crc32_z(before, static_cast<const Bytef*>(data), bytes));
+}
+
+uint32_t crc32_joined(uint32_t first, uint32_t second, uint64_t second_bytes) {
+  return static_cast<uint32_t>(::crc32_combine(first, second, static_cast<z_off_t>(second_bytes)));
+}
+
+uint32_t copy_with_crc32(char* to, const char* from, size_t bytes) {
+  constexpr size_t kPart = 64 << 10;  // stays in the nearest caches between the copy and the sum
+  uint32_t sum = 0;
+  for (size_t done = 0; done < bytes; done += kPart) {
+    const size_t now = std::min(kPart, bytes - done);
+    memcpy(to + done, from + done, now);
+    sum = crc32_of(to + done, now, sum);
+  }
+  return sum;
+}
+
+}  // namespace ds::io

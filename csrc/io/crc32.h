@@ -1,0 +1,17 @@
+// CRC-32 as zip, gzip and PNG use it (zlib's).
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace ds::io {
+
+// Of `bytes` at `data`, going on from `before` (0: the start).
+uint32_t crc32_of(const void* data, size_t bytes, uint32_t before = 0);
+
+// Of two stretches one after the other, of which the second has `second_bytes`.
+uint32_t crc32_joined(uint32_t first, uint32_t second, uint64_t second_bytes);
+
+// Copies and sums in one pass: the sum is of what arrived at `to`, so it holds even if `from` changes meanwhile.
+uint32_t copy_with_crc32(char* to, const char* from, size_t bytes);
+
+}  // namespace ds::io

@@ -1,0 +1,145 @@
+#include "io/files.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+
+#include "io/file_error.h"
+#include "io/paths.h"
+
+namespace ds::io {
+namespace {
+
+// What a call does about a verdict that is no short write: dies, or returns the errno to fail with (0: go on).
+int carry_out(const Faults::Verdict& verdict) {
+  if (verdict.action == Faults::Action::kKill) Faults::die();
+  return verdict.action == Faults::Action::kError ? verdict.code : 0;
+}
+
+int open_retrying(const std::string& path, int flags, mode_t mode = 0) {
+  int number;
+  do {
+    number = ::open(path.c_str(), flags | O_CLOEXEC, mode);
+  } while (number < 0 && errno == EINTR);
+  return number;
+}
+
+bool is_direct(const Descriptor& file) { return (fcntl(file.get(), F_GETFL) & O_DIRECT) != 0; }
+
+}  // namespace
+
+Descriptor Files::create(const std::string& path, bool* direct) {
+  if (const int code = carry_out(faults_.count(Call::kOpen))) fail_file(code, "open for writing", path);
+  const int flags = O_WRONLY | O_CREAT | O_TRUNC;
+  int number = -1;
+  if (*direct) {
+    number = open_retrying(path, flags | O_DIRECT, 0666);
+    *direct = number >= 0;
+    if (number < 0 && errno != EINVAL) fail_file(errno, "open for writing", path);
+  }
+  if (number < 0) number = open_retrying(path, flags, 0666);
+  if (number < 0) fail_file(errno, "open for writing", path);
+  return Descriptor(number);
+}
+
+void Files::reserve(const Descriptor& file, const std::string& path, uint64_t bytes) {
+  if (bytes == 0) return;
+  int result;
+  do {
+    result = ::fallocate(file.get(), 0, 0, static_cast<off_t>(bytes));
+  } while (result != 0 && errno == EINTR);
+  if (result == 0) return;
+  if (errno != EOPNOTSUPP && errno != ENOSYS && errno != EINVAL) fail_file(errno, "reserving space", path, bytes);
+  struct statvfs disk;
+  if (statvfs(parent_folder(path).c_str(), &disk) == 0 && disk.f_blocks != 0 &&
+      static_cast<uint64_t>(disk.f_bavail) * disk.f_frsize < bytes) {
+    fail_file(ENOSPC, "reserving space", path, bytes);
+  }
+}
+
+ssize_t Files::write_some(const Descriptor& file, const void* data, size_t bytes, uint64_t offset) {
+  const Faults::Verdict verdict = faults_.count(Call::kWrite);
+  if (verdict.action == Faults::Action::kError) {
+    errno = verdict.code;
+    return -1;
+  }
+  const bool torn = verdict.action != Faults::Action::kNone;
+  size_t now = bytes;
+  if (torn) {
+    now = bytes / 2;
+    if (is_direct(file)) now = now / 4096 * 4096;
+  }
+  const ssize_t written = now == 0 ? 0 : ::pwrite(file.get(), data, now, static_cast<off_t>(offset));
+  if (verdict.action == Faults::Action::kKill) Faults::die();
+  return written;
+}
+
+void Files::write_all(const Descriptor& file, const std::string& path, const void* data, size_t bytes,
+                      uint64_t offset) {
+  const char* at = static_cast<const char*>(data);
+  int empty = 0;
+  while (bytes > 0) {
+    const ssize_t written = write_some(file, at, bytes, offset);
+    if (written < 0) {
+      if (errno == EINTR) continue;
+      if (errno == EINVAL && is_direct(file)) {  // it took the flag, but not this alignment
+        fcntl(file.get(), F_SETFL, fcntl(file.get(), F_GETFL) & ~O_DIRECT);
+        continue;
+      }
+      fail_file(errno, "write", path, offset + bytes);
+    }
+    if (written == 0 && ++empty > 8) fail_file(EIO, "write", path);
+    at += written;
+    offset += static_cast<uint64_t>(written);
+    bytes -= static_cast<size_t>(written);
+  }
+}
+
+void Files::sync(const Descriptor& file, const std::string& path) {
+  if (const int code = carry_out(faults_.count(Call::kSync))) fail_file(code, "fsync", path);
+  // Never repeated after a failure: the kernel has dropped the pages, and a second fsync would say all is well.
+  if (::fsync(file.get()) != 0) fail_file(errno, "fsync", path);
+}
+
+void Files::truncate(const Descriptor& file, const std::string& path, uint64_t bytes) {
+  int result;
+  do {
+    result = ::ftruncate(file.get(), static_cast<off_t>(bytes));
+  } while (result != 0 && errno == EINTR);
+  if (result != 0) fail_file(errno, "setting the size", path, bytes);
+}
+
+void Files::sync_directory(const std::string& path) {
+  const Descriptor folder(open_retrying(path, O_RDONLY | O_DIRECTORY));
+  if (!folder.is_open()) fail_file(errno, "open", path);
+  if (const int code = carry_out(faults_.count(Call::kSync))) fail_file(code, "fsync", path);
+  // Some network file systems have no fsync of folders; their servers order the operations themselves.
+  if (::fsync(folder.get()) != 0 && errno != EINVAL && errno != EROFS) fail_file(errno, "fsync", path);
+}
+
+void Files::rename(const std::string& from, const std::string& to) {
+  const std::string both = from + " to " + to;
+  if (const int code = carry_out(faults_.count(Call::kRename))) fail_file(code, "rename", both);
+  if (::rename(from.c_str(), to.c_str()) != 0) fail_file(errno, "rename", both);
+}
+
+bool Files::exchange(const std::string& a, const std::string& b) {
+  if (const int code = carry_out(faults_.count(Call::kRename))) fail_file(code, "exchange", a + " and " + b);
+  if (::renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE) == 0) return true;
+  if (errno != EINVAL && errno != ENOSYS && errno != EOPNOTSUPP) fail_file(errno, "exchange", a + " and " + b);
+  exchange_by_renames(a, b);
+  return false;
+}
+
+void Files::exchange_by_renames(const std::string& a, const std::string& b) {
+  struct stat found;
+  const std::string aside = b + ".exchange";
+  if (::lstat(aside.c_str(), &found) == 0) fail_file(EEXIST, "exchange", aside);
+  rename(b, aside);
+  rename(a, b);
+  rename(aside, a);
+}
+
+}  // namespace ds::io

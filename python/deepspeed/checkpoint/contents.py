@@ -1,0 +1,75 @@
+"""What a checkpoint of an engine holds: the files this rank writes, and the value of each."""
+
+import torch
+
+from deepspeed.checkpoint import names, zero_states
+from deepspeed.checkpoint.parallel_metadata import parallel_metadata
+from deepspeed.checkpoint.resume import run_states
+from deepspeed.version import __version__
+
+
+def files_of(engine, client_state, exclude_frozen_parameters=False):
+    """dict: name of a file below the tag's folder -> function that gives its value, for the files of this rank.
+
+    Every rank calls all of them in this order: some run collectives. Tensors of the values may be views of what is trained: write them, or copy
+    them, before the next step.
+    """
+    stage = engine.zero_optimization_stage()
+    dp_rank, mp_rank = engine.parallel.dp_rank, engine.mp_rank_for_files()
+    found = {}
+    if stage == 3 or dp_rank == 0:
+        name = names.sharded_model_states(dp_rank, mp_rank) if stage == 3 else names.model_states(mp_rank)
+        found[name] = lambda: _model_states(engine, client_state, exclude_frozen_parameters)
+    if stage > 0 and engine.core is not None and engine.basic_optimizer is not None:
+        name = names.optim_states(dp_rank, mp_rank, engine.bfloat16_enabled())
+        found[name] = lambda: _optim_states(engine)
+    found[names.run_states(engine.global_rank)] = lambda: run_states(engine)
+    return found
+
+
+def _model_states(engine, client_state, exclude_frozen_parameters):
+    optimizer = engine.optimizer
+    scheduler = engine.lr_scheduler
+    stage = engine.zero_optimization_stage()
+    frozen = stage >= 2 and not exclude_frozen_parameters
+    state = {
+        "module": _module_states(engine, exclude_frozen_parameters),
+        "buffer_names": [name for name, _ in engine.module.named_buffers()],
+        "optimizer": optimizer.state_dict() if optimizer is not None and stage == 0 else None,
+        "param_shapes": zero_states.param_shapes(engine) if stage > 0 else None,
+        "frozen_param_shapes": zero_states.frozen_shapes(engine) if frozen else None,
+        "shared_params": zero_states.shared_params(engine.module) if stage > 0 else None,
+        "frozen_param_fragments": zero_states.frozen_fragments(engine) if frozen else None,
+        "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "sparse_tensor_module_names": engine.sparse_tensor_module_names,
+        "skipped_steps": engine.skipped_steps,
+        "global_steps": engine.global_steps,
+        "global_samples": engine.global_samples,
+        "dp_world_size": engine.dp_world_size,
+        "mp_world_size": engine.mp_world_size,
+        names.RESERVED_KEY: parallel_metadata(engine.parallel.mpu),
+        "ds_config": engine.config,
+        "ds_version": __version__,
+    }
+    state.update(client_state)
+    return state
+
+
+def _module_states(engine, exclude_frozen_parameters):
+    state = engine.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+    if engine.zero_optimization_stage() < 3:
+        return state
+    sharded = zero_states.sharded_names(engine.module)
+    for name in state.keys() & sharded:
+        state[name] = torch.empty(0, dtype=state[name].dtype)
+    return state
+
+
+def _optim_states(engine):
+    return {
+        "optimizer_state_dict": engine.optimizer.state_dict(),
+        "ds_config": engine.config,
+        "ds_version": __version__,
+    }

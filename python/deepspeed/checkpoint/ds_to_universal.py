@@ -1,0 +1,210 @@
+"""Turns a checkpoint into a universal one, which any number of ranks, ZeRO stage and parallel layout can load.
+
+    python -m deepspeed.checkpoint.ds_to_universal --input_folder ckpt/global_step10 --output_folder ckpt/universal
+
+Memory stays at about one parameter for each worker, and disk at twice the states while ``tmp`` is there.
+"""
+
+import argparse
+import fnmatch
+import glob
+import os
+import re
+import shutil
+
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint import names, storage
+from deepspeed.checkpoint.autoep_universal import (  # noqa: F401 (published here)
+    _aggregate_autoep_zero12_metadata,
+    _autoep_expert_param_names_by_rank,
+    _uses_zero3_partitioned_autoep_metadata,
+)
+from deepspeed.checkpoint.constants import MODEL_FILE_SUFFIX, OPTIMIZER_STATE_DICT, ZERO_FILE_PREFIX
+from deepspeed.checkpoint.reshape_utils import natural_key
+from deepspeed.checkpoint.saved_universal import ZERO_FOLDER, is_universal
+from deepspeed.checkpoint.universal_convert import TEMP_FOLDER, Conversion, merge_parameter
+from deepspeed.checkpoint.universal_info import ParallelRules
+from deepspeed.checkpoint.universal_shards import merge_zero_shards, write_shard
+from deepspeed.checkpoint.universal_workers import run_tasks
+from deepspeed.log import logger
+from deepspeed.zero.saved_sliced import SlicedState
+
+
+def parse_arguments(args=None):
+    """The command line as a namespace for ``main``."""
+    parser = argparse.ArgumentParser(prog="ds_to_universal", description=__doc__.splitlines()[0])
+    parser.add_argument("--input_folder", required=True, help="folder of one tag of a checkpoint")
+    parser.add_argument("--output_folder", required=True, help="folder of the universal checkpoint, made if need be")
+    parser.add_argument("--num_extract_workers", type=int, default=4, help="processes that cut shards out of the files")
+    parser.add_argument("--num_merge_workers", type=int, default=2, help="processes that join them to parameters")
+    parser.add_argument("--keep_temp_folder", action="store_true", help="leave the shards below tmp/")
+    parser.add_argument(
+        "--no_strict",
+        dest="strict",
+        action="store_false",
+        help="patterns of universal_checkpoint_info that match no parameter are warned about, not refused",
+    )
+    parser.add_argument(
+        "--inject_missing_state",
+        action="store_true",
+        help="take an empty universal_checkpoint_info where a checkpoint of several model-parallel ranks has none",
+    )
+    return parser.parse_args(args)
+
+
+def main(args):
+    """``args``: a namespace with the options of the command line; those that it lacks have their defaults.
+
+    Raises FileNotFoundError without a checkpoint, ValueError where files or patterns do not fit. ``latest_universal``
+    beside the output folder moves when everything else is done.
+    """
+    source, target = os.path.abspath(args.input_folder), os.path.abspath(args.output_folder)
+    if source == target:
+        raise ValueError(f"--input_folder and --output_folder are both {source}: give the result a folder of its own")
+    if is_universal(source):
+        raise ValueError(f"{source} is a universal checkpoint already")
+    conversion = Conversion(source, target, inject=getattr(args, "inject_missing_state", False))
+    _validate_autotp_conversion_support(conversion.source.info)
+    tasks = conversion.tasks()
+    logger.info(f"{source}: {len(tasks)} parameters of ZeRO stage {conversion.source.zero_stage}, "
+                f"{conversion.source.pp_degree} x {conversion.source.tp_degree} model-parallel ranks")  # fmt: skip
+    os.makedirs(target, exist_ok=True)
+    for leftover in (ZERO_FOLDER, TEMP_FOLDER):  # of a conversion into the same folder
+        shutil.rmtree(os.path.join(target, leftover), ignore_errors=True)
+    run_tasks(conversion, "extract", tasks, getattr(args, "num_extract_workers", 4))
+    workers = getattr(args, "num_merge_workers", 2)
+    used = run_tasks(conversion, "merge", tasks, workers)
+    run_tasks(conversion, "frozen", conversion.frozen_tasks(), workers)
+    _check_patterns(conversion.source.rules, used, _is_strict(args))
+    conversion.common()
+    _copy_other_files(source, target)
+    if not getattr(args, "keep_temp_folder", False):
+        shutil.rmtree(conversion.temp_dir, ignore_errors=True)
+    _point_to(target)
+    logger.info(f"{target} is the universal checkpoint of {source}")
+
+
+def _is_strict(args):
+    return getattr(args, "strict", not getattr(args, "no_strict", False))
+
+
+def _check_patterns(rules, used, strict):
+    unused = rules.patterns() - {pattern for found in used for pattern in found}
+    if not unused:
+        return
+    text = (
+        f"these patterns of {keys.UNIVERSAL_CHECKPOINT_INFO} match no parameter: {', '.join(sorted(unused))}. Correct "
+        "them"
+    )
+    if strict:
+        raise ValueError(f"{text}, or pass --no_strict if this model has no such parameters")
+    logger.warning(text)
+
+
+def _copy_other_files(source, target):
+    """Model files, which have buffers, counters and client state, and what a run needs to go on; experts are whole
+    parameters of the result."""
+    for path in sorted(glob.glob(os.path.join(glob.escape(source), "*.pt")), key=natural_key):
+        name = os.path.basename(path)
+        is_run = fnmatch.fnmatch(name, re.sub(r"{.*?}", "*", names.RUN_STATES))
+        if is_run or (name.endswith(MODEL_FILE_SUFFIX[1:]) and "expert" not in name):
+            shutil.copy2(path, os.path.join(target, name))
+
+
+def _point_to(target):
+    path = os.path.join(os.path.dirname(target), names.LATEST_UNIVERSAL)
+    temporary = f"{path}.writing.{os.getpid()}"
+    with open(temporary, "w") as file:
+        file.write(os.path.basename(target))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+# ---- the single steps, under the names that scripts import -------------------------------------------------------------
+def _get_zero3_model_state_files(checkpoint_dir):
+    """Model files of all ranks of a checkpoint of ZeRO stage 3, in rank order."""
+    pattern = os.path.join(glob.escape(checkpoint_dir), f"{ZERO_FILE_PREFIX}*{MODEL_FILE_SUFFIX}")
+    files = [path for path in glob.glob(pattern) if "expert" not in os.path.basename(path)]
+    if not files:
+        raise FileNotFoundError(f"{checkpoint_dir} has no model files of ZeRO stage 3")
+    return sorted(files, key=natural_key)
+
+
+def _validate_autotp_conversion_support(universal_checkpoint_info):
+    """Raises ValueError for a model with parameters that automatic tensor parallelism has cut in a way that cannot be
+    put together again."""
+    found = (universal_checkpoint_info or {}).get(keys.AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS)
+    if found:
+        raise ValueError(
+            f"{keys.UNIVERSAL_CHECKPOINT_INFO} lists parameters whose tensor-parallel slices cannot be put together: "
+            f"{', '.join(map(str, found))}. Save this model without automatic tensor parallelism to convert it"
+        )
+
+
+def _group_per_tp_shapes(slice_shapes_by_tp, pp_degree, tp_degree):
+    """dict: name -> shapes of its slices, one for each tensor-parallel rank.
+
+    ``slice_shapes_by_tp``: what each model-parallel rank says, in rank order (stage by stage): a dict name -> shape, or
+    a list of such dicts. Raises ValueError for a parameter that some tensor-parallel ranks of its stage lack.
+    """
+    if len(slice_shapes_by_tp) != pp_degree * tp_degree:
+        raise ValueError(f"{len(slice_shapes_by_tp)} ranks for {pp_degree} stages of {tp_degree} tensor-parallel ones")
+    found = {}
+    for pp in range(pp_degree):
+        ranks = [_flat_shapes(said) for said in slice_shapes_by_tp[pp * tp_degree : (pp + 1) * tp_degree]]
+        for name in ranks[0]:
+            lacking = [rank for rank, shapes in enumerate(ranks) if name not in shapes]
+            if lacking:
+                raise ValueError(f"parameter '{name}' is missing on the tensor-parallel ranks {lacking} of stage {pp}")
+            found.setdefault(name, [shapes[name] for shapes in ranks])
+    return found
+
+
+def _flat_shapes(said):
+    return said if isinstance(said, dict) else {name: shape for group in said for name, shape in group.items()}
+
+
+_merge_zero_shards = merge_zero_shards
+
+
+def merge_tp_slices(uc_info, dir, slice_dir, tp_degree, name_and_shapes):
+    """Joins the shards of one parameter below ``slice_dir`` into its folder below ``dir``.
+
+    ``name_and_shapes``: its name, and the shape of its slice or a list with one for each of the ``tp_degree`` ranks.
+    Returns the patterns of ``uc_info`` that do not match the name.
+    """
+    name, shapes = name_and_shapes
+    if not shapes or isinstance(shapes[0], int):
+        shapes = [shapes] * tp_degree
+    rules = ParallelRules(uc_info)
+    return rules.patterns() - merge_parameter(rules, dir, slice_dir, name, list(shapes))
+
+
+def extract_zero_shards_stage3(
+    optim_files_grid, param_shapes_grid, dp_degree, temp_dir, indices, exclude_param_names=None
+):
+    """Writes the shards that one rank of ZeRO stage 3 has below ``temp_dir``.
+
+    ``optim_files_grid``: for each tensor-parallel rank the optimizer files of its ``dp_degree`` data-parallel ranks;
+    ``param_shapes_grid``: for each one its ``param_shapes``. ``indices``: (tensor-parallel rank, data-parallel rank).
+    """
+    tp_index, dp_index = indices
+    files = optim_files_grid[tp_index][:dp_degree]
+    shards = [storage.read(path, lazy=True)[OPTIMIZER_STATE_DICT] for path in files]
+    saved = SlicedState(shards, param_shapes_grid[tp_index])
+    for name, shape in saved.shapes().items():
+        if name in (exclude_param_names or ()):
+            continue
+        begin = dp_index * -(-shape.numel() // dp_degree)
+        for state in [keys.FP32_WEIGHT_KEY, *saved.state_names()]:
+            for offset, numel, reader in saved.pieces(name, state):
+                if offset == begin and numel:
+                    write_shard(temp_dir, name, tp_index, state, dp_index, reader.read_range(0, numel))
+        step = saved.scalars(name).get("step")
+        if step is not None:
+            write_shard(temp_dir, name, tp_index, "step", dp_index, step)
+
+
+if __name__ == "__main__":
+    main(parse_arguments())

@@ -1,0 +1,201 @@
+"""Writes one file of a checkpoint from the memory its tensors are in: past the page cache, with checksums, synced.
+
+The bytes go through a few aligned buffers (``csrc/io``): no second copy of the state is made, whatever its size. A file
+that could not be written whole is removed, and the error names it, the operation, the system's reason and what to do.
+
+``DS_IO_FAULT="write|fsync|rename|open:<n>:kill|enospc|eio|short"`` makes the n-th such operation of the process fail,
+or kills the process there; tests sweep n.
+"""
+
+import contextlib
+import json
+import os
+from dataclasses import dataclass
+
+from deepspeed._native import _C
+from deepspeed.checkpoint import torch_pickler
+from deepspeed.checkpoint.file_record import FileRecord, TensorRecord
+from deepspeed.checkpoint.stored_tensor import Staging, StoredTensor
+from deepspeed.host.cpu import usable_cores
+
+__all__ = [
+    "FileRecord", "TensorRecord", "WriterOptions", "exchange", "inject_fault", "rename", "sync_directory",
+    "write_bytes", "write_safetensors", "write_torch",
+]  # fmt: skip
+
+files = _C.io.Files(os.environ.get("DS_IO_FAULT", ""))
+
+STAGING_BYTES = 32 << 20  # at most; host memory through which tensors of a GPU pass
+SAFETENSORS_NAMES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
+    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "uint16": "U16", "uint32": "U32", "uint64": "U64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WriterOptions:
+    """How files are written.
+
+    ``io_buffer_size``: bytes of one buffer (a smaller file takes a smaller one). ``double``: two of them, one being
+    filled while the other is written. ``threads`` copy and sum; 0: up to four, by the cores this process may use.
+    ``direct``: O_DIRECT where the file system has it. ``sync``: fsync at the end.
+    """
+
+    io_buffer_size: int = 64 << 20
+    double: bool = True
+    threads: int = 0
+    direct: bool = True
+    sync: bool = True
+
+    def arguments(self):
+        """What the native writers take after the path and the size."""
+        threads = self.threads or min(4, len(usable_cores()))
+        return self.io_buffer_size, 2 if self.double else 1, threads, self.direct, self.sync
+
+
+def inject_fault(order):
+    """Arms a fault as DS_IO_FAULT does and counts from 0 again; an empty text disarms. Raises ValueError."""
+    files.inject(order)
+
+
+def sync_directory(path):
+    """Makes the names in the folder ``path`` safe from a power cut: after new files in it, and after renames."""
+    files.sync_directory(os.fspath(path))
+
+
+def rename(source, target):
+    """Gives ``source`` the name ``target``, replacing what had it, in one step; ``sync_directory`` makes it last."""
+    files.rename(os.fspath(source), os.fspath(target))
+
+
+def exchange(a, b):
+    """Swaps two files or two folders. Returns True if that was one step (RENAME_EXCHANGE); where the file system
+    cannot, three renames through ``<b>.exchange``, which after a crash between them holds what ``b`` was."""
+    return files.exchange(os.fspath(a), os.fspath(b))
+
+
+@contextlib.contextmanager
+def _whole(writer):
+    try:
+        yield writer
+    except BaseException:
+        writer.abandon()
+        raise
+
+
+def write_bytes(data, path, options=None):
+    """Writes ``data`` (bytes, or any contiguous buffer) to ``path``. Returns its ``FileRecord``. Raises OSError."""
+    path, size = os.fspath(path), memoryview(data).nbytes
+    with _whole(_C.io.FileStream(files, path, size, *(options or WriterOptions()).arguments())) as stream:
+        stream.write(data)
+        return FileRecord(os.path.basename(path), *stream.finish())
+
+
+def write_torch(value, path, options=None):
+    """Writes ``value`` so that ``torch.load`` of torch 1.13 and later gives it back, all tensors on the CPU.
+
+    Tensors of every dtype, layout and device; a view is stored with its own elements only; tensors over the same memory
+    (tied weights) are stored once and share memory again after loading. Other objects are pickled as torch.save pickles
+    them. Attributes set on tensors are left out. Returns the ``FileRecord``; tensors are named by where they stand in
+    nested dicts, lists and tuples. Raises OSError, and what pickle raises.
+    """
+    options = options or WriterOptions()
+    path = os.fspath(path)
+    pickled, records, tensors = torch_pickler.dump(value)
+    # The order of torch.save, which readers of offsets rely on.
+    texts = {"data.pkl": pickled, ".format_version": b"1", ".storage_alignment": b"64", "byteorder": b"little"}
+    sizes = [(name, len(text)) for name, text in texts.items()]
+    first = len(sizes)
+    sizes += [(f"data/{key}", stored.bytes) for key, stored in records]
+    sizes += [("version", 2), (".data/serialization_id", 40)]
+    entries = [(f"archive/{name}", size) for name, size in sizes]
+    with _whole(_C.io.ZipWriter(files, path, entries, *options.arguments())) as writer:
+        for text in texts.values():
+            writer.write(text)
+        _write_tensors(writer, [stored for _, stored in records], options)
+        writer.write(b"3\n")
+        writer.write(_serialization_id(entries, writer.crc32))
+        total = writer.finish()
+        crc32 = writer.crc32
+        place = {stored: (writer.offset(first + i), crc32[first + i]) for i, (_, stored) in enumerate(records)}
+    made = {}
+    for name, stored, shape in tensors:
+        offset, crc = place[stored]
+        made.setdefault(name, TensorRecord(name, _dtype_name(stored.dtype), list(shape), offset, stored.bytes, crc))
+    return FileRecord(os.path.basename(path), *total, list(made.values()))
+
+
+def _write_tensors(writer, stored_tensors, options):
+    staging = Staging(min(STAGING_BYTES, options.io_buffer_size))
+    waiting = []  # memory that stays where it is is handed over in one call
+    for stored in stored_tensors:
+        if stored.in_place():
+            waiting.extend(stored.pieces(staging))
+            continue
+        writer.write_memory(waiting)
+        waiting = []
+        for piece in stored.pieces(staging):
+            writer.write_memory([piece])
+    writer.write_memory(waiting)
+
+
+def _serialization_id(entries, crc32):
+    """40 digits that tell files of different content apart, as torch 2 writes them."""
+    names = _C.io.crc32("".join(name for name, _ in entries).encode())
+    content = _C.io.crc32(b"".join(sum.to_bytes(4, "little") for sum in crc32))
+    return b"%020d%020d" % (names, content)
+
+
+def write_safetensors(tensors, metadata, path, options=None):
+    """Writes ``tensors`` ({name: tensor}) and ``metadata`` ({text: text} or None) in the safetensors format: no pickle.
+
+    8 bytes of header length, a JSON header padded with spaces to a multiple of 8, the tensors in row-major order; wide
+    dtypes first, so that each is aligned. Returns the ``FileRecord``. Raises ValueError for what the format cannot say
+    (naming the tensor), OSError.
+    """
+    options = options or WriterOptions()
+    path = os.fspath(path)
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    stored = {name: _stored_row_major(name, tensor) for name, tensor in ordered}
+    header, at = {}, 0
+    if metadata:
+        bad = [key for key, text in metadata.items() if not (isinstance(key, str) and isinstance(text, str))]
+        if bad:
+            raise ValueError(f"safetensors metadata maps text to text only; {bad[0]!r} is not so: pass it as JSON text")
+        header["__metadata__"] = dict(metadata)
+    for name, item in stored.items():
+        code = SAFETENSORS_NAMES[_dtype_name(item.dtype)]
+        header[name] = {"dtype": code, "shape": list(item.shape), "data_offsets": [at, at + item.bytes]}
+        at += item.bytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    staging = Staging(min(STAGING_BYTES, options.io_buffer_size))
+    records = []
+    with _whole(_C.io.FileStream(files, path, start + at, *options.arguments())) as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name, item in stored.items():
+            offset, crc32 = stream.position, 0
+            for address, size in item.pieces(staging):
+                crc32 = _C.io.crc32_joined(crc32, stream.write_memory(address, size), size)
+            shape, dtype = list(item.shape), _dtype_name(item.dtype)
+            records.append(TensorRecord(name, dtype, shape, offset, item.bytes, crc32))
+        return FileRecord(os.path.basename(path), *stream.finish(), records)
+
+
+def _stored_row_major(name, tensor):
+    if not isinstance(name, str) or name == "__metadata__":
+        raise ValueError(f"a tensor in a safetensors file needs a name of text other than __metadata__, got {name!r}")
+    if not torch_pickler.is_plain(tensor):
+        raise ValueError(
+            f"the tensor {name!r} ({tensor.layout}, {tensor.device}) is not a dense tensor with elements: safetensors "
+            "has no form for it; make it dense (to_dense(), dequantize()) or leave it out"
+        )
+    if _dtype_name(tensor.dtype) not in SAFETENSORS_NAMES:
+        raise ValueError(f"the tensor {name!r} is {tensor.dtype}, which safetensors has no name for: convert it")
+    return StoredTensor(tensor, row_major=True)
+
+
+def _dtype_name(dtype):
+    return str(dtype).split(".")[-1]

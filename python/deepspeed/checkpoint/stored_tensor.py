@@ -1,0 +1,88 @@
+"""The bytes of a tensor in a file, taken from its memory piece by piece: no second copy of a state is ever made."""
+
+import torch
+
+
+class Staging:
+    """Host memory, at most ``bytes`` of it, through which tensors pass that are elsewhere or have gaps.
+
+    Made when first needed; pinned for tensors of a GPU, so that copies are fast.
+    """
+
+    def __init__(self, bytes):
+        self.bytes = max(bytes, 4096)
+        self._memory = {}
+
+    def copy(self, tensor):
+        """The elements of ``tensor`` (at most ``bytes``) in row-major order, valid until the next call."""
+        pinned = tensor.device.type == "cuda"
+        if pinned not in self._memory:
+            self._memory[pinned] = torch.empty(self.bytes, dtype=torch.uint8, pin_memory=pinned)
+        used = tensor.numel() * tensor.element_size()
+        return self._memory[pinned][:used].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+class StoredTensor:
+    """``bytes`` of a file that hold the elements of ``tensor``, and how a tensor over them must be strided.
+
+    In memory order, a tensor without gaps keeps its memory as it is, with its strides (transposed, expanded ...): what
+    shares that memory shares the bytes, ``key`` being equal. A tensor with gaps (a slice of columns), and every tensor
+    in row-major order that is not so already, is put in order while it is written, a piece at a time.
+    """
+
+    def __init__(self, tensor, row_major=False):
+        tensor = tensor.detach()
+        self.dtype = tensor.dtype
+        self.shape = tuple(tensor.shape)
+        self.stride = tuple(tensor.stride())
+        self.numel = tensor.numel()
+        span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride)) if self.numel else 0
+        lazy = tensor.is_conj() or tensor.is_neg()
+        if span <= self.numel and not lazy and not (row_major and not tensor.is_contiguous()):
+            self._flat, self._rows = tensor.as_strided((span,), (1,)), None
+            self.numel = span
+        else:
+            self._flat, self._rows = None, tensor
+            self.stride = _row_major_stride(self.shape)
+        self.bytes = self.numel * tensor.element_size()
+        # Tensors without elements have no address that would tell them apart.
+        place = tensor.data_ptr() if self.numel else id(self)
+        way = None if self._rows is None else (self.shape, tensor.stride(), lazy)
+        self.key = (tensor.device, place, self.dtype, self.bytes, way)
+
+    def pieces(self, staging):
+        """Yields (address, bytes) of host memory, in order, valid until the next one is asked for."""
+        if not self.bytes:
+            return
+        if self._flat is not None and self._flat.device.type == "cpu":
+            yield self._flat.data_ptr(), self.bytes
+            return
+        size = self.bytes // self.numel
+        for part in _parts(self._rows if self._flat is None else self._flat, staging.bytes // size):
+            yield staging.copy(part).data_ptr(), part.numel() * size
+
+    def in_place(self):
+        """Whether ``pieces`` hands out the tensor's own memory."""
+        return self._flat is not None and self._flat.device.type == "cpu"
+
+
+def _row_major_stride(shape):
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def _parts(tensor, most):
+    """The tensor cut along its first dimensions, in row-major order, into parts of at most ``most`` elements."""
+    if tensor.numel() <= most:
+        yield tensor
+        return
+    row = tensor.numel() // tensor.shape[0]
+    if row > most:
+        for part in tensor:
+            yield from _parts(part, most)
+        return
+    for begin in range(0, tensor.shape[0], most // row):
+        yield tensor[begin : begin + most // row]

@@ -1,0 +1,123 @@
+"""Pickles a value the way torch.save does, but takes tensors apart itself: into records of exactly their elements.
+
+The format is that of torch.serialization: pickle protocol 2, storages as persistent ids
+``("storage", torch.FloatStorage, key, "cpu", numel)``, tensors as calls of ``torch._utils._rebuild_tensor_v2``.
+"""
+
+import collections
+import io
+import pickle
+
+import torch
+
+from deepspeed import _compat
+from deepspeed.checkpoint.stored_tensor import StoredTensor
+
+PROTOCOL = 2  # the one that torch.load(weights_only=True) reads
+
+
+def tensor_names(value):
+    """{id of a tensor: where it stands in ``value``}, for dicts, lists and tuples: ``module.fc.weight``,
+    ``states[0].step``. The first place wins.
+    """
+    names, seen = {}, set()
+    waiting = [(value, "")]
+    while waiting:
+        item, name = waiting.pop()
+        if isinstance(item, torch.Tensor):
+            names.setdefault(id(item), name)
+        elif isinstance(item, (dict, list, tuple)) and id(item) not in seen:
+            seen.add(id(item))
+            if isinstance(item, dict):
+                children = [(child, f"{name}.{key}" if name else str(key)) for key, child in item.items()]
+            else:
+                children = [(child, f"{name}[{index}]") for index, child in enumerate(item)]
+            waiting.extend(reversed(children))
+    return names
+
+
+class _Memory:
+    """Stands in a pickle for the storage of one record."""
+
+    def __init__(self, storage_class, key, numel):
+        self.id = ("storage", storage_class, key, "cpu", numel)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file, names):
+        super().__init__(file, protocol=PROTOCOL)
+        self.names = names
+        self.records = {}  # StoredTensor.key: (record's name, StoredTensor)
+        self.tensors = []  # (name, StoredTensor, shape) of every tensor
+        self.storage_names = torch.storage._dtype_to_storage_type_map()
+        self.alive = []  # what was made while pickling: an address must not be used again before the file is written
+
+    def persistent_id(self, obj):
+        if type(obj) is _Memory:
+            return obj.id
+        # Storages by themselves, and those of kinds of tensors that torch takes apart (quantized, subclasses).
+        if isinstance(obj, torch.storage.TypedStorage):
+            storage_class = getattr(torch, self.storage_names[obj.dtype])
+            return self._storage_id(_compat.untyped_storage(obj), storage_class, obj.dtype)
+        if torch.is_storage(obj):
+            return self._storage_id(obj, type(obj), torch.uint8)
+        return None
+
+    def _storage_id(self, storage, storage_class, dtype):
+        content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        key, stored = self._record(content)
+        item_bytes = torch.empty(0, dtype=dtype).element_size()
+        return "storage", storage_class, key, "cpu", stored.bytes // item_bytes
+
+    def _record(self, tensor):
+        self.alive.append(tensor)
+        stored = StoredTensor(tensor)
+        key, stored = self.records.setdefault(stored.key, (str(len(self.records)), stored))
+        return key, stored
+
+    def reducer_override(self, obj):
+        if type(obj) is torch.nn.Parameter and is_plain(obj):
+            data = obj.data
+            self.alive.append(data)
+            self.names[id(data)] = self.names.get(id(obj))
+            return torch._utils._rebuild_parameter, (data, obj.requires_grad, collections.OrderedDict())
+        if type(obj) is torch.Tensor and is_plain(obj):
+            return self._reduce_tensor(obj)
+        return NotImplemented
+
+    def _reduce_tensor(self, tensor):
+        own = StoredTensor(tensor)
+        key, stored = self._record(tensor)
+        self.tensors.append((self.names.get(id(tensor)) or f"data/{key}", stored, own.shape))
+        legacy = self.storage_names.get(tensor.dtype)
+        storage_class, numel = (
+            (getattr(torch, legacy), stored.numel) if legacy else (torch.UntypedStorage, stored.bytes)
+        )
+        arguments = (
+            _Memory(storage_class, key, numel),
+            0,
+            own.shape,
+            own.stride,
+            tensor.requires_grad,
+            collections.OrderedDict(),
+        )
+        if legacy:
+            return torch._utils._rebuild_tensor_v2, arguments
+        return torch._utils._rebuild_tensor_v3, (*arguments, tensor.dtype)
+
+
+def is_plain(tensor):
+    return tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
+
+
+def dump(value):
+    """Pickles ``value``. Returns (the pickle as bytes, [(key, StoredTensor)] of the records it refers to,
+    [(name, StoredTensor, shape)] of the tensors in it).
+
+    Attributes that were set on tensors and parameters are not saved. Raises what pickle raises for values that it
+    cannot take.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file, tensor_names(value))
+    pickler.dump(value)
+    return file.getvalue(), list(pickler.records.values()), pickler.tensors

@@ -1,0 +1,3 @@
+"""Import path that existing scripts use."""
+
+from deepspeed.checkpoint.engines.torch_engine import TorchCheckpointEngine  # noqa: F401

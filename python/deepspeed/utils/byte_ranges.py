@@ -1,0 +1,89 @@
+"""Parts of files, read on demand: a tensor's bytes go from the file into its memory, and nothing else is read."""
+
+import ctypes
+import os
+import zipfile
+
+import torch
+
+_MOST_PER_READ = 1 << 30  # Linux reads at most 2 GiB in a call
+
+
+class FileRange:
+    """``bytes`` of the file at ``path`` from ``offset`` on. The file is opened for each read, so that a checkpoint of a
+    thousand files needs no thousand descriptors; OSError when it is no longer the file that was opened first."""
+
+    def __init__(self, path, offset, size, identity):
+        self.path, self.offset, self.bytes, self.identity = path, offset, size, identity
+
+    def read_into(self, target, start):
+        """Fills the uint8 tensor ``target`` with the bytes from ``start`` on."""
+        count = target.numel()
+        if start < 0 or start + count > self.bytes:
+            raise ValueError(f"{self.path}: bytes {start} to {start + count} of a record of {self.bytes} bytes")
+        if count == 0:
+            return
+        memory = memoryview((ctypes.c_char * count).from_address(target.data_ptr())).cast("B")
+        with open(self.path, "rb", buffering=0) as file:
+            if file_identity(file.fileno()) != self.identity:
+                raise OSError(f"{self.path} has changed since it was opened; load the checkpoint again")
+            done = 0
+            while done < count:
+                part = memory[done : done + _MOST_PER_READ]
+                got = os.preadv(file.fileno(), [part], self.offset + start + done)
+                if got == 0:
+                    raise OSError(f"{self.path} ends {count - done} bytes too early; load an older tag")
+                done += got
+
+
+class DeflatedRange:
+    """A compressed record of a zip file, read through the zipfile module: sequentially, from its start."""
+
+    def __init__(self, path, name, size, identity):
+        self.path, self.name, self.bytes, self.identity = path, name, size, identity
+
+    def read_into(self, target, start):
+        """As in FileRange."""
+        with open(self.path, "rb") as file:
+            if file_identity(file.fileno()) != self.identity:
+                raise OSError(f"{self.path} has changed since it was opened; load the checkpoint again")
+            with zipfile.ZipFile(file) as archive, archive.open(self.name) as record:
+                left = start
+                while left:
+                    got = len(record.read(min(left, 1 << 20)))
+                    if not got:
+                        raise OSError(f"{self.path}: the record {self.name} ends too early; load an older tag")
+                    left -= got
+                done, count = 0, target.numel()
+                while done < count:
+                    part = record.read(min(count - done, 1 << 20))
+                    if not part:
+                        raise OSError(f"{self.path}: the record {self.name} ends too early; load an older tag")
+                    ctypes.memmove(target.data_ptr() + done, part, len(part))
+                    done += len(part)
+
+
+def file_identity(descriptor):
+    """What tells a file from one that has taken its name."""
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def read_bytes(source, start=0, size=None):
+    """``size`` bytes of a range as ``bytes``."""
+    size = source.bytes - start if size is None else size
+    data = torch.empty(size, dtype=torch.uint8)
+    source.read_into(data, start)
+    return ctypes.string_at(data.data_ptr(), size) if size else b""
+
+
+def memory_of(flat):
+    """A memoryview of a contiguous uint8 tensor's elements; the tensor must outlive it."""
+    return memoryview((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())).cast("B")
+
+
+def write_tensor(file, flat):
+    """Writes the bytes of a contiguous uint8 tensor to an unbuffered file."""
+    left = memory_of(flat) if flat.numel() else b""
+    while len(left):
+        left = left[file.write(left[:_MOST_PER_READ]) :]

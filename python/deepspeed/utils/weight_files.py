@@ -1,0 +1,152 @@
+"""Weights that lie in pieces in the files of a checkpoint, and the files that they are exported to.
+
+Everything goes through in chunks: what an export holds in memory does not depend on the size of a tensor.
+"""
+
+import json
+import os
+import re
+
+import torch
+
+from deepspeed.utils.lazy_tensor import LazyTensor, itemsize
+from deepspeed.utils.safetensors_file import write_safetensors_stream
+from deepspeed.utils.torch_archive_writer import write_torch_stream
+
+_CHUNK_NUMEL = 4 << 20
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
+
+class StoredWeight:
+    """A weight whose elements, in row-major order, are ``pieces``: (tensor or LazyTensor, first element, numel).
+
+    shape: torch.Size. dtype: of the weight, whatever that of the pieces. ``contiguous()`` makes the tensor.
+    """
+
+    def __init__(self, pieces, shape, dtype):
+        self.pieces, self.shape, self.dtype = list(pieces), torch.Size(shape), dtype
+        held = sum(numel for _, _, numel in self.pieces)
+        if held != self.shape.numel():
+            raise ValueError(f"a weight of shape {tuple(shape)} in pieces of {held} elements")
+
+    def numel(self):
+        return self.shape.numel()
+
+    def dim(self):
+        return len(self.shape)
+
+    def element_size(self):
+        return itemsize(self.dtype)
+
+    def _parts(self):
+        for source, start, numel in self.pieces:
+            for at in range(0, numel, _CHUNK_NUMEL):
+                count = min(_CHUNK_NUMEL, numel - at)
+                if isinstance(source, LazyTensor):
+                    yield source.read_range(start + at, count)
+                else:
+                    yield source.detach().reshape(-1)[start + at : start + at + count].cpu()
+
+    def contiguous(self):
+        """The tensor, on the CPU; besides it one chunk is in memory."""
+        flat, at = torch.empty(self.numel(), dtype=self.dtype), 0
+        for part in self._parts():
+            flat[at : at + part.numel()].copy_(part)
+            at += part.numel()
+        return flat.view(self.shape)
+
+    def chunks(self):
+        """The bytes, as 1-D uint8 tensors."""
+        for part in self._parts():
+            yield part.to(self.dtype).contiguous().view(torch.uint8)
+
+    def __repr__(self):
+        return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
+
+
+def as_weight(value):
+    """A tensor, on any device, as a weight."""
+    return (
+        value
+        if isinstance(value, StoredWeight)
+        else StoredWeight([(value, 0, value.numel())], value.shape, value.dtype)
+    )
+
+
+def parse_size(text):
+    """Bytes in a size like "5GB" (10**9), "5GiB" (2**30) or 5000000000. ValueError for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    if found is None or found.group(2).upper() not in _UNITS or isinstance(text, bool):
+        raise ValueError(f"max_shard_size = {text!r} is no size: write it like '5GB', '500MB' or 5000000000")
+    size = int(float(found.group(1)) * _UNITS[found.group(2).upper()])
+    if size < 1:
+        raise ValueError(f"max_shard_size = {text!r} is too small for a file")
+    return size
+
+
+def _shards(weights, limit):
+    """Names by file, in order: as many as fit; a weight larger than the limit has a file of its own. Names of one
+    weight go together."""
+    shards, used, place = [[]], 0, {}
+    for name, weight in weights.items():
+        if id(weight) in place:
+            place[id(weight)].append(name)
+            continue
+        size = weight.numel() * itemsize(weight.dtype)
+        if limit is not None and shards[-1] and used + size > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        place[id(weight)], used = shards[-1], used + size
+    return shards
+
+
+def write_weight_files(weights, folder, max_shard_size=None, safe_serialization=False, filename=None):
+    """Writes ``{name: tensor or StoredWeight}`` to ``folder``: pytorch_model.bin or model.safetensors, or numbered
+    files and an index when that is larger than ``max_shard_size``. Names of the same object are tied. Returns the files.
+
+    Files appear under their names when they are whole.
+    """
+    limit = None if max_shard_size is None else parse_size(max_shard_size)
+    made = {}
+    weights = {name: made.setdefault(id(value), as_weight(value)) for name, value in weights.items()}
+    filename = filename or ("model.safetensors" if safe_serialization else "pytorch_model.bin")
+    stem, ending = os.path.splitext(filename)
+    shards = _shards(weights, limit)
+    count = len(shards)
+    names = [filename] if count == 1 else [f"{stem}-{i:05d}-of-{count:05d}{ending}" for i in range(1, count + 1)]
+    os.makedirs(folder, exist_ok=True)
+    write = write_safetensors_stream if safe_serialization else write_torch_stream
+    for name, shard in zip(names, shards):
+        _whole_file(os.path.join(folder, name), write, {key: weights[key] for key in shard})
+    if count > 1:
+        # safetensors has no ties: it holds the values under each of the names.
+        written = weights if safe_serialization else {id(weight): weight for weight in weights.values()}
+        total = sum(weight.numel() * itemsize(weight.dtype) for weight in written.values())
+        where = {key: name for name, shard in zip(names, shards) for key in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": {key: where[key] for key in weights}}
+        names.append(f"{filename}.index.json")
+        _whole_file(os.path.join(folder, names[-1]), _write_json, index)
+    return [os.path.join(folder, name) for name in names]
+
+
+def _write_json(path, value):
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2, sort_keys=True)
+        file.write("\n")
+
+
+def _whole_file(path, write, content):
+    temporary = f"{path}.writing.{os.getpid()}"
+    try:
+        write(temporary, content)
+        os.replace(temporary, path)
+    except BaseException as error:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        if isinstance(error, OSError) and error.strerror:
+            raise OSError(
+                error.errno, f"cannot write {path}: {error.strerror}. Check space and permissions."
+            ) from error
+        raise

@@ -1,0 +1,388 @@
+#!/usr/bin/env python
+"""Consolidates a ZeRO checkpoint (stage 1, 2 or 3) into fp32 weights, on the CPU, without a configuration.
+
+    python zero_to_fp32.py <checkpoint_dir> <output_dir> [--max_shard_size 5GB] [--safe_serialization]
+                           [-t TAG] [--exclude_frozen_parameters] [-d]
+
+The weights are streamed: memory does not grow with the model. Files are read without running code that they may hold.
+"""
+
+import argparse
+import dataclasses
+import glob
+import math
+import os
+import re
+
+import torch
+
+from deepspeed.utils.lazy_tensor import LazyTensor
+from deepspeed.utils.torch_archive import load
+from deepspeed.utils.weight_files import StoredWeight, write_weight_files
+
+debug = 0
+device = torch.device("cpu")
+
+
+@dataclasses.dataclass
+class zero_model_state:
+    """What one model file says. buffers and frozen_param_fragments: name -> tensor; param_shapes: a list of dicts
+    name -> shape, one for each group; shared_params: list of [alias, name]; frozen_param_shapes: name -> shape."""
+
+    buffers: dict()
+    param_shapes: dict()
+    shared_params: list
+    ds_version: int
+    frozen_param_shapes: dict()
+    frozen_param_fragments: dict()
+    plain_params: dict = dataclasses.field(default_factory=dict)
+
+
+class GatheredTensor(StoredWeight):
+    """A parameter of stage 3, in a slice of ``partitioned_numel`` elements per rank.
+
+    flat_groups: for each rank its flat tensors. flat_groups_offset: where each of them begins in the rank's
+    concatenation, and the end. offset: of the slice in that concatenation. shape: of the whole parameter.
+    """
+
+    def __init__(self, flat_groups, flat_groups_offset, offset, partitioned_numel, shape):
+        self.flat_groups, self.flat_groups_offset = flat_groups, flat_groups_offset
+        self.offset, self.partitioned_numel = offset, partitioned_numel
+        pieces, left = [], torch.Size(shape).numel()
+        for groups in flat_groups:
+            begin, end = offset, offset + min(partitioned_numel, left)
+            left -= end - begin
+            for flat, first, last in zip(groups, flat_groups_offset, flat_groups_offset[1:]):
+                low, high = max(begin, first), min(end, last)
+                if low < high:
+                    pieces.append((flat, low - first, high - low))
+        super().__init__(pieces, shape, flat_groups[0][0].dtype)
+
+
+def atoi(text):
+    """An int for digits, the text itself otherwise."""
+    return int(text) if text.isdigit() else text
+
+
+def natural_keys(text):
+    """Sorts rank 10 behind rank 9: ``names.sort(key=natural_keys)``."""
+    return [atoi(part) for part in re.split(r"(\d+)", text)]
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+def get_checkpoint_files(checkpoint_dir, glob_pattern):
+    """Paths, in natural order. FileNotFoundError if there are none."""
+    files = sorted(glob.glob(os.path.join(glob.escape(str(checkpoint_dir)), glob_pattern)), key=natural_keys)
+    if not files:
+        raise FileNotFoundError(f"can't find {glob_pattern} files in directory '{checkpoint_dir}'")
+    return files
+
+
+def get_optim_files(checkpoint_dir):
+    """Paths of the files with optimizer states, one for each rank."""
+    return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
+
+
+def get_model_state_files(checkpoint_dir):
+    """Paths of the model files."""
+    return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
+
+
+def get_model_state_file(checkpoint_dir, zero_stage):
+    """Path of the model file of rank 0. FileNotFoundError without it, ValueError for an unknown stage."""
+    if not os.path.isdir(checkpoint_dir):
+        raise FileNotFoundError(f"Directory '{checkpoint_dir}' doesn't exist")
+    if zero_stage not in (0, 1, 2, 3):
+        raise ValueError(f"zero_stage = {zero_stage!r}: it is 0, 1, 2 or 3")
+    name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if zero_stage == 3 else "mp_rank_00_model_states.pt"
+    path = os.path.join(checkpoint_dir, name)
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"can't find model states file at '{path}'")
+    return path
+
+
+def _tag_folder(checkpoint_dir, tag):
+    if tag is None:
+        pointer = os.path.join(checkpoint_dir, "latest")
+        if not os.path.isfile(pointer):
+            raise ValueError(f"Unable to find 'latest' file at {pointer}; pass a tag")
+        with open(pointer, encoding="utf-8") as file:
+            tag = file.read().strip()
+    folder = os.path.join(checkpoint_dir, str(tag))
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"Directory '{folder}' doesn't exist")
+    return folder
+
+
+# ---- what they say -------------------------------------------------------------------------------------------------
+def _real(value):
+    return value.read() if isinstance(value, LazyTensor) else value
+
+
+def _parse_model_file(path):
+    state = load(path, lazy=True)
+    if not isinstance(state, dict) or "buffer_names" not in state:
+        raise ValueError(f"{path} is not a model state checkpoint")
+    module, shapes = state.get("module") or {}, state.get("param_shapes") or []
+    shapes = [shapes] if isinstance(shapes, dict) else list(shapes)
+    buffers = {name: module[name] for name in state["buffer_names"] if name in module}
+    shared = dict(state.get("shared_params") or {})
+    trained = {name for group in shapes for name in group}
+    rest = {
+        name: value
+        for name, value in module.items()
+        if isinstance(value, LazyTensor) and name not in buffers and name not in trained and name not in shared
+    }
+    return zero_model_state(
+        buffers=buffers,
+        param_shapes=shapes,
+        shared_params=[[alias, name] for alias, name in shared.items()],
+        ds_version=state.get("ds_version"),
+        frozen_param_shapes=state.get("frozen_param_shapes"),
+        frozen_param_fragments=state.get("frozen_param_fragments"),
+        plain_params=rest,
+    )
+
+
+def parse_model_states(files):
+    """A ``zero_model_state`` for each file. ValueError for a file that is no model file."""
+    states = [_parse_model_file(path) for path in files]
+    for state in states:
+        for values in (state.buffers, state.frozen_param_fragments or {}, state.plain_params):
+            values.update({name: _real(value) for name, value in values.items()})
+    return states
+
+
+def _parse_optim_files(files, ds_checkpoint_dir):
+    """(stage, ranks, for each rank its flat LazyTensors)."""
+    parts = []
+    for path in files:
+        state = load(path, lazy=True)
+        part = state.get("optimizer_state_dict") if isinstance(state, dict) else None
+        if not isinstance(part, dict) or "zero_stage" not in part:
+            raise ValueError(f"{path} is not a zero checkpoint: it has no key zero_stage")
+        parts.append(part)
+    stage, ranks = int(parts[0]["zero_stage"]), parts[0]["partition_count"]
+    ranks = max(ranks) if isinstance(ranks, (list, tuple)) else ranks
+    if ranks != len(files):
+        raise ValueError(
+            f"Expected {ranks} of '*_optim_states.pt' under '{ds_checkpoint_dir}' but found {len(files)} files. "
+            "Possibly due to an overwrite of an old checkpoint, or a checkpoint didn't get saved by one or more "
+            "processes."
+        )
+    if stage not in (1, 2, 3):
+        raise ValueError(f"unknown zero stage {stage}: 1, 2 and 3 can be consolidated")
+    key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    for path, part in zip(files, parts):
+        if key not in part:
+            raise ValueError(f"{path} has no key {key}, which a checkpoint of stage {stage} has")
+    return stage, ranks, [list(part[key]) for part in parts]
+
+
+def parse_optim_states(files, ds_checkpoint_dir):
+    """(ZeRO stage, number of ranks, for each rank the list of its flat fp32 tensors). ValueError for other files, or
+    when there are not as many as ranks."""
+    stage, ranks, flats = _parse_optim_files(files, ds_checkpoint_dir)
+    return stage, ranks, [[_real(flat) for flat in rank] for rank in flats]
+
+
+def _raise_if_autoep_zero3_partitioned_checkpoint(model_files):
+    for path in model_files:
+        state = load(path, lazy=True)
+        if isinstance(state, dict) and (state.get("ds_autoep_layers") or state.get("autoep_layers")):
+            raise NotImplementedError(
+                f"{path} is of a model with AutoEP layers at ZeRO stage 3: their experts are partitioned among groups "
+                "of ranks, which zero_to_fp32 cannot consolidate; load the checkpoint into an engine and save it there"
+            )
+
+
+# ---- the weights ---------------------------------------------------------------------------------------------------
+def _fp32(value):
+    """A weight of one piece; numbers that are not floating point (counters, masks) stay what they are."""
+    dtype = torch.float32 if value.dtype.is_floating_point else value.dtype
+    return StoredWeight([(value, 0, value.numel())], value.shape, dtype)
+
+
+def _frozen(states, stage):
+    """name -> weight of parameters that are not trained."""
+    first, found = states[0], {}
+    shapes, fragments = first.frozen_param_shapes or {}, first.frozen_param_fragments or {}
+    if stage == 3:
+        for name, shape in shapes.items():
+            pieces, left = [], torch.Size(shape).numel()
+            for state in states:
+                part = (state.frozen_param_fragments or {})[name]
+                pieces.append((part, 0, min(part.numel(), left)))
+                left -= pieces[-1][2]
+            found[name] = StoredWeight(pieces, shape, torch.float32)
+        return found
+    for name in shapes:
+        if name not in fragments:
+            raise ValueError(f"the frozen parameter '{name}' has a shape in the model file, but no values")
+        found[name] = _fp32(fragments[name])
+    for name, value in first.plain_params.items():  # stage 1 has them in the module only
+        found.setdefault(name, _fp32(value))
+    return found
+
+
+def _flat_weights(param_shapes, ranks, flats):
+    """Stages 1 and 2: a group is one flat tensor, cut into a shard per rank wherever the cut falls."""
+    found = {}
+    for group, shapes in enumerate(param_shapes):
+        shards = [rank[group] for rank in flats]
+        held, offset = sum(shard.numel() for shard in shards), 0
+        for name, shape in shapes.items():
+            numel, pieces, first = torch.Size(shape).numel(), [], 0
+            for shard in shards:
+                low, high = max(offset, first), min(offset + numel, first + shard.numel())
+                if low < high:
+                    pieces.append((shard, low - first, high - low))
+                first += shard.numel()
+            if offset + numel > held:
+                raise ValueError(f"group {group} has {held} elements, too few for parameter '{name}' at {offset}")
+            found[name] = StoredWeight(pieces, shape, torch.float32)
+            offset += numel
+        unit = 2 * ranks  # older versions padded the group to it
+        if math.ceil(offset / unit) != math.ceil(held / unit):
+            raise ValueError(f"consumed {offset} numels out of {held} - something is wrong")
+    return found
+
+
+def zero3_partitioned_param_info(unpartitioned_numel, world_size):
+    """(elements of each rank's slice, padding of the last ones together)."""
+    partitioned_numel = math.ceil(unpartitioned_numel / world_size)
+    return partitioned_numel, (world_size - unpartitioned_numel % world_size) % world_size
+
+
+def _sliced_weights(param_shapes, ranks, flats):
+    """Stage 3: every parameter is cut into a slice per rank; a rank's slices follow each other in its flat tensors."""
+    begins, found, offset = [0], {}, 0
+    for flat in flats[0]:
+        begins.append(begins[-1] + flat.numel())
+    for rank, groups in enumerate(flats):
+        if [g.numel() for g in groups] != [g.numel() for g in flats[0]]:
+            raise ValueError(f"the flat groups of rank {rank} are not as long as those of rank 0")
+    for shapes in param_shapes:
+        for name, shape in shapes.items():
+            numel = zero3_partitioned_param_info(torch.Size(shape).numel(), ranks)[0]
+            if offset + numel > begins[-1]:
+                raise ValueError(
+                    f"the ranks have {begins[-1]} elements each, too few for parameter '{name}' at {offset}"
+                )
+            found[name] = GatheredTensor(flats, begins, offset, numel, shape)
+            offset += numel
+    if offset != begins[-1]:
+        raise ValueError(f"consumed {offset * ranks} numels out of {begins[-1] * ranks} - something is wrong")
+    return found
+
+
+def _weights(checkpoint_dir, tag, exclude_frozen_parameters):
+    """{name: StoredWeight} of a checkpoint, tied names with the same object."""
+    folder = _tag_folder(checkpoint_dir, tag)
+    print(f"Processing zero checkpoint '{folder}'")
+    try:
+        optim_files = get_optim_files(folder)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{error}: it is no ZeRO checkpoint (no optimizer file says its zero_stage). Saved without ZeRO, the "
+            "weights are whole under the key 'module' of mp_rank_00_model_states.pt"
+        ) from error
+    stage, ranks, flats = _parse_optim_files(optim_files, folder)
+    print(f"Detected checkpoint of type zero stage {stage}, world_size: {ranks}")
+    files = [path for path in get_model_state_files(folder) if "expert_" not in os.path.basename(path)]
+    if stage == 3:
+        _raise_if_autoep_zero3_partitioned_checkpoint(files)
+        if len(files) != ranks:
+            raise ValueError(f"Expected {ranks} of '*_model_states.pt' under '{folder}' but found {len(files)} files")
+    states = [_parse_model_file(path) for path in files]
+    first = states[0]
+    print(f"Parsing checkpoint created by deepspeed=={first.ds_version}")
+    found = {name: _fp32(value) for name, value in first.buffers.items()}
+    if not exclude_frozen_parameters:
+        found.update(_frozen(states, stage))
+    merge = _sliced_weights if stage == 3 else _flat_weights
+    trained = merge(first.param_shapes, ranks, flats)
+    found.update(trained)
+    for alias, name in first.shared_params:
+        if name in found:
+            found[alias] = found[name]
+    numel = sum(weight.numel() for weight in trained.values())
+    print(f"Reconstructed fp32 state dict with {len(trained)} params {numel} elements")
+    if debug:
+        for name, weight in found.items():
+            print(f"{name} full shape: {tuple(weight.shape)}, pieces: {len(weight.pieces)}")
+    return found
+
+
+def to_torch_tensor(state_dict, return_empty_tensor=False):
+    """The tensors of a lazy state dict; tied names keep one tensor. ``return_empty_tensor``: shapes and dtypes only."""
+    made = {}
+    for weight in state_dict.values():
+        if id(weight) not in made and return_empty_tensor:
+            made[id(weight)] = torch.empty(weight.shape, dtype=weight.dtype)
+        elif id(weight) not in made:
+            made[id(weight)] = weight.contiguous()
+    return {name: made[id(weight)] for name, weight in state_dict.items()}
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir, tag=None, exclude_frozen_parameters=False, lazy_mode=False
+):
+    """fp32 state dict of a checkpoint, on the CPU. ``tag``: the folder, by default what the file ``latest`` says.
+
+    With ``lazy_mode`` the values stay in the files; ``value.contiguous()`` makes the tensor of one.
+    Raises ValueError without tag and ``latest`` and for files that do not fit, FileNotFoundError without the folder.
+    """
+    weights = _weights(checkpoint_dir, tag, exclude_frozen_parameters)
+    return weights if lazy_mode else to_torch_tensor(weights)
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir,
+    output_dir,
+    max_shard_size="5GB",
+    safe_serialization=False,
+    tag=None,
+    exclude_frozen_parameters=False,
+):
+    """Writes the fp32 weights of a checkpoint to ``output_dir``: pytorch_model.bin, or model.safetensors with
+    ``safe_serialization``, or numbered files and an index when they are larger than ``max_shard_size``
+    (None: one file).
+    """
+    weights = _weights(checkpoint_dir, tag, exclude_frozen_parameters)
+    for path in write_weight_files(weights, output_dir, max_shard_size, safe_serialization):
+        print(f"Saved fp32 state dict to {path}")
+
+
+def load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag=None):
+    """Puts the fp32 weights of a checkpoint into ``model``, which moves to the CPU and is returned. It is then no
+    longer fit for the engine that trained it."""
+    state_dict = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    model = model.cpu()
+    model.load_state_dict(state_dict, strict=False)
+    return model
+
+
+def main(args=None):
+    parser = argparse.ArgumentParser(description="Consolidates a ZeRO checkpoint into fp32 weights.")
+    parser.add_argument("checkpoint_dir", help="the folder given to save_checkpoint, e.g. path/checkpoint-12")
+    parser.add_argument("output_dir", help="where the weights go: pytorch_model.bin or model.safetensors, or shards")
+    parser.add_argument("--max_shard_size", default="5GB", help="largest file, like 5GB or 500MB (default 5GB)")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors instead of torch's format")
+    parser.add_argument("-t", "--tag", default=None, help="e.g. global_step1; by default what the file 'latest' says")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
+    parser.add_argument("-d", "--debug", action="store_true", help="say more")
+    args = parser.parse_args(args)
+    globals()["debug"] = int(args.debug)
+    convert_zero_checkpoint_to_fp32_state_dict(
+        args.checkpoint_dir,
+        args.output_dir,
+        max_shard_size=args.max_shard_size,
+        safe_serialization=args.safe_serialization,
+        tag=args.tag,
+        exclude_frozen_parameters=args.exclude_frozen_parameters,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""What a checkpoint holds, whichever layout, ZeRO stage and number of ranks wrote it: the class that all layouts share.
+
+Readers of it ask for ranges of one parameter and never learn how the files are cut.
+"""
+
+import torch
+
+
+class Range:
+    """Elements of ``source``, counted from ``base`` on: of a tensor, of whatever has ``read_range(start, numel)``, or
+    of what a function without arguments gives, called when elements are wanted: files stay closed till then."""
+
+    def __init__(self, source, base=0):
+        self.source = source
+        self.base = base
+
+    def read_range(self, start, numel):
+        """``numel`` elements from ``start`` on, a 1-D tensor in row-major order; may share memory with the source."""
+        source = self.source() if callable(self.source) else self.source
+        if torch.is_tensor(source):
+            return source.detach().reshape(-1)[self.base + start : self.base + start + numel]
+        return source.read_range(self.base + start, numel)
+
+
+class SavedState:
+    """One checkpoint. Parameters are known by their names in the module; tied ones by the first of their names.
+
+    folder:        where it lies; None in memory.
+    zero_stage:    of the run that saved it.
+    dp_world_size: data-parallel ranks that saved it.
+    model:         the model file: dict; tensors may be lazy (``read()``, ``read_range(start, numel)``).
+    masters_only:  weights of trained parameters are saved as fp32 masters only.
+    """
+
+    folder = None
+    zero_stage = 0
+    dp_world_size = 1
+    masters_only = False
+
+    def __init__(self):
+        self.model = {}
+
+    # ---- what a layout must say ------------------------------------------------------------------------------------
+    def shapes(self):
+        """dict: name of a trained parameter -> its torch.Size, end to end over the parameter groups."""
+        raise NotImplementedError
+
+    def param_groups(self):
+        """One dict of hyperparameters for each parameter group of the optimizer; its ``names`` are the parameters'."""
+        raise NotImplementedError
+
+    def state_names(self):
+        """Names of optimizer states that have a value for each element of a parameter, e.g. ``exp_avg``."""
+        raise NotImplementedError
+
+    def scalars(self, name):
+        """dict of a parameter's other states: ``step``, a number or a tensor of one element, and the like."""
+        raise NotImplementedError
+
+    def state_pieces(self, name, kind):
+        """As ``pieces`` for ``kind`` "fp32" or the name of a state of a trained parameter."""
+        raise NotImplementedError
+
+    def extra(self):
+        """What belongs to the optimizer as a whole: ``loss_scaler`` (an object or a dict of its attributes),
+        ``dynamic_loss_scale``, ``overflow``, ``clip_grad``, as far as they were saved."""
+        return {}
+
+    # ---- what follows from it --------------------------------------------------------------------------------------
+    def module(self):
+        """dict: name -> tensor or lazy tensor of the module's state that the checkpoint has whole, aliases included."""
+        return {
+            name: value
+            for name, value in (self.model.get("module") or {}).items()
+            if not (name in self._cut() and _numel(value) == 0)
+        }
+
+    def _cut(self):
+        """Names of parameters of which the model file has placeholders."""
+        return ()
+
+    def aliases(self):
+        """dict: alias -> name, for tied parameters."""
+        return dict(self.model.get("shared_params") or {})
+
+    def step(self, name):
+        """Updates that a parameter has seen, or None where that was not saved."""
+        step = self.scalars(name).get("step")
+        return None if step is None else int(step.item() if torch.is_tensor(step) else step)
+
+    def pieces(self, name, kind):
+        """``[(param_offset, numel, reader)]``: where the elements of ``kind`` of a parameter are, in row-major order.
+
+        ``kind``: "fp32" for the masters, the name of a state, or "weight" for the value whatever it was saved as. []
+        where the checkpoint has none; ``reader.read_range(start, numel)`` counts from the piece's first element.
+        """
+        if kind != "weight":
+            return self.state_pieces(name, kind) if name in self.shapes() else []
+        value = self.module().get(name)
+        if value is None:
+            return self.state_pieces(name, "fp32") if name in self.shapes() else self.frozen_pieces(name)
+        return [(0, _numel(value), Range(value))]
+
+    def frozen_pieces(self, name):
+        """As ``pieces`` for the value of a parameter that is not trained and is not in the model file in one piece."""
+        return []
+
+    def weight_shape(self, name):
+        """torch.Size of a parameter as it was saved, or None where it is not in the checkpoint."""
+        value = self.module().get(name)
+        return torch.Size(value.shape) if value is not None else self.shapes().get(name)
+
+    def origin(self):
+        """Where it comes from, for messages."""
+        return f"the checkpoint {self.folder}" if self.folder else "the saved optimizer"
+
+
+def _numel(value):
+    if torch.is_tensor(value):
+        return value.numel()
+    return torch.Size(value.shape).numel()
+
+
+def read_into(target, pieces, offset):
+    """Fills ``target``, any shape, with the elements from ``offset`` on of the parameter that ``pieces`` describe.
+
+    Returns how many elements there were: fewer than the target's where the pieces do not cover it.
+    """
+    flat = target.detach().view(-1)
+    end, filled = offset + flat.numel(), 0
+    for begin, numel, reader in pieces:
+        low, high = max(begin, offset), min(begin + numel, end)
+        if low < high:
+            flat[low - offset : high - offset].copy_(reader.read_range(low - begin, high - low))
+            filled += high - low
+    return filled

@@ -1,0 +1,209 @@
+"""A save that is killed or fails at any point leaves a checkpoint that loads: the old one or the new one, whole."""
+
+import os
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.checkpoint import file_writer, listing, manifest, names, verify
+from engine_models import config, make_net
+from harness import RankError, run_ranks
+
+
+def make_engine(world, stage, **checkpoint):
+    made = config(world, 1, zero_optimization={"stage": stage}, checkpoint=checkpoint)
+    return deepspeed.initialize(model=make_net(seed=0), config=made)[0]
+
+
+def mark(engine, value):
+    """Weights and masters that say which save they are from."""
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        with torch.no_grad():
+            for param in engine.module.parameters():
+                param.fill_(value)
+    if hasattr(engine.optimizer, "refresh_fp32_params"):
+        engine.optimizer.refresh_fp32_params()
+    engine.global_steps = value
+
+
+def marks(engine):
+    """The marks that an engine's weights hold: one where a checkpoint is whole."""
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return sorted({float(v) for p in engine.module.parameters() for v in p.detach().reshape(-1).tolist()})
+
+
+def body_first(rank, world, folder, stage):
+    engine = make_engine(world, stage)
+    mark(engine, 1)
+    engine.save_checkpoint(folder, tag="a")
+
+
+def body_second(rank, world, folder, stage, tag, victim):
+    engine = make_engine(world, stage)
+    mark(engine, 2)
+    if rank != victim:
+        os.environ.pop("DS_IO_FAULT", None)
+    engine.save_checkpoint(folder, tag=tag)
+
+
+def body_load(rank, world, folder, stage):
+    engine = make_engine(world, stage)
+    path, _ = engine.load_checkpoint(folder)
+    assert path is not None
+    found = marks(engine)
+    assert found == [float(engine.global_steps)]
+    return engine.global_steps
+
+
+def kill_everywhere(folder, world, stage, tag, operation, points):
+    """Kills rank ``world - 1`` at its n-th ``operation`` of the second save. Returns what loads afterwards, per n."""
+    loaded = []
+    for n in points:
+        run_ranks(world, body_first, folder, stage)
+        fault = {"DS_IO_FAULT": f"{operation}:{n}:kill"}
+        try:
+            run_ranks(world, body_second, folder, stage, tag, world - 1, env=fault, fresh=True)
+            finished = True
+        except (RankError, RuntimeError, OSError):
+            finished = False
+        steps = run_ranks(world, body_load, folder, stage)
+        assert len(set(steps)) == 1
+        assert all(not problems for problems in map(verify.verify_folder, tags_of(folder)))
+        loaded.append(steps[0])
+        if finished:
+            assert steps[0] == 2
+            return loaded
+    return loaded
+
+
+def tags_of(folder):
+    return [entry.folder for entry in listing.checkpoints_of(folder)]
+
+
+@pytest.mark.parametrize("tag", ["a", "b"], ids=["over the old one", "beside the old one"])
+@pytest.mark.parametrize("operation", ["open", "write", "fsync", "rename"])
+def test_killed_at_every_step(operation, tag, tmp_path):
+    loaded = kill_everywhere(str(tmp_path), 1, 2, tag, operation, range(1, 60))
+    assert loaded[0] == 1 and loaded[-1] == 2 and loaded == sorted(loaded)
+    assert len(loaded) > 2
+    assert [name for name in os.listdir(tmp_path) if name.endswith((".saving", ".removing"))] == []
+
+
+@pytest.mark.parametrize("operation, n", [("open", 1), ("write", 2), ("fsync", 2)])
+def test_a_killed_rank_leaves_the_old_one(operation, n, tmp_path):
+    assert kill_everywhere(str(tmp_path), 2, 3, "b", operation, [n]) == [1]
+
+
+def body_error(rank, world, folder, stage, fault):
+    engine = make_engine(world, stage)
+    mark(engine, 1)
+    engine.save_checkpoint(folder, tag="a")
+    mark(engine, 2)
+    if rank == world - 1:
+        file_writer.inject_fault(fault)
+    text = None
+    try:
+        engine.save_checkpoint(folder, tag="b")
+    except OSError as error:
+        text = f"{error.errno} {error}"
+    file_writer.inject_fault("")
+    left = sorted(os.listdir(folder))
+    engine.load_checkpoint(folder)
+    old = marks(engine)
+    mark(engine, 3)
+    engine.save_checkpoint(folder, tag="b")
+    engine.load_checkpoint(folder)
+    return text, left, old, marks(engine)
+
+
+@pytest.mark.parametrize("fault", ["write:1:enospc", "write:2:eio", "fsync:1:eio", "open:2:enospc"])
+@pytest.mark.parametrize("world, stage", [(1, 0), (2, 1), (2, 3)])
+def test_an_error_is_told_to_all_ranks_and_harms_nothing(world, stage, fault, tmp_path):
+    for text, left, old, new in run_ranks(world, body_error, str(tmp_path), stage, fault):
+        assert text is not None
+        number, words = ("28", "No space") if fault.endswith("enospc") else ("5", "error")
+        assert text.startswith(number) and words in text
+        assert f"rank {world - 1}: " in text and ("states.pt" in text or "state.pt" in text)
+        assert "is not saved" in text and "unharmed" in text
+        assert [name for name in left if name not in ("latest", "zero_to_fp32.py")] == ["a"]
+        assert old == [1.0] and new == [3.0]
+
+
+def body_keep(rank, world, folder):
+    engine = make_engine(world, 1, keep_last=2)
+    for step in range(1, 6):
+        mark(engine, step)
+        engine.save_checkpoint(folder, save_latest=step != 5)
+    os.makedirs(os.path.join(folder, "mine"), exist_ok=True)
+    mark(engine, 6)
+    engine.save_checkpoint(folder)
+    return sorted(os.listdir(folder))
+
+
+def test_keep_last(tmp_path):
+    for found in run_ranks(2, body_keep, str(tmp_path)):
+        assert found == ["global_step5", "global_step6", "latest", "mine", "zero_to_fp32.py"]
+
+
+def body_foreign(rank, world, folder):
+    engine = make_engine(world, 0)
+    engine.save_checkpoint(folder, tag="t")
+    if rank == 0:
+        os.makedirs(os.path.join(folder, "t", "tokenizer"))
+        for name in ("config.json", "tokenizer/vocab.txt", "zero_pp_rank_7_mp_rank_00_optim_states.pt"):
+            with open(os.path.join(folder, "t", name), "w") as file:
+                file.write(name)
+    engine.save_checkpoint(folder, tag="t")
+    engine.save_checkpoint(folder, tag="t")
+
+
+def test_files_of_others_in_the_folder_stay(tmp_path):
+    run_ranks(1, body_foreign, str(tmp_path))
+    found = {
+        os.path.relpath(os.path.join(root, f), tmp_path / "t") for root, _, fs in os.walk(tmp_path / "t") for f in fs
+    }
+    assert {"config.json", "tokenizer/vocab.txt", manifest.NAME} < found
+    assert not any("rank_7" in name for name in found)  # a shard that no rank of this run has written
+    assert (tmp_path / "t" / "tokenizer" / "vocab.txt").read_text() == "tokenizer/vocab.txt"
+
+
+def body_truncated(rank, world, folder, mode):
+    engine = make_engine(world, 2, verify_on_load=mode)
+    engine.load_checkpoint(folder)
+
+
+def test_damage_is_found_before_anything_is_loaded(tmp_path):
+    folder = str(tmp_path)
+    run_ranks(2, body_first, folder, 2)
+    path = os.path.join(folder, "a", names.optim_states(1))
+    tensor = manifest.read(os.path.join(folder, "a"))["files"][names.optim_states(1)]["tensors"][0]
+    data = bytearray(open(path, "rb").read())
+    data[tensor["offset"] + tensor["bytes"] // 2] ^= 4
+    open(path, "wb").write(data)
+    run_ranks(2, body_truncated, folder, "sizes")
+    with pytest.raises(RuntimeError, match=r"zero_pp_rank_1_mp_rank_00_optim_states\.pt: tensor '.*differ"):
+        run_ranks(2, body_truncated, folder, "all")
+    open(path, "wb").write(data[:-100])
+    with pytest.raises(RuntimeError, match=r"zero_pp_rank_1_mp_rank_00_optim_states\.pt is damaged: it has \d+ bytes"):
+        run_ranks(2, body_truncated, folder, "sizes")
+
+
+def body_node_local(rank, world, folder):
+    os.environ["CROSS_RANK"] = str(rank)
+    own = os.path.join(folder, f"disk{rank}")
+    engine = make_engine(world, 3, use_node_local_storage=True)
+    mark(engine, 1)
+    engine.save_checkpoint(own)
+    engine.load_checkpoint(own)
+    return sorted(os.listdir(own)), sorted(manifest.read(os.path.join(own, "global_step1"))["files"]), marks(engine)
+
+
+def test_every_node_its_own_disk(tmp_path):
+    for rank, (found, files, value) in enumerate(run_ranks(2, body_node_local, str(tmp_path))):
+        assert found == ["global_step1", "latest", "zero_to_fp32.py"]
+        assert [name for name in files if "zero_pp" in name] == [
+            names.sharded_model_states(rank),
+            names.optim_states(rank),
+        ] or len(files) == 3
+        assert value == [1.0]

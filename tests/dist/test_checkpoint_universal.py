@@ -1,0 +1,260 @@
+"""Universal checkpoints: any number of ranks, stage and precision saves, any other goes on from the converted folder."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import deepspeed
+import peer_model
+from deepspeed.checkpoint.ds_to_universal import main as convert
+from engine_models import batch, config, loss_of, make_net
+from harness import run_ranks
+from test_checkpoint import PRECISIONS
+from test_checkpoint_peer import expectation
+
+SIZE = 12  # of a batch: 1, 2, 3 and 4 ranks share it evenly
+KINDS = ("exp_avg", "exp_avg_sq")
+
+
+def make_engine(world, stage, precision, seed=0, optimizer=None, **more):
+    made = config(
+        world,
+        1,
+        size=SIZE,
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 20}},
+        zero_optimization={
+            "stage": stage,
+            "reduce_bucket_size": 300,
+            "stage3_param_persistence_threshold": 20,
+            "sub_group_size": 400,
+        },
+        **precision,
+        **more,
+    )
+    if optimizer is not None:
+        del made["optimizer"]
+        made["zero_allow_untested_optimizer"] = True
+    return deepspeed.initialize(model=make_net(seed=seed), optimizer=optimizer, config=made)[0]
+
+
+def train(engine, rank, world, first, steps):
+    """Mean losses of the whole batch, the same whatever the number of ranks."""
+    seen = []
+    for step in range(first, first + steps):
+        tokens, targets = (part.chunk(world)[rank] for part in batch(step, SIZE))
+        loss = loss_of(engine(tokens), targets)
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().double().clone()
+        if world > 1:
+            torch.distributed.all_reduce(total)
+        seen.append(float(total) / world)
+    return seen
+
+
+def states(engine):
+    """name -> weight, and of trained parameters master, moments and step."""
+    found = {}
+    for index, (name, param) in enumerate(engine.module.named_parameters()):
+        with deepspeed.zero.GatheredParameters([param]):
+            found[name, "lp"] = param.detach().clone()
+        if param.requires_grad:
+            found[name, "fp32"] = deepspeed.utils.safe_get_full_fp32_param(param)
+            for kind in engine.stepping.core.slot_names():
+                found[name, kind] = deepspeed.utils.safe_get_full_optimizer_state(param, kind)
+    steps = dict(zip(engine.stepping.names, engine.stepping.core.steps().tolist()))
+    return found, steps, engine.get_lr(), engine.global_steps
+
+
+def body_save(rank, world, folder, stage, precision):
+    engine = make_engine(world, stage, precision)
+    train(engine, rank, world, 0, 3)
+    engine.save_checkpoint(folder, tag="t", client_state={"epoch": 3})
+    saved = states(engine)
+    losses = train(engine, rank, world, 3, 2)
+    engine.destroy()
+    return saved, losses
+
+
+def body_load(rank, world, folder, stage, precision, tag=None):
+    engine = make_engine(world, stage, precision, seed=5, checkpoint={"load_universal": True})
+    path, client_state = engine.load_checkpoint(folder, tag=tag)
+    assert os.path.dirname(path) == os.path.join(folder, "universal")
+    assert client_state["epoch"] == 3
+    loaded = states(engine)
+    losses = train(engine, rank, world, 3, 2)
+    engine.destroy()
+    return loaded, losses
+
+
+def to_universal(folder, tag="t", **options):
+    convert(
+        SimpleNamespace(
+            input_folder=os.path.join(folder, tag),
+            output_folder=os.path.join(folder, "universal"),
+            **{"num_extract_workers": 1, "num_merge_workers": 1, **options},
+        )
+    )
+
+
+def check_same(saved, loaded):
+    for key, value in saved[0].items():
+        assert value.dtype == loaded[0][key].dtype and torch.equal(value, loaded[0][key]), key
+    assert saved[0].keys() == loaded[0].keys()
+    assert saved[1:] == loaded[1:]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_four_ranks_of_stage_2_go_on_as_others(precision, tmp_path):
+    saved, losses = run_ranks(4, body_save, str(tmp_path), 2, PRECISIONS[precision])[0]
+    to_universal(tmp_path)
+    assert (tmp_path / "latest_universal").read_text() == "universal"
+    for world, stage in [(2, 3), (1, 1), (3, 2), (2, 0)]:
+        loaded, resumed = run_ranks(world, body_load, str(tmp_path), stage, PRECISIONS[precision])[0]
+        check_same(saved, loaded)
+        assert resumed[0] == pytest.approx(losses[0], abs=1e-6), (world, stage)
+        assert resumed[1] == pytest.approx(losses[1], abs=1e-6 if precision == "fp32" else 1e-3), (world, stage)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_every_stage_converts(stage, tmp_path):
+    world = 3 if stage == 3 else 2
+    saved, losses = run_ranks(world, body_save, str(tmp_path), stage, PRECISIONS["bf16"])[0]
+    to_universal(tmp_path, num_extract_workers=2 if stage == 3 else 1)
+    for to_world, to_stage in [(1, 2), (2, 3)]:
+        loaded, resumed = run_ranks(to_world, body_load, str(tmp_path), to_stage, PRECISIONS["bf16"])[0]
+        check_same(saved, loaded)
+        assert resumed[0] == pytest.approx(losses[0], abs=1e-6)
+
+
+def body_momentum(rank, world, folder, stage, load):
+    def sgd(params):
+        return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+    more = {"checkpoint": {"load_universal": True}} if load else {}
+    engine = make_engine(world, stage, {}, seed=5 if load else 0, optimizer=sgd, **more)
+    if load:
+        engine.load_checkpoint(folder)
+    else:
+        train(engine, rank, world, 0, 3)
+        engine.save_checkpoint(folder, tag="t")
+    momenta = {
+        name: deepspeed.utils.safe_get_full_optimizer_state(param, "momentum_buffer")
+        for name, param in engine.module.named_parameters()
+        if param.requires_grad and not name.startswith("never")
+    }
+    return momenta, train(engine, rank, world, 3, 2)
+
+
+def test_optimizers_of_torch(tmp_path):
+    momenta, losses = run_ranks(2, body_momentum, str(tmp_path), 2, False)[0]
+    to_universal(tmp_path)
+    assert (tmp_path / "universal" / "zero" / "first.weight" / "momentum_buffer.pt").exists()
+    for world, stage in [(3, 1), (2, 3)]:
+        loaded, resumed = run_ranks(world, body_momentum, str(tmp_path), stage, True)[0]
+        assert all(torch.equal(value, loaded[name]) for name, value in momenta.items() if value is not None)
+        assert resumed == pytest.approx(losses, abs=1e-6)
+
+
+def body_peer(rank, world, cases):
+    for folder, stage, dtype, to_stage in cases:
+        seen, expected = peer_model.what(stage, dtype), expectation(stage, dtype)
+        made = {**seen["config"], "zero_optimization": {"stage": to_stage}, "checkpoint": {"load_universal": True}}
+        engine = peer_model.make_engine(made, seed=5)
+        _, client_state = engine.load_checkpoint(folder)
+        assert client_state["note"] == "kept" and engine.get_lr() == seen["lr"]
+        for name, param in engine.module.named_parameters():
+            with deepspeed.zero.GatheredParameters([param]):
+                value = param.detach().clone()
+            assert torch.equal(value.float(), expected["lp", name].float()), (stage, dtype, to_stage, name)
+            if param.requires_grad:
+                assert torch.equal(deepspeed.utils.safe_get_full_fp32_param(param), expected["fp32", name])
+                for kind in KINDS:
+                    state = deepspeed.utils.safe_get_full_optimizer_state(param, kind)
+                    assert torch.equal(state, expected[kind, name]), (stage, dtype, to_stage, name, kind)
+        assert engine.stepping.core.steps().tolist() == [4] * 8
+        loss = float(peer_model.loss(engine, 4, rank).detach())
+        if rank == 0:
+            assert loss == pytest.approx(seen["next_loss_rank0"], rel=1e-6 if dtype == "fp32" else 2e-2)
+        engine.destroy()
+    return len(cases)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_files_of_another_implementation_convert(world, tmp_path):
+    cases = []
+    for stage, dtype in peer_model.KINDS:
+        if stage:
+            folder = str(tmp_path / f"{stage}-{dtype}")
+            convert(SimpleNamespace(
+                input_folder=os.path.join(peer_model.folder(stage, dtype), "global_step4"),
+                output_folder=os.path.join(folder, "universal"), num_extract_workers=1, num_merge_workers=1,
+            ))  # fmt: skip
+            cases += [(folder, stage, dtype, to_stage) for to_stage in ((stage + 1) % 4, stage)]
+    assert run_ranks(world, body_peer, cases) == [len(cases)] * world
+
+
+def body_steps(rank, world, folder, stage):
+    """The single steps that callers of the optimizer object know."""
+    engine = make_engine(world, stage, PRECISIONS["bf16"], seed=5, checkpoint={"load_universal": True})
+    path = os.path.join(folder, "universal")
+    optimizer = engine.optimizer
+    if stage == 3:
+        optimizer.checkpoint_event_prologue()
+        optimizer.load_module_checkpoint_state_from_checkpoint_dir_stage3(path, True)
+        optimizer.checkpoint_event_epilogue()
+        weights = states(engine)[0]
+        slices = {
+            name: optimizer.load_hp_checkpoint_state(os.path.join(path, "zero", name), "fp32", param)
+            for name, param in engine.module.named_parameters()
+            if param.requires_grad
+        }
+        optimizer.load_hp_checkpoint_state_from_checkpoint_dir_stage3(path)
+        return states(engine), weights, slices
+    for name, param in engine.module.named_parameters():
+        if param.requires_grad:
+            used = not name.startswith(("sometimes", "never"))
+            assert param.load_hp_checkpoint_state(os.path.join(path, "zero", name), 0, 1) == (3 if used else 0)
+    weights = states(engine)[0]
+    optimizer.load_hp_checkpoint_state_from_checkpoint_dir("bit16_groups", path)
+    return states(engine), weights, None
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_optimizer_object_reads_them(stage, tmp_path):
+    saved, _ = run_ranks(2, body_save, str(tmp_path), 2, PRECISIONS["bf16"])[0]
+    to_universal(tmp_path)
+    answers = run_ranks(3, body_steps, str(tmp_path), stage)
+    loaded, weights, _ = answers[0]
+    assert loaded[1] == {**saved[1]}
+    for key, value in saved[0].items():
+        if key[1] != "lp" or not key[0].startswith("frozen."):
+            assert torch.equal(value, loaded[0][key]), key
+        if key[1] == "fp32" or (stage < 3 and key[1] in KINDS):
+            assert torch.equal(value, weights[key]), key
+    if stage == 3:
+        for name in answers[0][2]:
+            whole = torch.cat([slices[name] for _, _, slices in answers])
+            assert torch.equal(whole[: saved[0][name, "fp32"].numel()], saved[0][name, "fp32"].reshape(-1))
+
+
+def body_refusals(rank, world, folder):
+    engine = make_engine(world, 2, {}, checkpoint={"load_universal": True})
+    found = []
+    for tag in (None, "t"):
+        try:
+            engine.load_checkpoint(folder, tag=tag)
+        except ValueError as error:
+            found.append(str(error))
+    other = make_engine(world, 2, {})
+    assert other.load_checkpoint(os.path.join(folder, "nowhere")) == (None, None)
+    return found
+
+
+def test_what_is_not_there_is_said(tmp_path):
+    run_ranks(2, body_save, str(tmp_path), 2, {})
+    without, plain = run_ranks(2, body_refusals, str(tmp_path))[0]
+    assert "latest_universal" in without and "ds_to_universal" in without
+    assert "no universal checkpoint" in plain and "load_universal" in plain

@@ -1,0 +1,60 @@
+"""Values of Python as JSON: exact, and nothing that could run code."""
+
+import collections
+import datetime
+import json
+import math
+import pathlib
+
+import numpy
+import pytest
+import torch
+
+from deepspeed.checkpoint import plain_json
+
+VALUES = [
+    None, True, 0, -7, 2**80, 0.1, math.inf, "text", "$text", [], {}, (), (1, (2, [3])), {"a": {"b": (1,)}},
+    {1: "a", None: 2, (1, 2): 3}, {"$tuple": [1]}, {"$a": 1, "b": 2}, {1, 2}, frozenset("ab"), b"\0\xff", 1 + 2j,
+    torch.float32, torch.bfloat16, torch.Size([2, 3]), collections.OrderedDict([("b", 1), ("a", 2)]),
+    collections.Counter("aab"), collections.deque([1, 2]), pathlib.PosixPath("a/b"),
+    datetime.datetime(2026, 1, 2, 3, 4, 5, 6), numpy.float32(0.5), numpy.int64(3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_comes_back_as_it_was(value):
+    tensors = {}
+    text = json.dumps(plain_json.encode({"value": value}, tensors))
+    found = plain_json.decode(json.loads(text), tensors)["value"]
+    assert found == value and type(found) is type(value)
+    if isinstance(value, dict):
+        assert list(found) == list(value)
+
+
+def test_tensors_and_arrays_go_elsewhere():
+    value = {
+        "t": [torch.arange(3), {"x": torch.ones(2, 2, dtype=torch.bfloat16)}],
+        "n": numpy.arange(6.0).reshape(2, 3),
+    }
+    tensors = {}
+    text = json.dumps(plain_json.encode(value, tensors, "client"))
+    assert sorted(tensors) == ["client.n", "client.t.0", "client.t.1.x"]
+    found = plain_json.decode(json.loads(text), tensors)
+    assert torch.equal(found["t"][0], value["t"][0]) and found["t"][1]["x"].dtype == torch.bfloat16
+    assert numpy.array_equal(found["n"], value["n"]) and found["n"].dtype == value["n"].dtype
+
+
+class Mine:
+    pass
+
+
+@pytest.mark.parametrize("value", [Mine(), Mine, len, torch.nn.Linear(1, 1), numpy.array([None])], ids=repr)
+def test_what_only_a_pickle_could_hold_is_named(value):
+    with pytest.raises(plain_json.NotPlain, match=r"client_state\.a\.1 is a .*writer"):
+        plain_json.encode({"a": [0, value]}, {})
+
+
+@pytest.mark.parametrize("text", ['{"$call": ["os.system", "true"]}', '{"$dtype": "save"}', '{"$x": 1}'])
+def test_unknown_words_are_refused(text):
+    with pytest.raises(ValueError, match="does not know"):
+        plain_json.decode(json.loads(text), {})
