@@ -68,7 +68,7 @@ ShmChannel::ShmChannel(int rank, std::shared_ptr<SharedSegments> segments, std::
       checks_(fingerprints_wanted()),
       // About 40 ns each: a rank that is about to come is worth waiting for, one that has no core is not.
       spins_(segments_->size() <= usable_cores() ? 2000 : 20),
-      slow_(rank == 0 ? std::make_unique<SlowRank>(segments_->size()) : nullptr),
+      slow_(rank == 0 && segments_->size() > 1 ? std::make_unique<SlowRank>(segments_->size()) : nullptr),
       came_us_(segments_->size()),
       overdue_(segments_->size()) {
   static_assert(sizeof(Line) <= 4096 && std::atomic<uint32_t>::is_always_lock_free);

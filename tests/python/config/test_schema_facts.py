@@ -26,6 +26,8 @@ NOT_A_CHOICE = (
 # Keys that DeepSpeed does not have. Anything else beyond the published file is a mistake.
 OWN_KEYS = {
     "zero_optimization.audit_steps",
+    "comm",
+    "comm.timeout",
     "checkpoint.async",
     "checkpoint.host_cache_size",
     "checkpoint.keep_last",
