@@ -17,8 +17,8 @@ CHUNK_BYTES = 64 << 20
 def fetch_missing(engine, ranks, folder):
     """Makes sure that every node has the files of ``folder`` that its ranks will read. Every rank calls it.
 
-    At stage 3, saved by as many ranks of stage 3, those are the ranks' own files and rank 0's; otherwise all. Raises OSError on all
-    ranks where a file cannot be written.
+    At stage 3, saved by as many ranks of stage 3, those are the ranks' own files and rank 0's; otherwise all. Raises
+    OSError on all ranks where a file cannot be written.
     """
     if len(set(ranks.nodes)) == 1:
         return

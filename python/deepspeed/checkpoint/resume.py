@@ -44,8 +44,8 @@ def resume_run(engine, folder, saved):
     run, own = saved.run_states(engine.global_rank) or _pickled(folder, engine.global_rank)
     if run is None:
         logger.warning(
-            f"{folder} has no run states (the checkpoint is of another implementation): random numbers and the position "
-            "in the data are not resumed"
+            f"{folder} has no run states (the checkpoint is of another implementation): random numbers and the "
+            "position in the data are not resumed"
         )
         return
     same = run.get("world_size") == engine.world_size

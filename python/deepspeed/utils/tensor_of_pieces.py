@@ -4,8 +4,8 @@ import torch
 
 
 class TensorOfPieces:
-    """``numel`` elements of ``dtype``; ``parts``: (where it begins, one-dimensional tensor of that dtype), ascending and
-    without overlap. What no part covers is zero."""
+    """``numel`` elements of ``dtype``; ``parts``: (where it begins, one-dimensional tensor of that dtype), ascending
+    and without overlap. What no part covers is zero."""
 
     def __init__(self, numel, dtype, parts):
         self.numel, self.dtype = numel, dtype

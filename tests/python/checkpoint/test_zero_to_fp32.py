@@ -11,8 +11,6 @@ import pytest
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from zero_folders import weights_of, write_checkpoint  # noqa: E402
-
 from deepspeed.checkpoint import standalone  # noqa: E402
 from deepspeed.utils import weight_files, zero_to_fp32  # noqa: E402
 from deepspeed.utils.lazy_tensor import LazyTensor  # noqa: E402
@@ -25,6 +23,7 @@ from deepspeed.utils.zero_to_fp32 import (  # noqa: E402
     load_state_dict_from_zero_checkpoint,
     to_torch_tensor,
 )
+from zero_folders import weights_of, write_checkpoint  # noqa: E402
 
 PEERS = "/work/shared/data/peer-checkpoints"
 SHAPES = [{"a.weight": (13, 7), "b.weight": (13, 13)}, {"a.bias": (13,), "n.weight": (1,), "scale": ()}]

@@ -34,8 +34,6 @@ OWN_KEYS = {
     "checkpoint.trust_pickles",
     "checkpoint.verify_on_load",
     "checkpoint.writer.format",
-    "comm",
-    "comm.timeout",
 }
 
 
