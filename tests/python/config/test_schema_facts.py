@@ -29,6 +29,7 @@ OWN_KEYS = {
     "comm",
     "comm.timeout",
     "checkpoint.async",
+    "checkpoint.engine",
     "checkpoint.host_cache_size",
     "checkpoint.keep_last",
     "checkpoint.trust_pickles",
