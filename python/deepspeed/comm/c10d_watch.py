@@ -19,6 +19,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -36,7 +37,9 @@ _SLICE = timedelta(seconds=0.5)
 _WAITED = "Operation timed out!"  # torch's words for a wait that ended before the operation
 
 _lock = threading.Lock()
-_stations = {}  # process group -> _Station
+# Process group -> _Station. Weak: torch decides when a group ends, and with a station goes its hold on the job's store,
+# whose threads (torch 1.13) run hot once the other ends of its connections are gone.
+_stations = weakref.WeakKeyDictionary()
 _thread = None
 _pid = None
 
@@ -215,12 +218,17 @@ class _Station:
 def _serve():
     while True:
         time.sleep(_POLL_S)
-        for group, station in list(_stations.items()):
-            try:
-                station.look()
-            except (RuntimeError, OSError, ValueError) as error:  # the store has gone, and with it the job
-                _stations.pop(group, None)
-                logger.debug("group %s is no longer watched: %s", station.name, error)
+        _look()
+
+
+def _look():
+    """At all groups, once; nothing of them is held when it returns."""
+    for group, station in list(_stations.items()):
+        try:
+            station.look()
+        except (RuntimeError, OSError, ValueError) as error:  # the store has gone, and with it the job
+            _stations.pop(group, None)
+            logger.debug("group %s is no longer watched: %s", station.name, error)
 
 
 def _name_of(group):
@@ -249,7 +257,8 @@ def forget(group=None):
     """The group, or all of them, will not be used any more."""
     if group is None:
         _stations.clear()
-    _stations.pop(group, None)
+    else:
+        _stations.pop(group, None)
 
 
 def flights():
