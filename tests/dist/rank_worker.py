@@ -145,6 +145,9 @@ def _reset_log_level():
 
 def _leave_groups():
     gc.collect()  # engines hold process groups
+    comms_log = sys.modules.get("deepspeed.comm.comms_log")
+    if comms_log is not None:
+        comms_log.leave()  # those of sharded models, which outlive their engines
     groups = sys.modules.get("deepspeed.utils.groups")
     if groups is not None:
         groups.clear()

@@ -27,6 +27,7 @@ from deepspeed.engine.assembly import Assembly
 from deepspeed.engine.build_scheduler import build_scheduler
 from deepspeed.engine.compiling import Compiling
 from deepspeed.engine.data import TrainingData
+from deepspeed.engine.letting_go import unlink_when_dropped
 from deepspeed.engine.parallel import Parallel
 from deepspeed.engine.progress import Progress
 from deepspeed.engine.reductions import Reductions
@@ -110,6 +111,7 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
         self.lr_scheduler = build_scheduler(self._config, self.basic_optimizer, lr_scheduler)
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         self.progress = Progress(self)
+        unlink_when_dropped(self)
         self.tput_timer = self.progress.throughput
         if self.stepping is not None and self.zero_optimization():
             self.stepping.need_all = not self._config.zero_config.ignore_unused_parameters

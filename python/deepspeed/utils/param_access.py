@@ -212,7 +212,8 @@ def safe_set_local_optimizer_state(param, value, optim_state_key):
 
 
 def _link(param):
-    return getattr(param, "_ds_link", None)
+    link = getattr(param, "_ds_link", None)
+    return None if link is None or link.owner is None else link
 
 
 def _has_fragment(param):

@@ -347,5 +347,5 @@ def _write_back(param):
         return
     handle.write_back()
     link = getattr(param, "_ds_link", None)
-    if link is not None:
+    if link is not None and link.owner is not None:
         link.set("fp32", param.detach())

@@ -3,9 +3,12 @@
 import os
 import time
 
+import pytest
 import torch
 
+import deepspeed
 from deepspeed import comm as dist
+from engine_models import batch, config, loss_of, make_net
 from harness import run_ranks
 
 
@@ -21,4 +24,18 @@ def body(rank, world):
 
 def test_threads_of_ended_groups_end():
     counts = [run_ranks(2, body) for _ in range(4)]
+    assert counts[-1] == counts[1], counts
+
+
+def body_engine(rank, world, stage):
+    engine = deepspeed.initialize(model=make_net(seed=0), config=config(world, zero_optimization={"stage": stage}))[0]
+    tokens, targets = batch(0)
+    engine.backward(loss_of(engine(tokens), targets))
+    engine.step()  # and no destroy()
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_engines_that_nobody_holds_let_go_of_their_groups(stage):
+    counts = [run_ranks(2, body_engine, stage) for _ in range(4)]
     assert counts[-1] == counts[1], counts

@@ -1,0 +1,23 @@
+"""An engine that nobody holds any more, though ``destroy`` was not called, lets go of its optimizer and process groups.
+
+The native core holds the parameters, and parameters know the optimizer that holds the core (``safe_get_full_fp32_param``
+and others ask them): a circle through C++, which Python's collector cannot see. It ends where the engine does. The
+links are cut, not taken off the parameters: that would need weak references to tensors, which torch 1.13 gets wrong.
+"""
+
+import weakref
+
+
+def unlink_when_dropped(engine):
+    """From the end of ``engine`` on its parameters lead to no optimizer any more. Keeps nothing of it alive."""
+    params = list(engine.module.parameters())
+    links = [param._ds_link for param in params if hasattr(param, "_ds_link")]
+    weaks = [param._z3_optimizer for param in params if hasattr(param, "_z3_optimizer")]
+    weakref.finalize(engine, _cut, links, weaks).atexit = False
+
+
+def _cut(links, weaks):
+    for link in links:
+        link.owner = None
+    for weak in weaks:
+        weak.__dict__["_optimizer"] = None
