@@ -17,7 +17,7 @@ namespace ds::comm {
 
 namespace {
 
-constexpr std::chrono::milliseconds kAnswer(1000);  // how long ranks have to say where they are
+constexpr std::chrono::milliseconds kAnswer(2000);  // how long ranks have to say where they are
 constexpr size_t kMostRanks = 16;                   // whose places a message describes one by one
 
 enum : uint32_t { kNobody, kSomebody, kLeft };  // who answers for a rank

@@ -19,8 +19,8 @@ class RankBoard : public Watched {
 
   FlightRing& ring();
   // Everything a person wants to know when a group has failed because of `why`: which rank is where, since when, doing
-  // what, with its Python stack where it answers within a second, and the name of the file that the flight recorders of
-  // all ranks have been written to.
+  // what, with its Python stack where it answers within two seconds, and the name of the file that the flight recorders
+  // of all ranks have been written to.
   std::string report(const std::string& why);
   void close();                        // nobody answers for this rank any more
   void warn(const std::string& text);  // to the log of this process
