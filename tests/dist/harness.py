@@ -168,7 +168,7 @@ def _reference(fn):
     return fn.__module__, os.path.abspath(fn.__code__.co_filename), qualname
 
 
-def run_ranks(world_size, fn, *args, timeout=60, init=False, env=None, fresh=False):
+def run_ranks(world_size, fn, *args, timeout=60, init=False, env=None, fresh=False, grace=GRACE_AFTER_FAILURE_S):
     """Runs ``fn(rank, world_size, *args)`` on every rank, each in its own process, and returns the list of results.
 
     world_size: number of ranks, >= 1.
@@ -178,6 +178,7 @@ def run_ranks(world_size, fn, *args, timeout=60, init=False, env=None, fresh=Fal
                 A string: ``torch.distributed.init_process_group`` with that backend, without deepspeed.
     env:        additional environment variables for the ranks; a value of None removes the variable.
     fresh:      use new processes and end them afterwards (for tests that leave a process dirty).
+    grace:      seconds that the other ranks get after the first has failed.
 
     RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT are set, torch is seeded
     with 1234 and uses one thread. What a rank raises is raised here with its own type, caused by a RankError that holds
@@ -226,7 +227,7 @@ def run_ranks(world_size, fn, *args, timeout=60, init=False, env=None, fresh=Fal
                 worker.conn.send_bytes(payload)
             except (BrokenPipeError, ConnectionResetError):
                 pass  # it died since the last run: collecting finds the end of the connection
-        outcome = _collect(workers, started + timeout)
+        outcome = _collect(workers, started + timeout, grace)
         return outcome.results(fn, timeout)
     finally:
         if outcome is not None and outcome.clean and not fresh:
@@ -288,7 +289,7 @@ class _Outcome:
         return "\n".join(parts)
 
 
-def _collect(workers, deadline):
+def _collect(workers, deadline, grace):
     outcome = _Outcome(len(workers))
     pending = {worker.conn: rank for rank, worker in enumerate(workers)}
     while pending:
@@ -305,7 +306,7 @@ def _collect(workers, deadline):
                 outcome.reports[rank] = ("died", f"the process {ending}\n{workers[rank].stack_text()}")
             if outcome.reports[rank][0] != "ok":
                 if not outcome.order:
-                    deadline = min(deadline, time.monotonic() + GRACE_AFTER_FAILURE_S)
+                    deadline = min(deadline, time.monotonic() + grace)
                 outcome.order.append(rank)
     for rank in pending.values():
         try:

@@ -72,7 +72,7 @@ def test_strict_comparison_finds_what_ends_gloo(fault, tmp_path):
 
 def test_a_killed_rank_is_named(tmp_path):
     with pytest.raises(RankError, match="SIGKILL"):
-        run_ranks(3, faulty, "killed", str(tmp_path), fresh=True)
+        run_ranks(3, faulty, "killed", str(tmp_path), fresh=True, grace=15)
     for seconds, text in told(tmp_path, (0, 2)):
         assert "rank 1: has ended" in text and "in all_reduce(10 x float32, sum), number 2" in text
         assert seconds < 5

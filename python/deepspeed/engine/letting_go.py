@@ -1,8 +1,8 @@
 """An engine that nobody holds any more, though ``destroy`` was not called, lets go of its optimizer and process groups.
 
-The native core holds the parameters, and parameters know the optimizer that holds the core (``safe_get_full_fp32_param``
-and others ask them): a circle through C++, which Python's collector cannot see. It ends where the engine does. The
-links are cut, not taken off the parameters: that would need weak references to tensors, which torch 1.13 gets wrong.
+The native core holds the parameters, and parameters know the optimizer that holds the core (``safe_get_*`` ask them):
+a circle through C++, which Python's collector cannot see. It ends where the engine does. The links are cut, not taken
+off the parameters: that would need weak references to tensors, which torch 1.13 gets wrong.
 """
 
 import weakref
