@@ -5,6 +5,7 @@ import threading
 import torch
 
 from deepspeed._native import _C
+from deepspeed.accelerator import get_accelerator
 from deepspeed.host.cpu import usable_cores
 
 _ALIGNED = 64  # bytes; every dtype may start there
@@ -147,5 +148,5 @@ def copy_into(block, sources):
         at += _round_up(source.bytes, _ALIGNED)
     _C.io.copy_all(triples, _threads())
     if waits:
-        torch.cuda.synchronize()
+        get_accelerator().synchronize()
     return made
