@@ -44,7 +44,8 @@ def one_collective(random_, rank):
 
 
 def segments():
-    """Mapped segments and open files of segments of this process."""
+    """Mapped segments and open files of segments of this process, and all open files but pipes: of these plain torch 2
+    leaves two behind on rank 0 whenever a process group has been there."""
     with open("/proc/self/maps", encoding="utf-8") as file:
         mapped = sum("memfd:deepspeed" in line for line in file)
     targets = []
@@ -53,6 +54,7 @@ def segments():
             targets.append(os.readlink(f"/proc/self/fd/{fd}"))
         except OSError:
             pass
+    targets = [target for target in targets if not target.startswith("pipe:")]
     return mapped + sum("memfd:deepspeed" in target for target in targets), len(targets)
 
 

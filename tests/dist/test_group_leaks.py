@@ -35,7 +35,8 @@ def body_engine(rank, world, stage):
     return len(os.listdir("/proc/self/task"))
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2])
+# Not stage 3: its parameters can be gathered without the engine, so they keep the group until engine.destroy().
 def test_engines_that_nobody_holds_let_go_of_their_groups(stage):
     counts = [run_ranks(2, body_engine, stage) for _ in range(4)]
     assert counts[-1] == counts[1], counts
