@@ -10,6 +10,11 @@ import time
 
 _TAIL_BYTES = 32768
 _CHUNK = 65536
+# How long the start of a line waits for its end before it is shown as it is: a prompt at once. What comes in blocks was
+# not flushed by anybody, its end is in the rank's own buffer; only a rank that stands still is shown half a line of it.
+_PROMPT_WAIT_S = 0.05
+_BLOCK_WAIT_S = 2.0
+_BLOCK_BYTES = 4096
 
 
 class Tail:
@@ -41,21 +46,25 @@ class Sink:
         self.prefix = prefix
         self.whole_lines = whole_lines or bool(prefix)
         self.waiting = b""  # the start of a line
-        self.waiting_since = None
+        self.show_at = None  # when it is shown without its end, in seconds of time.monotonic
+        self._last_bytes = 0
 
     def write(self, data):
         """Writes what can be written; the rest becomes ``waiting``."""
         if not self.whole_lines:
             return _write_all(self.fd, data)
+        # A block may arrive as the rest of a full pipe.
+        block = max(len(data), self._last_bytes) >= _BLOCK_BYTES
+        self._last_bytes = len(data)
         if self.prefix:
             data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         whole, newline, rest = data.rpartition(b"\n")
         if newline:
             _write_all(self.fd, self._with_prefix(self.waiting + whole) + b"\n")
-            self.waiting, self.waiting_since = b"", None
+            self.waiting, self.show_at = b"", None
         if rest:
             self.waiting += rest
-            self.waiting_since = self.waiting_since or time.monotonic()
+            self.show_at = self.show_at or time.monotonic() + (_BLOCK_WAIT_S if block else _PROMPT_WAIT_S)
         return None
 
     def _with_prefix(self, text):
@@ -64,7 +73,7 @@ class Sink:
     def flush(self, end=b""):
         """Writes the start of a line that waits, if any, and ``end`` behind it."""
         if self.waiting:
-            text, self.waiting, self.waiting_since = self.waiting, b"", None
+            text, self.waiting, self.show_at = self.waiting, b"", None
             _write_all(self.fd, self._with_prefix(text) + end)
 
 

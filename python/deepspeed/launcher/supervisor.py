@@ -14,8 +14,6 @@ from deepspeed.launcher.rank_process import RankProcess
 TAIL_LINES = 30
 _LEFTOVER_GRACE_S = 1.0
 _DRAIN_S = 0.3
-# How long the start of a line waits for its end before it is shown as it is.
-_LINE_WAIT_S = 0.05
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 _CAUGHT = (*_STOPPING, *_PASSED_ON, signal.SIGTSTP, signal.SIGWINCH, signal.SIGCHLD)
@@ -99,23 +97,19 @@ class Supervisor:
         now = time.monotonic()
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_all()
-        timeouts = [] if self._kill_at is None else [max(0.0, self._kill_at - now)]
-        if self._flush_waiting(now):
-            timeouts.append(_LINE_WAIT_S)
-        self._select(min(timeouts, default=None))
+        due = [sink.show_at for sink in self._half_lines()]
+        if self._kill_at is not None:
+            due.append(self._kill_at)
+        self._select(max(0.0, min(due) - now) if due else None)
+        # After the reading: when we were late, the end of the line may have been there.
+        for sink in self._half_lines():
+            if now >= sink.show_at:
+                sink.flush()
         self._reap()
 
-    def _flush_waiting(self, now):
-        # True while some rank has written the start of a line that is too young to be shown alone.
-        young = False
-        for key in self._selector.get_map().values():
-            since = key.data and key.data.sink.waiting_since
-            if since and not key.data.sink.prefix:
-                if now - since >= _LINE_WAIT_S:
-                    key.data.sink.flush()
-                else:
-                    young = True
-        return young
+    def _half_lines(self):
+        sinks = [key.data.sink for key in self._selector.get_map().values() if key.data]
+        return [sink for sink in sinks if sink.show_at and not sink.prefix]
 
     def _select(self, timeout):
         for key, _ in self._selector.select(timeout):

@@ -501,3 +501,39 @@ def test_a_prompt_is_shown_before_its_line_ends():
     assert job.stdout.read(18) == "proceed? proceed? "
     assert time.monotonic() - begin < 1.4
     assert job.communicate(timeout=10)[0] == "done\ndone\n"
+
+
+def test_half_a_line_of_a_full_buffer_waits_for_its_end():
+    script("""
+if rank == 0:
+    os.write(1, b"x" * 8191 + b"\\n" + b"half a ")
+    time.sleep(0.6)
+    os.write(1, b"line\\n")
+else:
+    for _ in range(80):
+        print("other", flush=True)
+        time.sleep(0.01)
+""")
+    lines = run("--num_gpus", 2, "train.py", OMP_NUM_THREADS="1").stdout.splitlines()
+    assert sorted(set(lines)) == ["half a line", "other", "x" * 8191]
+
+
+def test_output_that_was_there_in_time_is_not_cut():
+    # The launcher stands still (a loaded machine) between the two halves of a line.
+    script("""
+import signal
+if rank == 0:
+    print("x" * 5, end=" ", flush=True)
+    supervisor = os.getppid()
+    time.sleep(0.02)
+    os.kill(supervisor, signal.SIGSTOP)
+    time.sleep(0.3)
+    print("y", flush=True)
+    time.sleep(0.2)
+    os.kill(supervisor, signal.SIGCONT)
+else:
+    time.sleep(0.25)
+    print("other", flush=True)
+""")
+    lines = run("--num_gpus", 2, "train.py", OMP_NUM_THREADS="1").stdout.splitlines()
+    assert sorted(lines) == ["other", "xxxxx y"]
