@@ -3,7 +3,7 @@
 import torch
 
 from deepspeed.checkpoint import names, native_contents, zero_states
-from deepspeed.checkpoint.parallel_metadata import parallel_metadata
+from deepspeed.checkpoint.counters import counters_of
 from deepspeed.checkpoint.resume import run_states
 from deepspeed.version import __version__
 
@@ -63,15 +63,7 @@ def _model_states(engine, client_state, exclude_frozen_parameters):
         "shared_params": zero_states.shared_params(engine.module) if stage > 0 else None,
         "frozen_param_fragments": zero_states.frozen_fragments(engine) if frozen else None,
         "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
-        "data_sampler": None,
-        "random_ltd": None,
-        "sparse_tensor_module_names": engine.sparse_tensor_module_names,
-        "skipped_steps": engine.skipped_steps,
-        "global_steps": engine.global_steps,
-        "global_samples": engine.global_samples,
-        "dp_world_size": engine.dp_world_size,
-        "mp_world_size": engine.mp_world_size,
-        names.RESERVED_KEY: parallel_metadata(engine.parallel.mpu),
+        **counters_of(engine),
         "ds_config": engine.config,
         "ds_version": __version__,
     }

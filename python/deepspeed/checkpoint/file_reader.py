@@ -8,8 +8,9 @@ from deepspeed.host.cpu import usable_cores
 __all__ = ["damaged_tensors", "file_crc32", "range_crc32", "read_ranges"]
 
 
-def _threads(threads):
-    return threads or min(4, len(usable_cores()))
+def threads_for(asked):
+    """``asked`` threads for copying and summing; 0: up to four, by the cores this process may use."""
+    return asked or min(4, len(usable_cores()))
 
 
 def read_ranges(path, ranges, threads=0):
@@ -20,17 +21,17 @@ def read_ranges(path, ranges, threads=0):
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise ValueError(f"read_ranges fills contiguous tensors on the CPU, got one on {tensor.device}")
         made.append((offset, tensor.numel() * tensor.element_size(), tensor.data_ptr()))
-    _C.io.read_ranges(os.fspath(path), made, _threads(threads))
+    _C.io.read_ranges(os.fspath(path), made, threads_for(threads))
 
 
 def range_crc32(path, ranges, threads=0):
     """The CRC-32 of every (offset, bytes) of ``ranges``, in order. Raises OSError, RuntimeError as ``read_ranges``."""
-    return _C.io.sum_ranges(os.fspath(path), list(ranges), _threads(threads))
+    return _C.io.sum_ranges(os.fspath(path), list(ranges), threads_for(threads))
 
 
 def file_crc32(path, threads=0):
     """The CRC-32 of all of a file. Raises OSError."""
-    return _C.io.sum_ranges(os.fspath(path), [(0, _C.io.TO_THE_END)], _threads(threads))[0]
+    return _C.io.sum_ranges(os.fspath(path), [(0, _C.io.TO_THE_END)], threads_for(threads))[0]
 
 
 def damaged_tensors(path, record, threads=0):

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from deepspeed._native import _C
 from deepspeed.checkpoint import torch_pickler
+from deepspeed.checkpoint.file_reader import threads_for
 from deepspeed.checkpoint.file_record import FileRecord, TensorRecord
 from deepspeed.checkpoint.stored_tensor import Staging, StoredTensor
-from deepspeed.host.cpu import usable_cores
 
 __all__ = [
     "FileRecord", "PreparedBytes", "PreparedSafetensors", "PreparedTorch", "TensorRecord", "WriterOptions", "exchange",
@@ -50,8 +50,8 @@ class WriterOptions:
 
     def arguments(self):
         """What the native writers take after the path and the size."""
-        threads = self.threads or min(4, len(usable_cores()))
-        return self.io_buffer_size, 2 if self.double else 1, threads, self.direct, self.sync
+        buffers = 2 if self.double else 1
+        return self.io_buffer_size, buffers, threads_for(self.threads), self.direct, self.sync
 
 
 def inject_fault(order):

@@ -10,7 +10,8 @@ import types
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.checkpoint import names, native_names, plain_json, zero_states
+from deepspeed.checkpoint import native_names, plain_json, zero_states
+from deepspeed.checkpoint.counters import counters_of
 from deepspeed.checkpoint.file_writer import SAFETENSORS_NAMES, PreparedBytes, PreparedSafetensors
 from deepspeed.checkpoint.native_files import Digest, FrozenFile
 from deepspeed.checkpoint.native_tensors import (
@@ -21,7 +22,6 @@ from deepspeed.checkpoint.native_tensors import (
     trained_params,
     untrained,
 )
-from deepspeed.checkpoint.parallel_metadata import parallel_metadata
 from deepspeed.checkpoint.plain_json import NotPlain
 from deepspeed.checkpoint.ranks import Ranks, failure_of, raise_together
 from deepspeed.checkpoint.resume import names_of_groups, run_states
@@ -211,15 +211,7 @@ def _extra(engine):
 def _engine_state(engine):
     return {
         "lr_scheduler": _scheduler_state(engine.lr_scheduler),
-        "data_sampler": None,
-        "random_ltd": None,
-        "sparse_tensor_module_names": engine.sparse_tensor_module_names,
-        "skipped_steps": engine.skipped_steps,
-        "global_steps": engine.global_steps,
-        "global_samples": engine.global_samples,
-        "dp_world_size": engine.dp_world_size,
-        "mp_world_size": engine.mp_world_size,
-        names.RESERVED_KEY: parallel_metadata(engine.parallel.mpu),
+        **counters_of(engine),
         "ds_version": __version__,
     }
 

@@ -10,6 +10,7 @@ import stat
 
 from deepspeed import utils
 from deepspeed.log import logger
+from deepspeed.utils.weight_files import write_whole
 
 SCRIPT = "zero_to_fp32.py"
 # Each uses the ones before it.
@@ -87,19 +88,16 @@ def script():
     return bundle(sources)
 
 
+def _write_text(path, text):
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
 def write_script(folder):
     """Puts the script into ``folder``, executable, and returns its path. That it cannot be made executable is only
     logged: not every file system knows the bit."""
-    path, text = os.path.join(folder, SCRIPT), script()
-    temporary = f"{path}.writing.{os.getpid()}"
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except OSError as error:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-        raise OSError(error.errno, f"cannot write {path}: {error.strerror}. Check space and permissions.") from error
+    path = os.path.join(folder, SCRIPT)
+    write_whole(path, _write_text, script())
     try:
         os.chmod(path, os.stat(path).st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
     except OSError as error:

@@ -2,6 +2,8 @@
 
 import torch
 
+from deepspeed.utils import lazy_tensor
+
 
 class Staging:
     """Host memory, at most ``bytes`` of it, through which tensors pass that are elsewhere or have gaps.
@@ -44,7 +46,7 @@ class StoredTensor:
             self.numel = span
         else:
             self._flat, self._rows = None, tensor
-            self.stride = _row_major_stride(self.shape)
+            self.stride = lazy_tensor.row_major(self.shape)
         self.bytes = self.numel * tensor.element_size()
         # Tensors without elements have no address that would tell them apart.
         place = tensor.data_ptr() if self.numel else id(self)
@@ -106,14 +108,6 @@ class StoredPieces:
 
     def in_place(self):
         return all(part.in_place() for part in self._parts)
-
-
-def _row_major_stride(shape):
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
 
 
 def _parts(tensor, most):

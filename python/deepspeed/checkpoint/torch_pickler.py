@@ -12,6 +12,7 @@ import torch
 
 from deepspeed import _compat
 from deepspeed.checkpoint.stored_tensor import StoredPieces, StoredTensor
+from deepspeed.utils.lazy_tensor import itemsize
 from deepspeed.utils.tensor_of_pieces import TensorOfPieces
 
 PROTOCOL = 2  # the one that torch.load(weights_only=True) reads
@@ -74,7 +75,7 @@ class _Pickler(pickle.Pickler):
     def _storage_id(self, storage, storage_class, dtype):
         content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         key, stored = self._record(content, StoredTensor(content))
-        item_bytes = torch.empty(0, dtype=dtype).element_size()
+        item_bytes = itemsize(dtype)
         return "storage", storage_class, key, "cpu", stored.bytes // item_bytes
 
     def _record(self, tensor, stored):

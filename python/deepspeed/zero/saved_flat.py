@@ -12,6 +12,19 @@ def per_element(value):
     return hasattr(value, "shape") and len(value.shape) > 0
 
 
+def element_states(states):
+    """The names of what has a value for each element in any of ``states``, each once."""
+    return list(dict.fromkeys(key for state in states for key, value in state.items() if per_element(value)))
+
+
+def with_names(groups, named):
+    """Hyperparameters of saved parameter groups beside the names of their parameters."""
+    return [
+        {**{key: value for key, value in group.items() if key != "params"}, "names": list(names)}
+        for group, names in zip(groups, named)
+    ]
+
+
 class FlatState(SavedState):
     """``shards``: what each rank saved as ``optimizer_state_dict``, in rank order; may read its files when indexed, and
     say with ``first`` whose facts that all share are at hand.
@@ -70,18 +83,10 @@ class FlatState(SavedState):
         saved = self._shards[self._first].get("base_optimizer_state")
         known = saved.get("param_groups") if isinstance(saved, dict) else None
         groups = known or [{} for _ in self._groups]
-        return [
-            {**{key: value for key, value in group.items() if key != "params"}, "names": list(names)}
-            for group, names in zip(groups, self._groups)
-        ]
+        return with_names(groups, self._groups)
 
     def state_names(self):
-        found = []
-        for group in range(len(self._groups)):
-            found += [
-                key for key, value in self._inner(self._first, group).items() if per_element(value) and key not in found
-            ]
-        return found
+        return element_states(self._inner(self._first, group) for group in range(len(self._groups)))
 
     def scalars(self, name):
         group, _, _ = self._places[name]

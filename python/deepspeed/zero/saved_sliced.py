@@ -5,7 +5,7 @@ import functools
 
 import torch
 
-from deepspeed.zero.saved_flat import per_element, type_of_step
+from deepspeed.zero.saved_flat import element_states, per_element, type_of_step, with_names
 from deepspeed.zero.saved_state import Range, SavedState
 
 
@@ -79,19 +79,10 @@ class SlicedState(SavedState):
             if len(self._shards)
             else None
         )
-        groups = groups or [{} for _ in self._groups]
-        return [
-            {**{key: value for key, value in group.items() if key != "params"}, "names": list(names)}
-            for group, names in zip(groups, self._groups)
-        ]
+        return with_names(groups or [{} for _ in self._groups], self._groups)
 
     def state_names(self):
-        found = []
-        for run in range(len(self._starts)):
-            found += [
-                key for key, value in self._inner(self._first, run).items() if per_element(value) and key not in found
-            ]
-        return found
+        return element_states(self._inner(self._first, run) for run in range(len(self._starts)))
 
     def scalars(self, name):
         run = self._run_of(name)

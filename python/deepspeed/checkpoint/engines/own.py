@@ -1,5 +1,7 @@
 """What the checkpoint engines of this library have in common."""
 
+import abc
+
 from deepspeed import _compat
 from deepspeed.checkpoint import storage
 from deepspeed.checkpoint.engines.base import CheckpointEngine
@@ -20,9 +22,9 @@ class OwnCheckpointEngine(CheckpointEngine):
     def from_config(cls, config):
         return cls(config.checkpoint_config)
 
+    @abc.abstractmethod
     def write_file(self, name, value, path):
         """Writes ``value``, the file ``name`` of a checkpoint, to ``path``. Returns its record for the manifest."""
-        raise NotImplementedError(f"{self.name}.write_file")
 
     def create(self, info):
         logger.debug(f"[{self.name}] checkpoint {getattr(info, 'tag', info)} begins")
@@ -32,7 +34,10 @@ class OwnCheckpointEngine(CheckpointEngine):
         self.write_file(path, state_dict, path)
 
     def load(self, path, map_location=None):
-        """Tensors and plain data only, on the CPU or on the device ``map_location``; RefusedClass for anything else."""
+        """Tensors and plain data only, on the CPU or on the device ``map_location``; RefusedClass for anything else.
+
+        A function or a dict as ``map_location`` is for torch.load alone, which runs what the file asks for: only for
+        files that you trust."""
         if callable(map_location) or isinstance(map_location, dict):
             return _compat.load(path, map_location=map_location)
         value = storage.read(path)

@@ -58,6 +58,7 @@ class TorchCheckpointEngine(OwnCheckpointEngine):
         storage.write(state_dict, path)
 
     def load(self, path, map_location=None):
+        """As ``torch.load`` of any object: it runs what the file asks for, so only load what you trust."""
         return _compat.load(path, map_location=map_location)
 
     def commit(self, info):
