@@ -6,6 +6,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "base/process.h"
 #include "bindings/registry.h"
 #include "comm/reduce_rows.h"
 #include "comm/watch.h"
@@ -49,6 +50,7 @@ py::dict described(const std::string& group, const comm::Flight& flight) {
 
 DS_BINDINGS(m) {
   using comm::Watch;
+  m.def("process_ended", &process_ended, py::arg("pid"));
   py::class_<Watch, std::shared_ptr<Watch>>(m, "Watch")
       .def(py::init([](py::function stacks, py::function warn) {
              comm::Voice voice;

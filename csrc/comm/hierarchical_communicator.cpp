@@ -205,6 +205,8 @@ class HierarchicalCommunicator : public Communicator {
     return std::make_shared<ShmWork>(
         queue_, queue_->submit(
                     [tree = tree_, header, body = std::move(body)](ShmGroup& group) {
+                      // The other leaders may stand in what failed here, and take a greeting for its data.
+                      group.channel().refuse_if_failed();
                       Greeting greeting(*tree, header);
                       body(group, *tree, greeting);
                     },

@@ -13,6 +13,8 @@
 #include <thread>
 #include <utility>
 
+#include "base/process.h"
+
 namespace ds::comm {
 
 namespace {
@@ -26,15 +28,6 @@ std::string seconds(int64_t us) {
   char text[32];
   std::snprintf(text, sizeof(text), "%.1f s", static_cast<double>(us) * 1e-6);
   return text;
-}
-
-// R running, S asleep, D in the kernel, T stopped, Z ended: the third field of /proc/<pid>/stat.
-char state_of(int64_t pid) {
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  std::string text;
-  std::getline(file, text);
-  const size_t end = text.rfind(')');
-  return end == std::string::npos || end + 2 >= text.size() ? '?' : text[end + 2];
 }
 
 std::string indented(const std::string& text) {
@@ -123,7 +116,7 @@ std::string RankBoard::stack_of(int rank) const {
     if (theirs->stack[0]) return std::string(theirs->stack, strnlen(theirs->stack, sizeof(theirs->stack)));
     return "(its stack is not known: no interpreter answers there)";
   }
-  const char state = segments_->alive(rank) ? state_of(segments_->pid(rank)) : 'Z';
+  const char state = segments_->alive(rank) ? process_state(segments_->pid(rank)) : 'Z';
   if (state == 'Z' || state == 'X') return "(it has ended: there is no stack)";
   if (state == 'T' || state == 't') return "(its process is stopped, by a signal or a debugger: no stack)";
   if (theirs->watched == kLeft) return "(it has left the group)";

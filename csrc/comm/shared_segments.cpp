@@ -12,6 +12,8 @@
 #include <fstream>
 #include <string>
 
+#include "base/process.h"
+
 namespace ds::comm {
 
 int64_t host_id() {
@@ -34,7 +36,7 @@ SharedSegments::Mapping::~Mapping() {
 }
 
 bool SharedSegments::alive(int rank) const {
-  return kill(static_cast<pid_t>(mappings_[rank]->pid), 0) == 0 || errno != ESRCH;
+  return !process_ended(mappings_[rank]->pid);
 }
 
 std::shared_ptr<SharedSegments> SharedSegments::create(int rank, int size, int64_t bytes,

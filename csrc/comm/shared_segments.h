@@ -32,7 +32,7 @@ class SharedSegments {
 
   void* data(int rank) const { return mappings_[rank]->data; }
   int64_t pid(int rank) const { return mappings_[rank]->pid; }
-  bool alive(int rank) const;  // the process exists
+  bool alive(int rank) const;  // its process has not ended
   int size() const { return static_cast<int>(mappings_.size()); }
 
  private:

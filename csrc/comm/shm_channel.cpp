@@ -87,10 +87,15 @@ ShmChannel::Line* ShmChannel::line(int rank) const { return static_cast<Line*>(s
 
 const Record& ShmChannel::record_of(int rank) const { return line(rank)->records[entered_ & 1]; }
 
-void ShmChannel::enter(Record record) {
-  Line* mine = line(rank_);
+void ShmChannel::refuse_if_failed() const {
+  const Line* mine = line(rank_);
   if (mine->failed.load())
     fail(ErrorKind::kRuntime, "this group has failed before: ", static_cast<const char*>(mine->why));
+}
+
+void ShmChannel::enter(Record record) {
+  refuse_if_failed();
+  Line* mine = line(rank_);
   if (checks_) record.at_us = now_us();
   const int64_t number = ++entered_;
   mine->records[number & 1] = record;

@@ -32,6 +32,7 @@ class ShmChannel {
 
   // Enters a collective: records it, meets the others, fails on every rank alike when they are not at the same one.
   void enter(Record record);
+  void refuse_if_failed() const;            // enter does it, too
   void leave();                             // the collective entered last has ended on this rank
   const Record& record_of(int rank) const;  // of the collective entered last
   void barrier();

@@ -24,6 +24,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from deepspeed import _native
 from deepspeed.comm.patience import patience
 from deepspeed.comm.stacks import stack_text
 from deepspeed.log import logger
@@ -73,11 +74,11 @@ class _Station:
         self.store.add(f"known{self.rank}", 1)
 
     def ended(self, rank):
-        """True when the rank was on this host and its process is there no more."""
+        """True when the rank was on this host and nothing comes from its process any more."""
         if not self.store.add(f"known{rank}", 0):
             return False
         pid, _, host = self.store.get(f"who{rank}").decode().split(" ", 2)
-        return host == socket.gethostname() and not os.path.exists(f"/proc/{pid}")
+        return host == socket.gethostname() and _native._C.process_ended(int(pid))
 
     def enter(self, fingerprint):
         if self.failed:

@@ -1,0 +1,15 @@
+// Other processes of this machine.
+#pragma once
+#include <cstdint>
+
+namespace ds {
+
+// As the kernel shows it: R runs, S sleeps, D waits inside the kernel, T is stopped, Z has ended and nobody has asked
+// how. '?' where there is no such process.
+char process_state(int64_t pid);
+
+// True when nothing can come from the process any more: it is gone, waits for its parent to ask how it ended, or is
+// being taken apart by the kernel, which closes its connections on the way.
+bool process_ended(int64_t pid);
+
+}  // namespace ds
