@@ -260,6 +260,9 @@ class _Outcome:
         if self.clean:
             return [report[1] for report in self.reports]
         if self.order:
+            # Nobody is killed because others fail: they fail because it was, and may be heard of first.
+            killed = [r for r in self.order if self.reports[r][0] == "died" and "SIGKILL" in self.reports[r][1]]
+            self.order = killed + [r for r in self.order if r not in killed]
             story = RankError(self._story(fn))
             kind, *rest = self.reports[self.order[0]]
             if kind == "skip":

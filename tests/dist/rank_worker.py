@@ -115,6 +115,7 @@ def _run(task, payload):
         torch.set_default_dtype(torch.float32)
         _reset_log_level()
         fn = _find(task)
+        communicators = _noted_communicators()
         args = pickle.loads(payload)
         if task["init"] is True:
             importlib.import_module("deepspeed").init_distributed(dist_backend="gloo")
@@ -123,7 +124,7 @@ def _run(task, payload):
         value = fn(task["rank"], task["world_size"], *args)
         report = pickle.dumps(("ok", value))
         del value
-        _leave_groups()
+        _leave_groups(communicators)
         return report
     except Skipped as outcome:  # claims to live in builtins, so pickle refuses it
         return pickle.dumps(("skip", str(outcome)))
@@ -143,11 +144,29 @@ def _reset_log_level():
         log.logger.setLevel(logging.INFO)
 
 
-def _leave_groups():
-    gc.collect()  # engines hold process groups
+def _noted_communicators():
+    """A list that takes all communicators of engines that are made from now on."""
     comms_log = sys.modules.get("deepspeed.comm.comms_log")
+    noted = []
     if comms_log is not None:
-        comms_log.leave()  # those of sharded models, which outlive their engines
+        plain = getattr(comms_log.watch, "plain", comms_log.watch)
+
+        def watch(core, communicators):
+            noted.extend(one for one in communicators if one is not None)
+            return plain(core, communicators)
+
+        watch.plain = plain
+        comms_log.watch = watch
+    return noted
+
+
+def _leave_groups(communicators):
+    for _ in range(4):  # engines hold process groups; with an engine goes its hold on others
+        if not gc.collect():
+            break
+    for communicator in communicators:
+        communicator.leave()  # those of sharded models outlive their engines
+    communicators.clear()
     groups = sys.modules.get("deepspeed.utils.groups")
     if groups is not None:
         groups.clear()

@@ -84,12 +84,12 @@ def until_killed(rank, world, seed, folder):
 def test_killed_ranks_are_named_and_nothing_is_left(tmp_path):
     worst = 0.0
     for seed in range(KILLS):
-        with pytest.raises(RankError, match="SIGKILL"):
+        with pytest.raises(RankError, match="SIGKILL") as caught:
             run_ranks(
                 WORLD, until_killed, seed, str(tmp_path), fresh=True, grace=15, env={"DS_COMM_TRACE_DIR": str(tmp_path)}
             )
         found = [json.loads(path.read_text()) for path in tmp_path.glob(f"{seed}.*")]
-        assert len(found) == WORLD - 1, (seed, found)
+        assert len(found) == WORLD - 1, (seed, found, str(caught.value))
         for each in found:
             assert f"rank {each['victim']} (process" in each["text"] and "has ended" in each["text"], each
             assert each["after"][0] == 0 and each["after"][1] <= each["before"][1], each

@@ -13,11 +13,14 @@ def unlink_when_dropped(engine):
     params = list(engine.module.parameters())
     links = [param._ds_link for param in params if hasattr(param, "_ds_link")]
     weaks = [param._z3_optimizer for param in params if hasattr(param, "_z3_optimizer")]
-    weakref.finalize(engine, _cut, links, weaks).atexit = False
+    owned = [param.__dict__ for param in params if "_dp_group" in param.__dict__]
+    weakref.finalize(engine, _cut, links, weaks, owned).atexit = False
 
 
-def _cut(links, weaks):
+def _cut(links, weaks, owned):
     for link in links:
         link.owner = None
     for weak in weaks:
         weak.__dict__["_optimizer"] = None
+    for attributes in owned:
+        attributes.pop("_dp_group", None)
