@@ -165,8 +165,11 @@ DS_BINDINGS(m) {
           "has_grads", [](Engine& engine) { return engine.grads().any(); }, Unlocked())
       .def(
           "publish", [](Engine& engine) { engine.stepper().publish(); }, Unlocked())
+      .def("refresh_master", &Engine::refresh_master, Unlocked())
+      .def("hold_states", [](Engine& engine) { engine.hold().hold(); })
+      .def("let_states_go", [](Engine& engine) { engine.hold().let_go(); })
       .def(
-          "refresh_master", [](Engine& engine) { engine.stepper().refresh_master(); }, Unlocked())
+          "wait_for_states", [](Engine& engine) { engine.hold().wait(); }, Unlocked())
       .def("broadcast", &Engine::broadcast, Unlocked())
       .def("finish_step", &Engine::finish_step, Unlocked())
       .def("begin_write", &Engine::begin_write, Unlocked())

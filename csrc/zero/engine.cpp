@@ -164,6 +164,7 @@ void Engine::finish_step() {
 }
 
 void Engine::begin_write() {
+  hold_.wait();
   if (writing_++ == 0 && gatherer_) gatherer_->source().before_write();
 }
 
@@ -231,6 +232,7 @@ const Buffer* Engine::buffer(FlatSpace& space, Kept kept, int slot) {
 }
 
 std::vector<at::Tensor> Engine::pieces(Kept kept, int slot) {
+  if (kept != Kept::kGrad) hold_.wait();  // the caller may write to them
   std::vector<at::Tensor> result;
   for (const Piece& piece : store_.pieces()) {
     const Buffer* from = buffer(store_.spaces()[piece.space], kept, slot);
@@ -275,6 +277,7 @@ void Engine::set_full(Kept kept, int slot, size_t param, const at::Tensor& value
          value.numel());
   const at::Tensor flat = device_.flattened(value.to(store_.device()), sizes, strides);
   FlatSpace& space = store_.space_of(param);
+  hold_.wait();
   if (kept == Kept::kGrad) grads_.set_used(param);
   if (kept == Kept::kMaster) begin_write();
   const Buffer* found = buffer(space, kept, slot);
@@ -304,6 +307,7 @@ void Engine::broadcast(const std::vector<at::Tensor>& tensors, int root) {
 }
 
 void Engine::release() {
+  hold_.wait();
   hooks_.clear();
   grads_.clear();
   if (gatherer_) gatherer_->end_backward();

@@ -13,6 +13,7 @@
 #include "zero/param_gatherer.h"
 #include "zero/param_store.h"
 #include "zero/stage_policy.h"
+#include "zero/state_hold.h"
 #include "zero/stepper.h"
 
 namespace ds::zero {
@@ -68,13 +69,17 @@ class Engine : public std::enable_shared_from_this<Engine> {
     if (gatherer_) gatherer_->source().drain();
     stepper_.norm(grads_, loss_scale, max_norm, check, model_parallel_.get());
   }
-  void update(const std::vector<std::vector<double>>& hyper) { stepper_.update(grads_, hyper); }
+  void update(const std::vector<std::vector<double>>& hyper) {
+    hold_.wait();
+    stepper_.update(grads_, hyper);
+  }
   StepReport report() { return stepper_.report(); }
 
   // A step in few calls: begin_step; update, or an optimizer that lives outside; end_step.
   void begin_step(float loss_scale, float max_norm, bool check) {
     finish_backward();
     norm(loss_scale, max_norm, check);
+    hold_.wait();  // an optimizer that lives outside comes next
   }
   // Gradients are kept when their norm is not finite: somebody will want to see them.
   StepReport end_step();
@@ -99,7 +104,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Around changes of masters or shards other than a step, which all ranks make. May be nested.
   void begin_write();
   void end_write();
+  void refresh_master() {
+    hold_.wait();
+    stepper_.refresh_master();
+  }
 
+  StateHold& hold() { return hold_; }  // of masters and optimizer states; the calls above that change them wait
   ParamGatherer* gatherer() { return gatherer_.get(); }  // null below stage 3
 
   const comm::Communicator& data_parallel() const { return *data_parallel_; }
@@ -124,6 +134,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   GradReducer grads_;
   Stepper stepper_;
   std::unique_ptr<ParamGatherer> gatherer_;
+  StateHold hold_;
   int writing_ = 0;
   std::vector<bool> watched_;
   bool own_backward_ = false;  // begin_backward was called by our caller

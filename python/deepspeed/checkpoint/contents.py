@@ -11,13 +11,8 @@ from deepspeed.version import __version__
 def files_of(engine, client_state, exclude_frozen_parameters=False):
     """dict: name of a file below the tag's folder -> function that gives its value, for the files of this rank.
 
-    <<<<<<< HEAD
-        Every rank calls all of them in this order: some run collectives. Tensors of the values may be views of what is
-        trained: write them, or copy them, before the next step. A ``TensorOfPieces`` may stand for a tensor.
-    =======
-        Every rank calls all of them in this order: some run collectives. Tensors of the values may be views of what is
-        trained: write them, or copy them, before the next step.
-    >>>>>>> commit
+    Every rank calls all of them in this order: some run collectives. Tensors of the values may be views of what is
+    trained: write them, or copy them, before the next step. A ``TensorOfPieces`` may stand for a tensor.
     """
     if native_contents.is_wanted(engine):
         return native_contents.files_of(engine, client_state, exclude_frozen_parameters)

@@ -7,6 +7,7 @@ import torch
 
 from deepspeed.checkpoint import background, commit, names, native_contents
 from deepspeed.checkpoint.contents import files_of
+from deepspeed.checkpoint.engine_states import EngineStates
 from deepspeed.checkpoint.engines.foreign import ForeignFiles
 from deepspeed.checkpoint.ranks import Ranks
 from deepspeed.checkpoint.standalone import write_script
@@ -64,7 +65,7 @@ def save_checkpoint(engine, save_dir, tag=None, client_state=None, save_latest=T
         saving.write(files, writer)
         log_dist(f"no checkpoint {saving.folder}: {writer.name} writes nothing", ranks=[0])
     elif behind is not None and not _on_disks_of_nodes(ranks):
-        writer.save_behind(saving, files, save_latest)
+        writer.save_behind(saving, files, save_latest, EngineStates(engine))
         log_dist(f"checkpoint {saving.folder} is copied and being written", ranks=[0])
     else:
         if not hasattr(writer, "write_file"):

@@ -4,9 +4,9 @@ import os
 import time
 
 from deepspeed.checkpoint import background, commit
-from deepspeed.checkpoint.host_cache import bytes_of, copy_into, on_device
 from deepspeed.checkpoint.kinds import prepare
 from deepspeed.checkpoint.ranks_through_files import RanksThroughFiles
+from deepspeed.checkpoint.snapshot import Snapshot
 from deepspeed.constants import default_pg_timeout
 from deepspeed.log import logger, warning_once
 
@@ -17,10 +17,12 @@ def patience_s():
 
 
 class SnapshotSave:
-    """``write(prepared, path)`` gives the record of a file. ``saving``: a ``Saving`` that has begun."""
+    """``write(prepared, path)`` gives the record of a file. ``saving``: a ``Saving`` that has begun. ``states``:
+    ``EngineStates``, which may be copied late."""
 
-    def __init__(self, behind, cache, write, saving, save_latest):
+    def __init__(self, behind, cache, write, saving, save_latest, states=None):
         self.behind, self.cache, self._write = behind, cache, write
+        self.snapshot = Snapshot(cache, states)
         self.saving, self.save_latest = saving, save_latest
         self.records = {}
         self.error = None
@@ -29,55 +31,52 @@ class SnapshotSave:
 
     # ---- in the calling thread -------------------------------------------------------------------------------------
     def add(self, name, value):
-        """Takes the file ``name``: afterwards tensors in ``value`` may change. Waits while the cache is full; a file
-        that is larger than all of it is written at once."""
+        """Takes the file ``name``: afterwards tensors in ``value`` may change, but for the engine's states. Waits while
+        the cache is full; a file that is larger than all of it is written at once."""
         prepared = prepare(name, value)
         path = os.path.join(commit.staging_of(self.saving.folder), name)
         linked = prepared.link(path) if hasattr(prepared, "link") else None
         if linked is not None:  # it is in another tag: nothing to copy
             self.records[name] = linked.to_dict()
             return
-        bytes = bytes_of(prepared.sources)
-        if bytes and not self.cache.fits(bytes):
+        copies = self.snapshot.add(prepared.sources)
+        if copies is None:
+            gib = self.snapshot.plan(prepared.sources).bytes / 2**30
             warning_once(
-                f"{name} has {bytes / 2**30:.3f} GiB, more than all of host_cache_size: it is written at once, and "
-                f"training waits. Set host_cache_size to at least {bytes / 2**30 + 0.001:.3f} GiB"
+                f"{name} has {gib:.3f} GiB, more than all of host_cache_size: it is written at once, and training "
+                f"waits. Set host_cache_size to at least {gib + 0.001:.3f} GiB"
             )
             self.records[name] = self._write(prepared, path)
             return
-        block = None
-        if bytes:
-            block = self.cache.take(bytes, pinned=on_device(prepared.sources))
-            try:
-                prepared.sources = copy_into(block, prepared.sources)
-            except BaseException:
-                self.cache.give_back(block)
-                raise
-        self.behind.start(lambda: self._write_one(name, prepared, path, block))
+        prepared.sources = copies.sources
+        self.behind.start(lambda: self._write_one(name, prepared, path, copies))
 
     def drop(self):
         """What was not written yet stays so; nothing is written any more when this returns."""
         self.error = self.error or RuntimeError("given up")
+        self.snapshot.drop()
         self.behind.drain()
         background.leave(self.saving.folder)
 
     def end(self, meeting, processes):
-        """All ranks have taken their snapshots: the rest happens in the background."""
+        """All ranks have taken their snapshots: the rest happens in the background. Only now, when nothing can go wrong
+        any more in the calling thread, the engine's states are held."""
+        self.snapshot.start_late_copies()
         ranks = self.saving.ranks
         self.saving.ranks = RanksThroughFiles(ranks, meeting, patience_s(), processes)
         self.behind.start(self._finish)
 
     # ---- in the background -----------------------------------------------------------------------------------------
-    def _write_one(self, name, prepared, path, block):
+    def _write_one(self, name, prepared, path, copies):
         try:
+            copies.wait()
             if self.error is None:
                 self.records[name] = self._write(prepared, path)
         except BaseException as caught:
             self.error = caught
         finally:
             prepared.sources = ()
-            if block is not None:
-                self.cache.give_back(block)
+            copies.give_back()
 
     def _finish(self):
         ranks = self.saving.ranks

@@ -20,6 +20,7 @@ class Restore:
         self.params = params
         self.saved = saved
         self.names = [_saved_name(name, saved) for name in stepping.names]
+        self.core.wait_for_states()  # a checkpoint may be copying them
 
     def check(self):
         """Raises ValueError for the first parameter that has another shape in the checkpoint."""

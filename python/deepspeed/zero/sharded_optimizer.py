@@ -208,6 +208,7 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
         elif self.stepping.fused is not None and kind in self.core.slot_names():
             self.core.set_full("slot", self.core.slot_names().index(kind), index, value)
         else:
+            self.core.wait_for_states()
             flat = in_memory_order(value, self._params[index])
             for offset, numel, state in self._piece_states(index, kind):
                 state.copy_(value if state.shape == value.shape else flat[offset : offset + numel].reshape(state.shape))

@@ -46,6 +46,7 @@ class WholeParams:
         elif kind == "grad":
             self.core.set_full("grad", 0, index, value.float() * self.loss_scale)
         else:
+            self.core.wait_for_states()
             state = self._state(index, kind)
             state.copy_(value.reshape(state.shape))
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from deepspeed.checkpoint import file_writer
-from deepspeed.checkpoint.host_cache import HostCache, bytes_of, copy_into, on_device
+from deepspeed.checkpoint.host_cache import HostCache
 from deepspeed.checkpoint.kinds import prepare
+from deepspeed.checkpoint.snapshot import Snapshot
 
 MIB = 1 << 20
 
@@ -70,6 +71,15 @@ def tensors():
     }
 
 
+def dirty_cache(bytes):
+    """A cache whose memory, which the next taker of more than half of it gets, was in use before."""
+    cache = HostCache()
+    block = cache.take(bytes)
+    block.memory.fill_(0xAB)
+    cache.give_back(block)
+    return cache
+
+
 @pytest.mark.parametrize("kind", ["state.pt", "state.safetensors"])
 def test_a_snapshot_does_not_change(kind, tmp_path):
     values = tensors()
@@ -79,11 +89,9 @@ def test_a_snapshot_does_not_change(kind, tmp_path):
     path = tmp_path / kind
     prepared = prepare(kind, values if kind.endswith(".pt") else (values, {"a": "b"}))
     direct = prepared.write(tmp_path / ("direct" + kind))
-    assert not on_device(prepared.sources)
-    cache = HostCache()
-    block = cache.take(bytes_of(prepared.sources))
-    block.memory.fill_(0xAB)
-    prepared.sources = copy_into(block, prepared.sources)
+    cache = dirty_cache(16 * MIB)
+    prepared.sources = Snapshot(cache).add(prepared.sources).sources
+    assert cache.held_bytes == 16 * MIB
     for tensor in values.values():
         tensor = tensor if tensor.is_contiguous() else tensor._base
         tensor.zero_()

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from deepspeed.checkpoint import file_writer, storage
-from deepspeed.checkpoint.host_cache import HostCache, bytes_of, copy_into
+from deepspeed.checkpoint.host_cache import HostCache
 from deepspeed.checkpoint.kinds import prepare
+from deepspeed.checkpoint.snapshot import Snapshot
 from deepspeed.utils.tensor_of_pieces import TensorOfPieces
 
 
@@ -24,9 +25,7 @@ def test_saved_as_one_tensor(copied, tmp_path):
     value = {"a": [tensor], "same": tensor, "whole": source}
     prepared = prepare("x.pt", value)
     if copied:
-        block = HostCache().take(bytes_of(prepared.sources))
-        block.memory.fill_(7)
-        prepared.sources = copy_into(block, prepared.sources)
+        prepared.sources = Snapshot(HostCache()).add(prepared.sources).sources
         saved = source.clone()
         source.zero_()
         source = saved

@@ -5,9 +5,10 @@ import os
 from deepspeed.checkpoint import commit
 from deepspeed.checkpoint.background import Background
 from deepspeed.checkpoint.engines.fast_engine import FastCheckpointEngine
-from deepspeed.checkpoint.host_cache import HostCache, bytes_of, copy_into, on_device
+from deepspeed.checkpoint.host_cache import HostCache
 from deepspeed.checkpoint.kinds import prepare
 from deepspeed.checkpoint.ranks_through_files import this_process
+from deepspeed.checkpoint.snapshot import Snapshot
 from deepspeed.checkpoint.snapshot_save import SnapshotSave
 from deepspeed.log import logger
 
@@ -38,6 +39,7 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
                 for size in sizes:
                     if self.cache.has_room(size):
                         blocks.append(self.cache.take(size, pinned))
+                        blocks[-1].memory  # noqa: B018  (asked for, so that it is found)
             except RuntimeError as error:  # the save that needs it says so again
                 logger.warning(f"checkpoints in the background: {error}")
             for block in blocks:
@@ -51,16 +53,17 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
             self.behind.drain()
             self._expecting = False
 
-    def save_behind(self, saving, files, save_latest):
+    def save_behind(self, saving, files, save_latest, states=None):
         """Takes a snapshot of ``files`` (``contents.files_of``) for ``saving``, which commits it when all is written.
-        Every rank calls it; raises on all ranks what any of them could not copy."""
+        ``states``: ``EngineStates``, copied by the time that the engine changes them. Every rank calls it; raises on
+        all ranks what any of them could not copy."""
         self._expected()
         self._saves += 1
         ranks = saving.ranks
         found = ranks.gather([*this_process(), f"{os.getpid()}-{id(self):x}-{self._saves}"])
         token = found[ranks.nodes.index(ranks.node)][2]  # the leading rank's
         saving.begin(token)
-        save = SnapshotSave(self.behind, self.cache, self.write_prepared, saving, save_latest)
+        save = SnapshotSave(self.behind, self.cache, self.write_prepared, saving, save_latest, states)
         try:
             error = None
             for name, value in files.items():
@@ -82,21 +85,22 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
     def save(self, state_dict, path):
         """Returns when ``state_dict`` may change; ``commit`` or ``wait`` say when the file is there."""
         prepared = prepare(path, state_dict)
-        bytes = bytes_of(prepared.sources)
-        if not self.cache.fits(bytes):
+        snapshot = Snapshot(self.cache)
+        copies = snapshot.add(prepared.sources)
+        if copies is None:
             self.write_prepared(prepared, path)
             return
-        block = self.cache.take(bytes, pinned=on_device(prepared.sources))
-        prepared.sources = copy_into(block, prepared.sources)
-        self.behind.start(lambda: self._write_alone(prepared, path, block))
+        snapshot.start_late_copies()  # none, and nothing more to come
+        prepared.sources = copies.sources
+        self.behind.start(lambda: self._write_alone(prepared, path, copies))
 
-    def _write_alone(self, prepared, path, block):
+    def _write_alone(self, prepared, path, copies):
         try:
             self.write_prepared(prepared, path)
         except BaseException as error:
             self.behind.fail(error, lambda steps: [steps])
         finally:
-            self.cache.give_back(block)
+            copies.give_back()
 
     def commit(self, info):
         """Waits for all files. Raises what went wrong with one of them."""
