@@ -61,14 +61,11 @@ def _moves(rank, world, name):
     dtype = getattr(torch, name)
     for numel in (0, 1, 7, 100003):
         x = values(numel, dtype)
-        for move in (
-            lambda y: comm.all_gather(y, x),
-            lambda y: comm.all_to_all(y, x),
-            lambda y: comm.all_to_all(y, x, output_splits=[numel], input_splits=[numel]),
-        ):
-            y = torch.zeros(numel, device=x.device).to(dtype)
-            move(y)
-            assert same(y, x)
+        outputs = [torch.zeros(numel, device=x.device).to(dtype) for _ in range(3)]
+        comm.all_gather(outputs[0], x)
+        comm.all_to_all(outputs[1], x)
+        comm.all_to_all(outputs[2], x, output_splits=[numel], input_splits=[numel])
+        assert all(same(y, x) for y in outputs)
         y = torch.zeros(numel, device=x.device).to(dtype)
         with comm.group():
             comm.send(x, 0)

@@ -54,6 +54,8 @@ class NcclCommunicator:
     """
 
     def __init__(self, group=None, device=None, name=None, timeout=None, library=None):
+        if library is not None and device is None:
+            raise ValueError("NcclCommunicator got a library but no device: say which memory that library moves.")
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "an NcclCommunicator needs a process group to exchange NCCL's id: call deepspeed.init_distributed() "

@@ -47,8 +47,6 @@ def introduce(group, name, rank, found, problem):
 def device_of(device, library):
     """The ``torch.device``, with its index, whose memory a communicator is to move; ValueError where NCCL cannot."""
     accelerator = get_accelerator()
-    if library is not None and device is None:
-        raise ValueError("NcclCommunicator got a library but no device: say which memory that library moves.")
     found = torch.device(accelerator.current_device_name() if device is None else device)
     if library is None and (found.type != "cuda" or accelerator.communication_backend_name() != "nccl"):
         raise ValueError(
