@@ -110,8 +110,7 @@ DS_BINDINGS(m) {
           },
           py::arg("candidates"), Unlocked())
       .def_static(
-          "open",
-          [](const std::string& path) { return std::const_pointer_cast<NcclLibrary>(NcclLibrary::open(path)); },
+          "open", [](const std::string& path) { return std::const_pointer_cast<NcclLibrary>(NcclLibrary::open(path)); },
           py::arg("path"), Unlocked())
       .def_property_readonly("path", &NcclLibrary::path)
       .def_property_readonly("version", &NcclLibrary::version)
@@ -147,9 +146,8 @@ DS_BINDINGS(m) {
       .def(
           "reduce",
           [](NcclCommunicator& self, uintptr_t in, uintptr_t out, size_t count, nccl::DataType type, nccl::RedOp op,
-             int root, uintptr_t stream) {
-            self.reduce(address(in), address(out), count, type, op, root, address(stream));
-          },
+             int root,
+             uintptr_t stream) { self.reduce(address(in), address(out), count, type, op, root, address(stream)); },
           Unlocked())
       .def(
           "broadcast",
@@ -158,8 +156,9 @@ DS_BINDINGS(m) {
           Unlocked())
       .def(
           "all_gather",
-          [](NcclCommunicator& self, uintptr_t in, uintptr_t out, size_t count, nccl::DataType type,
-             uintptr_t stream) { self.all_gather(address(in), address(out), count, type, address(stream)); },
+          [](NcclCommunicator& self, uintptr_t in, uintptr_t out, size_t count, nccl::DataType type, uintptr_t stream) {
+            self.all_gather(address(in), address(out), count, type, address(stream));
+          },
           Unlocked())
       .def(
           "reduce_scatter",

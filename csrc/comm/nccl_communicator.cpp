@@ -107,7 +107,8 @@ void NcclCommunicator::drop() noexcept {
   if (comm_) library_->calls().comm_abort(std::exchange(comm_, nullptr));
 }
 
-// ---- errors -----------------------------------------------------------------------------------------------------------
+// ---- errors
+// -----------------------------------------------------------------------------------------------------------
 
 std::string NcclCommunicator::who() const {
   return "NCCL communicator \"" + place_.name + "\", rank " + std::to_string(place_.rank) + " of " +
@@ -186,7 +187,8 @@ nccl::DataType NcclCommunicator::moved(nccl::DataType type) const {
   return type == nccl::kFloat8E4M3 || type == nccl::kFloat8E5M2 ? nccl::kUint8 : type;
 }
 
-// ---- collectives ------------------------------------------------------------------------------------------------------
+// ---- collectives
+// ------------------------------------------------------------------------------------------------------
 
 void NcclCommunicator::all_reduce(const void* in, void* out, size_t count, nccl::DataType type, nccl::RedOp op,
                                   void* stream) {
@@ -318,7 +320,8 @@ nccl::Result NcclCommunicator::leave_group() noexcept {
   return result;
 }
 
-// ---- user buffers -----------------------------------------------------------------------------------------------------
+// ---- user buffers
+// -----------------------------------------------------------------------------------------------------
 
 void* NcclCommunicator::register_memory(void* data, size_t bytes) {
   const nccl::BufferCalls& calls = library_->buffer_calls();

@@ -118,10 +118,10 @@ class NcclCommunicator {
   const NcclPlace place_;
   mutable std::recursive_mutex mutex_;
   nccl::Comm comm_ = nullptr;
-  int depth_ = 0;               // of groups
-  int64_t calls_ = 0;           // number of the last call
+  int depth_ = 0;                 // of groups
+  int64_t calls_ = 0;             // number of the last call
   std::string last_ = "joining";  // the call that an error is told of
-  std::string problem_;         // the first error
+  std::string problem_;           // the first error
   std::set<void*> registered_;
   std::atomic<bool> abort_asked_{false};
 };

@@ -78,7 +78,8 @@ NcclLibraryPtr NcclLibrary::find(const std::vector<std::string>& candidates) {
   std::string tried;
   for (const std::string& path : candidates) tried += path + ", ";
   fail(ErrorKind::kRuntime, "NCCL is not to be found. Tried: one that is in this process already, ", tried,
-       "and the system's (", error, "). Install it (`pip install nvidia-nccl-cu13`, or cu12, for the CUDA of the driver; ",
+       "and the system's (", error,
+       "). Install it (`pip install nvidia-nccl-cu13`, or cu12, for the CUDA of the driver; ",
        "Debian and Ubuntu: libnccl2), or name the file: DS_NCCL_LIBRARY=/path/to/", kSoname, ".");
 }
 
@@ -136,9 +137,10 @@ std::string NcclLibrary::described() const { return "NCCL " + version_text() + "
 
 const nccl::BufferCalls& NcclLibrary::buffer_calls() const {
   if (!has_buffers())
-    fail(ErrorKind::kRuntime, path_, " is NCCL ", version_text(), " and has no ", missing_buffer_call_,
-         ": registered user buffers need NCCL 2.19 or later. Install a newer one (`pip install -U nvidia-nccl-cu13`, or "
-         "cu12), or name another file with DS_NCCL_LIBRARY; or use ordinary tensors, which need no registration.");
+    fail(
+        ErrorKind::kRuntime, path_, " is NCCL ", version_text(), " and has no ", missing_buffer_call_,
+        ": registered user buffers need NCCL 2.19 or later. Install a newer one (`pip install -U nvidia-nccl-cu13`, or "
+        "cu12), or name another file with DS_NCCL_LIBRARY; or use ordinary tensors, which need no registration.");
   return buffer_calls_;
 }
 

@@ -25,7 +25,9 @@ Function order(const char* name) {
   return reinterpret_cast<Function>(dlsym(dlopen(kFake.c_str(), RTLD_NOW), name));
 }
 int64_t count(const char* what) { return order<int64_t (*)(const char*)>("fake_nccl_count")(what); }
-void fail_at(const char* function, int result) { order<void (*)(const char*, int)>("fake_nccl_fail")(function, result); }
+void fail_at(const char* function, int result) {
+  order<void (*)(const char*, int)>("fake_nccl_fail")(function, result);
+}
 void fail_later(int result) { order<void (*)(int)>("fake_nccl_async_error")(result); }
 void busy(int times) { order<void (*)(int)>("fake_nccl_busy")(times); }
 
@@ -101,8 +103,10 @@ T reduced(int size, size_t i, nccl::RedOp op) {
   double total = element<T>(0, i);
   for (int rank = 1; rank < size; ++rank) {
     const double v = element<T>(rank, i);
-    total = op == nccl::kProd ? total * v : op == nccl::kMax ? std::max(total, v) : op == nccl::kMin ? std::min(total, v)
-                                                                                                     : total + v;
+    total = op == nccl::kProd  ? total * v
+            : op == nccl::kMax ? std::max(total, v)
+            : op == nccl::kMin ? std::min(total, v)
+                               : total + v;
   }
   return static_cast<T>(op == nccl::kAvg ? total / size : total);
 }
@@ -200,11 +204,13 @@ TEST_F(Nccl, PackedChunksTravelWithTheirScalesInOneLaunch) {
       std::vector<uint8_t> got(expected_bytes.size());
       std::vector<float> got_scales(2 * ranks);
       const int64_t groups = count("groups");
-      comm.exchange_packed({bytes.data(), scales.data(), out_bytes, two}, {got.data(), got_scales.data(), in_bytes, two},
-                           nccl::kFloat32, nullptr);
+      comm.exchange_packed({bytes.data(), scales.data(), out_bytes, two},
+                           {got.data(), got_scales.data(), in_bytes, two}, nccl::kFloat32, nullptr);
       EXPECT_EQ(got, expected_bytes);
       EXPECT_EQ(got_scales, expected_scales);
-      if (size == 1) { EXPECT_EQ(count("groups"), groups + 1); }
+      if (size == 1) {
+        EXPECT_EQ(count("groups"), groups + 1);
+      }
 
       std::vector<uint8_t> chunk(5, static_cast<uint8_t>(rank)), all(5 * ranks);
       std::vector<float> scale(1, rank + 0.5f), all_scales(ranks);
@@ -213,7 +219,9 @@ TEST_F(Nccl, PackedChunksTravelWithTheirScalesInOneLaunch) {
         EXPECT_EQ(all_scales[r], static_cast<float>(r) + 0.5f);
         for (size_t i = 0; i < 5; ++i) EXPECT_EQ(all[5 * r + i], r);
       }
-      if (size == 1) { EXPECT_EQ(count("groups"), groups + 2); }
+      if (size == 1) {
+        EXPECT_EQ(count("groups"), groups + 2);
+      }
     });
 }
 
@@ -242,14 +250,15 @@ TEST_F(Nccl, MovesEightBitFloatsAndReducesThemWhereNcclDoes) {
   library = NcclLibrary::open(kFolder + "/libfake_nccl_old.so");
   const NcclCommunicatorPtr old = alone();
   old->broadcast(&in, &in, 1, nccl::kFloat8E5M2, 0, nullptr);
-  expect_parts(error_of(ErrorKind::kType,
-                        [&] { old->all_reduce(&in, &out, 1, nccl::kFloat8E5M2, nccl::kSum, nullptr); }),
-               {"fp8 (e5m2)", "2.24 or later", "2.18.3", "libfake_nccl_old.so"});
+  expect_parts(
+      error_of(ErrorKind::kType, [&] { old->all_reduce(&in, &out, 1, nccl::kFloat8E5M2, nccl::kSum, nullptr); }),
+      {"fp8 (e5m2)", "2.24 or later", "2.18.3", "libfake_nccl_old.so"});
   old->close();
   comm->close();
 }
 
-// ---- errors -----------------------------------------------------------------------------------------------------------
+// ---- errors
+// -----------------------------------------------------------------------------------------------------------
 
 TEST_F(Nccl, WrongRanksAndPartsAreRefusedAndNothingBreaks) {
   const NcclCommunicatorPtr comm = alone();
@@ -257,9 +266,11 @@ TEST_F(Nccl, WrongRanksAndPartsAreRefusedAndNothingBreaks) {
   expect_parts(error_of(ErrorKind::kValue, [&] { comm->broadcast(&value, &value, 1, nccl::kFloat32, 1, nullptr); }),
                {"world", "broadcast", "the root 1", "0 to 0"});
   error_of(ErrorKind::kValue, [&] { comm->send(&value, 1, nccl::kFloat32, -1, nullptr); });
-  expect_parts(
-      error_of(ErrorKind::kValue, [&] { comm->all_to_all(&value, {1, 1}, &value, {1}, nccl::kFloat32, nullptr); }),
-      {"2 parts", "1 ranks"});
+  expect_parts(error_of(ErrorKind::kValue,
+                        [&] {
+                          comm->all_to_all(&value, {1, 1}, &value, {1}, nccl::kFloat32, nullptr);
+                        }),
+               {"2 parts", "1 ranks"});
   comm->all_reduce(&value, &value, 1, nccl::kFloat32, nccl::kSum, nullptr);
   EXPECT_EQ(value, 3);
   comm->close();
@@ -357,7 +368,8 @@ TEST_F(Nccl, RanksThatDifferFailWithNcclsError) {
       const NcclCommunicatorPtr comm = join(id, rank, 2);
       std::vector<float> values(3);
       try {
-        comm->all_reduce(values.data(), values.data(), static_cast<size_t>(2 + rank), nccl::kFloat32, nccl::kSum, nullptr);
+        comm->all_reduce(values.data(), values.data(), static_cast<size_t>(2 + rank), nccl::kFloat32, nccl::kSum,
+                         nullptr);
       } catch (const Error&) {
         ++failed;
       }
@@ -366,7 +378,8 @@ TEST_F(Nccl, RanksThatDifferFailWithNcclsError) {
   EXPECT_EQ(failed, 2);
 }
 
-// ---- what is alive ----------------------------------------------------------------------------------------------------
+// ---- what is alive
+// ----------------------------------------------------------------------------------------------------
 
 TEST_F(Nccl, LeavesNothingBehind) {
   std::atomic<int> quiet{0};
@@ -421,7 +434,8 @@ TEST_F(Nccl, MemoryThatCannotBeHadIsAnError) {
   EXPECT_EQ(count("memory"), 0);
 }
 
-// ---- the library ------------------------------------------------------------------------------------------------------
+// ---- the library
+// ------------------------------------------------------------------------------------------------------
 
 TEST_F(Nccl, FindsWhatTheEnvironmentOrTheCallerNames) {
   if (dlopen("libnccl.so.2", RTLD_NOLOAD | RTLD_NOW)) GTEST_SKIP() << "this process has an NCCL already";

@@ -311,9 +311,14 @@ FAKE int ncclGetUniqueId(Id* id) {
 }
 
 FAKE const char* ncclGetErrorString(int result) {
-  static const char* const texts[] = {"no error",         "unhandled cuda error", "unhandled system error",
-                                      "internal error",   "invalid argument",     "invalid usage",
-                                      "remote process exited or there was a network error", "in progress"};
+  static const char* const texts[] = {"no error",
+                                      "unhandled cuda error",
+                                      "unhandled system error",
+                                      "internal error",
+                                      "invalid argument",
+                                      "invalid usage",
+                                      "remote process exited or there was a network error",
+                                      "in progress"};
   return result >= 0 && result <= 7 ? texts[result] : "unknown result code";
 }
 
@@ -449,7 +454,8 @@ FAKE int ncclCommDeregister(Comm* comm, void* handle) {
 }
 #endif
 
-// ---- what tests ask and order ----------------------------------------------------------------------------------------
+// ---- what tests ask and order
+// ----------------------------------------------------------------------------------------
 
 // Of "alive", "memory" (both now); "created", "finalized", "destroyed", "aborted", "groups", "registrations",
 // "deregistrations", "registrations lost", and names of functions (so far).
