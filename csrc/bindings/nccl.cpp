@@ -26,6 +26,7 @@ using comm::NcclLibrary;
 namespace nccl = comm::nccl;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
+// NOLINTNEXTLINE(performance-no-int-to-ptr): data_ptr() and cuda_stream are numbers in Python
 void* address(uintptr_t number) { return reinterpret_cast<void*>(number); }
 
 // Waiting for the device goes through Python's accelerator, from whatever thread lets go of the last tensor.

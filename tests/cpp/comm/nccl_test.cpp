@@ -58,6 +58,7 @@ class Nccl : public testing::Test {
   void on_ranks(int size, Body body) {
     const nccl::UniqueId id = library->make_id();
     std::vector<std::thread> threads;
+    threads.reserve(static_cast<size_t>(size));
     for (int rank = 0; rank < size; ++rank)
       threads.emplace_back([&, rank] {
         const NcclCommunicatorPtr comm = join(id, rank, size);
@@ -362,14 +363,14 @@ TEST_F(Nccl, AbortFromAnotherThreadFreesWhoWaits) {
 TEST_F(Nccl, RanksThatDifferFailWithNcclsError) {
   const nccl::UniqueId id = library->make_id();
   std::vector<std::thread> threads;
+  threads.reserve(2);
   std::atomic<int> failed{0};
   for (int rank = 0; rank < 2; ++rank)
     threads.emplace_back([&, rank] {
       const NcclCommunicatorPtr comm = join(id, rank, 2);
       std::vector<float> values(3);
       try {
-        comm->all_reduce(values.data(), values.data(), static_cast<size_t>(2 + rank), nccl::kFloat32, nccl::kSum,
-                         nullptr);
+        comm->all_reduce(values.data(), values.data(), rank == 0 ? 2 : 3, nccl::kFloat32, nccl::kSum, nullptr);
       } catch (const Error&) {
         ++failed;
       }

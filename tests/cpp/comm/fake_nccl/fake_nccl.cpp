@@ -258,7 +258,7 @@ int failure(const char* function) {
   return result;
 }
 
-int perform(std::vector<Queued> calls) {
+int perform(const std::vector<Queued>& calls) {
   std::unique_lock<std::mutex> lock(state().mutex);
   int result = kOk;
   for (const Queued& queued : calls)
