@@ -68,6 +68,8 @@ class NcclCommunicator:
             )
         waits = patience() if timeout is None else timeout
         waits = waits if isinstance(waits, timedelta) else timedelta(seconds=waits)
+        if waits <= timedelta(0):
+            raise ValueError(f"NcclCommunicator got timeout {timeout!r}; it must be more than 0 seconds.")
         self.name = name or ("all ranks" if group is None else f"a group of {self.size}")
         found, problem = None, None
         try:

@@ -126,6 +126,20 @@ def test_collectives(ranks, size, dtype):
     ranks(size, body)
 
 
+@pytest.mark.skipif(not hasattr(torch, "float8_e5m2"), reason="this torch has no eight-bit floats")
+def test_eight_bit_floats_move(ranks):
+    def body(comm):
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            x = torch.full((3,), comm.rank + 1.0).to(dtype)
+            rows = torch.zeros(6).to(dtype)
+            comm.all_gather(rows, x)
+            assert rows.float().tolist() == [1, 1, 1, 2, 2, 2]
+            comm.broadcast(x, 1)
+            assert x.float().tolist() == [2, 2, 2]
+
+    ranks(2, body)
+
+
 def test_all_to_all_and_a_ring_of_sends(ranks, fake):
     def body(comm):
         rank, size = comm.rank, comm.size
@@ -274,6 +288,11 @@ def test_bad_arguments_are_named_and_break_nothing(ranks):
         assert x.tolist() == [1] * 4
 
     ranks(1, body)
+
+
+def test_patience_is_positive(ranks):
+    with pytest.raises(ValueError, match="timeout -1; it must be more than 0 seconds"):
+        ranks(1, lambda comm: None, timeout=-1)
 
 
 def test_parts_that_do_not_divide(ranks):
