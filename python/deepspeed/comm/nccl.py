@@ -39,6 +39,9 @@ class NcclCommunicator:
     call puts its work on the current stream and returns. Ranks (``src``, ``dst``) are those of the group. All ranks
     make the same calls in the same order.
 
+    Two communicators at work on one GPU at once can wait for each other's: ``wait()`` for handles of torch's own
+    collectives (``async_op=True``) before calling this one.
+
     Errors of the caller (TypeError, ValueError) leave the communicator as it is. What NCCL reports, at once or later,
     and ranks that do not come within ``timeout`` are a RuntimeError with the communicator's name, the rank and the
     call, and abort it: streams no longer wait for it, and all further calls raise the same error.
