@@ -8,6 +8,7 @@
 
 #include "base/process.h"
 #include "bindings/registry.h"
+#include "bindings/shared_function.h"
 #include "comm/reduce_rows.h"
 #include "comm/watch.h"
 
@@ -16,15 +17,6 @@ namespace py = pybind11;
 namespace ds::bindings {
 
 namespace {
-
-// A Python function that any thread may call and let go of. After the interpreter's end it does nothing.
-std::shared_ptr<py::function> shared_function(py::function function) {
-  return {new py::function(std::move(function)), [](py::function* held) {
-            if (!Py_IsInitialized()) return;  // leaked: there is nobody to give it back to
-            py::gil_scoped_acquire locked;
-            delete held;
-          }};
-}
 
 py::dict described(const std::string& group, const comm::Flight& flight) {
   const comm::Record& call = flight.call;

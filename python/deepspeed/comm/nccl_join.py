@@ -1,0 +1,58 @@
+"""How the ranks of an ``NcclCommunicator`` come together: the library, the device, NCCL's id."""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from deepspeed import _native
+from deepspeed.accelerator import get_accelerator
+
+_LIBRARY = os.path.join("nvidia", "nccl", "lib", "libnccl.so.2")
+
+
+def find_library(path=None):
+    """The NCCL of this process, opened; ``path``: that file and no other. It has ``path``, ``version`` (22809 is
+    2.28.9), ``version_text`` and ``has_buffers``. RuntimeError with all that was tried if there is none."""
+    if path is not None:
+        return _native._C.NcclLibrary.open(os.fspath(path))
+    return _native._C.NcclLibrary.find([os.path.join(folder or ".", _LIBRARY) for folder in sys.path])
+
+
+def introduce(group, name, rank, found, problem):
+    """NCCL's id, which rank 0 makes, or the same RuntimeError on all ranks that tells whose NCCL cannot be used."""
+    id = None
+    if problem is None and rank == 0:
+        try:
+            id = found.make_id()
+        except RuntimeError as error:
+            problem = str(error)
+    everybody = [None] * dist.get_world_size(group)
+    mine = (problem, id, None if found is None else (found.version_text, found.path))
+    dist.all_gather_object(everybody, mine, group=group)
+    problems = [f"rank {r}: {theirs[0]}" for r, theirs in enumerate(everybody) if theirs[0] is not None]
+    if problems:
+        raise RuntimeError(f"the NCCL communicator {name!r} cannot be made. {' '.join(problems)}")
+    libraries = [theirs[2] for theirs in everybody]
+    if len({version for version, _ in libraries}) > 1:
+        listed = "; ".join(f"rank {r}: {version} ({path})" for r, (version, path) in enumerate(libraries))
+        raise RuntimeError(
+            f"the NCCL communicator {name!r} cannot be made: the ranks have different versions of NCCL ({listed}). "
+            f"Install the same one everywhere, or name the file with DS_NCCL_LIBRARY."
+        )
+    return everybody[0][1]
+
+
+def device_of(device, library):
+    """The ``torch.device``, with its index, whose memory a communicator is to move; ValueError where NCCL cannot."""
+    accelerator = get_accelerator()
+    found = torch.device(accelerator.current_device_name() if device is None else device)
+    if library is None and (found.type != "cuda" or accelerator.communication_backend_name() != "nccl"):
+        raise ValueError(
+            f"NCCL moves memory of CUDA devices, and NcclCommunicator was to work on {found} (the accelerator here is "
+            f"{accelerator.device_name()}). Use torch.distributed or deepspeed.comm there."
+        )
+    if found.type == "cuda" and found.index is None:
+        found = torch.device(found.type, accelerator.current_device())
+    return found

@@ -1,0 +1,43 @@
+"""The library with NCCL's interface that tests use where there is no GPU: built from its source, and ordered about."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+
+import pytest
+
+SOURCE = os.path.join(
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "cpp", "comm", "fake_nccl", "fake_nccl.cpp"
+)
+
+
+def build(folder, name="libfake_nccl.so", define=None):
+    """Its path in ``folder``. ``define``: FAKE_NCCL_OLD or FAKE_NCCL_BROKEN (fake_nccl.cpp says what they are)."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler to build tests/cpp/comm/fake_nccl with")
+    path = os.path.join(str(folder), name)
+    flags = ["-std=c++17", "-shared", "-fPIC", "-O0", *([f"-D{define}"] if define else [])]
+    subprocess.run([*compiler.split(), *flags, "-o", path, SOURCE, "-lpthread"], check=True)
+    return path
+
+
+class Orders:
+    """The functions ``fake_nccl_*`` of a library that this process has opened, or opens now."""
+
+    def __init__(self, path):
+        self._library = ctypes.CDLL(path)
+        self._library.fake_nccl_count.restype = ctypes.c_int64
+
+    def count(self, what):
+        return self._library.fake_nccl_count(what.encode())
+
+    def fail(self, function, result):
+        self._library.fake_nccl_fail(function.encode(), result)
+
+    def fail_later(self, result):
+        self._library.fake_nccl_async_error(result)
+
+    def reset(self):
+        self._library.fake_nccl_reset()

@@ -1,0 +1,201 @@
+"""NCCL itself, called directly: one rank on one GPU. What several ranks do is tests/python/comm/test_nccl.py, over a
+library that stands in for it."""
+
+import time
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed import _native
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.cuda_accelerator import probe
+from deepspeed.comm import ReduceOp
+from deepspeed.comm.nccl import NcclCommunicator, find_library, timedelta
+from harness import run_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(probe() is not True, reason=f"needs a GPU: {probe()}")]
+DTYPES = ["float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64"]
+MOVED = [*DTYPES, "bool", "float8_e4m3fn", "float8_e5m2"]
+
+
+def communicator():
+    deepspeed.init_distributed()
+    return NcclCommunicator()
+
+
+def values(numel, dtype):
+    return (torch.arange(numel, device=get_accelerator().current_device_name()) % 5 + 1).to(dtype)
+
+
+def same(one, other):
+    return one.view(torch.uint8).equal(other.view(torch.uint8))  # fp8 has no equal()
+
+
+def _reductions(rank, world, name):
+    comm = communicator()
+    dtype = getattr(torch, name)
+    for numel in (0, 1, 7, 1000003):
+        for op in (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG):
+            x, want = values(numel, dtype), values(numel, dtype)
+            out = torch.zeros_like(x)
+            comm.all_reduce(x, op, out)
+            assert out.equal(want)
+            comm.all_reduce(x, op)
+            comm.reduce(x, 0, op)
+            assert x.equal(want)
+            out.zero_()
+            comm.reduce_scatter(out, x, op)
+            assert out.equal(want)
+    comm.wait(30)
+    comm.close()
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_reductions(name):
+    run_ranks(1, _reductions, name)
+
+
+def _moves(rank, world, name):
+    comm = communicator()
+    dtype = getattr(torch, name)
+    for numel in (0, 1, 7, 100003):
+        x = values(numel, dtype)
+        outputs = [torch.zeros(numel, device=x.device).to(dtype) for _ in range(3)]
+        comm.all_gather(outputs[0], x)
+        comm.all_to_all(outputs[1], x)
+        comm.all_to_all(outputs[2], x, output_splits=[numel], input_splits=[numel])
+        assert all(same(y, x) for y in outputs)
+        y = torch.zeros(numel, device=x.device).to(dtype)
+        with comm.group():
+            comm.send(x, 0)
+            comm.recv(y, 0)
+        assert same(y, x)
+        comm.broadcast(y, 0)
+        assert same(y, x)
+    comm.close()
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_moves(name):
+    if not hasattr(torch, name):
+        pytest.skip(f"this torch has no {name}")
+    run_ranks(1, _moves, name)
+
+
+def _packed(rank, world):
+    comm = communicator()
+    device = get_accelerator().current_device_name()
+    packed = torch.randint(0, 256, (1001,), dtype=torch.uint8, device=device)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        scales = torch.rand(13, device=device).to(dtype)
+        got, got_scales = torch.zeros_like(packed), torch.zeros_like(scales)
+        comm.exchange_packed(got, got_scales, packed, scales)
+        assert got.equal(packed) and got_scales.equal(scales)
+        got.zero_()
+        got_scales.zero_()
+        comm.gather_packed(got, got_scales, packed, scales)
+        assert got.equal(packed) and got_scales.equal(scales)
+    comm.close()
+
+
+def test_packed_chunks():
+    run_ranks(1, _packed)
+
+
+def _buffers(rank, world):
+    comm = communicator()
+    free = get_accelerator().available_memory()
+    for _ in range(20):  # 20 x 64 MiB, one after the other
+        x = comm.registered_empty(1 << 24)
+        x.fill_(2)
+        for op in (ReduceOp.SUM, ReduceOp.AVG):
+            comm.all_reduce(x, op)
+        assert x.min() == 2 == x.max()
+        view = x[5:10]
+        del x
+        comm.broadcast(view, 0)
+        assert view.tolist() == [2] * 5
+        del view
+    assert get_accelerator().available_memory() > free - (256 << 20)
+    half = comm.registered_empty(33, torch.bfloat16)
+    assert half.data_ptr() % 512 == 0
+    half.copy_(values(33, torch.bfloat16))
+    comm.all_gather(half, half)
+    assert half.equal(values(33, torch.bfloat16))
+    second = NcclCommunicator(name="second")
+    with_second = second.register(half)
+    second.all_reduce(half)
+    with_second.release()
+    second.close()
+    comm.close()
+    assert half.equal(values(33, torch.bfloat16))  # the memory is the tensor's
+    del half
+
+
+def test_user_buffers():
+    run_ranks(1, _buffers)
+
+
+def _streams(rank, world):
+    """Work goes on the stream that is current, in order, and the host does not wait for it."""
+    comm = communicator()
+    accelerator = get_accelerator()
+    comm.all_reduce(values(1, torch.float32))
+    side = accelerator.Stream()
+    x = torch.zeros(1 << 26, device=accelerator.current_device_name())
+    side.wait_stream(accelerator.current_stream())
+    with accelerator.stream(side):
+        for _ in range(50):
+            x.add_(1)
+            comm.all_reduce(x)
+        begun = time.monotonic()
+        comm.wait(60)
+        waited = time.monotonic() - begun
+    assert x.min() == 50 == x.max()
+    comm.close()
+    return waited
+
+
+def test_streams():
+    (waited,) = run_ranks(1, _streams)
+    assert waited > 0
+
+
+def _errors(rank, world):
+    comm = communicator()
+    x = values(4, torch.float32)
+    with pytest.raises(ValueError, match="is on cpu, but this communicator moves memory of cuda:0"):
+        comm.all_reduce(x.cpu())
+    comm.abort("the test says so")
+    with pytest.raises(RuntimeError, match="aborted: the test says so"):
+        comm.all_reduce(x)
+    comm.close()
+    library = find_library()
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError, match="joining failed: it has not come about within 2 s"):
+        _native._C.NcclCommunicator(library, library.make_id(), "half", 0, 2, timedelta(seconds=2), lambda: None)
+    assert time.monotonic() - begun < 30
+    again = NcclCommunicator()  # this process has not suffered
+    again.all_reduce(x)
+    assert x.equal(values(4, torch.float32))
+    return again.library, again.version
+
+
+def test_errors_leave_the_process_alive():
+    ((library, version),) = run_ranks(1, _errors, fresh=True)
+    assert "libnccl" in library and version.startswith("2.")
+
+
+def _beside_torch(rank, world):
+    """torch's own group and ours take turns."""
+    comm = communicator()
+    x = values(1000, torch.float32)
+    for _ in range(10):
+        torch.distributed.all_reduce(x)
+        comm.all_reduce(x)
+    assert x.equal(values(1000, torch.float32))
+
+
+def test_beside_torchs_own_group():
+    run_ranks(1, _beside_torch)

@@ -1,0 +1,504 @@
+"""NCCL called directly, over a library that stands in for it: ranks are threads, tensors lie on the host.
+
+How the ranks find each other is tests/dist/test_comm_nccl.py, the real one tests/dist/test_comm_nccl_gpu.py.
+"""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import types
+
+import pytest
+import torch
+
+from deepspeed import _native
+from deepspeed.comm import ReduceOp, nccl
+from deepspeed.comm.nccl import NcclCommunicator, find_library
+from fake_nccl import Orders, build
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+DTYPES = [
+    torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def path(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("nccl"))
+
+
+@pytest.fixture
+def fake(path):
+    """Orders to the library; what a test leaves alive in it fails the test."""
+    orders = Orders(path)
+    orders.reset()
+    yield orders
+    gc.collect()
+    assert orders.count("alive") == 0 and orders.count("memory") == 0
+    assert orders.count("registrations lost") == 0
+    orders.reset()
+
+
+@pytest.fixture
+def ranks(path, fake, monkeypatch):
+    """A function: on ``size`` threads, each with its communicator, ``body(comm)``; their results by rank."""
+    monkeypatch.setattr(
+        nccl,
+        "dist",
+        types.SimpleNamespace(
+            is_available=lambda: True,
+            is_initialized=lambda: True,
+            get_rank=lambda group: group.rank,
+            get_world_size=lambda group: group.size,
+        ),
+    )
+    monkeypatch.setattr(nccl, "introduce", lambda group, name, rank, found, problem: group.id)
+
+    def run(size, body, timeout=20):
+        id = find_library(path).make_id()
+        results = [None] * size
+
+        def rank_body(rank):
+            group = types.SimpleNamespace(rank=rank, size=size, id=id)
+            try:
+                comm = NcclCommunicator(group, device="cpu", name="test", timeout=timeout, library=path)
+                results[rank] = body(comm)
+                comm.close()
+            except Exception as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=rank_body, args=(rank,)) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
+
+    return run
+
+
+def values(rank, numel, dtype):
+    return ((torch.arange(numel) + 3 * rank) % 5 + 1).to(dtype)
+
+
+def reduced(op, size, numel, dtype):
+    stacked = torch.stack([values(rank, numel, torch.float64) for rank in range(size)])
+    made = {
+        ReduceOp.SUM: stacked.sum(0),
+        ReduceOp.PRODUCT: stacked.prod(0),
+        ReduceOp.MIN: stacked.amin(0),
+        ReduceOp.MAX: stacked.amax(0),
+        ReduceOp.AVG: stacked.mean(0),
+    }[op]
+    return made.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 3])
+def test_collectives(ranks, size, dtype):
+    def body(comm):
+        rank = comm.rank
+        for numel in (0, 1, 7, 129):
+            for op in (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG):
+                want = reduced(op, size, numel, dtype)
+                x = values(rank, numel, dtype)
+                out = torch.empty_like(x)
+                comm.all_reduce(x, op, out)
+                torch.testing.assert_close(out, want)
+                comm.reduce(x, size - 1, op)
+                torch.testing.assert_close(x, want if rank == size - 1 else values(rank, numel, dtype))
+                rows = values(rank, numel * size, dtype)
+                comm.reduce_scatter(out, rows, op)
+                want = reduced(op, size, numel * size, dtype)[rank * numel : (rank + 1) * numel]
+                torch.testing.assert_close(out, want)
+            x = values(rank, numel, dtype)
+            rows = torch.empty(numel * size, dtype=dtype)
+            comm.all_gather(rows, x)
+            assert rows.equal(torch.cat([values(r, numel, dtype) for r in range(size)]))
+            comm.broadcast(x, size - 1)
+            assert x.equal(values(size - 1, numel, dtype))
+
+    ranks(size, body)
+
+
+@pytest.mark.skipif(not hasattr(torch, "float8_e5m2"), reason="this torch has no eight-bit floats")
+def test_eight_bit_floats_move(ranks):
+    def body(comm):
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            x = torch.full((3,), comm.rank + 1.0).to(dtype)
+            rows = torch.zeros(6).to(dtype)
+            comm.all_gather(rows, x)
+            assert rows.float().tolist() == [1, 1, 1, 2, 2, 2]
+            comm.broadcast(x, 1)
+            assert x.float().tolist() == [2, 2, 2]
+
+    ranks(2, body)
+
+
+def test_all_to_all_and_a_ring_of_sends(ranks, fake):
+    def body(comm):
+        rank, size = comm.rank, comm.size
+        given = torch.arange(2 * size) + 100 * rank
+        taken = torch.empty_like(given)
+        comm.all_to_all(taken, given)
+        assert taken.tolist() == [100 * r + 2 * rank + i for r in range(size) for i in range(2)]
+
+        counts = [rank + r for r in range(size)]  # rank 0 keeps nothing for itself
+        given = torch.full((sum(counts),), float(rank))
+        taken = torch.full((sum(counts),), -1.0)
+        comm.all_to_all(taken, given, output_splits=counts, input_splits=counts)
+        assert taken.tolist() == [float(r) for r in range(size) for _ in range(rank + r)]
+
+        x, y = torch.tensor([rank % 2 == 0, True]), torch.empty(2, dtype=torch.bool)
+        with comm.group():
+            comm.recv(y, (rank - 1) % size)
+            comm.send(x, (rank + 1) % size)
+        assert y.tolist() == [(rank - 1) % size % 2 == 0, True]
+
+    ranks(3, body)
+
+
+def test_packed_chunks_with_their_scales(ranks, fake):
+    """A compressed all-reduce, as a 1-bit optimizer does it: signs and one scale a chunk."""
+
+    def pack(x):
+        bits = (x >= 0).view(-1, 8).to(torch.uint8)
+        return (bits << torch.arange(8, dtype=torch.uint8)).sum(1).to(torch.uint8)
+
+    def unpack(packed, scales):
+        bits = (packed.view(-1, 1) >> torch.arange(8, dtype=torch.uint8)) & 1
+        signs = bits.view(len(scales), -1).float() * 2 - 1
+        return signs * scales.view(-1, 1)
+
+    numel = 16  # of a chunk
+
+    def gradients(rank, size):
+        return torch.randn(size, numel, generator=torch.Generator().manual_seed(rank))
+
+    def body(comm):
+        size = comm.size
+        mine = gradients(comm.rank, size)
+        packed, scales = pack(mine.view(-1)), mine.abs().mean(1)
+        got, got_scales = torch.empty_like(packed), torch.empty_like(scales)
+        comm.exchange_packed(got, got_scales, packed, scales)
+        mean = unpack(got, got_scales).mean(0)
+        chunk, scale = pack(mean), mean.abs().mean().view(1)
+        all_chunks, all_scales = torch.empty(size * len(chunk), dtype=torch.uint8), torch.empty(size)
+        comm.gather_packed(all_chunks, all_scales, chunk, scale)
+        return unpack(all_chunks, all_scales)
+
+    size = 3
+    found = ranks(size, body)
+    everybody = torch.stack(
+        [g.sign() * g.abs().mean(1, keepdim=True) for g in (gradients(r, size) for r in range(size))]
+    )
+    mean = everybody.mean(0)
+    want = torch.where(mean >= 0, 1.0, -1.0) * mean.abs().mean(1, keepdim=True)
+    for result in found:
+        torch.testing.assert_close(result, want)
+    groups = fake.count("groups")
+    ranks(1, body)
+    assert fake.count("groups") == groups + 2  # one launch each
+
+
+def test_uneven_packed_chunks(ranks):
+    def body(comm):
+        rank, size = comm.rank, comm.size
+        packed = torch.cat([torch.full((r + 1,), 10 * rank + r, dtype=torch.uint8) for r in range(size)])
+        scales = torch.cat([torch.full((2 * r,), rank + r / 4, dtype=torch.float16) for r in range(size)])
+        got = torch.empty((rank + 1) * size, dtype=torch.uint8)
+        got_scales = torch.empty(2 * rank * size, dtype=torch.float16)
+        comm.exchange_packed(
+            got,
+            got_scales,
+            packed,
+            scales,
+            input_splits=[r + 1 for r in range(size)],
+            input_scale_splits=[2 * r for r in range(size)],
+        )
+        assert got.tolist() == [10 * r + rank for r in range(size) for _ in range(rank + 1)]
+        assert got_scales.tolist() == [r + rank / 4 for r in range(size) for _ in range(2 * rank)]
+
+    ranks(3, body)
+
+
+def test_a_group_is_one_launch_and_an_error_in_it_sends_nothing(ranks, fake):
+    def body(comm):
+        x, y = torch.ones(2), torch.ones(3)
+        with comm.group():
+            comm.all_reduce(x)
+            with comm.group():
+                comm.all_reduce(y)
+            assert fake.count("ncclAllReduce") == 0
+        assert (fake.count("groups"), fake.count("ncclAllReduce")) == (1, 2)
+        with pytest.raises(KeyError), comm.group():
+            comm.all_reduce(x)
+            raise KeyError("x")
+        comm.all_reduce(y)  # nothing has broken
+        assert (fake.count("groups"), fake.count("ncclAllReduce")) == (1, 3)
+        comm.wait()
+
+    ranks(1, body)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_bad_arguments_are_named_and_break_nothing(ranks):
+    def body(comm):
+        x = torch.ones(4)
+        for error, text, call in [
+            (TypeError, "tensor must be a tensor, not list", lambda: comm.all_reduce([1.0])),
+            (
+                TypeError,
+                "tensor has dtype torch.complex64; NCCL knows",
+                lambda: comm.broadcast(x.to(torch.complex64), 0),
+            ),
+            (TypeError, "tensor has dtype torch.bool", lambda: comm.all_reduce(x.bool())),
+            (TypeError, r"view\(torch.uint8\)", lambda: comm.send(x.to(torch.int16), 0)),
+            (TypeError, "float32 and out torch.float64", lambda: comm.all_reduce(x, out=x.double())),
+            (ValueError, "all_reduce of test: tensor is on meta, but .* cpu", lambda: comm.all_reduce(x.to("meta"))),
+            (ValueError, "not contiguous; pass tensor.contig", lambda: comm.all_reduce(x.view(2, 2).t())),
+            (ValueError, "not contiguous", lambda: comm.all_reduce(x.to_sparse())),
+            (
+                ValueError,
+                "out has 3 elements; on 1 ranks it must have 4",
+                lambda: comm.all_reduce(x, out=torch.ones(3)),
+            ),
+            (ValueError, "output has 8 elements; .* have 4", lambda: comm.all_gather(torch.ones(8), x)),
+            (ValueError, "tensor has 4 elements; .* have 8", lambda: comm.reduce_scatter(torch.ones(8), x)),
+            (ValueError, "dst is 1; the ranks .* 0 to 0", lambda: comm.reduce(x, 1)),
+            (ValueError, "src is -1", lambda: comm.recv(x, -1)),
+            (ValueError, "src is True", lambda: comm.broadcast(x, True)),
+            (ValueError, "NCCL does not reduce with BXOR; it has SUM", lambda: comm.all_reduce(x, ReduceOp.BXOR)),
+            (ValueError, r"input_splits is \[3\]", lambda: comm.all_to_all(x, x.clone(), input_splits=[3])),
+            (TypeError, "output has dtype torch.float32", lambda: comm.gather_packed(x, x, x, x)),
+            (TypeError, "registered_empty got dtype torch.int16", lambda: comm.registered_empty(1, torch.int16)),
+            (ValueError, "registered_empty got numel -1", lambda: comm.registered_empty(-1)),
+            (ValueError, "empty tensor", lambda: comm.register(torch.ones(0))),
+        ]:
+            with pytest.raises(error, match=text):
+                call()
+        comm.all_reduce(x)
+        assert x.tolist() == [1] * 4
+
+    ranks(1, body)
+
+
+def test_patience_is_positive(ranks):
+    with pytest.raises(ValueError, match="timeout -1; it must be more than 0 seconds"):
+        ranks(1, lambda comm: None, timeout=-1)
+
+
+def test_parts_that_do_not_divide(ranks):
+    def body(comm):
+        with pytest.raises(ValueError, match="3 elements cannot be cut into 2 equal parts.*input_splits"):
+            comm.all_to_all(torch.ones(2), torch.ones(3))
+
+    ranks(2, body)
+
+
+def test_an_error_of_nccl_aborts_and_is_repeated(ranks, fake):
+    def body(comm):
+        comm.all_reduce(torch.ones(3))
+        fake.fail("ncclAllReduce", 1)
+        with pytest.raises(RuntimeError) as first:
+            comm.all_reduce(torch.ones(5))
+        for part in ('"test", rank 0 of 1', "all_reduce of 5 x fp32, its call 2", "unhandled cuda error", comm.library):
+            assert part in str(first.value)
+        with pytest.raises(RuntimeError) as again:
+            comm.broadcast(torch.ones(1), 0)
+        assert str(again.value) == str(first.value)
+
+    ranks(1, body)
+    assert (fake.count("aborted"), fake.count("destroyed")) == (1, 0)
+
+
+def test_an_error_that_comes_later(ranks, fake):
+    def body(comm):
+        comm.all_gather(torch.empty(6), torch.ones(6))
+        fake.fail_later(6)
+        with pytest.raises(RuntimeError, match="all_gather of 6 x fp32.*remote process exited"):
+            comm.wait()
+
+    ranks(1, body)
+    assert fake.count("aborted") == 1
+
+
+def test_abort_by_its_owner(ranks):
+    def body(comm):
+        comm.abort("there is better to do")
+        with pytest.raises(RuntimeError, match="rank 0 of 1 was aborted: there is better to do"):
+            comm.all_reduce(torch.ones(1))
+
+    ranks(1, body)
+
+
+def test_ranks_that_differ(ranks):
+    def body(comm):
+        with pytest.raises(RuntimeError, match=f"rank {comm.rank} of 2: all_reduce .* failed: invalid usage"):
+            comm.all_reduce(torch.ones(3 + comm.rank))
+
+    ranks(2, body)
+
+
+# ---- user buffers and what stays alive -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bool], ids=str)
+def test_registered_memory_is_an_ordinary_tensor(ranks, fake, dtype):
+    def body(comm):
+        x = comm.registered_empty(7, dtype)
+        assert (x.shape, x.dtype, x.device.type, x.is_contiguous()) == ((7,), dtype, "cpu", True)
+        x.copy_(values(comm.rank, 7, dtype))
+        comm.broadcast(x, 0)
+        assert x.equal(values(0, 7, dtype))
+        assert (fake.count("memory"), fake.count("registrations")) == (1, 1)
+        assert comm.registered_empty(0, dtype).numel() == 0
+
+    ranks(1, body)
+    assert fake.count("deregistrations") == 1
+
+
+def test_memory_lives_as_long_as_a_view_of_it(ranks, fake):
+    def body(comm):
+        x = comm.registered_empty(8)
+        x.fill_(3)
+        tail = x.view(2, 4)[1]
+        del x
+        assert fake.count("memory") == 1
+        comm.all_reduce(tail)
+        assert tail.tolist() == [3] * 4
+        del tail
+        assert (fake.count("memory"), fake.count("deregistrations")) == (0, 1)
+        return comm.registered_empty(2).fill_(5)
+
+    (left,) = ranks(1, body)  # the communicator is closed
+    assert fake.count("alive") == 0 and left.tolist() == [5, 5] and fake.count("deregistrations") == 2
+
+
+def test_memory_is_waited_for_before_it_goes(ranks, fake, monkeypatch):
+    waited = []
+    monkeypatch.setattr(nccl, "_synchronize", lambda kind, index: waited.append(fake.count("memory")))
+
+    def body(comm):
+        x = comm.registered_empty(8)
+        assert waited == []
+        del x
+        assert waited and set(waited) == {1}
+
+    ranks(1, body)
+
+
+def test_tensors_that_die_in_another_thread_while_a_call_waits(ranks):
+    """Neither the interpreter's lock nor the communicator's is held while the other is waited for."""
+
+    def body(comm):
+        for _ in range(50):
+            x = [comm.registered_empty(4)]
+            other = threading.Thread(target=x.clear)
+            other.start()
+            with comm.group():
+                comm.all_reduce(torch.ones(2))
+            other.join()
+
+    ranks(2, body)
+
+
+def test_registering_what_is_there(ranks, fake):
+    def body(comm):
+        x = torch.ones(4)
+        handle = comm.register(x)
+        assert fake.count("registrations") == 1
+        handle.release()
+        handle.release()
+        assert fake.count("deregistrations") == 1
+        comm.register(x)  # dropped at once
+        assert (fake.count("registrations"), fake.count("deregistrations")) == (2, 2)
+
+    ranks(1, body)
+
+
+def test_a_dropped_communicator_does_not_wait_for_anybody(ranks, path, fake, monkeypatch):
+    id = find_library(path).make_id()
+    group = types.SimpleNamespace(rank=0, size=1, id=id)
+    comm = NcclCommunicator(group, device="cpu", library=path)
+    text = repr(comm)
+    assert "a group of 1" in text and "rank 0 of 1" in text and "2.28.9" in text
+    del comm
+    gc.collect()
+    assert (fake.count("alive"), fake.count("aborted")) == (0, 1)
+
+
+# ---- the library -----------------------------------------------------------------------------------------------------
+
+
+def test_an_old_nccl_has_all_but_user_buffers(tmp_path):
+    old = build(tmp_path, "libfake_old.so", "FAKE_NCCL_OLD")
+    library = find_library(old)
+    assert (library.version, library.has_buffers) == (21803, False)
+    comm = _native._C.NcclCommunicator(library, library.make_id(), "old", 0, 1, nccl.timedelta(seconds=5), lambda: None)
+    with pytest.raises(RuntimeError, match=r"libfake_old.so is NCCL 2.18.3 and has no ncclMemAlloc: .* 2.19 or later"):
+        comm.allocate(16, "cpu")
+    comm.close()
+
+
+def test_what_is_no_nccl_or_not_there(tmp_path):
+    with pytest.raises(RuntimeError, match="NCCL cannot be opened from /nowhere/nccl.so.*No such file"):
+        find_library("/nowhere/nccl.so")
+    with pytest.raises(RuntimeError, match="libc.so.6 has no ncclGetVersion. NCCL 2.14 or later is needed"):
+        find_library("libc.so.6")
+    broken = build(tmp_path, "libfake_broken.so", "FAKE_NCCL_BROKEN")
+    with pytest.raises(RuntimeError, match="libfake_broken.so is NCCL 2.28.9 and has no ncclAllReduce"):
+        find_library(broken)
+
+
+SEARCH = """
+import sys, torch
+import deepspeed.comm
+from deepspeed.comm.nccl import find_library
+def loaded():
+    return any("libnccl" in line or "libfake" in line for line in open("/proc/self/maps"))
+before = loaded()
+try:
+    print(find_library().path)
+except (RuntimeError, ValueError) as error:
+    print(type(error).__name__, error)
+print("import loads it:", before and not torch.version.cuda)
+"""
+
+
+def search(**env):
+    done = subprocess.run(
+        [sys.executable, "-c", SEARCH],
+        env={**os.environ, "PYTHONPATH": os.path.join(ROOT, "python"), **env},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "import loads it: False" in done.stdout
+    return done.stdout
+
+
+def test_the_environment_names_a_library_unless_torch_has_one(path):
+    found = search(DS_NCCL_LIBRARY=path)
+    if torch.version.cuda:  # torch links its own
+        assert "ValueError DS_NCCL_LIBRARY names" in found and "two NCCLs" in found and "LD_PRELOAD" in found
+        assert "libnccl.so.2" in search(DS_NCCL_LIBRARY="")
+    else:
+        assert found.startswith(path)
+        assert "RuntimeError NCCL cannot be opened from /nowhere" in search(DS_NCCL_LIBRARY="/nowhere")
+
+
+@pytest.mark.skipif(bool(torch.version.cuda), reason="this torch brings its own NCCL")
+def test_the_package_of_pip_is_looked_for_on_the_path(path, tmp_path):
+    folder = tmp_path / "nvidia" / "nccl" / "lib"
+    folder.mkdir(parents=True)
+    os.symlink(path, folder / "libnccl.so.2")
+    found = search(PYTHONPATH=os.pathsep.join([os.path.join(ROOT, "python"), str(tmp_path)]), DS_NCCL_LIBRARY="")
+    assert found.startswith(str(folder))
