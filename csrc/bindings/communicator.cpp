@@ -11,6 +11,7 @@
 
 #include "bindings/registry.h"
 #include "bindings/sharded_params.h"
+#include "bindings/without_lock.h"
 #include "comm/communicator.h"
 #include "comm/shm_communicator.h"
 
@@ -25,8 +26,8 @@ DS_BINDINGS(m) {
                        const std::optional<comm::GroupFacts>& facts) {
              auto made = communicator(group);
              py::gil_scoped_release unlocked;
-             return shared ? comm::shm_communicator(std::move(made), patience, facts.value_or(comm::GroupFacts()))
-                           : made;
+             const comm::GroupFacts unknown{"", -1, nullptr, without_lock};
+             return shared ? comm::shm_communicator(std::move(made), patience, facts.value_or(unknown)) : made;
            }),
            py::arg("group"), py::arg("shared") = false, py::arg("patience") = std::chrono::milliseconds(30 * 60 * 1000),
            py::arg("facts") = py::none())

@@ -9,6 +9,7 @@
 #include "base/process.h"
 #include "bindings/registry.h"
 #include "bindings/shared_function.h"
+#include "bindings/without_lock.h"
 #include "comm/reduce_rows.h"
 #include "comm/watch.h"
 
@@ -62,7 +63,8 @@ DS_BINDINGS(m) {
                  error.discard_as_unraisable("a warning of deepspeed.comm");
                }
              };
-             return std::make_shared<Watch>(std::move(voice));
+             return std::shared_ptr<Watch>(new Watch(std::move(voice)),
+                                           [](Watch* watch) { without_lock([watch] { delete watch; }); });
            }),
            py::arg("stacks"), py::arg("warn"))
       .def("flights",
@@ -75,7 +77,7 @@ DS_BINDINGS(m) {
       .def("stop", &Watch::stop, py::call_guard<py::gil_scoped_release>());
   py::class_<comm::GroupFacts>(m, "GroupFacts")
       .def(py::init([](std::string name, int job_rank, std::shared_ptr<Watch> watch) {
-             return comm::GroupFacts{std::move(name), job_rank, std::move(watch)};
+             return comm::GroupFacts{std::move(name), job_rank, std::move(watch), without_lock};
            }),
            py::arg("name"), py::arg("job_rank"), py::arg("watch"));
 }

@@ -156,7 +156,10 @@ class C10dCommunicator : public Communicator {
 
  private:
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const {
-    if (!group_) fail(ErrorKind::kRuntime, "this process has left its process group, as it does when it ends");
+    if (!group_)
+      fail(
+          ErrorKind::kRuntime,
+          "this process has left its process group, as it does when it ends, or when nobody holds the engine any more");
     return group_;
   }
 

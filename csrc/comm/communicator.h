@@ -64,7 +64,7 @@ class Communicator {
   // A communicator of these ranks alone (ascending, this one among them), over what carries this one. Only they call
   // it. Its tensors are in host memory. Null where there is no such thing.
   virtual std::shared_ptr<Communicator> among(const std::vector<int>& ranks);
-  // The process is about to end: lets go of what it is carried by, and cannot be used any more.
+  // The process is about to end, or nobody needs it: lets go of what it is carried by, and cannot be used any more.
   virtual void leave() {}
 
   const Traffic& traffic() const { return traffic_; }

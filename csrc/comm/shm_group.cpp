@@ -41,7 +41,11 @@ std::unique_ptr<ShmGroup> ShmGroup::create(int rank, int size, const Introductio
 
 ShmGroup::ShmGroup(int rank, int size, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds patience,
                    const GroupFacts& facts)
-    : rank_(rank), size_(size), segments_(std::move(segments)), channel_(rank, segments_, patience, facts) {}
+    : rank_(rank),
+      size_(size),
+      segments_(std::move(segments)),
+      channel_(rank, segments_, patience, facts),
+      aside_(facts.aside) {}
 
 char* ShmGroup::slot(int rank) const {
   const size_t bytes = std::max<size_t>(kSlotBytes, static_cast<size_t>(size_) * 16 * 16);

@@ -30,6 +30,7 @@ class ShmGroup {
   int rank() const { return rank_; }
   int size() const { return size_; }
   ShmChannel& channel() { return channel_; }
+  void aside(const std::function<void()>& wait) const { aside_ ? aside_(wait) : wait(); }
 
   // Elements are counted as `numel` of `type`; memory belongs to the caller. `tag`: what it is for, see Record.
   void all_reduce(void* data, size_t numel, c10::ScalarType type, RowOp op, const std::string& tag = {});
@@ -64,6 +65,7 @@ class ShmGroup {
   int rank_, size_;
   std::shared_ptr<SharedSegments> segments_;
   ShmChannel channel_;
+  Aside aside_;
   int turn_ = 0;
 };
 

@@ -24,10 +24,13 @@ ShmQueue::~ShmQueue() {
     ending_ = true;
   }
   changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
-  std::lock_guard<std::mutex> running(running_);
-  while (run_next()) {
-  }
+  // A task that ends may hold the last reference to a tensor of Python's, which goes only with the interpreter's lock.
+  group_->aside([this] {
+    if (thread_.joinable()) thread_.join();
+    std::lock_guard<std::mutex> running(running_);
+    while (run_next()) {
+    }
+  });
 }
 
 ShmQueue::TaskPtr ShmQueue::submit(std::function<void(ShmGroup&)> run, Start start,

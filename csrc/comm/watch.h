@@ -51,11 +51,15 @@ class Watch {
   bool ending_ = false;
 };
 
-// Who a group is, for its messages.
+// Runs the wait that it is given without what its caller may hold and the awaited may need: an interpreter's lock.
+using Aside = std::function<void(const std::function<void()>&)>;
+
+// Who a group is, for its messages, and who made it.
 struct GroupFacts {
   std::string name;              // "" : unknown
   int job_rank = -1;             // of this process in the whole job; -1: unknown
   std::shared_ptr<Watch> watch;  // null: nobody looks after it
+  Aside aside;                   // null: the caller holds nothing
 };
 
 }  // namespace ds::comm

@@ -339,3 +339,19 @@ def test_a_killed_rank_is_named(tmp_path):
 
 def test_a_slow_rank_is_waited_for():
     assert [text for text, _ in run_ranks(3, faulty, "slow", fresh=True)] == ["fine"] * 3
+
+
+def the_last_reference_goes_in_the_background(rank, world):
+    dist.barrier()
+    value = torch.ones(1000)
+    value.name_of_mine = "a tensor that Python knows"
+    if rank == 1:
+        time.sleep(0.3)
+    dist.all_reduce(value, async_op=True)
+    del value
+    dist.destroy_process_group()  # waits for the thread that runs the collective and lets go of the tensor
+    return True
+
+
+def test_a_group_that_ends_with_collectives_under_way_ends():
+    assert run_ranks(2, the_last_reference_goes_in_the_background, init="shm", timeout=20) == [True, True]

@@ -68,6 +68,11 @@ def watch(owner, communicators):
             communicator.log_calls(True)
 
 
+def watched(owner):
+    """The communicators of ``owner``."""
+    return list(_watched.get(owner, ()))
+
+
 def leave():
     """The process ends: no engine holds a process group any more."""
     for communicators in list(_watched.values()):

@@ -7,6 +7,8 @@ off the parameters: that would need weak references to tensors, which torch 1.13
 
 import weakref
 
+from deepspeed.comm import comms_log
+
 
 def unlink_when_dropped(engine):
     """From the end of ``engine`` on its parameters lead to no optimizer any more. Keeps nothing of it alive."""
@@ -15,6 +17,10 @@ def unlink_when_dropped(engine):
     weaks = [param._z3_optimizer for param in params if hasattr(param, "_z3_optimizer")]
     owned = [param.__dict__ for param in params if "_dp_group" in param.__dict__]
     weakref.finalize(engine, _cut, links, weaks, owned).atexit = False
+    # Parameters of stage 3 can be gathered without the engine, so they keep their groups.
+    if engine.core is not None and engine.zero_optimization_stage() < 3:
+        steps = engine.stepping or engine  # an optimizer that somebody holds can step, and holds it
+        weakref.finalize(steps, _leave, comms_log.watched(engine.core)).atexit = False
 
 
 def _cut(links, weaks, owned):
@@ -24,3 +30,8 @@ def _cut(links, weaks, owned):
         weak.__dict__["_optimizer"] = None
     for attributes in owned:
         attributes.pop("_dp_group", None)
+
+
+def _leave(communicators):
+    for communicator in communicators:
+        communicator.leave()
