@@ -1,7 +1,8 @@
 """Native optimizers against the memory's speed and against torch, and a whole training step against torch's own.
 
     python benchmarks/python/optimizers.py [--numel 67108864] [--rounds 9] [--threads 1 2] [--json FILE]
-                                           [--only adam adamw lion adagrad sgd step] [--limit 0.95] [--many-limit 0.85]
+                                           [--only adam adamw lion adagrad sgd adam8bit step]
+                                           [--limit 0.95] [--many-limit 0.85]
 
 Optimizers: one tensor of --numel fp32 elements, and 1,024 of the same total, each allocated by itself. The memory bound
 is a native kernel with the loads and stores of the rule (in place, 4 bytes each) on the same kind of tensors, cut and
@@ -31,7 +32,7 @@ import torch  # noqa: E402
 from common import machine  # noqa: E402  (the line above finds it from any directory)
 from deepspeed._native import _C  # noqa: E402
 from deepspeed.ops.adagrad import FusedAdagrad  # noqa: E402
-from deepspeed.ops.adam import FusedAdam  # noqa: E402
+from deepspeed.ops.adam import Adam8bit, FusedAdam  # noqa: E402
 from deepspeed.ops.lion import FusedLion  # noqa: E402
 from deepspeed.ops.sgd import FusedSGD  # noqa: E402
 from deepspeed.zero.fp16_optimizer import FP16_Optimizer  # noqa: E402
@@ -53,7 +54,10 @@ OPTIMIZERS = {
         torch.optim.SGD,
         {"lr": 1e-3, "momentum": 0.9},
     ),
+    "adam8bit": (lambda p: Adam8bit(p, lr=1e-3), None, {}),
 }
+# Two states of a byte each; their scales, one for each block, are less than a hundredth of that.
+EIGHT_BIT_BYTES = 4 + 8 + 2 * 2
 
 
 def torch_variants(cls, options):
@@ -201,11 +205,31 @@ def measure_step(numel, count, threads, rounds):
     return figures
 
 
+def measure_8bit(numel, count, threads, rounds):
+    params = make_params(numel, count)
+    wide = FusedAdam(params, lr=1e-3)
+    bound = _C.UpdateRunner("adam", "bound")
+    tensors, grads = [p.detach() for p in params], [p.grad for p in params]
+    candidates = {"ours": OPTIMIZERS["adam8bit"][0](params).step, "fp32_states": wide.step}
+    candidates["memory_bound"] = lambda: bound.memory_bound(tensors, grads, [], threads)
+    times = in_turns(candidates, rounds)
+    # The bound kernel reads the gradient and updates the parameter: 12 of the bytes.
+    times["memory_bound"] = [ms * EIGHT_BIT_BYTES / 12 for ms in times["memory_bound"]]
+    figures = summarize(times, numel * EIGHT_BIT_BYTES)
+    figures["of_bytes_bound"] = figures.pop(
+        "memory_bound_over_ours"
+    )  # quantising computes, so there is no limit to hold
+    return figures
+
+
 def show(title, figures):
     print(title)
     for key, value in figures.items():
         print(f"  {key:24s} {value:,.3f}" if isinstance(value, float) else f"  {key:24s} {value:,}")
     sys.stdout.flush()
+
+
+MEASURES = {"step": measure_step, "adam8bit": measure_8bit}
 
 
 def main():
@@ -228,7 +252,7 @@ def main():
             torch.set_num_threads(threads)
             for label, count, limit in (("one_tensor", 1, args.limit), (f"{MANY}_tensors", MANY, args.many_limit)):
                 key = f"{name}_{label}_{threads}_threads"
-                measure = measure_step if name == "step" else partial(measure_optimizer, name)
+                measure = MEASURES.get(name, partial(measure_optimizer, name))
                 figures[key] = measure(args.numel, count, threads, args.rounds)
                 show(key, figures[key])
                 if figures[key].get("of_memory_bound", limit) < limit:

@@ -5,6 +5,7 @@
 The hand-written loop is torch's DistributedDataParallel with torch.optim.AdamW (default, foreach and, on torch 2.x,
 fused). All run in the same processes, on the same data, in interleaved blocks of steps, so that whatever else the
 machine is doing meets all of them alike; the ratio is the median over the rounds of (ours / theirs).
+The floor beside them is forward and backward alone, without any communication or update: what no engine can go below.
 ``--python`` names the interpreter of any environment with a ``deepspeed`` to measure that one.
 """
 
@@ -151,6 +152,20 @@ class ByHand:
         return loss
 
 
+class Floor:
+    """Forward and backward of ranks that know nothing of each other."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def step(self, batches):
+        for x, y in batches:
+            loss = self.model(x, y)
+            loss.backward()
+        self.model.zero_grad(set_to_none=True)
+        return loss
+
+
 def work(args):
     """One rank: builds the contenders, lets them take turns, and, as rank 0, writes what it measured."""
     sys.path[:0] = [os.path.join(ROOT, "examples", "quickstart"), HERE]
@@ -184,6 +199,7 @@ def work(args):
             args, copy.deepcopy(model).to(torch_dtype), parameter_groups, torch, **kind
         )
 
+    contenders["floor"] = Floor(copy.deepcopy(model).to(torch_dtype))
     random = torch.Generator().manual_seed(rank)
 
     def batches():
@@ -218,8 +234,8 @@ def work(args):
             figures["step_s"][name] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
             if name.startswith("DDP"):
                 figures["ratio"][name] = {
-                    f"stage {stage}": statistics.median(a / b for a, b in zip(times[f"stage {stage}"], values))
-                    for stage in stages
+                    one: statistics.median(a / b for a, b in zip(times[one], values))
+                    for one in (*(f"stage {stage}" for stage in stages), "floor")
                 }
         setting = {
             k: getattr(args, k)
