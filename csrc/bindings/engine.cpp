@@ -143,6 +143,8 @@ DS_BINDINGS(m) {
       .def("forwarded", &Engine::forwarded, Unlocked(), py::arg("outputs"), py::arg("reduce"), py::arg("factor"))
       .def("begin_step", &Engine::begin_step, Unlocked(), py::arg("loss_scale"), py::arg("max_norm"), py::arg("check"))
       .def("end_step", &Engine::end_step, Unlocked())
+      .def("gate_input", &Engine::gate_input, py::arg("input"))
+      .def("set_outer_factor", &Engine::set_outer_factor, py::arg("factor"))
       .def("plan_user_backward", &Engine::plan_user_backward, py::arg("reduce"), py::arg("factor"))
       .def(
           "begin_backward",

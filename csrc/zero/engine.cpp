@@ -24,25 +24,25 @@ constexpr int64_t kAlignNumel = 64;
 // Of slices: nobody computes on them but element-wise kernels, and every small parameter pays for it.
 constexpr int64_t kAlignSliceNumel = 16;
 
-// Where gradients enter the graph of the model from outside of it. A hook on an output would also see what comes from
-// another output that was computed from it: a model that returns its loss and its logits would get the factor twice.
-// Of `entered` the gate keeps what it returns.
-class OutputGate : public torch::autograd::Node {
+// Where gradients enter the graph of the model from outside of it, or leave it. A hook on an output would also see what
+// comes from another output that was computed from it: a model that returns its loss and its logits would get the
+// factor twice. What `passed` returns goes on.
+class Gate : public torch::autograd::Node {
  public:
-  using Entered = std::function<at::Tensor(const at::Tensor&)>;
-  explicit OutputGate(Entered entered) : entered_(std::move(entered)) {}
-  std::string name() const override { return "DeepSpeedOutput"; }
+  using Passed = std::function<at::Tensor(const at::Tensor&)>;
+  explicit Gate(Passed passed) : passed_(std::move(passed)) {}
+  std::string name() const override { return "DeepSpeedGate"; }
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
-    return {entered_(grads.at(0))};
+    return {passed_(grads.at(0))};
   }
 
  private:
-  Entered entered_;
+  Passed passed_;
 };
 
 // From here on who uses `output` finds the gate; what the model has computed from it does not.
-void put_gate(const at::Tensor& output, OutputGate::Entered entered) {
-  auto gate = std::make_shared<OutputGate>(std::move(entered));
+void put_gate(const at::Tensor& output, Gate::Passed entered) {
+  auto gate = std::make_shared<Gate>(std::move(entered));
   gate->set_next_edges({torch::autograd::impl::gradient_edge(output)});
   gate->add_input_metadata(output);
   torch::autograd::impl::set_gradient_edge(output, {std::move(gate), 0});
@@ -185,6 +185,21 @@ void Engine::plan_user_backward(bool reduce, double factor) {
   user_factor_ = factor;
 }
 
+at::Tensor Engine::gate_input(const at::Tensor& input) {
+  const auto left = [weak = weak_from_this()](const at::Tensor& grad) -> at::Tensor {
+    const auto engine = weak.lock();
+    if (!engine || engine->own_backward_) return grad;
+    const double factor = engine->gate_factor();
+    return factor == 1.0 || !grad.defined() ? grad : at::div(grad, factor);
+  };
+  auto gate = std::make_shared<Gate>(left);
+  gate->set_next_edges({torch::autograd::impl::gradient_edge(input)});
+  at::Tensor inside = input.detach();
+  gate->add_input_metadata(inside);
+  torch::autograd::impl::set_gradient_edge(inside, {std::move(gate), 0});
+  return inside;
+}
+
 void Engine::watch_outputs(const std::vector<at::Tensor>& outputs) {
   if (user_backward_) abort_backward();  // it raised half-way: its callback never ran
   const std::weak_ptr<Engine> weak = weak_from_this();
@@ -196,7 +211,7 @@ void Engine::watch_outputs(const std::vector<at::Tensor>& outputs) {
       engine->grads_.begin(engine->user_reduce_);
       engine->queue_end();
     }
-    const double factor = engine->user_factor_;
+    const double factor = engine->gate_factor();
     return factor == 1.0 || !grad.defined() ? grad : at::mul(grad, factor);
   };
   std::unordered_set<const c10::TensorImpl*> seen;

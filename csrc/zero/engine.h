@@ -53,9 +53,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // What the latest plan says counts: whether that backward reduces, and the factor (loss scale over accumulation
   // steps) that the gradients are multiplied by as they come in.
   void watch_outputs(const std::vector<at::Tensor>& outputs);
+  // Of tensors that came into the model from elsewhere in the graph: what the gradients leave through, which divides
+  // by that factor again.
+  at::Tensor gate_input(const at::Tensor& input);
   void plan_user_backward(bool reduce, double factor);
+  // The gradients of the next backward that come from outside have been multiplied by it. Until the next forward.
+  void set_outer_factor(double factor) { outer_factor_ = factor; }
   void forwarded(const std::vector<at::Tensor>& outputs, bool reduce, double factor) {
     watch();
+    outer_factor_ = 1.0;
     plan_user_backward(reduce, factor);
     watch_outputs(outputs);
   }
@@ -122,6 +128,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
  private:
   const Buffer* buffer(FlatSpace& space, Kept kept, int slot);  // null: no such slot
+  double gate_factor() const { return user_factor_ / outer_factor_; }
   void leave_root();
   void queue_end();
   StoreOptions store_options(const std::vector<ParamSpec>& params, const EngineOptions& options);
@@ -143,6 +150,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool user_backward_ = false;  // by a hook on an output
   bool user_reduce_ = true;
   double user_factor_ = 1.0;
+  double outer_factor_ = 1.0;
   AccumulatorHooks hooks_;  // last: gone before what they call
 };
 

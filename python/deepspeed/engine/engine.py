@@ -22,6 +22,7 @@ from deepspeed.checkpoint.zero_states import param_shapes
 from deepspeed.comm import comms_log
 from deepspeed.config import DeepSpeedConfig, non_default_values
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.engine import joined
 from deepspeed.engine.accessors import ConfigAccessors
 from deepspeed.engine.assembly import Assembly
 from deepspeed.engine.build_scheduler import build_scheduler
@@ -112,6 +113,7 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         self.progress = Progress(self)
         unlink_when_dropped(self)
+        joined.enter(self)
         self.tput_timer = self.progress.throughput
         if self.stepping is not None and self.zero_optimization():
             self.stepping.need_all = not self._config.zero_config.ignore_unused_parameters
@@ -147,6 +149,8 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
         if self.fp16_enabled() and self.fp16_auto_cast():
             inputs, kwargs = cast_floats(inputs, torch.float16), cast_floats(kwargs, torch.float16)
         self._need_states({OffloadStateTypeEnum.lp_params}, "engine.forward()")
+        trains = self._trains and torch.is_grad_enabled()
+        inputs, kwargs = joined.with_gates(self.core, inputs, kwargs) if trains else (inputs, kwargs)
         self.progress.start_forward()
         try:
             outputs = self.module(*inputs, **kwargs)
@@ -154,7 +158,7 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
             if self.core is not None and self.core.gatherer is not None:
                 self.core.gatherer.abandon_forward()
             raise
-        if self._trains and torch.is_grad_enabled():
+        if trains:
             found = [t for t in tensors_within(outputs) if t.requires_grad]
             self._sees_backward = bool(found or self._sees_backward)
             self.core.forwarded(found, *self._user_plan())
@@ -165,13 +169,10 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
     def _trains(self):
         return self.core is not None and self.stepping is not None
 
-    def _plan_user_backward(self):
-        self.core.plan_user_backward(*self._user_plan())
-
     def _user_plan(self):
         """Whether a backward that the user runs next is reduced, and the factor its gradients take."""
-        factor = (1.0 if self._user_scaled else self.stepping.loss_scale) / self.gradient_accumulation_steps()
-        return self._reduces_now(), factor
+        scale = 1.0 if self._user_scaled else self.stepping.loss_scale
+        return self._reduces_now(), scale / self.gradient_accumulation_steps()
 
     def _reduces_now(self):
         """Whether the next backward adds up over the ranks: at a boundary, or always where gradients are sharded."""
@@ -200,14 +201,15 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
             "deepspeed.initialize"
         )
         self._need_states(_BACKWARD_STATES, "engine.backward()")
-        if scale_wrt_gas and self.gradient_accumulation_steps() > 1:
-            loss = loss / self.gradient_accumulation_steps()
+        scale, parts = self.stepping.loss_scale, self.gradient_accumulation_steps() if scale_wrt_gas else 1
+        if parts > 1:
+            loss = loss / parts
         self.progress.start_backward()
-        scale = self.stepping.loss_scale
         root = loss.float() * scale if scale != 1.0 else loss
         self.core.begin_backward(self._reduces_now(), root)  # ends by itself with the backward of `root`
         try:
-            root.backward(retain_graph=retain_graph)
+            with joined.scaled_root(self, scale / parts):
+                root.backward(retain_graph=retain_graph)
         except BaseException:
             if self.core.abort_backward():
                 logger.warning("backward failed; the gradients of earlier micro steps of this step are lost with it")
@@ -220,7 +222,8 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
         """``loss`` times the loss scale, for a backward that the user runs. Accumulation is divided by the engine."""
         assert self.optimizer is not None, "engine.scale needs an optimizer"
         self._user_scaled = True
-        self._plan_user_backward()
+        self._replan()
+        joined.tell_others(self, self.stepping.loss_scale)
         return loss * self.stepping.loss_scale
 
     def step(self, lr_kwargs=None):
@@ -250,8 +253,7 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
         self._user_scaled = False
         self.progress.end_step(boundary)
         comms_log.collect()
-        behind = getattr(self.checkpoint_engine, "behind", None)
-        if behind is not None and boundary:
+        if boundary and (behind := getattr(self.checkpoint_engine, "behind", None)) is not None:
             behind.step_done()  # raises what went wrong with a save in the background
 
     def _refuse_unseen_backward(self):
@@ -338,7 +340,7 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
 
     def _replan(self):
         if self._trains:
-            self._plan_user_backward()
+            self.core.plan_user_backward(*self._user_plan())
 
     def zero_grad(self, set_to_none=True):
         """Forgets all gradients accumulated so far."""

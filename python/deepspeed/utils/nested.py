@@ -64,16 +64,16 @@ def _within(item, seen):
         yield from _within(value, seen)
 
 
-def _replace(item, wanted, change):
+def replace(item, wanted, change):
     """`item` with `change` applied to what is `wanted`; lists, tuples (named ones too) and dicts are rebuilt."""
     if wanted(item):
         return change(item)
     if isinstance(item, dict):
-        return type(item)((key, _replace(value, wanted, change)) for key, value in item.items())
+        return type(item)((key, replace(value, wanted, change)) for key, value in item.items())
     if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(_replace(value, wanted, change) for value in item))
+        return type(item)(*(replace(value, wanted, change) for value in item))
     if isinstance(item, (list, tuple)):
-        return type(item)(_replace(value, wanted, change) for value in item)
+        return type(item)(replace(value, wanted, change) for value in item)
     return item
 
 
@@ -82,9 +82,9 @@ def move_to_device(item, device, criterion_func=None):
 
     criterion_func: what to move: called with each item; default: torch.is_tensor. Other items are kept as they are.
     """
-    return _replace(item, criterion_func or torch.is_tensor, lambda tensor: tensor.to(device))
+    return replace(item, criterion_func or torch.is_tensor, lambda tensor: tensor.to(device))
 
 
 def cast_floats(item, dtype):
     """`item` with its floating point tensors cast to `dtype`; everything else is kept as it is."""
-    return _replace(item, lambda x: torch.is_tensor(x) and x.is_floating_point(), lambda tensor: tensor.to(dtype))
+    return replace(item, lambda x: torch.is_tensor(x) and x.is_floating_point(), lambda tensor: tensor.to(dtype))

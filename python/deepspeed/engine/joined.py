@@ -1,0 +1,51 @@
+"""Engines of one process whose models meet in one graph: a generator and its judge, a model that is fed its own output.
+
+[Note: factors] An engine multiplies the gradients that come into its model by a factor (loss scale over accumulation
+steps), at a gate in the graph behind each output. Where another tensor of the graph went into the model, a second gate
+divides by the factor again, so that the rest of the graph, with other engines in it, has the gradient of the loss as
+the user wrote it. ``engine.backward`` multiplies the loss itself (16-bit gradients of a small loss would vanish on
+their way to the gate), so all other engines learn by how much, and their gates take it into account.
+"""
+
+import contextlib
+import weakref
+
+import torch
+
+from deepspeed.utils.nested import replace, tensors_in
+
+_engines = weakref.WeakSet()
+
+
+def enter(engine):
+    """``engine`` may meet others from now on, until it ends."""
+    _engines.add(engine)
+
+
+@contextlib.contextmanager
+def scaled_root(engine, factor):
+    """Around a backward of ``engine`` whose loss was multiplied by ``factor``."""
+    tell_others(engine, factor)
+    try:
+        yield
+    finally:
+        tell_others(engine, 1.0)
+
+
+def tell_others(engine, factor):
+    """To all but ``engine``: the next backward starts with ``factor`` times the gradient of the loss."""
+    if len(_engines) > 1:
+        for other in list(_engines):
+            if other is not engine and other.core is not None:
+                other.core.set_outer_factor(factor)
+
+
+def with_gates(core, inputs, kwargs):
+    """The arguments of a forward, each tensor that other parts of a graph have computed behind a gate."""
+    if not any(tensor.requires_grad for tensor in tensors_in((inputs, kwargs))):
+        return inputs, kwargs
+
+    def wanted(item):
+        return torch.is_tensor(item) and item.requires_grad
+
+    return replace(inputs, wanted, core.gate_input), replace(kwargs, wanted, core.gate_input)

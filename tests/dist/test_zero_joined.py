@@ -1,0 +1,160 @@
+"""Engines that meet in one graph: every parameter gets the gradient of the loss, once scaled, whoever runs backward."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.utils import safe_get_full_grad
+from harness import run_ranks
+
+HOWS = ("plain", "first", "second", "scale first", "scale second")
+
+
+class Linear(torch.nn.Linear):
+    """In any precision: a CPU has no fp16 products on torch 1.13."""
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x.float(), self.weight.float()).to(x.dtype)
+
+
+def linear(seed, inputs, outputs):
+    torch.manual_seed(seed)
+    return Linear(inputs, outputs, bias=False)
+
+
+def make_engine(model, stage, precision, accumulation, scale=64.0):
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": stage},
+    }
+    if precision == "fp16":
+        config["fp16"] = {"enabled": True, "loss_scale": scale}
+    if precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    accelerator = deepspeed.get_accelerator()
+    with mock.patch.object(accelerator, "is_fp16_supported", lambda: True):  # the model has no fp16 products
+        return deepspeed.initialize(model=model, config=config)[0]
+
+
+def backward(how, engines, loss):
+    if how in ("first", "second"):
+        engines[how == "second"].backward(loss)
+    elif how == "plain":
+        loss.backward()
+    else:
+        engines[how == "scale second"].scale(loss).backward()
+
+
+def batch(rank, micro):
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * rank + micro))
+
+
+def loss_of(first, second, x, dtype):
+    hidden = first(x.to(dtype))
+    # Both ways into the loss: through the second model, and past it.
+    return second(hidden).float().square().mean() + 0.3 * hidden.float().square().mean()
+
+
+def grads_of(world, accumulation, dtype):
+    """Of one process that has everybody's batches."""
+    first, second = linear(1, 3, 5).to(dtype), linear(2, 5, 2).to(dtype)
+    sums = [torch.zeros_like(model.weight, dtype=torch.float32) for model in (first, second)]
+    for rank in range(world):
+        for micro in range(accumulation):
+            loss_of(first, second, batch(rank, micro), dtype).backward()
+            for total, model in zip(sums, (first, second)):
+                total += model.weight.grad.float() / (accumulation * world)
+                model.weight.grad = None
+    return sums
+
+
+def two_engines(rank, world, stage, precision, accumulation):
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    expected = grads_of(world, accumulation, dtype)
+    for how in HOWS:
+        engines = [
+            make_engine(linear(1, 3, 5), stage, precision, accumulation),
+            make_engine(linear(2, 5, 2), stage, precision, accumulation, scale=1024.0),  # not that of the first
+        ]
+        for micro in range(accumulation):
+            backward(how, engines, loss_of(*engines, batch(rank, micro), dtype))
+            if micro < accumulation - 1:
+                for engine in engines:
+                    engine.step()
+        for name, engine, grad in zip(("first", "second"), engines, expected):
+            found = safe_get_full_grad(engine.module.weight)
+            limit = 1e-6 if precision == "fp32" else 2e-2
+            most = grad.abs().max().item()
+            torch.testing.assert_close(found, grad, rtol=limit, atol=limit * most, msg=f"{how} {name}")
+        for engine in engines:
+            engine.destroy()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2])
+def test_two_engines_in_a_graph(world, stage, precision):
+    run_ranks(world, two_engines, stage, precision, 2)
+
+
+def its_own_output(rank, world, stage):
+    model = linear(1, 3, 3)
+    for micro in range(2):
+        (model(model(batch(0, micro))).square().mean() / 2).backward()
+    for how in ("plain", "first", "scale first"):
+        engine = make_engine(linear(1, 3, 3), stage, "fp32", 2)
+        for micro in range(2):
+            backward(how, [engine], engine(engine(batch(0, micro))).square().mean())
+            if not micro:
+                engine.step()
+        torch.testing.assert_close(safe_get_full_grad(engine.module.weight), model.weight.grad)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_engine_that_is_fed_its_own_output(stage):
+    run_ranks(1, its_own_output, stage)
+
+
+def gradient_of_inputs(rank, world):
+    model = linear(1, 3, 2)
+    given, shown = batch(0, 0).requires_grad_(), torch.ones(2, requires_grad=True)
+    (model(given) * shown).square().mean().backward()
+    engine = make_engine(linear(1, 3, 2), 1, "fp32", 4)
+    own, factor = batch(0, 0).requires_grad_(), torch.ones(2, requires_grad=True)
+    (engine(own) * factor).square().mean().backward()
+    assert torch.equal(own.grad, given.grad) and torch.equal(factor.grad, shown.grad)
+    assert safe_get_full_grad(engine.module.weight).allclose(model.weight.grad / 4)
+
+
+def test_what_is_outside_of_the_engine_gets_the_gradient_of_the_loss():
+    run_ranks(1, gradient_of_inputs)
+
+
+class Nested(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = linear(1, 3, 3)
+
+    def forward(self, pair, more=None):
+        return self.inner(pair[0]) + self.inner(more["x"][1]), more["name"]
+
+
+def nested_inputs(rank, world):
+    outer, model = linear(2, 3, 3), Nested()
+    hidden = outer(batch(0, 0))
+    model((hidden, 1), more={"x": [None, hidden * 2], "name": "n"})[0].square().mean().backward()
+    engine, own = make_engine(Nested(), 1, "fp32", 2), linear(2, 3, 3)
+    hidden = own(batch(0, 0))
+    found, name = engine((hidden, 1), more={"x": [None, hidden * 2], "name": "n"})
+    found.square().mean().backward()
+    assert name == "n"
+    torch.testing.assert_close(own.weight.grad, outer.weight.grad)
+
+
+def test_inputs_in_containers():
+    run_ranks(1, nested_inputs)
