@@ -45,7 +45,7 @@ def with_gates(core, inputs, kwargs):
     if not any(tensor.requires_grad for tensor in tensors_in((inputs, kwargs))):
         return inputs, kwargs
 
-    def wanted(item):
-        return torch.is_tensor(item) and item.requires_grad
+    def wanted(item):  # a gate would not keep the class of another kind of tensor
+        return type(item) in (torch.Tensor, torch.nn.Parameter) and item.requires_grad
 
     return replace(inputs, wanted, core.gate_input), replace(kwargs, wanted, core.gate_input)
