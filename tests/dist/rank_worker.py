@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 import types
+import weakref
 from multiprocessing.connection import Connection
 
 import torch
@@ -93,18 +94,19 @@ def work(conn, stacks_fd):
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
+    noted = _Noted()
     while True:
         try:
             task, payload = pickle.loads(conn.recv_bytes()), conn.recv_bytes()
         except (EOFError, ConnectionResetError):
             return
-        report = _run(task, payload)
+        report = _run(task, payload, noted)
         sys.stdout.flush()
         sys.stderr.flush()
         conn.send_bytes(report)
 
 
-def _run(task, payload):
+def _run(task, payload, noted):
     try:
         sys.path[:] = task["sys_path"]
         os.chdir(task["cwd"])
@@ -115,7 +117,7 @@ def _run(task, payload):
         torch.set_default_dtype(torch.float32)
         _reset_log_level()
         fn = _find(task)
-        communicators = _noted_communicators()
+        noted.begin()
         args = pickle.loads(payload)
         if task["init"] is True:
             importlib.import_module("deepspeed").init_distributed(dist_backend="gloo")
@@ -124,7 +126,7 @@ def _run(task, payload):
         value = fn(task["rank"], task["world_size"], *args)
         report = pickle.dumps(("ok", value))
         del value
-        _leave_groups(communicators)
+        _leave_groups(noted)
         return report
     except Skipped as outcome:  # claims to live in builtins, so pickle refuses it
         return pickle.dumps(("skip", str(outcome)))
@@ -144,29 +146,44 @@ def _reset_log_level():
         log.logger.setLevel(logging.INFO)
 
 
-def _noted_communicators():
-    """A list that takes all communicators of engines that are made from now on."""
-    comms_log = sys.modules.get("deepspeed.comm.comms_log")
-    noted = []
-    if comms_log is not None:
-        plain = getattr(comms_log.watch, "plain", comms_log.watch)
+class _Noted:
+    """What engines have made that outlives those of sharded models, and holds process groups."""
 
-        def watch(core, communicators):
-            noted.extend(one for one in communicators if one is not None)
-            return plain(core, communicators)
+    def __init__(self):
+        self.communicators = []
+        self.accesses = weakref.WeakSet()
+        self._watch = None
 
-        watch.plain = plain
-        comms_log.watch = watch
-    return noted
+    def begin(self):
+        """deepspeed may have been imported since the last time."""
+        comms_log = sys.modules.get("deepspeed.comm.comms_log")
+        if comms_log is not None and self._watch is None:
+            self._watch, comms_log.watch = comms_log.watch, self.watch
+            access = importlib.import_module("deepspeed.zero.sharded_parameter").ShardAccess
+            self._init, access.__init__ = access.__init__, lambda own, *args, **kwargs: self.init(own, *args, **kwargs)
+
+    def watch(self, core, communicators):
+        self.communicators += [one for one in communicators if one is not None]
+        return self._watch(core, communicators)
+
+    def init(self, access, *args, **kwargs):
+        self.accesses.add(access)
+        return self._init(access, *args, **kwargs)
+
+    def let_go(self):
+        for communicator in self.communicators:
+            communicator.leave()
+        self.communicators.clear()
+        for access in self.accesses:
+            access.group = access.copies = None
+        self.accesses.clear()
 
 
-def _leave_groups(communicators):
+def _leave_groups(noted):
     for _ in range(4):  # engines hold process groups; with an engine goes its hold on others
         if not gc.collect():
             break
-    for communicator in communicators:
-        communicator.leave()  # those of sharded models outlive their engines
-    communicators.clear()
+    noted.let_go()
     groups = sys.modules.get("deepspeed.utils.groups")
     if groups is not None:
         groups.clear()
