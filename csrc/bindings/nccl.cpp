@@ -12,6 +12,7 @@
 #include "base/error.h"
 #include "bindings/registry.h"
 #include "bindings/shared_function.h"
+#include "bindings/without_lock.h"
 #include "comm/nccl_communicator.h"
 #include "comm/nccl_memory.h"
 
@@ -47,12 +48,7 @@ std::function<bool()> quiesce(py::function synchronize) {
 // interpreter's, so nobody may wait for the former with the latter.
 template <typename Held>
 void let_go(Held& held) {
-  if (Py_IsInitialized() && PyGILState_Check()) {
-    py::gil_scoped_release unlocked;
-    held.reset();
-  } else {
-    held.reset();
-  }
+  without_lock([&held] { held.reset(); });
 }
 
 at::Tensor bytes_of(std::shared_ptr<comm::NcclBuffer> buffer, const std::string& device) {

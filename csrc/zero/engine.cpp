@@ -40,12 +40,12 @@ class Gate : public torch::autograd::Node {
   Passed passed_;
 };
 
-// From here on who uses `output` finds the gate; what the model has computed from it does not.
-void put_gate(const at::Tensor& output, Gate::Passed entered) {
-  auto gate = std::make_shared<Gate>(std::move(entered));
-  gate->set_next_edges({torch::autograd::impl::gradient_edge(output)});
-  gate->add_input_metadata(output);
-  torch::autograd::impl::set_gradient_edge(output, {std::move(gate), 0});
+// From here on who uses `tensor` finds the gate, and behind it what `source` was computed from.
+void put_gate(const at::Tensor& tensor, const at::Tensor& source, Gate::Passed passed) {
+  auto gate = std::make_shared<Gate>(std::move(passed));
+  gate->set_next_edges({torch::autograd::impl::gradient_edge(source)});
+  gate->add_input_metadata(tensor);
+  torch::autograd::impl::set_gradient_edge(tensor, {std::move(gate), 0});
 }
 
 }  // namespace
@@ -192,11 +192,8 @@ at::Tensor Engine::gate_input(const at::Tensor& input) {
     const double factor = engine->gate_factor();
     return factor == 1.0 || !grad.defined() ? grad : at::div(grad, factor);
   };
-  auto gate = std::make_shared<Gate>(left);
-  gate->set_next_edges({torch::autograd::impl::gradient_edge(input)});
   at::Tensor inside = input.detach();
-  gate->add_input_metadata(inside);
-  torch::autograd::impl::set_gradient_edge(inside, {std::move(gate), 0});
+  put_gate(inside, input, left);
   return inside;
 }
 
@@ -218,7 +215,7 @@ void Engine::watch_outputs(const std::vector<at::Tensor>& outputs) {
   for (const at::Tensor& output : outputs) {
     if (!output.requires_grad() || !seen.insert(output.unsafeGetTensorImpl()).second) continue;
     if (output.grad_fn()) {
-      put_gate(output, entered);
+      put_gate(output, output, entered);  // what the model has computed from it does not meet the gate
     } else {
       output.register_hook(entered);
     }

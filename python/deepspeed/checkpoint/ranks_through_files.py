@@ -7,6 +7,7 @@ import shutil
 import socket
 import time
 
+from deepspeed._native import _C
 from deepspeed.checkpoint.ranks import Ranks
 
 _PAUSE_S = 0.2  # the longest sleep between two looks at the folder
@@ -24,17 +25,7 @@ def this_process():
 def _is_gone(process):
     """Whether ``process`` (of ``this_process``) is known to have ended."""
     where, pid = process
-    if where != this_process()[0]:
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-        return file.read().rpartition(")")[2].split()[0] == "Z"  # ended, but its parent has not looked yet
-    return False
+    return where == this_process()[0] and _C.process_ended(pid)
 
 
 class RanksThroughFiles(Ranks):

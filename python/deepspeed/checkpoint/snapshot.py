@@ -191,6 +191,9 @@ class Snapshot:
         """Later files find nothing copied, and blocks are free when the files that are in them are written."""
         self._make_late_copies()
         self._copied = MemoryRanges()
+        self._give_kept_back()
+
+    def _give_kept_back(self):
         self.give_back(self._kept)
         self._kept = []
 
@@ -232,8 +235,7 @@ class Snapshot:
 
     def start_late_copies(self):
         """See [Note: late copies]. The engine's states are held until they are made. Nothing can be added any more."""
-        self.give_back(self._kept)
-        self._kept = []
+        self._give_kept_back()
         if not self._late:
             return
         self.states.hold()
