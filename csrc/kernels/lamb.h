@@ -17,13 +17,7 @@
 #pragma once
 #include <cmath>
 
-#ifndef DS_HOST_DEVICE
-#if defined(__CUDACC__)
-#define DS_HOST_DEVICE __host__ __device__
-#else
-#define DS_HOST_DEVICE
-#endif
-#endif
+#include "kernels/host_device.h"
 
 namespace ds::kernels {
 

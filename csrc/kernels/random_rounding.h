@@ -6,11 +6,7 @@
 #pragma once
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define DS_HOST_DEVICE __host__ __device__
-#else
-#define DS_HOST_DEVICE
-#endif
+#include "kernels/host_device.h"
 
 namespace ds::kernels {
 

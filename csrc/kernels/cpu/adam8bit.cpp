@@ -9,69 +9,95 @@
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
 
-#ifndef DS_KERNELS_CPU_ADAM8BIT_TABLES
-#define DS_KERNELS_CPU_ADAM8BIT_TABLES
-namespace ds::kernels {
-
-// From the leading bits of |y| (sign, exponent, kEdgeBits of the fraction) straight to the code or the one below it: no
-// two midpoints share those bits.
-constexpr int kEdgeBits = 7, kSmallest = 127 - 23;  // 2^-23: all midpoints are above it
-constexpr int kEdges = (23 << kEdgeBits) + 1;       // up to y = 1
-
-struct CodeTables {
-  CodeBook book;
-  unsigned char start[2 * kEdges + 4];  // of y >= 0, then of y < 0; read four bytes at a time
-};
-
-}  // namespace ds::kernels
-#endif
-
 HWY_BEFORE_NAMESPACE();
 namespace ds::kernels::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// x[i] = values[codes[i]] * max, for the kCodeBlock elements of x, of which n are of the tensor.
-void decode_range(const CodeTables& tables, const unsigned char* codes, float max, size_t n, float* x) {
-  for (size_t i = 0; i < n; ++i) x[i] = tables.book.values[codes[i]] * max;
-}
+// Constants of the levels: a shuffle where a vector holds them all.
+template <class D>
+struct Levels {
+  Levels(D d, const float* constants) : constants(constants), all(hn::Load(d, constants)) {}
+  template <class I>
+  HWY_INLINE hn::Vec<D> pick(D d, I levels) const {
+    if constexpr (hn::MaxLanes(D()) >= kCodeLevels) {
+      return hn::TableLookupLanes(all, hn::IndicesFromVec(d, levels));
+    } else {
+      return hn::GatherIndex(d, constants, levels);
+    }
+  }
+  const float* constants;
+  hn::Vec<D> all;
+};
 
-// The maximum (into *max) and the codes of x, which has zeros behind its n elements.
-void encode_range(const CodeTables& tables, const float* x, size_t n, unsigned char* codes, float* max) {
+// Added to a float below 2^22 it leaves the nearest whole number in the low bits: cheaper than a conversion, which
+// would have to care for numbers that are too large.
+constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23
+constexpr int32_t kWholeBits = 0x4b400000;
+
+// x[i] = values[codes[i]] * max, for kCodeBlock elements.
+void decode_block(const CodeBook& book, const unsigned char* codes, float max, float* x) {
   const hn::ScalableTag<float> d;
   const hn::RebindToSigned<decltype(d)> di;
-  const size_t lanes = hn::Lanes(d);
-  auto most = hn::Zero(d), bad = hn::Zero(d);
-  for (size_t i = 0; i < kCodeBlock; i += lanes) {
-    const auto v = hn::Load(d, x + i);
-    most = hn::Max(most, hn::Abs(v));
-    bad = hn::Or(bad, hn::IfThenZeroElse(hn::Eq(v, v), hn::Set(d, 1.0f)));
+  const hn::Rebind<uint8_t, decltype(d)> d8;
+  const Levels<decltype(d)> offset(d, book.offset), slope(d, book.slope);
+  const auto zero = hn::Set(di, book.zero), below = hn::Set(di, book.ranks_below);
+  const auto least = hn::Set(di, 127 + book.ranks_below);
+  const auto factor = hn::Set(d, max);
+  for (size_t i = 0; i < kCodeBlock; i += hn::Lanes(d)) {
+    const auto steps = hn::Sub(hn::PromoteTo(di, hn::LoadU(d8, codes + i)), zero);
+    const auto rank = hn::BitCast(di, hn::ConvertTo(d, hn::Add(hn::Abs(steps), below)));
+    const auto level = hn::And(hn::Sub(hn::ShiftRight<23>(rank), least), hn::Set(di, kCodeLevels - 1));
+    const auto part = hn::BitCast(d, hn::Or(hn::And(rank, hn::Set(di, 0x7fffff)), hn::Set(di, 0x3f800000)));
+    const auto size = hn::Add(offset.pick(d, level), hn::Mul(slope.pick(d, level), part));
+    const auto sign = hn::BitCast(d, hn::And(steps, hn::Set(di, INT32_MIN)));
+    const auto value = hn::IfThenZeroElse(hn::RebindMask(d, hn::Eq(steps, hn::Zero(di))), hn::Or(size, sign));
+    hn::Store(hn::Mul(value, factor), d, x + i);
   }
-  const float largest = hn::GetLane(hn::MaxOfLanes(d, most));
-  const bool nan = hn::GetLane(hn::MaxOfLanes(d, bad)) != 0;
-  *max = nan ? __builtin_nanf("") : largest;
-  if (!(largest > 0 && largest < __builtin_inff()) || nan) {  // the code of 0
-    const float zero = 0;
-    int code = 0;
-    while (code < 255 && zero >= tables.book.midpoints[code]) ++code;
-    for (size_t i = 0; i < n; ++i) codes[i] = static_cast<unsigned char>(code);
+}
+
+// The maximum (into *max) and the codes of kCodeBlock elements.
+void encode_block(const CodeBook& book, const float* x, unsigned char* codes, float* max) {
+  const hn::ScalableTag<float> d;
+  const hn::RebindToSigned<decltype(d)> di;
+  const hn::Rebind<uint8_t, decltype(d)> d8;
+  const size_t lanes = hn::Lanes(d);
+  // Bits of absolute values are in the order of the numbers, and those of NaN above all.
+  const auto absolute = hn::Set(di, 0x7fffffff);
+  auto most = hn::Zero(di), most2 = hn::Zero(di);  // two, so that neither waits for the other
+  for (size_t i = 0; i < kCodeBlock; i += 2 * lanes) {
+    most = hn::Max(most, hn::And(hn::BitCast(di, hn::Load(d, x + i)), absolute));
+    most2 = hn::Max(most2, hn::And(hn::BitCast(di, hn::Load(d, x + i + lanes)), absolute));
+  }
+  const int32_t top = hn::GetLane(hn::MaxOfLanes(di, hn::Max(most, most2)));
+  float largest;
+  __builtin_memcpy(&largest, &top, sizeof largest);
+  *max = largest;
+  const auto zero = hn::Set(di, book.zero);
+  if (!(largest > 0 && largest < __builtin_inff())) {
+    for (size_t i = 0; i < kCodeBlock; i += lanes) hn::StoreU(hn::DemoteTo(d8, zero), d8, codes + i);
     return;
   }
-  HWY_ALIGN int32_t found[kCodeBlock];
-  const auto divisor = hn::Set(d, largest);
-  const auto last = hn::Set(di, kEdges - 1), zero = hn::Zero(di);
+  const Levels<decltype(d)> until(d, book.until), scale(d, book.scale), bias(d, book.bias), last(d, book.last);
+  const auto divisor = hn::Set(d, largest), least = hn::Set(d, book.from[0]);
+  const auto start = hn::Set(di, book.zero - book.ranks_below - kWholeBits), whole_bits = hn::Set(di, kWholeBits);
+  // The bits of a float, as a number, are its logarithm but for an error of 0.086 * 2^23. A decade's level begins
+  // between 0 and 0.28 above the power of ten: a guess that is half a decade late is right or one too low.
+  const auto decades = hn::Set(d, 0.30103f / (1 << 23)), late = hn::Set(d, 7 - 127 * 0.30103f - 1.0f);
+  const auto whole = hn::Set(d, kWhole);
   for (size_t i = 0; i < kCodeBlock; i += lanes) {
     const auto y = hn::Div(hn::Load(d, x + i), divisor);
-    const auto bits = hn::BitCast(di, hn::Abs(y));
-    auto edge = hn::Sub(hn::ShiftRight<23 - kEdgeBits>(bits), hn::Set(di, kSmallest << kEdgeBits));
-    edge = hn::Min(hn::Max(edge, zero), last);
-    const auto negative = hn::RebindMask(di, hn::Lt(y, hn::Zero(d)));
-    edge = hn::Add(edge, hn::IfThenElseZero(negative, hn::Set(di, kEdges)));
-    const auto word = hn::GatherOffset(di, reinterpret_cast<const int32_t*>(tables.start), edge);
-    const auto low = hn::And(word, hn::Set(di, 0xff));
-    const auto up = hn::RebindMask(di, hn::Ge(y, hn::GatherIndex(d, tables.book.midpoints, low)));
-    hn::Store(hn::Add(low, hn::IfThenElseZero(up, hn::Set(di, 1))), di, found + i);
+    const auto size = hn::Abs(y);
+    const auto bits = hn::ConvertTo(d, hn::BitCast(di, size));
+    const auto guess = hn::Add(hn::Add(hn::Mul(bits, decades), late), whole);
+    auto level = hn::Max(hn::Sub(hn::BitCast(di, guess), whole_bits), hn::Zero(di));
+    const auto higher = hn::RebindMask(di, hn::Ge(size, until.pick(d, level)));
+    level = hn::IfThenElse(higher, hn::Add(level, hn::Set(di, 1)), level);
+    const auto place = hn::Add(hn::Mul(size, scale.pick(d, level)), bias.pick(d, level));
+    const auto rank = hn::CopySignToAbs(hn::Min(place, last.pick(d, level)), y);
+    const auto code = hn::Add(start, hn::BitCast(di, hn::Add(rank, whole)));
+    const auto none = hn::RebindMask(di, hn::Lt(size, least));
+    hn::StoreU(hn::DemoteTo(d8, hn::IfThenElse(none, zero, code)), d8, codes + i);  // -1, not in the book, becomes 0
   }
-  for (size_t i = 0; i < n; ++i) codes[i] = static_cast<unsigned char>(found[i]);
 }
 
 }  // namespace ds::kernels::HWY_NAMESPACE
@@ -87,40 +113,14 @@ HWY_AFTER_NAMESPACE();
 namespace ds::kernels::cpu {
 namespace {
 
-constexpr auto kDecode = DS_BODIES(decode_range);
-constexpr auto kEncode = DS_BODIES(encode_range);
-
-int code_of(const CodeBook& book, float y) {
-  int code = 0;
-  while (code < 255 && y >= book.midpoints[code]) ++code;
-  return code;
-}
-
-CodeTables make_tables(bool is_signed) {
-  CodeTables tables{make_code_book(is_signed), {}};
-  for (int edge = 0; edge < kEdges; ++edge) {
-    const auto number = [](int leading) {
-      const uint32_t bits = static_cast<uint32_t>(leading + (kSmallest << kEdgeBits)) << (23 - kEdgeBits);
-      float y;
-      std::memcpy(&y, &bits, 4);
-      return y;
-    };
-    tables.start[edge] = static_cast<unsigned char>(code_of(tables.book, edge == 0 ? 0.0f : number(edge)));
-    tables.start[kEdges + edge] = static_cast<unsigned char>(code_of(tables.book, -number(edge + 1)));
-  }
-  return tables;
-}
-
-const CodeTables& tables(bool is_signed) {
-  static const CodeTables kSigned = make_tables(true), kUnsigned = make_tables(false);
-  return is_signed ? kSigned : kUnsigned;
-}
+constexpr auto kDecode = DS_BODIES(decode_block);
+constexpr auto kEncode = DS_BODIES(encode_block);
+constexpr CodeBook kBooks[] = {make_code_book(true), make_code_book(false)};
 
 void adam8bit(const Launch& launch, Isa isa, const UpdateSegment* segments, size_t count, const UpdateArgs& args,
               const StepScale& scale) {
   const int i = static_cast<int>(isa);
   const UpdateBody adam = static_cast<const CpuUpdate*>(find_update("adam"))->bodies.by_isa[i];
-  const CodeTables* books[] = {&tables(true), &tables(false)};
   UpdateArgs inner = args;
   inner.state_dtype = DType::kF32;
   // Whole blocks are what is spread over the threads.
@@ -131,14 +131,15 @@ void adam8bit(const Launch& launch, Isa isa, const UpdateSegment* segments, size
   for (size_t s = 0; s < count; ++s) blocks[s].numel = code_blocks(segments[s].numel);
   const auto update = [&](size_t s, size_t first, size_t last) {
     alignas(64) float states[2][kCodeBlock];
+    unsigned char shorter[kCodeBlock] = {};  // in place of the codes of a last block that is not full
     const UpdateSegment& whole = segments[s];
     for (size_t block = first; block < last; ++block) {
       const size_t begin = block * kCodeBlock, n = std::min(kCodeBlock, whole.numel - begin);
-      std::memset(states, 0, sizeof states);
       UpdateSegment part = whole;
       for (int k = 0; k < 2; ++k) {
-        const float max = static_cast<const float*>(whole.states[2 + k])[block];
-        kDecode.by_isa[i](*books[k], static_cast<const unsigned char*>(whole.states[k]) + begin, max, n, states[k]);
+        const unsigned char* codes = static_cast<const unsigned char*>(whole.states[k]) + begin;
+        if (n < kCodeBlock) codes = static_cast<const unsigned char*>(std::memcpy(shorter, codes, n));
+        kDecode.by_isa[i](kBooks[k], codes, static_cast<const float*>(whole.states[2 + k])[block], states[k]);
       }
       // update_range counts elements from the segment's start; these states begin at the block's.
       const auto at = [&](const void* data, DType dtype) {
@@ -152,9 +153,13 @@ void adam8bit(const Launch& launch, Isa isa, const UpdateSegment* segments, size
       part.states[1] = states[1];
       part.numel = n;
       update_range(isa, part, 0, n, inner, 2, scale.grad_scale, adam);
-      for (int k = 0; k < 2; ++k)
-        kEncode.by_isa[i](*books[k], states[k], n, static_cast<unsigned char*>(whole.states[k]) + begin,
+      for (int k = 0; k < 2; ++k) {
+        unsigned char* codes = static_cast<unsigned char*>(whole.states[k]) + begin;
+        std::memset(states[k] + n, 0, (kCodeBlock - n) * sizeof(float));  // they must not be a maximum
+        kEncode.by_isa[i](kBooks[k], states[k], n < kCodeBlock ? shorter : codes,
                           static_cast<float*>(whole.states[2 + k]) + block);
+        if (n < kCodeBlock) std::memcpy(codes, shorter, n);
+      }
     }
   };
   split_segments(launch, blocks.data(), count, update, kCodeBlock);

@@ -40,25 +40,14 @@ __device__ float max_of_block(float x, float* shared) {
   return most;
 }
 
-// The number of midpoints that are at most y, by bisection.
-__device__ unsigned char encode(const float* midpoints, float y) {
-  int code = 0;
-#pragma unroll
-  for (int step = 128; step > 0; step /= 2)
-    if (y >= midpoints[code + step - 1]) code += step;
-  return static_cast<unsigned char>(code);
-}
-
 __global__ void __launch_bounds__(kLanes)
     adam8bit_kernel(const __grid_constant__ List list, UpdateDtypes t, AdamConstants c, const StepScale* scale) {
-  __shared__ float midpoints[2][256], shared[kLanes];
+  __shared__ float shared[kLanes];
   float grad_scale = 1.0f;
   if (scale != nullptr) {
     if (scale->skip) return;
     grad_scale = scale->grad_scale;
   }
-  for (int k = 0; k < 2; ++k) midpoints[k][threadIdx.x] = kBooks[k].midpoints[threadIdx.x];
-  __syncthreads();
   int s = 0;
   for (int high = list.count - 1; s < high;) {  // the first part that ends behind this block
     const int middle = (s + high) / 2;
@@ -91,7 +80,7 @@ __global__ void __launch_bounds__(kLanes)
   }
   for (int k = 0; k < 2; ++k) {
     const float most = max_of_block(state[k], shared);
-    if (mine) part.codes[k][i] = encode(midpoints[k], most > 0 && isfinite(most) ? state[k] / most : 0.0f);
+    if (mine) part.codes[k][i] = code_of(kBooks[k], most > 0 && isfinite(most) ? state[k] / most : 0.0f);
     if (threadIdx.x == 0) part.maxima[k][block] = most;
   }
 }

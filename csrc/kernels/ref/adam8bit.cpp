@@ -13,18 +13,12 @@ namespace {
 
 constexpr CodeBook kSigned = make_code_book(true), kUnsigned = make_code_book(false);
 
-unsigned char encode(const CodeBook& book, float y) {
-  int code = 0;
-  while (code < 255 && y >= book.midpoints[code]) ++code;
-  return static_cast<unsigned char>(code);
-}
-
 // The maximum of absolute values, NaN where one is NaN; the codes.
 void encode_block(const CodeBook& book, const float* x, size_t n, unsigned char* codes, float* max) {
   float most = 0;
   for (size_t i = 0; i < n; ++i)
     if (!(std::abs(x[i]) <= most)) most = std::isnan(most) ? most : std::abs(x[i]);
-  for (size_t i = 0; i < n; ++i) codes[i] = encode(book, most > 0 && std::isfinite(most) ? x[i] / most : 0.0f);
+  for (size_t i = 0; i < n; ++i) codes[i] = code_of(book, most > 0 && std::isfinite(most) ? x[i] / most : 0.0f);
   *max = most;
 }
 

@@ -1,5 +1,8 @@
 // Adam on 8-bit states: the code book, the rounding to it, and every instruction set against the plain loops.
+#include <algorithm>
+#include <cmath>
 #include <memory>
+#include <random>
 
 #include "../kernels/device.h"
 #include "kernels/adam.h"
@@ -23,8 +26,6 @@ TEST(CodeBookTest, IsWhatThePaperDescribes) {
       negative += book.values[i] < 0;
       if (i > 0) {
         EXPECT_LT(book.values[i - 1], book.values[i]);
-        EXPECT_GT(book.midpoints[i - 1], book.values[i - 1]);
-        EXPECT_LT(book.midpoints[i - 1], book.values[i]);
       }
     }
     EXPECT_EQ(zeros, 1);
@@ -32,6 +33,48 @@ TEST(CodeBookTest, IsWhatThePaperDescribes) {
     EXPECT_EQ(book.values[255], 1.0f);
     EXPECT_NEAR(book.values[254], is_signed ? 0.9930f : 0.9965f, 1e-4);  // the middle of the last 64th (128th) of 0.9
     EXPECT_NEAR(book.values[is_signed ? 128 : 1], is_signed ? 5.5e-7f : 3.25e-7f, 1e-12);
+  }
+}
+
+// Against the search that the arithmetic stands for: the nearest number, where two are not equally near.
+TEST(CodeBookTest, CodesAreThoseOfTheNearestNumbers) {
+  for (bool is_signed : {true, false}) {
+    const CodeBook book = make_code_book(is_signed);
+    for (int i = 0; i < 256; ++i) EXPECT_EQ(code_of(book, book.values[i]), i);
+    std::vector<float> asked = {0.0f, 1e-45f, 1e-30f};
+    std::mt19937 random(7);
+    for (int i = 0; i < 200000; ++i)
+      asked.push_back(std::exp(std::uniform_real_distribution<float>(std::log(1e-8f), 0.0f)(random)));
+    for (int i = 1; i < 256; ++i) {  // on both sides of a tie
+      const float middle = (book.values[i - 1] + book.values[i]) / 2;
+      if (middle >= 0) asked.insert(asked.end(), {middle * (1 - 1e-6f), middle * (1 + 1e-6f)});
+    }
+    int last_code = 0;
+    std::sort(asked.begin(), asked.end());
+    for (float size : asked) {
+      for (float y : {size, -size}) {
+        if (y < 0 && !is_signed) continue;
+        const int code = code_of(book, y);
+        const auto off = [&](int c) { return std::abs(double{book.values[c]} - y); };
+        const double slack = 3e-6 * size;
+        const int lowest = is_signed || y == 0 ? 0 : 1;  // what is not 0 does not become 0 in the unsigned book
+        EXPECT_GE(code, lowest) << y;
+        if (code > lowest) {
+          EXPECT_LE(off(code), off(code - 1) + slack) << y;
+        }
+        if (code < 255) {
+          EXPECT_LE(off(code), off(code + 1) + slack) << y;
+        }
+        if (y >= 0) {
+          EXPECT_GE(code, last_code) << y;
+          last_code = code;
+        }
+      }
+    }
+    EXPECT_EQ(code_of(book, 1.0f), 255);
+    if (is_signed) {
+      EXPECT_EQ(code_of(book, -1.0f), 0);
+    }
   }
 }
 
