@@ -22,5 +22,6 @@ DS_BINDINGS(m) {
         return ds::comm::shm_backend(store, rank, size, timeout, std::move(other), facts.value_or(unknown));
       },
       py::call_guard<py::gil_scoped_release>(), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
-      py::arg("other"), py::arg("facts") = py::none());
+      py::arg("other").none(true), py::arg("facts") = py::none());
+  m.def("shares_memory", &ds::comm::shares_memory, py::arg("backend"));
 }

@@ -134,9 +134,10 @@ class ShmBackend : public compat::BackendBase {
         other_(std::move(other)) {}
 
   const std::string getBackendName() const override { return "shm"; }
+  bool shares_memory() const { return queue_ != nullptr; }
 
   WorkHandle broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    if (!carries(tensors)) return other_->broadcast(tensors, options);
+    if (!carries(tensors)) return other().broadcast(tensors, options);
     const InOrder tensor(only(tensors));
     const int root = static_cast<int>(options.rootRank);
     return start(c10d::OpType::BROADCAST, tensors, options, [tensor, root](ShmGroup& group) {
@@ -146,7 +147,7 @@ class ShmBackend : public compat::BackendBase {
   }
 
   WorkHandle allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    if (!carries(tensors)) return other_->allreduce(tensors, options);
+    if (!carries(tensors)) return other().allreduce(tensors, options);
     const InOrder tensor(only(tensors));
     const RowOp op = row_op(options.reduceOp);
     return start(c10d::OpType::ALLREDUCE, tensors, options, [tensor, op](ShmGroup& group) {
@@ -156,7 +157,7 @@ class ShmBackend : public compat::BackendBase {
   }
 
   WorkHandle allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
-    if (!carries(tensors)) return other_->allreduce_coalesced(tensors, options);
+    if (!carries(tensors)) return other().allreduce_coalesced(tensors, options);
     const RowOp op = row_op(options.reduceOp);
     return start(c10d::OpType::ALLREDUCE_COALESCED, tensors, options, [tensors, op](ShmGroup& group) {
       for (const at::Tensor& each : tensors) {
@@ -168,7 +169,7 @@ class ShmBackend : public compat::BackendBase {
   }
 
   WorkHandle reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    if (!carries(tensors)) return other_->reduce(tensors, options);
+    if (!carries(tensors)) return other().reduce(tensors, options);
     const InOrder tensor(only(tensors));
     const RowOp op = row_op(options.reduceOp);
     const int root = static_cast<int>(options.rootRank);
@@ -179,7 +180,7 @@ class ShmBackend : public compat::BackendBase {
   }
 
   WorkHandle allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    if (!carries(inputs)) return other_->allgather(outputs, inputs, options);
+    if (!carries(inputs)) return other().allgather(outputs, inputs, options);
     const at::Tensor mine = only(inputs).contiguous();
     const Tensors each = only(outputs);
     check_rows(each, mine.numel(), "all_gather");
@@ -191,7 +192,7 @@ class ShmBackend : public compat::BackendBase {
 
   WorkHandle allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                                  const c10d::AllgatherOptions& options) override {
-    if (!carries(inputs)) return other_->allgather_coalesced(outputs, inputs, options);
+    if (!carries(inputs)) return other().allgather_coalesced(outputs, inputs, options);
     Tensors results;
     for (const Tensors& list : outputs) results.insert(results.end(), list.begin(), list.end());
     return start(c10d::OpType::ALLGATHER_COALESCED, results, options, [outputs, inputs](ShmGroup& group) {
@@ -207,10 +208,10 @@ class ShmBackend : public compat::BackendBase {
   }
 
   WorkHandle _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
-    if (!carries({output, input})) return other_->_allgather_base(output, input, options);
+    if (!carries({output, input})) return other()._allgather_base(output, input, options);
     if (output.numel() != input.numel() * getSize())
-      fail(ErrorKind::kValue, "all_gather_into_tensor: ", output.numel(), " elements for ", getSize(), " ranks with ",
-           input.numel(), " each");
+      fail(ErrorKind::kValue, "all_gather_into_tensor: the output has ", output.numel(), " elements, the input ",
+           input.numel(), "; over ", getSize(), " ranks the output must have ", input.numel() * getSize(), ".");
     const InOrder all(output);
     const at::Tensor mine = input.contiguous();
     return start(c10d::OpType::_ALLGATHER_BASE, {output}, options, [all, mine](ShmGroup& group) {
@@ -220,7 +221,7 @@ class ShmBackend : public compat::BackendBase {
   }
 
   WorkHandle gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
-    if (!carries(inputs)) return other_->gather(outputs, inputs, options);
+    if (!carries(inputs)) return other().gather(outputs, inputs, options);
     const at::Tensor mine = only(inputs).contiguous();
     const int root = static_cast<int>(options.rootRank);
     const Tensors each = getRank() == root ? only(outputs) : Tensors();
@@ -232,7 +233,7 @@ class ShmBackend : public compat::BackendBase {
   }
 
   WorkHandle scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
-    if (!carries(outputs)) return other_->scatter(outputs, inputs, options);
+    if (!carries(outputs)) return other().scatter(outputs, inputs, options);
     const InOrder mine(only(outputs));
     const int root = static_cast<int>(options.rootRank);
     const Tensors each = getRank() == root ? only(inputs) : Tensors();
@@ -245,7 +246,7 @@ class ShmBackend : public compat::BackendBase {
 
   WorkHandle reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                             const c10d::ReduceScatterOptions& options) override {
-    if (!carries(outputs)) return other_->reduce_scatter(outputs, inputs, options);
+    if (!carries(outputs)) return other().reduce_scatter(outputs, inputs, options);
     const InOrder mine(only(outputs));
     const Tensors each = only(inputs);
     check_rows(each, mine.used.numel(), "reduce_scatter");
@@ -258,10 +259,10 @@ class ShmBackend : public compat::BackendBase {
 
   WorkHandle _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                   const c10d::ReduceScatterOptions& options) override {
-    if (!carries({output, input})) return other_->_reduce_scatter_base(output, input, options);
+    if (!carries({output, input})) return other()._reduce_scatter_base(output, input, options);
     if (input.numel() != output.numel() * getSize())
-      fail(ErrorKind::kValue, "reduce_scatter_tensor: ", input.numel(), " elements for ", getSize(), " ranks with ",
-           output.numel(), " each");
+      fail(ErrorKind::kValue, "reduce_scatter_tensor: the input has ", input.numel(), " elements, the output ",
+           output.numel(), "; over ", getSize(), " ranks the input must have ", output.numel() * getSize(), ".");
     const InOrder mine(output);
     const at::Tensor all = input.contiguous();
     const RowOp op = row_op(options.reduceOp);
@@ -274,7 +275,7 @@ class ShmBackend : public compat::BackendBase {
 
   WorkHandle alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_rows,
                            std::vector<int64_t>& input_rows, const c10d::AllToAllOptions& options) override {
-    if (!carries({output, input})) return other_->alltoall_base(output, input, output_rows, input_rows, options);
+    if (!carries({output, input})) return other().alltoall_base(output, input, output_rows, input_rows, options);
     const InOrder to(output);
     const at::Tensor from = input.contiguous();
     const auto take = counts(output, output_rows, "output"), give = counts(input, input_rows, "input");
@@ -285,7 +286,7 @@ class ShmBackend : public compat::BackendBase {
   }
 
   WorkHandle alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
-    if (!carries(outputs) || !carries(inputs)) return other_->alltoall(outputs, inputs, options);
+    if (!carries(outputs) || !carries(inputs)) return other().alltoall(outputs, inputs, options);
     if (static_cast<int>(outputs.size()) != getSize() || static_cast<int>(inputs.size()) != getSize())
       fail(ErrorKind::kValue, "all_to_all: there must be one input and one output for each of the ", getSize(),
            " ranks");
@@ -300,13 +301,13 @@ class ShmBackend : public compat::BackendBase {
   }
 
   WorkHandle barrier(const c10d::BarrierOptions& options) override {
-    if (!queue_) return other_->barrier(options);
+    if (!queue_) return other().barrier(options);
     return start(c10d::OpType::BARRIER, {}, options, [](ShmGroup& group) { group.barrier(); });
   }
 
-  WorkHandle send(Tensors& tensors, int to, int tag) override { return other_->send(tensors, to, tag); }
-  WorkHandle recv(Tensors& tensors, int from, int tag) override { return other_->recv(tensors, from, tag); }
-  WorkHandle recvAnysource(Tensors& tensors, int tag) override { return other_->recvAnysource(tensors, tag); }
+  WorkHandle send(Tensors& tensors, int to, int tag) override { return other().send(tensors, to, tag); }
+  WorkHandle recv(Tensors& tensors, int from, int tag) override { return other().recv(tensors, from, tag); }
+  WorkHandle recvAnysource(Tensors& tensors, int tag) override { return other().recvAnysource(tensors, tag); }
 
   // Of 2.x only: without `override`, so that the same text serves both.
   WorkHandle allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
@@ -331,6 +332,11 @@ class ShmBackend : public compat::BackendBase {
   }
 
  private:
+  compat::BackendBase& other() const {
+    if (!other_) fail(ErrorKind::kNotImplemented, "this group carries CPU tensors in memory that all ranks share only");
+    return *other_;
+  }
+
   bool carries(const Tensors& tensors) const { return queue_ && plain(tensors); }
 
   template <typename T>
@@ -373,7 +379,7 @@ class ShmBackend : public compat::BackendBase {
   }
 
   std::shared_ptr<ShmQueue> queue_;  // null: the ranks do not share a host
-  BackendPtr other_;
+  BackendPtr other_;                 // may be null
 };
 
 Introduction introduction_over_store(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
@@ -407,6 +413,11 @@ BackendPtr shm_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, i
                        std::chrono::milliseconds timeout, BackendPtr other, const GroupFacts& facts) {
   auto group = ShmGroup::create(rank, size, introduction_over_store(store, rank, size), timeout, facts);
   return c10::make_intrusive<ShmBackend>(rank, size, std::move(group), std::move(other));
+}
+
+bool shares_memory(const BackendPtr& backend) {
+  const auto* ours = dynamic_cast<const ShmBackend*>(backend.get());
+  return ours != nullptr && ours->shares_memory();
 }
 
 }  // namespace ds::comm

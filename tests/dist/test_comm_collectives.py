@@ -1,4 +1,5 @@
-"""Every collective of deepspeed.comm on gloo against plain loops: dtypes x reductions x world sizes x shapes."""
+"""Every collective of deepspeed.comm, over gloo and through shared memory, against plain loops: dtypes x reductions x
+world sizes x shapes."""
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 DTYPES = FLOATS + INTEGERS + [torch.bool]
 WORLDS = [1, 2, 3]
+# Of groups that torch makes, and of those that deepspeed.comm makes, which have memory beside them.
+BOTH = pytest.mark.parametrize("init", ["gloo", True], ids=["gloo", "memory"])
 
 
 def values(rank, shape, dtype):
@@ -258,19 +261,25 @@ def _meeting(rank, world):
     dist.monitored_barrier()
 
 
-def _bad_input(rank, world):
+def _bad_input(rank, world, memory):
     with pytest.raises(ValueError, match="7 elements.*must have 8"):
         dist.reduce_scatter_tensor(torch.empty(4), torch.empty(7))
     with pytest.raises(ValueError, match="output has 7.*must have 8"):
         dist.all_gather_into_tensor(torch.empty(7), torch.empty(4))
-    with pytest.raises(ValueError, match="contiguous"):
-        dist.broadcast(torch.empty(4, 4, dtype=torch.bfloat16).t(), 0)
+    across = torch.full((4, 3), float(rank), dtype=torch.bfloat16).t()
+    if memory:
+        dist.broadcast(across, 0)
+        assert not across.any()
+    else:
+        with pytest.raises(ValueError, match="contiguous"):
+            dist.broadcast(across, 0)
     with pytest.raises(ValueError, match="not a reduction"):
         dist.all_reduce(torch.empty(2), op=ReduceOp.UNUSED)
     with pytest.raises(ValueError, match="not a reduction"):
         dist.all_reduce(torch.empty(2), op="sum")
 
 
+@BOTH
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(
     "body",
@@ -289,8 +298,8 @@ def _bad_input(rank, world):
     ],
     ids=lambda body: body.__name__.strip("_"),
 )
-def test_collective(body, world):
-    run_ranks(world, body, init="gloo")
+def test_collective(body, world, init):
+    run_ranks(world, body, init=init)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -298,16 +307,19 @@ def test_point_to_point(world):
     run_ranks(world, _point_to_point, init="gloo")
 
 
-def test_low_precision_sums_are_wide():
-    run_ranks(3, _low_precision_sums_are_wide, init="gloo")
+@BOTH
+def test_low_precision_sums_are_wide(init):
+    run_ranks(3, _low_precision_sums_are_wide, init=init)
 
 
-def test_bad_input():
-    run_ranks(2, _bad_input, init="gloo")
+@BOTH
+def test_bad_input(init):
+    run_ranks(2, _bad_input, init is True, init=init)
 
 
-def test_torchs_own_operations_are_accepted():
-    run_ranks(2, _torch_ops, init="gloo")
+@BOTH
+def test_torchs_own_operations_are_accepted(init):
+    run_ranks(2, _torch_ops, init=init)
 
 
 def _torch_ops(rank, world):

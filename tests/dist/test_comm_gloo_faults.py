@@ -1,4 +1,5 @@
-"""Ranks that do not meet in collectives of ``deepspeed.comm`` over gloo: the others are told who, where and why."""
+"""Ranks that do not meet in collectives of ``deepspeed.comm``, over gloo and through the memory beside it: the others
+are told who, where and why."""
 
 import os
 import signal
@@ -14,6 +15,7 @@ from deepspeed import comm
 from harness import RankError, run_ranks
 
 PATIENCE_S = 5.0
+GLOO = {"DS_SHM_COLLECTIVES": "0"}
 
 
 def faulty(rank, world, fault, folder):
@@ -54,7 +56,7 @@ def told(folder, ranks=(0, 1, 2)):
 
 @pytest.mark.parametrize("fault", ["skip", "order"])
 def test_a_mismatch_is_found_within_seconds(fault, tmp_path):
-    run_ranks(3, faulty, fault, str(tmp_path), fresh=True)
+    run_ranks(3, faulty, fault, str(tmp_path), fresh=True, env=GLOO)
     call = {"skip": "rank 1 barrier()", "order": "rank 1 broadcast(10 x float32, root 0)"}[fault]
     for seconds, text in told(tmp_path):
         assert "the ranks of a group call different collectives:" in text and call in text
@@ -64,7 +66,7 @@ def test_a_mismatch_is_found_within_seconds(fault, tmp_path):
 
 @pytest.mark.parametrize("fault", ["shape", "dtype"])
 def test_strict_comparison_finds_what_ends_gloo(fault, tmp_path):
-    run_ranks(3, faulty, fault, str(tmp_path), fresh=True, env={"DS_COMM_FINGERPRINTS": "strict"})
+    run_ranks(3, faulty, fault, str(tmp_path), fresh=True, env=GLOO | {"DS_COMM_FINGERPRINTS": "strict"})
     call = {"shape": "rank 1 all_reduce(11 x float32, sum)", "dtype": "rank 1 all_reduce(10 x float64, sum)"}[fault]
     for seconds, text in told(tmp_path):
         assert call in text and "rank 0 all_reduce(10 x float32, sum)" in text and seconds < 3
@@ -72,14 +74,14 @@ def test_strict_comparison_finds_what_ends_gloo(fault, tmp_path):
 
 def test_a_killed_rank_is_named(tmp_path):
     with pytest.raises(RankError, match="SIGKILL"):
-        run_ranks(3, faulty, "killed", str(tmp_path), fresh=True, grace=15)
+        run_ranks(3, faulty, "killed", str(tmp_path), fresh=True, grace=15, env=GLOO)
     for seconds, text in told(tmp_path, (0, 2)):
         assert "rank 1: has ended" in text and "in all_reduce(10 x float32, sum), number 2" in text
         assert seconds < 5
 
 
 def test_a_rank_that_does_not_come_is_shown_where_it_is(tmp_path):
-    run_ranks(3, faulty, "endless", str(tmp_path), fresh=True)
+    run_ranks(3, faulty, "endless", str(tmp_path), fresh=True, env=GLOO)
     for seconds, text in told(tmp_path, (0, 2)):
         assert "rank 1 (process" in text and "outside of collectives; all_reduce(10 x float32, sum), number 1" in text
         assert "in faulty: time.sleep(PATIENCE_S + 4)" in text
@@ -88,7 +90,7 @@ def test_a_rank_that_does_not_come_is_shown_where_it_is(tmp_path):
 
 @pytest.mark.parametrize("strict", ["1", "strict"])
 def test_a_slow_rank_is_waited_for(strict, tmp_path):
-    run_ranks(3, faulty, "slow", str(tmp_path), fresh=True, env={"DS_COMM_FINGERPRINTS": strict})
+    run_ranks(3, faulty, "slow", str(tmp_path), fresh=True, env=GLOO | {"DS_COMM_FINGERPRINTS": strict})
     assert [text for _, text in told(tmp_path)] == ["fine"] * 3
 
 
@@ -107,4 +109,43 @@ def recorded(rank, world):
 def test_the_flight_record_has_them():
     calls = ["all_reduce(3 x float32, sum)", "all_gather(3 x bfloat16)", "broadcast(2 x float32, root 1)"]
     expected = [(call, "done") for call in [*calls, "all_reduce(4 x float32, sum)"]]
-    assert run_ranks(2, recorded, init=True, fresh=True) == [expected] * 2
+    assert run_ranks(2, recorded, init=True, fresh=True, env=GLOO) == [expected] * 2
+
+
+# ---- the memory beside gloo: every call is compared, without asking for it ------------------------------------------
+@pytest.mark.parametrize("fault", ["skip", "order", "shape", "dtype"])
+def test_in_memory_a_mismatch_is_found_at_once(fault, tmp_path):
+    run_ranks(3, faulty, fault, str(tmp_path), fresh=True)
+    call = {
+        "skip": "rank 1 barrier()", "order": "rank 1 broadcast(10 x Float, root 0)",
+        "shape": "rank 1 all_reduce(11 x Float, sum)", "dtype": "rank 1 all_reduce(10 x Double, sum)",
+    }[fault]  # fmt: skip
+    for seconds, text in told(tmp_path):
+        assert "call different collectives" in text and call in text and "in faulty: comm." in text
+        assert seconds < 5
+
+
+def test_in_memory_a_killed_rank_is_named(tmp_path):
+    with pytest.raises(RankError, match="SIGKILL"):
+        run_ranks(3, faulty, "killed", str(tmp_path), fresh=True, grace=15)
+    for seconds, text in told(tmp_path, (0, 2)):
+        assert "rank 1 (process" in text and "has ended" in text and seconds < 5
+
+
+def memory_recorded(rank, world):
+    sub = comm.new_group([0, 1])
+    assert comm.new_group([2]) is not sub
+    if rank < 2:
+        comm.all_gather_into_tensor(torch.empty(6, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16), sub)
+    comm.broadcast(torch.ones(2), src=1)
+    x = torch.full((5,), float(rank))
+    dist.all_reduce(x)  # torch's own, on the same group: gloo
+    assert dist.get_backend() == comm.get_backend() == "gloo" and x.tolist() == [3.0] * 5
+    flights = comm.flight_record()
+    comm.destroy_process_group(sub if rank < 2 else None)
+    return [(f["op"], f["numel"], f["state"]) for f in flights]
+
+
+def test_groups_of_deepspeed_comm_have_memory_beside_them():
+    gathered, sent = ("all_gather", 3, "done"), ("broadcast", 2, "done")
+    assert run_ranks(3, memory_recorded, init=True, fresh=True) == [[gathered, sent], [gathered, sent], [sent]]

@@ -280,9 +280,10 @@ class GroupFailed(RuntimeError):
     """Ranks did not meet; the message says where they are."""
 
 
-def watched(serves, fingerprint):
-    """Decorates a method of the carrier with the parameters ``group`` and ``async_op``. ``serves(group, *arguments)``:
-    gloo carries it; ``fingerprint(*arguments)``: the call in words, equal on all ranks that may meet."""
+def watched(chosen, serves, fingerprint):
+    """Decorates a method of the carrier with the parameters ``group`` and ``async_op``. ``chosen(group, *arguments)``:
+    the group that carries it; ``serves(group, *arguments)``: that one is over gloo; ``fingerprint(*arguments)``: the
+    call in words, equal on all ranks that may meet."""
 
     def decorate(method):
         names = list(inspect.signature(method).parameters)[1:]
@@ -294,6 +295,13 @@ def watched(serves, fingerprint):
             given = args[:position]
             if len(given) < position:
                 given = tuple(args[i] if i < len(args) else kwargs.get(names[i]) for i in range(position))
+            carrier = chosen(group, *given)
+            if carrier is not group:
+                if len(args) > position:
+                    args = (*given, carrier, *args[position + 1 :])
+                else:
+                    kwargs["group"] = carrier
+                return method(self, *args, **kwargs)
             if not serves(group, *given):
                 return method(self, *args, **kwargs)
             station = _station(group)

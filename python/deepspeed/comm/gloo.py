@@ -14,8 +14,8 @@ from deepspeed.comm.reduce_op import to_name
 from deepspeed.comm.work import complete
 
 _NATIVE = {torch.float32, torch.float64, torch.float16, torch.int8, torch.uint8, torch.int32, torch.int64}
-_FLOAT8 = {getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)}
-_LOW_FLOATS = {torch.bfloat16, torch.float16} | _FLOAT8
+FLOAT8 = {getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)}
+_LOW_FLOATS = {torch.bfloat16, torch.float16} | FLOAT8
 _BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
 # From here on an all-reduce of a low-precision dtype is worth two steps.
 _LARGE_BYTES = 1 << 16

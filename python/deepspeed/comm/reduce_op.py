@@ -2,6 +2,7 @@
 
 from enum import Enum
 
+import torch
 import torch.distributed as dist
 
 
@@ -41,6 +42,13 @@ def to_name(op):
     return name
 
 
-def to_torch(op):
-    """torch's op for ours; other objects (torch's own, premultiplied sums) are passed on."""
-    return getattr(dist.ReduceOp, to_name(op)) if isinstance(op, ReduceOp) else op
+def to_torch(op, dtype=None):
+    """torch's op for ours; torch's own, premultiplied sums too, are passed on. Of truth values (``dtype``)
+    an average is whether any is true, as gloo.py has it: torch knows none."""
+    if dtype == torch.bool and _equal(op, dist.ReduceOp.AVG):
+        op = ReduceOp.AVG
+    if isinstance(op, (dist.ReduceOp, type(dist.ReduceOp.SUM))):
+        return op
+    if not isinstance(op, ReduceOp):
+        to_name(op)  # refuses
+    return dist.ReduceOp.MAX if dtype == torch.bool and op is ReduceOp.AVG else getattr(dist.ReduceOp, to_name(op))

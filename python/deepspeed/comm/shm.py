@@ -14,22 +14,27 @@ from deepspeed._compat import TORCH2
 from deepspeed.comm.watch import group_facts
 
 NAME = "shm"
+ALONE = "shm_alone"  # without gloo beside it: fast_groups.py
 
 
 def _create(store, rank, size, timeout):
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
-    return _native._C.shm_backend(
-        store=dist.PrefixStore("shm", store),
-        rank=rank,
-        size=size,
-        timeout=timeout,
-        other=gloo,
-        facts=group_facts("torch.distributed"),
-    )
+    other = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+    return _make(store, rank, size, timeout, other, "torch.distributed")
+
+
+def _create_alone(store, rank, size, timeout):
+    return _make(store, rank, size, timeout, None, "deepspeed.comm")
+
+
+def _make(store, rank, size, timeout, other, name):
+    store = dist.PrefixStore("shm", store)
+    facts = group_facts(name)
+    return _native._C.shm_backend(store=store, rank=rank, size=size, timeout=timeout, other=other, facts=facts)
 
 
 def register():
-    """Makes the backend known to torch.distributed; again: nothing happens."""
+    """Makes the backends known to torch.distributed; again: nothing happens."""
     if not dist.is_available() or hasattr(dist.Backend, NAME.upper()) or not hasattr(dist, "ProcessGroupGloo"):
         return
-    dist.Backend.register_backend(NAME, _create, **({"devices": ["cpu"]} if TORCH2 else {}))
+    for name, create in ((NAME, _create), (ALONE, _create_alone)):
+        dist.Backend.register_backend(name, create, **({"devices": ["cpu"]} if TORCH2 else {}))

@@ -5,7 +5,7 @@ import importlib
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm import gloo
+from deepspeed.comm import fast_groups, gloo
 from deepspeed.comm.backend import Backend
 from deepspeed.comm.c10d_watch import end, forget, watched
 from deepspeed.comm.reduce_op import ReduceOp, to_name, to_torch
@@ -22,6 +22,9 @@ def _fingerprinted(what, at=0, op=None, root=None, sized=True):
         tensor = given[at] if at is not None else _ON_CPU
         return tensor if isinstance(tensor, torch.Tensor) else tensor[0]
 
+    def chosen(group, *given):
+        return fast_groups.chosen(group, tensor_of(given))
+
     def serves(group, *given):
         return gloo.serves(group, tensor_of(given))
 
@@ -34,7 +37,7 @@ def _fingerprinted(what, at=0, op=None, root=None, sized=True):
             text += f", {to_name(ReduceOp.SUM if given[op] is None else given[op]).lower()}"
         return f"{text})" if root is None else f"{text}, root {given[root]})"
 
-    return watched(serves, fingerprint)
+    return watched(chosen, serves, fingerprint)
 
 
 class TorchBackend(Backend):
@@ -74,6 +77,7 @@ class TorchBackend(Backend):
         before = getattr(numbering, "group_count", None)
         try:
             dist.init_process_group(backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size)
+            fast_groups.add(dist.group.WORLD)
         except Exception:
             # torch numbers the group before it meets the others and keeps the number when that fails: the rank that
             # tries again would look for the group "1" of a store in which the others wait as "0", for ever.
@@ -89,7 +93,7 @@ class TorchBackend(Backend):
     def all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
         if gloo.serves(group, tensor) and not tensor.is_complex() and not tensor.is_sparse:
             return gloo.all_reduce(tensor, op, group, async_op)
-        return dist.all_reduce(tensor, to_torch(op), group=group, async_op=async_op)
+        return dist.all_reduce(tensor, to_torch(op, tensor.dtype), group=group, async_op=async_op)
 
     def inference_all_reduce(self, tensor, op, group=None):
         return self.all_reduce(tensor, op, group, False)
@@ -102,20 +106,20 @@ class TorchBackend(Backend):
     def reduce(self, tensor, dst, op=ReduceOp.SUM, group=None, async_op=False):
         if gloo.serves(group, tensor):
             return gloo.reduce(tensor, dst, op, group, async_op)
-        return dist.reduce(tensor, dst, to_torch(op), group=group, async_op=async_op)
+        return dist.reduce(tensor, dst, to_torch(op, tensor.dtype), group=group, async_op=async_op)
 
     @_fingerprinted("reduce_scatter", op=2)
     def reduce_scatter(self, output, input_list, op=ReduceOp.SUM, group=None, async_op=False):
         if gloo.serves(group, output):
             return gloo.reduce_scatter(output, input_list, op, group, async_op)
-        return dist.reduce_scatter(output, input_list, to_torch(op), group=group, async_op=async_op)
+        return dist.reduce_scatter(output, input_list, to_torch(op, output.dtype), group=group, async_op=async_op)
 
     @_fingerprinted("reduce_scatter", op=2)
     def reduce_scatter_tensor(self, output_tensor, input_tensor, op=ReduceOp.SUM, group=None, async_op=False):
         if gloo.serves(group, output_tensor):
             return gloo.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
         function = self.get_reduce_scatter_function()
-        return function(output_tensor, input_tensor, to_torch(op), group=group, async_op=async_op)
+        return function(output_tensor, input_tensor, to_torch(op, output_tensor.dtype), group=group, async_op=async_op)
 
     # ---- data movement -------------------------------------------------------------------------------------------
     @_fingerprinted("broadcast", root=1)
@@ -230,7 +234,9 @@ class TorchBackend(Backend):
         return dist.get_backend(group)
 
     def new_group(self, ranks):
-        return dist.new_group(ranks)
+        made = dist.new_group(ranks)
+        fast_groups.add(made, ranks)
+        return made
 
     def get_global_rank(self, group, group_rank):
         if group is None or group is dist.group.WORLD:
@@ -245,6 +251,7 @@ class TorchBackend(Backend):
 
     def destroy_process_group(self, group=None):
         forget(group)
+        fast_groups.forget(group)
         return dist.destroy_process_group(group)
 
     def init_device_mesh(self, mesh_shape, mesh_dim_names):
