@@ -2,6 +2,7 @@
 
     python benchmarks/python/comm.py [--ranks 2,4] [--sizes 1K,64K,1M,16M,64M] [--json FILE] [--png FILE]
     python benchmarks/python/comm.py --fingerprints --sizes 1K,64K,1M [--ranks 2]
+    python benchmarks/python/comm.py --carriers --sizes 1K,64K,1M,64M [--ranks 2]
 
 Every collective is first checked, then timed in interleaved blocks with both backends, through torch.distributed (where
 this torch's gloo lacks a collective or a dtype, through deepspeed.comm, which fills the gap). Sizes are the bytes of
@@ -28,6 +29,7 @@ def parse_arguments():
     parser.add_argument("--sizes", default="1K,16K,256K,4M,64M,256M")
     parser.add_argument("--dtypes", default="fp32,bf16")
     parser.add_argument("--fingerprints", action="store_true", help="only what comparing and recording calls costs")
+    parser.add_argument("--carriers", action="store_true", help="only the ways of deepspeed.comm.all_reduce")
     parser.add_argument("--seconds", type=float, default=0.5, help="aim of the time for each figure")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--png", metavar="FILE", help="draws the curves; default: beside the JSON file")
@@ -48,8 +50,8 @@ def work(args):
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
-    if args.fingerprints:
-        found = fingerprints(args, dist, torch, world)
+    if args.fingerprints or args.carriers:
+        found = (fingerprints if args.fingerprints else carriers)(args, dist, torch, comm, world)
     else:
         found = compare(args, comm, dist, torch, rank, world)
     if rank == 0:
@@ -59,30 +61,64 @@ def work(args):
     dist.destroy_process_group()
 
 
-def fingerprints(args, dist, torch, world):
-    """all_reduce with and without, in blocks that take turns; the order of the two changes from block to block."""
+def fingerprints(args, dist, torch, comm, world):
+    """all_reduce of the backend shm with and without."""
     groups = {"with": dist.new_group(backend="shm")}
     os.environ["DS_COMM_FINGERPRINTS"] = "0"
     groups["without"] = dist.new_group(backend="shm")
-    found = []
+    return in_turns(
+        args, dist, torch, world, {
+            name: lambda value, group=group: dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+            for name, group in groups.items()
+        },
+    )  # fmt: skip
+
+
+def carriers(args, dist, torch, comm, world):
+    """all_reduce of deepspeed.comm over gloo, over gloo with every call compared before it starts, and in the memory
+    beside gloo, against torch's own over gloo."""
+    beside = comm.new_group(list(range(world)))
+
+    def strict(value):
+        os.environ["DS_COMM_FINGERPRINTS"] = "strict"
+        comm.all_reduce(value, op=comm.ReduceOp.MAX)
+        del os.environ["DS_COMM_FINGERPRINTS"]
+
+    return in_turns(
+        args, dist, torch, world, {
+            "gloo": lambda value: dist.all_reduce(value, op=dist.ReduceOp.MAX),
+            "comm_over_gloo": lambda value: comm.all_reduce(value, op=comm.ReduceOp.MAX),
+            "comm_strict": strict,
+            "comm_in_memory": lambda value: comm.all_reduce(value, op=comm.ReduceOp.MAX, group=beside),
+        },
+    )  # fmt: skip
+
+
+def in_turns(args, dist, torch, world, contenders):
+    """Blocks of calls that take turns; the order changes from block to block. Ratios are those of the first
+    contender's time to each other's in the same round."""
+    names, found = list(contenders), []
     for size in map(bytes_of, args.sizes.split(",")):
-        value, times = torch.ones(size // 4), {name: [] for name in groups}
+        value, times = torch.ones(size // 4), {name: [] for name in names}
         block = max(1, min(500, (8 << 20) // size))
         go_on, deadline, rounds = torch.ones(1), time.monotonic() + args.seconds, 0
         while go_on.item():
-            for name in sorted(groups, reverse=rounds % 2 == 1):
-                dist.barrier(group=groups[name])
+            for name in names if rounds % 2 else reversed(names):
+                contenders[name](value)
                 start = time.perf_counter()
                 for _ in range(block):
-                    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=groups[name])
+                    contenders[name](value)
                 times[name].append((time.perf_counter() - start) / block)
             rounds += 1
             go_on.fill_(float(rounds < 5 or time.monotonic() < deadline))
             dist.broadcast(go_on, 0)
         seconds = {name: statistics.median(values) for name, values in times.items()}
-        pairs = [a / b for a, b in zip(times["with"], times["without"], strict=True)]
         row = {"op": "all_reduce", "bytes": size, "ranks": world, "rounds": rounds, "seconds": seconds}
-        found.append({**row, "least": {name: min(v) for name, v in times.items()}, "ratio": statistics.median(pairs)})
+        ratios = {
+            name: statistics.median(a / b for a, b in zip(times[names[0]], times[name], strict=True))
+            for name in names[1:]
+        }
+        found.append({**row, "least": {n: min(v) for n, v in times.items()}, f"{names[0]}_over": ratios})
     return found
 
 
@@ -147,7 +183,7 @@ def measure(args, ranks, port):
         command = [sys.executable, "-W", "ignore", os.path.abspath(__file__), "--worker", out]
         for name in ("sizes", "dtypes", "seconds"):
             command += [f"--{name}", str(getattr(args, name))]
-        command += ["--fingerprints"] * args.fingerprints
+        command += ["--fingerprints"] * args.fingerprints + ["--carriers"] * args.carriers
         processes = []
         for rank in range(ranks):
             env = dict(os.environ, RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
@@ -200,16 +236,23 @@ def main():
     rows = []
     for index, ranks in enumerate(map(int, args.ranks.split(","))):
         rows += measure(args, ranks, 29900 + os.getpid() % 90 + index)
-    if args.fingerprints:
+    if args.fingerprints or args.carriers:
         for row in rows:
-            both = " ".join(f"{name} {seconds * 1e6:8.2f} us" for name, seconds in row["seconds"].items())
-            least = " ".join(f"{name} {seconds * 1e6:8.2f} us" for name, seconds in row["least"].items())
-            print(f"{row['ranks']} ranks {row['bytes'] >> 10:7d} K: {both}, ratio {row['ratio']:.4f}; least {least}")
+            print(f"{row['ranks']} ranks {row['bytes'] >> 10:7d} K, {row['rounds']} rounds:")
+            (over,) = (row[key] for key in row if key.endswith("_over"))
+            for name, seconds in row["seconds"].items():
+                ratio = f", {over[name]:.4f} times as fast" if name in over else ""
+                print(f"  {name:16s} {seconds * 1e6:10.2f} us, least {row['least'][name] * 1e6:10.2f} us{ratio}")
+        write_json(args, rows)
         return
     show(rows)
     picture = args.png or (os.path.splitext(args.json)[0] + ".png" if args.json else None)
     if picture:
         draw(rows, picture)
+    write_json(args, rows)
+
+
+def write_json(args, rows):
     if args.json:
         sys.path.insert(0, HERE)
         from common import machine

@@ -37,7 +37,7 @@ struct Job {
 };
 
 // Chunks [next, end) of one thread's share. Shares are contiguous, so that with the same n a thread meets the same
-// memory at each call (first-touch placement on machines of several sockets); who is done early takes from others.
+// memory at each call; who is done early takes from others.
 struct alignas(64) Share {
   std::atomic<size_t> next{0};
   size_t end = 0;
@@ -59,12 +59,21 @@ struct ThreadPool::Impl {
   std::exception_ptr failure;
   Job job;
   std::vector<Share> shares;
+  std::vector<std::vector<int>> orders;
   std::vector<std::thread> workers;
 
-  explicit Impl(int count) : threads(count), shares(count) {
+  Impl(int count, const std::vector<Processors>& nodes) : threads(count), shares(count) {
+    const std::vector<size_t> node = spread_over(nodes, count);
+    orders = helping_orders(node);
     const unsigned cores = std::thread::hardware_concurrency();
     spins = cores >= static_cast<unsigned>(count) ? kSpins : 0;  // spinning on a core that another thread needs
-    for (int i = 1; i < count; ++i) workers.emplace_back([this, i] { work(i); });
+    for (int i = 1; i < count; ++i) {
+      const Processors home = nodes.size() > 1 ? nodes[node[i]] : Processors();
+      workers.emplace_back([this, i, home] {
+        if (!home.empty()) stay_on(home);
+        work(i);
+      });
+    }
   }
 
   void run_chunk(size_t index) {
@@ -80,8 +89,8 @@ struct ThreadPool::Impl {
   }
 
   void run_shares(int self) {
-    for (int k = 0; k < threads; ++k) {
-      Share& share = shares[(self + k) % threads];
+    for (int whose : orders[self]) {
+      Share& share = shares[whose];
       for (;;) {
         const size_t index = share.next.fetch_add(1, std::memory_order_relaxed);
         if (index >= share.end) break;
@@ -141,9 +150,9 @@ struct ThreadPool::Impl {
   }
 };
 
-ThreadPool::ThreadPool(int threads) : threads_(threads) {
+ThreadPool::ThreadPool(int threads, const std::vector<Processors>& nodes) : threads_(threads) {
   if (threads < 1) fail(ErrorKind::kValue, "a thread pool needs at least 1 thread, got ", threads);
-  if (threads > 1) impl_ = std::make_unique<Impl>(threads);
+  if (threads > 1) impl_ = std::make_unique<Impl>(threads, nodes);
 }
 
 ThreadPool::~ThreadPool() {

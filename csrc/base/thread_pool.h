@@ -3,6 +3,9 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <vector>
+
+#include "base/numa.h"
 
 namespace ds {
 
@@ -10,7 +13,11 @@ class ThreadPool {
  public:
   // `threads` >= 1 counts the calling thread: 1 starts no worker and runs everything inline.
   // Throws ErrorKind::kValue for less than 1.
-  explicit ThreadPool(int threads);
+  // On a machine of several memory nodes (`nodes`, as usable_nodes() has them) the threads are spread over them in
+  // order, and stay there: with the same n a thread meets the same elements at each call, which lie in its node's
+  // memory when the pool touched them first. Who is done early helps threads of its own node first.
+  ThreadPool(int threads, const std::vector<Processors>& nodes);
+  explicit ThreadPool(int threads) : ThreadPool(threads, threads > 1 ? usable_nodes() : std::vector<Processors>()) {}
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
