@@ -14,6 +14,7 @@ import torch.distributed as dist
 import deepspeed
 import deepspeed.comm
 from harness import RankError, run_ranks
+from held_memory import segments
 
 KILLS = int(os.environ.get("DS_KILLS", 10))
 WORLD = 3
@@ -41,21 +42,6 @@ def one_collective(random_, rank):
             work.wait()
     else:
         dist.barrier()
-
-
-def segments():
-    """Mapped segments and open files of segments of this process, and all open files but pipes: of these plain torch 2
-    leaves two behind on rank 0 whenever a process group has been there."""
-    with open("/proc/self/maps", encoding="utf-8") as file:
-        mapped = sum("memfd:deepspeed" in line for line in file)
-    targets = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            targets.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except OSError:
-            pass
-    targets = [target for target in targets if not target.startswith("pipe:")]
-    return mapped + sum("memfd:deepspeed" in target for target in targets), len(targets)
 
 
 def until_killed(rank, world, seed, folder):

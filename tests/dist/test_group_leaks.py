@@ -12,6 +12,7 @@ from deepspeed import comm as dist
 from deepspeed.utils import groups
 from engine_models import batch, config, loss_of, make_net
 from harness import run_ranks
+from held_memory import segments
 
 
 def body(rank, world):
@@ -54,3 +55,25 @@ def test_engines_that_nobody_holds_let_go_of_their_groups(stage):
     run_ranks(2, body_engine, stage)  # threads that stay in the process come with the first run
     for before, after in run_ranks(2, body_engine, stage):
         assert after <= before
+
+
+def makes_and_destroys(rank, world):
+    def once():
+        both, mine = dist.new_group([0, 1]), [dist.new_group([r]) for r in range(world)][rank]
+        x = torch.ones(100)
+        dist.all_reduce(x, group=both)
+        assert x.eq(2).all()
+        dist.destroy_process_group(both)
+        dist.destroy_process_group(mine)
+
+    once()
+    before = segments()
+    for _ in range(20):
+        once()
+    time.sleep(0.3)  # the watch looks at a group for a moment
+    after = segments()
+    assert after[0] == before[0] and after[1] <= before[1], (before, after)
+
+
+def test_groups_of_deepspeed_comm_take_their_memory_along():
+    run_ranks(2, makes_and_destroys, init=True, fresh=True)

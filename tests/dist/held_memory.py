@@ -1,0 +1,18 @@
+"""What a process holds of the memory that ranks share."""
+
+import os
+
+
+def segments():
+    """Mapped segments and open files of segments of this process, and all open files but pipes: of these plain torch 2
+    leaves two behind on rank 0 whenever a process group has been there."""
+    with open("/proc/self/maps", encoding="utf-8") as file:
+        mapped = sum("memfd:deepspeed" in line for line in file)
+    targets = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            targets.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            pass
+    targets = [target for target in targets if not target.startswith("pipe:")]
+    return mapped + sum("memfd:deepspeed" in target for target in targets), len(targets)
