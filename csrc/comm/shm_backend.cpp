@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "base/error.h"
+#include "comm/shared_segments.h"
 #include "comm/shm_queue.h"
 
 namespace ds::comm {
@@ -382,6 +383,25 @@ class ShmBackend : public compat::BackendBase {
   BackendPtr other_;                 // may be null
 };
 
+// Whether all ranks are on one host, for a few words of each: what the segments say of each other would be too much
+// where many ranks are on many hosts.
+bool on_one_host(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
+  const auto bytes_of = [](int64_t id) {
+    std::vector<uint8_t> bytes(sizeof id);
+    std::memcpy(bytes.data(), &id, sizeof id);
+    return bytes;
+  };
+  const std::vector<uint8_t> mine = bytes_of(host_id());
+  if (rank != 0) {
+    store->set("deepspeed/host/" + std::to_string(rank), mine);
+  } else {
+    bool one = true;
+    for (int r = 1; r < size; ++r) one = store->get("deepspeed/host/" + std::to_string(r)) == mine && one;
+    store->set("deepspeed/host/one", std::vector<uint8_t>{static_cast<uint8_t>(one)});
+  }
+  return store->get("deepspeed/host/one") == std::vector<uint8_t>{1};
+}
+
 Introduction introduction_over_store(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
   Introduction made;
   const auto round = std::make_shared<int>(0);
@@ -411,6 +431,7 @@ Introduction introduction_over_store(const c10::intrusive_ptr<c10d::Store>& stor
 
 BackendPtr shm_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                        std::chrono::milliseconds timeout, BackendPtr other, const GroupFacts& facts) {
+  if (!on_one_host(store, rank, size)) return c10::make_intrusive<ShmBackend>(rank, size, nullptr, std::move(other));
   auto group = ShmGroup::create(rank, size, introduction_over_store(store, rank, size), timeout, facts);
   return c10::make_intrusive<ShmBackend>(rank, size, std::move(group), std::move(other));
 }

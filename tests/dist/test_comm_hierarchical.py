@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import deepspeed
+from deepspeed import comm as dist
 from engine_models import config, make_net, train_engine
 from harness import RankError, run_ranks
 
@@ -42,6 +43,23 @@ def test_three_hosts_with_different_numbers_of_ranks_in_bf16():
     for (name, losses, values), (_, _, repeated) in zip(tree, again):
         assert name == "hierarchical" and len(losses) == 5
         assert torch.equal(values, tree[0][2]) and torch.equal(values, repeated)  # the same bits everywhere, every time
+
+
+def by_hand(rank, world):
+    os.environ["DS_HOST_ID"] = HOSTS[rank]
+    dist.init_distributed(dist_backend="gloo", verbose=False)
+    neighbours = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+    values = [torch.full((5,), rank + 1.0, dtype=torch.bfloat16) for _ in range(2)]
+    dist.all_reduce(values[0])
+    dist.all_reduce(values[1], group=neighbours)
+    # Through memory there is a number of elements, over gloo a text that has it.
+    return [v[0].item() for v in values], ["numel" in flight for flight in dist.flight_record()]
+
+
+def test_calls_of_a_script_go_over_gloo_between_hosts_and_through_memory_inside():
+    found = run_ranks(4, by_hand, fresh=True)
+    assert [values for values, _ in found] == [[10.0, 4.0], [10.0, 6.0]] * 2
+    assert all(through_memory[-1] and not any(through_memory[:-1]) for _, through_memory in found)
 
 
 def a_rank_of_another_host_dies(rank, world, folder):
