@@ -132,6 +132,13 @@ def test_in_memory_a_killed_rank_is_named(tmp_path):
         assert "rank 1 (process" in text and "has ended" in text and seconds < 5
 
 
+def test_in_memory_a_rank_that_does_not_come_is_shown_where_it_is(tmp_path):
+    run_ranks(3, faulty, "endless", str(tmp_path), fresh=True)
+    for seconds, text in told(tmp_path, (0, 2)):
+        assert "has not come for 5 s" in text and "in faulty: time.sleep(PATIENCE_S + 4)" in text
+        assert PATIENCE_S <= seconds < PATIENCE_S + 5
+
+
 def memory_recorded(rank, world):
     sub = comm.new_group([0, 1])
     assert comm.new_group([2]) is not sub

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from deepspeed import _native
 from deepspeed.comm import gloo, shm
+from deepspeed.comm.patience import patience
 
 # Group over gloo -> the one beside it. Weak: torch decides when a group ends.
 _beside = weakref.WeakKeyDictionary()
@@ -25,14 +26,15 @@ def _backend(group):
     return group._get_backend(torch.device("cpu")) if hasattr(group, "_get_backend") else group
 
 
-def add(group, ranks=None):
+def add(group, ranks=None, timeout=None):
     """Collective over all ranks of the job, as ``torch.distributed.new_group`` is: gives ``group`` over ``ranks``
-    (all of the job's when None) its second group, where it is over gloo and of more than one rank."""
+    (all of the job's when None) its second group, where it is over gloo and of more than one rank. ``timeout``: a
+    ``timedelta``, None for the job's."""
     size = dist.get_world_size() if ranks is None else len(ranks)
     known = hasattr(dist.Backend, shm.ALONE.upper())
     if dist.get_backend() != "gloo" or size < 2 or not known or os.environ.get("DS_SHM_COLLECTIVES") == "0":
         return
-    made = dist.new_group(ranks, backend=shm.ALONE)
+    made = dist.new_group(ranks, timeout=timeout or patience(), backend=shm.ALONE)
     if dist.get_rank(made) < 0:
         return
     if _native._C.shares_memory(_backend(made)):

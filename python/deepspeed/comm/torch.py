@@ -77,7 +77,7 @@ class TorchBackend(Backend):
         before = getattr(numbering, "group_count", None)
         try:
             dist.init_process_group(backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size)
-            fast_groups.add(dist.group.WORLD)
+            fast_groups.add(dist.group.WORLD, timeout=timeout)
         except Exception:
             # torch numbers the group before it meets the others and keeps the number when that fails: the rank that
             # tries again would look for the group "1" of a store in which the others wait as "0", for ever.
