@@ -129,10 +129,15 @@ Rows rows_at(const at::Tensor& all, const std::vector<int64_t>& counts) {
 
 class ShmBackend : public compat::BackendBase {
  public:
-  ShmBackend(int rank, int size, std::unique_ptr<ShmGroup> group, BackendPtr other)
+  ShmBackend(int rank, int size, std::unique_ptr<ShmGroup> group, BackendPtr other, Aside aside)
       : compat::BackendBase(rank, size),
         queue_(group ? std::make_shared<ShmQueue>(std::move(group)) : nullptr),
-        other_(std::move(other)) {}
+        other_(std::move(other)),
+        aside_(std::move(aside)) {}
+  // gloo's end waits for its threads, which may need the interpreter's lock to let go of a tensor: not with the lock.
+  ~ShmBackend() override {
+    if (aside_) aside_([this] { other_.reset(); });
+  }
 
   const std::string getBackendName() const override { return "shm"; }
   bool shares_memory() const { return queue_ != nullptr; }
@@ -381,6 +386,7 @@ class ShmBackend : public compat::BackendBase {
 
   std::shared_ptr<ShmQueue> queue_;  // null: the ranks do not share a host
   BackendPtr other_;                 // may be null
+  Aside aside_;
 };
 
 // Whether all ranks are on one host, for a few words of each: what the segments say of each other would be too much
@@ -431,9 +437,10 @@ Introduction introduction_over_store(const c10::intrusive_ptr<c10d::Store>& stor
 
 BackendPtr shm_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                        std::chrono::milliseconds timeout, BackendPtr other, const GroupFacts& facts) {
-  if (!on_one_host(store, rank, size)) return c10::make_intrusive<ShmBackend>(rank, size, nullptr, std::move(other));
+  if (!on_one_host(store, rank, size))
+    return c10::make_intrusive<ShmBackend>(rank, size, nullptr, std::move(other), facts.aside);
   auto group = ShmGroup::create(rank, size, introduction_over_store(store, rank, size), timeout, facts);
-  return c10::make_intrusive<ShmBackend>(rank, size, std::move(group), std::move(other));
+  return c10::make_intrusive<ShmBackend>(rank, size, std::move(group), std::move(other), facts.aside);
 }
 
 bool shares_memory(const BackendPtr& backend) {

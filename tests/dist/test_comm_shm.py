@@ -235,6 +235,21 @@ def test_ranks_that_share_no_memory_go_through_gloo():
     assert run_ranks(2, different_places) == [[1.0] * 4] * 2
 
 
+def ends_under_way(rank, world):
+    os.environ["DS_PEER_MEMORY"] = "0"
+    deepspeed.init_distributed(dist_backend="shm", verbose=False)
+    for _ in range(3):
+        group = dist.new_group([0, 1])
+        for _ in range(3):
+            dist.all_reduce(torch.ones(4 << 20), group=group, async_op=True)  # nobody but gloo holds the tensor
+        dist.destroy_process_group(group)
+        del group
+
+
+def test_gloo_beside_it_may_let_go_of_tensors_while_the_group_ends():
+    run_ranks(2, ends_under_way, fresh=True, timeout=40)
+
+
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
 @pytest.fixture(autouse=True)
 def traces(tmp_path, monkeypatch):
