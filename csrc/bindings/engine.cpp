@@ -11,6 +11,7 @@
 #include "bindings/optimizer_rules.h"
 #include "bindings/sharded_params.h"
 #include "bindings/torch_types.h"
+#include "bindings/without_lock.h"
 #include "comm/c10d_communicator.h"
 #include "comm/local_communicator.h"
 #include "zero/engine.h"
@@ -23,7 +24,7 @@ comm::CommunicatorPtr communicator(const py::object& group) {
   if (group.is_none()) return comm::local_communicator();
   if (py::isinstance<comm::Communicator>(group)) return group.cast<comm::CommunicatorPtr>();
   auto native = group.cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
-  return comm::c10d_communicator(std::move(native));
+  return comm::c10d_communicator(std::move(native), without_lock);
 }
 
 namespace {

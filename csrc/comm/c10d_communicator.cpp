@@ -79,15 +79,16 @@ class Scratch {
 
 class C10dCommunicator : public Communicator {
  public:
-  explicit C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group)
-      : group_(std::move(group)),
+  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, Aside aside)
+      : aside_(std::move(aside)),
+        group_(std::move(group)),
         name_(group_->getBackendName()),
         rank_(group_->getRank()),
         size_(group_->getSize()),
         scratch_(std::make_shared<Scratch>()) {}
   // Of some ranks of the group, which then send to each other directly.
-  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<int> members)
-      : C10dCommunicator(std::move(group)) {
+  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, Aside aside, std::vector<int> members)
+      : C10dCommunicator(std::move(group), std::move(aside)) {
     rank_ = static_cast<int>(std::find(members.begin(), members.end(), rank_) - members.begin());
     size_ = static_cast<int>(members.size());
     members_ = std::move(members);
@@ -105,10 +106,15 @@ class C10dCommunicator : public Communicator {
     }
   }
   CommunicatorPtr among(const std::vector<int>& ranks) override {
-    return std::make_shared<C10dCommunicator>(group(), ranks);
+    return std::make_shared<C10dCommunicator>(group(), aside_, ranks);
   }
   PeerMemoryPtr peer_memory(int64_t bytes) override { return process_peer_memory(*this, bytes); }
-  void leave() override { group_.reset(); }
+  // The group may end here, and gloo's end waits for its threads.
+  ~C10dCommunicator() override { leave(); }
+  void leave() override {
+    if (!group_) return;
+    aside_ ? aside_([this] { group_.reset(); }) : group_.reset();
+  }
 
  protected:
   WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op, Tag tag) override {
@@ -291,6 +297,7 @@ class C10dCommunicator : public Communicator {
   static constexpr size_t kSmallBytes = 64 * 1024;
   int first_tag_ = 1 << 28;
   std::vector<int> members_;  // ranks of the group; empty: all
+  Aside aside_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::string name_;
   int rank_, size_;
@@ -300,8 +307,8 @@ class C10dCommunicator : public Communicator {
 
 }  // namespace
 
-CommunicatorPtr c10d_communicator(c10::intrusive_ptr<c10d::ProcessGroup> group) {
-  return std::make_shared<C10dCommunicator>(std::move(group));
+CommunicatorPtr c10d_communicator(c10::intrusive_ptr<c10d::ProcessGroup> group, Aside aside) {
+  return std::make_shared<C10dCommunicator>(std::move(group), std::move(aside));
 }
 
 }  // namespace ds::comm
