@@ -99,16 +99,17 @@ class Poisoned(torch.nn.Module):
         return (self.good * x).sum() + (self.bad * poison).sum()
 
 
-def simulate(overflows, power, window, hysteresis, floor):
-    """The published rule of dynamic loss scaling; returns the scale after each step."""
-    scale, since, left, scales = 2.0**power, 0, hysteresis, []
+def simulate(overflows, power, window, hysteresis, floor, settling):
+    """The published rule of dynamic loss scaling; returns the scale after each step. `settling`: clean steps after the
+    start and after an overflow that do not count, one without ZeRO."""
+    scale, since, left, scales = 2.0**power, -settling, hysteresis, []
     for overflow in overflows:
         if overflow:
             if left > 1:
                 left -= 1
             else:
                 scale = max(scale / 2, floor)
-            since = 0
+            since = -settling
         else:
             since += 1
             if since == window:
@@ -150,11 +151,17 @@ PATTERN = [(None, 0)] * 3 + [(0, INF), (None, 0), (1, NAN), (1, INF)] + [(None, 
 
 
 @needs_fp16
-def test_fp16_dynamic_scale_follows_the_rule_on_every_rank():
-    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 4, "hysteresis": 2, "min_loss_scale": 1}
+@pytest.mark.parametrize("stage, hysteresis", [(0, None), (0, 2), (1, None), (1, 1)])
+def test_fp16_dynamic_scale_follows_the_rule_on_every_rank(stage, hysteresis):
+    """Without ZeRO the first overflow lowers the scale unless the configuration asks for hysteresis."""
+    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3, "min_loss_scale": 1}
+    if hysteresis is not None:
+        fp16["hysteresis"] = hysteresis
+    more = {"fp16": fp16, "zero_optimization": {"stage": stage}}
+    tolerated = hysteresis or (2 if stage else 1)
     overflows = [bad is not None for bad, _ in PATTERN]
-    for scales, steps, frozen, _ in run_ranks(2, body_overflow, {"fp16": fp16}, PATTERN):
-        assert scales == simulate(overflows, 8, 4, 2, 1)
+    for scales, steps, frozen, _ in run_ranks(2, body_overflow, more, PATTERN):
+        assert scales == simulate(overflows, 8, 3, tolerated, 1, 0 if stage else 1)
         assert steps[-1] == (len(overflows) - sum(overflows), sum(overflows))
         assert frozen == [True] * sum(overflows)
 

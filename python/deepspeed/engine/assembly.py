@@ -215,11 +215,14 @@ class Assembly:
             "dynamic_loss_args": self.dynamic_loss_scale_args() if self.dynamic_loss_scale() else None,
         }
 
+    def _given(self, section, key):
+        """What the user wrote there, or None."""
+        keys = self.config.get(section) if isinstance(self.config, dict) else None
+        return keys.get(key) if isinstance(keys, dict) else None
+
     def _overlaps_reduction(self):
         """Stage 0 overlaps unless the user says no: the key's own default speaks of the sharded stages."""
-        zero = self.config.get("zero_optimization") if isinstance(self.config, dict) else None
-        given = zero.get("overlap_comm") if isinstance(zero, dict) else None
-        return given is not False
+        return self._given("zero_optimization", "overlap_comm") is not False
 
     def _checks_overflow(self):
         return self.fp16_enabled() or (self.bfloat16_enabled() and self._config.bfloat16_config.check_grad_overflow)
@@ -230,11 +233,14 @@ class Assembly:
 
     def _wrap_narrow(self, optimizer):
         wrapper = FP16_Optimizer if is_native(optimizer) else FP16_UnfusedOptimizer
+        options = self._scaler_options()
+        if options["dynamic_loss_scale"] and self._given("fp16", "hysteresis") is None:
+            options["dynamic_loss_args"]["delayed_shift"] = 1  # the key's own default speaks of the sharded stages
         return wrapper(
             optimizer,
             deepspeed=self,
             low_precision_dtype=torch.float16 if self.fp16_enabled() else torch.bfloat16,
-            **self._scaler_options(),
+            **options,
             mpu=self.mpu,
             clip_grad=self.gradient_clipping(),
         )
