@@ -123,8 +123,9 @@ def configure(
     synchronize:              waits for the device at both ends of each segment.
     profile:                  logs the time of each segment.
 
-    Arguments go before the section; what neither names goes back to its default, but an mpu stays. Raises DeepSpeedConfigError for a section
-    that is wrong, and the same as an AssertionError for options that do not fit together: then nothing has changed.
+    Arguments go before the section; what neither names goes back to its default, but an mpu stays. Raises
+    DeepSpeedConfigError for a section that is wrong, and the same as an AssertionError for options that do not fit
+    together: then nothing has changed.
     """
     defaults = _settings.Settings()
     wanted = {setting: getattr(defaults, setting) for setting in _KEYS}
