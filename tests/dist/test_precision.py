@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import deepspeed
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from engine_models import adam_like, batch, config, difference, loss_of, make_net, train_engine, train_plain, uses_extra
 from harness import run_ranks
 
@@ -84,6 +85,36 @@ def test_bf16_with_a_torch_optimizer():
     (first, name), (second, _) = run_ranks(2, body_bf16_client)
     assert name == "FP16_UnfusedOptimizer"
     assert [(a + b) / 2 for a, b in zip(first, second)] == pytest.approx(expected, rel=0.02)
+
+
+def body_wrapper(rank, world, kind):
+    made = config(world, 1, bf16={"enabled": True}, optimizer={"type": kind, "params": {"lr": 0.01}})
+    model = make_net()
+    engine, wrapped, _, _ = deepspeed.initialize(model=model, config=made)
+    train_engine(engine, 2, rank, world)
+    saved = wrapped.state_dict()
+    masters = [float(m.double().sum()) for group in wrapped.fp32_groups for m in group]
+    for group in wrapped.fp32_groups:
+        for master in group:
+            master.data.zero_()
+    wrapped.load_state_dict(saved)
+    assert masters == [float(m.double().sum()) for group in wrapped.fp32_groups for m in group]
+    return type(wrapped).__name__, "fp32_groups_flat" in saved, "fp32_groups" in saved
+
+
+@pytest.mark.parametrize("kind, flat", [("Adam", True), ("Lamb", False), ("Lion", False)])
+def test_only_adam_is_saved_flat(kind, flat):
+    """What published checkpoints hold, and the classes that scripts ask for."""
+    name = "FP16_Optimizer" if flat else "FP16_UnfusedOptimizer"
+    assert run_ranks(1, body_wrapper, kind) == [(name, flat, not flat)]
+
+
+def test_the_unfused_wrapper_takes_its_published_arguments():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.5)
+    wrapped = FP16_UnfusedOptimizer(optimizer, dynamic_loss_scale=True, dynamic_loss_args=None, fused_lamb_legacy=True)
+    assert wrapped.loss_scale_config.dynamic_loss_scale
+    with pytest.raises(TypeError, match="initial_dynamic_scale"):
+        FP16_UnfusedOptimizer(optimizer, initial_dynamic_scale=4)
 
 
 class Poisoned(torch.nn.Module):

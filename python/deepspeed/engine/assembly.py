@@ -7,6 +7,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.universal_checkpoint import enable_universal_checkpoint
 from deepspeed.engine.accessors import dtype_of
 from deepspeed.engine.build_optimizer import build_optimizer
+from deepspeed.ops.adam import FusedAdam
 from deepspeed.utils.z3_leaf_module import apply_z3_leaf_module_config
 from deepspeed.zero.core import build_core
 from deepspeed.zero.fp16_optimizer import FP16_Optimizer, FP16_UnfusedOptimizer
@@ -232,7 +233,7 @@ class Assembly:
         return self.core, self._param_names, self._checks_overflow(), self.global_rank
 
     def _wrap_narrow(self, optimizer):
-        wrapper = FP16_Optimizer if is_native(optimizer) else FP16_UnfusedOptimizer
+        wrapper = FP16_Optimizer if is_native(optimizer) and isinstance(optimizer, FusedAdam) else FP16_UnfusedOptimizer
         options = self._scaler_options()
         if options["dynamic_loss_scale"] and self._given("fp16", "hysteresis") is None:
             options["dynamic_loss_args"]["delayed_shift"] = 1  # the key's own default speaks of the sharded stages
