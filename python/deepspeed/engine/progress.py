@@ -19,8 +19,8 @@ _MICRO = (FORWARD_MICRO_TIMER, BACKWARD_MICRO_TIMER, STEP_MICRO_TIMER)
 
 
 class Progress:
-    """Timers of one engine, and its memory. They cost nothing unless ``wall_clock_breakdown`` or ``memory_breakdown`` is
-    on."""
+    """Timers of one engine, and its memory; they cost nothing unless ``wall_clock_breakdown`` or ``memory_breakdown``
+    asks for them."""
 
     def __init__(self, engine):
         self.engine = engine
