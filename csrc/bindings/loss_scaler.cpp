@@ -12,13 +12,14 @@ DS_BINDINGS(m) {
   py::module_ loss = m.def_submodule("loss_scaler", "How the loss scale moves; see optim/loss_scaler.h.");
   py::class_<LossScaleRules>(loss, "Rules")
       .def(py::init([](double factor, int64_t window, double min_scale, int64_t hysteresis, bool consecutive_hysteresis,
-                       bool raise_at_min) {
-             LossScaleRules rules{factor, window, min_scale, hysteresis, consecutive_hysteresis, raise_at_min};
+                       bool raise_at_min, int64_t settling) {
+             LossScaleRules rules{factor,       window,  min_scale, hysteresis, consecutive_hysteresis,
+                                  raise_at_min, settling};
              rules.validate();
              return rules;
            }),
            py::arg("factor"), py::arg("window"), py::arg("min_scale"), py::arg("hysteresis"),
-           py::arg("consecutive_hysteresis"), py::arg("raise_at_min"))
+           py::arg("consecutive_hysteresis"), py::arg("raise_at_min"), py::arg("settling") = 0)
       .def(
           "next",
           [](const LossScaleRules& rules, double scale, int64_t iteration, int64_t last_overflow_iteration,

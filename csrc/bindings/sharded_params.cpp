@@ -78,12 +78,24 @@ struct ModuleHook {
   }
   std::vector<at::Tensor> tensors(const py::object& a, const py::object& b) const {
     std::vector<at::Tensor> found;
-    if (!c10::GradMode::is_enabled()) return found;
     collect(a.ptr(), elsewhere, found);
     collect(b.ptr(), elsewhere, found);
     return found;
   }
 };
+
+// Parameters among the outputs of a module, such as a bias that somebody else adds: the caller gets their values,
+// because it may ask for shape and status before it computes with them.
+void gather_for_caller(ParamGatherer& gatherer, const std::vector<at::Tensor>& outputs) {
+  for (const at::Tensor& output : outputs) {
+    if (!output.is_leaf()) continue;
+    const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(output));
+    if (!py::hasattr(object, "ds_handle")) continue;
+    const auto param = object.attr("ds_handle").cast<ShardedParamPtr>();
+    py::gil_scoped_release unlocked;
+    gatherer.touch(*param);
+  }
+}
 
 struct EnterHook : ModuleHook {
   py::object operator()(const py::object&, const py::object& args, const py::object& kwargs) const {
@@ -94,7 +106,7 @@ struct EnterHook : ModuleHook {
       py::gil_scoped_release unlocked;
       gatherer->begin_forward();
     } else {
-      const auto inputs = tensors(args, kwargs);
+      const auto inputs = c10::GradMode::is_enabled() ? tensors(args, kwargs) : std::vector<at::Tensor>{};
       py::gil_scoped_release unlocked;
       gatherer->enter(unit, inputs);
     }
@@ -108,14 +120,16 @@ struct LeaveHook : ModuleHook {
     ParamGatherer* gatherer = this->gatherer(keep);
     if (!gatherer) return py::none();
     const auto outputs = tensors(py::reinterpret_borrow<py::object>(args[args.size() - 1]), py::none());
+    const auto in_graph = c10::GradMode::is_enabled() ? outputs : std::vector<at::Tensor>{};
     {
       py::gil_scoped_release unlocked;
       if (unit < 0) {
-        gatherer->end_forward(outputs);
+        gatherer->end_forward(in_graph);
       } else {
-        gatherer->leave(unit, outputs);
+        gatherer->leave(unit, in_graph);
       }
     }
+    if (unit >= 0) gather_for_caller(*gatherer, outputs);
     return py::none();
   }
 };

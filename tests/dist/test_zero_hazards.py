@@ -469,3 +469,55 @@ def body_mixed(rank, world, stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_inputs_changed_in_place_and_borrowed_weights(stage):
     same(run_ranks(2, body_mixed, stage, timeout=30))
+
+
+class Lends(torch.nn.Module):
+    """Hands out its bias beside its result, and never calls the layer whose weight it uses."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.uncalled = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+        self.bias = torch.nn.Parameter(torch.rand(WIDTH))
+        self.kind = kind
+
+    def forward(self, x):
+        result, bias = torch.nn.functional.linear(x, self.uncalled.weight), self.bias
+        if self.kind == "dict":
+            return {"first": result, "second": {"it": bias}}
+        return Both(result, [Both(bias)]) if self.kind == "dataclass" else (result, bias)
+
+
+class Borrows(torch.nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.inlet, self.lender = torch.nn.Linear(WIDTH, WIDTH), Lends(kind)
+        self.head = torch.nn.Linear(WIDTH, 2)
+        self.seen = []
+
+    def forward(self, x):
+        result, bias = unpack(self.lender(self.inlet(x)))
+        self.seen.append(tuple(bias.shape))
+        return self.head(torch.tanh(result + bias))
+
+
+def body_lent(rank, world, stage, kind):
+    model = seeded(lambda: Borrows(kind))
+    reference = Reference(model)
+    engine = start(model, stage, world)
+    for step in range(4):
+        x, target = batch(step, rank)
+        engine.backward(loss_of(engine(x), target))
+        engine.step()
+        reference.step([reference.on(step, part) for part in range(world)])
+    with torch.no_grad():
+        engine(x)
+    assert model.seen == [(WIDTH,)] * 5
+    if stage == 3:
+        assert not any(param.ds_handle.holders for param in model.parameters()), "given back after each call"
+    return gap(engine, reference)
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_of_layers_that_are_not_called_and_parameters_as_outputs(stage, kind):
+    same(run_ranks(2, body_lent, stage, kind, timeout=30))

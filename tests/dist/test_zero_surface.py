@@ -53,6 +53,25 @@ def test_load_state_dict_with_whole_tensors(before_engine):
     assert all(gap < 1e-6 for gap in run_ranks(2, body_load, before_engine))
 
 
+def body_load_on_one_rank(rank, world, persistent):
+    zero = {"stage3_param_persistence_threshold": 1000 if persistent else 0}
+    engine = make_engine(world, torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), **zero)
+    module = engine.module
+    params = list(module.parameters())
+    with deepspeed.zero.GatheredParameters(params, modifier_rank=0):
+        if rank == 0:
+            module.load_state_dict({name: torch.full_like(p, 3.0) for name, p in module.named_parameters()})
+    with deepspeed.zero.GatheredParameters(params):
+        assert all(bool((p == 3.0).all()) for p in params)
+    assert all(bool((deepspeed.utils.safe_get_full_fp32_param(p) == 3.0).all()) for p in params)
+    return True
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_modifier_may_load_a_state_dict_alone(persistent):
+    assert all(run_ranks(2, body_load_on_one_rank, persistent, timeout=30))
+
+
 def body_generation(rank, world):
     engine = make_engine(world)
     tokens = torch.arange(6).reshape(1, 6) + rank

@@ -36,3 +36,30 @@ def test_version_is_written_once():
     version = run("import deepspeed; print(deepspeed.__version__)").strip()
     with open(os.path.join(ROOT, "python", "deepspeed", "version.py"), encoding="utf-8") as file:
         assert f'__version__ = "{version}"' in file.read()
+
+
+def test_names_of_scripts():
+    code = """
+import deepspeed, torch
+from deepspeed import DeepSpeedOptimizerCallable, DeepSpeedSchedulerCallable
+from deepspeed.runtime import compiler, engine
+assert deepspeed.is_compile_supported() is compiler.is_compile_supported() is hasattr(torch, "compile")
+assert DeepSpeedOptimizerCallable is engine.DeepSpeedOptimizerCallable
+assert not hasattr(deepspeed, "no_such_name")
+"""
+    run(code)
+
+
+def test_what_is_not_built_yet_says_so_and_is_not_there():
+    code = """
+import deepspeed
+for feature, names in deepspeed._LATER.items():
+    for name in names:
+        try:
+            getattr(deepspeed, name)
+        except AttributeError as error:
+            assert feature in str(error) and name in str(error), error
+        else:
+            raise AssertionError(f"{name} is here: its row in deepspeed._LATER has to go")
+"""
+    run(code)

@@ -9,8 +9,7 @@ DS_CONFIG_CHAPTER(30, kTraining, "Training step and messages") {
             .above(0));
   c.add(boolean("wall_clock_breakdown", false,
                 "Time forward, backward and step; flops_profiler.enabled switches it on."));
-  c.add(boolean("memory_breakdown", false, "Print memory in use around forward, backward and step.")
-            .not_built("the memory breakdown"));
+  c.add(boolean("memory_breakdown", false, "Print memory in use before and after forward, backward and step."));
   c.add(boolean("dump_state", false, "Print the engine's state when it is made."));
   c.add(text("log_level", nullptr, "Level of the DeepSpeed logger.")
             .one_of_any_case({"DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"}));

@@ -123,10 +123,12 @@ def configure(
     synchronize:              waits for the device at both ends of each segment.
     profile:                  logs the time of each segment.
 
-    Arguments go before the section; what neither names stays as it was. Raises DeepSpeedConfigError for a section
-    that is wrong, and the same as an AssertionError for options that do not fit together: then nothing has changed.
+    Arguments go before the section; what neither names goes back to its default, but an mpu stays. Raises
+    DeepSpeedConfigError for a section that is wrong, and the same as an AssertionError for options that do not fit
+    together: then nothing has changed.
     """
-    wanted = {}
+    defaults = _settings.Settings()
+    wanted = {setting: getattr(defaults, setting) for setting in _KEYS}
     if deepspeed_config is not None:
         section = _section(deepspeed_config)
         wanted.update({setting: section[key] for setting, (key, _) in _KEYS.items()})

@@ -27,7 +27,7 @@ def _agreed_tag(engine, ranks, tag):
         + "; pass the same tag on every rank"
     )
     if engine._config.checkpoint_tag_validation_fail:
-        raise ValueError(text)
+        raise AssertionError(text)  # the type that scripts catch
     logger.warning(f"{text}. All save under {tags[0]!r}.")
     return tags[0]
 
@@ -44,8 +44,9 @@ def save_checkpoint(engine, save_dir, tag=None, client_state=None, save_latest=T
     if anything fails, the one before it is what ``latest`` names. Source: see ``checkpoint.commit``. Who writes it is
     ``engine.checkpoint_engine``; one that writes in the background has a copy of everything when this returns.
 
-    Raises ValueError without ``save_dir``, KeyError when ``client_state`` uses a reserved key, OSError on all ranks
-    when a rank cannot write: it names the rank and the file. Returns True.
+    Raises ValueError without ``save_dir``, AssertionError when ranks must agree on the tag and do not, KeyError when
+    ``client_state`` uses a reserved key, OSError on all ranks when a rank cannot write: it names the rank and the file.
+    Returns True.
     """
     if not save_dir:
         raise ValueError(f"save_checkpoint needs a directory, got save_dir={save_dir!r}")

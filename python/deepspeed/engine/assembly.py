@@ -7,6 +7,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.universal_checkpoint import enable_universal_checkpoint
 from deepspeed.engine.accessors import dtype_of
 from deepspeed.engine.build_optimizer import build_optimizer
+from deepspeed.ops.adam import FusedAdam
 from deepspeed.utils.z3_leaf_module import apply_z3_leaf_module_config
 from deepspeed.zero.core import build_core
 from deepspeed.zero.fp16_optimizer import FP16_Optimizer, FP16_UnfusedOptimizer
@@ -215,11 +216,14 @@ class Assembly:
             "dynamic_loss_args": self.dynamic_loss_scale_args() if self.dynamic_loss_scale() else None,
         }
 
+    def _given(self, section, key):
+        """What the user wrote there, or None."""
+        keys = self.config.get(section) if isinstance(self.config, dict) else None
+        return keys.get(key) if isinstance(keys, dict) else None
+
     def _overlaps_reduction(self):
         """Stage 0 overlaps unless the user says no: the key's own default speaks of the sharded stages."""
-        zero = self.config.get("zero_optimization") if isinstance(self.config, dict) else None
-        given = zero.get("overlap_comm") if isinstance(zero, dict) else None
-        return given is not False
+        return self._given("zero_optimization", "overlap_comm") is not False
 
     def _checks_overflow(self):
         return self.fp16_enabled() or (self.bfloat16_enabled() and self._config.bfloat16_config.check_grad_overflow)
@@ -229,12 +233,15 @@ class Assembly:
         return self.core, self._param_names, self._checks_overflow(), self.global_rank
 
     def _wrap_narrow(self, optimizer):
-        wrapper = FP16_Optimizer if is_native(optimizer) else FP16_UnfusedOptimizer
+        wrapper = FP16_Optimizer if is_native(optimizer) and isinstance(optimizer, FusedAdam) else FP16_UnfusedOptimizer
+        options = self._scaler_options()
+        if options["dynamic_loss_scale"] and self._given("fp16", "hysteresis") is None:
+            options["dynamic_loss_args"]["delayed_shift"] = 1  # the key's own default speaks of the sharded stages
         return wrapper(
             optimizer,
             deepspeed=self,
             low_precision_dtype=torch.float16 if self.fp16_enabled() else torch.bfloat16,
-            **self._scaler_options(),
+            **options,
             mpu=self.mpu,
             clip_grad=self.gradient_clipping(),
         )

@@ -4,6 +4,11 @@ from deepspeed._compat import TORCH2
 from deepspeed.accelerator import get_accelerator
 
 
+def is_compile_supported():
+    """Whether this torch has ``torch.compile``."""
+    return TORCH2
+
+
 class Compiling:
     """Mixed into the engine. What is compiled is the module's computation; hooks, reduction and the step stay."""
 

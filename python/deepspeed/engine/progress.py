@@ -1,6 +1,7 @@
 """What the engine tells while it trains: a line every ``steps_per_print`` steps, and where the time went."""
 
 from deepspeed.log import log_dist
+from deepspeed.utils.memory import see_memory_usage
 from deepspeed.utils.timer import (
     BACKWARD_GLOBAL_TIMER,
     BACKWARD_MICRO_TIMER,
@@ -18,11 +19,13 @@ _MICRO = (FORWARD_MICRO_TIMER, BACKWARD_MICRO_TIMER, STEP_MICRO_TIMER)
 
 
 class Progress:
-    """Timers of one engine. They cost nothing unless ``wall_clock_breakdown`` is on."""
+    """Timers of one engine, and its memory; they cost nothing unless ``wall_clock_breakdown`` or ``memory_breakdown``
+    asks for them."""
 
     def __init__(self, engine):
         self.engine = engine
         self.breakdown = engine.wall_clock_breakdown()
+        self.memory = engine.memory_breakdown()
         self.timers = SynchronizedWallClockTimer() if self.breakdown else NoopTimer()
         self.throughput = ThroughputTimer(
             engine._config.timers_config,
@@ -39,7 +42,12 @@ class Progress:
         for name in names:
             self.timers(name).stop()
 
+    def _see_memory(self, where):
+        if self.memory:
+            see_memory_usage(f"Engine {where}", force=True)
+
     def start_forward(self):
+        self._see_memory("before forward")
         if self.engine.training:
             self.throughput.start()
         if self.breakdown:
@@ -48,16 +56,20 @@ class Progress:
     def end_forward(self):
         if self.breakdown:
             self._stop(FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER)
+        self._see_memory("after forward")
 
     def start_backward(self):
+        self._see_memory("before backward")
         if self.breakdown:
             self._start(BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER)
 
     def end_backward(self, loss):
         if self.breakdown:
             self._stop(BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER)
+        self._see_memory("after backward")
 
     def start_step(self):
+        self._see_memory("before step")
         if self.breakdown:
             self._start(STEP_MICRO_TIMER, STEP_GLOBAL_TIMER)
 
@@ -69,6 +81,7 @@ class Progress:
             self.timers.log(list(_MICRO), memory_breakdown=engine.memory_breakdown())
             if boundary:
                 self.timers.log(list(_GLOBAL), normalizer=engine.gradient_accumulation_steps())
+        self._see_memory("after step")
         every = engine.steps_per_print()
         if (
             boundary

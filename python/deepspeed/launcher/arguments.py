@@ -87,6 +87,8 @@ def check(args):
         raise ValueError(
             "--num_nodes and --num_gpus cannot be combined with --include or --exclude: both say which slots to use."
         )
+    if args.include and args.exclude:
+        raise ValueError("--include and --exclude exclude each other: give one of them.")
     if args.num_gpus == 0 or args.num_gpus < -1:
         raise ValueError(f"--num_accelerators (--num_gpus) is {args.num_gpus}; it must be at least 1.")
     if args.module and args.no_python:

@@ -94,6 +94,8 @@ class DynamicLossScaler(LossScalerBase):
 
     __module__ = PICKLED_AS
 
+    settling = 0  # clean steps after the start or an overflow that the window does not count
+
     def __init__(
         self,
         init_scale=2**32,
@@ -127,7 +129,7 @@ class DynamicLossScaler(LossScalerBase):
     def _rules(self):
         return _native._C.loss_scaler.Rules(
             self.scale_factor, self.scale_window, self.min_scale, self.delayed_shift, self.consecutive_hysteresis,
-            self.raise_error_at_min_scale,
+            self.raise_error_at_min_scale, self.settling,
         )  # fmt: skip
 
     def update_scale(self, overflow):
@@ -146,6 +148,16 @@ class DynamicLossScaler(LossScalerBase):
         return not bool(torch.isfinite(values).all())
 
 
+class UnshardedLossScaler(DynamicLossScaler):
+    """The dynamic scale of the optimizers without ZeRO, which scripts know by other rules: it rises one step later
+    after the start and after an overflow, tolerates no overflow unless told to, and at its minimum it stays."""
+
+    settling = 1
+
+    def __init__(self, raise_error_at_min_scale=False, **arguments):
+        super().__init__(raise_error_at_min_scale=raise_error_at_min_scale, **arguments)
+
+
 def CreateLossScaler(dtype, static_loss_scale, dynamic_scaling, dynamic_loss_args):
     """The scaler for a model dtype: dynamic or fixed for fp16, a fixed 1.0 for every other dtype.
 
@@ -159,17 +171,19 @@ def CreateLossScaler(dtype, static_loss_scale, dynamic_scaling, dynamic_loss_arg
 
 
 class LossScaleConfig:
-    """A scaler with the names under which fp16 optimizers show it as ``loss_scale_config``: ``dynamic_loss_scale``,
-    ``cur_scale``, ``cur_iter``, ``last_overflow_iter``, ``scale_factor``, ``scale_window``, ``min_loss_scale``."""
+    """The scaler of an optimizer without ZeRO under the names that it shows as ``loss_scale_config``:
+    ``dynamic_loss_scale``, ``cur_scale``, ``cur_iter``, ``last_overflow_iter``, ``scale_factor``, ``scale_window``,
+    ``min_loss_scale``."""
 
     __module__ = PICKLED_AS
 
     def __init__(self, low_precision_dtype, dynamic_loss_scale, static_loss_scale=1.0, dynamic_loss_args=None):
         self.low_precision_dtype = low_precision_dtype
         self.dynamic_loss_scale = bool(dynamic_loss_scale)
-        self.loss_scaler = CreateLossScaler(
-            low_precision_dtype, static_loss_scale, self.dynamic_loss_scale, dynamic_loss_args
-        )
+        if self.dynamic_loss_scale and low_precision_dtype == torch.half:
+            self.loss_scaler = UnshardedLossScaler(dtype=low_precision_dtype, **(dynamic_loss_args or {}))
+        else:
+            self.loss_scaler = CreateLossScaler(low_precision_dtype, static_loss_scale, False, None)
 
     @property
     def cur_scale(self):

@@ -122,9 +122,34 @@ class FP16_Optimizer(WrappedOptimizer):
 
 
 class FP16_UnfusedOptimizer(FP16_Optimizer):
-    """The same for optimizers other than ours: their state is kept parameter by parameter, as they made it."""
+    """The same for optimizers other than ``FusedAdam``: their state is kept parameter by parameter, as they made it."""
 
     flat = False
+
+    def __init__(
+        self,
+        init_optimizer,
+        deepspeed=None,
+        loss_scale_config=None,
+        low_precision_dtype=torch.float16,
+        static_loss_scale=1.0,
+        dynamic_loss_scale=False,
+        dynamic_loss_args=None,
+        verbose=True,
+        mpu=None,
+        clip_grad=0.0,
+        fused_lamb_legacy=False,
+    ):
+        super().__init__(
+            init_optimizer,
+            deepspeed,
+            loss_scale_config,
+            low_precision_dtype,
+            static_loss_scale,
+            dynamic_loss_scale,
+            dynamic_loss_args=dynamic_loss_args,
+            clip_grad=clip_grad,
+        )
 
     def _saved_masters(self):
         return [[m.detach().clone() for m in group] for group in self.fp32_groups]

@@ -40,11 +40,19 @@ class GatheredParameters:
     def __enter__(self):
         if self.enabled:
             sharding._acquire(self.params)
+            self._announce(1)
         return self.params
+
+    def _announce(self, change):
+        """Tells load_state_dict, which may run on the modifier's rank alone, that the end of the context keeps it."""
+        if self.modifier_rank is not None:
+            for param in self.params:
+                param._ds_kept_later = getattr(param, "_ds_kept_later", 0) + change
 
     def __exit__(self, *exc):
         if not self.enabled:
             return
+        self._announce(-1)
         try:
             if exc[0] is None:
                 self._keep_changes()

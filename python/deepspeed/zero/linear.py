@@ -5,9 +5,10 @@ memory until backward. The function here saves the parameter, whose values may g
 """
 
 import torch
+from torch.overrides import handle_torch_function
 
 from deepspeed._compat import autocast_is_on, autocast_now, takes_context_setup
-from deepspeed.zero.sharded_parameter import is_sharded
+from deepspeed.zero.sharded_parameter import ReleasedParameter, is_sharded
 
 _torch_linear = torch.nn.functional.linear  # as it is before anybody replaces it by zero3_linear_wrap
 
@@ -57,6 +58,9 @@ def zero3_linear_wrap(input, weight, bias=None):
     """
     if autocast_is_on(input.device.type):
         return _torch_linear(input, weight, bias)
+    if isinstance(weight, ReleasedParameter) or isinstance(bias, ReleasedParameter):
+        # Of a module that is not called itself. Fetched first: the graph takes down shapes as they are at apply.
+        return handle_torch_function(zero3_linear_wrap, (weight, bias), input, weight, bias)
     return LinearFunctionForZeroStage3.apply(input, weight, bias)
 
 

@@ -7,7 +7,8 @@ _FLAG = "_ds_loads_shards"
 
 def follow_loading(module):
     """Makes ``load_state_dict`` work for a module with sharded parameters of its own: they are gathered while it
-    loads, and their slices (and the optimizer's masters) take the new values. Every rank must load the same values.
+    loads, and their slices (and the optimizer's masters) take the new values. Every rank must load the same values, but
+    inside ``GatheredParameters(..., modifier_rank=r)`` rank r may load alone: the end of that context keeps the values.
     """
     if _FLAG in module.__dict__:
         return
@@ -32,7 +33,9 @@ def _gather(module, state_dict, prefix, *_):
 
 def _keep(module, incompatible_keys):
     own = [p for p in module._parameters.values() if p is not None and sharding.is_sharded(p)]
-    loaded = [p for p in own if p.ds_status == sharding.ZeroParamStatus.AVAILABLE]
+    loaded = [
+        p for p in own if p.ds_status == sharding.ZeroParamStatus.AVAILABLE and not getattr(p, "_ds_kept_later", 0)
+    ]
     if loaded:
         sharding.write_back(loaded)
     wanted = module.__dict__.pop("_ds_loading", [])

@@ -12,7 +12,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.log import logger
-from deepspeed.optim.loss_scaler import LossScaleConfig
+from deepspeed.optim.loss_scaler import CreateLossScaler
 from deepspeed.zero.base_optimizer import ZeROOptimizer
 from deepspeed.zero.offload_states import states_of
 from deepspeed.zero.restore import Restore
@@ -40,7 +40,7 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
         self._names = names
         self.dp_process_group = options.get("data_parallel")
         static, dynamic, dynamic_args = scaler_args
-        scaler = LossScaleConfig(dtype, dynamic, static, dynamic_args).loss_scaler
+        scaler = CreateLossScaler(dtype, static, dynamic, dynamic_args)
         self._start(core, names, check, rank, scaler, clip_grad)
         self._params = [param for group in self.bit16_groups for param in group]
         for index, param in enumerate(self._params):

@@ -23,6 +23,18 @@ TEST(LossScaler, RisesAfterAWindowOfCleanSteps) {
   EXPECT_EQ(run(rules, {8, 0, -1, 1}, "..x....").scale, 8);
 }
 
+TEST(LossScaler, SettlingStepsDoNotCount) {
+  LossScaleRules rules;
+  rules.window = 2;
+  rules.settling = 1;
+  EXPECT_EQ(run(rules, {8, 0, -1, 1}, ".").scale, 8);
+  EXPECT_EQ(run(rules, {8, 0, -1, 1}, "..").scale, 8);
+  EXPECT_EQ(run(rules, {8, 0, -1, 1}, "...").scale, 16);
+  EXPECT_EQ(run(rules, {8, 0, -1, 1}, ".....").scale, 32);
+  EXPECT_EQ(run(rules, {8, 0, -1, 1}, "x..").scale, 4);
+  EXPECT_EQ(run(rules, {8, 0, -1, 1}, "x...").scale, 8);
+}
+
 TEST(LossScaler, HysteresisToleratesOverflows) {
   LossScaleRules rules;
   rules.window = 100;

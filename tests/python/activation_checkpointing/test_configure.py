@@ -109,8 +109,17 @@ def test_the_section_of_a_configuration(form, tmp_path):
     assert (found.partition, found.contiguous, found.cpu, found.synchronize, found.profile) == (True,) * 5
     assert found.num_layers == 6  # arguments go first
     assert facade._cpu_offload_engine is not None
-    checkpointing.configure(None, checkpoint_in_cpu=False)
-    assert now().partition and facade._cpu_offload_engine is None  # what is not named stays
+    checkpointing.configure(None, num_checkpoints=2)
+    found = now()  # what is not named is off again
+    assert not any((found.partition, found.contiguous, found.cpu, found.synchronize, found.profile))
+    assert found.num_layers == 2 and facade._cpu_offload_engine is None
+
+
+def test_an_mpu_stays():
+    mpu = object()
+    checkpointing.configure(mpu)
+    checkpointing.configure(None, profile=True)
+    assert now().mpu is mpu
 
 
 def test_the_engine_configures_only_what_its_section_sets():
@@ -150,9 +159,9 @@ def test_arguments_complete_the_section():
 
 
 def test_layers_and_partitioning_by_functions():
-    checkpointing.set_num_layers(3)
     checkpointing.partition_activations_in_checkpoint(True)
-    checkpointing.configure(None, contiguous_checkpointing=True)
+    assert now().partition
+    checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=3)
     assert now().buffers.slots == 3
     checkpointing.set_num_layers(5)
     assert now().buffers.slots == 5

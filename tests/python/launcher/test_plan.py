@@ -62,6 +62,7 @@ def test_ways_to_start_the_script():
     "line, named",
     [
         ("--num_nodes 1 -i localhost train.py", "--include"),
+        ("-i localhost:0 -e localhost:1 no_such_script.py", "give one of them"),
         ("--num_gpus 1 -e localhost:0 train.py", "--exclude"),
         ("--num_gpus 0 train.py", "at least 1"),
         ("--module --no_python train.py", "exclude each other"),

@@ -201,3 +201,27 @@ def test_wrong_parameters(params, text):
     for wrong in (0, -1, float("nan"), "1", True):
         with pytest.raises(ValueError, match="scale ="):
             LossScaler(wrong)
+
+
+def scales_of(config, steps):
+    """The scale after each step: "x" overflows, "." does not."""
+    scales = []
+    for step in steps:
+        config.loss_scaler.update_scale(step == "x")
+        scales.append(config.cur_scale)
+    return scales
+
+
+def test_without_zero_it_waits_a_step_longer_and_stays_at_the_floor():
+    made = LossScaleConfig(torch.half, True, dynamic_loss_args={"init_scale": 2**4, "scale_window": 2})
+    assert scales_of(made, "xxxxxxx") == [8, 4, 2, 1, 1, 1, 1]
+    assert (made.cur_iter, made.last_overflow_iter) == (7, 6)
+    made = LossScaleConfig(torch.half, True, dynamic_loss_args={"init_scale": 2**8, "scale_window": 2})
+    assert scales_of(made, ".....") == [256, 256, 512, 512, 1024]
+    assert scales_of(made, "xx...x") == [512, 256, 256, 256, 512, 256]
+    made = LossScaleConfig(torch.half, True, dynamic_loss_args={"init_scale": 2**8, "delayed_shift": 2})
+    assert scales_of(made, "xx") == [256, 128], "hysteresis is there for those who ask"
+    zero = DynamicLossScaler(init_scale=2**8, scale_window=2)
+    for _ in range(2):
+        zero.update_scale(False)
+    assert zero.cur_scale == 512, "ZeRO optimizers count every step"
