@@ -96,3 +96,60 @@ def facts(rank, world):
 
 def test_facts_of_parameters_that_are_elsewhere():
     assert run_ranks(2, facts, init=True) == [True, True]
+
+
+class Project(torch.autograd.Function):
+    """``hidden @ weight.T`` that gathers the weight of another module by itself, as trl's fused language-model head."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight = ctx.saved_tensors
+        with deepspeed.zero.GatheredParameters([weight]):
+            assert weight.shape == (7, 5)
+            return grad @ weight, grad.t() @ hidden
+
+
+class FusedHead(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(6, 5), torch.nn.Linear(5, 7, bias=False)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.body(x))
+        with deepspeed.zero.GatheredParameters([self.head.weight]):
+            return Project.apply(hidden, self.head.weight)
+
+
+def fused(rank, world, micro_steps):
+    torch.manual_seed(4)
+    model = FusedHead()
+    config = {**CONFIG, "gradient_accumulation_steps": micro_steps}
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    losses = []
+    for step in range(4):
+        loss = engine(data(rank, step)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_gradient_of_a_parameter_that_is_released_again(world, micro_steps):
+    sharded = run_ranks(world, fused, micro_steps, init=True)
+    torch.manual_seed(4)
+    model = FusedHead()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        parts = [model(data(rank, step)).square().mean() for rank in range(world)]
+        assert [losses[step] for losses in sharded] == pytest.approx([part.item() for part in parts], abs=1e-6)
+        (sum(parts) / (world * micro_steps)).backward()
+        if step % micro_steps == micro_steps - 1:
+            optimizer.step()
+            optimizer.zero_grad()
