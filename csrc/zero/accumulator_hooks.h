@@ -2,6 +2,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
 
 #include <functional>
 #include <memory>
@@ -17,12 +18,19 @@ class AccumulatorHooks {
   AccumulatorHooks& operator=(const AccumulatorHooks&) = delete;
 
   // `param` requires grad and has its full data: the accumulator remembers the shape. Keeps the accumulator alive,
-  // without which the hook would vanish with the next graph.
-  void add(const at::Tensor& param, std::function<void()> fired);
+  // without which the hook would vanish with the next graph. `comes_and_goes`: the data may be away when a gradient
+  // arrives, as when a caller gathers the parameter for the backward of a function of its own; .grad takes it as it is.
+  void add(const at::Tensor& param, std::function<void()> fired, bool comes_and_goes = false);
   void clear();
 
  private:
-  std::vector<std::pair<std::shared_ptr<torch::autograd::Node>, uintptr_t>> hooks_;
+  struct Hooked {
+    std::shared_ptr<torch::autograd::Node> accumulator;
+    uintptr_t fired = 0;
+    const torch::autograd::FunctionPreHook* released = nullptr;
+  };
+
+  std::vector<Hooked> hooks_;
 };
 
 }  // namespace ds::zero

@@ -98,7 +98,10 @@ void Engine::watch() {
   for (size_t param = 0; param < store_.size(); ++param) {
     if (watched_[param] || !store_.spec(param).tensor.requires_grad()) continue;
     const ShardedParamPtr& sharded = store_.spec(param).sharded;
-    const auto add = [&] { hooks_.add(store_.spec(param).tensor, [this, param] { grads_.on_grad(param); }); };
+    const auto add = [&] {
+      hooks_.add(
+          store_.spec(param).tensor, [this, param] { grads_.on_grad(param); }, sharded != nullptr);
+    };
     if (sharded) {
       sharded->pose(add);
     } else {

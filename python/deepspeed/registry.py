@@ -7,6 +7,8 @@ work here, and a priority for the choice by detection. Other packages join throu
 
 import difflib
 import importlib
+import importlib.util
+import sys
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -36,6 +38,36 @@ def load_target(target):
     for part in path.split("."):
         found = getattr(found, part)
     return found
+
+
+def lazy_package(package, where=None, otherwise=None):
+    """``(__getattr__, __dir__)`` of a package whose public names are imported when they are first used.
+
+    Every file and folder of the package answers to its name, too: after ``import deepspeed`` alone, clients write
+    ``deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES``.
+
+    Args:
+        package: its ``__name__``. where: {public name: module that has it}; these go before submodules.
+        otherwise: called with a name that is none of these; its AttributeError is the answer if it has none either.
+    """
+    where = where or {}
+
+    def get(name):
+        if name in where:
+            value = getattr(importlib.import_module(where[name]), name)
+            vars(sys.modules[package])[name] = value
+            return value
+        path = f"{package}.{name}"
+        if not name.startswith("_") and importlib.util.find_spec(path) is not None:
+            return importlib.import_module(path)
+        if otherwise is not None and not name.startswith("__"):
+            return otherwise(name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    def names():
+        return sorted({*vars(sys.modules[package]), *where})
+
+    return get, names
 
 
 def nearest(name, known):

@@ -35,15 +35,12 @@ FACADE_ROOM = "runtime"
 # Where importing by a name in a string is the point; everywhere else the import goes to the top of the file.
 LATE_IMPORTS = {
     "__init__.py": "the public names: import deepspeed must be light",
-    "utils/__init__.py": "the same for deepspeed.utils, whose names live on several floors",
     "ops/__init__.py": "op packages are imported when first used",
     "ops/op_builder/builder.py": "a third party's prebuilt op has a name that only its builder knows",
     "ops/op_builder/prebuilt_op.py": "an op's functions are imported when it is loaded: some need the native module",
-    "checkpoint/__init__.py": "the public names of deepspeed.checkpoint: its files' names must be light",
-    "zero/__init__.py": "the public names of deepspeed.zero; TiledLinear must not pull in the stages",
     "utils/pickle_table.py": "a class in a checkpoint that the user has let through by its name",
     "utils/pickle_tensors.py": "classes that checkpoints name by their published import paths, in rooms above",
-    "registry.py": "a registry holds names so that what is not used is not imported",
+    "registry.py": "a registry holds names so that what is not used is not imported; so do packages (lazy_package)",
     "git_version_info.py": "_build_info exists in installed packages only",
     "accelerator/abstract_accelerator.py": "op builders and compile backends exist for some torches only",
     "accelerator/cuda_accelerator.py": "nvtx is optional",

@@ -6,5 +6,8 @@ from deepspeed.accelerator.real_accelerator import (
     is_current_accelerator_supported,
     set_accelerator,
 )
+from deepspeed.registry import lazy_package
 
 __all__ = ["DeepSpeedAccelerator", "get_accelerator", "is_current_accelerator_supported", "set_accelerator"]
+
+__getattr__, __dir__ = lazy_package(__name__)

@@ -3,9 +3,8 @@
 Classes and functions for scripts are imported on first use.
 """
 
-import importlib
-
 from deepspeed.checkpoint.constants import *  # noqa: F403
+from deepspeed.registry import lazy_package
 
 _WHERE = {
     "DeepSpeedCheckpoint": "deepspeed.checkpoint.deepspeed_checkpoint",
@@ -25,14 +24,4 @@ _WHERE = {
     "reshape_meg_2d_parallel": "deepspeed.checkpoint.reshape_meg_2d",
 }
 
-
-def __getattr__(name):
-    if name not in _WHERE:
-        raise AttributeError(f"module 'deepspeed.checkpoint' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_WHERE[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__():
-    return sorted(set(globals()) | set(_WHERE))
+__getattr__, __dir__ = lazy_package(__name__, _WHERE)

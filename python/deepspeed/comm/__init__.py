@@ -86,15 +86,13 @@ from deepspeed.comm.utils import (
 )
 from deepspeed.comm.watch import flight_record
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
+from deepspeed.registry import lazy_package as _lazy_package
 
 __all__ = [name for name in dir() if not name.startswith("_")]
 
 
-def __getattr__(name):
-    # Scripts that replaced `import torch.distributed as dist` also use names we have nothing to add to.
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return getattr(_torch_distributed, name)
+# Scripts that replaced `import torch.distributed as dist` also use names we have nothing to add to.
+__getattr__, __dir__ = _lazy_package(__name__, otherwise=lambda name: getattr(_torch_distributed, name))
 
 
 _shm.register()

@@ -1,6 +1,6 @@
 """Single values out of a raw configuration dict, under the names that scripts know."""
 
-from deepspeed.config.errors import config_error, raise_if_broken
+from deepspeed.config.errors import KINDS, config_error, raise_if_broken
 from deepspeed.config.model import layout
 from deepspeed.config.read import read
 from deepspeed.config.sections import DeepSpeedBF16Config, DeepSpeedFP16Config
@@ -27,6 +27,27 @@ def load_ds_config(config):
     if twice:
         raise config_error("\n".join(issue["text"] for issue in twice), [twice[0]["paths"][0]])
     return native.raw()
+
+
+def resolved_sections(config, names):
+    """``{section: resolved values}`` of the sections ``names`` (as the schema spells them). Nothing else of ``config``
+    is judged or needed: this is for code that runs before a trainer has filled in the "auto" blanks of the rest.
+
+    ``config``: a dict, a path, url-safe base64 of JSON, or a DeepSpeedConfig. Raises DeepSpeedConfigError for what is
+    wrong in these sections.
+    """
+    native = read(getattr(config, "_param_dict", config), strict=False, sections_only=True)
+    wrong = [
+        issue
+        for issue in native.issues()
+        if issue["severity"] == "error" and any(path.split(".")[0] in names for path in issue["paths"])
+    ]
+    if wrong:
+        text = "\n".join(f"{issue['text']} {issue['suggestion']}".strip() for issue in wrong)
+        kinds = {KINDS[issue["kind"]] for issue in wrong if issue["kind"] in KINDS}
+        raise config_error(text, [issue["paths"][0] for issue in wrong], kinds, native.raw())
+    values = native.values()
+    return {name: values[name] for name in names}
 
 
 def get_gradient_clipping(param_dict):

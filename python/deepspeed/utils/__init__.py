@@ -1,8 +1,9 @@
 """Helpers for scripts. Names are imported on first use: ``import deepspeed`` pays for none of them."""
 
-import importlib
 import sys
-import types
+from types import ModuleType
+
+from deepspeed.registry import lazy_package
 
 _WHERE = {
     "LoggerFactory": "deepspeed.log",
@@ -52,31 +53,17 @@ _WHERE = {
 }
 
 
-class _Package(types.ModuleType):
+class _Package(ModuleType):
     """``deepspeed.utils.z3_leaf_module`` and ``tensor_fragment`` are a file and what it defines. The latter is meant,
     but the import system binds the file to the name when somebody imports from it."""
 
     def __setattr__(self, name, value):
-        own = name in _WHERE and isinstance(value, types.ModuleType)
+        own = name in _WHERE and isinstance(value, ModuleType)
         super().__setattr__(name, getattr(value, name) if own else value)
 
 
 sys.modules[__name__].__class__ = _Package
 
-_MODULES = ("groups", "init_on_device", "logging", "numa", "nvtx", "torch", "types")
-
 __all__ = [name for name in _WHERE]
 
-
-def __getattr__(name):
-    if name in _MODULES:
-        return importlib.import_module(f"deepspeed.utils.{name}")
-    if name not in _WHERE:
-        raise AttributeError(f"module 'deepspeed.utils' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_WHERE[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__():
-    return sorted(set(globals()) | set(_WHERE) | set(_MODULES))
+__getattr__, __dir__ = lazy_package(__name__, _WHERE)

@@ -3,7 +3,7 @@
 Names are imported on first use.
 """
 
-import importlib
+from deepspeed.registry import lazy_package
 
 _WHERE = {
     "Init": "deepspeed.zero.init_context",
@@ -23,14 +23,4 @@ _WHERE = {
 
 __all__ = [name for name in _WHERE]
 
-
-def __getattr__(name):
-    if name not in _WHERE:
-        raise AttributeError(f"module 'deepspeed.zero' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_WHERE[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__():
-    return sorted(set(globals()) | set(_WHERE))
+__getattr__, __dir__ = lazy_package(__name__, _WHERE)

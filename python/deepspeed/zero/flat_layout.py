@@ -39,7 +39,7 @@ class FlatLayout:
         this rank owns. Every rank calls it."""
         cut = self._cuts[group]
         given = cut.pack(pieces)
-        if self.world == 1:
+        if self.world == 1 or not self.sizes[group]:  # a group without parameters: nobody has anything to give
             made = cut.unpack(given)
         else:
             taken = given.new_empty(sum(cut.take_numels))

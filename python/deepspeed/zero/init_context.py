@@ -9,13 +9,13 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.getters import resolved_sections
 from deepspeed.log import logger
 from deepspeed.zero import sharded_parameter as sharding
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.loading import follow_loading
 
-_PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+_PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class DeepSpeedTensorOverride(enum.Enum):
@@ -143,8 +143,9 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         if DeepSpeedTensorOverride.dtype not in overrides:
             self.dtype = None
         self.keep_device = DeepSpeedTensorOverride.device not in overrides
-        zero = DeepSpeedConfig(found).zero_config if isinstance(found, (str, dict)) else None
-        self.override_module_apply = zero is None or zero.override_module_apply
+        # Models are built before the "auto" blanks of the configuration are filled in: only this section is read.
+        zero = None if found is None else resolved_sections(found, ["zero_optimization"])["zero_optimization"]
+        self.override_module_apply = zero is None or zero["override_module_apply"]
         self.remote_device = remote_device
         self.pin_memory = pin_memory
         if not dist.is_initialized():
@@ -211,14 +212,8 @@ class Init(InsertPostInitMethodToModuleSubClasses):
 def _dtype_of(config):
     if config is None:
         return None
-    if isinstance(config, DeepSpeedConfig):
-        config = config._param_dict
-    if isinstance(config, str):
-        config = DeepSpeedConfig(config)._param_dict
-    for section, dtype in _PRECISIONS.items():
-        if isinstance(config.get(section), dict) and config[section].get("enabled") is True:
-            return dtype
-    return None
+    sections = resolved_sections(config, list(_PRECISIONS))
+    return next((dtype for name, dtype in _PRECISIONS.items() if sections[name]["enabled"]), None)
 
 
 # ---- following constructors ---------------------------------------------------------------------------------

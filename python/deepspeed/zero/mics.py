@@ -5,7 +5,7 @@ Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public C
 """
 
 from deepspeed import comm as dist
-from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.getters import resolved_sections
 from deepspeed.zero.init_context import Init
 
 
@@ -56,7 +56,7 @@ class MiCS_Init(Init):
             assert found is not None, "MiCS_Init needs config_dict_or_path with zero_optimization.mics_shard_size"
             if not dist.is_initialized():
                 dist.init_distributed()
-            size = DeepSpeedConfig(found).mics_shard_size
+            size = resolved_sections(found, ["zero_optimization"])["zero_optimization"]["mics_shard_size"]
             if size < 1:
                 raise ValueError("MiCS_Init needs zero_optimization.mics_shard_size above 0 in its configuration")
             group = sequence_data_parallel_group or data_parallel_group

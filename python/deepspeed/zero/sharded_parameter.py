@@ -6,6 +6,7 @@ fetches them when a module that is running turns out to need them.
 """
 
 import enum
+import functools
 import itertools
 
 import torch
@@ -199,6 +200,8 @@ _HARMLESS = {
     "result_type", "is_same_size", "__len__", "is_conj", "is_neg", "_is_view", "dim_order", "as_subclass",
 }  # fmt: skip
 _ACCESSORS = {"__get__", "__set__", "__delete__"}
+# Tensors of a size of their own that take only dtype and device from the parameter.
+_HARMLESS |= {"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided"}
 # What Module.state_dict and Module.to call: the result has no values either, and says so when they are asked for.
 _CONVERTING = {"detach", "to", "cpu", "cuda", "half", "float", "double", "bfloat16"}
 
@@ -240,7 +243,9 @@ class ReleasedData(torch.Tensor):
         if name in _HARMLESS or name in _ACCESSORS:
             with torch._C.DisableTorchFunction():
                 return func(*args, **(kwargs or {}))
-        if name in _CONVERTING and isinstance(args[0], ReleasedData):
+        # transformers pads a tied head's bias to the rows of its weight: both have none here, and nothing is added.
+        unpadded = name == "pad" and not any(args[1] if len(args) > 1 else kwargs["pad"])
+        if (name in _CONVERTING or unpadded) and isinstance(args[0], ReleasedData):
             return _converted(func, args, kwargs or {}, args[0].ds_name, args[0].ds_full_shape)
         data = next(item for item in args if isinstance(item, ReleasedData))
         raise RuntimeError(_untouchable(data.ds_name, data.ds_full_shape, name))
@@ -295,11 +300,27 @@ def _dress(param, handle, access):
     param.ds_secondary_tensor = None
 
 
+def _new_parameter(new):
+    """``torch.nn.Parameter.__new__`` that takes a sharded parameter for the plain tensor of its values, as
+    ``torch.nn.utils.parametrizations`` passes it; torch's own wants a copy of the same class."""
+
+    @functools.wraps(new)
+    def wrapped(cls, data=None, *args, **kwargs):
+        if isinstance(data, ReleasedParameter):
+            raise RuntimeError(_untouchable(data.ds_handle.name, tuple(data.ds_shape), cls.__name__))
+        return new(cls, data.detach() if isinstance(data, ShardedParameter) else data, *args, **kwargs)
+
+    wrapped._ds_wrapped = new
+    return staticmethod(wrapped)
+
+
 def shard(param, access, name=None):
     """Makes a stage 3 parameter of ``param``, in place; it stays gathered until its slices are placed or released.
 
     Every rank calls it with the same values, or with values of which its own slice is right.
     """
+    if not hasattr(torch.nn.Parameter.__new__, "_ds_wrapped"):
+        torch.nn.Parameter.__new__ = _new_parameter(torch.nn.Parameter.__new__)
     name = name or f"parameter {tuple(param.shape)}"
     handle = _native._C.ShardedParam(param, name, access.world, access.rank, ShardedParameter, ReleasedParameter)
     _dress(param, handle, access)

@@ -1,5 +1,6 @@
 """Import path that existing scripts use: the names of ``deepspeed.zero``."""
 
+from deepspeed.registry import lazy_package
 from deepspeed.zero.gathered import (  # noqa: F401
     GatheredParameters,
     register_external_parameter,
@@ -11,3 +12,5 @@ from deepspeed.zero.mics import MiCS_Init  # noqa: F401
 from deepspeed.zero.sharded_parameter import ZeroParamStatus, ZeroParamType  # noqa: F401
 from deepspeed.zero.stage3 import DeepSpeedZeRoOffload, DeepSpeedZeroOptimizer_Stage3  # noqa: F401
 from deepspeed.zero.tiling import TiledLinear, TiledLinearReturnBias  # noqa: F401
+
+__getattr__, __dir__ = lazy_package(__name__)

@@ -1,7 +1,5 @@
 """Import path that existing scripts use."""
 
-from torch import empty as _orig_torch_empty  # noqa: F401
-
 from deepspeed.accelerator import get_accelerator  # noqa: F401
 from deepspeed.zero.gathered import (  # noqa: F401
     GatheredParameters,
@@ -23,4 +21,15 @@ from deepspeed.zero.sharded_parameter import (  # noqa: F401
     ZeroParamType,
     get_allgather_dtype,
     partitioned_param_data_shape,
+)
+from deepspeed.zero.tensor_constructors import (  # noqa: F401
+    _orig_torch_arange,
+    _orig_torch_empty,
+    _orig_torch_eye,
+    _orig_torch_full,
+    _orig_torch_ones,
+    _orig_torch_randn,
+    _orig_torch_tensor,
+    _orig_torch_zeros,
+    zero_wrapper_for_fp_tensor_constructor,
 )

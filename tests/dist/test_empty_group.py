@@ -1,0 +1,60 @@
+"""A parameter group without parameters: transformers' second group (no decay) when a LoRA trains matrices only."""
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from harness import run_ranks
+
+
+def make(stage, order, config_optimizer=False):
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    groups = [{"params": list(model.parameters()), "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0}]
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, "gradient_clipping": 0.5}
+    if config_optimizer:
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
+        return deepspeed.initialize(model=model, model_parameters=groups[::order], config=config)[0]
+    config["zero_allow_untested_optimizer"] = True
+    optimizer = torch.optim.AdamW(groups[::order], lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
+
+
+def train(engine, rank, steps):
+    losses = []
+    for step in range(steps):
+        x = torch.randn(2, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = engine(x).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def resumes(rank, world, folder, stage, order, config_optimizer):
+    engine = make(stage, order, config_optimizer)
+    assert sorted(len(group["params"]) for group in engine.optimizer.param_groups)[0] == 0 or stage == 0
+    train(engine, rank, 2)
+    engine.save_checkpoint(folder)
+    expected = train(engine, rank, 2)
+    other = make(stage, order, config_optimizer)
+    other.load_checkpoint(folder)
+    assert train(other, rank, 2) == expected
+    if stage:
+        whole = get_fp32_state_dict_from_zero_checkpoint(folder)
+        assert {name: tuple(value.shape) for name, value in whole.items()} == {
+            "0.weight": (5, 6), "0.bias": (5,), "2.weight": (3, 5), "2.bias": (3,),
+        }  # fmt: skip
+    return expected
+
+
+@pytest.mark.parametrize("config_optimizer", [False, True], ids=["torch", "ours"])
+@pytest.mark.parametrize("order", [1, -1], ids=["behind", "before"])
+def test_saved_and_loaded(tmp_path, order, config_optimizer):
+    found = [
+        run_ranks(2, resumes, str(tmp_path / str(stage)), stage, order, config_optimizer, init=True)
+        for stage in range(4)
+    ]
+    assert all(losses == pytest.approx(found[0][rank], abs=1e-6) for part in found for rank, losses in enumerate(part))

@@ -1,0 +1,155 @@
+"""What model libraries do to sharded parameters while they build a model: none of it needs absent values."""
+
+import pytest
+import torch
+from torch.nn.utils import parametrize
+
+import deepspeed
+from harness import run_ranks
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+}
+
+
+class NormAndDirection(torch.nn.Module):
+    """Weight normalization, as wav2vec 2.0 has it: two parameters in place of a weight."""
+
+    def forward(self, norm, direction):
+        return direction * (norm / direction.norm(dim=1, keepdim=True))
+
+    def right_inverse(self, weight):
+        return weight.norm(dim=1, keepdim=True), weight
+
+
+class Normed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(6, 5)
+        with deepspeed.zero.GatheredParameters(self.first.weight, modifier_rank=0):
+            parametrize.register_parametrization(self.first, "weight", NormAndDirection(), unsafe=True)
+        self.last = torch.nn.Linear(5, 1)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
+def data(rank, step):
+    return torch.randn(2, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def parametrized(rank, world):
+    torch.manual_seed(4)
+    with deepspeed.zero.Init(config_dict_or_path=CONFIG):
+        model = Normed()
+    shapes = {name: tuple(param.ds_shape) for name, param in model.named_parameters()}
+    assert shapes["first.parametrizations.weight.original0"] == (5, 1)
+    assert shapes["first.parametrizations.weight.original1"] == (5, 6) and "first.weight" not in shapes
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)[0]
+    losses = []
+    for step in range(3):
+        loss = engine(data(rank, step)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_parametrized_modules():
+    sharded = run_ranks(2, parametrized, init=True)
+    torch.manual_seed(4)
+    model = Normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        parts = [model(data(rank, step)).square().mean() for rank in range(2)]
+        assert [losses[step] for losses in sharded] == pytest.approx([part.item() for part in parts], abs=1e-6)
+        optimizer.zero_grad()
+        (sum(parts) / 2).backward()
+        optimizer.step()
+
+
+def facts(rank, world):
+    with deepspeed.zero.Init(dtype=torch.bfloat16):
+        layer = torch.nn.Linear(4, 3)
+    weight, bias = layer.weight, layer.bias
+    # Sizes of their own: only dtype and device are the parameter's.
+    for made in (weight.new_zeros(3), weight.data.new_full((3,), 0.0), weight.detach().new_tensor([0.0, 0.0, 0.0])):
+        assert type(made) is torch.Tensor and made.dtype == torch.bfloat16 and made.tolist() == [0.0] * 3
+    assert weight.new_empty((2, 5)).shape == (2, 5) and weight.new_ones(2, dtype=torch.int64).dtype == torch.int64
+
+    # transformers makes a tied head's bias as long as its weight has rows, which are 0 here for both.
+    bias.data = torch.nn.functional.pad(bias.data, (0, weight.shape[0] - bias.shape[0]), "constant", 0)
+    with pytest.raises(RuntimeError, match="pad: the values of parameter 'Linear.bias'.*not on this rank"):
+        torch.nn.functional.pad(bias.data, (0, 2))
+    with pytest.raises(RuntimeError, match="Parameter: the values of parameter 'Linear.weight'.*not on this rank"):
+        torch.nn.Parameter(weight)
+
+    with deepspeed.zero.GatheredParameters([weight, bias]):
+        assert bias.shape == (3,)
+        copy = torch.nn.Parameter(weight, requires_grad=False)
+        assert type(copy) is torch.nn.Parameter and not copy.requires_grad and torch.equal(copy, weight)
+    assert type(torch.nn.Parameter(torch.ones(2))) is torch.nn.Parameter and torch.nn.Parameter().shape == (0,)
+    return True
+
+
+def test_facts_of_parameters_that_are_elsewhere():
+    assert run_ranks(2, facts, init=True) == [True, True]
+
+
+class Project(torch.autograd.Function):
+    """``hidden @ weight.T`` that gathers the weight of another module by itself, as trl's fused language-model head."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight = ctx.saved_tensors
+        with deepspeed.zero.GatheredParameters([weight]):
+            assert weight.shape == (7, 5)
+            return grad @ weight, grad.t() @ hidden
+
+
+class FusedHead(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(6, 5), torch.nn.Linear(5, 7, bias=False)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.body(x))
+        with deepspeed.zero.GatheredParameters([self.head.weight]):
+            return Project.apply(hidden, self.head.weight)
+
+
+def fused(rank, world, micro_steps):
+    torch.manual_seed(4)
+    model = FusedHead()
+    config = {**CONFIG, "gradient_accumulation_steps": micro_steps}
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    losses = []
+    for step in range(4):
+        loss = engine(data(rank, step)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_gradient_of_a_parameter_that_is_released_again(world, micro_steps):
+    sharded = run_ranks(world, fused, micro_steps, init=True)
+    torch.manual_seed(4)
+    model = FusedHead()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        parts = [model(data(rank, step)).square().mean() for rank in range(world)]
+        assert [losses[step] for losses in sharded] == pytest.approx([part.item() for part in parts], abs=1e-6)
+        (sum(parts) / (world * micro_steps)).backward()
+        if step % micro_steps == micro_steps - 1:
+            optimizer.step()
+            optimizer.zero_grad()
