@@ -33,6 +33,13 @@ def backward_id():
     return ask() if ask is not None else None
 
 
+def saved_tensors_have_hooks():
+    """Whether what the graph saves now goes through hooks, as inside a checkpoint without re-entrance. Torch 1.13 does
+    not tell; there nobody compares what the hooks were given."""
+    ask = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return ask is not None and ask(False) is not None
+
+
 def _autocast_of(device_type):
     if TORCH2:
         return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)

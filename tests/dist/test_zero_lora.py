@@ -1,0 +1,65 @@
+"""Adapters beside frozen weights, with checkpointed activations, against one process without sharding."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import deepspeed
+from deepspeed.utils import safe_get_full_grad
+from harness import run_ranks
+
+WIDTH = 16
+
+
+class Adapted(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = torch.nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = torch.nn.Linear(WIDTH, 2, bias=False), torch.nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x):
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+class Net(torch.nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = torch.nn.ModuleList(Adapted() for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+def inputs(world):
+    return torch.randn(2 * world, WIDTH, generator=torch.Generator().manual_seed(5)).requires_grad_()
+
+
+def body(rank, world, stage, reentrant):
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    engine = deepspeed.initialize(model=Net(reentrant), config=config)[0]
+    plain = Net(None)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        plain(inputs(world)).square().mean().backward()
+        engine.backward(engine(inputs(world)[2 * rank : 2 * rank + 2]).square().mean())
+        for (name, ours), theirs in zip(engine.module.named_parameters(), plain.parameters()):
+            if theirs.requires_grad:
+                assert torch.allclose(safe_get_full_grad(ours), theirs.grad, atol=1e-6), name
+        optimizer.step()
+        engine.step()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_adapters_with_checkpoints(stage, reentrant):
+    run_ranks(2, body, stage, reentrant, init=True)
