@@ -4,8 +4,8 @@
 """
 
 import importlib
-import importlib.util
 
+from deepspeed.registry import lazy_package
 from deepspeed.version import __version__
 
 __version_major__, __version_minor__, __version_patch__ = (
@@ -62,23 +62,22 @@ _LATER = {
 }
 
 
-def __getattr__(name):
+def _other(name):
     if name in _CONSTANTS:
         return _CONSTANTS[name]
-    if name in _RENAMED:
-        return __getattr__(_RENAMED[name])
     if name in _MODULES:
         return importlib.import_module(_MODULES[name])
-    if name in _NAMES:
-        value = getattr(importlib.import_module(_NAMES[name]), name)
-        globals()[name] = value
-        return value
-    if not name.startswith("_") and importlib.util.find_spec(f"deepspeed.{name}") is not None:
-        return importlib.import_module(f"deepspeed.{name}")
     for feature, names in _LATER.items():
         if name in names:
             raise AttributeError(f"deepspeed.{name}: {feature} is not in this build yet; CHANGELOG.md says what is")
     raise AttributeError(f"module 'deepspeed' has no attribute {name!r}")
+
+
+_find, _ = lazy_package(__name__, _NAMES, otherwise=_other)
+
+
+def __getattr__(name):
+    return _find(_RENAMED.get(name, name))
 
 
 def __dir__():
