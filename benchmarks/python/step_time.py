@@ -244,7 +244,6 @@ def work(args):
         figures["setting"] = setting
         conditions = {
             "deepspeed": deepspeed.__version__,
-            "deepspeed_at": os.path.dirname(deepspeed.__file__),
             "threads_per_rank": torch.get_num_threads(),
             "blas": machine.blas_libraries(),
         }

@@ -24,7 +24,7 @@ from deepspeed import _compat
 from deepspeed.checkpoint import storage
 from deepspeed.utils.torch_archive import LazyTensor, RefusedClass, load
 
-PEERS = "/work/shared/data/peer-checkpoints"
+PEERS = os.path.join(os.path.dirname(__file__), "..", "..", "data", "peer-checkpoints")
 
 
 class Color(enum.Enum):

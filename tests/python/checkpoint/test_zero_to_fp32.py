@@ -25,7 +25,7 @@ from deepspeed.utils.zero_to_fp32 import (  # noqa: E402
 )
 from zero_folders import weights_of, write_checkpoint  # noqa: E402
 
-PEERS = "/work/shared/data/peer-checkpoints"
+PEERS = os.path.join(os.path.dirname(__file__), "..", "..", "data", "peer-checkpoints")
 SHAPES = [{"a.weight": (13, 7), "b.weight": (13, 13)}, {"a.bias": (13,), "n.weight": (1,), "scale": ()}]
 FROZEN = {"f.weight": torch.arange(35.0).view(5, 7).bfloat16()}
 BUFFERS = {"count": torch.tensor(3), "mean": torch.ones(2, dtype=torch.bfloat16)}
