@@ -2,11 +2,16 @@
 # below are the architecture's arrows: an #include that no arrow allows does not compile.
 #
 #   ds_room(kernels USES base)                  csrc/kernels/**/*.cpp
-#   ds_room(zero USES base plan ... LIBS ds_torch)
+#   ds_room(zero USES base plan ... LIBS ds_torch UNITY 6)   compiled six files at a time
+#
+# UNITY: what costs time in these rooms is reading the headers of torch, pybind11 and nlohmann-json, so CMake compiles that
+# many files as one, and reads them once for all. It halves the time of a whole build; a change of one file compiles
+# its neighbours again, so who works on one for long may set DS_UNITY=0 (environment of `make`), as `make lint` does.
+# Names in anonymous namespaces must differ within a room.
 #
 # Headers are included as "<room>/<header>.h". Every source in the folder belongs to the room: no list to edit.
 function(ds_room name)
-  cmake_parse_arguments(ROOM "" "" "USES;LIBS" ${ARGN})
+  cmake_parse_arguments(ROOM "" "UNITY" "USES;LIBS" ${ARGN})
   set(root ${CMAKE_BINARY_DIR}/rooms/${name})
   file(MAKE_DIRECTORY ${root})
   file(CREATE_LINK ${CMAKE_SOURCE_DIR}/csrc/${name} ${root}/${name} SYMBOLIC)
@@ -18,6 +23,9 @@ function(ds_room name)
     target_include_directories(ds_${name} PRIVATE ${CMAKE_BINARY_DIR}/rooms/${used})
   endforeach()
   target_link_libraries(ds_${name} PRIVATE ${ROOM_LIBS})
+  if(ROOM_UNITY AND DS_UNITY)
+    set_target_properties(ds_${name} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE ${ROOM_UNITY})
+  endif()
   set_property(GLOBAL PROPERTY ds_uses_${name} ${name} ${ROOM_USES})
   set_property(GLOBAL PROPERTY ds_libs_${name} ${ROOM_LIBS})
 endfunction()

@@ -21,7 +21,11 @@ for candidate in python3.12 "${HOME:-/root}"/.pyenv/versions/3.12*/bin/python3 p
   python3.11 python3.10 /usr/bin/python3; do
   if command -v "$candidate" >/dev/null 2>&1 && usable "$candidate"; then base=$candidate; break; fi
 done
-[ -n "$base" ] || die "no Python 3.10-3.13 with headers and venv was found for $env. On Debian: apt-get install python3-dev python3-venv"
+if [ -z "$base" ]; then  # Debian's own
+  tools/packages.sh torch2
+  base=/usr/bin/python3
+  usable "$base" || die "no Python 3.10-3.13 with headers and venv was found for $env."
+fi
 made=
 if ! { [ -x $env/bin/python ] && usable $env/bin/python; }; then
   rm -rf $env

@@ -21,7 +21,7 @@ using Released = py::call_guard<py::gil_scoped_release>;
 py::tuple pair(const Sum& sum) { return py::make_tuple(sum.bytes, sum.crc32); }
 
 // What Tensor.data_ptr() says.
-char* at(uintptr_t address) { return reinterpret_cast<char*>(address); }  // NOLINT(performance-no-int-to-ptr)
+char* pointer(uintptr_t address) { return reinterpret_cast<char*>(address); }  // NOLINT(performance-no-int-to-ptr)
 
 std::vector<ZipEntry> entries_of(const std::vector<std::pair<std::string, uint64_t>>& pairs) {
   std::vector<ZipEntry> entries;
@@ -33,7 +33,7 @@ std::vector<ZipEntry> entries_of(const std::vector<std::pair<std::string, uint64
 std::vector<Range> ranges_of(const std::vector<std::tuple<uint64_t, uint64_t, uintptr_t>>& triples) {
   std::vector<Range> ranges;
   ranges.reserve(triples.size());
-  for (const auto& [offset, bytes, to] : triples) ranges.push_back({offset, bytes, at(to)});
+  for (const auto& [offset, bytes, to] : triples) ranges.push_back({offset, bytes, pointer(to)});
   return ranges;
 }
 
@@ -91,7 +91,7 @@ DS_BINDINGS(m) {
       .def("write", [](FileStream& self, const py::buffer& data) { return write_buffer(self, data); })
       .def(
           "write_memory",
-          [](FileStream& self, uintptr_t address, size_t bytes) { return self.write(at(address), bytes); },
+          [](FileStream& self, uintptr_t address, size_t bytes) { return self.write(pointer(address), bytes); },
           py::arg("address"), py::arg("bytes"), Released())
       .def("abandon", &FileStream::abandon, Released())
       .def("finish",
@@ -124,7 +124,7 @@ DS_BINDINGS(m) {
           "write_memory",
           [](ZipWriter& self, const std::vector<std::pair<uintptr_t, size_t>>& pieces) {
             py::gil_scoped_release released;
-            for (const auto& [address, bytes] : pieces) self.write(at(address), bytes);
+            for (const auto& [address, bytes] : pieces) self.write(pointer(address), bytes);
           },
           py::arg("pieces"))
       .def("offset",
@@ -157,7 +157,8 @@ DS_BINDINGS(m) {
       [](const std::vector<std::tuple<uintptr_t, uintptr_t, size_t>>& triples, int threads) {
         std::vector<Copy> copies;
         copies.reserve(triples.size());
-        for (const auto& [from, to, bytes] : triples) copies.push_back({at(from), reinterpret_cast<void*>(to), bytes});
+        for (const auto& [from, to, bytes] : triples)
+          copies.push_back({pointer(from), reinterpret_cast<void*>(to), bytes});
         py::gil_scoped_release released;
         copy_all(copies, threads);
       },

@@ -19,7 +19,10 @@ struct Registration {
 
 }  // namespace ds::bindings
 
-#define DS_BINDINGS(module)                                                 \
-  static void ds_bind(pybind11::module_& module);                           \
-  static const ::ds::bindings::Registration ds_bind_registration{&ds_bind}; \
-  static void ds_bind(pybind11::module_& module)
+// Several files may be compiled as one: __COUNTER__ keeps the names apart.
+#define DS_BINDINGS(module) DS_BINDINGS_OF(module, __COUNTER__)
+#define DS_BINDINGS_OF(module, id) DS_BINDINGS_NAMED(module, id)
+#define DS_BINDINGS_NAMED(module, id)                                                 \
+  static void ds_bind_##id(pybind11::module_& module);                                \
+  static const ::ds::bindings::Registration ds_bind_registration_##id{&ds_bind_##id}; \
+  static void ds_bind_##id(pybind11::module_& module)

@@ -6,15 +6,11 @@
 #include <cstdlib>
 
 #include "config/nearest.h"
+#include "config/text.h"
 
 namespace ds::config {
 
 namespace {
-
-std::string lower(std::string text) {
-  for (char& c : text) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-  return text;
-}
 
 // The number a text holds, as JSON would write it; empty when it holds none.
 std::string number_in(const std::string& text) {

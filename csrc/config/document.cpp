@@ -6,6 +6,8 @@
 #include <cstdlib>
 #include <limits>
 
+#include "config/text.h"
+
 namespace ds::config {
 
 namespace {
@@ -320,8 +322,6 @@ class Reader {
   std::string path_;
 };
 
-std::string join(const std::string& path, const std::string& key) { return path.empty() ? key : path + "." + key; }
-
 void strip_keys(Value& value, const std::string& path, Document& doc) {
   if (value.is_array()) {
     for (size_t i = 0; i < value.size(); ++i) strip_keys(value[i], path + "[" + std::to_string(i) + "]", doc);
@@ -332,13 +332,13 @@ void strip_keys(Value& value, const std::string& path, Document& doc) {
   for (auto& item : value.items()) {
     const std::string key = stripped(item.key());
     clean = clean && key == item.key();
-    strip_keys(item.value(), join(path, key), doc);
+    strip_keys(item.value(), join_path(path, key), doc);
   }
   if (clean) return;
   Value out = Value::object();
   for (auto& item : value.items()) {
     const std::string key = stripped(item.key());
-    const std::string here = join(path, key);
+    const std::string here = join_path(path, key);
     if (key != item.key()) warn_blanks(doc, here, item.key());
     if (out.contains(key)) {
       doc.issues.push_back({Severity::kError,

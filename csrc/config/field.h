@@ -278,7 +278,8 @@ struct Field {
 };
 
 Field boolean(std::string name, bool fallback, std::string doc);
-Field integer(std::string name, Literal fallback, std::string doc);  // a null default admits null
+inline Field enabled() { return boolean("enabled", false, "Switch it on."); }  // of a section
+Field integer(std::string name, Literal fallback, std::string doc);            // a null default admits null
 Field number(std::string name, Literal fallback, std::string doc);
 Field text(std::string name, Literal fallback, std::string doc);
 Field list(std::string name, Literal fallback, std::string doc);

@@ -1,9 +1,10 @@
 #include "config/nearest.h"
 
 #include <algorithm>
-#include <cctype>
 #include <set>
 #include <sstream>
+
+#include "config/text.h"
 
 namespace ds::config {
 
@@ -11,15 +12,11 @@ namespace {
 
 constexpr size_t kLongestWord = 80;  // no key is longer; keeps hostile input cheap
 
-std::string lower(const std::string& text) {
-  std::string out = text.substr(0, kLongestWord);
-  for (char& c : out) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-  return out;
-}
+std::string clipped(const std::string& text) { return lower(text.substr(0, kLongestWord)); }
 
 std::set<std::string> words_of(const std::string& name) {
   std::set<std::string> out;
-  std::istringstream parts(lower(name));
+  std::istringstream parts(clipped(name));
   for (std::string part; std::getline(parts, part, '_');) out.insert(part);
   return out;
 }
@@ -33,7 +30,7 @@ bool leaves_words_out(const std::string& word, const std::string& candidate) {
 }  // namespace
 
 int edit_distance(const std::string& first, const std::string& second) {
-  const std::string a = lower(first), b = lower(second);
+  const std::string a = clipped(first), b = clipped(second);
   const size_t n = b.size();
   std::vector<int> before(n + 1), last(n + 1), now(n + 1);
   for (size_t j = 0; j <= n; ++j) last[j] = static_cast<int>(j);
@@ -62,9 +59,9 @@ std::string nearest(const std::string& word, const std::vector<std::string>& can
   }
   if (!found.empty() || word.size() < 4) return found;
   // No near spelling: a shortened or lengthened name ("clipping" for "gradient_clipping").
-  const std::string small = lower(word);
+  const std::string small = clipped(word);
   for (const std::string& candidate : candidates) {
-    const std::string other = lower(candidate);
+    const std::string other = clipped(candidate);
     const bool inside =
         other.find(small) != std::string::npos || (other.size() >= 4 && small.find(other) != std::string::npos);
     if (inside && (found.empty() || candidate.size() < found.size())) found = candidate;

@@ -1,10 +1,9 @@
 #include "config/render.h"
+#include "config/text.h"
 
 namespace ds::config {
 
 namespace {
-
-std::string join(const std::string& path, const std::string& key) { return path.empty() ? key : path + "." + key; }
 
 std::string cell(std::string text) {
   for (size_t at = 0; (at = text.find('|', at)) != std::string::npos; at += 2) text.insert(at, 1, '\\');
@@ -86,7 +85,7 @@ class Writer {
 
   void rows_of(const Field& section, const std::string& path, const std::string& outer, std::string& rows) {
     for (const Field& field : section.fields) {
-      const std::string here = join(path, field.name);
+      const std::string here = join_path(path, field.name);
       row(field, here, outer, rows);
       rows_of(field, here, pending_feature(field, outer), rows);
     }

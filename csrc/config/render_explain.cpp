@@ -1,12 +1,11 @@
 #include <algorithm>
 
 #include "config/render.h"
+#include "config/text.h"
 
 namespace ds::config {
 
 namespace {
-
-std::string join(const std::string& path, const std::string& key) { return path.empty() ? key : path + "." + key; }
 
 struct Row {
   std::string path, value, origin;
@@ -19,14 +18,14 @@ class Lister {
 
   void section(const Field& at, const Value& values, const std::string& path, const std::string& outer) {
     for (const auto& item : values.items()) {
-      const std::string here = join(path, item.key());
+      const std::string here = join_path(path, item.key());
       const Field* field = at.find(item.key());
       const std::string pending = field ? pending_feature(*field, outer) : outer;
       if (field && field->is_section() && item.value().is_object()) {
         section(*field, item.value(), here, pending);
       } else if (field && !field->variants.empty() && item.value().is_object()) {
         for (const auto& param : item.value().items()) {  // of an optimizer: every one has a line of its own
-          const std::string name = join(here, param.key());
+          const std::string name = join_path(here, param.key());
           rows.push_back({name, show(param.value()), origin_of(name, here, pending), false});
         }
       } else {

@@ -5,14 +5,13 @@
 #include "config/check.h"
 #include "config/judge.h"
 #include "config/nearest.h"
+#include "config/text.h"
 
 namespace ds::config {
 
 namespace {
 
 constexpr int kTopLevelEdits = 2;  // an unknown top-level key this near to a known one is a slip, not a private key
-
-std::string join(const std::string& path, const std::string& key) { return path.empty() ? key : path + "." + key; }
 
 bool is_auto(const Value& value) { return value.is_string() && value.get_ref<const std::string&>() == "auto"; }
 
@@ -35,8 +34,8 @@ std::string describe_required(Field field) {
 void homes_of(const std::string& key, const std::vector<Field>& fields, const std::string& path,
               std::vector<std::string>& out) {
   for (const Field& f : fields) {
-    if (f.name == key && !path.empty()) out.push_back(join(path, key));
-    if (!f.is_wildcard()) homes_of(key, f.fields, join(path, f.name), out);
+    if (f.name == key && !path.empty()) out.push_back(join_path(path, key));
+    if (!f.is_wildcard()) homes_of(key, f.fields, join_path(path, f.name), out);
   }
 }
 
@@ -78,13 +77,13 @@ class Resolver {
   void section(const Field& at, const Value& given, const std::string& path, Value& out) {
     std::vector<std::pair<const Field*, std::string>> seen;  // few: a section has no more Fields than that
     for (const auto& item : given.items()) {
-      const std::string here = join(path, item.key());
+      const std::string here = join_path(path, item.key());
       const Field* field = at.find(item.key());
       if (!field) {
         unknown(at, item.key(), item.value(), path, out);
         continue;
       }
-      const std::string kept = field->is_wildcard() ? here : join(path, field->name);
+      const std::string kept = field->is_wildcard() ? here : join_path(path, field->name);
       if (field->aliases_yield && item.key() != field->name && given.contains(field->name)) {
         warn("two_spellings", here, config_.where(here) + " is ignored, because " + config_.where(kept) + " is given.");
         continue;
@@ -96,7 +95,8 @@ class Resolver {
           seen.emplace_back(field, item.key());
         } else {
           error("two_spellings", here,
-                config_.where(here) + " and " + config_.where(join(path, first->second)) + " are two names of one key.",
+                config_.where(here) + " and " + config_.where(join_path(path, first->second)) +
+                    " are two names of one key.",
                 "Keep \"" + field->name + "\".");
           continue;
         }
@@ -111,8 +111,8 @@ class Resolver {
     }
     for (const Field& f : at.fields) {
       if (f.is_required && !given.contains(f.name)) {
-        error("missing_key", join(path, f.name),
-              join(path, f.name) + " is missing; it must be " + describe_required(f) + ".",
+        error("missing_key", join_path(path, f.name),
+              join_path(path, f.name) + " is missing; it must be " + describe_required(f) + ".",
               "Add it to \"" + path + "\".");
       }
       if (!f.variant_key.empty()) variant(f, path, out);
@@ -173,9 +173,10 @@ class Resolver {
       if (!field.bool_doc.empty()) warn("bare_bool", here, assigned(here, value) + " " + field.bool_doc);
       config_.origins_[kept] = {Source::kGiven, config_.line(here), ""};
       const Field* key = find_field(field.fields, field.bool_key);
-      one(*key, to_value(set), join(here, field.bool_key), join(kept, field.bool_key), false, slot[field.bool_key]);
-      config_.origins_[join(kept, field.bool_key)] = {Source::kDerived, config_.line(here),
-                                                      "a bare boolean for " + here};
+      one(*key, to_value(set), join_path(here, field.bool_key), join_path(kept, field.bool_key), false,
+          slot[field.bool_key]);
+      config_.origins_[join_path(kept, field.bool_key)] = {Source::kDerived, config_.line(here),
+                                                           "a bare boolean for " + here};
     } else {
       error(
           "wrong_type", here, assigned(here, value) + " must be " + describe_kinds(field) + ".",
@@ -213,7 +214,7 @@ class Resolver {
     const auto set = field.variants.find(chosen.get<std::string>());
     if (set == field.variants.end()) return;
     for (auto& item : params.items()) {
-      const std::string here = join(join(path, field.name), item.key());
+      const std::string here = join_path(join_path(path, field.name), item.key());
       const Field* known = find_field(set->second, item.key());
       if (!known) {
         const std::string near = nearest(item.key(), names_of(set->second));
@@ -231,10 +232,10 @@ class Resolver {
     const auto set = field.variants.find(chosen.get<std::string>());
     if (set == field.variants.end()) return;
     for (const Field& f : set->second) {
-      const std::string here = join(join(path, field.name), f.name);
+      const std::string here = join_path(join_path(path, field.name), f.name);
       if (f.is_required && !params.contains(f.name)) {
         error("missing_key", here, here + " is missing; " + set->first + " needs it, " + describe_required(f) + ".",
-              "Add it to \"" + join(path, field.name) + "\".");
+              "Add it to \"" + join_path(path, field.name) + "\".");
       }
     }
   }
@@ -246,7 +247,7 @@ class Resolver {
   }
 
   void unknown(const Field& at, const std::string& key, const Value& value, const std::string& path, Value& out) {
-    const std::string here = join(path, key);
+    const std::string here = join_path(path, key);
     std::string near = nearest(key, names_of(at.fields));
     std::string suggestion = near.empty() ? "" : "Did you mean \"" + near + "\"?";
     if (near.empty() || edit_distance(key, near) > kTopLevelEdits) {
@@ -297,7 +298,7 @@ class Resolver {
       if (!value.is_boolean() || !value.get<bool>()) return;
       carried = Value::object({{field.forward_true_as, field.forward_true_value}});
     }
-    forwards_.push_back({here, join(path, field.replaced_by), std::move(carried)});
+    forwards_.push_back({here, join_path(path, field.replaced_by), std::move(carried)});
   }
 
   void apply_forwards() {
@@ -376,7 +377,8 @@ class Resolver {
       const Field* which = find_field(field.fields, key);
       if (!which) continue;
       const Value& value = now[key];
-      if (!same(value, which->fallback)) not_built(join(here, key), value, field.unbuilt->feature, which->fallback);
+      if (!same(value, which->fallback))
+        not_built(join_path(here, key), value, field.unbuilt->feature, which->fallback);
     }
   }
 

@@ -86,8 +86,11 @@ struct ChapterRegistration {
 
 }  // namespace ds::config
 
-#define DS_CONFIG_CHAPTER(order, root, title)                                                                 \
-  static void define_chapter(::ds::config::Chapter& c);                                                       \
-  static const ::ds::config::ChapterRegistration chapter_registration{order, ::ds::config::Root::root, title, \
-                                                                      &define_chapter};                       \
-  static void define_chapter([[maybe_unused]] ::ds::config::Chapter& c)
+// A file may hold several, and several files may be compiled as one: __COUNTER__ keeps their names apart.
+#define DS_CONFIG_CHAPTER(order, root, title) DS_CONFIG_CHAPTER_OF(order, root, title, __COUNTER__)
+#define DS_CONFIG_CHAPTER_OF(order, root, title, id) DS_CONFIG_CHAPTER_NAMED(order, root, title, id)
+#define DS_CONFIG_CHAPTER_NAMED(order, root, title, id)                                                            \
+  static void define_chapter_##id(::ds::config::Chapter& c);                                                       \
+  static const ::ds::config::ChapterRegistration chapter_registration_##id{order, ::ds::config::Root::root, title, \
+                                                                           &define_chapter_##id};                  \
+  static void define_chapter_##id([[maybe_unused]] ::ds::config::Chapter& c)

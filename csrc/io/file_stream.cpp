@@ -15,7 +15,7 @@ namespace {
 constexpr size_t kLargestBuffer = size_t{1} << 30;  // one write of Linux ends below 2 GiB
 constexpr size_t kDirectFrom = 1 << 20;             // below, the page cache and its fsync are no slower
 constexpr size_t kSmallest = 4 << 20;               // a smaller write costs the disk as much
-constexpr size_t kShare = 1 << 20;                  // bytes below which another thread costs more than it helps
+constexpr size_t kChecksumShare = 1 << 20;          // bytes below which another thread costs more than it helps
 
 const StreamOptions& checked(const StreamOptions& options) {
   if (options.buffer_bytes < 1 || options.buffer_bytes > kLargestBuffer) {
@@ -51,7 +51,7 @@ FileStream::FileStream(Files& files, const std::string& path, uint64_t expected_
       options_(checked(options)),
       direct_(options.direct && (expected_bytes == 0 || expected_bytes >= kDirectFrom)),
       pool_(needed_buffers(expected_bytes, options), needed_buffer(expected_bytes, options.buffer_bytes)),
-      workers_(expected_bytes != 0 && expected_bytes < 2 * kShare ? 1 : options.threads),
+      workers_(expected_bytes != 0 && expected_bytes < 2 * kChecksumShare ? 1 : options.threads),
       file_(files.create(path, &direct_)) {
   try {
     // In whole blocks, as O_DIRECT writes the last one; finish() cuts the file to its size.
@@ -80,8 +80,8 @@ void FileStream::abandon() noexcept {
 
 uint32_t FileStream::copy_in(const char* data, size_t bytes) {
   char* to = buffer_ + filled_;
-  if (bytes < 2 * kShare || workers_.threads() == 1) return copy_with_crc32(to, data, bytes);
-  const size_t share = round_up(std::max(kShare, bytes / static_cast<size_t>(workers_.threads()) / 4), 4096);
+  if (bytes < 2 * kChecksumShare || workers_.threads() == 1) return copy_with_crc32(to, data, bytes);
+  const size_t share = round_up(std::max(kChecksumShare, bytes / static_cast<size_t>(workers_.threads()) / 4), 4096);
   std::vector<uint32_t> sums((bytes + share - 1) / share);
   workers_.parallel_for(bytes, share, [&](size_t begin, size_t end) {
     for (size_t at = begin; at < end; at += share) {

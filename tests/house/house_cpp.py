@@ -34,7 +34,7 @@ def declared_rooms(cmake_text):
     text = re.sub(r"#[^\n]*", "", cmake_text)
     for arguments in re.findall(r"\bds_room\(([^)]*)\)", text):
         name, *words = arguments.split()
-        lists = {"USES": [], "LIBS": []}
+        lists = {"USES": [], "LIBS": [], "UNITY": []}
         current = None
         for word in words:
             if word in lists:

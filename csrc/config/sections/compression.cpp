@@ -21,7 +21,6 @@ Field method(std::string name, std::string doc, Fields shared, Fields params) {
   return section(name, std::move(doc), {common.not_built("compression by " + name), std::move(groups)});
 }
 
-Field enabled() { return boolean("enabled", false, "Switch it on."); }
 Field offset(int64_t fallback) { return integer("schedule_offset", fallback, "Step at which it starts.").at_least(0); }
 Field dense_ratio() {
   return number("dense_ratio", nullptr, "Share of the weights that stays.").at_least(0).at_most(1).required();

@@ -24,8 +24,6 @@ Field schedule_type() {
       .one_of({"fixed_linear", "fixed_root", "fixed_discrete", "custom"});
 }
 
-Field enabled() { return boolean("enabled", false, "Switch it on."); }
-
 Field data_sampling() {
   return section(
       "data_sampling", "Which samples are drawn.",

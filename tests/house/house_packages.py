@@ -1,0 +1,335 @@
+"""What a build and the scripts use, and which Debian package brings each: nothing may come from outside packages/debian.txt.
+
+A machine on which somebody installed a package by hand hides that it is missing from the list; these functions ask
+dpkg who owns every header, library, program and Python module that is really used, and follow `Depends` (never
+`Recommends`: packages are installed without them) from the list.
+"""
+
+import ast
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+
+# A fresh Debian machine has these before the first command.
+GIVEN = {"make", "git", "ca-certificates"}
+
+# Used where they are there, never needed: (what, owner's name begins with).
+OPTIONAL_HEADERS = ("cuda-", "libnccl", "libcu", "nvidia-")
+OPTIONAL_PROGRAMS = {"sudo": "root does not need it", "nvcc": "CUDA kernels are built where it is found"}
+
+# Rooms that every environment compiles, also one with a torch of its own: group `build` alone must do for them.
+ROOMS_WITHOUT_TORCH = ("base", "config", "plan", "kernels", "io", "optim")
+
+# `python -m venv` fails without ensurepip, which Debian cuts out of the standard library.
+MODULE_NEEDS = {"venv": "ensurepip"}
+
+
+def listed(text):
+    """packages/debian.txt as {package: set of groups}."""
+    rows = {}
+    for line in text.splitlines():
+        words = line.split("#")[0].split()
+        if words:
+            rows[words[0]] = set(words[1].split(","))
+    return rows
+
+
+def packages_of(rows, *groups):
+    return {name for name, mine in rows.items() if mine & set(groups)}
+
+
+@functools.lru_cache(maxsize=None)
+def installed():
+    """{package: (list of alternatives, one for each dependency)}, {virtual package: its providers}, the base system."""
+    out = subprocess.run(
+        ["dpkg-query", "-W", "-f", "${Package}\t${Pre-Depends}, ${Depends}\t${Provides}\t${Essential} ${Priority}\n"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    depends, provides, base = {}, {}, set()
+    for line in out.splitlines():
+        name, needs, gives, status = line.split("\t")
+        depends[name] = [[_bare(one) for one in item.split("|")] for item in needs.split(",") if item.strip()]
+        for item in gives.split(","):
+            if item.strip():
+                provides.setdefault(_bare(item), []).append(name)
+        if "yes" in status or "required" in status:
+            base.add(name)
+    return depends, provides, base
+
+
+def _bare(text):
+    return re.split(r"[\s:(\[]", text.strip())[0]
+
+
+def closure(names):
+    """What apt-get install --no-install-recommends brings for these, with the base system."""
+    depends, provides, base = installed()
+    found, queue = set(), [*names, *base, *GIVEN]
+    while queue:
+        name = queue.pop()
+        if name in found:
+            continue
+        found.add(name)
+        for alternatives in depends.get(name, ()):
+            for one in alternatives:
+                if one in depends or one in provides:
+                    queue += [one] if one in depends else provides[one]
+                    break
+    return found
+
+
+def owners(paths):
+    """{path: package} for the paths that a package owns; links are followed, /lib and /usr/lib are one."""
+    real = {path: os.path.realpath(path) for path in paths}
+    spellings = {}
+    for path, target in real.items():
+        for spelling in {path, target, re.sub(r"^/usr(?=/(lib|bin|sbin))", "", target)}:
+            spellings.setdefault(spelling, []).append(path)
+    found = {}
+    names = sorted(spellings)
+    for start in range(0, len(names), 2000):
+        out = subprocess.run(
+            ["dpkg-query", "-S", *names[start : start + 2000]], capture_output=True, text=True, env=_plain()
+        ).stdout
+        for line in out.splitlines():
+            who, _, path = line.rpartition(": ")
+            for asked in spellings.get(path, ()):
+                found.setdefault(asked, _bare(who.split(",")[0]))
+    return found
+
+
+def _plain():
+    return {**os.environ, "LC_ALL": "C"}
+
+
+def of_system(path):
+    return path.startswith(("/usr/", "/lib")) and not path.startswith("/usr/local/")
+
+
+# ---- what was used --------------------------------------------------------------------------------------------------
+
+
+def build_folders(root):
+    """The folders of builds for tests and use; those of sanitizers have other names."""
+    base = os.path.join(root, "build")
+    names = sorted(os.listdir(base)) if os.path.isdir(base) else []
+    return [os.path.join(base, n) for n in names if os.path.exists(os.path.join(base, n, ".ninja_deps"))]
+
+
+def headers(folder):
+    """(object file, system header) for everything that the compiler read, by its own dependency files."""
+    out = subprocess.run(["ninja", "-C", folder, "-t", "deps"], capture_output=True, text=True, check=True).stdout
+    pairs, current = set(), None
+    for line in out.splitlines():
+        if line.startswith("    "):
+            path = line.strip()
+            if current and of_system(os.path.normpath(path)):
+                pairs.add((current, os.path.normpath(path)))
+        elif line:
+            current = line.split(":")[0] if "(VALID)" in line else None
+    return pairs
+
+
+def groups_of(output, with_debian_torch):
+    """The groups of packages/debian.txt that may be used to make this file of the build."""
+    name = re.sub(r"^CMakeFiles/", "", output)
+    room = re.match(r"ds_(\w+)\.dir", name)
+    if room and room[1] in ROOMS_WITHOUT_TORCH:
+        return {"build"}
+    groups = {"build", "torch" if with_debian_torch else "torch2"}
+    if name.startswith("bench_"):
+        groups.add("bench")
+    if name.startswith(("test_", "fake_")):
+        groups.add("test")
+    return groups
+
+
+def libraries(folder, lib_folder):
+    """System libraries on the link lines of this build, and those that its modules load."""
+    found = set()
+    with open(os.path.join(folder, "build.ninja"), encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("  LINK_LIBRARIES = "):
+                found.update(word for word in re.findall(r"/\S+\.(?:so|a)\b", line) if of_system(word))
+    outputs = [os.path.join(at, n) for at, _, names in os.walk(lib_folder) for n in names if ".so" in n]
+    for output in outputs:
+        out = subprocess.run(["ldd", output], capture_output=True, text=True).stdout
+        found.update(path for path in re.findall(r"=> (/\S+)", out) if of_system(path))
+    return {path for path in found if os.path.exists(path)}
+
+
+def cmake_programs(folder):
+    """The compiler, ninja, cmake, ccache: what CMake wrote down."""
+    wanted = r"^(CMAKE_CXX_COMPILER|CMAKE_MAKE_PROGRAM|CMAKE_COMMAND|CCACHE|CMAKE_LINKER|CMAKE_AR)(?::\w+)?=(/\S+)$"
+    with open(os.path.join(folder, "CMakeCache.txt"), encoding="utf-8") as file:
+        return {path for _, path in re.findall(wanted, file.read(), re.M)}
+
+
+# ---- what scripts call ----------------------------------------------------------------------------------------------
+
+_BUILTINS = set(
+    "alias break builtin case cd command compgen continue declare do done echo elif else esac eval exec exit export false fi for "
+    "function getopts hash if in let local mapfile popd printf pushd pwd read readarray return select set shift shopt source "
+    "test then time times trap true type ulimit umask unset until wait while [ [[ ]] { } ! : .".split()
+)
+_PREFIXES = {"!", "if", "then", "else", "elif", "do", "while", "until", "exec", "command", "time", "{", "as_root", "env", "nohup"}
+
+
+def shell_programs(text):
+    """Words in command position of a shell script, without builtins, keywords and functions that it defines."""
+    text = re.sub(r"\\\n", " ", text)
+    text = re.sub(r"<<-?\s*'?(\w+)'?([^\n]*)\n.*?\n\s*\1(?=\n|\)|$)", r"\2\n", text, flags=re.S)  # here-documents
+    text = re.sub(r"(?m)(^|\s)#[^\n]*", r"\1", text)
+    functions = set(re.findall(r"(?m)^\s*([A-Za-z_]\w*)\s*\(\)", text))
+    text = re.sub(r"'[^']*'", " '' ", text)
+    inner = []
+    while True:  # commands inside $( ), innermost first, each becomes a line of its own
+        match = re.search(r"[$<>]\(([^()]*)\)", text)
+        if not match:
+            break
+        inner.append(match[1])
+        text = text[: match.start()] + " SUBSTITUTED " + text[match.end() :]
+    text = re.sub(r'"(?:[^"\\]|\\.)*"', ' "" ', text)
+    text = re.sub(r"\w*\+?=\([^)]*\)", " ", text)  # arrays
+    text = re.sub(r"(\bin|;;)\s+[^\s()]+\)", r"\1 ;", text)
+    text = re.sub(r"(?m)^\s*[^\s()|&;]*(\|[^\s()]*)*\)\s", " ", text)  # patterns of case
+    text = "\n".join([text, *(re.sub(r'"(?:[^"\\]|\\.)*"', ' "" ', part) for part in inner)])
+    found = set()
+    for command in re.split(r"\|\||&&|[|;&\n(){}]|\b(?:then|do|else)\b", text):
+        words = command.split()
+        while words and (words[0] in _PREFIXES or re.match(r"^[A-Za-z_]\w*\+?=", words[0]) or words[0] == "env"):
+            words.pop(0)
+        if words and words[0] == "xargs":
+            found.add("xargs")
+            words = [word for word in words[1:] if not re.match(r"^-|^\d+$|^\"\"$", word)]
+        if words and re.fullmatch(r"[a-z][\w.+-]*", words[0]) and words[0] not in _BUILTINS | functions:
+            found.add(words[0])
+    return found
+
+
+def python_modules(folders, root):
+    """Modules that these Python files import, ours and the standard library's included: at the top, and anywhere in
+    examples, whose late imports are not optional on the machine of a newcomer."""
+    found = {}
+    for folder in folders:
+        for at, _, names in os.walk(os.path.join(root, folder)):
+            for name in names:
+                if name.endswith(".py"):
+                    path = os.path.join(at, name)
+                    with open(path, encoding="utf-8") as file:
+                        tree = ast.parse(file.read())
+                        for node in ast.walk(tree) if folder == "examples" else tree.body:
+                            if isinstance(node, ast.Import):
+                                modules = [item.name for item in node.names]
+                            elif isinstance(node, ast.ImportFrom) and not node.level:
+                                modules = [node.module]
+                            else:
+                                continue
+                            for module in modules:
+                                found.setdefault(module.split(".")[0], os.path.relpath(path, root))
+    return found
+
+
+def module_file(module):
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    return spec.origin if spec else None
+
+
+def program_file(name):
+    return shutil.which(name, path="/usr/bin:/bin:/usr/sbin:/sbin")
+
+
+# ---- the checks -----------------------------------------------------------------------------------------------------
+
+
+def check(rows, used):
+    """One message for each thing in `used` (a set of (what, owner, groups, user)) that these rows do not bring."""
+    problems, reach = {}, {}
+    for what, owner, groups, user in sorted(used, key=str):
+        key = frozenset(groups)
+        if key not in reach:
+            reach[key] = closure(packages_of(rows, *groups))
+        if owner not in reach[key]:
+            problems.setdefault((owner, key), f"{user} uses {what}, which comes from the Debian package {owner}.")
+    return [
+        f"{text} On a fresh machine it is missing there: add {owner} to packages/debian.txt (group "
+        f"{' or '.join(sorted(groups))})."
+        for (owner, groups), text in problems.items()
+    ]
+
+
+def used_by_build(folder, lib_folder):
+    """What `check` takes, for one build folder."""
+    debian_torch = _debian_torch(folder)
+    pairs = headers(folder)
+    owner = owners({path for _, path in pairs})
+    used = set()
+    for output, path in pairs:
+        package = owner.get(path)
+        if package and not package.startswith(OPTIONAL_HEADERS):
+            used.add((path, package, frozenset(groups_of(output, debian_torch)), f"the build of {output}"))
+    groups = frozenset({"build", "torch" if debian_torch else "torch2", "test", "bench"})
+    libs = libraries(folder, lib_folder)
+    for path, package in owners(libs).items():
+        if not package.startswith(OPTIONAL_HEADERS):
+            used.add((path, package, groups, "the link line or a module of the build"))
+    for path, package in owners(cmake_programs(folder)).items():
+        used.add((path, package, frozenset({"build"}), f"CMake in {os.path.basename(folder)}"))
+    return used
+
+
+@functools.lru_cache(maxsize=None)
+def used_by_scripts(root):
+    """What `check` takes, for tools/*.sh, .ci/run and the Makefile; and (script, word) where no package has the program."""
+    paths = [os.path.join(root, "tools", name) for name in sorted(os.listdir(os.path.join(root, "tools")))]
+    paths = [path for path in paths if path.endswith(".sh")] + [os.path.join(root, ".ci", "run")]
+    used, unknown = set(), []
+    texts = {}
+    for path in paths:
+        with open(path, encoding="utf-8") as file:
+            texts[os.path.relpath(path, root)] = file.read()
+    with open(os.path.join(root, "Makefile"), encoding="utf-8") as file:
+        recipes = [line[1:].lstrip("@-").replace("$$", "$") for line in file if line.startswith("\t")]
+    texts["Makefile"] = "\n".join(recipes)
+    every = frozenset({"build", "torch", "torch2", "test", "bench", "lint"})
+    defined = set().union(*(re.findall(r"(?m)^\s*([A-Za-z_]\w*)\s*\(\)", text) for text in texts.values()))
+    asked = []  # (script, what, file)
+    for name, text in texts.items():
+        for program in sorted(shell_programs(text) - defined - set(OPTIONAL_PROGRAMS)):
+            asked.append((name, program, program_file(program)))
+        for module in re.findall(r"(?:python3?|\$PY\"?|python\"?) -m (\w+)", text):
+            asked.append((name, f"-m {module}", module_file(MODULE_NEEDS.get(module, module))))
+    owner = owners({path for *_, path in asked if path})
+    for name, what, path in asked:
+        if path in owner:
+            used.add((what, owner[path], every, name))
+        elif not what.startswith("-m "):
+            unknown.append((name, what))
+    return used, unknown
+
+
+def used_by_imports(root):
+    """Modules of others that our Python imports at the top and that Debian's Python has."""
+    used = set()
+    files = python_modules(("python", "tests", "examples", "benchmarks", "tools"), root)
+    for module in ("setuptools", "wheel"):  # pyproject.toml's build system
+        files[module] = "pyproject.toml"
+    paths = {module: module_file(module) for module in files}
+    owner = owners({path for path in paths.values() if path and of_system(path)})
+    for module, path in paths.items():
+        if path in owner:
+            used.add((f"import {module}", owner[path], frozenset({"build", "torch", "test"}), files[module]))
+    return used
+
+
+def _debian_torch(folder):
+    with open(os.path.join(folder, "build.ninja"), encoding="utf-8") as file:
+        return "/usr/lib/python3/dist-packages/torch/" in file.read()
