@@ -30,8 +30,7 @@ if ! configured; then
   }
   rm -f "$log"
 fi
-if [ -t 2 ]; then
-  ninja -C "$dir" -j "$JOBS" "$@" >&2
-else  # no terminal: a line for each file, none for the bookkeeping
-  ninja -C "$dir" -j "$JOBS" "$@" | { grep -vE '^ninja: |Re-checking globbed|GLOB mismatch' >&2 || true; }
-fi || die "the build failed: the first error above names the file."
+# ninja's lines become "@12 58 csrc/zero/engine"; what it says of errors goes through.
+NINJA_STATUS='@%f %t ' ninja -C "$dir" -j "$JOBS" "$@" 2>&1 |
+  sed -uE -e '/^ninja: |Re-checking globbed|GLOB mismatch/d' -e 's|^(@[0-9]+ [0-9]+ )[A-Z][a-z]+ing .*CMakeFiles/([a-z_0-9]+)\.dir/(.*/)?([^/]+)\.o$|\1\2 \4|' |
+  live "building for $(basename "$dir")" || die "the build failed: the first error above names the file."

@@ -1,4 +1,4 @@
-# Sourced by the other scripts of this folder. Sets ROOT and gives: say, die, as_root, pick_python, env_tag.
+# Sourced by the other scripts of this folder. Sets ROOT and gives: say, die, live, as_root, pick_python, env_tag.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT"
@@ -8,6 +8,29 @@ export CCACHE_BASEDIR=$ROOT CCACHE_NOHASHDIR=1  # another checkout of the same f
 say() { printf '\033[1m==>\033[0m %s\n' "$*" >&2; }
 [ -t 2 ] || say() { printf '==> %s\n' "$*" >&2; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
+
+# live WHAT [SECONDS]: reads lines "@DONE TOTAL now" (TOTAL may be %) and shows one line that says what, how far and how long, on a terminal
+# rewritten in place, elsewhere a new one every SECONDS (20). Other lines (errors) pass through. The end is one line, too.
+live() {
+  local what=$1 every=${2:-20} start=$SECONDS shown=$SECONDS line done total now far= text
+  time_of() { printf '%d:%02d' $(($1 / 60)) $(($1 % 60)); }
+  while IFS= read -r line; do
+    if [[ $line != @* ]]; then
+      [ ! -t 2 ] || printf '\r\033[K' >&2
+      printf '%s\n' "$line" >&2
+      continue
+    fi
+    read -r done total now <<<"${line#@}"
+    far="$done of $total"
+    [ "$total" != % ] || far="$done %"
+    text="$what: $far, $(time_of $((SECONDS - start))), $now"
+    if [ -t 2 ]; then printf '\r\033[K%s' "${text:0:$((${COLUMNS:-80} - 1))}" >&2
+    elif [ $((SECONDS - shown)) -ge "$every" ]; then shown=$SECONDS; say "$text"
+    fi
+  done
+  [ ! -t 2 ] || printf '\r\033[K' >&2
+  [ -z "$far" ] || say "$what: $far in $(time_of $((SECONDS - start)))"
+}
 
 as_root() {
   if [ "$(id -u)" = 0 ]; then "$@"

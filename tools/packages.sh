@@ -13,11 +13,14 @@ missing=$(comm -23 <(printf '%s\n' $wanted | sort) \
   <(dpkg-query -W -f='${db:Status-Status} ${Package}\n' $wanted 2>/dev/null | awk '$1 == "installed" { print $2 }' | sort -u))
 [ -z "$missing" ] && exit 0
 say "installing Debian packages:" $missing
-export DEBIAN_FRONTEND=noninteractive
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-apt() { as_root env DEBIAN_FRONTEND=noninteractive apt-get -q -y -o DPkg::Lock::Timeout=300 "$@" >"$log" 2>&1; }
-if ! { apt update && apt install --no-install-recommends $missing; }; then
+apt() { as_root env DEBIAN_FRONTEND=noninteractive apt-get -q -y -o DPkg::Lock::Timeout=300 "$@"; }
+progress() {  # apt's status lines, "dlstatus:3:41.5:Retrieving..." and "pmstatus:g++:12.3:Unpacking...", for live()
+  sed -unE -e 's/^dlstatus:[0-9]+:([0-9]+)[^:]*:.*/@\1 % fetched/p' -e 's/^pmstatus:([^:]*):([0-9]+)[^:]*:.*/@\2 % unpacking and setting up \1/p'
+}
+if ! { apt update >"$log" 2>&1 &&
+  apt install -o APT::Status-Fd=3 --no-install-recommends $missing 3>&1 >>"$log" 2>&1 | progress | live "installing packages"; }; then
   tail -n 15 "$log" >&2
   die "apt-get failed (its last lines are above). Check the network and the disk, then repeat this command."
 fi
