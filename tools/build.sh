@@ -5,6 +5,7 @@
 [ $# -gt 0 ] || set -- native
 groups=build
 options=(-DDS_BUILD_CUDA=ON)  # a build by pip may have left it off in this folder
+options+=(-DDS_UNITY=$([ "${DS_UNITY:-1}" = 0 ] && echo OFF || echo ON))  # 0: every file alone, for who edits one for long
 for target in "$@"; do
   case $target in
     native) ;;

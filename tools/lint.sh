@@ -19,8 +19,10 @@ if [ -n "$cpp" ]; then
   say "clang-format on $(wc -l <<<"$cpp") files"
   if [ -n "${FIX:-}" ]; then clang-format -i $cpp; else clang-format --dry-run -Werror $cpp || status=1; fi
   # tidy only where the build knows the flags; headers are seen through what includes them
-  tools/build.sh native tests
-  dir=build/$(env_tag "$PY")
+  dir=build/lint-$(env_tag "$PY")  # configured only: each file by itself, as clang-tidy takes them
+  tools/packages.sh build test
+  cmake -G Ninja -S . -B "$dir" -DPython_EXECUTABLE="$PY" -DDS_UNITY=OFF -DDS_BUILD_TESTS=ON -DDS_BUILD_CUDA=OFF >/dev/null ||
+    die "CMake failed (see above)."
   tidy=$(printf '%s\n' $cpp | while read -r file; do
     case $file in *.cpp) grep -qF "\"$ROOT/$file\"" "$dir/compile_commands.json" && printf '%s\n' "$file" || true ;; esac; done)
   if [ -n "$tidy" ]; then

@@ -20,7 +20,7 @@ progress() {  # apt's status lines, "dlstatus:3:41.5:Retrieving..." and "pmstatu
   sed -unE -e 's/^dlstatus:[0-9]+:([0-9]+)[^:]*:.*/@\1 % fetched/p' -e 's/^pmstatus:([^:]*):([0-9]+)[^:]*:.*/@\2 % unpacking and setting up \1/p'
 }
 if ! { apt update >"$log" 2>&1 &&
-  apt install -o APT::Status-Fd=3 --no-install-recommends $missing 3>&1 >>"$log" 2>&1 | progress | live "installing packages"; }; then
+  apt -o APT::Status-Fd=3 install --no-install-recommends $missing 3>&1 >>"$log" 2>&1 | progress | live "installing packages"; }; then
   tail -n 15 "$log" >&2
   die "apt-get failed (its last lines are above). Check the network and the disk, then repeat this command."
 fi
