@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# tools/test.sh all|unit|gpu [pytest arguments]: builds what is missing, then runs ctest and pytest.
+# tools/test.sh all|every|unit|gpu [pytest arguments]: builds what is missing, then runs ctest and pytest, both on every
+# core. `all` runs a fixed sample of each large matrix of cases (tests/sampling.py), `every` all of them. Tests that are
+# marked `alone` measure time or the whole machine and run after the others, one at a time.
 . "$(dirname "$0")/common.sh"
 kind=${1:-all}
 shift || true
@@ -9,13 +11,22 @@ dir=build/$(env_tag "$PY")
 export PYTHONPATH=$ROOT/python${PYTHONPATH:+:$PYTHONPATH}
 case $kind in
   all) marks="not gpu" ;;
+  every)
+    marks="not gpu"
+    export DS_TEST_EVERY_CASE=1
+    ;;
   unit) marks="not gpu and not slow and not dist" ;;
   gpu) marks="gpu"
     "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
       die "make test-gpu needs a GPU and a torch that can use it; $PY sees none." ;;
-  *) die "tools/test.sh knows all, unit and gpu, not '$kind'." ;;
+  *) die "tools/test.sh knows all, every, unit and gpu, not '$kind'." ;;
 esac
 status=0
+started=$SECONDS
+took=$(mktemp)  # a line for each test: seconds, a tab, its name
+trap 'rm -f "$took"' EXIT
+export DS_TEST_TIMES=$took
+
 if [ "$kind" != gpu ]; then
   say "C++ tests"
   labels=()
@@ -28,7 +39,37 @@ if [ "$kind" != gpu ]; then
     grep -v ' Passed ' "$dir/ctest.log"
   }
   sed -n '/tests passed/,$p' "$dir/ctest.log" | sed '/^$/d'
+  sed -nE 's/^ *[0-9]+\/[0-9]+ Test +#[0-9]+: (\S+) .* ([0-9.]+) sec$/\2\tC++ \1/p' "$dir/ctest.log" >>"$took"
 fi
+
+# One pytest process per core, each with rank processes of its own; a file's tests stay together.
+workers=()
+if [ "$kind" != gpu ] && [ "$JOBS" -gt 1 ]; then
+  if "$PY" -c 'import xdist' 2>/dev/null; then
+    workers=(-n "$JOBS" --dist loadfile)
+  else
+    say "Python tests run one after the other: $PY -m pip install pytest-xdist uses all $JOBS cores"
+  fi
+fi
+ran=
+pytest() {  # pytest ARGUMENTS: nothing to run (5) is an error only if no part runs anything
+  local code=0
+  "$PY" -m pytest -q "$@" || code=$?
+  [ $code = 5 ] && return
+  ran=1
+  [ $code = 0 ] || status=1
+}
 say "Python tests"
-"$PY" -m pytest -q -m "$marks" "$@" || status=1
+if [ ${#workers[@]} -gt 0 ]; then
+  pytest "${workers[@]}" -m "$marks and not alone" "$@"
+  pytest -m "$marks and alone" "$@"
+else
+  pytest -m "$marks" "$@"
+fi
+[ -n "$ran" ] || { status=1; say "no Python test was selected"; }
+if [ -s "$took" ]; then
+  say "the ten slowest tests"
+  sort -rn "$took" | head -n 10 | awk -F '\t' '{ printf "%7.1f s  %s\n", $1, $2 }' || true
+fi
+say "tests: $((SECONDS - started)) s"
 [ $status = 0 ] || die "tests failed; their names are above."
