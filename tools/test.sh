@@ -30,16 +30,19 @@ export DS_TEST_TIMES=$took
 if [ "$kind" != gpu ]; then
   say "C++ tests"
   labels=()
-  if [ "$kind" = unit ]; then
-    labels=(-LE slow)
-    export DS_FUZZ_CASES=${DS_FUZZ_CASES:-5000}
-  fi
-  ctest --test-dir "$dir" -j "$JOBS" --output-on-failure --no-tests=error "${labels[@]}" >"$dir/ctest.log" 2>&1 || {
+  case $kind in
+    unit) labels=(-LE slow); fuzz=5000 ;;
+    all) fuzz=20000 ;;
+    *) fuzz=100000 ;;
+  esac
+  DS_FUZZ_CASES=${DS_FUZZ_CASES:-$fuzz} ctest --test-dir "$dir" -j "$JOBS" --output-on-failure --no-tests=error "${labels[@]}" >"$dir/ctest.log" 2>&1 || {
     status=1
     grep -v ' Passed ' "$dir/ctest.log"
   }
   sed -n '/tests passed/,$p' "$dir/ctest.log" | sed '/^$/d'
-  sed -nE 's/^ *[0-9]+\/[0-9]+ Test +#[0-9]+: (\S+) .* ([0-9.]+) sec$/\2\tC++ \1/p' "$dir/ctest.log" >>"$took"
+  # GoogleTest's own lines: "[       OK ] Suite.Case (12 ms)"
+  awk '/^\[ +(OK|FAILED) +\] .* ms\)$/ { sub(/.*\] /, ""); ms = substr($(NF - 1), 2); sub(/,? .*/, "")
+    printf "%.3f\tC++ %s\n", ms / 1000, $0 }' "$dir/Testing/Temporary/LastTest.log" >>"$took"
 fi
 
 # One pytest process per core, each with rank processes of its own; a file's tests stay together.
