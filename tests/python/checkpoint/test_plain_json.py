@@ -74,7 +74,9 @@ class Mine:
     pass
 
 
-@pytest.mark.parametrize("value", [Mine(), Mine, len, torch.nn.Linear(1, 1), numpy.array([None])], ids=repr)
+@pytest.mark.parametrize(
+    "value", [Mine(), Mine, len, torch.nn.Linear(1, 1), numpy.array([None])], ids=lambda value: type(value).__name__
+)
 def test_what_only_a_pickle_could_hold_is_named(value):
     with pytest.raises(plain_json.NotPlain, match=r"client_state\.a\.1 is a .*writer"):
         plain_json.encode({"a": [0, value]}, {})
