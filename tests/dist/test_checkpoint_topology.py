@@ -9,6 +9,7 @@ import deepspeed
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from engine_models import Net, loss_of
 from harness import run_ranks
+from sampling import every_case, sample
 from test_checkpoint import PRECISIONS, Tokens, repeat, run, same, seed_all
 
 PRECISION = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16" if "fp16" in PRECISIONS else "bf16"}
