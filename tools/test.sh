@@ -45,11 +45,12 @@ if [ "$kind" != gpu ]; then
     printf "%.3f\tC++ %s\n", ms / 1000, $0 }' "$dir/Testing/Temporary/LastTest.log" >>"$took"
 fi
 
-# One pytest process per core, each with rank processes of its own; a file's tests stay together.
+# Several pytest processes, each with rank processes of its own; a file's tests stay together. One more than cores, up to
+# eight: some tests only wait, for a timeout or for a process that is to die.
 workers=()
 if [ "$kind" != gpu ] && [ "$JOBS" -gt 1 ]; then
   if "$PY" -c 'import xdist' 2>/dev/null; then
-    workers=(-n "$JOBS" --dist loadfile)
+    workers=(-n $((JOBS < 8 ? JOBS + 1 : 8)) --dist loadfile)
   else
     say "Python tests run one after the other: $PY -m pip install pytest-xdist uses all $JOBS cores"
   fi

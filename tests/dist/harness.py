@@ -1,4 +1,4 @@
-"""Tests on several ranks: one pool of processes for a whole pytest process (`make test` starts one for each core).
+"""Tests on several ranks: one pool of processes for a whole pytest process (`make test` starts several).
 
     from harness import run_ranks
 
