@@ -50,6 +50,7 @@ fi
 workers=()
 if [ "$kind" != gpu ] && [ "$JOBS" -gt 1 ]; then
   if "$PY" -c 'import xdist' 2>/dev/null; then
+    export PYTHONHASHSEED=${PYTHONHASHSEED:-$RANDOM}  # the same in all: the names of tests may hold sets
     workers=(-n $((JOBS < 8 ? JOBS + 1 : 8)) --dist loadfile)
   else
     say "Python tests run one after the other: $PY -m pip install pytest-xdist uses all $JOBS cores"

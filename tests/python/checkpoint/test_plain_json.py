@@ -21,7 +21,12 @@ VALUES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+def name(value):
+    """The same in every process: a set's own order is not."""
+    return f"frozenset of {sorted(value)}" if isinstance(value, frozenset) else repr(value)
+
+
+@pytest.mark.parametrize("value", VALUES, ids=name)
 def test_comes_back_as_it_was(value):
     tensors = {}
     text = json.dumps(plain_json.encode({"value": value}, tensors))
