@@ -30,6 +30,9 @@ def run(tmp_path, kind="all", jobs=2, **codes):
     root = tmp_path / "checkout"
     shutil.copytree(os.path.join(ROOT, "tools"), root / "tools")
     (root / "build" / "tag").mkdir(parents=True)
+    (root / "tests").mkdir()
+    (root / "tests" / "test_b.py").write_text("@pytest.mark.alone\n")
+    (root / "tests" / "test_a.py").write_text("@pytest.mark.slow\n")
     programs = {
         root / "tools" / "build.sh": "#!/bin/sh\n",
         tmp_path / "bin" / "python": PYTHON.format(**codes),
@@ -50,7 +53,7 @@ def run(tmp_path, kind="all", jobs=2, **codes):
 def test_all_cores_then_those_that_run_alone(tmp_path):
     code, runs, out, err = run(tmp_path)
     assert code == 0, out + err
-    assert runs == [("-n 3 --dist loadfile -m not gpu and not alone", ""), ("-m not gpu and alone", "")]
+    assert runs == [("-n 3 --dist loadfile -m not gpu and not alone", ""), ("-m not gpu and alone tests/test_b.py", "")]
     assert "fuzz=20000" in out
     slowest = [line.split() for line in out.splitlines() if re.match(r" +[\d.]+ s  ", line)]
     assert slowest == [
