@@ -2,7 +2,7 @@
 # builds for the Python of the active environment (tools/common.sh says which one that is) and installs what is missing.
 SHELL := /bin/bash
 .DEFAULT_GOAL := build
-.PHONY: help build quickstart install test test-unit test-torch2 test-gpu bench bench-gpu lint docs wheel asan tsan clean
+.PHONY: help build quickstart install test test-all test-unit test-torch2 test-gpu bench bench-gpu lint docs wheel asan tsan clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -16,8 +16,11 @@ quickstart: ## install, build and train a small GPT on two processes; again: res
 install: ## build and install editable into the active environment (.venv if none)
 	@tools/install.sh
 
-test: ## build, then all C++ and Python tests
+test: ## build, then the C++ and Python tests, with a sample of each large matrix
 	@tools/test.sh all
+
+test-all: ## as `test`, with every case of every matrix
+	@tools/test.sh every
 
 test-unit: ## the fast part of the tests, under a minute
 	@tools/test.sh unit

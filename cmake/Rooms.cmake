@@ -53,7 +53,21 @@ function(ds_room_closure name out_includes out_objects out_libs)
   set(${out_libs} ${libs} PARENT_SCOPE)
 endfunction()
 
-# tests/cpp/<room>/*.cpp -> test_<room> (GoogleTest, each case a ctest entry);
+set(DS_TEST_PARTS 4)
+
+# Every DS_TEST_PARTS-th case of a GoogleTest program in one process (GoogleTest's own sharding).
+function(ds_test_parts name target)
+  math(EXPR last "${DS_TEST_PARTS} - 1")
+  foreach(part RANGE ${last})
+    math(EXPR number "${part} + 1")
+    add_test(NAME ${name}.${number}of${DS_TEST_PARTS} COMMAND ${target})
+    set_tests_properties(${name}.${number}of${DS_TEST_PARTS} PROPERTIES TIMEOUT 240 LABELS ${name}
+      ENVIRONMENT "GTEST_TOTAL_SHARDS=${DS_TEST_PARTS};GTEST_SHARD_INDEX=${part}")
+  endforeach()
+endfunction()
+
+# tests/cpp/<room>/*.cpp -> test_<room> (GoogleTest; each case a ctest entry, or DS_TEST_PARTS entries where torch is linked:
+# loading it takes longer than most cases);
 # benchmarks/cpp/<room>/*.cpp -> bench_<room> (Google Benchmark).
 function(ds_room_executables name)
   ds_room_closure(${name} includes objects libs)
@@ -76,7 +90,11 @@ function(ds_room_executables name)
     set_target_properties(${target} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin
       BUILD_RPATH "${DS_LIB_DIR};${TORCH_ROOT}/lib" SKIP_BUILD_RPATH OFF)
     if(kind STREQUAL test)
-      gtest_discover_tests(${target} TEST_PREFIX ${name}. DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT 120 LABELS ${name})
+      if("ds_torch" IN_LIST libs)
+        ds_test_parts(${name} ${target})
+      else()
+        gtest_discover_tests(${target} TEST_PREFIX ${name}. DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT 120 LABELS ${name})
+      endif()
       add_dependencies(tests ${target})
     else()
       add_dependencies(benchmarks ${target})

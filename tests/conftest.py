@@ -7,6 +7,7 @@ import pytest
 
 TESTS = os.path.dirname(os.path.abspath(__file__))
 for folder in (
+    TESTS,
     os.path.join(TESTS, "dist"),
     os.path.join(TESTS, "house"),
     os.path.join(TESTS, "python", "ops"),
@@ -17,6 +18,7 @@ for folder in (
         sys.path.insert(0, folder)
 
 import harness  # noqa: E402  (the path above makes it importable)
+import sampling  # noqa: E402
 
 
 @pytest.hookimpl(trylast=True)
@@ -24,8 +26,37 @@ def pytest_sessionfinish():
     harness.shutdown()
 
 
-def pytest_collection_modifyitems(items):
-    """Everything in tests/dist starts several processes: `make test-unit` leaves it out."""
+def pytest_configure(config):
+    """tools/test.sh names a file in which each test leaves its seconds. Of pytest-xdist's processes the first writes."""
+    path = os.environ.get("DS_TEST_TIMES")
+    if path and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Times(path))
+
+
+class Times:
+    """Adds a line for each test to a file: seconds of its set-up, body and clean-up, a tab, its name."""
+
+    def __init__(self, path):
+        self.path = path
+        self.seconds = {}
+
+    def pytest_runtest_logreport(self, report):
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+
+    def pytest_sessionfinish(self):
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.writelines(f"{seconds:.3f}\t{name}\n" for name, seconds in self.seconds.items())
+
+
+def pytest_collection_modifyitems(config, items):
+    """Everything in tests/dist starts several processes: `make test-unit` leaves it out. Large matrices are sampled."""
     for item in items:
         if os.path.dirname(str(item.path)) == os.path.join(TESTS, "dist"):
             item.add_marker(pytest.mark.dist)
+    if sampling.every_case() or any("[" in argument for argument in config.args):
+        return
+    dropped = sampling.left_out(items)
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        gone = set(map(id, dropped))
+        items[:] = [item for item in items if id(item) not in gone]

@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# tools/test.sh all|unit|gpu [pytest arguments]: builds what is missing, then runs ctest and pytest.
+# tools/test.sh all|every|unit|gpu [pytest arguments]: builds what is missing, then runs ctest and pytest, both on every
+# core. `all` runs a fixed sample of each large matrix of cases (tests/sampling.py), `every` all of them. Tests that are
+# marked `alone` measure time or the whole machine and run after the others, one at a time.
 . "$(dirname "$0")/common.sh"
 kind=${1:-all}
 shift || true
@@ -7,28 +9,76 @@ tools/build.sh native tests
 pick_python
 dir=build/$(env_tag "$PY")
 export PYTHONPATH=$ROOT/python${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONDONTWRITEBYTECODE=  # hundreds of processes import the same files: they are compiled once
 case $kind in
   all) marks="not gpu" ;;
+  every)
+    marks="not gpu"
+    export DS_TEST_EVERY_CASE=1
+    ;;
   unit) marks="not gpu and not slow and not dist" ;;
   gpu) marks="gpu"
     "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
       die "make test-gpu needs a GPU and a torch that can use it; $PY sees none." ;;
-  *) die "tools/test.sh knows all, unit and gpu, not '$kind'." ;;
+  *) die "tools/test.sh knows all, every, unit and gpu, not '$kind'." ;;
 esac
 status=0
+started=$SECONDS
+took=$(mktemp)  # a line for each test: seconds, a tab, its name
+trap 'rm -f "$took"' EXIT
+export DS_TEST_TIMES=$took
+
 if [ "$kind" != gpu ]; then
   say "C++ tests"
   labels=()
-  if [ "$kind" = unit ]; then
-    labels=(-LE slow)
-    export DS_FUZZ_CASES=${DS_FUZZ_CASES:-5000}
-  fi
-  ctest --test-dir "$dir" -j "$JOBS" --output-on-failure --no-tests=error "${labels[@]}" >"$dir/ctest.log" 2>&1 || {
+  case $kind in
+    unit) labels=(-LE slow); fuzz=5000 ;;
+    all) fuzz=20000 ;;
+    *) fuzz=100000 ;;
+  esac
+  DS_FUZZ_CASES=${DS_FUZZ_CASES:-$fuzz} ctest --test-dir "$dir" -j "$JOBS" --output-on-failure --no-tests=error "${labels[@]}" >"$dir/ctest.log" 2>&1 || {
     status=1
     grep -v ' Passed ' "$dir/ctest.log"
   }
   sed -n '/tests passed/,$p' "$dir/ctest.log" | sed '/^$/d'
+  # GoogleTest's own lines: "[       OK ] Suite.Case (12 ms)"
+  awk '/^\[ +(OK|FAILED) +\] .* ms\)$/ { sub(/.*\] /, ""); ms = substr($(NF - 1), 2); sub(/,? .*/, "")
+    printf "%.3f\tC++ %s\n", ms / 1000, $0 }' "$dir/Testing/Temporary/LastTest.log" >>"$took"
 fi
+
+# Several pytest processes, each with rank processes of its own; a file's tests stay together. One more than cores, up to
+# eight: some tests only wait, for a timeout or for a process that is to die.
+workers=()
+if [ "$kind" != gpu ] && [ "$JOBS" -gt 1 ]; then
+  if "$PY" -c 'import xdist' 2>/dev/null; then
+    export PYTHONHASHSEED=${PYTHONHASHSEED:-$RANDOM}  # the same in all: the names of tests may hold sets
+    workers=(-n $((JOBS < 8 ? JOBS + 1 : 8)) --dist loadfile)
+  else
+    say "Python tests run one after the other: $PY -m pip install pytest-xdist uses all $JOBS cores"
+  fi
+fi
+ran=
+pytest() {  # pytest ARGUMENTS: nothing to run (5) is an error only if no part runs anything
+  local code=0
+  "$PY" -m pytest -q "$@" || code=$?
+  [ $code = 5 ] && return
+  ran=1
+  [ $code = 0 ] || status=1
+}
 say "Python tests"
-"$PY" -m pytest -q -m "$marks" "$@" || status=1
+if [ ${#workers[@]} -gt 0 ]; then
+  pytest "${workers[@]}" -m "$marks and not alone" "$@"
+  if [ $# = 0 ]; then  # all files again would take longer to import than these tests
+    while IFS= read -r file; do set -- "$@" "$file"; done < <(grep -rl --include='test_*.py' 'mark\.alone' tests | sort)
+  fi
+  pytest -m "$marks and alone" "$@"
+else
+  pytest -m "$marks" "$@"
+fi
+[ -n "$ran" ] || { status=1; say "no Python test was selected"; }
+if [ -s "$took" ]; then
+  say "the ten slowest tests"
+  sort -rn "$took" | head -n 10 | awk -F '\t' '{ printf "%7.1f s  %s\n", $1, $2 }' || true
+fi
+say "tests: $((SECONDS - started)) s"
 [ $status = 0 ] || die "tests failed; their names are above."

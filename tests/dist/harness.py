@@ -1,4 +1,4 @@
-"""Tests on several ranks: one pool of processes for the whole pytest session.
+"""Tests on several ranks: one pool of processes for a whole pytest process (`make test` starts several).
 
     from harness import run_ranks
 
@@ -58,12 +58,23 @@ class _Worker:
         return self.stacks.read().decode(errors="replace").strip()
 
 
+def _ports_of_this_process():
+    """Below the range from which the kernel hands out ports. Processes of one pytest-xdist run share none: between the
+    look at a port and the rank that binds it another could do the same."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    index = int(worker[2:]) if worker[2:].isdigit() else 0
+    span = 20000 // max(count, 1)
+    return range(12000 + index * span, 12000 + (index + 1) * span)
+
+
 class _Pool:
     def __init__(self):
         self.server = None
         self.channel = None
         self.idle = []
-        self.next_port = 12000 + os.getpid() % 8000
+        self.ports = _ports_of_this_process()
+        self.next_port = self.ports[os.getpid() % len(self.ports)]
 
     # ---- the fork server --------------------------------------------------------------------------------------
     def _start_server(self):
@@ -121,8 +132,8 @@ class _Pool:
 
     def free_port(self):
         """A port that nothing is bound to, below the range from which the kernel hands out ports by itself."""
-        for _ in range(4000):
-            self.next_port = 12000 + (self.next_port + 1 - 12000) % 20000
+        for _ in self.ports:
+            self.next_port = self.ports[(self.next_port + 1 - self.ports[0]) % len(self.ports)]
             with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:
@@ -131,7 +142,7 @@ class _Pool:
                 except OSError as error:
                     if error.errno != errno.EADDRINUSE:
                         raise
-        raise RankError("no free TCP port between 12000 and 32000 on 127.0.0.1")
+        raise RankError(f"no free TCP port between {self.ports[0]} and {self.ports[-1]} on 127.0.0.1")
 
     def shutdown(self):
         if self.server is None:

@@ -1,6 +1,7 @@
 """The other side of harness.py: the server that forks rank processes, and what such a process does.
 
-The server imports torch once, stays single-threaded and initialises no device, so that its children may do anything.
+The server imports torch and deepspeed once, stays single-threaded and initialises no device, so that its children may do
+anything.
 Started as ``python rank_worker.py FD``, where FD is a socket to the pytest process; ends when that socket closes.
 """
 
@@ -116,6 +117,7 @@ def _run(task, payload, noted):
         torch.manual_seed(1234)
         torch.set_default_dtype(torch.float32)
         _reset_log_level()
+        _arm_fault()
         fn = _find(task)
         noted.begin()
         gc.freeze()  # what is there now stays, and need not be looked at by every collection: torch 2 alone takes 0.2 s
@@ -145,6 +147,13 @@ def _reset_log_level():
     log = sys.modules.get("deepspeed.log")  # a body that builds many engines may have made it quiet
     if log is not None:
         log.logger.setLevel(logging.INFO)
+
+
+def _arm_fault():
+    """DS_IO_FAULT is read when deepspeed.checkpoint.file_writer is imported, and the server may have done that."""
+    writer = sys.modules.get("deepspeed.checkpoint.file_writer")
+    if writer is not None:
+        writer.inject_fault(os.environ.get("DS_IO_FAULT", ""))
 
 
 class _Noted:
@@ -223,13 +232,20 @@ def _load(name, path):
     return module
 
 
+def _preload():
+    """What every engine needs: a rank that is forked for one test would take longer to import it than to run the test."""
+    try:
+        deepspeed = importlib.import_module("deepspeed")
+        for name in ("initialize", "zero", "comm", "checkpointing"):
+            getattr(deepspeed, name)
+    except ImportError:
+        pass  # not built: tests that need it say so themselves
+
+
 def main():
     _die_with_parent()
     _make_store_patient()
-    try:
-        importlib.import_module("deepspeed")
-    except ImportError:
-        pass  # not built: tests that need it say so themselves
+    _preload()
     serve(socket.socket(fileno=int(sys.argv[1])))
 
 

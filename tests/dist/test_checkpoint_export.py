@@ -38,6 +38,7 @@ def body_save(rank, world, folder, stage, precision):
     return masters(engine)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("precision", sorted(PRECISIONS))
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -9,6 +9,7 @@ import deepspeed
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from engine_models import Net, loss_of
 from harness import run_ranks
+from sampling import every_case, sample
 from test_checkpoint import PRECISIONS, Tokens, repeat, run, same, seed_all
 
 PRECISION = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16" if "fp16" in PRECISIONS else "bf16"}
@@ -177,6 +178,8 @@ def test_four_ranks_to_any_number_and_any_stage_to_any(world, saved):
         pairs = [(a, b) for place, a in enumerate(SAVED) for b in LOADED[place % 4 :: 4]][::2]
     elif world > 1:
         pairs = pairs[world % 2 :: 2]
+    if not every_case():
+        pairs = [pairs[index] for index in sample(pairs, "values", 12, seed=world)]
     for (source, target), (state, next_loss, later_loss) in zip(pairs, run_ranks(world, body_load, folder, pairs)[0]):
         expected, wanted_next, wanted_later = states[source]
         assert not differences(expected, state, (source[1], target[1])), (source, target, world)

@@ -2,12 +2,14 @@
 
 import os
 import signal
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import harness
 from harness import RankError, RankTimeout, run_ranks
 
 
@@ -185,6 +187,42 @@ def test_hang_ends_with_the_stacks_and_new_workers():
     for pid in before:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def _loaded(rank, world_size):
+    return [name for name in ("deepspeed.engine", "deepspeed.checkpoint.file_writer") if name in sys.modules]
+
+
+def test_a_new_process_has_what_engines_import():
+    """Importing it takes a core 0.3 s, more than most tests."""
+    assert run_ranks(1, _loaded, fresh=True) == [["deepspeed.engine", "deepspeed.checkpoint.file_writer"]]
+
+
+def _first_write(rank, world_size, path):
+    from deepspeed.checkpoint import file_writer
+
+    file_writer.write_bytes(b"x", path)
+    return os.path.exists(path)
+
+
+def test_a_fault_of_the_environment_is_for_one_run(tmp_path):
+    path = str(tmp_path / "x")
+    with pytest.raises(OSError, match="No space left"):
+        run_ranks(1, _first_write, path, env={"DS_IO_FAULT": "write:1:enospc"})
+    assert run_ranks(1, _first_write, path, env={"DS_IO_FAULT": "write:2:enospc"}) == [True]
+    assert run_ranks(1, _first_write, path) == [True]
+
+
+def test_processes_of_one_pytest_run_share_no_port(monkeypatch):
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "3")
+    seen = []
+    for worker in ("gw0", "gw1", "gw2"):
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", worker)
+        seen += harness._ports_of_this_process()
+    assert len(seen) == len(set(seen)) > 19000 and min(seen) >= 12000 and max(seen) < 32000
+    monkeypatch.delenv("PYTEST_XDIST_WORKER")
+    monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT")
+    assert len(harness._ports_of_this_process()) == 20000
 
 
 def test_local_function_is_refused():

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -20,16 +21,23 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture
-def config(tmp_path):
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
     """The quickstart's own configuration with a shorter schedule."""
     with open(os.path.join(QUICKSTART, "ds_config.json"), encoding="utf-8") as file:
         settings = json.load(file)
     settings["scheduler"]["params"].update(total_num_steps=20, warmup_num_steps=5)
     settings["train_micro_batch_size_per_gpu"] = 2
-    path = tmp_path / "ds_config.json"
+    path = tmp_path_factory.mktemp("config") / "ds_config.json"
     path.write_text(json.dumps(settings))
     return path
+
+
+@pytest.fixture(scope="module")
+def whole(cache, config, tmp_path_factory):
+    """An uninterrupted run: its folder and what it said."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    return out, train(cache, config, out)
 
 
 def train(cache, config, out, *options, ranks=2):
@@ -70,9 +78,9 @@ def curve(out):
     return [(row["step"], row["loss"], row["lr"], row["grad_norm"]) for row in rows(out)]
 
 
-def test_trains_then_resumes(cache, config, tmp_path):
-    out = tmp_path / "out"
-    text = train(cache, config, out)
+def test_trains_then_resumes(cache, config, whole, tmp_path):
+    out, text = tmp_path / "out", whole[1]
+    shutil.copytree(whole[0], out)
     before, after = map(float, re.search(r"held-out loss\s+([\d.]+) before\s+([\d.]+) after", text).groups())
     assert after < before
     assert [row["step"] for row in rows(out)] == ["5", "10", "15", "20"]
@@ -87,13 +95,12 @@ def test_trains_then_resumes(cache, config, tmp_path):
     assert sorted(os.listdir(out / "checkpoints")) == ["global_step25", "latest"]
 
 
-def test_an_interrupted_run_ends_like_an_uninterrupted_one(cache, config, tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train(cache, config, whole)
+def test_an_interrupted_run_ends_like_an_uninterrupted_one(cache, config, whole, tmp_path):
+    parts = tmp_path / "parts"
     train(cache, config, parts, "--steps", "10")
     train(cache, config, parts, "--resume")
-    assert curve(parts) == curve(whole)
-    assert (parts / "sample.txt").read_text() == (whole / "sample.txt").read_text()
+    assert curve(parts) == curve(whole[0])
+    assert (parts / "sample.txt").read_text() == (whole[0] / "sample.txt").read_text()
 
 
 def test_restart_removes_our_files_and_no_others(cache, config, tmp_path):

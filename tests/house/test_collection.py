@@ -1,6 +1,10 @@
-"""A plain ``pytest`` runs every test file: its defaults skip folders with certain names, ``dist`` among them."""
+"""A plain ``pytest`` runs every test file: its defaults skip folders with certain names, ``dist`` among them.
+
+Several processes share the tests by name (`make test`), so each of them must find the same names.
+"""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -15,6 +19,8 @@ def test_every_test_file_is_collected():
         capture_output=True,
         text=True,
     ).stdout
+    moving = [line for line in listed.splitlines() if "::" in line and re.search(r" at 0x[0-9a-f]{6,}", line)]
+    assert not moving, f"names with addresses in them differ from process to process; give these ids: {moving}"
     collected = {line.split("::")[0] for line in listed.splitlines() if "::" in line}
     written = set()
     for folder, _, files in os.walk(os.path.join(ROOT, "tests")):

@@ -2,17 +2,22 @@
 
 A block is a script of its own and is started in an empty folder. Words after ```python say more:
 ``launch=2`` starts it through the launcher on two processes; ``share`` joins it to the ``share`` blocks before it in
-the same file, as if they were one script.
+the same file, as if they were one script. `make test` runs the scripts in new processes that have torch and deepspeed
+already (tests/dist/harness.py); `make test-all` starts each as the page says.
 """
 
 import glob
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
 
 import pytest
+
+from harness import run_ranks
+from sampling import every_case
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```\s*$", re.M | re.S)
@@ -55,9 +60,28 @@ def test_the_readme_has_a_script_to_run():
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("name, ranks, code", scripts(), ids=[name for name, _, _ in scripts()])
-def test_block_runs(name, ranks, code, tmp_path):
+def test_block_runs(name, ranks, code, tmp_path, monkeypatch):
     script = tmp_path / "script.py"
     script.write_text(code, encoding="utf-8")
+    if every_case():
+        start(name, ranks, script)
+    else:
+        monkeypatch.chdir(tmp_path)
+        alone = dict.fromkeys(LAUNCHED) if not ranks else {}
+        run_ranks(max(ranks, 1), body, str(script), timeout=300, env=alone, fresh=True)
+
+
+LAUNCHED = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE",
+            "MASTER_ADDR", "MASTER_PORT"]  # fmt: skip
+
+
+def body(rank, world, script):
+    sys.argv = [script]
+    runpy.run_path(script, run_name="__main__")
+
+
+def start(name, ranks, script):
+    """As the reader does it."""
     command = [sys.executable, str(script)]
     if ranks:
         command[1:1] = [
@@ -69,5 +93,5 @@ def test_block_runs(name, ranks, code, tmp_path):
             str(free_port()),
         ]
     env = {**os.environ, "PYTHONPATH": os.path.join(ROOT, "python"), "OMP_NUM_THREADS": "1"}
-    out = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    out = subprocess.run(command, cwd=script.parent, env=env, capture_output=True, text=True, timeout=300)
     assert out.returncode == 0, f"{name} failed\n{out.stdout[-2000:]}\n{out.stderr[-4000:]}"

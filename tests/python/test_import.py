@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
@@ -15,6 +17,7 @@ def run(code, **env):
     return out.stdout
 
 
+@pytest.mark.alone
 def test_costs_at_most_100_ms_above_torch_with_an_empty_path():
     code = """
 import json, time, torch
@@ -22,8 +25,10 @@ start = time.perf_counter()
 import deepspeed
 print(json.dumps([(time.perf_counter() - start) * 1e3, torch.cuda.is_initialized()]))
 """
-    results = [json.loads(run(code, PATH="")) for _ in range(4)]
-    assert min(ms for ms, _ in results) <= 100, results  # the best run: the others met a busy machine
+    results = []
+    while len(results) < 4 and not any(ms <= 100 for ms, _ in results):  # the best run: the others met a busy machine
+        results.append(json.loads(run(code, PATH="")))
+    assert min(ms for ms, _ in results) <= 100, results
     assert not any(context for _, context in results), "the import opened a CUDA context"
 
 

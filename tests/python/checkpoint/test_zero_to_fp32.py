@@ -266,6 +266,7 @@ def run_script(folder, *arguments):
     return subprocess.run(command, cwd="/", capture_output=True, text=True)
 
 
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("safe", [False, True], ids=["bin", "safetensors"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_script_runs_with_torch_alone(stage, safe, tmp_path):
@@ -332,6 +333,7 @@ print("PEAK", before, high())
 
 
 @pytest.mark.slow
+@pytest.mark.sample("values")
 @pytest.mark.parametrize("safe", [False, True], ids=["bin", "safetensors"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_memory_does_not_grow_with_the_model(stage, safe, tmp_path):

@@ -3,6 +3,8 @@
 import json
 import time
 
+import pytest
+
 from deepspeed._native import _C
 from deepspeed.config.model import layout
 from deepspeed.config.read import other_names
@@ -13,6 +15,7 @@ def filled(fields):
     return {key: filled(facts["fields"]) if facts["fields"] else facts["default"] for key, facts in fields.items()}
 
 
+@pytest.mark.alone
 def test_a_file_of_every_key_is_resolved_within_a_millisecond():
     text = json.dumps({**filled(layout("training")), "train_batch_size": 8}, indent=1).encode()
     assert text.count(b":") > 470

@@ -127,22 +127,47 @@ def test_help_lists_every_target():
     assert sorted(listed) == sorted(targets)
 
 
-def test_ci_passes_when_the_index_cannot_be_reached(tmp_path):
-    """.ci/run with a stand-in for make and for the torch 2 set-up."""
-    root = tmp_path / "checkout"
+def run_ci(tmp_path, torch2=0, room=None, user=0, broken=None):
+    """.ci/run with stand-ins for make, for the torch 2 set-up and for the clean room: (exit code, what it said)."""
+    root = tmp_path / "work" / "checkout"
+    shutil.rmtree(root.parent, ignore_errors=True)
     (root / "tools").mkdir(parents=True)
     shutil.copytree(os.path.join(ROOT, ".ci"), root / ".ci")
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "make").write_text("#!/bin/sh\necho make $*\n")
-    setup = root / "tools" / "torch2_env.sh"
-    for code, expected, ran in ((0, 0, True), (3, 0, False), (1, 1, False)):
-        setup.write_text(f"#!/bin/sh\necho set-up\nexit {code}\n")
-        for path in (setup, tmp_path / "bin" / "make"):
-            path.chmod(0o755)
-        out = bash("bash .ci/run", cwd=root, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-        assert out.returncode == expected, out.stdout + out.stderr
-        assert "make test\n" in out.stdout
-        assert ("make test-torch2" in out.stdout) == ran
+    programs = {
+        tmp_path / "bin" / "make": f'echo "called: make $*"; [ "$1" != "{broken}" ] || exit 7',
+        tmp_path / "bin" / "id": f"echo {user}",
+        root / "tools" / "torch2_env.sh": f"exit {torch2}",
+    }
+    if room is not None:
+        programs[root.parent / "shared" / "tools" / "clean_room.sh"] = f'echo "called: room $*"; exit {room}'
+    for path, body in programs.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+    out = bash("bash .ci/run", cwd=root, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    called = re.findall(r"^called: (.*)$", out.stdout, re.M)
+    return out.returncode, called, out.stdout
+
+
+BOTH = ["make test", "make test-torch2"]
+
+
+@pytest.mark.parametrize(
+    "how, code, called, said",
+    [
+        ({}, 0, BOTH, "there is no ../shared/tools/clean_room.sh"),
+        ({"room": 0}, 0, [*BOTH, "room make quickstart"], "all of it took 0:0"),
+        ({"room": 0, "user": 1000}, 0, BOTH, "that needs root"),
+        ({"room": 5}, 5, [*BOTH, "room make quickstart"], "clean_room.sh make quickstart: exit 5 after 0:0"),
+        ({"torch2": 3, "room": 0}, 0, ["make test", "room make quickstart"], "make test-torch2 is left out"),
+        ({"torch2": 1, "room": 0}, 1, ["make test"], "torch2_env.sh: exit 1"),
+        ({"broken": "test"}, 7, ["make test"], "make test: exit 7 after 0:0"),
+        ({"broken": "test-torch2", "room": 0}, 7, BOTH, "make test-torch2: exit 7"),
+    ],
+)
+def test_ci_runs_both_suites_and_the_bare_machine(how, code, called, said, tmp_path):
+    found, ran, text = run_ci(tmp_path, **how)
+    assert (found, ran) == (code, called) and said in text, text
 
 
 @pytest.mark.slow

@@ -1,0 +1,93 @@
+"""What `make test` leaves to `make test-all`, and that nothing is left to neither."""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+
+import sampling
+
+MATRIX = list(itertools.product(range(4), range(3), ["fp32", "bf16"], [True, False]))
+
+
+def pairs(cases):
+    return {pair for case in cases for pair in itertools.combinations(enumerate(case), 2)}
+
+
+def test_pairs_are_all_there_in_few_cases():
+    chosen = [MATRIX[index] for index in sampling.sample(MATRIX)]
+    assert pairs(chosen) == pairs(MATRIX) and 12 <= len(chosen) <= 16 < len(MATRIX)
+
+
+def test_values_are_all_there_in_fewer():
+    chosen = [MATRIX[index] for index in sampling.sample(MATRIX, "values")]
+    assert len(chosen) == 4
+    assert all({case[axis] for case in chosen} == {case[axis] for case in MATRIX} for axis in range(4))
+    more = sampling.sample(MATRIX, "values", 9)
+    assert len(more) == 9 and pairs(chosen) < pairs(MATRIX[index] for index in more)
+
+
+def test_a_matrix_with_holes_keeps_the_pairs_it_has():
+    cases = [case for case in MATRIX if not (case[0] == 3 and case[2] == "bf16")]
+    assert pairs(cases[index] for index in sampling.sample(cases)) == pairs(cases)
+
+
+def test_the_same_sample_every_time_and_another_one_for_another_name():
+    code = "import sampling, itertools; print(sampling.sample(list(itertools.product('abcd', 'efg', [1.5, None])), seed='x'))"
+    runs = {
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.path.dirname(sampling.__file__)},
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(runs) == 1
+    assert sampling.sample(MATRIX, seed="x") != sampling.sample(MATRIX, seed="y")
+
+
+@pytest.mark.parametrize("cases, expected", [([], []), ([("a",)], [0]), ([("a",), ("b",)], [0, 1])])
+def test_small_matrices_stay_whole(cases, expected):
+    assert sampling.sample(cases) == expected
+
+
+def test_an_unknown_cover_is_refused():
+    with pytest.raises(ValueError, match="'pairs' or 'values', not 'triples'"):
+        sampling.sample(MATRIX, "triples")
+
+
+MODULE = """
+import pytest
+@pytest.mark.sample("values")
+@pytest.mark.parametrize("a", [1, 2])
+@pytest.mark.parametrize("b, c", [(1, 2), (3, 4), (5, 6)])
+def test_many(a, b, c): pass
+@pytest.mark.parametrize("a", [1, 2])
+def test_two(a): pass
+"""
+
+
+def run(folder, *arguments, **environment):
+    """The number of cases that ran, in a session of pytest with this tree's conftest.py."""
+    (folder / "test_many.py").write_text(MODULE)
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    with open(os.path.join(os.path.dirname(sampling.__file__), "conftest.py"), encoding="utf-8") as file:
+        (folder / "conftest.py").write_text(file.read().replace("__file__", repr(sampling.__file__)))
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("DS_TEST_", "PYTEST_XDIST"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        cwd=folder, capture_output=True, text=True, env={**clean, **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+def test_sampled_whole_or_named(tmp_path):
+    assert run(tmp_path).startswith("5 passed, 3 deselected")
+    assert run(tmp_path, DS_TEST_EVERY_CASE="1").startswith("8 passed")
+    for name in ("1-2-1", "3-4-1", "5-6-1", "1-2-2", "3-4-2", "5-6-2"):
+        assert run(tmp_path, f"test_many.py::test_many[{name}]").startswith("1 passed")
+    times = tmp_path / "times"
+    run(tmp_path, DS_TEST_TIMES=str(times))
+    assert sorted(line.split("::")[1] for line in times.read_text().splitlines())[-2:] == ["test_two[1]", "test_two[2]"]

@@ -1,0 +1,95 @@
+"""tools/test.sh with stand-ins for the build, ctest and Python: what it runs, how it ends, what it says."""
+
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+PYTHON = """#!/bin/bash
+if [ "$1" = - ]; then echo tag; exit; fi
+if [ "$1" = -c ]; then [[ "$2" != *xdist* ]] || exit {no_xdist}; exit 0; fi
+echo "pytest: ${{*:4}} / every=${{DS_TEST_EVERY_CASE:-}}"
+if [[ "$*" == *"not alone"* ]]; then printf '30.5\\ttests/a.py::test_slow\\n0.001\\ttests/a.py::test_fast\\n' >>"$DS_TEST_TIMES"; exit {first}; fi
+exit {second}
+"""
+CTEST = """#!/bin/bash
+mkdir -p build/tag/Testing/Temporary
+printf '[       OK ] Suite.Case/3 (1500 ms)\\n[  FAILED  ] Other.Case, where GetParam() = 3 (2500 ms)\\n' \
+  >build/tag/Testing/Temporary/LastTest.log
+echo " 7/9 Test #1: room.Other ....***Failed  2.50 sec"
+echo "88% tests passed, 1 tests failed out of 9; fuzz=$DS_FUZZ_CASES"
+exit {ctest}
+"""
+
+
+def run(tmp_path, kind="all", jobs=2, **codes):
+    codes = {"first": 0, "second": 0, "no_xdist": 0, "ctest": 0, **codes}
+    root = tmp_path / "checkout"
+    shutil.copytree(os.path.join(ROOT, "tools"), root / "tools")
+    (root / "build" / "tag").mkdir(parents=True)
+    (root / "tests").mkdir()
+    (root / "tests" / "test_b.py").write_text("@pytest.mark.alone\n")
+    (root / "tests" / "test_a.py").write_text("@pytest.mark.slow\n")
+    programs = {
+        root / "tools" / "build.sh": "#!/bin/sh\n",
+        tmp_path / "bin" / "python": PYTHON.format(**codes),
+        tmp_path / "bin" / "ctest": CTEST.format(**codes),
+    }
+    for path, text in programs.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("DS_")}
+    env.update(PATH=f"{tmp_path / 'bin'}:{env['PATH']}", PYTHON=str(tmp_path / "bin" / "python"), JOBS=str(jobs))
+    out = subprocess.run(
+        ["bash", "tools/test.sh", kind], cwd=root, env=env, capture_output=True, text=True, timeout=60
+    )
+    return out.returncode, re.findall(r"^pytest: (.*) / every=(.*)$", out.stdout, re.M), out.stdout, out.stderr
+
+
+def test_all_cores_then_those_that_run_alone(tmp_path):
+    code, runs, out, err = run(tmp_path)
+    assert code == 0, out + err
+    assert runs == [("-n 3 --dist loadfile -m not gpu and not alone", ""), ("-m not gpu and alone tests/test_b.py", "")]
+    assert "fuzz=20000" in out
+    slowest = [line.split() for line in out.splitlines() if re.match(r" +[\d.]+ s  ", line)]
+    assert slowest == [
+        ["30.5", "s", "tests/a.py::test_slow"], ["2.5", "s", "C++", "Other.Case"],
+        ["1.5", "s", "C++", "Suite.Case/3"], ["0.0", "s", "tests/a.py::test_fast"],
+    ]  # fmt: skip
+    assert re.search(r"tests: \d+ s", err)
+
+
+def test_every_case(tmp_path):
+    code, runs, out, _ = run(tmp_path, "every")
+    assert code == 0 and [every for _, every in runs] == ["1", "1"] and "fuzz=100000" in out
+
+
+def test_the_fast_part_runs_on_all_cores_too(tmp_path):
+    _, runs, out, _ = run(tmp_path, "unit", jobs=16)
+    assert runs[0][0] == "-n 8 --dist loadfile -m not gpu and not slow and not dist and not alone" and "fuzz=5000" in out
+
+
+@pytest.mark.parametrize("how", [{"jobs": 1}, {"no_xdist": 1}], ids=["one core", "no xdist"])
+def test_one_after_the_other(how, tmp_path):
+    code, runs, _, err = run(tmp_path, **how)
+    assert code == 0 and [arguments for arguments, _ in runs] == ["-m not gpu"]
+    assert ("pip install pytest-xdist" in err) == ("no_xdist" in how)
+
+
+@pytest.mark.parametrize(
+    "codes, expected",
+    [
+        ({"first": 1}, 1), ({"second": 1}, 1), ({"ctest": 8}, 1), ({"first": 3}, 1),
+        ({"first": 5}, 0), ({"second": 5}, 0), ({"first": 5, "second": 5}, 1), ({"first": 5, "second": 2}, 1),
+    ],
+)  # fmt: skip
+def test_any_part_that_fails_is_the_end_of_it(codes, expected, tmp_path):
+    code, runs, out, err = run(tmp_path, **codes)
+    assert code == expected, out + err
+    assert len(runs) == 2  # the rest runs all the same
+    assert ("***Failed" in out) == ("ctest" in codes)
+    assert ("error: tests failed" in err) == bool(expected)

@@ -1,0 +1,80 @@
+"""Large matrices of cases: `make test` runs a fixed sample of each, `make test-all` runs every case.
+
+    @pytest.mark.sample                    # each pair of values of two parameters appears in some case
+    @pytest.mark.sample("values")          # each value of each parameter appears in some case
+    @pytest.mark.sample("values", 12)      # and at least so many cases
+    @pytest.mark.parametrize("world", [1, 2, 3])
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+    def test_training(stage, world): ...
+
+What is chosen depends on the names and positions of the parameters' values alone, never on chance or on the machine, so
+that a case which failed once is there the next time. A case that is named on the command line runs in any event.
+Loops inside a test choose with `sample` and ask `every_case()` what was wanted.
+"""
+
+import hashlib
+import itertools
+import os
+
+PLAIN = (str, bytes, int, float, tuple, list, dict, set, frozenset)
+VARIABLE = "DS_TEST_EVERY_CASE"  # `make test-all` sets it; C++ tests read it, too
+
+
+def every_case():
+    """Whether every case is to run, not a sample."""
+    return os.environ.get(VARIABLE, "0") not in ("", "0")
+
+
+def _parts(case, strength):
+    """The values of the case, or its pairs of values, each with its position."""
+    return {*itertools.combinations(enumerate(case), min(strength, len(case)))}
+
+
+def sample(cases, cover="pairs", at_least=0, seed=""):
+    """Indices, in order, of cases that hold together each pair of values (`cover="values"`: each value) that occurs.
+
+    cases: a sequence of equally long tuples of hashable values. Greedy: always the case that adds most; between equals a
+    hash of its values decides, so that samples of similar matrices are not all from the same corner.
+    """
+    if cover not in ("pairs", "values"):
+        raise ValueError(f"a sample covers 'pairs' or 'values', not {cover!r}")
+    strength = 2 if cover == "pairs" else 1
+    parts = [_parts(case, strength) for case in cases]
+    ranks = [hashlib.sha256(f"{seed}{case!r}".encode()).digest() for case in cases]
+    left, chosen, missing = set(range(len(cases))), [], set().union(*parts)
+    while left and (missing or len(chosen) < at_least):
+        best = min(left, key=lambda index: (-len(parts[index] & missing), ranks[index]))
+        left.remove(best)
+        chosen.append(best)
+        missing -= parts[best]
+    return sorted(chosen)
+
+
+def _positions(values):
+    """For each value the number of the first that is the same; any object may be a parameter, hashable or not."""
+    known = []
+    for value in values:
+        for index, other in enumerate(known):
+            if value is other or (type(value) is type(other) and isinstance(value, PLAIN) and value == other):
+                break
+        else:
+            index = len(known)
+            known.append(value)
+        yield index
+
+
+def left_out(items):
+    """Of collected pytest items, those that a `sample` mark leaves to `make test-all`."""
+    matrices = {}
+    for item in items:
+        mark = item.get_closest_marker("sample")
+        if mark is not None and hasattr(item, "callspec"):
+            matrices.setdefault(item.nodeid.split("[")[0], (mark, []))[1].append(item)
+    dropped = []
+    for name, (mark, cases) in matrices.items():
+        axes = sorted(cases[0].callspec.params)
+        columns = [_positions([case.callspec.params[axis] for case in cases]) for axis in axes]
+        positions = list(zip(*columns))
+        kept = set(sample(positions, *mark.args, seed=name, **mark.kwargs))
+        dropped += [case for index, case in enumerate(cases) if index not in kept]
+    return dropped
