@@ -187,6 +187,7 @@ def shell_programs(text):
     text = re.sub(r"(?m)(^|\s)#[^\n]*", r"\1", text)
     functions = set(re.findall(r"(?m)^\s*([A-Za-z_]\w*)\s*\(\)", text))
     text = re.sub(r"'[^']*'", " '' ", text)
+    text = re.sub(r"\$\{[^{}]*\}", "VALUE", text)
     inner = []
     while True:  # commands inside $( ), innermost first, each becomes a line of its own
         match = re.search(r"[$<>]\(([^()]*)\)", text)
@@ -307,6 +308,8 @@ def used_by_scripts(root):
             asked.append((name, program, program_file(program)))
         for module in re.findall(r"(?:python3?|\$PY\"?|python\"?) -m (\w+)", text):
             asked.append((name, f"-m {module}", module_file(MODULE_NEEDS.get(module, module))))
+        for module in re.findall(r"-c 'import (\w+)'", text):
+            asked.append((name, f"-m {module}", module_file(module)))
     owner = owners({path for *_, path in asked if path})
     for name, what, path in asked:
         if path in owner:
