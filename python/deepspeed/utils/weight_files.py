@@ -3,6 +3,7 @@
 Everything goes through in chunks: what an export holds in memory does not depend on the size of a tensor.
 """
 
+import errno
 import json
 import os
 import re
@@ -157,7 +158,13 @@ def write_whole(path, write, content):
     temporary = f"{path}.writing.{os.getpid()}"
     try:
         write(temporary, content)
-        os.replace(temporary, path)
+        try:
+            os.replace(temporary, path)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
+                raise
+            os.unlink(temporary)  # a mounted object store, which cannot rename
+            write(path, content)
     except BaseException as error:
         if os.path.exists(temporary):
             os.unlink(temporary)
