@@ -98,7 +98,7 @@ def body_in_place(rank, world, folder, how):
     file_writer.inject_fault("write:1+:enospc," + NO_RENAME)
     mark(engine, 3)
     try:
-        with pytest.raises(OSError, match="it was written in place, so it is not there now"):
+        with pytest.raises(OSError, match="it was written in place, so what was there is gone"):
             engine.save_checkpoint(folder, tag="t")
             engine.checkpoint_engine.wait()
     finally:
@@ -197,7 +197,7 @@ def test_files_without_an_archive(how, tmp_path):
     for path in paths:
         assert path.read_bytes()[:2] == b"\x80\x02"  # a pickle, and no zip archive
     module = torch.load(tmp_path / "t" / "mp_rank_00_model_states.pt")["module"]
-    assert {float(v) for t in module.values() for v in t.reshape(-1).tolist()} == {4.0}
+    assert all(bool((module[key] == 4).all()) for key, _ in make_net(seed=0).named_parameters())
     deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
 
 
@@ -233,10 +233,10 @@ def body_turns(rank, world, folder):
 
 
 def test_ranks_of_a_machine_load_one_after_the_other(tmp_path):
-    found = run_ranks(3, body_turns, str(tmp_path), fresh=True)
+    found = run_ranks(2, body_turns, str(tmp_path), fresh=True)
     for (_, end), (begin, _) in zip([f[0] for f in found], [f[0] for f in found[1:]]):
         assert end <= begin
-    assert [f[1] for f in found] == [[2.0]] * 3 and [f[2] for f in found] == [1.0, 2.0, 3.0]
+    assert [f[1] for f in found] == [[2.0]] * 2 and [f[2] for f in found] == [1.0, 2.0]
 
 
 def body_no_turns(rank, world, folder):

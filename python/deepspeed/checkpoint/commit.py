@@ -148,7 +148,7 @@ def finish(folder, staging, facts, records):
 def abandon(folder, staging):
     """After a failure: the hidden folder goes, the checkpoint that was there stays. In place what was written goes."""
     if staging == folder:
-        if os.path.isdir(folder) and not os.path.exists(os.path.join(folder, manifest.NAME)):
+        if os.path.isdir(folder) and not _has_manifest(folder):
             replaced_files.remove_own(folder)
     elif is_half_moved(folder):
         owner.let_go(staging)  # the next save goes on with it
@@ -182,7 +182,7 @@ def place_of(folder):
     found = settle(real)
     if found != real:
         return found
-    if owner.facts_of(real) is not None and not os.path.exists(os.path.join(real, manifest.NAME)):
+    if owner.facts_of(real) is not None and not _has_manifest(real):
         who = owner.described(real)
         state = "is writing it at this moment" if owner.is_alive(real) else "was broken off while it was writing it"
         whole = names_of_whole(os.path.dirname(real))
@@ -193,10 +193,17 @@ def place_of(folder):
     return folder
 
 
+def _has_manifest(folder):
+    try:
+        return manifest.read(folder) is not None
+    except (manifest.DamagedManifest, NotADirectoryError):  # in place, it is written like any other file
+        return False
+
+
 def names_of_whole(save_dir):
     """Tags in ``save_dir`` that have a manifest."""
-    found = (name for name in os.listdir(save_dir) if not name.startswith("."))
-    return sorted(name for name in found if os.path.exists(os.path.join(save_dir, name, manifest.NAME)))
+    found = os.listdir(save_dir) if os.path.isdir(save_dir) else []
+    return sorted(name for name in found if not name.startswith(".") and _has_manifest(os.path.join(save_dir, name)))
 
 
 # ---- meetings ------------------------------------------------------------------------------------------------------

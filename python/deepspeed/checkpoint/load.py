@@ -33,9 +33,15 @@ def _find_tag(load_dir, tag, universal):
         return None
     try:
         with open(pointer) as file:
-            return file.read().strip()
+            named = file.read().strip()
     except OSError as error:
         raise OSError(error.errno, f"cannot read {pointer}: {error.strerror}. Check its permissions.") from error
+    if not named:  # a file system without renames
+        raise RuntimeError(
+            f"{pointer} is empty: a save was broken off when it wrote it. Pass tag=; complete are: "
+            f"{', '.join(commit.names_of_whole(load_dir)) or 'none'}"
+        )
+    return named
 
 
 def _open(engine, folder, with_optimizer):

@@ -84,7 +84,9 @@ def claim(folder, lock=True, **more):
 
 
 def _write(folder, facts, lock):
-    descriptor = os.open(path_in(folder), os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path_in(folder))  # a mounted object store writes no file twice
+    descriptor = os.open(path_in(folder), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         os.write(descriptor, json.dumps(facts).encode())
         if not lock:

@@ -146,7 +146,7 @@ class Saving:
 
         self.staging = self._together(make)
         if self.staging == self.place:
-            self.failed = f"the checkpoint {self.folder} is not saved; it was written in place, so it is not there now"
+            self.failed = f"the checkpoint {self.folder} is not saved; it was written in place, so what was there is gone"
 
     def shared(self, files):
         """``files``, with those of which all data-parallel ranks have the same cut into parts. Every rank calls it, after

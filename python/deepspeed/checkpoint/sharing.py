@@ -49,7 +49,8 @@ class Sharing:
         Every rank calls it; ``agree(error, value)`` gives the values of all, or raises on all."""
         prepared, error = {}, None
         try:
-            prepared = {name: PreparedTorch(files[name]()) for name in names if name in files}
+            if self.writes:
+                prepared = {name: PreparedTorch(files[name]()) for name in names}
         except Exception as caught:
             error = caught
         told = agree(error, {name: [len(made.texts), made.entries()] for name, made in prepared.items()})

@@ -163,7 +163,9 @@ def write_whole(path, write, content):
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
                 raise
-            os.unlink(temporary)  # a mounted object store, which cannot rename
+            for old in (temporary, path):  # a mounted object store, which neither renames nor writes a file twice
+                if os.path.exists(old):
+                    os.unlink(old)
             write(path, content)
     except BaseException as error:
         if os.path.exists(temporary):

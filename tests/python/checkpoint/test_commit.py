@@ -154,7 +154,7 @@ def test_a_read_only_folder_is_read_where_the_swap_has_left_it(tmp_path):
 
 
 @pytest.mark.parametrize("lacks", [NO_FOLDERS, NO_RENAME])
-@pytest.mark.parametrize("call", ["open", "fsync"])
+@pytest.mark.parametrize("call", ["open", "write", "fsync"])
 def test_killed_in_place_the_other_tags_are_whole_and_this_one_is_known_not_to_be(call, lacks, tmp_path):
     found = set()
     for n in range(1, 20):
