@@ -157,14 +157,13 @@ DS_BINDINGS(m) {
            }),
            py::arg("entries"))
       .def_property_readonly("file_bytes", &ZipLayout::file_bytes)
-      .def("header_offset", [](const ZipLayout& self, size_t entry) { return self.header_offset(checked(self, entry)); })
+      .def("header_offset",
+           [](const ZipLayout& self, size_t entry) { return self.header_offset(checked(self, entry)); })
       .def("data_offset", [](const ZipLayout& self, size_t entry) { return self.data_offset(checked(self, entry)); })
       .def("local_header",
            [](const ZipLayout& self, size_t entry) { return py::bytes(self.local_header(checked(self, entry))); })
-      .def("descriptor",
-           [](const ZipLayout& self, size_t entry, uint32_t crc32) {
-             return py::bytes(self.descriptor(checked(self, entry), crc32));
-           })
+      .def("descriptor", [](const ZipLayout& self, size_t entry,
+                            uint32_t crc32) { return py::bytes(self.descriptor(checked(self, entry), crc32)); })
       .def("directory", [](const ZipLayout& self, const std::vector<uint32_t>& crc32) {
         if (crc32.size() != self.entries().size()) throw py::value_error("one checksum for each entry");
         return py::bytes(self.directory(crc32));

@@ -14,13 +14,12 @@ namespace ds::io {
 namespace {
 
 constexpr std::pair<const char*, Call> kNames[] = {
-    {"open", Call::kOpen},         {"write", Call::kWrite},
-    {"fsync", Call::kSync},        {"rename", Call::kRename},
-    {"exchange", Call::kExchange}, {"rename_dir", Call::kRenameFolder},
+    {"open", Call::kOpen},         {"write", Call::kWrite},       {"fsync", Call::kSync},
+    {"rename", Call::kRename},     {"exchange", Call::kExchange}, {"rename_dir", Call::kRenameFolder},
     {"truncate", Call::kTruncate},
 };
 constexpr std::pair<const char*, int> kErrors[] = {
-    {"enospc", ENOSPC}, {"eio", EIO},       {"exdev", EXDEV},      {"einval", EINVAL},
+    {"enospc", ENOSPC}, {"eio", EIO},     {"exdev", EXDEV},        {"einval", EINVAL},
     {"enosys", ENOSYS}, {"eperm", EPERM}, {"enotsup", EOPNOTSUPP}, {"emfile", EMFILE},
 };
 

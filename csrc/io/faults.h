@@ -1,5 +1,5 @@
-// Faults on order: a process can be told to fail, or to die, at its n-th write, fsync, rename or open-for-writing, and to
-// behave as on a file system that lacks a system call.
+// Faults on order: a process can be told to fail, or to die, at its n-th write, fsync, rename or open-for-writing, and
+// to behave as on a file system that lacks a system call.
 //
 // Tests sweep n to show that no moment exists at which a crash loses a checkpoint.
 #pragma once
@@ -9,8 +9,8 @@
 
 namespace ds::io {
 
-// "open" counts files opened for writing only; "rename" counts every change of names, of which "rename_dir" counts those
-// of folders and "exchange" the swaps; "truncate" counts calls of ftruncate.
+// "open" counts files opened for writing only; "rename" counts every change of names, of which "rename_dir" counts
+// those of folders and "exchange" the swaps; "truncate" counts calls of ftruncate.
 enum class Call { kOpen, kWrite, kSync, kRename, kRenameFolder, kExchange, kTruncate };
 constexpr int kCalls = 7;
 
@@ -22,9 +22,9 @@ class Faults {
     int code = 0;  // errno, of kError
   };
 
-  // "<call>:<n>:<action>", n from 1; "<n>+": from the n-th on. Several, with commas between; the first that applies acts.
-  // Empty: no fault. Actions: kill, an error by its name, and `short` (of write only), which is no error: the system
-  // takes half of what it was given. Throws ErrorKind::kValue for anything else.
+  // "<call>:<n>:<action>", n from 1; "<n>+": from the n-th on. Several, with commas between; the first that applies
+  // acts. Empty: no fault. Actions: kill, an error by its name, and `short` (of write only), which is no error: the
+  // system takes half of what it was given. Throws ErrorKind::kValue for anything else.
   explicit Faults(const std::string& order = "") { arm(order); }
 
   // Takes another order and counts from 0 again.

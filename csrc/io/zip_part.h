@@ -28,7 +28,7 @@ class ZipPart {
 
   const std::vector<uint32_t>& crc32() const { return crc32_; }  // of each run that is complete
 
-  Sum finish();                                  // Throws ErrorKind::kValue when a run is not complete.
+  Sum finish();                                   // Throws ErrorKind::kValue when a run is not complete.
   void abandon() noexcept { stream_.abandon(); }  // closes; the file stays, others write it
 
  private:

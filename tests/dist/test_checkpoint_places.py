@@ -1,5 +1,6 @@
 """Where a checkpoint goes: tags that are none, symbolic links, file systems that cannot rename, several writers."""
 
+import argparse
 import contextlib
 import os
 import threading
@@ -9,9 +10,9 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.checkpoint import background, file_writer, manifest, verify
+from deepspeed.checkpoint import background, ds_to_universal, file_writer, manifest, verify
 from deepspeed.zero.restore import Restore
-from engine_models import config, make_net
+from engine_models import batch, config, loss_of, make_net
 from harness import run_ranks
 from test_checkpoint_crash import mark, marks
 
@@ -250,3 +251,45 @@ def body_no_turns(rank, world, folder):
 def test_loading_in_turn_is_for_stage_3(tmp_path):
     assert run_ranks(1, body_no_turns, str(tmp_path)) == [True]
     assert background.drain_all() is None
+
+
+def body_elastic(rank, world, folder, client):
+    """Saves in the old form, and loads it again and as a universal checkpoint; the run goes on as it would have."""
+
+    def start(elastic, **checkpoint):
+        net = make_net(seed=0)
+        made = config(2, 1, zero_optimization={"stage": 1, "elastic_checkpoint": elastic}, checkpoint=checkpoint)
+        optimizer = None
+        if client:
+            made.pop("optimizer")
+            optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        return deepspeed.initialize(model=net, optimizer=optimizer, config=made)[0]
+
+    def train(engine, seed):
+        tokens, targets = batch(seed + 10 * rank, 4)
+        engine.backward(loss_of(engine(tokens), targets))
+        engine.step()
+        return [p.detach().clone() for p in engine.module.parameters()]
+
+    engine = start(True)
+    train(engine, 1)
+    train(engine, 2)
+    engine.save_checkpoint(folder, tag="old_form")
+    straight = train(engine, 3)
+    again = start(True)
+    again.load_checkpoint(folder)
+    assert all(map(torch.equal, train(again, 3), straight))
+    if rank == 0:
+        ds_to_universal.main(argparse.Namespace(
+            input_folder=os.path.join(folder, "old_form"), output_folder=os.path.join(folder, "universal")
+        ))  # fmt: skip
+    deepspeed.comm.barrier()
+    universal = start(False, load_universal=True)
+    universal.load_checkpoint(folder, tag="universal")
+    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(train(universal, 3), straight))
+    return True
+
+
+@pytest.mark.parametrize("client", [False, True], ids=["our optimizer", "torch's optimizer"])
+def test_the_elastic_form_goes_on_and_converts(client, tmp_path):
+    assert run_ranks(2, body_elastic, str(tmp_path), client) == [True, True]

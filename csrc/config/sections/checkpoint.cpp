@@ -44,9 +44,10 @@ DS_CONFIG_CHAPTER(70, kTraining, "Checkpoints") {
                  "GiB of host memory that snapshots may take on each rank; null: as much as they need. A save waits "
                  "while it is full.")
               .above(0),
-          boolean("checkpoint_serialization", true,
-                  "Write the zip archives of torch.save; false: the stream of tensors without an archive that torch.save "
-                  "wrote before. torch.load reads both."),
+          boolean(
+              "checkpoint_serialization", true,
+              "Write the zip archives of torch.save; false: the stream of tensors without an archive that torch.save "
+              "wrote before. torch.load reads both."),
           section("writer", "A faster writer of checkpoint files.",
                   {
                       text("type", "FAST",

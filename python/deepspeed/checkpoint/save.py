@@ -33,6 +33,20 @@ def _agreed_tag(engine, ranks, tag):
     return tags[0]
 
 
+def _agreed_place(ranks, save_dir, tag):
+    """The folder that the tag is. On disks of nodes it may be none on some of them: then all raise."""
+    error = found = None
+    try:
+        found = tags.folder_of(save_dir, tag)
+    except (ValueError, OSError) as caught:
+        error = caught
+    if len(set(ranks.nodes)) > 1:
+        ranks.agree(error, "nothing is saved")
+    if error is not None:
+        raise error
+    return found
+
+
 def _without_own_keys(engine, client_state):
     """``client_state`` without what load_checkpoint handed back of the engine's own: passed on to the next save, those
     old values would replace the current ones."""
@@ -65,7 +79,8 @@ def save_checkpoint(engine, save_dir, tag=None, client_state=None, save_latest=T
     tags.check_tag(tag, os.fspath(save_dir))
     sharing = make_sharing(engine, ranks) if hasattr(writer, "write_prepared") else None
     files = files_of(engine, client_state, exclude_frozen_parameters, sharing is not None and sharing.writes)
-    saving = Saving(engine, ranks, os.fspath(save_dir), tag, sharing)
+    place = _agreed_place(ranks, os.fspath(save_dir), tag)
+    saving = Saving(engine, ranks, os.fspath(save_dir), tag, place, sharing)
     background.wait_for(saving.place)
     if not getattr(writer, "makes_files", True):
         saving.write(files, writer)
@@ -96,12 +111,12 @@ def _on_disks_of_nodes(ranks):
 class Saving:
     """One checkpoint on its way to the disk. It keeps nothing of the engine: training may go on meanwhile."""
 
-    def __init__(self, engine, ranks, save_dir, tag, sharing=None):
+    def __init__(self, engine, ranks, save_dir, tag, place, sharing=None):
         self.ranks, self.sharing = ranks, sharing
         self._common = common_names(engine)
         self.save_dir, self.tag = save_dir, tag
         self.folder = os.path.join(save_dir, tag)
-        self.place = tags.folder_of(save_dir, tag)  # that folder, whatever links lead to it
+        self.place = place  # that folder, whatever links lead to it
         self.staging = None  # where this rank's files are written, after ``begin``
         self.failed = f"the checkpoint {self.folder} is not saved, the one before it is unharmed"
         self._facts = _facts(engine, tag)
@@ -160,7 +175,7 @@ class Saving:
 
     def write(self, files, writer):
         """Writes the files of this rank through ``writer.write_file``. Returns name -> record for the manifest."""
-        staging, records, error = self.staging, {}, None
+        staging, records, error = self.staging or "", {}, None  # no folder for an engine that writes nothing
         for name, value in files.items():
             made = value()  # some run collectives, so all are made, whatever has failed
             try:

@@ -9,6 +9,7 @@
 Loading and the next save call ``settle``.
 """
 
+import contextlib
 import errno
 import os
 import shutil
@@ -46,7 +47,8 @@ def swap(new, folder):
     """The complete folder ``new`` becomes ``folder``. What others have put into the old one is there again."""
     parent = os.path.dirname(folder)
     replaced_files.carry_over(folder, new)
-    owner.claim(folder, lock=False)  # so that it can be removed, under whatever name a crash leaves it
+    with contextlib.suppress(PermissionError):  # a folder that nobody may write to is swapped all the same
+        owner.claim(folder, lock=False)  # so that it can be removed, under whatever name a crash leaves it
     try:
         old = new
         if not file_writer.exchange(new, folder):
