@@ -45,7 +45,8 @@ def body_tags(rank, world, folder):
             open(os.path.join(folder, "file"), "w").close()
         deepspeed.comm.barrier()
         engine.save_checkpoint(folder, tag="file")
-    os.path.exists(os.path.join(folder, "file")) and rank == 0 and os.unlink(os.path.join(folder, "file"))
+    if rank == 0:
+        os.unlink(os.path.join(folder, "file"))
     deepspeed.comm.barrier()
     after = sorted(os.path.join(root, name) for root, _, names in os.walk(os.path.dirname(folder)) for name in names)
     assert before == after
@@ -108,7 +109,13 @@ def body_in_place(rank, world, folder, how):
     deepspeed.comm.barrier()
     engine.save_checkpoint(folder, tag="t")
     engine.load_checkpoint(folder)
-    return found + [marks(engine)], left, sorted(os.listdir(folder))
+    found.append(marks(engine))
+    if rank == 0:
+        open(os.path.join(folder, "latest"), "w").close()  # torn: without renames it is written like any other file
+    deepspeed.comm.barrier()
+    with pytest.raises(RuntimeError, match="latest is empty.*complete are: t"):
+        engine.load_checkpoint(folder)
+    return found, left, sorted(os.listdir(folder))
 
 
 @pytest.mark.parametrize("how", [{"write_in_place": True, "writer": {"data_parallel": "REPLICA"}}, {}, {"async": True}])

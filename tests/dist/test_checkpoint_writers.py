@@ -64,7 +64,7 @@ def test_sizes_and_options_arrive():
         ({"checkpoint": {"writer": {"type": "MOCK", "decoupled": True}}}, "checkpoint.writer.decoupled"),
         ({"datastates_ckpt": {}, "checkpoint": {"writer": {"type": "PYTHON"}}}, "datastates_ckpt"),
         ({"checkpoint": {"writer": {"type": "PYTHON", "format": "safetensors"}}}, "torch.save writes no safetensors"),
-        ({"checkpoint": {"checkpoint_serialization": False, "writer": {"data_parallel": "SOCKET"}}}, "only zip archives"),
+        ({"checkpoint": {"checkpoint_serialization": False, "writer": {"data_parallel": "SOCKET"}}}, "only zip"),
         ({"checkpoint": {"writer": {"type": "PYTHON", "data_parallel": "SOCKET"}}}, "with one rank"),
         ({"nebula": {"enabled": True}}, "nebula"),
     ],

@@ -5,14 +5,15 @@
 3. The hidden folder takes the final name; where that name exists already, the two are swapped (``swap``).
 4. ``latest`` is replaced, in one rename as well.
 
-Killed at any moment, a run leaves at most hidden folders, which the next save into the same directory removes. No reader
-ever sees a folder under its final name that is not complete.
+Killed at any moment, a run leaves at most hidden folders, which the next save into the same directory removes. No
+reader ever sees a folder under its final name that is not complete.
 
 [Note: in place] A file system that cannot rename folders (a mounted object store) has no such step. There files are
 written into the final folder, which has an owner's mark and no manifest meanwhile; manifest and ``latest`` come last.
 A tag that is saved again is not there until then. ``load_checkpoint`` refuses a folder with the mark alone.
 """
 
+import errno
 import os
 import threading
 
@@ -75,9 +76,10 @@ def _refuse_a_second_owner(folder, staging):
     for path in (staging, hidden(folder, "making"), folder):
         if os.path.isdir(path) and owner.is_alive(path):
             raise OSError(
-                16, f"{owner.described(path)} is saving the same checkpoint at this moment: give each run a save_dir, or "
-                "tags, of its own"
-            )  # fmt: skip
+                errno.EBUSY,
+                f"{owner.described(path)} is saving the same checkpoint at this moment: give each run a save_dir, or "
+                "tags, of its own",
+            )
 
 
 def _make_staging(folder, staging):
@@ -187,8 +189,8 @@ def place_of(folder):
         state = "is writing it at this moment" if owner.is_alive(real) else "was broken off while it was writing it"
         whole = names_of_whole(os.path.dirname(real))
         raise RuntimeError(
-            f"the checkpoint {folder} is not complete: {who} {state}, in place (checkpoint.write_in_place). Load another "
-            f"tag; complete are: {', '.join(whole) or 'none'}"
+            f"the checkpoint {folder} is not complete: {who} {state}, in place (checkpoint.write_in_place). Load "
+            f"another tag; complete are: {', '.join(whole) or 'none'}"
         )
     return folder
 
@@ -229,8 +231,8 @@ def remove_meeting(folder, token):
 
 
 def remove_checkpoint(folder):
-    """Removes a checkpoint, and nothing else that is in its folder; one that is killed halfway leaves no half checkpoint
-    that looks whole."""
+    """Removes a checkpoint, and nothing else that is in its folder; killed halfway, it leaves no half checkpoint that
+    looks whole."""
     doomed = hidden(folder, "removing")
     if replaced_files.others_files(folder):
         owner.claim(folder, lock=False)

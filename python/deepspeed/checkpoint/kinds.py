@@ -14,8 +14,8 @@ KINDS = {
 
 
 def prepare(name, value, archive=True):
-    """``value`` as the file ``name``, not yet written. A value that is prepared already stays as it is. ``archive``: files
-    of torch.save are zip archives, as ``checkpoint.checkpoint_serialization`` says, and not streams."""
+    """``value`` as the file ``name``, not yet written. A value that is prepared already stays as it is. ``archive``:
+    files of torch.save are zip archives, as ``checkpoint.checkpoint_serialization`` says, and not streams."""
     if hasattr(value, "sources") and hasattr(value, "write"):
         return value
     kind = KINDS.get(os.path.splitext(name)[1], PreparedTorch)

@@ -49,8 +49,8 @@ class Ranks:
         return found
 
     def agree(self, error, what, value=None):
-        """Every rank says what went wrong (None: nothing), and all raise alike if anything did. Returns the ``value`` (of
-        what JSON can carry) of every rank."""
+        """Every rank says what went wrong (None: nothing), and all raise alike if anything did. Returns the ``value``
+        (of what JSON can carry) of every rank."""
         told = self.gather([failure_of(self.rank, error), value])
         raise_together([part[0] for part in told if part is not None], what, error)
         return [part and part[1] for part in told]

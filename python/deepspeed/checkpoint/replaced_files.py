@@ -1,4 +1,4 @@
-"""Which files of a tag's folder a save may remove, and what happens to all others: they stay, whatever they are called."""
+"""Which files of a tag's folder a save may remove. All others stay, whatever they are called."""
 
 import os
 import shutil
@@ -47,8 +47,8 @@ def others_files(folder):
 
 
 def carry_over(old, new):
-    """Everything in ``old`` that is not ``own_files`` is in ``new`` afterwards, too, unless something there has its name:
-    hard links, or copies where there are none. Raises OSError."""
+    """Everything in ``old`` that is not ``own_files`` is in ``new`` afterwards, too, unless something there has its
+    name: hard links, or copies where there are none. Raises OSError."""
     own = own_files(old)
     made, copied = _folders_of(own), []
     for root, folders, files in os.walk(old):

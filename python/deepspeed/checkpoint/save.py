@@ -34,16 +34,18 @@ def _agreed_tag(engine, ranks, tag):
 
 
 def _agreed_place(ranks, save_dir, tag):
-    """The folder that the tag is. On disks of nodes it may be none on some of them: then all raise."""
+    """The folder that the tag is. Where it is none for a rank, whose disk may be another, all raise."""
     error = found = None
     try:
         found = tags.folder_of(save_dir, tag)
     except (ValueError, OSError) as caught:
         error = caught
-    if len(set(ranks.nodes)) > 1:
+    try:
         ranks.agree(error, "nothing is saved")
-    if error is not None:
-        raise error
+    except Exception:
+        if error is not None:
+            raise error from None
+        raise
     return found
 
 
@@ -61,9 +63,9 @@ def save_checkpoint(engine, save_dir, tag=None, client_state=None, save_latest=T
 
     ``save_dir`` and the tag may be symbolic links to folders: those are saved into. A tag may be a path of plain names.
 
-    Raises ValueError without ``save_dir``, or for a tag that is no name of a folder in it; AssertionError when ranks must agree on the tag and do not, KeyError when
-    ``client_state`` uses a reserved key, OSError on all ranks when a rank cannot write: it names the rank and the file.
-    Returns True.
+    Raises ValueError without ``save_dir``, or for a tag that is no name of a folder in it; AssertionError when ranks
+    must agree on the tag and do not, KeyError when ``client_state`` uses a reserved key, OSError on all ranks when a
+    rank cannot write: it names the rank and the file. Returns True.
     """
     if not save_dir:
         raise ValueError(f"save_checkpoint needs a directory, got save_dir={save_dir!r}")
@@ -161,11 +163,13 @@ class Saving:
 
         self.staging = self._together(make)
         if self.staging == self.place:
-            self.failed = f"the checkpoint {self.folder} is not saved; it was written in place, so what was there is gone"
+            lost = "it was written in place, so what was there is gone"
+            self.failed = f"the checkpoint {self.folder} is not saved; {lost}"
 
     def shared(self, files):
-        """``files``, with those of which all data-parallel ranks have the same cut into parts. Every rank calls it, after
-        ``begin``. Without hidden folders there are no files with several writers either: then one rank writes them."""
+        """``files``, with those of which all data-parallel ranks have the same cut into parts. Every rank calls it,
+        after ``begin``. A file system without hidden folders has no files with several writers: one rank writes them
+        there."""
         if self.sharing is None:
             return files
         if self.staging == self.place:

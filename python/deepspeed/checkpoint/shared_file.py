@@ -1,7 +1,8 @@
 """One file of torch.save that several ranks write, who have the same in memory: each writes one range of it.
 
-The layout of a zip archive is known before anything is written, so ranks need nothing of each other but that. What stands
-behind a tensor is its checksum; where a tensor is cut, the rank that leads puts it there at the end, with the directory.
+The layout of a zip archive is known before anything is written, so ranks need nothing of each other but that. What
+stands behind a tensor is its checksum; where a tensor is cut, the rank that leads puts it there at the end, with the
+directory.
 """
 
 import dataclasses
@@ -26,8 +27,8 @@ class PartRecord:
 
 
 class Cuts:
-    """Where ``count`` writers part the file with ``entries`` [(name, bytes)], the first ``texts`` of which are no tensors:
-    those are the first writer's, and the last two entries are left to the end."""
+    """Where ``count`` writers part the file with ``entries`` [(name, bytes)]. The first ``texts`` of those are no
+    tensors but the first writer's, and the last two are left to the end."""
 
     def __init__(self, entries, texts, count):
         self.entries = [tuple(entry) for entry in entries]
@@ -66,7 +67,7 @@ def _round_up(value):
 
 
 class SharedTorch:
-    """One writer's part of the file ``prepared`` (``file_writer.PreparedTorch``); ``sources`` and ``write`` as there."""
+    """One writer's part of the file ``prepared`` (``PreparedTorch``); ``sources`` and ``write`` as there."""
 
     def __init__(self, prepared, cuts, index):
         self.cuts, self.index = cuts, index
@@ -92,8 +93,8 @@ class SharedTorch:
 
 
 def complete(path, prepared, cuts, parts):
-    """Ends the file when all have written theirs. ``parts``: the runs of every writer. Returns its ``FileRecord``. Raises
-    OSError."""
+    """Ends the file when all have written theirs. ``parts``: the runs of every writer. Returns its ``FileRecord``.
+    Raises OSError."""
     sums, lengths = [0] * len(cuts.entries), [0] * len(cuts.entries)
     for entry, offset, bytes, crc32 in sorted(tuple(run) for runs in parts for run in runs):
         if offset != lengths[entry]:

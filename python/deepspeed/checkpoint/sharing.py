@@ -60,8 +60,9 @@ class Sharing:
             own = [list(entry) for entry in made.entries()[texts:-2]]
             if own != [list(entry) for entry in entries[texts:-2]]:
                 error = RuntimeError(
-                    f"{name} has other tensors here than on rank {self.writers[0]}: ranks can share its writing only when "
-                    "all have the same; set checkpoint.writer.data_parallel to null, or give all the same client_state"
+                    f"{name} has other tensors here than on rank {self.writers[0]}: ranks can share its writing only "
+                    "when all have the same; set checkpoint.writer.data_parallel to null, or give all the same "
+                    "client_state"
                 )
                 continue
             cuts = Cuts(entries, texts, len(self.writers))

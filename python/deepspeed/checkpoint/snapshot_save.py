@@ -16,8 +16,8 @@ def patience_s():
 
 
 class SnapshotSave:
-    """``engine`` prepares files (``prepare``) and writes them (``write_prepared``). ``saving``: a ``Saving`` that has begun. ``states``:
-    ``EngineStates``, which may be copied late."""
+    """``engine`` prepares files (``prepare``) and writes them (``write_prepared``). ``saving``: a ``Saving`` that has
+    begun. ``states``: ``EngineStates``, which may be copied late."""
 
     def __init__(self, behind, cache, engine, saving, save_latest, states=None):
         self.behind, self.cache, self._engine = behind, cache, engine

@@ -18,8 +18,8 @@ SYSTEM = {"protocol_version": VERSION, "little_endian": True, "type_sizes": {"sh
 
 
 class PreparedStream:
-    """A file of ``torch.save(value, path, _use_new_zipfile_serialization=False)`` before it is written; ``sources`` as in
-    ``file_writer.PreparedTorch``. Raises what pickle raises."""
+    """A file of ``torch.save(value, path, _use_new_zipfile_serialization=False)`` before it is written; ``sources`` as
+    in ``file_writer.PreparedTorch``. Raises what pickle raises."""
 
     def __init__(self, value):
         pickled, records, tensors, counts = torch_pickler.dump(value, stream=True)

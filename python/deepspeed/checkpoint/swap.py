@@ -3,8 +3,8 @@
 - ``RENAME_EXCHANGE`` swaps them in one step.
 - Where the file system has none (NFS, older Lustre): the old folder is renamed to ``.<tag>.replaced``, then the new one
   takes the name. Between the two the name is free; ``settle`` finds the new folder, and gives it its name.
-- Where the old folder cannot be renamed (it is of a lower layer of an overlay): its manifest goes, and the new files are
-  renamed into it one by one, their manifest last. ``settle`` goes on where that was broken off.
+- Where the old folder cannot be renamed (it is of a lower layer of an overlay): its manifest goes, and the new files
+  are renamed into it one by one, their manifest last. ``settle`` goes on where that was broken off.
 
 Loading and the next save call ``settle``.
 """

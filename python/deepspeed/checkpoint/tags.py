@@ -1,5 +1,6 @@
 """What a tag may be: the name of a folder in the save directory, or a path to one in it."""
 
+import errno
 import os
 
 from deepspeed.checkpoint import names
@@ -49,6 +50,6 @@ def folder_of(save_dir, tag):
         )
     if os.path.lexists(folder) and not os.path.isdir(folder):
         raise NotADirectoryError(
-            20, f"the checkpoint tag {tag!r} is a file, {folder}: move it away, or pass another tag", folder
+            errno.ENOTDIR, f"the checkpoint tag {tag!r} is a file, {folder}: move it away, or pass another tag", folder
         )
     return folder

@@ -4,8 +4,8 @@ import socket
 
 
 def in_turn(ranks, function):
-    """``function()`` on every rank, while no other rank of this machine is in it. Every rank calls it; ``function`` must
-    not wait for other ranks. Raises what it raised here, after all had their turn."""
+    """``function()`` on every rank, while no other rank of this machine is in it. Every rank calls it; ``function``
+    must not wait for other ranks. Raises what it raised here, after all had their turn."""
     hosts = ranks.gather(socket.gethostname())
     mine = hosts[: ranks.rank].count(hosts[ranks.rank])
     error = None

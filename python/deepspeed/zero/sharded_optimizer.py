@@ -247,9 +247,8 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
         """Takes a ``SavedState``; masters from the model's weights unless ``with_masters``. Every rank calls it.
         ``when_read()`` is called when nothing more is read."""
         restore = Restore(self.stepping, self._params, saved)
-        try:
-            restore.check()
-            self.core.begin_write()
+
+        def fill():
             if not with_masters:
                 self.core.refresh_master()
             elif restore.masters():
@@ -257,9 +256,18 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
             if with_states:
                 restore.states()
             restore.extra()
-        finally:  # also after a failure: others wait
-            if when_read is not None:
+
+        if when_read is None:
+            restore.check()
+            self.core.begin_write()
+            fill()
+        else:  # the others wait for their turn, and not in begin_write, which waits for all
+            try:
+                restore.check()
+                fill()
+            finally:
                 when_read()
+            self.core.begin_write()
         self.core.publish()
         self.core.end_write()
 
