@@ -9,6 +9,7 @@
 #include "io/files.h"
 #include "io/host_memory.h"
 #include "io/range_reader.h"
+#include "io/zip_part.h"
 #include "io/zip_writer.h"
 
 namespace py = pybind11;
@@ -35,6 +36,11 @@ std::vector<Range> ranges_of(const std::vector<std::tuple<uint64_t, uint64_t, ui
   ranges.reserve(triples.size());
   for (const auto& [offset, bytes, to] : triples) ranges.push_back({offset, bytes, pointer(to)});
   return ranges;
+}
+
+size_t checked(const ZipLayout& layout, size_t entry) {
+  if (entry >= layout.entries().size()) throw py::index_error("no such entry");
+  return entry;
 }
 
 StreamOptions options_of(size_t buffer_bytes, int buffers, int threads, bool direct, bool sync) {
@@ -144,6 +150,60 @@ DS_BINDINGS(m) {
            })
       .def_property_readonly("crc32", [](const ZipWriter& self) { return self.crc32(); })
       .def_property_readonly("method", &ZipWriter::method);
+
+  py::class_<ZipLayout>(io, "ZipLayout")
+      .def(py::init([](const std::vector<std::pair<std::string, uint64_t>>& entries) {
+             return std::make_unique<ZipLayout>(entries_of(entries));
+           }),
+           py::arg("entries"))
+      .def_property_readonly("file_bytes", &ZipLayout::file_bytes)
+      .def("header_offset",
+           [](const ZipLayout& self, size_t entry) { return self.header_offset(checked(self, entry)); })
+      .def("data_offset", [](const ZipLayout& self, size_t entry) { return self.data_offset(checked(self, entry)); })
+      .def("local_header",
+           [](const ZipLayout& self, size_t entry) { return py::bytes(self.local_header(checked(self, entry))); })
+      .def("descriptor", [](const ZipLayout& self, size_t entry,
+                            uint32_t crc32) { return py::bytes(self.descriptor(checked(self, entry), crc32)); })
+      .def("directory", [](const ZipLayout& self, const std::vector<uint32_t>& crc32) {
+        if (crc32.size() != self.entries().size()) throw py::value_error("one checksum for each entry");
+        return py::bytes(self.directory(crc32));
+      });
+
+  py::class_<ZipPart>(io, "ZipPart")
+      .def(py::init([](Files& files, const std::string& path,
+                       const std::vector<std::pair<std::string, uint64_t>>& entries, uint64_t begin, uint64_t end,
+                       size_t buffer_bytes, int buffers, int threads, bool direct, bool sync) {
+             const StreamOptions options = options_of(buffer_bytes, buffers, threads, direct, sync);
+             std::vector<ZipEntry> made = entries_of(entries);
+             py::gil_scoped_release released;
+             return std::make_unique<ZipPart>(files, path, std::move(made), begin, end, options);
+           }),
+           py::keep_alive<1, 2>())
+      .def_property_readonly("runs",
+                             [](const ZipPart& self) {
+                               py::list found;
+                               for (const ZipRun& run : self.runs())
+                                 found.append(py::make_tuple(run.entry, run.offset, run.bytes));
+                               return found;
+                             })
+      .def("write", [](ZipPart& self, const py::buffer& data) { write_buffer(self, data); })
+      .def(
+          "write_memory",
+          [](ZipPart& self, const std::vector<std::pair<uintptr_t, size_t>>& pieces) {
+            py::gil_scoped_release released;
+            for (const auto& [address, bytes] : pieces) self.write(at(address), bytes);
+          },
+          py::arg("pieces"))
+      .def_property_readonly("crc32", [](const ZipPart& self) { return self.crc32(); })
+      .def("abandon", &ZipPart::abandon, Released())
+      .def("finish", [](ZipPart& self) {
+        Sum sum;
+        {
+          py::gil_scoped_release released;
+          sum = self.finish();
+        }
+        return pair(sum);
+      });
 
   // Offers its bytes as a buffer: memoryview, torch.frombuffer.
   py::class_<HostMemory>(io, "HostMemory", py::buffer_protocol())

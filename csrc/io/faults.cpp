@@ -5,61 +5,84 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <utility>
+
 #include "base/error.h"
 
 namespace ds::io {
 namespace {
 
+constexpr std::pair<const char*, Call> kNames[] = {
+    {"open", Call::kOpen},         {"write", Call::kWrite},       {"fsync", Call::kSync},
+    {"rename", Call::kRename},     {"exchange", Call::kExchange}, {"rename_dir", Call::kRenameFolder},
+    {"truncate", Call::kTruncate},
+};
+constexpr std::pair<const char*, int> kErrors[] = {
+    {"enospc", ENOSPC}, {"eio", EIO},     {"exdev", EXDEV},        {"einval", EINVAL},
+    {"enosys", ENOSYS}, {"eperm", EPERM}, {"enotsup", EOPNOTSUPP}, {"emfile", EMFILE},
+};
+
 [[noreturn]] void refuse(const std::string& order) {
   fail(ErrorKind::kValue, "DS_IO_FAULT='", order,
-       "' is no fault. Write <call>:<n>:<action>: call is open, write, fsync ",
-       "or rename, n counts from 1, action is kill, enospc, eio or (for write) short; for example write:3:kill.");
+       "' is no fault. Write <call>:<n>:<action>, several with commas between: call is open, write, fsync, rename, ",
+       "rename_dir, exchange or truncate, n counts from 1 (n+: from there on), action is kill, enospc, eio, exdev, ",
+       "einval, enosys, eperm, enotsup, emfile or (for write) short; for example write:3:kill.");
 }
 
 }  // namespace
 
+Faults::Order Faults::parsed(const std::string& text, const std::string& all) {
+  const size_t first = text.find(':');
+  const size_t second = first == std::string::npos ? first : text.find(':', first + 1);
+  if (second == std::string::npos) refuse(all);
+  const std::string call = text.substr(0, first);
+  std::string number = text.substr(first + 1, second - first - 1);
+  const std::string action = text.substr(second + 1);
+  Order order;
+  bool known = false;
+  for (const auto& [name, value] : kNames) {
+    if (call != name) continue;
+    order.call = value;
+    known = true;
+  }
+  if (!known) refuse(all);
+  if (!number.empty() && number.back() == '+') {
+    order.onwards = true;
+    number.pop_back();
+  }
+  if (number.empty() || number.size() > 15 || number.find_first_not_of("0123456789") != std::string::npos) refuse(all);
+  order.at = atoll(number.c_str());
+  if (order.at < 1) refuse(all);
+  if (action == "kill") order.verdict = {Action::kKill, 0};
+  if (action == "short" && order.call == Call::kWrite) order.verdict = {Action::kShort, 0};
+  for (const auto& [name, code] : kErrors) {
+    if (action == name) order.verdict = {Action::kError, code};
+  }
+  if (order.verdict.action == Action::kNone) refuse(all);
+  return order;
+}
+
 void Faults::arm(const std::string& order) {
+  std::vector<Order> orders;
+  for (size_t begin = 0; begin < order.size();) {
+    const size_t end = std::min(order.find(',', begin), order.size());
+    orders.push_back(parsed(order.substr(begin, end - begin), order));
+    begin = end + 1;
+    if (begin == order.size()) refuse(order);  // a comma at the end
+  }
   std::lock_guard<std::mutex> guard(lock_);
-  at_ = 0;
+  orders_ = std::move(orders);
   for (long long& seen : seen_) seen = 0;
-  if (order.empty()) return;
-  const size_t first = order.find(':');
-  const size_t second = first == std::string::npos ? first : order.find(':', first + 1);
-  if (second == std::string::npos) refuse(order);
-  const std::string call = order.substr(0, first);
-  const std::string number = order.substr(first + 1, second - first - 1);
-  const std::string action = order.substr(second + 1);
-  if (call == "open")
-    call_ = Call::kOpen;
-  else if (call == "write")
-    call_ = Call::kWrite;
-  else if (call == "fsync")
-    call_ = Call::kSync;
-  else if (call == "rename")
-    call_ = Call::kRename;
-  else
-    refuse(order);
-  if (number.empty() || number.size() > 15 || number.find_first_not_of("0123456789") != std::string::npos)
-    refuse(order);
-  if (action == "kill")
-    verdict_ = {Action::kKill, 0};
-  else if (action == "enospc")
-    verdict_ = {Action::kError, ENOSPC};
-  else if (action == "eio")
-    verdict_ = {Action::kError, EIO};
-  else if (action == "short" && call_ == Call::kWrite)
-    verdict_ = {Action::kShort, 0};
-  else
-    refuse(order);
-  const long long at = atoll(number.c_str());
-  if (at < 1) refuse(order);
-  at_ = at;
 }
 
 Faults::Verdict Faults::count(Call call) {
   std::lock_guard<std::mutex> guard(lock_);
   const long long seen = ++seen_[static_cast<int>(call)];
-  return at_ != 0 && call == call_ && seen == at_ ? verdict_ : Verdict{};
+  for (const Order& order : orders_) {
+    if (order.call == call && (seen == order.at || (order.onwards && seen > order.at))) return order.verdict;
+  }
+  return {};
 }
 
 void Faults::die() {

@@ -1,14 +1,18 @@
-// Faults on order: a process can be told to fail, or to die, at its n-th write, fsync, rename or open-for-writing.
+// Faults on order: a process can be told to fail, or to die, at its n-th write, fsync, rename or open-for-writing, and
+// to behave as on a file system that lacks a system call.
 //
 // Tests sweep n to show that no moment exists at which a crash loses a checkpoint.
 #pragma once
 #include <mutex>
 #include <string>
+#include <vector>
 
 namespace ds::io {
 
-enum class Call { kOpen, kWrite, kSync, kRename };  // "open" counts files opened for writing only
-constexpr int kCalls = 4;
+// "open" counts files opened for writing only; "rename" counts every change of names, of which "rename_dir" counts
+// those of folders and "exchange" the swaps; "truncate" counts calls of ftruncate.
+enum class Call { kOpen, kWrite, kSync, kRename, kRenameFolder, kExchange, kTruncate };
+constexpr int kCalls = 7;
 
 class Faults {
  public:
@@ -18,8 +22,9 @@ class Faults {
     int code = 0;  // errno, of kError
   };
 
-  // "write|fsync|rename|open:<n>:kill|enospc|eio|short", n from 1; empty: no fault. `short` (of write only) is no
-  // error: the system takes half of what it was given. Throws ErrorKind::kValue for anything else.
+  // "<call>:<n>:<action>", n from 1; "<n>+": from the n-th on. Several, with commas between; the first that applies
+  // acts. Empty: no fault. Actions: kill, an error by its name, and `short` (of write only), which is no error: the
+  // system takes half of what it was given. Throws ErrorKind::kValue for anything else.
   explicit Faults(const std::string& order = "") { arm(order); }
 
   // Takes another order and counts from 0 again.
@@ -32,11 +37,17 @@ class Faults {
   [[noreturn]] static void die();
 
  private:
+  struct Order {
+    Call call = Call::kOpen;
+    long long at = 0;
+    bool onwards = false;
+    Verdict verdict;
+  };
+  static Order parsed(const std::string& text, const std::string& all);
+
   std::mutex lock_;
-  Call call_ = Call::kOpen;
-  long long at_ = 0;  // 0: never
+  std::vector<Order> orders_;
   long long seen_[kCalls] = {};
-  Verdict verdict_;
 };
 
 }  // namespace ds::io

@@ -33,7 +33,6 @@ std::string fix_for(int code, const std::string& path, unsigned long long needed
       break;
     }
     case ENOENT: text << "Make the folder " << folder << " first, or correct the path."; break;
-    case EEXIST: text << "It is left from a crash: compare it with what it belongs to, then remove it."; break;
     case EACCES:
     case EPERM: text << "Give this user the right to write in " << folder << "."; break;
     case EROFS: text << "The disk of " << folder << " is mounted read-only: remount it or save to another disk."; break;

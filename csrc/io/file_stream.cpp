@@ -52,10 +52,11 @@ FileStream::FileStream(Files& files, const std::string& path, uint64_t expected_
       direct_(options.direct && (expected_bytes == 0 || expected_bytes >= kDirectFrom)),
       pool_(needed_buffers(expected_bytes, options), needed_buffer(expected_bytes, options.buffer_bytes)),
       workers_(expected_bytes != 0 && expected_bytes < 2 * kChecksumShare ? 1 : options.threads),
-      file_(files.create(path, &direct_)) {
+      file_(options.part ? files.open_part(path, &direct_) : files.create(path, &direct_, &resizable_)),
+      written_(options.begin) {
   try {
     // In whole blocks, as O_DIRECT writes the last one; finish() cuts the file to its size.
-    files_.reserve(file_, path_, round_up(expected_bytes, kBlockBytes));
+    if (resizable_ && !options_.part) files_.reserve(file_, path_, round_up(expected_bytes, kBlockBytes));
     const bool whole_in_one_buffer =
         pool_.available() == 1 && expected_bytes != 0 && expected_bytes <= pool_.buffer_bytes();
     if (!whole_in_one_buffer) {
@@ -63,7 +64,7 @@ FileStream::FileStream(Files& files, const std::string& path, uint64_t expected_
     }
     method_ = async_ ? async_->name() : "pwrite";
   } catch (...) {
-    ::unlink(path_.c_str());
+    if (!options_.part) ::unlink(path_.c_str());
     throw;
   }
 }
@@ -74,7 +75,7 @@ void FileStream::abandon() noexcept {
   async_.reset();  // waits for what is on its way
   if (!finished_ && file_.is_open()) {
     file_.reset();
-    ::unlink(path_.c_str());
+    if (!options_.part) ::unlink(path_.c_str());
   }
 }
 
@@ -149,7 +150,7 @@ Sum FileStream::finish() {
     while (async_->wait() != nullptr) {
     }
   }
-  files_.truncate(file_, path_, total_.bytes);
+  if (resizable_ && !options_.part) files_.truncate(file_, path_, total_.bytes);
   if (options_.sync) files_.sync(file_, path_);
   async_.reset();
   file_.reset();

@@ -17,6 +17,10 @@ struct StreamOptions {
   int threads = 1;     // that copy and sum, the caller counted
   bool direct = true;  // O_DIRECT where the file system has it
   bool sync = true;    // fsync at the end
+  // The bytes go to `begin` (a multiple of kBlockBytes) and behind it, in a file that others write, too: it is not
+  // emptied first, not removed after a failure, and its size is for others to set.
+  bool part = false;
+  uint64_t begin = 0;
 };
 
 struct Sum {
@@ -59,6 +63,7 @@ class FileStream {
   const std::string path_;
   const StreamOptions options_;
   bool direct_;
+  bool resizable_ = true;
   bool finished_ = false;
   AlignedPool pool_;
   ThreadPool workers_;
@@ -67,7 +72,7 @@ class FileStream {
   const char* method_;
   char* buffer_ = nullptr;
   size_t filled_ = 0;
-  uint64_t written_ = 0;  // where the next buffer goes
+  uint64_t written_;  // where the next buffer goes
   Sum total_;
 };
 

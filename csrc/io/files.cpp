@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <unistd.h>
 
 #include "io/file_error.h"
 #include "io/paths.h"
@@ -26,22 +27,64 @@ int open_retrying(const std::string& path, int flags, mode_t mode = 0) {
   return number;
 }
 
+// Answers of a file system that does not have the operation at all.
+bool is_lacking(int code) { return code == ENOSYS || code == EOPNOTSUPP || code == EINVAL || code == EPERM; }
+
+bool is_folder(const std::string& path) {
+  struct stat found;
+  return ::lstat(path.c_str(), &found) == 0 && S_ISDIR(found.st_mode);
+}
+
 bool is_direct(const Descriptor& file) { return (fcntl(file.get(), F_GETFL) & O_DIRECT) != 0; }
 
 }  // namespace
 
-Descriptor Files::create(const std::string& path, bool* direct) {
+Descriptor Files::create(const std::string& path, bool* direct, bool* resizable) {
   if (const int code = carry_out(faults_.count(Call::kOpen))) fail_file(code, "open for writing", path);
   const int flags = O_WRONLY | O_CREAT | O_TRUNC;
   int number = -1;
   if (*direct) {
     number = open_retrying(path, flags | O_DIRECT, 0666);
     *direct = number >= 0;
-    if (number < 0 && errno != EINVAL) fail_file(errno, "open for writing", path);
+    if (number < 0 && !is_lacking(errno)) fail_file(errno, "open for writing", path);
   }
+  if (number < 0) number = open_retrying(path, flags, 0666);
+  if (number < 0 && is_lacking(errno)) {  // it cannot empty the file that is there
+    const int code = errno;
+    if (::unlink(path.c_str()) != 0) fail_file(code, "open for writing", path);
+    number = open_retrying(path, O_WRONLY | O_CREAT | O_EXCL, 0666);
+  }
+  if (number < 0) fail_file(errno, "open for writing", path);
+  Descriptor made(number);
+  const int code = resize(made, 0);
+  *resizable = code == 0;
+  if (code == 0) return made;
+  if (!is_lacking(code)) {
+    ::unlink(path.c_str());
+    fail_file(code, "setting the size", path);
+  }
+  if (*direct) fcntl(made.get(), F_SETFL, fcntl(made.get(), F_GETFL) & ~O_DIRECT);
+  *direct = false;
+  return made;
+}
+
+Descriptor Files::open_part(const std::string& path, bool* direct) {
+  if (const int code = carry_out(faults_.count(Call::kOpen))) fail_file(code, "open for writing", path);
+  const int flags = O_WRONLY | O_CREAT;
+  int number = *direct ? open_retrying(path, flags | O_DIRECT, 0666) : -1;
+  *direct = number >= 0;
   if (number < 0) number = open_retrying(path, flags, 0666);
   if (number < 0) fail_file(errno, "open for writing", path);
   return Descriptor(number);
+}
+
+int Files::resize(const Descriptor& file, uint64_t bytes) {
+  if (const int code = carry_out(faults_.count(Call::kTruncate))) return code;
+  int result;
+  do {
+    result = ::ftruncate(file.get(), static_cast<off_t>(bytes));
+  } while (result != 0 && errno == EINTR);
+  return result == 0 ? 0 : errno;
 }
 
 void Files::reserve(const Descriptor& file, const std::string& path, uint64_t bytes) {
@@ -104,11 +147,7 @@ void Files::sync(const Descriptor& file, const std::string& path) {
 }
 
 void Files::truncate(const Descriptor& file, const std::string& path, uint64_t bytes) {
-  int result;
-  do {
-    result = ::ftruncate(file.get(), static_cast<off_t>(bytes));
-  } while (result != 0 && errno == EINTR);
-  if (result != 0) fail_file(errno, "setting the size", path, bytes);
+  if (const int code = resize(file, bytes)) fail_file(code, "setting the size", path, bytes);
 }
 
 void Files::sync_directory(const std::string& path) {
@@ -122,24 +161,24 @@ void Files::sync_directory(const std::string& path) {
 void Files::rename(const std::string& from, const std::string& to) {
   const std::string both = from + " to " + to;
   if (const int code = carry_out(faults_.count(Call::kRename))) fail_file(code, "rename", both);
+  if (is_folder(from)) {
+    if (const int code = carry_out(faults_.count(Call::kRenameFolder))) fail_file(code, "rename", both);
+  }
   if (::rename(from.c_str(), to.c_str()) != 0) fail_file(errno, "rename", both);
 }
 
 bool Files::exchange(const std::string& a, const std::string& b) {
-  if (const int code = carry_out(faults_.count(Call::kRename))) fail_file(code, "exchange", a + " and " + b);
-  if (::renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE) == 0) return true;
-  if (errno != EINVAL && errno != ENOSYS && errno != EOPNOTSUPP) fail_file(errno, "exchange", a + " and " + b);
-  exchange_by_renames(a, b);
+  const std::string both = a + " and " + b;
+  // A file system without the operation answers so before it has done anything: no moment of its own to fail at.
+  int code = carry_out(faults_.count(Call::kExchange));
+  if (code == 0) {
+    if ((code = carry_out(faults_.count(Call::kRename)))) fail_file(code, "exchange", both);
+    if (is_folder(a) && (code = carry_out(faults_.count(Call::kRenameFolder)))) fail_file(code, "exchange", both);
+    if (::renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE) == 0) return true;
+    code = errno;
+  }
+  if (code != EINVAL && code != ENOSYS && code != EOPNOTSUPP) fail_file(code, "exchange", both);
   return false;
-}
-
-void Files::exchange_by_renames(const std::string& a, const std::string& b) {
-  struct stat found;
-  const std::string aside = b + ".exchange";
-  if (::lstat(aside.c_str(), &found) == 0) fail_file(EEXIST, "exchange", aside);
-  rename(b, aside);
-  rename(a, b);
-  rename(aside, a);
 }
 
 }  // namespace ds::io

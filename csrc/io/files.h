@@ -20,7 +20,12 @@ class Files {
   AioContexts& aio_contexts() { return aio_contexts_; }
 
   // Makes or empties `path` for writing. `direct`: past the page cache; on return false if the file system cannot.
-  Descriptor create(const std::string& path, bool* direct);
+  // `resizable`: whether it can set the size of a file (ftruncate); where it cannot (object stores), `direct` is false,
+  // and what is written must be written in order and be the size of the file.
+  Descriptor create(const std::string& path, bool* direct, bool* resizable);
+
+  // Opens `path` for writing beside others who do, and makes it if it is not there. `direct` as above.
+  Descriptor open_part(const std::string& path, bool* direct);
 
   // Reserves blocks for the whole file, so that a full disk is an error now and not in the middle of it. On a file
   // system that cannot reserve, compares with what is free.
@@ -41,13 +46,13 @@ class Files {
   // `to` is replaced if it is there; never half. Neither syncs the folder: sync_directory does.
   void rename(const std::string& from, const std::string& to);
 
-  // Both names keep existing and swap what they mean (files or folders). Atomic where the file system knows
-  // RENAME_EXCHANGE; elsewhere three renames through `<b>.exchange`: a crash between them leaves what `b` meant there.
-  // Returns whether it was atomic.
+  // Both names keep existing and swap what they mean (files or folders), in one step. False, and nothing has happened,
+  // where the file system does not know RENAME_EXCHANGE.
   bool exchange(const std::string& a, const std::string& b);
-  void exchange_by_renames(const std::string& a, const std::string& b);
 
  private:
+  int resize(const Descriptor& file, uint64_t bytes);  // returns errno, or 0
+
   Faults faults_;
   AioContexts aio_contexts_;
 };

@@ -174,7 +174,7 @@ def body_failure(rank, world, folder, stage, fault, how):
         (2, 0, "open:1:eio", "save"),
         (2, 2, "write:1:enospc", "load"),
         (2, 1, "write:1:enospc", "wait"),
-        (1, 1, "rename:1:eio", "wait"),
+        (1, 1, "rename:2:eio", "wait"),
         (1, 2, "write:1:eio", "destroy"),
     ],
 )

@@ -11,6 +11,13 @@ DS_CONFIG_CHAPTER(70, kTraining, "Checkpoints") {
           boolean("load_universal", false, "load_checkpoint reads a universal checkpoint."),
           boolean("use_node_local_storage", false,
                   "Every node writes to a disk of its own: its ranks' files, a manifest and `latest` for itself."),
+          boolean("write_in_place", false,
+                  "Write into the tag's folder itself, manifest and `latest` last, where folders cannot be renamed "
+                  "(mounted object stores); there a tag that is saved again is not whole until then. true: always; "
+                  "false: never.")
+              .or_null()
+              .fallback_to(nullptr)
+              .computed("null: true where the directory saved into cannot rename folders"),
           integer("keep_last", nullptr,
                   "So many checkpoints stay in a folder: a save removes the oldest that this library wrote there.")
               .above(0),
@@ -37,8 +44,10 @@ DS_CONFIG_CHAPTER(70, kTraining, "Checkpoints") {
                  "GiB of host memory that snapshots may take on each rank; null: as much as they need. A save waits "
                  "while it is full.")
               .above(0),
-          boolean("checkpoint_serialization", true, "Write with torch.save; false writes tensors bare.")
-              .not_built("checkpoints without torch.save"),
+          boolean(
+              "checkpoint_serialization", true,
+              "Write the zip archives of torch.save; false: the stream of tensors without an archive that torch.save "
+              "wrote before. torch.load reads both."),
           section("writer", "A faster writer of checkpoint files.",
                   {
                       text("type", "FAST",
@@ -51,9 +60,11 @@ DS_CONFIG_CHAPTER(70, kTraining, "Checkpoints") {
                       integer("io_buffer_size", 67108864, "Bytes of its buffer.").above(0),
                       boolean("io_buffer_double", true, "Fill one buffer while the other is written."),
                       boolean("show_statistics", false, "Print its bandwidth."),
-                      text("data_parallel", nullptr, "Ranks that share the writing.")
-                          .one_of_any_case({"REPLICA", "SOCKET", "MACHINE"})
-                          .not_built("sharing the file of one rank among writers"),
+                      text("data_parallel", nullptr,
+                           "Which data-parallel ranks share the writing of files of which all have the same (weights "
+                           "below stage 3): all (REPLICA), one of each SOCKET or one of each MACHINE; null: the first "
+                           "one writes alone.")
+                          .one_of_any_case({"REPLICA", "SOCKET", "MACHINE"}),
                       boolean("decoupled", false, "Write in the background while training goes on, as `async` does."),
                       integer("io_multiplier", 1, "Write everything so many times (for measurements).").above(0),
                   })
@@ -79,6 +90,9 @@ DS_CONFIG_CHAPTER(70, kTraining, "Checkpoints") {
            if (j.is_null("checkpoint.writer") || j.text("checkpoint.writer.type") == "FAST") return;
            const std::string type = j.text("checkpoint.writer.type");
            const std::string text = "\"" + type + "\" writes in the calling thread only.";
+           if (!j.is_null("checkpoint.writer.data_parallel"))
+             j.error({"checkpoint.writer.type", "checkpoint.writer.data_parallel"},
+                     "\"" + type + "\" writes every file with one rank.", "Use \"FAST\", or take the other key out.");
            for (const char* key : {"checkpoint.async", "checkpoint.writer.decoupled"}) {
              if (j.on(key)) j.error({"checkpoint.writer.type", key}, text, "Use \"FAST\", or take the other key out.");
            }
@@ -88,6 +102,22 @@ DS_CONFIG_CHAPTER(70, kTraining, "Checkpoints") {
              j.error({"checkpoint.writer.type", "checkpoint.writer.format"}, "torch.save writes no safetensors.",
                      "Use the type \"FAST\".");
          });
+  c.rule("checkpoint.writer.data_parallel needs files of which ranks have the same, and zip archives.", [](Judge& j) {
+    if (j.is_null("checkpoint.writer") || j.is_null("checkpoint.writer.data_parallel")) return;
+    if (!j.on("checkpoint.checkpoint_serialization"))
+      j.error({"checkpoint.writer.data_parallel", "checkpoint.checkpoint_serialization"},
+              "only zip archives are written by several ranks.", "Leave checkpoint_serialization true.");
+    if (j.integer("zero_optimization.stage") == 3 || j.text("checkpoint.writer.format") == "safetensors")
+      j.warn({"checkpoint.writer.data_parallel"},
+             "has no effect at stage 3 and with the format safetensors: every rank writes its own part there.");
+  });
+  c.rule("checkpoint_serialization is about files of torch.save.", [](Judge& j) {
+    if (j.on("checkpoint.checkpoint_serialization") || j.is_null("checkpoint.writer") ||
+        j.text("checkpoint.writer.format") != "safetensors")
+      return;
+    j.warn({"checkpoint.checkpoint_serialization", "checkpoint.writer.format"},
+           "has no effect with the format safetensors.");
+  });
 }
 
 }  // namespace ds::config

@@ -187,8 +187,8 @@ Field zero_section(std::string name, std::string doc) {
       boolean("mics_hierarchical_params_gather", false, "Gather within nodes and then between them.")
           .not_built("hierarchical gathers of MiCS"),
       boolean("memory_efficient_linear", true, "A linear layer that keeps less for backward (stage 3)."),
-      boolean("pipeline_loading_checkpoint", false, "Load a checkpoint layer by layer.")
-          .not_built("pipelined checkpoint loading"),
+      boolean("pipeline_loading_checkpoint", false,
+              "The ranks of a machine load their masters and optimizer states one after the other (stage 3)."),
       boolean("override_module_apply", true, "Module.apply gathers parameters (stage 3)."),
       boolean("log_trace_cache_warnings", false, "Accepted without effect: a changed order costs nothing (stage 3)."),
       boolean("enable_sanity_checks", false, "Accepted without effect; audit_steps checks more."),
@@ -248,6 +248,12 @@ DS_CONFIG_CHAPTER(50, kTraining, "ZeRO") {
     if (j.given(path) && j.number(path) < 1.0 && j.integer("zero_optimization.stage") != 3) {
       j.error({path, "zero_optimization.stage"}, "a ratio below 1 needs ZeRO stage 3.",
               "Set it to 1.0 or leave it out.");
+    }
+  });
+  c.rule("pipeline_loading_checkpoint is for stage 3.", [](Judge& j) {
+    if (j.integer("zero_optimization.stage") != 3 && j.on("zero_optimization.pipeline_loading_checkpoint")) {
+      j.warn({"zero_optimization.pipeline_loading_checkpoint", "zero_optimization.stage"},
+             "is for stage 3: load_checkpoint refuses to load optimizer states of stages 1 and 2 with it.");
     }
   });
   c.rule("elastic_checkpoint has no effect with stage 3.", [](Judge& j) {

@@ -2,193 +2,265 @@
 
 1. Files are written into a hidden folder beside the one they are for, each one synced to the disk.
 2. When all ranks have written theirs, the manifest is written and synced. A folder with a manifest is complete.
-3. The hidden folder takes the final name; where that name exists already, the two swap names in one system call.
+3. The hidden folder takes the final name; where that name exists already, the two are swapped (``swap``).
 4. ``latest`` is replaced, in one rename as well.
 
-Killed at any moment, a run leaves at most a hidden folder, which the next save into the same directory removes. No
+Killed at any moment, a run leaves at most hidden folders, which the next save into the same directory removes. No
 reader ever sees a folder under its final name that is not complete.
+
+[Note: in place] A file system that cannot rename folders (a mounted object store) has no such step. There files are
+written into the final folder, which has an owner's mark and no manifest meanwhile; manifest and ``latest`` come last.
+A tag that is saved again is not there until then. ``load_checkpoint`` refuses a folder with the mark alone.
 """
 
-import json
+import errno
 import os
-import shutil
-import socket
 import threading
 
-from deepspeed.checkpoint import file_writer, manifest, names
+from deepspeed.checkpoint import file_writer, manifest, names, owner, replaced_files
+from deepspeed.checkpoint.swap import (
+    CANNOT_RENAME,
+    hidden,
+    is_half_moved,
+    remove,
+    remove_if_there,
+    settle,
+    swap,
+    take_name,
+)
+from deepspeed.checkpoint.tags import HIDDEN
 from deepspeed.log import logger
 
-OWNER = ".owner.json"
 _replacing = threading.Lock()
-
-
-def _hidden(folder, what):
-    parent, name = os.path.split(os.path.normpath(folder))
-    return os.path.join(parent, f".{name}.{what}")
 
 
 def staging_of(folder):
     """Where the files of the checkpoint ``folder`` are until it is complete."""
-    return _hidden(folder, "saving")
+    return hidden(folder, "saving")
 
 
-def _remove(folder):
-    """Removes a folder that may be half there; what cannot be removed is only logged: the checkpoint is safe."""
-
-    def tell(_, path, error):
-        if not isinstance(error[1], FileNotFoundError):  # a save in the background may be removing the same
-            logger.warning(f"cannot remove {path}: {error[1]}")
-
-    shutil.rmtree(folder, onerror=tell)
+# ---- begin ---------------------------------------------------------------------------------------------------------
 
 
-def _is_abandoned(folder):
-    """Whether the process that wrote into this hidden folder is known to be gone."""
+def begin(folder, in_place=None):
+    """A folder for the files of ``folder``; one process calls it. Returns its path: a hidden one, or ``folder`` itself.
+
+    ``in_place``: see the note above; None finds out whether folders can be renamed. Raises OSError; also when another
+    process that is alive is saving the same.
+    """
+    staging, parent = staging_of(folder), os.path.dirname(folder)
     try:
-        with open(os.path.join(folder, OWNER)) as file:
-            owner = json.load(file)
-    except (OSError, ValueError):
-        return False
-    if owner.get("host") != socket.gethostname():
-        return False
-    try:
-        os.kill(owner["pid"], 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-def remove_leftovers(save_dir):
-    """Removes what killed runs of this machine have left of their saves."""
-    for name in os.listdir(save_dir) if os.path.isdir(save_dir) else ():
-        path = os.path.join(save_dir, name)
-        hidden = name.startswith(".") and name.endswith((".saving", ".removing", ".meeting"))
-        if hidden and os.path.isdir(path) and (name.endswith(".removing") or _is_abandoned(path)):
-            _remove(path)
-
-
-def remove_checkpoint(folder):
-    """Removes a checkpoint; one that is killed halfway leaves no half checkpoint under its name."""
-    doomed = _hidden(folder, "removing")
-    if os.path.exists(doomed):
-        _remove(doomed)
-    file_writer.rename(folder, doomed)
-    _remove(doomed)
-
-
-def _make_own(folder):
-    """A folder that says whose it is, for ``remove_leftovers``."""
-    os.mkdir(folder)
-    with open(os.path.join(folder, OWNER), "w") as file:
-        json.dump({"host": socket.gethostname(), "pid": os.getpid()}, file)
-
-
-def meeting_of(folder, token):
-    """Where the ranks that write ``folder`` in the background meet; ``token`` tells one save from the next."""
-    return _hidden(folder, f"{token}.meeting")
-
-
-def make_meeting(folder, token):
-    """One process calls it, after ``begin``."""
-    _make_own(meeting_of(folder, token))
-
-
-def remove_meeting(folder, token):
-    """After a failure before anybody has met there."""
-    if os.path.isdir(meeting_of(folder, token)):
-        _remove(meeting_of(folder, token))
-
-
-def begin(folder):
-    """An empty hidden folder for the files of ``folder``; one process calls it. Returns its path."""
-    staging = staging_of(folder)
-    try:
-        os.makedirs(os.path.dirname(staging), exist_ok=True)
-        remove_leftovers(os.path.dirname(staging))
-        if os.path.isdir(staging):
-            _remove(staging)
-        _make_own(staging)
+        os.makedirs(parent, exist_ok=True)
+        settle(folder)
+        _refuse_a_second_owner(folder, staging)
+        if in_place:
+            return _begin_in_place(folder)
+        why = _make_staging(folder, staging)
+        if why is None:
+            return staging
+        if in_place is not None:
+            raise OSError(
+                why, f"{parent} cannot rename folders ({os.strerror(why)}), and checkpoint.write_in_place is false: "
+                "set it to true or null"
+            )  # fmt: skip
+        logger.warning(
+            f"{parent} cannot rename folders ({os.strerror(why)}): checkpoints are written in place there, as with "
+            "checkpoint.write_in_place. A tag that is saved again is lost when the save is broken off"
+        )
+        return _begin_in_place(folder)
     except OSError as error:
         raise OSError(error.errno, f"cannot make the checkpoint folder {folder}: {error.strerror}") from error
-    return staging
 
 
-def _is_ours(path, saved):
-    return path in saved or path in (manifest.NAME, OWNER) or names.is_checkpoint_file(os.path.basename(path))
+def _refuse_a_second_owner(folder, staging):
+    for path in (staging, hidden(folder, "making"), folder):
+        if os.path.isdir(path) and owner.is_alive(path):
+            raise OSError(
+                errno.EBUSY,
+                f"{owner.described(path)} is saving the same checkpoint at this moment: give each run a save_dir, or "
+                "tags, of its own",
+            )
 
 
-def _carry_over(old, staging):
-    """What others have put into the folder that is replaced stays: hard links, or copies where there are none."""
+def _make_staging(folder, staging):
+    """An empty folder with this process's mark, which gets its name by a rename, as the whole checkpoint will. Returns
+    why the file system cannot do that, an errno, or None."""
+    made = hidden(folder, "making")
+    remove_if_there(made)
+    os.mkdir(made)
     try:
-        facts = manifest.read(old)
-    except manifest.DamagedManifest:
-        facts = None
-    saved = set(facts["files"]) if facts else set()
-    for root, _, files in os.walk(old):
-        for name in files:
-            source = os.path.join(root, name)
-            path = os.path.relpath(source, old)
-            target = os.path.join(staging, path)
-            if _is_ours(path, saved) or os.path.lexists(target):
-                continue
-            os.makedirs(os.path.dirname(target), exist_ok=True)
-            try:
-                os.link(source, target, follow_symlinks=False)
-            except OSError:
-                shutil.copy2(source, target, follow_symlinks=False)
+        owner.claim(made)
+        remove_leftovers(os.path.dirname(folder), os.stat(owner.path_in(made)).st_mtime, spared=made)
+        remove_if_there(staging)
+        file_writer.rename(made, staging)
+    except OSError as error:
+        remove(made)
+        if error.errno not in CANNOT_RENAME:
+            raise
+        return error.errno
+    owner.renamed(made, staging)
+    return None
 
 
-def finish(folder, facts, records):
-    """The files in the hidden folder become the checkpoint ``folder``; one process calls it, when all have written.
+def _begin_in_place(folder):
+    os.makedirs(folder, exist_ok=True)
+    own = replaced_files.own_files(folder)
+    owner.claim(folder, lock=False, in_place=True, files=sorted(own - {manifest.NAME, owner.NAME}))
+    replaced_files.remove_own(folder, spared=(owner.NAME,))
+    remove_leftovers(os.path.dirname(folder), os.stat(owner.path_in(folder)).st_mtime)
+    return folder
+
+
+def remove_leftovers(save_dir, now, spared=None):
+    """Removes what killed runs have left of their saves. ``now``: the time as the file system has it."""
+    for name in os.listdir(save_dir):
+        tag, _, what = name[1:].rpartition(".")
+        path = os.path.join(save_dir, name)
+        if not name.startswith(".") or what not in HIDDEN or path == spared or os.path.islink(path):
+            continue
+        if not os.path.isdir(path):
+            continue
+        if what in ("saving", "replaced"):
+            settle(os.path.join(save_dir, tag))
+        if os.path.isdir(path) and owner.is_abandoned(path, now):
+            remove(path)
+
+
+# ---- end -----------------------------------------------------------------------------------------------------------
+
+
+def finish(folder, staging, facts, records):
+    """The files in ``staging`` (of ``begin``) become the checkpoint ``folder``; one process calls it, when all have
+    written.
 
     ``records``: name -> record (a dict, see ``file_record``) of every file, of all ranks that wrote into the folder.
     """
-    staging = staging_of(folder)
     text = manifest.text_of(facts, records)
-    if os.path.isdir(folder):
-        _carry_over(folder, staging)
     file_writer.write_bytes(text.encode(), os.path.join(staging, manifest.NAME))
     for path in sorted({os.path.dirname(name) for name in records} | {""}):
         file_writer.sync_directory(os.path.join(staging, path))
-    if os.path.lexists(folder):
-        file_writer.exchange(staging, folder)
-        file_writer.sync_directory(os.path.dirname(folder))
-        _remove(staging)
+    if staging != folder:
+        if os.path.lexists(folder):
+            swap(staging, folder)
+        else:
+            take_name(staging, folder)
+    owner.disown(folder, claimed_as=staging)
+
+
+def abandon(folder, staging):
+    """After a failure: the hidden folder goes, the checkpoint that was there stays. In place what was written goes."""
+    if staging == folder:
+        if os.path.isdir(folder) and not _has_manifest(folder):
+            replaced_files.remove_own(folder)
+    elif is_half_moved(folder):
+        owner.let_go(staging)  # the next save goes on with it
     else:
-        file_writer.rename(staging, folder)
-        file_writer.sync_directory(os.path.dirname(folder))
-    os.unlink(os.path.join(folder, OWNER))
-
-
-def abandon(folder):
-    """After a failure: the hidden folder goes, the checkpoint that was there stays."""
-    staging = staging_of(folder)
-    if os.path.isdir(staging):
-        _remove(staging)
+        remove_if_there(staging)
 
 
 def replace_text(path, text):
-    """Replaces a small text file in one rename."""
+    """Replaces a small text file, in one rename where the file system has one."""
     folder, name = os.path.split(path)
     temporary = os.path.join(folder, f".{name}.writing")
     with _replacing:  # several engines may save into one folder, each in a thread of its own
         file_writer.write_bytes(text.encode(), temporary)
-        file_writer.rename(temporary, path)
+        try:
+            file_writer.rename(temporary, path)
+        except OSError as error:
+            if error.errno not in CANNOT_RENAME:
+                raise
+            os.unlink(temporary)
+            file_writer.write_bytes(text.encode(), path)
         file_writer.sync_directory(folder)
+
+
+# ---- before loading ------------------------------------------------------------------------------------------------
+
+
+def place_of(folder):
+    """Where the checkpoint ``folder`` is to be read, after ``settle``. Raises RuntimeError for one that a save in place
+    has not finished."""
+    real = os.path.realpath(folder)
+    found = settle(real)
+    if found != real:
+        return found
+    if owner.facts_of(real) is not None and not _has_manifest(real):
+        who = owner.described(real)
+        state = "is writing it at this moment" if owner.is_alive(real) else "was broken off while it was writing it"
+        whole = names_of_whole(os.path.dirname(real))
+        raise RuntimeError(
+            f"the checkpoint {folder} is not complete: {who} {state}, in place (checkpoint.write_in_place). Load "
+            f"another tag; complete are: {', '.join(whole) or 'none'}"
+        )
+    return folder
+
+
+def _has_manifest(folder):
+    try:
+        return manifest.read(folder) is not None
+    except (manifest.DamagedManifest, NotADirectoryError):  # in place, it is written like any other file
+        return False
+
+
+def names_of_whole(save_dir):
+    """Tags in ``save_dir`` that have a manifest."""
+    found = os.listdir(save_dir) if os.path.isdir(save_dir) else []
+    return sorted(name for name in found if not name.startswith(".") and _has_manifest(os.path.join(save_dir, name)))
+
+
+# ---- meetings ------------------------------------------------------------------------------------------------------
+
+
+def meeting_of(folder, token):
+    """Where the ranks that write ``folder`` in the background meet; ``token`` tells one save from the next."""
+    return hidden(folder, f"{token}.meeting")
+
+
+def make_meeting(folder, token):
+    """One process calls it, after ``begin``."""
+    os.mkdir(meeting_of(folder, token))
+    owner.claim(meeting_of(folder, token), lock=False)  # the last rank removes it, which would have to find a lock
+
+
+def remove_meeting(folder, token):
+    """After a failure before anybody has met there."""
+    remove_if_there(meeting_of(folder, token))
+
+
+# ---- checkpoints that are too old ----------------------------------------------------------------------------------
+
+
+def remove_checkpoint(folder):
+    """Removes a checkpoint, and nothing else that is in its folder; killed halfway, it leaves no half checkpoint that
+    looks whole."""
+    doomed = hidden(folder, "removing")
+    if replaced_files.others_files(folder):
+        owner.claim(folder, lock=False)
+        replaced_files.remove_own(folder)
+        return
+    remove_if_there(doomed)
+    owner.claim(folder, lock=False)
+    try:
+        file_writer.rename(folder, doomed)
+    except OSError as error:
+        if error.errno not in CANNOT_RENAME:
+            raise
+        replaced_files.remove_own(folder)
+    else:
+        remove(doomed)
 
 
 def retire(save_dir, keep_last, current):
     """Removes the oldest checkpoints that this library wrote into ``save_dir`` until ``keep_last`` are left.
 
-    ``current``: the tag just saved; it and the one that ``latest`` names are never removed.
+    ``current``: the tag just saved; it and the one that ``latest`` names are never removed, nor are links to folders
+    elsewhere.
     """
     spared = {current, names.latest_tag(save_dir)}
     found = []
     for name in os.listdir(save_dir):
         folder = os.path.join(save_dir, name)
-        if name.startswith(".") or not os.path.isfile(os.path.join(folder, manifest.NAME)):
+        if name.startswith(".") or os.path.islink(folder) or not os.path.isfile(os.path.join(folder, manifest.NAME)):
             continue
         try:
             found.append((manifest.read(folder)["saved_at"], name))

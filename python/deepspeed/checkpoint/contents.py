@@ -8,8 +8,14 @@ from deepspeed.checkpoint.resume import run_states
 from deepspeed.version import __version__
 
 
-def files_of(engine, client_state, exclude_frozen_parameters=False):
+def common_names(engine):
+    """Names of files of which every data-parallel rank has the same, in the layout of the ``.pt`` files."""
+    return () if engine.zero_optimization_stage() == 3 else (names.model_states(engine.mp_rank_for_files()),)
+
+
+def files_of(engine, client_state, exclude_frozen_parameters=False, with_common=False):
     """dict: name of a file below the tag's folder -> function that gives its value, for the files of this rank.
+    ``with_common``: also those of which rank 0 of the data-parallel group has the same (``common_names``).
 
     Every rank calls all of them in this order: some run collectives. Tensors of the values may be views of what is
     trained: write them, or copy them, before the next step. A ``TensorOfPieces`` may stand for a tensor.
@@ -19,7 +25,7 @@ def files_of(engine, client_state, exclude_frozen_parameters=False):
     stage = engine.zero_optimization_stage()
     dp_rank, mp_rank = engine.parallel.dp_rank, engine.mp_rank_for_files()
     found = {}
-    if stage == 3 or dp_rank == 0:
+    if stage == 3 or dp_rank == 0 or with_common:
         name = names.sharded_model_states(dp_rank, mp_rank) if stage == 3 else names.model_states(mp_rank)
         found[name] = lambda: _model_states(engine, client_state, exclude_frozen_parameters)
     if stage > 0 and engine.core is not None and engine.basic_optimizer is not None:

@@ -4,7 +4,8 @@ The bytes go through a few aligned buffers (``csrc/io``): no second copy of the 
 that could not be written whole is removed, and the error names it, the operation, the system's reason and what to do.
 
 ``DS_IO_FAULT="write|fsync|rename|open:<n>:kill|enospc|eio|short"`` makes the n-th such operation of the process fail,
-or kills the process there; tests sweep n.
+or kills the process there; tests sweep n. ``rename_dir:1+:exdev,exchange:1+:einval`` is a file system that lacks those;
+``csrc/io/faults.h`` has all orders.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ __all__ = [
 
 files = _C.io.Files(os.environ.get("DS_IO_FAULT", ""))
 
+VERSION = b"3\n"  # of the archives of torch.save
 STAGING_BYTES = 32 << 20  # at most; host memory through which tensors of a GPU pass
 SAFETENSORS_NAMES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -70,13 +72,14 @@ def rename(source, target):
 
 
 def exchange(a, b):
-    """Swaps two files or two folders. Returns True if that was one step (RENAME_EXCHANGE); where the file system
-    cannot, three renames through ``<b>.exchange``, which after a crash between them holds what ``b`` was."""
+    """Swaps two files or two folders in one step. Returns False, and has done nothing, where the file system does not
+    know RENAME_EXCHANGE."""
     return files.exchange(os.fspath(a), os.fspath(b))
 
 
 @contextlib.contextmanager
-def _whole(writer):
+def whole(writer):
+    """The ``writer`` of a file, as a context: left by an exception, there is no file."""
     try:
         yield writer
     except BaseException:
@@ -84,10 +87,15 @@ def _whole(writer):
         raise
 
 
+def open_stream(path, size, options):
+    """A ``FileStream`` for a file of ``size`` bytes, as a context: left by an exception, there is no file."""
+    return whole(_C.io.FileStream(files, os.fspath(path), size, *options.arguments()))
+
+
 def write_bytes(data, path, options=None):
     """Writes ``data`` (bytes, or any contiguous buffer) to ``path``. Returns its ``FileRecord``. Raises OSError."""
     path, size = os.fspath(path), memoryview(data).nbytes
-    with _whole(_C.io.FileStream(files, path, size, *(options or WriterOptions()).arguments())) as stream:
+    with open_stream(path, size, options or WriterOptions()) as stream:
         stream.write(data)
         return FileRecord(os.path.basename(path), *stream.finish())
 
@@ -110,7 +118,7 @@ class PreparedTorch:
     """
 
     def __init__(self, value):
-        pickled, records, tensors = torch_pickler.dump(value)
+        pickled, records, tensors, _ = torch_pickler.dump(value)
         # The order of torch.save, which readers of offsets rely on.
         self._texts = {
             "data.pkl": pickled,
@@ -121,33 +129,46 @@ class PreparedTorch:
         self._keys = [key for key, _ in records]
         self.sources = [stored for _, stored in records]
         index = {stored: i for i, stored in enumerate(self.sources)}
-        self._tensors = [(name, index[stored], _dtype_name(stored.dtype), shape) for name, stored, shape in tensors]
+        self._tensors = [(name, index[stored], dtype_name(stored.dtype), shape) for name, stored, shape in tensors]
+
+    @property
+    def texts(self):
+        """What stands before the tensors, in order."""
+        return list(self._texts.values())
+
+    def entries(self):
+        """(name, bytes) of everything in the archive: the texts, the tensors, and two more."""
+        sizes = [(name, len(text)) for name, text in self._texts.items()]
+        sizes += [(f"data/{key}", stored.bytes) for key, stored in zip(self._keys, self.sources)]
+        sizes += [("version", len(VERSION)), (".data/serialization_id", 40)]
+        return [(f"archive/{name}", size) for name, size in sizes]
+
+    def record(self, path, bytes, crc32, places):
+        """The ``FileRecord``; ``places``: (offset, bytes, CRC-32) of each tensor's record, in order."""
+        made = {}
+        for name, i, dtype, shape in self._tensors:
+            made.setdefault(name, TensorRecord(name, dtype, list(shape), *places[i]))
+        return FileRecord(os.path.basename(path), bytes, crc32, list(made.values()))
 
     def write(self, path, options=None):
         options = options or WriterOptions()
-        path = os.fspath(path)
-        sizes = [(name, len(text)) for name, text in self._texts.items()]
-        first = len(sizes)
-        sizes += [(f"data/{key}", stored.bytes) for key, stored in zip(self._keys, self.sources)]
-        sizes += [("version", 2), (".data/serialization_id", 40)]
-        entries = [(f"archive/{name}", size) for name, size in sizes]
-        with _whole(_C.io.ZipWriter(files, path, entries, *options.arguments())) as writer:
-            for text in self._texts.values():
+        path, entries, first = os.fspath(path), self.entries(), len(self._texts)
+        with whole(_C.io.ZipWriter(files, path, entries, *options.arguments())) as writer:
+            for text in self.texts:
                 writer.write(text)
-            _write_tensors(writer, self.sources, options)
-            writer.write(b"3\n")
-            writer.write(_serialization_id(entries, writer.crc32))
+            write_tensors(writer, self.sources, options)
+            writer.write(VERSION)
+            writer.write(serialization_id(entries, writer.crc32))
             total = writer.finish()
-            crc32 = writer.crc32[first:]
-            offsets = [writer.offset(first + i) for i in range(len(self.sources))]
-        made = {}
-        for name, i, dtype, shape in self._tensors:
-            record = TensorRecord(name, dtype, list(shape), offsets[i], self.sources[i].bytes, crc32[i])
-            made.setdefault(name, record)
-        return FileRecord(os.path.basename(path), *total, list(made.values()))
+            places = [
+                (writer.offset(first + i), entries[first + i][1], writer.crc32[first + i])
+                for i in range(len(self.sources))
+            ]
+        return self.record(path, *total, places)
 
 
-def _write_tensors(writer, stored_tensors, options):
+def write_tensors(writer, stored_tensors, options):
+    """Hands the bytes of ``StoredTensor``s to ``writer``, in few calls."""
     staging = Staging(min(STAGING_BYTES, options.io_buffer_size))
     waiting = []  # memory that stays where it is is handed over in one call
     for stored in stored_tensors:
@@ -161,7 +182,7 @@ def _write_tensors(writer, stored_tensors, options):
     writer.write_memory(waiting)
 
 
-def _serialization_id(entries, crc32):
+def serialization_id(entries, crc32):
     """40 digits that tell files of different content apart, as torch 2 writes them."""
     names = _C.io.crc32("".join(name for name, _ in entries).encode())
     content = _C.io.crc32(b"".join(sum.to_bytes(4, "little") for sum in crc32))
@@ -193,7 +214,7 @@ class PreparedSafetensors:
                 )
             header["__metadata__"] = dict(metadata)
         for (name, _), item in zip(ordered, self.sources):
-            dtype = _dtype_name(item.dtype)
+            dtype = dtype_name(item.dtype)
             code = SAFETENSORS_NAMES[dtype]
             header[name] = {"dtype": code, "shape": list(item.shape), "data_offsets": [at, at + item.bytes]}
             self._tensors.append((name, dtype, list(item.shape)))
@@ -207,7 +228,7 @@ class PreparedSafetensors:
         path = os.fspath(path)
         staging = Staging(min(STAGING_BYTES, options.io_buffer_size))
         records = []
-        with _whole(_C.io.FileStream(files, path, self._bytes, *options.arguments())) as stream:
+        with open_stream(path, self._bytes, options) as stream:
             stream.write(len(self._header).to_bytes(8, "little") + self._header)
             for (name, dtype, shape), item in zip(self._tensors, self.sources):
                 offset, crc32 = stream.position, 0
@@ -237,10 +258,10 @@ def _stored_row_major(name, tensor):
             f"the tensor {name!r} ({tensor.layout}, {tensor.device}) is not a dense tensor with elements: safetensors "
             "has no form for it; make it dense (to_dense(), dequantize()) or leave it out"
         )
-    if _dtype_name(tensor.dtype) not in SAFETENSORS_NAMES:
+    if dtype_name(tensor.dtype) not in SAFETENSORS_NAMES:
         raise ValueError(f"the tensor {name!r} is {tensor.dtype}, which safetensors has no name for: convert it")
     return StoredTensor(tensor, row_major=True)
 
 
-def _dtype_name(dtype):
+def dtype_name(dtype):
     return str(dtype).split(".")[-1]

@@ -3,6 +3,7 @@
 import os
 
 from deepspeed.checkpoint.file_writer import PreparedBytes, PreparedSafetensors, PreparedTorch
+from deepspeed.checkpoint.stream_file import PreparedStream
 
 # Ending -> what makes of a file's value something with `sources` (memory, read later) and `write(path, options)`.
 KINDS = {
@@ -12,8 +13,10 @@ KINDS = {
 }
 
 
-def prepare(name, value):
-    """``value`` as the file ``name``, not yet written. A value that is prepared already stays as it is."""
+def prepare(name, value, archive=True):
+    """``value`` as the file ``name``, not yet written. A value that is prepared already stays as it is. ``archive``:
+    files of torch.save are zip archives, as ``checkpoint.checkpoint_serialization`` says, and not streams."""
     if hasattr(value, "sources") and hasattr(value, "write"):
         return value
-    return KINDS.get(os.path.splitext(name)[1], PreparedTorch)(value)
+    kind = KINDS.get(os.path.splitext(name)[1], PreparedTorch)
+    return (PreparedStream if kind is PreparedTorch and not archive else kind)(value)

@@ -2,13 +2,14 @@
 
 import os
 
-from deepspeed.checkpoint import background, names, storage
+from deepspeed.checkpoint import background, commit, names, storage
 from deepspeed.checkpoint.checking import check
 from deepspeed.checkpoint.node_local import fetch_missing
 from deepspeed.checkpoint.ranks import Ranks, failure_of, raise_together
 from deepspeed.checkpoint.resume import names_of_groups, resume_run
 from deepspeed.checkpoint.saved_state import open_saved
 from deepspeed.checkpoint.saved_universal import is_universal
+from deepspeed.checkpoint.turns import in_turn
 from deepspeed.checkpoint.weights import load_weights, plain
 from deepspeed.log import log_dist, logger
 from deepspeed.zero.restore import Restore
@@ -32,9 +33,15 @@ def _find_tag(load_dir, tag, universal):
         return None
     try:
         with open(pointer) as file:
-            return file.read().strip()
+            named = file.read().strip()
     except OSError as error:
         raise OSError(error.errno, f"cannot read {pointer}: {error.strerror}. Check its permissions.") from error
+    if not named:  # a file system without renames
+        raise RuntimeError(
+            f"{pointer} is empty: a save was broken off when it wrote it. Pass tag=; complete are: "
+            f"{', '.join(commit.names_of_whole(load_dir)) or 'none'}"
+        )
+    return named
 
 
 def _open(engine, folder, with_optimizer):
@@ -98,6 +105,7 @@ def load_checkpoint(
         return None, None
     folder = os.path.join(load_dir, tag)
     ranks = Ranks(engine, engine._config.use_node_local_storage)
+    folder = _settled(ranks, folder)
     fetch_missing(engine, ranks, folder)
     if not os.path.isdir(folder):
         known = (
@@ -108,11 +116,28 @@ def load_checkpoint(
         raise FileNotFoundError(f"there is no checkpoint {folder}; tags there are: {', '.join(known) or 'none'}")
     check(engine, ranks, folder)
     with_optimizer = load_optimizer_states and not load_module_only and engine.stepping is not None
+    if with_optimizer and engine._config.zero_config.pipeline_loading_checkpoint:
+        assert engine.zero_optimization_stage() in (0, 3), (
+            "Only stage3 support for pipeline checkpoint loading: set zero_optimization.pipeline_loading_checkpoint to "
+            f"false at stage {engine.zero_optimization_stage()}"
+        )
     with_scheduler = load_lr_scheduler_states and not load_module_only
     with storage.trusting(engine._config.checkpoint_config.trust_pickles or None):
         return _load(
             engine, ranks, folder, load_module_strict, with_optimizer, with_scheduler, load_module_only, custom_load_fn
         )
+
+
+def _settled(ranks, folder):
+    """Where ``folder`` is to be read, after what a broken-off save has left is put right. Every rank calls it."""
+    error = found = None
+    if ranks.leads:
+        try:
+            found = commit.place_of(folder)
+        except Exception as caught:
+            error = caught
+    told = ranks.agree(error, f"the checkpoint {folder} is not loaded", found)
+    return told[ranks.nodes.index(ranks.node)]
 
 
 def _together(ranks, folder, function):
@@ -139,7 +164,9 @@ def _load(engine, ranks, folder, strict, with_optimizer, with_scheduler, module_
         _together(
             ranks,
             folder,
-            lambda: _load_weights_and_states(engine, saved, strict, custom_load_fn, module_only, with_optimizer),
+            lambda: _load_weights_and_states(
+                engine, ranks, saved, strict, custom_load_fn, module_only, with_optimizer
+            ),
         )
         if engine.stepping is not None:
             engine.core.publish()
@@ -194,7 +221,7 @@ def restore_universal(engine, folder, params=None, weights=True, states=True):
     engine.core.end_write()
 
 
-def _load_weights_and_states(engine, saved, strict, custom_load_fn, module_only, with_optimizer):
+def _load_weights_and_states(engine, ranks, saved, strict, custom_load_fn, module_only, with_optimizer):
     """Weights; fp32 masters, which decide where there are any; moments, steps, hyperparameters, loss scale."""
     if engine.stepping is None:
         load_weights(engine, saved, strict, custom_load_fn)
@@ -205,8 +232,15 @@ def _load_weights_and_states(engine, saved, strict, custom_load_fn, module_only,
         masters = {name for name in restore.names if saved.pieces(name, "fp32")}
     load_weights(engine, saved, strict, custom_load_fn, later=masters)
     restore.check()
-    if masters:
-        restore.masters()
-    if with_optimizer:
-        restore.states()
-        restore.extra()
+
+    def fill():
+        if masters:
+            restore.masters()
+        if with_optimizer:
+            restore.states()
+            restore.extra()
+
+    if engine._config.zero_config.pipeline_loading_checkpoint and with_optimizer and engine.zero_optimization():
+        in_turn(ranks, fill)
+    else:
+        fill()

@@ -19,6 +19,7 @@ from deepspeed.checkpoint.native_names import is_native_file
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
+SCRIPT = "zero_to_fp32.py"  # beside the tags; standalone.py has its text
 _MP_RANK = MODEL_FILE_PREFIX + "{mp_rank:02d}"
 MODEL_STATES = _MP_RANK + MODEL_FILE_SUFFIX
 SHARDED_MODEL_STATES = ZERO_FILE_PREFIX + "{dp_rank}_" + MODEL_STATES
@@ -27,8 +28,15 @@ OPTIM_STATES = "{prefix}" + ZERO_FILE_PREFIX + "{dp_rank}_" + _MP_RANK + OPTIM_F
 # Ours, one for each rank: what a resumed run needs to go on bit by bit and no other tool reads.
 RUN_STATES = "run_rank_{rank:05d}_state.pt"
 
-# Whatever a save of any kind, of this or another implementation, puts below the tag's folder.
-_CHECKPOINT_FILE = re.compile(r"(.*_)?(model|optim)_states\.pt|run_rank_\d+_state\.pt")
+# Whatever a save of any kind, of this or another implementation, puts at the top of the tag's folder; and nothing else:
+# files with these names may be removed when the tag is saved again.
+_CHECKPOINT_FILE = re.compile(
+    r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt"
+    r"|((bf16_|fp16_)?zero_pp_rank_\d+|expp_rank_\d+)_mp_rank_\d+_optim_states\.pt"
+    r"|(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt"
+    r"|layer_\d+(-[A-Za-z]+_\d+)*-model_states\.pt"
+    r"|run_rank_\d{5,}_state\.pt"
+)
 
 # Keys of the model file that load_checkpoint keeps for itself; every other one is handed back in client_state.
 ENGINE_KEYS = (
@@ -58,8 +66,13 @@ OWN_KEYS = (
 )
 
 
+def is_published_file(name):
+    """Whether a save in the published layout makes files of this name at the top of a tag."""
+    return _CHECKPOINT_FILE.fullmatch(name) is not None
+
+
 def is_checkpoint_file(name):
-    return _CHECKPOINT_FILE.fullmatch(name) is not None or is_native_file(name)
+    return is_published_file(name) or is_native_file(name)
 
 
 def latest_tag(save_dir, pointer=LATEST):

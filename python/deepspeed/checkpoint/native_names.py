@@ -14,7 +14,7 @@ MODULE = "module"  # kind of what the module has besides: buffers, weights that 
 VALUES = "values"  # kind of tensors inside of values that are JSON otherwise
 RESERVED = (MASTER, MODULE, VALUES)
 
-_FILE = re.compile(r"checkpoint(_mp_rank_\d+)?\.json|rank_\d+\.(json|safetensors)|frozen_[0-9a-f]+\.safetensors")
+_FILE = re.compile(r"checkpoint(_mp_rank_\d{2,})?\.json|rank_\d{5,}\.(json|safetensors)|frozen_[0-9a-f]+\.safetensors")
 
 
 def checkpoint_json(mp_rank=0):

@@ -48,9 +48,12 @@ class Ranks:
         dist.all_gather_object(found, value)
         return found
 
-    def agree(self, error, what):
-        """Every rank says what went wrong (None: nothing), and all raise alike if anything did."""
-        raise_together(self.gather(failure_of(self.rank, error)), what, error)
+    def agree(self, error, what, value=None):
+        """Every rank says what went wrong (None: nothing), and all raise alike if anything did. Returns the ``value``
+        (of what JSON can carry) of every rank."""
+        told = self.gather([failure_of(self.rank, error), value])
+        raise_together([part[0] for part in told if part is not None], what, error)
+        return [part and part[1] for part in told]
 
     def beside(self, values):
         """Of one value for each rank those of the ranks that write into the same folder."""

@@ -9,6 +9,7 @@ import time
 
 from deepspeed._native import _C
 from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.swap import CANNOT_RENAME
 
 _PAUSE_S = 0.2  # the longest sleep between two looks at the folder
 
@@ -73,7 +74,14 @@ class RanksThroughFiles(Ranks):
             os.makedirs(self.folder, exist_ok=True)
             with open(own + ".writing", "w") as file:
                 json.dump(value, file)
-            os.replace(own + ".writing", own)
+            try:
+                os.replace(own + ".writing", own)
+            except OSError as error:
+                if error.errno not in CANNOT_RENAME:
+                    raise
+                os.unlink(own + ".writing")
+                with open(own, "w") as file:  # who reads half of it reads it again
+                    json.dump(value, file)
         except OSError as error:
             # A short link takes no block of the disk: it can be made where a file cannot.
             with contextlib.suppress(OSError):
@@ -89,7 +97,7 @@ class RanksThroughFiles(Ranks):
                 gone = [rank for rank in self.here if rank not in found and _is_gone(self.processes[rank])]
             for rank in self.here:  # after the question who is gone: what those have left counts
                 if rank not in found and os.path.exists(self._path(turn, rank)):
-                    with open(self._path(turn, rank)) as file:
+                    with open(self._path(turn, rank)) as file, contextlib.suppress(ValueError):
                         found[rank] = json.load(file)
             late = [rank for rank in self.here if rank not in found]
             if not late:
@@ -107,9 +115,9 @@ class RanksThroughFiles(Ranks):
             time.sleep(pause)
             pause = min(2 * pause, _PAUSE_S)
 
-    def agree(self, error, what):
+    def agree(self, error, what, value=None):
         try:
-            super().agree(error, what)
+            return super().agree(error, what, value)
         except Exception as caught:
             if caught is not self.broken:
                 raise

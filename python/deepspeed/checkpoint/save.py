@@ -5,11 +5,12 @@ import time
 
 import torch
 
-from deepspeed.checkpoint import background, commit, names, native_contents
-from deepspeed.checkpoint.contents import files_of
+from deepspeed.checkpoint import background, commit, names, native_contents, tags
+from deepspeed.checkpoint.contents import common_names, files_of
 from deepspeed.checkpoint.engine_states import EngineStates
 from deepspeed.checkpoint.engines.foreign import ForeignFiles
 from deepspeed.checkpoint.ranks import Ranks
+from deepspeed.checkpoint.sharing import make_sharing
 from deepspeed.checkpoint.standalone import write_script
 from deepspeed.log import log_dist, logger, warning_once
 from deepspeed.version import __version__
@@ -32,6 +33,22 @@ def _agreed_tag(engine, ranks, tag):
     return tags[0]
 
 
+def _agreed_place(ranks, save_dir, tag):
+    """The folder that the tag is. Where it is none for a rank, whose disk may be another, all raise."""
+    error = found = None
+    try:
+        found = tags.folder_of(save_dir, tag)
+    except (ValueError, OSError) as caught:
+        error = caught
+    try:
+        ranks.agree(error, "nothing is saved")
+    except Exception:
+        if error is not None:
+            raise error from None
+        raise
+    return found
+
+
 def _without_own_keys(engine, client_state):
     """``client_state`` without what load_checkpoint handed back of the engine's own: passed on to the next save, those
     old values would replace the current ones."""
@@ -44,9 +61,11 @@ def save_checkpoint(engine, save_dir, tag=None, client_state=None, save_latest=T
     if anything fails, the one before it is what ``latest`` names. Source: see ``checkpoint.commit``. Who writes it is
     ``engine.checkpoint_engine``; one that writes in the background has a copy of everything when this returns.
 
-    Raises ValueError without ``save_dir``, AssertionError when ranks must agree on the tag and do not, KeyError when
-    ``client_state`` uses a reserved key, OSError on all ranks when a rank cannot write: it names the rank and the file.
-    Returns True.
+    ``save_dir`` and the tag may be symbolic links to folders: those are saved into. A tag may be a path of plain names.
+
+    Raises ValueError without ``save_dir``, or for a tag that is no name of a folder in it; AssertionError when ranks
+    must agree on the tag and do not, KeyError when ``client_state`` uses a reserved key, OSError on all ranks when a
+    rank cannot write: it names the rank and the file. Returns True.
     """
     if not save_dir:
         raise ValueError(f"save_checkpoint needs a directory, got save_dir={save_dir!r}")
@@ -59,9 +78,12 @@ def save_checkpoint(engine, save_dir, tag=None, client_state=None, save_latest=T
     if behind is not None:
         behind.tell_together(ranks)
     tag = _agreed_tag(engine, ranks, str(tag if tag is not None else f"global_step{engine.global_steps}"))
-    files = files_of(engine, client_state, exclude_frozen_parameters)
-    saving = Saving(engine, ranks, os.fspath(save_dir), tag)
-    background.wait_for(saving.folder)
+    tags.check_tag(tag, os.fspath(save_dir))
+    sharing = make_sharing(engine, ranks) if hasattr(writer, "write_prepared") else None
+    files = files_of(engine, client_state, exclude_frozen_parameters, sharing is not None and sharing.writes)
+    place = _agreed_place(ranks, os.fspath(save_dir), tag)
+    saving = Saving(engine, ranks, os.fspath(save_dir), tag, place, sharing)
+    background.wait_for(saving.place)
     if not getattr(writer, "makes_files", True):
         saving.write(files, writer)
         log_dist(f"no checkpoint {saving.folder}: {writer.name} writes nothing", ranks=[0])
@@ -72,7 +94,7 @@ def save_checkpoint(engine, save_dir, tag=None, client_state=None, save_latest=T
         if not hasattr(writer, "write_file"):
             writer = ForeignFiles(writer, tag, saving.save_dir, save_latest)
         saving.begin()
-        saving.end(saving.write(files, writer), save_latest)
+        saving.end(saving.write(saving.shared(files), writer), save_latest)
         log_dist(f"saved checkpoint {saving.folder}", ranks=[0])
     return True
 
@@ -91,35 +113,42 @@ def _on_disks_of_nodes(ranks):
 class Saving:
     """One checkpoint on its way to the disk. It keeps nothing of the engine: training may go on meanwhile."""
 
-    def __init__(self, engine, ranks, save_dir, tag):
-        self.ranks = ranks
+    def __init__(self, engine, ranks, save_dir, tag, place, sharing=None):
+        self.ranks, self.sharing = ranks, sharing
+        self._common = common_names(engine)
         self.save_dir, self.tag = save_dir, tag
         self.folder = os.path.join(save_dir, tag)
+        self.place = place  # that folder, whatever links lead to it
+        self.staging = None  # where this rank's files are written, after ``begin``
         self.failed = f"the checkpoint {self.folder} is not saved, the one before it is unharmed"
         self._facts = _facts(engine, tag)
         self._with_script = engine.zero_optimization_stage() > 0 and not native_contents.is_wanted(engine)
         self._keep_last = engine._config.checkpoint_config.keep_last
+        self._in_place = engine._config.checkpoint_config.write_in_place
 
     def _together(self, function):
-        """Runs ``function`` on the leading ranks; every rank learns of a failure, and the hidden folder goes."""
-        error = None
+        """Runs ``function`` on the leading ranks; every rank learns of a failure, and the hidden folder goes. Returns
+        what it has returned on the leading rank of this rank's node."""
+        error = found = None
         if self.ranks.leads:
             try:
-                function()
+                found = function()
             except Exception as caught:
                 error = caught
-        self.agree(error)
+        told = self.agree(error, value=found)
+        return told[self.ranks.nodes.index(self.ranks.node)]
 
-    def agree(self, error, before_removal=None):
-        """Raises on all ranks when one has an ``error``; the hidden folder goes, after ``before_removal()`` on all."""
+    def agree(self, error, before_removal=None, value=None):
+        """Raises on all ranks when one has an ``error``; the hidden folder goes, after ``before_removal()`` on all.
+        Returns the ``value`` of every rank."""
         try:
-            self.ranks.agree(error, self.failed)
+            return self.ranks.agree(error, self.failed, value)
         except Exception:
             if before_removal is not None:
                 before_removal()
                 self.ranks.gather(None)
-            if self.ranks.leads:
-                commit.abandon(self.folder)
+            if self.ranks.leads and self.staging is not None:
+                commit.abandon(self.place, self.staging)
             self.ranks.gather(None)  # nobody goes on while files are still being removed
             raise
 
@@ -127,15 +156,30 @@ class Saving:
         """Makes the hidden folder, and with a ``token`` the one in which the ranks meet in the background."""
 
         def make():
-            commit.begin(self.folder)
+            self.staging = commit.begin(self.place, self._in_place)
             if token is not None and self.ranks.size > 1:
-                commit.make_meeting(self.folder, token)
+                commit.make_meeting(self.place, token)
+            return self.staging
 
-        self._together(make)
+        self.staging = self._together(make)
+        if self.staging == self.place:
+            lost = "it was written in place, so what was there is gone"
+            self.failed = f"the checkpoint {self.folder} is not saved; {lost}"
+
+    def shared(self, files):
+        """``files``, with those of which all data-parallel ranks have the same cut into parts. Every rank calls it,
+        after ``begin``. A file system without hidden folders has no files with several writers: one rank writes them
+        there."""
+        if self.sharing is None:
+            return files
+        if self.staging == self.place:
+            leads, self.sharing = self.sharing.leads or not self.sharing.writes, None
+            return {name: value for name, value in files.items() if leads or name not in self._common}
+        return self.sharing.cut(files, self._common, lambda error, value: self.agree(error, value=value))
 
     def write(self, files, writer):
         """Writes the files of this rank through ``writer.write_file``. Returns name -> record for the manifest."""
-        staging, records, error = commit.staging_of(self.folder), {}, None
+        staging, records, error = self.staging or "", {}, None  # no folder for an engine that writes nothing
         for name, value in files.items():
             made = value()  # some run collectives, so all are made, whatever has failed
             try:
@@ -154,13 +198,20 @@ class Saving:
 
     def end(self, records, save_latest):
         """All have written: the checkpoint takes its place."""
-        together = {}
-        for part in self.ranks.beside(self.ranks.gather(records)):
+        everyones, together = self.ranks.gather(records), {}
+        if self.sharing is not None:
+            error = None
+            try:
+                records = self.sharing.complete(everyones, self.staging)
+            except Exception as caught:
+                error = caught
+            everyones = self.agree(error, value=records)
+        for part in self.ranks.beside(everyones):
             together.update(part)
         self._together(lambda: self._commit(together, save_latest))
 
     def _commit(self, records, save_latest):
-        commit.finish(self.folder, self._facts, records)
+        commit.finish(self.place, self.staging, self._facts, records)
         if self._with_script:
             write_script(self.save_dir)
         if save_latest:

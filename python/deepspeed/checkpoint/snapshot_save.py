@@ -3,8 +3,7 @@
 import os
 import time
 
-from deepspeed.checkpoint import background, commit
-from deepspeed.checkpoint.kinds import prepare
+from deepspeed.checkpoint import background
 from deepspeed.checkpoint.ranks_through_files import RanksThroughFiles
 from deepspeed.checkpoint.snapshot import Snapshot
 from deepspeed.constants import default_pg_timeout
@@ -17,24 +16,24 @@ def patience_s():
 
 
 class SnapshotSave:
-    """``write(prepared, path)`` gives the record of a file. ``saving``: a ``Saving`` that has begun. ``states``:
-    ``EngineStates``, which may be copied late."""
+    """``engine`` prepares files (``prepare``) and writes them (``write_prepared``). ``saving``: a ``Saving`` that has
+    begun. ``states``: ``EngineStates``, which may be copied late."""
 
-    def __init__(self, behind, cache, write, saving, save_latest, states=None):
-        self.behind, self.cache, self._write = behind, cache, write
+    def __init__(self, behind, cache, engine, saving, save_latest, states=None):
+        self.behind, self.cache, self._engine = behind, cache, engine
         self.snapshot = Snapshot(cache, states)
         self.saving, self.save_latest = saving, save_latest
         self.records = {}
         self.error = None
         self.began = time.monotonic()
-        background.enter(saving.folder)
+        background.enter(saving.place)
 
     # ---- in the calling thread -------------------------------------------------------------------------------------
     def add(self, name, value):
         """Takes the file ``name``: afterwards tensors in ``value`` may change, but for the engine's states. Waits while
         the cache is full; a file that is larger than all of it is written at once."""
-        prepared = prepare(name, value)
-        path = os.path.join(commit.staging_of(self.saving.folder), name)
+        prepared = self._engine.prepare(name, value)
+        path = os.path.join(self.saving.staging, name)
         linked = prepared.link(path) if hasattr(prepared, "link") else None
         if linked is not None:  # it is in another tag: nothing to copy
             self.records[name] = linked.to_dict()
@@ -46,7 +45,7 @@ class SnapshotSave:
                 f"{name} has {gib:.3f} GiB, more than all of host_cache_size: it is written at once, and training "
                 f"waits. Set host_cache_size to at least {gib + 0.001:.3f} GiB"
             )
-            self.records[name] = self._write(prepared, path)
+            self.records[name] = self._engine.write_prepared(prepared, path)
             return
         prepared.sources = copies.sources
         self.behind.start(lambda: self._write_one(name, prepared, path, copies))
@@ -56,7 +55,7 @@ class SnapshotSave:
         self.error = self.error or RuntimeError("given up")
         self.snapshot.drop()
         self.behind.drain()
-        background.leave(self.saving.folder)
+        background.leave(self.saving.place)
 
     def end(self, meeting, processes):
         """All ranks have taken their snapshots: the rest happens in the background. Only now, when nothing can go wrong
@@ -71,7 +70,7 @@ class SnapshotSave:
         try:
             copies.wait()
             if self.error is None:
-                self.records[name] = self._write(prepared, path)
+                self.records[name] = self._engine.write_prepared(prepared, path)
         except BaseException as caught:
             self.error = caught
         finally:
@@ -91,4 +90,4 @@ class SnapshotSave:
             self.behind.fail(error, lambda steps: [s for s in ranks.gather(steps) if s is not None])
         finally:
             ranks.close()
-            background.leave(self.saving.folder)
+            background.leave(self.saving.place)

@@ -9,10 +9,10 @@ import os
 import stat
 
 from deepspeed import utils
+from deepspeed.checkpoint.names import SCRIPT
 from deepspeed.log import logger
 from deepspeed.utils.weight_files import write_whole
 
-SCRIPT = "zero_to_fp32.py"
 # Each uses the ones before it.
 MODULES = (
     "byte_ranges",

@@ -73,6 +73,13 @@ class StoredTensor:
         else:
             target.view(self.shape).copy_(self._rows, non_blocking=True)
 
+    def copy_range(self, memory, begin, end):
+        """Copies bytes ``begin`` to ``end`` into ``memory``, as ``copy_to`` copies all."""
+        flat = self._flat
+        if flat is None:
+            flat = torch.empty(self.shape, dtype=self.dtype, device=self._rows.device).copy_(self._rows).reshape(-1)
+        memory.copy_(flat.view(torch.uint8)[begin:end], non_blocking=True)
+
     @property
     def device_type(self):
         return (self._flat if self._flat is not None else self._rows).device.type
@@ -102,12 +109,48 @@ class StoredPieces:
             part.copy_to(memory[at : at + part.bytes])
             at += part.bytes
 
+    def copy_range(self, memory, begin, end):
+        at = 0
+        for part in self._parts:
+            first, last = max(begin, at), min(end, at + part.bytes)
+            if first < last:
+                part.copy_range(memory[first - begin : last - begin], first - at, last - at)
+            at += part.bytes
+
     @property
     def device_type(self):
         return next((part.device_type for part in self._parts if part.device_type != "cpu"), "cpu")
 
     def in_place(self):
         return all(part.in_place() for part in self._parts)
+
+
+class StoredSlice:
+    """Bytes ``begin`` to ``end`` of another source."""
+
+    def __init__(self, source, begin, end):
+        self._source, self._begin, self._end = source, begin, end
+        self.bytes = end - begin
+
+    def pieces(self, staging):
+        at = 0
+        for address, size in self._source.pieces(staging):
+            first, last = max(self._begin, at), min(self._end, at + size)
+            if first < last:
+                yield address + first - at, last - first
+            at += size
+            if at >= self._end:
+                return
+
+    def copy_to(self, memory):
+        self._source.copy_range(memory, self._begin, self._end)
+
+    @property
+    def device_type(self):
+        return self._source.device_type
+
+    def in_place(self):
+        return self._source.in_place()
 
 
 def _parts(tensor, most):

@@ -1,7 +1,8 @@
 """Pickles a value the way torch.save does, but takes tensors apart itself: into records of exactly their elements.
 
 The format is that of torch.serialization: pickle protocol 2, storages as persistent ids
-``("storage", torch.FloatStorage, key, "cpu", numel)``, tensors as calls of ``torch._utils._rebuild_tensor_v2``.
+``("storage", torch.FloatStorage, key, "cpu", numel)``, tensors as calls of ``torch._utils._rebuild_tensor_v2``. In the
+stream that torch.save wrote before zip archives, persistent ids have one part more.
 """
 
 import collections
@@ -41,8 +42,8 @@ def tensor_names(value):
 class _Memory:
     """Stands in a pickle for the storage of one record."""
 
-    def __init__(self, storage_class, key, numel):
-        self.id = ("storage", storage_class, key, "cpu", numel)
+    def __init__(self, id):
+        self.id = id
 
 
 # Most objects of a state: that they are no storages is known without a question.
@@ -50,10 +51,12 @@ ORDINARY = frozenset({str, int, float, bool, bytes, type(None), tuple, list, dic
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file, names):
+    def __init__(self, file, names, stream):
         super().__init__(file, protocol=PROTOCOL)
         self.names = names
-        self.records = {}  # StoredTensor.key: (record's name, StoredTensor)
+        self.stream = stream
+        self.records = {}  # (StoredTensor.key, class in a stream, else None): (record's name, StoredTensor)
+        self.counts = {}  # record's name: elements, as its storage counts them
         self.tensors = []  # (name, StoredTensor, shape) of every tensor
         self.storage_names = torch.storage._dtype_to_storage_type_map()
         self.alive = []  # what was made while pickling: an address must not be used again before the file is written
@@ -74,14 +77,20 @@ class _Pickler(pickle.Pickler):
 
     def _storage_id(self, storage, storage_class, dtype):
         content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        key, stored = self._record(content, StoredTensor(content))
-        item_bytes = itemsize(dtype)
-        return "storage", storage_class, key, "cpu", stored.bytes // item_bytes
+        key, stored = self._record(content, StoredTensor(content), storage_class)
+        return self._id(storage_class, key, stored.bytes // itemsize(dtype))
 
-    def _record(self, tensor, stored):
-        """(name, StoredTensor) of the record with these bytes: an earlier one over the same memory, or a new one."""
+    def _id(self, storage_class, key, numel):
+        self.counts[key] = numel
+        found = ("storage", storage_class, key, "cpu", numel)
+        return (*found, None) if self.stream else found  # there, also what part of a storage it is: all of it
+
+    def _record(self, tensor, stored, storage_class):
+        """(name, StoredTensor) of the record with these bytes: an earlier one over the same memory, or a new one. In a
+        stream a record has one class of storage."""
         self.alive.append(tensor)
-        return self.records.setdefault(stored.key, (str(len(self.records)), stored))
+        known = (stored.key, storage_class if self.stream else None)
+        return self.records.setdefault(known, (str(len(self.records)), stored))
 
     def reducer_override(self, obj):
         if type(obj) is torch.nn.Parameter and is_plain(obj):
@@ -96,14 +105,12 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
     def _reduce_tensor(self, tensor, own, requires_grad):
-        key, stored = self._record(tensor, own)
-        self.tensors.append((self.names.get(id(tensor)) or f"data/{key}", stored, own.shape))
         legacy = self.storage_names.get(tensor.dtype)
-        storage_class, numel = (
-            (getattr(torch, legacy), stored.numel) if legacy else (torch.UntypedStorage, stored.bytes)
-        )
+        storage_class = getattr(torch, legacy) if legacy else torch.UntypedStorage
+        key, stored = self._record(tensor, own, storage_class)
+        self.tensors.append((self.names.get(id(tensor)) or f"data/{key}", stored, own.shape))
         arguments = (
-            _Memory(storage_class, key, numel),
+            _Memory(self._id(storage_class, key, stored.numel if legacy else stored.bytes)),
             0,
             own.shape,
             own.stride,
@@ -119,14 +126,14 @@ def is_plain(tensor):
     return tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
 
 
-def dump(value):
+def dump(value, stream=False):
     """Pickles ``value``. Returns (the pickle as bytes, [(key, StoredTensor)] of the records it refers to,
-    [(name, StoredTensor, shape)] of the tensors in it).
+    [(name, StoredTensor, shape)] of the tensors in it, {key: elements of a record}).
 
-    Attributes that were set on tensors and parameters are not saved. Raises what pickle raises for values that it
-    cannot take.
+    ``stream``: as in the format before the zip archives. Attributes that were set on tensors and parameters are not
+    saved. Raises what pickle raises for values that it cannot take.
     """
     file = io.BytesIO()
-    pickler = _Pickler(file, tensor_names(value))
+    pickler = _Pickler(file, tensor_names(value), stream)
     pickler.dump(value)
-    return file.getvalue(), list(pickler.records.values()), pickler.tensors
+    return file.getvalue(), list(pickler.records.values()), pickler.tensors, pickler.counts

@@ -100,3 +100,16 @@ def resident_bytes():
     """Main memory that this process occupies now."""
     text = _read("/proc/self/statm")
     return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE") if text else 0
+
+
+def socket_of(cores, index):
+    """The number of the processor package of ``cores``. Of a process that may run on several, that of the ``index``-th
+    process when they take turns over those."""
+    packages = {_read(f"/sys/devices/system/cpu/cpu{core}/topology/physical_package_id") or "0" for core in cores}
+    found = sorted(int(package) for package in packages)
+    return found[index % len(found)]
+
+
+def socket_of_process(index):
+    """``socket_of`` the cores of this process; ``index``: its number among those of the machine."""
+    return socket_of(os.sched_getaffinity(0), index)

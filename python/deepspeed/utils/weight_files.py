@@ -3,6 +3,7 @@
 Everything goes through in chunks: what an export holds in memory does not depend on the size of a tensor.
 """
 
+import errno
 import json
 import os
 import re
@@ -157,7 +158,15 @@ def write_whole(path, write, content):
     temporary = f"{path}.writing.{os.getpid()}"
     try:
         write(temporary, content)
-        os.replace(temporary, path)
+        try:
+            os.replace(temporary, path)
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
+                raise
+            for old in (temporary, path):  # a mounted object store, which neither renames nor writes a file twice
+                if os.path.exists(old):
+                    os.unlink(old)
+            write(path, content)
     except BaseException as error:
         if os.path.exists(temporary):
             os.unlink(temporary)

@@ -243,18 +243,31 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
         called = iter(self._names)
         return [{next(called): getattr(p, "ds_shape", p.shape) for p in group} for group in self.bit16_groups]
 
-    def _restore(self, saved, with_states, with_masters):
-        """Takes a ``SavedState``; masters from the model's weights unless ``with_masters``. Every rank calls it."""
+    def _restore(self, saved, with_states, with_masters, when_read=None):
+        """Takes a ``SavedState``; masters from the model's weights unless ``with_masters``. Every rank calls it.
+        ``when_read()`` is called when nothing more is read."""
         restore = Restore(self.stepping, self._params, saved)
-        restore.check()
-        self.core.begin_write()
-        if not with_masters:
-            self.core.refresh_master()
-        elif restore.masters():
-            raise ValueError(f"{saved.origin()} has no fp32 weights of {', '.join(restore.masters()[:3])}")
-        if with_states:
-            restore.states()
-        restore.extra()
+
+        def fill():
+            if not with_masters:
+                self.core.refresh_master()
+            elif restore.masters():
+                raise ValueError(f"{saved.origin()} has no fp32 weights of {', '.join(restore.masters()[:3])}")
+            if with_states:
+                restore.states()
+            restore.extra()
+
+        if when_read is None:
+            restore.check()
+            self.core.begin_write()
+            fill()
+        else:  # the others wait for their turn, and not in begin_write, which waits for all
+            try:
+                restore.check()
+                fill()
+            finally:
+                when_read()
+            self.core.begin_write()
         self.core.publish()
         self.core.end_write()
 

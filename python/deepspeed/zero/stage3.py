@@ -17,6 +17,14 @@ from deepspeed.zero.sharded_optimizer import ShardedOptimizer
 from deepspeed.zero.sharded_parameter import _acquire, _release, is_sharded
 
 
+def _hand_on(serial):
+    """The next rank of this machine may load."""
+    serial += 1
+    local_size = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
+    if dist.get_local_rank() != local_size - 1 and dist.get_rank() + 1 < dist.get_world_size():
+        dist.send(serial, dist.get_rank() + 1)
+
+
 class _Coordinator:
     """The learned order of modules, as callers know it: it is a hint and always valid."""
 
@@ -369,12 +377,18 @@ class DeepSpeedZeroOptimizer_Stage3(ParamValues, ShardedOptimizer):
 
         Any number of ranks may have saved; a rank may also pass nothing but its own slices, of as many ranks. Without
         ``load_from_fp32_weights`` the masters are taken from the model's weights. Raises ValueError where sizes do not
-        fit.
+        fit. ``load_serial``: a tensor that this rank has received from the one before it on its machine
+        (``zero_optimization.pipeline_loading_checkpoint``); it goes on to the next one when everything is read.
         """
         saved = list(state_dict_list) if isinstance(state_dict_list, (list, tuple)) else [state_dict_list]
         if len(saved) == 1 and self.partition_count > 1 and saved[0].get("partition_count") == self.partition_count:
             saved = OwnShard(saved[0], dist.get_rank(self.dp_process_group), self.partition_count)
-        self._restore(SlicedState(saved, param_shapes or self._shapes()), load_optimizer_states, load_from_fp32_weights)
+        self._restore(
+            SlicedState(saved, param_shapes or self._shapes()),
+            load_optimizer_states,
+            load_from_fp32_weights,
+            when_read=None if load_serial is None else lambda: _hand_on(load_serial),
+        )
 
     # ---- universal checkpoints ---------------------------------------------------------------------------------------
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir):

@@ -40,7 +40,8 @@ TEST_P(Both, WritesInAnyOrder) {
   const Folder folder;
   Files files;
   bool direct = true;
-  const Descriptor file = files.create(folder / "x", &direct);
+  bool resizable = true;
+  const Descriptor file = files.create(folder / "x", &direct, &resizable);
   AlignedPool pool(4, kBlockBytes);
   const auto async = open(files, file, folder / "x", 4);
   ASSERT_NE(async, nullptr);
@@ -64,7 +65,8 @@ TEST_P(Both, AnErrorOfTheSystemComesOut) {
   Files files;
   {
     bool direct = false;
-    files.create(folder / "x", &direct);
+    bool resizable = true;
+    files.create(folder / "x", &direct, &resizable);
   }
   const Descriptor reading(::open((folder / "x").c_str(), O_RDONLY));  // every write is EBADF
   AlignedPool pool(1, kBlockBytes);
@@ -85,7 +87,8 @@ TEST(AsyncFile, WithoutDirectOrContextAThreadWrites) {
   const Folder folder("/dev/shm");
   Files files;
   bool direct = false;
-  const Descriptor file = files.create(folder / "x", &direct);
+  bool resizable = true;
+  const Descriptor file = files.create(folder / "x", &direct, &resizable);
   EXPECT_STREQ(open_async(files, file, folder / "x", false, 2)->name(), "pwrite");
 }
 
@@ -140,7 +143,8 @@ TEST(Files, WriteAllTurnsDirectOffWhereTheAlignmentIsRefused) {
   const Folder folder;
   Files files;
   bool direct = true;
-  const Descriptor file = files.create(folder / "x", &direct);
+  bool resizable = true;
+  const Descriptor file = files.create(folder / "x", &direct, &resizable);
   const std::string text = random_bytes(1001);
   files.write_all(file, folder / "x", text.data() + 1, 1000, 0);  // odd address, odd size
   EXPECT_EQ(content(folder / "x"), text.substr(1));

@@ -104,6 +104,22 @@ TEST(FileStream, AShortWriteIsCompleted) {
   }
 }
 
+TEST(FileStream, WithoutFtruncateTheFileHasItsSizeAllTheSame) {
+  for (const char* parent : kFileSystems) {
+    for (size_t bytes : {size_t{0}, size_t{5}, size_t{4097}, size_t{5000001}}) {
+      const Folder folder(parent);
+      const std::string text = random_bytes(bytes);
+      std::ofstream(folder / "x") << std::string(9000000, 'o');
+      Files files("truncate:1+:enotsup");
+      FileStream stream(files, folder / "x", text.size(), small(1 << 20));
+      EXPECT_FALSE(stream.direct());
+      stream.write(text.data(), text.size());
+      stream.finish();
+      EXPECT_EQ(content(folder / "x"), text) << parent << " " << bytes;
+    }
+  }
+}
+
 TEST(FileStream, EveryFaultIsAnErrorThatNamesTheFileAndLeavesNone) {
   for (const char* parent : kFileSystems) {
     const Folder folder(parent);

@@ -23,12 +23,14 @@ TEST(Paths, ParentFolder) {
 }
 
 TEST(Faults, ReadsOrders) {
-  for (const char* good : {"", "write:1:kill", "open:12:eio", "fsync:3:enospc", "rename:1:kill", "write:2:short"}) {
+  for (const char* good : {"", "write:1:kill", "open:12:eio", "fsync:3:enospc", "rename:1:kill", "write:2:short",
+                           "exchange:1+:einval", "rename_dir:1+:exdev,truncate:1+:enotsup,rename:2:kill"}) {
     EXPECT_NO_THROW(Faults{good}) << good;
   }
   for (const char* bad :
        {"x", "write", "write:1", "write::kill", "write:0:kill", "write:-1:kill", "write:1:boom", ":1:kill",
-        "read:1:kill", "fsync:1:short", "write:1x:kill", "write:1:kill:2", "write:99999999999999999:eio"}) {
+        "read:1:kill", "fsync:1:short", "write:1x:kill", "write:1:kill:2", "write:99999999999999999:eio", "write:+:eio",
+        "write:1:eio,", ",write:1:eio", "write:1:eio,x"}) {
     EXPECT_THROW(Faults{bad}, Error) << bad;
   }
 }
@@ -73,22 +75,15 @@ TEST(Files, ExchangeSwapsFilesAndFolders) {
   }
 }
 
-TEST(Files, ExchangeWithoutTheSystemCallIsThreeRenames) {
-  const Folder folder;
-  Files files;
-  put(folder / "a", "1");
-  std::filesystem::create_directory(folder / "b");
-  put(folder / "b/in", "2");
-  files.exchange_by_renames(folder / "a", folder / "b");
-  EXPECT_EQ(content(folder / "a/in"), "2");
-  EXPECT_EQ(content(folder / "b"), "1");
-  EXPECT_EQ(folder.entries(), 2u);
-  put(folder / "b.exchange", "left by a crash");
-  EXPECT_THROW(files.exchange_by_renames(folder / "a", folder / "b"), FileError);
-  EXPECT_EQ(content(folder / "b"), "1");
+TEST(Faults, SeveralOrdersAndFromACallOn) {
+  Faults faults("fsync:2+:eio,write:1:enospc,fsync:4:kill");
+  EXPECT_EQ(faults.count(Call::kWrite).code, ENOSPC);
+  EXPECT_EQ(faults.count(Call::kWrite).code, 0);
+  EXPECT_EQ(faults.count(Call::kSync).code, 0);
+  for (int n = 2; n <= 5; ++n) EXPECT_EQ(faults.count(Call::kSync).code, EIO) << n;  // the first that applies acts
 }
 
-TEST(Files, AKernelWithoutTheSystemCallRenames) {
+TEST(Files, AKernelWithoutTheSystemCallExchangesNothing) {
   const Folder folder;
   put(folder / "a", "1");
   put(folder / "b", "2");
@@ -99,8 +94,48 @@ TEST(Files, AKernelWithoutTheSystemCallRenames) {
         _exit(files.exchange(folder / "a", folder / "b") ? 1 : 0);
       },
       testing::ExitedWithCode(0), "");
-  EXPECT_EQ(content(folder / "a"), "2");
-  EXPECT_EQ(content(folder / "b"), "1");
+  for (const char* code : {"einval", "enosys", "enotsup"}) {
+    Files files(std::string("exchange:1+:") + code);
+    EXPECT_FALSE(files.exchange(folder / "a", folder / "b")) << code;
+  }
+  EXPECT_EQ(content(folder / "a"), "1");
+  EXPECT_EQ(content(folder / "b"), "2");
+}
+
+TEST(Files, FoldersThatCannotBeRenamed) {
+  const Folder folder;
+  std::filesystem::create_directory(folder / "d");
+  put(folder / "a", "1");
+  Files files("rename_dir:1+:exdev");
+  files.rename(folder / "a", folder / "b");
+  try {
+    files.rename(folder / "d", folder / "e");
+    FAIL();
+  } catch (const FileError& e) {
+    EXPECT_EQ(e.code(), EXDEV);
+  }
+  EXPECT_THROW(files.exchange(folder / "d", folder / "b"), FileError);
+  EXPECT_TRUE(std::filesystem::is_directory(folder / "d"));
+}
+
+TEST(Files, WithoutFtruncateAFileIsMadeAnewAndNotDirect) {
+  for (const char* code : {"enosys", "enotsup", "einval", "eperm"}) {
+    const Folder folder;
+    put(folder / "x", "an older and longer one");
+    Files files(std::string("truncate:1+:") + code);
+    bool direct = true;
+    bool resizable = true;
+    const Descriptor file = files.create(folder / "x", &direct, &resizable);
+    EXPECT_FALSE(direct || resizable) << code;
+    files.write_all(file, folder / "x", "new", 3, 0);
+    EXPECT_EQ(content(folder / "x"), "new");
+    EXPECT_THROW(files.truncate(file, folder / "x", 2), FileError);
+  }
+  const Folder folder;
+  Files files("truncate:1:eio");
+  bool direct = false;
+  bool resizable = false;
+  EXPECT_THROW(files.create(folder / "x", &direct, &resizable), FileError);
 }
 
 TEST(Files, AFileSystemThatCannotReserveIsAskedWhatIsFree) {
@@ -110,7 +145,8 @@ TEST(Files, AFileSystemThatCannotReserveIsAskedWhatIsFree) {
         if (!forbid(SYS_fallocate)) _exit(2);
         Files files;
         bool direct = false;
-        const Descriptor file = files.create(folder / "x", &direct);
+        bool resizable = true;
+        const Descriptor file = files.create(folder / "x", &direct, &resizable);
         files.reserve(file, folder / "x", 4096);
         try {
           files.reserve(file, folder / "x", uint64_t{1} << 60);
@@ -120,23 +156,6 @@ TEST(Files, AFileSystemThatCannotReserveIsAskedWhatIsFree) {
         _exit(1);
       },
       testing::ExitedWithCode(0), "");
-}
-
-TEST(Files, ACrashBetweenTheRenamesLosesNothing) {
-  for (int n = 1; n <= 3; ++n) {
-    const Folder folder;
-    put(folder / "a", "1");
-    put(folder / "b", "2");
-    EXPECT_EXIT(
-        {
-          Files files("rename:" + std::to_string(n) + ":kill");
-          files.exchange_by_renames(folder / "a", folder / "b");
-        },
-        testing::KilledBySignal(SIGKILL), "");
-    std::string all;
-    for (const auto& entry : std::filesystem::directory_iterator(folder.path())) all += content(entry.path());
-    EXPECT_TRUE(all == "12" || all == "21") << all;
-  }
 }
 
 TEST(Files, FaultsOfRenameAndFolderSync) {

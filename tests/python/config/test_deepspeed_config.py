@@ -284,7 +284,6 @@ def test_features_that_are_not_built_are_refused_when_switched_on_only():
         {"sparse_attention": {"mode": "fixed"}},
         {"optimizer": {"type": "OneBitLamb"}},
         {"tensor_parallel": {"autotp_size": 2}},
-        {"checkpoint": {"writer": {"data_parallel": "REPLICA"}}},
         {"sequence_parallel_size": 2},
     ]
     for config in on:

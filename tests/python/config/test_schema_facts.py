@@ -32,6 +32,7 @@ OWN_KEYS = {
     "checkpoint.engine",
     "checkpoint.host_cache_size",
     "checkpoint.keep_last",
+    "checkpoint.write_in_place",
     "checkpoint.trust_pickles",
     "checkpoint.verify_on_load",
     "checkpoint.writer.format",

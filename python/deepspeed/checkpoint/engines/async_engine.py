@@ -6,7 +6,6 @@ from deepspeed.checkpoint import commit
 from deepspeed.checkpoint.background import Background
 from deepspeed.checkpoint.engines.fast_engine import FastCheckpointEngine
 from deepspeed.checkpoint.host_cache import HostCache
-from deepspeed.checkpoint.kinds import prepare
 from deepspeed.checkpoint.ranks_through_files import this_process
 from deepspeed.checkpoint.snapshot import Snapshot
 from deepspeed.checkpoint.snapshot_save import SnapshotSave
@@ -63,10 +62,10 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
         found = ranks.gather([*this_process(), f"{os.getpid()}-{id(self):x}-{self._saves}"])
         token = found[ranks.nodes.index(ranks.node)][2]  # the leading rank's
         saving.begin(token)
-        save = SnapshotSave(self.behind, self.cache, self.write_prepared, saving, save_latest, states)
+        save = SnapshotSave(self.behind, self.cache, self, saving, save_latest, states)
         try:
             error = None
-            for name, value in files.items():
+            for name, value in saving.shared(files).items():
                 made = value()  # some run collectives, so all are made, whatever has failed
                 try:
                     if error is None:
@@ -78,13 +77,13 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
         except BaseException:
             save.drop()
             if ranks.leads:
-                commit.remove_meeting(saving.folder, token)
+                commit.remove_meeting(saving.place, token)
             raise
-        save.end(commit.meeting_of(saving.folder, token), [entry[:2] for entry in found])
+        save.end(commit.meeting_of(saving.place, token), [entry[:2] for entry in found])
 
     def save(self, state_dict, path):
         """Returns when ``state_dict`` may change; ``commit`` or ``wait`` say when the file is there."""
-        prepared = prepare(path, state_dict)
+        prepared = self.prepare(path, state_dict)
         snapshot = Snapshot(self.cache)
         copies = snapshot.add(prepared.sources)
         if copies is None:

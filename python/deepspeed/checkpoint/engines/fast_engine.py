@@ -4,7 +4,6 @@ import time
 
 from deepspeed.checkpoint.engines.own import OwnCheckpointEngine
 from deepspeed.checkpoint.file_writer import WriterOptions
-from deepspeed.checkpoint.kinds import prepare
 from deepspeed.log import logger
 
 
@@ -20,8 +19,12 @@ class FastCheckpointEngine(OwnCheckpointEngine):
             self.options = WriterOptions(io_buffer_size=writer.io_buffer_size, double=writer.io_buffer_double)
             self.times, self.shows = writer.io_multiplier, writer.show_statistics
 
+    def is_data_parallel_writer(self, dp_rank):
+        """One of each socket or machine is known when a checkpoint is saved: here all may be."""
+        return dp_rank == 0 or (self.writer is not None and self.writer.data_parallel is not None)
+
     def write_file(self, name, value, path):
-        return self.write_prepared(prepare(name, value), path)
+        return self.write_prepared(self.prepare(name, value), path)
 
     def write_prepared(self, prepared, path):
         """Writes a file (``kinds.prepare``), so often as ``io_multiplier`` says. Returns its record as a dict."""

@@ -5,6 +5,7 @@ import abc
 from deepspeed import _compat
 from deepspeed.checkpoint import storage
 from deepspeed.checkpoint.engines.base import CheckpointEngine
+from deepspeed.checkpoint.kinds import prepare
 from deepspeed.log import logger
 
 
@@ -17,10 +18,15 @@ class OwnCheckpointEngine(CheckpointEngine):
         super().__init__(config_params)
         self.name = type(self).__name__
         self.writer = getattr(config_params, "writer", None)  # the section checkpoint.writer, or None
+        self.archives = getattr(config_params, "checkpoint_serialization", True)  # files of torch.save are zip archives
 
     @classmethod
     def from_config(cls, config):
         return cls(config.checkpoint_config)
+
+    def prepare(self, name, value):
+        """``value`` as the file ``name``, not yet written (``kinds.prepare``)."""
+        return prepare(name, value, self.archives)
 
     @abc.abstractmethod
     def write_file(self, name, value, path):

@@ -9,7 +9,6 @@ from deepspeed import _compat
 from deepspeed.checkpoint import storage
 from deepspeed.checkpoint.engines.own import OwnCheckpointEngine
 from deepspeed.checkpoint.file_record import FileRecord
-from deepspeed.checkpoint.kinds import prepare
 from deepspeed.log import logger
 
 
@@ -39,12 +38,12 @@ class TorchCheckpointEngine(OwnCheckpointEngine):
 
     def write_file(self, name, value, path):
         if not name.endswith(".pt"):
-            return prepare(name, value).write(path).to_dict()
+            return self.prepare(name, value).write(path).to_dict()
         value = storage.compact(value)
         try:
             with open(path, "wb") as file:
                 summed = _Summed(file)
-                torch.save(value, summed)
+                torch.save(value, summed, _use_new_zipfile_serialization=self.archives)
                 file.flush()
                 if self.syncs:
                     os.fsync(file.fileno())

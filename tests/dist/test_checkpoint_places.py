@@ -1,0 +1,302 @@
+"""Where a checkpoint goes: tags that are none, symbolic links, file systems that cannot rename, several writers."""
+
+import argparse
+import contextlib
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.checkpoint import background, ds_to_universal, file_writer, manifest, verify
+from deepspeed.zero.restore import Restore
+from engine_models import batch, config, loss_of, make_net
+from harness import run_ranks
+from test_checkpoint_crash import mark, marks
+
+NO_RENAME = "rename:1+:enosys,exchange:1+:enosys,truncate:1+:enotsup"
+
+
+def make_engine(world, stage=1, zero=None, **checkpoint):
+    made = config(world, 1, zero_optimization={"stage": stage, **(zero or {})}, checkpoint=checkpoint)
+    return deepspeed.initialize(model=make_net(seed=0), config=made)[0]
+
+
+BAD_TAGS = ["", " ", ".", "..", "../out", "a/../../out", "a/../b", "a//b", "./a", "/tmp/out", "latest", " a", "a\n",
+            "zero_to_fp32.py", ".a.saving", "self"]  # fmt: skip
+
+
+def body_tags(rank, world, folder):
+    engine = make_engine(world, 0)
+    mark(engine, 1)
+    for tag in ("one", "runs/two", 3.5):
+        engine.save_checkpoint(folder, tag=tag)
+    if rank == 0:
+        os.symlink(".", os.path.join(folder, "self"))
+    before = sorted(os.path.join(root, name) for root, _, names in os.walk(os.path.dirname(folder)) for name in names)
+    for tag in BAD_TAGS:
+        with pytest.raises(ValueError, match="the checkpoint tag") as caught:
+            engine.save_checkpoint(folder, tag=tag)
+        assert repr(tag) in str(caught.value)
+    with pytest.raises((NotADirectoryError, ValueError), match="is a file"):
+        if rank == 0:
+            open(os.path.join(folder, "file"), "w").close()
+        deepspeed.comm.barrier()
+        engine.save_checkpoint(folder, tag="file")
+    if rank == 0:
+        os.unlink(os.path.join(folder, "file"))
+    deepspeed.comm.barrier()
+    after = sorted(os.path.join(root, name) for root, _, names in os.walk(os.path.dirname(folder)) for name in names)
+    assert before == after
+    for tag in ("one", "runs/two", 3.5, None):
+        assert engine.load_checkpoint(folder, tag=tag)[0] is not None
+    return True
+
+
+def test_tags_that_are_no_folders_of_their_own_are_refused(tmp_path):
+    (tmp_path / "save").mkdir()
+    assert run_ranks(2, body_tags, str(tmp_path / "save")) == [True, True]
+
+
+def body_links(rank, world, folder):
+    engine = make_engine(world, 2)
+    save_dir = os.path.join(folder, "link")
+    if rank == 0:
+        os.symlink("disk/not/there/yet", save_dir)
+        os.makedirs(os.path.join(folder, "big"))
+    deepspeed.comm.barrier()
+    for step in (1, 2, 3):
+        mark(engine, step)
+        engine.save_checkpoint(save_dir, tag="a")
+        if rank == 0 and step == 1:
+            os.symlink(os.path.join(folder, "big"), os.path.join(save_dir, "t"))
+        deepspeed.comm.barrier()
+        engine.save_checkpoint(save_dir, tag="t")
+        mark(engine, 9)
+        for tag in ("a", "t"):
+            path, _ = engine.load_checkpoint(save_dir, tag=tag)
+            assert path.startswith(os.path.join(save_dir, tag)) and marks(engine) == [float(step)]
+    return sorted(os.listdir(folder)), sorted(os.listdir(save_dir)), os.path.islink(os.path.join(save_dir, "t"))
+
+
+def test_links_are_followed_as_often_as_one_likes(tmp_path):
+    for above, tags, is_link in run_ranks(2, body_links, str(tmp_path)):
+        assert above == ["big", "disk", "link"] and tags == ["a", "latest", "t", "zero_to_fp32.py"] and is_link
+    assert os.path.realpath(tmp_path / "link") == str(tmp_path / "disk" / "not" / "there" / "yet")
+    assert (tmp_path / "big" / manifest.NAME).exists()
+
+
+def body_in_place(rank, world, folder, how):
+    engine = make_engine(world, 1, **how)
+    file_writer.inject_fault("" if "write_in_place" in how else NO_RENAME)
+    found = []
+    for step in (1, 2):
+        mark(engine, step)
+        engine.save_checkpoint(folder, tag="t")
+        engine.load_checkpoint(folder)
+        found.append(marks(engine))
+    file_writer.inject_fault("write:1+:enospc," + NO_RENAME)
+    mark(engine, 3)
+    try:
+        with pytest.raises(OSError, match="it was written in place, so what was there is gone"):
+            engine.save_checkpoint(folder, tag="t")
+            engine.checkpoint_engine.wait()
+    finally:
+        file_writer.inject_fault("")
+    left = sorted(os.listdir(folder))
+    deepspeed.comm.barrier()
+    engine.save_checkpoint(folder, tag="t")
+    engine.load_checkpoint(folder)
+    found.append(marks(engine))
+    if rank == 0:
+        open(os.path.join(folder, "latest"), "w").close()  # torn: without renames it is written like any other file
+    deepspeed.comm.barrier()
+    with pytest.raises(RuntimeError, match="latest is empty.*complete are: t"):
+        engine.load_checkpoint(folder)
+    return found, left, sorted(os.listdir(folder))
+
+
+@pytest.mark.parametrize("how", [{"write_in_place": True, "writer": {"data_parallel": "REPLICA"}}, {}, {"async": True}])
+def test_in_place(how, tmp_path):
+    (tmp_path / "save").mkdir()
+    for found, left, after in run_ranks(2, body_in_place, str(tmp_path / "save"), how):
+        assert found == [[1.0], [2.0], [3.0]]
+        assert "t" not in left and after == ["latest", "t", "zero_to_fp32.py"]
+    assert verify.verify_folder(str(tmp_path / "save" / "t")) == []
+
+
+def contents(folder):
+    return {
+        name: (folder / name).read_bytes() for name in os.listdir(folder) if name.endswith(".pt") and "run_" not in name
+    }
+
+
+def body_shared(rank, world, folder, checkpoint, stage):
+    engine = make_engine(world, stage, **checkpoint)
+    mark(engine, 1)
+    for param in engine.module.parameters():  # values that differ
+        param.data.copy_(torch.arange(param.numel(), dtype=param.dtype).reshape(param.shape) / 7)
+    written = []
+
+    engine.checkpoint_engine.write_prepared = _noting(engine.checkpoint_engine.write_prepared, written)
+    engine.save_checkpoint(folder, tag="t", client_state={"epoch": 3})
+    engine.checkpoint_engine.wait()
+    deepspeed.comm.barrier()
+    expected = [p.detach().clone() for p in engine.module.parameters()]
+    mark(engine, 5)
+    assert engine.load_checkpoint(folder)[1]["epoch"] == 3
+    assert all(torch.equal(a, b) for a, b in zip(expected, engine.module.parameters()))
+    return {os.path.basename(path): size for path, size in written}
+
+
+def _noting(write, written):
+    def noting(prepared, path):
+        written.append((path, sum(source.bytes for source in prepared.sources)))
+        return write(prepared, path)
+
+    return noting
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_ranks_share_the_writing_of_what_all_have(stage, tmp_path):
+    alone = run_ranks(2, body_shared, str(tmp_path / "alone"), {}, stage)
+    plain, name = contents(tmp_path / "alone" / "t"), "mp_rank_00_model_states.pt"
+    assert name in alone[0] and name not in alone[1]
+    for how in ({"data_parallel": "REPLICA"}, {"data_parallel": "replica", "decoupled": True}):
+        folder = tmp_path / str(len(how))
+        shares = run_ranks(2, body_shared, str(folder), {"writer": how}, stage)
+        parts = [share[name] for share in shares]
+        assert sum(parts) == alone[0][name] and all(abs(part - sum(parts) / 2) < 8192 for part in parts)
+        assert contents(folder / "t").keys() == plain.keys() and verify.verify_folder(str(folder / "t")) == []
+        loaded, other = (torch.load(f / "t" / name) for f in (folder, tmp_path / "alone"))
+        assert all(torch.equal(loaded["module"][key], other["module"][key]) for key in other["module"])
+    one = run_ranks(2, body_shared, str(tmp_path / "one"), {"writer": {"data_parallel": "MACHINE"}}, stage)
+    assert name in one[0] and name not in one[1]  # one host
+
+
+def body_different(rank, world, folder):
+    engine = make_engine(world, 0, writer={"data_parallel": "REPLICA"})
+    with pytest.raises(RuntimeError, match="rank 1: .*has other tensors here than on rank 0: .*data_parallel to null"):
+        engine.save_checkpoint(folder, client_state={"mine": torch.ones(rank + 1)})
+    engine.save_checkpoint(folder, client_state={"mine": rank})
+    return engine.load_checkpoint(folder)[1]["mine"]
+
+
+def test_shared_files_are_those_of_the_first_rank(tmp_path):
+    assert run_ranks(2, body_different, str(tmp_path)) == [0, 0]
+
+
+def body_stream(rank, world, folder, how):
+    engine = make_engine(world, 2, checkpoint_serialization=False, **how)
+    mark(engine, 4)
+    engine.save_checkpoint(folder, tag="t")
+    engine.load_checkpoint(folder)
+    assert engine.checkpoint_serialization_enabled() is False
+    return marks(engine)
+
+
+@pytest.mark.parametrize("how", [{}, {"async": True}, {"writer": {"type": "PYTHON"}}])
+def test_files_without_an_archive(how, tmp_path):
+    assert run_ranks(2, body_stream, str(tmp_path), how) == [[4.0], [4.0]]
+    paths = list((tmp_path / "t").glob("*_states.pt"))
+    assert len(paths) == 3 and verify.verify_folder(str(tmp_path / "t")) == []
+    for path in paths:
+        assert path.read_bytes()[:2] == b"\x80\x02"  # a pickle, and no zip archive
+    module = torch.load(tmp_path / "t" / "mp_rank_00_model_states.pt")["module"]
+    assert all(bool((module[key] == 4).all()) for key, _ in make_net(seed=0).named_parameters())
+    deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+
+
+def body_turns(rank, world, folder):
+    engine = make_engine(world, 3, zero={"pipeline_loading_checkpoint": True})
+    mark(engine, 2)
+    engine.save_checkpoint(folder)
+    mark(engine, 7)
+    times, real = [], Restore.masters
+
+    def noting(self):
+        begin = time.monotonic()
+        try:
+            return real(self)
+        finally:
+            threading.Event().wait(0.05)
+            times.append((begin, time.monotonic()))
+
+    Restore.masters = noting
+    try:
+        engine.load_checkpoint(folder)
+    finally:
+        Restore.masters = real
+    found = marks(engine)
+    serial = torch.zeros(1)
+    shard = engine.optimizer.state_dict()
+    if rank > 0:
+        deepspeed.comm.recv(serial, rank - 1)
+    with contextlib.suppress(KeyError):
+        os.environ.pop("LOCAL_SIZE")
+    engine.optimizer.load_state_dict([shard], load_from_fp32_weights=True, load_serial=serial)
+    return times[0], found, serial.item()
+
+
+def test_ranks_of_a_machine_load_one_after_the_other(tmp_path):
+    found = run_ranks(2, body_turns, str(tmp_path), fresh=True)
+    for (_, end), (begin, _) in zip([f[0] for f in found], [f[0] for f in found[1:]]):
+        assert end <= begin
+    assert [f[1] for f in found] == [[2.0]] * 2 and [f[2] for f in found] == [1.0, 2.0]
+
+
+def body_no_turns(rank, world, folder):
+    engine = make_engine(world, 2, zero={"pipeline_loading_checkpoint": True})
+    engine.save_checkpoint(folder)
+    with pytest.raises(AssertionError, match="Only stage3 support for pipeline checkpoint loading"):
+        engine.load_checkpoint(folder)
+    return engine.load_checkpoint(folder, load_optimizer_states=False)[0] is not None
+
+
+def test_loading_in_turn_is_for_stage_3(tmp_path):
+    assert run_ranks(1, body_no_turns, str(tmp_path)) == [True]
+    assert background.drain_all() is None
+
+
+def body_elastic(rank, world, folder, client):
+    """Saves in the old form, and loads it again and as a universal checkpoint; the run goes on as it would have."""
+
+    def start(elastic, **checkpoint):
+        net = make_net(seed=0)
+        made = config(2, 1, zero_optimization={"stage": 1, "elastic_checkpoint": elastic}, checkpoint=checkpoint)
+        optimizer = None
+        if client:
+            made.pop("optimizer")
+            optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        return deepspeed.initialize(model=net, optimizer=optimizer, config=made)[0]
+
+    def train(engine, seed):
+        tokens, targets = batch(seed + 10 * rank, 4)
+        engine.backward(loss_of(engine(tokens), targets))
+        engine.step()
+        return [p.detach().clone() for p in engine.module.parameters()]
+
+    engine = start(True)
+    train(engine, 1)
+    train(engine, 2)
+    engine.save_checkpoint(folder, tag="old_form")
+    straight = train(engine, 3)
+    again = start(True)
+    again.load_checkpoint(folder)
+    assert all(map(torch.equal, train(again, 3), straight))
+    if rank == 0:
+        ds_to_universal.main(argparse.Namespace(
+            input_folder=os.path.join(folder, "old_form"), output_folder=os.path.join(folder, "universal")
+        ))  # fmt: skip
+    deepspeed.comm.barrier()
+    universal = start(False, load_universal=True)
+    universal.load_checkpoint(folder, tag="universal")
+    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(train(universal, 3), straight))
+    return True
+
+
+@pytest.mark.parametrize("client", [False, True], ids=["our optimizer", "torch's optimizer"])
+def test_the_elastic_form_goes_on_and_converts(client, tmp_path):
+    assert run_ranks(2, body_elastic, str(tmp_path), client) == [True, True]
