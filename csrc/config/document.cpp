@@ -82,9 +82,10 @@ class Reader {
 
   [[noreturn]] void error_at_end(const std::string& what) const {
     error(what + (greedy_line_ == 0 ? ""
-                                    : ". On line " + std::to_string(greedy_line_) +
-                                          " a text without quotes takes in the rest of its line, with the brackets and "
-                                          "commas there; put it in double quotes"));
+                                    : ". On line " + std::to_string(greedy_line_) + " the text without quotes " +
+                                          show(Value(greedy_text_), 40) +
+                                          " goes on to the end of its line, brackets and commas included; put texts in "
+                                          "double quotes"));
   }
 
   void check_utf8() {
@@ -336,7 +337,10 @@ class Reader {
       return *std::move(constant);
     }
     const std::string_view text = trimmed(line);
-    if (greedy_line_ == 0 && text.find_first_of(",]}") != std::string_view::npos) greedy_line_ = line_;
+    if (greedy_line_ == 0 && text.find_first_of(",]}") != std::string_view::npos) {
+      greedy_line_ = line_;
+      greedy_text_ = text;
+    }
     if (text.back() == ',') {
       doc_.issues.push_back({Severity::kWarning,
                              ErrorKind::kConfig,
@@ -393,6 +397,7 @@ class Reader {
   size_t at_ = 0;
   int line_ = 1;
   int greedy_line_ = 0;  // of the first text without quotes that took in a bracket or a comma; 0: there is none
+  std::string greedy_text_;
   std::string path_;
 };
 

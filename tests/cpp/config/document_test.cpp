@@ -98,7 +98,7 @@ TEST(Document, TextsOfSeveralLines) {
 TEST(Document, ATextWithoutQuotesThatTookInTooMuchIsNamed) {
   const std::string text = refusal("{\"fp16\":\n {\"enabled\": tru}}\n");
   EXPECT_EQ(text.substr(0, 6), "f:3:1:");
-  EXPECT_NE(text.find("On line 2 a text without quotes"), std::string::npos);
+  EXPECT_NE(text.find("On line 2 the text without quotes \"tru}}\" goes on"), std::string::npos);
   const Document doc = read_text("{a: b,\n c: d\n}", "f");
   ASSERT_EQ(doc.issues.size(), 1u);
   EXPECT_EQ(doc.issues[0].code, "comma_in_text");
