@@ -32,12 +32,13 @@ def run(*path):
 options = run("tools", "build_options.py")
 toolkit = run("python", "deepspeed", "host", "cuda_toolkit.py")
 VERSION = run("python", "deepspeed", "version.py").__version__
+nccl_version = run("python", "deepspeed", "host", "torch_nccl.py").nccl_version
 GIT_HASH, GIT_BRANCH = run("python", "deepspeed", "host", "source_tree.py").commit(ROOT)
 
 
 def torch_facts():
-    """``__version__``, ``cuda`` and ``hip`` of the torch that this environment runs, and the environment variables of
-    processes that see it: pip hides it from an isolated build by a PYTHONPATH of its own, in this process only.
+    """``__version__``, ``cuda``, ``hip`` and ``nccl`` of the torch that this environment runs, and the environment
+    variables of processes that see it: pip hides it from an isolated build by a PYTHONPATH of its own, in this process.
 
     Read without importing torch.
     """
@@ -54,7 +55,8 @@ def torch_facts():
             "deepspeed is compiled against your torch, and this build sees none. If torch is installed, the build is "
             "isolated from it: run `pip install --no-build-isolation .`. Otherwise install torch first."
         )
-    return runpy.run_path(os.path.join(folder, "version.py")), env
+    facts = runpy.run_path(os.path.join(folder, "version.py"))
+    return {**facts, "nccl": nccl_version(folder) if facts.get("cuda") else None}, env
 
 
 class CleanBuild(build):
@@ -113,7 +115,7 @@ class CMakeBuild(build_ext):
     def write_build_info(self):
         """What deepspeed.git_version_info says in an installed package."""
         short = lambda text: ".".join(str(text).split("+")[0].split(".")[:2]) if text else "0.0"  # noqa: E731
-        torch_info = {"version": "__version__", "cuda_version": "cuda", "hip_version": "hip"}
+        torch_info = {"version": "__version__", "cuda_version": "cuda", "nccl_version": "nccl", "hip_version": "hip"}
         has_cuda = self.torch.get("cuda") and any(source.endswith(CUDA_LIBRARY) for source, _ in self.copies())
         facts = {
             "version": self.distribution.get_version(),

@@ -157,6 +157,7 @@ DS_BINDINGS(m) {
       .def("end_backward", &Engine::end_backward, Unlocked())
       .def("abort_backward", &Engine::abort_backward, Unlocked())
       .def("finish_backward", &Engine::finish_backward, Unlocked())
+      .def("join_backward", &Engine::join_backward, Unlocked(), py::arg("reduce"))
       .def("clear_grads", &Engine::clear_grads, Unlocked())
       .def("set_rules", &set_rules, py::arg("rules"))
       .def("update", &update, py::arg("groups"), py::arg("begin") = py::none())

@@ -4,6 +4,7 @@
 #include <cctype>
 #include <cmath>
 #include <cstdlib>
+#include <optional>
 
 #include "config/nearest.h"
 #include "config/text.h"
@@ -122,7 +123,30 @@ bool has_whole_value(const Value& value) {
   return std::isfinite(x) && std::floor(x) == x && x > -9.2e18 && x < 9.2e18;
 }
 
-Verdict check_list(const Field& field, const Value& value) {
+// What pydantic makes of a text for an integer or a float; nothing when it refuses the text.
+std::optional<Value> number_of_text(std::string text, unsigned kinds) {
+  const char* blanks = " \t\r\n";
+  const size_t first = text.find_first_not_of(blanks);
+  if (first == std::string::npos) return {};
+  text = text.substr(first, text.find_last_not_of(blanks) - first + 1);
+  // Digits may be grouped: 1_000_000. An underscore stands between two digits.
+  for (size_t at = text.find('_'); at != std::string::npos; at = text.find('_', at)) {
+    const auto is_digit = [&](size_t i) { return i < text.size() && std::isdigit(static_cast<unsigned char>(text[i])); };
+    if (at == 0 || !is_digit(at - 1) || !is_digit(at + 1)) return {};
+    text.erase(at, 1);
+  }
+  if (number_in(text).empty() || text.find_first_of("xX") != std::string::npos) return {};
+  const size_t digits = text[0] == '-' || text[0] == '+' ? 1 : 0;
+  const size_t point = std::min(text.find_first_not_of("0123456789", digits), text.size());
+  const bool whole = point > digits && point - digits <= 18 &&
+                     (point == text.size() ||
+                      (!(kinds & kFloat) && text[point] == '.' && point + 1 < text.size() &&
+                       text.find_first_not_of('0', point + 1) == std::string::npos));
+  if (whole) return Value(static_cast<int64_t>(std::strtoll(text.c_str(), nullptr, 10)));
+  return kinds & kFloat ? std::optional<Value>(std::strtod(text.c_str(), nullptr)) : std::nullopt;
+}
+
+Verdict check_list(const Field& field, const Value& value, bool lenient_texts) {
   Value out = Value::array();
   Field item;
   item.kinds = field.item_kinds;
@@ -131,7 +155,7 @@ Verdict check_list(const Field& field, const Value& value) {
     Verdict v;
     if (field.item_choices.empty()) {
       item.minimum = field.item_minimum;
-      v = check(item, value[i], false, nullptr);
+      v = check(item, value[i], lenient_texts, nullptr);
     } else {
       v = value[i].is_string() ? check_choice(field, value[i], field.item_choices, nullptr)
                                : wrong_type(item, value[i]);
@@ -167,16 +191,24 @@ Verdict check_kind(const Field& field, const Value& value, bool lenient_texts) {
   if (value.is_string()) {
     if (k & kText) return accept(value);
     const std::string small = lower(value);
-    if (lenient_texts && (k & kBool) && (small == "true" || small == "false")) {
-      Verdict v = accept(small == "true");
-      v.warning = "is a text and is read as " + small + "; write it without quotes.";
+    const bool yes = small == "true" || small == "1", no = small == "false" || small == "0";
+    if (lenient_texts && (k & kBool) && (yes || no)) {
+      Verdict v = accept(yes);
+      v.warning = std::string("is a text and is read as ") + (yes ? "true" : "false") + "; write it without quotes.";
       return v;
+    }
+    if (lenient_texts && (k & (kInt | kFloat))) {
+      if (const auto number = number_of_text(value.get<std::string>(), k)) {
+        Verdict v = check_kind(field, *number, false);
+        v.warning = "is a text and is read as " + show(*number) + "; write it without quotes.";
+        return v;
+      }
     }
     if ((k & kList) && field.wrap_items == "text") return accept(Value::array({value}));
     return wrong_type(field, value);
   }
   if (value.is_array())
-    return !(k & kList) ? wrong_type(field, value) : field.item_kinds ? check_list(field, value) : accept(value);
+    return !(k & kList) ? wrong_type(field, value) : field.item_kinds ? check_list(field, value, lenient_texts) : accept(value);
   if (value.is_object()) return k & kTable ? accept(value) : wrong_type(field, value);
   if (value.is_binary()) return k & kPython ? accept(value) : wrong_type(field, value);
   return wrong_type(field, value);

@@ -16,7 +16,8 @@ struct Verdict {
   bool out_of_range = false;   // the type is right: Field::violation applies
 };
 
-// `lenient_texts`: "true" and "false" stand for booleans, with a warning. `other_names`: what or_other() admits;
+// `lenient_texts`: a text that holds a number or a boolean stands for it where pydantic takes it, with a warning: "5",
+// "5.0" for integers, "5e-1", too, for numbers, "true", "false", "1", "0" for booleans. `other_names`: what or_other() admits;
 // nullptr admits every text.
 Verdict check(const Field& field, const Value& value, bool lenient_texts, const std::vector<std::string>* other_names);
 

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <limits>
+#include <optional>
 
 #include "config/text.h"
 
@@ -12,11 +13,39 @@ namespace ds::config {
 
 namespace {
 
-std::string stripped(const std::string& key) {
+std::string_view trimmed(std::string_view text) {
   const char* blanks = " \t\r\n";
-  const size_t first = key.find_first_not_of(blanks);
-  if (first == std::string::npos) return "";
-  return key.substr(first, key.find_last_not_of(blanks) - first + 1);
+  const size_t first = text.find_first_not_of(blanks);
+  if (first == std::string_view::npos) return {};
+  return text.substr(first, text.find_last_not_of(blanks) - first + 1);
+}
+
+std::string stripped(const std::string& key) { return std::string(trimmed(key)); }
+
+// Of a word without quotes: a constant or a number; nothing when it is a text.
+std::optional<Value> constant_in(std::string_view word) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  if (word == "true" || word == "True") return Value(true);
+  if (word == "false" || word == "False") return Value(false);
+  if (word == "null" || word == "None") return Value(nullptr);
+  if (word == "NaN" || word == "nan") return Value(std::numeric_limits<double>::quiet_NaN());
+  const bool minus = !word.empty() && word.front() == '-';
+  const std::string_view body = word.substr(minus || (!word.empty() && word.front() == '+'));
+  if (body == "Infinity" || body == "inf") return Value(minus ? -kInfinity : kInfinity);
+  // from_chars also reads names of infinity, and a sign after ours.
+  if (body.empty() || !(body.front() == '.' || std::isdigit(static_cast<unsigned char>(body.front())))) return {};
+  if (body.find_first_not_of("0123456789") == std::string_view::npos) {
+    int64_t whole = 0;
+    const std::string_view with_sign = minus ? word : body;
+    const auto [end, code] = std::from_chars(with_sign.data(), with_sign.data() + with_sign.size(), whole);
+    if (code == std::errc() && end == with_sign.data() + with_sign.size()) return Value(whole);
+  }
+  double x = 0;
+  const auto [end, code] = std::from_chars(body.data(), body.data() + body.size(), x);
+  if (end != body.data() + body.size() || code == std::errc::invalid_argument) return {};
+  // Too large or too small for a double: from_chars leaves x alone, strtod gives infinity or zero.
+  if (code == std::errc::result_out_of_range) x = std::strtod(std::string(body).c_str(), nullptr);
+  return Value(minus ? -x : x);
 }
 
 void warn_blanks(Document& doc, const std::string& path, const std::string& key) {
@@ -37,8 +66,8 @@ class Reader {
     if (text_.substr(0, 3) == "\xEF\xBB\xBF") at_ = 3;  // byte order mark
     skip();
     if (done()) error("the file is empty; a configuration is an object, at least {}");
-    if (peek() != '{') error("a configuration is one object and starts with '{'");
-    doc_.root = value(1);
+    if (peek() != '{' && !starts_member()) error("a configuration is one object and starts with '{'");
+    doc_.root = peek() == '{' ? value(1) : object(1, /*braces=*/false);
     skip();
     if (!done()) error("text after the end of the configuration");
   }
@@ -51,6 +80,14 @@ class Reader {
     size_t line_start = at_ == 0 ? std::string_view::npos : text_.rfind('\n', std::min(at_, text_.size()) - 1);
     line_start = line_start == std::string_view::npos ? 0 : line_start + 1;
     fail(ErrorKind::kConfig, doc_.source, ":", line_, ":", at_ - line_start + 1, ": ", what, ".");
+  }
+
+  [[noreturn]] void error_at_end(const std::string& what) const {
+    error(what + (greedy_line_ == 0 ? ""
+                                    : ". On line " + std::to_string(greedy_line_) + " the text without quotes " +
+                                          show(Value(greedy_text_), 40) +
+                                          " goes on to the end of its line, brackets and commas included; put texts in "
+                                          "double quotes"));
   }
 
   void check_utf8() {
@@ -103,32 +140,40 @@ class Reader {
     return line_ != line;
   }
 
+  // Whether a file without outer braces starts here: a key and a colon on one line.
+  bool starts_member() const {
+    const size_t end = text_.find_first_of(":\n", at_);
+    return end != std::string_view::npos && end > at_ && text_[end] == ':' && !is_punctuation(peek());
+  }
+
+  static bool is_punctuation(char c) { return std::string_view("{}[],:").find(c) != std::string_view::npos; }
+
   Value value(int depth) {
     const char c = peek();
     if (c == '{' || c == '[') {
       if (depth > kMaxDepth) error("nested deeper than " + std::to_string(kMaxDepth) + " levels");
       return c == '{' ? object(depth) : array(depth);
     }
+    if (c == '\'' && peek(1) == '\'' && peek(2) == '\'') return several_lines();
     if (c == '"' || c == '\'') return quoted();
-    if (c == '-' || c == '+' || c == '.' || std::isdigit(static_cast<unsigned char>(c))) return number();
-    return word();
+    return without_quotes();
   }
 
-  Value object(int depth) {
+  Value object(int depth, bool braces = true) {
     std::vector<std::pair<std::string, Value>> members;
     std::unordered_map<std::string, int> seen;
-    ++at_;
+    if (braces) ++at_;
     skip();
-    while (peek() != '}') {
-      if (done()) error("the file ends inside an object: a '}' is missing");
+    while (braces ? peek() != '}' : !done()) {
+      if (done()) error_at_end("the file ends inside an object: a '}' is missing");
       const int line = line_;
-      const std::string raw = peek() == '"' || peek() == '\'' ? quoted() : bare("a key in quotes");
+      const std::string raw = peek() == '"' || peek() == '\'' ? quoted() : bare();
       const std::string key = stripped(raw);
       skip();
       if (peek() != ':') error("expected ':' after the key " + show(Value(key)));
       ++at_;
       skip();
-      if (done()) error("the file ends before the value of " + show(Value(key)));
+      if (done()) error_at_end("the file ends before the value of " + show(Value(key)));
 
       const size_t outer = path_.size();
       if (outer) path_ += '.';
@@ -149,9 +194,10 @@ class Reader {
         members.emplace_back(key, std::move(item));
       }
       path_.resize(outer);
-      separator('}', "object");
+      if (!braces && skip_to_end()) break;
+      separator(braces ? '}' : '\0', "object");
     }
-    ++at_;
+    if (braces) ++at_;
     // An object of the library has constant keys, so it copies all that is in it whenever it grows.
     Value::object_t out;
     out.reserve(members.size());
@@ -164,7 +210,7 @@ class Reader {
     ++at_;
     skip();
     while (peek() != ']') {
-      if (done()) error("the file ends inside a list: a ']' is missing");
+      if (done()) error_at_end("the file ends inside a list: a ']' is missing");
       const size_t outer = path_.size();
       path_ += '[' + std::to_string(out.size()) + ']';
       out.push_back(value(depth + 1));
@@ -175,6 +221,16 @@ class Reader {
     return out;
   }
 
+  bool skip_to_end() {
+    const size_t start = at_;
+    const int line = line_;
+    skip();
+    if (done()) return true;
+    at_ = start;
+    line_ = line;
+    return false;
+  }
+
   void separator(char close, const char* what) {
     const bool new_line = skip();
     if (peek() == ',') {
@@ -183,9 +239,9 @@ class Reader {
       if (peek() == ',') error("two commas in a row");
     } else if (peek() != close && !(new_line && !done())) {
       if (done())
-        error(std::string("the file ends inside a") + (close == '}' ? "n " : " ") + what + ": a '" + close +
-              "' is missing");
-      error(std::string("expected ',' or '") + close + "'");
+        error_at_end(std::string("the file ends inside a") + (close == '}' ? "n " : " ") + what + ": a '" + close +
+                     "' is missing");
+      error(close == '\0' ? "expected ',' or a new line" : std::string("expected ',' or '") + close + "'");
     }
   }
 
@@ -262,63 +318,88 @@ class Reader {
     }
   }
 
-  std::string bare(const char* expected) {
+  std::string bare() {
     const size_t start = at_;
-    while (std::isalnum(static_cast<unsigned char>(peek())) || peek() == '_' || peek() == '-') ++at_;
-    if (at_ == start) error(std::string("expected ") + expected + ", found '" + std::string(1, peek()) + "'");
+    while (!done() && !is_punctuation(peek()) && std::string_view(" \t\r\n\"'#").find(peek()) == std::string_view::npos)
+      ++at_;
+    if (at_ == start) error("expected a key, found '" + std::string(1, peek()) + "'");
     return std::string(text_.substr(start, at_ - start));
   }
 
-  Value word() {
-    const size_t start = at_;
-    const std::string name = bare("a value");
-    if (name == "true" || name == "True") return true;
-    if (name == "false" || name == "False") return false;
-    if (name == "null" || name == "None") return nullptr;
-    if (name == "NaN" || name == "nan") return std::numeric_limits<double>::quiet_NaN();
-    if (name == "Infinity" || name == "inf") return std::numeric_limits<double>::infinity();
-    at_ = start;
-    error("unknown word " + show(Value(name)) + "; put texts in double quotes");
+  // A number, a constant, or else a text that goes on to the end of the line.
+  Value without_quotes() {
+    if (is_punctuation(peek())) error("expected a value, found '" + std::string(1, peek()) + "'");
+    const std::string_view line = text_.substr(at_, text_.find('\n', at_) - at_);  // npos - at_: to the end
+    size_t end = line.find_first_of(",]}#/");
+    while (end < line.size() && line[end] == '/' && (end + 1 == line.size() || (line[end + 1] != '/' && line[end + 1] != '*')))
+      end = line.find_first_of(",]}#/", end + 1);
+    const std::string_view word = trimmed(line.substr(0, end));
+    if (auto constant = constant_in(word)) {
+      at_ += word.size();
+      return *std::move(constant);
+    }
+    const std::string_view text = trimmed(line);
+    if (greedy_line_ == 0 && text.find_first_of(",]}") != std::string_view::npos) {
+      greedy_line_ = line_;
+      greedy_text_ = text;
+    }
+    if (text.back() == ',') {
+      doc_.issues.push_back({Severity::kWarning,
+                             ErrorKind::kConfig,
+                             "comma_in_text",
+                             {path_},
+                             path_ + " = " + show(Value(std::string(text))) + " (line " + std::to_string(line_) +
+                                 ") ends with a comma: a text without quotes goes on to the end of its line.",
+                             "Put the text in double quotes, or leave the comma out."});
+    }
+    at_ += line.size();
+    return std::string(text);
   }
 
-  Value number() {
+  // '''...''': the lines as they are, without the indentation of the opening quotes, the blanks and the line break after
+  // them and the line break before the closing ones.
+  std::string several_lines() {
     const size_t start = at_;
-    const bool minus = peek() == '-';
-    if (minus || peek() == '+') ++at_;
-    if (peek() == 'I' || peek() == 'i') {
-      const Value v = word();
-      if (!v.is_number_float()) error("expected a number");
-      return minus ? Value(-v.get<double>()) : v;
-    }
-    const size_t digits = at_;
-    bool integral = true;
-    while (std::isalnum(static_cast<unsigned char>(peek())) || peek() == '.' ||
-           ((peek() == '-' || peek() == '+') && (text_[at_ - 1] == 'e' || text_[at_ - 1] == 'E'))) {
-      integral = integral && std::isdigit(static_cast<unsigned char>(peek()));
+    const int line = line_;
+    const size_t before = at_ == 0 ? std::string_view::npos : text_.rfind('\n', at_ - 1);
+    size_t indent = 0;  // characters, not bytes
+    for (size_t i = before == std::string_view::npos ? 0 : before + 1; i < at_; ++i)
+      indent += (static_cast<unsigned char>(text_[i]) & 0xC0) != 0x80;
+    const auto is_blank = [&] { return peek() == ' ' || peek() == '\t' || peek() == '\r'; };
+    const auto next_line = [&] {
+      ++line_;
+      ++at_;
+      for (size_t i = 0; i < indent && is_blank(); ++i) ++at_;
+    };
+    at_ += 3;
+    while (is_blank()) ++at_;
+    if (peek() == '\n') next_line();
+    std::string out;
+    while (!done()) {
+      if (peek() == '\'' && peek(1) == '\'' && peek(2) == '\'') {
+        at_ += 3;
+        if (!out.empty() && out.back() == '\n') out.pop_back();
+        return out;
+      }
+      if (peek() == '\n') {
+        out += '\n';
+        next_line();
+        continue;
+      }
+      if (peek() != '\r') out += peek();
       ++at_;
     }
-    const std::string_view body = text_.substr(digits, at_ - digits);
-    if (integral) {
-      int64_t whole = 0;
-      const std::string_view signed_body = minus ? text_.substr(start, at_ - start) : body;
-      const auto [end, code] = std::from_chars(signed_body.data(), signed_body.data() + signed_body.size(), whole);
-      if (code == std::errc() && end == signed_body.data() + signed_body.size()) return whole;
-    }
-    double x = 0;
-    const auto [end, code] = std::from_chars(body.data(), body.data() + body.size(), x);
-    if (end != body.data() + body.size() || code == std::errc::invalid_argument) {
-      at_ = start;
-      error("this is not a number");
-    }
-    // Too large or too small for a double: from_chars leaves x alone, strtod gives infinity or zero.
-    if (code == std::errc::result_out_of_range) x = std::strtod(std::string(body).c_str(), nullptr);
-    return minus ? -x : x;
+    at_ = start;
+    line_ = line;
+    error("the text that starts here has no closing '''");
   }
 
   std::string_view text_;
   Document& doc_;
   size_t at_ = 0;
   int line_ = 1;
+  int greedy_line_ = 0;  // of the first text without quotes that took in a bracket or a comma; 0: there is none
+  std::string greedy_text_;
   std::string path_;
 };
 

@@ -310,7 +310,7 @@ class Resolver {
         error("two_spellings", forward.from,
               config_.where(forward.from) + " is the deprecated name of " + config_.where(forward.to) +
                   ", and both are given.",
-              "Keep \"" + forward.to + "\".");
+              "Keep \"" + forward.to + "\".", ErrorKind::kAssertion);
         continue;
       }
       const Field* field = field_at(forward.to);

@@ -1,17 +1,20 @@
 // LAMB: Adam's direction with decoupled decay, its length set for each parameter by a trust ratio (You et al. 2020,
-// "Large Batch Optimization for Deep Learning", algorithm 2). States: 0 first moment, 1 second moment.
+// "Large Batch Optimization for Deep Learning"), in the arithmetic of the published FusedLamb: the moments in the
+// direction are raw, and bias correction is a factor of the rate, outside the ratio. (Algorithm 2 of the paper corrects
+// the moments inside the direction, where the ratio takes the correction out again.) States: 0 first moment, 1 second
+// moment.
 //
 // The ratio needs norms over whole parameters, of which a rank may hold a part, so a step has two passes:
 // "lamb_moments" updates the states and adds to the parameter's sums; when the sums were added up over the ranks,
 // "lamb" updates the weights. The direction u is computed again there, from the same numbers in the same way, which
 // reads and writes no more bytes than storing it would.
 //
-// Per element, in fp32; with g = grad * scale->grad_scale, c1 = bias_correction1, c2 = bias_correction2:
+// Per element, in fp32; with g = grad * scale->grad_scale, rate = lr * sqrt(bias_correction2) / bias_correction1:
 //   m += (1 - beta1) * (g - m)
 //   v += (1 - beta2) * (g * g - v)
-//   u  = m / c1 / (sqrt(v / c2) + eps)            eps_inside_sqrt: m / c1 / sqrt(v / c2 + eps)
+//   u  = m / (sqrt(v) + eps)                      eps_inside_sqrt: m / sqrt(v + eps)
 //   u += weight_decay * p
-//   p -= lr * ratio * u
+//   p -= rate * ratio * u
 // UpdateSegment::sums: 0 the sum of squares of p before the update, 1 that of u, added up in fp64 in an order that
 // depends on the segments alone (kernels/sum_order.h). At most one segment of a call for each parameter.
 #pragma once
@@ -32,11 +35,10 @@ struct LambArgs {
 
 // The block of UpdateArgs::constants: rounded to fp32 in one place so that every body uses the same ones.
 struct LambConstants {
-  float move1, move2;                // 1 - beta
-  float inv_correct1, inv_correct2;  // 1 / bias_correction
-  float eps_inside, eps_outside;     // of the root; one of them is 0
+  float move1, move2;             // 1 - beta
+  float eps_inside, eps_outside;  // of the root; one of them is 0
   float decay;
-  float lr;
+  float rate;  // lr * sqrt(bias_correction2) / bias_correction1
   double min_ratio, max_ratio;
 };
 
@@ -44,12 +46,10 @@ inline LambConstants lamb_constants(const LambArgs& a) {
   LambConstants c;
   c.move1 = static_cast<float>(1.0 - a.beta1);
   c.move2 = static_cast<float>(1.0 - a.beta2);
-  c.inv_correct1 = static_cast<float>(1.0 / a.bias_correction1);
-  c.inv_correct2 = static_cast<float>(1.0 / a.bias_correction2);
   c.eps_inside = static_cast<float>(a.eps_inside_sqrt ? a.eps : 0.0);
   c.eps_outside = static_cast<float>(a.eps_inside_sqrt ? 0.0 : a.eps);
   c.decay = static_cast<float>(a.weight_decay);
-  c.lr = static_cast<float>(a.lr);
+  c.rate = static_cast<float>(a.lr * std::sqrt(a.bias_correction2) / a.bias_correction1);
   c.min_ratio = a.min_ratio;
   c.max_ratio = a.max_ratio;
   return c;

@@ -146,7 +146,7 @@ PerGroup LrRangeTest::lr(int64_t iteration) const {
 
 void CycleShape::validate() const {
   require(first_steps >= 1, "cycle_first_step_size", static_cast<double>(first_steps), ">= 1");
-  require(second_steps >= 1, "cycle_second_step_size", static_cast<double>(second_steps), ">= 1");
+  require(second_steps >= 0, "cycle_second_step_size", static_cast<double>(second_steps), ">= 0");
   require(first_stairs >= 0, "cycle_first_stair_count", static_cast<double>(first_stairs), ">= 0");
   require(second_stairs >= 0, "cycle_second_stair_count", static_cast<double>(second_stairs), ">= 0");
   require(decay_steps >= 0, "decay_step_size", static_cast<double>(decay_steps), ">= 0");
@@ -154,8 +154,8 @@ void CycleShape::validate() const {
 
 double CycleShape::height(int64_t iteration) const {
   const int64_t done = std::max<int64_t>(0, iteration + 1);
+  if (done >= first_steps + second_steps) return 0;  // without a second half: from its end on, instead of the peak
   if (done <= first_steps) return stairs(done, first_steps, first_stairs);
-  if (done >= first_steps + second_steps) return 0;
   return 1 - stairs(done - first_steps, second_steps, second_stairs);
 }
 

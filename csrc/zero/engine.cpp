@@ -122,7 +122,7 @@ void Engine::begin_backward(bool reduce, const at::Tensor& root) {
   if (own_backward_) end_backward();  // it did not raise, or it would have been aborted; only its root saw no gradient
   watch();
   user_backward_ = false;
-  own_backward_ = true;
+  own_backward_ = had_backward_ = true;
   grads_.begin(reduce);
   if (!root.defined() || !root.requires_grad()) return;
   root_ = root;
@@ -153,6 +153,16 @@ void Engine::end_backward() {
     gatherer_->source().drain();
   }
   grads_.end();
+}
+
+bool Engine::join_backward(bool reduce) {
+  const bool none = !had_backward_ && !grads_.dirty();
+  had_backward_ = false;
+  if (none && reduce) {
+    if (gatherer_) gatherer_->source().drain();
+    grads_.join();
+  }
+  return none;
 }
 
 void Engine::finish_backward() {
@@ -207,7 +217,7 @@ void Engine::watch_outputs(const std::vector<at::Tensor>& outputs) {
     const auto engine = weak.lock();
     if (!engine || engine->own_backward_) return grad;
     if (!engine->user_backward_) {
-      engine->user_backward_ = true;
+      engine->user_backward_ = engine->had_backward_ = true;
       engine->grads_.begin(engine->user_reduce_);
       engine->queue_end();
     }

@@ -67,6 +67,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
 
   void finish_backward();
+  // Once for each micro-step. True when this rank has had no backward since the last call and holds no gradient that
+  // waits for its reduction; with `reduce` it then takes part in the reduction that the other ranks' backward starts.
+  bool join_backward(bool reduce);
   void clear_grads() {
     if (user_backward_ || own_backward_) abort_backward();  // it raised half-way
     grads_.clear();
@@ -144,6 +147,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   StateHold hold_;
   int writing_ = 0;
   std::vector<bool> watched_;
+  bool had_backward_ = false;  // since the last join_backward
   bool own_backward_ = false;  // begin_backward was called by our caller
   at::Tensor root_;            // that backward ends by itself; with a hook
   unsigned root_hook_ = 0;

@@ -523,6 +523,14 @@ void GradReducer::finish() {
   }
 }
 
+void GradReducer::join() {
+  if (communicator_->size() == 1 && !replicas_) return;
+  const bool learned = learned_;  // an empty backward teaches nothing
+  begin(true);
+  end();
+  learned_ = learned;
+}
+
 void GradReducer::set_used(size_t param) {
   if (!store_.sharded()) {
     filled_[param] = 1;

@@ -73,8 +73,10 @@ class GradReducer {
   bool abort();                // it raised; true when gradients of earlier micro-steps were lost with it
   void on_grad(size_t param);  // the accumulator hook; any thread, no GIL
   void finish();               // before a step: takes .grad as the user left it, reduces what is still local
+  void join();                 // the part of a rank without a backward in the reduction of the others'
   void clear();                // forget all gradients; .grad becomes undefined
   bool active() const { return phase_ != Phase::kIdle; }
+  bool dirty() const { return dirty_; }  // something is here that has not been reduced
 
   bool used(size_t param) const { return (store_.sharded() ? used_ : filled_)[param] != 0; }
   void set_used(size_t param);                        // somebody has written the reduced gradient

@@ -8,8 +8,10 @@ import importlib
 import importlib.util
 import os
 import runpy
+import sys
 
 from deepspeed.host.source_tree import commit
+from deepspeed.host.torch_nccl import nccl_version
 from deepspeed.registry import load_target
 from deepspeed.version import __version__
 
@@ -24,7 +26,7 @@ def _build_info():
 
 
 def _torch_here():
-    # As text, without importing torch: {"version": "2.11", "cuda_version": "13.0", "hip_version": "0.0"}
+    # As text, without importing torch: {"version": "2.11", "cuda_version": "13.0", "nccl_version": "2.28", ...}
     short = lambda text: ".".join(str(text).split("+")[0].split(".")[:2]) if text else "0.0"  # noqa: E731
     spec = importlib.util.find_spec("torch")
     folders = (spec.submodule_search_locations if spec else None) or [""]
@@ -33,8 +35,17 @@ def _torch_here():
     return {
         "version": short(facts.get("__version__")),
         "cuda_version": short(facts.get("cuda")),
+        "nccl_version": _nccl_of_torch(folders[0]) if facts.get("cuda") else "0.0",
         "hip_version": short(facts.get("hip")),
     }
+
+
+def _nccl_of_torch(folder):
+    torch = sys.modules.get("torch")  # one that is here already knows best: NCCL may be linked into it
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()[:2]))
+    except (AttributeError, RuntimeError, TypeError):
+        return nccl_version(folder)
 
 
 _info = _build_info()

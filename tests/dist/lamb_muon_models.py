@@ -1,4 +1,4 @@
-"""LAMB and Muon as their papers write them, on whole fp64 tensors, and what the tests train with them."""
+"""LAMB as it is published with FusedLamb and Muon as its paper writes it, on whole fp64 tensors, and what the tests train with them."""
 
 import copy
 
@@ -24,29 +24,29 @@ def orthogonalised(update, steps=5):
 
 
 class PlainLamb:
-    """You et al. 2020, algorithm 2."""
+    """You et al. 2020, with raw moments in the direction and bias correction in the rate."""
 
     def __init__(self, named, lr, betas, eps, weight_decay):
         self.named, self.lr, self.betas, self.eps, self.decay = named, lr, betas, eps, weight_decay
         self.state = {}
 
-    def adam(self, name, grad):
+    def moments(self, name, grad):
         state = self.state.setdefault(name, {"step": 0, "m": torch.zeros_like(grad), "v": torch.zeros_like(grad)})
         beta1, beta2 = self.betas
         state["step"] += 1
         state["m"] = beta1 * state["m"] + (1 - beta1) * grad
         state["v"] = beta2 * state["v"] + (1 - beta2) * grad * grad
-        unbiased = state["v"] / (1 - beta2 ** state["step"])
-        return state["m"] / (1 - beta1 ** state["step"]) / (unbiased.sqrt() + self.eps)
+        return state["m"], state["v"], 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
 
     def step(self, grads):
         for name, grad in grads.items():
             weight = self.named[name]
-            update = self.adam(name, grad) + self.decay * weight
+            first, second, correction1, correction2 = self.moments(name, grad)
+            update = first / (second.sqrt() + self.eps) + self.decay * weight
             ratio = 1.0
             if weight.norm() > 0 and update.norm() > 0:
                 ratio = float((weight.norm() / update.norm()).clamp(0.01, 10.0))
-            weight -= self.lr * ratio * update
+            weight -= self.lr * correction2**0.5 / correction1 * ratio * update
 
 
 class PlainMuon(PlainLamb):
@@ -55,6 +55,10 @@ class PlainMuon(PlainLamb):
     def __init__(self, named, muon_lr, adam_lr, momentum, weight_decay, betas, eps):
         super().__init__(named, adam_lr, betas, eps, weight_decay)
         self.muon_lr, self.momentum = muon_lr, momentum
+
+    def adam(self, name, grad):
+        first, second, correction1, correction2 = self.moments(name, grad)
+        return first / correction1 / ((second / correction2).sqrt() + self.eps)
 
     def step(self, grads):
         for name, grad in grads.items():

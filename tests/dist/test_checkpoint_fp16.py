@@ -56,6 +56,7 @@ def train(engine, first, steps):
 def state(engine):
     scaler = engine.stepping.scaler
     found = {"steps": engine.core.steps().tolist(), "skipped": engine.skipped_steps}
+    found["counters"] = engine.global_steps, engine.global_samples
     if scaler is not None and scaler.dynamic:
         found["scale"] = (
             scaler.cur_scale,
@@ -99,6 +100,9 @@ def body_load(rank, world, folder, pairs):
 def test_the_loss_scale_goes_on(tmp_path):
     saved = run_ranks(2, body_save, str(tmp_path))[0]
     assert 0 < saved[0][0]["skipped"] < 14 and saved[0][0]["steps"][0] + saved[0][0]["skipped"] == 14
+    for before, _, after in saved.values():  # skipped steps have seen their samples
+        steps, samples = before["counters"]
+        assert steps == 14 and after["counters"] == (22, samples // 14 * 22)
     for world in (1, 2, 3):
         pairs = [(stage, to, "fp16") for stage in range(4) for to in range(4)]
         pairs += [(stage, 3 - stage, dtype) for stage in range(4) for dtype in ("fp32", "bf16")]

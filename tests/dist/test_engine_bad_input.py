@@ -66,12 +66,6 @@ def body(rank, world, what):
         return engine.backward(engine(tokens))
     if what == "not a tensor":
         return engine.backward(loss_of(engine(tokens), targets).item())
-    if what == "step first":
-        return engine.step()
-    if what == "step twice":
-        engine.backward(loss_of(engine(tokens), targets))
-        engine.step()
-        return engine.step()
     if what == "step in no_sync":
         with engine.no_sync():
             engine.backward(loss_of(engine(tokens), targets))
@@ -107,8 +101,6 @@ def body(rank, world, what):
         ("no optimizer", AssertionError, "needs an optimizer"),
         ("not scalar", AssertionError, r"scalar loss, got shape \(8, 6, 5\)"),
         ("not a tensor", TypeError, "not loss.item"),
-        ("step first", RuntimeError, "before any backward"),
-        ("step twice", RuntimeError, "before any backward"),
         ("step in no_sync", AssertionError, "no_sync"),
         ("no_sync twice", AssertionError, "entered twice"),
         ("train batch", ValueError, "not divisible"),

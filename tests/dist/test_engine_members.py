@@ -4,11 +4,14 @@ import argparse
 import base64
 import inspect
 import json
+import logging
+from unittest import mock
 
 import pytest
 import torch
 
 import deepspeed
+from deepspeed.monitor.monitor import Monitor, MonitorMaster
 from engine_models import batch, config, loss_of, make_net, train_engine
 from harness import run_ranks
 
@@ -103,6 +106,106 @@ def test_members(world):
     assert all(run_ranks(world, body_members))
 
 
+class Recorder(Monitor):
+    def __init__(self):
+        self.enabled, self.events = True, []
+
+    def write_events(self, event_list):
+        self.events += event_list
+
+
+def body_more_members(rank, world, stage):
+    made = config(world, 2, zero_optimization={"stage": stage})
+    model = make_net()
+    engine, _, _, _ = deepspeed.initialize(model=model, config=made)
+    assert isinstance(engine.monitor, MonitorMaster) and engine.monitor.enabled is False
+    engine.monitor.write_events([("nowhere", 1.0, 0)])
+    engine.monitor = recorder = Recorder()
+    assert engine.has_moe_layers is False and engine.inside_no_sync_ctxt is False
+    assert engine.enable_backward_allreduce is True and engine.losses is None and engine.gas_boundary_ctr == 0
+    assert {name: param for param, name in engine.param_names.items()}.keys() == dict(model.named_parameters()).keys()
+    assert engine.param_names[model.out.bias] == "out.bias"
+    tokens, targets = batch(0)
+    losses = []
+    for micro in range(4):
+        raw = loss_of(engine(tokens[micro : micro + 2]), targets[micro : micro + 2])
+        losses.append(float(raw))
+        engine.backward(raw)
+        assert float(engine.losses) == pytest.approx(sum(losses[micro // 2 * 2 :]) / 2) and not engine.losses.requires_grad
+        engine.step()
+        assert (engine.losses is None) == (micro % 2 == 1) and engine.gas_boundary_ctr == (micro + 1) // 2
+    with engine.no_sync():
+        assert engine.inside_no_sync_ctxt is True
+    assert engine.inside_no_sync_ctxt is False
+    rate = engine.get_lr()[0]
+    wanted = []
+    for step in range(2):
+        wanted.append(("Train/Samples/train_loss", pytest.approx(sum(losses[2 * step : 2 * step + 2]) / 2), 8 * step))
+        wanted.append(("Train/Samples/lr", rate, 8 * step + 8))
+    assert recorder.events == (wanted if rank == 0 else [])
+    engine.destroy()
+    return True
+
+
+@pytest.mark.parametrize("world, stage", [(1, 0), (2, 3)])
+def test_more_members(world, stage):
+    assert all(run_ranks(world, body_more_members, stage))
+
+
+def body_reduced_by_hand(rank, world):
+    engine, _, _, _ = deepspeed.initialize(model=make_net(), config=config(world))
+    tokens, targets = batch(0)
+    mine = slice(4 * rank, 4 * rank + 4)
+    found = []
+    for by_hand in (False, True):
+        engine.enable_backward_allreduce = not by_hand
+        engine.backward(loss_of(engine(tokens[mine]), targets[mine]))
+        local = engine.module.out.bias.grad.clone()
+        engine.allreduce_gradients()
+        found.append((local, engine.module.out.bias.grad.clone()))
+        engine.zero_grad()
+    (early, reduced), (local, late) = found
+    assert torch.equal(early, reduced) and torch.allclose(late, reduced) and not torch.allclose(local, late)
+    return reduced.tolist()
+
+
+def test_backward_without_its_reduction():
+    first, second = run_ranks(2, body_reduced_by_hand)
+    assert first == second
+
+
+def body_arguments(rank, world):
+    args = argparse.Namespace(local_rank=-1)
+    deepspeed.initialize(args=args, model=make_net(), config=config(world))
+    assert args.local_rank == rank
+    selected = []
+    with mock.patch.object(deepspeed.get_accelerator(), "set_device", selected.append):
+        args = argparse.Namespace(device_rank=rank + 3)
+        engine = deepspeed.initialize(args=args, model=make_net(), config=config(world))[0]
+    assert selected[-1] == rank + 3 and engine.local_rank == rank and not hasattr(args, "local_rank")
+    for wrong, words in ((rank + 1, f"but the environment has LOCAL_RANK={rank}"), ("0", "must be a number")):
+        with pytest.raises(AssertionError, match=words):
+            deepspeed.initialize(args=argparse.Namespace(local_rank=wrong), model=make_net(), config=config(world))
+    return True
+
+
+def test_local_rank_and_device_rank_of_the_arguments():
+    assert all(run_ranks(2, body_arguments))
+
+
+def body_log_level(rank, world):
+    levels = []
+    for more in ({}, {"log_level": "error"}, {}, {"log_level": "DEBUG"}):
+        deepspeed.initialize(model=make_net(), config=config(world, **more))
+        levels.append(deepspeed.logger.level)
+    return levels
+
+
+def test_log_level_sets_the_level_of_the_logger():
+    (levels,) = run_ranks(1, body_log_level, fresh=True)
+    assert levels == [logging.INFO, logging.ERROR, logging.ERROR, logging.DEBUG]
+
+
 def body_config_forms(rank, world, folder):
     made = config(world)
     path = f"{folder}/ds.json"
@@ -175,8 +278,6 @@ def test_optimizer_state_round_trip():
 
 
 def body_info_line(rank, world):
-    import logging
-
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

@@ -193,7 +193,7 @@ def test_fp16_dynamic_scale_follows_the_rule_on_every_rank(stage, hysteresis):
     overflows = [bad is not None for bad, _ in PATTERN]
     for scales, steps, frozen, _ in run_ranks(2, body_overflow, more, PATTERN):
         assert scales == simulate(overflows, 8, 3, tolerated, 1, 0 if stage else 1)
-        assert steps[-1] == (len(overflows) - sum(overflows), sum(overflows))
+        assert steps == [(step + 1, sum(overflows[: step + 1])) for step in range(len(overflows))]
         assert frozen == [True] * sum(overflows)
 
 
@@ -205,7 +205,7 @@ def test_fp16_dynamic_scale_follows_the_rule_on_every_rank(stage, hysteresis):
 def test_an_overflow_names_rank_parameter_and_kind(precision):
     ranks = run_ranks(2, body_overflow, precision, [(None, 0), (1, NAN), (0, INF)])
     for _, steps, frozen, _ in ranks:
-        assert steps[-1] == (1, 2) and frozen == [True, True]
+        assert steps[-1] == (3, 2) and frozen == [True, True]
     on_first, on_second = ranks[0][3], ranks[1][3]
     assert any("[Rank 1]" in line and "'bad' has nan" in line for line in on_second)
     assert any("[Rank 0]" in line and "'bad' has inf" in line for line in on_first)

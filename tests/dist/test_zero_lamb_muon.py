@@ -220,7 +220,9 @@ def body_ratios(rank, world, stage):
     trained = [name for name, param in engine.module.named_parameters() if param.requires_grad]
     ratios = dict(zip(trained, engine.basic_optimizer.get_lamb_coeffs()))
     moved = {name: float((after[name].double() - before[name]).norm()) for name in trained}
-    expected = {name: float(before[name].norm()) * LAMB["lr"] for name in trained}  # lr * |w| where nothing is clamped
+    beta1, beta2 = LAMB["betas"]
+    rate = LAMB["lr"] * (1 - beta2) ** 0.5 / (1 - beta1)
+    expected = {name: float(before[name].norm()) * rate for name in trained}  # rate * |w| where nothing is clamped
     return [(ratios[n], moved[n], expected[n]) for n in trained if 0.011 < ratios[n] < 9.9], len(ratios), len(trained)
 
 

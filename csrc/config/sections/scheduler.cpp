@@ -29,7 +29,7 @@ std::map<std::string, Fields> scheduler_params() {
         per_group("cycle_max_lr", nullptr, "Learning rate in its middle.").required(),
         number("decay_lr_rate", 0.0, "Decay of the rate after the cycle."),
         integer("cycle_first_step_size", 2000, "Steps of the rising half.").above(0),
-        integer("cycle_second_step_size", nullptr, "Steps of the falling half; null: as many.").above(0),
+        integer("cycle_second_step_size", nullptr, "Steps of the falling half; null: as many, 0: none.").at_least(0),
         integer("cycle_first_stair_count", 0, "Stairs in the rising half; 0 rises gradually.").at_least(0),
         integer("cycle_second_stair_count", nullptr, "Stairs in the falling half; null: as many.").at_least(0),
         integer("decay_step_size", 0, "Steps per decay after the cycle; 0 does not decay.").at_least(0),

@@ -17,9 +17,8 @@ namespace ds::kernels::HWY_NAMESPACE {
 
 template <class D, class V>
 HWY_INLINE V direction(D d, V p, V m, V v, const LambConstants& c) {
-  const V inside = hn::Add(hn::Mul(v, hn::Set(d, c.inv_correct2)), hn::Set(d, c.eps_inside));
-  const V root = hn::Add(hn::Sqrt(inside), hn::Set(d, c.eps_outside));
-  return hn::Add(hn::Div(hn::Mul(m, hn::Set(d, c.inv_correct1)), root), hn::Mul(hn::Set(d, c.decay), p));
+  const V root = hn::Add(hn::Sqrt(hn::Add(v, hn::Set(d, c.eps_inside))), hn::Set(d, c.eps_outside));
+  return hn::Add(hn::Div(m, root), hn::Mul(hn::Set(d, c.decay), p));
 }
 
 // Adds the squares of x[i] to lanes[i % kSumLanes], in increasing i.
@@ -183,7 +182,7 @@ void weights(const Launch& launch, Isa isa, const UpdateSegment* segments, size_
   const auto& c = *static_cast<const LambConstants*>(args.constants);
   split_segments(launch, segments, count, [&](size_t s, size_t begin, size_t end) {
     const double ratio = lamb_ratio(segments[s].sums, c.min_ratio, c.max_ratio);
-    const LambRate rated = {&c, c.lr * static_cast<float>(ratio)};
+    const LambRate rated = {&c, c.rate * static_cast<float>(ratio)};
     UpdateArgs own = args;
     own.constants = &rated;
     update_range(isa, segments[s], begin, end, own, 2, 1.0f, kWeightBodies.by_isa[static_cast<int>(isa)]);

@@ -19,7 +19,7 @@ struct LambBlock {
 // Of lamb.
 struct LambRate {
   const LambConstants* constants;
-  float rate;  // lr * ratio of the segment
+  float rate;  // the constants' rate * ratio of the segment
 };
 
 }  // namespace ds::kernels

@@ -16,8 +16,8 @@ struct Sums {
 };
 
 __device__ float direction(float p, float m, float v, const LambConstants& c) {
-  const float root = sqrtf(v * c.inv_correct2 + c.eps_inside) + c.eps_outside;
-  return m * c.inv_correct1 / root + c.decay * p;
+  const float root = sqrtf(v + c.eps_inside) + c.eps_outside;
+  return m / root + c.decay * p;
 }
 
 // One warp for each block of the sum. Its threads read neighbouring elements, in the order in which the lanes add.
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads)
   if (scale != nullptr && scale->skip) return;
   const int number = list.find(blockIdx.x);
   const SegmentPart& part = list.parts[number];
-  const float rate = c.lr * static_cast<float>(lamb_ratio(part.sums, c.min_ratio, c.max_ratio));
+  const float rate = c.rate * static_cast<float>(lamb_ratio(part.sums, c.min_ratio, c.max_ratio));
   const size_t begin = size_t{blockIdx.x - list.begin(number)} * kUpdateChunk;
   const size_t end = part.numel < begin + kUpdateChunk ? part.numel : begin + kUpdateChunk;
   const bool packed = aligned(part.master) && aligned(part.states[0]) && aligned(part.states[1]) && aligned(part.lp);

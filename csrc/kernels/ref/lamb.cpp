@@ -11,8 +11,8 @@ namespace ds::kernels::ref {
 namespace {
 
 float direction(float p, float m, float v, const LambConstants& c) {
-  const float root = std::sqrt(v * c.inv_correct2 + c.eps_inside) + c.eps_outside;
-  return m * c.inv_correct1 / root + c.decay * p;
+  const float root = std::sqrt(v + c.eps_inside) + c.eps_outside;
+  return m / root + c.decay * p;
 }
 
 // [Note: order of the sum of squares] in kernels/sum_order.h, for one segment.
@@ -51,7 +51,7 @@ void moments(const UpdateSegment* segments, size_t count, const UpdateArgs& args
 void update(const UpdateSegment* segments, size_t count, const UpdateArgs& args, float) {
   const auto& c = *static_cast<const LambConstants*>(args.constants);
   for (const UpdateSegment* seg = segments; seg != segments + count; ++seg) {
-    const float rate = c.lr * static_cast<float>(lamb_ratio(seg->sums, c.min_ratio, c.max_ratio));
+    const float rate = c.rate * static_cast<float>(lamb_ratio(seg->sums, c.min_ratio, c.max_ratio));
     for (size_t i = 0; i < seg->numel; ++i) {
       float p = static_cast<float>(load(seg->master, args.master_dtype, i));
       const float m = static_cast<float>(load(seg->states[0], args.state_dtype, i));

@@ -11,6 +11,7 @@ and its ``json_schema_extra`` (pydantic 1: the keywords it does not know) count,
 import difflib
 import enum
 import inspect
+import re
 import types
 import typing
 
@@ -111,6 +112,25 @@ def _convert_container(where, origin, annotation, value):
     return origin(convert(f"{where}[{i}]", kind, item) for i, item in enumerate(value))
 
 
+# What pydantic takes for an integer in quotes, between blanks.
+_WHOLE = re.compile(r"\s*[+-]?\d+(_\d+)*(\.0+)?\s*", re.ASCII)
+
+
+def _number_of_text(where, annotation, text):
+    """The number in ``text`` where pydantic takes it for ``annotation``, with a warning; else ``text``."""
+    try:
+        if annotation is float:
+            number = float(text)
+        elif _WHOLE.fullmatch(text):
+            number = int(text.partition(".")[0])
+        else:
+            return text
+    except ValueError:
+        return text
+    logger.warning("%s = %r is a text and is read as %s; write it without quotes.", where, text, number)
+    return number
+
+
 def convert(where, annotation, value):
     """``value`` as the type that ``annotation`` names; DeepSpeedConfigError when it is none."""
     origin = typing.get_origin(annotation)
@@ -131,6 +151,8 @@ def convert(where, annotation, value):
             return bool(value)
         _refuse(where, value, "true or false")
     if annotation in (int, float):
+        if isinstance(value, str):
+            value = _number_of_text(where, annotation, value)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or (annotation is int and value != value // 1):
             _refuse(where, value, "an integer" if annotation is int else "a number")
@@ -217,7 +239,7 @@ def _forward(model, fields, name, given):
     if path[0] in given:
         cls = type(model).__name__
         text = f"{cls}: {name} is the deprecated name of {target}, and both are given."
-        raise config_error(text, [name], value=given[name])
+        raise config_error(text, [name], [AssertionError], value=given[name])
     holder = model
     for part in path[:-1]:
         holder = getattr(holder, part)

@@ -1,6 +1,7 @@
-"""Command-line arguments that every DeepSpeed script understands."""
+"""Command-line arguments that every DeepSpeed script understands, and what an engine reads of them."""
 
 import argparse
+import os
 
 
 def add_config_arguments(parser):
@@ -14,3 +15,34 @@ def add_config_arguments(parser):
     group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
     return parser
+
+
+def find_local_rank(args):
+    """This process's rank on its host: ``LOCAL_RANK`` where it is set, else ``args.local_rank``, else 0.
+
+    ``args.local_rank``, where ``args`` has it, holds the answer afterwards: scripts read it after ``initialize``.
+    AssertionError when it is another one than ``LOCAL_RANK``.
+    """
+    given = getattr(args, "local_rank", None)
+    assert given is None or isinstance(given, int), (
+        f"args.local_rank is {given!r}, a {type(given).__name__}: it must be a number; declare it with type=int"
+    )
+    told = given is not None and given >= 0
+    if "LOCAL_RANK" in os.environ:
+        found = int(os.environ["LOCAL_RANK"])
+        assert not told or given == found, (
+            f"args.local_rank={given}, but the environment has LOCAL_RANK={found}: which device is meant? Leave "
+            "args.local_rank at -1, or correct one of them"
+        )
+    else:
+        found = given if told else 0
+    if hasattr(args, "local_rank"):
+        args.local_rank = found
+    return found
+
+
+def find_device_index(args, local_rank):
+    """The index of this process's accelerator: ``args.device_rank`` (Lightning passes it) where it is given, else its
+    rank on its host."""
+    given = getattr(args, "device_rank", None)
+    return local_rank if given is None or given < 0 else int(given)

@@ -10,11 +10,8 @@ from deepspeed.optim.lr_arguments import VALID_LR_SCHEDULES
 def build_scheduler(config, optimizer, client_scheduler):
     """``optimizer`` is the torch optimizer whose ``param_groups`` hold the rates. A callable is called with it."""
     if client_scheduler is not None:
-        return (
-            client_scheduler(optimizer)
-            if callable(client_scheduler) and not hasattr(client_scheduler, "step")
-            else client_scheduler
-        )
+        makes_one = isinstance(client_scheduler, type) or not hasattr(client_scheduler, "step")
+        return client_scheduler(optimizer) if callable(client_scheduler) and makes_one else client_scheduler
     name = config.scheduler_name
     if name is None:
         return None

@@ -1,6 +1,7 @@
 """The data loader that ``deepspeed.initialize(training_data=...)`` and ``engine.deepspeed_io`` build."""
 
 import itertools
+import multiprocessing
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -12,6 +13,7 @@ from deepspeed.log import logger
 from deepspeed.utils.repeating_loader import RepeatingLoader  # noqa: F401  (scripts import both from one place)
 
 SEED = 0
+WORKERS = 2  # for each rank
 
 
 class DeepSpeedDataLoader:
@@ -27,7 +29,8 @@ class DeepSpeedDataLoader:
     local_rank:  accepted for older scripts; the share depends on the data-parallel rank alone.
     tput_timer:  object whose ``start()`` is called before every batch, or None.
     collate_fn:  as torch.utils.data.DataLoader.
-    num_local_io_workers: processes that prepare batches; None: 0, none.
+    num_local_io_workers: processes that prepare batches; None: 2, and none for an ``IterableDataset``, of which each
+                 would yield every sample, or in a daemonic process, which may have no children.
     data_sampler: a torch Sampler of indices; it then decides order and share on every rank.
     data_parallel_world_size, data_parallel_rank: default: of all ranks.
     deepspeed_dataloader_config: must be empty: curriculum sampling is not part of this build.
@@ -67,6 +70,10 @@ class DeepSpeedDataLoader:
         self.tput_timer = tput_timer
         self.collate_fn = collate_fn
         self.drop_last = dataloader_drop_last
+        if num_local_io_workers is None:
+            alone = isinstance(dataset, IterableDataset) or multiprocessing.current_process().daemon
+            num_local_io_workers = 0 if alone else WORKERS
+        self.num_local_io_workers = num_local_io_workers
         self.post_process_func = None  # callable(batch, sampler state), see engine.set_data_post_process_func
         self.world_size = data_parallel_world_size
         self.data_sampler = self._make_sampler(data_sampler, data_parallel_world_size, data_parallel_rank)
@@ -80,7 +87,7 @@ class DeepSpeedDataLoader:
         self._generator = torch.Generator()
         options = {
             "collate_fn": collate_fn,
-            "num_workers": num_local_io_workers or 0,
+            "num_workers": self.num_local_io_workers,
             "pin_memory": bool(pin_memory) and get_accelerator().device_name() != "cpu",
             "generator": self._generator,
         }

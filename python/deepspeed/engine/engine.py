@@ -24,7 +24,9 @@ from deepspeed.config import DeepSpeedConfig, non_default_values
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.engine import joined
 from deepspeed.engine.accessors import ConfigAccessors
+from deepspeed.engine.arguments import find_device_index, find_local_rank
 from deepspeed.engine.assembly import Assembly
+from deepspeed.engine.attributes import Attributes
 from deepspeed.engine.build_scheduler import build_scheduler
 from deepspeed.engine.compiling import Compiling
 from deepspeed.engine.data import TrainingData
@@ -32,8 +34,10 @@ from deepspeed.engine.letting_go import unlink_when_dropped
 from deepspeed.engine.parallel import Parallel
 from deepspeed.engine.progress import Progress
 from deepspeed.engine.reductions import Reductions
+from deepspeed.engine.scheduling import next_move
 from deepspeed.host.blas import blas_warning
-from deepspeed.log import log_dist, logger, warning_once
+from deepspeed.log import log_dist, logger, set_log_level_from_string, warning_once
+from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.utils.nested import cast_floats, tensors_within
 from deepspeed.zero.audit import Audit
 from deepspeed.zero.gathered import GatheredParameters
@@ -45,7 +49,7 @@ DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], _LRScheduler]
 _BACKWARD_STATES = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
 
 
-class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compiling, torch.nn.Module):
+class DeepSpeedEngine(Assembly, Attributes, ConfigAccessors, TrainingData, Reductions, Compiling, torch.nn.Module):
     """Wraps ``model``; see ``deepspeed.initialize`` for the arguments."""
 
     def __init__(
@@ -80,22 +84,20 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
         self.dp_world_size, self.mp_world_size = self.parallel.dp_world_size, self.parallel.mp_world_size
         self.data_parallel_group = self.parallel.dp_group
         self.seq_parallel_group = None
-        self.local_rank = self._find_local_rank(args)
-        self.device = torch.device(get_accelerator().device_name(self.local_rank))
-        get_accelerator().set_device(self.local_rank)
+        self.local_rank = find_local_rank(args)
+        index = find_device_index(args, self.local_rank)
+        self.device = torch.device(get_accelerator().device_name(index))
+        get_accelerator().set_device(index)
+        if self.log_level() is not None:
+            set_log_level_from_string(self.log_level())
 
-        self.global_steps = 0
-        self.global_samples = 0
-        self.micro_steps = 0
-        self.skipped_steps = 0
+        self._start_counting(model)
         self.gradient_average = True
         self.sparse_tensor_module_names = set()
         self.loaded_engine_state = {}
         self.loaded_checkpoint_dp_world_size = None
         self.checkpoint_engine = make_engine(self._config)
         self._is_gradient_accumulation_boundary = None
-        self._step_applied = False
-        self._global_grad_norm = None
         self._seen_backward = False
         self._in_no_sync = False
         self._user_scaled = False
@@ -111,6 +113,7 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
         self._audit = self._start_audit()
         self.lr_scheduler = build_scheduler(self._config, self.basic_optimizer, lr_scheduler)
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
+        self.monitor = MonitorMaster(self._config.monitor_config)
         self.progress = Progress(self)
         unlink_when_dropped(self)
         joined.enter(self)
@@ -134,14 +137,6 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
         slow_blas = blas_warning() if self.device.type == "cpu" and self.global_rank == 0 else None
         if slow_blas:
             warning_once(slow_blas)
-
-    # ---- construction ----------------------------------------------------------------------------------------------
-    @staticmethod
-    def _find_local_rank(args):
-        from_args = getattr(args, "local_rank", None) if args is not None else None
-        if "LOCAL_RANK" in os.environ:
-            return int(os.environ["LOCAL_RANK"])
-        return int(from_args) if from_args is not None and int(from_args) >= 0 else 0
 
     # ---- the three calls of training ---------------------------------------------------------------------------------
     def forward(self, *inputs, **kwargs):
@@ -180,7 +175,7 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
             return False
         if self.zero_optimization_stage() >= 2:
             return True
-        return self.is_gradient_accumulation_boundary() and self.managed_gradient_accumulation()
+        return self.enable_backward_allreduce and self.is_gradient_accumulation_boundary() and self.managed_gradient_accumulation()
 
     def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
         """Accumulates the gradients of ``loss``, a scalar, and reduces them at the accumulation boundary.
@@ -215,6 +210,8 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
                 logger.warning("backward failed; the gradients of earlier micro steps of this step are lost with it")
             raise
         self._seen_backward = True
+        mean = loss.detach().mean()
+        self.losses = mean if self.losses is None else self.losses + mean
         self.progress.end_backward(loss)
         return loss
 
@@ -236,17 +233,17 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
             "deepspeed.initialize"
         )
         self._need_states(OffloadStateTypeEnum, "engine.step()")
-        if not self._seen_backward and not self.core.has_grads():
-            raise RuntimeError(
-                "engine.step() was called before any backward since the last step: there is no gradient. Call "
-                "engine.backward(loss), or loss.backward(), first."
-            )
         self._refuse_unseen_backward()
+        boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
+        self._join_backward(boundary)
         self.progress.start_step()
         self._step_applied = False
-        boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
-        if boundary:
-            self._take_step(lr_kwargs)
+        try:
+            if boundary:
+                self._take_step(lr_kwargs)
+        except BaseException:
+            self.progress.abandon_step()
+            raise
         self.micro_steps += 1
         self._seen_backward = False
         self._sees_backward = None
@@ -268,6 +265,18 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
                 "objects that hold them as attributes"
             )
 
+    def _join_backward(self, boundary):
+        """A rank without a backward in this micro-step still takes part in the reduction of the others' gradients."""
+        has_gradient = self._seen_backward or self.core.has_grads()
+        self.core.join_backward(boundary or self.zero_optimization_stage() >= 2)
+        if not has_gradient:
+            warning_once(
+                "engine.step() without a gradient: there was no backward on this rank since the last step. The step "
+                "counts, and changes the weights only by the gradients of other ranks. Was engine.backward(loss) "
+                "forgotten? This is said once.",
+                key="a step without a gradient",
+            )
+
     def _start_audit(self):
         steps = self._config.zero_config.audit_steps
         if not steps or not self._trains:
@@ -276,22 +285,21 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
         return Audit(self, steps)
 
     def _take_step(self, lr_kwargs):
+        move = next_move(self, lr_kwargs)
         if self._audit is not None:
             self.core.finish_backward()
             self._audit.before_step()
-        self._step_applied = self.stepping.step()
+        self._step_applied = self.stepping.step(move)
         if self._audit is not None:
             self._audit.after_step(self._step_applied)
             self._audit = None if self._audit.over else self._audit
         self._global_grad_norm = self.stepping.norm
         for param in self._unmanaged:
             param.grad = None
-        if not self._step_applied:
-            self.skipped_steps += 1
-            return
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
-        self.global_steps += 1
+        self.losses = None
+        self.gas_boundary_ctr += 1
+        self.skipped_steps += 0 if self._step_applied else 1
+        self.global_steps += 1  # skipped or not: the samples were seen, and loops over global_steps end
         self.global_samples += self.train_batch_size()
 
     # ---- accumulation ------------------------------------------------------------------------------------------------
@@ -373,67 +381,6 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
             if "module" in modules and name != "module":
                 return getattr(modules["module"], name)
             raise
-
-    def get_global_grad_norm(self):
-        """2-norm of the gradients of the last step, before clipping; None before the first step."""
-        return self._global_grad_norm
-
-    def was_step_applied(self):
-        """True when the last step() changed weights."""
-        return self._step_applied
-
-    def get_lr(self):
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-    def get_type(self):
-        return [type(self.basic_optimizer).__name__]
-
-    def get_mom(self):
-        """Momentum of each group: ``betas`` for Adam-like optimizers, ``momentum`` for SGD-like ones."""
-        return [
-            group["betas"] if "betas" in group else group.get("momentum", 0.0) for group in self.optimizer.param_groups
-        ]
-
-    def get_pld_theta(self):
-        """The share of layers that progressive layer dropping keeps now; None while it is off."""
-        return None
-
-    def get_wall_clock_timers(self):
-        """The timers of ``wall_clock_breakdown``: ``timers("fwd").elapsed()`` and so on."""
-        return self.progress.timers
-
-    def get_data_parallel_rank(self):
-        return self.parallel.dp_rank
-
-    def get_model_parallel_rank(self):
-        return self.parallel.mp_rank
-
-    def get_tensor_parallel_rank(self):
-        return self.parallel.mp_rank
-
-    def get_sequence_parallel_group(self):
-        return self.seq_parallel_group
-
-    def set_train_batch_size(self, train_batch_size):
-        """Changes the accumulation steps so that the whole batch is ``train_batch_size``; it must divide evenly."""
-        per_micro_step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
-        if train_batch_size % per_micro_step != 0:
-            raise ValueError(
-                f"train_batch_size {train_batch_size} is not divisible by micro batch "
-                f"{self.train_micro_batch_size_per_gpu()} x "
-                f"data-parallel size {self.dp_world_size} = {per_micro_step}"
-            )
-        self._config.train_batch_size = train_batch_size
-        self._config.gradient_accumulation_steps = train_batch_size // per_micro_step
-
-    def set_train_micro_batch_size(self, micro_batch_size):
-        """Changes the micro batch; accumulation stays, the whole batch follows."""
-        self._config.train_micro_batch_size_per_gpu = micro_batch_size
-        self._config.train_batch_size = micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
-
-    def mp_rank_for_files(self):
-        """The model-parallel rank that file names carry."""
-        return self.parallel.mp_rank
 
     def empty_partition_cache(self):
         """Releases gathered parameters; below stage 3 there are none."""

@@ -19,8 +19,8 @@ _MICRO = (FORWARD_MICRO_TIMER, BACKWARD_MICRO_TIMER, STEP_MICRO_TIMER)
 
 
 class Progress:
-    """Timers of one engine, and its memory; they cost nothing unless ``wall_clock_breakdown`` or ``memory_breakdown``
-    asks for them."""
+    """Timers of one engine, its memory, and what its monitor gets; they cost nothing unless ``wall_clock_breakdown``,
+    ``memory_breakdown`` or a monitor asks for them."""
 
     def __init__(self, engine):
         self.engine = engine
@@ -67,11 +67,21 @@ class Progress:
         if self.breakdown:
             self._stop(BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER)
         self._see_memory("after backward")
+        engine = self.engine
+        if self._monitored() and engine.is_gradient_accumulation_boundary():
+            engine.monitor.write_events([("Train/Samples/train_loss", engine.losses.item(), engine.global_samples)])
+
+    def _monitored(self):
+        return self.engine.monitor.enabled and self.engine.global_rank == 0
 
     def start_step(self):
         self._see_memory("before step")
         if self.breakdown:
             self._start(STEP_MICRO_TIMER, STEP_GLOBAL_TIMER)
+
+    def abandon_step(self):
+        if self.breakdown:
+            self._stop(STEP_MICRO_TIMER, STEP_GLOBAL_TIMER)
 
     def end_step(self, boundary):
         engine = self.engine
@@ -82,14 +92,13 @@ class Progress:
             if boundary:
                 self.timers.log(list(_GLOBAL), normalizer=engine.gradient_accumulation_steps())
         self._see_memory("after step")
+        if boundary and self._monitored():
+            events = [("Train/Samples/lr", engine.get_lr()[0], engine.global_samples)]
+            if engine.fp16_enabled() and hasattr(engine.optimizer, "cur_scale"):
+                events.append(("Train/Samples/loss_scale", engine.optimizer.cur_scale, engine.global_samples))
+            engine.monitor.write_events(events)
         every = engine.steps_per_print()
-        if (
-            boundary
-            and engine.was_step_applied()
-            and every
-            and every != float("inf")
-            and engine.global_steps % int(every) == 0
-        ):
+        if boundary and every and every != float("inf") and engine.global_steps % int(every) == 0:
             log_dist(
                 f"step={engine.global_steps}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, "
                 f"mom={engine.get_mom()}",

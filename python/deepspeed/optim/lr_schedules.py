@@ -47,9 +47,22 @@ def _count(name, value):
     return int(value)
 
 
+def _warmup_steps(value):
+    if value is None:
+        raise ValueError("scheduler parameter warmup_num_steps is None: give the number of steps of the warm-up.")
+    return _count("warmup_num_steps", value)
+
+
 def _curve(value):
+    """An unknown curve is read as "log", with a warning: scripts written for DeepSpeed may name others."""
     if not isinstance(value, str):
         raise TypeError(f"scheduler parameter warmup_type must be 'log' or 'linear', got {value!r}.")
+    if value not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
+        logger.warning(
+            "scheduler parameter warmup_type = %r is not known: use 'log' or 'linear'. The rate rises as with 'log'.",
+            value,
+        )
+        return WARMUP_LOG_RATE
     return value
 
 
@@ -153,7 +166,7 @@ class OneCycle(_BatchIterationStep):
 
     In the cycle the rate goes from ``cycle_min_lr`` to ``cycle_max_lr`` in ``cycle_first_step_size`` iterations and
     back in ``cycle_second_step_size`` (default: the same), in a line, or with a stair count in that many equal
-    jumps. After it the rate is ``min_lr / (1 + decay_lr_rate * u)`` and the momentum
+    jumps; with a second size of 0 it falls to the smallest rate where it would have reached the largest. After it the rate is ``min_lr / (1 + decay_lr_rate * u)`` and the momentum
     ``max_mom * (1 + decay_mom_rate * u)``, where u counts units of ``decay_step_size`` iterations; with
     ``decay_step_size`` 0 both stay. The momentum is ``betas[0]`` of groups that have ``betas``, else ``momentum``;
     ``cycle_momentum`` is switched off, with a line in the log, where a group has neither.
@@ -188,12 +201,10 @@ class OneCycle(_BatchIterationStep):
             else _count("cycle_second_stair_count", cycle_second_stair_count),
             _count("decay_step_size", decay_step_size),
         )
-        rates = _formulas.OneCycleLr(
-            self._per_group("cycle_min_lr", cycle_min_lr),
-            self._per_group("cycle_max_lr", cycle_max_lr),
-            _number("decay_lr_rate", decay_lr_rate),
-            shape,
-        )
+        self.min_lrs = self._per_group("cycle_min_lr", cycle_min_lr)
+        self.max_lrs = self._per_group("cycle_max_lr", cycle_max_lr)
+        self.decay_lr_rate = _number("decay_lr_rate", decay_lr_rate)
+        rates = _formulas.OneCycleLr(self.min_lrs, self.max_lrs, self.decay_lr_rate, shape)
         momenta = _formulas.OneCycleMomentum(
             self._per_group("cycle_min_mom", cycle_min_mom),
             self._per_group("cycle_max_mom", cycle_max_mom),
@@ -234,6 +245,7 @@ class WarmupLR(_LastBatchIterationStep):
 
     warmup_max_lr: default None: each group's own rate.
     warmup_type:   "log": log(iteration + 1) / log(warmup_num_steps) of the way; "linear": iteration / warmup_num_steps.
+                   Any other text warns and rises as "log" does.
     """
 
     def __init__(
@@ -248,7 +260,8 @@ class WarmupLR(_LastBatchIterationStep):
         super().__init__(optimizer)
         self._read_warmup(warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
         self._start(
-            _formulas.WarmupLr(self.min_lrs, self.max_lrs, self.warmup_num_steps, warmup_type), last_batch_iteration
+            _formulas.WarmupLr(self.min_lrs, self.max_lrs, self.warmup_num_steps, self.warmup_type),
+            last_batch_iteration,
         )
 
     def _read_warmup(self, min_lr, max_lr, num_steps, kind):
@@ -256,7 +269,7 @@ class WarmupLR(_LastBatchIterationStep):
             max_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.min_lrs = self._per_group("warmup_min_lr", min_lr)
         self.max_lrs = self._per_group("warmup_max_lr", max_lr)
-        self.warmup_num_steps = _count("warmup_num_steps", num_steps)
+        self.warmup_num_steps = _warmup_steps(num_steps)
         self.warmup_type = _curve(kind)
 
 
@@ -280,7 +293,7 @@ class WarmupDecayLR(WarmupLR):
         _warn_short(self)
         self._start(
             _formulas.WarmupDecayLr(
-                self.min_lrs, self.max_lrs, self.warmup_num_steps, warmup_type, self.total_num_steps
+                self.min_lrs, self.max_lrs, self.warmup_num_steps, self.warmup_type, self.total_num_steps
             ),
             last_batch_iteration,
         )
@@ -303,7 +316,8 @@ class WarmupCosineLR(_LastBatchIterationStep):
     ):
         super().__init__(optimizer)
         self.org_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self.warmup_num_steps = _count("warmup_num_steps", warmup_num_steps)
+        self.warmup_num_steps = _warmup_steps(warmup_num_steps)
+        self.warmup_type = _curve(warmup_type)
         self.total_num_steps = _count("total_num_steps", total_num_steps)
         _warn_short(self)
         self._start(
@@ -312,7 +326,7 @@ class WarmupCosineLR(_LastBatchIterationStep):
                 _number("warmup_min_ratio", warmup_min_ratio),
                 self.warmup_num_steps,
                 _number("cos_min_ratio", cos_min_ratio),
-                _curve(warmup_type),
+                self.warmup_type,
                 self.total_num_steps,
             ),
             last_batch_iteration,

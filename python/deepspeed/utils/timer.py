@@ -221,6 +221,9 @@ class ThroughputTimer:
     start_step:       steps that do not count: the first ones pay for warming up.
     steps_per_output: a line in the log every so many steps; None: none.
     monitor_memory:   host memory in that line too.
+
+    ``initialized``: start() has been called; ``started``: between start() and stop(); ``start_time``: ``time.time()`` of
+    the last start that counts, 0 before it.
     """
 
     def __init__(
@@ -236,6 +239,9 @@ class ThroughputTimer:
         self.epoch_count = 0
         self.micro_step_count = 0
         self.global_step_count = 0
+        self.initialized = False
+        self.started = False
+        self.start_time = 0
         self.total_elapsed_time = 0.0  # seconds, of the counted steps
         self.step_elapsed_time = 0.0  # seconds since the last report
         self._steps_since_report = 0
@@ -254,13 +260,18 @@ class ThroughputTimer:
 
     def start(self):
         """Before a batch is read; called twice without a stop, the later call counts."""
-        if self.enabled and self.global_step_count >= self.start_step:
-            self._start_s = self._now()
-
-    def stop(self, global_step=False, report_speed=True):
-        """After a micro-step; global_step: it was the last of its step, so the step is complete."""
         if not self.enabled:
             return
+        self.initialized = self.started = True
+        if self.global_step_count >= self.start_step:
+            self._start_s = self._now()
+            self.start_time = time.time()
+
+    def stop(self, global_step=False, report_speed=True):
+        """After a micro-step; global_step: it was the last of its step, so the step is complete. Nothing without start()."""
+        if not self.started:
+            return
+        self.started = False
         self.micro_step_count += 1
         measured = self._start_s is not None
         if measured:

@@ -30,7 +30,8 @@ class FusedState:
         self.optimizer = optimizer
         self.params = params
         self.run_step = run_step
-        self.begin = None  # inside an engine step: loss scale, max norm, and whether to check, for the core
+        # Inside an engine step: loss scale, max norm, and whether to check, for the core; () when it has them already.
+        self.begin = None
         optimizer.check_engine()
         self.core.set_rules([optimizer.rule_of(group) for group in optimizer.param_groups])
         if optimizer.stochastic_rounding:
@@ -58,7 +59,7 @@ class FusedState:
             return
         optimizer = self.optimizer
         groups = [(optimizer.rule_of(group), optimizer.rule_args(group)) for group in optimizer.param_groups]
-        self.core.update(groups, self.begin)
+        self.core.update(groups, self.begin or None)
 
     def adopt(self):
         """Takes what ``load_state_dict`` put into ``optimizer.state`` into the flat buffers."""

@@ -1,5 +1,7 @@
 """Hooks that gather the parameters of a module while it runs. What they do is in csrc/zero/param_gatherer.h."""
 
+import inspect
+
 import torch
 
 from deepspeed import _native
@@ -14,6 +16,21 @@ _HOOK_OPTIONS = {"with_kwargs": True} if forward_hooks_take_kwargs() else {}
 def _tensors_of_object(value):
     """Tensors that need gradients in an object that is no tensor, tuple, list or dict."""
     return [t for t in tensors_within(value) if t.requires_grad]
+
+
+def _refuse_constant_inputs(module, args, kwargs=None):
+    """Of a leaf module: a backward that runs through it must come out at one of its inputs."""
+    if not torch.is_grad_enabled() or not any(param.requires_grad for param in module.parameters()):
+        return
+    if kwargs is None and len(args) < len(inspect.signature(module.forward).parameters):
+        return  # this torch shows hooks no keyword arguments: there may be some
+    if not any(tensor.requires_grad for tensor in tensors_within((args, kwargs))):
+        raise RuntimeError(
+            "A module cannot be set as a leaf module when it does not have any input tensors that require gradients "
+            f"and has parameters that require gradients. This is a {type(module).__name__}: take it off the leaf "
+            "modules (unset_z3_leaf_modules, zero_optimization.leaf_module), call requires_grad_() on one of its inputs, "
+            "or run it under torch.no_grad()"
+        )
 
 
 class HookUnit:
@@ -63,6 +80,8 @@ class ModuleHooks:
 
     def _install(self, module):
         params, whole = unit_parameters(module, self.granularity)
+        if z3_leaf_module(module):
+            self.forward_hooks.append(module.register_forward_pre_hook(_refuse_constant_inputs, **_HOOK_OPTIONS))
         if any(not p.ds_persist for p in params):
             unit = self.core.gatherer.add_unit(type(module).__name__, [p.ds_handle for p in params])
             module.__dict__["_ds_hook_unit"] = HookUnit(self.core.gatherer, unit)

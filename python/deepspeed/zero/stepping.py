@@ -31,26 +31,30 @@ class Stepping:
     def loss_scale(self):
         return float(self.scaler.loss_scale) if self.scaler is not None else 1.0
 
-    def step(self):
-        """Returns True when the weights were updated, False when the step was skipped."""
+    def step(self, move=None):
+        """Returns True when the weights were updated, False when the step was skipped.
+
+        ``move``, of the learning-rate schedule (``engine.scheduling.Move``), is made when it is known that the step is
+        not skipped, before anything changes: what it raises leaves all as it was, and the gradients in place.
+        """
         if self.need_all:
             self.core.finish_backward()
             self._refuse_unused()
         begin = (self.loss_scale, self.clip, self.check)
-        if self.fused is not None:
-            self.fused.begin = begin
-            try:
-                self.optimizer.step()
-            finally:
-                self.fused.begin = None
-        else:
+        if move is not None:
             self.core.begin_step(*begin)
-            if not self.core.report().skipped:
-                self.core.scale_grads()
-                self.core.hand_out_grads(self.masters)
-                self.optimizer.step()
-                self.core.publish()
+            begin = ()
+            if not (self.check and self.core.report().skipped):
+                move.make()
+        try:
+            self._update(begin)
+        except BaseException:
+            if move is not None:
+                move.undo()
+            raise
         report = self.core.end_step()
+        if move is not None:
+            move.keep()
         self.norm = report.norm
         self.overflow = report.skipped
         if report.norm != report.norm or report.norm == float("inf"):
@@ -61,6 +65,23 @@ class Stepping:
             if self.overflow:
                 log_dist(f"The step is skipped; the loss scale is now {self.scaler.loss_scale:g}.", ranks=[0])
         return not self.overflow
+
+    def _update(self, begin):
+        """``begin``: the arguments of ``begin_step``; empty when it was called."""
+        if self.fused is not None:
+            self.fused.begin = begin
+            try:
+                self.optimizer.step()
+            finally:
+                self.fused.begin = None
+            return
+        if begin:
+            self.core.begin_step(*begin)
+        if not self.core.report().skipped:
+            self.core.scale_grads()
+            self.core.hand_out_grads(self.masters)
+            self.optimizer.step()
+            self.core.publish()
 
     def _refuse_unused(self):
         unused = [name for name, used in zip(self.names, self.core.used()) if not used]

@@ -56,6 +56,56 @@ TEST(Document, Liberties) {
   EXPECT_EQ(doc.lines.at("c"), 4);
 }
 
+TEST(Document, TextsWithoutQuotesGoOnToTheEndOfTheLine) {
+  const Document doc = read_text(
+      "{\n type: AdamW\n path: /data/my files/x, y # no comment\n list: [\n  one two\n  3\n  true story\n ]\n"
+      " n: 5e8 # five\n t: true, u: null // end\n v: -.5 /* c */, w: 1\n x: 7a\n}",
+      "f");
+  const Value& v = doc.root;
+  EXPECT_EQ(v["type"], "AdamW");
+  EXPECT_EQ(v["path"], "/data/my files/x, y # no comment");
+  EXPECT_EQ(v["list"], Value::array({"one two", 3, "true story"}));
+  EXPECT_EQ(v["n"], 5e8);
+  EXPECT_EQ(v["t"], true);
+  EXPECT_TRUE(v["u"].is_null());
+  EXPECT_EQ(v["x"], "7a");
+  EXPECT_EQ(doc.lines.at("x"), 12);
+}
+
+TEST(Document, WithoutOuterBraces) {
+  const Document doc = read_text("# mine\ntrain_batch_size: 8\nfp16: {enabled: true}, steps_per_print: 2\n\n", "f");
+  EXPECT_EQ(doc.root, read_text("{train_batch_size: 8, fp16: {enabled: true}, steps_per_print: 2}", "f").root);
+  EXPECT_EQ(doc.lines.at("fp16.enabled"), 3);
+  EXPECT_EQ(refusal("a: 1\nb: 2}\n").substr(0, 6), "f:2:5:");
+  EXPECT_EQ(refusal("a: {\nb: 2\n").substr(0, 6), "f:3:1:");
+}
+
+TEST(Document, TextsOfSeveralLines) {
+  const Value v = read_text(
+                      "{\n  a: '''\n     one\n       two \"quoted\" \\n\n\n     end\n     '''\n  b: '''x''', c: ''\n"
+                      "  d: ''' y\r\n     z'''\n}",
+                      "f")
+                      .root;
+  EXPECT_EQ(v["a"], "one\n  two \"quoted\" \\n\n\nend");
+  EXPECT_EQ(v["b"], "x");
+  EXPECT_EQ(v["c"], "");
+  EXPECT_EQ(v["d"], "y\nz");
+  const std::string open = refusal("{\n a: '''x\n b: 1}\n");
+  EXPECT_EQ(open.substr(0, 6), "f:2:5:");
+  EXPECT_NE(open.find("no closing '''"), std::string::npos);
+}
+
+TEST(Document, ATextWithoutQuotesThatTookInTooMuchIsNamed) {
+  const std::string text = refusal("{\"fp16\":\n {\"enabled\": tru}}\n");
+  EXPECT_EQ(text.substr(0, 6), "f:3:1:");
+  EXPECT_NE(text.find("On line 2 the text without quotes \"tru}}\" goes on"), std::string::npos);
+  const Document doc = read_text("{a: b,\n c: d\n}", "f");
+  ASSERT_EQ(doc.issues.size(), 1u);
+  EXPECT_EQ(doc.issues[0].code, "comma_in_text");
+  EXPECT_EQ(doc.issues[0].severity, Severity::kWarning);
+  EXPECT_NE(doc.issues[0].text.find("a = \"b,\" (line 1)"), std::string::npos);
+}
+
 TEST(Document, LinesOfNestedKeys) {
   const Document doc = read_text("{\"a\": {\n\"b\":\n1}, \"l\": [\n{\"x\": 1}]}", "f");
   EXPECT_EQ(doc.lines.at("a"), 1);

@@ -94,6 +94,9 @@ class Generator {
                                           "[null]",
                                           "[{}]",
                                           "2",
+                                          "'''x\n  y'''",
+                                          "no quotes\n",
+                                          "\"3\"",
                                           "3"};
     if (depth < 6 && pick(8) == 0) return object(depth);
     if (depth < 6 && pick(20) == 0) return "[" + value(depth + 1) + "," + value(depth + 1) + "]";

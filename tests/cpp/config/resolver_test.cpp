@@ -122,6 +122,32 @@ TEST(Resolver, AVariableOverridesItsKey) {
   EXPECT_FALSE(resolved("{}", options).broken());
 }
 
+TEST(Resolver, NumbersInQuotesAreReadInValidatedSectionsWithAWarning) {
+  const auto read = [](const std::string& key, const std::string& text) {
+    return resolved("{\"zero_optimization\": {\"stage\": \"2\", \"" + key + "\": \"" + text + "\"}}");
+  };
+  for (const char* text : {"5", " 5 ", "5.0", "+5", "0_5", "5.00"}) {
+    const Config config = read("reduce_bucket_size", text);
+    EXPECT_FALSE(config.broken()) << text << " " << config.complaint();
+    EXPECT_EQ(config.values()["zero_optimization"]["reduce_bucket_size"], 5) << text;
+    EXPECT_EQ(config.values()["zero_optimization"]["stage"], 2);
+    EXPECT_EQ(codes(config, Severity::kWarning), (Words{"read_as", "read_as"}));
+  }
+  for (const char* text : {"", "x", "5.5", "5e8", "0x10", "5.", "_5", "5_", "-1", "nan"})
+    EXPECT_TRUE(read("reduce_bucket_size", text).broken()) << text;
+  const Config scale = resolved("{\"fp16\": {\"enabled\": \"1\", \"loss_scale\": \"1.28e2\"}}");
+  EXPECT_EQ(scale.values()["fp16"]["loss_scale"], 128.0);
+  EXPECT_EQ(scale.values()["fp16"]["enabled"], true);
+  EXPECT_TRUE(resolved("{\"gradient_clipping\": \"1.0\"}").broken());  // the top level is not pydantic's
+}
+
+TEST(Resolver, BothNamesOfADeprecatedKeyAreAnAssertion) {
+  ErrorKind kind = ErrorKind::kConfig;
+  const Config config = resolved("{\"zero_optimization\": {\"cpu_offload\": true, \"offload_optimizer\": {}}}");
+  EXPECT_NE(config.complaint(&kind).find("deprecated name"), std::string::npos);
+  EXPECT_EQ(kind, ErrorKind::kAssertion);
+}
+
 TEST(Resolver, AnAliasThatYieldsIsIgnoredBesideItsName) {
   for (const char* text : {"{\"bf16\": {}, \"bfloat16\": {\"enabled\": true, \"x\": 1}}",
                            "{\"bfloat16\": {\"enabled\": true, \"x\": 1}, \"bf16\": {}}"}) {

@@ -102,7 +102,7 @@ TEST(LambTest, ASkippedStepTouchesNothing) {
   }
 }
 
-// Algorithm 2 of the paper in fp64.
+// The published arithmetic in fp64: raw moments, bias correction outside the ratio.
 struct Oracle {
   std::vector<double> p, m, v;
 
@@ -112,15 +112,15 @@ struct Oracle {
     for (size_t i = 0; i < p.size(); ++i) {
       m[i] = a.beta1 * m[i] + (1 - a.beta1) * grad[i];
       v[i] = a.beta2 * v[i] + (1 - a.beta2) * grad[i] * grad[i];
-      const double m_hat = m[i] / a.bias_correction1, v_hat = v[i] / a.bias_correction2;
-      u[i] = a.eps_inside_sqrt ? m_hat / std::sqrt(v_hat + a.eps) : m_hat / (std::sqrt(v_hat) + a.eps);
+      u[i] = a.eps_inside_sqrt ? m[i] / std::sqrt(v[i] + a.eps) : m[i] / (std::sqrt(v[i]) + a.eps);
       u[i] += a.weight_decay * p[i];
       w_norm += p[i] * p[i];
       u_norm += u[i] * u[i];
     }
     double ratio = 1;
     if (w_norm > 0 && u_norm > 0) ratio = std::min(std::max(std::sqrt(w_norm / u_norm), a.min_ratio), a.max_ratio);
-    for (size_t i = 0; i < p.size(); ++i) p[i] -= a.lr * ratio * u[i];
+    const double rate = a.lr * std::sqrt(a.bias_correction2) / a.bias_correction1;
+    for (size_t i = 0; i < p.size(); ++i) p[i] -= rate * ratio * u[i];
   }
 };
 

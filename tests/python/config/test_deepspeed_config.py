@@ -78,8 +78,8 @@ def test_files_as_people_write_them(tmp_path):
         ('{"a": [1, 2}', "expected ',' or ']'"),
         ('{"a": "x}', "no closing quote"),
         ('{"a": 1} x', "after the end"),
-        ('{"a": yes}', "unknown word"),
-        ('{"a": 1.2.3}', "not a number"),
+        ('{"a": yes}', 'text without quotes "yes}"'),
+        ('{"a": 1.2.3}', 'text without quotes "1.2.3}"'),
         ("{/* }", "no */"),
         ('{"a": "\\q"}', "escape"),
         ('{"a": ' * 65 + "1" + "}" * 65, "nested deeper"),
@@ -162,6 +162,69 @@ def test_deprecated_names_warn_once_and_forward():
     made = DeepSpeedConfig({"train_batch_size": 8, "allgather_size": 7, "zero_optimization": False})
     assert made.zero_config.allgather_bucket_size == 7
     assert sum("allgather_size" in text for text in made.warnings) == 1
+
+
+def test_both_names_of_a_deprecated_key_are_an_assertion_error():
+    with pytest.raises(AssertionError, match="both are given") as error:
+        DeepSpeedZeroConfig(cpu_offload=True, offload_optimizer={"device": "cpu"})
+    assert isinstance(error.value, DeepSpeedConfigError)
+    with pytest.raises(AssertionError, match="both are given"):
+        DeepSpeedConfig({"train_batch_size": 8, "zero_optimization": {"cpu_offload_param": True, "offload_param": {}}})
+
+
+NUMBERS_IN_QUOTES = ["5", " 5\n", "5.0", "-0", "+5", "1_000", "1__0", "5.5", "5e2", "1e-2", "", "x", "0x10", "five", "5,0"]
+
+
+@pytest.mark.parametrize("text", NUMBERS_IN_QUOTES)
+def test_numbers_in_quotes_are_taken_where_pydantic_takes_them(text):
+    pydantic = pytest.importorskip("pydantic", minversion="2")
+
+    def taken(make):
+        try:
+            return make()
+        except ValueError:
+            return None
+
+    class Theirs(pydantic.BaseModel):
+        whole: int = 0
+        real: float = 0.0
+
+    class Mine(DeepSpeedConfigModel):
+        whole: int = 0
+        real: float = 0.0
+
+    whole, real = taken(lambda: Theirs(whole=text).whole), taken(lambda: Theirs(real=text).real)
+    assert taken(lambda: Mine(whole=text).whole) == whole and taken(lambda: Mine(real=text).real) == real
+    assert taken(lambda: DeepSpeedZeroConfig(reduce_bucket_size=text).reduce_bucket_size) == whole
+    assert taken(lambda: DeepSpeedFP16Config(loss_scale=text).loss_scale) == real
+
+
+def test_numbers_in_quotes_are_read_with_a_warning():
+    config = DeepSpeedConfig(
+        {"train_batch_size": 8, "zero_optimization": {"stage": "2"}, "fp16": {"loss_scale": "1.5e2"}}
+    )
+    assert config.zero_optimization_stage == 2 and config.float16_config.loss_scale == 150.0
+    assert sum("is a text and is read as" in text for text in config.warnings) == 2
+    with pytest.raises(DeepSpeedConfigError, match="without quotes"):
+        DeepSpeedConfig({"train_batch_size": "8"})
+
+
+def test_files_may_be_hjson(tmp_path):
+    path = tmp_path / "ds.hjson"
+    path.write_text(
+        "# every liberty of HJSON\n"
+        "train_batch_size: 8\n"
+        "optimizer: {\n  type: AdamW  \n  params: { lr: 3e-4, betas: [0.9, 0.95] }\n}\n"
+        "tensorboard: {\n  job_name: my job, number 1\n  output_path: '''\n    a/b\n    '''\n}\n"
+        "/* braces around\n the whole are optional */\n"
+    )
+    config = DeepSpeedConfig(str(path))
+    assert config.optimizer_name == "adamw" and config.optimizer_params == {"lr": 3e-4, "betas": [0.9, 0.95]}
+    assert config.monitor_config.tensorboard.job_name == "my job, number 1"
+    assert config.monitor_config.tensorboard.output_path == "a/b"
+    path.write_text("{\n  train_batch_size: 8\n  optimizer: { type: AdamW }\n}\n")
+    with pytest.raises(DeepSpeedConfigError, match="ds.hjson:5:1.*On line 3 the text without quotes"):
+        DeepSpeedConfig(str(path))
 
 
 def test_zero_as_a_bare_boolean():

@@ -34,6 +34,7 @@ class Stream(IterableDataset):
 
 
 def loader(dataset, batch_size=4, world=1, rank=0, **kwargs):
+    kwargs.setdefault("num_local_io_workers", 0)  # reads are counted in this process
     return DeepSpeedDataLoader(
         dataset, batch_size, False, rank, None, data_parallel_world_size=world, data_parallel_rank=rank, **kwargs
     )
@@ -45,6 +46,19 @@ def epoch(source):
 
 def flat(batches):
     return [sample for batch in batches for sample in batch]
+
+
+class WhoReads(Numbers):
+    def __getitem__(self, index):
+        return torch.utils.data.get_worker_info() is not None
+
+
+def test_two_workers_prepare_batches_unless_told_otherwise():
+    default = loader(WhoReads(8), num_local_io_workers=None)
+    assert default.dataloader.num_workers == default.num_local_io_workers == 2 and all(flat(epoch(default)))
+    assert not any(flat(epoch(loader(WhoReads(8)))))
+    stream = loader(Stream(8), num_local_io_workers=None)  # each worker would yield all of it
+    assert stream.dataloader.num_workers == 0 and flat(epoch(stream)) == list(range(8))
 
 
 # ---- shares --------------------------------------------------------------------------------------------------------

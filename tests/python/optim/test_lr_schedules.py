@@ -198,6 +198,24 @@ def test_one_cycle(first, second, decay, stairs):
         assert trail[first + second] == (1e-4, (0.95, 0.999)), "the cycle ends where it began"
 
 
+def test_one_cycle_without_a_second_half():
+    schedule = OneCycle(adam(), 0.1, 0.5, 1.0, cycle_first_step_size=4, cycle_second_step_size=0, decay_step_size=1)
+    assert schedule.min_lrs == [0.1] and schedule.max_lrs == [0.5]
+    close(trace(schedule, first_lr, 6), [0.1, 0.2, 0.3, 0.4, 0.1, 0.1 / 2, 0.1 / 3])
+    with pytest.raises(ValueError, match="cycle_second_step_size = -1"):
+        OneCycle(adam(), 0.1, 0.5, cycle_second_step_size=-1)
+
+
+@pytest.mark.parametrize("make", [WarmupLR, WarmupDecayLR, WarmupCosineLR])
+def test_warmup_type_is_kept_and_an_unknown_one_is_log(make, capsys):
+    more = {} if make is WarmupLR else {"total_num_steps": 20}
+    made = {kind: make(adam(), warmup_num_steps=8, warmup_type=kind, **more) for kind in ("log", "linear", "cubic")}
+    assert "warmup_type = 'cubic' is not known" in "".join(capsys.readouterr())
+    assert [one.warmup_type for one in made.values()] == ["log", "linear", "log"]
+    log, linear, cubic = (trace(one, first_lr, 20) for one in made.values())
+    assert cubic == log != linear
+
+
 def test_one_cycle_second_half_defaults_to_the_first():
     assert trace(OneCycle(adam(), 0.1, 0.5, cycle_first_step_size=6), first_lr, 30) == trace(
         OneCycle(adam(), 0.1, 0.5, cycle_first_step_size=6, cycle_second_step_size=6), first_lr, 30
@@ -322,9 +340,11 @@ def test_group_added_later_is_refused(make):
 # ---- wrong parameters ----------------------------------------------------------------------------------------------
 
 WRONG = [
-    (WarmupLR, {"warmup_type": "cubic"}, ValueError, "warmup_type = 'cubic'.*'log' or 'linear'"),
     (WarmupLR, {"warmup_type": None}, TypeError, "warmup_type"),
     (WarmupLR, {"warmup_num_steps": -1}, ValueError, "warmup_num_steps = -1"),
+    (WarmupLR, {"warmup_num_steps": None}, ValueError, "warmup_num_steps is None"),
+    (WarmupDecayLR, {"total_num_steps": 9, "warmup_num_steps": None}, ValueError, "warmup_num_steps is None"),
+    (WarmupCosineLR, {"total_num_steps": 9, "warmup_num_steps": None}, ValueError, "warmup_num_steps is None"),
     (WarmupLR, {"warmup_num_steps": 1.5}, TypeError, "warmup_num_steps must be a whole number"),
     (WarmupLR, {"warmup_min_lr": 1.0, "warmup_max_lr": 0.5}, ValueError, "warmup_min_lr = 1 is above warmup_max_lr"),
     (WarmupLR, {"warmup_max_lr": float("nan")}, ValueError, "warmup_max_lr = nan"),

@@ -119,7 +119,7 @@ def test_setup_py_hands_them_to_cmake(tmp_path):
     assert "ninja: 7" in calls and "ninja: native" in calls
     info = runpy.run_path(str(tmp_path / "lib" / "deepspeed" / "_build_info.py"))
     assert info["version"].endswith("+s") and info["accelerator_name"] == "cpu" and len(info["git_hash"]) >= 6
-    assert set(info["torch_info"]) == {"version", "cuda_version", "hip_version"}
+    assert set(info["torch_info"]) == {"version", "cuda_version", "hip_version", "nccl_version"}
     libraries = os.listdir(tmp_path / "lib" / "deepspeed" / "_lib")
     assert "libds_kernels_cpu.so" in libraries and "libds_kernels_cuda.so" not in libraries
     (tmp_path / "calls").unlink()

@@ -161,7 +161,22 @@ def test_throughput(clock):
     assert current == pytest.approx(4 * 8 / (2 * 1.0 + 2 * 0.5), rel=1e-4)
 
 
+def test_throughput_tells_where_it_stands(clock):
+    timer = ThroughputTimer(Config(), batch_size=8, start_step=1)
+    assert (timer.initialized, timer.started, timer.start_step, timer.start_time) == (False, False, 1, 0)
+    timer.stop(global_step=True)  # not started: nothing to stop
+    assert (timer.micro_step_count, timer.global_step_count) == (0, 0)
+    timer.start()
+    assert (timer.initialized, timer.started, timer.start_time) == (True, True, 0)  # the first step does not count
+    timer.stop(global_step=True)
+    assert (timer.initialized, timer.started, timer.global_step_count) == (True, False, 1)
+    before = time.time()
+    timer.start()
+    assert before <= timer.start_time <= time.time() and timer.started
+
+
 def test_throughput_switched_off(clock):
     timer = ThroughputTimer(Config(enabled=False), batch_size=8)
     steps(timer, clock, 5)
+    assert (timer.initialized, timer.started, timer.start_time) == (False, False, 0)
     assert timer.global_step_count == 0 and timer.avg_samples_per_sec() == float("-inf")

@@ -1,5 +1,6 @@
 """deepspeed.utils: lazy exports, OnDevice, profiler ranges, torch versions, enumerations, version information."""
 
+import re
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import torch
 
 import deepspeed.utils
 from deepspeed import git_version_info
+from deepspeed.host.torch_nccl import nccl_version
 from deepspeed.utils import OnDevice, nvtx
 from deepspeed.utils.torch import required_torch_version
 from deepspeed.utils.types import ActivationFuncType
@@ -143,4 +145,17 @@ def test_activation_numbers():
 def test_version_information():
     assert git_version_info.version == __version__ and __version__.count(".") >= 2
     assert isinstance(git_version_info.git_hash, str) and isinstance(git_version_info.git_branch, str)
-    assert set(git_version_info.torch_info) == {"version", "cuda_version", "hip_version"}
+    assert set(git_version_info.torch_info) == {"version", "cuda_version", "hip_version", "nccl_version"}
+    assert all(re.fullmatch(r"\d+\.\d+", value) for value in git_version_info.torch_info.values())
+    if torch.version.cuda is None:
+        assert git_version_info.torch_info["nccl_version"] == "0.0"
+    else:
+        assert git_version_info.torch_info["nccl_version"] == ".".join(map(str, torch.cuda.nccl.version()[:2]))
+
+
+def test_the_nccl_beside_a_torch_is_found(tmp_path):
+    (tmp_path / "torch").mkdir()
+    assert nccl_version(str(tmp_path / "torch")) == nccl_version("") == "0.0"
+    for name in ("nvidia_nccl_cu12-2.9.6.dist-info", "nvidia_nccl_cu13-2.28.9.dist-info", "nvidia_nccl_cu13"):
+        (tmp_path / name).mkdir()
+    assert nccl_version(str(tmp_path / "torch")) == "2.28"

@@ -1,7 +1,7 @@
 """FusedLamb: LAMB with two kernel calls for all tensors of a parameter group, on the device they are on.
 
-The update is algorithm 2 of You et al. 2020, "Large Batch Optimization for Deep Learning"; the exact order of
-operations is in ``csrc/kernels/lamb.h``.
+The update is that of You et al. 2020, "Large Batch Optimization for Deep Learning", with bias correction in the rate
+instead of the direction; the exact order of operations is in ``csrc/kernels/lamb.h``.
 """
 
 import math
@@ -14,15 +14,15 @@ from deepspeed.ops.native_optimizer import NativeOptimizer
 class FusedLamb(NativeOptimizer):
     """LAMB: Adam's direction with decoupled decay, scaled for each parameter by a trust ratio.
 
-    With ``u = m / (sqrt(v) + eps) + weight_decay * p`` of the bias-corrected moments, a parameter moves by
-    ``-lr * clamp(|p| / |u|, min_coeff, max_coeff) * u``; the ratio is 1 where one of the norms is zero. Works on CUDA
-    and on CPU tensors, and inside ZeRO at every stage: the norms are those of whole parameters, wherever their parts
-    are.
+    With ``u = m / (sqrt(v) + eps) + weight_decay * p`` of the raw moments, a parameter moves by
+    ``-rate * clamp(|p| / |u|, min_coeff, max_coeff) * u``, where ``rate`` is ``lr`` times the bias correction of update
+    number t, ``sqrt(1 - beta2**t) / (1 - beta1**t)``; the ratio is 1 where one of the norms is zero. Works on CUDA and on
+    CPU tensors, and inside ZeRO at every stage: the norms are those of whole parameters, wherever their parts are.
 
     Args:
         params: iterable of parameters (fp32, bf16 or fp16) or of parameter groups.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW.
-        bias_correction: divide the moments by ``1 - beta ** step``.
+        bias_correction: correct the rate for moments that started at zero; False: ``rate`` is ``lr``.
         eps_inside_sqrt: ``sqrt(v + eps)`` instead of ``sqrt(v) + eps``.
         max_grad_norm: above 0, gradients are scaled down so that the 2-norm over a parameter group is at most this.
             Inside an engine it must be 0: the key ``gradient_clipping`` does that.

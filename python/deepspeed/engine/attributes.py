@@ -1,0 +1,99 @@
+"""What an engine tells about its training, and the few numbers of it that may be changed."""
+
+
+class Attributes:
+    """Mixed into the engine."""
+
+    has_moe_layers = False  # whether the model has layers of deepspeed.moe, which this build does not have
+
+    def _start_counting(self, model):
+        self.global_steps = 0  # steps at an accumulation boundary, skipped ones included
+        self.global_samples = 0
+        self.micro_steps = 0
+        self.skipped_steps = 0
+        self.gas_boundary_ctr = 0  # as global_steps, since this engine was made
+        # The mean of the losses given to backward since the last step, on this rank, each over the accumulation steps:
+        # their sum up to now. None where there was none.
+        self.losses = None
+        self.param_names = {param: name for name, param in model.named_parameters()}
+        self._reduces_in_backward = True
+        self._step_applied = False
+        self._global_grad_norm = None
+
+    @property
+    def enable_backward_allreduce(self):
+        """Whether backward reduces gradients at the accumulation boundary, as it does unless somebody sets this to
+        False to call ``allreduce_gradients()`` later; the latest is ``step()``. At ZeRO stages 2 and 3, which keep no
+        whole gradients, backward always reduces."""
+        return self._reduces_in_backward
+
+    @enable_backward_allreduce.setter
+    def enable_backward_allreduce(self, value):
+        self._reduces_in_backward = bool(value)
+        self._replan()
+
+    @property
+    def inside_no_sync_ctxt(self):
+        """True inside ``with engine.no_sync()``."""
+        return self._in_no_sync
+
+    def get_global_grad_norm(self):
+        """2-norm of the gradients of the last step, before clipping; None before the first step."""
+        return self._global_grad_norm
+
+    def was_step_applied(self):
+        """True when the last step() changed weights."""
+        return self._step_applied
+
+    def get_lr(self):
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_type(self):
+        return [type(self.basic_optimizer).__name__]
+
+    def get_mom(self):
+        """Momentum of each group: ``betas`` for Adam-like optimizers, ``momentum`` for SGD-like ones."""
+        return [
+            group["betas"] if "betas" in group else group.get("momentum", 0.0) for group in self.optimizer.param_groups
+        ]
+
+    def get_pld_theta(self):
+        """The share of layers that progressive layer dropping keeps now; None while it is off."""
+        return None
+
+    def get_wall_clock_timers(self):
+        """The timers of ``wall_clock_breakdown``: ``timers("fwd").elapsed()`` and so on."""
+        return self.progress.timers
+
+    def get_data_parallel_rank(self):
+        return self.parallel.dp_rank
+
+    def get_model_parallel_rank(self):
+        return self.parallel.mp_rank
+
+    def get_tensor_parallel_rank(self):
+        return self.parallel.mp_rank
+
+    def get_sequence_parallel_group(self):
+        return self.seq_parallel_group
+
+    def set_train_batch_size(self, train_batch_size):
+        """Changes the accumulation steps so that the whole batch is ``train_batch_size``; it must divide evenly."""
+        per_micro_step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        if train_batch_size % per_micro_step != 0:
+            raise ValueError(
+                f"train_batch_size {train_batch_size} is not divisible by micro batch "
+                f"{self.train_micro_batch_size_per_gpu()} x "
+                f"data-parallel size {self.dp_world_size} = {per_micro_step}"
+            )
+        self._config.train_batch_size = train_batch_size
+        self._config.gradient_accumulation_steps = train_batch_size // per_micro_step
+
+    def set_train_micro_batch_size(self, micro_batch_size):
+        """Changes the micro batch; accumulation stays, the whole batch follows."""
+        self._config.train_micro_batch_size_per_gpu = micro_batch_size
+        self._config.train_batch_size = micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
+
+    def mp_rank_for_files(self):
+        """The model-parallel rank that file names carry."""
+        return self.parallel.mp_rank

@@ -1,0 +1,140 @@
+"""One move of the learning-rate schedule, with the arguments that its ``step`` wants, as part of an engine's step.
+
+The schedule moves when it is known that the weights will change and before they do, so that one that raises leaves
+everything as it was. The update still has the rates from before the move.
+"""
+
+import contextlib
+import inspect
+import warnings
+
+import torch
+
+from deepspeed import comm as dist
+
+
+def next_move(engine, lr_kwargs):
+    """The ``Move`` of ``engine.lr_scheduler``, or None without one. TypeError when its ``step`` cannot be called.
+
+    Without ``lr_kwargs``, a ``step`` that needs one argument gets the loss of this step (the mean over the ranks of
+    ``engine.losses``) if it is called ``metrics``, as in ``ReduceLROnPlateau``, and else the samples of this step, as
+    Megatron's ``step(increment)`` expects.
+    """
+    scheduler = engine.lr_scheduler
+    if scheduler is None:
+        return None
+    kwargs = dict(lr_kwargs or {})
+    return Move(scheduler, engine.basic_optimizer, _missing_argument(engine, scheduler, kwargs), kwargs)
+
+
+def _missing_argument(engine, scheduler, kwargs):
+    """``()``, or a tuple of the one positional argument that ``kwargs`` leave open."""
+    try:
+        signature = inspect.signature(scheduler.step)
+    except (TypeError, ValueError):  # written in C: it will tell by itself
+        return ()
+    try:
+        signature.bind(**kwargs)
+        return ()
+    except TypeError as error:
+        called = f"{type(scheduler).__name__}.step{signature}"
+        problem = TypeError(f"engine.step(lr_kwargs={kwargs or None}) does not fit {called}: {error}")
+    needed = [
+        param.name
+        for param in signature.parameters.values()
+        if param.default is param.empty and param.kind in (param.POSITIONAL_ONLY, param.POSITIONAL_OR_KEYWORD)
+    ]
+    if kwargs or len(needed) != 1:
+        raise problem
+    if needed[0] != "metrics":
+        return (engine.train_batch_size(),)
+    loss = _mean_loss(engine)
+    if loss is None:
+        raise TypeError(
+            f"{called} needs `metrics`, and this step has no loss of engine.backward(loss) to take for it: pass "
+            "engine.step(lr_kwargs={'metrics': value})"
+        )
+    return (loss,)
+
+
+def _mean_loss(engine):
+    """The loss of this step, over the data-parallel ranks that have one; None when no rank has. Every rank calls it."""
+    sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    if engine.losses is not None:
+        sums += torch.stack([engine.losses.to(sums), torch.ones_like(sums[0])])
+    if engine.dp_world_size > 1:
+        dist.all_reduce(sums, group=engine.data_parallel_group)
+    total, count = sums.tolist()
+    return total / count if count else None
+
+
+class Move:
+    """One call of ``scheduler.step``: ``make`` it before the update, then ``keep`` its rates or ``undo`` it."""
+
+    def __init__(self, scheduler, optimizer, args, kwargs):
+        self.scheduler, self.optimizer, self.args, self.kwargs = scheduler, optimizer, args, kwargs
+        self._state = self._before = self._after = None
+
+    def make(self):
+        """Moves the schedule; the parameter groups have their old values again until ``keep``."""
+        self._state = [(one, dict(vars(one))) for one in _with_inner(self.scheduler)]
+        self._before = _values(self.optimizer)
+        try:
+            # At its first move torch's schedule warns if the optimizer has not stepped; that update comes next.
+            with _no_warning_of_order() if getattr(self.scheduler, "_step_count", 0) == 1 else contextlib.nullcontext():
+                self.scheduler.step(*self.args, **self.kwargs)
+        except BaseException:
+            self.undo()
+            raise
+        self._after = _values(self.optimizer)
+        _restore(self.optimizer, self._before)
+
+    def keep(self):
+        if self._after is not None:
+            _restore(self.optimizer, self._after)
+
+    def undo(self):
+        """As if the schedule had not moved, as far as its own attributes and the parameter groups go."""
+        if self._state is None:
+            return
+        for one, attributes in self._state:
+            vars(one).clear()
+            vars(one).update(attributes)
+        _restore(self.optimizer, self._before)
+
+
+@contextlib.contextmanager
+def _no_warning_of_order():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step\(\)` before")
+        yield
+
+
+def _with_inner(scheduler):
+    """The schedule, and those inside of one that is put together from others (``SequentialLR``, ``ChainedScheduler``)."""
+    found = [scheduler] if hasattr(scheduler, "__dict__") else []
+    for inner in getattr(scheduler, "_schedulers", ()):
+        found += _with_inner(inner)
+    return found
+
+
+def _values(optimizer):
+    """What stands in each parameter group beside its parameters. Of a tensor also a copy: it may be changed in place."""
+    return [
+        {
+            key: (value, value.detach().clone()) if torch.is_tensor(value) else (value, None)
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _restore(optimizer, values):
+    for group, saved in zip(optimizer.param_groups, values):
+        for key in [key for key in group if key != "params" and key not in saved]:
+            del group[key]
+        for key, (value, copy) in saved.items():
+            if copy is not None:
+                value.detach().copy_(copy)
+            group[key] = value

@@ -1,0 +1,22 @@
+"""Which NCCL a torch comes with, found without importing torch.
+
+Imports nothing of the package, because setup.py reads this file.
+"""
+
+import glob
+import os
+import re
+
+
+def nccl_version(torch_folder):
+    """``"2.28"``: the release of the package ``nvidia-nccl-cu*`` that is installed beside the torch in ``torch_folder``.
+
+    "0.0" where there is none: torch was built without CUDA, or NCCL is inside torch itself, which then has to be asked.
+    """
+    beside = os.path.dirname(os.path.abspath(torch_folder)) if torch_folder else ""
+    found = [
+        match.group(1)
+        for path in glob.glob(os.path.join(glob.escape(beside), "nvidia_nccl_cu*-*.dist-info"))
+        if (match := re.search(r"-(\d+\.\d+)[^-]*\.dist-info$", path))
+    ]
+    return max(found, key=lambda text: tuple(map(int, text.split("."))), default="0.0")

@@ -1,0 +1,299 @@
+"""What a step counts, and the learning-rate schedule that moves with it: skipped steps, steps without a gradient,
+schedules that want an argument, schedules that raise."""
+
+import copy
+import logging
+
+import pytest
+import torch
+
+import deepspeed
+from harness import run_ranks
+
+LR, SAMPLES = 0.1, 2  # per rank and micro-step
+
+
+class Net(torch.nn.Module):
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = torch.nn.Linear(6, 5), torch.nn.Linear(5, 1)
+        self.to(dtype)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x))).square().mean()
+
+
+def inputs(step, rank, micro=0):
+    return torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+
+
+def start(stage=0, optimizer=None, scheduler=None, accumulate=1, model=None, **more):
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "gradient_accumulation_steps": accumulate,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+        **more,
+    }
+    if optimizer is None:
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": LR}}
+    model = Net() if model is None else model
+    return deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=LR, momentum=0.9)
+
+
+def weights(engine):
+    params = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(params):
+        return [param.detach().clone() for param in params]
+
+
+def logged(function):
+    """What ``function`` returns and the records that it logs."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    deepspeed.logger.addHandler(handler)
+    try:
+        return function(), records
+    finally:
+        deepspeed.logger.removeHandler(handler)
+
+
+# ---- steps that are skipped ------------------------------------------------------------------------------------------
+
+
+def body_loop(rank, world, stage):
+    engine = start(
+        stage,
+        model=Net(torch.bfloat16),
+        bf16={"enabled": True},
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        steps_per_print=5,
+    )
+    turns = 0
+
+    def loop():
+        nonlocal turns
+        while engine.global_steps < 5 and turns < 10:
+            x = inputs(turns, rank).bfloat16()
+            engine.backward(engine(x * float("inf") if turns in (1, 3) and rank == world - 1 else x))
+            engine.step()
+            turns += 1
+
+    _, records = logged(loop)
+    moved = engine.lr_scheduler.last_epoch
+    seen = (engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps)
+    return turns, seen, moved, engine.get_lr(), rank or any("step=5, skipped=2" in text for text in records)
+
+
+@pytest.mark.parametrize("stage, world", [(0, 1), (2, 2)])
+def test_a_skipped_step_counts_but_does_not_move_the_schedule(stage, world):
+    for turns, seen, moved, rates, printed in run_ranks(world, body_loop, stage):
+        assert turns == 5 and seen == (5, 5 * SAMPLES * world, 5, 2)
+        assert moved == 3 and rates == [pytest.approx(LR * 0.5**3)] and printed
+
+
+# ---- schedules that want an argument ---------------------------------------------------------------------------------
+
+
+class Increments:
+    """As Megatron's OptimizerParamScheduler."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.num_steps = optimizer, 0
+
+    def step(self, increment):
+        self.num_steps += increment
+        for group in self.optimizer.param_groups:
+            group["lr"] = LR / (1 + self.num_steps)
+
+    def state_dict(self):
+        return {"num_steps": self.num_steps}
+
+
+def plateau(optimizer):
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+
+
+def body_schedules(rank, world, stage, accumulate):
+    found = {}
+    for name, scheduler in (("megatron", Increments), ("plateau", plateau), ("told", plateau)):
+        engine = start(stage, sgd, scheduler, accumulate)
+        rates = []
+        for step in range(4):
+            for micro in range(accumulate):
+                engine.backward(engine(inputs(step, rank, micro)))
+                engine.step(lr_kwargs={"metrics": 1.0} if name == "told" else None)
+            rates += engine.get_lr()
+        found[name] = rates
+        engine.destroy()
+    return found
+
+
+def plain_plateau(world, accumulate, told=None):
+    model = Net()
+    optimizer = sgd(model.parameters())
+    scheduler = plateau(optimizer)
+    rates = []
+    for step in range(4):
+        x = torch.cat([inputs(step, rank, micro) for micro in range(accumulate) for rank in range(world)])
+        loss = model(x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step(loss.item() if told is None else told)
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+@pytest.mark.parametrize("world, stage, accumulate", [(1, 0, 2), (2, 1, 1)])
+def test_schedules_get_the_argument_that_their_step_wants(world, stage, accumulate):
+    samples = SAMPLES * world * accumulate
+    for found in run_ranks(world, body_schedules, stage, accumulate):
+        assert found["megatron"] == [pytest.approx(LR / (1 + samples * k)) for k in range(1, 5)]
+        assert found["plateau"] == pytest.approx(plain_plateau(world, accumulate))
+        assert found["told"] == pytest.approx(plain_plateau(world, accumulate, told=1.0))
+        assert found["told"][-1] < LR
+
+
+def body_no_loss(rank, world):
+    engine = start(0, sgd, plateau)
+    engine(inputs(0, rank)).backward()  # not engine.backward: the engine does not know the loss
+    before = weights(engine)
+    with pytest.raises(TypeError, match="needs `metrics`"):
+        engine.step()
+    with pytest.raises(TypeError, match=r"lr_kwargs=\{'epochs': 3\}\) does not fit ReduceLROnPlateau.step"):
+        engine.step(lr_kwargs={"epochs": 3})
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(engine), strict=True))
+    assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (0, 0, 0)
+    engine.step(lr_kwargs={"metrics": 0.5})
+    return engine.global_steps
+
+
+def test_a_step_that_does_not_fit_the_schedule_moves_nothing():
+    assert run_ranks(2, body_no_loss) == [1, 1]
+
+
+# ---- schedules that raise --------------------------------------------------------------------------------------------
+
+
+class Raises(torch.optim.lr_scheduler.StepLR):
+    fails = ()
+
+    def step(self, epoch=None):
+        super().step()
+        if self.last_epoch in self.fails:
+            self.optimizer.param_groups[0]["extra"] = 1
+            raise RuntimeError("this schedule fails on purpose")
+
+
+def body_raises(rank, world, stage, native):
+    def train(fails):
+        engine = start(
+            stage, None if native else sgd, lambda optimizer: Raises(optimizer, 1, 0.5), wall_clock_breakdown=True
+        )
+        scheduler = engine.lr_scheduler
+        caught = []
+        for step in range(3):
+            engine.backward(engine(inputs(step, rank)))
+            scheduler.fails = fails
+            while scheduler.last_epoch == step:
+                before = weights(engine), copy.deepcopy(scheduler.state_dict()), engine.get_lr()
+                counts = engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps
+                try:
+                    engine.step()
+                except RuntimeError as error:
+                    caught.append(str(error))
+                    assert all(torch.equal(a, b) for a, b in zip(before[0], weights(engine), strict=True))
+                    assert (before[1], before[2]) == (scheduler.state_dict(), engine.get_lr())
+                    now = engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps
+                    assert counts == now and "extra" not in scheduler.optimizer.param_groups[0]
+                    scheduler.fails = ()
+        found = weights(engine), engine.get_lr()
+        engine.destroy()
+        return found, caught
+
+    (smooth, nothing), (repeated, caught) = train(()), train((2,))
+    assert nothing == [] and caught == ["this schedule fails on purpose"]
+    assert all(torch.equal(a, b) for a, b in zip(smooth[0], repeated[0], strict=True))
+    return smooth[1] == repeated[1] == [LR / 8]
+
+
+@pytest.mark.parametrize("stage, native, world", [(0, True, 1), (0, False, 2), (2, True, 2), (3, False, 2)])
+def test_nothing_has_moved_when_the_schedule_raises(stage, native, world):
+    assert all(run_ranks(world, body_raises, stage, native))
+
+
+# ---- steps without a gradient ----------------------------------------------------------------------------------------
+
+
+def body_no_gradient(rank, world, stage):
+    engine = start(stage, scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    before = weights(engine)
+
+    def three():
+        for _ in range(3):
+            engine.step()
+
+    _, records = logged(three)
+    same = all(torch.equal(a, b) for a, b in zip(before, weights(engine), strict=True))
+    engine.backward(engine(inputs(0, rank)))
+    engine.step()
+    moved = not any(torch.equal(a, b) for a, b in zip(before, weights(engine), strict=True))
+    said = sum("without a gradient" in text for text in records)
+    return same, moved, said, engine.global_steps, engine.lr_scheduler.last_epoch
+
+
+@pytest.mark.parametrize("stage, world", [(0, 1), (0, 2), (2, 2), (3, 2)])
+def test_steps_without_a_gradient_count_and_are_told_once(stage, world):
+    for same, moved, said, steps, epochs in run_ranks(world, body_no_gradient, stage, fresh=True):
+        assert (same, moved, said, steps, epochs) == (True, True, 1, 4, 4)
+
+
+def lacks(rank, step, micro):
+    """Rank 1 has no backward in the first step, nor in the last micro-step of the third, nor anywhere in the fourth."""
+    return rank == 1 and (step in (0, 3) or (step == 2 and micro == 1))
+
+
+def body_one_lacks(rank, world, stage, accumulate, plainly):
+    engine = start(stage, sgd, accumulate=accumulate)
+    for step in range(5):
+        for micro in range(accumulate):
+            if not lacks(rank, step, micro):
+                loss = engine(inputs(step, rank, micro))
+                if plainly:
+                    loss.backward()
+                else:
+                    engine.backward(loss)
+            engine.step()
+    return weights(engine), engine.global_steps, engine.micro_steps
+
+
+def plain_one_lacks(world, accumulate):
+    model = Net()
+    optimizer = sgd(model.parameters())
+    for step in range(5):
+        optimizer.zero_grad()
+        for micro in range(accumulate):
+            for rank in range(world):
+                if not lacks(rank, step, micro):
+                    (model(inputs(step, rank, micro)) / (world * accumulate)).backward()
+        optimizer.step()
+    return [param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "stage, accumulate, plainly", [(0, 1, False), (0, 2, True), (1, 2, False), (2, 2, False), (3, 1, True)]
+)
+def test_a_rank_without_a_backward_still_steps_with_the_others(stage, accumulate, plainly):
+    wanted = plain_one_lacks(2, accumulate)
+    for found, steps, micro_steps in run_ranks(2, body_one_lacks, stage, accumulate, plainly, timeout=60):
+        assert (steps, micro_steps) == (5, 5 * accumulate)
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

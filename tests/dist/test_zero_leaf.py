@@ -1,0 +1,62 @@
+"""Leaf modules in training: what goes into one must lead its backward out again."""
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.utils import set_z3_leaf_modules
+from harness import run_ranks
+
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.each = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x, mask=None):
+        return sum(expert(x) for expert in self.each) * (1 if mask is None else mask)
+
+
+class Net(torch.nn.Module):
+    def __init__(self, experts_first):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lead = torch.nn.Identity() if experts_first else torch.nn.Linear(4, 4)
+        self.experts = Experts()
+
+    def forward(self, x):
+        return self.experts(self.lead(x), torch.ones(4)).sum()
+
+
+def body(rank, world):
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+
+    def start(experts_first):
+        model = Net(experts_first)
+        set_z3_leaf_modules(model, [Experts])
+        return deepspeed.initialize(model=model, config=config)[0]
+
+    def train(engine, x):
+        engine.backward(engine(x))
+        engine.step()
+
+    x = torch.randn(2, 4)
+    train(start(False), x)
+    engine = start(True)
+    words = "A module cannot be set as a leaf module when it does not have any input tensors that require gradients"
+    with pytest.raises(RuntimeError, match=words + " and has parameters that require gradients.*Experts"):
+        engine(x)
+    with torch.no_grad():
+        engine(x)
+    train(engine, x.clone().requires_grad_())
+    engine.module.experts.requires_grad_(False)
+    engine(x)
+    return True
+
+
+def test_a_leaf_module_needs_an_input_with_a_gradient():
+    assert all(run_ranks(2, body))
