@@ -7,6 +7,7 @@ Names are written "module", "module:name" or "module:name.member".
 OWN_PARAMETERS = {
     "DeepSpeedConfig": ["world_size"],
     "DeepSpeedEngine.zero_grad": ["set_to_none"],
+    "BF16_Optimizer": ["engine"],
     "DeepSpeedZeroOptimizer": ["engine"],
     "DeepSpeedZeroOptimizer_Stage3": ["engine", "mem_efficient_linear"],
     "DeepSpeedZeRoOffload": ["core", "mem_efficient_linear"],

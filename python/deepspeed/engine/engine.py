@@ -88,7 +88,7 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
         self.global_samples = 0
         self.micro_steps = 0
         self.skipped_steps = 0
-        self.gradient_average = True
+        self._gradient_average = True
         self.sparse_tensor_module_names = set()
         self.loaded_engine_state = {}
         self.loaded_checkpoint_dp_world_size = None
