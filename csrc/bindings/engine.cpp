@@ -159,6 +159,7 @@ DS_BINDINGS(m) {
       .def("abort_backward", &Engine::abort_backward, Unlocked())
       .def("finish_backward", &Engine::finish_backward, Unlocked())
       .def("clear_grads", &Engine::clear_grads, Unlocked())
+      .def("adopt_grads", &Engine::adopt_grads, Unlocked())
       .def("set_postscale", [](Engine& engine, float scale) { engine.grads().set_postscale(scale); })
       .def("set_rules", &set_rules, py::arg("rules"))
       .def("update", &update, py::arg("groups"), py::arg("begin") = py::none())

@@ -24,7 +24,7 @@ class Bags(torch.nn.Module):
 
     def forward(self, tokens):
         if not len(tokens):  # this rank touches no row
-            return self.out(torch.ones(1, WIDTH)).sum()
+            return self.out(torch.ones(1, WIDTH, dtype=self.out.weight.dtype)).sum()
         words = self.words(tokens) * self.padded(tokens) + self.again(tokens.flip(0))
         return self.out(torch.tanh(words.mean(0) + self.bag(tokens[:2][None])[0])).sum()
 
@@ -48,13 +48,15 @@ class Lazy(torch.optim.Optimizer):
             part.step()
 
 
-def plain_process(sparse, make_optimizer, parts):
+def plain_process(name, parts):
     torch.manual_seed(0)
-    model = Bags(sparse)
-    optimizer = make_optimizer(model)
+    model = Bags(name == "SparseAdam")
+    optimizer = OPTIMIZERS[name](model)
     for step in range(STEPS):
         optimizer.zero_grad()
         (sum(model(tokens_of(step, part)) for part in range(parts)) / parts).backward()
+        if CLIP[name]:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP[name])
         optimizer.step()
     return model
 
@@ -63,6 +65,7 @@ OPTIMIZERS = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1),
     "SparseAdam": Lazy,
 }
+CLIP = {"AdamW": 0.5, "SparseAdam": 0}  # torch does not clip sparse gradients
 
 
 def body(rank, world, accumulate, sparse, optimizer, more):
@@ -71,6 +74,7 @@ def body(rank, world, accumulate, sparse, optimizer, more):
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulate,
         "sparse_gradients": True,
+        "gradient_clipping": CLIP[optimizer],
         **more,
     }
     model, args = Bags(sparse), {}
@@ -85,7 +89,7 @@ def body(rank, world, accumulate, sparse, optimizer, more):
         for micro in range(accumulate):
             engine.backward(engine(tokens_of(step, world * micro + rank)))
             engine.step()
-    reference = plain_process(sparse, OPTIMIZERS[optimizer], world * accumulate)
+    reference = plain_process(optimizer, world * accumulate)
     wanted, worst = dict(reference.named_parameters()), 0.0
     for name, param in engine.module.named_parameters():
         worst = max(worst, float((param.detach().float() - wanted[name]).abs().max()))
@@ -102,8 +106,8 @@ def test_equals_one_dense_process(world, accumulate, sparse, optimizer):
     assert max(worst) < 2e-6 and len(set(worst)) == 1
 
 
-def test_bf16_and_what_travels_in_it():
-    worst = run_ranks(2, body, 1, False, "AdamW", {"bf16": {"enabled": True}, "communication_data_type": "fp32"})
+def test_sixteen_bits_travel_and_accumulate_in_fp32():
+    worst = run_ranks(2, body, 2, False, "AdamW", {"communication_data_type": "bf16"})
     assert max(worst) < 2e-2 and len(set(worst)) == 1
 
 
@@ -155,3 +159,26 @@ def test_sharded_stages_are_refused(stage):
     config = {"train_batch_size": 1, "sparse_gradients": True, "zero_optimization": {"stage": stage}}
     with pytest.raises(deepspeed.config.DeepSpeedConfigError, match="sparse_gradients.*stage.*Use stage 0"):
         deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config)
+
+
+def body_bf16(rank, world, on):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(60, 8), torch.nn.Linear(8, 1))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "sparse_gradients": on,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    for step in range(2):
+        engine.backward(engine(torch.tensor([7, 59, step + rank])).sum())
+        engine.step()
+    return [deepspeed.utils.safe_get_full_fp32_param(param) for param in model.parameters()]
+
+
+def test_bf16_with_fp32_masters():
+    dense, rows = (run_ranks(2, body_bf16, on) for on in (False, True))
+    for rank in range(2):
+        for one, other in zip(dense[rank], rows[rank]):
+            assert one.dtype == torch.float32 and torch.allclose(one, other, rtol=1e-5, atol=1e-6)

@@ -30,6 +30,7 @@ LATER = {
     "mixture of experts": [
         "deepspeed.runtime.engine:DeepSpeedEngine.load_moe_state_dict",
         "deepspeed.runtime.engine:DeepSpeedEngine.print_forward_breakdown",
+        "deepspeed.runtime.bf16_optimizer:BF16_Optimizer.configure_autoep_folding_tp_gradient_reduction",
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.configure_autoep_folding_tp_gradient_reduction",
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.get_ep_ranks",
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.is_moe_group",

@@ -113,8 +113,7 @@ class BF16_Optimizer(DeepSpeedZeroOptimizer):
                 if param.grad is not None and used[index]:
                     grad.add_(param.grad)
                     param.grad = None
-        self.core.begin_backward(False)
-        self.core.end_backward()
+        self.core.adopt_grads()
         for param, grad in others.items():
             param.grad = grad
 
