@@ -35,11 +35,12 @@ using Unlocked = py::call_guard<py::gil_scoped_release>;
 std::vector<zero::ParamSpec> param_specs(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names,
                                          const std::vector<int32_t>& groups, const std::vector<int32_t>& orders,
                                          const std::vector<bool>& counts_in_norm,
-                                         const std::vector<zero::ShardedParamPtr>& sharded) {
+                                         const std::vector<zero::ShardedParamPtr>& sharded,
+                                         const std::vector<int>& grad_forms) {
   std::vector<zero::ParamSpec> specs;
   for (size_t i = 0; i < tensors.size(); ++i)
     specs.push_back({tensors[i], names.at(i), groups.at(i), orders.at(i), counts_in_norm.at(i),
-                     sharded.empty() ? nullptr : sharded.at(i)});
+                     sharded.empty() ? nullptr : sharded.at(i), static_cast<zero::GradForm>(grad_forms.at(i))});
   return specs;
 }
 
@@ -53,7 +54,7 @@ std::shared_ptr<Engine> make_engine(const std::vector<at::Tensor>& tensors, cons
                                     const std::vector<zero::ShardedParamPtr>& sharded,
                                     const std::vector<zero::ShardedParamPtr>& others, const py::object& gather_group,
                                     int64_t max_live, int64_t max_reuse, int64_t persistence, int64_t model_persistence,
-                                    int64_t prefetch, const py::object& replicas) {
+                                    int64_t prefetch, const py::object& replicas, const std::vector<int>& grad_forms) {
   zero::EngineOptions options;
   options.stage = stage;
   options.threads = threads;
@@ -72,7 +73,7 @@ std::shared_ptr<Engine> make_engine(const std::vector<at::Tensor>& tensors, cons
   if (!gather_group.is_none()) options.gather_group = communicator(gather_group);
   options.gatherer = {max_live, max_reuse, persistence, model_persistence, prefetch};
   if (!replicas.is_none()) options.replicas = communicator(replicas);
-  auto specs = param_specs(tensors, names, groups, orders, counts_in_norm, sharded);
+  auto specs = param_specs(tensors, names, groups, orders, counts_in_norm, sharded, grad_forms);
   auto dp = communicator(data_parallel);
   auto mp = model_parallel.is_none() ? nullptr : communicator(model_parallel);
   py::gil_scoped_release unlocked;
@@ -140,7 +141,7 @@ DS_BINDINGS(m) {
            py::arg("overlap"), py::arg("predivide"), py::arg("postscale"), py::arg("find_culprits"), py::arg("scatter"),
            py::arg("allgather"), py::arg("allgather_bucket_numel"), py::arg("sharded"), py::arg("others"),
            py::arg("gather_group"), py::arg("max_live"), py::arg("max_reuse"), py::arg("persistence"),
-           py::arg("model_persistence"), py::arg("prefetch"), py::arg("replicas"))
+           py::arg("model_persistence"), py::arg("prefetch"), py::arg("replicas"), py::arg("grad_forms"))
       .def("forwarded", &Engine::forwarded, Unlocked(), py::arg("outputs"), py::arg("reduce"), py::arg("factor"))
       .def("begin_step", &Engine::begin_step, Unlocked(), py::arg("loss_scale"), py::arg("max_norm"), py::arg("check"))
       .def("end_step", &Engine::end_step, Unlocked())
@@ -159,6 +160,8 @@ DS_BINDINGS(m) {
       .def("finish_backward", &Engine::finish_backward, Unlocked())
       .def("join_backward", &Engine::join_backward, Unlocked(), py::arg("reduce"))
       .def("clear_grads", &Engine::clear_grads, Unlocked())
+      .def("adopt_grads", &Engine::adopt_grads, Unlocked())
+      .def("set_postscale", [](Engine& engine, float scale) { engine.grads().set_postscale(scale); })
       .def("set_rules", &set_rules, py::arg("rules"))
       .def("update", &update, py::arg("groups"), py::arg("begin") = py::none())
       .def("slot_names", [](Engine& engine) { return engine.stepper().slot_names(); })

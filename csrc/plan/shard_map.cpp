@@ -27,12 +27,13 @@ ShardMap checked(const std::vector<int64_t>& numels, int64_t align, int64_t part
 // Runs of parameters for buckets, formed from the end because backward produces the last parameters first; returned
 // from the first parameter on. `size(p)` elements of the full space each.
 template <typename Size>
-std::vector<Bucket> runs_from_the_end(size_t count, int64_t max_numel, Size size) {
+std::vector<Bucket> runs_from_the_end(size_t count, int64_t max_numel, const std::vector<bool>& alone, Size size) {
   std::vector<Bucket> runs;
   int64_t held = 0;
+  const auto apart = [&](int32_t param) { return !alone.empty() && alone.at(static_cast<size_t>(param)); };
   for (auto param = static_cast<int32_t>(count) - 1; param >= 0; --param) {
     const int64_t more = size(static_cast<size_t>(param));
-    if (runs.empty() || held + more > max_numel) {
+    if (runs.empty() || held + more > max_numel || apart(param) || apart(param + 1)) {
       runs.push_back({param, param, 0, 0});
       held = more;
     } else {
@@ -57,9 +58,10 @@ void finish(ShardMap& map, std::vector<Bucket> runs) {
 
 }  // namespace
 
-ShardMap flat_shards(const std::vector<int64_t>& numels, int64_t align, int64_t parts, int64_t max_numel) {
+ShardMap flat_shards(const std::vector<int64_t>& numels, int64_t align, int64_t parts, int64_t max_numel,
+                     const std::vector<bool>& alone) {
   ShardMap map = checked(numels, align, parts, max_numel);
-  auto runs = runs_from_the_end(numels.size(), max_numel, [&](size_t p) { return round_up(numels[p], align); });
+  auto runs = runs_from_the_end(numels.size(), max_numel, alone, [&](size_t p) { return round_up(numels[p], align); });
   for (Bucket& run : runs) {
     const int64_t begin = map.full_numel();
     int64_t next = begin;
@@ -90,7 +92,7 @@ int64_t slice_numel(int64_t numel, int64_t parts) { return (numel + parts - 1) /
 ShardMap param_shards(const std::vector<int64_t>& numels, int64_t align, int64_t parts, int64_t max_numel) {
   ShardMap map = checked(numels, align, parts, max_numel);
   const auto room = [&](size_t p) { return round_up(slice_numel(numels[p], parts), align); };
-  auto runs = runs_from_the_end(numels.size(), max_numel, [&](size_t p) { return parts * room(p); });
+  auto runs = runs_from_the_end(numels.size(), max_numel, {}, [&](size_t p) { return parts * room(p); });
   for (Bucket& run : runs) {
     run.shard_begin = run.shard_end = map.shard_numel;
     for (int32_t param = run.first_param; param <= run.last_param; ++param) run.shard_end += room(param);

@@ -50,8 +50,9 @@ struct ShardMap {
 // Every parameter in one piece of the full space, each start aligned to `align` elements; a bucket is cut into `parts`
 // equal rows, so a parameter may straddle ranks. parts == 1: one owner of everything, which is how replicas look. A
 // bucket holds at most `max_numel` elements of the full space unless a single parameter is larger: parameters are
-// never split over buckets.
-ShardMap flat_shards(const std::vector<int64_t>& numels, int64_t align, int64_t parts, int64_t max_numel);
+// never split over buckets. `alone`, where it is not empty: parameters that have a bucket of their own.
+ShardMap flat_shards(const std::vector<int64_t>& numels, int64_t align, int64_t parts, int64_t max_numel,
+                     const std::vector<bool>& alone = {});
 
 // Every parameter cut into `parts` equal slices of ceil(numel / parts) elements, the last ones shorter or empty; each
 // slice starts aligned in the shard space.

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "zero/sparse_rows.h"
 
 namespace ds::zero {
 
@@ -248,6 +249,7 @@ void Engine::hand_out_grads(const std::vector<at::Tensor>& masters) {
     }
     const at::Tensor slot = store_.piece_view(pieces[i], store_.spaces()[pieces[i].space].grad);
     grad = slot.scalar_type() == masters[i].scalar_type() ? slot : slot.to(masters[i].scalar_type());
+    if (store_.spec(pieces[i].param).form == GradForm::kSparseRows && !store_.sharded()) grad = as_sparse(grad);
   }
 }
 

@@ -92,6 +92,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
   // Gradients are kept when their norm is not finite: somebody will want to see them.
   StepReport end_step();
+  // What the user, or a backward without hooks, has left in .grad is this rank's contribution from now on.
+  void adopt_grads() {
+    if (grads_.active()) grads_.end();
+    grads_.begin(false);
+    grads_.end();
+  }
   void scale_grads() { stepper_.scale_grads(grads_); }
 
   // For an optimizer that lives outside: its parameters are `masters`, one for each piece; gives each its gradient

@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "base/error.h"
+#include "zero/sparse_rows.h"
 
 namespace ds::zero {
 
@@ -46,6 +47,7 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, comm::Communi
       bucket.begin = space.map.full_begin(plan);
       bucket.numel = space.map.full_end(plan) - bucket.begin;
       for (int32_t i = plan.first_param; i <= plan.last_param; ++i) bucket.params.push_back(space.params[i]);
+      bucket.by_rows = !store.sharded() && store.spec(bucket.params.front()).form != GradForm::kDense;
       find_gaps(bucket);
       buckets_.push_back(std::move(bucket));
     }
@@ -301,7 +303,7 @@ void GradReducer::launch(BucketState& bucket) {
       slots_.scale(param, bucket.slots, bucket.begin, options_.predivide);
     }
   }
-  start_reduction(bucket);
+  if (!bucket.by_rows) start_reduction(bucket);  // else complete() does
 }
 
 std::string GradReducer::tag(const BucketState& bucket) const {
@@ -361,6 +363,14 @@ void GradReducer::collect(BucketState& bucket) {
 }
 
 void GradReducer::complete(BucketState& bucket) {
+  if (bucket.by_rows) {
+    const auto param = static_cast<size_t>(bucket.params.front());
+    const at::Tensor grad = store_.grad_view(param);
+    if (filled_[param])  // by any rank
+      reduce_rows(*communicator_, grad, options_.postscale, options_.comm_dtype.value_or(grad.scalar_type()),
+                  tag(bucket));
+    return;
+  }
   if (!store_.sharded()) {
     if (!bucket.work) return;
     collect(bucket);

@@ -91,6 +91,7 @@ class GradReducer {
   std::vector<int32_t> learned() const { return learned_ ? expected_ : std::vector<int32_t>(); }
   void set_learned(const std::vector<int32_t>& expected);
   void set_waits(bool waits) { options_.waits = waits; }
+  void set_postscale(float postscale) { options_.postscale = postscale; }  // not while a backward runs
   int64_t peak_borrowed_bytes() const { return peak_borrowed_bytes_; }  // slots, carriers and landings
 
   struct Culprit {
@@ -106,6 +107,7 @@ class GradReducer {
     plan::Bucket plan;
     int64_t begin, numel;  // in the full space
     std::vector<int32_t> params;
+    bool by_rows = false;                           // one parameter, of which only touched rows travel
     std::vector<std::pair<int64_t, int64_t>> gaps;  // padding, as [begin, end) within the bucket
     int32_t pending = -1;                           // parameters still expected to fire; -1: unknown, leaves at the end
     bool launched = false;

@@ -83,13 +83,16 @@ ParamStore::ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options
 void ParamStore::plan_space(FlatSpace& space) {
   const StagePolicy& policy = options_.policy;
   std::vector<int64_t> numels;
+  std::vector<bool> by_rows;
   for (int32_t param : space.params) {
     const ParamSpec& spec = specs_[param];
+    by_rows.push_back(spec.form != GradForm::kDense);
     numels.push_back(spec.sharded ? spec.sharded->numel() : spec.tensor.numel());
     places_[param].numel = numels.back();
   }
-  const auto make = policy.shard_params ? plan::param_shards : plan::flat_shards;
-  space.map = make(numels, options_.align, options_.parts, options_.bucket_numel);
+  space.map = policy.shard_params
+                  ? plan::param_shards(numels, options_.align, options_.parts, options_.bucket_numel)
+                  : plan::flat_shards(numels, options_.align, options_.parts, options_.bucket_numel, by_rows);
   for (size_t e = 0; e < space.map.extents.size(); ++e)
     if (space.map.extents[e].rank == space.rank) space.owned.push_back(e);
   space.lp.full = !policy.shard_params;

@@ -16,6 +16,13 @@
 
 namespace ds::zero {
 
+// How the gradient of a parameter travels where every rank keeps all of it (stage 0).
+enum class GradForm {
+  kDense,
+  kRows,         // the rows that a backward has touched
+  kSparseRows,   // likewise, and an optimizer of the user's gets them as a COO tensor
+};
+
 struct ParamSpec {
   at::Tensor tensor;                  // a leaf; its data moves into the flat buffer, the tensor object stays the user's
   std::string name;                   // for messages
@@ -23,6 +30,7 @@ struct ParamSpec {
   int32_t order;                      // position in the module: later ones get their gradients earlier
   bool counts_in_norm = true;         // false for the copies of a parameter that other model-parallel ranks hold, too
   ShardedParamPtr sharded = nullptr;  // stage 3: the parameter's shard; `tensor` is sharded->tensor()
+  GradForm form = GradForm::kDense;
 };
 
 struct Buffer {

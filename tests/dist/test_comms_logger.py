@@ -229,7 +229,7 @@ def test_a_monitored_barrier_names_who_is_missing():
 
 def _init_context(rank, world):
     fresh()
-    with deepspeed.zero.Init():
+    with deepspeed.zero.Init(dtype=torch.float32):
         model = torch.nn.Linear(8, 8)
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         pass

@@ -1,11 +1,16 @@
 """``zero.Init`` with the configuration of a trainer that has not filled in its blanks yet."""
 
+import contextlib
+
 import pytest
 import torch
 
 import deepspeed
 from harness import run_ranks
 
+contexts_of_devices = pytest.mark.skipif(
+    not hasattr(torch.device("cpu"), "__enter__"), reason="this torch has no `with torch.device(...)`"
+)
 CONFIG = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
@@ -62,3 +67,78 @@ def mics(rank, world):
 
 def test_mics():
     assert run_ranks(2, mics, init=True) == [1, 1]
+
+
+def test_without_a_configuration_parameters_are_fp16():
+    with deepspeed.zero.Init():
+        model = torch.nn.Linear(3, 4)
+    assert model.weight.dtype == model.weight.ds_tensor.dtype == torch.float16
+    with deepspeed.zero.Init(dtype=torch.bfloat16):
+        assert torch.nn.Linear(3, 4).bias.dtype == torch.bfloat16
+    with deepspeed.zero.Init(config_dict_or_path=CONFIG):
+        assert torch.nn.Linear(3, 4).bias.dtype == torch.float32
+    whole = torch.nn.Linear(3, 4)
+    deepspeed.zero.Init(module=whole)
+    assert whole.weight.dtype == torch.float32, "a module that is passed keeps its dtype"
+
+
+class OnMeta(torch.nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.first = torch.nn.Linear(6, 6, device=device)
+        self.tied = torch.nn.Linear(6, 6, device=device)
+        self.tied.weight = self.first.weight
+        self.first.weight.mark = "kept"
+
+    def forward(self, x):
+        return self.tied(torch.tanh(self.first(x)))
+
+
+def meta(rank, world, how):
+    contexts = [deepspeed.zero.Init(dtype=torch.float32)]
+    if how != "argument":
+        contexts.insert(0 if how == "context outside" else 1, torch.device("meta"))
+    if how == "whole module":
+        model = OnMeta("meta")
+        deepspeed.zero.Init(module=model)
+    else:
+        with contextlib.ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            model = OnMeta("meta" if how == "argument" else None)
+    params = list(model.parameters())
+    assert model.tied.weight is model.first.weight and len(params) == 3 and model.first.weight.mark == "kept"
+    assert all(p.ds_tensor.device.type == "cpu" and float(p.ds_tensor.abs().sum()) == 0 for p in params)
+    torch.manual_seed(0)
+    plain = OnMeta("cpu")
+    model.load_state_dict(plain.state_dict())
+    engine = deepspeed.initialize(
+        model=model, config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    )[0]
+    x = torch.ones(2, 6)
+    assert torch.equal(engine(x), plain(x))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "argument",
+        "whole module",
+        pytest.param("context outside", marks=contexts_of_devices),
+        pytest.param("context inside", marks=contexts_of_devices),
+    ],
+)
+def test_parameters_made_on_the_meta_device(how):
+    run_ranks(2, meta, how, init=True)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_left_on_the_meta_device_is_refused_by_name(stage):
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4, device="meta"))
+    with pytest.raises(ValueError, match=r"parameter '0.weight' \(4, 3\) is on the meta device.*to_empty"):
+        deepspeed.initialize(model=model, config=config)
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
+    model[0].running_mean = model[0].running_mean.to("meta")
+    with pytest.raises(ValueError, match="buffer '0.running_mean'"):
+        deepspeed.initialize(model=model, config=config)

@@ -85,7 +85,7 @@ def test_ways_to_communicate_are_equal_and_the_audit_agrees(kind, stage, zero):
 
 def body_init(rank, world, kind):
     """A model that is sharded while it is built: matrices have no shape of their own then."""
-    with deepspeed.zero.Init():
+    with deepspeed.zero.Init(dtype=torch.float32):
         model = make()
     engine = start(kind, 3, model=model)
     groups = [(group.get("use_muon"), len(group["params"])) for group in engine.basic_optimizer.param_groups]

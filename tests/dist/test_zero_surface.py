@@ -23,7 +23,7 @@ def whole(module):
 def body_load(rank, world, before_engine):
     wanted = make_net(seed=3)
     if before_engine:
-        with deepspeed.zero.Init():
+        with deepspeed.zero.Init(dtype=torch.float32):
             model = make_net(seed=1)
         model.load_state_dict(wanted.state_dict())
         engine = make_engine(world, model)
@@ -268,7 +268,7 @@ class InitialisesChildren(torch.nn.Module):
 
 def body_children(rank, world):
     torch.manual_seed(rank)
-    with deepspeed.zero.Init():
+    with deepspeed.zero.Init(dtype=torch.float32):
         model = InitialisesChildren()
     with pytest.raises(RuntimeError, match="layers.1.weight|Linear.weight.*GatheredParameters"):
         torch.nn.init.constant_(model.layers[1].weight, 5.0)  # outside it is an error again

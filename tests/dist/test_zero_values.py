@@ -238,8 +238,8 @@ def body_init(rank, world, how):
             model = Built()
         assert not any(hasattr(p, "ds_id") for p in model.parameters())
     elif how == "nested":
-        with deepspeed.zero.Init():
-            with deepspeed.zero.Init():
+        with deepspeed.zero.Init(dtype=torch.float32):
+            with deepspeed.zero.Init(dtype=torch.float32):
                 model = Built()
             another = torch.nn.Linear(4, 4)
         assert another.weight.numel() == 0
@@ -247,14 +247,14 @@ def body_init(rank, world, how):
         model = Built()
         deepspeed.zero.Init(module=model)
     elif how == "whole class":
-        with deepspeed.zero.Init():
+        with deepspeed.zero.Init(dtype=torch.float32):
 
             class Late(Built):
                 pass
 
             model = Late()
     else:
-        with deepspeed.zero.Init():
+        with deepspeed.zero.Init(dtype=torch.float32):
             model = Built()
     assert torch.nn.Linear(3, 3).weight.numel() == 9, "outside the context modules are plain again"
     if how != "disabled":
@@ -287,7 +287,7 @@ def body_init_odd(rank, world):
     plain = make("odd and empty sizes")
     reference = Reference(plain)
     torch.manual_seed(0)
-    with deepspeed.zero.Init():
+    with deepspeed.zero.Init(dtype=torch.float32):
         model = type(plain)()
     engine = start(model, 3, world)
     for step in range(4):

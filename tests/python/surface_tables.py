@@ -7,6 +7,7 @@ Names are written "module", "module:name" or "module:name.member".
 OWN_PARAMETERS = {
     "DeepSpeedConfig": ["world_size"],
     "DeepSpeedEngine.zero_grad": ["set_to_none"],
+    "BF16_Optimizer": ["engine"],
     "DeepSpeedZeroOptimizer": ["engine"],
     "DeepSpeedZeroOptimizer_Stage3": ["engine", "mem_efficient_linear"],
     "DeepSpeedZeRoOffload": ["core", "mem_efficient_linear"],
@@ -29,6 +30,7 @@ LATER = {
     "mixture of experts": [
         "deepspeed.runtime.engine:DeepSpeedEngine.load_moe_state_dict",
         "deepspeed.runtime.engine:DeepSpeedEngine.print_forward_breakdown",
+        "deepspeed.runtime.bf16_optimizer:BF16_Optimizer.configure_autoep_folding_tp_gradient_reduction",
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.configure_autoep_folding_tp_gradient_reduction",
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.get_ep_ranks",
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.is_moe_group",

@@ -20,8 +20,9 @@ DS_CONFIG_CHAPTER(35, kTraining, "Gradients and communication") {
             .one_of_any_case({"mean", "sum"})
             .raises(ErrorKind::kValue)
             .not_built_values("summing gradients over ranks", {"sum"}));
-  c.add(boolean("sparse_gradients", false, "Reduce sparse gradients of embeddings as sparse tensors.")
-            .not_built("sparse gradient reduction"));
+  c.add(boolean("sparse_gradients", false,
+                "Of gradients of embeddings (torch.nn.Embedding, EmbeddingBag) only the rows that a step has touched "
+                "travel. Stage 0 only."));
   c.add(boolean("disable_allgather", false, "Broadcast updated parameters instead of gathering them.")
             .not_built("ZeRO without all-gather"));
   c.add(boolean("zero_allow_untested_optimizer", false,
@@ -48,6 +49,12 @@ DS_CONFIG_CHAPTER(35, kTraining, "Gradients and communication") {
                      .above(0)
                      .or_null()
                      .overridden_by("DS_COMM_TIMEOUT_S")}));
+  c.rule("sparse_gradients excludes the ZeRO stages 1 to 3.", [](Judge& j) {
+    if (j.on("sparse_gradients") && j.integer("zero_optimization.stage") > 0)
+      j.error({"sparse_gradients", "zero_optimization.stage"},
+              "the sharded stages reduce gradients of embeddings like all others, as flat shares of every rank.",
+              "Use stage 0, or leave sparse_gradients out.");
+  });
   c.rule("gradient_allreduce_op \"sum\" excludes ZeRO stage 3, zenflow and compile.deepcompile.", [](Judge& j) {
     if (j.text("gradient_allreduce_op") != "sum") return;
     const char* fix = "Use \"mean\".";

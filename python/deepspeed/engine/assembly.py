@@ -13,6 +13,7 @@ from deepspeed.zero.core import build_core
 from deepspeed.zero.fp16_optimizer import FP16_Optimizer, FP16_UnfusedOptimizer
 from deepspeed.zero.fused_state import FusedState, can_fuse, is_native
 from deepspeed.zero.mics import shard_groups
+from deepspeed.zero.bf16_optimizer import BF16_Optimizer
 from deepspeed.zero.model import cast_sharded, move_module, shard_model
 from deepspeed.zero.sharded_parameter import is_sharded
 from deepspeed.zero.stage3 import DeepSpeedZeRoOffload, DeepSpeedZeroOptimizer_Stage3
@@ -36,6 +37,17 @@ class Assembly:
             raise ValueError(
                 f"bf16.enabled: bf16 is not supported on {accelerator.device_name()} here; use fp16 or fp32"
             )
+
+    def _grad_forms(self):
+        """Parameters of which only touched rows travel: weights of embeddings, with ``sparse_gradients``."""
+        forms = {}
+        if not self.sparse_gradients_enabled():
+            return forms
+        for name, module in self.module.named_modules():
+            if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
+                forms[id(module.weight)] = max(2 if module.sparse else 1, forms.get(id(module.weight), 0))
+                self.sparse_tensor_module_names.add(f"{name}.weight".lstrip("."))
+        return forms
 
     def _place_model(self, dont_change_device):
         self._check_precision()
@@ -114,10 +126,12 @@ class Assembly:
         narrow_comm = self.communication_data_type in (torch.float16, torch.bfloat16)
         before = 1.0 / predivide if prescale else (1.0 if narrow_comm else 1.0 / world)
         after = 1.0 / (world * before)
+        self._predivide = before
         zero = self._config.zero_config
         return {
             "names": names,
             "orders": orders,
+            "grad_forms": self._grad_forms(),
             "counts_in_norm": self.parallel.counts_in_norm if self.mp_world_size > 1 else None,
             "data_parallel": self.parallel.dp_group if world > 1 else None,
             "model_parallel": self.parallel.mp_group,
@@ -246,7 +260,26 @@ class Assembly:
             clip_grad=self.gradient_clipping(),
         )
 
+    def _wants_bf16_optimizer(self):
+        """bf16 at stage 1 where the configuration asks for fp32 accumulation by name."""
+        accumulate = dtype_of(self._config.grad_accum_dtype)
+        elastic = self._config.zero_config.elastic_checkpoint
+        stage = self.zero_optimization_stage()
+        return self.bfloat16_enabled() and stage == 1 and accumulate == torch.float32 and not elastic
+
     def _wrap_sharded(self, optimizer):
+        if self._wants_bf16_optimizer():
+            return BF16_Optimizer(
+                optimizer,
+                {},
+                self._config.bfloat16_config,
+                mpu=self.mpu,
+                clip_grad=self.gradient_clipping(),
+                allgather_bucket_size=self._config.zero_config.allgather_bucket_size,
+                dp_process_group=self.parallel.dp_group if self.dp_world_size > 1 else None,
+                grad_acc_dtype=torch.float32,
+                engine=self,
+            )
         return DeepSpeedZeroOptimizer(
             optimizer,
             {},

@@ -92,7 +92,7 @@ class DeepSpeedEngine(Assembly, Attributes, ConfigAccessors, TrainingData, Reduc
             set_log_level_from_string(self.log_level())
 
         self._start_counting(model)
-        self.gradient_average = True
+        self._gradient_average = True
         self.sparse_tensor_module_names = set()
         self.loaded_engine_state = {}
         self.loaded_checkpoint_dp_world_size = None

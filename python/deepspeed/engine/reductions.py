@@ -20,6 +20,17 @@ class Reductions:
     """Mixed into the engine. ``dp_world_size`` None is the size of ``dp_group``; results are means over the ranks, sums
     with ``gradient_average`` false."""
 
+    @property
+    def gradient_average(self):
+        """Whether reduced gradients are means over the ranks. False: sums, from the next backward on, on every rank."""
+        return self._gradient_average
+
+    @gradient_average.setter
+    def gradient_average(self, average):
+        self._gradient_average = bool(average)
+        if self.core is not None:
+            self.core.set_postscale(1.0 / (self._predivide * (self.dp_world_size if average else 1)))
+
     def _mean_over(self, flat, dp_group, dp_world_size):
         """``flat`` becomes its mean over the ranks, communicated in ``communication_data_type``."""
         world = dist.get_world_size(group=dp_group) if dp_world_size is None else dp_world_size

@@ -13,8 +13,8 @@ the same order, also where it owns nothing. What they return is a copy. They are
 after step, when gradients are gone. Gradients are means over ranks and accumulation steps, without the loss scale,
 complete after the backward of the last accumulation step.
 
-A parameter that no engine trains is its own master if it is fp32 or fp64, and its gradient is its ``.grad``; a 16-bit
-one has no fp32 value (None), and setting what is not there is a ValueError.
+A parameter that no engine trains is its own master if it is fp32 or fp64 and wants a gradient, and its gradient is its
+``.grad``. A frozen one, and one of 16 bits, has no fp32 value (None); setting what is not there is a ValueError.
 """
 
 import torch
@@ -24,7 +24,8 @@ import torch
 
 @torch.no_grad()
 def safe_get_full_fp32_param(param):
-    """The parameter's fp32 value (fp64 for fp64 ones) in its full shape: a copy on every rank. None: there is none."""
+    """The parameter's fp32 value (fp64 for fp64 ones) in its full shape: a copy on every rank. None: there is none, as
+    for frozen parameters."""
     link = _link(param)
     if link is not None:
         return link.get("fp32")
@@ -46,7 +47,7 @@ def safe_get_full_grad(param):
         return link.get("grad")
     if _has_fragment(param):
         return param.get_full_hp_grad()
-    return None if param.grad is None else _widened(param.grad).clone()
+    return None if param.grad is None or not param.requires_grad else _widened(param.grad).clone()
 
 
 @torch.no_grad()
@@ -227,7 +228,7 @@ def _scale(link):
 
 
 def _is_own_master(param):
-    return param.dtype in (torch.float32, torch.float64)
+    return param.requires_grad and param.dtype in (torch.float32, torch.float64)
 
 
 def _widened(tensor):

@@ -34,6 +34,7 @@ def build_core(
     model_persistence=2**63 - 1,
     prefetch=50_000_000,
     replicas=None,
+    grad_forms=None,
 ):
     """Returns ``(core, names)``.
 
@@ -41,16 +42,19 @@ def build_core(
     position in the module; without them parameters are called ``group.index`` and ordered as given. Process groups
     are torch's, None for a single process. ``predivide`` multiplies gradients before they are summed over the ranks,
     ``postscale`` after. ``scatter``: gradients are reduced to their owners only; ``allgather``: updated parameters
-    travel by all-gather, else by broadcasts; ``allgather_bucket_numel`` limits one gather. The threads of CPU kernels
+    travel by all-gather, else by broadcasts; ``allgather_bucket_numel`` limits one gather. ``grad_forms``: a parameter's
+    id -> 1 where only the touched rows of its gradient travel (stage 0), 2 where the user's optimizer gets them as a
+    sparse tensor, too. The threads of CPU kernels
     are ``torch.get_num_threads()``.
     """
-    tensors, called, groups, places, counted = [], [], [], [], []
+    tensors, called, groups, places, counted, forms = [], [], [], [], [], []
     for index, group in enumerate(param_groups):
         for position, param in enumerate(group["params"]):
             tensors.append(param)
             called.append((names or {}).get(id(param), f"{index}.{position}"))
             groups.append(index)
             places.append((orders or {}).get(id(param), len(tensors)))
+            forms.append((grad_forms or {}).get(id(param), 0))
             counted.append(True if counts_in_norm is None else bool(counts_in_norm(param)))
     # One object for one group: what is logged is the communicator's. Ranks of one host that compute on its cores move
     # the bulk through its memory.
@@ -93,6 +97,7 @@ def build_core(
         model_persistence=int(model_persistence),
         prefetch=int(prefetch),
         replicas=replicas,
+        grad_forms=forms,
     )
     comms_log.watch(core, groups_used)
     return core, called

@@ -95,8 +95,11 @@ class Init(InsertPostInitMethodToModuleSubClasses):
     """Inside the context, and for ``module`` if one is given, parameters become shards over ``data_parallel_group``.
 
     All ranks start from the values of the group's first rank. ``dtype``: of the parameters; default: fp16 or bf16 as
-    the configuration says, else as they are made. ``remote_device`` "cpu": slices rest in host memory ("nvme" is not
-    supported yet). ``config_dict_or_path`` (``config``): the configuration that the model will be trained with.
+    the configuration says, as they are made where it asks for neither, and fp16 without a configuration. A ``module``
+    that is passed keeps its dtype unless ``dtype`` or the configuration says otherwise. Parameters made on the meta
+    device (inside ``torch.device("meta")``, or with ``device="meta"``) become zeros on this rank's device, with a
+    warning: values are to be loaded, or set inside ``GatheredParameters``. ``remote_device`` "cpu": slices rest in host
+    memory ("nvme" is not supported yet). ``config_dict_or_path`` (``config``): the configuration that the model will be trained with.
     ``enabled=False`` does nothing. ``mpu``: its data-parallel group is used. Contexts may be nested; the innermost
     counts. ``tensor_overrides``: which of dtype and device the context decides; default both. Parameters are gathered
     again inside ``GatheredParameters`` or when an engine runs the model.
@@ -127,6 +130,10 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         super().__init__(enabled=enabled, mem_efficient_linear=mem_efficient_linear, ds_config=found, dtype=dtype)
         if not enabled:
             return
+        if self.dtype is None and found is None and module is None:
+            self.dtype = torch.float16
+        self._off_meta = {}  # id of a parameter on the meta device -> (it, what took its place)
+        self._zeros = []
         for value, name in (
             (zero_quantized_weights, "zero_quantized_weights"),
             (zero_quantized_nontrainable_weights, "zero_quantized_nontrainable_weights"),
@@ -160,10 +167,17 @@ class Init(InsertPostInitMethodToModuleSubClasses):
             raise RuntimeError(problem)
         self.local_device = torch.device(get_accelerator().current_device_name())
         if module is not None:
-            self._convert(module.named_parameters(recurse=True))
             for sub in module.modules():
                 if any(True for _ in sub.parameters(recurse=False)):
+                    self._leave_meta(sub)
                     follow_loading(sub)
+            self._convert(module.named_parameters(recurse=True))
+            self._tell_of_zeros()
+
+    def __exit__(self, exc_type, exc_value, traceback):
+        super().__exit__(exc_type, exc_value, traceback)
+        if self.enabled and exc_type is None:
+            self._tell_of_zeros()
 
     def get_partition_dp_group(self, param):
         return param.ds_process_group
@@ -185,20 +199,38 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         return self.access.group
 
     def _post_init_method(self, module):
+        self._leave_meta(module)
         self._convert(module.named_parameters(recurse=False), type(module).__name__)
         if any(True for _ in module.parameters(recurse=False)):
             follow_loading(module)
+
+    def _leave_meta(self, module):
+        """Zeros take the place of parameters on the meta device, everywhere the same ones: a tensor cannot leave it."""
+        for name, param in module._parameters.items():
+            if param is None or not param.is_meta:
+                continue
+            if id(param) not in self._off_meta:
+                data = torch.zeros(param.shape, dtype=param.dtype, device=self.local_device)
+                real = torch.nn.Parameter(data, requires_grad=param.requires_grad)
+                real.__dict__.update(param.__dict__)
+                self._off_meta[id(param)] = (param, real)
+                self._zeros.append(f"{type(module).__name__}.{name}")
+            module._parameters[name] = self._off_meta[id(param)][1]
+
+    def _tell_of_zeros(self):
+        if self._zeros and self.access.rank == 0:
+            logger.warning(
+                f"zero.Init: {len(self._zeros)} parameters were made on the meta device (the first: {self._zeros[0]}) "
+                "and are zeros now: load a state dict or a checkpoint, or set them inside "
+                "deepspeed.zero.GatheredParameters"
+            )
+        self._zeros.clear()
 
     @torch.no_grad()
     def _convert(self, named, owner=None):
         for name, param in named:
             if sharding.is_sharded(param):
                 continue
-            if param.is_meta:
-                raise ValueError(
-                    f"zero.Init: parameter '{name}' is on the meta device and has no values to shard; build the model "
-                    "without torch.device('meta')"
-                )
             target = param.device if self.keep_device else self.local_device
             if param.device != target or (self.dtype is not None and param.is_floating_point()):
                 param.data = param.data.to(target, self.dtype if param.is_floating_point() else None)

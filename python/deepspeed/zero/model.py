@@ -70,7 +70,16 @@ def cast_sharded(param, dtype):
 
 
 def move_module(module, device):
-    """``module.to(device)`` that leaves sharded parameters where their slices are."""
+    """``module.to(device)`` that leaves sharded parameters where their slices are. Raises ValueError for a tensor on the
+    meta device, which has no values."""
+    for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        for name, tensor in named:
+            if tensor.is_meta:
+                raise ValueError(
+                    f"{kind} '{name}' {tuple(tensor.shape)} is on the meta device and has no values: call "
+                    f"module.to_empty(device=...) and load or initialise it"
+                    + (", or build the model inside deepspeed.zero.Init" if kind == "parameter" else "")
+                )
     if not any(sharding.is_sharded(param) for param in module.parameters()):
         module.to(device)
         return

@@ -14,6 +14,7 @@ from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.log import logger
 from deepspeed.optim.loss_scaler import CreateLossScaler
 from deepspeed.zero.base_optimizer import ZeROOptimizer
+from deepspeed.zero.flat_states import StatesByFlatTensor, with_states
 from deepspeed.zero.offload_states import states_of
 from deepspeed.zero.restore import Restore
 from deepspeed.zero.wrapped_optimizer import WrappedOptimizer, in_memory_order
@@ -47,6 +48,7 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
             param._ds_link = ParamLink(self, index)
             self.param_names.setdefault(param, names[index])
         self.states = states_of(self)
+        StatesByFlatTensor.follow(self.optimizer)
 
     # ---- states that wait on the host ------------------------------------------------------------------------------
     def offload_states(self, include=None, device=OffloadDeviceEnum.cpu, pin_memory=True, non_blocking=False):
@@ -78,11 +80,27 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
 
     @property
     def single_partition_of_fp32_groups(self):
-        """One flat fp32 tensor (a copy) for each parameter group: the masters that this rank owns, without padding."""
+        """One flat fp32 tensor (a copy) for each parameter group: the masters that this rank owns, without padding.
+        ``optimizer.optimizer.state[flat]`` has their states, and "step"."""
         return [
-            torch.cat([m.detach().reshape(-1) for m in group]) if group else torch.zeros(0)
-            for group in self.fp32_groups
+            with_states(_end_to_end(group), self, "_states_of_masters", group) for group in self._followed(self.fp32_groups)
         ]
+
+    def _followed(self, flats):
+        StatesByFlatTensor.follow(self.optimizer)
+        return flats
+
+    def _states_of_masters(self, masters):
+        """The states of ``masters``, each end to end, and the number of updates that the most updated one has seen."""
+        kept = [self.optimizer.state.get(master, {}) for master in masters]
+        if not any(kept):
+            return {}
+        names = [name for name in self.state_names() if any(name in state for state in kept)]
+        states = {
+            name: _end_to_end([state.get(name, torch.zeros_like(master)) for master, state in zip(masters, kept)])
+            for name in names
+        }
+        return {"step": max(int(state.get("step", 0)) for state in kept), **states}
 
     @property
     def averaged_gradients(self):
@@ -277,6 +295,10 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
             for name in ("_ds_link", "_hp_mapping", "_dp_group", "load_hp_checkpoint_state"):
                 param.__dict__.pop(name, None)
         super().destroy()
+
+
+def _end_to_end(tensors):
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]) if tensors else torch.zeros(0)
 
 
 class ParamLink:

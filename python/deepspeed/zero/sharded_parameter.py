@@ -14,6 +14,7 @@ import torch
 from deepspeed import _native
 from deepspeed import comm as dist
 from deepspeed.comm import comms_log
+from deepspeed.zero.own_slice import OwnSlice
 
 
 class ZeroParamType(enum.Enum):
@@ -104,12 +105,23 @@ class ShardedParameter(torch.nn.Parameter):
 
     @property
     def ds_tensor(self):
-        """This rank's slice, flat: ``ceil(ds_numel / ranks)`` elements, the last rank's padded with zeros."""
+        """This rank's slice, flat: ``ceil(ds_numel / ranks)`` elements, the last rank's padded with zeros.
+
+        It may be written to, in place or with ``ds_tensor.data = values``; see ``own_slice``. Gathers read it from then
+        on. Other ranks may read it without asking: where they gather next, all must have written (``dist.barrier()``).
+        """
+        found = self.__dict__.get("_ds_slice")
         shard = self.ds_handle.shard
-        shard.ds_numel = shard.numel()
-        shard.status = ZeroParamStatus.AVAILABLE
-        shard.final_location = None
-        return shard
+        if found is None or not found.shows(shard):
+            found = self.__dict__["_ds_slice"] = OwnSlice.of(shard, self.ds_handle.name)
+            found.ds_numel = shard.numel()
+            found.status = ZeroParamStatus.AVAILABLE
+            found.final_location = None
+        return found
+
+    @ds_tensor.setter
+    def ds_tensor(self, values):
+        self.ds_tensor.take(values)
 
     @property
     def ds_persist(self):

@@ -10,6 +10,7 @@ from deepspeed.config.sections import ZeroStageEnum
 from deepspeed.utils import torch_archive
 from deepspeed.zero import linear
 from deepspeed.zero.flat_layout import InnerStates
+from deepspeed.zero.flat_states import with_states
 from deepspeed.zero.module_hooks import ModuleHooks, unit_parameters
 from deepspeed.zero.param_values import ParamValues
 from deepspeed.zero.saved_sliced import OwnShard, SlicedState
@@ -320,8 +321,19 @@ class DeepSpeedZeroOptimizer_Stage3(ParamValues, ShardedOptimizer):
 
     @property
     def fp32_partitioned_groups_flat(self):
-        """One flat fp32 tensor (a copy) for each sub-group: this rank's slices of the masters, padding included."""
-        return self._flat_sub_groups(self.core.masters())
+        """One flat fp32 tensor (a copy) for each sub-group: this rank's slices of the masters, padding included.
+        ``optimizer.optimizer.state[flat]`` has their states, padded alike, and "step"."""
+        flats = enumerate(self._followed(self._flat_sub_groups(self.core.masters())))
+        return [with_states(flat, self, "_states_of_sub_group", position) for position, flat in flats]
+
+    def _states_of_sub_group(self, position):
+        run = self._sub_groups()[position]
+        masters = [m for m, (index, _, _) in zip(self.stepping.masters, self.core.pieces()) if index in run]
+        kept = self._states_of_masters(masters)
+        if self.stepping.fused is not None:  # known on a rank that owns nothing of these parameters, too
+            kept = {**dict.fromkeys(self.state_names()), "step": max(int(self.core.steps()[index]) for index in run)}
+        whole = {name: self._flat_sub_groups(self._state_tensors(name))[position] for name in kept if name != "step"}
+        return {**kept, **whole}
 
     fp32_groups_flat = fp32_partitioned_groups_flat
 

@@ -31,6 +31,7 @@ class WrappedOptimizer(DeepSpeedOptimizer):
         if engine is not None and hasattr(engine, "core_for_optimizer"):
             return engine.core_for_optimizer(self.optimizer)
         core, names = build_core(self.optimizer.param_groups, **options)
+        core.refresh_master()
         return core, names, self.low_precision_dtype != torch.float32, 0
 
     def _start(self, core, names, check, rank, scaler, clip_grad):

@@ -49,7 +49,18 @@ void check(Maker make) {
   }
 }
 
-TEST(FlatShards, CoverEachElementOnce) { check(flat_shards); }
+ShardMap flat(const std::vector<int64_t>& numels, int64_t align, int64_t parts, int64_t max_numel) {
+  return flat_shards(numels, align, parts, max_numel);
+}
+
+TEST(FlatShards, CoverEachElementOnce) { check(flat); }
+
+TEST(FlatShards, GiveAParameterABucketOfItsOwn) {
+  const ShardMap map = flat_shards({8, 8, 8, 8, 0}, 8, 1, 1000, {false, true, false, false, true});
+  std::vector<std::pair<int32_t, int32_t>> found;
+  for (const Bucket& bucket : map.buckets) found.emplace_back(bucket.first_param, bucket.last_param);
+  EXPECT_EQ(found, (std::vector<std::pair<int32_t, int32_t>>{{4, 4}, {2, 3}, {1, 1}, {0, 0}}));
+}
 TEST(ParamShards, CoverEachElementOnce) { check(param_shards); }
 
 TEST(FlatShards, AlignEveryStart) {
@@ -78,7 +89,7 @@ TEST(ParamShards, SliceEachParameterEqually) {
 
 TEST(Buckets, AreFormedFromTheEndAndBounded) {
   const std::vector<int64_t> numels{10, 20, 30, 40};
-  for (Maker make : {flat_shards, param_shards}) {
+  for (Maker make : {flat, static_cast<Maker>(param_shards)}) {
     for (int64_t cap : {1, 30, 45, 70, 1000}) {
       const ShardMap map = make(numels, 2, 1, cap);
       int32_t next = 3;

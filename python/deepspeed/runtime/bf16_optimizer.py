@@ -1,0 +1,3 @@
+"""Import path of existing scripts."""
+
+from deepspeed.zero.bf16_optimizer import BF16_Optimizer  # noqa: F401

@@ -1,0 +1,41 @@
+"""``optimizer.state[flat]``: states of the inner optimizer, asked for by a flat tensor of masters.
+
+The inner optimizer keeps its states by piece (a part of one parameter). Callers of other versions know flat tensors of a
+whole group, or sub-group, and index the state with them. The flat tensors that the optimizers here give out are copies;
+each knows how to collect the states that belong to it, and this dict asks it.
+"""
+
+import collections
+import weakref
+
+
+class StatesByFlatTensor(collections.defaultdict):
+    """The inner optimizer's state. A flat tensor of masters is no entry: its states are made when it is asked for, as
+    copies."""
+
+    @classmethod
+    def follow(cls, optimizer):
+        """Puts one in the place of ``optimizer.state``, with the same entries."""
+        if not isinstance(optimizer.state, cls):
+            optimizer.state = cls(dict, optimizer.state)
+
+    def __missing__(self, key):
+        collect = getattr(key, "_ds_collect_states", None)
+        return super().__missing__(key) if collect is None else collect()
+
+    def __reduce__(self):
+        return (collections.defaultdict, (dict, dict(self)))
+
+
+def with_states(flat, owner, method, *args):
+    """``flat``, for which ``owner.method(*args)`` gives the states: a dict with "step" and flat tensors."""
+    owner = weakref.ref(owner)
+
+    def collect():
+        living = owner()
+        if living is None or living.optimizer is None:
+            raise RuntimeError("the optimizer that this flat tensor of masters came from is gone")
+        return getattr(living, method)(*args)
+
+    flat._ds_collect_states = collect
+    return flat

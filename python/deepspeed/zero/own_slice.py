@@ -1,0 +1,63 @@
+"""``param.ds_tensor``: this rank's slice of a sharded parameter, as users see it.
+
+The slice lies in memory that other ranks read, at an offset all of them know, so it cannot move. What users get is a
+tensor over that memory; whatever they do to the tensor itself (``.data = ``, ``set_``, ``resize_``), the slice stays.
+"""
+
+import torch
+
+# Every access makes a new method-wrapper: compare with ==.
+_data_setter = torch.Tensor.data.__set__
+
+
+class OwnSlice(torch.Tensor):
+    """A view of the slice. ``tensor.data = values`` and ``tensor.set_(values)`` copy into it, at once; what has another
+    shape, or cannot be copied, is a ValueError. Results of operations are plain tensors."""
+
+    @classmethod
+    def of(cls, shard, name):
+        view = shard.detach().as_subclass(cls)
+        view._slice, view._slice_name = shard, name
+        return view
+
+    def shows(self, shard):
+        """Whether this is still a view of ``shard``, all of it."""
+        with torch._C.DisableTorchFunction():
+            same_memory = self.data_ptr() == shard.data_ptr() and self.device == shard.device
+            return same_memory and self.dtype == shard.dtype and self.shape == shard.shape
+
+    @torch.no_grad()
+    def take(self, values):
+        """The slice takes ``values``, converted to its dtype."""
+        shard = self._slice
+        if not torch.is_tensor(values) or values.shape != shard.shape:
+            given = tuple(values.shape) if torch.is_tensor(values) else type(values).__name__
+            raise ValueError(
+                f"parameter '{self._slice_name}': this rank's slice has shape {tuple(shard.shape)}, padding included, "
+                f"and cannot take {given}. For the whole parameter use deepspeed.zero.GatheredParameters"
+            )
+        shard.copy_(values)
+
+    def set_(self, source=None, *args, **kwargs):
+        """``values`` in place of a storage are copied into the slice, too."""
+        if torch.is_tensor(source) and not args and not kwargs:
+            self.take(source)
+            return self
+        return super().set_(*(() if source is None else (source,)), *args, **kwargs)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func == _data_setter:
+            return args[0].take(args[1])
+        with torch._C.DisableTorchFunction():
+            return func(*args, **(kwargs or {}))
+
+    def _plain(self):
+        with torch._C.DisableTorchFunction():
+            return self._slice.detach().clone()
+
+    def __deepcopy__(self, memo):
+        return memo.setdefault(id(self), self._plain())
+
+    def __reduce_ex__(self, protocol):
+        return self._plain().__reduce_ex__(protocol)

@@ -1,0 +1,184 @@
+"""``sparse_gradients``: of embeddings only touched rows travel, and training equals one dense plain process."""
+
+import pytest
+import torch
+
+import deepspeed
+from harness import run_ranks
+
+ROWS, WIDTH, STEPS = 40, 4, 3
+
+
+class Bags(torch.nn.Module):
+    """One embedding that two modules share, one with a padding row, a bag, and one that no step touches."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        self.words = torch.nn.Embedding(ROWS, WIDTH, sparse=sparse)
+        self.again = torch.nn.Embedding(ROWS, WIDTH, sparse=sparse)
+        self.again.weight = self.words.weight
+        self.padded = torch.nn.Embedding(ROWS, WIDTH, padding_idx=0, sparse=sparse)
+        self.bag = torch.nn.EmbeddingBag(ROWS, WIDTH, mode="sum", sparse=sparse)
+        self.idle = torch.nn.Embedding(ROWS, WIDTH, sparse=sparse)
+        self.out = torch.nn.Linear(WIDTH, 1)
+
+    def forward(self, tokens):
+        if not len(tokens):  # this rank touches no row
+            return self.out(torch.ones(1, WIDTH, dtype=self.out.weight.dtype)).sum()
+        words = self.words(tokens) * self.padded(tokens) + self.again(tokens.flip(0))
+        return self.out(torch.tanh(words.mean(0) + self.bag(tokens[:2][None])[0])).sum()
+
+
+def tokens_of(step, part):
+    """A few numbers, some twice, some in the padding row; nothing for every third part."""
+    generator = torch.Generator().manual_seed(10 * step + part)
+    return torch.randint(0, 6, (0 if part % 3 == 1 else 3,), generator=generator)
+
+
+class Lazy(torch.optim.Optimizer):
+    """SparseAdam for embeddings, which takes sparse gradients only, and Adam for the rest."""
+
+    def __init__(self, model):
+        rare = [p for n, p in model.named_parameters() if not n.startswith("out")]
+        super().__init__([{"params": list(model.out.parameters())}, {"params": rare}], {"lr": 1e-2})
+        self.parts = [torch.optim.Adam(self.param_groups[0]["params"], lr=1e-2), torch.optim.SparseAdam(rare, lr=1e-2)]
+
+    def step(self, closure=None):
+        for part in self.parts:
+            part.step()
+
+
+def plain_process(name, parts):
+    torch.manual_seed(0)
+    model = Bags(name == "SparseAdam")
+    optimizer = OPTIMIZERS[name](model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (sum(model(tokens_of(step, part)) for part in range(parts)) / parts).backward()
+        if CLIP[name]:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP[name])
+        optimizer.step()
+    return model
+
+
+OPTIMIZERS = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1),
+    "SparseAdam": Lazy,
+}
+CLIP = {"AdamW": 0.5, "SparseAdam": 0}  # torch does not clip sparse gradients
+
+
+def body(rank, world, accumulate, sparse, optimizer, more):
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulate,
+        "sparse_gradients": True,
+        "gradient_clipping": CLIP[optimizer],
+        **more,
+    }
+    model, args = Bags(sparse), {}
+    if optimizer == "AdamW":
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+    else:
+        args["optimizer"] = OPTIMIZERS[optimizer](model)
+    engine = deepspeed.initialize(model=model, config=config, **args)[0]
+    names = {"words.weight", "again.weight", "padded.weight", "bag.weight", "idle.weight"}
+    assert engine.sparse_tensor_module_names == names and engine.sparse_gradients_enabled()
+    for step in range(STEPS):
+        for micro in range(accumulate):
+            engine.backward(engine(tokens_of(step, world * micro + rank)))
+            engine.step()
+    reference = plain_process(optimizer, world * accumulate)
+    wanted, worst = dict(reference.named_parameters()), 0.0
+    for name, param in engine.module.named_parameters():
+        worst = max(worst, float((param.detach().float() - wanted[name]).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize(
+    "world, accumulate, sparse, optimizer",
+    [(1, 2, True, "AdamW"), (2, 1, True, "AdamW"), (3, 2, False, "AdamW"), (3, 1, True, "SparseAdam"),
+     (1, 1, True, "SparseAdam")],
+)  # fmt: skip
+def test_equals_one_dense_process(world, accumulate, sparse, optimizer):
+    worst = run_ranks(world, body, accumulate, sparse, optimizer, {})
+    assert max(worst) < 2e-6 and len(set(worst)) == 1
+
+
+def test_sixteen_bits_travel_and_accumulate_in_fp32():
+    worst = run_ranks(2, body, 2, False, "AdamW", {"communication_data_type": "bf16"})
+    assert max(worst) < 2e-2 and len(set(worst)) == 1
+
+
+def body_bytes(rank, world, on):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(4000, 8), torch.nn.Linear(8, 1))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "sparse_gradients": on,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    engine.core.reset_traffic()
+    engine.backward(engine(torch.tensor([7, 3999, rank])).sum())
+    engine.step()
+    return engine.core.traffic()["bytes"]
+
+
+def test_only_touched_rows_travel():
+    dense, rows = run_ranks(2, body_bytes, False)[0], run_ranks(2, body_bytes, True)[0]
+    assert dense > 4000 * 8 * 4 and rows < 1000
+
+
+def body_average(rank, world):
+    """As DeepSpeed's own test of sparse gradients has it: sums are means times the number of ranks."""
+    torch.manual_seed(0)
+    model = Bags(True)
+    config = {"train_micro_batch_size_per_gpu": 1, "sparse_gradients": True}
+    engine = deepspeed.initialize(model=model, optimizer=Lazy(model), config=config)[0]
+    found = []
+    for average in (True, False):
+        engine.gradient_average = average
+        engine.backward(engine(tokens_of(0, 3 * rank)))
+        found.append({n: p.grad.clone() for n, p in engine.named_parameters() if p.grad is not None})
+        for param in engine.module.parameters():
+            param.grad = None
+        engine.zero_grad()
+    assert len(found[0]) == 5
+    for name, mean in found[0].items():
+        assert torch.allclose(found[1][name], world * mean, rtol=1e-6, atol=0) and bool((mean != 0).any()), name
+
+
+def test_sums_in_place_of_means():
+    run_ranks(2, body_average)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sharded_stages_are_refused(stage):
+    config = {"train_batch_size": 1, "sparse_gradients": True, "zero_optimization": {"stage": stage}}
+    with pytest.raises(deepspeed.config.DeepSpeedConfigError, match="sparse_gradients.*stage.*Use stage 0"):
+        deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config)
+
+
+def body_bf16(rank, world, on):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(60, 8), torch.nn.Linear(8, 1))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "sparse_gradients": on,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    for step in range(2):
+        engine.backward(engine(torch.tensor([7, 59, step + rank])).sum())
+        engine.step()
+    return [deepspeed.utils.safe_get_full_fp32_param(param) for param in model.parameters()]
+
+
+def test_bf16_with_fp32_masters():
+    dense, rows = (run_ranks(2, body_bf16, on) for on in (False, True))
+    for rank in range(2):
+        for one, other in zip(dense[rank], rows[rank]):
+            assert one.dtype == torch.float32 and torch.allclose(one, other, rtol=1e-5, atol=1e-6)
