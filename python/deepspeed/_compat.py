@@ -5,6 +5,7 @@ import functools
 import inspect
 
 import torch
+import torch.utils.checkpoint
 from torch.cuda import amp as cuda_amp  # two decorators, of every device on torch 1.13
 
 TORCH2 = int(torch.__version__.split(".")[0]) >= 2
@@ -33,11 +34,10 @@ def backward_id():
     return ask() if ask is not None else None
 
 
-def saved_tensors_have_hooks():
-    """Whether what the graph saves now goes through hooks, as inside a checkpoint without re-entrance. Torch 1.13 does
-    not tell; there nobody compares what the hooks were given."""
-    ask = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return ask is not None and ask(False) is not None
+def recomputation_hooks():
+    """torch's class of hooks that keep what a checkpoint without re-entrance saves when it runs again. None in torch
+    1.13, which has none: it keeps all tensors detached and compares nothing."""
+    return getattr(torch.utils.checkpoint, "_recomputation_hook", None)
 
 
 def _autocast_of(device_type):

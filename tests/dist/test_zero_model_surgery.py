@@ -153,3 +153,48 @@ def test_a_gradient_of_a_parameter_that_is_released_again(world, micro_steps):
         if step % micro_steps == micro_steps - 1:
             optimizer.step()
             optimizer.zero_grad()
+
+
+def looked_at_first(rank, world, stage):
+    """An engine that only runs the model, before and beside the one that trains it, as trl computes its reference."""
+    torch.manual_seed(4)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+    config = {**CONFIG, "zero_optimization": {**CONFIG["zero_optimization"], "stage": stage}, "gradient_clipping": 0.0}
+    untrained = {key: value for key, value in config.items() if key != "optimizer"}
+    if stage < 3:
+        untrained = {**untrained, "zero_optimization": {"stage": 0}}
+    looker = deepspeed.initialize(model=model, config=untrained)[0]
+    with torch.no_grad():
+        losses = [looker(data(rank, 0)).square().mean().item()]
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    for step in range(2):
+        loss = engine(data(rank, step)).square().mean()
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+        with torch.no_grad():
+            losses.append(looker(data(rank, step)).square().mean().item())
+    looker.destroy()
+    losses.append(engine(data(rank, 0)).square().mean().item())
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_engine_that_only_looks_beside_one_that_trains(stage):
+    sharded = run_ranks(2, looked_at_first, stage, init=True)
+    torch.manual_seed(4)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parts = lambda step: [model(data(rank, step)).square().mean() for rank in range(2)]  # noqa: E731
+    expected = [[part.item() for part in parts(0)]]
+    for step in range(2):
+        losses = parts(step)
+        expected.append([loss.item() for loss in losses])
+        optimizer.zero_grad()
+        (sum(losses) / 2).backward()
+        optimizer.step()
+        expected.append([part.item() for part in parts(step)])
+    expected.append([part.item() for part in parts(0)])
+    for rank in range(2):
+        assert sharded[rank] == pytest.approx([row[rank] for row in expected], abs=1e-6)

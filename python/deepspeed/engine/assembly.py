@@ -14,7 +14,7 @@ from deepspeed.zero.fp16_optimizer import FP16_Optimizer, FP16_UnfusedOptimizer
 from deepspeed.zero.fused_state import FusedState, can_fuse, is_native
 from deepspeed.zero.mics import shard_groups
 from deepspeed.zero.bf16_optimizer import BF16_Optimizer
-from deepspeed.zero.model import cast_sharded, move_module, shard_model
+from deepspeed.zero.model import cast_sharded, move_module, shard_model, take_over
 from deepspeed.zero.sharded_parameter import is_sharded
 from deepspeed.zero.stage3 import DeepSpeedZeRoOffload, DeepSpeedZeroOptimizer_Stage3
 from deepspeed.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -178,6 +178,7 @@ class Assembly:
         if mics > 0:
             shard_group, replicas = shard_groups(mics, self.parallel.dp_group)
         self._shard_group = shard_group
+        take_over(self.module)
         self._access = shard_model(self.module, self.parallel, shard_group)
         options = self._core_options()
         options["data_parallel"] = shard_group if shard_group is not None and self._access.access.world > 1 else None
@@ -189,7 +190,7 @@ class Assembly:
             prefetch=self._config.zero_config.prefetch_bucket_size,
             **options,
         )
-        self._access.attach(self.module, self.core)
+        self._access.attach(self.module, self.core, None if optimizer is not None else self._release)
         apply_z3_leaf_module_config(self.module, self._config.zero_config.leaf_module)
         granularity = self._config.zero_config.module_granularity_threshold
         if optimizer is None:

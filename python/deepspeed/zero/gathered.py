@@ -28,6 +28,7 @@ class GatheredParameters:
             if sharding.is_sharded(param) and id(param) not in seen:
                 seen.add(id(param))
                 self.params.append(param)
+        self.params.sort(key=lambda param: param.ds_id)  # a set has another order on each rank, gathers need the same
         if fwd_module is not None:
             for param in self.params:
                 register_external_parameter(fwd_module, param)

@@ -13,6 +13,7 @@ from deepspeed.config.getters import resolved_sections
 from deepspeed.log import logger
 from deepspeed.zero import sharded_parameter as sharding
 from deepspeed.zero.gathered import GatheredParameters
+from deepspeed.zero.initializers import follow_initializers
 from deepspeed.zero.loading import follow_loading
 
 _PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -168,6 +169,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         self.local_device = torch.device(get_accelerator().current_device_name())
         if module is not None:
             for sub in module.modules():
+                follow_initializers(type(sub))
                 if any(True for _ in sub.parameters(recurse=False)):
                     self._leave_meta(sub)
                     follow_loading(sub)
@@ -201,6 +203,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
     def _post_init_method(self, module):
         self._leave_meta(module)
         self._convert(module.named_parameters(recurse=False), type(module).__name__)
+        follow_initializers(type(module))
         if any(True for _ in module.parameters(recurse=False)):
             follow_loading(module)
 

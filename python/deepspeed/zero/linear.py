@@ -7,7 +7,7 @@ memory until backward. The function here saves the parameter, whose values may g
 import torch
 from torch.overrides import handle_torch_function
 
-from deepspeed._compat import autocast_is_on, autocast_now, saved_tensors_have_hooks, takes_context_setup
+from deepspeed._compat import autocast_is_on, autocast_now, takes_context_setup
 from deepspeed.zero.sharded_parameter import ReleasedParameter, is_sharded
 
 _torch_linear = torch.nn.functional.linear  # as it is before anybody replaces it by zero3_linear_wrap
@@ -32,10 +32,6 @@ class LinearFunctionForZeroStage3(torch.autograd.Function):
         input, weight, *bias = inputs
         ctx.has_bias = bool(bias) and bias[0] is not None
         ctx.autocast = autocast_now([input.device.type])
-        if not weight.requires_grad and saved_tensors_have_hooks():
-            # torch hands hooks the frozen parameter itself, whose shape is another once it is released; checkpoints
-            # compare shapes then. Other weights they get detached, with their values, and this one now, too.
-            weight = weight.detach()
         ctx.save_for_backward(input, weight)
 
     @staticmethod

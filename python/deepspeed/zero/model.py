@@ -1,5 +1,7 @@
 """A whole model at ZeRO stage 3: sharding it, moving it, and the link between its parameters and the engine."""
 
+import weakref
+
 import torch
 
 from deepspeed import comm as dist
@@ -13,13 +15,24 @@ class ModelAccess:
     def __init__(self, access):
         self.access = access
 
-    def attach(self, module, core):
-        """From now on the engine's core gathers them."""
+    def attach(self, module, core, give_up=None):
+        """From now on the engine's core gathers them. ``give_up``: a method of an engine that does not train; another
+        engine for the model calls it first, see ``take_over``."""
         access = self.access
         attached = sharding.ShardAccess(core.gatherer, access.group, access.world, access.rank, core, access.copies)
+        attached.give_up = weakref.WeakMethod(give_up) if give_up is not None else None
         for name, param in module.named_parameters():
             param.ds_handle.name = name
             param.ds_access = attached
+
+
+def take_over(module):
+    """Takes an engine that only runs the model off it, so that a new one may gather its parameters: their slices are
+    about to move. trl computes a reference that way before it trains the same model. The old engine can still be called."""
+    for access in {id(p.ds_access): p.ds_access for p in module.parameters() if sharding.is_sharded(p)}.values():
+        give_up = access.give_up() if access.give_up is not None else None
+        if give_up is not None:
+            give_up()
 
 
 def detach(module, group, copies):

@@ -15,6 +15,20 @@ from deepspeed import _native
 from deepspeed import comm as dist
 from deepspeed.comm import comms_log
 from deepspeed.zero.own_slice import OwnSlice
+from deepspeed.zero.recomputed import keep_values_in_recomputed_segments
+from deepspeed.zero.released_data import (
+    ACCESSORS,
+    CONVERTING,
+    HARMLESS,
+    as_released,
+    empty_result,
+    is_data_getter,
+    only_copies,
+    operation_of,
+    run_plainly,
+    untouchable,
+    warn_of_empty,
+)
 
 
 class ZeroParamType(enum.Enum):
@@ -52,6 +66,7 @@ class ShardAccess:
         self.rank = rank
         self.core = core  # the engine's, once there is one
         self.efficient_linear = False  # see zero.linear
+        self.give_up = None  # see zero.model.take_over
 
     @classmethod
     def of_group(cls, group=None, copies=None):
@@ -195,27 +210,11 @@ class ShardedParameter(torch.nn.Parameter):
         return copy
 
     def __reduce_ex__(self, protocol):
-        raise RuntimeError(
-            f"parameter '{self.ds_handle.name}' is sharded over {self.ds_world_size} ranks and cannot be pickled; use "
-            "engine.save_checkpoint or engine.save_16bit_model, or take its values inside "
-            "deepspeed.zero.GatheredParameters"
-        )
-
-
-# What may be asked of a parameter whose values are elsewhere: facts about the object, not about its values.
-_HARMLESS = {
-    "size", "dim", "ndimension", "nelement", "numel", "element_size", "is_floating_point", "is_complex", "is_signed",
-    "is_contiguous", "stride", "storage_offset", "data_ptr", "get_device", "type", "requires_grad_",
-    "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__repr__", "__format__", "__hash__",
-    "__deepcopy__", "__reduce_ex__", "is_pinned", "is_shared", "is_inference", "has_names", "untyped_storage",
-    "storage", "_typed_storage", "__dir__", "is_distributed", "_has_compatible_shallow_copy_type", "can_cast",
-    "result_type", "is_same_size", "__len__", "is_conj", "is_neg", "_is_view", "dim_order", "as_subclass",
-}  # fmt: skip
-_ACCESSORS = {"__get__", "__set__", "__delete__"}
-# Tensors of a size of their own that take only dtype and device from the parameter.
-_HARMLESS |= {"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided"}
-# What Module.state_dict and Module.to call: the result has no values either, and says so when they are asked for.
-_CONVERTING = {"detach", "to", "cpu", "cuda", "half", "float", "double", "bfloat16"}
+        """Pickled it is a plain parameter: with its values while they are gathered, else empty, with a warning."""
+        if isinstance(self, ReleasedParameter):
+            warn_of_empty("pickling", self.ds_handle.name, tuple(self.ds_shape))
+        with torch._C.DisableTorchFunction():
+            return torch.nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
 class ReleasedParameter(ShardedParameter):
@@ -224,72 +223,32 @@ class ReleasedParameter(ShardedParameter):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "__get__" and func == _data_getter:
+        name = operation_of(func)
+        if is_data_getter(func):
             return _released_data(args[0])
-        if name == "__set__" and func == _data_setter and args[1].numel() > 0:
-            raise RuntimeError(_untouchable(args[0].ds_handle.name, tuple(args[0].ds_shape), "param.data = ..."))
-        if name in _HARMLESS or name in _ACCESSORS:
-            with torch._C.DisableTorchFunction():
-                return func(*args, **kwargs)
-        if name in _CONVERTING and isinstance(args[0], ReleasedParameter):
-            handle = args[0].ds_handle
-            return _converted(func, args, kwargs, handle.name, tuple(args[0].ds_shape))
+        if func == torch.Tensor.data.__set__ and args[1].numel() > 0:
+            raise RuntimeError(untouchable(args[0].ds_handle.name, tuple(args[0].ds_shape), "param.data = ..."))
+        if name in HARMLESS or name in ACCESSORS:
+            return run_plainly(func, args, kwargs)
+        if name in CONVERTING and not isinstance(args[0], ReleasedParameter):
+            return run_plainly(func, args, kwargs)  # another tensor, which becomes like the parameter
         for param in _released_in((args, kwargs)):
             handle = param.ds_handle
             if param.ds_access.gatherer.touch(handle):
                 continue
-            if gather_while_building is not None:
+            copied = param is (args[0] if args else kwargs.get("input")) and only_copies(name, args, kwargs)
+            if gather_while_building is not None and not (copied and name in CONVERTING):
                 with gather_while_building(_released_in((args, kwargs))):
                     return func(*args, **kwargs)
-            raise RuntimeError(_untouchable(handle.name, tuple(param.ds_shape), name))
+            if copied:
+                return empty_result(func, args, kwargs, handle.name, tuple(param.ds_shape))
+            raise RuntimeError(untouchable(handle.name, tuple(param.ds_shape), name))
         return func(*args, **kwargs)
-
-
-class ReleasedData(torch.Tensor):
-    """``.data`` of a released parameter: empty, and refuses what needs values, so that nothing is lost silently."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        name = getattr(func, "__name__", "")
-        if name in _HARMLESS or name in _ACCESSORS:
-            with torch._C.DisableTorchFunction():
-                return func(*args, **(kwargs or {}))
-        # transformers pads a tied head's bias to the rows of its weight: both have none here, and nothing is added.
-        unpadded = name == "pad" and not any(args[1] if len(args) > 1 else kwargs["pad"])
-        if (name in _CONVERTING or unpadded) and isinstance(args[0], ReleasedData):
-            return _converted(func, args, kwargs or {}, args[0].ds_name, args[0].ds_full_shape)
-        data = next(item for item in args if isinstance(item, ReleasedData))
-        raise RuntimeError(_untouchable(data.ds_name, data.ds_full_shape, name))
-
-
-# Every access makes a new method-wrapper: compare with ==.
-_data_getter, _data_setter = torch.Tensor.data.__get__, torch.Tensor.data.__set__
 
 
 def _released_data(param):
     with torch._C.DisableTorchFunction():
-        return _as_released(param.data, param.ds_handle.name, tuple(param.ds_shape))
-
-
-def _as_released(tensor, name, shape):
-    data = tensor.as_subclass(ReleasedData)
-    data.ds_name, data.ds_full_shape = name, shape
-    return data
-
-
-def _converted(func, args, kwargs, name, shape):
-    with torch._C.DisableTorchFunction():
-        result = func(*args, **kwargs)
-        return result if result is args[0] else _as_released(result, name, shape)
-
-
-def _untouchable(name, shape, operation):
-    return (
-        f"{operation}: the values of parameter '{name}' {shape} are not on this rank: ZeRO stage 3 holds slices. "
-        "Use them inside `with deepspeed.zero.GatheredParameters(parameter):` (with modifier_rank=0 to change them), "
-        "or in the forward of a module of the model that deepspeed.initialize has wrapped."
-    )
+        return as_released(param.data, param.ds_handle.name, tuple(param.ds_shape))
 
 
 def _released_in(item):
@@ -319,7 +278,7 @@ def _new_parameter(new):
     @functools.wraps(new)
     def wrapped(cls, data=None, *args, **kwargs):
         if isinstance(data, ReleasedParameter):
-            raise RuntimeError(_untouchable(data.ds_handle.name, tuple(data.ds_shape), cls.__name__))
+            raise RuntimeError(untouchable(data.ds_handle.name, tuple(data.ds_shape), cls.__name__))
         return new(cls, data.detach() if isinstance(data, ShardedParameter) else data, *args, **kwargs)
 
     wrapped._ds_wrapped = new
@@ -333,6 +292,7 @@ def shard(param, access, name=None):
     """
     if not hasattr(torch.nn.Parameter.__new__, "_ds_wrapped"):
         torch.nn.Parameter.__new__ = _new_parameter(torch.nn.Parameter.__new__)
+        keep_values_in_recomputed_segments()
     name = name or f"parameter {tuple(param.shape)}"
     handle = _native._C.ShardedParam(param, name, access.world, access.rank, ShardedParameter, ReleasedParameter)
     _dress(param, handle, access)

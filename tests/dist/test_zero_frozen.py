@@ -1,0 +1,89 @@
+"""Frozen layers of every common kind inside checkpointed segments, against one process without sharding."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import deepspeed
+from deepspeed.utils import safe_get_full_grad
+from harness import run_ranks
+
+WIDTH, LENGTH, TOKENS = 8, 6, 11
+
+
+class Block(torch.nn.Module):
+    """Every layer is frozen but ``up``; the first input may need no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(TOKENS, WIDTH)
+        self.conv = torch.nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.transposed = torch.nn.ConvTranspose1d(WIDTH, WIDTH, 1)
+        self.normed = torch.nn.utils.weight_norm(torch.nn.Conv1d(WIDTH, WIDTH, 1))
+        self.layer = torch.nn.LayerNorm(WIDTH)
+        self.group = torch.nn.GroupNorm(2, WIDTH)
+        self.batch = torch.nn.BatchNorm1d(WIDTH, track_running_stats=False)
+        self.bilinear = torch.nn.Bilinear(WIDTH, WIDTH, WIDTH)
+        self.prelu = torch.nn.PReLU(WIDTH)
+        self.attention = torch.nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.scale = torch.nn.Parameter(torch.ones(WIDTH))
+        self.gru = torch.nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.requires_grad_(False)
+        self.up = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, ids):
+        x = self.layer(self.up(x) + self.embed(ids)) * self.scale
+        rows = self.group(self.normed(self.transposed(self.conv(x.transpose(1, 2)))))
+        x = x + self.prelu(self.batch(rows)).transpose(1, 2)
+        x = self.bilinear(x, torch.tanh(x)) + self.attention(x, x, x, need_weights=False)[0]
+        return torch.tanh(x + self.gru(x)[0])
+
+
+class Net(torch.nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
+        self.reentrant = reentrant
+
+    def forward(self, x, ids):
+        for block in self.blocks:
+            x = block(x, ids) if self.reentrant is None else checkpoint(block, x, ids, use_reentrant=self.reentrant)
+        return x
+
+
+def inputs(world):
+    random = torch.Generator().manual_seed(5)
+    return (
+        torch.randn(world, LENGTH, WIDTH, generator=random).requires_grad_(),
+        torch.randint(0, TOKENS, (world, LENGTH), generator=random),
+    )
+
+
+def body(rank, world, stage, reentrant):
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    engine = deepspeed.initialize(model=Net(reentrant), config=config)[0]
+    plain = Net(None)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    x, ids = inputs(world)
+    for _ in range(2):
+        optimizer.zero_grad()
+        sum(plain(x[r : r + 1], ids[r : r + 1]).square().mean() for r in range(world)).div(world).backward()
+        engine.backward(engine(x[rank : rank + 1], ids[rank : rank + 1]).square().mean())
+        for (name, ours), theirs in zip(engine.module.named_parameters(), plain.parameters()):
+            if theirs.requires_grad:
+                assert torch.allclose(safe_get_full_grad(ours), theirs.grad, atol=1e-6), name
+            assert stage < 3 or ours.shape == (0,), name  # nothing was kept
+        optimizer.step()
+        engine.step()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("reentrant", [False, True, None])
+def test_frozen_layers_with_checkpoints(reentrant):
+    run_ranks(2, body, 3, reentrant, init=True)

@@ -1,0 +1,111 @@
+"""Model libraries initialise weights when zero.Init has ended; what they load, initialise and gather then."""
+
+import pytest
+import torch
+
+import deepspeed
+from harness import run_ranks
+
+
+class Direction(torch.nn.Module):
+    def forward(self, norm, direction):
+        return direction * (norm / direction.norm(dim=1, keepdim=True))
+
+    def right_inverse(self, weight):
+        return weight.norm(dim=1, keepdim=True), weight
+
+
+def sinusoids(length, channels):
+    return torch.arange(length)[:, None] * torch.ones(channels)[None]
+
+
+class Pretrained(torch.nn.Module):
+    """As transformers has it: what was loaded is marked, and initialisers leave it alone."""
+
+    def initialize_weights(self):
+        if not hasattr(torch.nn.Module, "smart_apply"):
+            torch.nn.Module.smart_apply = lambda *_: pytest.fail("this one knows no shards")
+        with torch.no_grad():
+            self.smart_apply(self._initialize_weights, False)
+
+    def _initialize_weights(self, module, custom):
+        assert custom is False
+        self.seen.append(type(module).__name__)
+        self._init_weights(module)
+
+
+class Encoder(Pretrained):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+        self.positions = torch.nn.Embedding(5, 4)
+        self.layer = torch.nn.Linear(4, 4)
+        with deepspeed.zero.GatheredParameters(self.layer.weight, modifier_rank=0):
+            torch.nn.utils.parametrize.register_parametrization(self.layer, "weight", Direction(), unsafe=True)
+
+    def _init_weights(self, module):
+        if isinstance(module, Encoder):
+            table = sinusoids(*module.positions.weight.shape)
+            assert table.shape == (5, 4)
+            if not hasattr(module.positions.weight, "is_loaded"):
+                module.positions.weight.copy_(table)
+            assert module.positions.weight.shape == (5, 4)  # also after it was gathered for the copy
+        elif isinstance(module, torch.nn.Linear):  # of the parametrized one the weight is computed
+            assert module.weight.shape == (4, 4) and module.weight.norm() > 0
+
+
+class Model(Pretrained):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+        self.encoder, self.head = Encoder(), torch.nn.Linear(4, 2)
+
+    def _init_weights(self, module):
+        if isinstance(module, torch.nn.Linear):
+            module.weight.normal_()
+
+
+def initialized(rank, world, loaded):
+    with deepspeed.zero.Init():
+        model = Model()
+    if loaded:
+        model.encoder.positions.weight.is_loaded = True
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        before = {name: param.clone() for name, param in model.named_parameters()}
+    torch.manual_seed(rank)  # rank 0's values count
+    model.initialize_weights()
+    assert model.encoder.seen[0] == "Embedding" and model.encoder.seen[-2:] == ["ParametrizedLinear", "Encoder"]
+    assert model.seen == ["Linear", "Model"]
+    assert all(param.shape == (0,) for param in model.parameters())
+    with pytest.raises(RuntimeError, match="not on this rank"):
+        model.head.weight.norm()
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        table = before["encoder.positions.weight"] if loaded else sinusoids(5, 4)
+        assert torch.equal(model.encoder.positions.weight, table)
+        torch.manual_seed(0)
+        assert torch.equal(model.head.weight, torch.empty(2, 4).normal_())
+        assert torch.equal(model.head.bias, before["head.bias"])
+    return True
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_initializers_after_the_construction(loaded):
+    assert run_ranks(2, initialized, loaded, init=True) == [True, True]
+
+
+def in_any_order(rank, world):
+    with deepspeed.zero.Init():
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 200))
+    params = list(model.parameters())
+    given = params if rank == 0 else params[::-1]  # as a set of them would be
+    with deepspeed.zero.GatheredParameters(given, modifier_rank=0):
+        assert [tuple(p.shape) for p in params] == [(3, 4), (3,), (200, 3), (200,)]
+        with torch.no_grad():
+            for number, param in enumerate(params if rank == 0 else []):
+                param.fill_(number)
+    with deepspeed.zero.GatheredParameters(given):
+        return [param.unique().tolist() for param in params]
+
+
+def test_ranks_may_name_parameters_in_any_order():
+    assert run_ranks(2, in_any_order, init=True) == [[[0.0], [1.0], [2.0], [3.0]]] * 2

@@ -1,0 +1,210 @@
+"""Parameters whose values are elsewhere: what only copies or looks gives an empty tensor and one warning, nothing else
+does."""
+
+import copy
+import io
+import logging
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.log import logger
+from harness import run_ranks
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "gradient_clipping": 0.0,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+}
+
+# The comments are what the user's lines would be; each runs on a parameter, on its .data and on a state dict's entry.
+COPIES = [
+    lambda t: t.clone(),
+    lambda t: torch.clone(t),
+    lambda t: t.detach().clone(),
+    lambda t: t.to(torch.float16),
+    lambda t: t.to("cpu", copy=True),
+    lambda t: t.detach().cpu(),
+    lambda t: t.double(),
+    lambda t: t.bfloat16(),
+    lambda t: t.half(),
+    lambda t: t.type(torch.float64),
+    lambda t: t.detach().contiguous(),
+    lambda t: t.detach().view(torch.uint8),
+    lambda t: t.detach().flatten(),
+    lambda t: t.view(-1),
+    lambda t: t.reshape([-1]),
+    lambda t: copy.deepcopy(t.data),
+]
+LOOKS = [
+    (lambda t: t.detach().numpy().shape, (0,)),
+    (lambda t: t.detach().cpu().numpy().tobytes(), b""),
+    (lambda t: t.tolist(), []),
+    (lambda t: t.data_ptr(), 0),
+    (lambda t: t.detach().numpy().tolist(), []),
+]
+COMPUTES = [
+    lambda t: t + 1,
+    lambda t: 2 * t,
+    lambda t: t.sum(),
+    lambda t: t.norm(),
+    lambda t: torch.cat([t, t]),
+    lambda t: torch.stack([t.detach()]),
+    lambda t: t.detach().clone() + 1,
+    lambda t: t.data.cpu() * 2,
+    lambda t: t.detach().float().mean(),
+    lambda t: torch.equal(t, t),
+    lambda t: t.reshape(3, -1),
+    lambda t: t.T,
+    lambda t: t.data.T,
+    lambda t: t.data.copy_(torch.ones(3, 4)),
+    lambda t: t.data.zero_(),
+    lambda t: t.clone().fill_(1.0),
+    lambda t: torch.ones(3, 4).copy_(t),
+]
+
+
+class Warnings(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+    def __enter__(self):
+        logger.addHandler(self)
+        return self
+
+    def __exit__(self, *_):
+        logger.removeHandler(self)
+
+
+def empties(rank, world):
+    with deepspeed.zero.Init():
+        layer = torch.nn.Linear(4, 3)
+    for wanted in COPIES:
+        for given in (layer.weight, layer.weight.data, layer.state_dict()["weight"]):
+            got = wanted(given)
+            assert isinstance(got, torch.Tensor) and got.shape == torch.Size([0])
+    for look, answer in LOOKS:
+        for given in (layer.weight, layer.weight.data, layer.state_dict()["weight"]):
+            assert look(given) == answer
+    for compute in COMPUTES:
+        for given in (layer.weight, layer.weight.data, layer.state_dict()["weight"]):
+            with pytest.raises(RuntimeError, match=r"values of parameter 'Linear.weight' \(3, 4\) are not on this rank"):
+                compute(given)
+    # Another tensor takes only what it needs to know.
+    assert torch.ones(2).to(layer.weight.half()).dtype == torch.float16
+    assert torch.ones(2, dtype=torch.int64).type_as(layer.weight).tolist() == [1.0, 1.0]
+    assert layer.weight.type() == "torch.FloatTensor"
+    return True
+
+
+def test_copies_and_looks_are_empty_and_computing_raises():
+    assert run_ranks(2, empties, init=True) == [True, True]
+
+
+def warned(rank, world):
+    with deepspeed.zero.Init():
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    with Warnings() as quiet:
+        state = model.state_dict()  # the names of a state dict are asked for more often than its values
+        assert list(state)[0] == "0.weight" and model[0].weight.data.shape == (0,)
+        assert model.to("cpu") is model and model[0].weight.to(torch.float32) is model[0].weight
+    assert not quiet.texts
+    with Warnings() as heard:
+        for _ in range(2):
+            copies = [param.clone() for param in model.parameters()]
+    [text] = heard.texts
+    line = warned.__code__.co_firstlineno + 10
+    assert f"clone at {__file__}:{line} gives an empty tensor" in text
+    assert f"'Linear.weight' (3, 4) are not on rank {rank}" in text and "GatheredParameters" in text
+    with Warnings() as heard:
+        copies += [param.detach().numpy() for param in model.parameters()]
+    [text] = heard.texts
+    assert text.startswith("detach at ")
+    with Warnings() as heard:
+        looked = [value.data_ptr() for value in state.values()]
+    [text] = heard.texts
+    assert text.startswith("data_ptr at ") and looked == [0] * 4
+    return True
+
+
+def test_one_warning_for_each_line():
+    assert run_ranks(2, warned, init=True) == [True, True]
+
+
+def saved(rank, world):
+    with deepspeed.zero.Init():
+        layer = torch.nn.Linear(4, 3)
+    for given in (layer.weight, layer.state_dict(), {"copy": layer.weight.detach().half()}):
+        file = io.BytesIO()
+        with Warnings() as heard:
+            torch.save(given, file)
+        assert ["pickling at" in text for text in heard.texts] == ([True] if given is layer.weight else [])
+        file.seek(0)
+        loaded = torch.load(file)  # weights_only in torch 2: nothing of ours is in it
+        for value in loaded.values() if isinstance(loaded, dict) else [loaded]:
+            assert type(value) in (torch.Tensor, torch.nn.Parameter) and value.shape == (0,)
+            value.add_(1) if not value.requires_grad else None
+    with deepspeed.zero.GatheredParameters(layer.weight):
+        file = io.BytesIO()
+        torch.save({"weight": layer.weight}, file)
+        file.seek(0)
+        loaded = torch.load(file)["weight"]
+        assert type(loaded) is torch.nn.Parameter and torch.equal(loaded, layer.weight)
+    return True
+
+
+def test_saved_by_torch():
+    assert run_ranks(2, saved, init=True) == [True, True]
+
+
+class Borrower(torch.nn.Module):
+    """Uses copies of a parameter of a module that is not called."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.lent = torch.nn.Linear(6, 5), torch.nn.Linear(5, 7, bias=False)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.own(x))
+        logits = hidden @ self.lent.weight.T + hidden @ self.lent.weight.clone().t()
+        return logits + hidden @ self.lent.weight.detach().to(hidden.dtype).t()
+
+
+def data(rank, step):
+    return torch.randn(2, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def borrowing(rank, world):
+    torch.manual_seed(4)
+    engine = deepspeed.initialize(model=Borrower(), config=CONFIG)[0]
+    losses = []
+    for step in range(3):
+        loss = engine(data(rank, step)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    with Warnings() as quiet:  # what this library does by itself
+        engine.save_checkpoint("saved")
+        engine.load_checkpoint("saved")
+    assert not [text for text in quiet.texts if "empty tensor" in text]
+    return losses
+
+
+def test_copies_within_a_running_module_have_values(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sharded = run_ranks(2, borrowing, init=True)
+    torch.manual_seed(4)
+    model = Borrower()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        parts = [model(data(rank, step)).square().mean() for rank in range(2)]
+        assert [losses[step] for losses in sharded] == pytest.approx([part.item() for part in parts], abs=1e-6)
+        optimizer.zero_grad()
+        (sum(parts) / 2).backward()
+        optimizer.step()
