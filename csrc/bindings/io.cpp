@@ -191,7 +191,7 @@ DS_BINDINGS(m) {
           "write_memory",
           [](ZipPart& self, const std::vector<std::pair<uintptr_t, size_t>>& pieces) {
             py::gil_scoped_release released;
-            for (const auto& [address, bytes] : pieces) self.write(at(address), bytes);
+            for (const auto& [address, bytes] : pieces) self.write(pointer(address), bytes);
           },
           py::arg("pieces"))
       .def_property_readonly("crc32", [](const ZipPart& self) { return self.crc32(); })
