@@ -27,7 +27,7 @@ def pytest_sessionfinish():
 
 
 def pytest_configure(config):
-    """tools/test.sh names a file in which each test leaves its seconds. Of pytest-xdist's processes the first writes."""
+    """tools/test.sh names a file in which each test leaves its seconds. With pytest-xdist the first process writes."""
     path = os.environ.get("DS_TEST_TIMES")
     if path and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Times(path))

@@ -33,8 +33,8 @@ def _parts(case, strength):
 def sample(cases, cover="pairs", at_least=0, seed=""):
     """Indices, in order, of cases that hold together each pair of values (`cover="values"`: each value) that occurs.
 
-    cases: a sequence of equally long tuples of hashable values. Greedy: always the case that adds most; between equals a
-    hash of its values decides, so that samples of similar matrices are not all from the same corner.
+    cases: a sequence of equally long tuples of hashable values. Greedy: always the case that adds most; between equals
+    a hash of its values decides, so that samples of similar matrices are not all from the same corner.
     """
     if cover not in ("pairs", "values"):
         raise ValueError(f"a sample covers 'pairs' or 'values', not {cover!r}")

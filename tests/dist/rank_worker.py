@@ -1,7 +1,7 @@
 """The other side of harness.py: the server that forks rank processes, and what such a process does.
 
-The server imports torch and deepspeed once, stays single-threaded and initialises no device, so that its children may do
-anything.
+The server imports torch and deepspeed once, stays single-threaded and initialises no device, so that its children may
+do anything.
 Started as ``python rank_worker.py FD``, where FD is a socket to the pytest process; ends when that socket closes.
 """
 
@@ -233,7 +233,7 @@ def _load(name, path):
 
 
 def _preload():
-    """What every engine needs: a rank that is forked for one test would take longer to import it than to run the test."""
+    """What every engine needs: a rank that is forked for one test would import it for longer than the test takes."""
     try:
         deepspeed = importlib.import_module("deepspeed")
         for name in ("initialize", "zero", "comm", "checkpointing"):

@@ -35,7 +35,8 @@ def test_a_matrix_with_holes_keeps_the_pairs_it_has():
 
 
 def test_the_same_sample_every_time_and_another_one_for_another_name():
-    code = "import sampling, itertools; print(sampling.sample(list(itertools.product('abcd', 'efg', [1.5, None])), seed='x'))"
+    matrix = "list(itertools.product('abcd', 'efg', [1.5, None]))"
+    code = f"import sampling, itertools; print(sampling.sample({matrix}, seed='x'))"
     runs = {
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True,
