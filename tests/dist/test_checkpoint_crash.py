@@ -81,8 +81,14 @@ def tags_of(folder):
     return [entry.folder for entry in listing.checkpoints_of(folder)]
 
 
-@pytest.mark.parametrize("tag", ["a", "b"], ids=["over the old one", "beside the old one"])
-@pytest.mark.parametrize("operation", ["open", "write", "fsync", "rename"])
+# With a real engine, a sample; tests/python/checkpoint/test_commit.py kills at every step on every kind of file system.
+EVERY_STEP = [("rename", "a"), ("fsync", "b")]
+SLOW_STEPS = [("open", "a"), ("write", "a"), ("fsync", "a"), ("open", "b"), ("write", "b"), ("rename", "b")]
+
+
+@pytest.mark.parametrize(
+    "operation, tag", EVERY_STEP + [pytest.param(*step, marks=pytest.mark.slow) for step in SLOW_STEPS]
+)
 def test_killed_at_every_step(operation, tag, tmp_path):
     loaded = kill_everywhere(str(tmp_path), 1, 2, tag, operation, range(1, 60))
     assert loaded[0] == 1 and loaded[-1] == 2 and loaded == sorted(loaded)
