@@ -159,7 +159,8 @@ void Engine::end_backward() {
 bool Engine::join_backward(bool reduce) {
   const bool none = !had_backward_ && !grads_.dirty();
   had_backward_ = false;
-  if (none && reduce) {
+  // Whole gradients that are here without a backward were put here by hand, and are taken as they are.
+  if (none && reduce && (store_.sharded() || !grads_.any())) {
     if (gatherer_) gatherer_->source().drain();
     grads_.join();
   }

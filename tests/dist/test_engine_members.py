@@ -194,15 +194,18 @@ def test_local_rank_and_device_rank_of_the_arguments():
 
 
 def body_log_level(rank, world):
-    levels = []
-    for more in ({}, {"log_level": "error"}, {}, {"log_level": "DEBUG"}):
-        deepspeed.initialize(model=make_net(), config=config(world, **more))
-        levels.append(deepspeed.logger.level)
+    levels, before = [], deepspeed.logger.level
+    try:
+        for more in ({}, {"log_level": "error"}, {}, {"log_level": "DEBUG"}):
+            deepspeed.initialize(model=make_net(), config=config(world, **more))
+            levels.append(deepspeed.logger.level)
+    finally:
+        deepspeed.logger.setLevel(before)
     return levels
 
 
 def test_log_level_sets_the_level_of_the_logger():
-    (levels,) = run_ranks(1, body_log_level, fresh=True)
+    (levels,) = run_ranks(1, body_log_level)
     assert levels == [logging.INFO, logging.ERROR, logging.ERROR, logging.DEBUG]
 
 
