@@ -23,6 +23,8 @@ CONFIG = {
 COPIES = [
     lambda t: t.clone(),
     lambda t: torch.clone(t),
+    lambda t: torch.clone(input=t),
+    lambda t: torch.detach(input=t),
     lambda t: t.detach().clone(),
     lambda t: t.to(torch.float16),
     lambda t: t.to("cpu", copy=True),
