@@ -139,6 +139,18 @@ def test_one_warning_for_each_line():
     assert run_ranks(2, warned, init=True) == [True, True]
 
 
+def told_apart(rank, world):
+    with deepspeed.zero.Init():
+        first, second = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+        assert first.weight.data_ptr() == second.weight.data_ptr() == 0  # not of memory gathered for the question
+        assert first.weight.clone().shape == (3, 4)  # a constructor copies values
+    return True
+
+
+def test_addresses_while_a_model_is_built():
+    assert run_ranks(2, told_apart, init=True) == [True, True]
+
+
 def saved(rank, world):
     with deepspeed.zero.Init():
         layer = torch.nn.Linear(4, 3)

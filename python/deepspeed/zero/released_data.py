@@ -34,11 +34,14 @@ CONVERTING = {
     "detach", "to", "type", "type_as", "cpu", "cuda", "xpu", "npu", "half", "float", "double", "bfloat16",
     "byte", "char", "short", "int", "long", "bool",
 }  # fmt: skip
+# Addresses tell tied parameters apart: those of memory that was gathered for the question would make strangers equal.
+_ADDRESSES = {"data_ptr", "untyped_storage", "storage", "_typed_storage"}
 # What else copies values, moves them or looks at their bytes.
-_COPYING = {
-    "clone", "detach_", "contiguous", "numpy", "tolist", "__array__", "data_ptr", "untyped_storage", "storage",
-    "_typed_storage", "pin_memory", "share_memory_", "alias", "flatten", "ravel", "__dlpack__",
+_COPYING = _ADDRESSES | {
+    "clone", "detach_", "contiguous", "numpy", "tolist", "__array__", "pin_memory", "share_memory_", "alias", "flatten",
+    "ravel", "__dlpack__",
 }  # fmt: skip
+EMPTY_WHILE_BUILDING = CONVERTING | _ADDRESSES  # zero.Init gathers for everything else
 _RESHAPING = {"view", "reshape"}  # to one dimension of any length, or to the bytes
 
 

@@ -18,6 +18,7 @@ from deepspeed.zero.recomputed import keep_values_in_recomputed_segments
 from deepspeed.zero.released_data import (
     ACCESSORS,
     CONVERTING,
+    EMPTY_WHILE_BUILDING,
     HARMLESS,
     as_released,
     empty_result,
@@ -227,7 +228,7 @@ class ReleasedParameter(ShardedParameter):
             if param.ds_access.gatherer.touch(handle):
                 continue
             copied = param is given and only_copies(name, args, kwargs)
-            if gather_while_building is not None and not (copied and name in CONVERTING):
+            if gather_while_building is not None and not (copied and name in EMPTY_WHILE_BUILDING):
                 with gather_while_building(_released_in((args, kwargs))):
                     return func(*args, **kwargs)
             if copied:
