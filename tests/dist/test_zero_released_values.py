@@ -23,6 +23,8 @@ CONFIG = {
 COPIES = [
     lambda t: t.clone(),
     lambda t: torch.clone(t),
+    lambda t: torch.clone(input=t),
+    lambda t: torch.detach(input=t),
     lambda t: t.detach().clone(),
     lambda t: t.to(torch.float16),
     lambda t: t.to("cpu", copy=True),
@@ -135,6 +137,18 @@ def warned(rank, world):
 
 def test_one_warning_for_each_line():
     assert run_ranks(2, warned, init=True) == [True, True]
+
+
+def told_apart(rank, world):
+    with deepspeed.zero.Init():
+        first, second = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+        assert first.weight.data_ptr() == second.weight.data_ptr() == 0  # not of memory gathered for the question
+        assert first.weight.clone().shape == (3, 4)  # a constructor copies values
+    return True
+
+
+def test_addresses_while_a_model_is_built():
+    assert run_ranks(2, told_apart, init=True) == [True, True]
 
 
 def saved(rank, world):

@@ -34,11 +34,14 @@ CONVERTING = {
     "detach", "to", "type", "type_as", "cpu", "cuda", "xpu", "npu", "half", "float", "double", "bfloat16",
     "byte", "char", "short", "int", "long", "bool",
 }  # fmt: skip
+# Addresses tell tied parameters apart: those of memory that was gathered for the question would make strangers equal.
+_ADDRESSES = {"data_ptr", "untyped_storage", "storage", "_typed_storage"}
 # What else copies values, moves them or looks at their bytes.
-_COPYING = {
-    "clone", "detach_", "contiguous", "numpy", "tolist", "__array__", "data_ptr", "untyped_storage", "storage",
-    "_typed_storage", "pin_memory", "share_memory_", "alias", "flatten", "ravel", "__dlpack__",
+_COPYING = _ADDRESSES | {
+    "clone", "detach_", "contiguous", "numpy", "tolist", "__array__", "pin_memory", "share_memory_", "alias", "flatten",
+    "ravel", "__dlpack__",
 }  # fmt: skip
+EMPTY_WHILE_BUILDING = CONVERTING | _ADDRESSES  # zero.Init gathers for everything else
 _RESHAPING = {"view", "reshape"}  # to one dimension of any length, or to the bytes
 
 
@@ -54,6 +57,11 @@ def operation_of(func):
 def is_data_getter(func):
     """Whether it reads ``tensor.data``."""
     return func == torch.Tensor.data.__get__  # every access makes a new method-wrapper: compare with ==
+
+
+def first_of(args, kwargs):
+    """What the operation is done to."""
+    return args[0] if args else kwargs.get("input")
 
 
 def only_copies(name, args, kwargs):
@@ -86,9 +94,9 @@ class ReleasedData(torch.Tensor):
             return as_released(run_plainly(func, args, kwargs), args[0].ds_name, args[0].ds_full_shape)
         if name in HARMLESS or name in ACCESSORS:
             return run_plainly(func, args, kwargs)
-        if name in CONVERTING and not isinstance(args[0], ReleasedData):
+        given = first_of(args, kwargs)
+        if name in CONVERTING and not isinstance(given, ReleasedData):
             return run_plainly(func, args, kwargs)
-        given = args[0] if args else kwargs.get("input")
         if isinstance(given, ReleasedData) and only_copies(name, args, kwargs):
             return empty_result(func, args, kwargs, given.ds_name, given.ds_full_shape)
         data = next(_released_data_in((args, kwargs)))
@@ -125,12 +133,14 @@ def as_released(tensor, name, shape):
 def empty_result(func, args, kwargs, name, shape):
     """Runs an operation for which ``only_copies`` holds on the empty tensor of parameter ``name``."""
     result = run_plainly(func, args, kwargs)
-    if (args and result is args[0]) or isinstance(result, str):  # nothing was copied; type() names the type
+    unchanged = result is first_of(args, kwargs)
+    shared = getattr(func, "__name__", "") == "share_memory_"  # the values would have to move
+    if (unchanged and not shared) or isinstance(result, str):  # nothing was copied; type() names the type
         return result
     # The names of a state dict are asked for more often than its values: its entries warn when they are used.
     if sys._getframe(2).f_code.co_name != "_save_to_state_dict":
         warn_of_empty(operation_of(func), name, shape)
-    return as_released(result, name, shape) if isinstance(result, torch.Tensor) else result
+    return as_released(result, name, shape) if isinstance(result, torch.Tensor) and not unchanged else result
 
 
 def _folder(path):

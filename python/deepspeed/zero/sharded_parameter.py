@@ -19,9 +19,11 @@ from deepspeed.zero.recomputed import keep_values_in_recomputed_segments
 from deepspeed.zero.released_data import (
     ACCESSORS,
     CONVERTING,
+    EMPTY_WHILE_BUILDING,
     HARMLESS,
     as_released,
     empty_result,
+    first_of,
     is_data_getter,
     only_copies,
     operation_of,
@@ -230,14 +232,15 @@ class ReleasedParameter(ShardedParameter):
             raise RuntimeError(untouchable(args[0].ds_handle.name, tuple(args[0].ds_shape), "param.data = ..."))
         if name in HARMLESS or name in ACCESSORS:
             return run_plainly(func, args, kwargs)
-        if name in CONVERTING and not isinstance(args[0], ReleasedParameter):
+        given = first_of(args, kwargs)
+        if name in CONVERTING and not isinstance(given, ReleasedParameter):
             return run_plainly(func, args, kwargs)  # another tensor, which becomes like the parameter
         for param in _released_in((args, kwargs)):
             handle = param.ds_handle
             if param.ds_access.gatherer.touch(handle):
                 continue
-            copied = param is (args[0] if args else kwargs.get("input")) and only_copies(name, args, kwargs)
-            if gather_while_building is not None and not (copied and name in CONVERTING):
+            copied = param is given and only_copies(name, args, kwargs)
+            if gather_while_building is not None and not (copied and name in EMPTY_WHILE_BUILDING):
                 with gather_while_building(_released_in((args, kwargs))):
                     return func(*args, **kwargs)
             if copied:
