@@ -15,8 +15,7 @@ class ModelAccess:
 
     def attach(self, module, core):
         """From now on the engine's core gathers them."""
-        access = self.access
-        attached = sharding.ShardAccess(core.gatherer, access.group, access.world, access.rank, core, access.copies)
+        attached = sharding.EngineAccess(self.access, core)
         for name, param in module.named_parameters():
             param.ds_handle.name = name
             param.ds_access = attached
