@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <signal.h>
 #include <sys/types.h>
+#include <unistd.h>
 
 #include <fstream>
 #include <sstream>
@@ -37,6 +38,10 @@ Stat stat_of(int64_t pid) {
 }  // namespace
 
 char process_state(int64_t pid) { return stat_of(pid).state; }
+
+OwningProcess::OwningProcess() : pid_(getpid()) {}
+
+bool OwningProcess::here() const { return pid_ == getpid(); }
 
 bool process_ended(int64_t pid) {
   if (kill(static_cast<pid_t>(pid), 0) != 0 && errno == ESRCH) return true;

@@ -12,4 +12,15 @@ char process_state(int64_t pid);
 // being taken apart by the kernel, which closes its connections on the way.
 bool process_ended(int64_t pid);
 
+// The process that made an object. A forked child has a copy of the object and none of its threads, and what the object
+// shares with others is not the child's to close: where here() is false a destructor leaves all of it alone.
+class OwningProcess {
+ public:
+  OwningProcess();
+  bool here() const;
+
+ private:
+  const int64_t pid_;
+};
+
 }  // namespace ds

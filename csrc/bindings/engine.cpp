@@ -246,7 +246,12 @@ DS_BINDINGS(m) {
       .def("culprits",
            [](Engine& engine) {
              std::vector<std::pair<std::string, std::string>> result;
-             for (const auto& culprit : engine.grads().local_culprits())
+             std::vector<zero::GradReducer::Culprit> found;
+             {
+               py::gil_scoped_release unlocked;  // waits for the device
+               found = engine.grads().local_culprits();
+             }
+             for (const auto& culprit : found)
                result.emplace_back(engine.params().spec(culprit.param).name, culprit.nan ? "nan" : "inf");
              return result;
            })

@@ -18,8 +18,10 @@
 #include "bindings/registry.h"
 #include "kernels/code_book.h"
 #include "kernels/stream.h"
+#include "kernels/sum_order.h"
 #include "kernels/table.h"
 #include "zero/newton_schulz.h"
+#include "zero/torch_scratch.h"
 
 namespace py = pybind11;
 
@@ -105,7 +107,16 @@ class UpdateRunner {
     {
       py::gil_scoped_release no_gil;
       const c10::DeviceGuard guard(device);
-      const kernels::Launch launch = {device.is_cpu() ? pool(threads) : nullptr, reinterpret_cast<void*>(cuda_stream)};
+      at::Tensor reserved;  // what kernels need is there before the first of them changes anything
+      if (!device.is_cpu() && rule_.sums > 0) {
+        size_t blocks = 0;
+        for (const at::Tensor& p : params) blocks += kernels::sum_blocks(static_cast<size_t>(p.numel()));
+        reserved = at::empty({static_cast<int64_t>(blocks * kernels::kSumScratchBytes)},
+                             at::TensorOptions().device(device).dtype(at::kByte));
+      }
+      zero::TorchScratch memory(device, reserved);
+      const kernels::Launch launch = {device.is_cpu() ? pool(threads) : nullptr, reinterpret_cast<void*>(cuda_stream),
+                                      &memory};
       for (size_t pass = 0; pass < rule_.passes.size(); ++pass) {
         for (const auto& [dtypes, segments] : groups) {
           UpdateArgs args;
@@ -119,6 +130,7 @@ class UpdateRunner {
           for (const at::Tensor& matrix : matrices) iteration.apply(matrix);
         }
       }
+      if (!memory.error().empty()) fail(ErrorKind::kRuntime, title_, ": ", memory.error());
       if (const char* error = table.last_error())
         fail(ErrorKind::kRuntime, "the kernel of ", title_, " failed on ", device.str(), ": ", error);
     }

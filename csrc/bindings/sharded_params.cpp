@@ -28,10 +28,11 @@ using Unlocked = py::call_guard<py::gil_scoped_release>;
 // The parameter's class says whether its data may be touched. The classes live as long as their module: forever.
 void swap_classes(ShardedParam& param, const py::object& available, const py::object& released) {
   PyObject *when_available = available.ptr(), *when_released = released.ptr();
-  const at::Tensor& tensor = param.tensor();
-  const auto apply = [&tensor, when_available, when_released](zero::ParamStatus status) {
+  const auto apply = [&param, when_available, when_released](zero::ParamStatus status) {
     if (status == zero::ParamStatus::kInflight) return;
     py::gil_scoped_acquire locked;
+    const at::Tensor tensor = param.tensor();
+    if (!tensor.defined()) return;
     const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
     PyObject* type = status == zero::ParamStatus::kAvailable ? when_available : when_released;
     if (PyObject_SetAttrString(object.ptr(), "__class__", type) != 0) throw py::error_already_set();
@@ -182,7 +183,7 @@ DS_BINDINGS(m) {
       .def(
           "release", [](ParamGatherer& g, const std::vector<ShardedParamPtr>& params) { g.release(raw(params)); },
           Unlocked())
-      .def("touch", [](ParamGatherer& g, ShardedParam& param) { return g.touch(param); })
+      .def("touch", &ParamGatherer::touch, Unlocked())
       .def("add_unit", &ParamGatherer::add_unit)
       .def("extend_unit", &ParamGatherer::extend_unit)
       .def("release_all", &ParamGatherer::release_all, Unlocked())

@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "base/error.h"
+#include "base/process.h"
 #include "comm/c10d_compat.h"
 #include "comm/process_peer_memory.h"
 
@@ -113,6 +114,7 @@ class C10dCommunicator : public Communicator {
   ~C10dCommunicator() override { leave(); }
   void leave() override {
     if (!group_) return;
+    if (!owner_.here()) return static_cast<void>(group_.release());  // its end would wait for threads of the parent
     aside_ ? aside_([this] { group_.reset(); }) : group_.reset();
   }
 
@@ -299,6 +301,7 @@ class C10dCommunicator : public Communicator {
   std::vector<int> members_;  // ranks of the group; empty: all
   Aside aside_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const OwningProcess owner_;
   std::string name_;
   int rank_, size_;
   std::shared_ptr<Scratch> scratch_;

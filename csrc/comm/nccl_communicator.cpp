@@ -66,6 +66,7 @@ std::shared_ptr<NcclCommunicator> NcclCommunicator::join(NcclLibraryPtr library,
 }
 
 void NcclCommunicator::leave() noexcept {
+  if (!owner_.here()) return;
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (!comm_ || depth_ > 0) return;
   try {

@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "base/process.h"
 #include "comm/nccl_library.h"
 
 namespace ds::comm {
@@ -116,6 +117,7 @@ class NcclCommunicator {
 
   const NcclLibraryPtr library_;
   const NcclPlace place_;
+  const OwningProcess owner_;
   mutable std::recursive_mutex mutex_;
   nccl::Comm comm_ = nullptr;
   int depth_ = 0;                 // of groups

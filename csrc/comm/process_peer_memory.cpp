@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/process.h"
 #include "comm/shared_segments.h"
 
 namespace ds::comm {
@@ -27,7 +28,9 @@ class ProcessPeerMemory : public PeerMemory {
  public:
   ProcessPeerMemory(int rank, std::shared_ptr<SharedSegments> segments, int64_t bytes, LookAfter look_after)
       : rank_(rank), segments_(std::move(segments)), bytes_(bytes), look_after_(std::move(look_after)) {}
-  ~ProcessPeerMemory() override { header(rank_)->closed = 1; }
+  ~ProcessPeerMemory() override {
+    if (owner_.here()) header(rank_)->closed = 1;
+  }
 
   at::Tensor region(int rank) override {
     return at::from_blob(
@@ -69,6 +72,7 @@ class ProcessPeerMemory : public PeerMemory {
   std::shared_ptr<SharedSegments> segments_;
   int64_t bytes_;
   LookAfter look_after_;
+  const OwningProcess owner_;
 };
 
 }  // namespace

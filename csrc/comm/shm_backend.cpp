@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "base/error.h"
+#include "base/process.h"
 #include "comm/shared_segments.h"
 #include "comm/shm_queue.h"
 
@@ -136,7 +137,11 @@ class ShmBackend : public compat::BackendBase {
         aside_(std::move(aside)) {}
   // gloo's end waits for its threads, which may need the interpreter's lock to let go of a tensor: not with the lock.
   ~ShmBackend() override {
-    if (aside_) aside_([this] { other_.reset(); });
+    if (!owner_.here()) {
+      (void)other_.release();  // its threads are the parent's
+    } else if (aside_) {
+      aside_([this] { other_.reset(); });
+    }
   }
 
   const std::string getBackendName() const override { return "shm"; }
@@ -386,6 +391,7 @@ class ShmBackend : public compat::BackendBase {
 
   std::shared_ptr<ShmQueue> queue_;  // null: the ranks do not share a host
   BackendPtr other_;                 // may be null
+  const OwningProcess owner_;
   Aside aside_;
 };
 

@@ -26,13 +26,16 @@ std::vector<std::shared_ptr<Watched>> Watch::groups() const {
 }
 
 void Watch::stop() {
+  if (thread_.joinable() && pid_ != getpid()) {  // a forked child: the thread stayed in the parent, perhaps with the lock
+    thread_.detach();
+    return;
+  }
   {
     std::lock_guard<std::mutex> lock(mutex_);
     ending_ = true;
   }
   changed_.notify_all();
-  if (!thread_.joinable()) return;
-  pid_ == getpid() ? thread_.join() : thread_.detach();
+  if (thread_.joinable()) thread_.join();
 }
 
 void Watch::serve() {

@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 
+#include "base/process.h"
 #include "base/thread_pool.h"
 #include "io/aligned_pool.h"
 #include "io/async_file.h"
@@ -65,6 +66,7 @@ class FileStream {
   bool direct_;
   bool resizable_ = true;
   bool finished_ = false;
+  const OwningProcess owner_;
   AlignedPool pool_;
   ThreadPool workers_;
   Descriptor file_;

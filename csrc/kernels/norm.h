@@ -7,7 +7,10 @@ namespace ds::kernels {
 struct StepScale {
   double norm;       // 2-norm of the true (unscaled) gradients; inf or nan when they are not finite
   float grad_scale;  // what each stored gradient is multiplied by: unscaling and clipping in one factor
-  int32_t skip;      // 1: gradients are not finite, the update must not touch anything
+  int32_t skip;      // not 0: the update must not touch anything; one of the two below
 };
+
+constexpr int32_t kSkipNotFinite = 1;  // gradients are inf or nan
+constexpr int32_t kSkipFailed = 2;     // some rank could not compute them or their norm
 
 }  // namespace ds::kernels

@@ -14,6 +14,9 @@ constexpr size_t kSumLanes = 32;
 constexpr size_t kSumBlock = 16384;
 constexpr size_t kSumBlockLanes = 1024;
 
+// Scratch that sum_squares, and passes with sums over whole parameters, take on CUDA for each block: at most two sums.
+constexpr size_t kSumScratchBytes = 2 * sizeof(double);
+
 inline size_t sum_blocks(size_t numel) { return (numel + kSumBlock - 1) / kSumBlock; }
 
 // Pairwise: lane i takes lane i + N/2, then i + N/4, and so on.

@@ -26,12 +26,13 @@ struct KernelTable {
                      float scale);
   // *sum += sum of squares over all segments, accumulated in fp64 in an order that depends on the segments alone, not
   // on the thread count, the instruction set or the device (kernels/sum_order.h). A nan or inf anywhere makes it nan
-  // or inf.
+  // or inf. Scratch on CUDA: kSumScratchBytes for each block of each segment.
   void (*sum_squares)(const Launch&, const Segment* segments, size_t count, DType dtype, double* sum);
   // From *sum, of gradients that are `loss_scale` times too large: norm = sqrt(sum) / loss_scale;
   // grad_scale = 1 / loss_scale * min(1, max_norm / (norm + 1e-6)), without the min term when max_norm <= 0;
-  // skip = check && !isfinite(norm).
-  void (*finish_norm)(const Launch&, const double* sum, float loss_scale, float max_norm, bool check, StepScale* out);
+  // skip = kSkipFailed where *failed != 0 (null: nobody has), else kSkipNotFinite where check && !isfinite(norm), else 0.
+  void (*finish_norm)(const Launch&, const double* sum, const double* failed, float loss_scale, float max_norm,
+                      bool check, StepScale* out);
   // The update kernel of that name ("adam"; see kernels/<name>.h), valid for all tables of this device; null: none.
   const UpdateKernel* (*find_update)(const char* name);
   // The names there are, by number from 0; null behind the last.
@@ -51,7 +52,7 @@ struct KernelTable {
   const char* (*device_error)();
 };  // append only: a new entry goes to the end
 
-constexpr uint32_t kKernelAbi = 3;
+constexpr uint32_t kKernelAbi = 4;
 
 }  // namespace ds::kernels
 

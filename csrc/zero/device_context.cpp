@@ -6,6 +6,8 @@
 #include <dlfcn.h>
 
 #include <cstring>
+#include <utility>
+
 #include "base/error.h"
 #include "zero/torch_compat.h"
 
@@ -48,21 +50,24 @@ DType kernel_dtype(at::ScalarType type, const char* what) {
   }
 }
 
-DeviceContext::DeviceContext(c10::Device device, int threads)
+DeviceContext::DeviceContext(c10::Device device, int threads, const kernels::KernelTable* table)
     : device_(device),
+      may_fail_(table != nullptr || !device.is_cpu()),
       pool_(device.is_cpu() ? std::make_unique<ThreadPool>(threads) : nullptr),
-      table_(table_for(device)) {
+      table_(table ? table : table_for(device)) {
+  const c10::DeviceGuard current(device_);  // pinned memory, too, opens a context: on this device
   const auto options = at::TensorOptions().device(device_);
-  sum_ = at::zeros({1}, options.dtype(at::kDouble));
+  sum_ = at::zeros({3}, options.dtype(at::kDouble));
   step_scale_ =
       at::zeros({static_cast<int64_t>(sizeof(kernels::StepScale) / sizeof(double))}, options.dtype(at::kDouble));
   if (!device_.is_cpu())
     step_scale_host_ = at::zeros(step_scale_.sizes(), at::TensorOptions().dtype(at::kDouble).pinned_memory(true));
 }
 
-kernels::Launch DeviceContext::launch() const {
+kernels::Launch DeviceContext::launch(kernels::Scratch* scratch) const {
   kernels::Launch launch;
   launch.pool = pool_.get();
+  launch.scratch = scratch;
   if (!device_.is_cpu()) launch.stream = native_stream(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
   return launch;
 }
@@ -88,8 +93,10 @@ void DeviceContext::copy(const at::Tensor& dst, const at::Tensor& src, float sca
     return;
   }
   const at::Tensor flat = in_order_of(dst, src);
-  table_->copy(launch(), dst.data_ptr(), kernel_dtype(dst.scalar_type(), "gradient"), flat.data_ptr(),
-               kernel_dtype(flat.scalar_type(), "gradient"), static_cast<size_t>(flat.numel()), scale);
+  run([&](const kernels::Launch& launch) {
+    table_->copy(launch, dst.data_ptr(), kernel_dtype(dst.scalar_type(), "gradient"), flat.data_ptr(),
+                 kernel_dtype(flat.scalar_type(), "gradient"), static_cast<size_t>(flat.numel()), scale);
+  });
 }
 
 void DeviceContext::accumulate(const at::Tensor& dst, const at::Tensor& src, float scale) const {
@@ -100,8 +107,10 @@ void DeviceContext::accumulate(const at::Tensor& dst, const at::Tensor& src, flo
     return;
   }
   const at::Tensor flat = in_order_of(dst, src);
-  table_->accumulate(launch(), dst.data_ptr(), kernel_dtype(dst.scalar_type(), "gradient"), flat.data_ptr(),
-                     kernel_dtype(flat.scalar_type(), "gradient"), static_cast<size_t>(flat.numel()), scale);
+  run([&](const kernels::Launch& launch) {
+    table_->accumulate(launch, dst.data_ptr(), kernel_dtype(dst.scalar_type(), "gradient"), flat.data_ptr(),
+                       kernel_dtype(flat.scalar_type(), "gradient"), static_cast<size_t>(flat.numel()), scale);
+  });
 }
 
 void DeviceContext::move(void* dst, at::ScalarType dst_type, const void* src, at::ScalarType src_type, int64_t numel,
@@ -112,14 +121,14 @@ void DeviceContext::move(void* dst, at::ScalarType dst_type, const void* src, at
     std::memcpy(dst, src, static_cast<size_t>(bytes));
     return;
   }
-  const auto run = add ? table_->accumulate : table_->copy;
-  const auto call = [&] {
-    run(launch(), dst, kernel_dtype(dst_type, "gradient"), src, kernel_dtype(src_type, "gradient"),
-        static_cast<size_t>(numel), scale);
+  const auto entry = add ? table_->accumulate : table_->copy;
+  const auto call = [&](const kernels::Launch& launch) {
+    entry(launch, dst, kernel_dtype(dst_type, "gradient"), src, kernel_dtype(src_type, "gradient"),
+          static_cast<size_t>(numel), scale);
   };
-  if (device_.is_cpu()) return call();
+  if (device_.is_cpu()) return run(call);
   const c10::DeviceGuard current(device_);
-  call();
+  run(call);
 }
 
 at::Tensor DeviceContext::flattened(const at::Tensor& src, at::IntArrayRef sizes, at::IntArrayRef strides) const {
@@ -148,8 +157,31 @@ kernels::StepScale DeviceContext::read_step_scale() {
   return result;
 }
 
+void DeviceContext::reserve(int64_t bytes) {
+  if (reserved_.defined() && reserved_.numel() >= bytes) return;
+  reserved_ = at::empty({bytes}, at::TensorOptions().device(device_).dtype(at::kByte));
+}
+
+void DeviceContext::note_failure(const std::string& what) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (failure_.empty()) failure_ = what;
+  failed_.store(true, std::memory_order_release);
+}
+
+std::string DeviceContext::take_failure() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  failed_.store(false, std::memory_order_release);
+  return std::exchange(failure_, {});
+}
+
+void DeviceContext::note_errors(const TorchScratch& scratch) const {
+  if (const char* problem = table_->last_error()) note_failure(problem);
+  if (!scratch.error().empty()) note_failure(scratch.error());
+}
+
 void DeviceContext::check() const {
-  if (const char* problem = table_->last_error()) fail(ErrorKind::kRuntime, problem);
+  if (const char* problem = table_->last_error()) note_failure(problem);
+  if (failed()) fail(ErrorKind::kRuntime, take_failure());
 }
 
 }  // namespace ds::zero

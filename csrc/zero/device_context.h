@@ -3,12 +3,16 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Event.h>
 
+#include <atomic>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <string>
 
 #include "base/dtype.h"
 #include "base/thread_pool.h"
 #include "kernels/table.h"
+#include "zero/torch_scratch.h"
 
 namespace ds::zero {
 
@@ -16,14 +20,49 @@ namespace ds::zero {
 DType kernel_dtype(at::ScalarType type, const char* what);
 bool has_kernel_dtype(at::ScalarType type);
 
+// What a rank says when ranks have failed: with its own failure, `own`, if it is one of them. `ranks`: how many of the
+// data-parallel ones, and the sum of rank + 1.
+template <typename Number>
+std::string failure_text(const std::string& own, const Number* ranks, int rank) {
+  if (!own.empty()) return "[rank " + std::to_string(rank) + "] " + own + ".";
+  const auto count = static_cast<int64_t>(ranks[0]);
+  if (count == 1)
+    return "data-parallel rank " + std::to_string(static_cast<int64_t>(ranks[1]) - 1) +
+           " could not compute its gradients; its own message says why.";
+  return std::to_string(count) + " other ranks could not compute their gradients; their own messages say why.";
+}
+
 class DeviceContext {
  public:
-  // `threads` serves CPU kernels. Fails with the reason where the device's kernels are missing or cannot run.
-  DeviceContext(c10::Device device, int threads);
+  // `threads` serves CPU kernels. Fails with the reason where the device's kernels are missing or cannot run. `table`:
+  // other kernels than the device's, for tests; they may fail.
+  DeviceContext(c10::Device device, int threads, const kernels::KernelTable* table = nullptr);
 
   const c10::Device& device() const { return device_; }
   const kernels::KernelTable& table() const { return *table_; }
-  kernels::Launch launch() const;  // on the device's current stream; the caller makes the device current
+
+  // Calls `call(launch)`, which runs entries of the table, on the device's current stream; the caller makes the device
+  // current. What goes wrong in it is remembered, see [Note: failures]. run_reserved: scratch comes from what reserve()
+  // has put by, so that there is no lack of it; on one stream only.
+  template <typename Call>
+  void run(const Call& call) const {
+    run_with(at::Tensor(), call);
+  }
+  template <typename Call>
+  void run_reserved(const Call& call) const {
+    run_with(reserved_, call);
+  }
+  void reserve(int64_t bytes);  // throws what torch's allocator throws
+
+  // [Note: failures]
+  // A kernel that could not be launched, or had no memory, leaves results that are wrong, and says so to the thread
+  // alone that called it, which may be one of autograd's. So every call is followed by a question, and the first answer
+  // is kept here until the ranks have agreed on it: with the flags at the end of a backward and with the norm, before
+  // anything is updated. The CPU's kernels cannot fail: there is nothing to agree on.
+  bool may_fail() const { return may_fail_; }
+  bool failed() const { return failed_.load(std::memory_order_acquire); }
+  void note_failure(const std::string& what) const;  // from any thread
+  std::string take_failure() const;                  // empty: there was none
 
   // dst = src * scale and dst += src * scale, any dtypes. dst is dense (in any memory order); src has as many elements
   // and may be strided or sparse.
@@ -39,7 +78,8 @@ class DeviceContext {
 
   // Scratch in device memory.
   double* sum() const { return static_cast<double*>(sum_.data_ptr()); }
-  const at::Tensor& sum_tensor() const { return sum_; }
+  const at::Tensor& sum_tensor() const { return sum_; }         // the sum, and behind it:
+  at::Tensor failures() const { return sum_.narrow(0, 1, 2); }  // how many ranks have failed, and the sum of rank + 1
   kernels::StepScale* step_scale() const { return static_cast<kernels::StepScale*>(step_scale_.data_ptr()); }
 
   // Starts to bring *step_scale() to the host; read_step_scale() waits for that, not for later work on the stream.
@@ -48,10 +88,23 @@ class DeviceContext {
   void check() const;  // fails with the device's own message when one of its kernels could not run
 
  private:
+  kernels::Launch launch(kernels::Scratch* scratch) const;
+  void note_errors(const TorchScratch& scratch) const;
+  template <typename Call>
+  void run_with(const at::Tensor& reserved, const Call& call) const {
+    TorchScratch scratch(device_, reserved);
+    call(launch(&scratch));
+    if (may_fail_) note_errors(scratch);
+  }
+
   c10::Device device_;
+  const bool may_fail_;
   std::unique_ptr<ThreadPool> pool_;
   const kernels::KernelTable* table_;
-  at::Tensor sum_, step_scale_, step_scale_host_;
+  at::Tensor sum_, step_scale_, step_scale_host_, reserved_;
+  mutable std::mutex mutex_;
+  mutable std::string failure_;
+  mutable std::atomic<bool> failed_{false};
   std::optional<c10::Event> posted_;
 };
 

@@ -77,9 +77,9 @@ Engine::Engine(std::vector<ParamSpec> params, EngineOptions options, comm::Commu
       data_parallel_(std::move(data_parallel)),
       model_parallel_(std::move(model_parallel)),
       store_(params, store_options(params, options), options.others),
-      device_(store_.device(), options.threads),
+      device_(store_.device(), options.threads, options.kernels),
       grads_(store_, device_, data_parallel_, options.replicas, options.reducer),
-      stepper_(store_, device_, data_parallel_, options.gather),
+      stepper_(store_, device_, data_parallel_, options.replicas, options.gather),
       watched_(store_.size()) {
   if (!policy_.shard_params) return;
   const auto sharded = store_.sharded_params();

@@ -28,6 +28,7 @@ struct EngineOptions {
   GathererOptions gatherer;                    // stage 3
   std::vector<ShardedParamPtr> others;         // stage 3: sharded parameters that are not trained
   comm::CommunicatorPtr gather_group;          // stage 3: the same ranks, for gathers that need collectives
+  const kernels::KernelTable* kernels = nullptr;  // other kernels than the device's, which may fail: for tests
   comm::CommunicatorPtr replicas;              // stage 3: holders of the same shard in other groups (MiCS)
 };
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "base/error.h"
 #include "zero/sparse_rows.h"
@@ -213,8 +214,10 @@ void GradReducer::note_culprit(size_t param, const at::Tensor& grad) {
   if (!options_.find_culprits || !has_kernel_dtype(grad.scalar_type()) || !grad.is_non_overlapping_and_dense()) return;
   const c10::DeviceGuard current(device_.device());
   const kernels::Segment segment{grad.data_ptr(), static_cast<size_t>(grad.numel())};
-  device_.table().sum_squares(device_.launch(), &segment, 1, kernel_dtype(grad.scalar_type(), "gradient"),
-                              static_cast<double*>(culprits_.data_ptr()) + param);
+  device_.run([&](const kernels::Launch& launch) {
+    device_.table().sum_squares(launch, &segment, 1, kernel_dtype(grad.scalar_type(), "gradient"),
+                                static_cast<double*>(culprits_.data_ptr()) + param);
+  });
 }
 
 void GradReducer::absorb(size_t param, const at::Tensor& grad) {
@@ -398,16 +401,21 @@ void GradReducer::complete(BucketState& bucket) {
 // Learns what any rank has; true when some rank has a late gradient.
 bool GradReducer::exchange_flags() {
   const auto count = static_cast<int64_t>(store_.size()), total = count + static_cast<int64_t>(buckets_.size());
-  at::Tensor flags = at::zeros({total}, at::TensorOptions().dtype(at::kFloat));
+  at::Tensor flags = at::zeros({total + 2}, at::TensorOptions().dtype(at::kFloat));
   float* values = flags.data_ptr<float>();
   for (int64_t param = 0; param < count; ++param) {
     values[param] = filled_[param] || late_[param].defined() ? 1.0f : 0.0f;
     values[count + bucket_of_[param]] += late_[param].defined() ? 1.0f : 0.0f;
   }
+  if (device_.failed()) {
+    values[total] = 1.0f;
+    values[total + 1] = static_cast<float>(communicator_->rank() + 1);
+  }
   at::Tensor shared = device_.device().is_cpu() ? flags : flags.to(device_.device());
   communicator_->all_reduce(shared, comm::ReduceOp::kSum, "flags of used parameters")->wait();
   if (replicas_) replicas_->all_reduce(shared, comm::ReduceOp::kSum, "flags of used parameters")->wait();
   if (!device_.device().is_cpu()) flags.copy_(shared);
+  failed_ranks_ = {values[total], values[total + 1]};
   for (int64_t param = 0; param < count; ++param) {
     if (store_.sharded()) {
       used_[param] = used_[param] || values[param] > 0.0f;
@@ -475,6 +483,7 @@ void GradReducer::end() {
     std::fill(late_.begin(), late_.end(), at::Tensor());
     dirty_ = false;
     if (store_.sharded()) store_.drop_local();
+    if (communicator_->size() == 1 && !store_.sharded()) failed_ranks_ = {device_.failed() ? 1.0f : 0.0f, 1.0f};
   } else {
     dirty_ = dirty_ || std::any_of(fires_.begin(), fires_.end(), [](int32_t n) { return n > 0; });
   }
@@ -482,6 +491,12 @@ void GradReducer::end() {
   learn();
   if (!store_.sharded()) attach_grads();
   phase_ = Phase::kIdle;
+  if (failed_ranks_[0] == 0.0f) return;
+  // Of one backward, and everything added to them before: what a kernel has left out cannot be told from the rest.
+  clear();
+  const std::array<float, 2> ranks = std::exchange(failed_ranks_, {});
+  fail(ErrorKind::kRuntime, failure_text(device_.take_failure(), ranks.data(), communicator_->rank()),
+       " The gradients since the last step are dropped, on every rank.");
 }
 
 bool GradReducer::abort() {

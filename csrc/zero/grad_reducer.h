@@ -34,6 +34,7 @@
 // With the last bucket travels one flag for each parameter: did any rank produce a gradient? The optimizer leaves
 // alone what none has used, exactly as a plain PyTorch process does with a .grad of None.
 #pragma once
+#include <array>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -69,7 +70,9 @@ class GradReducer {
               comm::CommunicatorPtr replicas, ReducerOptions options);
 
   void begin(bool reduce);     // a backward starts; `reduce`: the ranks add up what it leaves
-  void end();                  // it has ended; after a reducing one every rank holds its part of the sum
+  // It has ended; after a reducing one every rank holds its part of the sum. Fails on every rank where a kernel has
+  // failed on one of them, in whatever thread.
+  void end();
   bool abort();                // it raised; true when gradients of earlier micro-steps were lost with it
   void on_grad(size_t param);  // the accumulator hook; any thread, no GIL
   void finish();               // before a step: takes .grad as the user left it, reduces what is still local
@@ -172,6 +175,7 @@ class GradReducer {
   bool holds_reduced_ = false;       // some row of reduced gradients holds something
   std::vector<uint8_t> scaled_;      // the slot has been multiplied by predivide already
   std::vector<int32_t> fires_, expected_;
+  std::array<float, 2> failed_ranks_{};  // in the backward that ends: how many, and the sum of rank + 1
   bool learned_ = false;  // expected_ rests on at least one backward
   std::vector<at::Tensor> late_;
   std::vector<at::Tensor> slot_views_;   // of each parameter in the shape of .grad, where that exists

@@ -24,6 +24,7 @@ int32_t ParamGatherer::add_unit(std::string name, std::vector<ShardedParamPtr> p
     unit.params.push_back(param.get());
     unit.numel += param->numel();
   }
+  allow_pool(unit);
   units_.push_back(std::move(unit));
   return static_cast<int32_t>(units_.size()) - 1;
 }
@@ -33,6 +34,16 @@ void ParamGatherer::extend_unit(int32_t index, ShardedParamPtr param) {
   if (std::find(unit.params.begin(), unit.params.end(), param.get()) != unit.params.end()) return;
   unit.params.push_back(param.get());
   unit.numel += param->numel();
+  allow_pool(unit);
+}
+
+// The pool may keep buffers of the largest unit; what stays gathered never comes back to it.
+void ParamGatherer::allow_pool(const Unit& unit) {
+  int64_t bytes = 0;
+  for (const ShardedParam* param : unit.params)
+    if (!param->persistent)
+      bytes += param->padded_numel() * static_cast<int64_t>(c10::elementSize(param->dtype()));
+  source_->pool().need_room_for(bytes);
 }
 
 // ---- holding ------------------------------------------------------------------------------------------------------
@@ -293,6 +304,7 @@ bool ParamGatherer::touch(ShardedParam& param) {
     if (std::find(unit.params.begin(), unit.params.end(), &param) == unit.params.end()) {
       unit.params.push_back(&param);
       unit.numel += param.numel();
+      allow_pool(unit);
     }
   }
   hold({&param});

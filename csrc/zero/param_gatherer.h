@@ -63,7 +63,6 @@ class ParamGatherer {
   void refresh_persistent();  // after the shards have changed
   void release_all();         // everything that has no holder
   ShardSource& source() { return *source_; }
-  void set_source(ShardSourcePtr source) { source_ = std::move(source); }
   const std::vector<ShardedParamPtr>& params() const { return params_; }
 
   int64_t live_numel() const { return live_; }
@@ -90,6 +89,7 @@ class ParamGatherer {
   void let_go(const std::vector<ShardedParam*>& params, bool keep);
   void drop(ShardedParam& param);
   void note(int32_t unit);
+  void allow_pool(const Unit& unit);
   bool wanted_soon(int32_t unit) const;
   std::vector<ShardedParam*> wanted_next() const;
   void start_backward_use(const UsePtr& use);

@@ -4,7 +4,10 @@
 #include <c10/core/GradMode.h>
 
 #include <map>
+#include <optional>
+#include <string>
 #include <unordered_set>
+#include <utility>
 
 #include "base/error.h"
 
@@ -19,13 +22,16 @@ std::vector<int64_t> kept_strides(const at::Tensor& tensor) {
 }
 
 c10::Device common_device(const std::vector<ParamSpec>& specs, const std::vector<ShardedParamPtr>& others) {
-  if (specs.empty()) return others.empty() ? c10::Device(at::kCPU) : others[0]->shard().device();
-  for (const ParamSpec& spec : specs)
-    if (spec.tensor.device() != specs[0].tensor.device())
-      fail(ErrorKind::kValue, "parameters lie on different devices: '", specs[0].name, "' on ",
-           specs[0].tensor.device().str(), ", '", spec.name, "' on ", spec.tensor.device().str(),
-           "; move the model to one device");
-  return specs[0].tensor.device();
+  std::optional<std::pair<c10::Device, std::string>> first;
+  const auto add = [&](c10::Device device, const std::string& name) {
+    if (!first) first.emplace(device, name);
+    if (device != first->first)
+      fail(ErrorKind::kValue, "parameters lie on different devices: '", first->second, "' on ", first->first.str(),
+           ", '", name, "' on ", device.str(), "; move the model to one device");
+  };
+  for (const ParamSpec& spec : specs) add(spec.sharded ? spec.sharded->shard().device() : spec.tensor.device(), spec.name);
+  for (const ShardedParamPtr& other : others) add(other->shard().device(), other->name());
+  return first ? first->first : c10::Device(at::kCPU);
 }
 
 int64_t bytes_of(const at::Tensor& tensor) {

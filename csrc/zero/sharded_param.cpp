@@ -8,15 +8,15 @@
 
 namespace ds::zero {
 
-ShardedParam::ShardedParam(at::Tensor tensor, std::string name, int64_t parts, int64_t rank)
-    : tensor_(std::move(tensor)), name_(std::move(name)), parts_(parts), rank_(rank) {
-  if (!tensor_.is_leaf())
+ShardedParam::ShardedParam(const at::Tensor& tensor, std::string name, int64_t parts, int64_t rank)
+    : tensor_(tensor.getIntrusivePtr()), name_(std::move(name)), parts_(parts), rank_(rank) {
+  if (!tensor.is_leaf())
     fail(ErrorKind::kValue, "parameter '", name_, "' is not a leaf tensor and cannot be partitioned");
   adopt_shape();
 }
 
-ShardedParam::ShardedParam(at::Tensor tensor, const ShardedParam& other)
-    : tensor_(std::move(tensor)),
+ShardedParam::ShardedParam(const at::Tensor& tensor, const ShardedParam& other)
+    : tensor_(tensor.getIntrusivePtr()),
       name_(other.name_),
       sizes_(other.sizes_),
       strides_(other.strides_),
@@ -31,28 +31,35 @@ void ShardedParam::cast(at::ScalarType type) {
   at::NoGradGuard no_grad;
   if (available()) fail(ErrorKind::kRuntime, "parameter '", name_, "' is gathered and cannot change its dtype");
   shard_ = shard_.to(type);
-  tensor_.set_data(at::empty({0}, shard_.options()));
+  set_data(at::empty({0}, shard_.options()));
 }
 
 void ShardedParam::adopt_shape() {
   at::NoGradGuard no_grad;
-  sizes_ = tensor_.sizes().vec();
+  const at::Tensor tensor = this->tensor();
+  sizes_ = tensor.sizes().vec();
   strides_ = at::empty(sizes_, at::TensorOptions().device(at::kMeta)).strides().vec();
-  numel_ = tensor_.numel();
+  numel_ = tensor.numel();
   slice_ = plan::slice_numel(numel_, parts_);
-  shard_ = at::zeros({slice_}, tensor_.options().requires_grad(false));
+  shard_ = at::zeros({slice_}, tensor.options().requires_grad(false));
   buffer_ = at::Tensor();
   write_back();
 }
 
 bool ShardedParam::reshaped() const {
-  return available() && (tensor_.sizes() != at::IntArrayRef(sizes_) || tensor_.scalar_type() != shard_.scalar_type());
+  const at::Tensor tensor = this->tensor();
+  return available() && tensor.defined() &&
+         (tensor.sizes() != at::IntArrayRef(sizes_) || tensor.scalar_type() != shard_.scalar_type());
 }
 
 void ShardedParam::set_status(ParamStatus status) {
   if (status == status_) return;
   status_ = status;
   if (on_status) on_status(status);
+}
+
+void ShardedParam::set_data(const at::Tensor& data) const {
+  if (const at::Tensor tensor = this->tensor(); tensor.defined()) tensor.set_data(data);
 }
 
 void ShardedParam::mark_inflight() { set_status(ParamStatus::kInflight); }
@@ -66,13 +73,13 @@ void ShardedParam::move_shard(const at::Tensor& home) {
 void ShardedParam::take_full(const at::Tensor& buffer) {
   at::NoGradGuard no_grad;
   buffer_ = buffer;
-  tensor_.set_data(buffer.as_strided(sizes_, strides_, buffer.storage_offset()));
+  set_data(buffer.as_strided(sizes_, strides_, buffer.storage_offset()));
   set_status(ParamStatus::kAvailable);
 }
 
 at::Tensor ShardedParam::release() {
   at::NoGradGuard no_grad;
-  tensor_.set_data(at::empty({0}, shard_.options()));
+  set_data(at::empty({0}, shard_.options()));
   at::Tensor buffer = std::move(buffer_);
   buffer_ = at::Tensor();
   set_status(ParamStatus::kNotAvailable);
@@ -83,14 +90,15 @@ at::Tensor ShardedParam::release() {
 void ShardedParam::pose(const std::function<void()>& body) {
   at::NoGradGuard no_grad;
   if (available()) return body();
-  tensor_.set_data(at::zeros({}, shard_.options()).expand(sizes_));
+  set_data(at::zeros({}, shard_.options()).expand(sizes_));
   body();
-  tensor_.set_data(at::empty({0}, shard_.options()));
+  set_data(at::empty({0}, shard_.options()));
 }
 
 at::Tensor ShardedParam::gathered() const {
-  if (!available()) return {};
-  const at::Tensor data = tensor_.detach();
+  const at::Tensor tensor = this->tensor();
+  if (!available() || !tensor.defined()) return {};
+  const at::Tensor data = tensor.detach();
   if (data.strides() == at::IntArrayRef(strides_)) return data.as_strided({numel_}, {1}, data.storage_offset());
   at::Tensor ordered = at::empty_strided(sizes_, strides_, data.options());
   ordered.copy_(data);
@@ -99,8 +107,9 @@ at::Tensor ShardedParam::gathered() const {
 
 void ShardedParam::write_back() {
   at::NoGradGuard no_grad;
-  if (own_numel() <= 0) return;
-  shard_.narrow(0, 0, own_numel()).copy_(gathered().narrow(0, own_begin(), own_numel()));
+  const at::Tensor values = gathered();
+  if (own_numel() <= 0 || !values.defined()) return;
+  shard_.narrow(0, 0, own_numel()).copy_(values.narrow(0, own_begin(), own_numel()));
 }
 
 }  // namespace ds::zero

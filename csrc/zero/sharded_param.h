@@ -19,11 +19,13 @@ enum class ParamStatus { kAvailable = 1, kNotAvailable = 2, kInflight = 3 };
 class ShardedParam {
  public:
   // `tensor` holds the whole parameter, and goes on doing so until release(). Fails for what is not a dense leaf.
-  ShardedParam(at::Tensor tensor, std::string name, int64_t parts, int64_t rank);
+  ShardedParam(const at::Tensor& tensor, std::string name, int64_t parts, int64_t rank);
   // A copy with a slice of its own; `tensor` is an empty leaf that stands for it, not available.
-  ShardedParam(at::Tensor tensor, const ShardedParam& other);
+  ShardedParam(const at::Tensor& tensor, const ShardedParam& other);
 
-  const at::Tensor& tensor() const { return tensor_; }
+  // The user's tensor; undefined when nobody holds it any more. Not held here: it holds this object in its turn, as an
+  // attribute of Python's, and a circle through C++ never ends.
+  at::Tensor tensor() const { return at::Tensor(tensor_.lock()); }
   const std::string& name() const { return name_; }
   void rename(std::string name) { name_ = std::move(name); }
   const std::vector<int64_t>& sizes() const { return sizes_; }
@@ -72,8 +74,9 @@ class ShardedParam {
 
  private:
   void set_status(ParamStatus status);
+  void set_data(const at::Tensor& data) const;
 
-  at::Tensor tensor_;
+  c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl> tensor_;
   std::string name_;
   std::vector<int64_t> sizes_, strides_;
   int64_t numel_, parts_, rank_, slice_;

@@ -9,14 +9,17 @@
 #include <set>
 
 #include "base/error.h"
+#include "kernels/sum_order.h"
 #include "zero/matrix_step.h"
 
 namespace ds::zero {
 
-Stepper::Stepper(ParamStore& store, DeviceContext& device, comm::CommunicatorPtr data_parallel, GatherOptions gather)
+Stepper::Stepper(ParamStore& store, DeviceContext& device, comm::CommunicatorPtr data_parallel,
+                 comm::CommunicatorPtr replicas, GatherOptions gather)
     : store_(store),
       device_(device),
       data_parallel_(std::move(data_parallel)),
+      replicas_(std::move(replicas)),
       gather_(gather),
       steps_(at::zeros({static_cast<int64_t>(store.size())}, at::kFloat)) {}
 
@@ -45,10 +48,45 @@ char* Stepper::at(const FlatSpace& space, const Buffer& buffer, const Run& run) 
   return static_cast<char*>(buffer.data.data_ptr()) + offset * static_cast<int64_t>(buffer.data.element_size());
 }
 
+// What the step needs of memory, before the ranks agree that it can be made: states, and the scratch of all kernels.
+void Stepper::prepare() {
+  try {
+    for (FlatSpace& space : store_.spaces()) ensure_slots(space);
+    if (!device_.may_fail()) return;
+    size_t blocks = 0;
+    for (const FlatSpace& space : store_.spaces())
+      for (size_t e : space.owned) blocks += kernels::sum_blocks(static_cast<size_t>(space.map.extents[e].numel)) + 1;
+    device_.reserve(static_cast<int64_t>(blocks * kernels::kSumScratchBytes));
+  } catch (const c10::Error& error) {
+    if (!device_.may_fail()) throw;
+    device_.note_failure(std::string("there is no memory for the optimizer: ") + error.what_without_backtrace());
+  }
+}
+
+// A rank that failed must not be the only one that knows: the others would update with what it has sent them.
+void Stepper::agree_on_failures(comm::Communicator* model_parallel) {
+  const at::Tensor shared = device_.failures();
+  if (device_.failed()) {
+    shared.select(0, 0).fill_(1);
+    shared.select(0, 1).fill_(data_parallel_->rank() + 1);
+  }
+  const auto add = [](comm::Communicator& ranks, const at::Tensor& tensor, const char* tag) {
+    ranks.all_reduce(tensor, comm::ReduceOp::kSum, tag)->wait();
+  };
+  if (store_.sharded()) {
+    add(*data_parallel_, device_.sum_tensor(), "gradient norm");
+  } else if (device_.may_fail() && data_parallel_->size() > 1) {
+    add(*data_parallel_, shared, "whether kernels have failed");
+  }
+  if (device_.may_fail() && replicas_) add(*replicas_, shared, "whether kernels have failed");
+  if (model_parallel) add(*model_parallel, device_.sum_tensor(), "gradient norm");
+}
+
 void Stepper::norm(const GradReducer& grads, float loss_scale, float max_norm, bool check,
                    comm::Communicator* model_parallel) {
   at::NoGradGuard no_grad;
   const c10::DeviceGuard current(device_.device());
+  prepare();
   device_.sum_tensor().zero_();
   for (const FlatSpace& space : store_.spaces()) {
     const auto parts = runs(space, grads, [&](size_t param) { return store_.spec(param).counts_in_norm; });
@@ -56,19 +94,23 @@ void Stepper::norm(const GradReducer& grads, float loss_scale, float max_norm, b
     if (!has_kernel_dtype(grad.scalar_type())) {
       for (const Run& run : parts) {
         const int64_t begin = space.offset_in(space.grad, space.map.buckets[run.bucket], run.begin);
-        device_.sum_tensor().add_(grad.narrow(0, begin, run.end - run.begin).square().sum());
+        device_.sum_tensor().select(0, 0).add_(grad.narrow(0, begin, run.end - run.begin).square().sum());
       }
       continue;
     }
     std::vector<kernels::Segment> segments;
     for (const Run& run : parts)
       segments.push_back({at(space, space.grad, run), static_cast<size_t>(run.end - run.begin)});
-    device_.table().sum_squares(device_.launch(), segments.data(), segments.size(),
-                                kernel_dtype(grad.scalar_type(), "gradient"), device_.sum());
+    device_.run_reserved([&](const kernels::Launch& launch) {
+      device_.table().sum_squares(launch, segments.data(), segments.size(),
+                                  kernel_dtype(grad.scalar_type(), "gradient"), device_.sum());
+    });
   }
-  if (store_.sharded()) data_parallel_->all_reduce(device_.sum_tensor(), comm::ReduceOp::kSum, "gradient norm")->wait();
-  if (model_parallel) model_parallel->all_reduce(device_.sum_tensor(), comm::ReduceOp::kSum, "gradient norm")->wait();
-  device_.table().finish_norm(device_.launch(), device_.sum(), loss_scale, max_norm, check, device_.step_scale());
+  agree_on_failures(model_parallel);
+  device_.run([&](const kernels::Launch& launch) {
+    device_.table().finish_norm(launch, device_.sum(), device_.sum() + 1, loss_scale, max_norm, check,
+                                device_.step_scale());
+  });
   device_.post_step_scale();
   stepped_.clear();
 }
@@ -162,8 +204,10 @@ void Stepper::run_pass(const Turn& turn, const GradReducer& grads, size_t pass, 
       if (rule.sums > 0) segment.sums = sums_.data_ptr<double>() + space.params[part.index] * sums_.size(1);
       segments.push_back(segment);
     }
-    optim::run_pass(device_.table(), device_.launch(), rule, pass, segments, args, turn.hyper, count + 1.0,
-                    device_.step_scale());
+    device_.run_reserved([&](const kernels::Launch& launch) {
+      optim::run_pass(device_.table(), launch, rule, pass, segments, args, turn.hyper, count + 1.0,
+                      device_.step_scale());
+    });
   }
 }
 
@@ -233,6 +277,11 @@ StepReport Stepper::report() {
     for (int32_t param : stepped_) steps[param] -= 1.0f;
   }
   stepped_.clear();
+  if (scale.skip == kernels::kSkipFailed) {
+    const at::Tensor found = device_.failures().to(at::kCPU);
+    fail(ErrorKind::kRuntime, failure_text(device_.take_failure(), found.data_ptr<double>(), data_parallel_->rank()),
+         " The step was not made on any rank; the gradients are still there.");
+  }
   device_.check();
   return {scale.norm, scale.grad_scale, scale.skip != 0};
 }

@@ -24,8 +24,10 @@ struct GatherOptions {
 
 class Stepper {
  public:
-  // `data_parallel` are the ranks that the shards are on.
-  Stepper(ParamStore& store, DeviceContext& device, comm::CommunicatorPtr data_parallel, GatherOptions gather);
+  // `data_parallel` are the ranks that the shards are on, `replicas` those of other groups that hold the same shard as
+  // this one (null: there are none).
+  Stepper(ParamStore& store, DeviceContext& device, comm::CommunicatorPtr data_parallel, comm::CommunicatorPtr replicas,
+          GatherOptions gather);
 
   // Computes norm, clipping factor and finiteness on the device. `model_parallel` sums the norm over the ranks that
   // hold other parts of the model; null: none do. max_norm <= 0: no clipping. check: not finite means skip.
@@ -37,7 +39,9 @@ class Stepper {
   // One update of the used parameters of all groups by their rules, with hyperparameters (of each group) in the rule's
   // order; does nothing on the device when norm() said skip. After norm().
   void update(const GradReducer& grads, const std::vector<std::vector<double>>& hyper);
-  StepReport report();  // after norm() and update(); a skipped step has counted nowhere
+  // After norm() and update(); a skipped step has counted nowhere. Fails on every rank where one has failed before the
+  // update, which then has touched nothing on any of them; the gradients are still there.
+  StepReport report();
 
   // For an optimizer that runs elsewhere: gradients unscaled and clipped in place, then masters cast to lp.
   void scale_grads(const GradReducer& grads);
@@ -78,6 +82,8 @@ class Stepper {
   };
 
   void ensure_slots(FlatSpace& space);
+  void prepare();
+  void agree_on_failures(comm::Communicator* model_parallel);
   // Pass number `pass` over one bucket, or over all of them (-1).
   void run_pass(const Turn& turn, const GradReducer& grads, size_t pass, int32_t bucket = -1);
   void last_pass(const Turn& turn, const GradReducer& grads);
@@ -89,7 +95,7 @@ class Stepper {
 
   ParamStore& store_;
   DeviceContext& device_;
-  comm::CommunicatorPtr data_parallel_;
+  comm::CommunicatorPtr data_parallel_, replicas_;
   GatherOptions gather_;
   std::vector<const optim::Rule*> rules_;  // of each group; empty: the optimizer runs elsewhere
   std::vector<std::string> slot_names_;

@@ -160,7 +160,7 @@ class _Noted:
     """What engines have made that outlives those of sharded models, and holds process groups."""
 
     def __init__(self):
-        self.communicators = []
+        self.communicators = weakref.WeakSet()  # the log of operations holds each for as long as its owner lives
         self.accesses = weakref.WeakSet()
         self._watch = None
 
@@ -173,7 +173,7 @@ class _Noted:
             self._init, access.__init__ = access.__init__, lambda own, *args, **kwargs: self.init(own, *args, **kwargs)
 
     def watch(self, core, communicators):
-        self.communicators += [one for one in communicators if one is not None]
+        self.communicators.update(one for one in communicators if one is not None)
         return self._watch(core, communicators)
 
     def init(self, access, *args, **kwargs):
@@ -181,7 +181,7 @@ class _Noted:
         return self._init(access, *args, **kwargs)
 
     def let_go(self):
-        for communicator in self.communicators:
+        for communicator in list(self.communicators):
             communicator.leave()
         self.communicators.clear()
         for access in self.accesses:

@@ -49,8 +49,7 @@ def body_engine(rank, world, stage):
     return before, threads()
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-# Not stage 3: its parameters can be gathered without the engine, so they keep the group until engine.destroy().
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_engines_that_nobody_holds_let_go_of_their_groups(stage):
     run_ranks(2, body_engine, stage)  # threads that stay in the process come with the first run
     for before, after in run_ranks(2, body_engine, stage):

@@ -126,14 +126,19 @@ void moments(const Launch& launch, const UpdateSegment* segments, size_t count, 
              const StepScale* scale) {
   const cudaStream_t stream = stream_of(launch);
   const auto constants = *static_cast<const LambConstants*>(args.constants);
+  size_t all = 0;
+  for (size_t s = 0; s < count; ++s) all += sum_blocks(segments[s].numel);
+  if (all == 0) return;
+  static_assert(sizeof(Sums) <= kSumScratchBytes);
+  // All of it before the first launch: a pass is done whole or not at all.
+  auto* found = static_cast<Sums*>(launch.scratch->allocate(all * sizeof(Sums)));
+  if (found == nullptr) return;  // whoever passed the scratch knows
   // No list cuts a segment here: that would take 2^31 blocks of 2^14 elements.
   for_segment_lists<kSumBlock>(segments, count, args, 2, [&](const SegmentList& list, unsigned blocks) {
-    Sums* found = nullptr;  // from the stream's memory pool: in stream order, without a wait
-    if (cudaMallocAsync(&found, blocks * sizeof(Sums), stream) != cudaSuccess) return;
     const unsigned grid = (blocks + kWarpsPerBlock - 1) / kWarpsPerBlock;
     moments_kernel<<<grid, kWarpsPerBlock * kWarp, 0, stream>>>(list, dtypes_of(args), constants, scale, found);
     add_block_sums<<<list.count, kSumBlockLanes, 0, stream>>>(list, found);
-    cudaFreeAsync(found, stream);
+    found += blocks;
   });
 }
 

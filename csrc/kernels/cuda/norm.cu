@@ -84,7 +84,8 @@ __global__ void add_block_sums(const double* block_sums, size_t blocks, double* 
   if (threadIdx.x == 0) *sum += lanes[0];
 }
 
-__global__ void finish_norm_kernel(const double* sum, float loss_scale, float max_norm, bool check, StepScale* out) {
+__global__ void finish_norm_kernel(const double* sum, const double* failed, float loss_scale, float max_norm,
+                                   bool check, StepScale* out) {
   const double norm = sqrt(*sum) / loss_scale;
   double factor = 1.0 / loss_scale;
   if (max_norm > 0) {
@@ -93,7 +94,8 @@ __global__ void finish_norm_kernel(const double* sum, float loss_scale, float ma
   }
   out->norm = norm;
   out->grad_scale = static_cast<float>(factor);
-  out->skip = check && !isfinite(norm);
+  out->skip = check && !isfinite(norm) ? kSkipNotFinite : 0;
+  if (failed != nullptr && *failed != 0) out->skip = kSkipFailed;
 }
 
 }  // namespace
@@ -103,8 +105,8 @@ void sum_squares(const Launch& launch, const Segment* segments, size_t count, DT
   for (size_t s = 0; s < count; ++s) blocks += sum_blocks(segments[s].numel);
   if (blocks == 0) return;
   const cudaStream_t stream = stream_of(launch);
-  double* block_sums = nullptr;  // from the stream's memory pool: allocated and freed in stream order, without a wait
-  if (cudaMallocAsync(&block_sums, blocks * sizeof(double), stream) != cudaSuccess) return;
+  auto* block_sums = static_cast<double*>(launch.scratch->allocate(blocks * sizeof(double)));
+  if (block_sums == nullptr) return;  // whoever passed the scratch knows
   size_t done = 0;
   for (size_t s = 0; s < count;) {
     SumList list;
@@ -122,12 +124,11 @@ void sum_squares(const Launch& launch, const Segment* segments, size_t count, DT
     done += here;
   }
   add_block_sums<<<1, kSumBlockLanes, 0, stream>>>(block_sums, blocks, sum);
-  cudaFreeAsync(block_sums, stream);
 }
 
-void finish_norm(const Launch& launch, const double* sum, float loss_scale, float max_norm, bool check,
-                 StepScale* out) {
-  finish_norm_kernel<<<1, 1, 0, stream_of(launch)>>>(sum, loss_scale, max_norm, check, out);
+void finish_norm(const Launch& launch, const double* sum, const double* failed, float loss_scale, float max_norm,
+                 bool check, StepScale* out) {
+  finish_norm_kernel<<<1, 1, 0, stream_of(launch)>>>(sum, failed, loss_scale, max_norm, check, out);
 }
 
 }  // namespace ds::kernels::cuda

@@ -25,7 +25,8 @@ void sum_squares(const Launch&, const Segment* segments, size_t count, DType dty
   *sum += sum_of_lanes(block_lanes);
 }
 
-void finish_norm(const Launch&, const double* sum, float loss_scale, float max_norm, bool check, StepScale* out) {
+void finish_norm(const Launch&, const double* sum, const double* failed, float loss_scale, float max_norm, bool check,
+                 StepScale* out) {
   const double norm = std::sqrt(*sum) / loss_scale;
   double factor = 1.0 / loss_scale;
   if (max_norm > 0) {
@@ -34,7 +35,8 @@ void finish_norm(const Launch&, const double* sum, float loss_scale, float max_n
   }
   out->norm = norm;
   out->grad_scale = static_cast<float>(factor);
-  out->skip = check && !std::isfinite(norm);
+  out->skip = check && !std::isfinite(norm) ? kSkipNotFinite : 0;
+  if (failed != nullptr && *failed != 0) out->skip = kSkipFailed;
 }
 
 }  // namespace ds::kernels::ref

@@ -8,7 +8,8 @@ namespace ds::kernels::ref {
 void copy(const Launch&, void* dst, DType dst_dtype, const void* src, DType src_dtype, size_t n, float scale);
 void accumulate(const Launch&, void* dst, DType dst_dtype, const void* src, DType src_dtype, size_t n, float scale);
 void sum_squares(const Launch&, const Segment* segments, size_t count, DType dtype, double* sum);
-void finish_norm(const Launch&, const double* sum, float loss_scale, float max_norm, bool check, StepScale* out);
+void finish_norm(const Launch&, const double* sum, const double* failed, float loss_scale, float max_norm, bool check,
+                 StepScale* out);
 void scale(const Launch&, void* data, DType dtype, size_t n, float factor);
 
 }  // namespace ds::kernels::ref

@@ -1,6 +1,7 @@
 """The process group of ``deepspeed.comm``: joining and leaving it, and who is in it."""
 
 import atexit
+import ctypes
 import importlib
 import importlib.util
 import os
@@ -96,6 +97,19 @@ def init_distributed(
         raise _explained(error) from error
     atexit.unregister(_leave)
     atexit.register(_leave)
+
+
+def _in_forked_child():
+    """A forked child has this process's groups and none of their threads: their end would wait for those for ever, and
+    talk to other ranks in the parent's name. So they do not end there; the child may, by ``sys.exit`` too."""
+    atexit.unregister(_leave)
+    module = dist.distributed_c10d
+    for group in list(module._world.pg_map if hasattr(module, "_world") else module._pg_map):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+if dist.is_available():
+    os.register_at_fork(after_in_child=_in_forked_child)
 
 
 def _leave():

@@ -58,7 +58,7 @@ def build_core(
             counted.append(True if counts_in_norm is None else bool(counts_in_norm(param)))
     # One object for one group: what is logged is the communicator's. Ranks of one host that compute on its cores move
     # the bulk through its memory.
-    on_cpu = all(param.device.type == "cpu" for param in tensors)
+    on_cpu = all(_device(param).type == "cpu" for param in [*tensors, *others])
     data_parallel, model_parallel, gather_group, replicas = groups_used = [
         None if group is None else _communicator(group, name, shared=on_cpu and name == "data parallel")
         for name, group in (
@@ -101,6 +101,11 @@ def build_core(
     )
     comms_log.watch(core, groups_used)
     return core, called
+
+
+def _device(param):
+    """Where its memory is: that of a sharded parameter's slice, whatever its tensor says while it is released."""
+    return param.ds_handle.shard.device if hasattr(param, "ds_handle") else param.device
 
 
 def _communicator(group, name, shared):

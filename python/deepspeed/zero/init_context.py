@@ -156,6 +156,10 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         self.override_module_apply = zero is None or zero["override_module_apply"]
         self.remote_device = remote_device
         self.pin_memory = pin_memory
+        # Before anything is created: what the group and the parameters need of memory belongs on this rank's device.
+        local_rank = os.environ.get("LOCAL_RANK")
+        if local_rank is not None:
+            get_accelerator().set_device(int(local_rank))
         if not dist.is_initialized():
             dist.init_distributed()
         if mpu is not None and data_parallel_group is None:

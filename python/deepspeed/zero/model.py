@@ -18,8 +18,7 @@ class ModelAccess:
     def attach(self, module, core, give_up=None):
         """From now on the engine's core gathers them. ``give_up``: a method of an engine that does not train; another
         engine for the model calls it first, see ``take_over``."""
-        access = self.access
-        attached = sharding.ShardAccess(core.gatherer, access.group, access.world, access.rank, core, access.copies)
+        attached = sharding.EngineAccess(self.access, core)
         attached.give_up = weakref.WeakMethod(give_up) if give_up is not None else None
         for name, param in module.named_parameters():
             param.ds_handle.name = name

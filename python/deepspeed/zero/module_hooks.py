@@ -1,6 +1,7 @@
 """Hooks that gather the parameters of a module while it runs. What they do is in csrc/zero/param_gatherer.h."""
 
 import inspect
+import weakref
 
 import torch
 
@@ -34,14 +35,16 @@ def _refuse_constant_inputs(module, args, kwargs=None):
 
 
 class HookUnit:
-    """The parameters of one module that are gathered together."""
+    """The parameters of one module that are gathered together. Does not hold the engine: the module may outlive it."""
 
-    def __init__(self, gatherer, index):
-        self.gatherer = gatherer
+    def __init__(self, core, index):
+        self._core = weakref.ref(core)
         self.index = index
 
     def extend(self, param):
-        self.gatherer.extend_unit(self.index, param.ds_handle)
+        core = self._core()
+        if core is not None:
+            core.gatherer.extend_unit(self.index, param.ds_handle)
 
     def __deepcopy__(self, memo):
         return None  # a copied module has no engine
@@ -84,7 +87,7 @@ class ModuleHooks:
             self.forward_hooks.append(module.register_forward_pre_hook(_refuse_constant_inputs, **_HOOK_OPTIONS))
         if any(not p.ds_persist for p in params):
             unit = self.core.gatherer.add_unit(type(module).__name__, [p.ds_handle for p in params])
-            module.__dict__["_ds_hook_unit"] = HookUnit(self.core.gatherer, unit)
+            module.__dict__["_ds_hook_unit"] = HookUnit(self.core, unit)
             self._hook(module, unit)
         if whole:
             return

@@ -302,11 +302,18 @@ def _end_to_end(tensors):
 
 
 class ParamLink:
-    """From a parameter to the optimizer that holds its masters, gradients and states; see utils.tensor_fragment."""
+    """From a parameter to the optimizer that holds its masters, gradients and states; see utils.tensor_fragment.
+
+    ``owner`` is None when that has ended: a link does not keep it, since it holds the core, which holds the parameters.
+    """
 
     def __init__(self, owner, index):
-        self.owner = owner
+        self._owner = weakref.ref(owner)
         self.index = index
+
+    @property
+    def owner(self):
+        return self._owner()
 
     def __deepcopy__(self, memo):
         return None  # a copied model is not trained by this engine

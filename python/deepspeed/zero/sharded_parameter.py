@@ -8,6 +8,7 @@ fetches them when a module that is running turns out to need them.
 import enum
 import functools
 import itertools
+import weakref
 
 import torch
 
@@ -60,13 +61,14 @@ gather_while_building = None
 class ShardAccess:
     """How a group of ranks gathers its parameters: the native gatherer and the process group it speaks for."""
 
-    def __init__(self, gatherer, group, world, rank, core=None, copies=None):
+    core = None  # the engine's, while there is one
+
+    def __init__(self, gatherer, group, world, rank, copies=None):
         self.gatherer = gatherer
         self.group = group
         self.copies = copies if copies is not None else group  # every rank that trains the same parameters
         self.world = world
         self.rank = rank
-        self.core = core  # the engine's, once there is one
         self.efficient_linear = False  # see zero.linear
         self.give_up = None  # see zero.model.take_over
 
@@ -93,6 +95,30 @@ class ShardAccess:
     def end_write(self):
         if self.core is not None:
             self.core.end_write()
+
+
+class EngineAccess(ShardAccess):
+    """The same through the ``core`` of an engine, for as long as somebody holds that; through ``plain`` afterwards.
+
+    Parameters have it as an attribute, and the core holds its parameters: it must not be held from here.
+    """
+
+    def __init__(self, plain, core):
+        self._plain, self._core = plain, weakref.ref(core)
+        super().__init__(plain.gatherer, plain.group, plain.world, plain.rank, plain.copies)
+
+    @property
+    def core(self):
+        return self._core()
+
+    @property
+    def gatherer(self):
+        core = self._core()
+        return self._plain.gatherer if core is None else core.gatherer
+
+    @gatherer.setter
+    def gatherer(self, value):
+        self._plain.gatherer = value
 
 
 _ids = itertools.count()

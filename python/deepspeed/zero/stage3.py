@@ -2,6 +2,7 @@
 
 import os
 import sys
+import weakref
 
 import torch
 
@@ -84,8 +85,14 @@ class DeepSpeedZeRoOffload:
         self.backward_hooks = []
         self._held = {}  # what pre_sub_module_* has gathered: id of the module -> lists of parameters
         self.mem_efficient_linear = mem_efficient_linear
+        # A dropped engine takes its hooks off, too.
+        self._unhook = weakref.finalize(self, self.hooks.remove)
+        self._unhook.atexit = False
+        self._leave_linear = None
         if mem_efficient_linear:
             linear.use_for_sharded_weights()
+            self._leave_linear = weakref.finalize(self, linear.stop_using)
+            self._leave_linear.atexit = False
             for param in sharded_parameters_of(module):
                 param.ds_access.efficient_linear = True
         self.setup_zero_stage3_hooks()
@@ -167,9 +174,8 @@ class DeepSpeedZeRoOffload:
 
     def destroy(self):
         self.hooks.remove(self.module)
-        if self.mem_efficient_linear:
-            linear.stop_using()
-            self.mem_efficient_linear = False
+        if self._leave_linear is not None:
+            self._leave_linear()
         for module in self.module.modules():
             module.__dict__.pop("ds_external_parameters", None)
 
@@ -448,13 +454,13 @@ class DeepSpeedZeroOptimizer_Stage3(ParamValues, ShardedOptimizer):
 
 
 class _Weak:
-    """Stands for the optimizer on a parameter; a copied model does not copy it."""
+    """Stands for the optimizer on a parameter and does not keep it; a copied model does not copy it."""
 
     def __init__(self, optimizer):
-        self.__dict__["_optimizer"] = optimizer
+        self.__dict__["_optimizer"] = weakref.ref(optimizer)
 
     def __getattr__(self, name):
-        return getattr(self.__dict__["_optimizer"], name)
+        return getattr(self.__dict__["_optimizer"](), name)
 
     def __deepcopy__(self, memo):
         return None

@@ -115,16 +115,20 @@ TEST_F(CudaTest, SumSquaresAndFinishNormEqualTheReference) {
     Buffer sum(DType::kF64, 1);
     sum.set(0, 0.5);
     OnDevice on(driver, sum);
-    table->sum_squares({}, device.data(), device.size(), dtype, static_cast<double*>(on.data()));
+    DriverScratch scratch(driver);
+    Launch launch;
+    launch.scratch = &scratch;
+    table->sum_squares(launch, device.data(), device.size(), dtype, static_cast<double*>(on.data()));
     on.fetch();
     expect_no_error();
     EXPECT_EQ(sum.get(0), want) << dtype_name(dtype);
 
     StepScale scale = {};
-    ref_table().finish_norm({}, &want, 2.0f, 1.0f, true, &scale);
+    ref_table().finish_norm({}, &want, nullptr, 2.0f, 1.0f, true, &scale);
     Buffer out(DType::kF64, 2);
     OnDevice result(driver, out);
-    table->finish_norm({}, static_cast<double*>(on.data()), 2.0f, 1.0f, true, static_cast<StepScale*>(result.data()));
+    table->finish_norm({}, static_cast<double*>(on.data()), nullptr, 2.0f, 1.0f, true,
+                       static_cast<StepScale*>(result.data()));
     result.fetch();
     EXPECT_EQ(std::memcmp(out.data(), &scale, sizeof scale), 0);
   }

@@ -45,6 +45,23 @@ class Driver {
   bool ok_ = false;
 };
 
+// Scratch for one call of an entry, until it goes: after a fetch.
+class DriverScratch final : public Scratch {
+ public:
+  explicit DriverScratch(Driver& driver) : driver_(driver) {}
+  ~DriverScratch() {
+    if (base_ != 0) driver_.release(base_);
+  }
+  void* allocate(size_t bytes) noexcept override {
+    if (base_ != 0) driver_.release(base_);  // waits for the device
+    return reinterpret_cast<void*>(base_ = driver_.allocate(bytes));
+  }
+
+ private:
+  Driver& driver_;
+  uintptr_t base_ = 0;
+};
+
 // A copy of a host buffer on the device, at the same offset behind a 256-byte boundary.
 class OnDevice {
  public:

@@ -104,9 +104,9 @@ TEST(SumSquaresTest, LargeAndSmallNumbers) {
   }
 }
 
-StepScale finish(double sum, float loss_scale, float max_norm, bool check) {
+StepScale finish(double sum, float loss_scale, float max_norm, bool check, const double* failed = nullptr) {
   StepScale out = {-1, -1, -1};
-  ds_cpu_kernels(kKernelAbi)->finish_norm({}, &sum, loss_scale, max_norm, check, &out);
+  ds_cpu_kernels(kKernelAbi)->finish_norm({}, &sum, failed, loss_scale, max_norm, check, &out);
   return out;
 }
 
@@ -131,6 +131,15 @@ TEST(FinishNormTest, SkipsOnlyWhenAsked) {
     EXPECT_EQ(finish(bad, 1.0f, 1.0f, true).skip, 1);
     EXPECT_EQ(finish(bad, 1.0f, 1.0f, false).skip, 0);
     EXPECT_FALSE(std::isfinite(finish(bad, 1.0f, 0.0f, true).norm));
+  }
+}
+
+TEST(FinishNormTest, SkipsWhereSomebodyHasFailed) {
+  const double nobody = 0, two = 2;
+  for (bool check : {false, true}) {
+    EXPECT_EQ(finish(4.0, 1.0f, 1.0f, check, &nobody).skip, 0);
+    EXPECT_EQ(finish(4.0, 1.0f, 1.0f, check, &two).skip, kSkipFailed);
+    EXPECT_EQ(finish(NAN, 1.0f, 1.0f, check, &two).skip, kSkipFailed);
   }
 }
 

@@ -18,6 +18,7 @@ using kernels::UpdateArgs;
 using kernels::UpdateSegment;
 using kernels::test::Buffer;
 using kernels::test::Driver;
+using kernels::test::DriverScratch;
 using kernels::test::isa_tables;
 using kernels::test::kDtypes;
 using kernels::test::kFloats;
@@ -275,8 +276,11 @@ TEST(RulesTest, OnTheGpuTheBitsAreThoseOfTheReference) {
           std::memcpy(static_cast<char*>(scales.data()) + sizeof scale, &skip, sizeof skip);
           OnDevice on(driver, scales);
           const StepScale* device_scales = static_cast<StepScale*>(on.data());
-          run(rule, *table, {}, device, args, device_scales + 1);  // skipped: changes nothing
-          run(rule, *table, {}, device, args, device_scales);
+          DriverScratch scratch(driver);
+          Launch launch;
+          launch.scratch = &scratch;
+          run(rule, *table, launch, device, args, device_scales + 1);  // skipped: changes nothing
+          run(rule, *table, launch, device, args, device_scales);
           for (auto& copy : copies) copy->fetch();
           const char* error = table->last_error();
           ASSERT_EQ(error, nullptr) << error;

@@ -454,5 +454,20 @@ TEST(Engine, RefusesWhatItCannotTrain) {
   EXPECT_THROW(Engine({}, options, comm::local_communicator(), nullptr), Error);
 }
 
+// A frozen model has no optimizer whose parameters could be asked where they are.
+TEST(Engine, LooksAtTheDeviceOfAllParameters) {
+  const at::Tensor here = at::ones({3}), there = at::empty({3}, at::TensorOptions().device(at::kMeta));
+  EngineOptions options;
+  options.stage = 3;
+  options.others = {std::make_shared<ShardedParam>(here, "here", 1, 0),
+                    std::make_shared<ShardedParam>(there, "there", 1, 0)};
+  try {
+    Engine({}, options, comm::local_communicator(), nullptr);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("'here' on cpu, 'there' on meta"), std::string::npos) << error.what();
+  }
+}
+
 }  // namespace
 }  // namespace ds::zero

@@ -1,0 +1,179 @@
+// Kernels that cannot be launched and kernels that have no memory, as on a GPU, played on the CPU: a table that fails
+// on order, and torch's own allocator asked for more than there is. Nothing may be updated anywhere then, and every
+// rank must know.
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <gtest/gtest.h>
+
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "comm/thread_communicator.h"
+#include "zero/engine.h"
+
+namespace ds::zero {
+namespace {
+
+// What this thread's next kernels do; like CUDA's last error, a thread's own.
+struct Orders {
+  bool fail_copies = false, no_memory = false;
+  const char* error = nullptr;
+};
+Orders& orders() {
+  static thread_local Orders mine;
+  return mine;
+}
+
+const kernels::KernelTable& real() { return *ds_kernels(kernels::kKernelAbi, "cpu"); }
+
+bool launched() {
+  if (orders().fail_copies) orders().error = "invalid configuration argument";
+  return !orders().fail_copies;
+}
+
+kernels::KernelTable failing_table() {
+  kernels::KernelTable table = real();
+  table.copy = [](const kernels::Launch& launch, void* dst, DType to, const void* src, DType from, size_t n, float x) {
+    if (launched()) real().copy(launch, dst, to, src, from, n, x);
+  };
+  table.accumulate = [](const kernels::Launch& launch, void* dst, DType to, const void* src, DType from, size_t n,
+                        float x) {
+    if (launched()) real().accumulate(launch, dst, to, src, from, n, x);
+  };
+  // As kernels/cuda/norm.cu: without scratch it does nothing.
+  table.sum_squares = [](const kernels::Launch& launch, const kernels::Segment* segments, size_t count, DType dtype,
+                         double* sum) {
+    const size_t bytes = orders().no_memory ? size_t{1} << 60 : 16;
+    if (launch.scratch->allocate(bytes) != nullptr) real().sum_squares(launch, segments, count, dtype, sum);
+  };
+  table.last_error = [] { return std::exchange(orders().error, nullptr); };
+  return table;
+}
+
+constexpr int kWorld = 2;
+
+// One rank: a model of one weight, larger than what is moved without a kernel.
+struct Rank {
+  int rank;
+  at::Tensor weight = at::ones({3000}).set_requires_grad(true);
+  kernels::KernelTable table = failing_table();
+  std::shared_ptr<Engine> engine;
+
+  Rank(int stage, int rank, const comm::CommunicatorPtr& group, comm::CommunicatorPtr gathers) : rank(rank) {
+    EngineOptions options;
+    options.stage = stage;
+    options.kernels = &table;
+    options.gather_group = std::move(gathers);
+    options.gatherer.persistence_numel = 1 << 20;
+    options.reducer.predivide = 1.0f / kWorld;
+    ParamSpec spec{weight, "weight", 0, 0};
+    if (stage == 3) spec.sharded = std::make_shared<ShardedParam>(weight, "weight", kWorld, rank);
+    engine = std::make_shared<Engine>(std::vector<ParamSpec>{spec}, options, group, nullptr);
+    engine->stepper().set_rules({&optim::find_rule("adam")});
+  }
+
+  // In a thread of its own, as autograd's are: what fails there is not this thread's last error.
+  void backward(bool failing) {
+    engine->begin_backward(true);
+    const at::Tensor loss = (weight * weight).sum();
+    std::thread([&] {
+      orders().fail_copies = failing;
+      loss.backward();
+    }).join();
+    engine->end_backward();
+  }
+  void step() {
+    engine->norm(1.0f, 0.0f, false);
+    engine->update({{0.1, 0.9, 0.99, 1e-8, 0.0, 1, 1}});
+    engine->report();
+    engine->finish_step();
+    engine->clear_grads();
+  }
+};
+
+std::string failure_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+void on_ranks(int stage, const std::function<void(Rank&)>& body) {
+  auto groups = comm::thread_communicators(kWorld), gathers = comm::thread_communicators(kWorld);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < kWorld; ++rank)
+    threads.emplace_back([&, rank] {
+      Rank made(stage, rank, groups[rank], gathers[rank]);
+      body(made);
+    });
+  for (std::thread& thread : threads) thread.join();
+}
+
+class KernelFailures : public testing::TestWithParam<int> {};
+
+TEST_P(KernelFailures, InAHookEveryRankDropsTheGradients) {
+  on_ranks(GetParam(), [](Rank& one) {
+    const std::string said = failure_of([&] { one.backward(one.rank == 1); });
+    EXPECT_NE(said.find(one.rank == 1 ? "[rank 1] invalid configuration argument" : "rank 1 could not compute"),
+              std::string::npos)
+        << one.rank << ": " << said;
+    EXPECT_FALSE(one.engine->grads().any());
+    one.backward(false);  // and goes on
+    one.step();
+    EXPECT_TRUE(at::allclose(one.weight.detach(), at::full({3000}, 0.9), 1e-5, 1e-6)) << one.weight[0];
+  });
+}
+
+TEST_P(KernelFailures, ANormWithoutMemoryUpdatesNothingAnywhere) {
+  on_ranks(GetParam(), [](Rank& one) {
+    one.backward(false);
+    orders().no_memory = one.rank == 1;
+    const std::string said = failure_of([&] { one.step(); });
+    EXPECT_NE(said.find(one.rank == 1 ? "[rank 1] a kernel had no memory for its" : "rank 1 could not compute"),
+              std::string::npos)
+        << one.rank << ": " << said;
+    EXPECT_TRUE(at::equal(one.weight.detach(), at::ones({3000})));
+    EXPECT_EQ(one.engine->stepper().steps()[0].item<float>(), 0.0f);
+    orders().no_memory = false;  // somebody has freed some: the same gradients make the step
+    one.step();
+    EXPECT_TRUE(at::allclose(one.weight.detach(), at::full({3000}, 0.9), 1e-5, 1e-6)) << one.weight[0];
+    EXPECT_EQ(one.engine->stepper().steps()[0].item<float>(), 1.0f);
+  });
+}
+
+TEST_P(KernelFailures, WithoutReductionTheyWaitForTheStep) {
+  if (GetParam() >= 2) GTEST_SKIP() << "gradients are reduced in every backward";
+  on_ranks(GetParam(), [](Rank& one) {
+    one.engine->begin_backward(false);
+    const at::Tensor loss = one.weight.sum();
+    orders().fail_copies = one.rank == 0;
+    loss.backward();
+    one.engine->end_backward();
+    orders().fail_copies = false;
+    EXPECT_NE(failure_of([&] { one.engine->begin_step(1.0f, 0.0f, false); }), "") << one.rank;
+    EXPECT_TRUE(at::equal(one.weight.detach(), at::ones({3000})));
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Stages, KernelFailures, testing::Values(0, 1, 2, 3));
+
+TEST(TorchScratch, SaysWhyThereIsNone) {
+  TorchScratch scratch(at::kCPU);
+  EXPECT_NE(scratch.allocate(64), nullptr);
+  EXPECT_EQ(scratch.error(), "");
+  EXPECT_EQ(scratch.allocate(size_t{1} << 60), nullptr);
+  EXPECT_NE(scratch.error().find("1152921504606846976 bytes of scratch on cpu: "), std::string::npos);
+  const at::Tensor reserved = at::empty({128}, at::kByte);
+  TorchScratch first(at::kCPU, reserved);
+  EXPECT_EQ(first.allocate(128), reserved.data_ptr());
+  EXPECT_NE(first.allocate(129), reserved.data_ptr());
+}
+
+}  // namespace
+}  // namespace ds::zero

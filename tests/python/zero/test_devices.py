@@ -1,0 +1,53 @@
+"""On which device things are made, with stand-ins for devices that are not here."""
+
+import types
+
+import pytest
+import torch
+
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.zero import Init, core, init_context
+
+
+class Standin(CPU_Accelerator):
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def set_device(self, device_index):
+        self.calls.append(("device", device_index))
+
+
+@pytest.mark.parametrize("local_rank", ["3", None])
+def test_zero_init_takes_the_device_of_its_local_rank_before_anything_else(monkeypatch, local_rank):
+    calls = []
+    if local_rank is None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(init_context, "get_accelerator", lambda: Standin(calls))
+    monkeypatch.setattr(init_context.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(init_context.dist, "init_distributed", lambda: calls.append(("group",)))
+    with Init():
+        torch.nn.Linear(2, 2)
+    assert calls == ([("device", 3)] if local_rank else []) + [("group",)]
+
+
+def sharded(device):
+    return types.SimpleNamespace(ds_handle=types.SimpleNamespace(shard=types.SimpleNamespace(device=device)))
+
+
+class Engine:
+    def __init__(self, **options):
+        pass
+
+
+@pytest.mark.parametrize("devices, shared", [("cpu cpu", True), ("cpu cuda", False), ("cuda cuda", False)])
+def test_ranks_share_memory_only_where_all_parameters_are_on_the_cpu(monkeypatch, devices, shared):
+    """Of a frozen model too, which has no optimizer whose parameters could be asked."""
+    asked = {}
+    monkeypatch.setattr(core, "_communicator", lambda group, name, shared: asked.update({name: shared}))
+    monkeypatch.setattr(core, "_native", types.SimpleNamespace(_C=types.SimpleNamespace(Engine=Engine)))
+    others = [sharded(torch.device(device)) for device in devices.split()]
+    core.build_core([], others=others, data_parallel=object(), gather_group=object(), stage=3)
+    assert asked == {"data parallel": shared, "gathers": False}
