@@ -39,7 +39,9 @@ class Stepper {
   void update(const GradReducer& grads, const std::vector<std::vector<double>>& hyper);
   StepReport report();  // after norm() and update(); a skipped step has counted nowhere
 
-  // For an optimizer that runs elsewhere: gradients unscaled and clipped in place, then masters cast to lp.
+  // For an optimizer that runs elsewhere: the factor that unscales and clips; gradients of the masters' type multiplied
+  // by it in place; then masters cast to lp.
+  float grad_scale() { return device_.read_step_scale().grad_scale; }
   void scale_grads(const GradReducer& grads);
   void publish();         // lp = master, on every rank
   void refresh_master();  // master = lp, after somebody wrote the model's weights

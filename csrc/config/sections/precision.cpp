@@ -64,7 +64,8 @@ DS_CONFIG_CHAPTER(40, kTraining, "Precision") {
   c.add(autocast.not_built("torch autocast"));
   c.add(section("data_types", "Types of single parts.",
                 {
-                    dtype("grad_accum_dtype", "Type in which gradients are accumulated; null: fp32."),
+                    dtype("grad_accum_dtype", "Type in which gradients are kept and added up; null: fp32 where gradient_accumulation_steps is above 1, "
+                          "else the parameters' own."),
                     dtype("param_dtype", "Type of the parameters."),
                     dtype("buffer_dtype", "Type of floating-point buffers; null leaves them as they are."),
                 }));

@@ -88,7 +88,7 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
         self.global_samples = 0
         self.micro_steps = 0
         self.skipped_steps = 0
-        self.gradient_average = True
+        self.gradient_average = self._config.gradient_allreduce_op != "sum"
         self.sparse_tensor_module_names = set()
         self.loaded_engine_state = {}
         self.loaded_checkpoint_dp_world_size = None
@@ -100,6 +100,7 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
         self._in_no_sync = False
         self._user_scaled = False
         self._sees_backward = None
+        self._micro_batches = 0  # that forward has trained on since the last step
         self.core = None
         self.stepping = None
         self._whole = None
@@ -161,6 +162,7 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
         if trains:
             found = [t for t in tensors_within(outputs) if t.requires_grad]
             self._sees_backward = bool(found or self._sees_backward)
+            self._micro_batches += bool(found)
             self.core.forwarded(found, *self._user_plan())
         self.progress.end_forward()
         return outputs
@@ -229,7 +231,8 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
     def step(self, lr_kwargs=None):
         """At an accumulation boundary: clip, update, zero the gradients, step the schedule. Otherwise only counts."""
         assert not self._in_no_sync, (
-            "engine.step() inside no_sync(): gradients are not reduced there; call it after the context"
+            "It is illegal to call Engine.step() inside no_sync context manager: gradients are not reduced there; call "
+            "it after the context"
         )
         assert self.optimizer is not None, (
             "engine.step needs an optimizer: add an 'optimizer' section to the config or pass optimizer= to "
@@ -247,6 +250,7 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
         boundary = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
         if boundary:
             self._take_step(lr_kwargs)
+            self._micro_batches = 0
         self.micro_steps += 1
         self._seen_backward = False
         self._sees_backward = None
@@ -292,7 +296,7 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
         if self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        self.global_samples += self._samples_of_step()
 
     # ---- accumulation ------------------------------------------------------------------------------------------------
     def is_gradient_accumulation_boundary(self):
@@ -413,23 +417,6 @@ class DeepSpeedEngine(Assembly, ConfigAccessors, TrainingData, Reductions, Compi
 
     def get_sequence_parallel_group(self):
         return self.seq_parallel_group
-
-    def set_train_batch_size(self, train_batch_size):
-        """Changes the accumulation steps so that the whole batch is ``train_batch_size``; it must divide evenly."""
-        per_micro_step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
-        if train_batch_size % per_micro_step != 0:
-            raise ValueError(
-                f"train_batch_size {train_batch_size} is not divisible by micro batch "
-                f"{self.train_micro_batch_size_per_gpu()} x "
-                f"data-parallel size {self.dp_world_size} = {per_micro_step}"
-            )
-        self._config.train_batch_size = train_batch_size
-        self._config.gradient_accumulation_steps = train_batch_size // per_micro_step
-
-    def set_train_micro_batch_size(self, micro_batch_size):
-        """Changes the micro batch; accumulation stays, the whole batch follows."""
-        self._config.train_micro_batch_size_per_gpu = micro_batch_size
-        self._config.train_batch_size = micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
 
     def mp_rank_for_files(self):
         """The model-parallel rank that file names carry."""

@@ -46,9 +46,9 @@ class Stepping:
         else:
             self.core.begin_step(*begin)
             if not self.core.report().skipped:
-                self.core.scale_grads()
                 self.core.hand_out_grads(self.masters)
                 self.optimizer.step()
+                self.core.take_back_grads(self.masters)
                 self.core.publish()
         report = self.core.end_step()
         self.norm = report.norm
