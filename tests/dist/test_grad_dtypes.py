@@ -12,7 +12,7 @@ import deepspeed
 from deepspeed.config import cli
 from deepspeed.utils import safe_get_full_grad
 from harness import run_ranks
-from zero_models import BETAS, DECAY, LR, data, engine_config, loss_of, make, relative
+from zero_models import BETAS, DECAY, LR, data, engine_config, loss_of, make, reduced_mean, relative
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPES = {"fp32": torch.float32, **NARROW}
@@ -45,15 +45,6 @@ def shrink(params):
 
 
 # ---- .grad at stage 0, and the rounding of the sum over ranks -------------------------------------------------------
-def reduced(parts):
-    """The mean of 16-bit gradients as the engine forms it. bf16: each rank divides, the quotients are added up in fp32,
-    in rank order, and rounded once. fp16 (whose range is short): added up, rounded, divided, rounded."""
-    dtype, world = parts[0].dtype, len(parts)
-    before = 1.0 / world if dtype == torch.bfloat16 else 1.0
-    total = sum((part.float() * before).to(dtype).float() for part in parts).to(dtype)
-    return (total.float() * (1.0 / world / before)).to(dtype)
-
-
 def body_edit(rank, world, dtype):
     scale = SCALE if dtype == "fp16" else 1.0
     model = make("plain").to(DTYPES[dtype])
@@ -71,7 +62,7 @@ def body_edit(rank, world, dtype):
             (loss_of(plain(x.to(DTYPES[dtype]), step, part)[0], target) * scale).backward()
             parts.append({name: p.grad.clone() for name, p in theirs.items()})
         for name, p in params.items():
-            theirs[name].grad = reduced([part[name] for part in parts]) if world > 1 else parts[0][name]
+            theirs[name].grad = reduced_mean([part[name] for part in parts])
             assert p.grad.dtype == p.dtype, name
             assert torch.equal(p.grad, theirs[name].grad), f"step {step}: {name}, bit by bit"
         shrink(params)

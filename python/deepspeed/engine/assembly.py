@@ -110,11 +110,10 @@ class Assembly:
         world = self.dp_world_size
         prescale = self.prescale_gradients()
         predivide = self.gradient_predivide_factor()
-        # Without prescale_gradients the division still comes first where the range makes no difference: a sum in fp16
-        # can overflow, and parts of it vanish; in fp32 and bf16 neither happens.
-        kinds = {self.kept_grad_dtype(p) for group in self.trained_groups for p in group} | {self._wire_dtype}
+        # The division comes first unless the user says otherwise: then no sum over ranks overflows where that of one
+        # process on the whole batch would not, and the loss scale of fp16 does not depend on the number of ranks.
         total = 1.0 / world if self.gradient_average else 1.0
-        before = 1.0 / predivide if prescale else (1.0 if torch.float16 in kinds else total)
+        before = 1.0 / predivide if prescale else total
         after = total / before
         zero = self._config.zero_config
         return {

@@ -409,14 +409,16 @@ TEST(Engine, SixteenBitGradientsAreSummedInFp32AndRoundedOnce) {
             EXPECT_EQ(engine->params().spaces()[0].grad.data.scalar_type(), type);
             EXPECT_TRUE(at::equal(engine->full(Kept::kGrad, 0, 0), sum.to(type).to(at::kFloat)))
                 << "stage " << stage << " world " << world;
-            EXPECT_EQ(weight.grad().defined(), stage == 0);
+            EXPECT_EQ(weight.grad().defined(), stage == 0 || world == 1);
             if (stage == 0) {
               at::NoGradGuard no_grad;
               weight.mutable_grad().zero_();
               weight.mutable_grad().narrow(0, 0, 9).fill_(2.0f);
             }
             engine->begin_step(1.0f, 0.0f, true);
-            if (stage == 0) EXPECT_NEAR(engine->report().norm, 6.0, 1e-6);
+            if (stage == 0) {
+              EXPECT_NEAR(engine->report().norm, 6.0, 1e-6);
+            }
             engine->clear_grads();
           });
         }
