@@ -279,8 +279,7 @@ at::Tensor Engine::local_grad(size_t param) {
   const auto index = static_cast<size_t>(store_.place(param).index);
   for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e) {
     const plan::Extent& extent = space.map.extents[e];
-    flat.narrow(0, extent.param_offset, extent.numel)
-        .copy_(space.local.narrow(0, extent.full_offset, extent.numel));
+    flat.narrow(0, extent.param_offset, extent.numel).copy_(space.local.narrow(0, extent.full_offset, extent.numel));
   }
   return flat.as_strided(sizes, strides, 0);
 }

@@ -53,10 +53,10 @@ std::vector<std::string> tell_of_gradients(const Judge& j) {
 }  // namespace
 
 DS_CONFIG_CHAPTER(35, kTraining, "Gradients and communication") {
-  c.add(
-      text("communication_data_type", nullptr, "Type in which gradients are reduced; null: the type that they are kept in.")
-          .one_of_any_case({"fp32", "fp16", "bf16"})
-          .raises(ErrorKind::kValue));
+  c.add(text("communication_data_type", nullptr,
+             "Type in which gradients are reduced; null: the type that they are kept in.")
+            .one_of_any_case({"fp32", "fp16", "bf16"})
+            .raises(ErrorKind::kValue));
   c.add(text("seq_parallel_communication_data_type", "fp32",
              "Type in which gradients are reduced over sequence-parallel ranks.")
             .one_of_any_case({"fp32", "fp16", "bf16"})

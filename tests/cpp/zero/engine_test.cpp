@@ -378,8 +378,8 @@ TEST(Engine, UsersMayEditReplaceAndDropGradients) {
   EXPECT_FALSE(engine->grads().used(2));
 }
 
-// One gradient of each rank, in 16 bits: quotients are added up in fp32, in rank order, and rounded once. At stage 0 the
-// sum is .grad, and what the user does to it is what the step sees.
+// One gradient of each rank, in 16 bits: quotients are added up in fp32, in rank order, and rounded once. At stage 0
+// the sum is .grad, and what the user does to it is what the step sees.
 TEST(Engine, SixteenBitGradientsAreSummedInFp32AndRoundedOnce) {
   constexpr int kNumel = 300;
   for (auto type : {at::kBFloat16, at::kHalf}) {
