@@ -166,8 +166,23 @@ DS_BINDINGS(m) {
       .def("update", &update, py::arg("groups"), py::arg("begin") = py::none())
       .def("slot_names", [](Engine& engine) { return engine.stepper().slot_names(); })
       .def("report", &Engine::report, Unlocked())
-      .def("scale_grads", &Engine::scale_grads, Unlocked())
       .def("hand_out_grads", &Engine::hand_out_grads, Unlocked())
+      .def(
+          "local_grad",
+          [](Engine& engine, size_t param) {
+            at::Tensor found = engine.local_grad(param);
+            return found.defined() ? c10::optional<at::Tensor>(std::move(found)) : c10::nullopt;
+          },
+          Unlocked(), py::arg("param"))
+      .def("take_back_grads", &Engine::take_back_grads, Unlocked())
+      .def(
+          "set_grad_dtype",
+          [](Engine& engine, const py::object& type) {
+            const auto wanted = optional_dtype(type);
+            py::gil_scoped_release unlocked;
+            engine.set_grad_dtype(wanted);
+          },
+          py::arg("dtype"))
       .def(
           "has_grads", [](Engine& engine) { return engine.grads().any(); }, Unlocked())
       .def(

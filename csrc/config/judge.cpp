@@ -94,4 +94,15 @@ void judge(Config& config, const Schema& schema, const Options& options) {
   }
 }
 
+std::string consequences(const Config& config, const Schema& schema) {
+  Config copy(config);
+  const ConfigJudge bench(copy);
+  std::string out;
+  for (const Consequence& one : schema.consequences) {
+    out += "\n" + one.title + "\n";
+    for (const std::string& line : one.tell(bench)) out += "  - " + line + "\n";
+  }
+  return out;
+}
+
 }  // namespace ds::config

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "config/judge.h"
 #include "config/render.h"
 #include "config/text.h"
 
@@ -106,6 +107,7 @@ std::string explain(const Config& config, const Schema& schema) {
   lister.section(schema.root, config.values(), "", "");
   std::string out = config.document().source + "\n\n";
   table(lister.rows, out);
+  out += consequences(config, schema);
   issues(config, Severity::kNote, "Left to the defaults", out);
   issues(config, Severity::kWarning, "Warnings", out);
   issues(config, Severity::kError, "Conflicts", out);

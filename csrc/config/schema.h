@@ -47,6 +47,12 @@ struct Rule {
   bool whole_only = false;  // not judged for a section object that is made by itself
 };
 
+// What several keys together come to, for `ds_config explain`: lines under a title.
+struct Consequence {
+  std::string title;
+  std::function<std::vector<std::string>(const Judge&)> tell;
+};
+
 struct ChapterHead {
   std::string title;
   size_t first_field, field_count;
@@ -56,6 +62,7 @@ struct Schema {
   Field root;  // a nameless section
   std::vector<ChapterHead> chapters;
   std::vector<Rule> rules;
+  std::vector<Consequence> consequences;
   std::vector<std::pair<std::string, std::string>> environment;  // path and variable of keys that have one
   std::vector<std::string> private_keys;                         // unknown keys that known clients add: never an error
   bool lenient_top = false;                                      // unknown top-level keys are warnings
@@ -70,6 +77,9 @@ class Chapter {
   }
   void whole_rule(std::string doc, std::function<void(Judge&)> check) {
     schema_.rules.push_back({std::move(doc), std::move(check), true});
+  }
+  void consequence(std::string title, std::function<std::vector<std::string>(const Judge&)> tell) {
+    schema_.consequences.push_back({std::move(title), std::move(tell)});
   }
   void private_key(std::string name) { schema_.private_keys.push_back(std::move(name)); }
 

@@ -242,6 +242,8 @@ void Engine::hand_out_grads(const std::vector<at::Tensor>& masters) {
   const std::vector<Piece>& pieces = store_.pieces();
   if (masters.size() != pieces.size())
     fail(ErrorKind::kValue, "hand_out_grads: ", masters.size(), " tensors for ", pieces.size(), " pieces");
+  stepper_.scale_grads(grads_);
+  const float scale = stepper_.grad_scale();
   for (size_t i = 0; i < pieces.size(); ++i) {
     at::Tensor& grad = masters[i].mutable_grad();
     if (!grads_.used(pieces[i].param)) {
@@ -249,9 +251,18 @@ void Engine::hand_out_grads(const std::vector<at::Tensor>& masters) {
       continue;
     }
     const at::Tensor slot = store_.piece_view(pieces[i], store_.spaces()[pieces[i].space].grad);
-    grad = slot.scalar_type() == masters[i].scalar_type() ? slot : slot.to(masters[i].scalar_type());
+    if (slot.scalar_type() == masters[i].scalar_type()) {
+      grad = slot;
+    } else {
+      grad = at::empty_like(masters[i]);
+      device_.copy(grad, slot, scale);
+    }
     if (store_.spec(pieces[i].param).form == GradForm::kSparseRows && !store_.sharded()) grad = as_sparse(grad);
   }
+}
+
+void Engine::take_back_grads(const std::vector<at::Tensor>& masters) {
+  for (const at::Tensor& master : masters) master.mutable_grad() = at::Tensor();
 }
 
 const Buffer* Engine::buffer(FlatSpace& space, Kept kept, int slot) {
@@ -269,10 +280,27 @@ std::vector<at::Tensor> Engine::pieces(Kept kept, int slot) {
   return result;
 }
 
+at::Tensor Engine::local_grad(size_t param) {
+  at::NoGradGuard no_grad;
+  if (!grads_.has_local(param)) return {};
+  const ParamSpec& spec = store_.spec(param);
+  const FlatSpace& space = store_.space_of(param);
+  const auto sizes = spec.sharded ? at::IntArrayRef(spec.sharded->sizes()) : spec.tensor.sizes();
+  const auto strides = spec.sharded ? at::IntArrayRef(spec.sharded->strides()) : spec.tensor.strides();
+  const at::ScalarType type = space.local.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const at::Tensor flat = at::zeros({store_.place(param).numel}, space.local.options().dtype(type));
+  const auto index = static_cast<size_t>(store_.place(param).index);
+  for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e) {
+    const plan::Extent& extent = space.map.extents[e];
+    flat.narrow(0, extent.param_offset, extent.numel).copy_(space.local.narrow(0, extent.full_offset, extent.numel));
+  }
+  return flat.as_strided(sizes, strides, 0);
+}
+
 at::Tensor Engine::full(Kept kept, int slot, size_t param) {
   at::NoGradGuard no_grad;
-  if (kept == Kept::kGrad && !grads_.used(param)) return {};
   FlatSpace& space = store_.space_of(param);
+  if (kept == Kept::kGrad && !grads_.used(param)) return {};
   const Buffer* found = buffer(space, kept, slot);
   if (found == nullptr) return {};
   const Buffer& from = *found;

@@ -21,7 +21,7 @@ namespace ds::zero {
 struct EngineOptions {
   int stage = 0;
   int threads = 1;                           // of CPU kernels
-  c10::optional<at::ScalarType> grad_dtype;  // accumulation; unset: fp32 for 16-bit parameters
+  c10::optional<at::ScalarType> grad_dtype;  // in which gradients are kept and added up; unset: the parameter's own
   ReducerOptions reducer;
   GatherOptions gather;
   int64_t allgather_bucket_numel = INT64_MAX;  // limit of a gather after the step
@@ -99,17 +99,24 @@ class Engine : public std::enable_shared_from_this<Engine> {
     grads_.begin(false);
     grads_.end();
   }
-  void scale_grads() { stepper_.scale_grads(grads_); }
 
-  // For an optimizer that lives outside: its parameters are `masters`, one for each piece; gives each its gradient
-  // (undefined where no rank produced one).
+  // After begin_step, for an optimizer that lives outside: its parameters are `masters`, one for each piece. Gives each
+  // its gradient, unscaled and clipped, in its own type (undefined where no rank produced one): the buffer itself where
+  // that has the type, else a copy, so that 16-bit gradients are not rounded once more. take_back_grads() frees those.
   void hand_out_grads(const std::vector<at::Tensor>& masters);
+  void take_back_grads(const std::vector<at::Tensor>& masters);
+
+  // Changes the type in which gradients are kept; those that are there are converted. Not during a backward.
+  void set_grad_dtype(c10::optional<at::ScalarType> type) { grads_.set_grad_dtype(type); }
 
   // One tensor for each piece that this rank owns: views of the buffers; undefined where a group has no such slot.
   std::vector<at::Tensor> pieces(Kept kept, int slot);
   // The whole of a parameter, collected from all ranks, in its shape; fp32 (fp64 for fp64 parameters). Every rank calls
   // it. Undefined for a gradient that no rank produced, and for a slot that the parameter's group has not.
   at::Tensor full(Kept kept, int slot, size_t param);
+  // The same of what this rank alone has accumulated and nobody has reduced, where that is kept apart (not at stage 0,
+  // where it is the gradient); undefined where there is none. No communication.
+  at::Tensor local_grad(size_t param);
   // Every rank calls it with the same values: each takes the pieces it owns; masters go to the model as well.
   void set_full(Kept kept, int slot, size_t param, const at::Tensor& value);
 

@@ -556,6 +556,23 @@ void GradReducer::join() {
   learned_ = learned;
 }
 
+void GradReducer::set_grad_dtype(c10::optional<at::ScalarType> type) {
+  if (type == store_.grad_dtype()) return;
+  if (active()) fail(ErrorKind::kRuntime, "the type of gradients cannot change while a backward runs");
+  at::NoGradGuard no_grad;
+  adopt_user_grads();
+  store_.set_grad_dtype(type);
+  std::fill(slot_views_.begin(), slot_views_.end(), at::Tensor());
+  for (BucketState& bucket : buckets_) bucket.carrier = at::Tensor();
+  free_.clear();
+  borrowed_bytes_ = 0;
+  if (!store_.sharded()) attach_grads();
+}
+
+bool GradReducer::has_local(size_t param) const {
+  return store_.sharded() && filled_[param] && store_.space_of(param).local.defined();
+}
+
 void GradReducer::set_used(size_t param) {
   if (!store_.sharded()) {
     filled_[param] = 1;

@@ -78,10 +78,13 @@ class GradReducer {
   void finish();               // before a step: takes .grad as the user left it, reduces what is still local
   void join();                 // the part of a rank without a backward in the reduction of the others'
   void clear();                // forget all gradients; .grad becomes undefined
+  void set_grad_dtype(c10::optional<at::ScalarType> type);  // see ParamStore; not while active
   bool active() const { return phase_ != Phase::kIdle; }
   bool dirty() const { return dirty_; }  // something is here that has not been reduced
 
   bool used(size_t param) const { return (store_.sharded() ? used_ : filled_)[param] != 0; }
+  // This rank has a gradient that has not been reduced; it lies in its slot of the store's local buffer.
+  bool has_local(size_t param) const;
   void set_used(size_t param);                        // somebody has written the reduced gradient
   bool any() const;                                   // a gradient has arrived since clear(), or the user has set one
   int64_t late_count() const { return late_count_; }  // of the last reducing backward, over all ranks

@@ -142,11 +142,24 @@ void ParamStore::build_space(FlatSpace& space) {
   } else {
     space.master = {at::zeros({space.map.shard_numel}, options.dtype(at::kFloat)), whole};
   }
-  const at::ScalarType accumulate = space.narrow() ? options_.grad_dtype.value_or(at::kFloat) : space.dtype;
   const bool joined = whole || !policy.shard_grads;
   const int64_t numel = joined ? space.map.full_numel() : space.map.shard_numel;
-  space.grad = {at::zeros({numel}, options.dtype(accumulate)), joined};
+  space.grad = {at::zeros({numel}, options.dtype(grad_type(space))), joined};
   if (joined) space.local = space.grad.data;
+}
+
+at::ScalarType ParamStore::grad_type(const FlatSpace& space) const {
+  return space.dtype == at::kDouble ? at::kDouble : options_.grad_dtype.value_or(space.dtype);
+}
+
+void ParamStore::set_grad_dtype(c10::optional<at::ScalarType> type) {
+  at::NoGradGuard no_grad;
+  options_.grad_dtype = type;
+  for (FlatSpace& space : spaces_) {
+    const bool shared = space.local.is_same(space.grad.data);
+    space.grad.data = space.grad.data.to(grad_type(space));
+    if (space.local.defined()) space.local = shared ? space.grad.data : space.local.to(grad_type(space));
+  }
 }
 
 void ParamStore::adopt_params(FlatSpace& space) {

@@ -48,7 +48,7 @@ struct FlatSpace {
   std::vector<size_t> owned;  // extents of this rank, by shard_offset
   Buffer lp;                  // the values the model computes with
   Buffer master;              // fp32; the very same tensor as lp when the model computes in fp32 (or fp64)
-  Buffer grad;                // reduced gradients, of the accumulation dtype
+  Buffer grad;                // reduced gradients, of StoreOptions::grad_dtype
   at::Tensor local;           // full space: gradients not reduced yet; may be the memory of `grad`, see part_grads
   std::vector<Buffer> slots;  // optimizer states, fp32, created by the stepper
 
@@ -77,7 +77,7 @@ struct Piece {
 };
 
 struct StoreOptions {
-  c10::optional<at::ScalarType> grad_dtype;  // unset: fp32 for 16-bit parameters, the parameter's own otherwise
+  c10::optional<at::ScalarType> grad_dtype;  // unset: the parameter's own; parameters in fp64 have theirs in any case
   int64_t align = 64;                        // elements between parameter starts
   int64_t parts = 1;                         // shards
   int64_t rank = 0;                          // which of them is this rank's
@@ -127,6 +127,10 @@ class ParamStore {
   void part_grads();
   void join_grads();
 
+  // From now on gradients are kept in this type (see StoreOptions); what is there is converted.
+  void set_grad_dtype(c10::optional<at::ScalarType> type);
+  c10::optional<at::ScalarType> grad_dtype() const { return options_.grad_dtype; }
+
   // Bytes this rank holds, by what for: lp, master, grad, local, slots.
   std::vector<std::pair<std::string, int64_t>> held_bytes() const;
 
@@ -141,6 +145,7 @@ class ParamStore {
   void place_shards();
   void build_space(FlatSpace& space);
   void adopt_params(FlatSpace& space);
+  at::ScalarType grad_type(const FlatSpace& space) const;
 
   std::vector<ParamSpec> specs_;
   std::vector<ShardedParamPtr> others_;

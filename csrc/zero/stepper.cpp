@@ -288,9 +288,10 @@ StepReport Stepper::report() {
 
 void Stepper::scale_grads(const GradReducer& grads) {
   at::NoGradGuard no_grad;
-  const float scale = device_.read_step_scale().grad_scale;
+  const float scale = grad_scale();
   if (scale == 1.0f) return;
   for (const FlatSpace& space : store_.spaces()) {
+    if (space.grad.data.scalar_type() != space.master.data.scalar_type()) continue;
     for (const Run& run : runs(space, grads, [](size_t) { return true; })) {
       const int64_t begin = space.offset_in(space.grad, space.map.buckets[run.bucket], run.begin);
       const at::Tensor part = space.grad.data.narrow(0, begin, run.end - run.begin);

@@ -43,7 +43,9 @@ class Stepper {
   // update, which then has touched nothing on any of them; the gradients are still there.
   StepReport report();
 
-  // For an optimizer that runs elsewhere: gradients unscaled and clipped in place, then masters cast to lp.
+  // For an optimizer that runs elsewhere: the factor that unscales and clips; gradients of the masters' type multiplied
+  // by it in place; then masters cast to lp.
+  float grad_scale() { return device_.read_step_scale().grad_scale; }
   void scale_grads(const GradReducer& grads);
   void publish();         // lp = master, on every rank
   void refresh_master();  // master = lp, after somebody wrote the model's weights

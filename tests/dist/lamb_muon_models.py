@@ -5,6 +5,7 @@ import copy
 import torch
 
 import deepspeed
+from zero_models import reduced_mean
 
 WIDTH, ROWS, CLIP = 6, 3, 0.5
 LAMB = {"lr": 0.02, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.05}
@@ -127,9 +128,13 @@ def loss_of(output, target):
 
 
 class Reference:
-    """The plain process. ``dtype`` is what the model computes in; masters are fp64 in any case."""
+    """The plain process. ``dtype`` is what the model computes in; masters are fp64 in any case.
 
-    def __init__(self, model, kind, dtype, params=None):
+    16-bit gradients of the parts are added up in fp64 with ``accumulates``, else as ``reduced_mean`` says.
+    """
+
+    def __init__(self, model, kind, dtype, params=None, accumulates=False):
+        self.rounds = dtype in (torch.bfloat16, torch.float16) and not accumulates
         self.model = copy.deepcopy(model).to(torch.float64 if dtype == torch.float32 else dtype)
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.masters = {name: p.detach().double().clone() for name, p in trained.items()}
@@ -144,8 +149,10 @@ class Reference:
             loss_of(self.model(x.to(dtype), step), target).backward()
             for name, p in self.model.named_parameters():
                 if p.grad is not None:
-                    sums[name] = sums.get(name, 0) + p.grad.double() / parts
+                    sums.setdefault(name, []).append(p.grad)
                     p.grad = None
+        for name, grads in sums.items():
+            sums[name] = reduced_mean(grads).double() if self.rounds else sum(grad.double() for grad in grads) / parts
         self.norm = float(torch.stack([g.norm() for g in sums.values()]).norm())
         factor = min(1.0, CLIP / (self.norm + 1e-6))
         self.optimizer.step({name: grad * factor for name, grad in sums.items()})

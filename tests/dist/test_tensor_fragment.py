@@ -157,6 +157,7 @@ def body_set(rank, world, stage, precision, optimizer):
         shape = safe_get_full_fp32_param(p).shape
         weight, grad, first = torch.randn(shape), torch.randn(shape), torch.randn(shape)
         second = torch.rand(shape) + 0.5
+        grad = grad.to(p.dtype).float()  # nothing accumulates: gradients are kept in the parameter's dtype
         wanted[name] = (weight, grad, first, second)
         safe_set_full_fp32_param(p, weight)
         safe_set_full_grad(p, grad)

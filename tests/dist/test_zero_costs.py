@@ -38,8 +38,6 @@ def make_engine(stage, accumulate=1, bf16=False, **zero):
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 200, **zero},
         "bf16": {"enabled": bf16},
     }
-    if bf16:
-        made["data_types"] = {"grad_accum_dtype": "bf16"}
     return deepspeed.initialize(model=make_model(), config=made)[0]
 
 
@@ -52,18 +50,20 @@ def train(engine, rank, steps=1):
         engine.step()
 
 
-def body_bytes(rank, world, stage):
-    engine = make_engine(stage, bf16=True)
+def body_bytes(rank, world, stage, accumulate):
+    engine = make_engine(stage, accumulate, bf16=True)
     train(engine, rank, 2)
     return dict(engine.core.held_bytes())
 
 
+@pytest.mark.parametrize("accumulate, width", [(1, 2), (4, 4)])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_held_bytes_are_the_formula(stage, world):
-    planned = _native._C.memory.states_per_rank(stage, NUMEL, world, param=2, grad=2, master=4, slots=8)
+def test_held_bytes_are_the_formula(stage, world, accumulate, width):
+    """The published 2 + 2 + 12 where nothing accumulates; fp32 gradients where something does."""
+    planned = _native._C.memory.states_per_rank(stage, NUMEL, world, param=2, grad=width, master=4, slots=8)
     padding = 1.02
-    for held in run_ranks(world, body_bytes, stage):
+    for held in run_ranks(world, body_bytes, stage, accumulate):
         for what, name in (("param", "lp"), ("master", "master"), ("slots", "slots")):
             assert planned[what] <= held[name] <= padding * planned[what], what
         gradients = held["grad"] + held["local"]

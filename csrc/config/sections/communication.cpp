@@ -2,11 +2,61 @@
 
 namespace ds::config {
 
+namespace {
+
+std::string lower(std::string text) {
+  for (char& c : text) c = c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
+  return text;
+}
+
+bool is_16_bit(const std::string& type) { return type == "fp16" || type == "bf16"; }
+
+// In which type gradients are kept and sent, why, and what that costs; deepspeed/engine/assembly.py does so.
+std::vector<std::string> tell_of_gradients(const Judge& j) {
+  const std::string accumulated = lower(j.text("data_types.grad_accum_dtype"));
+  const std::string sent = lower(j.text("communication_data_type"));
+  const int64_t stage = j.integer("zero_optimization.stage"), steps = j.integer("gradient_accumulation_steps");
+  std::string param = lower(j.text("data_types.param_dtype"));
+  if (param.empty()) param = j.on("fp16.enabled") ? "fp16" : j.on("bf16.enabled") ? "bf16" : "fp32";
+  const std::string kept = !accumulated.empty() ? accumulated : steps > 1 ? "fp32" : param;
+
+  const auto cost = [&](const std::string& type) {
+    return std::string(is_16_bit(type) ? "2" : "4") +
+           (stage >= 2 ? "/N bytes per parameter on each of N ranks" : " bytes per parameter on each rank");
+  };
+  std::string why = "the type of the parameters, since gradient_accumulation_steps is 1 and nothing accumulates";
+  if (!accumulated.empty()) {
+    why = "data_types.grad_accum_dtype says so";
+  } else if (steps > 1) {
+    why = "gradient_accumulation_steps is " + std::to_string(steps) + ", and fp32 keeps the sum exact";
+    if (is_16_bit(param)) why += "; data_types.grad_accum_dtype \"" + param + "\" makes it " + cost(param);
+  }
+  std::vector<std::string> lines{"kept in " + kept + ", " + cost(kept) + ": " + why};
+  if (sent.empty()) {
+    lines.push_back("sent in " + kept + ", the type they are kept in");
+  } else {
+    lines.push_back("sent in " + sent + ": communication_data_type says so");
+    if (sent != kept)
+      lines.back() += std::string("; the copy that travels takes ") + (is_16_bit(sent) ? "2" : "4") +
+                      (stage == 0 ? " bytes per parameter more" : " bytes for each element of a bucket");
+  }
+  if (stage == 0 && kept == param) {
+    lines.push_back("between backward and step they are the parameters' .grad, and what is changed there counts");
+  } else {
+    lines.push_back(std::string("the parameters have no .grad between backward and step ") +
+                    (stage == 0 ? "(its type would differ)" : "(ZeRO has cut it)") +
+                    ": use deepspeed.utils.safe_get_full_grad and safe_set_full_grad");
+  }
+  return lines;
+}
+
+}  // namespace
+
 DS_CONFIG_CHAPTER(35, kTraining, "Gradients and communication") {
-  c.add(
-      text("communication_data_type", nullptr, "Type in which gradients are reduced; null: the type of the gradients.")
-          .one_of_any_case({"fp32", "fp16", "bf16"})
-          .raises(ErrorKind::kValue));
+  c.add(text("communication_data_type", nullptr,
+             "Type in which gradients are reduced; null: the type that they are kept in.")
+            .one_of_any_case({"fp32", "fp16", "bf16"})
+            .raises(ErrorKind::kValue));
   c.add(text("seq_parallel_communication_data_type", "fp32",
              "Type in which gradients are reduced over sequence-parallel ranks.")
             .one_of_any_case({"fp32", "fp16", "bf16"})
@@ -18,8 +68,7 @@ DS_CONFIG_CHAPTER(35, kTraining, "Gradients and communication") {
             .above(0));
   c.add(text("gradient_allreduce_op", "mean", "Average or sum gradients over ranks.")
             .one_of_any_case({"mean", "sum"})
-            .raises(ErrorKind::kValue)
-            .not_built_values("summing gradients over ranks", {"sum"}));
+             .raises(ErrorKind::kValue));
   c.add(boolean("sparse_gradients", false,
                 "Of gradients of embeddings (torch.nn.Embedding, EmbeddingBag) only the rows that a step has touched "
                 "travel. Stage 0 only."));
@@ -65,6 +114,7 @@ DS_CONFIG_CHAPTER(35, kTraining, "Gradients and communication") {
     if (j.on("compile.deepcompile"))
       j.error({"gradient_allreduce_op", "compile.deepcompile"}, "\"sum\" does not work with deepcompile.", fix);
   });
+  c.consequence("Gradients", tell_of_gradients);
   c.rule("gradient_predivide_factor has an effect with prescale_gradients only.", [](Judge& j) {
     if (j.number("gradient_predivide_factor") != 1.0 && !j.on("prescale_gradients")) {
       j.warn({"gradient_predivide_factor", "prescale_gradients"}, "the first has no effect without the second.");

@@ -62,12 +62,16 @@ DS_CONFIG_CHAPTER(40, kTraining, "Precision") {
                       .items(kText),
               });
   c.add(autocast.not_built("torch autocast"));
-  c.add(section("data_types", "Types of single parts.",
-                {
-                    dtype("grad_accum_dtype", "Type in which gradients are accumulated; null: fp32."),
-                    dtype("param_dtype", "Type of the parameters."),
-                    dtype("buffer_dtype", "Type of floating-point buffers; null leaves them as they are."),
-                }));
+  c.add(section(
+      "data_types", "Types of single parts.",
+      {
+          dtype(
+              "grad_accum_dtype",
+              "Type in which gradients are kept and added up; null: fp32 where gradient_accumulation_steps is above 1, "
+              "else the parameters' own."),
+          dtype("param_dtype", "Type of the parameters."),
+          dtype("buffer_dtype", "Type of floating-point buffers; null leaves them as they are."),
+      }));
 
   c.rule("fp16.enabled and bf16.enabled exclude each other.", [](Judge& j) {
     if (j.on("fp16.enabled") && j.on("bf16.enabled")) {

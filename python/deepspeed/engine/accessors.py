@@ -114,13 +114,25 @@ class ConfigAccessors(ZeroAccessors, FeatureAccessors):
 
     @property
     def communication_data_type(self):
-        """torch dtype in which gradients travel, None for the accumulation dtype."""
+        """torch dtype in which gradients travel: the configured one, else that in which they are kept."""
+        return self._wire_dtype or self.get_data_types()[1]
+
+    @property
+    def _wire_dtype(self):
+        """What ``communication_data_type`` says, or None."""
         return dtype_of(self._config.communication_data_type)
 
+    @property
+    def _grad_dtype(self):
+        """In which gradients are kept, whatever type parameters have; None: each parameter's own."""
+        accumulates = self.gradient_accumulation_steps() > 1
+        return dtype_of(self._config.grad_accum_dtype) or (torch.float32 if accumulates else None)
+
     def get_data_types(self):
-        """``(model dtype, gradient accumulation dtype)``."""
+        """``(model dtype, dtype in which gradients are kept)``."""
         model = torch.float16 if self.fp16_enabled() else torch.bfloat16 if self.bfloat16_enabled() else torch.float32
-        return model, dtype_of(self._config.grad_accum_dtype) or torch.float32
+        model = dtype_of(self._config.param_dtype) or model
+        return model, self._grad_dtype or model
 
     def dataloader_drop_last(self):
         return self._config.dataloader_drop_last

@@ -75,6 +75,7 @@ class Assembly:
         groups = self.basic_optimizer.param_groups if self.basic_optimizer is not None else []
         self.trained_groups = [list(group["params"]) for group in groups]
         trained = [param for group in self.trained_groups for param in group]
+        self._check_grad_dtype()
         optimizer = self.basic_optimizer
         if self.load_universal_checkpoint() and self.zero_optimization_stage() in (1, 2):
             enable_universal_checkpoint(trained)
@@ -121,11 +122,11 @@ class Assembly:
         world = self.dp_world_size
         prescale = self.prescale_gradients()
         predivide = self.gradient_predivide_factor()
-        # Without prescale_gradients the division still comes first where the range allows no difference: a 16-bit
-        # sum of many ranks could overflow, a 32-bit one cannot.
-        narrow_comm = self.communication_data_type in (torch.float16, torch.bfloat16)
-        before = 1.0 / predivide if prescale else (1.0 if narrow_comm else 1.0 / world)
-        after = 1.0 / (world * before)
+        # The division comes first unless the user says otherwise: then no sum over ranks overflows where that of one
+        # process on the whole batch would not, and the loss scale of fp16 does not depend on the number of ranks.
+        total = 1.0 / world if self.gradient_average else 1.0
+        before = 1.0 / predivide if prescale else total
+        after = total / before
         self._predivide = before
         zero = self._config.zero_config
         return {
@@ -136,8 +137,8 @@ class Assembly:
             "data_parallel": self.parallel.dp_group if world > 1 else None,
             "model_parallel": self.parallel.mp_group,
             "stage": self.zero_optimization_stage(),
-            "grad_dtype": dtype_of(self._config.grad_accum_dtype),
-            "comm_dtype": self.communication_data_type,
+            "grad_dtype": self._grad_dtype,
+            "comm_dtype": self._wire_dtype,
             "bucket_numel": self.reduce_bucket_size(),
             "overlap": self._overlaps_reduction(),
             "predivide": before,
@@ -151,6 +152,21 @@ class Assembly:
             "persistence": zero.param_persistence_threshold,
             "model_persistence": zero.model_persistence_threshold,
         }
+
+    def kept_grad_dtype(self, param):
+        """The dtype in which the gradient of ``param`` is kept."""
+        return torch.float64 if param.dtype == torch.float64 else self._grad_dtype or param.dtype
+
+    def _check_grad_dtype(self):
+        given = self._config.grad_accum_dtype
+        for group in self.trained_groups if given is not None else ():
+            for param in group:
+                if param.dtype == torch.float64:
+                    names = [name for name, p in self.module.named_parameters() if p is param]
+                    raise ValueError(
+                        f'data_types.grad_accum_dtype "{given}": parameter \'{names[0] if names else "?"}\' is '
+                        "float64, and its gradients stay so. Convert it, or leave data_types.grad_accum_dtype out"
+                    )
 
     def _check_known(self, optimizer):
         """ZeRO cuts parameters into pieces: an optimizer that looks at whole ones would compute something else."""

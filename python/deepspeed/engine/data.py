@@ -1,4 +1,4 @@
-"""The engine's part that builds data loaders."""
+"""The engine's part that builds data loaders and counts samples."""
 
 import torch
 
@@ -65,3 +65,30 @@ class TrainingData:
             data_parallel_rank=self.parallel.dp_rank,
             dataloader_drop_last=self.dataloader_drop_last(),
         )
+
+    # ---- how many samples -------------------------------------------------------------------------------------------
+    def set_train_batch_size(self, train_batch_size):
+        """Changes the accumulation steps so that the whole batch is ``train_batch_size``; it must divide evenly."""
+        per_micro_step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        if train_batch_size % per_micro_step != 0:
+            raise ValueError(
+                f"train_batch_size {train_batch_size} is not divisible by micro batch "
+                f"{self.train_micro_batch_size_per_gpu()} x "
+                f"data-parallel size {self.dp_world_size} = {per_micro_step}"
+            )
+        self._config.train_batch_size = train_batch_size
+        self._config.gradient_accumulation_steps = train_batch_size // per_micro_step
+        if self.core is not None:
+            self.core.set_grad_dtype(self._grad_dtype)  # what accumulates now may be another type
+
+    def set_train_micro_batch_size(self, micro_batch_size):
+        """Changes the micro batch; accumulation stays, the whole batch follows."""
+        self._config.train_micro_batch_size_per_gpu = micro_batch_size
+        self._config.train_batch_size = micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
+
+    def _samples_of_step(self):
+        """Samples that all ranks have put into this step: where the caller owns the boundary, one micro-batch for each
+        forward since the last step (at least one), as many on every rank as on this one."""
+        if self.managed_gradient_accumulation():
+            return self.train_batch_size()
+        return max(1, self._micro_batches) * self.train_micro_batch_size_per_gpu() * self.dp_world_size

@@ -92,7 +92,7 @@ class DeepSpeedEngine(Assembly, Attributes, ConfigAccessors, TrainingData, Reduc
             set_log_level_from_string(self.log_level())
 
         self._start_counting(model)
-        self._gradient_average = True
+        self._gradient_average = self._config.gradient_allreduce_op != "sum"
         self.sparse_tensor_module_names = set()
         self.loaded_engine_state = {}
         self.loaded_checkpoint_dp_world_size = None
@@ -102,6 +102,7 @@ class DeepSpeedEngine(Assembly, Attributes, ConfigAccessors, TrainingData, Reduc
         self._in_no_sync = False
         self._user_scaled = False
         self._sees_backward = None
+        self._micro_batches = 0  # that forward has trained on since the last step
         self.core = None
         self.stepping = None
         self._whole = None
@@ -156,6 +157,7 @@ class DeepSpeedEngine(Assembly, Attributes, ConfigAccessors, TrainingData, Reduc
         if trains:
             found = [t for t in tensors_within(outputs) if t.requires_grad]
             self._sees_backward = bool(found or self._sees_backward)
+            self._micro_batches += bool(found)
             self.core.forwarded(found, *self._user_plan())
         self.progress.end_forward()
         return outputs
@@ -226,7 +228,8 @@ class DeepSpeedEngine(Assembly, Attributes, ConfigAccessors, TrainingData, Reduc
     def step(self, lr_kwargs=None):
         """At an accumulation boundary: clip, update, zero the gradients, step the schedule. Otherwise only counts."""
         assert not self._in_no_sync, (
-            "engine.step() inside no_sync(): gradients are not reduced there; call it after the context"
+            "It is illegal to call Engine.step() inside no_sync context manager: gradients are not reduced there; call "
+            "it after the context"
         )
         assert self.optimizer is not None, (
             "engine.step needs an optimizer: add an 'optimizer' section to the config or pass optimizer= to "
@@ -241,6 +244,7 @@ class DeepSpeedEngine(Assembly, Attributes, ConfigAccessors, TrainingData, Reduc
         try:
             if boundary:
                 self._take_step(lr_kwargs)
+                self._micro_batches = 0
         except BaseException:
             self.progress.abandon_step()
             raise
@@ -300,7 +304,7 @@ class DeepSpeedEngine(Assembly, Attributes, ConfigAccessors, TrainingData, Reduc
         self.gas_boundary_ctr += 1
         self.skipped_steps += 0 if self._step_applied else 1
         self.global_steps += 1  # skipped or not: the samples were seen, and loops over global_steps end
-        self.global_samples += self.train_batch_size()
+        self.global_samples += self._samples_of_step()
 
     # ---- accumulation ------------------------------------------------------------------------------------------------
     def is_gradient_accumulation_boundary(self):

@@ -32,11 +32,11 @@ class Reductions:
             self.core.set_postscale(1.0 / (self._predivide * (self.dp_world_size if average else 1)))
 
     def _mean_over(self, flat, dp_group, dp_world_size):
-        """``flat`` becomes its mean over the ranks, communicated in ``communication_data_type``."""
+        """``flat`` becomes its mean over the ranks, communicated in ``communication_data_type`` where that is configured."""
         world = dist.get_world_size(group=dp_group) if dp_world_size is None else dp_world_size
         if world == 1:
             return flat
-        wire = flat if self.communication_data_type is None else flat.to(self.communication_data_type)
+        wire = flat if self._wire_dtype is None else flat.to(self._wire_dtype)
         before = self.gradient_predivide_factor() if self.prescale_gradients() else 1.0
         if before != 1.0:
             wire.div_(before)
@@ -111,8 +111,8 @@ class Reductions:
         """``sparse`` with the rows of all ranks, divided by their number; rows that repeat add up where it is used."""
         world = dist.get_world_size(group=dp_group) if dp_world_size is None else dp_world_size
         values = sparse.values
-        if self.communication_data_type is not None:
-            values = values.to(self.communication_data_type)
+        if self._wire_dtype is not None:
+            values = values.to(self._wire_dtype)
         if self.gradient_average:
             values = values / world
         sparse.indices = torch.cat(self.sparse_all_gather(sparse.indices, dp_group))

@@ -40,7 +40,9 @@ def safe_get_full_fp32_param(param):
 def safe_get_full_grad(param):
     """The parameter's gradient, fp32 (fp64 for fp64 ones), in its full shape: a copy on every rank.
 
-    None when no rank has one: before the backward of a step, after the step, and for unused parameters.
+    None when no rank has one: before the backward of a step, after the step, and for unused parameters. Between the
+    micro-steps of stage 1, too, until they are reduced; inside ``engine.no_sync()`` it is what this rank alone has
+    accumulated.
     """
     link = _link(param)
     if link is not None:
@@ -87,8 +89,8 @@ def safe_set_full_fp32_param(param, value):
 def safe_set_full_grad(param, value):
     """Sets the gradient that the next step uses. ``value``: in the parameter's shape or flat, any dtype.
 
-    Every rank passes the same value. A parameter that had no gradient has one from now on. Raises ValueError when the
-    value does not fit.
+    Every rank passes the same value, which is rounded to the dtype that gradients are kept in (see ``ds_config
+    explain``). A parameter that had no gradient has one from now on. Raises ValueError when the value does not fit.
     """
     value = _fitting(param, value)
     link = _link(param)

@@ -52,7 +52,8 @@ class Audit:
             [1e-5]
             + [
                 8 * _NARROW[t]
-                for t in {p.dtype for p in self.params} | {engine.communication_data_type}
+                for t in {kind for p in self.params for kind in (p.dtype, engine.kept_grad_dtype(p))}
+                | {engine.communication_data_type}
                 if t in _NARROW
             ]
         )
@@ -94,7 +95,7 @@ class Audit:
             if whole is None:
                 whole = torch.zeros(shape, dtype=torch.float64, device=self.engine.device)
             dist.all_reduce(whole, group=group)
-            found[index] = whole / world
+            found[index] = whole / world if self.engine.gradient_average else whole
         return found
 
     def _fail(self, text):

@@ -34,11 +34,10 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     def get_param_comm_dtype(self, param):
         """The dtype in which the gradient of ``param`` travels between ranks."""
-        wanted = self.engine.communication_data_type if self.engine is not None else None
-        if wanted is not None:
-            return wanted
-        grads = self.core.grads()
-        return grads[0].dtype if grads else param.dtype
+        if self.engine is None:
+            grads = self.core.grads()
+            return grads[0].dtype if grads else param.dtype
+        return self.engine._wire_dtype or self.engine.kept_grad_dtype(param)
 
     # ---- universal checkpoints -------------------------------------------------------------------------------------
     def load_hp_checkpoint_state_from_checkpoint_dir(self, lp_groups_name, checkpoint_dir):

@@ -188,12 +188,15 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
     def full_tensor(self, index, kind):
         """The whole ``kind`` ("fp32", "grad" or the name of a state) of parameter ``index``, fp32, in its shape.
 
-        Every rank calls it. None for a gradient that no rank has, and for a state that does not exist.
+        Every rank calls it. None for a gradient that no rank has, and for a state that does not exist. Inside
+        ``no_sync`` a gradient that has not been reduced is this rank's own.
         """
         if kind == "fp32":
             return self.core.full("master", 0, index)
         if kind == "grad":
             grad = self.core.full("grad", 0, index)
+            if grad is None and self.engine is not None and self.engine._in_no_sync:
+                grad = self.core.local_grad(index)
             return None if grad is None else self._unscaled(grad)
         if self.stepping.fused is not None:
             names = self.core.slot_names()

@@ -78,9 +78,9 @@ class Stepping:
         if begin:
             self.core.begin_step(*begin)
         if not self.core.report().skipped:
-            self.core.scale_grads()
             self.core.hand_out_grads(self.masters)
             self.optimizer.step()
+            self.core.take_back_grads(self.masters)
             self.core.publish()
 
     def _refuse_unused(self):

@@ -378,10 +378,83 @@ TEST(Engine, UsersMayEditReplaceAndDropGradients) {
   EXPECT_FALSE(engine->grads().used(2));
 }
 
+// One gradient of each rank, in 16 bits: quotients are added up in fp32, in rank order, and rounded once. At stage 0
+// the sum is .grad, and what the user does to it is what the step sees.
+TEST(Engine, SixteenBitGradientsAreSummedInFp32AndRoundedOnce) {
+  constexpr int kNumel = 300;
+  for (auto type : {at::kBFloat16, at::kHalf}) {
+    for (int world : {1, 2, 3, 4}) {
+      std::vector<at::Tensor> own;
+      at::Tensor sum = at::zeros({kNumel});
+      for (int rank = 0; rank < world; ++rank) {
+        own.push_back(at::sin(at::arange(kNumel, at::kFloat) * (0.3 + rank)).to(type));
+        sum += (own.back().to(at::kFloat) * (1.0f / static_cast<float>(world))).to(type).to(at::kFloat);
+      }
+      for (int stage : {0, 1, 2}) {
+        auto comms = comm::thread_communicators(world);
+        std::vector<std::thread> ranks;
+        for (int rank = 0; rank < world; ++rank) {
+          ranks.emplace_back([&, rank] {
+            at::Tensor weight = at::ones({kNumel}, type).set_requires_grad(true);
+            EngineOptions options;
+            options.stage = stage;
+            options.reducer.bucket_numel = 100;
+            options.reducer.predivide = 1.0f / static_cast<float>(world);
+            auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}}, options,
+                                                   comms[rank], nullptr);
+            use_adam(*engine);
+            engine->begin_backward(true);
+            (weight * own[rank]).sum().backward();
+            engine->end_backward();
+            EXPECT_EQ(engine->params().spaces()[0].grad.data.scalar_type(), type);
+            EXPECT_TRUE(at::equal(engine->full(Kept::kGrad, 0, 0), sum.to(type).to(at::kFloat)))
+                << "stage " << stage << " world " << world;
+            EXPECT_EQ(weight.grad().defined(), stage == 0 || world == 1);
+            if (stage == 0) {
+              at::NoGradGuard no_grad;
+              weight.mutable_grad().zero_();
+              weight.mutable_grad().narrow(0, 0, 9).fill_(2.0f);
+            }
+            engine->begin_step(1.0f, 0.0f, true);
+            if (stage == 0) {
+              EXPECT_NEAR(engine->report().norm, 6.0, 1e-6);
+            }
+            engine->clear_grads();
+          });
+        }
+        for (auto& rank : ranks) rank.join();
+      }
+    }
+  }
+}
+
+// The type may change between backwards: what is there comes along.
+TEST(Engine, TheTypeOfGradientsMayChange) {
+  at::Tensor weight = at::ones({5}, at::kBFloat16).set_requires_grad(true);
+  auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}}, EngineOptions{},
+                                         comm::local_communicator(), nullptr);
+  const auto backward = [&] {
+    engine->begin_backward(true);
+    (weight * 1.0078125f).sum().backward();
+    engine->end_backward();
+  };
+  backward();
+  engine->set_grad_dtype(at::kFloat);
+  EXPECT_FALSE(weight.grad().defined());
+  backward();
+  EXPECT_TRUE(at::equal(engine->full(Kept::kGrad, 0, 0), at::full({5}, 2.015625f)));
+  engine->set_grad_dtype(c10::nullopt);
+  EXPECT_TRUE(at::equal(weight.grad(), at::full({5}, 2.015625f, at::kBFloat16)));
+  engine->begin_backward(true);
+  EXPECT_THROW(engine->set_grad_dtype(at::kFloat), Error);
+}
+
 TEST(Engine, SixteenBitWeightsHaveMastersAndFp32Accumulation) {
   for (auto type : {at::kBFloat16, at::kHalf}) {
     at::Tensor weight = at::ones({5}, type).set_requires_grad(true);
-    auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}}, EngineOptions{},
+    EngineOptions options;
+    options.grad_dtype = at::kFloat;
+    auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}}, options,
                                            comm::local_communicator(), nullptr);
     use_adam(*engine);
     engine->watch();

@@ -1,0 +1,329 @@
+"""In which dtype gradients are kept and sent, and what a user may do with them between backward and step."""
+
+import copy
+import io
+from contextlib import redirect_stdout
+from unittest import mock
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.config import cli
+from deepspeed.utils import safe_get_full_grad
+from harness import run_ranks
+from zero_models import BETAS, DECAY, LR, data, engine_config, loss_of, make, reduced_mean, relative
+
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, **NARROW}
+SCALE = 2.0**7
+STAGES = [0, 1, 2, 3]
+
+
+def start(model, stage, world, accumulate=1, dtype="bf16", **more):
+    made = engine_config(stage, world, accumulate, dtype, gradient_clipping=0.0, **more)
+    accelerator = deepspeed.get_accelerator()
+    with mock.patch.object(accelerator, "is_fp16_supported", lambda: True):  # the models have no matrix products
+        return deepspeed.initialize(model=model, config=made)[0]
+
+
+def backward(engine, step, part, dtype):
+    x, target = data(step, part)
+    (output,) = engine(x.to(DTYPES[dtype]), step, part)
+    engine.backward(loss_of(output, target))
+
+
+def shrink(params):
+    """What scripts do between backward and step: rows without a gradient, and a norm that is bounded."""
+    weight = params["first.weight"]
+    assert weight.grad is not None
+    weight.grad[2:5] = 0
+    params["middle.bias"].grad = None
+    params["last.shift"].grad = params["last.shift"].grad * 2
+    if weight.dtype != torch.float16:  # torch 1.13 has no norm of fp16 on the CPU
+        torch.nn.utils.clip_grad_norm_(list(params.values()), 0.05)
+
+
+# ---- .grad at stage 0, and the rounding of the sum over ranks -------------------------------------------------------
+def body_edit(rank, world, dtype):
+    scale = SCALE if dtype == "fp16" else 1.0
+    model = make("plain").to(DTYPES[dtype])
+    plain = copy.deepcopy(model)
+    params, theirs = dict(model.named_parameters()), dict(plain.named_parameters())
+    masters = {name: torch.nn.Parameter(p.detach().float()) for name, p in theirs.items()}
+    optimizer = torch.optim.AdamW(masters.values(), lr=LR, betas=BETAS, weight_decay=DECAY)
+    engine = start(model, 0, world, dtype=dtype)
+    for step in range(4):
+        backward(engine, step, rank, dtype)
+        parts = []
+        for part in range(world):
+            plain.zero_grad(set_to_none=True)
+            x, target = data(step, part)
+            (loss_of(plain(x.to(DTYPES[dtype]), step, part)[0], target) * scale).backward()
+            parts.append({name: p.grad.clone() for name, p in theirs.items()})
+        for name, p in params.items():
+            theirs[name].grad = reduced_mean([part[name] for part in parts])
+            assert p.grad.dtype == p.dtype, name
+            assert torch.equal(p.grad, theirs[name].grad), f"step {step}: {name}, bit by bit"
+        shrink(params)
+        shrink(theirs)
+        engine.step()
+        for name, master in masters.items():
+            master.grad = None if theirs[name].grad is None else theirs[name].grad.float() / scale
+        optimizer.step()
+        with torch.no_grad():
+            for name, p in theirs.items():
+                p.copy_(masters[name])
+        assert all(p.grad is None for p in params.values())
+        for name, p in params.items():
+            assert relative(deepspeed.utils.safe_get_full_fp32_param(p), masters[name]) < 1e-6, (step, name)
+    return dict(engine.core.held_bytes())
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_what_is_done_to_grad_counts_as_in_a_plain_process(world, dtype):
+    for held in run_ranks(world, body_edit, dtype):
+        assert held["grad"] == held["lp"] and not held["local"], "two bytes for each parameter"
+
+
+# ---- every value that the configuration allows ----------------------------------------------------------------------
+def body_kinds(rank, world, cases):
+    found = []
+    for stage, param, kept, sent, accumulate in cases:
+        more = {}
+        if kept is not None:
+            more["data_types"] = {"grad_accum_dtype": kept}
+        if sent is not None:
+            more["communication_data_type"] = sent
+        if param == "fp16":
+            more["fp16"] = {"enabled": True, "loss_scale": SCALE}
+        model = make("plain")
+        engine = start(model, stage, world, accumulate, param, **more)
+        wanted = DTYPES[kept or ("fp32" if accumulate > 1 else param)]
+        assert {grad.dtype for grad in engine.core.grads()} <= {wanted}
+        assert engine.get_data_types() == (DTYPES[param], wanted)
+        assert engine.communication_data_type == DTYPES[sent] if sent else wanted
+        reference = make("plain").to(torch.float64)
+        for micro in range(accumulate):
+            backward(engine, 0, rank * accumulate + micro, param)
+            if micro + 1 < accumulate:
+                engine.step()
+        for part in range(world * accumulate):
+            x, target = data(0, part)
+            (loss_of(reference(x.double(), 0, part)[0], target.double()) / (world * accumulate)).backward()
+        worst = 0.0
+        for name, p in model.named_parameters():
+            worst = max(worst, relative(safe_get_full_grad(p), dict(reference.named_parameters())[name].grad))
+        bytes_each = sum(size for kind, size in engine.core.held_bytes().items() if kind in ("grad", "local"))
+        found.append((worst, bytes_each / sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())))
+        engine.step()
+        assert engine.was_step_applied()
+        engine.destroy()
+    return found
+
+
+KINDS = [
+    (stage, param, kept, sent, accumulate)
+    for param in DTYPES
+    for kept in (None, *DTYPES)
+    for sent in (None, *DTYPES)
+    for accumulate in (1, 2)
+    for stage in STAGES
+]
+ROUNDING = {"fp32": 2e-6, "fp16": 4e-3, "bf16": 3e-2}
+
+
+def check_kinds(cases):
+    first, second = run_ranks(2, body_kinds, cases)
+    for case, ranks in zip(cases, zip(first, second)):
+        stage, param, kept, sent, accumulate = case
+        kept = kept or ("fp32" if accumulate > 1 else param)
+        for worst, each in ranks:
+            assert worst < max(ROUNDING[kind] for kind in (param, kept, sent or kept)), case
+            size = DTYPES[kept].itemsize if hasattr(torch.float32, "itemsize") else 4 if kept == "fp32" else 2
+            assert each < 9 * size, case  # the parameters are tiny, and every one begins at a multiple of 64 elements
+
+
+def test_types_to_keep_and_to_send():
+    """Every eleventh of the matrix: each value of each key at each stage occurs."""
+    check_kinds(KINDS[::11])
+
+
+@pytest.mark.slow
+def test_all_types_to_keep_and_to_send():
+    check_kinds(KINDS)
+
+
+def body_double(rank, world):
+    model = torch.nn.Linear(3, 3).double()
+    made = engine_config(0, 1, 1, "fp32", data_types={"grad_accum_dtype": "bf16"})
+    with pytest.raises(ValueError, match='grad_accum_dtype "bf16": parameter .weight. is float64, and its gradients'):
+        deepspeed.initialize(model=model, config=made)
+
+
+def test_gradients_in_fp64_stay_so():
+    run_ranks(1, body_double)
+
+
+# ---- accumulation that changes on the way ----------------------------------------------------------------------------
+def body_change(rank, world, stage):
+    engine = start(make("plain"), stage, world)
+    kinds = []
+    for accumulate in (1, 3, 1):
+        engine.set_train_batch_size(2 * world * accumulate)
+        for micro in range(accumulate):
+            backward(engine, 0, rank, "bf16")
+            kinds.append({grad.dtype for grad in engine.core.grads()})
+            if stage == 0:
+                assert (engine.module.first.weight.grad is None) == (accumulate > 1)
+            engine.step()
+    return [next(iter(kind)) for kind in kinds], engine.global_steps
+
+
+def test_the_type_follows_the_accumulation_steps():
+    for stage in STAGES:
+        for kinds, steps in run_ranks(2, body_change, stage):
+            assert kinds == [torch.bfloat16] + [torch.float32] * 3 + [torch.bfloat16] and steps == 3
+
+
+# ---- an optimizer of torch's gets fp32 ----------------------------------------------------------------------------
+class Small(torch.nn.Module):
+    """Gradients that fp16 cannot hold without a loss scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(64))
+
+    def forward(self, x):
+        return (self.weight.float() * x).sum()
+
+
+def body_small(rank, world, stage):
+    model = Small()
+    made = engine_config(stage, world, 1, "fp16", gradient_clipping=0.0, zero_allow_untested_optimizer=True)
+    made["fp16"] = {"enabled": True, "loss_scale": 2.0**14}
+    del made["optimizer"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with mock.patch.object(deepspeed.get_accelerator(), "is_fp16_supported", lambda: True):
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=made)[0]
+    x = torch.full((64,), 3.01e-6)  # no multiple of fp16's smallest step, which is 6e-8
+    engine.backward(engine(x))
+    engine.step()
+    held = [master.grad for group in optimizer.param_groups for master in group["params"]]
+    assert held == [None] * len(held), "copies are gone after the step"
+    return float(-deepspeed.utils.safe_get_full_fp32_param(model.weight).mean()), float(x.mean())
+
+
+def test_unscaling_does_not_round_to_fp16():
+    for stage in STAGES:
+        for moved, expected in run_ranks(2, body_small, stage):
+            assert moved == pytest.approx(expected, rel=6e-4)
+
+
+# ---- sums instead of means ------------------------------------------------------------------------------------------
+def body_sum(rank, world, stage, more):
+    gaps = []
+    for dtype in DTYPES:
+        made = dict(more, gradient_allreduce_op="Sum", zero={"audit_steps": 1})
+        if dtype == "fp16":
+            made["fp16"] = {"enabled": True, "loss_scale": SCALE}
+        engine = start(make("plain"), stage, world, 2, dtype, **made)
+        assert not engine.gradient_average
+        reference = make("plain").double()
+        for micro in range(2):
+            backward(engine, 0, 2 * rank + micro, dtype)
+            if micro == 0:
+                engine.step()
+        for part in range(2 * world):
+            x, target = data(0, part)
+            (loss_of(reference(x.double(), 0, part)[0], target.double()) / 2).backward()
+        theirs = dict(reference.named_parameters())
+        grads = {name: safe_get_full_grad(p) for name, p in engine.module.named_parameters()}
+        gaps.append(max(relative(grad, theirs[name].grad) for name, grad in grads.items()) / ROUNDING[dtype])
+        engine.step()  # audited
+    return gaps
+
+
+@pytest.mark.parametrize("more", [{}, {"prescale_gradients": True, "gradient_predivide_factor": 4.0}])
+def test_gradients_can_be_added_up(more):
+    for stage in (0, 1, 2):
+        for gaps in run_ranks(2, body_sum, stage, more):
+            assert max(gaps) < 1, (stage, gaps)
+
+
+# ---- what is not reduced yet ------------------------------------------------------------------------------------------
+def body_no_sync(rank, world, stage, dtype):
+    engine = start(make("plain"), stage, world, 1, dtype)
+    twin = make("plain").to(DTYPES[dtype])
+    with engine.no_sync():
+        for micro in range(2):
+            x, target = data(micro, rank)
+            backward(engine, micro, rank, dtype)
+            loss_of(twin(x.to(DTYPES[dtype]), micro, rank)[0], target).backward()
+            for p, other in zip(engine.module.parameters(), twin.parameters()):
+                found = safe_get_full_grad(p)
+                assert found.dtype == torch.float32 and relative(found, other.grad) < ROUNDING[dtype]
+        with pytest.raises(AssertionError, match="It is illegal to call Engine.step.. inside no_sync context manager"):
+            engine.step()
+    backward(engine, 2, rank, dtype)
+    whole = {name: safe_get_full_grad(p) for name, p in engine.module.named_parameters()}
+    engine.step()
+    return whole
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_inside_no_sync_the_gradient_is_this_ranks_own(stage):
+    for dtype in ("fp32", "bf16"):
+        first, second = run_ranks(2, body_no_sync, stage, dtype)
+        assert all(torch.equal(first[name], second[name]) for name in first), "reduced: equal on all ranks"
+
+
+def body_samples(rank, world):
+    counts = []
+    for managed in (True, False):
+        engine = start(make("plain"), 0, world, 2, "fp32", managed_gradient_accumulation=managed)
+        for backwards in (2, 2, 2) if managed else (1, 3, 3):
+            for micro in range(backwards):
+                backward(engine, micro, rank, "fp32")
+                if managed:
+                    engine.step()
+            with torch.no_grad():
+                engine(data(0, 0)[0], 0, 0)  # trains nothing
+            if not managed:
+                engine.step()
+        counts.append((engine.global_steps, engine.global_samples))
+    return counts
+
+
+def test_samples_that_were_seen_are_counted():
+    """Two of each micro-batch on two ranks: 4 samples for each micro-step."""
+    assert run_ranks(2, body_samples) == [[(3, 24), (3, 28)]] * 2
+
+
+# ---- ds_config explain -------------------------------------------------------------------------------------------------
+EXPLAINED = [
+    ({"bf16": {"enabled": True}}, "kept in bf16, 2 bytes per parameter on each rank", "sent in bf16", ".grad, and what"),
+    (
+        {"bf16": {"enabled": True}, "gradient_accumulation_steps": 4, "zero_optimization": {"stage": 2}},
+        "kept in fp32, 4/N bytes per parameter on each of N ranks: gradient_accumulation_steps is 4",
+        'data_types.grad_accum_dtype "bf16" makes it 2/N bytes',
+        "no .grad between backward and step (ZeRO",
+    ),
+    (
+        {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "FP32"}, "communication_data_type": "fp16"},
+        "kept in fp32, 4 bytes per parameter on each rank: data_types.grad_accum_dtype says so",
+        "sent in fp16: communication_data_type says so; the copy that travels takes 2 bytes per parameter more",
+        "no .grad between backward and step (its type",
+    ),
+]
+
+
+@pytest.mark.parametrize("config, lines", [(config, lines) for config, *lines in EXPLAINED])
+def test_explain_tells_type_bytes_and_reason(config, lines, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(str({"train_micro_batch_size_per_gpu": 1, **config}).replace("'", '"').replace("True", "true"))
+    with redirect_stdout(io.StringIO()) as shown:
+        assert cli.main(["explain", str(path)]) == 0
+    for line in lines:
+        assert line in shown.getvalue(), shown.getvalue()
