@@ -14,6 +14,7 @@ if [ "$1" = -c ]; then [[ "$2" != *xdist* ]] || exit {no_xdist}; exit 0; fi
 echo "pytest: ${{*:4}} / every=${{DS_TEST_EVERY_CASE:-}}"
 if [[ "$*" == *"not alone"* ]]; then
   printf '30.5\\ttests/a.py::test_slow\\n0.001\\ttests/a.py::test_fast\\n' >>"$DS_TEST_TIMES"
+  echo "OpenMP: $OMP_WAIT_POLICY"
   exit {first}
 fi
 exit {second}
@@ -45,7 +46,7 @@ def run(tmp_path, kind="all", jobs=2, **codes):
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
         path.chmod(0o755)
-    env = {name: value for name, value in os.environ.items() if not name.startswith("DS_")}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("DS_", "OMP_"))}
     env.update(PATH=f"{tmp_path / 'bin'}:{env['PATH']}", PYTHON=str(tmp_path / "bin" / "python"), JOBS=str(jobs))
     out = subprocess.run(
         ["bash", "tools/test.sh", kind], cwd=root, env=env, capture_output=True, text=True, timeout=60
@@ -57,7 +58,7 @@ def test_all_cores_then_those_that_run_alone(tmp_path):
     code, runs, out, err = run(tmp_path)
     assert code == 0, out + err
     assert runs == [("-n 3 --dist loadfile -m not gpu and not alone", ""), ("-m not gpu and alone tests/test_b.py", "")]
-    assert "fuzz=20000" in out
+    assert "fuzz=20000" in out and "OpenMP: PASSIVE" in out
     slowest = [line.split() for line in out.splitlines() if re.match(r" +[\d.]+ s  ", line)]
     assert slowest == [
         ["30.5", "s", "tests/a.py::test_slow"], ["2.5", "s", "C++", "Other.Case"],
