@@ -93,4 +93,6 @@ def check_torch(version):
     """Raises OptionError for a torch that the native module is not compiled against."""
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     if numbers < (1, 13):
-        raise OptionError(f"it needs torch 1.13 or newer, and this environment has {version}: pip install 'torch>=1.13'")
+        raise OptionError(
+            f"it needs torch 1.13 or newer, and this environment has {version}: pip install 'torch>=1.13'"
+        )
