@@ -75,6 +75,7 @@ class CMakeBuild(build_ext):
         version = str(self.torch["__version__"]).split("+")[0]
         self.tag = f"cp{sys.version_info[0]}{sys.version_info[1]}-torch{version}"
         try:
+            options.check_torch(str(self.torch["__version__"]))
             rows = run("python", "deepspeed", "ops", "op_table.py").OPS
             self.cuda = options.wants_cuda(rows, os.environ, toolkit.find_nvcc(), self.torch.get("cuda"))
             self.build_tree()

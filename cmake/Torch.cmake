@@ -16,6 +16,10 @@ list(GET _torch 0 TORCH_ROOT)
 list(GET _torch 1 TORCH_VERSION)
 list(GET _torch 2 TORCH_CUDA)
 list(SUBLIST _torch 3 -1 TORCH_DEFS)
+if(TORCH_VERSION VERSION_LESS 1.13)
+  message(FATAL_ERROR "deepspeed needs torch 1.13 or newer; ${Python_EXECUTABLE} has ${TORCH_VERSION}: pip install "
+    "'torch>=1.13'")
+endif()
 
 add_library(ds_torch INTERFACE)
 target_include_directories(ds_torch SYSTEM INTERFACE

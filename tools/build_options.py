@@ -87,3 +87,12 @@ def job_flags(parallel, environ):
     if text and not (text.isdigit() and int(text) > 0):
         raise OptionError(f"the environment variable MAX_JOBS is {text!r}; it must be a number of at least 1.")
     return ["-j", text] if text else []
+
+
+def check_torch(version):
+    """Raises OptionError for a torch that the native module is not compiled against."""
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if numbers < (1, 13):
+        raise OptionError(
+            f"it needs torch 1.13 or newer, and this environment has {version}: pip install 'torch>=1.13'"
+        )

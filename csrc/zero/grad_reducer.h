@@ -98,7 +98,7 @@ class GradReducer {
   void set_learned(const std::vector<int32_t>& expected);
   void set_waits(bool waits) { options_.waits = waits; }
   void set_postscale(float postscale) { options_.postscale = postscale; }  // not while a backward runs
-  int64_t peak_borrowed_bytes() const { return peak_borrowed_bytes_; }  // slots, carriers and landings
+  int64_t peak_borrowed_bytes() const { return peak_borrowed_bytes_; }     // slots, carriers and landings
 
   struct Culprit {
     int32_t param;

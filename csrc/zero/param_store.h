@@ -19,8 +19,8 @@ namespace ds::zero {
 // How the gradient of a parameter travels where every rank keeps all of it (stage 0).
 enum class GradForm {
   kDense,
-  kRows,         // the rows that a backward has touched
-  kSparseRows,   // likewise, and an optimizer of the user's gets them as a COO tensor
+  kRows,        // the rows that a backward has touched
+  kSparseRows,  // likewise, and an optimizer of the user's gets them as a COO tensor
 };
 
 struct ParamSpec {

@@ -28,7 +28,7 @@ def body_writes(rank, world):
     for number, (how, write) in enumerate(WRITES.items(), 1):
         wanted = torch.arange(36.0) + 100 * number
         padded = torch.cat([wanted, torch.zeros(world * size - 36)])
-        WRITES[how](param.ds_tensor, padded[rank * size : (rank + 1) * size].clone())
+        write(param.ds_tensor, padded[rank * size : (rank + 1) * size].clone())
         dist.barrier()
         with deepspeed.zero.GatheredParameters(param):
             assert torch.equal(param.detach(), wanted.view(6, 6)), how

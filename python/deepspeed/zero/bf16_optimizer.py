@@ -1,8 +1,8 @@
 """bf16 weights, fp32 gradients and masters, states on shares: ``BF16_Optimizer``.
 
 It is ZeRO stage 1 with gradients accumulated in fp32, and saves the same files. ``deepspeed.initialize`` makes one for
-bf16 at stage 1 with ``data_types.grad_accum_dtype`` "fp32". Made by hand it works with any training loop: gradients that
-plain backwards leave in ``param.grad`` are added to the fp32 ones by ``update_hp_grads``, or by ``step`` itself.
+bf16 at stage 1 with ``data_types.grad_accum_dtype`` "fp32". Made by hand it works with any training loop: gradients
+that plain backwards leave in ``param.grad`` are added to the fp32 ones by ``update_hp_grads``, or by ``step`` itself.
 """
 
 import torch
@@ -14,8 +14,9 @@ class BF16_Optimizer(DeepSpeedZeroOptimizer):
     """Wraps ``init_optimizer``, whose parameters are those of a bf16 model ("lp"); fp32 masters and gradients are "hp".
 
     Arguments as in the contract: ``param_names`` is a dict from parameter to name, ``bfloat16_config`` the section
-    ``bf16`` of the configuration, ``clip_grad`` the largest 2-norm of all gradients (0: no limit), ``grad_acc_dtype`` the
-    dtype of hp gradients. ``norm_type`` other than 2, and ``graph_harvesting``, are refused with NotImplementedError.
+    ``bf16`` of the configuration, ``clip_grad`` the largest 2-norm of all gradients (0: no limit), ``grad_acc_dtype``
+    the dtype of hp gradients. ``norm_type`` other than 2, ``graph_harvesting`` and ``has_moe_layers`` are refused with
+    NotImplementedError.
     """
 
     def __init__(

@@ -42,10 +42,9 @@ def build_core(
     position in the module; without them parameters are called ``group.index`` and ordered as given. Process groups
     are torch's, None for a single process. ``predivide`` multiplies gradients before they are summed over the ranks,
     ``postscale`` after. ``scatter``: gradients are reduced to their owners only; ``allgather``: updated parameters
-    travel by all-gather, else by broadcasts; ``allgather_bucket_numel`` limits one gather. ``grad_forms``: a parameter's
-    id -> 1 where only the touched rows of its gradient travel (stage 0), 2 where the user's optimizer gets them as a
-    sparse tensor, too. The threads of CPU kernels
-    are ``torch.get_num_threads()``.
+    travel by all-gather, else by broadcasts; ``allgather_bucket_numel`` limits one gather. ``grad_forms``: the id of a
+    parameter -> 1 where only the touched rows of its gradient travel (stage 0), 2 where the user's optimizer gets them
+    as a sparse tensor, too. The threads of CPU kernels are ``torch.get_num_threads()``.
     """
     tensors, called, groups, places, counted, forms = [], [], [], [], [], []
     for index, group in enumerate(param_groups):

@@ -1,8 +1,8 @@
 """``optimizer.state[flat]``: states of the inner optimizer, asked for by a flat tensor of masters.
 
-The inner optimizer keeps its states by piece (a part of one parameter). Callers of other versions know flat tensors of a
-whole group, or sub-group, and index the state with them. The flat tensors that the optimizers here give out are copies;
-each knows how to collect the states that belong to it, and this dict asks it.
+The inner optimizer keeps its states by piece (a part of one parameter). Callers of other versions know flat tensors of
+a whole group, or sub-group, and index the state with them. The flat tensors that the optimizers here give out are
+copies; each knows how to collect the states that belong to it, and this dict asks it.
 """
 
 import collections

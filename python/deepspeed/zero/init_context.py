@@ -100,7 +100,8 @@ class Init(InsertPostInitMethodToModuleSubClasses):
     that is passed keeps its dtype unless ``dtype`` or the configuration says otherwise. Parameters made on the meta
     device (inside ``torch.device("meta")``, or with ``device="meta"``) become zeros on this rank's device, with a
     warning: values are to be loaded, or set inside ``GatheredParameters``. ``remote_device`` "cpu": slices rest in host
-    memory ("nvme" is not supported yet). ``config_dict_or_path`` (``config``): the configuration that the model will be trained with.
+    memory ("nvme" is not supported yet). ``config_dict_or_path`` (``config``): the configuration that the model will be
+    trained with.
     ``enabled=False`` does nothing. ``mpu``: its data-parallel group is used. Contexts may be nested; the innermost
     counts. ``tensor_overrides``: which of dtype and device the context decides; default both. Parameters are gathered
     again inside ``GatheredParameters`` or when an engine runs the model.

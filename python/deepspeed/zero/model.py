@@ -82,8 +82,8 @@ def cast_sharded(param, dtype):
 
 
 def move_module(module, device):
-    """``module.to(device)`` that leaves sharded parameters where their slices are. Raises ValueError for a tensor on the
-    meta device, which has no values."""
+    """``module.to(device)`` that leaves sharded parameters where their slices are. Raises ValueError for a tensor on
+    the meta device, which has no values."""
     for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, tensor in named:
             if tensor.is_meta:

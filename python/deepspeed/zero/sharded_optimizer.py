@@ -83,7 +83,8 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
         """One flat fp32 tensor (a copy) for each parameter group: the masters that this rank owns, without padding.
         ``optimizer.optimizer.state[flat]`` has their states, and "step"."""
         return [
-            with_states(_end_to_end(group), self, "_states_of_masters", group) for group in self._followed(self.fp32_groups)
+            with_states(_end_to_end(group), self, "_states_of_masters", group)
+            for group in self._followed(self.fp32_groups)
         ]
 
     def _followed(self, flats):

@@ -133,3 +133,27 @@ def test_setup_py_hands_them_to_cmake(tmp_path):
     assert info["torch_info"] == runpy.run_path(str(tmp_path / "lib/deepspeed/_build_info.py"))["torch_info"]
     refused = setup_py(*where, PATH=path, DS_BUILD_GDS="1")
     assert refused.returncode != 0 and "deepspeed is not built: DS_BUILD_GDS=1" in refused.stderr
+
+
+@pytest.mark.parametrize("version", ["1.12.1", "1.9.0+cu111", "0.4"])
+def test_an_older_torch_is_refused(version):
+    with pytest.raises(options.OptionError, match=rf"torch 1.13 or newer.*has {version[:3]}"):
+        options.check_torch(version)
+
+
+@pytest.mark.parametrize("version", ["1.13.0a0", "1.13.1", "2.0.1+cu117", "2.3.1", "2.11.0+cpu", "3.0"])
+def test_torch_from_1_13_on_is_taken(version):
+    options.check_torch(version)
+
+
+def test_cmake_refuses_an_older_torch(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "/torch;1.12.1;none;_GLIBCXX_USE_CXX11_ABI=1"\n')
+    python.chmod(0o755)
+    (tmp_path / "CMakeLists.txt").write_text(
+        f"cmake_minimum_required(VERSION 3.20)\nproject(x LANGUAGES NONE)\nset(Python_EXECUTABLE {python})\n"
+        f"include({ROOT}/cmake/Torch.cmake)\n"
+    )
+    done = subprocess.run(["cmake", "-B", tmp_path / "b", "-S", tmp_path], capture_output=True, text=True)
+    text = " ".join(done.stderr.split())
+    assert done.returncode != 0 and "deepspeed needs torch 1.13 or newer" in text and "1.12.1" in text, done.stderr
