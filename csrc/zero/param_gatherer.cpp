@@ -41,8 +41,7 @@ void ParamGatherer::extend_unit(int32_t index, ShardedParamPtr param) {
 void ParamGatherer::allow_pool(const Unit& unit) {
   int64_t bytes = 0;
   for (const ShardedParam* param : unit.params)
-    if (!param->persistent)
-      bytes += param->padded_numel() * static_cast<int64_t>(c10::elementSize(param->dtype()));
+    if (!param->persistent) bytes += param->padded_numel() * static_cast<int64_t>(c10::elementSize(param->dtype()));
   source_->pool().need_room_for(bytes);
 }
 

@@ -29,7 +29,8 @@ c10::Device common_device(const std::vector<ParamSpec>& specs, const std::vector
       fail(ErrorKind::kValue, "parameters lie on different devices: '", first->second, "' on ", first->first.str(),
            ", '", name, "' on ", device.str(), "; move the model to one device");
   };
-  for (const ParamSpec& spec : specs) add(spec.sharded ? spec.sharded->shard().device() : spec.tensor.device(), spec.name);
+  for (const ParamSpec& spec : specs)
+    add(spec.sharded ? spec.sharded->shard().device() : spec.tensor.device(), spec.name);
   for (const ShardedParamPtr& other : others) add(other->shard().device(), other->name());
   return first ? first->first : c10::Device(at::kCPU);
 }
