@@ -26,7 +26,8 @@ std::vector<std::shared_ptr<Watched>> Watch::groups() const {
 }
 
 void Watch::stop() {
-  if (thread_.joinable() && pid_ != getpid()) {  // a forked child: the thread stayed in the parent, perhaps with the lock
+  if (thread_.joinable() &&
+      pid_ != getpid()) {  // a forked child: the thread stayed in the parent, perhaps with the lock
     thread_.detach();
     return;
   }

@@ -73,7 +73,7 @@ FileStream::~FileStream() { abandon(); }
 
 void FileStream::abandon() noexcept {
   if (!owner_.here()) return static_cast<void>(async_.release());  // the file is being written by the parent
-  async_.reset();  // waits for what is on its way
+  async_.reset();                                                  // waits for what is on its way
   if (!finished_ && file_.is_open()) {
     file_.reset();
     if (!options_.part) ::unlink(path_.c_str());

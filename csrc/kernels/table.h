@@ -30,7 +30,8 @@ struct KernelTable {
   void (*sum_squares)(const Launch&, const Segment* segments, size_t count, DType dtype, double* sum);
   // From *sum, of gradients that are `loss_scale` times too large: norm = sqrt(sum) / loss_scale;
   // grad_scale = 1 / loss_scale * min(1, max_norm / (norm + 1e-6)), without the min term when max_norm <= 0;
-  // skip = kSkipFailed where *failed != 0 (null: nobody has), else kSkipNotFinite where check && !isfinite(norm), else 0.
+  // skip = kSkipFailed where *failed != 0 (null: nobody has), else kSkipNotFinite where check && !isfinite(norm), else
+  // 0.
   void (*finish_norm)(const Launch&, const double* sum, const double* failed, float loss_scale, float max_norm,
                       bool check, StepScale* out);
   // The update kernel of that name ("adam"; see kernels/<name>.h), valid for all tables of this device; null: none.

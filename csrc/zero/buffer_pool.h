@@ -36,7 +36,7 @@ class BufferPool {
   };
 
   std::deque<Idle> idle_;  // latest last
-  int64_t largest_ = 0;  // bytes of a unit or of a single buffer
+  int64_t largest_ = 0;    // bytes of a unit or of a single buffer
 };
 
 }  // namespace ds::zero

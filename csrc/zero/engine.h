@@ -24,12 +24,12 @@ struct EngineOptions {
   c10::optional<at::ScalarType> grad_dtype;  // in which gradients are kept and added up; unset: the parameter's own
   ReducerOptions reducer;
   GatherOptions gather;
-  int64_t allgather_bucket_numel = INT64_MAX;  // limit of a gather after the step
-  GathererOptions gatherer;                    // stage 3
-  std::vector<ShardedParamPtr> others;         // stage 3: sharded parameters that are not trained
-  comm::CommunicatorPtr gather_group;          // stage 3: the same ranks, for gathers that need collectives
+  int64_t allgather_bucket_numel = INT64_MAX;     // limit of a gather after the step
+  GathererOptions gatherer;                       // stage 3
+  std::vector<ShardedParamPtr> others;            // stage 3: sharded parameters that are not trained
+  comm::CommunicatorPtr gather_group;             // stage 3: the same ranks, for gathers that need collectives
   const kernels::KernelTable* kernels = nullptr;  // other kernels than the device's, which may fail: for tests
-  comm::CommunicatorPtr replicas;              // stage 3: holders of the same shard in other groups (MiCS)
+  comm::CommunicatorPtr replicas;                 // stage 3: holders of the same shard in other groups (MiCS)
 };
 
 // What is kept for each parameter, whole or in pieces.

@@ -69,7 +69,7 @@ class GradReducer {
   GradReducer(ParamStore& store, DeviceContext& device, comm::CommunicatorPtr communicator,
               comm::CommunicatorPtr replicas, ReducerOptions options);
 
-  void begin(bool reduce);     // a backward starts; `reduce`: the ranks add up what it leaves
+  void begin(bool reduce);  // a backward starts; `reduce`: the ranks add up what it leaves
   // It has ended; after a reducing one every rank holds its part of the sum. Fails on every rank where a kernel has
   // failed on one of them, in whatever thread.
   void end();
@@ -179,7 +179,7 @@ class GradReducer {
   std::vector<uint8_t> scaled_;      // the slot has been multiplied by predivide already
   std::vector<int32_t> fires_, expected_;
   std::array<float, 2> failed_ranks_{};  // in the backward that ends: how many, and the sum of rank + 1
-  bool learned_ = false;  // expected_ rests on at least one backward
+  bool learned_ = false;                 // expected_ rests on at least one backward
   std::vector<at::Tensor> late_;
   std::vector<at::Tensor> slot_views_;   // of each parameter in the shape of .grad, where that exists
   std::vector<int32_t> late_in_bucket_;  // over all ranks, of the last reducing backward

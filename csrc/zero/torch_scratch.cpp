@@ -12,8 +12,8 @@ TorchScratch::TorchScratch(c10::Device device, at::Tensor reserved) : device_(de
 
 void* TorchScratch::allocate(size_t bytes) noexcept {
   if (reserved_.defined() && static_cast<size_t>(reserved_.numel()) >= bytes) return reserved_.data_ptr();
-  const std::string what = "a kernel had no memory for its " + std::to_string(bytes) + " bytes of scratch on " +
-                           device_.str() + ": ";
+  const std::string what =
+      "a kernel had no memory for its " + std::to_string(bytes) + " bytes of scratch on " + device_.str() + ": ";
   try {
     held_ = at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions().device(device_).dtype(at::kByte));
     return held_.data_ptr();

@@ -1,5 +1,5 @@
-// Scratch of kernels from torch's allocator: in the order of the current stream, counted and limited like all of torch's
-// memory.
+// Scratch of kernels from torch's allocator: in the order of the current stream, counted and limited like all of
+// torch's memory.
 #pragma once
 #include <ATen/core/Tensor.h>
 

@@ -1,4 +1,4 @@
-"""A forked child that leaves by ``sys.exit`` runs destructors and exit handlers; what they would close is the parent's."""
+"""A forked child that leaves by ``sys.exit`` runs destructors and exit handlers: what they close is the parent's."""
 
 import os
 import socket
