@@ -252,7 +252,7 @@ def test_gradients_can_be_added_up(more):
             assert max(gaps) < 1, (stage, gaps)
 
 
-# ---- what is not reduced yet ------------------------------------------------------------------------------------------
+# ---- what is not reduced yet ---------------------------------------------------------------------------------------
 def body_no_sync(rank, world, stage, dtype):
     engine = start(make("plain"), stage, world, 1, dtype)
     twin = make("plain").to(DTYPES[dtype])
@@ -301,9 +301,14 @@ def test_samples_that_were_seen_are_counted():
     assert run_ranks(2, body_samples) == [[(3, 24), (3, 28)]] * 2
 
 
-# ---- ds_config explain -------------------------------------------------------------------------------------------------
+# ---- ds_config explain ---------------------------------------------------------------------------------------------
 EXPLAINED = [
-    ({"bf16": {"enabled": True}}, "kept in bf16, 2 bytes per parameter on each rank", "sent in bf16", ".grad, and what"),
+    (
+        {"bf16": {"enabled": True}},
+        "kept in bf16, 2 bytes per parameter on each rank: the type of the parameters",
+        "sent in bf16, the type they are kept in",
+        "between backward and step they are the parameters' .grad",
+    ),
     (
         {"bf16": {"enabled": True}, "gradient_accumulation_steps": 4, "zero_optimization": {"stage": 2}},
         "kept in fp32, 4/N bytes per parameter on each of N ranks: gradient_accumulation_steps is 4",
