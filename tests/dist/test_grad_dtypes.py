@@ -2,6 +2,7 @@
 
 import copy
 import io
+import logging
 from contextlib import redirect_stdout
 from unittest import mock
 
@@ -167,6 +168,23 @@ def test_gradients_in_fp64_stay_so():
 
 
 # ---- accumulation that changes on the way ----------------------------------------------------------------------------
+def body_told(rank, world):
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    deepspeed.logger.addHandler(handler)
+    deepspeed.logger.setLevel("INFO")
+    for accumulate in (1, 2):
+        start(make("plain"), 0, world, accumulate)
+    deepspeed.logger.removeHandler(handler)
+    return [text for text in said if "have no .grad between backward and step" in text]
+
+
+def test_who_has_no_grad_is_told():
+    (told,) = run_ranks(1, body_told)
+    assert len(told) == 1 and "gradient_accumulation_steps is 2" in told[0] and "safe_set_full_grad" in told[0]
+
+
 def body_change(rank, world, stage):
     engine = start(make("plain"), stage, world)
     kinds = []
