@@ -3,8 +3,8 @@
     python benchmarks/python/grad_memory.py [--worlds 1,2,3,4] [--accumulations 1,4] [--layers 8] [--width 1024]
                                             [--json FILE]
 
-For each world size, ZeRO stage and number of accumulation steps a stack of linear layers is trained for three steps with
-AdamW. Printed are bytes for each parameter: what the engine says that it holds (``core.held_bytes()``), the largest
+For each world size, ZeRO stage and number of accumulation steps a stack of linear layers is trained for three steps
+with AdamW. Printed are bytes for each parameter: what the engine says that it holds (``core.held_bytes()``), the largest
 growth of a rank's resident memory (shared pages counted once) since before the model was built, and the formula: 2 for
 the parameters, 2 for the gradients, 12 for masters and moments, divided by N where the stage divides.
 """
@@ -152,7 +152,7 @@ def main():
     found = [row for world in map(int, args.worlds.split(",")) for row in measure(args, world)]
     print("| ranks | stage | accumulation | formula | held | peak |\n|---|---|---|---|---|---|")
     for row in found:
-        print("| " + " | ".join(str(row[k]) for k in ("world", "stage", "accumulation", "formula", "held", "peak")) + " |")
+        print("| " + " | ".join(str(value) for value in row.values()) + " |")
     if args.json:
         machine.write_json(args.json, "grad_memory", {"layers": args.layers, "width": args.width, "rows": found})
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import logging
 from contextlib import redirect_stdout
 from unittest import mock
 
@@ -167,6 +168,23 @@ def test_gradients_in_fp64_stay_so():
 
 
 # ---- accumulation that changes on the way ----------------------------------------------------------------------------
+def body_told(rank, world):
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    deepspeed.logger.addHandler(handler)
+    deepspeed.logger.setLevel("INFO")
+    for accumulate in (1, 2):
+        start(make("plain"), 0, world, accumulate)
+    deepspeed.logger.removeHandler(handler)
+    return [text for text in said if "have no .grad between backward and step" in text]
+
+
+def test_who_has_no_grad_is_told():
+    (told,) = run_ranks(1, body_told)
+    assert len(told) == 1 and "gradient_accumulation_steps is 2" in told[0] and "safe_set_full_grad" in told[0]
+
+
 def body_change(rank, world, stage):
     engine = start(make("plain"), stage, world)
     kinds = []
@@ -252,7 +270,7 @@ def test_gradients_can_be_added_up(more):
             assert max(gaps) < 1, (stage, gaps)
 
 
-# ---- what is not reduced yet ------------------------------------------------------------------------------------------
+# ---- what is not reduced yet ---------------------------------------------------------------------------------------
 def body_no_sync(rank, world, stage, dtype):
     engine = start(make("plain"), stage, world, 1, dtype)
     twin = make("plain").to(DTYPES[dtype])
@@ -301,9 +319,14 @@ def test_samples_that_were_seen_are_counted():
     assert run_ranks(2, body_samples) == [[(3, 24), (3, 28)]] * 2
 
 
-# ---- ds_config explain -------------------------------------------------------------------------------------------------
+# ---- ds_config explain ---------------------------------------------------------------------------------------------
 EXPLAINED = [
-    ({"bf16": {"enabled": True}}, "kept in bf16, 2 bytes per parameter on each rank", "sent in bf16", ".grad, and what"),
+    (
+        {"bf16": {"enabled": True}},
+        "kept in bf16, 2 bytes per parameter on each rank: the type of the parameters",
+        "sent in bf16, the type they are kept in",
+        "between backward and step they are the parameters' .grad",
+    ),
     (
         {"bf16": {"enabled": True}, "gradient_accumulation_steps": 4, "zero_optimization": {"stage": 2}},
         "kept in fp32, 4/N bytes per parameter on each of N ranks: gradient_accumulation_steps is 4",

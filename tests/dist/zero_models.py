@@ -273,8 +273,8 @@ def engine_config(stage, world, accumulate, dtype="fp32", **more):
 
 
 def reduced_mean(parts):
-    """The mean over ranks of 16-bit gradients, as the engine forms it where nothing accumulates: each rank multiplies its
-    own by 1/N and rounds, what comes out is added up in fp32, in rank order, and the sum is rounded."""
+    """The mean over ranks of 16-bit gradients, as the engine forms it where nothing accumulates: each rank multiplies
+    its own by 1/N and rounds, what comes out is added up in fp32, in rank order, and the sum is rounded."""
     dtype = parts[0].dtype
     return sum((part.float() * (1.0 / len(parts))).to(dtype).float() for part in parts).to(dtype)
 

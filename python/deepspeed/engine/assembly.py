@@ -7,6 +7,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.universal_checkpoint import enable_universal_checkpoint
 from deepspeed.engine.accessors import dtype_of
 from deepspeed.engine.build_optimizer import build_optimizer
+from deepspeed.log import log_dist
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.utils.z3_leaf_module import apply_z3_leaf_module_config
 from deepspeed.zero.bf16_optimizer import BF16_Optimizer
@@ -92,6 +93,8 @@ class Assembly:
         self.core.refresh_master()
         managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._unmanaged = [p for p in self.module.parameters() if id(p) not in managed]
+        if not self.zero_optimization():
+            self._tell_of_missing_grads(trained)
         narrow = any(
             p.dtype in (torch.float16, torch.bfloat16) for group in optimizer.param_groups for p in group["params"]
         )
@@ -167,6 +170,18 @@ class Assembly:
                         f'data_types.grad_accum_dtype "{given}": parameter \'{names[0] if names else "?"}\' is '
                         "float64, and its gradients stay so. Convert it, or leave data_types.grad_accum_dtype out"
                     )
+
+    def _tell_of_missing_grads(self, params):
+        """Stage 0: what scripts do to ``.grad`` between backward and step would silently do nothing."""
+        other = [param.dtype for param in params if self.kept_grad_dtype(param) != param.dtype]
+        if other:
+            log_dist(
+                f"Gradients are kept in {self._grad_dtype} (gradient_accumulation_steps is "
+                f"{self.gradient_accumulation_steps()}, data_types.grad_accum_dtype {self._config.grad_accum_dtype}), "
+                f"so {len(other)} parameters in {other[0]} have no .grad between backward and step: change gradients "
+                "with deepspeed.utils.safe_set_full_grad, or set data_types.grad_accum_dtype to the parameters' type.",
+                ranks=[0],
+            )
 
     def _check_known(self, optimizer):
         """ZeRO cuts parameters into pieces: an optimizer that looks at whole ones would compute something else."""

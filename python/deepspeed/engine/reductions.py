@@ -32,7 +32,7 @@ class Reductions:
             self.core.set_postscale(1.0 / (self._predivide * (self.dp_world_size if average else 1)))
 
     def _mean_over(self, flat, dp_group, dp_world_size):
-        """``flat`` becomes its mean over the ranks, communicated in ``communication_data_type`` where that is configured."""
+        """``flat`` becomes its mean over the ranks, communicated in ``communication_data_type`` where that is given."""
         world = dist.get_world_size(group=dp_group) if dp_world_size is None else dp_world_size
         if world == 1:
             return flat
