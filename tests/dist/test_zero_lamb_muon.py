@@ -17,9 +17,9 @@ KIND = pytest.mark.parametrize("kind", KINDS)
 STAGE = pytest.mark.parametrize("stage", STAGES)
 # Muon's iteration multiplies differences by up to 3.4 ** 5 in the directions that a gradient hardly has.
 BOUNDS = {("Lamb", "fp32"): 2e-6, ("Muon", "fp32"): 1e-4, ("Lamb", "bf16"): 5e-3, ("Muon", "bf16"): 3e-2}
-# In bf16 so far after two steps. Later a master that lies within 1e-7 of the middle between two bf16 numbers is rounded
+# In bf16 so far after the first step. Later a master that lies within 1e-7 of the middle between two bf16 numbers is rounded
 # one way here and the other way there, gradients differ in their last bit, and the iteration multiplies that.
-EARLY = {("Lamb", "bf16"): 2e-3, ("Muon", "bf16"): 2e-3}
+EARLY = {("Lamb", "bf16"): 1e-3, ("Muon", "bf16"): 1e-3}
 
 
 def body(rank, world, kind, stage, dtype, accumulate):
@@ -28,7 +28,7 @@ def body(rank, world, kind, stage, dtype, accumulate):
     for step in range(STEPS):
         train(engine, 1, rank, world, first=step)
         reference.step(step, world * accumulate)
-        if step == 1 and (kind, dtype) in EARLY:
+        if step == 0 and (kind, dtype) in EARLY:
             early = worst_gap(whole(engine.module), dict(reference.model.named_parameters()))
             assert early < EARLY[kind, dtype], early
     found = whole(engine.module)
