@@ -115,6 +115,7 @@ void Engine::watch() {
 StepReport Engine::end_step() {
   const StepReport found = report();
   finish_step();
+  had_user_backward_ = false;
   if (std::isfinite(found.norm)) clear_grads();
   return found;
 }
@@ -123,7 +124,7 @@ void Engine::begin_backward(bool reduce, const at::Tensor& root) {
   if (own_backward_) end_backward();  // it did not raise, or it would have been aborted; only its root saw no gradient
   watch();
   user_backward_ = false;
-  own_backward_ = had_backward_ = true;
+  own_backward_ = true;
   grads_.begin(reduce);
   if (!root.defined() || !root.requires_grad()) return;
   root_ = root;
@@ -157,8 +158,8 @@ void Engine::end_backward() {
 }
 
 bool Engine::join_backward(bool reduce) {
-  const bool none = !had_backward_ && !grads_.dirty();
-  had_backward_ = false;
+  const bool none = !had_user_backward_ && !grads_.dirty();
+  had_user_backward_ = false;
   // Whole gradients that are here without a backward were put here by hand, and are taken as they are.
   if (none && reduce && (store_.sharded() || !grads_.any())) {
     if (gatherer_) gatherer_->source().drain();
@@ -219,7 +220,7 @@ void Engine::watch_outputs(const std::vector<at::Tensor>& outputs) {
     const auto engine = weak.lock();
     if (!engine || engine->own_backward_) return grad;
     if (!engine->user_backward_) {
-      engine->user_backward_ = engine->had_backward_ = true;
+      engine->user_backward_ = engine->had_user_backward_ = true;
       engine->grads_.begin(engine->user_reduce_);
       engine->queue_end();
     }

@@ -68,8 +68,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
 
   void finish_backward();
-  // Once for each micro-step. True when this rank has had no backward since the last call and holds no gradient that
-  // waits for its reduction; with `reduce` it then takes part in the reduction that the other ranks' backward starts.
+  // Once for each micro-step in which begin_backward was not called. True when there was no backward by the user either,
+  // and no gradient waits for its reduction; with `reduce` this rank then takes part in the reduction that the other
+  // ranks' backward starts.
   bool join_backward(bool reduce);
   void clear_grads() {
     if (user_backward_ || own_backward_) abort_backward();  // it raised half-way
@@ -161,7 +162,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   StateHold hold_;
   int writing_ = 0;
   std::vector<bool> watched_;
-  bool had_backward_ = false;  // since the last join_backward
+  bool had_user_backward_ = false;  // since the last end_step or join_backward
   bool own_backward_ = false;  // begin_backward was called by our caller
   at::Tensor root_;            // that backward ends by itself; with a hook
   unsigned root_hook_ = 0;

@@ -8,10 +8,9 @@ import importlib
 import importlib.util
 import os
 import runpy
-import sys
 
 from deepspeed.host.source_tree import commit
-from deepspeed.host.torch_nccl import nccl_version
+from deepspeed.host.torch_nccl import nccl_in_use
 from deepspeed.registry import load_target
 from deepspeed.version import __version__
 
@@ -35,17 +34,9 @@ def _torch_here():
     return {
         "version": short(facts.get("__version__")),
         "cuda_version": short(facts.get("cuda")),
-        "nccl_version": _nccl_of_torch(folders[0]) if facts.get("cuda") else "0.0",
+        "nccl_version": nccl_in_use(folders[0]) if facts.get("cuda") else "0.0",
         "hip_version": short(facts.get("hip")),
     }
-
-
-def _nccl_of_torch(folder):
-    torch = sys.modules.get("torch")  # one that is here already knows best: NCCL may be linked into it
-    try:
-        return ".".join(map(str, torch.cuda.nccl.version()[:2]))
-    except (AttributeError, RuntimeError, TypeError):
-        return nccl_version(folder)
 
 
 _info = _build_info()

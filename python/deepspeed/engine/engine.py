@@ -271,7 +271,9 @@ class DeepSpeedEngine(Assembly, Attributes, ConfigAccessors, TrainingData, Reduc
 
     def _join_backward(self, boundary):
         """A rank without a backward in this micro-step still takes part in the reduction of the others' gradients."""
-        has_gradient = self._seen_backward or self.core.has_grads()
+        if self._seen_backward:
+            return
+        has_gradient = self.core.has_grads()
         self.core.join_backward(boundary or self.zero_optimization_stage() >= 2)
         if not has_gradient:
             warning_once(

@@ -6,6 +6,7 @@ Imports nothing of the package, because setup.py reads this file.
 import glob
 import os
 import re
+import sys
 
 
 def nccl_version(torch_folder):
@@ -20,3 +21,12 @@ def nccl_version(torch_folder):
         if (match := re.search(r"-(\d+\.\d+)[^-]*\.dist-info$", path))
     ]
     return max(found, key=lambda text: tuple(map(int, text.split("."))), default="0.0")
+
+
+def nccl_in_use(torch_folder):
+    """The same; where torch is imported already it is asked itself, because NCCL may be linked into it."""
+    torch = sys.modules.get("torch")
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()[:2]))
+    except (AttributeError, RuntimeError, TypeError):
+        return nccl_version(torch_folder)
