@@ -66,7 +66,7 @@ class Model(Pretrained):
 
 
 def initialized(rank, world, loaded):
-    with deepspeed.zero.Init():
+    with deepspeed.zero.Init(dtype=torch.float32):
         model = Model()
     if loaded:
         model.encoder.positions.weight.is_loaded = True
@@ -94,7 +94,7 @@ def test_initializers_after_the_construction(loaded):
 
 
 def in_any_order(rank, world):
-    with deepspeed.zero.Init():
+    with deepspeed.zero.Init(dtype=torch.float32):
         model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 200))
     params = list(model.parameters())
     given = params if rank == 0 else params[::-1]  # as a set of them would be

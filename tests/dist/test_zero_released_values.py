@@ -85,7 +85,7 @@ class Warnings(logging.Handler):
 
 
 def empties(rank, world):
-    with deepspeed.zero.Init():
+    with deepspeed.zero.Init(dtype=torch.float32):
         layer = torch.nn.Linear(4, 3)
     for wanted in COPIES:
         for given in (layer.weight, layer.weight.data, layer.state_dict()["weight"]):
@@ -110,7 +110,7 @@ def test_copies_and_looks_are_empty_and_computing_raises():
 
 
 def warned(rank, world):
-    with deepspeed.zero.Init():
+    with deepspeed.zero.Init(dtype=torch.float32):
         model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
     with Warnings() as quiet:
         state = model.state_dict()  # the names of a state dict are asked for more often than its values
@@ -140,7 +140,7 @@ def test_one_warning_for_each_line():
 
 
 def told_apart(rank, world):
-    with deepspeed.zero.Init():
+    with deepspeed.zero.Init(dtype=torch.float32):
         first, second = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
         assert first.weight.data_ptr() == second.weight.data_ptr() == 0  # not of memory gathered for the question
         assert first.weight.clone().shape == (3, 4)  # a constructor copies values
@@ -152,7 +152,7 @@ def test_addresses_while_a_model_is_built():
 
 
 def saved(rank, world):
-    with deepspeed.zero.Init():
+    with deepspeed.zero.Init(dtype=torch.float32):
         layer = torch.nn.Linear(4, 3)
     for given in (layer.weight, layer.state_dict(), {"copy": layer.weight.detach().half()}):
         file = io.BytesIO()

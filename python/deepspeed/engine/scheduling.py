@@ -90,8 +90,13 @@ class Move:
         _restore(self.optimizer, self._before)
 
     def keep(self):
-        if self._after is not None:
-            _restore(self.optimizer, self._after)
+        """Puts in what the schedule has written. The rest is the update's: optimizers keep counters in their groups."""
+        if self._after is None:
+            return
+        for group, before, after in zip(self.optimizer.param_groups, self._before, self._after):
+            for key in before.keys() - after.keys():
+                group.pop(key, None)
+            _write(group, {key: saved for key, saved in after.items() if not _same(before.get(key), saved)})
 
     def undo(self):
         """As if the schedule had not moved, as far as its own attributes and the parameter groups go."""
@@ -100,7 +105,8 @@ class Move:
         for one, attributes in self._state:
             vars(one).clear()
             vars(one).update(attributes)
-        _restore(self.optimizer, self._before)
+        if self._after is None:  # it raised; else the groups have their old values since `make`
+            _restore(self.optimizer, self._before)
 
 
 @contextlib.contextmanager
@@ -134,7 +140,18 @@ def _restore(optimizer, values):
     for group, saved in zip(optimizer.param_groups, values):
         for key in [key for key in group if key != "params" and key not in saved]:
             del group[key]
-        for key, (value, copy) in saved.items():
-            if copy is not None:
-                value.detach().copy_(copy)
-            group[key] = value
+        _write(group, saved)
+
+
+def _write(group, saved):
+    for key, (value, copy) in saved.items():
+        if copy is not None:
+            value.detach().copy_(copy)
+        group[key] = value
+
+
+def _same(before, after):
+    """Whether nothing was written between two entries of ``_values``; ``before`` is None where there was none."""
+    if before is None or before[0] is not after[0]:
+        return False
+    return after[1] is None or torch.equal(before[1], after[1])
