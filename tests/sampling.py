@@ -54,7 +54,7 @@ def _positions(values):
     """For each value the number of the first that is the same; any object may be a parameter, hashable or not."""
     known = []
     for value in values:
-        for index, other in enumerate(known):
+        for index, other in enumerate(known):  # noqa: B007
             if value is other or (type(value) is type(other) and isinstance(value, PLAIN) and value == other):
                 break
         else:

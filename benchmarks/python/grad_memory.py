@@ -4,8 +4,9 @@
                                             [--json FILE]
 
 For each world size, ZeRO stage and number of accumulation steps a stack of linear layers is trained for three steps
-with AdamW. Printed are bytes for each parameter: what the engine says that it holds (``core.held_bytes()``), the largest
-growth of a rank's resident memory (shared pages counted once) since before the model was built, and the formula: 2 for
+with AdamW. Printed are bytes for each parameter: what the engine says that it holds (``core.held_bytes()``), the
+largest growth of a rank's resident memory (shared pages counted once) since before the model was built, and the
+formula: 2 for
 the parameters, 2 for the gradients, 12 for masters and moments, divided by N where the stage divides.
 """
 

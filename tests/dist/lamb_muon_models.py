@@ -1,4 +1,5 @@
-"""LAMB as it is published with FusedLamb and Muon as its paper writes it, on whole fp64 tensors, and what the tests train with them."""
+"""LAMB as it is published with FusedLamb and Muon as its paper writes it, on whole fp64 tensors, and what the tests
+train with them."""
 
 import copy
 

@@ -1,4 +1,5 @@
-"""transformers, accelerate, peft and trl on our engine, where they are installed: results of a run without DeepSpeed."""
+"""transformers, accelerate, peft and trl on our engine, where they are installed: results of a run without
+DeepSpeed."""
 
 import importlib.util
 import os
@@ -240,8 +241,9 @@ def heard(name):
 
 
 def listen(rank, world, folder, name):
-    import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
+
+    import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo")
     kept = HfDeepSpeedConfig(ZERO3)

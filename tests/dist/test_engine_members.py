@@ -131,7 +131,8 @@ def body_more_members(rank, world, stage):
         raw = loss_of(engine(tokens[micro : micro + 2]), targets[micro : micro + 2])
         losses.append(float(raw))
         engine.backward(raw)
-        assert float(engine.losses) == pytest.approx(sum(losses[micro // 2 * 2 :]) / 2) and not engine.losses.requires_grad
+        assert float(engine.losses) == pytest.approx(sum(losses[micro // 2 * 2 :]) / 2)
+        assert not engine.losses.requires_grad
         engine.step()
         assert (engine.losses is None) == (micro % 2 == 1) and engine.gas_boundary_ctr == (micro + 1) // 2
     with engine.no_sync():

@@ -190,7 +190,7 @@ def body_change(rank, world, stage):
     kinds = []
     for accumulate in (1, 3, 1):
         engine.set_train_batch_size(2 * world * accumulate)
-        for micro in range(accumulate):
+        for _ in range(accumulate):
             backward(engine, 0, rank, "bf16")
             kinds.append({grad.dtype for grad in engine.core.grads()})
             if stage == 0:

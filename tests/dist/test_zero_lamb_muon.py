@@ -17,8 +17,8 @@ KIND = pytest.mark.parametrize("kind", KINDS)
 STAGE = pytest.mark.parametrize("stage", STAGES)
 # Muon's iteration multiplies differences by up to 3.4 ** 5 in the directions that a gradient hardly has.
 BOUNDS = {("Lamb", "fp32"): 2e-6, ("Muon", "fp32"): 1e-4, ("Lamb", "bf16"): 5e-3, ("Muon", "bf16"): 3e-2}
-# In bf16 so far after the first step. Later a master that lies within 1e-7 of the middle between two bf16 numbers is rounded
-# one way here and the other way there, gradients differ in their last bit, and the iteration multiplies that.
+# In bf16 so far after the first step. Later a master that lies within 1e-7 of the middle between two bf16 numbers is
+# rounded one way here and the other way there, gradients differ in their last bit, and the iteration multiplies that.
 EARLY = {("Lamb", "bf16"): 1e-3, ("Muon", "bf16"): 1e-3}
 
 

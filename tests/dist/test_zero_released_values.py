@@ -96,7 +96,8 @@ def empties(rank, world):
             assert look(given) == answer
     for compute in COMPUTES:
         for given in (layer.weight, layer.weight.data, layer.state_dict()["weight"]):
-            with pytest.raises(RuntimeError, match=r"values of parameter 'Linear.weight' \(3, 4\) are not on this rank"):
+            said = r"values of parameter 'Linear.weight' \(3, 4\) are not on this rank"
+            with pytest.raises(RuntimeError, match=said):
                 compute(given)
     # Another tensor takes only what it needs to know.
     assert torch.ones(2).to(layer.weight.half()).dtype == torch.float16

@@ -1,4 +1,5 @@
-"""What a build and the scripts use, and which Debian package brings each: nothing may come from outside packages/debian.txt.
+"""What a build and the scripts use, and which Debian package brings each: nothing may come from outside
+packages/debian.txt.
 
 A machine on which somebody installed a package by hand hides that it is missing from the list; these functions ask
 dpkg who owns every header, library, program and Python module that is really used, and follow `Depends` (never
@@ -173,11 +174,12 @@ def cmake_programs(folder):
 # ---- what scripts call ----------------------------------------------------------------------------------------------
 
 _BUILTINS = set(
-    "alias break builtin case cd command compgen continue declare do done echo elif else esac eval exec exit export false fi for "
-    "function getopts hash if in let local mapfile popd printf pushd pwd read readarray return select set shift shopt source "
-    "test then time times trap true type ulimit umask unset until wait while [ [[ ]] { } ! : .".split()
+    "alias break builtin case cd command compgen continue declare do done echo elif else esac eval exec "
+    "exit export false fi for function getopts hash if in let local mapfile popd printf pushd pwd read "
+    "readarray return select set shift shopt source test then time times trap true type ulimit umask "
+    "unset until wait while [ [[ ]] { } ! : .".split()
 )
-_PREFIXES = {"!", "if", "then", "else", "elif", "do", "while", "until", "exec", "command", "time", "{", "as_root", "env", "nohup"}
+_PREFIXES = set("! { if then else elif do while until exec command time as_root env nohup".split())
 
 
 def shell_programs(text):
@@ -289,7 +291,8 @@ def used_by_build(folder, lib_folder):
 
 @functools.lru_cache(maxsize=None)
 def used_by_scripts(root):
-    """What `check` takes, for tools/*.sh, .ci/run and the Makefile; and (script, word) where no package has the program."""
+    """What `check` takes, for tools/*.sh, .ci/run and the Makefile; and (script, word) where no package has the
+    program."""
     paths = [os.path.join(root, "tools", name) for name in sorted(os.listdir(os.path.join(root, "tools")))]
     paths = [path for path in paths if path.endswith(".sh")] + [os.path.join(root, ".ci", "run")]
     used, unknown = set(), []

@@ -121,4 +121,5 @@ def test_no_tracked_file_names_a_folder_of_one_machine():
             for match in pattern.finditer(line):
                 if not match[0].startswith(tuple(MADE_UP)):
                     found.append(f"{name}:{number}: {line.strip()[:120]}")
-    assert found == [], "these name a folder that only one machine has; use a path relative to the file:\n" + "\n".join(found)
+    said = "these name a folder that only one machine has; use a path relative to the file:\n"
+    assert found == [], said + "\n".join(found)

@@ -177,7 +177,9 @@ class DeepSpeedEngine(Assembly, Attributes, ConfigAccessors, TrainingData, Reduc
             return False
         if self.zero_optimization_stage() >= 2:
             return True
-        return self.enable_backward_allreduce and self.is_gradient_accumulation_boundary() and self.managed_gradient_accumulation()
+        if not self.managed_gradient_accumulation():
+            return False
+        return self.enable_backward_allreduce and self.is_gradient_accumulation_boundary()
 
     def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
         """Accumulates the gradients of ``loss``, a scalar, and reduces them at the accumulation boundary.

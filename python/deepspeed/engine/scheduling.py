@@ -117,7 +117,8 @@ def _no_warning_of_order():
 
 
 def _with_inner(scheduler):
-    """The schedule, and those inside of one that is put together from others (``SequentialLR``, ``ChainedScheduler``)."""
+    """The schedule, and those inside of one that is put together from others (``SequentialLR``,
+    ``ChainedScheduler``)."""
     found = [scheduler] if hasattr(scheduler, "__dict__") else []
     for inner in getattr(scheduler, "_schedulers", ()):
         found += _with_inner(inner)
@@ -125,7 +126,8 @@ def _with_inner(scheduler):
 
 
 def _values(optimizer):
-    """What stands in each parameter group beside its parameters. Of a tensor also a copy: it may be changed in place."""
+    """What stands in each parameter group beside its parameters. Of a tensor also a copy: it may be changed in
+    place."""
     return [
         {
             key: (value, value.detach().clone()) if torch.is_tensor(value) else (value, None)

@@ -10,7 +10,8 @@ import sys
 
 
 def nccl_version(torch_folder):
-    """``"2.28"``: the release of the package ``nvidia-nccl-cu*`` that is installed beside the torch in ``torch_folder``.
+    """``"2.28"``: the release of the package ``nvidia-nccl-cu*`` that is installed beside the torch in
+    ``torch_folder``.
 
     "0.0" where there is none: torch was built without CUDA, or NCCL is inside torch itself, which then has to be asked.
     """

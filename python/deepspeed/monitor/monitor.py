@@ -29,8 +29,8 @@ class MonitorMaster(Monitor):
         wanted = [kind for kind in KINDS if getattr(getattr(monitor_config, kind, None), "enabled", False)]
         if wanted:
             raise NotImplementedError(
-                f"the monitor {', '.join(wanted)} is not supported yet: leave the section out, or set engine.monitor to "
-                "a deepspeed.monitor.monitor.Monitor of your own"
+                f"the monitor {', '.join(wanted)} is not supported yet: leave the section out, or set engine.monitor "
+                "to a deepspeed.monitor.monitor.Monitor of your own"
             )
         for name in KINDS.values():
             setattr(self, name, None)

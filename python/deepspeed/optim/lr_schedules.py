@@ -166,7 +166,8 @@ class OneCycle(_BatchIterationStep):
 
     In the cycle the rate goes from ``cycle_min_lr`` to ``cycle_max_lr`` in ``cycle_first_step_size`` iterations and
     back in ``cycle_second_step_size`` (default: the same), in a line, or with a stair count in that many equal
-    jumps; with a second size of 0 it falls to the smallest rate where it would have reached the largest. After it the rate is ``min_lr / (1 + decay_lr_rate * u)`` and the momentum
+    jumps; with a second size of 0 it falls to the smallest rate where it would have reached the largest. After it the
+    rate is ``min_lr / (1 + decay_lr_rate * u)`` and the momentum
     ``max_mom * (1 + decay_mom_rate * u)``, where u counts units of ``decay_step_size`` iterations; with
     ``decay_step_size`` 0 both stay. The momentum is ``betas[0]`` of groups that have ``betas``, else ``momentum``;
     ``cycle_momentum`` is switched off, with a line in the log, where a group has neither.

@@ -222,8 +222,8 @@ class ThroughputTimer:
     steps_per_output: a line in the log every so many steps; None: none.
     monitor_memory:   host memory in that line too.
 
-    ``initialized``: start() has been called; ``started``: between start() and stop(); ``start_time``: ``time.time()`` of
-    the last start that counts, 0 before it.
+    ``initialized``: start() has been called; ``started``: between start() and stop(); ``start_time``: ``time.time()``
+    of the last start that counts, 0 before it.
     """
 
     def __init__(
@@ -268,7 +268,8 @@ class ThroughputTimer:
             self.start_time = time.time()
 
     def stop(self, global_step=False, report_speed=True):
-        """After a micro-step; global_step: it was the last of its step, so the step is complete. Nothing without start()."""
+        """After a micro-step; global_step: it was the last of its step, so the step is complete. Nothing without
+        start()."""
         if not self.started:
             return
         self.started = False

@@ -1,9 +1,9 @@
-"""Weight initialisation of transformers, which runs over a whole model when ``zero.Init`` has ended: ``from_pretrained``
-calls it for what the files did not have, on all ranks alike.
+"""Weight initialisation of transformers, which runs over a whole model when ``zero.Init`` has ended:
+``from_pretrained`` calls it for what the files did not have, on all ranks alike.
 
-``PreTrainedModel.initialize_weights`` calls ``self.smart_apply(self._initialize_weights, ...)``. Whatever the files had is
-marked and not written again, but initialisers still ask for its shape (sinusoidal positions of whisper) and compute with it
-(the weight norm of wav2vec 2.0).
+``PreTrainedModel.initialize_weights`` calls ``self.smart_apply(self._initialize_weights, ...)``. Whatever the files had
+is marked and not written again, but initialisers still ask for its shape (sinusoidal positions of whisper) and compute
+with it (the weight norm of wav2vec 2.0).
 """
 
 import contextlib

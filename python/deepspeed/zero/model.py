@@ -27,7 +27,8 @@ class ModelAccess:
 
 def take_over(module):
     """Takes an engine that only runs the model off it, so that a new one may gather its parameters: their slices are
-    about to move. trl computes a reference that way before it trains the same model. The old engine can still be called."""
+    about to move. trl computes a reference that way before it trains the same model. The old engine can still be
+    called."""
     for access in {id(p.ds_access): p.ds_access for p in module.parameters() if sharding.is_sharded(p)}.values():
         give_up = access.give_up() if access.give_up is not None else None
         if give_up is not None:

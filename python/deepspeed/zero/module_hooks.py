@@ -29,8 +29,8 @@ def _refuse_constant_inputs(module, args, kwargs=None):
         raise RuntimeError(
             "A module cannot be set as a leaf module when it does not have any input tensors that require gradients "
             f"and has parameters that require gradients. This is a {type(module).__name__}: take it off the leaf "
-            "modules (unset_z3_leaf_modules, zero_optimization.leaf_module), call requires_grad_() on one of its inputs, "
-            "or run it under torch.no_grad()"
+            "modules (unset_z3_leaf_modules, zero_optimization.leaf_module), call requires_grad_() on one of its "
+            "inputs, or run it under torch.no_grad()"
         )
 
 

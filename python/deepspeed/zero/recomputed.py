@@ -8,9 +8,9 @@ _torch_hooks = recomputation_hooks()
 if _torch_hooks is not None:
 
     class RecomputationHooks(_torch_hooks):
-        """torch's hooks, which keep a tensor that needs no gradient itself. A frozen parameter is released when its module
-        has run, long before the segment's backward, and its shape, which torch compares, and its values go with it. So
-        it is kept as other parameters are: detached, with its values, until that backward has used it."""
+        """torch's hooks, which keep a tensor that needs no gradient itself. A frozen parameter is released when its
+        module has run, long before the segment's backward, and its shape, which torch compares, and its values go
+        with it. So it is kept as other parameters are: detached, with its values, until that backward has used it."""
 
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)

@@ -1,8 +1,8 @@
 """What a rank has in place of the values of a sharded parameter that it does not hold: an empty tensor.
 
 Libraries copy, move and look at parameters whose values they do not need: to name what they save, to count, to tell
-tied ones apart. They get an empty tensor and go on, and one warning for each line of the user's program says whose values
-it lacks. What computes with the values, or writes them, raises: nothing is lost silently.
+tied ones apart. They get an empty tensor and go on, and one warning for each line of the user's program says whose
+values it lacks. What computes with the values, or writes them, raises: nothing is lost silently.
 """
 
 import copy

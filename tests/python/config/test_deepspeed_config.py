@@ -172,7 +172,9 @@ def test_both_names_of_a_deprecated_key_are_an_assertion_error():
         DeepSpeedConfig({"train_batch_size": 8, "zero_optimization": {"cpu_offload_param": True, "offload_param": {}}})
 
 
-NUMBERS_IN_QUOTES = ["5", " 5\n", "5.0", "-0", "+5", "1_000", "1__0", "5.5", "5e2", "1e-2", "", "x", "0x10", "five", "5,0"]
+NUMBERS_IN_QUOTES = ["5", " 5\n", "5.0", "-0", "+5", "1_000", "1__0", "5.5", "5e2", "1e-2", "", "x", "0x10", "five"] + [
+    "5,0"
+]
 
 
 @pytest.mark.parametrize("text", NUMBERS_IN_QUOTES)

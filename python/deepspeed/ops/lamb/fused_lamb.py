@@ -16,8 +16,8 @@ class FusedLamb(NativeOptimizer):
 
     With ``u = m / (sqrt(v) + eps) + weight_decay * p`` of the raw moments, a parameter moves by
     ``-rate * clamp(|p| / |u|, min_coeff, max_coeff) * u``, where ``rate`` is ``lr`` times the bias correction of update
-    number t, ``sqrt(1 - beta2**t) / (1 - beta1**t)``; the ratio is 1 where one of the norms is zero. Works on CUDA and on
-    CPU tensors, and inside ZeRO at every stage: the norms are those of whole parameters, wherever their parts are.
+    number t, ``sqrt(1 - beta2**t) / (1 - beta1**t)``; the ratio is 1 where one of the norms is zero. Works on CUDA and
+    on CPU tensors, and inside ZeRO at every stage: the norms are those of whole parameters, wherever their parts are.
 
     Args:
         params: iterable of parameters (fp32, bf16 or fp16) or of parameter groups.
