@@ -20,7 +20,6 @@ from deepspeed.checkpoint.ranks import failure_of
 
 _unsettled = set()  # backgrounds that are at work or have a failure to tell: the end of the program waits for them
 _lock = threading.Lock()
-os.register_at_fork(after_in_child=_unsettled.clear)  # a forked child has none of the threads that settle them
 
 
 def _at_exit():

@@ -77,23 +77,6 @@ class Attributes:
     def get_sequence_parallel_group(self):
         return self.seq_parallel_group
 
-    def set_train_batch_size(self, train_batch_size):
-        """Changes the accumulation steps so that the whole batch is ``train_batch_size``; it must divide evenly."""
-        per_micro_step = self.train_micro_batch_size_per_gpu() * self.dp_world_size
-        if train_batch_size % per_micro_step != 0:
-            raise ValueError(
-                f"train_batch_size {train_batch_size} is not divisible by micro batch "
-                f"{self.train_micro_batch_size_per_gpu()} x "
-                f"data-parallel size {self.dp_world_size} = {per_micro_step}"
-            )
-        self._config.train_batch_size = train_batch_size
-        self._config.gradient_accumulation_steps = train_batch_size // per_micro_step
-
-    def set_train_micro_batch_size(self, micro_batch_size):
-        """Changes the micro batch; accumulation stays, the whole batch follows."""
-        self._config.train_micro_batch_size_per_gpu = micro_batch_size
-        self._config.train_batch_size = micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
-
     def mp_rank_for_files(self):
         """The model-parallel rank that file names carry."""
         return self.parallel.mp_rank

@@ -9,6 +9,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.engine.loader_workers import end_with
 from deepspeed.log import logger
 from deepspeed.utils.repeating_loader import RepeatingLoader  # noqa: F401  (scripts import both from one place)
 
@@ -158,7 +159,7 @@ class DeepSpeedDataLoader:
         """Opens this epoch at batch `self.batches`; samples before it are not read where the data can be indexed."""
         self._generator.manual_seed(SEED + self.epoch)
         if self.data_sampler is None:
-            self._batches_now = self._after_re_reading(iter(self.dataloader))
+            self._batches_now = self._after_re_reading(end_with(iter(self.dataloader)))
             return
         if hasattr(self.data_sampler, "set_epoch"):
             self.data_sampler.set_epoch(self.epoch)
@@ -167,7 +168,7 @@ class DeepSpeedDataLoader:
         if not self.batches:
             self._order_state = None if hasattr(self.data_sampler, "set_epoch") else _random_state(self.data_sampler)
         self._batch_indices.start_at(self.batches, self._order_state)
-        self._batches_now = iter(self.dataloader)
+        self._batches_now = end_with(iter(self.dataloader))
 
     def _after_re_reading(self, batches):
         if self.batches:

@@ -1,0 +1,41 @@
+"""Worker processes of a data loader: they end when its iterator is freed, at once and in the right process.
+
+[Note: iterators in reference cycles] torch's iterator ends its workers in ``__del__``: it puts None into their queues
+and joins them. Iterators of an engine are mostly freed by the garbage collector, for an engine and its module refer to
+each other, and the collector runs weakref callbacks before ``__del__``. multiprocessing closes queues, and the pipes
+that tell of a process's end, by such callbacks: None would reach nobody, and the program would wait 5 s for each
+worker before it kills it, while other ranks wait in a collective for this one. What something reachable refers to is
+not garbage, so a finalizer of the iterator keeps queues and processes until the iterator itself is gone. They refer
+to no sample, no data set and no collate function, which means that the finalizer keeps nothing else alive.
+
+[Note: iterators in forked children] A child that is forked inherits iterators, garbage among them, and would end the
+workers of its parent when it frees them ("can only test a child process"). They are marked as shut down there.
+"""
+
+import os
+import weakref
+
+_iterators = weakref.WeakSet()
+
+
+def end_with(iterator):
+    """``iterator``, of a ``torch.utils.data.DataLoader``, takes its workers along however it is freed."""
+    workers = getattr(iterator, "_workers", None)
+    if workers is not None:  # with num_workers 0 there are none
+        kept = weakref.finalize(iterator, _let_go, workers, iterator._index_queues, iterator._worker_result_queue)
+        kept.atexit = False
+        _iterators.add(iterator)
+    return iterator
+
+
+def _let_go(*kept):
+    """The iterator still refers to them: its ``__del__``, which is next, finds them as they were."""
+
+
+def _in_a_forked_child():
+    for iterator in list(_iterators):
+        iterator._shutdown = True
+    _iterators.clear()
+
+
+os.register_at_fork(after_in_child=_in_a_forked_child)
