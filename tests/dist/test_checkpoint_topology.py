@@ -1,11 +1,13 @@
 """A checkpoint saved at any number of ranks, stage and precision loads at any other: bitwise the same state."""
 
 import os
+from unittest import mock
 
 import pytest
 import torch
 
 import deepspeed
+from deepspeed.engine.dataloader import WORKERS
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from engine_models import Net, loss_of
 from harness import run_ranks
@@ -242,9 +244,12 @@ def test_every_optimizer(world, turn, tmp_path):
 def body_straight(rank, world, folder, kinds, steps, resumed):
     found = []
     for stage, precision in kinds:
-        engine, _, loader, _ = make_engine(
-            world, stage, precision, seed=5 if resumed else 0, training_data=Tokens(), accumulate=2
-        )
+        workers = WORKERS if stage == 0 else 0  # an epoch has two batches: to fork them is most of the time
+        with mock.patch("deepspeed.engine.dataloader.WORKERS", workers):
+            engine, _, loader, _ = make_engine(
+                world, stage, precision, seed=5 if resumed else 0, training_data=Tokens(), accumulate=2
+            )
+        assert loader.num_local_io_workers == workers
         where = os.path.join(folder, f"{stage}{precision}")
         if resumed:
             seed_all(99)

@@ -5,6 +5,7 @@ import inspect
 import pytest
 
 from deepspeed.config import DeepSpeedConfig
+from deepspeed import DeepSpeedEngine
 from deepspeed.engine.accessors import ConfigAccessors
 from deepspeed.engine.feature_accessors import FeatureAccessors
 from deepspeed.engine.zero_accessors import ZeroAccessors
@@ -115,3 +116,14 @@ def test_every_one_answers(mixin):
     for name, _ in inspect.getmembers(mixin, inspect.isfunction):
         if not name.startswith("_"):
             getattr(engine, name)()
+
+
+def test_every_member_of_the_engine_has_one_definition():
+    """Of two in different bases the first hides the second, and what is changed in the second does nothing."""
+    places = {}
+    for base in inspect.getmro(DeepSpeedEngine):
+        if base.__module__.startswith("deepspeed"):
+            for name in vars(base):
+                if not name.startswith("__"):
+                    places.setdefault(name, []).append(base.__name__)
+    assert not {name: bases for name, bases in places.items() if len(bases) > 1}

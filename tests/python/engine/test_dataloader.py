@@ -1,6 +1,10 @@
 """The data loader: shares of the ranks, epochs, positions, samplers, iterable data, wrong input."""
 
 import collections
+import gc
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -316,3 +320,48 @@ def test_wrong_input():
         loader(Stream(4), data_sampler=SequentialSampler([1]))
     with pytest.raises(NotImplementedError, match="curriculum_learning"):
         loader(Numbers(4), deepspeed_dataloader_config={"curriculum_learning": {}})
+
+
+# ---- worker processes ------------------------------------------------------------------------------------------------
+def in_a_cycle():
+    """An iterator in the middle of an epoch, whose loader only the garbage collector frees; its workers."""
+    made = loader(Numbers(64), num_local_io_workers=2)
+    next(made)
+    made.me = made
+    return made._batches_now._workers
+
+
+def test_workers_end_by_themselves_when_the_collector_frees_their_iterator():
+    """They would be waited for, 5 s each, and then killed."""
+    gc.disable()
+    try:
+        workers = in_a_cycle()
+        assert all(worker.is_alive() for worker in workers)
+        gc.collect()
+    finally:
+        gc.enable()
+    assert [worker.exitcode for worker in workers] == [0, 0]
+
+
+IN_A_CHILD = """
+import gc, os, sys
+sys.path.insert(0, sys.argv[1])
+from test_dataloader import in_a_cycle
+
+gc.disable()
+workers = in_a_cycle()
+if os.fork() == 0:
+    gc.collect()
+    os._exit(0)
+os.wait()
+assert all(worker.is_alive() for worker in workers)
+gc.collect()
+assert [worker.exitcode for worker in workers] == [0, 0]
+"""
+
+
+def test_a_forked_child_leaves_the_workers_of_its_parent_alone():
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_CHILD, os.path.dirname(__file__)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
