@@ -4,8 +4,8 @@ import inspect
 
 import pytest
 
-from deepspeed.config import DeepSpeedConfig
 from deepspeed import DeepSpeedEngine
+from deepspeed.config import DeepSpeedConfig
 from deepspeed.engine.accessors import ConfigAccessors
 from deepspeed.engine.feature_accessors import FeatureAccessors
 from deepspeed.engine.zero_accessors import ZeroAccessors
