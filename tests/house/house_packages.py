@@ -150,14 +150,16 @@ def groups_of(output, with_debian_torch):
     return groups
 
 
-def libraries(folder, lib_folder):
-    """System libraries on the link lines of this build, and those that its modules load."""
+def libraries(folder, lib_folder, debian_torch):
+    """System libraries on the link lines of this build, and those that its modules load. Of a torch that is not Debian's
+    the module loads libraries that only ``import torch`` knows how to find."""
     found = set()
     with open(os.path.join(folder, "build.ninja"), encoding="utf-8") as file:
         for line in file:
             if line.startswith("  LINK_LIBRARIES = "):
                 found.update(word for word in re.findall(r"/\S+\.(?:so|a)\b", line) if of_system(word))
-    outputs = [os.path.join(at, n) for at, _, names in os.walk(lib_folder) for n in names if ".so" in n]
+    folders = [lib_folder] + ([os.path.join(lib_folder, os.path.basename(folder))] if debian_torch else [])
+    outputs = [os.path.join(at, name) for at in folders if os.path.isdir(at) for name in os.listdir(at) if ".so" in name]
     for output in outputs:
         out = subprocess.run(["ldd", output], capture_output=True, text=True).stdout
         found.update(path for path in re.findall(r"=> (/\S+)", out) if of_system(path))
@@ -280,7 +282,7 @@ def used_by_build(folder, lib_folder):
         if package and not package.startswith(OPTIONAL_HEADERS):
             used.add((path, package, frozenset(groups_of(output, debian_torch)), f"the build of {output}"))
     groups = frozenset({"build", "torch" if debian_torch else "torch2", "test", "bench"})
-    libs = libraries(folder, lib_folder)
+    libs = libraries(folder, lib_folder, debian_torch)
     for path, package in owners(libs).items():
         if not package.startswith(OPTIONAL_HEADERS):
             used.add((path, package, groups, "the link line or a module of the build"))
