@@ -151,15 +151,15 @@ def groups_of(output, with_debian_torch):
 
 
 def libraries(folder, lib_folder, debian_torch):
-    """System libraries on the link lines of this build, and those that its modules load. Of a torch that is not Debian's
-    the module loads libraries that only ``import torch`` knows how to find."""
+    """System libraries on the link lines of this build, and those that its modules load. Of a torch that is not
+    Debian's the module loads libraries that only ``import torch`` knows how to find."""
     found = set()
     with open(os.path.join(folder, "build.ninja"), encoding="utf-8") as file:
         for line in file:
             if line.startswith("  LINK_LIBRARIES = "):
                 found.update(word for word in re.findall(r"/\S+\.(?:so|a)\b", line) if of_system(word))
     folders = [lib_folder] + ([os.path.join(lib_folder, os.path.basename(folder))] if debian_torch else [])
-    outputs = [os.path.join(at, name) for at in folders if os.path.isdir(at) for name in os.listdir(at) if ".so" in name]
+    outputs = [os.path.join(at, n) for at in folders if os.path.isdir(at) for n in os.listdir(at) if ".so" in n]
     for output in outputs:
         out = subprocess.run(["ldd", output], capture_output=True, text=True).stdout
         found.update(path for path in re.findall(r"=> (/\S+)", out) if of_system(path))
