@@ -8,6 +8,10 @@ copies; each knows how to collect the states that belong to it, and this dict as
 import collections
 import weakref
 
+# id of a flat tensor: (weak reference to it, what makes its states). No attribute of the tensor, which would be pickled
+# with it, and no weak dictionary, which would compare tensors by value.
+_makers = {}
+
 
 class StatesByFlatTensor(collections.defaultdict):
     """The inner optimizer's state. A flat tensor of masters is no entry: its states are made when it is asked for, as
@@ -20,8 +24,8 @@ class StatesByFlatTensor(collections.defaultdict):
             optimizer.state = cls(dict, optimizer.state)
 
     def __missing__(self, key):
-        collect = getattr(key, "_ds_collect_states", None)
-        return super().__missing__(key) if collect is None else collect()
+        found, make = _makers.get(id(key), (None, None))
+        return make() if found is not None and found() is key else super().__missing__(key)
 
     def __reduce__(self):
         return (collections.defaultdict, (dict, dict(self)))
@@ -31,11 +35,12 @@ def with_states(flat, owner, method, *args):
     """``flat``, for which ``owner.method(*args)`` gives the states: a dict with "step" and flat tensors."""
     owner = weakref.ref(owner)
 
-    def collect():
+    def make():
         living = owner()
         if living is None or living.optimizer is None:
             raise RuntimeError("the optimizer that this flat tensor of masters came from is gone")
         return getattr(living, method)(*args)
 
-    flat._ds_collect_states = collect
+    key = id(flat)
+    _makers[key] = (weakref.ref(flat, lambda _: _makers.pop(key, None)), make)
     return flat

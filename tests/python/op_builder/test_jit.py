@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -99,10 +100,17 @@ def test_a_process_waits_for_the_one_that_builds(toy, capsys):
     with open(os.path.join(folder, "lock"), "a+", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         waiting = start(toy)
+        limit = threading.Timer(60, waiting.kill)
+        limit.start()
+        said = []
+        while not said or (said[-1] and "Waiting for process" not in said[-1]):
+            said.append(waiting.stdout.readline())
+        limit.cancel()
+        assert "Waiting for process" in said[-1], said
         with pytest.raises(subprocess.TimeoutExpired):
-            waiting.communicate(timeout=4)
+            waiting.wait(timeout=0.5)
     out, err = waiting.communicate(timeout=60)
-    assert waiting.returncode == 0 and "Waiting for process" in out, (out, err)
+    assert waiting.returncode == 0, (said, out, err)
 
 
 @pytest.mark.parametrize("change", ["source", "header", "flags", "CXXFLAGS", "LDFLAGS", "compiler"])
