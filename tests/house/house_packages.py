@@ -8,14 +8,14 @@ dpkg who owns every header, library, program and Python module that is really us
 
 import ast
 import functools
-import importlib.util
+import importlib.machinery
 import os
 import re
 import shutil
 import subprocess
 
 # A fresh Debian machine has these before the first command.
-GIVEN = {"make", "git", "ca-certificates"}
+GIVEN = {"apt", "make", "git", "ca-certificates"}
 
 # Used where they are there, never needed: (what, owner's name begins with).
 OPTIONAL_HEADERS = ("cuda-", "libnccl", "libcu", "nvidia-")
@@ -241,10 +241,8 @@ def python_modules(folders, root):
 
 
 def module_file(module):
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return None
+    """Where a top-level module lies, or None. Asks the path only: setuptools' finder changes itself when asked for pip."""
+    spec = importlib.machinery.PathFinder.find_spec(module)
     return spec.origin if spec else None
 
 
