@@ -241,7 +241,8 @@ def python_modules(folders, root):
 
 
 def module_file(module):
-    """Where a top-level module lies, or None. Asks the path only: setuptools' finder changes itself when asked for pip."""
+    """Where a top-level module lies, or None. Asks the path only: setuptools' finder changes itself when asked for
+    pip."""
     spec = importlib.machinery.PathFinder.find_spec(module)
     return spec.origin if spec else None
 
