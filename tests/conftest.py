@@ -60,3 +60,15 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=dropped)
         gone = set(map(id, dropped))
         items[:] = [item for item in items if id(item) not in gone]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_job_is_left():
+    """A file whose tests start a job of one rank here leaves neither its process group nor its variables to others."""
+    before = dict(os.environ)
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        (sys.modules.get("deepspeed.comm") or torch.distributed).destroy_process_group()
+        os.environ.clear()
+        os.environ.update(before)
