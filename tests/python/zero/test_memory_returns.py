@@ -1,7 +1,6 @@
 """Memory that comes back: of engines that nobody holds any more, and of parameters that were gathered once."""
 
 import gc
-import os
 import weakref
 
 import pytest
@@ -12,17 +11,6 @@ import deepspeed
 from deepspeed.zero import GatheredParameters, linear
 
 WIDTH, LAYERS = 32, 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def a_job_of_one_rank():
-    """Other files of this process find neither the process group nor the variables that `initialize` sets."""
-    before = dict(os.environ)
-    yield
-    if deepspeed.comm.is_initialized():
-        deepspeed.comm.destroy_process_group()
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def memory(tensors):
