@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
-from deepspeed.host.cpu import memory_bytes, resident_bytes
+from deepspeed.host.cpu import memory_bytes, resident_bytes, return_free_memory
 from deepspeed.host.numa import numa_node_count
 
 
@@ -125,7 +125,8 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return self.get_rss()
 
     def empty_cache(self):
-        pass
+        """Gives memory that was freed, but is kept by malloc, back to the system."""
+        return_free_memory()
 
     def memory_allocated(self, device_index=None):
         return self.get_rss()

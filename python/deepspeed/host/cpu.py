@@ -1,5 +1,6 @@
 """Cores, instruction sets and memory of this machine, as far as this process may use them."""
 
+import ctypes
 import os
 from functools import lru_cache
 
@@ -100,6 +101,14 @@ def resident_bytes():
     """Main memory that this process occupies now."""
     text = _read("/proc/self/statm")
     return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE") if text else 0
+
+
+def return_free_memory():
+    """Gives memory that malloc keeps for later back to the system, where the C library can (glibc's malloc_trim)."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):  # another C library
+        pass
 
 
 def socket_of(cores, index):

@@ -15,6 +15,9 @@ _CHUNK = 65536
 _PROMPT_WAIT_S = 0.05
 _BLOCK_WAIT_S = 2.0
 _BLOCK_BYTES = 4096
+# Waiting counts at most this much per look at the ranks: a machine that stood still for seconds gave the rank no time
+# to write the end, either.
+LOOK_S = 0.02
 
 
 class Tail:
@@ -38,7 +41,8 @@ class Sink:
     """A file descriptor that one rank's stream goes to.
 
     With ``whole_lines`` the start of a line waits for its end, so that the lines of several ranks do not run into
-    each other; ``flush`` writes it as it is (a prompt, a progress bar). ``prefix`` (bytes) goes in front of every line.
+    each other; ``wait`` writes it as it is when that takes too long (a prompt, a progress bar). ``prefix`` (bytes) goes
+    in front of every line.
     """
 
     def __init__(self, fd, prefix=b"", whole_lines=False):
@@ -46,26 +50,34 @@ class Sink:
         self.prefix = prefix
         self.whole_lines = whole_lines or bool(prefix)
         self.waiting = b""  # the start of a line
-        self.show_at = None  # when it is shown without its end, in seconds of time.monotonic
-        self._last_bytes = 0
+        self._wait_s = 0.0  # for how long it goes on waiting for its end
+        self._block_at = -_BLOCK_WAIT_S  # when a block arrived last, in seconds of time.monotonic
 
     def write(self, data):
         """Writes what can be written; the rest becomes ``waiting``."""
         if not self.whole_lines:
             return _write_all(self.fd, data)
-        # A block may arrive as the rest of a full pipe.
-        block = max(len(data), self._last_bytes) >= _BLOCK_BYTES
-        self._last_bytes = len(data)
+        # A block may arrive in pieces, page by page or as the rest of a full pipe.
+        now = time.monotonic()
+        if len(data) >= _BLOCK_BYTES:
+            self._block_at = now
         if self.prefix:
             data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         whole, newline, rest = data.rpartition(b"\n")
         if newline:
             _write_all(self.fd, self._with_prefix(self.waiting + whole) + b"\n")
-            self.waiting, self.show_at = b"", None
+            self.waiting = b""
         if rest:
+            if not self.waiting:
+                self._wait_s = _BLOCK_WAIT_S if now - self._block_at < _BLOCK_WAIT_S else _PROMPT_WAIT_S
             self.waiting += rest
-            self.show_at = self.show_at or time.monotonic() + (_BLOCK_WAIT_S if block else _PROMPT_WAIT_S)
         return None
+
+    def wait(self, seconds):
+        """The start of a line, if any, has waited so much longer and nothing came."""
+        self._wait_s -= min(seconds, LOOK_S)
+        if self._wait_s <= 0.0:
+            self.flush()
 
     def _with_prefix(self, text):
         return b"\n".join(self.prefix + line for line in text.split(b"\n")) if self.prefix else text
@@ -73,7 +85,7 @@ class Sink:
     def flush(self, end=b""):
         """Writes the start of a line that waits, if any, and ``end`` behind it."""
         if self.waiting:
-            text, self.waiting, self.show_at = self.waiting, b"", None
+            text, self.waiting = self.waiting, b""
             _write_all(self.fd, self._with_prefix(text) + end)
 
 

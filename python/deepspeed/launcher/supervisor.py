@@ -8,7 +8,7 @@ import sys
 import time
 
 from deepspeed.launcher import linux
-from deepspeed.launcher.output import Channel, Sink, Tail, same_file
+from deepspeed.launcher.output import LOOK_S, Channel, Sink, Tail, same_file
 from deepspeed.launcher.rank_process import RankProcess
 
 TAIL_LINES = 30
@@ -97,19 +97,21 @@ class Supervisor:
         now = time.monotonic()
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_all()
-        due = [sink.show_at for sink in self._half_lines()]
+        half = self._half_lines()
+        timeout = LOOK_S if half else None
         if self._kill_at is not None:
-            due.append(self._kill_at)
-        self._select(max(0.0, min(due) - now) if due else None)
+            left = max(0.0, self._kill_at - now)
+            timeout = left if timeout is None else min(left, timeout)
+        self._select(timeout)
         # After the reading: when we were late, the end of the line may have been there.
-        for sink in self._half_lines():
-            if now >= sink.show_at:
-                sink.flush()
+        for sink, waiting in half:
+            if sink.waiting.startswith(waiting):
+                sink.wait(time.monotonic() - now)
         self._reap()
 
     def _half_lines(self):
         sinks = [key.data.sink for key in self._selector.get_map().values() if key.data]
-        return [sink for sink in sinks if sink.show_at and not sink.prefix]
+        return [(sink, sink.waiting) for sink in sinks if sink.waiting and not sink.prefix]
 
     def _select(self, timeout):
         for key, _ in self._selector.select(timeout):

@@ -161,6 +161,18 @@ def test_memory(accelerator):
         assert isinstance(getattr(accelerator, figure)(), int)
 
 
+def test_freed_memory_goes_back_to_the_system(accelerator):
+    if accelerator._name != "cpu":
+        pytest.skip("a question of malloc: the CPU only")
+    blocks = [b"x" * 100_000 for _ in range(1000)]
+    pin = b"y" * 100_000  # so that the C library does not give the space before it back by itself
+    del blocks
+    before = accelerator.memory_allocated()
+    accelerator.empty_cache()
+    assert accelerator.memory_allocated() < before - (64 << 20)
+    assert len(pin) == 100_000
+
+
 def test_dtypes_run(accelerator):
     dtypes = accelerator.supported_dtypes()
     assert torch.float32 in dtypes

@@ -547,3 +547,41 @@ else:
 """)
     lines = run("--num_gpus", 2, "train.py", OMP_NUM_THREADS="1").stdout.splitlines()
     assert sorted(lines) == ["other", "xxxxx y"]
+
+
+def test_a_block_that_arrives_in_pieces_waits_for_its_end():
+    script("""
+if rank == 0:
+    os.write(1, b"x" * 8191 + b"\\n" + b"half")
+    for piece in (b" a", b" line", b" in", b" pieces\\n"):
+        time.sleep(0.2)
+        os.write(1, piece)
+    os.write(1, b"short\\nhalf")
+    time.sleep(0.2)
+    os.write(1, b" a line\\n")
+else:
+    for _ in range(120):
+        print("other", flush=True)
+        time.sleep(0.01)
+""")
+    lines = run("--num_gpus", 2, "train.py", OMP_NUM_THREADS="1").stdout.splitlines()
+    assert sorted(set(lines)) == ["half a line", "half a line in pieces", "other", "short", "x" * 8191]
+
+
+def test_a_machine_that_stood_still_does_not_cut_a_line():
+    from deepspeed.launcher.output import Sink  # noqa: PLC0415
+
+    ours, theirs = os.pipe()
+    os.set_blocking(ours, False)
+    sink = Sink(theirs, whole_lines=True)
+    sink.write(b"half")
+    sink.wait(10.0)  # the machine stood still, and with it the rank
+    with pytest.raises(BlockingIOError):
+        os.read(ours, 100)
+    sink.write(b" a line\n>>> ")
+    assert os.read(ours, 100) == b"half a line\n"
+    for _ in range(3):
+        sink.wait(0.02)
+    assert os.read(ours, 100) == b">>> "
+    os.close(ours)
+    os.close(theirs)
