@@ -22,14 +22,14 @@ namespace ds::bindings {
 DS_BINDINGS(m) {
   using comm::Communicator;
   py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
-      .def(py::init([](const py::object& group, bool shared, std::chrono::milliseconds patience,
+      .def(py::init([](const py::object& group, bool shared, std::chrono::milliseconds timeout,
                        const std::optional<comm::GroupFacts>& facts) {
              auto made = communicator(group);
              py::gil_scoped_release unlocked;
              const comm::GroupFacts unknown{"", -1, nullptr, without_lock};
-             return shared ? comm::shm_communicator(std::move(made), patience, facts.value_or(unknown)) : made;
+             return shared ? comm::shm_communicator(std::move(made), timeout, facts.value_or(unknown)) : made;
            }),
-           py::arg("group"), py::arg("shared") = false, py::arg("patience") = std::chrono::milliseconds(30 * 60 * 1000),
+           py::arg("group"), py::arg("shared") = false, py::arg("timeout") = std::chrono::milliseconds(30 * 60 * 1000),
            py::arg("facts") = py::none())
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)

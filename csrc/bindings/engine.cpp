@@ -49,8 +49,8 @@ std::shared_ptr<Engine> make_engine(const std::vector<at::Tensor>& tensors, cons
                                     const std::vector<bool>& counts_in_norm, const py::object& data_parallel,
                                     const py::object& model_parallel, int stage, int threads,
                                     const py::object& grad_dtype, const py::object& comm_dtype, int64_t bucket_numel,
-                                    bool overlap, double predivide, double postscale, bool find_culprits, bool scatter,
-                                    bool allgather, int64_t allgather_bucket_numel,
+                                    bool overlap, double predivide, double postscale, bool find_nonfinite_grads,
+                                    bool scatter, bool allgather, int64_t allgather_bucket_numel,
                                     const std::vector<zero::ShardedParamPtr>& sharded,
                                     const std::vector<zero::ShardedParamPtr>& others, const py::object& gather_group,
                                     int64_t max_live, int64_t max_reuse, int64_t persistence, int64_t model_persistence,
@@ -64,7 +64,7 @@ std::shared_ptr<Engine> make_engine(const std::vector<at::Tensor>& tensors, cons
   options.reducer.predivide = static_cast<float>(predivide);
   options.reducer.postscale = static_cast<float>(postscale);
   options.reducer.comm_dtype = optional_dtype(comm_dtype);
-  options.reducer.find_culprits = find_culprits;
+  options.reducer.find_nonfinite_grads = find_nonfinite_grads;
   options.reducer.scatter = scatter;
   options.gather.overlap = overlap;
   options.gather.collective = allgather;
@@ -138,10 +138,11 @@ DS_BINDINGS(m) {
       .def(py::init(&make_engine), py::kw_only(), py::arg("tensors"), py::arg("names"), py::arg("groups"),
            py::arg("orders"), py::arg("counts_in_norm"), py::arg("data_parallel"), py::arg("model_parallel"),
            py::arg("stage"), py::arg("threads"), py::arg("grad_dtype"), py::arg("comm_dtype"), py::arg("bucket_numel"),
-           py::arg("overlap"), py::arg("predivide"), py::arg("postscale"), py::arg("find_culprits"), py::arg("scatter"),
-           py::arg("allgather"), py::arg("allgather_bucket_numel"), py::arg("sharded"), py::arg("others"),
-           py::arg("gather_group"), py::arg("max_live"), py::arg("max_reuse"), py::arg("persistence"),
-           py::arg("model_persistence"), py::arg("prefetch"), py::arg("replicas"), py::arg("grad_forms"))
+           py::arg("overlap"), py::arg("predivide"), py::arg("postscale"), py::arg("find_nonfinite_grads"),
+           py::arg("scatter"), py::arg("allgather"), py::arg("allgather_bucket_numel"), py::arg("sharded"),
+           py::arg("others"), py::arg("gather_group"), py::arg("max_live"), py::arg("max_reuse"),
+           py::arg("persistence"), py::arg("model_persistence"), py::arg("prefetch"), py::arg("replicas"),
+           py::arg("grad_forms"))
       .def("forwarded", &Engine::forwarded, Unlocked(), py::arg("outputs"), py::arg("reduce"), py::arg("factor"))
       .def("begin_step", &Engine::begin_step, Unlocked(), py::arg("loss_scale"), py::arg("max_norm"), py::arg("check"))
       .def("end_step", &Engine::end_step, Unlocked())
@@ -166,7 +167,7 @@ DS_BINDINGS(m) {
       .def("update", &update, py::arg("groups"), py::arg("begin") = py::none())
       .def("slot_names", [](Engine& engine) { return engine.stepper().slot_names(); })
       .def("report", &Engine::report, Unlocked())
-      .def("hand_out_grads", &Engine::hand_out_grads, Unlocked())
+      .def("assign_optimizer_grads", &Engine::assign_optimizer_grads, Unlocked())
       .def(
           "local_grad",
           [](Engine& engine, size_t param) {
@@ -258,16 +259,16 @@ DS_BINDINGS(m) {
           "set_learned_fires",
           [](Engine& engine, const std::vector<int32_t>& expected) { engine.grads().set_learned(expected); },
           py::arg("expected"))
-      .def("culprits",
+      .def("nonfinite_grads",
            [](Engine& engine) {
              std::vector<std::pair<std::string, std::string>> result;
-             std::vector<zero::GradReducer::Culprit> found;
+             std::vector<zero::GradReducer::NonfiniteGrad> found;
              {
                py::gil_scoped_release unlocked;  // waits for the device
-               found = engine.grads().local_culprits();
+               found = engine.grads().local_nonfinite_grads();
              }
-             for (const auto& culprit : found)
-               result.emplace_back(engine.params().spec(culprit.param).name, culprit.nan ? "nan" : "inf");
+             for (const auto& nonfinite : found)
+               result.emplace_back(engine.params().spec(nonfinite.param).name, nonfinite.nan ? "nan" : "inf");
              return result;
            })
       .def_property_readonly("peak_borrowed_bytes", [](Engine& engine) { return engine.grads().peak_borrowed_bytes(); })

@@ -122,17 +122,17 @@ DS_BINDINGS(m) {
 
   py::class_<NcclCommunicator, std::shared_ptr<NcclCommunicator>>(m, "NcclCommunicator")
       .def(py::init([](const std::shared_ptr<NcclLibrary>& library, const std::string& id, std::string name, int rank,
-                       int size, std::chrono::milliseconds patience, py::function synchronize) {
+                       int size, std::chrono::milliseconds timeout, py::function synchronize) {
              comm::NcclPlace place;
              place.name = std::move(name);
              place.rank = rank;
              place.size = size;
-             place.patience = patience;
+             place.timeout = timeout;
              place.quiesce = quiesce(std::move(synchronize));
              py::gil_scoped_release unlocked;
              return NcclCommunicator::join(library, id_from(id), std::move(place));
            }),
-           py::arg("library"), py::arg("id"), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("patience"),
+           py::arg("library"), py::arg("id"), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
            py::arg("synchronize"))
       .def_property_readonly("closed", py::cpp_function(&NcclCommunicator::closed, Unlocked()))
       .def(

@@ -46,8 +46,8 @@ DS_BINDINGS(m) {
   m.def("process_ended", &process_ended, py::arg("pid"));
   py::class_<Watch, std::shared_ptr<Watch>>(m, "Watch")
       .def(py::init([](py::function stacks, py::function warn) {
-             comm::Voice voice;
-             voice.stacks = [held = shared_function(std::move(stacks))] {
+             comm::DiagnosticCallbacks callbacks;
+             callbacks.stacks = [held = shared_function(std::move(stacks))] {
                py::gil_scoped_acquire locked;
                try {
                  return (*held)().cast<std::string>();
@@ -55,7 +55,7 @@ DS_BINDINGS(m) {
                  return std::string("(its stack could not be read: ") + error.what() + ")";
                }
              };
-             voice.warn = [held = shared_function(std::move(warn))](const std::string& text) {
+             callbacks.warn = [held = shared_function(std::move(warn))](const std::string& text) {
                py::gil_scoped_acquire locked;
                try {
                  (*held)(text);
@@ -63,7 +63,7 @@ DS_BINDINGS(m) {
                  error.discard_as_unraisable("a warning of deepspeed.comm");
                }
              };
-             return std::shared_ptr<Watch>(new Watch(std::move(voice)),
+             return std::shared_ptr<Watch>(new Watch(std::move(callbacks)),
                                            [](Watch* watch) { without_lock([watch] { delete watch; }); });
            }),
            py::arg("stacks"), py::arg("warn"))

@@ -80,16 +80,17 @@ class Scratch {
 
 class C10dCommunicator : public Communicator {
  public:
-  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, Aside aside)
-      : aside_(std::move(aside)),
+  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, BlockingRegion blocking_region)
+      : blocking_region_(std::move(blocking_region)),
         group_(std::move(group)),
         name_(group_->getBackendName()),
         rank_(group_->getRank()),
         size_(group_->getSize()),
         scratch_(std::make_shared<Scratch>()) {}
   // Of some ranks of the group, which then send to each other directly.
-  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, Aside aside, std::vector<int> members)
-      : C10dCommunicator(std::move(group), std::move(aside)) {
+  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, BlockingRegion blocking_region,
+                   std::vector<int> members)
+      : C10dCommunicator(std::move(group), std::move(blocking_region)) {
     rank_ = static_cast<int>(std::find(members.begin(), members.end(), rank_) - members.begin());
     size_ = static_cast<int>(members.size());
     members_ = std::move(members);
@@ -107,7 +108,7 @@ class C10dCommunicator : public Communicator {
     }
   }
   CommunicatorPtr among(const std::vector<int>& ranks) override {
-    return std::make_shared<C10dCommunicator>(group(), aside_, ranks);
+    return std::make_shared<C10dCommunicator>(group(), blocking_region_, ranks);
   }
   PeerMemoryPtr peer_memory(int64_t bytes) override { return process_peer_memory(*this, bytes); }
   // The group may end here, and gloo's end waits for its threads.
@@ -115,24 +116,24 @@ class C10dCommunicator : public Communicator {
   void leave() override {
     if (!group_) return;
     if (!owner_.here()) return static_cast<void>(group_.release());  // its end would wait for threads of the parent
-    aside_ ? aside_([this] { group_.reset(); }) : group_.reset();
+    blocking_region_ ? blocking_region_([this] { group_.reset(); }) : group_.reset();
   }
 
  protected:
   WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op, Tag tag) override {
     if (!members_.empty()) return reduce_directly(tensor, op, tag);
-    std::vector<at::Tensor> carrier{carried(tensor)};
+    std::vector<at::Tensor> wire{wire_tensor(tensor)};
     c10d::AllreduceOptions options;
     options.reduceOp = c10d_op(op);
-    return carrying(group()->allreduce(carrier, options), carrier[0], tensor);
+    return copying_back(group()->allreduce(wire, options), wire[0], tensor);
   }
 
   WorkPtr start_broadcast(const at::Tensor& tensor, int root, Tag) override {
     if (!members_.empty()) return send_to_all(tensor, root);
-    std::vector<at::Tensor> carrier{carried(tensor)};
+    std::vector<at::Tensor> wire{wire_tensor(tensor)};
     c10d::BroadcastOptions options;
     options.rootRank = root;
-    return carrying(group()->broadcast(carrier, options), carrier[0], tensor);
+    return copying_back(group()->broadcast(wire, options), wire[0], tensor);
   }
 
   WorkPtr start_reduce_scatter(const at::Tensor& input, const at::Tensor& output, Tag tag) override {
@@ -140,7 +141,7 @@ class C10dCommunicator : public Communicator {
       at::Tensor result =
           output.scalar_type() == input.scalar_type() ? output : at::empty_like(output, input.options());
       at::Tensor source = input;
-      return carrying(group()->_reduce_scatter_base(result, source), result, output);
+      return copying_back(group()->_reduce_scatter_base(result, source), result, output);
     }
     if (!input.device().is_cpu()) {
       const at::Tensor host = input.to(at::kCPU);
@@ -219,32 +220,32 @@ class C10dCommunicator : public Communicator {
     const int n = size(), me = rank(), tag = next_tag();
     const at::Tensor rows = input.view({n, -1});
     const int64_t row = rows.size(1);
-    const at::Tensor landing = scratch_->take((n - 1) * row, input.scalar_type()).view({n - 1, row});
+    const at::Tensor received = scratch_->take((n - 1) * row, input.scalar_type()).view({n - 1, row});
     std::vector<Handle> handles;
     if (row > 0) {
       for (int step = 1; step < n; ++step) {
         const int to = (me + step) % n, from = (me + n - step) % n;
-        std::vector<at::Tensor> receive{landing.select(0, from - (from > me))}, send{rows.select(0, to)};
+        std::vector<at::Tensor> receive{received.select(0, from - (from > me))}, send{rows.select(0, to)};
         handles.push_back(group()->recv(receive, peer(from), tag));
         handles.push_back(group()->send(send, peer(to), tag));
       }
     }
     const auto scratch = scratch_;
     return std::make_shared<C10dWork>(std::move(handles), [=] {
-      sum_in_rank_order(landing, rows.select(0, me), me, output);
-      scratch->give(landing.view({-1}));
+      sum_in_rank_order(received, rows.select(0, me), me, output);
+      scratch->give(received.view({-1}));
     });
   }
 
-  static void sum_in_rank_order(const at::Tensor& landing, const at::Tensor& own, int me, const at::Tensor& output) {
-    const auto part = [&](int64_t r) { return r == me ? own : landing.select(0, r - (r > me)); };
-    const int64_t n = landing.size(0) + 1;
+  static void sum_in_rank_order(const at::Tensor& received, const at::Tensor& own, int me, const at::Tensor& output) {
+    const auto part = [&](int64_t r) { return r == me ? own : received.select(0, r - (r > me)); };
+    const int64_t n = received.size(0) + 1;
     const bool narrow = own.scalar_type() == at::kHalf || own.scalar_type() == at::kBFloat16;
     at::Tensor sum = output.view({-1});
     if (narrow && sum.scalar_type() != at::kFloat) {
       sum = at::empty(sum.sizes(), sum.options().dtype(at::kFloat));
     } else if (sum.data_ptr() == own.data_ptr() && me > 1) {
-      sum = landing.select(0, 0);  // our own row must last until its turn
+      sum = received.select(0, 0);  // our own row must last until its turn
     }
     if (sum.scalar_type() == own.scalar_type()) {
       at::add_out(sum, part(0), part(1));
@@ -275,9 +276,9 @@ class C10dCommunicator : public Communicator {
   // Above what scripts use for messages of their own.
   int next_tag() { return first_tag_ + (sequence_++ & 0xffffff); }
 
-  static WorkPtr carrying(Handle handle, at::Tensor carrier, at::Tensor target) {
+  static WorkPtr copying_back(Handle handle, at::Tensor wire, at::Tensor target) {
     std::function<void()> finish;
-    if (!carrier.is_same(target)) finish = [=] { target.copy_(carrier); };
+    if (!wire.is_same(target)) finish = [=] { target.copy_(wire); };
     return std::make_shared<C10dWork>(std::vector<Handle>{std::move(handle)}, std::move(finish));
   }
 
@@ -288,7 +289,7 @@ class C10dCommunicator : public Communicator {
     });
   }
 
-  at::Tensor carried(const at::Tensor& tensor) const {
+  at::Tensor wire_tensor(const at::Tensor& tensor) const {
     if (tensor.device().is_cpu()) {
       if (tensor.scalar_type() == at::kBool) return tensor.to(at::kByte);
       if (tensor.scalar_type() == at::kBFloat16 && !compat::gloo_carries_bf16()) return tensor.to(at::kFloat);
@@ -299,7 +300,7 @@ class C10dCommunicator : public Communicator {
   static constexpr size_t kSmallBytes = 64 * 1024;
   int first_tag_ = 1 << 28;
   std::vector<int> members_;  // ranks of the group; empty: all
-  Aside aside_;
+  BlockingRegion blocking_region_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const OwningProcess owner_;
   std::string name_;
@@ -310,8 +311,8 @@ class C10dCommunicator : public Communicator {
 
 }  // namespace
 
-CommunicatorPtr c10d_communicator(c10::intrusive_ptr<c10d::ProcessGroup> group, Aside aside) {
-  return std::make_shared<C10dCommunicator>(std::move(group), std::move(aside));
+CommunicatorPtr c10d_communicator(c10::intrusive_ptr<c10d::ProcessGroup> group, BlockingRegion blocking_region) {
+  return std::make_shared<C10dCommunicator>(std::move(group), std::move(blocking_region));
 }
 
 }  // namespace ds::comm

@@ -32,9 +32,9 @@ struct Tree {
 };
 
 // What a leader calls, told to the other leaders while its host is at work.
-class Greeting {
+class FingerprintExchange {
  public:
-  Greeting(const Tree& tree, const Record& call) : tree_(tree) {
+  FingerprintExchange(const Tree& tree, const Record& call) : tree_(tree) {
     if (!tree.leaders) return;
     const auto bytes = static_cast<int64_t>(sizeof(Record));
     all_ = at::zeros({tree.leaders->size(), bytes}, at::TensorOptions().dtype(at::kByte));
@@ -72,18 +72,18 @@ bool narrow(const at::Tensor& tensor) {
 
 class HierarchicalCommunicator : public Communicator {
  public:
-  HierarchicalCommunicator(CommunicatorPtr carrier, std::unique_ptr<ShmGroup> group, Tree tree)
-      : carrier_(std::move(carrier)),
+  HierarchicalCommunicator(CommunicatorPtr inner, std::unique_ptr<ShmGroup> group, Tree tree)
+      : inner_(std::move(inner)),
         queue_(std::make_shared<ShmQueue>(std::move(group))),
         tree_(std::make_shared<Tree>(std::move(tree))) {}
 
-  int rank() const override { return carrier_->rank(); }
-  int size() const override { return carrier_->size(); }
+  int rank() const override { return inner_->rank(); }
+  int size() const override { return inner_->size(); }
   std::string name() const override { return "hierarchical"; }
   void barrier() override {
-    start(record("barrier"), [](ShmGroup& group, const Tree& tree, Greeting& greeting) {
+    start(record("barrier"), [](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
       group.barrier();
-      greeting.compare(group);
+      fingerprints.compare(group);
       tree.between_hosts(group, [](Communicator& leaders) { leaders.barrier(); });
       group.barrier();
     })->wait();
@@ -91,17 +91,17 @@ class HierarchicalCommunicator : public Communicator {
   PeerMemoryPtr peer_memory(int64_t) override { return nullptr; }
   void leave() override {
     if (tree_->leaders) tree_->leaders->leave();
-    carrier_->leave();
+    inner_->leave();
   }
 
  protected:
   WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op, Tag tag) override {
-    if (!tensor.device().is_cpu()) return carrier_->all_reduce(tensor, op, tag);
+    if (!tensor.device().is_cpu()) return inner_->all_reduce(tensor, op, tag);
     return start(call("all_reduce", tensor, tag, static_cast<int>(row_op(op))),
-                 [=, tag = std::string(tag)](ShmGroup& group, const Tree& tree, Greeting& greeting) {
+                 [=, tag = std::string(tag)](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
                    const at::Tensor sum = op == ReduceOp::kSum && narrow(tensor) ? tensor.to(at::kFloat) : tensor;
                    group.reduce(sum.data_ptr(), elements(sum), sum.scalar_type(), row_op(op), 0, tag);
-                   greeting.compare(group);
+                   fingerprints.compare(group);
                    tree.between_hosts(group, [&](Communicator& leaders) { leaders.all_reduce(sum, op)->wait(); });
                    group.broadcast(sum.data_ptr(), elements(sum), sum.scalar_type(), 0, tag);
                    if (!sum.is_same(tensor)) tensor.copy_(sum);
@@ -109,29 +109,30 @@ class HierarchicalCommunicator : public Communicator {
   }
 
   WorkPtr start_broadcast(const at::Tensor& tensor, int root, Tag tag) override {
-    if (!tensor.device().is_cpu()) return carrier_->broadcast(tensor, root, tag);
+    if (!tensor.device().is_cpu()) return inner_->broadcast(tensor, root, tag);
     Record header = call("broadcast", tensor, tag, -1);
     header.root = root;
-    return start(header, [=, tag = std::string(tag)](ShmGroup& group, const Tree& tree, Greeting& greeting) {
-      const int from = tree.hosts.host_of(root), place = tree.hosts.place_of(root);
-      const auto inside = [&](int local_root) {
-        group.broadcast(tensor.data_ptr(), elements(tensor), tensor.scalar_type(), local_root, tag);
-      };
-      if (from == tree.hosts.mine) inside(place);
-      greeting.compare(group);
-      tree.between_hosts(group, [&](Communicator& leaders) { leaders.broadcast(tensor, from)->wait(); });
-      if (from != tree.hosts.mine) inside(0);
-    });
+    return start(header,
+                 [=, tag = std::string(tag)](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
+                   const int from = tree.hosts.host_of(root), place = tree.hosts.place_of(root);
+                   const auto inside = [&](int local_root) {
+                     group.broadcast(tensor.data_ptr(), elements(tensor), tensor.scalar_type(), local_root, tag);
+                   };
+                   if (from == tree.hosts.mine) inside(place);
+                   fingerprints.compare(group);
+                   tree.between_hosts(group, [&](Communicator& leaders) { leaders.broadcast(tensor, from)->wait(); });
+                   if (from != tree.hosts.mine) inside(0);
+                 });
   }
 
   WorkPtr start_reduce_scatter(const at::Tensor& input, const at::Tensor& output, Tag tag) override {
-    if (!input.device().is_cpu()) return carrier_->reduce_scatter(input, output, tag);
+    if (!input.device().is_cpu()) return inner_->reduce_scatter(input, output, tag);
     return start(
         call("reduce_scatter", output, tag, static_cast<int>(RowOp::kSum)),
-        [=, n = size(), tag = std::string(tag)](ShmGroup& group, const Tree& tree, Greeting& greeting) {
+        [=, n = size(), tag = std::string(tag)](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
           const at::Tensor sum = narrow(input) ? input.to(at::kFloat) : input;
           group.reduce(sum.data_ptr(), elements(sum), sum.scalar_type(), RowOp::kSum, 0, tag);
-          greeting.compare(group);
+          fingerprints.compare(group);
           const at::Tensor rows = sum.view({n, output.numel()});
           at::Tensor mine;  // the rows of this host's ranks
           tree.between_hosts(group, [&](Communicator& leaders) { mine = sum_of_hosts(leaders, tree.hosts, rows); });
@@ -145,22 +146,23 @@ class HierarchicalCommunicator : public Communicator {
   }
 
   WorkPtr start_all_gather(const at::Tensor& mine, const at::Tensor& all, Tag tag) override {
-    if (!all.device().is_cpu()) return carrier_->all_gather(mine, all, tag);
-    return start(call("all_gather", mine, tag, -1), [=, n = size(), tag = std::string(tag)](
-                                                        ShmGroup& group, const Tree& tree, Greeting& greeting) {
-      const at::Tensor rows = all.view({n, mine.numel()});
-      at::Tensor block;  // the rows of this host's ranks
-      if (tree.leaders) block = at::empty({group.size(), mine.numel()}, all.options());
-      group.gather(tree.leaders ? rows_of(block.data_ptr(), group.size(), mine.nbytes()) : Rows(), mine.data_ptr(),
-                   elements(mine), mine.scalar_type(), 0, tag);
-      greeting.compare(group);
-      tree.between_hosts(group, [&](Communicator& leaders) { gather_blocks(leaders, tree.hosts, block, rows); });
-      group.broadcast(all.data_ptr(), elements(all), all.scalar_type(), 0, tag);
-    });
+    if (!all.device().is_cpu()) return inner_->all_gather(mine, all, tag);
+    return start(
+        call("all_gather", mine, tag, -1),
+        [=, n = size(), tag = std::string(tag)](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
+          const at::Tensor rows = all.view({n, mine.numel()});
+          at::Tensor block;  // the rows of this host's ranks
+          if (tree.leaders) block = at::empty({group.size(), mine.numel()}, all.options());
+          group.gather(tree.leaders ? rows_of(block.data_ptr(), group.size(), mine.nbytes()) : Rows(), mine.data_ptr(),
+                       elements(mine), mine.scalar_type(), 0, tag);
+          fingerprints.compare(group);
+          tree.between_hosts(group, [&](Communicator& leaders) { gather_blocks(leaders, tree.hosts, block, rows); });
+          group.broadcast(all.data_ptr(), elements(all), all.scalar_type(), 0, tag);
+        });
   }
 
  private:
-  using Body = std::function<void(ShmGroup&, const Tree&, Greeting&)>;
+  using Body = std::function<void(ShmGroup&, const Tree&, FingerprintExchange&)>;
 
   static Record call(const char* what, const at::Tensor& tensor, Tag tag, int op) {
     Record made = record(what, tensor.numel(), static_cast<int32_t>(tensor.scalar_type()), tag);
@@ -205,48 +207,48 @@ class HierarchicalCommunicator : public Communicator {
     return std::make_shared<ShmWork>(
         queue_, queue_->submit(
                     [tree = tree_, header, body = std::move(body)](ShmGroup& group) {
-                      // The other leaders may stand in what failed here, and take a greeting for its data.
+                      // The other leaders may stand in what failed here, and take fingerprints for its data.
                       group.channel().refuse_if_failed();
-                      Greeting greeting(*tree, header);
-                      body(group, *tree, greeting);
+                      FingerprintExchange fingerprints(*tree, header);
+                      body(group, *tree, fingerprints);
                     },
-                    has_spare_cores(carrier_->size()) ? ShmQueue::Start::kSoon : ShmQueue::Start::kByWaiting));
+                    has_spare_cores(inner_->size()) ? ShmQueue::Start::kSoon : ShmQueue::Start::kByWaiting));
   }
 
-  CommunicatorPtr carrier_;
+  CommunicatorPtr inner_;
   std::shared_ptr<ShmQueue> queue_;
   std::shared_ptr<Tree> tree_;
 };
 
-std::vector<int64_t> hosts_of_all(Communicator& carrier, int64_t host) {
-  const at::Tensor all = at::zeros({carrier.size()}, at::kLong);
-  all[carrier.rank()] = host;
-  carrier.all_gather(all.narrow(0, carrier.rank(), 1), all)->wait();
+std::vector<int64_t> hosts_of_all(Communicator& inner, int64_t host) {
+  const at::Tensor all = at::zeros({inner.size()}, at::kLong);
+  all[inner.rank()] = host;
+  inner.all_gather(all.narrow(0, inner.rank(), 1), all)->wait();
   return {all.data_ptr<int64_t>(), all.data_ptr<int64_t>() + all.numel()};
 }
 
 }  // namespace
 
-CommunicatorPtr hierarchical_communicator(const CommunicatorPtr& carrier, std::chrono::milliseconds patience,
+CommunicatorPtr hierarchical_communicator(const CommunicatorPtr& inner, std::chrono::milliseconds timeout,
                                           const GroupFacts& facts, int64_t host) {
   Tree tree;
-  tree.hosts = group_by_host(hosts_of_all(*carrier, host), carrier->rank());
+  tree.hosts = group_by_host(hosts_of_all(*inner, host), inner->rank());
   const auto& here = tree.hosts.ranks[tree.hosts.mine];
   const auto count = static_cast<int>(tree.hosts.ranks.size());
-  if (count == 1 || count == carrier->size()) return nullptr;
-  if (tree.hosts.leads()) tree.leaders = carrier->among(tree.hosts.leaders());
-  const Introduction everybody = introduction_over(*carrier);
+  if (count == 1 || count == inner->size()) return nullptr;
+  if (tree.hosts.leads()) tree.leaders = inner->among(tree.hosts.leaders());
+  const Rendezvous everybody = rendezvous_over(*inner);
   if (!everybody.all(!tree.hosts.leads() || tree.leaders)) return nullptr;
-  Introduction introduction = everybody;
-  introduction.exchange = [&](const SegmentFacts& mine) {
+  Rendezvous rendezvous = everybody;
+  rendezvous.exchange = [&](const SegmentFacts& mine) {
     const std::vector<SegmentFacts> all = everybody.exchange(mine);
     std::vector<SegmentFacts> local;
     for (int rank : here) local.push_back(all[rank]);
     return local;
   };
-  auto group = ShmGroup::create(tree.hosts.local, static_cast<int>(here.size()), introduction, patience, facts);
+  auto group = ShmGroup::create(tree.hosts.local, static_cast<int>(here.size()), rendezvous, timeout, facts);
   if (!group) return nullptr;
-  return std::make_shared<HierarchicalCommunicator>(carrier, std::move(group), std::move(tree));
+  return std::make_shared<HierarchicalCommunicator>(inner, std::move(group), std::move(tree));
 }
 
 }  // namespace ds::comm

@@ -14,10 +14,10 @@
 
 namespace ds::comm {
 
-// Collective over `carrier`. `host`: where this rank is, see host_id(). Null on all ranks where all are on one host or
-// each is on its own, where some host has no shared memory for its ranks, or where the carrier has no groups of
+// Collective over `inner`. `host`: where this rank is, see host_id(). Null on all ranks where all are on one host or
+// each is on its own, where some host has no shared memory for its ranks, or where `inner` has no groups of
 // leaders.
-CommunicatorPtr hierarchical_communicator(const CommunicatorPtr& carrier, std::chrono::milliseconds patience,
+CommunicatorPtr hierarchical_communicator(const CommunicatorPtr& inner, std::chrono::milliseconds timeout,
                                           const GroupFacts& facts, int64_t host);
 
 }  // namespace ds::comm

@@ -125,11 +125,11 @@ void NcclCommunicator::broken(const std::string& problem) {
 }
 
 void NcclCommunicator::settle(nccl::Result result) {
-  const auto deadline = Clock::now() + place_.patience;
+  const auto deadline = Clock::now() + place_.timeout;
   for (int turn = 0; result == nccl::kInProgress; ++turn) {
     if (abort_asked_) broken("it was aborted by another thread");
     if (turn > 0 && Clock::now() > deadline) {
-      const double seconds = std::chrono::duration<double>(place_.patience).count();
+      const double seconds = std::chrono::duration<double>(place_.timeout).count();
       std::ostringstream text;
       text << "it has not come about within " << seconds << " s: another rank has not come, or is at another call";
       broken(text.str());

@@ -6,10 +6,10 @@
 // `in` may be `out` where that is the same place of memory in the operation's sense (of all_gather this rank's row),
 // else they do not overlap. Counts of zero do nothing. Ranks are those of the communicator.
 //
-// [Note: errors and patience] The communicator is NCCL's non-blocking kind: what takes time is asked for, never waited
+// [Note: errors and timeout] The communicator is NCCL's non-blocking kind: what takes time is asked for, never waited
 // for inside the library. A rank that does not come, and whatever NCCL reports, now or later from its own threads,
 // becomes one ds::Error with the name, the rank and the call, and aborts the communicator, so that streams stop waiting
-// for it; all further calls repeat that error. Other ranks learn of it from NCCL, or when their patience is over.
+// for it; all further calls repeat that error. Other ranks learn of it from NCCL, or when their timeout has passed.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -33,7 +33,7 @@ struct NcclPlace {
   std::string name;  // for messages
   int rank = 0;
   int size = 1;
-  std::chrono::milliseconds patience{30 * 60 * 1000};
+  std::chrono::milliseconds timeout{30 * 60 * 1000};
   // Waits until the device has done what streams hold; called before memory or a communicator is given back. False: the
   // process is ending, and things are left to its end. Any thread.
   std::function<bool()> quiesce;
@@ -89,7 +89,7 @@ class NcclCommunicator {
   void check();
   // Ends it here and now; what is on streams ends without a result. The first reason stays.
   void abort(const std::string& reason);
-  // Takes leave of the other ranks, which do the same. Idempotent. kRuntime if they do not within the patience.
+  // Takes leave of the other ranks, which do the same. Idempotent. kRuntime if they do not within the timeout.
   void close();
   // Goes without waiting for the others, when what is on the device has ended. Idempotent.
   void leave() noexcept;

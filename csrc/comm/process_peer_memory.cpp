@@ -77,8 +77,8 @@ class ProcessPeerMemory : public PeerMemory {
 
 }  // namespace
 
-Introduction introduction_over(Communicator& group) {
-  Introduction made;
+Rendezvous rendezvous_over(Communicator& group) {
+  Rendezvous made;
   made.exchange = [&group](const SegmentFacts& mine) {
     constexpr int64_t kWords = sizeof(SegmentFacts) / sizeof(int64_t);
     const at::Tensor facts = at::zeros({group.size(), kWords}, at::kLong);
@@ -97,7 +97,7 @@ Introduction introduction_over(Communicator& group) {
 }
 
 PeerMemoryPtr process_peer_memory(Communicator& group, int64_t bytes, LookAfter look_after) {
-  auto segments = SharedSegments::create(group.rank(), group.size(), kHeaderBytes + bytes, introduction_over(group));
+  auto segments = SharedSegments::create(group.rank(), group.size(), kHeaderBytes + bytes, rendezvous_over(group));
   if (!segments) return nullptr;
   return std::make_shared<ProcessPeerMemory>(group.rank(), std::move(segments), bytes, std::move(look_after));
 }

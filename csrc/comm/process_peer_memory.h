@@ -10,7 +10,7 @@
 namespace ds::comm {
 
 // Introduces ranks to each other over a group that exists; for use while `group` does.
-Introduction introduction_over(Communicator& group);
+Rendezvous rendezvous_over(Communicator& group);
 
 // Every rank of `group` calls it with the same `bytes`. Null on every rank where it is impossible for one: ranks on
 // several hosts or in several PID namespaces, or /proc entries that may not be opened. Who waits for a rank calls

@@ -82,7 +82,7 @@ void RankBoard::warn(const std::string& text) {
   has_warnings_ = true;
 }
 
-void RankBoard::look(const Voice& voice) {
+void RankBoard::look(const DiagnosticCallbacks& callbacks) {
   if (has_warnings_.exchange(false)) {
     std::vector<std::string> texts;
     {
@@ -90,12 +90,12 @@ void RankBoard::look(const Voice& voice) {
       texts = std::exchange(warnings_, {});
     }
     for (const std::string& text : texts)
-      if (voice.warn) voice.warn(text);
+      if (callbacks.warn) callbacks.warn(text);
   }
   Page* mine = page(rank_);
   if (!mine->asked.load(std::memory_order_acquire) || mine->answered.load(std::memory_order_relaxed)) return;
   if (segments_->pid(rank_) != getpid()) return;  // a forked child does not answer for its parent
-  const std::string text = voice.stacks ? voice.stacks() : "";
+  const std::string text = callbacks.stacks ? callbacks.stacks() : "";
   std::strncpy(mine->stack, text.c_str(), sizeof(mine->stack) - 1);
   mine->answered.store(1, std::memory_order_release);
 }

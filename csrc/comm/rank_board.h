@@ -26,7 +26,7 @@ class RankBoard : public Watched {
   void warn(const std::string& text);  // to the log of this process
   std::string called(int rank) const;  // "rank 1 (rank 5 of the job, process 123)"
 
-  void look(const Voice& voice) override;
+  void look(const DiagnosticCallbacks& callbacks) override;
   std::string name() const override { return name_; }
   std::vector<Flight> flights() const override;
 

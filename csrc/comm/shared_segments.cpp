@@ -35,12 +35,10 @@ SharedSegments::Mapping::~Mapping() {
   if (data) munmap(data, bytes);
 }
 
-bool SharedSegments::alive(int rank) const {
-  return !process_ended(mappings_[rank]->pid);
-}
+bool SharedSegments::alive(int rank) const { return !process_ended(mappings_[rank]->pid); }
 
 std::shared_ptr<SharedSegments> SharedSegments::create(int rank, int size, int64_t bytes,
-                                                       const Introduction& introduction) {
+                                                       const Rendezvous& rendezvous) {
   bytes = std::max<int64_t>(bytes, 1);
   const char* wish = std::getenv("DS_PEER_MEMORY");  // 0: for tests of what several hosts do, and for odd containers
   const bool wanted = !wish || std::string(wish) != "0";
@@ -52,7 +50,7 @@ std::shared_ptr<SharedSegments> SharedSegments::create(int rank, int size, int64
   mine.file = file;
   mine.place = host_id();
   mine.bytes = bytes;
-  const std::vector<SegmentFacts> all = introduction.exchange(mine);
+  const std::vector<SegmentFacts> all = rendezvous.exchange(mine);
 
   auto made_segments = std::make_shared<SharedSegments>();
   bool ok = static_cast<int>(all.size()) == size;
@@ -68,7 +66,7 @@ std::shared_ptr<SharedSegments> SharedSegments::create(int rank, int size, int64
     ok = made_segments->mappings_.back()->data != nullptr;
     if (other != rank) close(opened);
   }
-  const bool everywhere = introduction.all(ok);  // nobody closes its file before all have opened it
+  const bool everywhere = rendezvous.all(ok);  // nobody closes its file before all have opened it
   if (file >= 0) close(file);
   return everywhere ? made_segments : nullptr;
 }

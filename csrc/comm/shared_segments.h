@@ -14,7 +14,7 @@ struct SegmentFacts {
 };
 
 // How ranks tell each other, whatever carries it: both are collective.
-struct Introduction {
+struct Rendezvous {
   std::function<std::vector<SegmentFacts>(const SegmentFacts&)> exchange;  // of all ranks, by rank
   std::function<bool(bool)> all;                                           // whether all ranks say true
 };
@@ -28,7 +28,7 @@ class SharedSegments {
   // Collective. Every rank asks for the same `bytes`, which start as zeros. Null on all ranks where it is impossible
   // for one: several hosts or PID namespaces, /proc entries that may not be opened, too little memory, or
   // DS_PEER_MEMORY=0 in the environment.
-  static std::shared_ptr<SharedSegments> create(int rank, int size, int64_t bytes, const Introduction& introduction);
+  static std::shared_ptr<SharedSegments> create(int rank, int size, int64_t bytes, const Rendezvous& rendezvous);
 
   void* data(int rank) const { return mappings_[rank]->data; }
   int64_t pid(int rank) const { return mappings_[rank]->pid; }

@@ -130,17 +130,17 @@ Rows rows_at(const at::Tensor& all, const std::vector<int64_t>& counts) {
 
 class ShmBackend : public compat::BackendBase {
  public:
-  ShmBackend(int rank, int size, std::unique_ptr<ShmGroup> group, BackendPtr other, Aside aside)
+  ShmBackend(int rank, int size, std::unique_ptr<ShmGroup> group, BackendPtr other, BlockingRegion blocking_region)
       : compat::BackendBase(rank, size),
         queue_(group ? std::make_shared<ShmQueue>(std::move(group)) : nullptr),
         other_(std::move(other)),
-        aside_(std::move(aside)) {}
+        blocking_region_(std::move(blocking_region)) {}
   // gloo's end waits for its threads, which may need the interpreter's lock to let go of a tensor: not with the lock.
   ~ShmBackend() override {
     if (!owner_.here()) {
       (void)other_.release();  // its threads are the parent's
-    } else if (aside_) {
-      aside_([this] { other_.reset(); });
+    } else if (blocking_region_) {
+      blocking_region_([this] { other_.reset(); });
     }
   }
 
@@ -334,7 +334,7 @@ class ShmBackend : public compat::BackendBase {
   }
   bool supportsCoalescing() const { return false; }
   void setTimeout(std::chrono::milliseconds timeout) {
-    if (queue_) queue_->group().channel().set_patience(timeout);
+    if (queue_) queue_->group().channel().set_timeout(timeout);
   }
 
   void setSequenceNumberForGroup() override {}
@@ -392,7 +392,7 @@ class ShmBackend : public compat::BackendBase {
   std::shared_ptr<ShmQueue> queue_;  // null: the ranks do not share a host
   BackendPtr other_;                 // may be null
   const OwningProcess owner_;
-  Aside aside_;
+  BlockingRegion blocking_region_;
 };
 
 // Whether all ranks are on one host, for a few words of each: what the segments say of each other would be too much
@@ -414,8 +414,8 @@ bool on_one_host(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
   return store->get("deepspeed/host/one") == std::vector<uint8_t>{1};
 }
 
-Introduction introduction_over_store(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
-  Introduction made;
+Rendezvous rendezvous_over_store(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
+  Rendezvous made;
   const auto round = std::make_shared<int>(0);
   made.exchange = [=](const SegmentFacts& mine) {
     const auto* bytes = reinterpret_cast<const uint8_t*>(&mine);
@@ -444,9 +444,9 @@ Introduction introduction_over_store(const c10::intrusive_ptr<c10d::Store>& stor
 BackendPtr shm_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                        std::chrono::milliseconds timeout, BackendPtr other, const GroupFacts& facts) {
   if (!on_one_host(store, rank, size))
-    return c10::make_intrusive<ShmBackend>(rank, size, nullptr, std::move(other), facts.aside);
-  auto group = ShmGroup::create(rank, size, introduction_over_store(store, rank, size), timeout, facts);
-  return c10::make_intrusive<ShmBackend>(rank, size, std::move(group), std::move(other), facts.aside);
+    return c10::make_intrusive<ShmBackend>(rank, size, nullptr, std::move(other), facts.blocking_region);
+  auto group = ShmGroup::create(rank, size, rendezvous_over_store(store, rank, size), timeout, facts);
+  return c10::make_intrusive<ShmBackend>(rank, size, std::move(group), std::move(other), facts.blocking_region);
 }
 
 bool shares_memory(const BackendPtr& backend) {

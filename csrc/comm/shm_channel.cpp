@@ -58,13 +58,13 @@ struct ShmChannel::Line {
   char why[1024];
 };
 
-ShmChannel::ShmChannel(int rank, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds patience,
+ShmChannel::ShmChannel(int rank, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds timeout,
                        GroupFacts facts)
     : rank_(rank),
       segments_(std::move(segments)),
       board_(std::make_shared<RankBoard>(rank, segments_, 4096, facts)),
       watch_(facts.watch),
-      patience_(patience),
+      timeout_(timeout),
       checks_(fingerprints_wanted()),
       // About 40 ns each: a rank that is about to come is worth waiting for, one that has no core is not.
       spins_(segments_->size() <= usable_cores() ? 2000 : 20),
@@ -151,7 +151,7 @@ void ShmChannel::wait_for(int rank, uint32_t count) {
       overdue_[rank] = true;
       board_->warn(board_->called(rank) + " lets the others wait in " + waiting_in() + ", for " +
                    std::to_string(kWorthALine.count()) + " s now; after " +
-                   std::to_string(patience_.load().count() / 1000) +
+                   std::to_string(timeout_.load().count() / 1000) +
                    " s of waiting (comm.timeout, DS_COMM_TIMEOUT_S) the ranks give up. This is said once.");
     }
   }
@@ -172,7 +172,7 @@ void ShmChannel::look_after(int rank, Clock::time_point since, const std::string
   if (!segments_->alive(rank)) lost("has ended");
   if (theirs->closed.load()) lost("has destroyed its process group");
   const auto waited = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - since);
-  if (waited >= patience_.load())
+  if (waited >= timeout_.load())
     lost("has not come for " + std::to_string(std::chrono::duration_cast<std::chrono::seconds>(waited).count()) + " s");
 }
 

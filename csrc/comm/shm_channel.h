@@ -27,7 +27,7 @@ class ShmChannel {
  public:
   static constexpr int64_t kBytes = 4096 + RankBoard::kBytes;  // what it needs at the start of each segment
 
-  ShmChannel(int rank, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds patience, GroupFacts facts);
+  ShmChannel(int rank, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds timeout, GroupFacts facts);
   ~ShmChannel();
 
   // Enters a collective: records it, meets the others, fails on every rank alike when they are not at the same one.
@@ -41,7 +41,7 @@ class ShmChannel {
   // For whoever waits for `rank` by other means, several times a second, since `since`: fails when it cannot come any
   // more or is overdue, or when another rank has given up. From any thread.
   void look_after(int rank, std::chrono::steady_clock::time_point since, const std::string& what);
-  void set_patience(std::chrono::milliseconds patience) { patience_ = patience; }  // from any thread
+  void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }  // from any thread
 
   // This rank cannot go on: the others stop, too, with this text, and everybody says where it is.
   [[noreturn]] void give_up(const std::string& why);
@@ -57,7 +57,7 @@ class ShmChannel {
   std::shared_ptr<SharedSegments> segments_;
   std::shared_ptr<RankBoard> board_;
   std::shared_ptr<Watch> watch_;
-  std::atomic<std::chrono::milliseconds> patience_;
+  std::atomic<std::chrono::milliseconds> timeout_;
   const bool checks_;  // DS_COMM_FINGERPRINTS=0: no comparison and no flight record, to measure what they cost
   int spins_;
   uint32_t met_ = 0;

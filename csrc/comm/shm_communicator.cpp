@@ -13,13 +13,13 @@ namespace {
 
 class ShmCommunicator : public Communicator {
  public:
-  ShmCommunicator(CommunicatorPtr carrier, std::unique_ptr<ShmGroup> group)
-      : carrier_(std::move(carrier)),
+  ShmCommunicator(CommunicatorPtr inner, std::unique_ptr<ShmGroup> group)
+      : inner_(std::move(inner)),
         queue_(std::make_shared<ShmQueue>(std::move(group))),
-        background_(has_spare_cores(carrier_->size())) {}
+        background_(has_spare_cores(inner_->size())) {}
 
-  int rank() const override { return carrier_->rank(); }
-  int size() const override { return carrier_->size(); }
+  int rank() const override { return inner_->rank(); }
+  int size() const override { return inner_->size(); }
   std::string name() const override { return "shm"; }
   void barrier() override {
     queue_->complete(queue_->submit([](ShmGroup& group) { group.barrier(); }, ShmQueue::Start::kByWaiting));
@@ -29,25 +29,25 @@ class ShmCommunicator : public Communicator {
       queue->group().channel().look_after(rank, since, "the values of its parameters");
     });
   }
-  void leave() override { carrier_->leave(); }
+  void leave() override { inner_->leave(); }
 
  protected:
   WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op, Tag tag) override {
-    if (!tensor.device().is_cpu()) return carrier_->all_reduce(tensor, op, tag);
+    if (!tensor.device().is_cpu()) return inner_->all_reduce(tensor, op, tag);
     return start([tensor, op, tag = std::string(tag)](ShmGroup& group) {
       group.all_reduce(tensor.data_ptr(), numel(tensor), tensor.scalar_type(), row_op(op), tag);
     });
   }
 
   WorkPtr start_broadcast(const at::Tensor& tensor, int root, Tag tag) override {
-    if (!tensor.device().is_cpu()) return carrier_->broadcast(tensor, root, tag);
+    if (!tensor.device().is_cpu()) return inner_->broadcast(tensor, root, tag);
     return start([tensor, root, tag = std::string(tag)](ShmGroup& group) {
       group.broadcast(tensor.data_ptr(), numel(tensor), tensor.scalar_type(), root, tag);
     });
   }
 
   WorkPtr start_reduce_scatter(const at::Tensor& input, const at::Tensor& output, Tag tag) override {
-    if (!input.device().is_cpu()) return carrier_->reduce_scatter(input, output, tag);
+    if (!input.device().is_cpu()) return inner_->reduce_scatter(input, output, tag);
     const bool wide = input.scalar_type() != output.scalar_type();
     return start([input, output, wide, tag = std::string(tag)](ShmGroup& group) {
       group.reduce_scatter(output.data_ptr(), rows(input, group.size()), numel(output), input.scalar_type(),
@@ -56,7 +56,7 @@ class ShmCommunicator : public Communicator {
   }
 
   WorkPtr start_all_gather(const at::Tensor& mine, const at::Tensor& all, Tag tag) override {
-    if (!all.device().is_cpu()) return carrier_->all_gather(mine, all, tag);
+    if (!all.device().is_cpu()) return inner_->all_gather(mine, all, tag);
     return start([mine, all, tag = std::string(tag)](ShmGroup& group) {
       group.all_gather(rows(all, group.size()), mine.data_ptr(), numel(mine), mine.scalar_type(), tag);
     });
@@ -72,20 +72,20 @@ class ShmCommunicator : public Communicator {
         queue_, queue_->submit(std::move(run), background_ ? ShmQueue::Start::kSoon : ShmQueue::Start::kByWaiting));
   }
 
-  CommunicatorPtr carrier_;
+  CommunicatorPtr inner_;
   std::shared_ptr<ShmQueue> queue_;
   const bool background_;
 };
 
 }  // namespace
 
-CommunicatorPtr shm_communicator(CommunicatorPtr carrier, std::chrono::milliseconds patience, const GroupFacts& facts) {
+CommunicatorPtr shm_communicator(CommunicatorPtr inner, std::chrono::milliseconds timeout, const GroupFacts& facts) {
   const char* wish = std::getenv("DS_SHM_COLLECTIVES");
-  if (carrier->size() == 1 || (wish && std::string(wish) == "0")) return carrier;
-  if (auto made = hierarchical_communicator(carrier, patience, facts, host_id())) return made;
-  auto group = ShmGroup::create(carrier->rank(), carrier->size(), introduction_over(*carrier), patience, facts);
-  if (!group) return carrier;
-  return std::make_shared<ShmCommunicator>(std::move(carrier), std::move(group));
+  if (inner->size() == 1 || (wish && std::string(wish) == "0")) return inner;
+  if (auto made = hierarchical_communicator(inner, timeout, facts, host_id())) return made;
+  auto group = ShmGroup::create(inner->rank(), inner->size(), rendezvous_over(*inner), timeout, facts);
+  if (!group) return inner;
+  return std::make_shared<ShmCommunicator>(std::move(inner), std::move(group));
 }
 
 }  // namespace ds::comm

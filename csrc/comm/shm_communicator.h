@@ -7,11 +7,11 @@
 
 namespace ds::comm {
 
-// Collective over `carrier`, whose ranks it serves: tensors in host memory go through shared memory, all others and
-// whatever else there is through the carrier. Ranks on several hosts meet
-// through their leaders (hierarchical_communicator.h). Returns the carrier itself where no two ranks share a host, or
-// where DS_SHM_COLLECTIVES=0 in the environment. `patience`: how long a rank waits for another before all give up.
-CommunicatorPtr shm_communicator(CommunicatorPtr carrier, std::chrono::milliseconds patience,
+// Collective over `inner`, whose ranks it serves: tensors in host memory go through shared memory, all others and
+// whatever else there is through `inner`. Ranks on several hosts meet
+// through their leaders (hierarchical_communicator.h). Returns `inner` itself where no two ranks share a host, or
+// where DS_SHM_COLLECTIVES=0 in the environment. `timeout`: how long a rank waits for another before all give up.
+CommunicatorPtr shm_communicator(CommunicatorPtr inner, std::chrono::milliseconds timeout,
                                  const GroupFacts& facts = {});
 
 }  // namespace ds::comm

@@ -28,24 +28,24 @@ Rows rows_of(void* data, int count, size_t row_bytes) {
   return rows;
 }
 
-std::unique_ptr<ShmGroup> ShmGroup::create(int rank, int size, const Introduction& introduction,
-                                           std::chrono::milliseconds patience, const GroupFacts& facts) {
+std::unique_ptr<ShmGroup> ShmGroup::create(int rank, int size, const Rendezvous& rendezvous,
+                                           std::chrono::milliseconds timeout, const GroupFacts& facts) {
   // Lanes of one element each must fit.
   const int64_t bytes = ShmChannel::kBytes + 2 * std::max<int64_t>(kSlotBytes, static_cast<int64_t>(size) * 16 * 16);
-  auto segments = SharedSegments::create(rank, size, bytes, introduction);
+  auto segments = SharedSegments::create(rank, size, bytes, rendezvous);
   if (!segments) return nullptr;
-  std::unique_ptr<ShmGroup> made(new ShmGroup(rank, size, std::move(segments), patience, facts));
-  introduction.all(true);  // nobody looks at a line before its owner has made it
+  std::unique_ptr<ShmGroup> made(new ShmGroup(rank, size, std::move(segments), timeout, facts));
+  rendezvous.all(true);  // nobody looks at a line before its owner has made it
   return made;
 }
 
-ShmGroup::ShmGroup(int rank, int size, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds patience,
+ShmGroup::ShmGroup(int rank, int size, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds timeout,
                    const GroupFacts& facts)
     : rank_(rank),
       size_(size),
       segments_(std::move(segments)),
-      channel_(rank, segments_, patience, facts),
-      aside_(facts.aside) {}
+      channel_(rank, segments_, timeout, facts),
+      blocking_region_(facts.blocking_region) {}
 
 char* ShmGroup::slot(int rank) const {
   const size_t bytes = std::max<size_t>(kSlotBytes, static_cast<size_t>(size_) * 16 * 16);

@@ -24,13 +24,15 @@ Rows rows_of(void* data, int count, size_t row_bytes);
 class ShmGroup {
  public:
   // Collective, see SharedSegments::create; null on all ranks where it is impossible.
-  static std::unique_ptr<ShmGroup> create(int rank, int size, const Introduction& introduction,
-                                          std::chrono::milliseconds patience, const GroupFacts& facts = {});
+  static std::unique_ptr<ShmGroup> create(int rank, int size, const Rendezvous& rendezvous,
+                                          std::chrono::milliseconds timeout, const GroupFacts& facts = {});
 
   int rank() const { return rank_; }
   int size() const { return size_; }
   ShmChannel& channel() { return channel_; }
-  void aside(const std::function<void()>& wait) const { aside_ ? aside_(wait) : wait(); }
+  void in_blocking_region(const std::function<void()>& wait) const {
+    blocking_region_ ? blocking_region_(wait) : wait();
+  }
 
   // Elements are counted as `numel` of `type`; memory belongs to the caller. `tag`: what it is for, see Record.
   void all_reduce(void* data, size_t numel, c10::ScalarType type, RowOp op, const std::string& tag = {});
@@ -53,7 +55,7 @@ class ShmGroup {
   void barrier();
 
  private:
-  ShmGroup(int rank, int size, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds patience,
+  ShmGroup(int rank, int size, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds timeout,
            const GroupFacts& facts);
 
   char* slot(int rank) const;  // of the step in hand
@@ -65,7 +67,7 @@ class ShmGroup {
   int rank_, size_;
   std::shared_ptr<SharedSegments> segments_;
   ShmChannel channel_;
-  Aside aside_;
+  BlockingRegion blocking_region_;
   int turn_ = 0;
 };
 

@@ -18,14 +18,14 @@ ShmQueue::~ShmQueue() {
     if (thread_.joinable()) thread_.detach();
     return;
   }
-  group_->channel().set_patience(std::chrono::seconds(2));
+  group_->channel().set_timeout(std::chrono::seconds(2));
   {
     std::lock_guard<std::mutex> lock(mutex_);
     ending_ = true;
   }
   changed_.notify_all();
   // A task that ends may hold the last reference to a tensor of Python's, which goes only with the interpreter's lock.
-  group_->aside([this] {
+  group_->in_blocking_region([this] {
     if (thread_.joinable()) thread_.join();
     std::lock_guard<std::mutex> running(running_);
     while (run_next()) {

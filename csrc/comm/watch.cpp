@@ -46,7 +46,7 @@ void Watch::serve() {
       changed_.wait_for(lock, std::chrono::milliseconds(100), [this] { return ending_; });
       if (ending_) return;
     }
-    for (const auto& group : groups()) group->look(voice_);
+    for (const auto& group : groups()) group->look(callbacks_);
   }
 }
 

@@ -14,7 +14,7 @@
 namespace ds::comm {
 
 // What the process around the core can do; an empty function: it cannot.
-struct Voice {
+struct DiagnosticCallbacks {
   std::function<std::string()> stacks;           // where its threads are, a few kilobytes
   std::function<void(const std::string&)> warn;  // a line for the user
 };
@@ -23,26 +23,26 @@ struct Voice {
 class Watched {
  public:
   virtual ~Watched() = default;
-  virtual void look(const Voice& voice) = 0;  // ten times a second, from the watch's thread
+  virtual void look(const DiagnosticCallbacks& callbacks) = 0;  // ten times a second, from the watch's thread
   virtual std::string name() const = 0;
   virtual std::vector<Flight> flights() const = 0;  // of this rank
 };
 
 class Watch {
  public:
-  explicit Watch(Voice voice) : voice_(std::move(voice)) {}
+  explicit Watch(DiagnosticCallbacks callbacks) : callbacks_(std::move(callbacks)) {}
   ~Watch() { stop(); }
   Watch(const Watch&) = delete;
 
   void add(std::weak_ptr<Watched> group);
   std::vector<std::shared_ptr<Watched>> groups() const;
-  // No look() is under way afterwards, and none will be. Not from look(), nor with a lock that `voice` takes.
+  // No look() is under way afterwards, and none will be. Not from look(), nor with a lock that `callbacks` takes.
   void stop();
 
  private:
   void serve();
 
-  const Voice voice_;
+  const DiagnosticCallbacks callbacks_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<std::weak_ptr<Watched>> groups_;
@@ -52,14 +52,14 @@ class Watch {
 };
 
 // Runs the wait that it is given without what its caller may hold and the awaited may need: an interpreter's lock.
-using Aside = std::function<void(const std::function<void()>&)>;
+using BlockingRegion = std::function<void(const std::function<void()>&)>;
 
 // Who a group is, for its messages, and who made it.
 struct GroupFacts {
-  std::string name;              // "" : unknown
-  int job_rank = -1;             // of this process in the whole job; -1: unknown
-  std::shared_ptr<Watch> watch;  // null: nobody looks after it
-  Aside aside;                   // null: the caller holds nothing
+  std::string name;                // "" : unknown
+  int job_rank = -1;               // of this process in the whole job; -1: unknown
+  std::shared_ptr<Watch> watch;    // null: nobody looks after it
+  BlockingRegion blocking_region;  // null: the caller holds nothing
 };
 
 }  // namespace ds::comm

@@ -104,7 +104,7 @@ void Engine::watch() {
           store_.spec(param).tensor, [this, param] { grads_.on_grad(param); }, sharded != nullptr);
     };
     if (sharded) {
-      sharded->pose(add);
+      sharded->with_shape_only(add);
     } else {
       add();
     }
@@ -238,11 +238,11 @@ void Engine::watch_outputs(const std::vector<at::Tensor>& outputs) {
   }
 }
 
-void Engine::hand_out_grads(const std::vector<at::Tensor>& masters) {
+void Engine::assign_optimizer_grads(const std::vector<at::Tensor>& masters) {
   at::NoGradGuard no_grad;
   const std::vector<Piece>& pieces = store_.pieces();
   if (masters.size() != pieces.size())
-    fail(ErrorKind::kValue, "hand_out_grads: ", masters.size(), " tensors for ", pieces.size(), " pieces");
+    fail(ErrorKind::kValue, "assign_optimizer_grads: ", masters.size(), " tensors for ", pieces.size(), " pieces");
   stepper_.scale_grads(grads_);
   const float scale = stepper_.grad_scale();
   for (size_t i = 0; i < pieces.size(); ++i) {

@@ -68,9 +68,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
 
   void finish_backward();
-  // Once for each micro-step in which begin_backward was not called. True when there was no backward by the user either,
-  // and no gradient waits for its reduction; with `reduce` this rank then takes part in the reduction that the other
-  // ranks' backward starts.
+  // Once for each micro-step in which begin_backward was not called. True when there was no backward by the user
+  // either, and no gradient waits for its reduction; with `reduce` this rank then takes part in the reduction that the
+  // other ranks' backward starts.
   bool join_backward(bool reduce);
   void clear_grads() {
     if (user_backward_ || own_backward_) abort_backward();  // it raised half-way
@@ -104,7 +104,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // After begin_step, for an optimizer that lives outside: its parameters are `masters`, one for each piece. Gives each
   // its gradient, unscaled and clipped, in its own type (undefined where no rank produced one): the buffer itself where
   // that has the type, else a copy, so that 16-bit gradients are not rounded once more. take_back_grads() frees those.
-  void hand_out_grads(const std::vector<at::Tensor>& masters);
+  void assign_optimizer_grads(const std::vector<at::Tensor>& masters);
   void take_back_grads(const std::vector<at::Tensor>& masters);
 
   // Changes the type in which gradients are kept; those that are there are converted. Not during a backward.
@@ -163,8 +163,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   int writing_ = 0;
   std::vector<bool> watched_;
   bool had_user_backward_ = false;  // since the last end_step or join_backward
-  bool own_backward_ = false;  // begin_backward was called by our caller
-  at::Tensor root_;            // that backward ends by itself; with a hook
+  bool own_backward_ = false;       // begin_backward was called by our caller
+  at::Tensor root_;                 // that backward ends by itself; with a hook
   unsigned root_hook_ = 0;
   bool user_backward_ = false;  // by a hook on an output
   bool user_reduce_ = true;

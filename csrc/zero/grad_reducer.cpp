@@ -65,8 +65,8 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, comm::Communi
   for (size_t b = 0; b < buckets_.size(); ++b)
     for (int32_t param : buckets_[b].params) bucket_of_[param] = static_cast<int32_t>(b);
   late_in_bucket_.assign(buckets_.size(), 0);
-  if (options_.find_culprits)
-    culprits_ =
+  if (options_.find_nonfinite_grads)
+    nonfinite_grads_ =
         at::zeros({static_cast<int64_t>(store.size())}, at::TensorOptions().device(device.device()).dtype(at::kDouble));
 }
 
@@ -151,16 +151,17 @@ void GradReducer::begin(bool reduce) {
 
 // Local gradients are about to be written: reduced ones must not lie among them.
 void GradReducer::make_room() {
-  if (holds_reduced_ && store_.grads_joined()) store_.part_grads();
+  if (holds_reduced_ && store_.grad_buffer_aliased()) store_.split_grad_buffer();
 }
 
-void GradReducer::note_culprit(size_t param, const at::Tensor& grad) {
-  if (!options_.find_culprits || !has_kernel_dtype(grad.scalar_type()) || !grad.is_non_overlapping_and_dense()) return;
+void GradReducer::note_nonfinite_grad(size_t param, const at::Tensor& grad) {
+  if (!options_.find_nonfinite_grads || !has_kernel_dtype(grad.scalar_type()) || !grad.is_non_overlapping_and_dense())
+    return;
   const c10::DeviceGuard current(device_.device());
   const kernels::Segment segment{grad.data_ptr(), static_cast<size_t>(grad.numel())};
   device_.run([&](const kernels::Launch& launch) {
     device_.table().sum_squares(launch, &segment, 1, kernel_dtype(grad.scalar_type(), "gradient"),
-                                static_cast<double*>(culprits_.data_ptr()) + param);
+                                static_cast<double*>(nonfinite_grads_.data_ptr()) + param);
   });
 }
 
@@ -182,7 +183,7 @@ void GradReducer::on_grad(size_t param) {
   std::lock_guard<std::mutex> lock(mutex_);
   at::Tensor& held = store_.spec(param).tensor.mutable_grad();
   if (!held.defined()) return;
-  if (!held.is_sparse()) note_culprit(param, held);
+  if (!held.is_sparse()) note_nonfinite_grad(param, held);
   if (phase_ == Phase::kIdle) {
     at::NoGradGuard no_grad;
     // A backward that nobody announced (of a graph that the engine's forward did not build): keep it, reduce at step.
@@ -261,12 +262,12 @@ void GradReducer::start_reduction(BucketState& bucket) {
   at::Tensor sent = bucket.slots;
   if (options_.comm_dtype && *options_.comm_dtype != sent.scalar_type()) {
     if (store_.sharded()) {
-      bucket.carrier = borrow(bucket.numel, *options_.comm_dtype);
-    } else if (!bucket.carrier.defined()) {
-      bucket.carrier = at::empty(sent.sizes(), sent.options().dtype(*options_.comm_dtype));
+      bucket.wire = borrow(bucket.numel, *options_.comm_dtype);
+    } else if (!bucket.wire.defined()) {
+      bucket.wire = at::empty(sent.sizes(), sent.options().dtype(*options_.comm_dtype));
     }
-    device_.copy(bucket.carrier, sent, 1.0f);
-    sent = bucket.carrier;
+    device_.copy(bucket.wire, sent, 1.0f);
+    sent = bucket.wire;
   }
   if (!store_.sharded() || !options_.scatter) {
     bucket.work = communicator_->all_reduce(sent, comm::ReduceOp::kSum, tag(bucket));
@@ -274,9 +275,9 @@ void GradReducer::start_reduction(BucketState& bucket) {
   }
   const at::Tensor target = row(bucket);
   const bool direct = target.scalar_type() == sent.scalar_type() || target.scalar_type() == at::kFloat;
-  bucket.landing =
+  bucket.received =
       direct && !bucket.reduced ? target : borrow(target.numel(), direct ? target.scalar_type() : sent.scalar_type());
-  bucket.work = communicator_->reduce_scatter(sent, bucket.landing, tag(bucket));
+  bucket.work = communicator_->reduce_scatter(sent, bucket.received, tag(bucket));
 }
 
 // The slots of buckets that have been sent are free again.
@@ -290,7 +291,7 @@ void GradReducer::collect_earlier(const BucketState& latest) {
   }
 }
 
-// Sharded: this rank's row of the sum is in its landing afterwards.
+// Sharded: this rank's row of the sum is in `received` afterwards.
 void GradReducer::collect(BucketState& bucket) {
   if (!bucket.work) return;
   bucket.work->wait();
@@ -298,12 +299,12 @@ void GradReducer::collect(BucketState& bucket) {
   if (!store_.sharded()) return;
   if (!options_.scatter) {
     const at::Tensor target = row(bucket);
-    const at::Tensor& sum = bucket.carrier.defined() ? bucket.carrier : bucket.slots;
-    bucket.landing = borrow(target.numel(), sum.scalar_type());
-    bucket.landing.copy_(sum.narrow(0, store_.spaces()[bucket.space].rank * target.numel(), target.numel()));
+    const at::Tensor& sum = bucket.wire.defined() ? bucket.wire : bucket.slots;
+    bucket.received = borrow(target.numel(), sum.scalar_type());
+    bucket.received.copy_(sum.narrow(0, store_.spaces()[bucket.space].rank * target.numel(), target.numel()));
   }
-  if (bucket.carrier.defined()) give_back(bucket.carrier);
-  bucket.carrier = at::Tensor();
+  if (bucket.wire.defined()) give_back(bucket.wire);
+  bucket.wire = at::Tensor();
   if (bucket.borrowed) give_back(bucket.slots);
   bucket.slots = at::Tensor();
   bucket.borrowed = false;
@@ -321,25 +322,25 @@ void GradReducer::complete(BucketState& bucket) {
   if (!store_.sharded()) {
     if (!bucket.work) return;
     collect(bucket);
-    if (bucket.carrier.defined()) {
-      device_.copy(bucket.slots, bucket.carrier, options_.postscale);
+    if (bucket.wire.defined()) {
+      device_.copy(bucket.slots, bucket.wire, options_.postscale);
     } else if (options_.postscale != 1.0f) {
       device_.copy(bucket.slots, bucket.slots, options_.postscale);
     }
     return;
   }
   collect(bucket);
-  if (!bucket.landing.defined()) return;
+  if (!bucket.received.defined()) return;
   const at::Tensor target = row(bucket);
-  if (replicas_) replicas_->all_reduce(bucket.landing, comm::ReduceOp::kSum, tag(bucket))->wait();
+  if (replicas_) replicas_->all_reduce(bucket.received, comm::ReduceOp::kSum, tag(bucket))->wait();
   if (bucket.reduced) {
-    device_.accumulate(target, bucket.landing, options_.postscale);
-  } else if (bucket.landing.data_ptr() != target.data_ptr() || options_.postscale != 1.0f) {
-    device_.copy(target, bucket.landing, options_.postscale);
+    device_.accumulate(target, bucket.received, options_.postscale);
+  } else if (bucket.received.data_ptr() != target.data_ptr() || options_.postscale != 1.0f) {
+    device_.copy(target, bucket.received, options_.postscale);
   }
   bucket.reduced = holds_reduced_ = true;
-  if (bucket.landing.data_ptr() != target.data_ptr()) give_back(bucket.landing);
-  bucket.landing = at::Tensor();
+  if (bucket.received.data_ptr() != target.data_ptr()) give_back(bucket.received);
+  bucket.received = at::Tensor();
 }
 
 // Learns what any rank has; true when some rank has a late gradient.
@@ -450,11 +451,11 @@ bool GradReducer::abort() {
   for (BucketState& bucket : buckets_) {
     if (bucket.work) {
       in_flight = true;
-      abandoned_.push_back({std::move(bucket.work), bucket.slots, bucket.carrier, bucket.landing});
+      abandoned_.push_back({std::move(bucket.work), bucket.slots, bucket.wire, bucket.received});
       bucket.work.reset();
     }
-    bucket.carrier = at::Tensor();
-    bucket.landing = at::Tensor();
+    bucket.wire = at::Tensor();
+    bucket.received = at::Tensor();
     bucket.slots = at::Tensor();
     bucket.borrowed = false;
     if (!bucket.launched || (communicator_->size() == 1 && !store_.sharded())) continue;
@@ -511,16 +512,16 @@ void GradReducer::clear() {
   std::fill(used_.begin(), used_.end(), 0);
   for (BucketState& bucket : buckets_) bucket.reduced = false;
   holds_reduced_ = false;
-  if (store_.sharded() && !store_.policy().shard_grads) store_.join_grads();
+  if (store_.sharded() && !store_.policy().shard_grads) store_.alias_grad_buffer();
   for (size_t param = 0; param < store_.size(); ++param) store_.spec(param).tensor.mutable_grad() = at::Tensor();
   dirty_ = false;
-  if (culprits_.defined()) culprits_.zero_();
+  if (nonfinite_grads_.defined()) nonfinite_grads_.zero_();
 }
 
-std::vector<GradReducer::Culprit> GradReducer::local_culprits() const {
-  std::vector<Culprit> found;
-  if (!culprits_.defined()) return found;
-  const at::Tensor sums = culprits_.to(at::kCPU);
+std::vector<GradReducer::NonfiniteGrad> GradReducer::local_nonfinite_grads() const {
+  std::vector<NonfiniteGrad> found;
+  if (!nonfinite_grads_.defined()) return found;
+  const at::Tensor sums = nonfinite_grads_.to(at::kCPU);
   for (size_t param = 0; param < store_.size(); ++param) {
     const double sum = sums.data_ptr<double>()[param];
     if (!std::isfinite(sum)) found.push_back({static_cast<int32_t>(param), std::isnan(sum)});

@@ -27,7 +27,7 @@
 // [Note: memory during backward]
 // Where gradients are sharded, whole ones exist only between their backward and their reduction: buckets leave as early
 // as they can, from the first backward on (each parameter is taken to fire once, what comes later is late), and their
-// slots are free again as soon as they have been sent. What has arrived waits in its landing until the backward has
+// slots are free again as soon as they have been sent. What has arrived waits in `received` until the backward has
 // ended: one that raises leaves nothing behind.
 //
 // [Note: used flags]
@@ -54,7 +54,7 @@ struct ReducerOptions {
   float predivide = 1.0f;                    // gradients are multiplied by this before the sum over ranks
   float postscale = 1.0f;                    // and by this after it
   c10::optional<at::ScalarType> comm_dtype;  // what travels; unset: the buffers' own
-  bool find_culprits = false;                // remember which local gradients were not finite
+  bool find_nonfinite_grads = false;         // remember which local gradients were not finite
   // Backward may wait for an earlier reduction. Not where ranks wait for each other in other ways meanwhile.
   bool waits = true;
 };
@@ -98,13 +98,13 @@ class GradReducer {
   void set_learned(const std::vector<int32_t>& expected);
   void set_waits(bool waits) { options_.waits = waits; }
   void set_postscale(float postscale) { options_.postscale = postscale; }  // not while a backward runs
-  int64_t peak_borrowed_bytes() const { return peak_borrowed_bytes_; }     // slots, carriers and landings
+  int64_t peak_borrowed_bytes() const { return peak_borrowed_bytes_; }     // slots, wire and receive buffers
 
-  struct Culprit {
+  struct NonfiniteGrad {
     int32_t param;
     bool nan;
   };
-  std::vector<Culprit> local_culprits() const;  // parameters whose local gradients were inf or nan
+  std::vector<NonfiniteGrad> local_nonfinite_grads() const;  // parameters whose local gradients were inf or nan
 
  private:
   enum class Phase { kIdle, kAccumulating, kReducing };
@@ -119,16 +119,16 @@ class GradReducer {
     bool launched = false;
     bool reduced = false;  // the row of reduced gradients holds something
     bool borrowed = false;
-    at::Tensor slots;    // `numel` elements
-    at::Tensor carrier;  // what travels when it is not the slots themselves
-    at::Tensor landing;  // this rank's row of the sum
+    at::Tensor slots;     // `numel` elements
+    at::Tensor wire;      // what travels when it is not the slots themselves
+    at::Tensor received;  // this rank's row of the sum
     comm::WorkPtr work;
   };
 
   // What a backward that raised had launched, with the memory that is still being read and written.
   struct Abandoned {
     comm::WorkPtr work;
-    at::Tensor slots, carrier, landing;
+    at::Tensor slots, wire, received;
   };
 
   bool attaches(size_t param) const;
@@ -140,7 +140,7 @@ class GradReducer {
   void find_gaps(BucketState& bucket) const;
   void need_slots(BucketState& bucket);
   void make_room();
-  void note_culprit(size_t param, const at::Tensor& grad);
+  void note_nonfinite_grad(size_t param, const at::Tensor& grad);
   void launch(BucketState& bucket);
   std::string tag(const BucketState& bucket) const;  // the name of its first parameter
   void start_reduction(BucketState& bucket);
@@ -183,7 +183,7 @@ class GradReducer {
   std::vector<at::Tensor> late_;
   std::vector<at::Tensor> slot_views_;   // of each parameter in the shape of .grad, where that exists
   std::vector<int32_t> late_in_bucket_;  // over all ranks, of the last reducing backward
-  at::Tensor culprits_;                  // sum of squares of each local gradient
+  at::Tensor nonfinite_grads_;           // sum of squares of each local gradient
   int64_t late_count_ = 0, overlapped_count_ = 0;
 };
 

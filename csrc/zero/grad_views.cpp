@@ -70,7 +70,7 @@ void GradReducer::set_grad_dtype(c10::optional<at::ScalarType> type) {
   adopt_user_grads();
   store_.set_grad_dtype(type);
   std::fill(slot_views_.begin(), slot_views_.end(), at::Tensor());
-  for (BucketState& bucket : buckets_) bucket.carrier = at::Tensor();
+  for (BucketState& bucket : buckets_) bucket.wire = at::Tensor();
   free_.clear();
   borrowed_bytes_ = 0;
   if (!store_.sharded()) attach_grads();
@@ -87,7 +87,7 @@ void GradReducer::set_used(size_t param) {
     return;
   }
   BucketState& bucket = buckets_[bucket_of_[param]];
-  if (store_.grads_joined()) store_.part_grads();
+  if (store_.grad_buffer_aliased()) store_.split_grad_buffer();
   if (!bucket.reduced) row(bucket).zero_();
   bucket.reduced = holds_reduced_ = true;
   used_[param] = 1;

@@ -206,11 +206,11 @@ void ParamStore::drop_local() {
   for (FlatSpace& space : spaces_) space.local = at::Tensor();
 }
 
-bool ParamStore::grads_joined() const {
+bool ParamStore::grad_buffer_aliased() const {
   return sharded() && !spaces_.empty() && spaces_[0].local.defined() && spaces_[0].grad.full;
 }
 
-void ParamStore::part_grads() {
+void ParamStore::split_grad_buffer() {
   at::NoGradGuard no_grad;
   for (FlatSpace& space : spaces_) {
     const Buffer joined = space.grad;
@@ -223,7 +223,7 @@ void ParamStore::part_grads() {
   }
 }
 
-void ParamStore::join_grads() {
+void ParamStore::alias_grad_buffer() {
   for (FlatSpace& space : spaces_) space.grad = {space.local, true};
 }
 

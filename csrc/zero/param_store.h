@@ -49,7 +49,7 @@ struct FlatSpace {
   Buffer lp;                  // the values the model computes with
   Buffer master;              // fp32; the very same tensor as lp when the model computes in fp32 (or fp64)
   Buffer grad;                // reduced gradients, of StoreOptions::grad_dtype
-  at::Tensor local;           // full space: gradients not reduced yet; may be the memory of `grad`, see part_grads
+  at::Tensor local;  // full space: gradients not reduced yet; may be the memory of `grad`, see split_grad_buffer
   std::vector<Buffer> slots;  // optimizer states, fp32, created by the stepper
 
   bool narrow() const { return dtype == at::kHalf || dtype == at::kBFloat16; }
@@ -121,11 +121,11 @@ class ParamStore {
   void drop_local();
 
   // Where states are sharded and gradients are not (stage 1), the reduced gradients lie in this rank's rows of the
-  // local buffer, which costs no memory of their own. part_grads() moves them out, before more local gradients come;
-  // join_grads() forgets them and gives that memory back.
-  bool grads_joined() const;
-  void part_grads();
-  void join_grads();
+  // local buffer, which costs no memory of their own. split_grad_buffer() moves them out, before more local gradients
+  // come; alias_grad_buffer() forgets them and gives that memory back.
+  bool grad_buffer_aliased() const;
+  void split_grad_buffer();
+  void alias_grad_buffer();
 
   // From now on gradients are kept in this type (see StoreOptions); what is there is converted.
   void set_grad_dtype(c10::optional<at::ScalarType> type);

@@ -87,7 +87,7 @@ at::Tensor ShardedParam::release() {
   return buffer;
 }
 
-void ShardedParam::pose(const std::function<void()>& body) {
+void ShardedParam::with_shape_only(const std::function<void()>& body) {
   at::NoGradGuard no_grad;
   if (available()) return body();
   set_data(at::zeros({}, shard_.options()).expand(sizes_));

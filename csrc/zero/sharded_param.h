@@ -61,7 +61,7 @@ class ShardedParam {
 
   // Runs `body` while the tensor has its whole shape, without the values: autograd remembers the shape of a parameter
   // from when it first sees it.
-  void pose(const std::function<void()>& body);
+  void with_shape_only(const std::function<void()>& body);
 
   // Another shape or dtype: the whole parameter has been replaced while gathered (embedding resize).
   bool reshaped() const;

@@ -67,7 +67,7 @@ def _the_other_does_not_come(rank, world, path):
     return str(error.value)
 
 
-def test_a_rank_that_does_not_come_ends_the_patience(folder):
+def test_a_rank_that_does_not_come_ends_the_timeout(folder):
     """Two processes do not meet in this library: to each the other one never comes."""
     for rank, text in enumerate(run_ranks(2, _the_other_does_not_come, str(folder / "libfake_nccl.so"), init=True)):
         assert f'"halves", rank {rank} of 2: joining failed: it has not come about within 0.2 s' in text

@@ -177,7 +177,7 @@ def flights_of_engine(rank, world):
     for _ in range(300):
         dist.barrier(group=group)
     assert len(deepspeed.comm.flight_record()) == 256
-    return deepspeed.comm.patience.patience().total_seconds()
+    return deepspeed.comm.timeouts.default_timeout().total_seconds()
 
 
 def test_the_flight_record_has_names_of_parameters():

@@ -33,14 +33,14 @@ class RanksThroughFiles(Ranks):
     """The ranks ``like``, meeting in ``folder``, which those that write into the same directory share.
 
     With a disk for every node the ranks of one node meet; for the other nodes' ranks ``gather`` gives None. A rank
-    that does not come within ``patience_s`` seconds, or whose process (``processes``: ``this_process()`` of every
+    that does not come within ``timeout_s`` seconds, or whose process (``processes``: ``this_process()`` of every
     rank) has ended, is named in a TimeoutError; after that nobody waits any more.
     """
 
-    def __init__(self, like, folder, patience_s, processes=None):
+    def __init__(self, like, folder, timeout_s, processes=None):
         self.rank, self.size, self.leads = like.rank, like.size, like.leads
         self.node, self.nodes = like.node, like.nodes
-        self.folder, self.patience_s = folder, patience_s
+        self.folder, self.timeout_s = folder, timeout_s
         self.processes = processes
         self.turn = 0
         self.here = [rank for rank in range(self.size) if self.nodes[rank] == self.node]
@@ -89,7 +89,7 @@ class RanksThroughFiles(Ranks):
             raise
 
     def _collect(self, turn):
-        found, pause, until, asked = {}, 0.0005, time.monotonic() + self.patience_s, time.monotonic()
+        found, pause, until, asked = {}, 0.0005, time.monotonic() + self.timeout_s, time.monotonic()
         while True:
             gone = []
             if self.processes is not None and time.monotonic() > asked + 0.5:
@@ -111,7 +111,7 @@ class RanksThroughFiles(Ranks):
                 raise TimeoutError(f"rank {', '.join(dead)} ended before its part was written")
             if time.monotonic() > until:
                 names = ", ".join(map(str, late))
-                raise TimeoutError(f"rank {names} has not written its part within {self.patience_s:.0f} s")
+                raise TimeoutError(f"rank {names} has not written its part within {self.timeout_s:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, _PAUSE_S)
 

@@ -10,7 +10,7 @@ from deepspeed.constants import default_pg_timeout
 from deepspeed.log import logger, warning_once
 
 
-def patience_s():
+def timeout_s():
     """How long ranks wait for each other's writing: as long as for a collective."""
     return float(os.environ.get("DS_COMM_TIMEOUT_S") or default_pg_timeout.total_seconds())
 
@@ -62,7 +62,7 @@ class SnapshotSave:
         any more in the calling thread, the engine's states are held."""
         self.snapshot.start_late_copies()
         ranks = self.saving.ranks
-        self.saving.ranks = RanksThroughFiles(ranks, meeting, patience_s(), processes)
+        self.saving.ranks = RanksThroughFiles(ranks, meeting, timeout_s(), processes)
         self.behind.start(self._finish)
 
     # ---- in the background -----------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from deepspeed import _native
-from deepspeed.comm.patience import patience
 from deepspeed.comm.stacks import stack_text
+from deepspeed.comm.timeouts import default_timeout
 from deepspeed.log import logger
 
 _LENGTH = 256
@@ -100,7 +100,7 @@ class _Station:
             met = self.store.add(here + "met", 0)
             if self.failed:
                 raise GroupFailed(self.failed)
-            if time.monotonic() - began > patience().total_seconds():
+            if time.monotonic() - began > default_timeout().total_seconds():
                 raise GroupFailed(
                     self.fail(
                         f"{self.size - met} of {self.size} ranks have not come to number "

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from deepspeed import _native
 from deepspeed.comm import gloo, shm
-from deepspeed.comm.patience import patience
+from deepspeed.comm.timeouts import default_timeout
 
 # Group over gloo -> the one beside it. Weak: torch decides when a group ends.
 _beside = weakref.WeakKeyDictionary()
@@ -34,7 +34,7 @@ def add(group, ranks=None, timeout=None):
     known = hasattr(dist.Backend, shm.ALONE.upper())
     if dist.get_backend() != "gloo" or size < 2 or not known or os.environ.get("DS_SHM_COLLECTIVES") == "0":
         return
-    made = dist.new_group(ranks, timeout=timeout or patience(), backend=shm.ALONE)
+    made = dist.new_group(ranks, timeout=timeout or default_timeout(), backend=shm.ALONE)
     if dist.get_rank(made) < 0:
         return
     if _native._C.shares_memory(_backend(made)):

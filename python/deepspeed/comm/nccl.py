@@ -23,8 +23,8 @@ import torch.distributed as dist
 from deepspeed import _native
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.nccl_join import device_of, find_library, introduce
-from deepspeed.comm.patience import patience
 from deepspeed.comm.reduce_op import ReduceOp, to_name
+from deepspeed.comm.timeouts import default_timeout
 
 _NAP_S = 1e-4
 # torch dtypes by the names of NcclType; older torches lack some.
@@ -51,7 +51,7 @@ class NcclCommunicator:
         device: a ``torch.device`` or its name; None takes the accelerator's current one.
         name: for messages; None takes the ranks.
         timeout: ``timedelta`` or seconds that a rank waits for others to join, to call and to leave; None takes the
-            patience of ``deepspeed.comm``.
+            timeout of ``deepspeed.comm``.
         library: path of a library with NCCL's interface to use in its place (tests use one without a GPU); ``device``
             must then be given, and is not required to be a GPU.
     """
@@ -69,7 +69,7 @@ class NcclCommunicator:
             raise ValueError(
                 "this rank is no member of the group that was given to NcclCommunicator: only members make one."
             )
-        waits = patience() if timeout is None else timeout
+        waits = default_timeout() if timeout is None else timeout
         waits = waits if isinstance(waits, timedelta) else timedelta(seconds=waits)
         if waits <= timedelta(0):
             raise ValueError(f"NcclCommunicator got timeout {timeout!r}; it must be more than 0 seconds.")
@@ -91,7 +91,7 @@ class NcclCommunicator:
                 name=self.name,
                 rank=self.rank,
                 size=self.size,
-                patience=waits,
+                timeout=waits,
                 synchronize=functools.partial(_synchronize, self.device.type, self.device.index),
             )
         # Before the interpreter ends: afterwards the device may be gone.

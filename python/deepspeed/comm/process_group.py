@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import comms_log, patience
+from deepspeed.comm import comms_log, timeouts
 from deepspeed.comm.comms_log import configure
 from deepspeed.comm.rendezvous import prepare_environment
 from deepspeed.comm.torch import TorchBackend
@@ -70,7 +70,7 @@ def init_distributed(
     global cdb
     if config is not None:
         configure(deepspeed_config=config)
-        patience.configure(config)
+        timeouts.configure(config)
     if dist.is_initialized():
         set_backend()
         if verbose:
@@ -83,7 +83,7 @@ def init_distributed(
         )
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}; e.g. timedelta(minutes=60).")
-    timeout = patience.chosen(timeout)
+    timeout = timeouts.chosen(timeout)
     backend = dist_backend or get_accelerator().communication_backend_name()
     _check_backend(backend)
     init_deepspeed_backend(backend, timeout, init_method)

@@ -146,7 +146,7 @@ class Assembly:
             "overlap": self._overlaps_reduction(),
             "predivide": before,
             "postscale": after,
-            "find_culprits": self._checks_overflow() and world > 1,
+            "find_nonfinite_grads": self._checks_overflow() and world > 1,
             "scatter": self._config.zero_config.reduce_scatter,
             "allgather": self._config.zero_config.allgather_partitions,
             "allgather_bucket_numel": self._config.zero_config.allgather_bucket_size,

@@ -30,7 +30,7 @@ from deepspeed.engine.attributes import Attributes
 from deepspeed.engine.build_scheduler import build_scheduler
 from deepspeed.engine.compiling import Compiling
 from deepspeed.engine.data import TrainingData
-from deepspeed.engine.letting_go import unlink_when_dropped
+from deepspeed.engine.finalizers import unlink_when_dropped
 from deepspeed.engine.parallel import Parallel
 from deepspeed.engine.progress import Progress
 from deepspeed.engine.reductions import Reductions

@@ -4,7 +4,7 @@ import torch
 
 from deepspeed import _native
 from deepspeed.comm import comms_log
-from deepspeed.comm.patience import patience
+from deepspeed.comm.timeouts import default_timeout
 from deepspeed.comm.watch import group_facts
 
 
@@ -22,7 +22,7 @@ def build_core(
     overlap=True,
     predivide=1.0,
     postscale=1.0,
-    find_culprits=False,
+    find_nonfinite_grads=False,
     scatter=True,
     allgather=True,
     allgather_bucket_numel=500_000_000,
@@ -83,7 +83,7 @@ def build_core(
         overlap=bool(overlap),
         predivide=float(predivide),
         postscale=float(postscale),
-        find_culprits=bool(find_culprits),
+        find_nonfinite_grads=bool(find_nonfinite_grads),
         scatter=bool(scatter),
         allgather=bool(allgather),
         allgather_bucket_numel=int(allgather_bucket_numel),
@@ -108,4 +108,4 @@ def _device(param):
 
 
 def _communicator(group, name, shared):
-    return _native._C.Communicator(group, shared=shared, patience=patience(), facts=group_facts(name))
+    return _native._C.Communicator(group, shared=shared, timeout=default_timeout(), facts=group_facts(name))

@@ -78,7 +78,7 @@ class Stepping:
         if begin:
             self.core.begin_step(*begin)
         if not self.core.report().skipped:
-            self.core.hand_out_grads(self.masters)
+            self.core.assign_optimizer_grads(self.masters)
             self.optimizer.step()
             self.core.take_back_grads(self.masters)
             self.core.publish()
@@ -109,7 +109,7 @@ class Stepping:
             log_dist("gradient overflow on another rank, which names the parameter.", ranks=[0])
 
     def _list_bad(self, most=3):
-        found = self.core.culprits()
+        found = self.core.nonfinite_grads()
         if not found:
             used = self.core.used()
             found = [

@@ -20,11 +20,11 @@ using namespace std::chrono_literals;
 
 template <typename Body>
 void on_hosts(const std::vector<int64_t>& hosts, Body body) {
-  auto carriers = thread_communicators(static_cast<int>(hosts.size()));
+  auto inners = thread_communicators(static_cast<int>(hosts.size()));
   std::vector<std::thread> threads;
   for (size_t rank = 0; rank < hosts.size(); ++rank)
     threads.emplace_back([&, rank] {
-      auto made = hierarchical_communicator(carriers[rank], 20s, {}, hosts[rank]);
+      auto made = hierarchical_communicator(inners[rank], 20s, {}, hosts[rank]);
       body(static_cast<int>(rank), made);
     });
   for (auto& thread : threads) thread.join();

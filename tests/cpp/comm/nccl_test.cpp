@@ -43,12 +43,12 @@ class Nccl : public testing::Test {
     unsetenv("DS_NCCL_LIBRARY");
   }
 
-  NcclCommunicatorPtr join(const nccl::UniqueId& id, int rank, int size, milliseconds patience = milliseconds(10000)) {
+  NcclCommunicatorPtr join(const nccl::UniqueId& id, int rank, int size, milliseconds timeout = milliseconds(10000)) {
     NcclPlace place;
     place.name = "world";
     place.rank = rank;
     place.size = size;
-    place.patience = patience;
+    place.timeout = timeout;
     place.quiesce = quiesce;
     return NcclCommunicator::join(library, id, place);
   }

@@ -23,16 +23,16 @@ namespace {
 using namespace std::chrono_literals;
 
 template <typename Body>
-void on_ranks(int size, Body body, std::chrono::milliseconds patience = 60s,
-              const std::function<Voice(int)>& voice = nullptr) {
-  auto carriers = thread_communicators(size);
+void on_ranks(int size, Body body, std::chrono::milliseconds timeout = 60s,
+              const std::function<DiagnosticCallbacks(int)>& callbacks = nullptr) {
+  auto inners = thread_communicators(size);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank)
     threads.emplace_back([&, rank] {
       GroupFacts facts;
       facts.name = "tried";
-      if (voice) facts.watch = std::make_shared<Watch>(voice(rank));
-      auto group = ShmGroup::create(rank, size, introduction_over(*carriers[rank]), patience, facts);
+      if (callbacks) facts.watch = std::make_shared<Watch>(callbacks(rank));
+      auto group = ShmGroup::create(rank, size, rendezvous_over(*inners[rank]), timeout, facts);
       ASSERT_TRUE(group);
       body(rank, std::move(group));
     });
@@ -299,8 +299,8 @@ TEST(ShmGroup, ARankThatLeavesIsNamed) {
 TEST(ShmGroup, AFailureSaysWhereEveryRankIs) {
   const TraceFolder traces;
   std::vector<std::string> texts(3);
-  const auto voice = [](int rank) {
-    Voice made;
+  const auto callbacks = [](int rank) {
+    DiagnosticCallbacks made;
     if (rank != 2) made.stacks = [rank] { return "line one\nline two of rank " + std::to_string(rank); };
     return made;
   };
@@ -311,7 +311,7 @@ TEST(ShmGroup, AFailureSaysWhereEveryRankIs) {
         group->all_reduce(values, 8, at::kFloat, RowOp::kSum, "first.weight");
         texts[rank] = message_of([&] { group->broadcast(values, rank == 1 ? 7 : 8, at::kFloat, 0, "second.bias"); });
       },
-      60s, voice);
+      60s, callbacks);
   for (const std::string& text : texts) {
     EXPECT_NE(text.find("rank 1 broadcast(7 x Float, root 0) of \"second.bias\""), std::string::npos) << text;
     EXPECT_NE(text.find("in broadcast(8 x Float, root 0) of \"second.bias\", number 2, for"), std::string::npos)
@@ -345,8 +345,8 @@ TEST(ShmGroup, AnInterpreterThatDoesNotAnswerIsNamed) {
   const TraceFolder traces;
   std::vector<std::string> texts(2);
   std::atomic<bool> over{false};
-  const auto voice = [&](int rank) {
-    Voice made;
+  const auto callbacks = [&](int rank) {
+    DiagnosticCallbacks made;
     made.stacks = [rank, &over] {
       while (rank == 1 && !over) std::this_thread::sleep_for(5ms);
       return std::string("here");
@@ -360,7 +360,7 @@ TEST(ShmGroup, AnInterpreterThatDoesNotAnswerIsNamed) {
         if (rank == 0) over = true;
         while (!over) std::this_thread::sleep_for(5ms);
       },
-      300ms, voice);
+      300ms, callbacks);
   EXPECT_NE(texts[0].find("it does not answer: its interpreter is busy"), std::string::npos) << texts[0];
   EXPECT_NE(texts[0].find("has not entered any collective"), std::string::npos) << texts[0];
 }

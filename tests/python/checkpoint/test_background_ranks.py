@@ -12,10 +12,10 @@ import pytest
 from deepspeed.checkpoint.ranks_through_files import RanksThroughFiles, this_process
 
 
-def made(rank, size, folder, patience_s=20, nodes=None, processes=None):
+def made(rank, size, folder, timeout_s=20, nodes=None, processes=None):
     nodes = nodes or ["n"] * size
     like = SimpleNamespace(rank=rank, size=size, node=nodes[rank], nodes=nodes, leads=rank == 0)
-    return RanksThroughFiles(like, str(folder), patience_s, processes)
+    return RanksThroughFiles(like, str(folder), timeout_s, processes)
 
 
 def on_threads(size, body):
@@ -66,7 +66,7 @@ def test_all_raise_what_one_has_met(tmp_path):
 
 def test_who_does_not_come_is_named_and_nobody_waits_twice(tmp_path):
     def body(rank):
-        ranks = made(rank, 3, tmp_path / "m", patience_s=0.3)
+        ranks = made(rank, 3, tmp_path / "m", timeout_s=0.3)
         if rank != 2:
             try:
                 ranks.agree(None, "not saved")
@@ -86,17 +86,17 @@ def test_a_process_that_has_ended_is_not_waited_for(tmp_path):
     child.wait()
     processes = [this_process(), [this_process()[0], child.pid]]
     with pytest.raises(TimeoutError, match="rank 1 ended before its part was written"):
-        made(0, 2, tmp_path / "m", patience_s=60, processes=processes).gather(1)
+        made(0, 2, tmp_path / "m", timeout_s=60, processes=processes).gather(1)
     zombie = subprocess.Popen([sys.executable, "-c", ""])
     while open(f"/proc/{zombie.pid}/stat").read().split()[2] != "Z":
         pass
     processes[1][1] = zombie.pid
     with pytest.raises(TimeoutError, match="rank 1 ended"):
-        made(0, 2, tmp_path / "n", patience_s=60, processes=processes).gather(1)
+        made(0, 2, tmp_path / "n", timeout_s=60, processes=processes).gather(1)
     zombie.wait()
     elsewhere = [this_process(), ["another host", child.pid]]
     with pytest.raises(TimeoutError, match="within 1 s"):
-        made(0, 2, tmp_path / "o", patience_s=1, processes=elsewhere).gather(1)
+        made(0, 2, tmp_path / "o", timeout_s=1, processes=elsewhere).gather(1)
 
 
 def test_a_full_disk_under_the_meeting_is_told(tmp_path, monkeypatch):

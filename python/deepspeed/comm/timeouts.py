@@ -10,7 +10,7 @@ _configured = None  # comm.timeout of the last configuration
 _given = None  # to init_distributed
 
 
-def patience():
+def default_timeout():
     """``timedelta``: ``DS_COMM_TIMEOUT_S``, else ``comm.timeout`` of the configuration, else what init_distributed was
     given, else 30 minutes or ``DEEPSPEED_TIMEOUT``."""
     return _from_environment() or _configured or _given or default_pg_timeout
@@ -34,7 +34,7 @@ def chosen(timeout):
     """The timeout of torch's groups: the caller's, or ours where it is the default."""
     global _given
     if timeout is default_pg_timeout:
-        return patience()
+        return default_timeout()
     _given = timeout
     return timeout
 
