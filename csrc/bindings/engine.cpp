@@ -7,11 +7,12 @@
 #include <pybind11/stl.h>
 
 #include "base/error.h"
-#include "bindings/registry.h"
 #include "bindings/optimizer_rules.h"
+#include "bindings/registry.h"
 #include "bindings/sharded_params.h"
 #include "bindings/torch_types.h"
 #include "bindings/without_lock.h"
+#include "comm/decorators/logged.h"
 #include "comm/transports/c10d_communicator.h"
 #include "comm/transports/local_communicator.h"
 #include "zero/engine.h"
@@ -22,7 +23,7 @@ namespace ds::bindings {
 
 comm::CommunicatorPtr communicator(const py::object& group) {
   if (group.is_none()) return comm::local_communicator();
-  if (py::isinstance<comm::Communicator>(group)) return group.cast<comm::CommunicatorPtr>();
+  if (py::isinstance<comm::LoggedCommunicator>(group)) return group.cast<std::shared_ptr<comm::LoggedCommunicator>>();
   auto native = group.cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
   return comm::c10d_communicator(std::move(native), without_lock);
 }
