@@ -36,11 +36,11 @@ std::vector<zero::ParamSpec> param_specs(const std::vector<at::Tensor>& tensors,
                                          const std::vector<int32_t>& groups, const std::vector<int32_t>& orders,
                                          const std::vector<bool>& counts_in_norm,
                                          const std::vector<zero::ShardedParamPtr>& sharded,
-                                         const std::vector<int>& grad_forms) {
+                                         const std::vector<int>& grad_forms, const zero::StagePolicy& policy) {
   std::vector<zero::ParamSpec> specs;
   for (size_t i = 0; i < tensors.size(); ++i)
     specs.push_back({tensors[i], names.at(i), groups.at(i), orders.at(i), counts_in_norm.at(i),
-                     sharded.empty() ? nullptr : sharded.at(i), static_cast<zero::GradForm>(grad_forms.at(i))});
+                     policy.shards_params() ? sharded.at(i) : nullptr, static_cast<zero::GradForm>(grad_forms.at(i))});
   return specs;
 }
 
@@ -73,7 +73,8 @@ std::shared_ptr<Engine> make_engine(const std::vector<at::Tensor>& tensors, cons
   if (!gather_group.is_none()) options.gather_group = communicator(gather_group);
   options.gatherer = {max_live, max_reuse, persistence, model_persistence, prefetch};
   if (!replicas.is_none()) options.replicas = communicator(replicas);
-  auto specs = param_specs(tensors, names, groups, orders, counts_in_norm, sharded, grad_forms);
+  auto specs =
+      param_specs(tensors, names, groups, orders, counts_in_norm, sharded, grad_forms, zero::stage_policy(stage));
   auto dp = communicator(data_parallel);
   auto mp = model_parallel.is_none() ? nullptr : communicator(model_parallel);
   py::gil_scoped_release unlocked;
@@ -241,6 +242,7 @@ DS_BINDINGS(m) {
              return result;
            })
       .def("reset_traffic", &Engine::reset_traffic)
+      .def_property_readonly("policy", &Engine::policy, py::return_value_policy::reference)
       .def_property_readonly("communicator", [](Engine& engine) { return engine.data_parallel().name(); })
       .def("used",
            [](Engine& engine) {

@@ -55,13 +55,13 @@ StoreOptions Engine::store_options(const std::vector<ParamSpec>& params, const E
   StoreOptions made;
   made.policy = stage_policy(options.stage);
   made.grad_dtype = options.grad_dtype;
-  made.align = made.policy.shard_params ? kAlignSliceNumel : kAlignNumel;
-  made.parts = made.policy.shard_states ? data_parallel_->size() : 1;
-  made.rank = made.policy.shard_states ? data_parallel_->rank() : 0;
+  made.align = made.policy.shards_params() ? kAlignSliceNumel : kAlignNumel;
+  made.parts = made.policy.shards_states() ? data_parallel_->size() : 1;
+  made.rank = made.policy.shards_states() ? data_parallel_->rank() : 0;
   int64_t total = 0;
   for (const ParamSpec& param : params) total += param.sharded ? param.sharded->numel() : param.tensor.numel();
   made.bucket_numel = bucket_limit(options.reducer, total, data_parallel_->size());
-  if (made.policy.shard_states && !made.policy.shard_params)
+  if (made.policy.shards_states() && !made.policy.shards_params())
     made.bucket_numel = std::max<int64_t>(1, std::min(made.bucket_numel, options.allgather_bucket_numel));
   made.allocate = [this](int64_t bytes, c10::Device device) {
     if (device.is_cpu()) peers_ = data_parallel_->peer_memory(bytes);
@@ -81,7 +81,7 @@ Engine::Engine(std::vector<ParamSpec> params, EngineOptions options, comm::Commu
       grads_(store_, device_, data_parallel_, options.replicas, options.reducer),
       stepper_(store_, device_, data_parallel_, options.replicas, options.gather),
       watched_(store_.size()) {
-  if (!policy_.shard_params) return;
+  if (!policy_.shards_params()) return;
   const auto sharded = store_.sharded_params();
   auto source = peers_ ? peer_source(data_parallel_, peers_)
                        : agreed_source(options.gather_group ? options.gather_group : data_parallel_, sharded);

@@ -138,6 +138,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   const comm::Communicator& data_parallel() const { return *data_parallel_; }
   void reset_traffic() { data_parallel_->reset_traffic(); }
+  const StagePolicy& policy() const { return policy_; }
   ParamStore& params() { return store_; }
   GradReducer& grads() { return grads_; }
   Stepper& stepper() { return stepper_; }

@@ -29,7 +29,7 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, comm::Communi
       replicas_(std::move(replicas)),
       options_(options),
       bucket_of_(store.size()),
-      eager_(store.policy().shard_grads && store.sharded()),
+      eager_(store.policy().shards_grads() && store.sharded()),
       filled_(store.size()),
       was_filled_(store.size()),
       used_(store.size()),
@@ -512,7 +512,7 @@ void GradReducer::clear() {
   std::fill(used_.begin(), used_.end(), 0);
   for (BucketState& bucket : buckets_) bucket.reduced = false;
   holds_reduced_ = false;
-  if (store_.sharded() && !store_.policy().shard_grads) store_.alias_grad_buffer();
+  if (store_.sharded() && !store_.policy().shards_grads()) store_.alias_grad_buffer();
   for (size_t param = 0; param < store_.size(); ++param) store_.spec(param).tensor.mutable_grad() = at::Tensor();
   dirty_ = false;
   if (nonfinite_grads_.defined()) nonfinite_grads_.zero_();

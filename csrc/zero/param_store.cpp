@@ -73,7 +73,7 @@ ParamStore::ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options
     spaces_[found->second].params.push_back(static_cast<int32_t>(param));
   }
   for (FlatSpace& space : spaces_) plan_space(space);
-  if (options_.policy.shard_params) place_shards();
+  if (options_.policy.shards_params()) place_shards();
   for (FlatSpace& space : spaces_) build_space(space);
   for (size_t param = 0; param < specs_.size(); ++param) {
     const FlatSpace& space = space_of(param);
@@ -97,12 +97,12 @@ void ParamStore::plan_space(FlatSpace& space) {
     numels.push_back(spec.sharded ? spec.sharded->numel() : spec.tensor.numel());
     places_[param].numel = numels.back();
   }
-  space.map = policy.shard_params
+  space.map = policy.shards_params()
                   ? plan::param_shards(numels, options_.align, options_.parts, options_.bucket_numel)
                   : plan::flat_shards(numels, options_.align, options_.parts, options_.bucket_numel, by_rows);
   for (size_t e = 0; e < space.map.extents.size(); ++e)
     if (space.map.extents[e].rank == space.rank) space.owned.push_back(e);
-  space.lp.full = !policy.shard_params;
+  space.lp.full = !policy.shards_params();
 }
 
 // One piece of memory for the shards of all spaces and of the parameters that are not trained.
@@ -137,13 +137,13 @@ void ParamStore::build_space(FlatSpace& space) {
   if (space.lp.full) space.lp.data = at::zeros({space.map.full_numel()}, options);
   adopt_params(space);
 
-  const bool whole = options_.parts == 1 && !policy.shard_params;  // the two spaces are one
+  const bool whole = options_.parts == 1 && !policy.shards_params();  // the two spaces are one
   if (!space.narrow()) {
     space.master = space.lp;
   } else {
     space.master = {at::zeros({space.map.shard_numel}, options.dtype(at::kFloat)), whole};
   }
-  const bool joined = whole || !policy.shard_grads;
+  const bool joined = whole || !policy.shards_grads();
   const int64_t numel = joined ? space.map.full_numel() : space.map.shard_numel;
   space.grad = {at::zeros({numel}, options.dtype(grad_type(space))), joined};
   if (joined) space.local = space.grad.data;
@@ -202,7 +202,7 @@ void ParamStore::need_local() {
 }
 
 void ParamStore::drop_local() {
-  if (!options_.policy.shard_grads) return;
+  if (!options_.policy.shards_grads()) return;
   for (FlatSpace& space : spaces_) space.local = at::Tensor();
 }
 

@@ -101,7 +101,7 @@ class ParamStore {
   std::vector<FlatSpace>& spaces() { return spaces_; }
   const std::vector<FlatSpace>& spaces() const { return spaces_; }
   const c10::Device& device() const { return device_; }
-  bool sharded() const { return options_.parts > 1 || options_.policy.shard_params; }
+  bool sharded() const { return options_.parts > 1 || options_.policy.shards_params(); }
   const StagePolicy& policy() const { return options_.policy; }
 
   // The part of a full-space buffer that belongs to the parameter, in the parameter's shape and memory order. Only

@@ -83,4 +83,10 @@ MUTABLE_GLOBALS = {
     ("kernels/ref/update.cpp", "rules"): "as above",
 }
 
+# Who compares ZeRO stages with numbers, beside the configuration.
+STAGE_NUMBERS_CPP = {"zero/stage_policy.cpp": "the table itself"}
+STAGE_NUMBERS_PYTHON = {
+    "utils/zero_to_fp32.py": "a file format: the stage stands in the file, and the script runs without the library",
+}
+
 MAX_LINES = 600

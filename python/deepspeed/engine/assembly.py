@@ -78,11 +78,12 @@ class Assembly:
         trained = [param for group in self.trained_groups for param in group]
         self._check_grad_dtype()
         optimizer = self.basic_optimizer
-        if self.load_universal_checkpoint() and self.zero_optimization_stage() in (1, 2):
+        policy = self._stage_policy
+        if self.load_universal_checkpoint() and policy.shards_states and not policy.shards_params:
             enable_universal_checkpoint(trained)
         if self.zero_optimization():
             self._check_known(optimizer)
-        if self.zero_optimization_stage() == 3:
+        if policy.shards_params:
             self._make_sharded_optimizer(optimizer)
             return
         if optimizer is None:
@@ -296,8 +297,9 @@ class Assembly:
         """bf16 at stage 1 where the configuration asks for fp32 accumulation by name."""
         accumulate = dtype_of(self._config.grad_accum_dtype)
         elastic = self._config.zero_config.elastic_checkpoint
-        stage = self.zero_optimization_stage()
-        return self.bfloat16_enabled() and stage == 1 and accumulate == torch.float32 and not elastic
+        policy = self._stage_policy
+        states_alone = policy.shards_states and not policy.shards_grads
+        return self.bfloat16_enabled() and states_alone and accumulate == torch.float32 and not elastic
 
     def _wrap_sharded(self, optimizer):
         if self._wants_bf16_optimizer():
@@ -317,7 +319,7 @@ class Assembly:
             {},
             None,
             self.optimizer_params(),
-            partition_grads=self.zero_optimization_stage() >= 2,
+            partition_grads=self._stage_policy.shards_grads,
             elastic_checkpoint=self._config.zero_config.elastic_checkpoint,
             **self._scaler_options(),
             dp_process_group=self.parallel.dp_group if self.dp_world_size > 1 else None,

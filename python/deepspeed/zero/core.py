@@ -87,7 +87,7 @@ def build_core(
         scatter=bool(scatter),
         allgather=bool(allgather),
         allgather_bucket_numel=int(allgather_bucket_numel),
-        sharded=[param.ds_handle for param in tensors] if stage == 3 else [],
+        sharded=[param.ds_handle for param in tensors if hasattr(param, "ds_handle")],
         others=[param.ds_handle for param in others],
         gather_group=gather_group,
         max_live=int(max_live),
