@@ -256,10 +256,10 @@ DS_BINDINGS(m) {
              return sums.defined() ? c10::optional<at::Tensor>(sums) : c10::nullopt;
            })
       .def("steps", [](Engine& engine) { return engine.stepper().steps(); })
-      .def("learned_fires", [](Engine& engine) { return engine.grads().learned(); })
+      .def("learned_fires", [](Engine& engine) { return engine.grads().fires().learned(); })
       .def(
           "set_learned_fires",
-          [](Engine& engine, const std::vector<int32_t>& expected) { engine.grads().set_learned(expected); },
+          [](Engine& engine, const std::vector<int32_t>& expected) { engine.grads().fires().set_learned(expected); },
           py::arg("expected"))
       .def("nonfinite_grads",
            [](Engine& engine) {

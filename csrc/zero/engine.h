@@ -2,6 +2,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -24,12 +25,13 @@ struct EngineOptions {
   c10::optional<at::ScalarType> grad_dtype;  // in which gradients are kept and added up; unset: the parameter's own
   ReducerOptions reducer;
   GatherOptions gather;
-  int64_t allgather_bucket_numel = INT64_MAX;     // limit of a gather after the step
-  GathererOptions gatherer;                       // stage 3
-  std::vector<ShardedParamPtr> others;            // stage 3: sharded parameters that are not trained
-  comm::CommunicatorPtr gather_group;             // stage 3: the same ranks, for gathers that need collectives
-  const kernels::KernelTable* kernels = nullptr;  // other kernels than the device's, which may fail: for tests
-  comm::CommunicatorPtr replicas;                 // stage 3: holders of the same shard in other groups (MiCS)
+  int64_t allgather_bucket_numel = INT64_MAX;           // limit of a gather after the step
+  GathererOptions gatherer;                             // stage 3
+  std::vector<ShardedParamPtr> others;                  // stage 3: sharded parameters that are not trained
+  comm::CommunicatorPtr gather_group;                   // stage 3: the same ranks, for gathers that need collectives
+  const kernels::KernelTable* kernels = nullptr;        // other kernels than the device's, which may fail: for tests
+  comm::CommunicatorPtr replicas;                       // stage 3: holders of the same shard in other groups (MiCS)
+  std::map<std::string, comm::CommunicatorPtr> groups;  // by name, for the rules of space_rules/
 };
 
 // What is kept for each parameter, whole or in pieces.
@@ -146,7 +148,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void release();  // hooks off, parameters in memory of their own; the engine can only be destroyed after this
 
  private:
-  const Buffer* buffer(FlatSpace& space, Kept kept, int slot);  // null: no such slot
+  const Buffer* buffer(ParamSpace& space, Kept kept, int slot);  // null: no such slot
   double gate_factor() const { return user_factor_ / outer_factor_; }
   void leave_root();
   void queue_end();
