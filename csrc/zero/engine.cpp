@@ -54,41 +54,37 @@ void put_gate(const at::Tensor& tensor, const at::Tensor& source, Gate::Passed p
 
 StoreOptions Engine::store_options(const std::vector<ParamSpec>& params, const EngineOptions& options) {
   StoreOptions made;
-  made.policy = stage_policy(options.stage);
+  made.policy = policy_;
   made.grad_dtype = options.grad_dtype;
   made.align = made.policy.shards_params() ? kAlignSliceNumel : kAlignNumel;
-  const EngineRanks ranks{data_parallel_, options.replicas, options.groups};
-  made.everyone = dense_ranks(policy_, ranks);
-  made.ranks_of = [this, ranks](const ParamSpec& spec) {
-    return find_space_rule(spec.rule).ranks(spec, policy_, ranks);
-  };
+  made.everyone = dense_ranks(policy_, ranks_);
+  made.ranks_of = [this](const ParamSpec& spec) { return find_space_rule(spec.rule).ranks(spec, policy_, ranks_); };
   int64_t total = 0;
   for (const ParamSpec& param : params) total += param.numel();
-  made.bucket_numel = bucket_limit(options.reducer, total, data_parallel_->size());
+  made.bucket_numel = bucket_limit(options.reducer, total, ranks_.data_parallel->size());
   if (made.policy.shards_states() && !made.policy.shards_params())
     made.bucket_numel = std::max<int64_t>(1, std::min(made.bucket_numel, options.allgather_bucket_numel));
   made.allocate = [this](int64_t bytes, c10::Device device) {
-    if (device.is_cpu()) peers_ = data_parallel_->peer_memory(bytes);
-    if (peers_) return peers_->region(data_parallel_->rank());
+    if (device.is_cpu()) peers_ = ranks_.data_parallel->peer_memory(bytes);
+    if (peers_) return peers_->region(ranks_.data_parallel->rank());
     return at::zeros({bytes}, at::TensorOptions().device(device).dtype(at::kByte));
   };
   return made;
 }
 
-Engine::Engine(std::vector<ParamSpec> params, EngineOptions options, comm::CommunicatorPtr data_parallel,
-               comm::CommunicatorPtr model_parallel)
-    : policy_(stage_policy(options.stage)),
-      data_parallel_(std::move(data_parallel)),
-      model_parallel_(std::move(model_parallel)),
-      store_(params, store_options(params, options), options.others),
+Engine::Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> others, const EngineOptions& options,
+               EngineRanks ranks)
+    : policy_(options.policy),
+      ranks_(std::move(ranks)),
+      store_(params, store_options(params, options), std::move(others)),
       device_(store_.device(), options.threads, options.kernels),
       grads_(store_, device_, options.reducer),
       stepper_(store_, device_, options.gather),
       watched_(store_.size()) {
   if (!policy_.shards_params()) return;
   const auto sharded = store_.sharded_params();
-  auto source = peers_ ? peer_source(data_parallel_, peers_)
-                       : agreed_source(options.gather_group ? options.gather_group : data_parallel_, sharded);
+  auto source = peers_ ? peer_source(ranks_.data_parallel, peers_)
+                       : agreed_source(ranks_.gathers ? ranks_.gathers : ranks_.data_parallel, sharded);
   grads_.set_waits(!source->looks_ahead());
   gatherer_ = std::make_unique<ParamGatherer>(sharded, std::move(source), options.gatherer);
   gatherer_->release_all();
@@ -354,10 +350,10 @@ void Engine::set_full(Kept kept, int slot, size_t param, const at::Tensor& value
 
 void Engine::broadcast(const std::vector<at::Tensor>& tensors, int root) {
   at::NoGradGuard no_grad;
-  if (data_parallel_->size() == 1) return;
+  if (ranks_.data_parallel->size() == 1) return;
   for (const at::Tensor& tensor : tensors) {
     const at::Tensor sent = tensor.contiguous();
-    data_parallel_->broadcast(sent, root, "values of rank 0")->wait();
+    ranks_.data_parallel->broadcast(sent, root, "values of rank 0")->wait();
     if (!sent.is_same(tensor)) tensor.detach().copy_(sent);
   }
 }

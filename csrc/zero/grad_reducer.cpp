@@ -123,6 +123,15 @@ void GradReducer::begin(bool reduce) {
   was_filled_ = filled_;
   std::fill(scaled_.begin(), scaled_.end(), 0);
   fires_.begin();
+  for (BucketState& bucket : buckets_) {
+    if (!bucket.in_place || !bucket.reduced) continue;
+    bucket.reduced = false;
+    const double factor = again(bucket);
+    if (std::abs(factor - 1.0) < 1e-5) continue;
+    const at::Tensor sum = row(bucket);
+    device_.copy(sum, sum, static_cast<float>(1.0 / factor));
+    dirty_ = true;
+  }
   next_bucket_ = 0;
   overlapped_count_ = 0;
   for (BucketState& bucket : buckets_) {
@@ -315,15 +324,15 @@ void GradReducer::complete(BucketState& bucket) {
   if (!bucket.in_place && among.replicas->size() > 1)
     among.replicas->all_reduce(bucket.received, comm::ReduceOp::kSum, tag(bucket))->wait();
   const bool there = bucket.received.data_ptr() == target.data_ptr();
-  if (bucket.reduced) {
+  if (bucket.reduced && !bucket.in_place) {
     device_.accumulate(target, bucket.received, after(bucket));
   } else if (!there || after(bucket) != 1.0f) {
     device_.copy(target, bucket.received, after(bucket));
   }
   if (!there) memory_.give_back(bucket.received);
   bucket.received = bucket.wire = at::Tensor();
-  if (bucket.in_place) return;
-  bucket.reduced = holds_reduced_ = true;
+  bucket.reduced = true;
+  holds_reduced_ = holds_reduced_ || !bucket.in_place;
 }
 
 // Learns what any rank has; true when some rank has a late gradient.

@@ -10,8 +10,10 @@
 // (stages 0 and 1, and inside no_sync), else memory that a bucket borrows from its first gradient until it is reduced
 // (stages 2 and 3). Reducing a bucket puts this rank's row of the sum into the reduced gradients, added to what earlier
 // micro-steps left there. In a space that is reduced in place, slots and reduced gradients are the same memory: what
-// has been reduced is equal on all ranks, so a second reduction leaves it as it is. At stage 1 the row is reduced in
-// place, in the local buffer; only when another backward follows before the step does it move to memory of its own.
+// has been reduced is equal on all ranks, so a second reduction leaves it as it is where it takes the mean over the
+// space's ranks; anything else (a sum; experts, which are divided by more ranks than have them) is undone before more
+// is added. At stage 1 the row is reduced in place, in the local buffer; only when another backward follows before the
+// step does it move to memory of its own.
 //
 // [Note: one backward]
 // begin() detaches every .grad, so autograd always hands over a fresh tensor; the hook moves it into the parameter's
@@ -52,8 +54,8 @@ struct ReducerOptions {
   int64_t bucket_numel = 500000000;
   bool overlap = true;                       // launch buckets while backward runs
   bool scatter = true;                       // sharded: reduce each row to its owner alone; false: all-reduce
-  float predivide = 1.0f;                    // gradients are multiplied by this before the sum over ranks
-  float postscale = 1.0f;                    // and by this after it
+  double predivide = 1.0;                    // gradients are multiplied by this before the sum over ranks
+  double postscale = 1.0;                    // and by this after it
   c10::optional<at::ScalarType> comm_dtype;  // what travels; unset: the buffers' own
   bool find_nonfinite_grads = false;         // remember which local gradients were not finite
   // Backward may wait for an earlier reduction. Not where ranks wait for each other in other ways meanwhile.
@@ -91,8 +93,9 @@ class GradReducer {
   FireCounter& fires() { return fires_; }
   const FireCounter& fires() const { return fires_; }
   void set_waits(bool waits) { options_.waits = waits; }
-  void set_postscale(float postscale) { options_.postscale = postscale; }  // not while a backward runs
-  int64_t peak_borrowed_bytes() const { return memory_.peak_bytes(); }     // slots, wire and receive buffers
+  double predivide() const { return options_.predivide; }
+  void set_postscale(double postscale) { options_.postscale = postscale; }  // not while a backward runs
+  int64_t peak_borrowed_bytes() const { return memory_.peak_bytes(); }      // slots, wire and receive buffers
 
   struct NonfiniteGrad {
     int32_t param;
@@ -113,7 +116,7 @@ class GradReducer {
     std::vector<std::pair<int64_t, int64_t>> gaps;  // padding, as [begin, end) within the bucket
     int32_t pending = -1;                           // parameters still expected to fire; -1: unknown, leaves at the end
     bool launched = false;
-    bool reduced = false;  // not in place: the row of reduced gradients holds something
+    bool reduced = false;  // the row of reduced gradients holds something
     bool borrowed = false;
     at::Tensor slots;     // `numel` elements
     at::Tensor wire;      // what travels when it is not the slots themselves
@@ -147,12 +150,16 @@ class GradReducer {
   const ParamSpace& space(const BucketState& bucket) const { return store_.spaces()[bucket.space]; }
   const SpaceRanks& ranks(const BucketState& bucket) const { return space(bucket).ranks(); }
   float before(const BucketState& bucket) const {
-    return alone_ ? 1.0f : options_.predivide * ranks(bucket).scale_before;
+    return alone_ ? 1.0f : static_cast<float>(options_.predivide) * ranks(bucket).scale_before;
   }
   float after(const BucketState& bucket) const {
-    return alone_ ? 1.0f : options_.postscale * ranks(bucket).scale_after;
+    return alone_ ? 1.0f : static_cast<float>(options_.postscale) * ranks(bucket).scale_after;
   }
   bool summed(const BucketState& bucket) const { return alone_ && bucket.in_place; }  // as it is filled
+  // In place: what another reduction multiplies an earlier sum by. 1 where it is the mean over the space's ranks.
+  double again(const BucketState& bucket) const {
+    return static_cast<double>(before(bucket)) * after(bucket) * ranks(bucket).replicas->size();
+  }
   int32_t wanted(const BucketState& bucket, size_t param) const {
     return fires_.has_learned() ? fires_.expected(param) : bucket.eager;
   }

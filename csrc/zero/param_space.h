@@ -34,7 +34,7 @@ struct ParamSpace {
   std::vector<int32_t> params;  // indices into ParamStore, in layout order
   plan::ShardMap map;
   std::vector<size_t> owned;  // extents of this rank, by shard_offset
-  // One owner has everything, end to end: the full space is the shard space, gradients are summed where they lie.
+  // This rank owns everything, end to end: the full space is the shard space. Gradients are summed where they lie.
   bool in_place = false;
   Buffer lp;         // the values the model computes with
   Buffer master;     // fp32; the very same tensor as lp when the model computes in fp32 (or fp64)
@@ -48,7 +48,7 @@ struct ParamSpace {
   // The reduced gradients lie among the local ones.
   bool grad_aliased() const { return !in_place && local.defined() && grad.full; }
   // The model's parameters are whole on every rank, and each updates its shard of them.
-  bool gathers_after_step() const { return !in_place && lp.full; }
+  bool gathers_after_step() const { return ranks().shard->size() > 1 && lp.full; }
   // Position of an owned extent, or of an element run of one bucket's own row, in a buffer.
   int64_t offset_in(const Buffer& buffer, const plan::Extent& extent) const {
     return buffer.full ? extent.full_offset : extent.shard_offset;

@@ -76,7 +76,14 @@ ParamStore::ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options
     set->params.insert(set->params.end(), spaces_[s].params.begin(), spaces_[s].params.end());
   }
   for (ParamSpace& space : spaces_) plan_space(space);
-  if (options_.policy.shards_params()) place_shards();
+  if (options_.policy.shards_params()) {
+    for (size_t param = 0; param < specs_.size(); ++param)
+      if (!same_ranks(space_of(param).ranks().shard, options_.everyone.shard))
+        fail(ErrorKind::kNotImplemented, "parameter '", specs_[param].name, "' (rule '", specs_[param].rule,
+             "') has its shards on other ranks than dense parameters; with ZeRO stage 3 values are gathered from all "
+             "data-parallel ranks: use zero_optimization.stage 0, 1 or 2");
+    place_shards();
+  }
   for (ParamSpace& space : spaces_) build_space(space);
   for (size_t param = 0; param < specs_.size(); ++param) {
     const ParamSpace& space = space_of(param);
@@ -101,7 +108,7 @@ void ParamStore::plan_space(ParamSpace& space) {
     places_[param].numel = numels.back();
   }
   const int64_t parts = space.ranks().shard->size();
-  space.in_place = parts == 1 && !policy.shards_params();
+  space.in_place = parts == 1 && (policy.grads_on_params || (options_.everyone.alone() && !policy.shards_params()));
   space.map = policy.shards_params() ? plan::param_shards(numels, options_.align, parts, options_.bucket_numel)
                                      : plan::flat_shards(numels, options_.align, parts, options_.bucket_numel, by_rows);
   for (size_t e = 0; e < space.map.extents.size(); ++e)

@@ -1,11 +1,11 @@
-"""Rules of the training core: who knows stage numbers. Each check returns sentences; none when all is well."""
+"""Rules of the training core: stage numbers, options, the width of bindings. Each check returns a list of sentences."""
 
 import ast
 import os
 import re
 
 from house_cpp import without_comments
-from house_tables import STAGE_NUMBERS_CPP, STAGE_NUMBERS_PYTHON
+from house_tables import MAX_BINDING_ARGUMENTS, STAGE_NUMBERS_CPP, STAGE_NUMBERS_PYTHON, WIDE_BINDINGS
 
 SEE = "See docs/architecture.md (stages) and tests/house/house_tables.py."
 ASK = (
@@ -58,3 +58,53 @@ def _is_numbers(node):
     if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
         return bool(node.elts) and all(map(_is_numbers, node.elts))
     return isinstance(node, ast.Constant) and type(node.value) is int
+
+
+# ---- bindings --------------------------------------------------------------------------------------------------------
+
+
+def check_binding_arguments(files):
+    problems = []
+    for path, text in files.items():
+        for match in re.finditer(r"\.\s*def(?:_static)?\s*\(", text) if path.startswith("bindings/") else ():
+            call = _balanced(text, match.end() - 1)
+            count = len(re.findall(r"\bpy::arg\s*\(", call))
+            name = re.match(r'\(\s*"(\w+)"', call)
+            name = name.group(1) if name else "__init__"
+            if count > MAX_BINDING_ARGUMENTS and (path, name) not in WIDE_BINDINGS:
+                where = f"csrc/{path}:{text.count(chr(10), 0, match.start()) + 1}"
+                problems.append(
+                    f"{where} binds {name} with {count} arguments, more "
+                    f"than {MAX_BINDING_ARGUMENTS}. What the configuration says C++ reads from it; rows of a table go "
+                    f"as one list. Or add a row to WIDE_BINDINGS that says why not. {SEE}"
+                )
+    return problems
+
+
+def _balanced(text, start):
+    """From the bracket at ``start`` to the one that closes it. Brackets within literals come in pairs here."""
+    depth = 0
+    for place in range(start, len(text)):
+        depth += (text[place] == "(") - (text[place] == ")")
+        if depth == 0:
+            return text[start : place + 1]
+    return text[start:]
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+OPTIONS_FILES = ("zero/engine_options.cpp", "zero/engine_options.h")
+
+
+def check_engine_options(files):
+    problems = []
+    for path, text in files.items():
+        if path in OPTIONS_FILES:
+            continue
+        for number, line in enumerate(without_comments(text).splitlines(), 1):
+            if re.search(r"\bEngineOptions\s*(?:\w+\s*)?[;{(=]", line):
+                problems.append(
+                    f"csrc/{path}:{number} makes EngineOptions: engine_options.cpp alone does, from the configuration, "
+                    f"so that a key has one reader and one default. Pass the configuration. {SEE}"
+                )
+    return problems

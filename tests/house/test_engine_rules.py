@@ -76,3 +76,28 @@ def test_a_stage_number_in_python(line):
 @pytest.mark.parametrize("line", ["stage = 2 if shards else 1", "same = run.stage == engine.stage", "x = stages == 3"])
 def test_what_is_no_stage_number_in_python(line):
     assert house_engine.check_stage_numbers_python(made_up("engine/a.py", line)) == []
+
+
+def test_binding_arguments(files):
+    expect_none(house_engine.check_binding_arguments(files))
+
+
+def test_a_wide_binding():
+    arguments = ", ".join(f'py::arg("a{i}")' for i in range(9))
+    wide = (f'm.def("f", &f, {arguments});', "binds f"), (f"x.def(py::init(&g), {arguments});", "__init__")
+    for text, name in wide:
+        problems = house_engine.check_binding_arguments({"bindings/a.cpp": "\n" + text, "zero/a.cpp": text})
+        assert len(problems) == 1 and "csrc/bindings/a.cpp:2 " in problems[0] and name in problems[0], problems
+    narrow = f'm.def("f", &f, {arguments.rsplit(",", 1)[0]}).def("g", &g, py::arg("x"));'
+    assert house_engine.check_binding_arguments({"bindings/a.cpp": narrow}) == []
+
+
+def test_engine_options(files):
+    expect_none(house_engine.check_engine_options(files))
+
+
+@pytest.mark.parametrize("line", ["EngineOptions options;", "f(zero::EngineOptions{});", "EngineOptions o = f();"])
+def test_options_made_elsewhere(line):
+    problems = house_engine.check_engine_options({"zero/a.cpp": "\n" + line, "zero/engine_options.cpp": line})
+    assert len(problems) == 1 and "csrc/zero/a.cpp:2 makes" in problems[0], problems
+    assert house_engine.check_engine_options({"zero/a.cpp": "f(const EngineOptions& x); // EngineOptions x;"}) == []

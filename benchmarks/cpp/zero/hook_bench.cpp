@@ -35,8 +35,9 @@ std::shared_ptr<Engine> engine_of(const std::vector<at::Tensor>& params, int sta
   std::vector<ParamSpec> specs;
   for (int i = 0; i < kParams; ++i) specs.push_back({params[i], "p" + std::to_string(i), 0, i});
   EngineOptions options;
-  options.stage = stage;
-  return std::make_shared<Engine>(std::move(specs), options, comm::local_communicator(), nullptr);
+  options.policy = stage_policy(stage);
+  return std::make_shared<Engine>(std::move(specs), std::vector<ShardedParamPtr>{}, options,
+                                  EngineRanks{comm::local_communicator()});
 }
 
 double ns_each(const std::function<void()>& run) {

@@ -1,5 +1,6 @@
 #include "zero/space_rules/space_rule.h"
 
+#include <map>
 #include <utility>
 
 #include "base/error.h"
