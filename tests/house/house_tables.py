@@ -56,12 +56,13 @@ CPP_ARROWS = {
     "plan": {"base"},
     "kernels": {"base"},
     "io": {"base"},
+    "storage": {"base", "plan", "io"},
     "optim": {"base", "config", "kernels"},
     "comm": {"base", "kernels"},
     "zero": {"base", "config", "plan", "kernels", "optim", "io", "comm"},
     "bindings": {"base", "config", "plan", "kernels", "optim", "io", "comm", "zero"},
 }
-ROOMS_WITH_TORCH = {"comm", "zero", "bindings"}
+ROOMS_WITH_TORCH = {"storage", "comm", "zero", "bindings"}
 ROOMS_WITH_PYTHON = {"bindings"}
 # Highway's headers are written for quotes: it includes the file that includes it once per instruction set.
 QUOTED_LIBRARIES = {"hwy": {"kernels"}}
@@ -77,6 +78,7 @@ MUTABLE_GLOBALS = {
     ("bindings/config.cpp", "config_type"): "as above",
     ("config/schema.cpp", "all"): "sections register before main and are only read afterwards",
     ("config/sections/optimizer_params.cpp", "all"): "as above: optimizer types",
+    ("storage/tier.cpp", "all"): "memory tiers register before main and are only read afterwards",
     ("optim/rule.cpp", "all"): "optimizer rules register before main and are only read afterwards",
     ("kernels/cpu/update.cpp", "all"): "update kernels register while the library is loaded and are only read after",
     ("kernels/cuda/update.cu", "all"): "as above",
