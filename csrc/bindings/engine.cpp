@@ -13,8 +13,8 @@
 #include "bindings/sharded_params.h"
 #include "bindings/torch_types.h"
 #include "bindings/without_lock.h"
-#include "comm/c10d_communicator.h"
-#include "comm/local_communicator.h"
+#include "comm/transports/c10d_communicator.h"
+#include "comm/transports/local_communicator.h"
 #include "zero/engine.h"
 
 namespace py = pybind11;

@@ -10,7 +10,7 @@
 #include <chrono>
 #include <cstdlib>
 
-#include "comm/local_communicator.h"
+#include "comm/transports/local_communicator.h"
 #include "zero/accumulator_hooks.h"
 #include "zero/engine.h"
 

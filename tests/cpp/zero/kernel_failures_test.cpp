@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "comm/thread_communicator.h"
+#include "comm/transports/thread_communicator.h"
 #include "zero/engine.h"
 
 namespace ds::zero {
