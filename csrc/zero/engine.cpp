@@ -84,7 +84,7 @@ Engine::Engine(std::vector<ParamSpec> params, EngineOptions options, comm::Commu
   if (!policy_.shard_params) return;
   const auto sharded = store_.sharded_params();
   auto source = peers_ ? peer_source(data_parallel_, peers_)
-                       : agreed_source(options.gather_group ? options.gather_group : data_parallel_, sharded);
+                       : scheduled_source(options.gather_group ? options.gather_group : data_parallel_, sharded);
   grads_.set_waits(!source->looks_ahead());
   gatherer_ = std::make_unique<ParamGatherer>(sharded, std::move(source), options.gatherer);
   gatherer_->release_all();
