@@ -59,8 +59,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
     if (user_backward_ || own_backward_) abort_backward();  // it raised half-way
     grads_.clear();
   }
+  // After finish_backward, with nothing in between.
   void norm(float loss_scale, float max_norm, bool check) {
-    if (gatherer_) gatherer_->source().drain();
     stepper_.norm(grads_, loss_scale, max_norm, check, ranks_.model_parallel.get());
   }
   void update(const std::vector<std::vector<double>>& hyper) {

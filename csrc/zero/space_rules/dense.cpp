@@ -1,4 +1,4 @@
-#include "comm/local_communicator.h"
+#include "comm/transports/local_communicator.h"
 #include "zero/space_rules/space_rule.h"
 
 namespace ds::zero {

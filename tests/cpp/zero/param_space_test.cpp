@@ -7,8 +7,8 @@
 #include <thread>
 
 #include "base/error.h"
-#include "comm/local_communicator.h"
-#include "comm/thread_communicator.h"
+#include "comm/transports/local_communicator.h"
+#include "comm/transports/thread_communicator.h"
 #include "plain_adamw.h"
 #include "zero/engine.h"
 #include "zero/space_rules/space_rule.h"
