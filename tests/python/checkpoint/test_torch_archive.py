@@ -355,7 +355,8 @@ def test_the_reader_without_the_package_reads_the_same(path, lazy):
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 def test_the_reader_without_the_package_reads_tensors_and_arrays(zipped, tmp_path):
-    value = {"tensors": tensors(), "arrays": arrays(), "plain": {k: v for k, v in plain().items() if k not in ("mine", "sets")}}
+    simple = {name: value for name, value in plain().items() if name not in ("mine", "sets")}
+    value = {"tensors": tensors(), "arrays": arrays(), "plain": simple}
     torch.save(value, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
     assert like(load(tmp_path / "x.pt"), standalone_reader.load(tmp_path / "x.pt", trust=False))
     torch.save({"counted": Counted()}, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)

@@ -1,0 +1,269 @@
+#include "comm/transports/hierarchical_communicator.h"
+
+#include <ATen/Functions.h>
+
+#include <cstring>
+
+#include "base/error.h"
+#include "comm/hosts.h"
+#include "comm/process_peer_memory.h"
+#include "comm/shm_work.h"
+
+namespace ds::comm {
+
+namespace {
+
+// What the collectives of one group need, shared with those that are under way.
+struct Tree {
+  Hosts hosts;
+  CommunicatorPtr leaders;  // null: this rank leads nobody
+
+  // The ranks of this host stop with what leaders find out.
+  template <typename Talk>
+  void between_hosts(ShmGroup& group, const Talk& talk) const {
+    if (!leaders) return;
+    try {
+      talk(*leaders);
+    } catch (const std::exception& error) {
+      group.channel().give_up("the leader of this host could not finish with those of the other hosts: " +
+                              std::string(error.what()));
+    }
+  }
+};
+
+// What a leader calls, told to the other leaders while its host is at work.
+class FingerprintExchange {
+ public:
+  FingerprintExchange(const Tree& tree, const Record& call) : tree_(tree) {
+    if (!tree.leaders) return;
+    const auto bytes = static_cast<int64_t>(sizeof(Record));
+    all_ = at::zeros({tree.leaders->size(), bytes}, at::TensorOptions().dtype(at::kByte));
+    const at::Tensor mine = all_.select(0, tree.leaders->rank());
+    std::memcpy(mine.data_ptr(), static_cast<const void*>(&call), sizeof(call));
+    work_ = tree.leaders->all_gather(mine, all_);
+  }
+  void compare(ShmGroup& group) {
+    tree_.between_hosts(group, [&](Communicator& leaders) {
+      work_->wait();
+      std::vector<Record> calls(leaders.size());
+      for (int host = 0; host < leaders.size(); ++host)
+        std::memcpy(static_cast<void*>(&calls[host]), all_.select(0, host).data_ptr(), sizeof(Record));
+      for (const Record& other : calls) {
+        if (fits(other, calls[0])) continue;
+        std::string text = "the hosts call different collectives:";
+        for (int host = 0; host < leaders.size(); ++host)
+          text += " that of rank " + std::to_string(tree_.hosts.ranks[host][0]) + " " + describe(calls[host]) + ";";
+        fail(ErrorKind::kRuntime, text);
+      }
+    });
+  }
+
+ private:
+  const Tree& tree_;
+  at::Tensor all_;
+  WorkPtr work_;
+};
+
+size_t elements(const at::Tensor& tensor) { return static_cast<size_t>(tensor.numel()); }
+
+bool narrow(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
+}
+
+class HierarchicalCommunicator : public Communicator {
+ public:
+  HierarchicalCommunicator(CommunicatorPtr inner, std::unique_ptr<ShmGroup> group, Tree tree)
+      : inner_(std::move(inner)),
+        queue_(std::make_shared<ShmQueue>(std::move(group))),
+        tree_(std::make_shared<Tree>(std::move(tree))),
+        background_(has_spare_cores(inner_->size())) {}
+
+  int rank() const override { return inner_->rank(); }
+  int size() const override { return inner_->size(); }
+  std::string name() const override { return "hierarchical"; }
+  bool carries(const Op&) const override { return true; }  // what leaders cannot speed up goes as it would without them
+  WorkPtr run_all(const std::vector<Op>& ops) override {
+    if (!background_) queue_->drain();
+    return inner_->run_all(ops);
+  }
+  PeerMemoryPtr peer_memory(int64_t) override { return nullptr; }
+  void leave() override {
+    if (tree_->leaders) tree_->leaders->leave();
+    inner_->leave();
+  }
+
+ protected:
+  WorkPtr start(const Op& op) override {
+    const bool even = op.in_counts.empty() && op.out_counts.empty();
+    if (op.verb == Verb::kBarrier) return barriers();
+    if (op.own().device().is_cpu() && even && op.reduce != ReduceOp::kAvg) {
+      if (op.verb == Verb::kAllReduce) return all_reduce(op);
+      if (op.verb == Verb::kBroadcast) return broadcast(op);
+      if (op.verb == Verb::kReduceScatter) return reduce_scatter(op);
+      if (op.verb == Verb::kAllGather) return all_gather(op);
+    }
+    if (!background_) queue_->drain();
+    return inner_->run(op);
+  }
+
+ private:
+  using Body = std::function<void(ShmGroup&, const Tree&, FingerprintExchange&)>;
+
+  WorkPtr barriers() {
+    return submit(record("barrier"), [](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
+      group.barrier();
+      fingerprints.compare(group);
+      tree.between_hosts(group, [](Communicator& leaders) { leaders.barrier(); });
+      group.barrier();
+    });
+  }
+
+  WorkPtr all_reduce(const Op& op) {
+    return submit(call(op), [op](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
+      const at::Tensor& tensor = op.out;
+      const at::Tensor sum = op.reduce == ReduceOp::kSum && narrow(tensor) ? tensor.to(at::kFloat) : tensor;
+      group.reduce(sum.data_ptr(), elements(sum), sum.scalar_type(), op.reduce, 0, op.tag);
+      fingerprints.compare(group);
+      tree.between_hosts(group, [&](Communicator& leaders) { leaders.all_reduce(sum, op.reduce)->wait(); });
+      group.broadcast(sum.data_ptr(), elements(sum), sum.scalar_type(), 0, op.tag);
+      if (!sum.is_same(tensor)) tensor.copy_(sum);
+    });
+  }
+
+  WorkPtr broadcast(const Op& op) {
+    Record header = call(op);
+    header.root = op.peer;
+    return submit(header, [op](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
+      const at::Tensor& tensor = op.out;
+      const int from = tree.hosts.host_of(op.peer), place = tree.hosts.place_of(op.peer);
+      const auto inside = [&](int local_root) {
+        group.broadcast(tensor.data_ptr(), elements(tensor), tensor.scalar_type(), local_root, op.tag);
+      };
+      if (from == tree.hosts.mine) inside(place);
+      fingerprints.compare(group);
+      tree.between_hosts(group, [&](Communicator& leaders) { leaders.broadcast(tensor, from)->wait(); });
+      if (from != tree.hosts.mine) inside(0);
+    });
+  }
+
+  WorkPtr reduce_scatter(const Op& op) {
+    return submit(call(op), [op, n = size()](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
+      const at::Tensor &input = op.in, &output = op.out;
+      const at::Tensor sum = narrow(input) ? input.to(at::kFloat) : input;
+      group.reduce(sum.data_ptr(), elements(sum), sum.scalar_type(), op.reduce, 0, op.tag);
+      fingerprints.compare(group);
+      const at::Tensor rows = sum.view({n, output.numel()});
+      at::Tensor mine;  // the rows of this host's ranks
+      tree.between_hosts(
+          group, [&](Communicator& leaders) { mine = reduced_over_hosts(leaders, tree.hosts, rows, op.reduce); });
+      at::Tensor row = sum.scalar_type() == output.scalar_type() ? output : at::empty(output.sizes(), sum.options());
+      const size_t bytes = row.nbytes();
+      group.scatter(row.data_ptr(), mine.defined() ? rows_of(mine.data_ptr(), group.size(), bytes) : Rows(),
+                    elements(row), row.scalar_type(), 0, op.tag);
+      if (!row.is_same(output)) output.copy_(row);
+    });
+  }
+
+  WorkPtr all_gather(const Op& op) {
+    return submit(call(op), [op, n = size()](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
+      const at::Tensor &mine = op.in, &all = op.out;
+      const at::Tensor rows = all.view({n, mine.numel()});
+      at::Tensor block;  // the rows of this host's ranks
+      if (tree.leaders) block = at::empty({group.size(), mine.numel()}, all.options());
+      group.gather(tree.leaders ? rows_of(block.data_ptr(), group.size(), mine.nbytes()) : Rows(), mine.data_ptr(),
+                   elements(mine), mine.scalar_type(), 0, op.tag);
+      fingerprints.compare(group);
+      tree.between_hosts(group, [&](Communicator& leaders) { gather_blocks(leaders, tree.hosts, block, rows); });
+      group.broadcast(all.data_ptr(), elements(all), all.scalar_type(), 0, op.tag);
+    });
+  }
+
+  static Record call(const Op& op) {
+    Record made = record(verb_name(op.verb), op.own().numel(), static_cast<int32_t>(op.own().scalar_type()), op.tag);
+    if (op.verb == Verb::kAllReduce || op.verb == Verb::kReduceScatter) made.op = static_cast<int32_t>(op.reduce);
+    return made;
+  }
+
+  // Hosts may have different numbers of ranks: leaders send blocks as long as the longest.
+  static int64_t most_ranks(const Hosts& hosts) {
+    size_t most = 0;
+    for (const auto& host : hosts.ranks) most = std::max(most, host.size());
+    return static_cast<int64_t>(most);
+  }
+
+  static void gather_blocks(Communicator& leaders, const Hosts& hosts, const at::Tensor& block,
+                            const at::Tensor& rows) {
+    const int64_t numel = rows.size(1);
+    const at::Tensor blocks = at::empty({leaders.size(), most_ranks(hosts), numel}, rows.options());
+    const at::Tensor mine = blocks.select(0, leaders.rank());
+    mine.narrow(0, 0, block.size(0)).copy_(block);
+    leaders.all_gather(mine, blocks)->wait();
+    for (size_t host = 0; host < hosts.ranks.size(); ++host)
+      for (size_t place = 0; place < hosts.ranks[host].size(); ++place)
+        rows.select(0, hosts.ranks[host][place])
+            .copy_(blocks.select(0, static_cast<int64_t>(host)).select(0, static_cast<int64_t>(place)));
+  }
+
+  // rows[r]: what this host has reduced for rank r. Returns what all hosts have for the ranks of this host.
+  static at::Tensor reduced_over_hosts(Communicator& leaders, const Hosts& hosts, const at::Tensor& rows, ReduceOp op) {
+    const at::Tensor blocks = at::zeros({leaders.size(), most_ranks(hosts), rows.size(1)}, rows.options());
+    for (size_t host = 0; host < hosts.ranks.size(); ++host)
+      for (size_t place = 0; place < hosts.ranks[host].size(); ++place)
+        blocks.select(0, static_cast<int64_t>(host))
+            .select(0, static_cast<int64_t>(place))
+            .copy_(rows.select(0, hosts.ranks[host][place]));
+    const at::Tensor mine = blocks.select(0, leaders.rank());
+    leaders.run({Verb::kReduceScatter, blocks, mine, {}, {}, op, -1, {}})->wait();
+    return mine;
+  }
+
+  WorkPtr submit(const Record& header, Body body) {
+    return std::make_shared<ShmWork>(queue_, queue_->submit(
+                                                 [tree = tree_, header, body = std::move(body)](ShmGroup& group) {
+                                                   // The other leaders may stand in what failed here, and take
+                                                   // fingerprints for its data.
+                                                   group.channel().refuse_if_failed();
+                                                   FingerprintExchange fingerprints(*tree, header);
+                                                   body(group, *tree, fingerprints);
+                                                 },
+                                                 background_ ? ShmQueue::Start::kSoon : ShmQueue::Start::kByWaiting));
+  }
+
+  CommunicatorPtr inner_;
+  std::shared_ptr<ShmQueue> queue_;
+  std::shared_ptr<Tree> tree_;
+  const bool background_;
+};
+
+std::vector<int64_t> hosts_of_all(Communicator& inner, int64_t host) {
+  const at::Tensor all = at::zeros({inner.size()}, at::kLong);
+  all[inner.rank()] = host;
+  inner.all_gather(all.narrow(0, inner.rank(), 1), all)->wait();
+  return {all.data_ptr<int64_t>(), all.data_ptr<int64_t>() + all.numel()};
+}
+
+}  // namespace
+
+CommunicatorPtr hierarchical_communicator(const CommunicatorPtr& inner, std::chrono::milliseconds timeout,
+                                          const GroupFacts& facts, int64_t host) {
+  Tree tree;
+  tree.hosts = group_by_host(hosts_of_all(*inner, host), inner->rank());
+  const auto& here = tree.hosts.ranks[tree.hosts.mine];
+  const auto count = static_cast<int>(tree.hosts.ranks.size());
+  if (count == 1 || count == inner->size()) return nullptr;
+  if (tree.hosts.leads()) tree.leaders = inner->among(tree.hosts.leaders());
+  const Rendezvous everybody = rendezvous_over(*inner);
+  if (!everybody.all(!tree.hosts.leads() || tree.leaders)) return nullptr;
+  Rendezvous rendezvous = everybody;
+  rendezvous.exchange = [&](const SegmentFacts& mine) {
+    const std::vector<SegmentFacts> all = everybody.exchange(mine);
+    std::vector<SegmentFacts> local;
+    for (int rank : here) local.push_back(all[rank]);
+    return local;
+  };
+  auto group = ShmGroup::create(tree.hosts.local, static_cast<int>(here.size()), rendezvous, timeout, facts);
+  if (!group) return nullptr;
+  return std::make_shared<HierarchicalCommunicator>(inner, std::move(group), std::move(tree));
+}
+
+}  // namespace ds::comm
