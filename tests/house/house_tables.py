@@ -77,6 +77,7 @@ MUTABLE_GLOBALS = {
     ("bindings/config.cpp", "config_type"): "as above",
     ("config/schema.cpp", "all"): "sections register before main and are only read afterwards",
     ("config/sections/optimizer_params.cpp", "all"): "as above: optimizer types",
+    ("zero/space_rules/space_rule.cpp", "all"): "rules register before main and are only read afterwards",
     ("optim/rule.cpp", "all"): "optimizer rules register before main and are only read afterwards",
     ("kernels/cpu/update.cpp", "all"): "update kernels register while the library is loaded and are only read after",
     ("kernels/cuda/update.cu", "all"): "as above",
