@@ -189,8 +189,10 @@ DS_BINDINGS(m) {
       .def(
           "publish", [](Engine& engine) { engine.stepper().publish(); }, Unlocked())
       .def("refresh_master", &Engine::refresh_master, Unlocked())
-      .def("hold_states", [](Engine& engine) { engine.hold().hold(); })
-      .def("let_states_go", [](Engine& engine) { engine.hold().let_go(); })
+      .def(
+          "hold_states", [](Engine& engine) { engine.hold().hold(); }, Unlocked())
+      .def(
+          "let_states_go", [](Engine& engine) { engine.hold().let_go(); }, Unlocked())
       .def(
           "wait_for_states", [](Engine& engine) { engine.hold().wait(); }, Unlocked())
       .def("broadcast", &Engine::broadcast, Unlocked())

@@ -364,7 +364,7 @@ void Engine::broadcast(const std::vector<at::Tensor>& tensors, int root) {
 }
 
 void Engine::release() {
-  hold_.wait();
+  hold_.clear();
   hooks_.clear();
   grads_.clear();
   if (gatherer_) gatherer_->end_backward();

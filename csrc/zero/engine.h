@@ -13,7 +13,7 @@
 #include "zero/param_gatherer.h"
 #include "zero/param_store.h"
 #include "zero/stage_policy.h"
-#include "zero/state_hold.h"
+#include "zero/state_leases.h"
 #include "zero/stepper.h"
 
 namespace ds::zero {
@@ -133,7 +133,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     stepper_.refresh_master();
   }
 
-  StateHold& hold() { return hold_; }  // of masters and optimizer states; the calls above that change them wait
+  StateLeases& hold() { return hold_; }  // of masters and optimizer states; the calls above that change them wait
   ParamGatherer* gatherer() { return gatherer_.get(); }  // null below stage 3
 
   const comm::Communicator& data_parallel() const { return *data_parallel_; }
@@ -155,11 +155,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   comm::CommunicatorPtr data_parallel_, model_parallel_;
   comm::PeerMemoryPtr peers_;
   ParamStore store_;
+  storage::ShardStorage storage_{store_.device()};
   DeviceContext device_;
   GradReducer grads_;
   Stepper stepper_;
   std::unique_ptr<ParamGatherer> gatherer_;
-  StateHold hold_;
+  StateLeases hold_{storage_, store_};
   int writing_ = 0;
   std::vector<bool> watched_;
   bool had_user_backward_ = false;  // since the last end_step or join_backward

@@ -20,7 +20,8 @@ std::vector<ShardedParam*> missing(const std::vector<ShardedParam*>& params) {
 }
 
 // All-gathers all of them at once and makes them available.
-int64_t gather_together(comm::Communicator& communicator, BufferPool& pool, const std::vector<ShardedParam*>& params) {
+int64_t gather_together(comm::Communicator& communicator, storage::ScratchPool& pool,
+                        const std::vector<ShardedParam*>& params) {
   std::vector<std::pair<at::Tensor, comm::WorkPtr>> pending;
   int64_t received = 0;
   for (ShardedParam* param : params) {

@@ -12,7 +12,7 @@
 
 #include "comm/communicator.h"
 #include "comm/peer_memory.h"
-#include "zero/buffer_pool.h"
+#include "storage/scratch_pool.h"
 #include "zero/sharded_param.h"
 
 namespace ds::zero {
@@ -34,12 +34,12 @@ class ShardSource {
   virtual void drain() {}
   virtual const char* name() const = 0;
 
-  BufferPool& pool() { return pool_; }
+  storage::ScratchPool& pool() { return pool_; }
   int64_t gathered_elements() const { return gathered_; }  // received from other ranks
   void reset_counters() { gathered_ = 0; }
 
  protected:
-  BufferPool pool_;
+  storage::ScratchPool pool_;
   int64_t gathered_ = 0;
 };
 using ShardSourcePtr = std::shared_ptr<ShardSource>;
