@@ -85,4 +85,16 @@ MUTABLE_GLOBALS = {
     ("kernels/ref/update.cpp", "rules"): "as above",
 }
 
+# Who compares ZeRO stages with numbers, beside the configuration.
+STAGE_NUMBERS_CPP = {"zero/stage_policy.cpp": "the table itself"}
+STAGE_NUMBERS_PYTHON = {
+    "utils/zero_to_fp32.py": "a file format: the stage stands in the file, and the script runs without the library",
+}
+
+# (file, name) of bindings with more arguments: why.
+MAX_BINDING_ARGUMENTS = 8
+WIDE_BINDINGS = {
+    ("bindings/ops_update.cpp", "step"): "an optimizer's own call, without an engine: a list of each kind of tensor",
+}
+
 MAX_LINES = 600
