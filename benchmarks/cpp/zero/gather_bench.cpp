@@ -231,5 +231,3 @@ BENCHMARK(gathers)->ArgName("ranks")->Arg(2)->Arg(4)->Iterations(5)->Unit(benchm
 
 }  // namespace
 }  // namespace ds::zero
-
-BENCHMARK_MAIN();
