@@ -1,0 +1,65 @@
+// What gradients are divided by, and what a second reduction before the step does to the first.
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "comm/transports/local_communicator.h"
+#include "comm/transports/thread_communicator.h"
+#include "zero/engine.h"
+
+namespace ds::zero {
+namespace {
+
+// The gradient of one weight after `backwards` reducing backwards, each with the gradient `step + rank + 1`.
+at::Tensor reduced(int stage, int backwards, double before, double after, const EngineRanks& ranks) {
+  at::Tensor weight = at::ones({40}).set_requires_grad(true);
+  EngineOptions options;
+  options.policy = stage_policy(stage);
+  options.reducer.predivide = before;
+  options.reducer.postscale = after;
+  options.gatherer.persistence_numel = 1 << 20;
+  ParamSpec spec{weight, "weight", 0, 0};
+  const int rank = ranks.data_parallel->rank();
+  if (stage == 3) spec.sharded = std::make_shared<ShardedParam>(weight, "weight", ranks.data_parallel->size(), rank);
+  auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{spec}, std::vector<ShardedParamPtr>{}, options, ranks);
+  for (int step = 0; step < backwards; ++step) {
+    engine->backward().begin(true);
+    (weight * static_cast<double>(step + rank + 1)).sum().backward();
+    engine->backward().end();
+  }
+  engine->backward().finish();
+  return engine->states().full(StateKind::kGrad, 0, 0);
+}
+
+TEST(Reduction, OneRankDividesNothing) {
+  for (int stage : {0, 1, 2, 3}) {
+    const EngineRanks alone{comm::local_communicator()};
+    EXPECT_TRUE(at::equal(reduced(stage, 1, 0.25, 4.0, alone), at::ones({40}))) << "stage " << stage;
+    EXPECT_TRUE(at::equal(reduced(stage, 2, 0.25, 4.0, alone), at::ones({40}) * 3)) << "stage " << stage;
+  }
+}
+
+// Means, and sums as gradient_allreduce_op "sum" wants them.
+TEST(Reduction, ASecondOneAddsToTheFirst) {
+  constexpr int kWorld = 4;
+  for (int stage : {0, 1, 2}) {
+    for (const auto& [before, after] : {std::pair(0.25, 1.0), std::pair(0.5, 0.5), std::pair(1.0, 1.0)}) {
+      const auto comms = comm::thread_communicators(kWorld);
+      std::vector<std::thread> threads;
+      for (int rank = 0; rank < kWorld; ++rank) {
+        threads.emplace_back([&, rank, before = before, after = after] {
+          const at::Tensor found = reduced(stage, 2, before, after, {comms[rank]});
+          const double sum = (1 + 2 + 3 + 4) + (2 + 3 + 4 + 5);
+          EXPECT_TRUE(at::allclose(found, at::ones({40}) * (sum * before * after)))
+              << "stage " << stage << " before " << before << " after " << after << ": " << found[0].item<float>();
+        });
+      }
+      for (std::thread& thread : threads) thread.join();
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ds::zero
