@@ -34,6 +34,7 @@ class ScratchPool {
   void trim(int64_t bytes = 0);
 
   int64_t idle_bytes() const { return idle_bytes_; }
+  int64_t limit() const { return limit_; }  // of idle bytes
   // Keeps two of so many bytes: of a unit of buffers that are taken together, one is in use and one on its way.
   void keep_two_of(int64_t bytes) { need_room_for(2 * bytes); }
   void need_room_for(int64_t bytes) { limit_ = std::max(limit_, bytes); }

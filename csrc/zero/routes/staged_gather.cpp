@@ -35,7 +35,9 @@ StagedGather::StagedGather(comm::Communicator& group, storage::ScratchPool& pool
   const int64_t note_at = row;
   if (note) row += kAlign;
   if (row * n <= limit) {
-    rows_ = pool_.take(row * n, options).view({n, row});
+    // More than the pool keeps, a whole model once, must not become what it keeps from then on.
+    rows_pooled_ = row * n <= pool_.limit();
+    rows_ = (rows_pooled_ ? pool_.take(row * n, options) : at::empty({row * n}, options)).view({n, row});
     const at::Tensor mine = rows_.select(0, group.rank());
     for (size_t i = 0; i < params_.size(); ++i)
       if (const int64_t bytes = slice_bytes(*params_[i]))
@@ -72,7 +74,8 @@ StagedGather::~StagedGather() {
 void StagedGather::give_rows() {
   if (!rows_.defined()) return;
   note_column_ = at::Tensor();
-  pool_.give(std::exchange(rows_, at::Tensor()).view({-1}));
+  const at::Tensor rows = std::exchange(rows_, at::Tensor()).view({-1});
+  if (rows_pooled_) pool_.give(rows);
 }
 
 // The current stream is behind the gather. Notes start on their way to the host, so that who asks later need not wait.

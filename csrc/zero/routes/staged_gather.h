@@ -49,7 +49,8 @@ class StagedGather {
   std::vector<comm::WorkPtr> works_;
   bool arrived_ = false;
   size_t taken_ = 0;
-  at::Tensor rows_;                  // staging, bytes: a row for each rank; undefined where there is none
+  at::Tensor rows_;  // staging, bytes: a row for each rank; undefined where there is none
+  bool rows_pooled_ = false;
   std::vector<int64_t> offsets_;     // of each parameter within a row
   std::vector<at::Tensor> buffers_;  // without staging
   at::Tensor note_column_, host_notes_;
