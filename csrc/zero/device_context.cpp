@@ -56,7 +56,8 @@ kernels::Launch DeviceContext::launch(kernels::Scratch* scratch) const {
   kernels::Launch launch;
   launch.pool = pool_.get();
   launch.scratch = scratch;
-  if (!device_.is_cpu()) launch.stream = comm::native_stream(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+  if (!device_.is_cpu())
+    launch.stream = comm::native_stream(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
   return launch;
 }
 

@@ -32,8 +32,8 @@ bool arithmetic(ReduceOp op) {
   return op == ReduceOp::kSum || op == ReduceOp::kProduct || op == ReduceOp::kMin || op == ReduceOp::kMax;
 }
 
-// What Debian's gloo (torch 1.13) and that of 2.x both reduce; bf16 and bool travel as something wider.
-bool gloo_reduces(at::ScalarType type) {
+// What Debian's gloo (torch 1.13) and that of 2.x both know; bf16 and bool travel as something wider.
+bool gloo_carries(at::ScalarType type) {
   switch (type) {
     case at::kFloat:
     case at::kDouble:
@@ -103,8 +103,8 @@ class C10dCommunicator : public Communicator {
     if (native(op.own())) return op.verb != Verb::kGather && op.verb != Verb::kScatter && natively(op);
     if (op.verb == Verb::kSend || op.verb == Verb::kRecv) return op.own().device().is_cpu();
     if (!members_.empty()) return false;
-    return op.verb == Verb::kBroadcast ||
-           (op.verb == Verb::kAllReduce && arithmetic(op.reduce) && gloo_reduces(op.out.scalar_type()));
+    if (op.own().device().is_cpu() && !gloo_carries(op.own().scalar_type())) return false;
+    return op.verb == Verb::kBroadcast || (op.verb == Verb::kAllReduce && arithmetic(op.reduce));
   }
   WorkPtr run_all(const std::vector<Op>& ops) override { return transfers(ops, first_tag_); }
   CommunicatorPtr among(const std::vector<int>& ranks) override {
