@@ -57,7 +57,7 @@ CPP_ARROWS = {
     "kernels": {"base"},
     "io": {"base"},
     "optim": {"base", "config", "kernels"},
-    "comm": {"base", "kernels"},
+    "comm": {"base", "plan", "kernels"},
     "zero": {"base", "config", "plan", "kernels", "optim", "io", "comm"},
     "bindings": {"base", "config", "plan", "kernels", "optim", "io", "comm", "zero"},
 }
