@@ -1,9 +1,11 @@
-"""What the engine tells about its configuration. Each method is one line of the config; none has state."""
+"""What the engine tells about its configuration and computes from it. No method has state.
+
+The accessors that hand out one value as it is are a table, ``accessor_table.py``.
+"""
 
 import torch
 
-from deepspeed.engine.feature_accessors import FeatureAccessors
-from deepspeed.engine.zero_accessors import ZeroAccessors
+from deepspeed.engine.accessor_table import PATHS, answers_from
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -15,57 +17,13 @@ def dtype_of(name):
     return _DTYPES[str(name).lower()]
 
 
-class ConfigAccessors(ZeroAccessors, FeatureAccessors):
+@answers_from(PATHS)
+class ConfigAccessors:
     """Mixed into the engine; ``self._config`` is the parsed config."""
-
-    def train_batch_size(self):
-        return self._config.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self):
-        return self._config.train_micro_batch_size_per_gpu
-
-    def gradient_accumulation_steps(self):
-        return self._config.gradient_accumulation_steps
 
     def get_batch_info(self):
         """``(train_batch_size, micro batch per rank, accumulation steps)``."""
         return (self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps())
-
-    def gradient_clipping(self):
-        return self._config.gradient_clipping
-
-    def steps_per_print(self):
-        return self._config.steps_per_print
-
-    def wall_clock_breakdown(self):
-        return self._config.wall_clock_breakdown
-
-    def memory_breakdown(self):
-        return self._config.memory_breakdown
-
-    def dump_state(self):
-        return self._config.dump_state
-
-    def log_level(self):
-        return self._config.log_level
-
-    def fp16_enabled(self):
-        return self._config.fp16_enabled
-
-    def bfloat16_enabled(self):
-        return self._config.bfloat16_enabled
-
-    def fp16_auto_cast(self):
-        return self._config.float16_config.auto_cast
-
-    def fp16_master_weights_and_gradients(self):
-        return self._config.float16_config.fp16_master_weights_and_grads
-
-    def bf16_master_weights_and_gradients(self):
-        return self._config.bfloat16_config.bf16_master_weights_and_grads
-
-    def bf16_optimizer_states(self):
-        return self._config.bfloat16_config.bf16_optimizer_states
 
     def dynamic_loss_scale(self):
         """True with fp16 and ``fp16.loss_scale`` 0."""
@@ -91,26 +49,8 @@ class ConfigAccessors(ZeroAccessors, FeatureAccessors):
     def optimizer_name(self):
         return self.client_optimizer.__class__.__name__ if self.client_optimizer else self._config.optimizer_name
 
-    def optimizer_params(self):
-        return self._config.optimizer_params
-
-    def optimizer_legacy_fusion(self):
-        return self._config.optimizer_legacy_fusion
-
-    def scheduler_name(self):
-        return self._config.scheduler_name
-
-    def scheduler_params(self):
-        return self._config.scheduler_params
-
-    def prescale_gradients(self):
-        return self._config.prescale_gradients
-
     def postscale_gradients(self):
         return not self._config.prescale_gradients
-
-    def gradient_predivide_factor(self):
-        return self._config.gradient_predivide_factor
 
     @property
     def communication_data_type(self):
@@ -134,11 +74,98 @@ class ConfigAccessors(ZeroAccessors, FeatureAccessors):
         model = dtype_of(self._config.param_dtype) or model
         return model, self._grad_dtype or model
 
-    def dataloader_drop_last(self):
-        return self._config.dataloader_drop_last
+    # ---- the section zero_optimization -----------------------------------------------------------------------------
+    def zero_optimization(self):
+        return self._config.zero_optimization_stage > 0
 
-    def managed_gradient_accumulation(self):
-        return self._config.managed_gradient_accumulation
+    def zero_optimization_partition_gradients(self):
+        """Whether every rank keeps only its share of the gradients: stages 2 and 3."""
+        return self.zero_optimization_stage() >= 2
 
-    def sparse_gradients_enabled(self):
-        return self._config.sparse_gradients_enabled
+    def zero_optimization_partition_weights(self):
+        """Whether every rank keeps only its share of the weights: stage 3."""
+        return self.zero_optimization_stage() >= 3
+
+    def is_first_weights_partition_group(self):
+        """Stage 3: whether this rank belongs to the first group of ranks that holds a whole copy of the weights."""
+        if not self.zero_optimization_partition_weights():
+            return False
+        return self.mics_shard_size() < 1 or self.get_data_parallel_rank() < self.mics_shard_size()
+
+    def zero_grad_hooks(self):
+        """True: gradients are taken by hooks as autograd produces them; there is no other way here."""
+        return True
+
+    def _offload_device(self):
+        section = self.zero_offload_optimizer()
+        return "none" if section is None else str(getattr(section.device, "value", section.device))
+
+    def zero_use_cpu_optimizer(self):
+        """Whether the step runs on the CPU: optimizer states are offloaded to it, or through it to NVMe."""
+        return self._offload_device() in ("cpu", "nvme")
+
+    def zero_cpu_offload(self):
+        return self._offload_device() == "cpu"
+
+    def zero_nvme_offload_optimizer(self):
+        return self._offload_device() == "nvme"
+
+    def zero_partial_offload(self):
+        """Share of the parameters whose step runs on the CPU (``offload_optimizer.ratio``); 0.0 without offload."""
+        section = self.zero_offload_optimizer()
+        return 0.0 if section is None else section.ratio
+
+    def super_offload(self):
+        section = self.zero_offload_optimizer()
+        return False if section is None else section.super_offload
+
+    def cpuadam_cores_perc(self):
+        section = self.zero_offload_optimizer()
+        return 0.8 if section is None else section.cpuadam_cores_perc
+
+    # ---- features beside training proper ---------------------------------------------------------------------------
+    def checkpoint_writer_enabled(self):
+        return self._config.checkpoint_config.writer is not None
+
+    def is_elastic_model_parallel_supported(self):
+        """Whether the elasticity in use knows model parallelism: it does from version 0.2 on."""
+        return self.elasticity_enabled() and float(self._config.elasticity_config.version) >= 0.2
+
+    def flops_profiler_enabled(self):
+        return self._config.flops_profiler_config.enabled or self.autotuning_enabled()
+
+    def flops_profiler_profile_step(self):
+        step = self._config.flops_profiler_config.profile_step
+        return self.autotuning_start_profile_step() if self.autotuning_enabled() else step
+
+    def flops_profiler_detailed(self):
+        return False if self.autotuning_enabled() else self._config.flops_profiler_config.detailed
+
+    def autotuning_profile_model_info(self):
+        """Whether the autotuner asked this run only for facts about the model."""
+        info = self._config.autotuning_config.model_info
+        return bool(self.autotuning_enabled() and info and info.get("profile", False))
+
+    def pld_theta(self):
+        return self._config.pld_params["theta"]
+
+    def pld_gamma(self):
+        return self._config.pld_params["gamma"]
+
+    def data_sampling_enabled(self):
+        return self.data_sampling_config()["enabled"]
+
+    def data_sampling_config(self):
+        return self._config.data_efficiency_config["data_sampling"]
+
+    def curriculum_learning_enabled(self):
+        return self.curriculum_learning_config()["enabled"]
+
+    def curriculum_learning_config(self):
+        return self.data_sampling_config()["curriculum_learning"]
+
+    def random_ltd_enabled(self):
+        return self.random_ltd_config()["enabled"]
+
+    def random_ltd_config(self):
+        return self._config.data_efficiency_config["data_routing"]["random_ltd"]

@@ -22,7 +22,7 @@ from deepspeed.checkpoint.zero_states import param_shapes
 from deepspeed.comm import comms_log
 from deepspeed.config import DeepSpeedConfig, non_default_values
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
-from deepspeed.engine import joined
+from deepspeed.engine import cross_engine_scaling
 from deepspeed.engine.accessors import ConfigAccessors
 from deepspeed.engine.arguments import find_device_index, find_local_rank
 from deepspeed.engine.assembly import Assembly
@@ -117,7 +117,7 @@ class DeepSpeedEngine(Assembly, Attributes, ConfigAccessors, TrainingData, Reduc
         self.monitor = MonitorMaster(self._config.monitor_config)
         self.progress = Progress(self)
         unlink_when_dropped(self)
-        joined.enter(self)
+        cross_engine_scaling.enter(self)
         self.tput_timer = self.progress.throughput
         if self.stepping is not None and self.zero_optimization():
             self.stepping.need_all = not self._config.zero_config.ignore_unused_parameters
@@ -146,7 +146,7 @@ class DeepSpeedEngine(Assembly, Attributes, ConfigAccessors, TrainingData, Reduc
             inputs, kwargs = cast_floats(inputs, torch.float16), cast_floats(kwargs, torch.float16)
         self._need_states({OffloadStateTypeEnum.lp_params}, "engine.forward()")
         trains = self._trains and torch.is_grad_enabled()
-        inputs, kwargs = joined.with_gates(self.core, inputs, kwargs) if trains else (inputs, kwargs)
+        inputs, kwargs = cross_engine_scaling.with_gates(self.core, inputs, kwargs) if trains else (inputs, kwargs)
         self.progress.start_forward()
         try:
             outputs = self.module(*inputs, **kwargs)
@@ -207,7 +207,7 @@ class DeepSpeedEngine(Assembly, Attributes, ConfigAccessors, TrainingData, Reduc
         root = loss.float() * scale if scale != 1.0 else loss
         self.core.begin_backward(self._reduces_now(), root)  # ends by itself with the backward of `root`
         try:
-            with joined.scaled_root(self, scale / parts):
+            with cross_engine_scaling.scaled_root(self, scale / parts):
                 root.backward(retain_graph=retain_graph)
         except BaseException:
             if self.core.abort_backward():
@@ -224,7 +224,7 @@ class DeepSpeedEngine(Assembly, Attributes, ConfigAccessors, TrainingData, Reduc
         assert self.optimizer is not None, "engine.scale needs an optimizer"
         self._user_scaled = True
         self._replan()
-        joined.tell_others(self, self.stepping.loss_scale)
+        cross_engine_scaling.tell_others(self, self.stepping.loss_scale)
         return loss * self.stepping.loss_scale
 
     def step(self, lr_kwargs=None):

@@ -150,6 +150,7 @@ def test_memory(accelerator):
     del kept
     peak = accelerator.max_memory_allocated()
     assert peak >= before + (24 << 20)
+    accelerator.empty_cache()  # on the CPU malloc may keep it, and what is resident counts
     accelerator.reset_max_memory_allocated()
     assert accelerator.max_memory_allocated() < peak
     accelerator.reset_max_memory_cached()

@@ -6,9 +6,8 @@ import pytest
 
 from deepspeed import DeepSpeedEngine
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.engine.accessor_table import answers_from
 from deepspeed.engine.accessors import ConfigAccessors
-from deepspeed.engine.feature_accessors import FeatureAccessors
-from deepspeed.engine.zero_accessors import ZeroAccessors
 
 
 class Engine(ConfigAccessors):
@@ -110,12 +109,29 @@ def test_features():
     assert not engine.bf16_optimizer_states() and not engine.bf16_master_weights_and_gradients()
 
 
-@pytest.mark.parametrize("mixin", [ZeroAccessors, FeatureAccessors])
-def test_every_one_answers(mixin):
+def test_every_one_answers():
     engine = Engine()
-    for name, _ in inspect.getmembers(mixin, inspect.isfunction):
-        if not name.startswith("_"):
-            getattr(engine, name)()
+    names = [name for name, _ in inspect.getmembers(ConfigAccessors, inspect.isfunction) if not name.startswith("_")]
+    assert len(names) > 125
+    for name in names:
+        getattr(engine, name)()
+
+
+def test_an_accessor_of_the_table_looks_like_a_method():
+    accessor = DeepSpeedEngine.zero_sub_group_size
+    assert accessor.__qualname__ == "ConfigAccessors.zero_sub_group_size"
+    assert str(inspect.signature(accessor)) == "(self)"
+    assert "zero_config.sub_group_size" in accessor.__doc__
+    assert Engine(zero_optimization={"sub_group_size": 13}).zero_sub_group_size() == 13
+
+
+def test_a_name_is_in_the_table_or_a_method():
+    with pytest.raises(AssertionError, match="is_there is in the table and in Both"):
+
+        @answers_from({"is_there": "train_batch_size"})
+        class Both:
+            def is_there(self):
+                return 1
 
 
 def test_every_member_of_the_engine_has_one_definition():
