@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "bindings/registry.h"
+#include "bindings/shared_function.h"
 #include "bindings/optimizer_rules.h"
 #include "bindings/sharded_params.h"
 #include "bindings/torch_types.h"
@@ -52,7 +53,7 @@ std::shared_ptr<Engine> make_engine(const std::vector<at::Tensor>& tensors, cons
                                     bool overlap, double predivide, double postscale, bool find_nonfinite_grads,
                                     bool scatter, bool allgather, int64_t allgather_bucket_numel,
                                     const std::vector<zero::ShardedParamPtr>& sharded,
-                                    const std::vector<zero::ShardedParamPtr>& others, const py::object& gather_group,
+                                    const std::vector<zero::ShardedParamPtr>& others, const py::object& gathers,
                                     int64_t max_live, int64_t max_reuse, int64_t persistence, int64_t model_persistence,
                                     int64_t prefetch, const py::object& replicas, const std::vector<int>& grad_forms) {
   zero::EngineOptions options;
@@ -70,7 +71,11 @@ std::shared_ptr<Engine> make_engine(const std::vector<at::Tensor>& tensors, cons
   options.gather.collective = allgather;
   options.allgather_bucket_numel = allgather_bucket_numel;
   options.others = others;
-  if (!gather_group.is_none()) options.gather_group = communicator(gather_group);
+  if (!gathers.is_none())
+    options.gathers = [open = shared_function(py::function(gathers))] {
+      py::gil_scoped_acquire locked;
+      return communicator((*open)());
+    };
   options.gatherer = {max_live, max_reuse, persistence, model_persistence, prefetch};
   if (!replicas.is_none()) options.replicas = communicator(replicas);
   auto specs = param_specs(tensors, names, groups, orders, counts_in_norm, sharded, grad_forms);
@@ -140,9 +145,8 @@ DS_BINDINGS(m) {
            py::arg("stage"), py::arg("threads"), py::arg("grad_dtype"), py::arg("comm_dtype"), py::arg("bucket_numel"),
            py::arg("overlap"), py::arg("predivide"), py::arg("postscale"), py::arg("find_nonfinite_grads"),
            py::arg("scatter"), py::arg("allgather"), py::arg("allgather_bucket_numel"), py::arg("sharded"),
-           py::arg("others"), py::arg("gather_group"), py::arg("max_live"), py::arg("max_reuse"),
-           py::arg("persistence"), py::arg("model_persistence"), py::arg("prefetch"), py::arg("replicas"),
-           py::arg("grad_forms"))
+           py::arg("others"), py::arg("gathers"), py::arg("max_live"), py::arg("max_reuse"), py::arg("persistence"),
+           py::arg("model_persistence"), py::arg("prefetch"), py::arg("replicas"), py::arg("grad_forms"))
       .def("forwarded", &Engine::forwarded, Unlocked(), py::arg("outputs"), py::arg("reduce"), py::arg("factor"))
       .def("begin_step", &Engine::begin_step, Unlocked(), py::arg("loss_scale"), py::arg("max_norm"), py::arg("check"))
       .def("end_step", &Engine::end_step, Unlocked())
@@ -197,6 +201,7 @@ DS_BINDINGS(m) {
       .def("finish_step", &Engine::finish_step, Unlocked())
       .def("begin_write", &Engine::begin_write, Unlocked())
       .def("end_write", &Engine::end_write, Unlocked())
+      .def_property_readonly("communicators", &Engine::communicators)
       .def_property_readonly("gatherer",
                              [](const std::shared_ptr<Engine>& engine) -> std::shared_ptr<zero::ParamGatherer> {
                                if (!engine->gatherer()) return nullptr;

@@ -115,8 +115,9 @@ std::vector<std::vector<int>> ProcessMesh::lists(const Axes& axes) const {
 }
 
 CommunicatorPtr ProcessMesh::communicator(const SubMesh& members, Purpose purpose) {
-  CommunicatorPtr& made = made_[{members.ranks, purpose}];
-  if (!made) made = job_->open(members, purpose);
+  std::weak_ptr<Communicator>& known = made_[{members.ranks, purpose}];
+  CommunicatorPtr made = known.lock();
+  if (!made) known = made = job_->open(members, purpose);
   return made;
 }
 

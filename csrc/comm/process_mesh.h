@@ -70,7 +70,7 @@ class ProcessMesh {
   SubMesh sub(const Axes& axes) const;  // {}: this rank alone
   std::vector<std::vector<int>> lists(const Axes& axes) const;
 
-  // Of these ranks, this one among them. Made at first use; the same one afterwards.
+  // Of these ranks, this one among them. Made at first use; the same one for as long as somebody holds it.
   CommunicatorPtr communicator(const SubMesh& members, Purpose purpose);
 
  private:
@@ -80,7 +80,7 @@ class ProcessMesh {
   std::optional<plan::ProcessGrid> grid_;
   std::map<std::string, std::vector<int>> own_;  // without a grid
   JobPtr job_;
-  std::map<std::pair<std::vector<int>, Purpose>, CommunicatorPtr> made_;
+  std::map<std::pair<std::vector<int>, Purpose>, std::weak_ptr<Communicator>> made_;
 };
 using ProcessMeshPtr = std::shared_ptr<ProcessMesh>;
 

@@ -66,6 +66,12 @@ std::string joined(const std::vector<std::string>& names) {
   return text;
 }
 
+std::string ranks_along(const Axes& axes) {
+  const bool data =
+      std::all_of(axes.begin(), axes.end(), [](const auto& axis) { return axis == "dp" || axis == "sp"; });
+  return data ? "data-parallel ranks" : "ranks along " + joined(axes);
+}
+
 }  // namespace
 
 ProcessGrid::ProcessGrid(int world, std::vector<Axis> axes) : world_(world) {
@@ -116,8 +122,7 @@ void ProcessGrid::split(const std::string& axis, const Axis& outer, const Axis& 
 
 void ProcessGrid::fold(const std::string& name, const Axes& from, const std::vector<Axis>& to) {
   const Numbering old = numbering_of(from);
-  const auto sizes =
-      fitted(size(from), to, from.size() == 1 ? "ranks along " + from[0] : "ranks along " + joined(from));
+  const auto sizes = fitted(size(from), to, ranks_along(from));
   Numbering made;
   for (const std::string& axis : old)
     if (!among(from, axis)) made.push_back(axis);
@@ -204,31 +209,9 @@ RankLists ProcessGrid::lists(const Axes& axes) const {
   return lists;
 }
 
-RankLists runs(const RankList& list, int size, const std::string& key, const std::string& of) {
-  check_divides(size, static_cast<int>(list.size()), key, of);
-  RankLists cut;
-  for (auto begin = list.begin(); begin != list.end(); begin += size) cut.emplace_back(begin, begin + size);
-  return cut;
-}
-
-RankLists strides(const RankList& list, int size, const std::string& key, const std::string& of) {
-  check_divides(size, static_cast<int>(list.size()), key, of);
-  RankLists cut(size);
-  for (size_t i = 0; i < list.size(); ++i) cut[i % size].push_back(list[i]);
-  return cut;
-}
-
 void fold_experts(ProcessGrid& grid, const std::string& name, const Axes& from, int expert, bool data_first) {
-  check_divides(expert, grid.size(from), "expert_parallel_size", "data-parallel ranks");
-  const Axis experts{"ep", expert, ""}, copies{"edp", 0, ""};
+  const Axis experts{"ep", expert, "expert_parallel_size"}, copies{"edp", 0, ""};
   grid.fold(name, from, data_first ? std::vector<Axis>{experts, copies} : std::vector<Axis>{copies, experts});
-}
-
-ExpertLists expert_lists(int world, int tensor, int expert, int pipeline, bool data_first) {
-  ProcessGrid grid(world,
-                   {{"pp", pipeline, "pipeline_parallel_size"}, {"dp", 0, ""}, {"tp", tensor, "tensor_parallel_size"}});
-  fold_experts(grid, "experts", {"dp"}, expert, data_first);
-  return {grid.lists({"experts.ep"}), grid.lists({"experts.edp"})};
 }
 
 }  // namespace ds::plan

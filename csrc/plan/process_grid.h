@@ -58,16 +58,6 @@ class ProcessGrid {
   std::vector<Numbering> numberings_;
 };
 
-// `list` in runs of `size`; the holders of the same place in them. Fails where the size does not divide it.
-RankLists runs(const RankList& list, int size, const std::string& key, const std::string& of = "ranks");
-RankLists strides(const RankList& list, int size, const std::string& key, const std::string& of = "ranks");
-
-// The lists of expert-parallel ranks (they hold different experts) and of expert-data-parallel ranks (the same ones).
-// `data_first`: holders of the same experts are neighbours.
-struct ExpertLists {
-  RankLists experts, copies;
-};
-ExpertLists expert_lists(int world, int tensor, int expert, int pipeline, bool data_first);
 // Adds the fold `name` of {"dp"} or {"dp", "sp"} for experts that `expert` ranks share: axes `<name>.edp`, `<name>.ep`.
 void fold_experts(ProcessGrid& grid, const std::string& name, const Axes& from, int expert, bool data_first);
 

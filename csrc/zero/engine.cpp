@@ -76,6 +76,7 @@ Engine::Engine(std::vector<ParamSpec> params, EngineOptions options, comm::Commu
     : policy_(stage_policy(options.stage)),
       data_parallel_(std::move(data_parallel)),
       model_parallel_(std::move(model_parallel)),
+      replicas_(options.replicas),
       store_(params, store_options(params, options), options.others),
       device_(store_.device(), options.threads, options.kernels),
       grads_(store_, device_, data_parallel_, options.replicas, options.reducer),
@@ -83,8 +84,9 @@ Engine::Engine(std::vector<ParamSpec> params, EngineOptions options, comm::Commu
       watched_(store_.size()) {
   if (!policy_.shard_params) return;
   const auto sharded = store_.sharded_params();
-  auto source = peers_ ? peer_source(data_parallel_, peers_)
-                       : agreed_source(options.gather_group ? options.gather_group : data_parallel_, sharded);
+  if (!peers_ && options.gathers) gathers_ = options.gathers();
+  if (!gathers_) gathers_ = data_parallel_;
+  auto source = peers_ ? peer_source(data_parallel_, peers_) : agreed_source(gathers_, sharded);
   grads_.set_waits(!source->looks_ahead());
   gatherer_ = std::make_unique<ParamGatherer>(sharded, std::move(source), options.gatherer);
   gatherer_->release_all();
@@ -94,6 +96,13 @@ Engine::Engine(std::vector<ParamSpec> params, EngineOptions options, comm::Commu
 }
 
 Engine::~Engine() = default;
+
+std::vector<comm::CommunicatorPtr> Engine::communicators() const {
+  std::vector<comm::CommunicatorPtr> used{data_parallel_};
+  for (const auto& other : {model_parallel_, replicas_, gathers_})
+    if (other && other != data_parallel_) used.push_back(other);
+  return used;
+}
 
 void Engine::watch() {
   for (size_t param = 0; param < store_.size(); ++param) {

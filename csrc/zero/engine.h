@@ -2,6 +2,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -24,12 +25,12 @@ struct EngineOptions {
   c10::optional<at::ScalarType> grad_dtype;  // in which gradients are kept and added up; unset: the parameter's own
   ReducerOptions reducer;
   GatherOptions gather;
-  int64_t allgather_bucket_numel = INT64_MAX;     // limit of a gather after the step
-  GathererOptions gatherer;                       // stage 3
-  std::vector<ShardedParamPtr> others;            // stage 3: sharded parameters that are not trained
-  comm::CommunicatorPtr gather_group;             // stage 3: the same ranks, for gathers that need collectives
-  const kernels::KernelTable* kernels = nullptr;  // other kernels than the device's, which may fail: for tests
-  comm::CommunicatorPtr replicas;                 // stage 3: holders of the same shard in other groups (MiCS)
+  int64_t allgather_bucket_numel = INT64_MAX;      // limit of a gather after the step
+  GathererOptions gatherer;                        // stage 3
+  std::vector<ShardedParamPtr> others;             // stage 3: sharded parameters that are not trained
+  std::function<comm::CommunicatorPtr()> gathers;  // stage 3: the same ranks; asked where gathers need collectives
+  const kernels::KernelTable* kernels = nullptr;   // other kernels than the device's, which may fail: for tests
+  comm::CommunicatorPtr replicas;                  // stage 3: holders of the same shard in other groups (MiCS)
 };
 
 // What is kept for each parameter, whole or in pieces.
@@ -134,7 +135,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
 
   StateHold& hold() { return hold_; }  // of masters and optimizer states; the calls above that change them wait
-  ParamGatherer* gatherer() { return gatherer_.get(); }  // null below stage 3
+  std::vector<comm::CommunicatorPtr> communicators() const;  // all that it uses
+  ParamGatherer* gatherer() { return gatherer_.get(); }      // null below stage 3
 
   const comm::Communicator& data_parallel() const { return *data_parallel_; }
   void reset_traffic() { data_parallel_->reset_traffic(); }
@@ -152,7 +154,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   StoreOptions store_options(const std::vector<ParamSpec>& params, const EngineOptions& options);
 
   const StagePolicy& policy_;
-  comm::CommunicatorPtr data_parallel_, model_parallel_;
+  comm::CommunicatorPtr data_parallel_, model_parallel_, replicas_, gathers_;
   comm::PeerMemoryPtr peers_;
   ParamStore store_;
   DeviceContext device_;

@@ -5,6 +5,7 @@ import functools
 import inspect
 
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch.cuda import amp as cuda_amp  # two decorators, of every device on torch 1.13
 
@@ -120,3 +121,19 @@ def storage_of(tensor):
 def untyped_storage(typed):
     """The bytes under a ``TypedStorage``, as a storage of their own."""
     return typed._untyped_storage if hasattr(typed, "_untyped_storage") else typed._storage
+
+
+def group_around(backend, kind, store, rank, size):
+    """A process group with this backend, for CPU tensors, that torch.distributed's tables do not know. On torch 1.13 a
+    backend is one. ``kind``: of ``ProcessGroup.BackendType``."""
+    if not TORCH2:
+        return backend
+    try:
+        group = dist.ProcessGroup(store, rank, size)
+    except TypeError:  # before 2.6
+        group = dist.ProcessGroup(store, rank, size, dist.ProcessGroup.Options(kind.lower()))
+    kind = getattr(dist.ProcessGroup.BackendType, kind)
+    if hasattr(group, "_set_default_backend"):
+        group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, backend)
+    return group

@@ -2,11 +2,12 @@
 
 With an ``mpu`` (an object with Megatron's ``get_data_parallel_group()`` and so on) its groups are the truth. Else the
 groups are those that ``_init_tp_mesh_device``, ``_create_model_parallel`` and ``_create_sequence_parallel`` have made;
-without any, all ranks are data-parallel and each is a model-parallel group of its own. What makes groups is collective:
-every rank of the job calls it.
+without any, all ranks are data-parallel and each is a model-parallel group of its own. Every rank of the job calls what
+makes groups, in one order. All of it is names for lists of ranks of ``comm/mesh.py``.
 """
 
 from deepspeed import comm as dist
+from deepspeed.comm import mesh_views as views
 from deepspeed.utils import expert_groups
 from deepspeed.utils.expert_groups import (  # noqa: F401
     _create_expert_and_data_parallel,
@@ -28,8 +29,6 @@ from deepspeed.utils.expert_groups import (  # noqa: F401
     _get_max_expert_size,
     _get_max_expert_size_name,
 )
-from deepspeed.utils.group_sets import registry
-from deepspeed.utils.rank_grids import consecutive, data_parallel_lists, strided
 
 # The model-parallel unit that `deepspeed.initialize(mpu=...)` was given.
 mpu = None
@@ -67,7 +66,7 @@ def clear():
     """Forgets groups and mpu; for a process that leaves one job and joins another."""
     global _tensor_rank, _tensor_world_size, mesh_device
     _tensor_rank = _tensor_world_size = mesh_device = None
-    registry.clear()
+    views.clear()
     expert_groups.clear()
     set_mpu(None)
 
@@ -80,13 +79,8 @@ def _ask(*names, default):
     return default()
 
 
-def _all_ranks():
-    return list(range(dist.get_world_size()))
-
-
 def _alone():
-    # torch wants every rank to take part in creating each group, so all ranks' own groups are made at once.
-    return registry.make("own", [[rank] for rank in _all_ranks()])
+    return views.make("own", [dist.get_rank()])
 
 
 # ---- data parallel ------------------------------------------------------------------------------------------------
@@ -94,7 +88,7 @@ def get_data_parallel_group():
     """The ranks that hold the same part of the model and see different data."""
 
     def own():
-        return registry.get(_DATA).group if _DATA in registry else dist.get_world_group()
+        return views.get(_DATA).group if views.known(_DATA) else dist.get_world_group()
 
     return _ask("get_data_parallel_group", default=own)
 
@@ -130,16 +124,11 @@ def _init_tp_mesh_device(tensor_model_parallel_size=1, data_parallel_size=None):
     ``data_parallel_size``: None for what is left of the ranks. Returns ``(data-parallel group, tensor-parallel group)``
     of this rank. Raises ValueError where the product is not the number of ranks.
     """
-    if _TENSOR not in registry:
-        world = dist.get_world_size()
-        tensor_lists = consecutive(_all_ranks(), tensor_model_parallel_size, "tensor_model_parallel_size")
-        if data_parallel_size not in (None, len(tensor_lists)):
-            raise ValueError(
-                f"tensor_model_parallel_size {tensor_model_parallel_size} x data_parallel_size {data_parallel_size} "
-                f"is not the {world} ranks there are; leave data_parallel_size out, or give {len(tensor_lists)}"
-            )
-        registry.make(_TENSOR, tensor_lists)
-        registry.make(_DATA, data_parallel_lists(world, tensor_model_parallel_size))
+    if not views.known(_TENSOR):
+        data = ("dp", 0 if data_parallel_size is None else data_parallel_size, "data_parallel_size")
+        grid = views.grid(data, ("tp", tensor_model_parallel_size, "tensor_model_parallel_size"))
+        views.make(_TENSOR, grid.list(["tp"], dist.get_rank()))
+        views.make(_DATA, grid.list(["dp"], dist.get_rank()))
     return get_data_parallel_group(), get_tensor_model_parallel_group()
 
 
@@ -149,7 +138,7 @@ def _create_model_parallel(model_parallel_size_):
 
 
 def _tensor_group():
-    return registry.get(_TENSOR) if _TENSOR in registry else _alone()
+    return views.get(_TENSOR) if views.known(_TENSOR) else _alone()
 
 
 def get_model_parallel_group():
@@ -168,11 +157,11 @@ def get_model_parallel_world_size():
 
 
 def _own_tensor_rank():
-    return registry.get(_TENSOR).rank if _TENSOR in registry else 0
+    return views.get(_TENSOR).rank if views.known(_TENSOR) else 0
 
 
 def _own_tensor_size():
-    return registry.get(_TENSOR).size if _TENSOR in registry else 1
+    return views.get(_TENSOR).size if views.known(_TENSOR) else 1
 
 
 def get_tensor_model_parallel_group():
@@ -218,11 +207,10 @@ def _create_sequence_parallel(sequence_parallel_size):
     Returns this rank's group. Ranks at the same place of different groups see different data: they are the
     data-parallel groups, unless tensor parallelism or an mpu has made others.
     """
-    lists = consecutive(_all_ranks(), sequence_parallel_size, "sequence_parallel_size")
-    registry.make(_SEQUENCE_DATA, [_all_ranks()])
-    if _DATA not in registry:
-        registry.make(_DATA, strided(_all_ranks(), sequence_parallel_size, "sequence_parallel_size"))
-    return registry.make(_SEQUENCE, lists).group
+    grid = views.grid(("dp", 0, ""), ("sp", sequence_parallel_size, "sequence_parallel_size"))
+    views.make(_SEQUENCE_DATA, grid.list(["dp", "sp"], dist.get_rank()))
+    views.make(_DATA, grid.list(["dp"], dist.get_rank()))
+    return views.make(_SEQUENCE, grid.list(["sp"], dist.get_rank())).group
 
 
 def _use_mesh(mesh):
@@ -238,7 +226,7 @@ def _use_mesh(mesh):
 
 
 def _sequence():
-    return registry.get(_SEQUENCE) if _SEQUENCE in registry else _alone()
+    return views.get(_SEQUENCE) if views.known(_SEQUENCE) else _alone()
 
 
 def _get_sequence_parallel_world_size():
@@ -260,7 +248,7 @@ def _get_sequence_data_parallel_group():
     """All ranks that hold the same weights, whether they see other data or another part of a sequence."""
 
     def own():
-        return registry.get(_SEQUENCE_DATA).group if _SEQUENCE_DATA in registry else get_data_parallel_group()
+        return views.get(_SEQUENCE_DATA).group if views.known(_SEQUENCE_DATA) else get_data_parallel_group()
 
     return _ask("get_sequence_data_parallel_group", default=own)
 
@@ -281,15 +269,16 @@ def _create_zero_param_parallel_group(group_size):
 
     Raises ValueError when the size does not divide the ranks.
     """
-    return registry.make(_ZERO_PARAM, consecutive(_all_ranks(), group_size, "zero_hpz_partition_size")).group
+    grid = views.grid(("outer", 0, ""), ("inner", group_size, "zero_hpz_partition_size"))
+    return views.make(_ZERO_PARAM, grid.list(["inner"], dist.get_rank())).group
 
 
 def _zero_param_parallel_is_initialized():
-    return _ZERO_PARAM in registry
+    return views.known(_ZERO_PARAM)
 
 
 def _zero_param():
-    return registry.get(_ZERO_PARAM, "groups._create_zero_param_parallel_group(group_size)")
+    return views.get(_ZERO_PARAM, "groups._create_zero_param_parallel_group(group_size)")
 
 
 def _get_zero_param_intra_parallel_group():

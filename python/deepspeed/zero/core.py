@@ -27,7 +27,7 @@ def build_core(
     allgather=True,
     allgather_bucket_numel=500_000_000,
     others=(),
-    gather_group=None,
+    gathers=None,
     max_live=1_000_000_000,
     max_reuse=1_000_000_000,
     persistence=100_000,
@@ -39,12 +39,13 @@ def build_core(
     """Returns ``(core, names)``.
 
     ``param_groups`` are those of an optimizer. ``names`` and ``orders`` map a parameter's id to its name and to its
-    position in the module; without them parameters are called ``group.index`` and ordered as given. Process groups
-    are torch's, None for a single process. ``predivide`` multiplies gradients before they are summed over the ranks,
-    ``postscale`` after. ``scatter``: gradients are reduced to their owners only; ``allgather``: updated parameters
-    travel by all-gather, else by broadcasts; ``allgather_bucket_numel`` limits one gather. ``grad_forms``: the id of a
-    parameter -> 1 where only the touched rows of its gradient travel (stage 0), 2 where the user's optimizer gets them
-    as a sparse tensor, too. The threads of CPU kernels are ``torch.get_num_threads()``.
+    position in the module; without them parameters are called ``group.index`` and ordered as given. Groups of ranks are
+    torch's or native communicators, None for a single process; ``gathers`` makes the one for gathers when they need it.
+    ``predivide`` multiplies gradients before they are summed over the ranks, ``postscale`` after. ``scatter``:
+    gradients are reduced to their owners only; ``allgather``: updated parameters travel by all-gather, else by
+    broadcasts; ``allgather_bucket_numel`` limits one gather. ``grad_forms``: the id of a parameter -> 1 where only the
+    touched rows of its gradient travel (stage 0), 2 where the user's optimizer gets them as a sparse tensor, too. The
+    threads of CPU kernels are ``torch.get_num_threads()``.
     """
     tensors, called, groups, places, counted, forms = [], [], [], [], [], []
     for index, group in enumerate(param_groups):
@@ -58,12 +59,11 @@ def build_core(
     # One object for one group: what is logged is the communicator's. Ranks of one host that compute on its cores move
     # the bulk through its memory.
     on_cpu = all(_device(param).type == "cpu" for param in [*tensors, *others])
-    data_parallel, model_parallel, gather_group, replicas = groups_used = [
+    data_parallel, model_parallel, replicas = [
         None if group is None else _communicator(group, name, shared=on_cpu and name == "data parallel")
         for name, group in (
             ("data parallel", data_parallel),
             ("model parallel", model_parallel),
-            ("gathers", gather_group),
             ("replicas", replicas),
         )
     ]
@@ -89,7 +89,7 @@ def build_core(
         allgather_bucket_numel=int(allgather_bucket_numel),
         sharded=[param.ds_handle for param in tensors] if stage == 3 else [],
         others=[param.ds_handle for param in others],
-        gather_group=gather_group,
+        gathers=gathers,
         max_live=int(max_live),
         max_reuse=int(max_reuse),
         persistence=int(persistence),
@@ -98,7 +98,7 @@ def build_core(
         replicas=replicas,
         grad_forms=forms,
     )
-    comms_log.watch(core, groups_used)
+    comms_log.watch(core, core.communicators)
     return core, called
 
 

@@ -27,6 +27,30 @@ std::string error_of(Call call) {
   return "no error";
 }
 
+// `list` in runs of `size`; the holders of the same place in them.
+RankLists runs(const RankList& list, int size) {
+  RankLists cut;
+  for (size_t i = 0; i < list.size(); ++i) {
+    if (i % size == 0) cut.emplace_back();
+    cut.back().push_back(list[i]);
+  }
+  return cut;
+}
+RankLists strides(const RankList& list, int size) {
+  RankLists cut(size);
+  for (size_t i = 0; i < list.size(); ++i) cut[i % size].push_back(list[i]);
+  return cut;
+}
+
+struct ExpertLists {
+  RankLists experts, copies;
+};
+ExpertLists expert_lists(int world, int tensor, int expert, int pipeline, bool data_first) {
+  ProcessGrid grid(world, {{"pp", pipeline, ""}, {"dp", 0, ""}, {"tp", tensor, ""}});
+  fold_experts(grid, "experts", {"dp"}, expert, data_first);
+  return {grid.lists({"experts.ep"}), grid.lists({"experts.edp"})};
+}
+
 // Every way to cut a world into three sizes.
 void for_each_grid(int world, const std::function<void(int, int, int)>& body) {
   for (int a = 1; a <= world; ++a)
@@ -181,10 +205,9 @@ TEST(ProcessGrid, SplitsOfOneAxisStandSideBySide) {
       for (int rank = 0; rank < world; ++rank) {
         const RankList along = grid.list({"dp"}, rank);
         const int d = rank / tensor;
-        EXPECT_EQ(grid.list({"dp.mics"}, rank), runs(along, 2, "")[d / 2]);
-        EXPECT_EQ(grid.list({"dp.replicas"}, rank), strides(along, 2, "")[d % 2]);
-        EXPECT_EQ(grid.list({"dp.host"}, rank),
-                  runs(along, static_cast<int>(along.size()) / 2, "")[2 * d / along.size()]);
+        EXPECT_EQ(grid.list({"dp.mics"}, rank), runs(along, 2)[d / 2]);
+        EXPECT_EQ(grid.list({"dp.replicas"}, rank), strides(along, 2)[d % 2]);
+        EXPECT_EQ(grid.list({"dp.host"}, rank), runs(along, static_cast<int>(along.size()) / 2)[2 * d / along.size()]);
         EXPECT_EQ(grid.list({"dp.mics", "dp.replicas"}, rank), along);
       }
     }
@@ -197,7 +220,7 @@ TEST(ProcessGrid, SplitsOfOneAxisStandSideBySide) {
   EXPECT_EQ(error_of([&] {
               grid.split("dp", {"replicas", 0, ""}, {"mics", 3, "zero_optimization.mics_shard_size"});
             }),
-            "zero_optimization.mics_shard_size 3 does not divide the 8 ranks along dp: use one of 1, 2, 4, 8");
+            "zero_optimization.mics_shard_size 3 does not divide the 8 data-parallel ranks: use one of 1, 2, 4, 8");
 }
 
 TEST(ProcessGrid, ErrorsNameKeySizeAndFix) {

@@ -136,7 +136,7 @@ void compare(const Case& c, int steps, double tolerance) {
     ranks.emplace_back([&, rank] {
       Model model;
       EngineOptions options;
-      options.gather_group = gather_comms[rank];
+      options.gathers = [own = gather_comms[rank]] { return own; };
       options.stage = c.stage;
       options.gatherer.persistence_numel = 11;  // some stay gathered, some do not
       options.reducer.bucket_numel = c.bucket;

@@ -67,7 +67,7 @@ struct Rank {
     EngineOptions options;
     options.stage = stage;
     options.kernels = &table;
-    options.gather_group = std::move(gathers);
+    options.gathers = [gathers] { return gathers; };
     options.gatherer.persistence_numel = 1 << 20;
     options.reducer.predivide = 1.0f / kWorld;
     ParamSpec spec{weight, "weight", 0, 0};
