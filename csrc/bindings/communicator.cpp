@@ -13,7 +13,7 @@
 #include "bindings/sharded_params.h"
 #include "bindings/without_lock.h"
 #include "comm/communicator.h"
-#include "comm/shm_communicator.h"
+#include "comm/transports/shm_communicator.h"
 
 namespace py = pybind11;
 

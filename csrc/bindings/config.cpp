@@ -1,6 +1,7 @@
 // deepspeed._C.config: the configuration of csrc/config and the batch rules of csrc/plan.
 #include "base/error.h"
 #include "bindings/config_value.h"
+#include "bindings/py_config.h"
 #include "bindings/registry.h"
 #include "config/render.h"
 #include "config/resolver.h"
@@ -23,12 +24,6 @@ Root root_named(const std::string& name) {
   if (name == "ragged_inference") return Root::kRaggedInference;
   fail(ErrorKind::kValue, "there is no configuration named ", name, ": training, inference and ragged_inference are.");
 }
-
-struct PyConfig {
-  Config config;
-  std::vector<py::object> objects;
-  Root root;
-};
 
 using Variables = std::unordered_map<std::string, std::string>;
 

@@ -10,11 +10,12 @@
 #include "bindings/registry.h"
 #include "bindings/shared_function.h"
 #include "bindings/optimizer_rules.h"
+#include "bindings/py_config.h"
 #include "bindings/sharded_params.h"
 #include "bindings/torch_types.h"
 #include "bindings/without_lock.h"
-#include "comm/c10d_communicator.h"
-#include "comm/local_communicator.h"
+#include "comm/transports/c10d_communicator.h"
+#include "comm/transports/local_communicator.h"
 #include "zero/engine.h"
 
 namespace py = pybind11;
@@ -33,56 +34,40 @@ namespace {
 using zero::Engine;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
-std::vector<zero::ParamSpec> param_specs(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names,
-                                         const std::vector<int32_t>& groups, const std::vector<int32_t>& orders,
-                                         const std::vector<bool>& counts_in_norm,
-                                         const std::vector<zero::ShardedParamPtr>& sharded,
-                                         const std::vector<int>& grad_forms) {
-  std::vector<zero::ParamSpec> specs;
-  for (size_t i = 0; i < tensors.size(); ++i)
-    specs.push_back({tensors[i], names.at(i), groups.at(i), orders.at(i), counts_in_norm.at(i),
-                     sharded.empty() ? nullptr : sharded.at(i), static_cast<zero::GradForm>(grad_forms.at(i))});
-  return specs;
-}
+// (tensor, name, parameter group, place in the module, counts in the norm, zero::GradForm, shard or None)
+using ParamRow = std::tuple<at::Tensor, std::string, int32_t, int32_t, bool, int, zero::ShardedParamPtr>;
+using Groups = std::map<std::string, py::object>;
 
-std::shared_ptr<Engine> make_engine(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& names,
-                                    const std::vector<int32_t>& groups, const std::vector<int32_t>& orders,
-                                    const std::vector<bool>& counts_in_norm, const py::object& data_parallel,
-                                    const py::object& model_parallel, int stage, int threads,
-                                    const py::object& grad_dtype, const py::object& comm_dtype, int64_t bucket_numel,
-                                    bool overlap, double predivide, double postscale, bool find_nonfinite_grads,
-                                    bool scatter, bool allgather, int64_t allgather_bucket_numel,
-                                    const std::vector<zero::ShardedParamPtr>& sharded,
-                                    const std::vector<zero::ShardedParamPtr>& others, const py::object& gathers,
-                                    int64_t max_live, int64_t max_reuse, int64_t persistence, int64_t model_persistence,
-                                    int64_t prefetch, const py::object& replicas, const std::vector<int>& grad_forms) {
-  zero::EngineOptions options;
-  options.stage = stage;
-  options.threads = threads;
-  options.grad_dtype = optional_dtype(grad_dtype);
-  options.reducer.bucket_numel = bucket_numel;
-  options.reducer.overlap = overlap;
-  options.reducer.predivide = static_cast<float>(predivide);
-  options.reducer.postscale = static_cast<float>(postscale);
-  options.reducer.comm_dtype = optional_dtype(comm_dtype);
-  options.reducer.find_nonfinite_grads = find_nonfinite_grads;
-  options.reducer.scatter = scatter;
-  options.gather.overlap = overlap;
-  options.gather.collective = allgather;
-  options.allgather_bucket_numel = allgather_bucket_numel;
-  options.others = others;
-  if (!gathers.is_none())
-    options.gathers = [open = shared_function(py::function(gathers))] {
+zero::EngineRanks engine_ranks(Groups groups) {
+  const auto take = [&](const char* name) -> comm::CommunicatorPtr {
+    const auto found = groups.extract(name);
+    return found.empty() || found.mapped().is_none() ? nullptr : communicator(found.mapped());
+  };
+  zero::EngineRanks ranks;
+  ranks.data_parallel = take("data_parallel");
+  if (!ranks.data_parallel) ranks.data_parallel = comm::local_communicator();
+  ranks.model_parallel = take("model_parallel");
+  if (const auto found = groups.extract("gathers"); !found.empty())
+    ranks.gathers = [open = shared_function(py::function(found.mapped()))] {
       py::gil_scoped_acquire locked;
       return communicator((*open)());
     };
-  options.gatherer = {max_live, max_reuse, persistence, model_persistence, prefetch};
-  if (!replicas.is_none()) options.replicas = communicator(replicas);
-  auto specs = param_specs(tensors, names, groups, orders, counts_in_norm, sharded, grad_forms);
-  auto dp = communicator(data_parallel);
-  auto mp = model_parallel.is_none() ? nullptr : communicator(model_parallel);
+  ranks.replicas = take("replicas");
+  for (const auto& [name, group] : groups) ranks.others[name] = communicator(group);
+  return ranks;
+}
+
+std::shared_ptr<Engine> make_engine(const std::vector<ParamRow>& params,
+                                    const std::vector<zero::ShardedParamPtr>& others, const Groups& groups,
+                                    const PyConfig& config, int threads, const py::object& grad_dtype) {
+  zero::EngineRanks ranks = engine_ranks(groups);
+  const auto options = zero::engine_options(config.config, {threads, ranks.count(), optional_dtype(grad_dtype)});
+  std::vector<zero::ParamSpec> specs;
+  for (const auto& [tensor, name, group, order, counts_in_norm, form, shard] : params)
+    specs.push_back({tensor, name, group, order, counts_in_norm, options.policy.shards_params() ? shard : nullptr,
+                     static_cast<zero::GradForm>(form)});
   py::gil_scoped_release unlocked;
-  return std::make_shared<Engine>(std::move(specs), options, std::move(dp), std::move(mp));
+  return std::make_shared<Engine>(std::move(specs), others, options, std::move(ranks));
 }
 
 // `rules`: the name of the native optimizer of each parameter group.
@@ -140,13 +125,8 @@ DS_BINDINGS(m) {
       .def_readonly("skipped", &zero::StepReport::skipped);
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
-      .def(py::init(&make_engine), py::kw_only(), py::arg("tensors"), py::arg("names"), py::arg("groups"),
-           py::arg("orders"), py::arg("counts_in_norm"), py::arg("data_parallel"), py::arg("model_parallel"),
-           py::arg("stage"), py::arg("threads"), py::arg("grad_dtype"), py::arg("comm_dtype"), py::arg("bucket_numel"),
-           py::arg("overlap"), py::arg("predivide"), py::arg("postscale"), py::arg("find_nonfinite_grads"),
-           py::arg("scatter"), py::arg("allgather"), py::arg("allgather_bucket_numel"), py::arg("sharded"),
-           py::arg("others"), py::arg("gathers"), py::arg("max_live"), py::arg("max_reuse"), py::arg("persistence"),
-           py::arg("model_persistence"), py::arg("prefetch"), py::arg("replicas"), py::arg("grad_forms"))
+      .def(py::init(&make_engine), py::kw_only(), py::arg("params"), py::arg("others"), py::arg("groups"),
+           py::arg("config"), py::arg("threads"), py::arg("grad_dtype"))
       .def("forwarded", &Engine::forwarded, Unlocked(), py::arg("outputs"), py::arg("reduce"), py::arg("factor"))
       .def("begin_step", &Engine::begin_step, Unlocked(), py::arg("loss_scale"), py::arg("max_norm"), py::arg("check"))
       .def("end_step", &Engine::end_step, Unlocked())
@@ -166,7 +146,8 @@ DS_BINDINGS(m) {
       .def("join_backward", &Engine::join_backward, Unlocked(), py::arg("reduce"))
       .def("clear_grads", &Engine::clear_grads, Unlocked())
       .def("adopt_grads", &Engine::adopt_grads, Unlocked())
-      .def("set_postscale", [](Engine& engine, float scale) { engine.grads().set_postscale(scale); })
+      .def("set_postscale", [](Engine& engine, double scale) { engine.grads().set_postscale(scale); })
+      .def_property_readonly("predivide", [](Engine& engine) { return engine.grads().predivide(); })
       .def("set_rules", &set_rules, py::arg("rules"))
       .def("update", &update, py::arg("groups"), py::arg("begin") = py::none())
       .def("slot_names", [](Engine& engine) { return engine.stepper().slot_names(); })
@@ -246,6 +227,7 @@ DS_BINDINGS(m) {
              return result;
            })
       .def("reset_traffic", &Engine::reset_traffic)
+      .def_property_readonly("policy", &Engine::policy, py::return_value_policy::reference)
       .def_property_readonly("communicator", [](Engine& engine) { return engine.data_parallel().name(); })
       .def("used",
            [](Engine& engine) {
@@ -259,10 +241,10 @@ DS_BINDINGS(m) {
              return sums.defined() ? c10::optional<at::Tensor>(sums) : c10::nullopt;
            })
       .def("steps", [](Engine& engine) { return engine.stepper().steps(); })
-      .def("learned_fires", [](Engine& engine) { return engine.grads().learned(); })
+      .def("learned_fires", [](Engine& engine) { return engine.grads().fires().learned(); })
       .def(
           "set_learned_fires",
-          [](Engine& engine, const std::vector<int32_t>& expected) { engine.grads().set_learned(expected); },
+          [](Engine& engine, const std::vector<int32_t>& expected) { engine.grads().fires().set_learned(expected); },
           py::arg("expected"))
       .def("nonfinite_grads",
            [](Engine& engine) {

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/registry.h"
+#include "zero/stage_policy.h"
 
 namespace py = pybind11;
 
@@ -13,7 +14,9 @@ DS_BINDINGS(m) {
   memory.def(
       "states_per_rank",
       [](int stage, int64_t numel, int64_t world, int64_t param, int64_t grad, int64_t master, int64_t slots) {
-        const StateBytes bytes = states_per_rank(stage, numel, world, {param, grad, master, slots});
+        const ds::zero::StagePolicy& policy = ds::zero::stage_policy(stage);
+        const Sharded sharded{policy.shards_params(), policy.shards_grads(), policy.shards_states()};
+        const StateBytes bytes = states_per_rank(sharded, numel, world, {param, grad, master, slots});
         py::dict out;
         out["param"] = bytes.param;
         out["grad"] = bytes.grad;

@@ -13,7 +13,7 @@
 #include "bindings/registry.h"
 #include "bindings/shared_function.h"
 #include "bindings/without_lock.h"
-#include "comm/nccl_communicator.h"
+#include "comm/nccl_comm.h"
 #include "comm/nccl_memory.h"
 
 namespace py = pybind11;
@@ -22,7 +22,7 @@ namespace ds::bindings {
 
 namespace {
 
-using comm::NcclCommunicator;
+using comm::NcclComm;
 using comm::NcclLibrary;
 namespace nccl = comm::nccl;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
@@ -120,7 +120,7 @@ DS_BINDINGS(m) {
 
   py::class_<Registered>(m, "NcclRegistration").def("release", [](Registered& held) { let_go(held.registration); });
 
-  py::class_<NcclCommunicator, std::shared_ptr<NcclCommunicator>>(m, "NcclCommunicator")
+  py::class_<NcclComm, std::shared_ptr<NcclComm>>(m, "NcclCommunicator")
       .def(py::init([](const std::shared_ptr<NcclLibrary>& library, const std::string& id, std::string name, int rank,
                        int size, std::chrono::milliseconds timeout, py::function synchronize) {
              comm::NcclPlace place;
@@ -130,60 +130,60 @@ DS_BINDINGS(m) {
              place.timeout = timeout;
              place.quiesce = quiesce(std::move(synchronize));
              py::gil_scoped_release unlocked;
-             return NcclCommunicator::join(library, id_from(id), std::move(place));
+             return NcclComm::join(library, id_from(id), std::move(place));
            }),
            py::arg("library"), py::arg("id"), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
            py::arg("synchronize"))
-      .def_property_readonly("closed", py::cpp_function(&NcclCommunicator::closed, Unlocked()))
+      .def_property_readonly("closed", py::cpp_function(&NcclComm::closed, Unlocked()))
       .def(
           "all_reduce",
-          [](NcclCommunicator& self, uintptr_t in, uintptr_t out, size_t count, nccl::DataType type, nccl::RedOp op,
+          [](NcclComm& self, uintptr_t in, uintptr_t out, size_t count, nccl::DataType type, nccl::RedOp op,
              uintptr_t stream) { self.all_reduce(address(in), address(out), count, type, op, address(stream)); },
           Unlocked())
       .def(
           "reduce",
-          [](NcclCommunicator& self, uintptr_t in, uintptr_t out, size_t count, nccl::DataType type, nccl::RedOp op,
+          [](NcclComm& self, uintptr_t in, uintptr_t out, size_t count, nccl::DataType type, nccl::RedOp op,
              int root,
              uintptr_t stream) { self.reduce(address(in), address(out), count, type, op, root, address(stream)); },
           Unlocked())
       .def(
           "broadcast",
-          [](NcclCommunicator& self, uintptr_t in, uintptr_t out, size_t count, nccl::DataType type, int root,
+          [](NcclComm& self, uintptr_t in, uintptr_t out, size_t count, nccl::DataType type, int root,
              uintptr_t stream) { self.broadcast(address(in), address(out), count, type, root, address(stream)); },
           Unlocked())
       .def(
           "all_gather",
-          [](NcclCommunicator& self, uintptr_t in, uintptr_t out, size_t count, nccl::DataType type, uintptr_t stream) {
+          [](NcclComm& self, uintptr_t in, uintptr_t out, size_t count, nccl::DataType type, uintptr_t stream) {
             self.all_gather(address(in), address(out), count, type, address(stream));
           },
           Unlocked())
       .def(
           "reduce_scatter",
-          [](NcclCommunicator& self, uintptr_t in, uintptr_t out, size_t count, nccl::DataType type, nccl::RedOp op,
+          [](NcclComm& self, uintptr_t in, uintptr_t out, size_t count, nccl::DataType type, nccl::RedOp op,
              uintptr_t stream) { self.reduce_scatter(address(in), address(out), count, type, op, address(stream)); },
           Unlocked())
       .def(
           "send",
-          [](NcclCommunicator& self, uintptr_t in, size_t count, nccl::DataType type, int peer, uintptr_t stream) {
+          [](NcclComm& self, uintptr_t in, size_t count, nccl::DataType type, int peer, uintptr_t stream) {
             self.send(address(in), count, type, peer, address(stream));
           },
           Unlocked())
       .def(
           "recv",
-          [](NcclCommunicator& self, uintptr_t out, size_t count, nccl::DataType type, int peer, uintptr_t stream) {
+          [](NcclComm& self, uintptr_t out, size_t count, nccl::DataType type, int peer, uintptr_t stream) {
             self.recv(address(out), count, type, peer, address(stream));
           },
           Unlocked())
       .def(
           "all_to_all",
-          [](NcclCommunicator& self, uintptr_t in, const std::vector<size_t>& in_counts, uintptr_t out,
+          [](NcclComm& self, uintptr_t in, const std::vector<size_t>& in_counts, uintptr_t out,
              const std::vector<size_t>& out_counts, nccl::DataType type, uintptr_t stream) {
             self.all_to_all(address(in), in_counts, address(out), out_counts, type, address(stream));
           },
           Unlocked())
       .def(
           "exchange_packed",
-          [](NcclCommunicator& self, uintptr_t in, uintptr_t in_scales, std::vector<size_t> in_bytes,
+          [](NcclComm& self, uintptr_t in, uintptr_t in_scales, std::vector<size_t> in_bytes,
              std::vector<size_t> in_counts, uintptr_t out, uintptr_t out_scales, std::vector<size_t> out_bytes,
              std::vector<size_t> out_counts, nccl::DataType scale_type, uintptr_t stream) {
             self.exchange_packed({address(in), address(in_scales), std::move(in_bytes), std::move(in_counts)},
@@ -193,7 +193,7 @@ DS_BINDINGS(m) {
           Unlocked())
       .def(
           "gather_packed",
-          [](NcclCommunicator& self, uintptr_t bytes, size_t chunk_bytes, uintptr_t scales, size_t chunk_scales,
+          [](NcclComm& self, uintptr_t bytes, size_t chunk_bytes, uintptr_t scales, size_t chunk_scales,
              uintptr_t all_bytes, uintptr_t all_scales, nccl::DataType scale_type, uintptr_t stream) {
             self.gather_packed(address(bytes), chunk_bytes, address(scales), chunk_scales, address(all_bytes),
                                address(all_scales), scale_type, address(stream));
@@ -201,7 +201,7 @@ DS_BINDINGS(m) {
           Unlocked())
       .def(
           "grouped",
-          [](NcclCommunicator& self, const std::vector<py::function>& calls) {
+          [](NcclComm& self, const std::vector<py::function>& calls) {
             py::gil_scoped_release unlocked;
             self.grouped([&] {
               py::gil_scoped_acquire locked;
@@ -209,19 +209,19 @@ DS_BINDINGS(m) {
             });
           },
           py::arg("calls"))
-      .def("check", &NcclCommunicator::check, Unlocked())
-      .def("abort", &NcclCommunicator::abort, py::arg("reason"), Unlocked())
-      .def("close", &NcclCommunicator::close, Unlocked())
-      .def("leave", &NcclCommunicator::leave, Unlocked())
+      .def("check", &NcclComm::check, Unlocked())
+      .def("abort", &NcclComm::abort, py::arg("reason"), Unlocked())
+      .def("close", &NcclComm::close, Unlocked())
+      .def("leave", &NcclComm::leave, Unlocked())
       .def(
           "allocate",
-          [](const std::shared_ptr<NcclCommunicator>& self, size_t bytes, const std::string& device) {
+          [](const std::shared_ptr<NcclComm>& self, size_t bytes, const std::string& device) {
             return bytes_of(std::make_shared<comm::NcclBuffer>(self, bytes), device);
           },
           py::arg("bytes"), py::arg("device"), Unlocked())
       .def(
           "register_memory",
-          [](const std::shared_ptr<NcclCommunicator>& self, uintptr_t data, size_t bytes) {
+          [](const std::shared_ptr<NcclComm>& self, uintptr_t data, size_t bytes) {
             return std::make_unique<Registered>(
                 Registered{std::make_shared<comm::NcclRegistration>(self, address(data), bytes)});
           },

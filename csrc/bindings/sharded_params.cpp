@@ -38,6 +38,7 @@ void swap_classes(ShardedParam& param, const py::object& available, const py::ob
     if (PyObject_SetAttrString(object.ptr(), "__class__", type) != 0) throw py::error_already_set();
   };
   param.on_status = apply;
+  param.hold_for_status = [] { return std::shared_ptr<void>(std::make_shared<py::gil_scoped_acquire>()); };
   apply(param.status());
 }
 
@@ -202,6 +203,8 @@ DS_BINDINGS(m) {
       .def_property_readonly("fetches", &ParamGatherer::fetches)
       .def_property_readonly("pool_bytes", [](ParamGatherer& g) { return g.source().pool().held_bytes(); })
       .def_property_readonly("gathered_elements", [](ParamGatherer& g) { return g.source().gathered_elements(); })
+      .def_property_readonly("collectives", [](ParamGatherer& g) { return g.source().collectives(); })
+      .def_property_readonly("exchanges", [](ParamGatherer& g) { return g.source().exchanges(); })
       .def("reset_counters", [](ParamGatherer& g) { g.source().reset_counters(); });
 
   py::class_<EnterHook>(m, "EnterHook")

@@ -10,7 +10,7 @@
 #include "bindings/registry.h"
 #include "bindings/shared_function.h"
 #include "bindings/without_lock.h"
-#include "comm/reduce_rows.h"
+#include "comm/rank_order_reduction.h"
 #include "comm/watch.h"
 
 namespace py = pybind11;
@@ -30,7 +30,7 @@ py::dict described(const std::string& group, const comm::Flight& flight) {
       call.type >= 0 ? py::object(py::str(c10::toString(static_cast<c10::ScalarType>(call.type)))) : py::none();
   made["numel"] = call.numel;
   made["reduction"] =
-      call.op >= 0 ? py::object(py::str(comm::row_op_name(static_cast<comm::RowOp>(call.op)))) : py::none();
+      call.op >= 0 ? py::object(py::str(comm::reduce_op_name(static_cast<comm::ReduceOp>(call.op)))) : py::none();
   made["root"] = call.root >= 0 ? py::object(py::int_(call.root)) : py::none();
   made["began"] = comm::epoch_seconds(flight.begin_us);
   made["seconds"] =

@@ -4,10 +4,12 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <chrono>
+#include <numeric>
 #include <thread>
 #include <utility>
 
 #include "base/error.h"
+#include "comm/compose.h"
 
 namespace ds::comm {
 
@@ -22,58 +24,185 @@ void finish_device(c10::Device device) {
   while (!event.query()) std::this_thread::yield();
 }
 
-class EndedWork : public Work {
- public:
-  void wait() override {}
-  bool ready() override { return true; }
-};
+int64_t numel_of(const at::Tensor& tensor) { return tensor.defined() ? tensor.numel() : 0; }
 
 }  // namespace
 
-template <typename Start>
-WorkPtr Communicator::run(const char* op, const at::Tensor& largest, const Start& start) {
-  if (!logging_) return start();
-  finish_device(largest.device());  // so that earlier work of the device is not counted
-  const auto begin = std::chrono::steady_clock::now();
-  start()->wait();
-  finish_device(largest.device());
-  const std::chrono::duration<double, std::milli> ms = std::chrono::steady_clock::now() - begin;
-  log_.push_back({op, largest.numel() * static_cast<int64_t>(largest.element_size()), ms.count()});
-  return std::make_shared<EndedWork>();
+const char* verb_name(Verb verb) {
+  switch (verb) {
+    case Verb::kAllReduce: return "all_reduce";
+    case Verb::kReduce: return "reduce";
+    case Verb::kBroadcast: return "broadcast";
+    case Verb::kReduceScatter: return "reduce_scatter";
+    case Verb::kAllGather: return "all_gather";
+    case Verb::kAllToAll: return "all_to_all";
+    case Verb::kGather: return "gather";
+    case Verb::kScatter: return "scatter";
+    case Verb::kSend: return "send";
+    case Verb::kRecv: return "recv";
+    case Verb::kBarrier: return "barrier";
+  }
+  return "?";
 }
+
+const at::Tensor& Op::whole() const {
+  switch (verb) {
+    case Verb::kReduceScatter:
+    case Verb::kSend: return in;
+    case Verb::kScatter: return in.defined() ? in : out;
+    case Verb::kGather: return out.defined() ? out : in;
+    default: return out;
+  }
+}
+
+const at::Tensor& Op::own() const {
+  switch (verb) {
+    case Verb::kAllGather:
+    case Verb::kAllToAll:
+    case Verb::kGather:
+    case Verb::kSend: return in;
+    default: return out;
+  }
+}
+
+Communicator::Communicator() : pool_(std::make_shared<ScratchPool>()) {}
+Communicator::~Communicator() = default;
 
 std::shared_ptr<Communicator> Communicator::among(const std::vector<int>&) { return nullptr; }
 
 std::vector<LoggedCall> Communicator::take_log() { return std::exchange(log_, {}); }
 
-void Communicator::count(int64_t elements, const at::Tensor& tensor) {
+WorkPtr Communicator::launch(const Op& op) { return carries(op) ? start(op) : compose(*this, op); }
+
+WorkPtr Communicator::run(const Op& op) {
+  check(op);
+  count(op);
+  if (!logging_ || op.verb == Verb::kBarrier) return launch(op);
+  const at::Tensor& whole = op.whole();
+  finish_device(whole.device());  // so that earlier work of the device is not counted
+  const auto begin = std::chrono::steady_clock::now();
+  launch(op)->wait();
+  finish_device(whole.device());
+  const std::chrono::duration<double, std::milli> ms = std::chrono::steady_clock::now() - begin;
+  log_.push_back({verb_name(op.verb), whole.numel() * static_cast<int64_t>(whole.element_size()), ms.count()});
+  return std::make_shared<DoneWork>();
+}
+
+WorkPtr Communicator::run_all(const std::vector<Op>& ops) {
+  std::vector<WorkPtr> parts;
+  for (const Op& op : ops) parts.push_back(launch(op));
+  return std::make_shared<JoinedWork>(std::move(parts));
+}
+
+void Communicator::check(const Op& op) const {
+  const int n = size();
+  const char* const verb = verb_name(op.verb);
+  const auto fits = [&](const at::Tensor& whole, const at::Tensor& mine, const std::vector<int64_t>& counts) {
+    if (counts.empty()) {
+      if (whole.defined() && whole.numel() != mine.numel() * n)
+        fail(ErrorKind::kValue, verb, ": ", whole.numel(), " elements for ", n, " rows of ", mine.numel());
+      return;
+    }
+    if (static_cast<int>(counts.size()) != n)
+      fail(ErrorKind::kValue, verb, ": ", counts.size(), " counts for ", n, " ranks");
+    if (counts[rank()] != mine.numel())
+      fail(ErrorKind::kValue, verb, ": rank ", rank(), " has ", mine.numel(), " elements, its count is ",
+           counts[rank()]);
+    const int64_t sum = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+    if (whole.defined() && whole.numel() != sum)
+      fail(ErrorKind::kValue, verb, ": ", whole.numel(), " elements, but the counts of the ranks add up to ", sum);
+  };
+  const auto parts = [&](const at::Tensor& whole, const std::vector<int64_t>& counts, const char* which) {
+    if (counts.empty()) {
+      if (whole.numel() % n)
+        fail(ErrorKind::kValue, verb, ": the ", which, " of ", whole.numel(), " elements cannot be cut into ", n,
+             " equal parts: give the counts");
+      return;
+    }
+    const int64_t sum = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+    if (static_cast<int>(counts.size()) != n || sum != whole.numel())
+      fail(ErrorKind::kValue, verb, ": the counts of the ", which, " must be ", n, " numbers that add up to its ",
+           whole.numel(), " elements");
+  };
+  switch (op.verb) {
+    case Verb::kReduceScatter: return fits(op.in, op.out, op.in_counts);
+    case Verb::kAllGather: return fits(op.out, op.in, op.out_counts);
+    case Verb::kAllToAll: parts(op.in, op.in_counts, "input"); return parts(op.out, op.out_counts, "output");
+    case Verb::kBarrier:
+    case Verb::kAllReduce: return;
+    default: break;
+  }
+  if (op.peer < 0 || op.peer >= n)
+    fail(ErrorKind::kValue, verb, ": there is no rank ", op.peer, " in a group of ", n, " ranks");
+  if (op.verb == Verb::kGather) {
+    if (op.peer == rank() && !op.out.defined())
+      fail(ErrorKind::kValue, "gather: the root gives no tensor to gather in");
+    fits(op.out, op.in, op.out_counts);
+  }
+  if (op.verb == Verb::kScatter) {
+    if (op.peer == rank() && !op.in.defined()) fail(ErrorKind::kValue, "scatter: the root gives no tensor to scatter");
+    fits(op.in, op.out, op.in_counts);
+  }
+  if ((op.verb == Verb::kSend || op.verb == Verb::kRecv) && op.peer == rank())
+    fail(ErrorKind::kValue, verb, ": rank ", op.peer, " is this rank itself");
+}
+
+void Communicator::count(const Op& op) {
+  const int64_t n = size();
+  int64_t elements = 0;
+  switch (op.verb) {
+    case Verb::kAllReduce: elements = 2 * op.out.numel() * (n - 1) / n; break;
+    case Verb::kReduceScatter: elements = op.in.numel() * (n - 1) / n; break;
+    case Verb::kAllGather: elements = op.out.numel() * (n - 1) / n; break;
+    case Verb::kAllToAll: elements = op.in.numel() * (n - 1) / n; break;
+    case Verb::kGather: elements = op.peer == rank() ? 0 : op.in.numel(); break;
+    case Verb::kScatter: elements = op.peer == rank() ? numel_of(op.in) - op.out.numel() : 0; break;
+    case Verb::kReduce:
+    case Verb::kBroadcast: elements = n > 1 ? op.out.numel() : 0; break;
+    case Verb::kSend: elements = op.in.numel(); break;
+    case Verb::kRecv: break;
+    case Verb::kBarrier: return;
+  }
   ++traffic_.calls;
   traffic_.elements += elements;
-  traffic_.bytes += elements * static_cast<int64_t>(tensor.element_size());
+  traffic_.bytes += elements * static_cast<int64_t>(op.own().element_size());
 }
 
-WorkPtr Communicator::all_reduce(const at::Tensor& tensor, ReduceOp op, const std::string& tag) {
-  count(2 * tensor.numel() * (size() - 1) / size(), tensor);
-  return run("all_reduce", tensor, [&] { return start_all_reduce(tensor, op, tag); });
+WorkPtr Communicator::all_reduce(const at::Tensor& tensor, ReduceOp op, Tag tag) {
+  return run({Verb::kAllReduce, {}, tensor, {}, {}, op, -1, tag});
 }
-
-WorkPtr Communicator::broadcast(const at::Tensor& tensor, int root, const std::string& tag) {
-  count(size() > 1 ? tensor.numel() : 0, tensor);
-  return run("broadcast", tensor, [&] { return start_broadcast(tensor, root, tag); });
+WorkPtr Communicator::reduce(const at::Tensor& tensor, ReduceOp op, int root, Tag tag) {
+  return run({Verb::kReduce, {}, tensor, {}, {}, op, root, tag});
 }
-
-WorkPtr Communicator::reduce_scatter(const at::Tensor& input, const at::Tensor& output, const std::string& tag) {
-  if (input.numel() != output.numel() * size())
-    fail(ErrorKind::kValue, "reduce_scatter: ", input.numel(), " elements for ", size(), " rows of ", output.numel());
-  count(input.numel() * (size() - 1) / size(), input);
-  return run("reduce_scatter", input, [&] { return start_reduce_scatter(input, output, tag); });
+WorkPtr Communicator::broadcast(const at::Tensor& tensor, int root, Tag tag) {
+  return run({Verb::kBroadcast, {}, tensor, {}, {}, ReduceOp::kSum, root, tag});
 }
-
-WorkPtr Communicator::all_gather(const at::Tensor& mine, const at::Tensor& all, const std::string& tag) {
-  if (all.numel() != mine.numel() * size())
-    fail(ErrorKind::kValue, "all_gather: ", all.numel(), " elements for ", size(), " rows of ", mine.numel());
-  count(all.numel() * (size() - 1) / size(), all);
-  return run("all_gather", all, [&] { return start_all_gather(mine, all, tag); });
+WorkPtr Communicator::reduce_scatter(const at::Tensor& input, const at::Tensor& output, Tag tag) {
+  return run({Verb::kReduceScatter, input, output, {}, {}, ReduceOp::kSum, -1, tag});
 }
+WorkPtr Communicator::all_gather(const at::Tensor& mine, const at::Tensor& all, Tag tag) {
+  return run({Verb::kAllGather, mine, all, {}, {}, ReduceOp::kSum, -1, tag});
+}
+WorkPtr Communicator::all_to_all(const at::Tensor& input, const at::Tensor& output, Tag tag) {
+  return run({Verb::kAllToAll, input, output, {}, {}, ReduceOp::kSum, -1, tag});
+}
+WorkPtr Communicator::all_to_all(const at::Tensor& input, std::vector<int64_t> input_counts, const at::Tensor& output,
+                                 std::vector<int64_t> output_counts, Tag tag) {
+  return run(
+      {Verb::kAllToAll, input, output, std::move(input_counts), std::move(output_counts), ReduceOp::kSum, -1, tag});
+}
+WorkPtr Communicator::gather(const at::Tensor& mine, const at::Tensor& all, int root, Tag tag) {
+  return run({Verb::kGather, mine, all, {}, {}, ReduceOp::kSum, root, tag});
+}
+WorkPtr Communicator::scatter(const at::Tensor& all, const at::Tensor& mine, int root, Tag tag) {
+  return run({Verb::kScatter, all, mine, {}, {}, ReduceOp::kSum, root, tag});
+}
+WorkPtr Communicator::send(const at::Tensor& tensor, int to, Tag tag) {
+  return run({Verb::kSend, tensor, {}, {}, {}, ReduceOp::kSum, to, tag});
+}
+WorkPtr Communicator::recv(const at::Tensor& tensor, int from, Tag tag) {
+  return run({Verb::kRecv, {}, tensor, {}, {}, ReduceOp::kSum, from, tag});
+}
+void Communicator::barrier() { run({})->wait(); }
 
 }  // namespace ds::comm

@@ -1,39 +1,35 @@
-// A group of ranks that exchange tensors. Bodies: c10d (whatever torch offers), threads of one process (tests).
+// A group of ranks that exchange tensors. Transports (comm/transports): threads of one process, shared memory of one
+// host, a process group of torch, NCCL, several hosts; each carries the verbs that it is good at, and compose.cpp makes
+// the others of those.
 //
-// Contract: every rank of the group issues the same calls in the same order. Tensors are contiguous and must not be
-// touched until wait() has returned; on asynchronous devices wait() orders the current stream behind the collective
-// instead of blocking the host. All ranks end with the same bits. Calls may come from any thread, one at a time.
+// Contract: every rank of the group issues the same calls in the same order (send and recv: the two ranks that take
+// part). Tensors are contiguous and must not be touched until wait() has returned; on asynchronous devices wait()
+// orders the current stream behind the collective instead of blocking the host. All ranks end with the same bits. Calls
+// may come from any thread, one at a time.
 #pragma once
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "comm/op.h"
 #include "comm/peer_memory.h"
+#include "comm/work.h"
 
 namespace ds::comm {
 
-enum class ReduceOp { kSum, kMax, kMin };
-
-class Work {
- public:
-  virtual ~Work() = default;
-  virtual void wait() = 0;                // idempotent; throws what the collective threw
-  virtual bool ready() { return false; }  // true: wait() will not block the host; false: unknown
-};
-using WorkPtr = std::shared_ptr<Work>;
+class ScratchPool;
 
 // One finished call, as a log of operations shows it.
 struct LoggedCall {
-  const char* op;  // all_reduce, broadcast, reduce_scatter, all_gather
+  const char* op;  // verb_name()
   int64_t bytes;   // of the largest tensor of the call: what all ranks together hold of it, once
   double ms;       // from the call to its end on this rank
 };
 
 // What this rank has sent since the last reset, as the algorithms of the textbook count it: all_reduce of n elements
-// 2n(N-1)/N, reduce_scatter and all_gather of n elements over all ranks n(N-1)/N, broadcast n.
+// 2n(N-1)/N; reduce_scatter, all_gather, all_to_all, gather and scatter of n elements over all ranks n(N-1)/N;
+// broadcast, reduce and send n.
 struct Traffic {
   int64_t calls = 0;
   int64_t elements = 0;
@@ -42,22 +38,39 @@ struct Traffic {
 
 class Communicator {
  public:
-  virtual ~Communicator() = default;
+  using Tag = const std::string&;
+
+  Communicator();
+  virtual ~Communicator();
+  Communicator(const Communicator&) = delete;
   virtual int rank() const = 0;
   virtual int size() const = 0;
   virtual std::string name() const = 0;  // for messages and reports
+  // Whether start() can do it; else compose.cpp makes it of what start() can. Equal on all ranks for calls that meet.
+  virtual bool carries(const Op& op) const = 0;
 
-  // `tag`: what it is for, a parameter's name as a rule, equal on all ranks; for messages when ranks do not meet.
-  WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, const std::string& tag = {});
-  WorkPtr broadcast(const at::Tensor& tensor, int root, const std::string& tag = {});
+  // Fails where counts or sizes do not fit together, before anything is sent.
+  WorkPtr run(const Op& op);
+  // Sends and receives as one launch, between any ranks and in any order: none of them waits for another.
+  virtual WorkPtr run_all(const std::vector<Op>& ops);
+
+  WorkPtr all_reduce(const at::Tensor& tensor, ReduceOp op, Tag tag = {});
+  WorkPtr reduce(const at::Tensor& tensor, ReduceOp op, int root, Tag tag = {});
+  WorkPtr broadcast(const at::Tensor& tensor, int root, Tag tag = {});
   // `output` becomes the sum over ranks of row number rank() of `input`, which has size() rows of output.numel()
-  // elements. Summed in rank order, in fp32 where the input is narrower; `output` has input's dtype or fp32. It may be
-  // that very row of `input`, else they do not overlap. The rest of `input` is left undefined.
-  WorkPtr reduce_scatter(const at::Tensor& input, const at::Tensor& output, const std::string& tag = {});
-  // Row r of `all`, which has size() rows of mine.numel() elements, becomes rank r's `mine`. `mine` may be this rank's
-  // row of `all`.
-  WorkPtr all_gather(const at::Tensor& mine, const at::Tensor& all, const std::string& tag = {});
-  virtual void barrier() = 0;
+  // elements. Summed in rank order, in fp32 where the input is narrower.
+  WorkPtr reduce_scatter(const at::Tensor& input, const at::Tensor& output, Tag tag = {});
+  // Row r of `all`, which has size() rows of mine.numel() elements, becomes rank r's `mine`.
+  WorkPtr all_gather(const at::Tensor& mine, const at::Tensor& all, Tag tag = {});
+  WorkPtr all_to_all(const at::Tensor& input, const at::Tensor& output, Tag tag = {});
+  WorkPtr all_to_all(const at::Tensor& input, std::vector<int64_t> input_counts, const at::Tensor& output,
+                     std::vector<int64_t> output_counts, Tag tag = {});
+  WorkPtr gather(const at::Tensor& mine, const at::Tensor& all, int root, Tag tag = {});
+  WorkPtr scatter(const at::Tensor& all, const at::Tensor& mine, int root, Tag tag = {});
+  WorkPtr send(const at::Tensor& tensor, int to, Tag tag = {});
+  WorkPtr recv(const at::Tensor& tensor, int from, Tag tag = {});
+  void barrier();
+
   // Host memory of `bytes` on every rank that all ranks can read, or null on all of them where there is no such thing.
   // Collective, with tensors in host memory.
   virtual PeerMemoryPtr peer_memory(int64_t bytes) = 0;
@@ -75,20 +88,25 @@ class Communicator {
   std::vector<LoggedCall> take_log();  // calls since the last take
 
  protected:
-  using Tag = const std::string&;
-  virtual WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op, Tag tag) = 0;
-  virtual WorkPtr start_broadcast(const at::Tensor& tensor, int root, Tag tag) = 0;
-  virtual WorkPtr start_reduce_scatter(const at::Tensor& input, const at::Tensor& output, Tag tag) = 0;
-  virtual WorkPtr start_all_gather(const at::Tensor& mine, const at::Tensor& all, Tag tag) = 0;
+  virtual WorkPtr start(const Op& op) = 0;  // that it carries
+  // What compose.cpp asks of a transport.
+  // True: what is not carried is made of sends and receives between all pairs (a network). False: of collectives.
+  virtual bool pairwise() const { return false; }
+  // False: tensors of that device travel as copies in host memory.
+  virtual bool reaches(const c10::Device&) const { return true; }
+  // The sends and receives of one collective, which every rank makes at the same place of its sequence of calls.
+  virtual WorkPtr exchange(const std::vector<Op>& ops) { return run_all(ops); }
 
  private:
-  void count(int64_t elements, const at::Tensor& tensor);
-  template <typename Start>
-  WorkPtr run(const char* op, const at::Tensor& largest, const Start& start);
+  friend class Composer;
+  WorkPtr launch(const Op& op);  // starts or composes it; neither checked nor counted
+  void check(const Op& op) const;
+  void count(const Op& op);
 
   Traffic traffic_;
   bool logging_ = false;
   std::vector<LoggedCall> log_;
+  std::shared_ptr<ScratchPool> pool_;
 };
 using CommunicatorPtr = std::shared_ptr<Communicator>;
 

@@ -7,7 +7,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "comm/reduce_rows.h"
+#include "comm/rank_order_reduction.h"
 
 namespace ds::comm {
 
@@ -90,7 +90,7 @@ std::string to_json(const std::vector<Flight>& flights) {
             ", \"tag\": " + json_text(call.tag) + ", \"dtype\": " +
             (call.type >= 0 ? json_text(c10::toString(static_cast<c10::ScalarType>(call.type))) : "null") +
             ", \"numel\": " + std::to_string(call.numel) +
-            ", \"reduction\": " + (call.op >= 0 ? json_text(row_op_name(static_cast<RowOp>(call.op))) : "null") +
+            ", \"reduction\": " + (call.op >= 0 ? json_text(reduce_op_name(static_cast<ReduceOp>(call.op))) : "null") +
             ", \"root\": " + (call.root >= 0 ? std::to_string(call.root) : "null") + ", " + times;
     std::snprintf(times, sizeof(times), "%.6f", static_cast<double>(flight.end_us - flight.begin_us) * 1e-6);
     text += flight.end_us ? times : "null";

@@ -19,7 +19,7 @@ bool quiet(const std::function<bool()>& quiesce) noexcept {
 
 }  // namespace
 
-NcclRegistration::NcclRegistration(const NcclCommunicatorPtr& communicator, void* data, size_t bytes)
+NcclRegistration::NcclRegistration(const NcclCommPtr& communicator, void* data, size_t bytes)
     : communicator_(communicator),
       quiesce_(communicator->place().quiesce),
       handle_(communicator->register_memory(data, bytes)) {}
@@ -27,11 +27,11 @@ NcclRegistration::NcclRegistration(const NcclCommunicatorPtr& communicator, void
 void NcclRegistration::release() {
   void* handle = std::exchange(handle_, nullptr);
   if (!handle) return;
-  const NcclCommunicatorPtr communicator = communicator_.lock();
+  const NcclCommPtr communicator = communicator_.lock();
   if (communicator && quiet(quiesce_)) communicator->deregister_memory(handle);
 }
 
-NcclBuffer::NcclBuffer(const NcclCommunicatorPtr& communicator, size_t bytes)
+NcclBuffer::NcclBuffer(const NcclCommPtr& communicator, size_t bytes)
     : library_(communicator->library()), quiesce_(communicator->place().quiesce), bytes_(bytes) {
   communicator->check();
   const nccl::Result result = library_->buffer_calls().mem_alloc(&data_, bytes);

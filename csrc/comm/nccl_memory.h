@@ -3,20 +3,20 @@
 #pragma once
 #include <memory>
 
-#include "comm/nccl_communicator.h"
+#include "comm/nccl_comm.h"
 
 namespace ds::comm {
 
 // Registers memory of somebody else, which must outlive this. The communicator may go first.
 class NcclRegistration {
  public:
-  NcclRegistration(const NcclCommunicatorPtr& communicator, void* data, size_t bytes);
+  NcclRegistration(const NcclCommPtr& communicator, void* data, size_t bytes);
   ~NcclRegistration() { release(); }
   NcclRegistration(const NcclRegistration&) = delete;
   void release();  // idempotent; waits for the device
 
  private:
-  std::weak_ptr<NcclCommunicator> communicator_;
+  std::weak_ptr<NcclComm> communicator_;
   std::function<bool()> quiesce_;
   void* handle_;
 };
@@ -25,7 +25,7 @@ class NcclRegistration {
 // does ends before the memory goes, whether the communicator is still there or not.
 class NcclBuffer {
  public:
-  NcclBuffer(const NcclCommunicatorPtr& communicator, size_t bytes);
+  NcclBuffer(const NcclCommPtr& communicator, size_t bytes);
   ~NcclBuffer();
   NcclBuffer(const NcclBuffer&) = delete;
   void* data() const { return data_; }

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "base/error.h"
-#include "comm/local_communicator.h"
+#include "comm/transports/local_communicator.h"
 
 namespace ds::comm {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <cstring>
 
-#include "comm/reduce_rows.h"
+#include "comm/rank_order_reduction.h"
 
 namespace ds::comm {
 
@@ -27,7 +27,7 @@ std::string describe(const Record& record) {
     separator = ", ";
   }
   if (record.op >= 0) {
-    text += separator + std::string(row_op_name(static_cast<RowOp>(record.op)));
+    text += separator + std::string(reduce_op_name(static_cast<ReduceOp>(record.op)));
     separator = ", ";
   }
   if (record.root >= 0) text += separator + std::string("root ") + std::to_string(record.root);

@@ -11,7 +11,7 @@ struct Record {
   char what[24] = "";  // name of the operation
   char tag[72] = "";   // what it is for: a parameter's name, as a rule; "": the caller did not say
   int32_t type = -1;   // c10::ScalarType
-  int32_t op = -1;     // RowOp
+  int32_t op = -1;     // ReduceOp
   int32_t root = -1;
   int32_t own = 0;      // 1: numel may differ between the ranks
   int64_t numel = 0;    // elements of the tensor that this rank gives

@@ -19,16 +19,16 @@ using Tensors = std::vector<at::Tensor>;
 using WorkHandle = c10::intrusive_ptr<c10d::Work>;
 using Options = c10d::AllreduceOptions;
 
-RowOp row_op(const c10d::ReduceOp& op) {
+ReduceOp reduce_op(const c10d::ReduceOp& op) {
   switch (static_cast<c10d::ReduceOp::RedOpType>(op)) {
-    case c10d::ReduceOp::SUM: return RowOp::kSum;
-    case c10d::ReduceOp::AVG: return RowOp::kAvg;
-    case c10d::ReduceOp::PRODUCT: return RowOp::kProduct;
-    case c10d::ReduceOp::MIN: return RowOp::kMin;
-    case c10d::ReduceOp::MAX: return RowOp::kMax;
-    case c10d::ReduceOp::BAND: return RowOp::kAnd;
-    case c10d::ReduceOp::BOR: return RowOp::kOr;
-    case c10d::ReduceOp::BXOR: return RowOp::kXor;
+    case c10d::ReduceOp::SUM: return ReduceOp::kSum;
+    case c10d::ReduceOp::AVG: return ReduceOp::kAvg;
+    case c10d::ReduceOp::PRODUCT: return ReduceOp::kProduct;
+    case c10d::ReduceOp::MIN: return ReduceOp::kMin;
+    case c10d::ReduceOp::MAX: return ReduceOp::kMax;
+    case c10d::ReduceOp::BAND: return ReduceOp::kAnd;
+    case c10d::ReduceOp::BOR: return ReduceOp::kOr;
+    case c10d::ReduceOp::BXOR: return ReduceOp::kXor;
     default:
       fail(ErrorKind::kNotImplemented,
            "the backend shm has no such reduction; use sum, avg, product, min, max, "
@@ -118,16 +118,6 @@ Rows even_rows(const at::Tensor& all, int count) {
   return rows_of(all.data_ptr(), count, all.nbytes() / static_cast<size_t>(count));
 }
 
-Rows rows_at(const at::Tensor& all, const std::vector<int64_t>& counts) {
-  Rows made;
-  auto* next = static_cast<char*>(all.data_ptr());
-  for (int64_t count : counts) {
-    made.push_back(next);
-    next += static_cast<size_t>(count) * all.element_size();
-  }
-  return made;
-}
-
 class ShmBackend : public compat::BackendBase {
  public:
   ShmBackend(int rank, int size, std::unique_ptr<ShmGroup> group, BackendPtr other, BlockingRegion blocking_region)
@@ -160,7 +150,7 @@ class ShmBackend : public compat::BackendBase {
   WorkHandle allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     if (!carries(tensors)) return other().allreduce(tensors, options);
     const InOrder tensor(only(tensors));
-    const RowOp op = row_op(options.reduceOp);
+    const ReduceOp op = reduce_op(options.reduceOp);
     return start(c10d::OpType::ALLREDUCE, tensors, options, [tensor, op](ShmGroup& group) {
       group.all_reduce(tensor.used.data_ptr(), elements(tensor.used), tensor.used.scalar_type(), op);
       tensor.finish();
@@ -169,7 +159,7 @@ class ShmBackend : public compat::BackendBase {
 
   WorkHandle allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
     if (!carries(tensors)) return other().allreduce_coalesced(tensors, options);
-    const RowOp op = row_op(options.reduceOp);
+    const ReduceOp op = reduce_op(options.reduceOp);
     return start(c10d::OpType::ALLREDUCE_COALESCED, tensors, options, [tensors, op](ShmGroup& group) {
       for (const at::Tensor& each : tensors) {
         const InOrder tensor(each);
@@ -182,7 +172,7 @@ class ShmBackend : public compat::BackendBase {
   WorkHandle reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     if (!carries(tensors)) return other().reduce(tensors, options);
     const InOrder tensor(only(tensors));
-    const RowOp op = row_op(options.reduceOp);
+    const ReduceOp op = reduce_op(options.reduceOp);
     const int root = static_cast<int>(options.rootRank);
     return start(c10d::OpType::REDUCE, tensors, options, [tensor, op, root](ShmGroup& group) {
       group.reduce(tensor.used.data_ptr(), elements(tensor.used), tensor.used.scalar_type(), op, root);
@@ -261,7 +251,7 @@ class ShmBackend : public compat::BackendBase {
     const InOrder mine(only(outputs));
     const Tensors each = only(inputs);
     check_rows(each, mine.used.numel(), "reduce_scatter");
-    const RowOp op = row_op(options.reduceOp);
+    const ReduceOp op = reduce_op(options.reduceOp);
     return start(c10d::OpType::REDUCE_SCATTER, outputs, options, [mine, all = ListInOrder(each), op](ShmGroup& group) {
       group.reduce_scatter(mine.used.data_ptr(), all.rows(), elements(mine.used), mine.used.scalar_type(), op, false);
       mine.finish();
@@ -276,7 +266,7 @@ class ShmBackend : public compat::BackendBase {
            output.numel(), "; over ", getSize(), " ranks the input must have ", output.numel() * getSize(), ".");
     const InOrder mine(output);
     const at::Tensor all = input.contiguous();
-    const RowOp op = row_op(options.reduceOp);
+    const ReduceOp op = reduce_op(options.reduceOp);
     return start(c10d::OpType::_REDUCE_SCATTER_BASE, {output}, options, [mine, all, op](ShmGroup& group) {
       group.reduce_scatter(mine.used.data_ptr(), even_rows(all, group.size()), elements(mine.used), all.scalar_type(),
                            op, false);
@@ -291,7 +281,8 @@ class ShmBackend : public compat::BackendBase {
     const at::Tensor from = input.contiguous();
     const auto take = counts(output, output_rows, "output"), give = counts(input, input_rows, "input");
     return start(c10d::OpType::ALLTOALL_BASE, {output}, options, [to, from, take, give](ShmGroup& group) {
-      group.all_to_all(rows_at(to.used, take), take, rows_at(from, give), give, from.scalar_type());
+      group.all_to_all(rows_at(to.used.data_ptr(), take, to.used.element_size()), take,
+                       rows_at(from.data_ptr(), give, from.element_size()), give, from.scalar_type());
       to.finish();
     });
   }

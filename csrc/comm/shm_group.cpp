@@ -12,6 +12,8 @@ namespace {
 
 // Fits into the second cache together with what it is reduced with; larger ones gain nothing.
 constexpr size_t kSlotBytes = 512 * 1024;
+// Of an all-reduce; a slot holds one, and a share of another. Two slots and what is in the tensor fit there together.
+constexpr size_t kBlockBytes = 128 * 1024;
 // Below this everybody reduces everything, which saves a barrier.
 constexpr size_t kSmallBytes = 8 * 1024;
 
@@ -25,6 +27,16 @@ size_t lane_numel(size_t lanes, size_t width) { return std::max<size_t>(1, kSlot
 Rows rows_of(void* data, int count, size_t row_bytes) {
   Rows rows(count);
   for (int r = 0; r < count; ++r) rows[r] = static_cast<char*>(data) + static_cast<size_t>(r) * row_bytes;
+  return rows;
+}
+
+Rows rows_at(void* data, const std::vector<int64_t>& counts, size_t element_bytes) {
+  Rows rows;
+  auto* next = static_cast<char*>(data);
+  for (const int64_t count : counts) {
+    rows.push_back(next);
+    next += static_cast<size_t>(count) * element_bytes;
+  }
   return rows;
 }
 
@@ -47,9 +59,9 @@ ShmGroup::ShmGroup(int rank, int size, std::shared_ptr<SharedSegments> segments,
       channel_(rank, segments_, timeout, facts),
       blocking_region_(facts.blocking_region) {}
 
-char* ShmGroup::slot(int rank) const {
+char* ShmGroup::slot(int rank, int turn) const {
   const size_t bytes = std::max<size_t>(kSlotBytes, static_cast<size_t>(size_) * 16 * 16);
-  return static_cast<char*>(segments_->data(rank)) + ShmChannel::kBytes + static_cast<size_t>(turn_) * bytes;
+  return static_cast<char*>(segments_->data(rank)) + ShmChannel::kBytes + static_cast<size_t>(turn) * bytes;
 }
 
 // The slots of this step have been written: all may read them.
@@ -61,42 +73,64 @@ void ShmGroup::next_step(bool first, const Record& record) {
   }
 }
 
-void ShmGroup::all_reduce(void* data, size_t numel, c10::ScalarType type, RowOp op, const std::string& tag) {
+void ShmGroup::all_reduce(void* data, size_t numel, c10::ScalarType type, ReduceOp op, const std::string& tag) {
   Record call = call_of("all_reduce", numel, type, tag);
   call.op = static_cast<int32_t>(op);
-  const size_t width = element_size(type), most = kSlotBytes / width;
-  const bool small = numel * width <= kSmallBytes;
+  if (numel * element_size(type) > kSmallBytes) return all_reduce_in_shares(data, numel, type, op, call);
   std::vector<const void*> rows(size_);
-  size_t done = 0;
-  do {
-    const size_t m = std::min(most, numel - done);
-    char* here = static_cast<char*>(data) + done * width;
-    turn_ ^= 1;
-    if (m) std::memcpy(slot(rank_), here, m * width);
-    next_step(done == 0, call);
-    if (small) {
-      for (int r = 0; r < size_; ++r) rows[r] = slot(r);
-      reduce_rows(here, rows.data(), size_, m, type, op);
-    } else {
-      // Each rank reduces its share, in place in its own slot: nobody else looks at that part of it.
-      const size_t share = (m + size_ - 1) / size_;
-      const auto begin = [&](int r) { return std::min(m, share * static_cast<size_t>(r)); };
-      const size_t first = begin(rank_), count = begin(rank_ + 1) - first;
-      for (int r = 0; r < size_; ++r) rows[r] = slot(r) + first * width;
-      reduce_rows(slot(rank_) + first * width, rows.data(), size_, count, type, op);
-      channel_.barrier();
-      for (int step = 0; step < size_; ++step) {
-        const int r = (rank_ + step) % size_;
-        if (begin(r + 1) > begin(r))
-          std::memcpy(here + begin(r) * width, slot(r) + begin(r) * width, (begin(r + 1) - begin(r)) * width);
-      }
-    }
-    done += m;
-  } while (done < numel);
+  turn_ ^= 1;
+  if (numel) std::memcpy(slot(rank_), data, numel * element_size(type));
+  next_step(true, call);
+  for (int r = 0; r < size_; ++r) rows[r] = slot(r);
+  reduce_in_rank_order(data, rows.data(), size_, numel, type, op);
   channel_.leave();
 }
 
-void ShmGroup::reduce(void* data, size_t numel, c10::ScalarType type, RowOp op, int root, const std::string& tag) {
+// Each rank reduces its share of every block, in place, from what the others have put into their slots. One barrier per
+// block: behind it lie the shares of block i and the results of block i - 1.
+void ShmGroup::all_reduce_in_shares(void* data, size_t numel, c10::ScalarType type, ReduceOp op, const Record& call) {
+  const size_t width = element_size(type), most = kBlockBytes / width, blocks = (numel + most - 1) / most;
+  std::vector<const void*> rows(size_);
+  struct Block {
+    char* here;
+    size_t numel, share;
+    size_t begin(int r) const { return std::min(numel, share * static_cast<size_t>(r)); }
+    size_t count(int r) const { return begin(r + 1) - begin(r); }
+  };
+  const auto block = [&](size_t i) {
+    const size_t m = std::min(most, numel - i * most);
+    return Block{static_cast<char*>(data) + i * most * width, m, (m + size_ - 1) / size_};
+  };
+  for (size_t i = 0; i <= blocks; ++i) {
+    const int before = turn_;
+    turn_ ^= 1;
+    const auto others = [&](const auto& visit) {
+      for (int step = 1; step < size_; ++step) visit((rank_ + step) % size_);
+    };
+    if (i < blocks) {
+      const Block next = block(i);
+      others([&](int r) {
+        std::memcpy(slot(rank_) + next.begin(r) * width, next.here + next.begin(r) * width, next.count(r) * width);
+      });
+    }
+    if (i > 0) {
+      const Block last = block(i - 1);
+      const size_t first = last.begin(rank_) * width, count = last.count(rank_);
+      for (int r = 0; r < size_; ++r) rows[r] = r == rank_ ? last.here + first : slot(r, before) + first;
+      reduce_in_rank_order(last.here + first, rows.data(), size_, count, type, op);
+      std::memcpy(slot(rank_) + kBlockBytes, last.here + first, count * width);
+    }
+    next_step(i == 0, call);
+    if (i > 0) {
+      const Block last = block(i - 1);
+      others(
+          [&](int r) { std::memcpy(last.here + last.begin(r) * width, slot(r) + kBlockBytes, last.count(r) * width); });
+    }
+  }
+  channel_.leave();
+}
+
+void ShmGroup::reduce(void* data, size_t numel, c10::ScalarType type, ReduceOp op, int root, const std::string& tag) {
   Record call = call_of("reduce", numel, type, tag);
   call.op = static_cast<int32_t>(op);
   call.root = root;
@@ -111,7 +145,7 @@ void ShmGroup::reduce(void* data, size_t numel, c10::ScalarType type, RowOp op, 
     next_step(done == 0, call);
     if (rank_ == root) {
       for (int r = 0; r < size_; ++r) rows[r] = r == root ? here : slot(r);
-      reduce_rows(here, rows.data(), size_, m, type, op);
+      reduce_in_rank_order(here, rows.data(), size_, m, type, op);
     }
     done += m;
   } while (done < numel);
@@ -157,7 +191,7 @@ void ShmGroup::all_gather(const Rows& out, const void* mine, size_t numel, c10::
   channel_.leave();
 }
 
-void ShmGroup::reduce_scatter(void* out, const Rows& in, size_t numel, c10::ScalarType type, RowOp op, bool wide,
+void ShmGroup::reduce_scatter(void* out, const Rows& in, size_t numel, c10::ScalarType type, ReduceOp op, bool wide,
                               const std::string& tag) {
   Record call = call_of("reduce_scatter", numel, type, tag);
   call.op = static_cast<int32_t>(op);
@@ -173,19 +207,24 @@ void ShmGroup::reduce_scatter(void* out, const Rows& in, size_t numel, c10::Scal
     next_step(done == 0, call);
     for (int r = 0; r < size_; ++r)
       rows[r] = r == rank_ ? row(rank_) : slot(r) + static_cast<size_t>(rank_) * most * width;
-    reduce_rows(static_cast<char*>(out) + done * out_width, rows.data(), size_, m, type, op, wide);
+    reduce_in_rank_order(static_cast<char*>(out) + done * out_width, rows.data(), size_, m, type, op, wide);
     done += m;
   } while (done < numel);
   channel_.leave();
 }
 
 void ShmGroup::all_to_all(const Rows& out, const std::vector<int64_t>& take, const Rows& in,
-                          const std::vector<int64_t>& give, c10::ScalarType type) {
-  Record call = call_of("all_to_all", 0, type);
+                          const std::vector<int64_t>& give, c10::ScalarType type, const std::string& tag) {
+  Record call = call_of("all_to_all", 0, type, tag);
   call.own = 1;
   for (int64_t count : give) call.numel += count;
-  call.longest = *std::max_element(give.begin(), give.end());
-  const size_t width = element_size(type), most = lane_numel(size_, width);
+  for (int r = 0; r < size_; ++r)
+    if (r != rank_) call.longest = std::max(call.longest, give[r]);
+  // No lane for oneself: lane r of rank r's slots is that of the last rank.
+  const size_t width = element_size(type), most = lane_numel(std::max(1, size_ - 1), width);
+  const auto lane = [&](int from, int to) {
+    return slot(from) + static_cast<size_t>(to == size_ - 1 ? from : to) * most * width;
+  };
   const auto part = [&](const std::vector<int64_t>& counts, int r, size_t done) {
     const auto count = static_cast<size_t>(counts[r]);
     return done >= count ? 0 : std::min(most, count - done);
@@ -193,22 +232,23 @@ void ShmGroup::all_to_all(const Rows& out, const std::vector<int64_t>& take, con
   size_t done = 0, longest = 0;
   do {
     turn_ ^= 1;
-    for (int r = 0; r < size_; ++r) {
+    for (int step = 1; step < size_; ++step) {
+      const int r = (rank_ + step) % size_;
       const size_t m = part(give, r, done);
-      if (m && r != rank_)
-        std::memcpy(slot(rank_) + static_cast<size_t>(r) * most * width, in[r] + done * width, m * width);
+      if (m) std::memcpy(lane(rank_, r), in[r] + done * width, m * width);
     }
     next_step(done == 0, call);
     if (done == 0)
       for (int r = 0; r < size_; ++r) longest = std::max(longest, static_cast<size_t>(channel_.record_of(r).longest));
-    for (int r = 0; r < size_; ++r) {
+    for (int step = 1; step < size_; ++step) {
+      const int r = (rank_ + step) % size_;
       const size_t m = part(take, r, done);
-      if (!m) continue;
-      const char* from = r == rank_ ? in[r] + done * width : slot(r) + static_cast<size_t>(rank_) * most * width;
-      std::memmove(out[r] + done * width, from, m * width);
+      if (m) std::memcpy(out[r] + done * width, lane(r, rank_), m * width);
     }
     done += most;
   } while (done < longest);
+  const size_t own = std::min(give[rank_], take[rank_]) * width;
+  if (own && out[rank_] != in[rank_]) std::memmove(out[rank_], in[rank_], own);
   channel_.leave();
 }
 

@@ -11,7 +11,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "comm/reduce_rows.h"
+#include "comm/rank_order_reduction.h"
 #include "comm/shm_channel.h"
 
 namespace ds::comm {
@@ -20,6 +20,8 @@ namespace ds::comm {
 using Rows = std::vector<char*>;
 // Rows of `row_bytes` that follow each other.
 Rows rows_of(void* data, int count, size_t row_bytes);
+// Rows of counts[r] elements that follow each other.
+Rows rows_at(void* data, const std::vector<int64_t>& counts, size_t element_bytes);
 
 class ShmGroup {
  public:
@@ -35,19 +37,19 @@ class ShmGroup {
   }
 
   // Elements are counted as `numel` of `type`; memory belongs to the caller. `tag`: what it is for, see Record.
-  void all_reduce(void* data, size_t numel, c10::ScalarType type, RowOp op, const std::string& tag = {});
-  void reduce(void* data, size_t numel, c10::ScalarType type, RowOp op, int root,
+  void all_reduce(void* data, size_t numel, c10::ScalarType type, ReduceOp op, const std::string& tag = {});
+  void reduce(void* data, size_t numel, c10::ScalarType type, ReduceOp op, int root,
               const std::string& tag = {});  // only the root's data changes
   void broadcast(void* data, size_t numel, c10::ScalarType type, int root, const std::string& tag = {});
   // Rank r's `numel` elements come into out[r]; `mine` may be out[rank()].
   void all_gather(const Rows& out, const void* mine, size_t numel, c10::ScalarType type, const std::string& tag = {});
   // out: the reduction of in[rank()] over the ranks, `numel` elements; it may be in[rank()] itself.
   // wide: `out` is fp32 although the input is a 16-bit float.
-  void reduce_scatter(void* out, const Rows& in, size_t numel, c10::ScalarType type, RowOp op, bool wide,
+  void reduce_scatter(void* out, const Rows& in, size_t numel, c10::ScalarType type, ReduceOp op, bool wide,
                       const std::string& tag = {});
   // To rank r go the `give[r]` elements at in[r]; from it come `take[r]` to out[r].
   void all_to_all(const Rows& out, const std::vector<int64_t>& take, const Rows& in, const std::vector<int64_t>& give,
-                  c10::ScalarType type);
+                  c10::ScalarType type, const std::string& tag = {});
   void gather(const Rows& out, const void* mine, size_t numel, c10::ScalarType type, int root,
               const std::string& tag = {});  // root: out, else {}
   void scatter(void* mine, const Rows& in, size_t numel, c10::ScalarType type, int root,
@@ -58,7 +60,9 @@ class ShmGroup {
   ShmGroup(int rank, int size, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds timeout,
            const GroupFacts& facts);
 
-  char* slot(int rank) const;  // of the step in hand
+  void all_reduce_in_shares(void* data, size_t numel, c10::ScalarType type, ReduceOp op, const Record& call);
+  char* slot(int rank, int turn) const;
+  char* slot(int rank) const { return slot(rank, turn_); }  // of the step in hand
   void next_step(bool first, const Record& record);
   Record call_of(const char* what, size_t numel, c10::ScalarType type, const std::string& tag = {}) const {
     return record(what, static_cast<int64_t>(numel), static_cast<int32_t>(type), tag);

@@ -78,6 +78,12 @@ void ShmQueue::complete(const TaskPtr& task) {
   if (task->error_) std::rethrow_exception(task->error_);
 }
 
+void ShmQueue::drain() {
+  std::lock_guard<std::mutex> running(running_);
+  while (run_next()) {
+  }
+}
+
 bool ShmQueue::due() const {
   return background_ > 0 && (ending_ || waiting_.front()->due_ <= std::chrono::steady_clock::now());
 }

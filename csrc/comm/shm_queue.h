@@ -41,6 +41,8 @@ class ShmQueue {
   TaskPtr submit(std::function<void(ShmGroup&)> run, Start start,
                  std::function<void(std::exception_ptr)> after = nullptr);
   void complete(const TaskPtr& task);  // on return it has run; throws what it threw
+  // Runs what has been submitted. For who is about to wait for a rank by other means: that rank may be in one of these.
+  void drain();
   ShmGroup& group() { return *group_; }
 
  private:

@@ -20,10 +20,6 @@ class ShmWork : public Work {
   ShmQueue::TaskPtr task_;
 };
 
-inline RowOp row_op(ReduceOp op) {
-  return op == ReduceOp::kMax ? RowOp::kMax : op == ReduceOp::kMin ? RowOp::kMin : RowOp::kSum;
-}
-
 // Where every rank has a core of its own and no more, a thread in the background would only take turns with the
 // computation: the collective then runs when somebody waits for it.
 inline bool has_spare_cores(int ranks) { return usable_cores() > ranks; }

@@ -16,18 +16,20 @@ namespace {
 constexpr std::pair<const char*, Call> kNames[] = {
     {"open", Call::kOpen},         {"write", Call::kWrite},       {"fsync", Call::kSync},
     {"rename", Call::kRename},     {"exchange", Call::kExchange}, {"rename_dir", Call::kRenameFolder},
-    {"truncate", Call::kTruncate},
+    {"truncate", Call::kTruncate}, {"read", Call::kRead},
 };
 constexpr std::pair<const char*, int> kErrors[] = {
-    {"enospc", ENOSPC}, {"eio", EIO},     {"exdev", EXDEV},        {"einval", EINVAL},
-    {"enosys", ENOSYS}, {"eperm", EPERM}, {"enotsup", EOPNOTSUPP}, {"emfile", EMFILE},
+    {"enospc", ENOSPC},      {"eio", EIO},       {"exdev", EXDEV},
+    {"einval", EINVAL},      {"enosys", ENOSYS}, {"eperm", EPERM},
+    {"enotsup", EOPNOTSUPP}, {"emfile", EMFILE}, {"eintr", EINTR},
 };
 
 [[noreturn]] void refuse(const std::string& order) {
   fail(ErrorKind::kValue, "DS_IO_FAULT='", order,
-       "' is no fault. Write <call>:<n>:<action>, several with commas between: call is open, write, fsync, rename, ",
+       "' is no fault. Write <call>:<n>:<action>, several with commas between: call is open, read, write, fsync, "
+       "rename, ",
        "rename_dir, exchange or truncate, n counts from 1 (n+: from there on), action is kill, enospc, eio, exdev, ",
-       "einval, enosys, eperm, enotsup, emfile or (for write) short; for example write:3:kill.");
+       "einval, enosys, eperm, enotsup, emfile, eintr or (for read and write) short; for example write:3:kill.");
 }
 
 }  // namespace
@@ -55,7 +57,8 @@ Faults::Order Faults::parsed(const std::string& text, const std::string& all) {
   order.at = atoll(number.c_str());
   if (order.at < 1) refuse(all);
   if (action == "kill") order.verdict = {Action::kKill, 0};
-  if (action == "short" && order.call == Call::kWrite) order.verdict = {Action::kShort, 0};
+  if (action == "short" && (order.call == Call::kWrite || order.call == Call::kRead))
+    order.verdict = {Action::kShort, 0};
   for (const auto& [name, code] : kErrors) {
     if (action == name) order.verdict = {Action::kError, code};
   }
@@ -83,6 +86,11 @@ Faults::Verdict Faults::count(Call call) {
     if (order.call == call && (seen == order.at || (order.onwards && seen > order.at))) return order.verdict;
   }
   return {};
+}
+
+size_t Faults::short_read(size_t bytes) {
+  constexpr size_t kBlock = 4096;
+  return bytes > kBlock ? std::max(bytes / 2 / kBlock, size_t{1}) * kBlock : bytes;
 }
 
 void Faults::die() {

@@ -1,18 +1,20 @@
-// Faults on order: a process can be told to fail, or to die, at its n-th write, fsync, rename or open-for-writing, and
-// to behave as on a file system that lacks a system call.
+// Faults on order: a process can be told to fail, or to die, at its n-th read, write, fsync, rename or
+// open-for-writing, and to behave as on a file system that lacks a system call.
 //
 // Tests sweep n to show that no moment exists at which a crash loses a checkpoint.
 #pragma once
+#include <cstddef>
 #include <mutex>
 #include <string>
 #include <vector>
 
 namespace ds::io {
 
-// "open" counts files opened for writing only; "rename" counts every change of names, of which "rename_dir" counts
-// those of folders and "exchange" the swaps; "truncate" counts calls of ftruncate.
-enum class Call { kOpen, kWrite, kSync, kRename, kRenameFolder, kExchange, kTruncate };
-constexpr int kCalls = 7;
+// "open" counts files opened for writing only; "read" counts what Files and AsyncFile read; "rename" counts every
+// change of names, of which "rename_dir" counts those of folders and "exchange" the swaps; "truncate" counts calls of
+// ftruncate.
+enum class Call { kOpen, kWrite, kSync, kRename, kRenameFolder, kExchange, kTruncate, kRead };
+constexpr int kCalls = 8;
 
 class Faults {
  public:
@@ -23,8 +25,8 @@ class Faults {
   };
 
   // "<call>:<n>:<action>", n from 1; "<n>+": from the n-th on. Several, with commas between; the first that applies
-  // acts. Empty: no fault. Actions: kill, an error by its name, and `short` (of write only), which is no error: the
-  // system takes half of what it was given. Throws ErrorKind::kValue for anything else.
+  // acts. Empty: no fault. Actions: kill, an error by its name, and `short` (of read and write only), which is no
+  // error: the system transfers half of what it was asked to. Throws ErrorKind::kValue for anything else.
   explicit Faults(const std::string& order = "") { arm(order); }
 
   // Takes another order and counts from 0 again.
@@ -32,6 +34,9 @@ class Faults {
 
   // Counts the call. kKill is for the caller to carry out (with `die`), so that a write can be torn first.
   Verdict count(Call call);
+
+  // What `short` leaves of a read of so many bytes: something, whole blocks where it has more than one.
+  static size_t short_read(size_t bytes);
 
   // Ends the process as kill -9 does.
   [[noreturn]] static void die();

@@ -54,4 +54,19 @@ void fail_file(int code, const char* operation, const std::string& path, unsigne
   throw FileError(code, path, text.str());
 }
 
+void fail_transfer(int code, const char* operation, const std::string& path, uint64_t offset, uint64_t bytes) {
+  const bool writes = code == ENOSPC || code == EDQUOT;
+  std::ostringstream text;
+  text << operation << " of " << path << " failed: " << system_text(code) << " (" << bytes << " bytes at byte "
+       << offset << "). " << fix_for(code, path, writes ? offset + bytes : 0);
+  throw FileError(code, path, text.str(), offset, bytes);
+}
+
+void fail_truncated(const std::string& path, uint64_t end, uint64_t offset, uint64_t bytes) {
+  std::ostringstream text;
+  text << "read of " << path << " failed: the file ends at byte " << end << ", and " << bytes
+       << " bytes are wanted from byte " << offset << ". Something else has shortened it, or it was never complete.";
+  throw FileError(ENODATA, path, text.str(), offset, bytes);
+}
+
 }  // namespace ds::io

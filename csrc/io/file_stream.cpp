@@ -136,7 +136,7 @@ void FileStream::flush() {
   const uint64_t offset = written_;
   written_ += bytes;
   if (async_) {
-    async_->submit(buffer, bytes, offset);
+    async_->submit_write(buffer, bytes, offset);
   } else {
     files_.write_all(file_, path_, buffer, bytes, offset);
     pool_.give_back(buffer);

@@ -7,11 +7,16 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include <algorithm>
+
+#include "io/aligned_pool.h"
 #include "io/file_error.h"
 #include "io/paths.h"
 
 namespace ds::io {
 namespace {
+
+constexpr size_t kLargestRead = size_t{1} << 30;  // one read of Linux ends below 2 GiB
 
 // What a call does about a verdict that is no short write: dies, or returns the errno to fail with (0: go on).
 int carry_out(const Faults::Verdict& verdict) {
@@ -36,6 +41,7 @@ bool is_folder(const std::string& path) {
 }
 
 bool is_direct(const Descriptor& file) { return (fcntl(file.get(), F_GETFL) & O_DIRECT) != 0; }
+void without_direct(const Descriptor& file) { fcntl(file.get(), F_SETFL, fcntl(file.get(), F_GETFL) & ~O_DIRECT); }
 
 }  // namespace
 
@@ -63,14 +69,14 @@ Descriptor Files::create(const std::string& path, bool* direct, bool* resizable)
     ::unlink(path.c_str());
     fail_file(code, "setting the size", path);
   }
-  if (*direct) fcntl(made.get(), F_SETFL, fcntl(made.get(), F_GETFL) & ~O_DIRECT);
+  if (*direct) without_direct(made);
   *direct = false;
   return made;
 }
 
-Descriptor Files::open_part(const std::string& path, bool* direct) {
+Descriptor Files::open_part(const std::string& path, bool* direct, bool read) {
   if (const int code = carry_out(faults_.count(Call::kOpen))) fail_file(code, "open for writing", path);
-  const int flags = O_WRONLY | O_CREAT;
+  const int flags = (read ? O_RDWR : O_WRONLY) | O_CREAT;
   int number = *direct ? open_retrying(path, flags | O_DIRECT, 0666) : -1;
   *direct = number >= 0;
   if (number < 0) number = open_retrying(path, flags, 0666);
@@ -112,7 +118,7 @@ ssize_t Files::write_some(const Descriptor& file, const void* data, size_t bytes
   size_t now = bytes;
   if (torn) {
     now = bytes / 2;
-    if (is_direct(file)) now = now / 4096 * 4096;
+    if (is_direct(file)) now = now / kBlockBytes * kBlockBytes;
   }
   const ssize_t written = now == 0 ? 0 : ::pwrite(file.get(), data, now, static_cast<off_t>(offset));
   if (verdict.action == Faults::Action::kKill) Faults::die();
@@ -128,15 +134,44 @@ void Files::write_all(const Descriptor& file, const std::string& path, const voi
     if (written < 0) {
       if (errno == EINTR) continue;
       if (errno == EINVAL && is_direct(file)) {  // it took the flag, but not this alignment
-        fcntl(file.get(), F_SETFL, fcntl(file.get(), F_GETFL) & ~O_DIRECT);
+        without_direct(file);
         continue;
       }
-      fail_file(errno, "write", path, offset + bytes);
+      fail_transfer(errno, "write", path, offset, bytes);
     }
-    if (written == 0 && ++empty > 8) fail_file(EIO, "write", path);
+    if (written == 0 && ++empty > 8) fail_transfer(EIO, "write", path, offset, bytes);
     at += written;
     offset += static_cast<uint64_t>(written);
     bytes -= static_cast<size_t>(written);
+  }
+}
+
+ssize_t Files::read_some(const Descriptor& file, void* data, size_t bytes, uint64_t offset) {
+  const Faults::Verdict verdict = faults_.count(Call::kRead);
+  if (const int code = carry_out(verdict)) {
+    errno = code;
+    return -1;
+  }
+  if (verdict.action == Faults::Action::kShort) bytes = Faults::short_read(bytes);
+  return ::pread(file.get(), data, std::min(bytes, kLargestRead), static_cast<off_t>(offset));
+}
+
+void Files::read_all(const Descriptor& file, const std::string& path, void* data, size_t bytes, uint64_t offset,
+                     size_t least, size_t done) {
+  while (done < least) {
+    // With O_DIRECT again from the start of a block, whatever of it is there.
+    const size_t from = is_direct(file) ? done / kBlockBytes * kBlockBytes : done;
+    const ssize_t got = read_some(file, static_cast<char*>(data) + from, bytes - from, offset + from);
+    if (got < 0) {
+      if (errno == EINTR) continue;
+      if (errno == EINVAL && is_direct(file)) {
+        without_direct(file);
+        continue;
+      }
+      fail_transfer(errno, "read", path, offset, bytes);
+    }
+    if (from + static_cast<size_t>(got) <= done) fail_truncated(path, offset + done, offset, least);
+    done = from + static_cast<size_t>(got);
   }
 }
 

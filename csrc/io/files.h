@@ -24,8 +24,9 @@ class Files {
   // and what is written must be written in order and be the size of the file.
   Descriptor create(const std::string& path, bool* direct, bool* resizable);
 
-  // Opens `path` for writing beside others who do, and makes it if it is not there. `direct` as above.
-  Descriptor open_part(const std::string& path, bool* direct);
+  // Opens `path` for writing beside others who do, and makes it if it is not there. `direct` as above. `read`: for
+  // reading as well.
+  Descriptor open_part(const std::string& path, bool* direct, bool read = false);
 
   // Reserves blocks for the whole file, so that a full disk is an error now and not in the middle of it. On a file
   // system that cannot reserve, compares with what is free.
@@ -36,6 +37,15 @@ class Files {
 
   // All of it. Where O_DIRECT turns out not to work on this file, turns it off.
   void write_all(const Descriptor& file, const std::string& path, const void* data, size_t bytes, uint64_t offset);
+
+  // One pread, counted; returns what pread returns.
+  ssize_t read_some(const Descriptor& file, void* data, size_t bytes, uint64_t offset);
+
+  // At least `least` of the `bytes` at `offset`, of which the first `done` are there already; short reads and
+  // interruptions go on. Who reads with O_DIRECT asks for whole blocks, and by `least` for what the file has. Throws
+  // FileError, ENODATA where the file ends before.
+  void read_all(const Descriptor& file, const std::string& path, void* data, size_t bytes, uint64_t offset,
+                size_t least, size_t done = 0);
 
   void sync(const Descriptor& file, const std::string& path);
   void truncate(const Descriptor& file, const std::string& path, uint64_t bytes);

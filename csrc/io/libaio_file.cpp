@@ -33,24 +33,22 @@ class LibaioFile : public AsyncFile {
 
   const char* name() const override { return "libaio"; }
 
-  void submit(char* buffer, size_t bytes, uint64_t offset) override {
-    for (Slot& slot : slots_) {
-      if (slot.buffer != nullptr) continue;
-      start(slot, {buffer, buffer, bytes, offset});
-      return;
-    }
-    fail(ErrorKind::kRuntime, "more writes at a time than the file was opened for");
+  void submit_write(char* buffer, size_t bytes, uint64_t offset) override {
+    start(free_slot(), {buffer, bytes, offset, false, bytes});
+  }
+  void submit_read(char* buffer, size_t bytes, uint64_t offset, size_t least) override {
+    start(free_slot(), {buffer, bytes, offset, true, least});
   }
 
   char* wait() override {
-    for (Slot& slot : slots_) {  // what was written on the spot
+    for (Slot& slot : slots_) {  // what was transferred on the spot
       if (slot.buffer != nullptr && slot.done) return release(slot);
     }
     while (busy_ > 0) {
       io_event event;
       const int got = io_getevents(context_, 1, 1, &event, nullptr);
       if (got == -EINTR) continue;
-      if (got < 0) fail_file(-got, "waiting for writes", path_);
+      if (got < 0) fail_file(-got, "waiting for transfers", path_);
       if (got == 0) continue;
       --busy_;
       Slot& slot = *static_cast<Slot*>(event.data);
@@ -58,20 +56,21 @@ class LibaioFile : public AsyncFile {
       const long long result = static_cast<long>(event.res);
       if (result < 0) {
         slot.buffer = nullptr;
-        fail_file(static_cast<int>(-result), "write", path_, slot.offset + slot.bytes);
+        fail_transfer(static_cast<int>(-result), slot.reads ? "read" : "write", path_, slot.offset, slot.bytes);
       }
-      const size_t written = static_cast<size_t>(result);
-      if (written < slot.bytes) {
-        // The rest goes out synchronously, from a block's start: short writes are rare, and mean a disk nearly full.
-        const size_t whole = written / kBlockBytes * kBlockBytes;
-        char* rest = slot.at + whole;
-        const size_t rest_bytes = slot.bytes - whole;
-        const uint64_t rest_offset = slot.offset + whole;
-        char* buffer = release(slot);
-        files_.write_all(file_, path_, rest, rest_bytes, rest_offset);
-        return buffer;
+      const size_t done = static_cast<size_t>(result);
+      const Slot ended = slot;
+      char* buffer = release(slot);
+      // The rest goes synchronously: short transfers are rare, and mean a disk nearly full or the end of the file.
+      if (done < ended.least) {
+        if (ended.reads) {
+          files_.read_all(file_, path_, buffer, ended.bytes, ended.offset, ended.least, done);
+        } else {
+          const size_t whole = done / kBlockBytes * kBlockBytes;  // from a block's start
+          files_.write_all(file_, path_, buffer + whole, ended.bytes - whole, ended.offset + whole);
+        }
       }
-      return release(slot);
+      return buffer;
     }
     return nullptr;
   }
@@ -79,16 +78,24 @@ class LibaioFile : public AsyncFile {
  private:
   struct Slot {
     char* buffer = nullptr;  // null: free
-    char* at = nullptr;
     size_t bytes = 0;
     uint64_t offset = 0;
+    bool reads = false;
+    size_t least = 0;  // fewer are an error
     bool done = false;
     iocb block = {};
 
     Slot() = default;
-    Slot(char* buffer, char* at, size_t bytes, uint64_t offset)
-        : buffer(buffer), at(at), bytes(bytes), offset(offset) {}
+    Slot(char* buffer, size_t bytes, uint64_t offset, bool reads, size_t least)
+        : buffer(buffer), bytes(bytes), offset(offset), reads(reads), least(least) {}
   };
+
+  Slot& free_slot() {
+    for (Slot& slot : slots_) {
+      if (slot.buffer == nullptr) return slot;
+    }
+    fail(ErrorKind::kRuntime, "more transfers at a time than the file was opened for");
+  }
 
   static char* release(Slot& slot) {
     char* buffer = slot.buffer;
@@ -97,17 +104,26 @@ class LibaioFile : public AsyncFile {
   }
 
   void start(Slot& slot, const Slot& request) {
-    const Faults::Verdict verdict = files_.faults().count(Call::kWrite);
+    Faults::Verdict verdict = files_.faults().count(request.reads ? Call::kRead : Call::kWrite);
+    while (verdict.action == Faults::Action::kError && verdict.code == EINTR) {
+      verdict = files_.faults().count(request.reads ? Call::kRead : Call::kWrite);
+    }
     if (verdict.action == Faults::Action::kError)
-      fail_file(verdict.code, "write", path_, request.offset + request.bytes);
+      fail_transfer(verdict.code, request.reads ? "read" : "write", path_, request.offset, request.bytes);
     size_t bytes = request.bytes;
-    if (verdict.action != Faults::Action::kNone) bytes = bytes / 2 / kBlockBytes * kBlockBytes;
+    if (verdict.action != Faults::Action::kNone)
+      bytes = request.reads ? Faults::short_read(bytes) : bytes / 2 / kBlockBytes * kBlockBytes;
     if (verdict.action == Faults::Action::kKill) {  // a torn write, then the end
-      if (::pwrite(file_.get(), request.at, bytes, static_cast<off_t>(request.offset)) < 0) Faults::die();
+      if (!request.reads && ::pwrite(file_.get(), request.buffer, bytes, static_cast<off_t>(request.offset)) < 0)
+        Faults::die();
       Faults::die();
     }
     slot = request;
-    io_prep_pwrite(&slot.block, file_.get(), slot.at, bytes, static_cast<long long>(slot.offset));
+    if (slot.reads) {
+      io_prep_pread(&slot.block, file_.get(), slot.buffer, bytes, static_cast<long long>(slot.offset));
+    } else {
+      io_prep_pwrite(&slot.block, file_.get(), slot.buffer, bytes, static_cast<long long>(slot.offset));
+    }
     slot.block.data = &slot;
     iocb* blocks[] = {&slot.block};
     int submitted;
@@ -118,8 +134,15 @@ class LibaioFile : public AsyncFile {
       ++busy_;
       return;
     }
-    // EAGAIN: the kernel's queue is full for now; EINVAL: this file has no O_DIRECT after all. pwrite knows both.
-    files_.write_all(file_, path_, slot.at, slot.bytes, slot.offset);
+    // EAGAIN: the kernel's queue is full for now; EINVAL: this file has no O_DIRECT after all. pread and
+    // pwrite know both.
+    char* buffer = release(slot);
+    if (slot.reads) {
+      files_.read_all(file_, path_, buffer, slot.bytes, slot.offset, slot.least);
+    } else {
+      files_.write_all(file_, path_, buffer, slot.bytes, slot.offset);
+    }
+    slot.buffer = buffer;
     slot.done = true;
   }
 

@@ -9,8 +9,8 @@
 namespace ds::io {
 namespace {
 
-// pwrite on a thread of its own: for files without O_DIRECT, where libaio would block in submit, and for kernels
-// without libaio.
+// pread and pwrite on a thread of its own: for files without O_DIRECT, where libaio would block in submit, and for
+// kernels without libaio.
 class ThreadedFile : public AsyncFile {
  public:
   ThreadedFile(Files& files, const Descriptor& file, const std::string& path)
@@ -27,13 +27,9 @@ class ThreadedFile : public AsyncFile {
 
   const char* name() const override { return "pwrite"; }
 
-  void submit(char* buffer, size_t bytes, uint64_t offset) override {
-    {
-      std::lock_guard<std::mutex> guard(lock_);
-      waiting_.push_back({buffer, bytes, offset});
-      ++busy_;
-    }
-    changed_.notify_all();
+  void submit_write(char* buffer, size_t bytes, uint64_t offset) override { add({buffer, bytes, offset, false, 0}); }
+  void submit_read(char* buffer, size_t bytes, uint64_t offset, size_t least) override {
+    add({buffer, bytes, offset, true, least});
   }
 
   char* wait() override {
@@ -52,7 +48,18 @@ class ThreadedFile : public AsyncFile {
     char* buffer;
     size_t bytes;
     uint64_t offset;
+    bool reads;
+    size_t least;
   };
+
+  void add(const Request& request) {
+    {
+      std::lock_guard<std::mutex> guard(lock_);
+      waiting_.push_back(request);
+      ++busy_;
+    }
+    changed_.notify_all();
+  }
 
   void run() {
     std::unique_lock<std::mutex> guard(lock_);
@@ -60,7 +67,7 @@ class ThreadedFile : public AsyncFile {
       changed_.wait(guard, [this] { return ending_ || !waiting_.empty(); });
       if (ending_) return;
       if (error_) {
-        waiting_.clear();  // after an error nothing more is written
+        waiting_.clear();  // after an error nothing more is transferred
         continue;
       }
       const Request request = waiting_.front();
@@ -68,7 +75,11 @@ class ThreadedFile : public AsyncFile {
       guard.unlock();
       std::exception_ptr error;
       try {
-        files_.write_all(file_, path_, request.buffer, request.bytes, request.offset);
+        if (request.reads) {
+          files_.read_all(file_, path_, request.buffer, request.bytes, request.offset, request.least);
+        } else {
+          files_.write_all(file_, path_, request.buffer, request.bytes, request.offset);
+        }
       } catch (...) {
         error = std::current_exception();
       }

@@ -46,18 +46,17 @@ int64_t ranks_of(const Node& node) {
 
 }  // namespace
 
-StateBytes states_per_rank(int stage, int64_t numel, int64_t world, const StateWidths& widths) {
-  if (stage < 0 || stage > 3) fail(ErrorKind::kValue, "There are the ZeRO stages 0 to 3, not ", stage, ".");
+StateBytes states_per_rank(const Sharded& sharded, int64_t numel, int64_t world, const StateWidths& widths) {
   at_least(numel, 0, "The number of parameters");
   at_least(world, 1, "The number of ranks");
   for (int64_t width : {widths.param, widths.grad, widths.master, widths.slots})
     at_least(width, 0, "Bytes per element");
   const int64_t part = share(numel, world);
   StateBytes bytes{};
-  bytes.param = times(stage >= 3 ? part : numel, widths.param);
-  bytes.grad = times(stage >= 2 ? part : numel, widths.grad);
-  bytes.master = times(stage >= 1 ? part : numel, widths.master);
-  bytes.slots = times(stage >= 1 ? part : numel, widths.slots);
+  bytes.param = times(sharded.params ? part : numel, widths.param);
+  bytes.grad = times(sharded.grads ? part : numel, widths.grad);
+  bytes.master = times(sharded.states ? part : numel, widths.master);
+  bytes.slots = times(sharded.states ? part : numel, widths.slots);
   plus(plus(bytes.param, bytes.grad), plus(bytes.master, bytes.slots));  // total() must not overflow
   return bytes;
 }

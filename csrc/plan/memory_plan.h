@@ -23,9 +23,13 @@ struct StateBytes {
   int64_t total() const { return param + grad + master + slots; }
 };
 
-// Held by each of `world` ranks outside of compute, at a ZeRO stage 0..3: what a stage shards costs 1/world, rounded
-// up. 2 + 2 + 12 bytes per parameter with 16-bit parameters and gradients, fp32 masters and Adam.
-StateBytes states_per_rank(int stage, int64_t numel, int64_t world, const StateWidths& widths);
+struct Sharded {
+  bool params, grads, states;  // states: masters and slots
+};
+
+// Held by each of `world` ranks outside of compute: what is sharded costs 1/world, rounded up. 2 + 2 + 12 bytes per
+// parameter with 16-bit parameters and gradients, fp32 masters and Adam.
+StateBytes states_per_rank(const Sharded& sharded, int64_t numel, int64_t world, const StateWidths& widths);
 
 struct Node {
   int64_t ranks;  // per node

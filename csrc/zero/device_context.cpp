@@ -3,29 +3,17 @@
 #include <ATen/Functions.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <dlfcn.h>
 
 #include <cstring>
 #include <utility>
 
 #include "base/error.h"
+#include "comm/native_stream.h"
 #include "zero/torch_compat.h"
 
 namespace ds::zero {
 
 namespace {
-
-// cudaStream_t of a c10::Stream, without linking or including anything of CUDA: the accessor is a plain member
-// function of libc10_cuda.so, which torch has loaded if it has CUDA.
-void* native_stream(c10::Stream stream) {
-  using Accessor = void* (*)(const c10::Stream*);
-  static const Accessor accessor = [] {
-    void* library = dlopen("libc10_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
-    return library ? reinterpret_cast<Accessor>(dlsym(library, "_ZNK3c104cuda10CUDAStream6streamEv")) : nullptr;
-  }();
-  if (!accessor) fail(ErrorKind::kRuntime, "this torch has no CUDA support");
-  return accessor(&stream);
-}
 
 const kernels::KernelTable* table_for(const c10::Device& device) {
   if (!device.is_cpu() && !device.is_cuda())
@@ -68,7 +56,7 @@ kernels::Launch DeviceContext::launch(kernels::Scratch* scratch) const {
   kernels::Launch launch;
   launch.pool = pool_.get();
   launch.scratch = scratch;
-  if (!device_.is_cpu()) launch.stream = native_stream(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+  if (!device_.is_cpu()) launch.stream = comm::native_stream(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
   return launch;
 }
 

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "zero/space_rules/space_rule.h"
 #include "zero/sparse_rows.h"
 
 namespace ds::zero {
@@ -53,40 +54,38 @@ void put_gate(const at::Tensor& tensor, const at::Tensor& source, Gate::Passed p
 
 StoreOptions Engine::store_options(const std::vector<ParamSpec>& params, const EngineOptions& options) {
   StoreOptions made;
-  made.policy = stage_policy(options.stage);
+  made.policy = policy_;
   made.grad_dtype = options.grad_dtype;
-  made.align = made.policy.shard_params ? kAlignSliceNumel : kAlignNumel;
-  made.parts = made.policy.shard_states ? data_parallel_->size() : 1;
-  made.rank = made.policy.shard_states ? data_parallel_->rank() : 0;
+  made.align = made.policy.shards_params() ? kAlignSliceNumel : kAlignNumel;
+  made.everyone = dense_ranks(policy_, ranks_);
+  made.ranks_of = [this](const ParamSpec& spec) { return find_space_rule(spec.rule).ranks(spec, policy_, ranks_); };
   int64_t total = 0;
-  for (const ParamSpec& param : params) total += param.sharded ? param.sharded->numel() : param.tensor.numel();
-  made.bucket_numel = bucket_limit(options.reducer, total, data_parallel_->size());
-  if (made.policy.shard_states && !made.policy.shard_params)
+  for (const ParamSpec& param : params) total += param.numel();
+  made.bucket_numel = bucket_limit(options.reducer, total, ranks_.data_parallel->size());
+  if (made.policy.shards_states() && !made.policy.shards_params())
     made.bucket_numel = std::max<int64_t>(1, std::min(made.bucket_numel, options.allgather_bucket_numel));
   made.allocate = [this](int64_t bytes, c10::Device device) {
-    if (device.is_cpu()) peers_ = data_parallel_->peer_memory(bytes);
-    if (peers_) return peers_->region(data_parallel_->rank());
+    if (device.is_cpu()) peers_ = ranks_.data_parallel->peer_memory(bytes);
+    if (peers_) return peers_->region(ranks_.data_parallel->rank());
     return at::zeros({bytes}, at::TensorOptions().device(device).dtype(at::kByte));
   };
   return made;
 }
 
-Engine::Engine(std::vector<ParamSpec> params, EngineOptions options, comm::CommunicatorPtr data_parallel,
-               comm::CommunicatorPtr model_parallel)
-    : policy_(stage_policy(options.stage)),
-      data_parallel_(std::move(data_parallel)),
-      model_parallel_(std::move(model_parallel)),
-      replicas_(options.replicas),
-      store_(params, store_options(params, options), options.others),
+Engine::Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> others, const EngineOptions& options,
+               EngineRanks ranks)
+    : policy_(options.policy),
+      ranks_(std::move(ranks)),
+      store_(params, store_options(params, options), std::move(others)),
       device_(store_.device(), options.threads, options.kernels),
-      grads_(store_, device_, data_parallel_, options.replicas, options.reducer),
-      stepper_(store_, device_, data_parallel_, options.replicas, options.gather),
+      grads_(store_, device_, options.reducer),
+      stepper_(store_, device_, options.gather),
       watched_(store_.size()) {
-  if (!policy_.shard_params) return;
+  if (!policy_.shards_params()) return;
   const auto sharded = store_.sharded_params();
-  if (!peers_ && options.gathers) gathers_ = options.gathers();
-  if (!gathers_) gathers_ = data_parallel_;
-  auto source = peers_ ? peer_source(data_parallel_, peers_) : agreed_source(gathers_, sharded);
+  if (!peers_ && ranks_.gathers) gathers_ = ranks_.gathers();
+  if (!gathers_) gathers_ = ranks_.data_parallel;
+  auto source = peers_ ? peer_source(ranks_.data_parallel, peers_) : scheduled_source(gathers_, sharded);
   grads_.set_waits(!source->looks_ahead());
   gatherer_ = std::make_unique<ParamGatherer>(sharded, std::move(source), options.gatherer);
   gatherer_->release_all();
@@ -98,9 +97,10 @@ Engine::Engine(std::vector<ParamSpec> params, EngineOptions options, comm::Commu
 Engine::~Engine() = default;
 
 std::vector<comm::CommunicatorPtr> Engine::communicators() const {
-  std::vector<comm::CommunicatorPtr> used{data_parallel_};
-  for (const auto& other : {model_parallel_, replicas_, gathers_})
-    if (other && other != data_parallel_) used.push_back(other);
+  std::vector<comm::CommunicatorPtr> used{ranks_.data_parallel};
+  for (const auto& other : {ranks_.model_parallel, ranks_.replicas, gathers_})
+    if (other && other != ranks_.data_parallel) used.push_back(other);
+  for (const auto& entry : ranks_.others) used.push_back(entry.second);
   return used;
 }
 
@@ -170,7 +170,7 @@ bool Engine::join_backward(bool reduce) {
   const bool none = !had_user_backward_ && !grads_.dirty();
   had_user_backward_ = false;
   // Whole gradients that are here without a backward were put here by hand, and are taken as they are.
-  if (none && reduce && (store_.sharded() || !grads_.any())) {
+  if (none && reduce && (!policy_.grads_on_params || !grads_.any())) {
     if (gatherer_) gatherer_->source().drain();
     grads_.join();
   }
@@ -260,14 +260,15 @@ void Engine::assign_optimizer_grads(const std::vector<at::Tensor>& masters) {
       grad = at::Tensor();
       continue;
     }
-    const at::Tensor slot = store_.piece_view(pieces[i], store_.spaces()[pieces[i].space].grad);
+    const ParamSpace& space = store_.spaces()[pieces[i].space];
+    const at::Tensor slot = store_.piece_view(pieces[i], space.grad);
     if (slot.scalar_type() == masters[i].scalar_type()) {
       grad = slot;
     } else {
       grad = at::empty_like(masters[i]);
       device_.copy(grad, slot, scale);
     }
-    if (store_.spec(pieces[i].param).form == GradForm::kSparseRows && !store_.sharded()) grad = as_sparse(grad);
+    if (store_.spec(pieces[i].param).form == GradForm::kSparseRows && space.in_place) grad = as_sparse(grad);
   }
 }
 
@@ -275,7 +276,7 @@ void Engine::take_back_grads(const std::vector<at::Tensor>& masters) {
   for (const at::Tensor& master : masters) master.mutable_grad() = at::Tensor();
 }
 
-const Buffer* Engine::buffer(FlatSpace& space, Kept kept, int slot) {
+const Buffer* Engine::buffer(ParamSpace& space, Kept kept, int slot) {
   if (kept == Kept::kMaster) return &space.master;
   return kept == Kept::kGrad ? &space.grad : stepper_.slot(space, slot);
 }
@@ -294,9 +295,7 @@ at::Tensor Engine::local_grad(size_t param) {
   at::NoGradGuard no_grad;
   if (!grads_.has_local(param)) return {};
   const ParamSpec& spec = store_.spec(param);
-  const FlatSpace& space = store_.space_of(param);
-  const auto sizes = spec.sharded ? at::IntArrayRef(spec.sharded->sizes()) : spec.tensor.sizes();
-  const auto strides = spec.sharded ? at::IntArrayRef(spec.sharded->strides()) : spec.tensor.strides();
+  const ParamSpace& space = store_.space_of(param);
   const at::ScalarType type = space.local.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const at::Tensor flat = at::zeros({store_.place(param).numel}, space.local.options().dtype(type));
   const auto index = static_cast<size_t>(store_.place(param).index);
@@ -304,45 +303,41 @@ at::Tensor Engine::local_grad(size_t param) {
     const plan::Extent& extent = space.map.extents[e];
     flat.narrow(0, extent.param_offset, extent.numel).copy_(space.local.narrow(0, extent.full_offset, extent.numel));
   }
-  return flat.as_strided(sizes, strides, 0);
+  return flat.as_strided(spec.sizes(), spec.strides(), 0);
 }
 
 at::Tensor Engine::full(Kept kept, int slot, size_t param) {
   at::NoGradGuard no_grad;
-  FlatSpace& space = store_.space_of(param);
+  ParamSpace& space = store_.space_of(param);
   if (kept == Kept::kGrad && !grads_.used(param)) return {};
   const Buffer* found = buffer(space, kept, slot);
   if (found == nullptr) return {};
   const Buffer& from = *found;
   const at::ScalarType type = from.data.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  if (!store_.sharded()) return store_.view(param, from.data).to(type, /*non_blocking=*/false, /*copy=*/true);
+  if (space.in_place) return store_.view(param, from.data).to(type, /*non_blocking=*/false, /*copy=*/true);
   const ParamSpec& spec = store_.spec(param);
-  const auto sizes = spec.sharded ? at::IntArrayRef(spec.sharded->sizes()) : spec.tensor.sizes();
-  const auto strides = spec.sharded ? at::IntArrayRef(spec.sharded->strides()) : spec.tensor.strides();
   const at::Tensor flat = at::zeros({store_.place(param).numel}, from.data.options().dtype(type));
   const auto index = static_cast<size_t>(store_.place(param).index);
   for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e) {
     const plan::Extent& extent = space.map.extents[e];
-    if (extent.rank != space.rank) continue;
+    if (extent.rank != space.rank()) continue;
     flat.narrow(0, extent.param_offset, extent.numel)
         .copy_(from.data.narrow(0, space.offset_in(from, extent), extent.numel));
   }
   // Summed as integers, since all but one rank have zero bits: every value arrives as it is, minus zero included.
   const at::Tensor bits = flat.view(type == at::kDouble ? at::kLong : at::kInt);
-  data_parallel_->all_reduce(bits, comm::ReduceOp::kSum, spec.name)->wait();
-  return flat.as_strided(sizes, strides, 0);
+  space.ranks().shard->all_reduce(bits, comm::ReduceOp::kSum, spec.name)->wait();
+  return flat.as_strided(spec.sizes(), spec.strides(), 0);
 }
 
 void Engine::set_full(Kept kept, int slot, size_t param, const at::Tensor& value) {
   at::NoGradGuard no_grad;
   const ParamSpec& spec = store_.spec(param);
-  const auto sizes = spec.sharded ? at::IntArrayRef(spec.sharded->sizes()) : spec.tensor.sizes();
-  const auto strides = spec.sharded ? at::IntArrayRef(spec.sharded->strides()) : spec.tensor.strides();
   if (value.numel() != store_.place(param).numel)
     fail(ErrorKind::kValue, "parameter '", spec.name, "' has ", store_.place(param).numel, " elements, the value ",
          value.numel());
-  const at::Tensor flat = device_.flattened(value.to(store_.device()), sizes, strides);
-  FlatSpace& space = store_.space_of(param);
+  const at::Tensor flat = device_.flattened(value.to(store_.device()), spec.sizes(), spec.strides());
+  ParamSpace& space = store_.space_of(param);
   hold_.wait();
   if (kept == Kept::kGrad) grads_.set_used(param);
   if (kept == Kept::kMaster) begin_write();
@@ -355,7 +350,7 @@ void Engine::set_full(Kept kept, int slot, size_t param, const at::Tensor& value
     const plan::Extent& extent = space.map.extents[e];
     const at::Tensor part = flat.narrow(0, extent.param_offset, extent.numel);
     if (kept == Kept::kMaster && space.lp.full) space.lp.data.narrow(0, extent.full_offset, extent.numel).copy_(part);
-    if (extent.rank != space.rank) continue;
+    if (extent.rank != space.rank()) continue;
     if (kept == Kept::kMaster && !space.lp.full) space.lp.data.narrow(0, extent.shard_offset, extent.numel).copy_(part);
     to.data.narrow(0, space.offset_in(to, extent), extent.numel).copy_(part);
   }
@@ -364,10 +359,10 @@ void Engine::set_full(Kept kept, int slot, size_t param, const at::Tensor& value
 
 void Engine::broadcast(const std::vector<at::Tensor>& tensors, int root) {
   at::NoGradGuard no_grad;
-  if (data_parallel_->size() == 1) return;
+  if (ranks_.data_parallel->size() == 1) return;
   for (const at::Tensor& tensor : tensors) {
     const at::Tensor sent = tensor.contiguous();
-    data_parallel_->broadcast(sent, root, "values of rank 0")->wait();
+    ranks_.data_parallel->broadcast(sent, root, "values of rank 0")->wait();
     if (!sent.is_same(tensor)) tensor.detach().copy_(sent);
   }
 }

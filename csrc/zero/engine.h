@@ -2,36 +2,17 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "zero/accumulator_hooks.h"
 #include "zero/device_context.h"
-#include "zero/grad_reducer.h"
-#include "zero/param_gatherer.h"
-#include "zero/param_store.h"
-#include "zero/stage_policy.h"
+#include "zero/engine_options.h"
+#include "zero/engine_ranks.h"
 #include "zero/state_hold.h"
-#include "zero/stepper.h"
 
 namespace ds::zero {
-
-struct EngineOptions {
-  int stage = 0;
-  int threads = 1;                           // of CPU kernels
-  c10::optional<at::ScalarType> grad_dtype;  // in which gradients are kept and added up; unset: the parameter's own
-  ReducerOptions reducer;
-  GatherOptions gather;
-  int64_t allgather_bucket_numel = INT64_MAX;      // limit of a gather after the step
-  GathererOptions gatherer;                        // stage 3
-  std::vector<ShardedParamPtr> others;             // stage 3: sharded parameters that are not trained
-  std::function<comm::CommunicatorPtr()> gathers;  // stage 3: the same ranks; asked where gathers need collectives
-  const kernels::KernelTable* kernels = nullptr;   // other kernels than the device's, which may fail: for tests
-  comm::CommunicatorPtr replicas;                  // stage 3: holders of the same shard in other groups (MiCS)
-};
 
 // What is kept for each parameter, whole or in pieces.
 enum class Kept { kMaster, kGrad, kSlot };
@@ -39,8 +20,9 @@ enum class Kept { kMaster, kGrad, kSlot };
 // Create with std::make_shared. Calls come from one thread; only the hooks come from autograd's.
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  Engine(std::vector<ParamSpec> params, EngineOptions options, comm::CommunicatorPtr data_parallel,
-         comm::CommunicatorPtr model_parallel);
+  // `others`: stage 3: sharded parameters that are not trained.
+  Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> others, const EngineOptions& options,
+         EngineRanks ranks);
   ~Engine();
 
   void watch();  // hooks on the parameters that require grad now; the calls below do it by themselves
@@ -77,9 +59,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
     if (user_backward_ || own_backward_) abort_backward();  // it raised half-way
     grads_.clear();
   }
+  // After finish_backward, with nothing in between.
   void norm(float loss_scale, float max_norm, bool check) {
-    if (gatherer_) gatherer_->source().drain();
-    stepper_.norm(grads_, loss_scale, max_norm, check, model_parallel_.get());
+    stepper_.norm(grads_, loss_scale, max_norm, check, ranks_.model_parallel.get());
   }
   void update(const std::vector<std::vector<double>>& hyper) {
     hold_.wait();
@@ -138,8 +120,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<comm::CommunicatorPtr> communicators() const;  // all that it uses
   ParamGatherer* gatherer() { return gatherer_.get(); }      // null below stage 3
 
-  const comm::Communicator& data_parallel() const { return *data_parallel_; }
-  void reset_traffic() { data_parallel_->reset_traffic(); }
+  const comm::Communicator& data_parallel() const { return *ranks_.data_parallel; }
+  void reset_traffic() { ranks_.data_parallel->reset_traffic(); }
+  const StagePolicy& policy() const { return policy_; }
   ParamStore& params() { return store_; }
   GradReducer& grads() { return grads_; }
   Stepper& stepper() { return stepper_; }
@@ -147,14 +130,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void release();  // hooks off, parameters in memory of their own; the engine can only be destroyed after this
 
  private:
-  const Buffer* buffer(FlatSpace& space, Kept kept, int slot);  // null: no such slot
+  const Buffer* buffer(ParamSpace& space, Kept kept, int slot);  // null: no such slot
   double gate_factor() const { return user_factor_ / outer_factor_; }
   void leave_root();
   void queue_end();
   StoreOptions store_options(const std::vector<ParamSpec>& params, const EngineOptions& options);
 
-  const StagePolicy& policy_;
-  comm::CommunicatorPtr data_parallel_, model_parallel_, replicas_, gathers_;
+  const StagePolicy policy_;
+  const EngineRanks ranks_;
+  comm::CommunicatorPtr gathers_;  // stage 3, where gathers are collectives
   comm::PeerMemoryPtr peers_;
   ParamStore store_;
   DeviceContext device_;

@@ -20,27 +20,25 @@ int64_t bucket_limit(const ReducerOptions& options, int64_t total_numel, int ran
   return options.overlap && ranks > 1 ? std::min(given, std::max(kSmallest, total_numel / 3)) : given;
 }
 
-GradReducer::GradReducer(ParamStore& store, DeviceContext& device, comm::CommunicatorPtr communicator,
-                         comm::CommunicatorPtr replicas, ReducerOptions options)
+GradReducer::GradReducer(ParamStore& store, DeviceContext& device, ReducerOptions options)
     : store_(store),
       device_(device),
       slots_(store, device),
-      communicator_(std::move(communicator)),
-      replicas_(std::move(replicas)),
+      rank_(store.everyone().rank()),
+      alone_(store.everyone().alone()),
       options_(options),
       bucket_of_(store.size()),
-      eager_(store.policy().shard_grads && store.sharded()),
+      memory_(device.device()),
       filled_(store.size()),
       was_filled_(store.size()),
       used_(store.size()),
       scaled_(store.size()),
       fires_(store.size()),
-      expected_(store.size()),
       late_(store.size()),
       slot_views_(store.size()) {
-  options_.overlap = options_.overlap && communicator_->size() > 1;
+  options_.overlap = options_.overlap && !alone_;
   for (size_t s = 0; s < store.spaces().size(); ++s) {
-    const FlatSpace& space = store.spaces()[s];
+    const ParamSpace& space = store.spaces()[s];
     for (const plan::Bucket& plan : space.map.buckets) {
       BucketState bucket;
       bucket.space = static_cast<int32_t>(s);
@@ -48,7 +46,9 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, comm::Communi
       bucket.begin = space.map.full_begin(plan);
       bucket.numel = space.map.full_end(plan) - bucket.begin;
       for (int32_t i = plan.first_param; i <= plan.last_param; ++i) bucket.params.push_back(space.params[i]);
-      bucket.by_rows = !store.sharded() && store.spec(bucket.params.front()).form != GradForm::kDense;
+      bucket.in_place = space.in_place;
+      bucket.eager = store.policy().shards_grads() && !space.in_place;
+      bucket.by_rows = space.in_place && store.spec(bucket.params.front()).form != GradForm::kDense;
       find_gaps(bucket);
       buckets_.push_back(std::move(bucket));
     }
@@ -65,6 +65,9 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, comm::Communi
   for (size_t b = 0; b < buckets_.size(); ++b)
     for (int32_t param : buckets_[b].params) bucket_of_[param] = static_cast<int32_t>(b);
   late_in_bucket_.assign(buckets_.size(), 0);
+  std::vector<int32_t> space_of_bucket;
+  for (const BucketState& bucket : buckets_) space_of_bucket.push_back(bucket.space);
+  flags_ = std::make_unique<FlagExchange>(store, space_of_bucket);
   if (options_.find_nonfinite_grads)
     nonfinite_grads_ =
         at::zeros({static_cast<int64_t>(store.size())}, at::TensorOptions().device(device.device()).dtype(at::kDouble));
@@ -72,29 +75,14 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, comm::Communi
 
 // ---- memory -------------------------------------------------------------------------------------------------------
 
-at::Tensor GradReducer::borrow(int64_t numel, at::ScalarType type) {
-  const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(type));
-  for (auto it = free_.begin(); it != free_.end(); ++it) {
-    if (it->numel() != bytes) continue;
-    const at::Tensor found = *it;
-    free_.erase(it);
-    return found.view(type);
-  }
-  borrowed_bytes_ += bytes;
-  peak_borrowed_bytes_ = std::max(peak_borrowed_bytes_, borrowed_bytes_);
-  return at::empty({bytes}, at::TensorOptions().device(device_.device()).dtype(at::kByte)).view(type);
-}
-
-void GradReducer::give_back(const at::Tensor& tensor) { free_.push_back(tensor.view(at::kByte)); }
-
 void GradReducer::need_slots(BucketState& bucket) {
   if (bucket.slots.defined()) return;
-  const FlatSpace& space = store_.spaces()[bucket.space];
+  const ParamSpace& space = this->space(bucket);
   if (space.local.defined()) {
     bucket.slots = space.local.narrow(0, bucket.begin, bucket.numel);
     return;
   }
-  bucket.slots = borrow(bucket.numel, space.grad.data.scalar_type());
+  bucket.slots = memory_.borrow(bucket.numel, space.grad.data.scalar_type());
   bucket.borrowed = true;
   zero_gaps(bucket);
 }
@@ -110,7 +98,7 @@ void GradReducer::zero_gaps(const BucketState& bucket) {
 }
 
 void GradReducer::find_gaps(BucketState& bucket) const {
-  const plan::ShardMap& map = store_.spaces()[bucket.space].map;
+  const plan::ShardMap& map = space(bucket).map;
   std::vector<std::pair<int64_t, int64_t>> taken;
   for (size_t e = map.first[bucket.plan.first_param]; e < map.first[bucket.plan.last_param + 1]; ++e)
     taken.emplace_back(map.extents[e].full_offset - bucket.begin, map.extents[e].numel);
@@ -134,7 +122,16 @@ void GradReducer::begin(bool reduce) {
   for (size_t param = 0; param < store_.size(); ++param) store_.spec(param).tensor.mutable_grad() = at::Tensor();
   was_filled_ = filled_;
   std::fill(scaled_.begin(), scaled_.end(), 0);
-  std::fill(fires_.begin(), fires_.end(), 0);
+  fires_.begin();
+  for (BucketState& bucket : buckets_) {
+    if (!bucket.in_place || !bucket.reduced) continue;
+    bucket.reduced = false;
+    const double factor = again(bucket);
+    if (std::abs(factor - 1.0) < 1e-5) continue;
+    const at::Tensor sum = row(bucket);
+    device_.copy(sum, sum, static_cast<float>(1.0 / factor));
+    dirty_ = true;
+  }
   next_bucket_ = 0;
   overlapped_count_ = 0;
   for (BucketState& bucket : buckets_) {
@@ -143,8 +140,8 @@ void GradReducer::begin(bool reduce) {
     bucket.slots = at::Tensor();
     bucket.borrowed = false;
     int32_t known = 0;
-    for (int32_t param : bucket.params) known += wanted(param) > 0;
-    bucket.pending = known > 0 || learned_ ? known : -1;
+    for (int32_t param : bucket.params) known += wanted(bucket, param) > 0;
+    bucket.pending = known > 0 || fires_.has_learned() ? known : -1;
   }
   phase_ = reduce ? Phase::kReducing : Phase::kAccumulating;
 }
@@ -166,9 +163,8 @@ void GradReducer::note_nonfinite_grad(size_t param, const at::Tensor& grad) {
 }
 
 void GradReducer::absorb(size_t param, const at::Tensor& grad) {
-  const float scale =
-      phase_ == Phase::kReducing && (communicator_->size() > 1 || replicas_) ? options_.predivide : 1.0f;
   BucketState& bucket = buckets_[bucket_of_[param]];
+  const float scale = phase_ == Phase::kReducing ? before(bucket) : 1.0f;
   need_slots(bucket);
   if (!filled_[param]) {
     slots_.put(param, bucket.slots, bucket.begin, grad, scale, false);
@@ -203,22 +199,21 @@ void GradReducer::on_grad(size_t param) {
   }
   const at::Tensor grad = std::move(held);
   held = at::Tensor();
-  ++fires_[param];
+  const int32_t times = fires_.fired(param);
   BucketState& bucket = buckets_[bucket_of_[param]];
   if (bucket.launched) {
     at::NoGradGuard no_grad;
     const ParamSpec& spec = store_.spec(param);
     if (!late_[param].defined()) {
       const auto options = store_.space_of(param).grad.data.options();
-      late_[param] = spec.sharded ? at::empty_strided(spec.sharded->sizes(), spec.sharded->strides(), options)
-                                  : at::empty_strided(spec.tensor.sizes(), spec.tensor.strides(), options);
+      late_[param] = at::empty_strided(spec.sizes(), spec.strides(), options);
       late_[param].zero_();
     }
-    device_.accumulate(late_[param], grad, options_.predivide);
+    device_.accumulate(late_[param], grad, before(bucket));
     return;
   }
   absorb(param, grad);
-  if (phase_ == Phase::kReducing && (options_.overlap || eager_) && fires_[param] == wanted(param) &&
+  if (phase_ == Phase::kReducing && (options_.overlap || bucket.eager) && times == wanted(bucket, param) &&
       bucket.pending > 0 && --bucket.pending == 0)
     launch_ready();
 }
@@ -235,20 +230,21 @@ void GradReducer::launch_ready() {
 // ---- reduction ----------------------------------------------------------------------------------------------------
 
 at::Tensor GradReducer::row(const BucketState& bucket) {
-  const FlatSpace& space = store_.spaces()[bucket.space];
+  const ParamSpace& space = this->space(bucket);
   return space.grad.data.narrow(0, space.offset_in(space.grad, bucket.plan, bucket.plan.shard_begin),
                                 bucket.plan.shard_end - bucket.plan.shard_begin);
 }
 
 void GradReducer::launch(BucketState& bucket) {
   bucket.launched = true;
-  if (communicator_->size() == 1 && !store_.sharded()) return;
+  if (summed(bucket)) return;
   need_slots(bucket);
+  const float scale = before(bucket);
   for (int32_t param : bucket.params) {
     if (!filled_[param]) {
       slots_.zero(param, bucket.slots, bucket.begin);
-    } else if (!scaled_[param] && options_.predivide != 1.0f) {
-      slots_.scale(param, bucket.slots, bucket.begin, options_.predivide);
+    } else if (!scaled_[param] && scale != 1.0f) {
+      slots_.scale(param, bucket.slots, bucket.begin, scale);
     }
   }
   if (!bucket.by_rows) start_reduction(bucket);  // else complete() does
@@ -259,119 +255,106 @@ std::string GradReducer::tag(const BucketState& bucket) const {
 }
 
 void GradReducer::start_reduction(BucketState& bucket) {
+  const SpaceRanks& among = ranks(bucket);
   at::Tensor sent = bucket.slots;
   if (options_.comm_dtype && *options_.comm_dtype != sent.scalar_type()) {
-    if (store_.sharded()) {
-      bucket.wire = borrow(bucket.numel, *options_.comm_dtype);
-    } else if (!bucket.wire.defined()) {
-      bucket.wire = at::empty(sent.sizes(), sent.options().dtype(*options_.comm_dtype));
-    }
+    bucket.wire = memory_.borrow(bucket.numel, *options_.comm_dtype);
     device_.copy(bucket.wire, sent, 1.0f);
     sent = bucket.wire;
   }
-  if (!store_.sharded() || !options_.scatter) {
-    bucket.work = communicator_->all_reduce(sent, comm::ReduceOp::kSum, tag(bucket));
+  if (bucket.in_place) {  // this rank's row is the bucket; nothing is left for complete() but the result
+    bucket.received = sent;
+    if (among.replicas->size() > 1) bucket.work = among.replicas->all_reduce(sent, comm::ReduceOp::kSum, tag(bucket));
+    return;
+  }
+  if (!options_.scatter) {
+    bucket.work = among.shard->all_reduce(sent, comm::ReduceOp::kSum, tag(bucket));
     return;
   }
   const at::Tensor target = row(bucket);
   const bool direct = target.scalar_type() == sent.scalar_type() || target.scalar_type() == at::kFloat;
-  bucket.received =
-      direct && !bucket.reduced ? target : borrow(target.numel(), direct ? target.scalar_type() : sent.scalar_type());
-  bucket.work = communicator_->reduce_scatter(sent, bucket.received, tag(bucket));
+  const at::ScalarType type = direct ? target.scalar_type() : sent.scalar_type();
+  bucket.received = direct && !bucket.reduced ? target : memory_.borrow(target.numel(), type);
+  bucket.work = among.shard->reduce_scatter(sent, bucket.received, tag(bucket));
 }
 
 // The slots of buckets that have been sent are free again.
 void GradReducer::collect_earlier(const BucketState& latest) {
-  if (!eager_) return;
   for (size_t b = 0; b < next_bucket_; ++b) {
     BucketState& bucket = buckets_[b];
-    if (!bucket.work) continue;
+    if (!bucket.work || !bucket.eager) continue;
     const bool earlier = &bucket != &latest;
     if (bucket.work->ready() || (options_.waits && (earlier || !options_.overlap))) collect(bucket);
   }
 }
 
-// Sharded: this rank's row of the sum is in `received` afterwards.
+// This rank's row of the sum is in `received` afterwards, and what was sent is free where it lies elsewhere.
 void GradReducer::collect(BucketState& bucket) {
-  if (!bucket.work) return;
-  bucket.work->wait();
+  if (bucket.work) bucket.work->wait();
   bucket.work.reset();
-  if (!store_.sharded()) return;
-  if (!options_.scatter) {
-    const at::Tensor target = row(bucket);
-    const at::Tensor& sum = bucket.wire.defined() ? bucket.wire : bucket.slots;
-    bucket.received = borrow(target.numel(), sum.scalar_type());
-    bucket.received.copy_(sum.narrow(0, store_.spaces()[bucket.space].rank * target.numel(), target.numel()));
+  if (bucket.in_place) {
+    bucket.wire = at::Tensor();
+    return;
   }
-  if (bucket.wire.defined()) give_back(bucket.wire);
+  if (!options_.scatter) {
+    const int64_t numel = bucket.plan.shard_end - bucket.plan.shard_begin;
+    const at::Tensor& sum = bucket.wire.defined() ? bucket.wire : bucket.slots;
+    bucket.received = memory_.borrow(numel, sum.scalar_type());
+    bucket.received.copy_(sum.narrow(0, space(bucket).rank() * numel, numel));
+  }
+  if (bucket.wire.defined()) memory_.give_back(bucket.wire);
   bucket.wire = at::Tensor();
-  if (bucket.borrowed) give_back(bucket.slots);
+  if (bucket.borrowed) memory_.give_back(bucket.slots);
   bucket.slots = at::Tensor();
   bucket.borrowed = false;
 }
 
 void GradReducer::complete(BucketState& bucket) {
+  const SpaceRanks& among = ranks(bucket);
   if (bucket.by_rows) {
     const auto param = static_cast<size_t>(bucket.params.front());
     const at::Tensor grad = store_.grad_view(param);
     if (filled_[param])  // by any rank
-      reduce_rows(*communicator_, grad, options_.postscale, options_.comm_dtype.value_or(grad.scalar_type()),
-                  tag(bucket));
+      reduce_rows(*among.replicas, grad, after(bucket), options_.comm_dtype.value_or(grad.scalar_type()), tag(bucket));
     return;
   }
-  if (!store_.sharded()) {
-    if (!bucket.work) return;
-    collect(bucket);
-    if (bucket.wire.defined()) {
-      device_.copy(bucket.slots, bucket.wire, options_.postscale);
-    } else if (options_.postscale != 1.0f) {
-      device_.copy(bucket.slots, bucket.slots, options_.postscale);
-    }
-    return;
-  }
-  collect(bucket);
+  if (bucket.work) collect(bucket);
   if (!bucket.received.defined()) return;
   const at::Tensor target = row(bucket);
-  if (replicas_) replicas_->all_reduce(bucket.received, comm::ReduceOp::kSum, tag(bucket))->wait();
-  if (bucket.reduced) {
-    device_.accumulate(target, bucket.received, options_.postscale);
-  } else if (bucket.received.data_ptr() != target.data_ptr() || options_.postscale != 1.0f) {
-    device_.copy(target, bucket.received, options_.postscale);
+  if (!bucket.in_place && among.replicas->size() > 1)
+    among.replicas->all_reduce(bucket.received, comm::ReduceOp::kSum, tag(bucket))->wait();
+  const bool there = bucket.received.data_ptr() == target.data_ptr();
+  if (bucket.reduced && !bucket.in_place) {
+    device_.accumulate(target, bucket.received, after(bucket));
+  } else if (!there || after(bucket) != 1.0f) {
+    device_.copy(target, bucket.received, after(bucket));
   }
-  bucket.reduced = holds_reduced_ = true;
-  if (bucket.received.data_ptr() != target.data_ptr()) give_back(bucket.received);
-  bucket.received = at::Tensor();
+  if (!there) memory_.give_back(bucket.received);
+  bucket.received = bucket.wire = at::Tensor();
+  bucket.reduced = true;
+  holds_reduced_ = holds_reduced_ || !bucket.in_place;
 }
 
 // Learns what any rank has; true when some rank has a late gradient.
 bool GradReducer::exchange_flags() {
-  const auto count = static_cast<int64_t>(store_.size()), total = count + static_cast<int64_t>(buckets_.size());
-  at::Tensor flags = at::zeros({total + 2}, at::TensorOptions().dtype(at::kFloat));
-  float* values = flags.data_ptr<float>();
-  for (int64_t param = 0; param < count; ++param) {
-    values[param] = filled_[param] || late_[param].defined() ? 1.0f : 0.0f;
-    values[count + bucket_of_[param]] += late_[param].defined() ? 1.0f : 0.0f;
+  BackwardFlags flags;
+  flags.used.resize(store_.size());
+  flags.late.resize(buckets_.size());
+  for (size_t param = 0; param < store_.size(); ++param) {
+    flags.used[param] = filled_[param] || late_[param].defined() ? 1.0f : 0.0f;
+    flags.late[bucket_of_[param]] += late_[param].defined() ? 1.0f : 0.0f;
   }
-  if (device_.failed()) {
-    values[total] = 1.0f;
-    values[total + 1] = static_cast<float>(communicator_->rank() + 1);
-  }
-  at::Tensor shared = device_.device().is_cpu() ? flags : flags.to(device_.device());
-  communicator_->all_reduce(shared, comm::ReduceOp::kSum, "flags of used parameters")->wait();
-  if (replicas_) replicas_->all_reduce(shared, comm::ReduceOp::kSum, "flags of used parameters")->wait();
-  if (!device_.device().is_cpu()) flags.copy_(shared);
-  failed_ranks_ = {values[total], values[total + 1]};
-  for (int64_t param = 0; param < count; ++param) {
-    if (store_.sharded()) {
-      used_[param] = used_[param] || values[param] > 0.0f;
-      filled_[param] = 0;
-    } else {
-      filled_[param] = values[param] > 0.0f;
-    }
+  if (device_.failed()) flags.failed_ranks = {1.0f, static_cast<float>(rank_ + 1)};
+  flags_->sum(flags);
+  failed_ranks_ = flags.failed_ranks;
+  for (size_t param = 0; param < store_.size(); ++param) {
+    const bool any = flags.used[param] > 0.0f, in_place = buckets_[bucket_of_[param]].in_place;
+    filled_[param] = in_place && any;
+    used_[param] = !in_place && (used_[param] || any);
   }
   late_count_ = 0;
   for (size_t b = 0; b < buckets_.size(); ++b) {
-    late_in_bucket_[b] = static_cast<int32_t>(values[count + static_cast<int64_t>(b)]);
+    late_in_bucket_[b] = static_cast<int32_t>(flags.late[b]);
     late_count_ += late_in_bucket_[b];
   }
   return late_count_ > 0;
@@ -381,35 +364,19 @@ void GradReducer::late_round() {
   for (size_t b = 0; b < buckets_.size(); ++b) {
     if (late_in_bucket_[b] == 0) continue;
     BucketState& bucket = buckets_[b];
-    FlatSpace& space = store_.spaces()[bucket.space];
-    const at::Tensor round = at::zeros({bucket.numel}, space.grad.data.options());
+    const SpaceRanks& among = ranks(bucket);
+    const at::Tensor target = row(bucket);
+    const at::Tensor round = at::zeros({bucket.numel}, target.options());
     for (int32_t param : bucket.params)
       if (late_[param].defined()) slots_.put(param, round, bucket.begin, late_[param], 1.0f, false);
-    if (store_.sharded()) {
-      const at::Tensor target = row(bucket);
-      const at::Tensor sum = at::empty_like(target);
-      communicator_->reduce_scatter(round, sum, tag(bucket))->wait();
-      if (replicas_) replicas_->all_reduce(sum, comm::ReduceOp::kSum, tag(bucket))->wait();
-      device_.accumulate(target, sum, options_.postscale);
-    } else {
-      communicator_->all_reduce(round, comm::ReduceOp::kSum, tag(bucket))->wait();
-      device_.accumulate(space.grad.data.narrow(0, bucket.begin, bucket.numel), round, options_.postscale);
+    at::Tensor sum = round;
+    if (!bucket.in_place) {
+      sum = at::empty_like(target);
+      among.shard->reduce_scatter(round, sum, tag(bucket))->wait();
     }
+    if (among.replicas->size() > 1) among.replicas->all_reduce(sum, comm::ReduceOp::kSum, tag(bucket))->wait();
+    device_.accumulate(target, sum, after(bucket));
   }
-}
-
-void GradReducer::learn() {
-  for (size_t param = 0; param < store_.size(); ++param) expected_[param] = std::max(expected_[param], fires_[param]);
-  learned_ = true;
-}
-
-void GradReducer::set_learned(const std::vector<int32_t>& expected) {
-  learned_ = !expected.empty();
-  expected_.assign(store_.size(), 0);
-  if (!learned_) return;
-  if (expected.size() != store_.size())
-    fail(ErrorKind::kValue, "what was learned of ", expected.size(), " parameters is not of these ", store_.size());
-  expected_ = expected;
 }
 
 void GradReducer::end() {
@@ -418,29 +385,27 @@ void GradReducer::end() {
   if (phase_ == Phase::kReducing) {
     late_count_ = 0;
     while (next_bucket_ < buckets_.size()) launch(buckets_[next_bucket_++]);
-    if (communicator_->size() > 1 || store_.sharded()) {
-      const bool late = exchange_flags();
-      for (const Abandoned& one : abandoned_) one.work->wait();  // all ranks are here, so all have launched them
-      abandoned_.clear();
-      for (BucketState& bucket : buckets_) complete(bucket);
-      if (late) late_round();
-    }
+    const bool late = exchange_flags();
+    for (const Abandoned& one : abandoned_) one.work->wait();  // all ranks are here, so all have launched them
+    abandoned_.clear();
+    for (BucketState& bucket : buckets_)
+      if (!summed(bucket)) complete(bucket);
+    if (late) late_round();
     std::fill(late_.begin(), late_.end(), at::Tensor());
     dirty_ = false;
-    if (store_.sharded()) store_.drop_local();
-    if (communicator_->size() == 1 && !store_.sharded()) failed_ranks_ = {device_.failed() ? 1.0f : 0.0f, 1.0f};
+    store_.drop_local();
   } else {
-    dirty_ = dirty_ || std::any_of(fires_.begin(), fires_.end(), [](int32_t n) { return n > 0; });
+    dirty_ = dirty_ || fires_.any();
   }
   for (BucketState& bucket : buckets_) bucket.slots = at::Tensor();
-  learn();
-  if (!store_.sharded()) attach_grads();
+  fires_.learn();
+  attach_grads();
   phase_ = Phase::kIdle;
   if (failed_ranks_[0] == 0.0f) return;
   // Of one backward, and everything added to them before: what a kernel has left out cannot be told from the rest.
   clear();
   const std::array<float, 2> ranks = std::exchange(failed_ranks_, {});
-  fail(ErrorKind::kRuntime, failure_text(device_.take_failure(), ranks.data(), communicator_->rank()),
+  fail(ErrorKind::kRuntime, failure_text(device_.take_failure(), ranks.data(), rank_),
        " The gradients since the last step are dropped, on every rank.");
 }
 
@@ -458,7 +423,7 @@ bool GradReducer::abort() {
     bucket.received = at::Tensor();
     bucket.slots = at::Tensor();
     bucket.borrowed = false;
-    if (!bucket.launched || (communicator_->size() == 1 && !store_.sharded())) continue;
+    if (!bucket.launched || summed(bucket)) continue;
     for (int32_t param : bucket.params) {
       lost = lost || was_filled_[param];
       was_filled_[param] = 0;
@@ -467,7 +432,7 @@ bool GradReducer::abort() {
   // Other ranks may never join what this one launched: do not wait, leave the memory to the collectives. Nor may they
   // be dropped: a transfer that lost its buffer half-way blocks gloo's connection for good.
   if (in_flight) {
-    for (FlatSpace& space : store_.spaces()) {
+    for (ParamSpace& space : store_.spaces()) {
       const bool shared = space.local.is_same(space.grad.data);
       space.grad.data = space.grad.data.clone();
       if (space.local.defined()) space.local = shared ? space.grad.data : space.local.clone();
@@ -476,7 +441,7 @@ bool GradReducer::abort() {
   }
   filled_ = was_filled_;
   std::fill(late_.begin(), late_.end(), at::Tensor());
-  if (!store_.sharded()) attach_grads();
+  attach_grads();
   phase_ = Phase::kIdle;
   return lost;
 }
@@ -484,21 +449,18 @@ bool GradReducer::abort() {
 void GradReducer::finish() {
   at::NoGradGuard no_grad;
   if (active()) end();
-  if (store_.sharded()) adopt_user_grads();
-  if (dirty_ && (communicator_->size() > 1 || store_.sharded())) {
-    begin(true);
-    end();
-  } else if (!store_.sharded()) {
-    adopt_user_grads();
-  }
+  adopt_user_grads();
+  if (!dirty_ || std::all_of(buckets_.begin(), buckets_.end(), [&](const BucketState& b) { return summed(b); })) return;
+  begin(true);
+  end();
 }
 
 void GradReducer::join() {
-  if (communicator_->size() == 1 && !replicas_) return;
-  const bool learned = learned_;  // an empty backward teaches nothing
+  if (alone_) return;
+  const bool learned = fires_.has_learned();
   begin(true);
   end();
-  learned_ = learned;
+  fires_.forget_last(learned);
 }
 
 bool GradReducer::any() const {
@@ -512,7 +474,7 @@ void GradReducer::clear() {
   std::fill(used_.begin(), used_.end(), 0);
   for (BucketState& bucket : buckets_) bucket.reduced = false;
   holds_reduced_ = false;
-  if (store_.sharded() && !store_.policy().shard_grads) store_.alias_grad_buffer();
+  store_.alias_grad_buffer();
   for (size_t param = 0; param < store_.size(); ++param) store_.spec(param).tensor.mutable_grad() = at::Tensor();
   dirty_ = false;
   if (nonfinite_grads_.defined()) nonfinite_grads_.zero_();

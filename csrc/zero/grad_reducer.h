@@ -1,24 +1,24 @@
 // Gradients on their way from autograd into the flat buffers and across the ranks.
 //
+// [Note: one reduction]
+// The sum of a bucket reaches its owners by a reduce-scatter over the ranks of its space that hold shards, then an
+// all-reduce over those that hold the same shard, each where there is more than one rank (SpaceRanks). At stage 0 the
+// first is a group of one, and the whole bucket is the row that this rank owns: it is summed in place.
+//
 // [Note: local and reduced]
 // A backward fills *slots*, which have the layout of the full space: the store's local buffer where there is one
 // (stages 0 and 1, and inside no_sync), else memory that a bucket borrows from its first gradient until it is reduced
 // (stages 2 and 3). Reducing a bucket puts this rank's row of the sum into the reduced gradients, added to what earlier
-// micro-steps left there. Where nothing is sharded, slots and reduced gradients are the same memory: what has been
-// reduced is equal on all ranks, so a second reduction leaves it as it is. At stage 1 the row is reduced in place, in
-// the local buffer; only when another backward follows before the step does it move to memory of its own.
+// micro-steps left there. In a space that is reduced in place, slots and reduced gradients are the same memory: what
+// has been reduced is equal on all ranks, so a second reduction leaves it as it is where it takes the mean over the
+// space's ranks; anything else (a sum; experts, which are divided by more ranks than have them) is undone before more
+// is added. At stage 1 the row is reduced in place, in the local buffer; only when another backward follows before the
+// step does it move to memory of its own.
 //
 // [Note: one backward]
 // begin() detaches every .grad, so autograd always hands over a fresh tensor; the hook moves it into the parameter's
 // slot (its part of the flat buffer) and frees it. end() attaches the slots as .grad where the dtypes agree. Between
 // the two no .grad aliases a buffer, so a bucket that is being reduced cannot be written by autograd.
-//
-// [Note: last use]
-// A parameter may fire several times in one backward (re-entrant checkpointing of a shared module), so a bucket must
-// not leave before the *last* one. How often each parameter fires is learned by counting: the first backward reduces
-// nothing before its end, later ones launch a bucket when all its parameters have fired as often as ever before. One
-// that fires once more than that, after its bucket has left, is late: its gradient is kept aside, all ranks learn of
-// it with the flags below, and a second round adds it. Correct always, fast when the model is regular.
 //
 // [Note: bucket order]
 // Ranks may produce gradients in different orders, or not at all; collectives must match. So buckets leave strictly
@@ -36,14 +36,17 @@
 #pragma once
 #include <array>
 #include <cstdint>
-#include <map>
+#include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "zero/device_context.h"
+#include "zero/fire_counter.h"
+#include "zero/flag_exchange.h"
 #include "zero/grad_slots.h"
 #include "zero/param_store.h"
+#include "zero/wire_buffers.h"
 
 namespace ds::zero {
 
@@ -51,8 +54,8 @@ struct ReducerOptions {
   int64_t bucket_numel = 500000000;
   bool overlap = true;                       // launch buckets while backward runs
   bool scatter = true;                       // sharded: reduce each row to its owner alone; false: all-reduce
-  float predivide = 1.0f;                    // gradients are multiplied by this before the sum over ranks
-  float postscale = 1.0f;                    // and by this after it
+  double predivide = 1.0;                    // gradients are multiplied by this before the sum over ranks
+  double postscale = 1.0;                    // and by this after it
   c10::optional<at::ScalarType> comm_dtype;  // what travels; unset: the buffers' own
   bool find_nonfinite_grads = false;         // remember which local gradients were not finite
   // Backward may wait for an earlier reduction. Not where ranks wait for each other in other ways meanwhile.
@@ -64,10 +67,7 @@ int64_t bucket_limit(const ReducerOptions& options, int64_t total_numel, int ran
 
 class GradReducer {
  public:
-  // `communicator`: the ranks that the shards are on. `replicas`: the ranks that hold the same shard as this one, of
-  // other groups of that kind (MiCS); null where there is one group only.
-  GradReducer(ParamStore& store, DeviceContext& device, comm::CommunicatorPtr communicator,
-              comm::CommunicatorPtr replicas, ReducerOptions options);
+  GradReducer(ParamStore& store, DeviceContext& device, ReducerOptions options);
 
   void begin(bool reduce);  // a backward starts; `reduce`: the ranks add up what it leaves
   // It has ended; after a reducing one every rank holds its part of the sum. Fails on every rank where a kernel has
@@ -82,23 +82,20 @@ class GradReducer {
   bool active() const { return phase_ != Phase::kIdle; }
   bool dirty() const { return dirty_; }  // something is here that has not been reduced
 
-  bool used(size_t param) const { return (store_.sharded() ? used_ : filled_)[param] != 0; }
+  // A reduced gradient is here.
+  bool used(size_t param) const { return (store_.space_of(param).in_place ? filled_ : used_)[param] != 0; }
   // This rank has a gradient that has not been reduced; it lies in its slot of the store's local buffer.
   bool has_local(size_t param) const;
   void set_used(size_t param);                        // somebody has written the reduced gradient
   bool any() const;                                   // a gradient has arrived since clear(), or the user has set one
   int64_t late_count() const { return late_count_; }  // of the last reducing backward, over all ranks
   int64_t overlapped_count() const { return overlapped_count_; }  // buckets that left before backward's end
-  // Times this parameter has fired in the running backward, and the most it has in an earlier one.
-  int32_t fires(size_t param) const { return fires_[param]; }
-  int32_t expected(size_t param) const { return expected_[param]; }
-  // What has been learned of it, for a run that goes on later: empty before the first backward. A sum is rounded
-  // differently when a gradient comes late, so a resumed run that has to learn again would not have the same bits.
-  std::vector<int32_t> learned() const { return learned_ ? expected_ : std::vector<int32_t>(); }
-  void set_learned(const std::vector<int32_t>& expected);
+  FireCounter& fires() { return fires_; }
+  const FireCounter& fires() const { return fires_; }
   void set_waits(bool waits) { options_.waits = waits; }
-  void set_postscale(float postscale) { options_.postscale = postscale; }  // not while a backward runs
-  int64_t peak_borrowed_bytes() const { return peak_borrowed_bytes_; }     // slots, wire and receive buffers
+  double predivide() const { return options_.predivide; }
+  void set_postscale(double postscale) { options_.postscale = postscale; }  // not while a backward runs
+  int64_t peak_borrowed_bytes() const { return memory_.peak_bytes(); }      // slots, wire and receive buffers
 
   struct NonfiniteGrad {
     int32_t param;
@@ -113,6 +110,8 @@ class GradReducer {
     plan::Bucket plan;
     int64_t begin, numel;  // in the full space
     std::vector<int32_t> params;
+    bool in_place = false;
+    bool eager = false;                             // leaves before backward's end even where nothing overlaps
     bool by_rows = false;                           // one parameter, of which only touched rows travel
     std::vector<std::pair<int64_t, int64_t>> gaps;  // padding, as [begin, end) within the bucket
     int32_t pending = -1;                           // parameters still expected to fire; -1: unknown, leaves at the end
@@ -148,25 +147,37 @@ class GradReducer {
   void collect(BucketState& bucket);
   void collect_earlier(const BucketState& latest);
   void complete(BucketState& bucket);
-  int32_t wanted(size_t param) const { return learned_ ? expected_[param] : eager_; }
+  const ParamSpace& space(const BucketState& bucket) const { return store_.spaces()[bucket.space]; }
+  const SpaceRanks& ranks(const BucketState& bucket) const { return space(bucket).ranks(); }
+  float before(const BucketState& bucket) const {
+    return alone_ ? 1.0f : static_cast<float>(options_.predivide) * ranks(bucket).scale_before;
+  }
+  float after(const BucketState& bucket) const {
+    return alone_ ? 1.0f : static_cast<float>(options_.postscale) * ranks(bucket).scale_after;
+  }
+  bool summed(const BucketState& bucket) const { return alone_ && bucket.in_place; }  // as it is filled
+  // In place: what another reduction multiplies an earlier sum by. 1 where it is the mean over the space's ranks.
+  double again(const BucketState& bucket) const {
+    return static_cast<double>(before(bucket)) * after(bucket) * ranks(bucket).replicas->size();
+  }
+  int32_t wanted(const BucketState& bucket, size_t param) const {
+    return fires_.has_learned() ? fires_.expected(param) : bucket.eager;
+  }
   at::Tensor row(const BucketState& bucket);
   bool exchange_flags();
   void late_round();
-  void learn();
-  at::Tensor borrow(int64_t numel, at::ScalarType type);
-  void give_back(const at::Tensor& tensor);
 
   ParamStore& store_;
   DeviceContext& device_;
   GradSlots slots_;
-  comm::CommunicatorPtr communicator_, replicas_;
+  const int rank_;
+  const bool alone_;  // no other rank: nothing is divided
   ReducerOptions options_;
   std::vector<BucketState> buckets_;
   std::vector<Abandoned> abandoned_;
   std::vector<int32_t> bucket_of_;
-  std::vector<at::Tensor> free_;  // memory of borrowed slots and landings
-  int64_t borrowed_bytes_ = 0, peak_borrowed_bytes_ = 0;
-  const bool eager_;  // buckets leave before backward's end even where nothing overlaps
+  WireBuffers memory_;
+  std::unique_ptr<FlagExchange> flags_;
 
   std::mutex mutex_;  // hooks may come from one thread per device
   Phase phase_ = Phase::kIdle;
@@ -174,12 +185,11 @@ class GradReducer {
   bool dirty_ = false;               // something in the slots has not been reduced
   std::vector<uint8_t> filled_;      // the slot holds a gradient
   std::vector<uint8_t> was_filled_;  // at begin()
-  std::vector<uint8_t> used_;        // sharded: some rank has contributed to the reduced gradient
+  std::vector<uint8_t> used_;        // not in place: some rank has contributed to the reduced gradient
   bool holds_reduced_ = false;       // some row of reduced gradients holds something
   std::vector<uint8_t> scaled_;      // the slot has been multiplied by predivide already
-  std::vector<int32_t> fires_, expected_;
+  FireCounter fires_;
   std::array<float, 2> failed_ranks_{};  // in the backward that ends: how many, and the sum of rank + 1
-  bool learned_ = false;                 // expected_ rests on at least one backward
   std::vector<at::Tensor> late_;
   std::vector<at::Tensor> slot_views_;   // of each parameter in the shape of .grad, where that exists
   std::vector<int32_t> late_in_bucket_;  // over all ranks, of the last reducing backward

@@ -10,8 +10,7 @@ void GradSlots::put(size_t param, const at::Tensor& slots, int64_t begin, const 
   const ParamSpec& spec = store_.spec(param);
   const plan::ShardMap& map = store_.space_of(param).map;
   const auto index = static_cast<size_t>(store_.place(param).index);
-  const auto sizes = spec.sharded ? at::IntArrayRef(spec.sharded->sizes()) : spec.tensor.sizes();
-  const auto strides = spec.sharded ? at::IntArrayRef(spec.sharded->strides()) : spec.tensor.strides();
+  const at::IntArrayRef sizes = spec.sizes(), strides = spec.strides();
   // Nearly every gradient: dense, in the parameter's memory order, of a dtype that kernels know. No tensor is made for
   // it, since that would cost several times what a small gradient does.
   if (!grad.is_sparse() && grad.device() == slots.device() && has_kernel_dtype(grad.scalar_type()) &&

@@ -10,9 +10,8 @@
 namespace ds::zero {
 
 bool GradReducer::attaches(size_t param) const {
-  if (store_.sharded()) return false;
-  const FlatSpace& space = store_.space_of(param);
-  return space.grad.data.scalar_type() == space.dtype;
+  const ParamSpace& space = store_.space_of(param);
+  return space.in_place && space.grad.data.scalar_type() == space.key.dtype;
 }
 
 // The slot as the parameter's .grad. Made once: making a tensor costs as much as all other bookkeeping of a gradient.
@@ -26,6 +25,7 @@ const at::Tensor& GradReducer::slot_view(size_t param) {
 
 void GradReducer::attach_grads() {
   for (size_t param = 0; param < store_.size(); ++param) {
+    if (!store_.space_of(param).in_place) continue;
     at::Tensor& grad = store_.spec(param).tensor.mutable_grad();
     if (filled_[param] && attaches(param)) {
       grad = slot_view(param);
@@ -44,7 +44,7 @@ void GradReducer::adopt_user_grads() {
       if (attaches(param)) filled_[param] = 0;
       continue;
     }
-    if (store_.sharded()) {
+    if (!store_.space_of(param).in_place) {
       make_room();
       store_.need_local();
       const BucketState& bucket = buckets_[bucket_of_[param]];
@@ -70,18 +70,17 @@ void GradReducer::set_grad_dtype(c10::optional<at::ScalarType> type) {
   adopt_user_grads();
   store_.set_grad_dtype(type);
   std::fill(slot_views_.begin(), slot_views_.end(), at::Tensor());
-  for (BucketState& bucket : buckets_) bucket.wire = at::Tensor();
-  free_.clear();
-  borrowed_bytes_ = 0;
-  if (!store_.sharded()) attach_grads();
+  memory_.clear();
+  attach_grads();
 }
 
 bool GradReducer::has_local(size_t param) const {
-  return store_.sharded() && filled_[param] && store_.space_of(param).local.defined();
+  const ParamSpace& space = store_.space_of(param);
+  return !space.in_place && filled_[param] && space.local.defined();
 }
 
 void GradReducer::set_used(size_t param) {
-  if (!store_.sharded()) {
+  if (store_.space_of(param).in_place) {
     filled_[param] = 1;
     if (attaches(param)) store_.spec(param).tensor.mutable_grad() = slot_view(param);
     return;

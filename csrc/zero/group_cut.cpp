@@ -22,10 +22,10 @@ GroupCut::GroupCut(const ParamStore& store, int32_t group, int64_t size) : size_
   for (size_t param = 0; param < store.size(); ++param) {
     while (piece < static_cast<int64_t>(pieces.size()) && pieces[piece].param < static_cast<int64_t>(param)) ++piece;
     if (store.spec(param).group != group) continue;
-    const FlatSpace& space = store.space_of(param);
+    const ParamSpace& space = store.space_of(param);
     parts = space.map.parts;
-    rank = space.rank;
-    if (space.dtype == at::kDouble) type = at::kDouble;
+    rank = space.rank();
+    if (space.key.dtype == at::kDouble) type = at::kDouble;
     const auto index = static_cast<size_t>(store.place(param).index);
     for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e) {
       const plan::Extent& extent = space.map.extents[e];

@@ -9,14 +9,8 @@ namespace ds::zero {
 
 namespace {
 
-at::IntArrayRef sizes_of(const ParamSpec& spec) { return spec.sharded ? spec.sharded->sizes() : spec.tensor.sizes(); }
-
-at::IntArrayRef strides_of(const ParamSpec& spec) {
-  return spec.sharded ? spec.sharded->strides() : spec.tensor.strides();
-}
-
 int64_t cost_of(const ParamSpec& spec, const NewtonSchulz& iteration) {
-  const at::IntArrayRef sizes = sizes_of(spec);
+  const at::IntArrayRef sizes = spec.sizes();
   int64_t numel = 1;
   for (int64_t size : sizes) numel *= size;
   const int64_t rows = sizes.empty() ? 1 : sizes[0];
@@ -26,7 +20,7 @@ int64_t cost_of(const ParamSpec& spec, const NewtonSchulz& iteration) {
 // Parameter number `index` of the space within `full`, the elements of one bucket.
 class InBucket {
  public:
-  InBucket(const FlatSpace& space, const plan::Bucket& bucket, int32_t index, const at::Tensor& full)
+  InBucket(const ParamSpace& space, const plan::Bucket& bucket, int32_t index, const at::Tensor& full)
       : map_(space.map), begin_(space.map.full_begin(bucket)), index_(static_cast<size_t>(index)), full_(full) {}
 
   void zero() const {
@@ -35,12 +29,12 @@ class InBucket {
   void orthogonalise(const ParamSpec& spec, const NewtonSchulz& iteration) const {
     if (map_.offsets[index_] >= 0) {
       iteration.apply(
-          full_.as_strided(sizes_of(spec), strides_of(spec), full_.storage_offset() + map_.offsets[index_] - begin_));
+          full_.as_strided(spec.sizes(), spec.strides(), full_.storage_offset() + map_.offsets[index_] - begin_));
       return;
     }
     const at::Tensor whole = at::empty({map_.numels[index_]}, full_.options());
     for_parts([&](const at::Tensor& part, int64_t at) { whole.narrow(0, at, part.numel()).copy_(part); });
-    iteration.apply(whole.as_strided(sizes_of(spec), strides_of(spec)));
+    iteration.apply(whole.as_strided(spec.sizes(), spec.strides()));
     for_parts([&](const at::Tensor& part, int64_t at) { part.copy_(whole.narrow(0, at, part.numel())); });
   }
 
@@ -75,34 +69,35 @@ std::vector<int> spread_costs(const std::vector<int64_t>& costs, int ranks) {
   return owners;
 }
 
-void orthogonalise_bucket(const ParamStore& store, const FlatSpace& space, const plan::Bucket& bucket,
+void orthogonalise_bucket(const ParamStore& store, const ParamSpace& space, const plan::Bucket& bucket,
                           const std::function<bool(size_t param)>& used, const NewtonSchulz& iteration,
-                          comm::Communicator& data_parallel, const at::Tensor& row) {
+                          const at::Tensor& row) {
+  comm::Communicator& ranks = *(space.in_place ? space.ranks().replicas : space.ranks().shard);
   std::vector<int64_t> costs;
   for (int32_t index = bucket.first_param; index <= bucket.last_param; ++index) {
     const auto param = static_cast<size_t>(space.params[index]);
     costs.push_back(used(param) ? cost_of(store.spec(param), iteration) : 0);
   }
-  const std::vector<int> owners = spread_costs(costs, data_parallel.size());
+  const std::vector<int> owners = spread_costs(costs, ranks.size());
   const std::string& tag = store.spec(space.params[bucket.first_param]).name;
   at::Tensor full = row;
-  if (store.sharded()) {
+  if (!space.in_place) {
     full = at::empty({space.map.parts * row.numel()}, row.options());
-    data_parallel.all_gather(row, full, tag)->wait();
+    ranks.all_gather(row, full, tag)->wait();
   }
   for (int32_t index = bucket.first_param; index <= bucket.last_param; ++index) {
     const auto param = static_cast<size_t>(space.params[index]);
     const InBucket matrix(space, bucket, index, full);
-    if (used(param) && owners[index - bucket.first_param] == data_parallel.rank()) {
+    if (used(param) && owners[index - bucket.first_param] == ranks.rank()) {
       matrix.orthogonalise(store.spec(param), iteration);
     } else {
       matrix.zero();
     }
   }
-  if (store.sharded()) {
-    data_parallel.reduce_scatter(full, row, tag)->wait();
-  } else if (data_parallel.size() > 1) {
-    data_parallel.all_reduce(row, comm::ReduceOp::kSum, tag)->wait();
+  if (!space.in_place) {
+    ranks.reduce_scatter(full, row, tag)->wait();
+  } else if (ranks.size() > 1) {
+    ranks.all_reduce(row, comm::ReduceOp::kSum, tag)->wait();
   }
 }
 

@@ -10,7 +10,6 @@
 #pragma once
 #include <functional>
 
-#include "comm/communicator.h"
 #include "zero/newton_schulz.h"
 #include "zero/param_store.h"
 
@@ -20,9 +19,9 @@ namespace ds::zero {
 std::vector<int> spread_costs(const std::vector<int64_t>& costs, int ranks);
 
 // `row`: this rank's row of the bucket, fp32. The parts of `used` parameters are replaced by their orthogonalisation,
-// the rest by zeros. Collective: every rank of `data_parallel`.
-void orthogonalise_bucket(const ParamStore& store, const FlatSpace& space, const plan::Bucket& bucket,
+// the rest by zeros. Collective: every rank of the space.
+void orthogonalise_bucket(const ParamStore& store, const ParamSpace& space, const plan::Bucket& bucket,
                           const std::function<bool(size_t param)>& used, const NewtonSchulz& iteration,
-                          comm::Communicator& data_parallel, const at::Tensor& row);
+                          const at::Tensor& row);
 
 }  // namespace ds::zero

@@ -64,10 +64,14 @@ void ParamGatherer::hold(const std::vector<ShardedParam*>& params) {
 }
 
 void ParamGatherer::let_go(const std::vector<ShardedParam*>& params, bool keep) {
+  std::vector<ShardedParam*> free;
   for (ShardedParam* param : params) {
     if (param->holders > 0) --param->holders;
-    if (param->holders == 0 && !keep) drop(*param);
+    if (param->holders == 0 && !keep && param->available()) free.push_back(param);
   }
+  if (free.empty()) return;
+  const StatusScope together(*free.front());
+  for (ShardedParam* param : free) drop(*param);
 }
 
 void ParamGatherer::drop(ShardedParam& param) {

@@ -3,11 +3,11 @@
 // [Note: who must take part]
 // Ranks may take different branches (experts, depth, the length of what they generate), so a gather must not need the
 // others. Peer memory gives that: a rank copies what the owners have published. Where there is none (GPUs, several
-// hosts) gathers are collectives, and the ranks agree on each one first: every rank says which unit it wants next, or
-// that it is through; the union of what is wanted is gathered with everybody's help. A rank that is through goes on
-// serving until all are.
+// hosts) gathers are collectives in an order that all ranks have learned; where one leaves it, they agree on each
+// gather (plan/gather_schedule.h). A rank that is through goes on serving until all are.
 #pragma once
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -36,11 +36,17 @@ class ShardSource {
 
   BufferPool& pool() { return pool_; }
   int64_t gathered_elements() const { return gathered_; }  // received from other ranks
-  void reset_counters() { gathered_ = 0; }
+  int64_t collectives() const { return collectives_; }     // started for gathers, exchanges not among them
+  int64_t exchanges() const { return exchanges_; }         // in which ranks said what they want
+  void reset_counters() { gathered_ = collectives_ = exchanges_ = 0; }
 
  protected:
+  // Each parameter becomes its buffer; who watches their status is asked in once for all of them.
+  static void take_full(const std::vector<std::pair<ShardedParam*, at::Tensor>>& params);
+  void refresh_together(comm::Communicator& communicator, BufferPool& pool, const std::vector<ShardedParam*>& params);
+
   BufferPool pool_;
-  int64_t gathered_ = 0;
+  int64_t gathered_ = 0, collectives_ = 0, exchanges_ = 0;
 };
 using ShardSourcePtr = std::shared_ptr<ShardSource>;
 
@@ -50,7 +56,7 @@ ShardSourcePtr collective_source(comm::CommunicatorPtr communicator);
 // Copies from the owners' memory, in which the shards of every parameter lie at the same offset.
 ShardSourcePtr peer_source(comm::CommunicatorPtr communicator, comm::PeerMemoryPtr memory);
 
-// Collectives after agreement; `params` numbers the parameters alike on all ranks.
-ShardSourcePtr agreed_source(comm::CommunicatorPtr communicator, std::vector<ShardedParamPtr> params);
+// Collectives in a learned order; `params` numbers the parameters alike on all ranks.
+ShardSourcePtr scheduled_source(comm::CommunicatorPtr communicator, std::vector<ShardedParamPtr> params);
 
 }  // namespace ds::zero

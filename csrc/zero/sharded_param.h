@@ -71,6 +71,8 @@ class ShardedParam {
   int holders = 0;
   bool persistent = false;
   std::function<void(ParamStatus)> on_status;  // called after each change
+  // What on_status takes each time, held as long as the result lives: for changes of several parameters together.
+  std::function<std::shared_ptr<void>()> hold_for_status;
 
  private:
   void set_status(ParamStatus status);
@@ -85,5 +87,14 @@ class ShardedParam {
   ParamStatus status_ = ParamStatus::kAvailable;
 };
 using ShardedParamPtr = std::shared_ptr<ShardedParam>;
+
+// While it lives, the statuses of several parameters change at the price of one. `any`: one of them.
+class StatusScope {
+ public:
+  explicit StatusScope(const ShardedParam& any) : held_(any.hold_for_status ? any.hold_for_status() : nullptr) {}
+
+ private:
+  std::shared_ptr<void> held_;
+};
 
 }  // namespace ds::zero

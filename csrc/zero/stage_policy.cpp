@@ -6,11 +6,13 @@ namespace ds::zero {
 
 namespace {
 
+constexpr Cut kWhole = Cut::kWhole, kShard = Cut::kShard;
+
 constexpr StagePolicy kPolicies[] = {
-    {0, false, false, false, ReduceWhen::kBoundary},
-    {1, true, false, false, ReduceWhen::kBoundary},
-    {2, true, true, false, ReduceWhen::kEveryMicroStep},
-    {3, true, true, true, ReduceWhen::kEveryMicroStep},
+    {0, kWhole, kWhole, kWhole, Layout::kFlat, ReduceAt::kBoundary, GatherAt::kNever, true, {false, false, false}},
+    {1, kWhole, kWhole, kShard, Layout::kFlat, ReduceAt::kBoundary, GatherAt::kAfterStep, false, {false, true, false}},
+    {2, kWhole, kShard, kShard, Layout::kFlat, ReduceAt::kMicroStep, GatherAt::kAfterStep, false, {false, true, true}},
+    {3, kShard, kShard, kShard, Layout::kPerParam, ReduceAt::kMicroStep, GatherAt::kOnUse, false, {true, true, true}},
 };
 
 }  // namespace

@@ -14,17 +14,15 @@
 
 namespace ds::zero {
 
-Stepper::Stepper(ParamStore& store, DeviceContext& device, comm::CommunicatorPtr data_parallel,
-                 comm::CommunicatorPtr replicas, GatherOptions gather)
+Stepper::Stepper(ParamStore& store, DeviceContext& device, GatherOptions gather)
     : store_(store),
       device_(device),
-      data_parallel_(std::move(data_parallel)),
-      replicas_(std::move(replicas)),
       gather_(gather),
       steps_(at::zeros({static_cast<int64_t>(store.size())}, at::kFloat)) {}
 
 template <typename Keep>
-std::vector<Stepper::Run> Stepper::runs(const FlatSpace& space, const GradReducer& grads, Keep keep, bool apart) const {
+std::vector<Stepper::Run> Stepper::runs(const ParamSpace& space, const GradReducer& grads, Keep keep,
+                                        bool apart) const {
   std::vector<Run> result;
   bool open = false;
   for (size_t e : space.owned) {
@@ -43,7 +41,7 @@ std::vector<Stepper::Run> Stepper::runs(const FlatSpace& space, const GradReduce
   return result;
 }
 
-char* Stepper::at(const FlatSpace& space, const Buffer& buffer, const Run& run) {
+char* Stepper::at(const ParamSpace& space, const Buffer& buffer, const Run& run) {
   const int64_t offset = space.offset_in(buffer, space.map.buckets[run.bucket], run.begin);
   return static_cast<char*>(buffer.data.data_ptr()) + offset * static_cast<int64_t>(buffer.data.element_size());
 }
@@ -51,10 +49,10 @@ char* Stepper::at(const FlatSpace& space, const Buffer& buffer, const Run& run) 
 // What the step needs of memory, before the ranks agree that it can be made: states, and the scratch of all kernels.
 void Stepper::prepare() {
   try {
-    for (FlatSpace& space : store_.spaces()) ensure_slots(space);
+    for (ParamSpace& space : store_.spaces()) ensure_slots(space);
     if (!device_.may_fail()) return;
     size_t blocks = 0;
-    for (const FlatSpace& space : store_.spaces())
+    for (const ParamSpace& space : store_.spaces())
       for (size_t e : space.owned) blocks += kernels::sum_blocks(static_cast<size_t>(space.map.extents[e].numel)) + 1;
     device_.reserve(static_cast<int64_t>(blocks * kernels::kSumScratchBytes));
   } catch (const c10::Error& error) {
@@ -63,23 +61,46 @@ void Stepper::prepare() {
   }
 }
 
-// A rank that failed must not be the only one that knows: the others would update with what it has sent them.
-void Stepper::agree_on_failures(comm::Communicator* model_parallel) {
+// Sums of squares over the ranks that hold other elements: of each set of spaces over its own. A rank that failed must
+// not be the only one that knows, or the others would update with what it has sent them: that travels with everyone's.
+void Stepper::add_up(comm::Communicator* model_parallel) {
+  const SpaceRanks& everyone = store_.everyone();
   const at::Tensor shared = device_.failures();
   if (device_.failed()) {
     shared.select(0, 0).fill_(1);
-    shared.select(0, 1).fill_(data_parallel_->rank() + 1);
+    shared.select(0, 1).fill_(everyone.rank() + 1);
   }
   const auto add = [](comm::Communicator& ranks, const at::Tensor& tensor, const char* tag) {
-    ranks.all_reduce(tensor, comm::ReduceOp::kSum, tag)->wait();
+    if (ranks.size() > 1) ranks.all_reduce(tensor, comm::ReduceOp::kSum, tag)->wait();
   };
-  if (store_.sharded()) {
-    add(*data_parallel_, device_.sum_tensor(), "gradient norm");
-  } else if (device_.may_fail() && data_parallel_->size() > 1) {
-    add(*data_parallel_, shared, "whether kernels have failed");
+  add(*everyone.shard, device_.sum_tensor(), "gradient norm");
+  if (device_.may_fail()) add(*everyone.replicas, shared, "whether kernels have failed");
+  for (size_t set = 1; set < store_.sets().size(); ++set) {
+    const at::Tensor sum = squares_.narrow(0, static_cast<int64_t>(set) - 1, 1);
+    for (const comm::CommunicatorPtr& ranks : store_.sets()[set].ranks.norm_over) add(*ranks, sum, "gradient norm");
+    device_.sum_tensor().narrow(0, 0, 1).add_(sum);
   }
-  if (device_.may_fail() && replicas_) add(*replicas_, shared, "whether kernels have failed");
   if (model_parallel) add(*model_parallel, device_.sum_tensor(), "gradient norm");
+}
+
+// Adds this rank's part of the space to `sum`.
+void Stepper::sum_squares(const ParamSpace& space, const GradReducer& grads, const at::Tensor& sum) {
+  const auto parts = runs(space, grads, [&](size_t param) { return store_.spec(param).counts_in_norm; });
+  const at::Tensor& grad = space.grad.data;
+  if (!has_kernel_dtype(grad.scalar_type())) {
+    for (const Run& run : parts) {
+      const int64_t begin = space.offset_in(space.grad, space.map.buckets[run.bucket], run.begin);
+      sum.select(0, 0).add_(grad.narrow(0, begin, run.end - run.begin).square().sum());
+    }
+    return;
+  }
+  std::vector<kernels::Segment> segments;
+  for (const Run& run : parts)
+    segments.push_back({at(space, space.grad, run), static_cast<size_t>(run.end - run.begin)});
+  device_.run_reserved([&](const kernels::Launch& launch) {
+    device_.table().sum_squares(launch, segments.data(), segments.size(), kernel_dtype(grad.scalar_type(), "gradient"),
+                                static_cast<double*>(sum.data_ptr()));
+  });
 }
 
 void Stepper::norm(const GradReducer& grads, float loss_scale, float max_norm, bool check,
@@ -88,25 +109,15 @@ void Stepper::norm(const GradReducer& grads, float loss_scale, float max_norm, b
   const c10::DeviceGuard current(device_.device());
   prepare();
   device_.sum_tensor().zero_();
-  for (const FlatSpace& space : store_.spaces()) {
-    const auto parts = runs(space, grads, [&](size_t param) { return store_.spec(param).counts_in_norm; });
-    const at::Tensor& grad = space.grad.data;
-    if (!has_kernel_dtype(grad.scalar_type())) {
-      for (const Run& run : parts) {
-        const int64_t begin = space.offset_in(space.grad, space.map.buckets[run.bucket], run.begin);
-        device_.sum_tensor().select(0, 0).add_(grad.narrow(0, begin, run.end - run.begin).square().sum());
-      }
-      continue;
-    }
-    std::vector<kernels::Segment> segments;
-    for (const Run& run : parts)
-      segments.push_back({at(space, space.grad, run), static_cast<size_t>(run.end - run.begin)});
-    device_.run_reserved([&](const kernels::Launch& launch) {
-      device_.table().sum_squares(launch, segments.data(), segments.size(),
-                                  kernel_dtype(grad.scalar_type(), "gradient"), device_.sum());
-    });
+  const std::vector<SpaceSet>& sets = store_.sets();
+  squares_ = sets.size() > 1 ? at::zeros({static_cast<int64_t>(sets.size()) - 1}, device_.sum_tensor().options())
+                             : at::Tensor();
+  for (size_t set = 0; set < sets.size(); ++set) {
+    const at::Tensor sum =
+        set == 0 ? device_.sum_tensor().narrow(0, 0, 1) : squares_.narrow(0, static_cast<int64_t>(set) - 1, 1);
+    for (size_t space : sets[set].spaces) sum_squares(store_.spaces()[space], grads, sum);
   }
-  agree_on_failures(model_parallel);
+  add_up(model_parallel);
   device_.run([&](const kernels::Launch& launch) {
     device_.table().finish_norm(launch, device_.sum(), device_.sum() + 1, loss_scale, max_norm, check,
                                 device_.step_scale());
@@ -124,7 +135,7 @@ void Stepper::set_rules(std::vector<const optim::Rule*> by_group) {
   for (const optim::Rule* rule : rules_)
     for (const std::string& name : rule->slots)
       if (std::find(slot_names_.begin(), slot_names_.end(), name) == slot_names_.end()) slot_names_.push_back(name);
-  for (FlatSpace& space : store_.spaces()) space.slots.clear();
+  for (ParamSpace& space : store_.spaces()) space.slots.clear();
 }
 
 void Stepper::update(const GradReducer& grads, const std::vector<std::vector<double>>& hyper) {
@@ -135,10 +146,10 @@ void Stepper::update(const GradReducer& grads, const std::vector<std::vector<dou
   std::vector<Turn> turns;
   int sums = 0;
   size_t passes = 0;
-  for (FlatSpace& space : store_.spaces()) {
+  for (ParamSpace& space : store_.spaces()) {
     ensure_slots(space);
-    const optim::Rule& rule = *rules_.at(space.group);
-    turns.push_back({space, rule, hyper[space.group], {}});
+    const optim::Rule& rule = *rules_.at(space.key.param_group);
+    turns.push_back({space, rule, hyper[space.key.param_group], {}});
     sums = std::max(sums, rule.sums);
     passes = std::max(passes, rule.passes.size());
     if (rule.scratch && !rule.orthogonalises())
@@ -156,8 +167,7 @@ void Stepper::update(const GradReducer& grads, const std::vector<std::vector<dou
       run_pass(turn, grads, pass);
       add = add || turn.rule.passes[pass].adds_sums;
     }
-    if (add && store_.sharded())
-      data_parallel_->all_reduce(sums_, comm::ReduceOp::kSum, "sums over parameters")->wait();
+    if (add) add_sums();
   }
   for (Turn& turn : turns) {
     if (turn.rule.orthogonalises()) {
@@ -176,8 +186,24 @@ void Stepper::update(const GradReducer& grads, const std::vector<std::vector<dou
   }
 }
 
+// Over the ranks that hold other elements of the same parameters.
+void Stepper::add_sums() {
+  for (const SpaceSet& set : store_.sets()) {
+    if (set.ranks.shard->size() == 1 || set.params.empty()) continue;
+    if (set.params.size() == store_.size()) {
+      set.ranks.shard->all_reduce(sums_, comm::ReduceOp::kSum, "sums over parameters")->wait();
+      continue;
+    }
+    const at::Tensor rows =
+        at::tensor(std::vector<int64_t>(set.params.begin(), set.params.end()), at::kLong).to(sums_.device());
+    const at::Tensor own = sums_.index_select(0, rows);
+    set.ranks.shard->all_reduce(own, comm::ReduceOp::kSum, "sums over parameters")->wait();
+    sums_.index_copy_(0, rows, own);
+  }
+}
+
 void Stepper::run_pass(const Turn& turn, const GradReducer& grads, size_t pass, int32_t bucket) {
-  FlatSpace& space = turn.space;
+  ParamSpace& space = turn.space;
   const optim::Rule& rule = turn.rule;
   kernels::UpdateArgs args;
   args.grad_dtype = kernel_dtype(space.grad.data.scalar_type(), "gradient");
@@ -212,9 +238,9 @@ void Stepper::run_pass(const Turn& turn, const GradReducer& grads, size_t pass, 
 }
 
 void Stepper::last_pass(const Turn& turn, const GradReducer& grads) {
-  FlatSpace& space = turn.space;
+  ParamSpace& space = turn.space;
   const size_t last = turn.rule.passes.size() - 1;
-  if (gathers(space) && gather_.overlap) {
+  if (space.gathers_after_step() && gather_.overlap) {
     // From the first parameters on: the next forward wants them first.
     for (auto b = static_cast<int32_t>(space.map.buckets.size()) - 1; b >= 0; --b) {
       run_pass(turn, grads, last, b);
@@ -223,13 +249,13 @@ void Stepper::last_pass(const Turn& turn, const GradReducer& grads) {
     return;
   }
   run_pass(turn, grads, last);
-  if (gathers(space))
+  if (space.gathers_after_step())
     for (auto bucket = space.map.buckets.rbegin(); bucket != space.map.buckets.rend(); ++bucket)
       start_gather(space, *bucket);
 }
 
 void Stepper::matrix_passes(Turn turn, const GradReducer& grads) {
-  FlatSpace& space = turn.space;
+  ParamSpace& space = turn.space;
   const auto iteration = NewtonSchulz::of(optim::Values(turn.rule.hyper, turn.hyper.data()));
   // Elsewhere whether to skip is known on the device alone: the passes then do nothing, what lies between works on
   // zeros.
@@ -242,26 +268,26 @@ void Stepper::matrix_passes(Turn turn, const GradReducer& grads) {
       run_pass(turn, grads, pass, b);
       if (!turn.rule.passes[pass].orthogonalises) continue;
       orthogonalise_bucket(
-          store_, space, bucket, [&](size_t param) { return grads.used(param); }, iteration, *data_parallel_,
-          turn.scratch.data);
+          store_, space, bucket, [&](size_t param) { return grads.used(param); }, iteration, turn.scratch.data);
     }
-    if (gathers(space) && gather_.overlap) start_gather(space, bucket);
+    if (space.gathers_after_step() && gather_.overlap) start_gather(space, bucket);
   }
-  if (!gathers(space) || gather_.overlap || skip) return;
+  if (!space.gathers_after_step() || gather_.overlap || skip) return;
   for (auto bucket = space.map.buckets.rbegin(); bucket != space.map.buckets.rend(); ++bucket)
     start_gather(space, *bucket);
 }
 
-void Stepper::start_gather(FlatSpace& space, const plan::Bucket& bucket) {
+void Stepper::start_gather(ParamSpace& space, const plan::Bucket& bucket) {
   const int64_t row = bucket.shard_end - bucket.shard_begin;
   const at::Tensor all = space.lp.data.narrow(0, space.map.full_begin(bucket), space.map.parts * row);
   const std::string& tag = store_.spec(space.params[bucket.first_param]).name;
+  comm::Communicator& ranks = *space.ranks().shard;
   if (gather_.collective) {
-    gathers_.push_back(data_parallel_->all_gather(all.narrow(0, space.rank * row, row), all, tag));
+    gathers_.push_back(ranks.all_gather(all.narrow(0, space.rank() * row, row), all, tag));
     return;
   }
   for (int64_t rank = 0; rank < space.map.parts; ++rank)
-    gathers_.push_back(data_parallel_->broadcast(all.narrow(0, rank * row, row), static_cast<int>(rank), tag));
+    gathers_.push_back(ranks.broadcast(all.narrow(0, rank * row, row), static_cast<int>(rank), tag));
 }
 
 void Stepper::finish_gather() {
@@ -279,7 +305,7 @@ StepReport Stepper::report() {
   stepped_.clear();
   if (scale.skip == kernels::kSkipFailed) {
     const at::Tensor found = device_.failures().to(at::kCPU);
-    fail(ErrorKind::kRuntime, failure_text(device_.take_failure(), found.data_ptr<double>(), data_parallel_->rank()),
+    fail(ErrorKind::kRuntime, failure_text(device_.take_failure(), found.data_ptr<double>(), store_.everyone().rank()),
          " The step was not made on any rank; the gradients are still there.");
   }
   device_.check();
@@ -290,7 +316,7 @@ void Stepper::scale_grads(const GradReducer& grads) {
   at::NoGradGuard no_grad;
   const float scale = grad_scale();
   if (scale == 1.0f) return;
-  for (const FlatSpace& space : store_.spaces()) {
+  for (const ParamSpace& space : store_.spaces()) {
     if (space.grad.data.scalar_type() != space.master.data.scalar_type()) continue;
     for (const Run& run : runs(space, grads, [](size_t) { return true; })) {
       const int64_t begin = space.offset_in(space.grad, space.map.buckets[run.bucket], run.begin);
@@ -302,14 +328,14 @@ void Stepper::scale_grads(const GradReducer& grads) {
 
 void Stepper::publish() {
   at::NoGradGuard no_grad;
-  for (FlatSpace& space : store_.spaces()) {
+  for (ParamSpace& space : store_.spaces()) {
     for (auto bucket = space.map.buckets.rbegin(); bucket != space.map.buckets.rend(); ++bucket) {
       const int64_t row = bucket->shard_end - bucket->shard_begin;
       const auto part = [&](const Buffer& buffer) {
         return buffer.data.narrow(0, space.offset_in(buffer, *bucket, bucket->shard_begin), row);
       };
       if (space.narrow()) device_.copy(part(space.lp), part(space.master), 1.0f);
-      if (gathers(space)) start_gather(space, *bucket);
+      if (space.gathers_after_step()) start_gather(space, *bucket);
     }
   }
   finish_gather();
@@ -317,7 +343,7 @@ void Stepper::publish() {
 
 void Stepper::refresh_master() {
   at::NoGradGuard no_grad;
-  for (FlatSpace& space : store_.spaces()) {
+  for (ParamSpace& space : store_.spaces()) {
     if (!space.narrow()) continue;
     for (const plan::Bucket& bucket : space.map.buckets) {
       const int64_t row = bucket.shard_end - bucket.shard_begin;
@@ -329,17 +355,17 @@ void Stepper::refresh_master() {
   }
 }
 
-void Stepper::ensure_slots(FlatSpace& space) {
-  const size_t wanted = rules_.empty() ? 0 : rules_.at(space.group)->slots.size();
+void Stepper::ensure_slots(ParamSpace& space) {
+  const size_t wanted = rules_.empty() ? 0 : rules_.at(space.key.param_group)->slots.size();
   while (space.slots.size() < wanted)
-    space.slots.push_back({at::zeros({space.map.shard_numel}, space.master.data.options().dtype(at::kFloat)),
-                           space.map.parts == 1 && space.grad.full});
+    space.slots.push_back(
+        {at::zeros({space.map.shard_numel}, space.master.data.options().dtype(at::kFloat)), space.in_place});
 }
 
-const Buffer* Stepper::slot(FlatSpace& space, int slot) {
+const Buffer* Stepper::slot(ParamSpace& space, int slot) {
   if (slot < 0 || slot >= static_cast<int>(slot_names_.size()))
     fail(ErrorKind::kIndex, "there is no optimizer slot ", slot, ": there are ", slot_names_.size());
-  const std::vector<std::string>& own = rules_.at(space.group)->slots;
+  const std::vector<std::string>& own = rules_.at(space.key.param_group)->slots;
   const auto found = std::find(own.begin(), own.end(), slot_names_[slot]);
   if (found == own.end()) return nullptr;
   ensure_slots(space);

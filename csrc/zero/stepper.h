@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "comm/communicator.h"
 #include "optim/rule.h"
 #include "zero/device_context.h"
 #include "zero/grad_reducer.h"
@@ -24,10 +23,7 @@ struct GatherOptions {
 
 class Stepper {
  public:
-  // `data_parallel` are the ranks that the shards are on, `replicas` those of other groups that hold the same shard as
-  // this one (null: there are none).
-  Stepper(ParamStore& store, DeviceContext& device, comm::CommunicatorPtr data_parallel, comm::CommunicatorPtr replicas,
-          GatherOptions gather);
+  Stepper(ParamStore& store, DeviceContext& device, GatherOptions gather);
 
   // Computes norm, clipping factor and finiteness on the device. `model_parallel` sums the norm over the ranks that
   // hold other parts of the model; null: none do. max_norm <= 0: no clipping. check: not finite means skip.
@@ -53,7 +49,7 @@ class Stepper {
   // Names of the slots of all rules, each once; what is called a slot's number is its position here.
   const std::vector<std::string>& slot_names() const { return slot_names_; }
   // The buffer of a slot, zero at first; null where the group's rule has no such slot.
-  const Buffer* slot(FlatSpace& space, int slot);
+  const Buffer* slot(ParamSpace& space, int slot);
   const at::Tensor& steps() const { return steps_; }  // float, one per parameter, on the CPU: updates it has seen
   // What the last update() summed over whole parameters, fp64, a row for each; undefined where no rule does.
   const at::Tensor& sums() const { return sums_; }
@@ -67,8 +63,8 @@ class Stepper {
   // Maximal runs of consecutive owned elements of used parameters that `keep` accepts, within one bucket; padding
   // between them belongs to the run. `apart`: a run for each parameter.
   template <typename Keep>
-  std::vector<Run> runs(const FlatSpace& space, const GradReducer& grads, Keep keep, bool apart = false) const;
-  static char* at(const FlatSpace& space, const Buffer& buffer, const Run& run);
+  std::vector<Run> runs(const ParamSpace& space, const GradReducer& grads, Keep keep, bool apart = false) const;
+  static char* at(const ParamSpace& space, const Buffer& buffer, const Run& run);
 
   // fp32 numbers for elements of the shard space from `origin` on.
   struct Scratch {
@@ -77,31 +73,32 @@ class Stepper {
   };
   // One parameter group's part of an update.
   struct Turn {
-    FlatSpace& space;
+    ParamSpace& space;
     const optim::Rule& rule;
     const std::vector<double>& hyper;
     Scratch scratch;
   };
 
-  void ensure_slots(FlatSpace& space);
+  void ensure_slots(ParamSpace& space);
   void prepare();
-  void agree_on_failures(comm::Communicator* model_parallel);
+  void add_up(comm::Communicator* model_parallel);
+  void add_sums();
+  void sum_squares(const ParamSpace& space, const GradReducer& grads, const at::Tensor& sum);
   // Pass number `pass` over one bucket, or over all of them (-1).
   void run_pass(const Turn& turn, const GradReducer& grads, size_t pass, int32_t bucket = -1);
   void last_pass(const Turn& turn, const GradReducer& grads);
   // All passes of a rule that orthogonalises, bucket by bucket: its scratch is no larger than one.
   void matrix_passes(Turn turn, const GradReducer& grads);
-  bool gathers(const FlatSpace& space) const { return store_.sharded() && space.lp.full; }
-  void start_gather(FlatSpace& space, const plan::Bucket& bucket);
+  void start_gather(ParamSpace& space, const plan::Bucket& bucket);
   void finish_gather();
 
   ParamStore& store_;
   DeviceContext& device_;
-  comm::CommunicatorPtr data_parallel_, replicas_;
   GatherOptions gather_;
   std::vector<const optim::Rule*> rules_;  // of each group; empty: the optimizer runs elsewhere
   std::vector<std::string> slot_names_;
   at::Tensor steps_, sums_;
+  at::Tensor squares_;            // of each set of spaces but everyone's, fp64
   std::vector<int32_t> stepped_;  // parameters counted since norm(), to be taken back when skipped
   std::vector<comm::WorkPtr> gathers_;
 };

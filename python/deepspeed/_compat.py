@@ -123,17 +123,17 @@ def untyped_storage(typed):
     return typed._untyped_storage if hasattr(typed, "_untyped_storage") else typed._storage
 
 
-def group_around(backend, kind, store, rank, size):
-    """A process group with this backend, for CPU tensors, that torch.distributed's tables do not know. On torch 1.13 a
-    backend is one. ``kind``: of ``ProcessGroup.BackendType``."""
+def group_around(backend, name, store, rank, size):
+    """A process group with this backend, called ``name``, that torch.distributed's tables do not know. On torch 1.13 a
+    backend is one."""
     if not TORCH2:
         return backend
     try:
         group = dist.ProcessGroup(store, rank, size)
     except TypeError:  # before 2.6
-        group = dist.ProcessGroup(store, rank, size, dist.ProcessGroup.Options(kind.lower()))
-    kind = getattr(dist.ProcessGroup.BackendType, kind)
-    if hasattr(group, "_set_default_backend"):
-        group._set_default_backend(kind)
-    group._register_backend(torch.device("cpu"), kind, backend)
+        group = dist.ProcessGroup(store, rank, size, dist.ProcessGroup.Options(name))
+    kind = dist.Backend.backend_type_map[name]
+    group._set_default_backend(kind)
+    for device in dist.Backend.backend_capability[name]:
+        group._register_backend(torch.device(device), kind, backend)
     return group

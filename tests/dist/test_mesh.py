@@ -95,7 +95,7 @@ def body_mpu(rank, world):
     reference = Reference(model)
     engine = start(model, Mpu(rank))
     assert names_of(engine) == 2  # reductions, gathers
-    assert engine.core.gatherer.source == "agreed collectives"
+    assert engine.core.gatherer.source == "scheduled collectives"
     return trains(engine, reference)
 
 
@@ -127,7 +127,7 @@ def body_peers(rank, world):
     model = seeded(Deep)
     reference = Reference(model)
     engine = start(model, None)
-    assert engine.core.gatherer.source != "agreed collectives" and names_of(engine) == 1  # unused ones never open
+    assert engine.core.gatherer.source != "scheduled collectives" and names_of(engine) == 1  # unused ones never open
     return trains(engine, reference)
 
 

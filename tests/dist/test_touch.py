@@ -36,7 +36,7 @@ def body(rank, world):
         engine = deepspeed.initialize(model=model, config=config)[0]
     finally:
         del os.environ["DS_PEER_MEMORY"]
-    assert engine.core.gatherer.source == "agreed collectives"
+    assert engine.core.gatherer.source == "scheduled collectives"
     if rank == 1:
         store.wait(["go"])
         return float(engine(torch.ones(1, 8)).sum())

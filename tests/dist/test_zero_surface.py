@@ -211,7 +211,7 @@ def body_agreed(rank, world, stage_zero):
         engine = make_engine(world, **stage_zero)
     finally:
         del os.environ["DS_PEER_MEMORY"]
-    assert engine.core.gatherer.source == "agreed collectives"
+    assert engine.core.gatherer.source == "scheduled collectives"
     losses, norms = train_engine(engine, 5, rank, world)
     found = make_net()
     for mine, value in zip(found.parameters(), whole(engine.module).values()):

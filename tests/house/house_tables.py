@@ -63,12 +63,13 @@ CPP_ARROWS = {
     "plan": {"base"},
     "kernels": {"base"},
     "io": {"base"},
+    "storage": {"base", "plan", "io"},
     "optim": {"base", "config", "kernels"},
     "comm": {"base", "plan", "kernels"},
     "zero": {"base", "config", "plan", "kernels", "optim", "io", "comm"},
     "bindings": {"base", "config", "plan", "kernels", "optim", "io", "comm", "zero"},
 }
-ROOMS_WITH_TORCH = {"comm", "zero", "bindings"}
+ROOMS_WITH_TORCH = {"storage", "comm", "zero", "bindings"}
 ROOMS_WITH_PYTHON = {"bindings"}
 # Highway's headers are written for quotes: it includes the file that includes it once per instruction set.
 QUOTED_LIBRARIES = {"hwy": {"kernels"}}
@@ -84,10 +85,23 @@ MUTABLE_GLOBALS = {
     ("bindings/config.cpp", "config_type"): "as above",
     ("config/schema.cpp", "all"): "sections register before main and are only read afterwards",
     ("config/sections/optimizer_params.cpp", "all"): "as above: optimizer types",
+    ("storage/tier.cpp", "all"): "memory tiers register before main and are only read afterwards",
     ("optim/rule.cpp", "all"): "optimizer rules register before main and are only read afterwards",
     ("kernels/cpu/update.cpp", "all"): "update kernels register while the library is loaded and are only read after",
     ("kernels/cuda/update.cu", "all"): "as above",
     ("kernels/ref/update.cpp", "rules"): "as above",
+}
+
+# Who compares ZeRO stages with numbers, beside the configuration.
+STAGE_NUMBERS_CPP = {"zero/stage_policy.cpp": "the table itself"}
+STAGE_NUMBERS_PYTHON = {
+    "utils/zero_to_fp32.py": "a file format: the stage stands in the file, and the script runs without the library",
+}
+
+# (file, name) of bindings with more arguments: why.
+MAX_BINDING_ARGUMENTS = 8
+WIDE_BINDINGS = {
+    ("bindings/ops_update.cpp", "step"): "an optimizer's own call, without an engine: a list of each kind of tensor",
 }
 
 MAX_LINES = 600

@@ -10,7 +10,7 @@
 #include <chrono>
 #include <cstdlib>
 
-#include "comm/local_communicator.h"
+#include "comm/transports/local_communicator.h"
 #include "zero/accumulator_hooks.h"
 #include "zero/engine.h"
 
@@ -35,8 +35,9 @@ std::shared_ptr<Engine> engine_of(const std::vector<at::Tensor>& params, int sta
   std::vector<ParamSpec> specs;
   for (int i = 0; i < kParams; ++i) specs.push_back({params[i], "p" + std::to_string(i), 0, i});
   EngineOptions options;
-  options.stage = stage;
-  return std::make_shared<Engine>(std::move(specs), options, comm::local_communicator(), nullptr);
+  options.policy = stage_policy(stage);
+  return std::make_shared<Engine>(std::move(specs), std::vector<ShardedParamPtr>{}, options,
+                                  EngineRanks{comm::local_communicator()});
 }
 
 double ns_each(const std::function<void()>& run) {
@@ -92,7 +93,8 @@ void hooks(benchmark::State& state) {
       all.push_back(e - a);
     }
   }
-  if (fired != (kRounds + 5) * kParams || engine->grads().fires(0) != 1) state.SkipWithError("hooks were not called");
+  if (fired != (kRounds + 5) * kParams || engine->grads().fires().fires(0) != 1)
+    state.SkipWithError("hooks were not called");
   state.counters["backward_ns"] = median(without);
   state.counters["noise_ns"] = median(noise);
   state.counters["empty_hook_ns"] = median(empty);

@@ -10,7 +10,7 @@ from deepspeed.version import __version__
 
 def common_names(engine):
     """Names of files of which every data-parallel rank has the same, in the layout of the ``.pt`` files."""
-    return () if engine.zero_optimization_stage() == 3 else (names.model_states(engine.mp_rank_for_files()),)
+    return () if engine._stage_policy.saved.model_by_rank else (names.model_states(engine.mp_rank_for_files()),)
 
 
 def files_of(engine, client_state, exclude_frozen_parameters=False, with_common=False):
@@ -22,13 +22,14 @@ def files_of(engine, client_state, exclude_frozen_parameters=False, with_common=
     """
     if native_contents.is_wanted(engine):
         return native_contents.files_of(engine, client_state, exclude_frozen_parameters)
-    stage = engine.zero_optimization_stage()
+    saved = engine._stage_policy.saved
     dp_rank, mp_rank = engine.parallel.dp_rank, engine.mp_rank_for_files()
     found = {}
-    if stage == 3 or dp_rank == 0 or with_common:
-        name = names.sharded_model_states(dp_rank, mp_rank) if stage == 3 else names.model_states(mp_rank)
+    if saved.model_by_rank or dp_rank == 0 or with_common:
+        by_rank = saved.model_by_rank
+        name = names.sharded_model_states(dp_rank, mp_rank) if by_rank else names.model_states(mp_rank)
         found[name] = lambda: _model_states(engine, client_state, exclude_frozen_parameters)
-    if stage > 0 and engine.core is not None and engine.basic_optimizer is not None:
+    if saved.optimizer_by_rank and engine.core is not None and engine.basic_optimizer is not None:
         name = names.optim_states(dp_rank, mp_rank, engine.bfloat16_enabled())
         found[name] = lambda: _optim_states(engine)
     found[names.run_states(engine.global_rank)] = lambda: run_states(engine)
@@ -37,31 +38,33 @@ def files_of(engine, client_state, exclude_frozen_parameters=False, with_common=
 
 def expected_bytes(engine):
     """About so many bytes of tensors each larger file of this rank will hold, rather too many than too few."""
-    stage, core = engine.zero_optimization_stage(), engine.core
+    saved, core = engine._stage_policy.saved, engine.core
     tensors = [*engine.module.parameters(), *engine.module.buffers()]
-    module = sum(t.numel() * t.element_size() for t in tensors) if stage < 3 else 0
+    module = sum(t.numel() * t.element_size() for t in tensors) if not saved.model_by_rank else 0
     states = 0
     if core is not None and engine.basic_optimizer is not None:
         owned = sum(numel for _, _, numel in core.pieces())
         states = 4 * owned * (1 + max(len(core.slot_names()), 2 if engine.stepping.fused is None else 0))
-    files = [states, module if engine.parallel.dp_rank == 0 else 0] if stage > 0 else [module + states]
-    if stage == 0 and engine.parallel.dp_rank != 0:
-        files = []
+    leads = engine.parallel.dp_rank == 0
+    if saved.optimizer_by_rank:
+        files = [states, module if leads else 0]
+    else:
+        files = [module + states] if leads else []
     return [size + size // 50 + (1 << 20) for size in files if size > 0]
 
 
 def _model_states(engine, client_state, exclude_frozen_parameters):
     optimizer = engine.optimizer
     scheduler = engine.lr_scheduler
-    stage = engine.zero_optimization_stage()
-    frozen = stage >= 2 and not exclude_frozen_parameters
+    saved = engine._stage_policy.saved
+    frozen = saved.frozen_listed and not exclude_frozen_parameters
     state = {
         "module": _module_states(engine, exclude_frozen_parameters),
         "buffer_names": [name for name, _ in engine.module.named_buffers()],
-        "optimizer": optimizer.state_dict() if optimizer is not None and stage == 0 else None,
-        "param_shapes": zero_states.param_shapes(engine) if stage > 0 else None,
+        "optimizer": optimizer.state_dict() if optimizer is not None and not saved.optimizer_by_rank else None,
+        "param_shapes": zero_states.param_shapes(engine) if saved.optimizer_by_rank else None,
         "frozen_param_shapes": zero_states.frozen_shapes(engine) if frozen else None,
-        "shared_params": zero_states.shared_params(engine.module) if stage > 0 else None,
+        "shared_params": zero_states.shared_params(engine.module) if saved.optimizer_by_rank else None,
         "frozen_param_fragments": zero_states.frozen_fragments(engine) if frozen else None,
         "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
         **counters_of(engine),
@@ -74,7 +77,7 @@ def _model_states(engine, client_state, exclude_frozen_parameters):
 
 def _module_states(engine, exclude_frozen_parameters):
     state = engine.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-    if engine.zero_optimization_stage() < 3:
+    if not engine._stage_policy.saved.model_by_rank:
         return state
     sharded = zero_states.sharded_names(engine.module)
     for name in state.keys() & sharded:

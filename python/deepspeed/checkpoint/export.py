@@ -91,7 +91,7 @@ def save_16bit_model(engine, save_dir, save_filename="pytorch_model.bin", exclud
     if not save_dir:
         raise ValueError(f"save_16bit_model needs a directory, got save_dir={save_dir!r}")
     path = os.path.join(os.fspath(save_dir), save_filename)
-    if engine.zero_optimization_stage() == 3 and not engine.zero_gather_16bit_weights_on_model_save():
+    if engine._stage_policy.shards_params and not engine.zero_gather_16bit_weights_on_model_save():
         logger.warning(
             f"nothing is saved to {save_dir}: set zero_optimization.stage3_gather_16bit_weights_on_model_save to true "
             "to gather the weights of ZeRO stage 3 for it"

@@ -117,7 +117,8 @@ def load_checkpoint(
     check(engine, ranks, folder)
     with_optimizer = load_optimizer_states and not load_module_only and engine.stepping is not None
     if with_optimizer and engine._config.zero_config.pipeline_loading_checkpoint:
-        assert engine.zero_optimization_stage() in (0, 3), (
+        saved = engine._stage_policy.saved
+        assert saved.model_by_rank or not saved.optimizer_by_rank, (
             "Only stage3 support for pipeline checkpoint loading: set zero_optimization.pipeline_loading_checkpoint to "
             f"false at stage {engine.zero_optimization_stage()}"
         )

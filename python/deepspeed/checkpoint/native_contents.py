@@ -78,7 +78,7 @@ def _files(engine, client_state, exclude_frozen):
     others = others_of_module(engine, exclude_frozen)
     leads = engine.parallel.dp_rank == 0
     tensors = {**mine.tensors, **changing}
-    if leads or engine.zero_optimization_stage() == 3:  # at stage 3 a rank gets back its own buffers
+    if leads or engine._stage_policy.shards_params:  # at stage 3 a rank gets back its own buffers
         tensors.update(others[0])
     run = {key: value for key, value in run_states(engine).items() if key != "group_names"}
     about_rank = {
@@ -203,7 +203,7 @@ def _extra(engine):
     if stepping.scaler is not None:
         found["loss_scaler"] = dict(vars(stepping.scaler))
         found["dynamic_loss_scale"] = bool(stepping.scaler.dynamic)
-    if isinstance(engine.optimizer, WrappedOptimizer) and engine.zero_optimization_stage() < 3:
+    if isinstance(engine.optimizer, WrappedOptimizer) and not engine._stage_policy.shards_params:
         found["clip_grad"] = engine.optimizer.clip_grad
     return found
 

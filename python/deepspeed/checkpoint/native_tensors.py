@@ -34,10 +34,10 @@ def share(sizes, count):
 
 def copies(engine):
     """``(number, count)``: this rank is the ``number``-th of ``count`` that own the same masters and states."""
-    dp_rank, dp_world, stage = engine.parallel.dp_rank, engine.dp_world_size, engine.zero_optimization_stage()
-    if stage == 0:
+    dp_rank, dp_world, policy = engine.parallel.dp_rank, engine.dp_world_size, engine._stage_policy
+    if not policy.shards_states:
         return dp_rank, dp_world
-    if stage == 3:
+    if policy.shards_params:
         shards = engine._access.access.world
         return dp_rank // shards, dp_world // shards
     return 0, 1
@@ -124,7 +124,7 @@ def untrained(engine, exclude_frozen):
     that want no gradient. At stage 3 a rank has slices."""
     trained = {id(param) for _, param in trained_params(engine)}
     params = [(name, param) for name, param in kept_params(engine, exclude_frozen) if id(param) not in trained]
-    sharded = engine.zero_optimization_stage() == 3
+    sharded = engine._stage_policy.shards_params
     number, count = copies(engine) if sharded else (engine.parallel.dp_rank, engine.dp_world_size)
     taker = share([shape_of(param).numel() for _, param in params], count)
     changing, frozen = {}, {}

@@ -46,7 +46,7 @@ def fetch_missing(engine, ranks, folder):
 
 def _wanted(engine, files):
     saved_by = sum(name.startswith("zero_pp_rank_") and name.endswith("_model_states.pt") for name in files)
-    same = engine.zero_optimization_stage() == 3 and saved_by == engine.dp_world_size * engine.mp_world_size
+    same = engine._stage_policy.saved.model_by_rank and saved_by == engine.dp_world_size * engine.mp_world_size
     if not same:
         return sorted(files)
     mp_rank = engine.mp_rank_for_files()

@@ -122,7 +122,7 @@ class Saving:
         self.staging = None  # where this rank's files are written, after ``begin``
         self.failed = f"the checkpoint {self.folder} is not saved, the one before it is unharmed"
         self._facts = _facts(engine, tag)
-        self._with_script = engine.zero_optimization_stage() > 0 and not native_contents.is_wanted(engine)
+        self._with_script = engine._stage_policy.saved.optimizer_by_rank and not native_contents.is_wanted(engine)
         self._keep_last = engine._config.checkpoint_config.keep_last
         self._in_place = engine._config.checkpoint_config.write_in_place
 

@@ -13,7 +13,7 @@ def make_sharing(engine, ranks):
     """A ``Sharing`` for one save, or None where nothing is to be shared. Every rank calls it."""
     writer = engine._config.checkpoint_config.writer
     mode = writer.data_parallel if writer is not None else None
-    if mode is None or engine.zero_optimization_stage() == 3 or native_contents.is_wanted(engine):
+    if mode is None or engine._stage_policy.saved.model_by_rank or native_contents.is_wanted(engine):
         return None
     local = int(os.environ.get("LOCAL_RANK", 0))
     own = [socket.gethostname(), socket_of_process(local), engine.mp_rank_for_files(), engine.parallel.dp_rank]

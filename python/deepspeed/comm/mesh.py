@@ -97,13 +97,13 @@ def job(group):
 def _open(backend, key, ranks):
     """What a native communicator goes over. It ends with its last holder, without the interpreter's lock, which gloo's
     threads may need: torch's tables do not know it."""
-    makers = {"gloo": (getattr(dist, "ProcessGroupGloo", None), "GLOO"), "shm": (shm.create, "CUSTOM")}
+    makers = {"gloo": getattr(dist, "ProcessGroupGloo", None), shm.NAME: shm.create}
     if backend not in makers:
         return _meet(ranks, f"deepspeed/{key}", backend)
-    make, kind = makers[backend]
     store = dist.PrefixStore(f"deepspeed/{backend}/{key}", dist.distributed_c10d._get_default_store())
     rank = ranks.index(dist.get_rank())
-    return group_around(make(store, rank, len(ranks), default_timeout()), kind, store, rank, len(ranks))
+    made = makers[backend](store, rank, len(ranks), default_timeout())
+    return group_around(made, backend, store, rank, len(ranks))
 
 
 def _meet(ranks, name, backend):

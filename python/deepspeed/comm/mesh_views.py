@@ -1,25 +1,29 @@
 """What others see of the mesh: named groups of ``deepspeed.utils.groups``, and the ranks that an engine trains on."""
 
+import functools
+
 from deepspeed import _native
 from deepspeed.comm import mesh
 from deepspeed.comm import process_group as dist
 
 
 class Members:
-    """Ranks that share something, this one among them, and torch's group over them."""
+    """Ranks that share something, this one among them: its place there, and torch's group over them when it is asked
+    for."""
 
-    def __init__(self, ranks):
-        self.ranks = list(ranks)
-        self.group = mesh.group_over(ranks)
+    def __init__(self, ranks, me):
+        self.ranks, self.size, self.first = list(ranks), len(ranks), ranks[0]
+        self.rank = self.ranks.index(me)
 
-    @property
-    def size(self):
-        return len(self.ranks)
+    @functools.cached_property
+    def group(self):
+        return mesh.group_over(self.ranks)
 
-    @property
-    def rank(self):
-        """This rank's place."""
-        return self.ranks.index(dist.get_rank())
+
+def alone():
+    """This rank by itself."""
+    me = dist.get_rank() if dist.is_initialized() else 0
+    return Members([me], me)
 
 
 # ---- by name: the groups that this process knows. They go when it leaves its job -------------------------------------
@@ -28,10 +32,11 @@ def known(name):
 
 
 def make(name, ranks):
-    """The ``Members`` called ``name``, made of ``ranks`` where there are none yet."""
+    """The ``Members`` called ``name``, with their group: made of ``ranks`` where there are none yet."""
     views = mesh.made_here().views
     if name not in views:
-        views[name] = Members(ranks)
+        mesh.group_over(ranks)  # now, when all members are here
+        views[name] = Members(ranks, dist.get_rank())
     return views[name]
 
 

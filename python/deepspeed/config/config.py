@@ -125,6 +125,7 @@ class DeepSpeedConfig:
         native, self.world_size, self.world_size_source = resolve(config, mpu, mesh_device, world_size)
         raise_if_broken(native)
         self._param_dict = config if isinstance(config, dict) else native.raw()
+        self._native = native
         self._values = native.values()
         self._non_default = native.non_default()
         self.warnings = [issue["text"] for issue in native.issues() if issue["severity"] == "warning"]
@@ -132,6 +133,16 @@ class DeepSpeedConfig:
         if os.environ.get("RANK", "0") == "0":
             for text in self.warnings:
                 logger.warning("Configuration: %s", text)
+
+    @property
+    def native(self):
+        """What csrc/config has resolved, for the native core."""
+        if self._native is None:  # this object has come from another process
+            self._native = read(self._param_dict)
+        return self._native
+
+    def __getstate__(self):
+        return {**vars(self), "_native": None}
 
     def _set_attributes(self, values):
         fields = layout("training")

@@ -5,6 +5,7 @@ The accessors that hand out one value as it is are a table, ``accessor_table.py`
 
 import torch
 
+from deepspeed import _native
 from deepspeed.engine.accessor_table import PATHS, answers_from
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -75,16 +76,21 @@ class ConfigAccessors:
         return model, self._grad_dtype or model
 
     # ---- the section zero_optimization -----------------------------------------------------------------------------
+    @property
+    def _stage_policy(self):
+        """What the ZeRO stage decides, see csrc/zero/stage_policy.h; nothing else looks at its number."""
+        return _native._C.stage_policy(self._config.zero_optimization_stage)
+
     def zero_optimization(self):
-        return self._config.zero_optimization_stage > 0
+        return self._config.zero_enabled
 
     def zero_optimization_partition_gradients(self):
         """Whether every rank keeps only its share of the gradients: stages 2 and 3."""
-        return self.zero_optimization_stage() >= 2
+        return self._stage_policy.shards_grads
 
     def zero_optimization_partition_weights(self):
         """Whether every rank keeps only its share of the weights: stage 3."""
-        return self.zero_optimization_stage() >= 3
+        return self._stage_policy.shards_params
 
     def is_first_weights_partition_group(self):
         """Stage 3: whether this rank belongs to the first group of ranks that holds a whole copy of the weights."""

@@ -80,11 +80,12 @@ class Assembly:
         trained = [param for group in self.trained_groups for param in group]
         self._check_grad_dtype()
         optimizer = self.basic_optimizer
-        if self.load_universal_checkpoint() and self.zero_optimization_stage() in (1, 2):
+        policy = self._stage_policy
+        if self.load_universal_checkpoint() and policy.shards_states and not policy.shards_params:
             enable_universal_checkpoint(trained)
         if self.zero_optimization():
             self._check_known(optimizer)
-        if self.zero_optimization_stage() == 3:
+        if policy.shards_params:
             self._make_sharded_optimizer(optimizer)
             return
         if optimizer is None:
@@ -124,38 +125,15 @@ class Assembly:
         names, orders = {}, {}
         for order, (name, param) in enumerate(self.module.named_parameters()):
             names[id(param)], orders[id(param)] = name, order
-        world = self.dp_world_size
-        prescale = self.prescale_gradients()
-        predivide = self.gradient_predivide_factor()
-        # The division comes first unless the user says otherwise: then no sum over ranks overflows where that of one
-        # process on the whole batch would not, and the loss scale of fp16 does not depend on the number of ranks.
-        total = 1.0 / world if self.gradient_average else 1.0
-        before = 1.0 / predivide if prescale else total
-        after = total / before
-        self._predivide = before
-        zero = self._config.zero_config
         return {
+            "config": self._config.native,
             "names": names,
             "orders": orders,
             "grad_forms": self._grad_forms(),
             "counts_in_norm": self.parallel.counts_in_norm if self.mp_world_size > 1 else None,
             "data_parallel": self.parallel.communicator(shard, Purpose.REDUCE),
             "model_parallel": self.parallel.mp_group,
-            "stage": self.zero_optimization_stage(),
             "grad_dtype": self._grad_dtype,
-            "comm_dtype": self._wire_dtype,
-            "bucket_numel": self.reduce_bucket_size(),
-            "overlap": self._overlaps_reduction(),
-            "predivide": before,
-            "postscale": after,
-            "find_nonfinite_grads": self._checks_overflow() and world > 1,
-            "scatter": self._config.zero_config.reduce_scatter,
-            "allgather": self._config.zero_config.allgather_partitions,
-            "allgather_bucket_numel": self._config.zero_config.allgather_bucket_size,
-            "max_live": zero.max_live_parameters,
-            "max_reuse": zero.max_reuse_distance,
-            "persistence": zero.param_persistence_threshold,
-            "model_persistence": zero.model_persistence_threshold,
         }
 
     def kept_grad_dtype(self, param):
@@ -220,7 +198,6 @@ class Assembly:
             others=self._unmanaged,
             gathers=functools.partial(self.parallel.communicator, shard, Purpose.GATHER),
             replicas=self.parallel.communicator(copies, Purpose.REDUCE),
-            prefetch=self._config.zero_config.prefetch_bucket_size,
             **options,
         )
         self._access.attach(self.module, self.core, None if optimizer is not None else self._release)
@@ -269,10 +246,6 @@ class Assembly:
         keys = self.config.get(section) if isinstance(self.config, dict) else None
         return keys.get(key) if isinstance(keys, dict) else None
 
-    def _overlaps_reduction(self):
-        """Stage 0 overlaps unless the user says no: the key's own default speaks of the sharded stages."""
-        return self._given("zero_optimization", "overlap_comm") is not False
-
     def _checks_overflow(self):
         return self.fp16_enabled() or (self.bfloat16_enabled() and self._config.bfloat16_config.check_grad_overflow)
 
@@ -298,8 +271,9 @@ class Assembly:
         """bf16 at stage 1 where the configuration asks for fp32 accumulation by name."""
         accumulate = dtype_of(self._config.grad_accum_dtype)
         elastic = self._config.zero_config.elastic_checkpoint
-        stage = self.zero_optimization_stage()
-        return self.bfloat16_enabled() and stage == 1 and accumulate == torch.float32 and not elastic
+        policy = self._stage_policy
+        states_alone = policy.shards_states and not policy.shards_grads
+        return self.bfloat16_enabled() and states_alone and accumulate == torch.float32 and not elastic
 
     def _wrap_sharded(self, optimizer):
         if self._wants_bf16_optimizer():
@@ -319,7 +293,7 @@ class Assembly:
             {},
             None,
             self.optimizer_params(),
-            partition_grads=self.zero_optimization_stage() >= 2,
+            partition_grads=self._stage_policy.shards_grads,
             elastic_checkpoint=self._config.zero_config.elastic_checkpoint,
             **self._scaler_options(),
             dp_process_group=self.parallel.dp_group if self.dp_world_size > 1 else None,

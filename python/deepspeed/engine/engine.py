@@ -175,7 +175,7 @@ class DeepSpeedEngine(Assembly, Attributes, ConfigAccessors, TrainingData, Reduc
         """Whether the next backward adds up over the ranks: at a boundary, or always where gradients are sharded."""
         if self._in_no_sync:
             return False
-        if self.zero_optimization_stage() >= 2:
+        if self._stage_policy.reduces_each_micro_step:
             return True
         if not self.managed_gradient_accumulation():
             return False
@@ -276,7 +276,7 @@ class DeepSpeedEngine(Assembly, Attributes, ConfigAccessors, TrainingData, Reduc
         if self._seen_backward:
             return
         has_gradient = self.core.has_grads()
-        self.core.join_backward(boundary or self.zero_optimization_stage() >= 2)
+        self.core.join_backward(boundary or self._stage_policy.reduces_each_micro_step)
         if not has_gradient:
             warning_once(
                 "engine.step() without a gradient: there was no backward on this rank since the last step. The step "
@@ -351,7 +351,8 @@ class DeepSpeedEngine(Assembly, Attributes, ConfigAccessors, TrainingData, Reduc
         """
         with self.no_sync():
             yield
-        if self.core is not None and (self.zero_optimization_stage() >= 2 or self.is_gradient_accumulation_boundary()):
+        reduces = self._stage_policy.reduces_each_micro_step or self.is_gradient_accumulation_boundary()
+        if self.core is not None and reduces:
             self.core.finish_backward()
 
     def _replan(self):
@@ -392,7 +393,7 @@ class DeepSpeedEngine(Assembly, Attributes, ConfigAccessors, TrainingData, Reduc
 
     def empty_partition_cache(self):
         """Releases gathered parameters; below stage 3 there are none."""
-        if self.zero_optimization_stage() == 3 and self.core is not None:
+        if self._stage_policy.shards_params and self.core is not None:
             self.parameter_offload.empty_partition_cache()
 
     # ---- states that wait on the host ------------------------------------------------------------------------------
@@ -509,7 +510,7 @@ class DeepSpeedEngine(Assembly, Attributes, ConfigAccessors, TrainingData, Reduc
 
         Every rank calls it. Raises ValueError below ZeRO stage 3.
         """
-        if self.zero_optimization_stage() != 3:
+        if not self._stage_policy.shards_params:
             raise ValueError("consolidating weights needs ZeRO stage 3; below it module.state_dict() is whole")
         return whole_state_dict(self, exclude_frozen_parameters)
 
@@ -547,7 +548,7 @@ class DeepSpeedEngine(Assembly, Attributes, ConfigAccessors, TrainingData, Reduc
             if self._whole is not None:
                 self._whole.unlink()
             if self.zero_optimization():
-                if self.zero_optimization_stage() == 3:
+                if self._stage_policy.shards_params:
                     detach(self.module, self._shard_group, self.parallel.dp_group)
                 self.optimizer.destroy()
             self.core.release()

@@ -29,7 +29,7 @@ class Reductions:
     def gradient_average(self, average):
         self._gradient_average = bool(average)
         if self.core is not None:
-            self.core.set_postscale(1.0 / (self._predivide * (self.dp_world_size if average else 1)))
+            self.core.set_postscale(1.0 / (self.core.predivide * (self.dp_world_size if average else 1)))
 
     def _mean_over(self, flat, dp_group, dp_world_size):
         """``flat`` becomes its mean over the ranks, communicated in ``communication_data_type`` where that is given."""

@@ -85,49 +85,31 @@ def _make(expert_size, tensor_size, pipeline_size, data_before_expert):
     views.make((_COPIES, name), grid.list(["experts.edp"], dist.get_rank()))
 
 
-def _get_expert_parallel_group(group_name):
-    """The ranks that hold the other experts of a layer."""
-    return views.get((_EXPERT, group_name), _MAKERS).group
+def _view(kind, what):
+    """A function of the group's name."""
+
+    def view(group_name):
+        return getattr(views.get((kind, group_name), _MAKERS), what)
+
+    return view
 
 
-def _get_expert_parallel_group_ranks(group_name):
-    return views.get((_EXPERT, group_name), _MAKERS).ranks
-
-
-def _get_expert_parallel_rank(group_name):
-    """This rank's place among them."""
-    return views.get((_EXPERT, group_name), _MAKERS).rank
-
-
-def _get_expert_parallel_world_size(group_name):
-    return views.get((_EXPERT, group_name), _MAKERS).size
-
-
-def _get_expert_parallel_src_rank(group_name):
-    """The global rank of the first of them."""
-    return views.get((_EXPERT, group_name), _MAKERS).ranks[0]
+# The ranks that hold the other experts of a layer.
+_get_expert_parallel_group = _view(_EXPERT, "group")
+_get_expert_parallel_group_ranks = _view(_EXPERT, "ranks")
+_get_expert_parallel_rank = _view(_EXPERT, "rank")
+_get_expert_parallel_world_size = _view(_EXPERT, "size")
+_get_expert_parallel_src_rank = _view(_EXPERT, "first")
+# The ranks that hold the same experts.
+_get_expert_data_parallel_group = _view(_COPIES, "group")
+_get_expert_data_parallel_group_ranks = _view(_COPIES, "ranks")
+_get_expert_data_parallel_rank = _view(_COPIES, "rank")
+_get_expert_data_parallel_world_size = _view(_COPIES, "size")
 
 
 def _get_expert_parallel_group_dict():
     """name -> process group."""
     return {name: _get_expert_parallel_group(name) for name in views.names(_EXPERT)}
-
-
-def _get_expert_data_parallel_group(group_name):
-    """The ranks that hold the same experts."""
-    return views.get((_COPIES, group_name), _MAKERS).group
-
-
-def _get_expert_data_parallel_group_ranks(group_name):
-    return views.get((_COPIES, group_name), _MAKERS).ranks
-
-
-def _get_expert_data_parallel_rank(group_name):
-    return views.get((_COPIES, group_name), _MAKERS).rank
-
-
-def _get_expert_data_parallel_world_size(group_name):
-    return views.get((_COPIES, group_name), _MAKERS).size
 
 
 def _get_expert_data_parallel_group_dict():

@@ -71,29 +71,31 @@ def clear():
     set_mpu(None)
 
 
-def _ask(*names, default):
-    # mpus differ: Megatron's older ones say model_parallel, newer ones tensor_model_parallel.
-    for name in names:
-        if hasattr(mpu, name):
-            return getattr(mpu, name)()
-    return default()
+def _view(*names, own):
+    """A function that asks the mpu for the first of ``names`` that it has, and ``own`` where it has none. mpus differ:
+    Megatron's older ones say model_parallel, newer ones tensor_model_parallel."""
+
+    def view():
+        for name in names:
+            if hasattr(mpu, name):
+                return getattr(mpu, name)()
+        return own()
+
+    return view
 
 
-def _alone():
-    return views.make("own", [dist.get_rank()])
+def _members(name):
+    """The ``Members`` called ``name``; this rank alone where nobody has made them."""
+    return views.get(name) if views.known(name) else views.alone()
 
 
-# ---- data parallel ------------------------------------------------------------------------------------------------
-def get_data_parallel_group():
-    """The ranks that hold the same part of the model and see different data."""
-
-    def own():
-        return views.get(_DATA).group if views.known(_DATA) else dist.get_world_group()
-
-    return _ask("get_data_parallel_group", default=own)
-
-
-_get_data_parallel_group = get_data_parallel_group
+# ---- data parallel: the ranks that hold the same part of the model and see different data ---------------------------
+get_data_parallel_group = _view(
+    "get_data_parallel_group", own=lambda: views.get(_DATA).group if views.known(_DATA) else dist.get_world_group()
+)
+get_data_parallel_world_size = _view(
+    "get_data_parallel_world_size", own=lambda: dist.get_world_size(group=get_data_parallel_group())
+)
 
 
 def get_data_parallel_rank():
@@ -101,23 +103,17 @@ def get_data_parallel_rank():
     return dist.get_rank(group=get_data_parallel_group())
 
 
-_get_data_parallel_rank = get_data_parallel_rank
-
-
-def get_data_parallel_world_size():
-    """Size of the data-parallel group."""
-    return _ask("get_data_parallel_world_size", default=lambda: dist.get_world_size(group=get_data_parallel_group()))
-
-
-_get_data_parallel_world_size = get_data_parallel_world_size
-
-
 def _get_data_parallel_group_ranks():
     """The global ranks of this rank's data-parallel group."""
     return dist.get_all_ranks_from_group(get_data_parallel_group())
 
 
-# ---- model (tensor) parallel --------------------------------------------------------------------------------------
+_get_data_parallel_group = get_data_parallel_group
+_get_data_parallel_rank = get_data_parallel_rank
+_get_data_parallel_world_size = get_data_parallel_world_size
+
+
+# ---- model (tensor) parallel: the ranks that split single weights among them ----------------------------------------
 def _init_tp_mesh_device(tensor_model_parallel_size=1, data_parallel_size=None):
     """Makes tensor-parallel groups of neighbours and the data-parallel groups across them, once.
 
@@ -137,36 +133,20 @@ def _create_model_parallel(model_parallel_size_):
     return _init_tp_mesh_device(model_parallel_size_)
 
 
-def _tensor_group():
-    return views.get(_TENSOR) if views.known(_TENSOR) else _alone()
+def _of_tensor(what):
+    """Two views of the tensor-parallel ``Members``: what the mpu has under its older and its newer name."""
+    older, newer = f"get_model_parallel_{what}", f"get_tensor_model_parallel_{what}"
+    name = {"world_size": "size"}.get(what, what)
+
+    def own():
+        return getattr(_members(_TENSOR), name)
+
+    return _view(older, newer, own=own), _view(newer, older, own=own)
 
 
-def get_model_parallel_group():
-    """The ranks that together hold one copy of the model; this rank alone where nobody splits it."""
-    return _ask("get_model_parallel_group", "get_tensor_model_parallel_group", default=lambda: _tensor_group().group)
-
-
-def get_model_parallel_rank():
-    """This rank's place in its model-parallel group."""
-    return _ask("get_model_parallel_rank", "get_tensor_model_parallel_rank", default=_own_tensor_rank)
-
-
-def get_model_parallel_world_size():
-    """Size of the model-parallel group."""
-    return _ask("get_model_parallel_world_size", "get_tensor_model_parallel_world_size", default=_own_tensor_size)
-
-
-def _own_tensor_rank():
-    return views.get(_TENSOR).rank if views.known(_TENSOR) else 0
-
-
-def _own_tensor_size():
-    return views.get(_TENSOR).size if views.known(_TENSOR) else 1
-
-
-def get_tensor_model_parallel_group():
-    """The ranks that split single weights among them; this rank alone where nobody does."""
-    return _ask("get_tensor_model_parallel_group", "get_model_parallel_group", default=lambda: _tensor_group().group)
+get_model_parallel_group, get_tensor_model_parallel_group = _of_tensor("group")
+get_model_parallel_rank, _tensor_rank_of_groups = _of_tensor("rank")
+get_model_parallel_world_size, _tensor_world_size_of_groups = _of_tensor("world_size")
 
 
 def set_tensor_model_parallel_world_size(world_size):
@@ -183,16 +163,12 @@ def set_tensor_model_parallel_rank(rank):
 
 def get_tensor_model_parallel_world_size():
     """Size of the tensor-parallel group."""
-    if _tensor_world_size is not None:
-        return _tensor_world_size
-    return _ask("get_tensor_model_parallel_world_size", "get_model_parallel_world_size", default=_own_tensor_size)
+    return _tensor_world_size_of_groups() if _tensor_world_size is None else _tensor_world_size
 
 
 def get_tensor_model_parallel_rank():
     """This rank's place in the tensor-parallel group."""
-    if _tensor_rank is not None:
-        return _tensor_rank
-    return _ask("get_tensor_model_parallel_rank", "get_model_parallel_rank", default=_own_tensor_rank)
+    return _tensor_rank_of_groups() if _tensor_rank is None else _tensor_rank
 
 
 def get_tensor_model_parallel_src_rank():
@@ -225,42 +201,22 @@ def _use_mesh(mesh):
     _create_sequence_parallel(shape["sequence_parallel"])
 
 
-def _sequence():
-    return views.get(_SEQUENCE) if views.known(_SEQUENCE) else _alone()
+# The ranks that split a sequence; this rank alone where nobody does.
+_get_sequence_parallel_group = _view("get_sequence_parallel_group", own=lambda: _members(_SEQUENCE).group)
+_get_sequence_parallel_rank = _view("get_sequence_parallel_rank", own=lambda: _members(_SEQUENCE).rank)
+_get_sequence_parallel_world_size = _view("get_sequence_parallel_world_size", own=lambda: _members(_SEQUENCE).size)
 
-
-def _get_sequence_parallel_world_size():
-    """Ranks that split a sequence; 1 where nobody does."""
-    return _ask("get_sequence_parallel_world_size", default=lambda: _sequence().size)
-
-
-def _get_sequence_parallel_rank():
-    """This rank's place in its sequence-parallel group; 0 where nobody splits sequences."""
-    return _ask("get_sequence_parallel_rank", default=lambda: _sequence().rank)
-
-
-def _get_sequence_parallel_group():
-    """The ranks that split a sequence; this rank alone where nobody does."""
-    return _ask("get_sequence_parallel_group", default=lambda: _sequence().group)
-
-
-def _get_sequence_data_parallel_group():
-    """All ranks that hold the same weights, whether they see other data or another part of a sequence."""
-
-    def own():
-        return views.get(_SEQUENCE_DATA).group if views.known(_SEQUENCE_DATA) else get_data_parallel_group()
-
-    return _ask("get_sequence_data_parallel_group", default=own)
-
-
-def _get_sequence_data_parallel_world_size():
-    group = _get_sequence_data_parallel_group
-    return _ask("get_sequence_data_parallel_world_size", default=lambda: dist.get_world_size(group=group()))
-
-
-def _get_sequence_data_parallel_rank():
-    group = _get_sequence_data_parallel_group
-    return _ask("get_sequence_data_parallel_rank", default=lambda: dist.get_rank(group=group()))
+# All ranks that hold the same weights, whether they see other data or another part of a sequence.
+_get_sequence_data_parallel_group = _view(
+    "get_sequence_data_parallel_group",
+    own=lambda: views.get(_SEQUENCE_DATA).group if views.known(_SEQUENCE_DATA) else get_data_parallel_group(),
+)
+_get_sequence_data_parallel_world_size = _view(
+    "get_sequence_data_parallel_world_size", own=lambda: dist.get_world_size(group=_get_sequence_data_parallel_group())
+)
+_get_sequence_data_parallel_rank = _view(
+    "get_sequence_data_parallel_rank", own=lambda: dist.get_rank(group=_get_sequence_data_parallel_group())
+)
 
 
 # ---- ZeRO++: a second copy of the weights inside small groups -------------------------------------------------------

@@ -2,10 +2,10 @@
 
 import torch
 
-from deepspeed import comm as dist
 from deepspeed.config.sections import ZeroStageEnum
 from deepspeed.log import log_dist
 from deepspeed.version import __version__
+from deepspeed.zero.core import core_config
 from deepspeed.zero.flat_layout import FlatLayout, InnerStates
 from deepspeed.zero.fragments import put_fragments
 from deepspeed.zero.saved_flat import FlatState, per_element
@@ -63,7 +63,18 @@ class DeepSpeedZeroOptimizer(ShardedOptimizer):
         self.stage = 2 if partition_grads else 1
         self.partition_gradients = partition_grads
         self.elastic_checkpoint = bool(elastic_checkpoint)
-        world = dist.get_world_size(dp_process_group) if dp_process_group is not None else 1
+        config = None if engine is not None else core_config(
+            {
+                "zero_optimization": {
+                    "stage": self.stage,
+                    "reduce_bucket_size": reduce_bucket_size,
+                    "allgather_bucket_size": allgather_bucket_size,
+                    "overlap_comm": bool(overlap_comm),
+                    "reduce_scatter": bool(reduce_scatter),
+                },
+                "prescale_gradients": True,  # by 1: gradients are divided after their sum
+            }
+        )
         self._build(
             init_optimizer,
             engine,
@@ -73,13 +84,8 @@ class DeepSpeedZeroOptimizer(ShardedOptimizer):
             clip_grad,
             {
                 "data_parallel": dp_process_group,
-                "stage": self.stage,
                 "grad_dtype": gradient_accumulation_dtype,
-                "bucket_numel": reduce_bucket_size,
-                "allgather_bucket_numel": allgather_bucket_size,
-                "overlap": overlap_comm,
-                "scatter": reduce_scatter,
-                "postscale": 1.0 / world,
+                "config": config,
             },
         )
         put_fragments(self)

@@ -1,5 +1,5 @@
 // Ranks that are threads, on hosts that are told to be different ones.
-#include "comm/hierarchical_communicator.h"
+#include "comm/transports/hierarchical_communicator.h"
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -11,7 +11,7 @@
 
 #include "base/error.h"
 #include "comm/hosts.h"
-#include "comm/thread_communicator.h"
+#include "comm/transports/thread_communicator.h"
 
 namespace ds::comm {
 namespace {

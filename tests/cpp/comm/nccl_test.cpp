@@ -1,6 +1,6 @@
 // The direct NCCL wrapper over a library of ours with NCCL's interface (fake_nccl/): ranks are threads, memory is the
 // host's. Every operation against plain loops; errors; that nothing is left behind.
-#include "comm/nccl_communicator.h"
+#include "comm/nccl_comm.h"
 
 #include <dlfcn.h>
 #include <gtest/gtest.h>
@@ -43,16 +43,16 @@ class Nccl : public testing::Test {
     unsetenv("DS_NCCL_LIBRARY");
   }
 
-  NcclCommunicatorPtr join(const nccl::UniqueId& id, int rank, int size, milliseconds timeout = milliseconds(10000)) {
+  NcclCommPtr join(const nccl::UniqueId& id, int rank, int size, milliseconds timeout = milliseconds(10000)) {
     NcclPlace place;
     place.name = "world";
     place.rank = rank;
     place.size = size;
     place.timeout = timeout;
     place.quiesce = quiesce;
-    return NcclCommunicator::join(library, id, place);
+    return NcclComm::join(library, id, place);
   }
-  NcclCommunicatorPtr alone() { return join(library->make_id(), 0, 1); }
+  NcclCommPtr alone() { return join(library->make_id(), 0, 1); }
 
   template <typename Body>
   void on_ranks(int size, Body body) {
@@ -61,7 +61,7 @@ class Nccl : public testing::Test {
     threads.reserve(static_cast<size_t>(size));
     for (int rank = 0; rank < size; ++rank)
       threads.emplace_back([&, rank] {
-        const NcclCommunicatorPtr comm = join(id, rank, size);
+        const NcclCommPtr comm = join(id, rank, size);
         body(rank, *comm);
         comm->close();
       });
@@ -115,7 +115,7 @@ T reduced(int size, size_t i, nccl::RedOp op) {
 const size_t kSizes[] = {0, 1, 7, 1000};
 
 template <typename T>
-void sweep(int rank, NcclCommunicator& comm, nccl::DataType type) {
+void sweep(int rank, NcclComm& comm, nccl::DataType type) {
   const int size = comm.size();
   const auto ranks = static_cast<size_t>(size);
   for (const size_t n : kSizes) {
@@ -149,7 +149,7 @@ void sweep(int rank, NcclCommunicator& comm, nccl::DataType type) {
 
 TEST_F(Nccl, EveryOperationOverSizesTypesAndRanks) {
   for (const int size : {1, 2, 3, 5})
-    on_ranks(size, [](int rank, NcclCommunicator& comm) {
+    on_ranks(size, [](int rank, NcclComm& comm) {
       sweep<float>(rank, comm, nccl::kFloat32);
       sweep<double>(rank, comm, nccl::kFloat64);
       sweep<int64_t>(rank, comm, nccl::kInt64);
@@ -160,7 +160,7 @@ TEST_F(Nccl, EveryOperationOverSizesTypesAndRanks) {
 
 TEST_F(Nccl, SendReceiveAndUnevenAllToAll) {
   for (const int size : {1, 2, 4})
-    on_ranks(size, [&](int rank, NcclCommunicator& comm) {
+    on_ranks(size, [&](int rank, NcclComm& comm) {
       // A ring: everybody sends first, which only a group allows.
       const int next = (rank + 1) % size, last = (rank + size - 1) % size;
       std::vector<float> out = elements<float>(rank, 9), in(9);
@@ -187,7 +187,7 @@ TEST_F(Nccl, SendReceiveAndUnevenAllToAll) {
 
 TEST_F(Nccl, PackedChunksTravelWithTheirScalesInOneLaunch) {
   for (const int size : {1, 2, 3})
-    on_ranks(size, [&](int rank, NcclCommunicator& comm) {
+    on_ranks(size, [&](int rank, NcclComm& comm) {
       const auto ranks = static_cast<size_t>(size);
       std::vector<uint8_t> bytes, expected_bytes;
       std::vector<float> scales, expected_scales;
@@ -227,7 +227,7 @@ TEST_F(Nccl, PackedChunksTravelWithTheirScalesInOneLaunch) {
 }
 
 TEST_F(Nccl, ManyCallsAreOneGroupAndGroupsNest) {
-  const NcclCommunicatorPtr comm = alone();
+  const NcclCommPtr comm = alone();
   const int64_t before = count("groups");
   float values[3] = {1, 2, 3};
   comm->grouped([&] {
@@ -240,16 +240,16 @@ TEST_F(Nccl, ManyCallsAreOneGroupAndGroupsNest) {
 
 TEST_F(Nccl, WaitsForALibraryThatTakesItsTime) {
   busy(30);
-  on_ranks(2, [](int rank, NcclCommunicator& comm) { sweep<float>(rank, comm, nccl::kFloat32); });
+  on_ranks(2, [](int rank, NcclComm& comm) { sweep<float>(rank, comm, nccl::kFloat32); });
 }
 
 TEST_F(Nccl, MovesEightBitFloatsAndReducesThemWhereNcclDoes) {
-  const NcclCommunicatorPtr comm = alone();
+  const NcclCommPtr comm = alone();
   uint8_t in = 0x3c, out = 0;
   comm->all_gather(&in, &out, 1, nccl::kFloat8E4M3, nullptr);
   EXPECT_EQ(out, in);
   library = NcclLibrary::open(kFolder + "/libfake_nccl_old.so");
-  const NcclCommunicatorPtr old = alone();
+  const NcclCommPtr old = alone();
   old->broadcast(&in, &in, 1, nccl::kFloat8E5M2, 0, nullptr);
   expect_parts(
       error_of(ErrorKind::kType, [&] { old->all_reduce(&in, &out, 1, nccl::kFloat8E5M2, nccl::kSum, nullptr); }),
@@ -262,7 +262,7 @@ TEST_F(Nccl, MovesEightBitFloatsAndReducesThemWhereNcclDoes) {
 // -----------------------------------------------------------------------------------------------------------
 
 TEST_F(Nccl, WrongRanksAndPartsAreRefusedAndNothingBreaks) {
-  const NcclCommunicatorPtr comm = alone();
+  const NcclCommPtr comm = alone();
   float value = 3;
   expect_parts(error_of(ErrorKind::kValue, [&] { comm->broadcast(&value, &value, 1, nccl::kFloat32, 1, nullptr); }),
                {"world", "broadcast", "the root 1", "0 to 0"});
@@ -279,7 +279,7 @@ TEST_F(Nccl, WrongRanksAndPartsAreRefusedAndNothingBreaks) {
 }
 
 TEST_F(Nccl, AnErrorCodeNamesTheCallAndAbortsOnce) {
-  const NcclCommunicatorPtr comm = alone();
+  const NcclCommPtr comm = alone();
   float value = 0;
   comm->all_reduce(&value, &value, 1, nccl::kFloat32, nccl::kSum, nullptr);
   fail_at("ncclAllReduce", nccl::kUnhandledCudaError);
@@ -296,7 +296,7 @@ TEST_F(Nccl, AnErrorCodeNamesTheCallAndAbortsOnce) {
 }
 
 TEST_F(Nccl, AnErrorThatComesLaterNamesTheLastCallAndAborts) {
-  const NcclCommunicatorPtr comm = alone();
+  const NcclCommPtr comm = alone();
   float value = 0;
   comm->all_gather(&value, &value, 1, nccl::kFloat32, nullptr);
   fail_later(nccl::kRemoteError);
@@ -307,10 +307,8 @@ TEST_F(Nccl, AnErrorThatComesLaterNamesTheLastCallAndAborts) {
 
 TEST_F(Nccl, AnErrorInsideAGroupAbortsWhenTheGroupIsOver) {
   float value = 0;
-  const auto add = [&](NcclCommunicator& comm) {
-    comm.all_reduce(&value, &value, 1, nccl::kFloat32, nccl::kSum, nullptr);
-  };
-  const NcclCommunicatorPtr left = alone();
+  const auto add = [&](NcclComm& comm) { comm.all_reduce(&value, &value, 1, nccl::kFloat32, nccl::kSum, nullptr); };
+  const NcclCommPtr left = alone();
   EXPECT_THROW(left->grouped([&] {
     left->grouped([&] {
       add(*left);
@@ -319,7 +317,7 @@ TEST_F(Nccl, AnErrorInsideAGroupAbortsWhenTheGroupIsOver) {
   }),
                std::runtime_error);
   expect_parts(error_of(ErrorKind::kRuntime, [&] { left->check(); }), {"left with an error", "the caller gave up"});
-  const NcclCommunicatorPtr swallowed = alone();
+  const NcclCommPtr swallowed = alone();
   fail_at("ncclAllGather", nccl::kInvalidUsage);
   expect_parts(error_of(ErrorKind::kRuntime,
                         [&] {
@@ -332,7 +330,7 @@ TEST_F(Nccl, AnErrorInsideAGroupAbortsWhenTheGroupIsOver) {
                           });
                         }),
                {"all_gather", "invalid usage"});
-  const NcclCommunicatorPtr ended = alone();
+  const NcclCommPtr ended = alone();
   fail_at("ncclGroupEnd", nccl::kSystemError);
   expect_parts(error_of(ErrorKind::kRuntime, [&] { ended->grouped([&] { add(*ended); }); }), {"system error"});
   EXPECT_EQ(count("aborted"), 3);
@@ -346,7 +344,7 @@ TEST_F(Nccl, ARankThatDoesNotComeIsNotWaitedForForEver) {
 }
 
 TEST_F(Nccl, AbortFromAnotherThreadFreesWhoWaits) {
-  const NcclCommunicatorPtr comm = alone();
+  const NcclCommPtr comm = alone();
   busy(1 << 30);
   std::thread other([&] {
     std::this_thread::sleep_for(milliseconds(30));
@@ -367,7 +365,7 @@ TEST_F(Nccl, RanksThatDifferFailWithNcclsError) {
   std::atomic<int> failed{0};
   for (int rank = 0; rank < 2; ++rank)
     threads.emplace_back([&, rank] {
-      const NcclCommunicatorPtr comm = join(id, rank, 2);
+      const NcclCommPtr comm = join(id, rank, 2);
       std::vector<float> values(3);
       try {
         comm->all_reduce(values.data(), values.data(), rank == 0 ? 2 : 3, nccl::kFloat32, nccl::kSum, nullptr);
@@ -397,7 +395,7 @@ TEST_F(Nccl, LeavesNothingBehind) {
 TEST_F(Nccl, BuffersAreRegisteredAndGivenBackInAnyOrder) {
   std::atomic<int> quiet{0};
   quiesce = [&] { return ++quiet > 0; };
-  NcclCommunicatorPtr comm = alone();
+  NcclCommPtr comm = alone();
   {
     const NcclBuffer buffer(comm, 40);
     auto* values = static_cast<float*>(buffer.data());
@@ -427,7 +425,7 @@ TEST_F(Nccl, BuffersAreRegisteredAndGivenBackInAnyOrder) {
 }
 
 TEST_F(Nccl, MemoryThatCannotBeHadIsAnError) {
-  const NcclCommunicatorPtr comm = alone();
+  const NcclCommPtr comm = alone();
   fail_at("ncclMemAlloc", nccl::kUnhandledCudaError);
   expect_parts(error_of(ErrorKind::kRuntime, [&] { NcclBuffer(comm, 64); }), {"ncclMemAlloc of 64 bytes", "world"});
   fail_at("ncclCommRegister", nccl::kSystemError);
@@ -461,7 +459,7 @@ TEST_F(Nccl, MissingFunctionsAreNamedWithPathAndVersion) {
 
   library = NcclLibrary::open(kFolder + "/libfake_nccl_old.so");
   EXPECT_FALSE(library->has_buffers());
-  const NcclCommunicatorPtr comm = alone();
+  const NcclCommPtr comm = alone();
   expect_parts(error_of(ErrorKind::kRuntime, [&] { NcclBuffer(comm, 64); }),
                {"libfake_nccl_old.so", "2.18.3", "no ncclMemAlloc", "2.19 or later"});
   float value = 4;

@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "base/error.h"
-#include "comm/thread_communicator.h"
+#include "comm/transports/thread_communicator.h"
 
 namespace ds::comm {
 namespace {

@@ -15,7 +15,7 @@
 #include "base/error.h"
 #include "comm/process_peer_memory.h"
 #include "comm/shm_queue.h"
-#include "comm/thread_communicator.h"
+#include "comm/transports/thread_communicator.h"
 
 namespace ds::comm {
 namespace {
@@ -77,7 +77,7 @@ at::Tensor sum_of(int round, int size, int64_t numel, at::ScalarType type, bool 
 std::pair<std::function<void(ShmGroup&)>, std::function<bool()>> make(const Draw& d, int round, int rank, int size) {
   const at::ScalarType types[] = {at::kFloat, at::kBFloat16, at::kInt, at::kByte};
   const at::ScalarType type = types[d.type];
-  const RowOp op = d.op ? RowOp::kMax : RowOp::kSum;
+  const ReduceOp op = d.op ? ReduceOp::kMax : ReduceOp::kSum;
   const auto n = static_cast<size_t>(d.numel);
   const at::Tensor mine = given(round, rank, d.numel, type);
   switch (d.kind) {
@@ -250,7 +250,7 @@ TEST(ShmGroup, DifferentCallsAreNamedOnEveryRank) {
       if (rank == 1) {
         group->broadcast(values, 8, at::kFloat, 0);
       } else {
-        group->all_reduce(values, rank == 2 ? 4 : 8, at::kFloat, RowOp::kSum);
+        group->all_reduce(values, rank == 2 ? 4 : 8, at::kFloat, ReduceOp::kSum);
       }
     });
     EXPECT_NE(message_of([&] { group->barrier(); }).find("has failed before"), std::string::npos);
@@ -308,7 +308,7 @@ TEST(ShmGroup, AFailureSaysWhereEveryRankIs) {
       3,
       [&](int rank, std::unique_ptr<ShmGroup> group) {
         float values[8] = {};
-        group->all_reduce(values, 8, at::kFloat, RowOp::kSum, "first.weight");
+        group->all_reduce(values, 8, at::kFloat, ReduceOp::kSum, "first.weight");
         texts[rank] = message_of([&] { group->broadcast(values, rank == 1 ? 7 : 8, at::kFloat, 0, "second.bias"); });
       },
       60s, callbacks);
@@ -334,8 +334,8 @@ TEST(ShmGroup, TagsThatDifferAreAMismatch) {
   std::vector<std::string> texts(2);
   on_ranks(2, [&](int rank, std::unique_ptr<ShmGroup> group) {
     float values[8] = {};
-    group->all_reduce(values, 8, at::kFloat, RowOp::kSum, rank ? "" : "a");  // not everybody knows
-    texts[rank] = message_of([&] { group->all_reduce(values, 8, at::kFloat, RowOp::kSum, rank ? "b" : "a"); });
+    group->all_reduce(values, 8, at::kFloat, ReduceOp::kSum, rank ? "" : "a");  // not everybody knows
+    texts[rank] = message_of([&] { group->all_reduce(values, 8, at::kFloat, ReduceOp::kSum, rank ? "b" : "a"); });
   });
   for (const std::string& text : texts)
     EXPECT_NE(text.find("rank 1 all_reduce(8 x Float, sum) of \"b\""), std::string::npos) << text;

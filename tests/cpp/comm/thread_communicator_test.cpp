@@ -1,4 +1,4 @@
-#include "comm/thread_communicator.h"
+#include "comm/transports/thread_communicator.h"
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "base/error.h"
-#include "comm/local_communicator.h"
+#include "comm/transports/local_communicator.h"
 
 namespace ds::comm {
 namespace {

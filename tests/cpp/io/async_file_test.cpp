@@ -50,7 +50,7 @@ TEST_P(Both, WritesInAnyOrder) {
   for (int i : {3, 0, 2, 1}) {
     char* buffer = pool.take();
     memset(buffer, 'a' + i, kBlockBytes);
-    async->submit(buffer, kBlockBytes, static_cast<uint64_t>(i) * kBlockBytes);
+    async->submit_write(buffer, kBlockBytes, static_cast<uint64_t>(i) * kBlockBytes);
   }
   int done = 0;
   while (async->wait() != nullptr) ++done;
@@ -74,7 +74,7 @@ TEST_P(Both, AnErrorOfTheSystemComesOut) {
   char* buffer = pool.take();
   EXPECT_THROW(
       {
-        async->submit(buffer, kBlockBytes, 0);
+        async->submit_write(buffer, kBlockBytes, 0);
         async->wait();
       },
       FileError);

@@ -11,8 +11,9 @@
 #include <thread>
 
 #include "base/error.h"
-#include "comm/local_communicator.h"
-#include "comm/thread_communicator.h"
+#include "comm/transports/local_communicator.h"
+#include "comm/transports/thread_communicator.h"
+#include "plain_adamw.h"
 
 namespace ds::zero {
 namespace {
@@ -59,52 +60,6 @@ at::Tensor batch(int step) {
   return at::sin(at::arange(kBatch * kIn, at::kFloat).reshape({kBatch, kIn}) * (0.31 + 0.1 * step));
 }
 
-struct AdamArgs {
-  double lr, beta1, beta2, eps, weight_decay;
-
-  std::vector<double> hyper() const { return {lr, beta1, beta2, eps, weight_decay, 1, 1}; }
-};
-
-AdamArgs adam_args() { return {0.01, 0.9, 0.99, 1e-8, 0.1}; }
-
-void use_adam(Engine& engine, int groups = 1) {
-  engine.stepper().set_rules(std::vector<const optim::Rule*>(groups, &optim::find_rule("adam")));
-}
-
-// AdamW on whole tensors, as written in the paper; a tensor without a gradient is left alone.
-struct PlainAdamW {
-  std::vector<at::Tensor> m, v;
-  std::vector<int> steps;
-
-  double step(std::vector<at::Tensor>& params, const std::vector<at::Tensor>& grads, double max_norm) {
-    at::NoGradGuard no_grad;
-    const AdamArgs a = adam_args();
-    if (m.empty()) {
-      for (const auto& p : params) {
-        m.push_back(at::zeros_like(p));
-        v.push_back(at::zeros_like(p));
-      }
-      steps.assign(params.size(), 0);
-    }
-    double sum = 0;
-    for (const auto& g : grads)
-      if (g.defined()) sum += g.to(at::kDouble).square().sum().item<double>();
-    const double norm = std::sqrt(sum);
-    const double clip = max_norm > 0 ? std::min(1.0, max_norm / (norm + 1e-6)) : 1.0;
-    for (size_t i = 0; i < params.size(); ++i) {
-      if (!grads[i].defined()) continue;
-      const at::Tensor g = grads[i] * clip;
-      ++steps[i];
-      params[i].mul_(1.0 - a.lr * a.weight_decay);
-      m[i] = m[i] * a.beta1 + g * (1 - a.beta1);
-      v[i] = v[i] * a.beta2 + g * g * (1 - a.beta2);
-      const double c1 = 1 - std::pow(a.beta1, steps[i]), c2 = 1 - std::pow(a.beta2, steps[i]);
-      params[i].sub_(m[i] / c1 / (at::sqrt(v[i] / c2) + a.eps) * a.lr);
-    }
-    return norm;
-  }
-};
-
 struct Case {
   int stage, world, accumulate, groups;
   int64_t bucket;
@@ -136,14 +91,14 @@ void compare(const Case& c, int steps, double tolerance) {
     ranks.emplace_back([&, rank] {
       Model model;
       EngineOptions options;
-      options.gathers = [own = gather_comms[rank]] { return own; };
-      options.stage = c.stage;
+      options.policy = stage_policy(c.stage);
       options.gatherer.persistence_numel = 11;  // some stay gathered, some do not
       options.reducer.bucket_numel = c.bucket;
       options.reducer.overlap = c.overlap;
       options.reducer.predivide = 1.0f / c.world;
-      auto engine = std::make_shared<Engine>(model.specs(c.groups, c.stage == 3 ? c.world : 0, rank), options,
-                                             comms[rank], nullptr);
+      auto engine = std::make_shared<Engine>(
+          model.specs(c.groups, c.stage == 3 ? c.world : 0, rank), std::vector<ShardedParamPtr>{}, options,
+          EngineRanks{comms[rank], nullptr, [own = gather_comms[rank]] { return own; }});
       use_adam(*engine, c.groups);
       // The whole loss as one module; its parts are tested in param_gatherer_test.
       const int32_t unit = c.stage == 3 ? engine->gatherer()->add_unit("all", engine->params().sharded_params()) : -1;
@@ -207,7 +162,8 @@ TEST(Engine, RanksMayUseDifferentParameters) {
       EngineOptions options;
       options.reducer.predivide = 1.0f / 3;
       options.reducer.bucket_numel = 1;
-      auto engine = std::make_shared<Engine>(model.specs(), options, comms[rank], nullptr);
+      auto engine =
+          std::make_shared<Engine>(model.specs(), std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
       for (int round = 0; round < 3; ++round) {
         engine->clear_grads();
         engine->watch();
@@ -241,7 +197,7 @@ TEST(Engine, LateGradientsArriveInASecondRound) {
       options.reducer.predivide = 0.5f;
       auto engine =
           std::make_shared<Engine>(std::vector<ParamSpec>{{early, "early", 0, 0, true}, {late, "late", 0, 1, true}},
-                                   options, comms[rank], nullptr);
+                                   std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
       for (int round = 0; round < 2; ++round) {
         engine->clear_grads();
         engine->watch();
@@ -274,7 +230,8 @@ TEST(Engine, PlainBackwardOnOutputsTrainsToo) {
       Model model;
       EngineOptions options;
       options.reducer.predivide = 0.5f;
-      auto engine = std::make_shared<Engine>(model.specs(), options, comms[rank], nullptr);
+      auto engine =
+          std::make_shared<Engine>(model.specs(), std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
       engine->watch();
       engine->plan_user_backward(true, 3.0);
       const at::Tensor out = model.loss(batch(rank), true);
@@ -301,7 +258,8 @@ TEST(Engine, UnannouncedBackwardIsReducedAtTheStep) {
       Model model;
       EngineOptions options;
       options.reducer.predivide = 0.5f;
-      auto engine = std::make_shared<Engine>(model.specs(), options, comms[rank], nullptr);
+      auto engine =
+          std::make_shared<Engine>(model.specs(), std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
       engine->watch();
       model.loss(batch(rank), true).backward();
       model.loss(batch(rank), true).backward();
@@ -325,7 +283,8 @@ TEST(Engine, TwoBackwardsBeforeAStepAddUp) {
       Model model;
       EngineOptions options;
       options.reducer.predivide = 0.5f;
-      auto engine = std::make_shared<Engine>(model.specs(), options, comms[rank], nullptr);
+      auto engine =
+          std::make_shared<Engine>(model.specs(), std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
       for (int round = 0; round < 2; ++round) {
         engine->watch();
         engine->begin_backward(true);
@@ -343,7 +302,8 @@ TEST(Engine, TwoBackwardsBeforeAStepAddUp) {
 
 TEST(Engine, AFailedBackwardLeavesNothingBehind) {
   Model model;
-  auto engine = std::make_shared<Engine>(model.specs(), EngineOptions{}, comm::local_communicator(), nullptr);
+  auto engine = std::make_shared<Engine>(model.specs(), std::vector<ShardedParamPtr>{}, EngineOptions{},
+                                         EngineRanks{comm::local_communicator()});
   engine->watch();
   engine->begin_backward(true);
   at::Tensor loss = model.loss(batch(0), true);
@@ -360,7 +320,8 @@ TEST(Engine, AFailedBackwardLeavesNothingBehind) {
 
 TEST(Engine, UsersMayEditReplaceAndDropGradients) {
   Model model;
-  auto engine = std::make_shared<Engine>(model.specs(), EngineOptions{}, comm::local_communicator(), nullptr);
+  auto engine = std::make_shared<Engine>(model.specs(), std::vector<ShardedParamPtr>{}, EngineOptions{},
+                                         EngineRanks{comm::local_communicator()});
   engine->watch();
   engine->begin_backward(true);
   model.loss(batch(0), true).backward();
@@ -397,11 +358,11 @@ TEST(Engine, SixteenBitGradientsAreSummedInFp32AndRoundedOnce) {
           ranks.emplace_back([&, rank] {
             at::Tensor weight = at::ones({kNumel}, type).set_requires_grad(true);
             EngineOptions options;
-            options.stage = stage;
+            options.policy = stage_policy(stage);
             options.reducer.bucket_numel = 100;
             options.reducer.predivide = 1.0f / static_cast<float>(world);
-            auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}}, options,
-                                                   comms[rank], nullptr);
+            auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}},
+                                                   std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
             use_adam(*engine);
             engine->begin_backward(true);
             (weight * own[rank]).sum().backward();
@@ -431,8 +392,9 @@ TEST(Engine, SixteenBitGradientsAreSummedInFp32AndRoundedOnce) {
 // The type may change between backwards: what is there comes along.
 TEST(Engine, TheTypeOfGradientsMayChange) {
   at::Tensor weight = at::ones({5}, at::kBFloat16).set_requires_grad(true);
-  auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}}, EngineOptions{},
-                                         comm::local_communicator(), nullptr);
+  auto engine =
+      std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}}, std::vector<ShardedParamPtr>{},
+                               EngineOptions{}, EngineRanks{comm::local_communicator()});
   const auto backward = [&] {
     engine->begin_backward(true);
     (weight * 1.0078125f).sum().backward();
@@ -454,8 +416,9 @@ TEST(Engine, SixteenBitWeightsHaveMastersAndFp32Accumulation) {
     at::Tensor weight = at::ones({5}, type).set_requires_grad(true);
     EngineOptions options;
     options.grad_dtype = at::kFloat;
-    auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}}, options,
-                                           comm::local_communicator(), nullptr);
+    auto engine =
+        std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}}, std::vector<ShardedParamPtr>{},
+                                 options, EngineRanks{comm::local_communicator()});
     use_adam(*engine);
     engine->watch();
     // 1 + 256 x 2^-9 is 1.5 in fp32; in bf16 each addend would be rounded away.
@@ -478,8 +441,9 @@ TEST(Engine, SixteenBitWeightsHaveMastersAndFp32Accumulation) {
 
 TEST(Engine, AnOverflowChangesNothing) {
   at::Tensor weight = at::ones({5}).set_requires_grad(true);
-  auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}}, EngineOptions{},
-                                         comm::local_communicator(), nullptr);
+  auto engine =
+      std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}}, std::vector<ShardedParamPtr>{},
+                               EngineOptions{}, EngineRanks{comm::local_communicator()});
   use_adam(*engine);
   engine->watch();
   for (double factor : {1.0, HUGE_VAL, std::nan("")}) {
@@ -501,8 +465,9 @@ TEST(Engine, AnOverflowChangesNothing) {
 TEST(Engine, MemoryOrderOfParametersIsKept) {
   at::Tensor image = at::randn({2, 3, 4, 5}).contiguous(at::MemoryFormat::ChannelsLast).set_requires_grad(true);
   const at::Tensor values = image.detach().clone();
-  auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{image, "image", 0, 0, true}}, EngineOptions{},
-                                         comm::local_communicator(), nullptr);
+  auto engine =
+      std::make_shared<Engine>(std::vector<ParamSpec>{{image, "image", 0, 0, true}}, std::vector<ShardedParamPtr>{},
+                               EngineOptions{}, EngineRanks{comm::local_communicator()});
   EXPECT_TRUE(image.is_contiguous(at::MemoryFormat::ChannelsLast));
   EXPECT_TRUE(at::equal(image.detach(), values));
   engine->watch();
@@ -516,26 +481,24 @@ TEST(Engine, MemoryOrderOfParametersIsKept) {
 
 TEST(Engine, RefusesWhatItCannotTrain) {
   const auto make = [](std::vector<ParamSpec> specs) {
-    Engine engine(std::move(specs), EngineOptions{}, comm::local_communicator(), nullptr);
+    Engine engine(std::move(specs), std::vector<ShardedParamPtr>{}, EngineOptions{},
+                  EngineRanks{comm::local_communicator()});
   };
   at::Tensor p = at::ones({2}).set_requires_grad(true);
   EXPECT_THROW(make({{p, "p", 0, 0, true}, {p, "again", 0, 1, true}}), Error);
   EXPECT_THROW(make({{p * 2, "no leaf", 0, 0, true}}), Error);
   EXPECT_THROW(make({{at::ones({2}, at::kLong), "integers", 0, 0, true}}), Error);
-  EngineOptions options;
-  options.stage = 7;
-  EXPECT_THROW(Engine({}, options, comm::local_communicator(), nullptr), Error);
 }
 
 // A frozen model has no optimizer whose parameters could be asked where they are.
 TEST(Engine, LooksAtTheDeviceOfAllParameters) {
   const at::Tensor here = at::ones({3}), there = at::empty({3}, at::TensorOptions().device(at::kMeta));
   EngineOptions options;
-  options.stage = 3;
-  options.others = {std::make_shared<ShardedParam>(here, "here", 1, 0),
-                    std::make_shared<ShardedParam>(there, "there", 1, 0)};
+  options.policy = stage_policy(3);
+  const std::vector<ShardedParamPtr> others = {std::make_shared<ShardedParam>(here, "here", 1, 0),
+                                               std::make_shared<ShardedParam>(there, "there", 1, 0)};
   try {
-    Engine({}, options, comm::local_communicator(), nullptr);
+    Engine({}, others, options, {comm::local_communicator()});
     FAIL();
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find("'here' on cpu, 'there' on meta"), std::string::npos) << error.what();

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "comm/thread_communicator.h"
+#include "comm/transports/thread_communicator.h"
 #include "zero/engine.h"
 
 namespace ds::zero {
@@ -65,14 +65,14 @@ struct Rank {
 
   Rank(int stage, int rank, const comm::CommunicatorPtr& group, comm::CommunicatorPtr gathers) : rank(rank) {
     EngineOptions options;
-    options.stage = stage;
+    options.policy = stage_policy(stage);
     options.kernels = &table;
-    options.gathers = [gathers] { return gathers; };
     options.gatherer.persistence_numel = 1 << 20;
     options.reducer.predivide = 1.0f / kWorld;
     ParamSpec spec{weight, "weight", 0, 0};
     if (stage == 3) spec.sharded = std::make_shared<ShardedParam>(weight, "weight", kWorld, rank);
-    engine = std::make_shared<Engine>(std::vector<ParamSpec>{spec}, options, group, nullptr);
+    engine = std::make_shared<Engine>(std::vector<ParamSpec>{spec}, std::vector<ShardedParamPtr>{}, options,
+                                      EngineRanks{group, nullptr, [gathers] { return gathers; }});
     engine->stepper().set_rules({&optim::find_rule("adam")});
   }
 

@@ -302,6 +302,8 @@ def test_attributes_and_pickling():
     assert config.monitor_config.enabled is False and config.flops_profiler_config.enabled is False
     again = pickle.loads(pickle.dumps(config))
     assert again.zero_config == config.zero_config and again._param_dict == config._param_dict
+    for other in (again, copy.deepcopy(config)):  # what the core reads comes from the same keys
+        assert other.native.values()["zero_optimization"] == config.native.values()["zero_optimization"]
     config.print("test")
     lines = non_default_values(config).splitlines()
     assert 'optimizer.type = "AdamW" (given)' in lines

@@ -1,14 +1,16 @@
-#include "comm/thread_communicator.h"
+#include "comm/transports/thread_communicator.h"
 
 #include <ATen/Functions.h>
 
 #include <algorithm>
 #include <condition_variable>
-#include <exception>
+#include <deque>
 #include <map>
 #include <mutex>
+#include <utility>
 
 #include "base/error.h"
+#include "comm/compose.h"
 
 namespace ds::comm {
 
@@ -23,19 +25,23 @@ struct SharedRegions {
   bool closed = false;
 };
 
+// What a rank has sent to another and the other has not taken.
+struct Mailbox {
+  std::deque<at::Tensor> messages;
+  int64_t sent = 0, expected = 0;  // how many; how many receives have been issued
+};
+
 // One collective at a time: ranks post what they want to do, the last to come does it for all, all leave.
 class Meeting {
  public:
-  explicit Meeting(int size) : size_(size), tensors_(size), outputs_(size), calls_(size) {}
+  explicit Meeting(int size) : size_(size), ops_(size), calls_(size) {}
 
-  void meet(int rank, const std::string& call, const at::Tensor& tensor, const at::Tensor& output, int root,
-            ReduceOp op) {
+  void meet(int rank, const Op& op) {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [&] { return broken_ || !leaving_; });
     if (broken_) fail_broken();
-    tensors_[rank] = tensor;
-    outputs_[rank] = output;
-    calls_[rank] = call;
+    ops_[rank] = op;
+    calls_[rank] = describe(op);
     const int64_t round = round_;
     if (++present_ == size_) {
       error_.clear();
@@ -43,7 +49,7 @@ class Meeting {
         if (calls_[other] != calls_[0])
           error_ = "collectives differ: rank 0 called " + calls_[0] + ", rank " + std::to_string(other) + " called " +
                    calls_[other];
-      if (error_.empty()) run(call, root, op);
+      if (error_.empty()) error_ = run();
       leaving_ = true;
       changed_.notify_all();
     } else {
@@ -51,6 +57,7 @@ class Meeting {
       if (broken_ && !leaving_) fail_broken();
     }
     const std::string error = error_;
+    ops_[rank] = {};
     if (--present_ == 0) {
       leaving_ = false;
       ++round_;
@@ -58,6 +65,33 @@ class Meeting {
     }
     lock.unlock();
     if (!error.empty()) fail(ErrorKind::kRuntime, error);
+  }
+
+  void send(int from, int to, const at::Tensor& tensor) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (broken_) fail_broken();
+    Mailbox& box = mail_[{from, to}];
+    box.messages.push_back(tensor.clone());
+    ++box.sent;
+    changed_.notify_all();
+  }
+  // The number of the message that it will take.
+  int64_t expect(int from, int to) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return mail_[{from, to}].expected++;
+  }
+  void take(int from, int to, int64_t number, const at::Tensor& tensor) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    Mailbox& box = mail_[{from, to}];
+    changed_.wait(lock, [&] { return broken_ || box.sent > number; });
+    if (box.sent <= number) fail_broken();
+    at::Tensor& message = box.messages[box.messages.size() - static_cast<size_t>(box.sent - number)];
+    if (message.numel() != tensor.numel() || message.scalar_type() != tensor.scalar_type())
+      fail(ErrorKind::kRuntime, "rank ", from, " sent ", text_of(message), ", rank ", to, " receives ",
+           text_of(tensor));
+    tensor.view({-1}).copy_(message.view({-1}));
+    message = at::Tensor();
+    while (!box.messages.empty() && !box.messages.front().defined()) box.messages.pop_front();
   }
 
   std::shared_ptr<SharedRegions> shared_regions(int rank, int64_t bytes) {
@@ -91,60 +125,70 @@ class Meeting {
  private:
   [[noreturn]] void fail_broken() { fail(ErrorKind::kRuntime, "another rank has left the group"); }
 
-  // 16-bit sums are formed in fp32 and rounded once, in rank order: the same bits every time.
-  static void sum_rows(const std::vector<at::Tensor>& inputs, int row, const at::Tensor& output) {
-    const auto size = static_cast<int64_t>(inputs.size());
-    const bool narrow = inputs[0].scalar_type() == at::kBFloat16 || inputs[0].scalar_type() == at::kHalf;
-    at::Tensor sum;
-    for (const at::Tensor& input : inputs) {
-      const at::Tensor part = input.view({size, -1}).select(0, row);
-      if (!sum.defined()) {
-        sum = narrow ? part.to(at::kFloat) : part.clone();
-      } else {
-        sum.add_(narrow ? part.to(at::kFloat) : part);
-      }
-    }
-    output.copy_(sum.reshape(output.sizes()));
+  static std::string text_of(const at::Tensor& tensor) {
+    return std::to_string(tensor.numel()) + " x " + c10::toString(tensor.scalar_type());
+  }
+  static std::string describe(const Op& op) {
+    std::string text = verb_name(op.verb);
+    if (op.verb == Verb::kBarrier) return text;
+    text += "(";
+    const bool even = op.in_counts.empty() && op.out_counts.empty();
+    if (op.verb != Verb::kAllToAll && even) text += std::to_string(op.own().numel()) + " x ";
+    text += c10::toString(op.own().scalar_type());
+    if (op.verb == Verb::kAllReduce || op.verb == Verb::kReduceScatter)
+      text += std::string(", ") + reduce_op_name(op.reduce);
+    if (op.verb == Verb::kBroadcast) text += ", root " + std::to_string(op.peer);
+    return text + ")" + op.tag;
   }
 
-  void run(const std::string& call, int root, ReduceOp op) {
-    if (call == "barrier") return;
-    if (call.rfind("broadcast", 0) == 0) {
-      for (int rank = 0; rank < size_; ++rank)
-        if (rank != root) tensors_[rank].copy_(tensors_[root]);
-      return;
-    }
-    if (call.rfind("all_gather", 0) == 0) {
-      for (int rank = 0; rank < size_; ++rank) {
-        const at::Tensor rows = outputs_[rank].view({size_, -1});
+  // Of all ranks. Returns what is wrong with it.
+  std::string run() {
+    const Verb verb = ops_[0].verb;
+    if (verb == Verb::kBarrier) return "";
+    if (verb == Verb::kAllReduce) {
+      std::vector<at::Tensor> parts;
+      for (const Op& op : ops_) parts.push_back(op.out.view({-1}));
+      const at::Tensor result = at::empty_like(parts[0]);
+      reduce_parts(result, parts, ops_[0].reduce);
+      for (const at::Tensor& part : parts) part.copy_(result);
+    } else if (verb == Verb::kBroadcast) {
+      for (const Op& op : ops_)
+        if (&op != &ops_[op.peer]) op.out.view({-1}).copy_(ops_[op.peer].out.view({-1}));
+    } else if (verb == Verb::kAllGather) {
+      for (const Op& op : ops_) {
+        const auto rows = parts_of(op.out, op.out_counts, size_);
         for (int from = 0; from < size_; ++from)
-          if (rows.select(0, from).data_ptr() != tensors_[from].data_ptr())
-            rows.select(0, from).copy_(tensors_[from].reshape({-1}));
+          if (rows[from].data_ptr() != ops_[from].in.data_ptr()) rows[from].copy_(ops_[from].in.reshape({-1}));
       }
-      return;
+    } else if (verb == Verb::kReduceScatter) {
+      std::vector<at::Tensor> results;
+      for (int rank = 0; rank < size_; ++rank) {
+        std::vector<at::Tensor> parts;
+        for (const Op& op : ops_) parts.push_back(parts_of(op.in, op.in_counts, size_)[rank]);
+        results.push_back(at::empty_like(ops_[rank].out));
+        reduce_parts(results[rank], parts, ops_[rank].reduce);
+      }
+      for (int rank = 0; rank < size_; ++rank) ops_[rank].out.copy_(results[rank]);
+    } else {
+      for (int to = 0; to < size_; ++to)
+        for (int from = 0; from < size_; ++from) {
+          const at::Tensor given = parts_of(ops_[from].in, ops_[from].in_counts, size_)[to];
+          const at::Tensor taken = parts_of(ops_[to].out, ops_[to].out_counts, size_)[from];
+          if (given.numel() != taken.numel() || given.scalar_type() != taken.scalar_type())
+            return "all_to_all: rank " + std::to_string(from) + " gives rank " + std::to_string(to) + " " +
+                   text_of(given) + ", which takes " + text_of(taken);
+          taken.copy_(given);
+        }
     }
-    if (call.rfind("reduce_scatter", 0) == 0) {
-      for (int rank = 0; rank < size_; ++rank) sum_rows(tensors_, rank, outputs_[rank]);
-      return;
-    }
-    // 16-bit sums are formed in fp32 and rounded once, in rank order: the same bits for everybody, every time.
-    const auto dtype = tensors_[0].scalar_type();
-    const bool narrow = dtype == at::kBFloat16 || dtype == at::kHalf;
-    at::Tensor result = narrow ? tensors_[0].to(at::kFloat) : tensors_[0].clone();
-    for (int rank = 1; rank < size_; ++rank) {
-      const at::Tensor other = narrow ? tensors_[rank].to(at::kFloat) : tensors_[rank];
-      if (op == ReduceOp::kSum) result.add_(other);
-      if (op == ReduceOp::kMax) result = at::maximum(result, other);
-      if (op == ReduceOp::kMin) result = at::minimum(result, other);
-    }
-    for (int rank = 0; rank < size_; ++rank) tensors_[rank].copy_(result);
+    return "";
   }
 
   const int size_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<at::Tensor> tensors_, outputs_;
+  std::vector<Op> ops_;
   std::vector<std::string> calls_;
+  std::map<std::pair<int, int>, Mailbox> mail_;  // by sender and receiver
   std::string error_;
   int present_ = 0;
   int64_t round_ = 0;
@@ -187,10 +231,24 @@ class ThreadPeerMemory : public PeerMemory {
   int rank_;
 };
 
-class DoneWork : public Work {
+class Arrival : public Work {
  public:
-  void wait() override {}
-  bool ready() override { return true; }
+  Arrival(std::shared_ptr<Meeting> meeting, int from, int to, at::Tensor tensor)
+      : meeting_(std::move(meeting)),
+        from_(from),
+        to_(to),
+        number_(meeting_->expect(from, to)),
+        tensor_(std::move(tensor)) {}
+  void wait() override {
+    if (!meeting_) return;
+    std::exchange(meeting_, nullptr)->take(from_, to_, number_, tensor_);
+  }
+
+ private:
+  std::shared_ptr<Meeting> meeting_;
+  const int from_, to_;
+  const int64_t number_;
+  const at::Tensor tensor_;
 };
 
 class ThreadCommunicator : public Communicator {
@@ -203,7 +261,9 @@ class ThreadCommunicator : public Communicator {
   int size() const override { return size_; }
   std::string name() const override { return "threads"; }
 
-  void barrier() override { meeting_->meet(rank_, "barrier", {}, {}, 0, ReduceOp::kSum); }
+  bool carries(const Op& op) const override {
+    return op.verb != Verb::kReduce && op.verb != Verb::kGather && op.verb != Verb::kScatter;
+  }
   PeerMemoryPtr peer_memory(int64_t bytes) override {
     if (!peer_memory_) return nullptr;
     const auto shared = meeting_->shared_regions(rank_, bytes);
@@ -219,30 +279,17 @@ class ThreadCommunicator : public Communicator {
   }
 
  protected:
-  WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op, Tag tag) override {
-    return meet("all_reduce(" + describe(tensor) + ", op " + std::to_string(static_cast<int>(op)) + ")" + tag, tensor,
-                {}, 0, op);
-  }
-  WorkPtr start_broadcast(const at::Tensor& tensor, int root, Tag tag) override {
-    return meet("broadcast(" + describe(tensor) + ", root " + std::to_string(root) + ")" + tag, tensor, {}, root,
-                ReduceOp::kSum);
-  }
-  WorkPtr start_reduce_scatter(const at::Tensor& input, const at::Tensor& output, Tag tag) override {
-    return meet("reduce_scatter(" + describe(input) + ")" + tag, input, output, 0, ReduceOp::kSum);
-  }
-  WorkPtr start_all_gather(const at::Tensor& mine, const at::Tensor& all, Tag tag) override {
-    return meet("all_gather(" + describe(mine) + ")" + tag, mine, all, 0, ReduceOp::kSum);
+  WorkPtr start(const Op& op) override {
+    if (op.verb == Verb::kRecv) return std::make_shared<Arrival>(meeting_, op.peer, rank_, op.out);
+    if (op.verb == Verb::kSend) {
+      meeting_->send(rank_, op.peer, op.in);
+    } else {
+      meeting_->meet(rank_, op);
+    }
+    return std::make_shared<DoneWork>();
   }
 
  private:
-  WorkPtr meet(const std::string& call, const at::Tensor& tensor, const at::Tensor& output, int root, ReduceOp op) {
-    meeting_->meet(rank_, call, tensor, output, root, op);
-    return std::make_shared<DoneWork>();
-  }
-  static std::string describe(const at::Tensor& tensor) {
-    return std::to_string(tensor.numel()) + " x " + c10::toString(tensor.scalar_type());
-  }
-
   std::shared_ptr<Meeting> meeting_;
   int rank_, size_;
   bool peer_memory_;

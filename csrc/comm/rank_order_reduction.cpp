@@ -1,9 +1,10 @@
-#include "comm/reduce_rows.h"
+#include "comm/rank_order_reduction.h"
 
 #include <c10/util/complex.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "base/error.h"
@@ -60,22 +61,30 @@ struct Xor {
   }
 };
 
+// In steps of a fixed length, which every compiler turns into vectors; `out` may be one of the rows.
+template <typename T, typename Op>
+void combine(T* out, const T* a, const T* b, size_t n) {
+  constexpr size_t kStep = 64 / sizeof(T);
+  size_t i = 0;
+  for (; i + kStep <= n; i += kStep) {
+    T x[kStep], y[kStep];
+    std::memcpy(x, a + i, sizeof(x));
+    std::memcpy(y, b + i, sizeof(y));
+    for (size_t j = 0; j < kStep; ++j) x[j] = Op::template apply<T>(x[j], y[j]);
+    std::memcpy(out + i, x, sizeof(x));
+  }
+  for (; i < n; ++i) out[i] = Op::template apply<T>(a[i], b[i]);
+}
+
 template <typename T, typename Op>
 void same_type(T* out, const void* const* rows, int count, size_t n, int divisor) {
-  if (count == 2 && divisor == 1) {  // the usual case, in one pass
-    const T* a = static_cast<const T*>(rows[0]);
-    const T* b = static_cast<const T*>(rows[1]);
-    for (size_t i = 0; i < n; ++i) out[i] = Op::template apply<T>(a[i], b[i]);
-    return;
-  }
+  if (count == 2 && divisor == 1)  // the usual case, in one pass
+    return combine<T, Op>(out, static_cast<const T*>(rows[0]), static_cast<const T*>(rows[1]), n);
   T block[kBlock];
   for (size_t begin = 0; begin < n; begin += kBlock) {
     const size_t m = std::min(kBlock, n - begin);
     std::copy_n(static_cast<const T*>(rows[0]) + begin, m, block);
-    for (int r = 1; r < count; ++r) {
-      const T* row = static_cast<const T*>(rows[r]) + begin;
-      for (size_t i = 0; i < m; ++i) block[i] = Op::template apply<T>(block[i], row[i]);
-    }
+    for (int r = 1; r < count; ++r) combine<T, Op>(block, block, static_cast<const T*>(rows[r]) + begin, m);
     if (divisor != 1)
       for (size_t i = 0; i < m; ++i) block[i] = block[i] / static_cast<T>(divisor);
     std::copy_n(block, m, out + begin);
@@ -122,13 +131,13 @@ struct Call {
   int count;
   size_t n;
   c10::ScalarType type;
-  RowOp op;
+  ReduceOp op;
   bool wide;
-  int divisor() const { return op == RowOp::kAvg ? count : 1; }
+  int divisor() const { return op == ReduceOp::kAvg ? count : 1; }
 };
 
 [[noreturn]] void refuse(const Call& call) {
-  fail(ErrorKind::kType, "tensors of ", c10::toString(call.type), " have no ", row_op_name(call.op));
+  fail(ErrorKind::kType, "tensors of ", c10::toString(call.type), " have no ", reduce_op_name(call.op));
 }
 
 template <typename T, typename Op>
@@ -139,17 +148,17 @@ void run(const Call& call) {
 template <typename T>
 void arithmetic(const Call& call) {
   switch (call.op) {
-    case RowOp::kSum:
-    case RowOp::kAvg: return run<T, Sum>(call);
-    case RowOp::kProduct: return run<T, Product>(call);
-    case RowOp::kMin: return run<T, Min>(call);
-    case RowOp::kMax: return run<T, Max>(call);
+    case ReduceOp::kSum:
+    case ReduceOp::kAvg: return run<T, Sum>(call);
+    case ReduceOp::kProduct: return run<T, Product>(call);
+    case ReduceOp::kMin: return run<T, Min>(call);
+    case ReduceOp::kMax: return run<T, Max>(call);
     default: break;
   }
   if constexpr (std::is_integral_v<T>) {
-    if (call.op == RowOp::kAnd) return run<T, And>(call);
-    if (call.op == RowOp::kOr) return run<T, Or>(call);
-    if (call.op == RowOp::kXor) return run<T, Xor>(call);
+    if (call.op == ReduceOp::kAnd) return run<T, And>(call);
+    if (call.op == ReduceOp::kOr) return run<T, Or>(call);
+    if (call.op == ReduceOp::kXor) return run<T, Xor>(call);
   }
   refuse(call);
 }
@@ -157,54 +166,57 @@ void arithmetic(const Call& call) {
 template <typename T>
 void narrow(const Call& call) {
   switch (call.op) {
-    case RowOp::kSum:
-    case RowOp::kAvg: return sixteen_bits<T, Sum>(call.out, call.rows, call.count, call.n, call.divisor(), call.wide);
-    case RowOp::kProduct: return sixteen_bits<T, Product>(call.out, call.rows, call.count, call.n, 1, call.wide);
-    case RowOp::kMin: return sixteen_bits<T, Min>(call.out, call.rows, call.count, call.n, 1, call.wide);
-    case RowOp::kMax: return sixteen_bits<T, Max>(call.out, call.rows, call.count, call.n, 1, call.wide);
+    case ReduceOp::kSum:
+    case ReduceOp::kAvg:
+      return sixteen_bits<T, Sum>(call.out, call.rows, call.count, call.n, call.divisor(), call.wide);
+    case ReduceOp::kProduct: return sixteen_bits<T, Product>(call.out, call.rows, call.count, call.n, 1, call.wide);
+    case ReduceOp::kMin: return sixteen_bits<T, Min>(call.out, call.rows, call.count, call.n, 1, call.wide);
+    case ReduceOp::kMax: return sixteen_bits<T, Max>(call.out, call.rows, call.count, call.n, 1, call.wide);
     default: refuse(call);
   }
 }
 
 void bools(const Call& call) {
   switch (call.op) {
-    case RowOp::kSum:
-    case RowOp::kMax:
-    case RowOp::kOr: return run<uint8_t, Or>({call.out, call.rows, call.count, call.n, call.type, RowOp::kOr, false});
-    case RowOp::kProduct:
-    case RowOp::kMin:
-    case RowOp::kAnd:
-      return run<uint8_t, And>({call.out, call.rows, call.count, call.n, call.type, RowOp::kAnd, false});
-    case RowOp::kXor: return run<uint8_t, Xor>(call);
-    case RowOp::kAvg: refuse(call);
+    case ReduceOp::kSum:
+    case ReduceOp::kMax:
+    case ReduceOp::kOr:
+      return run<uint8_t, Or>({call.out, call.rows, call.count, call.n, call.type, ReduceOp::kOr, false});
+    case ReduceOp::kProduct:
+    case ReduceOp::kMin:
+    case ReduceOp::kAnd:
+      return run<uint8_t, And>({call.out, call.rows, call.count, call.n, call.type, ReduceOp::kAnd, false});
+    case ReduceOp::kXor: return run<uint8_t, Xor>(call);
+    case ReduceOp::kAvg: refuse(call);
   }
 }
 
 // Complex numbers add up as pairs.
 template <typename T>
 void complex_pairs(Call call) {
-  if (call.op != RowOp::kSum && call.op != RowOp::kAvg) refuse(call);
+  if (call.op != ReduceOp::kSum && call.op != ReduceOp::kAvg) refuse(call);
   call.n *= 2;
   run<T, Sum>(call);
 }
 
 }  // namespace
 
-const char* row_op_name(RowOp op) {
+const char* reduce_op_name(ReduceOp op) {
   switch (op) {
-    case RowOp::kSum: return "sum";
-    case RowOp::kAvg: return "average";
-    case RowOp::kProduct: return "product";
-    case RowOp::kMin: return "minimum";
-    case RowOp::kMax: return "maximum";
-    case RowOp::kAnd: return "bitwise and";
-    case RowOp::kOr: return "bitwise or";
-    case RowOp::kXor: return "bitwise xor";
+    case ReduceOp::kSum: return "sum";
+    case ReduceOp::kAvg: return "average";
+    case ReduceOp::kProduct: return "product";
+    case ReduceOp::kMin: return "minimum";
+    case ReduceOp::kMax: return "maximum";
+    case ReduceOp::kAnd: return "bitwise and";
+    case ReduceOp::kOr: return "bitwise or";
+    case ReduceOp::kXor: return "bitwise xor";
   }
   return "?";
 }
 
-void reduce_rows(void* out, const void* const* rows, int count, size_t n, c10::ScalarType type, RowOp op, bool wide) {
+void reduce_in_rank_order(void* out, const void* const* rows, int count, size_t n, c10::ScalarType type, ReduceOp op,
+                          bool wide) {
   const Call call{out, rows, count, n, type, op, wide};
   switch (type) {
     case c10::ScalarType::Float: return arithmetic<float>(call);

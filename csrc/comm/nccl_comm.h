@@ -49,12 +49,12 @@ struct PackedChunks {
 };
 
 // Calls may come from any thread, one at a time; abort() at any time.
-class NcclCommunicator {
+class NcclComm {
  public:
   // Collective over the ranks that have `id` from one of them. Binds the device that is current.
-  static std::shared_ptr<NcclCommunicator> join(NcclLibraryPtr library, const nccl::UniqueId& id, NcclPlace place);
-  ~NcclCommunicator() { leave(); }
-  NcclCommunicator(const NcclCommunicator&) = delete;
+  static std::shared_ptr<NcclComm> join(NcclLibraryPtr library, const nccl::UniqueId& id, NcclPlace place);
+  ~NcclComm() { leave(); }
+  NcclComm(const NcclComm&) = delete;
 
   int rank() const { return place_.rank; }
   int size() const { return place_.size; }
@@ -100,7 +100,7 @@ class NcclCommunicator {
   void deregister_memory(void* handle) noexcept;
 
  private:
-  NcclCommunicator(NcclLibraryPtr library, NcclPlace place);
+  NcclComm(NcclLibraryPtr library, NcclPlace place);
   template <typename Call>
   void run(const char* what, size_t count, nccl::DataType type, const Call& call);
   void start(const std::string& what);
@@ -127,6 +127,6 @@ class NcclCommunicator {
   std::set<void*> registered_;
   std::atomic<bool> abort_asked_{false};
 };
-using NcclCommunicatorPtr = std::shared_ptr<NcclCommunicator>;
+using NcclCommPtr = std::shared_ptr<NcclComm>;
 
 }  // namespace ds::comm

@@ -1,4 +1,4 @@
-#include "comm/nccl_communicator.h"
+#include "comm/nccl_comm.h"
 
 #include <numeric>
 #include <thread>
@@ -52,20 +52,18 @@ size_t nccl_type_bytes(nccl::DataType type) {
 
 // ---- coming and going -----------------------------------------------------------------------------------------------
 
-NcclCommunicator::NcclCommunicator(NcclLibraryPtr library, NcclPlace place)
-    : library_(std::move(library)), place_(std::move(place)) {}
+NcclComm::NcclComm(NcclLibraryPtr library, NcclPlace place) : library_(std::move(library)), place_(std::move(place)) {}
 
-std::shared_ptr<NcclCommunicator> NcclCommunicator::join(NcclLibraryPtr library, const nccl::UniqueId& id,
-                                                         NcclPlace place) {
+std::shared_ptr<NcclComm> NcclComm::join(NcclLibraryPtr library, const nccl::UniqueId& id, NcclPlace place) {
   if (place.size < 1 || place.rank < 0 || place.rank >= place.size)
     fail(ErrorKind::kValue, "there is no rank ", place.rank, " in an NCCL communicator of ", place.size, " ranks");
-  std::shared_ptr<NcclCommunicator> made(new NcclCommunicator(std::move(library), std::move(place)));
+  std::shared_ptr<NcclComm> made(new NcclComm(std::move(library), std::move(place)));
   nccl::Config config;
   made->settle(made->library_->calls().comm_init_rank_config(&made->comm_, made->size(), id, made->rank(), &config));
   return made;
 }
 
-void NcclCommunicator::leave() noexcept {
+void NcclComm::leave() noexcept {
   if (!owner_.here()) return;
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (!comm_ || depth_ > 0) return;
@@ -76,7 +74,7 @@ void NcclCommunicator::leave() noexcept {
   drop();
 }
 
-void NcclCommunicator::close() {
+void NcclComm::close() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (!comm_) return;
   if (depth_ > 0) fail(ErrorKind::kRuntime, who(), " cannot be closed inside a group: leave the group first.");
@@ -90,19 +88,19 @@ void NcclCommunicator::close() {
          library_->described());
 }
 
-bool NcclCommunicator::closed() const {
+bool NcclComm::closed() const {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   return comm_ == nullptr;
 }
 
-void NcclCommunicator::abort(const std::string& reason) {
+void NcclComm::abort(const std::string& reason) {
   abort_asked_ = true;  // whoever waits in settle() lets go of the lock
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (comm_ && problem_.empty()) problem_ = who() + " was aborted: " + reason;
   drop();
 }
 
-void NcclCommunicator::drop() noexcept {
+void NcclComm::drop() noexcept {
   if (depth_ > 0) return;  // leave_group() does it
   registered_.clear();     // the communicator takes its registrations along
   if (comm_) library_->calls().comm_abort(std::exchange(comm_, nullptr));
@@ -111,12 +109,12 @@ void NcclCommunicator::drop() noexcept {
 // ---- errors
 // -----------------------------------------------------------------------------------------------------------
 
-std::string NcclCommunicator::who() const {
+std::string NcclComm::who() const {
   return "NCCL communicator \"" + place_.name + "\", rank " + std::to_string(place_.rank) + " of " +
          std::to_string(place_.size);
 }
 
-void NcclCommunicator::broken(const std::string& problem) {
+void NcclComm::broken(const std::string& problem) {
   if (problem_.empty())
     problem_ = who() + ": " + last_ + " failed: " + problem + ". " + library_->described() +
                ". The communicator is aborted; NCCL_DEBUG=WARN in the environment of all ranks makes NCCL say more.";
@@ -124,7 +122,7 @@ void NcclCommunicator::broken(const std::string& problem) {
   fail(ErrorKind::kRuntime, problem_);
 }
 
-void NcclCommunicator::settle(nccl::Result result) {
+void NcclComm::settle(nccl::Result result) {
   const auto deadline = Clock::now() + place_.timeout;
   for (int turn = 0; result == nccl::kInProgress; ++turn) {
     if (abort_asked_) broken("it was aborted by another thread");
@@ -145,7 +143,7 @@ void NcclCommunicator::settle(nccl::Result result) {
   if (result != nccl::kSuccess) broken(library_->explain(result, comm_));
 }
 
-void NcclCommunicator::check() {
+void NcclComm::check() {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (!problem_.empty()) fail(ErrorKind::kRuntime, problem_);
   if (!comm_) fail(ErrorKind::kRuntime, who(), " is closed: make another one.");
@@ -156,13 +154,13 @@ void NcclCommunicator::check() {
   settle(state);
 }
 
-void NcclCommunicator::start(const std::string& what) {
+void NcclComm::start(const std::string& what) {
   check();
   last_ = what + ", its call " + std::to_string(++calls_);
 }
 
 template <typename Call>
-void NcclCommunicator::run(const char* what, size_t count, nccl::DataType type, const Call& call) {
+void NcclComm::run(const char* what, size_t count, nccl::DataType type, const Call& call) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (count == 0) return check();
   start(std::string(what) + " of " + std::to_string(count) + " x " + nccl_type_name(type));
@@ -171,73 +169,71 @@ void NcclCommunicator::run(const char* what, size_t count, nccl::DataType type, 
   settle(result);
 }
 
-void NcclCommunicator::check_peer(const char* what, const char* role, int rank) const {
+void NcclComm::check_peer(const char* what, const char* role, int rank) const {
   if (rank < 0 || rank >= place_.size)
     fail(ErrorKind::kValue, who(), ": ", what, " got ", role, " ", rank, ", but ranks here are 0 to ", place_.size - 1,
          ". They are those of the communicator, not of the whole job.");
 }
 
-void NcclCommunicator::check_reduction(const char* what, nccl::DataType type) const {
+void NcclComm::check_reduction(const char* what, nccl::DataType type) const {
   if ((type == nccl::kFloat8E4M3 || type == nccl::kFloat8E5M2) && !library_->has_float8())
     fail(ErrorKind::kType, who(), ": ", what, " of ", nccl_type_name(type), " needs NCCL 2.24 or later, this is ",
          library_->described(), ". Reduce in bf16, or install a newer one. Moving fp8 works with every version.");
 }
 
 // What only moves needs no arithmetic on it: an NCCL that does not know fp8 carries its bytes.
-nccl::DataType NcclCommunicator::moved(nccl::DataType type) const {
+nccl::DataType NcclComm::moved(nccl::DataType type) const {
   return type == nccl::kFloat8E4M3 || type == nccl::kFloat8E5M2 ? nccl::kUint8 : type;
 }
 
 // ---- collectives
 // ------------------------------------------------------------------------------------------------------
 
-void NcclCommunicator::all_reduce(const void* in, void* out, size_t count, nccl::DataType type, nccl::RedOp op,
-                                  void* stream) {
+void NcclComm::all_reduce(const void* in, void* out, size_t count, nccl::DataType type, nccl::RedOp op, void* stream) {
   check_reduction("all_reduce", type);
   run("all_reduce", count, type,
       [&](const nccl::Calls& calls) { return calls.all_reduce(in, out, count, type, op, comm_, stream); });
 }
 
-void NcclCommunicator::reduce(const void* in, void* out, size_t count, nccl::DataType type, nccl::RedOp op, int root,
-                              void* stream) {
+void NcclComm::reduce(const void* in, void* out, size_t count, nccl::DataType type, nccl::RedOp op, int root,
+                      void* stream) {
   check_reduction("reduce", type);
   check_peer("reduce", "the root", root);
   run("reduce", count, type,
       [&](const nccl::Calls& calls) { return calls.reduce(in, out, count, type, op, root, comm_, stream); });
 }
 
-void NcclCommunicator::broadcast(const void* in, void* out, size_t count, nccl::DataType type, int root, void* stream) {
+void NcclComm::broadcast(const void* in, void* out, size_t count, nccl::DataType type, int root, void* stream) {
   check_peer("broadcast", "the root", root);
   run("broadcast", count, type,
       [&](const nccl::Calls& calls) { return calls.broadcast(in, out, count, moved(type), root, comm_, stream); });
 }
 
-void NcclCommunicator::all_gather(const void* in, void* out, size_t count, nccl::DataType type, void* stream) {
+void NcclComm::all_gather(const void* in, void* out, size_t count, nccl::DataType type, void* stream) {
   run("all_gather", count, type,
       [&](const nccl::Calls& calls) { return calls.all_gather(in, out, count, moved(type), comm_, stream); });
 }
 
-void NcclCommunicator::reduce_scatter(const void* in, void* out, size_t count, nccl::DataType type, nccl::RedOp op,
-                                      void* stream) {
+void NcclComm::reduce_scatter(const void* in, void* out, size_t count, nccl::DataType type, nccl::RedOp op,
+                              void* stream) {
   check_reduction("reduce_scatter", type);
   run("reduce_scatter", count, type,
       [&](const nccl::Calls& calls) { return calls.reduce_scatter(in, out, count, type, op, comm_, stream); });
 }
 
-void NcclCommunicator::send(const void* in, size_t count, nccl::DataType type, int peer, void* stream) {
+void NcclComm::send(const void* in, size_t count, nccl::DataType type, int peer, void* stream) {
   check_peer("send", "the receiver", peer);
   run("send", count, type,
       [&](const nccl::Calls& calls) { return calls.send(in, count, moved(type), peer, comm_, stream); });
 }
 
-void NcclCommunicator::recv(void* out, size_t count, nccl::DataType type, int peer, void* stream) {
+void NcclComm::recv(void* out, size_t count, nccl::DataType type, int peer, void* stream) {
   check_peer("recv", "the sender", peer);
   run("recv", count, type,
       [&](const nccl::Calls& calls) { return calls.recv(out, count, moved(type), peer, comm_, stream); });
 }
 
-void NcclCommunicator::send_parts(const void* in, const std::vector<size_t>& counts, nccl::DataType type,
-                                  void* stream) {
+void NcclComm::send_parts(const void* in, const std::vector<size_t>& counts, nccl::DataType type, void* stream) {
   size_t begun = 0;
   for (int peer = 0; peer < place_.size; ++peer) {
     send(at(in, begun * nccl_type_bytes(type)), counts[peer], type, peer, stream);
@@ -245,7 +241,7 @@ void NcclCommunicator::send_parts(const void* in, const std::vector<size_t>& cou
   }
 }
 
-void NcclCommunicator::recv_parts(void* out, const std::vector<size_t>& counts, nccl::DataType type, void* stream) {
+void NcclComm::recv_parts(void* out, const std::vector<size_t>& counts, nccl::DataType type, void* stream) {
   size_t begun = 0;
   for (int peer = 0; peer < place_.size; ++peer) {
     recv(const_cast<char*>(at(out, begun * nccl_type_bytes(type))), counts[peer], type, peer, stream);
@@ -263,8 +259,8 @@ void check_parts(const std::string& who, const char* what, const std::vector<siz
 
 }  // namespace
 
-void NcclCommunicator::all_to_all(const void* in, const std::vector<size_t>& in_counts, void* out,
-                                  const std::vector<size_t>& out_counts, nccl::DataType type, void* stream) {
+void NcclComm::all_to_all(const void* in, const std::vector<size_t>& in_counts, void* out,
+                          const std::vector<size_t>& out_counts, nccl::DataType type, void* stream) {
   check_parts(who(), "the input of all_to_all", in_counts, place_.size);
   check_parts(who(), "the output of all_to_all", out_counts, place_.size);
   grouped([&] {
@@ -273,8 +269,8 @@ void NcclCommunicator::all_to_all(const void* in, const std::vector<size_t>& in_
   });
 }
 
-void NcclCommunicator::exchange_packed(const PackedChunks& in, const PackedChunks& out, nccl::DataType scale_type,
-                                       void* stream) {
+void NcclComm::exchange_packed(const PackedChunks& in, const PackedChunks& out, nccl::DataType scale_type,
+                               void* stream) {
   for (const PackedChunks* side : {&in, &out}) {
     check_parts(who(), "exchange_packed", side->chunk_bytes, place_.size);
     check_parts(who(), "exchange_packed (scales)", side->chunk_scales, place_.size);
@@ -287,15 +283,15 @@ void NcclCommunicator::exchange_packed(const PackedChunks& in, const PackedChunk
   });
 }
 
-void NcclCommunicator::gather_packed(const void* bytes, size_t chunk_bytes, const void* scales, size_t chunk_scales,
-                                     void* all_bytes, void* all_scales, nccl::DataType scale_type, void* stream) {
+void NcclComm::gather_packed(const void* bytes, size_t chunk_bytes, const void* scales, size_t chunk_scales,
+                             void* all_bytes, void* all_scales, nccl::DataType scale_type, void* stream) {
   grouped([&] {
     all_gather(bytes, all_bytes, chunk_bytes, nccl::kUint8, stream);
     all_gather(scales, all_scales, chunk_scales, scale_type, stream);
   });
 }
 
-void NcclCommunicator::grouped(const std::function<void()>& body) {
+void NcclComm::grouped(const std::function<void()>& body) {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   check();
   const nccl::Calls& calls = library_->calls();
@@ -314,7 +310,7 @@ void NcclCommunicator::grouped(const std::function<void()>& body) {
 }
 
 // NCCL's list of what a group holds names the communicator until the outermost group has ended: only then may it go.
-nccl::Result NcclCommunicator::leave_group() noexcept {
+nccl::Result NcclComm::leave_group() noexcept {
   const nccl::Result result = library_->calls().group_end();
   --depth_;
   if (!problem_.empty()) drop();
@@ -324,7 +320,7 @@ nccl::Result NcclCommunicator::leave_group() noexcept {
 // ---- user buffers
 // -----------------------------------------------------------------------------------------------------
 
-void* NcclCommunicator::register_memory(void* data, size_t bytes) {
+void* NcclComm::register_memory(void* data, size_t bytes) {
   const nccl::BufferCalls& calls = library_->buffer_calls();
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   start("registering " + std::to_string(bytes) + " bytes of memory");
@@ -335,7 +331,7 @@ void* NcclCommunicator::register_memory(void* data, size_t bytes) {
   return handle;
 }
 
-void NcclCommunicator::deregister_memory(void* handle) noexcept {
+void NcclComm::deregister_memory(void* handle) noexcept {
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (registered_.erase(handle) > 0 && comm_) library_->buffer_calls().comm_deregister(comm_, handle);
 }

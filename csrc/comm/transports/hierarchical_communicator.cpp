@@ -1,4 +1,4 @@
-#include "comm/hierarchical_communicator.h"
+#include "comm/transports/hierarchical_communicator.h"
 
 #include <ATen/Functions.h>
 
@@ -75,18 +75,16 @@ class HierarchicalCommunicator : public Communicator {
   HierarchicalCommunicator(CommunicatorPtr inner, std::unique_ptr<ShmGroup> group, Tree tree)
       : inner_(std::move(inner)),
         queue_(std::make_shared<ShmQueue>(std::move(group))),
-        tree_(std::make_shared<Tree>(std::move(tree))) {}
+        tree_(std::make_shared<Tree>(std::move(tree))),
+        background_(has_spare_cores(inner_->size())) {}
 
   int rank() const override { return inner_->rank(); }
   int size() const override { return inner_->size(); }
   std::string name() const override { return "hierarchical"; }
-  void barrier() override {
-    start(record("barrier"), [](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
-      group.barrier();
-      fingerprints.compare(group);
-      tree.between_hosts(group, [](Communicator& leaders) { leaders.barrier(); });
-      group.barrier();
-    })->wait();
+  bool carries(const Op&) const override { return true; }  // what leaders cannot speed up goes as it would without them
+  WorkPtr run_all(const std::vector<Op>& ops) override {
+    if (!background_) queue_->drain();
+    return inner_->run_all(ops);
   }
   PeerMemoryPtr peer_memory(int64_t) override { return nullptr; }
   void leave() override {
@@ -95,78 +93,94 @@ class HierarchicalCommunicator : public Communicator {
   }
 
  protected:
-  WorkPtr start_all_reduce(const at::Tensor& tensor, ReduceOp op, Tag tag) override {
-    if (!tensor.device().is_cpu()) return inner_->all_reduce(tensor, op, tag);
-    return start(call("all_reduce", tensor, tag, static_cast<int>(row_op(op))),
-                 [=, tag = std::string(tag)](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
-                   const at::Tensor sum = op == ReduceOp::kSum && narrow(tensor) ? tensor.to(at::kFloat) : tensor;
-                   group.reduce(sum.data_ptr(), elements(sum), sum.scalar_type(), row_op(op), 0, tag);
-                   fingerprints.compare(group);
-                   tree.between_hosts(group, [&](Communicator& leaders) { leaders.all_reduce(sum, op)->wait(); });
-                   group.broadcast(sum.data_ptr(), elements(sum), sum.scalar_type(), 0, tag);
-                   if (!sum.is_same(tensor)) tensor.copy_(sum);
-                 });
-  }
-
-  WorkPtr start_broadcast(const at::Tensor& tensor, int root, Tag tag) override {
-    if (!tensor.device().is_cpu()) return inner_->broadcast(tensor, root, tag);
-    Record header = call("broadcast", tensor, tag, -1);
-    header.root = root;
-    return start(header,
-                 [=, tag = std::string(tag)](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
-                   const int from = tree.hosts.host_of(root), place = tree.hosts.place_of(root);
-                   const auto inside = [&](int local_root) {
-                     group.broadcast(tensor.data_ptr(), elements(tensor), tensor.scalar_type(), local_root, tag);
-                   };
-                   if (from == tree.hosts.mine) inside(place);
-                   fingerprints.compare(group);
-                   tree.between_hosts(group, [&](Communicator& leaders) { leaders.broadcast(tensor, from)->wait(); });
-                   if (from != tree.hosts.mine) inside(0);
-                 });
-  }
-
-  WorkPtr start_reduce_scatter(const at::Tensor& input, const at::Tensor& output, Tag tag) override {
-    if (!input.device().is_cpu()) return inner_->reduce_scatter(input, output, tag);
-    return start(
-        call("reduce_scatter", output, tag, static_cast<int>(RowOp::kSum)),
-        [=, n = size(), tag = std::string(tag)](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
-          const at::Tensor sum = narrow(input) ? input.to(at::kFloat) : input;
-          group.reduce(sum.data_ptr(), elements(sum), sum.scalar_type(), RowOp::kSum, 0, tag);
-          fingerprints.compare(group);
-          const at::Tensor rows = sum.view({n, output.numel()});
-          at::Tensor mine;  // the rows of this host's ranks
-          tree.between_hosts(group, [&](Communicator& leaders) { mine = sum_of_hosts(leaders, tree.hosts, rows); });
-          at::Tensor row =
-              sum.scalar_type() == output.scalar_type() ? output : at::empty(output.sizes(), sum.options());
-          const size_t bytes = row.nbytes();
-          group.scatter(row.data_ptr(), mine.defined() ? rows_of(mine.data_ptr(), group.size(), bytes) : Rows(),
-                        elements(row), row.scalar_type(), 0, tag);
-          if (!row.is_same(output)) output.copy_(row);
-        });
-  }
-
-  WorkPtr start_all_gather(const at::Tensor& mine, const at::Tensor& all, Tag tag) override {
-    if (!all.device().is_cpu()) return inner_->all_gather(mine, all, tag);
-    return start(
-        call("all_gather", mine, tag, -1),
-        [=, n = size(), tag = std::string(tag)](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
-          const at::Tensor rows = all.view({n, mine.numel()});
-          at::Tensor block;  // the rows of this host's ranks
-          if (tree.leaders) block = at::empty({group.size(), mine.numel()}, all.options());
-          group.gather(tree.leaders ? rows_of(block.data_ptr(), group.size(), mine.nbytes()) : Rows(), mine.data_ptr(),
-                       elements(mine), mine.scalar_type(), 0, tag);
-          fingerprints.compare(group);
-          tree.between_hosts(group, [&](Communicator& leaders) { gather_blocks(leaders, tree.hosts, block, rows); });
-          group.broadcast(all.data_ptr(), elements(all), all.scalar_type(), 0, tag);
-        });
+  WorkPtr start(const Op& op) override {
+    const bool even = op.in_counts.empty() && op.out_counts.empty();
+    if (op.verb == Verb::kBarrier) return barriers();
+    if (op.own().device().is_cpu() && even && op.reduce != ReduceOp::kAvg) {
+      if (op.verb == Verb::kAllReduce) return all_reduce(op);
+      if (op.verb == Verb::kBroadcast) return broadcast(op);
+      if (op.verb == Verb::kReduceScatter) return reduce_scatter(op);
+      if (op.verb == Verb::kAllGather) return all_gather(op);
+    }
+    if (!background_) queue_->drain();
+    return inner_->run(op);
   }
 
  private:
   using Body = std::function<void(ShmGroup&, const Tree&, FingerprintExchange&)>;
 
-  static Record call(const char* what, const at::Tensor& tensor, Tag tag, int op) {
-    Record made = record(what, tensor.numel(), static_cast<int32_t>(tensor.scalar_type()), tag);
-    made.op = op;
+  WorkPtr barriers() {
+    return submit(record("barrier"), [](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
+      group.barrier();
+      fingerprints.compare(group);
+      tree.between_hosts(group, [](Communicator& leaders) { leaders.barrier(); });
+      group.barrier();
+    });
+  }
+
+  WorkPtr all_reduce(const Op& op) {
+    return submit(call(op), [op](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
+      const at::Tensor& tensor = op.out;
+      const at::Tensor sum = op.reduce == ReduceOp::kSum && narrow(tensor) ? tensor.to(at::kFloat) : tensor;
+      group.reduce(sum.data_ptr(), elements(sum), sum.scalar_type(), op.reduce, 0, op.tag);
+      fingerprints.compare(group);
+      tree.between_hosts(group, [&](Communicator& leaders) { leaders.all_reduce(sum, op.reduce)->wait(); });
+      group.broadcast(sum.data_ptr(), elements(sum), sum.scalar_type(), 0, op.tag);
+      if (!sum.is_same(tensor)) tensor.copy_(sum);
+    });
+  }
+
+  WorkPtr broadcast(const Op& op) {
+    Record header = call(op);
+    header.root = op.peer;
+    return submit(header, [op](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
+      const at::Tensor& tensor = op.out;
+      const int from = tree.hosts.host_of(op.peer), place = tree.hosts.place_of(op.peer);
+      const auto inside = [&](int local_root) {
+        group.broadcast(tensor.data_ptr(), elements(tensor), tensor.scalar_type(), local_root, op.tag);
+      };
+      if (from == tree.hosts.mine) inside(place);
+      fingerprints.compare(group);
+      tree.between_hosts(group, [&](Communicator& leaders) { leaders.broadcast(tensor, from)->wait(); });
+      if (from != tree.hosts.mine) inside(0);
+    });
+  }
+
+  WorkPtr reduce_scatter(const Op& op) {
+    return submit(call(op), [op, n = size()](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
+      const at::Tensor &input = op.in, &output = op.out;
+      const at::Tensor sum = narrow(input) ? input.to(at::kFloat) : input;
+      group.reduce(sum.data_ptr(), elements(sum), sum.scalar_type(), op.reduce, 0, op.tag);
+      fingerprints.compare(group);
+      const at::Tensor rows = sum.view({n, output.numel()});
+      at::Tensor mine;  // the rows of this host's ranks
+      tree.between_hosts(
+          group, [&](Communicator& leaders) { mine = reduced_over_hosts(leaders, tree.hosts, rows, op.reduce); });
+      at::Tensor row = sum.scalar_type() == output.scalar_type() ? output : at::empty(output.sizes(), sum.options());
+      const size_t bytes = row.nbytes();
+      group.scatter(row.data_ptr(), mine.defined() ? rows_of(mine.data_ptr(), group.size(), bytes) : Rows(),
+                    elements(row), row.scalar_type(), 0, op.tag);
+      if (!row.is_same(output)) output.copy_(row);
+    });
+  }
+
+  WorkPtr all_gather(const Op& op) {
+    return submit(call(op), [op, n = size()](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
+      const at::Tensor &mine = op.in, &all = op.out;
+      const at::Tensor rows = all.view({n, mine.numel()});
+      at::Tensor block;  // the rows of this host's ranks
+      if (tree.leaders) block = at::empty({group.size(), mine.numel()}, all.options());
+      group.gather(tree.leaders ? rows_of(block.data_ptr(), group.size(), mine.nbytes()) : Rows(), mine.data_ptr(),
+                   elements(mine), mine.scalar_type(), 0, op.tag);
+      fingerprints.compare(group);
+      tree.between_hosts(group, [&](Communicator& leaders) { gather_blocks(leaders, tree.hosts, block, rows); });
+      group.broadcast(all.data_ptr(), elements(all), all.scalar_type(), 0, op.tag);
+    });
+  }
+
+  static Record call(const Op& op) {
+    Record made = record(verb_name(op.verb), op.own().numel(), static_cast<int32_t>(op.own().scalar_type()), op.tag);
+    if (op.verb == Verb::kAllReduce || op.verb == Verb::kReduceScatter) made.op = static_cast<int32_t>(op.reduce);
     return made;
   }
 
@@ -190,8 +204,8 @@ class HierarchicalCommunicator : public Communicator {
             .copy_(blocks.select(0, static_cast<int64_t>(host)).select(0, static_cast<int64_t>(place)));
   }
 
-  // rows[r]: this host's sum for rank r. Returns the whole sums for the ranks of this host.
-  static at::Tensor sum_of_hosts(Communicator& leaders, const Hosts& hosts, const at::Tensor& rows) {
+  // rows[r]: what this host has reduced for rank r. Returns what all hosts have for the ranks of this host.
+  static at::Tensor reduced_over_hosts(Communicator& leaders, const Hosts& hosts, const at::Tensor& rows, ReduceOp op) {
     const at::Tensor blocks = at::zeros({leaders.size(), most_ranks(hosts), rows.size(1)}, rows.options());
     for (size_t host = 0; host < hosts.ranks.size(); ++host)
       for (size_t place = 0; place < hosts.ranks[host].size(); ++place)
@@ -199,25 +213,26 @@ class HierarchicalCommunicator : public Communicator {
             .select(0, static_cast<int64_t>(place))
             .copy_(rows.select(0, hosts.ranks[host][place]));
     const at::Tensor mine = blocks.select(0, leaders.rank());
-    leaders.reduce_scatter(blocks, mine)->wait();
+    leaders.run({Verb::kReduceScatter, blocks, mine, {}, {}, op, -1, {}})->wait();
     return mine;
   }
 
-  WorkPtr start(const Record& header, Body body) {
-    return std::make_shared<ShmWork>(
-        queue_, queue_->submit(
-                    [tree = tree_, header, body = std::move(body)](ShmGroup& group) {
-                      // The other leaders may stand in what failed here, and take fingerprints for its data.
-                      group.channel().refuse_if_failed();
-                      FingerprintExchange fingerprints(*tree, header);
-                      body(group, *tree, fingerprints);
-                    },
-                    has_spare_cores(inner_->size()) ? ShmQueue::Start::kSoon : ShmQueue::Start::kByWaiting));
+  WorkPtr submit(const Record& header, Body body) {
+    return std::make_shared<ShmWork>(queue_, queue_->submit(
+                                                 [tree = tree_, header, body = std::move(body)](ShmGroup& group) {
+                                                   // The other leaders may stand in what failed here, and take
+                                                   // fingerprints for its data.
+                                                   group.channel().refuse_if_failed();
+                                                   FingerprintExchange fingerprints(*tree, header);
+                                                   body(group, *tree, fingerprints);
+                                                 },
+                                                 background_ ? ShmQueue::Start::kSoon : ShmQueue::Start::kByWaiting));
   }
 
   CommunicatorPtr inner_;
   std::shared_ptr<ShmQueue> queue_;
   std::shared_ptr<Tree> tree_;
+  const bool background_;
 };
 
 std::vector<int64_t> hosts_of_all(Communicator& inner, int64_t host) {

@@ -1,0 +1,61 @@
+// One call of a collective, as transports, decorators and logs see it.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "comm/rank_order_reduction.h"
+
+namespace ds::comm {
+
+enum class Verb : uint8_t {
+  kAllReduce,
+  kReduce,
+  kBroadcast,
+  kReduceScatter,
+  kAllGather,
+  kAllToAll,
+  kGather,
+  kScatter,
+  kSend,
+  kRecv,
+  kBarrier,
+};
+constexpr int kVerbs = 11;
+const char* verb_name(Verb verb);  // all_reduce
+
+// Tensors are contiguous. Which of them a verb uses, n being the number of ranks:
+//
+//   kAllReduce      out: reduced in place
+//   kReduce         out: reduced in place on `peer`; the others' stays as it was
+//   kBroadcast      out: of `peer` on all ranks
+//   kReduceScatter  in: n parts, part r for rank r; out: the reduction of this rank's part, in its dtype or, of 16-bit
+//                   floats, in fp32; it may lie where that part does. The rest of `in` is left undefined.
+//   kAllGather      in: this rank's part; out: n parts by rank. `in` may lie where this rank's part of `out` does.
+//   kAllToAll       in: n parts, part r for rank r; out: n parts, part r of rank r
+//   kGather         in: this rank's part; out: n parts by rank, on `peer`; undefined on the others
+//   kScatter        in: n parts, on `peer`; undefined on the others; out: this rank's part
+//   kSend, kRecv    in, or out: to or from `peer`; messages between two ranks keep their order
+//   kBarrier        none
+//
+// n parts follow each other and have the same number of elements, unless in_counts or out_counts has that of each: of
+// kReduceScatter and kScatter in_counts, of kAllGather and kGather out_counts, equal on all ranks (also where the
+// tensor is undefined); of kAllToAll both or none.
+struct Op {
+  Verb verb = Verb::kBarrier;
+  at::Tensor in, out;
+  std::vector<int64_t> in_counts, out_counts;
+  ReduceOp reduce = ReduceOp::kSum;
+  int peer = -1;
+  // What it is for, a parameter's name as a rule, equal on all ranks; for messages when ranks do not meet.
+  std::string tag;
+
+  // The tensor that has all of what the call is about: n parts where there are, as far as this rank has them.
+  const at::Tensor& whole() const;
+  // The tensor that every rank has.
+  const at::Tensor& own() const;
+};
+
+}  // namespace ds::comm

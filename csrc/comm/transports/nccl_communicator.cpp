@@ -1,0 +1,181 @@
+#include "comm/transports/nccl_communicator.h"
+
+#include <ATen/Functions.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <optional>
+#include <utility>
+
+#include "base/error.h"
+#include "comm/native_stream.h"
+
+namespace ds::comm {
+
+namespace {
+
+std::optional<nccl::DataType> nccl_type(at::ScalarType type) {
+  switch (type) {
+    case at::kChar: return nccl::kInt8;
+    case at::kByte:
+    case at::kBool: return nccl::kUint8;
+    case at::kInt: return nccl::kInt32;
+    case at::kLong: return nccl::kInt64;
+    case at::kHalf: return nccl::kFloat16;
+    case at::kFloat: return nccl::kFloat32;
+    case at::kDouble: return nccl::kFloat64;
+    case at::kBFloat16: return nccl::kBfloat16;
+    default: return std::nullopt;
+  }
+}
+
+// On truth values addition is "or" and multiplication is "and".
+std::optional<nccl::RedOp> nccl_op(ReduceOp op, at::ScalarType type) {
+  const bool truth = type == at::kBool;
+  switch (op) {
+    case ReduceOp::kSum: return truth ? nccl::kMax : nccl::kSum;
+    case ReduceOp::kProduct: return truth ? nccl::kMin : nccl::kProd;
+    case ReduceOp::kMin: return nccl::kMin;
+    case ReduceOp::kMax: return nccl::kMax;
+    case ReduceOp::kAvg: return truth ? std::nullopt : std::optional(nccl::kAvg);
+    default: return std::nullopt;
+  }
+}
+
+bool reduces(Verb verb) { return verb == Verb::kAllReduce || verb == Verb::kReduce || verb == Verb::kReduceScatter; }
+
+// What the device does beside its current stream; wait() puts the current stream behind it. Holds the tensors until
+// then: torch's allocator would hand out their memory in the order of the stream that they were made on.
+class StreamWork : public Work {
+ public:
+  StreamWork(c10::Event done, std::vector<Op> ops, std::function<void()> finish)
+      : done_(std::move(done)), ops_(std::move(ops)), finish_(std::move(finish)) {}
+  void wait() override {
+    if (ops_.empty()) return;
+    const c10::Device device = ops_[0].own().device();
+    done_.block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    if (finish_) finish_();
+    ops_.clear();
+    finish_ = nullptr;
+  }
+  bool ready() override { return true; }  // wait() does not block the host
+
+ private:
+  c10::Event done_;
+  std::vector<Op> ops_;
+  std::function<void()> finish_;
+};
+
+class NcclCommunicator : public Communicator {
+ public:
+  NcclCommunicator(NcclCommPtr nccl, CommunicatorPtr host) : nccl_(std::move(nccl)), host_(std::move(host)) {}
+
+  int rank() const override { return nccl_->rank(); }
+  int size() const override { return nccl_->size(); }
+  std::string name() const override { return "nccl"; }
+  bool carries(const Op& op) const override {
+    if (by_host(op)) return true;
+    if (op.verb == Verb::kBarrier || op.verb == Verb::kGather || op.verb == Verb::kScatter) return false;
+    const at::ScalarType type = op.own().scalar_type();
+    if (reduces(op.verb) && !(nccl_type(type) && nccl_op(op.reduce, type))) return false;
+    return op.verb == Verb::kAllToAll || (op.in_counts.empty() && op.out_counts.empty());
+  }
+  WorkPtr run_all(const std::vector<Op>& ops) override {
+    if (ops.empty()) return std::make_shared<DoneWork>();
+    if (by_host(ops[0])) return host_->run_all(ops);
+    return on_stream(ops, [&](void* stream) {
+      nccl_->grouped([&] {
+        for (const Op& op : ops) call(op, op.out, stream);
+      });
+    });
+  }
+  PeerMemoryPtr peer_memory(int64_t bytes) override { return host_ ? host_->peer_memory(bytes) : nullptr; }
+  CommunicatorPtr among(const std::vector<int>& ranks) override { return host_ ? host_->among(ranks) : nullptr; }
+  void leave() override {
+    nccl_->leave();
+    if (host_) host_->leave();
+  }
+
+ protected:
+  WorkPtr start(const Op& op) override {
+    if (by_host(op)) return host_->run(op);
+    at::Tensor out = op.out;
+    std::function<void()> finish;
+    if (op.verb == Verb::kReduceScatter && out.scalar_type() != op.in.scalar_type()) {
+      out = at::empty_like(op.out, op.in.options());
+      finish = [to = op.out, out] { to.copy_(out); };
+    }
+    return on_stream(
+        {op}, [&](void* stream) { call(op, out, stream); }, std::move(finish));
+  }
+
+ private:
+  bool by_host(const Op& op) const { return host_ && (op.verb == Verb::kBarrier || op.own().device().is_cpu()); }
+
+  template <typename Call>
+  WorkPtr on_stream(const std::vector<Op>& ops, const Call& make, std::function<void()> finish = nullptr) {
+    const c10::Device device = ops[0].own().device();
+    if (device.is_cpu()) {
+      make(nullptr);
+      if (finish) finish();
+      return std::make_shared<DoneWork>();
+    }
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    if (!stream_) stream_ = guard.getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+    c10::Event ready(device.type()), done(device.type());
+    ready.record(guard.getStream(device));
+    ready.block(*stream_);
+    make(native_stream(*stream_));
+    done.record(*stream_);
+    return std::make_shared<StreamWork>(std::move(done), ops, std::move(finish));
+  }
+
+  // Types that NCCL does not know move as bytes.
+  void call(const Op& op, const at::Tensor& out, void* stream) {
+    const at::Tensor& own = op.own();
+    const auto known = nccl_type(own.scalar_type());
+    const nccl::DataType type =
+        op.verb == Verb::kReduceScatter ? *nccl_type(op.in.scalar_type()) : known.value_or(nccl::kUint8);
+    const size_t width = known ? 1 : own.element_size(), n = static_cast<size_t>(own.numel()) * width;
+    void* const to = out.defined() ? out.data_ptr() : nullptr;
+    const void* const from = op.in.defined() ? op.in.data_ptr() : to;
+    const auto reduction = [&] { return *nccl_op(op.reduce, own.scalar_type()); };
+    const auto counts = [&](const at::Tensor& whole, const std::vector<int64_t>& given) {
+      std::vector<size_t> made(size(), static_cast<size_t>(whole.numel() / size()) * width);
+      for (size_t r = 0; r < given.size(); ++r) made[r] = static_cast<size_t>(given[r]) * width;
+      return made;
+    };
+    switch (op.verb) {
+      case Verb::kAllReduce: return nccl_->all_reduce(to, to, n, type, reduction(), stream);
+      case Verb::kReduce: return nccl_->reduce(to, to, n, type, reduction(), op.peer, stream);
+      case Verb::kBroadcast: return nccl_->broadcast(to, to, n, type, op.peer, stream);
+      case Verb::kReduceScatter: return nccl_->reduce_scatter(from, to, n, type, reduction(), stream);
+      case Verb::kAllGather: return nccl_->all_gather(from, to, n, type, stream);
+      case Verb::kAllToAll:
+        return nccl_->all_to_all(from, counts(op.in, op.in_counts), to, counts(op.out, op.out_counts), type, stream);
+      case Verb::kSend: return nccl_->send(from, n, type, op.peer, stream);
+      case Verb::kRecv: return nccl_->recv(to, n, type, op.peer, stream);
+      default: fail(ErrorKind::kNotImplemented, "NCCL has no ", verb_name(op.verb));
+    }
+  }
+
+  NcclCommPtr nccl_;
+  CommunicatorPtr host_;  // null: there is no other memory
+  c10::optional<c10::Stream> stream_;
+};
+
+}  // namespace
+
+CommunicatorPtr nccl_communicator(NcclCommPtr nccl, CommunicatorPtr host) {
+  if (!host || host->rank() != nccl->rank() || host->size() != nccl->size())
+    fail(ErrorKind::kValue, "NCCL communicator \"", nccl->name(),
+         "\" needs a communicator of the same ranks for tensors ", "in host memory");
+  return std::make_shared<NcclCommunicator>(std::move(nccl), std::move(host));
+}
+
+CommunicatorPtr nccl_communicator_of_host_memory(NcclCommPtr nccl) {
+  return std::make_shared<NcclCommunicator>(std::move(nccl), nullptr);
+}
+
+}  // namespace ds::comm

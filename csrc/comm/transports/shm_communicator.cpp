@@ -1,0 +1,107 @@
+#include "comm/transports/shm_communicator.h"
+
+#include <cstdlib>
+#include <string>
+
+#include "comm/transports/hierarchical_communicator.h"
+#include "comm/process_peer_memory.h"
+#include "comm/shm_work.h"
+
+namespace ds::comm {
+
+namespace {
+
+class ShmCommunicator : public Communicator {
+ public:
+  ShmCommunicator(CommunicatorPtr inner, std::unique_ptr<ShmGroup> group)
+      : inner_(std::move(inner)),
+        queue_(std::make_shared<ShmQueue>(std::move(group))),
+        background_(has_spare_cores(inner_->size())) {}
+
+  int rank() const override { return inner_->rank(); }
+  int size() const override { return inner_->size(); }
+  std::string name() const override { return "shm"; }
+  bool carries(const Op& op) const override {
+    if (by_inner(op)) return true;
+    return op.verb == Verb::kAllToAll || (op.in_counts.empty() && op.out_counts.empty());
+  }
+  WorkPtr run_all(const std::vector<Op>& ops) override {
+    if (!background_) queue_->drain();
+    return inner_->run_all(ops);
+  }
+  PeerMemoryPtr peer_memory(int64_t bytes) override {
+    return process_peer_memory(*this, bytes, [queue = queue_](int rank, std::chrono::steady_clock::time_point since) {
+      queue->group().channel().look_after(rank, since, "the values of its parameters");
+    });
+  }
+  void leave() override { inner_->leave(); }
+
+ protected:
+  WorkPtr start(const Op& op) override {
+    if (by_inner(op)) {
+      if (!background_) queue_->drain();
+      return inner_->run(op);
+    }
+    return std::make_shared<ShmWork>(
+        queue_, queue_->submit([op](ShmGroup& group) { call(group, op); }, background_ && op.verb != Verb::kBarrier
+                                                                               ? ShmQueue::Start::kSoon
+                                                                               : ShmQueue::Start::kByWaiting));
+  }
+
+ private:
+  static bool by_inner(const Op& op) {
+    return op.verb == Verb::kSend || op.verb == Verb::kRecv ||
+           (op.verb != Verb::kBarrier && !op.own().device().is_cpu());
+  }
+
+  static void call(ShmGroup& group, const Op& op) {
+    if (op.verb == Verb::kBarrier) return group.barrier();
+    const at::Tensor& own = op.own();
+    const size_t n = numel(own);
+    const at::ScalarType type = op.in.defined() ? op.in.scalar_type() : own.scalar_type();
+    const bool root = op.peer == group.rank();
+    switch (op.verb) {
+      case Verb::kAllReduce: return group.all_reduce(op.out.data_ptr(), n, type, op.reduce, op.tag);
+      case Verb::kReduce: return group.reduce(op.out.data_ptr(), n, type, op.reduce, op.peer, op.tag);
+      case Verb::kBroadcast: return group.broadcast(op.out.data_ptr(), n, type, op.peer, op.tag);
+      case Verb::kReduceScatter:
+        return group.reduce_scatter(op.out.data_ptr(), rows(op.in, group.size()), n, type, op.reduce,
+                                    type != op.out.scalar_type(), op.tag);
+      case Verb::kAllGather: return group.all_gather(rows(op.out, group.size()), op.in.data_ptr(), n, type, op.tag);
+      case Verb::kGather:
+        return group.gather(root ? rows(op.out, group.size()) : Rows(), op.in.data_ptr(), n, type, op.peer, op.tag);
+      case Verb::kScatter:
+        return group.scatter(op.out.data_ptr(), root ? rows(op.in, group.size()) : Rows(), n, own.scalar_type(),
+                             op.peer, op.tag);
+      default: break;
+    }
+    const auto counts = [&](const at::Tensor& whole, const std::vector<int64_t>& given) {
+      return given.empty() ? std::vector<int64_t>(group.size(), whole.numel() / group.size()) : given;
+    };
+    const auto take = counts(op.out, op.out_counts), give = counts(op.in, op.in_counts);
+    group.all_to_all(rows_at(op.out.data_ptr(), take, op.out.element_size()), take,
+                     rows_at(op.in.data_ptr(), give, op.in.element_size()), give, type, op.tag);
+  }
+
+  static size_t numel(const at::Tensor& tensor) { return static_cast<size_t>(tensor.numel()); }
+  static Rows rows(const at::Tensor& all, int count) {
+    return rows_of(all.data_ptr(), count, all.nbytes() / static_cast<size_t>(count));
+  }
+
+  CommunicatorPtr inner_;
+  std::shared_ptr<ShmQueue> queue_;
+  const bool background_;
+};
+
+}  // namespace
+
+CommunicatorPtr shm_communicator(CommunicatorPtr inner, std::chrono::milliseconds timeout, const GroupFacts& facts) {
+  const char* wish = std::getenv("DS_SHM_COLLECTIVES");
+  if (inner->size() == 1 || (wish && std::string(wish) == "0")) return inner;
+  if (auto made = hierarchical_communicator(inner, timeout, facts, host_id())) return made;
+  auto group = ShmGroup::create(inner->rank(), inner->size(), rendezvous_over(*inner), timeout, facts);
+  if (!group) return inner;
+  return std::make_shared<ShmCommunicator>(std::move(inner), std::move(group));
+}
+
+}  // namespace ds::comm

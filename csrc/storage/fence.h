@@ -1,0 +1,65 @@
+// Orders what a device does with memory that goes from one owner to the next.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+namespace ds::storage {
+
+// A point in the work of one stream.
+class Fence {
+ public:
+  // Behind what has been launched on the current stream of the memory's device. Null on the CPU, where work is done
+  // when a call returns.
+  static std::shared_ptr<const Fence> after(const at::Tensor& memory) {
+    if (memory.device().is_cpu()) return nullptr;
+    return std::make_shared<const Fence>(memory);
+  }
+  explicit Fence(const at::Tensor& memory)
+      : stream_(c10::impl::VirtualGuardImpl(memory.device().type()).getStream(memory.device())),
+        reached_(memory.device().type()) {
+    reached_.record(stream_);
+    c10::impl::VirtualGuardImpl(memory.device().type()).recordDataPtrOnStream(memory.storage().data_ptr(), stream_);
+  }
+
+  c10::Stream stream() const { return stream_; }
+
+  // The current stream goes on after that; the host does not wait. torch's allocator learns of the stream: it reuses
+  // memory in the order of the stream alone that it was made on.
+  void wait(const at::Tensor& memory) const {
+    const c10::impl::VirtualGuardImpl device(memory.device().type());
+    const c10::Stream now = device.getStream(memory.device());
+    if (now == stream_) return;
+    reached_.block(now);
+    device.recordDataPtrOnStream(memory.storage().data_ptr(), now);
+  }
+
+ private:
+  const c10::Stream stream_;
+  c10::Event reached_;
+};
+using FencePtr = std::shared_ptr<const Fence>;
+
+// What several streams have done with some memory: the latest of each.
+class Fences {
+ public:
+  void add(const FencePtr& fence) {
+    if (!fence) return;
+    const auto same = [&](const FencePtr& other) { return other->stream() == fence->stream(); };
+    all_.erase(std::remove_if(all_.begin(), all_.end(), same), all_.end());
+    all_.push_back(fence);
+  }
+  void wait(const at::Tensor& memory) const {
+    for (const FencePtr& fence : all_) fence->wait(memory);
+  }
+
+ private:
+  std::vector<FencePtr> all_;
+};
+
+}  // namespace ds::storage

@@ -1,0 +1,36 @@
+// Where memory is, where it should be, how much of it there may be.
+#pragma once
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace ds::storage {
+
+// A tier, by number. Others are registered by name (storage/tier.h) and numbered from 3 on.
+enum class Medium : uint8_t { kDevice, kHost, kFile };
+
+enum class Access {
+  kRead,    // others may read, too
+  kWrite,   // alone; what was there is not fetched, every element of the range will be written
+  kUpdate,  // alone; reads and writes
+};
+
+// Where blocks end, in elements, rising; the last is the plane's length. Empty: one block.
+using Cuts = std::vector<int64_t>;
+
+struct Placement {
+  Medium rest = Medium::kDevice;  // where blocks are between leases
+  Medium work = Medium::kDevice;  // where the blocks are that `host_share` leaves out
+  bool pinned = false;            // host memory that a device copies from and to by itself
+  double host_share = 1.0;        // of the elements, in whole blocks from the first on: they rest at `rest`
+  std::string folder;             // of kFile: it exists
+};
+
+struct Budget {
+  std::map<Medium, int64_t> bytes;  // a medium that is not named has no limit
+  int64_t idle_scratch = 0;  // bytes of each medium that wait for the next lease; at least the largest buffer twice
+  int transfer_threads = 2;  // started with the first transfer in the background
+};
+
+}  // namespace ds::storage

@@ -1,0 +1,88 @@
+// One buffer, its blocks, and where they rest.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "plan/range.h"
+#include "storage/fence.h"
+#include "storage/tier.h"
+
+namespace ds::storage {
+
+struct Block {
+  int64_t begin = 0, end = 0;  // elements
+  int32_t part = 0;
+  int32_t readers = 0;  // leases and fetches
+  bool writer = false;  // a lease, its write back, or a move
+  Fences fences;
+  std::exception_ptr error;  // why it has no contents
+};
+
+// Blocks [first, end) rest together.
+struct PlanePart {
+  Medium medium;
+  int32_t first, end;
+  int64_t begin;  // element
+  int64_t bytes;
+  std::unique_ptr<Part> part;
+  at::Tensor memory;  // its bytes, where there are any to address
+};
+
+// A copy of blocks [first, end) in memory where somebody works on it; or scratch.
+struct Staging {
+  Medium medium = Medium::kDevice;
+  int32_t first = 0, end = 0;
+  int64_t bytes = 0;   // that are counted
+  at::Tensor memory;   // these bytes
+  int64_t offset = 0;  // of the first block in them: aligned
+  bool fetching = false;
+  FencePtr ready;
+};
+using StagingPtr = std::shared_ptr<Staging>;
+
+struct Plane {
+  std::string name;
+  int64_t numel = 0;
+  at::ScalarType type = at::kFloat;
+  int64_t element = 4;  // bytes
+  Placement placement;
+  std::vector<Block> blocks;
+  std::vector<PlanePart> parts;
+  std::vector<StagingPtr> prefetched;  // oldest first
+  at::Tensor lasting;                  // what resident() has given out, or what was brought along
+  Medium lasting_at = Medium::kDevice;
+  bool removed = false;
+
+  // The blocks that a range touches, as [first, end).
+  std::pair<int32_t, int32_t> blocks_of(plan::Range range) const;
+  bool covers(plan::Range range, int32_t block) const {
+    return range.begin <= blocks[block].begin && range.end >= blocks[block].end;
+  }
+  // The part in whose memory all these blocks rest, there; null: they have to be copied.
+  const PlanePart* resting(int32_t first, int32_t end, Medium at) const;
+  int64_t bytes(int32_t first, int32_t end) const {
+    return first == end ? 0 : (blocks[end - 1].end - blocks[first].begin) * element;
+  }
+};
+using PlanePtr = std::shared_ptr<Plane>;
+
+// Throws ErrorKind::kValue for cuts that do not rise or do not end where the plane ends.
+std::vector<Block> make_blocks(const std::string& name, int64_t numel, const Cuts& cuts);
+
+// Which blocks rest where; without memory yet. `part` of the blocks is left alone.
+std::vector<PlanePart> plan_parts(const Plane& plane, const Placement& placement);
+
+// Throws ErrorKind::kValue where the plane rests in memory that somebody else has, and it cannot be freed and come
+// back: others see more of it, or it is nobody's to free.
+void check_can_empty(const Plane& plane);
+// Memory of a tensor that stays valid: frees it, and allocates as much again.
+void empty_memory(const at::Tensor& tensor);
+void refill_memory(const at::Tensor& tensor, int64_t bytes);
+
+}  // namespace ds::storage

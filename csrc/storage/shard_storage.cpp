@@ -1,0 +1,57 @@
+#include "storage/shard_storage.h"
+
+#include <utility>
+
+#include "storage/storage_state.h"
+
+namespace ds::storage {
+
+Lease::Lease(Lease&& other) noexcept { *this = std::move(other); }
+
+Lease& Lease::operator=(Lease&& other) noexcept {
+  if (this == &other) return *this;
+  release();
+  state_ = std::move(other.state_);
+  data_ = std::move(other.data_);
+  staging_ = std::move(other.staging_);
+  plane_ = other.plane_;
+  first_ = other.first_;
+  end_ = other.end_;
+  access_ = other.access_;
+  return *this;
+}
+
+void Lease::release() noexcept {
+  if (!state_) return;
+  const std::shared_ptr<StorageState> state = std::move(state_);
+  state->release(*this);
+}
+
+ShardStorage::ShardStorage(c10::Device device, Budget budget, std::shared_ptr<io::Files> files)
+    : state_(std::make_shared<StorageState>(device, std::move(budget),
+                                            files ? std::move(files) : std::make_shared<io::Files>())) {}
+ShardStorage::~ShardStorage() = default;
+
+PlaneId ShardStorage::add(std::string name, int64_t numel, at::ScalarType type, const Placement& placement, Cuts cuts,
+                          const at::Tensor& memory) {
+  return {state_->add(std::move(name), numel, type, placement, cuts, memory)};
+}
+void ShardStorage::remove(PlaneId plane) { state_->remove(plane.number); }
+Lease ShardStorage::acquire(PlaneId plane, plan::Range range, Access access, Medium at) {
+  return state_->acquire(plane.number, range, access, at);
+}
+void ShardStorage::prefetch(PlaneId plane, plan::Range range, Medium at) { state_->prefetch(plane.number, range, at); }
+Lease ShardStorage::scratch(int64_t numel, at::ScalarType type, Medium at) { return state_->scratch(numel, type, at); }
+void ShardStorage::keep_scratch(Medium at, int64_t bytes) { state_->keep_scratch(at, bytes); }
+void ShardStorage::trim() { state_->trim(); }
+at::Tensor ShardStorage::resident(PlaneId plane) { return state_->resident(plane.number); }
+void ShardStorage::move(const std::vector<PlaneId>& planes, const Placement& placement, bool wait_each) {
+  std::vector<int32_t> numbers;
+  for (const PlaneId plane : planes) numbers.push_back(plane.number);
+  state_->move(std::move(numbers), placement, wait_each);
+}
+Placement ShardStorage::placement(PlaneId plane) const { return state_->placement(plane.number); }
+void ShardStorage::settle() { state_->settle(); }
+Usage ShardStorage::usage() const { return state_->usage(); }
+
+}  // namespace ds::storage

@@ -1,0 +1,115 @@
+// Buffers of a training run in several kinds of memory, behind leases.
+//
+// [Note: planes]
+// A *plane* is one buffer of elements, masters of one space for example. It rests in a tier and is moved in *blocks*,
+// between the cuts that it was added with. Who works on a range acquires a *lease* of it where the work is done. Where
+// the range rests there already, the lease is a view; otherwise a copy, fetched before acquire() returns and written
+// back, in the background, after the lease has gone.
+//
+// [Note: exclusion]
+// Leases of the same block: many kRead ones, or one of the others, and that one ends when its write back has. acquire()
+// waits for what is in its way; who holds a lease and asks for another one that excludes it waits for ever.
+//
+// [Note: budget]
+// What a lease, a prefetch or a plane takes of a medium is counted before it is allocated. Where that is more than the
+// budget, idle scratch goes first, then what was prefetched and nobody has taken, then acquire() waits for transfers
+// that will free memory by themselves. When nothing of that is left, it gets its memory all the same, and
+// Usage::over_budget counts it: a budget never makes a run stop.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "io/files.h"
+#include "plan/range.h"
+#include "storage/placement.h"
+#include "storage/usage.h"
+
+namespace ds::storage {
+
+class StorageState;
+struct Staging;
+
+struct PlaneId {
+  int32_t number = -1;
+};
+
+// Move only; any thread may release it, and it may outlive the ShardStorage.
+class Lease {
+ public:
+  Lease() = default;
+  Lease(Lease&& other) noexcept;
+  Lease& operator=(Lease&& other) noexcept;
+  ~Lease() { release(); }
+
+  // The range, flat. To be used on the stream that was current when it was acquired, and released on that stream.
+  // Undefined where there is no lease. Not to be used after the release.
+  const at::Tensor& data() const { return data_; }
+  explicit operator bool() const { return state_ != nullptr; }
+
+  // What was changed is written back, and others may have it. What goes wrong later is told by settle().
+  void release() noexcept;
+
+ private:
+  friend class StorageState;
+  std::shared_ptr<StorageState> state_;
+  at::Tensor data_;
+  std::shared_ptr<Staging> staging_;  // the copy, or the scratch; null: a view of what rests
+  int32_t plane_ = -1;                // -1: scratch
+  int32_t first_ = 0, end_ = 0;       // blocks
+  Access access_ = Access::kRead;
+};
+
+// Any thread may call anything; nothing here takes Python's lock.
+class ShardStorage {
+ public:
+  // `files`: what the file tier works with. Throws ErrorKind::kValue for a budget that is no budget.
+  explicit ShardStorage(c10::Device device, Budget budget = {}, std::shared_ptr<io::Files> files = nullptr);
+  ~ShardStorage();
+  ShardStorage(const ShardStorage&) = delete;
+  ShardStorage& operator=(const ShardStorage&) = delete;
+
+  // Contents are whatever is there. `memory`: of peers, or of somebody else's tensor, flat and as long as the plane; it
+  // is where the plane rests now, on the device, whole.
+  PlaneId add(std::string name, int64_t numel, at::ScalarType type, const Placement& placement, Cuts cuts = {},
+              const at::Tensor& memory = {});
+  // Waits for its leases. Its memory goes unless somebody else has it.
+  void remove(PlaneId plane);
+
+  // Throws what the fetch threw; FileError with offset and bytes for a file. A block whose write back has failed has
+  // no contents: every fetch of it throws that failure, until a kWrite lease of all of it.
+  Lease acquire(PlaneId plane, plan::Range range, Access access, Medium at);
+  // A hint: exactly this range will be acquired at this medium. Dropped where a block is being written, where there is
+  // no room, and when somebody changes a block before.
+  void prefetch(PlaneId plane, plan::Range range, Medium at);
+
+  // Memory for somebody's own use, of no plane; contents are whatever was there.
+  Lease scratch(int64_t numel, at::ScalarType type, Medium at);
+  // Keeps so much idle scratch, where the budget has said less.
+  void keep_scratch(Medium at, int64_t bytes);
+  // Frees idle scratch.
+  void trim();
+
+  // All of the plane, for as long as the plane is here: the tensor stays valid over moves, but while the plane rests
+  // elsewhere it has no memory. Nothing excludes anybody. Fails for a plane that does not rest, whole, in memory.
+  at::Tensor resident(PlaneId plane);
+
+  // From now on the planes rest there; their contents move along. Waits for leases. All are copied before the first
+  // gives its memory back; when a copy fails everything is as before. `wait_each`: for each copy, not for all at once.
+  void move(const std::vector<PlaneId>& planes, const Placement& placement, bool wait_each = false);
+  void move(PlaneId plane, const Placement& placement) { move(std::vector<PlaneId>{plane}, placement); }
+  Placement placement(PlaneId plane) const;
+
+  // Waits until everything is at rest. Throws the first failure since the last call, with all others in its text.
+  void settle();
+  Usage usage() const;
+
+ private:
+  std::shared_ptr<StorageState> state_;
+};
+
+}  // namespace ds::storage

@@ -1,0 +1,418 @@
+#include "storage/storage_state.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/error.h"
+#include "io/file_error.h"
+#include "storage/flat_view.h"
+
+namespace ds::storage {
+namespace {
+
+// The lasting view is where it is to be.
+bool stays(const Plane& plane, const Placement& placement) {
+  const std::vector<PlanePart> planned = plan_parts(plane, placement);
+  return plane.lasting.defined() && planned.size() == 1 && planned[0].medium == plane.lasting_at &&
+         plane.parts.size() == 1 && plane.parts[0].medium == plane.lasting_at;
+}
+
+}  // namespace
+
+StorageState::StorageState(c10::Device device, Budget budget, const std::shared_ptr<io::Files>& files)
+    : device_(device), tiers_(make_tiers({device, files})), threads_(budget.transfer_threads) {
+  if (budget.transfer_threads < 1 || budget.transfer_threads > 64) {
+    fail(ErrorKind::kValue, "the number of transfer threads must be from 1 to 64, got ", budget.transfer_threads);
+  }
+  for (size_t i = 0; i < tiers_.size(); ++i) {
+    const auto medium = static_cast<Medium>(i);
+    const auto limit = budget.bytes.find(medium);
+    accounts_.emplace_back(limit == budget.bytes.end() ? INT64_MAX : limit->second, budget.idle_scratch);
+    accounts_.back().used.name = name_of(medium);
+    if (accounts_.back().limit < 0) {
+      fail(ErrorKind::kValue, "a budget is at least 0 bytes, got ", limit->second, " for ", name_of(medium));
+    }
+  }
+}
+
+PlanePtr StorageState::plane_of(int32_t number) const {
+  if (number < 0 || number >= static_cast<int32_t>(planes_.size()) || !planes_[number]) {
+    fail(ErrorKind::kIndex, "there is no plane ", number, " (any more)");
+  }
+  return planes_[number];
+}
+
+StorageState::Account& StorageState::account(Medium medium) {
+  if (static_cast<size_t>(medium) >= accounts_.size()) {
+    fail(ErrorKind::kValue, "there is no ", name_of(medium));
+  }
+  return accounts_[static_cast<size_t>(medium)];
+}
+
+void StorageState::check_range(const Plane& plane, plan::Range range, Medium at) {
+  account(at);
+  if (range.begin < 0 || range.end < range.begin || range.end > plane.numel) {
+    fail(ErrorKind::kIndex, "plane '", plane.name, "' has ", plane.numel, " elements; [", range.begin, ", ", range.end,
+         ") is not among them");
+  }
+}
+
+// ---- exclusion ----------------------------------------------------------------------------------------------------
+
+void StorageState::wait(Lock& lock) {
+  ++waiting_;
+  changed_.wait(lock);
+  --waiting_;
+}
+
+void StorageState::changed() {
+  if (waiting_ > 0) changed_.notify_all();
+}
+
+void StorageState::wait_for_blocks(Lock& lock, const Plane& plane, int32_t first, int32_t end, bool alone) {
+  const auto busy = [&](const Block& block) { return block.writer || (alone && block.readers > 0); };
+  while (!plane.removed && std::any_of(plane.blocks.begin() + first, plane.blocks.begin() + end, busy)) wait(lock);
+  if (plane.removed) fail(ErrorKind::kIndex, "plane '", plane.name, "' has been removed");
+}
+
+void StorageState::mark(Plane& plane, int32_t first, int32_t end, bool alone) {
+  for (int32_t b = first; b < end; ++b) {
+    if (alone) {
+      plane.blocks[b].writer = true;
+    } else {
+      ++plane.blocks[b].readers;
+    }
+  }
+}
+
+void StorageState::unmark(Plane& plane, int32_t first, int32_t end, bool alone, const FencePtr& fence) {
+  for (int32_t b = first; b < end; ++b) {
+    Block& block = plane.blocks[b];
+    if (alone) {
+      block.writer = false;
+    } else {
+      --block.readers;
+    }
+    block.fences.add(fence);
+  }
+  changed();
+}
+
+void StorageState::wait_for_streams(const Plane& plane, int32_t first, int32_t end) const {
+  if (device_.is_cpu()) return;
+  for (int32_t b = first; b < end; ++b) {
+    const at::Tensor& memory = plane.parts[plane.blocks[b].part].memory;
+    if (memory.defined() && !memory.device().is_cpu()) plane.blocks[b].fences.wait(memory);
+  }
+}
+
+// ---- memory -------------------------------------------------------------------------------------------------------
+
+bool StorageState::make_room(Account& account, int64_t bytes) {
+  const auto medium = static_cast<Medium>(&account - accounts_.data());
+  const auto excess = [&] {
+    return bytes > account.limit ? account.total() : account.total() - (account.limit - bytes);
+  };
+  while (excess() > 0) {
+    const int64_t idle = account.pool.idle_bytes();
+    if (idle > 0) {
+      account.pool.trim(std::max<int64_t>(0, idle - excess()));
+    } else if (!drop_oldest_prefetched(medium)) {
+      return false;
+    }
+  }
+  return bytes <= account.limit;
+}
+
+void StorageState::reserve(Lock& lock, Medium medium, int64_t bytes, int64_t MediumUsage::*kind, bool may_wait) {
+  Account& account = this->account(medium);
+  bool waited = false;
+  while (!make_room(account, bytes)) {
+    if (!may_wait || account.in_flight == 0) {
+      if (bytes > 0) ++account.used.over_budget;
+      break;
+    }
+    counts_.budget_waits += !std::exchange(waited, true);
+    wait(lock);
+  }
+  account.used.*kind += bytes;
+  account.used.peak = std::max(account.used.peak, account.total());
+}
+
+at::Tensor StorageState::take(Lock& lock, Medium medium, int64_t bytes, int64_t MediumUsage::*kind, bool may_wait) {
+  Account& account = this->account(medium);
+  account.pool.need_room_for(2 * bytes);
+  at::Tensor memory = account.pool.take(bytes);
+  if (memory.defined()) {
+    account.used.*kind += bytes;
+    return memory;
+  }
+  reserve(lock, medium, bytes, kind, may_wait);
+  try {
+    return fresh(lock, medium, bytes);
+  } catch (...) {
+    account.used.*kind -= bytes;
+    changed();
+    throw;
+  }
+}
+
+at::Tensor StorageState::fresh(Lock& lock, Medium medium, int64_t bytes) {
+  lock.unlock();
+  at::Tensor memory;
+  try {
+    memory = tiers_[static_cast<size_t>(medium)]->allocate(bytes);
+    if (!memory.defined()) {
+      fail(ErrorKind::kValue, "nobody can work in the tier '", name_of(medium), "': acquire leases elsewhere");
+    }
+  } catch (...) {
+    lock.lock();
+    throw;
+  }
+  lock.lock();
+  return memory;
+}
+
+void StorageState::give(Medium medium, at::Tensor memory, int64_t bytes, int64_t MediumUsage::*kind) {
+  Account& account = this->account(medium);
+  account.used.*kind -= bytes;
+  if (memory.defined() && bytes > 0) {
+    account.pool.give(memory);
+    const int64_t excess = account.total() - account.limit;
+    if (excess > 0) account.pool.trim(std::max<int64_t>(0, account.pool.idle_bytes() - excess));
+  }
+  changed();
+}
+
+Lease StorageState::scratch(int64_t numel, at::ScalarType type, Medium at) {
+  if (numel < 0) fail(ErrorKind::kValue, "scratch of ", numel, " elements");
+  Lock lock(mutex_);
+  auto staging = std::make_shared<Staging>();
+  staging->medium = at;
+  staging->bytes = numel * static_cast<int64_t>(c10::elementSize(type));
+  staging->memory = take(lock, at, staging->bytes, &MediumUsage::scratch, /*may_wait=*/true);
+  ++counts_.leases;
+  Lease lease;
+  lease.data_ = flat_view(staging->memory, 0, type, numel);
+  lease.staging_ = std::move(staging);
+  lease.state_ = shared_from_this();
+  return lease;
+}
+
+void StorageState::keep_scratch(Medium at, int64_t bytes) {
+  const Lock lock(mutex_);
+  account(at).pool.need_room_for(bytes);
+}
+
+void StorageState::trim() {
+  const Lock lock(mutex_);
+  for (Account& account : accounts_) account.pool.trim();
+}
+
+// ---- planes -------------------------------------------------------------------------------------------------------
+
+void StorageState::open_parts(Lock& lock, Plane& plane, const Placement& placement, std::vector<PlanePart>& parts) {
+  for (PlanePart& part : plan_parts(plane, placement)) {
+    PartSpec spec{plane.name, {}, placement};
+    for (int32_t b = part.first; b < part.end; ++b) spec.block_bytes.push_back(plane.bytes(b, b + 1));
+    reserve(lock, part.medium, part.bytes, &MediumUsage::resting, /*may_wait=*/true);
+    lock.unlock();
+    try {
+      if (plane.lasting.defined() && part.medium == plane.lasting_at && part.bytes == plane.numel * plane.element) {
+        refill_memory(plane.lasting, part.bytes);
+        part.part = std::make_unique<MemoryPart>(flat_view(plane.lasting, 0, at::kByte, part.bytes));
+      } else {
+        part.part = tiers_[static_cast<size_t>(part.medium)]->open(spec);
+      }
+    } catch (...) {
+      lock.lock();
+      account(part.medium).used.resting -= part.bytes;
+      throw;
+    }
+    lock.lock();
+    part.memory = part.part->memory();
+    parts.push_back(std::move(part));
+  }
+}
+
+void StorageState::close_parts(Plane& plane, std::vector<PlanePart>& parts) {
+  for (PlanePart& part : parts) {
+    account(part.medium).used.resting -= part.bytes;
+    if (plane.lasting.defined() && part.memory.defined() && part.memory.is_alias_of(plane.lasting) && !plane.removed) {
+      part.memory.reset();
+      empty_memory(plane.lasting);
+    }
+  }
+  parts.clear();
+}
+
+int32_t StorageState::add(std::string name, int64_t numel, at::ScalarType type, const Placement& placement,
+                          const Cuts& cuts, const at::Tensor& memory) {
+  auto plane = std::make_shared<Plane>();
+  plane->name = std::move(name);
+  plane->numel = numel;
+  plane->type = type;
+  plane->element = static_cast<int64_t>(c10::elementSize(type));
+  plane->placement = placement;
+  if (numel < 0) fail(ErrorKind::kValue, "plane '", plane->name, "' has ", numel, " elements");
+  plane->blocks = make_blocks(plane->name, numel, cuts);
+  account(placement.work);
+  Lock lock(mutex_);
+  if (memory.defined()) {
+    if (memory.numel() != numel || memory.scalar_type() != type || !memory.is_contiguous() ||
+        placement.rest != Medium::kDevice || placement.work != Medium::kDevice) {
+      fail(ErrorKind::kValue, "plane '", plane->name, "' brings memory along: ", numel, " contiguous elements of ",
+           c10::toString(type), " that rest on the device, whole");
+    }
+    std::vector<PlanePart> parts = plan_parts(*plane, placement);
+    reserve(lock, Medium::kDevice, parts[0].bytes, &MediumUsage::resting, /*may_wait=*/true);
+    const int64_t offset = memory.storage_offset() * plane->element;
+    parts[0].memory = flat_view(memory, offset, at::kByte, parts[0].bytes);
+    parts[0].part = std::make_unique<MemoryPart>(parts[0].memory);
+    plane->parts = std::move(parts);
+    plane->lasting = memory;
+  } else {
+    try {
+      open_parts(lock, *plane, placement, plane->parts);
+    } catch (...) {
+      close_parts(*plane, plane->parts);
+      throw;
+    }
+  }
+  for (size_t p = 0; p < plane->parts.size(); ++p) {
+    for (int32_t b = plane->parts[p].first; b < plane->parts[p].end; ++b)
+      plane->blocks[b].part = static_cast<int32_t>(p);
+  }
+  planes_.push_back(std::move(plane));
+  return static_cast<int32_t>(planes_.size()) - 1;
+}
+
+void StorageState::lock_planes(Lock& lock, const std::vector<PlanePtr>& planes) {
+  for (const PlanePtr& plane : planes) {
+    const auto count = static_cast<int32_t>(plane->blocks.size());
+    wait_for_blocks(lock, *plane, 0, count, /*alone=*/true);
+    mark(*plane, 0, count, /*alone=*/true);
+    drop_prefetched(*plane, 0, count);
+  }
+}
+
+void StorageState::remove(int32_t number) {
+  Lock lock(mutex_);
+  const PlanePtr plane = plane_of(number);
+  lock_planes(lock, {plane});
+  plane->removed = true;
+  close_parts(*plane, plane->parts);
+  plane->lasting.reset();
+  planes_[number].reset();
+  changed();
+}
+
+at::Tensor StorageState::resident(int32_t number) {
+  const Lock lock(mutex_);
+  const PlanePtr plane = plane_of(number);
+  const auto count = static_cast<int32_t>(plane->blocks.size());
+  const PlanePart& part = plane->parts[0];
+  if (plane->parts.size() != 1 || !part.memory.defined()) {
+    fail(ErrorKind::kRuntime, "plane '", plane->name, "' does not rest in memory, whole: acquire leases of it");
+  }
+  if (plane->lasting.defined() && plane->lasting_at != part.medium) {
+    fail(ErrorKind::kRuntime, "plane '", plane->name, "' rests in the tier '", name_of(part.medium),
+         "', and its lasting view is one of '", name_of(plane->lasting_at), "': move it back first");
+  }
+  if (!plane->lasting.defined()) {
+    plane->lasting = flat_view(part.memory, part.memory.storage_offset(), plane->type, plane->numel);
+    plane->lasting_at = part.medium;
+  }
+  wait_for_streams(*plane, 0, count);
+  return plane->lasting;
+}
+
+void StorageState::move(std::vector<int32_t> numbers, const Placement& placement, bool wait_each) {
+  std::sort(numbers.begin(), numbers.end());  // so that two movers never wait for each other
+  numbers.erase(std::unique(numbers.begin(), numbers.end()), numbers.end());
+  Lock lock(mutex_);
+  account(placement.rest);
+  account(placement.work);
+  std::vector<PlanePtr> planes;
+  for (const int32_t number : numbers) planes.push_back(plane_of(number));
+  size_t locked = 0;
+  std::vector<std::vector<PlanePart>> moved(planes.size());
+  const auto unlock_planes = [&] {
+    for (size_t p = 0; p < locked; ++p) {
+      unmark(*planes[p], 0, static_cast<int32_t>(planes[p]->blocks.size()), /*alone=*/true, nullptr);
+    }
+  };
+  try {
+    for (const PlanePtr& plane : planes) {
+      lock_planes(lock, {plane});
+      ++locked;
+    }
+    for (const PlanePtr& plane : planes) {
+      for (const Block& block : plane->blocks)
+        if (block.error) std::rethrow_exception(block.error);
+      if (!stays(*plane, placement)) check_can_empty(*plane);
+    }
+    for (size_t p = 0; p < planes.size(); ++p) {
+      if (!stays(*planes[p], placement)) open_parts(lock, *planes[p], placement, moved[p]);
+    }
+    for (const PlanePtr& plane : planes) wait_for_streams(*plane, 0, static_cast<int32_t>(plane->blocks.size()));
+    lock.unlock();
+    for (size_t p = 0; p < planes.size(); ++p) copy_plane(*planes[p], moved[p], wait_each);
+    if (!device_.is_cpu()) c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).synchronize();
+    lock.lock();
+  } catch (...) {
+    if (!lock.owns_lock()) lock.lock();
+    for (size_t p = 0; p < planes.size(); ++p) close_parts(*planes[p], moved[p]);
+    unlock_planes();
+    throw;
+  }
+  for (size_t p = 0; p < planes.size(); ++p) {
+    Plane& plane = *planes[p];
+    plane.placement = placement;
+    if (moved[p].empty()) continue;
+    std::swap(plane.parts, moved[p]);
+    for (size_t i = 0; i < plane.parts.size(); ++i)
+      for (int32_t b = plane.parts[i].first; b < plane.parts[i].end; ++b)
+        plane.blocks[b].part = static_cast<int32_t>(i);
+    close_parts(plane, moved[p]);
+  }
+  unlock_planes();
+}
+
+Placement StorageState::placement(int32_t number) const {
+  const Lock lock(mutex_);
+  return plane_of(number)->placement;
+}
+
+// ---- what has happened --------------------------------------------------------------------------------------------
+
+void StorageState::settle() {
+  Lock lock(mutex_);
+  while (jobs_ > 0) wait(lock);
+  const auto failures = std::exchange(failures_, {});
+  if (failures.empty()) return;
+  if (failures.size() == 1) std::rethrow_exception(failures[0].second);
+  std::string others = " " + std::to_string(failures.size() - 1) + " more blocks could not be written back:";
+  for (size_t i = 1; i < std::min<size_t>(failures.size(), 4); ++i) others += "\n" + failures[i].first;
+  if (failures.size() > 4) others += "\n...";
+  try {
+    std::rethrow_exception(failures[0].second);
+  } catch (const io::FileError& e) {
+    throw io::FileError(e.code(), e.path(), e.what() + others, e.offset(), e.bytes());
+  } catch (const std::exception& e) {
+    throw Error(ErrorKind::kRuntime, e.what() + others);
+  }
+}
+
+Usage StorageState::usage() const {
+  const Lock lock(mutex_);
+  Usage usage = counts_;
+  for (const Account& account : accounts_) {
+    usage.media.push_back(account.used);
+    usage.media.back().idle = account.pool.idle_bytes();
+  }
+  for (const auto& tier : tiers_) tier->report(usage);
+  return usage;
+}
+
+}  // namespace ds::storage

@@ -1,0 +1,93 @@
+// What a ShardStorage and its leases share. See the notes in shard_storage.h.
+#pragma once
+#include <condition_variable>
+#include <mutex>
+
+#include "storage/plane.h"
+#include "storage/scratch_pool.h"
+#include "storage/shard_storage.h"
+#include "storage/transfer_threads.h"
+
+namespace ds::storage {
+
+class StorageState : public std::enable_shared_from_this<StorageState> {
+ public:
+  StorageState(c10::Device device, Budget budget, const std::shared_ptr<io::Files>& files);
+
+  // As in ShardStorage.
+  int32_t add(std::string name, int64_t numel, at::ScalarType type, const Placement& placement, const Cuts& cuts,
+              const at::Tensor& memory);
+  void remove(int32_t number);
+  Lease acquire(int32_t number, plan::Range range, Access access, Medium at);
+  void prefetch(int32_t number, plan::Range range, Medium at);
+  Lease scratch(int64_t numel, at::ScalarType type, Medium at);
+  void keep_scratch(Medium at, int64_t bytes);
+  void trim();
+  at::Tensor resident(int32_t number);
+  void move(std::vector<int32_t> numbers, const Placement& placement, bool wait_each);
+  Placement placement(int32_t number) const;
+  void settle();
+  Usage usage() const;
+
+  void release(Lease& lease) noexcept;
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  struct Account {
+    explicit Account(int64_t limit, int64_t idle) : limit(limit), pool(idle) {}
+    int64_t limit;
+    ScratchPool pool;
+    MediumUsage used;   // without `idle`
+    int in_flight = 0;  // copies that will free their memory, or can be dropped then
+    int64_t total() const { return used.resting + used.staged + used.scratch + pool.idle_bytes(); }
+  };
+
+  // ---- storage_state.cpp: exclusion, memory, planes
+  PlanePtr plane_of(int32_t number) const;
+  Account& account(Medium medium);
+  void check_range(const Plane& plane, plan::Range range, Medium at);
+  void wait(Lock& lock);  // for anything that changes
+  void changed();
+  void wait_for_blocks(Lock& lock, const Plane& plane, int32_t first, int32_t end, bool alone);
+  static void mark(Plane& plane, int32_t first, int32_t end, bool alone);
+  void unmark(Plane& plane, int32_t first, int32_t end, bool alone, const FencePtr& fence);
+  // The current stream goes on behind what others have done with these blocks.
+  void wait_for_streams(const Plane& plane, int32_t first, int32_t end) const;
+  bool make_room(Account& account, int64_t bytes);  // of what nobody waits for; false: there is none
+  void reserve(Lock& lock, Medium medium, int64_t bytes, int64_t MediumUsage::*kind, bool may_wait);
+  at::Tensor take(Lock& lock, Medium medium, int64_t bytes, int64_t MediumUsage::*kind, bool may_wait);
+  at::Tensor fresh(Lock& lock, Medium medium, int64_t bytes);  // not counted here
+  void give(Medium medium, at::Tensor memory, int64_t bytes, int64_t MediumUsage::*kind);
+  void open_parts(Lock& lock, Plane& plane, const Placement& placement, std::vector<PlanePart>& parts);
+  void close_parts(Plane& plane, std::vector<PlanePart>& parts);
+  void lock_planes(Lock& lock, const std::vector<PlanePtr>& planes);
+  void copy_plane(Plane& plane, std::vector<PlanePart>& to, bool wait_each);
+
+  // ---- transfers.cpp: copies of blocks
+  StagingPtr stage(Lock& lock, Plane& plane, plan::Range range, int32_t first, int32_t end, Access access, Medium at);
+  StagingPtr new_staging(const Plane& plane, int32_t first, int32_t end, Medium at) const;
+  void allocate(Lock& lock, Staging& staging, bool may_wait);
+  void drop(const StagingPtr& staging);
+  void drop_prefetched(Plane& plane, int32_t first, int32_t end);
+  bool drop_oldest_prefetched(Medium medium);
+  // One block, to or from its place in `staging`, which starts at block staging.first. Without the lock.
+  void transfer(const Plane& plane, const PlanePart& part, int32_t block, const Staging& staging, bool fetch,
+                bool in_background);
+  void fetch_in_background(const PlanePtr& plane, const StagingPtr& staging);
+  void write_back(const PlanePtr& plane, const StagingPtr& staging, const FencePtr& fence);
+  void in_background(std::function<void()> job) noexcept;
+
+  const c10::Device device_;
+  const std::vector<std::unique_ptr<Tier>> tiers_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  int waiting_ = 0;
+  std::vector<PlanePtr> planes_;  // null: removed
+  std::vector<Account> accounts_;
+  Usage counts_;  // without the media
+  int jobs_ = 0;  // in the background
+  std::vector<std::pair<std::string, std::exception_ptr>> failures_;
+  TransferThreads threads_;  // last: its jobs use all of the above
+};
+
+}  // namespace ds::storage

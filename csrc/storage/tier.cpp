@@ -1,0 +1,64 @@
+#include "storage/tier.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/error.h"
+
+namespace ds::storage {
+namespace {
+
+struct Entry {
+  std::string name;
+  TierFactory factory;
+};
+
+// Filled before main, only read afterwards.
+std::vector<Entry>& registered() {
+  static std::vector<Entry> all;
+  return all;
+}
+
+// Those of the enumeration first, the others by name: numbers do not depend on the order of linking.
+std::vector<Entry> in_order() {
+  const std::vector<std::string> first = {"device", "host", "file"};
+  const auto place = [&](const Entry& entry) {
+    return std::find(first.begin(), first.end(), entry.name) - first.begin();
+  };
+  std::vector<Entry> entries = registered();
+  std::sort(entries.begin(), entries.end(), [&](const Entry& a, const Entry& b) {
+    return std::make_pair(place(a), a.name) < std::make_pair(place(b), b.name);
+  });
+  return entries;
+}
+
+}  // namespace
+
+TierRegistration::TierRegistration(const char* name, TierFactory factory) { registered().push_back({name, factory}); }
+
+Medium medium_named(const std::string& name) {
+  const std::vector<Entry> entries = in_order();
+  std::string known;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    if (entries[i].name == name) return static_cast<Medium>(i);
+    known += (i ? ", " : "") + entries[i].name;
+  }
+  fail(ErrorKind::kValue, "there is no memory tier '", name, "'; there are ", known);
+}
+
+std::string name_of(Medium medium) {
+  const std::vector<Entry> entries = in_order();
+  const auto number = static_cast<size_t>(medium);
+  return number < entries.size() ? entries[number].name : "tier " + std::to_string(number);
+}
+
+std::vector<std::unique_ptr<Tier>> make_tiers(const TierContext& context) {
+  std::vector<std::unique_ptr<Tier>> tiers;
+  for (const Entry& entry : in_order()) tiers.push_back(entry.factory(context));
+  return tiers;
+}
+
+void Part::read(size_t block, char* data) { fail(ErrorKind::kRuntime, "memory is not read block by block"); }
+void Part::write(size_t block, char* data) { fail(ErrorKind::kRuntime, "memory is not written block by block"); }
+
+}  // namespace ds::storage

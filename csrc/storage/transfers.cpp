@@ -1,0 +1,392 @@
+// Leases, and the copies of blocks that they need.
+#include <c10/core/StreamGuard.h>
+#include <string.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "base/error.h"
+#include "io/aligned_pool.h"
+#include "storage/flat_view.h"
+#include "storage/storage_state.h"
+
+namespace ds::storage {
+namespace {
+
+constexpr auto kAlignment = static_cast<int64_t>(io::kBlockBytes);
+
+int64_t whole_blocks(int64_t bytes) {
+  return static_cast<int64_t>(io::round_up(static_cast<size_t>(bytes), io::kBlockBytes));
+}
+
+char* address(const at::Tensor& memory) { return static_cast<char*>(memory.data_ptr()); }
+
+// Of the first aligned byte in it.
+int64_t aligned_offset(const at::Tensor& memory) {
+  const auto start = reinterpret_cast<uintptr_t>(memory.data_ptr());
+  return static_cast<int64_t>(io::round_up(start, io::kBlockBytes) - start);
+}
+
+void copy(const at::Tensor& to, int64_t to_offset, const at::Tensor& from, int64_t from_offset, int64_t bytes,
+          bool wait = true) {
+  if (bytes == 0) return;
+  if (to.device().is_cpu() && from.device().is_cpu()) {
+    memcpy(address(to) + to_offset, address(from) + from_offset, static_cast<size_t>(bytes));
+    return;
+  }
+  flat_view(to, to.storage_offset() + to_offset, at::kByte, bytes)
+      .copy_(flat_view(from, from.storage_offset() + from_offset, at::kByte, bytes), /*non_blocking=*/!wait);
+}
+
+// A stream beside the one that computes, for as long as a job runs.
+class SideStream {
+ public:
+  explicit SideStream(c10::Device device) {
+    if (!device.is_cpu()) guard_.emplace(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
+  }
+
+ private:
+  std::optional<c10::StreamGuard> guard_;
+};
+
+}  // namespace
+
+// ---- memory of copies ---------------------------------------------------------------------------------------------
+
+StagingPtr StorageState::new_staging(const Plane& plane, int32_t first, int32_t end, Medium at) const {
+  auto staging = std::make_shared<Staging>();
+  staging->medium = at;
+  staging->first = first;
+  staging->end = end;
+  staging->bytes = whole_blocks(plane.bytes(first, end)) + kAlignment;
+  return staging;
+}
+
+void StorageState::allocate(Lock& lock, Staging& staging, bool may_wait) {
+  staging.memory = take(lock, staging.medium, staging.bytes, &MediumUsage::staged, may_wait);
+  if (staging.memory.device().is_cpu()) staging.offset = aligned_offset(staging.memory);
+}
+
+void StorageState::drop(const StagingPtr& staging) {
+  give(staging->medium, std::exchange(staging->memory, {}), staging->bytes, &MediumUsage::staged);
+}
+
+void StorageState::drop_prefetched(Plane& plane, int32_t first, int32_t end) {
+  auto& all = plane.prefetched;
+  for (size_t i = 0; i < all.size();) {
+    if (all[i]->fetching || all[i]->end <= first || all[i]->first >= end) {
+      ++i;
+      continue;
+    }
+    const StagingPtr staging = all[i];
+    all.erase(all.begin() + static_cast<std::ptrdiff_t>(i));
+    ++counts_.prefetch_drops;
+    drop(staging);
+  }
+}
+
+bool StorageState::drop_oldest_prefetched(Medium medium) {
+  for (const PlanePtr& plane : planes_) {
+    if (!plane) continue;
+    const auto found = std::find_if(plane->prefetched.begin(), plane->prefetched.end(), [&](const StagingPtr& staging) {
+      return !staging->fetching && staging->medium == medium;
+    });
+    if (found == plane->prefetched.end()) continue;
+    const StagingPtr staging = *found;
+    plane->prefetched.erase(found);
+    ++counts_.prefetch_drops;
+    account(medium).used.staged -= staging->bytes;  // not to the pool: the room is wanted
+    return true;
+  }
+  return false;
+}
+
+// ---- transfers ----------------------------------------------------------------------------------------------------
+
+void StorageState::transfer(const Plane& plane, const PlanePart& part, int32_t block, const Staging& staging,
+                            bool fetch, bool in_background) {
+  const int64_t bytes = plane.bytes(block, block + 1);
+  const int64_t here = staging.offset + plane.bytes(staging.first, block);
+  if (part.memory.defined()) {
+    const int64_t there = plane.bytes(part.first, block);
+    if (fetch) return copy(staging.memory, here, part.memory, there, bytes);
+    return copy(part.memory, there, staging.memory, here, bytes);
+  }
+  const auto index = static_cast<size_t>(block - part.first);
+  const bool direct = staging.memory.device().is_cpu() && (here - staging.offset) % kAlignment == 0 &&
+                      (block + 1 == staging.end || bytes % kAlignment == 0);
+  if (direct) {
+    char* data = address(staging.memory) + here;
+    return fetch ? part.part->read(index, data) : part.part->write(index, data);
+  }
+  // Through host memory: what lies there in another order, or on a device.
+  const StagingPtr bounce = new_staging(plane, block, block + 1, Medium::kHost);
+  Lock lock(mutex_);
+  allocate(lock, *bounce, /*may_wait=*/!in_background);
+  lock.unlock();
+  try {
+    char* data = address(bounce->memory) + bounce->offset;
+    if (fetch) {
+      part.part->read(index, data);
+      copy(staging.memory, here, bounce->memory, bounce->offset, bytes);
+    } else {
+      copy(bounce->memory, bounce->offset, staging.memory, here, bytes);
+      part.part->write(index, data);
+    }
+  } catch (...) {
+    lock.lock();
+    drop(bounce);
+    throw;
+  }
+  lock.lock();
+  drop(bounce);
+}
+
+void StorageState::copy_plane(Plane& plane, std::vector<PlanePart>& to, bool wait_each) {
+  for (const PlanePart& target : to) {
+    for (int32_t b = target.first; b < target.end; ++b) {
+      const PlanePart& source = plane.parts[plane.blocks[b].part];
+      const int64_t there = plane.bytes(target.first, b);
+      if (source.memory.defined() && target.memory.defined()) {
+        copy(target.memory, there, source.memory, plane.bytes(source.first, b), plane.bytes(b, b + 1), wait_each);
+        continue;
+      }
+      // From or to something that is read block by block: one block at a time through the host.
+      const StagingPtr staging = new_staging(plane, b, b + 1, Medium::kHost);
+      Lock lock(mutex_);
+      allocate(lock, *staging, /*may_wait=*/true);
+      lock.unlock();
+      try {
+        transfer(plane, source, b, *staging, /*fetch=*/true, /*in_background=*/false);
+        transfer(plane, target, b, *staging, /*fetch=*/false, /*in_background=*/false);
+      } catch (...) {
+        lock.lock();
+        drop(staging);
+        throw;
+      }
+      lock.lock();
+      drop(staging);
+    }
+  }
+}
+
+void StorageState::in_background(std::function<void()> job) noexcept {
+  try {
+    threads_.add(job);
+  } catch (const std::exception&) {  // no thread to be had
+    job();
+  }
+}
+
+// ---- leases -------------------------------------------------------------------------------------------------------
+
+Lease StorageState::acquire(int32_t number, plan::Range range, Access access, Medium at) {
+  Lock lock(mutex_);
+  const PlanePtr plane = plane_of(number);
+  check_range(*plane, range, at);
+  const auto [first, end] = plane->blocks_of(range);
+  const bool alone = access != Access::kRead;
+  wait_for_blocks(lock, *plane, first, end, alone);
+  Lease lease;
+  lease.plane_ = number;
+  lease.first_ = first;
+  lease.end_ = end;
+  lease.access_ = access;
+  mark(*plane, first, end, alone);
+  try {
+    for (int32_t b = first; b < end; ++b) {
+      Block& block = plane->blocks[b];
+      if (!block.error) continue;
+      if (access != Access::kWrite || !plane->covers(range, b)) std::rethrow_exception(block.error);
+      block.error = nullptr;
+    }
+    if (const PlanePart* part = plane->resting(first, end, at)) {
+      if (alone && !plane->prefetched.empty()) drop_prefetched(*plane, first, end);
+      const int64_t offset = part->memory.storage_offset() + (range.begin - part->begin) * plane->element;
+      lease.data_ = flat_view(part->memory, offset, plane->type, range.numel());
+      wait_for_streams(*plane, first, end);
+    } else {
+      lease.staging_ = stage(lock, *plane, range, first, end, access, at);
+      const Staging& staging = *lease.staging_;
+      const int64_t skipped = first == end ? 0 : (range.begin - plane->blocks[first].begin) * plane->element;
+      lease.data_ = flat_view(staging.memory, staging.offset + skipped, plane->type, range.numel());
+    }
+  } catch (...) {
+    if (!lock.owns_lock()) lock.lock();
+    unmark(*plane, first, end, alone, nullptr);
+    throw;
+  }
+  ++counts_.leases;
+  lease.state_ = shared_from_this();
+  return lease;
+}
+
+StagingPtr StorageState::stage(Lock& lock, Plane& plane, plan::Range range, int32_t first, int32_t end, Access access,
+                               Medium at) {
+  for (;;) {
+    const auto found = std::find_if(plane.prefetched.begin(), plane.prefetched.end(), [&](const StagingPtr& one) {
+      return one->first == first && one->end == end && one->medium == at;
+    });
+    if (found == plane.prefetched.end()) break;
+    if ((*found)->fetching) {
+      wait(lock);
+      continue;
+    }
+    StagingPtr staging = *found;
+    plane.prefetched.erase(found);
+    ++counts_.prefetch_hits;
+    if (access != Access::kRead) drop_prefetched(plane, first, end);
+    if (staging->ready) staging->ready->wait(staging->memory);
+    return staging;
+  }
+  if (access != Access::kRead) drop_prefetched(plane, first, end);
+  StagingPtr staging = new_staging(plane, first, end, at);
+  allocate(lock, *staging, /*may_wait=*/true);
+  wait_for_streams(plane, first, end);
+  lock.unlock();
+  try {
+    for (int32_t b = first; b < end; ++b) {
+      if (access == Access::kWrite && plane.covers(range, b)) continue;
+      transfer(plane, plane.parts[plane.blocks[b].part], b, *staging, /*fetch=*/true, /*in_background=*/false);
+    }
+  } catch (...) {
+    lock.lock();
+    drop(staging);
+    throw;
+  }
+  lock.lock();
+  return staging;
+}
+
+void StorageState::release(Lease& lease) noexcept {
+  const at::Tensor used = std::move(lease.data_);
+  StagingPtr staging = std::move(lease.staging_);
+  Lock lock(mutex_);
+  --counts_.leases;
+  if (lease.plane_ < 0) {
+    give(staging->medium, std::exchange(staging->memory, {}), staging->bytes, &MediumUsage::scratch);
+    return;
+  }
+  const bool alone = lease.access_ != Access::kRead;
+  const PlanePtr plane = planes_[lease.plane_];  // it cannot be removed meanwhile
+  if (staging && alone && lease.first_ != lease.end_) {
+    const FencePtr fence = Fence::after(staging->memory);
+    ++jobs_;
+    ++counts_.write_backs;
+    ++account(staging->medium).in_flight;
+    lock.unlock();
+    in_background([this, plane, staging, fence] { write_back(plane, staging, fence); });
+    return;
+  }
+  FencePtr fence;
+  if (staging) {
+    drop(staging);
+  } else {
+    fence = Fence::after(used);
+  }
+  unmark(*plane, lease.first_, lease.end_, alone, fence);
+}
+
+void StorageState::write_back(const PlanePtr& plane, const StagingPtr& staging, const FencePtr& fence) {
+  const SideStream side(device_);
+  std::vector<std::exception_ptr> errors(plane->blocks.size());
+  {
+    const Lock lock(mutex_);
+    wait_for_streams(*plane, staging->first, staging->end);
+  }
+  FencePtr written;
+  for (int32_t b = staging->first; b < staging->end; ++b) {
+    try {
+      if (fence) fence->wait(staging->memory);
+      transfer(*plane, plane->parts[plane->blocks[b].part], b, *staging, /*fetch=*/false, /*in_background=*/true);
+      const at::Tensor& home = plane->parts[plane->blocks[b].part].memory;
+      if (home.defined() && !home.device().is_cpu()) written = Fence::after(home);
+    } catch (...) {
+      errors[b] = std::current_exception();
+    }
+  }
+  const Lock lock(mutex_);
+  for (int32_t b = staging->first; b < staging->end; ++b) {
+    plane->blocks[b].error = errors[b];
+    if (errors[b]) {
+      std::string text = "something that is no exception of ours";
+      try {
+        std::rethrow_exception(errors[b]);
+      } catch (const std::exception& e) {
+        text = e.what();
+      } catch (...) {
+      }
+      failures_.emplace_back(std::move(text), errors[b]);
+    }
+  }
+  --account(staging->medium).in_flight;
+  drop(staging);
+  --jobs_;
+  unmark(*plane, staging->first, staging->end, /*alone=*/true, written);
+}
+
+// ---- prefetches ---------------------------------------------------------------------------------------------------
+
+void StorageState::prefetch(int32_t number, plan::Range range, Medium at) {
+  Lock lock(mutex_);
+  const PlanePtr plane = plane_of(number);
+  check_range(*plane, range, at);
+  const auto [first, end] = plane->blocks_of(range);
+  if (first == end || plane->resting(first, end, at)) return;
+  StagingPtr staging = new_staging(*plane, first, end, at);
+  for (const StagingPtr& other : plane->prefetched) {
+    if (other->first == staging->first && other->end == staging->end && other->medium == at) return;
+  }
+  ++counts_.prefetches;
+  const auto unusable = [](const Block& block) { return block.writer || block.error; };
+  Account& account = this->account(at);
+  const bool waits = std::any_of(plane->blocks.begin() + first, plane->blocks.begin() + end, unusable);
+  // No room is made by dropping what was prefetched before: that is wanted sooner.
+  const int64_t excess = account.total() - account.pool.idle_bytes() - (account.limit - staging->bytes);
+  if (waits || staging->bytes > account.limit || excess > 0) {
+    ++counts_.prefetch_drops;
+    return;
+  }
+  reserve(lock, at, staging->bytes, &MediumUsage::staged, /*may_wait=*/false);  // idle scratch goes for it
+  staging->fetching = true;
+  mark(*plane, first, end, /*alone=*/false);
+  plane->prefetched.push_back(staging);
+  ++jobs_;
+  ++account.in_flight;
+  lock.unlock();
+  in_background([this, plane, staging] { fetch_in_background(plane, staging); });
+}
+
+void StorageState::fetch_in_background(const PlanePtr& plane, const StagingPtr& staging) {
+  const SideStream side(device_);
+  bool fetched = false;
+  try {
+    Lock lock(mutex_);
+    staging->memory = account(staging->medium).pool.take(staging->bytes);
+    if (!staging->memory.defined()) staging->memory = fresh(lock, staging->medium, staging->bytes);
+    if (staging->memory.device().is_cpu()) staging->offset = aligned_offset(staging->memory);
+    wait_for_streams(*plane, staging->first, staging->end);
+    lock.unlock();
+    for (int32_t b = staging->first; b < staging->end; ++b) {
+      transfer(*plane, plane->parts[plane->blocks[b].part], b, *staging, /*fetch=*/true, /*in_background=*/true);
+    }
+    staging->ready = Fence::after(staging->memory);
+    fetched = true;
+  } catch (...) {
+    // Only a hint: whoever acquires the range fetches it, and is told.
+  }
+  const Lock lock(mutex_);
+  staging->fetching = false;
+  --account(staging->medium).in_flight;
+  --jobs_;
+  if (!fetched) {
+    auto& all = plane->prefetched;
+    all.erase(std::find(all.begin(), all.end(), staging));
+    ++counts_.prefetch_drops;
+    drop(staging);
+  }
+  unmark(*plane, staging->first, staging->end, /*alone=*/false, staging->ready);
+}
+
+}  // namespace ds::storage

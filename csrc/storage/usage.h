@@ -1,0 +1,32 @@
+// What a ShardStorage holds, and what it had to do for it.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace ds::storage {
+
+struct MediumUsage {
+  std::string name;
+  int64_t resting = 0;      // bytes of planes at rest
+  int64_t staged = 0;       // copies of leases, of prefetches and of write backs on their way
+  int64_t scratch = 0;      // scratch that is lent
+  int64_t idle = 0;         // scratch that is kept for the next lease
+  int64_t peak = 0;         // the most of all four together
+  int64_t over_budget = 0;  // times that more than the budget was granted
+  int64_t total() const { return resting + staged + scratch + idle; }
+};
+
+struct Usage {
+  std::vector<MediumUsage> media;  // by Medium
+  int64_t leases = 0;              // that are out now
+  int64_t budget_waits = 0;        // leases that waited for transfers to end before there was room
+  int64_t prefetches = 0, prefetch_hits = 0, prefetch_drops = 0;
+  int64_t write_backs = 0;
+  int64_t unpinned_bytes = 0;  // host memory that was to be pinned and is not
+  std::string unpinned_reason;
+
+  const MediumUsage& operator[](size_t medium) const { return media[medium]; }
+};
+
+}  // namespace ds::storage

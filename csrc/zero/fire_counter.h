@@ -1,0 +1,52 @@
+// How often each parameter's gradient comes in one backward.
+//
+// [Note: last use]
+// A parameter may fire several times in one backward (re-entrant checkpointing of a shared module), so a bucket must
+// not leave before the *last* one. How often each parameter fires is learned by counting: the first backward reduces
+// nothing before its end, later ones launch a bucket when all its parameters have fired as often as ever before. One
+// that fires once more than that, after its bucket has left, is late: its gradient is kept aside, all ranks learn of
+// it with the flags of the backward's end, and a second round adds it. Correct always, fast when the model is regular.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "base/error.h"
+
+namespace ds::zero {
+
+class FireCounter {
+ public:
+  explicit FireCounter(size_t params) : fires_(params), expected_(params) {}
+
+  void begin() { std::fill(fires_.begin(), fires_.end(), 0); }
+  int32_t fired(size_t param) { return ++fires_[param]; }
+  bool any() const {
+    return std::any_of(fires_.begin(), fires_.end(), [](int32_t n) { return n > 0; });
+  }
+  int32_t fires(size_t param) const { return fires_[param]; }        // in the running backward
+  int32_t expected(size_t param) const { return expected_[param]; }  // the most in an earlier one
+
+  void learn() {  // the backward has ended
+    for (size_t param = 0; param < fires_.size(); ++param) expected_[param] = std::max(expected_[param], fires_[param]);
+    learned_ = true;
+  }
+  bool has_learned() const { return learned_; }
+  void forget_last(bool had_learned) { learned_ = had_learned; }  // an empty backward teaches nothing
+
+  // What has been learned, for a run that goes on later: empty before the first backward. A sum is rounded differently
+  // when a gradient comes late, so a resumed run that has to learn again would not have the same bits.
+  std::vector<int32_t> learned() const { return learned_ ? expected_ : std::vector<int32_t>(); }
+  void set_learned(const std::vector<int32_t>& expected) {
+    if (!expected.empty() && expected.size() != fires_.size())
+      fail(ErrorKind::kValue, "what was learned of ", expected.size(), " parameters is not of these ", fires_.size());
+    learned_ = !expected.empty();
+    expected_ = learned_ ? expected : std::vector<int32_t>(fires_.size());
+  }
+
+ private:
+  std::vector<int32_t> fires_, expected_;
+  bool learned_ = false;  // expected_ rests on at least one backward
+};
+
+}  // namespace ds::zero

@@ -1,0 +1,61 @@
+// Parameters that share an index space and one set of buckets.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "plan/shard_map.h"
+#include "zero/space_ranks.h"
+
+namespace ds::zero {
+
+struct Buffer {
+  at::Tensor data;    // one-dimensional
+  bool full = false;  // layout: the full space, or this rank's shard
+};
+
+// Parameters with equal keys lie in one space.
+struct SpaceKey {
+  int32_t param_group;
+  at::ScalarType dtype;
+  SpaceRanks ranks;
+  c10::Device place;  // where its buffers are
+};
+
+inline bool operator==(const SpaceKey& a, const SpaceKey& b) {
+  return a.param_group == b.param_group && a.dtype == b.dtype && a.ranks == b.ranks && a.place == b.place;
+}
+
+struct ParamSpace {
+  explicit ParamSpace(SpaceKey of) : key(std::move(of)) {}
+
+  const SpaceKey key;
+  std::vector<int32_t> params;  // indices into ParamStore, in layout order
+  plan::ShardMap map;
+  std::vector<size_t> owned;  // extents of this rank, by shard_offset
+  // This rank owns everything, end to end: the full space is the shard space. Gradients are summed where they lie.
+  bool in_place = false;
+  Buffer lp;         // the values the model computes with
+  Buffer master;     // fp32; the very same tensor as lp when the model computes in fp32 (or fp64)
+  Buffer grad;       // reduced gradients, of StoreOptions::grad_dtype
+  at::Tensor local;  // full space: gradients not reduced yet; may be the memory of `grad`, see split_grad_buffer
+  std::vector<Buffer> slots;  // optimizer states, fp32, created by the stepper
+
+  const SpaceRanks& ranks() const { return key.ranks; }
+  int64_t rank() const { return key.ranks.shard->rank(); }  // whose shard this is
+  bool narrow() const { return key.dtype == at::kHalf || key.dtype == at::kBFloat16; }
+  // The reduced gradients lie among the local ones.
+  bool grad_aliased() const { return !in_place && local.defined() && grad.full; }
+  // The model's parameters are whole on every rank, and each updates its shard of them.
+  bool gathers_after_step() const { return ranks().shard->size() > 1 && lp.full; }
+  // Position of an owned extent, or of an element run of one bucket's own row, in a buffer.
+  int64_t offset_in(const Buffer& buffer, const plan::Extent& extent) const {
+    return buffer.full ? extent.full_offset : extent.shard_offset;
+  }
+  int64_t offset_in(const Buffer& buffer, const plan::Bucket& bucket, int64_t shard_offset) const {
+    return buffer.full ? map.full_offset(bucket, rank(), shard_offset) : shard_offset;
+  }
+};
+
+}  // namespace ds::zero

@@ -1,0 +1,174 @@
+// Gathers that need all ranks, in an order that the ranks have learned; how they stay together: plan/gather_schedule.h.
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <unordered_map>
+
+#include "base/error.h"
+#include "plan/gather_schedule.h"
+#include "zero/routes/staged_gather.h"
+#include "zero/shard_source.h"
+
+namespace ds::zero {
+
+namespace {
+
+using plan::GatherAct;
+using plan::GatherSchedule;
+
+constexpr int kLag = 4;         // gathers under way at one time
+constexpr int64_t kWants = 64;  // parameters that one rank names in one exchange
+
+class ScheduledSource : public ShardSource {
+ public:
+  ScheduledSource(comm::CommunicatorPtr communicator, std::vector<ShardedParamPtr> params)
+      : communicator_(std::move(communicator)), params_(std::move(params)), schedule_(kLag) {
+    for (size_t i = 0; i < params_.size(); ++i) index_[params_[i].get()] = static_cast<int32_t>(i);
+  }
+
+  void gather(const std::vector<ShardedParam*>& params, const std::vector<ShardedParam*>& ahead) override {
+    at::NoGradGuard no_grad;
+    for (auto absent = not_started(params); !absent.empty(); absent = not_started(params)) {
+      read_notes(false);
+      const GatherAct act = schedule_.toward(absent);
+      if (act.exchange) {
+        exchange(absent, schedule_.hints() ? not_started(ahead) : GatherSchedule::Params{});
+      } else {
+        issue(act);
+      }
+    }
+    start(ahead);
+    std::vector<std::pair<ShardedParam*, at::Tensor>> here;
+    for (ShardedParam* param : params) {
+      const auto found = started_.find(param);
+      if (param->available() || found == started_.end()) continue;  // named twice
+      here.emplace_back(param, found->second->take(*param));
+      started_.erase(found);
+    }
+    take_full(here);
+  }
+
+  bool looks_ahead() const override { return true; }
+
+  void forget_ahead() override { started_.clear(); }
+
+  void drain() override {
+    at::NoGradGuard no_grad;
+    for (bool open = true; open;) {
+      read_notes(true);
+      const GatherAct act = schedule_.toward_end();
+      if (act.exchange) {
+        open = exchange({}, {});
+      } else {
+        issue(act);
+      }
+    }
+    entries_.clear();
+  }
+
+  void refresh(const std::vector<ShardedParam*>& params) override {
+    drain();
+    refresh_together(*communicator_, pool_, params);
+  }
+  void before_write() override {
+    drain();
+    forget_ahead();
+  }
+  void after_write() override {}
+  const char* name() const override { return "scheduled collectives"; }
+
+ private:
+  using GatherPtr = std::shared_ptr<StagedGather>;
+
+  // Their numbers, ascending, without those that are here or on their way.
+  GatherSchedule::Params not_started(const std::vector<ShardedParam*>& params) const {
+    GatherSchedule::Params result;
+    for (const ShardedParam* param : params) {
+      if (param->available() || started_.count(param)) continue;
+      const auto found = index_.find(param);
+      if (found == index_.end())
+        fail(ErrorKind::kRuntime, "parameter '", param->name(), "' does not belong to this engine");
+      result.push_back(found->second);
+    }
+    std::sort(result.begin(), result.end());
+    result.erase(std::unique(result.begin(), result.end()), result.end());
+    return result;
+  }
+
+  void read_notes(bool ending) {
+    while (const auto entry = schedule_.due(ending)) {
+      schedule_.seen(*entry, entries_[*entry]->notes());
+      entries_[*entry].reset();
+    }
+  }
+
+  void issue(const GatherAct& act) {
+    const auto made = start_gather(schedule_.entry(act.entry), act.note);
+    if (act.note & GatherSchedule::kWanted) keep(made, schedule_.entry(act.entry));
+    entries_.resize(act.entry + 1);
+    entries_[act.entry] = made;
+    schedule_.issued(act);
+  }
+
+  // Entries that are wanted soon, as far as nothing has to be waited for.
+  void start(const std::vector<ShardedParam*>& ahead) {
+    while (!schedule_.due()) {
+      const auto act = schedule_.ahead(not_started(ahead));
+      if (!act) return;
+      issue(*act);
+    }
+  }
+
+  // Everybody says what it wants, everybody helps. False when nobody wanted anything.
+  bool exchange(const GatherSchedule::Params& wanted, const GatherSchedule::Params& hints) {
+    GatherSchedule::Params wants = wanted;
+    wants.insert(wants.end(), hints.begin(), hints.end());
+    wants.resize(std::min(wants.size(), static_cast<size_t>(kWants)));
+    at::Tensor host = at::full({communicator_->size(), kWants}, -1, at::kInt);
+    std::copy(wants.begin(), wants.end(), host.data_ptr<int32_t>() + communicator_->rank() * kWants);
+    const at::Device device = params_.empty() ? at::Device(at::kCPU) : params_[0]->shard().device();
+    const at::Tensor shared = host.to(device);
+    communicator_->all_gather(shared.select(0, communicator_->rank()), shared, "what ranks want to gather")->wait();
+    ++exchanges_;
+    host = shared.to(at::kCPU);
+    GatherSchedule::Params all(host.data_ptr<int32_t>(), host.data_ptr<int32_t>() + host.numel());
+    std::sort(all.begin(), all.end());
+    all.erase(std::unique(all.begin(), all.end()), all.end());
+    if (!all.empty() && all.front() < 0) all.erase(all.begin());
+    if (!all.empty()) keep(start_gather(all, std::nullopt), wants);
+    return schedule_.exchanged(all);
+  }
+
+  GatherPtr start_gather(const GatherSchedule::Params& indices, std::optional<uint8_t> note) {
+    std::vector<ShardedParam*> params;
+    for (int32_t index : indices) params.push_back(params_[index].get());
+    auto made = std::make_shared<StagedGather>(*communicator_, pool_, std::move(params), note);
+    collectives_ += made->collectives();
+    return made;
+  }
+
+  void keep(const GatherPtr& gather, const GatherSchedule::Params& wants) {
+    for (int32_t index : wants) {
+      ShardedParam* param = params_[index].get();
+      if (param->available() || !started_.emplace(param, gather).second) continue;
+      gathered_ += param->padded_numel() - param->slice_numel();
+      param->mark_inflight();
+    }
+  }
+
+  comm::CommunicatorPtr communicator_;
+  std::vector<ShardedParamPtr> params_;
+  std::unordered_map<const ShardedParam*, int32_t> index_;
+  GatherSchedule schedule_;
+  std::vector<GatherPtr> entries_;  // of this cycle; null once its notes have been read
+  std::unordered_map<const ShardedParam*, GatherPtr> started_;
+};
+
+}  // namespace
+
+ShardSourcePtr scheduled_source(comm::CommunicatorPtr communicator, std::vector<ShardedParamPtr> params) {
+  return std::make_shared<ScheduledSource>(std::move(communicator), std::move(params));
+}
+
+}  // namespace ds::zero

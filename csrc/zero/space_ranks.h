@@ -1,0 +1,38 @@
+// The ranks over which the elements of a space are spread.
+#pragma once
+#include <vector>
+
+#include "comm/communicator.h"
+
+namespace ds::zero {
+
+// A reduction is a reduce-scatter over `shard`, then an all-reduce over `replicas`, each where it has more than one
+// rank. Neither is null; a group of one stands for "nobody else".
+struct SpaceRanks {
+  comm::CommunicatorPtr shard;     // each element has one owner among these ranks
+  comm::CommunicatorPtr replicas;  // these hold the same shard: all data-parallel ranks at stage 0, MiCS, experts
+  // The sum of squares of what this rank owns is added up over these, one after the other: `shard`, and who else holds
+  // other elements (experts: the expert-parallel ranks).
+  std::vector<comm::CommunicatorPtr> norm_over;
+  // Gradients are multiplied by these before and after the sum, beside what the engine's options say.
+  float scale_before = 1.0f, scale_after = 1.0f;
+
+  bool alone() const { return shard->size() == 1 && replicas->size() == 1; }
+  // This rank's place, for messages.
+  int rank() const { return shard->size() > 1 ? shard->rank() : replicas->rank(); }
+};
+
+// The same group, or both of one rank.
+inline bool same_ranks(const comm::CommunicatorPtr& a, const comm::CommunicatorPtr& b) {
+  return a == b || (a->size() == 1 && b->size() == 1);
+}
+
+inline bool operator==(const SpaceRanks& a, const SpaceRanks& b) {
+  bool equal = same_ranks(a.shard, b.shard) && same_ranks(a.replicas, b.replicas) &&
+               a.norm_over.size() == b.norm_over.size() && a.scale_before == b.scale_before &&
+               a.scale_after == b.scale_after;
+  for (size_t i = 0; equal && i < a.norm_over.size(); ++i) equal = same_ranks(a.norm_over[i], b.norm_over[i]);
+  return equal;
+}
+
+}  // namespace ds::zero

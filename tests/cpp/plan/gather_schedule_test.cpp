@@ -1,0 +1,262 @@
+#include "plan/gather_schedule.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <random>
+#include <set>
+#include <string>
+
+namespace ds::plan {
+namespace {
+
+using Params = GatherSchedule::Params;
+using Cycle = std::vector<Params>;  // what a rank wants, one after the other
+
+// A collective as one rank issued it.
+struct Issued {
+  bool exchange;
+  size_t entry;
+  uint8_t note;
+  Params wants;
+};
+
+// Ranks that gather by a schedule, without threads: `step` runs one rank until it would wait for another.
+class Job {
+ public:
+  Job(int world, int lag, const std::vector<std::vector<Cycle>>& programs, unsigned seed, bool ahead = false)
+      : programs_(programs), random_(seed), ahead_(ahead) {
+    for (int rank = 0; rank < world; ++rank) ranks_.push_back(Rank{GatherSchedule(lag)});
+  }
+
+  // Lets ranks run in a random order until all have ended. "" or what went wrong.
+  std::string run() {
+    while (true) {
+      std::vector<size_t> order(ranks_.size());
+      for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+      std::shuffle(order.begin(), order.end(), random_);
+      bool moved = false, all_ended = true;
+      for (size_t rank : order) {
+        const int64_t budget = static_cast<int64_t>(random_() % 7);
+        for (int64_t i = 0; i <= budget && step(rank); ++i) moved = true;
+        all_ended = all_ended && ended(rank);
+        if (!error_.empty()) return error_;
+      }
+      if (all_ended) return "";
+      if (!moved) return "no rank can go on";
+    }
+  }
+
+  size_t collectives() const { return ranks_[0].log.size(); }
+  size_t exchanges() const {
+    return static_cast<size_t>(
+        std::count_if(ranks_[0].log.begin(), ranks_[0].log.end(), [](const Issued& act) { return act.exchange; }));
+  }
+  const std::vector<size_t>& ends() const { return ranks_[0].cycle_ends; }
+  const std::vector<Issued>& log() const { return ranks_[0].log; }
+
+ private:
+  struct Rank {
+    GatherSchedule schedule;
+    size_t cycle = 0, want = 0;
+    std::set<int32_t> started;     // under way for this rank, or here
+    std::vector<Issued> log;       // collectives, in order
+    std::vector<size_t> entry_at;  // of this cycle: where in the log an entry is
+    bool in_exchange = false;
+    std::vector<size_t> cycle_ends;
+  };
+
+  bool ended(size_t rank) const { return ranks_[rank].cycle == programs_[rank].size(); }
+
+  bool complete(size_t position) {
+    for (const Rank& rank : ranks_)
+      if (rank.log.size() <= position) return false;
+    const Issued& first = ranks_[0].log[position];
+    for (const Rank& rank : ranks_)
+      if (rank.log[position].exchange != first.exchange || rank.log[position].entry != first.entry)
+        error_ = "ranks issued different collectives at position " + std::to_string(position);
+    return true;
+  }
+
+  bool issue(Rank& rank, const GatherAct& act, const Params& wants) {
+    if (act.exchange) {
+      rank.log.push_back({true, 0, 0, wants});
+      rank.in_exchange = true;
+      return true;
+    }
+    for (int32_t param : rank.schedule.entry(act.entry))
+      if (act.note & GatherSchedule::kWanted) rank.started.insert(param);
+    rank.schedule.issued(act);
+    rank.entry_at.resize(act.entry + 1, 0);
+    rank.entry_at[act.entry] = rank.log.size();
+    rank.log.push_back({false, act.entry, act.note, {}});
+    return true;
+  }
+
+  // False: it waits, or it has ended.
+  bool step(size_t index) {
+    Rank& rank = ranks_[index];
+    if (ended(index) || !error_.empty()) return false;
+    if (rank.in_exchange) {
+      const size_t position = rank.log.size() - 1;
+      if (!complete(position)) return false;
+      Params wanted;
+      for (const Rank& other : ranks_)
+        wanted.insert(wanted.end(), other.log[position].wants.begin(), other.log[position].wants.end());
+      std::sort(wanted.begin(), wanted.end());
+      wanted.erase(std::unique(wanted.begin(), wanted.end()), wanted.end());
+      for (int32_t param : rank.log[position].wants) rank.started.insert(param);
+      rank.in_exchange = false;
+      if (!rank.schedule.exchanged(wanted)) {
+        rank.entry_at.clear();
+        rank.started.clear();
+        rank.cycle_ends.push_back(rank.log.size());
+        if (rank.want == programs_[index][rank.cycle].size()) {
+          ++rank.cycle;
+          rank.want = 0;
+        }
+      }
+      return true;
+    }
+    const Cycle& cycle = programs_[index][rank.cycle];
+    const bool ending = rank.want == cycle.size();
+    Params missing;
+    if (!ending)
+      std::copy_if(cycle[rank.want].begin(), cycle[rank.want].end(), std::back_inserter(missing),
+                   [&](int32_t param) { return !rank.started.count(param); });
+    if (!ending && missing.empty()) {
+      // Data must have arrived; then it is used and goes.
+      if (!rank.log.empty() && !complete(rank.log.size() - 1)) return false;
+      for (int32_t param : cycle[rank.want]) rank.started.erase(param);
+      ++rank.want;
+      return true;
+    }
+    if (const auto due = rank.schedule.due(ending)) {
+      const size_t position = *due < rank.entry_at.size() ? rank.entry_at[*due] : 0;
+      if (!complete(position)) return false;
+      std::vector<uint8_t> notes;
+      for (const Rank& other : ranks_) notes.push_back(other.log[position].note);
+      rank.schedule.seen(*due, notes);
+      return true;
+    }
+    if (ending) return issue(rank, rank.schedule.toward_end(), {});
+    if (ahead_ && random_() % 4 == 0 && rank.want + 1 < cycle.size()) {  // sometimes the next want is started early
+      Params soon = missing;
+      soon.insert(soon.end(), cycle[rank.want + 1].begin(), cycle[rank.want + 1].end());
+      std::sort(soon.begin(), soon.end());
+      soon.erase(std::unique(soon.begin(), soon.end()), soon.end());
+      if (const auto act = rank.schedule.ahead(soon)) return issue(rank, *act, {});
+    }
+    return issue(rank, rank.schedule.toward(missing), missing);
+  }
+
+  std::vector<std::vector<Cycle>> programs_;
+  std::vector<Rank> ranks_;
+  std::mt19937 random_;
+  bool ahead_;  // ranks start entries early, each when it likes
+  std::string error_;
+};
+
+// Forward and backward over `units` layers of two parameters each.
+Cycle training(int units) {
+  Cycle cycle;
+  for (int32_t unit = 0; unit < units; ++unit) cycle.push_back({2 * unit, 2 * unit + 1});
+  for (int32_t unit = units - 1; unit >= 0; --unit) cycle.push_back({2 * unit, 2 * unit + 1});
+  return cycle;
+}
+
+TEST(GatherSchedule, ARepeatingCycleNeedsNoAgreement) {
+  for (int world : {1, 2, 3, 8}) {
+    const std::vector<std::vector<Cycle>> programs(world, std::vector<Cycle>(5, training(50)));
+    Job job(world, 4, programs, 7);
+    ASSERT_EQ(job.run(), "");
+    ASSERT_EQ(job.ends().size(), 5u);
+    EXPECT_EQ(job.ends()[0], 101u);  // an exchange for each unit, and the one that ends the cycle
+    for (size_t cycle = 1; cycle < 5; ++cycle) {
+      const size_t begin = job.ends()[cycle - 1], end = job.ends()[cycle];
+      EXPECT_EQ(end - begin, 101u);
+      const auto exchanges = std::count_if(job.log().begin() + static_cast<std::ptrdiff_t>(begin),
+                                           job.log().begin() + static_cast<std::ptrdiff_t>(end),
+                                           [](const Issued& act) { return act.exchange; });
+      EXPECT_EQ(exchanges, 2) << "the first and the last act of a cycle";
+    }
+  }
+}
+
+TEST(GatherSchedule, AnEndWithoutGathersCostsOneExchange) {
+  std::vector<Cycle> program{training(3), {}, training(3), {}, {}};
+  Job job(2, 2, {program, program}, 1);
+  ASSERT_EQ(job.run(), "");
+  EXPECT_EQ(job.ends(), (std::vector<size_t>{7, 8, 15, 16, 17}));
+}
+
+TEST(GatherSchedule, WhoSkipsServesAndWhatNobodyWantsIsLeftOut) {
+  Cycle whole = training(4), shorter = whole;
+  shorter.erase(shorter.begin() + 4);  // the last unit stays for backward
+  // Rank 1 alone skips: rank 0 still gets everything.
+  Job one(2, 2, {{whole, whole, whole}, {whole, shorter, shorter}}, 3);
+  ASSERT_EQ(one.run(), "");
+  EXPECT_EQ(one.ends()[2] - one.ends()[1], 9u);
+  // Both skip: served once, then gone.
+  Job both(2, 2, {{whole, shorter, shorter}, {whole, shorter, shorter}}, 3);
+  ASSERT_EQ(both.run(), "");
+  EXPECT_EQ(both.ends()[1] - both.ends()[0], 9u);
+  EXPECT_EQ(both.ends()[2] - both.ends()[1], 8u);
+}
+
+TEST(GatherSchedule, AnExceptionDoesNotChangeTheScheduleButTheSameTwiceDoes) {
+  Cycle other = training(4);
+  other.insert(other.begin() + 2, {100});
+  const auto exchanges_of_last = [](const std::vector<Cycle>& program) {
+    Job job(2, 2, {program, program}, 5);
+    EXPECT_EQ(job.run(), "");
+    const size_t begin = job.ends()[job.ends().size() - 2];
+    return std::count_if(job.log().begin() + static_cast<std::ptrdiff_t>(begin), job.log().end(),
+                         [](const Issued& act) { return act.exchange; });
+  };
+  const Cycle usual = training(4);
+  EXPECT_EQ(exchanges_of_last({usual, usual, other, usual}), 2);
+  EXPECT_EQ(exchanges_of_last({usual, usual, other, other, other}), 2);
+  // Three in a row that are all different: exchanges until a cycle comes twice.
+  Cycle third = usual, fourth = usual;
+  third.insert(third.begin() + 1, {101});
+  fourth.insert(fourth.begin() + 3, {102});
+  EXPECT_GT(exchanges_of_last({usual, other, third, fourth, usual}), 4);
+  EXPECT_EQ(exchanges_of_last({usual, other, third, fourth, usual, usual, usual}), 2);
+}
+
+// Every rank with a program of its own: all of them end, and all issue the same collectives.
+TEST(GatherSchedule, RandomBranchesOnEveryRankNeverHang) {
+  const char* every = std::getenv("DS_TEST_EVERY_CASE");
+  const int cases = every ? 20000 : 3000;
+  std::mt19937 random(11);
+  for (int which = 0; which < cases; ++which) {
+    const int world = 1 + static_cast<int>(random() % 5), lag = 1 + static_cast<int>(random() % 5);
+    const int units = 1 + static_cast<int>(random() % 6), cycles = 1 + static_cast<int>(random() % 8);
+    const double chance = std::vector<double>{0.0, 0.02, 0.2, 0.6}[random() % 4];
+    const auto happens = [&] { return static_cast<double>(random() % 1000) < 1000 * chance; };
+    std::vector<std::vector<Cycle>> programs(world);
+    std::vector<bool> empty;
+    for (int cycle = 0; cycle < cycles; ++cycle) empty.push_back(random() % 5 == 0);
+    for (auto& program : programs) {
+      for (int cycle = 0; cycle < cycles; ++cycle) {
+        Cycle wants;
+        for (const Params& unit : empty[cycle] ? Cycle{} : training(units)) {
+          if (happens()) continue;
+          wants.push_back(unit);
+          if (happens()) wants.push_back({static_cast<int32_t>(random() % 20)});
+        }
+        if (happens()) std::reverse(wants.begin(), wants.end());
+        if (happens()) wants.clear();
+        program.push_back(wants);
+      }
+    }
+    Job job(world, lag, programs, static_cast<unsigned>(random()), which % 2 == 0);
+    ASSERT_EQ(job.run(), "") << "case " << which << ", world " << world << ", lag " << lag;
+    EXPECT_EQ(job.ends().size(), static_cast<size_t>(cycles));
+  }
+}
+
+}  // namespace
+}  // namespace ds::plan

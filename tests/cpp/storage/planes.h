@@ -1,0 +1,46 @@
+// Planes of tests: what they hold is the number of the element plus something.
+#pragma once
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "../io/folder.h"
+#include "base/error.h"
+#include "storage/shard_storage.h"
+
+namespace ds::storage {
+
+constexpr Medium kMedia[] = {Medium::kDevice, Medium::kHost, Medium::kFile};
+
+inline Placement at_rest(Medium medium, const std::string& folder = "") {
+  Placement placement;
+  placement.rest = medium;
+  placement.folder = folder;
+  return placement;
+}
+
+inline void fill(const at::Tensor& data, float first) {
+  float* values = data.data_ptr<float>();
+  for (int64_t i = 0; i < data.numel(); ++i) values[i] = first + static_cast<float>(i);
+}
+
+inline bool holds(const at::Tensor& data, float first) {
+  const float* values = data.data_ptr<float>();
+  for (int64_t i = 0; i < data.numel(); ++i) {
+    if (values[i] != first + static_cast<float>(i)) return false;
+  }
+  return true;
+}
+
+inline std::string text_of(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const std::exception& e) {
+    return e.what();
+  }
+  return "nothing was thrown";
+}
+
+}  // namespace ds::storage

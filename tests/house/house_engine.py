@@ -1,0 +1,110 @@
+"""Rules of the training core: stage numbers, options, the width of bindings. Each check returns a list of sentences."""
+
+import ast
+import os
+import re
+
+from house_cpp import without_comments
+from house_tables import MAX_BINDING_ARGUMENTS, STAGE_NUMBERS_CPP, STAGE_NUMBERS_PYTHON, WIDE_BINDINGS
+
+SEE = "See docs/architecture.md (stages) and tests/house/house_tables.py."
+ASK = (
+    "Ask a field of zero::StagePolicy (engine._stage_policy in Python), or add one there: a stage is a row of one table"
+)
+CPP_STAGE = r"\b(?:\w+_)?stage(?:\(\)|_\b|\b)"
+CPP_COMPARISON = re.compile(
+    rf"{CPP_STAGE}\s*(?:[=!<>]=|<(?!<)|>(?!>))\s*\d|\b\d+\s*(?:[=!<>]=|<(?!<)|>(?!>))\s*(?:\w+(?:\.|->))*{CPP_STAGE}"
+    rf"|\bswitch\s*\([^)]*{CPP_STAGE}"
+)
+
+
+def check_stage_numbers_cpp(files):
+    problems = []
+    for path, text in files.items():
+        if path.startswith("config/") or path in STAGE_NUMBERS_CPP:
+            continue
+        for number, line in enumerate(without_comments(text).splitlines(), 1):
+            if CPP_COMPARISON.search(line):
+                problems.append(f"csrc/{path}:{number} compares a ZeRO stage with a number. {ASK}. {SEE}")
+    return problems
+
+
+def check_stage_numbers_python(modules):
+    problems = []
+    for module in modules.values():
+        path = module.path.replace(os.sep, "/")
+        if module.room == "config" or path in STAGE_NUMBERS_PYTHON:
+            continue
+        for node in ast.walk(module.tree):
+            sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            if any(map(_names_a_stage, sides)) and any(map(_is_numbers, sides)):
+                problems.append(f"{path}:{node.lineno} compares a ZeRO stage with a number. {ASK}. {SEE}")
+            if isinstance(node, ast.Match) and _names_a_stage(node.subject):
+                problems.append(f"{path}:{node.lineno} matches a ZeRO stage. {ASK}. {SEE}")
+    return problems
+
+
+def _names_a_stage(node):
+    while isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Name) and node.func.id == "int" and node.args:
+            node = node.args[0]
+        else:
+            node = node.func
+    name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", None)
+    return isinstance(name, str) and (name == "stage" or name.endswith("_stage"))
+
+
+def _is_numbers(node):
+    if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+        return bool(node.elts) and all(map(_is_numbers, node.elts))
+    return isinstance(node, ast.Constant) and type(node.value) is int
+
+
+# ---- bindings --------------------------------------------------------------------------------------------------------
+
+
+def check_binding_arguments(files):
+    problems = []
+    for path, text in files.items():
+        for match in re.finditer(r"\.\s*def(?:_static)?\s*\(", text) if path.startswith("bindings/") else ():
+            call = _balanced(text, match.end() - 1)
+            count = len(re.findall(r"\bpy::arg\s*\(", call))
+            name = re.match(r'\(\s*"(\w+)"', call)
+            name = name.group(1) if name else "__init__"
+            if count > MAX_BINDING_ARGUMENTS and (path, name) not in WIDE_BINDINGS:
+                where = f"csrc/{path}:{text.count(chr(10), 0, match.start()) + 1}"
+                problems.append(
+                    f"{where} binds {name} with {count} arguments, more "
+                    f"than {MAX_BINDING_ARGUMENTS}. What the configuration says C++ reads from it; rows of a table go "
+                    f"as one list. Or add a row to WIDE_BINDINGS that says why not. {SEE}"
+                )
+    return problems
+
+
+def _balanced(text, start):
+    """From the bracket at ``start`` to the one that closes it. Brackets within literals come in pairs here."""
+    depth = 0
+    for place in range(start, len(text)):
+        depth += (text[place] == "(") - (text[place] == ")")
+        if depth == 0:
+            return text[start : place + 1]
+    return text[start:]
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+OPTIONS_FILES = ("zero/engine_options.cpp", "zero/engine_options.h")
+
+
+def check_engine_options(files):
+    problems = []
+    for path, text in files.items():
+        if path in OPTIONS_FILES:
+            continue
+        for number, line in enumerate(without_comments(text).splitlines(), 1):
+            if re.search(r"\bEngineOptions\s*(?:\w+\s*)?[;{(=]", line):
+                problems.append(
+                    f"csrc/{path}:{number} makes EngineOptions: engine_options.cpp alone does, from the configuration, "
+                    f"so that a key has one reader and one default. Pass the configuration. {SEE}"
+                )
+    return problems

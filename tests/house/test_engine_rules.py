@@ -1,0 +1,103 @@
+"""Rules of the training core, on this tree and on made-up ones, each of which breaks a rule once."""
+
+import ast
+import os
+import types
+
+import pytest
+
+import house_cpp
+import house_engine
+import house_python
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+@pytest.fixture(scope="module")
+def files():
+    return house_cpp.sources(os.path.join(ROOT, "csrc"))
+
+
+@pytest.fixture(scope="module")
+def modules():
+    return house_python.load(os.path.join(ROOT, "python", "deepspeed"))
+
+
+def expect_none(problems):
+    assert not problems, "\n\n" + "\n\n".join(problems)
+
+
+def made_up(path, text):
+    return {path: types.SimpleNamespace(path=path, room=path.split("/")[0], tree=ast.parse(text))}
+
+
+def test_stage_numbers(files, modules):
+    expect_none(house_engine.check_stage_numbers_cpp(files))
+    expect_none(house_engine.check_stage_numbers_python(modules))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "if (options.stage == 3) f();",
+        "return policy_->stage>=2;",
+        "while (0 < zero_stage) {}",
+        "bool b = engine.stage() != 1;",
+        "switch (options.stage) {}",
+        "bool b = 2 <= options.stage;",
+    ],
+)
+def test_a_stage_number_in_cpp(line):
+    problems = house_engine.check_stage_numbers_cpp({"zero/a.cpp": "\n" + line, "config/a.cpp": line})
+    assert len(problems) == 1 and "csrc/zero/a.cpp:2 compares" in problems[0], problems
+
+
+@pytest.mark.parametrize("line", ["stage_policy(3);", "// stage == 3;", "bool b = p.stage == stage;", "a << stage;"])
+def test_what_is_no_stage_number_in_cpp(line):
+    assert house_engine.check_stage_numbers_cpp({"zero/a.cpp": line}) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "if engine.zero_optimization_stage() == 3: pass",
+        "x = 2 <= self.stage",
+        "x = stage in (1, 2)",
+        "x = 0 < int(config.zero_stage)",
+        "match stage:\n    case 3: pass",
+    ],
+)
+def test_a_stage_number_in_python(line):
+    problems = house_engine.check_stage_numbers_python(made_up("engine/a.py", "\n" + line))
+    assert len(problems) == 1 and "engine/a.py:2 " in problems[0], problems
+    assert house_engine.check_stage_numbers_python(made_up("config/a.py", line)) == []
+
+
+@pytest.mark.parametrize("line", ["stage = 2 if shards else 1", "same = run.stage == engine.stage", "x = stages == 3"])
+def test_what_is_no_stage_number_in_python(line):
+    assert house_engine.check_stage_numbers_python(made_up("engine/a.py", line)) == []
+
+
+def test_binding_arguments(files):
+    expect_none(house_engine.check_binding_arguments(files))
+
+
+def test_a_wide_binding():
+    arguments = ", ".join(f'py::arg("a{i}")' for i in range(9))
+    wide = (f'm.def("f", &f, {arguments});', "binds f"), (f"x.def(py::init(&g), {arguments});", "__init__")
+    for text, name in wide:
+        problems = house_engine.check_binding_arguments({"bindings/a.cpp": "\n" + text, "zero/a.cpp": text})
+        assert len(problems) == 1 and "csrc/bindings/a.cpp:2 " in problems[0] and name in problems[0], problems
+    narrow = f'm.def("f", &f, {arguments.rsplit(",", 1)[0]}).def("g", &g, py::arg("x"));'
+    assert house_engine.check_binding_arguments({"bindings/a.cpp": narrow}) == []
+
+
+def test_engine_options(files):
+    expect_none(house_engine.check_engine_options(files))
+
+
+@pytest.mark.parametrize("line", ["EngineOptions options;", "f(zero::EngineOptions{});", "EngineOptions o = f();"])
+def test_options_made_elsewhere(line):
+    problems = house_engine.check_engine_options({"zero/a.cpp": "\n" + line, "zero/engine_options.cpp": line})
+    assert len(problems) == 1 and "csrc/zero/a.cpp:2 makes" in problems[0], problems
+    assert house_engine.check_engine_options({"zero/a.cpp": "f(const EngineOptions& x); // EngineOptions x;"}) == []
