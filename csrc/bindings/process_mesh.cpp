@@ -8,6 +8,7 @@
 #include "bindings/registry.h"
 #include "bindings/shared_function.h"
 #include "bindings/sharded_params.h"
+#include "comm/decorators/logged.h"
 #include "comm/process_mesh.h"
 
 namespace py = pybind11;
@@ -95,7 +96,7 @@ DS_BINDINGS(m) {
       .def(
           "communicator",
           [](ProcessMesh& mesh, const Axes& axes, Purpose purpose) {
-            return mesh.communicator(mesh.sub(axes), purpose);
+            return comm::logged(mesh.communicator(mesh.sub(axes), purpose));
           },
           py::arg("axes"), py::arg("purpose"));
 }

@@ -38,8 +38,7 @@ LATE_IMPORTS = {
     "ops/__init__.py": "op packages are imported when first used",
     "ops/op_builder/builder.py": "a third party's prebuilt op has a name that only its builder knows",
     "ops/op_builder/prebuilt_op.py": "an op's functions are imported when it is loaded: some need the native module",
-    "utils/pickle_table.py": "a class in a checkpoint that the user has let through by its name",
-    "utils/pickle_tensors.py": "classes that checkpoints name by their published import paths, in rooms above",
+    "utils/plain_classes.py": "classes that checkpoints name by their published paths, or that the user lets through",
     "registry.py": "a registry holds names so that what is not used is not imported; so do packages (lazy_package)",
     "git_version_info.py": "_build_info exists in installed packages only",
     "accelerator/abstract_accelerator.py": "op builders and compile backends exist for some torches only",
@@ -63,11 +62,12 @@ CPP_ARROWS = {
     "plan": {"base"},
     "kernels": {"base"},
     "io": {"base"},
+    "formats": {"base", "io"},
     "storage": {"base", "plan", "io"},
     "optim": {"base", "config", "kernels"},
     "comm": {"base", "plan", "kernels"},
     "zero": {"base", "config", "plan", "kernels", "optim", "io", "comm"},
-    "bindings": {"base", "config", "plan", "kernels", "optim", "io", "comm", "zero"},
+    "bindings": {"base", "config", "plan", "kernels", "optim", "io", "formats", "comm", "zero"},
 }
 ROOMS_WITH_TORCH = {"storage", "comm", "zero", "bindings"}
 ROOMS_WITH_PYTHON = {"bindings"}
@@ -86,6 +86,7 @@ MUTABLE_GLOBALS = {
     ("config/schema.cpp", "all"): "sections register before main and are only read afterwards",
     ("config/sections/optimizer_params.cpp", "all"): "as above: optimizer types",
     ("storage/tier.cpp", "all"): "memory tiers register before main and are only read afterwards",
+    ("zero/space_rules/space_rule.cpp", "all"): "rules register before main and are only read afterwards",
     ("optim/rule.cpp", "all"): "optimizer rules register before main and are only read afterwards",
     ("kernels/cpu/update.cpp", "all"): "update kernels register while the library is loaded and are only read after",
     ("kernels/cuda/update.cu", "all"): "as above",

@@ -16,13 +16,8 @@ from deepspeed.utils.weight_files import write_whole
 # Each uses the ones before it.
 MODULES = (
     "byte_ranges",
-    "zip_directory",
     "lazy_tensor",
-    "pickle_machine",
-    "pickle_table",
-    "pickle_tensors",
-    "torch_archive",
-    "safetensors_file",
+    "standalone_reader",
     "torch_archive_writer",
     "weight_files",
     "zero_to_fp32",

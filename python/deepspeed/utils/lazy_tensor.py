@@ -23,8 +23,9 @@ def row_major(shape):
 class StoredMemory:
     """The storage of tensors in a file: a range of bytes; ``swapped`` if it is of the other byte order."""
 
-    def __init__(self, source, dtype, swapped=False):
+    def __init__(self, source, dtype, swapped=False, base=None):
         self.source, self.dtype, self.swapped = source, dtype, swapped
+        self._base = None if swapped else base  # the same bytes, of another type
         self.item = itemsize(dtype)
         self._whole = None
         self._views = {}
@@ -32,7 +33,7 @@ class StoredMemory:
     def viewed_as(self, dtype):
         """The same bytes as elements of another type."""
         if dtype != self.dtype and dtype not in self._views:
-            self._views[dtype] = StoredMemory(self.source, dtype, self.swapped)
+            self._views[dtype] = StoredMemory(self.source, dtype, self.swapped, self)
         return self if dtype == self.dtype else self._views[dtype]
 
     @property
@@ -48,9 +49,16 @@ class StoredMemory:
                 self._swap(found)
         return found
 
+    def allocate(self):
+        """Memory for all of it, which somebody else fills."""
+        self._whole = torch.empty(self.numel, dtype=self.dtype)
+        return self._whole
+
     def whole(self):
         """All of it, the same memory for every caller: tensors that share a storage go on sharing it."""
-        if self._whole is None:
+        if self._whole is None and self._base is not None:
+            self._whole = _as_bytes(self._base.whole())[: self.numel * self.item].view(self.dtype)
+        elif self._whole is None:
             self._whole = self.read(0, self.numel)
         return self._whole
 
@@ -141,6 +149,16 @@ class LazyTensor:
         if self.is_contiguous():
             return self.memory.read(self.offset + start, numel)
         return self.read().reshape(-1)[start : start + numel].clone()
+
+    def fill(self, target, start):
+        """Reads the elements from ``start`` on straight into ``target``, 1-D and contiguous. False, and nothing is
+        read, where that is not possible: of another type, on another device, not in this order in the file."""
+        direct = target.dtype == self.dtype and target.device.type == "cpu" and not self.memory.swapped
+        if not direct or not self.is_contiguous() or start < 0 or start + target.numel() > self.numel():
+            return False
+        if target.numel():
+            self.memory.source.read_into(_as_bytes(target), (self.offset + start) * self.memory.item)
+        return True
 
     def share(self):
         """The tensor on the memory that all tensors of its storage share, as torch.load gives them."""

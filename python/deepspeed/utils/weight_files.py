@@ -7,16 +7,25 @@ import errno
 import json
 import os
 import re
+import struct
 
 import torch
 
+from deepspeed.utils.byte_ranges import write_tensor
 from deepspeed.utils.lazy_tensor import LazyTensor, itemsize
-from deepspeed.utils.safetensors_file import write_safetensors_stream
 from deepspeed.utils.torch_archive_writer import write_torch_stream
 
 _CHUNK_NUMEL = 4 << 20
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
+_SAFETENSORS_NAMES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "U16": "uint16", "U32": "uint32", "U64": "uint64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64"}  # fmt: skip
+SAFETENSORS_DTYPES = {
+    name: getattr(torch, dtype) for name, dtype in _SAFETENSORS_NAMES.items() if hasattr(torch, dtype)
+}
 
 
 class StoredWeight:
@@ -87,6 +96,32 @@ def write_torch(path, value):
 def write_safetensors(path, weights):
     """Writes ``{name: tensor or weight}`` as safetensors."""
     write_safetensors_stream(path, {name: as_weight(value) for name, value in weights.items()})
+
+
+def write_safetensors_stream(path, weights, metadata=None):
+    """Writes ``{name: weight}`` to ``path``, one chunk after the other. A weight has ``shape``, ``dtype`` and
+    ``chunks()``, which yields 1-D uint8 tensors on the CPU."""
+    names = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+    header, offset = {"__metadata__": dict(metadata or {"format": "pt"})}, 0
+    # Larger elements first, as the format's own writer does: every tensor is then aligned to its elements.
+    order = sorted(weights, key=lambda name: -itemsize(weights[name].dtype))
+    for name in order:
+        weight = weights[name]
+        size = weight.shape.numel() * itemsize(weight.dtype)
+        header[name] = {
+            "dtype": names[weight.dtype],
+            "shape": list(weight.shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb", buffering=0) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in order:
+            for chunk in weights[name].chunks():
+                write_tensor(file, chunk)
+        os.fsync(file.fileno())
 
 
 def parse_size(text):

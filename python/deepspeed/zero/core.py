@@ -51,15 +51,22 @@ def build_core(
         for role in [*ROLES, *sorted(groups.keys() - set(ROLES))]  # one order on all ranks
         if groups.get(role) is not None
     }
+
+    def open_gathers():
+        made = gathers()
+        if made is not None:
+            opened["gathers"] = _communicator(made, "gathers", shared=False)
+        return opened.get("gathers")
+
     core = _native._C.Engine(
         params=rows,
         others=[param.ds_handle for param in others],
-        groups=opened if gathers is None else {**opened, "gathers": gathers},
+        groups=opened if gathers is None else {**opened, "gathers": open_gathers},
         config=core_config({}) if config is None else config,
         threads=torch.get_num_threads(),
         grad_dtype=grad_dtype,
     )
-    comms_log.watch(core, core.communicators)
+    comms_log.watch(core, list(opened.values()))
     return core, [row[1] for row in rows]
 
 

@@ -21,6 +21,11 @@ class Range:
             return source.detach().reshape(-1)[self.base + start : self.base + start + numel]
         return source.read_range(self.base + start, numel)
 
+    def fill(self, target, start):
+        """Reads the elements from ``start`` on straight into ``target``, 1-D; False where the source cannot."""
+        source = self.source() if callable(self.source) else self.source
+        return hasattr(source, "fill") and source.fill(target, self.base + start)
+
 
 class SavedState:
     """One checkpoint. Parameters are known by their names in the module; tied ones by the first of their names.
@@ -146,6 +151,8 @@ def read_into(target, pieces, offset):
     for begin, numel, reader in pieces:
         low, high = max(begin, offset), min(begin + numel, end)
         if low < high:
-            flat[low - offset : high - offset].copy_(reader.read_range(low - begin, high - low))
+            part = flat[low - offset : high - offset]
+            if not (hasattr(reader, "fill") and reader.fill(part, low - begin)):
+                part.copy_(reader.read_range(low - begin, high - low))
             filled += high - low
     return filled

@@ -534,7 +534,7 @@ def main(paths):
     sys.path.insert(0, os.environ["DS_PYTHON"])
     import deepspeed.runtime.fp16.loss_scaler  # noqa: PLC0415
     import deepspeed.runtime.zero.config  # noqa: F401, PLC0415
-    from deepspeed.utils import torch_archive  # noqa: PLC0415
+    from deepspeed.utils import standalone_reader, torch_archive  # noqa: PLC0415
 
     lazy = type(sys)("lazy_module")
     lazy.__getattr__ = lambda key: open(MARK, "w")
@@ -552,12 +552,16 @@ def main(paths):
     sys.addaudithook(hear)
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), resource.RLIM_INFINITY))
+    standalone_reader.load(paths[0], True, False)
     for path in paths[1:]:
-        for lazily in (False, True):
+        for reader, lazily in (("package", False), ("package", True), ("standalone", True)):
             heard.clear()
             start, listening[0] = time.process_time(), True
             try:
-                found = torch_archive.load(path, lazy=lazily)
+                if reader == "package":
+                    found = torch_archive.load(path, lazy=lazily)
+                else:
+                    found = standalone_reader.load(path, lazily, False)
                 outcome = f"loaded {type(found).__name__}"
                 del found
             except BaseException as error:  # noqa: B036
@@ -566,8 +570,8 @@ def main(paths):
             else:
                 said = ""
             listening[0] = False
-            print(json.dumps({"path": path, "lazy": lazily, "outcome": outcome, "said": said, "heard": heard,
-                              "seconds": time.process_time() - start}), flush=True)  # fmt: skip
+            print(json.dumps({"path": path, "reader": reader, "lazy": lazily, "outcome": outcome, "said": said,
+                              "heard": heard, "seconds": time.process_time() - start}), flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

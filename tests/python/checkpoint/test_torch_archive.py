@@ -22,6 +22,7 @@ import torch
 import deepspeed  # noqa: F401
 from deepspeed import _compat
 from deepspeed.checkpoint import storage
+from deepspeed.utils import standalone_reader
 from deepspeed.utils.torch_archive import LazyTensor, RefusedClass, load
 
 PEERS = os.path.join(os.path.dirname(__file__), "..", "..", "data", "peer-checkpoints")
@@ -331,3 +332,33 @@ def test_a_damaged_file_is_an_error_and_nothing_worse(zipped, tmp_path):
             refused += 1
             assert str(error)
     assert refused > 40
+
+
+def like(a, b):
+    """Whether ``b`` is ``a`` as far as the reader without the package makes it: other data stay ``Unused``."""
+    if isinstance(b, standalone_reader.Unused):
+        return not torch.is_tensor(a)
+    if isinstance(a, LazyTensor) or torch.is_tensor(a):
+        return type(a) is type(b) and (torch.equal(a.read(), b.read()) if isinstance(a, LazyTensor) else same(a, b))
+    if isinstance(a, dict):
+        return isinstance(b, dict) and len(a) == len(b) and all(like(x, y) for x, y in zip(a.values(), b.values()))
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(like(x, y) for x, y in zip(a, b))
+    return isinstance(a, enum.Enum) or same(a, b)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("path", sorted(glob.glob(f"{PEERS}/*/*/*.pt")), ids=lambda p: "/".join(p.split("/")[-3::2]))
+def test_the_reader_without_the_package_reads_the_same(path, lazy):
+    assert like(load(path, lazy=lazy), standalone_reader.load(path, lazy=lazy, trust=False))
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_the_reader_without_the_package_reads_tensors_and_arrays(zipped, tmp_path):
+    simple = {name: value for name, value in plain().items() if name not in ("mine", "sets")}
+    value = {"tensors": tensors(), "arrays": arrays(), "plain": simple}
+    torch.save(value, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+    assert like(load(tmp_path / "x.pt"), standalone_reader.load(tmp_path / "x.pt", trust=False))
+    torch.save({"counted": Counted()}, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(RefusedClass, match="Counted"):
+        standalone_reader.load(tmp_path / "x.pt", trust=False)

@@ -38,8 +38,6 @@ def sharded(device):
 
 
 class Engine:
-    communicators = ()
-
     def __init__(self, **options):
         pass
 
