@@ -186,8 +186,10 @@ DS_BINDINGS(m) {
       .def(
           "publish", [](Engine& engine) { engine.stepper().publish(); }, Unlocked())
       .def("refresh_master", of(&Engine::states, &StateAccess::refresh_master), Unlocked())
-      .def("hold_states", [](Engine& engine) { engine.states().hold().hold(); })
-      .def("let_states_go", [](Engine& engine) { engine.states().hold().let_go(); })
+      .def(
+          "hold_states", [](Engine& engine) { engine.states().hold().hold(); }, Unlocked())
+      .def(
+          "let_states_go", [](Engine& engine) { engine.states().hold().let_go(); }, Unlocked())
       .def(
           "wait_for_states", [](Engine& engine) { engine.states().hold().wait(); }, Unlocked())
       .def("broadcast", &Engine::broadcast, Unlocked())

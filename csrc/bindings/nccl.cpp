@@ -142,7 +142,8 @@ DS_BINDINGS(m) {
           Unlocked())
       .def(
           "reduce",
-          [](NcclComm& self, uintptr_t in, uintptr_t out, size_t count, nccl::DataType type, nccl::RedOp op, int root,
+          [](NcclComm& self, uintptr_t in, uintptr_t out, size_t count, nccl::DataType type, nccl::RedOp op,
+             int root,
              uintptr_t stream) { self.reduce(address(in), address(out), count, type, op, root, address(stream)); },
           Unlocked())
       .def(

@@ -102,7 +102,7 @@ void Engine::broadcast(const std::vector<at::Tensor>& tensors, int root) {
 }
 
 void Engine::release() {
-  states_.hold().wait();
+  states_.hold().clear();
   backward_.release();
   grads_.clear();
   if (gatherer_) gatherer_->end_backward();

@@ -23,8 +23,7 @@ struct GradBucket {
   // Of one backward.
   int32_t pending = -1;  // parameters still expected to fire; -1: unknown, leaves at the end
   bool launched = false;
-  bool reduced = false;  // the row of reduced gradients holds something
-  bool borrowed = false;
+  bool reduced = false;   // the row of reduced gradients holds something
   at::Tensor slots{};     // `numel` elements
   at::Tensor wire{};      // what travels when it is not the slots themselves
   at::Tensor received{};  // this rank's row of the sum

@@ -59,7 +59,6 @@ void GradReducer::need_slots(GradBucket& bucket) {
     return;
   }
   bucket.slots = memory_.borrow(bucket.numel, space.grad.data.scalar_type());
-  bucket.borrowed = true;
   bucket.zero_gaps();
 }
 
@@ -90,7 +89,6 @@ void GradReducer::begin(bool reduce) {
     bucket.launched = false;
     bucket.work.reset();
     bucket.slots = at::Tensor();
-    bucket.borrowed = false;
     int32_t known = 0;
     for (int32_t param : bucket.params) known += wanted(bucket, param) > 0;
     bucket.pending = known > 0 || fires_.has_learned() ? known : -1;
@@ -254,11 +252,8 @@ void GradReducer::collect(GradBucket& bucket) {
     bucket.received = memory_.borrow(numel, sum.scalar_type());
     bucket.received.copy_(sum.narrow(0, space(bucket).rank() * numel, numel));
   }
-  if (bucket.wire.defined()) memory_.give_back(bucket.wire);
   bucket.wire = at::Tensor();
-  if (bucket.borrowed) memory_.give_back(bucket.slots);
   bucket.slots = at::Tensor();
-  bucket.borrowed = false;
 }
 
 void GradReducer::complete(GradBucket& bucket) {
@@ -281,7 +276,6 @@ void GradReducer::complete(GradBucket& bucket) {
   } else if (!there || after(bucket) != 1.0f) {
     device_.copy(target, bucket.received, after(bucket));
   }
-  if (!there) memory_.give_back(bucket.received);
   bucket.received = bucket.wire = at::Tensor();
   bucket.reduced = true;
   holds_reduced_ = holds_reduced_ || !bucket.in_place;
@@ -374,7 +368,6 @@ bool GradReducer::abort() {
     bucket.wire = at::Tensor();
     bucket.received = at::Tensor();
     bucket.slots = at::Tensor();
-    bucket.borrowed = false;
     if (!bucket.launched || summed(bucket)) continue;
     for (int32_t param : bucket.params) {
       lost = lost || was_filled_[param];

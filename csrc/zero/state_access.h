@@ -8,7 +8,7 @@
 
 #include "zero/grad_reducer.h"
 #include "zero/param_gatherer.h"
-#include "zero/state_hold.h"
+#include "zero/state_leases.h"
 #include "zero/stepper.h"
 
 namespace ds::zero {
@@ -50,7 +50,7 @@ class StateAccess {
     stepper_.refresh_master();
   }
 
-  StateHold& hold() { return hold_; }  // of masters and optimizer states; the calls above that change them wait
+  StateLeases& hold() { return hold_; }  // of masters and optimizer states; the calls above that change them wait
 
  private:
   const Buffer* buffer(ParamSpace& space, StateKind kind, int slot);  // null: no such slot
@@ -60,7 +60,8 @@ class StateAccess {
   GradReducer& grads_;
   Stepper& stepper_;
   const std::unique_ptr<ParamGatherer>& gatherer_;
-  StateHold hold_;
+  storage::ShardStorage storage_{store_.device()};
+  StateLeases hold_{storage_, store_};
   int writing_ = 0;
 };
 

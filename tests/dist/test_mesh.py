@@ -127,7 +127,7 @@ def body_peers(rank, world):
     model = seeded(Deep)
     reference = Reference(model)
     engine = start(model, None)
-    assert engine.core.gatherer.source != "scheduled collectives" and communicators(engine) == 1  # unused ones never open
+    assert engine.core.gatherer.source != "scheduled collectives" and communicators(engine) == 1
     return trains(engine, reference)
 
 

@@ -66,8 +66,8 @@ CPP_ARROWS = {
     "storage": {"base", "plan", "io"},
     "optim": {"base", "config", "kernels"},
     "comm": {"base", "plan", "kernels"},
-    "zero": {"base", "config", "plan", "kernels", "optim", "io", "comm"},
-    "bindings": {"base", "config", "plan", "kernels", "optim", "io", "formats", "comm", "zero"},
+    "zero": {"base", "config", "plan", "kernels", "optim", "io", "storage", "comm"},
+    "bindings": {"base", "config", "plan", "kernels", "optim", "io", "formats", "storage", "comm", "zero"},
 }
 ROOMS_WITH_TORCH = {"storage", "comm", "zero", "bindings"}
 ROOMS_WITH_PYTHON = {"bindings"}
