@@ -38,10 +38,10 @@ from deepspeed.engine.scheduling import next_move
 from deepspeed.host.blas import blas_warning
 from deepspeed.log import log_dist, logger, set_log_level_from_string, warning_once
 from deepspeed.monitor.monitor import MonitorMaster
-from deepspeed.utils.nested import cast_floats, tensors_within
 from deepspeed.zero.audit import Audit
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.model import detach
+from deepspeed.zero.nested import cast_floats, tensors_within
 from deepspeed.zero.sharded_parameter import is_sharded
 
 DeepSpeedOptimizerCallable = Callable[[Union[Iterable[torch.nn.Parameter], Dict[str, Iterable]]], torch.optim.Optimizer]
