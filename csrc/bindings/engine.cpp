@@ -10,6 +10,7 @@
 #include "bindings/optimizer_rules.h"
 #include "bindings/py_config.h"
 #include "bindings/registry.h"
+#include "bindings/shared_function.h"
 #include "bindings/sharded_params.h"
 #include "bindings/torch_types.h"
 #include "bindings/without_lock.h"
@@ -49,7 +50,11 @@ zero::EngineRanks engine_ranks(Groups groups) {
   ranks.data_parallel = take("data_parallel");
   if (!ranks.data_parallel) ranks.data_parallel = comm::local_communicator();
   ranks.model_parallel = take("model_parallel");
-  ranks.gathers = take("gathers");
+  if (const auto found = groups.extract("gathers"); !found.empty())
+    ranks.gathers = [open = shared_function(py::function(found.mapped()))] {
+      py::gil_scoped_acquire locked;
+      return communicator((*open)());
+    };
   ranks.replicas = take("replicas");
   for (const auto& [name, group] : groups) ranks.others[name] = communicator(group);
   return ranks;

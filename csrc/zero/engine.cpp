@@ -57,7 +57,7 @@ Engine::Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> other
   if (!policy_.shards_params()) return;
   const auto sharded = store_.sharded_params();
   auto source = peers_ ? peer_source(ranks_.data_parallel, peers_)
-                       : scheduled_source(ranks_.gathers ? ranks_.gathers : ranks_.data_parallel, sharded);
+                       : scheduled_source(ranks_.gathers ? ranks_.gathers() : ranks_.data_parallel, sharded);
   grads_.set_waits(!source->looks_ahead());
   gatherer_ = std::make_unique<ParamGatherer>(sharded, std::move(source), options.gatherer);
   gatherer_->release_all();

@@ -1,5 +1,6 @@
 // The groups of ranks that one rank of an engine belongs to.
 #pragma once
+#include <functional>
 #include <map>
 #include <string>
 
@@ -8,10 +9,10 @@
 namespace ds::zero {
 
 struct EngineRanks {
-  comm::CommunicatorPtr data_parallel;     // of dense parameters; at stage 3 the ranks of one shard group
-  comm::CommunicatorPtr model_parallel{};  // they hold other parts of the model; null: none do
-  comm::CommunicatorPtr gathers{};         // as data_parallel, for gathers that need collectives; or null
-  comm::CommunicatorPtr replicas{};        // other groups that hold the same shards (MiCS), or null
+  comm::CommunicatorPtr data_parallel;               // of dense parameters; at stage 3 the ranks of one shard group
+  comm::CommunicatorPtr model_parallel{};            // they hold other parts of the model; null: none do
+  std::function<comm::CommunicatorPtr()> gathers{};  // as data_parallel; asked where gathers need collectives
+  comm::CommunicatorPtr replicas{};                  // other groups that hold the same shards (MiCS), or null
   std::map<std::string, comm::CommunicatorPtr> others{};  // by name, for the rules of space_rules/
 
   int count() const { return data_parallel->size() * (replicas ? replicas->size() : 1); }  // that train this model

@@ -5,6 +5,7 @@ import functools
 import inspect
 
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch.cuda import amp as cuda_amp  # two decorators, of every device on torch 1.13
 
@@ -120,3 +121,19 @@ def storage_of(tensor):
 def untyped_storage(typed):
     """The bytes under a ``TypedStorage``, as a storage of their own."""
     return typed._untyped_storage if hasattr(typed, "_untyped_storage") else typed._storage
+
+
+def group_around(backend, name, store, rank, size):
+    """A process group with this backend, called ``name``, that torch.distributed's tables do not know. On torch 1.13 a
+    backend is one."""
+    if not TORCH2:
+        return backend
+    try:
+        group = dist.ProcessGroup(store, rank, size)
+    except TypeError:  # before 2.6
+        group = dist.ProcessGroup(store, rank, size, dist.ProcessGroup.Options(name))
+    kind = dist.Backend.backend_type_map[name]
+    group._set_default_backend(kind)
+    for device in dist.Backend.backend_capability[name]:
+        group._register_backend(torch.device(device), kind, backend)
+    return group

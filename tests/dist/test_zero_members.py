@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import deepspeed
+from deepspeed.engine.sparse_tensor import SparseTensor
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.offload_states import get_state_devices
 from deepspeed.runtime.zero.parameter_offload import ensure_zero_ordered_dict
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param
-from deepspeed.utils.sparse_tensor import SparseTensor
 from engine_models import batch, config, loss_of, make_net, train_engine
 from harness import run_ranks
 

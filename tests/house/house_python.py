@@ -5,9 +5,11 @@ import os
 
 from house_tables import (
     FACADE_ROOM,
+    GROUP_MAKERS,
     HEAD_NODE_FLOOR,
     HEAD_NODE_ROOMS,
     LATE_IMPORTS,
+    MAKER_OF_GROUPS,
     MAX_LINES,
     PYTHON_FLOORS,
 )
@@ -124,6 +126,29 @@ def check_arrows(modules):
                     f"to a lower room, or let the caller pass it in. {SEE}"
                 )
     return problems
+
+
+def check_groups(modules):
+    """``mesh`` and what carries ``deepspeed.comm`` may be asked by others, and end there."""
+    problems = []
+    for module in modules.values():
+        if module.path.replace(os.sep, "/") == MAKER_OF_GROUPS:
+            continue
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.Call):
+                continue
+            name = getattr(node.func, "attr", getattr(node.func, "id", None))
+            if name in GROUP_MAKERS and _receiver(node.func) not in ("mesh", "carrier()"):
+                problems.append(
+                    f"{module.path}:{node.lineno} calls {name}: {MAKER_OF_GROUPS} alone makes groups of ranks, once "
+                    f"for each set of them, by their members. Ask mesh.group_over(ranks), or for a native "
+                    f"communicator the mesh of the engine. {SEE}"
+                )
+    return problems
+
+
+def _receiver(function):
+    return ast.unparse(function.value) if isinstance(function, ast.Attribute) else None
 
 
 def check_cycles(modules):

@@ -48,6 +48,13 @@ LATE_IMPORTS = {
     "comm/torch.py": "torch 2.x only",
 }
 
+# Calls that make torch's groups. One file has them, so that every group is known by its ranks and made in one order.
+GROUP_MAKERS = {
+    "new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group", "init_device_mesh",
+    "_new_process_group_helper",
+}  # fmt: skip
+MAKER_OF_GROUPS = "comm/mesh.py"
+
 # ---- C++ -----------------------------------------------------------------------------------------------------------
 CPP_ARROWS = {
     "base": set(),
@@ -58,7 +65,7 @@ CPP_ARROWS = {
     "formats": {"base", "io"},
     "storage": {"base", "plan", "io"},
     "optim": {"base", "config", "kernels"},
-    "comm": {"base", "kernels"},
+    "comm": {"base", "plan", "kernels"},
     "zero": {"base", "config", "plan", "kernels", "optim", "io", "storage", "comm"},
     "bindings": {"base", "config", "plan", "kernels", "optim", "io", "formats", "storage", "comm", "zero"},
 }

@@ -42,6 +42,7 @@ def expect_none(problems):
         house_python.check_imports_at_top,
         house_python.check_head_node,
         house_python.check_facades,
+        house_python.check_groups,
     ],
     ids=lambda check: check.__name__[len("check_") :],
 )

@@ -67,6 +67,30 @@ def test_an_arrow_upwards(package, statement):
     only(house_python.check_arrows(modules), "zero/core.py:", "no arrow leads from 'zero' to 'engine'")
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "dist.new_group([0, 1])",
+        "torch.distributed.new_group([0, 1], backend='gloo')",
+        "new_group([0])",
+        "dist.init_device_mesh('cpu', (2, 2))",
+        "dist.distributed_c10d._new_process_group_helper(2, 0, [0, 1], 'gloo', store)",
+    ],
+)
+def test_a_group_made_elsewhere(package, call):
+    modules = package(moe__layer=f"def f():\n    return {call}\n")
+    only(house_python.check_groups(modules), "moe/layer.py:2", "group_over")
+
+
+def test_groups_made_in_their_place(package):
+    modules = package(
+        comm__mesh="def group_over(ranks):\n    return dist.new_group(ranks)\n",
+        comm__torch="def new_group(ranks):\n    return mesh.new_group(ranks)\n",
+        comm__process_group="def new_group(ranks):\n    return carrier().new_group(ranks)\n",
+    )
+    assert house_python.check_groups(modules) == []
+
+
 def test_rooms_of_one_floor_do_not_meet(package):
     modules = package(config__read="from deepspeed.accelerator import cpu", accelerator__cpu="")
     only(house_python.check_arrows(modules), "config/read.py:1", "from 'config' to 'accelerator'")

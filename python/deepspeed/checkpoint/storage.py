@@ -9,7 +9,7 @@ import zipfile
 import torch
 
 from deepspeed.utils import torch_archive
-from deepspeed.utils.tensor_of_pieces import TensorOfPieces
+from deepspeed.zero.tensor_of_pieces import TensorOfPieces
 
 
 def compact(value, device="cpu"):

@@ -14,7 +14,7 @@ import torch
 from deepspeed import _compat
 from deepspeed.checkpoint.stored_tensor import StoredPieces, StoredTensor
 from deepspeed.utils.lazy_tensor import itemsize
-from deepspeed.utils.tensor_of_pieces import TensorOfPieces
+from deepspeed.zero.tensor_of_pieces import TensorOfPieces
 
 PROTOCOL = 2  # the one that torch.load(weights_only=True) reads
 

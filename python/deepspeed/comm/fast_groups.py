@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from deepspeed import _native
 from deepspeed.comm import gloo, shm
-from deepspeed.comm.timeouts import default_timeout
 
 # Group over gloo -> the one beside it. Weak: torch decides when a group ends.
 _beside = weakref.WeakKeyDictionary()
@@ -26,21 +25,20 @@ def _backend(group):
     return group._get_backend(torch.device("cpu")) if hasattr(group, "_get_backend") else group
 
 
-def add(group, ranks=None, timeout=None):
-    """Collective over all ranks of the job, as ``torch.distributed.new_group`` is: gives ``group`` over ``ranks``
-    (all of the job's when None) its second group, where it is over gloo and of more than one rank. ``timeout``: a
-    ``timedelta``, None for the job's."""
-    size = dist.get_world_size() if ranks is None else len(ranks)
+def wanted(size):
+    """Whether a group of ``size`` ranks over the job's backend gets a second one."""
     known = hasattr(dist.Backend, shm.ALONE.upper())
-    if dist.get_backend() != "gloo" or size < 2 or not known or os.environ.get("DS_SHM_COLLECTIVES") == "0":
+    return dist.get_backend() == "gloo" and size > 1 and known and os.environ.get("DS_SHM_COLLECTIVES") != "0"
+
+
+def put(group, beside):
+    """``beside``, of the backend ``shm.ALONE``, carries for ``group`` where the ranks share a host; else it ends."""
+    if dist.get_rank(beside) < 0:
         return
-    made = dist.new_group(ranks, timeout=timeout or default_timeout(), backend=shm.ALONE)
-    if dist.get_rank(made) < 0:
-        return
-    if _native._C.shares_memory(_backend(made)):
-        _beside[group] = made
+    if _native._C.shares_memory(_backend(beside)):
+        _beside[group] = beside
     else:
-        dist.destroy_process_group(made)
+        dist.destroy_process_group(beside)
 
 
 def chosen(group, tensor):

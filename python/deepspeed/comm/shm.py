@@ -17,7 +17,7 @@ NAME = "shm"
 ALONE = "shm_alone"  # without gloo beside it: fast_groups.py
 
 
-def _create(store, rank, size, timeout):
+def create(store, rank, size, timeout):
     other = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
     return _make(store, rank, size, timeout, other, "torch.distributed")
 
@@ -36,5 +36,5 @@ def register():
     """Makes the backends known to torch.distributed; again: nothing happens."""
     if not dist.is_available() or hasattr(dist.Backend, NAME.upper()) or not hasattr(dist, "ProcessGroupGloo"):
         return
-    for name, create in ((NAME, _create), (ALONE, _create_alone)):
-        dist.Backend.register_backend(name, create, **({"devices": ["cpu"]} if TORCH2 else {}))
+    for name, make in ((NAME, create), (ALONE, _create_alone)):
+        dist.Backend.register_backend(name, make, **({"devices": ["cpu"]} if TORCH2 else {}))

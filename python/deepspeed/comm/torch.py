@@ -5,7 +5,7 @@ import importlib
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm import fast_groups, gloo
+from deepspeed.comm import fast_groups, gloo, mesh
 from deepspeed.comm.backend import Backend
 from deepspeed.comm.c10d_watch import end, forget, watched
 from deepspeed.comm.reduce_op import ReduceOp, to_name, to_torch
@@ -77,7 +77,7 @@ class TorchBackend(Backend):
         before = getattr(numbering, "group_count", None)
         try:
             dist.init_process_group(backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size)
-            fast_groups.add(dist.group.WORLD, timeout=timeout)
+            mesh.add_memory(dist.group.WORLD, timeout=timeout)
         except Exception:
             # torch numbers the group before it meets the others and keeps the number when that fails: the rank that
             # tries again would look for the group "1" of a store in which the others wait as "0", for ever.
@@ -234,9 +234,7 @@ class TorchBackend(Backend):
         return dist.get_backend(group)
 
     def new_group(self, ranks):
-        made = dist.new_group(ranks)
-        fast_groups.add(made, ranks)
-        return made
+        return mesh.new_group(ranks)
 
     def get_global_rank(self, group, group_rank):
         if group is None or group is dist.group.WORLD:
@@ -252,17 +250,12 @@ class TorchBackend(Backend):
     def destroy_process_group(self, group=None):
         forget(group)
         fast_groups.forget(group)
+        mesh.forget(group)
         return dist.destroy_process_group(group)
 
     def init_device_mesh(self, mesh_shape, mesh_dim_names):
         """A torch ``DeviceMesh`` over all ranks; RuntimeError on a torch older than 2.2."""
-        if not hasattr(dist, "init_device_mesh"):
-            raise RuntimeError(
-                f"a device mesh needs torch 2.2 or later, this is {torch.__version__}: pass process groups (mpu) "
-                f"instead of mesh_param, or use a newer torch."
-            )
-        device = "cuda" if self.get_backend() == "nccl" else "cpu"
-        return dist.init_device_mesh(device, mesh_shape, mesh_dim_names=mesh_dim_names)
+        return mesh.init_device_mesh("cuda" if self.get_backend() == "nccl" else "cpu", mesh_shape, mesh_dim_names)
 
     def enable_symm_mem_for_group(self, group_name):
         """Lets kernels of this group reach each other's memory; RuntimeError on a torch without symmetric memory."""

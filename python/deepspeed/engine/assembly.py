@@ -1,10 +1,13 @@
 """What an engine is made of: the model placed and cast, the native core, the optimizer object around both."""
 
+import functools
+
 import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.universal_checkpoint import enable_universal_checkpoint
+from deepspeed.comm.mesh_views import MICS, Purpose
 from deepspeed.engine.accessors import dtype_of
 from deepspeed.engine.build_optimizer import build_optimizer
 from deepspeed.log import log_dist
@@ -14,7 +17,6 @@ from deepspeed.zero.bf16_optimizer import BF16_Optimizer
 from deepspeed.zero.core import build_core
 from deepspeed.zero.fp16_optimizer import FP16_Optimizer, FP16_UnfusedOptimizer
 from deepspeed.zero.fused_state import FusedState, can_fuse, is_native
-from deepspeed.zero.mics import shard_groups
 from deepspeed.zero.model import cast_sharded, move_module, shard_model, take_over
 from deepspeed.zero.sharded_parameter import is_sharded
 from deepspeed.zero.stage3 import DeepSpeedZeRoOffload, DeepSpeedZeroOptimizer_Stage3
@@ -118,8 +120,8 @@ class Assembly:
             optimizer.fused_state = self.stepping.fused
         self._whole = WholeParams(self.core, self.stepping, trained)
 
-    def _core_options(self):
-        """What the native core is built with, apart from the parameters."""
+    def _core_options(self, shard=("dp",)):
+        """What the native core is built with, apart from the parameters. ``shard``: the axes that are cut."""
         names, orders = {}, {}
         for order, (name, param) in enumerate(self.module.named_parameters()):
             names[id(param)], orders[id(param)] = name, order
@@ -129,7 +131,7 @@ class Assembly:
             "orders": orders,
             "grad_forms": self._grad_forms(),
             "counts_in_norm": self.parallel.counts_in_norm if self.mp_world_size > 1 else None,
-            "data_parallel": self.parallel.dp_group if self.dp_world_size > 1 else None,
+            "data_parallel": self.parallel.communicator(shard, Purpose.REDUCE),
             "model_parallel": self.parallel.mp_group,
             "grad_dtype": self._grad_dtype,
         }
@@ -183,19 +185,19 @@ class Assembly:
         managed = {id(p) for group in groups for p in group["params"]}
         self._unmanaged = [p for p in self.module.parameters() if id(p) not in managed]
         mics = self._config.mics_shard_size
-        shard_group, replicas = self.parallel.dp_group if self.dp_world_size > 1 else None, None
+        shard_group, (shard, copies) = self.parallel.dp_group if self.dp_world_size > 1 else None, (["dp"], [])
         if mics > 0:
-            shard_group, replicas = shard_groups(mics, self.parallel.dp_group)
+            shard_group, (shard, copies) = self.parallel.cut_for_mics(mics), MICS
         self._shard_group = shard_group
         take_over(self.module)
         self._access = shard_model(self.module, self.parallel, shard_group)
-        options = self._core_options()
-        options["data_parallel"] = shard_group if shard_group is not None and self._access.access.world > 1 else None
+        options = self._core_options(shard)
+        trained_over = shard_group if shard_group is not None and self._access.access.world > 1 else None
         self.core, self._param_names = build_core(
             groups,
             others=self._unmanaged,
-            gathers=self.parallel.second_group() if mics < 1 else None,
-            replicas=replicas if replicas is not None and dist.get_world_size(replicas) > 1 else None,
+            gathers=functools.partial(self.parallel.communicator, shard, Purpose.GATHER),
+            replicas=self.parallel.communicator(copies, Purpose.REDUCE),
             **options,
         )
         self._access.attach(self.module, self.core, None if optimizer is not None else self._release)
@@ -206,7 +208,7 @@ class Assembly:
                 self.module,
                 None,
                 self._config,
-                dp_process_group=options["data_parallel"],
+                dp_process_group=trained_over,
                 zero_module_granularity_threshold=granularity,
                 core=self.core,
                 mem_efficient_linear=self._config.zero_config.memory_efficient_linear,
@@ -221,7 +223,7 @@ class Assembly:
             None,
             self._config,
             **self._scaler_options(),
-            dp_process_group=options["data_parallel"],
+            dp_process_group=trained_over,
             sub_group_size=self._config.zero_config.sub_group_size,
             mpu=self.mpu,
             clip_grad=self.gradient_clipping(),

@@ -12,7 +12,7 @@ import weakref
 
 import torch
 
-from deepspeed.utils.nested import replace, tensors_in
+from deepspeed.zero.nested import replace, tensors_in
 
 _engines = weakref.WeakSet()
 

@@ -20,6 +20,7 @@ from deepspeed.checkpoint.names import expert_optim_states_path
 from deepspeed.checkpoint.save import save_checkpoint
 from deepspeed.checkpoint.zero_states import param_shapes
 from deepspeed.comm import comms_log
+from deepspeed.comm.mesh_views import EngineRanks
 from deepspeed.config import DeepSpeedConfig, non_default_values
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.engine import cross_engine_scaling
@@ -31,17 +32,16 @@ from deepspeed.engine.build_scheduler import build_scheduler
 from deepspeed.engine.compiling import Compiling
 from deepspeed.engine.data import TrainingData
 from deepspeed.engine.finalizers import unlink_when_dropped
-from deepspeed.engine.parallel import Parallel
 from deepspeed.engine.progress import Progress
 from deepspeed.engine.reductions import Reductions
 from deepspeed.engine.scheduling import next_move
 from deepspeed.host.blas import blas_warning
 from deepspeed.log import log_dist, logger, set_log_level_from_string, warning_once
 from deepspeed.monitor.monitor import MonitorMaster
-from deepspeed.utils.nested import cast_floats, tensors_within
 from deepspeed.zero.audit import Audit
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.model import detach
+from deepspeed.zero.nested import cast_floats, tensors_within
 from deepspeed.zero.sharded_parameter import is_sharded
 
 DeepSpeedOptimizerCallable = Callable[[Union[Iterable[torch.nn.Parameter], Dict[str, Iterable]]], torch.optim.Optimizer]
@@ -79,7 +79,7 @@ class DeepSpeedEngine(Assembly, Attributes, ConfigAccessors, TrainingData, Reduc
             config_class if config_class is not None else DeepSpeedConfig(config, mpu, mesh_device=mesh_device)
         )
         self.config = self._config._param_dict
-        self.parallel = Parallel(mpu)
+        self.parallel = EngineRanks(mpu)
         self.world_size, self.global_rank = self.parallel.world_size, self.parallel.rank
         self.dp_world_size, self.mp_world_size = self.parallel.dp_world_size, self.parallel.mp_world_size
         self.data_parallel_group = self.parallel.dp_group

@@ -1,7 +1,7 @@
 """What the engine tells while it trains: a line every ``steps_per_print`` steps, and where the time went."""
 
+from deepspeed.engine.memory import see_memory_usage
 from deepspeed.log import log_dist
-from deepspeed.utils.memory import see_memory_usage
 from deepspeed.utils.timer import (
     BACKWARD_GLOBAL_TIMER,
     BACKWARD_MICRO_TIMER,

@@ -6,7 +6,7 @@ The engine's own gradients do not come this way: the native core reduces them du
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.utils.sparse_tensor import SparseTensor
+from deepspeed.engine.sparse_tensor import SparseTensor
 
 
 def _by_dtype(tensors):

@@ -1,3 +1,3 @@
 """Import path of existing scripts."""
 
-from deepspeed.utils.sparse_tensor import SparseTensor  # noqa: F401
+from deepspeed.engine.sparse_tensor import SparseTensor  # noqa: F401

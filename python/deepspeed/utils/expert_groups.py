@@ -3,9 +3,9 @@
 A layer's groups have a name, ``ep_size_<number of ranks that share its experts>``.
 """
 
+from deepspeed import _native
 from deepspeed import comm as dist
-from deepspeed.utils.group_sets import registry
-from deepspeed.utils.rank_grids import expert_lists
+from deepspeed.comm import mesh_views as views
 
 _MAKERS = "groups._create_expert_and_data_parallel (an MoE layer calls it)"
 _EXPERT, _COPIES = "expert-parallel", "expert-data-parallel"
@@ -24,13 +24,22 @@ def _get_expert_parallel_ranks(
     16 ranks, tensor 2, expert 4: experts [0, 2, 4, 6], [8, 10, 12, 14], [1, 3, 5, 7], [9, 11, 13, 15] and data
     [0, 8], [2, 10], ... Raises ValueError for sizes that do not divide the ranks.
     """
-    return expert_lists(
+    grid = _grid(
         world_size,
         tensor_parallel_size_,
         expert_parallel_size_,
         pipeline_parallel_size_,
         use_data_before_expert_parallel_,
     )
+    return grid.lists(["experts.ep"]), grid.lists(["experts.edp"])
+
+
+def _grid(world_size, tensor_size, expert_size, pipeline_size, data_before_expert):
+    """Data-parallel ranks, ``dp``, folded into ``experts.ep`` and ``experts.edp``."""
+    axes = ("pp", pipeline_size, "pipeline_parallel_size"), ("dp", 0, ""), ("tp", tensor_size, "tensor_parallel_size")
+    grid = views.grid(*axes, world=world_size)
+    _native._C.fold_experts(grid, "experts", ["dp"], expert_size, data_before_expert)
+    return grid
 
 
 def _create_expert_and_data_parallel(
@@ -71,63 +80,45 @@ def _create_expert_data_and_model_parallel(expert_parallel_size_, mpu, use_data_
 
 def _make(expert_size, tensor_size, pipeline_size, data_before_expert):
     name = f"ep_size_{expert_size}"
-    experts, copies = expert_lists(dist.get_world_size(), tensor_size, expert_size, pipeline_size, data_before_expert)
-    registry.make((_EXPERT, name), experts)
-    registry.make((_COPIES, name), copies)
+    grid = _grid(dist.get_world_size(), tensor_size, expert_size, pipeline_size, data_before_expert)
+    views.make((_EXPERT, name), grid.list(["experts.ep"], dist.get_rank()))
+    views.make((_COPIES, name), grid.list(["experts.edp"], dist.get_rank()))
 
 
-def _get_expert_parallel_group(group_name):
-    """The ranks that hold the other experts of a layer."""
-    return registry.get((_EXPERT, group_name), _MAKERS).group
+def _view(kind, what):
+    """A function of the group's name."""
+
+    def view(group_name):
+        return getattr(views.get((kind, group_name), _MAKERS), what)
+
+    return view
 
 
-def _get_expert_parallel_group_ranks(group_name):
-    return registry.get((_EXPERT, group_name), _MAKERS).ranks
-
-
-def _get_expert_parallel_rank(group_name):
-    """This rank's place among them."""
-    return registry.get((_EXPERT, group_name), _MAKERS).rank
-
-
-def _get_expert_parallel_world_size(group_name):
-    return registry.get((_EXPERT, group_name), _MAKERS).size
-
-
-def _get_expert_parallel_src_rank(group_name):
-    """The global rank of the first of them."""
-    return registry.get((_EXPERT, group_name), _MAKERS).ranks[0]
+# The ranks that hold the other experts of a layer.
+_get_expert_parallel_group = _view(_EXPERT, "group")
+_get_expert_parallel_group_ranks = _view(_EXPERT, "ranks")
+_get_expert_parallel_rank = _view(_EXPERT, "rank")
+_get_expert_parallel_world_size = _view(_EXPERT, "size")
+_get_expert_parallel_src_rank = _view(_EXPERT, "first")
+# The ranks that hold the same experts.
+_get_expert_data_parallel_group = _view(_COPIES, "group")
+_get_expert_data_parallel_group_ranks = _view(_COPIES, "ranks")
+_get_expert_data_parallel_rank = _view(_COPIES, "rank")
+_get_expert_data_parallel_world_size = _view(_COPIES, "size")
 
 
 def _get_expert_parallel_group_dict():
     """name -> process group."""
-    return {name: _get_expert_parallel_group(name) for name in registry.names(_EXPERT)}
-
-
-def _get_expert_data_parallel_group(group_name):
-    """The ranks that hold the same experts."""
-    return registry.get((_COPIES, group_name), _MAKERS).group
-
-
-def _get_expert_data_parallel_group_ranks(group_name):
-    return registry.get((_COPIES, group_name), _MAKERS).ranks
-
-
-def _get_expert_data_parallel_rank(group_name):
-    return registry.get((_COPIES, group_name), _MAKERS).rank
-
-
-def _get_expert_data_parallel_world_size(group_name):
-    return registry.get((_COPIES, group_name), _MAKERS).size
+    return {name: _get_expert_parallel_group(name) for name in views.names(_EXPERT)}
 
 
 def _get_expert_data_parallel_group_dict():
-    return {name: _get_expert_data_parallel_group(name) for name in registry.names(_COPIES)}
+    return {name: _get_expert_data_parallel_group(name) for name in views.names(_COPIES)}
 
 
 def _get_max_expert_size():
     """The largest number of ranks that share experts."""
-    names = registry.names(_EXPERT)
+    names = views.names(_EXPERT)
     if not names:
         raise RuntimeError(f"there are no expert groups yet: {_MAKERS} makes them")
     return max(int(name.rsplit("_", 1)[1]) for name in names)

@@ -2,11 +2,12 @@
 
 With an ``mpu`` (an object with Megatron's ``get_data_parallel_group()`` and so on) its groups are the truth. Else the
 groups are those that ``_init_tp_mesh_device``, ``_create_model_parallel`` and ``_create_sequence_parallel`` have made;
-without any, all ranks are data-parallel and each is a model-parallel group of its own. What makes groups is collective:
-every rank of the job calls it.
+without any, all ranks are data-parallel and each is a model-parallel group of its own. Every rank of the job calls what
+makes groups, in one order. All of it is names for lists of ranks of ``comm/mesh.py``.
 """
 
 from deepspeed import comm as dist
+from deepspeed.comm import mesh_views as views
 from deepspeed.utils import expert_groups
 from deepspeed.utils.expert_groups import (  # noqa: F401
     _create_expert_and_data_parallel,
@@ -28,8 +29,6 @@ from deepspeed.utils.expert_groups import (  # noqa: F401
     _get_max_expert_size,
     _get_max_expert_size_name,
 )
-from deepspeed.utils.group_sets import registry
-from deepspeed.utils.rank_grids import consecutive, data_parallel_lists, strided
 
 # The model-parallel unit that `deepspeed.initialize(mpu=...)` was given.
 mpu = None
@@ -67,39 +66,36 @@ def clear():
     """Forgets groups and mpu; for a process that leaves one job and joins another."""
     global _tensor_rank, _tensor_world_size, mesh_device
     _tensor_rank = _tensor_world_size = mesh_device = None
-    registry.clear()
+    views.clear()
     expert_groups.clear()
     set_mpu(None)
 
 
-def _ask(*names, default):
-    # mpus differ: Megatron's older ones say model_parallel, newer ones tensor_model_parallel.
-    for name in names:
-        if hasattr(mpu, name):
-            return getattr(mpu, name)()
-    return default()
+def _view(*names, own):
+    """A function that asks the mpu for the first of ``names`` that it has, and ``own`` where it has none. mpus differ:
+    Megatron's older ones say model_parallel, newer ones tensor_model_parallel."""
+
+    def view():
+        for name in names:
+            if hasattr(mpu, name):
+                return getattr(mpu, name)()
+        return own()
+
+    return view
 
 
-def _all_ranks():
-    return list(range(dist.get_world_size()))
+def _members(name):
+    """The ``Members`` called ``name``; this rank alone where nobody has made them."""
+    return views.get(name) if views.known(name) else views.alone()
 
 
-def _alone():
-    # torch wants every rank to take part in creating each group, so all ranks' own groups are made at once.
-    return registry.make("own", [[rank] for rank in _all_ranks()])
-
-
-# ---- data parallel ------------------------------------------------------------------------------------------------
-def get_data_parallel_group():
-    """The ranks that hold the same part of the model and see different data."""
-
-    def own():
-        return registry.get(_DATA).group if _DATA in registry else dist.get_world_group()
-
-    return _ask("get_data_parallel_group", default=own)
-
-
-_get_data_parallel_group = get_data_parallel_group
+# ---- data parallel: the ranks that hold the same part of the model and see different data ---------------------------
+get_data_parallel_group = _view(
+    "get_data_parallel_group", own=lambda: views.get(_DATA).group if views.known(_DATA) else dist.get_world_group()
+)
+get_data_parallel_world_size = _view(
+    "get_data_parallel_world_size", own=lambda: dist.get_world_size(group=get_data_parallel_group())
+)
 
 
 def get_data_parallel_rank():
@@ -107,39 +103,28 @@ def get_data_parallel_rank():
     return dist.get_rank(group=get_data_parallel_group())
 
 
-_get_data_parallel_rank = get_data_parallel_rank
-
-
-def get_data_parallel_world_size():
-    """Size of the data-parallel group."""
-    return _ask("get_data_parallel_world_size", default=lambda: dist.get_world_size(group=get_data_parallel_group()))
-
-
-_get_data_parallel_world_size = get_data_parallel_world_size
-
-
 def _get_data_parallel_group_ranks():
     """The global ranks of this rank's data-parallel group."""
     return dist.get_all_ranks_from_group(get_data_parallel_group())
 
 
-# ---- model (tensor) parallel --------------------------------------------------------------------------------------
+_get_data_parallel_group = get_data_parallel_group
+_get_data_parallel_rank = get_data_parallel_rank
+_get_data_parallel_world_size = get_data_parallel_world_size
+
+
+# ---- model (tensor) parallel: the ranks that split single weights among them ----------------------------------------
 def _init_tp_mesh_device(tensor_model_parallel_size=1, data_parallel_size=None):
     """Makes tensor-parallel groups of neighbours and the data-parallel groups across them, once.
 
     ``data_parallel_size``: None for what is left of the ranks. Returns ``(data-parallel group, tensor-parallel group)``
     of this rank. Raises ValueError where the product is not the number of ranks.
     """
-    if _TENSOR not in registry:
-        world = dist.get_world_size()
-        tensor_lists = consecutive(_all_ranks(), tensor_model_parallel_size, "tensor_model_parallel_size")
-        if data_parallel_size not in (None, len(tensor_lists)):
-            raise ValueError(
-                f"tensor_model_parallel_size {tensor_model_parallel_size} x data_parallel_size {data_parallel_size} "
-                f"is not the {world} ranks there are; leave data_parallel_size out, or give {len(tensor_lists)}"
-            )
-        registry.make(_TENSOR, tensor_lists)
-        registry.make(_DATA, data_parallel_lists(world, tensor_model_parallel_size))
+    if not views.known(_TENSOR):
+        data = ("dp", 0 if data_parallel_size is None else data_parallel_size, "data_parallel_size")
+        grid = views.grid(data, ("tp", tensor_model_parallel_size, "tensor_model_parallel_size"))
+        views.make(_TENSOR, grid.list(["tp"], dist.get_rank()))
+        views.make(_DATA, grid.list(["dp"], dist.get_rank()))
     return get_data_parallel_group(), get_tensor_model_parallel_group()
 
 
@@ -148,36 +133,20 @@ def _create_model_parallel(model_parallel_size_):
     return _init_tp_mesh_device(model_parallel_size_)
 
 
-def _tensor_group():
-    return registry.get(_TENSOR) if _TENSOR in registry else _alone()
+def _of_tensor(what):
+    """Two views of the tensor-parallel ``Members``: what the mpu has under its older and its newer name."""
+    older, newer = f"get_model_parallel_{what}", f"get_tensor_model_parallel_{what}"
+    name = {"world_size": "size"}.get(what, what)
+
+    def own():
+        return getattr(_members(_TENSOR), name)
+
+    return _view(older, newer, own=own), _view(newer, older, own=own)
 
 
-def get_model_parallel_group():
-    """The ranks that together hold one copy of the model; this rank alone where nobody splits it."""
-    return _ask("get_model_parallel_group", "get_tensor_model_parallel_group", default=lambda: _tensor_group().group)
-
-
-def get_model_parallel_rank():
-    """This rank's place in its model-parallel group."""
-    return _ask("get_model_parallel_rank", "get_tensor_model_parallel_rank", default=_own_tensor_rank)
-
-
-def get_model_parallel_world_size():
-    """Size of the model-parallel group."""
-    return _ask("get_model_parallel_world_size", "get_tensor_model_parallel_world_size", default=_own_tensor_size)
-
-
-def _own_tensor_rank():
-    return registry.get(_TENSOR).rank if _TENSOR in registry else 0
-
-
-def _own_tensor_size():
-    return registry.get(_TENSOR).size if _TENSOR in registry else 1
-
-
-def get_tensor_model_parallel_group():
-    """The ranks that split single weights among them; this rank alone where nobody does."""
-    return _ask("get_tensor_model_parallel_group", "get_model_parallel_group", default=lambda: _tensor_group().group)
+get_model_parallel_group, get_tensor_model_parallel_group = _of_tensor("group")
+get_model_parallel_rank, _tensor_rank_of_groups = _of_tensor("rank")
+get_model_parallel_world_size, _tensor_world_size_of_groups = _of_tensor("world_size")
 
 
 def set_tensor_model_parallel_world_size(world_size):
@@ -194,16 +163,12 @@ def set_tensor_model_parallel_rank(rank):
 
 def get_tensor_model_parallel_world_size():
     """Size of the tensor-parallel group."""
-    if _tensor_world_size is not None:
-        return _tensor_world_size
-    return _ask("get_tensor_model_parallel_world_size", "get_model_parallel_world_size", default=_own_tensor_size)
+    return _tensor_world_size_of_groups() if _tensor_world_size is None else _tensor_world_size
 
 
 def get_tensor_model_parallel_rank():
     """This rank's place in the tensor-parallel group."""
-    if _tensor_rank is not None:
-        return _tensor_rank
-    return _ask("get_tensor_model_parallel_rank", "get_model_parallel_rank", default=_own_tensor_rank)
+    return _tensor_rank_of_groups() if _tensor_rank is None else _tensor_rank
 
 
 def get_tensor_model_parallel_src_rank():
@@ -218,11 +183,10 @@ def _create_sequence_parallel(sequence_parallel_size):
     Returns this rank's group. Ranks at the same place of different groups see different data: they are the
     data-parallel groups, unless tensor parallelism or an mpu has made others.
     """
-    lists = consecutive(_all_ranks(), sequence_parallel_size, "sequence_parallel_size")
-    registry.make(_SEQUENCE_DATA, [_all_ranks()])
-    if _DATA not in registry:
-        registry.make(_DATA, strided(_all_ranks(), sequence_parallel_size, "sequence_parallel_size"))
-    return registry.make(_SEQUENCE, lists).group
+    grid = views.grid(("dp", 0, ""), ("sp", sequence_parallel_size, "sequence_parallel_size"))
+    views.make(_SEQUENCE_DATA, grid.list(["dp", "sp"], dist.get_rank()))
+    views.make(_DATA, grid.list(["dp"], dist.get_rank()))
+    return views.make(_SEQUENCE, grid.list(["sp"], dist.get_rank())).group
 
 
 def _use_mesh(mesh):
@@ -237,42 +201,22 @@ def _use_mesh(mesh):
     _create_sequence_parallel(shape["sequence_parallel"])
 
 
-def _sequence():
-    return registry.get(_SEQUENCE) if _SEQUENCE in registry else _alone()
+# The ranks that split a sequence; this rank alone where nobody does.
+_get_sequence_parallel_group = _view("get_sequence_parallel_group", own=lambda: _members(_SEQUENCE).group)
+_get_sequence_parallel_rank = _view("get_sequence_parallel_rank", own=lambda: _members(_SEQUENCE).rank)
+_get_sequence_parallel_world_size = _view("get_sequence_parallel_world_size", own=lambda: _members(_SEQUENCE).size)
 
-
-def _get_sequence_parallel_world_size():
-    """Ranks that split a sequence; 1 where nobody does."""
-    return _ask("get_sequence_parallel_world_size", default=lambda: _sequence().size)
-
-
-def _get_sequence_parallel_rank():
-    """This rank's place in its sequence-parallel group; 0 where nobody splits sequences."""
-    return _ask("get_sequence_parallel_rank", default=lambda: _sequence().rank)
-
-
-def _get_sequence_parallel_group():
-    """The ranks that split a sequence; this rank alone where nobody does."""
-    return _ask("get_sequence_parallel_group", default=lambda: _sequence().group)
-
-
-def _get_sequence_data_parallel_group():
-    """All ranks that hold the same weights, whether they see other data or another part of a sequence."""
-
-    def own():
-        return registry.get(_SEQUENCE_DATA).group if _SEQUENCE_DATA in registry else get_data_parallel_group()
-
-    return _ask("get_sequence_data_parallel_group", default=own)
-
-
-def _get_sequence_data_parallel_world_size():
-    group = _get_sequence_data_parallel_group
-    return _ask("get_sequence_data_parallel_world_size", default=lambda: dist.get_world_size(group=group()))
-
-
-def _get_sequence_data_parallel_rank():
-    group = _get_sequence_data_parallel_group
-    return _ask("get_sequence_data_parallel_rank", default=lambda: dist.get_rank(group=group()))
+# All ranks that hold the same weights, whether they see other data or another part of a sequence.
+_get_sequence_data_parallel_group = _view(
+    "get_sequence_data_parallel_group",
+    own=lambda: views.get(_SEQUENCE_DATA).group if views.known(_SEQUENCE_DATA) else get_data_parallel_group(),
+)
+_get_sequence_data_parallel_world_size = _view(
+    "get_sequence_data_parallel_world_size", own=lambda: dist.get_world_size(group=_get_sequence_data_parallel_group())
+)
+_get_sequence_data_parallel_rank = _view(
+    "get_sequence_data_parallel_rank", own=lambda: dist.get_rank(group=_get_sequence_data_parallel_group())
+)
 
 
 # ---- ZeRO++: a second copy of the weights inside small groups -------------------------------------------------------
@@ -281,15 +225,16 @@ def _create_zero_param_parallel_group(group_size):
 
     Raises ValueError when the size does not divide the ranks.
     """
-    return registry.make(_ZERO_PARAM, consecutive(_all_ranks(), group_size, "zero_hpz_partition_size")).group
+    grid = views.grid(("outer", 0, ""), ("inner", group_size, "zero_hpz_partition_size"))
+    return views.make(_ZERO_PARAM, grid.list(["inner"], dist.get_rank())).group
 
 
 def _zero_param_parallel_is_initialized():
-    return _ZERO_PARAM in registry
+    return views.known(_ZERO_PARAM)
 
 
 def _zero_param():
-    return registry.get(_ZERO_PARAM, "groups._create_zero_param_parallel_group(group_size)")
+    return views.get(_ZERO_PARAM, "groups._create_zero_param_parallel_group(group_size)")
 
 
 def _get_zero_param_intra_parallel_group():

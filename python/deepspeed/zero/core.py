@@ -9,7 +9,7 @@ from deepspeed.comm.watch import group_facts
 from deepspeed.config.errors import raise_if_broken
 from deepspeed.config.read import read
 
-ROLES = ("data_parallel", "model_parallel", "gathers", "replicas")
+ROLES = ("data_parallel", "model_parallel", "replicas")
 
 
 def build_core(
@@ -21,6 +21,7 @@ def build_core(
     grad_forms=None,
     others=(),
     grad_dtype=None,
+    gathers=None,
     **groups,
 ):
     """Returns ``(core, names)``.
@@ -30,8 +31,9 @@ def build_core(
     without them parameters are called ``group.index`` and ordered as given. ``grad_forms``: the id of a parameter -> 1
     where only the touched rows of its gradient travel (stage 0), 2 where the user's optimizer gets them as a sparse
     tensor, too. ``others``: sharded parameters that are not trained. ``grad_dtype``: in which gradients are kept; None:
-    in the parameter's own. ``groups``: torch's process groups by the names of csrc/zero/engine_ranks.h, None for a
-    single process. The threads of CPU kernels are ``torch.get_num_threads()``.
+    in the parameter's own. ``groups``: torch's process groups or native communicators by the names of
+    csrc/zero/engine_ranks.h, None for a single process; ``gathers`` makes that one where it is needed. The threads of
+    CPU kernels are ``torch.get_num_threads()``.
     """
     rows = []
     for index, group in enumerate(param_groups):
@@ -49,10 +51,17 @@ def build_core(
         for role in [*ROLES, *sorted(groups.keys() - set(ROLES))]  # one order on all ranks
         if groups.get(role) is not None
     }
+
+    def open_gathers():
+        made = gathers()
+        if made is not None:
+            opened["gathers"] = _communicator(made, "gathers", shared=False)
+        return opened.get("gathers")
+
     core = _native._C.Engine(
         params=rows,
         others=[param.ds_handle for param in others],
-        groups=opened,
+        groups=opened if gathers is None else {**opened, "gathers": open_gathers},
         config=core_config({}) if config is None else config,
         threads=torch.get_num_threads(),
         grad_dtype=grad_dtype,

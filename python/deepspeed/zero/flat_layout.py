@@ -7,8 +7,8 @@ import torch
 from deepspeed import _native
 from deepspeed import comm as dist
 from deepspeed.utils.tensor_fragment import fragment_address
-from deepspeed.utils.tensor_of_pieces import TensorOfPieces
 from deepspeed.zero.saved_flat import per_element
+from deepspeed.zero.tensor_of_pieces import TensorOfPieces
 
 
 class FlatLayout:

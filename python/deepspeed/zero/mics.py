@@ -5,33 +5,9 @@ Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public C
 """
 
 from deepspeed import comm as dist
+from deepspeed.comm.mesh_views import adopted, cut_for_mics
 from deepspeed.config.getters import resolved_sections
 from deepspeed.zero.init_context import Init
-
-
-def shard_groups(size, group=None):
-    """``(shard group, replica group)`` of this rank: runs of ``size`` consecutive ranks of ``group`` (default: all).
-
-    Every rank of the job calls it. Raises ValueError when ``size`` does not divide the ranks.
-    """
-    count = dist.get_world_size(group)
-    ranks = [dist.get_global_rank(group, rank) for rank in range(count)] if group is not None else list(range(count))
-    if size < 1 or len(ranks) % size != 0:
-        raise ValueError(
-            f"zero_optimization.mics_shard_size {size} does not divide the {len(ranks)} data-parallel ranks; use one "
-            f"of {', '.join(str(n) for n in range(1, len(ranks) + 1) if len(ranks) % n == 0)}"
-        )
-    me = dist.get_rank()
-    shard = replica = None
-    for begin in range(0, len(ranks), size):
-        members = ranks[begin : begin + size]
-        made = dist.new_group(members)
-        shard = made if me in members else shard
-    for index in range(size):
-        members = ranks[index::size]
-        made = dist.new_group(members)
-        replica = made if me in members else replica
-    return shard, replica
 
 
 class MiCS_Init(Init):
@@ -61,7 +37,7 @@ class MiCS_Init(Init):
                 raise ValueError("MiCS_Init needs zero_optimization.mics_shard_size above 0 in its configuration")
             group = sequence_data_parallel_group or data_parallel_group
             group = group or (mpu.get_data_parallel_group() if mpu is not None else None)
-            data_parallel_group, _ = shard_groups(size, group)
+            data_parallel_group = cut_for_mics(adopted(group or dist.get_world_group()), size)
         super().__init__(
             module=module,
             data_parallel_group=data_parallel_group,

@@ -2,7 +2,7 @@
 
 import torch
 
-from deepspeed.utils.partition import partition_uniform
+from deepspeed.zero.partition import partition_uniform
 
 
 class TiledLinear(torch.nn.Module):

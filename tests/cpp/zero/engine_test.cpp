@@ -96,9 +96,9 @@ void compare(const Case& c, int steps, double tolerance) {
       options.reducer.bucket_numel = c.bucket;
       options.reducer.overlap = c.overlap;
       options.reducer.predivide = 1.0f / c.world;
-      auto engine = std::make_shared<Engine>(model.specs(c.groups, c.stage == 3 ? c.world : 0, rank),
-                                             std::vector<ShardedParamPtr>{}, options,
-                                             EngineRanks{comms[rank], nullptr, gather_comms[rank]});
+      auto engine = std::make_shared<Engine>(
+          model.specs(c.groups, c.stage == 3 ? c.world : 0, rank), std::vector<ShardedParamPtr>{}, options,
+          EngineRanks{comms[rank], nullptr, [own = gather_comms[rank]] { return own; }});
       use_adam(*engine, c.groups);
       // The whole loss as one module; its parts are tested in param_gatherer_test.
       const int32_t unit = c.stage == 3 ? engine->gatherer()->add_unit("all", engine->params().sharded_params()) : -1;

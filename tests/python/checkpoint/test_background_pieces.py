@@ -7,7 +7,7 @@ from deepspeed.checkpoint import file_writer, storage
 from deepspeed.checkpoint.host_cache import HostCache
 from deepspeed.checkpoint.kinds import prepare
 from deepspeed.checkpoint.snapshot import Snapshot
-from deepspeed.utils.tensor_of_pieces import TensorOfPieces
+from deepspeed.zero.tensor_of_pieces import TensorOfPieces
 
 
 def made():

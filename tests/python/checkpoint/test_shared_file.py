@@ -9,7 +9,7 @@ from deepspeed.checkpoint.shared_file import Cuts, SharedTorch, complete
 from deepspeed.checkpoint.stored_tensor import StoredSlice, StoredTensor
 from deepspeed.checkpoint.stream_file import PreparedStream
 from deepspeed.host import cpu
-from deepspeed.utils.tensor_of_pieces import TensorOfPieces
+from deepspeed.zero.tensor_of_pieces import TensorOfPieces
 
 
 def value():

@@ -4,7 +4,7 @@ import types
 
 import torch
 
-from deepspeed.utils.nested import tensors_within
+from deepspeed.zero.nested import tensors_within
 
 
 class Slots:

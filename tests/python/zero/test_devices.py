@@ -50,4 +50,4 @@ def test_ranks_share_memory_only_where_all_parameters_are_on_the_cpu(monkeypatch
     monkeypatch.setattr(core, "_native", types.SimpleNamespace(_C=types.SimpleNamespace(Engine=Engine)))
     others = [sharded(torch.device(device)) for device in devices.split()]
     core.build_core([], others=others, data_parallel=object(), gathers=object())
-    assert asked == {"data parallel": shared, "gathers": False}
+    assert asked == {"data parallel": shared}

@@ -4,7 +4,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils.partition import partition_uniform
+from deepspeed.zero.partition import partition_uniform
 
 
 class PartitionedTensor:

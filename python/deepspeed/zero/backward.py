@@ -3,7 +3,7 @@
 import torch
 
 from deepspeed._compat import backward_id
-from deepspeed.utils.nested import tensors_in
+from deepspeed.zero.nested import tensors_in
 
 
 def count_used_parameters_in_backward(parameters):

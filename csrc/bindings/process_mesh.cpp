@@ -1,0 +1,104 @@
+// Grids of ranks and the mesh of an engine, for comm/mesh.py and comm/mesh_views.py.
+#include <Python.h>
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <pybind11/stl.h>
+
+#include "bindings/registry.h"
+#include "bindings/shared_function.h"
+#include "bindings/sharded_params.h"
+#include "comm/decorators/logged.h"
+#include "comm/process_mesh.h"
+
+namespace py = pybind11;
+
+namespace ds::bindings {
+
+namespace {
+
+using comm::Job;
+using comm::ProcessMesh;
+using comm::Purpose;
+using plan::Axes;
+using plan::ProcessGrid;
+using AxisArgs = std::tuple<std::string, int, std::string>;  // name, size, key
+
+plan::Axis axis_of(const AxisArgs& args) { return {std::get<0>(args), std::get<1>(args), std::get<2>(args)}; }
+
+std::vector<plan::Axis> axes_of(const std::vector<AxisArgs>& given) {
+  std::vector<plan::Axis> axes;
+  for (const AxisArgs& args : given) axes.push_back(axis_of(args));
+  return axes;
+}
+
+// `open(key, ranks)` returns a process group of torch's, or a Communicator.
+comm::JobPtr make_job(int rank, int world, py::function open) {
+  return std::make_shared<Job>(
+      rank, world, [open = shared_function(std::move(open))](const std::string& key, const comm::SubMesh& members) {
+        py::gil_scoped_acquire locked;
+        return communicator((*open)(key, members.ranks));
+      });
+}
+
+}  // namespace
+
+DS_BINDINGS(m) {
+  py::class_<ProcessGrid>(m, "ProcessGrid")
+      .def(py::init([](int world, const std::vector<AxisArgs>& axes) { return ProcessGrid(world, axes_of(axes)); }),
+           py::arg("world"), py::arg("axes"))
+      .def(
+          "split",
+          [](ProcessGrid& grid, const std::string& axis, const AxisArgs& outer, const AxisArgs& inner) {
+            grid.split(axis, axis_of(outer), axis_of(inner));
+          },
+          py::arg("axis"), py::arg("outer"), py::arg("inner"))
+      .def(
+          "fold",
+          [](ProcessGrid& grid, const std::string& name, const Axes& from, const std::vector<AxisArgs>& to) {
+            grid.fold(name, from, axes_of(to));
+          },
+          py::arg("name"), py::arg("from_"), py::arg("to"))
+      .def("size", &ProcessGrid::size, py::arg("axes"))
+      .def("list", &ProcessGrid::list, py::arg("axes"), py::arg("rank"))
+      .def("lists", &ProcessGrid::lists, py::arg("axes"))
+      .def("place", &ProcessGrid::place, py::arg("axes"), py::arg("rank"));
+  m.def("fold_experts", &plan::fold_experts, py::arg("grid"), py::arg("name"), py::arg("from_"), py::arg("expert"),
+        py::arg("data_first"));
+
+  py::enum_<Purpose>(m, "Purpose")
+      .value("REDUCE", Purpose::kReduce)
+      .value("GATHER", Purpose::kGather)
+      .value("PIPE", Purpose::kPipe)
+      .value("EXPERTS", Purpose::kExperts)
+      .value("CONTROL", Purpose::kControl);
+  py::class_<Job, comm::JobPtr>(m, "Job").def(py::init(&make_job), py::arg("rank"), py::arg("world"), py::arg("open"));
+  py::class_<ProcessMesh, comm::ProcessMeshPtr>(m, "ProcessMesh")
+      .def(py::init(&ProcessMesh::adopt), py::arg("own"), py::arg("job"))
+      .def(py::init<ProcessGrid, comm::JobPtr>(), py::arg("grid"), py::arg("job"))
+      .def(
+          "split",
+          [](ProcessMesh& mesh, const std::string& axis, const AxisArgs& outer, const AxisArgs& inner) {
+            mesh.split(axis, axis_of(outer), axis_of(inner));
+          },
+          py::arg("axis"), py::arg("outer"), py::arg("inner"))
+      .def(
+          "fold",
+          [](ProcessMesh& mesh, const std::string& name, const Axes& from, const std::vector<AxisArgs>& to) {
+            mesh.fold(name, from, axes_of(to));
+          },
+          py::arg("name"), py::arg("from_"), py::arg("to"))
+      .def_property_readonly("has_grid", &ProcessMesh::has_grid)
+      .def("size", &ProcessMesh::size, py::arg("axes"))
+      .def("rank", &ProcessMesh::rank, py::arg("axes"))
+      .def(
+          "ranks", [](const ProcessMesh& mesh, const Axes& axes) { return mesh.sub(axes).ranks; }, py::arg("axes"))
+      .def(
+          "communicator",
+          [](ProcessMesh& mesh, const Axes& axes, Purpose purpose) {
+            return comm::logged(mesh.communicator(mesh.sub(axes), purpose));
+          },
+          py::arg("axes"), py::arg("purpose"));
+}
+
+}  // namespace ds::bindings

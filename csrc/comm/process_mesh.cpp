@@ -1,0 +1,124 @@
+#include "comm/process_mesh.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+#include "comm/transports/local_communicator.h"
+
+namespace ds::comm {
+namespace {
+
+std::string text_of(const std::vector<int>& ranks) {
+  std::string text;
+  for (int rank : ranks) text += (text.empty() ? "" : ",") + std::to_string(rank);
+  return text;
+}
+
+}  // namespace
+
+const char* name_of(Purpose purpose) {
+  switch (purpose) {
+    case Purpose::kReduce: return "reduce";
+    case Purpose::kGather: return "gather";
+    case Purpose::kPipe: return "pipe";
+    case Purpose::kExperts: return "experts";
+    case Purpose::kControl: return "control";
+  }
+  return "unknown";
+}
+
+Job::Job(int rank, int world, Open open) : rank_(rank), world_(world), open_(std::move(open)) {
+  if (rank < 0 || rank >= world)
+    fail(ErrorKind::kValue, "rank ", rank, " is not in a job of ", world, " ranks: give one of 0 to ", world - 1);
+}
+
+CommunicatorPtr Job::open(const SubMesh& members, Purpose purpose) {
+  const auto& ranks = members.ranks;
+  auto sorted = ranks;
+  std::sort(sorted.begin(), sorted.end());
+  if (sorted.empty() || sorted.front() < 0 || sorted.back() >= world_ ||
+      std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end())
+    fail(ErrorKind::kValue, "the ranks [", text_of(ranks), "] are no group of a job of ", world_,
+         " ranks: give different ones of 0 to ", world_ - 1);
+  if (members.rank < 0 || members.rank >= members.size() || ranks[members.rank] != rank_)
+    fail(ErrorKind::kValue, "rank ", rank_, " opens a communicator of the ranks [", text_of(ranks),
+         "] without being one of them: only its members do");
+  if (members.size() == 1) return local_communicator();
+  const std::string group = std::string(name_of(purpose)) + "/" + text_of(ranks);
+  int number;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    number = opened_[group]++;
+  }
+  return open_("mesh/" + group + "/" + std::to_string(number), members);
+}
+
+ProcessMesh::ProcessMesh(plan::ProcessGrid grid, JobPtr job) : grid_(std::move(grid)), job_(std::move(job)) {
+  if (grid_->world() != job_->world())
+    fail(ErrorKind::kValue, "a grid of ", grid_->world(), " ranks does not fit a job of ", job_->world(),
+         ": make it with the size of the job");
+}
+
+ProcessMesh::ProcessMesh(std::map<std::string, std::vector<int>> own, JobPtr job)
+    : own_(std::move(own)), job_(std::move(job)) {}
+
+ProcessMeshPtr ProcessMesh::adopt(std::map<std::string, std::vector<int>> own, JobPtr job) {
+  for (const auto& [axis, ranks] : own)
+    if (std::find(ranks.begin(), ranks.end(), job->rank()) == ranks.end())
+      fail(ErrorKind::kValue, "rank ", job->rank(), " is not among the ranks [", text_of(ranks),
+           "] that it was given for ", axis, ": each rank gives the group that it is in");
+  if (auto grid = plan::ProcessGrid::suggested(job->world(), job->rank(), own))
+    return std::make_shared<ProcessMesh>(std::move(*grid), std::move(job));
+  return ProcessMeshPtr(new ProcessMesh(std::move(own), std::move(job)));
+}
+
+const plan::ProcessGrid& ProcessMesh::grid(const char* what) const {
+  if (grid_) return *grid_;
+  std::string known;
+  for (const auto& [axis, ranks] : own_) known += " " + axis + " [" + text_of(ranks) + "]";
+  fail(ErrorKind::kValue, what, " needs a grid of all ranks, but no grid has the lists that rank ", job_->rank(),
+       " was given:", known, ". Number ranks with tp innermost, then sp, dp and pp");
+}
+
+void ProcessMesh::split(const std::string& axis, const plan::Axis& outer, const plan::Axis& inner) {
+  if (grid_) return grid_->split(axis, outer, inner);
+  const SubMesh along = sub({axis});
+  plan::ProcessGrid line(along.size(), {{axis, along.size(), ""}});
+  line.split(axis, outer, inner);
+  for (const std::string& name : {axis + "." + outer.name, axis + "." + inner.name}) {
+    if (own_.count(name)) fail(ErrorKind::kValue, "the axis ", name, " exists already: give it another name");
+    for (int place : line.list({name}, along.rank)) own_[name].push_back(along.ranks[place]);
+  }
+}
+
+void ProcessMesh::fold(const std::string& name, const Axes& from, const std::vector<plan::Axis>& to) {
+  grid("a fold");
+  grid_->fold(name, from, to);
+}
+
+SubMesh ProcessMesh::sub(const Axes& axes) const {
+  SubMesh found{{job_->rank()}, 0};
+  if (axes.empty()) return found;
+  if (grid_) {
+    found.ranks = grid_->list(axes, job_->rank());
+  } else {
+    const auto given = own_.find(axes[0]);
+    if (axes.size() > 1 || given == own_.end()) grid(("the axis " + axes.back()).c_str());
+    found.ranks = given->second;
+  }
+  found.rank = static_cast<int>(std::find(found.ranks.begin(), found.ranks.end(), job_->rank()) - found.ranks.begin());
+  return found;
+}
+
+std::vector<std::vector<int>> ProcessMesh::lists(const Axes& axes) const {
+  return grid("a list of all groups").lists(axes);
+}
+
+CommunicatorPtr ProcessMesh::communicator(const SubMesh& members, Purpose purpose) {
+  std::weak_ptr<Communicator>& known = made_[{members.ranks, purpose}];
+  CommunicatorPtr made = known.lock();
+  if (!made) known = made = job_->open(members, purpose);
+  return made;
+}
+
+}  // namespace ds::comm

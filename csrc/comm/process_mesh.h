@@ -1,0 +1,87 @@
+// The ranks of a job along its axes, and the communicators over them: the only maker of those of an engine.
+//
+// A communicator belongs to a set of ranks and a purpose: calls of one purpose come in one order on all its ranks,
+// those of two purposes may overlap in any, so they never share one. It is made when it is first asked for, by its
+// members alone: nobody else takes part. All members ask for their communicators in one order, axis by axis, or two of
+// them wait for each other in different ones.
+#pragma once
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "plan/process_grid.h"
+
+namespace ds::comm {
+
+using plan::Axes;
+
+// Some ranks of the job, in the order of their group, and this one's place there.
+struct SubMesh {
+  std::vector<int> ranks;
+  int rank = 0;
+  int size() const { return static_cast<int>(ranks.size()); }
+};
+
+enum class Purpose { kReduce, kGather, kPipe, kExperts, kControl };
+const char* name_of(Purpose purpose);
+
+// What this process knows of the job that it is in, shared by all meshes over it: how its ranks reach each other.
+class Job {
+ public:
+  // Makes a communicator of `members`, who all call it. They give equal keys, and no two communicators share one: the
+  // place in the job's store where they meet. Never called for one member.
+  using Open = std::function<CommunicatorPtr(const std::string& key, const SubMesh& members)>;
+
+  Job(int rank, int world, Open open);
+  int rank() const { return rank_; }
+  int world() const { return world_; }
+  // A new one at each call; the n-th of its members on each of them is one communicator.
+  CommunicatorPtr open(const SubMesh& members, Purpose purpose);
+
+ private:
+  const int rank_, world_;
+  const Open open_;
+  std::mutex mutex_;
+  std::map<std::string, int> opened_;  // by members and purpose
+};
+using JobPtr = std::shared_ptr<Job>;
+
+// One per engine, so that two engines in one process never wait in each other's communicators.
+class ProcessMesh {
+ public:
+  ProcessMesh(plan::ProcessGrid grid, JobPtr job);
+  // From what somebody else has made (an mpu): the lists of this rank by axis (pp, dp, sp, tp). Where a grid fits them
+  // all, the mesh has that grid. Else it knows these lists only: they can be split, not folded.
+  static std::shared_ptr<ProcessMesh> adopt(std::map<std::string, std::vector<int>> own, JobPtr job);
+
+  // As in ProcessGrid; the axes they add are those of the mesh.
+  void split(const std::string& axis, const plan::Axis& outer, const plan::Axis& inner);
+  void fold(const std::string& name, const Axes& from, const std::vector<plan::Axis>& to);
+
+  bool has_grid() const { return grid_.has_value(); }
+  int size(const Axes& axes) const { return sub(axes).size(); }
+  int rank(const Axes& axes) const { return sub(axes).rank; }
+  SubMesh sub(const Axes& axes) const;  // {}: this rank alone
+  std::vector<std::vector<int>> lists(const Axes& axes) const;
+
+  // Of these ranks, this one among them. Made at first use; the same one for as long as somebody holds it.
+  CommunicatorPtr communicator(const SubMesh& members, Purpose purpose);
+
+ private:
+  ProcessMesh(std::map<std::string, std::vector<int>> own, JobPtr job);
+  const plan::ProcessGrid& grid(const char* what) const;
+
+  std::optional<plan::ProcessGrid> grid_;
+  std::map<std::string, std::vector<int>> own_;  // without a grid
+  JobPtr job_;
+  std::map<std::pair<std::vector<int>, Purpose>, std::weak_ptr<Communicator>> made_;
+};
+using ProcessMeshPtr = std::shared_ptr<ProcessMesh>;
+
+}  // namespace ds::comm

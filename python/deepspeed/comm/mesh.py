@@ -1,0 +1,124 @@
+"""The only maker of groups of ranks: torch's process groups, and what the native communicators of an engine go over.
+
+``new_group`` and ``init_device_mesh`` are torch's: every rank of the job calls them, in one order, and each call makes
+groups. All other groups are made by their members alone, who meet in the job's store under the names of their ranks:
+nobody else takes part, whatever else it does meanwhile. Ranks that are in several ask for them in one order.
+"""
+
+import functools
+
+import torch
+import torch.distributed as dist
+
+from deepspeed import _native
+from deepspeed._compat import group_around
+from deepspeed.comm import fast_groups, shm
+from deepspeed.comm.timeouts import default_timeout
+
+
+class _Made:
+    """What this process has made in the job that it is in."""
+
+    def __init__(self):
+        self.job = dist.group.WORLD
+        self.groups = {}  # ranks -> torch's group
+        self.counts = {}  # ranks -> how often that was made
+        self.views = {}  # name -> Members (mesh_views.py)
+        self.jobs = {}  # backend -> native Job
+
+
+_made = None
+
+
+def made_here():
+    """The groups of this job; those of a job that has ended are others."""
+    global _made
+    job = dist.group.WORLD if dist.is_initialized() else None
+    if _made is None or _made.job is not job:
+        _made = _Made()
+    return _made
+
+
+def new_group(ranks):
+    """torch's: every rank of the job calls it, members or not."""
+    made = dist.new_group(ranks)
+    add_memory(made, ranks)
+    return made
+
+
+def add_memory(group, ranks=None, timeout=None):
+    """Gives a group that every rank of the job has just made the one in shared memory beside it (fast_groups.py)."""
+    if fast_groups.wanted(len(ranks) if ranks is not None else dist.get_world_size()):
+        beside = dist.new_group(ranks, timeout=timeout or default_timeout(), backend=shm.ALONE)
+        fast_groups.put(group, beside)
+
+
+def init_device_mesh(device, mesh_shape, mesh_dim_names):
+    """torch's ``DeviceMesh`` over all ranks; RuntimeError on a torch older than 2.2."""
+    if not hasattr(dist, "init_device_mesh"):
+        raise RuntimeError(
+            f"a device mesh needs torch 2.2 or later, this is {torch.__version__}: pass process groups (mpu) "
+            f"instead of mesh_param, or use a newer torch."
+        )
+    return dist.init_device_mesh(device, mesh_shape, mesh_dim_names=mesh_dim_names)
+
+
+def group_over(ranks):
+    """torch's group of ``ranks``, this one among them: the same one at every call. Made by its members alone."""
+    made, ranks = made_here(), sorted(ranks)
+    key = tuple(ranks)
+    if key not in made.groups:
+        number = made.counts[key] = made.counts.get(key, -1) + 1
+        name = f"deepspeed/{'_'.join(map(str, ranks))}/{number}"
+        made.groups[key] = _meet(ranks, name, dist.get_backend())
+        if fast_groups.wanted(len(ranks)):
+            fast_groups.put(made.groups[key], _meet(ranks, f"{name}/memory", shm.ALONE))
+    return made.groups[key]
+
+
+def forget(group=None):
+    """``group`` (None: all of them) is about to be destroyed."""
+    global _made
+    if group is None or group is dist.group.WORLD:
+        _made = None
+    elif _made is not None:
+        _made.groups = {ranks: kept for ranks, kept in _made.groups.items() if kept is not group}
+
+
+def job(group):
+    """The native ``Job`` whose communicators go over what torch's ``group`` goes over."""
+    made, backend = made_here(), None if group is None else dist.get_backend(group)
+    if backend not in made.jobs:
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        made.jobs[backend] = _native._C.Job(rank, world, functools.partial(_open, backend))
+    return made.jobs[backend]
+
+
+def _open(backend, key, ranks):
+    """What a native communicator goes over. It ends with its last holder, without the interpreter's lock, which gloo's
+    threads may need: torch's tables do not know it."""
+    makers = {"gloo": getattr(dist, "ProcessGroupGloo", None), shm.NAME: shm.create}
+    if backend not in makers:
+        return _meet(ranks, f"deepspeed/{key}", backend)
+    store = dist.PrefixStore(f"deepspeed/{backend}/{key}", dist.distributed_c10d._get_default_store())
+    rank = ranks.index(dist.get_rank())
+    made = makers[backend](store, rank, len(ranks), default_timeout())
+    return group_around(made, backend, store, rank, len(ranks))
+
+
+def _meet(ranks, name, backend):
+    """A group of torch's, in its tables. What ``new_group`` of torch 1.13 does, without its wait for everybody else."""
+    c10d = dist.distributed_c10d
+    made = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.Backend(backend),
+        c10d._get_default_store(),
+        group_name=name,
+        timeout=default_timeout(),
+    )
+    group = made[0] if isinstance(made, tuple) else made  # torch 2.x: and its store
+    tables = c10d._world.pg_group_ranks if hasattr(c10d, "_world") else c10d._pg_group_ranks
+    tables[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group

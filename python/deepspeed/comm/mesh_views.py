@@ -1,0 +1,129 @@
+"""What others see of the mesh: named groups of ``deepspeed.utils.groups``, and the ranks that an engine trains on."""
+
+import functools
+
+from deepspeed import _native
+from deepspeed.comm import mesh
+from deepspeed.comm import process_group as dist
+
+
+class Members:
+    """Ranks that share something, this one among them: its place there, and torch's group over them when it is asked
+    for."""
+
+    def __init__(self, ranks, me):
+        self.ranks, self.size, self.first = list(ranks), len(ranks), ranks[0]
+        self.rank = self.ranks.index(me)
+
+    @functools.cached_property
+    def group(self):
+        return mesh.group_over(self.ranks)
+
+
+def alone():
+    """This rank by itself."""
+    me = dist.get_rank() if dist.is_initialized() else 0
+    return Members([me], me)
+
+
+# ---- by name: the groups that this process knows. They go when it leaves its job -------------------------------------
+def known(name):
+    return name in mesh.made_here().views
+
+
+def make(name, ranks):
+    """The ``Members`` called ``name``, with their group: made of ``ranks`` where there are none yet."""
+    views = mesh.made_here().views
+    if name not in views:
+        mesh.group_over(ranks)  # now, when all members are here
+        views[name] = Members(ranks, dist.get_rank())
+    return views[name]
+
+
+def get(name, makers=""):
+    """RuntimeError with ``makers``, who makes it, where there is none."""
+    if not known(name):
+        raise RuntimeError(f"there is no {name} group: {makers} makes it, and every rank has to call that")
+    return mesh.made_here().views[name]
+
+
+def names(kind):
+    """Names of ``(kind, name)`` entries, in the order in which they were made."""
+    return [entry[1] for entry in mesh.made_here().views if isinstance(entry, tuple) and entry[0] == kind]
+
+
+def clear():
+    mesh.made_here().views.clear()
+
+
+def grid(*axes, world=None):
+    """The native ``ProcessGrid`` over all ranks: ``(name, size, key)``, outer to inner; a size of 0 is what is left."""
+    return _native._C.ProcessGrid(dist.get_world_size() if world is None else world, list(axes))
+
+
+# ---- an engine's -----------------------------------------------------------------------------------------------------
+Purpose = _native._C.Purpose
+MICS = ["dp.mics"], ["dp.replicas"]  # who holds the other shards, who holds the same one
+
+
+def adopted(group):
+    """The native mesh of this rank's data-parallel ``group`` of torch's (None: one process)."""
+    ranks = [0] if group is None else dist.get_all_ranks_from_group(group)
+    return _native._C.ProcessMesh({"dp": ranks}, mesh.job(group))
+
+
+def cut_for_mics(native, size):
+    """Runs of ``size`` data-parallel ranks share one copy of the model. Returns torch's group of them."""
+    native.split("dp", ("replicas", 0, ""), ("mics", size, "zero_optimization.mics_shard_size"))
+    return mesh.group_over(native.ranks(MICS[0]))
+
+
+class EngineRanks:
+    """Which ranks train the same parameters: groups and sizes, those of ``mpu`` where the caller brings one; else all
+    ranks are data parallel."""
+
+    def __init__(self, mpu=None):
+        self.mpu = mpu
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        if mpu is None:
+            self.dp_group = dist.get_world_group() if dist.is_initialized() else None
+            self.dp_world_size, self.dp_rank = self.world_size, self.rank
+            self.mp_group, self.mp_world_size, self.mp_rank = None, 1, 0
+        else:
+            self.dp_group = mpu.get_data_parallel_group()
+            self.dp_world_size = mpu.get_data_parallel_world_size()
+            self.dp_rank = mpu.get_data_parallel_rank()
+            self.mp_world_size = self._first(mpu, "world_size") or 1
+            self.mp_rank = self._first(mpu, "rank") or 0
+            self.mp_group = self._first(mpu, "group") if self.mp_world_size > 1 else None
+        self.native = None
+
+    @staticmethod
+    def _first(mpu, what):
+        for kind in ("tensor_model_parallel", "model_parallel", "slice_parallel"):
+            method = getattr(mpu, f"get_{kind}_{what}", None)
+            if method is not None:
+                return method()
+        return None
+
+    def cut_for_mics(self, size):
+        """See ``cut_for_mics``."""
+        self.native = adopted(self.dp_group)
+        return cut_for_mics(self.native, size)
+
+    def communicator(self, axes, purpose):
+        """A native communicator of this engine alone, over ``axes``; None where that is one rank."""
+        if self.dp_world_size == 1:
+            return None
+        self.native = self.native or adopted(self.dp_group)
+        return self.native.communicator(axes, purpose) if self.native.size(axes) > 1 else None
+
+    def counts_in_norm(self, param):
+        """Parameters that every model-parallel rank holds count on the first one only."""
+        split = getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False)
+        return self.mp_rank == 0 or split
+
+    def source_rank(self):
+        """Global rank of the data-parallel rank 0 of this rank's group."""
+        return dist.get_global_rank(self.dp_group, 0) if self.dp_world_size > 1 else self.rank

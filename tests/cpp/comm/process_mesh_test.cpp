@@ -1,0 +1,206 @@
+#include "comm/process_mesh.h"
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <thread>
+
+#include "base/error.h"
+#include "comm/transports/thread_communicator.h"
+
+namespace ds::comm {
+namespace {
+
+// Where ranks that are threads meet: the first member that comes to a key makes the communicators of all.
+class Meeting {
+ public:
+  CommunicatorPtr open(const std::string& key, const SubMesh& members) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto& made = made_[key];
+    if (made.empty()) made = thread_communicators(members.size());
+    ++openings;
+    return made[members.rank];
+  }
+  std::vector<std::string> keys() {
+    std::vector<std::string> found;
+    for (const auto& entry : made_) found.push_back(entry.first);
+    return found;
+  }
+  std::atomic<int> openings{0};
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, std::vector<CommunicatorPtr>> made_;
+};
+
+JobPtr job_of(int rank, int world, Meeting& meeting) {
+  return std::make_shared<Job>(rank, world,
+                               [&](const auto& key, const auto& members) { return meeting.open(key, members); });
+}
+
+void on_ranks(int world, const std::function<void(int, JobPtr)>& body) {
+  Meeting meeting;
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < world; ++rank)
+    threads.emplace_back([&, rank] { body(rank, job_of(rank, world, meeting)); });
+  for (auto& thread : threads) thread.join();
+}
+
+template <typename Call>
+std::string error_of(Call call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+int64_t sum_over(Communicator& communicator, int rank) {
+  at::Tensor value = at::full({1}, rank, at::kLong);
+  communicator.all_reduce(value, ReduceOp::kSum)->wait();
+  return value.item<int64_t>();
+}
+
+plan::ProcessGrid grid_of(int world, int pp, int sp, int tp) {
+  return {world, {{"pp", pp, ""}, {"dp", 0, ""}, {"sp", sp, ""}, {"tp", tp, ""}}};
+}
+
+// What is exchanged over every axis and every split and fold reaches the ranks that the grid names, and no others.
+TEST(ProcessMesh, CommunicatorsReachTheRanksOfTheirAxes) {
+  for (int world : {1, 2, 3, 4, 6, 8, 12}) {
+    on_ranks(world, [world](int rank, const JobPtr& job) {
+      const int tp = world % 2 == 0 ? 2 : 1;
+      ProcessMesh mesh(grid_of(world, 1, 1, tp), job);
+      const int dp = mesh.size({"dp"}), shard = dp % 2 == 0 ? 2 : 1;
+      mesh.split("dp", {"replicas", 0, ""}, {"mics", shard, ""});
+      mesh.fold("ep_size_2", {"dp", "sp"}, {{"edp", 0, ""}, {"ep", shard, ""}});
+      for (const Axes& axes : {Axes{"pp"}, Axes{"dp"}, Axes{"sp"}, Axes{"tp"}, Axes{"dp", "tp"}, Axes{"dp.mics"},
+                               Axes{"dp.replicas"}, Axes{"ep_size_2.edp"}, Axes{"ep_size_2.ep"}}) {
+        const SubMesh members = mesh.sub(axes);
+        int64_t expected = 0;
+        for (int other : members.ranks) expected += other;
+        ASSERT_EQ(members.ranks[members.rank], rank);
+        for (Purpose purpose : {Purpose::kReduce, Purpose::kGather}) {
+          const auto communicator = mesh.communicator(members, purpose);
+          ASSERT_EQ(communicator->size(), members.size());
+          ASSERT_EQ(communicator->rank(), members.rank);
+          ASSERT_EQ(sum_over(*communicator, rank), expected);
+        }
+      }
+    });
+  }
+}
+
+TEST(ProcessMesh, OneCommunicatorForEachSetOfRanksAndPurpose) {
+  Meeting meeting;
+  const auto job = job_of(1, 4, meeting);
+  ProcessMesh mesh(grid_of(4, 1, 1, 2), job);
+  const SubMesh data = mesh.sub({"dp"});
+  const auto reduce = mesh.communicator(data, Purpose::kReduce);
+  EXPECT_EQ(meeting.openings, 1);  // made when asked for, not before
+  EXPECT_EQ(mesh.communicator(data, Purpose::kReduce), reduce);
+  EXPECT_NE(mesh.communicator(data, Purpose::kGather), reduce);
+  EXPECT_EQ(mesh.communicator(mesh.sub({"sp", "dp"}), Purpose::kReduce), reduce);  // the same ranks
+  EXPECT_EQ(mesh.communicator(mesh.sub({}), Purpose::kReduce)->size(), 1);
+  EXPECT_EQ(meeting.openings, 2);  // one rank alone meets nobody
+  ProcessMesh another(grid_of(4, 1, 1, 2), job);
+  EXPECT_NE(another.communicator(data, Purpose::kReduce), reduce);  // of another engine
+  EXPECT_EQ(meeting.keys(), (std::vector<std::string>{"mesh/gather/1,3/0", "mesh/reduce/1,3/0", "mesh/reduce/1,3/1"}));
+}
+
+// Two purposes of the same ranks: the calls of one never meet those of the other, in whatever order they come.
+TEST(ProcessMesh, PurposesDoNotMeet) {
+  on_ranks(2, [](int rank, const JobPtr& job) {
+    ProcessMesh mesh(grid_of(2, 1, 1, 1), job);
+    const SubMesh data = mesh.sub({"dp"});
+    const auto reduce = mesh.communicator(data, Purpose::kReduce), gather = mesh.communicator(data, Purpose::kGather);
+    for (int round = 0; round < 200; ++round) {
+      int64_t reduced = 0, gathered = 0;
+      std::thread other([&] { gathered = sum_over(*gather, 10 * rank + round); });
+      reduced = sum_over(*reduce, rank + round);
+      other.join();
+      ASSERT_EQ(reduced, 1 + 2 * round);
+      ASSERT_EQ(gathered, 10 + 2 * round);
+    }
+  });
+}
+
+// Ranks open the communicators of random engines, each rank those it is in: members come in one order and never wait
+// for anybody else.
+TEST(ProcessMesh, OnlyMembersTakePart) {
+  on_ranks(6, [](int rank, const JobPtr& job) {
+    for (int engine = 0; engine < 20; ++engine) {
+      if (rank % 3 == 2 && engine % 2 == 1) continue;  // these two ranks have fewer engines
+      auto mesh = ProcessMesh::adopt({{"dp", {rank % 3, rank % 3 + 3}}}, job);
+      ASSERT_TRUE(mesh->has_grid());
+      ASSERT_EQ(sum_over(*mesh->communicator(mesh->sub({"dp"}), Purpose::kReduce), rank), 2 * (rank % 3) + 3);
+    }
+  });
+}
+
+TEST(ProcessMesh, AdoptedListsWithoutAGridCanBeSplit) {
+  on_ranks(6, [](int rank, const JobPtr& job) {
+    const std::vector<int> even{4, 2, 0, 1}, odd{5, 3};  // in an order of their own, of unequal sizes
+    const auto& own = std::find(even.begin(), even.end(), rank) != even.end() ? even : odd;
+    const auto mesh = ProcessMesh::adopt({{"dp", own}}, job);
+    ASSERT_FALSE(mesh->has_grid());
+    ASSERT_EQ(mesh->sub({"dp"}).ranks, own);
+    ASSERT_EQ(own[mesh->rank({"dp"})], rank);
+    mesh->split("dp", {"replicas", 0, ""}, {"mics", 2, ""});
+    const SubMesh shard = mesh->sub({"dp.mics"}), copies = mesh->sub({"dp.replicas"});
+    if (rank == 0) {
+      EXPECT_EQ(shard.ranks, (std::vector<int>{0, 1}));
+      EXPECT_EQ(copies.ranks, (std::vector<int>{4, 0}));
+      EXPECT_EQ(copies.rank, 1);
+    }
+    int64_t expected = 0;
+    for (int other : shard.ranks) expected += other;
+    EXPECT_EQ(sum_over(*mesh->communicator(shard, Purpose::kGather), rank), expected);
+    EXPECT_EQ(mesh->communicator(copies, Purpose::kReduce)->rank(), copies.rank);
+    EXPECT_NE(error_of([&] {
+                mesh->fold("ep_size_2", {"dp"}, {{"edp", 0, ""}, {"ep", 2, ""}});
+              }).find("a fold needs a grid of all ranks, but no grid has the lists that rank"),
+              std::string::npos);
+    EXPECT_NE(error_of([&] { mesh->sub({"tp"}); }).find("the axis tp needs a grid"), std::string::npos);
+    EXPECT_NE(error_of([&] { mesh->lists({"dp"}); }).find("Number ranks with tp innermost"), std::string::npos);
+    EXPECT_NE(error_of([&] {
+                mesh->split("dp", {"replicas", 0, ""}, {"x", 2, ""});
+              }).find("dp.replicas exists already"),
+              std::string::npos);
+    EXPECT_NE(error_of([&] {
+                mesh->split("dp", {"a", 0, ""}, {"b", 3, "mics_shard_size"});
+              }).find("mics_shard_size 3 does not divide the"),
+              std::string::npos);
+  });
+}
+
+TEST(ProcessMesh, ErrorsNameRankAndFix) {
+  Meeting meeting;
+  const auto job = job_of(1, 4, meeting);
+  ProcessMesh mesh(grid_of(4, 1, 1, 1), job);
+  EXPECT_EQ(error_of([&] {
+              mesh.communicator({{0, 2}, 0}, Purpose::kReduce);
+            }),
+            "rank 1 opens a communicator of the ranks [0,2] without being one of them: only its members do");
+  EXPECT_EQ(error_of([&] {
+              mesh.communicator({{1, 4}, 0}, Purpose::kReduce);
+            }),
+            "the ranks [1,4] are no group of a job of 4 ranks: give different ones of 0 to 3");
+  EXPECT_EQ(error_of([&] {
+              mesh.communicator({{1, 1}, 0}, Purpose::kReduce);
+            }),
+            "the ranks [1,1] are no group of a job of 4 ranks: give different ones of 0 to 3");
+  EXPECT_EQ(error_of([&] { ProcessMesh(grid_of(8, 1, 1, 1), job); }),
+            "a grid of 8 ranks does not fit a job of 4: make it with the size of the job");
+  EXPECT_EQ(error_of([&] {
+              ProcessMesh::adopt({{"dp", {0, 2}}}, job);
+            }),
+            "rank 1 is not among the ranks [0,2] that it was given for dp: each rank gives the group that it is in");
+  EXPECT_EQ(error_of([&] { Job(4, 4, nullptr); }), "rank 4 is not in a job of 4 ranks: give one of 0 to 3");
+}
+
+}  // namespace
+}  // namespace ds::comm

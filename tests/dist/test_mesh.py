@@ -1,0 +1,227 @@
+"""The mesh: groups by their members alone, communicators of an engine's own, an axis that the tree does not know."""
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.comm import comms_log, mesh, mesh_views
+from deepspeed.utils import groups
+from harness import run_ranks
+from zero_models import BETAS, CLIP, DECAY, LR
+from zero_training import WIDTH, Deep, Reference, batch, gap, loss_of, same, seeded
+
+
+def total(group, value):
+    x = torch.tensor([float(value)])
+    dist.all_reduce(x, group=group)
+    return int(x)
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+def by_members(rank, world):
+    if rank != 1:  # who is no member goes on
+        pair = mesh.group_over([2, 0])
+        assert dist.get_all_ranks_from_group(pair) == [0, 2] and dist.get_rank(pair) == rank // 2
+        assert mesh.group_over([0, 2]) is pair and total(pair, rank) == 2
+        dist.destroy_process_group(pair)
+        again = mesh.group_over([0, 2])
+        assert again is not pair and total(again, rank) == 2
+    if rank == 1:  # what is asked for makes nothing that others wait for
+        assert dist.get_all_ranks_from_group(groups.get_model_parallel_group()) == [1]
+        assert groups._get_sequence_parallel_world_size() == 1
+    everybody = dist.new_group([0, 1, 2])  # torch counts its own groups only: the ranks still agree on the number
+    assert total(everybody, rank) == 3
+    assert dist.new_group([0, 1, 2]) is not everybody
+
+
+def test_groups_are_made_by_their_members_alone():
+    run_ranks(3, by_members, init="gloo", timeout=60)
+
+
+# ---- an engine's own communicators -----------------------------------------------------------------------------------
+class Mpu:
+    """Ranks 0 and 2 train one model, 1 and 3 the other half of it, as far as the engine knows."""
+
+    def __init__(self, rank, own=None):
+        pairs = [(0, 2), (1, 3), (0, 1), (2, 3)] if own is None else own
+        made = {ranks: dist.new_group(list(ranks)) for ranks in pairs}
+        self.data = next(made[ranks] for ranks in pairs if rank in ranks)
+
+    def get_data_parallel_group(self):
+        return self.data
+
+    def get_data_parallel_world_size(self):
+        return dist.get_world_size(self.data)
+
+    def get_data_parallel_rank(self):
+        return dist.get_rank(self.data)
+
+
+def start(model, mpu, **zero):
+    made = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_clipping": CLIP,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": list(BETAS), "weight_decay": DECAY}},
+        "zero_optimization": {
+            "stage": 3, "reduce_bucket_size": 300, "stage3_param_persistence_threshold": 0, **zero,
+        },
+    }  # fmt: skip
+    deepspeed.log.logger.setLevel("WARNING")
+    return deepspeed.initialize(model=model, config=made, mpu=mpu)[0]
+
+
+def trains(engine, reference, steps=6):
+    """Each rank takes layers of its own, so gathers and reductions come in another order on each."""
+    own, count = engine.parallel.dp_rank, engine.dp_world_size
+
+    def layers(step, part):
+        return [(step * 3 + part * 2 + index) % 4 for index in range(1 + (step + part) % 3)]
+
+    for step in range(steps):
+        x, target = batch(step, own)
+        engine.backward(loss_of(engine(x, layers(step, own)), target))
+        engine.step()
+        reference.step([reference.on(step, part, layers(step, part)) for part in range(count)])
+    return gap(engine, reference)
+
+
+def communicators(engine):
+    return len(comms_log.watched(engine.core))
+
+
+def body_mpu(rank, world):
+    model = seeded(Deep)
+    reference = Reference(model)
+    engine = start(model, Mpu(rank))
+    assert communicators(engine) == 2  # reductions, gathers
+    assert engine.core.gatherer.source == "scheduled collectives"
+    return trains(engine, reference)
+
+
+def test_gathers_do_not_meet_reductions_under_an_mpu(monkeypatch):
+    monkeypatch.setenv("DS_PEER_MEMORY", "0")
+    same(run_ranks(4, body_mpu, init="gloo", timeout=60))
+
+
+def body_mics(rank, world, own, size):
+    model = seeded(Deep)
+    reference = Reference(model)
+    engine = start(model, own and Mpu(rank, own), mics_shard_size=size)
+    assert engine.module.head.weight.ds_world_size == size
+    if size > 1:
+        assert communicators(engine) == (3 if size < engine.dp_world_size else 2)  # and replicas
+    return trains(engine, reference)
+
+
+@pytest.mark.parametrize(
+    "own, size", [(None, 2), ([(0, 2), (1, 3)], 2), ([(0, 2), (1, 3)], 1), ([(0, 1), (2, 3)], 1), ([(0, 3), (1, 2)], 1)]
+)
+def test_mics_under_an_mpu_has_communicators_of_its_own(own, size, monkeypatch):
+    """The last lists are of no grid."""
+    monkeypatch.setenv("DS_PEER_MEMORY", "0")
+    same(run_ranks(4, body_mics, own, size, init="gloo", timeout=60))
+
+
+def body_peers(rank, world):
+    model = seeded(Deep)
+    reference = Reference(model)
+    engine = start(model, None)
+    assert engine.core.gatherer.source != "scheduled collectives" and communicators(engine) == 1
+    return trains(engine, reference)
+
+
+def test_what_is_not_needed_is_not_opened():
+    same(run_ranks(2, body_peers, init="gloo", timeout=60))
+
+
+# ---- "add a parallelism" of docs/adding.md: a toy axis ---------------------------------------------------------------
+class Branches:
+    """Branch parallelism: neighbours hold other branches of a model, whose outputs are added."""
+
+    def __init__(self, count):
+        grid = mesh_views.grid(("dp", 0, ""), ("branch", count, "train_branches"))
+        self.branch = mesh_views.make("branch", grid.list(["branch"], dist.get_rank()))
+        self.data = mesh_views.make("data beside branches", grid.list(["dp"], dist.get_rank()))
+
+    def get_data_parallel_group(self):
+        return self.data.group
+
+    def get_data_parallel_world_size(self):
+        return self.data.size
+
+    def get_data_parallel_rank(self):
+        return self.data.rank
+
+    def get_model_parallel_group(self):
+        return self.branch.group
+
+    def get_model_parallel_world_size(self):
+        return self.branch.size
+
+    def get_model_parallel_rank(self):
+        return self.branch.rank
+
+
+class AddedUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class Whole(torch.nn.Module):
+    """All branches in one process."""
+
+    def __init__(self, count):
+        super().__init__()
+        torch.manual_seed(1)
+        self.branches = torch.nn.ModuleList(torch.nn.Linear(WIDTH, 2) for _ in range(count))
+
+    def forward(self, x):
+        return sum(branch(x) for branch in self.branches)
+
+
+class Part(torch.nn.Module):
+    """The branch of this rank."""
+
+    def __init__(self, whole, branches):
+        super().__init__()
+        self.own, self.group = whole.branches[branches.branch.rank], branches.branch.group
+        for param in self.parameters():
+            param.model_parallel = True  # the norm counts the elements of every rank
+
+    def forward(self, x):
+        return AddedUp.apply(self.own(x), self.group)
+
+
+def body_toy(rank, world, stage):
+    groups.clear()
+    if stage == 0:
+        with pytest.raises(ValueError, match="train_branches 3 does not divide the 4 ranks: use one of 1, 2, 4"):
+            Branches(3)
+    branches = Branches(2)
+    whole = Whole(2)
+    reference = Reference(whole)
+    engine = start(Part(whole, branches), branches, stage=stage)
+    for step in range(4):
+        x, target = batch(step, branches.data.rank)
+        engine.backward(loss_of(engine(x), target))
+        engine.step()
+        reference.step([reference.on(step, part) for part in range(branches.data.size)])
+        assert engine.get_global_grad_norm() == pytest.approx(reference.norm, rel=1e-5)
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=stage == 3):
+        found = [param.detach().double() for param in engine.module.own.parameters()]
+    expected = reference.model.branches[branches.branch.rank].parameters()
+    groups.clear()
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_axis_of_somebody_else(stage):
+    assert all(gap < 1e-5 for gap in run_ranks(4, body_toy, stage, init="gloo", timeout=60))
