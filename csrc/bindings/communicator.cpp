@@ -9,34 +9,91 @@
 
 #include <optional>
 
+#include "base/error.h"
 #include "bindings/registry.h"
 #include "bindings/sharded_params.h"
 #include "bindings/without_lock.h"
-#include "comm/communicator.h"
+#include "comm/decorators/logged.h"
 #include "comm/transports/shm_communicator.h"
 
 namespace py = pybind11;
 
 namespace ds::bindings {
 
+namespace {
+
+using comm::LoggedCommunicator;
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+comm::Verb verb_named(const std::string& name) {
+  for (int verb = 0; verb < comm::kVerbs; ++verb)
+    if (name == comm::verb_name(static_cast<comm::Verb>(verb))) return static_cast<comm::Verb>(verb);
+  fail(ErrorKind::kValue, "there is no collective '", name,
+       "'; all_reduce, reduce, broadcast, reduce_scatter, all_gather, ",
+       "all_to_all, gather, scatter, send, recv and barrier are there");
+}
+
+comm::ReduceOp reduction_named(const std::string& name) {
+  constexpr std::pair<const char*, comm::ReduceOp> kNames[] = {
+      {"sum", comm::ReduceOp::kSum}, {"avg", comm::ReduceOp::kAvg}, {"product", comm::ReduceOp::kProduct},
+      {"min", comm::ReduceOp::kMin}, {"max", comm::ReduceOp::kMax}, {"band", comm::ReduceOp::kAnd},
+      {"bor", comm::ReduceOp::kOr},  {"bxor", comm::ReduceOp::kXor}};
+  for (const auto& [known, op] : kNames)
+    if (name == known) return op;
+  fail(ErrorKind::kValue, "there is no reduction '", name,
+       "'; sum, avg, product, min, max, band, bor and bxor are there");
+}
+
+comm::WorkPtr run_op(LoggedCommunicator& self, const std::string& verb, const std::optional<at::Tensor>& input,
+                     const std::optional<at::Tensor>& output,
+                     const std::pair<std::vector<int64_t>, std::vector<int64_t>>& counts, const std::string& op,
+                     int peer, const std::string& tag) {
+  comm::Op call{verb_named(verb), {}, {}, counts.first, counts.second, reduction_named(op), peer, tag};
+  for (const auto* given : {&input, &output})
+    if (*given && !(*given)->is_contiguous())
+      fail(ErrorKind::kValue, verb,
+           ": collectives need contiguous tensors: pass tensor.contiguous() and copy the result back");
+  if (input) call.in = input->detach();
+  if (output) call.out = output->detach();
+  // Which a verb needs is in comm/op.h.
+  const bool takes = call.verb == comm::Verb::kReduceScatter || call.verb == comm::Verb::kAllGather ||
+                     call.verb == comm::Verb::kAllToAll || call.verb == comm::Verb::kGather ||
+                     call.verb == comm::Verb::kSend;
+  const bool gives =
+      call.verb != comm::Verb::kGather && call.verb != comm::Verb::kSend && call.verb != comm::Verb::kBarrier;
+  if ((takes && !call.in.defined()) || (gives && !call.out.defined()))
+    fail(ErrorKind::kValue, verb, ": ", takes && !call.in.defined() ? "input" : "output", " is missing");
+  return self.run(call);
+}
+
+}  // namespace
+
 DS_BINDINGS(m) {
-  using comm::Communicator;
-  py::class_<Communicator, std::shared_ptr<Communicator>>(m, "Communicator")
+  py::class_<comm::Work, comm::WorkPtr>(m, "CommunicatorWork")
+      .def("wait", &comm::Work::wait, Unlocked())
+      .def("ready", &comm::Work::ready);
+  py::class_<LoggedCommunicator, std::shared_ptr<LoggedCommunicator>>(m, "Communicator")
       .def(py::init([](const py::object& group, bool shared, std::chrono::milliseconds timeout,
                        const std::optional<comm::GroupFacts>& facts) {
              auto made = communicator(group);
              py::gil_scoped_release unlocked;
              const comm::GroupFacts unknown{"", -1, nullptr, without_lock};
-             return shared ? comm::shm_communicator(std::move(made), timeout, facts.value_or(unknown)) : made;
+             return comm::logged(shared ? comm::shm_communicator(std::move(made), timeout, facts.value_or(unknown))
+                                        : made);
            }),
            py::arg("group"), py::arg("shared") = false, py::arg("timeout") = std::chrono::milliseconds(30 * 60 * 1000),
            py::arg("facts") = py::none())
-      .def_property_readonly("rank", &Communicator::rank)
-      .def_property_readonly("size", &Communicator::size)
-      .def_property_readonly("name", &Communicator::name)
-      .def("leave", &Communicator::leave, py::call_guard<py::gil_scoped_release>())
-      .def("log_calls", &Communicator::log_calls, py::arg("on"))
-      .def("take_log", [](Communicator& communicator) {
+      .def_property_readonly("rank", &LoggedCommunicator::rank)
+      .def_property_readonly("size", &LoggedCommunicator::size)
+      .def_property_readonly("name", &LoggedCommunicator::name)
+      // verb: all_reduce, ...; which tensors it uses, csrc/comm/op.h. counts: of the parts of input and output, []
+      // where they are equal.
+      .def("run", &run_op, py::arg("verb"), py::arg("input") = py::none(), py::arg("output") = py::none(),
+           py::arg("counts") = std::pair<std::vector<int64_t>, std::vector<int64_t>>(), py::arg("op") = "sum",
+           py::arg("peer") = -1, py::arg("tag") = "", Unlocked())
+      .def("leave", &LoggedCommunicator::leave, Unlocked())
+      .def("log_calls", &LoggedCommunicator::log_calls, py::arg("on"))
+      .def("take_log", [](LoggedCommunicator& communicator) {
         std::vector<std::tuple<std::string, int64_t, double>> calls;
         for (const comm::LoggedCall& call : communicator.take_log()) calls.emplace_back(call.op, call.bytes, call.ms);
         return calls;

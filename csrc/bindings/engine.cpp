@@ -7,12 +7,13 @@
 #include <pybind11/stl.h>
 
 #include "base/error.h"
-#include "bindings/registry.h"
 #include "bindings/optimizer_rules.h"
 #include "bindings/py_config.h"
+#include "bindings/registry.h"
 #include "bindings/sharded_params.h"
 #include "bindings/torch_types.h"
 #include "bindings/without_lock.h"
+#include "comm/decorators/logged.h"
 #include "comm/transports/c10d_communicator.h"
 #include "comm/transports/local_communicator.h"
 #include "zero/engine.h"
@@ -23,14 +24,16 @@ namespace ds::bindings {
 
 comm::CommunicatorPtr communicator(const py::object& group) {
   if (group.is_none()) return comm::local_communicator();
-  if (py::isinstance<comm::Communicator>(group)) return group.cast<comm::CommunicatorPtr>();
+  if (py::isinstance<comm::LoggedCommunicator>(group)) return group.cast<std::shared_ptr<comm::LoggedCommunicator>>();
   auto native = group.cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
   return comm::c10d_communicator(std::move(native), without_lock);
 }
 
 namespace {
 
+using zero::BackwardSession;
 using zero::Engine;
+using zero::StateAccess;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
 // (tensor, name, parameter group, place in the module, counts in the norm, zero::GradForm, shard or None)
@@ -89,24 +92,32 @@ void update(Engine& engine, const std::vector<std::pair<std::string, std::map<st
   engine.update(hyper);
 }
 
-zero::Kept kept_of(const std::string& name) {
-  if (name == "master") return zero::Kept::kMaster;
-  if (name == "grad") return zero::Kept::kGrad;
-  if (name == "slot") return zero::Kept::kSlot;
+zero::StateKind kind_of(const std::string& name) {
+  if (name == "master") return zero::StateKind::kMaster;
+  if (name == "grad") return zero::StateKind::kGrad;
+  if (name == "slot") return zero::StateKind::kSlot;
   fail(ErrorKind::kValue, "kept is 'master', 'grad' or 'slot', not '", name, "'");
 }
 
 c10::optional<at::Tensor> full(Engine& engine, const std::string& kept, int slot, size_t param) {
-  const zero::Kept what = kept_of(kept);
+  const zero::StateKind what = kind_of(kept);
   py::gil_scoped_release unlocked;
-  at::Tensor found = engine.full(what, slot, param);
+  at::Tensor found = engine.states().full(what, slot, param);
   return found.defined() ? c10::optional<at::Tensor>(std::move(found)) : c10::nullopt;
 }
 
 void set_full(Engine& engine, const std::string& kept, int slot, size_t param, const at::Tensor& value) {
-  const zero::Kept what = kept_of(kept);
+  const zero::StateKind what = kind_of(kept);
   py::gil_scoped_release unlocked;
-  engine.set_full(what, slot, param, value);
+  engine.states().set_full(what, slot, param, value);
+}
+
+// A method of a part of the engine, as one of the engine's.
+template <typename Part, typename Result, typename... Arguments>
+auto of(Part& (Engine::*part)(), Result (Part::*method)(Arguments...)) {
+  return [part, method](Engine& engine, Arguments... arguments) -> Result {
+    return ((engine.*part)().*method)(std::forward<Arguments>(arguments)...);
+  };
 }
 
 }  // namespace
@@ -122,61 +133,64 @@ DS_BINDINGS(m) {
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init(&make_engine), py::kw_only(), py::arg("params"), py::arg("others"), py::arg("groups"),
            py::arg("config"), py::arg("threads"), py::arg("grad_dtype"))
-      .def("forwarded", &Engine::forwarded, Unlocked(), py::arg("outputs"), py::arg("reduce"), py::arg("factor"))
+      .def("forwarded", of(&Engine::backward, &BackwardSession::forwarded), Unlocked(), py::arg("outputs"),
+           py::arg("reduce"), py::arg("factor"))
       .def("begin_step", &Engine::begin_step, Unlocked(), py::arg("loss_scale"), py::arg("max_norm"), py::arg("check"))
       .def("end_step", &Engine::end_step, Unlocked())
-      .def("gate_input", &Engine::gate_input, py::arg("input"))
-      .def("set_outer_factor", &Engine::set_outer_factor, py::arg("factor"))
-      .def("plan_user_backward", &Engine::plan_user_backward, py::arg("reduce"), py::arg("factor"))
+      .def("gate_input", of(&Engine::backward, &BackwardSession::gate_input), py::arg("input"))
+      .def("set_outer_factor", of(&Engine::backward, &BackwardSession::set_outer_factor), py::arg("factor"))
+      .def("plan_user_backward", of(&Engine::backward, &BackwardSession::plan), py::arg("reduce"), py::arg("factor"))
       .def(
           "begin_backward",
           // optional: torch 1.13 takes no None for a tensor
           [](Engine& engine, bool reduce, const c10::optional<at::Tensor>& root) {
-            engine.begin_backward(reduce, root.value_or(at::Tensor()));
+            engine.backward().begin(reduce, root.value_or(at::Tensor()));
           },
           Unlocked(), py::arg("reduce"), py::arg("root") = py::none())
-      .def("end_backward", &Engine::end_backward, Unlocked())
-      .def("abort_backward", &Engine::abort_backward, Unlocked())
-      .def("finish_backward", &Engine::finish_backward, Unlocked())
-      .def("join_backward", &Engine::join_backward, Unlocked(), py::arg("reduce"))
-      .def("clear_grads", &Engine::clear_grads, Unlocked())
-      .def("adopt_grads", &Engine::adopt_grads, Unlocked())
+      .def("end_backward", of(&Engine::backward, &BackwardSession::end), Unlocked())
+      .def("abort_backward", of(&Engine::backward, &BackwardSession::abort), Unlocked())
+      .def("finish_backward", of(&Engine::backward, &BackwardSession::finish), Unlocked())
+      .def("join_backward", of(&Engine::backward, &BackwardSession::join), Unlocked(), py::arg("reduce"))
+      .def("clear_grads", of(&Engine::backward, &BackwardSession::clear_grads), Unlocked())
+      .def("adopt_grads", of(&Engine::backward, &BackwardSession::adopt_grads), Unlocked())
       .def("set_postscale", [](Engine& engine, double scale) { engine.grads().set_postscale(scale); })
       .def_property_readonly("predivide", [](Engine& engine) { return engine.grads().predivide(); })
       .def("set_rules", &set_rules, py::arg("rules"))
       .def("update", &update, py::arg("groups"), py::arg("begin") = py::none())
       .def("slot_names", [](Engine& engine) { return engine.stepper().slot_names(); })
       .def("report", &Engine::report, Unlocked())
-      .def("assign_optimizer_grads", &Engine::assign_optimizer_grads, Unlocked())
+      .def("assign_optimizer_grads", of(&Engine::states, &StateAccess::assign_optimizer_grads), Unlocked())
       .def(
           "local_grad",
           [](Engine& engine, size_t param) {
-            at::Tensor found = engine.local_grad(param);
+            at::Tensor found = engine.states().local_grad(param);
             return found.defined() ? c10::optional<at::Tensor>(std::move(found)) : c10::nullopt;
           },
           Unlocked(), py::arg("param"))
-      .def("take_back_grads", &Engine::take_back_grads, Unlocked())
+      .def("take_back_grads", of(&Engine::states, &StateAccess::take_back_grads), Unlocked())
       .def(
           "set_grad_dtype",
           [](Engine& engine, const py::object& type) {
             const auto wanted = optional_dtype(type);
             py::gil_scoped_release unlocked;
-            engine.set_grad_dtype(wanted);
+            engine.grads().set_grad_dtype(wanted);
           },
           py::arg("dtype"))
       .def(
           "has_grads", [](Engine& engine) { return engine.grads().any(); }, Unlocked())
       .def(
           "publish", [](Engine& engine) { engine.stepper().publish(); }, Unlocked())
-      .def("refresh_master", &Engine::refresh_master, Unlocked())
-      .def("hold_states", [](Engine& engine) { engine.hold().hold(); })
-      .def("let_states_go", [](Engine& engine) { engine.hold().let_go(); })
+      .def("refresh_master", of(&Engine::states, &StateAccess::refresh_master), Unlocked())
       .def(
-          "wait_for_states", [](Engine& engine) { engine.hold().wait(); }, Unlocked())
+          "hold_states", [](Engine& engine) { engine.states().hold().hold(); }, Unlocked())
+      .def(
+          "let_states_go", [](Engine& engine) { engine.states().hold().let_go(); }, Unlocked())
+      .def(
+          "wait_for_states", [](Engine& engine) { engine.states().hold().wait(); }, Unlocked())
       .def("broadcast", &Engine::broadcast, Unlocked())
-      .def("finish_step", &Engine::finish_step, Unlocked())
-      .def("begin_write", &Engine::begin_write, Unlocked())
-      .def("end_write", &Engine::end_write, Unlocked())
+      .def("finish_step", of(&Engine::states, &StateAccess::finish_step), Unlocked())
+      .def("begin_write", of(&Engine::states, &StateAccess::begin_write), Unlocked())
+      .def("end_write", of(&Engine::states, &StateAccess::end_write), Unlocked())
       .def_property_readonly("gatherer",
                              [](const std::shared_ptr<Engine>& engine) -> std::shared_ptr<zero::ParamGatherer> {
                                if (!engine->gatherer()) return nullptr;
@@ -184,14 +198,14 @@ DS_BINDINGS(m) {
                              })
       .def("release", &Engine::release, Unlocked())
       .def(
-          "masters", [](Engine& engine) { return engine.pieces(zero::Kept::kMaster, 0); }, Unlocked())
+          "masters", [](Engine& engine) { return engine.states().pieces(zero::StateKind::kMaster, 0); }, Unlocked())
       .def(
-          "grads", [](Engine& engine) { return engine.pieces(zero::Kept::kGrad, 0); }, Unlocked())
+          "grads", [](Engine& engine) { return engine.states().pieces(zero::StateKind::kGrad, 0); }, Unlocked())
       .def(
           "slots",
           [](Engine& engine, int slot) {
             std::vector<c10::optional<at::Tensor>> result;
-            for (at::Tensor& piece : engine.pieces(zero::Kept::kSlot, slot))
+            for (at::Tensor& piece : engine.states().pieces(zero::StateKind::kSlot, slot))
               result.push_back(piece.defined() ? c10::optional<at::Tensor>(std::move(piece)) : c10::nullopt);
             return result;
           },

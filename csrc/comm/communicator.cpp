@@ -1,11 +1,6 @@
 #include "comm/communicator.h"
 
-#include <c10/core/Event.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-
-#include <chrono>
 #include <numeric>
-#include <thread>
 #include <utility>
 
 #include "base/error.h"
@@ -14,15 +9,6 @@
 namespace ds::comm {
 
 namespace {
-
-// The host waits until the device has done what was asked of it so far: a work's wait() only orders streams there.
-void finish_device(c10::Device device) {
-  if (device.type() == c10::DeviceType::CPU) return;
-  const c10::impl::VirtualGuardImpl guard(device.type());
-  c10::Event event(device.type());
-  event.record(guard.getStream(device));
-  while (!event.query()) std::this_thread::yield();
-}
 
 int64_t numel_of(const at::Tensor& tensor) { return tensor.defined() ? tensor.numel() : 0; }
 
@@ -70,22 +56,12 @@ Communicator::~Communicator() = default;
 
 std::shared_ptr<Communicator> Communicator::among(const std::vector<int>&) { return nullptr; }
 
-std::vector<LoggedCall> Communicator::take_log() { return std::exchange(log_, {}); }
-
 WorkPtr Communicator::launch(const Op& op) { return carries(op) ? start(op) : compose(*this, op); }
 
 WorkPtr Communicator::run(const Op& op) {
   check(op);
   count(op);
-  if (!logging_ || op.verb == Verb::kBarrier) return launch(op);
-  const at::Tensor& whole = op.whole();
-  finish_device(whole.device());  // so that earlier work of the device is not counted
-  const auto begin = std::chrono::steady_clock::now();
-  launch(op)->wait();
-  finish_device(whole.device());
-  const std::chrono::duration<double, std::milli> ms = std::chrono::steady_clock::now() - begin;
-  log_.push_back({verb_name(op.verb), whole.numel() * static_cast<int64_t>(whole.element_size()), ms.count()});
-  return std::make_shared<DoneWork>();
+  return launch(op);
 }
 
 WorkPtr Communicator::run_all(const std::vector<Op>& ops) {

@@ -1,6 +1,7 @@
 // A group of ranks that exchange tensors. Transports (comm/transports): threads of one process, shared memory of one
 // host, a process group of torch, NCCL, several hosts; each carries the verbs that it is good at, and compose.cpp makes
-// the others of those.
+// the others of those. Decorators
+// (comm/decorators) add to any of them what is no transport's business.
 //
 // Contract: every rank of the group issues the same calls in the same order (send and recv: the two ranks that take
 // part). Tensors are contiguous and must not be touched until wait() has returned; on asynchronous devices wait()
@@ -20,16 +21,9 @@ namespace ds::comm {
 
 class ScratchPool;
 
-// One finished call, as a log of operations shows it.
-struct LoggedCall {
-  const char* op;  // verb_name()
-  int64_t bytes;   // of the largest tensor of the call: what all ranks together hold of it, once
-  double ms;       // from the call to its end on this rank
-};
-
 // What this rank has sent since the last reset, as the algorithms of the textbook count it: all_reduce of n elements
-// 2n(N-1)/N; reduce_scatter, all_gather, all_to_all, gather and scatter of n elements over all ranks n(N-1)/N;
-// broadcast, reduce and send n.
+// 2n(N-1)/N; reduce_scatter, all_gather and all_to_all of n elements over all ranks n(N-1)/N; broadcast and reduce n;
+// gather, scatter and send what this rank gives away. Barriers do not count.
 struct Traffic {
   int64_t calls = 0;
   int64_t elements = 0;
@@ -83,10 +77,6 @@ class Communicator {
   const Traffic& traffic() const { return traffic_; }
   void reset_traffic() { traffic_ = {}; }
 
-  // While logging, every call waits for its end, so that its time is its own: nothing overlaps.
-  void log_calls(bool on) { logging_ = on; }
-  std::vector<LoggedCall> take_log();  // calls since the last take
-
  protected:
   virtual WorkPtr start(const Op& op) = 0;  // that it carries
   // What compose.cpp asks of a transport.
@@ -104,8 +94,6 @@ class Communicator {
   void count(const Op& op);
 
   Traffic traffic_;
-  bool logging_ = false;
-  std::vector<LoggedCall> log_;
   std::shared_ptr<ScratchPool> pool_;
 };
 using CommunicatorPtr = std::shared_ptr<Communicator>;

@@ -18,7 +18,7 @@ using Counts = std::vector<int64_t>;
 using Parts = std::vector<at::Tensor>;
 
 // Up to here every rank gathers everything and reduces it, which saves a step.
-constexpr size_t kSmallBytes = 64 * 1024;
+constexpr size_t kGatheredBytes = 64 * 1024;
 
 bool narrow_float(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
 
@@ -324,7 +324,7 @@ class Composer {
   // Every element is reduced by one rank, or by all in the same order: the same bits for everybody.
   WorkPtr all_reduce() const {
     const at::Tensor flat = op_.out.view({-1});
-    if (flat.nbytes() <= kSmallBytes) {
+    if (flat.nbytes() <= kGatheredBytes) {
       const at::Tensor all = at::empty({n_ * flat.numel()}, flat.options());
       const WorkPtr gathered = c_.launch(like(Verb::kAllGather, flat, all));
       return std::make_shared<JoinedWork>(std::vector<WorkPtr>{gathered}, [all, flat, op = op_.reduce, n = n_] {
@@ -341,7 +341,7 @@ class Composer {
 
   WorkPtr reduce() const {
     const at::Tensor flat = op_.out.view({-1});
-    if (flat.nbytes() <= kSmallBytes) {
+    if (flat.nbytes() <= kGatheredBytes) {
       const at::Tensor all = root() ? at::empty({n_ * flat.numel()}, flat.options()) : at::Tensor();
       const WorkPtr gathered = c_.launch(like(Verb::kGather, flat, all));
       return std::make_shared<JoinedWork>(std::vector<WorkPtr>{gathered}, [all, flat, op = op_.reduce, n = n_] {

@@ -42,7 +42,7 @@ const char* verb_name(Verb verb);  // all_reduce
 //
 // n parts follow each other and have the same number of elements, unless in_counts or out_counts has that of each: of
 // kReduceScatter and kScatter in_counts, of kAllGather and kGather out_counts, equal on all ranks (also where the
-// tensor is undefined); of kAllToAll both or none.
+// tensor is undefined); of kAllToAll either.
 struct Op {
   Verb verb = Verb::kBarrier;
   at::Tensor in, out;

@@ -3,13 +3,13 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <exception>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "plan/range.h"
+#include "storage/failure.h"
 #include "storage/fence.h"
 #include "storage/tier.h"
 
@@ -21,7 +21,7 @@ struct Block {
   int32_t readers = 0;  // leases and fetches
   bool writer = false;  // a lease, its write back, or a move
   Fences fences;
-  std::exception_ptr error;  // why it has no contents
+  FailurePtr error;  // why it has no contents
 };
 
 // Blocks [first, end) rest together.

@@ -1,5 +1,8 @@
 #include "storage/scratch_pool.h"
 
+#include <ATen/ops/empty.h>
+
+#include <exception>
 #include <iterator>
 #include <utility>
 
@@ -7,10 +10,10 @@
 
 namespace ds::storage {
 
-at::Tensor ScratchPool::take(int64_t bytes) {
+at::Tensor ScratchPool::take(int64_t bytes, c10::Device device) {
+  const auto fits = [&](const Idle& idle) { return bytes_of(idle.memory) == bytes && idle.memory.device() == device; };
   // The latest first: it is in the cache, and the oldest are the next to go.
-  const auto found =
-      std::find_if(idle_.rbegin(), idle_.rend(), [&](const Idle& idle) { return bytes_of(idle.memory) == bytes; });
+  const auto found = std::find_if(idle_.rbegin(), idle_.rend(), fits);
   if (found == idle_.rend()) return {};
   const Idle idle = std::move(*found);
   idle_.erase(std::next(found).base());
@@ -19,9 +22,26 @@ at::Tensor ScratchPool::take(int64_t bytes) {
   return idle.memory;
 }
 
+at::Tensor ScratchPool::take(int64_t numel, const at::TensorOptions& options) {
+  const auto type = options.dtype().toScalarType();
+  const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(type));
+  keep_two_of(bytes);
+  const at::Tensor idle = take(bytes, options.device());
+  if (!idle.defined()) return at::empty({numel}, options);
+  return idle.scalar_type() == type ? idle : flat_view(idle, 0, type, numel);
+}
+
 void ScratchPool::give(const at::Tensor& memory) {
+  if (!memory.defined()) return;
+  keep_two_of(bytes_of(memory));
+  Idle idle{memory, nullptr};
+  try {
+    idle.given = Fence::after(memory);
+  } catch (const std::exception&) {
+    return;  // a device that has failed: it says so to whoever works on it
+  }
   idle_bytes_ += bytes_of(memory);
-  idle_.push_back({memory, Fence::after(memory)});
+  idle_.push_back(std::move(idle));
   trim(limit_);
 }
 

@@ -22,16 +22,20 @@ namespace ds::storage {
 // One thread at a time.
 class ScratchPool {
  public:
-  explicit ScratchPool(int64_t limit) : limit_(limit) {}
+  explicit ScratchPool(int64_t limit = 0) : limit_(limit) {}
 
-  // Undefined where there is none of so many bytes. Contents are whatever was there.
-  at::Tensor take(int64_t bytes);
-  // Nobody else refers to it.
+  // Undefined where there is none of so many bytes on the device. Contents are whatever was there.
+  at::Tensor take(int64_t bytes, c10::Device device);
+  // From torch's allocator where there is none. Keeps room for two of them.
+  at::Tensor take(int64_t numel, const at::TensorOptions& options);
+  // All memory of a tensor to which nobody else refers; an undefined one is ignored.
   void give(const at::Tensor& memory);
   // Frees the oldest until at most so many bytes wait.
   void trim(int64_t bytes = 0);
 
   int64_t idle_bytes() const { return idle_bytes_; }
+  // Keeps two of so many bytes: of a unit of buffers that are taken together, one is in use and one on its way.
+  void keep_two_of(int64_t bytes) { need_room_for(2 * bytes); }
   void need_room_for(int64_t bytes) { limit_ = std::max(limit_, bytes); }
 
  private:

@@ -1,5 +1,7 @@
 #include "storage/shard_storage.h"
 
+#include <ATen/ops/from_blob.h>
+
 #include <utility>
 
 #include "storage/storage_state.h"
@@ -25,6 +27,13 @@ void Lease::release() noexcept {
   if (!state_) return;
   const std::shared_ptr<StorageState> state = std::move(state_);
   state->release(*this);
+}
+
+at::Tensor as_tensor(Lease lease) {
+  const at::Tensor data = lease.data();
+  auto held = std::make_shared<Lease>(std::move(lease));
+  return at::from_blob(
+      data.data_ptr(), data.sizes(), [held](void*) { held->release(); }, data.options());
 }
 
 ShardStorage::ShardStorage(c10::Device device, Budget budget, std::shared_ptr<io::Files> files)

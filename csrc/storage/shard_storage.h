@@ -64,6 +64,9 @@ class Lease {
   Access access_ = Access::kRead;
 };
 
+// The data of a lease, which ends when nobody refers to that memory any more.
+at::Tensor as_tensor(Lease lease);
+
 // Any thread may call anything; nothing here takes Python's lock.
 class ShardStorage {
  public:

@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "base/error.h"
-#include "io/file_error.h"
 #include "storage/flat_view.h"
 
 namespace ds::storage {
@@ -137,12 +136,13 @@ void StorageState::reserve(Lock& lock, Medium medium, int64_t bytes, int64_t Med
   }
   account.used.*kind += bytes;
   account.used.peak = std::max(account.used.peak, account.total());
+  account.used.peak_scratch = std::max(account.used.peak_scratch, account.used.scratch + account.pool.idle_bytes());
 }
 
 at::Tensor StorageState::take(Lock& lock, Medium medium, int64_t bytes, int64_t MediumUsage::*kind, bool may_wait) {
   Account& account = this->account(medium);
-  account.pool.need_room_for(2 * bytes);
-  at::Tensor memory = account.pool.take(bytes);
+  account.pool.keep_two_of(bytes);
+  at::Tensor memory = account.pool.take(bytes, device_of(medium));
   if (memory.defined()) {
     account.used.*kind += bytes;
     return memory;
@@ -349,7 +349,7 @@ void StorageState::move(std::vector<int32_t> numbers, const Placement& placement
     }
     for (const PlanePtr& plane : planes) {
       for (const Block& block : plane->blocks)
-        if (block.error) std::rethrow_exception(block.error);
+        if (block.error) block.error->raise();
       if (!stays(*plane, placement)) check_can_empty(*plane);
     }
     for (size_t p = 0; p < planes.size(); ++p) {
@@ -391,17 +391,13 @@ void StorageState::settle() {
   while (jobs_ > 0) wait(lock);
   const auto failures = std::exchange(failures_, {});
   if (failures.empty()) return;
-  if (failures.size() == 1) std::rethrow_exception(failures[0].second);
-  std::string others = " " + std::to_string(failures.size() - 1) + " more blocks could not be written back:";
-  for (size_t i = 1; i < std::min<size_t>(failures.size(), 4); ++i) others += "\n" + failures[i].first;
-  if (failures.size() > 4) others += "\n...";
-  try {
-    std::rethrow_exception(failures[0].second);
-  } catch (const io::FileError& e) {
-    throw io::FileError(e.code(), e.path(), e.what() + others, e.offset(), e.bytes());
-  } catch (const std::exception& e) {
-    throw Error(ErrorKind::kRuntime, e.what() + others);
+  std::string others;
+  if (failures.size() > 1) {
+    others = " " + std::to_string(failures.size() - 1) + " more blocks could not be written back:";
+    for (size_t i = 1; i < std::min<size_t>(failures.size(), 4); ++i) others += "\n" + failures[i]->text;
+    if (failures.size() > 4) others += "\n...";
   }
+  failures[0]->raise(others);
 }
 
 Usage StorageState::usage() const {

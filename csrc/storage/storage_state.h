@@ -45,6 +45,7 @@ class StorageState : public std::enable_shared_from_this<StorageState> {
   // ---- storage_state.cpp: exclusion, memory, planes
   PlanePtr plane_of(int32_t number) const;
   Account& account(Medium medium);
+  c10::Device device_of(Medium medium) const { return medium == Medium::kDevice ? device_ : c10::Device(at::kCPU); }
   void check_range(const Plane& plane, plan::Range range, Medium at);
   void wait(Lock& lock);  // for anything that changes
   void changed();
@@ -86,7 +87,7 @@ class StorageState : public std::enable_shared_from_this<StorageState> {
   std::vector<Account> accounts_;
   Usage counts_;  // without the media
   int jobs_ = 0;  // in the background
-  std::vector<std::pair<std::string, std::exception_ptr>> failures_;
+  std::vector<FailurePtr> failures_;
   TransferThreads threads_;  // last: its jobs use all of the above
 };
 

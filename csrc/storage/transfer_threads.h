@@ -11,7 +11,8 @@
 
 namespace ds::storage {
 
-// Started with the first job. Destruction does all jobs first, except in a forked child, which has no threads.
+// Started with the first job. Destruction does all jobs first, except in a forked child, which has no threads: there
+// add() does the job itself.
 class TransferThreads {
  public:
   explicit TransferThreads(int threads) : wanted_(threads) {}

@@ -39,6 +39,15 @@ void copy(const at::Tensor& to, int64_t to_offset, const at::Tensor& from, int64
       .copy_(flat_view(from, from.storage_offset() + from_offset, at::kByte, bytes), /*non_blocking=*/!wait);
 }
 
+// A device that has failed says so to whoever works on it next; here nobody could be told.
+FencePtr fence_after(const at::Tensor& memory) noexcept {
+  try {
+    return Fence::after(memory);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
 // A stream beside the one that computes, for as long as a job runs.
 class SideStream {
  public:
@@ -198,7 +207,7 @@ Lease StorageState::acquire(int32_t number, plan::Range range, Access access, Me
     for (int32_t b = first; b < end; ++b) {
       Block& block = plane->blocks[b];
       if (!block.error) continue;
-      if (access != Access::kWrite || !plane->covers(range, b)) std::rethrow_exception(block.error);
+      if (access != Access::kWrite || !plane->covers(range, b)) block.error->raise();
       block.error = nullptr;
     }
     if (const PlanePart* part = plane->resting(first, end, at)) {
@@ -260,18 +269,20 @@ StagingPtr StorageState::stage(Lock& lock, Plane& plane, plan::Range range, int3
 }
 
 void StorageState::release(Lease& lease) noexcept {
-  const at::Tensor used = std::move(lease.data_);
+  at::Tensor used = std::move(lease.data_);
   StagingPtr staging = std::move(lease.staging_);
   Lock lock(mutex_);
   --counts_.leases;
   if (lease.plane_ < 0) {
+    used.reset();
     give(staging->medium, std::exchange(staging->memory, {}), staging->bytes, &MediumUsage::scratch);
     return;
   }
   const bool alone = lease.access_ != Access::kRead;
   const PlanePtr plane = planes_[lease.plane_];  // it cannot be removed meanwhile
   if (staging && alone && lease.first_ != lease.end_) {
-    const FencePtr fence = Fence::after(staging->memory);
+    const FencePtr fence = fence_after(staging->memory);
+    used.reset();
     ++jobs_;
     ++counts_.write_backs;
     ++account(staging->medium).in_flight;
@@ -283,14 +294,15 @@ void StorageState::release(Lease& lease) noexcept {
   if (staging) {
     drop(staging);
   } else {
-    fence = Fence::after(used);
+    fence = fence_after(used);
   }
+  used.reset();  // before somebody else may have the memory, or free it
   unmark(*plane, lease.first_, lease.end_, alone, fence);
 }
 
 void StorageState::write_back(const PlanePtr& plane, const StagingPtr& staging, const FencePtr& fence) {
   const SideStream side(device_);
-  std::vector<std::exception_ptr> errors(plane->blocks.size());
+  std::vector<FailurePtr> errors(plane->blocks.size());
   {
     const Lock lock(mutex_);
     wait_for_streams(*plane, staging->first, staging->end);
@@ -303,22 +315,13 @@ void StorageState::write_back(const PlanePtr& plane, const StagingPtr& staging, 
       const at::Tensor& home = plane->parts[plane->blocks[b].part].memory;
       if (home.defined() && !home.device().is_cpu()) written = Fence::after(home);
     } catch (...) {
-      errors[b] = std::current_exception();
+      errors[b] = caught();
     }
   }
   const Lock lock(mutex_);
   for (int32_t b = staging->first; b < staging->end; ++b) {
     plane->blocks[b].error = errors[b];
-    if (errors[b]) {
-      std::string text = "something that is no exception of ours";
-      try {
-        std::rethrow_exception(errors[b]);
-      } catch (const std::exception& e) {
-        text = e.what();
-      } catch (...) {
-      }
-      failures_.emplace_back(std::move(text), errors[b]);
-    }
+    if (errors[b]) failures_.push_back(errors[b]);
   }
   --account(staging->medium).in_flight;
   drop(staging);
@@ -363,7 +366,7 @@ void StorageState::fetch_in_background(const PlanePtr& plane, const StagingPtr& 
   bool fetched = false;
   try {
     Lock lock(mutex_);
-    staging->memory = account(staging->medium).pool.take(staging->bytes);
+    staging->memory = account(staging->medium).pool.take(staging->bytes, device_of(staging->medium));
     if (!staging->memory.defined()) staging->memory = fresh(lock, staging->medium, staging->bytes);
     if (staging->memory.device().is_cpu()) staging->offset = aligned_offset(staging->memory);
     wait_for_streams(*plane, staging->first, staging->end);

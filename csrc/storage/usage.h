@@ -8,12 +8,13 @@ namespace ds::storage {
 
 struct MediumUsage {
   std::string name;
-  int64_t resting = 0;      // bytes of planes at rest
-  int64_t staged = 0;       // copies of leases, of prefetches and of write backs on their way
-  int64_t scratch = 0;      // scratch that is lent
-  int64_t idle = 0;         // scratch that is kept for the next lease
-  int64_t peak = 0;         // the most of all four together
-  int64_t over_budget = 0;  // times that more than the budget was granted
+  int64_t resting = 0;       // bytes of planes at rest
+  int64_t staged = 0;        // copies of leases, of prefetches and of write backs on their way
+  int64_t scratch = 0;       // scratch that is lent
+  int64_t idle = 0;          // scratch that is kept for the next lease
+  int64_t peak = 0;          // the most of all four together
+  int64_t peak_scratch = 0;  // the most of scratch and idle together
+  int64_t over_budget = 0;   // times that more than the budget was granted
   int64_t total() const { return resting + staged + scratch + idle; }
 };
 

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "base/error.h"
+#include "config/resolver.h"
 
 namespace ds::zero {
 

@@ -1,11 +1,14 @@
 // What an engine does, from the resolved configuration and the facts of this run. The only place that reads a key for
 // the engine: a new one costs its Field line in csrc/config and the line here that reads it.
 #pragma once
-#include "config/resolver.h"
 #include "zero/grad_reducer.h"
 #include "zero/param_gatherer.h"
 #include "zero/stage_policy.h"
 #include "zero/stepper.h"
+
+namespace ds::config {
+class Config;
+}
 
 namespace ds::zero {
 

@@ -27,6 +27,7 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, ReducerOption
       rank_(store.everyone().rank()),
       alone_(store.everyone().alone()),
       options_(options),
+      buckets_(grad_buckets(store)),
       bucket_of_(store.size()),
       memory_(device.device()),
       filled_(store.size()),
@@ -37,36 +38,11 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, ReducerOption
       late_(store.size()),
       slot_views_(store.size()) {
   options_.overlap = options_.overlap && !alone_;
-  for (size_t s = 0; s < store.spaces().size(); ++s) {
-    const ParamSpace& space = store.spaces()[s];
-    for (const plan::Bucket& plan : space.map.buckets) {
-      BucketState bucket;
-      bucket.space = static_cast<int32_t>(s);
-      bucket.plan = plan;
-      bucket.begin = space.map.full_begin(plan);
-      bucket.numel = space.map.full_end(plan) - bucket.begin;
-      for (int32_t i = plan.first_param; i <= plan.last_param; ++i) bucket.params.push_back(space.params[i]);
-      bucket.in_place = space.in_place;
-      bucket.eager = store.policy().shards_grads() && !space.in_place;
-      bucket.by_rows = space.in_place && store.spec(bucket.params.front()).form != GradForm::kDense;
-      find_gaps(bucket);
-      buckets_.push_back(std::move(bucket));
-    }
-  }
-  // A bucket is complete when its first parameter in the module has its gradient, since backward goes from last to
-  // first.
-  const auto first_order = [&](const BucketState& bucket) {
-    int32_t first = store_.spec(bucket.params[0]).order;
-    for (int32_t param : bucket.params) first = std::min(first, store_.spec(param).order);
-    return first;
-  };
-  std::stable_sort(buckets_.begin(), buckets_.end(),
-                   [&](const BucketState& a, const BucketState& b) { return first_order(a) > first_order(b); });
   for (size_t b = 0; b < buckets_.size(); ++b)
     for (int32_t param : buckets_[b].params) bucket_of_[param] = static_cast<int32_t>(b);
   late_in_bucket_.assign(buckets_.size(), 0);
   std::vector<int32_t> space_of_bucket;
-  for (const BucketState& bucket : buckets_) space_of_bucket.push_back(bucket.space);
+  for (const GradBucket& bucket : buckets_) space_of_bucket.push_back(bucket.space);
   flags_ = std::make_unique<FlagExchange>(store, space_of_bucket);
   if (options_.find_nonfinite_grads)
     nonfinite_grads_ =
@@ -75,7 +51,7 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, ReducerOption
 
 // ---- memory -------------------------------------------------------------------------------------------------------
 
-void GradReducer::need_slots(BucketState& bucket) {
+void GradReducer::need_slots(GradBucket& bucket) {
   if (bucket.slots.defined()) return;
   const ParamSpace& space = this->space(bucket);
   if (space.local.defined()) {
@@ -83,32 +59,7 @@ void GradReducer::need_slots(BucketState& bucket) {
     return;
   }
   bucket.slots = memory_.borrow(bucket.numel, space.grad.data.scalar_type());
-  bucket.borrowed = true;
-  zero_gaps(bucket);
-}
-
-// Padding travels, too: it must not be garbage, which could be nan.
-void GradReducer::zero_gaps(const BucketState& bucket) {
-  constexpr size_t kFew = 8;  // more of them cost more than all of the slots
-  if (bucket.gaps.size() > kFew) {
-    bucket.slots.zero_();
-    return;
-  }
-  for (const auto& [begin, end] : bucket.gaps) bucket.slots.narrow(0, begin, end - begin).zero_();
-}
-
-void GradReducer::find_gaps(BucketState& bucket) const {
-  const plan::ShardMap& map = space(bucket).map;
-  std::vector<std::pair<int64_t, int64_t>> taken;
-  for (size_t e = map.first[bucket.plan.first_param]; e < map.first[bucket.plan.last_param + 1]; ++e)
-    taken.emplace_back(map.extents[e].full_offset - bucket.begin, map.extents[e].numel);
-  std::sort(taken.begin(), taken.end());
-  taken.emplace_back(bucket.numel, 0);
-  int64_t next = 0;
-  for (const auto& [offset, numel] : taken) {
-    if (offset > next) bucket.gaps.emplace_back(next, offset);
-    next = offset + numel;
-  }
+  bucket.zero_gaps();
 }
 
 // ---- one backward -------------------------------------------------------------------------------------------------
@@ -123,7 +74,7 @@ void GradReducer::begin(bool reduce) {
   was_filled_ = filled_;
   std::fill(scaled_.begin(), scaled_.end(), 0);
   fires_.begin();
-  for (BucketState& bucket : buckets_) {
+  for (GradBucket& bucket : buckets_) {
     if (!bucket.in_place || !bucket.reduced) continue;
     bucket.reduced = false;
     const double factor = again(bucket);
@@ -134,11 +85,10 @@ void GradReducer::begin(bool reduce) {
   }
   next_bucket_ = 0;
   overlapped_count_ = 0;
-  for (BucketState& bucket : buckets_) {
+  for (GradBucket& bucket : buckets_) {
     bucket.launched = false;
     bucket.work.reset();
     bucket.slots = at::Tensor();
-    bucket.borrowed = false;
     int32_t known = 0;
     for (int32_t param : bucket.params) known += wanted(bucket, param) > 0;
     bucket.pending = known > 0 || fires_.has_learned() ? known : -1;
@@ -163,7 +113,7 @@ void GradReducer::note_nonfinite_grad(size_t param, const at::Tensor& grad) {
 }
 
 void GradReducer::absorb(size_t param, const at::Tensor& grad) {
-  BucketState& bucket = buckets_[bucket_of_[param]];
+  GradBucket& bucket = buckets_[bucket_of_[param]];
   const float scale = phase_ == Phase::kReducing ? before(bucket) : 1.0f;
   need_slots(bucket);
   if (!filled_[param]) {
@@ -188,7 +138,7 @@ void GradReducer::on_grad(size_t param) {
     const bool ours = attaches(param) && !held.is_sparse() && held.data_ptr() == slot_view(param).data_ptr();
     if (!ours) {
       scaled_[param] = 0;
-      BucketState& bucket = buckets_[bucket_of_[param]];
+      GradBucket& bucket = buckets_[bucket_of_[param]];
       bucket.slots = at::Tensor();
       absorb(param, held);
       bucket.slots = at::Tensor();
@@ -200,7 +150,7 @@ void GradReducer::on_grad(size_t param) {
   const at::Tensor grad = std::move(held);
   held = at::Tensor();
   const int32_t times = fires_.fired(param);
-  BucketState& bucket = buckets_[bucket_of_[param]];
+  GradBucket& bucket = buckets_[bucket_of_[param]];
   if (bucket.launched) {
     at::NoGradGuard no_grad;
     const ParamSpec& spec = store_.spec(param);
@@ -229,13 +179,13 @@ void GradReducer::launch_ready() {
 
 // ---- reduction ----------------------------------------------------------------------------------------------------
 
-at::Tensor GradReducer::row(const BucketState& bucket) {
+at::Tensor GradReducer::row(const GradBucket& bucket) {
   const ParamSpace& space = this->space(bucket);
   return space.grad.data.narrow(0, space.offset_in(space.grad, bucket.plan, bucket.plan.shard_begin),
                                 bucket.plan.shard_end - bucket.plan.shard_begin);
 }
 
-void GradReducer::launch(BucketState& bucket) {
+void GradReducer::launch(GradBucket& bucket) {
   bucket.launched = true;
   if (summed(bucket)) return;
   need_slots(bucket);
@@ -250,11 +200,11 @@ void GradReducer::launch(BucketState& bucket) {
   if (!bucket.by_rows) start_reduction(bucket);  // else complete() does
 }
 
-std::string GradReducer::tag(const BucketState& bucket) const {
+std::string GradReducer::tag(const GradBucket& bucket) const {
   return bucket.params.empty() ? "" : store_.spec(bucket.params.front()).name;
 }
 
-void GradReducer::start_reduction(BucketState& bucket) {
+void GradReducer::start_reduction(GradBucket& bucket) {
   const SpaceRanks& among = ranks(bucket);
   at::Tensor sent = bucket.slots;
   if (options_.comm_dtype && *options_.comm_dtype != sent.scalar_type()) {
@@ -279,9 +229,9 @@ void GradReducer::start_reduction(BucketState& bucket) {
 }
 
 // The slots of buckets that have been sent are free again.
-void GradReducer::collect_earlier(const BucketState& latest) {
+void GradReducer::collect_earlier(const GradBucket& latest) {
   for (size_t b = 0; b < next_bucket_; ++b) {
-    BucketState& bucket = buckets_[b];
+    GradBucket& bucket = buckets_[b];
     if (!bucket.work || !bucket.eager) continue;
     const bool earlier = &bucket != &latest;
     if (bucket.work->ready() || (options_.waits && (earlier || !options_.overlap))) collect(bucket);
@@ -289,7 +239,7 @@ void GradReducer::collect_earlier(const BucketState& latest) {
 }
 
 // This rank's row of the sum is in `received` afterwards, and what was sent is free where it lies elsewhere.
-void GradReducer::collect(BucketState& bucket) {
+void GradReducer::collect(GradBucket& bucket) {
   if (bucket.work) bucket.work->wait();
   bucket.work.reset();
   if (bucket.in_place) {
@@ -302,14 +252,11 @@ void GradReducer::collect(BucketState& bucket) {
     bucket.received = memory_.borrow(numel, sum.scalar_type());
     bucket.received.copy_(sum.narrow(0, space(bucket).rank() * numel, numel));
   }
-  if (bucket.wire.defined()) memory_.give_back(bucket.wire);
   bucket.wire = at::Tensor();
-  if (bucket.borrowed) memory_.give_back(bucket.slots);
   bucket.slots = at::Tensor();
-  bucket.borrowed = false;
 }
 
-void GradReducer::complete(BucketState& bucket) {
+void GradReducer::complete(GradBucket& bucket) {
   const SpaceRanks& among = ranks(bucket);
   if (bucket.by_rows) {
     const auto param = static_cast<size_t>(bucket.params.front());
@@ -329,7 +276,6 @@ void GradReducer::complete(BucketState& bucket) {
   } else if (!there || after(bucket) != 1.0f) {
     device_.copy(target, bucket.received, after(bucket));
   }
-  if (!there) memory_.give_back(bucket.received);
   bucket.received = bucket.wire = at::Tensor();
   bucket.reduced = true;
   holds_reduced_ = holds_reduced_ || !bucket.in_place;
@@ -363,7 +309,7 @@ bool GradReducer::exchange_flags() {
 void GradReducer::late_round() {
   for (size_t b = 0; b < buckets_.size(); ++b) {
     if (late_in_bucket_[b] == 0) continue;
-    BucketState& bucket = buckets_[b];
+    GradBucket& bucket = buckets_[b];
     const SpaceRanks& among = ranks(bucket);
     const at::Tensor target = row(bucket);
     const at::Tensor round = at::zeros({bucket.numel}, target.options());
@@ -388,7 +334,7 @@ void GradReducer::end() {
     const bool late = exchange_flags();
     for (const Abandoned& one : abandoned_) one.work->wait();  // all ranks are here, so all have launched them
     abandoned_.clear();
-    for (BucketState& bucket : buckets_)
+    for (GradBucket& bucket : buckets_)
       if (!summed(bucket)) complete(bucket);
     if (late) late_round();
     std::fill(late_.begin(), late_.end(), at::Tensor());
@@ -397,7 +343,7 @@ void GradReducer::end() {
   } else {
     dirty_ = dirty_ || fires_.any();
   }
-  for (BucketState& bucket : buckets_) bucket.slots = at::Tensor();
+  for (GradBucket& bucket : buckets_) bucket.slots = at::Tensor();
   fires_.learn();
   attach_grads();
   phase_ = Phase::kIdle;
@@ -413,7 +359,7 @@ bool GradReducer::abort() {
   if (!active()) return false;
   at::NoGradGuard no_grad;
   bool in_flight = false, lost = false;
-  for (BucketState& bucket : buckets_) {
+  for (GradBucket& bucket : buckets_) {
     if (bucket.work) {
       in_flight = true;
       abandoned_.push_back({std::move(bucket.work), bucket.slots, bucket.wire, bucket.received});
@@ -422,7 +368,6 @@ bool GradReducer::abort() {
     bucket.wire = at::Tensor();
     bucket.received = at::Tensor();
     bucket.slots = at::Tensor();
-    bucket.borrowed = false;
     if (!bucket.launched || summed(bucket)) continue;
     for (int32_t param : bucket.params) {
       lost = lost || was_filled_[param];
@@ -450,7 +395,7 @@ void GradReducer::finish() {
   at::NoGradGuard no_grad;
   if (active()) end();
   adopt_user_grads();
-  if (!dirty_ || std::all_of(buckets_.begin(), buckets_.end(), [&](const BucketState& b) { return summed(b); })) return;
+  if (!dirty_ || std::all_of(buckets_.begin(), buckets_.end(), [&](const GradBucket& b) { return summed(b); })) return;
   begin(true);
   end();
 }
@@ -472,7 +417,7 @@ bool GradReducer::any() const {
 void GradReducer::clear() {
   std::fill(filled_.begin(), filled_.end(), 0);
   std::fill(used_.begin(), used_.end(), 0);
-  for (BucketState& bucket : buckets_) bucket.reduced = false;
+  for (GradBucket& bucket : buckets_) bucket.reduced = false;
   holds_reduced_ = false;
   store_.alias_grad_buffer();
   for (size_t param = 0; param < store_.size(); ++param) store_.spec(param).tensor.mutable_grad() = at::Tensor();

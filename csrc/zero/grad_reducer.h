@@ -44,6 +44,7 @@
 #include "zero/device_context.h"
 #include "zero/fire_counter.h"
 #include "zero/flag_exchange.h"
+#include "zero/grad_bucket.h"
 #include "zero/grad_slots.h"
 #include "zero/param_store.h"
 #include "zero/wire_buffers.h"
@@ -105,25 +106,6 @@ class GradReducer {
 
  private:
   enum class Phase { kIdle, kAccumulating, kReducing };
-  struct BucketState {
-    int32_t space;
-    plan::Bucket plan;
-    int64_t begin, numel;  // in the full space
-    std::vector<int32_t> params;
-    bool in_place = false;
-    bool eager = false;                             // leaves before backward's end even where nothing overlaps
-    bool by_rows = false;                           // one parameter, of which only touched rows travel
-    std::vector<std::pair<int64_t, int64_t>> gaps;  // padding, as [begin, end) within the bucket
-    int32_t pending = -1;                           // parameters still expected to fire; -1: unknown, leaves at the end
-    bool launched = false;
-    bool reduced = false;  // the row of reduced gradients holds something
-    bool borrowed = false;
-    at::Tensor slots;     // `numel` elements
-    at::Tensor wire;      // what travels when it is not the slots themselves
-    at::Tensor received;  // this rank's row of the sum
-    comm::WorkPtr work;
-  };
-
   // What a backward that raised had launched, with the memory that is still being read and written.
   struct Abandoned {
     comm::WorkPtr work;
@@ -135,35 +117,33 @@ class GradReducer {
   void attach_grads();
   void adopt_user_grads();
   void absorb(size_t param, const at::Tensor& grad);
-  void zero_gaps(const BucketState& bucket);
-  void find_gaps(BucketState& bucket) const;
-  void need_slots(BucketState& bucket);
+  void need_slots(GradBucket& bucket);
   void make_room();
   void note_nonfinite_grad(size_t param, const at::Tensor& grad);
-  void launch(BucketState& bucket);
-  std::string tag(const BucketState& bucket) const;  // the name of its first parameter
-  void start_reduction(BucketState& bucket);
+  void launch(GradBucket& bucket);
+  std::string tag(const GradBucket& bucket) const;  // the name of its first parameter
+  void start_reduction(GradBucket& bucket);
   void launch_ready();
-  void collect(BucketState& bucket);
-  void collect_earlier(const BucketState& latest);
-  void complete(BucketState& bucket);
-  const ParamSpace& space(const BucketState& bucket) const { return store_.spaces()[bucket.space]; }
-  const SpaceRanks& ranks(const BucketState& bucket) const { return space(bucket).ranks(); }
-  float before(const BucketState& bucket) const {
+  void collect(GradBucket& bucket);
+  void collect_earlier(const GradBucket& latest);
+  void complete(GradBucket& bucket);
+  const ParamSpace& space(const GradBucket& bucket) const { return store_.spaces()[bucket.space]; }
+  const SpaceRanks& ranks(const GradBucket& bucket) const { return space(bucket).ranks(); }
+  float before(const GradBucket& bucket) const {
     return alone_ ? 1.0f : static_cast<float>(options_.predivide) * ranks(bucket).scale_before;
   }
-  float after(const BucketState& bucket) const {
+  float after(const GradBucket& bucket) const {
     return alone_ ? 1.0f : static_cast<float>(options_.postscale) * ranks(bucket).scale_after;
   }
-  bool summed(const BucketState& bucket) const { return alone_ && bucket.in_place; }  // as it is filled
+  bool summed(const GradBucket& bucket) const { return alone_ && bucket.in_place; }  // as it is filled
   // In place: what another reduction multiplies an earlier sum by. 1 where it is the mean over the space's ranks.
-  double again(const BucketState& bucket) const {
+  double again(const GradBucket& bucket) const {
     return static_cast<double>(before(bucket)) * after(bucket) * ranks(bucket).replicas->size();
   }
-  int32_t wanted(const BucketState& bucket, size_t param) const {
+  int32_t wanted(const GradBucket& bucket, size_t param) const {
     return fires_.has_learned() ? fires_.expected(param) : bucket.eager;
   }
-  at::Tensor row(const BucketState& bucket);
+  at::Tensor row(const GradBucket& bucket);
   bool exchange_flags();
   void late_round();
 
@@ -173,7 +153,7 @@ class GradReducer {
   const int rank_;
   const bool alone_;  // no other rank: nothing is divided
   ReducerOptions options_;
-  std::vector<BucketState> buckets_;
+  std::vector<GradBucket> buckets_;
   std::vector<Abandoned> abandoned_;
   std::vector<int32_t> bucket_of_;
   WireBuffers memory_;

@@ -47,7 +47,7 @@ void GradReducer::adopt_user_grads() {
     if (!store_.space_of(param).in_place) {
       make_room();
       store_.need_local();
-      const BucketState& bucket = buckets_[bucket_of_[param]];
+      const GradBucket& bucket = buckets_[bucket_of_[param]];
       const at::Tensor slots = store_.space_of(param).local.narrow(0, bucket.begin, bucket.numel);
       slots_.put(param, slots, bucket.begin, grad, 1.0f, filled_[param] != 0);
       filled_[param] = 1;
@@ -85,7 +85,7 @@ void GradReducer::set_used(size_t param) {
     if (attaches(param)) store_.spec(param).tensor.mutable_grad() = slot_view(param);
     return;
   }
-  BucketState& bucket = buckets_[bucket_of_[param]];
+  GradBucket& bucket = buckets_[bucket_of_[param]];
   if (store_.grad_buffer_aliased()) store_.split_grad_buffer();
   if (!bucket.reduced) row(bucket).zero_();
   bucket.reduced = holds_reduced_ = true;

@@ -42,7 +42,7 @@ void ParamGatherer::allow_pool(const Unit& unit) {
   int64_t bytes = 0;
   for (const ShardedParam* param : unit.params)
     if (!param->persistent) bytes += param->padded_numel() * static_cast<int64_t>(c10::elementSize(param->dtype()));
-  source_->pool().need_room_for(bytes);
+  source_->pool().keep_two_of(bytes);
 }
 
 // ---- holding ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ void ShardSource::take_full(const std::vector<std::pair<ShardedParam*, at::Tenso
 }
 
 // In collectives of at most the size that is staged.
-void ShardSource::refresh_together(comm::Communicator& communicator, BufferPool& pool,
+void ShardSource::refresh_together(comm::Communicator& communicator, storage::ScratchPool& pool,
                                    const std::vector<ShardedParam*>& params) {
   at::NoGradGuard no_grad;
   std::vector<std::unique_ptr<StagedGather>> pending;

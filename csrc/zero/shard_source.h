@@ -12,7 +12,7 @@
 
 #include "comm/communicator.h"
 #include "comm/peer_memory.h"
-#include "zero/buffer_pool.h"
+#include "storage/scratch_pool.h"
 #include "zero/sharded_param.h"
 
 namespace ds::zero {
@@ -34,7 +34,7 @@ class ShardSource {
   virtual void drain() {}
   virtual const char* name() const = 0;
 
-  BufferPool& pool() { return pool_; }
+  storage::ScratchPool& pool() { return pool_; }
   int64_t gathered_elements() const { return gathered_; }  // received from other ranks
   int64_t collectives() const { return collectives_; }     // started for gathers, exchanges not among them
   int64_t exchanges() const { return exchanges_; }         // in which ranks said what they want
@@ -43,9 +43,10 @@ class ShardSource {
  protected:
   // Each parameter becomes its buffer; who watches their status is asked in once for all of them.
   static void take_full(const std::vector<std::pair<ShardedParam*, at::Tensor>>& params);
-  void refresh_together(comm::Communicator& communicator, BufferPool& pool, const std::vector<ShardedParam*>& params);
+  void refresh_together(comm::Communicator& communicator, storage::ScratchPool& pool,
+                        const std::vector<ShardedParam*>& params);
 
-  BufferPool pool_;
+  storage::ScratchPool pool_;
   int64_t gathered_ = 0, collectives_ = 0, exchanges_ = 0;
 };
 using ShardSourcePtr = std::shared_ptr<ShardSource>;

@@ -1,40 +1,29 @@
-// Scratch memory of the gradients' way over the wire: borrowed slots, wire and receive buffers.
+// Scratch memory of the gradients' way over the wire: slots, wire and receive buffers of buckets.
 #pragma once
-#include <ATen/Functions.h>
+#include <ATen/core/Tensor.h>
 
-#include <algorithm>
 #include <cstdint>
-#include <vector>
+
+#include "storage/shard_storage.h"
 
 namespace ds::zero {
 
 class WireBuffers {
  public:
-  explicit WireBuffers(c10::Device device) : device_(device) {}
+  explicit WireBuffers(c10::Device device) : storage_(device) {
+    // What was lent at one time is wanted again in the next backward.
+    storage_.keep_scratch(storage::Medium::kDevice, INT64_MAX);
+  }
 
+  // Comes back when nobody refers to its memory.
   at::Tensor borrow(int64_t numel, at::ScalarType type) {
-    const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(type));
-    for (auto it = free_.begin(); it != free_.end(); ++it) {
-      if (it->numel() != bytes) continue;
-      const at::Tensor found = *it;
-      free_.erase(it);
-      return found.view(type);
-    }
-    borrowed_bytes_ += bytes;
-    peak_bytes_ = std::max(peak_bytes_, borrowed_bytes_);
-    return at::empty({bytes}, at::TensorOptions().device(device_).dtype(at::kByte)).view(type);
+    return storage::as_tensor(storage_.scratch(numel, type, storage::Medium::kDevice));
   }
-  void give_back(const at::Tensor& tensor) { free_.push_back(tensor.view(at::kByte)); }
-  void clear() {  // nothing is borrowed
-    free_.clear();
-    borrowed_bytes_ = 0;
-  }
-  int64_t peak_bytes() const { return peak_bytes_; }
+  void clear() { storage_.trim(); }
+  int64_t peak_bytes() const { return storage_.usage()[0].peak_scratch; }
 
  private:
-  const c10::Device device_;
-  std::vector<at::Tensor> free_;
-  int64_t borrowed_bytes_ = 0, peak_bytes_ = 0;
+  storage::ShardStorage storage_;
 };
 
 }  // namespace ds::zero

@@ -39,7 +39,7 @@ def body_offload(rank, world, stage, bf16):
             held = sum(engine.core.held_bytes().values())
             held += sum(p.numel() * p.element_size() for p in engine.module.parameters() if not p.requires_grad)
             engine.offload_states(include=set(kinds), pin_memory=False)
-            moved = sum(host.numel() for entries in engine.optimizer.states.away.values() for _, host in entries)
+            moved = engine.optimizer.states.moved_bytes()
             assert 0 < moved <= held
             assert get_state_devices(engine, OffloadStateTypeEnum.optim_states) == {torch.device("cpu")}
             assert get_state_devices(engine, OffloadStateTypeEnum.contiguous_grad_buffer) == set()

@@ -59,8 +59,8 @@ CPP_ARROWS = {
     "storage": {"base", "plan", "io"},
     "optim": {"base", "config", "kernels"},
     "comm": {"base", "kernels"},
-    "zero": {"base", "config", "plan", "kernels", "optim", "io", "comm"},
-    "bindings": {"base", "config", "plan", "kernels", "optim", "io", "formats", "comm", "zero"},
+    "zero": {"base", "config", "plan", "kernels", "optim", "io", "storage", "comm"},
+    "bindings": {"base", "config", "plan", "kernels", "optim", "io", "formats", "storage", "comm", "zero"},
 }
 ROOMS_WITH_TORCH = {"storage", "comm", "zero", "bindings"}
 ROOMS_WITH_PYTHON = {"bindings"}
@@ -79,6 +79,7 @@ MUTABLE_GLOBALS = {
     ("config/schema.cpp", "all"): "sections register before main and are only read afterwards",
     ("config/sections/optimizer_params.cpp", "all"): "as above: optimizer types",
     ("storage/tier.cpp", "all"): "memory tiers register before main and are only read afterwards",
+    ("zero/space_rules/space_rule.cpp", "all"): "rules register before main and are only read afterwards",
     ("optim/rule.cpp", "all"): "optimizer rules register before main and are only read afterwards",
     ("kernels/cpu/update.cpp", "all"): "update kernels register while the library is loaded and are only read after",
     ("kernels/cuda/update.cu", "all"): "as above",

@@ -58,7 +58,7 @@ void hooks(benchmark::State& state) {
   int64_t fired = 0;
   for (const at::Tensor& param : hooked) nothing.add(param, [&fired] { ++fired; });
   const auto engine = engine_of(used, static_cast<int>(state.range(0)));
-  engine->watch();
+  engine->backward().watch();
 
   const auto bare = [&](const std::vector<at::Tensor>& params) {
     const at::Tensor loss = loss_of(params, x);
@@ -69,14 +69,14 @@ void hooks(benchmark::State& state) {
   };
   const auto through_engine = [&](bool whole) {
     const at::Tensor loss = loss_of(used, x);
-    if (!whole) engine->begin_backward(true);
+    if (!whole) engine->backward().begin(true);
     const double found = ns_each([&] {
-      if (whole) engine->begin_backward(true);
+      if (whole) engine->backward().begin(true);
       loss.backward();
-      if (whole) engine->end_backward();
+      if (whole) engine->backward().end();
     });
-    if (!whole) engine->end_backward();
-    engine->clear_grads();
+    if (!whole) engine->backward().end();
+    engine->backward().clear_grads();
     return found;
   };
 

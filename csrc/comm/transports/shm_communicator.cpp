@@ -3,9 +3,9 @@
 #include <cstdlib>
 #include <string>
 
-#include "comm/transports/hierarchical_communicator.h"
 #include "comm/process_peer_memory.h"
 #include "comm/shm_work.h"
+#include "comm/transports/hierarchical_communicator.h"
 
 namespace ds::comm {
 

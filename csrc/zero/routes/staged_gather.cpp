@@ -21,7 +21,7 @@ int64_t slice_bytes(const ShardedParam& param) {
 
 }  // namespace
 
-StagedGather::StagedGather(comm::Communicator& group, BufferPool& pool, std::vector<ShardedParam*> params,
+StagedGather::StagedGather(comm::Communicator& group, storage::ScratchPool& pool, std::vector<ShardedParam*> params,
                            std::optional<uint8_t> note, bool in_place, int64_t limit)
     : pool_(pool), params_(std::move(params)), in_place_(in_place) {
   at::NoGradGuard no_grad;

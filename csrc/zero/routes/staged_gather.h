@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "zero/buffer_pool.h"
+#include "storage/scratch_pool.h"
 #include "zero/sharded_param.h"
 
 namespace ds::zero {
@@ -27,7 +27,7 @@ class StagedGather {
   // Starts it; every rank of `group` does, with the same parameters, not none of them. `note`: a byte that each rank
   // tells all others; all ranks give one, or none does. `in_place`: parameters that are available take the values
   // where they are, when take() is called.
-  StagedGather(comm::Communicator& group, BufferPool& pool, std::vector<ShardedParam*> params,
+  StagedGather(comm::Communicator& group, storage::ScratchPool& pool, std::vector<ShardedParam*> params,
                std::optional<uint8_t> note, bool in_place = false, int64_t limit = kLimit);
   ~StagedGather();  // waits
   StagedGather(const StagedGather&) = delete;
@@ -43,7 +43,7 @@ class StagedGather {
   void arrive();
   void give_rows();
 
-  BufferPool& pool_;
+  storage::ScratchPool& pool_;
   std::vector<ShardedParam*> params_;
   bool in_place_;
   std::vector<comm::WorkPtr> works_;

@@ -281,7 +281,6 @@ class Assembly:
                 self._config.bfloat16_config,
                 mpu=self.mpu,
                 clip_grad=self.gradient_clipping(),
-                allgather_bucket_size=self._config.zero_config.allgather_bucket_size,
                 dp_process_group=self.parallel.dp_group if self.dp_world_size > 1 else None,
                 grad_acc_dtype=torch.float32,
                 engine=self,

@@ -1,13 +1,15 @@
 """Moves what training keeps on an accelerator to the host and back, while nobody needs it there.
 
-The memory behind a tensor goes, the tensor does not: its storage is emptied and filled again, so that all views of it,
-those of the native core included, are valid again after ``reload``. Between the two nothing may read them; ``need``
-says who is stopped by what. On a CPU accelerator all states are on the host already and stay where they are.
+The memory behind a tensor is a plane of a native ``ShardStorage`` (csrc/storage/shard_storage.h) while it is away: the
+tensor stays, and all views of it, those of the native core included, are valid again after ``reload``. Between the two
+nothing may read them; ``need`` says who is stopped by what. On a CPU accelerator all states are on the host already and
+stay where they are.
 """
 
 import torch
 
 from deepspeed._compat import storage_of
+from deepspeed._native import _C
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.log import log_dist
@@ -51,70 +53,69 @@ class OffloadedStates:
     def __init__(self, tensors_of, even_on_host=False):
         self.tensors_of = tensors_of
         self.even_on_host = even_on_host
-        self.away = {}  # kind -> [(tensor that keeps the storage alive, its bytes on the host)]
+        self.away = {}  # kind -> its planes
+        self._storage = None  # of the device that they come from
         self._listed = {}  # tensors of every kind while something is away: no view can be made of what is not there
 
     def offload(self, include=None, device=OffloadDeviceEnum.cpu, pin_memory=True, non_blocking=False):
         """Copies the memory of the chosen kinds to the host and gives it back to the accelerator.
 
         ``non_blocking``: the copies are queued together and awaited once at the end. When the call returns, the
-        accelerator's memory is free. What is away already stays so. Returns the bytes moved.
+        accelerator's memory is free. What is away already stays so.
         """
         kinds = chosen_kinds(include)
         if check_device(device) == OffloadDeviceEnum.none:
-            return 0
+            return
         if not self.away:
             self._listed = {kind: list(self.tensors_of[kind]()) for kind in ALL}
-        leaving = []
+        leaving, taken = {}, set()
         for kind in ALL:
-            if kind in kinds and kind not in self.away:
-                found = self._copies(self._listed[kind], pin_memory, non_blocking)
-                if found is not None:
-                    self.away[kind] = found
-                    leaving += found
+            tensors = [t for t in self._listed[kind] if t.device.type != "cpu" or self.even_on_host]
+            if kind in kinds and kind not in self.away and tensors:
+                leaving[kind] = self._adopt(kind, tensors, taken)
         if not leaving:
             log_dist("offload_states: these states are in host memory already; nothing moves.", ranks=[0])
-            return 0
-        self._finish(leaving)
-        for tensor, _ in leaving:
-            storage_of(tensor).resize_(0)
-        return sum(host.numel() for _, host in leaving)
+            return
+        get_accelerator().synchronize()  # the native core has streams of its own
+        try:
+            self._storage.move(sum(leaving.values(), []), "host", pin_memory, not non_blocking)
+        except Exception:
+            self._forget(leaving)
+            raise
+        self.away.update(leaving)
+        usage = self._storage.usage()
+        if usage["unpinned"]:
+            log_dist(f"offload_states: {usage['unpinned']} bytes not pinned: {usage['unpinned_reason']}", ranks=[-1])
 
-    def _copies(self, tensors, pin_memory, non_blocking):
-        # None: there is nothing of this kind on an accelerator. Memory that two kinds share goes with the first.
-        taken = {storage_of(t).data_ptr() for entries in self.away.values() for t, _ in entries} - {0}
-        found, any_there = [], False
+    def _adopt(self, kind, tensors, taken):
+        # Memory that two kinds share goes with the first.
+        planes = []
+        self._storage = self._storage or _C.ShardStorage(tensors[0].device)
         for tensor in tensors:
             storage = storage_of(tensor)
-            if tensor.device.type == "cpu" and not self.even_on_host:
-                continue
-            any_there = True
-            size, address = storage.nbytes(), storage.data_ptr()
-            if not size or address in taken:
-                continue
-            taken.add(address)
-            host = torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory and tensor.device.type == "cuda")
-            host.copy_(_bytes(tensor), non_blocking=non_blocking)
-            found.append((tensor.detach(), host))
-        return found if any_there else None
+            if storage.nbytes() and storage.data_ptr() not in taken:
+                taken.add(storage.data_ptr())
+                planes.append(self._storage.adopt(kind.name, tensor.detach()))
+        return planes
 
-    @staticmethod
-    def _finish(entries):
-        for device in {tensor.device for tensor, _ in entries if tensor.device.type == "cuda"}:
-            get_accelerator().synchronize(device)
+    def _forget(self, kinds):
+        for plane in sum(kinds.values(), []):
+            self._storage.remove(plane)
+        if not self.away:
+            self._storage, self._listed = None, {}
+
+    def moved_bytes(self):
+        """Bytes that are away."""
+        return self._storage.usage()["host"] if self.away else 0
 
     def reload(self, non_blocking=False):
-        """Everything that is away comes back to where it was. Returns the bytes moved."""
-        moved = 0
-        for entries in self.away.values():
-            for tensor, host in entries:
-                storage_of(tensor).resize_(host.numel())
-                _bytes(tensor).copy_(host, non_blocking=non_blocking)
-                moved += host.numel()
-        back = [entry for entries in self.away.values() for entry in entries]
-        self.away, self._listed = {}, {}
-        self._finish(back)  # the native core has streams of its own, and the host copies go now
-        return moved
+        """Everything that is away comes back to where it was."""
+        if not self.away:
+            return
+        self._storage.move(sum(self.away.values(), []), "device", False, not non_blocking)
+        get_accelerator().synchronize()
+        away, self.away = self.away, {}
+        self._forget(away)
 
     def need(self, kinds, what):
         """Raises RuntimeError when one of ``kinds`` is away; ``what`` is who needs it."""
@@ -138,11 +139,6 @@ class OffloadedStates:
         if self._is_away(kind):
             return {torch.device("cpu")}
         return {tensor.device for tensor in self._tensors(kind) if tensor.numel()}
-
-
-def _bytes(tensor):
-    """All memory behind a tensor, as bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage_of(tensor))
 
 
 def states_of(optimizer):

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "base/error.h"
+#include "comm/decorators/logged.h"
 #include "comm/transports/local_communicator.h"
 
 namespace ds::comm {
@@ -76,8 +77,9 @@ TEST(ThreadCommunicator, ARankThatLeavesFailsTheOthers) {
   other.join();
 }
 
-TEST(Communicator, LogsWhatItDoesWhileAskedTo) {
-  on_ranks(2, [](int, Communicator& comm) {
+TEST(LoggedCommunicator, LogsWhatItDoesWhileAskedTo) {
+  on_ranks(2, [](int, Communicator& inner) {
+    LoggedCommunicator comm(CommunicatorPtr(&inner, [](Communicator*) {}));
     at::Tensor value = at::ones({4}), all = at::empty({8}), part = at::empty({2});
     comm.all_reduce(value, ReduceOp::kSum)->wait();
     EXPECT_TRUE(comm.take_log().empty());
@@ -102,6 +104,7 @@ TEST(Communicator, LogsWhatItDoesWhileAskedTo) {
     comm.log_calls(false);
     comm.broadcast(value, 1)->wait();
     EXPECT_TRUE(comm.take_log().empty());
+    EXPECT_EQ(comm.traffic().calls, 6);
   });
 }
 

@@ -207,6 +207,20 @@ TEST(ShardStorage, ALeaseMayOutliveTheStorage) {
   EXPECT_EQ(folder.entries(), 0u);
 }
 
+TEST(ShardStorage, ATensorMayHoldALease) {
+  ShardStorage storage(kCpu);
+  at::Tensor held = as_tensor(storage.scratch(100, at::kFloat, Medium::kDevice));
+  const void* memory = held.data_ptr();
+  at::Tensor view = held.narrow(0, 10, 5).view({5, 1});
+  held.reset();
+  view.fill_(1);
+  EXPECT_EQ(storage.usage()[0].scratch, 400);
+  view.reset();
+  EXPECT_EQ(storage.usage()[0].scratch, 0);
+  EXPECT_EQ(storage.usage()[0].peak_scratch, 400);
+  EXPECT_EQ(storage.scratch(200, at::kHalf, Medium::kDevice).data().data_ptr(), memory);
+}
+
 TEST(ShardStorage, ScratchIsReusedBoundedAndTrimmed) {
   ShardStorage storage(kCpu);
   const auto idle = [&] { return storage.usage()[0].idle; };

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "config/document.h"
+#include "config/resolver.h"
 #include "config/schema.h"
 
 namespace ds::zero {

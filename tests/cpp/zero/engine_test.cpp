@@ -106,23 +106,23 @@ void compare(const Case& c, int steps, double tolerance) {
       for (int step = 0; step < steps; ++step) {
         const bool optional = step % 3 != 1;
         for (int part = 0; part < c.accumulate; ++part) {
-          engine->watch();
+          engine->backward().watch();
           const at::Tensor input = batch(step).narrow(0, (rank * c.accumulate + part) * micro, micro);
           if (unit >= 0) engine->gatherer()->begin_forward();
           if (unit >= 0) engine->gatherer()->enter(unit, {});
           const at::Tensor loss = model.loss(input, optional) / c.accumulate;
           if (unit >= 0) engine->gatherer()->leave(unit, {loss});
           if (unit >= 0) engine->gatherer()->end_forward({loss});
-          engine->begin_backward(part + 1 == c.accumulate || c.stage >= 2);
+          engine->backward().begin(part + 1 == c.accumulate || c.stage >= 2);
           loss.backward();
-          engine->end_backward();
+          engine->backward().end();
         }
-        engine->finish_backward();
+        engine->backward().finish();
         engine->norm(1.0f, 0.05f, false);
         engine->update(std::vector<std::vector<double>>(c.groups, adam_args().hyper()));
         const StepReport report = engine->report();
-        engine->finish_step();
-        engine->clear_grads();
+        engine->states().finish_step();
+        engine->backward().clear_grads();
         EXPECT_NEAR(report.norm, norms[step], 1e-5 * norms[step]) << "rank " << rank << " step " << step;
       }
       if (unit >= 0) engine->gatherer()->enter(unit, {});
@@ -165,11 +165,11 @@ TEST(Engine, RanksMayUseDifferentParameters) {
       auto engine =
           std::make_shared<Engine>(model.specs(), std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
       for (int round = 0; round < 3; ++round) {
-        engine->clear_grads();
-        engine->watch();
-        engine->begin_backward(true);
+        engine->backward().clear_grads();
+        engine->backward().watch();
+        engine->backward().begin(true);
         model.loss(batch(0), rank == (round + 1) % 3).backward();
-        engine->end_backward();
+        engine->backward().end();
       }
       grads[rank] = model.params[3].grad().clone();
       used[rank] = engine->grads().used(3) && !engine->grads().used(4);
@@ -199,21 +199,21 @@ TEST(Engine, LateGradientsArriveInASecondRound) {
           std::make_shared<Engine>(std::vector<ParamSpec>{{early, "early", 0, 0, true}, {late, "late", 0, 1, true}},
                                    std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
       for (int round = 0; round < 2; ++round) {
-        engine->clear_grads();
-        engine->watch();
-        engine->begin_backward(true);
+        engine->backward().clear_grads();
+        engine->backward().watch();
+        engine->backward().begin(true);
         (late.sum() * 2).backward();
         early.sum().backward();
-        engine->end_backward();
+        engine->backward().end();
         EXPECT_EQ(engine->grads().late_count(), 0);
       }
       EXPECT_GT(engine->grads().overlapped_count(), 0);
-      engine->clear_grads();
-      engine->begin_backward(true);
+      engine->backward().clear_grads();
+      engine->backward().begin(true);
       (late.sum() * 2).backward();
       early.sum().backward();
       if (rank == 1) (late.sum() * 10).backward();
-      engine->end_backward();
+      engine->backward().end();
       EXPECT_EQ(engine->grads().late_count(), 1);
       EXPECT_TRUE(at::allclose(late.grad(), at::full({4}, 7.0f)));
       EXPECT_TRUE(at::allclose(early.grad(), at::full({4}, 1.0f)));
@@ -232,10 +232,10 @@ TEST(Engine, PlainBackwardOnOutputsTrainsToo) {
       options.reducer.predivide = 0.5f;
       auto engine =
           std::make_shared<Engine>(model.specs(), std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
-      engine->watch();
-      engine->plan_user_backward(true, 3.0);
+      engine->backward().watch();
+      engine->backward().plan(true, 3.0);
       const at::Tensor out = model.loss(batch(rank), true);
-      engine->watch_outputs({out});
+      engine->backward().watch_outputs({out});
       (out * 2).backward();
       EXPECT_FALSE(engine->grads().active());
       Model a, b;
@@ -260,10 +260,10 @@ TEST(Engine, UnannouncedBackwardIsReducedAtTheStep) {
       options.reducer.predivide = 0.5f;
       auto engine =
           std::make_shared<Engine>(model.specs(), std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
-      engine->watch();
+      engine->backward().watch();
       model.loss(batch(rank), true).backward();
       model.loss(batch(rank), true).backward();
-      engine->finish_backward();
+      engine->backward().finish();
       Model a, b;
       (a.loss(batch(0), true) * 2).backward();
       (b.loss(batch(1), true) * 2).backward();
@@ -286,10 +286,10 @@ TEST(Engine, TwoBackwardsBeforeAStepAddUp) {
       auto engine =
           std::make_shared<Engine>(model.specs(), std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
       for (int round = 0; round < 2; ++round) {
-        engine->watch();
-        engine->begin_backward(true);
+        engine->backward().watch();
+        engine->backward().begin(true);
         model.loss(batch(2 * round + rank), true).backward();
-        engine->end_backward();
+        engine->backward().end();
       }
       Model whole;
       for (int i = 0; i < 4; ++i) (whole.loss(batch(i), true) / 2).backward();
@@ -304,15 +304,15 @@ TEST(Engine, AFailedBackwardLeavesNothingBehind) {
   Model model;
   auto engine = std::make_shared<Engine>(model.specs(), std::vector<ShardedParamPtr>{}, EngineOptions{},
                                          EngineRanks{comm::local_communicator()});
-  engine->watch();
-  engine->begin_backward(true);
+  engine->backward().watch();
+  engine->backward().begin(true);
   at::Tensor loss = model.loss(batch(0), true);
   loss.backward();
-  EXPECT_FALSE(engine->abort_backward());
+  EXPECT_FALSE(engine->backward().abort());
   EXPECT_FALSE(engine->grads().any());
-  engine->begin_backward(true);
+  engine->backward().begin(true);
   model.loss(batch(1), true).backward();
-  engine->end_backward();
+  engine->backward().end();
   Model lone;
   lone.loss(batch(1), true).backward();
   EXPECT_TRUE(at::allclose(model.params[0].grad(), lone.params[0].grad()));
@@ -322,10 +322,10 @@ TEST(Engine, UsersMayEditReplaceAndDropGradients) {
   Model model;
   auto engine = std::make_shared<Engine>(model.specs(), std::vector<ShardedParamPtr>{}, EngineOptions{},
                                          EngineRanks{comm::local_communicator()});
-  engine->watch();
-  engine->begin_backward(true);
+  engine->backward().watch();
+  engine->backward().begin(true);
   model.loss(batch(0), true).backward();
-  engine->end_backward();
+  engine->backward().end();
   {
     at::NoGradGuard no_grad;
     model.params[0].mutable_grad().zero_();
@@ -333,7 +333,7 @@ TEST(Engine, UsersMayEditReplaceAndDropGradients) {
     model.params[2].mutable_grad() = at::Tensor();
     model.params[3].mutable_grad().zero_();
   }
-  engine->finish_backward();
+  engine->backward().finish();
   engine->norm(1.0f, 0.0f, false);
   EXPECT_NEAR(engine->report().norm, std::sqrt(static_cast<double>(kHidden)), 1e-6);
   EXPECT_FALSE(engine->grads().used(2));
@@ -364,11 +364,11 @@ TEST(Engine, SixteenBitGradientsAreSummedInFp32AndRoundedOnce) {
             auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}},
                                                    std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
             use_adam(*engine);
-            engine->begin_backward(true);
+            engine->backward().begin(true);
             (weight * own[rank]).sum().backward();
-            engine->end_backward();
+            engine->backward().end();
             EXPECT_EQ(engine->params().spaces()[0].grad.data.scalar_type(), type);
-            EXPECT_TRUE(at::equal(engine->full(Kept::kGrad, 0, 0), sum.to(type).to(at::kFloat)))
+            EXPECT_TRUE(at::equal(engine->states().full(StateKind::kGrad, 0, 0), sum.to(type).to(at::kFloat)))
                 << "stage " << stage << " world " << world;
             EXPECT_EQ(weight.grad().defined(), stage == 0 || world == 1);
             if (stage == 0) {
@@ -380,7 +380,7 @@ TEST(Engine, SixteenBitGradientsAreSummedInFp32AndRoundedOnce) {
             if (stage == 0) {
               EXPECT_NEAR(engine->report().norm, 6.0, 1e-6);
             }
-            engine->clear_grads();
+            engine->backward().clear_grads();
           });
         }
         for (auto& rank : ranks) rank.join();
@@ -396,19 +396,19 @@ TEST(Engine, TheTypeOfGradientsMayChange) {
       std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}}, std::vector<ShardedParamPtr>{},
                                EngineOptions{}, EngineRanks{comm::local_communicator()});
   const auto backward = [&] {
-    engine->begin_backward(true);
+    engine->backward().begin(true);
     (weight * 1.0078125f).sum().backward();
-    engine->end_backward();
+    engine->backward().end();
   };
   backward();
-  engine->set_grad_dtype(at::kFloat);
+  engine->grads().set_grad_dtype(at::kFloat);
   EXPECT_FALSE(weight.grad().defined());
   backward();
-  EXPECT_TRUE(at::equal(engine->full(Kept::kGrad, 0, 0), at::full({5}, 2.015625f)));
-  engine->set_grad_dtype(c10::nullopt);
+  EXPECT_TRUE(at::equal(engine->states().full(StateKind::kGrad, 0, 0), at::full({5}, 2.015625f)));
+  engine->grads().set_grad_dtype(c10::nullopt);
   EXPECT_TRUE(at::equal(weight.grad(), at::full({5}, 2.015625f, at::kBFloat16)));
-  engine->begin_backward(true);
-  EXPECT_THROW(engine->set_grad_dtype(at::kFloat), Error);
+  engine->backward().begin(true);
+  EXPECT_THROW(engine->grads().set_grad_dtype(at::kFloat), Error);
 }
 
 TEST(Engine, SixteenBitWeightsHaveMastersAndFp32Accumulation) {
@@ -420,12 +420,12 @@ TEST(Engine, SixteenBitWeightsHaveMastersAndFp32Accumulation) {
         std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}}, std::vector<ShardedParamPtr>{},
                                  options, EngineRanks{comm::local_communicator()});
     use_adam(*engine);
-    engine->watch();
+    engine->backward().watch();
     // 1 + 256 x 2^-9 is 1.5 in fp32; in bf16 each addend would be rounded away.
     for (int part = 0; part <= 256; ++part) {
-      engine->begin_backward(part == 256);
+      engine->backward().begin(part == 256);
       (weight * (part == 0 ? 1.0 : 1.0 / 512)).sum().backward();
-      engine->end_backward();
+      engine->backward().end();
     }
     EXPECT_TRUE(at::equal(engine->params().grad_view(0), at::full({5}, 1.5f)));
     EXPECT_FALSE(weight.grad().defined());
@@ -445,17 +445,17 @@ TEST(Engine, AnOverflowChangesNothing) {
       std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}}, std::vector<ShardedParamPtr>{},
                                EngineOptions{}, EngineRanks{comm::local_communicator()});
   use_adam(*engine);
-  engine->watch();
+  engine->backward().watch();
   for (double factor : {1.0, HUGE_VAL, std::nan("")}) {
     const at::Tensor before = weight.detach().clone();
     const at::Tensor steps = engine->stepper().steps().clone();
-    engine->begin_backward(true);
+    engine->backward().begin(true);
     (weight * factor).sum().backward();
-    engine->end_backward();
+    engine->backward().end();
     engine->norm(1.0f, 0.0f, true);
     engine->update({adam_args().hyper()});
     const StepReport report = engine->report();
-    engine->clear_grads();
+    engine->backward().clear_grads();
     EXPECT_EQ(report.skipped, !std::isfinite(factor));
     EXPECT_EQ(at::equal(weight.detach(), before), report.skipped);
     EXPECT_EQ(at::equal(engine->stepper().steps(), steps), report.skipped);
@@ -470,10 +470,10 @@ TEST(Engine, MemoryOrderOfParametersIsKept) {
                                EngineOptions{}, EngineRanks{comm::local_communicator()});
   EXPECT_TRUE(image.is_contiguous(at::MemoryFormat::ChannelsLast));
   EXPECT_TRUE(at::equal(image.detach(), values));
-  engine->watch();
-  engine->begin_backward(true);
+  engine->backward().watch();
+  engine->backward().begin(true);
   (image * values).sum().backward();
-  engine->end_backward();
+  engine->backward().end();
   EXPECT_TRUE(at::equal(image.grad(), values));
   engine->release();
   EXPECT_TRUE(at::equal(image.detach(), values));

@@ -78,20 +78,20 @@ struct Rank {
 
   // In a thread of its own, as autograd's are: what fails there is not this thread's last error.
   void backward(bool failing) {
-    engine->begin_backward(true);
+    engine->backward().begin(true);
     const at::Tensor loss = (weight * weight).sum();
     std::thread([&] {
       orders().fail_copies = failing;
       loss.backward();
     }).join();
-    engine->end_backward();
+    engine->backward().end();
   }
   void step() {
     engine->norm(1.0f, 0.0f, false);
     engine->update({{0.1, 0.9, 0.99, 1e-8, 0.0, 1, 1}});
     engine->report();
-    engine->finish_step();
-    engine->clear_grads();
+    engine->states().finish_step();
+    engine->backward().clear_grads();
   }
 };
 
@@ -150,11 +150,11 @@ TEST_P(KernelFailures, ANormWithoutMemoryUpdatesNothingAnywhere) {
 TEST_P(KernelFailures, WithoutReductionTheyWaitForTheStep) {
   if (GetParam() >= 2) GTEST_SKIP() << "gradients are reduced in every backward";
   on_ranks(GetParam(), [](Rank& one) {
-    one.engine->begin_backward(false);
+    one.engine->backward().begin(false);
     const at::Tensor loss = one.weight.sum();
     orders().fail_copies = one.rank == 0;
     loss.backward();
-    one.engine->end_backward();
+    one.engine->backward().end();
     orders().fail_copies = false;
     EXPECT_NE(failure_of([&] { one.engine->begin_step(1.0f, 0.0f, false); }), "") << one.rank;
     EXPECT_TRUE(at::equal(one.weight.detach(), at::ones({3000})));

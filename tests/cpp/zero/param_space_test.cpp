@@ -117,9 +117,10 @@ void compare(const Case& c, int steps) {
           at::Tensor loss = dense_loss(params[0], step, rank, part) + dense_loss(params[2], step, rank, part + 5);
           for (int source = group * kExperts; source < (group + 1) * kExperts; ++source)
             if (routed(step, source, expert)) loss = loss + expert_loss(params[1], step, source, part);
-          engine->begin_backward(c.each || part + 1 == c.accumulate || engine->policy().reduce == ReduceAt::kMicroStep);
+          engine->backward().begin(c.each || part + 1 == c.accumulate ||
+                                   engine->policy().reduce == ReduceAt::kMicroStep);
           (loss / c.accumulate).backward();
-          engine->end_backward();
+          engine->backward().end();
         }
         EXPECT_EQ(engine->grads().used(1), step % 4 != 1 || expert == 0) << "step " << step;
         engine->begin_step(1.0f, kMaxNorm, false);
@@ -129,13 +130,14 @@ void compare(const Case& c, int steps) {
       }
       const std::vector<at::Tensor> expected = {reference.params[0], reference.params[2 + expert], reference.params[1]};
       for (size_t i = 0; i < params.size(); ++i) {
-        const at::Tensor collected = engine->full(Kept::kMaster, 0, i);
+        const at::Tensor collected = engine->states().full(StateKind::kMaster, 0, i);
         EXPECT_LE((params[i] - expected[i]).abs().max().item<double>(), 2e-6)
             << "stage " << c.stage << " world " << c.world << " rank " << rank << " parameter " << i;
         EXPECT_TRUE(at::equal(collected, params[i].detach()));
       }
-      engine->set_full(Kept::kMaster, 0, 1, at::ones({7, 2}) * (expert + 3));  // everybody who has it does
-      engine->finish_step();
+      engine->states().set_full(StateKind::kMaster, 0, 1,
+                                at::ones({7, 2}) * (expert + 3));  // everybody who has it does
+      engine->states().finish_step();
       engine->stepper().publish();
       EXPECT_TRUE(at::equal(params[1].detach(), at::ones({7, 2}) * (expert + 3)));
     });

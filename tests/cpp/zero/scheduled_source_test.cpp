@@ -50,7 +50,7 @@ TEST(StagedGather, BringsValuesAndNotes) {
       on_ranks(world, [&](int rank, const comm::CommunicatorPtr& comm) {
         const Sharded made({{7, at::kFloat}, {1, at::kBFloat16}, {0, at::kFloat}, {33, at::kHalf}, {5, at::kDouble}},
                            world, rank);
-        BufferPool pool;
+        storage::ScratchPool pool;
         StagedGather gather(*comm, pool, made.raw({0, 1, 2, 3, 4}), static_cast<uint8_t>(10 + rank), false, limit);
         EXPECT_EQ(gather.collectives(), limit ? 1 : 6);
         for (const auto& param : made.params) param->take_full(gather.take(*param));
@@ -67,7 +67,7 @@ TEST(StagedGather, RefreshesInPlace) {
   for (int64_t limit : {int64_t{0}, StagedGather::kLimit}) {
     on_ranks(2, [&](int rank, const comm::CommunicatorPtr& comm) {
       const Sharded made({{7, at::kFloat}, {4, at::kFloat}}, 2, rank);
-      BufferPool pool;
+      storage::ScratchPool pool;
       {
         StagedGather gather(*comm, pool, made.raw({0, 1}), std::nullopt);
         for (const auto& param : made.params) param->take_full(gather.take(*param));

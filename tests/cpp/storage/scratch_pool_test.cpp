@@ -1,6 +1,6 @@
 // Memory of gathered parameters: how much of it is kept, and who waits for whom where there are streams. The device is
 // a stand-in that writes down what it is asked to do.
-#include "zero/buffer_pool.h"
+#include "storage/scratch_pool.h"
 
 #include <ATen/Functions.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -10,15 +10,17 @@
 #include <utility>
 #include <vector>
 
-namespace ds::zero {
+#include "storage/shard_storage.h"
+
+namespace ds::storage {
 namespace {
 
 using WeakTensor = c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>;
 
 at::TensorOptions bytes() { return at::TensorOptions().dtype(at::kByte); }
 
-TEST(BufferPool, KeepsTwoUnitsOfTheLargestAndReturnsTheRest) {
-  BufferPool pool;
+TEST(ScratchPool, KeepsTwoUnitsOfTheLargestAndReturnsTheRest) {
+  ScratchPool pool;
   std::vector<at::Tensor> whole;
   std::vector<WeakTensor> memory;
   for (int i = 0; i < 10; ++i) {
@@ -26,26 +28,26 @@ TEST(BufferPool, KeepsTwoUnitsOfTheLargestAndReturnsTheRest) {
     memory.emplace_back(whole.back().getIntrusivePtr());
   }
   for (at::Tensor& one : whole) pool.give(std::exchange(one, at::Tensor()));
-  EXPECT_EQ(pool.held_bytes(), 200);
+  EXPECT_EQ(pool.idle_bytes(), 200);
   for (int i = 0; i < 10; ++i) EXPECT_EQ(memory[i].expired(), i < 8) << i;  // the latest stay
 
-  pool.need_room_for(300);
+  pool.keep_two_of(300);
   for (at::Tensor& one : whole) one = pool.take(100, bytes());
   for (at::Tensor& one : whole) pool.give(std::exchange(one, at::Tensor()));
-  EXPECT_EQ(pool.held_bytes(), 600);
-  pool.clear();
-  EXPECT_EQ(pool.held_bytes(), 0);
+  EXPECT_EQ(pool.idle_bytes(), 600);
+  pool.trim();
+  EXPECT_EQ(pool.idle_bytes(), 0);
 }
 
-TEST(BufferPool, BuffersOfAnotherSizeMakeRoom) {
-  BufferPool pool;
+TEST(ScratchPool, BuffersOfAnotherSizeMakeRoom) {
+  ScratchPool pool;
   for (int64_t numel = 1; numel <= 64; ++numel) {
     std::vector<at::Tensor> taken = {pool.take(numel, bytes()), pool.take(numel, bytes())};
     for (at::Tensor& one : taken) pool.give(std::exchange(one, at::Tensor()));
-    EXPECT_EQ(pool.held_bytes(), 2 * numel);
+    EXPECT_EQ(pool.idle_bytes(), 2 * numel);
   }
   const at::Tensor again = pool.take(64, bytes());
-  EXPECT_EQ(pool.held_bytes(), 64);
+  EXPECT_EQ(pool.idle_bytes(), 64);
   EXPECT_EQ(again.numel(), 64);
 }
 
@@ -85,8 +87,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
-TEST(BufferPool, ABufferThatChangesStreamsWaitsForTheOneItWasGivenBackOn) {
-  BufferPool pool;
+TEST(ScratchPool, ABufferThatChangesStreamsWaitsForTheOneItWasGivenBackOn) {
+  ScratchPool pool;
   std::vector<uint8_t> memory(64);
   const c10::Device place(c10::DeviceType::PrivateUse1, 0);
   const auto calls = [] { return std::exchange(device().calls, {}); };
@@ -115,5 +117,32 @@ TEST(BufferPool, ABufferThatChangesStreamsWaitsForTheOneItWasGivenBackOn) {
   device().stream = 1;
 }
 
+TEST(ShardStorage, ALeaseOnAnotherStreamWaitsForTheLastOnes) {
+  std::vector<uint8_t> memory(64);
+  const c10::Device place(c10::DeviceType::PrivateUse1, 0);
+  ShardStorage storage(place);
+  const PlaneId plane =
+      storage.add("x", 64, at::kByte, {}, {32, 64},
+                  at::for_blob(memory.data(), {64}).options(bytes().device(place)).target_device(place).make_tensor());
+  using Calls = std::vector<std::string>;
+  const auto calls = [] { return std::exchange(device().calls, {}); };
+  const auto lease = [&](int64_t stream, Access access, plan::Range range) {
+    device().stream = stream;
+    const Lease lease = storage.acquire(plane, range, access, Medium::kDevice);
+    EXPECT_EQ(lease.data().data_ptr(), memory.data() + range.begin);
+    return calls();
+  };
+  EXPECT_EQ(lease(1, Access::kUpdate, {0, 32}), Calls{});
+  EXPECT_EQ(calls(), (Calls{"record 1", "keep 1"}));
+  EXPECT_EQ(lease(1, Access::kRead, {0, 32}), Calls{});
+  calls();
+  EXPECT_EQ(lease(2, Access::kRead, {32, 64}), Calls{});  // nobody had this block
+  calls();
+  EXPECT_EQ(lease(3, Access::kRead, {0, 32}), (Calls{"block 3", "keep 3"}));
+  calls();
+  EXPECT_EQ(lease(4, Access::kWrite, {0, 64}), (Calls{"block 4", "keep 4", "block 4", "keep 4", "block 4", "keep 4"}));
+  device().stream = 1;
+}
+
 }  // namespace
-}  // namespace ds::zero
+}  // namespace ds::storage

@@ -1,0 +1,138 @@
+#include "zero/state_access.h"
+
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+
+#include "base/error.h"
+#include "zero/sparse_rows.h"
+
+namespace ds::zero {
+
+void StateAccess::assign_optimizer_grads(const std::vector<at::Tensor>& masters) {
+  at::NoGradGuard no_grad;
+  const std::vector<Piece>& pieces = store_.pieces();
+  if (masters.size() != pieces.size())
+    fail(ErrorKind::kValue, "assign_optimizer_grads: ", masters.size(), " tensors for ", pieces.size(), " pieces");
+  stepper_.scale_grads(grads_);
+  const float scale = stepper_.grad_scale();
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    at::Tensor& grad = masters[i].mutable_grad();
+    if (!grads_.used(pieces[i].param)) {
+      grad = at::Tensor();
+      continue;
+    }
+    const ParamSpace& space = store_.spaces()[pieces[i].space];
+    const at::Tensor slot = store_.piece_view(pieces[i], space.grad);
+    if (slot.scalar_type() == masters[i].scalar_type()) {
+      grad = slot;
+    } else {
+      grad = at::empty_like(masters[i]);
+      device_.copy(grad, slot, scale);
+    }
+    if (store_.spec(pieces[i].param).form == GradForm::kSparseRows && space.in_place) grad = as_sparse(grad);
+  }
+}
+
+void StateAccess::take_back_grads(const std::vector<at::Tensor>& masters) {
+  for (const at::Tensor& master : masters) master.mutable_grad() = at::Tensor();
+}
+
+const Buffer* StateAccess::buffer(ParamSpace& space, StateKind kept, int slot) {
+  if (kept == StateKind::kMaster) return &space.master;
+  return kept == StateKind::kGrad ? &space.grad : stepper_.slot(space, slot);
+}
+
+std::vector<at::Tensor> StateAccess::pieces(StateKind kept, int slot) {
+  if (kept != StateKind::kGrad) hold_.wait();  // the caller may write to them
+  std::vector<at::Tensor> result;
+  for (const Piece& piece : store_.pieces()) {
+    const Buffer* from = buffer(store_.spaces()[piece.space], kept, slot);
+    result.push_back(from == nullptr ? at::Tensor() : store_.piece_view(piece, *from));
+  }
+  return result;
+}
+
+at::Tensor StateAccess::local_grad(size_t param) {
+  at::NoGradGuard no_grad;
+  if (!grads_.has_local(param)) return {};
+  const ParamSpec& spec = store_.spec(param);
+  const ParamSpace& space = store_.space_of(param);
+  const at::ScalarType type = space.local.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const at::Tensor flat = at::zeros({store_.place(param).numel}, space.local.options().dtype(type));
+  const auto index = static_cast<size_t>(store_.place(param).index);
+  for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e) {
+    const plan::Extent& extent = space.map.extents[e];
+    flat.narrow(0, extent.param_offset, extent.numel).copy_(space.local.narrow(0, extent.full_offset, extent.numel));
+  }
+  return flat.as_strided(spec.sizes(), spec.strides(), 0);
+}
+
+at::Tensor StateAccess::full(StateKind kept, int slot, size_t param) {
+  at::NoGradGuard no_grad;
+  ParamSpace& space = store_.space_of(param);
+  if (kept == StateKind::kGrad && !grads_.used(param)) return {};
+  const Buffer* found = buffer(space, kept, slot);
+  if (found == nullptr) return {};
+  const Buffer& from = *found;
+  const at::ScalarType type = from.data.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  if (space.in_place) return store_.view(param, from.data).to(type, /*non_blocking=*/false, /*copy=*/true);
+  const ParamSpec& spec = store_.spec(param);
+  const at::Tensor flat = at::zeros({store_.place(param).numel}, from.data.options().dtype(type));
+  const auto index = static_cast<size_t>(store_.place(param).index);
+  for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e) {
+    const plan::Extent& extent = space.map.extents[e];
+    if (extent.rank != space.rank()) continue;
+    flat.narrow(0, extent.param_offset, extent.numel)
+        .copy_(from.data.narrow(0, space.offset_in(from, extent), extent.numel));
+  }
+  // Summed as integers, since all but one rank have zero bits: every value arrives as it is, minus zero included.
+  const at::Tensor bits = flat.view(type == at::kDouble ? at::kLong : at::kInt);
+  space.ranks().shard->all_reduce(bits, comm::ReduceOp::kSum, spec.name)->wait();
+  return flat.as_strided(spec.sizes(), spec.strides(), 0);
+}
+
+void StateAccess::set_full(StateKind kept, int slot, size_t param, const at::Tensor& value) {
+  at::NoGradGuard no_grad;
+  const ParamSpec& spec = store_.spec(param);
+  if (value.numel() != store_.place(param).numel)
+    fail(ErrorKind::kValue, "parameter '", spec.name, "' has ", store_.place(param).numel, " elements, the value ",
+         value.numel());
+  const at::Tensor flat = device_.flattened(value.to(store_.device()), spec.sizes(), spec.strides());
+  ParamSpace& space = store_.space_of(param);
+  hold_.wait();
+  if (kept == StateKind::kGrad) grads_.set_used(param);
+  if (kept == StateKind::kMaster) begin_write();
+  const Buffer* found = buffer(space, kept, slot);
+  if (found == nullptr)
+    fail(ErrorKind::kValue, "parameter '", spec.name, "' has no optimizer state '", stepper_.slot_names()[slot], "'");
+  const Buffer& to = *found;
+  const auto index = static_cast<size_t>(store_.place(param).index);
+  for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e) {
+    const plan::Extent& extent = space.map.extents[e];
+    const at::Tensor part = flat.narrow(0, extent.param_offset, extent.numel);
+    if (kept == StateKind::kMaster && space.lp.full)
+      space.lp.data.narrow(0, extent.full_offset, extent.numel).copy_(part);
+    if (extent.rank != space.rank()) continue;
+    if (kept == StateKind::kMaster && !space.lp.full)
+      space.lp.data.narrow(0, extent.shard_offset, extent.numel).copy_(part);
+    to.data.narrow(0, space.offset_in(to, extent), extent.numel).copy_(part);
+  }
+  if (kept == StateKind::kMaster) end_write();
+}
+
+void StateAccess::finish_step() {
+  if (!gatherer_) return;
+  gatherer_->source().after_write();
+  gatherer_->refresh_persistent();
+}
+
+void StateAccess::begin_write() {
+  hold_.wait();
+  if (writing_++ == 0 && gatherer_) gatherer_->source().before_write();
+}
+
+void StateAccess::end_write() {
+  if (--writing_ == 0) finish_step();
+}
+
+}  // namespace ds::zero

@@ -1,0 +1,68 @@
+// Reading and writing what is kept of each parameter, in pieces or whole: for optimizers that live outside, checkpoints
+// and users.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <vector>
+
+#include "zero/grad_reducer.h"
+#include "zero/param_gatherer.h"
+#include "zero/state_leases.h"
+#include "zero/stepper.h"
+
+namespace ds::zero {
+
+enum class StateKind { kMaster, kGrad, kSlot };
+
+class StateAccess {
+ public:
+  // `gatherer` may be filled later.
+  StateAccess(ParamStore& store, DeviceContext& device, GradReducer& grads, Stepper& stepper,
+              const std::unique_ptr<ParamGatherer>& gatherer)
+      : store_(store), device_(device), grads_(grads), stepper_(stepper), gatherer_(gatherer) {}
+
+  // After begin_step, for an optimizer that lives outside: its parameters are `masters`, one for each piece. Gives each
+  // its gradient, unscaled and clipped, in its own type (undefined where no rank produced one): the buffer itself where
+  // that has the type, else a copy, so that 16-bit gradients are not rounded once more. take_back_grads() frees those.
+  void assign_optimizer_grads(const std::vector<at::Tensor>& masters);
+  void take_back_grads(const std::vector<at::Tensor>& masters);
+
+  // One tensor for each piece that this rank owns: views of the buffers; undefined where a group has no such slot.
+  std::vector<at::Tensor> pieces(StateKind kind, int slot);
+  // The whole of a parameter, collected from the ranks of its space, in its shape; fp32 (fp64 for fp64 parameters).
+  // Every rank calls it. Undefined for a gradient that no rank produced, and for a slot that the parameter's group has
+  // not.
+  at::Tensor full(StateKind kind, int slot, size_t param);
+  // The same of what this rank alone has accumulated and nobody has reduced, where that is kept apart (not at stage 0,
+  // where it is the gradient); undefined where there is none. No communication.
+  at::Tensor local_grad(size_t param);
+  // Every rank calls it with the same values: each takes the pieces it owns; masters go to the model as well.
+  void set_full(StateKind kind, int slot, size_t param, const at::Tensor& value);
+
+  // After the update of a step: the model's weights are the new ones everywhere.
+  void finish_step();
+  // Around changes of masters or shards other than a step, which all ranks make. May be nested.
+  void begin_write();
+  void end_write();
+  void refresh_master() {
+    hold_.wait();
+    stepper_.refresh_master();
+  }
+
+  StateLeases& hold() { return hold_; }  // of masters and optimizer states; the calls above that change them wait
+
+ private:
+  const Buffer* buffer(ParamSpace& space, StateKind kind, int slot);  // null: no such slot
+
+  ParamStore& store_;
+  DeviceContext& device_;
+  GradReducer& grads_;
+  Stepper& stepper_;
+  const std::unique_ptr<ParamGatherer>& gatherer_;
+  storage::ShardStorage storage_{store_.device()};
+  StateLeases hold_{storage_, store_};
+  int writing_ = 0;
+};
+
+}  // namespace ds::zero
