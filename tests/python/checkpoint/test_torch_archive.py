@@ -21,7 +21,7 @@ import torch
 
 import deepspeed  # noqa: F401
 from deepspeed import _compat
-from deepspeed.checkpoint import storage
+from deepspeed.checkpoint.read import storage
 from deepspeed.utils import standalone_reader
 from deepspeed.utils.torch_archive import LazyTensor, RefusedClass, load
 
