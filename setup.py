@@ -176,7 +176,7 @@ setup(
             "ds_report = deepspeed.env_report:cli_main",
             "dsr = deepspeed.env_report:cli_main",
             "ds_config = deepspeed.config.cli:main",
-            "ds_ckpt = deepspeed.checkpoint.cli:main",
+            "ds_ckpt = deepspeed.checkpoint.read.cli:main",
         ],
     },
 )

@@ -41,7 +41,7 @@ def parse_arguments():
 def disk_bytes_per_second(folder, bytes):
     import torch
 
-    from deepspeed.checkpoint import file_writer
+    from deepspeed.checkpoint.write import file_writer
 
     data = torch.randint(0, 255, (bytes,), dtype=torch.uint8).numpy()
     path = os.path.join(folder, "probe")
@@ -57,8 +57,7 @@ def make_engines(gb, dtype):
     import torch
 
     import deepspeed
-    from deepspeed.checkpoint.engines.async_engine import AsyncCheckpointEngine
-    from deepspeed.checkpoint.engines.fast_engine import FastCheckpointEngine
+    from deepspeed.checkpoint.engines.built_in import AsyncCheckpointEngine, FastCheckpointEngine
 
     deepspeed.logger.setLevel("WARNING")
     # Weight, master, two moments in the files: 16 or 14 bytes for each parameter.
@@ -88,7 +87,7 @@ def step(engine, rows):
 
 def save(engine, writer, folder, rows):
     """(seconds until save_checkpoint returns, seconds until all is on the disk, bytes, ``step`` after it)."""
-    from deepspeed.checkpoint import manifest
+    from deepspeed.checkpoint.read import verify
 
     engine.checkpoint_engine = writer
     start = time.perf_counter()
@@ -97,7 +96,7 @@ def save(engine, writer, folder, rows):
     after = step(engine, rows)
     writer.wait()
     whole = time.perf_counter() - start
-    size = sum(record["bytes"] for record in manifest.read(os.path.join(folder, "t"))["files"].values())
+    size = sum(record["bytes"] for record in verify.read(os.path.join(folder, "t"))["files"].values())
     shutil.rmtree(os.path.join(folder, "t"))
     return stall, whole, size, after
 

@@ -23,8 +23,7 @@ import time
 import torch
 
 from deepspeed import _compat
-from deepspeed.checkpoint.file_reader import file_crc32
-from deepspeed.checkpoint.file_writer import WriterOptions, write_torch
+from deepspeed.checkpoint.write.file_writer import WriterOptions, file_crc32, write_torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from common import machine  # noqa: E402  (the line above finds it from any directory)

@@ -20,7 +20,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import torch  # noqa: E402
 
 from common import machine  # noqa: E402  (the line above finds it from any directory)
-from deepspeed.checkpoint.standalone import write_script  # noqa: E402
+from deepspeed.checkpoint.convert.export import write_script  # noqa: E402
 from deepspeed.utils.safetensors_file import read_safetensors  # noqa: E402
 from deepspeed.utils.torch_archive import load  # noqa: E402
 

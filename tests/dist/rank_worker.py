@@ -150,8 +150,8 @@ def _reset_log_level():
 
 
 def _arm_fault():
-    """DS_IO_FAULT is read when deepspeed.checkpoint.file_writer is imported, and the server may have done that."""
-    writer = sys.modules.get("deepspeed.checkpoint.file_writer")
+    """DS_IO_FAULT is read when the file writer is imported, and the server may have done that."""
+    writer = sys.modules.get("deepspeed.checkpoint.write.file_writer")
     if writer is not None:
         writer.inject_fault(os.environ.get("DS_IO_FAULT", ""))
 

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.checkpoint import background, file_writer, manifest, names, verify
-from deepspeed.checkpoint.engines.async_engine import AsyncCheckpointEngine, DataStatesCheckpointEngine
-from deepspeed.checkpoint.snapshot_save import SnapshotSave
+from deepspeed.checkpoint.engines.built_in import AsyncCheckpointEngine, DataStatesCheckpointEngine
+from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.read import verify
+from deepspeed.checkpoint.write import background, file_writer
+from deepspeed.checkpoint.write.background import SnapshotSave
 from engine_models import batch, config, loss_of, make_net
 from harness import RankError, run_ranks
 from test_checkpoint_crash import mark, marks
@@ -119,7 +121,7 @@ def body_same_files(rank, world, folder, stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_files_are_those_of_a_save_at_once(stage, tmp_path):
     run_ranks(2, body_same_files, str(tmp_path), stage)
-    files = [manifest.read(str(tmp_path / name / "t"))["files"] for name in ("behind", "at once")]
+    files = [verify.read(str(tmp_path / name / "t"))["files"] for name in ("behind", "at once")]
     assert files[0].keys() == files[1].keys()
     for name, record in files[0].items():
         assert [t["crc32"] for t in record["tensors"] if "run_rank" not in name] == [
@@ -287,7 +289,7 @@ def body_expected(rank, world, folder, stage, wide):
     train(engine, rank, world, 0 if wide else 1)
     engine.save_checkpoint(folder, tag="a")
     engine.checkpoint_engine.wait()
-    files = manifest.read(os.path.join(folder, "a"))["files"]
+    files = verify.read(os.path.join(folder, "a"))["files"]
     return held, max(record["bytes"] for record in files.values()), engine.checkpoint_engine.cache.held_bytes
 
 
@@ -398,7 +400,7 @@ SCRIPT = """
 import os, time
 import torch, deepspeed
 from deepspeed.checkpoint import file_writer
-from deepspeed.checkpoint.snapshot_save import SnapshotSave
+from deepspeed.checkpoint.write.background import SnapshotSave
 original = SnapshotSave._write_one
 def slow(self, *args):
     time.sleep(0.3)
@@ -460,5 +462,5 @@ def test_datastates_takes_its_own_size(tmp_path):
 def test_the_manifest_tells_when_the_copy_was_made(tmp_path):
     """Retention goes by age, so saves that wait to be written keep the order in which they were asked for."""
     run_ranks(1, body_order, str(tmp_path))
-    facts = [json.loads(json.dumps(manifest.read(str(tmp_path / f"global_step{n}")))) for n in (4, 5)]
+    facts = [json.loads(json.dumps(verify.read(str(tmp_path / f"global_step{n}")))) for n in (4, 5)]
     assert facts[0]["saved_at"] < facts[1]["saved_at"]

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.checkpoint import file_writer, listing, manifest, names, verify
+from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.read import cli, verify
+from deepspeed.checkpoint.write import file_writer
 from engine_models import config, make_net
 from harness import RankError, run_ranks
 
@@ -78,7 +80,7 @@ def kill_everywhere(folder, world, stage, tag, operation, points):
 
 
 def tags_of(folder):
-    return [entry.folder for entry in listing.checkpoints_of(folder)]
+    return [entry.folder for entry in cli.checkpoints_of(folder)]
 
 
 # With a real engine, a sample; tests/python/checkpoint/test_commit.py kills at every step on every kind of file system.
@@ -170,7 +172,7 @@ def test_files_of_others_in_the_folder_stay(tmp_path):
         os.path.relpath(os.path.join(root, f), tmp_path / "t") for root, _, fs in os.walk(tmp_path / "t") for f in fs
     }
     # Also a shard that no rank has written: the manifest does not list it.
-    assert {"config.json", "tokenizer/vocab.txt", "zero_pp_rank_7_mp_rank_00_optim_states.pt", manifest.NAME} < found
+    assert {"config.json", "tokenizer/vocab.txt", "zero_pp_rank_7_mp_rank_00_optim_states.pt", verify.NAME} < found
     assert (tmp_path / "t" / "tokenizer" / "vocab.txt").read_text() == "tokenizer/vocab.txt"
 
 
@@ -183,7 +185,7 @@ def test_damage_is_found_before_anything_is_loaded(tmp_path):
     folder = str(tmp_path)
     run_ranks(2, body_first, folder, 2)
     path = os.path.join(folder, "a", names.optim_states(1))
-    tensor = manifest.read(os.path.join(folder, "a"))["files"][names.optim_states(1)]["tensors"][0]
+    tensor = verify.read(os.path.join(folder, "a"))["files"][names.optim_states(1)]["tensors"][0]
     data = bytearray(open(path, "rb").read())
     data[tensor["offset"] + tensor["bytes"] // 2] ^= 4
     open(path, "wb").write(data)

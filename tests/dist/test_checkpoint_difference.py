@@ -1,7 +1,7 @@
 """``ds_ckpt diff``: equal across stages and ranks, and every difference named."""
 
 import deepspeed
-from deepspeed.checkpoint.cli import main
+from deepspeed.checkpoint.read.cli import main
 from engine_models import batch, config, loss_of, make_net
 from harness import run_ranks
 

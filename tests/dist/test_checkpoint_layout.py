@@ -8,7 +8,7 @@ import torch
 
 import peer_model
 from deepspeed import _compat
-from deepspeed.checkpoint import names
+from deepspeed.checkpoint.layouts import names
 from harness import run_ranks
 
 

@@ -12,9 +12,12 @@ import torch
 
 import deepspeed
 from deepspeed import _compat
-from deepspeed.checkpoint import cli, ds_to_universal, file_writer, listing, manifest, native_export, verify
-from deepspeed.checkpoint.plain_json import NotPlain
-from deepspeed.checkpoint.saved_state import open_saved
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.checkpoint.convert import export
+from deepspeed.checkpoint.layouts.saved_native import NotPlain
+from deepspeed.checkpoint.layouts.saved_state import open_saved
+from deepspeed.checkpoint.read import cli, verify
+from deepspeed.checkpoint.write import file_writer
 from deepspeed.utils.safetensors_file import read_safetensors
 from engine_models import config, loss_of, make_net
 from harness import RankError, run_ranks
@@ -286,7 +289,7 @@ def test_frozen_weights_are_stored_once(stage, tmp_path):
     assert c == d and set(e) == set(d) and not set(e.values()) & set(d.values())
     for tag in "abe":
         assert verify.verify_folder(str(tmp_path / tag)) == [], tag
-        assert set(a if tag in "ab" else e) < set(manifest.read(str(tmp_path / tag))["files"])
+        assert set(a if tag in "ab" else e) < set(verify.read(str(tmp_path / tag))["files"])
     bad = verify.verify_folder(str(tmp_path / "d"))
     assert bad and all(problem.tensor.startswith("module/frozen.weight") for problem in bad)
     saved = open_saved(str(tmp_path / "e"))
@@ -306,7 +309,7 @@ def body_keep_last(rank, world, folder):
 
 def test_retention_leaves_the_last_one_whole(tmp_path):
     assert all(run_ranks(2, body_keep_last, str(tmp_path)))
-    entries = listing.checkpoints_of(str(tmp_path))
+    entries = cli.checkpoints_of(str(tmp_path))
     assert [(entry.tag, entry.state) for entry in entries] == [("c", "complete")]
     assert verify.verify_folder(entries[0].folder) == []
 
@@ -396,7 +399,7 @@ def test_tools_read_it(stage, tmp_path, capsys):
         assert found[name].dtype == torch.float32 and torch.equal(found[name], value.float()), name
     assert torch.equal(found["tied.weight"], found["first.weight"]) and torch.equal(found["count"], count)
 
-    made = native_export.export(
+    made = export.export(
         runs, str(tmp_path / "16"), dtype="bf16", exclude_frozen_parameters=True, safe_serialization=False
     )
     saved = _compat.load(made[0])

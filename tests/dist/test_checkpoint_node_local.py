@@ -5,7 +5,7 @@ import os
 import pytest
 
 import deepspeed
-from deepspeed.checkpoint import manifest, verify
+from deepspeed.checkpoint.read import verify
 from engine_models import batch, config, loss_of, make_net
 from harness import run_ranks
 
@@ -33,7 +33,7 @@ def body(rank, world, folder, saved_stage, loaded_stage):
     train(engine, 2)
     engine.save_checkpoint(disk)
     straight = train(engine, 2)
-    files = sorted(manifest.read(os.path.join(disk, "global_step2"))["files"])
+    files = sorted(verify.read(os.path.join(disk, "global_step2"))["files"])
     assert verify.verify_folder(os.path.join(disk, "global_step2")) == []
     engine = start(world, loaded_stage)
     path, _ = engine.load_checkpoint(disk)

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.checkpoint import background, ds_to_universal, file_writer, manifest, verify
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.checkpoint.read import verify
+from deepspeed.checkpoint.write import background, file_writer
 from deepspeed.zero.restore import Restore
 from engine_models import batch, config, loss_of, make_net
 from harness import run_ranks
@@ -85,7 +87,7 @@ def test_links_are_followed_as_often_as_one_likes(tmp_path):
     for above, tags, is_link in run_ranks(2, body_links, str(tmp_path)):
         assert above == ["big", "disk", "link"] and tags == ["a", "latest", "t", "zero_to_fp32.py"] and is_link
     assert os.path.realpath(tmp_path / "link") == str(tmp_path / "disk" / "not" / "there" / "yet")
-    assert (tmp_path / "big" / manifest.NAME).exists()
+    assert (tmp_path / "big" / verify.NAME).exists()
 
 
 def body_in_place(rank, world, folder, how):

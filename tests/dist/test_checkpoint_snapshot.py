@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.checkpoint import snapshot as snapshots
-from deepspeed.checkpoint.engine_states import EngineStates
-from deepspeed.checkpoint.engines.async_engine import AsyncCheckpointEngine
+from deepspeed.checkpoint.engines.built_in import AsyncCheckpointEngine
+from deepspeed.checkpoint.write import snapshot as snapshots
+from deepspeed.checkpoint.write.engine_states import EngineStates
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,

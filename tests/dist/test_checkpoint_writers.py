@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.checkpoint import manifest, verify
 from deepspeed.checkpoint.engines import ENGINES
-from deepspeed.checkpoint.engines.choice import engine_name, make_engine
+from deepspeed.checkpoint.engines.base import engine_name, make_engine
+from deepspeed.checkpoint.read import verify
 from deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.log import logger
 from deepspeed.registry import UnknownNameError
@@ -206,7 +206,7 @@ def test_writers_write_what_loads(writer, stage, tmp_path):
     for answer, _, value in run_ranks(2, body_writer, str(tmp_path / "out"), writer, stage):
         assert answer is True and value == [5.0]
     assert verify.verify_folder(str(tmp_path / "out" / "t")) == []
-    facts = manifest.read(str(tmp_path / "out" / "t"))
+    facts = verify.read(str(tmp_path / "out" / "t"))
     for name, record in facts["files"].items():
         assert (tmp_path / "out" / "t" / name).stat().st_size == record["bytes"]
 
@@ -221,7 +221,7 @@ def test_the_mock_does_everything_but_write(tmp_path):
 def test_statistics_and_the_multiplier(tmp_path):
     (result,) = run_ranks(1, body_writer, str(tmp_path / "out"), {"show_statistics": True, "io_multiplier": 3}, 1)
     lines = [line for line in result[1] if "checkpoint.writer: " in line and "GB/s" in line]
-    facts = manifest.read(str(tmp_path / "out" / "t"))
+    facts = verify.read(str(tmp_path / "out" / "t"))
     assert len(lines) == len(facts["files"])
     for name, record in facts["files"].items():
         (line,) = (line for line in lines if name in line)

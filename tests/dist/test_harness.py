@@ -190,16 +190,16 @@ def test_hang_ends_with_the_stacks_and_new_workers():
 
 
 def _loaded(rank, world_size):
-    return [name for name in ("deepspeed.engine", "deepspeed.checkpoint.file_writer") if name in sys.modules]
+    return [name for name in ("deepspeed.engine", "deepspeed.checkpoint.write.file_writer") if name in sys.modules]
 
 
 def test_a_new_process_has_what_engines_import():
     """Importing it takes a core 0.3 s, more than most tests."""
-    assert run_ranks(1, _loaded, fresh=True) == [["deepspeed.engine", "deepspeed.checkpoint.file_writer"]]
+    assert run_ranks(1, _loaded, fresh=True) == [["deepspeed.engine", "deepspeed.checkpoint.write.file_writer"]]
 
 
 def _first_write(rank, world_size, path):
-    from deepspeed.checkpoint import file_writer
+    from deepspeed.checkpoint.write import file_writer
 
     file_writer.write_bytes(b"x", path)
     return os.path.exists(path)

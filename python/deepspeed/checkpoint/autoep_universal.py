@@ -5,17 +5,178 @@ A model file says under ``ds_autoep_layers`` what each such layer is: a list (or
 parameters below that module, which have one row for each expert).
 """
 
+import glob
 import os
 import re
 
 import torch
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint import storage
-from deepspeed.checkpoint.folding_metadata import make_folding_metadata, validate_folding_metadata  # noqa: F401
-from deepspeed.checkpoint.saved_universal import STEP, ZERO_FOLDER
-from deepspeed.checkpoint.universal_shards import shard_path
-from deepspeed.checkpoint.weights import eager
+from deepspeed.checkpoint.layouts.saved_universal import STEP, ZERO_FOLDER
+from deepspeed.checkpoint.read import storage
+from deepspeed.checkpoint.read.weights import eager
+from deepspeed.checkpoint.reshape_utils import natural_key
+
+# ---- folding metadata ----------------------------------------------------------------------------------------------
+# What an optimizer file says about the grid of a run whose experts lie on other ranks than its dense layers: its
+# ``folding`` key, compared before such a file is loaded.
+
+SHARED_EXPERTS_ON_TP_RANKS = "tensor_parallel"
+DISPATCH_ALL_TO_ALL = "all_to_all"
+
+
+def make_folding_metadata(
+    *,
+    tp_size,
+    tp_rank,
+    ep_size,
+    ep_rank,
+    zero_partition_group,
+    zero_partition_rank,
+    zero_partition_count,
+    family,
+    param_families=None,
+):
+    """The dict that is saved. ``zero_partition_*``: the ranks that share the file's states, and which one wrote it;
+    ``family``: which kind of parameters it has; ``param_families``: dict name of a parameter -> its kind."""
+    return {
+        keys.FOLDING_TP_SIZE: tp_size,
+        keys.FOLDING_TP_RANK: tp_rank,
+        keys.FOLDING_EP_SIZE: ep_size,
+        keys.FOLDING_EP_RANK: ep_rank,
+        keys.FOLDING_ETP_SIZE: 1,
+        keys.FOLDING_ETP_RANK: 0,
+        keys.FOLDING_ZERO_PARTITION_GROUP: list(zero_partition_group)
+        if isinstance(zero_partition_group, (list, tuple))
+        else zero_partition_group,
+        keys.FOLDING_ZERO_PARTITION_RANK: zero_partition_rank,
+        keys.FOLDING_ZERO_PARTITION_COUNT: zero_partition_count,
+        keys.FOLDING_FAMILY: family,
+        keys.FOLDING_PARAM_FAMILIES: dict(param_families or {}),
+        keys.FOLDING_SHARED_EXPERT_PLACEMENT: SHARED_EXPERTS_ON_TP_RANKS,
+        keys.FOLDING_DISPATCH_STRATEGY: DISPATCH_ALL_TO_ALL,
+    }
+
+
+def validate_folding_metadata(
+    metadata,
+    *,
+    tp_size,
+    ep_size,
+    etp_size=1,
+    tp_rank=None,
+    ep_rank=None,
+    etp_rank=None,
+    zero_partition_group=None,
+    zero_partition_rank=None,
+    zero_partition_count=None,
+    family=None,
+    param_families=None,
+    shared_expert_placement=None,
+    dispatch_strategy=None,
+):
+    """Raises ValueError that names every key in which ``metadata`` differs from the arguments; None is not compared."""
+    if not isinstance(metadata, dict):
+        raise ValueError(f"the optimizer file has no '{keys.FOLDING_METADATA_KEY}': its grid of ranks is not known")
+    wanted = {
+        keys.FOLDING_TP_SIZE: tp_size,
+        keys.FOLDING_EP_SIZE: ep_size,
+        keys.FOLDING_ETP_SIZE: etp_size,
+        keys.FOLDING_TP_RANK: tp_rank,
+        keys.FOLDING_EP_RANK: ep_rank,
+        keys.FOLDING_ETP_RANK: etp_rank,
+        keys.FOLDING_ZERO_PARTITION_GROUP: zero_partition_group,
+        keys.FOLDING_ZERO_PARTITION_RANK: zero_partition_rank,
+        keys.FOLDING_ZERO_PARTITION_COUNT: zero_partition_count,
+        keys.FOLDING_FAMILY: family,
+        keys.FOLDING_PARAM_FAMILIES: param_families,
+        keys.FOLDING_SHARED_EXPERT_PLACEMENT: shared_expert_placement,
+        keys.FOLDING_DISPATCH_STRATEGY: dispatch_strategy,
+    }
+    problems = []
+    for key, value in wanted.items():
+        if value is None:
+            continue
+        if key not in metadata:
+            problems.append(f"{key} is missing, this run has {value!r}")
+        elif _plain(metadata[key]) != _plain(value):
+            problems.append(f"{key} is {metadata[key]!r}, this run has {value!r}")
+    if problems:
+        raise ValueError(f"the optimizer file was saved by another grid of ranks: {'; '.join(problems)}")
+
+
+def _plain(value):
+    return list(value) if isinstance(value, tuple) else value
+
+
+# ---- universal shards ----------------------------------------------------------------------------------------------
+# The shards that a conversion to a universal checkpoint puts down below ``tmp/``: written one by one, joined later.
+# ``<parameter>/<tensor-parallel rank>/<state>.<data-parallel rank>``; values are flat.
+
+
+def shard_path(temp_dir, name, tp_index, state, dp_index):
+    return os.path.join(temp_dir, name, str(tp_index), f"{state}.{dp_index:02d}")
+
+
+def write_shard(temp_dir, name, tp_index, state, dp_index, value):
+    """``value``: a tensor, which is flattened, or a number."""
+    path = shard_path(temp_dir, name, tp_index, state, dp_index)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    storage.write(storage.compact(value.reshape(-1)) if torch.is_tensor(value) and value.dim() else value, path)
+
+
+def shards_of(param_base_path, state, tp_index):
+    """Paths of the shards of a slice in the order of their ranks."""
+    found = glob.glob(os.path.join(glob.escape(os.path.join(param_base_path, str(tp_index), state)) + ".*"))
+    return sorted((path for path in found if path.rsplit(".", 1)[1].isdigit()), key=natural_key)
+
+
+def _shape_of(slice_shapes, tp_index):
+    """``slice_shapes``: one shape for all ranks, a list with one for each, or None."""
+    if slice_shapes is None or isinstance(slice_shapes, torch.Size):
+        return slice_shapes
+    if all(isinstance(size, int) for size in slice_shapes):
+        return torch.Size(slice_shapes)
+    return torch.Size(slice_shapes[tp_index])
+
+
+def merge_zero_shards(param_base_path, state, tp_degree, slice_shapes=None):
+    """The slices of a parameter's ``state``, one for each tensor-parallel rank that has shards of it.
+
+    They are flat without ``slice_shapes``. Numbers (steps) must be the same in all shards. Raises ValueError where
+    shards do not add up to the shape.
+    """
+    slices = []
+    for tp_index in range(tp_degree):
+        paths = shards_of(param_base_path, state, tp_index)
+        if not paths:
+            continue
+        shards = [storage.read(path) for path in paths]
+        if state == STEP or not torch.is_tensor(shards[0]) or not shards[0].dim():
+            _check_equal(shards, paths)
+            slices.append(shards[0])
+            continue
+        flat = shards[0].reshape(-1) if len(shards) == 1 else torch.cat([shard.reshape(-1) for shard in shards])
+        shape = _shape_of(slice_shapes, tp_index)
+        if shape is not None and shape.numel() != flat.numel():
+            raise ValueError(
+                f"the {len(shards)} shards {os.path.join(param_base_path, str(tp_index), state)}.* have {flat.numel()} "
+                f"elements, the parameter has {shape.numel()}, shape {tuple(shape)}: shards are missing"
+            )
+        slices.append(flat if shape is None else flat.reshape(shape))
+    return slices
+
+
+def _check_equal(values, paths):
+    for value, path in zip(values, paths, strict=True):
+        if not bool(torch.all(torch.as_tensor(value) == torch.as_tensor(values[0]))):
+            raise ValueError(f"{path} has {value}, {paths[0]} has {values[0]}: ranks of one run have equal ones")
+
+
+# ---- autoep universal ----------------------------------------------------------------------------------------------
+
+# noqa: F401
+
 
 _LAYER_EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 

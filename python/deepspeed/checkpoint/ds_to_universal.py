@@ -13,20 +13,21 @@ import re
 import shutil
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint import file_writer, names, native_names, storage
 from deepspeed.checkpoint.autoep_universal import (  # noqa: F401 (published here)
     _aggregate_autoep_zero12_metadata,
     _autoep_expert_param_names_by_rank,
     _uses_zero3_partitioned_autoep_metadata,
+    merge_zero_shards,
+    write_shard,
 )
 from deepspeed.checkpoint.constants import MODEL_FILE_SUFFIX, OPTIMIZER_STATE_DICT, ZERO_FILE_PREFIX
-from deepspeed.checkpoint.native_universal import torch_files
+from deepspeed.checkpoint.convert.export import torch_files
+from deepspeed.checkpoint.convert.universal import TEMP_FOLDER, Conversion, merge_parameter, run_tasks
+from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.layouts.saved_universal import ZERO_FOLDER, ParallelRules, is_universal
+from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.reshape_utils import natural_key
-from deepspeed.checkpoint.saved_universal import ZERO_FOLDER, is_universal
-from deepspeed.checkpoint.universal_convert import TEMP_FOLDER, Conversion, merge_parameter
-from deepspeed.checkpoint.universal_info import ParallelRules
-from deepspeed.checkpoint.universal_shards import merge_zero_shards, write_shard
-from deepspeed.checkpoint.universal_workers import run_tasks
+from deepspeed.checkpoint.write import file_writer
 from deepspeed.log import logger
 from deepspeed.zero.saved_sliced import SlicedState
 
@@ -79,7 +80,7 @@ def main(args):
     _check_patterns(conversion.source.rules, used, _is_strict(args))
     conversion.common()
     _copy_other_files(source, target)
-    for mp_rank in conversion.source.mp_ranks() if native_names.is_native(source) else ():
+    for mp_rank in conversion.source.mp_ranks() if names.is_native(source) else ():
         for name, value in torch_files(conversion.source.saved(mp_rank), mp_rank):
             storage.write(value, os.path.join(target, name))
     if not getattr(args, "keep_temp_folder", False):

@@ -4,7 +4,6 @@ import os
 
 import torch
 
-from deepspeed.checkpoint import storage
 from deepspeed.checkpoint.constants import (
     BASE_OPTIMIZER_STATE,
     GROUP_PADDINGS,
@@ -13,6 +12,7 @@ from deepspeed.checkpoint.constants import (
     PARTITION_COUNT,
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
+from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.reshape_3d_utils import get_model_3d_descriptor, model_3d_desc
 from deepspeed.checkpoint.reshape_utils import get_zero_files, merge_state
 from deepspeed.utils.tensor_fragment import fragment_address

@@ -12,13 +12,12 @@ from torch.optim.lr_scheduler import _LRScheduler
 
 from deepspeed._compat import named_parameters
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.contents import expected_bytes
-from deepspeed.checkpoint.engines.choice import make_engine
-from deepspeed.checkpoint.export import save_16bit_model, whole_state_dict
-from deepspeed.checkpoint.load import load_checkpoint, restore_universal
-from deepspeed.checkpoint.names import expert_optim_states_path
-from deepspeed.checkpoint.save import save_checkpoint
-from deepspeed.checkpoint.zero_states import param_shapes
+from deepspeed.checkpoint.convert.export import save_16bit_model, whole_state_dict
+from deepspeed.checkpoint.engines.base import make_engine
+from deepspeed.checkpoint.layouts.names import expert_optim_states_path
+from deepspeed.checkpoint.read.load import load_checkpoint, restore_universal
+from deepspeed.checkpoint.write.engine_states import param_shapes
+from deepspeed.checkpoint.write.save import expected_bytes, save_checkpoint
 from deepspeed.comm import comms_log
 from deepspeed.comm.mesh_views import EngineRanks
 from deepspeed.config import DeepSpeedConfig, non_default_values
@@ -468,7 +467,7 @@ class DeepSpeedEngine(Assembly, Attributes, ConfigAccessors, TrainingData, Reduc
             self.core.refresh_master()
 
     def save_checkpoint(self, save_dir, tag=None, client_state={}, save_latest=True, exclude_frozen_parameters=False):  # noqa: B006
-        """Writes ``save_dir/tag``; every rank must call it. Returns True. See ``deepspeed.checkpoint.save``."""
+        """Writes ``save_dir/tag``; every rank must call it. Returns True. See ``deepspeed.checkpoint.write.save``."""
         self._need_states(OffloadStateTypeEnum, "engine.save_checkpoint()")
         return save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
@@ -496,7 +495,7 @@ class DeepSpeedEngine(Assembly, Attributes, ConfigAccessors, TrainingData, Reduc
         )
 
     def restore_universal(self, folder, params=None, weights=True, states=True):
-        """Optimizer states and weights alone; see ``deepspeed.checkpoint.load.restore_universal``."""
+        """Optimizer states and weights alone; see ``deepspeed.checkpoint.read.load.restore_universal``."""
         self._need_states(OffloadStateTypeEnum, "restoring a universal checkpoint")
         restore_universal(self, folder, params, weights, states)
 

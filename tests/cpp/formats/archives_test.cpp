@@ -56,7 +56,7 @@ std::string deflated(const std::string& data) {
 
 TEST(ZipDirectory, UnpacksAnyPartAndChecksTheSum) {
   std::string data;
-  for (int i = 0; i < 300000; ++i) data += static_cast<char>(i * i % 251);
+  for (int i = 0; i < 300000; ++i) data += static_cast<char>(int64_t{i} * i % 251);
   const std::string packed = deflated(data);
   std::string bytes = zipped({{"a", packed}});
   const size_t central = bytes.size() - 22 - 47;

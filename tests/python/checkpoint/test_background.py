@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from deepspeed.checkpoint import background
-from deepspeed.checkpoint.background import Background
+from deepspeed.checkpoint.write import background
+from deepspeed.checkpoint.write.background import Background
 
 
 def test_jobs_keep_their_order_and_the_thread_goes():
@@ -112,7 +112,7 @@ def test_the_end_of_the_program_waits_and_tells(tmp_path):
     script = textwrap.dedent(
         f"""
         import time
-        from deepspeed.checkpoint.background import Background
+        from deepspeed.checkpoint.write.background import Background
         behind = Background()
         def slow():
             time.sleep(0.5)
@@ -130,7 +130,7 @@ def test_a_forked_child_does_not_wait_for_a_thread_that_is_not_there():
     script = textwrap.dedent(
         """
         import os, sys, threading
-        from deepspeed.checkpoint.background import Background
+        from deepspeed.checkpoint.write.background import Background
         behind, gate = Background(), threading.Event()
         behind.start(gate.wait)
         if os.fork() == 0:

@@ -6,10 +6,9 @@ import time
 import pytest
 import torch
 
-from deepspeed.checkpoint import file_writer
-from deepspeed.checkpoint.host_cache import HostCache
-from deepspeed.checkpoint.kinds import prepare
-from deepspeed.checkpoint.snapshot import Snapshot
+from deepspeed.checkpoint.write import file_writer
+from deepspeed.checkpoint.write.file_writer import prepare
+from deepspeed.checkpoint.write.snapshot import HostCache, Snapshot
 
 MIB = 1 << 20
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from deepspeed.checkpoint import file_writer, storage
-from deepspeed.checkpoint.host_cache import HostCache
-from deepspeed.checkpoint.kinds import prepare
-from deepspeed.checkpoint.snapshot import Snapshot
+from deepspeed.checkpoint.read import storage
+from deepspeed.checkpoint.write import file_writer
+from deepspeed.checkpoint.write.file_writer import prepare
+from deepspeed.checkpoint.write.snapshot import HostCache, Snapshot
 from deepspeed.zero.tensor_of_pieces import TensorOfPieces
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepspeed.checkpoint.ranks_through_files import RanksThroughFiles, this_process
+from deepspeed.checkpoint.write.ranks import RanksThroughFiles, this_process
 
 
 def made(rank, size, folder, timeout_s=20, nodes=None, processes=None):

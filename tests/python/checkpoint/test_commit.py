@@ -5,7 +5,9 @@ import signal
 
 import pytest
 
-from deepspeed.checkpoint import commit, file_writer, manifest, names, owner, replaced_files, verify
+from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.read import verify
+from deepspeed.checkpoint.write import commit, file_writer, owner
 
 FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
 # What a file system lacks, as orders of DS_IO_FAULT.
@@ -36,7 +38,7 @@ def content(folder):
     """The text with which the checkpoint was saved, all of whose files have it."""
     place = commit.place_of(str(folder))
     assert verify.verify_folder(place) == []
-    found = {open(os.path.join(place, name), "rb").read()[:1] for name in manifest.read(place)["files"]}
+    found = {open(os.path.join(place, name), "rb").read()[:1] for name in verify.read(place)["files"]}
     assert len(found) == 1
     return found.pop()
 
@@ -44,7 +46,7 @@ def content(folder):
 def others(folder):
     """Everything below ``folder`` that is nobody's but the user's."""
     found = {os.path.relpath(os.path.join(root, n), folder) for root, ds, fs in os.walk(folder) for n in (*ds, *fs)}
-    return found - {*FILES, manifest.NAME, owner.NAME}
+    return found - {*FILES, verify.NAME, owner.NAME}
 
 
 USERS = {"ema_model_states.pt", "rank_0.json", "mine", "mine/mp_rank_00_model_states.pt", "mine/checkpoint.json",
@@ -107,7 +109,7 @@ def test_without_a_manifest_published_names_at_the_top_go(damaged, tmp_path):
     for name in published | {"checkpoint.json"}:
         (folder / name).write_text(name)
     if damaged:
-        (folder / manifest.NAME).write_text("{")
+        (folder / verify.NAME).write_text("{")
     save(folder, b"2")
     assert others(folder) == USERS | {"checkpoint.json"} and content(folder) == b"2"
 
@@ -246,4 +248,4 @@ def test_a_run_that_is_alive_is_not_disturbed(tmp_path):
     os.waitpid(pid, 0)
     save(tmp_path / "other", b"1")
     assert not (tmp_path / ".t.saving").exists()
-    assert replaced_files.others_files(str(tmp_path / "other")) is False
+    assert owner.others_files(str(tmp_path / "other")) is False

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from deepspeed import _compat
-from deepspeed.checkpoint import file_reader, file_writer
-from deepspeed.checkpoint.file_writer import WriterOptions, write_bytes, write_safetensors, write_torch
-from deepspeed.checkpoint.stored_tensor import StoredTensor
+from deepspeed.checkpoint.write import file_writer
+from deepspeed.checkpoint.write.file_writer import WriterOptions, write_bytes, write_safetensors, write_torch
+from deepspeed.checkpoint.write.torch_pickler import StoredTensor
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 DTYPES = [
@@ -349,27 +349,27 @@ def test_reader_finds_the_damaged_tensor(tmp_path):
     value = {name: torch.randn(5000) for name in "abc"}
     path = tmp_path / "x.pt"
     record = write_torch(value, path)
-    assert file_reader.file_crc32(path) == record.crc32
-    assert file_reader.damaged_tensors(path, record) == []
+    assert file_writer.file_crc32(path) == record.crc32
+    assert file_writer.damaged_tensors(path, record) == []
     out = torch.empty(5000)
     b = next(tensor for tensor in record.tensors if tensor.name == "b")
-    file_reader.read_ranges(path, [(b.offset, out), (b.offset + 40, torch.empty(0))])
+    file_writer.read_ranges(path, [(b.offset, out), (b.offset + 40, torch.empty(0))])
     assert torch.equal(out, value["b"])
     with open(path, "r+b") as file:
         file.seek(b.offset + 777)
         byte = file.read(1)[0]
         file.seek(b.offset + 777)
         file.write(bytes([byte ^ 4]))
-    assert [tensor.name for tensor in file_reader.damaged_tensors(path, record)] == ["b"]
-    assert file_reader.file_crc32(path) != record.crc32
+    assert [tensor.name for tensor in file_writer.damaged_tensors(path, record)] == ["b"]
+    assert file_writer.file_crc32(path) != record.crc32
     os.truncate(path, b.offset + 10)
-    assert [tensor.name for tensor in file_reader.damaged_tensors(path, record)] == ["b", "c"]
+    assert [tensor.name for tensor in file_writer.damaged_tensors(path, record)] == ["b", "c"]
     with pytest.raises(RuntimeError, match="too short"):
-        file_reader.read_ranges(path, [(b.offset, out)])
+        file_writer.read_ranges(path, [(b.offset, out)])
     with pytest.raises(ValueError, match="contiguous"):
-        file_reader.read_ranges(path, [(0, torch.empty(4, 4).t()[1:])])
+        file_writer.read_ranges(path, [(0, torch.empty(4, 4).t()[1:])])
     with pytest.raises(FileNotFoundError):
-        file_reader.file_crc32(tmp_path / "none")
+        file_writer.file_crc32(tmp_path / "none")
 
 
 # ---- bytes, safetensors --------------------------------------------------------------------------------------------
@@ -456,7 +456,7 @@ def test_safetensors_refuses(tmp_path, tensors, metadata, match):
 
 MEMORY = """
 import resource, sys, torch
-from deepspeed.checkpoint.file_writer import WriterOptions, write_torch, write_safetensors
+from deepspeed.checkpoint.write.file_writer import WriterOptions, write_torch, write_safetensors
 w = torch.zeros(8000, 10000)
 w += 1
 value = {"w": w, "half": w[:, :5000]}
@@ -569,7 +569,7 @@ def test_names(tmp_path, inject):
 
 
 def test_the_environment_arms_a_fault(tmp_path):
-    code = "import sys; from deepspeed.checkpoint.file_writer import write_bytes; write_bytes(b'x' * 99, sys.argv[1])"
+    code = "import sys; from deepspeed.checkpoint.write import file_writer as w; w.write_bytes(b'x' * 99, sys.argv[1])"
     for order, expected in (("write:1:kill", -9), ("fsync:2:kill", 0)):
         done = subprocess.run(
             [sys.executable, "-c", code, tmp_path / "x"],

@@ -6,8 +6,9 @@ import zlib
 
 import pytest
 
-from deepspeed.checkpoint import listing, manifest, names, verify
-from deepspeed.checkpoint.cli import main
+from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.read import cli, verify
+from deepspeed.checkpoint.read.cli import main
 
 PARTS = {"a.weight": b"\1" * 700, "b.weight": b"\2" * 900}
 
@@ -24,7 +25,7 @@ def make(directory, tag, step=1, saved_at=1000.0):
     (folder / "mp_rank_00_model_states.pt").write_bytes(data)
     record = {"name": "mp_rank_00_model_states.pt", "bytes": len(data), "crc32": zlib.crc32(data), "tensors": tensors}
     facts = {"tag": tag, "saved_at": saved_at, "global_steps": step, "zero_stage": 0, "world_size": 1}
-    (folder / manifest.NAME).write_text(manifest.text_of(facts, {record["name"]: record}))
+    (folder / verify.NAME).write_text(verify.text_of(facts, {record["name"]: record}))
     return folder
 
 
@@ -36,21 +37,21 @@ def flip(path, position, bit=0):
 
 def test_round_trip(tmp_path):
     folder = make(tmp_path, "one")
-    facts = manifest.read(folder)
-    assert facts["tag"] == "one" and facts["version"] == manifest.VERSION
-    assert manifest.missing_or_short(folder, facts) == []
+    facts = verify.read(folder)
+    assert facts["tag"] == "one" and facts["version"] == verify.VERSION
+    assert verify.missing_or_short(folder, facts) == []
     assert verify.verify_folder(folder) == []
-    assert manifest.read(tmp_path) is None
+    assert verify.read(tmp_path) is None
 
 
 def test_a_flipped_bit_of_the_manifest_is_found_anywhere(tmp_path):
     folder = make(tmp_path, "one")
-    path = folder / manifest.NAME
+    path = folder / verify.NAME
     good = path.read_bytes()
     for position in range(len(good)):
         flip(path, position, position % 8)
-        with pytest.raises(manifest.DamagedManifest, match="damaged"):
-            manifest.read(folder)
+        with pytest.raises(verify.DamagedManifest, match="damaged"):
+            verify.read(folder)
         path.write_bytes(good)
 
 
@@ -70,11 +71,11 @@ def test_missing_and_short_files(tmp_path):
     folder = make(tmp_path, "one")
     path = folder / "mp_rank_00_model_states.pt"
     path.write_bytes(path.read_bytes()[:-1])
-    facts = manifest.read(folder)
-    assert manifest.missing_or_short(folder, facts) == [f"{path.name} is damaged: it has 1695 bytes, 1696 were saved"]
+    facts = verify.read(folder)
+    assert verify.missing_or_short(folder, facts) == [f"{path.name} is damaged: it has 1695 bytes, 1696 were saved"]
     assert "has 1695 bytes" in str(verify.verify_folder(folder)[0])
     path.unlink()
-    assert manifest.missing_or_short(folder, facts) == [f"{path.name} is missing"]
+    assert verify.missing_or_short(folder, facts) == [f"{path.name} is missing"]
     assert "is missing" in str(verify.verify_folder(folder)[0])
 
 
@@ -108,4 +109,4 @@ def test_nothing_there_is_said(tmp_path, capsys):
 def test_peer_files_have_no_manifest(tmp_path):
     folder = os.path.join(os.path.dirname(__file__), "..", "..", "data", "peer-checkpoints", "stage2-fp32-2ranks")
     assert verify.verify_folder(os.path.join(folder, "global_step4")) == []
-    assert listing.checkpoints_of(folder)[0].state == "unknown"
+    assert cli.checkpoints_of(folder)[0].state == "unknown"

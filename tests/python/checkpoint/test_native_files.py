@@ -6,11 +6,12 @@ import os
 import pytest
 import torch
 
-from deepspeed.checkpoint import manifest, native_names, saved_native
-from deepspeed.checkpoint.file_writer import write_safetensors
-from deepspeed.checkpoint.native_files import Digest, FrozenFile
-from deepspeed.checkpoint.native_tensors import share
-from deepspeed.checkpoint.saved_native import NativeState
+from deepspeed.checkpoint.layouts import names, saved_native
+from deepspeed.checkpoint.layouts.saved_native import NativeState
+from deepspeed.checkpoint.read import verify
+from deepspeed.checkpoint.write.file_writer import write_safetensors
+from deepspeed.checkpoint.write.native import share
+from deepspeed.checkpoint.write.shared_file import Digest, FrozenFile
 
 
 @pytest.mark.parametrize(
@@ -25,15 +26,15 @@ from deepspeed.checkpoint.saved_native import NativeState
     ],
 )
 def test_keys_come_back(kind, name, offset, key):
-    assert native_names.key_of(kind, name, offset) == key
-    assert native_names.parsed(key) == (kind, name, 0 if key.endswith("@0") else offset)
+    assert names.key_of(kind, name, offset) == key
+    assert names.parsed(key) == (kind, name, 0 if key.endswith("@0") else offset)
 
 
 @pytest.mark.parametrize("name", ["checkpoint.json", "checkpoint_mp_rank_01.json", "rank_00012.json",
                                   "rank_00000.safetensors", "frozen_0a1b.safetensors"])  # fmt: skip
 def test_files_of_the_format(name):
-    assert native_names.is_native_file(name)
-    assert not native_names.is_native_file(f"my_{name}") and not native_names.is_native_file(f"{name}.bak")
+    assert names.is_native_file(name)
+    assert not names.is_native_file(f"my_{name}") and not names.is_native_file(f"{name}.bak")
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
@@ -69,7 +70,7 @@ def tag_with(parent, tag, tensors, name):
     folder = parent / tag
     folder.mkdir()
     record = write_safetensors(tensors, {}, folder / name)
-    (folder / manifest.NAME).write_text(manifest.text_of({"saved_at": 1.0}, {name: record.to_dict()}))
+    (folder / verify.NAME).write_text(verify.text_of({"saved_at": 1.0}, {name: record.to_dict()}))
     return folder / name
 
 

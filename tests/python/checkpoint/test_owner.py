@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from deepspeed.checkpoint import owner
-from deepspeed.checkpoint.owner import Process
+from deepspeed.checkpoint.write import owner
+from deepspeed.checkpoint.write.owner import Process
 
 HERE = Process.here()
 

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 
-from deepspeed.checkpoint import plain_json
+from deepspeed.checkpoint.layouts import saved_native
 
 VALUES = [
     None, True, 0, -7, 2**80, 0.1, math.inf, "text", "$text", [], {}, (), (1, (2, [3])), {"a": {"b": (1,)}},
@@ -29,8 +29,8 @@ def name(value):
 @pytest.mark.parametrize("value", VALUES, ids=name)
 def test_comes_back_as_it_was(value):
     tensors = {}
-    text = json.dumps(plain_json.encode({"value": value}, tensors))
-    found = plain_json.decode(json.loads(text), tensors)["value"]
+    text = json.dumps(saved_native.encode({"value": value}, tensors))
+    found = saved_native.decode(json.loads(text), tensors)["value"]
     assert found == value and type(found) is type(value)
     if isinstance(value, dict):
         assert list(found) == list(value)
@@ -42,9 +42,9 @@ def test_tensors_and_arrays_go_elsewhere():
         "n": numpy.arange(6.0).reshape(2, 3),
     }
     tensors = {}
-    text = json.dumps(plain_json.encode(value, tensors, "client"))
+    text = json.dumps(saved_native.encode(value, tensors, "client"))
     assert sorted(tensors) == ["client.n", "client.t.0", "client.t.1.x"]
-    found = plain_json.decode(json.loads(text), tensors)
+    found = saved_native.decode(json.loads(text), tensors)
     assert torch.equal(found["t"][0], value["t"][0]) and found["t"][1]["x"].dtype == torch.bfloat16
     assert numpy.array_equal(found["n"], value["n"]) and found["n"].dtype == value["n"].dtype
 
@@ -52,7 +52,7 @@ def test_tensors_and_arrays_go_elsewhere():
 def test_keys_with_dots_do_not_meet():
     value = {"a.b": torch.zeros(2), "a": {"b": torch.ones(2), "b#2": torch.full((2,), 2.0)}}
     tensors = {}
-    found = plain_json.decode(json.loads(json.dumps(plain_json.encode(value, tensors))), tensors)
+    found = saved_native.decode(json.loads(json.dumps(saved_native.encode(value, tensors))), tensors)
     assert len(tensors) == 3
     assert [float(t[0]) for t in (found["a.b"], found["a"]["b"], found["a"]["b#2"])] == [0, 1, 2]
 
@@ -65,13 +65,13 @@ def test_keys_with_dots_do_not_meet():
 )  # fmt: skip
 def test_arrays_of_any_numbers(array):
     tensors = {}
-    found = plain_json.decode(json.loads(json.dumps(plain_json.encode(array, tensors))), tensors)
+    found = saved_native.decode(json.loads(json.dumps(saved_native.encode(array, tensors))), tensors)
     assert found.dtype == array.dtype and found.shape == array.shape and numpy.array_equal(found, array)
 
 
 def test_the_text_is_json_for_everybody():
-    text = json.dumps(plain_json.encode([math.inf, -math.inf, math.nan], {}), allow_nan=False)
-    found = plain_json.decode(json.loads(text), {})
+    text = json.dumps(saved_native.encode([math.inf, -math.inf, math.nan], {}), allow_nan=False)
+    found = saved_native.decode(json.loads(text), {})
     assert found[:2] == [math.inf, -math.inf] and math.isnan(found[2])
 
 
@@ -83,11 +83,11 @@ class Mine:
     "value", [Mine(), Mine, len, torch.nn.Linear(1, 1), numpy.array([None])], ids=lambda value: type(value).__name__
 )
 def test_what_only_a_pickle_could_hold_is_named(value):
-    with pytest.raises(plain_json.NotPlain, match=r"client_state\.a\.1 is a .*writer"):
-        plain_json.encode({"a": [0, value]}, {})
+    with pytest.raises(saved_native.NotPlain, match=r"client_state\.a\.1 is a .*writer"):
+        saved_native.encode({"a": [0, value]}, {})
 
 
 @pytest.mark.parametrize("text", ['{"$call": ["os.system", "true"]}', '{"$dtype": "save"}', '{"$x": 1}'])
 def test_unknown_words_are_refused(text):
     with pytest.raises(ValueError, match="does not know"):
-        plain_json.decode(json.loads(text), {})
+        saved_native.decode(json.loads(text), {})

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from deepspeed.checkpoint import file_writer, sharing, verify
-from deepspeed.checkpoint.file_writer import PreparedTorch, WriterOptions
-from deepspeed.checkpoint.shared_file import Cuts, SharedTorch, complete
-from deepspeed.checkpoint.stored_tensor import StoredSlice, StoredTensor
-from deepspeed.checkpoint.stream_file import PreparedStream
+from deepspeed.checkpoint.read import verify
+from deepspeed.checkpoint.write import file_writer, save
+from deepspeed.checkpoint.write.file_writer import PreparedStream, PreparedTorch, WriterOptions
+from deepspeed.checkpoint.write.shared_file import Cuts, SharedTorch, complete
+from deepspeed.checkpoint.write.torch_pickler import StoredSlice, StoredTensor
 from deepspeed.host import cpu
 from deepspeed.zero.tensor_of_pieces import TensorOfPieces
 
@@ -74,10 +74,10 @@ class FewRanks:
 )
 def test_who_writes(mode, first, second):
     for rank in range(6):
-        made = sharing.Sharing(mode, FACTS, FewRanks(rank))
+        made = save.Sharing(mode, FACTS, FewRanks(rank))
         assert made.writers == (first if rank < 4 else second)
         assert made.writes == (rank in made.writers) and made.leads == (rank in (0, 4))
-    own_disks = sharing.Sharing(mode, FACTS, FewRanks(5, ["x", "x", "x", "y", "x", "y"]))
+    own_disks = save.Sharing(mode, FACTS, FewRanks(5, ["x", "x", "x", "y", "x", "y"]))
     assert own_disks.writers == [4] and not own_disks.writes
 
 

@@ -7,10 +7,9 @@ import time
 import pytest
 import torch
 
-from deepspeed.checkpoint import snapshot as snapshots
-from deepspeed.checkpoint.host_cache import HostCache
-from deepspeed.checkpoint.kinds import prepare
-from deepspeed.checkpoint.snapshot import MemoryRanges, Snapshot
+from deepspeed.checkpoint.write import snapshot as snapshots
+from deepspeed.checkpoint.write.file_writer import prepare
+from deepspeed.checkpoint.write.snapshot import HostCache, MemoryRanges, Snapshot
 
 MIB = 1 << 20
 

@@ -21,7 +21,7 @@ import torch
 
 import deepspeed  # noqa: F401
 from deepspeed import _compat
-from deepspeed.checkpoint import storage
+from deepspeed.checkpoint.read import storage
 from deepspeed.utils import standalone_reader
 from deepspeed.utils.torch_archive import LazyTensor, RefusedClass, load
 
@@ -362,3 +362,21 @@ def test_the_reader_without_the_package_reads_tensors_and_arrays(zipped, tmp_pat
     torch.save({"counted": Counted()}, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
     with pytest.raises(RefusedClass, match="Counted"):
         standalone_reader.load(tmp_path / "x.pt", trust=False)
+
+
+def test_elements_are_read_straight_into_memory_that_is_there(tmp_path):
+    value = torch.arange(3_000_000.0)
+    torch.save({"x": value, "t": value[:12].view(3, 4).t(), "half": value[:8].half()}, tmp_path / "x.pt")
+    found = load(tmp_path / "x.pt", lazy=True)
+    target = torch.zeros(2_500_001)
+    assert found["x"].fill(target[1:], 400_000)
+    assert target[0] == 0 and torch.equal(target[1:], value[400_000:2_900_000])
+    for name, start, memory in (
+        ("t", 0, torch.zeros(12)),  # in another order in the file
+        ("half", 0, torch.zeros(8)),  # of another type
+        ("x", 2_999_999, torch.zeros(2)),  # not all there
+    ):
+        assert not found[name].fill(memory, start) and not memory.any()
+    os.truncate(tmp_path / "x.pt", os.path.getsize(tmp_path / "x.pt") - 1)
+    with pytest.raises(OSError, match="changed"):
+        found["x"].fill(target[1:], 0)

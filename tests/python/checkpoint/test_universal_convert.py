@@ -12,8 +12,9 @@ import torch
 import megatron_files
 from deepspeed import _compat
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint import ds_to_universal, universal_workers
-from deepspeed.checkpoint.saved_universal import UniversalState
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.checkpoint.convert import universal
+from deepspeed.checkpoint.layouts.saved_universal import UniversalState
 from megatron_files import INFO, WORDS, slice_of, state_of, whole_parameters
 
 KINDS = ("fp32", "exp_avg", "exp_avg_sq")
@@ -147,7 +148,7 @@ def same_files(one, other):
 
 @pytest.mark.slow
 def test_workers_do_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(universal_workers, "SHARE_BYTES", 1)
+    monkeypatch.setattr(universal, "SHARE_BYTES", 1)
     megatron_files.write(str(tmp_path / "step7"), 1, 2, 2)
     convert(tmp_path / "step7", tmp_path / "universal", num_extract_workers=2, keep_temp_folder=True)
     convert(tmp_path / "step7", tmp_path / "alone")

@@ -16,9 +16,9 @@ from deepspeed.checkpoint import (
     get_zero_ckpt_name_for_rank,
     merge_state,
     model_3d_desc,
-    names,
     reshape_meg_2d_parallel,
 )
+from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
 

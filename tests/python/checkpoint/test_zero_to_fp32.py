@@ -11,7 +11,7 @@ import pytest
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from deepspeed.checkpoint import standalone  # noqa: E402
+from deepspeed.checkpoint.convert import export  # noqa: E402
 from deepspeed.utils import weight_files, zero_to_fp32  # noqa: E402
 from deepspeed.utils.lazy_tensor import LazyTensor  # noqa: E402
 from deepspeed.utils.safetensors_file import read_safetensors  # noqa: E402
@@ -271,7 +271,7 @@ def run_script(folder, *arguments):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_script_runs_with_torch_alone(stage, safe, tmp_path):
     expected = checkpoint(tmp_path, stage, 2)
-    path = standalone.write_script(str(tmp_path))
+    path = export.write_script(str(tmp_path))
     assert path == str(tmp_path / "zero_to_fp32.py") and os.access(path, os.X_OK)
     out = run_script(tmp_path, tmp_path, tmp_path / "out", *(["--safe_serialization"] if safe else []))
     assert out.returncode == 0, out.stderr
@@ -286,14 +286,14 @@ def test_the_script_runs_with_torch_alone(stage, safe, tmp_path):
 
 @pytest.mark.parametrize("path", sorted(glob.glob(f"{PEERS}/stage[123]-bf16*")), ids=os.path.basename)
 def test_the_script_reads_files_of_another_implementation(path, tmp_path):
-    standalone.write_script(str(tmp_path))
+    export.write_script(str(tmp_path))
     out = run_script(tmp_path, path, tmp_path / "out")
     assert out.returncode == 0, out.stderr
     assert same(read_back(tmp_path / "out")[0], get_fp32_state_dict_from_zero_checkpoint(path))
 
 
 def test_the_script_refuses_and_fails_as_the_module_does(tmp_path):
-    standalone.write_script(str(tmp_path))
+    export.write_script(str(tmp_path))
     out = run_script(tmp_path, tmp_path, tmp_path / "out")
     assert out.returncode != 0 and "ValueError" in out.stderr and "latest" in out.stderr
     checkpoint(tmp_path, 2, 1)
@@ -309,14 +309,14 @@ def test_a_script_that_cannot_be_made_executable_is_only_reported(tmp_path, monk
 
     monkeypatch.setattr(os, "chmod", refuse)
     said = []
-    monkeypatch.setattr(standalone.logger, "warning", lambda text: said.append(text))
-    assert os.path.exists(standalone.write_script(str(tmp_path)))
+    monkeypatch.setattr(export.logger, "warning", lambda text: said.append(text))
+    assert os.path.exists(export.write_script(str(tmp_path)))
     assert "cannot be made executable" in said[0]
 
 
 def test_modules_with_the_same_name_in_them_are_not_joined():
     with pytest.raises(ValueError, match="first and second both have a _helper"):
-        standalone.bundle({"first": '"""."""\ndef _helper():\n    pass\n', "second": '"""."""\n_helper = 3\n'})
+        export.bundle({"first": '"""."""\ndef _helper():\n    pass\n', "second": '"""."""\n_helper = 3\n'})
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ def test_memory_does_not_grow_with_the_model(stage, safe, tmp_path):
     groups = [{"large": torch.ones(80 << 20), **{f"w{i}": torch.full((10 << 20,), float(i)) for i in range(7)}}]
     write_checkpoint(tmp_path, groups, stage, 2)
     del groups
-    script = standalone.write_script(str(tmp_path))
+    script = export.write_script(str(tmp_path))
     command = [sys.executable, "-I", "-c", MEASURE, script, str(tmp_path), str(tmp_path / "out")]
     out = subprocess.run(command + ["--safe_serialization"] * safe, capture_output=True, text=True)
     assert out.returncode == 0, out.stderr

@@ -3,6 +3,14 @@
 import abc
 import os
 
+from deepspeed import _compat
+from deepspeed.checkpoint.engines import ENGINES
+from deepspeed.checkpoint.read import storage, verify
+from deepspeed.checkpoint.write.file_writer import FileRecord, prepare
+from deepspeed.log import logger
+
+# ---- base ----------------------------------------------------------------------------------------------------------
+
 
 class CheckpointCommitInfo:
     """The checkpoint that ``create`` starts and ``commit`` ends: its ``tag``, the folder ``save_dir`` above it, and
@@ -70,3 +78,120 @@ class CheckpointEngine(abc.ABC):
     def cleanup(self):
         """The engine is not used any more: what is on the way to disk gets there."""
         self._commit_info = None
+
+
+# ---- own -----------------------------------------------------------------------------------------------------------
+# What the checkpoint engines of this library have in common.
+
+
+class OwnCheckpointEngine(CheckpointEngine):
+    """``config_params``: the section ``checkpoint`` of the configuration, or None for its defaults."""
+
+    makes_files = True
+
+    def __init__(self, config_params=None):
+        super().__init__(config_params)
+        self.name = type(self).__name__
+        self.writer = getattr(config_params, "writer", None)  # the section checkpoint.writer, or None
+        self.archives = getattr(config_params, "checkpoint_serialization", True)  # files of torch.save are zip archives
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(config.checkpoint_config)
+
+    def prepare(self, name, value):
+        """``value`` as the file ``name``, not yet written (``kinds.prepare``)."""
+        return prepare(name, value, self.archives)
+
+    @abc.abstractmethod
+    def write_file(self, name, value, path):
+        """Writes ``value``, the file ``name`` of a checkpoint, to ``path``. Returns its record for the manifest."""
+
+    def create(self, info):
+        logger.debug(f"[{self.name}] checkpoint {getattr(info, 'tag', info)} begins")
+
+    def save(self, state_dict, path):
+        """The file is there, whole, when this returns."""
+        self.write_file(path, state_dict, path)
+
+    def load(self, path, map_location=None):
+        """Tensors and plain data only, on the CPU or on the device ``map_location``; RefusedClass for anything else.
+
+        A function or a dict as ``map_location`` is for torch.load alone, which runs what the file asks for: only for
+        files that you trust."""
+        if callable(map_location) or isinstance(map_location, dict):
+            return _compat.load(path, map_location=map_location)
+        value = storage.read(path)
+        return value if map_location is None else storage.compact(value, map_location)
+
+    def commit(self, info):
+        logger.debug(f"[{self.name}] checkpoint {getattr(info, 'tag', info)} is ready")
+        return True
+
+
+# ---- foreign -------------------------------------------------------------------------------------------------------
+# Engines of others in a save of ours: ``create``, ``save``, ``load`` and ``commit``, and no more is asked of them.
+
+
+class ForeignFiles:
+    """Writes the files of one checkpoint through ``engine``; after ``finish`` each is at its path."""
+
+    def __init__(self, engine, tag, save_dir, save_latest):
+        self.engine = engine
+        self.info = CheckpointCommitInfo(tag, save_dir, save_latest)
+        self._paths = {}
+        self._begun = False
+
+    def write_file(self, name, value, path):
+        if not self._begun:
+            self._begun = True
+            self.engine.create(self.info)
+        self.engine.save(storage.compact(value), path)  # a copy: it may still be reading when training goes on
+        self._paths[name] = path
+
+    def finish(self):
+        """Returns name -> record of the files. Raises RuntimeError when the engine does not vouch for them."""
+        who = f"the checkpoint engine {type(self.engine).__name__}"
+        answer = self.engine.commit(self.info)
+        if answer is not None and not answer:
+            raise RuntimeError(f"{who} answered {answer!r} to commit({self.info.tag!r})")
+        records = {}
+        for name, path in self._paths.items():
+            if not os.path.isfile(path):
+                raise RuntimeError(f"{who} has left no file {path}: its save(state_dict, path) must write there")
+            records[name] = FileRecord(name, os.path.getsize(path), verify.crc32_of(path)).to_dict()
+        return records
+
+
+# ---- choice --------------------------------------------------------------------------------------------------------
+# Which checkpoint engine a configuration asks for.
+
+_NEEDED = ("create", "save", "load", "commit")
+
+
+def engine_name(config):
+    """The name under which ``config`` (a DeepSpeedConfig) wants an engine from ``ENGINES``."""
+    section = config.checkpoint_config
+    if section.engine is not None:
+        return section.engine
+    if config.datastates_config is not None:
+        return "datastates"
+    writer = section.writer
+    if getattr(section, "async") or (writer is not None and writer.decoupled):
+        return "async"
+    return {"MOCK": "mock", "PYTHON": "python", "FAST": "fast"}[writer.type if writer is not None else "FAST"]
+
+
+def make_engine(config):
+    """A new checkpoint engine. One of ours is made by ``from_config(config)``, another by calling it with the section
+    ``checkpoint``. Raises UnknownNameError for a name that nobody registered, TypeError for what is no engine."""
+    name = engine_name(config)
+    kind = ENGINES.get(name)
+    made = kind.from_config(config) if hasattr(kind, "from_config") else kind(config.checkpoint_config)
+    missing = [method for method in _NEEDED if not callable(getattr(made, method, None))]
+    if missing:
+        raise TypeError(
+            f"the checkpoint engine {name!r} ({type(made).__name__}) has no {', '.join(missing)}: see "
+            "CheckpointEngine in deepspeed.runtime.checkpoint_engine for what it must have"
+        )
+    return made

@@ -1,3 +1,3 @@
 """Import path that existing scripts use."""
 
-from deepspeed.checkpoint.engines.async_engine import DataStatesCheckpointEngine  # noqa: F401
+from deepspeed.checkpoint.engines.built_in import DataStatesCheckpointEngine  # noqa: F401

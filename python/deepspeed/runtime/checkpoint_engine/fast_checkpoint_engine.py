@@ -1,3 +1,3 @@
 """Import path that existing scripts use."""
 
-from deepspeed.checkpoint.engines.fast_engine import FastCheckpointEngine  # noqa: F401
+from deepspeed.checkpoint.engines.built_in import FastCheckpointEngine  # noqa: F401

@@ -1,3 +1,3 @@
 """Import path that existing scripts use."""
 
-from deepspeed.checkpoint.engines.torch_engine import TorchCheckpointEngine  # noqa: F401
+from deepspeed.checkpoint.engines.built_in import TorchCheckpointEngine  # noqa: F401

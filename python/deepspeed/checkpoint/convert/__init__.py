@@ -1,0 +1,1 @@
+"""Checkpoints as something else: universal ones, weights for other libraries."""

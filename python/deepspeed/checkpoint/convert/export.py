@@ -1,0 +1,436 @@
+"""Weights of a running engine for others to read, in the dtype that the model computes with.
+
+At ZeRO stage 3 a parameter is whole only while it is gathered: one at a time, on every rank, in the same order.
+"""
+
+import ast
+import functools
+import os
+import stat
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed import utils
+from deepspeed._compat import named_parameters
+from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.layouts.names import SCRIPT
+from deepspeed.checkpoint.layouts.saved_state import Range, open_saved
+from deepspeed.checkpoint.read import cli
+from deepspeed.checkpoint.read.weights import eager, plain
+from deepspeed.checkpoint.write.ranks import failure_of, raise_together
+from deepspeed.log import logger
+from deepspeed.utils.lazy_tensor import itemsize
+from deepspeed.utils.weight_files import (
+    StoredWeight,
+    as_weight,
+    write_safetensors,
+    write_torch,
+    write_weight_files,
+    write_whole,
+)
+from deepspeed.zero.gathered import GatheredParameters
+from deepspeed.zero.sharded_parameter import is_sharded
+
+# ---- difference ----------------------------------------------------------------------------------------------------
+# What differs between two checkpoints, parameter by parameter, whatever stage and number of ranks wrote each.
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+def open_any(path, tag=None):
+    """The checkpoint in ``path``: the folder of a tag, or a directory of which ``tag`` or the latest one is meant."""
+    if not os.path.isdir(path):
+        raise FileNotFoundError(f"there is no directory {path}")
+    if tag is None and cli.is_checkpoint(path):
+        return open_saved(path)
+    tag = names.latest_tag(path) if tag is None else str(tag)
+    if tag is None:
+        raise FileNotFoundError(f"{path} is no checkpoint and has no file 'latest' that names one")
+    return open_saved(os.path.join(path, tag))
+
+
+def _whole(saved, name, kind):
+    pieces = saved.pieces(name, kind)
+    if not pieces:
+        return None
+    end = max(begin + numel for begin, numel, _ in pieces)
+    flat = None
+    for begin, numel, reader in pieces:
+        values = reader.read_range(0, numel)
+        if flat is None:
+            flat = torch.zeros(end, dtype=values.dtype)
+        flat[begin : begin + numel] = values
+    return flat
+
+
+def _compare(what, a, b):
+    if (a is None) != (b is None):
+        return [f"{what}: only in {'B' if a is None else 'A'}"]
+    if a is None or (a.shape == b.shape and torch.equal(a.double(), b.double())):
+        return []
+    if a.shape != b.shape:
+        return [f"{what}: {a.numel()} elements in A, {b.numel()} in B"]
+    if not a.is_floating_point():
+        return [f"{what}: {int((a != b).sum())} of {a.numel()} elements differ"]
+    gap = (a.double() - b.double()).abs()
+    count = int(((gap > 0) | gap.isnan()).sum())
+    if not count:
+        return []
+    return [f"{what}: {count} of {a.numel()} elements differ, by at most {gap.nan_to_num(float('inf')).max():.3g}"]
+
+
+def difference(first, second, limit=50):
+    """Lines that say what differs: weights, fp32 masters, optimizer states, steps, counters. One tensor at a time is in
+    memory. At most ``limit`` lines and one that says how many more; [] when all is equal."""
+    a, b = open_any(first), open_any(second)
+    lines = [
+        f"{key}: {a.model.get(key)} in A, {b.model.get(key)} in B"
+        for key in _COUNTERS
+        if a.model.get(key) != b.model.get(key)
+    ]
+    weights = dict.fromkeys([*a.module(), *a.shapes(), *b.module(), *b.shapes()])
+    aliases = {**a.aliases(), **b.aliases()}
+    for name in weights:
+        if name in aliases:
+            continue  # the same tensor under another name
+        shapes = [saved.weight_shape(name) for saved in (a, b)]
+        if None not in shapes and shapes[0] != shapes[1]:
+            lines.append(f"{name}: {tuple(shapes[0])} in A, {tuple(shapes[1])} in B")
+            continue
+        lines += _compare(name, _whole(a, name, "weight"), _whole(b, name, "weight"))
+    kinds = dict.fromkeys(["fp32", *a.state_names(), *b.state_names()])
+    for name in a.shapes().keys() & b.shapes().keys():
+        for kind in kinds:
+            lines += _compare(f"{kind} of {name}", _whole(a, name, kind), _whole(b, name, kind))
+        if a.step(name) != b.step(name):
+            lines.append(f"step of {name}: {a.step(name)} in A, {b.step(name)} in B")
+    if bool(a.shapes()) != bool(b.shapes()):
+        lines.append("optimizer states are not compared: only one of the two says whose they are (stage 0 does not)")
+    if len(lines) > limit:
+        lines[limit:] = [f"... and {len(lines) - limit} more"]
+    return lines
+
+
+# ---- export --------------------------------------------------------------------------------------------------------
+
+
+class _ShardedWeight(StoredWeight):
+    """A parameter of stage 3. ``chunks()`` gathers it, so every rank must ask for the chunks of the same ones."""
+
+    def __init__(self, param):
+        self.param, self.gathered = param, 0
+        self.shape, self.dtype = torch.Size(param.ds_shape), param.dtype
+
+    def chunks(self):
+        self.gathered += 1
+        with torch.no_grad(), GatheredParameters([self.param]):
+            values = self.param.detach()
+            yield from StoredWeight([(values, 0, values.numel())], self.shape, self.dtype).chunks()
+
+    def gather(self):
+        """What the other ranks do meanwhile, or this one when it no longer writes."""
+        self.gathered += 1
+        with GatheredParameters([self.param]):
+            pass
+
+
+def _state_of(engine, exclude_frozen_parameters):
+    """The module's state dict with sharded parameters as weights, tied names with the same object."""
+    state = engine.module_state_dict(keep_vars=True, exclude_frozen_parameters=exclude_frozen_parameters)
+    by_name = dict(named_parameters(engine.module))
+    made = {}
+    for name in state:
+        param = by_name.get(name)
+        if param is not None and is_sharded(param):
+            state[name] = made.setdefault(id(param), _ShardedWeight(param))
+    return state
+
+
+def _drain(engine):
+    if engine.core is not None and engine.core.gatherer is not None:
+        engine.core.gatherer.drain()
+
+
+def _tensors_only(state):
+    """For a format that holds nothing else."""
+    return {name: value for name, value in state.items() if as_weight(value) is not None}
+
+
+def _turns(state, safetensors):
+    """The sharded weights in the order in which a file of this format asks for their chunks."""
+    found = [value for value in state.values() if isinstance(value, _ShardedWeight)]
+    if safetensors:  # it has no ties: a weight is written under each of its names
+        return sorted(found, key=lambda weight: -itemsize(weight.dtype))
+    return list({id(weight): weight for weight in found}.values())
+
+
+def _write(state, path, turns):
+    """Rank 0's part. A failure does not leave the others alone in a collective."""
+    try:
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        write = write_safetensors if path.endswith(".safetensors") else write_torch
+        write_whole(path, write, _tensors_only(state) if path.endswith(".safetensors") else state)
+    finally:
+        done = sum(weight.gathered for weight in {id(weight): weight for weight in turns}.values())
+        for weight in turns[done:]:
+            weight.gather()
+
+
+def save_16bit_model(engine, save_dir, save_filename="pytorch_model.bin", exclude_frozen_parameters=False):
+    """Rank 0 writes the module's state dict to ``save_dir/save_filename``, as safetensors when the name ends in
+    ``.safetensors``; every rank calls it.
+
+    Parameters pass through one after the other: no rank holds more of the model than it does anyway, and the largest
+    parameter. Returns True; at ZeRO stage 3 False, with nothing written, unless
+    ``zero_optimization.stage3_gather_16bit_weights_on_model_save`` is on. ValueError without ``save_dir``; the error of
+    rank 0 on every rank.
+    """
+    if not save_dir:
+        raise ValueError(f"save_16bit_model needs a directory, got save_dir={save_dir!r}")
+    path = os.path.join(os.fspath(save_dir), save_filename)
+    if engine._stage_policy.shards_params and not engine.zero_gather_16bit_weights_on_model_save():
+        logger.warning(
+            f"nothing is saved to {save_dir}: set zero_optimization.stage3_gather_16bit_weights_on_model_save to true "
+            "to gather the weights of ZeRO stage 3 for it"
+        )
+        return False
+    state = _state_of(engine, exclude_frozen_parameters)
+    turns, error = _turns(state, path.endswith(".safetensors")), None
+    try:
+        if engine.global_rank == 0:
+            _write(state, path, turns)
+        else:
+            for weight in turns:
+                weight.gather()
+    except Exception as caught:
+        error = caught
+    _drain(engine)
+    failures = [failure_of(engine.global_rank, error)]
+    if engine.world_size > 1:
+        failures = failures * engine.world_size
+        dist.all_gather_object(failures, failures[0])
+    raise_together(failures, f"the model is not saved to {path}", error)
+    return True
+
+
+@torch.no_grad()
+def whole_state_dict(engine, exclude_frozen_parameters=False):
+    """Rank 0: the module's state dict with whole parameters on the CPU, tied ones as one tensor; None elsewhere.
+
+    Parameters are gathered one at a time. Every rank calls it.
+    """
+    keep, made = engine.global_rank == 0, {}
+    state = _state_of(engine, exclude_frozen_parameters)
+    for name, value in state.items():
+        if isinstance(value, _ShardedWeight):
+            if id(value) not in made:
+                with GatheredParameters([value.param]):
+                    made[id(value)] = value.param.detach().to("cpu", copy=True) if keep else None
+            state[name] = made[id(value)]
+        elif torch.is_tensor(value) and keep:
+            state[name] = made.setdefault(id(value), value.detach().to("cpu", copy=True))
+    _drain(engine)
+    return state if keep else None
+
+
+# ---- native export -------------------------------------------------------------------------------------------------
+# Weights of a checkpoint as files that every library reads: model.safetensors or pytorch_model.bin, in shards. No
+# engine, and no more memory than one chunk: elements go from the checkpoint's files to the new ones. Works for the
+# native format and for every other one that says the names of its parameters.
+
+_CHUNK_NUMEL = 4 << 20
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class SavedWeight(StoredWeight):
+    """``pieces``: (reader, first element, numel) with readers of a ``SavedState``."""
+
+    def _parts(self):
+        for reader, start, numel in self.pieces:
+            if callable(getattr(reader, "source", None)):
+                reader = Range(reader.source(), reader.base)  # once for all chunks
+            for at in range(start, start + numel, _CHUNK_NUMEL):
+                yield reader.read_range(at, min(_CHUNK_NUMEL, start + numel - at))
+
+
+def weights_of(saved, dtype=torch.float32, exclude_frozen_parameters=False):
+    """``{name: SavedWeight}`` of a ``SavedState``, in the order of the module's state; tied names with the same object.
+
+    Trained parameters come from the fp32 masters where there are some; parameters become ``dtype``. Buffers stay what
+    they are; those of fewer bits become fp32 if ``dtype`` is that. ValueError for a parameter that is not there whole.
+    """
+    trained, aliases, module = saved.shapes(), saved.aliases(), saved.module()
+    buffers = set(saved.model.get("buffer_names") or ())
+    made, found = {}, {}
+    for name in dict.fromkeys([*(saved.model.get("module") or ()), *trained]):
+        known = aliases.get(name, name)
+        if exclude_frozen_parameters and known not in trained and known not in buffers:
+            continue
+        shape = saved.weight_shape(known)
+        if known not in made and shape is not None:
+            pieces = (saved.pieces(known, "fp32") if known in trained else ()) or saved.pieces(known, "weight")
+            made[known] = _weight(saved, known, shape, pieces, dtype, known in buffers, module)
+        if known in made:
+            found[name] = made[known]
+    return found
+
+
+def _weight(saved, name, shape, pieces, dtype, is_buffer, module):
+    if name in module:
+        own = module[name].dtype
+    else:
+        own = pieces[0][2].read_range(0, 0).dtype if pieces else torch.float32
+    if not own.is_floating_point or (is_buffer and dtype != torch.float32):
+        dtype = own
+    if is_buffer and own == torch.float64:
+        dtype = own
+    end = 0
+    for begin, numel, _ in pieces:
+        if begin != end:
+            break
+        end += numel
+    if end != torch.Size(shape).numel():
+        raise ValueError(
+            f"{saved.origin()} has {end} of the {torch.Size(shape).numel()} elements of '{name}' in one run: files are "
+            "missing"
+        )
+    return SavedWeight([(reader, 0, numel) for _, numel, reader in pieces], shape, dtype)
+
+
+def export(
+    checkpoint_dir,
+    output_dir,
+    tag=None,
+    dtype="fp32",
+    max_shard_size="5GB",
+    safe_serialization=True,
+    exclude_frozen_parameters=False,
+):
+    """Writes the weights of a checkpoint to ``output_dir`` and returns the files: model.safetensors, or numbered ones
+    and an index when that is larger than ``max_shard_size``; pytorch_model.bin without ``safe_serialization``.
+
+    checkpoint_dir: what save_checkpoint was given, or the folder of a tag. tag: by default what ``latest`` says.
+    dtype: "fp32", "bf16" or "fp16", of the parameters.
+    Raises FileNotFoundError without a checkpoint, ValueError for one whose weights are slices of model-parallel ranks.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype = {dtype!r} is none of {', '.join(DTYPES)}")
+    saved = open_any(checkpoint_dir, tag)
+    ranks = saved.model.get("mp_world_size", 1)
+    if ranks > 1:
+        raise ValueError(
+            f"{saved.origin()} holds slices of {ranks} model-parallel ranks: join them with ds_to_universal first, "
+            "which knows the rules, and export its result"
+        )
+    weights = weights_of(saved, DTYPES[dtype], exclude_frozen_parameters)
+    if not weights:
+        raise ValueError(f"{saved.origin()} has no weights to export")
+    return write_weight_files(weights, output_dir, max_shard_size, safe_serialization)
+
+
+# ---- native universal ----------------------------------------------------------------------------------------------
+# The files beside the parameters of a universal checkpoint, made of one in the native format.
+
+
+def torch_files(saved, mp_rank):
+    """``(name, value)`` of the model file of a model-parallel rank and of what its runs need to go on; ``saved`` is its
+    ``NativeState``. Trained weights are placeholders in the model file, as at ZeRO stage 3."""
+    whole = saved.module()
+    module = {key: eager(whole[key]) if key in whole else torch.empty(0) for key in saved.model["module"]}
+    state = {key: value for key, value in saved.model.items() if key != "module"}
+    yield names.model_states(mp_rank), {"module": module, **plain(state)}
+    groups = [group["names"] for group in saved.param_groups()]
+    for rank in saved.ranks:
+        yield names.run_states(rank), {**saved.run_states(rank)[0], "group_names": groups}
+
+
+# ---- standalone ----------------------------------------------------------------------------------------------------
+# The script zero_to_fp32.py that a checkpoint folder gets: one file, made of the modules that it needs. It must run
+# where DeepSpeed is not installed, so it cannot import them; and it must do what they do, so they are joined.
+
+# Each uses the ones before it.
+MODULES = (
+    "byte_ranges",
+    "lazy_tensor",
+    "standalone_reader",
+    "torch_archive_writer",
+    "weight_files",
+    "zero_to_fp32",
+)
+
+
+def _cut(source, nodes):
+    """``source`` without the lines of some of its top-level statements."""
+    lines = source.splitlines()
+    for node in nodes:
+        lines[node.lineno - 1 : node.end_lineno] = [None] * (node.end_lineno - node.lineno + 1)
+    return "\n".join(line for line in lines if line is not None).strip("\n")
+
+
+def _names(tree):
+    """What a module binds at its top level, imports aside."""
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            yield from _names_of(node)
+
+
+def _names_of(assignment):
+    return [name.id for t in assignment.targets for name in ast.walk(t) if isinstance(name, ast.Name)]
+
+
+def bundle(sources):
+    """One module out of ``{name: source}``, in their order: imports first, each once; those of each other fall away.
+
+    ValueError when two of them bind the same name at the top level.
+    """
+    imports, bodies, owner, docstring = set(), [], {}, None
+    for name, source in sources.items():
+        tree = ast.parse(source)
+        docstring = ast.get_docstring(tree, clean=False)
+        dropped = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        for node in dropped:
+            if not (isinstance(node, ast.ImportFrom) and node.module.startswith("deepspeed")):
+                imports.add(ast.unparse(node))
+        dropped += tree.body[:1]
+        dropped += [
+            node
+            for node in tree.body
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
+        ]
+        for bound in _names(tree):
+            if bound != "__all__" and owner.setdefault(bound, name) != name:
+                raise ValueError(f"{owner[bound]} and {name} both have a {bound} at the top level")
+        bodies.append(f"# ==== {name} ====\n{_cut(source, dropped).removeprefix('#!/usr/bin/env python').lstrip()}")
+    head = f'#!/usr/bin/env python\n"""{docstring}"""\n\n' + "\n".join(sorted(imports, key=lambda i: ("torch" in i, i)))
+    return "\n\n\n".join([head, *bodies]) + "\n"
+
+
+@functools.lru_cache(maxsize=1)
+def script():
+    """The text of the script."""
+    folder = os.path.dirname(utils.__file__)
+    sources = {}
+    for name in MODULES:
+        with open(os.path.join(folder, f"{name}.py"), encoding="utf-8") as file:
+            sources[name] = file.read()
+    return bundle(sources)
+
+
+def _write_text(path, text):
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def write_script(folder):
+    """Puts the script into ``folder``, executable, and returns its path. That it cannot be made executable is only
+    logged: not every file system knows the bit."""
+    path = os.path.join(folder, SCRIPT)
+    write_whole(path, _write_text, script())
+    try:
+        os.chmod(path, os.stat(path).st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
+    except OSError as error:
+        logger.warning(f"{path} cannot be made executable ({error.strerror}); run it as: python {path}")
+    return path

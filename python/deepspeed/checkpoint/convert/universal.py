@@ -1,0 +1,338 @@
+"""The tasks of a conversion shared out among processes: ``python -m deepspeed.checkpoint.convert.universal FILE``.
+
+They are programs of their own, not forks: who calls the conversion may have threads, or a main module that must not run
+twice. Tasks and results travel as JSON, tensors as the files of the conversion.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+import torch
+
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.autoep_universal import layers_of, merge_zero_shards, metadata_of, write_shard
+from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.layouts.saved_state import open_saved
+from deepspeed.checkpoint.layouts.saved_universal import OPTIMIZER_STATE, STEP, ZERO_FOLDER, ParallelRules, merge_slices
+from deepspeed.checkpoint.read import storage
+from deepspeed.checkpoint.read.weights import eager, plain
+from deepspeed.checkpoint.reshape_3d_utils import get_model_3d_descriptor
+from deepspeed.checkpoint.reshape_utils import get_zero_files
+from deepspeed.checkpoint.write import file_writer
+from deepspeed.host.cpu import usable_cores
+from deepspeed.log import logger
+from deepspeed.zero.saved_state import read_into
+
+# ---- universal source ----------------------------------------------------------------------------------------------
+# A checkpoint folder as the source of a universal one: its grid of ranks, its parameters, its rules.
+
+
+class Source:
+    """``folder``: one tag of a checkpoint of any ZeRO stage. ``inject``: missing ``universal_checkpoint_info`` counts
+    as an empty one. Opens files when they are asked for, and keeps tensors in them."""
+
+    def __init__(self, folder, inject=False):
+        self.folder = folder
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(f"there is no checkpoint folder {folder}: --input_folder is that of one tag")
+        self._saved = {}
+        self.pp_degree, self.tp_degree = self._degrees(*self._counted())
+        if not self.saved(0).shapes():
+            raise ValueError(
+                f"{folder} has no optimizer states (files *{keys.OPTIM_FILE_SUFFIX}), so there are no fp32 weights to "
+                "convert: it was saved without an optimizer, or the files are gone"
+            )
+        self.zero_stage = self.saved(0).zero_stage
+        self.info = self._find_info()
+        if self.info is None and not inject and self.pp_degree * self.tp_degree > 1:
+            raise ValueError(
+                f"{folder} is of {self.pp_degree} pipeline stages of {self.tp_degree} tensor-parallel ranks, and its "
+                f"model files have no '{keys.UNIVERSAL_CHECKPOINT_INFO}' that says how slices become whole parameters. "
+                "Save it with that key in client_state, or pass --inject_missing_state if every parameter is cut along "
+                "dimension 0"
+            )
+        if self.info is None and inject:
+            logger.warning(f"{folder} has no '{keys.UNIVERSAL_CHECKPOINT_INFO}': an empty one is taken")
+        self.rules = ParallelRules(self.info)
+        self._refuse_experts()
+
+    def _counted(self):
+        """Pipeline and tensor-parallel degrees by the files there are."""
+        if names.is_native(self.folder):
+            return 1, names.mp_size(self.folder)
+        grid = get_model_3d_descriptor(self.folder)
+        return grid.pp_degree, grid.tp_degree
+
+    def _degrees(self, pp_degree, tp_degree):
+        """What the model file says, if that fits the number of files; else what their names say."""
+        said = self.saved(0).model.get(keys.CHECKPOINT_PARALLEL_DIMS) or {}
+        pp, tp = said.get(keys.CHECKPOINT_PP_DEGREE, pp_degree), said.get(keys.CHECKPOINT_TP_DEGREE, tp_degree)
+        return (pp, tp) if pp * tp == pp_degree * tp_degree else (pp_degree, tp_degree)
+
+    def saved(self, mp_rank):
+        """The ``SavedState`` of a model-parallel rank."""
+        if mp_rank not in self._saved:
+            plain = not names.is_native(self.folder) and not get_zero_files(self.folder)
+            self._saved[mp_rank] = self._open_plain(mp_rank) if plain else open_saved(self.folder, mp_rank)
+        return self._saved[mp_rank]
+
+    def _open_plain(self, mp_rank):
+        """Files of stage 0 do not name the optimizer's parameters. Ours say them beside the model file; else they are
+        the module's, in order and in one group, if that fits."""
+        module = open_saved(self.folder, mp_rank, with_optimizer=False).model
+        shapes, seen = {}, set()
+        for name, value in (module.get("module") or {}).items():
+            place = _memory_of(value)
+            if name not in (module.get(keys.BUFFER_NAMES) or ()) and (place is None or place not in seen):
+                shapes[name] = torch.Size(value.shape)
+                seen.add(place)
+        try:
+            return open_saved(self.folder, mp_rank, group_names=[list(shapes)], shapes=shapes)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.folder} was saved without ZeRO. Such files do not name the parameters of the optimizer, and "
+                "they are not simply all of the module's in one group here, so there is nothing to convert them by. "
+                "load_checkpoint reads them into any other stage without a conversion; save again from there. "
+                f"({error})"
+            ) from error
+
+    def _find_info(self):
+        for mp_rank in range(self.pp_degree * self.tp_degree):
+            found = self.saved(mp_rank).model.get(keys.UNIVERSAL_CHECKPOINT_INFO)
+            if found is not None:
+                return found
+        files = get_zero_files(self.folder)
+        inner = storage.read(files[0], lazy=True).get(keys.OPTIMIZER_STATE_DICT) if files else None
+        return (inner or {}).get(keys.UNIVERSAL_CHECKPOINT_INFO)
+
+    def _refuse_experts(self):
+        for mp_rank in self.mp_ranks():
+            layers = layers_of(metadata_of(self.saved(mp_rank).model))
+            if layers:
+                raise ValueError(
+                    f"{self.folder} has layers whose experts lie on different ranks ("
+                    f"{', '.join(str(layer.get('module_path')) for layer in layers)}): their files do not become whole "
+                    "parameters here. Its other parameters could, but the result would not be the model"
+                )
+
+    def mp_ranks(self):
+        return [pp * self.tp_degree + tp for pp in range(self.pp_degree) for tp in range(self.tp_degree)]
+
+    def parameters(self):
+        """dict: name of a trained parameter -> pipeline stage that it is taken from.
+
+        Raises ValueError for one that is in several stages without a pattern that says it is the same in all.
+        """
+        found = {}
+        for pp in range(self.pp_degree):
+            for name in self.saved(pp * self.tp_degree).shapes():
+                if name in found and not self.rules.is_in_every_stage(name):
+                    raise ValueError(
+                        f"parameter '{name}' is in the pipeline stages {found[name]} and {pp}, and no entry of "
+                        f"{keys.PIPELINE_REPLICATED_PARAMETER_PATTERNS} in {keys.UNIVERSAL_CHECKPOINT_INFO} matches it"
+                    )
+                found.setdefault(name, pp)
+        return found
+
+    def slice_shapes(self, name, pp_index):
+        """Shapes of the slices of a parameter, one for each tensor-parallel rank."""
+        return [self.saved(pp_index * self.tp_degree + tp).shapes()[name] for tp in range(self.tp_degree)]
+
+
+def _memory_of(value):
+    """What tied tensors have in common and equal ones have not, or None for an empty one."""
+    if torch.is_tensor(value):
+        return (value.data_ptr(), tuple(value.shape)) if value.numel() else None
+    return (id(value.memory), value.offset, tuple(value.shape)) if value.numel() else None
+
+
+# ---- universal convert ---------------------------------------------------------------------------------------------
+# The steps of a conversion to a universal checkpoint. Each handles one parameter and holds nothing of the others.
+
+TEMP_FOLDER = "tmp"
+
+
+class Conversion:
+    """One conversion. ``input_folder``: that of a tag; ``output_folder``: that of the universal checkpoint."""
+
+    def __init__(self, input_folder, output_folder, inject=False):
+        self.arguments = {"input_folder": input_folder, "output_folder": output_folder, "inject": inject}
+        self.source = Source(input_folder, inject)
+        self.temp_dir = os.path.join(output_folder, TEMP_FOLDER)
+        self.zero_dir = os.path.join(output_folder, ZERO_FOLDER)
+
+    def tasks(self):
+        """``[name of a trained parameter, pipeline stage]`` of all of them."""
+        return [[name, stage] for name, stage in self.source.parameters().items()]
+
+    def nbytes(self):
+        """Bytes of masters and states of the whole checkpoint, about."""
+        kinds = 1 + len(self.source.saved(0).state_names())
+        ranks = [self.source.saved(rank).shapes() for rank in self.source.mp_ranks()]
+        return 4 * kinds * sum(shape.numel() for shapes in ranks for shape in shapes.values())
+
+    def extract(self, task):
+        """Writes the shards of all states of a parameter, those of every rank that saved, below ``tmp/``."""
+        name, stage = task
+        for tp in range(self.source.tp_degree):
+            saved = self.source.saved(stage * self.source.tp_degree + tp)
+            for state in [keys.FP32_WEIGHT_KEY, *saved.state_names()]:
+                for number, (_, numel, reader) in enumerate(saved.pieces(name, state)):
+                    write_shard(self.temp_dir, name, tp, state, number, reader.read_range(0, numel))
+            for key, value in saved.scalars(name).items():
+                value = eager(value)
+                if torch.is_tensor(value) or isinstance(value, (int, float)):
+                    write_shard(self.temp_dir, name, tp, key, 0, value)
+
+    def merge(self, task):
+        """Joins them into the parameter's files. Returns the patterns that this parameter matches."""
+        name, stage = task
+        return sorted(merge_parameter(
+            self.source.rules, self.zero_dir, self.temp_dir, name, self.source.slice_shapes(name, stage)
+        ))  # fmt: skip
+
+    def frozen(self, task):
+        """Writes a parameter that is not trained and is cut among the ranks that saved (stage 3), in its own dtype."""
+        (name,) = task
+        saved = self.source.saved(0)
+        pieces = saved.frozen_pieces(name)
+        first = pieces[0][2].read_range(0, 1) if pieces else torch.zeros(0)
+        whole = torch.empty(saved.frozen_shapes()[name], dtype=first.dtype)
+        if read_into(whole, pieces, 0) != whole.numel():
+            raise ValueError(f"{self.source.folder} has not all elements of the frozen parameter '{name}'")
+        _save_state(os.path.join(self.zero_dir, name), keys.FP32_WEIGHT_KEY, whole, {})
+
+    def frozen_tasks(self):
+        saved = self.source.saved(0)
+        return [[name] for name in getattr(saved, "frozen_shapes", dict)() if saved.frozen_pieces(name)]
+
+    def common(self):
+        """Writes what belongs to the optimizer as a whole."""
+        saved = self.source.saved(0)
+        groups = [
+            {**{key: value for key, value in group.items() if key != "names"}, "params": [index]}
+            for index, group in enumerate(saved.param_groups())
+        ]
+        state = {**saved.extra(), keys.ZERO_STAGE: saved.zero_stage, keys.PARAM_GROUPS: groups}
+        os.makedirs(self.zero_dir, exist_ok=True)
+        file_writer.write_torch(plain(state), os.path.join(self.zero_dir, OPTIMIZER_STATE))
+
+
+def _save_state(folder, state, value, hints):
+    os.makedirs(folder, exist_ok=True)
+    file_writer.write_torch({keys.PARAM: value, **hints}, os.path.join(folder, f"{state}.pt"))
+
+
+def merge_parameter(rules, zero_dir, temp_dir, name, slice_shapes):
+    """Joins the shards of a parameter below ``temp_dir``: of its ranks, then of its tensor-parallel slices.
+
+    Returns the patterns of the rules that its name matches. Raises ValueError when it has none of the fp32 values.
+    """
+    rules.used = set()
+    base, folder = os.path.join(temp_dir, name), os.path.join(zero_dir, name)
+    count = len(slice_shapes)
+    if not merge_zero_shards(base, keys.FP32_WEIGHT_KEY, count, slice_shapes):
+        raise ValueError(f"there are no shards of parameter '{name}' below {temp_dir}")
+    for state in _states_below(base):
+        slices = merge_zero_shards(base, state, count, slice_shapes)
+        if state == STEP:
+            os.makedirs(folder, exist_ok=True)
+            file_writer.write_torch(slices[0], os.path.join(folder, f"{STEP}.pt"))
+        elif not torch.is_tensor(slices[0]) or not slices[0].dim():
+            _save_state(folder, state, torch.as_tensor(slices[0]), {})
+        else:
+            whole, hints = merge_slices(name, slices, rules)
+            _save_state(folder, state, whole, hints)
+    file_writer.sync_directory(folder)
+    return set(rules.used)
+
+
+def _states_below(base):
+    """Names of the states of which there are shards, whichever tensor-parallel rank has them."""
+    found = {
+        file.rsplit(".", 1)[0]
+        for tp in os.listdir(base)
+        if os.path.isdir(os.path.join(base, tp))
+        for file in os.listdir(os.path.join(base, tp))
+        if file.rsplit(".", 1)[-1].isdigit()
+    }
+    return sorted(found)
+
+
+# ---- universal workers ---------------------------------------------------------------------------------------------
+
+SHARE_BYTES = 64 << 20  # a process takes seconds to start: less than this is not worth one
+_ERRORS = {kind.__name__: kind for kind in (ValueError, FileNotFoundError, RuntimeError, KeyError)}
+
+
+def run_tasks(conversion, step, tasks, workers):
+    """Results of ``conversion.<step>(task)`` of all tasks, in order. ``workers``: processes at most; this one does it
+    alone when they would have little to do.
+
+    An error of a worker is raised here; the others are ended.
+    """
+    workers = max(1, min(workers, len(tasks), conversion.nbytes() // SHARE_BYTES))
+    if workers == 1:
+        return [getattr(conversion, step)(task) for task in tasks]
+    size = -(-len(tasks) // workers)
+    with tempfile.TemporaryDirectory(prefix="ds_to_universal_") as folder:
+        running = [
+            _start(folder, number, conversion, step, tasks[number * size : (number + 1) * size])
+            for number in range(workers)
+            if tasks[number * size : (number + 1) * size]
+        ]
+        try:
+            return [result for process, path in running for result in _results(process, path)]
+        finally:
+            for process, _ in running:
+                if process.poll() is None:
+                    process.kill()
+                    process.communicate()
+
+
+def _start(folder, number, conversion, step, tasks):
+    path = os.path.join(folder, f"{number}.json")
+    with open(path, "w") as file:
+        json.dump({"arguments": conversion.arguments, "step": step, "tasks": tasks}, file)
+    threads = max(1, len(usable_cores()) // 2)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+    }
+    command = [sys.executable, "-m", "deepspeed.checkpoint.convert.universal", path]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ), path  # fmt: skip
+
+
+def _results(process, path):
+    _, errors = process.communicate()
+    answer = {}
+    if os.path.exists(path + ".done"):
+        with open(path + ".done") as file:
+            answer = json.load(file)
+    if "results" in answer:
+        return answer["results"]
+    if "error" in answer:
+        raise _ERRORS.get(answer["error"], RuntimeError)(answer["text"])
+    raise RuntimeError(f"a worker of the conversion ended with code {process.returncode}:\n{errors[-2000:]}")
+
+
+def _work(path):
+    with open(path) as file:
+        order = json.load(file)
+    try:
+        conversion = Conversion(**order["arguments"])
+        answer = {"results": [getattr(conversion, order["step"])(task) for task in order["tasks"]]}
+    except Exception as error:
+        answer = {"error": type(error).__name__, "text": str(error)}
+    with open(path + ".done", "w") as file:
+        json.dump(answer, file)
+
+
+if __name__ == "__main__":
+    _work(sys.argv[1])

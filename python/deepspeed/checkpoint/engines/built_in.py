@@ -1,0 +1,251 @@
+"""Files copied to host memory now and written in the background."""
+
+import os
+import time
+import zlib
+
+import torch
+
+from deepspeed import _compat
+from deepspeed.checkpoint.engines.base import OwnCheckpointEngine
+from deepspeed.checkpoint.read import storage
+from deepspeed.checkpoint.write import commit
+from deepspeed.checkpoint.write.background import Background, SnapshotSave
+from deepspeed.checkpoint.write.file_writer import FileRecord, WriterOptions
+from deepspeed.checkpoint.write.ranks import this_process
+from deepspeed.checkpoint.write.snapshot import HostCache, Snapshot
+from deepspeed.log import logger, warning_once
+
+# ---- torch engine --------------------------------------------------------------------------------------------------
+# Files as ``torch.save`` writes them, one after the other.
+
+
+class _Summed:
+    """A file with the size and CRC-32 of what was written to it."""
+
+    def __init__(self, file):
+        self._file = file
+        self.bytes = self.crc32 = 0
+
+    def write(self, data):
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.bytes += len(data)
+        return self._file.write(data)
+
+    def flush(self):
+        self._file.flush()
+
+
+class TorchCheckpointEngine(OwnCheckpointEngine):
+    """A file is there, whole, when ``save`` returns. Whether it outlives a power cut is for the system to say."""
+
+    syncs = False
+
+    def create(self, info):
+        logger.info(f"[Torch] checkpoint {getattr(info, 'tag', info)} begins")
+
+    def write_file(self, name, value, path):
+        if not name.endswith(".pt"):
+            return self.prepare(name, value).write(path).to_dict()
+        value = storage.compact(value)
+        try:
+            with open(path, "wb") as file:
+                summed = _Summed(file)
+                torch.save(value, summed, _use_new_zipfile_serialization=self.archives)
+                file.flush()
+                if self.syncs:
+                    os.fsync(file.fileno())
+        except OSError as error:
+            text = f"cannot write the checkpoint file {path}: {error.strerror}. Check space and permissions."
+            raise OSError(error.errno, text) from error
+        return FileRecord(os.path.basename(path), summed.bytes, summed.crc32).to_dict()
+
+    def save(self, state_dict, path):
+        """Through a temporary file beside ``path``: a crash leaves no half file under that name."""
+        storage.write(state_dict, path)
+
+    def load(self, path, map_location=None):
+        """As ``torch.load`` of any object: it runs what the file asks for, so only load what you trust."""
+        return _compat.load(path, map_location=map_location)
+
+    def commit(self, info):
+        logger.info(f"[Torch] checkpoint {getattr(info, 'tag', info)} is ready")
+        return True
+
+
+class PythonCheckpointEngine(TorchCheckpointEngine):
+    """The same, and every file of a checkpoint is on the disk before the next one (``writer.type`` PYTHON)."""
+
+    syncs = True
+
+
+# ---- fast engine ---------------------------------------------------------------------------------------------------
+# Files written from C++: past the page cache, with checksums, synced.
+
+
+class FastCheckpointEngine(OwnCheckpointEngine):
+    """The default. Options: the section ``checkpoint.writer``."""
+
+    def __init__(self, config_params=None):
+        super().__init__(config_params)
+        writer = self.writer
+        self.options = WriterOptions()
+        self.times, self.shows = 1, False
+        if writer is not None:
+            self.options = WriterOptions(io_buffer_size=writer.io_buffer_size, double=writer.io_buffer_double)
+            self.times, self.shows = writer.io_multiplier, writer.show_statistics
+
+    def is_data_parallel_writer(self, dp_rank):
+        """One of each socket or machine is known when a checkpoint is saved: here all may be."""
+        return dp_rank == 0 or (self.writer is not None and self.writer.data_parallel is not None)
+
+    def write_file(self, name, value, path):
+        return self.write_prepared(self.prepare(name, value), path)
+
+    def write_prepared(self, prepared, path):
+        """Writes a file (``kinds.prepare``), so often as ``io_multiplier`` says. Returns its record as a dict."""
+        began = time.perf_counter()
+        for _ in range(self.times):
+            record = prepared.write(path, self.options)
+        if self.shows:
+            seconds, bytes = time.perf_counter() - began, record.bytes * self.times
+            rate = f"{bytes / 1e9:.3f} GB in {seconds:.3f} s, {bytes / seconds / 1e9:.2f} GB/s"
+            logger.info(f"checkpoint.writer: {rate}, to {path}")
+        return record.to_dict()
+
+
+# ---- mock engine ---------------------------------------------------------------------------------------------------
+# Everything of a save but the bytes, to measure everything else.
+
+
+class MockCheckpointEngine(OwnCheckpointEngine):
+    """No file, no folder, and ``latest`` stays as it is."""
+
+    makes_files = False
+
+    def write_file(self, name, value, path):
+        self.prepare(name, value)
+        warning_once("checkpoint.writer.type is MOCK: save_checkpoint writes nothing. FAST writes checkpoints.")
+        return None
+
+
+# ---- async engine --------------------------------------------------------------------------------------------------
+
+_GIB = 1 << 30
+
+
+class AsyncCheckpointEngine(FastCheckpointEngine):
+    """``host_cache_gib``: the bound of the memory for snapshots; None takes ``checkpoint.host_cache_size``."""
+
+    def __init__(self, config_params=None, host_cache_gib=None):
+        super().__init__(config_params)
+        if host_cache_gib is None:
+            host_cache_gib = getattr(config_params, "host_cache_size", None)
+        self.cache = HostCache(None if host_cache_gib is None else int(host_cache_gib * _GIB))
+        self.behind = Background()
+        self._saves = 0
+        self._expecting = False
+
+    def is_decoupled(self):
+        return True
+
+    def expect(self, sizes, pinned=False):
+        """Finds memory for files of ``sizes`` bytes, as far as the bound allows, before the first save needs it."""
+
+        def find():
+            blocks = []
+            try:
+                for size in sizes:
+                    if self.cache.has_room(size):
+                        blocks.append(self.cache.take(size, pinned))
+                        blocks[-1].memory  # noqa: B018  (asked for, so that it is found)
+            except RuntimeError as error:  # the save that needs it says so again
+                logger.warning(f"checkpoints in the background: {error}")
+            for block in blocks:
+                self.cache.give_back(block)
+
+        self._expecting = True
+        self.behind.start(find)
+
+    def _expected(self):
+        if self._expecting:
+            self.behind.drain()
+            self._expecting = False
+
+    def save_behind(self, saving, files, save_latest, states=None):
+        """Takes a snapshot of ``files`` (``contents.files_of``) for ``saving``, which commits it when all is written.
+        ``states``: ``EngineStates``, copied by the time that the engine changes them. Every rank calls it; raises on
+        all ranks what any of them could not copy."""
+        self._expected()
+        self._saves += 1
+        ranks = saving.ranks
+        found = ranks.gather([*this_process(), f"{os.getpid()}-{id(self):x}-{self._saves}"])
+        token = found[ranks.nodes.index(ranks.node)][2]  # the leading rank's
+        saving.begin(token)
+        save = SnapshotSave(self.behind, self.cache, self, saving, save_latest, states)
+        try:
+            error = None
+            for name, value in saving.shared(files).items():
+                made = value()  # some run collectives, so all are made, whatever has failed
+                try:
+                    if error is None:
+                        save.add(name, made)
+                except Exception as caught:
+                    error = caught
+                del made
+            saving.agree(error, save.drop)
+        except BaseException:
+            save.drop()
+            if ranks.leads:
+                commit.remove_meeting(saving.place, token)
+            raise
+        save.end(commit.meeting_of(saving.place, token), [entry[:2] for entry in found])
+
+    def save(self, state_dict, path):
+        """Returns when ``state_dict`` may change; ``commit`` or ``wait`` say when the file is there."""
+        prepared = self.prepare(path, state_dict)
+        snapshot = Snapshot(self.cache)
+        copies = snapshot.add(prepared.sources)
+        if copies is None:
+            self.write_prepared(prepared, path)
+            return
+        snapshot.start_late_copies()  # none, and nothing more to come
+        prepared.sources = copies.sources
+        self.behind.start(lambda: self._write_alone(prepared, path, copies))
+
+    def _write_alone(self, prepared, path, copies):
+        try:
+            self.write_prepared(prepared, path)
+        except BaseException as error:
+            self.behind.fail(error, lambda steps: [steps])
+        finally:
+            copies.give_back()
+
+    def commit(self, info):
+        """Waits for all files. Raises what went wrong with one of them."""
+        self.behind.wait()
+        return super().commit(info)
+
+    def load(self, path, map_location=None):
+        self.behind.wait()
+        return super().load(os.fspath(path), map_location)
+
+    def wait(self):
+        """Waits for what is on its way to the disk. Raises what went wrong."""
+        self.behind.wait()
+
+    def cleanup(self):
+        try:
+            self.behind.wait()
+        finally:
+            self.cache.release()
+            super().cleanup()
+
+
+class DataStatesCheckpointEngine(AsyncCheckpointEngine):
+    """The same, switched on by the section ``datastates_ckpt``, whose ``host_cache_size`` it takes."""
+
+    @classmethod
+    def from_config(cls, config):
+        section = config.datastates_config
+        return cls(config.checkpoint_config, section.host_cache_size if section is not None else None)

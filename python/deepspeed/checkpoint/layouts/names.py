@@ -1,0 +1,247 @@
+"""Names of the files in a checkpoint folder, and which keys of the model file are whose."""
+
+import errno
+import os
+import re
+
+from deepspeed.checkpoint.constants import (
+    BUFFER_NAMES,
+    CHECKPOINT_PARALLEL_DIMS,
+    DS_VERSION,
+    FROZEN_PARAM_FRAGMENTS,
+    FROZEN_PARAM_SHAPES,
+    MODEL_FILE_PREFIX,
+    MODEL_FILE_SUFFIX,
+    OPTIM_FILE_SUFFIX,
+    PARAM_SHAPES,
+    ZERO_FILE_PREFIX,
+)
+
+# ---- names ---------------------------------------------------------------------------------------------------------
+
+LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"
+SCRIPT = "zero_to_fp32.py"  # beside the tags; standalone.py has its text
+_MP_RANK = MODEL_FILE_PREFIX + "{mp_rank:02d}"
+MODEL_STATES = _MP_RANK + MODEL_FILE_SUFFIX
+SHARDED_MODEL_STATES = ZERO_FILE_PREFIX + "{dp_rank}_" + MODEL_STATES
+EXPERT_OPTIM_STATES = "expp_rank_{expp_rank}_" + _MP_RANK + OPTIM_FILE_SUFFIX
+OPTIM_STATES = "{prefix}" + ZERO_FILE_PREFIX + "{dp_rank}_" + _MP_RANK + OPTIM_FILE_SUFFIX
+# Ours, one for each rank: what a resumed run needs to go on bit by bit and no other tool reads.
+RUN_STATES = "run_rank_{rank:05d}_state.pt"
+
+# Whatever a save of any kind, of this or another implementation, puts at the top of the tag's folder; and nothing else:
+# files with these names may be removed when the tag is saved again.
+_CHECKPOINT_FILE = re.compile(
+    r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt"
+    r"|((bf16_|fp16_)?zero_pp_rank_\d+|expp_rank_\d+)_mp_rank_\d+_optim_states\.pt"
+    r"|(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt"
+    r"|layer_\d+(-[A-Za-z]+_\d+)*-model_states\.pt"
+    r"|run_rank_\d{5,}_state\.pt"
+)
+
+# Keys of the model file that load_checkpoint keeps for itself; every other one is handed back in client_state.
+ENGINE_KEYS = (
+    "module",
+    "sparse_tensor_module_names",
+    "skipped_steps",
+    "global_steps",
+    "dp_world_size",
+    "mp_world_size",
+    "data_sampler",
+    "random_ltd",
+)
+RESERVED_KEY = CHECKPOINT_PARALLEL_DIMS
+# Keys of the engine that load_checkpoint hands back all the same, as callers expect.
+OWN_KEYS = (
+    BUFFER_NAMES,
+    "optimizer",
+    PARAM_SHAPES,
+    FROZEN_PARAM_SHAPES,
+    "shared_params",
+    FROZEN_PARAM_FRAGMENTS,
+    "lr_scheduler",
+    "global_samples",
+    RESERVED_KEY,
+    "ds_config",
+    DS_VERSION,
+)
+
+
+def is_published_file(name):
+    """Whether a save in the published layout makes files of this name at the top of a tag."""
+    return _CHECKPOINT_FILE.fullmatch(name) is not None
+
+
+def is_checkpoint_file(name):
+    return is_published_file(name) or is_native_file(name)
+
+
+def latest_tag(save_dir, pointer=LATEST):
+    """The tag that ``save_dir/latest`` names, or None."""
+    try:
+        with open(os.path.join(save_dir, pointer)) as file:
+            return file.read().strip()
+    except FileNotFoundError:
+        return None
+
+
+def model_states(mp_rank=0):
+    return MODEL_STATES.format(mp_rank=mp_rank)
+
+
+def sharded_model_states(dp_rank, mp_rank=0):
+    """At ZeRO stage 3 every data-parallel rank writes one."""
+    return SHARDED_MODEL_STATES.format(dp_rank=dp_rank, mp_rank=mp_rank)
+
+
+def optim_states(dp_rank, mp_rank=0, bf16=False, prefix=None):
+    """At ZeRO stages 1 to 3 every data-parallel rank writes one. ``prefix`` goes before ``bf16``."""
+    prefix = prefix if prefix is not None else "bf16_" if bf16 else ""
+    return OPTIM_STATES.format(prefix=prefix, dp_rank=dp_rank, mp_rank=mp_rank)
+
+
+def run_states(rank):
+    return RUN_STATES.format(rank=rank)
+
+
+def model_states_path(folder, mp_rank=0):
+    return os.path.join(folder, model_states(mp_rank))
+
+
+def sharded_model_states_path(folder, dp_rank, mp_rank=0):
+    return os.path.join(folder, sharded_model_states(dp_rank, mp_rank))
+
+
+def optim_states_path(folder, dp_rank, mp_rank=0, bf16=False):
+    return os.path.join(folder, optim_states(dp_rank, mp_rank, bf16))
+
+
+def expert_optim_states_path(folder, expp_rank, mp_rank=0):
+    """Experts' optimizer states without ZeRO: every expert-parallel rank writes one."""
+    return os.path.join(folder, EXPERT_OPTIM_STATES.format(expp_rank=expp_rank, mp_rank=mp_rank))
+
+
+def run_states_path(folder, rank):
+    return os.path.join(folder, run_states(rank))
+
+
+# ---- native names --------------------------------------------------------------------------------------------------
+# Names in the native format: of its files, and of the tensors in them. docs/tutorials/native-checkpoints.md has both.
+# Needs no torch.
+
+FORMAT = "deepspeed-native"
+VERSION = 1
+
+MASTER = "fp32"  # kind of the fp32 weights that are trained
+MODULE = "module"  # kind of what the module has besides: buffers, weights that are not trained
+VALUES = "values"  # kind of tensors inside of values that are JSON otherwise
+RESERVED = (MASTER, MODULE, VALUES)
+
+_FILE = re.compile(r"checkpoint(_mp_rank_\d{2,})?\.json|rank_\d{5,}\.(json|safetensors)|frozen_[0-9a-f]+\.safetensors")
+
+
+def checkpoint_json(mp_rank=0):
+    """What all ranks of a model-parallel rank have in common."""
+    return "checkpoint.json" if mp_rank == 0 else f"checkpoint_mp_rank_{mp_rank:02d}.json"
+
+
+def rank_json(rank):
+    """What one rank has alone. Every rank writes one."""
+    return f"rank_{rank:05d}.json"
+
+
+def rank_tensors(rank):
+    return f"rank_{rank:05d}.safetensors"
+
+
+def frozen_tensors(digest):
+    """``digest``: hexadecimal, of names and values."""
+    return f"frozen_{digest[:32]}.safetensors"
+
+
+def is_native_file(name):
+    return _FILE.fullmatch(name) is not None
+
+
+def is_native(folder):
+    """Whether ``folder`` is that of a tag in the native format."""
+    return os.path.exists(os.path.join(folder, checkpoint_json()))
+
+
+def mp_size(folder):
+    """Model-parallel ranks that have saved the tag ``folder``."""
+    count = 1
+    while os.path.exists(os.path.join(folder, checkpoint_json(count))):
+        count += 1
+    return count
+
+
+def key_of(kind, name, offset=None):
+    """The name of a tensor: ``kind/name`` for a whole one, ``kind/name@offset`` for a run of its elements.
+
+    A whole one with an @ in its name gets ``@0`` as well, so that the last @ always stands before an offset.
+    """
+    if kind == VALUES or (offset is None and "@" not in name):
+        return f"{kind}/{name}"
+    return f"{kind}/{name}@{offset or 0}"
+
+
+def parsed(key):
+    """Inverse of ``key_of``: ``(kind, name, offset)``, offset None for a whole tensor without an @ in its name."""
+    kind, _, rest = key.partition("/")
+    if kind == VALUES or "@" not in rest:
+        return kind, rest, None
+    name, _, offset = rest.rpartition("@")
+    return kind, name, int(offset)
+
+
+# ---- tags ----------------------------------------------------------------------------------------------------------
+# What a tag may be: the name of a folder in the save directory, or a path to one in it.
+
+HIDDEN = ("making", "saving", "replaced", "removing", "meeting")  # what hidden folders beside a tag's end with
+
+
+def check_tag(tag, save_dir):
+    """Raises ValueError for a ``tag`` (a text) under which nothing can be saved in ``save_dir``, or not found again."""
+
+    def refuse(why, fix):
+        raise ValueError(f"the checkpoint tag {tag!r} {why}. {fix}")
+
+    plain = "Pass the name of a folder to be made in save_dir, such as tag='step100', or None for global_step<N>"
+    if not tag.strip():
+        refuse(f"is empty: the checkpoint would be {save_dir} itself and replace the other tags there", plain)
+    if "\0" in tag or "\n" in tag or tag != tag.strip():
+        refuse("begins or ends with blanks, or has a line break or zero byte in it: 'latest' could not name it", plain)
+    if os.path.isabs(tag):
+        refuse(f"is an absolute path: it leaves save_dir {save_dir}", "Pass that folder as save_dir, and a name as tag")
+    parts = tag.rstrip("/").split("/")
+    if os.pardir in parts or os.curdir in parts or "" in parts:
+        refuse(
+            f"has a part '.', '..' or '': it may leave save_dir {save_dir}, or name a folder that has another name too",
+            f"{plain}; a folder in a folder is tag='run1/step100'",
+        )
+    if parts[-1] in (LATEST, LATEST_UNIVERSAL, SCRIPT) and len(parts) == 1:
+        refuse("is the name of a file that a save writes into save_dir", plain)
+    for part in parts:
+        if part.startswith(".") and part.endswith(tuple(f".{what}" for what in HIDDEN)):
+            refuse("is the name of a hidden folder of a save in progress", plain)
+
+
+def folder_of(save_dir, tag):
+    """The folder that ``tag`` is, symbolic links followed: so it can be replaced, and lies where its disk is.
+
+    Raises ValueError for a link to the save directory itself or to a folder above it, NotADirectoryError where a file
+    has that name.
+    """
+    folder, above = os.path.realpath(os.path.join(save_dir, tag)), os.path.realpath(save_dir)
+    if os.path.commonpath([folder, above]) == folder:
+        raise ValueError(
+            f"the checkpoint tag {tag!r} is a link to {folder}, which holds save_dir {save_dir}: the checkpoint would "
+            "replace it. Remove the link, or pass another tag"
+        )
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        raise NotADirectoryError(
+            errno.ENOTDIR, f"the checkpoint tag {tag!r} is a file, {folder}: move it away, or pass another tag", folder
+        )
+    return folder

@@ -1,0 +1,428 @@
+"""The layout of universal checkpoints: one folder for each parameter, one file with each whole state."""
+
+import dataclasses
+import os
+import re
+from typing import List, Tuple, Union
+
+import torch
+
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.read import storage
+from deepspeed.checkpoint.read.weights import eager
+from deepspeed.zero.saved_state import Range, SavedState
+
+# ---- universal info ------------------------------------------------------------------------------------------------
+# What a model says about its tensor-parallel slices: the ``universal_checkpoint_info`` of a checkpoint.
+
+
+@dataclasses.dataclass
+class SubparamShape:
+    """Parameters (regular expressions in ``patterns``) that hold several sub-parameters side by side.
+
+    ``shape`` is the whole parameter's, in which a tuple stands for sizes that lie end to end in that dimension: a fused
+    query, key and value is ``((q, k, v), hidden)``. ``partition_dim``: the dimension that tensor parallelism cuts, each
+    sub-parameter on its own.
+    """
+
+    __module__ = "deepspeed.checkpoint.universal_checkpoint"  # where pickles of every implementation look for it
+
+    patterns: List[str]
+    shape: Tuple[Union[Tuple[int], int]]
+    partition_dim: int
+
+
+_PATTERN_KEYS = (
+    keys.TP_REPLICATED_PARAMETER_PATTERNS,
+    keys.PARAMETER_TO_AVERAGE_PATTERNS,
+    keys.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS,
+    keys.VOCABULARY_PARAMETER_PATTERNS,
+    keys.PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0,
+)
+
+
+class ParallelRules:
+    """How the slices of a parameter make a whole one, by its name. Patterns match at the start of a name.
+
+    A parameter without a pattern is cut along dimension 0.
+    """
+
+    def __init__(self, info):
+        self.info = info or {}
+        self.sub_params = [_sub_param(entry) for entry in self.info.get(keys.PARAMETER_WITH_SUB_PARAMS, ())]
+        self.used = set()
+
+    def patterns(self):
+        """Every pattern that a parameter should match."""
+        found = {pattern for key in _PATTERN_KEYS for pattern in self.info.get(key, ())}
+        return found | {pattern for entry in self.sub_params for pattern in entry.patterns}
+
+    def unused(self):
+        """Patterns that no name asked for so far has matched."""
+        return self.patterns() - self.used
+
+    def _find(self, patterns, name):
+        for pattern in patterns:
+            if re.match(pattern, name):
+                self.used.add(pattern)
+                return True
+        return False
+
+    def _listed(self, key, name):
+        return self._find(self.info.get(key, ()), name)
+
+    def is_replicated(self, name):
+        """Every tensor-parallel rank has the same values."""
+        return self._listed(keys.TP_REPLICATED_PARAMETER_PATTERNS, name)
+
+    def is_averaged(self, name):
+        """Every tensor-parallel rank has values of its own; a whole parameter is their mean."""
+        return self._listed(keys.PARAMETER_TO_AVERAGE_PATTERNS, name)
+
+    def is_row_parallel(self, name):
+        """Cut along dimension 1."""
+        return self._listed(keys.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS, name)
+
+    def is_vocabulary(self, name):
+        """Its rows are words, padded at the end."""
+        return self._listed(keys.VOCABULARY_PARAMETER_PATTERNS, name)
+
+    def has_two_halves(self, name):
+        """Two parameters of equal size end to end along dimension 0, each cut on its own."""
+        return self._listed(keys.PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0, name)
+
+    def sub_param(self, name):
+        """The ``SubparamShape`` of a parameter, or None."""
+        return next((entry for entry in self.sub_params if self._find(entry.patterns, name)), None)
+
+    def is_in_every_stage(self, name):
+        """Each pipeline stage has it (tied embeddings): the first one's is taken."""
+        patterns = self.info.get(keys.PIPELINE_REPLICATED_PARAMETER_PATTERNS, ())
+        return any(re.match(pattern, name) for pattern in patterns)
+
+    def shard_widths(self, name):
+        """For each sub-parameter the sizes of the ranks' slices of it, or None where they are equal."""
+        return (self.info.get(keys.SUB_PARAM_SHARD_WIDTHS) or {}).get(name)
+
+
+def _sub_param(entry):
+    if isinstance(entry, SubparamShape):
+        return entry
+    wanted = {field.name for field in dataclasses.fields(SubparamShape)}
+    if not isinstance(entry, dict) or not wanted <= set(entry):
+        raise ValueError(
+            f"{keys.UNIVERSAL_CHECKPOINT_INFO}.{keys.PARAMETER_WITH_SUB_PARAMS} has the entry {entry!r}; each one is a "
+            f"SubparamShape or a dict with {sorted(wanted)}"
+        )
+    return SubparamShape(**{key: entry[key] for key in wanted})
+
+
+def sub_sizes(shape, dim):
+    """Sizes of the sub-parameters along ``dim`` of a ``SubparamShape.shape``, and the shape with sums in place."""
+    whole = tuple(sum(size) if isinstance(size, (tuple, list)) else int(size) for size in shape)
+    sizes = shape[dim] if isinstance(shape[dim], (tuple, list)) else (shape[dim],)
+    return tuple(int(size) for size in sizes), whole
+
+
+def even_widths(size, parts, what):
+    """``size`` cut into equal slices. Raises ValueError where that leaves a rest."""
+    if size % parts:
+        raise ValueError(f"{what}: {size} elements cannot be cut into {parts} equal tensor-parallel slices")
+    return [size // parts] * parts
+
+
+# ---- universal slices ----------------------------------------------------------------------------------------------
+# Tensor-parallel slices of a parameter put together, and cut again for another number of ranks.
+
+
+def merge_slices(name, slices, rules):
+    """``(whole tensor, hints)`` of the slices of all tensor-parallel ranks, in rank order.
+
+    The hints are what cutting the whole again needs; they go into its file beside ``param``. Raises ValueError when
+    replicas differ or shapes do not fit.
+    """
+    # Every rule is asked, so that the patterns of a single rank count as used.
+    replicated, averaged = rules.is_replicated(name), rules.is_averaged(name)
+    halves, sub = rules.has_two_halves(name), rules.sub_param(name)
+    row, vocabulary = rules.is_row_parallel(name), rules.is_vocabulary(name)
+    if replicated:
+        for rank, other in enumerate(slices[1:], 1):
+            if not torch.equal(slices[0], other):
+                raise ValueError(
+                    f"parameter '{name}' matches {keys.TP_REPLICATED_PARAMETER_PATTERNS}, but tensor-parallel ranks 0 "
+                    f"and {rank} have different values: correct the patterns of {keys.UNIVERSAL_CHECKPOINT_INFO}"
+                )
+        return slices[0], {}
+    if averaged:
+        return (slices[0] if len(slices) == 1 else torch.stack(slices).mean(dim=0)), {}
+    if halves:
+        parts = zip(*(torch.chunk(piece, 2, dim=0) for piece in slices), strict=True)
+        return torch.cat([torch.cat(part) for part in parts]), {keys.CAT_DIM: 0, keys.PARAM_N_SUB_PARAMS: 2}
+    if sub is not None:
+        whole = _merge_sub_params(name, slices, sub, rules.shard_widths(name))
+        return whole, {keys.CAT_DIM: sub.partition_dim, keys.SUB_PARAM_SHAPE: sub}
+    dim = 1 if row and slices[0].dim() > 1 else 0
+    whole = slices[0] if len(slices) == 1 or not slices[0].dim() else torch.cat(slices, dim=dim)
+    hints = {keys.CAT_DIM: dim}
+    if vocabulary:
+        size = rules.info.get(keys.ORIGINAL_VOCAB_SIZE)
+        if size is not None:
+            whole = whole[:size]
+        hints[keys.VOCAB_TENSOR] = True
+    return whole, hints
+
+
+def _merge_sub_params(name, slices, sub, widths):
+    sizes, whole = sub_sizes(sub.shape, sub.partition_dim)
+    dim, count = sub.partition_dim, len(slices)
+    widths = widths or [even_widths(size, count, f"parameter '{name}'") for size in sizes]
+    views = []
+    for rank, piece in enumerate(slices):
+        shape = list(whole)
+        shape[dim] = sum(width[rank] for width in widths)
+        if -1 in shape:
+            shape[shape.index(-1)] = -(piece.numel() // torch.Size(shape).numel())
+        if torch.Size(shape).numel() != piece.numel():
+            raise ValueError(
+                f"parameter '{name}' of tensor-parallel rank {rank} has {piece.numel()} elements, the entry of "
+                f"{keys.PARAMETER_WITH_SUB_PARAMS} that it matches gives {tuple(shape)}"
+            )
+        views.append(piece.reshape(shape).split([width[rank] for width in widths], dim=dim))
+    joined = torch.cat([torch.cat(part, dim=dim) for part in zip(*views, strict=True)], dim=dim)
+    # The module may keep it in fewer dimensions than the table has.
+    fits = slices[0].dim() == len(whole)
+    return joined if fits else joined.reshape(-1, *slices[0].shape[1:])
+
+
+def narrow_sub_params(full, dim, sizes, widths, rank, count, what):
+    """A rank's slices of all sub-parameters, side by side. ``widths`` of another number of ranks do not count."""
+    if widths is None or any(len(width) != count for width in widths):
+        widths = [even_widths(size, count, what) for size in sizes]
+    parts = [
+        part.narrow(dim, sum(width[:rank]), width[rank])
+        for part, width in zip(full.split(list(sizes), dim=dim), widths, strict=True)
+    ]
+    return torch.cat(parts, dim=dim)
+
+
+def local_slice(name, file, full, shape, rank, count):
+    """What tensor-parallel rank ``rank`` of ``count`` has of a whole parameter; ``shape``: what its module has.
+
+    ``file``: the content of the parameter's file, for the hints in it. Words beyond the vocabulary are zeros. Raises
+    ValueError where the slice does not have that shape.
+    """
+    shape = torch.Size(shape)
+    if full.shape == shape:
+        return full
+    if file.get(keys.VOCAB_TENSOR):
+        full = _pad_words(name, full, shape[0] * (count if full.dim() == 1 or full.shape[1:] == shape[1:] else 1))
+    sub = file.get(keys.SUB_PARAM_SHAPE)
+    if full.numel() == shape.numel() and (sub is not None or full.dim() == 1):
+        return full.reshape(shape)
+    if sub is not None:
+        sizes, whole = sub_sizes(sub.shape, sub.partition_dim)
+        piece = narrow_sub_params(
+            full.reshape(whole), sub.partition_dim, sizes, None, rank, count, f"parameter '{name}'"
+        )
+    elif file.get(keys.PARAM_N_SUB_PARAMS, 1) > 1:
+        parts = torch.chunk(full, file[keys.PARAM_N_SUB_PARAMS], dim=file.get(keys.CAT_DIM, 0))
+        cut = [_cut(name, part, file.get(keys.CAT_DIM, 0), rank, count) for part in parts]
+        piece = torch.cat(cut, dim=file.get(keys.CAT_DIM, 0))
+    elif keys.CAT_DIM in file:
+        piece = _cut(name, full, file[keys.CAT_DIM], rank, count)
+    else:
+        piece = full  # replicas and averages are whole on every rank
+    if piece.numel() != shape.numel() if sub is not None else piece.shape != shape:
+        raise ValueError(
+            f"parameter '{name}' has shape {tuple(full.shape)} in the universal checkpoint, which gives "
+            f"{tuple(piece.shape)} to one of {count} tensor-parallel rank(s); this model has {tuple(shape)}: it is "
+            "another model"
+        )
+    return piece.reshape(shape)
+
+
+def _cut(name, full, dim, rank, count):
+    width = even_widths(full.shape[dim], count, f"parameter '{name}'")[0]
+    return full.narrow(dim, rank * width, width)
+
+
+def _pad_words(name, full, rows):
+    if full.shape[0] == rows:
+        return full
+    if full.shape[0] > rows:
+        raise ValueError(
+            f"parameter '{name}' has {full.shape[0]} words in the universal checkpoint, this model has room for {rows}"
+        )
+    padding = torch.zeros(rows - full.shape[0], *full.shape[1:], dtype=full.dtype)
+    return torch.cat([full, padding])
+
+
+# ---- saved universal -----------------------------------------------------------------------------------------------
+
+ZERO_FOLDER = "zero"
+OPTIMIZER_STATE = "optimizer_state.pt"
+STEP = "step"
+
+
+def is_universal(folder):
+    """Whether ``folder`` is that of a universal checkpoint."""
+    return os.path.isdir(os.path.join(folder, ZERO_FOLDER))
+
+
+class UniversalState(SavedState):
+    """``folder``: of the universal checkpoint. ``shapes`` (name -> torch.Size) are those of this run's parameters,
+    which under tensor parallelism are slices; ``mp_rank`` of ``mp_size`` is this rank. ``group_names``: the names of
+    the parameters of each group of this run's optimizer, for model files that do not say them or are of another grid.
+    """
+
+    masters_only = True
+
+    def __init__(self, folder, mp_rank=0, mp_size=1, dp_rank=0, group_names=(), shapes=None):
+        super().__init__()
+        self.folder = folder
+        self.model_path = _model_path(folder, mp_rank, dp_rank)
+        self.model = storage.read(self.model_path, lazy=True)
+        self._aliases = self.model.get("shared_params") or _aliases_of_first(folder)
+        self.dp_world_size = self.model.get("dp_world_size", 1)
+        self._rank, self._count = mp_rank, mp_size
+        self._local = dict(shapes or {})
+        self._held = (None, None)
+        self._kinds, self._states_found = {}, None
+        self._all = set(_folders_in(os.path.join(folder, ZERO_FOLDER)))
+        path = os.path.join(folder, ZERO_FOLDER, OPTIMIZER_STATE)
+        self._common = storage.read(path) if os.path.exists(path) else {}
+        stage = self._common.get(keys.ZERO_STAGE, 1)
+        self.zero_stage = int(getattr(stage, "value", stage))
+        frozen = set(self.model.get(keys.FROZEN_PARAM_SHAPES) or {})
+        self._groups = [
+            [name for name in group if name in self._all and name not in frozen]
+            for group in self._names_of_groups(group_names)
+        ]
+        self._frozen = sorted(frozen & self._all)
+        self._shapes = {name: self._shape(name) for group in self._groups for name in group}
+
+    def _names_of_groups(self, wanted):
+        """Those of the model file, unless this run has parameters that a rank of another grid has saved."""
+        saved = self.model.get(keys.PARAM_SHAPES) or []
+        known = {name for group in saved for name in group}
+        other_grid = any(name in self._all and name not in known for group in wanted for name in group)
+        return wanted if other_grid or not saved else saved
+
+    def _file(self, name, state):
+        """Content of a file, tensors lazy; the last one stays open for the pieces that follow."""
+        path = os.path.join(self.folder, ZERO_FOLDER, name, f"{state}.pt")
+        if self._held[0] != path:
+            found = storage.read(path, lazy=True)
+            self._held = (path, found if isinstance(found, dict) else {keys.PARAM: found})
+        return self._held[1]
+
+    def _shape(self, name):
+        if name in self._local:
+            return torch.Size(self._local[name])
+        return torch.Size(self._file(name, keys.FP32_WEIGHT_KEY)[keys.PARAM].shape)
+
+    def shapes(self):
+        return self._shapes
+
+    def aliases(self):
+        return self._aliases
+
+    def weight_shape(self, name):
+        return super().weight_shape(name) or (self._shape(name) if name in self._frozen else None)
+
+    def module(self):
+        masters = self._all | {alias for alias, name in self.aliases().items() if name in self._all}
+        return {name: value for name, value in (self.model.get("module") or {}).items() if name not in masters}
+
+    def param_groups(self):
+        groups = self._common.get(keys.PARAM_GROUPS) or [{} for _ in self._groups]
+        return [
+            {**{key: value for key, value in group.items() if key != "params"}, "names": list(names_of)}
+            for group, names_of in zip(groups, self._groups)
+        ]
+
+    def _states_of(self, name):
+        """``(states with a value for each element, others)`` of a parameter, the master left out."""
+        whole, others = [], []
+        for file in sorted(os.listdir(os.path.join(self.folder, ZERO_FOLDER, name))):
+            state, kind = os.path.splitext(file)
+            if kind != ".pt" or state in (keys.FP32_WEIGHT_KEY, STEP):
+                continue
+            (whole if self._has_elements(name, state) else others).append(state)
+        return whole, others
+
+    def _has_elements(self, name, state):
+        """Whether a state has a value for each element. Asked of one file for each kind: there may be thousands."""
+        if not self._shapes[name]:  # of a parameter without dimensions nothing tells
+            return self._kinds.get(state, True)
+        if state not in self._kinds:
+            self._kinds[state] = len(self._file(name, state)[keys.PARAM].shape) > 0
+        return self._kinds[state]
+
+    def _states(self):
+        if self._states_found is None:
+            self._states_found = {name: self._states_of(name) for name in self._shapes}
+        return self._states_found
+
+    def state_names(self):
+        return list(dict.fromkeys(state for whole, _ in self._states().values() for state in whole))
+
+    def scalars(self, name):
+        found = {state: eager(self._file(name, state)[keys.PARAM]) for state in self._states()[name][1]}
+        path = os.path.join(self.folder, ZERO_FOLDER, name, f"{STEP}.pt")
+        if os.path.exists(path):
+            found[STEP] = storage.read(path)
+        return found
+
+    def state_pieces(self, name, kind):
+        if kind != keys.FP32_WEIGHT_KEY and kind not in self._states()[name][0]:
+            return []
+        return self._whole(name, kind, self._shapes[name])
+
+    def frozen_pieces(self, name):
+        return self._whole(name, keys.FP32_WEIGHT_KEY, self._shape(name)) if name in self._frozen else []
+
+    def _whole(self, name, state, shape):
+        return [(0, shape.numel(), _Slice(self, name, state, shape))] if shape.numel() else []
+
+    def extra(self):
+        wanted = (keys.LOSS_SCALER, "dynamic_loss_scale", "overflow", keys.CLIP_GRAD)
+        return {key: self._common[key] for key in wanted if key in self._common}
+
+
+class _Slice:
+    """The part of a whole tensor that this rank's module has, read by ranges where it is the whole."""
+
+    def __init__(self, saved, name, state, shape):
+        self._saved, self._name, self._state, self._shape = saved, name, state, shape
+
+    def read_range(self, start, numel):
+        file = self._saved._file(self._name, self._state)
+        whole = file[keys.PARAM]
+        if torch.Size(whole.shape) != self._shape:
+            whole = local_slice(self._name, file, eager(whole), self._shape, self._saved._rank, self._saved._count)
+        return Range(whole).read_range(start, numel)
+
+
+def _aliases_of_first(folder):
+    """Only the first rank's file says them in files of others."""
+    path = names.sharded_model_states_path(folder, 0, 0)
+    return (storage.read(path, lazy=True).get("shared_params") if os.path.exists(path) else None) or {}
+
+
+def _folders_in(folder):
+    return [entry.name for entry in os.scandir(folder) if entry.is_dir()]
+
+
+def _model_path(folder, mp_rank, dp_rank):
+    """The model file for a rank: its own, or the first one there is, when fewer ranks have saved."""
+    for path in (
+        names.sharded_model_states_path(folder, dp_rank, mp_rank),
+        names.model_states_path(folder, mp_rank),
+        names.sharded_model_states_path(folder, 0, mp_rank),
+        names.sharded_model_states_path(folder, 0, 0),
+    ):
+        if os.path.exists(path):
+            return path
+    return names.model_states_path(folder, 0)

@@ -1,0 +1,1 @@
+"""Loading: files, their checksums, and what goes back into an engine."""

@@ -1,0 +1,186 @@
+"""``ds_ckpt``: looks after checkpoints.
+
+ds_ckpt ls DIR          the checkpoints of a directory
+ds_ckpt verify DIR      reads every byte of them, or of one, and says which tensor of which file is damaged
+ds_ckpt diff A B        compares two checkpoints parameter by parameter, whatever wrote them
+ds_ckpt export DIR OUT  writes the weights of a checkpoint as model.safetensors
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+
+from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.read import verify
+from deepspeed.registry import load_target
+
+# ---- listing -------------------------------------------------------------------------------------------------------
+# The checkpoints of a directory, as ``ds_ckpt ls`` shows them.
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One checkpoint. ``state``: complete, damaged, short (files missing) or unknown (no manifest)."""
+
+    tag: str
+    folder: str
+    state: str
+    files: int
+    size: int
+    facts: dict
+    is_latest: bool
+
+    def row(self):
+        saved_at = self.facts.get("saved_at")
+        return [
+            self.tag + (" (latest)" if self.is_latest else ""),
+            self.state,
+            str(self.facts.get("global_steps", "?")),
+            str(self.facts.get("zero_stage", "?")),
+            str(self.facts.get("world_size", "?")),
+            str(self.files),
+            f"{self.size / 1e6:.1f} MB",
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved_at)) if saved_at else "?",
+        ]
+
+
+HEADER = ["tag", "state", "step", "stage", "ranks", "files", "size", "saved"]
+
+
+def is_checkpoint(folder):
+    """Whether ``folder`` is the folder of one tag."""
+    try:
+        found = os.listdir(folder)
+    except NotADirectoryError:
+        return False
+    return any(name == verify.NAME or names.is_checkpoint_file(name) for name in found)
+
+
+def _entry(folder, tag, latest):
+    sizes = [os.lstat(os.path.join(root, name)).st_size for root, _, found in os.walk(folder) for name in found]
+    try:
+        facts = verify.read(folder)
+        short = facts and verify.missing_or_short(folder, facts)
+        state = "unknown" if facts is None else "short" if short else "complete"
+    except verify.DamagedManifest:
+        facts, state = None, "damaged"
+    return Entry(tag, folder, state, len(sizes), sum(sizes), facts or {}, tag == latest)
+
+
+def checkpoints_of(directory):
+    """Entries of a directory that ``save_checkpoint`` wrote into, or of the one checkpoint that ``directory`` is,
+    oldest first. Raises FileNotFoundError where there is none."""
+    if not os.path.isdir(directory):
+        raise FileNotFoundError(f"there is no directory {directory}")
+    if is_checkpoint(directory):
+        parent, tag = os.path.split(os.path.abspath(directory))
+        return [_entry(directory, tag, names.latest_tag(parent))]
+    latest = names.latest_tag(directory)
+    tags = []
+    for root, folders, _ in os.walk(directory):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        if root != directory and is_checkpoint(root):
+            tags.append(os.path.relpath(root, directory))
+            folders.clear()
+    found = [_entry(os.path.join(directory, tag), tag, latest) for tag in tags]
+    if not found:
+        raise FileNotFoundError(f"{directory} holds no checkpoint")
+    return sorted(found, key=lambda entry: (entry.facts.get("saved_at", 0), entry.tag))
+
+
+# ---- cli -----------------------------------------------------------------------------------------------------------
+
+
+def _table(rows):
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def _list(arguments):
+    entries = checkpoints_of(arguments.directory)
+    if arguments.json:
+        print(json.dumps([{**vars(e), "facts": {k: v for k, v in e.facts.items() if k != "files"}} for e in entries]))
+    else:
+        print(_table([HEADER] + [entry.row() for entry in entries]))
+    return 0
+
+
+def _verify(arguments):
+    entries = checkpoints_of(arguments.directory)
+    bad = 0
+    for entry in entries:
+        problems = verify.verify_folder(entry.folder, threads=arguments.threads)
+        bad += len(problems)
+        known = "" if entry.facts else " (no manifest: only what the files say of themselves was compared)"
+        print(f"{entry.folder}: " + (f"{len(problems)} problems{known}" if problems else f"every byte is right{known}"))
+        for problem in problems:
+            print(f"  {problem}")
+    parent = arguments.directory if not is_checkpoint(arguments.directory) else None
+    latest = names.latest_tag(parent) if parent else None
+    if latest is not None and latest not in [entry.tag for entry in entries]:
+        print(f"{os.path.join(parent, 'latest')} names {latest!r}, which is no checkpoint here")
+        bad += 1
+    return 1 if bad else 0
+
+
+def _diff(arguments):
+    # Reads tensors, so it needs torch; ls and verify run without.
+    differ = load_target("deepspeed.checkpoint.convert.export:difference")
+    lines = differ(arguments.a, arguments.b, limit=arguments.limit)
+    print("\n".join(lines) if lines else "the same parameters, states and counters")
+    return 1 if lines else 0
+
+
+def _export(arguments):
+    exporter = load_target("deepspeed.checkpoint.convert.export:export")
+    made = exporter(
+        arguments.directory,
+        arguments.output,
+        tag=arguments.tag,
+        dtype=arguments.dtype,
+        max_shard_size=arguments.max_shard_size,
+        safe_serialization=not arguments.torch_format,
+        exclude_frozen_parameters=arguments.exclude_frozen_parameters,
+    )
+    print("\n".join(made))
+    return 0
+
+
+def main(args=None):
+    parser = argparse.ArgumentParser(prog="ds_ckpt", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = parser.add_subparsers(required=True, dest="command")
+    ls = commands.add_parser("ls", help="list the checkpoints of a directory")
+    ls.add_argument("directory")
+    ls.add_argument("--json", action="store_true", help="as JSON")
+    ls.set_defaults(run=_list)
+    check = commands.add_parser("verify", help="compare every byte with the checksums written when it was saved")
+    check.add_argument("directory", help="a directory of checkpoints, or one of them")
+    check.add_argument("--threads", type=int, default=os.cpu_count(), help="files read at a time")
+    check.set_defaults(run=_verify)
+    diff = commands.add_parser("diff", help="compare two checkpoints of any number of ranks and any stage")
+    diff.add_argument("a", help="the folder of a tag, or a directory whose latest one is meant")
+    diff.add_argument("b")
+    diff.add_argument("--limit", type=int, default=50, help="lines printed at most")
+    diff.set_defaults(run=_diff)
+    export = commands.add_parser("export", help="write the weights of a checkpoint as model.safetensors")
+    export.add_argument("directory", help="a directory of checkpoints, of which the latest is meant, or one of them")
+    export.add_argument("output", help="folder for model.safetensors, or for shards and their index")
+    export.add_argument("-t", "--tag", help="another one than the latest")
+    export.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the parameters")
+    export.add_argument("--max_shard_size", default="5GB", help="largest file, like 5GB or 500MB")
+    export.add_argument("--torch_format", action="store_true", help="pytorch_model.bin instead")
+    export.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
+    export.set_defaults(run=_export)
+    arguments = parser.parse_args(args)
+    try:
+        return arguments.run(arguments)
+    except (OSError, RuntimeError, ValueError) as error:
+        print(f"ds_ckpt: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,277 @@
+"""Saves that go on while training does: one thread for each engine, its work in order.
+
+[Note: no collectives in the background] The thread meets the threads of other ranks through files
+(``RanksThroughFiles``): a collective there would mix with those of the training loop.
+
+[Note: one step for all ranks] A failure is agreed on by the threads, and then told by the training loops, which must
+do so at the same step: a rank that goes on alone would wait in a collective for ever. Each thread first makes the
+failure visible to its own loop, then tells the others how many steps that loop had finished. The largest of these
+numbers plus one is a step that no rank has finished without seeing the failure; there they raise, each after its
+step is done, so that a program that catches the error can go on training.
+"""
+
+import atexit
+import collections
+import os
+import sys
+import threading
+import time
+
+from deepspeed.checkpoint.write.ranks import RanksThroughFiles, failure_of
+from deepspeed.checkpoint.write.snapshot import Snapshot
+from deepspeed.constants import default_pg_timeout
+from deepspeed.log import logger, warning_once
+
+# ---- background ----------------------------------------------------------------------------------------------------
+
+_unsettled = set()  # backgrounds that are at work or have a failure to tell: the end of the program waits for them
+_lock = threading.Lock()
+
+
+def _at_exit():
+    for background in list(_unsettled):
+        background.drain()
+        for failure in background.failures:
+            print(f"deepspeed: at the end of the program: {failure.error}", file=sys.stderr, flush=True)
+
+
+def _is_unsettled(background):
+    with _lock:
+        _unsettled.add(background)
+    # Registered again each time: what is registered last runs first, and this must come before the end of gloo.
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit)
+
+
+_folders = set()  # those that threads of this process write into
+_folders_changed = threading.Condition()
+
+
+def enter(folder):
+    """A save into ``folder`` is on its way, until ``leave``."""
+    with _folders_changed:
+        _folders.add(os.path.abspath(folder))
+
+
+def leave(folder):
+    with _folders_changed:
+        _folders.discard(os.path.abspath(folder))
+        _folders_changed.notify_all()
+
+
+def wait_for(folder):
+    """Waits until no save into ``folder`` is on its way: two would write into the same hidden folder."""
+    with _folders_changed:
+        _folders_changed.wait_for(lambda: os.path.abspath(folder) not in _folders)
+
+
+def drain_all():
+    """Waits until no engine of this process writes in the background."""
+    for background in list(_unsettled):
+        background.drain()
+
+
+def _in_a_forked_child():
+    """No thread comes along, and locks stay as they were: the child starts anew, and its parent does the work."""
+    global _lock, _folders_changed
+    _lock, _folders_changed = threading.Lock(), threading.Condition()
+    _folders.clear()
+    for background in _unsettled:
+        background.begin_anew()
+    _unsettled.clear()
+
+
+os.register_at_fork(after_in_child=_in_a_forked_child)
+
+
+class Failure:
+    """``due``: after so many finished steps it is told; known when ``settled`` is set."""
+
+    def __init__(self, error):
+        self.error = error
+        self.due = 0
+        self.settled = threading.Event()
+
+
+class Background:
+    """Does jobs, one after the other. The thread is there while there is work."""
+
+    def __init__(self):
+        self.steps = 0  # finished ones of the training loop
+        self.begin_anew()
+
+    def begin_anew(self):
+        """Forgets all work and all failures."""
+        self.failures = []
+        self._jobs = collections.deque()
+        self._changed = threading.Condition()
+        self._thread = None
+
+    # ---- work ------------------------------------------------------------------------------------------------------
+    def start(self, job):
+        _is_unsettled(self)
+        with self._changed:
+            self._jobs.append(job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="deepspeed-checkpoint", daemon=True)
+                self._thread.start()
+
+    def _run(self):
+        while True:
+            with self._changed:
+                if not self._jobs:
+                    self._thread = None
+                    self._forget_if_settled()
+                    self._changed.notify_all()
+                    return
+                job = self._jobs[0]
+            try:
+                job()
+            except BaseException as error:  # a mistake in this library: told like anything else that goes wrong
+                self.fail(error, lambda steps: [steps])
+            del job
+            with self._changed:
+                self._jobs.popleft()
+                self._changed.notify_all()
+
+    def drain(self):
+        """Waits until all jobs are done."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._thread is None)
+
+    # ---- failures --------------------------------------------------------------------------------------------------
+    def fail(self, error, settle):
+        """A job has failed. ``settle(steps)`` gives the numbers of finished steps of all ranks that are still there.
+        See [Note: one step for all ranks]."""
+        failure = Failure(error)
+        self.failures.append(failure)
+        try:
+            failure.due = max(settle(self.steps)) + 1
+        except Exception:  # nobody left to agree with: at the next step
+            failure.due = 0
+        failure.settled.set()
+
+    def step_done(self):
+        """The training loop calls it at the end of a step. Raises what went wrong in the background."""
+        self.steps += 1
+        if self.failures:
+            first = self.failures[0]
+            first.settled.wait()
+            if self.steps >= first.due:
+                self._tell()
+
+    def wait(self):
+        """Waits until all is on the disk. Raises what went wrong."""
+        self.drain()
+        if self.failures:
+            self._tell()
+
+    def _tell(self):
+        first = self.failures.pop(0)
+        with self._changed:
+            self._forget_if_settled()
+        raise first.error
+
+    def tell_together(self, ranks):
+        """Before the next save, on all ranks: all raise if any has something to tell."""
+        own = self.failures[0].error if self.failures else None
+        told = [failure for failure in ranks.gather(failure_of(ranks.rank, own)) if failure is not None]
+        if not told:
+            return
+        self.drain()  # of the others some may be about to learn of it
+        if self.failures:
+            self._tell()
+        _, number, text = told[0]
+        raise OSError(number, text) if number is not None else RuntimeError(text)
+
+    def _forget_if_settled(self):
+        if self._thread is None and not self.failures:
+            with _lock:
+                _unsettled.discard(self)
+
+
+# ---- snapshot save -------------------------------------------------------------------------------------------------
+# One save whose files are copied now and written later.
+
+
+def timeout_s():
+    """How long ranks wait for each other's writing: as long as for a collective."""
+    return float(os.environ.get("DS_COMM_TIMEOUT_S") or default_pg_timeout.total_seconds())
+
+
+class SnapshotSave:
+    """``engine`` prepares files (``prepare``) and writes them (``write_prepared``). ``saving``: a ``Saving`` that has
+    begun. ``states``: ``EngineStates``, which may be copied late."""
+
+    def __init__(self, behind, cache, engine, saving, save_latest, states=None):
+        self.behind, self.cache, self._engine = behind, cache, engine
+        self.snapshot = Snapshot(cache, states)
+        self.saving, self.save_latest = saving, save_latest
+        self.records = {}
+        self.error = None
+        self.began = time.monotonic()
+        enter(saving.place)
+
+    # ---- in the calling thread -------------------------------------------------------------------------------------
+    def add(self, name, value):
+        """Takes the file ``name``: afterwards tensors in ``value`` may change, but for the engine's states. Waits while
+        the cache is full; a file that is larger than all of it is written at once."""
+        prepared = self._engine.prepare(name, value)
+        path = os.path.join(self.saving.staging, name)
+        linked = prepared.link(path) if hasattr(prepared, "link") else None
+        if linked is not None:  # it is in another tag: nothing to copy
+            self.records[name] = linked.to_dict()
+            return
+        copies = self.snapshot.add(prepared.sources)
+        if copies is None:
+            gib = self.snapshot.plan(prepared.sources).bytes / 2**30
+            warning_once(
+                f"{name} has {gib:.3f} GiB, more than all of host_cache_size: it is written at once, and training "
+                f"waits. Set host_cache_size to at least {gib + 0.001:.3f} GiB"
+            )
+            self.records[name] = self._engine.write_prepared(prepared, path)
+            return
+        prepared.sources = copies.sources
+        self.behind.start(lambda: self._write_one(name, prepared, path, copies))
+
+    def drop(self):
+        """What was not written yet stays so; nothing is written any more when this returns."""
+        self.error = self.error or RuntimeError("given up")
+        self.snapshot.drop()
+        self.behind.drain()
+        leave(self.saving.place)
+
+    def end(self, meeting, processes):
+        """All ranks have taken their snapshots: the rest happens in the background. Only now, when nothing can go wrong
+        any more in the calling thread, the engine's states are held."""
+        self.snapshot.start_late_copies()
+        ranks = self.saving.ranks
+        self.saving.ranks = RanksThroughFiles(ranks, meeting, timeout_s(), processes)
+        self.behind.start(self._finish)
+
+    # ---- in the background -----------------------------------------------------------------------------------------
+    def _write_one(self, name, prepared, path, copies):
+        try:
+            copies.wait()
+            if self.error is None:
+                self.records[name] = self._engine.write_prepared(prepared, path)
+        except BaseException as caught:
+            self.error = caught
+        finally:
+            prepared.sources = ()
+            copies.give_back()
+
+    def _finish(self):
+        ranks = self.saving.ranks
+        try:
+            self.saving.agree(self.error)
+            self.saving.end(self.records, self.save_latest)
+            if ranks.rank == 0:
+                logger.info(
+                    f"saved checkpoint {self.saving.folder} ({time.monotonic() - self.began:.1f} s after its begin)"
+                )
+        except BaseException as error:
+            self.behind.fail(error, lambda steps: [s for s in ranks.gather(steps) if s is not None])
+        finally:
+            ranks.close()
+            leave(self.saving.place)

@@ -1,0 +1,405 @@
+"""A checkpoint appears whole or not at all, and the one before it stays until then.
+
+1. Files are written into a hidden folder beside the one they are for, each one synced to the disk.
+2. When all ranks have written theirs, the manifest is written and synced. A folder with a manifest is complete.
+3. The hidden folder takes the final name; where that name exists already, the two are swapped (``swap``).
+4. ``latest`` is replaced, in one rename as well.
+
+Killed at any moment, a run leaves at most hidden folders, which the next save into the same directory removes. No
+reader ever sees a folder under its final name that is not complete.
+
+[Note: in place] A file system that cannot rename folders (a mounted object store) has no such step. There files are
+written into the final folder, which has an owner's mark and no manifest meanwhile; manifest and ``latest`` come last.
+A tag that is saved again is not there until then. ``load_checkpoint`` refuses a folder with the mark alone.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+import threading
+
+from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.layouts.names import HIDDEN
+from deepspeed.checkpoint.read import verify
+from deepspeed.checkpoint.write import file_writer, owner
+from deepspeed.log import logger
+
+# ---- commit --------------------------------------------------------------------------------------------------------
+
+_replacing = threading.Lock()
+
+
+def staging_of(folder):
+    """Where the files of the checkpoint ``folder`` are until it is complete."""
+    return hidden(folder, "saving")
+
+
+# ---- begin ---------------------------------------------------------------------------------------------------------
+
+
+def begin(folder, in_place=None):
+    """A folder for the files of ``folder``; one process calls it. Returns its path: a hidden one, or ``folder`` itself.
+
+    ``in_place``: see the note above; None finds out whether folders can be renamed. Raises OSError; also when another
+    process that is alive is saving the same.
+    """
+    staging, parent = staging_of(folder), os.path.dirname(folder)
+    try:
+        os.makedirs(parent, exist_ok=True)
+        settle(folder)
+        _refuse_a_second_owner(folder, staging)
+        if in_place:
+            return _begin_in_place(folder)
+        why = _make_staging(folder, staging)
+        if why is None:
+            return staging
+        if in_place is not None:
+            raise OSError(
+                why, f"{parent} cannot rename folders ({os.strerror(why)}), and checkpoint.write_in_place is false: "
+                "set it to true or null"
+            )  # fmt: skip
+        logger.warning(
+            f"{parent} cannot rename folders ({os.strerror(why)}): checkpoints are written in place there, as with "
+            "checkpoint.write_in_place. A tag that is saved again is lost when the save is broken off"
+        )
+        return _begin_in_place(folder)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot make the checkpoint folder {folder}: {error.strerror}") from error
+
+
+def _refuse_a_second_owner(folder, staging):
+    for path in (staging, hidden(folder, "making"), folder):
+        if os.path.isdir(path) and owner.is_alive(path):
+            raise OSError(
+                errno.EBUSY,
+                f"{owner.described(path)} is saving the same checkpoint at this moment: give each run a save_dir, or "
+                "tags, of its own",
+            )
+
+
+def _make_staging(folder, staging):
+    """An empty folder with this process's mark, which gets its name by a rename, as the whole checkpoint will. Returns
+    why the file system cannot do that, an errno, or None."""
+    made = hidden(folder, "making")
+    remove_if_there(made)
+    os.mkdir(made)
+    try:
+        owner.claim(made)
+        remove_leftovers(os.path.dirname(folder), os.stat(owner.path_in(made)).st_mtime, spared=made)
+        remove_if_there(staging)
+        file_writer.rename(made, staging)
+    except OSError as error:
+        remove(made)
+        if error.errno not in CANNOT_RENAME:
+            raise
+        return error.errno
+    owner.renamed(made, staging)
+    return None
+
+
+def _begin_in_place(folder):
+    os.makedirs(folder, exist_ok=True)
+    own = owner.own_files(folder)
+    owner.claim(folder, lock=False, in_place=True, files=sorted(own - {verify.NAME, owner.NAME}))
+    owner.remove_own(folder, spared=(owner.NAME,))
+    remove_leftovers(os.path.dirname(folder), os.stat(owner.path_in(folder)).st_mtime)
+    return folder
+
+
+def remove_leftovers(save_dir, now, spared=None):
+    """Removes what killed runs have left of their saves. ``now``: the time as the file system has it."""
+    for name in os.listdir(save_dir):
+        tag, _, what = name[1:].rpartition(".")
+        path = os.path.join(save_dir, name)
+        if not name.startswith(".") or what not in HIDDEN or path == spared or os.path.islink(path):
+            continue
+        if not os.path.isdir(path):
+            continue
+        if what in ("saving", "replaced"):
+            settle(os.path.join(save_dir, tag))
+        if os.path.isdir(path) and owner.is_abandoned(path, now):
+            remove(path)
+
+
+# ---- end -----------------------------------------------------------------------------------------------------------
+
+
+def finish(folder, staging, facts, records):
+    """The files in ``staging`` (of ``begin``) become the checkpoint ``folder``; one process calls it, when all have
+    written.
+
+    ``records``: name -> record (a dict, see ``file_record``) of every file, of all ranks that wrote into the folder.
+    """
+    text = verify.text_of(facts, records)
+    file_writer.write_bytes(text.encode(), os.path.join(staging, verify.NAME))
+    for path in sorted({os.path.dirname(name) for name in records} | {""}):
+        file_writer.sync_directory(os.path.join(staging, path))
+    if staging != folder:
+        if os.path.lexists(folder):
+            swap(staging, folder)
+        else:
+            take_name(staging, folder)
+    owner.disown(folder, claimed_as=staging)
+
+
+def abandon(folder, staging):
+    """After a failure: the hidden folder goes, the checkpoint that was there stays. In place what was written goes."""
+    if staging == folder:
+        if os.path.isdir(folder) and not _has_manifest(folder):
+            owner.remove_own(folder)
+    elif is_half_moved(folder):
+        owner.let_go(staging)  # the next save goes on with it
+    else:
+        remove_if_there(staging)
+
+
+def replace_text(path, text):
+    """Replaces a small text file, in one rename where the file system has one."""
+    folder, name = os.path.split(path)
+    temporary = os.path.join(folder, f".{name}.writing")
+    with _replacing:  # several engines may save into one folder, each in a thread of its own
+        file_writer.write_bytes(text.encode(), temporary)
+        try:
+            file_writer.rename(temporary, path)
+        except OSError as error:
+            if error.errno not in CANNOT_RENAME:
+                raise
+            os.unlink(temporary)
+            file_writer.write_bytes(text.encode(), path)
+        file_writer.sync_directory(folder)
+
+
+# ---- before loading ------------------------------------------------------------------------------------------------
+
+
+def place_of(folder):
+    """Where the checkpoint ``folder`` is to be read, after ``settle``. Raises RuntimeError for one that a save in place
+    has not finished."""
+    real = os.path.realpath(folder)
+    found = settle(real)
+    if found != real:
+        return found
+    if owner.facts_of(real) is not None and not _has_manifest(real):
+        who = owner.described(real)
+        state = "is writing it at this moment" if owner.is_alive(real) else "was broken off while it was writing it"
+        whole = names_of_whole(os.path.dirname(real))
+        raise RuntimeError(
+            f"the checkpoint {folder} is not complete: {who} {state}, in place (checkpoint.write_in_place). Load "
+            f"another tag; complete are: {', '.join(whole) or 'none'}"
+        )
+    return folder
+
+
+def _has_manifest(folder):
+    try:
+        return verify.read(folder) is not None
+    except (verify.DamagedManifest, NotADirectoryError):  # in place, it is written like any other file
+        return False
+
+
+def names_of_whole(save_dir):
+    """Tags in ``save_dir`` that have a manifest."""
+    found = os.listdir(save_dir) if os.path.isdir(save_dir) else []
+    return sorted(name for name in found if not name.startswith(".") and _has_manifest(os.path.join(save_dir, name)))
+
+
+# ---- meetings ------------------------------------------------------------------------------------------------------
+
+
+def meeting_of(folder, token):
+    """Where the ranks that write ``folder`` in the background meet; ``token`` tells one save from the next."""
+    return hidden(folder, f"{token}.meeting")
+
+
+def make_meeting(folder, token):
+    """One process calls it, after ``begin``."""
+    os.mkdir(meeting_of(folder, token))
+    owner.claim(meeting_of(folder, token), lock=False)  # the last rank removes it, which would have to find a lock
+
+
+def remove_meeting(folder, token):
+    """After a failure before anybody has met there."""
+    remove_if_there(meeting_of(folder, token))
+
+
+# ---- checkpoints that are too old ----------------------------------------------------------------------------------
+
+
+def remove_checkpoint(folder):
+    """Removes a checkpoint, and nothing else that is in its folder; killed halfway, it leaves no half checkpoint that
+    looks whole."""
+    doomed = hidden(folder, "removing")
+    if owner.others_files(folder):
+        owner.claim(folder, lock=False)
+        owner.remove_own(folder)
+        return
+    remove_if_there(doomed)
+    owner.claim(folder, lock=False)
+    try:
+        file_writer.rename(folder, doomed)
+    except OSError as error:
+        if error.errno not in CANNOT_RENAME:
+            raise
+        owner.remove_own(folder)
+    else:
+        remove(doomed)
+
+
+def retire(save_dir, keep_last, current):
+    """Removes the oldest checkpoints that this library wrote into ``save_dir`` until ``keep_last`` are left.
+
+    ``current``: the tag just saved; it and the one that ``latest`` names are never removed, nor are links to folders
+    elsewhere.
+    """
+    spared = {current, names.latest_tag(save_dir)}
+    found = []
+    for name in os.listdir(save_dir):
+        folder = os.path.join(save_dir, name)
+        if name.startswith(".") or os.path.islink(folder) or not os.path.isfile(os.path.join(folder, verify.NAME)):
+            continue
+        try:
+            found.append((verify.read(folder)["saved_at"], name))
+        except (verify.DamagedManifest, KeyError):
+            logger.warning(f"{folder} is not removed by keep_last: its manifest is damaged; see ds_ckpt verify")
+    surplus = len(found) - keep_last
+    for _, name in sorted(found):
+        if surplus > 0 and name not in spared:
+            remove_checkpoint(os.path.join(save_dir, name))
+            surplus -= 1
+
+
+# ---- swap ----------------------------------------------------------------------------------------------------------
+# A complete hidden folder takes the place of a tag's folder; killed in between, either of the two is there to load. -
+# ``RENAME_EXCHANGE`` swaps them in one step. - Where the file system has none (NFS, older Lustre): the old folder is
+# renamed to ``.<tag>.replaced``, then the new one takes the name. Between the two the name is free; ``settle`` finds
+# the new folder, and gives it its name. - Where the old folder cannot be renamed (it is of a lower layer of an
+# overlay): its manifest goes, and the new files are renamed into it one by one, their manifest last. ``settle`` goes
+# on where that was broken off. Loading and the next save call ``settle``.
+
+# What a file system says that has no rename of folders, or not of this one. EMFILE: gcsfuse, above a number of files.
+CANNOT_RENAME = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EMFILE)
+
+
+def hidden(folder, what):
+    """A hidden folder beside ``folder``: its name says whose it is and what for."""
+    parent, name = os.path.split(os.path.normpath(folder))
+    return os.path.join(parent, f".{name}.{what}")
+
+
+def remove(folder):
+    """Removes a hidden folder of ours that may be half there; what cannot be removed is only logged."""
+
+    def tell(_, path, error):
+        if not isinstance(error[1], FileNotFoundError):  # a save in the background may be removing the same
+            logger.warning(f"cannot remove {path}: {error[1]}")
+
+    owner.let_go(folder)
+    shutil.rmtree(folder, onerror=tell)
+
+
+def remove_if_there(folder):
+    if os.path.isdir(folder):
+        remove(folder)
+
+
+def swap(new, folder):
+    """The complete folder ``new`` becomes ``folder``. What others have put into the old one is there again."""
+    parent = os.path.dirname(folder)
+    owner.carry_over(folder, new)
+    with contextlib.suppress(PermissionError):  # a folder that nobody may write to is swapped all the same
+        owner.claim(folder, lock=False)  # so that it can be removed, under whatever name a crash leaves it
+    try:
+        old = new
+        if not file_writer.exchange(new, folder):
+            old = hidden(folder, "replaced")
+            remove_if_there(old)
+            file_writer.rename(folder, old)
+            file_writer.rename(new, folder)
+    except OSError as error:
+        if not os.path.isdir(folder):
+            file_writer.rename(old, folder)
+        if error.errno not in CANNOT_RENAME or not os.path.isdir(new):
+            owner.disown(folder)
+            raise
+        logger.info(f"{folder} cannot be renamed ({os.strerror(error.errno)}): its files are replaced one by one")
+        _move_files(new, folder)
+        return
+    file_writer.sync_directory(parent)
+    owner.carry_over(old, folder)  # what has come meanwhile
+    remove(old)
+
+
+def take_name(new, folder):
+    """The complete folder ``new`` becomes ``folder``, which is not there yet."""
+    try:
+        file_writer.rename(new, folder)
+    except OSError as error:
+        if error.errno not in CANNOT_RENAME:
+            raise
+        os.mkdir(folder)
+        _move_files(new, folder)
+    file_writer.sync_directory(os.path.dirname(folder))
+
+
+def _move_files(new, folder):
+    """Goes on where it was broken off: the old manifest is gone then, and the new one is still in ``new``."""
+    if not is_half_moved(folder):
+        owner.claim(folder, lock=False, moving=True, files=sorted(owner.own_files(folder)))
+        if os.path.exists(os.path.join(folder, verify.NAME)):
+            os.unlink(os.path.join(folder, verify.NAME))
+        file_writer.sync_directory(folder)
+    listed = verify.read(new)["files"]
+    for path in set((owner.facts_of(folder) or {}).get("files", ())) - set(listed) - {verify.NAME, owner.NAME}:
+        if os.path.lexists(os.path.join(folder, path)):
+            os.unlink(os.path.join(folder, path))
+    for path in (*sorted(listed), verify.NAME):
+        if path == verify.NAME:
+            file_writer.sync_directory(folder)
+        if os.path.lexists(os.path.join(new, path)):
+            os.makedirs(os.path.dirname(os.path.join(folder, path)), exist_ok=True)
+            file_writer.rename(os.path.join(new, path), os.path.join(folder, path))
+    file_writer.sync_directory(folder)
+    owner.carry_over(new, folder)  # others' files, which may be here alone if the folder was made anew
+    owner.disown(folder)
+    remove(new)
+
+
+def _is_complete(folder):
+    try:
+        facts = verify.read(folder)
+    except (verify.DamagedManifest, OSError):
+        return False
+    return facts is not None and not verify.missing_or_short(folder, facts)
+
+
+def is_half_moved(folder):
+    """Whether a swap file by file was broken off, or is going on."""
+    facts = owner.facts_of(folder)
+    return bool(facts and facts.get("moving")) and not os.path.exists(os.path.join(folder, verify.NAME))
+
+
+def settle(folder):
+    """Ends a swap that a killed run has left half done. Returns the path under which the checkpoint ``folder`` is to be
+    read: another one where nothing can be renamed, or its owner may still be at it."""
+    new, old = hidden(folder, "saving"), hidden(folder, "replaced")
+    if is_half_moved(folder):
+        if not owner.is_alive(new) and os.path.exists(os.path.join(new, verify.NAME)):
+            logger.info(f"{folder}: a save that was broken off while it replaced the files is completed")
+            _move_files(new, folder)
+        return folder
+    if os.path.lexists(folder) or not os.path.isdir(old):
+        return folder
+    found = next((candidate for candidate in (new, old) if _is_complete(candidate)), None)
+    if found is None:
+        return folder
+    if owner.is_alive(found):  # about to take its name
+        return folder if os.path.isdir(folder) else found
+    try:
+        file_writer.rename(found, folder)
+    except OSError as error:
+        logger.info(f"{folder} is read from {found}, where a broken-off save has left it: {error.strerror}")
+        return folder if os.path.isdir(folder) else found
+    logger.info(f"{folder} has its name again, which a save that was broken off had taken from it")
+    owner.disown(folder, claimed_as=found)
+    return folder

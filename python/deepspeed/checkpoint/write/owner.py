@@ -1,0 +1,327 @@
+"""Who writes into a folder, as a small file in it says, and whether that process is known to be gone.
+
+Host name and process id are not enough: two containers may have both in common. The kernel's boot id, the namespace of
+process ids and the time at which the process started tell processes of one machine apart; a lock on the file, which
+the kernel drops with the process, tells more where the file system has locks. Of processes elsewhere only the lock
+can say that they are alive, and nothing that they are gone but time: see ``LEASE_S``.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+import socket
+
+from deepspeed._native import _C
+from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.read import verify
+
+# ---- owner ---------------------------------------------------------------------------------------------------------
+
+NAME = ".owner.json"
+LEASE_S = 24 * 3600.0  # in which a process of which nothing else is known writes something, or has given up
+
+_held = {}  # folder -> descriptor of a file that this process has locked
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """Facts about a process: where it runs and which one there it is. Empty texts and 0: not known."""
+
+    host: str
+    boot: str
+    pid_space: str
+    pid: int
+    started: int
+
+    @classmethod
+    def here(cls):
+        return cls(
+            host=socket.gethostname(),
+            boot=_text("/proc/sys/kernel/random/boot_id"),
+            pid_space=_link("/proc/self/ns/pid"),
+            pid=os.getpid(),
+            started=started(os.getpid()),
+        )
+
+    def is_gone(self, here):
+        """True or False where the process ``here`` can tell, else None."""
+        if not self.boot or not self.pid_space or (self.boot, self.pid_space) != (here.boot, here.pid_space):
+            return None
+        return _C.process_ended(self.pid) or (self.started != 0 and started(self.pid) != self.started)
+
+
+def _text(path):
+    try:
+        with open(path) as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _link(path):
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def started(pid):
+    """When the process began, in ticks since the machine did; 0 where there is none."""
+    text = _text(f"/proc/{pid}/stat")
+    fields = text.rpartition(")")[2].split()  # its name may have spaces and brackets
+    return int(fields[19]) if len(fields) > 19 else 0
+
+
+def path_in(folder):
+    return os.path.join(folder, NAME)
+
+
+def claim(folder, lock=True, **more):
+    """Writes into ``folder`` that it is this process's; ``more``: other facts. Raises OSError."""
+    let_go(folder)
+    facts = {**dataclasses.asdict(Process.here()), **more}
+    if lock and _write(folder, {**facts, "locked": True}, True):
+        return
+    _write(folder, {**facts, "locked": False}, False)
+
+
+def _write(folder, facts, lock):
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path_in(folder))  # a mounted object store writes no file twice
+    descriptor = os.open(path_in(folder), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        os.write(descriptor, json.dumps(facts).encode())
+        if not lock:
+            return True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        _held[folder], descriptor = descriptor, None
+        return True
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def let_go(folder):
+    """Gives up the lock; before the file goes: NFS keeps a removed file that is open under another name."""
+    descriptor = _held.pop(folder, None)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def disown(folder, claimed_as=None):
+    """Nobody writes into ``folder`` any more; it may have had another name, ``claimed_as``, when that began."""
+    let_go(claimed_as or folder)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path_in(folder))
+
+
+def renamed(folder, name):
+    """The claimed ``folder`` is called ``name`` now."""
+    if folder in _held:
+        _held[name] = _held.pop(folder)
+
+
+def facts_of(folder):
+    """What the folder's owner has written, a dict; None where nobody has."""
+    try:
+        with open(path_in(folder)) as file:
+            facts = json.load(file)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def is_gone(folder, here=None):
+    """Whether the owner of ``folder`` is gone: True, False, or None where nobody can tell."""
+    facts = facts_of(folder)
+    if not facts or folder in _held:
+        return None if not facts else False
+    process = _process_of(facts)
+    if process is None:
+        return None
+    here = here or Process.here()
+    if facts.get("locked"):
+        free = _is_free(path_in(folder))
+        if free is False:
+            return False
+        if free and process.boot and process.boot == here.boot:
+            return True
+    return process.is_gone(here)
+
+
+def _process_of(facts):
+    try:
+        return Process(**{field.name: facts[field.name] for field in dataclasses.fields(Process)})
+    except KeyError:  # of an earlier version, which wrote less
+        return None
+
+
+def is_own(folder):
+    """Whether this process has claimed it."""
+    return folder in _held or _process_of(facts_of(folder) or {}) == Process.here()
+
+
+def is_alive(folder):
+    """Whether another process is known to be at work in ``folder``."""
+    return not is_own(folder) and is_gone(folder) is False
+
+
+def _is_free(path):
+    """Whether nobody has locked the file; None where that cannot be found out."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def is_abandoned(folder, now, here=None):
+    """Whether nobody will write into ``folder`` any more. ``now``: the time as its file system has it."""
+    if facts_of(folder) is None:
+        return False
+    gone = is_gone(folder, here)
+    return gone if gone is not None else now - _last_written(folder) > LEASE_S
+
+
+def _last_written(folder):
+    newest = 0.0
+    for root, folders, files in os.walk(folder):
+        for name in ("", *folders, *files):
+            with contextlib.suppress(OSError):
+                newest = max(newest, os.lstat(os.path.join(root, name)).st_mtime)
+    return newest
+
+
+def described(folder):
+    """Who that is, for messages."""
+    facts = facts_of(folder) or {}
+    return f"process {facts.get('pid', '?')} on {facts.get('host', 'an unknown machine')}"
+
+
+def _in_a_forked_child():
+    """The lock is the parent's: a copy of the descriptor would keep it when the parent is gone."""
+    for folder in list(_held):
+        let_go(folder)
+
+
+os.register_at_fork(after_in_child=_in_a_forked_child)
+
+
+# ---- replaced files ------------------------------------------------------------------------------------------------
+# Which files of a tag's folder a save may remove. All others stay, whatever they are called.
+
+
+def own_files(folder):
+    """Paths below ``folder`` that saves of this library, or of the one whose layout it has, have put there.
+
+    Those are the files that the manifest lists. A folder without a manifest that can be trusted has the published names
+    at its top, and what the owner of an unfinished save in place has listed.
+    """
+    try:
+        facts = verify.read(folder)
+    except verify.DamagedManifest:
+        facts = None
+    found = {verify.NAME, NAME}
+    if facts is not None:
+        return found.union(facts["files"])
+    unfinished = facts_of(folder)
+    found.update((unfinished or {}).get("files", ()))
+    is_own = names.is_published_file if unfinished is None else names.is_checkpoint_file
+    return found.union(name for name in os.listdir(folder) if is_own(name))
+
+
+def _folders_of(paths):
+    found = set()
+    for path in paths:
+        while path := os.path.dirname(path):
+            found.add(path)
+    return found
+
+
+def others_files(folder):
+    """Whether there is anything in ``folder`` that is not ``own_files``; empty folders count."""
+    own = own_files(folder)
+    made = _folders_of(own)
+    for root, folders, files in os.walk(folder):
+        where = os.path.relpath(root, folder)
+        for name in (*folders, *files):
+            path = os.path.normpath(os.path.join(where, name))
+            if path not in own and path not in made:
+                return True
+    return False
+
+
+def carry_over(old, new):
+    """Everything in ``old`` that is not ``own_files`` is in ``new`` afterwards, too, unless something there has its
+    name: hard links, or copies where there are none. Raises OSError."""
+    own = own_files(old)
+    made, copied = _folders_of(own), []
+    for root, folders, files in os.walk(old):
+        where = os.path.relpath(root, old)
+        for name in folders:
+            path = os.path.normpath(os.path.join(where, name))
+            source, target = os.path.join(old, path), os.path.join(new, path)
+            if os.path.islink(source):
+                files = [*files, name]
+            elif path not in made and not os.path.lexists(target):
+                os.makedirs(target)
+                copied.append((source, target))
+        for name in files:
+            path = os.path.normpath(os.path.join(where, name))
+            if path not in own:
+                _carry(os.path.join(old, path), os.path.join(new, path))
+    for source, target in reversed(copied):  # now: nothing can be put into one that nobody may write to
+        shutil.copystat(source, target)
+
+
+def _carry(source, target):
+    if os.path.lexists(target):
+        return
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def remove_own(folder, spared=()):
+    """Removes ``own_files`` but for ``spared``, and the folder when nothing is left. The manifest goes first: what is
+    half removed must not look whole. The owner's mark goes last."""
+    found = own_files(folder) - set(spared)
+    for path in sorted(found - {NAME}, key=lambda path: (path != verify.NAME, path)):
+        _remove_file(os.path.join(folder, path))
+    for path in sorted(_folders_of(found), reverse=True):
+        _remove_if_empty(os.path.join(folder, path))
+    if NAME in found:
+        disown(folder)
+        _remove_if_empty(folder)
+
+
+def _remove_file(path):
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+
+
+def _remove_if_empty(folder):
+    try:
+        os.rmdir(folder)
+    except OSError:  # somebody else's files are in it
+        pass

@@ -1,0 +1,217 @@
+"""The ranks that write one checkpoint, and how they agree on what came of it."""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import time
+
+from deepspeed import comm as dist
+from deepspeed._native import _C
+from deepspeed.checkpoint.read.verify import DamagedManifest
+from deepspeed.checkpoint.write.commit import CANNOT_RENAME
+
+# ---- ranks ---------------------------------------------------------------------------------------------------------
+
+
+def failure_of(rank, error):
+    """What went wrong on a rank, in a form that every rank can raise and JSON can carry: (rank, errno, text)."""
+    if error is None:
+        return None
+    if isinstance(error, OSError) and error.errno is not None:
+        return [rank, error.errno, str(error.strerror)]
+    plain = type(error) is RuntimeError or isinstance(error, DamagedManifest)
+    return [rank, None, str(error) if plain else f"{type(error).__name__}: {error}"]
+
+
+def raise_together(failures, what, own=None):
+    """Raises on every rank the same error, which names all ranks that failed; returns when none did.
+
+    ``own``: this rank's exception, the cause of what is raised here.
+    """
+    failures = [failure for failure in failures if failure is not None]
+    if not failures:
+        return
+    text = f"{what}: " + "; ".join(f"rank {rank}: {text}" for rank, _, text in failures)
+    numbers = [number for _, number, _ in failures if number is not None]
+    raise (OSError(numbers[0], text) if numbers else RuntimeError(text)) from own
+
+
+class Ranks:
+    """All ranks of an engine. ``leads``: this rank makes folders and renames them; one of each node when every node
+    has a disk of its own (``node_local``), else rank 0."""
+
+    def __init__(self, engine, node_local):
+        self.rank, self.size = engine.global_rank, engine.world_size
+        self.node = (os.environ.get("CROSS_RANK") or socket.gethostname()) if node_local else ""
+        self.nodes = self.gather(self.node)
+        self.leads = self.nodes.index(self.node) == self.rank
+
+    def gather(self, value):
+        """The values (what JSON can carry) of all ranks, in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        found = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+    def agree(self, error, what, value=None):
+        """Every rank says what went wrong (None: nothing), and all raise alike if anything did. Returns the ``value``
+        (of what JSON can carry) of every rank."""
+        told = self.gather([failure_of(self.rank, error), value])
+        raise_together([part[0] for part in told if part is not None], what, error)
+        return [part and part[1] for part in told]
+
+    def beside(self, values):
+        """Of one value for each rank those of the ranks that write into the same folder."""
+        return [value for value, node in zip(values, self.nodes) if node == self.node]
+
+
+# ---- ranks through files -------------------------------------------------------------------------------------------
+# Ranks that agree through small files, for threads in the background: collectives belong to the training loop.
+
+_PAUSE_S = 0.2  # the longest sleep between two looks at the folder
+
+
+def this_process():
+    """[where process ids mean the same, process id]: for others to see whether this process is still there."""
+    try:
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        space = ""
+    return [f"{socket.gethostname()} {space}", os.getpid()]
+
+
+def _is_gone(process):
+    """Whether ``process`` (of ``this_process``) is known to have ended."""
+    where, pid = process
+    return where == this_process()[0] and _C.process_ended(pid)
+
+
+class RanksThroughFiles(Ranks):
+    """The ranks ``like``, meeting in ``folder``, which those that write into the same directory share.
+
+    With a disk for every node the ranks of one node meet; for the other nodes' ranks ``gather`` gives None. A rank
+    that does not come within ``timeout_s`` seconds, or whose process (``processes``: ``this_process()`` of every
+    rank) has ended, is named in a TimeoutError; after that nobody waits any more.
+    """
+
+    def __init__(self, like, folder, timeout_s, processes=None):
+        self.rank, self.size, self.leads = like.rank, like.size, like.leads
+        self.node, self.nodes = like.node, like.nodes
+        self.folder, self.timeout_s = folder, timeout_s
+        self.processes = processes
+        self.turn = 0
+        self.here = [rank for rank in range(self.size) if self.nodes[rank] == self.node]
+        self.broken = None  # the exception after which meeting makes no sense
+
+    def _path(self, turn, rank):
+        return os.path.join(self.folder, f"{turn}.{rank}.json")
+
+    def _failed(self, rank):
+        return os.path.join(self.folder, f"failed.{rank}")
+
+    def gather(self, value):
+        """As that of ``Ranks``; ``value`` as JSON hands it on. Raises TimeoutError, and OSError when a rank could not
+        write its part."""
+        if self.broken is not None:
+            raise self.broken
+        turn, self.turn = self.turn, self.turn + 1
+        if self.here == [self.rank]:
+            return [value if rank == self.rank else None for rank in range(self.size)]
+        try:
+            self._post(turn, value)
+            found = self._collect(turn)
+        except OSError as error:
+            self.broken = error
+            raise
+        return [found.get(rank) for rank in range(self.size)]
+
+    def _post(self, turn, value):
+        own = self._path(turn, self.rank)
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+            with open(own + ".writing", "w") as file:
+                json.dump(value, file)
+            try:
+                os.replace(own + ".writing", own)
+            except OSError as error:
+                if error.errno not in CANNOT_RENAME:
+                    raise
+                os.unlink(own + ".writing")
+                with open(own, "w") as file:  # who reads half of it reads it again
+                    json.dump(value, file)
+        except OSError as error:
+            # A short link takes no block of the disk: it can be made where a file cannot.
+            with contextlib.suppress(OSError):
+                os.symlink(str(error.errno), self._failed(self.rank))
+            raise
+
+    def _collect(self, turn):
+        found, pause, until, asked = {}, 0.0005, time.monotonic() + self.timeout_s, time.monotonic()
+        while True:
+            gone = []
+            if self.processes is not None and time.monotonic() > asked + 0.5:
+                asked = time.monotonic()
+                gone = [rank for rank in self.here if rank not in found and _is_gone(self.processes[rank])]
+            for rank in self.here:  # after the question who is gone: what those have left counts
+                if rank not in found and os.path.exists(self._path(turn, rank)):
+                    with open(self._path(turn, rank)) as file, contextlib.suppress(ValueError):
+                        found[rank] = json.load(file)
+            late = [rank for rank in self.here if rank not in found]
+            if not late:
+                return found
+            for rank in late:
+                if os.path.islink(self._failed(rank)):
+                    number = int(os.readlink(self._failed(rank)))
+                    raise OSError(number, f"rank {rank} could not say how far it is: {os.strerror(number)}")
+            dead = [str(rank) for rank in late if rank in gone]
+            if dead:
+                raise TimeoutError(f"rank {', '.join(dead)} ended before its part was written")
+            if time.monotonic() > until:
+                names = ", ".join(map(str, late))
+                raise TimeoutError(f"rank {names} has not written its part within {self.timeout_s:.0f} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSE_S)
+
+    def agree(self, error, what, value=None):
+        try:
+            return super().agree(error, what, value)
+        except Exception as caught:
+            if caught is not self.broken:
+                raise
+            number = caught.errno if caught.errno is not None else None
+            text = f"{what}: {caught.strerror if number is not None else caught}"
+            raise (OSError(number, text) if number is not None else TimeoutError(text)) from error
+
+    def close(self):
+        """After the last ``gather``. The last rank to call it removes the folder: until then others may be reading."""
+        if self.here == [self.rank]:
+            return
+        with contextlib.suppress(OSError):
+            with open(os.path.join(self.folder, f"left.{self.rank}"), "w"):
+                pass
+            if all(os.path.exists(os.path.join(self.folder, f"left.{rank}")) for rank in self.here):
+                shutil.rmtree(self.folder, ignore_errors=True)
+
+
+# ---- turns ---------------------------------------------------------------------------------------------------------
+# Ranks of one machine that do something one after the other: what it takes of memory and disk is taken once.
+
+
+def in_turn(ranks, function):
+    """``function()`` on every rank, while no other rank of this machine is in it. Every rank calls it; ``function``
+    must not wait for other ranks. Raises what it raised here, after all had their turn."""
+    hosts = ranks.gather(socket.gethostname())
+    mine = hosts[: ranks.rank].count(hosts[ranks.rank])
+    error = None
+    for turn in range(max(hosts.count(host) for host in set(hosts))):
+        if turn == mine:
+            try:
+                function()
+            except Exception as caught:
+                error = caught
+        ranks.gather(None)
+    if error is not None:
+        raise error

@@ -1,0 +1,409 @@
+"""Writes a checkpoint of an engine."""
+
+import os
+import socket
+import time
+
+import torch
+
+from deepspeed.checkpoint.convert.export import write_script
+from deepspeed.checkpoint.engines.base import ForeignFiles
+from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.read.weights import run_states
+from deepspeed.checkpoint.write import background, commit, engine_states, native
+from deepspeed.checkpoint.write.engine_states import EngineStates, counters_of
+from deepspeed.checkpoint.write.file_writer import PreparedTorch
+from deepspeed.checkpoint.write.ranks import Ranks
+from deepspeed.checkpoint.write.shared_file import Cuts, SharedTorch, complete
+from deepspeed.host.cpu import socket_of_process
+from deepspeed.log import log_dist, logger, warning_once
+from deepspeed.version import __version__
+
+# ---- contents ------------------------------------------------------------------------------------------------------
+# What a checkpoint of an engine holds: the files this rank writes, and the value of each.
+
+
+def common_names(engine):
+    """Names of files of which every data-parallel rank has the same, in the layout of the ``.pt`` files."""
+    return () if engine._stage_policy.saved.model_by_rank else (names.model_states(engine.mp_rank_for_files()),)
+
+
+def files_of(engine, client_state, exclude_frozen_parameters=False, with_common=False):
+    """dict: name of a file below the tag's folder -> function that gives its value, for the files of this rank.
+    ``with_common``: also those of which rank 0 of the data-parallel group has the same (``common_names``).
+
+    Every rank calls all of them in this order: some run collectives. Tensors of the values may be views of what is
+    trained: write them, or copy them, before the next step. A ``TensorOfPieces`` may stand for a tensor.
+    """
+    if native.is_wanted(engine):
+        return native.files_of(engine, client_state, exclude_frozen_parameters)
+    saved = engine._stage_policy.saved
+    dp_rank, mp_rank = engine.parallel.dp_rank, engine.mp_rank_for_files()
+    found = {}
+    if saved.model_by_rank or dp_rank == 0 or with_common:
+        by_rank = saved.model_by_rank
+        name = names.sharded_model_states(dp_rank, mp_rank) if by_rank else names.model_states(mp_rank)
+        found[name] = lambda: _model_states(engine, client_state, exclude_frozen_parameters)
+    if saved.optimizer_by_rank and engine.core is not None and engine.basic_optimizer is not None:
+        name = names.optim_states(dp_rank, mp_rank, engine.bfloat16_enabled())
+        found[name] = lambda: _optim_states(engine)
+    found[names.run_states(engine.global_rank)] = lambda: run_states(engine)
+    return found
+
+
+def expected_bytes(engine):
+    """About so many bytes of tensors each larger file of this rank will hold, rather too many than too few."""
+    saved, core = engine._stage_policy.saved, engine.core
+    tensors = [*engine.module.parameters(), *engine.module.buffers()]
+    module = sum(t.numel() * t.element_size() for t in tensors) if not saved.model_by_rank else 0
+    states = 0
+    if core is not None and engine.basic_optimizer is not None:
+        owned = sum(numel for _, _, numel in core.pieces())
+        states = 4 * owned * (1 + max(len(core.slot_names()), 2 if engine.stepping.fused is None else 0))
+    leads = engine.parallel.dp_rank == 0
+    if saved.optimizer_by_rank:
+        files = [states, module if leads else 0]
+    else:
+        files = [module + states] if leads else []
+    return [size + size // 50 + (1 << 20) for size in files if size > 0]
+
+
+def _model_states(engine, client_state, exclude_frozen_parameters):
+    optimizer = engine.optimizer
+    scheduler = engine.lr_scheduler
+    saved = engine._stage_policy.saved
+    frozen = saved.frozen_listed and not exclude_frozen_parameters
+    state = {
+        "module": _module_states(engine, exclude_frozen_parameters),
+        "buffer_names": [name for name, _ in engine.module.named_buffers()],
+        "optimizer": optimizer.state_dict() if optimizer is not None and not saved.optimizer_by_rank else None,
+        "param_shapes": engine_states.param_shapes(engine) if saved.optimizer_by_rank else None,
+        "frozen_param_shapes": engine_states.frozen_shapes(engine) if frozen else None,
+        "shared_params": engine_states.shared_params(engine.module) if saved.optimizer_by_rank else None,
+        "frozen_param_fragments": engine_states.frozen_fragments(engine) if frozen else None,
+        "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
+        **counters_of(engine),
+        "ds_config": engine.config,
+        "ds_version": __version__,
+    }
+    state.update(client_state)
+    return state
+
+
+def _module_states(engine, exclude_frozen_parameters):
+    state = engine.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+    if not engine._stage_policy.saved.model_by_rank:
+        return state
+    sharded = engine_states.sharded_names(engine.module)
+    for name in state.keys() & sharded:
+        state[name] = torch.empty(0, dtype=state[name].dtype)
+    return state
+
+
+def _optim_states(engine):
+    state = getattr(engine.optimizer, "state_dict_in_pieces", engine.optimizer.state_dict)
+    return {
+        "optimizer_state_dict": state(),
+        "ds_config": engine.config,
+        "ds_version": __version__,
+    }
+
+
+# ---- sharing -------------------------------------------------------------------------------------------------------
+# Which ranks share the writing of files of which all data-parallel ranks have the same (``writer.data_parallel``).
+
+
+def make_sharing(engine, ranks):
+    """A ``Sharing`` for one save, or None where nothing is to be shared. Every rank calls it."""
+    writer = engine._config.checkpoint_config.writer
+    mode = writer.data_parallel if writer is not None else None
+    if mode is None or engine._stage_policy.saved.model_by_rank or native.is_wanted(engine):
+        return None
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    own = [socket.gethostname(), socket_of_process(local), engine.mp_rank_for_files(), engine.parallel.dp_rank]
+    return Sharing(mode.upper(), ranks.gather(own), ranks)
+
+
+class Sharing:
+    """``facts``: [host, socket, model-parallel rank, data-parallel rank] of every rank.
+
+    REPLICA: every data-parallel rank writes; SOCKET: one of each socket of each host; MACHINE: one of each host. With a
+    disk for every node (``ranks.nodes``) those on the node of the first.
+    """
+
+    def __init__(self, mode, facts, ranks):
+        self.ranks = ranks
+        self.writers = []  # ranks that share this rank's files, the one that leads first
+        mp_rank = facts[ranks.rank][2]
+        members = sorted((fact[3], rank) for rank, fact in enumerate(facts) if fact[2] == mp_rank)
+        node = ranks.nodes[members[0][1]]
+        taken = set()
+        for dp_rank, rank in members:
+            host, socket_number = facts[rank][:2]
+            place = {"REPLICA": dp_rank, "SOCKET": (host, socket_number), "MACHINE": host}[mode]
+            if ranks.nodes[rank] == node and place not in taken:
+                taken.add(place)
+                self.writers.append(rank)
+        self.writes = ranks.rank in self.writers and len(self.writers) > 1
+        self.leads = self.writes and self.writers[0] == ranks.rank
+        self._led = {}  # name -> (PreparedTorch, Cuts) of files that this rank completes
+
+    def cut(self, files, names, agree):
+        """``files`` as ``contents.files_of`` gives them, with the parts of this rank in place of the files ``names``.
+        Every rank calls it; ``agree(error, value)`` gives the values of all, or raises on all."""
+        prepared, error = {}, None
+        try:
+            if self.writes:
+                prepared = {name: PreparedTorch(files[name]()) for name in names}
+        except Exception as caught:
+            error = caught
+        told = agree(error, {name: [len(made.texts), made.entries()] for name, made in prepared.items()})
+        found, error = dict(files), None
+        for name, made in prepared.items():
+            texts, entries = told[self.writers[0]][name]
+            own = [list(entry) for entry in made.entries()[texts:-2]]
+            if own != [list(entry) for entry in entries[texts:-2]]:
+                error = RuntimeError(
+                    f"{name} has other tensors here than on rank {self.writers[0]}: ranks can share its writing only "
+                    "when all have the same; set checkpoint.writer.data_parallel to null, or give all the same "
+                    "client_state"
+                )
+                continue
+            cuts = Cuts(entries, texts, len(self.writers))
+            found[name] = lambda part=SharedTorch(made, cuts, self.writers.index(self.ranks.rank)): part
+            if self.leads:
+                self._led[name] = made, cuts
+        agree(error, None)
+        return found
+
+    def complete(self, records, folder):
+        """Ends the files that this rank leads. ``records``: of every rank, name -> record. Returns this rank's own, in
+        which those files stand as wholes."""
+        own = dict(records[self.ranks.rank])
+        for name in [name for name, record in own.items() if "part" in record]:
+            del own[name]
+            if name in self._led:
+                parts = [records[rank][name]["part"] for rank in self.writers]
+                own[name] = complete(os.path.join(folder, name), *self._led[name], parts).to_dict()
+        return own
+
+
+# ---- save ----------------------------------------------------------------------------------------------------------
+
+
+def _agreed_tag(engine, ranks, tag):
+    """The tag of rank 0. Whether another one elsewhere is an error is for ``checkpoint.tag_validation`` to say."""
+    names = ranks.gather(tag)
+    others = [(rank, other) for rank, other in enumerate(names) if other != names[0]]
+    if not others or not engine._config.checkpoint_tag_validation_enabled:
+        return names[0]
+    text = (
+        f"rank 0 saves under tag {names[0]!r}, "
+        + ", ".join(f"rank {rank} under {other!r}" for rank, other in others)
+        + "; pass the same tag on every rank"
+    )
+    if engine._config.checkpoint_tag_validation_fail:
+        raise AssertionError(text)  # the type that scripts catch
+    logger.warning(f"{text}. All save under {names[0]!r}.")
+    return names[0]
+
+
+def _agreed_place(ranks, save_dir, tag):
+    """The folder that the tag is. Where it is none for a rank, whose disk may be another, all raise."""
+    error = found = None
+    try:
+        found = names.folder_of(save_dir, tag)
+    except (ValueError, OSError) as caught:
+        error = caught
+    try:
+        ranks.agree(error, "nothing is saved")
+    except Exception:
+        if error is not None:
+            raise error from None
+        raise
+    return found
+
+
+def _without_own_keys(engine, client_state):
+    """``client_state`` without what load_checkpoint handed back of the engine's own: passed on to the next save, those
+    old values would replace the current ones."""
+    loaded = engine.loaded_engine_state
+    return {key: value for key, value in client_state.items() if not (key in loaded and loaded[key] is value)}
+
+
+def save_checkpoint(engine, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
+    """Every rank calls it. The checkpoint appears under its name when it is complete and on the disk; until then, and
+    if anything fails, the one before it is what ``latest`` names. Source: see ``checkpoint.commit``. Who writes it is
+    ``engine.checkpoint_engine``; one that writes in the background has a copy of everything when this returns.
+
+    ``save_dir`` and the tag may be symbolic links to folders: those are saved into. A tag may be a path of plain names.
+
+    Raises ValueError without ``save_dir``, or for a tag that is no name of a folder in it; AssertionError when ranks
+    must agree on the tag and do not, KeyError when ``client_state`` uses a reserved key, OSError on all ranks when a
+    rank cannot write: it names the rank and the file. Returns True.
+    """
+    if not save_dir:
+        raise ValueError(f"save_checkpoint needs a directory, got save_dir={save_dir!r}")
+    client_state = _without_own_keys(engine, client_state or {})
+    if names.RESERVED_KEY in client_state:
+        raise KeyError(f"client_state may not use the key {names.RESERVED_KEY!r}: it is the engine's own; rename yours")
+    writer = engine.checkpoint_engine
+    behind = getattr(writer, "behind", None)
+    ranks = Ranks(engine, engine._config.use_node_local_storage)
+    if behind is not None:
+        behind.tell_together(ranks)
+    tag = _agreed_tag(engine, ranks, str(tag if tag is not None else f"global_step{engine.global_steps}"))
+    names.check_tag(tag, os.fspath(save_dir))
+    sharing = make_sharing(engine, ranks) if hasattr(writer, "write_prepared") else None
+    files = files_of(engine, client_state, exclude_frozen_parameters, sharing is not None and sharing.writes)
+    place = _agreed_place(ranks, os.fspath(save_dir), tag)
+    saving = Saving(engine, ranks, os.fspath(save_dir), tag, place, sharing)
+    background.wait_for(saving.place)
+    if not getattr(writer, "makes_files", True):
+        saving.write(files, writer)
+        log_dist(f"no checkpoint {saving.folder}: {writer.name} writes nothing", ranks=[0])
+    elif behind is not None and not _on_disks_of_nodes(ranks):
+        writer.save_behind(saving, files, save_latest, EngineStates(engine))
+        log_dist(f"checkpoint {saving.folder} is copied and being written", ranks=[0])
+    else:
+        if not hasattr(writer, "write_file"):
+            writer = ForeignFiles(writer, tag, saving.save_dir, save_latest)
+        saving.begin()
+        saving.end(saving.write(saving.shared(files), writer), save_latest)
+        log_dist(f"saved checkpoint {saving.folder}", ranks=[0])
+    return True
+
+
+def _on_disks_of_nodes(ranks):
+    if len(set(ranks.nodes)) == 1:
+        return False
+    warning_once(
+        "checkpoint.use_node_local_storage: the ranks of several nodes have no common folder in which their background "
+        "threads could agree, so checkpoints are written at once, and training waits. Save into a directory that all "
+        "nodes see, with use_node_local_storage false, to write in the background"
+    )
+    return True
+
+
+class Saving:
+    """One checkpoint on its way to the disk. It keeps nothing of the engine: training may go on meanwhile."""
+
+    def __init__(self, engine, ranks, save_dir, tag, place, sharing=None):
+        self.ranks, self.sharing = ranks, sharing
+        self._common = common_names(engine)
+        self.save_dir, self.tag = save_dir, tag
+        self.folder = os.path.join(save_dir, tag)
+        self.place = place  # that folder, whatever links lead to it
+        self.staging = None  # where this rank's files are written, after ``begin``
+        self.failed = f"the checkpoint {self.folder} is not saved, the one before it is unharmed"
+        self._facts = _facts(engine, tag)
+        self._with_script = engine._stage_policy.saved.optimizer_by_rank and not native.is_wanted(engine)
+        self._keep_last = engine._config.checkpoint_config.keep_last
+        self._in_place = engine._config.checkpoint_config.write_in_place
+
+    def _together(self, function):
+        """Runs ``function`` on the leading ranks; every rank learns of a failure, and the hidden folder goes. Returns
+        what it has returned on the leading rank of this rank's node."""
+        error = found = None
+        if self.ranks.leads:
+            try:
+                found = function()
+            except Exception as caught:
+                error = caught
+        told = self.agree(error, value=found)
+        return told[self.ranks.nodes.index(self.ranks.node)]
+
+    def agree(self, error, before_removal=None, value=None):
+        """Raises on all ranks when one has an ``error``; the hidden folder goes, after ``before_removal()`` on all.
+        Returns the ``value`` of every rank."""
+        try:
+            return self.ranks.agree(error, self.failed, value)
+        except Exception:
+            if before_removal is not None:
+                before_removal()
+                self.ranks.gather(None)
+            if self.ranks.leads and self.staging is not None:
+                commit.abandon(self.place, self.staging)
+            self.ranks.gather(None)  # nobody goes on while files are still being removed
+            raise
+
+    def begin(self, token=None):
+        """Makes the hidden folder, and with a ``token`` the one in which the ranks meet in the background."""
+
+        def make():
+            self.staging = commit.begin(self.place, self._in_place)
+            if token is not None and self.ranks.size > 1:
+                commit.make_meeting(self.place, token)
+            return self.staging
+
+        self.staging = self._together(make)
+        if self.staging == self.place:
+            lost = "it was written in place, so what was there is gone"
+            self.failed = f"the checkpoint {self.folder} is not saved; {lost}"
+
+    def shared(self, files):
+        """``files``, with those of which all data-parallel ranks have the same cut into parts. Every rank calls it,
+        after ``begin``. A file system without hidden folders has no files with several writers: one rank writes them
+        there."""
+        if self.sharing is None:
+            return files
+        if self.staging == self.place:
+            leads, self.sharing = self.sharing.leads or not self.sharing.writes, None
+            return {name: value for name, value in files.items() if leads or name not in self._common}
+        return self.sharing.cut(files, self._common, lambda error, value: self.agree(error, value=value))
+
+    def write(self, files, writer):
+        """Writes the files of this rank through ``writer.write_file``. Returns name -> record for the manifest."""
+        staging, records, error = self.staging or "", {}, None  # no folder for an engine that writes nothing
+        for name, value in files.items():
+            made = value()  # some run collectives, so all are made, whatever has failed
+            try:
+                if error is None:
+                    records[name] = writer.write_file(name, made, os.path.join(staging, name))
+            except Exception as caught:
+                error = caught
+            del made
+        if error is None and hasattr(writer, "finish"):
+            try:
+                records = writer.finish()
+            except Exception as caught:
+                error = caught
+        self.agree(error)
+        return records
+
+    def end(self, records, save_latest):
+        """All have written: the checkpoint takes its place."""
+        everyones, together = self.ranks.gather(records), {}
+        if self.sharing is not None:
+            error = None
+            try:
+                records = self.sharing.complete(everyones, self.staging)
+            except Exception as caught:
+                error = caught
+            everyones = self.agree(error, value=records)
+        for part in self.ranks.beside(everyones):
+            together.update(part)
+        self._together(lambda: self._commit(together, save_latest))
+
+    def _commit(self, records, save_latest):
+        commit.finish(self.place, self.staging, self._facts, records)
+        if self._with_script:
+            write_script(self.save_dir)
+        if save_latest:
+            commit.replace_text(os.path.join(self.save_dir, names.LATEST), self.tag)
+        if self._keep_last is not None:
+            commit.retire(self.save_dir, self._keep_last, self.tag)
+
+
+def _facts(engine, tag):
+    return {
+        "tag": tag,
+        "saved_at": time.time(),
+        "ds_version": __version__,
+        "torch": str(torch.__version__),
+        "world_size": engine.world_size,
+        "dp_world_size": engine.dp_world_size,
+        "mp_world_size": engine.mp_world_size,
+        "zero_stage": engine.zero_optimization_stage(),
+        "global_steps": engine.global_steps,
+    }
