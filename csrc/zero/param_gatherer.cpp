@@ -47,7 +47,7 @@ void ParamGatherer::allow_pool(const Unit& unit) {
 
 // ---- holding ------------------------------------------------------------------------------------------------------
 
-void ParamGatherer::hold(const std::vector<ShardedParam*>& params) {
+void ParamGatherer::hold(const std::vector<ShardedParam*>& params, bool ahead) {
   std::vector<ShardedParam*> absent;
   for (ShardedParam* param : params) {
     ++param->holders;
@@ -57,7 +57,7 @@ void ParamGatherer::hold(const std::vector<ShardedParam*>& params) {
   int64_t numel = 0;
   for (const ShardedParam* param : absent) numel += param->numel();
   if (live_ + numel > options_.max_live_numel) release_all();
-  source_->gather(absent, source_->looks_ahead() ? wanted_next() : std::vector<ShardedParam*>{});
+  source_->gather(absent, ahead && source_->looks_ahead() ? wanted_next() : std::vector<ShardedParam*>{});
   ++fetches_;
   live_ += numel;
   peak_live_ = std::max(peak_live_, live_);
@@ -80,7 +80,16 @@ void ParamGatherer::drop(ShardedParam& param) {
   source_->pool().give(param.release());
 }
 
-void ParamGatherer::acquire(const std::vector<ShardedParam*>& params) { hold(params); }
+// Where a gather needs all ranks, they enter this together, and each must find the same parameters absent: what a rank
+// keeps or has started for branches of its own does not count.
+void ParamGatherer::acquire(const std::vector<ShardedParam*>& params) {
+  if (source_->looks_ahead()) {
+    source_->forget_ahead();
+    for (ShardedParam* param : params)
+      if (param->holders == 0) drop(*param);
+  }
+  hold(params, /*ahead=*/false);
+}
 void ParamGatherer::release(const std::vector<ShardedParam*>& params) { let_go(params, false); }
 
 void ParamGatherer::release_all() {

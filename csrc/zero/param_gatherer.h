@@ -85,7 +85,7 @@ class ParamGatherer {
     int64_t numel = 0;
   };
 
-  void hold(const std::vector<ShardedParam*>& params);
+  void hold(const std::vector<ShardedParam*>& params, bool ahead = true);
   void let_go(const std::vector<ShardedParam*>& params, bool keep);
   void drop(ShardedParam& param);
   void note(int32_t unit);

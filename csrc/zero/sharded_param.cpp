@@ -63,6 +63,9 @@ void ShardedParam::set_data(const at::Tensor& data) const {
 }
 
 void ShardedParam::mark_inflight() { set_status(ParamStatus::kInflight); }
+void ShardedParam::mark_absent() {
+  if (!available()) set_status(ParamStatus::kNotAvailable);
+}
 
 void ShardedParam::move_shard(const at::Tensor& home) {
   at::NoGradGuard no_grad;

@@ -48,6 +48,7 @@ class ShardedParam {
   ParamStatus status() const { return status_; }
   bool available() const { return status_ == ParamStatus::kAvailable; }
   void mark_inflight();
+  void mark_absent();  // the transfer has been given up
 
   // The parameter becomes the first numel() elements of `buffer`, which has padded_numel().
   void take_full(const at::Tensor& buffer);

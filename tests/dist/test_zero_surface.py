@@ -229,6 +229,45 @@ def test_ranks_without_shared_memory_agree_on_gathers(zero):
     assert all(gap < 1e-6 for gap in run_ranks(2, body_agreed, zero))
 
 
+class Branches(torch.nn.Module):
+    """Each rank uses a layer of its own beside a common one."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+        self.rank = rank
+
+    def forward(self, x):
+        return self.layers[1 + self.rank](self.layers[0](x)).sum()
+
+
+def body_gathered_after_branches(rank, world):
+    import os
+
+    os.environ["DS_PEER_MEMORY"] = "0"
+    try:
+        engine = make_engine(world, Branches(rank), stage3_param_persistence_threshold=0)
+    finally:
+        del os.environ["DS_PEER_MEMORY"]
+    for _ in range(3):
+        loss = engine(torch.ones(1, 8))
+        for when in ("after forward", "after backward"):
+            for param in engine.module.parameters():
+                with deepspeed.zero.GatheredParameters(param):
+                    assert param.numel() > 0, when
+            deepspeed.comm.all_reduce(torch.ones(1))  # nobody serves gathers here
+            if when == "after forward":
+                engine.backward(loss)
+        # What was started ahead and given up is not on its way any more.
+        assert {int(param.ds_status.value) for param in engine.module.parameters()} == {2}
+        engine.step()
+    return True
+
+
+def test_what_ranks_gather_together_does_not_depend_on_their_branches():
+    assert run_ranks(2, body_gathered_after_branches, timeout=60) == [True, True]
+
+
 def body_memory_format(rank, world, stage, client):
     torch.manual_seed(0)
     conv = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)

@@ -51,7 +51,10 @@ class ScheduledSource : public ShardSource {
 
   bool looks_ahead() const override { return true; }
 
-  void forget_ahead() override { started_.clear(); }
+  void forget_ahead() override {
+    for (const auto& [param, gather] : started_) params_[static_cast<size_t>(index_.at(param))]->mark_absent();
+    started_.clear();
+  }
 
   void drain() override {
     at::NoGradGuard no_grad;
