@@ -399,7 +399,7 @@ def test_killed_while_the_background_writes(world, fault, tmp_path):
 SCRIPT = """
 import os, time
 import torch, deepspeed
-from deepspeed.checkpoint import file_writer
+from deepspeed.checkpoint.write import file_writer
 from deepspeed.checkpoint.write.background import SnapshotSave
 original = SnapshotSave._write_one
 def slow(self, *args):
