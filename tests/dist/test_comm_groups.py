@@ -134,7 +134,7 @@ def _secondary(rank, world):
 
 def _together(rank, world, body):
     body(rank, world)
-    deepspeed.comm.barrier()  # rank 0 has the store in which members of other groups may still meet
+    dist.barrier()  # rank 0 has the store in which members of other groups may still meet
 
 
 @pytest.mark.parametrize("body", [_tensor, _sequence, _experts, _split_experts, _secondary])
