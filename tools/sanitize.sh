@@ -2,7 +2,7 @@
 # tools/sanitize.sh address,undefined|thread: the C++ tests under sanitizers. torch itself is not instrumented.
 . "$(dirname "$0")/common.sh"
 sanitizers=$1
-rooms=${ROOMS:-base config plan kernels io formats optim comm zero}
+rooms=${ROOMS:-base config plan kernels io formats storage optim comm zero}
 tools/packages.sh build test
 pick_python
 dir=build/$(echo "$sanitizers" | tr , -)-$(env_tag "$PY")

@@ -1,7 +1,6 @@
 // A group of ranks that exchange tensors. Transports (comm/transports): threads of one process, shared memory of one
 // host, a process group of torch, NCCL, several hosts; each carries the verbs that it is good at, and compose.cpp makes
-// the others of those. Decorators
-// (comm/decorators) add to any of them what is no transport's business.
+// the others of those. Decorators (comm/decorators) add to any of them what is no transport's business.
 //
 // Contract: every rank of the group issues the same calls in the same order (send and recv: the two ranks that take
 // part). Tensors are contiguous and must not be touched until wait() has returned; on asynchronous devices wait()
