@@ -2,9 +2,18 @@
 
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
+
 #include "zero/routes/staged_gather.h"
 
 namespace ds::zero {
+
+std::vector<ShardedParam*> ShardSource::absent(const std::vector<ShardedParam*>& params) {
+  std::vector<ShardedParam*> result;
+  for (ShardedParam* param : params)
+    if (!param->available() && std::find(result.begin(), result.end(), param) == result.end()) result.push_back(param);
+  return result;
+}
 
 void ShardSource::take_full(const std::vector<std::pair<ShardedParam*, at::Tensor>>& params) {
   if (params.empty()) return;
@@ -13,8 +22,7 @@ void ShardSource::take_full(const std::vector<std::pair<ShardedParam*, at::Tenso
 }
 
 // In collectives of at most the size that is staged.
-void ShardSource::refresh_together(comm::Communicator& communicator, storage::ScratchPool& pool,
-                                   const std::vector<ShardedParam*>& params) {
+void ShardSource::refresh_together(comm::Communicator& communicator, const std::vector<ShardedParam*>& params) {
   at::NoGradGuard no_grad;
   std::vector<std::unique_ptr<StagedGather>> pending;
   for (size_t begin = 0, end = 0; begin < params.size(); begin = end) {
@@ -25,7 +33,7 @@ void ShardSource::refresh_together(comm::Communicator& communicator, storage::Sc
     }
     const auto first = params.begin() + static_cast<std::ptrdiff_t>(begin);
     const auto last = params.begin() + static_cast<std::ptrdiff_t>(end);
-    pending.push_back(std::make_unique<StagedGather>(communicator, pool, std::vector<ShardedParam*>(first, last),
+    pending.push_back(std::make_unique<StagedGather>(communicator, pool_, std::vector<ShardedParam*>(first, last),
                                                      std::nullopt, /*in_place=*/true));
     collectives_ += pending.back()->collectives();
   }

@@ -41,10 +41,11 @@ class ShardSource {
   void reset_counters() { gathered_ = collectives_ = exchanges_ = 0; }
 
  protected:
+  // Those that are not available, each once.
+  static std::vector<ShardedParam*> absent(const std::vector<ShardedParam*>& params);
   // Each parameter becomes its buffer; who watches their status is asked in once for all of them.
   static void take_full(const std::vector<std::pair<ShardedParam*, at::Tensor>>& params);
-  void refresh_together(comm::Communicator& communicator, storage::ScratchPool& pool,
-                        const std::vector<ShardedParam*>& params);
+  void refresh_together(comm::Communicator& communicator, const std::vector<ShardedParam*>& params);
 
   storage::ScratchPool pool_;
   int64_t gathered_ = 0, collectives_ = 0, exchanges_ = 0;

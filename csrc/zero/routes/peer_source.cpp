@@ -18,9 +18,7 @@ class PeerSource : public ShardSource {
   void gather(const std::vector<ShardedParam*>& params, const std::vector<ShardedParam*>&) override {
     at::NoGradGuard no_grad;
     std::vector<std::pair<ShardedParam*, at::Tensor>> here;
-    for (ShardedParam* param : params) {
-      const auto same = [&](const auto& other) { return other.first == param; };
-      if (param->available() || std::any_of(here.begin(), here.end(), same)) continue;
+    for (ShardedParam* param : absent(params)) {
       if (here.empty()) memory_->await(version_);
       const at::Tensor buffer = pool_.take(param->padded_numel(), param->shard().options());
       copy(*param, buffer);

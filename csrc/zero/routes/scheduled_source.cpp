@@ -52,7 +52,7 @@ class ScheduledSource : public ShardSource {
   bool looks_ahead() const override { return true; }
 
   void forget_ahead() override {
-    for (const auto& [param, gather] : started_) params_[static_cast<size_t>(index_.at(param))]->mark_absent();
+    for (const auto& [param, gather] : started_) param->mark_absent();
     started_.clear();
   }
 
@@ -72,7 +72,7 @@ class ScheduledSource : public ShardSource {
 
   void refresh(const std::vector<ShardedParam*>& params) override {
     drain();
-    refresh_together(*communicator_, pool_, params);
+    refresh_together(*communicator_, params);
   }
   void before_write() override {
     drain();
@@ -87,7 +87,7 @@ class ScheduledSource : public ShardSource {
   // Their numbers, ascending, without those that are here or on their way.
   GatherSchedule::Params not_started(const std::vector<ShardedParam*>& params) const {
     GatherSchedule::Params result;
-    for (const ShardedParam* param : params) {
+    for (ShardedParam* param : params) {
       if (param->available() || started_.count(param)) continue;
       const auto found = index_.find(param);
       if (found == index_.end())
@@ -165,7 +165,7 @@ class ScheduledSource : public ShardSource {
   std::unordered_map<const ShardedParam*, int32_t> index_;
   GatherSchedule schedule_;
   std::vector<GatherPtr> entries_;  // of this cycle; null once its notes have been read
-  std::unordered_map<const ShardedParam*, GatherPtr> started_;
+  std::unordered_map<ShardedParam*, GatherPtr> started_;
 };
 
 }  // namespace
