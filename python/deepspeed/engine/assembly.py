@@ -18,11 +18,11 @@ from deepspeed.zero.core import build_core
 from deepspeed.zero.fp16_optimizer import FP16_Optimizer, FP16_UnfusedOptimizer
 from deepspeed.zero.fused_state import FusedState, can_fuse, is_native
 from deepspeed.zero.model import cast_sharded, move_module, shard_model, take_over
+from deepspeed.zero.param_states import WholeParams
 from deepspeed.zero.sharded_parameter import is_sharded
 from deepspeed.zero.stage3 import DeepSpeedZeRoOffload, DeepSpeedZeroOptimizer_Stage3
 from deepspeed.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.zero.stepping import Stepping
-from deepspeed.zero.whole_params import WholeParams
 
 KNOWN_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW)
 
