@@ -110,7 +110,8 @@ def test_a_wide_class_in_cpp():
         "  using A = int (*)(int);\n  std::function<void(int)> field_;\n  int value_ = compute(3);\n"
         "  friend void g(int);\n  struct Inner { int h(); };\n"
     )
-    text = "namespace ds {\nclass Wide final : public Base {\n public:\n  Wide(int);\n  ~Wide();\n" + extra + body + "};\n}\n"
+    head = "namespace ds {\nclass Wide final : public Base {\n public:\n  Wide(int);\n  ~Wide();\n"
+    text = head + extra + body + "};\n}\n"
     only(house_state.check_cpp_classes({"zero/a.h": text}), "csrc/zero/a.h:2", "class Wide has 26 methods")
     assert house_state.check_cpp_classes({"zero/a.h": text.replace("int f25(", "int f24(")}) == []
     assert house_state.check_cpp_classes({"config/field.h": text.replace("Wide", "Field")}) == []
