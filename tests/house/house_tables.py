@@ -114,5 +114,3 @@ MAX_BINDING_ARGUMENTS = 8
 WIDE_BINDINGS = {
     ("bindings/ops_update.cpp", "step"): "an optimizer's own call, without an engine: a list of each kind of tensor",
 }
-
-MAX_LINES = 600
