@@ -47,7 +47,7 @@ PYTHON_STATE = {
     ("config/read.py", "_variables"): _CACHE,
     ("engine/build_optimizer.py", "OPTIMIZERS"): _REGISTRY,
     ("engine/cross_engine_scaling.py", "_engines"): "engines that meet in one graph have to find each other",
-    ("engine/loader_workers.py", "_iterators"): _AT_END,
+    ("data/loader_workers.py", "_iterators"): _AT_END,
     ("ops/op_builder/jit.py", "_loaded"): "a library can be imported once per process",
     ("ops/op_builder/prebuilt/cpu_adagrad.py", "_handles"): _NUMBERS,
     ("ops/op_builder/prebuilt/cpu_adam.py", "_handles"): _NUMBERS,
@@ -64,6 +64,7 @@ PYTHON_STATE = {
     ("zero/init_context.py", "sharding.gather_while_building"): "set while a context of zero.Init is open",
     ("zero/initializers.py", "sharding.gather_while_building"): "set while a context of zero.Init is open",
     ("zero/linear.py", "_users"): "torch.nn.functional.linear is replaced once, while any engine needs it",
+    ("zero/restore.py", "SAVED_FORMS"): _REGISTRY,
     ("zero/sharded_parameter.py", "_ids"): "numbers of parameters are unique in a process",
 }
 
