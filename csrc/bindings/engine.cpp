@@ -204,8 +204,8 @@ DS_BINDINGS(m) {
       .def("join_backward", of(&Engine::backward, &BackwardSession::join), Unlocked(), py::arg("reduce"))
       .def("clear_grads", of(&Engine::backward, &BackwardSession::clear_grads), Unlocked())
       .def("adopt_grads", of(&Engine::backward, &BackwardSession::adopt_grads), Unlocked())
-      .def("set_postscale", [](Engine& engine, double scale) { engine.grads().set_postscale(scale); })
-      .def_property_readonly("predivide", [](Engine& engine) { return engine.grads().predivide(); })
+      .def("set_postscale", [](Engine& engine, double scale) { engine.grads().options().postscale = scale; })
+      .def_property_readonly("predivide", [](Engine& engine) { return engine.grads().options().predivide; })
       .def("set_rules", &set_rules, py::arg("rules"))
       .def("slot_names", [](Engine& engine) { return engine.stepper().slot_names(); })
       .def(
@@ -312,9 +312,9 @@ DS_BINDINGS(m) {
           "set_learned_fires",
           [](Engine& engine, const std::vector<int32_t>& expected) { engine.grads().fires().set_learned(expected); },
           py::arg("expected"))
-      .def_property_readonly("peak_borrowed_bytes", [](Engine& engine) { return engine.grads().peak_borrowed_bytes(); })
-      .def_property_readonly("late_count", [](Engine& engine) { return engine.grads().late_count(); })
-      .def_property_readonly("overlapped_count", [](Engine& engine) { return engine.grads().overlapped_count(); });
+      .def_property_readonly("peak_borrowed_bytes", [](Engine& engine) { return engine.grads().memory().peak_bytes(); })
+      .def_property_readonly("late_count", [](Engine& engine) { return engine.grads().counts().late; })
+      .def_property_readonly("overlapped_count", [](Engine& engine) { return engine.grads().counts().overlapped; });
 }
 
 }  // namespace ds::bindings

@@ -60,7 +60,7 @@ Engine::Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> other
   const auto sharded = store_.sharded_params();
   auto source = peers_ ? peer_source(ranks_.data_parallel, peers_)
                        : scheduled_source(ranks_.gathers ? ranks_.gathers() : ranks_.data_parallel, sharded);
-  grads_.set_waits(!source->looks_ahead());
+  grads_.options().waits = !source->looks_ahead();
   gatherer_ = std::make_unique<ParamGatherer>(sharded, std::move(source), options.gatherer);
   gatherer_->release_all();
   gatherer_->source().before_write();

@@ -26,6 +26,8 @@ class FireCounter {
   }
   int32_t fires(size_t param) const { return fires_[param]; }        // in the running backward
   int32_t expected(size_t param) const { return expected_[param]; }  // the most in an earlier one
+  // How often it will have fired when its bucket may leave; nothing is known: 1 where buckets are `eager`, else 0.
+  int32_t wanted(size_t param, bool eager) const { return learned_ ? expected_[param] : eager; }
 
   void learn() {  // the backward has ended
     for (size_t param = 0; param < fires_.size(); ++param) expected_[param] = std::max(expected_[param], fires_[param]);

@@ -11,6 +11,16 @@
 
 namespace ds::zero {
 
+namespace {
+
+// How many ranks have failed, and the sum of rank + 1: of this one alone.
+std::array<float, 2> failed_rank(const DeviceContext& device, int rank) {
+  if (!device.failed()) return {};
+  return {1.0f, static_cast<float>(rank + 1)};
+}
+
+}  // namespace
+
 GradReducer::GradReducer(ParamStore& store, DeviceContext& device, ReducerOptions options)
     : store_(store),
       device_(device),
@@ -61,7 +71,7 @@ void GradReducer::begin(bool reduce) {
     dirty_ = true;
   }
   next_bucket_ = 0;
-  overlapped_count_ = 0;
+  counts_.overlapped = 0;
   for (GradBucket& bucket : buckets_) {
     bucket.launched = false;
     bucket.work.reset();
@@ -69,7 +79,7 @@ void GradReducer::begin(bool reduce) {
     bucket.pending = -1;
     if (!options_.overlap && !bucket.eager) continue;
     int32_t known = 0;
-    for (int32_t param : bucket.params) known += wanted(bucket, param) > 0;
+    for (int32_t param : bucket.params) known += fires_.wanted(param, bucket.eager) > 0;
     if (known > 0 || fires_.has_learned()) bucket.pending = known;
   }
   phase_ = reduce ? Phase::kReducing : Phase::kAccumulating;
@@ -131,7 +141,7 @@ void GradReducer::on_grad(size_t param) {
     return;
   }
   absorb(param, grad);
-  if (phase_ == Phase::kReducing && (options_.overlap || bucket.eager) && times == wanted(bucket, param) &&
+  if (phase_ == Phase::kReducing && (options_.overlap || bucket.eager) && times == fires_.wanted(param, bucket.eager) &&
       bucket.pending > 0 && --bucket.pending == 0)
     launch_ready();
 }
@@ -140,8 +150,14 @@ void GradReducer::launch_ready() {
   at::NoGradGuard no_grad;
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].pending == 0) {
     launch(buckets_[next_bucket_++]);
-    collect_earlier(buckets_[next_bucket_ - 1]);
-    ++overlapped_count_;
+    ++counts_.overlapped;
+    // The slots of buckets that have been sent are free again.
+    for (size_t b = 0; b < next_bucket_; ++b) {
+      GradBucket& bucket = buckets_[b];
+      if (!bucket.work || !bucket.eager) continue;
+      const bool earlier = b + 1 < next_bucket_;
+      if (bucket.work->ready() || (options_.waits && (earlier || !options_.overlap))) reduction_.collect(bucket);
+    }
   }
 }
 
@@ -162,21 +178,6 @@ void GradReducer::launch(GradBucket& bucket) {
   reduction_.start(bucket);
 }
 
-// The slots of buckets that have been sent are free again.
-void GradReducer::collect_earlier(const GradBucket& latest) {
-  for (size_t b = 0; b < next_bucket_; ++b) {
-    GradBucket& bucket = buckets_[b];
-    if (!bucket.work || !bucket.eager) continue;
-    const bool earlier = &bucket != &latest;
-    if (bucket.work->ready() || (options_.waits && (earlier || !options_.overlap))) reduction_.collect(bucket);
-  }
-}
-
-void GradReducer::note_failure() {
-  failed_ranks_ = {};
-  if (device_.failed()) failed_ranks_ = {1.0f, static_cast<float>(rank_ + 1)};
-}
-
 // Learns what any rank has; true when some rank has a late gradient.
 bool GradReducer::exchange_flags() {
   BackwardFlags flags;
@@ -186,8 +187,7 @@ bool GradReducer::exchange_flags() {
     flags.used[param] = filled_[param] || late_[param].defined() ? 1.0f : 0.0f;
     flags.late[bucket_of_[param]] += late_[param].defined() ? 1.0f : 0.0f;
   }
-  note_failure();
-  flags.failed_ranks = failed_ranks_;
+  flags.failed_ranks = failed_rank(device_, rank_);
   flags_->sum(flags);
   failed_ranks_ = flags.failed_ranks;
   for (size_t param = 0; param < store_.size(); ++param) {
@@ -195,12 +195,12 @@ bool GradReducer::exchange_flags() {
     filled_[param] = in_place && any;
     used_[param] = !in_place && (used_[param] || any);
   }
-  late_count_ = 0;
+  counts_.late = 0;
   for (size_t b = 0; b < buckets_.size(); ++b) {
     late_in_bucket_[b] = static_cast<int32_t>(flags.late[b]);
-    late_count_ += late_in_bucket_[b];
+    counts_.late += late_in_bucket_[b];
   }
-  return late_count_ > 0;
+  return counts_.late > 0;
 }
 
 // What has not left yet, and what all ranks have to tell each other.
@@ -223,9 +223,9 @@ void GradReducer::end() {
   if (!active()) return;
   at::NoGradGuard no_grad;
   if (phase_ == Phase::kReducing) {
-    late_count_ = 0;
+    counts_.late = 0;
     if (stays_) {
-      note_failure();
+      failed_ranks_ = failed_rank(device_, rank_);
     } else {
       reduce_rest();
     }

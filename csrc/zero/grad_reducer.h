@@ -73,16 +73,18 @@ class GradReducer {
   bool used(size_t param) const { return (store_.space_of(param).in_place ? filled_ : used_)[param] != 0; }
   // This rank has a gradient that has not been reduced; it lies in its slot of the store's local buffer.
   bool has_local(size_t param) const;
-  void set_used(size_t param);                        // somebody has written the reduced gradient
-  bool any() const;                                   // a gradient has arrived since clear(), or the user has set one
-  int64_t late_count() const { return late_count_; }  // of the last reducing backward, over all ranks
-  int64_t overlapped_count() const { return overlapped_count_; }  // buckets that left before backward's end
+  void set_used(size_t param);  // somebody has written the reduced gradient
+  bool any() const;             // a gradient has arrived since clear(), or the user has set one
+  // Of the last reducing backward.
+  struct Counts {
+    int64_t late = 0;        // gradients that came after their bucket had left, over all ranks
+    int64_t overlapped = 0;  // buckets that left before backward's end
+  };
+  const Counts& counts() const { return counts_; }
   FireCounter& fires() { return fires_; }
   const FireCounter& fires() const { return fires_; }
-  void set_waits(bool waits) { options_.waits = waits; }
-  double predivide() const { return options_.predivide; }
-  void set_postscale(double postscale) { options_.postscale = postscale; }          // not while a backward runs
-  int64_t peak_borrowed_bytes() const { return reduction_.memory().peak_bytes(); }  // slots, wire and receive buffers
+  ReducerOptions& options() { return options_; }                     // not to be changed while a backward runs
+  const WireBuffers& memory() const { return reduction_.memory(); }  // slots, wire and receive buffers
 
   // Parameters whose local gradients were inf or nan.
   std::vector<NonfiniteGrad> local_nonfinite_grads() const { return nonfinite_.found(); }
@@ -100,12 +102,7 @@ class GradReducer {
   void make_room();
   void launch(GradBucket& bucket);
   void launch_ready();
-  void collect_earlier(const GradBucket& latest);
-  int32_t wanted(const GradBucket& bucket, size_t param) const {
-    return fires_.has_learned() ? fires_.expected(param) : bucket.eager;
-  }
   void reduce_rest();
-  void note_failure();
   bool exchange_flags();
 
   ParamStore& store_;
@@ -135,7 +132,7 @@ class GradReducer {
   std::vector<at::Tensor> late_;
   std::vector<int32_t> late_in_bucket_;  // over all ranks, of the last reducing backward
   NonfiniteGrads nonfinite_;
-  int64_t late_count_ = 0, overlapped_count_ = 0;
+  Counts counts_;
 };
 
 }  // namespace ds::zero

@@ -91,7 +91,6 @@ WIDE_CLASSES = {
         "storage/storage_state.h",
         "StorageState",
     ): "the state under one lock: who may take it apart must take the lock apart",
-    ("zero/grad_reducer.h", "GradReducer"): "one reduction: hooks' entries, order of buckets and wires share its state",
     ("zero/param_gatherer.h", "ParamGatherer"): "uses, holders, prefetch and order of gathers share one table of units",
     ("zero/param_store.h", "ParamStore"): "questions about spaces and places that every part of the core asks",
     ("zero/sharded_param.h", "ShardedParam"): "all that can be asked of a parameter of which a rank has a slice",
@@ -102,6 +101,7 @@ _SMALL = "numbers for each parameter or rank, some bytes"
 _CALL = "alive for one call only; who calls is Python or a checkpoint"
 _WIRE = "the transport below moves tensors of one dtype, device or layout: a copy that lives as long as the call"
 ALLOCATIONS = {
+    "zero/audit.cpp": (3, "flags of some bytes; whole gradients for as long as the audit runs"),
     "zero/bucket_reduction.cpp": (2, "a round of late gradients, which no plan knew of"),
     "zero/device_context.cpp": (6, "sums, step scale and the kernels' own workspace; copies in another layout"),
     "zero/engine.cpp": (1, "the arena in which storage takes planes where peers read them"),

@@ -291,7 +291,6 @@ class DeepSpeedEngine(Assembly, Attributes, ConfigAccessors, TrainingData, Reduc
         steps = self._config.zero_config.audit_steps
         if not steps or not self._trains:
             return None
-        self._audited_group_of = [index for index, group in enumerate(self.trained_groups) for _ in group]
         return Audit(self, steps)
 
     def _take_step(self, lr_kwargs):

@@ -200,16 +200,16 @@ TEST(Engine, LateGradientsArriveInASecondRound) {
         (late.sum() * 2).backward();
         early.sum().backward();
         engine->backward().end();
-        EXPECT_EQ(engine->grads().late_count(), 0);
+        EXPECT_EQ(engine->grads().counts().late, 0);
       }
-      EXPECT_GT(engine->grads().overlapped_count(), 0);
+      EXPECT_GT(engine->grads().counts().overlapped, 0);
       engine->backward().clear_grads();
       engine->backward().begin(true);
       (late.sum() * 2).backward();
       early.sum().backward();
       if (rank == 1) (late.sum() * 10).backward();
       engine->backward().end();
-      EXPECT_EQ(engine->grads().late_count(), 1);
+      EXPECT_EQ(engine->grads().counts().late, 1);
       EXPECT_TRUE(at::allclose(late.grad(), at::full({4}, 7.0f)));
       EXPECT_TRUE(at::allclose(early.grad(), at::full({4}, 1.0f)));
     });
@@ -457,8 +457,9 @@ TEST(Engine, AnOverflowChangesNothing) {
     EXPECT_EQ(report.skipped, !std::isfinite(factor));
     EXPECT_NE(moved, report.skipped);
     EXPECT_EQ(report.nonfinite.size(), report.skipped ? 1u : 0u);
-    if (report.skipped)
+    if (report.skipped) {
       EXPECT_EQ(report.nonfinite[0], (std::pair<std::string, std::string>{"w", std::isnan(factor) ? "nan" : "inf"}));
+    }
     EXPECT_EQ(report.loss_scale->scale, report.skipped ? 32768.0 : 65536.0);
     EXPECT_FALSE(engine->grads().any());
     EXPECT_EQ(at::equal(weight.detach(), before), report.skipped);

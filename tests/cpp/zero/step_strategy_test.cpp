@@ -174,7 +174,9 @@ TEST(StepStrategy, ExtentsMayBeUpdatedLater) {
             const at::Tensor got = engine->states().full(StateKind::kMaster, 0, i);
             EXPECT_LE((got - expected).abs().max().item<double>(), 2e-6)
                 << "stage " << stage << " world " << world << " rank " << rank << " parameter " << i;
-            if (stage < 3) EXPECT_TRUE(at::equal(got, params[i].detach()));
+            if (stage < 3) {
+              EXPECT_TRUE(at::equal(got, params[i].detach()));
+            }
           }
           EXPECT_GT(delayed, 0);
           EXPECT_EQ(OddExtentsLater::settled, kParams);  // each look at the masters

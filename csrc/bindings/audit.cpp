@@ -1,0 +1,49 @@
+#include <Python.h>
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <pybind11/stl.h>
+
+#include "bindings/registry.h"
+#include "bindings/shared_function.h"
+#include "bindings/sharded_params.h"
+#include "zero/audit.h"
+
+namespace py = pybind11;
+using namespace ds::zero;
+
+namespace {
+
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+using Row = std::tuple<std::string, std::map<std::string, double>, double>;
+
+}  // namespace
+
+DS_BINDINGS(m) {
+  py::class_<Audit>(m, "Audit")
+      .def(py::init([](const std::shared_ptr<Engine>& engine, const py::object& ranks, int rank, double tolerance,
+                       const py::function& update) {
+             auto call = [held = ds::bindings::shared_function(update)](int32_t group, const at::Tensor& weight,
+                                                                        const at::Tensor& grad, const States& states,
+                                                                        double step) {
+               py::gil_scoped_acquire locked;
+               return (*held)(group, weight, grad, states, step).cast<at::Tensor>();
+             };
+             return std::make_unique<Audit>(engine, ranks.is_none() ? nullptr : ds::bindings::communicator(ranks), rank,
+                                            tolerance, std::move(call));
+           }),
+           py::arg("engine"), py::arg("ranks"), py::arg("rank"), py::arg("tolerance"), py::arg("update"))
+      .def("add", &Audit::add, py::arg("param"), py::arg("grad"))
+      .def("forget", &Audit::forget)
+      .def(
+          "before_step",
+          [](Audit& audit, int64_t number, double loss_scale, double clip, bool average,
+             const std::vector<Row>& groups) {
+            AuditedStep step{number, loss_scale, clip, average, {}};
+            for (const auto& [rule, hyper, magnification] : groups) step.groups.push_back({rule, hyper, magnification});
+            audit.before_step(std::move(step));
+          },
+          Unlocked(), py::kw_only(), py::arg("number"), py::arg("loss_scale"), py::arg("clip"), py::arg("average"),
+          py::arg("groups"))
+      .def("after_step", &Audit::after_step, Unlocked(), py::arg("stepped"), py::arg("norm"));
+}
