@@ -8,6 +8,7 @@
 #include <c10/core/GradMode.h>
 #include <pybind11/stl.h>
 
+#include "bindings/nested_tensors.h"
 #include "bindings/registry.h"
 #include "bindings/sharded_params.h"
 #include "bindings/torch_types.h"
@@ -48,23 +49,23 @@ std::vector<ShardedParam*> raw(const std::vector<ShardedParamPtr>& params) {
   return result;
 }
 
-// Tensors that need gradients in a module's arguments or outputs. What is no tensor, tuple, list or dict goes to
-// `elsewhere`, a Python function that returns a list of tensors.
-void collect(PyObject* value, const py::object& elsewhere, std::vector<at::Tensor>& found) {
+// Tensors that need gradients in a module's arguments or outputs.
+void collect(PyObject* value, std::vector<at::Tensor>& found) {
   if (value == Py_None || PyUnicode_Check(value) || PyLong_Check(value) || PyFloat_Check(value)) return;
   if (THPVariable_Check(value)) {
     const at::Tensor& tensor = THPVariable_Unpack(value);
     if (tensor.requires_grad()) found.push_back(tensor);
   } else if (PyTuple_Check(value)) {
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) collect(PyTuple_GET_ITEM(value, i), elsewhere, found);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) collect(PyTuple_GET_ITEM(value, i), found);
   } else if (PyList_Check(value)) {
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(value); ++i) collect(PyList_GET_ITEM(value, i), elsewhere, found);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(value); ++i) collect(PyList_GET_ITEM(value, i), found);
   } else if (PyDict_Check(value)) {
     PyObject *key, *item;
     Py_ssize_t position = 0;
-    while (PyDict_Next(value, &position, &key, &item)) collect(item, elsewhere, found);
+    while (PyDict_Next(value, &position, &key, &item)) collect(item, found);
   } else {
-    for (const py::handle& tensor : elsewhere(py::handle(value))) collect(tensor.ptr(), py::none(), found);
+    for (const at::Tensor& tensor : tensors_within(value))
+      if (tensor.requires_grad()) found.push_back(tensor);
   }
 }
 
@@ -72,7 +73,6 @@ void collect(PyObject* value, const py::object& elsewhere, std::vector<at::Tenso
 struct ModuleHook {
   std::weak_ptr<zero::Engine> engine;
   int32_t unit;  // -1: the whole model
-  py::object elsewhere;
 
   ParamGatherer* gatherer(std::shared_ptr<zero::Engine>& keep) const {
     keep = engine.lock();
@@ -80,8 +80,8 @@ struct ModuleHook {
   }
   std::vector<at::Tensor> tensors(const py::object& a, const py::object& b) const {
     std::vector<at::Tensor> found;
-    collect(a.ptr(), elsewhere, found);
-    collect(b.ptr(), elsewhere, found);
+    collect(a.ptr(), found);
+    collect(b.ptr(), found);
     return found;
   }
 };
@@ -208,20 +208,20 @@ DS_BINDINGS(m) {
       .def("reset_counters", [](ParamGatherer& g) { g.source().reset_counters(); });
 
   py::class_<EnterHook>(m, "EnterHook")
-      .def(py::init([](const std::shared_ptr<zero::Engine>& engine, int32_t unit, const py::object& elsewhere) {
-        return EnterHook{{engine, unit, elsewhere}};
+      .def(py::init([](const std::shared_ptr<zero::Engine>& engine, int32_t unit) {
+        return EnterHook{{engine, unit}};
       }))
       .def("__call__", &EnterHook::operator(), py::arg("module"), py::arg("args"), py::arg("kwargs") = py::none())
       .def("__deepcopy__", [](const EnterHook& hook, const py::dict&) {
-        return EnterHook{{{}, hook.unit, hook.elsewhere}};
+        return EnterHook{{{}, hook.unit}};
       });
   py::class_<LeaveHook>(m, "LeaveHook")
-      .def(py::init([](const std::shared_ptr<zero::Engine>& engine, int32_t unit, const py::object& elsewhere) {
-        return LeaveHook{{engine, unit, elsewhere}};
+      .def(py::init([](const std::shared_ptr<zero::Engine>& engine, int32_t unit) {
+        return LeaveHook{{engine, unit}};
       }))
       .def("__call__", &LeaveHook::operator())
       .def("__deepcopy__", [](const LeaveHook& hook, const py::dict&) {
-        return LeaveHook{{{}, hook.unit, hook.elsewhere}};
+        return LeaveHook{{{}, hook.unit}};
       });
 }
 

@@ -14,11 +14,6 @@ from deepspeed.zero.sharded_parameter import is_sharded
 _HOOK_OPTIONS = {"with_kwargs": True} if forward_hooks_take_kwargs() else {}
 
 
-def _tensors_of_object(value):
-    """Tensors that need gradients in an object that is no tensor, tuple, list or dict."""
-    return [t for t in tensors_within(value) if t.requires_grad]
-
-
 def _refuse_constant_inputs(module, args, kwargs=None):
     """Of a leaf module: a backward that runs through it must come out at one of its inputs."""
     if not torch.is_grad_enabled() or not any(param.requires_grad for param in module.parameters()):
@@ -100,11 +95,11 @@ class ModuleHooks:
         self._hook_leave(module, unit)
 
     def _hook_enter(self, module, unit):
-        enter = _native._C.EnterHook(self.core, unit, _tensors_of_object)
+        enter = _native._C.EnterHook(self.core, unit)
         self.forward_hooks.append(module.register_forward_pre_hook(enter, **_HOOK_OPTIONS))
 
     def _hook_leave(self, module, unit):
-        leave = _native._C.LeaveHook(self.core, unit, _tensors_of_object)
+        leave = _native._C.LeaveHook(self.core, unit)
         self.forward_hooks.append(module.register_forward_hook(leave, **_HOOK_OPTIONS))
 
     def remove(self, root=None):

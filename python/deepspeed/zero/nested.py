@@ -1,67 +1,13 @@
 """Tensors inside lists, tuples, dicts and dataclasses."""
 
-import dataclasses
-import types
-
 import torch
 
+from deepspeed._native import _C
 
-def tensors_in(item):
-    """All tensors in nested lists, tuples, dicts (the outputs of Hugging Face models) and dataclasses, in order."""
-    if torch.is_tensor(item):
-        yield item
-    elif isinstance(item, dict):
-        for value in item.values():
-            yield from tensors_in(value)
-    elif isinstance(item, (list, tuple)):
-        for value in item:
-            yield from tensors_in(value)
-    elif dataclasses.is_dataclass(item) and not isinstance(item, type):
-        for field in dataclasses.fields(item):
-            yield from tensors_in(getattr(item, field.name, None))
-
-
-# Objects of these kinds hold no results of a forward; some hold half the program.
-_CLOSED = (
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    types.MethodType,
-    torch.nn.Module,
-)
-
-
-def tensors_within(item):
-    """``tensors_in``, and also in the attributes of objects of any class, wherever they refer to each other. Each
-    tensor once."""
-    yield from _within(item, set())
-
-
-def _within(item, seen):
-    if item is None or isinstance(item, _CLOSED) or id(item) in seen:
-        return
-    seen.add(id(item))
-    if torch.is_tensor(item):
-        yield item
-        return
-    if isinstance(item, dict):
-        held = list(item.values())
-    elif isinstance(item, (list, tuple, set, frozenset)):
-        held = list(item)
-    else:
-        held = []
-    held += getattr(item, "__dict__", {}).values()
-    for kind in type(item).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            held.append(getattr(item, name, None) if name not in ("__dict__", "__weakref__") else None)
-    for value in held:
-        yield from _within(value, seen)
+# All tensors in nested lists, tuples, dicts (the outputs of Hugging Face models) and dataclasses, in order.
+tensors_in = _C.tensors_in
+# The same, and also in the attributes of objects of any class, wherever they refer to each other. Each tensor once.
+tensors_within = _C.tensors_within
 
 
 def replace(item, wanted, change):
