@@ -12,7 +12,7 @@ PYTHON_FLOORS = [
     {"git_version_info"},
     {"_compat"},
     {"_native"},
-    {"accelerator", "config"},
+    {"accelerator", "config", "formats"},
     {"comm"},
     {"utils"},
     {"ops", "optim"},
@@ -48,7 +48,7 @@ LATE_IMPORTS = {
     "ops/__init__.py": "op packages are imported when first used",
     "ops/op_builder/builder.py": "a third party's prebuilt op has a name that only its builder knows",
     "ops/op_builder/prebuilt_op.py": "an op's functions are imported when it is loaded: some need the native module",
-    "utils/plain_classes.py": "classes that checkpoints name by their published paths, or that the user lets through",
+    "formats/plain_classes.py": "classes that checkpoints name by their published paths, or that the user lets through",
     "registry.py": "a registry holds names so that what is not used is not imported; so do packages (lazy_package)",
     "git_version_info.py": "_build_info exists in installed packages only",
     "accelerator/abstract_accelerator.py": "op builders and compile backends exist for some torches only",
@@ -114,5 +114,3 @@ MAX_BINDING_ARGUMENTS = 8
 WIDE_BINDINGS = {
     ("bindings/ops_update.cpp", "step"): "an optimizer's own call, without an engine: a list of each kind of tensor",
 }
-
-MAX_LINES = 600

@@ -3,9 +3,9 @@
 from deepspeed.config.sections import ZeroStageEnum
 from deepspeed.log import log_dist
 from deepspeed.version import __version__
-from deepspeed.zero.flat_layout import FlatLayout, InnerStates
+from deepspeed.zero.flat_layout import FlatLayout, InnerStates, per_element
 from deepspeed.zero.fragments import put_fragments
-from deepspeed.zero.saved_flat import FlatState, per_element
+from deepspeed.zero.restore import SAVED_FORMS
 from deepspeed.zero.sharded_optimizer import ShardedOptimizer
 
 
@@ -91,7 +91,8 @@ class FlatOptimizer(ShardedOptimizer):
         groups or sizes do not fit.
         """
         saved = list(state_dict_list) if isinstance(state_dict_list, (list, tuple)) else [state_dict_list]
-        self._restore(FlatState(saved, param_shapes or self._shapes()), load_optimizer_states, load_from_fp32_weights)
+        saved = SAVED_FORMS.get("flat")(saved, param_shapes or self._shapes())
+        self._restore(saved, load_optimizer_states, load_from_fp32_weights)
 
     def get_bit16_param_group(self, group_no):
         """The parameters of a group, as the model computes with them."""

@@ -6,8 +6,7 @@ are views of the core's flat buffers.
 
 import torch
 
-from deepspeed.zero.restore import Restore
-from deepspeed.zero.saved_plain import PlainState
+from deepspeed.zero.restore import SAVED_FORMS, Restore
 from deepspeed.zero.wrapped_optimizer import WrappedOptimizer
 
 
@@ -85,7 +84,8 @@ class MasterOptimizer(WrappedOptimizer):
         called = iter(self.stepping.names)
         names = [[next(called) for _ in group] for group in self.fp16_groups]
         params = [param for group in self.fp16_groups for param in group]
-        saved = PlainState(state_dict, names, {n: p.shape for n, p in zip(self.stepping.names, params)})
+        shapes = {name: param.shape for name, param in zip(self.stepping.names, params)}
+        saved = SAVED_FORMS.get("plain")(state_dict, names, shapes)
         restore = Restore(self.stepping, params, saved)
         restore.masters()
         if load_optimizer_states:

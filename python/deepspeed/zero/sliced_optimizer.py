@@ -7,11 +7,11 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.config.sections import ZeroStageEnum
-from deepspeed.utils import torch_archive
+from deepspeed.formats import torch_archive
 from deepspeed.zero.flat_layout import InnerStates
 from deepspeed.zero.flat_states import with_states
 from deepspeed.zero.param_values import ParamValues
-from deepspeed.zero.saved_sliced import OwnShard, SlicedState
+from deepspeed.zero.restore import SAVED_FORMS
 from deepspeed.zero.sharded_optimizer import ShardedOptimizer
 
 
@@ -163,9 +163,9 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
         """
         saved = list(state_dict_list) if isinstance(state_dict_list, (list, tuple)) else [state_dict_list]
         if len(saved) == 1 and self.partition_count > 1 and saved[0].get("partition_count") == self.partition_count:
-            saved = OwnShard(saved[0], dist.get_rank(self.dp_process_group), self.partition_count)
+            saved = SAVED_FORMS.get("own slices")(saved[0], dist.get_rank(self.dp_process_group), self.partition_count)
         self._restore(
-            SlicedState(saved, param_shapes or self._shapes()),
+            SAVED_FORMS.get("sliced")(saved, param_shapes or self._shapes()),
             load_optimizer_states,
             load_from_fp32_weights,
             when_read=None if load_serial is None else lambda: _hand_on(load_serial),
