@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
+from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator, calls, class_at, says
 from deepspeed.host.devices import nvidia_device_count
 
 
@@ -32,17 +32,10 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         self._seen = False  # a GPU was found; asked in hot paths, and a GPU does not go away
 
     # ---- kind of device ------------------------------------------------------------------------------------------
-    def is_synchronized_device(self):
-        return False
-
-    def use_host_timers(self):
-        return False
-
-    def resolves_data_dependency(self):
-        return False
-
-    def handles_memory_backpressure(self):
-        return False
+    is_synchronized_device = says(False)
+    use_host_timers = says(False)
+    resolves_data_dependency = says(False)
+    handles_memory_backpressure = says(False)
 
     # ---- devices -------------------------------------------------------------------------------------------------
     def device_name(self, device_index=None):
@@ -51,28 +44,21 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
     def device(self, device_index=None):
         return torch.cuda.device(device_index)
 
-    def set_device(self, device_index):
-        torch.cuda.set_device(device_index)
-
-    def current_device(self):
-        return torch.cuda.current_device()
+    set_device = calls("torch.cuda.set_device")
+    current_device = calls("torch.cuda.current_device")
 
     def current_device_name(self):
         return f"cuda:{torch.cuda.current_device()}"
 
-    def device_count(self):
-        return torch.cuda.device_count()
-
-    def synchronize(self, device_index=None):
-        return torch.cuda.synchronize(device_index)
+    device_count = calls("torch.cuda.device_count")
+    synchronize = calls("torch.cuda.synchronize")
 
     def is_available(self):
         self._seen = self._seen or probe() is True
         return self._seen
 
     # ---- random numbers ------------------------------------------------------------------------------------------
-    def random(self):
-        return torch.random
+    random = says(torch.random)
 
     def set_rng_state(self, new_state, device_index=None):
         if device_index is None:
@@ -82,70 +68,33 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
     def get_rng_state(self, device_index=None):
         return torch.cuda.get_rng_state() if device_index is None else torch.cuda.get_rng_state(device_index)
 
-    def manual_seed(self, seed):
-        return torch.cuda.manual_seed(seed)
-
-    def manual_seed_all(self, seed):
-        return torch.cuda.manual_seed_all(seed)
-
-    def initial_seed(self):
-        return torch.cuda.initial_seed()
+    manual_seed = calls("torch.cuda.manual_seed")
+    manual_seed_all = calls("torch.cuda.manual_seed_all")
+    initial_seed = calls("torch.cuda.initial_seed")
 
     def default_generator(self, device_index):
         torch.cuda.init()  # fills the tuple below
         return torch.cuda.default_generators[device_index]
 
     # ---- streams and events --------------------------------------------------------------------------------------
-    @property
-    def Stream(self):
-        return torch.cuda.Stream
-
-    def stream(self, stream):
-        return torch.cuda.stream(stream)
-
-    def current_stream(self, device_index=None):
-        return torch.cuda.current_stream(device_index)
-
-    def default_stream(self, device_index=None):
-        return torch.cuda.default_stream(device_index)
-
-    @property
-    def Event(self):
-        return torch.cuda.Event
+    Stream = class_at("torch.cuda.Stream")
+    stream = calls("torch.cuda.stream")
+    current_stream = calls("torch.cuda.current_stream")
+    default_stream = calls("torch.cuda.default_stream")
+    Event = class_at("torch.cuda.Event")
 
     # ---- memory --------------------------------------------------------------------------------------------------
-    def empty_cache(self):
-        return torch.cuda.empty_cache()
-
-    def memory_allocated(self, device_index=None):
-        return torch.cuda.memory_allocated(device_index)
-
-    def max_memory_allocated(self, device_index=None):
-        return torch.cuda.max_memory_allocated(device_index)
-
-    def reset_max_memory_allocated(self, device_index=None):
-        return torch.cuda.reset_peak_memory_stats(device_index)
-
-    def memory_cached(self, device_index=None):
-        return torch.cuda.memory_reserved(device_index)
-
-    def max_memory_cached(self, device_index=None):
-        return torch.cuda.max_memory_reserved(device_index)
-
-    def reset_max_memory_cached(self, device_index=None):
-        return torch.cuda.reset_peak_memory_stats(device_index)
-
-    def memory_stats(self, device_index=None):
-        return torch.cuda.memory_stats(device_index)
-
-    def reset_peak_memory_stats(self, device_index=None):
-        return torch.cuda.reset_peak_memory_stats(device_index)
-
-    def memory_reserved(self, device_index=None):
-        return torch.cuda.memory_reserved(device_index)
-
-    def max_memory_reserved(self, device_index=None):
-        return torch.cuda.max_memory_reserved(device_index)
+    empty_cache = calls("torch.cuda.empty_cache")
+    memory_allocated = calls("torch.cuda.memory_allocated")
+    max_memory_allocated = calls("torch.cuda.max_memory_allocated")
+    reset_max_memory_allocated = calls("torch.cuda.reset_peak_memory_stats")
+    memory_cached = calls("torch.cuda.memory_reserved")
+    max_memory_cached = calls("torch.cuda.max_memory_reserved")
+    reset_max_memory_cached = calls("torch.cuda.reset_peak_memory_stats")
+    memory_stats = calls("torch.cuda.memory_stats")
+    reset_peak_memory_stats = calls("torch.cuda.reset_peak_memory_stats")
+    memory_reserved = calls("torch.cuda.memory_reserved")
+    max_memory_reserved = calls("torch.cuda.max_memory_reserved")
 
     def total_memory(self, device_index=None):
         index = torch.cuda.current_device() if device_index is None else device_index
@@ -198,8 +147,7 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         return torch.cuda.get_device_properties(torch.cuda.current_device()).major >= 8
 
     # ---- graphs --------------------------------------------------------------------------------------------------
-    def create_graph(self):
-        return torch.cuda.CUDAGraph()
+    create_graph = calls("torch.cuda.CUDAGraph")
 
     def capture_to_graph(self, graph, pool=None, stream=None):
         return torch.cuda.graph(graph, pool, stream)
@@ -208,33 +156,13 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         graph.replay()
 
     # ---- tensors -------------------------------------------------------------------------------------------------
-    @property
-    def BFloat16Tensor(self):
-        return torch.cuda.BFloat16Tensor
-
-    @property
-    def ByteTensor(self):
-        return torch.cuda.ByteTensor
-
-    @property
-    def DoubleTensor(self):
-        return torch.cuda.DoubleTensor
-
-    @property
-    def FloatTensor(self):
-        return torch.cuda.FloatTensor
-
-    @property
-    def HalfTensor(self):
-        return torch.cuda.HalfTensor
-
-    @property
-    def IntTensor(self):
-        return torch.cuda.IntTensor
-
-    @property
-    def LongTensor(self):
-        return torch.cuda.LongTensor
+    BFloat16Tensor = class_at("torch.cuda.BFloat16Tensor")
+    ByteTensor = class_at("torch.cuda.ByteTensor")
+    DoubleTensor = class_at("torch.cuda.DoubleTensor")
+    FloatTensor = class_at("torch.cuda.FloatTensor")
+    HalfTensor = class_at("torch.cuda.HalfTensor")
+    IntTensor = class_at("torch.cuda.IntTensor")
+    LongTensor = class_at("torch.cuda.LongTensor")
 
     def pin_memory(self, tensor, make_copy=True, match_shape=True):
         backend = os.environ.get("DS_PIN_MEMORY_BACKEND", "torch")
@@ -249,15 +177,13 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
     def is_pinned(self, tensor):
         return tensor.is_pinned()
 
-    def unpin_memory(self, tensor):
-        pass  # torch's host allocator takes the pages back when the last view of the tensor dies
+    unpin_memory = says(None)  # torch's host allocator takes the pages back when the last view of the tensor dies
 
     def on_accelerator(self, tensor):
         return tensor.device.type == "cuda"
 
     # ---- native ops ----------------------------------------------------------------------------------------------
-    def op_builder_dir(self):
-        return "deepspeed.ops.op_builder"
+    op_builder_dir = says("deepspeed.ops.op_builder")
 
     # ---- environment ---------------------------------------------------------------------------------------------
     def export_envs(self):

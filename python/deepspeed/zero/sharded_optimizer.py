@@ -200,7 +200,7 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
             return self.core.full("master", 0, index)
         if kind == "grad":
             grad = self.core.full("grad", 0, index)
-            if grad is None and self.engine is not None and self.engine._in_no_sync:
+            if grad is None and self.engine is not None and self.engine.inside_no_sync_ctxt:
                 grad = self.core.local_grad(index)
             return None if grad is None else self._unscaled(grad)
         if self.stepping.fused is not None:
