@@ -12,15 +12,15 @@ from deepspeed.engine.accessors import dtype_of
 from deepspeed.engine.build_optimizer import build_optimizer
 from deepspeed.log import log_dist
 from deepspeed.ops.adam import FusedAdam
+from deepspeed.published.bf16_optimizer import BF16_Optimizer
+from deepspeed.published.fp16_optimizer import FP16_Optimizer, FP16_UnfusedOptimizer
+from deepspeed.published.stage3 import DeepSpeedZeRoOffload, DeepSpeedZeroOptimizer_Stage3
+from deepspeed.published.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.z3_leaf_module import apply_z3_leaf_module_config
-from deepspeed.zero.bf16_optimizer import BF16_Optimizer
 from deepspeed.zero.core import build_core
-from deepspeed.zero.fp16_optimizer import FP16_Optimizer, FP16_UnfusedOptimizer
 from deepspeed.zero.fused_state import FusedState, can_fuse, is_native
 from deepspeed.zero.model import cast_sharded, move_module, shard_model, take_over
 from deepspeed.zero.sharded_parameter import is_sharded
-from deepspeed.zero.stage3 import DeepSpeedZeRoOffload, DeepSpeedZeroOptimizer_Stage3
-from deepspeed.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.zero.stepping import Stepping
 from deepspeed.zero.whole_params import WholeParams
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from deepspeed.engine.dataloader import DeepSpeedDataLoader
+from deepspeed.published.dataloader import DeepSpeedDataLoader
 
 ROUTE_TRAIN = "train"
 ROUTE_EVAL = "eval"

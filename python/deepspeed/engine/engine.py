@@ -10,6 +10,7 @@ from typing import Callable, Dict, Iterable, Union
 import torch
 from torch.optim.lr_scheduler import _LRScheduler
 
+from deepspeed import comm as dist
 from deepspeed._compat import named_parameters
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.convert.export import save_16bit_model, whole_state_dict
@@ -68,6 +69,8 @@ class DeepSpeedEngine(Assembly, Attributes, ConfigAccessors, TrainingData, Reduc
         dont_change_device=False,
     ):
         super().__init__()
+        if dist_init_required and not dist.is_initialized():
+            dist.init_distributed(dist_backend=get_accelerator().communication_backend_name())
         self.client_optimizer = optimizer
         self.client_lr_scheduler = lr_scheduler
         self.training_data = training_data

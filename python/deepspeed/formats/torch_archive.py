@@ -9,13 +9,13 @@ import os
 import torch
 
 from deepspeed._native import _C
+from deepspeed.formats import standalone_reader
+from deepspeed.formats.archive_values import STATE_RULES, VALUES
+from deepspeed.formats.byte_ranges import DeflatedRange, FileRange
+from deepspeed.formats.lazy_tensor import LazyTensor, StoredMemory
+from deepspeed.formats.plain_classes import Names
+from deepspeed.formats.standalone_reader import RefusedClass, trusts_pickles
 from deepspeed.host import cpu
-from deepspeed.utils import standalone_reader
-from deepspeed.utils.archive_values import STATE_RULES, VALUES
-from deepspeed.utils.byte_ranges import DeflatedRange, FileRange
-from deepspeed.utils.lazy_tensor import LazyTensor, StoredMemory
-from deepspeed.utils.plain_classes import Names
-from deepspeed.utils.standalone_reader import RefusedClass, trusts_pickles
 
 __all__ = ["LazyTensor", "RefusedClass", "load", "trusts_pickles"]
 

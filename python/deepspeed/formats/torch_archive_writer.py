@@ -13,8 +13,8 @@ import zlib
 
 import torch
 
-from deepspeed.utils.byte_ranges import memory_of, write_tensor
-from deepspeed.utils.lazy_tensor import itemsize, row_major
+from deepspeed.formats.byte_ranges import memory_of, write_tensor
+from deepspeed.formats.lazy_tensor import itemsize, row_major
 
 _ROOT = "archive"
 _DATA_ALIGNMENT = 64

@@ -4,12 +4,8 @@ import functools
 
 import torch
 
-from deepspeed.zero.saved_state import Range, SavedState, eager
-
-
-def per_element(value):
-    """Whether a saved state has a value for each element of a flat buffer, unlike a step count."""
-    return hasattr(value, "shape") and len(value.shape) > 0
+from deepspeed.checkpoint.layouts.saved_state import Range, SavedState, eager
+from deepspeed.zero.flat_layout import per_element
 
 
 def element_states(states):

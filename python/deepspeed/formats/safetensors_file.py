@@ -6,9 +6,9 @@ import os
 import torch
 
 from deepspeed._native import _C
-from deepspeed.utils.lazy_tensor import LazyTensor, StoredMemory, row_major
-from deepspeed.utils.torch_archive import DTYPES, LargeRange
-from deepspeed.utils.weight_files import SAFETENSORS_DTYPES
+from deepspeed.formats.lazy_tensor import LazyTensor, StoredMemory, row_major
+from deepspeed.formats.torch_archive import DTYPES, LargeRange
+from deepspeed.formats.weight_files import SAFETENSORS_DTYPES
 
 __all__ = ["SAFETENSORS_DTYPES", "DamagedSafetensors", "read_safetensors"]
 

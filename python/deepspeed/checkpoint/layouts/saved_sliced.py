@@ -5,8 +5,9 @@ import functools
 
 import torch
 
-from deepspeed.zero.saved_flat import element_states, per_element, type_of_step, with_names
-from deepspeed.zero.saved_state import Range, SavedState
+from deepspeed.checkpoint.layouts.saved_flat import element_states, type_of_step, with_names
+from deepspeed.checkpoint.layouts.saved_state import Range, SavedState
+from deepspeed.zero.flat_layout import per_element
 
 
 class SlicedState(SavedState):

@@ -17,7 +17,7 @@ import types
 
 import torch
 
-from deepspeed.utils.standalone_reader import RefusedClass
+from deepspeed.formats.standalone_reader import RefusedClass
 
 try:
     import numpy

@@ -11,9 +11,9 @@ import struct
 
 import torch
 
-from deepspeed.utils.byte_ranges import write_tensor
-from deepspeed.utils.lazy_tensor import LazyTensor, itemsize
-from deepspeed.utils.torch_archive_writer import write_torch_stream
+from deepspeed.formats.byte_ranges import write_tensor
+from deepspeed.formats.lazy_tensor import LazyTensor, itemsize
+from deepspeed.formats.torch_archive_writer import write_torch_stream
 
 _CHUNK_NUMEL = 4 << 20
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,

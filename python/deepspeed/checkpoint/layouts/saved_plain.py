@@ -2,8 +2,9 @@
 
 import torch
 
-from deepspeed.zero.saved_flat import per_element, type_of_step
-from deepspeed.zero.saved_state import Range, SavedState
+from deepspeed.checkpoint.layouts.saved_flat import type_of_step
+from deepspeed.checkpoint.layouts.saved_state import Range, SavedState
+from deepspeed.zero.flat_layout import per_element
 
 
 class PlainState(SavedState):

@@ -19,8 +19,8 @@ import zipfile
 
 import torch
 
-from deepspeed.utils.byte_ranges import DeflatedRange, FileRange, file_identity, read_bytes
-from deepspeed.utils.lazy_tensor import LazyTensor, StoredMemory, itemsize
+from deepspeed.formats.byte_ranges import DeflatedRange, FileRange, file_identity, read_bytes
+from deepspeed.formats.lazy_tensor import LazyTensor, StoredMemory, itemsize
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_VERSION = 1001
@@ -255,7 +255,7 @@ def _run_pickle(file, path, tensors, trust):
 
 # ---- the archives --------------------------------------------------------------------------------------------------
 def load(path, lazy=False, trust=None):
-    """As ``deepspeed.utils.torch_archive.load``, with ``Unused`` in the place of what is neither tensors nor simple."""
+    """As ``formats.torch_archive.load``, with ``Unused`` in the place of what is neither tensors nor simple."""
     path, trust = os.fspath(path), trusts_pickles() if trust is None else trust
     with open(path, "rb") as file:
         zipped = file.read(2) == b"PK"

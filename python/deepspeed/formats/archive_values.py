@@ -9,9 +9,9 @@ import uuid
 
 import torch
 
-from deepspeed.utils.lazy_tensor import LazyTensor
-from deepspeed.utils.plain_classes import member_of, need
-from deepspeed.utils.standalone_reader import StorageType
+from deepspeed.formats.lazy_tensor import LazyTensor
+from deepspeed.formats.plain_classes import member_of, need
+from deepspeed.formats.standalone_reader import StorageType
 
 try:
     import numpy
