@@ -69,7 +69,7 @@ class ParamStates:
             return self.core.full("master", 0, index)
         if kind == "grad":
             grad = self.core.full("grad", 0, index)
-            if grad is None and getattr(self.engine, "_in_no_sync", False):
+            if grad is None and self.engine is not None and self.engine.inside_no_sync_ctxt:
                 grad = self.core.local_grad(index)
             return grad if grad is None or self.loss_scale == 1.0 else grad / self.loss_scale
         return self.core.full_of(self.own_tensors(kind), index)
