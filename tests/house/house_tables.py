@@ -97,6 +97,7 @@ MUTABLE_GLOBALS = {
     ("config/sections/optimizer_params.cpp", "all"): "as above: optimizer types",
     ("storage/tier.cpp", "all"): "memory tiers register before main and are only read afterwards",
     ("zero/space_rules/space_rule.cpp", "all"): "rules register before main and are only read afterwards",
+    ("zero/strategies/step_strategy.cpp", "all"): "strategies register before main and are only read afterwards",
     ("optim/rule.cpp", "all"): "optimizer rules register before main and are only read afterwards",
     ("kernels/cpu/update.cpp", "all"): "update kernels register while the library is loaded and are only read after",
     ("kernels/cuda/update.cu", "all"): "as above",

@@ -1,192 +1,276 @@
 """What every accelerator offers. A new one is a file ``<name>_accelerator.py`` with one class ``<NAME>_Accelerator``.
 
-The verbs mean what they mean in ``torch.cuda``; a device without a notion of streams, events, graphs or a memory
-pool answers with None, a context that does nothing, or zero. ``device_index`` None always means the current device.
-Memory figures are bytes.
+The verbs mean what they mean in ``torch.cuda``. What every device must say is abstract; a device without streams,
+events, graphs, profiler ranges or variables of its own keeps the answers below: None, a context that does nothing, an
+empty list. ``device_index`` None always means the current device. Memory figures are bytes.
 """
 
+# ruff: noqa: B027  (an empty body answers for devices that have no such thing)
+
+import contextlib
 import importlib
 import importlib.util
-import inspect
-import operator
 from abc import ABC, abstractmethod
 
 import torch
 
 
-def _nothing(self):
-    pass
+def constant(value):
+    """A verb without arguments that always answers ``value``."""
+    return lambda self: value
 
 
-def _of_device(self, device_index=None):
-    pass
+def of_device(function):
+    """A verb of one device, None being the current one, that is a function of its index."""
+    return lambda self, device_index=None: function(device_index)
 
 
-def _verb(doc, signature=_nothing):
-    """An abstract method. It is called as ``signature``."""
-
-    def verb(self, *args, **kwargs):
-        raise NotImplementedError(doc)
-
-    verb.__doc__, verb.__signature__ = doc, inspect.signature(signature)
-    return abstractmethod(verb)
+def _tensor_class(name, dtype):
+    find = lambda self: getattr(getattr(torch, self._name, torch), name, None) or getattr(torch, name)  # noqa: E731
+    return property(find, doc=f"The tensor class of {dtype}, as ``torch.cuda.{name}``.")
 
 
-def _class_of(doc):
-    """An abstract property."""
-    return property(_verb(doc), doc=doc)
-
-
-def says(value):
-    """A verb of an accelerator that answers with ``value``, whatever it is asked about."""
-
-    def verb(self, *args, **kwargs):
-        return value
-
-    verb.of_the_interface = True
-    return verb
-
-
-def calls(path):
-    """A verb of one argument at most: the function at ``path``, "torch.cuda.memory_stats", which is looked up at each
-    call."""
-    function = operator.attrgetter(path[len("torch.") :])
-
-    def verb(self, *args, **kwargs):
-        return function(torch)(*args, *kwargs.values())
-
-    verb.of_the_interface = True
-    return verb
-
-
-def class_at(path):
-    """A property: the class at ``path``."""
-    found = operator.attrgetter(path[len("torch.") :])
-    return property(lambda self: found(torch))
-
-
-class DeepSpeedAccelerator(ABC):  # noqa: B024 (its abstract methods are made by _verb)
+class DeepSpeedAccelerator(ABC):
     """``_name`` is torch's device type; ``_communication_backend_name`` torch.distributed's backend for it."""
 
     _name = None
     _communication_backend_name = None
     _compile_backend = "inductor"
 
-    def __init_subclass__(cls, **kwargs):
-        super().__init_subclass__(**kwargs)
-        for name, verb in vars(cls).items():
-            if getattr(verb, "of_the_interface", False):  # it looks like the method that it implements
-                meant = getattr(DeepSpeedAccelerator, name)
-                verb.__name__, verb.__qualname__ = name, f"{cls.__qualname__}.{name}"
-                verb.__doc__, verb.__signature__ = meant.__doc__, inspect.signature(meant)
-
     # True where range_push takes a domain and a category of its own.
     supports_nvtx_domain = False
 
     # ---- kind of device ------------------------------------------------------------------------------------------
-    is_synchronized_device = _verb("True when an operation has finished once its Python call returns.")
-    use_host_timers = _verb("True when wall-clock timers measure the device, False when events are needed.")
-    resolves_data_dependency = _verb(
-        "True when the device orders operations on the same data by itself, so that streams need no waits.",
-    )
-    handles_memory_backpressure = _verb("True when launching work ahead of the device cannot exhaust its memory.")
+    @abstractmethod
+    def is_synchronized_device(self):
+        """True when an operation has finished once its Python call returns."""
+
+    @abstractmethod
+    def use_host_timers(self):
+        """True when wall-clock timers measure the device, False when events are needed."""
+
+    @abstractmethod
+    def resolves_data_dependency(self):
+        """True when the device orders operations on the same data by itself, so that streams need no waits."""
+
+    @abstractmethod
+    def handles_memory_backpressure(self):
+        """True when launching work ahead of the device cannot exhaust its memory."""
 
     # ---- devices -------------------------------------------------------------------------------------------------
-    device_name = _verb('``"cuda"`` without an index, ``"cuda:0"`` with one.', _of_device)
-    device = _verb("A context in which the given device is the current one.", _of_device)
-    set_device = _verb("Makes the given device the current one of this thread.", lambda self, device_index: None)
-    current_device = _verb("Index of the current device.")
-    current_device_name = _verb("Name of the current device with its index, fit for ``tensor.to``.")
-    device_count = _verb("How many devices this machine offers to one job.")
-    synchronize = _verb("Waits until all work of the device has finished.", _of_device)
-    is_available = _verb("True when the device can be used here; never creates a context on it.")
+    @abstractmethod
+    def device_name(self, device_index=None):
+        """``"cuda"`` without an index, ``"cuda:0"`` with one."""
+
+    @abstractmethod
+    def device(self, device_index=None):
+        """A context in which the given device is the current one."""
+
+    @abstractmethod
+    def set_device(self, device_index):
+        """Makes the given device the current one of this thread."""
+
+    @abstractmethod
+    def current_device(self):
+        """Index of the current device."""
+
+    @abstractmethod
+    def current_device_name(self):
+        """Name of the current device with its index, fit for ``tensor.to``."""
+
+    @abstractmethod
+    def device_count(self):
+        """How many devices this machine offers to one job."""
+
+    @abstractmethod
+    def synchronize(self, device_index=None):
+        """Waits until all work of the device has finished."""
+
+    @abstractmethod
+    def is_available(self):
+        """True when the device can be used here; never creates a context on it."""
 
     # ---- random numbers ------------------------------------------------------------------------------------------
-    random = _verb("The module ``torch.random``.")
-    set_rng_state = _verb("Restores what ``get_rng_state`` returned.", lambda self, new_state, device_index=None: None)
-    get_rng_state = _verb("State of the device's generator, a uint8 tensor in main memory.", _of_device)
-    manual_seed = _verb("Seeds the generator of the current device.", lambda self, seed: None)
-    manual_seed_all = _verb("Seeds the generators of all devices.", lambda self, seed: None)
-    initial_seed = _verb("The seed of the current device's generator.")
-    default_generator = _verb("The device's ``torch.Generator``.", lambda self, device_index: None)
+    def random(self):
+        """The module ``torch.random``."""
+        return torch.random
+
+    @abstractmethod
+    def set_rng_state(self, new_state, device_index=None):
+        """Restores what ``get_rng_state`` returned."""
+
+    @abstractmethod
+    def get_rng_state(self, device_index=None):
+        """State of the device's generator, a uint8 tensor in main memory."""
+
+    @abstractmethod
+    def manual_seed(self, seed):
+        """Seeds the generator of the current device."""
+
+    @abstractmethod
+    def manual_seed_all(self, seed):
+        """Seeds the generators of all devices."""
+
+    @abstractmethod
+    def initial_seed(self):
+        """The seed of the current device's generator."""
+
+    @abstractmethod
+    def default_generator(self, device_index):
+        """The device's ``torch.Generator``."""
 
     # ---- streams and events --------------------------------------------------------------------------------------
-    Stream = _class_of("The stream class, or None.")
-    stream = _verb("A context in which work goes to ``stream``.", lambda self, stream: None)
-    current_stream = _verb("The stream that work goes to now, or None.", _of_device)
-    default_stream = _verb("The device's default stream, or None.", _of_device)
-    Event = _class_of("The event class, or None.")
+    @property
+    def Stream(self):
+        """The stream class, or None."""
+
+    def stream(self, stream):
+        """A context in which work goes to ``stream``."""
+        return contextlib.nullcontext()
+
+    def current_stream(self, device_index=None):
+        """The stream that work goes to now, or None."""
+
+    def default_stream(self, device_index=None):
+        """The device's default stream, or None."""
+
+    @property
+    def Event(self):
+        """The event class, or None."""
 
     # ---- memory --------------------------------------------------------------------------------------------------
-    empty_cache = _verb("Gives memory that no tensor uses back to the device.")
-    memory_allocated = _verb("Bytes in use.", _of_device)
-    max_memory_allocated = _verb("Peak of ``memory_allocated`` since the last reset.", _of_device)
-    reset_max_memory_allocated = _verb("Starts a new peak.", _of_device)
-    memory_cached = _verb("The older name of ``memory_reserved``.", _of_device)
-    max_memory_cached = _verb("The older name of ``max_memory_reserved``.", _of_device)
-    reset_max_memory_cached = _verb("Starts a new peak of the reserved bytes.", _of_device)
-    memory_stats = _verb(
-        "A dict of figures, with at least ``allocated_bytes.all.current`` and ``allocated_bytes.all.peak``.",
-        _of_device,
-    )
-    reset_peak_memory_stats = _verb("Starts new peaks of all figures.", _of_device)
-    memory_reserved = _verb("Bytes held by the allocator, in use or not.", _of_device)
-    max_memory_reserved = _verb("Peak of ``memory_reserved``.", _of_device)
-    total_memory = _verb("Bytes that the device has.", _of_device)
-    available_memory = _verb("Bytes that could still be allocated.", _of_device)
+    @abstractmethod
+    def empty_cache(self):
+        """Gives memory that no tensor uses back to the device."""
+
+    @abstractmethod
+    def memory_allocated(self, device_index=None):
+        """Bytes in use."""
+
+    @abstractmethod
+    def max_memory_allocated(self, device_index=None):
+        """Peak of ``memory_allocated`` since the last reset."""
+
+    def reset_max_memory_allocated(self, device_index=None):
+        """Starts a new peak."""
+        return self.reset_peak_memory_stats(device_index)
+
+    def memory_cached(self, device_index=None):
+        """The older name of ``memory_reserved``."""
+        return self.memory_reserved(device_index)
+
+    def max_memory_cached(self, device_index=None):
+        """The older name of ``max_memory_reserved``."""
+        return self.max_memory_reserved(device_index)
+
+    def reset_max_memory_cached(self, device_index=None):
+        """Starts a new peak of the reserved bytes."""
+        return self.reset_peak_memory_stats(device_index)
+
+    @abstractmethod
+    def memory_stats(self, device_index=None):
+        """A dict of figures, with at least ``allocated_bytes.all.current`` and ``allocated_bytes.all.peak``."""
+
+    @abstractmethod
+    def reset_peak_memory_stats(self, device_index=None):
+        """Starts new peaks of all figures."""
+
+    @abstractmethod
+    def memory_reserved(self, device_index=None):
+        """Bytes held by the allocator, in use or not."""
+
+    @abstractmethod
+    def max_memory_reserved(self, device_index=None):
+        """Peak of ``memory_reserved``."""
+
+    @abstractmethod
+    def total_memory(self, device_index=None):
+        """Bytes that the device has."""
+
+    @abstractmethod
+    def available_memory(self, device_index=None):
+        """Bytes that could still be allocated."""
 
     # ---- dtypes --------------------------------------------------------------------------------------------------
-    is_bf16_supported = _verb("True when models can be trained in bfloat16.")
-    is_fp16_supported = _verb("True when models can be trained in float16.")
-    supported_dtypes = _verb("The floating dtypes that models can be trained in.")
+    @abstractmethod
+    def is_bf16_supported(self):
+        """True when models can be trained in bfloat16."""
+
+    @abstractmethod
+    def is_fp16_supported(self):
+        """True when models can be trained in float16."""
+
+    @abstractmethod
+    def supported_dtypes(self):
+        """The floating dtypes that models can be trained in."""
 
     # ---- profiling and start-up ----------------------------------------------------------------------------------
-    range_push = _verb(
-        "Opens a named range in the device's profiler.",
-        lambda self, msg, domain=None, category=None: None,
-    )
-    range_pop = _verb("Closes the innermost range.", lambda self, domain=None: None)
-    lazy_call = _verb("Calls ``callback`` once the device is initialised, now if it is.", lambda self, callback: None)
+    def range_push(self, msg, domain=None, category=None):
+        """Opens a named range in the device's profiler."""
+
+    def range_pop(self, domain=None):
+        """Closes the innermost range."""
+
+    @abstractmethod
+    def lazy_call(self, callback):
+        """Calls ``callback`` once the device is initialised, now if it is."""
 
     # ---- names of the pieces that fit ----------------------------------------------------------------------------
-    communication_backend_name = _verb("torch.distributed's backend for tensors of this device.")
-    is_triton_supported = _verb("True when Triton compiles for this device.")
+    def communication_backend_name(self):
+        """torch.distributed's backend for tensors of this device."""
+        return self._communication_backend_name
+
+    @abstractmethod
+    def is_triton_supported(self):
+        """True when Triton compiles for this device."""
 
     def prefer_triton_grouped_mm(self):
         """True when a Triton kernel beats torch's own grouped matrix product on this device."""
         return False
 
     # ---- graphs --------------------------------------------------------------------------------------------------
-    create_graph = _verb("A new graph object, or None.")
-    capture_to_graph = _verb(
-        "A context in which work is recorded into ``graph``.",
-        lambda self, graph, pool=None, stream=None: None,
-    )
-    replay_graph = _verb("Runs a recorded graph.", lambda self, graph: None)
+    def create_graph(self):
+        """A new graph object, or None."""
+
+    def capture_to_graph(self, graph, pool=None, stream=None):
+        """A context in which work is recorded into ``graph``."""
+        return contextlib.nullcontext()
+
+    def replay_graph(self, graph):
+        """Runs a recorded graph."""
 
     # ---- tensors -------------------------------------------------------------------------------------------------
-    BFloat16Tensor = _class_of("The tensor class, as ``torch.cuda.BFloat16Tensor``.")
-    ByteTensor = _class_of("The tensor class of uint8.")
-    DoubleTensor = _class_of("The tensor class of float64.")
-    FloatTensor = _class_of("The tensor class of float32.")
-    HalfTensor = _class_of("The tensor class of float16.")
-    IntTensor = _class_of("The tensor class of int32.")
-    LongTensor = _class_of("The tensor class of int64.")
-    pin_memory = _verb(
-        "A tensor in page-locked main memory from which the device can copy without help. ``make_copy`` False "
-        "leaves its content undefined; ``match_shape`` False makes it one-dimensional. A device that shares main "
-        "memory returns ``tensor``.",
-        lambda self, tensor, make_copy=True, match_shape=True: None,
-    )
-    is_pinned = _verb("True when ``tensor`` lies in page-locked memory.", lambda self, tensor: None)
-    unpin_memory = _verb(
-        "Ends the pinning of a tensor that ``pin_memory`` made; the tensor must not be used by copies any more.",
-        lambda self, tensor: None,
-    )
-    on_accelerator = _verb("True when ``tensor`` lives on this kind of device.", lambda self, tensor: None)
+    BFloat16Tensor = _tensor_class("BFloat16Tensor", "bfloat16")
+    ByteTensor = _tensor_class("ByteTensor", "uint8")
+    DoubleTensor = _tensor_class("DoubleTensor", "float64")
+    FloatTensor = _tensor_class("FloatTensor", "float32")
+    HalfTensor = _tensor_class("HalfTensor", "float16")
+    IntTensor = _tensor_class("IntTensor", "int32")
+    LongTensor = _tensor_class("LongTensor", "int64")
+
+    @abstractmethod
+    def pin_memory(self, tensor, make_copy=True, match_shape=True):
+        """A tensor in page-locked main memory from which the device can copy without help.
+
+        ``make_copy`` False leaves its content undefined; ``match_shape`` False makes it one-dimensional. A device
+        that shares main memory returns ``tensor``.
+        """
+
+    def is_pinned(self, tensor):
+        """True when ``tensor`` lies in page-locked memory."""
+        return tensor.is_pinned()
+
+    def unpin_memory(self, tensor):
+        """Ends the pinning of a tensor that ``pin_memory`` made; the tensor must not be used by copies any more."""
+
+    def on_accelerator(self, tensor):
+        """True when ``tensor`` lives on this kind of device."""
+        return tensor.device.type == self._name
 
     # ---- native ops ----------------------------------------------------------------------------------------------
-    op_builder_dir = _verb("Module path of the op builders for this device.")
+    @abstractmethod
+    def op_builder_dir(self):
+        """Module path of the op builders for this device."""
 
     def create_op_builder(self, class_name):
         """An instance of the builder named ``class_name``, or None where there is none."""
@@ -209,12 +293,16 @@ class DeepSpeedAccelerator(ABC):  # noqa: B024 (its abstract methods are made by
         return importlib.import_module("torch.utils.cpp_extension").BuildExtension
 
     # ---- environment ---------------------------------------------------------------------------------------------
-    export_envs = _verb("Prefixes of environment variables that must reach every node.")
-    visible_devices_envs = _verb("Names of the variables that choose among devices.")
-    set_visible_devices_envs = _verb(
-        "Writes the choice of devices into the dict ``current_env``.",
-        lambda self, current_env, local_accelerator_ids: None,
-    )
+    def export_envs(self):
+        """Prefixes of environment variables that must reach every node."""
+        return []
+
+    def visible_devices_envs(self):
+        """Names of the variables that choose among devices."""
+        return []
+
+    def set_visible_devices_envs(self, current_env, local_accelerator_ids):
+        """Writes the choice of devices into the dict ``current_env``."""
 
     # ---- torch.compile -------------------------------------------------------------------------------------------
     def get_compile_backend(self):

@@ -10,10 +10,10 @@ from deepspeed.zero.wrapped_optimizer import in_memory_order
 
 # What reads saved states of a form, whose files and keys the room above knows.
 SAVED_FORMS = Registry("form of saved optimizer states")
-SAVED_FORMS.register("flat", "deepspeed.checkpoint.layouts.saved_flat:FlatState")
-SAVED_FORMS.register("sliced", "deepspeed.checkpoint.layouts.saved_sliced:SlicedState")
-SAVED_FORMS.register("own slices", "deepspeed.checkpoint.layouts.saved_sliced:OwnShard")
-SAVED_FORMS.register("plain", "deepspeed.checkpoint.layouts.saved_plain:PlainState")
+SAVED_FORMS.register("flat", "deepspeed.checkpoint.layouts.saved_shards:FlatState")
+SAVED_FORMS.register("sliced", "deepspeed.checkpoint.layouts.saved_shards:SlicedState")
+SAVED_FORMS.register("own slices", "deepspeed.checkpoint.layouts.saved_shards:OwnShard")
+SAVED_FORMS.register("plain", "deepspeed.checkpoint.layouts.saved_shards:PlainState")
 
 
 class Restore:

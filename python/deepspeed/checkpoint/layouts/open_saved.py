@@ -3,10 +3,8 @@
 import os
 
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.layouts.saved_flat import FlatState
 from deepspeed.checkpoint.layouts.saved_native import NativeState
-from deepspeed.checkpoint.layouts.saved_plain import PlainState
-from deepspeed.checkpoint.layouts.saved_sliced import SlicedState
+from deepspeed.checkpoint.layouts.saved_shards import FlatState, PlainState, SlicedState
 from deepspeed.checkpoint.layouts.saved_universal import UniversalState, is_universal
 from deepspeed.checkpoint.read import storage
 
