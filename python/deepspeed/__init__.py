@@ -52,7 +52,7 @@ _CONSTANTS = {
 # What is still to be built -> its names. A row goes when the feature comes.
 _LATER = {
     "inference": ("init_inference", "InferenceEngine", "replace_transformer_layer", "revert_transformer_layer"),
-    "pipeline parallelism": ("pipe", "PipelineEngine", "PipelineModule"),
+    "pipeline parallelism": ("PipelineEngine", "PipelineModule"),
     "mixture of experts": ("moe",),
     "sequence parallelism": ("sequence",),
     "tensor parallelism": ("tp_model_init", "set_autotp_mode", "module_inject"),

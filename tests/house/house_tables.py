@@ -19,8 +19,9 @@ PYTHON_FLOORS = [
     {"zero"},
     {
         "activation_checkpointing", "autotuning", "checkpoint", "compile", "compression", "elasticity", "inference",
-        "linear", "module_inject", "moe", "monitor", "nvme", "pipe", "profiling", "sequence",
+        "linear", "module_inject", "moe", "monitor", "nvme", "profiling", "sequence",
     },
+    {"pipe"},
     {"engine"},
     {""},  # deepspeed/__init__.py
 ]  # fmt: skip
