@@ -2,11 +2,10 @@
 
 from deepspeed.registry import lazy_package
 
+_NAMES = {
+    "PipelineModule": "deepspeed.pipe.module",
+    "LayerSpec": "deepspeed.pipe.layers",
+    "TiedLayerSpec": "deepspeed.pipe.layers",
+}
 
-def _other(name):
-    if name in ("PipelineModule", "LayerSpec", "TiedLayerSpec"):
-        raise AttributeError(f"deepspeed.pipe.{name} is not in this build yet; CHANGELOG.md says what is")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-__getattr__, __dir__ = lazy_package(__name__, otherwise=_other)
+__getattr__, __dir__ = lazy_package(__name__, _NAMES)
