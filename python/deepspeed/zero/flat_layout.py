@@ -7,8 +7,12 @@ import torch
 from deepspeed import _native
 from deepspeed import comm as dist
 from deepspeed.utils.tensor_fragment import fragment_address
-from deepspeed.zero.saved_flat import per_element
 from deepspeed.zero.tensor_of_pieces import TensorOfPieces
+
+
+def per_element(value):
+    """Whether a saved state has a value for each element of a flat buffer, unlike a step count."""
+    return hasattr(value, "shape") and len(value.shape) > 0
 
 
 class FlatLayout:
