@@ -36,23 +36,8 @@ std::string BucketReduction::tag(const GradBucket& bucket) const {
   return bucket.params.empty() ? "" : store_.spec(bucket.params.front()).name;
 }
 
-void BucketReduction::start(GradBucket& bucket, GradSlots& slots, const std::vector<uint8_t>& filled,
-                            const std::vector<uint8_t>& scaled) {
-  bucket.launched = true;
-  if (summed(bucket)) return;
-  need_slots(bucket);
-  const float scale = before(bucket);
-  for (int32_t param : bucket.params) {
-    if (!filled[param]) {
-      slots.zero(param, bucket.slots, bucket.begin);
-    } else if (!scaled[param] && scale != 1.0f) {
-      slots.scale(param, bucket.slots, bucket.begin, scale);
-    }
-  }
-  if (!bucket.by_rows) send(bucket);  // else complete() does
-}
-
-void BucketReduction::send(GradBucket& bucket) {
+void BucketReduction::start(GradBucket& bucket) {
+  if (bucket.by_rows) return;  // complete() sends them
   const SpaceRanks& among = ranks(bucket);
   at::Tensor sent = bucket.slots;
   if (options_.comm_dtype && *options_.comm_dtype != sent.scalar_type()) {

@@ -29,15 +29,14 @@ class BucketReduction {
   double again(const GradBucket& bucket) const {
     return static_cast<double>(before(bucket)) * after(bucket) * ranks(bucket).replicas->size();
   }
-  // One rank, in place: the bucket is its own sum as it is filled, and no step below does anything.
+  // One rank, in place: the bucket is its own sum as it is filled, and nothing here is called for it.
   bool summed(const GradBucket& bucket) const { return alone_ && bucket.in_place; }
 
   at::Tensor row(const GradBucket& bucket) const;  // this rank's part of the reduced gradients
   void need_slots(GradBucket& bucket);             // memory for local gradients, padding zero
-  // The three steps of a reduction; a bucket of touched rows alone travels in the last one. `filled`: whether this rank
-  // has a gradient of a parameter, in complete() whether any has; `scaled`: it has been multiplied by before() already.
-  void start(GradBucket& bucket, GradSlots& slots, const std::vector<uint8_t>& filled,
-             const std::vector<uint8_t>& scaled);
+  // The three steps of a reduction; a bucket of touched rows alone travels in the last one. `filled`: whether a rank
+  // has a gradient of a parameter.
+  void start(GradBucket& bucket);
   void collect(GradBucket& bucket);  // waits; what was sent is free again where it lies elsewhere
   void complete(GradBucket& bucket, const std::vector<uint8_t>& filled);
   // Adds what came too late: gradients (of each parameter, undefined: none) that this rank has for the bucket. Every
@@ -48,7 +47,6 @@ class BucketReduction {
   const WireBuffers& memory() const { return memory_; }
 
  private:
-  void send(GradBucket& bucket);
   const ParamSpace& space(const GradBucket& bucket) const { return store_.spaces()[bucket.space]; }
   const SpaceRanks& ranks(const GradBucket& bucket) const { return space(bucket).ranks(); }
   std::string tag(const GradBucket& bucket) const;  // the name of its first parameter

@@ -149,7 +149,7 @@ void GradReducer::on_grad(size_t param) {
 void GradReducer::launch_ready() {
   at::NoGradGuard no_grad;
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].pending == 0) {
-    reduction_.start(buckets_[next_bucket_++], slots_, filled_, scaled_);
+    launch(buckets_[next_bucket_++]);
     ++counts_.overlapped;
     // The slots of buckets that have been sent are free again.
     for (size_t b = 0; b < next_bucket_; ++b) {
@@ -162,6 +162,21 @@ void GradReducer::launch_ready() {
 }
 
 // ---- reduction ----------------------------------------------------------------------------------------------------
+
+void GradReducer::launch(GradBucket& bucket) {
+  bucket.launched = true;
+  if (reduction_.summed(bucket)) return;
+  reduction_.need_slots(bucket);
+  const float scale = reduction_.before(bucket);
+  for (int32_t param : bucket.params) {
+    if (!filled_[param]) {
+      slots_.zero(param, bucket.slots, bucket.begin);
+    } else if (!scaled_[param] && scale != 1.0f) {
+      slots_.scale(param, bucket.slots, bucket.begin, scale);
+    }
+  }
+  reduction_.start(bucket);
+}
 
 // Learns what any rank has; true when some rank has a late gradient.
 bool GradReducer::exchange_flags() {
@@ -190,7 +205,7 @@ bool GradReducer::exchange_flags() {
 
 // What has not left yet, and what all ranks have to tell each other.
 void GradReducer::reduce_rest() {
-  while (next_bucket_ < buckets_.size()) reduction_.start(buckets_[next_bucket_++], slots_, filled_, scaled_);
+  while (next_bucket_ < buckets_.size()) launch(buckets_[next_bucket_++]);
   const bool late = exchange_flags();
   for (const Abandoned& one : abandoned_) one.work->wait();  // all ranks are here, so all have launched them
   abandoned_.clear();

@@ -100,6 +100,7 @@ class GradReducer {
   void adopt_user_grads();
   void absorb(size_t param, const at::Tensor& grad);
   void make_room();
+  void launch(GradBucket& bucket);
   void launch_ready();
   void reduce_rest();
   bool exchange_flags();

@@ -91,6 +91,7 @@ WIDE_CLASSES = {
         "storage/storage_state.h",
         "StorageState",
     ): "the state under one lock: who may take it apart must take the lock apart",
+    ("zero/grad_reducer.h", "GradReducer"): "entries of hooks, sessions and steps over one state of slots",
     ("zero/param_gatherer.h", "ParamGatherer"): "uses, holders, prefetch and order of gathers share one table of units",
     ("zero/param_store.h", "ParamStore"): "questions about spaces and places that every part of the core asks",
     ("zero/sharded_param.h", "ShardedParam"): "all that can be asked of a parameter of which a rank has a slice",
