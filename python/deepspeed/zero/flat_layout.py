@@ -35,6 +35,8 @@ class FlatLayout:
             self.owned.append(min(max(total - self.rank * size, 0), size))
             self.firsts.append(first)
             first += len(params)
+        numels = [[param.numel() for param in params] for params in optimizer.bit16_groups]
+        self.layout = _native._C.SavedLayout.flat(numels, self.sizes, self.world, "the optimizer")
         self.paddings = [size - owned for size, owned in zip(self.sizes, self.owned)]
         self._cuts = [_native._C.GroupCut(optimizer.core, group, size) for group, size in enumerate(self.sizes)]
 
@@ -76,24 +78,21 @@ class FlatLayout:
 
     def _reorder(self, made, group, kind):
         """Files have the order of rows; pieces of parameters with other strides that of memory."""
-        begin, end, offset = self.rank * self.sizes[group], (self.rank + 1) * self.sizes[group], 0
         for index, param in enumerate(self.optimizer.bit16_groups[group], self.firsts[group]):
-            if not param.is_contiguous():
-                whole = self.optimizer.full_tensor(index, kind)  # every rank takes part, whoever needs it
-                low, high = max(begin, offset), min(end, offset + param.numel())
-                if whole is not None and low < high:
-                    made[low - begin : high - begin] = whole.reshape(-1)[low - offset : high - offset]
-            offset += param.numel()
+            if param.is_contiguous():
+                continue
+            whole = self.optimizer.full_tensor(index, kind)  # every rank takes part, whoever needs it
+            for offset, numel, rank, begin in self.layout.runs(index) if whole is not None else ():
+                if rank == self.rank:
+                    made[begin : begin + numel] = whole.reshape(-1)[offset : offset + numel]
 
     def slice_mapping(self, group):
         """Ordered dict: name -> ``fragment_address`` in this rank's partition, of the parameters that have a part."""
-        begin, end = self.rank * self.sizes[group], (self.rank + 1) * self.sizes[group]
-        found, offset = collections.OrderedDict(), 0
-        for index, param in enumerate(self.optimizer.bit16_groups[group], self.firsts[group]):
-            low, high = max(begin, offset), min(end, offset + param.numel())
-            if low < high:
-                found[self.optimizer._names[index]] = fragment_address(numel=high - low, start=low - begin)
-            offset += param.numel()
+        found = collections.OrderedDict()
+        for index in range(self.firsts[group], self.firsts[group] + len(self.optimizer.bit16_groups[group])):
+            for _, numel, rank, begin in self.layout.runs(index):
+                if rank == self.rank:
+                    found[self.optimizer._names[index]] = fragment_address(numel=numel, start=begin)
         return found
 
 
