@@ -38,8 +38,9 @@ void StateAccess::take_back_grads(const std::vector<at::Tensor>& masters) {
 }
 
 const Buffer* StateAccess::buffer(ParamSpace& space, StateKind kept, int slot) {
-  if (kept == StateKind::kMaster) return &space.master;
-  return kept == StateKind::kGrad ? &space.grad : stepper_.slot(space, slot);
+  if (kept == StateKind::kGrad) return &space.grad;
+  strategy_.settle();
+  return kept == StateKind::kMaster ? &space.master : stepper_.slot(space, slot);
 }
 
 std::vector<at::Tensor> StateAccess::pieces(StateKind kept, int slot) {
@@ -127,6 +128,7 @@ void StateAccess::finish_step() {
 }
 
 void StateAccess::begin_write() {
+  strategy_.settle();
   hold_.wait();
   if (writing_++ == 0 && gatherer_) gatherer_->source().before_write();
 }

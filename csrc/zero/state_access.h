@@ -18,11 +18,11 @@ enum class StateKind { kMaster, kGrad, kSlot };
 class StateAccess {
  public:
   // `gatherer` may be filled later.
-  StateAccess(ParamStore& store, DeviceContext& device, GradReducer& grads, Stepper& stepper,
+  StateAccess(ParamStore& store, DeviceContext& device, GradReducer& grads, Stepper& stepper, StepStrategy& strategy,
               const std::unique_ptr<ParamGatherer>& gatherer)
-      : store_(store), device_(device), grads_(grads), stepper_(stepper), gatherer_(gatherer) {}
+      : store_(store), device_(device), grads_(grads), stepper_(stepper), strategy_(strategy), gatherer_(gatherer) {}
 
-  // After begin_step, for an optimizer that lives outside: its parameters are `masters`, one for each piece. Gives each
+  // In a step, for an optimizer that lives outside: its parameters are `masters`, one for each piece. Gives each
   // its gradient, unscaled and clipped, in its own type (undefined where no rank produced one): the buffer itself where
   // that has the type, else a copy, so that 16-bit gradients are not rounded once more. take_back_grads() frees those.
   void assign_optimizer_grads(const std::vector<at::Tensor>& masters);
@@ -46,11 +46,17 @@ class StateAccess {
   void begin_write();
   void end_write();
   void refresh_master() {
+    strategy_.settle();
     hold_.wait();
     stepper_.refresh_master();
   }
 
-  StateLeases& hold() { return hold_; }  // of masters and optimizer states; the calls above that change them wait
+  // Of masters and optimizer states, which stay as they are until let_go; the calls above that change them wait.
+  void hold_states() {
+    strategy_.settle();
+    hold_.hold();
+  }
+  StateLeases& hold() { return hold_; }
 
  private:
   const Buffer* buffer(ParamSpace& space, StateKind kind, int slot);  // null: no such slot
@@ -59,6 +65,7 @@ class StateAccess {
   DeviceContext& device_;
   GradReducer& grads_;
   Stepper& stepper_;
+  StepStrategy& strategy_;
   const std::unique_ptr<ParamGatherer>& gatherer_;
   storage::ShardStorage storage_{store_.device()};
   StateLeases hold_{storage_, store_};

@@ -28,7 +28,7 @@ _NAMES = {
     "default_inference_config": "deepspeed.config.inference",
     "load_ds_config": "deepspeed.config.getters",
     "DeepSpeedOptimizer": "deepspeed.zero.base_optimizer",
-    "DeepSpeedDataLoader": "deepspeed.engine.dataloader",
+    "DeepSpeedDataLoader": "deepspeed.published.dataloader",
     "init_distributed": "deepspeed.comm",
     "get_accelerator": "deepspeed.accelerator",
     "add_tuning_arguments": "deepspeed.optim.lr_arguments",

@@ -18,9 +18,10 @@ PYTHON_FLOORS = [
     {"ops", "optim"},
     {"zero"},
     {
-        "activation_checkpointing", "autotuning", "checkpoint", "compile", "compression", "elasticity", "inference",
-        "linear", "module_inject", "moe", "monitor", "nvme", "pipe", "profiling", "sequence",
+        "activation_checkpointing", "autotuning", "checkpoint", "compile", "compression", "data", "elasticity",
+        "inference", "linear", "module_inject", "moe", "monitor", "nvme", "pipe", "profiling", "sequence",
     },
+    {"published"},
     {"engine"},
     {""},  # deepspeed/__init__.py
 ]  # fmt: skip
@@ -31,6 +32,15 @@ HEAD_NODE_FLOOR = set().union(*PYTHON_FLOORS[:4])
 
 # Import paths of existing scripts: may import anything, nobody imports them, and they define nothing.
 FACADE_ROOM = "runtime"
+
+# Classes with published constructors: they alone may take what nobody reads. Who may use them, beside the facades:
+PUBLISHED_ROOM = "published"
+PUBLISHED_IMPORTERS = {"engine"}
+# ... and who has their names in a table, to import them when a script asks.
+PUBLISHED_NAMES = {
+    "__init__.py": "the public names of the package",
+    "zero/__init__.py": "the public names of deepspeed.zero",
+}
 
 # Where importing by a name in a string is the point; everywhere else the import goes to the top of the file.
 LATE_IMPORTS = {
@@ -87,6 +97,7 @@ MUTABLE_GLOBALS = {
     ("config/sections/optimizer_params.cpp", "all"): "as above: optimizer types",
     ("storage/tier.cpp", "all"): "memory tiers register before main and are only read afterwards",
     ("zero/space_rules/space_rule.cpp", "all"): "rules register before main and are only read afterwards",
+    ("zero/strategies/step_strategy.cpp", "all"): "strategies register before main and are only read afterwards",
     ("optim/rule.cpp", "all"): "optimizer rules register before main and are only read afterwards",
     ("kernels/cpu/update.cpp", "all"): "update kernels register while the library is loaded and are only read after",
     ("kernels/cuda/update.cu", "all"): "as above",
@@ -104,5 +115,3 @@ MAX_BINDING_ARGUMENTS = 8
 WIDE_BINDINGS = {
     ("bindings/ops_update.cpp", "step"): "an optimizer's own call, without an engine: a list of each kind of tensor",
 }
-
-MAX_LINES = 600

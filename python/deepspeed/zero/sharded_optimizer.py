@@ -17,11 +17,16 @@ from deepspeed.zero.base_optimizer import ZeROOptimizer
 from deepspeed.zero.flat_states import StatesByFlatTensor, with_states
 from deepspeed.zero.offload_states import states_of
 from deepspeed.zero.restore import Restore
-from deepspeed.zero.wrapped_optimizer import WrappedOptimizer, in_memory_order
+from deepspeed.zero.wrapped_optimizer import DTYPES, WrappedOptimizer, in_memory_order
 
 
 class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
-    """What the sharded stages have in common: one core, pieces, access to whole tensors."""
+    """What the sharded stages have in common: one core, pieces, access to whole tensors.
+
+    ``engine`` owns the core; without one the optimizer makes its own for one process, from ``core_options`` (see
+    ``zero.core.build_core``). ``param_names``: parameter -> name. ``scaler_args``: static loss scale, whether it is
+    dynamic, and arguments of the dynamic one. ``clip_grad``: the largest 2-norm of all gradients, 0 for any.
+    """
 
     stage = None
     partition_gradients = True
@@ -31,19 +36,18 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
     def engine(self):
         return self._engine() if self._engine is not None else None
 
-    def _build(self, init_optimizer, engine, dtype, param_names, scaler_args, clip_grad, options):
+    def __init__(self, init_optimizer, engine, param_names, scaler_args, clip_grad, **core_options):
         self.optimizer = init_optimizer
         self._engine = weakref.ref(engine) if engine is not None else None
-        self.low_precision_dtype = dtype
         self.bit16_groups = [list(group["params"]) for group in init_optimizer.param_groups]
-        self.param_names = dict(param_names or {})
-        core, names, check, rank = self._take_core(engine, **options)
-        self._names = names
-        self.dp_process_group = options.get("data_parallel")
-        static, dynamic, dynamic_args = scaler_args
-        scaler = CreateLossScaler(dtype, static, dynamic, dynamic_args)
-        self._start(core, names, check, rank, scaler, clip_grad)
         self._params = [param for group in self.bit16_groups for param in group]
+        narrow = [param.dtype for param in self._params if param.dtype in DTYPES]
+        self.low_precision_dtype = narrow[0] if narrow else torch.float32
+        self.param_names = dict(param_names or {})
+        core, names, check, rank = self._take_core(engine, **core_options)
+        self._names = names
+        self.dp_process_group = core_options.get("data_parallel")
+        self._start(core, names, check, rank, CreateLossScaler(self.low_precision_dtype, *scaler_args), clip_grad)
         for index, param in enumerate(self._params):
             param._ds_link = ParamLink(self, index)
             self.param_names.setdefault(param, names[index])
@@ -196,7 +200,7 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
             return self.core.full("master", 0, index)
         if kind == "grad":
             grad = self.core.full("grad", 0, index)
-            if grad is None and self.engine is not None and self.engine._in_no_sync:
+            if grad is None and self.engine is not None and self.engine.inside_no_sync_ctxt:
                 grad = self.core.local_grad(index)
             return None if grad is None else self._unscaled(grad)
         if self.stepping.fused is not None:

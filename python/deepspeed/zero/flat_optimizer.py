@@ -1,93 +1,25 @@
-"""The optimizer object of ZeRO stages 1 and 2."""
-
-import torch
+"""The optimizer object of ZeRO stages 1 and 2: all parameters end to end in one flat space, cut into shares."""
 
 from deepspeed.config.sections import ZeroStageEnum
 from deepspeed.log import log_dist
 from deepspeed.version import __version__
-from deepspeed.zero.core import core_config
 from deepspeed.zero.flat_layout import FlatLayout, InnerStates, per_element
 from deepspeed.zero.fragments import put_fragments
 from deepspeed.zero.restore import SAVED_FORMS
 from deepspeed.zero.sharded_optimizer import ShardedOptimizer
 
 
-class DeepSpeedZeroOptimizer(ShardedOptimizer):
-    """Stage 2 with ``partition_grads``, else stage 1. Arguments as in the contract; the engine passes itself.
+class FlatOptimizer(ShardedOptimizer):
+    """Stage 2 with ``partition_grads``, else stage 1. The base class tells of the other arguments.
 
-    Saved states use the layout that other tools read, see ``zero.flat_layout``.
+    Saved states use the layout that other tools read, see ``zero.flat_layout``; ``elastic_checkpoint``: its old form.
     """
 
-    def __init__(
-        self,
-        init_optimizer,
-        param_names,
-        timers,
-        optimizer_params,
-        static_loss_scale=1.0,
-        dynamic_loss_scale=False,
-        dynamic_loss_args=None,
-        verbose=True,
-        contiguous_gradients=True,
-        reduce_bucket_size=500000000,
-        use_multi_rank_bucket_allreduce=True,
-        allgather_bucket_size=5000000000,
-        dp_process_group=None,
-        expert_parallel_group=None,
-        expert_data_parallel_group=None,
-        reduce_scatter=True,
-        overlap_comm=False,
-        offload_optimizer_config=None,
-        zenflow_config=None,
-        mpu=None,
-        clip_grad=0.0,
-        gradient_accumulation_dtype=torch.float32,
-        communication_data_type=torch.float16,
-        postscale_gradients=True,
-        gradient_predivide_factor=1.0,
-        gradient_average=True,
-        gradient_accumulation_steps=1,
-        ignore_unused_parameters=True,
-        partition_grads=True,
-        round_robin_gradients=False,
-        has_moe_layers=False,
-        fp16_master_weights_and_gradients=False,
-        bf16_master_weights_and_gradients=False,
-        bf16_optimizer_states=False,
-        elastic_checkpoint=False,
-        check_grad_overflow=True,
-        engine=None,
-    ):
-        params = [param for group in init_optimizer.param_groups for param in group["params"]]
-        narrow = [p.dtype for p in params if p.dtype in (torch.float16, torch.bfloat16)]
+    def __init__(self, *args, partition_grads, elastic_checkpoint, **core_options):
         self.stage = 2 if partition_grads else 1
         self.partition_gradients = partition_grads
         self.elastic_checkpoint = bool(elastic_checkpoint)
-        config = None if engine is not None else core_config(
-            {
-                "zero_optimization": {
-                    "stage": self.stage,
-                    "reduce_bucket_size": reduce_bucket_size,
-                    "allgather_bucket_size": allgather_bucket_size,
-                    "overlap_comm": bool(overlap_comm),
-                    "reduce_scatter": bool(reduce_scatter),
-                },
-                "prescale_gradients": True,  # by 1: gradients are divided after their sum
-            }
-        )
-        self._build(
-            init_optimizer,
-            engine,
-            narrow[0] if narrow else torch.float32,
-            param_names,
-            (static_loss_scale, dynamic_loss_scale, dynamic_loss_args),
-            clip_grad,
-            {
-                "data_parallel": dp_process_group,
-                "grad_dtype": gradient_accumulation_dtype,
-                "config": config,
-            },
-        )
+        super().__init__(*args, **core_options)
         put_fragments(self)
 
     # ---- the saved layout --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""16-bit weights with fp32 masters: the optimizer that ``deepspeed.initialize`` returns for fp16 and bf16.
+"""16-bit weights with fp32 masters: behind the optimizer that ``deepspeed.initialize`` returns for fp16 and bf16.
 
 The inner optimizer updates fp32 master weights; the model computes with 16-bit ones. Masters, gradients and moments
 are views of the core's flat buffers.
@@ -6,51 +6,25 @@ are views of the core's flat buffers.
 
 import torch
 
-from deepspeed.optim.loss_scaler import LossScaleConfig
 from deepspeed.zero.restore import SAVED_FORMS, Restore
 from deepspeed.zero.wrapped_optimizer import WrappedOptimizer
 
 
-class FP16_Optimizer(WrappedOptimizer):
+class MasterOptimizer(WrappedOptimizer):
     """Wraps ``init_optimizer``, whose parameter groups keep their identity: schedulers made for them stay valid.
 
-    Arguments are those of the contract. ``deepspeed`` is the engine that owns the core; without one the optimizer
-    makes a core of its own for one process. ``loss_scale_config`` is a ``LossScaleConfig``; without one it is made from
-    ``static_loss_scale``, ``dynamic_loss_scale``, ``initial_dynamic_scale`` and ``dynamic_loss_args``. ``clip_grad`` is
-    the maximum 2-norm of the gradients, 0 for none. The other arguments exist for old callers and change nothing.
+    ``engine`` owns the core; without one the optimizer makes a core of its own for one process. ``clip_grad`` is the
+    maximum 2-norm of the gradients, 0 for none. Saved states have the parameters of a group in one flat tensor.
     """
 
     flat = True
 
-    def __init__(
-        self,
-        init_optimizer,
-        deepspeed=None,
-        loss_scale_config=None,
-        low_precision_dtype=torch.float16,
-        static_loss_scale=1.0,
-        dynamic_loss_scale=False,
-        initial_dynamic_scale=2**32,
-        dynamic_loss_args=None,
-        verbose=True,
-        mpu=None,
-        clip_grad=0.0,
-        fused_adam_legacy=False,
-        has_moe_layers=False,
-        timers=None,
-    ):
+    def __init__(self, init_optimizer, engine, loss_scale_config, low_precision_dtype, clip_grad):
         self.optimizer = init_optimizer
         self.low_precision_dtype = low_precision_dtype
-        self.fp16_groups = [list(group["params"]) for group in init_optimizer.param_groups]
-        core, names, check, rank = self._take_core(deepspeed)
-        if loss_scale_config is None:
-            if dynamic_loss_scale and dynamic_loss_args is None:
-                dynamic_loss_args = {"init_scale": initial_dynamic_scale}
-            loss_scale_config = LossScaleConfig(
-                low_precision_dtype, dynamic_loss_scale, static_loss_scale, dynamic_loss_args
-            )
         self.loss_scale_config = loss_scale_config
-        self._start(core, names, check, rank, loss_scale_config.loss_scaler, clip_grad)
+        self.fp16_groups = [list(group["params"]) for group in init_optimizer.param_groups]
+        self._start(*self._take_core(engine), loss_scale_config.loss_scaler, clip_grad)
 
     @property
     def bit16_groups(self):
@@ -121,35 +95,10 @@ class FP16_Optimizer(WrappedOptimizer):
             self._load_scaler_state(state_dict)
 
 
-class FP16_UnfusedOptimizer(FP16_Optimizer):
+class UnfusedMasterOptimizer(MasterOptimizer):
     """The same for optimizers other than ``FusedAdam``: their state is kept parameter by parameter, as they made it."""
 
     flat = False
-
-    def __init__(
-        self,
-        init_optimizer,
-        deepspeed=None,
-        loss_scale_config=None,
-        low_precision_dtype=torch.float16,
-        static_loss_scale=1.0,
-        dynamic_loss_scale=False,
-        dynamic_loss_args=None,
-        verbose=True,
-        mpu=None,
-        clip_grad=0.0,
-        fused_lamb_legacy=False,
-    ):
-        super().__init__(
-            init_optimizer,
-            deepspeed,
-            loss_scale_config,
-            low_precision_dtype,
-            static_loss_scale,
-            dynamic_loss_scale,
-            dynamic_loss_args=dynamic_loss_args,
-            clip_grad=clip_grad,
-        )
 
     def _saved_masters(self):
         return [[m.detach().clone() for m in group] for group in self.fp32_groups]

@@ -1,4 +1,4 @@
-"""The data loader that ``deepspeed.initialize(training_data=...)`` and ``engine.deepspeed_io`` build."""
+"""The loader of ``deepspeed.initialize(training_data=...)``: this rank's share of a data set, which can be resumed."""
 
 import itertools
 import multiprocessing
@@ -9,15 +9,14 @@ from torch.utils.data.distributed import DistributedSampler
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.engine.loader_workers import end_with
+from deepspeed.data.loader_workers import end_with
 from deepspeed.log import logger
-from deepspeed.utils.repeating_loader import RepeatingLoader  # noqa: F401  (scripts import both from one place)
 
 SEED = 0
 WORKERS = 2  # for each rank
 
 
-class DeepSpeedDataLoader:
+class ResumableDataLoader:
     """Batches of this rank's share of a data set, epoch after epoch, with a position that can be saved.
 
     dataset:     map-style (``__getitem__``, ``__len__``): shuffled anew in every epoch and dealt to the data-parallel
@@ -27,14 +26,12 @@ class DeepSpeedDataLoader:
                  through as it is; sharing it among ranks is its own business.
     batch_size:  samples per batch and rank (the micro-batch).
     pin_memory:  copy batches to pinned memory; only where the accelerator is not the CPU.
-    local_rank:  accepted for older scripts; the share depends on the data-parallel rank alone.
     tput_timer:  object whose ``start()`` is called before every batch, or None.
     collate_fn:  as torch.utils.data.DataLoader.
     num_local_io_workers: processes that prepare batches; None: 2, and none for an ``IterableDataset``, of which each
                  would yield every sample, or in a daemonic process, which may have no children.
     data_sampler: a torch Sampler of indices; it then decides order and share on every rank.
     data_parallel_world_size, data_parallel_rank: default: of all ranks.
-    deepspeed_dataloader_config: must be empty: curriculum sampling is not part of this build.
 
     ``for batch in loader`` goes through one epoch; the next loop is the next epoch. ``next(loader)`` works as well.
     """
@@ -44,7 +41,6 @@ class DeepSpeedDataLoader:
         dataset,
         batch_size,
         pin_memory,
-        local_rank,
         tput_timer,
         collate_fn=None,
         num_local_io_workers=None,
@@ -52,15 +48,9 @@ class DeepSpeedDataLoader:
         data_parallel_world_size=None,
         data_parallel_rank=None,
         dataloader_drop_last=False,
-        deepspeed_dataloader_config={},  # noqa: B006  (the signature is the contract's; it is only read)
     ):
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"the data loader's batch_size must be a whole number >= 1, got {batch_size!r}.")
-        if deepspeed_dataloader_config:
-            raise NotImplementedError(
-                f"this build has no curriculum sampling yet, but the data loader was given "
-                f"{', '.join(sorted(map(str, deepspeed_dataloader_config)))}. Leave deepspeed_dataloader_config empty."
-            )
         joined = dist.is_initialized()
         if data_parallel_world_size is None:
             data_parallel_world_size = dist.get_world_size() if joined else 1

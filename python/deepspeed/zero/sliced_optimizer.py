@@ -1,7 +1,6 @@
-"""The optimizer object of ZeRO stage 3, and the gathering of a model that is not trained."""
+"""The optimizer object of ZeRO stage 3: every parameter is cut into slices, one for each rank."""
 
 import os
-import sys
 import weakref
 
 import torch
@@ -9,14 +8,11 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.config.sections import ZeroStageEnum
 from deepspeed.formats import torch_archive
-from deepspeed.zero import linear
 from deepspeed.zero.flat_layout import InnerStates
 from deepspeed.zero.flat_states import with_states
-from deepspeed.zero.module_hooks import ModuleHooks, unit_parameters
 from deepspeed.zero.param_values import ParamValues
 from deepspeed.zero.restore import SAVED_FORMS
 from deepspeed.zero.sharded_optimizer import ShardedOptimizer
-from deepspeed.zero.sharded_parameter import _acquire, _release, is_sharded
 
 
 def _hand_on(serial):
@@ -26,254 +22,21 @@ def _hand_on(serial):
     if dist.get_local_rank() != local_size - 1 and dist.get_rank() + 1 < dist.get_world_size():
         dist.send(serial, dist.get_rank() + 1)
 
-
-class _Coordinator:
-    """The learned order of modules, as callers know it: it is a hint and always valid."""
-
-    def is_invalid_trace(self):
-        return False
-
-    def is_complete_trace(self):
-        return True
-
-    def is_record_trace(self):
-        return False
-
-    def _invalidate_trace(self):
-        pass
-
-    def reset_step(self):
-        pass
-
-
-class DeepSpeedZeRoOffload:
-    """Gathers a sharded model's parameters while its modules run. ``engine.optimizer`` itself without an optimizer.
-
-    ``core`` is the native engine that holds the shards. ``module_granularity_threshold``: modules whose sub-modules
-    have fewer elements on average are gathered as one unit; 0: never.
-    """
-
-    def __init__(
-        self,
-        module,
-        timers,
-        ds_config,
-        zenflow=False,
-        overlap_comm=True,
-        prefetch_bucket_size=50000000,
-        max_reuse_distance=1000000000,
-        max_live_parameters=1000000000,
-        param_persistence_threshold=100000,
-        model_persistence_threshold=sys.maxsize,
-        dp_process_group=None,
-        offload_param_config=None,
-        mpu=None,
-        zero_param_parallel_group=None,
-        zero_quantized_weights=False,
-        zero_quantized_nontrainable_weights=False,
-        zero_module_granularity_threshold=0,
-        log_trace_cache_warnings=False,
-        core=None,
-        mem_efficient_linear=True,
-    ):
-        self.module = module
-        self.core = core
-        self.dp_process_group = dp_process_group
-        self.param_coordinator = _Coordinator()
-        self.hooks = ModuleHooks(core, zero_module_granularity_threshold)
-        self.granularity = zero_module_granularity_threshold
-        self.backward_hooks = []
-        self._held = {}  # what pre_sub_module_* has gathered: id of the module -> lists of parameters
-        self.mem_efficient_linear = mem_efficient_linear
-        # A dropped engine takes its hooks off, too.
-        self._unhook = weakref.finalize(self, self.hooks.remove)
-        self._unhook.atexit = False
-        self._leave_linear = None
-        if mem_efficient_linear:
-            linear.use_for_sharded_weights()
-            self._leave_linear = weakref.finalize(self, linear.stop_using)
-            self._leave_linear.atexit = False
-            for param in sharded_parameters_of(module):
-                param.ds_access.efficient_linear = True
-        self.setup_zero_stage3_hooks()
-
-    @property
-    def forward_hooks(self):
-        """Handles of the hooks on modules; a caller may remove them and empty the list."""
-        return self.hooks.forward_hooks
-
-    @forward_hooks.setter
-    def forward_hooks(self, value):
-        self.hooks.forward_hooks = list(value)
-
-    def setup_zero_stage3_hooks(self):
-        for module in self.module.modules():
-            module.__dict__.pop("_ds_hook_unit", None)
-            module.ds_external_parameters = _external_parameters_of(module)
-        self.hooks.install(self.module)
-
-    def _register_deepspeed_module(self, module, count=None):
-        """Hooks on a module tree again, after a caller has removed them."""
-        if module is self.module:
-            self.setup_zero_stage3_hooks()
-        else:
-            self.hooks._install(module)
-
-    _register_hooks_recursively = _register_deepspeed_module
-
-    def get_param_coordinator(self):
-        return self.param_coordinator
-
-    def empty_partition_cache(self):
-        """Releases gathered parameters that nobody holds, and the memory kept for gathering."""
-        self.core.gatherer.empty_cache()
-
-    # ---- for callers that run modules without their hooks ------------------------------------------------------------
-    def pre_sub_module_forward_function(self, sub_module):
-        """Gathers what the hooks would gather before the forward of ``sub_module``, until the function after it."""
-        params, _ = unit_parameters(sub_module, self.granularity)
-        _acquire(params)
-        self._held.setdefault(id(sub_module), []).append(params)
-
-    def post_sub_module_forward_function(self, sub_module):
-        """Releases what the function before the forward has gathered; what autograd has saved stays valid."""
-        held = self._held.get(id(sub_module))
-        if not held:
-            raise RuntimeError(
-                f"nothing is gathered for this {type(sub_module).__name__}: call the pre_sub_module function first"
-            )
-        _release(held.pop())
-
-    def pre_sub_module_backward_function(self, sub_module):
-        """The same before the backward of ``sub_module``."""
-        self.pre_sub_module_forward_function(sub_module)
-
-    def post_sub_module_backward_function(self, sub_module):
-        """The same after it."""
-        self.post_sub_module_forward_function(sub_module)
-
-    def mark_persistent_parameters(self, param_threshold, model_threshold):
-        """Parameters below ``param_threshold`` elements stay gathered, up to ``model_threshold`` elements in all; the
-        others do not. Returns those that stay. Every rank calls it."""
-        total, stay, go = 0, [], []
-        for param in sharded_parameters_of(self.module):
-            fits = param.ds_numel < param_threshold and total + param.ds_numel <= model_threshold
-            total += param.ds_numel if fits else 0
-            if fits != param.ds_persist:
-                (stay if fits else go).append(param)
-        _acquire(stay)
-        for param in stay + go:
-            param.ds_handle.persistent = not param.ds_persist
-        _release(go)
-        self.hooks.remove(self.module)
-        self.setup_zero_stage3_hooks()  # a persistent parameter belongs to no unit
-        return [param for param in sharded_parameters_of(self.module) if param.ds_persist]
-
-    partition_all_parameters = empty_partition_cache
-    release_backward_leftovers = empty_partition_cache
-
-    def destroy(self):
-        self.hooks.remove(self.module)
-        if self._leave_linear is not None:
-            self._leave_linear()
-        for module in self.module.modules():
-            module.__dict__.pop("ds_external_parameters", None)
-
-
-class _external_parameters_of:
-    """``module.ds_external_parameters()``: ``(id, parameter)`` of what other modules own and this one uses."""
-
-    def __init__(self, module):
-        self.found = module.__dict__.setdefault("_external_params", {})
-
-    def __call__(self):
-        return self.found.items()
-
-
-class DeepSpeedZeroOptimizer_Stage3(ParamValues, ShardedOptimizer):
+class SlicedOptimizer(ParamValues, ShardedOptimizer):
     """Parameters, gradients and states are slices; modules gather what they need while they run.
 
-    Source of the method: Rajbhandari et al., "ZeRO-Infinity" (SC 2021), section 5. The engine passes itself; the other
-    arguments are those of the contract.
+    Source of the method: Rajbhandari et al., "ZeRO-Infinity" (SC 2021), section 5. ``sub_group_size``: elements of a
+    flat tensor of the saved state, at most. ``gathering(core)`` makes the ``ModelGathering``. The base class tells of
+    the other arguments.
     """
 
     stage = 3
 
-    def __init__(
-        self,
-        module,
-        init_optimizer,
-        param_names,
-        timers,
-        ds_config,
-        static_loss_scale=1.0,
-        dynamic_loss_scale=False,
-        dynamic_loss_args=None,
-        verbose=True,
-        contiguous_gradients=True,
-        reduce_bucket_size=500000000,
-        prefetch_bucket_size=50000000,
-        max_reuse_distance=1000000000,
-        max_live_parameters=1000000000,
-        param_persistence_threshold=100000,
-        model_persistence_threshold=sys.maxsize,
-        dp_process_group=None,
-        reduce_scatter=True,
-        overlap_comm=False,
-        offload_optimizer_config=None,
-        offload_param_config=None,
-        zenflow_config=None,
-        sub_group_size=1000000000000,
-        offload_ratio=0.0,
-        mpu=None,
-        clip_grad=0.0,
-        gradient_accumulation_dtype=torch.float32,
-        communication_data_type=torch.float16,
-        fp16_master_weights_and_gradients=False,
-        bf16_master_weights_and_gradients=False,
-        bf16_optimizer_states=False,
-        postscale_gradients=True,
-        gradient_predivide_factor=1.0,
-        gradient_accumulation_steps=1,
-        elastic_checkpoint=False,
-        aio_config=None,
-        all2all_process_group=None,
-        zero_hpz_partition_size=1,
-        zero_quantized_weights=False,
-        zero_quantized_nontrainable_weights=False,
-        zero_module_granularity_threshold=0,
-        zeropp_loco_param=None,
-        log_trace_cache_warnings=False,
-        enable_sanity_checks=False,
-        cpuadam_cores_perc=0.8,
-        save_muon_momentum_buffer_in_memory=False,
-        engine=None,
-        mem_efficient_linear=True,
-    ):
-        if engine is None:
-            raise ValueError("DeepSpeedZeroOptimizer_Stage3 is made by deepspeed.initialize with ZeRO stage 3")
+    def __init__(self, module, *args, sub_group_size, gathering, **core_options):
         self.module = module
         self.sub_group_size = sub_group_size
-        dtypes = [p.dtype for group in init_optimizer.param_groups for p in group["params"]]
-        narrow = [dtype for dtype in dtypes if dtype in (torch.float16, torch.bfloat16)]
-        self._build(
-            init_optimizer,
-            engine,
-            narrow[0] if narrow else torch.float32,
-            param_names,
-            (static_loss_scale, dynamic_loss_scale, dynamic_loss_args),
-            clip_grad,
-            {"data_parallel": dp_process_group},
-        )
-        self.parameter_offload = DeepSpeedZeRoOffload(
-            module,
-            timers,
-            ds_config,
-            dp_process_group=dp_process_group,
-            zero_module_granularity_threshold=zero_module_granularity_threshold,
-            core=self.core,
-            mem_efficient_linear=mem_efficient_linear,
-        )
+        super().__init__(*args, **core_options)
+        self.parameter_offload = gathering(self.core)
         for param in self._params:
             param._z3_optimizer = _Weak(self)
 
@@ -467,8 +230,3 @@ class _Weak:
 
     def __reduce__(self):
         return (type(None), ())
-
-
-def sharded_parameters_of(module):
-    """All stage 3 parameters of a module, each once."""
-    return [p for p in dict.fromkeys(module.parameters()) if is_sharded(p)]

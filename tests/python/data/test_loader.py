@@ -346,7 +346,7 @@ def test_workers_end_by_themselves_when_the_collector_frees_their_iterator():
 IN_A_CHILD = """
 import gc, os, sys
 sys.path.insert(0, sys.argv[1])
-from test_dataloader import in_a_cycle
+from test_loader import in_a_cycle
 
 gc.disable()
 workers = in_a_cycle()
