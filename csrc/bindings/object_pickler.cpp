@@ -17,7 +17,7 @@ namespace {
 
 constexpr const char* kStorage = "deepspeed.storage";  // the name of capsules that stand for storages
 
-py::object checked(PyObject* made) {
+py::object owned_object(PyObject* made) {
   if (made == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::object>(made);
 }
@@ -27,12 +27,24 @@ bool is_exactly(const py::handle& object, const Type& type) {
   return reinterpret_cast<const void*>(Py_TYPE(object.ptr())) == reinterpret_cast<const void*>(&type);
 }
 
+py::object type_of(const py::object& object) {
+  return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())));
+}
+
+bool has_type(const py::object& object, const py::object& type) {
+  return reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())) == type.ptr();
+}
+
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && !tensor.is_quantized() && !tensor.is_meta();
+}
+
 std::string_view utf8_of(const py::handle& text, py::object* kept) {
   Py_ssize_t size;
   const char* data = PyUnicode_AsUTF8AndSize(text.ptr(), &size);
   if (data == nullptr) {  // lone surrogates
     PyErr_Clear();
-    *kept = checked(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "surrogatepass"));
+    *kept = owned_object(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "surrogatepass"));
     data = PyBytes_AS_STRING(kept->ptr());
     size = PyBytes_GET_SIZE(kept->ptr());
   }
@@ -97,10 +109,6 @@ class ObjectPickler {
            !has_type(object, parameter_);
   }
 
-  static bool has_type(const py::object& object, const py::object& type) {
-    return reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())) == type.ptr();
-  }
-
   void save_known(const py::object& object) {
     PyObject* raw = object.ptr();
     if (object.is_none()) return out_.none();
@@ -124,7 +132,7 @@ class ObjectPickler {
     if (is_exactly(object, PyTuple_Type)) return save_tuple(object);
     if (is_exactly(object, PyByteArray_Type)) {
       const py::tuple arguments =
-          PyByteArray_GET_SIZE(raw) > 0 ? py::make_tuple(checked(PyBytes_FromObject(raw))) : py::make_tuple();
+          PyByteArray_GET_SIZE(raw) > 0 ? py::make_tuple(owned_object(PyBytes_FromObject(raw))) : py::make_tuple();
       return save_call(type_of(object), arguments, object);
     }
     if (save_tensor(object)) return;
@@ -148,10 +156,6 @@ class ObjectPickler {
     save_reduced(py::tuple(answer), object);
   }
 
-  static py::object type_of(const py::object& object) {
-    return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())));
-  }
-
   void remember(const py::object& object) {
     kept_.push_back(object);
     memo_[object.ptr()] = out_.put();
@@ -170,7 +174,7 @@ class ObjectPickler {
   void save_bytes(const py::object& object) {
     if (PyBytes_GET_SIZE(object.ptr()) == 0) return save_call(type_of(object), py::make_tuple(), object);
     const py::object text =
-        checked(PyUnicode_DecodeLatin1(PyBytes_AS_STRING(object.ptr()), PyBytes_GET_SIZE(object.ptr()), "strict"));
+        owned_object(PyUnicode_DecodeLatin1(PyBytes_AS_STRING(object.ptr()), PyBytes_GET_SIZE(object.ptr()), "strict"));
     save_call(py::module_::import("_codecs").attr("encode"), py::make_tuple(text, latin1_), object);
   }
 
@@ -315,10 +319,6 @@ class ObjectPickler {
   }
 
   // ---- tensors and storages
-  static bool is_plain(const at::Tensor& tensor) {
-    return tensor.layout() == at::kStrided && !tensor.is_quantized() && !tensor.is_meta();
-  }
-
   std::string name_of(const py::handle& object) const {
     const auto found = names_.find(object.ptr());
     return found == names_.end() ? std::string() : found->second;
@@ -401,7 +401,7 @@ class ObjectPickler {
     made_.counts[record] = count;
     py::object id = py::make_tuple(storage_, storage_class, made_.keys[record], cpu_, count);
     if (stream_) id = id + py::make_tuple(py::none());  // also what part of a storage it is: all of it
-    const py::object stands = checked(PyCapsule_New(this, kStorage, nullptr));
+    const py::object stands = owned_object(PyCapsule_New(this, kStorage, nullptr));
     storage_ids_[stands.ptr()] = id;
     kept_.push_back(stands);
     return stands;
@@ -418,9 +418,9 @@ class ObjectPickler {
 
   py::object hooks_, parameter_, tensor_, pieces_, is_storage_, ordered_dict_, torch_utils_;
   // Texts that stand in a pickle once, and are met again.
-  const py::object storage_ = checked(PyUnicode_InternFromString("storage"));
-  const py::object cpu_ = checked(PyUnicode_InternFromString("cpu"));
-  const py::object latin1_ = checked(PyUnicode_InternFromString("latin1"));
+  const py::object storage_ = owned_object(PyUnicode_InternFromString("storage"));
+  const py::object cpu_ = owned_object(PyUnicode_InternFromString("cpu"));
+  const py::object latin1_ = owned_object(PyUnicode_InternFromString("latin1"));
   py::dict dispatch_table_;
   bool stream_;
   formats::PickleWriter out_;

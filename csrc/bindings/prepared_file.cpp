@@ -27,7 +27,7 @@ namespace {
 constexpr uint64_t kMostStaging = 32 << 20, kLeastStaging = 4096;
 
 // (bytes, CRC-32, [(name, dtype, shape, offset, bytes, CRC-32)])
-py::tuple tuple_of(const FileRecord& record) {
+py::tuple record_tuple(const FileRecord& record) {
   py::list tensors;
   for (const formats::TensorRecord& tensor : record.tensors) {
     tensors.append(py::make_tuple(tensor.name, tensor.dtype, tensor.shape, tensor.offset, tensor.bytes, tensor.crc32));
@@ -206,7 +206,7 @@ DS_BINDINGS(m) {
       .def(
           "write",
           [](const formats::PreparedFile& self, io::Files& files, const std::string& path, const Options& options) {
-            return tuple_of(write_file(self, files, path, options));
+            return record_tuple(write_file(self, files, path, options));
           },
           py::arg("files"), py::arg("path"), py::arg("options"));
   py::class_<formats::TorchZipFile, formats::PreparedFile, std::shared_ptr<formats::TorchZipFile>>(prepared,
@@ -269,7 +269,7 @@ DS_BINDINGS(m) {
           py::gil_scoped_release released;
           record = complete_archive(path, file, cuts, std::move(made));
         }
-        return tuple_of(record);
+        return record_tuple(record);
       },
       py::arg("path"), py::arg("file"), py::arg("cuts"), py::arg("runs"));
 }
