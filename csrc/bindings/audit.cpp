@@ -10,9 +10,12 @@
 #include "zero/audit.h"
 
 namespace py = pybind11;
-using namespace ds::zero;
 
 namespace {
+
+using ds::zero::Audit;
+using ds::zero::AuditedStep;
+using ds::zero::States;
 
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 using Row = std::tuple<std::string, std::map<std::string, double>, double>;
@@ -21,8 +24,8 @@ using Row = std::tuple<std::string, std::map<std::string, double>, double>;
 
 DS_BINDINGS(m) {
   py::class_<Audit>(m, "Audit")
-      .def(py::init([](const std::shared_ptr<Engine>& engine, const py::object& ranks, int rank, double tolerance,
-                       const py::function& update) {
+      .def(py::init([](const std::shared_ptr<ds::zero::Engine>& engine, const py::object& ranks, int rank,
+                       double tolerance, const py::function& update) {
              auto call = [held = ds::bindings::shared_function(update)](int32_t group, const at::Tensor& weight,
                                                                         const at::Tensor& grad, const States& states,
                                                                         double step) {

@@ -29,16 +29,16 @@ bool visit_values(PyObject* item, const Visit& visit) {
   return true;
 }
 
-void collect(PyObject* item, std::vector<at::Tensor>& found) {
+void collect_nested(PyObject* item, std::vector<at::Tensor>& found) {
   if (THPVariable_Check(item)) {
     found.push_back(THPVariable_Unpack(item));
     return;
   }
-  if (visit_values(item, [&](PyObject* value) { collect(value, found); })) return;
+  if (visit_values(item, [&](PyObject* value) { collect_nested(value, found); })) return;
   if (PyType_Check(item) || !PyObject_HasAttrString(item, "__dataclass_fields__")) return;
   const auto object = py::reinterpret_borrow<py::object>(item);
   for (const py::handle field : py::module_::import("dataclasses").attr("fields")(object))
-    collect(py::getattr(object, field.attr("name"), py::none()).ptr(), found);
+    collect_nested(py::getattr(object, field.attr("name"), py::none()).ptr(), found);
 }
 
 class Within {
@@ -89,7 +89,7 @@ class Within {
 
 std::vector<at::Tensor> tensors_in(PyObject* item) {
   std::vector<at::Tensor> found;
-  collect(item, found);
+  collect_nested(item, found);
   return found;
 }
 
