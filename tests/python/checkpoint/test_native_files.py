@@ -9,9 +9,8 @@ import torch
 from deepspeed.checkpoint.layouts import names, saved_native
 from deepspeed.checkpoint.layouts.saved_native import NativeState
 from deepspeed.checkpoint.read import verify
-from deepspeed.checkpoint.write.file_writer import write_safetensors
+from deepspeed.checkpoint.write.file_writer import Digest, FrozenFile, write_safetensors
 from deepspeed.checkpoint.write.native import share
-from deepspeed.checkpoint.write.shared_file import Digest, FrozenFile
 
 
 @pytest.mark.parametrize(

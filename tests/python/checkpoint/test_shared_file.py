@@ -6,8 +6,14 @@ import torch
 from deepspeed._native import _C
 from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write import file_writer, save
-from deepspeed.checkpoint.write.file_writer import PreparedStream, PreparedTorch, WriterOptions
-from deepspeed.checkpoint.write.shared_file import Cuts, SharedTorch, complete
+from deepspeed.checkpoint.write.file_writer import (
+    Cuts,
+    PreparedStream,
+    PreparedTorch,
+    SharedTorch,
+    WriterOptions,
+    complete,
+)
 from deepspeed.host import cpu
 from deepspeed.zero.tensor_of_pieces import TensorOfPieces
 

@@ -8,6 +8,8 @@ or kills the process there; tests sweep n. ``rename_dir:1+:exdev,exchange:1+:ein
 ``csrc/io/faults.h`` has all orders.
 """
 
+import contextlib
+import hashlib
 import os
 from dataclasses import asdict, dataclass, field
 
@@ -15,6 +17,7 @@ import torch
 
 from deepspeed import _compat
 from deepspeed._native import _C
+from deepspeed.checkpoint.read import verify
 from deepspeed.formats.weight_files import SAFETENSORS_DTYPES
 from deepspeed.host.cpu import usable_cores
 from deepspeed.zero.tensor_of_pieces import TensorOfPieces
@@ -289,6 +292,129 @@ MAGIC = 0x1950A86A20F9469CFC6C
 _STREAM_FILE_VERSION = 1001
 SYSTEM = {"protocol_version": _STREAM_FILE_VERSION, "little_endian": True,
           "type_sizes": {"short": 2, "int": 4, "long": 4}}  # fmt: skip
+
+
+# ---- shared file ---------------------------------------------------------------------------------------------------
+# One file of torch.save that several ranks write, who have the same in memory: each writes one range of it.
+
+# Where ``count`` writers part the file with ``entries`` [(name, bytes)]: ``Cuts(entries, texts, count)``. The first
+# ``texts`` of those are no tensors but the first writer's, and the last two are left to the end.
+Cuts = _C.prepared.ArchiveCuts
+
+
+@dataclass
+class PartRecord:
+    """What a rank has written: ``runs`` [(entry, offset in it, bytes, CRC-32)]."""
+
+    bytes: int
+    runs: list
+
+    def to_dict(self):
+        return {"part": self.runs}
+
+
+class SharedTorch(Prepared):
+    """One writer's part of the file ``prepared`` (``PreparedTorch``)."""
+
+    def __init__(self, prepared, cuts, index):
+        super().__init__(_C.prepared.ArchivePart(prepared.native, cuts, index))
+
+    def write(self, path, options=None):
+        options = options or WriterOptions()
+        return PartRecord(self.native.bytes, self.native.write(files, os.fspath(path), options.arguments()))
+
+
+def complete(path, prepared, cuts, parts):
+    """Ends the file when all have written theirs. ``parts``: the runs of every writer. Returns its ``FileRecord``.
+    Raises OSError."""
+    runs = [tuple(run) for runs in parts for run in runs]
+    return file_record(path, *_C.prepared.complete_archive(path, prepared.native, cuts, runs))
+
+
+# ---- native files --------------------------------------------------------------------------------------------------
+# Files of frozen weights, which tags share, and what they are known by.
+
+
+class FrozenFile(PreparedSafetensors):
+    """Tensors that do not change from one tag to the next. A file of that name in another tag of the directory has the
+    same content, so it is linked instead of written again.
+
+    ``sound``: (device, inode) of files whose checksum this process has seen to be right; it grows.
+    """
+
+    def __init__(self, tensors, metadata, sound):
+        super().__init__(tensors, metadata)
+        self.sound = sound
+
+    def write(self, path, options=None):
+        """Returns the file's record, as made now or when it was written."""
+        return self.link(path) or super().write(path, options)
+
+    def link(self, path):
+        """Puts a namesake in another tag at ``path`` as well. Returns its record, or None where there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # it may be a link itself: writing to it would write to the other tag
+        for source, record in _same_file_elsewhere(path):
+            if self._is_sound(source, record):
+                try:
+                    os.link(source, path)
+                except OSError:  # no hard links here, or no more of them; or that tag has just been removed
+                    return None
+                return record
+        return None
+
+    def _is_sound(self, source, record):
+        """Whether the file is what was saved. It is read once in a process: a damaged one must not live on in new tags
+        while the right values are in memory."""
+        try:
+            status = os.stat(source)
+            place = (status.st_dev, status.st_ino)
+            if place not in self.sound:
+                if status.st_size != record.bytes or file_crc32(source) != record.crc32:
+                    return False
+                self.sound.add(place)
+        except OSError:
+            return False
+        return True
+
+
+def _same_file_elsewhere(path):
+    """``(path, FileRecord)`` of the file's namesakes in complete tags beside the one being saved, newest first."""
+    staging, name = os.path.split(path)
+    parent, found = os.path.dirname(staging), []
+    for entry in os.scandir(parent):
+        if not entry.name.startswith(".") and os.path.exists(os.path.join(entry.path, name)):
+            found.append((entry.stat().st_mtime, entry.path))
+    for _, folder in sorted(found, reverse=True):
+        try:
+            facts = verify.read(folder)
+        except (verify.DamagedManifest, OSError):
+            continue
+        if facts is not None and name in facts["files"]:
+            yield os.path.join(folder, name), FileRecord.from_dict(facts["files"][name])
+
+
+class Digest:
+    """SHA-256 of named tensors, which is computed again only when their CRC-32, names, shapes or dtypes change.
+
+    The checksum is always computed: version counters do not see changes through ``param.data``.
+    """
+
+    def __init__(self):
+        self._known = (None, None)
+
+    def of(self, tensors, salt=""):
+        """Hexadecimal. ``salt``: text that makes others' equal tensors different."""
+        stored = {name: _C.prepared.tensor_source(tensors[name], row_major=True) for name in sorted(tensors)}
+        seen = [salt]
+        for name, source in stored.items():
+            seen.append((name, str(tensors[name].dtype), tuple(tensors[name].shape), source.crc32()))
+        if self._known[0] != seen:
+            made = hashlib.sha256(repr([salt] + [entry[:3] for entry in seen[1:]]).encode())
+            for source in stored.values():
+                source.crc32(made)
+            self._known = (seen, made.hexdigest())
+        return self._known[1]
 
 
 # ---- kinds ---------------------------------------------------------------------------------------------------------

@@ -12,9 +12,8 @@ from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read.weights import run_states
 from deepspeed.checkpoint.write import background, commit, engine_states, native
 from deepspeed.checkpoint.write.engine_states import EngineStates, counters_of
-from deepspeed.checkpoint.write.file_writer import PreparedTorch
+from deepspeed.checkpoint.write.file_writer import Cuts, PreparedTorch, SharedTorch, complete
 from deepspeed.checkpoint.write.ranks import Ranks
-from deepspeed.checkpoint.write.shared_file import Cuts, SharedTorch, complete
 from deepspeed.host.cpu import socket_of_process
 from deepspeed.log import log_dist, logger, warning_once
 from deepspeed.version import __version__
