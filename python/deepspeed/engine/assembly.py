@@ -132,7 +132,7 @@ class Assembly:
             "grad_forms": self._grad_forms(),
             "counts_in_norm": self.parallel.counts_in_norm if self.mp_world_size > 1 else None,
             "data_parallel": self.parallel.communicator(shard, Purpose.REDUCE),
-            "model_parallel": self.parallel.mp_group,
+            "model_parallel": self.parallel.model_parallel(),
             "grad_dtype": self._grad_dtype,
         }
 
