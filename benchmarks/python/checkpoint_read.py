@@ -26,8 +26,12 @@ import json, sys, time
 sys.path.insert(0, sys.argv[1])
 import torch
 import deepspeed
-from deepspeed.utils.torch_archive import load
-from deepspeed.zero.saved_state import Range, read_into
+try:
+    from deepspeed.checkpoint.layouts.saved_state import Range, read_into
+    from deepspeed.formats.torch_archive import load
+except ImportError:  # a tree from before these rooms
+    from deepspeed.utils.torch_archive import load
+    from deepspeed.zero.saved_state import Range, read_into
 
 what, large, small = sys.argv[2:5]
 load(small, lazy=True)  # what is imported on first use

@@ -21,8 +21,8 @@ import torch  # noqa: E402
 
 from common import machine  # noqa: E402  (the line above finds it from any directory)
 from deepspeed.checkpoint.convert.export import write_script  # noqa: E402
-from deepspeed.utils.safetensors_file import read_safetensors  # noqa: E402
-from deepspeed.utils.torch_archive import load  # noqa: E402
+from deepspeed.formats.safetensors_file import read_safetensors  # noqa: E402
+from deepspeed.formats.torch_archive import load  # noqa: E402
 
 BOUND_MB = 1000
 MEASURE = """

@@ -35,7 +35,7 @@ from deepspeed.ops.adagrad import FusedAdagrad  # noqa: E402
 from deepspeed.ops.adam import Adam8bit, FusedAdam  # noqa: E402
 from deepspeed.ops.lion import FusedLion  # noqa: E402
 from deepspeed.ops.sgd import FusedSGD  # noqa: E402
-from deepspeed.zero.fp16_optimizer import FP16_Optimizer  # noqa: E402
+from deepspeed.published.fp16_optimizer import FP16_Optimizer  # noqa: E402
 
 MANY = 1024
 CLIP = 1.0

@@ -40,6 +40,7 @@ using Unlocked = py::call_guard<py::gil_scoped_release>;
 // (tensor, name, parameter group, place in the module, counts in the norm, zero::GradForm, shard or None)
 using ParamRow = std::tuple<at::Tensor, std::string, int32_t, int32_t, bool, int, zero::ShardedParamPtr>;
 using Groups = std::map<std::string, py::object>;
+using Pieces = std::vector<c10::optional<at::Tensor>>;  // one for each that this rank owns
 
 zero::EngineRanks engine_ranks(Groups groups) {
   const auto take = [&](const char* name) -> comm::CommunicatorPtr {
@@ -80,21 +81,40 @@ void set_rules(Engine& engine, const std::vector<std::string>& names) {
   engine.stepper().set_rules(std::move(rules));
 }
 
-// `groups`: one (rule, {hyperparameter: value}) for each parameter group. `begin`: the arguments of begin_step, which
-// is then called first.
-void update(Engine& engine, const std::vector<std::pair<std::string, std::map<std::string, double>>>& groups,
-            const std::optional<std::tuple<float, float, bool>>& begin) {
-  py::gil_scoped_release unlocked;
-  if (begin) engine.begin_step(std::get<0>(*begin), std::get<1>(*begin), std::get<2>(*begin));
-  std::vector<std::vector<double>> hyper;
-  for (size_t group = 0; group < groups.size(); ++group) {
+// What a step is told: zero::StepInputs with the hyperparameters by name, since the rules know their order.
+struct PyStepInputs {
+  zero::StepInputs step;
+  std::vector<std::pair<std::string, std::map<std::string, double>>> groups;  // (rule, {hyperparameter: value})
+};
+
+// A Python function as one that the core calls, from a thread that has let go of the GIL.
+std::function<void()> callback(const py::object& function) {
+  if (function.is_none()) return nullptr;
+  return [called = shared_function(py::function(function))] {
+    py::gil_scoped_acquire locked;
+    (*called)();
+  };
+}
+
+zero::StepReport step(Engine& engine, const PyStepInputs& given) {
+  zero::StepInputs inputs = given.step;
+  for (size_t group = 0; group < given.groups.size(); ++group) {
+    const auto& [name, values] = given.groups[group];
     const optim::Rule& rule = engine.stepper().rule(static_cast<int32_t>(group));
-    if (rule.name != groups[group].first)
+    if (rule.name != name)
       fail(ErrorKind::kRuntime, "parameter group ", group, " was set up for the optimizer '", rule.name,
-           "' and is now to be updated by '", groups[group].first, "', which has other states");
-    hyper.push_back(hyper_values(rule, groups[group].second));
+           "' and is now to be updated by '", name, "', which has other states");
+    inputs.hyper.push_back(hyper_values(rule, values));
   }
-  engine.update(hyper);
+  return engine.step(inputs);
+}
+
+using ScalerState = std::tuple<double, int64_t, int64_t, int64_t>;
+
+std::optional<ScalerState> loss_scale(const zero::StepReport& report) {
+  if (!report.loss_scale) return std::nullopt;
+  const optim::LossScaleState& state = *report.loss_scale;
+  return ScalerState{state.scale, state.iteration, state.last_overflow_iteration, state.hysteresis_left};
 }
 
 zero::StateKind kind_of(const std::string& name) {
@@ -107,8 +127,7 @@ zero::StateKind kind_of(const std::string& name) {
 c10::optional<at::Tensor> full(Engine& engine, const std::string& kept, int slot, size_t param) {
   const zero::StateKind what = kind_of(kept);
   py::gil_scoped_release unlocked;
-  at::Tensor found = engine.states().full(what, slot, param);
-  return found.defined() ? c10::optional<at::Tensor>(std::move(found)) : c10::nullopt;
+  return none_for_undefined(engine.states().full(what, slot, param));
 }
 
 void set_full(Engine& engine, const std::string& kept, int slot, size_t param, const at::Tensor& value) {
@@ -133,15 +152,42 @@ DS_BINDINGS(m) {
   py::class_<zero::StepReport>(m, "StepReport")
       .def_readonly("norm", &zero::StepReport::norm)
       .def_readonly("grad_scale", &zero::StepReport::grad_scale)
-      .def_readonly("skipped", &zero::StepReport::skipped);
+      .def_readonly("skipped", &zero::StepReport::skipped)
+      .def_readonly("nonfinite", &zero::StepReport::nonfinite)
+      .def_property_readonly("loss_scale", &loss_scale);
+
+  py::class_<PyStepInputs>(m, "StepInputs")
+      .def(py::init([](float loss_scale, float max_norm, bool check, bool need_all, bool name_nonfinite,
+                       const py::object& before_update) {
+             PyStepInputs made;
+             made.step = {loss_scale, max_norm, check, need_all, name_nonfinite, {}, callback(before_update),
+                          {},         {},       {}};
+             return made;
+           }),
+           py::kw_only(), py::arg("loss_scale"), py::arg("max_norm"), py::arg("check"), py::arg("need_all"),
+           py::arg("name_nonfinite"), py::arg("before_update"))
+      .def(
+          "set_scaler",
+          [](PyStepInputs& inputs, const optim::LossScaleRules& rules, const ScalerState& state) {
+            const auto& [scale, iteration, last_overflow, hysteresis] = state;
+            inputs.step.scaler = {rules, {scale, iteration, last_overflow, hysteresis}};
+          },
+          py::arg("rules"), py::arg("state"))
+      .def_readwrite("groups", &PyStepInputs::groups)
+      .def(
+          "set_outside",
+          [](PyStepInputs& inputs, std::vector<at::Tensor> masters, const py::object& update) {
+            inputs.step.masters = std::move(masters);
+            inputs.step.outside = callback(update);
+          },
+          py::arg("masters"), py::arg("update"));
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init(&make_engine), py::kw_only(), py::arg("params"), py::arg("others"), py::arg("groups"),
            py::arg("config"), py::arg("threads"), py::arg("grad_dtype"))
       .def("forwarded", of(&Engine::backward, &BackwardSession::forwarded), Unlocked(), py::arg("outputs"),
            py::arg("reduce"), py::arg("factor"))
-      .def("begin_step", &Engine::begin_step, Unlocked(), py::arg("loss_scale"), py::arg("max_norm"), py::arg("check"))
-      .def("end_step", &Engine::end_step, Unlocked())
+      .def("step", &step, Unlocked(), py::arg("inputs"))
       .def("gate_input", of(&Engine::backward, &BackwardSession::gate_input), py::arg("input"))
       .def("set_outer_factor", of(&Engine::backward, &BackwardSession::set_outer_factor), py::arg("factor"))
       .def("plan_user_backward", of(&Engine::backward, &BackwardSession::plan), py::arg("reduce"), py::arg("factor"))
@@ -161,18 +207,11 @@ DS_BINDINGS(m) {
       .def("set_postscale", [](Engine& engine, double scale) { engine.grads().set_postscale(scale); })
       .def_property_readonly("predivide", [](Engine& engine) { return engine.grads().predivide(); })
       .def("set_rules", &set_rules, py::arg("rules"))
-      .def("update", &update, py::arg("groups"), py::arg("begin") = py::none())
       .def("slot_names", [](Engine& engine) { return engine.stepper().slot_names(); })
-      .def("report", &Engine::report, Unlocked())
-      .def("assign_optimizer_grads", of(&Engine::states, &StateAccess::assign_optimizer_grads), Unlocked())
       .def(
           "local_grad",
-          [](Engine& engine, size_t param) {
-            at::Tensor found = engine.states().local_grad(param);
-            return found.defined() ? c10::optional<at::Tensor>(std::move(found)) : c10::nullopt;
-          },
+          [](Engine& engine, size_t param) { return none_for_undefined(engine.states().local_grad(param)); },
           Unlocked(), py::arg("param"))
-      .def("take_back_grads", of(&Engine::states, &StateAccess::take_back_grads), Unlocked())
       .def(
           "set_grad_dtype",
           [](Engine& engine, const py::object& type) {
@@ -187,7 +226,7 @@ DS_BINDINGS(m) {
           "publish", [](Engine& engine) { engine.stepper().publish(); }, Unlocked())
       .def("refresh_master", of(&Engine::states, &StateAccess::refresh_master), Unlocked())
       .def(
-          "hold_states", [](Engine& engine) { engine.states().hold().hold(); }, Unlocked())
+          "hold_states", [](Engine& engine) { engine.states().hold_states(); }, Unlocked())
       .def(
           "let_states_go", [](Engine& engine) { engine.states().hold().let_go(); }, Unlocked())
       .def(
@@ -211,7 +250,7 @@ DS_BINDINGS(m) {
           [](Engine& engine, int slot) {
             std::vector<c10::optional<at::Tensor>> result;
             for (at::Tensor& piece : engine.states().pieces(zero::StateKind::kSlot, slot))
-              result.push_back(piece.defined() ? c10::optional<at::Tensor>(std::move(piece)) : c10::nullopt);
+              result.push_back(none_for_undefined(std::move(piece)));
             return result;
           },
           Unlocked())
@@ -224,6 +263,24 @@ DS_BINDINGS(m) {
            })
       .def("full", &full, py::arg("kept"), py::arg("slot"), py::arg("param"))
       .def("set_full", &set_full, py::arg("kept"), py::arg("slot"), py::arg("param"), py::arg("value"))
+      .def(
+          "full_of",
+          [](Engine& engine, const Pieces& own, size_t param) {
+            return none_for_undefined(engine.states().full_of(undefined_for_none(own), param));
+          },
+          Unlocked(), py::arg("own"), py::arg("param"))
+      .def(
+          "set_full_of",
+          [](Engine& engine, const Pieces& own, size_t param, const at::Tensor& value) {
+            engine.states().set_full_of(undefined_for_none(own), param, value);
+          },
+          Unlocked(), py::arg("own"), py::arg("param"), py::arg("value"))
+      .def(
+          "padded_slices",
+          [](Engine& engine, const Pieces& own, const std::vector<size_t>& params) {
+            return engine.states().padded_slices(undefined_for_none(own), params);
+          },
+          Unlocked(), py::arg("own"), py::arg("params"))
       .def("held_bytes",
            [](Engine& engine) {
              py::dict result;
@@ -248,29 +305,13 @@ DS_BINDINGS(m) {
              for (size_t param = 0; param < engine.params().size(); ++param) used.push_back(engine.grads().used(param));
              return used;
            })
-      .def("sums",
-           [](Engine& engine) {
-             const at::Tensor& sums = engine.stepper().sums();
-             return sums.defined() ? c10::optional<at::Tensor>(sums) : c10::nullopt;
-           })
+      .def("sums", [](Engine& engine) { return none_for_undefined(engine.stepper().sums()); })
       .def("steps", [](Engine& engine) { return engine.stepper().steps(); })
       .def("learned_fires", [](Engine& engine) { return engine.grads().fires().learned(); })
       .def(
           "set_learned_fires",
           [](Engine& engine, const std::vector<int32_t>& expected) { engine.grads().fires().set_learned(expected); },
           py::arg("expected"))
-      .def("nonfinite_grads",
-           [](Engine& engine) {
-             std::vector<std::pair<std::string, std::string>> result;
-             std::vector<zero::GradReducer::NonfiniteGrad> found;
-             {
-               py::gil_scoped_release unlocked;  // waits for the device
-               found = engine.grads().local_nonfinite_grads();
-             }
-             for (const auto& nonfinite : found)
-               result.emplace_back(engine.params().spec(nonfinite.param).name, nonfinite.nan ? "nan" : "inf");
-             return result;
-           })
       .def_property_readonly("peak_borrowed_bytes", [](Engine& engine) { return engine.grads().peak_borrowed_bytes(); })
       .def_property_readonly("late_count", [](Engine& engine) { return engine.grads().late_count(); })
       .def_property_readonly("overlapped_count", [](Engine& engine) { return engine.grads().overlapped_count(); });

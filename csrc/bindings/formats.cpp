@@ -1,4 +1,4 @@
-// Files of other formats: torch archives, safetensors headers, ranges of files. See utils/torch_archive.py.
+// Files of other formats: torch archives, safetensors headers, ranges of files. See formats/torch_archive.py.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

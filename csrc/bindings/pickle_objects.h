@@ -19,7 +19,7 @@ auto refusing(const pybind11::object& names, const Read& read) {
   }
 }
 
-// names, values, storages: as utils/torch_archive.py passes them. Raises pickle.UnpicklingError with the byte of the
+// names, values, storages: as formats/torch_archive.py passes them. Raises pickle.UnpicklingError with the byte of the
 // pickle for what cannot be made.
 pybind11::object load_archive(formats::TorchArchive& archive, const pybind11::object& names,
                               const pybind11::dict& values, const pybind11::object& storages);

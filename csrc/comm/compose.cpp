@@ -170,10 +170,10 @@ class Composer {
     if (!c_.pairwise()) {
       Op all = like(Verb::kAllToAll, {}, {});
       all.in = joined(give, all.in_counts, some);
-      const Landing landing = landing_of(take, all.out_counts, some);
-      all.out = landing.whole;
+      const Receive receive = receive_buffer(take, all.out_counts, some);
+      all.out = receive.whole;
       if (c_.carries(all)) {
-        if (landing.direct) return c_.start(all);
+        if (receive.direct) return c_.start(all);
         return std::make_shared<JoinedWork>(std::vector<WorkPtr>{c_.start(all)},
                                             [take, whole = all.out, counts = all.out_counts, n = n_] {
                                               const Parts parts = parts_of(whole, counts, n);
@@ -201,7 +201,7 @@ class Composer {
     return c_.exchange(ops);
   }
 
-  struct Landing {
+  struct Receive {
     at::Tensor whole;
     bool direct;  // it is the parts themselves
   };
@@ -236,7 +236,7 @@ class Composer {
     return at::cat(flat);
   }
 
-  static Landing landing_of(const Parts& parts, Counts& counts, const at::Tensor& like) {
+  static Receive receive_buffer(const Parts& parts, Counts& counts, const at::Tensor& like) {
     at::Tensor first;
     const bool follows = follow(parts, counts, first);
     if (!first.defined()) return {at::empty({0}, like.options()), true};

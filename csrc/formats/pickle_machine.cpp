@@ -9,6 +9,7 @@
 
 #include "formats/format_error.h"
 #include "formats/graph_builder.h"
+#include "formats/pickle_bytes.h"
 #include "formats/text_forms.h"
 
 namespace ds::formats {
@@ -23,14 +24,14 @@ class Run {
  public:
   Run(std::string_view data, NameResolver& names, const std::function<void(const StoredMemory&)>& check_storage,
       uint64_t position)
-      : data_(data), names_(names), at_(position), build_(data.size(), check_storage) {}
+      : in_(data, position), names_(names), build_(data.size(), check_storage) {}
 
-  uint64_t position() const { return at_; }
+  uint64_t position() const { return in_.position(); }
 
   PickleGraph run() {
     while (true) {
-      const uint8_t code = byte();
-      build_.at(at_);
+      const uint8_t code = in_.byte();
+      build_.at(position());
       if (code == '.') {
         const Ref root = pop();
         PickleGraph graph = build_.take();
@@ -38,61 +39,20 @@ class Run {
         return graph;
       }
       if (!constant(code) && !number(code) && !text(code) && !stack(code) && !container(code) && !object(code)) {
-        damaged<DamagedPickle>("damaged pickle at byte ", at_, ": no opcode ", static_cast<int>(code));
+        damaged<DamagedPickle>("damaged pickle at byte ", position(), ": no opcode ", static_cast<int>(code));
       }
     }
   }
 
  private:
-  // ---- bytes
-  // -----------------------------------------------------------------------------------------------------------
-  uint8_t byte() {
-    if (at_ >= data_.size()) cut_off(1);
-    return static_cast<uint8_t>(data_[at_++]);
-  }
-
-  [[noreturn]] void cut_off(uint64_t size) const {
-    damaged<DamagedPickle>("the pickle is cut off: ", size, " bytes wanted at byte ", at_);
-  }
-
-  std::string_view take(uint64_t size) {
-    if (at_ > data_.size() || size > data_.size() - at_) cut_off(size);
-    const std::string_view found = data_.substr(at_, size);
-    at_ += size;
-    return found;
-  }
-
-  template <typename T>
-  T little() {
-    const std::string_view bytes = take(sizeof(T));
-    uint64_t value = 0;
-    for (size_t i = sizeof(T); i-- > 0;) value = value << 8 | static_cast<uint8_t>(bytes[i]);
-    return static_cast<T>(value);
-  }
-
-  uint64_t signed_size() {
-    const int32_t size = little<int32_t>();
-    if (size < 0) cut_off(0);
-    return static_cast<uint64_t>(size);
-  }
-
-  std::string_view line(size_t longest) {
-    const size_t end = data_.find('\n', at_);
-    need(end != std::string_view::npos && end - at_ < longest, "a line without end");
-    const std::string_view found = data_.substr(at_, end - at_);
-    at_ = end + 1;
-    return found;
-  }
-
+  // ---- the stack and the memo
   uint64_t memo_line() {
     bool fits;
     int64_t value;
-    need(decimal(line(32), &fits, &value) && fits && value >= 0, "no number of the memo");
+    need(decimal(in_.line(32), &fits, &value) && fits && value >= 0, "no number of the memo");
     return static_cast<uint64_t>(value);
   }
 
-  // ---- the stack and the memo
-  // ------------------------------------------------------------------------------------------
   void push(Ref ref) { stack_.push_back(ref); }
 
   Ref top() const {
@@ -137,7 +97,6 @@ class Run {
   }
 
   // ---- opcodes: each function knows some, and says whether it knew this one
-  // ------------------------------------------------
   bool constant(uint8_t code) {
     switch (code) {
       case 'N': push(build_.none()); return true;
@@ -156,19 +115,19 @@ class Run {
     switch (code) {
       case 'I':
       case 'L': push(decimal_line()); return true;
-      case 'J': push(build_.integer(little<int32_t>())); return true;
-      case 'K': push(build_.integer(little<uint8_t>())); return true;
-      case 'M': push(build_.integer(little<uint16_t>())); return true;
-      case 0x8a: push(long_integer(little<uint8_t>())); return true;
-      case 0x8b: push(long_integer(signed_size())); return true;
+      case 'J': push(build_.integer(in_.little<int32_t>())); return true;
+      case 'K': push(build_.integer(in_.little<uint8_t>())); return true;
+      case 'M': push(build_.integer(in_.little<uint16_t>())); return true;
+      case 0x8a: push(long_integer(in_.little<uint8_t>())); return true;
+      case 0x8b: push(long_integer(in_.signed_size())); return true;
       case 'F': {
         double value;
-        need(floating(line(kLongestNumber), &value), "no number");
+        need(floating(in_.line(kLongestNumber), &value), "no number");
         push(build_.real(value));
         return true;
       }
       case 'G': {
-        const std::string_view bytes = take(8);
+        const std::string_view bytes = in_.take(8);
         uint64_t bits = 0;
         for (const char c : bytes) bits = bits << 8 | static_cast<uint8_t>(c);
         double value;
@@ -181,7 +140,7 @@ class Run {
   }
 
   Ref decimal_line() {
-    std::string_view text = line(kLongestNumber);
+    std::string_view text = in_.line(kLongestNumber);
     if (text == "00" || text == "01") return build_.boolean(text == "01");
     while (!text.empty() && text.back() == 'L') text.remove_suffix(1);
     bool fits;
@@ -191,7 +150,7 @@ class Run {
   }
 
   Ref long_integer(uint64_t size) {
-    const std::string_view bytes = take(size);
+    const std::string_view bytes = in_.take(size);
     if (size > 8) return build_.text(Kind::kBigInt, bytes);
     uint64_t value = size > 0 && (bytes.back() & 0x80) != 0 ? ~uint64_t{0} : 0;
     for (size_t i = size; i-- > 0;) value = value << 8 | static_cast<uint8_t>(bytes[i]);
@@ -207,37 +166,37 @@ class Run {
     switch (code) {
       case 'S': {
         std::string bytes;
-        need(unquoted(line(kLongestText), &bytes), "a string without quotes");
+        need(unquoted(in_.line(kLongestText), &bytes), "a string without quotes");
         need(is_utf8(bytes, false), "text that is no UTF-8");
         push(build_.owned_text(Kind::kText, std::move(bytes)));
         return true;
       }
-      case 'T': push(utf8(take(signed_size()), false)); return true;
-      case 'U': push(utf8(take(little<uint8_t>()), false)); return true;
+      case 'T': push(utf8(in_.take(in_.signed_size()), false)); return true;
+      case 'U': push(utf8(in_.take(in_.little<uint8_t>()), false)); return true;
       case 'V': {
         std::string found;
-        need(raw_unicode_of(line(kLongestText), &found), "text with a broken escape");
+        need(raw_unicode_of(in_.line(kLongestText), &found), "text with a broken escape");
         push(build_.owned_text(Kind::kText, std::move(found)));
         return true;
       }
-      case 'X': push(utf8(take(little<uint32_t>()), true)); return true;
-      case 0x8c: push(utf8(take(little<uint8_t>()), true)); return true;
-      case 0x8d: push(utf8(take(little<uint64_t>()), true)); return true;
-      case 'B': push(build_.text(Kind::kBytes, take(little<uint32_t>()))); return true;
-      case 'C': push(build_.text(Kind::kBytes, take(little<uint8_t>()))); return true;
-      case 0x8e: push(build_.text(Kind::kBytes, take(little<uint64_t>()))); return true;
-      case 0x96: push(build_.text(Kind::kByteArray, take(little<uint64_t>()))); return true;
+      case 'X': push(utf8(in_.take(in_.little<uint32_t>()), true)); return true;
+      case 0x8c: push(utf8(in_.take(in_.little<uint8_t>()), true)); return true;
+      case 0x8d: push(utf8(in_.take(in_.little<uint64_t>()), true)); return true;
+      case 'B': push(build_.text(Kind::kBytes, in_.take(in_.little<uint32_t>()))); return true;
+      case 'C': push(build_.text(Kind::kBytes, in_.take(in_.little<uint8_t>()))); return true;
+      case 0x8e: push(build_.text(Kind::kBytes, in_.take(in_.little<uint64_t>()))); return true;
+      case 0x96: push(build_.text(Kind::kByteArray, in_.take(in_.little<uint64_t>()))); return true;
       default: return false;
     }
   }
 
   bool stack(uint8_t code) {
     switch (code) {
-      case 'h': push(remembered(little<uint8_t>())); return true;
-      case 'j': push(remembered(little<uint32_t>())); return true;
+      case 'h': push(remembered(in_.little<uint8_t>())); return true;
+      case 'j': push(remembered(in_.little<uint32_t>())); return true;
       case 'g': push(remembered(memo_line())); return true;
-      case 'q': put(little<uint8_t>()); return true;
-      case 'r': put(little<uint32_t>()); return true;
+      case 'q': put(in_.little<uint8_t>()); return true;
+      case 'r': put(in_.little<uint32_t>()); return true;
       case 'p': put(memo_line()); return true;
       case 0x94: put(memoised_); return true;
       case '2': push(top()); return true;
@@ -247,11 +206,15 @@ class Run {
         return true;
       case '1': since_mark(); return true;
       case 0x80: {
-        const int version = byte();
+        const int version = in_.byte();
         if (version > kHighestProtocol) throw Complaint("protocol " + std::to_string(version));
         return true;
       }
-      case 0x95: need(little<uint64_t>() <= data_.size() - at_, "a frame is cut off"); return true;
+      case 0x95: {
+        const uint64_t frame = in_.little<uint64_t>();
+        need(frame <= in_.left(), "a frame is cut off");
+        return true;
+      }
       default: return false;
     }
   }
@@ -312,7 +275,7 @@ class Run {
   bool object(uint8_t code) {
     switch (code) {
       case 'c': {
-        const std::string module(line(kLongestName)), name(line(kLongestName));
+        const std::string module(in_.line(kLongestName)), name(in_.line(kLongestName));
         push(find(module, name));
         return true;
       }
@@ -339,7 +302,7 @@ class Run {
         return true;
       }
       case 'i': {
-        const std::string module(line(kLongestName)), name(line(kLongestName));
+        const std::string module(in_.line(kLongestName)), name(in_.line(kLongestName));
         const Ref function = find(module, name);
         const std::vector<Ref> items = since_mark();
         push(build_.call(Call::kReduce, function, items.data(), items.size()));
@@ -368,7 +331,7 @@ class Run {
   }
 
   [[noreturn]] void refuse(const char* what) const {
-    damaged<DamagedPickle>(what, " at byte ", at_, " of the pickle: no checkpoint has these");
+    damaged<DamagedPickle>(what, " at byte ", position(), " of the pickle: no checkpoint has these");
   }
 
   Ref find(std::string module, std::string name) {
@@ -419,9 +382,8 @@ class Run {
 
   [[noreturn]] static void refuse_id(const char* what) { throw DamagedPickle(what); }
 
-  std::string_view data_;
+  PickleBytes in_;
   NameResolver& names_;
-  uint64_t at_;
   GraphBuilder build_;
   std::vector<Ref> stack_;
   std::vector<Ref> memo_;

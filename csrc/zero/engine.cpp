@@ -7,6 +7,7 @@
 #include <cmath>
 #include <utility>
 
+#include "base/error.h"
 #include "zero/space_rules/space_rule.h"
 
 namespace ds::zero {
@@ -48,12 +49,13 @@ Engine::Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> other
       device_(store_.device(), options.threads, options.kernels),
       grads_(store_, device_, options.reducer),
       stepper_(store_, device_, options.gather),
+      strategy_(make_strategy(options.strategy, {store_, device_, grads_})),
       backward_(store_, grads_, gatherer_,
                 [this] {
                   const auto alive = weak_from_this().lock();
                   return alive ? std::shared_ptr<BackwardSession>(alive, &backward_) : nullptr;
                 }),
-      states_(store_, device_, grads_, stepper_, gatherer_) {
+      states_(store_, device_, grads_, stepper_, *strategy_, gatherer_) {
   if (!policy_.shards_params()) return;
   const auto sharded = store_.sharded_params();
   auto source = peers_ ? peer_source(ranks_.data_parallel, peers_)
@@ -68,26 +70,60 @@ Engine::Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> other
 
 Engine::~Engine() = default;
 
-void Engine::begin_step(float loss_scale, float max_norm, bool check) {
+StepReport Engine::step(const StepInputs& inputs) {
   backward_.finish();
-  norm(loss_scale, max_norm, check);
-  states_.hold().wait();  // an optimizer that lives outside comes next
-}
-
-void Engine::norm(float loss_scale, float max_norm, bool check) {
-  stepper_.norm(grads_, loss_scale, max_norm, check, ranks_.model_parallel.get());
-}
-
-void Engine::update(const std::vector<std::vector<double>>& hyper) {
+  if (inputs.need_all) refuse_unused();
+  stepper_.norm(grads_, inputs.loss_scale, inputs.max_norm, inputs.check, ranks_.model_parallel.get());
+  if (inputs.before_update && !(inputs.check && stepper_.report().skipped)) inputs.before_update();
   states_.hold().wait();
-  stepper_.update(grads_, hyper);
-}
-
-StepReport Engine::end_step() {
-  const StepReport found = report();
+  if (!inputs.outside) {
+    stepper_.update(grads_, strategy_->parts(), inputs.hyper);
+  } else if (!stepper_.report().skipped) {
+    states_.assign_optimizer_grads(inputs.masters);
+    inputs.outside();
+    states_.take_back_grads(inputs.masters);
+    stepper_.publish();
+  }
+  StepReport report = stepper_.report();
   states_.finish_step();
   backward_.stepped();
-  if (std::isfinite(found.norm)) backward_.clear_grads();
+  if (!std::isfinite(report.norm) && inputs.name_nonfinite) report.nonfinite = nonfinite_grads();
+  backward_.clear_grads();
+  if (inputs.scaler) {
+    try {
+      report.loss_scale = optim::next_loss_scale(inputs.scaler->first, inputs.scaler->second, report.skipped);
+    } catch (const Error&) {  // the caller asks again, when it has said which gradients it was
+    }
+  }
+  return report;
+}
+
+void Engine::refuse_unused() const {
+  std::string names;
+  int count = 0;
+  for (size_t param = 0; param < store_.size(); ++param) {
+    if (grads_.used(param)) continue;
+    if (++count <= 5) names += (count > 1 ? ", " : "") + store_.spec(param).name;
+  }
+  if (count > 0)
+    fail(ErrorKind::kRuntime, "no rank has a gradient for ", count, " parameter(s): ", names, count > 5 ? ", ..." : "",
+         ". Freeze them (requires_grad_(False) before deepspeed.initialize), or set "
+         "zero_optimization.ignore_unused_parameters to true");
+}
+
+// Before the reduction where that is known, else in what this rank owns of the sum.
+std::vector<std::pair<std::string, std::string>> Engine::nonfinite_grads() {
+  std::vector<std::pair<std::string, std::string>> found;
+  for (const NonfiniteGrad& one : grads_.local_nonfinite_grads())
+    found.emplace_back(store_.spec(one.param).name, one.nan ? "nan" : "inf");
+  if (!found.empty()) return found;
+  at::NoGradGuard no_grad;
+  for (const Piece& piece : store_.pieces()) {
+    if (!grads_.used(piece.param)) continue;
+    const at::Tensor grad = store_.piece_view(piece, store_.spaces()[piece.space].grad);
+    if (!at::isfinite(grad).all().item<bool>())
+      found.emplace_back(store_.spec(piece.param).name, at::isnan(grad).any().item<bool>() ? "nan" : "inf");
+  }
   return found;
 }
 

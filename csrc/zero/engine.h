@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "zero/backward_session.h"
@@ -21,13 +22,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
          EngineRanks ranks);
   ~Engine();
 
-  // A step in few calls: begin_step; update, or an optimizer that lives outside; end_step. Gradients are kept when
-  // their norm is not finite: somebody will want to see them.
-  void begin_step(float loss_scale, float max_norm, bool check);
-  void update(const std::vector<std::vector<double>>& hyper);
-  StepReport end_step();
-  void norm(float loss_scale, float max_norm, bool check);  // after finish_backward, with nothing in between
-  StepReport report() { return stepper_.report(); }
+  // One optimizer step on what backwards have left: reduces the rest, norm, decision, update, cast, gather; gradients
+  // are forgotten then. What it throws before the update (a schedule that raises, kernels that have failed) leaves the
+  // weights, the states and the gradients.
+  StepReport step(const StepInputs& inputs);
 
   void broadcast(const std::vector<at::Tensor>& tensors, int root);
   void release();  // hooks off, parameters in memory of their own; the engine can only be destroyed after this
@@ -44,6 +42,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void reset_traffic() { ranks_.data_parallel->reset_traffic(); }
 
  private:
+  void refuse_unused() const;
+  std::vector<std::pair<std::string, std::string>> nonfinite_grads();
   StoreOptions store_options(const std::vector<ParamSpec>& params, const EngineOptions& options);
 
   const StagePolicy policy_;
@@ -53,6 +53,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   DeviceContext device_;
   GradReducer grads_;
   Stepper stepper_;
+  std::unique_ptr<StepStrategy> strategy_;
   std::unique_ptr<ParamGatherer> gatherer_;
   BackwardSession backward_;
   StateAccess states_;

@@ -1,6 +1,8 @@
 // What an engine does, from the resolved configuration and the facts of this run. The only place that reads a key for
 // the engine: a new one costs its Field line in csrc/config and the line here that reads it.
 #pragma once
+#include <string>
+
 #include "zero/grad_reducer.h"
 #include "zero/param_gatherer.h"
 #include "zero/stage_policy.h"
@@ -24,6 +26,7 @@ struct EngineOptions {
   c10::optional<at::ScalarType> grad_dtype;
   ReducerOptions reducer;
   GatherOptions gather;
+  std::string strategy = "plain";                 // what a step updates at once, see strategies/
   int64_t allgather_bucket_numel = INT64_MAX;     // limit of a gather after the step
   GathererOptions gatherer;                       // stage 3
   const kernels::KernelTable* kernels = nullptr;  // other kernels than the device's, which may fail: for tests

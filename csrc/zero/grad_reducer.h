@@ -41,30 +41,16 @@
 #include <string>
 #include <vector>
 
+#include "zero/bucket_reduction.h"
 #include "zero/device_context.h"
 #include "zero/fire_counter.h"
 #include "zero/flag_exchange.h"
-#include "zero/grad_bucket.h"
 #include "zero/grad_slots.h"
+#include "zero/grad_views.h"
+#include "zero/nonfinite_grads.h"
 #include "zero/param_store.h"
-#include "zero/wire_buffers.h"
 
 namespace ds::zero {
-
-struct ReducerOptions {
-  int64_t bucket_numel = 500000000;
-  bool overlap = true;                       // launch buckets while backward runs
-  bool scatter = true;                       // sharded: reduce each row to its owner alone; false: all-reduce
-  double predivide = 1.0;                    // gradients are multiplied by this before the sum over ranks
-  double postscale = 1.0;                    // and by this after it
-  c10::optional<at::ScalarType> comm_dtype;  // what travels; unset: the buffers' own
-  bool find_nonfinite_grads = false;         // remember which local gradients were not finite
-  // Backward may wait for an earlier reduction. Not where ranks wait for each other in other ways meanwhile.
-  bool waits = true;
-};
-
-// The limit for buckets of the store: the user's, and at least a few buckets where they overlap with backward.
-int64_t bucket_limit(const ReducerOptions& options, int64_t total_numel, int ranks);
 
 class GradReducer {
  public:
@@ -95,14 +81,11 @@ class GradReducer {
   const FireCounter& fires() const { return fires_; }
   void set_waits(bool waits) { options_.waits = waits; }
   double predivide() const { return options_.predivide; }
-  void set_postscale(double postscale) { options_.postscale = postscale; }  // not while a backward runs
-  int64_t peak_borrowed_bytes() const { return memory_.peak_bytes(); }      // slots, wire and receive buffers
+  void set_postscale(double postscale) { options_.postscale = postscale; }          // not while a backward runs
+  int64_t peak_borrowed_bytes() const { return reduction_.memory().peak_bytes(); }  // slots, wire and receive buffers
 
-  struct NonfiniteGrad {
-    int32_t param;
-    bool nan;
-  };
-  std::vector<NonfiniteGrad> local_nonfinite_grads() const;  // parameters whose local gradients were inf or nan
+  // Parameters whose local gradients were inf or nan.
+  std::vector<NonfiniteGrad> local_nonfinite_grads() const { return nonfinite_.found(); }
 
  private:
   enum class Phase { kIdle, kAccumulating, kReducing };
@@ -112,51 +95,30 @@ class GradReducer {
     at::Tensor slots, wire, received;
   };
 
-  bool attaches(size_t param) const;
-  const at::Tensor& slot_view(size_t param);
-  void attach_grads();
   void adopt_user_grads();
   void absorb(size_t param, const at::Tensor& grad);
-  void need_slots(GradBucket& bucket);
   void make_room();
-  void note_nonfinite_grad(size_t param, const at::Tensor& grad);
   void launch(GradBucket& bucket);
-  std::string tag(const GradBucket& bucket) const;  // the name of its first parameter
-  void start_reduction(GradBucket& bucket);
   void launch_ready();
-  void collect(GradBucket& bucket);
   void collect_earlier(const GradBucket& latest);
-  void complete(GradBucket& bucket);
-  const ParamSpace& space(const GradBucket& bucket) const { return store_.spaces()[bucket.space]; }
-  const SpaceRanks& ranks(const GradBucket& bucket) const { return space(bucket).ranks(); }
-  float before(const GradBucket& bucket) const {
-    return alone_ ? 1.0f : static_cast<float>(options_.predivide) * ranks(bucket).scale_before;
-  }
-  float after(const GradBucket& bucket) const {
-    return alone_ ? 1.0f : static_cast<float>(options_.postscale) * ranks(bucket).scale_after;
-  }
-  bool summed(const GradBucket& bucket) const { return alone_ && bucket.in_place; }  // as it is filled
-  // In place: what another reduction multiplies an earlier sum by. 1 where it is the mean over the space's ranks.
-  double again(const GradBucket& bucket) const {
-    return static_cast<double>(before(bucket)) * after(bucket) * ranks(bucket).replicas->size();
-  }
   int32_t wanted(const GradBucket& bucket, size_t param) const {
     return fires_.has_learned() ? fires_.expected(param) : bucket.eager;
   }
-  at::Tensor row(const GradBucket& bucket);
+  void reduce_rest();
+  void note_failure();
   bool exchange_flags();
-  void late_round();
 
   ParamStore& store_;
   DeviceContext& device_;
   GradSlots slots_;
+  GradViews views_;
   const int rank_;
-  const bool alone_;  // no other rank: nothing is divided
+  bool stays_ = false;  // nothing travels, of any bucket: gradients are summed where they are filled in
   ReducerOptions options_;
+  BucketReduction reduction_;
   std::vector<GradBucket> buckets_;
   std::vector<Abandoned> abandoned_;
   std::vector<int32_t> bucket_of_;
-  WireBuffers memory_;
   std::unique_ptr<FlagExchange> flags_;
 
   std::mutex mutex_;  // hooks may come from one thread per device
@@ -171,9 +133,8 @@ class GradReducer {
   FireCounter fires_;
   std::array<float, 2> failed_ranks_{};  // in the backward that ends: how many, and the sum of rank + 1
   std::vector<at::Tensor> late_;
-  std::vector<at::Tensor> slot_views_;   // of each parameter in the shape of .grad, where that exists
   std::vector<int32_t> late_in_bucket_;  // over all ranks, of the last reducing backward
-  at::Tensor nonfinite_grads_;           // sum of squares of each local gradient
+  NonfiniteGrads nonfinite_;
   int64_t late_count_ = 0, overlapped_count_ = 0;
 };
 

@@ -18,11 +18,11 @@ enum class StateKind { kMaster, kGrad, kSlot };
 class StateAccess {
  public:
   // `gatherer` may be filled later.
-  StateAccess(ParamStore& store, DeviceContext& device, GradReducer& grads, Stepper& stepper,
+  StateAccess(ParamStore& store, DeviceContext& device, GradReducer& grads, Stepper& stepper, StepStrategy& strategy,
               const std::unique_ptr<ParamGatherer>& gatherer)
-      : store_(store), device_(device), grads_(grads), stepper_(stepper), gatherer_(gatherer) {}
+      : store_(store), device_(device), grads_(grads), stepper_(stepper), strategy_(strategy), gatherer_(gatherer) {}
 
-  // After begin_step, for an optimizer that lives outside: its parameters are `masters`, one for each piece. Gives each
+  // In a step, for an optimizer that lives outside: its parameters are `masters`, one for each piece. Gives each
   // its gradient, unscaled and clipped, in its own type (undefined where no rank produced one): the buffer itself where
   // that has the type, else a copy, so that 16-bit gradients are not rounded once more. take_back_grads() frees those.
   void assign_optimizer_grads(const std::vector<at::Tensor>& masters);
@@ -40,25 +40,42 @@ class StateAccess {
   // Every rank calls it with the same values: each takes the pieces it owns; masters go to the model as well.
   void set_full(StateKind kind, int slot, size_t param, const at::Tensor& value);
 
+  // The same two for states that live outside (an optimizer's that is not native): `own` has one tensor for each piece
+  // that this rank owns, in the form that pieces() gives, undefined where there is none. Undefined when no rank has
+  // one.
+  at::Tensor full_of(const std::vector<at::Tensor>& own, size_t param);
+  void set_full_of(const std::vector<at::Tensor>& own, size_t param, const at::Tensor& value);
+  // This rank's slices of sharded parameters end to end, padding included: fp32, on the CPU, zero where nothing is.
+  at::Tensor padded_slices(const std::vector<at::Tensor>& own, const std::vector<size_t>& params) const;
+
   // After the update of a step: the model's weights are the new ones everywhere.
   void finish_step();
   // Around changes of masters or shards other than a step, which all ranks make. May be nested.
   void begin_write();
   void end_write();
   void refresh_master() {
+    strategy_.settle();
     hold_.wait();
     stepper_.refresh_master();
   }
 
-  StateLeases& hold() { return hold_; }  // of masters and optimizer states; the calls above that change them wait
+  // Of masters and optimizer states, which stay as they are until let_go; the calls above that change them wait.
+  void hold_states() {
+    strategy_.settle();
+    hold_.hold();
+  }
+  StateLeases& hold() { return hold_; }
 
  private:
+  template <typename Visit>
+  void visit_own(const std::vector<at::Tensor>& own, size_t param, const Visit& visit) const;
   const Buffer* buffer(ParamSpace& space, StateKind kind, int slot);  // null: no such slot
 
   ParamStore& store_;
   DeviceContext& device_;
   GradReducer& grads_;
   Stepper& stepper_;
+  StepStrategy& strategy_;
   const std::unique_ptr<ParamGatherer>& gatherer_;
   storage::ShardStorage storage_{store_.device()};
   StateLeases hold_{storage_, store_};

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <set>
+#include <utility>
 
 #include "base/error.h"
 #include "kernels/sum_order.h"
@@ -17,18 +18,17 @@ namespace ds::zero {
 Stepper::Stepper(ParamStore& store, DeviceContext& device, GatherOptions gather)
     : store_(store),
       device_(device),
-      gather_(gather),
+      gather_(store, gather),
       steps_(at::zeros({static_cast<int64_t>(store.size())}, at::kFloat)) {}
 
 template <typename Keep>
-std::vector<Stepper::Run> Stepper::runs(const ParamSpace& space, const GradReducer& grads, Keep keep,
-                                        bool apart) const {
+std::vector<Stepper::Run> Stepper::runs(const ParamSpace& space, Keep keep, bool apart) const {
   std::vector<Run> result;
   bool open = false;
   for (size_t e : space.owned) {
     const plan::Extent& extent = space.map.extents[e];
     const auto param = static_cast<size_t>(space.params[extent.param]);
-    const bool take = grads.used(param) && keep(param);
+    const bool take = keep(e, param);
     const int32_t bucket = space.map.bucket_of[extent.param];
     const int64_t begin = extent.shard_offset, end = begin + extent.numel;
     if (take && open && !apart && result.back().bucket == bucket) {
@@ -85,7 +85,8 @@ void Stepper::add_up(comm::Communicator* model_parallel) {
 
 // Adds this rank's part of the space to `sum`.
 void Stepper::sum_squares(const ParamSpace& space, const GradReducer& grads, const at::Tensor& sum) {
-  const auto parts = runs(space, grads, [&](size_t param) { return store_.spec(param).counts_in_norm; });
+  const auto parts =
+      runs(space, [&](size_t, size_t param) { return grads.used(param) && store_.spec(param).counts_in_norm; });
   const at::Tensor& grad = space.grad.data;
   if (!has_kernel_dtype(grad.scalar_type())) {
     for (const Run& run : parts) {
@@ -138,18 +139,24 @@ void Stepper::set_rules(std::vector<const optim::Rule*> by_group) {
   for (ParamSpace& space : store_.spaces()) space.slots.clear();
 }
 
-void Stepper::update(const GradReducer& grads, const std::vector<std::vector<double>>& hyper) {
+void Stepper::update(const GradReducer& grads, const std::vector<UpdatePart>& parts,
+                     const std::vector<std::vector<double>>& hyper) {
   at::NoGradGuard no_grad;
   const c10::DeviceGuard current(device_.device());
   if (hyper.size() != rules_.size())
     fail(ErrorKind::kValue, "update: hyperparameters of ", hyper.size(), " groups for ", rules_.size());
+  const bool in_parts =
+      std::any_of(parts.begin(), parts.end(), [](const UpdatePart& part) { return part.takes != nullptr; });
   std::vector<Turn> turns;
   int sums = 0;
   size_t passes = 0;
   for (ParamSpace& space : store_.spaces()) {
     ensure_slots(space);
     const optim::Rule& rule = *rules_.at(space.key.param_group);
-    turns.push_back({space, rule, hyper[space.key.param_group], {}});
+    if (in_parts && (rule.by_parameter() || rule.orthogonalises()))
+      fail(ErrorKind::kValue, "the optimizer '", rule.name,
+           "' looks at whole parameters and cannot update a part of them; the strategy of this step does so");
+    turns.push_back({space, rule, hyper[space.key.param_group], parts, {}});
     sums = std::max(sums, rule.sums);
     passes = std::max(passes, rule.passes.size());
     if (rule.scratch && !rule.orthogonalises())
@@ -176,12 +183,19 @@ void Stepper::update(const GradReducer& grads, const std::vector<std::vector<dou
       last_pass(turn, grads);
     }
   }
-  float* steps = steps_.data_ptr<float>();
-  for (const Turn& turn : turns) {
-    for (int32_t param : turn.space.params) {
-      if (!grads.used(param)) continue;
+  count_steps(parts, grads);
+}
+
+// Of each part's own count; parts that have none count a parameter once.
+void Stepper::count_steps(const std::vector<UpdatePart>& parts, const GradReducer& grads) {
+  std::vector<uint8_t> counted(store_.size());
+  for (const UpdatePart& part : parts) {
+    float* steps = (part.steps.defined() ? part.steps : steps_).data_ptr<float>();
+    for (size_t param = 0; param < store_.size(); ++param) {
+      if (part.used ? !part.used(param) : !grads.used(param)) continue;
+      if (!part.steps.defined() && std::exchange(counted[param], 1)) continue;
       steps[param] += 1.0f;
-      stepped_.push_back(param);
+      stepped_.push_back(steps + param);
     }
   }
 }
@@ -203,36 +217,47 @@ void Stepper::add_sums() {
 }
 
 void Stepper::run_pass(const Turn& turn, const GradReducer& grads, size_t pass, int32_t bucket) {
+  for (const UpdatePart& part : turn.parts) run_pass(turn, part, grads, pass, bucket);
+}
+
+void Stepper::run_pass(const Turn& turn, const UpdatePart& part, const GradReducer& grads, size_t pass,
+                       int32_t bucket) {
   ParamSpace& space = turn.space;
   const optim::Rule& rule = turn.rule;
+  const Buffer& grad = part.grads ? part.grads(space) : space.grad;
+  const auto used = [&](size_t param) { return part.used ? part.used(param) : grads.used(param); };
   kernels::UpdateArgs args;
-  args.grad_dtype = kernel_dtype(space.grad.data.scalar_type(), "gradient");
+  args.grad_dtype = kernel_dtype(grad.data.scalar_type(), "gradient");
   args.lp_dtype = kernel_dtype(space.lp.data.scalar_type(), "parameter");
   // Parameters that were unused in some steps have seen fewer updates, and bias correction depends on the number.
-  const float* steps = steps_.data_ptr<float>();
+  const float* steps = (part.steps.defined() ? part.steps : steps_).data_ptr<float>();
   std::set<float> counts;
   for (int32_t param : space.params)
-    if (grads.used(param)) counts.insert(steps[param]);
+    if (used(param)) counts.insert(steps[param]);
   for (float count : counts) {
-    const auto parts = runs(
-        space, grads, [&](size_t param) { return steps[param] == count; }, rule.by_parameter());
+    const auto found = runs(
+        space,
+        [&](size_t extent, size_t param) {
+          return used(param) && steps[param] == count && (!part.takes || part.takes(space, extent));
+        },
+        rule.by_parameter());
     std::vector<kernels::UpdateSegment> segments;
-    for (const Run& part : parts) {
-      if (bucket >= 0 && part.bucket != bucket) continue;
+    for (const Run& run : found) {
+      if (bucket >= 0 && run.bucket != bucket) continue;
       kernels::UpdateSegment segment;
-      segment.master = at(space, space.master, part);
-      for (size_t slot = 0; slot < rule.slots.size(); ++slot) segment.states[slot] = at(space, space.slots[slot], part);
-      segment.grad = at(space, space.grad, part);
-      segment.lp = space.narrow() ? at(space, space.lp, part) : nullptr;
-      segment.numel = static_cast<size_t>(part.end - part.begin);
+      segment.master = at(space, space.master, run);
+      for (size_t slot = 0; slot < rule.slots.size(); ++slot) segment.states[slot] = at(space, space.slots[slot], run);
+      segment.grad = at(space, grad, run);
+      segment.lp = space.narrow() ? at(space, space.lp, run) : nullptr;
+      segment.numel = static_cast<size_t>(run.end - run.begin);
       if (turn.scratch.data.defined())
-        segment.scratch = turn.scratch.data.data_ptr<float>() + part.begin - turn.scratch.origin;
-      if (rule.sums > 0) segment.sums = sums_.data_ptr<double>() + space.params[part.index] * sums_.size(1);
+        segment.scratch = turn.scratch.data.data_ptr<float>() + run.begin - turn.scratch.origin;
+      if (rule.sums > 0) segment.sums = sums_.data_ptr<double>() + space.params[run.index] * sums_.size(1);
       segments.push_back(segment);
     }
     device_.run_reserved([&](const kernels::Launch& launch) {
       optim::run_pass(device_.table(), launch, rule, pass, segments, args, turn.hyper, count + 1.0,
-                      device_.step_scale());
+                      part.scale ? part.scale : device_.step_scale());
     });
   }
 }
@@ -240,18 +265,16 @@ void Stepper::run_pass(const Turn& turn, const GradReducer& grads, size_t pass, 
 void Stepper::last_pass(const Turn& turn, const GradReducer& grads) {
   ParamSpace& space = turn.space;
   const size_t last = turn.rule.passes.size() - 1;
-  if (space.gathers_after_step() && gather_.overlap) {
+  if (space.gathers_after_step() && gather_.overlaps()) {
     // From the first parameters on: the next forward wants them first.
     for (auto b = static_cast<int32_t>(space.map.buckets.size()) - 1; b >= 0; --b) {
       run_pass(turn, grads, last, b);
-      start_gather(space, space.map.buckets[b]);
+      gather_.start(space, space.map.buckets[b]);
     }
     return;
   }
   run_pass(turn, grads, last);
-  if (space.gathers_after_step())
-    for (auto bucket = space.map.buckets.rbegin(); bucket != space.map.buckets.rend(); ++bucket)
-      start_gather(space, *bucket);
+  if (space.gathers_after_step()) gather_.start_all(space);
 }
 
 void Stepper::matrix_passes(Turn turn, const GradReducer& grads) {
@@ -270,38 +293,17 @@ void Stepper::matrix_passes(Turn turn, const GradReducer& grads) {
       orthogonalise_bucket(
           store_, space, bucket, [&](size_t param) { return grads.used(param); }, iteration, turn.scratch.data);
     }
-    if (space.gathers_after_step() && gather_.overlap) start_gather(space, bucket);
+    if (space.gathers_after_step() && gather_.overlaps()) gather_.start(space, bucket);
   }
-  if (!space.gathers_after_step() || gather_.overlap || skip) return;
-  for (auto bucket = space.map.buckets.rbegin(); bucket != space.map.buckets.rend(); ++bucket)
-    start_gather(space, *bucket);
-}
-
-void Stepper::start_gather(ParamSpace& space, const plan::Bucket& bucket) {
-  const int64_t row = bucket.shard_end - bucket.shard_begin;
-  const at::Tensor all = space.lp.data.narrow(0, space.map.full_begin(bucket), space.map.parts * row);
-  const std::string& tag = store_.spec(space.params[bucket.first_param]).name;
-  comm::Communicator& ranks = *space.ranks().shard;
-  if (gather_.collective) {
-    gathers_.push_back(ranks.all_gather(all.narrow(0, space.rank() * row, row), all, tag));
-    return;
-  }
-  for (int64_t rank = 0; rank < space.map.parts; ++rank)
-    gathers_.push_back(ranks.broadcast(all.narrow(0, rank * row, row), static_cast<int>(rank), tag));
-}
-
-void Stepper::finish_gather() {
-  for (const comm::WorkPtr& work : gathers_) work->wait();
-  gathers_.clear();
+  if (!space.gathers_after_step() || gather_.overlaps() || skip) return;
+  gather_.start_all(space);
 }
 
 StepReport Stepper::report() {
-  finish_gather();
+  gather_.finish();
   const kernels::StepScale scale = device_.read_step_scale();
-  if (scale.skip) {
-    float* steps = steps_.data_ptr<float>();
-    for (int32_t param : stepped_) steps[param] -= 1.0f;
-  }
+  if (scale.skip)
+    for (float* count : stepped_) *count -= 1.0f;
   stepped_.clear();
   if (scale.skip == kernels::kSkipFailed) {
     const at::Tensor found = device_.failures().to(at::kCPU);
@@ -318,7 +320,7 @@ void Stepper::scale_grads(const GradReducer& grads) {
   if (scale == 1.0f) return;
   for (const ParamSpace& space : store_.spaces()) {
     if (space.grad.data.scalar_type() != space.master.data.scalar_type()) continue;
-    for (const Run& run : runs(space, grads, [](size_t) { return true; })) {
+    for (const Run& run : runs(space, [&](size_t, size_t param) { return grads.used(param); })) {
       const int64_t begin = space.offset_in(space.grad, space.map.buckets[run.bucket], run.begin);
       const at::Tensor part = space.grad.data.narrow(0, begin, run.end - run.begin);
       device_.copy(part, part, scale);
@@ -335,10 +337,10 @@ void Stepper::publish() {
         return buffer.data.narrow(0, space.offset_in(buffer, *bucket, bucket->shard_begin), row);
       };
       if (space.narrow()) device_.copy(part(space.lp), part(space.master), 1.0f);
-      if (space.gathers_after_step()) start_gather(space, *bucket);
+      if (space.gathers_after_step()) gather_.start(space, *bucket);
     }
   }
-  finish_gather();
+  gather_.finish();
 }
 
 void Stepper::refresh_master() {

@@ -7,19 +7,11 @@
 #include "zero/device_context.h"
 #include "zero/grad_reducer.h"
 #include "zero/param_store.h"
+#include "zero/step.h"
+#include "zero/step_gather.h"
+#include "zero/strategies/step_strategy.h"
 
 namespace ds::zero {
-
-struct StepReport {
-  double norm;       // of the unscaled gradients over all ranks
-  float grad_scale;  // factor of unscaling and clipping
-  bool skipped;      // gradients were not finite, nothing was touched
-};
-
-struct GatherOptions {
-  bool overlap = true;     // gather a bucket's parameters while the next one is stepped
-  bool collective = true;  // by all-gather; false: by one broadcast from each owner
-};
 
 class Stepper {
  public:
@@ -32,9 +24,10 @@ class Stepper {
   // Which native optimizer updates each parameter group, hence which slots there are. Before anything about slots.
   void set_rules(std::vector<const optim::Rule*> by_group);
   const optim::Rule& rule(int32_t group) const { return *rules_.at(group); }
-  // One update of the used parameters of all groups by their rules, with hyperparameters (of each group) in the rule's
-  // order; does nothing on the device when norm() said skip. After norm().
-  void update(const GradReducer& grads, const std::vector<std::vector<double>>& hyper);
+  // One update of `parts` of all groups by their rules, with hyperparameters (of each group) in the rule's order; does
+  // nothing on the device when norm() said skip. After norm().
+  void update(const GradReducer& grads, const std::vector<UpdatePart>& parts,
+              const std::vector<std::vector<double>>& hyper);
   // After norm() and update(); a skipped step has counted nowhere. Fails on every rank where one has failed before the
   // update, which then has touched nothing on any of them; the gradients are still there.
   StepReport report();
@@ -60,10 +53,10 @@ class Stepper {
     int64_t begin, end;  // in the shard space
     int32_t index;       // of the first parameter within the space
   };
-  // Maximal runs of consecutive owned elements of used parameters that `keep` accepts, within one bucket; padding
+  // Maximal runs of consecutive owned elements of which `keep(extent, param)` is true, within one bucket; padding
   // between them belongs to the run. `apart`: a run for each parameter.
   template <typename Keep>
-  std::vector<Run> runs(const ParamSpace& space, const GradReducer& grads, Keep keep, bool apart = false) const;
+  std::vector<Run> runs(const ParamSpace& space, Keep keep, bool apart = false) const;
   static char* at(const ParamSpace& space, const Buffer& buffer, const Run& run);
 
   // fp32 numbers for elements of the shard space from `origin` on.
@@ -71,11 +64,12 @@ class Stepper {
     at::Tensor data;
     int64_t origin = 0;
   };
-  // One parameter group's part of an update.
+  // What an update does in one space.
   struct Turn {
     ParamSpace& space;
     const optim::Rule& rule;
     const std::vector<double>& hyper;
+    const std::vector<UpdatePart>& parts;
     Scratch scratch;
   };
 
@@ -86,21 +80,20 @@ class Stepper {
   void sum_squares(const ParamSpace& space, const GradReducer& grads, const at::Tensor& sum);
   // Pass number `pass` over one bucket, or over all of them (-1).
   void run_pass(const Turn& turn, const GradReducer& grads, size_t pass, int32_t bucket = -1);
+  void run_pass(const Turn& turn, const UpdatePart& part, const GradReducer& grads, size_t pass, int32_t bucket);
+  void count_steps(const std::vector<UpdatePart>& parts, const GradReducer& grads);
   void last_pass(const Turn& turn, const GradReducer& grads);
   // All passes of a rule that orthogonalises, bucket by bucket: its scratch is no larger than one.
   void matrix_passes(Turn turn, const GradReducer& grads);
-  void start_gather(ParamSpace& space, const plan::Bucket& bucket);
-  void finish_gather();
 
   ParamStore& store_;
   DeviceContext& device_;
-  GatherOptions gather_;
+  StepGather gather_;
   std::vector<const optim::Rule*> rules_;  // of each group; empty: the optimizer runs elsewhere
   std::vector<std::string> slot_names_;
   at::Tensor steps_, sums_;
-  at::Tensor squares_;            // of each set of spaces but everyone's, fp64
-  std::vector<int32_t> stepped_;  // parameters counted since norm(), to be taken back when skipped
-  std::vector<comm::WorkPtr> gathers_;
+  at::Tensor squares_;           // of each set of spaces but everyone's, fp64
+  std::vector<float*> stepped_;  // counts that have risen since norm(), to be taken back when skipped
 };
 
 }  // namespace ds::zero

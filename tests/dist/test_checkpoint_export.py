@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.utils import weight_files
-from deepspeed.utils.safetensors_file import read_safetensors
+from deepspeed.formats import weight_files
+from deepspeed.formats.safetensors_file import read_safetensors
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from engine_models import make_net
 from harness import run_ranks

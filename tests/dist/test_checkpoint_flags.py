@@ -9,9 +9,9 @@ import deepspeed
 import peer_model
 from deepspeed import _compat
 from deepspeed import comm as dist
+from deepspeed.checkpoint.layouts import saved_state
 from deepspeed.checkpoint.read import storage
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from deepspeed.zero import saved_state
 from harness import run_ranks
 
 

@@ -14,11 +14,11 @@ import deepspeed
 from deepspeed import _compat
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.convert import export
+from deepspeed.checkpoint.layouts.open_saved import open_saved
 from deepspeed.checkpoint.layouts.saved_native import NotPlain
-from deepspeed.checkpoint.layouts.saved_state import open_saved
 from deepspeed.checkpoint.read import cli, verify
 from deepspeed.checkpoint.write import file_writer
-from deepspeed.utils.safetensors_file import read_safetensors
+from deepspeed.formats.safetensors_file import read_safetensors
 from engine_models import config, loss_of, make_net
 from harness import RankError, run_ranks
 from test_checkpoint import PRECISIONS, repeat, same, seed_all

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.engine.dataloader import WORKERS
+from deepspeed.data.loader import WORKERS
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from engine_models import Net, loss_of
 from harness import run_ranks
@@ -245,7 +245,7 @@ def body_straight(rank, world, folder, kinds, steps, resumed):
     found = []
     for stage, precision in kinds:
         workers = WORKERS if stage == 0 else 0  # an epoch has two batches: to fork them is most of the time
-        with mock.patch("deepspeed.engine.dataloader.WORKERS", workers):
+        with mock.patch("deepspeed.data.loader.WORKERS", workers):
             engine, _, loader, _ = make_engine(
                 world, stage, precision, seed=5 if resumed else 0, training_data=Tokens(), accumulate=2
             )

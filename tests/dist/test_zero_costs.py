@@ -188,7 +188,7 @@ def body_entries(rank, world, stage, accumulate):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_entries_into_the_core(stage, accumulate):
     for calls, hooks in run_ranks(2, body_entries, stage, accumulate):
-        assert calls == 2 * accumulate + 2  # after forward, before backward; update and end of the step
+        assert calls == 2 * accumulate + 1  # after forward, before backward; the step
         if stage == 3:
             assert hooks == 2 * (2 * LAYERS) + 2  # around each unit, and around the model
 

@@ -44,14 +44,14 @@ def body_offload(rank, world, stage, bf16):
             assert get_state_devices(engine, OffloadStateTypeEnum.optim_states) == {torch.device("cpu")}
             assert get_state_devices(engine, OffloadStateTypeEnum.contiguous_grad_buffer) == set()
             param = next(p for p in engine.module.parameters() if p.requires_grad)
-            engine._seen_backward = True
+            engine._backward.seen = True
             with pytest.raises(RuntimeError, match="engine.step.*reload_states"):
                 engine.step()
             with pytest.raises(RuntimeError, match="save_checkpoint.*reload_states"):
                 engine.save_checkpoint("/nowhere")
             with pytest.raises(RuntimeError, match="reload_states"):
                 deepspeed.utils.safe_get_full_optimizer_state(param, "exp_avg")
-            engine._seen_backward = False
+            engine._backward.seen = False
             if stage < 3:
                 with pytest.raises(RuntimeError, match="engine.forward.*lp_params"):
                     engine(batch(0)[0])
@@ -185,7 +185,7 @@ def body_foreign_backward(rank, world, stage, accumulate):
                 engine.optimizer.backward_prologue()
                 engine.optimizer.scale_if_loss(loss / accumulate).backward()
                 engine.optimizer.backward_epilogue()
-                engine._seen_backward = True
+                engine._backward.seen = True
             else:
                 engine.backward(loss)
             engine.step()

@@ -10,7 +10,6 @@ from house_tables import (
     HEAD_NODE_ROOMS,
     LATE_IMPORTS,
     MAKER_OF_GROUPS,
-    MAX_LINES,
     PYTHON_FLOORS,
 )
 
@@ -239,23 +238,4 @@ def check_facades(modules):
                     f"{module.path}:{node.lineno} defines {node.name}: runtime/ only re-exports names at the import "
                     f"paths of existing scripts. Put the code into the room it belongs to. {SEE}"
                 )
-    return problems
-
-
-def check_length(root, suffixes=(".py", ".h", ".cpp", ".cu", ".cuh", ".cmake", ".sh"), folders=None):
-    problems = []
-    for top in folders or ("benchmarks", "cmake", "csrc", "examples", "python", "tests", "tools"):
-        for folder, inner, files in os.walk(os.path.join(root, top)):
-            inner[:] = [name for name in inner if name not in ("__pycache__", "_lib", "out", "cache", "results")]
-            for name in files:
-                if not name.endswith(suffixes):
-                    continue
-                path = os.path.join(folder, name)
-                with open(path, encoding="utf-8", errors="replace") as file:
-                    lines = sum(1 for _ in file)
-                if lines > MAX_LINES:
-                    problems.append(
-                        f"{os.path.relpath(path, root)} has {lines} lines, more than {MAX_LINES}: a file holds one "
-                        f"noun. Find the second one in it and give it a file of its own."
-                    )
     return problems

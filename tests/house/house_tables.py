@@ -12,15 +12,17 @@ PYTHON_FLOORS = [
     {"git_version_info"},
     {"_compat"},
     {"_native"},
-    {"accelerator", "config"},
+    {"accelerator", "config", "formats"},
     {"comm"},
     {"utils"},
     {"ops", "optim"},
     {"zero"},
     {
-        "activation_checkpointing", "autotuning", "checkpoint", "compile", "compression", "elasticity", "inference",
-        "linear", "module_inject", "moe", "monitor", "nvme", "pipe", "profiling", "sequence",
+        "activation_checkpointing", "autotuning", "checkpoint", "compile", "compression", "data", "elasticity",
+        "inference", "linear", "module_inject", "moe", "monitor", "nvme", "profiling", "sequence",
     },
+    {"pipe"},
+    {"published"},
     {"engine"},
     {""},  # deepspeed/__init__.py
 ]  # fmt: skip
@@ -32,13 +34,22 @@ HEAD_NODE_FLOOR = set().union(*PYTHON_FLOORS[:4])
 # Import paths of existing scripts: may import anything, nobody imports them, and they define nothing.
 FACADE_ROOM = "runtime"
 
+# Classes with published constructors: they alone may take what nobody reads. Who may use them, beside the facades:
+PUBLISHED_ROOM = "published"
+PUBLISHED_IMPORTERS = {"engine"}
+# ... and who has their names in a table, to import them when a script asks.
+PUBLISHED_NAMES = {
+    "__init__.py": "the public names of the package",
+    "zero/__init__.py": "the public names of deepspeed.zero",
+}
+
 # Where importing by a name in a string is the point; everywhere else the import goes to the top of the file.
 LATE_IMPORTS = {
     "__init__.py": "the public names: import deepspeed must be light",
     "ops/__init__.py": "op packages are imported when first used",
     "ops/op_builder/builder.py": "a third party's prebuilt op has a name that only its builder knows",
     "ops/op_builder/prebuilt_op.py": "an op's functions are imported when it is loaded: some need the native module",
-    "utils/plain_classes.py": "classes that checkpoints name by their published paths, or that the user lets through",
+    "formats/plain_classes.py": "classes that checkpoints name by their published paths, or that the user lets through",
     "registry.py": "a registry holds names so that what is not used is not imported; so do packages (lazy_package)",
     "git_version_info.py": "_build_info exists in installed packages only",
     "accelerator/abstract_accelerator.py": "op builders and compile backends exist for some torches only",
@@ -87,6 +98,7 @@ MUTABLE_GLOBALS = {
     ("config/sections/optimizer_params.cpp", "all"): "as above: optimizer types",
     ("storage/tier.cpp", "all"): "memory tiers register before main and are only read afterwards",
     ("zero/space_rules/space_rule.cpp", "all"): "rules register before main and are only read afterwards",
+    ("zero/strategies/step_strategy.cpp", "all"): "strategies register before main and are only read afterwards",
     ("optim/rule.cpp", "all"): "optimizer rules register before main and are only read afterwards",
     ("kernels/cpu/update.cpp", "all"): "update kernels register while the library is loaded and are only read after",
     ("kernels/cuda/update.cu", "all"): "as above",
@@ -104,5 +116,3 @@ MAX_BINDING_ARGUMENTS = 8
 WIDE_BINDINGS = {
     ("bindings/ops_update.cpp", "step"): "an optimizer's own call, without an engine: a list of each kind of tensor",
 }
-
-MAX_LINES = 600

@@ -67,7 +67,3 @@ def test_torch_versions(files):
 
 def test_mutable_globals(files):
     expect_none(house_cpp.check_mutable_globals(files))
-
-
-def test_length():
-    expect_none(house_python.check_length(ROOT))

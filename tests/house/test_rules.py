@@ -161,13 +161,6 @@ def test_facades_define_nothing(package):
     assert house_python.check_facades(package(runtime__utils="def __getattr__(name):\n    pass\n")) == []
 
 
-def test_long_file(tmp_path):
-    (tmp_path / "csrc").mkdir()
-    (tmp_path / "csrc" / "a.cpp").write_text("int f();\n" * 601)
-    (tmp_path / "csrc" / "b.cpp").write_text("int f();\n" * 600)
-    only(house_python.check_length(str(tmp_path)), "csrc/a.cpp has 601 lines")
-
-
 # ---- C++ -----------------------------------------------------------------------------------------------------------
 
 CMAKE = """

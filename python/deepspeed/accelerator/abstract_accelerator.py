@@ -1,13 +1,33 @@
 """What every accelerator offers. A new one is a file ``<name>_accelerator.py`` with one class ``<NAME>_Accelerator``.
 
-The verbs mean what they mean in ``torch.cuda``; a device without a notion of streams, events, graphs or a memory
-pool answers with None, a context that does nothing, or zero. ``device_index`` None always means the current device.
-Memory figures are bytes.
+The verbs mean what they mean in ``torch.cuda``. What every device must say is abstract; a device without streams,
+events, graphs, profiler ranges or variables of its own keeps the answers below: None, a context that does nothing, an
+empty list. ``device_index`` None always means the current device. Memory figures are bytes.
 """
 
+# ruff: noqa: B027  (an empty body answers for devices that have no such thing)
+
+import contextlib
 import importlib
 import importlib.util
 from abc import ABC, abstractmethod
+
+import torch
+
+
+def constant(value):
+    """A verb without arguments that always answers ``value``."""
+    return lambda self: value
+
+
+def of_device(function):
+    """A verb of one device, None being the current one, that is a function of its index."""
+    return lambda self, device_index=None: function(device_index)
+
+
+def _tensor_class(name, dtype):
+    find = lambda self: getattr(getattr(torch, self._name, torch), name, None) or getattr(torch, name)  # noqa: E731
+    return property(find, doc=f"The tensor class of {dtype}, as ``torch.cuda.{name}``.")
 
 
 class DeepSpeedAccelerator(ABC):
@@ -71,9 +91,9 @@ class DeepSpeedAccelerator(ABC):
         """True when the device can be used here; never creates a context on it."""
 
     # ---- random numbers ------------------------------------------------------------------------------------------
-    @abstractmethod
     def random(self):
         """The module ``torch.random``."""
+        return torch.random
 
     @abstractmethod
     def set_rng_state(self, new_state, device_index=None):
@@ -101,24 +121,20 @@ class DeepSpeedAccelerator(ABC):
 
     # ---- streams and events --------------------------------------------------------------------------------------
     @property
-    @abstractmethod
     def Stream(self):
         """The stream class, or None."""
 
-    @abstractmethod
     def stream(self, stream):
         """A context in which work goes to ``stream``."""
+        return contextlib.nullcontext()
 
-    @abstractmethod
     def current_stream(self, device_index=None):
         """The stream that work goes to now, or None."""
 
-    @abstractmethod
     def default_stream(self, device_index=None):
         """The device's default stream, or None."""
 
     @property
-    @abstractmethod
     def Event(self):
         """The event class, or None."""
 
@@ -135,21 +151,21 @@ class DeepSpeedAccelerator(ABC):
     def max_memory_allocated(self, device_index=None):
         """Peak of ``memory_allocated`` since the last reset."""
 
-    @abstractmethod
     def reset_max_memory_allocated(self, device_index=None):
         """Starts a new peak."""
+        return self.reset_peak_memory_stats(device_index)
 
-    @abstractmethod
     def memory_cached(self, device_index=None):
         """The older name of ``memory_reserved``."""
+        return self.memory_reserved(device_index)
 
-    @abstractmethod
     def max_memory_cached(self, device_index=None):
         """The older name of ``max_memory_reserved``."""
+        return self.max_memory_reserved(device_index)
 
-    @abstractmethod
     def reset_max_memory_cached(self, device_index=None):
         """Starts a new peak of the reserved bytes."""
+        return self.reset_peak_memory_stats(device_index)
 
     @abstractmethod
     def memory_stats(self, device_index=None):
@@ -189,11 +205,9 @@ class DeepSpeedAccelerator(ABC):
         """The floating dtypes that models can be trained in."""
 
     # ---- profiling and start-up ----------------------------------------------------------------------------------
-    @abstractmethod
     def range_push(self, msg, domain=None, category=None):
         """Opens a named range in the device's profiler."""
 
-    @abstractmethod
     def range_pop(self, domain=None):
         """Closes the innermost range."""
 
@@ -202,9 +216,9 @@ class DeepSpeedAccelerator(ABC):
         """Calls ``callback`` once the device is initialised, now if it is."""
 
     # ---- names of the pieces that fit ----------------------------------------------------------------------------
-    @abstractmethod
     def communication_backend_name(self):
         """torch.distributed's backend for tensors of this device."""
+        return self._communication_backend_name
 
     @abstractmethod
     def is_triton_supported(self):
@@ -215,53 +229,24 @@ class DeepSpeedAccelerator(ABC):
         return False
 
     # ---- graphs --------------------------------------------------------------------------------------------------
-    @abstractmethod
     def create_graph(self):
         """A new graph object, or None."""
 
-    @abstractmethod
     def capture_to_graph(self, graph, pool=None, stream=None):
         """A context in which work is recorded into ``graph``."""
+        return contextlib.nullcontext()
 
-    @abstractmethod
     def replay_graph(self, graph):
         """Runs a recorded graph."""
 
     # ---- tensors -------------------------------------------------------------------------------------------------
-    @property
-    @abstractmethod
-    def BFloat16Tensor(self):
-        """The tensor class, as ``torch.cuda.BFloat16Tensor``."""
-
-    @property
-    @abstractmethod
-    def ByteTensor(self):
-        """The tensor class of uint8."""
-
-    @property
-    @abstractmethod
-    def DoubleTensor(self):
-        """The tensor class of float64."""
-
-    @property
-    @abstractmethod
-    def FloatTensor(self):
-        """The tensor class of float32."""
-
-    @property
-    @abstractmethod
-    def HalfTensor(self):
-        """The tensor class of float16."""
-
-    @property
-    @abstractmethod
-    def IntTensor(self):
-        """The tensor class of int32."""
-
-    @property
-    @abstractmethod
-    def LongTensor(self):
-        """The tensor class of int64."""
+    BFloat16Tensor = _tensor_class("BFloat16Tensor", "bfloat16")
+    ByteTensor = _tensor_class("ByteTensor", "uint8")
+    DoubleTensor = _tensor_class("DoubleTensor", "float64")
+    FloatTensor = _tensor_class("FloatTensor", "float32")
+    HalfTensor = _tensor_class("HalfTensor", "float16")
+    IntTensor = _tensor_class("IntTensor", "int32")
+    LongTensor = _tensor_class("LongTensor", "int64")
 
     @abstractmethod
     def pin_memory(self, tensor, make_copy=True, match_shape=True):
@@ -271,17 +256,16 @@ class DeepSpeedAccelerator(ABC):
         that shares main memory returns ``tensor``.
         """
 
-    @abstractmethod
     def is_pinned(self, tensor):
         """True when ``tensor`` lies in page-locked memory."""
+        return tensor.is_pinned()
 
-    @abstractmethod
     def unpin_memory(self, tensor):
         """Ends the pinning of a tensor that ``pin_memory`` made; the tensor must not be used by copies any more."""
 
-    @abstractmethod
     def on_accelerator(self, tensor):
         """True when ``tensor`` lives on this kind of device."""
+        return tensor.device.type == self._name
 
     # ---- native ops ----------------------------------------------------------------------------------------------
     @abstractmethod
@@ -309,15 +293,14 @@ class DeepSpeedAccelerator(ABC):
         return importlib.import_module("torch.utils.cpp_extension").BuildExtension
 
     # ---- environment ---------------------------------------------------------------------------------------------
-    @abstractmethod
     def export_envs(self):
         """Prefixes of environment variables that must reach every node."""
+        return []
 
-    @abstractmethod
     def visible_devices_envs(self):
         """Names of the variables that choose among devices."""
+        return []
 
-    @abstractmethod
     def set_visible_devices_envs(self, current_env, local_accelerator_ids):
         """Writes the choice of devices into the dict ``current_env``."""
 

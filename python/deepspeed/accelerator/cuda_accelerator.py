@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
+from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator, constant, of_device
 from deepspeed.host.devices import nvidia_device_count
 
 
@@ -18,6 +18,14 @@ def probe():
         return "no NVIDIA GPU on this machine"
     # Through NVML, where torch can: the runtime's own count would make CUDA unusable in forked children.
     return torch.cuda.device_count() > 0 or "torch sees no usable GPU (CUDA_VISIBLE_DEVICES, driver version)"
+
+
+def _of_device(name):
+    return of_device(lambda index: getattr(torch.cuda, name)(index))
+
+
+def _call(name):
+    return lambda self: getattr(torch.cuda, name)()
 
 
 class CUDA_Accelerator(DeepSpeedAccelerator):
@@ -32,48 +40,31 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         self._seen = False  # a GPU was found; asked in hot paths, and a GPU does not go away
 
     # ---- kind of device ------------------------------------------------------------------------------------------
-    def is_synchronized_device(self):
-        return False
-
-    def use_host_timers(self):
-        return False
-
-    def resolves_data_dependency(self):
-        return False
-
-    def handles_memory_backpressure(self):
-        return False
+    is_synchronized_device = constant(False)
+    use_host_timers = constant(False)
+    resolves_data_dependency = constant(False)
+    handles_memory_backpressure = constant(False)
 
     # ---- devices -------------------------------------------------------------------------------------------------
+    device = _of_device("device")
+    synchronize = _of_device("synchronize")
+    current_device = _call("current_device")
+    device_count = _call("device_count")
+
     def device_name(self, device_index=None):
         return "cuda" if device_index is None else f"cuda:{device_index}"
-
-    def device(self, device_index=None):
-        return torch.cuda.device(device_index)
 
     def set_device(self, device_index):
         torch.cuda.set_device(device_index)
 
-    def current_device(self):
-        return torch.cuda.current_device()
-
     def current_device_name(self):
         return f"cuda:{torch.cuda.current_device()}"
-
-    def device_count(self):
-        return torch.cuda.device_count()
-
-    def synchronize(self, device_index=None):
-        return torch.cuda.synchronize(device_index)
 
     def is_available(self):
         self._seen = self._seen or probe() is True
         return self._seen
 
     # ---- random numbers ------------------------------------------------------------------------------------------
-    def random(self):
-        return torch.random
-
     def set_rng_state(self, new_state, device_index=None):
         if device_index is None:
             return torch.cuda.set_rng_state(new_state)
@@ -88,64 +79,29 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
     def manual_seed_all(self, seed):
         return torch.cuda.manual_seed_all(seed)
 
-    def initial_seed(self):
-        return torch.cuda.initial_seed()
+    initial_seed = _call("initial_seed")
 
     def default_generator(self, device_index):
         torch.cuda.init()  # fills the tuple below
         return torch.cuda.default_generators[device_index]
 
     # ---- streams and events --------------------------------------------------------------------------------------
-    @property
-    def Stream(self):
-        return torch.cuda.Stream
+    Stream = property(lambda self: torch.cuda.Stream)
+    Event = property(lambda self: torch.cuda.Event)
+    current_stream = _of_device("current_stream")
+    default_stream = _of_device("default_stream")
 
     def stream(self, stream):
         return torch.cuda.stream(stream)
 
-    def current_stream(self, device_index=None):
-        return torch.cuda.current_stream(device_index)
-
-    def default_stream(self, device_index=None):
-        return torch.cuda.default_stream(device_index)
-
-    @property
-    def Event(self):
-        return torch.cuda.Event
-
     # ---- memory --------------------------------------------------------------------------------------------------
-    def empty_cache(self):
-        return torch.cuda.empty_cache()
-
-    def memory_allocated(self, device_index=None):
-        return torch.cuda.memory_allocated(device_index)
-
-    def max_memory_allocated(self, device_index=None):
-        return torch.cuda.max_memory_allocated(device_index)
-
-    def reset_max_memory_allocated(self, device_index=None):
-        return torch.cuda.reset_peak_memory_stats(device_index)
-
-    def memory_cached(self, device_index=None):
-        return torch.cuda.memory_reserved(device_index)
-
-    def max_memory_cached(self, device_index=None):
-        return torch.cuda.max_memory_reserved(device_index)
-
-    def reset_max_memory_cached(self, device_index=None):
-        return torch.cuda.reset_peak_memory_stats(device_index)
-
-    def memory_stats(self, device_index=None):
-        return torch.cuda.memory_stats(device_index)
-
-    def reset_peak_memory_stats(self, device_index=None):
-        return torch.cuda.reset_peak_memory_stats(device_index)
-
-    def memory_reserved(self, device_index=None):
-        return torch.cuda.memory_reserved(device_index)
-
-    def max_memory_reserved(self, device_index=None):
-        return torch.cuda.max_memory_reserved(device_index)
+    empty_cache = _call("empty_cache")
+    memory_allocated = _of_device("memory_allocated")
+    max_memory_allocated = _of_device("max_memory_allocated")
+    memory_stats = _of_device("memory_stats")
+    reset_peak_memory_stats = _of_device("reset_peak_memory_stats")
+    memory_reserved = _of_device("memory_reserved")
+    max_memory_reserved = _of_device("max_memory_reserved")
 
     def total_memory(self, device_index=None):
         index = torch.cuda.current_device() if device_index is None else device_index
@@ -167,12 +123,8 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         return self.is_available() and torch.cuda.get_device_properties(torch.cuda.current_device()).major >= 7
 
     def supported_dtypes(self):
-        dtypes = [torch.float32]
-        if self.is_fp16_supported():
-            dtypes.append(torch.float16)
-        if self.is_bf16_supported():
-            dtypes.append(torch.bfloat16)
-        return dtypes
+        kinds = ((torch.float16, self.is_fp16_supported()), (torch.bfloat16, self.is_bf16_supported()))
+        return [torch.float32, *(dtype for dtype, supported in kinds if supported)]
 
     # ---- profiling and start-up ----------------------------------------------------------------------------------
     def range_push(self, msg, domain=None, category=None):
@@ -189,9 +141,6 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         return torch.cuda._lazy_call(callback)
 
     # ---- names of the pieces that fit ----------------------------------------------------------------------------
-    def communication_backend_name(self):
-        return self._communication_backend_name
-
     def is_triton_supported(self):
         if torch.version.hip or not self.is_available():
             return False
@@ -208,34 +157,6 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         graph.replay()
 
     # ---- tensors -------------------------------------------------------------------------------------------------
-    @property
-    def BFloat16Tensor(self):
-        return torch.cuda.BFloat16Tensor
-
-    @property
-    def ByteTensor(self):
-        return torch.cuda.ByteTensor
-
-    @property
-    def DoubleTensor(self):
-        return torch.cuda.DoubleTensor
-
-    @property
-    def FloatTensor(self):
-        return torch.cuda.FloatTensor
-
-    @property
-    def HalfTensor(self):
-        return torch.cuda.HalfTensor
-
-    @property
-    def IntTensor(self):
-        return torch.cuda.IntTensor
-
-    @property
-    def LongTensor(self):
-        return torch.cuda.LongTensor
-
     def pin_memory(self, tensor, make_copy=True, match_shape=True):
         backend = os.environ.get("DS_PIN_MEMORY_BACKEND", "torch")
         if backend != "torch":
@@ -246,18 +167,8 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         pinned = tensor.pin_memory() if make_copy else torch.empty_like(tensor, device="cpu", pin_memory=True)
         return pinned if match_shape else pinned.reshape(-1)
 
-    def is_pinned(self, tensor):
-        return tensor.is_pinned()
-
-    def unpin_memory(self, tensor):
-        pass  # torch's host allocator takes the pages back when the last view of the tensor dies
-
-    def on_accelerator(self, tensor):
-        return tensor.device.type == "cuda"
-
     # ---- native ops ----------------------------------------------------------------------------------------------
-    def op_builder_dir(self):
-        return "deepspeed.ops.op_builder"
+    op_builder_dir = constant("deepspeed.ops.op_builder")
 
     # ---- environment ---------------------------------------------------------------------------------------------
     def export_envs(self):

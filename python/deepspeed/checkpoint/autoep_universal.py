@@ -12,9 +12,9 @@ import re
 import torch
 
 from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.layouts.saved_state import eager
 from deepspeed.checkpoint.layouts.saved_universal import STEP, ZERO_FOLDER
 from deepspeed.checkpoint.read import storage
-from deepspeed.checkpoint.read.weights import eager
 from deepspeed.checkpoint.reshape_utils import natural_key
 
 # ---- folding metadata ----------------------------------------------------------------------------------------------

@@ -24,12 +24,12 @@ from deepspeed.checkpoint.constants import MODEL_FILE_SUFFIX, OPTIMIZER_STATE_DI
 from deepspeed.checkpoint.convert.export import torch_files
 from deepspeed.checkpoint.convert.universal import TEMP_FOLDER, Conversion, merge_parameter, run_tasks
 from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.layouts.saved_shards import SlicedState
 from deepspeed.checkpoint.layouts.saved_universal import ZERO_FOLDER, ParallelRules, is_universal
 from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.reshape_utils import natural_key
 from deepspeed.checkpoint.write import file_writer
 from deepspeed.log import logger
-from deepspeed.zero.saved_sliced import SlicedState
 
 
 def parse_arguments(args=None):

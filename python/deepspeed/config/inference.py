@@ -3,7 +3,7 @@
 import torch
 
 from deepspeed.config.errors import config_error, raise_if_broken
-from deepspeed.config.model import ConfigSection, layout
+from deepspeed.config.model import ConfigSection, layout, section
 from deepspeed.config.read import read
 from deepspeed.config.sections import DeepSpeedZeroConfig
 
@@ -24,24 +24,10 @@ def as_dtype(value):
     raise config_error(f"dtype = {value!r} must be one of {known}.", ["dtype"], value=value)
 
 
-class DeepSpeedTPConfig(ConfigSection):
-    ROOT = "inference"
-    PATH = "tp"
-
-
-class DeepSpeedMoEConfig(ConfigSection):
-    ROOT = "inference"
-    PATH = "moe"
-
-
-class QuantizationConfig(ConfigSection):
-    ROOT = "inference"
-    PATH = "quant"
-
-
-class InferenceCheckpointConfig(ConfigSection):
-    ROOT = "inference"
-    PATH = "ckpt_config"
+DeepSpeedTPConfig = section("DeepSpeedTPConfig", "tp", "inference")
+DeepSpeedMoEConfig = section("DeepSpeedMoEConfig", "moe", "inference")
+QuantizationConfig = section("QuantizationConfig", "quant", "inference")
+InferenceCheckpointConfig = section("InferenceCheckpointConfig", "ckpt_config", "inference")
 
 
 class _WholeConfig(ConfigSection):
@@ -75,9 +61,7 @@ class DeepSpeedInferenceConfig(_WholeConfig):
         super().__init__(strict=strict, **data)
 
 
-class RaggedTPConfig(ConfigSection):
-    ROOT = "ragged_inference"
-    PATH = "tp"
+RaggedTPConfig = section("RaggedTPConfig", "tp", "ragged_inference")
 
 
 class RaggedInferenceEngineConfig(_WholeConfig):

@@ -1,6 +1,7 @@
 """Section objects: attributes over the values of one section of the configuration."""
 
 import copy
+import sys
 
 import torch
 
@@ -153,6 +154,12 @@ class ConfigSection(DeepSpeedConfigModel):
 
     def __setattr__(self, name, value):
         self.__dict__[self.__dict__.get("_aliases", {}).get(name, name)] = value
+
+
+def section(name, path, root="training"):
+    """The class ``name`` of the section at ``path``, for sections of which scripts know no more than the class."""
+    members = {"ROOT": root, "PATH": path, "__module__": sys._getframe(1).f_globals["__name__"]}
+    return type(name, (ConfigSection,), members)
 
 
 def _refuse_auto(data, path):

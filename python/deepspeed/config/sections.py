@@ -4,7 +4,7 @@ import enum
 import pathlib
 
 from deepspeed.config.errors import config_error
-from deepspeed.config.model import ConfigSection
+from deepspeed.config.model import ConfigSection, section
 
 
 class ZeroStageEnum(int, enum.Enum):
@@ -56,12 +56,8 @@ class DeepSpeedFP16Config(ConfigSection):
         }
 
 
-class DeepSpeedBF16Config(ConfigSection):
-    PATH = "bf16"
-
-
-class DeepSpeedTorchAutocastConfig(ConfigSection):
-    PATH = "torch_autocast"
+DeepSpeedBF16Config = section("DeepSpeedBF16Config", "bf16")
+DeepSpeedTorchAutocastConfig = section("DeepSpeedTorchAutocastConfig", "torch_autocast")
 
 
 class DeepSpeedZeroOffloadParamConfig(ConfigSection):
@@ -79,12 +75,8 @@ class DeepSpeedZeroOffloadOptimizerConfig(ConfigSection):
         return self.pipeline_read or self.pipeline_write
 
 
-class ZenFlowConfig(ConfigSection):
-    PATH = "zero_optimization.zenflow"
-
-
-class DeepSpeedZeroLeafModuleConfig(ConfigSection):
-    PATH = "zero_optimization.leaf_module"
+ZenFlowConfig = section("ZenFlowConfig", "zero_optimization.zenflow")
+DeepSpeedZeroLeafModuleConfig = section("DeepSpeedZeroLeafModuleConfig", "zero_optimization.leaf_module")
 
 
 class DeepSpeedZeroConfig(ConfigSection):
@@ -98,56 +90,19 @@ class DeepSpeedZeroConfig(ConfigSection):
     }
 
 
-class DeepSpeedActivationCheckpointingConfig(ConfigSection):
-    PATH = "activation_checkpointing"
-
-
-class DeepSpeedFlopsProfilerConfig(ConfigSection):
-    PATH = "flops_profiler"
-
-
-class CommsConfig(ConfigSection):
-    PATH = "comms_logger"
-
-
-class DeepSpeedThroughputTimerConfig(ConfigSection):
-    PATH = "timers.throughput"
-
-
-class TensorBoardConfig(ConfigSection):
-    PATH = "tensorboard"
-
-
-class WandbConfig(ConfigSection):
-    PATH = "wandb"
-
-
-class CSVConfig(ConfigSection):
-    PATH = "csv_monitor"
-
-
-class CometConfig(ConfigSection):
-    PATH = "comet"
-
-
-class WeightQuantConfig(ConfigSection):
-    PATH = "weight_quantization"
-
-
-class HybridEngineConfig(ConfigSection):
-    PATH = "hybrid_engine"
-
-
-class CompileConfig(ConfigSection):
-    PATH = "compile"
-
-
-class TPTrainingConfig(ConfigSection):
-    PATH = "tensor_parallel"
-
-
-class DeepSpeedNebulaConfig(ConfigSection):
-    PATH = "nebula"
+DeepSpeedActivationCheckpointingConfig = section("DeepSpeedActivationCheckpointingConfig", "activation_checkpointing")
+DeepSpeedFlopsProfilerConfig = section("DeepSpeedFlopsProfilerConfig", "flops_profiler")
+CommsConfig = section("CommsConfig", "comms_logger")
+DeepSpeedThroughputTimerConfig = section("DeepSpeedThroughputTimerConfig", "timers.throughput")
+TensorBoardConfig = section("TensorBoardConfig", "tensorboard")
+WandbConfig = section("WandbConfig", "wandb")
+CSVConfig = section("CSVConfig", "csv_monitor")
+CometConfig = section("CometConfig", "comet")
+WeightQuantConfig = section("WeightQuantConfig", "weight_quantization")
+HybridEngineConfig = section("HybridEngineConfig", "hybrid_engine")
+CompileConfig = section("CompileConfig", "compile")
+TPTrainingConfig = section("TPTrainingConfig", "tensor_parallel")
+DeepSpeedNebulaConfig = section("DeepSpeedNebulaConfig", "nebula")
 
 
 class DeepSpeedMonitorConfig(ConfigSection):

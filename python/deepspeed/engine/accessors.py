@@ -6,7 +6,8 @@ The accessors that hand out one value as it is are a table, ``accessor_table.py`
 import torch
 
 from deepspeed import _native
-from deepspeed.engine.accessor_table import PATHS, answers_from
+from deepspeed.engine.accessor_table import PATHS
+from deepspeed.engine.members import answers_from
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -18,9 +19,9 @@ def dtype_of(name):
     return _DTYPES[str(name).lower()]
 
 
-@answers_from(PATHS)
+@answers_from(PATHS, below="_config")
 class ConfigAccessors:
-    """Mixed into the engine; ``self._config`` is the parsed config."""
+    """The engine's base class; ``self._config`` is the parsed config."""
 
     def get_batch_info(self):
         """``(train_batch_size, micro batch per rank, accumulation steps)``."""
@@ -42,10 +43,6 @@ class ConfigAccessors:
             "consecutive_hysteresis": fp16.consecutive_hysteresis,
             "min_scale": fp16.min_loss_scale,
         }
-
-    def loss_scale(self):
-        """The loss scale in use now; 1.0 without fp16."""
-        return self.optimizer.loss_scale if hasattr(self.optimizer, "loss_scale") else 1.0
 
     def optimizer_name(self):
         return self.client_optimizer.__class__.__name__ if self.client_optimizer else self._config.optimizer_name
@@ -81,9 +78,6 @@ class ConfigAccessors:
         """What the ZeRO stage decides, see csrc/zero/stage_policy.h; nothing else looks at its number."""
         return _native._C.stage_policy(self._config.zero_optimization_stage)
 
-    def zero_optimization(self):
-        return self._config.zero_enabled
-
     def zero_optimization_partition_gradients(self):
         """Whether every rank keeps only its share of the gradients: stages 2 and 3."""
         return self._stage_policy.shards_grads
@@ -116,19 +110,6 @@ class ConfigAccessors:
     def zero_nvme_offload_optimizer(self):
         return self._offload_device() == "nvme"
 
-    def zero_partial_offload(self):
-        """Share of the parameters whose step runs on the CPU (``offload_optimizer.ratio``); 0.0 without offload."""
-        section = self.zero_offload_optimizer()
-        return 0.0 if section is None else section.ratio
-
-    def super_offload(self):
-        section = self.zero_offload_optimizer()
-        return False if section is None else section.super_offload
-
-    def cpuadam_cores_perc(self):
-        section = self.zero_offload_optimizer()
-        return 0.8 if section is None else section.cpuadam_cores_perc
-
     # ---- features beside training proper ---------------------------------------------------------------------------
     def checkpoint_writer_enabled(self):
         return self._config.checkpoint_config.writer is not None
@@ -151,27 +132,3 @@ class ConfigAccessors:
         """Whether the autotuner asked this run only for facts about the model."""
         info = self._config.autotuning_config.model_info
         return bool(self.autotuning_enabled() and info and info.get("profile", False))
-
-    def pld_theta(self):
-        return self._config.pld_params["theta"]
-
-    def pld_gamma(self):
-        return self._config.pld_params["gamma"]
-
-    def data_sampling_enabled(self):
-        return self.data_sampling_config()["enabled"]
-
-    def data_sampling_config(self):
-        return self._config.data_efficiency_config["data_sampling"]
-
-    def curriculum_learning_enabled(self):
-        return self.curriculum_learning_config()["enabled"]
-
-    def curriculum_learning_config(self):
-        return self.data_sampling_config()["curriculum_learning"]
-
-    def random_ltd_enabled(self):
-        return self.random_ltd_config()["enabled"]
-
-    def random_ltd_config(self):
-        return self._config.data_efficiency_config["data_routing"]["random_ltd"]

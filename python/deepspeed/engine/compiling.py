@@ -2,6 +2,7 @@
 
 from deepspeed._compat import TORCH2
 from deepspeed.accelerator import get_accelerator
+from deepspeed.engine.members import member
 
 
 def is_compile_supported():
@@ -10,15 +11,19 @@ def is_compile_supported():
 
 
 class Compiling:
-    """Mixed into the engine. What is compiled is the module's computation; hooks, reduction and the step stay."""
+    """A part of the engine. What is compiled is the module's computation; hooks, reduction and the step stay."""
 
-    _is_compiled = False
+    def __init__(self, engine):
+        self.engine = engine
+        self.done = False
 
     @property
+    @member
     def is_compiled(self):
         """True after ``compile``."""
-        return self._is_compiled
+        return self.done
 
+    @member
     def compile(
         self,
         backend=get_accelerator().get_compile_backend(),  # noqa: B008 (the published signature)
@@ -48,15 +53,11 @@ class Compiling:
             )
         if "backend" in compile_kwargs:
             raise ValueError("engine.compile: pass backend= as an argument of its own, not inside compile_kwargs")
-        if self._is_compiled:
-            return
-        self.module.compile(backend=backend, **compile_kwargs)
-        self._is_compiled = True
+        if not self.done:
+            self.engine.module.compile(backend=backend, **compile_kwargs)
+            self.done = True
 
-    def is_deepcompile_enabled(self):
-        """Whether the configuration asks for DeepCompile."""
-        return self._config.compile_config.deepcompile
-
+    @member
     def is_deepcompile_active(self):
         """Whether the module was compiled with DeepCompile."""
-        return self.is_compiled and self.is_deepcompile_enabled()
+        return self.done and self.engine.is_deepcompile_enabled()

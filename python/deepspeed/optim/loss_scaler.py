@@ -46,6 +46,10 @@ class LossScalerBase:
     def update_scale(self, overflow):
         """Tells the scaler how a step went; a fixed scale does not care."""
 
+    def rules_and_state(self):
+        """For a native step, which then moves the scale: see ``set_state``. None: it calls ``update_scale``."""
+        return None
+
     def backward(self, loss, retain_graph=False):
         """Runs backward from the scaled loss."""
         (loss * self.loss_scale).backward(retain_graph=retain_graph)
@@ -132,10 +136,22 @@ class DynamicLossScaler(LossScalerBase):
             self.raise_error_at_min_scale, self.settling,
         )  # fmt: skip
 
+    def rules_and_state(self):
+        """None where a subclass has an ``update_scale`` of its own."""
+        if type(self).update_scale is not DynamicLossScaler.update_scale:
+            return None
+        return self._rules(), (self.cur_scale, self.cur_iter, self.last_overflow_iter, self.cur_hysteresis)
+
+    def set_state(self, scale, iteration, last_overflow, hysteresis):
+        self.cur_scale, self.cur_iter, self.last_overflow_iter = scale, iteration, last_overflow
+        self.cur_hysteresis = hysteresis
+
     def update_scale(self, overflow):
         """Moves the scale after a step; `overflow`: its gradients held inf or nan, so it was skipped."""
-        self.cur_scale, self.cur_iter, self.last_overflow_iter, self.cur_hysteresis = self._rules().next(
-            self.cur_scale, self.cur_iter, self.last_overflow_iter, self.cur_hysteresis, bool(overflow)
+        self.set_state(
+            *self._rules().next(
+                self.cur_scale, self.cur_iter, self.last_overflow_iter, self.cur_hysteresis, bool(overflow)
+            )
         )
 
     def has_overflow(self, params):

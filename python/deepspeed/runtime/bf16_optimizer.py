@@ -1,3 +1,3 @@
 """Import path of existing scripts."""
 
-from deepspeed.zero.bf16_optimizer import BF16_Optimizer  # noqa: F401
+from deepspeed.published.bf16_optimizer import BF16_Optimizer  # noqa: F401

@@ -1,9 +1,9 @@
 """Import path that existing scripts use."""
 
 from deepspeed.checkpoint.write.engine_states import parallel_metadata as _checkpoint_parallel_metadata  # noqa: F401
-from deepspeed.engine.data import ROUTE_EVAL, ROUTE_PREDICT, ROUTE_TRAIN  # noqa: F401
 from deepspeed.engine.engine import (  # noqa: F401
     DeepSpeedEngine,
     DeepSpeedOptimizerCallable,
     DeepSpeedSchedulerCallable,
 )
+from deepspeed.engine.training_data import ROUTE_EVAL, ROUTE_PREDICT, ROUTE_TRAIN  # noqa: F401

@@ -16,9 +16,9 @@ import re
 
 import torch
 
-from deepspeed.utils.lazy_tensor import LazyTensor
-from deepspeed.utils.torch_archive import load
-from deepspeed.utils.weight_files import StoredWeight, write_weight_files
+from deepspeed.formats.lazy_tensor import LazyTensor
+from deepspeed.formats.torch_archive import load
+from deepspeed.formats.weight_files import StoredWeight, write_weight_files
 
 debug = 0
 device = torch.device("cpu")

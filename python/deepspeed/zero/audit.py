@@ -44,6 +44,7 @@ class Audit:
         self.steps = steps
         self.done = 0
         self.params = [param for group in engine.trained_groups for param in group]
+        self.group_of = [index for index, group in enumerate(engine.trained_groups) for _ in group]
         self.sums = {}
         self.handles = [
             param.register_hook(self._catcher(index)) for index, param in enumerate(self.params) if param.requires_grad
@@ -187,12 +188,12 @@ class Audit:
 
     def _magnification(self, index):
         optimizer = self.engine.basic_optimizer
-        return optimizer.magnification(optimizer.param_groups[self.engine._audited_group_of[index]])
+        return optimizer.magnification(optimizer.param_groups[self.group_of[index]])
 
     def _updated(self, index, grad):
         """The weight after one step of the optimizer with the fp64 gradient ``grad``, which is still scaled."""
         optimizer = self.engine.basic_optimizer
-        group = optimizer.param_groups[self.engine._audited_group_of[index]]
+        group = optimizer.param_groups[self.group_of[index]]
         clip = self.engine.stepping.clip
         grad = grad / self.scale
         if clip > 0:

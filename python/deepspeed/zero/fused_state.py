@@ -30,8 +30,7 @@ class FusedState:
         self.optimizer = optimizer
         self.params = params
         self.run_step = run_step
-        # Inside an engine step: loss scale, max norm, and whether to check, for the core; () when it has them already.
-        self.begin = None
+        self._inputs = self._report = None  # of the engine's step that is running
         optimizer.check_engine()
         self.core.set_rules([optimizer.rule_of(group) for group in optimizer.param_groups])
         if optimizer.stochastic_rounding:
@@ -52,14 +51,26 @@ class FusedState:
         for param, views in self._views():
             self.optimizer.state[param] = views
 
+    def run(self, inputs):
+        """The engine's step with these ``StepInputs``, through the optimizer's own ``step()``: hooks on it see it."""
+        self._inputs, self._report = inputs, None
+        try:
+            self.optimizer.step()
+            if self._report is None:
+                raise RuntimeError(f"{type(self.optimizer).__name__}.step() was replaced by one that makes no update")
+            return self._report
+        finally:
+            self._inputs = None
+
     def step(self):
-        """Called by the optimizer's own ``step()``: inside an engine step only the update, else a whole step."""
-        if self.begin is None:
+        """Called by the optimizer's own ``step()``: the update of the engine's step that is running, else a step."""
+        inputs, self._inputs = self._inputs, None
+        if inputs is None:
             self.run_step()
             return
         optimizer = self.optimizer
-        groups = [(optimizer.rule_of(group), optimizer.rule_args(group)) for group in optimizer.param_groups]
-        self.core.update(groups, self.begin or None)
+        inputs.groups = [(optimizer.rule_of(group), optimizer.rule_args(group)) for group in optimizer.param_groups]
+        self._report = self.core.step(inputs)
 
     def adopt(self):
         """Takes what ``load_state_dict`` put into ``optimizer.state`` into the flat buffers."""

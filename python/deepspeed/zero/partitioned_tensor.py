@@ -7,13 +7,13 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.zero.partition import partition_uniform
 
 
-class PartitionedTensor:
+class TensorParts:
     """This rank's contiguous part of a flattened tensor, and what it takes to put the whole together again.
 
     tensor: the whole tensor, equal on all ranks of `group`; each keeps a copy of its part only.
     """
 
-    def __init__(self, tensor, group, partition_meta=None):
+    def __init__(self, tensor, group):
         self.group = group
         self.num_parts = dist.get_world_size(group=group)
         self.rank = dist.get_rank(group=group)

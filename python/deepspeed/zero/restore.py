@@ -5,8 +5,15 @@ Each rank reads the ranges that it owns, from wherever they lie, and nothing els
 
 import torch
 
-from deepspeed.zero.saved_state import eager, read_into
+from deepspeed.registry import Registry
 from deepspeed.zero.wrapped_optimizer import in_memory_order
+
+# What reads saved states of a form, whose files and keys the room above knows.
+SAVED_FORMS = Registry("form of saved optimizer states")
+SAVED_FORMS.register("flat", "deepspeed.checkpoint.layouts.saved_shards:FlatState")
+SAVED_FORMS.register("sliced", "deepspeed.checkpoint.layouts.saved_shards:SlicedState")
+SAVED_FORMS.register("own slices", "deepspeed.checkpoint.layouts.saved_shards:OwnShard")
+SAVED_FORMS.register("plain", "deepspeed.checkpoint.layouts.saved_shards:PlainState")
 
 
 class Restore:
@@ -42,10 +49,10 @@ class Restore:
     def _fill(self, target, index, offset, pieces, what):
         param, name = self.params[index], self.names[index]
         if hasattr(param, "ds_handle") or param.is_contiguous():
-            filled = read_into(target, pieces, offset)
+            filled = self.saved.read_into(target, pieces, offset)
         else:  # pieces are in the order of memory, files in that of rows
             whole = torch.zeros(param.shape, dtype=target.dtype, device=target.device)
-            filled = min(read_into(whole, pieces, 0), target.numel())
+            filled = min(self.saved.read_into(whole, pieces, 0), target.numel())
             if target.shape == param.shape:
                 target.copy_(whole)
             else:
@@ -175,4 +182,6 @@ def _numel(param):
 
 
 def _own(value):
-    return value.clone() if torch.is_tensor(value) else eager(value)
+    if torch.is_tensor(value):
+        return value.clone()
+    return value.read() if hasattr(value, "read_range") else value

@@ -1,5 +1,8 @@
-"""One optimizer step: reduce what is left, norm, clip, update, loss scale. The same for every precision."""
+"""One optimizer step: one call of the core, which reduces what is left, measures, clips, updates and casts."""
 
+import math
+
+from deepspeed import _native
 from deepspeed.log import log_dist, logger
 
 
@@ -37,85 +40,56 @@ class Stepping:
         ``move``, of the learning-rate schedule (``engine.scheduling.Move``), is made when it is known that the step is
         not skipped, before anything changes: what it raises leaves all as it was, and the gradients in place.
         """
-        if self.need_all:
-            self.core.finish_backward()
-            self._refuse_unused()
-        begin = (self.loss_scale, self.clip, self.check)
-        if move is not None:
-            self.core.begin_step(*begin)
-            begin = ()
-            if not (self.check and self.core.report().skipped):
-                move.make()
+        inputs = _native._C.StepInputs(
+            loss_scale=self.loss_scale,
+            max_norm=self.clip,
+            check=self.check,
+            need_all=self.need_all,
+            name_nonfinite=self.check or not self._warned_not_finite,
+            before_update=None if move is None else move.make,
+        )
+        rules = getattr(self.scaler, "rules_and_state", lambda: None)()
+        if rules is not None:
+            inputs.set_scaler(*rules)
         try:
-            self._update(begin)
+            report = self._run(inputs)
         except BaseException:
             if move is not None:
                 move.undo()
             raise
-        report = self.core.end_step()
         if move is not None:
             move.keep()
         self.norm = report.norm
         self.overflow = report.skipped
-        if report.norm != report.norm or report.norm == float("inf"):
-            self._explain_overflow()
-            self.core.clear_grads()
+        if not math.isfinite(report.norm):
+            self._explain_overflow(report.nonfinite)
         if self.scaler is not None:
-            self.scaler.update_scale(self.overflow)
+            if report.loss_scale is not None:
+                self.scaler.set_state(*report.loss_scale)
+            else:
+                self.scaler.update_scale(self.overflow)
             if self.overflow:
                 log_dist(f"The step is skipped; the loss scale is now {self.scaler.loss_scale:g}.", ranks=[0])
         return not self.overflow
 
-    def _update(self, begin):
-        """``begin``: the arguments of ``begin_step``; empty when it was called."""
+    def _run(self, inputs):
         if self.fused is not None:
-            self.fused.begin = begin
-            try:
-                self.optimizer.step()
-            finally:
-                self.fused.begin = None
-            return
-        if begin:
-            self.core.begin_step(*begin)
-        if not self.core.report().skipped:
-            self.core.assign_optimizer_grads(self.masters)
-            self.optimizer.step()
-            self.core.take_back_grads(self.masters)
-            self.core.publish()
+            return self.fused.run(inputs)
+        inputs.set_outside(self.masters, self.optimizer.step)
+        return self.core.step(inputs)
 
-    def _refuse_unused(self):
-        unused = [name for name, used in zip(self.names, self.core.used()) if not used]
-        if unused:
-            raise RuntimeError(
-                f"no rank has a gradient for {len(unused)} parameter(s): {', '.join(unused[:5])}"
-                f"{', ...' if len(unused) > 5 else ''}. Freeze them (requires_grad_(False) before "
-                "deepspeed.initialize), or set zero_optimization.ignore_unused_parameters to true"
-            )
-
-    def _explain_overflow(self):
+    def _explain_overflow(self, nonfinite, most=3):
         """Says which gradients were not finite, on the rank that produced them."""
+        text = ", ".join(f"parameter '{name}' has {kind}" for name, kind in nonfinite[:most])
+        text += f" and {len(nonfinite) - most} more" if len(nonfinite) > most else ""
         if not self.check:
             if not self._warned_not_finite:
                 self._warned_not_finite = True
                 logger.warning(
-                    f"[Rank {self.rank}] the gradient norm is {self.norm}: {self._list_bad()}. fp32 steps are not "
+                    f"[Rank {self.rank}] the gradient norm is {self.norm}: {text}. fp32 steps are not "
                     "skipped, so the weights are affected. This is said once."
                 )
-            return
-        bad = self._list_bad()
-        if bad:
-            logger.warning(f"[Rank {self.rank}] gradient overflow: {bad}.")
+        elif text:
+            logger.warning(f"[Rank {self.rank}] gradient overflow: {text}.")
         else:
             log_dist("gradient overflow on another rank, which names the parameter.", ranks=[0])
-
-    def _list_bad(self, most=3):
-        found = self.core.nonfinite_grads()
-        if not found:
-            used = self.core.used()
-            found = [
-                (self.names[index], "nan" if grad.isnan().any() else "inf")
-                for (index, _, _), grad in zip(self.core.pieces(), self.core.grads())
-                if used[index] and not grad.isfinite().all()
-            ]
-        text = ", ".join(f"parameter '{name}' has {kind}" for name, kind in found[:most])
-        return text + (f" and {len(found) - most} more" if len(found) > most else "")

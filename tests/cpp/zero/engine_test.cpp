@@ -117,12 +117,7 @@ void compare(const Case& c, int steps, double tolerance) {
           loss.backward();
           engine->backward().end();
         }
-        engine->backward().finish();
-        engine->norm(1.0f, 0.05f, false);
-        engine->update(std::vector<std::vector<double>>(c.groups, adam_args().hyper()));
-        const StepReport report = engine->report();
-        engine->states().finish_step();
-        engine->backward().clear_grads();
+        const StepReport report = engine->step(adam_inputs(0.05f, false, c.groups));
         EXPECT_NEAR(report.norm, norms[step], 1e-5 * norms[step]) << "rank " << rank << " step " << step;
       }
       if (unit >= 0) engine->gatherer()->enter(unit, {});
@@ -334,9 +329,10 @@ TEST(Engine, UsersMayEditReplaceAndDropGradients) {
     model.params[3].mutable_grad().zero_();
   }
   engine->backward().finish();
-  engine->norm(1.0f, 0.0f, false);
-  EXPECT_NEAR(engine->report().norm, std::sqrt(static_cast<double>(kHidden)), 1e-6);
   EXPECT_FALSE(engine->grads().used(2));
+  use_adam(*engine);
+  EXPECT_NEAR(engine->step(adam_inputs()).norm, std::sqrt(static_cast<double>(kHidden)), 1e-6);
+  EXPECT_EQ(engine->stepper().steps()[2].item<float>(), 0.0f);
 }
 
 // One gradient of each rank, in 16 bits: quotients are added up in fp32, in rank order, and rounded once. At stage 0
@@ -376,11 +372,10 @@ TEST(Engine, SixteenBitGradientsAreSummedInFp32AndRoundedOnce) {
               weight.mutable_grad().zero_();
               weight.mutable_grad().narrow(0, 0, 9).fill_(2.0f);
             }
-            engine->begin_step(1.0f, 0.0f, true);
+            const StepReport report = engine->step(adam_inputs(0.0f, true));
             if (stage == 0) {
-              EXPECT_NEAR(engine->report().norm, 6.0, 1e-6);
+              EXPECT_NEAR(report.norm, 6.0, 1e-6);
             }
-            engine->backward().clear_grads();
           });
         }
         for (auto& rank : ranks) rank.join();
@@ -429,11 +424,9 @@ TEST(Engine, SixteenBitWeightsHaveMastersAndFp32Accumulation) {
     }
     EXPECT_TRUE(at::equal(engine->params().grad_view(0), at::full({5}, 1.5f)));
     EXPECT_FALSE(weight.grad().defined());
-    engine->norm(1.0f, 0.0f, true);
     AdamArgs args = adam_args();
     args.lr = 1e-4;  // too small for a bf16 weight of 1 to move
-    engine->update({args.hyper()});
-    EXPECT_FALSE(engine->report().skipped);
+    EXPECT_FALSE(engine->step(adam_inputs(0.0f, true, 1, args)).skipped);
     EXPECT_LT(engine->params().master_view(0)[0].item<float>(), 1.0f);
     EXPECT_TRUE(at::equal(weight.detach(), engine->params().master_view(0).to(type)));
   }
@@ -452,14 +445,86 @@ TEST(Engine, AnOverflowChangesNothing) {
     engine->backward().begin(true);
     (weight * factor).sum().backward();
     engine->backward().end();
-    engine->norm(1.0f, 0.0f, true);
-    engine->update({adam_args().hyper()});
-    const StepReport report = engine->report();
-    engine->backward().clear_grads();
+    StepInputs inputs = adam_inputs(0.0f, true);
+    inputs.name_nonfinite = true;
+    inputs.scaler = {{}, {}};
+    bool moved = false;
+    inputs.before_update = [&] {
+      moved = true;
+      EXPECT_TRUE(at::equal(weight.detach(), before));
+    };
+    const StepReport report = engine->step(inputs);
     EXPECT_EQ(report.skipped, !std::isfinite(factor));
+    EXPECT_NE(moved, report.skipped);
+    EXPECT_EQ(report.nonfinite.size(), report.skipped ? 1u : 0u);
+    if (report.skipped)
+      EXPECT_EQ(report.nonfinite[0], (std::pair<std::string, std::string>{"w", std::isnan(factor) ? "nan" : "inf"}));
+    EXPECT_EQ(report.loss_scale->scale, report.skipped ? 32768.0 : 65536.0);
+    EXPECT_FALSE(engine->grads().any());
     EXPECT_EQ(at::equal(weight.detach(), before), report.skipped);
     EXPECT_EQ(at::equal(engine->stepper().steps(), steps), report.skipped);
   }
+}
+
+// A schedule that raises, and a parameter that nobody has used: weights, states and gradients are as before.
+TEST(Engine, AStepThatIsRefusedChangesNothing) {
+  at::Tensor weight = at::ones({5}).set_requires_grad(true), other = at::ones({2}).set_requires_grad(true);
+  auto engine = std::make_shared<Engine>(
+      std::vector<ParamSpec>{{weight, "w", 0, 0, true}, {other, "other", 0, 1, true}}, std::vector<ShardedParamPtr>{},
+      EngineOptions{}, EngineRanks{comm::local_communicator()});
+  use_adam(*engine);
+  engine->backward().begin(true);
+  weight.sum().backward();
+  engine->backward().end();
+  StepInputs raising = adam_inputs(), all = adam_inputs();
+  raising.before_update = [] { fail(ErrorKind::kRuntime, "the schedule is broken"); };
+  all.need_all = true;
+  EXPECT_THROW(engine->step(raising), Error);
+  try {
+    engine->step(all);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("no rank has a gradient for 1 parameter(s): other. Freeze"),
+              std::string::npos);
+  }
+  EXPECT_TRUE(at::equal(weight.detach(), at::ones({5})));
+  EXPECT_EQ(engine->stepper().steps()[0].item<float>(), 0.0f);
+  EXPECT_TRUE(at::equal(weight.grad(), at::ones({5})));
+  EXPECT_FALSE(engine->step(adam_inputs()).skipped);
+  EXPECT_EQ(engine->stepper().steps()[0].item<float>(), 1.0f);
+}
+
+// An optimizer that lives outside gets unscaled, clipped gradients, and what it writes goes to the model.
+TEST(Engine, AnOptimizerOutsideIsCalledInTheStep) {
+  at::Tensor weight = at::ones({4}, at::kBFloat16).set_requires_grad(true);
+  EngineOptions options;
+  options.grad_dtype = at::kFloat;
+  auto engine =
+      std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}}, std::vector<ShardedParamPtr>{},
+                               options, EngineRanks{comm::local_communicator()});
+  engine->states().refresh_master();
+  int called = 0;
+  for (double factor : {1.0, HUGE_VAL}) {
+    engine->backward().begin(true);
+    (weight * 4.0 * factor).sum().backward();
+    engine->backward().end();
+    StepInputs inputs;
+    inputs.loss_scale = 2.0f;
+    inputs.max_norm = 1.0f;
+    inputs.check = true;
+    inputs.masters = engine->states().pieces(StateKind::kMaster, 0);
+    inputs.outside = [&] {
+      at::NoGradGuard no_grad;
+      ++called;
+      EXPECT_TRUE(at::allclose(inputs.masters[0].grad(), at::full({4}, 0.5), 1e-5, 1e-6));  // norm 4, clipped to 1
+      inputs.masters[0].sub_(inputs.masters[0].grad());
+    };
+    const StepReport report = engine->step(inputs);
+    EXPECT_EQ(report.skipped, !std::isfinite(factor));
+    EXPECT_FALSE(inputs.masters[0].grad().defined());
+    EXPECT_TRUE(at::allclose(weight.detach().to(at::kFloat), at::full({4}, 0.5), 1e-5, 1e-6));
+  }
+  EXPECT_EQ(called, 1);
 }
 
 TEST(Engine, MemoryOrderOfParametersIsKept) {

@@ -87,11 +87,9 @@ struct Rank {
     engine->backward().end();
   }
   void step() {
-    engine->norm(1.0f, 0.0f, false);
-    engine->update({{0.1, 0.9, 0.99, 1e-8, 0.0, 1, 1}});
-    engine->report();
-    engine->states().finish_step();
-    engine->backward().clear_grads();
+    StepInputs inputs;
+    inputs.hyper = {{0.1, 0.9, 0.99, 1e-8, 0.0, 1, 1}};
+    engine->step(inputs);
   }
 };
 
@@ -156,7 +154,7 @@ TEST_P(KernelFailures, WithoutReductionTheyWaitForTheStep) {
     loss.backward();
     one.engine->backward().end();
     orders().fail_copies = false;
-    EXPECT_NE(failure_of([&] { one.engine->begin_step(1.0f, 0.0f, false); }), "") << one.rank;
+    EXPECT_NE(failure_of([&] { one.step(); }), "") << one.rank;
     EXPECT_TRUE(at::equal(one.weight.detach(), at::ones({3000})));
   });
 }

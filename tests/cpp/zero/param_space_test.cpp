@@ -123,9 +123,7 @@ void compare(const Case& c, int steps) {
           engine->backward().end();
         }
         EXPECT_EQ(engine->grads().used(1), step % 4 != 1 || expert == 0) << "step " << step;
-        engine->begin_step(1.0f, kMaxNorm, false);
-        engine->update({adam_args().hyper()});
-        const StepReport report = engine->end_step();
+        const StepReport report = engine->step(adam_inputs(kMaxNorm));
         EXPECT_NEAR(report.norm, reference.norms[step], 1e-5 * reference.norms[step]) << "rank " << rank << step;
       }
       const std::vector<at::Tensor> expected = {reference.params[0], reference.params[2 + expert], reference.params[1]};

@@ -306,7 +306,8 @@ def test_cuda_names_need_no_gpu():
 
 def test_cuda_asks_torch_for_what_torch_has():
     with open(inspect.getsourcefile(class_of("cuda_accelerator")), encoding="utf-8") as file:
-        names = set(re.findall(r"torch\.cuda\.(\w+)", file.read()))
+        names = set(re.findall(r"(?:torch\.cuda\.|_of_device\(\"|_call\(\")(\w+)", file.read()))
+    names |= {name for name in INTERFACE if name.endswith("Tensor")}
     assert len(names) > 30
     assert not [name for name in names if not hasattr(torch.cuda, name)]
 

@@ -534,7 +534,7 @@ def main(paths):
     sys.path.insert(0, os.environ["DS_PYTHON"])
     import deepspeed.runtime.fp16.loss_scaler  # noqa: PLC0415
     import deepspeed.runtime.zero.config  # noqa: F401, PLC0415
-    from deepspeed.utils import standalone_reader, torch_archive  # noqa: PLC0415
+    from deepspeed.formats import standalone_reader, torch_archive  # noqa: PLC0415
 
     lazy = type(sys)("lazy_module")
     lazy.__getattr__ = lambda key: open(MARK, "w")

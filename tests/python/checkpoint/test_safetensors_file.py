@@ -6,8 +6,8 @@ import struct
 import pytest
 import torch
 
-from deepspeed.utils.safetensors_file import SAFETENSORS_DTYPES, DamagedSafetensors, read_safetensors
-from deepspeed.utils.weight_files import write_safetensors
+from deepspeed.formats.safetensors_file import SAFETENSORS_DTYPES, DamagedSafetensors, read_safetensors
+from deepspeed.formats.weight_files import write_safetensors
 
 
 def test_every_dtype_comes_back(tmp_path):

@@ -22,8 +22,8 @@ import torch
 import deepspeed  # noqa: F401
 from deepspeed import _compat
 from deepspeed.checkpoint.read import storage
-from deepspeed.utils import standalone_reader
-from deepspeed.utils.torch_archive import LazyTensor, RefusedClass, load
+from deepspeed.formats import standalone_reader
+from deepspeed.formats.torch_archive import LazyTensor, RefusedClass, load
 
 PEERS = os.path.join(os.path.dirname(__file__), "..", "..", "data", "peer-checkpoints")
 

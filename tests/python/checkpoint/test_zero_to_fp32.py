@@ -12,10 +12,11 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from deepspeed.checkpoint.convert import export  # noqa: E402
-from deepspeed.utils import weight_files, zero_to_fp32  # noqa: E402
-from deepspeed.utils.lazy_tensor import LazyTensor  # noqa: E402
-from deepspeed.utils.safetensors_file import read_safetensors  # noqa: E402
-from deepspeed.utils.torch_archive import RefusedClass, load  # noqa: E402
+from deepspeed.formats import weight_files  # noqa: E402
+from deepspeed.formats.lazy_tensor import LazyTensor  # noqa: E402
+from deepspeed.formats.safetensors_file import read_safetensors  # noqa: E402
+from deepspeed.formats.torch_archive import RefusedClass, load  # noqa: E402
+from deepspeed.utils import zero_to_fp32  # noqa: E402
 from deepspeed.utils.zero_to_fp32 import (  # noqa: E402
     GatheredTensor,
     convert_zero_checkpoint_to_fp32_state_dict,

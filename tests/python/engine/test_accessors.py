@@ -6,8 +6,8 @@ import pytest
 
 from deepspeed import DeepSpeedEngine
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.engine.accessor_table import answers_from
 from deepspeed.engine.accessors import ConfigAccessors
+from deepspeed.engine.members import answers_from
 
 
 class Engine(ConfigAccessors):

@@ -11,17 +11,16 @@ import stat
 import torch
 
 from deepspeed import comm as dist
-from deepspeed import utils
 from deepspeed._compat import named_parameters
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.names import SCRIPT
-from deepspeed.checkpoint.layouts.saved_state import Range, open_saved
+from deepspeed.checkpoint.layouts.open_saved import open_saved
+from deepspeed.checkpoint.layouts.saved_state import Range
 from deepspeed.checkpoint.read import cli
 from deepspeed.checkpoint.read.weights import eager, plain
 from deepspeed.checkpoint.write.ranks import failure_of, raise_together
-from deepspeed.log import logger
-from deepspeed.utils.lazy_tensor import itemsize
-from deepspeed.utils.weight_files import (
+from deepspeed.formats.lazy_tensor import itemsize
+from deepspeed.formats.weight_files import (
     StoredWeight,
     as_weight,
     write_safetensors,
@@ -29,6 +28,7 @@ from deepspeed.utils.weight_files import (
     write_weight_files,
     write_whole,
 )
+from deepspeed.log import logger
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.sharded_parameter import is_sharded
 
@@ -351,12 +351,12 @@ def torch_files(saved, mp_rank):
 
 # Each uses the ones before it.
 MODULES = (
-    "byte_ranges",
-    "lazy_tensor",
-    "standalone_reader",
-    "torch_archive_writer",
-    "weight_files",
-    "zero_to_fp32",
+    "formats/byte_ranges",
+    "formats/lazy_tensor",
+    "formats/standalone_reader",
+    "formats/torch_archive_writer",
+    "formats/weight_files",
+    "utils/zero_to_fp32",
 )
 
 
@@ -411,11 +411,11 @@ def bundle(sources):
 @functools.lru_cache(maxsize=1)
 def script():
     """The text of the script."""
-    folder = os.path.dirname(utils.__file__)
     sources = {}
     for name in MODULES:
-        with open(os.path.join(folder, f"{name}.py"), encoding="utf-8") as file:
-            sources[name] = file.read()
+        path = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(names.__file__))), *name.split("/"))
+        with open(f"{path}.py", encoding="utf-8") as file:
+            sources[os.path.basename(name)] = file.read()
     return bundle(sources)
 
 

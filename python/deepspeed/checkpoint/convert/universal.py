@@ -15,7 +15,8 @@ import torch
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.autoep_universal import layers_of, merge_zero_shards, metadata_of, write_shard
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.layouts.saved_state import open_saved
+from deepspeed.checkpoint.layouts.open_saved import open_saved
+from deepspeed.checkpoint.layouts.saved_state import read_into
 from deepspeed.checkpoint.layouts.saved_universal import OPTIMIZER_STATE, STEP, ZERO_FOLDER, ParallelRules, merge_slices
 from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.read.weights import eager, plain
@@ -24,7 +25,6 @@ from deepspeed.checkpoint.reshape_utils import get_zero_files
 from deepspeed.checkpoint.write import file_writer
 from deepspeed.host.cpu import usable_cores
 from deepspeed.log import logger
-from deepspeed.zero.saved_state import read_into
 
 # ---- universal source ----------------------------------------------------------------------------------------------
 # A checkpoint folder as the source of a universal one: its grid of ranks, its parameters, its rules.

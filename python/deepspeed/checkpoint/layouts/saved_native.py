@@ -15,8 +15,8 @@ import torch
 from deepspeed.checkpoint.constants import BUFFER_NAMES, FROZEN_PARAM_SHAPES, PARAM_SHAPES
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.names import MODULE, VALUES
-from deepspeed.utils.safetensors_file import DamagedSafetensors, read_safetensors
-from deepspeed.zero.saved_state import Range, SavedState
+from deepspeed.checkpoint.layouts.saved_state import Range, SavedState
+from deepspeed.formats.safetensors_file import DamagedSafetensors, read_safetensors
 
 # ---- plain json ----------------------------------------------------------------------------------------------------
 # Values of Python as JSON, exactly: what comes back equals what went in, type included. Tensors go elsewhere. Text,

@@ -1,133 +1,162 @@
-"""Opens the checkpoint folder of any stage and number of ranks as one ``SavedState``; see ``zero.saved_state``."""
+"""What a checkpoint holds, whichever layout, ZeRO stage and number of ranks wrote it: the class that all layouts share.
 
-import os
+Readers of it ask for ranges of one parameter and never learn how the files are cut.
+"""
 
-from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.layouts.saved_native import NativeState
-from deepspeed.checkpoint.layouts.saved_universal import UniversalState, is_universal
-from deepspeed.checkpoint.read import storage
-from deepspeed.zero.saved_flat import FlatState
-from deepspeed.zero.saved_plain import PlainState
-from deepspeed.zero.saved_sliced import SlicedState
-from deepspeed.zero.saved_state import Range, SavedState  # noqa: F401
-
-_PREFIXES = ("bf16_", "", "fp16_")
+import torch
 
 
-class Shards:
-    """``optimizer_state_dict`` of every rank that saved, read when it is asked for. ``first``: a rank whose file is
-    here; on a disk that only some ranks share it may be another than 0."""
+class Range:
+    """Elements of ``source``, counted from ``base`` on: of a tensor, of whatever has ``read_range(start, numel)``, or
+    of what a function without arguments gives, called when elements are wanted: files stay closed till then."""
 
-    def __init__(self, folder, mp_rank, prefix, first):
-        self._paths = lambda rank: os.path.join(folder, names.optim_states(rank, mp_rank, prefix=prefix))
-        self._held = {}
-        self.first = first
-        count = self[first].get("partition_count", 1)
-        self._count = max(count, default=1) if isinstance(count, (list, tuple)) else int(count)
+    def __init__(self, source, base=0):
+        self.source = source
+        self.base = base
 
-    def __len__(self):
-        return self._count
+    def read_range(self, start, numel):
+        """``numel`` elements from ``start`` on, a 1-D tensor in row-major order; may share memory with the source."""
+        source = self.source() if callable(self.source) else self.source
+        if torch.is_tensor(source):
+            return source.detach().reshape(-1)[self.base + start : self.base + start + numel]
+        return source.read_range(self.base + start, numel)
 
-    def __getitem__(self, rank):
-        if rank not in self._held:
-            whole = storage.read(self._paths(rank), lazy=True)
-            if not isinstance(whole, dict) or "optimizer_state_dict" not in whole:
-                raise ValueError(
-                    f"{self._paths(rank)} is no file of optimizer states: it has no 'optimizer_state_dict'"
-                )
-            self._held[rank] = whole["optimizer_state_dict"]
-        return self._held[rank]
-
-    def path(self, rank):
-        return self._paths(rank)
+    def fill(self, target, start):
+        """Reads the elements from ``start`` on straight into ``target``, 1-D; False where the source cannot."""
+        source = self.source() if callable(self.source) else self.source
+        return hasattr(source, "fill") and source.fill(target, self.base + start)
 
 
-class Fragments:
-    """``frozen_param_fragments`` of every rank that saved at stage 3, read when they are asked for."""
+class SavedState:
+    """One checkpoint. Parameters are known by their names in the module; tied ones by the first of their names.
 
-    def __init__(self, folder, mp_rank, count):
-        self._paths = [names.sharded_model_states_path(folder, rank, mp_rank) for rank in range(count)]
-        self._held = {}
-
-    def __len__(self):
-        return len(self._paths)
-
-    def __getitem__(self, rank):
-        if rank not in self._held:
-            self._held[rank] = storage.read(self._paths[rank], lazy=True).get("frozen_param_fragments") or {}
-        return self._held[rank]
-
-
-def _shards(folder, mp_rank, dp_rank):
-    for prefix in _PREFIXES:
-        for rank in (0, dp_rank):
-            if os.path.exists(os.path.join(folder, names.optim_states(rank, mp_rank, prefix=prefix))):
-                return Shards(folder, mp_rank, prefix, rank)
-    return None
-
-
-def open_saved(folder, mp_rank=0, dp_rank=0, group_names=(), shapes=None, with_optimizer=True, mp_size=1):
-    """The checkpoint in ``folder``, the folder of one tag. No collectives.
-
-    ``dp_rank``: of this run; at stage 3 its own model file is taken where there is one, for buffers. ``group_names``:
-    the names of the parameters of each group of this run's optimizer, and ``shapes`` name -> torch.Size of them, which
-    files of stage 0 do not say. ``with_optimizer=False`` leaves optimizer states of stage 0 unread. ``mp_size``: number
-    of model-parallel ranks of this run, for universal checkpoints, which have whole parameters.
-
-    Raises FileNotFoundError where there is no model file, ValueError where files do not fit each other.
+    folder:        where it lies; None in memory.
+    zero_stage:    of the run that saved it.
+    dp_world_size: data-parallel ranks that saved it.
+    model:         the model file: dict; tensors may be lazy (``read()``, ``read_range(start, numel)``).
+    masters_only:  weights of trained parameters are saved as fp32 masters only.
     """
-    if names.is_native(folder):
-        return NativeState(folder, mp_rank, dp_rank)
-    if is_universal(folder):
-        return UniversalState(folder, mp_rank, mp_size, dp_rank, group_names, shapes)
-    if any(os.path.exists(names.sharded_model_states_path(folder, rank, mp_rank)) for rank in (0, dp_rank)):
-        return _open_sliced(folder, mp_rank, dp_rank)
-    path = names.model_states_path(folder, mp_rank)
-    model = storage.read(path, lazy=True)
-    shards = _shards(folder, mp_rank, dp_rank)
-    if shards is not None:
-        saved = FlatState(shards, model["param_shapes"], model, folder)
-    else:
-        saved = _open_plain(
-            folder, model, group_names, shapes or {}, model.get("optimizer") if with_optimizer else None
-        )
-    saved.model_path = path
-    return saved
+
+    folder = None
+    zero_stage = 0
+    dp_world_size = 1
+    masters_only = False
+
+    def __init__(self):
+        self.model = {}
+
+    # ---- what a layout must say ------------------------------------------------------------------------------------
+    def shapes(self):
+        """dict: name of a trained parameter -> its torch.Size, end to end over the parameter groups."""
+        raise NotImplementedError
+
+    def param_groups(self):
+        """One dict of hyperparameters for each parameter group of the optimizer; its ``names`` are the parameters'."""
+        raise NotImplementedError
+
+    def state_names(self):
+        """Names of optimizer states that have a value for each element of a parameter, e.g. ``exp_avg``."""
+        raise NotImplementedError
+
+    def scalars(self, name):
+        """dict of a parameter's other states: ``step``, a number or a tensor of one element, and the like."""
+        raise NotImplementedError
+
+    def state_pieces(self, name, kind):
+        """As ``pieces`` for ``kind`` "fp32" or the name of a state of a trained parameter."""
+        raise NotImplementedError
+
+    def has_optimizer(self):
+        """Whether there are optimizer states at all."""
+        return bool(self.param_groups())
+
+    def extra(self):
+        """What belongs to the optimizer as a whole: ``loss_scaler`` (an object or a dict of its attributes),
+        ``dynamic_loss_scale``, ``overflow``, ``clip_grad``, as far as they were saved."""
+        return {}
+
+    def run_states(self, rank):
+        """What rank ``rank`` needs to go on, and whether it saved that itself; None where other files have it."""
+        return None
+
+    # ---- what follows from it --------------------------------------------------------------------------------------
+    def module(self):
+        """dict: name -> tensor or lazy tensor of the module's state that the checkpoint has whole, aliases included."""
+        return {
+            name: value
+            for name, value in (self.model.get("module") or {}).items()
+            if not (name in self._cut() and _numel(value) == 0)
+        }
+
+    def _cut(self):
+        """Names of parameters of which the model file has placeholders."""
+        return ()
+
+    def aliases(self):
+        """dict: alias -> name, for tied parameters."""
+        return dict(self.model.get("shared_params") or {})
+
+    def step(self, name):
+        """Updates that a parameter has seen, or None where that was not saved."""
+        step = eager(self.scalars(name).get("step"))
+        return None if step is None else int(step.item() if torch.is_tensor(step) else step)
+
+    def pieces(self, name, kind):
+        """``[(param_offset, numel, reader)]``: where the elements of ``kind`` of a parameter are, in row-major order.
+
+        ``kind``: "fp32" for the masters, the name of a state, or "weight" for the value whatever it was saved as. []
+        where the checkpoint has none; ``reader.read_range(start, numel)`` counts from the piece's first element.
+        """
+        if kind != "weight":
+            return self.state_pieces(name, kind) if name in self.shapes() else []
+        value = self.module().get(name)
+        if value is None:
+            return self.state_pieces(name, "fp32") if name in self.shapes() else self.frozen_pieces(name)
+        return [(0, _numel(value), Range(value))]
+
+    def frozen_pieces(self, name):
+        """As ``pieces`` for the value of a parameter that is not trained and is not in the model file in one piece."""
+        return []
+
+    def weight_shape(self, name):
+        """torch.Size of a parameter as it was saved, or None where it is not in the checkpoint."""
+        value = self.module().get(name)
+        if value is None:
+            return self.shapes().get(name)
+        return torch.Size(value.shape) if hasattr(value, "shape") else None
+
+    def read_into(self, target, pieces, offset):
+        """``read_into`` below."""
+        return read_into(target, pieces, offset)
+
+    def origin(self):
+        """Where it comes from, for messages."""
+        return f"the checkpoint {self.folder}" if self.folder else "the saved optimizer"
 
 
-def _open_plain(folder, model, group_names, shapes, optimizer):
-    """Our own files say beside it which parameters the groups have; others' are taken to have those of this run."""
-    path = names.run_states_path(folder, 0)
-    ours = os.path.exists(path)
-    saved_names = storage.read(path, lazy=True).get("group_names") if ours and optimizer is not None else None
-    if saved_names:
-        group_names, module = saved_names, model.get("module") or {}
-        shapes = {name: module[name].shape for group in group_names for name in group}
-    # The native optimizer of the other implementation counts in the last parameter of a group only.
-    return PlainState(optimizer, group_names if optimizer else (), shapes, model, folder, steps_are_real=ours)
+def eager(value):
+    """A lazy tensor's values; anything else as it is."""
+    return value.read() if hasattr(value, "read_range") else value
 
 
-def _open_sliced(folder, mp_rank, dp_rank):
-    own = names.sharded_model_states_path(folder, dp_rank, mp_rank)
-    first = names.sharded_model_states_path(folder, 0, mp_rank)
-    path = own if os.path.exists(own) else first
-    first = first if os.path.exists(first) else own
-    model = storage.read(path, lazy=True)
-    shards = _shards(folder, mp_rank, dp_rank)
-    if shards is None and any(model["param_shapes"] or ()):
-        raise FileNotFoundError(
-            f"the checkpoint {folder} has no file {names.optim_states(0, mp_rank)}, nor one for bf16: at ZeRO stage 3 "
-            "the weights are in these files; load another tag"
-        )
-    count = len(shards) if shards is not None else model["dp_world_size"]
-    saved = SlicedState(
-        shards if shards is not None else [],
-        model["param_shapes"] or [],
-        model,
-        folder,
-        Fragments(folder, mp_rank, count),
-        model.get("frozen_param_shapes"),
-        storage.read(first, lazy=True).get("shared_params") or {},  # others' files may not say
-    )
-    saved.model_path = path
-    return saved
+def _numel(value):
+    if torch.is_tensor(value):
+        return value.numel()
+    return torch.Size(value.shape).numel()
+
+
+def read_into(target, pieces, offset):
+    """Fills ``target``, any shape, with the elements from ``offset`` on of the parameter that ``pieces`` describe.
+
+    Returns how many elements there were: fewer than the target's where the pieces do not cover it.
+    """
+    flat = target.detach().view(-1)
+    end, filled = offset + flat.numel(), 0
+    for begin, numel, reader in pieces:
+        low, high = max(begin, offset), min(begin + numel, end)
+        if low < high:
+            part = flat[low - offset : high - offset]
+            if not (hasattr(reader, "fill") and reader.fill(part, low - begin)):
+                part.copy_(reader.read_range(low - begin, high - low))
+            filled += high - low
+    return filled

@@ -9,9 +9,8 @@ import torch
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.layouts.saved_state import Range, SavedState, eager
 from deepspeed.checkpoint.read import storage
-from deepspeed.checkpoint.read.weights import eager
-from deepspeed.zero.saved_state import Range, SavedState
 
 # ---- universal info ------------------------------------------------------------------------------------------------
 # What a model says about its tensor-parallel slices: the ``universal_checkpoint_info`` of a checkpoint.

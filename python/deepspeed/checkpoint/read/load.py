@@ -7,7 +7,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.layouts.saved_state import open_saved
+from deepspeed.checkpoint.layouts.open_saved import open_saved
 from deepspeed.checkpoint.layouts.saved_universal import is_universal
 from deepspeed.checkpoint.read import storage, verify
 from deepspeed.checkpoint.read.weights import load_weights, names_of_groups, plain, resume_run

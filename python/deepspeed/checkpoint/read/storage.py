@@ -8,7 +8,7 @@ import zipfile
 
 import torch
 
-from deepspeed.utils import torch_archive
+from deepspeed.formats import torch_archive
 from deepspeed.zero.tensor_of_pieces import TensorOfPieces
 
 
@@ -71,7 +71,7 @@ def trusting(trust):
 def read(path, lazy=False, allow=(), trust=None):
     """Loads ``path`` to the CPU; with ``lazy``, tensors stay in the file (``LazyTensor``).
 
-    Tensors and plain data only: RefusedClass for anything that could run code, see ``deepspeed.utils.torch_archive``.
+    Tensors and plain data only: RefusedClass for anything that could run code, see ``deepspeed.formats.torch_archive``.
     """
     try:
         return torch_archive.load(path, lazy, allow, _trusted.get() if trust is None else trust)

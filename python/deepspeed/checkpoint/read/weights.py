@@ -9,10 +9,10 @@ import torch
 from deepspeed._compat import named_parameters
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.layouts.saved_state import eager, read_into
 from deepspeed.checkpoint.read import storage
 from deepspeed.log import logger
 from deepspeed.zero.gathered import GatheredParameters
-from deepspeed.zero.saved_state import eager, read_into
 from deepspeed.zero.sharded_parameter import is_sharded
 
 # ---- rng -----------------------------------------------------------------------------------------------------------

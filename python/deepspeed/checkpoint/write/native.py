@@ -24,7 +24,7 @@ from deepspeed.checkpoint.write.shared_file import Digest, FrozenFile
 from deepspeed.checkpoint.write.torch_pickler import is_plain
 from deepspeed.config.sections import OffloadStateTypeEnum
 from deepspeed.version import __version__
-from deepspeed.zero.saved_flat import per_element
+from deepspeed.zero.flat_layout import per_element
 from deepspeed.zero.sharded_parameter import is_sharded
 from deepspeed.zero.wrapped_optimizer import WrappedOptimizer
 

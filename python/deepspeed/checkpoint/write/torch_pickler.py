@@ -12,8 +12,8 @@ import pickle
 import torch
 
 from deepspeed import _compat
-from deepspeed.utils import lazy_tensor
-from deepspeed.utils.lazy_tensor import itemsize
+from deepspeed.formats import lazy_tensor
+from deepspeed.formats.lazy_tensor import itemsize
 from deepspeed.zero.tensor_of_pieces import TensorOfPieces
 
 # ---- stored tensor -------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Import path that existing scripts use: the names of ``deepspeed.zero``."""
 
+from deepspeed.published.stage3 import DeepSpeedZeRoOffload, DeepSpeedZeroOptimizer_Stage3  # noqa: F401
 from deepspeed.registry import lazy_package
 from deepspeed.zero.gathered import (  # noqa: F401
     GatheredParameters,
@@ -10,7 +11,6 @@ from deepspeed.zero.generation import unwrap_model_for_generation  # noqa: F401
 from deepspeed.zero.init_context import DeepSpeedTensorOverride, Init  # noqa: F401
 from deepspeed.zero.mics import MiCS_Init  # noqa: F401
 from deepspeed.zero.sharded_parameter import ZeroParamStatus, ZeroParamType  # noqa: F401
-from deepspeed.zero.stage3 import DeepSpeedZeRoOffload, DeepSpeedZeroOptimizer_Stage3  # noqa: F401
 from deepspeed.zero.tiling import TiledLinear, TiledLinearReturnBias  # noqa: F401
 
 __getattr__, __dir__ = lazy_package(__name__)

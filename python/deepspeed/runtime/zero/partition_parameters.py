@@ -1,12 +1,12 @@
 """Import path that existing scripts use."""
 
 from deepspeed.accelerator import get_accelerator  # noqa: F401
+from deepspeed.published.handles import CUDAQuantizer, MultipleAllGatherHandles, print_rank_0  # noqa: F401
 from deepspeed.zero.gathered import (  # noqa: F401
     GatheredParameters,
     register_external_parameter,
     unregister_external_parameter,
 )
-from deepspeed.zero.handles import CUDAQuantizer, MultipleAllGatherHandles, print_rank_0  # noqa: F401
 from deepspeed.zero.init_context import (  # noqa: F401
     DEFAULT_TENSOR_OVERRIDES,
     DeepSpeedTensorOverride,

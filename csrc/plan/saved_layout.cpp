@@ -1,0 +1,72 @@
+#include "plan/saved_layout.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "base/error.h"
+#include "plan/shard_map.h"
+
+namespace ds::plan {
+
+SavedLayout SavedLayout::flat(const std::vector<std::vector<int64_t>>& numels, const std::vector<int64_t>& partitions,
+                              int32_t ranks, const std::string& origin) {
+  if (numels.size() != partitions.size()) fail(ErrorKind::kValue, origin, ": a partition size for each group");
+  SavedLayout made(ranks, false);
+  made.partitions_ = partitions;
+  for (size_t group = 0; group < numels.size(); ++group) {
+    int64_t at = 0;
+    int32_t place = 0;
+    for (const int64_t numel : numels[group]) {
+      made.places_.push_back({static_cast<int32_t>(group), place++, at, numel});
+      at += numel;
+    }
+    const int64_t size = partitions[group];
+    if (at > size * ranks) {
+      fail(ErrorKind::kValue, origin, ": parameter group ", group, " has ", at, " elements, and its ", ranks,
+           " shard(s) of ", size, " hold ", size * ranks,
+           ". The model has other parameters than the one that was saved, or shards are missing; load it with the "
+           "model it is of");
+    }
+  }
+  return made;
+}
+
+SavedLayout SavedLayout::sliced(const std::vector<int64_t>& numels, const std::vector<int64_t>& units, int32_t ranks,
+                                const std::string& origin) {
+  SavedLayout made(ranks, true);
+  int64_t at = 0, start = 0;  // in a rank's slices, end to end; where the current unit begins there
+  int32_t unit = 0, place = 0;
+  for (const int64_t numel : numels) {
+    // A unit may be empty, or follow empty slices: a parameter is in the last one that begins where it does.
+    while (static_cast<size_t>(unit) + 1 < units.size() && at >= start + units[static_cast<size_t>(unit)]) {
+      start += units[static_cast<size_t>(unit++)];
+      place = 0;
+    }
+    made.places_.push_back({unit, place++, at - start, numel});
+    at += slice_numel(numel, ranks);
+  }
+  const int64_t held = std::accumulate(units.begin(), units.end(), int64_t{0});
+  if (!units.empty() && held != at) {
+    fail(ErrorKind::kValue, origin, ": a rank's slices of ", numels.size(), " parameters have ", at, " elements when ",
+         ranks, " rank(s) share them, and its files hold ", held,
+         ": they are of another model or shards are missing; load it with the model it is of");
+  }
+  return made;
+}
+
+std::vector<SavedRun> SavedLayout::runs(size_t param) const {
+  const Place& place = places_.at(param);
+  std::vector<SavedRun> found;
+  const int64_t slice = is_sliced_ ? slice_numel(place.numel, ranks_) : 0;
+  for (int64_t at = 0; at < place.numel;) {
+    const int64_t size = is_sliced_ ? slice : partitions_[static_cast<size_t>(place.unit)];
+    const int64_t row = is_sliced_ ? at : place.begin + at;  // position among what all ranks have
+    const int64_t rank = row / size, within = row - rank * size;
+    const int64_t numel = std::min(place.numel - at, size - within);
+    found.push_back({at, numel, static_cast<int32_t>(rank), is_sliced_ ? place.begin : within});
+    at += numel;
+  }
+  return found;
+}
+
+}  // namespace ds::plan

@@ -1,0 +1,54 @@
+// Where the elements of parameters are in what the ranks of a run have saved: the layouts of files of torch.save.
+//
+// A *unit* is one tensor of each kind (masters, a state) in the file of every rank: the partition of a parameter group
+// at ZeRO stages 1 and 2, a sub-group of slices at stage 3, a whole group without ZeRO. A parameter's elements, in the
+// order of rows, are runs of such tensors. Integers only: who reads asks which run of which unit of which rank it
+// needs.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace ds::plan {
+
+struct SavedRun {
+  int64_t param_offset;  // first element within the parameter
+  int64_t numel;         // > 0
+  int32_t rank;          // whose file
+  int64_t begin;         // first element within the unit's tensor
+};
+
+class SavedLayout {
+ public:
+  // Each group's parameters end to end, cut into one partition of `partitions[group]` elements for each of `ranks`.
+  // `origin` names the checkpoint in errors: ErrorKind::kValue where a group does not fit its partitions.
+  static SavedLayout flat(const std::vector<std::vector<int64_t>>& numels, const std::vector<int64_t>& partitions,
+                          int32_t ranks, const std::string& origin);
+
+  // Every parameter cut into `ranks` slices of ceil(numel / ranks) elements; a rank's slices end to end, in units of
+  // `units[i]` elements. No units: there are no files of states. ErrorKind::kValue where the slices do not fill them.
+  static SavedLayout sliced(const std::vector<int64_t>& numels, const std::vector<int64_t>& units, int32_t ranks,
+                            const std::string& origin);
+
+  int32_t unit(size_t param) const { return places_.at(param).unit; }
+  // How many parameters of the same unit stand before it.
+  int32_t place_in_unit(size_t param) const { return places_.at(param).place; }
+  // In order of param_offset, all elements of the parameter; none for a parameter without elements.
+  std::vector<SavedRun> runs(size_t param) const;
+
+ private:
+  struct Place {
+    int32_t unit, place;
+    int64_t begin;  // in the unit: of the row of all ranks' partitions, or of one rank's slices
+    int64_t numel;
+  };
+
+  SavedLayout(int32_t ranks, bool is_sliced) : ranks_(ranks), is_sliced_(is_sliced) {}
+
+  int32_t ranks_;
+  bool is_sliced_;
+  std::vector<int64_t> partitions_;  // of each unit, where they are not sliced
+  std::vector<Place> places_;
+};
+
+}  // namespace ds::plan

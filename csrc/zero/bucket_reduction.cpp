@@ -1,0 +1,121 @@
+#include "zero/bucket_reduction.h"
+
+#include <ATen/Functions.h>
+
+#include <algorithm>
+
+#include "zero/sparse_rows.h"
+
+namespace ds::zero {
+
+int64_t bucket_limit(const ReducerOptions& options, int64_t total_numel, int ranks) {
+  // At least a few buckets, or nothing could leave before backward's end; not too small, or latency eats the gain.
+  constexpr int64_t kSmallest = 1 << 20;
+  const int64_t given = std::max<int64_t>(1, options.bucket_numel);
+  return options.overlap && ranks > 1 ? std::min(given, std::max(kSmallest, total_numel / 3)) : given;
+}
+
+at::Tensor BucketReduction::row(const GradBucket& bucket) const {
+  const ParamSpace& space = this->space(bucket);
+  return space.grad.data.narrow(0, space.offset_in(space.grad, bucket.plan, bucket.plan.shard_begin),
+                                bucket.plan.shard_end - bucket.plan.shard_begin);
+}
+
+void BucketReduction::need_slots(GradBucket& bucket) {
+  if (bucket.slots.defined()) return;
+  const ParamSpace& space = this->space(bucket);
+  if (space.local.defined()) {
+    bucket.slots = space.local.narrow(0, bucket.begin, bucket.numel);
+    return;
+  }
+  bucket.slots = memory_.borrow(bucket.numel, space.grad.data.scalar_type());
+  bucket.zero_gaps();
+}
+
+std::string BucketReduction::tag(const GradBucket& bucket) const {
+  return bucket.params.empty() ? "" : store_.spec(bucket.params.front()).name;
+}
+
+void BucketReduction::start(GradBucket& bucket) {
+  if (bucket.by_rows) return;  // complete() sends them
+  const SpaceRanks& among = ranks(bucket);
+  at::Tensor sent = bucket.slots;
+  if (options_.comm_dtype && *options_.comm_dtype != sent.scalar_type()) {
+    bucket.wire = memory_.borrow(bucket.numel, *options_.comm_dtype);
+    device_.copy(bucket.wire, sent, 1.0f);
+    sent = bucket.wire;
+  }
+  if (bucket.in_place) {  // this rank's row is the bucket; nothing is left for complete() but the result
+    bucket.received = sent;
+    if (among.replicas->size() > 1) bucket.work = among.replicas->all_reduce(sent, comm::ReduceOp::kSum, tag(bucket));
+    return;
+  }
+  if (!options_.scatter) {
+    bucket.work = among.shard->all_reduce(sent, comm::ReduceOp::kSum, tag(bucket));
+    return;
+  }
+  const at::Tensor target = row(bucket);
+  const bool direct = target.scalar_type() == sent.scalar_type() || target.scalar_type() == at::kFloat;
+  const at::ScalarType type = direct ? target.scalar_type() : sent.scalar_type();
+  bucket.received = direct && !bucket.reduced ? target : memory_.borrow(target.numel(), type);
+  bucket.work = among.shard->reduce_scatter(sent, bucket.received, tag(bucket));
+}
+
+// This rank's row of the sum is in `received` afterwards, and what was sent is free where it lies elsewhere.
+void BucketReduction::collect(GradBucket& bucket) {
+  if (bucket.work) bucket.work->wait();
+  bucket.work.reset();
+  if (bucket.in_place) {
+    bucket.wire = at::Tensor();
+    return;
+  }
+  if (!options_.scatter) {
+    const int64_t numel = bucket.plan.shard_end - bucket.plan.shard_begin;
+    const at::Tensor& sum = bucket.wire.defined() ? bucket.wire : bucket.slots;
+    bucket.received = memory_.borrow(numel, sum.scalar_type());
+    bucket.received.copy_(sum.narrow(0, space(bucket).rank() * numel, numel));
+  }
+  bucket.wire = at::Tensor();
+  bucket.slots = at::Tensor();
+}
+
+void BucketReduction::complete(GradBucket& bucket, const std::vector<uint8_t>& filled) {
+  const SpaceRanks& among = ranks(bucket);
+  if (bucket.by_rows) {
+    const auto param = static_cast<size_t>(bucket.params.front());
+    const at::Tensor grad = store_.grad_view(param);
+    if (filled[param])
+      reduce_rows(*among.replicas, grad, after(bucket), options_.comm_dtype.value_or(grad.scalar_type()), tag(bucket));
+    return;
+  }
+  if (bucket.work) collect(bucket);
+  if (!bucket.received.defined()) return;
+  const at::Tensor target = row(bucket);
+  if (!bucket.in_place && among.replicas->size() > 1)
+    among.replicas->all_reduce(bucket.received, comm::ReduceOp::kSum, tag(bucket))->wait();
+  const bool there = bucket.received.data_ptr() == target.data_ptr();
+  if (bucket.reduced && !bucket.in_place) {
+    device_.accumulate(target, bucket.received, after(bucket));
+  } else if (!there || after(bucket) != 1.0f) {
+    device_.copy(target, bucket.received, after(bucket));
+  }
+  bucket.received = bucket.wire = at::Tensor();
+  bucket.reduced = true;
+}
+
+void BucketReduction::add_late(const GradBucket& bucket, GradSlots& slots, const std::vector<at::Tensor>& late) {
+  const SpaceRanks& among = ranks(bucket);
+  const at::Tensor target = row(bucket);
+  const at::Tensor round = at::zeros({bucket.numel}, target.options());
+  for (int32_t param : bucket.params)
+    if (late[param].defined()) slots.put(param, round, bucket.begin, late[param], 1.0f, false);
+  at::Tensor sum = round;
+  if (!bucket.in_place) {
+    sum = at::empty_like(target);
+    among.shard->reduce_scatter(round, sum, tag(bucket))->wait();
+  }
+  if (among.replicas->size() > 1) among.replicas->all_reduce(sum, comm::ReduceOp::kSum, tag(bucket))->wait();
+  device_.accumulate(target, sum, after(bucket));
+}
+
+}  // namespace ds::zero

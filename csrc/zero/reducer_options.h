@@ -1,0 +1,25 @@
+// How gradients are reduced.
+#pragma once
+#include <c10/core/ScalarType.h>
+#include <c10/util/Optional.h>
+
+#include <cstdint>
+
+namespace ds::zero {
+
+struct ReducerOptions {
+  int64_t bucket_numel = 500000000;
+  bool overlap = true;                       // launch buckets while backward runs
+  bool scatter = true;                       // sharded: reduce each row to its owner alone; false: all-reduce
+  double predivide = 1.0;                    // gradients are multiplied by this before the sum over ranks
+  double postscale = 1.0;                    // and by this after it
+  c10::optional<at::ScalarType> comm_dtype;  // what travels; unset: the buffers' own
+  bool find_nonfinite_grads = false;         // remember which local gradients were not finite
+  // Backward may wait for an earlier reduction. Not where ranks wait for each other in other ways meanwhile.
+  bool waits = true;
+};
+
+// The limit for buckets of the store: the user's, and at least a few buckets where they overlap with backward.
+int64_t bucket_limit(const ReducerOptions& options, int64_t total_numel, int ranks);
+
+}  // namespace ds::zero

@@ -1,0 +1,44 @@
+// One optimizer step: what it is told, and what it says.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "optim/loss_scaler.h"
+
+namespace ds::zero {
+
+struct StepInputs {
+  float loss_scale = 1.0f;  // gradients are so many times too large
+  float max_norm = 0.0f;    // they are clipped to; 0: not
+  bool check = false;       // gradients that are not finite skip the step
+  bool need_all = false;    // a parameter without a gradient is an error
+  bool name_nonfinite =
+      false;  // StepReport::nonfinite is wanted, which costs a walk over gradients that are not finite
+  // How the loss scale moves with this step.
+  std::optional<std::pair<optim::LossScaleRules, optim::LossScaleState>> scaler;
+  // Called when it is known that the step is made, before anything has changed: the learning-rate schedule moves. What
+  // it throws leaves weights, states and gradients as they were.
+  std::function<void()> before_update;
+  // Of each parameter group, in the order of its rule. Or, for an optimizer that lives outside: its parameters, one for
+  // each piece, and what updates them from their .grad (unscaled and clipped); not called when the step is skipped.
+  std::vector<std::vector<double>> hyper;
+  std::vector<at::Tensor> masters;
+  std::function<void()> outside;
+};
+
+struct StepReport {
+  double norm;       // of the unscaled gradients over all ranks
+  float grad_scale;  // factor of unscaling and clipping
+  bool skipped;      // gradients were not finite, nothing was touched
+  // Where the norm is not finite: names of parameters whose gradients on this rank are "inf" or "nan".
+  std::vector<std::pair<std::string, std::string>> nonfinite{};
+  // Of the next step. Unset: there is no scaler, or its rules fail now; who asks them again learns why.
+  std::optional<optim::LossScaleState> loss_scale{};
+};
+
+}  // namespace ds::zero

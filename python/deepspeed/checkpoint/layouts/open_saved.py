@@ -1,0 +1,130 @@
+"""Opens the checkpoint folder of any stage and number of ranks as one ``SavedState``."""
+
+import os
+
+from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.layouts.saved_native import NativeState
+from deepspeed.checkpoint.layouts.saved_shards import FlatState, PlainState, SlicedState
+from deepspeed.checkpoint.layouts.saved_universal import UniversalState, is_universal
+from deepspeed.checkpoint.read import storage
+
+_PREFIXES = ("bf16_", "", "fp16_")
+
+
+class Shards:
+    """``optimizer_state_dict`` of every rank that saved, read when it is asked for. ``first``: a rank whose file is
+    here; on a disk that only some ranks share it may be another than 0."""
+
+    def __init__(self, folder, mp_rank, prefix, first):
+        self._paths = lambda rank: os.path.join(folder, names.optim_states(rank, mp_rank, prefix=prefix))
+        self._held = {}
+        self.first = first
+        count = self[first].get("partition_count", 1)
+        self._count = max(count, default=1) if isinstance(count, (list, tuple)) else int(count)
+
+    def __len__(self):
+        return self._count
+
+    def __getitem__(self, rank):
+        if rank not in self._held:
+            whole = storage.read(self._paths(rank), lazy=True)
+            if not isinstance(whole, dict) or "optimizer_state_dict" not in whole:
+                raise ValueError(
+                    f"{self._paths(rank)} is no file of optimizer states: it has no 'optimizer_state_dict'"
+                )
+            self._held[rank] = whole["optimizer_state_dict"]
+        return self._held[rank]
+
+    def path(self, rank):
+        return self._paths(rank)
+
+
+class Fragments:
+    """``frozen_param_fragments`` of every rank that saved at stage 3, read when they are asked for."""
+
+    def __init__(self, folder, mp_rank, count):
+        self._paths = [names.sharded_model_states_path(folder, rank, mp_rank) for rank in range(count)]
+        self._held = {}
+
+    def __len__(self):
+        return len(self._paths)
+
+    def __getitem__(self, rank):
+        if rank not in self._held:
+            self._held[rank] = storage.read(self._paths[rank], lazy=True).get("frozen_param_fragments") or {}
+        return self._held[rank]
+
+
+def _shards(folder, mp_rank, dp_rank):
+    for prefix in _PREFIXES:
+        for rank in (0, dp_rank):
+            if os.path.exists(os.path.join(folder, names.optim_states(rank, mp_rank, prefix=prefix))):
+                return Shards(folder, mp_rank, prefix, rank)
+    return None
+
+
+def open_saved(folder, mp_rank=0, dp_rank=0, group_names=(), shapes=None, with_optimizer=True, mp_size=1):
+    """The checkpoint in ``folder``, the folder of one tag. No collectives.
+
+    ``dp_rank``: of this run; at stage 3 its own model file is taken where there is one, for buffers. ``group_names``:
+    the names of the parameters of each group of this run's optimizer, and ``shapes`` name -> torch.Size of them, which
+    files of stage 0 do not say. ``with_optimizer=False`` leaves optimizer states of stage 0 unread. ``mp_size``: number
+    of model-parallel ranks of this run, for universal checkpoints, which have whole parameters.
+
+    Raises FileNotFoundError where there is no model file, ValueError where files do not fit each other.
+    """
+    if names.is_native(folder):
+        return NativeState(folder, mp_rank, dp_rank)
+    if is_universal(folder):
+        return UniversalState(folder, mp_rank, mp_size, dp_rank, group_names, shapes)
+    if any(os.path.exists(names.sharded_model_states_path(folder, rank, mp_rank)) for rank in (0, dp_rank)):
+        return _open_sliced(folder, mp_rank, dp_rank)
+    path = names.model_states_path(folder, mp_rank)
+    model = storage.read(path, lazy=True)
+    shards = _shards(folder, mp_rank, dp_rank)
+    if shards is not None:
+        saved = FlatState(shards, model["param_shapes"], model, folder)
+    else:
+        saved = _open_plain(
+            folder, model, group_names, shapes or {}, model.get("optimizer") if with_optimizer else None
+        )
+    saved.model_path = path
+    return saved
+
+
+def _open_plain(folder, model, group_names, shapes, optimizer):
+    """Our own files say beside it which parameters the groups have; others' are taken to have those of this run."""
+    path = names.run_states_path(folder, 0)
+    ours = os.path.exists(path)
+    saved_names = storage.read(path, lazy=True).get("group_names") if ours and optimizer is not None else None
+    if saved_names:
+        group_names, module = saved_names, model.get("module") or {}
+        shapes = {name: module[name].shape for group in group_names for name in group}
+    # The native optimizer of the other implementation counts in the last parameter of a group only.
+    return PlainState(optimizer, group_names if optimizer else (), shapes, model, folder, steps_are_real=ours)
+
+
+def _open_sliced(folder, mp_rank, dp_rank):
+    own = names.sharded_model_states_path(folder, dp_rank, mp_rank)
+    first = names.sharded_model_states_path(folder, 0, mp_rank)
+    path = own if os.path.exists(own) else first
+    first = first if os.path.exists(first) else own
+    model = storage.read(path, lazy=True)
+    shards = _shards(folder, mp_rank, dp_rank)
+    if shards is None and any(model["param_shapes"] or ()):
+        raise FileNotFoundError(
+            f"the checkpoint {folder} has no file {names.optim_states(0, mp_rank)}, nor one for bf16: at ZeRO stage 3 "
+            "the weights are in these files; load another tag"
+        )
+    count = len(shards) if shards is not None else model["dp_world_size"]
+    saved = SlicedState(
+        shards if shards is not None else [],
+        model["param_shapes"] or [],
+        model,
+        folder,
+        Fragments(folder, mp_rank, count),
+        model.get("frozen_param_shapes"),
+        storage.read(first, lazy=True).get("shared_params") or {},  # others' files may not say
+    )
+    saved.model_path = path
+    return saved

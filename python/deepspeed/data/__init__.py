@@ -1,0 +1,1 @@
+"""Batches of a data set for the ranks of a job."""

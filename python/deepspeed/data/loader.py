@@ -1,0 +1,277 @@
+"""The loader of ``deepspeed.initialize(training_data=...)``: this rank's share of a data set, which can be resumed."""
+
+import itertools
+import multiprocessing
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.data.loader_workers import end_with
+from deepspeed.log import logger
+
+SEED = 0
+WORKERS = 2  # for each rank
+
+
+class ResumableDataLoader:
+    """Batches of this rank's share of a data set, epoch after epoch, with a position that can be saved.
+
+    dataset:     map-style (``__getitem__``, ``__len__``): shuffled anew in every epoch and dealt to the data-parallel
+                 ranks, so that shares do not overlap and together are the data set. All ranks get the same number of
+                 samples: where the ranks do not divide it, the last ones repeat samples from the start of the epoch's
+                 order, or with ``dataloader_drop_last`` the remainder is left out. An ``IterableDataset`` is passed
+                 through as it is; sharing it among ranks is its own business.
+    batch_size:  samples per batch and rank (the micro-batch).
+    pin_memory:  copy batches to pinned memory; only where the accelerator is not the CPU.
+    tput_timer:  object whose ``start()`` is called before every batch, or None.
+    collate_fn:  as torch.utils.data.DataLoader.
+    num_local_io_workers: processes that prepare batches; None: 2, and none for an ``IterableDataset``, of which each
+                 would yield every sample, or in a daemonic process, which may have no children.
+    data_sampler: a torch Sampler of indices; it then decides order and share on every rank.
+    data_parallel_world_size, data_parallel_rank: default: of all ranks.
+
+    ``for batch in loader`` goes through one epoch; the next loop is the next epoch. ``next(loader)`` works as well.
+    """
+
+    def __init__(
+        self,
+        dataset,
+        batch_size,
+        pin_memory,
+        tput_timer,
+        collate_fn=None,
+        num_local_io_workers=None,
+        data_sampler=None,
+        data_parallel_world_size=None,
+        data_parallel_rank=None,
+        dataloader_drop_last=False,
+    ):
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"the data loader's batch_size must be a whole number >= 1, got {batch_size!r}.")
+        joined = dist.is_initialized()
+        if data_parallel_world_size is None:
+            data_parallel_world_size = dist.get_world_size() if joined else 1
+        if data_parallel_rank is None:
+            data_parallel_rank = dist.get_rank() if joined else 0
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.tput_timer = tput_timer
+        self.collate_fn = collate_fn
+        self.drop_last = dataloader_drop_last
+        if num_local_io_workers is None:
+            alone = isinstance(dataset, IterableDataset) or multiprocessing.current_process().daemon
+            num_local_io_workers = 0 if alone else WORKERS
+        self.num_local_io_workers = num_local_io_workers
+        self.post_process_func = None  # callable(batch, sampler state), see engine.set_data_post_process_func
+        self.world_size = data_parallel_world_size
+        self.data_sampler = self._make_sampler(data_sampler, data_parallel_world_size, data_parallel_rank)
+        self.epoch = 0
+        self.batches = 0  # handed out in this epoch, counted from the sample number
+        self._start = 0  # of this epoch, which other ranks or batches have had before
+        self._order_state = None  # what the random order of this epoch was drawn from, where that is not the epoch
+        self._batches_now = None
+        self._resuming = False
+        # A generator of its own: torch would draw the workers' seed from the global one, and resuming draws once more.
+        self._generator = torch.Generator()
+        options = {
+            "collate_fn": collate_fn,
+            "num_workers": self.num_local_io_workers,
+            "pin_memory": bool(pin_memory) and get_accelerator().device_name() != "cpu",
+            "generator": self._generator,
+        }
+        if self.data_sampler is None:
+            self.dataloader = DataLoader(dataset, batch_size=batch_size, drop_last=self.drop_last, **options)
+        else:
+            self._batch_indices = _BatchIndices(self.data_sampler, batch_size, self.drop_last)
+            self.dataloader = DataLoader(dataset, batch_sampler=self._batch_indices, **options)
+            self._refuse_empty(data_parallel_world_size)
+
+    def _make_sampler(self, data_sampler, world_size, rank):
+        if isinstance(self.dataset, IterableDataset):
+            if data_sampler is not None:
+                raise ValueError("an IterableDataset decides its own order: pass no data_sampler with it.")
+            return None
+        if data_sampler is not None:
+            return data_sampler
+        if len(self.dataset) == 0:
+            raise ValueError("the training data set is empty: it has no samples to make batches of.")
+        return ShareSampler(
+            self.dataset, num_replicas=world_size, rank=rank, shuffle=True, seed=SEED, drop_last=self.drop_last
+        )
+
+    def _refuse_empty(self, world_size):
+        if self.drop_last and hasattr(self.data_sampler, "__len__") and len(self) == 0:
+            raise ValueError(
+                f"the data loader would yield no batch: {len(self.dataset)} samples over {world_size} data-parallel "
+                f"ranks are fewer than one batch of {self.batch_size} per rank, and dataloader_drop_last drops them."
+            )
+
+    def __len__(self):
+        """Batches of one whole epoch on this rank; TypeError where the data has no length."""
+        return len(self.dataloader)
+
+    def __iter__(self):
+        if self._resuming:
+            self._resuming = False
+        elif self.batches:  # left in the middle: a new loop is a new epoch
+            self._next_epoch()
+        self._begin()
+        return self
+
+    def __next__(self):
+        if self._batches_now is None:
+            self._resuming = False
+            self._begin()
+        if self.tput_timer is not None:
+            self.tput_timer.start()
+        try:
+            batch = next(self._batches_now)
+        except StopIteration:
+            self._next_epoch()
+            raise
+        self.batches += 1
+        if self.post_process_func is not None:
+            state = self.data_sampler.state_dict() if hasattr(self.data_sampler, "state_dict") else {}
+            batch = self.post_process_func(batch, state)
+        return batch
+
+    def _next_epoch(self):
+        self.epoch += 1
+        self.batches = 0
+        self._start = 0
+        self._order_state = None
+        self._batches_now = None
+
+    def _begin(self):
+        """Opens this epoch at batch `self.batches`; samples before it are not read where the data can be indexed."""
+        self._generator.manual_seed(SEED + self.epoch)
+        if self.data_sampler is None:
+            self._batches_now = self._after_re_reading(end_with(iter(self.dataloader)))
+            return
+        if hasattr(self.data_sampler, "set_epoch"):
+            self.data_sampler.set_epoch(self.epoch)
+        if isinstance(self.data_sampler, ShareSampler):
+            self.data_sampler.start = self._start
+        if not self.batches:
+            self._order_state = None if hasattr(self.data_sampler, "set_epoch") else _random_state(self.data_sampler)
+        self._batch_indices.start_at(self.batches, self._order_state)
+        self._batches_now = end_with(iter(self.dataloader))
+
+    def _after_re_reading(self, batches):
+        if self.batches:
+            logger.info("The data set can only be read in order: reading %d batches again to resume.", self.batches)
+            for _ in itertools.islice(batches, self.batches):
+                pass
+        return batches
+
+    def state_dict(self):
+        """The position: the epoch, and the batches handed out in it. What workers prepared ahead does not count.
+
+        ``start`` samples of the epoch were handed out before, by other numbers of ranks or in batches of other sizes.
+        """
+        return {
+            "epoch": self.epoch,
+            "batches": self.batches,
+            "order": self._order_state,
+            "start": self._start,
+            "batch_size": self.batch_size,
+            "world_size": self.world_size,
+        }
+
+    def load_state_dict(self, state):
+        """The next loop (or ``next``) goes on with the batch after the saved position, in the same order.
+
+        Exact for map-style data with our sampler, samplers with ``set_epoch``, and samplers that draw from torch's
+        random numbers; an IterableDataset is read again up to the position and must yield the same samples again.
+
+        Where another number of ranks or another batch size has saved, the epoch goes on with the samples that no rank
+        has had, dealt anew. Other samplers than ours go on with the batch that so many samples of all ranks amount to,
+        an IterableDataset with the batch that so many samples of one rank do: sharing it is its own business.
+        """
+        missing = [key for key in ("epoch", "batches") if key not in state]
+        if missing:
+            raise KeyError(f"the saved data position lacks {', '.join(missing)}; it was not made by this loader.")
+        self.epoch, self.batches, self._order_state = state["epoch"], state["batches"], state.get("order")
+        self._start = state.get("start", 0)
+        self._batches_now = None
+        self._resuming = True
+        batch_size = state.get("batch_size", self.batch_size)
+        world_size = state.get("world_size", self.world_size) if self.data_sampler is not None else self.world_size
+        if (batch_size, world_size) != (self.batch_size, self.world_size):
+            self._deal_anew(self._start + self.batches * batch_size * world_size)
+
+    def _deal_anew(self, samples):
+        """Goes on after ``samples`` of this epoch, counted over all ranks."""
+        if isinstance(self.data_sampler, ShareSampler):
+            self._start, self.batches = samples, 0
+            whole = len(self.dataset) // self.world_size * self.world_size
+            if samples >= (whole if self.drop_last else len(self.dataset)):
+                self._next_epoch()
+            return
+        at_once = self.batch_size * self.world_size
+        self.batches = samples // at_once
+        if samples % at_once:
+            logger.warning(
+                f"{samples} samples of this epoch were seen, which is no whole number of the {at_once} that all ranks "
+                f"now take at once: {samples % at_once} of them are seen again"
+            )
+
+
+class ShareSampler(DistributedSampler):
+    """Torch's, which can begin in the middle of an epoch: after the first ``start`` samples of its order, whichever
+    ranks have had them. Their number does not change: ``len`` is that of a whole epoch."""
+
+    start = 0
+
+    def __iter__(self):
+        if not self.start:
+            return super().__iter__()
+        order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        left = order[self.start :]
+        if self.drop_last:
+            left = left[: len(left) // self.num_replicas * self.num_replicas]
+        else:  # as many for every rank: from the start of the epoch's order again
+            lacking = -len(left) % self.num_replicas
+            left = torch.cat([left, *[order] * (lacking // len(order)), order[: lacking % len(order)]])
+        return iter(left[self.rank :: self.num_replicas].tolist())
+
+
+class _BatchIndices:
+    """A batch sampler that can start in the middle of an epoch without the data being read."""
+
+    def __init__(self, sampler, batch_size, drop_last):
+        self._sampler = sampler
+        self._batches = BatchSampler(sampler, batch_size, drop_last)
+        self._skip = 0
+        self._order_state = None
+
+    def start_at(self, skip, order_state):
+        """Iterations leave out `skip` batches from now on; the order comes from `order_state` where it is random.
+        (Not the next iteration alone: torch's loader with workers begins twice.)"""
+        self._skip, self._order_state = skip, order_state
+
+    def __len__(self):
+        return len(self._batches)
+
+    def __iter__(self):
+        if self._skip == 0 or self._order_state is None:
+            return itertools.islice(iter(self._batches), self._skip, None)
+        # The order is drawn once more from the numbers of the first time; the program's own stand where they stood.
+        with torch.random.fork_rng(devices=[]):
+            _set_random_state(self._sampler, self._order_state)
+            return iter(list(self._batches)[self._skip :])
+
+
+def _random_state(sampler):
+    """What a sampler without epochs may draw its order from: torch's global generator, or one of its own."""
+    own = getattr(sampler, "generator", None)
+    return {"torch": torch.get_rng_state(), "sampler": own.get_state() if own is not None else None}
+
+
+def _set_random_state(sampler, state):
+    torch.set_rng_state(state["torch"])
+    if state["sampler"] is not None:
+        sampler.generator.set_state(state["sampler"])

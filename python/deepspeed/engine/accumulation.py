@@ -1,0 +1,109 @@
+"""Which backward of an engine reduces gradients: accumulation boundaries, ``no_sync``, reductions by hand."""
+
+import contextlib
+
+from deepspeed.engine.members import member
+
+
+class Accumulation:
+    """A part of the engine. Tells the core in advance what a backward that the user runs is to do."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.boundary = None  # as set by hand; None: counted
+        self.in_no_sync = False
+        self.in_backward = True
+        self.user_scaled = False  # engine.scale was called: the user's backward has the loss scale already
+
+    def reduces_now(self):
+        """Whether the next backward adds up over the ranks: at a boundary, or always where gradients are sharded."""
+        engine = self.engine
+        if self.in_no_sync:
+            return False
+        if engine._stage_policy.reduces_each_micro_step:
+            return True
+        return (
+            engine.managed_gradient_accumulation() and self.in_backward and engine.is_gradient_accumulation_boundary()
+        )
+
+    def user_plan(self):
+        """Whether a backward that the user runs next is reduced, and the factor its gradients take."""
+        scale = 1.0 if self.user_scaled else self.engine.stepping.loss_scale
+        return self.reduces_now(), scale / self.engine.gradient_accumulation_steps()
+
+    def replan(self):
+        if self.engine._trains:
+            self.engine.core.plan_user_backward(*self.user_plan())
+
+    @member
+    def is_gradient_accumulation_boundary(self):
+        """True on the last micro step before the weights change."""
+        if self.boundary is not None:
+            return self.boundary
+        return (self.engine.micro_steps + 1) % self.engine.gradient_accumulation_steps() == 0
+
+    @member
+    def set_gradient_accumulation_boundary(self, is_boundary):
+        """Decides by hand whether the next backward and step are at a boundary, until it is called again."""
+        if not self.engine.managed_gradient_accumulation():
+            raise RuntimeError(
+                "set_gradient_accumulation_boundary has no meaning with managed_gradient_accumulation false: every "
+                "step() is a boundary"
+            )
+        self.boundary = is_boundary
+        self.replan()
+
+    @property
+    @member
+    def enable_backward_allreduce(self):
+        """Whether backward reduces gradients at the accumulation boundary, as it does unless somebody sets this to
+        False to call ``allreduce_gradients()`` later; the latest is ``step()``. At ZeRO stages 2 and 3, which keep no
+        whole gradients, backward always reduces."""
+        return self.in_backward
+
+    @enable_backward_allreduce.setter
+    def enable_backward_allreduce(self, value):
+        self.in_backward = bool(value)
+        self.replan()
+
+    @property
+    @member
+    def inside_no_sync_ctxt(self):
+        """True inside ``with engine.no_sync()``."""
+        return self.in_no_sync
+
+    @member
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Inside, backward only accumulates on this rank; the first backward outside, or step(), reduces all of it.
+
+        At ZeRO stages 2 and 3 this rank then holds whole gradients, one element of the accumulation dtype for each
+        parameter element, from the first backward inside until they are reduced.
+        """
+        assert not self.in_no_sync, "no_sync() is entered twice; leave the first context before"
+        self.in_no_sync = True
+        self.replan()
+        try:
+            yield
+        finally:
+            self.in_no_sync = False
+            self.replan()
+
+    @member
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self):
+        """Several backwards inside are reduced once, when the context ends. step() comes after it.
+
+        Costs what ``no_sync`` costs while the context is open.
+        """
+        engine = self.engine
+        with engine.no_sync():
+            yield
+        if engine._stage_policy.reduces_each_micro_step or engine.is_gradient_accumulation_boundary():
+            engine.allreduce_gradients()
+
+    @member
+    def allreduce_gradients(self, bucket_size=None):
+        """Reduces now what backward has accumulated; engine.step() does so by itself."""
+        if self.engine.core is not None:
+            self.engine.core.finish_backward()

@@ -1,0 +1,106 @@
+"""Forward and backward of an engine: loss scale, gates, and backwards that the user runs."""
+
+import torch
+
+from deepspeed.config.sections import OffloadStateTypeEnum
+from deepspeed.engine import cross_engine_scaling
+from deepspeed.engine.members import member
+from deepspeed.log import logger
+from deepspeed.zero.nested import cast_floats, tensors_within
+
+_STATES = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
+
+
+class Backward:
+    """A part of the engine."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.start_micro_step()
+        self.micro_batches = 0  # that forward has trained on since the last step at a boundary
+
+    def start_micro_step(self):
+        """After each ``step()``."""
+        self.seen = False  # whether engine.backward has run
+        self.noticed = None  # whether the core would notice a backward that the user runs; None: there was no forward
+
+    @member
+    def forward(self, *inputs, **kwargs):
+        """Runs the wrapped module. A plain ``backward()`` on what it returns trains, too."""
+        engine = self.engine
+        if engine.fp16_enabled() and engine.fp16_auto_cast():
+            inputs, kwargs = cast_floats(inputs, torch.float16), cast_floats(kwargs, torch.float16)
+        engine._need_states({OffloadStateTypeEnum.lp_params}, "engine.forward()")
+        trains = engine._trains and torch.is_grad_enabled()
+        inputs, kwargs = cross_engine_scaling.with_gates(engine.core, inputs, kwargs) if trains else (inputs, kwargs)
+        engine.progress.start_forward()
+        try:
+            outputs = engine.module(*inputs, **kwargs)
+        except BaseException:
+            if engine.core is not None and engine.core.gatherer is not None:
+                engine.core.gatherer.abandon_forward()
+            raise
+        if trains:
+            found = [t for t in tensors_within(outputs) if t.requires_grad]
+            self.noticed = bool(found or self.noticed)
+            self.micro_batches += bool(found)
+            engine.core.forwarded(found, *engine._accumulation.user_plan())
+        engine.progress.end_forward()
+        return outputs
+
+    @member
+    def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
+        """Accumulates the gradients of ``loss``, a scalar, and reduces them at the accumulation boundary.
+
+        Divides by the accumulation steps unless ``scale_wrt_gas`` is false, and applies the loss scale. Returns the
+        loss divided by the accumulation steps.
+        """
+        engine = self.engine
+        if not torch.is_tensor(loss):
+            raise TypeError(
+                f"engine.backward needs a tensor, got {type(loss).__name__}; pass the loss itself, not loss.item()"
+            )
+        assert loss.numel() == 1, (
+            f"engine.backward needs a scalar loss, got shape {tuple(loss.shape)}; reduce it first, for example with "
+            "loss.mean()"
+        )
+        engine._need_optimizer("engine.backward")
+        engine._need_states(_STATES, "engine.backward()")
+        scale, parts = engine.stepping.loss_scale, engine.gradient_accumulation_steps() if scale_wrt_gas else 1
+        if parts > 1:
+            loss = loss / parts
+        engine.progress.start_backward()
+        root = loss.float() * scale if scale != 1.0 else loss
+        engine.core.begin_backward(engine._accumulation.reduces_now(), root)  # ends with the backward of `root`
+        try:
+            with cross_engine_scaling.scaled_root(engine, scale / parts):
+                root.backward(retain_graph=retain_graph)
+        except BaseException:
+            if engine.core.abort_backward():
+                logger.warning("backward failed; the gradients of earlier micro steps of this step are lost with it")
+            raise
+        self.seen = True
+        mean = loss.detach().mean()
+        engine.losses = mean if engine.losses is None else engine.losses + mean
+        engine.progress.end_backward(loss)
+        return loss
+
+    @member
+    def scale(self, loss):
+        """``loss`` times the loss scale, for a backward that the user runs. Accumulation is divided by the engine."""
+        engine = self.engine
+        assert engine.optimizer is not None, "engine.scale needs an optimizer"
+        engine._accumulation.user_scaled = True
+        engine._accumulation.replan()
+        cross_engine_scaling.tell_others(engine, engine.stepping.loss_scale)
+        return loss * engine.stepping.loss_scale
+
+    @member
+    def zero_grad(self, set_to_none=True):
+        """Forgets all gradients accumulated so far."""
+        engine = self.engine
+        engine._steps.forget()
+        if engine.core is not None:
+            engine.core.clear_grads()
+        for param in engine.module.parameters():
+            param.grad = None

@@ -1,0 +1,167 @@
+"""What an engine saves and loads, and the states that it moves to the host for a while."""
+
+import os
+
+from deepspeed._compat import named_parameters
+from deepspeed.checkpoint.convert.export import save_16bit_model, whole_state_dict
+from deepspeed.checkpoint.layouts.names import expert_optim_states_path
+from deepspeed.checkpoint.read.load import load_checkpoint, restore_universal
+from deepspeed.checkpoint.write.engine_states import param_shapes
+from deepspeed.checkpoint.write.save import save_checkpoint
+from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.engine.members import member
+from deepspeed.zero.gathered import GatheredParameters
+from deepspeed.zero.sharded_parameter import is_sharded
+
+
+class Checkpoints:
+    """A part of the engine."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    # ---- states that wait on the host ------------------------------------------------------------------------------
+    @member
+    def offload_states(self, include=None, device=OffloadDeviceEnum.cpu, pin_memory=True, non_blocking=False):
+        """Moves what training keeps on the accelerator to host memory, for as long as this process does something else.
+
+        include: set of ``OffloadStateTypeEnum`` (optim_states, hp_params, lp_params, lp_grads,
+        contiguous_grad_buffer); None: all. device: the CPU. pin_memory: host memory from which copies are fast.
+        non_blocking: copies are queued together and awaited once. Until ``reload_states`` what needs a state that is
+        away raises RuntimeError. On a CPU accelerator all of it is in host memory already and nothing moves.
+
+        Needs ZeRO with an optimizer.
+        """
+        self._that_moves("offload_states")(include, device, pin_memory, non_blocking)
+
+    @member
+    def reload_states(self, non_blocking=False):
+        """Everything that ``offload_states`` has moved comes back to where it was."""
+        self._that_moves("reload_states")(non_blocking)
+
+    def _that_moves(self, name):
+        assert self.engine.zero_optimization() and hasattr(self.engine.optimizer, name), (
+            f"engine.{name} needs ZeRO (zero_optimization.stage 1, 2 or 3) and an optimizer"
+        )
+        return getattr(self.engine.optimizer, name)
+
+    # ---- the module alone --------------------------------------------------------------------------------------------
+    @member
+    def module_state_dict(self, destination=None, prefix="", keep_vars=False, exclude_frozen_parameters=False):
+        """The module's state dict, without parameters that are not trained when asked so."""
+        module = self.engine.module
+        state = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, param in named_parameters(module):
+                if not param.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    @member
+    def load_module_state_dict(
+        self,
+        checkpoint,
+        strict=True,
+        custom_load_fn=None,
+        fetch_z3_params=False,
+        z3_params_to_fetch=None,
+        allowed_missing_keys=None,
+    ):
+        """Loads ``checkpoint["module"]`` into the module, with ``custom_load_fn(src=, dst=)`` when given.
+
+        ``allowed_missing_keys`` may be missing although ``strict``. ``fetch_z3_params``: parameters of stage 3,
+        those of ``z3_params_to_fetch`` or all, are whole meanwhile and take rank 0's values; every rank calls it then.
+        """
+        module, state = self.engine.module, checkpoint["module"]
+        params = module.parameters() if z3_params_to_fetch is None else z3_params_to_fetch
+        fetched = [param for param in params if is_sharded(param)] if fetch_z3_params else []
+        with GatheredParameters(fetched, modifier_rank=0 if fetched else None):
+            if custom_load_fn is not None:
+                custom_load_fn(src=state, dst=module)
+            elif allowed_missing_keys:
+                missing, unexpected = module.load_state_dict(state, strict=False)
+                missing = [key for key in missing if key not in set(allowed_missing_keys)]
+                if strict and (missing or unexpected):
+                    raise RuntimeError(
+                        f"the checkpoint does not fit the model: missing {missing}, unexpected {unexpected}. Build the "
+                        "model as it was saved, or pass strict=False"
+                    )
+            else:
+                module.load_state_dict(state, strict=strict)
+        if self.engine.core is not None:
+            self.engine.core.refresh_master()
+
+    # ---- all of it ---------------------------------------------------------------------------------------------------
+    @member
+    def save_checkpoint(self, save_dir, tag=None, client_state={}, save_latest=True, exclude_frozen_parameters=False):  # noqa: B006
+        """Writes ``save_dir/tag``; every rank must call it. Returns True. See ``deepspeed.checkpoint.write.save``."""
+        self.engine._need_states(OffloadStateTypeEnum, "engine.save_checkpoint()")
+        return save_checkpoint(self.engine, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+    @member
+    def load_checkpoint(
+        self,
+        load_dir,
+        tag=None,
+        load_module_strict=True,
+        load_optimizer_states=True,
+        load_lr_scheduler_states=True,
+        load_module_only=False,
+        custom_load_fn=None,
+    ):
+        """Returns ``(path, client_state)``, or ``(None, None)`` when there is nothing to load."""
+        self.engine._need_states(OffloadStateTypeEnum, "engine.load_checkpoint()")
+        return load_checkpoint(
+            self.engine,
+            load_dir,
+            tag,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+            custom_load_fn,
+        )
+
+    @member
+    def restore_universal(self, folder, params=None, weights=True, states=True):
+        """Optimizer states and weights alone; see ``deepspeed.checkpoint.read.load.restore_universal``."""
+        self.engine._need_states(OffloadStateTypeEnum, "restoring a universal checkpoint")
+        restore_universal(self.engine, folder, params, weights, states)
+
+    # ---- for other programs ------------------------------------------------------------------------------------------
+    @member
+    def save_16bit_model(self, save_dir, save_filename="pytorch_model.bin", exclude_frozen_parameters=False):
+        """Writes the module's weights, in the dtype it computes with, to one file. Returns True."""
+        self.engine._need_states({OffloadStateTypeEnum.lp_params}, "engine.save_16bit_model()")
+        return save_16bit_model(self.engine, save_dir, save_filename, exclude_frozen_parameters)
+
+    @member
+    def save_fp16_model(self, save_dir, save_filename="pytorch_model.bin"):
+        """Old name of ``save_16bit_model``."""
+        return self.engine.save_16bit_model(save_dir, save_filename)
+
+    @member
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters=False):
+        """Rank 0: the whole state dict on the CPU, in the dtype the model computes with; None elsewhere.
+
+        Every rank calls it. Raises ValueError below ZeRO stage 3.
+        """
+        if not self.engine._stage_policy.shards_params:
+            raise ValueError("consolidating weights needs ZeRO stage 3; below it module.state_dict() is whole")
+        return whole_state_dict(self.engine, exclude_frozen_parameters)
+
+    @member
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters=False):
+        """The same; raises ValueError where nothing is partitioned."""
+        return self.engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    @member
+    def _get_optimizer_ckpt_name(self, checkpoints_path, tag, expp_rank):
+        """Path of the optimizer states of the experts of one expert-parallel rank, where ZeRO is off."""
+        folder = os.path.join(checkpoints_path, str(tag))
+        return expert_optim_states_path(folder, expp_rank, self.engine.mp_rank_for_files())
+
+    @member
+    def _get_zero_param_shapes(self):
+        """One ordered dict name -> shape for each parameter group; None below ZeRO stage 1."""
+        return param_shapes(self.engine) if self.engine.zero_optimization() else None

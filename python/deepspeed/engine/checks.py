@@ -1,0 +1,59 @@
+"""What is refused, or told, before an engine is built."""
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.log import log_dist
+from deepspeed.zero.fused_state import is_native
+
+KNOWN_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW)
+
+
+def check_precision(engine):
+    accelerator = get_accelerator()
+    if engine.fp16_enabled() and not accelerator.is_fp16_supported():
+        raise ValueError(f"fp16.enabled: fp16 is not supported on {accelerator.device_name()} here; use bf16 or fp32")
+    if engine.bfloat16_enabled() and not accelerator.is_bf16_supported():
+        raise ValueError(f"bf16.enabled: bf16 is not supported on {accelerator.device_name()} here; use fp16 or fp32")
+
+
+def check_grad_dtype(engine):
+    given = engine._config.grad_accum_dtype
+    for group in engine.trained_groups if given is not None else ():
+        for param in group:
+            if param.dtype == torch.float64:
+                names = [name for name, p in engine.module.named_parameters() if p is param]
+                raise ValueError(
+                    f'data_types.grad_accum_dtype "{given}": parameter \'{names[0] if names else "?"}\' is '
+                    "float64, and its gradients stay so. Convert it, or leave data_types.grad_accum_dtype out"
+                )
+
+
+def check_known(engine, optimizer):
+    """ZeRO cuts parameters into pieces: an optimizer that looks at whole ones would compute something else."""
+    if getattr(optimizer, "states_in_one_piece", False):
+        raise ValueError(
+            f"{type(optimizer).__name__} packs the states of a parameter so that they cannot be cut into shards: "
+            'use FusedAdam, whose states ZeRO shards, or "zero_optimization": {"stage": 0}.'
+        )
+    if optimizer is None or engine.client_optimizer is None or engine.zero_allow_untested_optimizer():
+        return
+    known = is_native(optimizer) or type(optimizer) in KNOWN_OPTIMIZERS
+    assert known, (
+        f"{type(optimizer).__name__} is not known to work on pieces of parameters, as ZeRO gives it. If it treats "
+        'every element alone (as Adam, SGD, Adagrad or Lion do), set "zero_allow_untested_optimizer": true in the '
+        "configuration; if it uses norms of whole parameters (as LAMB does), use ZeRO stage 0"
+    )
+
+
+def tell_of_missing_grads(engine, params):
+    """Stage 0: what scripts do to ``.grad`` between backward and step would silently do nothing."""
+    other = [param.dtype for param in params if engine.kept_grad_dtype(param) != param.dtype]
+    if other:
+        log_dist(
+            f"Gradients are kept in {engine._grad_dtype} (gradient_accumulation_steps is "
+            f"{engine.gradient_accumulation_steps()}, data_types.grad_accum_dtype {engine._config.grad_accum_dtype}), "
+            f"so {len(other)} parameters in {other[0]} have no .grad between backward and step: change gradients "
+            "with deepspeed.utils.safe_set_full_grad, or set data_types.grad_accum_dtype to the parameters' type.",
+            ranks=[0],
+        )

@@ -1,0 +1,106 @@
+"""The engine's part that builds data loaders and counts samples."""
+
+import torch
+
+from deepspeed.engine.members import member
+from deepspeed.published.dataloader import DeepSpeedDataLoader
+
+ROUTE_TRAIN = "train"
+ROUTE_EVAL = "eval"
+ROUTE_PREDICT = "predict"
+
+
+class TrainingData:
+    """A part of the engine."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    @staticmethod
+    @member
+    def is_map_style_dataset(obj):
+        return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
+
+    @staticmethod
+    @member
+    def is_iterable_style_dataset(obj):
+        return isinstance(obj, torch.utils.data.IterableDataset)
+
+    @member
+    def set_data_post_process_func(self, post_process_func):
+        """``post_process_func(batch, sampler_state)`` is applied to each batch of the training loader."""
+        if self.engine.training_dataloader is None:
+            raise RuntimeError(
+                "set_data_post_process_func needs a training loader: pass training_data to deepspeed.initialize"
+            )
+        self.engine.training_dataloader.post_process_func = post_process_func
+
+    @member
+    def deepspeed_io(
+        self,
+        dataset,
+        batch_size=None,
+        route=ROUTE_TRAIN,
+        pin_memory=True,
+        data_sampler=None,
+        collate_fn=None,
+        num_local_io_workers=None,
+    ):
+        """A loader over ``dataset`` that gives each data-parallel rank its own part.
+
+        ``batch_size`` samples per rank and batch, the micro batch by default. ``route`` other than ``"train"`` gives
+        the samples in order instead of shuffled.
+        """
+        if not (self.engine.is_map_style_dataset(dataset) or self.engine.is_iterable_style_dataset(dataset)):
+            raise ValueError(
+                f"training_data is a {type(dataset).__name__}: it must be a torch dataset, with __getitem__ and "
+                "__len__, or an IterableDataset"
+            )
+        if data_sampler is None and route in (ROUTE_EVAL, ROUTE_PREDICT) and self.engine.is_map_style_dataset(dataset):
+            data_sampler = torch.utils.data.DistributedSampler(
+                dataset, num_replicas=self.engine.dp_world_size, rank=self.engine.parallel.dp_rank, shuffle=False
+            )
+        return DeepSpeedDataLoader(
+            dataset=dataset,
+            batch_size=batch_size or self.engine.train_micro_batch_size_per_gpu(),
+            pin_memory=pin_memory,
+            local_rank=self.engine.local_rank,
+            tput_timer=getattr(self.engine, "tput_timer", None),
+            collate_fn=collate_fn or self.engine.collate_fn,
+            num_local_io_workers=num_local_io_workers,
+            data_sampler=data_sampler,
+            data_parallel_world_size=self.engine.dp_world_size,
+            data_parallel_rank=self.engine.parallel.dp_rank,
+            dataloader_drop_last=self.engine.dataloader_drop_last(),
+        )
+
+    # ---- how many samples -------------------------------------------------------------------------------------------
+    @member
+    def set_train_batch_size(self, train_batch_size):
+        """Changes the accumulation steps so that the whole batch is ``train_batch_size``; it must divide evenly."""
+        per_micro_step = self.engine.train_micro_batch_size_per_gpu() * self.engine.dp_world_size
+        if train_batch_size % per_micro_step != 0:
+            raise ValueError(
+                f"train_batch_size {train_batch_size} is not divisible by micro batch "
+                f"{self.engine.train_micro_batch_size_per_gpu()} x "
+                f"data-parallel size {self.engine.dp_world_size} = {per_micro_step}"
+            )
+        self.engine._config.train_batch_size = train_batch_size
+        self.engine._config.gradient_accumulation_steps = train_batch_size // per_micro_step
+        if self.engine.core is not None:
+            self.engine.core.set_grad_dtype(self.engine._grad_dtype)  # what accumulates now may be another type
+
+    @member
+    def set_train_micro_batch_size(self, micro_batch_size):
+        """Changes the micro batch; accumulation stays, the whole batch follows."""
+        self.engine._config.train_micro_batch_size_per_gpu = micro_batch_size
+        parts = self.engine.gradient_accumulation_steps() * self.engine.dp_world_size
+        self.engine._config.train_batch_size = micro_batch_size * parts
+
+    def samples_of_step(self):
+        """Samples that all ranks have put into this step: where the caller owns the boundary, one micro-batch for each
+        forward since the last step (at least one), as many on every rank as on this one."""
+        engine = self.engine
+        if engine.managed_gradient_accumulation():
+            return engine.train_batch_size()
+        return max(1, engine._backward.micro_batches) * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size

@@ -1,0 +1,133 @@
+"""The optimizer object of ZeRO stages 1 and 2: all parameters end to end in one flat space, cut into shares."""
+
+from deepspeed.config.sections import ZeroStageEnum
+from deepspeed.log import log_dist
+from deepspeed.version import __version__
+from deepspeed.zero.flat_layout import FlatLayout, InnerStates, per_element
+from deepspeed.zero.fragments import put_fragments
+from deepspeed.zero.restore import SAVED_FORMS
+from deepspeed.zero.sharded_optimizer import ShardedOptimizer
+
+
+class FlatOptimizer(ShardedOptimizer):
+    """Stage 2 with ``partition_grads``, else stage 1. The base class tells of the other arguments.
+
+    Saved states use the layout that other tools read, see ``zero.flat_layout``; ``elastic_checkpoint``: its old form.
+    """
+
+    def __init__(self, *args, partition_grads, elastic_checkpoint, **core_options):
+        self.stage = 2 if partition_grads else 1
+        self.partition_gradients = partition_grads
+        self.elastic_checkpoint = bool(elastic_checkpoint)
+        super().__init__(*args, **core_options)
+        put_fragments(self)
+
+    # ---- the saved layout --------------------------------------------------------------------------------------------
+    def state_dict(self):
+        """This rank's shard. Every rank calls it; see ``docs/tutorials/checkpoints.md`` for the keys."""
+        return self._saved_state(in_pieces=False)
+
+    def state_dict_in_pieces(self):
+        """The same for writing it down: with ``TensorOfPieces`` over the memory of what is trained in place of tensors,
+        where that is possible. Write it, or copy it, before the next step."""
+        return self._saved_state(in_pieces=True)
+
+    def _saved_state(self, in_pieces):
+        layout, inner, steps = FlatLayout(self), InnerStates(self), self._steps()
+        groups = range(len(self.bit16_groups))
+        states, masters = {}, []
+
+        def take(group, pieces, numel):
+            found = layout.in_pieces(group, pieces, numel) if in_pieces else None
+            return found if found is not None else layout.partition(group, pieces)[:numel]
+
+        for group in groups:
+            first, count = layout.firsts[group], len(self.bit16_groups[group])
+            states[group] = inner.of_group(group, steps[first : first + count])
+            for kind in inner.kinds[group]:
+                states[group][kind] = take(group, self.own_tensors(kind), layout.sizes[group])
+            masters.append(take(group, self.core.masters(), layout.owned[group]))
+        state = self._common_state()
+        state.update(
+            {
+                "clip_grad": self.clip_grad,
+                **(self._elastic(states, layout) if self.elastic_checkpoint else self._inner_state_dict(states)),
+                "single_partition_of_fp32_groups": masters,
+                "zero_stage": ZeroStageEnum(self.stage),
+                "group_paddings": layout.paddings,
+                "partition_count": self.partition_count,
+                "ds_version": __version__,
+                "param_slice_mappings": [layout.slice_mapping(group) for group in groups],
+            }
+        )
+        return state
+
+    def _inner_state_dict(self, states):
+        groups = [{**args, "params": [index]} for index, args in enumerate(self._group_args())]
+        return {"base_optimizer_state": {"state": states, "param_groups": groups}}
+
+    @staticmethod
+    def _elastic(states, layout):
+        """The old form: a list of each group's states, without padding and without hyperparameters."""
+        lean = [
+            {key: value[: layout.owned[group]] if per_element(value) else value for key, value in state.items()}
+            for group, state in states.items()
+        ]
+        steps = [state["step"] for state in lean if "step" in state]
+        return {"base_optimizer_state": lean, "base_optimizer_state_step": max(steps, default=0)}
+
+    def load_state_dict(
+        self,
+        state_dict_list,
+        load_optimizer_states=True,
+        load_from_fp32_weights=False,
+        checkpoint_folder=None,
+        load_serial=None,
+        param_shapes=None,
+    ):
+        """``state_dict_list`` holds the shards of all ranks that saved, in rank order; any number of them.
+
+        Without ``load_from_fp32_weights`` the masters are taken from the model's own weights. Raises ValueError where
+        groups or sizes do not fit.
+        """
+        saved = list(state_dict_list) if isinstance(state_dict_list, (list, tuple)) else [state_dict_list]
+        saved = SAVED_FORMS.get("flat")(saved, param_shapes or self._shapes())
+        self._restore(saved, load_optimizer_states, load_from_fp32_weights)
+
+    def get_bit16_param_group(self, group_no):
+        """The parameters of a group, as the model computes with them."""
+        return self.bit16_groups[group_no]
+
+    def reduce_gradients(self, pipeline_parallel=False):
+        """Reduces what backward has left on this rank."""
+        self.core.finish_backward()
+
+    def reduce_ipg_grads(self, comm_dtype=None):
+        """The same; gradients travel in the engine's communication dtype, which ``comm_dtype`` must name if given."""
+        if comm_dtype is not None and comm_dtype != self.get_param_comm_dtype(self._params[0]):
+            raise ValueError(f"gradients travel in {self.get_param_comm_dtype(self._params[0])}, not {comm_dtype}")
+        self.core.finish_backward()
+
+    def backward_epilogue(self, *args, **kwargs):
+        """After a backward that somebody else runs: what has not been reduced is."""
+        super().backward_epilogue()
+
+    def get_param_id(self, param):
+        """The number of ``param`` among the optimizer's parameters, end to end over its groups."""
+        return param._ds_link.index
+
+    def print_rank_0(self, message):
+        """Logs ``message`` on rank 0."""
+        log_dist(message, ranks=[0])
+
+    def update_lp_params(self):
+        """The model's weights take the masters' values, on every rank."""
+        self.core.publish()
+
+    def scaled_global_norm(self, norm_type=2):
+        """2-norm of the gradients of the last step, times the loss scale."""
+        return None if self.stepping.norm is None else self.stepping.norm * self.loss_scale
+
+    @property
+    def ds_version(self):
+        return __version__

@@ -1,0 +1,87 @@
+"""Gradients on their way from bf16 (``param.grad``) to fp32, for training loops that run backward themselves."""
+
+import torch
+
+
+class HighPrecisionGrads:
+    """Mixed into an optimizer of ZeRO stage 1, whose parameters are "lp"; fp32 masters and gradients are "hp"."""
+
+    @property
+    def bf16_groups(self):
+        return self.bit16_groups
+
+    def create_grad_acc_hooks(self):
+        """From now on a gradient is added to the fp32 ones, and ``.grad`` freed, as soon as backward has made it."""
+        self.core.forwarded([], False, 1.0)
+
+    def backward_prologue(self):
+        """Before a backward that somebody else runs: ``.grad`` of an earlier one counts, and is free afterwards."""
+        super().backward_prologue()
+
+    def backward_epilogue(self, update_hp_grads=True, clear_lp_grads=False, **bwd_kwargs):
+        """After it. Without ``update_hp_grads`` what lies in ``.grad`` stays there."""
+        super().backward_epilogue(**bwd_kwargs)
+        if update_hp_grads:
+            self.update_hp_grads(clear_lp_grads=clear_lp_grads)
+
+    @torch.no_grad()
+    def update_hp_grads(self, clear_lp_grads=False):
+        """Adds what plain backwards have left in ``.grad`` to the fp32 gradients of this rank, and frees it."""
+        self._take_lp_grads(range(len(self._params)))
+
+    @torch.no_grad()
+    def accumulate_hp_grads_and_remove_lp(self, lp_param, group_idx, param_idx):
+        """The same for one parameter: number ``param_idx`` of group ``group_idx``."""
+        index = sum(len(group) for group in self.bit16_groups[:group_idx]) + param_idx
+        if not 0 <= index < len(self._params) or self._params[index] is not lp_param:
+            raise ValueError(f"the parameter {tuple(lp_param.shape)} is not number {param_idx} of group {group_idx}")
+        self._take_lp_grads([index])
+
+    def _take_lp_grads(self, wanted):
+        wanted = set(wanted)
+        others = {p: p.grad for i, p in enumerate(self._params) if i not in wanted and p.grad is not None}
+        for param in others:
+            param.grad = None
+        if self.partition_count[0] == 1:
+            # One rank: its gradients are the reduced ones, which .grad would replace.
+            used = self.core.used()
+            for (index, _, _), grad in zip(self.core.pieces(), self.core.grads(), strict=True):
+                param = self._params[index]
+                if param.grad is not None and used[index]:
+                    grad.add_(param.grad)
+                    param.grad = None
+        self.core.adopt_grads()
+        for param, grad in others.items():
+            param.grad = grad
+
+    def get_grads_for_reduction(self):
+        """``(gradients, gradients of experts)``: a list of this rank's fp32 gradients, views, and an empty dict."""
+        return self.get_grads_for_norm()
+
+    def get_grads_for_norm(self, for_clipping=False):
+        """``(gradients, gradients of experts)`` that the norm of this rank's share is made of, and an empty dict."""
+        return [grad for grads in self.averaged_gradients.values() for grad in grads], {}
+
+    def clear_hp_grads(self):
+        """Forgets the fp32 gradients; what lies in ``.grad`` stays."""
+        kept = {param: param.grad for param in self._params if param.grad is not None}
+        self.core.clear_grads()
+        for param, grad in kept.items():
+            param.grad = grad
+
+    @torch.no_grad()
+    def clear_lp_grads(self, set_to_none=False):
+        """Zeroes ``.grad`` where there is one, or takes it away."""
+        for param in self._params:
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
+
+    def zero_grad(self, set_to_none=True):
+        self.clear_lp_grads(set_to_none=True)
+        super().zero_grad(set_to_none=set_to_none)
+
+    def update_lp_params(self):
+        """The model's weights take the masters' values, on every rank."""
+        self.core.publish()

@@ -1,0 +1,107 @@
+"""16-bit weights with fp32 masters: behind the optimizer that ``deepspeed.initialize`` returns for fp16 and bf16.
+
+The inner optimizer updates fp32 master weights; the model computes with 16-bit ones. Masters, gradients and moments
+are views of the core's flat buffers.
+"""
+
+import torch
+
+from deepspeed.zero.restore import SAVED_FORMS, Restore
+from deepspeed.zero.wrapped_optimizer import WrappedOptimizer
+
+
+class MasterOptimizer(WrappedOptimizer):
+    """Wraps ``init_optimizer``, whose parameter groups keep their identity: schedulers made for them stay valid.
+
+    ``engine`` owns the core; without one the optimizer makes a core of its own for one process. ``clip_grad`` is the
+    maximum 2-norm of the gradients, 0 for none. Saved states have the parameters of a group in one flat tensor.
+    """
+
+    flat = True
+
+    def __init__(self, init_optimizer, engine, loss_scale_config, low_precision_dtype, clip_grad):
+        self.optimizer = init_optimizer
+        self.low_precision_dtype = low_precision_dtype
+        self.loss_scale_config = loss_scale_config
+        self.fp16_groups = [list(group["params"]) for group in init_optimizer.param_groups]
+        self._start(*self._take_core(engine), loss_scale_config.loss_scaler, clip_grad)
+
+    @property
+    def bit16_groups(self):
+        return self.fp16_groups
+
+    @property
+    def fp32_groups_flat(self):
+        """List with one flat fp32 tensor (a copy) for each parameter group, in group order, without padding."""
+        return [
+            torch.cat([m.detach().reshape(-1) for m in group]) if group else torch.zeros(0)
+            for group in self.fp32_groups
+        ]
+
+    # ---- state -----------------------------------------------------------------------------------------------------
+    def state_dict(self):
+        """The keys of the 16-bit wrapper without ZeRO: flat fp32 groups and the inner state over them."""
+        state = {
+            "optimizer_state_dict": self._inner_state_dict(),
+            "fp32_groups_flat" if self.flat else "fp32_groups": self._saved_masters(),
+            "clip_grad": self.clip_grad,
+        }
+        if self.needs_scaler():
+            state.update(self._scaler_state())
+        return state
+
+    def _saved_masters(self):
+        return self.fp32_groups_flat
+
+    def _inner_state_dict(self):
+        """The inner state with each group's parameters as one flat tensor."""
+        groups, state = [], {}
+        for index, group in enumerate(self.optimizer.param_groups):
+            groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": [index]})
+            per_param = [self.optimizer.state[p] for p in group["params"]]
+            if not per_param:
+                continue
+            steps = [int(s["step"]) for s in per_param]
+            names = [name for name in per_param[0] if name != "step"]
+            state[index] = {
+                "step": max(steps),
+                **{name: torch.cat([s[name].reshape(-1) for s in per_param]) for name in names},
+            }
+            if len(set(steps)) > 1:  # parameters that were unused in some steps
+                state[index]["param_steps"] = steps
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict, load_optimizer_states=True):
+        """Inverse of ``state_dict``. Raises ValueError naming the group when sizes do not fit."""
+        masters_key = "fp32_groups_flat" if self.flat else "fp32_groups"
+        if masters_key not in state_dict:
+            raise ValueError(
+                f"the saved optimizer has no '{masters_key}' (its keys: {', '.join(sorted(state_dict))}): it was "
+                "saved by a run "
+                "with another precision or another kind of optimizer. Load it with load_optimizer_states=False, or "
+                "use the config it was saved with."
+            )
+        called = iter(self.stepping.names)
+        names = [[next(called) for _ in group] for group in self.fp16_groups]
+        params = [param for group in self.fp16_groups for param in group]
+        shapes = {name: param.shape for name, param in zip(self.stepping.names, params)}
+        saved = SAVED_FORMS.get("plain")(state_dict, names, shapes)
+        restore = Restore(self.stepping, params, saved)
+        restore.masters()
+        if load_optimizer_states:
+            restore.states()
+        self.core.publish()
+        if self.needs_scaler():
+            self._load_scaler_state(state_dict)
+
+
+class UnfusedMasterOptimizer(MasterOptimizer):
+    """The same for optimizers other than ``FusedAdam``: their state is kept parameter by parameter, as they made it."""
+
+    flat = False
+
+    def _saved_masters(self):
+        return [[m.detach().clone() for m in group] for group in self.fp32_groups]
+
+    def _inner_state_dict(self):
+        return self.optimizer.state_dict()

@@ -1,0 +1,153 @@
+"""Gathering of a sharded model: a model's parameters come while its modules run."""
+
+import weakref
+
+from deepspeed.zero import linear
+from deepspeed.zero.module_hooks import ModuleHooks, unit_parameters
+from deepspeed.zero.sharded_parameter import _acquire, _release, is_sharded
+
+
+class _Coordinator:
+    """The learned order of modules, as callers know it: it is a hint and always valid."""
+
+    def is_invalid_trace(self):
+        return False
+
+    def is_complete_trace(self):
+        return True
+
+    def is_record_trace(self):
+        return False
+
+    def _invalidate_trace(self):
+        pass
+
+    def reset_step(self):
+        pass
+
+
+class ModelGathering:
+    """Gathers a sharded model's parameters while its modules run. ``engine.optimizer`` itself without an optimizer.
+
+    ``core`` is the native engine that holds the shards. ``granularity``: modules whose sub-modules have fewer elements
+    on average are gathered as one unit; 0: never. ``mem_efficient_linear``: see ``zero.linear``.
+    """
+
+    def __init__(self, module, core, dp_process_group=None, granularity=0, mem_efficient_linear=True):
+        self.module = module
+        self.core = core
+        self.dp_process_group = dp_process_group
+        self.param_coordinator = _Coordinator()
+        self.hooks = ModuleHooks(core, granularity)
+        self.granularity = granularity
+        self.backward_hooks = []
+        self._held = {}  # what pre_sub_module_* has gathered: id of the module -> lists of parameters
+        self.mem_efficient_linear = mem_efficient_linear
+        # A dropped engine takes its hooks off, too.
+        self._unhook = weakref.finalize(self, self.hooks.remove)
+        self._unhook.atexit = False
+        self._leave_linear = None
+        if mem_efficient_linear:
+            linear.use_for_sharded_weights()
+            self._leave_linear = weakref.finalize(self, linear.stop_using)
+            self._leave_linear.atexit = False
+            for param in sharded_parameters_of(module):
+                param.ds_access.efficient_linear = True
+        self.setup_zero_stage3_hooks()
+
+    @property
+    def forward_hooks(self):
+        """Handles of the hooks on modules; a caller may remove them and empty the list."""
+        return self.hooks.forward_hooks
+
+    @forward_hooks.setter
+    def forward_hooks(self, value):
+        self.hooks.forward_hooks = list(value)
+
+    def setup_zero_stage3_hooks(self):
+        for module in self.module.modules():
+            module.__dict__.pop("_ds_hook_unit", None)
+            module.ds_external_parameters = _external_parameters_of(module)
+        self.hooks.install(self.module)
+
+    def _register_deepspeed_module(self, module, count=None):
+        """Hooks on a module tree again, after a caller has removed them."""
+        if module is self.module:
+            self.setup_zero_stage3_hooks()
+        else:
+            self.hooks._install(module)
+
+    _register_hooks_recursively = _register_deepspeed_module
+
+    def get_param_coordinator(self):
+        return self.param_coordinator
+
+    def empty_partition_cache(self):
+        """Releases gathered parameters that nobody holds, and the memory kept for gathering."""
+        self.core.gatherer.empty_cache()
+
+    # ---- for callers that run modules without their hooks ------------------------------------------------------------
+    def pre_sub_module_forward_function(self, sub_module):
+        """Gathers what the hooks would gather before the forward of ``sub_module``, until the function after it."""
+        params, _ = unit_parameters(sub_module, self.granularity)
+        _acquire(params)
+        self._held.setdefault(id(sub_module), []).append(params)
+
+    def post_sub_module_forward_function(self, sub_module):
+        """Releases what the function before the forward has gathered; what autograd has saved stays valid."""
+        held = self._held.get(id(sub_module))
+        if not held:
+            raise RuntimeError(
+                f"nothing is gathered for this {type(sub_module).__name__}: call the pre_sub_module function first"
+            )
+        _release(held.pop())
+
+    def pre_sub_module_backward_function(self, sub_module):
+        """The same before the backward of ``sub_module``."""
+        self.pre_sub_module_forward_function(sub_module)
+
+    def post_sub_module_backward_function(self, sub_module):
+        """The same after it."""
+        self.post_sub_module_forward_function(sub_module)
+
+    def mark_persistent_parameters(self, param_threshold, model_threshold):
+        """Parameters below ``param_threshold`` elements stay gathered, up to ``model_threshold`` elements in all; the
+        others do not. Returns those that stay. Every rank calls it."""
+        total, stay, go = 0, [], []
+        for param in sharded_parameters_of(self.module):
+            fits = param.ds_numel < param_threshold and total + param.ds_numel <= model_threshold
+            total += param.ds_numel if fits else 0
+            if fits != param.ds_persist:
+                (stay if fits else go).append(param)
+        _acquire(stay)
+        for param in stay + go:
+            param.ds_handle.persistent = not param.ds_persist
+        _release(go)
+        self.hooks.remove(self.module)
+        self.setup_zero_stage3_hooks()  # a persistent parameter belongs to no unit
+        return [param for param in sharded_parameters_of(self.module) if param.ds_persist]
+
+    partition_all_parameters = empty_partition_cache
+    release_backward_leftovers = empty_partition_cache
+
+    def destroy(self):
+        self.hooks.remove(self.module)
+        if self._leave_linear is not None:
+            self._leave_linear()
+        for module in self.module.modules():
+            module.__dict__.pop("ds_external_parameters", None)
+
+
+class _external_parameters_of:
+    """``module.ds_external_parameters()``: ``(id, parameter)`` of what other modules own and this one uses."""
+
+    def __init__(self, module):
+        self.found = module.__dict__.setdefault("_external_params", {})
+
+    def __call__(self):
+        return self.found.items()
+
+
+def sharded_parameters_of(module):
+    """All stage 3 parameters of a module, each once."""
+    return [p for p in dict.fromkeys(module.parameters()) if is_sharded(p)]

@@ -1,0 +1,206 @@
+"""The optimizer object of ZeRO stage 3: every parameter is cut into slices, one for each rank."""
+
+import os
+import weakref
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.config.sections import ZeroStageEnum
+from deepspeed.formats import torch_archive
+from deepspeed.zero.flat_layout import InnerStates
+from deepspeed.zero.flat_states import with_states
+from deepspeed.zero.param_values import ParamValues
+from deepspeed.zero.restore import SAVED_FORMS
+from deepspeed.zero.sharded_optimizer import ShardedOptimizer
+
+
+def _hand_on(serial):
+    """The next rank of this machine may load."""
+    serial += 1
+    local_size = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
+    if dist.get_local_rank() != local_size - 1 and dist.get_rank() + 1 < dist.get_world_size():
+        dist.send(serial, dist.get_rank() + 1)
+
+class SlicedOptimizer(ParamValues, ShardedOptimizer):
+    """Parameters, gradients and states are slices; modules gather what they need while they run.
+
+    Source of the method: Rajbhandari et al., "ZeRO-Infinity" (SC 2021), section 5. ``sub_group_size``: elements of a
+    flat tensor of the saved state, at most. ``gathering(core)`` makes the ``ModelGathering``. The base class tells of
+    the other arguments.
+    """
+
+    stage = 3
+
+    def __init__(self, module, *args, sub_group_size, gathering, **core_options):
+        self.module = module
+        self.sub_group_size = sub_group_size
+        super().__init__(*args, **core_options)
+        self.parameter_offload = gathering(self.core)
+        for param in self._params:
+            param._z3_optimizer = _Weak(self)
+
+    @property
+    def dtype(self):
+        return self.low_precision_dtype
+
+    @property
+    def fp16_groups(self):
+        return self.bit16_groups
+
+    @property
+    def partition_count(self):
+        return dist.get_world_size(self.dp_process_group) if self.dp_process_group is not None else 1
+
+    # ---- slices, padded as they lie on disk -------------------------------------------------------------
+    def _sub_groups(self):
+        """Lists of parameter indices: each group's parameters in runs of at most ``sub_group_size`` elements."""
+        runs, index = [], 0
+        for group in self.bit16_groups:
+            held = None
+            for param in group:
+                if held is None or held + param.ds_numel > self.sub_group_size:
+                    runs.append([])
+                    held = 0
+                runs[-1].append(index)
+                held += param.ds_numel
+                index += 1
+        return runs
+
+    def _flat_sub_groups(self, tensors):
+        return [self.core.padded_slices(tensors, run) for run in self._sub_groups()]
+
+    @property
+    def fp32_partitioned_groups_flat(self):
+        """One flat fp32 tensor (a copy) for each sub-group: this rank's slices of the masters, padding included.
+        ``optimizer.optimizer.state[flat]`` has their states, padded alike, and "step"."""
+        flats = enumerate(self._followed(self._flat_sub_groups(self.core.masters())))
+        return [with_states(flat, self, "_states_of_sub_group", position) for position, flat in flats]
+
+    def _states_of_sub_group(self, position):
+        run = self._sub_groups()[position]
+        masters = [m for m, (index, _, _) in zip(self.stepping.masters, self.core.pieces()) if index in run]
+        kept = self._states_of_masters(masters)
+        if self.stepping.fused is not None:  # known on a rank that owns nothing of these parameters, too
+            kept = {**dict.fromkeys(self.state_names()), "step": max(int(self.core.steps()[index]) for index in run)}
+        whole = {name: self._flat_sub_groups(self.own_tensors(name))[position] for name in kept if name != "step"}
+        return {**kept, **whole}
+
+    fp32_groups_flat = fp32_partitioned_groups_flat
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+    def state_dict(self):
+        """This rank's slices; see ``docs/tutorials/checkpoints.md`` for the keys."""
+        inner, steps = {}, self._steps()
+        states = {name: self._flat_sub_groups(self.own_tensors(name)) for name in self.state_names()}
+        kept = InnerStates(self)
+        groups_of = [index for index, group in enumerate(self.bit16_groups) for _ in group]
+        for position, run in enumerate(self._sub_groups()):
+            group = groups_of[run[0]]
+            inner[position] = kept.of_group(group, [steps[index] for index in run])
+            inner[position].update({kind: states[kind][position] for kind in kept.kinds[group]})
+        groups, position = [], 0
+        for args, group in zip(self._group_args(), self._runs_of_groups()):
+            groups.append({**args, "params": list(range(position, position + group))})
+            position += group
+        return {
+            "zero_stage": ZeroStageEnum(self.stage),
+            **self._common_state(),
+            "partition_count": self.partition_count,
+            "optimizer_state_dict": {"state": inner, "param_groups": groups},
+            "fp32_flat_groups": self.fp32_partitioned_groups_flat,
+        }
+
+    def _runs_of_groups(self):
+        counts, runs, index = [], self._sub_groups(), 0
+        starts = {run[0] for run in runs}
+        for group in self.bit16_groups:
+            counts.append(sum(1 for i in range(index, index + len(group)) if i in starts))
+            index += len(group)
+        return counts
+
+    def load_state_dict(
+        self,
+        state_dict_list,
+        load_optimizer_states=True,
+        load_from_fp32_weights=False,
+        checkpoint_folder=None,
+        load_serial=None,
+        param_shapes=None,
+    ):
+        """``state_dict_list`` holds the slices of all ranks that saved, in rank order.
+
+        Any number of ranks may have saved; a rank may also pass nothing but its own slices, of as many ranks. Without
+        ``load_from_fp32_weights`` the masters are taken from the model's weights. Raises ValueError where sizes do not
+        fit. ``load_serial``: a tensor that this rank has received from the one before it on its machine
+        (``zero_optimization.pipeline_loading_checkpoint``); it goes on to the next one when everything is read.
+        """
+        saved = list(state_dict_list) if isinstance(state_dict_list, (list, tuple)) else [state_dict_list]
+        if len(saved) == 1 and self.partition_count > 1 and saved[0].get("partition_count") == self.partition_count:
+            saved = SAVED_FORMS.get("own slices")(saved[0], dist.get_rank(self.dp_process_group), self.partition_count)
+        self._restore(
+            SAVED_FORMS.get("sliced")(saved, param_shapes or self._shapes()),
+            load_optimizer_states,
+            load_from_fp32_weights,
+            when_read=None if load_serial is None else lambda: _hand_on(load_serial),
+        )
+
+    # ---- universal checkpoints ---------------------------------------------------------------------------------------
+    def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir):
+        """Masters, states, steps and hyperparameters of this rank from the folder of a universal checkpoint."""
+        self.load_hp_checkpoint_state_from_checkpoint_dir("bit16_groups", checkpoint_dir)
+
+    def load_module_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir, load_from_fp32_weights):
+        """The model's weights and buffers from there; masters, too, or else they take the weights as the model's dtype
+        holds them."""
+        self._restore_universal(checkpoint_dir, weights=load_from_fp32_weights, states=False)
+
+    def load_hp_checkpoint_state(self, folder, key, param=None):
+        """This rank's slice of ``<folder>/<key>.pt``, flat, padded as all slices are. ``folder`` is that of one
+        parameter, ``param``, whose slice it is; without it, of the data-parallel group's."""
+        path = os.path.join(folder, f"{key}.pt")
+        saved = torch_archive.load(path)
+        flat = (saved["param"] if isinstance(saved, dict) else saved).reshape(-1)
+        if param is not None and param.ds_numel != flat.numel():
+            raise ValueError(f"{path} has {flat.numel()} elements, the parameter has {param.ds_numel}")
+        size = -(-flat.numel() // self.partition_count)
+        own = flat[self.rank_in_partitions * size : (self.rank_in_partitions + 1) * size]
+        return torch.cat([own, own.new_zeros(size - own.numel())])
+
+    def checkpoint_event_prologue(self):
+        """Before parameters are saved or loaded slice by slice: what is gathered and not held is released."""
+        self.empty_partition_cache()
+
+    def checkpoint_event_epilogue(self):
+        """After it: parameters that stay gathered take what the slices hold now."""
+        self.core.begin_write()
+        self.core.end_write()
+
+    def empty_partition_cache(self):
+        """Releases gathered parameters that nobody holds, and the memory kept for gathering."""
+        self.parameter_offload.empty_partition_cache()
+
+    def quantize_nontrainable_params(self):
+        """Frozen weights stay as they are: ZeRO++ for frozen weights is off."""
+
+    def destroy(self):
+        self.parameter_offload.destroy()
+        for param in self._params:
+            param.__dict__.pop("_z3_optimizer", None)
+        super().destroy()
+
+
+class _Weak:
+    """Stands for the optimizer on a parameter and does not keep it; a copied model does not copy it."""
+
+    def __init__(self, optimizer):
+        self.__dict__["_optimizer"] = weakref.ref(optimizer)
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["_optimizer"](), name)
+
+    def __deepcopy__(self, memo):
+        return None
+
+    def __reduce__(self):
+        return (type(None), ())

@@ -1,0 +1,131 @@
+#include "plan/saved_layout.h"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <map>
+#include <random>
+#include <string>
+#include <tuple>
+
+#include "base/error.h"
+
+namespace ds::plan {
+namespace {
+
+// Element e of parameter p is found at (rank, unit, element of the unit's tensor).
+using Home = std::tuple<int32_t, int32_t, int64_t>;
+
+std::map<Home, int64_t> homes(const SavedLayout& layout, const std::vector<int64_t>& numels) {
+  std::map<Home, int64_t> found;
+  int64_t element = 0;
+  for (size_t param = 0; param < numels.size(); ++param) {
+    int64_t next = 0;
+    for (const SavedRun& run : layout.runs(param)) {
+      EXPECT_EQ(run.param_offset, next);
+      EXPECT_GT(run.numel, 0);
+      for (int64_t i = 0; i < run.numel; ++i) {
+        EXPECT_TRUE(found.emplace(Home(run.rank, layout.unit(param), run.begin + i), element + next + i).second);
+      }
+      next += run.numel;
+    }
+    EXPECT_EQ(next, numels[param]);
+    element += numels[param];
+  }
+  return found;
+}
+
+TEST(SavedLayout, FlatPartitionsAreRowsOfAGroup) {
+  std::mt19937 random(1);
+  for (int round = 0; round < 500; ++round) {
+    const int32_t ranks = 1 + static_cast<int32_t>(random() % 5);
+    std::vector<std::vector<int64_t>> groups(1 + random() % 3);
+    std::vector<int64_t> numels, sizes, totals;
+    for (auto& group : groups) {
+      int64_t total = 0;
+      for (size_t i = random() % 6; i > 0; --i) {
+        group.push_back(static_cast<int64_t>(random() % 20));
+        numels.push_back(group.back());
+        total += group.back();
+      }
+      sizes.push_back((total + ranks - 1) / ranks + static_cast<int64_t>(random() % 3));
+      totals.push_back(total);
+    }
+    const SavedLayout layout = SavedLayout::flat(groups, sizes, ranks, "here");
+    const std::map<Home, int64_t> found = homes(layout, numels);
+    int64_t element = 0;
+    for (size_t group = 0; group < groups.size(); ++group) {
+      for (int64_t at = 0; at < totals[group]; ++at, ++element) {
+        const Home home(static_cast<int32_t>(at / sizes[group]), static_cast<int32_t>(group), at % sizes[group]);
+        ASSERT_EQ(found.at(home), element);
+      }
+    }
+  }
+}
+
+TEST(SavedLayout, SlicesStandEndToEndInTheUnitsOfEachRank) {
+  std::mt19937 random(2);
+  for (int round = 0; round < 500; ++round) {
+    const int32_t ranks = 1 + static_cast<int32_t>(random() % 5);
+    std::vector<int64_t> numels, units(1, 0);
+    std::vector<size_t> unit_of;
+    for (size_t i = random() % 8; i > 0; --i) {
+      numels.push_back(static_cast<int64_t>(random() % 20));
+      if (units.back() > 0 && random() % 3 == 0) units.push_back(0);
+      units.back() += (numels.back() + ranks - 1) / ranks;
+    }
+    const SavedLayout layout = SavedLayout::sliced(numels, units, ranks, "here");
+    const std::map<Home, int64_t> found = homes(layout, numels);
+    int64_t element = 0, row = 0;
+    for (const int64_t numel : numels) {
+      const int64_t slice = (numel + ranks - 1) / ranks;
+      for (int64_t at = 0; at < numel; ++at, ++element) {
+        int64_t in_unit = row + at % slice;
+        int32_t unit = 0;
+        while (in_unit >= units[static_cast<size_t>(unit)]) in_unit -= units[static_cast<size_t>(unit++)];
+        ASSERT_EQ(found.at(Home(static_cast<int32_t>(at / slice), unit, in_unit)), element);
+      }
+      row += slice;
+    }
+  }
+}
+
+TEST(SavedLayout, PlacesCountTheParametersOfAUnit) {
+  const SavedLayout flat = SavedLayout::flat({{3, 4}, {5}}, {7, 5}, 1, "here");
+  EXPECT_EQ(flat.unit(1), 0);
+  EXPECT_EQ(flat.place_in_unit(1), 1);
+  EXPECT_EQ(flat.unit(2), 1);
+  EXPECT_EQ(flat.place_in_unit(2), 0);
+  const SavedLayout sliced = SavedLayout::sliced({4, 2, 6, 2}, {3, 4}, 2, "here");
+  EXPECT_EQ(sliced.unit(1), 0);
+  EXPECT_EQ(sliced.place_in_unit(1), 1);
+  EXPECT_EQ(sliced.unit(3), 1);
+  EXPECT_EQ(sliced.place_in_unit(3), 1);
+}
+
+void expect_refused(const std::function<void()>& make, const std::string& part) {
+  try {
+    make();
+    FAIL() << "accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kValue);
+    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+  }
+}
+
+TEST(SavedLayout, WhatDoesNotFitIsNamed) {
+  expect_refused(
+      [] {
+        SavedLayout::flat({{3}, {9}}, {2, 4}, 2, "the checkpoint x");
+      },
+      "the checkpoint x: parameter group 1 has 9 elements, and its 2 shard(s) of 4 hold 8");
+  expect_refused(
+      [] {
+        SavedLayout::sliced({9, 2}, {5}, 2, "the checkpoint x");
+      },
+      "a rank's slices of 2 parameters have 6 elements when 2 rank(s) share them, and its files hold 5");
+  EXPECT_EQ(SavedLayout::sliced({9, 2}, {}, 2, "without states").runs(0).size(), 2U);
+}
+
+}  // namespace
+}  // namespace ds::plan

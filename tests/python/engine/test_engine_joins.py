@@ -1,0 +1,26 @@
+"""Who makes an engine without ``deepspeed.initialize`` can have it join the job."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+import deepspeed
+
+
+class Joined(Exception):
+    pass
+
+
+@pytest.mark.parametrize("wanted", [True, False, None])
+def test_dist_init_required(wanted):
+    engine = deepspeed.DeepSpeedEngine
+    config = {"train_batch_size": 1}
+    with mock.patch("deepspeed.comm.init_distributed", side_effect=Joined):
+        if wanted:
+            with pytest.raises(Joined):
+                engine(None, torch.nn.Linear(1, 1), config=config, dist_init_required=wanted)
+        else:
+            made = engine(None, torch.nn.Linear(1, 1), config=config, dist_init_required=wanted)
+            assert made.world_size == 1
+            made.destroy()

@@ -1,0 +1,134 @@
+"""Members that an engine has from its parts: what a subclass or a client replaces is asked, by the parts, too."""
+
+import inspect
+
+import pytest
+import torch
+
+from deepspeed import DeepSpeedEngine
+from deepspeed.engine.members import holds, make_parts, member
+
+CONFIG = {
+    "train_batch_size": 4,
+    "gradient_accumulation_steps": 4,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+    "zero_optimization": {"stage": 1},
+}
+
+
+class Counter:
+    def __init__(self, owner):
+        self.owner, self.count = owner, 0
+
+    @member
+    def add(self, more=1):
+        """Adds."""
+        self.count += more
+        return self.owner.total
+
+    @property
+    @member
+    def total(self):
+        """All of it."""
+        return self.count
+
+    @total.setter
+    def total(self, value):
+        self.count = value
+
+    @staticmethod
+    @member
+    def zero():
+        return 0
+
+    def hidden(self):
+        return 1
+
+
+@holds(_counter=Counter)
+class Owner:
+    def __init__(self):
+        make_parts(self)
+
+
+def test_a_part_brings_members():
+    owner, other = Owner(), Owner()
+    assert owner.add() == 1 and owner.add(more=2) == 3 and other.total == 0 and Owner.zero() == owner.zero() == 0
+    owner.total = 7
+    assert owner.total == 7 and owner._counter.count == 7
+    assert str(inspect.signature(Owner.add)) == "(self, more=1)" and Owner.add.__doc__ == "Adds."
+    assert Owner.total.__doc__ == "All of it." and not hasattr(owner, "hidden")
+
+
+def test_a_member_has_one_place():
+    with pytest.raises(AssertionError, match=r"add is in a part \(Counter\) and in Both"):
+
+        @holds(_counter=Counter)
+        class Both:
+            def add(self):
+                return 1
+
+
+@pytest.fixture
+def engine():
+    engines = []
+
+    def make(cls=DeepSpeedEngine, **more):
+        engines.append(cls(None, torch.nn.Linear(2, 1), config={**CONFIG, **more}))
+        return engines[-1]
+
+    yield make
+    for one in engines:
+        one.destroy()
+
+
+def trained(engine):
+    before = engine.module.weight.detach().clone()
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    return not torch.equal(before, engine.module.weight)
+
+
+class Pipeline(DeepSpeedEngine):
+    """Overrides as pipeline engines do."""
+
+    calls = ()
+
+    def is_gradient_accumulation_boundary(self):
+        return True
+
+    def forward(self, *inputs):
+        self.calls += ("forward",)
+        return super().forward(*inputs)
+
+    def backward(self, loss, **kwargs):
+        self.calls += ("backward",)
+        return super().backward(loss, **kwargs)
+
+    def gradient_accumulation_steps(self):
+        return 2
+
+
+def test_a_subclass_is_asked(engine):
+    assert not trained(engine())
+    made = engine(Pipeline)
+    assert trained(made) and made.calls == ("forward", "backward") and made.global_steps == 1
+    assert made.get_batch_info()[2] == 2 and float(made.losses or 0) == 0
+
+
+def test_what_a_client_replaces_on_one_engine_is_asked(engine):
+    made, other = engine(), engine()
+    seen = []
+    original = made.backward
+    made.backward = lambda loss, **kwargs: seen.append(1) or original(loss, **kwargs)
+    made.is_gradient_accumulation_boundary = lambda: True
+    assert trained(made) and seen == [1] and not trained(other)
+    made._zero3_consolidated_16bit_state_dict = lambda exclude_frozen_parameters: exclude_frozen_parameters
+    assert made._consolidated_16bit_state_dict(True) is True
+
+
+def test_the_engine_itself_is_small():
+    own = [name for name, value in vars(DeepSpeedEngine).items() if inspect.isfunction(value)]
+    mine = [name for name in own if not hasattr(getattr(DeepSpeedEngine, name), "engine_member")]
+    defined = [name for name in mine if getattr(DeepSpeedEngine, name).__code__.co_filename.endswith("/engine.py")]
+    assert len(own) > 45 and len(defined) <= 10, defined
