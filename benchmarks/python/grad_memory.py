@@ -17,8 +17,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+
+from common.memory import Peak, private_bytes
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -32,27 +33,6 @@ def parse_arguments():
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
-
-
-def private_bytes():
-    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    raise RuntimeError("no Pss in /proc/self/smaps_rollup")
-
-
-class Peak(threading.Thread):
-    """Largest figure seen, sampled every few milliseconds."""
-
-    def __init__(self):
-        super().__init__(daemon=True)
-        self.highest, self.stop = 0, False
-
-    def run(self):
-        while not self.stop:
-            self.highest = max(self.highest, private_bytes())
-            time.sleep(0.003)
 
 
 def formula(stage, world):

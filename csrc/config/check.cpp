@@ -21,20 +21,20 @@ std::string number_in(const std::string& text) {
   return *end == '\0' && std::isfinite(x) ? text : "";
 }
 
-Verdict refuse(std::string problem, std::string suggestion = "") {
-  Verdict v;
+CheckResult refuse(std::string problem, std::string suggestion = "") {
+  CheckResult v;
   v.problem = std::move(problem);
   v.suggestion = std::move(suggestion);
   return v;
 }
 
-Verdict accept(Value value) {
-  Verdict v;
+CheckResult accept(Value value) {
+  CheckResult v;
   v.value = std::move(value);
   return v;
 }
 
-Verdict wrong_type(const Field& field, const Value& value) {
+CheckResult wrong_type(const Field& field, const Value& value) {
   std::string suggestion;
   if (value.is_string()) {
     const std::string& text = value.get_ref<const std::string&>();
@@ -65,7 +65,7 @@ Verdict wrong_type(const Field& field, const Value& value) {
   return refuse("must be " + describe_kinds(field), suggestion);
 }
 
-Verdict check_range(const Field& field, const Value& value) {
+CheckResult check_range(const Field& field, const Value& value) {
   const double x = value.get<double>();
   std::string bound;
   if (field.minimum && (field.above_minimum ? x <= *field.minimum : x < *field.minimum)) {
@@ -75,7 +75,7 @@ Verdict check_range(const Field& field, const Value& value) {
   }
   if (bound.empty()) return accept(value);
   if (bound.size() > 2 && bound.substr(bound.size() - 2) == ".0") bound.resize(bound.size() - 2);
-  Verdict v = refuse("must be " + bound);
+  CheckResult v = refuse("must be " + bound);
   if (!field.fallback.is_null())
     v.suggestion = "The default is " + show(field.fallback) + ".";
   else if (field.kinds & kInt && field.above_minimum)
@@ -85,8 +85,8 @@ Verdict check_range(const Field& field, const Value& value) {
   return v;
 }
 
-Verdict check_choice(const Field& field, const Value& value, const std::vector<Literal>& choices,
-                     const std::vector<std::string>* other_names) {
+CheckResult check_choice(const Field& field, const Value& value, const std::vector<Literal>& choices,
+                         const std::vector<std::string>* other_names) {
   for (const Literal& choice : choices) {
     if (same(value, choice)) return accept(to_value(choice));
   }
@@ -107,7 +107,7 @@ Verdict check_choice(const Field& field, const Value& value, const std::vector<L
     words.insert(words.end(), other_names->begin(), other_names->end());
     all += ", " + field.open_choices;
   }
-  Verdict v = refuse("must be one of " + all);
+  CheckResult v = refuse("must be one of " + all);
   if (value.is_string()) {
     const std::string near = nearest(value, words);
     if (!near.empty()) v.suggestion = "Did you mean " + show(Value(near)) + "?";
@@ -131,7 +131,9 @@ std::optional<Value> number_of_text(std::string text, unsigned kinds) {
   text = text.substr(first, text.find_last_not_of(blanks) - first + 1);
   // Digits may be grouped: 1_000_000. An underscore stands between two digits.
   for (size_t at = text.find('_'); at != std::string::npos; at = text.find('_', at)) {
-    const auto is_digit = [&](size_t i) { return i < text.size() && std::isdigit(static_cast<unsigned char>(text[i])); };
+    const auto is_digit = [&](size_t i) {
+      return i < text.size() && std::isdigit(static_cast<unsigned char>(text[i]));
+    };
     if (at == 0 || !is_digit(at - 1) || !is_digit(at + 1)) return {};
     text.erase(at, 1);
   }
@@ -139,20 +141,19 @@ std::optional<Value> number_of_text(std::string text, unsigned kinds) {
   const size_t digits = text[0] == '-' || text[0] == '+' ? 1 : 0;
   const size_t point = std::min(text.find_first_not_of("0123456789", digits), text.size());
   const bool whole = point > digits && point - digits <= 18 &&
-                     (point == text.size() ||
-                      (!(kinds & kFloat) && text[point] == '.' && point + 1 < text.size() &&
-                       text.find_first_not_of('0', point + 1) == std::string::npos));
+                     (point == text.size() || (!(kinds & kFloat) && text[point] == '.' && point + 1 < text.size() &&
+                                               text.find_first_not_of('0', point + 1) == std::string::npos));
   if (whole) return Value(static_cast<int64_t>(std::strtoll(text.c_str(), nullptr, 10)));
   return kinds & kFloat ? std::optional<Value>(std::strtod(text.c_str(), nullptr)) : std::nullopt;
 }
 
-Verdict check_list(const Field& field, const Value& value, bool lenient_texts) {
+CheckResult check_list(const Field& field, const Value& value, bool lenient_texts) {
   Value out = Value::array();
   Field item;
   item.kinds = field.item_kinds;
   for (size_t i = 0; i < value.size(); ++i) {
     const std::string at = "item " + std::to_string(i + 1) + " (" + show(value[i], 40) + ") ";
-    Verdict v;
+    CheckResult v;
     if (field.item_choices.empty()) {
       item.minimum = field.item_minimum;
       v = check(item, value[i], lenient_texts, nullptr);
@@ -170,7 +171,7 @@ Verdict check_list(const Field& field, const Value& value, bool lenient_texts) {
   return accept(std::move(out));
 }
 
-Verdict check_kind(const Field& field, const Value& value, bool lenient_texts) {
+CheckResult check_kind(const Field& field, const Value& value, bool lenient_texts) {
   const unsigned k = field.kinds;
   if (value.is_boolean()) return k & kBool ? accept(value) : wrong_type(field, value);
   if (value.is_number()) {
@@ -193,13 +194,13 @@ Verdict check_kind(const Field& field, const Value& value, bool lenient_texts) {
     const std::string small = lower(value);
     const bool yes = small == "true" || small == "1", no = small == "false" || small == "0";
     if (lenient_texts && (k & kBool) && (yes || no)) {
-      Verdict v = accept(yes);
+      CheckResult v = accept(yes);
       v.warning = std::string("is a text and is read as ") + (yes ? "true" : "false") + "; write it without quotes.";
       return v;
     }
     if (lenient_texts && (k & (kInt | kFloat))) {
       if (const auto number = number_of_text(value.get<std::string>(), k)) {
-        Verdict v = check_kind(field, *number, false);
+        CheckResult v = check_kind(field, *number, false);
         v.warning = "is a text and is read as " + show(*number) + "; write it without quotes.";
         return v;
       }
@@ -208,7 +209,9 @@ Verdict check_kind(const Field& field, const Value& value, bool lenient_texts) {
     return wrong_type(field, value);
   }
   if (value.is_array())
-    return !(k & kList) ? wrong_type(field, value) : field.item_kinds ? check_list(field, value, lenient_texts) : accept(value);
+    return !(k & kList)       ? wrong_type(field, value)
+           : field.item_kinds ? check_list(field, value, lenient_texts)
+                              : accept(value);
   if (value.is_object()) return k & kTable ? accept(value) : wrong_type(field, value);
   if (value.is_binary()) return k & kPython ? accept(value) : wrong_type(field, value);
   return wrong_type(field, value);
@@ -216,7 +219,8 @@ Verdict check_kind(const Field& field, const Value& value, bool lenient_texts) {
 
 }  // namespace
 
-Verdict check(const Field& field, const Value& value, bool lenient_texts, const std::vector<std::string>* other_names) {
+CheckResult check(const Field& field, const Value& value, bool lenient_texts,
+                  const std::vector<std::string>* other_names) {
   if (field.kinds & kAnything || field.kinds == 0) return accept(value);
   if (value.is_null()) {
     if (field.null_is_default) return accept(to_value(field.fallback));
@@ -224,17 +228,17 @@ Verdict check(const Field& field, const Value& value, bool lenient_texts, const 
     return refuse("must be " + describe_kinds(field),
                   field.fallback.is_null() ? "" : "Leave the key out to get the default " + show(field.fallback) + ".");
   }
-  Verdict v = check_kind(field, value, lenient_texts);
+  CheckResult v = check_kind(field, value, lenient_texts);
   if (!v.value) return v;
   const bool chosen = !field.choices.empty() && !v.value->is_binary() &&
                       !(v.value->is_number() && (field.kinds & (kInt | kFloat)) && (field.kinds & kText));
   if (chosen) {
-    Verdict choice = check_choice(field, *v.value, field.choices, other_names);
+    CheckResult choice = check_choice(field, *v.value, field.choices, other_names);
     choice.warning = v.warning;
     return choice;
   }
   if (v.value->is_number()) {
-    Verdict range = check_range(field, *v.value);
+    CheckResult range = check_range(field, *v.value);
     if (!range.value) return range;
   }
   return v;

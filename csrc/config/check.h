@@ -8,7 +8,7 @@
 
 namespace ds::config {
 
-struct Verdict {
+struct CheckResult {
   std::optional<Value> value;  // as it is kept: 5e8 as an integer, a choice as it is spelled in the Field
   std::string problem;         // "must be at least 0"; empty when value is set
   std::string suggestion;      // "Did you mean \"cpu\"?"
@@ -17,8 +17,9 @@ struct Verdict {
 };
 
 // `lenient_texts`: a text that holds a number or a boolean stands for it where pydantic takes it, with a warning: "5",
-// "5.0" for integers, "5e-1", too, for numbers, "true", "false", "1", "0" for booleans. `other_names`: what or_other() admits;
-// nullptr admits every text.
-Verdict check(const Field& field, const Value& value, bool lenient_texts, const std::vector<std::string>* other_names);
+// "5.0" for integers, "5e-1", too, for numbers, "true", "false", "1", "0" for booleans. `other_names`: what or_other()
+// admits; nullptr admits every text.
+CheckResult check(const Field& field, const Value& value, bool lenient_texts,
+                  const std::vector<std::string>* other_names);
 
 }  // namespace ds::config

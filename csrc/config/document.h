@@ -19,10 +19,11 @@ struct Document {
   std::vector<Issue> issues;                   // duplicate keys, keys with stray blanks, texts that took a comma in
 };
 
-// Reads JSON and HJSON: comments (// /* */ #), trailing commas, no comma at the end of a line, keys without quotes, texts
-// without quotes (to the end of their line, commas and brackets included), texts of several lines between ''', no braces
-// around the whole; also NaN, Infinity, True, None. A text that cannot be read at all throws Error(kConfig) with line and
-// column; what can be told apart later goes to `issues`. Never recurses deeper than kMaxDepth; any bytes are safe.
+// Reads JSON and HJSON: comments (// /* */ #), trailing commas, no comma at the end of a line, keys without quotes,
+// texts without quotes (to the end of their line, commas and brackets included), texts of several lines between ''', no
+// braces around the whole; also NaN, Infinity, True, None. A text that cannot be read at all throws Error(kConfig) with
+// line and column; what can be told apart later goes to `issues`. Never recurses deeper than kMaxDepth; any bytes are
+// safe.
 Document read_text(std::string_view text, const std::string& source);
 
 // Takes keys as they are in a Python dict: strips stray blanks as read_text does.

@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "config/judge.h"
+#include "config/rules.h"
 #include "config/render.h"
 #include "config/text.h"
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "config/check.h"
-#include "config/judge.h"
+#include "config/rules.h"
 #include "config/nearest.h"
 #include "config/text.h"
 
@@ -52,7 +52,7 @@ class Resolver {
     section(schema_.root, config_.document_.root, "", config_.values_);
     apply_forwards();
     if (!options_.sections_only) apply_environment();
-    judge(config_, schema_, options_);
+    run_rules(config_, schema_, options_);
   }
 
  private:
@@ -136,7 +136,8 @@ class Resolver {
     if (field.is_section()) return sub_section(field, value, here, kept, slot);
     if (!field.fields.empty() && value.is_array()) return list_of_sections(field, value, here, kept, slot);
     const auto names = options_.other_names.find(here);
-    Verdict verdict = check(field, value, validated, names == options_.other_names.end() ? nullptr : &names->second);
+    CheckResult verdict =
+        check(field, value, validated, names == options_.other_names.end() ? nullptr : &names->second);
     if (!verdict.value) {
       if (slot.is_null()) slot = default_of(field);
       error(verdict.out_of_range ? "bad_value" : "wrong_type", here,
@@ -320,14 +321,14 @@ class Resolver {
     }
   }
 
-  // A variable that is empty counts as not set. What a key holds in the file is judged, too: the file is wrong with or
+  // A variable that is empty counts as not set. What a key holds in the file is checked, too: the file is wrong with or
   // without the variable.
   void apply_environment() {
     for (const auto& [path, variable] : schema_.environment) {
       const Field* field = field_at(path);
       if (!is_overridden(*field) || !config_.find(path)) continue;  // no place: its section is absent
       const Value given = scalar_in(options_.environment.at(variable));
-      Verdict verdict = check(*field, given, true, nullptr);
+      CheckResult verdict = check(*field, given, true, nullptr);
       if (!verdict.value) {
         std::string what = "The environment variable " + variable + " = " + show(given);
         what += " stands for " + path + ", which " + verdict.problem + ".";

@@ -2,7 +2,7 @@
 //
 //   DS_CONFIG_CHAPTER(30, kTraining, "Precision") {
 //     c.add(validated("fp16", "...", { boolean("enabled", false, "..."), ... }));
-//     c.rule("fp16 and bf16 exclude each other", [](Judge& j) { if (...) j.error(...); });
+//     c.rule("fp16 and bf16 exclude each other", [](RuleContext& j) { if (...) j.error(...); });
 //   }
 //
 // The schema is built once, on first use, and never changes.
@@ -19,9 +19,9 @@ enum class Root { kTraining, kInference, kRaggedInference };
 
 // What a cross-section rule sees: resolved values by dotted path, defaults filled in. A key that was refused reads
 // as its default.
-class Judge {
+class RuleContext {
  public:
-  virtual ~Judge() = default;
+  virtual ~RuleContext() = default;
   virtual bool given(const std::string& path) const = 0;  // by the user, in any spelling, and not null or "auto"
   virtual bool is_null(const std::string& path) const = 0;
   virtual bool is_bare_bool(const std::string& key) const = 0;  // a section of the top level given as true or false
@@ -43,14 +43,14 @@ class Judge {
 
 struct Rule {
   std::string doc;
-  std::function<void(Judge&)> check;
-  bool whole_only = false;  // not judged for a section object that is made by itself
+  std::function<void(RuleContext&)> check;
+  bool whole_only = false;  // not checked for a section object that is made by itself
 };
 
 // What several keys together come to, for `ds_config explain`: lines under a title.
 struct Consequence {
   std::string title;
-  std::function<std::vector<std::string>(const Judge&)> tell;
+  std::function<std::vector<std::string>(const RuleContext&)> tell;
 };
 
 struct ChapterHead {
@@ -72,13 +72,13 @@ class Chapter {
  public:
   explicit Chapter(Schema& schema) : schema_(schema) {}
   void add(Field field) { schema_.root.fields.push_back(std::move(field)); }
-  void rule(std::string doc, std::function<void(Judge&)> check) {
+  void rule(std::string doc, std::function<void(RuleContext&)> check) {
     schema_.rules.push_back({std::move(doc), std::move(check), false});
   }
-  void whole_rule(std::string doc, std::function<void(Judge&)> check) {
+  void whole_rule(std::string doc, std::function<void(RuleContext&)> check) {
     schema_.rules.push_back({std::move(doc), std::move(check), true});
   }
-  void consequence(std::string title, std::function<std::vector<std::string>(const Judge&)> tell) {
+  void consequence(std::string title, std::function<std::vector<std::string>(const RuleContext&)> tell) {
     schema_.consequences.push_back({std::move(title), std::move(tell)});
   }
   void private_key(std::string name) { schema_.private_keys.push_back(std::move(name)); }

@@ -58,4 +58,11 @@ const Element* element_by_safetensors(std::string_view name) {
   return nullptr;
 }
 
+std::string_view safetensors_code(std::string_view dtype) {
+  for (const Row& row : kRows) {
+    if (row.element.name == dtype) return row.safetensors;
+  }
+  return {};
+}
+
 }  // namespace ds::formats

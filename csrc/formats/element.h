@@ -20,4 +20,7 @@ const Element* element_by_storage(std::string_view name);
 // "F32" and so on, of a safetensors file.
 const Element* element_by_safetensors(std::string_view name);
 
+// The other way round; empty for a dtype that the format has no name for.
+std::string_view safetensors_code(std::string_view dtype);
+
 }  // namespace ds::formats

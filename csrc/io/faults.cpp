@@ -79,7 +79,7 @@ void Faults::arm(const std::string& order) {
   for (long long& seen : seen_) seen = 0;
 }
 
-Faults::Verdict Faults::count(Call call) {
+Faults::CheckResult Faults::count(Call call) {
   std::lock_guard<std::mutex> guard(lock_);
   const long long seen = ++seen_[static_cast<int>(call)];
   for (const Order& order : orders_) {

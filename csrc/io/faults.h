@@ -19,7 +19,7 @@ constexpr int kCalls = 8;
 class Faults {
  public:
   enum class Action { kNone, kKill, kShort, kError };
-  struct Verdict {
+  struct CheckResult {
     Action action = Action::kNone;
     int code = 0;  // errno, of kError
   };
@@ -33,7 +33,7 @@ class Faults {
   void arm(const std::string& order);
 
   // Counts the call. kKill is for the caller to carry out (with `die`), so that a write can be torn first.
-  Verdict count(Call call);
+  CheckResult count(Call call);
 
   // What `short` leaves of a read of so many bytes: something, whole blocks where it has more than one.
   static size_t short_read(size_t bytes);
@@ -46,7 +46,7 @@ class Faults {
     Call call = Call::kOpen;
     long long at = 0;
     bool onwards = false;
-    Verdict verdict;
+    CheckResult verdict;
   };
   static Order parsed(const std::string& text, const std::string& all);
 

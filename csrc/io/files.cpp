@@ -19,7 +19,7 @@ namespace {
 constexpr size_t kLargestRead = size_t{1} << 30;  // one read of Linux ends below 2 GiB
 
 // What a call does about a verdict that is no short write: dies, or returns the errno to fail with (0: go on).
-int carry_out(const Faults::Verdict& verdict) {
+int carry_out(const Faults::CheckResult& verdict) {
   if (verdict.action == Faults::Action::kKill) Faults::die();
   return verdict.action == Faults::Action::kError ? verdict.code : 0;
 }
@@ -109,7 +109,7 @@ void Files::reserve(const Descriptor& file, const std::string& path, uint64_t by
 }
 
 ssize_t Files::write_some(const Descriptor& file, const void* data, size_t bytes, uint64_t offset) {
-  const Faults::Verdict verdict = faults_.count(Call::kWrite);
+  const Faults::CheckResult verdict = faults_.count(Call::kWrite);
   if (verdict.action == Faults::Action::kError) {
     errno = verdict.code;
     return -1;
@@ -147,7 +147,7 @@ void Files::write_all(const Descriptor& file, const std::string& path, const voi
 }
 
 ssize_t Files::read_some(const Descriptor& file, void* data, size_t bytes, uint64_t offset) {
-  const Faults::Verdict verdict = faults_.count(Call::kRead);
+  const Faults::CheckResult verdict = faults_.count(Call::kRead);
   if (const int code = carry_out(verdict)) {
     errno = code;
     return -1;

@@ -104,7 +104,7 @@ class LibaioFile : public AsyncFile {
   }
 
   void start(Slot& slot, const Slot& request) {
-    Faults::Verdict verdict = files_.faults().count(request.reads ? Call::kRead : Call::kWrite);
+    Faults::CheckResult verdict = files_.faults().count(request.reads ? Call::kRead : Call::kWrite);
     while (verdict.action == Faults::Action::kError && verdict.code == EINTR) {
       verdict = files_.faults().count(request.reads ? Call::kRead : Call::kWrite);
     }

@@ -14,22 +14,25 @@ constexpr int64_t kAdamBytes = 12;                             // fp32 master we
 constexpr int64_t kStepBytes = kAdamBytes + kFullBytes;        // with the fp32 gradient the step reads
 constexpr int64_t kEverythingBytes = kStepBytes + kHalfBytes;  // with the 16-bit parameter
 
-int64_t times(int64_t a, int64_t b) {
-  int64_t out = 0;
-  if (__builtin_mul_overflow(a, b, &out)) {
-    fail(ErrorKind::kValue, a, " x ", b,
+// `out`, unless computing it went over the end.
+int64_t checked(bool overflow, int64_t out, int64_t a, const char* sign, int64_t b) {
+  if (overflow) {
+    fail(ErrorKind::kValue, a, sign, b,
          " bytes is more than any integer here can hold: check the number of parameters.");
   }
   return out;
 }
 
+int64_t times(int64_t a, int64_t b) {
+  int64_t out = 0;
+  const bool overflow = __builtin_mul_overflow(a, b, &out);
+  return checked(overflow, out, a, " x ", b);
+}
+
 int64_t plus(int64_t a, int64_t b) {
   int64_t out = 0;
-  if (__builtin_add_overflow(a, b, &out)) {
-    fail(ErrorKind::kValue, a, " + ", b,
-         " bytes is more than any integer here can hold: check the number of parameters.");
-  }
-  return out;
+  const bool overflow = __builtin_add_overflow(a, b, &out);
+  return checked(overflow, out, a, " + ", b);
 }
 
 int64_t share(int64_t numel, int64_t parts) { return numel / parts + (numel % parts != 0); }

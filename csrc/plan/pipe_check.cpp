@@ -121,7 +121,7 @@ class RankCheck {
       if (of.buffer != act.buffer) wrong("its micro-batch is in buffer ", of.buffer);
       return;
     }
-    if (owner) wrong("buffer ", act.buffer, " still holds ", describe(owner), ", which is not over");
+    if (owner) wrong("buffer ", act.buffer, " still holds ", describe(owner));
     owner = &of;
     of.buffer = act.buffer;
   }
@@ -173,10 +173,15 @@ class RankCheck {
          " never happens");
   }
 
+  // Whose buffer it is, and what it still needs it for.
   std::string describe(const PipeProgress* of) const {
     const int place = static_cast<int>(of - progress_.data());
-    return "micro-batch " + std::to_string(place % shape_.micro_batches) + " of chunk " +
-           std::to_string(place / shape_.micro_batches);
+    const int micro = place % shape_.micro_batches, chunk = place / shape_.micro_batches;
+    const int op = missing(micro, chunk, *of);
+    const std::string wants =
+        op < 0 ? std::string(", which another part of this rank has still to read")
+               : std::string(", whose ") + pipe_op_name(static_cast<PipeOp>(op)) + " is still to come";
+    return "micro-batch " + std::to_string(micro) + " of chunk " + std::to_string(chunk) + wants;
   }
 
   const PipePlan& plan_;

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 
 
@@ -135,3 +136,33 @@ def clone_of(model):
 def adam_like(model):
     """The optimizer of ``config`` as torch has it."""
     return torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.05)
+
+
+# ---- small models on rows of six numbers ---------------------------------------------------------------------------
+
+
+def six(rank, step):
+    """Two rows of six numbers for a step of a rank."""
+    return torch.randn(2, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def square_losses(engine, rank, steps):
+    """Trains ``engine`` on the mean square of its output; the losses."""
+    losses = []
+    for step in range(steps):
+        loss = engine(six(rank, step)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_like_sgd(model, sharded, steps=3):
+    """``sharded``: the losses of two ranks. They are those of ``model`` in one process, under SGD with rate 0.1."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        parts = [model(six(rank, step)).square().mean() for rank in range(2)]
+        assert [losses[step] for losses in sharded] == pytest.approx([part.item() for part in parts], abs=1e-6)
+        optimizer.zero_grad()
+        (sum(parts) / 2).backward()
+        optimizer.step()

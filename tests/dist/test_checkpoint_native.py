@@ -21,6 +21,7 @@ from deepspeed.checkpoint.write import file_writer
 from deepspeed.formats.safetensors_file import read_safetensors
 from engine_models import config, loss_of, make_net
 from harness import RankError, run_ranks
+from mpu import two_by_two
 from test_checkpoint import PRECISIONS, repeat, same, seed_all
 from test_zero_checkpoint import comparable, make_engine, weights
 
@@ -491,36 +492,10 @@ def test_replicas_of_shards_share_the_writing(tmp_path):
     assert same(saved, run_ranks(1, body_load_stage_1, str(tmp_path))[0])
 
 
-class Grid:
-    """Two data-parallel ranks times two model-parallel ones, which hold different parameters."""
-
-    def __init__(self, rank):
-        made = [torch.distributed.new_group(ranks) for ranks in ([0, 2], [1, 3], [0, 1], [2, 3])]
-        self.rank, self.data, self.model = rank, made[rank % 2], made[2 + rank // 2]
-
-    def get_data_parallel_group(self):
-        return self.data
-
-    def get_data_parallel_world_size(self):
-        return 2
-
-    def get_data_parallel_rank(self):
-        return self.rank // 2
-
-    def get_model_parallel_group(self):
-        return self.model
-
-    def get_model_parallel_world_size(self):
-        return 2
-
-    def get_model_parallel_rank(self):
-        return self.rank % 2
-
-
 def grid_engine(rank, seed, stage):
     deepspeed.init_distributed()
     made = {**config(2), **NATIVE, "zero_optimization": {"stage": stage}}
-    return deepspeed.initialize(model=make_net(seed=seed), config=made, mpu=Grid(rank))[0]
+    return deepspeed.initialize(model=make_net(seed=seed), config=made, mpu=two_by_two(rank))[0]
 
 
 def body_grid(rank, world, folder, stage):

@@ -13,6 +13,7 @@ import deepspeed.comm.comm as comm_module
 from deepspeed import comm as dist
 from deepspeed.utils import groups
 from harness import run_ranks
+from mpu import two_by_two
 from sampling import every_case
 
 pytestmark = pytest.mark.dist
@@ -118,30 +119,6 @@ def test_subgroups():
 
 
 # ---- deepspeed.utils.groups ---------------------------------------------------------------------------------------
-class Mpu:
-    """Megatron's interface: ranks 2n and 2n+1 share a model."""
-
-    def __init__(self, rank, world):
-        data = [dist.new_group(list(range(first, world, 2))) for first in (0, 1)]
-        model = [dist.new_group([first, first + 1]) for first in range(0, world, 2)]
-        self.data, self.model = data[rank % 2], model[rank // 2]
-
-    def get_data_parallel_group(self):
-        return self.data
-
-    def get_data_parallel_world_size(self):
-        return dist.get_world_size(self.data)
-
-    def get_model_parallel_group(self):
-        return self.model
-
-    def get_model_parallel_rank(self):
-        return dist.get_rank(self.model)
-
-    def get_model_parallel_world_size(self):
-        return dist.get_world_size(self.model)
-
-
 def _groups(rank, world):
     groups.clear()
     assert groups.get_data_parallel_world_size() == world and groups.get_data_parallel_rank() == rank
@@ -151,7 +128,7 @@ def _groups(rank, world):
     assert groups.get_tensor_model_parallel_src_rank() == rank
     assert groups._get_sequence_parallel_world_size() == 1 and groups._get_sequence_parallel_rank() == 0
 
-    groups.initialize(mpu=Mpu(rank, world))
+    groups.initialize(mpu=two_by_two(rank))
     assert dist.get_all_ranks_from_group(groups.get_data_parallel_group()) == [rank % 2, rank % 2 + 2]
     assert groups.get_data_parallel_rank() == rank // 2 and groups.get_data_parallel_world_size() == 2
     assert groups.get_tensor_model_parallel_world_size() == 2 and groups.get_tensor_model_parallel_rank() == rank % 2

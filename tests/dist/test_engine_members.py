@@ -14,6 +14,7 @@ import deepspeed
 from deepspeed.monitor.monitor import Monitor, MonitorMaster
 from engine_models import batch, config, loss_of, make_net, train_engine
 from harness import run_ranks
+from mpu import two_by_two
 
 
 def test_signatures():
@@ -297,36 +298,9 @@ def test_log_names_the_version_and_the_settings():
     assert any("gradient_clipping = 0.5" in line for line in lines)
 
 
-class Megatron:
-    """An mpu: two data-parallel ranks, two model-parallel ones."""
-
-    def __init__(self, rank):
-        groups = {ranks: torch.distributed.new_group(list(ranks)) for ranks in [(0, 2), (1, 3), (0, 1), (2, 3)]}
-        self.data, self.model = (0, 2) if rank % 2 == 0 else (1, 3), (0, 1) if rank < 2 else (2, 3)
-        self.groups, self.rank = groups, rank
-
-    def get_data_parallel_group(self):
-        return self.groups[self.data]
-
-    def get_data_parallel_world_size(self):
-        return 2
-
-    def get_data_parallel_rank(self):
-        return self.data.index(self.rank)
-
-    def get_model_parallel_group(self):
-        return self.groups[self.model]
-
-    def get_model_parallel_world_size(self):
-        return 2
-
-    def get_model_parallel_rank(self):
-        return self.model.index(self.rank)
-
-
 def body_mpu(rank, world):
     """One weight is split over the model-parallel ranks, one is a replica: the norm counts each element once."""
-    mpu = Megatron(rank)
+    mpu = two_by_two(rank)
 
     class Part(torch.nn.Module):
         def __init__(self):

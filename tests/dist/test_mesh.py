@@ -8,6 +8,7 @@ from deepspeed import comm as dist
 from deepspeed.comm import comms_log, mesh, mesh_views
 from deepspeed.utils import groups
 from harness import run_ranks
+from mpu import Mpu
 from zero_models import BETAS, CLIP, DECAY, LR
 from zero_training import WIDTH, Deep, Reference, batch, gap, loss_of, same, seeded
 
@@ -40,22 +41,10 @@ def test_groups_are_made_by_their_members_alone():
 
 
 # ---- an engine's own communicators -----------------------------------------------------------------------------------
-class Mpu:
+def mpu_of(rank, own=((0, 2), (1, 3), (0, 1), (2, 3))):
     """Ranks 0 and 2 train one model, 1 and 3 the other half of it, as far as the engine knows."""
-
-    def __init__(self, rank, own=None):
-        pairs = [(0, 2), (1, 3), (0, 1), (2, 3)] if own is None else own
-        made = {ranks: dist.new_group(list(ranks)) for ranks in pairs}
-        self.data = next(made[ranks] for ranks in pairs if rank in ranks)
-
-    def get_data_parallel_group(self):
-        return self.data
-
-    def get_data_parallel_world_size(self):
-        return dist.get_world_size(self.data)
-
-    def get_data_parallel_rank(self):
-        return dist.get_rank(self.data)
+    made = {ranks: dist.new_group(list(ranks)) for ranks in own}
+    return Mpu(next(made[ranks] for ranks in own if rank in ranks))
 
 
 def start(model, mpu, **zero):
@@ -93,7 +82,7 @@ def communicators(engine):
 def body_mpu(rank, world):
     model = seeded(Deep)
     reference = Reference(model)
-    engine = start(model, Mpu(rank))
+    engine = start(model, mpu_of(rank))
     assert communicators(engine) == 2  # reductions, gathers
     assert engine.core.gatherer.source == "scheduled collectives"
     return trains(engine, reference)
@@ -107,7 +96,7 @@ def test_gathers_do_not_meet_reductions_under_an_mpu(monkeypatch):
 def body_mics(rank, world, own, size):
     model = seeded(Deep)
     reference = Reference(model)
-    engine = start(model, own and Mpu(rank, own), mics_shard_size=size)
+    engine = start(model, own and mpu_of(rank, own), mics_shard_size=size)
     assert engine.module.head.weight.ds_world_size == size
     if size > 1:
         assert communicators(engine) == (3 if size < engine.dp_world_size else 2)  # and replicas
@@ -136,31 +125,14 @@ def test_what_is_not_needed_is_not_opened():
 
 
 # ---- "add a parallelism" of docs/adding.md: a toy axis ---------------------------------------------------------------
-class Branches:
+class Branches(Mpu):
     """Branch parallelism: neighbours hold other branches of a model, whose outputs are added."""
 
     def __init__(self, count):
         grid = mesh_views.grid(("dp", 0, ""), ("branch", count, "train_branches"))
         self.branch = mesh_views.make("branch", grid.list(["branch"], dist.get_rank()))
         self.data = mesh_views.make("data beside branches", grid.list(["dp"], dist.get_rank()))
-
-    def get_data_parallel_group(self):
-        return self.data.group
-
-    def get_data_parallel_world_size(self):
-        return self.data.size
-
-    def get_data_parallel_rank(self):
-        return self.data.rank
-
-    def get_model_parallel_group(self):
-        return self.branch.group
-
-    def get_model_parallel_world_size(self):
-        return self.branch.size
-
-    def get_model_parallel_rank(self):
-        return self.branch.rank
+        super().__init__(self.data.group, self.branch.group)
 
 
 class AddedUp(torch.autograd.Function):

@@ -111,15 +111,20 @@ def test_sixteen_bits_travel_and_accumulate_in_fp32():
     assert max(worst) < 2e-2 and len(set(worst)) == 1
 
 
-def body_bytes(rank, world, on):
+def embedding_engine(rows, on, **more):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Embedding(4000, 8), torch.nn.Linear(8, 1))
+    model = torch.nn.Sequential(torch.nn.Embedding(rows, 8), torch.nn.Linear(8, 1))
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "sparse_gradients": on,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+        **more,
     }
-    engine = deepspeed.initialize(model=model, config=config)[0]
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+def body_bytes(rank, world, on):
+    engine = embedding_engine(4000, on)
     engine.core.reset_traffic()
     engine.backward(engine(torch.tensor([7, 3999, rank])).sum())
     engine.step()
@@ -162,19 +167,11 @@ def test_sharded_stages_are_refused(stage):
 
 
 def body_bf16(rank, world, on):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Embedding(60, 8), torch.nn.Linear(8, 1))
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "sparse_gradients": on,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
-    }
-    engine = deepspeed.initialize(model=model, config=config)[0]
+    engine = embedding_engine(60, on, bf16={"enabled": True})
     for step in range(2):
         engine.backward(engine(torch.tensor([7, 59, step + rank])).sum())
         engine.step()
-    return [deepspeed.utils.safe_get_full_fp32_param(param) for param in model.parameters()]
+    return [deepspeed.utils.safe_get_full_fp32_param(param) for param in engine.module.parameters()]
 
 
 def test_bf16_with_fp32_masters():

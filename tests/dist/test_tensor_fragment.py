@@ -146,11 +146,16 @@ def test_whole_tensors_are_those_of_one_process(stage, precision, optimizer):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def body_set(rank, world, stage, precision, optimizer):
+def before_the_second_step(rank, world, stage, precision, optimizer):
     engine = start(world, stage, precision, optimizer)
     params = trained(engine)
     train_engine(engine, 1, rank, world)
     one_backward(engine, rank, world, 1)
+    return engine, params
+
+
+def body_set(rank, world, stage, precision, optimizer):
+    engine, params = before_the_second_step(rank, world, stage, precision, optimizer)
     wanted = {}
     torch.manual_seed(5)
     for name, p in params.items():
@@ -198,10 +203,7 @@ def test_what_is_set_is_what_the_next_step_uses(stage, precision, optimizer):
 
 
 def body_local(rank, world, stage, precision, optimizer):
-    engine = start(world, stage, precision, optimizer)
-    params = trained(engine)
-    train_engine(engine, 1, rank, world)
-    one_backward(engine, rank, world, 1)
+    engine, params = before_the_second_step(rank, world, stage, precision, optimizer)
     parts = {}
     for name, p in params.items():
         link = p._ds_link

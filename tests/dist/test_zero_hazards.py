@@ -13,7 +13,20 @@ import deepspeed
 from harness import run_ranks
 from sampling import every_case
 from zero_models import make, outputs_of, relative
-from zero_training import STAGES, WIDTH, Deep, Reference, batch, gap, loss_of, same, seeded, start, whole_weights
+from zero_training import (
+    STAGES,
+    WIDTH,
+    Deep,
+    Reference,
+    batch,
+    gap,
+    loss_of,
+    same,
+    seeded,
+    start,
+    train_beside,
+    whole_weights,
+)  # fmt: skip
 
 # ---- one result, always --------------------------------
 
@@ -459,11 +472,7 @@ def body_mixed(rank, world, stage):
     model = seeded(Mixed)
     reference = Reference(model)
     engine = start(model, stage, world)
-    for step in range(4):
-        x, target = batch(step, rank)
-        engine.backward(loss_of(engine(x), target))
-        engine.step()
-        reference.step([reference.on(step, part) for part in range(world)])
+    train_beside(engine, reference, rank, world)
     return gap(engine, reference)
 
 
@@ -505,13 +514,9 @@ def body_lent(rank, world, stage, kind):
     model = seeded(lambda: Borrows(kind))
     reference = Reference(model)
     engine = start(model, stage, world)
-    for step in range(4):
-        x, target = batch(step, rank)
-        engine.backward(loss_of(engine(x), target))
-        engine.step()
-        reference.step([reference.on(step, part) for part in range(world)])
+    train_beside(engine, reference, rank, world)
     with torch.no_grad():
-        engine(x)
+        engine(batch(3, rank)[0])
     assert model.seen == [(WIDTH,)] * 5
     if stage == 3:
         assert not any(param.ds_handle.holders for param in model.parameters()), "given back after each call"

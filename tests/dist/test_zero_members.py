@@ -297,6 +297,12 @@ class Answering(torch.nn.Module):
         return self.kind(self.net(tokens))
 
 
+def same_results(first, second):
+    """Of two engines: norms and values."""
+    assert first[0] == pytest.approx(second[0], rel=1e-6)
+    return all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(first[1], second[1], strict=True))
+
+
 def body_answers(rank, world, stage):
     results = []
     for user_backward in (False, True):
@@ -308,8 +314,7 @@ def body_answers(rank, world, stage):
             engine.step()
         results.append((engine.get_global_grad_norm(), values(engine)))
         engine.destroy()
-    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
-    assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(results[0][1], results[1][1], strict=True))
+    assert same_results(*results)
     engine = make_engine(world, stage, Answering(Closed), accumulate=2)
     if stage < 3:
         engine(batch(0)[0])
@@ -355,8 +360,7 @@ def body_chained(rank, world, stage):
             engine.step()
         results.append((engine.get_global_grad_norm(), values(engine)))
         engine.destroy()
-    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
-    return all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(results[0][1], results[1][1], strict=True))
+    return same_results(*results)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

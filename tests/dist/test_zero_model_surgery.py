@@ -5,6 +5,7 @@ import torch
 from torch.nn.utils import parametrize
 
 import deepspeed
+from engine_models import assert_like_sgd, six, square_losses
 from harness import run_ranks
 
 CONFIG = {
@@ -36,10 +37,6 @@ class Normed(torch.nn.Module):
         return self.last(torch.tanh(self.first(x)))
 
 
-def data(rank, step):
-    return torch.randn(2, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
 def parametrized(rank, world):
     torch.manual_seed(4)
     with deepspeed.zero.Init(config_dict_or_path=CONFIG):
@@ -48,26 +45,14 @@ def parametrized(rank, world):
     assert shapes["first.parametrizations.weight.original0"] == (5, 1)
     assert shapes["first.parametrizations.weight.original1"] == (5, 6) and "first.weight" not in shapes
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)[0]
-    losses = []
-    for step in range(3):
-        loss = engine(data(rank, step)).square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return square_losses(engine, rank, 3)
 
 
 def test_parametrized_modules():
     sharded = run_ranks(2, parametrized, init=True)
     torch.manual_seed(4)
     model = Normed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        parts = [model(data(rank, step)).square().mean() for rank in range(2)]
-        assert [losses[step] for losses in sharded] == pytest.approx([part.item() for part in parts], abs=1e-6)
-        optimizer.zero_grad()
-        (sum(parts) / 2).backward()
-        optimizer.step()
+    assert_like_sgd(model, sharded)
 
 
 def facts(rank, world):
@@ -130,13 +115,7 @@ def fused(rank, world, micro_steps):
     model = FusedHead()
     config = {**CONFIG, "gradient_accumulation_steps": micro_steps}
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    losses = []
-    for step in range(4):
-        loss = engine(data(rank, step)).square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return square_losses(engine, rank, 4)
 
 
 @pytest.mark.parametrize("micro_steps", [1, 2])
@@ -147,7 +126,7 @@ def test_a_gradient_of_a_parameter_that_is_released_again(world, micro_steps):
     model = FusedHead()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
-        parts = [model(data(rank, step)).square().mean() for rank in range(world)]
+        parts = [model(six(rank, step)).square().mean() for rank in range(world)]
         assert [losses[step] for losses in sharded] == pytest.approx([part.item() for part in parts], abs=1e-6)
         (sum(parts) / (world * micro_steps)).backward()
         if step % micro_steps == micro_steps - 1:
@@ -165,17 +144,17 @@ def looked_at_first(rank, world, stage):
         untrained = {**untrained, "zero_optimization": {"stage": 0}}
     looker = deepspeed.initialize(model=model, config=untrained)[0]
     with torch.no_grad():
-        losses = [looker(data(rank, 0)).square().mean().item()]
+        losses = [looker(six(rank, 0)).square().mean().item()]
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
     for step in range(2):
-        loss = engine(data(rank, step)).square().mean()
+        loss = engine(six(rank, step)).square().mean()
         losses.append(loss.item())
         engine.backward(loss)
         engine.step()
         with torch.no_grad():
-            losses.append(looker(data(rank, step)).square().mean().item())
+            losses.append(looker(six(rank, step)).square().mean().item())
     looker.destroy()
-    losses.append(engine(data(rank, 0)).square().mean().item())
+    losses.append(engine(six(rank, 0)).square().mean().item())
     engine.destroy()
     return losses
 
@@ -186,7 +165,7 @@ def test_an_engine_that_only_looks_beside_one_that_trains(stage):
     torch.manual_seed(4)
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    parts = lambda step: [model(data(rank, step)).square().mean() for rank in range(2)]  # noqa: E731
+    parts = lambda step: [model(six(rank, step)).square().mean() for rank in range(2)]  # noqa: E731
     expected = [[part.item() for part in parts(0)]]
     for step in range(2):
         losses = parts(step)

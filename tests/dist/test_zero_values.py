@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed
 from harness import run_ranks
 from zero_models import clip, make, outputs_of, relative
-from zero_training import WIDTH, Deep, Reference, batch, gap, loss_of, same, seeded, start
+from zero_training import WIDTH, Deep, Reference, batch, gap, loss_of, same, seeded, start, train_beside
 
 # ---- several models and engines --------------------------------
 
@@ -266,11 +266,7 @@ def body_init(rank, world, how):
         assert initial == 0.0, "the values of the plain constructor"
         assert model.seen_in_constructor == (0 if how != "module" else WIDTH * WIDTH)
     engine = start(model, 3, world)
-    for step in range(4):
-        x, target = batch(step, rank)
-        engine.backward(loss_of(engine(x), target))
-        engine.step()
-        reference.step([reference.on(step, part) for part in range(world)])
+    train_beside(engine, reference, rank, world)
     return gap(engine, reference)
 
 

@@ -105,3 +105,12 @@ def same(results, bound=1e-6):
     for rank, result in enumerate(results):
         for name, value in (result if isinstance(result, dict) else {"": result}).items():
             assert value < bound, f"rank {rank}: {name} differs by {value:.2g}"
+
+
+def train_beside(engine, reference, rank, world, steps=4):
+    """Trains both on the same batches: the engine on that of its rank, the reference on all of them."""
+    for step in range(steps):
+        x, target = batch(step, rank)
+        engine.backward(loss_of(engine(x), target))
+        engine.step()
+        reference.step([reference.on(step, part) for part in range(world)])

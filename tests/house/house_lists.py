@@ -1,100 +1,104 @@
 """What is allowed to break a rule of house_state.py or house_words.py, each with its reason."""
 
-# (file of python/deepspeed, name): state of a module that outlives a call.
-_REGISTRY = "a registry: names that extensions add, read by name"
-_OF_TORCH = "torch has one process group and one backend per process, and scripts reach them through functions"
-_CACHE = "read once: the same for every configuration of a process"
-_NUMBERS = "published: scripts name optimizers by numbers of their own"
-_FUNCTION = "published: a function without an object; it keeps worker threads, no results"
-_AT_END = "what the end of the program still has to wait for or to close"
-PYTHON_STATE = {
-    ("log.py", "_said"): "sentences that are printed once per process",
-    ("accelerator/real_accelerator.py", "_current"): "published: get_accelerator() and set_accelerator() are one pair",
-    ("accelerator/real_accelerator.py", "accelerators"): _REGISTRY,
-    (
-        "activation_checkpointing/hidden_states.py",
-        "_active",
-    ): "contexts that are open: saved tensors are marked for all of them",
-    ("activation_checkpointing/rng.py", "_tracker"): "published: get_cuda_rng_tracker(), as Megatron's",
-    ("activation_checkpointing/settings.py", "current"): "published: checkpointing.configure() is of the module",
-    ("activation_checkpointing/settings.py", "thread"): "what a thread recomputes right now",
-    ("checkpoint/engines/__init__.py", "ENGINES"): _REGISTRY,
-    ("checkpoint/read/storage.py", "_trusted"): "whether the reader further up the same call trusts pickles",
-    ("checkpoint/write/background.py", "_folders"): "two engines of a process must not write into one folder",
-    ("checkpoint/write/background.py", "_unsettled"): _AT_END,
-    (
-        "checkpoint/write/file_writer.py",
-        "files",
-    ): "one pool of threads that read and write; DS_IO_FAULT is of the process",
-    ("checkpoint/write/owner.py", "_held"): "files locked by this process: the kernel counts locks by process",
-    ("checkpoint/write/snapshot.py", "_flying"): _AT_END,
-    ("comm/carriers.py", "_known"): "what is known of torch's groups, which hold no attributes",
-    ("comm/comms_log.py", "_watched"): "what is known of torch's groups, which hold no attributes",
-    ("comm/comms_log.py", "comms_logger"): "published: deepspeed.comm.comms_logger",
-    ("comm/mesh.py", "_made"): "every group is known by its ranks and made once",
-    ("comm/process_group.py", "_keeper"): _AT_END,
-    ("comm/process_group.py", "cdb"): _OF_TORCH,
-    ("comm/timed.py", "_here"): "calls of this thread that are inside of another",
-    ("comm/timed.py", "_listener"): "published: the log of operations is of the process",
-    ("comm/timed.py", "_replaced"): "torch's own functions, which a decorator replaced and gives back",
-    ("comm/timeouts.py", "_configured"): _OF_TORCH,
-    ("comm/timeouts.py", "_given"): _OF_TORCH,
-    ("comm/watch.py", "_watches"): "two watch threads for all communicators of a process",
-    ("config/model.py", "_layouts"): _CACHE,
-    ("config/read.py", "_other_names"): _CACHE,
-    ("config/read.py", "_variables"): _CACHE,
-    ("engine/build_optimizer.py", "OPTIMIZERS"): _REGISTRY,
-    ("engine/cross_engine_scaling.py", "_engines"): "engines that meet in one graph have to find each other",
-    ("data/loader_workers.py", "_iterators"): _AT_END,
-    ("ops/op_builder/jit.py", "_loaded"): "a library can be imported once per process",
-    ("ops/op_builder/prebuilt/cpu_adagrad.py", "_handles"): _NUMBERS,
-    ("ops/op_builder/prebuilt/cpu_adam.py", "_handles"): _NUMBERS,
-    ("ops/op_builder/prebuilt/cpu_lion.py", "_handles"): _NUMBERS,
-    ("ops/op_builder/prebuilt/fused_adam.py", "_stepper"): _FUNCTION,
-    ("ops/op_builder/prebuilt/fused_lamb.py", "_stepper"): _FUNCTION,
-    ("ops/op_builder/prebuilt/fused_lion.py", "_stepper"): _FUNCTION,
-    ("utils/expert_groups.py", "_state"): "published: deepspeed.utils.groups is a module of getters",
-    ("utils/groups.py", "_tensor_rank"): "published: set_tensor_model_parallel_rank() and its getter",
-    ("utils/groups.py", "_tensor_world_size"): "published: set_tensor_model_parallel_world_size() and its getter",
-    ("utils/groups.py", "mesh_device"): "published: deepspeed.utils.groups.mesh_device",
-    ("zero/flat_states.py", "_makers"): "a registry: how an optimizer class of torch makes its states",
-    ("zero/init_context.py", "_nesting"): "zero.Init replaces functions of torch while any of its contexts is open",
-    ("zero/init_context.py", "sharding.gather_while_building"): "set while a context of zero.Init is open",
-    ("zero/initializers.py", "sharding.gather_while_building"): "set while a context of zero.Init is open",
-    ("zero/linear.py", "_users"): "torch.nn.functional.linear is replaced once, while any engine needs it",
-    ("zero/restore.py", "SAVED_FORMS"): _REGISTRY,
-    ("zero/sharded_parameter.py", "_ids"): "numbers of parameters are unique in a process",
+
+def _rows(text):
+    """{(file, name): reason} of lines ``file name | reason``; a reason that is one word in capitals stands above."""
+    rows = {}
+    for line in text.strip().splitlines():
+        place, _, reason = line.partition(" | ")
+        rows[tuple(place.split())] = _REASONS.get(reason, reason)
+    return rows
+
+
+_REASONS = {
+    "REGISTRY": "a registry: names that extensions add, read by name",
+    "TORCH": "torch has one process group and one backend per process, and scripts reach them through functions",
+    "CACHE": "read once: the same for every configuration of a process",
+    "NUMBERS": "published: scripts name optimizers by numbers of their own",
+    "FUNCTION": "published: a function without an object; it keeps worker threads, no results",
+    "AT_END": "what the end of the program still has to wait for or to close",
+    "VERBS": "published: the verbs of torch.cuda",
+    "NCCL": "NCCL's calls by their names",
 }
 
-# (file, class): more than 25 methods.
-WIDE_CLASSES = {
-    ("accelerator/abstract_accelerator.py", "DeepSpeedAccelerator"): "published: the verbs of torch.cuda",
-    ("accelerator/cpu_accelerator.py", "CPU_Accelerator"): "published: the verbs of torch.cuda",
-    ("accelerator/cuda_accelerator.py", "CUDA_Accelerator"): "published: the verbs of torch.cuda",
-    ("checkpoint/deepspeed_checkpoint.py", "DeepSpeedCheckpoint"): "published: what conversion scripts call",
-    ("comm/nccl.py", "NcclCommunicator"): "NCCL's calls by their names",
-    ("comm/torch.py", "TorchBackend"): "published: torch.distributed's functions as methods",
-    ("engine/accessors.py", "ConfigAccessors"): "published: getters of the engine that need a computation",
-    ("engine/engine.py", "DeepSpeedEngine"): "published",
-    ("ops/op_builder/builder.py", "OpBuilder"): "published: what builders of other packages override and call",
-    ("zero/sharded_optimizer.py", "ShardedOptimizer"): "published: members of ZeRO's optimizers that clients call",
-    ("zero/wrapped_optimizer.py", "WrappedOptimizer"): "published: members of the optimizers without ZeRO",
-    ("comm/communicator.h", "Communicator"): "a helper for each verb over one run()",
-    ("comm/nccl_comm.h", "NcclComm"): "NCCL's calls by their names",
-    ("comm/transports/c10d_communicator.cpp", "C10dCommunicator"): "overrides each virtual function of Communicator",
-    ("comm/shm_backend.cpp", "ShmBackend"): "overrides each virtual function of c10d::Backend",
-    ("config/field.h", "Field"): "one method for each thing that can be said about a key",
-    ("formats/graph_builder.h", "GraphBuilder"): "a visitor: one method for each kind of pickled value",
-    ("formats/pickle_machine.cpp", "Run"): "one method for each kind of pickle opcode",
-    (
-        "storage/storage_state.h",
-        "StorageState",
-    ): "the state under one lock: who may take it apart must take the lock apart",
-    ("zero/grad_reducer.h", "GradReducer"): "one reduction: hooks' entries, order of buckets and wires share its state",
-    ("zero/param_gatherer.h", "ParamGatherer"): "uses, holders, prefetch and order of gathers share one table of units",
-    ("zero/param_store.h", "ParamStore"): "questions about spaces and places that every part of the core asks",
-    ("zero/sharded_param.h", "ShardedParam"): "all that can be asked of a parameter of which a rank has a slice",
-}
+# file of python/deepspeed, name: state of a module that outlives a call.
+PYTHON_STATE = _rows(
+    """
+log.py _said | sentences that are printed once per process
+accelerator/real_accelerator.py _current | published: get_accelerator() and set_accelerator() are one pair
+accelerator/real_accelerator.py accelerators | REGISTRY
+activation_checkpointing/hidden_states.py _active | contexts that are open: saved tensors are marked for all of them
+activation_checkpointing/rng.py _tracker | published: get_cuda_rng_tracker(), as Megatron's
+activation_checkpointing/settings.py current | published: checkpointing.configure() is of the module
+activation_checkpointing/settings.py thread | what a thread recomputes right now
+checkpoint/engines/__init__.py ENGINES | REGISTRY
+checkpoint/read/storage.py _trusted | whether the reader further up the same call trusts pickles
+checkpoint/write/background.py _folders | two engines of a process must not write into one folder
+checkpoint/write/background.py _unsettled | AT_END
+checkpoint/write/file_writer.py files | one pool of threads that read and write; DS_IO_FAULT is of the process
+checkpoint/write/owner.py _held | files locked by this process: the kernel counts locks by process
+checkpoint/write/snapshot.py _flying | AT_END
+comm/carriers.py _known | what is known of torch's groups, which hold no attributes
+comm/comms_log.py _watched | what is known of torch's groups, which hold no attributes
+comm/comms_log.py comms_logger | published: deepspeed.comm.comms_logger
+comm/mesh.py _made | every group is known by its ranks and made once
+comm/process_group.py _keeper | AT_END
+comm/process_group.py cdb | TORCH
+comm/timed.py _here | calls of this thread that are inside of another
+comm/timed.py _listener | published: the log of operations is of the process
+comm/timed.py _replaced | torch's own functions, which a decorator replaced and gives back
+comm/timeouts.py _configured | TORCH
+comm/timeouts.py _given | TORCH
+comm/watch.py _watches | two watch threads for all communicators of a process
+config/model.py _layouts | CACHE
+config/read.py _other_names | CACHE
+config/read.py _variables | CACHE
+engine/build_optimizer.py OPTIMIZERS | REGISTRY
+engine/cross_engine_scaling.py _engines | engines that meet in one graph have to find each other
+data/loader_workers.py _iterators | AT_END
+ops/op_builder/jit.py _loaded | a library can be imported once per process
+ops/op_builder/prebuilt/cpu_adagrad.py _handles | NUMBERS
+ops/op_builder/prebuilt/cpu_adam.py _handles | NUMBERS
+ops/op_builder/prebuilt/cpu_lion.py _handles | NUMBERS
+ops/op_builder/prebuilt/fused_adam.py _stepper | FUNCTION
+ops/op_builder/prebuilt/fused_lamb.py _stepper | FUNCTION
+ops/op_builder/prebuilt/fused_lion.py _stepper | FUNCTION
+utils/expert_groups.py _state | published: deepspeed.utils.groups is a module of getters
+utils/groups.py _tensor_rank | published: set_tensor_model_parallel_rank() and its getter
+utils/groups.py _tensor_world_size | published: set_tensor_model_parallel_world_size() and its getter
+utils/groups.py mesh_device | published: deepspeed.utils.groups.mesh_device
+zero/flat_states.py _makers | a registry: how an optimizer class of torch makes its states
+zero/init_context.py _nesting | zero.Init replaces functions of torch while any of its contexts is open
+zero/init_context.py sharding.gather_while_building | set while a context of zero.Init is open
+zero/initializers.py sharding.gather_while_building | set while a context of zero.Init is open
+zero/linear.py _users | torch.nn.functional.linear is replaced once, while any engine needs it
+zero/restore.py SAVED_FORMS | REGISTRY
+zero/sharded_parameter.py _ids | numbers of parameters are unique in a process
+"""
+)
+
+# file, class: more than 25 methods.
+WIDE_CLASSES = _rows(
+    """
+accelerator/abstract_accelerator.py DeepSpeedAccelerator | VERBS
+accelerator/cuda_accelerator.py CUDA_Accelerator | VERBS
+checkpoint/deepspeed_checkpoint.py DeepSpeedCheckpoint | published: what conversion scripts call
+comm/nccl.py NcclCommunicator | NCCL
+comm/torch.py TorchBackend | published: torch.distributed's functions as methods
+ops/op_builder/builder.py OpBuilder | published: what builders of other packages override and call
+comm/communicator.h Communicator | a helper for each verb over one run()
+comm/nccl_comm.h NcclComm | NCCL
+comm/transports/c10d_communicator.cpp C10dCommunicator | overrides each virtual function of Communicator
+comm/shm_backend.cpp ShmBackend | overrides each virtual function of c10d::Backend
+config/field.h Field | one method for each thing that can be said about a key
+formats/graph_builder.h GraphBuilder | a visitor: one method for each kind of pickled value
+storage/storage_state.h StorageState | the state under one lock: who may take it apart must take the lock apart
+zero/grad_reducer.h GradReducer | one reduction: hooks' entries, order of buckets and wires share its state
+zero/param_gatherer.h ParamGatherer | uses, holders, prefetch and order of gathers share one table of units
+zero/param_store.h ParamStore | questions about spaces and places that every part of the core asks
+zero/sharded_param.h ShardedParam | all that can be asked of a parameter of which a rank has a slice
+"""
+)
 
 # file of csrc: (places, reason). Counters, flags and rows of some bytes, and what the storage room cannot know of.
 _SMALL = "numbers for each parameter or rank, some bytes"
@@ -128,12 +132,8 @@ ALLOCATIONS = {
     "comm/transports/thread_communicator.cpp": (3, "ranks as threads, for tests"),
 }
 
-# Longer than MAX_LINES of house_state.py.
-LONG_FILES = {
-    "csrc/formats/pickle_machine.cpp": "one method for each kind of opcode; its memo is being moved out",
-    "python/deepspeed/engine/engine.py": "published members; the parts that step are being moved out",
-    "python/deepspeed/zero/stage3.py": "published members; the constructor's translation is being moved out",
-}
+# {file: reason}: longer than MAX_LINES of house_state.py.
+LONG_FILES = {}
 
 _CORE = ("csrc/", "python/")
 _ALL = ("csrc/", "python/", "docs/", "tests/")

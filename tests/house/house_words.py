@@ -14,7 +14,8 @@ def texts(root, folders=("csrc", "python", "docs", "tests")):
     found = {}
     for top in folders:
         for folder, inner, files in os.walk(os.path.join(root, top)):
-            inner[:] = [name for name in inner if name not in ("__pycache__", "_lib", "house", ".pytest_cache")]
+            made = ("__pycache__", "_lib", "house", ".pytest_cache")
+            inner[:] = [name for name in inner if name not in made and not name.endswith(".egg-info")]
             for name in files:
                 if name.endswith(SUFFIXES):
                     path = os.path.join(folder, name)

@@ -153,27 +153,28 @@ def test_a_long_file(tmp_path):
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "path, text, word",
-    [
-        ("csrc/zero/a.h", "std::vector<Voice> voices_;", "DiagnosticCallbacks"),
-        ("csrc/comm/a.h", "Aside aside(lock);", "BlockingRegion"),
-        ("csrc/comm/a.h", "// the greeting of a new rank", "FingerprintExchange"),
-        ("csrc/comm/a.h", "Introduction introduction;", "Rendezvous"),
-        ("python/deepspeed/comm/a.py", "patience = 3", "timeout"),
-        ("docs/a.md", "names the culprit", "nonfinite gradient"),
-        ("python/deepspeed/zero/a.py", "with pose(param):", "with_shape_only"),
-        ("tests/dist/a.py", "from deepspeed.zero import letting_go", "finalizers"),
-        ("docs/a.md", "see zero/joined.py", "cross_engine_scaling"),
-        ("csrc/zero/a.h", "Hold hold_;", "a read lease"),
-        ("csrc/zero/a.h", "at::Tensor carrier;", "a wire buffer"),
-        ("csrc/comm/a.h", "struct Landing {", "a receive buffer"),
-        ("python/deepspeed/zero/a.py", "def hand_out_grads(self):", "assign_optimizer_grads"),
-        ("csrc/zero/a.h", "void part_grads();", "split_grad_buffer"),
-        ("csrc/zero/a.h", "void join_grads();", "alias_grad_buffer"),
-    ],
-)
-def test_an_old_word(path, text, word):
+OLD = """
+csrc/zero/a.h | std::vector<Voice> voices_; | DiagnosticCallbacks
+csrc/comm/a.h | Aside aside(lock); | BlockingRegion
+csrc/comm/a.h | // the greeting of a new rank | FingerprintExchange
+csrc/comm/a.h | Introduction introduction; | Rendezvous
+python/deepspeed/comm/a.py | patience = 3 | timeout
+docs/a.md | names the culprit | nonfinite gradient
+python/deepspeed/zero/a.py | with pose(param): | with_shape_only
+tests/dist/a.py | from deepspeed.zero import letting_go | finalizers
+docs/a.md | see zero/joined.py | cross_engine_scaling
+csrc/zero/a.h | Hold hold_; | a read lease
+csrc/zero/a.h | at::Tensor carrier; | a wire buffer
+csrc/comm/a.h | struct Landing { | a receive buffer
+python/deepspeed/zero/a.py | def hand_out_grads(self): | assign_optimizer_grads
+csrc/zero/a.h | void part_grads(); | split_grad_buffer
+csrc/zero/a.h | void join_grads(); | alias_grad_buffer
+"""
+
+
+@pytest.mark.parametrize("row", OLD.strip().splitlines(), ids=lambda row: row.rpartition(" | ")[2])
+def test_an_old_word(row):
+    path, text, word = row.split(" | ")
     only(house_words.check_words({path: "\n" + text}), f"{path}:2 says", word)
 
 

@@ -7,14 +7,7 @@ namespace ds::kernels::bench {
 namespace {
 
 AdamConstants constants() {
-  AdamArgs a = {};
-  a.lr = 1e-3;
-  a.beta1 = 0.9;
-  a.beta2 = 0.999;
-  a.eps = 1e-8;
-  a.weight_decay = 0.01;
-  a.bias_correction1 = 0.5;
-  a.bias_correction2 = 0.05;
+  auto a = args_with_moments<AdamArgs>(1e-8);
   a.adamw = true;
   return adam_constants(a);
 }

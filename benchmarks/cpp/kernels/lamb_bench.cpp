@@ -9,14 +9,7 @@ namespace ds::kernels::bench {
 namespace {
 
 LambConstants lamb_block() {
-  LambArgs a = {};
-  a.lr = 1e-3;
-  a.beta1 = 0.9;
-  a.beta2 = 0.999;
-  a.eps = 1e-6;
-  a.weight_decay = 0.01;
-  a.bias_correction1 = 0.5;
-  a.bias_correction2 = 0.05;
+  auto a = args_with_moments<LambArgs>(1e-6);
   a.min_ratio = 0.01;
   a.max_ratio = 10;
   return lamb_constants(a);

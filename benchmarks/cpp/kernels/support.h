@@ -89,4 +89,18 @@ inline void run(benchmark::State& state, size_t bytes, const std::function<void(
   state.counters["of_bound"] = rate / bound_rate;
 }
 
+// Hyperparameters that AdamArgs and LambArgs have both.
+template <typename Args>
+Args args_with_moments(double eps) {
+  Args a = {};
+  a.lr = 1e-3;
+  a.beta1 = 0.9;
+  a.beta2 = 0.999;
+  a.eps = eps;
+  a.weight_decay = 0.01;
+  a.bias_correction1 = 0.5;
+  a.bias_correction2 = 0.05;
+  return a;
+}
+
 }  // namespace ds::kernels::bench

@@ -56,7 +56,7 @@ DS_CONFIG_CHAPTER(90, kTraining, "Sparse attention") {
           })
           .absent_is_null()
           .not_built("sparse attention", kWhenPresent));
-  c.rule("sparse_attention: a key belongs to the mode.", [](Judge& j) {
+  c.rule("sparse_attention: a key belongs to the mode.", [](RuleContext& j) {
     const std::string mode = j.text("sparse_attention.mode");
     const auto known = keys_by_mode().find(mode);
     if (known == keys_by_mode().end()) return;

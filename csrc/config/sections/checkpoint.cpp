@@ -86,7 +86,7 @@ DS_CONFIG_CHAPTER(70, kTraining, "Checkpoints") {
                             });
   c.add(datastates.keeps_unknown().absent_is_null().bool_is_presence());
   c.rule("checkpoint.writer.type PYTHON and MOCK exclude writing in the background and the format safetensors.",
-         [](Judge& j) {
+         [](RuleContext& j) {
            if (j.is_null("checkpoint.writer") || j.text("checkpoint.writer.type") == "FAST") return;
            const std::string type = j.text("checkpoint.writer.type");
            const std::string text = "\"" + type + "\" writes in the calling thread only.";
@@ -102,16 +102,17 @@ DS_CONFIG_CHAPTER(70, kTraining, "Checkpoints") {
              j.error({"checkpoint.writer.type", "checkpoint.writer.format"}, "torch.save writes no safetensors.",
                      "Use the type \"FAST\".");
          });
-  c.rule("checkpoint.writer.data_parallel needs files of which ranks have the same, and zip archives.", [](Judge& j) {
-    if (j.is_null("checkpoint.writer") || j.is_null("checkpoint.writer.data_parallel")) return;
-    if (!j.on("checkpoint.checkpoint_serialization"))
-      j.error({"checkpoint.writer.data_parallel", "checkpoint.checkpoint_serialization"},
-              "only zip archives are written by several ranks.", "Leave checkpoint_serialization true.");
-    if (j.integer("zero_optimization.stage") == 3 || j.text("checkpoint.writer.format") == "safetensors")
-      j.warn({"checkpoint.writer.data_parallel"},
-             "has no effect at stage 3 and with the format safetensors: every rank writes its own part there.");
-  });
-  c.rule("checkpoint_serialization is about files of torch.save.", [](Judge& j) {
+  c.rule("checkpoint.writer.data_parallel needs files of which ranks have the same, and zip archives.",
+         [](RuleContext& j) {
+           if (j.is_null("checkpoint.writer") || j.is_null("checkpoint.writer.data_parallel")) return;
+           if (!j.on("checkpoint.checkpoint_serialization"))
+             j.error({"checkpoint.writer.data_parallel", "checkpoint.checkpoint_serialization"},
+                     "only zip archives are written by several ranks.", "Leave checkpoint_serialization true.");
+           if (j.integer("zero_optimization.stage") == 3 || j.text("checkpoint.writer.format") == "safetensors")
+             j.warn({"checkpoint.writer.data_parallel"},
+                    "has no effect at stage 3 and with the format safetensors: every rank writes its own part there.");
+         });
+  c.rule("checkpoint_serialization is about files of torch.save.", [](RuleContext& j) {
     if (j.on("checkpoint.checkpoint_serialization") || j.is_null("checkpoint.writer") ||
         j.text("checkpoint.writer.format") != "safetensors")
       return;

@@ -12,7 +12,7 @@ std::string lower(std::string text) {
 bool is_16_bit(const std::string& type) { return type == "fp16" || type == "bf16"; }
 
 // In which type gradients are kept and sent, why, and what that costs; deepspeed/engine/assembly.py does so.
-std::vector<std::string> tell_of_gradients(const Judge& j) {
+std::vector<std::string> tell_of_gradients(const RuleContext& j) {
   const std::string accumulated = lower(j.text("data_types.grad_accum_dtype"));
   const std::string sent = lower(j.text("communication_data_type"));
   const int64_t stage = j.integer("zero_optimization.stage"), steps = j.integer("gradient_accumulation_steps");
@@ -68,7 +68,7 @@ DS_CONFIG_CHAPTER(35, kTraining, "Gradients and communication") {
             .above(0));
   c.add(text("gradient_allreduce_op", "mean", "Average or sum gradients over ranks.")
             .one_of_any_case({"mean", "sum"})
-             .raises(ErrorKind::kValue));
+            .raises(ErrorKind::kValue));
   c.add(boolean("sparse_gradients", false,
                 "Of gradients of embeddings (torch.nn.Embedding, EmbeddingBag) only the rows that a step has touched "
                 "travel. Stage 0 only."));
@@ -98,13 +98,13 @@ DS_CONFIG_CHAPTER(35, kTraining, "Gradients and communication") {
                      .above(0)
                      .or_null()
                      .overridden_by("DS_COMM_TIMEOUT_S")}));
-  c.rule("sparse_gradients excludes the ZeRO stages 1 to 3.", [](Judge& j) {
+  c.rule("sparse_gradients excludes the ZeRO stages 1 to 3.", [](RuleContext& j) {
     if (j.on("sparse_gradients") && j.integer("zero_optimization.stage") > 0)
       j.error({"sparse_gradients", "zero_optimization.stage"},
               "the sharded stages reduce gradients of embeddings like all others, as flat shares of every rank.",
               "Use stage 0, or leave sparse_gradients out.");
   });
-  c.rule("gradient_allreduce_op \"sum\" excludes ZeRO stage 3, zenflow and compile.deepcompile.", [](Judge& j) {
+  c.rule("gradient_allreduce_op \"sum\" excludes ZeRO stage 3, zenflow and compile.deepcompile.", [](RuleContext& j) {
     if (j.text("gradient_allreduce_op") != "sum") return;
     const char* fix = "Use \"mean\".";
     if (j.integer("zero_optimization.stage") == 3)
@@ -115,13 +115,13 @@ DS_CONFIG_CHAPTER(35, kTraining, "Gradients and communication") {
       j.error({"gradient_allreduce_op", "compile.deepcompile"}, "\"sum\" does not work with deepcompile.", fix);
   });
   c.consequence("Gradients", tell_of_gradients);
-  c.rule("gradient_predivide_factor has an effect with prescale_gradients only.", [](Judge& j) {
+  c.rule("gradient_predivide_factor has an effect with prescale_gradients only.", [](RuleContext& j) {
     if (j.number("gradient_predivide_factor") != 1.0 && !j.on("prescale_gradients")) {
       j.warn({"gradient_predivide_factor", "prescale_gradients"}, "the first has no effect without the second.");
     }
   });
   c.rule("allgather_size sets zero_optimization.allgather_bucket_size when zero_optimization is a bare boolean.",
-         [](Judge& j) {
+         [](RuleContext& j) {
            if (!j.given("allgather_size")) return;
            if (j.is_bare_bool("zero_optimization")) {
              j.derive("zero_optimization.allgather_bucket_size", j.integer("allgather_size"), "allgather_size");

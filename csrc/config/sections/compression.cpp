@@ -139,7 +139,7 @@ DS_CONFIG_CHAPTER(80, kTraining, "Compression") {
   c.rule(
       "compression_training: different_groups is required when a method is enabled (not for snip_momentum), and "
       "head_pruning.num_heads.",
-      [](Judge& j) {
+      [](RuleContext& j) {
         for (const char* name : kMethods) {
           const std::string at = std::string("compression_training.") + name;
           if (!j.on(at + ".shared_parameters.enabled")) continue;
@@ -155,7 +155,7 @@ DS_CONFIG_CHAPTER(80, kTraining, "Compression") {
                   "required when head pruning is enabled.", "Add it.");
         }
       });
-  c.rule("compression_training.sparse_pruning: schedule_offset_end is at least schedule_offset.", [](Judge& j) {
+  c.rule("compression_training.sparse_pruning: schedule_offset_end is at least schedule_offset.", [](RuleContext& j) {
     const std::string at = "compression_training.sparse_pruning.shared_parameters.";
     if (j.is_null(at + "schedule_offset_end")) {
       if (j.text(at + "method") == "snip_momentum")

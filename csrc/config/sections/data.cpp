@@ -108,7 +108,7 @@ Field data_routing() {
                  });
 }
 
-void check_discrete(Judge& j, const std::string& at) {
+void check_discrete(RuleContext& j, const std::string& at) {
   if (j.text(at + ".schedule_type") != "fixed_discrete") return;
   const std::string levels = at + ".schedule_config.difficulty", steps = at + ".schedule_config.max_step";
   if (j.size(levels) != j.size(steps) + 1) {
@@ -148,7 +148,7 @@ DS_CONFIG_CHAPTER(85, kTraining, "Data and curriculum") {
 
   c.rule(
       "data_efficiency: curriculum_metrics and dynamic_batching.max_tokens are required when their section is enabled.",
-      [](Judge& j) {
+      [](RuleContext& j) {
         const std::string at = "data_efficiency.data_sampling.";
         if (j.on(at + "curriculum_learning.enabled") && j.size(at + "curriculum_learning.curriculum_metrics") == 0) {
           j.error({at + "curriculum_learning.curriculum_metrics"}, "required when curriculum learning is enabled.",
@@ -158,7 +158,7 @@ DS_CONFIG_CHAPTER(85, kTraining, "Data and curriculum") {
           j.error({at + "dynamic_batching.max_tokens"}, "required when dynamic batching is enabled.", "Add it.");
         }
       });
-  c.rule("fixed_discrete schedules: max_step is one shorter than difficulty.", [](Judge& j) {
+  c.rule("fixed_discrete schedules: max_step is one shorter than difficulty.", [](RuleContext& j) {
     check_discrete(j, "curriculum_learning");
     const std::string metrics = "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics";
     for (const std::string& name : j.keys(metrics)) {

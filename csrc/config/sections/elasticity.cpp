@@ -59,7 +59,7 @@ DS_CONFIG_CHAPTER(75, kTraining, "Elastic training and tuning") {
   c.rule(
       "elasticity.max_gpus is at least elasticity.min_gpus; max_train_batch_size and micro_batch_sizes are required "
       "when it is enabled.",
-      [](Judge& j) {
+      [](RuleContext& j) {
         if (j.integer("elasticity.max_gpus") < j.integer("elasticity.min_gpus")) {
           j.error({"elasticity.max_gpus", "elasticity.min_gpus"}, "the most ranks are fewer than the fewest.",
                   "Raise \"max_gpus\" or lower \"min_gpus\".");
@@ -72,7 +72,7 @@ DS_CONFIG_CHAPTER(75, kTraining, "Elastic training and tuning") {
       });
   c.rule(
       "Batch keys and elasticity exclude each other unless elasticity.ignore_non_elastic_batch_info is true.",
-      [](Judge& j) {
+      [](RuleContext& j) {
         if (!j.on("elasticity.enabled") || j.on("elasticity.ignore_non_elastic_batch_info")) return;
         for (const char* key : {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}) {
           if (j.given(key))
@@ -80,7 +80,7 @@ DS_CONFIG_CHAPTER(75, kTraining, "Elastic training and tuning") {
                     std::string("Leave \"") + key + "\" out.");
         }
       });
-  c.rule("autotuning.results_dir and exps_dir are not empty.", [](Judge& j) {
+  c.rule("autotuning.results_dir and exps_dir are not empty.", [](RuleContext& j) {
     for (const char* key : {"autotuning.results_dir", "autotuning.exps_dir"}) {
       if (j.text(key).empty()) j.error({key}, "must not be empty.", "Leave the key out to get the default.");
     }

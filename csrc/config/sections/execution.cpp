@@ -37,16 +37,17 @@ DS_CONFIG_CHAPTER(97, kTraining, "Compilation and generation") {
                         .items_one_of({"z1", "z3", "autosp", "autotp"}),
                 });
   c.add(compile.not_built("DeepCompile", {"deepcompile"}));
-  c.rule("compile: of offload_activation, offload_opt_states and offload_parameters at most one is on.", [](Judge& j) {
-    const std::vector<std::string> kinds = {"compile.offload_activation", "compile.offload_opt_states",
-                                            "compile.offload_parameters"};
-    for (size_t a = 0; a < kinds.size(); ++a) {
-      for (size_t b = a + 1; b < kinds.size(); ++b) {
-        if (j.on(kinds[a]) && j.on(kinds[b]))
-          j.error({kinds[a], kinds[b]}, "the two exclude each other.", "Switch one of them off.");
-      }
-    }
-  });
+  c.rule("compile: of offload_activation, offload_opt_states and offload_parameters at most one is on.",
+         [](RuleContext& j) {
+           const std::vector<std::string> kinds = {"compile.offload_activation", "compile.offload_opt_states",
+                                                   "compile.offload_parameters"};
+           for (size_t a = 0; a < kinds.size(); ++a) {
+             for (size_t b = a + 1; b < kinds.size(); ++b) {
+               if (j.on(kinds[a]) && j.on(kinds[b]))
+                 j.error({kinds[a], kinds[b]}, "the two exclude each other.", "Switch one of them off.");
+             }
+           }
+         });
 }
 
 }  // namespace ds::config

@@ -27,7 +27,7 @@ DS_CONFIG_CHAPTER(55, kTraining, "Memory and storage") {
       });
   c.add(recompute);
   c.rule("activation_checkpointing.contiguous_memory_optimization needs partition_activations and number_checkpoints.",
-         [](Judge& j) {
+         [](RuleContext& j) {
            const std::string at = "activation_checkpointing.";
            if (!j.on(at + "contiguous_memory_optimization")) return;
            if (!j.on(at + "partition_activations"))

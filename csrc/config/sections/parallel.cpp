@@ -105,7 +105,7 @@ DS_CONFIG_CHAPTER(95, kTraining, "Pipeline, tensor and expert parallelism") {
           name("shared_experts_gate_pattern", "... for their gate."),
       });
   c.add(expert.ignores_unknown().not_built("expert parallelism"));
-  c.rule("expert_parallel.load_balance_coeff is null.", [](Judge& j) {
+  c.rule("expert_parallel.load_balance_coeff is null.", [](RuleContext& j) {
     if (!j.is_null("expert_parallel.load_balance_coeff")) {
       j.error({"expert_parallel.load_balance_coeff"}, "the model has a load-balancing loss of its own.",
               "Set it to null or leave it out.");

@@ -4,7 +4,7 @@ namespace ds::config {
 
 namespace {
 
-bool stage_1_to_3(const Judge& j) {
+bool stage_1_to_3(const RuleContext& j) {
   const int64_t stage = j.integer("zero_optimization.stage");
   return stage >= 1 && stage <= 3;
 }
@@ -73,32 +73,34 @@ DS_CONFIG_CHAPTER(40, kTraining, "Precision") {
           dtype("buffer_dtype", "Type of floating-point buffers; null leaves them as they are."),
       }));
 
-  c.rule("fp16.enabled and bf16.enabled exclude each other.", [](Judge& j) {
+  c.rule("fp16.enabled and bf16.enabled exclude each other.", [](RuleContext& j) {
     if (j.on("fp16.enabled") && j.on("bf16.enabled")) {
       j.error({"fp16.enabled", "bf16.enabled"}, "a model trains in one of the two.", "Switch one of them off.",
               ErrorKind::kAssertion);
     }
   });
-  c.rule("With dynamic loss scaling, fp16.loss_scale_window and fp16.min_loss_scale are greater than 0.", [](Judge& j) {
-    if (!j.on("fp16.enabled") || j.number("fp16.loss_scale") != 0) return;
-    if (j.integer("fp16.loss_scale_window") <= 0)
-      j.error({"fp16.loss_scale_window"}, "must be greater than 0.", "The default is 1000.");
-    if (j.integer("fp16.min_loss_scale") <= 0)
-      j.error({"fp16.min_loss_scale"}, "must be greater than 0.", "The default is 1.");
-  });
-  c.rule("fp16_master_weights_and_grads and bf16_master_weights_and_grads need ZeRO stage 1, 2 or 3.", [](Judge& j) {
+  c.rule("With dynamic loss scaling, fp16.loss_scale_window and fp16.min_loss_scale are greater than 0.",
+         [](RuleContext& j) {
+           if (!j.on("fp16.enabled") || j.number("fp16.loss_scale") != 0) return;
+           if (j.integer("fp16.loss_scale_window") <= 0)
+             j.error({"fp16.loss_scale_window"}, "must be greater than 0.", "The default is 1000.");
+           if (j.integer("fp16.min_loss_scale") <= 0)
+             j.error({"fp16.min_loss_scale"}, "must be greater than 0.", "The default is 1.");
+         });
+  c.rule("fp16_master_weights_and_grads and bf16_master_weights_and_grads need ZeRO stage 1, 2 or 3.", [](RuleContext&
+                                                                                                              j) {
     for (const char* key : {"fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads"}) {
       if (j.on(key) && !stage_1_to_3(j))
         j.error({key, "zero_optimization.stage"}, "needs ZeRO stage 1, 2 or 3.", "Set \"zero_optimization.stage\".");
     }
   });
-  c.rule("bf16_optimizer_states needs bf16_master_weights_and_grads.", [](Judge& j) {
+  c.rule("bf16_optimizer_states needs bf16_master_weights_and_grads.", [](RuleContext& j) {
     if (j.on("bf16.bf16_optimizer_states") && !j.on("bf16.bf16_master_weights_and_grads")) {
       j.error({"bf16.bf16_optimizer_states", "bf16.bf16_master_weights_and_grads"}, "the first needs the second.",
               "Switch the second on too.");
     }
   });
-  c.rule("torch_autocast excludes zero_quantized_weights.", [](Judge& j) {
+  c.rule("torch_autocast excludes zero_quantized_weights.", [](RuleContext& j) {
     if (j.on("torch_autocast.enabled") && j.on("zero_optimization.zero_quantized_weights")) {
       j.error({"torch_autocast.enabled", "zero_optimization.zero_quantized_weights"}, "the two exclude each other.",
               "Switch one of them off.");

@@ -16,12 +16,12 @@ DS_CONFIG_CHAPTER(30, kTraining, "Training step and messages") {
   c.add(boolean("dataloader_drop_last", false, "Drop the last incomplete batch of an epoch."));
   c.add(boolean("graph_harvesting", false, "Capture the step in a CUDA graph.").not_built("graph harvesting"));
   c.add(integer("vocabulary_size", nullptr, "Only checked: a multiple of 8 is faster on tensor cores.").above(0));
-  c.rule("flops_profiler.enabled switches wall_clock_breakdown on.", [](Judge& j) {
+  c.rule("flops_profiler.enabled switches wall_clock_breakdown on.", [](RuleContext& j) {
     if (j.on("flops_profiler.enabled") && !j.on("wall_clock_breakdown")) {
       j.derive("wall_clock_breakdown", true, "flops_profiler.enabled");
     }
   });
-  c.rule("vocabulary_size should be a multiple of 8.", [](Judge& j) {
+  c.rule("vocabulary_size should be a multiple of 8.", [](RuleContext& j) {
     if (j.integer("vocabulary_size") % 8 != 0) j.warn({"vocabulary_size"}, "a multiple of 8 uses tensor cores better.");
   });
   c.private_key("msamp");  // accelerate writes its own MS-AMP settings here

@@ -211,13 +211,13 @@ DS_CONFIG_CHAPTER(50, kTraining, "ZeRO") {
                             .overridden_by("DS_AUDIT"));
   c.add(zero);
 
-  c.rule("zero_optimization.overlap_comm is true for stage 3 and false otherwise, unless given.", [](Judge& j) {
+  c.rule("zero_optimization.overlap_comm is true for stage 3 and false otherwise, unless given.", [](RuleContext& j) {
     if (!j.is_null("zero_optimization.overlap_comm")) return;
     const int64_t stage = j.integer("zero_optimization.stage");
     j.derive("zero_optimization.overlap_comm", stage == 3,
              stage == 0 ? "" : "zero_optimization.stage = " + std::to_string(stage));
   });
-  c.whole_rule("offload_optimizer needs ZeRO stage 1, 2 or 3; offload_param needs stage 3.", [](Judge& j) {
+  c.whole_rule("offload_optimizer needs ZeRO stage 1, 2 or 3; offload_param needs stage 3.", [](RuleContext& j) {
     const int64_t stage = j.integer("zero_optimization.stage");
     const auto used = [&](const std::string& path) {
       const std::string device = j.text(path + ".device");
@@ -234,7 +234,7 @@ DS_CONFIG_CHAPTER(50, kTraining, "ZeRO") {
               "Set \"zero_optimization.stage\" to 3, or the device to \"none\".");
     }
   });
-  c.rule("Device nvme needs nvme_path.", [](Judge& j) {
+  c.rule("Device nvme needs nvme_path.", [](RuleContext& j) {
     for (const char* where : {"zero_optimization.offload_optimizer", "zero_optimization.offload_param"}) {
       const std::string path = where;
       if (j.text(path + ".device") == "nvme" && j.is_null(path + ".nvme_path")) {
@@ -243,20 +243,20 @@ DS_CONFIG_CHAPTER(50, kTraining, "ZeRO") {
       }
     }
   });
-  c.rule("offload_optimizer.ratio below 1 needs stage 3.", [](Judge& j) {
+  c.rule("offload_optimizer.ratio below 1 needs stage 3.", [](RuleContext& j) {
     const std::string path = "zero_optimization.offload_optimizer.ratio";
     if (j.given(path) && j.number(path) < 1.0 && j.integer("zero_optimization.stage") != 3) {
       j.error({path, "zero_optimization.stage"}, "a ratio below 1 needs ZeRO stage 3.",
               "Set it to 1.0 or leave it out.");
     }
   });
-  c.rule("pipeline_loading_checkpoint is for stage 3.", [](Judge& j) {
+  c.rule("pipeline_loading_checkpoint is for stage 3.", [](RuleContext& j) {
     if (j.integer("zero_optimization.stage") != 3 && j.on("zero_optimization.pipeline_loading_checkpoint")) {
       j.warn({"zero_optimization.pipeline_loading_checkpoint", "zero_optimization.stage"},
              "is for stage 3: load_checkpoint refuses to load optimizer states of stages 1 and 2 with it.");
     }
   });
-  c.rule("elastic_checkpoint has no effect with stage 3.", [](Judge& j) {
+  c.rule("elastic_checkpoint has no effect with stage 3.", [](RuleContext& j) {
     if (j.integer("zero_optimization.stage") == 3 && j.on("zero_optimization.elastic_checkpoint")) {
       j.warn({"zero_optimization.elastic_checkpoint"}, "has no effect with stage 3.");
     }

@@ -113,14 +113,13 @@ HWY_AFTER_NAMESPACE();
 namespace ds::kernels::cpu {
 namespace {
 
-constexpr auto kDecode = DS_BODIES(decode_block);
-constexpr auto kEncode = DS_BODIES(encode_block);
 constexpr CodeBook kBooks[] = {make_code_book(true), make_code_book(false)};
 
 void adam8bit(const Launch& launch, Isa isa, const UpdateSegment* segments, size_t count, const UpdateArgs& args,
               const StepScale& scale) {
-  const int i = static_cast<int>(isa);
-  const UpdateBody adam = static_cast<const CpuUpdate*>(find_update("adam"))->bodies.by_isa[i];
+  const auto decode = DS_BODY(decode_block, isa);
+  const auto encode = DS_BODY(encode_block, isa);
+  const UpdateBody adam = static_cast<const CpuUpdate*>(find_update("adam"))->bodies.by_isa[static_cast<int>(isa)];
   UpdateArgs inner = args;
   inner.state_dtype = DType::kF32;
   // Whole blocks are what is spread over the threads.
@@ -139,7 +138,7 @@ void adam8bit(const Launch& launch, Isa isa, const UpdateSegment* segments, size
       for (int k = 0; k < 2; ++k) {
         const unsigned char* codes = static_cast<const unsigned char*>(whole.states[k]) + begin;
         if (n < kCodeBlock) codes = static_cast<const unsigned char*>(std::memcpy(shorter, codes, n));
-        kDecode.by_isa[i](kBooks[k], codes, static_cast<const float*>(whole.states[2 + k])[block], states[k]);
+        decode(kBooks[k], codes, static_cast<const float*>(whole.states[2 + k])[block], states[k]);
       }
       // update_range counts elements from the segment's start; these states begin at the block's.
       const auto at = [&](const void* data, DType dtype) {
@@ -156,8 +155,8 @@ void adam8bit(const Launch& launch, Isa isa, const UpdateSegment* segments, size
       for (int k = 0; k < 2; ++k) {
         unsigned char* codes = static_cast<unsigned char*>(whole.states[k]) + begin;
         std::memset(states[k] + n, 0, (kCodeBlock - n) * sizeof(float));  // they must not be a maximum
-        kEncode.by_isa[i](kBooks[k], states[k], n < kCodeBlock ? shorter : codes,
-                          static_cast<float*>(whole.states[2 + k]) + block);
+        encode(kBooks[k], states[k], n < kCodeBlock ? shorter : codes,
+               static_cast<float*>(whole.states[2 + k]) + block);
         if (n < kCodeBlock) std::memcpy(codes, shorter, n);
       }
     }

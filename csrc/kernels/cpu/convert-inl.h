@@ -109,6 +109,17 @@ HWY_INLINE void store(D d, hn::Vec<D> v, Fp16* p) {
 }
 #endif
 
+// Calls step(d, i) for all elements [i, i + Lanes(d)) of n: vectors first, then the last few one at a time.
+template <class Step>
+HWY_INLINE void each_element(size_t n, const Step& step) {
+  const hn::ScalableTag<float> d;
+  const size_t lanes = hn::Lanes(d);
+  size_t i = 0;
+  for (; i + lanes <= n; i += lanes) step(d, i);
+  const hn::CappedTag<float, 1> one;
+  for (; i < n; ++i) step(one, i);
+}
+
 // Calls body(T{}) with the element type of a dtype other than fp64.
 template <class Body>
 HWY_INLINE void with_type(DType dtype, const Body& body) {

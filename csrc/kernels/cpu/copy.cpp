@@ -12,17 +12,11 @@ namespace ds::kernels::HWY_NAMESPACE {
 
 template <bool kAdd, class Dst, class Src>
 void copy_elements(Dst* dst, const Src* src, size_t n, float scale) {
-  const hn::ScalableTag<float> d;
-  const size_t lanes = hn::Lanes(d);
-  const auto step = [&](auto tag, size_t i) HWY_ATTR {
-    auto v = hn::Mul(load(tag, src + i), hn::Set(tag, scale));
-    if constexpr (kAdd) v = hn::Add(load(tag, dst + i), v);
-    store(tag, v, dst + i);
-  };
-  size_t i = 0;
-  for (; i + lanes <= n; i += lanes) step(d, i);
-  const hn::CappedTag<float, 1> one;
-  for (; i < n; ++i) step(one, i);
+  each_element(n, [&](auto d, size_t i) HWY_ATTR {
+    auto v = hn::Mul(load(d, src + i), hn::Set(d, scale));
+    if constexpr (kAdd) v = hn::Add(load(d, dst + i), v);
+    store(d, v, dst + i);
+  });
 }
 
 template <bool kAdd>
@@ -57,9 +51,6 @@ HWY_AFTER_NAMESPACE();
 namespace ds::kernels::cpu {
 namespace {
 
-constexpr auto kCopyBodies = DS_BODIES(copy_range);
-constexpr auto kAccumulateBodies = DS_BODIES(accumulate_range);
-
 char* at(void* data, DType dtype, size_t i) { return static_cast<char*>(data) + i * dtype_bytes(dtype); }
 const char* at(const void* data, DType dtype, size_t i) {
   return static_cast<const char*>(data) + i * dtype_bytes(dtype);
@@ -76,7 +67,7 @@ void copy(const Launch& launch, void* dst, DType dst_dtype, const void* src, DTy
     } else if (wide) {  // fp64 is rare: the plain loops will do
       ref::copy({}, at(dst, dst_dtype, begin), dst_dtype, at(src, src_dtype, begin), src_dtype, end - begin, scale);
     } else {
-      kCopyBodies.by_isa[static_cast<int>(isa)](dst, dst_dtype, src, src_dtype, begin, end, scale);
+      DS_BODY(copy_range, isa)(dst, dst_dtype, src, src_dtype, begin, end, scale);
     }
   });
 }
@@ -90,7 +81,7 @@ void accumulate(const Launch& launch, void* dst, DType dst_dtype, const void* sr
       ref::accumulate({}, at(dst, dst_dtype, begin), dst_dtype, at(src, src_dtype, begin), src_dtype, end - begin,
                       scale);
     } else {
-      kAccumulateBodies.by_isa[static_cast<int>(isa)](dst, dst_dtype, src, src_dtype, begin, end, scale);
+      DS_BODY(accumulate_range, isa)(dst, dst_dtype, src, src_dtype, begin, end, scale);
     }
   });
 }

@@ -46,7 +46,7 @@ void moments_elements(const UpdateRange& r, const Grad* grad, LambConstants c, f
   const float* const p = r.master;
   float *const m = r.states[0], *const v = r.states[1];
   const float grad_scale = r.grad_scale;
-  const auto step = [&](auto d, size_t i) HWY_ATTR {
+  each_element(r.n, [&](auto d, size_t i) HWY_ATTR {
     const auto g = hn::Mul(load(d, grad + i), hn::Set(d, grad_scale));
     auto first = load(d, m + i);
     auto second = load(d, v + i);
@@ -55,13 +55,7 @@ void moments_elements(const UpdateRange& r, const Grad* grad, LambConstants c, f
     store(d, first, m + i);
     store(d, second, v + i);
     store(d, direction(d, load(d, p + i), first, second, c), update + i);
-  };
-  const hn::ScalableTag<float> d;
-  const size_t lanes = hn::Lanes(d), n = r.n;
-  size_t i = 0;
-  for (; i + lanes <= n; i += lanes) step(d, i);
-  const hn::CappedTag<float, 1> one;
-  for (; i < n; ++i) step(one, i);
+  });
 }
 
 void lamb_moments_range(const UpdateRange& r, const void* constants) {
@@ -77,19 +71,13 @@ template <class Lp>
 void weight_elements(const UpdateRange& r, Lp* lp, LambConstants c, float rate) {
   float* const p = r.master;
   const float *const m = r.states[0], *const v = r.states[1];
-  const auto step = [&](auto d, size_t i) HWY_ATTR {
+  each_element(r.n, [&](auto d, size_t i) HWY_ATTR {
     const auto old = load(d, p + i);
     const auto change = hn::Mul(hn::Set(d, rate), direction(d, old, load(d, m + i), load(d, v + i), c));
     const auto next = hn::Sub(old, change);
     store(d, next, p + i);
     store(d, next, lp + i);
-  };
-  const hn::ScalableTag<float> d;
-  const size_t lanes = hn::Lanes(d), n = r.n;
-  size_t i = 0;
-  for (; i + lanes <= n; i += lanes) step(d, i);
-  const hn::CappedTag<float, 1> one;
-  for (; i < n; ++i) step(one, i);
+  });
 }
 
 void lamb_range(const UpdateRange& r, const void* constants) {
@@ -112,8 +100,6 @@ HWY_AFTER_NAMESPACE();
 namespace ds::kernels::cpu {
 namespace {
 
-constexpr auto kMomentsBodies = DS_BODIES(lamb_moments_range);
-constexpr auto kWeightBodies = DS_BODIES(lamb_range);
 static_assert(kSumBlock % LambBlock::kTile == 0 && LambBlock::kTile % kSumLanes == 0, "tiles continue their lanes");
 
 struct Sums {
@@ -129,7 +115,7 @@ Sums moments_block(Isa isa, UpdateSegment segment, size_t begin, size_t end, Upd
   segment.lp = nullptr;
   for (; begin < end; begin += LambBlock::kTile) {
     update_range(isa, segment, begin, std::min(end, begin + LambBlock::kTile), args, 2, grad_scale,
-                 kMomentsBodies.by_isa[static_cast<int>(isa)]);
+                 DS_BODY(lamb_moments_range, isa));
   }
   return {sum_of_lanes(block.master_lanes), sum_of_lanes(block.update_lanes)};
 }
@@ -185,7 +171,7 @@ void weights(const Launch& launch, Isa isa, const UpdateSegment* segments, size_
     const LambRate rated = {&c, c.rate * static_cast<float>(ratio)};
     UpdateArgs own = args;
     own.constants = &rated;
-    update_range(isa, segments[s], begin, end, own, 2, 1.0f, kWeightBodies.by_isa[static_cast<int>(isa)]);
+    update_range(isa, segments[s], begin, end, own, 2, 1.0f, DS_BODY(lamb_range, isa));
   });
 }
 

@@ -17,20 +17,14 @@ template <class Grad>
 void momentum_elements(const UpdateRange& r, const Grad* grad, MuonConstants c) {
   float *const m = r.states[0], *const out = r.scratch;
   const float grad_scale = r.grad_scale;
-  const auto step = [&](auto d, size_t i) HWY_ATTR {
+  each_element(r.n, [&](auto d, size_t i) HWY_ATTR {
     const auto g = hn::Mul(load(d, grad + i), hn::Set(d, grad_scale));
     auto momentum = load(d, m + i);
     momentum = hn::Add(momentum, hn::Mul(hn::Set(d, c.move), hn::Sub(g, momentum)));
     store(d, momentum, m + i);
     if (c.nesterov) momentum = hn::Add(g, hn::Mul(hn::Set(d, c.beta), hn::Sub(momentum, g)));
     store(d, momentum, out + i);
-  };
-  const hn::ScalableTag<float> d;
-  const size_t lanes = hn::Lanes(d), n = r.n;
-  size_t i = 0;
-  for (; i + lanes <= n; i += lanes) step(d, i);
-  const hn::CappedTag<float, 1> one;
-  for (; i < n; ++i) step(one, i);
+  });
 }
 
 void muon_momentum_range(const UpdateRange& r, const void* constants) {
@@ -42,19 +36,13 @@ template <class Lp>
 void weight_elements(const UpdateRange& r, Lp* lp, MuonConstants c) {
   float* const p = r.master;
   const float* const update = r.scratch;
-  const auto step = [&](auto d, size_t i) HWY_ATTR {
+  each_element(r.n, [&](auto d, size_t i) HWY_ATTR {
     const auto old = load(d, p + i);
     const auto change = hn::Add(hn::Mul(hn::Set(d, c.lr), load(d, update + i)), hn::Mul(hn::Set(d, c.decay), old));
     const auto next = hn::Sub(old, change);
     store(d, next, p + i);
     store(d, next, lp + i);
-  };
-  const hn::ScalableTag<float> d;
-  const size_t lanes = hn::Lanes(d), n = r.n;
-  size_t i = 0;
-  for (; i + lanes <= n; i += lanes) step(d, i);
-  const hn::CappedTag<float, 1> one;
-  for (; i < n; ++i) step(one, i);
+  });
 }
 
 void muon_range(const UpdateRange& r, const void* constants) {

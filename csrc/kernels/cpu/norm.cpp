@@ -76,11 +76,9 @@ HWY_AFTER_NAMESPACE();
 namespace ds::kernels::cpu {
 namespace {
 
-constexpr auto kBodies = DS_BODIES(block_sum);
-
 template <Isa isa>
 void sum_squares(const Launch& launch, const Segment* segments, size_t count, DType dtype, double* sum) {
-  const auto body = kBodies.by_isa[static_cast<int>(isa)];
+  const auto body = DS_BODY(block_sum, isa);
   const auto block = [&](const Segment& seg, size_t index) {
     const size_t begin = index * kSumBlock;
     return body(seg.data, dtype, begin, std::min(kSumBlock, seg.numel - begin));

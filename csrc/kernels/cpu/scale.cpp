@@ -20,14 +20,9 @@ namespace ds::kernels::HWY_NAMESPACE {
 
 template <class T>
 void scale_elements(T* data, size_t n, float factor) {
-  const hn::ScalableTag<float> d;  // a full register of fp32, however wide that is here
-  const size_t lanes = hn::Lanes(d);
-  const auto by = hn::Set(d, factor);
-  size_t i = 0;
-  for (; i + lanes <= n; i += lanes) store(d, hn::Mul(load(d, data + i), by), data + i);
-  // The last few: the same code, one at a time.
-  const hn::CappedTag<float, 1> one;
-  for (; i < n; ++i) store(one, hn::Mul(load(one, data + i), hn::Set(one, factor)), data + i);
+  // d is a full register of fp32, however wide that is here; for the last few elements a single one.
+  each_element(n,
+               [&](auto d, size_t i) HWY_ATTR { store(d, hn::Mul(load(d, data + i), hn::Set(d, factor)), data + i); });
 }
 
 void scale_range(void* data, DType dtype, size_t begin, size_t end, float factor) {
@@ -49,12 +44,9 @@ HWY_AFTER_NAMESPACE();
 namespace ds::kernels::cpu {
 namespace {
 
-constexpr auto kBodies = DS_BODIES(scale_range);
-
 template <Isa isa>
 void scale(const Launch& launch, void* data, DType dtype, size_t n, float factor) {
-  split(launch, n,
-        [=](size_t begin, size_t end) { kBodies.by_isa[static_cast<int>(isa)](data, dtype, begin, end, factor); });
+  split(launch, n, [=](size_t begin, size_t end) { DS_BODY(scale_range, isa)(data, dtype, begin, end, factor); });
 }
 
 }  // namespace
@@ -62,7 +54,7 @@ void scale(const Launch& launch, void* data, DType dtype, size_t n, float factor
 const decltype(KernelTable::scale) kScale[kIsaCount] = DS_ENTRIES(scale);
 
 // Only in this file: what it is built for, all others are.
-bool built(Isa isa) { return kBodies.by_isa[static_cast<int>(isa)] != nullptr; }
+bool built(Isa isa) { return DS_BODY(scale_range, isa) != nullptr; }
 
 }  // namespace ds::kernels::cpu
 #endif

@@ -62,12 +62,11 @@ HWY_AFTER_NAMESPACE();
 namespace ds::kernels::cpu {
 namespace {
 
-constexpr auto kBodies = DS_BODIES(stream_range);
-
-Isa widest() {
-  Isa best = Isa::kScalar;
+// The body for the widest instruction set of this CPU.
+auto widest_body() {
+  auto best = DS_BODY(stream_range, Isa::kScalar);
   for (int i = 0; i < kIsaCount; ++i)
-    if (kBodies.by_isa[i] != nullptr && cpu_has(static_cast<Isa>(i))) best = static_cast<Isa>(i);
+    if (DS_BODY(stream_range, i) != nullptr && cpu_has(static_cast<Isa>(i))) best = DS_BODY(stream_range, i);
   return best;
 }
 
@@ -76,7 +75,7 @@ Isa widest() {
 
 float ds_cpu_stream(const ds::kernels::Launch& launch, const ds::kernels::Stream* streams, size_t count) {
   using namespace ds::kernels::cpu;
-  const auto body = kBodies.by_isa[static_cast<int>(widest())];
+  const auto body = widest_body();
   std::atomic<float> sum{0};
   split_segments(launch, streams, count, [&](size_t s, size_t begin, size_t end) {
     const float part = body(streams[s], begin, end);

@@ -35,6 +35,9 @@ constexpr Bodies<Body> make_bodies(Body scalar, Body neon, Body sse4, Body avx2,
       HWY_CHOOSE_FALLBACK(function), HWY_CHOOSE_NEON(function), HWY_CHOOSE_SSE4(function), HWY_CHOOSE_AVX2(function), \
       HWY_CHOOSE_AVX3(function))
 
+// The one of them for an instruction set; null where this build has none.
+#define DS_BODY(function, isa) (DS_BODIES(function).by_isa[static_cast<int>(isa)])
+
 // The entries of `function<Isa>`, a template over the instruction set, in the order of ds::Isa.
 #define DS_ENTRIES(function)                                                                      \
   {                                                                                               \

@@ -24,7 +24,7 @@ void update_elements(const UpdateRange& r, const Grad* grad, Lp* lp, const typen
   float* const p = r.master;
   float* states[Rule::kStates];
   for (int k = 0; k < Rule::kStates; ++k) states[k] = r.states[k];
-  const auto step = [&](auto d, size_t i) HWY_ATTR {
+  each_element(r.n, [&](auto d, size_t i) HWY_ATTR {
     auto weight = load(d, p + i);
     hn::Vec<decltype(d)> s[Rule::kStates];
     for (int k = 0; k < Rule::kStates; ++k) s[k] = load(d, states[k] + i);
@@ -32,13 +32,7 @@ void update_elements(const UpdateRange& r, const Grad* grad, Lp* lp, const typen
     for (int k = 0; k < Rule::kStates; ++k) store(d, s[k], states[k] + i);
     store(d, weight, p + i);
     store(d, weight, lp + i);
-  };
-  const hn::ScalableTag<float> d;
-  const size_t lanes = hn::Lanes(d), n = r.n;
-  size_t i = 0;
-  for (; i + lanes <= n; i += lanes) step(d, i);
-  const hn::CappedTag<float, 1> one;
-  for (; i < n; ++i) step(one, i);
+  });
 }
 
 // Rule: kStates, Constants, and step(d, p, s, g, constants), which updates the vectors p and s[0..kStates) in place.

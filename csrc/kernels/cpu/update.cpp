@@ -23,7 +23,7 @@ HWY_INLINE V mixed(D32 d, V x) {
 
 // random_bf16 of [Note: random rounding] for elements first, first + 1, ...
 void random_bf16_range(uint16_t* dst, const float* src, size_t n, RandomKey key, uint32_t first) {
-  const auto step = [&](auto d, size_t i) HWY_ATTR {
+  each_element(n, [&](auto d, size_t i) HWY_ATTR {
     const hn::RebindToUnsigned<decltype(d)> d32;
     const hn::RebindToSigned<decltype(d)> s32;
     const auto u = hn::BitCast(d32, hn::LoadU(d, src + i));
@@ -36,13 +36,7 @@ void random_bf16_range(uint16_t* dst, const float* src, size_t n, RandomKey key,
     const auto special = hn::RebindMask(d32, hn::Gt(magnitude, hn::Set(s32, 0x7f7fffff)));
     const auto kept = hn::IfThenElse(nan, hn::Or(high, hn::Set(d32, 0x40u)), high);
     store_low_halves(d32, hn::IfThenElse(special, kept, rounded), dst + i);
-  };
-  const hn::ScalableTag<float> d;
-  const size_t lanes = hn::Lanes(d);
-  size_t i = 0;
-  for (; i + lanes <= n; i += lanes) step(d, i);
-  const hn::CappedTag<float, 1> one;
-  for (; i < n; ++i) step(one, i);
+  });
 }
 
 }  // namespace ds::kernels::HWY_NAMESPACE
@@ -57,8 +51,6 @@ HWY_AFTER_NAMESPACE();
 
 namespace ds::kernels::cpu {
 namespace {
-
-constexpr auto kRandomBodies = DS_BODIES(random_bf16_range);
 
 // Weights or states that are not fp32 (and fp64 anywhere) pass through buffers of this many elements, which stay in
 // the first-level cache.
@@ -110,9 +102,9 @@ class Tile {
   void put_back(void* data, DType dtype, const float* from, int array) {
     if (from != buffers_[array]) return;
     if (!args_.stochastic || dtype != DType::kBF16) return narrow(data, dtype, from);
-    kRandomBodies.by_isa[isa_](static_cast<uint16_t*>(data) + begin_, from, n_,
-                               random_key(args_.seed, segment_.stream, static_cast<uint32_t>(array)),
-                               static_cast<uint32_t>(begin_));
+    DS_BODY(random_bf16_range, isa_)
+    (static_cast<uint16_t*>(data) + begin_, from, n_,
+     random_key(args_.seed, segment_.stream, static_cast<uint32_t>(array)), static_cast<uint32_t>(begin_));
   }
 
   const int isa_;

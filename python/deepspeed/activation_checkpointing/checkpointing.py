@@ -43,32 +43,14 @@ from deepspeed.log import log_dist
 from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer
 
 __all__ = [
-    "CheckpointFunction",
-    "CudaRNGStatesTracker",
-    "checkpoint",
-    "configure",
-    "configure_from",
-    "detach_variable",
-    "extract_tensors",
-    "gather_partitioned_activations",
-    "get_cpu_activations_for_backward",
-    "get_cuda_rng_tracker",
-    "get_offloaded_activations_for_backward",
-    "get_partition_size",
-    "get_partition_start",
-    "get_partitioned_activations_for_backward",
-    "is_activation_to_checkpoint",
-    "is_configured",
-    "merge_tensors",
-    "model_parallel_cuda_manual_seed",
-    "model_parallel_reconfigure_tp_seed",
-    "non_reentrant_checkpoint",
-    "partition_activations",
-    "partition_activations_in_checkpoint",
-    "reset",
-    "restore_offloaded_activations",
+    "CheckpointFunction", "CudaRNGStatesTracker", "checkpoint", "configure", "configure_from", "detach_variable",
+    "extract_tensors", "gather_partitioned_activations", "get_cpu_activations_for_backward", "get_cuda_rng_tracker",
+    "get_offloaded_activations_for_backward", "get_partition_size", "get_partition_start",
+    "get_partitioned_activations_for_backward", "is_activation_to_checkpoint", "is_configured", "merge_tensors",
+    "model_parallel_cuda_manual_seed", "model_parallel_reconfigure_tp_seed", "non_reentrant_checkpoint",
+    "partition_activations", "partition_activations_in_checkpoint", "reset", "restore_offloaded_activations",
     "set_num_layers",
-]
+]  # fmt: skip
 
 SECTION = "activation_checkpointing"
 # Setting -> key of the section, and argument of configure().

@@ -1,6 +1,8 @@
 """Marked hidden states wait for their backward in host memory."""
 
 import collections
+import functools
+import inspect
 import weakref
 
 import torch
@@ -37,24 +39,9 @@ class CheckpointHiddenStatesOffload(_ActivationOffloadEngine, torch.autograd.gra
     the base class. On the CPU as accelerator nothing moves, since everything is on the host.
     """
 
-    def __init__(
-        self,
-        use_pin_memory=True,
-        use_streams=True,
-        min_offload_bytes=1024,
-        max_fwd_stash_count=2,
-        max_cpu_buffer_pool_count=64,
-        keep_last_count=1,
-    ):
-        _ActivationOffloadEngine.__init__(
-            self,
-            use_pin_memory,
-            use_streams,
-            min_offload_bytes,
-            max_fwd_stash_count,
-            max_cpu_buffer_pool_count,
-            keep_last_count,
-        )
+    @functools.wraps(_ActivationOffloadEngine.__init__)
+    def __init__(self, *args, **kwargs):
+        _ActivationOffloadEngine.__init__(self, *args, **kwargs)
         torch.autograd.graph.saved_tensors_hooks.__init__(self, self._pack, self._unpack)
         self._marked = {}
         self._recent = collections.deque()
@@ -140,20 +127,9 @@ def mark_active(tensors):
             context.mark(tensor)
 
 
-def get_checkpoint_hidden_states_offloading_ctx_manager(
-    use_pin_memory=True,
-    use_streams=True,
-    min_offload_bytes=1024,
-    max_fwd_stash_count=2,
-    max_cpu_buffer_pool_count=64,
-    keep_last_count=1,
-):
+def get_checkpoint_hidden_states_offloading_ctx_manager(*args, **kwargs):
     """A new ``CheckpointHiddenStatesOffload``."""
-    return CheckpointHiddenStatesOffload(
-        use_pin_memory,
-        use_streams,
-        min_offload_bytes,
-        max_fwd_stash_count,
-        max_cpu_buffer_pool_count,
-        keep_last_count,
-    )
+    return CheckpointHiddenStatesOffload(*args, **kwargs)
+
+
+get_checkpoint_hidden_states_offloading_ctx_manager.__signature__ = inspect.signature(CheckpointHiddenStatesOffload)

@@ -10,8 +10,9 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.activation_checkpointing.hidden_states import mark_active
-from deepspeed.activation_checkpointing.settings import ask, current, thread
+from deepspeed.activation_checkpointing.settings import current, thread
 from deepspeed.activation_checkpointing.tensors import is_activation_to_checkpoint
+from deepspeed.comm.mesh_views import ask_mpu
 
 
 class Origin(NamedTuple):
@@ -31,7 +32,7 @@ def get_partition_size(item):
 
 def get_partition_start(item):
     """First element of this rank's shard in the flattened ``item``."""
-    return (ask(current.mpu, "rank") or 0) * get_partition_size(item) if current.parts() > 1 else 0
+    return (ask_mpu(current.mpu, "rank") or 0) * get_partition_size(item) if current.parts() > 1 else 0
 
 
 def partition_activations(args, cpu_checkpoint, contiguous_checkpoint):

@@ -8,7 +8,8 @@ import contextlib
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.activation_checkpointing.settings import ask, current
+from deepspeed.activation_checkpointing.settings import current
+from deepspeed.comm.mesh_views import ask_mpu
 from deepspeed.log import log_dist
 from deepspeed.utils import groups
 
@@ -77,7 +78,7 @@ def get_cuda_rng_tracker():
 
 
 def _tensor_rank():
-    rank = ask(current.mpu, "rank")
+    rank = ask_mpu(current.mpu, "rank")
     return groups.get_tensor_model_parallel_rank() if rank is None else rank
 
 

@@ -6,6 +6,7 @@ from typing import Any, Optional
 
 from deepspeed.activation_checkpointing.buffers import ContiguousBuffers
 from deepspeed.activation_checkpointing.offload import _ActivationOffloadEngine
+from deepspeed.comm.mesh_views import ask_mpu
 from deepspeed.utils.timer import NoopTimer
 
 
@@ -29,19 +30,10 @@ class Settings:
 
     def parts(self):
         """Model-parallel ranks that share an activation."""
-        return (ask(self.mpu, "world_size") or 1) if self.partition else 1
+        return (ask_mpu(self.mpu, "world_size") or 1) if self.partition else 1
 
     def group(self):
-        return ask(self.mpu, "group")
-
-
-def ask(mpu, what):
-    """``mpu.get_*_parallel_<what>()`` under whichever of its names the object has; None where it has none."""
-    for kind in ("tensor_model_parallel", "model_parallel", "slice_parallel"):
-        method = getattr(mpu, f"get_{kind}_{what}", None)
-        if method is not None:
-            return method()
-    return None
+        return ask_mpu(self.mpu, "group")
 
 
 current = Settings()

@@ -91,6 +91,16 @@ def cut_for_mics(native, size):
     return mesh.group_over(native.ranks(MICS[0]))
 
 
+def ask_mpu(mpu, what):
+    """``mpu.get_*_parallel_<what>()`` of the ranks that split single weights, under whichever of its names the object
+    has; None where it has none."""
+    for kind in ("tensor_model_parallel", "model_parallel", "slice_parallel"):
+        method = getattr(mpu, f"get_{kind}_{what}", None)
+        if method is not None:
+            return method()
+    return None
+
+
 class EngineRanks:
     """Which ranks train the same parameters: groups and sizes, those of ``mpu`` where the caller brings one; else all
     ranks are data parallel."""
@@ -107,17 +117,9 @@ class EngineRanks:
             self.dp_group = mpu.get_data_parallel_group()
             self.dp_world_size = mpu.get_data_parallel_world_size()
             self.dp_rank = mpu.get_data_parallel_rank()
-            self.mp_world_size = self._first(mpu, "world_size") or 1
-            self.mp_rank = self._first(mpu, "rank") or 0
-            self.mp_group = self._first(mpu, "group") if self.mp_world_size > 1 else None
-
-    @staticmethod
-    def _first(mpu, what):
-        for kind in ("tensor_model_parallel", "model_parallel", "slice_parallel"):
-            method = getattr(mpu, f"get_{kind}_{what}", None)
-            if method is not None:
-                return method()
-        return None
+            self.mp_world_size = ask_mpu(mpu, "world_size") or 1
+            self.mp_rank = ask_mpu(mpu, "rank") or 0
+            self.mp_group = ask_mpu(mpu, "group") if self.mp_world_size > 1 else None
 
     def cut_for_mics(self, size):
         """See ``cut_for_mics``."""

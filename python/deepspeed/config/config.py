@@ -91,7 +91,7 @@ def resolve(config, mpu=None, mesh_device=None, world_size=None, given_as="world
             _plan_batch(native, [values[key] for key in BATCH_KEYS], world, source)
     ranks, known_from = total_ranks(world_size, given_as)
     is_known = mpu is None and mesh_device is None and known_from != UNKNOWN
-    elasticity.judge(native, ranks, known_from if is_known else None)
+    elasticity.check_ranks(native, ranks, known_from if is_known else None)
     return native, world, source
 
 

@@ -88,10 +88,10 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict):
         raise config_error(text, [ELASTICITY], [ElasticityConfigError], runtime_elastic_config_dict)
 
 
-def judge(native, ranks, source):
+def check_ranks(native, ranks, source):
     """Adds to ``native`` what is wrong between its section ``elasticity``, the scheduler and the number of ``ranks``.
 
-    ``source``: where that number came from; None when it is not known and not judged.
+    ``source``: where that number came from; None when it is not known and not checked.
     """
     values = native.values()[ELASTICITY]
     if not values["enabled"]:

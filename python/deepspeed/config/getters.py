@@ -31,7 +31,7 @@ def load_ds_config(config):
 
 def resolved_sections(config, names):
     """``{section: resolved values}`` of the sections ``names`` (as the schema spells them). Nothing else of ``config``
-    is judged or needed: this is for code that runs before a trainer has filled in the "auto" blanks of the rest.
+    is checked or needed: this is for code that runs before a trainer has filled in the "auto" blanks of the rest.
 
     ``config``: a dict, a path, url-safe base64 of JSON, or a DeepSpeedConfig. Raises DeepSpeedConfigError for what is
     wrong in these sections.

@@ -47,8 +47,9 @@ DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], _LRScheduler]
     _checkpoints=Checkpoints,
     _data=TrainingData,
     _compiling=Compiling,
+    _reductions=Reductions,
 )
-class DeepSpeedEngine(ConfigAccessors, Reductions, torch.nn.Module):
+class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
     """Wraps ``model``; see ``deepspeed.initialize`` for the arguments. Its parts bring most members: ``members.py``."""
 
     has_moe_layers = False  # whether the model has layers of deepspeed.moe, which this build does not have
@@ -104,7 +105,6 @@ class DeepSpeedEngine(ConfigAccessors, Reductions, torch.nn.Module):
         # their sum up to now. None where there was none.
         self.losses = None
         self.param_names = {param: name for name, param in model.named_parameters()}
-        self._gradient_average = self._config.gradient_allreduce_op != "sum"
         self.sparse_tensor_module_names = set()
         self.loaded_engine_state = {}
         self.loaded_checkpoint_dp_world_size = None

@@ -6,6 +6,7 @@ The engine's own gradients do not come this way: the native core reduces them du
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.engine.members import member
 from deepspeed.engine.sparse_tensor import SparseTensor
 
 
@@ -17,31 +18,37 @@ def _by_dtype(tensors):
 
 
 class Reductions:
-    """Mixed into the engine. ``dp_world_size`` None is the size of ``dp_group``; results are means over the ranks, sums
+    """A part of the engine. ``dp_world_size`` None is the size of ``dp_group``; results are means over the ranks, sums
     with ``gradient_average`` false."""
 
+    def __init__(self, engine):
+        self.engine = engine
+        self.average = engine._config.gradient_allreduce_op != "sum"
+
     @property
+    @member
     def gradient_average(self):
         """Whether reduced gradients are means over the ranks. False: sums, from the next backward on, on every rank."""
-        return self._gradient_average
+        return self.average
 
     @gradient_average.setter
     def gradient_average(self, average):
-        self._gradient_average = bool(average)
-        if self.core is not None:
-            self.core.set_postscale(1.0 / (self.core.predivide * (self.dp_world_size if average else 1)))
+        self.average = bool(average)
+        core = self.engine.core
+        if core is not None:
+            core.set_postscale(1.0 / (core.predivide * (self.engine.dp_world_size if average else 1)))
 
     def _mean_over(self, flat, dp_group, dp_world_size):
         """``flat`` becomes its mean over the ranks, communicated in ``communication_data_type`` where that is given."""
         world = dist.get_world_size(group=dp_group) if dp_world_size is None else dp_world_size
         if world == 1:
             return flat
-        wire = flat if self._wire_dtype is None else flat.to(self._wire_dtype)
-        before = self.gradient_predivide_factor() if self.prescale_gradients() else 1.0
+        wire = flat if self.engine._wire_dtype is None else flat.to(self.engine._wire_dtype)
+        before = self.engine.gradient_predivide_factor() if self.engine.prescale_gradients() else 1.0
         if before != 1.0:
             wire.div_(before)
         dist.all_reduce(wire, group=dp_group)
-        if self.gradient_average:
+        if self.engine.gradient_average:
             wire.mul_(before / world)
         elif before != 1.0:
             wire.mul_(before)
@@ -49,21 +56,24 @@ class Reductions:
             flat.copy_(wire)
         return flat
 
+    @member
     @torch.no_grad()
     def allreduce_bucket(self, bucket, dp_group, dp_world_size=None):
         """The tensors of ``bucket`` (one dtype), reduced, end to end in one flat tensor. They stay as they are."""
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         return self._mean_over(flat, dp_group, dp_world_size)
 
+    @member
     @torch.no_grad()
     def allreduce_and_copy(self, small_bucket, dp_group, dp_world_size=None):
         """Reduces the tensors of ``small_bucket`` (one dtype) in place, in one collective."""
-        flat = self.allreduce_bucket(small_bucket, dp_group, dp_world_size)
+        flat = self.engine.allreduce_bucket(small_bucket, dp_group, dp_world_size)
         offset = 0
         for tensor in small_bucket:
             tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
             offset += tensor.numel()
 
+    @member
     def allreduce_no_retain(self, bucket, dp_group, numel_per_bucket=500000000, dp_world_size=None):
         """Reduces the tensors of ``bucket`` in place, in collectives of about ``numel_per_bucket`` elements."""
         small, numel = [], 0
@@ -71,64 +81,70 @@ class Reductions:
             small.append(tensor)
             numel += tensor.numel()
             if numel > numel_per_bucket:
-                self.allreduce_and_copy(small, dp_group, dp_world_size)
+                self.engine.allreduce_and_copy(small, dp_group, dp_world_size)
                 small, numel = [], 0
         if small:
-            self.allreduce_and_copy(small, dp_group, dp_world_size)
+            self.engine.allreduce_and_copy(small, dp_group, dp_world_size)
 
+    @member
     def buffered_allreduce_fallback(self, grads=None, elements_per_buffer=500000000):
         """Reduces ``grads``, dense tensors and ``SparseTensor``s, in place over the data-parallel ranks.
 
         None: what the engine has accumulated; then the same as ``allreduce_gradients``.
         """
         if grads is None:
-            self.allreduce_gradients()
+            self.engine.allreduce_gradients()
             return
-        group = self.data_parallel_group
-        if group is None or self.dp_world_size == 1:
+        group = self.engine.data_parallel_group
+        if group is None or self.engine.dp_world_size == 1:
             return
         sparse = [grad for grad in grads if isinstance(grad, SparseTensor)]
         for bucket in _by_dtype([grad for grad in grads if not isinstance(grad, SparseTensor)]):
-            self.allreduce_no_retain(bucket, group, numel_per_bucket=elements_per_buffer)
+            self.engine.allreduce_no_retain(bucket, group, numel_per_bucket=elements_per_buffer)
         if sparse:
-            self.sparse_allreduce_no_retain(sparse, group)
+            self.engine.sparse_allreduce_no_retain(sparse, group)
 
     # ---- sparse gradients ------------------------------------------------------------------------------------------
+    @member
     @torch.no_grad()
     def sparse_allreduce_no_retain(self, bucket, dp_group, dp_world_size=None):
         """Reduces the ``SparseTensor``s of ``bucket``; the dense tensors they were made from get the results."""
-        for sparse in self.sparse_allreduce_bucket(bucket, dp_group, dp_world_size):
+        for sparse in self.engine.sparse_allreduce_bucket(bucket, dp_group, dp_world_size):
             if sparse.orig_dense_tensor is not None:
                 dense = sparse.to_coo_tensor() if sparse.orig_dense_tensor.is_sparse else sparse.to_dense()
                 sparse.orig_dense_tensor.copy_(dense)
 
+    @member
     def sparse_allreduce_bucket(self, bucket, dp_group, dp_world_size=None):
         """Each ``SparseTensor`` of ``bucket`` with the rows of all ranks."""
-        return [self.sparse_allreduce(sparse, dp_group, dp_world_size) for sparse in bucket]
+        return [self.engine.sparse_allreduce(sparse, dp_group, dp_world_size) for sparse in bucket]
 
+    @member
     @torch.no_grad()
     def sparse_allreduce(self, sparse, dp_group, dp_world_size=None):
         """``sparse`` with the rows of all ranks, divided by their number; rows that repeat add up where it is used."""
         world = dist.get_world_size(group=dp_group) if dp_world_size is None else dp_world_size
         values = sparse.values
-        if self._wire_dtype is not None:
-            values = values.to(self._wire_dtype)
-        if self.gradient_average:
+        if self.engine._wire_dtype is not None:
+            values = values.to(self.engine._wire_dtype)
+        if self.engine.gradient_average:
             values = values / world
-        sparse.indices = torch.cat(self.sparse_all_gather(sparse.indices, dp_group))
-        sparse.values = torch.cat(self.sparse_all_gather(values, dp_group)).to(sparse.values.dtype)
+        sparse.indices = torch.cat(self.engine.sparse_all_gather(sparse.indices, dp_group))
+        sparse.values = torch.cat(self.engine.sparse_all_gather(values, dp_group)).to(sparse.values.dtype)
         return sparse
 
+    @member
     def sparse_all_gather(self, value, dp_group):
         """The tensors of all ranks, one for each; they may differ in their first dimension."""
         rows = torch.tensor([value.shape[0]], dtype=torch.int64, device=value.device)
-        counts = [int(count) for count in self.all_gather_scalar(rows, dp_group)]
+        counts = [int(count) for count in self.engine.all_gather_scalar(rows, dp_group)]
         padded = value.new_zeros((max(counts), *value.shape[1:]))
         padded[: value.shape[0]] = value
         gathered = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(gathered, padded, group=dp_group)
         return [tensor[:count] for tensor, count in zip(gathered, counts, strict=True)]
 
+    @member
     def all_gather_scalar(self, value, dp_group):
         """One tensor for each rank of ``dp_group`` with the rank's ``value`` (a tensor of one element)."""
         gathered = [torch.zeros_like(value) for _ in range(dist.get_world_size(dp_group))]

@@ -49,10 +49,9 @@ class StoredMemory:
                 self._swap(found)
         return found
 
-    def allocate(self):
-        """Memory for all of it, which somebody else fills."""
-        self._whole = torch.empty(self.numel, dtype=self.dtype)
-        return self._whole
+    def use(self, whole):
+        """``whole``, which somebody else fills, is all of it."""
+        self._whole = whole
 
     def whole(self):
         """All of it, the same memory for every caller: tensors that share a storage go on sharing it."""

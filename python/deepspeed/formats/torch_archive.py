@@ -77,7 +77,9 @@ class _Storages:
     def _read_all(self):
         """Storages that lie in the file as they are, in one pass on several threads."""
         plain = [m for m in self.memories if isinstance(m.source, LargeRange) and not m.swapped]
-        ranges = [(m.source.offset, m.source.bytes, m.allocate().data_ptr()) for m in plain]
+        for memory, whole in zip(plain, _C.arena_tensors([(m.dtype, m.numel) for m in plain])):
+            memory.use(whole)
+        ranges = [(m.source.offset, m.source.bytes, m.whole().data_ptr()) for m in plain]
         _C.formats.read_ranges(self.path, self.archive.identity, ranges, _threads())
 
     def tensor(self, storage, dtype, offset, shape, stride, requires_grad):

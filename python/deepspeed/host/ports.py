@@ -1,4 +1,4 @@
-"""TCP ports for the meeting of ranks."""
+"""TCP ports where ranks rendezvous."""
 
 import errno
 import socket

@@ -53,17 +53,17 @@ def descendants(pid):
 
 def kill(pid, sig):
     """Sends ``sig``; False when there is no such process any more."""
-    try:
-        os.kill(pid, sig)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
+    return _sent(os.kill, pid, sig)
 
 
 def kill_group(pid, sig):
     """Sends ``sig`` to the process group that ``pid`` leads; False when there is none any more."""
+    return _sent(os.killpg, pid, sig)
+
+
+def _sent(send, pid, sig):
     try:
-        os.killpg(pid, sig)
+        send(pid, sig)
     except (ProcessLookupError, PermissionError):
         return False
     return True

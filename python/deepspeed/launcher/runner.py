@@ -51,7 +51,7 @@ def run(args):
 
 
 def main(args=None):
-    """``run(args)``. Without ``args`` it speaks to the shell: it takes the command line, and an error becomes one
+    """``run(args)``. Without ``args`` it is the program: it takes the command line, and an error becomes one
     paragraph on stderr and exit code 1 (2 for an option that does not exist)."""
     if args is not None:
         return run(args)

@@ -12,6 +12,19 @@ from deepspeed.accelerator import get_accelerator
 RULES = _C.optimizer_rules()
 
 
+def adam_defaults(lr, bias_correction, betas, eps, weight_decay):
+    """What the parameter groups of everything like Adam start from."""
+    return dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+def loss_of(closure):
+    """What ``closure`` returns, with gradients enabled; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class NativeOptimizer(torch.optim.Optimizer):
     """A native rule over fp32, bf16 and fp16 parameters; arithmetic is fp32, results round to nearest even.
 
@@ -131,10 +144,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         Returns:
             what ``closure`` returns, or None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self._step_all()
         return loss
 

@@ -186,6 +186,10 @@ def CreateLossScaler(dtype, static_loss_scale, dynamic_scaling, dynamic_loss_arg
     return LossScaler(scale=static_loss_scale)
 
 
+def _of_scaler(name, without):
+    return property(lambda self: getattr(self.loss_scaler, name, without))
+
+
 class LossScaleConfig:
     """The scaler of an optimizer without ZeRO under the names that it shows as ``loss_scale_config``:
     ``dynamic_loss_scale``, ``cur_scale``, ``cur_iter``, ``last_overflow_iter``, ``scale_factor``, ``scale_window``,
@@ -209,21 +213,10 @@ class LossScaleConfig:
     def cur_scale(self, value):
         self.loss_scaler.cur_scale = value
 
-    @property
-    def cur_iter(self):
-        return getattr(self.loss_scaler, "cur_iter", 0)
-
-    @property
-    def last_overflow_iter(self):
-        return getattr(self.loss_scaler, "last_overflow_iter", -1)
-
-    @property
-    def scale_factor(self):
-        return getattr(self.loss_scaler, "scale_factor", 1.0)
-
-    @property
-    def scale_window(self):
-        return getattr(self.loss_scaler, "scale_window", None)
+    cur_iter = _of_scaler("cur_iter", 0)
+    last_overflow_iter = _of_scaler("last_overflow_iter", -1)
+    scale_factor = _of_scaler("scale_factor", 1.0)
+    scale_window = _of_scaler("scale_window", None)
 
     @property
     def min_loss_scale(self):

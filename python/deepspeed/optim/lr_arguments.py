@@ -23,32 +23,7 @@ WARMUP_LR = "WarmupLR"
 WARMUP_DECAY_LR = "WarmupDecayLR"
 WARMUP_COSINE_LR = "WarmupCosineLR"
 VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
-
-LR_RANGE_TEST_MIN_LR = "lr_range_test_min_lr"
-LR_RANGE_TEST_STEP_RATE = "lr_range_test_step_rate"
-LR_RANGE_TEST_STEP_SIZE = "lr_range_test_step_size"
-LR_RANGE_TEST_STAIRCASE = "lr_range_test_staircase"
-
-CYCLE_MIN_LR = "cycle_min_lr"
-CYCLE_MAX_LR = "cycle_max_lr"
-DECAY_LR_RATE = "decay_lr_rate"
-CYCLE_FIRST_STEP_SIZE = "cycle_first_step_size"
-CYCLE_SECOND_STEP_SIZE = "cycle_second_step_size"
-CYCLE_FIRST_STAIR_COUNT = "cycle_first_stair_count"
-CYCLE_SECOND_STAIR_COUNT = "cycle_second_stair_count"
-DECAY_STEP_SIZE = "decay_step_size"
-CYCLE_MOMENTUM = "cycle_momentum"
-CYCLE_MIN_MOM = "cycle_min_mom"
-CYCLE_MAX_MOM = "cycle_max_mom"
-DECAY_MOM_RATE = "decay_mom_rate"
-
-WARMUP_MIN_LR = "warmup_min_lr"
-WARMUP_MAX_LR = "warmup_max_lr"
-WARMUP_NUM_STEPS = "warmup_num_steps"
-WARMUP_TYPE = "warmup_type"
-WARMUP_MIN_RATIO = "warmup_min_ratio"
-COS_MIN_RATIO = "cos_min_ratio"
-TOTAL_NUM_STEPS = "total_num_steps"
+_CLASSES = dict(zip(VALID_LR_SCHEDULES, (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)))
 
 
 def _flag(text):
@@ -58,41 +33,27 @@ def _flag(text):
     return values[text.lower()]
 
 
-_WARMUP = {WARMUP_NUM_STEPS: int, WARMUP_TYPE: str}
+def _kind(parameter):
+    """What a text on the command line is read with: the type of the default, or as the name says where that is none."""
+    if isinstance(parameter.default, bool):
+        return _flag
+    if parameter.default in (parameter.empty, None):
+        return float if parameter.name.endswith("_lr") else int
+    return type(parameter.default)
+
+
+# schedule -> parameter -> what a text is read with. The names are constants, too: WARMUP_MIN_LR = "warmup_min_lr".
 _PARAMETERS = {
-    LR_RANGE_TEST: {
-        LR_RANGE_TEST_MIN_LR: float,
-        LR_RANGE_TEST_STEP_SIZE: int,
-        LR_RANGE_TEST_STEP_RATE: float,
-        LR_RANGE_TEST_STAIRCASE: _flag,
-    },
-    ONE_CYCLE: {
-        CYCLE_MIN_LR: float,
-        CYCLE_MAX_LR: float,
-        DECAY_LR_RATE: float,
-        CYCLE_FIRST_STEP_SIZE: int,
-        CYCLE_SECOND_STEP_SIZE: int,
-        CYCLE_FIRST_STAIR_COUNT: int,
-        CYCLE_SECOND_STAIR_COUNT: int,
-        DECAY_STEP_SIZE: int,
-        CYCLE_MOMENTUM: _flag,
-        CYCLE_MIN_MOM: float,
-        CYCLE_MAX_MOM: float,
-        DECAY_MOM_RATE: float,
-    },
-    WARMUP_LR: {WARMUP_MIN_LR: float, WARMUP_MAX_LR: float, **_WARMUP},
-    WARMUP_DECAY_LR: {TOTAL_NUM_STEPS: int, WARMUP_MIN_LR: float, WARMUP_MAX_LR: float, **_WARMUP},
-    WARMUP_COSINE_LR: {TOTAL_NUM_STEPS: int, WARMUP_MIN_RATIO: float, COS_MIN_RATIO: float, **_WARMUP},
+    schedule: {
+        name: _kind(parameter)
+        for name, parameter in inspect.signature(cls).parameters.items()
+        if name not in ("optimizer", "last_batch_iteration")
+    }
+    for schedule, cls in _CLASSES.items()
 }
-_CLASSES = {
-    LR_RANGE_TEST: LRRangeTest,
-    ONE_CYCLE: OneCycle,
-    WARMUP_LR: WarmupLR,
-    WARMUP_DECAY_LR: WarmupDecayLR,
-    WARMUP_COSINE_LR: WarmupCosineLR,
-}
+globals().update({name.upper(): name for parameters in _PARAMETERS.values() for name in parameters})
 # Where the classes have no default, or not the same one: a script with only --lr_schedule OneCycle still runs.
-_COMMAND_LINE_DEFAULTS = {CYCLE_MIN_LR: 0.01, CYCLE_MAX_LR: 0.1, WARMUP_MAX_LR: 0.001, TOTAL_NUM_STEPS: None}
+_COMMAND_LINE_DEFAULTS = {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "warmup_max_lr": 0.001, "total_num_steps": None}
 
 
 def _default(schedule, name):
@@ -114,7 +75,7 @@ def add_tuning_arguments(parser):
             users.setdefault(name, (kind, []))[1].append(schedule)
     for name, (kind, schedules) in users.items():
         extra = {"nargs": "?", "const": True} if kind is _flag else {}
-        if name == WARMUP_TYPE:
+        if name == "warmup_type":
             extra["choices"] = [WARMUP_LOG_RATE, WARMUP_LINEAR_RATE]
         group.add_argument(
             "--" + name,
@@ -147,7 +108,7 @@ def get_lr_from_config(config):
     schedule, params = config["type"], config["params"]
     if schedule not in VALID_LR_SCHEDULES:
         return None, f"{schedule} is not a known LR schedule; use one of {', '.join(VALID_LR_SCHEDULES)}"
-    key = {LR_RANGE_TEST: LR_RANGE_TEST_MIN_LR, ONE_CYCLE: CYCLE_MAX_LR}.get(schedule, WARMUP_MAX_LR)
+    key = {LR_RANGE_TEST: "lr_range_test_min_lr", ONE_CYCLE: "cycle_max_lr"}.get(schedule, "warmup_max_lr")
     if key not in params:
         return None, f"{key} of {schedule} not defined in config"
     return params[key], ""

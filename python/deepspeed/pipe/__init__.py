@@ -6,6 +6,7 @@ _NAMES = {
     "PipelineModule": "deepspeed.pipe.module",
     "LayerSpec": "deepspeed.pipe.layers",
     "TiedLayerSpec": "deepspeed.pipe.layers",
+    "plan": "deepspeed.pipe.planning",
 }
 
 __getattr__, __dir__ = lazy_package(__name__, _NAMES)

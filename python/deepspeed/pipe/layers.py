@@ -75,7 +75,7 @@ def describe(place, layer):
     return f"layer {place} ({class_name(layer)})"
 
 
-def _built_on_meta(spec):
+def built_on_meta(spec):
     """The module without storage; with it, for a moment, where a class cannot be built so. Random numbers go on as if
     nothing had been built."""
     with torch.random.fork_rng():
@@ -88,6 +88,6 @@ def _built_on_meta(spec):
 
 def count_parameters(layer):
     """Elements of trainable parameters."""
-    module = _built_on_meta(layer) if isinstance(layer, LayerSpec) else layer
+    module = built_on_meta(layer) if isinstance(layer, LayerSpec) else layer
     parameters = module.parameters() if isinstance(module, nn.Module) else ()
     return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)

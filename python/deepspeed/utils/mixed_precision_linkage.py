@@ -30,6 +30,8 @@ def link_hp_params(
     ``flat_hp_partition``: the fp32 values from ``partition_start`` on, flat. ``dp_group``: the ranks that hold the
     other partitions, or None.
     """
+    partition = (flat_hp_partition, gradient_dict, offload_gradient_dict, use_offload, param_group_index,
+                 partition_start, partition_size)  # fmt: skip
     offset, in_partition = 0, 0
     for param in lp_param_list:
         param._hp_mapping = None
@@ -39,17 +41,7 @@ def link_hp_params(
         if offset < partition_start + partition_size and offset + param.numel() > max(partition_start, offset):
             param._index_in_param_group = in_partition
             in_partition += 1
-            param._hp_mapping = get_hp_fragment_mapping(
-                param,
-                offset,
-                flat_hp_partition,
-                gradient_dict,
-                offload_gradient_dict,
-                use_offload,
-                param_group_index,
-                partition_start,
-                partition_size,
-            )
+            param._hp_mapping = get_hp_fragment_mapping(param, offset, *partition)
         offset += param.numel()
 
 

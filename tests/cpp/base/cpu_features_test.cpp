@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include "../error_of.h"
 #include "base/error.h"
 
 namespace ds {
@@ -29,24 +30,18 @@ TEST(SelectIsa, AForcedNameWins) {
   }
 }
 
-std::string error_of(const std::vector<Isa>& built, const char* forced) {
-  try {
-    select_isa(built, forced);
-  } catch (const Error& e) {
-    EXPECT_EQ(e.kind(), ErrorKind::kValue);
-    return e.what();
-  }
-  return "no error";
+std::string refusal(const std::vector<Isa>& built, const char* forced) {
+  return error_of(ErrorKind::kValue, [&] { select_isa(built, forced); });
 }
 
 TEST(SelectIsa, AnUnknownNameIsAnErrorThatListsTheValidOnes) {
-  const std::string text = error_of(kAll, "avx1024");
+  const std::string text = refusal(kAll, "avx1024");
   EXPECT_NE(text.find("DS_FORCE_ISA=avx1024 is no instruction set"), std::string::npos) << text;
   for (Isa isa : kAll) EXPECT_EQ(text.find(isa_name(isa)) != std::string::npos, cpu_has(isa)) << text;
 }
 
 TEST(SelectIsa, ANameThatIsNotBuiltIsAnErrorThatListsTheValidOnes) {
-  const std::string text = error_of({Isa::kScalar}, "avx512");
+  const std::string text = refusal({Isa::kScalar}, "avx512");
   EXPECT_NE(text.find("lacks avx512. Valid here: scalar;"), std::string::npos) << text;
 }
 

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <thread>
 
+#include "../error_of.h"
 #include "base/error.h"
 #include "comm/nccl_memory.h"
 
@@ -71,18 +72,6 @@ class Nccl : public testing::Test {
   NcclLibraryPtr library;
   std::function<bool()> quiesce;
 };
-
-template <typename Body>
-std::string error_of(ErrorKind kind, Body body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), kind) << error.what();
-    return error.what();
-  }
-  ADD_FAILURE() << "no error";
-  return "";
-}
 
 void expect_parts(const std::string& text, std::initializer_list<const char*> parts) {
   for (const char* part : parts) EXPECT_NE(text.find(part), std::string::npos) << part << " is missing in: " << text;

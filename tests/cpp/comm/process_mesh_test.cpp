@@ -7,6 +7,7 @@
 #include <atomic>
 #include <thread>
 
+#include "../error_of.h"
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
 
@@ -46,16 +47,6 @@ void on_ranks(int world, const std::function<void(int, JobPtr)>& body) {
   for (int rank = 0; rank < world; ++rank)
     threads.emplace_back([&, rank] { body(rank, job_of(rank, world, meeting)); });
   for (auto& thread : threads) thread.join();
-}
-
-template <typename Call>
-std::string error_of(Call call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 int64_t sum_over(Communicator& communicator, int rank) {

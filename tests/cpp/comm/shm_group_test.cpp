@@ -12,6 +12,7 @@
 #include <random>
 #include <thread>
 
+#include "../error_of.h"
 #include "base/error.h"
 #include "comm/process_peer_memory.h"
 #include "comm/shm_queue.h"
@@ -207,15 +208,6 @@ TEST_P(OfSize, RandomCollectivesEqualASerialModel) {
 
 INSTANTIATE_TEST_SUITE_P(ShmGroup, OfSize, testing::Values(2, 3, 4, 8));
 
-std::string message_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
-}
-
 // A folder for flight records, named by DS_COMM_TRACE_DIR while it lives.
 class TraceFolder {
  public:
@@ -246,14 +238,14 @@ TEST(ShmGroup, DifferentCallsAreNamedOnEveryRank) {
   std::vector<std::string> texts(3);
   on_ranks(3, [&](int rank, std::unique_ptr<ShmGroup> group) {
     float values[8] = {};
-    texts[rank] = message_of([&] {
+    texts[rank] = error_of([&] {
       if (rank == 1) {
         group->broadcast(values, 8, at::kFloat, 0);
       } else {
         group->all_reduce(values, rank == 2 ? 4 : 8, at::kFloat, ReduceOp::kSum);
       }
     });
-    EXPECT_NE(message_of([&] { group->barrier(); }).find("has failed before"), std::string::npos);
+    EXPECT_NE(error_of([&] { group->barrier(); }).find("has failed before"), std::string::npos);
   });
   for (const std::string& text : texts) {
     EXPECT_NE(text.find("rank 0 all_reduce(8 x float32, sum)"), std::string::npos) << text;
@@ -273,7 +265,7 @@ TEST(ShmGroup, AMissingRankIsNamed) {
           while (tired < 2) std::this_thread::sleep_for(5ms);
           return;
         }
-        texts[rank] = message_of([&] { group->barrier(); });
+        texts[rank] = error_of([&] { group->barrier(); });
         ++tired;
       },
       600ms);
@@ -290,7 +282,7 @@ TEST(ShmGroup, ARankThatLeavesIsNamed) {
   std::string text;
   on_ranks(2, [&](int rank, std::unique_ptr<ShmGroup> group) {
     if (rank == 1) return;
-    text = message_of([&] { group->barrier(); });
+    text = error_of([&] { group->barrier(); });
   });
   EXPECT_NE(text.find("rank 1 (process"), std::string::npos) << text;
   EXPECT_NE(text.find("has destroyed its process group"), std::string::npos) << text;
@@ -309,7 +301,7 @@ TEST(ShmGroup, AFailureSaysWhereEveryRankIs) {
       [&](int rank, std::unique_ptr<ShmGroup> group) {
         float values[8] = {};
         group->all_reduce(values, 8, at::kFloat, ReduceOp::kSum, "first.weight");
-        texts[rank] = message_of([&] { group->broadcast(values, rank == 1 ? 7 : 8, at::kFloat, 0, "second.bias"); });
+        texts[rank] = error_of([&] { group->broadcast(values, rank == 1 ? 7 : 8, at::kFloat, 0, "second.bias"); });
       },
       60s, callbacks);
   for (const std::string& text : texts) {
@@ -335,7 +327,7 @@ TEST(ShmGroup, TagsThatDifferAreAMismatch) {
   on_ranks(2, [&](int rank, std::unique_ptr<ShmGroup> group) {
     float values[8] = {};
     group->all_reduce(values, 8, at::kFloat, ReduceOp::kSum, rank ? "" : "a");  // not everybody knows
-    texts[rank] = message_of([&] { group->all_reduce(values, 8, at::kFloat, ReduceOp::kSum, rank ? "b" : "a"); });
+    texts[rank] = error_of([&] { group->all_reduce(values, 8, at::kFloat, ReduceOp::kSum, rank ? "b" : "a"); });
   });
   for (const std::string& text : texts)
     EXPECT_NE(text.find("rank 1 all_reduce(8 x float32, sum) of \"b\""), std::string::npos) << text;
@@ -356,7 +348,7 @@ TEST(ShmGroup, AnInterpreterThatDoesNotAnswerIsNamed) {
   on_ranks(
       2,
       [&](int rank, std::unique_ptr<ShmGroup> group) {
-        if (rank == 0) texts[0] = message_of([&] { group->barrier(); });
+        if (rank == 0) texts[0] = error_of([&] { group->barrier(); });
         if (rank == 0) over = true;
         while (!over) std::this_thread::sleep_for(5ms);
       },

@@ -7,6 +7,7 @@
 #include <deque>
 #include <random>
 
+#include "../error_of.h"
 #include "base/error.h"
 #include "transports.h"
 
@@ -231,20 +232,11 @@ TEST_P(Verbs, RandomSequencesEqualASerialModel) {
 INSTANTIATE_TEST_SUITE_P(Transports, Verbs, testing::ValuesIn(transport_names()),
                          [](const auto& parameter) { return parameter.param; });
 
-std::string message_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
-}
-
 TEST(Verbs, WhatDoesNotFitIsRefusedBeforeAnythingIsSent) {
   on_transport("thread", 2, [](int rank, Communicator& comm) {
     const at::Tensor three = at::zeros({3}), two = at::zeros({2}), four = at::zeros({4});
     const auto refused = [&](const Op& op, const std::string& text) {
-      const std::string said = message_of([&] { comm.run(op)->wait(); });
+      const std::string said = error_of([&] { comm.run(op)->wait(); });
       EXPECT_NE(said.find(text), std::string::npos) << said;
     };
     refused({Verb::kReduceScatter, three, two, {}, {}, ReduceOp::kSum, -1, {}},
@@ -264,10 +256,10 @@ TEST(Verbs, WhatDoesNotFitIsRefusedBeforeAnythingIsSent) {
 
 TEST(Verbs, ATransportWithoutAnythingSaysWhatItWouldNeed) {
   Restricted nothing(thread_communicators(2)[0], {}, false);
-  const std::string text = message_of([&] { nothing.all_reduce(at::zeros({2}), ReduceOp::kSum); });
+  const std::string text = error_of([&] { nothing.all_reduce(at::zeros({2}), ReduceOp::kSum); });
   EXPECT_NE(text.find("restricted carries neither"), std::string::npos) << text;
   EXPECT_NE(text.find("all_to_all, or send and recv"), std::string::npos) << text;
-  EXPECT_NE(message_of([&] { nothing.send(at::zeros({2}), 1); }).find("has no send"), std::string::npos);
+  EXPECT_NE(error_of([&] { nothing.send(at::zeros({2}), 1); }).find("has no send"), std::string::npos);
 }
 
 TEST(Verbs, SixteenBitSumsAreFormedInFp32AndRoundedOnce) {
@@ -285,7 +277,7 @@ TEST(Verbs, MessagesThatDoNotFitAreNamed) {
   on_transport("thread", 2, [](int rank, Communicator& comm) {
     if (rank == 0) comm.send(at::zeros({4}), 1)->wait();
     if (rank == 1) {
-      const std::string text = message_of([&] { comm.recv(at::zeros({3}), 0)->wait(); });
+      const std::string text = error_of([&] { comm.recv(at::zeros({3}), 0)->wait(); });
       EXPECT_NE(text.find("rank 0 sent 4 x Float, rank 1 receives 3 x Float"), std::string::npos) << text;
     }
     comm.barrier();

@@ -4,18 +4,13 @@
 
 #include <cmath>
 
+#include "../error_of.h"
+
 namespace ds::config {
 namespace {
 
 std::string refusal(const std::string& text) {
-  try {
-    read_text(text, "f");
-  } catch (const Error& e) {
-    EXPECT_EQ(e.kind(), ErrorKind::kConfig);
-    return e.what();
-  }
-  ADD_FAILURE() << "read: " << text;
-  return "";
+  return error_of(ErrorKind::kConfig, [&] { read_text(text, "f"); });
 }
 
 TEST(Document, ReadsEveryKindOfValue) {

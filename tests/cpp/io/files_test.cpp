@@ -39,7 +39,7 @@ TEST(Faults, ActsAtTheNthCallOnly) {
   Faults faults("fsync:3:eio");
   for (int n = 1; n <= 5; ++n) {
     EXPECT_EQ(faults.count(Call::kWrite).code, 0);
-    const Faults::Verdict verdict = faults.count(Call::kSync);
+    const Faults::CheckResult verdict = faults.count(Call::kSync);
     EXPECT_EQ(verdict.code, n == 3 ? EIO : 0);
     EXPECT_EQ(verdict.action, n == 3 ? Faults::Action::kError : Faults::Action::kNone);
   }

@@ -6,47 +6,14 @@
 namespace ds::kernels::test {
 namespace {
 
-// Parameter, moments and gradient of one fp32 tensor.
-struct Tensor {
-  Buffer master, exp_avg, exp_avg_sq, grad;
-
-  Tensor(size_t n, unsigned seed)
-      : master(DType::kF32, n), exp_avg(DType::kF32, n), exp_avg_sq(DType::kF32, n), grad(DType::kF32, n) {
-    master.randomize(seed);
-    grad.randomize(seed + 3);
-    for (size_t i = 0; i < n; ++i) {
-      exp_avg.set(i, 0);
-      exp_avg_sq.set(i, 0);
-    }
-  }
-  UpdateSegment segment() {
-    UpdateSegment s;
-    s.master = master.data();
-    s.states[0] = exp_avg.data();
-    s.states[1] = exp_avg_sq.data();
-    s.grad = grad.data();
-    s.numel = master.size();
-    return s;
-  }
-};
+using Tensor = MomentTensor;
 
 void adam(const KernelTable& table, Tensor& tensor, const AdamArgs& args, const StepScale* scale = nullptr) {
-  const AdamConstants constants = adam_constants(args);
-  UpdateArgs update;
-  update.constants = &constants;
-  const UpdateSegment segment = tensor.segment();
-  table.update({}, *table.find_update("adam"), &segment, 1, update, scale);
+  run_pass(table, "adam", tensor.segment(), adam_constants(args), scale);
 }
 
 AdamArgs default_args() {
-  AdamArgs args = {};
-  args.lr = 1e-3;
-  args.beta1 = 0.9;
-  args.beta2 = 0.999;
-  args.eps = 1e-8;
-  args.weight_decay = 0.01;
-  args.bias_correction1 = 1 - std::pow(0.9, 3);
-  args.bias_correction2 = 1 - std::pow(0.999, 3);
+  auto args = args_with_moments<AdamArgs>(3, 1e-8);
   args.adamw = true;
   return args;
 }

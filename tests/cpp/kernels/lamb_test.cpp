@@ -7,41 +7,10 @@ namespace ds::kernels::test {
 namespace {
 
 // Parameter, moments and gradient of one fp32 tensor.
-struct Tensor {
-  Buffer master, exp_avg, exp_avg_sq, grad;
-  double sums[kLambSums] = {0, 0};
-
-  Tensor(size_t n, unsigned seed)
-      : master(DType::kF32, n), exp_avg(DType::kF32, n), exp_avg_sq(DType::kF32, n), grad(DType::kF32, n) {
-    master.randomize(seed);
-    grad.randomize(seed + 3);
-    for (size_t i = 0; i < n; ++i) {
-      exp_avg.set(i, 0);
-      exp_avg_sq.set(i, 0);
-    }
-  }
-  UpdateSegment segment(size_t begin, size_t end) {
-    UpdateSegment s;
-    s.master = static_cast<float*>(master.data()) + begin;
-    s.states[0] = static_cast<float*>(exp_avg.data()) + begin;
-    s.states[1] = static_cast<float*>(exp_avg_sq.data()) + begin;
-    s.grad = static_cast<float*>(grad.data()) + begin;
-    s.numel = end - begin;
-    s.sums = sums;
-    return s;
-  }
-  UpdateSegment segment() { return segment(0, master.size()); }
-};
+using Tensor = MomentTensor;
 
 LambArgs default_args(double step) {
-  LambArgs args = {};
-  args.lr = 1e-3;
-  args.beta1 = 0.9;
-  args.beta2 = 0.999;
-  args.eps = 1e-6;
-  args.weight_decay = 0.01;
-  args.bias_correction1 = 1 - std::pow(0.9, step);
-  args.bias_correction2 = 1 - std::pow(0.999, step);
+  auto args = args_with_moments<LambArgs>(step, 1e-6);
   args.min_ratio = 0.01;
   args.max_ratio = 10;
   return args;
@@ -49,10 +18,7 @@ LambArgs default_args(double step) {
 
 void pass(const KernelTable& table, const char* name, const UpdateSegment& segment, const LambArgs& args,
           const StepScale* scale = nullptr) {
-  const LambConstants constants = lamb_constants(args);
-  UpdateArgs update;
-  update.constants = &constants;
-  table.update({}, *table.find_update(name), &segment, 1, update, scale);
+  run_pass(table, name, segment, lamb_constants(args), scale);
 }
 
 void step(const KernelTable& table, Tensor& tensor, const LambArgs& args, const StepScale* scale = nullptr) {

@@ -9,10 +9,7 @@ namespace {
 
 void pass(const KernelTable& table, const char* name, const UpdateSegment& segment, const MuonArgs& args,
           const StepScale* scale = nullptr) {
-  const MuonConstants constants = muon_constants(args);
-  UpdateArgs update;
-  update.constants = &constants;
-  table.update({}, *table.find_update(name), &segment, 1, update, scale);
+  run_pass(table, name, segment, muon_constants(args), scale);
 }
 
 UpdateSegment segment_of(Buffer& master, Buffer& momentum, Buffer& grad, Buffer& scratch) {

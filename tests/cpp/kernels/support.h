@@ -117,4 +117,54 @@ inline std::string where(const KernelTable& table, DType a, DType b, size_t n, s
          " offset=" + std::to_string(offset);
 }
 
+// Parameter, two moments, gradient of one fp32 tensor, and what a rule sums over it.
+struct MomentTensor {
+  Buffer master, exp_avg, exp_avg_sq, grad;
+  double sums[2] = {0, 0};
+
+  MomentTensor(size_t n, unsigned seed)
+      : master(DType::kF32, n), exp_avg(DType::kF32, n), exp_avg_sq(DType::kF32, n), grad(DType::kF32, n) {
+    master.randomize(seed);
+    grad.randomize(seed + 3);
+    for (size_t i = 0; i < n; ++i) {
+      exp_avg.set(i, 0);
+      exp_avg_sq.set(i, 0);
+    }
+  }
+  UpdateSegment segment(size_t begin, size_t end) {
+    UpdateSegment s;
+    s.master = static_cast<float*>(master.data()) + begin;
+    s.states[0] = static_cast<float*>(exp_avg.data()) + begin;
+    s.states[1] = static_cast<float*>(exp_avg_sq.data()) + begin;
+    s.grad = static_cast<float*>(grad.data()) + begin;
+    s.numel = end - begin;
+    s.sums = sums;
+    return s;
+  }
+  UpdateSegment segment() { return segment(0, master.size()); }
+};
+
+// Hyperparameters that AdamArgs and LambArgs have both, at update number `step`.
+template <typename Args>
+Args args_with_moments(double step, double eps) {
+  Args args = {};
+  args.lr = 1e-3;
+  args.beta1 = 0.9;
+  args.beta2 = 0.999;
+  args.eps = eps;
+  args.weight_decay = 0.01;
+  args.bias_correction1 = 1 - std::pow(0.9, step);
+  args.bias_correction2 = 1 - std::pow(0.999, step);
+  return args;
+}
+
+// One pass of the update `name` over one segment.
+template <typename Constants>
+void run_pass(const KernelTable& table, const char* name, const UpdateSegment& segment, const Constants& constants,
+              const StepScale* scale) {
+  UpdateArgs update;
+  update.constants = &constants;
+  table.update({}, *table.find_update(name), &segment, 1, update, scale);
+}
+
 }  // namespace ds::kernels::test

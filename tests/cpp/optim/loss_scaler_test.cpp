@@ -13,26 +13,23 @@ LossScaleState run(const LossScaleRules& rules, LossScaleState state,
   return state;
 }
 
+// What the scale is after each of the sequences.
+void expect_scales(const LossScaleRules& rules, LossScaleState start,
+                   std::initializer_list<std::pair<const char*, double>> expected) {
+  for (const auto& [steps, scale] : expected) EXPECT_EQ(run(rules, start, steps).scale, scale) << steps;
+}
+
 TEST(LossScaler, RisesAfterAWindowOfCleanSteps) {
   LossScaleRules rules;
   rules.window = 4;
-  EXPECT_EQ(run(rules, {8, 0, -1, 1}, "...").scale, 8);
-  EXPECT_EQ(run(rules, {8, 0, -1, 1}, "....").scale, 16);
-  EXPECT_EQ(run(rules, {8, 0, -1, 1}, "........").scale, 32);
-  EXPECT_EQ(run(rules, {8, 0, -1, 1}, "..x...").scale, 4);
-  EXPECT_EQ(run(rules, {8, 0, -1, 1}, "..x....").scale, 8);
+  expect_scales(rules, {8, 0, -1, 1}, {{"...", 8}, {"....", 16}, {"........", 32}, {"..x...", 4}, {"..x....", 8}});
 }
 
 TEST(LossScaler, SettlingStepsDoNotCount) {
   LossScaleRules rules;
   rules.window = 2;
   rules.settling = 1;
-  EXPECT_EQ(run(rules, {8, 0, -1, 1}, ".").scale, 8);
-  EXPECT_EQ(run(rules, {8, 0, -1, 1}, "..").scale, 8);
-  EXPECT_EQ(run(rules, {8, 0, -1, 1}, "...").scale, 16);
-  EXPECT_EQ(run(rules, {8, 0, -1, 1}, ".....").scale, 32);
-  EXPECT_EQ(run(rules, {8, 0, -1, 1}, "x..").scale, 4);
-  EXPECT_EQ(run(rules, {8, 0, -1, 1}, "x...").scale, 8);
+  expect_scales(rules, {8, 0, -1, 1}, {{".", 8}, {"..", 8}, {"...", 16}, {".....", 32}, {"x..", 4}, {"x...", 8}});
 }
 
 TEST(LossScaler, HysteresisToleratesOverflows) {

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include "../error_of.h"
 #include "base/error.h"
 
 namespace ds::plan {
@@ -18,14 +19,7 @@ void expect_plan(Size train, Size micro, Size accumulation, int64_t world, Batch
 }
 
 std::string refusal(Size train, Size micro, Size accumulation, int64_t world) {
-  try {
-    plan_batch({train, micro, accumulation, world, "test"});
-  } catch (const Error& e) {
-    EXPECT_EQ(e.kind(), ErrorKind::kAssertion);
-    return e.what();
-  }
-  ADD_FAILURE() << "not refused";
-  return "";
+  return error_of(ErrorKind::kAssertion, [&] { plan_batch({train, micro, accumulation, world, "test"}); });
 }
 
 bool has(const std::string& text, const std::string& part) {

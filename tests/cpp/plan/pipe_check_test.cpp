@@ -80,7 +80,7 @@ TEST(PipeCheck, SaysWhereAndWhat) {
   plan.ranks[0][place(plan, 0, PipeOp::kForward, 1)].buffer = 0;
   EXPECT_EQ(verdict(plan),
             "pipeline schedule 1f1b, rank 0, step 2, ForwardPass(micro 1, chunk 0, buffer 0): buffer 0 still holds "
-            "micro-batch 0 of chunk 0, which is not over");
+            "micro-batch 0 of chunk 0, whose RecvGrad is still to come");
 
   plan = two_stages();
   plan.ranks[1][place(plan, 1, PipeOp::kBackward, 0)].op = PipeOp::kForward;

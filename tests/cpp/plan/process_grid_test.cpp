@@ -6,6 +6,7 @@
 #include <functional>
 #include <numeric>
 
+#include "../error_of.h"
 #include "base/error.h"
 
 namespace ds::plan {
@@ -15,16 +16,6 @@ RankList all_ranks(int world) {
   RankList ranks(world);
   std::iota(ranks.begin(), ranks.end(), 0);
   return ranks;
-}
-
-template <typename Call>
-std::string error_of(Call call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 // `list` in runs of `size`; the holders of the same place in them.

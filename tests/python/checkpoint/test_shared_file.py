@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from deepspeed._native import _C
 from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write import file_writer, save
 from deepspeed.checkpoint.write.file_writer import PreparedStream, PreparedTorch, WriterOptions
 from deepspeed.checkpoint.write.shared_file import Cuts, SharedTorch, complete
-from deepspeed.checkpoint.write.torch_pickler import StoredSlice, StoredTensor
 from deepspeed.host import cpu
 from deepspeed.zero.tensor_of_pieces import TensorOfPieces
 
@@ -49,15 +49,15 @@ def test_a_slice_has_the_bytes_between():
     memory = torch.randn(40, 9)
     for tensor in (memory, memory[:, 2:5], TensorOfPieces(18, torch.float32, [(0, memory[0]), (9, memory[1])])):
         from_pieces = isinstance(tensor, TensorOfPieces)
-        source = file_writer.PreparedTorch([tensor]).sources[0] if from_pieces else StoredTensor(tensor)
+        source = file_writer.PreparedTorch([tensor]).sources[0] if from_pieces else _C.prepared.tensor_source(tensor)
         whole = torch.empty(source.bytes, dtype=torch.uint8)
         source.copy_to(whole)
         for begin, end in ((0, source.bytes), (1, 7), (5, source.bytes - 3)):
             part = torch.empty(end - begin, dtype=torch.uint8)
-            made = StoredSlice(source, begin, end)
+            made = _C.prepared.sliced_source(source, begin, end)
             made.copy_to(part)
             assert torch.equal(part, whole[begin:end]) and made.bytes == end - begin
-            assert made.in_place() == source.in_place() and made.device_type == "cpu"
+            assert made.in_place() == source.in_place() and not made.on_device
 
 
 FACTS = [["a", 0, 0, 0], ["a", 0, 0, 1], ["a", 1, 0, 2], ["b", 0, 0, 3], ["a", 0, 1, 0], ["b", 0, 1, 1]]

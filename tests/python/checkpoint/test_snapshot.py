@@ -19,7 +19,7 @@ def sources(**tensors):
 
 
 def contents(copies):
-    return [b"".join(ctypes.string_at(*piece) for piece in source.pieces(None)) for source in copies.sources]
+    return [b"".join(ctypes.string_at(*piece) for piece in source.pieces()) for source in copies.sources]
 
 
 def raw(tensor):

@@ -1,5 +1,6 @@
 """All classes with a native rule: found, not listed, so that a new one is tested by what is here already."""
 
+import copy
 import importlib
 import pkgutil
 
@@ -34,10 +35,39 @@ def make_params(dtype=torch.float32, shapes=((1,), (7,), (33, 5), (4, 3, 2, 2), 
     return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
 
 
-def set_grads(params, seed):
+def set_grads(params, seed, scale=1.0):
     generator = torch.Generator().manual_seed(seed)
     for p in params:
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        p.grad = (scale * torch.randn(p.shape, generator=generator)).to(p.dtype)
+
+
+def train_alike(optimizer, params, reference, expected, before_step):
+    """Steps of both with the same gradients, then the same parameters. ``before_step``: for each step a function of an
+    optimizer, or None."""
+    for step, prepare in enumerate(before_step):
+        for one, own in ((optimizer, params), (reference, expected)):
+            if prepare:
+                prepare(one)
+            set_grads(own, step)
+            one.step()
+    for p, q in zip(params, expected, strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-6)
+
+
+def goes_on_bit_by_bit(cls, params, others):
+    """The optimizer of ``others`` after it has loaded the state of that of ``params``; both have made a step more."""
+    first, second = cls(params, lr=0.01), cls(others, lr=0.5)
+    for step in range(3):
+        set_grads(params, step)
+        first.step()
+    for p, q in zip(params, others):
+        q.data.copy_(p.data)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for optimizer, ps in ((first, params), (second, others)):
+        set_grads(ps, 9)
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, others))
+    return second
 
 
 def against_formula(optimizer, params, formula, steps):
@@ -69,3 +99,21 @@ def ulps_after_one_step(optimizer, params, formula):
             ulp = torch.ldexp(torch.ones_like(after), exponent - 24)
             worst = max(worst, float(((p.detach().double() - after).abs() / ulp).max()))
     return worst
+
+
+def run(optimizer, params, steps, first=0):
+    for step in range(first, first + steps):
+        set_grads(params, step)
+        optimizer.step()
+
+
+def resumed(cls, params):
+    """Copies of ``params`` whose optimizer went on from the state of that of ``params``, which went on as well."""
+    optimizer = cls(params)
+    run(optimizer, params, 3)
+    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    other = cls(others, lr=123.0)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    run(optimizer, params, 3, first=3)
+    run(other, others, 3, first=3)
+    return others

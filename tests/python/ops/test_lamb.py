@@ -1,6 +1,6 @@
 """FusedLamb against the published arithmetic in fp64 loops, over dtypes, layouts and options; its contract."""
 
-import copy
+import functools
 import inspect
 import math
 import pickle
@@ -8,21 +8,15 @@ import pickle
 import pytest
 import torch
 
+import native_classes
 from deepspeed.ops.lamb import FusedLamb
+from native_classes import set_grads
 
 SHAPES = [(1,), (7,), (33, 5), (4, 3, 2, 2), (200, 170), (0,), (3, 0)]
 HALF = [torch.bfloat16, torch.float16]
 
 
-def make_params(dtype=torch.float32, shapes=SHAPES, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
-
-
-def set_grads(params, seed, scale=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    for p in params:
-        p.grad = (scale * torch.randn(p.shape, generator=generator)).to(p.dtype)
+make_params = functools.partial(native_classes.make_params, shapes=SHAPES)
 
 
 class Oracle:
@@ -229,17 +223,7 @@ def test_closure_and_missing_gradients():
 
 def test_state_dict_goes_on_bit_by_bit():
     params, others = make_params(), make_params()
-    first, second = FusedLamb(params, lr=0.01), FusedLamb(others, lr=0.5)
-    for step in range(3):
-        set_grads(params, step)
-        first.step()
-    for p, q in zip(params, others):
-        q.data.copy_(p.data)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for optimizer, ps in ((first, params), (second, others)):
-        set_grads(ps, 9)
-        optimizer.step()
-    assert all(torch.equal(p, q) for p, q in zip(params, others))
+    second = native_classes.goes_on_bit_by_bit(FusedLamb, params, others)
     assert second.param_groups[0]["lr"] == 0.01
 
 

@@ -1,28 +1,22 @@
 """Muon against its formula in fp64; parameter groups, flags and the contract."""
 
-import copy
 import inspect
 
 import pytest
 import torch
 
 import deepspeed
+import native_classes
 from deepspeed.ops.muon import MuonWithAuxAdam, set_optimizer_flags
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam as FromTheOldPath
 from deepspeed.runtime.zero.muon.original_muon import muon_update
+from native_classes import set_grads
 
 SHAPES = [(8, 8), (6, 24), (24, 6), (1, 5), (5, 1), (4, 3, 3, 3), (0, 4), (4, 0)]
 
 
 def make_params(shapes=SHAPES, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
-
-
-def set_grads(params, seed):
-    generator = torch.Generator().manual_seed(seed)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+    return native_classes.make_params(dtype, shapes, seed)
 
 
 def orthogonalised(update, steps=5):
@@ -180,17 +174,7 @@ def test_bad_groups():
 
 def test_state_dict_goes_on_bit_by_bit():
     params, others = make_params([(4, 6), (5,)]), make_params([(4, 6), (5,)])
-    first, second = MuonWithAuxAdam(params, lr=0.01), MuonWithAuxAdam(others, lr=0.5)
-    for step in range(3):
-        set_grads(params, step)
-        first.step()
-    for p, q in zip(params, others):
-        q.data.copy_(p.data)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for optimizer, ps in ((first, params), (second, others)):
-        set_grads(ps, 9)
-        optimizer.step()
-    assert all(torch.equal(p, q) for p, q in zip(params, others))
+    native_classes.goes_on_bit_by_bit(MuonWithAuxAdam, params, others)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

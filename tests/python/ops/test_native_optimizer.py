@@ -9,16 +9,10 @@ import torch
 from deepspeed.ops.fused_optimizer import FusedOptimizer
 from deepspeed.ops.muon import MuonWithAuxAdam
 from deepspeed.ops.native_optimizer import RULES
-from native_classes import is_cpu_class, make_params, native_classes, set_grads
+from native_classes import is_cpu_class, make_params, native_classes, resumed, run, set_grads
 
 ALL = native_classes()
 CLASSES = pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
-
-
-def run(optimizer, params, steps, first=0):
-    for step in range(first, first + steps):
-        set_grads(params, step)
-        optimizer.step()
 
 
 def equal(params, others):
@@ -51,13 +45,7 @@ def test_states_have_the_names_and_shapes_of_the_slots(cls):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_state_dict_round_trip(cls, dtype):
     params = make_params(dtype)
-    optimizer = cls(params)
-    run(optimizer, params, 3)
-    others = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    other = cls(others, lr=123.0)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    run(optimizer, params, 3, first=3)
-    run(other, others, 3, first=3)
+    others = resumed(cls, params)
     assert equal(params, others)
 
 

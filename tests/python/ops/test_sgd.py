@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deepspeed.ops.sgd import FusedSGD
-from native_classes import against_formula, make_params, set_grads, ulps_after_one_step
+from native_classes import against_formula, make_params, train_alike, ulps_after_one_step
 
 OPTIONS = [
     {},
@@ -36,13 +36,7 @@ def test_the_formula(options):
 def test_equals_torch(options):
     params, expected = make_params(), make_params()
     optimizer, reference = FusedSGD(params, lr=0.01, **options), torch.optim.SGD(expected, lr=0.01, **options)
-    for step in range(20):
-        set_grads(params, step)
-        set_grads(expected, step)
-        optimizer.step()
-        reference.step()
-    for p, q in zip(params, expected, strict=True):
-        torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-6)
+    train_alike(optimizer, params, reference, expected, [None] * 20)
 
 
 @pytest.mark.parametrize("options", [{"nesterov": True}, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}])

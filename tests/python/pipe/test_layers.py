@@ -1,5 +1,7 @@
 """Layers before they are built, and how they are dealt to parts."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -98,6 +100,7 @@ def test_bad_methods(method, parts, text):
 def test_profile():
     class Slow(Counted):
         def forward(self, x):
+            time.sleep(0.02)
             for _ in range(40):
                 x = torch.tanh(x @ self.weight)
             return x
@@ -108,7 +111,8 @@ def test_profile():
     costs = profile_layers(layers, torch.ones(8, 64))
     assert (Counted.built, Slow.built) == (before + 1, before + 2)  # Slow counts on from there: each once
     assert int(norm.num_batches_tracked) == 0 and norm.weight.grad is None
-    assert costs[2].seconds > 3 * costs[0].seconds and costs[2].activation_bytes > 40 * 8 * 64 * 4
+    assert costs[2].forward >= 0.02 and costs[2].activation_bytes > 40 * 8 * 64 * 4
+    assert all(cost.seconds > 0 for cost in costs) and costs[0].activation_bytes == 8 * 64 * 4
     assert [cost.output_bytes for cost in costs] == [8 * 64 * 4] * 4
     with pytest.raises(RuntimeError, match=r"profile_input does not go through layer 1 \(Linear\) of the pipeline: "):
         profile_layers([nn.Linear(2, 3), nn.Linear(2, 3)], torch.ones(1, 2))

@@ -231,7 +231,7 @@ class SnapshotSave:
             )
             self.records[name] = self._engine.write_prepared(prepared, path)
             return
-        prepared.sources = copies.sources
+        prepared.sources = ()  # what was copied may go
         self.behind.start(lambda: self._write_one(name, prepared, path, copies))
 
     def drop(self):
@@ -254,6 +254,7 @@ class SnapshotSave:
         try:
             copies.wait()
             if self.error is None:
+                prepared.sources = copies.sources
                 self.records[name] = self._engine.write_prepared(prepared, path)
         except BaseException as caught:
             self.error = caught

@@ -8,16 +8,16 @@ or kills the process there; tests sweep n. ``rename_dir:1+:exdev,exchange:1+:ein
 ``csrc/io/faults.h`` has all orders.
 """
 
-import contextlib
-import json
 import os
-import pickle
 from dataclasses import asdict, dataclass, field
 
+import torch
+
+from deepspeed import _compat
 from deepspeed._native import _C
-from deepspeed.checkpoint.write import torch_pickler
-from deepspeed.checkpoint.write.torch_pickler import Staging, StoredTensor
+from deepspeed.formats.weight_files import SAFETENSORS_DTYPES
 from deepspeed.host.cpu import usable_cores
+from deepspeed.zero.tensor_of_pieces import TensorOfPieces
 
 # ---- file record ---------------------------------------------------------------------------------------------------
 # What is known of a written file: its size and checksum, and those of every tensor in it.
@@ -116,13 +116,8 @@ __all__ = [
 
 files = _C.io.Files(os.environ.get("DS_IO_FAULT", ""))
 
-VERSION = b"3\n"  # of the archives of torch.save
-STAGING_BYTES = 32 << 20  # at most; host memory through which tensors of a GPU pass
-SAFETENSORS_NAMES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "uint16": "U16", "uint32": "U32", "uint64": "U64",
-    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
-}  # fmt: skip
+# dtype (float32) -> its code in safetensors (F32)
+SAFETENSORS_NAMES = {str(dtype).removeprefix("torch."): code for code, dtype in SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -131,7 +126,8 @@ class WriterOptions:
 
     ``io_buffer_size``: bytes of one buffer (a smaller file takes a smaller one). ``double``: two of them, one being
     filled while the other is written. ``threads`` copy and sum; 0: up to four, by the cores this process may use.
-    ``direct``: O_DIRECT where the file system has it. ``sync``: fsync at the end.
+    ``direct``: O_DIRECT where the file system has it. ``sync``: fsync at the end. ``staged``: tensors pass through host
+    memory of at most 32 MiB even where they are in such memory, as those of a GPU do.
     """
 
     io_buffer_size: int = 64 << 20
@@ -139,11 +135,12 @@ class WriterOptions:
     threads: int = 0
     direct: bool = True
     sync: bool = True
+    staged: bool = False
 
     def arguments(self):
         """What the native writers take after the path and the size."""
         buffers = 2 if self.double else 1
-        return self.io_buffer_size, buffers, threads_for(self.threads), self.direct, self.sync
+        return self.io_buffer_size, buffers, threads_for(self.threads), self.direct, self.sync, self.staged
 
 
 def inject_fault(order):
@@ -167,27 +164,60 @@ def exchange(a, b):
     return files.exchange(os.fspath(a), os.fspath(b))
 
 
-@contextlib.contextmanager
-def whole(writer):
-    """The ``writer`` of a file, as a context: left by an exception, there is no file."""
-    try:
-        yield writer
-    except BaseException:
-        writer.abandon()
-        raise
-
-
-def open_stream(path, size, options):
-    """A ``FileStream`` for a file of ``size`` bytes, as a context: left by an exception, there is no file."""
-    return whole(_C.io.FileStream(files, os.fspath(path), size, *options.arguments()))
-
-
 def write_bytes(data, path, options=None):
     """Writes ``data`` (bytes, or any contiguous buffer) to ``path``. Returns its ``FileRecord``. Raises OSError."""
-    path, size = os.fspath(path), memoryview(data).nbytes
-    with open_stream(path, size, options or WriterOptions()) as stream:
-        stream.write(data)
-        return FileRecord(os.path.basename(path), *stream.finish())
+    return PreparedBytes(data).write(path, options)
+
+
+class PicklerHooks:
+    """What the pickler in C++ asks about classes: those of tensors, storages and ``TensorOfPieces``."""
+
+    parameter, tensor, pieces = torch.nn.Parameter, torch.Tensor, TensorOfPieces
+    untyped = getattr(torch, "UntypedStorage", None)
+    _names = torch.storage._dtype_to_storage_type_map()
+
+    @classmethod
+    def storage_class(cls, dtype):
+        """The class of storages of a dtype, None for one that is newer than these classes."""
+        return getattr(torch, cls._names[dtype]) if dtype in cls._names else None
+
+    @classmethod
+    def storage(cls, value):
+        """Of a storage (its class, its bytes as a tensor, bytes of an element), None for anything else."""
+        if isinstance(value, torch.storage.TypedStorage):
+            kind, dtype, value = cls.storage_class(value.dtype), value.dtype, _compat.untyped_storage(value)
+        elif torch.is_storage(value):
+            kind, dtype = type(value), torch.uint8
+        else:
+            return None
+        content = torch.empty(0, dtype=torch.uint8, device=value.device).set_(value)
+        return kind, content, torch.empty(0, dtype=dtype).element_size()
+
+
+class Prepared:
+    """A file before it is written: its structure is made, the tensors are where they were, in ``sources``. Who changes
+    tensors before ``write`` puts copies of them there instead."""
+
+    def __init__(self, native):
+        self.native = native
+
+    @property
+    def sources(self):
+        return self.native.sources
+
+    @sources.setter
+    def sources(self, sources):
+        self.native.sources = list(sources)
+
+    def write(self, path, options=None):
+        """Writes it to ``path``. Returns its ``FileRecord``. Raises OSError."""
+        path, options = os.fspath(path), options or WriterOptions()
+        return file_record(path, *self.native.write(files, path, options.arguments()))
+
+
+def file_record(path, bytes, crc32, tensors):
+    """A ``FileRecord`` of what native code says of a file."""
+    return FileRecord(os.path.basename(path), bytes, crc32, [TensorRecord(*tensor) for tensor in tensors])
 
 
 def write_torch(value, path, options=None):
@@ -201,82 +231,29 @@ def write_torch(value, path, options=None):
     return PreparedTorch(value).write(path, options)
 
 
-class PreparedTorch:
-    """A file of ``write_torch`` before it is written: the structure is pickled, the tensors are where they were, in
-    ``sources``. Who changes tensors before ``write`` puts copies there instead (``StoredTensor``'s ``bytes``,
-    ``pieces`` and ``in_place``). Raises what pickle raises.
-    """
+class PreparedTorch(Prepared):
+    """A file of ``write_torch`` before it is written. Raises what pickle raises."""
 
     def __init__(self, value):
-        pickled, records, tensors, _ = torch_pickler.dump(value)
-        # The order of torch.save, which readers of offsets rely on.
-        self._texts = {
-            "data.pkl": pickled,
-            ".format_version": b"1",
-            ".storage_alignment": b"64",
-            "byteorder": b"little",
-        }
-        self._keys = [key for key, _ in records]
-        self.sources = [stored for _, stored in records]
-        index = {stored: i for i, stored in enumerate(self.sources)}
-        self._tensors = [(name, index[stored], dtype_name(stored.dtype), shape) for name, stored, shape in tensors]
+        super().__init__(_C.prepared.torch_file(value, PicklerHooks))
 
     @property
     def texts(self):
         """What stands before the tensors, in order."""
-        return list(self._texts.values())
+        return self.native.texts
 
     def entries(self):
         """(name, bytes) of everything in the archive: the texts, the tensors, and two more."""
-        sizes = [(name, len(text)) for name, text in self._texts.items()]
-        sizes += [(f"data/{key}", stored.bytes) for key, stored in zip(self._keys, self.sources)]
-        sizes += [("version", len(VERSION)), (".data/serialization_id", 40)]
-        return [(f"archive/{name}", size) for name, size in sizes]
-
-    def record(self, path, bytes, crc32, places):
-        """The ``FileRecord``; ``places``: (offset, bytes, CRC-32) of each tensor's record, in order."""
-        made = {}
-        for name, i, dtype, shape in self._tensors:
-            made.setdefault(name, TensorRecord(name, dtype, list(shape), *places[i]))
-        return FileRecord(os.path.basename(path), bytes, crc32, list(made.values()))
-
-    def write(self, path, options=None):
-        options = options or WriterOptions()
-        path, entries, first = os.fspath(path), self.entries(), len(self._texts)
-        with whole(_C.io.ZipWriter(files, path, entries, *options.arguments())) as writer:
-            for text in self.texts:
-                writer.write(text)
-            write_tensors(writer, self.sources, options)
-            writer.write(VERSION)
-            writer.write(serialization_id(entries, writer.crc32))
-            total = writer.finish()
-            places = [
-                (writer.offset(first + i), entries[first + i][1], writer.crc32[first + i])
-                for i in range(len(self.sources))
-            ]
-        return self.record(path, *total, places)
+        return self.native.entries()
 
 
-def write_tensors(writer, stored_tensors, options):
-    """Hands the bytes of ``StoredTensor``s to ``writer``, in few calls."""
-    staging = Staging(min(STAGING_BYTES, options.io_buffer_size))
-    waiting = []  # memory that stays where it is is handed over in one call
-    for stored in stored_tensors:
-        if stored.in_place():
-            waiting.extend(stored.pieces(staging))
-            continue
-        writer.write_memory(waiting)
-        waiting = []
-        for piece in stored.pieces(staging):
-            writer.write_memory([piece])
-    writer.write_memory(waiting)
+class PreparedStream(Prepared):
+    """A file of ``torch.save(value, path, _use_new_zipfile_serialization=False)`` before it is written: pickles and
+    bare storages. ``checkpoint.checkpoint_serialization`` false asks for it: a file has no archive around its tensors,
+    so no padding, no directory at its end and no checksums of its own; the manifest has those."""
 
-
-def serialization_id(entries, crc32):
-    """40 digits that tell files of different content apart, as torch 2 writes them."""
-    names = _C.io.crc32("".join(name for name, _ in entries).encode())
-    content = _C.io.crc32(b"".join(sum.to_bytes(4, "little") for sum in crc32))
-    return b"%020d%020d" % (names, content)
+    def __init__(self, value):
+        super().__init__(_C.prepared.stream_file(value, PicklerHooks, [MAGIC, _STREAM_FILE_VERSION, SYSTEM]))
 
 
 def write_safetensors(tensors, metadata, path, options=None):
@@ -289,119 +266,29 @@ def write_safetensors(tensors, metadata, path, options=None):
     return PreparedSafetensors(tensors, metadata).write(path, options)
 
 
-class PreparedSafetensors:
-    """A safetensors file before it is written; ``sources`` as in ``PreparedTorch``."""
+class PreparedSafetensors(Prepared):
+    """A safetensors file before it is written."""
 
     def __init__(self, tensors, metadata=None):
-        ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-        self.sources = [_stored_row_major(name, tensor) for name, tensor in ordered]
-        header, at, self._tensors = {}, 0, []
-        if metadata:
-            bad = [key for key, text in metadata.items() if not (isinstance(key, str) and isinstance(text, str))]
-            if bad:
-                raise ValueError(
-                    f"safetensors metadata maps text to text only; {bad[0]!r} is not so: pass it as JSON text"
-                )
-            header["__metadata__"] = dict(metadata)
-        for (name, _), item in zip(ordered, self.sources):
-            dtype = dtype_name(item.dtype)
-            code = SAFETENSORS_NAMES[dtype]
-            header[name] = {"dtype": code, "shape": list(item.shape), "data_offsets": [at, at + item.bytes]}
-            self._tensors.append((name, dtype, list(item.shape)))
-            at += item.bytes
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        self._header = text + b" " * (-len(text) % 8)
-        self._bytes = 8 + len(self._header) + at
-
-    def write(self, path, options=None):
-        options = options or WriterOptions()
-        path = os.fspath(path)
-        staging = Staging(min(STAGING_BYTES, options.io_buffer_size))
-        records = []
-        with open_stream(path, self._bytes, options) as stream:
-            stream.write(len(self._header).to_bytes(8, "little") + self._header)
-            for (name, dtype, shape), item in zip(self._tensors, self.sources):
-                offset, crc32 = stream.position, 0
-                for address, size in item.pieces(staging):
-                    crc32 = _C.io.crc32_joined(crc32, stream.write_memory(address, size), size)
-                records.append(TensorRecord(name, dtype, shape, offset, item.bytes, crc32))
-            return FileRecord(os.path.basename(path), *stream.finish(), records)
+        super().__init__(_C.prepared.safetensors_file(dict(tensors), metadata))
 
 
-class PreparedBytes:
+class PreparedBytes(Prepared):
     """A small file of plain bytes."""
 
-    sources = ()
-
     def __init__(self, data):
-        self._data = bytes(data)
-
-    def write(self, path, options=None):
-        return write_bytes(self._data, path, options)
+        super().__init__(_C.prepared.bytes_file(data))
 
 
-def _stored_row_major(name, tensor):
-    if not isinstance(name, str) or name == "__metadata__":
-        raise ValueError(f"a tensor in a safetensors file needs a name of text other than __metadata__, got {name!r}")
-    if not torch_pickler.is_plain(tensor):
-        raise ValueError(
-            f"the tensor {name!r} ({tensor.layout}, {tensor.device}) is not a dense tensor with elements: safetensors "
-            "has no form for it; make it dense (to_dense(), dequantize()) or leave it out"
-        )
-    if dtype_name(tensor.dtype) not in SAFETENSORS_NAMES:
-        raise ValueError(f"the tensor {name!r} is {tensor.dtype}, which safetensors has no name for: convert it")
-    return StoredTensor(tensor, row_major=True)
+def is_plain(tensor):
+    """Whether a tensor is dense, with elements."""
+    return tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
 
-
-def dtype_name(dtype):
-    return str(dtype).split(".")[-1]
-
-
-# ---- stream file ---------------------------------------------------------------------------------------------------
-# The stream of pickles and bare storages that torch.save wrote before zip archives, and reads to this day.
-# ``checkpoint.checkpoint_serialization`` false asks for it: a file has no archive around its tensors, so no padding,
-# no directory at its end and no checksums of its own; the manifest has those.
 
 MAGIC = 0x1950A86A20F9469CFC6C
 _STREAM_FILE_VERSION = 1001
 SYSTEM = {"protocol_version": _STREAM_FILE_VERSION, "little_endian": True,
           "type_sizes": {"short": 2, "int": 4, "long": 4}}  # fmt: skip
-
-
-class PreparedStream:
-    """A file of ``torch.save(value, path, _use_new_zipfile_serialization=False)`` before it is written; ``sources`` as
-    in ``file_writer.PreparedTorch``. Raises what pickle raises."""
-
-    def __init__(self, value):
-        pickled, records, tensors, counts = torch_pickler.dump(value, stream=True)
-        self.sources = [stored for _, stored in records]
-        self._counts = [counts[key] for key, _ in records]
-        keys = [key for key, _ in records]
-        parts = [pickle.dumps(part, torch_pickler.PROTOCOL) for part in (MAGIC, _STREAM_FILE_VERSION, SYSTEM)]
-        self._head = b"".join([*parts, pickled, pickle.dumps(keys, torch_pickler.PROTOCOL)])
-        index = {id(stored): i for i, stored in enumerate(self.sources)}
-        self._tensors = [
-            (name, index[id(stored)], dtype_name(stored.dtype), list(shape)) for name, stored, shape in tensors
-        ]
-
-    def write(self, path, options=None):
-        options = options or WriterOptions()
-        staging = Staging(min(STAGING_BYTES, options.io_buffer_size))
-        size = len(self._head) + sum(8 + source.bytes for source in self.sources)
-        with open_stream(path, size, options) as stream:
-            stream.write(self._head)
-            places = []
-            for source, count in zip(self.sources, self._counts):
-                stream.write(count.to_bytes(8, "little"))
-                offset, crc32 = stream.position, 0
-                for address, part in source.pieces(staging):
-                    crc32 = _C.io.crc32_joined(crc32, stream.write_memory(address, part), part)
-                places.append((offset, source.bytes, crc32))
-            total = stream.finish()
-        made = {}
-        for name, i, dtype, shape in self._tensors:
-            made.setdefault(name, TensorRecord(name, dtype, shape, *places[i]))
-        return FileRecord(os.path.basename(path), *total, list(made.values()))
 
 
 # ---- kinds ---------------------------------------------------------------------------------------------------------

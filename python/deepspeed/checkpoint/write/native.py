@@ -18,10 +18,9 @@ from deepspeed.checkpoint.layouts.saved_native import NotPlain
 from deepspeed.checkpoint.read.weights import names_of_groups, run_states
 from deepspeed.checkpoint.write import engine_states
 from deepspeed.checkpoint.write.engine_states import counters_of
-from deepspeed.checkpoint.write.file_writer import SAFETENSORS_NAMES, PreparedBytes, PreparedSafetensors
+from deepspeed.checkpoint.write.file_writer import SAFETENSORS_NAMES, PreparedBytes, PreparedSafetensors, is_plain
 from deepspeed.checkpoint.write.ranks import Ranks, failure_of, raise_together
 from deepspeed.checkpoint.write.shared_file import Digest, FrozenFile
-from deepspeed.checkpoint.write.torch_pickler import is_plain
 from deepspeed.config.sections import OffloadStateTypeEnum
 from deepspeed.version import __version__
 from deepspeed.zero.flat_layout import per_element

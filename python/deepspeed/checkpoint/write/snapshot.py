@@ -120,24 +120,6 @@ class HostCache:
 _ALIGNED = 64  # bytes; every dtype may start there
 
 
-class HostCopy:
-    """The bytes of a source in blocks, at ``places`` [(block, offset, bytes)]: stands for a ``StoredTensor`` whose
-    tensor may change."""
-
-    device_type = "cpu"
-
-    def __init__(self, places):
-        self.places = places
-        self.bytes = sum(bytes for _, _, bytes in places)
-
-    def pieces(self, staging):
-        for block, offset, bytes in self.places:
-            yield block.memory.data_ptr() + offset, bytes
-
-    def in_place(self):
-        return True
-
-
 class MemoryRanges:
     """Ranges of addresses, each with a value. Of two that overlap, the one that begins later is found."""
 
@@ -173,7 +155,7 @@ class Plan:
         return offset
 
     def from_device(self):
-        return any(source.device_type == "cuda" for source, _ in self.by_torch)
+        return any(source.on_device for source, _ in self.by_torch)
 
 
 class LateCopy:
@@ -206,10 +188,20 @@ class LateCopy:
 
 
 class FileCopies:
-    """What stands for the ``sources`` of one file, in the same order."""
+    """What stands for the sources of one file, in the same order: ``places`` are [(block, offset, bytes)] of each."""
 
-    def __init__(self, snapshot, sources, blocks, late):
-        self._snapshot, self.sources, self._blocks, self._late = snapshot, sources, blocks, late
+    def __init__(self, snapshot, places, blocks, late):
+        self._snapshot, self._places, self._blocks, self._late = snapshot, places, blocks, late
+
+    @property
+    def sources(self):
+        """Over the copies, which are there after ``wait``."""
+        return [
+            _C.prepared.memory_source(
+                [(block.memory.data_ptr() + offset, bytes) for block, offset, bytes in places], self._blocks
+            )
+            for places in self._places
+        ]
 
     def wait(self):
         """Until all copies are there. Raises what went wrong."""
@@ -245,7 +237,7 @@ class Snapshot:
             if not source.bytes:
                 made.parts.append([])
             elif source.in_place():
-                made.parts.append([self._place(made, *piece) for piece in source.pieces(None) if piece[1]])
+                made.parts.append([self._place(made, *piece) for piece in source.pieces()])
             else:
                 offset = made.put(source.bytes)
                 made.by_torch.append((source, offset))
@@ -283,10 +275,10 @@ class Snapshot:
         if block is not None:
             self._use([block])
             self._kept.append(block)
-        sources = [HostCopy([(own or block, offset, bytes) for own, offset, bytes in part]) for part in plan.parts]
-        used = list({id(place[0]): place[0] for source in sources for place in source.places}.values())
+        places = [[(own or block, offset, bytes) for own, offset, bytes in part] for part in plan.parts]
+        used = list({id(place[0]): place[0] for part in places for place in part}.values())
         self._use(used)
-        return FileCopies(self, sources, used, list(self._late))
+        return FileCopies(self, places, used, list(self._late))
 
     def _forget(self):
         """Later files find nothing copied, and blocks are free when the files that are in them are written."""

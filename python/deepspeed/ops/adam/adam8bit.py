@@ -7,6 +7,7 @@ each block of 256 elements. The numbers are in ``csrc/kernels/code_book.h``.
 import torch
 
 from deepspeed.ops.fused_optimizer import FusedOptimizer
+from deepspeed.ops.native_optimizer import adam_defaults
 
 _MAXIMA = {"exp_avg": "exp_avg_max", "exp_avg_sq": "exp_avg_sq_max"}
 BLOCK = 256
@@ -35,28 +36,12 @@ class Adam8bit(FusedOptimizer):
     rule = "adam"
     states_in_one_piece = True  # an engine that shards refuses it
 
-    def __init__(
-        self,
-        params,
-        lr=0.001,
-        bias_correction=True,
-        betas=(0.9, 0.999),
-        eps=1e-08,
-        adam_w_mode=True,
-        weight_decay=0.0,
-        set_grad_none=True,
-        min_8bit_size=4096,
-    ):
+    def __init__(self, params, lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-08, adam_w_mode=True,
+                 weight_decay=0.0, set_grad_none=True, min_8bit_size=4096):  # fmt: skip
         if min_8bit_size < 1:
             raise ValueError(f"Adam8bit: min_8bit_size must be at least 1, got {min_8bit_size}.")
         self.min_8bit_size = min_8bit_size
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
+        defaults = adam_defaults(lr, bias_correction, betas, eps, weight_decay)
         super().__init__(params, defaults, set_grad_none, decoupled=bool(adam_w_mode))
         self.adam_w_mode = 1 if adam_w_mode else 0
 

@@ -2,7 +2,9 @@
 
 import torch
 
+from deepspeed.ops.adam.rollback import before_update
 from deepspeed.ops.cpu_optimizer import CPUOptimizer
+from deepspeed.ops.native_optimizer import adam_defaults, loss_of
 
 
 class DeepSpeedCPUAdam(CPUOptimizer):
@@ -27,32 +29,10 @@ class DeepSpeedCPUAdam(CPUOptimizer):
     rule = "adam"
     optimizer_id = 0  # of the next object; an object's own is opt_id
 
-    def __init__(
-        self,
-        model_params,
-        lr=0.001,
-        bias_correction=True,
-        betas=(0.9, 0.999),
-        eps=1e-08,
-        weight_decay=0,
-        amsgrad=False,
-        adamw_mode=True,
-        fp32_optimizer_states=True,
-    ):
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "amsgrad": amsgrad,
-        }
-        super().__init__(
-            model_params,
-            defaults,
-            fp32_optimizer_states,
-            decoupled=bool(adamw_mode),
-        )
+    def __init__(self, model_params, lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-08, weight_decay=0,
+                 amsgrad=False, adamw_mode=True, fp32_optimizer_states=True):  # fmt: skip
+        defaults = {**adam_defaults(lr, bias_correction, betas, eps, weight_decay), "amsgrad": amsgrad}
+        super().__init__(model_params, defaults, fp32_optimizer_states, decoupled=bool(adamw_mode))
         self.adam_w_mode = adamw_mode
 
     def _group(self, index):
@@ -68,10 +48,7 @@ class DeepSpeedCPUAdam(CPUOptimizer):
             IndexError: no such group.
         """
         group = self._group(subgroup_id)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self._step_group(group)
         return loss
 
@@ -89,10 +66,7 @@ class DeepSpeedCPUAdam(CPUOptimizer):
                 gradient was not finite; nothing is changed then.
         """
         group = self._group(sub_group_id)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         stepped = [(index, param) for index, param in enumerate(group["params"]) if param.grad is not None]
         restored = [self._before_update(index, param, group) for index, param in stepped]
         for param, old_param, old_exp_avg, old_exp_avg_sq in restored:
@@ -109,26 +83,12 @@ class DeepSpeedCPUAdam(CPUOptimizer):
         step = int(state.get("step", 0))
         if step == 0:
             raise RuntimeError(f"parameter {index} of the group has not been updated: there is nothing to roll back.")
-        args = self.rule_args(group)
-        move1, move2 = 1.0 - args["beta1"], 1.0 - args["beta2"]
-        correction1 = 1.0 - args["beta1"] ** step if args["bias_correction"] else 1.0
-        correction2 = 1.0 - args["beta2"] ** step if args["bias_correction"] else 1.0
-        new, grad = param.double(), param.grad.double()
-        exp_avg, exp_avg_sq = state["exp_avg"].double(), state["exp_avg_sq"].double()
-        old = new + args["lr"] / correction1 * exp_avg / ((exp_avg_sq / correction2).sqrt() + args["eps"])
-        if args["decoupled"]:
-            old = old / (1.0 - args["lr"] * args["weight_decay"])
-        else:
-            grad = grad + args["weight_decay"] * old
-        old_exp_avg = (exp_avg - move1 * grad) / args["beta1"] if args["beta1"] else torch.zeros_like(exp_avg)
-        old_exp_avg_sq = (exp_avg_sq - move2 * grad * grad) / args["beta2"] if args["beta2"] else torch.zeros_like(new)
-        if step == 1:
-            old_exp_avg.zero_()
-            old_exp_avg_sq.zero_()
-        for values in (old, old_exp_avg, old_exp_avg_sq):
-            if not torch.isfinite(values).all():
-                raise RuntimeError(
-                    f"parameter {index} of the group cannot be rolled back: its gradient or its update was not finite. "
-                    f"Check gradients before step_subgroup, and restore the parameter from a checkpoint."
-                )
-        return param, old, old_exp_avg, old_exp_avg_sq.clamp_(min=0)
+        old = before_update(
+            param, param.grad, state["exp_avg"], state["exp_avg_sq"], step=step, **self.rule_args(group)
+        )
+        if old is None:
+            raise RuntimeError(
+                f"parameter {index} of the group cannot be rolled back: its gradient or its update was not finite. "
+                f"Check gradients before step_subgroup, and restore the parameter from a checkpoint."
+            )
+        return param, *old

@@ -5,6 +5,7 @@ of operations is in ``csrc/kernels/adam.h``.
 """
 
 from deepspeed.ops.fused_optimizer import FusedOptimizer
+from deepspeed.ops.native_optimizer import adam_defaults
 
 
 class FusedAdam(FusedOptimizer):
@@ -28,29 +29,13 @@ class FusedAdam(FusedOptimizer):
 
     rule = "adam"
 
-    def __init__(
-        self,
-        params,
-        lr=0.001,
-        bias_correction=True,
-        betas=(0.9, 0.999),
-        eps=1e-08,
-        adam_w_mode=True,
-        weight_decay=0.0,
-        amsgrad=False,
-        set_grad_none=True,
-    ):
+    def __init__(self, params, lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-08, adam_w_mode=True,
+                 weight_decay=0.0, amsgrad=False, set_grad_none=True):  # fmt: skip
         if amsgrad:
             raise RuntimeError(
                 "FusedAdam does not implement AMSGrad: pass amsgrad=False, or use torch.optim.AdamW(..., amsgrad=True)."
             )
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
+        defaults = adam_defaults(lr, bias_correction, betas, eps, weight_decay)
         super().__init__(params, defaults, set_grad_none, decoupled=bool(adam_w_mode))
         self.adam_w_mode = 1 if adam_w_mode else 0
 

@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from deepspeed.ops.native_optimizer import NativeOptimizer
+from deepspeed.ops.native_optimizer import NativeOptimizer, adam_defaults, loss_of
 
 
 class FusedLamb(NativeOptimizer):
@@ -36,20 +36,8 @@ class FusedLamb(NativeOptimizer):
 
     rule = "lamb"
 
-    def __init__(
-        self,
-        params,
-        lr=0.001,
-        bias_correction=True,
-        betas=(0.9, 0.999),
-        eps=1e-08,
-        eps_inside_sqrt=False,
-        weight_decay=0.0,
-        max_grad_norm=0.0,
-        max_coeff=10.0,
-        min_coeff=0.01,
-        amsgrad=False,
-    ):
+    def __init__(self, params, lr=0.001, bias_correction=True, betas=(0.9, 0.999), eps=1e-08, eps_inside_sqrt=False,
+                 weight_decay=0.0, max_grad_norm=0.0, max_coeff=10.0, min_coeff=0.01, amsgrad=False):  # fmt: skip
         if amsgrad:
             raise RuntimeError("FusedLamb does not implement AMSGrad: pass amsgrad=False.")
         if not 0 <= min_coeff <= max_coeff:
@@ -57,14 +45,7 @@ class FusedLamb(NativeOptimizer):
                 f"FusedLamb: the trust ratio's bounds must be 0 <= min_coeff <= max_coeff, got min_coeff={min_coeff} "
                 f"and max_coeff={max_coeff}."
             )
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "max_grad_norm": max_grad_norm,
-        }
+        defaults = {**adam_defaults(lr, bias_correction, betas, eps, weight_decay), "max_grad_norm": max_grad_norm}
         self.eps_inside_sqrt = bool(eps_inside_sqrt)
         self.max_coeff = float(max_coeff)
         self.min_coeff = float(min_coeff)
@@ -110,10 +91,7 @@ class FusedLamb(NativeOptimizer):
         Returns:
             what ``closure`` returns, or None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         if self.fused_state is not None:
             if grads is not None or output_params is not None or scale != 1.0 or grad_norms is not None:
                 raise RuntimeError(

@@ -182,13 +182,15 @@ class OpBuilder(ABC):
 
     def builder(self):
         """The setuptools extension that a ``setup.py`` of the op's package passes to ``ext_modules``."""
-        extension = load_target("torch.utils.cpp_extension:CppExtension")
-        return extension(
+        return self._extension("CppExtension", {"cxx": self.strip_empty_entries(self.cxx_args())})
+
+    def _extension(self, kind, compile_args):
+        return load_target(f"torch.utils.cpp_extension:{kind}")(
             name=self.absolute_name(),
             sources=self.strip_empty_entries(self.sources()),
             include_dirs=self.strip_empty_entries(self.include_paths()),
             libraries=self.strip_empty_entries(self.libraries_args()),
-            extra_compile_args={"cxx": self.strip_empty_entries(self.cxx_args())},
+            extra_compile_args=compile_args,
             extra_link_args=self.strip_empty_entries(self.extra_ldflags()),
         )
 
@@ -363,17 +365,9 @@ class CUDAOpBuilder(OpBuilder):
     def builder(self):
         if self.build_for_cpu:
             return super().builder()
-        extension = load_target("torch.utils.cpp_extension:CUDAExtension")
-        return extension(
-            name=self.absolute_name(),
-            sources=self.strip_empty_entries(self.sources()),
-            include_dirs=self.strip_empty_entries(self.include_paths()),
-            libraries=self.strip_empty_entries(self.libraries_args()),
-            extra_compile_args={
-                "cxx": self.strip_empty_entries(self.cxx_args()),
-                "nvcc": self.strip_empty_entries(self.nvcc_args()),
-            },
-            extra_link_args=self.strip_empty_entries(self.extra_ldflags()),
+        flags = {"cxx": self.cxx_args(), "nvcc": self.nvcc_args()}
+        return self._extension(
+            "CUDAExtension", {name: self.strip_empty_entries(words) for name, words in flags.items()}
         )
 
 

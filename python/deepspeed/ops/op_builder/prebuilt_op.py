@@ -125,18 +125,11 @@ class PrebuiltOp:
         """The folder of the kernels' headers in the source tree."""
         return ["csrc"] if self.ROW.kernels else []
 
-    # The libraries are compiled by CMakeLists.txt, with its flags.
     def cxx_args(self):
+        """None: the libraries are compiled by CMakeLists.txt, with its flags."""
         return []
 
-    def nvcc_args(self):
-        return []
-
-    def libraries_args(self):
-        return []
-
-    def extra_ldflags(self):
-        return []
+    nvcc_args = libraries_args = extra_ldflags = cxx_args
 
 
 class SystemLibraries:

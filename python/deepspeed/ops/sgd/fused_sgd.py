@@ -20,14 +20,7 @@ class FusedSGD(FusedOptimizer):
     rule = "sgd"
 
     def __init__(
-        self,
-        params,
-        lr=0.001,
-        momentum=0.0,
-        dampening=0.0,
-        weight_decay=0.0,
-        nesterov=False,
-        set_grad_none=True,
+        self, params, lr=0.001, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, set_grad_none=True
     ):
         defaults = {
             "lr": lr,

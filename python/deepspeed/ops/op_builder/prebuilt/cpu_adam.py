@@ -2,6 +2,7 @@
 
 import torch
 
+from deepspeed.ops.adam.rollback import before_update
 from deepspeed.ops.op_builder.prebuilt.stepper import Handles
 
 _handles = Handles("adam", "CPU Adam", "create_adam")
@@ -35,22 +36,12 @@ def adam_rollback(optimizer_id, step, lr, beta1, beta2, epsilon, weight_decay, b
     _, settings = _handles.get(optimizer_id)
     if step < 1:
         raise ValueError(f"adam_rollback undoes update number {step}, but updates count from 1.")
-    correction1 = 1 - beta1**step if bias_correction else 1.0
-    correction2 = 1 - beta2**step if bias_correction else 1.0
-    old, grad, m, v = (t.double() for t in (params, grads, exp_avg, exp_avg_sq))
-    old = old + lr / correction1 * m / ((v / correction2).sqrt() + epsilon)
-    if settings["adamw_mode"]:
-        old = old / (1 - lr * weight_decay)
-    else:
-        grad = grad + weight_decay * old
-    first = step == 1
-    old_m = torch.zeros_like(m) if first or not beta1 else (m - (1 - beta1) * grad) / beta1
-    old_v = torch.zeros_like(v) if first or not beta2 else ((v - (1 - beta2) * grad * grad) / beta2).clamp(min=0)
-    if not all(torch.isfinite(t).all() for t in (old, old_m, old_v)):
+    old = before_update(params, grads, exp_avg, exp_avg_sq, step, lr, beta1, beta2, epsilon, weight_decay,
+                        bias_correction, settings["adamw_mode"])  # fmt: skip
+    if old is None:
         raise RuntimeError(f"update number {step} cannot be rolled back: a value in it is not finite.")
-    params.copy_(old)
-    exp_avg.copy_(old_m)
-    exp_avg_sq.copy_(old_v)
+    for tensor, values in zip((params, exp_avg, exp_avg_sq), old):
+        tensor.copy_(values)
     return 0
 
 

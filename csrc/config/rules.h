@@ -4,9 +4,9 @@
 
 namespace ds::config {
 
-void judge(Config& config, const Schema& schema, const Options& options);
+void run_rules(Config& config, const Schema& schema, const Options& options);
 
-// What a schema has to tell about a judged configuration: a title and lines for each of its consequences.
+// What a schema has to tell about a checked configuration: a title and lines for each of its consequences.
 std::string consequences(const Config& config, const Schema& schema);
 
 }  // namespace ds::config

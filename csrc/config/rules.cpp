@@ -1,12 +1,12 @@
-#include "config/judge.h"
+#include "config/rules.h"
 
 namespace ds::config {
 
 namespace {
 
-class ConfigJudge : public Judge {
+class ConfigRuleContext : public RuleContext {
  public:
-  explicit ConfigJudge(Config& config) : config_(config) {}
+  explicit ConfigRuleContext(Config& config) : config_(config) {}
 
   bool given(const std::string& path) const override {
     const Source source = config_.origin(path).source;
@@ -87,8 +87,8 @@ class ConfigJudge : public Judge {
 
 }  // namespace
 
-void judge(Config& config, const Schema& schema, const Options& options) {
-  ConfigJudge bench(config);
+void run_rules(Config& config, const Schema& schema, const Options& options) {
+  ConfigRuleContext bench(config);
   for (const Rule& rule : schema.rules) {
     if (!(options.sections_only && rule.whole_only)) rule.check(bench);
   }
@@ -96,7 +96,7 @@ void judge(Config& config, const Schema& schema, const Options& options) {
 
 std::string consequences(const Config& config, const Schema& schema) {
   Config copy(config);
-  const ConfigJudge bench(copy);
+  const ConfigRuleContext bench(copy);
   std::string out;
   for (const Consequence& one : schema.consequences) {
     out += "\n" + one.title + "\n";

@@ -1,0 +1,146 @@
+"""``deepspeed.pipe.plan``: what a pipeline will cost, in one process, before there is one."""
+
+from dataclasses import dataclass
+
+from deepspeed._native import _C
+from deepspeed.pipe.layer_work import layer_works
+from deepspeed.pipe.layers import as_layers
+from deepspeed.pipe.partitioning import partition
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What one stage has and does in a batch."""
+
+    stage: int
+    layers: list  # their numbers in the model
+    parameters: int
+    state_bytes: int
+    peak_activation_bytes: int
+    peak_live: int  # micro-batches, by part, between forward and the end of backward
+    bytes_sent: int
+
+
+class PipelinePlan:
+    """The schedule of a pipeline and its cost; as text a table and a timeline.
+
+    ``schedule``: its name. ``bubble``: the share of the stages' time in which they wait, 0 to 1. ``seconds``: of a
+    batch, where times were given; else None. ``stages``: a ``StagePlan`` each. ``bounds``: of the parts.
+    """
+
+    def __init__(self, native, cost, works, bounds, timed):
+        self.native, self.cost, self.bounds = native, cost, bounds
+        self.schedule, self.bubble = native.schedule, cost.bubble
+        self.seconds = cost.seconds if timed else None
+        self.stages = [self._stage(stage, works) for stage in range(native.shape.stages)]
+
+    def _stage(self, stage, works):
+        shape, cost = self.native.shape, self.cost.ranks[stage]
+        parts = [shape.virtual_stage(stage, chunk) for chunk in range(shape.chunks)]
+        layers = [layer for part in parts for layer in range(self.bounds[part], self.bounds[part + 1])]
+        states = sum(works[layer].state_bytes for layer in layers)
+        return StagePlan(
+            stage=stage,
+            layers=layers,
+            parameters=sum(works[layer].parameters for layer in layers),
+            state_bytes=states,
+            peak_activation_bytes=cost.peak_bytes - states,
+            peak_live=cost.peak_live,
+            bytes_sent=cost.bytes_sent,
+        )
+
+    def timeline(self, width=100):
+        """A line for each stage: F, B, I (gradients of inputs), W (of weights), the micro-batch; dots: idle."""
+        return self.native.timeline(self.cost, width)
+
+    def __str__(self):
+        shape = self.native.shape
+        took = "" if self.seconds is None else f", {self.seconds * 1e3:.2f} ms"
+        lines = [
+            f"pipeline schedule {self.schedule}: {shape.stages} stages x {shape.chunks} parts, {shape.micro_batches} "
+            f"micro-batches, bubble {self.bubble:.1%}{took}",
+            "stage  layers        parameters    state MB    activation MB  live  sent MB",
+        ]
+        for one in self.stages:
+            numbers = ",".join(map(str, one.layers)) if len(one.layers) < 5 else f"{one.layers[0]}..{one.layers[-1]}"
+            lines.append(
+                f"{one.stage:5d}  {numbers:12s}  {one.parameters:10d}  {one.state_bytes / 2**20:10.2f}  "
+                f"{one.peak_activation_bytes / 2**20:15.2f}  {one.peak_live:4d}  {one.bytes_sent / 2**20:7.2f}"
+            )
+        return "\n".join([*lines, self.timeline().rstrip()])
+
+
+def plan(
+    layers,
+    num_stages,
+    micro_batches,
+    schedule="1f1b",
+    sample=None,
+    partition_method="parameters",
+    virtual_stages=1,
+    placement="loop",
+    costs=None,
+    memory_limit=0,
+    state_bytes=16,
+    latency=0.0,
+    bytes_per_second=0.0,
+):
+    """A ``PipelinePlan`` for ``layers``, which are what ``PipelineModule`` takes. Nothing is allocated or communicated:
+    layers run once, on meta tensors.
+
+    Args:
+        schedule: ``1f1b``, ``gpipe``, ``interleaved``, ``zb-h1``, ``zb-v``, ``dualpipe-v``, or ``auto``: the fastest
+            that needs at most ``memory_limit`` bytes on each stage (0: any).
+        sample: the inputs of one micro-batch; only shapes and types are read.
+        partition_method, virtual_stages, placement: of ``PipelineModule``; ``"profile"`` cuts by the time below.
+            zb-v and dualpipe-v place their two parts down and up again by themselves.
+        costs: ``PipelineModule.layer_costs`` of a module cut by ``"profile"``: measured times. Without them the
+            operations of layers are counted, and times are relative.
+        state_bytes: of parameters, gradients and optimizer states, for each parameter.
+        latency, bytes_per_second: of messages between stages; wanted with measured times only.
+    """
+    layers = as_layers(layers)
+    if sample is None:
+        raise ValueError("deepspeed.pipe.plan needs sample=: the inputs of one micro-batch (only shapes are read)")
+    if costs is None and (latency or bytes_per_second):
+        raise ValueError("latency and bytes_per_second are in seconds: give measured times, too (costs=)")
+    if costs is not None and len(costs) != len(layers):
+        raise ValueError(f"costs= has {len(costs)} layers, the pipeline {len(layers)}")
+    works = layer_works(layers, sample)
+    for work in works:
+        work.state_bytes = state_bytes * work.parameters
+    times = [_times(work, costs[place] if costs else None) for place, work in enumerate(works)]
+    parts = num_stages * virtual_stages
+    bounds = partition(layers, parts, partition_method, lambda: [sum(time) for time in times])
+    made = [_part(works[a:b], times[a:b]) for a, b in zip(bounds, bounds[1:])]
+    network = {"latency": latency, "bytes_per_second": bytes_per_second}
+    if schedule == "auto":
+        shape = _C.pipe.Shape(num_stages, virtual_stages, micro_batches, placement)
+        native, cost = _C.pipe.fastest(shape, made, memory_limit=memory_limit, **network)
+    else:
+        native = _C.pipe.schedule(schedule, num_stages, virtual_stages, micro_batches, placement)
+        native.check()
+        cost = native.cost(made, **network)
+    return PipelinePlan(native, cost, works, bounds, timed=costs is not None)
+
+
+def _times(work, measured):
+    """Forward, and the two halves of backward."""
+    if measured is None:
+        return work.forward, work.backward_input, work.backward_weight
+    share = work.backward_weight / max(work.backward_input + work.backward_weight, 1)
+    return measured.forward, measured.backward * (1 - share), measured.backward * share
+
+
+def _part(works, times):
+    forward, backward_input, backward_weight = (sum(column) for column in zip(*times))
+    kept = sum(work.activation_bytes for work in works)
+    return _C.pipe.Part(
+        forward=forward,
+        backward_input=backward_input,
+        backward_weight=backward_weight,
+        activation_bytes=kept,
+        weight_bytes=kept,  # what the gradients of weights will not read is not known here
+        output_bytes=works[-1].output_bytes,
+        state_bytes=sum(work.state_bytes for work in works),
+    )

@@ -1,0 +1,35 @@
+// What a call fails with. Included as "../error_of.h" by the tests of any room.
+#pragma once
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "base/error.h"
+
+namespace ds {
+
+// The text of the ds::Error that `call` throws; "no error" when it comes back.
+template <typename Call>
+std::string error_of(Call&& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+// The same, where the kind is expected as well; a failed test where there is no error.
+template <typename Call>
+std::string error_of(ErrorKind kind, Call&& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), kind) << error.what();
+    return error.what();
+  }
+  ADD_FAILURE() << "no error";
+  return "";
+}
+
+}  // namespace ds

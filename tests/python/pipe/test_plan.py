@@ -1,0 +1,113 @@
+"""deepspeed.pipe.plan: bubble, memory and traffic of a pipeline that is not there."""
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.pipe.layer_work import ELEMENTWISE, layer_works
+from deepspeed.pipe.profile import LayerCost
+
+WIDTH, BATCH = 32, 4
+SAMPLE = torch.ones(BATCH, WIDTH)
+
+
+def equal_layers(count=8):
+    return [LayerSpec(nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(count)]
+
+
+def test_work_of_layers():
+    frozen = nn.Linear(WIDTH, 2 * WIDTH)
+    frozen.requires_grad_(False)
+    linear, tanh, fixed, square = layer_works(
+        [LayerSpec(nn.Linear, WIDTH, WIDTH, bias=False), torch.tanh, frozen, lambda x: x @ x.t()], SAMPLE
+    )
+    product = 2 * BATCH * WIDTH * WIDTH
+    assert (linear.forward, linear.backward_input, linear.backward_weight) == (product, product, product)
+    assert linear.parameters == WIDTH * WIDTH
+    assert linear.activation_bytes == linear.output_bytes == BATCH * WIDTH * 4  # its input is kept
+    assert tanh.forward == ELEMENTWISE * BATCH * WIDTH and tanh.backward_weight == 0
+    assert fixed.forward == 2 * product and fixed.backward_weight == 0 and fixed.backward_input == 2 * product
+    assert square.backward_input == 2 * square.forward
+    assert not frozen.weight.is_meta and frozen.weight.grad is None
+
+
+def test_convolutions_attention_and_ties():
+    def attention(x):
+        return (x @ x.transpose(-1, -2)).softmax(-1) @ x
+
+    def logits(module, x):
+        return x @ module.weight.t()
+
+    layers = [
+        TiedLayerSpec("e", nn.Embedding, 50, 16),
+        attention,
+        TiedLayerSpec("e", nn.Embedding, 50, 16, forward_fn=logits),
+    ]
+    embed, attend, head = layer_works(layers, torch.zeros(2, 8, dtype=torch.long))
+    assert attend.forward >= 2 * 2 * 2 * 8 * 8 * 16 and attend.backward_weight == 0
+    assert head.backward_weight == 2 * 2 * 8 * 16 * 50 and head.output_bytes == 2 * 8 * 50 * 4
+    [conv] = layer_works([nn.Conv2d(3, 5, 3, padding=1)], torch.ones(2, 3, 7, 7))
+    assert conv.backward_weight == 2 * 2 * 5 * 7 * 7 * 3 * 9
+
+
+@pytest.mark.parametrize("schedule, bubble", [("1f1b", 3 / 11), ("gpipe", 3 / 11), ("zb-h1", 3 / 27)])
+def test_bubbles(schedule, bubble):
+    made = deepspeed.pipe.plan(equal_layers(), 4, 8, schedule, SAMPLE)
+    assert made.schedule == schedule and made.bubble == pytest.approx(bubble) and made.seconds is None
+    kept = 2 * BATCH * WIDTH * 4  # two layers on each stage
+    assert [stage.layers for stage in made.stages] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    first = made.stages[0]
+    assert first.peak_live == (8 if schedule == "gpipe" else 4)
+    assert first.peak_activation_bytes == first.peak_live * kept
+    assert first.parameters == 2 * WIDTH * WIDTH and first.state_bytes == 16 * first.parameters
+    assert first.bytes_sent == 8 * BATCH * WIDTH * 4 and made.stages[1].bytes_sent == 2 * first.bytes_sent
+    text = str(made)
+    assert f"schedule {schedule}: 4 stages x 1 parts, 8 micro-batches, bubble {bubble:.1%}" in text
+    assert text.count("stage ") >= 5 and "F0" in made.timeline(200)
+
+
+def test_parts_and_auto():
+    down_and_up = deepspeed.pipe.plan(equal_layers(), 4, 8, "zb-v", SAMPLE, virtual_stages=2)
+    assert [stage.layers for stage in down_and_up.stages] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    looped = deepspeed.pipe.plan(equal_layers(), 4, 8, "interleaved", SAMPLE, virtual_stages=2)
+    assert [stage.layers for stage in looped.stages] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert down_and_up.bubble < looped.bubble == pytest.approx(3 / 19)
+    assert deepspeed.pipe.plan(equal_layers(), 4, 8, "auto", SAMPLE).schedule == "zb-h1"
+    chosen = deepspeed.pipe.plan(equal_layers(), 4, 8, "auto", SAMPLE, virtual_stages=2, placement="v")
+    assert chosen.schedule == "zb-v"
+    with pytest.raises(
+        ValueError, match="no pipeline schedule fits into pipeline.memory_limit 1000: the leanest, 1f1b"
+    ):
+        deepspeed.pipe.plan(equal_layers(), 4, 8, "auto", SAMPLE, memory_limit=1000)
+
+
+def test_measured_times():
+    slow = [LayerCost(forward=3e-3 if layer == 0 else 1e-3, backward=2e-3, activation_bytes=0, output_bytes=0)
+            for layer in range(8)]  # fmt: skip
+    made = deepspeed.pipe.plan(equal_layers(), 4, 8, "1f1b", SAMPLE, costs=slow, latency=1e-4, bytes_per_second=1e9)
+    assert made.seconds > 8 * 8e-3 and "ms" in str(made)
+    by_time = deepspeed.pipe.plan(equal_layers(), 2, 8, "1f1b", SAMPLE, costs=slow, partition_method="profile")
+    assert by_time.bounds == [0, 4, 8] or by_time.bounds == [0, 3, 8]
+
+
+def test_large_models_cost_nothing():
+    layers = [LayerSpec(nn.Linear, 1 << 15, 1 << 15) for _ in range(8)]  # 34 GB
+    made = deepspeed.pipe.plan(layers, 4, 16, "1f1b", torch.empty(1, 1 << 15, device="meta"))
+    assert sum(stage.parameters for stage in made.stages) == 8 * ((1 << 30) + (1 << 15))
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="needs sample="):
+        deepspeed.pipe.plan(equal_layers(), 4, 8)
+    with pytest.raises(ValueError, match="costs= has 1 layers, the pipeline 8"):
+        deepspeed.pipe.plan(equal_layers(), 4, 8, sample=SAMPLE, costs=[None])
+    with pytest.raises(ValueError, match="give measured times, too"):
+        deepspeed.pipe.plan(equal_layers(), 4, 8, sample=SAMPLE, latency=1.0)
+    with pytest.raises(ValueError, match="the pipeline schedule zb-v wants 2 chunks of layers on each rank, not 1"):
+        deepspeed.pipe.plan(equal_layers(), 4, 8, "zb-v", SAMPLE)
+    with pytest.raises(ValueError, match='there is no pipeline schedule "best": there are 1f1b, gpipe'):
+        deepspeed.pipe.plan(equal_layers(), 4, 8, "best", SAMPLE)
+    with pytest.raises(RuntimeError, match=r"layer 1 \(Linear\) of the pipeline cannot run on meta tensors: "):
+        deepspeed.pipe.plan([nn.Linear(WIDTH, 3), nn.Linear(4, 4)], 2, 2, sample=SAMPLE)
