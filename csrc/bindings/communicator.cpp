@@ -8,12 +8,18 @@
 #include <pybind11/stl.h>
 
 #include <optional>
+#include <thread>
 
 #include "base/error.h"
 #include "bindings/registry.h"
 #include "bindings/sharded_params.h"
 #include "bindings/without_lock.h"
 #include "comm/decorators/logged.h"
+#include "comm/decorators/watched.h"
+#include "comm/list_calls.h"
+#include "comm/nccl_tensors.h"
+#include "comm/transports/c10d_communicator.h"
+#include "comm/transports/nccl_communicator.h"
 #include "comm/transports/shm_communicator.h"
 
 namespace py = pybind11;
@@ -44,6 +50,47 @@ comm::ReduceOp reduction_named(const std::string& name) {
        "'; sum, avg, product, min, max, band, bor and bxor are there");
 }
 
+// As scripts call torch.distributed (comm/list_calls.h). With `detached` a handle; else it has ended on return.
+comm::WorkPtr call_op(LoggedCommunicator& self, const std::string& verb, std::vector<at::Tensor> given,
+                      std::vector<at::Tensor> taken,
+                      const std::pair<std::vector<int64_t>, std::vector<int64_t>>& splits, const std::string& op,
+                      int peer, bool detached) {
+  auto work = comm::run_call(self, {verb_named(verb), std::move(given), std::move(taken), splits.first, splits.second,
+                                    reduction_named(op), peer, detached});
+  if (detached) return work;
+  work->wait();
+  return nullptr;
+}
+
+bool wait(comm::Work& work, const std::optional<std::chrono::milliseconds>& timeout) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout.value_or(std::chrono::milliseconds(0));
+  while (timeout && !work.ready()) {
+    if (std::chrono::steady_clock::now() > deadline) fail(ErrorKind::kRuntime, "Operation timed out!");
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+  work.wait();
+  return true;
+}
+
+// What carries the calls of a group, as its caller wants it.
+comm::CommunicatorPtr opened(const py::object& group, bool shared, std::chrono::milliseconds timeout,
+                             const std::optional<comm::GroupFacts>& given,
+                             const std::optional<c10::intrusive_ptr<c10d::Store>>& store, bool scripts,
+                             const std::shared_ptr<comm::NcclTensors>& nccl) {
+  auto made = communicator(group, scripts ? comm::GlooBy::kCollectives : comm::GlooBy::kTransfers);
+  py::gil_scoped_release unlocked;
+  const comm::GroupFacts facts = given.value_or(comm::GroupFacts{"", -1, nullptr, nullptr, without_lock});
+  if (nccl) made = comm::nccl_communicator(nccl->pointer(), std::move(made));
+  if (store && made->size() > 1) {
+    auto board = std::make_shared<comm::StoreBoard>(*store, made->rank(), made->size(), timeout, made->name(), facts);
+    if (facts.store_watch) facts.store_watch->add(board);
+    made = comm::watched(std::move(made), std::move(board));
+  }
+  if (!shared) return made;
+  return scripts ? comm::one_host_communicator(std::move(made), timeout, facts)
+                 : comm::shm_communicator(std::move(made), timeout, facts);
+}
+
 comm::WorkPtr run_op(LoggedCommunicator& self, const std::string& verb, const std::optional<at::Tensor>& input,
                      const std::optional<at::Tensor>& output,
                      const std::pair<std::vector<int64_t>, std::vector<int64_t>>& counts, const std::string& op,
@@ -70,19 +117,22 @@ comm::WorkPtr run_op(LoggedCommunicator& self, const std::string& verb, const st
 
 DS_BINDINGS(m) {
   py::class_<comm::Work, comm::WorkPtr>(m, "CommunicatorWork")
-      .def("wait", &comm::Work::wait, Unlocked())
+      .def("wait", &wait, py::arg("timeout") = py::none(), Unlocked())
+      .def("is_completed", &comm::Work::ready, Unlocked())
       .def("ready", &comm::Work::ready);
   py::class_<LoggedCommunicator, std::shared_ptr<LoggedCommunicator>>(m, "Communicator")
+      // shared: through the memory of one host where the ranks share it. store: of this group alone, for the boards of
+      // ranks that do not. scripts: for call(), whose handles may be asked and dropped. nccl: carries what is on
+      // devices.
       .def(py::init([](const py::object& group, bool shared, std::chrono::milliseconds timeout,
-                       const std::optional<comm::GroupFacts>& facts) {
-             auto made = communicator(group);
-             py::gil_scoped_release unlocked;
-             const comm::GroupFacts unknown{"", -1, nullptr, without_lock};
-             return comm::logged(shared ? comm::shm_communicator(std::move(made), timeout, facts.value_or(unknown))
-                                        : made);
+                       const std::optional<comm::GroupFacts>& facts,
+                       const std::optional<c10::intrusive_ptr<c10d::Store>>& store, bool scripts,
+                       const std::shared_ptr<comm::NcclTensors>& nccl) {
+             return comm::logged(opened(group, shared, timeout, facts, store, scripts, nccl));
            }),
            py::arg("group"), py::arg("shared") = false, py::arg("timeout") = std::chrono::milliseconds(30 * 60 * 1000),
-           py::arg("facts") = py::none())
+           py::arg("facts") = py::none(), py::arg("store") = py::none(), py::arg("scripts") = false,
+           py::arg("nccl") = nullptr)
       .def_property_readonly("rank", &LoggedCommunicator::rank)
       .def_property_readonly("size", &LoggedCommunicator::size)
       .def_property_readonly("name", &LoggedCommunicator::name)
@@ -91,6 +141,8 @@ DS_BINDINGS(m) {
       .def("run", &run_op, py::arg("verb"), py::arg("input") = py::none(), py::arg("output") = py::none(),
            py::arg("counts") = std::pair<std::vector<int64_t>, std::vector<int64_t>>(), py::arg("op") = "sum",
            py::arg("peer") = -1, py::arg("tag") = "", Unlocked())
+      .def("call", &call_op, py::arg("verb"), py::arg("given"), py::arg("taken"), py::arg("splits"), py::arg("op"),
+           py::arg("peer"), py::arg("detached"), Unlocked())
       .def("leave", &LoggedCommunicator::leave, Unlocked())
       .def("log_calls", &LoggedCommunicator::log_calls, py::arg("on"))
       .def("take_log", [](LoggedCommunicator& communicator) {

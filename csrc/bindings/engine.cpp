@@ -23,11 +23,11 @@ namespace py = pybind11;
 
 namespace ds::bindings {
 
-comm::CommunicatorPtr communicator(const py::object& group) {
+comm::CommunicatorPtr communicator(const py::object& group, comm::GlooBy gloo_by) {
   if (group.is_none()) return comm::local_communicator();
   if (py::isinstance<comm::LoggedCommunicator>(group)) return group.cast<std::shared_ptr<comm::LoggedCommunicator>>();
   auto native = group.cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
-  return comm::c10d_communicator(std::move(native), without_lock);
+  return comm::c10d_communicator(std::move(native), without_lock, gloo_by);
 }
 
 namespace {

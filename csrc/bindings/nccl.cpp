@@ -1,8 +1,8 @@
-// NCCL called directly. Python checks tensors and passes addresses, counts and the stream; only memory of NCCL's own
-// crosses as a tensor.
+// NCCL called directly, for deepspeed/comm/nccl.py.
 #include <Python.h>
 
 #include <ATen/Functions.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <pybind11/chrono.h>
@@ -13,8 +13,8 @@
 #include "bindings/registry.h"
 #include "bindings/shared_function.h"
 #include "bindings/without_lock.h"
-#include "comm/nccl_comm.h"
 #include "comm/nccl_memory.h"
+#include "comm/nccl_tensors.h"
 
 namespace py = pybind11;
 
@@ -22,13 +22,10 @@ namespace ds::bindings {
 
 namespace {
 
-using comm::NcclComm;
 using comm::NcclLibrary;
+using comm::NcclTensors;
 namespace nccl = comm::nccl;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
-
-// NOLINTNEXTLINE(performance-no-int-to-ptr): data_ptr() and cuda_stream are numbers in Python
-void* address(uintptr_t number) { return reinterpret_cast<void*>(number); }
 
 // Waiting for the device goes through Python's accelerator, from whatever thread lets go of the last tensor.
 std::function<bool()> quiesce(py::function synchronize) {
@@ -70,6 +67,27 @@ nccl::UniqueId id_from(const std::string& text) {
   return id;
 }
 
+// Arguments, as calls name them: "all_reduce of world: tensor must be ...".
+struct Caller {
+  NcclTensors& self;
+  const char* what;
+
+  at::Tensor tensor(const py::handle& given, const char* name) const {
+    if (THPVariable_Check(given.ptr())) return given.cast<at::Tensor>();
+    fail(ErrorKind::kType, what, " of ", self.nccl().name(), ": ", name, " must be a tensor, not ",
+         std::string(py::str(py::type::handle_of(given).attr("__name__"))), ".");
+  }
+  int rank(const py::handle& given, const char* name) const {
+    const int size = self.nccl().size();
+    if (PyLong_Check(given.ptr()) && !PyBool_Check(given.ptr())) {
+      const auto rank = given.cast<int64_t>();
+      if (rank >= 0 && rank < size) return static_cast<int>(rank);
+    }
+    fail(ErrorKind::kValue, what, " of ", self.nccl().name(), ": ", name, " is ", std::string(py::repr(given)),
+         "; the ranks of this communicator are 0 to ", size - 1, " (they are those of its group, not of the job).");
+  }
+};
+
 // A registration of memory that a tensor of Python's owns.
 struct Registered {
   std::shared_ptr<comm::NcclRegistration> registration;
@@ -79,26 +97,6 @@ struct Registered {
 }  // namespace
 
 DS_BINDINGS(m) {
-  py::enum_<nccl::DataType>(m, "NcclType")
-      .value("int8", nccl::kInt8)
-      .value("uint8", nccl::kUint8)
-      .value("int32", nccl::kInt32)
-      .value("uint32", nccl::kUint32)
-      .value("int64", nccl::kInt64)
-      .value("uint64", nccl::kUint64)
-      .value("float16", nccl::kFloat16)
-      .value("float32", nccl::kFloat32)
-      .value("float64", nccl::kFloat64)
-      .value("bfloat16", nccl::kBfloat16)
-      .value("float8_e4m3fn", nccl::kFloat8E4M3)
-      .value("float8_e5m2", nccl::kFloat8E5M2);
-  py::enum_<nccl::RedOp>(m, "NcclOp")
-      .value("SUM", nccl::kSum)
-      .value("PRODUCT", nccl::kProd)
-      .value("MAX", nccl::kMax)
-      .value("MIN", nccl::kMin)
-      .value("AVG", nccl::kAvg);
-
   py::class_<NcclLibrary, std::shared_ptr<NcclLibrary>>(m, "NcclLibrary")
       .def_static(
           "find",
@@ -120,112 +118,137 @@ DS_BINDINGS(m) {
 
   py::class_<Registered>(m, "NcclRegistration").def("release", [](Registered& held) { let_go(held.registration); });
 
-  py::class_<NcclComm, std::shared_ptr<NcclComm>>(m, "NcclCommunicator")
+  using Given = const py::object&;
+  using Splits = NcclTensors::Splits;
+  using Released = py::gil_scoped_release;
+  py::class_<NcclTensors, std::shared_ptr<NcclTensors>>(m, "NcclCommunicator")
       .def(py::init([](const std::shared_ptr<NcclLibrary>& library, const std::string& id, std::string name, int rank,
-                       int size, std::chrono::milliseconds timeout, py::function synchronize) {
+                       int size, std::chrono::milliseconds timeout, py::function synchronize,
+                       const std::string& device) {
              comm::NcclPlace place;
              place.name = std::move(name);
              place.rank = rank;
              place.size = size;
              place.timeout = timeout;
              place.quiesce = quiesce(std::move(synchronize));
-             py::gil_scoped_release unlocked;
-             return NcclComm::join(library, id_from(id), std::move(place));
+             const Released unlocked;
+             return std::make_shared<NcclTensors>(comm::NcclComm::join(library, id_from(id), std::move(place)),
+                                                  c10::Device(device));
            }),
            py::arg("library"), py::arg("id"), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("timeout"),
-           py::arg("synchronize"))
-      .def_property_readonly("closed", py::cpp_function(&NcclComm::closed, Unlocked()))
-      .def(
-          "all_reduce",
-          [](NcclComm& self, uintptr_t in, uintptr_t out, size_t count, nccl::DataType type, nccl::RedOp op,
-             uintptr_t stream) { self.all_reduce(address(in), address(out), count, type, op, address(stream)); },
-          Unlocked())
-      .def(
-          "reduce",
-          [](NcclComm& self, uintptr_t in, uintptr_t out, size_t count, nccl::DataType type, nccl::RedOp op,
-             int root,
-             uintptr_t stream) { self.reduce(address(in), address(out), count, type, op, root, address(stream)); },
-          Unlocked())
-      .def(
-          "broadcast",
-          [](NcclComm& self, uintptr_t in, uintptr_t out, size_t count, nccl::DataType type, int root,
-             uintptr_t stream) { self.broadcast(address(in), address(out), count, type, root, address(stream)); },
-          Unlocked())
-      .def(
-          "all_gather",
-          [](NcclComm& self, uintptr_t in, uintptr_t out, size_t count, nccl::DataType type, uintptr_t stream) {
-            self.all_gather(address(in), address(out), count, type, address(stream));
-          },
-          Unlocked())
-      .def(
-          "reduce_scatter",
-          [](NcclComm& self, uintptr_t in, uintptr_t out, size_t count, nccl::DataType type, nccl::RedOp op,
-             uintptr_t stream) { self.reduce_scatter(address(in), address(out), count, type, op, address(stream)); },
-          Unlocked())
-      .def(
-          "send",
-          [](NcclComm& self, uintptr_t in, size_t count, nccl::DataType type, int peer, uintptr_t stream) {
-            self.send(address(in), count, type, peer, address(stream));
-          },
-          Unlocked())
-      .def(
-          "recv",
-          [](NcclComm& self, uintptr_t out, size_t count, nccl::DataType type, int peer, uintptr_t stream) {
-            self.recv(address(out), count, type, peer, address(stream));
-          },
-          Unlocked())
-      .def(
-          "all_to_all",
-          [](NcclComm& self, uintptr_t in, const std::vector<size_t>& in_counts, uintptr_t out,
-             const std::vector<size_t>& out_counts, nccl::DataType type, uintptr_t stream) {
-            self.all_to_all(address(in), in_counts, address(out), out_counts, type, address(stream));
-          },
-          Unlocked())
+           py::arg("synchronize"), py::arg("device"))
+      .def_property_readonly("closed",
+                             [](NcclTensors& self) {
+                               const Released unlocked;
+                               return self.nccl().closed();
+                             })
+      .def("all_reduce",
+           [](NcclTensors& self, Given tensor, Given out, const std::string& op) {
+             const Caller from{self, "all_reduce"};
+             const at::Tensor in = from.tensor(tensor, "tensor"), result = from.tensor(out, "out");
+             const Released unlocked;
+             self.all_reduce(in, result, op);
+           })
+      .def("reduce",
+           [](NcclTensors& self, Given tensor, Given dst, const std::string& op) {
+             const Caller from{self, "reduce"};
+             const at::Tensor in = from.tensor(tensor, "tensor");
+             const int root = from.rank(dst, "dst");
+             const Released unlocked;
+             self.reduce(in, root, op);
+           })
+      .def("broadcast",
+           [](NcclTensors& self, Given tensor, Given src) {
+             const Caller from{self, "broadcast"};
+             const at::Tensor in = from.tensor(tensor, "tensor");
+             const int root = from.rank(src, "src");
+             const Released unlocked;
+             self.broadcast(in, root);
+           })
+      .def("all_gather",
+           [](NcclTensors& self, Given output, Given tensor) {
+             const Caller from{self, "all_gather"};
+             const at::Tensor out = from.tensor(output, "output"), in = from.tensor(tensor, "tensor");
+             const Released unlocked;
+             self.all_gather(out, in);
+           })
+      .def("reduce_scatter",
+           [](NcclTensors& self, Given output, Given tensor, const std::string& op) {
+             const Caller from{self, "reduce_scatter"};
+             const at::Tensor out = from.tensor(output, "output"), in = from.tensor(tensor, "tensor");
+             const Released unlocked;
+             self.reduce_scatter(out, in, op);
+           })
+      .def("send",
+           [](NcclTensors& self, Given tensor, Given dst) {
+             const Caller from{self, "send"};
+             const at::Tensor in = from.tensor(tensor, "tensor");
+             const int to = from.rank(dst, "dst");
+             const Released unlocked;
+             self.send(in, to);
+           })
+      .def("recv",
+           [](NcclTensors& self, Given tensor, Given src) {
+             const Caller from{self, "recv"};
+             const at::Tensor out = from.tensor(tensor, "tensor");
+             const int sender = from.rank(src, "src");
+             const Released unlocked;
+             self.recv(out, sender);
+           })
+      .def("all_to_all",
+           [](NcclTensors& self, Given output, Given tensor, const Splits& taken, const Splits& given) {
+             const Caller from{self, "all_to_all"};
+             const at::Tensor out = from.tensor(output, "output"), in = from.tensor(tensor, "tensor");
+             const Released unlocked;
+             self.all_to_all(out, in, taken, given);
+           })
+      // outputs, inputs: chunks and their scales; splits: as NcclTensors has them.
       .def(
           "exchange_packed",
-          [](NcclComm& self, uintptr_t in, uintptr_t in_scales, std::vector<size_t> in_bytes,
-             std::vector<size_t> in_counts, uintptr_t out, uintptr_t out_scales, std::vector<size_t> out_bytes,
-             std::vector<size_t> out_counts, nccl::DataType scale_type, uintptr_t stream) {
-            self.exchange_packed({address(in), address(in_scales), std::move(in_bytes), std::move(in_counts)},
-                                 {address(out), address(out_scales), std::move(out_bytes), std::move(out_counts)},
-                                 scale_type, address(stream));
-          },
-          Unlocked())
+          [](NcclTensors& self, const std::pair<py::object, py::object>& outputs,
+             const std::pair<py::object, py::object>& inputs, const std::vector<Splits>& splits) {
+            const Caller from{self, "exchange_packed"};
+            const std::vector<at::Tensor> out{from.tensor(outputs.first, "output"),
+                                              from.tensor(outputs.second, "output_scales")};
+            const std::vector<at::Tensor> in{from.tensor(inputs.first, "packed"), from.tensor(inputs.second, "scales")};
+            const Released unlocked;
+            self.exchange_packed(out, in, splits);
+          })
       .def(
           "gather_packed",
-          [](NcclComm& self, uintptr_t bytes, size_t chunk_bytes, uintptr_t scales, size_t chunk_scales,
-             uintptr_t all_bytes, uintptr_t all_scales, nccl::DataType scale_type, uintptr_t stream) {
-            self.gather_packed(address(bytes), chunk_bytes, address(scales), chunk_scales, address(all_bytes),
-                               address(all_scales), scale_type, address(stream));
-          },
-          Unlocked())
+          [](NcclTensors& self, const std::pair<py::object, py::object>& outputs,
+             const std::pair<py::object, py::object>& inputs) {
+            const Caller from{self, "gather_packed"};
+            const std::vector<at::Tensor> out{from.tensor(outputs.first, "output"),
+                                              from.tensor(outputs.second, "output_scales")};
+            const std::vector<at::Tensor> in{from.tensor(inputs.first, "packed"), from.tensor(inputs.second, "scales")};
+            const Released unlocked;
+            self.gather_packed(out, in);
+          })
+      .def("begin_group", &NcclTensors::begin_group)
+      .def("end_group", &NcclTensors::end_group, py::arg("launch"), Unlocked())
       .def(
-          "grouped",
-          [](NcclComm& self, const std::vector<py::function>& calls) {
-            py::gil_scoped_release unlocked;
-            self.grouped([&] {
-              py::gil_scoped_acquire locked;
-              for (const py::function& call : calls) call();
-            });
-          },
-          py::arg("calls"))
-      .def("check", &NcclComm::check, Unlocked())
-      .def("abort", &NcclComm::abort, py::arg("reason"), Unlocked())
-      .def("close", &NcclComm::close, Unlocked())
-      .def("leave", &NcclComm::leave, Unlocked())
+          "check", [](NcclTensors& self) { self.nccl().check(); }, Unlocked())
+      .def(
+          "abort", [](NcclTensors& self, const std::string& reason) { self.nccl().abort(reason); }, Unlocked())
+      .def(
+          "close", [](NcclTensors& self) { self.nccl().close(); }, Unlocked())
+      .def(
+          "leave", [](NcclTensors& self) { self.nccl().leave(); }, Unlocked())
       .def(
           "allocate",
-          [](const std::shared_ptr<NcclComm>& self, size_t bytes, const std::string& device) {
-            return bytes_of(std::make_shared<comm::NcclBuffer>(self, bytes), device);
+          [](NcclTensors& self, size_t bytes, const std::string& device) {
+            return bytes_of(std::make_shared<comm::NcclBuffer>(self.pointer(), bytes), device);
           },
           py::arg("bytes"), py::arg("device"), Unlocked())
-      .def(
-          "register_memory",
-          [](const std::shared_ptr<NcclComm>& self, uintptr_t data, size_t bytes) {
-            return std::make_unique<Registered>(
-                Registered{std::make_shared<comm::NcclRegistration>(self, address(data), bytes)});
-          },
-          py::arg("data"), py::arg("bytes"), Unlocked());
+      .def("register_memory", [](NcclTensors& self, Given tensor) {
+        const at::Tensor memory = Caller{self, "register"}.tensor(tensor, "tensor");
+        const Released unlocked;
+        self.check_registered(memory);
+        return std::make_unique<Registered>(
+            Registered{std::make_shared<comm::NcclRegistration>(self.pointer(), memory.data_ptr(), memory.nbytes())});
+      });
+  m.def("nccl_types", &comm::nccl_types);  // names of torch's dtypes
 }
 
 }  // namespace ds::bindings

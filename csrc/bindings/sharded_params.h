@@ -4,12 +4,12 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-#include "comm/communicator.h"
+#include "comm/transports/c10d_communicator.h"
 #include "zero/engine.h"
 
 namespace ds::bindings {
 
 // Over a torch process group; None: one process.
-comm::CommunicatorPtr communicator(const pybind11::object& group);
+comm::CommunicatorPtr communicator(const pybind11::object& group, comm::GlooBy gloo_by = comm::GlooBy::kTransfers);
 
 }  // namespace ds::bindings

@@ -18,7 +18,7 @@ DS_BINDINGS(m) {
       "shm_backend",
       [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
          ds::comm::BackendPtr other, const std::optional<ds::comm::GroupFacts>& facts) {
-        const ds::comm::GroupFacts unknown{"", -1, nullptr, ds::bindings::without_lock};
+        const ds::comm::GroupFacts unknown{"", -1, nullptr, nullptr, ds::bindings::without_lock};
         return ds::comm::shm_backend(store, rank, size, timeout, std::move(other), facts.value_or(unknown));
       },
       py::call_guard<py::gil_scoped_release>(), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"),

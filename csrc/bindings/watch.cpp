@@ -1,9 +1,9 @@
 // What looks after the groups of a process: it lends the core the interpreter, to say where the process is.
 #include <Python.h>
 
-#include <c10/core/ScalarType.h>
+#include <torch/csrc/utils/pybind.h>
+
 #include <pybind11/functional.h>
-#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include "base/process.h"
@@ -11,6 +11,7 @@
 #include "bindings/shared_function.h"
 #include "bindings/without_lock.h"
 #include "comm/rank_order_reduction.h"
+#include "comm/store_keeper.h"
 #include "comm/watch.h"
 
 namespace py = pybind11;
@@ -19,15 +20,16 @@ namespace ds::bindings {
 
 namespace {
 
-py::dict described(const std::string& group, const comm::Flight& flight) {
+py::dict described(const comm::Watched& group, const comm::Flight& flight) {
   const comm::Record& call = flight.call;
   py::dict made;
-  made["group"] = group;
+  made["group"] = group.name();
+  made["transport"] = group.transport();
+  made["call"] = comm::describe(call);
   made["number"] = flight.number;
   made["op"] = std::string(call.what);
   made["tag"] = std::string(call.tag);
-  made["dtype"] =
-      call.type >= 0 ? py::object(py::str(c10::toString(static_cast<c10::ScalarType>(call.type)))) : py::none();
+  made["dtype"] = call.type >= 0 ? py::object(py::str(comm::type_name(call.type))) : py::none();
   made["numel"] = call.numel;
   made["reduction"] =
       call.op >= 0 ? py::object(py::str(comm::reduce_op_name(static_cast<comm::ReduceOp>(call.op)))) : py::none();
@@ -63,23 +65,30 @@ DS_BINDINGS(m) {
                  error.discard_as_unraisable("a warning of deepspeed.comm");
                }
              };
-             return std::shared_ptr<Watch>(new Watch(std::move(callbacks)),
-                                           [](Watch* watch) { without_lock([watch] { delete watch; }); });
+             return std::shared_ptr<Watch>(new Watch(std::move(callbacks)), [](Watch* watch) {
+               if (watch->here()) without_lock([watch] { delete watch; });
+             });
            }),
            py::arg("stacks"), py::arg("warn"))
       .def("flights",
            [](const Watch& watch) {
              py::list all;
              for (const auto& group : watch.groups())
-               for (const comm::Flight& flight : group->flights()) all.append(described(group->name(), flight));
+               for (const comm::Flight& flight : group->flights()) all.append(described(*group, flight));
              return all;
            })
       .def("stop", &Watch::stop, py::call_guard<py::gil_scoped_release>());
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  py::class_<comm::StoreKeeper>(m, "StoreKeeper")
+      .def(py::init<c10::intrusive_ptr<c10d::Store>, int, int>(), py::arg("store"), py::arg("rank"), py::arg("world"),
+           Unlocked())
+      .def("goodbye", &comm::StoreKeeper::goodbye, Unlocked())
+      .def("wait", &comm::StoreKeeper::wait, Unlocked());
   py::class_<comm::GroupFacts>(m, "GroupFacts")
-      .def(py::init([](std::string name, int job_rank, std::shared_ptr<Watch> watch) {
-             return comm::GroupFacts{std::move(name), job_rank, std::move(watch), without_lock};
+      .def(py::init([](std::string name, int job_rank, std::shared_ptr<Watch> watch, std::shared_ptr<Watch> stores) {
+             return comm::GroupFacts{std::move(name), job_rank, std::move(watch), std::move(stores), without_lock};
            }),
-           py::arg("name"), py::arg("job_rank"), py::arg("watch"));
+           py::arg("name"), py::arg("job_rank"), py::arg("watch"), py::arg("store_watch"));
 }
 
 }  // namespace ds::bindings

@@ -31,6 +31,8 @@ const char* verb_name(Verb verb) {
   return "?";
 }
 
+bool reduces(Verb verb) { return verb == Verb::kAllReduce || verb == Verb::kReduce || verb == Verb::kReduceScatter; }
+
 const at::Tensor& Op::whole() const {
   switch (verb) {
     case Verb::kReduceScatter:

@@ -72,6 +72,10 @@ class Communicator {
   virtual std::shared_ptr<Communicator> among(const std::vector<int>& ranks);
   // The process is about to end, or nobody needs it: lets go of what it is carried by, and cannot be used any more.
   virtual void leave() {}
+  // Ends what is under way here, as far as the transport can, and makes further calls fail. From any thread.
+  virtual void abort(const std::string& why) noexcept { (void)why; }
+  // Without decorators: for calls that are nobody's business, as those by which ranks meet.
+  virtual Communicator& bare() { return *this; }
 
   const Traffic& traffic() const { return traffic_; }
   void reset_traffic() { traffic_ = {}; }

@@ -1,7 +1,5 @@
 #include "comm/flight_ring.h"
 
-#include <c10/core/ScalarType.h>
-
 #include <chrono>
 #include <cstddef>
 #include <cstdio>
@@ -87,8 +85,8 @@ std::string to_json(const std::vector<Flight>& flights) {
     std::snprintf(times, sizeof(times), "\"began\": %.6f, \"seconds\": ", epoch_seconds(flight.begin_us));
     text += text.size() > 1 ? ",\n  {" : "\n  {";
     text += "\"number\": " + std::to_string(flight.number) + ", \"op\": " + json_text(call.what) +
-            ", \"tag\": " + json_text(call.tag) + ", \"dtype\": " +
-            (call.type >= 0 ? json_text(c10::toString(static_cast<c10::ScalarType>(call.type))) : "null") +
+            ", \"tag\": " + json_text(call.tag) +
+            ", \"dtype\": " + (call.type >= 0 ? json_text(type_name(call.type)) : "null") +
             ", \"numel\": " + std::to_string(call.numel) +
             ", \"reduction\": " + (call.op >= 0 ? json_text(reduce_op_name(static_cast<ReduceOp>(call.op))) : "null") +
             ", \"root\": " + (call.root >= 0 ? std::to_string(call.root) : "null") + ", " + times;

@@ -25,6 +25,7 @@ enum class Verb : uint8_t {
 };
 constexpr int kVerbs = 11;
 const char* verb_name(Verb verb);  // all_reduce
+bool reduces(Verb verb);           // all_reduce, reduce, reduce_scatter
 
 // Tensors are contiguous. Which of them a verb uses, n being the number of ranks:
 //
@@ -51,6 +52,9 @@ struct Op {
   int peer = -1;
   // What it is for, a parameter's name as a rule, equal on all ranks; for messages when ranks do not meet.
   std::string tag;
+  // The caller goes on to other things before it waits, perhaps to a wait for these ranks by other means: the call must
+  // not need that wait to move on.
+  bool detached = false;
 
   // The tensor that has all of what the call is about: n parts where there are, as far as this rank has them.
   const at::Tensor& whole() const;

@@ -2,14 +2,8 @@
 
 #include <unistd.h>
 
-#include <algorithm>
-#include <cerrno>
 #include <chrono>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <fstream>
-#include <map>
 #include <thread>
 #include <utility>
 
@@ -19,26 +13,7 @@ namespace ds::comm {
 
 namespace {
 
-constexpr std::chrono::milliseconds kAnswer(2000);  // how long ranks have to say where they are
-constexpr size_t kMostRanks = 16;                   // whose places a message describes one by one
-
 enum : uint32_t { kNobody, kSomebody, kLeft };  // who answers for a rank
-
-std::string seconds(int64_t us) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.1f s", static_cast<double>(us) * 1e-6);
-  return text;
-}
-
-std::string indented(const std::string& text) {
-  std::string made;
-  for (size_t begin = 0; begin < text.size();) {
-    const size_t end = std::min(text.find('\n', begin), text.size());
-    made += "\n    " + text.substr(begin, end - begin);
-    begin = end + 1;
-  }
-  return made;
-}
 
 }  // namespace
 
@@ -52,7 +27,7 @@ struct RankBoard::Page {
 };
 
 RankBoard::RankBoard(int rank, std::shared_ptr<SharedSegments> segments, int64_t place, const GroupFacts& facts)
-    : rank_(rank), segments_(std::move(segments)), place_(place), name_(facts.name) {
+    : Board(rank, facts), segments_(std::move(segments)), place_(place) {
   static_assert(sizeof(Page) <= kBytes);
   // Not the watch itself: it holds on to boards while it looks at them.
   page(rank_)->job_rank = facts.job_rank;
@@ -76,38 +51,14 @@ std::string RankBoard::called(int rank) const {
 
 void RankBoard::close() { page(rank_)->watched = kLeft; }
 
-void RankBoard::warn(const std::string& text) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  warnings_.push_back(name_.empty() ? text : "group " + name_ + ": " + text);
-  has_warnings_ = true;
-}
-
 void RankBoard::look(const DiagnosticCallbacks& callbacks) {
-  if (has_warnings_.exchange(false)) {
-    std::vector<std::string> texts;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      texts = std::exchange(warnings_, {});
-    }
-    for (const std::string& text : texts)
-      if (callbacks.warn) callbacks.warn(text);
-  }
+  Board::look(callbacks);
   Page* mine = page(rank_);
   if (!mine->asked.load(std::memory_order_acquire) || mine->answered.load(std::memory_order_relaxed)) return;
   if (segments_->pid(rank_) != getpid()) return;  // a forked child does not answer for its parent
   const std::string text = callbacks.stacks ? callbacks.stacks() : "";
   std::strncpy(mine->stack, text.c_str(), sizeof(mine->stack) - 1);
   mine->answered.store(1, std::memory_order_release);
-}
-
-std::string RankBoard::place_of(int rank) const {
-  const std::vector<Flight> flights = page(rank)->ring.read();
-  if (flights.empty()) return "has not entered any collective of this group";
-  const Flight& last = flights.back();
-  const std::string what = describe(last.call) + ", number " + std::to_string(last.number);
-  const int64_t now = now_us();
-  if (!last.end_us) return "in " + what + ", for " + seconds(now - last.begin_us);
-  return "outside of collectives; " + what + ", its last, ended " + seconds(now - last.end_us) + " ago";
 }
 
 std::string RankBoard::stack_of(int rank) const {
@@ -128,35 +79,15 @@ std::string RankBoard::stack_of(int rank) const {
          "; `py-spy dump --native --pid " + std::to_string(segments_->pid(rank)) + "` would show where)";
 }
 
-std::string RankBoard::write_flights(const std::string& why) const {
-  const char* folder = std::getenv("DS_COMM_TRACE_DIR");
-  if (!folder || !*folder) folder = std::getenv("TMPDIR");
-  if (!folder || !*folder) folder = "/tmp";
-  const int32_t job_rank = page(rank_)->job_rank;
-  const std::string path = std::string(folder) + "/deepspeed-comm-rank" +
-                           std::to_string(job_rank >= 0 ? job_rank : rank_) + "-" +
-                           std::to_string(segments_->pid(rank_)) + "-" + std::to_string(now_us()) + ".json";
-  std::ofstream file(path);
-  file << "{\"group\": " << json_text(name_) << ", \"rank\": " << rank_ << ", \"why\": " << json_text(why)
-       << ", \"ranks\": [";
-  for (int rank = 0; rank < segments_->size(); ++rank) {
-    const Page* theirs = page(rank);
-    file << (rank ? ",\n" : "\n") << "{\"rank\": " << rank << ", \"job_rank\": " << theirs->job_rank
-         << ", \"process\": " << segments_->pid(rank) << ", \"place\": " << json_text(place_of(rank))
-         << ", \"stack\": " << json_text(stack_of(rank)) << ", \"flights\": " << to_json(theirs->ring.read()) << "}";
-  }
-  file << "]}\n";
-  file.close();
-  if (file) return "The last collectives of all ranks are in " + path;
-  return "The last collectives of all ranks could not be written to " + path + " (" + std::strerror(errno) +
-         "; DS_COMM_TRACE_DIR names another folder)";
-}
-
-std::string RankBoard::report(const std::string& why) {
+std::vector<RankView> RankBoard::views() {
   const int size = segments_->size();
-  std::vector<std::string> places;  // taken before anybody moves on
-  for (int rank = 0; rank < size; ++rank) {
-    places.push_back(place_of(rank));
+  std::vector<RankView> found(size);
+  for (int rank = 0; rank < size; ++rank) {  // places are taken before anybody moves on
+    RankView& each = found[rank];
+    each.called = called(rank);
+    each.place = place_of(page(rank)->ring.read());
+    each.job_rank = page(rank)->job_rank;
+    each.pid = segments_->pid(rank);
     page(rank)->asked.store(1, std::memory_order_release);
   }
   const auto deadline = std::chrono::steady_clock::now() + kAnswer;
@@ -169,20 +100,11 @@ std::string RankBoard::report(const std::string& why) {
   };
   while (silent() && std::chrono::steady_clock::now() < deadline)
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
-
-  std::map<std::string, int> first_with;  // stacks that several ranks share are shown once
-  std::string text = "\nWhere the ranks are:";
   for (int rank = 0; rank < size; ++rank) {
-    if (static_cast<size_t>(rank) >= kMostRanks) {
-      text += "\n  ... and " + std::to_string(size - rank) + " more, in the file";
-      break;
-    }
-    text += "\n  " + called(rank) + ": " + places[rank];
-    const std::string stack = stack_of(rank);
-    const auto [found, fresh] = first_with.emplace(stack, rank);
-    text += fresh ? indented(stack) : "\n    (the same as of rank " + std::to_string(found->second) + ")";
+    found[rank].stack = stack_of(rank);
+    found[rank].flights = page(rank)->ring.read();
   }
-  return text + "\n" + write_flights(why);
+  return found;
 }
 
 }  // namespace ds::comm

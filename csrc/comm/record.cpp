@@ -2,6 +2,7 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <cctype>
 #include <cstring>
 
 #include "comm/rank_order_reduction.h"
@@ -19,11 +20,44 @@ Record record(const char* what, int64_t numel, int32_t type, const std::string& 
   return made;
 }
 
+Record record_of(const Op& op) {
+  if (op.verb == Verb::kBarrier) return record("barrier");
+  const at::Tensor& own = op.own();
+  Record made = record(verb_name(op.verb), own.numel(), static_cast<int32_t>(own.scalar_type()), op.tag);
+  if (reduces(op.verb)) made.op = static_cast<int32_t>(op.reduce);
+  if (op.verb == Verb::kReduce || op.verb == Verb::kBroadcast || op.verb == Verb::kGather || op.verb == Verb::kScatter)
+    made.root = op.peer;
+  made.own = op.verb == Verb::kAllToAll || !op.in_counts.empty() || !op.out_counts.empty();
+  return made;
+}
+
+std::string type_name(int32_t type) {
+  switch (static_cast<c10::ScalarType>(type)) {
+    case c10::ScalarType::Float: return "float32";
+    case c10::ScalarType::Double: return "float64";
+    case c10::ScalarType::Half: return "float16";
+    case c10::ScalarType::BFloat16: return "bfloat16";
+    case c10::ScalarType::Byte: return "uint8";
+    case c10::ScalarType::Char: return "int8";
+    case c10::ScalarType::Short: return "int16";
+    case c10::ScalarType::Int: return "int32";
+    case c10::ScalarType::Long: return "int64";
+    case c10::ScalarType::Bool: return "bool";
+    case c10::ScalarType::ComplexHalf: return "complex32";
+    case c10::ScalarType::ComplexFloat: return "complex64";
+    case c10::ScalarType::ComplexDouble: return "complex128";
+    default: break;
+  }
+  std::string name = c10::toString(static_cast<c10::ScalarType>(type));  // Float8_e5m2, UInt16, ...
+  for (char& c : name) c = static_cast<char>(std::tolower(c));
+  return name;
+}
+
 std::string describe(const Record& record) {
   std::string text = std::string(record.what) + "(";
   const char* separator = "";
   if (record.type >= 0) {
-    text += std::to_string(record.numel) + " x " + c10::toString(static_cast<c10::ScalarType>(record.type));
+    text += std::to_string(record.numel) + " x " + type_name(record.type);
     separator = ", ";
   }
   if (record.op >= 0) {

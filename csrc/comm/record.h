@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <string>
 
+#include "comm/op.h"
+
 namespace ds::comm {
 
 struct Record {
@@ -20,7 +22,9 @@ struct Record {
 };
 
 Record record(const char* what, int64_t numel = 0, int32_t type = -1, const std::string& tag = {});
-std::string describe(const Record& record);  // all_reduce(10 x Float, sum) of "layer.weight"
+Record record_of(const Op& op);              // of a collective; not of a send or a receive
+std::string describe(const Record& record);  // all_reduce(10 x float32, sum) of "layer.weight"
+std::string type_name(int32_t type);         // of a c10::ScalarType, as torch's dtypes are called: bfloat16
 // Whether two ranks may meet with these. Tags count where both have one.
 bool fits(const Record& one, const Record& other);
 

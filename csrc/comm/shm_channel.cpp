@@ -103,13 +103,12 @@ void ShmChannel::enter(Record record) {
   mine->entered.store(number, std::memory_order_release);
   barrier();
   if (!checks_) return;
-  for (int rank = 0; rank < segments_->size(); ++rank) {
-    if (fits(record_of(rank), record)) continue;
-    std::string text = "the ranks of a group call different collectives:";
-    for (int each = 0; each < segments_->size(); ++each)
-      text += " rank " + std::to_string(each) + " " + describe(record_of(each)) + ";";
-    text.back() = '.';
-    give_up(text + " (Number " + std::to_string(number) + " of this group.)");
+  bool meet = true;
+  for (int rank = 0; rank < segments_->size(); ++rank) meet = meet && fits(record_of(rank), record);
+  if (!meet) {
+    std::vector<RankCall> calls;
+    for (int rank = 0; rank < segments_->size(); ++rank) calls.push_back({rank, record_of(rank)});
+    give_up(mismatch(calls, record, number));
   }
   if (slow_) note_arrivals();
 }

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/process.h"
 #include "comm/flight_ring.h"
 
 namespace ds::comm {
@@ -25,6 +26,7 @@ class Watched {
   virtual ~Watched() = default;
   virtual void look(const DiagnosticCallbacks& callbacks) = 0;  // ten times a second, from the watch's thread
   virtual std::string name() const = 0;
+  virtual std::string transport() const = 0;        // what carries it: shm, gloo, ...
   virtual std::vector<Flight> flights() const = 0;  // of this rank
 };
 
@@ -38,11 +40,14 @@ class Watch {
   std::vector<std::shared_ptr<Watched>> groups() const;
   // No look() is under way afterwards, and none will be. Not from look(), nor with a lock that `callbacks` takes.
   void stop();
+  // False in a forked child, which must leave it alone: its thread is the parent's, and so is who waits in it.
+  bool here() const { return owner_.here(); }
 
  private:
   void serve();
 
   const DiagnosticCallbacks callbacks_;
+  const OwningProcess owner_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<std::weak_ptr<Watched>> groups_;
@@ -56,9 +61,11 @@ using BlockingRegion = std::function<void(const std::function<void()>&)>;
 
 // Who a group is, for its messages, and who made it.
 struct GroupFacts {
-  std::string name;                // "" : unknown
-  int job_rank = -1;               // of this process in the whole job; -1: unknown
-  std::shared_ptr<Watch> watch;    // null: nobody looks after it
+  std::string name;              // "" : unknown
+  int job_rank = -1;             // of this process in the whole job; -1: unknown
+  std::shared_ptr<Watch> watch;  // null: nobody looks after it
+  // Another thread for boards in the job's store, which may let it wait. null: likewise.
+  std::shared_ptr<Watch> store_watch;
   BlockingRegion blocking_region;  // null: the caller holds nothing
 };
 

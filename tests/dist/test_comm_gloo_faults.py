@@ -117,8 +117,8 @@ def test_the_flight_record_has_them():
 def test_in_memory_a_mismatch_is_found_at_once(fault, tmp_path):
     run_ranks(3, faulty, fault, str(tmp_path), fresh=True)
     call = {
-        "skip": "rank 1 barrier()", "order": "rank 1 broadcast(10 x Float, root 0)",
-        "shape": "rank 1 all_reduce(11 x Float, sum)", "dtype": "rank 1 all_reduce(10 x Double, sum)",
+        "skip": "rank 1 barrier()", "order": "rank 1 broadcast(10 x float32, root 0)",
+        "shape": "rank 1 all_reduce(11 x float32, sum)", "dtype": "rank 1 all_reduce(10 x float64, sum)",
     }[fault]  # fmt: skip
     for seconds, text in told(tmp_path):
         assert "call different collectives" in text and call in text and "in faulty: comm." in text

@@ -228,3 +228,30 @@ def test_a_script_that_ends_with_a_live_engine_ends_well(tmp_path):
         command = [sys.executable, "-m", "deepspeed.launcher", "--num_accelerators", "2", str(script)]
         done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr[-2000:]
+
+
+LATE = """
+import os, sys, time, torch
+from deepspeed import comm as dist
+from deepspeed.comm import mesh
+dist.init_distributed(verbose=False)
+rank = dist.get_rank()
+dist.barrier()
+if sys.argv[1] == "destroyed" and rank == 0:
+    dist.destroy_process_group()
+if rank > 0:
+    time.sleep(1.5)  # rank 0, whose process has the job's store, has come to its end
+    value = torch.ones(1)
+    dist.all_reduce(value, group=mesh.group_over([1, 2]))
+    print("made", value.item(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["destroyed", "just ends"])
+def test_ranks_make_groups_after_rank_0_has_come_to_its_end(end, tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(LATE)
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
+    command = [sys.executable, "-m", "deepspeed.launcher", "--num_accelerators", "3", str(script), end]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.count("made 2.0") == 2, done.stdout + done.stderr[-3000:]

@@ -3,10 +3,17 @@
 The library that stands in for NCCL joins ranks of one process only, so communicators here have one rank, or fail.
 """
 
+import os
+import threading
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed import _native
+from deepspeed._compat import group_around
+from deepspeed.comm import mesh, nccl_join
 from deepspeed.comm.nccl import NcclCommunicator
 from fake_nccl import Orders, build
 from harness import run_ranks
@@ -93,3 +100,66 @@ def _before_joining(rank, world):
 
 def test_a_process_group_comes_first():
     run_ranks(1, _before_joining)
+
+
+# ---- as an engine's transport ----------------------------------------------------------------------------------------
+def _opened_by_the_mesh(rank, world, path):
+    os.environ.update(DS_NCCL_LIBRARY=path, DS_COMM_TIMEOUT_S="1")
+    nccl_join.device_of = lambda device, library: torch.device("cpu")  # where the stand-in has its memory
+    alone = mesh._open("nccl", f"mesh/reduce/{rank}/0", [rank])
+    x = torch.full((3,), float(rank))
+    alone.run("all_reduce", None, x).wait()
+    assert (alone.name, alone.size) == ("nccl", 1) and x.tolist() == [rank] * 3
+    alone.leave()
+    assert Orders(path).count("created") == 1 and Orders(path).count("alive") == 0
+    with pytest.raises(RuntimeError, match=f"mesh/reduce/0,1/0\", rank {rank} of 2: joining failed"):
+        mesh._open("nccl", "mesh/reduce/0,1/0", [0, 1])
+
+
+def test_engines_of_nccl_jobs_call_it_directly(folder):
+    run_ranks(2, _opened_by_the_mesh, str(folder / "libfake_nccl.so"), init=True, fresh=True)
+
+
+def _threads(size, body):
+    """``body(rank, store)`` on threads; their results."""
+    store, results = dist.HashStore(), [None] * size
+
+    def run(rank):
+        try:
+            results[rank] = body(rank, store)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_a_communicator_of_several_ranks_that_met_in_a_store(folder):
+    wait = timedelta(seconds=30)
+
+    def body(rank, store):
+        native = nccl_join.join_by_store(
+            dist.PrefixStore("nccl", store), "m", rank, 2, wait, "cpu", str(folder / "libfake_nccl.so")
+        )
+        host = dist.ProcessGroupGloo(dist.PrefixStore("host", store), rank, 2, wait)
+        comm = _native._C.Communicator(group_around(host, "gloo", store, rank, 2), nccl=native)
+        x, all_ranks = torch.full((3,), rank + 1.0), torch.empty(2)
+        comm.run("all_reduce", None, x).wait()  # host memory goes over the group
+        native.all_gather(all_ranks, torch.tensor([float(rank)]))
+        comm.run("barrier").wait()
+        comm.leave()
+        return comm.name, x.tolist(), all_ranks.tolist()
+
+    assert _threads(2, body) == [("nccl", [3.0] * 3, [0.0, 1.0])] * 2
+
+
+def test_where_one_rank_has_no_nccl_all_go_through_torch(folder):
+    def body(rank, store):
+        path = str(folder / "libfake_nccl.so") if rank == 0 else "/nowhere/libnccl.so.2"
+        return nccl_join.join_by_store(store, "m", rank, 2, timedelta(seconds=30), "cpu", path)
+
+    assert _threads(2, body) == [None, None]

@@ -297,12 +297,12 @@ def faulty(rank, world, fault):
 def test_a_mismatch_names_ranks_and_calls_on_all_of_them(fault):
     called = {
         "skip": "rank 1 barrier()",
-        "shape": "rank 1 all_reduce(11 x Float, sum)",
-        "dtype": "rank 1 all_reduce(10 x Double, sum)",
-        "order": "rank 1 broadcast(10 x Float, root 0)",
+        "shape": "rank 1 all_reduce(11 x float32, sum)",
+        "dtype": "rank 1 all_reduce(10 x float64, sum)",
+        "order": "rank 1 broadcast(10 x float32, root 0)",
     }[fault]
     for text, seconds in run_ranks(3, faulty, fault, fresh=True):
-        assert called in text and "rank 0 all_reduce(10 x Float, sum)" in text
+        assert called in text and "rank 0 all_reduce(10 x float32, sum)" in text
         assert seconds < 1
         stack = text[text.index("rank 1 (process") :]
         assert "test_comm_shm.py" in stack and "in faulty: dist." in stack  # the line of each rank's script
@@ -313,11 +313,11 @@ def test_a_mismatch_names_ranks_and_calls_on_all_of_them(fault):
 def test_a_rank_that_does_not_come_is_named(fault):
     results = run_ranks(3, faulty, fault, fresh=True)
     for text, seconds in (results[0], results[2]):
-        assert "rank 1 (process" in text and "all_reduce(10 x Float, sum)" in text
+        assert "rank 1 (process" in text and "all_reduce(10 x float32, sum)" in text
         assert ("has destroyed its process group" if fault == "exception" else "has not come for 3 s") in text
         assert seconds < (1 if fault == "exception" else 5)
         if fault == "endless":
-            assert "outside of collectives; all_reduce(10 x Float, sum), number 1, its last, ended 3." in text
+            assert "outside of collectives; all_reduce(10 x float32, sum), number 1, its last, ended 3." in text
             assert "in faulty: time.sleep(6)" in text
 
 

@@ -38,20 +38,18 @@ checkpoint/write/background.py _unsettled | AT_END
 checkpoint/write/file_writer.py files | one pool of threads that read and write; DS_IO_FAULT is of the process
 checkpoint/write/owner.py _held | files locked by this process: the kernel counts locks by process
 checkpoint/write/snapshot.py _flying | AT_END
-comm/c10d_watch.py _pid | a forked child starts without the thread
-comm/c10d_watch.py _stations | what is known of torch's groups, which hold no attributes
-comm/c10d_watch.py _thread | one thread looks after all of torch's groups
+comm/carriers.py _known | what is known of torch's groups, which hold no attributes
 comm/comms_log.py _watched | what is known of torch's groups, which hold no attributes
 comm/comms_log.py comms_logger | published: deepspeed.comm.comms_logger
-comm/fast_groups.py _beside | what is known of torch's groups, which hold no attributes
 comm/mesh.py _made | every group is known by its ranks and made once
+comm/process_group.py _keeper | AT_END
 comm/process_group.py cdb | TORCH
 comm/timed.py _here | calls of this thread that are inside of another
 comm/timed.py _listener | published: the log of operations is of the process
 comm/timed.py _replaced | torch's own functions, which a decorator replaced and gives back
 comm/timeouts.py _configured | TORCH
 comm/timeouts.py _given | TORCH
-comm/watch.py _watch | one watch thread for all communicators of a process
+comm/watch.py _watches | two watch threads for all communicators of a process
 config/model.py _layouts | CACHE
 config/read.py _other_names | CACHE
 config/read.py _variables | CACHE
@@ -90,6 +88,7 @@ comm/torch.py TorchBackend | published: torch.distributed's functions as methods
 ops/op_builder/builder.py OpBuilder | published: what builders of other packages override and call
 comm/communicator.h Communicator | a helper for each verb over one run()
 comm/nccl_comm.h NcclComm | NCCL
+comm/transports/c10d_communicator.cpp C10dCommunicator | overrides each virtual function of Communicator
 comm/shm_backend.cpp ShmBackend | overrides each virtual function of c10d::Backend
 config/field.h Field | one method for each thing that can be said about a key
 formats/graph_builder.h GraphBuilder | a visitor: one method for each kind of pickled value
@@ -124,6 +123,8 @@ ALLOCATIONS = {
     "zero/stepper.cpp": (6, "counters and sums; gradients in fp32 where they are kept in 16 bits"),
     "zero/torch_scratch.cpp": (1, "what a kernel asks for while it runs, from torch's allocator"),
     "comm/compose.cpp": (7, _WIRE),
+    "comm/decorators/quantized.cpp": (6, _WIRE),
+    "comm/list_calls.cpp": (1, _WIRE),
     "comm/process_peer_memory.cpp": (2, _SMALL),
     "comm/transports/c10d_communicator.cpp": (1, _WIRE),
     "comm/transports/hierarchical_communicator.cpp": (6, _WIRE),

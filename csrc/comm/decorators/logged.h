@@ -28,6 +28,8 @@ class LoggedCommunicator : public Communicator {
   PeerMemoryPtr peer_memory(int64_t bytes) override { return inner_->peer_memory(bytes); }
   CommunicatorPtr among(const std::vector<int>& ranks) override { return inner_->among(ranks); }
   void leave() override { inner_->leave(); }
+  void abort(const std::string& why) noexcept override { inner_->abort(why); }
+  Communicator& bare() override { return inner_->bare(); }
 
  protected:
   WorkPtr start(const Op& op) override;

@@ -3,7 +3,10 @@
 #include <ATen/Functions.h>
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
+#include <mutex>
+#include <utility>
 
 #include "base/error.h"
 #include "base/process.h"
@@ -50,45 +53,115 @@ bool gloo_carries(at::ScalarType type) {
 
 using Handle = decltype(std::declval<c10d::ProcessGroup>().barrier());
 
-// Waits for some operations of c10d, then does what is left to do on this rank.
+// How long the host waits for an operation of gloo before it looks whether the group has been aborted.
+constexpr std::chrono::milliseconds kSlice(500);
+
+class C10dWork;
+
+// What a communicator and its works know of its end.
+struct Ending {
+  std::atomic<bool> asked{false};
+  std::mutex mutex;  // of what follows
+  std::string why;
+  std::vector<std::weak_ptr<C10dWork>> under_way;
+
+  [[noreturn]] void refuse() {
+    std::lock_guard<std::mutex> lock(mutex);
+    fail(ErrorKind::kRuntime, "the group has been aborted: ", why);
+  }
+};
+using EndingPtr = std::shared_ptr<Ending>;
+
+// Waits for some operations of c10d, then does what is left to do on this rank. Waits for gloo end, too, when the
+// communicator is aborted: those for transfers can be ended from outside, all others come back every half second.
 class C10dWork : public Work {
  public:
-  C10dWork(std::vector<Handle> handles, std::function<void()> finish)
-      : handles_(std::move(handles)), finish_(std::move(finish)) {}
+  enum class Kind { kDevice, kCollectives, kTransfers };
+  C10dWork(Kind kind, std::vector<Handle> handles, std::function<void()> finish, EndingPtr ending)
+      : kind_(kind), handles_(std::move(handles)), finish_(std::move(finish)), ending_(std::move(ending)) {}
 
   bool ready() override {
+    std::lock_guard<std::mutex> lock(mutex_);
     for (const Handle& handle : handles_)
       if (!handle->isCompleted()) return false;
     return true;
   }
 
   void wait() override {
-    const auto handles = std::move(handles_);
-    const auto finish = std::move(finish_);
-    handles_.clear();
-    finish_ = nullptr;
-    for (const Handle& handle : handles) handle->wait();
+    const auto finish = std::exchange(finish_, nullptr);
+    std::vector<Handle> handles;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      handles = handles_;
+    }
+    const auto forget = [this] {
+      std::lock_guard<std::mutex> lock(mutex_);
+      handles_.clear();
+    };
+    try {
+      for (const Handle& handle : handles) wait_for(handle);
+    } catch (...) {
+      forget();
+      throw;
+    }
+    forget();
     if (finish) finish();
   }
 
+  void abort() noexcept {
+    if (kind_ != Kind::kTransfers) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const Handle& handle : handles_) {
+      try {
+        handle->abort();
+      } catch (const std::exception&) {  // it has ended by itself
+        continue;
+      }
+    }
+  }
+
  private:
+  void wait_for(const Handle& handle) {
+    if (kind_ == Kind::kDevice) return static_cast<void>(handle->wait());
+    if (kind_ == Kind::kTransfers) {
+      if (!handle->wait()) ending_->refuse();
+      return;
+    }
+    for (;;) {
+      try {
+        handle->wait(kSlice);
+        return;
+      } catch (const std::exception& error) {
+        if (std::string(error.what()).find("Operation timed out!") == std::string::npos) throw;
+      }
+      if (handle->isCompleted()) return static_cast<void>(handle->wait());
+      if (ending_->asked) ending_->refuse();
+    }
+  }
+
+  const Kind kind_;
+  std::mutex mutex_;  // of handles_
   std::vector<Handle> handles_;
   std::function<void()> finish_;
+  EndingPtr ending_;
 };
+
+at::Tensor as_bytes(const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); }
 
 class C10dCommunicator : public Communicator {
  public:
-  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, BlockingRegion blocking_region)
-      : blocking_region_(std::move(blocking_region)),
+  C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, BlockingRegion blocking_region, GlooBy gloo_by)
+      : gloo_by_(gloo_by),
+        blocking_region_(std::move(blocking_region)),
         group_(std::move(group)),
         name_(group_->getBackendName()),
         rank_(group_->getRank()),
         size_(group_->getSize()),
-        gloo_(name_.find("gloo") != std::string::npos) {}
+        gloo_(name_.find("gloo") != std::string::npos || gloo_by == GlooBy::kCollectives) {}
   // Of some ranks of the group, which then send to each other directly.
   C10dCommunicator(c10::intrusive_ptr<c10d::ProcessGroup> group, BlockingRegion blocking_region,
                    std::vector<int> members)
-      : C10dCommunicator(std::move(group), std::move(blocking_region)) {
+      : C10dCommunicator(std::move(group), std::move(blocking_region), GlooBy::kTransfers) {
     rank_ = static_cast<int>(std::find(members.begin(), members.end(), rank_) - members.begin());
     size_ = static_cast<int>(members.size());
     members_ = std::move(members);
@@ -103,6 +176,7 @@ class C10dCommunicator : public Communicator {
     if (native(op.own())) return op.verb != Verb::kGather && op.verb != Verb::kScatter && natively(op);
     if (op.verb == Verb::kSend || op.verb == Verb::kRecv) return op.own().device().is_cpu();
     if (!members_.empty()) return false;
+    if (by_collectives(op.own())) return carries_by_collectives(op);
     if (op.own().device().is_cpu() && !gloo_carries(op.own().scalar_type())) return false;
     return op.verb == Verb::kBroadcast || (op.verb == Verb::kAllReduce && arithmetic(op.reduce));
   }
@@ -111,6 +185,19 @@ class C10dCommunicator : public Communicator {
     return std::make_shared<C10dCommunicator>(group(), blocking_region_, ranks);
   }
   PeerMemoryPtr peer_memory(int64_t bytes) override { return process_peer_memory(*this, bytes); }
+  void abort(const std::string& why) noexcept override {
+    std::vector<std::weak_ptr<C10dWork>> under_way;
+    {
+      std::lock_guard<std::mutex> lock(ending_->mutex);
+      if (ending_->asked.exchange(true)) return;
+      ending_->why = why;
+      under_way.swap(ending_->under_way);
+      // gloo's threads may be in an operation that never ends, and the group's end would wait for them.
+      if (gloo_ && group_) (void)c10::intrusive_ptr<c10d::ProcessGroup>(group_).release();
+    }
+    for (const auto& each : under_way)
+      if (const auto work = each.lock()) work->abort();
+  }
   // The group may end here, and gloo's end waits for its threads.
   ~C10dCommunicator() override { leave(); }
   void leave() override {
@@ -120,7 +207,7 @@ class C10dCommunicator : public Communicator {
   }
 
  protected:
-  bool pairwise() const override { return true; }
+  bool pairwise() const override { return gloo_by_ == GlooBy::kTransfers; }
   bool reaches(const c10::Device& device) const override { return device.is_cpu() || (members_.empty() && !gloo_); }
   WorkPtr exchange(const std::vector<Op>& ops) override {
     return transfers(ops, first_tag_ + 1 + (sequence_++ & 0xffffff));
@@ -132,9 +219,21 @@ class C10dCommunicator : public Communicator {
     if (op.own().numel() == 0 && op.verb != Verb::kAllToAll) return std::make_shared<DoneWork>();
     if (op.verb == Verb::kAllReduce || op.verb == Verb::kBroadcast || op.verb == Verb::kReduce) return in_place(op);
     at::Tensor in = op.in, out = op.out;
-    if (op.verb == Verb::kAllGather) return joined(group()->_allgather_base(out, in));
+    const bool bytes = by_collectives(op.own());
+    if (bytes) {
+      in = as_bytes(in);
+      out = as_bytes(out);
+    }
+    if (op.verb == Verb::kAllGather) {
+      if (!bytes) return joined(group()->_allgather_base(out, in));
+      std::vector<at::Tensor> mine{in};
+      std::vector<std::vector<at::Tensor>> rows{out.view({size_, -1}).unbind(0)};
+      return joined(group()->allgather(rows, mine));
+    }
     if (op.verb == Verb::kAllToAll) {
       auto take = op.out_counts, give = op.in_counts;
+      for (auto* counts : {&take, &give})
+        for (int64_t& count : *counts) count *= bytes ? static_cast<int64_t>(op.own().element_size()) : 1;
       in = in.view({-1});
       out = out.view({-1});
       return joined(group()->alltoall_base(out, in, take, give));
@@ -147,6 +246,7 @@ class C10dCommunicator : public Communicator {
 
  private:
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const {
+    if (ending_->asked) ending_->refuse();
     if (!group_)
       fail(
           ErrorKind::kRuntime,
@@ -165,24 +265,53 @@ class C10dCommunicator : public Communicator {
     return op.verb == Verb::kAllToAll || op.out_counts.empty();
   }
 
+  bool by_collectives(const at::Tensor& tensor) const {
+    return gloo_by_ == GlooBy::kCollectives && gloo_ && tensor.device().is_cpu();
+  }
+  bool carries_by_collectives(const Op& op) const {
+    const at::ScalarType type = op.own().scalar_type();
+    switch (op.verb) {
+      case Verb::kBroadcast:
+      case Verb::kAllToAll: return true;
+      case Verb::kAllGather: return op.out_counts.empty();
+      case Verb::kReduce:
+      case Verb::kAllReduce:
+        // Of bf16 only where it may not take two steps: as fp32 it is twice the bytes.
+        if (!gloo_carries(type) || (type == at::kBFloat16 && !op.detached)) return false;
+        if (op.verb == Verb::kReduce && !op.detached) return false;
+        return arithmetic(op.reduce) || (op.reduce == ReduceOp::kAvg && at::isFloatingType(type));
+      default: return false;
+    }
+  }
+
   int peer(int r) const { return members_.empty() ? r : members_[r]; }
 
   WorkPtr in_place(const Op& op) {
-    std::vector<at::Tensor> wire{wire_tensor(op.out)};
+    const bool mine = op.verb != Verb::kReduce || op.peer == rank_;  // whether the result is this rank's, too
+    std::vector<at::Tensor> wire{op.verb == Verb::kBroadcast ? sent_tensor(op.out) : reduced_tensor(op)};
+    if (!mine && wire[0].is_same(op.out)) wire[0] = op.out.clone();
+    const bool average = op.verb != Verb::kBroadcast && op.reduce == ReduceOp::kAvg && gloo_;
+    const c10d::ReduceOp::RedOpType reduction = c10d_op(average ? ReduceOp::kSum : op.reduce);
+    std::function<void()> finish;
+    if (mine && (average || !wire[0].is_same(op.out)))
+      finish = [from = wire[0], to = op.out, by = average ? size_ : 1] {
+        if (by > 1) at::Tensor(from).div_(by);
+        if (!from.is_same(to) && from.data_ptr() != to.data_ptr()) at::Tensor(to).copy_(from);
+      };
     if (op.verb == Verb::kAllReduce) {
       c10d::AllreduceOptions options;
-      options.reduceOp = c10d_op(op.reduce);
-      return joined(group()->allreduce(wire, options), wire[0], op.out);
+      options.reduceOp = reduction;
+      return joined(group()->allreduce(wire, options), std::move(finish));
     }
     if (op.verb == Verb::kBroadcast) {
       c10d::BroadcastOptions options;
       options.rootRank = op.peer;
-      return joined(group()->broadcast(wire, options), wire[0], op.out);
+      return joined(group()->broadcast(wire, options), std::move(finish));
     }
     c10d::ReduceOptions options;
-    options.reduceOp = c10d_op(op.reduce);
+    options.reduceOp = reduction;
     options.rootRank = op.peer;
-    return joined(group()->reduce(wire, options), wire[0], op.out);
+    return joined(group()->reduce(wire, options), std::move(finish));
   }
 
   // Elsewhere than in host memory a transfer may wait for its other half: of each pair the lower rank sends first.
@@ -201,16 +330,39 @@ class C10dCommunicator : public Communicator {
       if (first(op)) issue(op);
     for (const Op& op : ops)
       if (!first(op)) issue(op);
-    return std::make_shared<C10dWork>(std::move(handles), nullptr);
+    return under_way(C10dWork::Kind::kTransfers, std::move(handles), nullptr);
   }
 
-  static WorkPtr joined(Handle handle) {
-    return std::make_shared<C10dWork>(std::vector<Handle>{std::move(handle)}, nullptr);
+  WorkPtr joined(Handle handle, std::function<void()> finish = nullptr) {
+    return under_way(gloo_ ? C10dWork::Kind::kCollectives : C10dWork::Kind::kDevice, {std::move(handle)},
+                     std::move(finish));
   }
-  static WorkPtr joined(Handle handle, const at::Tensor& wire, const at::Tensor& target) {
+  WorkPtr joined(Handle handle, const at::Tensor& wire, const at::Tensor& target) {
     std::function<void()> finish;
     if (!wire.is_same(target)) finish = [=] { target.copy_(wire); };
-    return std::make_shared<C10dWork>(std::vector<Handle>{std::move(handle)}, std::move(finish));
+    return joined(std::move(handle), std::move(finish));
+  }
+  WorkPtr under_way(C10dWork::Kind kind, std::vector<Handle> handles, std::function<void()> finish) {
+    auto made = std::make_shared<C10dWork>(kind, std::move(handles), std::move(finish), ending_);
+    if (kind != C10dWork::Kind::kTransfers) return made;
+    std::lock_guard<std::mutex> lock(ending_->mutex);
+    auto& all = ending_->under_way;
+    all.erase(std::remove_if(all.begin(), all.end(), [](const auto& each) { return each.expired(); }), all.end());
+    all.push_back(made);
+    if (ending_->asked) made->abort();
+    return made;
+  }
+
+  at::Tensor sent_tensor(const at::Tensor& tensor) const {
+    if (by_collectives(tensor)) return as_bytes(tensor);
+    return wire_tensor(tensor);
+  }
+  // By collectives sums of bf16 are formed in fp32, which gloo does not do.
+  at::Tensor reduced_tensor(const Op& op) const {
+    if (by_collectives(op.out) && op.out.scalar_type() == at::kBFloat16) return op.out.to(at::kFloat);
+    if (by_collectives(op.out) && op.out.scalar_type() == at::kHalf && op.reduce == ReduceOp::kAvg)
+      return op.out.to(at::kFloat);
+    return wire_tensor(op.out);
   }
 
   at::Tensor wire_tensor(const at::Tensor& tensor) const {
@@ -223,6 +375,8 @@ class C10dCommunicator : public Communicator {
 
   int first_tag_ = 1 << 28;   // above what scripts use for messages of their own
   std::vector<int> members_;  // ranks of the group; empty: all
+  const GlooBy gloo_by_;
+  const EndingPtr ending_ = std::make_shared<Ending>();
   BlockingRegion blocking_region_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const OwningProcess owner_;
@@ -234,8 +388,9 @@ class C10dCommunicator : public Communicator {
 
 }  // namespace
 
-CommunicatorPtr c10d_communicator(c10::intrusive_ptr<c10d::ProcessGroup> group, BlockingRegion blocking_region) {
-  return std::make_shared<C10dCommunicator>(std::move(group), std::move(blocking_region));
+CommunicatorPtr c10d_communicator(c10::intrusive_ptr<c10d::ProcessGroup> group, BlockingRegion blocking_region,
+                                  GlooBy gloo_by) {
+  return std::make_shared<C10dCommunicator>(std::move(group), std::move(blocking_region), gloo_by);
 }
 
 }  // namespace ds::comm

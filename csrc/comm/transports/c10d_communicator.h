@@ -7,11 +7,17 @@
 
 namespace ds::comm {
 
-// Keeps the group alive. Element types that the backend cannot carry (bf16 and bool on Debian's gloo) travel as fp32
-// or uint8; the result is rounded once.
+// How gloo carries what it has no collective for, or a slow one.
+enum class GlooBy {
+  kTransfers,    // sends and receives between all pairs: fastest; their handles have to be waited for
+  kCollectives,  // its own collectives, which run in threads of gloo: handles can be asked and dropped, as scripts may
+};
+
+// Keeps the group alive. Element types that the backend cannot carry (bf16 and bool on Debian's gloo) travel as fp32,
+// uint8 or bytes; the result is rounded once.
 // `blocking_region`: how to wait for the end of the group, whose threads may need what the caller holds; null: nothing
-// is held.
+// is held. `gloo_by`: kCollectives says, too, that gloo carries its tensors in host memory.
 CommunicatorPtr c10d_communicator(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                                  BlockingRegion blocking_region = nullptr);
+                                  BlockingRegion blocking_region = nullptr, GlooBy gloo_by = GlooBy::kTransfers);
 
 }  // namespace ds::comm

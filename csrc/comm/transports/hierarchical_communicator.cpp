@@ -64,7 +64,7 @@ class FingerprintExchange {
   WorkPtr work_;
 };
 
-size_t elements(const at::Tensor& tensor) { return static_cast<size_t>(tensor.numel()); }
+size_t count_of(const at::Tensor& tensor) { return static_cast<size_t>(tensor.numel()); }
 
 bool narrow(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
@@ -119,25 +119,23 @@ class HierarchicalCommunicator : public Communicator {
   }
 
   WorkPtr all_reduce(const Op& op) {
-    return submit(call(op), [op](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
+    return submit(record_of(op), [op](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
       const at::Tensor& tensor = op.out;
       const at::Tensor sum = op.reduce == ReduceOp::kSum && narrow(tensor) ? tensor.to(at::kFloat) : tensor;
-      group.reduce(sum.data_ptr(), elements(sum), sum.scalar_type(), op.reduce, 0, op.tag);
+      group.reduce(sum.data_ptr(), count_of(sum), sum.scalar_type(), op.reduce, 0, op.tag);
       fingerprints.compare(group);
       tree.between_hosts(group, [&](Communicator& leaders) { leaders.all_reduce(sum, op.reduce)->wait(); });
-      group.broadcast(sum.data_ptr(), elements(sum), sum.scalar_type(), 0, op.tag);
+      group.broadcast(sum.data_ptr(), count_of(sum), sum.scalar_type(), 0, op.tag);
       if (!sum.is_same(tensor)) tensor.copy_(sum);
     });
   }
 
   WorkPtr broadcast(const Op& op) {
-    Record header = call(op);
-    header.root = op.peer;
-    return submit(header, [op](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
+    return submit(record_of(op), [op](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
       const at::Tensor& tensor = op.out;
       const int from = tree.hosts.host_of(op.peer), place = tree.hosts.place_of(op.peer);
       const auto inside = [&](int local_root) {
-        group.broadcast(tensor.data_ptr(), elements(tensor), tensor.scalar_type(), local_root, op.tag);
+        group.broadcast(tensor.data_ptr(), count_of(tensor), tensor.scalar_type(), local_root, op.tag);
       };
       if (from == tree.hosts.mine) inside(place);
       fingerprints.compare(group);
@@ -147,10 +145,11 @@ class HierarchicalCommunicator : public Communicator {
   }
 
   WorkPtr reduce_scatter(const Op& op) {
-    return submit(call(op), [op, n = size()](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
+    return submit(record_of(op), [op, n = size()](ShmGroup& group, const Tree& tree,
+                                                  FingerprintExchange& fingerprints) {
       const at::Tensor &input = op.in, &output = op.out;
       const at::Tensor sum = narrow(input) ? input.to(at::kFloat) : input;
-      group.reduce(sum.data_ptr(), elements(sum), sum.scalar_type(), op.reduce, 0, op.tag);
+      group.reduce(sum.data_ptr(), count_of(sum), sum.scalar_type(), op.reduce, 0, op.tag);
       fingerprints.compare(group);
       const at::Tensor rows = sum.view({n, output.numel()});
       at::Tensor mine;  // the rows of this host's ranks
@@ -159,29 +158,24 @@ class HierarchicalCommunicator : public Communicator {
       at::Tensor row = sum.scalar_type() == output.scalar_type() ? output : at::empty(output.sizes(), sum.options());
       const size_t bytes = row.nbytes();
       group.scatter(row.data_ptr(), mine.defined() ? rows_of(mine.data_ptr(), group.size(), bytes) : Rows(),
-                    elements(row), row.scalar_type(), 0, op.tag);
+                    count_of(row), row.scalar_type(), 0, op.tag);
       if (!row.is_same(output)) output.copy_(row);
     });
   }
 
   WorkPtr all_gather(const Op& op) {
-    return submit(call(op), [op, n = size()](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
-      const at::Tensor &mine = op.in, &all = op.out;
-      const at::Tensor rows = all.view({n, mine.numel()});
-      at::Tensor block;  // the rows of this host's ranks
-      if (tree.leaders) block = at::empty({group.size(), mine.numel()}, all.options());
-      group.gather(tree.leaders ? rows_of(block.data_ptr(), group.size(), mine.nbytes()) : Rows(), mine.data_ptr(),
-                   elements(mine), mine.scalar_type(), 0, op.tag);
-      fingerprints.compare(group);
-      tree.between_hosts(group, [&](Communicator& leaders) { gather_blocks(leaders, tree.hosts, block, rows); });
-      group.broadcast(all.data_ptr(), elements(all), all.scalar_type(), 0, op.tag);
-    });
-  }
-
-  static Record call(const Op& op) {
-    Record made = record(verb_name(op.verb), op.own().numel(), static_cast<int32_t>(op.own().scalar_type()), op.tag);
-    if (op.verb == Verb::kAllReduce || op.verb == Verb::kReduceScatter) made.op = static_cast<int32_t>(op.reduce);
-    return made;
+    return submit(
+        record_of(op), [op, n = size()](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
+          const at::Tensor &mine = op.in, &all = op.out;
+          const at::Tensor rows = all.view({n, mine.numel()});
+          at::Tensor block;  // the rows of this host's ranks
+          if (tree.leaders) block = at::empty({group.size(), mine.numel()}, all.options());
+          group.gather(tree.leaders ? rows_of(block.data_ptr(), group.size(), mine.nbytes()) : Rows(), mine.data_ptr(),
+                       count_of(mine), mine.scalar_type(), 0, op.tag);
+          fingerprints.compare(group);
+          tree.between_hosts(group, [&](Communicator& leaders) { gather_blocks(leaders, tree.hosts, block, rows); });
+          group.broadcast(all.data_ptr(), count_of(all), all.scalar_type(), 0, op.tag);
+        });
   }
 
   // Hosts may have different numbers of ranks: leaders send blocks as long as the longest.
@@ -235,6 +229,8 @@ class HierarchicalCommunicator : public Communicator {
   const bool background_;
 };
 
+}  // namespace
+
 std::vector<int64_t> hosts_of_all(Communicator& inner, int64_t host) {
   const at::Tensor all = at::zeros({inner.size()}, at::kLong);
   all[inner.rank()] = host;
@@ -242,17 +238,15 @@ std::vector<int64_t> hosts_of_all(Communicator& inner, int64_t host) {
   return {all.data_ptr<int64_t>(), all.data_ptr<int64_t>() + all.numel()};
 }
 
-}  // namespace
-
 CommunicatorPtr hierarchical_communicator(const CommunicatorPtr& inner, std::chrono::milliseconds timeout,
                                           const GroupFacts& facts, int64_t host) {
   Tree tree;
-  tree.hosts = group_by_host(hosts_of_all(*inner, host), inner->rank());
+  tree.hosts = group_by_host(hosts_of_all(inner->bare(), host), inner->rank());
   const auto& here = tree.hosts.ranks[tree.hosts.mine];
   const auto count = static_cast<int>(tree.hosts.ranks.size());
   if (count == 1 || count == inner->size()) return nullptr;
   if (tree.hosts.leads()) tree.leaders = inner->among(tree.hosts.leaders());
-  const Rendezvous everybody = rendezvous_over(*inner);
+  const Rendezvous everybody = rendezvous_over(inner->bare());
   if (!everybody.all(!tree.hosts.leads() || tree.leaders)) return nullptr;
   Rendezvous rendezvous = everybody;
   rendezvous.exchange = [&](const SegmentFacts& mine) {

@@ -20,4 +20,7 @@ namespace ds::comm {
 CommunicatorPtr hierarchical_communicator(const CommunicatorPtr& inner, std::chrono::milliseconds timeout,
                                           const GroupFacts& facts, int64_t host);
 
+// host_id() of every rank, by rank. Collective.
+std::vector<int64_t> hosts_of_all(Communicator& group, int64_t host);
+
 }  // namespace ds::comm

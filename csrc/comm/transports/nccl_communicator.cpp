@@ -10,25 +10,11 @@
 
 #include "base/error.h"
 #include "comm/native_stream.h"
+#include "comm/nccl_tensors.h"
 
 namespace ds::comm {
 
 namespace {
-
-std::optional<nccl::DataType> nccl_type(at::ScalarType type) {
-  switch (type) {
-    case at::kChar: return nccl::kInt8;
-    case at::kByte:
-    case at::kBool: return nccl::kUint8;
-    case at::kInt: return nccl::kInt32;
-    case at::kLong: return nccl::kInt64;
-    case at::kHalf: return nccl::kFloat16;
-    case at::kFloat: return nccl::kFloat32;
-    case at::kDouble: return nccl::kFloat64;
-    case at::kBFloat16: return nccl::kBfloat16;
-    default: return std::nullopt;
-  }
-}
 
 // On truth values addition is "or" and multiplication is "and".
 std::optional<nccl::RedOp> nccl_op(ReduceOp op, at::ScalarType type) {
@@ -43,18 +29,23 @@ std::optional<nccl::RedOp> nccl_op(ReduceOp op, at::ScalarType type) {
   }
 }
 
-bool reduces(Verb verb) { return verb == Verb::kAllReduce || verb == Verb::kReduce || verb == Verb::kReduceScatter; }
-
 // What the device does beside its current stream; wait() puts the current stream behind it. Holds the tensors until
 // then: torch's allocator would hand out their memory in the order of the stream that they were made on.
 class StreamWork : public Work {
  public:
   StreamWork(c10::Event done, std::vector<Op> ops, std::function<void()> finish)
       : done_(std::move(done)), ops_(std::move(ops)), finish_(std::move(finish)) {}
+  // Nobody has waited: the memory may be handed out again, but not before the device is done with it.
+  ~StreamWork() override {
+    try {
+      if (!ops_.empty()) block();
+    } catch (const std::exception&) {  // the device has failed: there is nothing left to protect
+      ops_.clear();
+    }
+  }
   void wait() override {
     if (ops_.empty()) return;
-    const c10::Device device = ops_[0].own().device();
-    done_.block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    block();
     if (finish_) finish_();
     ops_.clear();
     finish_ = nullptr;
@@ -62,6 +53,11 @@ class StreamWork : public Work {
   bool ready() override { return true; }  // wait() does not block the host
 
  private:
+  void block() {
+    const c10::Device device = ops_[0].own().device();
+    done_.block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  }
+
   c10::Event done_;
   std::vector<Op> ops_;
   std::function<void()> finish_;
@@ -78,7 +74,8 @@ class NcclCommunicator : public Communicator {
     if (by_host(op)) return true;
     if (op.verb == Verb::kBarrier || op.verb == Verb::kGather || op.verb == Verb::kScatter) return false;
     const at::ScalarType type = op.own().scalar_type();
-    if (reduces(op.verb) && !(nccl_type(type) && nccl_op(op.reduce, type))) return false;
+    const bool small = at::isFloatingType(type) && op.own().element_size() == 1;  // which not every NCCL reduces
+    if (reduces(op.verb) && (small || !nccl_type(type) || !nccl_op(op.reduce, type))) return false;
     return op.verb == Verb::kAllToAll || (op.in_counts.empty() && op.out_counts.empty());
   }
   WorkPtr run_all(const std::vector<Op>& ops) override {
@@ -92,6 +89,13 @@ class NcclCommunicator : public Communicator {
   }
   PeerMemoryPtr peer_memory(int64_t bytes) override { return host_ ? host_->peer_memory(bytes) : nullptr; }
   CommunicatorPtr among(const std::vector<int>& ranks) override { return host_ ? host_->among(ranks) : nullptr; }
+  void abort(const std::string& why) noexcept override {
+    try {
+      nccl_->abort(why);
+    } catch (const std::exception&) {  // it is broken already
+    }
+    if (host_) host_->abort(why);
+  }
   void leave() override {
     nccl_->leave();
     if (host_) host_->leave();

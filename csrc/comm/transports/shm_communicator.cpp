@@ -42,10 +42,10 @@ class ShmCommunicator : public Communicator {
       if (!background_) queue_->drain();
       return inner_->run(op);
     }
-    return std::make_shared<ShmWork>(
-        queue_, queue_->submit([op](ShmGroup& group) { call(group, op); }, background_ && op.verb != Verb::kBarrier
-                                                                               ? ShmQueue::Start::kSoon
-                                                                               : ShmQueue::Start::kByWaiting));
+    return std::make_shared<ShmWork>(queue_, queue_->submit([op](ShmGroup& group) { call(group, op); },
+                                                            op.detached || (background_ && op.verb != Verb::kBarrier)
+                                                                ? ShmQueue::Start::kSoon
+                                                                : ShmQueue::Start::kByWaiting));
   }
 
  private:
@@ -95,13 +95,34 @@ class ShmCommunicator : public Communicator {
 
 }  // namespace
 
-CommunicatorPtr shm_communicator(CommunicatorPtr inner, std::chrono::milliseconds timeout, const GroupFacts& facts) {
+namespace {
+
+bool unwanted(const Communicator& inner) {
   const char* wish = std::getenv("DS_SHM_COLLECTIVES");
-  if (inner->size() == 1 || (wish && std::string(wish) == "0")) return inner;
-  if (auto made = hierarchical_communicator(inner, timeout, facts, host_id())) return made;
-  auto group = ShmGroup::create(inner->rank(), inner->size(), rendezvous_over(*inner), timeout, facts);
+  return inner.size() == 1 || (wish && std::string(wish) == "0");
+}
+
+CommunicatorPtr in_shared_memory(CommunicatorPtr inner, std::chrono::milliseconds timeout, const GroupFacts& facts) {
+  auto group = ShmGroup::create(inner->rank(), inner->size(), rendezvous_over(inner->bare()), timeout, facts);
   if (!group) return inner;
   return std::make_shared<ShmCommunicator>(std::move(inner), std::move(group));
+}
+
+}  // namespace
+
+CommunicatorPtr shm_communicator(CommunicatorPtr inner, std::chrono::milliseconds timeout, const GroupFacts& facts) {
+  if (unwanted(*inner)) return inner;
+  if (auto made = hierarchical_communicator(inner, timeout, facts, host_id())) return made;
+  return in_shared_memory(std::move(inner), timeout, facts);
+}
+
+CommunicatorPtr one_host_communicator(CommunicatorPtr inner, std::chrono::milliseconds timeout,
+                                      const GroupFacts& facts) {
+  if (unwanted(*inner)) return inner;
+  const std::vector<int64_t> hosts = hosts_of_all(inner->bare(), host_id());
+  for (const int64_t host : hosts)
+    if (host != hosts[0]) return inner;
+  return in_shared_memory(std::move(inner), timeout, facts);
 }
 
 }  // namespace ds::comm

@@ -13,5 +13,8 @@ namespace ds::comm {
 // where DS_SHM_COLLECTIVES=0 in the environment. `timeout`: how long a rank waits for another before all give up.
 CommunicatorPtr shm_communicator(CommunicatorPtr inner, std::chrono::milliseconds timeout,
                                  const GroupFacts& facts = {});
+// The same where all ranks share a host, and `inner` itself elsewhere.
+CommunicatorPtr one_host_communicator(CommunicatorPtr inner, std::chrono::milliseconds timeout,
+                                      const GroupFacts& facts = {});
 
 }  // namespace ds::comm

@@ -5,20 +5,11 @@ import time
 
 import torch.distributed
 
+from deepspeed import _native
 from deepspeed.comm.bandwidth import bandwidths, readable_size
 from deepspeed.log import logger, print_rank
 
-_WIDTH = 20
-_COLUMNS = ("Count", "Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)", "busbw_avg (Gbps)")
-_STRAGGLER_COLUMNS = ("Count", "Total comm lat(ms)", "Total straggler(ms)", "Avg comm lat(ms)", "Avg straggler(ms)")
-
-
-def trimmed_mean(values, share=0.1):
-    """The mean without the smallest and the largest ``share`` of the values: one hiccup is not the speed."""
-    values = sorted(values)
-    cut = int(len(values) * share)
-    kept = values[cut : len(values) - cut] or values
-    return sum(kept) / len(kept) if kept else 0.0
+trimmed_mean = _native._C.trimmed_mean  # without the smallest and the largest tenth: one hiccup is not the speed
 
 
 class CommsLogger:
@@ -121,22 +112,8 @@ class CommsLogger:
 
     def get_operation_summary(self, operation_name):
         """bytes -> dict of figures (``count``, ``total_latency_ms``, ...); {} for an operation that is not there."""
-        return {
-            size: self._figures(size, entry) for size, entry in sorted(self.comms_dict.get(operation_name, {}).items())
-        }
-
-    @staticmethod
-    def _figures(size, entry):
-        count, latencies, algorithm, bus = entry
-        return {
-            "count": count,
-            "total_latency_ms": sum(latencies),
-            "avg_latency_ms": trimmed_mean(latencies),
-            "tput_avg_gbps": trimmed_mean(algorithm),
-            "busbw_avg_gbps": trimmed_mean(bus),
-            "msg_size_bytes": size,
-            "msg_size_str": readable_size(size),
-        }
+        sizes = sorted(self.comms_dict.get(operation_name, {}).items())
+        return {size: _native._C.call_figures(size, entry) for size, entry in sizes}
 
     # ---- the summary -----------------------------------------------------------------------------------------------
     def log_all(self, print_log=True, show_straggler=False, return_dict=False):
@@ -146,9 +123,9 @@ class CommsLogger:
         record; the ranks exchange their times. The straggler effect of an operation is how long this rank was in it
         beyond the rank that was in it for the shortest time, which is the one that came last: the others waited for it.
         """
-        stragglers = self._stragglers() if show_straggler else None
+        log, everyone = list(self.comms_dict.items()), self._times_of_all_ranks() if show_straggler else None
         if print_log:
-            logger.info("%s", self._table(stragglers))
+            logger.info("%s", _native._C.call_table(log, everyone))
         if not return_dict:
             return None
         initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -160,50 +137,14 @@ class CommsLogger:
                 "timestamp": time.time(),
             },
         }
-        if stragglers is not None:
-            found["straggler_analysis"] = stragglers
+        if show_straggler:
+            found["straggler_analysis"] = _native._C.call_stragglers(log, everyone)
         return found
 
-    def _stragglers(self):
-        """name -> bytes -> figures, from the times of all ranks. Operations that another number of ranks has seen
-        another number of times are compared among those that agree with this rank."""
+    def _times_of_all_ranks(self):
         mine = {name: {size: entry[1] for size, entry in sizes.items()} for name, sizes in self.comms_dict.items()}
-        everyone = [mine]
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            everyone = [None] * torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(everyone, mine)
-        found = {}
-        for name, sizes in mine.items():
-            for size, times in sorted(sizes.items()):
-                others = [theirs.get(name, {}).get(size, ()) for theirs in everyone]
-                comparable = [theirs for theirs in others if len(theirs) == len(times)]
-                effect = [own - min(column) for own, column in zip(times, zip(*comparable))]  # noqa: B905 (equal)
-                found.setdefault(name, {})[size] = {
-                    "count": len(times),
-                    "total_comm_lat_ms": sum(times),
-                    "total_straggler_ms": sum(effect),
-                    "avg_comm_lat_ms": trimmed_mean(times),
-                    "avg_straggler_ms": trimmed_mean(effect),
-                    "ranks_compared": len(comparable),
-                }
-        return found
-
-    def _table(self, stragglers):
-        lines = ["", _row("Comm. Op", "Message Size", *_COLUMNS)]
-        for name in self.comms_dict:
-            lines.append(name)
-            for size, row in self.get_operation_summary(name).items():
-                figures = (row["total_latency_ms"], row["avg_latency_ms"], row["tput_avg_gbps"], row["busbw_avg_gbps"])
-                lines.append(_row("", readable_size(size), row["count"], *(f"{figure:.2f}" for figure in figures)))
-        if stragglers is not None:
-            lines += ["", _row("Comm. Op", "Message Size", *_STRAGGLER_COLUMNS)]
-            for name, sizes in stragglers.items():
-                lines.append(name)
-                for size, row in sizes.items():
-                    keys = ("total_comm_lat_ms", "total_straggler_ms", "avg_comm_lat_ms", "avg_straggler_ms")
-                    lines.append(_row("", readable_size(size), row["count"], *(f"{row[key]:.2f}" for key in keys)))
-        return "\n".join(lines)
-
-
-def _row(*cells):
-    return "".join(str(cell).ljust(_WIDTH) for cell in cells).rstrip()
+        if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            return [mine]
+        everyone = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everyone, mine)
+        return everyone

@@ -6,14 +6,16 @@ nobody else takes part, whatever else it does meanwhile. Ranks that are in sever
 """
 
 import functools
+import os
 
 import torch
 import torch.distributed as dist
 
 from deepspeed import _native
 from deepspeed._compat import group_around
-from deepspeed.comm import fast_groups, shm
+from deepspeed.comm import carriers, nccl_join, shm
 from deepspeed.comm.timeouts import default_timeout
+from deepspeed.comm.watch import board_store, group_facts
 
 
 class _Made:
@@ -25,6 +27,7 @@ class _Made:
         self.counts = {}  # ranks -> how often that was made
         self.views = {}  # name -> Members (mesh_views.py)
         self.jobs = {}  # backend -> native Job
+        self.gathers = {}  # ranks -> native Communicator (mesh_views.py)
 
 
 _made = None
@@ -42,15 +45,8 @@ def made_here():
 def new_group(ranks):
     """torch's: every rank of the job calls it, members or not."""
     made = dist.new_group(ranks)
-    add_memory(made, ranks)
+    carriers.add_memory(made)
     return made
-
-
-def add_memory(group, ranks=None, timeout=None):
-    """Gives a group that every rank of the job has just made the one in shared memory beside it (fast_groups.py)."""
-    if fast_groups.wanted(len(ranks) if ranks is not None else dist.get_world_size()):
-        beside = dist.new_group(ranks, timeout=timeout or default_timeout(), backend=shm.ALONE)
-        fast_groups.put(group, beside)
 
 
 def init_device_mesh(device, mesh_shape, mesh_dim_names):
@@ -71,8 +67,7 @@ def group_over(ranks):
         number = made.counts[key] = made.counts.get(key, -1) + 1
         name = f"deepspeed/{'_'.join(map(str, ranks))}/{number}"
         made.groups[key] = _meet(ranks, name, dist.get_backend())
-        if fast_groups.wanted(len(ranks)):
-            fast_groups.put(made.groups[key], _meet(ranks, f"{name}/memory", shm.ALONE))
+        carriers.add_memory(made.groups[key])
     return made.groups[key]
 
 
@@ -95,15 +90,21 @@ def job(group):
 
 
 def _open(backend, key, ranks):
-    """What a native communicator goes over. It ends with its last holder, without the interpreter's lock, which gloo's
-    threads may need: torch's tables do not know it."""
-    makers = {"gloo": getattr(dist, "ProcessGroupGloo", None), shm.NAME: shm.create}
-    if backend not in makers:
-        return _meet(ranks, f"deepspeed/{key}", backend)
+    """A native communicator, and what it goes over: that ends with its last holder, without the interpreter's lock,
+    which gloo's threads may need. torch's tables do not know it."""
     store = dist.PrefixStore(f"deepspeed/{backend}/{key}", dist.distributed_c10d._get_default_store())
-    rank = ranks.index(dist.get_rank())
-    made = makers[backend](store, rank, len(ranks), default_timeout())
-    return group_around(made, backend, store, rank, len(ranks))
+    rank, size, timeout = ranks.index(dist.get_rank()), len(ranks), default_timeout()
+    nccl = None
+    if backend == "nccl" and os.environ.get("DS_NCCL_DIRECT") != "0":
+        nccl = nccl_join.join_by_store(dist.PrefixStore("nccl", store), key, rank, size, timeout)
+    makers = {"gloo": getattr(dist, "ProcessGroupGloo", None), shm.NAME: shm.create}
+    carrier = backend if nccl is None else "gloo"  # of what lies in host memory
+    if carrier in makers:
+        group = group_around(makers[carrier](store, rank, size, timeout), carrier, store, rank, size)
+    else:
+        group = _meet(ranks, f"deepspeed/{key}", backend)
+    boards = board_store(f"{backend}/{key}")
+    return _native._C.Communicator(group, timeout=timeout, facts=group_facts(key), store=boards, nccl=nccl)
 
 
 def _meet(ranks, name, backend):

@@ -66,10 +66,23 @@ Purpose = _native._C.Purpose
 MICS = ["dp.mics"], ["dp.replicas"]  # who holds the other shards, who holds the same one
 
 
-def adopted(group):
-    """The native mesh of this rank's data-parallel ``group`` of torch's (None: one process)."""
-    ranks = [0] if group is None else dist.get_all_ranks_from_group(group)
-    return _native._C.ProcessMesh({"dp": ranks}, mesh.job(group))
+def adopted(group, model_group=None):
+    """The native mesh of this rank's data-parallel ``group`` of torch's (None: one process), and of its model-parallel
+    one where there is one."""
+    alone = [dist.get_rank() if dist.is_initialized() else 0]
+    own = {"dp": alone if group is None else dist.get_all_ranks_from_group(group)}
+    if model_group is not None:
+        own["tp"] = dist.get_all_ranks_from_group(model_group)
+    return _native._C.ProcessMesh(own, mesh.job(group if group is not None else model_group))
+
+
+def gathers(group):
+    """A native communicator over torch's ``group``, for the parameters of all models of this job that are cut over it.
+    Made by all its ranks at the first call; later ones need nobody."""
+    ranks, made = tuple(dist.get_all_ranks_from_group(group)), mesh.made_here().gathers
+    if ranks not in made:
+        made[ranks] = adopted(group).communicator(["dp"], Purpose.GATHER)
+    return made[ranks]
 
 
 def cut_for_mics(native, size):
@@ -107,19 +120,25 @@ class EngineRanks:
             self.mp_world_size = ask_mpu(mpu, "world_size") or 1
             self.mp_rank = ask_mpu(mpu, "rank") or 0
             self.mp_group = ask_mpu(mpu, "group") if self.mp_world_size > 1 else None
-        self.native = None
 
     def cut_for_mics(self, size):
         """See ``cut_for_mics``."""
-        self.native = adopted(self.dp_group)
-        return cut_for_mics(self.native, size)
+        return cut_for_mics(self.mesh, size)
+
+    @functools.cached_property
+    def mesh(self):
+        """The native one, of this engine alone; made by all its ranks."""
+        return adopted(self.dp_group if self.dp_world_size > 1 else None, self.mp_group)
 
     def communicator(self, axes, purpose):
         """A native communicator of this engine alone, over ``axes``; None where that is one rank."""
-        if self.dp_world_size == 1:
+        if self.dp_world_size == self.mp_world_size == 1:
             return None
-        self.native = self.native or adopted(self.dp_group)
-        return self.native.communicator(axes, purpose) if self.native.size(axes) > 1 else None
+        return self.mesh.communicator(axes, purpose) if self.mesh.size(axes) > 1 else None
+
+    def model_parallel(self):
+        """The same among the ranks that hold the other parts of the model."""
+        return self.communicator(["tp"], Purpose.CONTROL) if self.mp_group is not None else None
 
     def counts_in_norm(self, param):
         """Parameters that every model-parallel rank holds count on the first one only."""

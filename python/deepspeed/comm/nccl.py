@@ -12,7 +12,6 @@ else the file that ``DS_NCCL_LIBRARY`` names, else that of the package nvidia-nc
 """
 
 import contextlib
-import functools
 import time
 import weakref
 from datetime import timedelta
@@ -22,14 +21,12 @@ import torch.distributed as dist
 
 from deepspeed import _native
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.nccl_join import device_of, find_library, introduce
+from deepspeed.comm.nccl_join import find, find_library, introduce, join, on_device  # noqa: F401
 from deepspeed.comm.reduce_op import ReduceOp, to_name
 from deepspeed.comm.timeouts import default_timeout
 
 _NAP_S = 1e-4
-# torch dtypes by the names of NcclType; older torches lack some.
-_TYPES = {getattr(torch, name): kind for name, kind in _native._C.NcclType.__members__.items() if hasattr(torch, name)}
-_MOVED_TYPES = {**_TYPES, torch.bool: _native._C.NcclType.uint8}
+_TYPES = {getattr(torch, name) for name in _native._C.nccl_types() if hasattr(torch, name)}
 
 
 class NcclCommunicator:
@@ -74,26 +71,12 @@ class NcclCommunicator:
         if waits <= timedelta(0):
             raise ValueError(f"NcclCommunicator got timeout {timeout!r}; it must be more than 0 seconds.")
         self.name = name or ("all ranks" if group is None else f"a group of {self.size}")
-        found, problem = None, None
-        try:
-            self.device = device_of(device, library)
-            found = find_library(library)
-        except (RuntimeError, ValueError) as error:
-            problem = f"{type(error).__name__}: {error}"
+        place, found, problem = find(device, library)
         id = introduce(group, self.name, self.rank, found, problem)
-        self.version, self.library = found.version_text, found.path
+        self.device, self.version, self.library = place, found.version_text, found.path
         self._seconds = waits.total_seconds()
-        self._calls = None  # of the open group
-        with self._on_device():
-            self._native = _native._C.NcclCommunicator(
-                library=found,
-                id=id,
-                name=self.name,
-                rank=self.rank,
-                size=self.size,
-                timeout=waits,
-                synchronize=functools.partial(_synchronize, self.device.type, self.device.index),
-            )
+        self._grouping = False
+        self._native = join(found, id, self.name, self.rank, self.size, waits, self.device)
         # Before the interpreter ends: afterwards the device may be gone.
         self._at_end = weakref.finalize(self, self._native.leave)
 
@@ -107,59 +90,38 @@ class NcclCommunicator:
     def all_reduce(self, tensor, op=ReduceOp.SUM, out=None):
         """``out`` (``tensor`` itself if None; same dtype and number of elements) becomes the reduction of all ranks'
         ``tensor``. ``op``: SUM, PRODUCT, MIN, MAX or AVG."""
-        out = tensor if out is None else out
-        kind = self._checked("all_reduce", _TYPES, tensor=tensor, out=out)
-        self._same_numel("all_reduce", out, "out", tensor.numel())
-        self._run("all_reduce", (tensor, out), tensor.numel(), kind, _op(op))
+        self._native.all_reduce(tensor, tensor if out is None else out, to_name(op))
 
     def reduce(self, tensor, dst, op=ReduceOp.SUM):
         """``tensor`` of rank ``dst`` becomes the reduction; those of the others stay."""
-        kind = self._checked("reduce", _TYPES, tensor=tensor)
-        self._rank("reduce", "dst", dst)
-        self._run("reduce", (tensor, tensor), tensor.numel(), kind, _op(op), dst)
+        self._native.reduce(tensor, dst, to_name(op))
 
     def broadcast(self, tensor, src):
         """``tensor`` of every rank becomes that of rank ``src``."""
-        kind = self._checked("broadcast", _MOVED_TYPES, tensor=tensor)
-        self._rank("broadcast", "src", src)
-        self._run("broadcast", (tensor, tensor), tensor.numel(), kind, src)
+        self._native.broadcast(tensor, src)
 
     def all_gather(self, output, tensor):
         """Row r of ``output`` (``size`` rows of ``tensor.numel()``) becomes rank r's ``tensor``, possibly that row."""
-        kind = self._checked("all_gather", _MOVED_TYPES, output=output, tensor=tensor)
-        self._same_numel("all_gather", output, "output", tensor.numel() * self.size)
-        self._run("all_gather", (tensor, output), tensor.numel(), kind)
+        self._native.all_gather(output, tensor)
 
     def reduce_scatter(self, output, tensor, op=ReduceOp.SUM):
         """``output`` becomes the reduction of row ``rank`` of all ranks' ``tensor`` (``size`` rows of
         ``output.numel()``). It may be that row."""
-        kind = self._checked("reduce_scatter", _TYPES, output=output, tensor=tensor)
-        self._same_numel("reduce_scatter", tensor, "tensor", output.numel() * self.size)
-        self._run("reduce_scatter", (tensor, output), output.numel(), kind, _op(op))
+        self._native.reduce_scatter(output, tensor, to_name(op))
 
     def send(self, tensor, dst):
         """Gives ``tensor`` to rank ``dst``, which calls ``recv``. A send and a receive of the same two ranks belong
         into one ``group()``, or each waits for the other's."""
-        kind = self._checked("send", _MOVED_TYPES, tensor=tensor)
-        self._rank("send", "dst", dst)
-        self._run("send", (tensor,), tensor.numel(), kind, dst)
+        self._native.send(tensor, dst)
 
     def recv(self, tensor, src):
         """``tensor`` becomes what rank ``src`` sends: as many elements of the same dtype."""
-        kind = self._checked("recv", _MOVED_TYPES, tensor=tensor)
-        self._rank("recv", "src", src)
-        self._run("recv", (tensor,), tensor.numel(), kind, src)
+        self._native.recv(tensor, src)
 
     def all_to_all(self, output, tensor, output_splits=None, input_splits=None):
         """Part r of ``tensor`` goes to rank r, part r of ``output`` comes from there. The splits are elements of each
         part, one for each rank; None: equal parts. ``output`` and ``tensor`` do not overlap."""
-        kind = self._checked("all_to_all", _MOVED_TYPES, output=output, tensor=tensor)
-        given = self._splits("all_to_all", "input_splits", input_splits, tensor)
-        taken = self._splits("all_to_all", "output_splits", output_splits, output)
-        self._issue(
-            lambda stream: self._native.all_to_all(tensor.data_ptr(), given, output.data_ptr(), taken, kind, stream),
-            (tensor, output),
-        )
+        self._native.all_to_all(output, tensor, output_splits, input_splits)
 
     # ---- packed chunks with their scales ---------------------------------------------------------------------------
     def exchange_packed(
@@ -181,51 +143,32 @@ class NcclCommunicator:
         packing again are the caller's, then ``gather_packed`` is the second half (1-bit Adam, arXiv 2102.02888; the
         quantized gradients of ZeRO++, arXiv 2306.10209, use the first alone).
         """
-        what = "exchange_packed"
-        kind = self._packed(what, output, output_scales, packed, scales)
-        sent = self._splits(what, "input_splits", input_splits, packed)
-        sent_scales = self._splits(what, "input_scale_splits", input_scale_splits, scales)
-        taken = self._splits(what, "output_splits", output_splits, output)
-        taken_scales = self._splits(what, "output_scale_splits", output_scale_splits, output_scales)
-        tensors = (packed, scales, output, output_scales)
-        a, b, c, d = (t.data_ptr() for t in tensors)
-        self._issue(
-            lambda stream: self._native.exchange_packed(
-                a, b, sent, sent_scales, c, d, taken, taken_scales, kind, stream
-            ),
-            tensors,
-        )
+        splits = [output_splits, input_splits, output_scale_splits, input_scale_splits]
+        self._native.exchange_packed((output, output_scales), (packed, scales), splits)
 
     def gather_packed(self, output, output_scales, packed, scales):
         """The second half: every rank's ``packed`` (uint8) and ``scales``, of equal sizes on all ranks, to all ranks as
         one launch. Row r of ``output`` and of ``output_scales`` is rank r's; the inputs may be the own rows."""
-        what = "gather_packed"
-        kind = self._packed(what, output, output_scales, packed, scales)
-        self._same_numel(what, output, "output", packed.numel() * self.size)
-        self._same_numel(what, output_scales, "output_scales", scales.numel() * self.size)
-        tensors = (packed, scales, output, output_scales)
-        a, b, c, d = (t.data_ptr() for t in tensors)
-        self._issue(
-            lambda stream: self._native.gather_packed(a, packed.numel(), b, scales.numel(), c, d, kind, stream), tensors
-        )
+        self._native.gather_packed((output, output_scales), (packed, scales))
 
     # ---- groups and the end of work --------------------------------------------------------------------------------
     @contextlib.contextmanager
     def group(self):
         """The calls inside become one launch when the block ends, on the stream that is current then. If the block
         raises, none of them is made. Groups nest; one thread at a time."""
-        if self._calls is not None:
+        if self._grouping:
             yield
             return
-        self._calls = []
+        self._grouping = True
+        self._native.begin_group()
         try:
             yield
-            calls = self._calls
+        except BaseException:
+            self._native.end_group(launch=False)
+            raise
         finally:
-            self._calls = None
-        if calls:
-            stream = self._stream()
-            self._native.grouped([functools.partial(call, stream) for call, _ in calls])
+            self._grouping = False
+        self._native.end_group(launch=True)
 
     def wait(self, timeout=None):
         """Lets the host wait for the current stream, and asks NCCL for errors while it does. After ``timeout`` seconds
@@ -263,104 +206,23 @@ class NcclCommunicator:
 
         The memory lives as long as the tensor, a view or a slice of it does, with or without the communicator; giving
         it back waits for the device, so it is something to keep. RuntimeError where NCCL is older than 2.19."""
-        if not isinstance(dtype, torch.dtype) or dtype not in _MOVED_TYPES:
-            raise TypeError(f"registered_empty got dtype {dtype!r}; {_known(_MOVED_TYPES)}")
+        if not isinstance(dtype, torch.dtype) or dtype not in _TYPES:
+            raise TypeError(f"registered_empty got dtype {dtype!r}; NCCL knows {', '.join(sorted(map(str, _TYPES)))}.")
         if isinstance(numel, bool) or not isinstance(numel, int) or numel < 0:
             raise ValueError(f"registered_empty got numel {numel!r}; it must be a whole number, 0 or more.")
         if numel == 0:
             return torch.empty(0, dtype=dtype, device=self.device)
         width = torch.empty(0, dtype=dtype).element_size()
-        with self._on_device():
+        with on_device(self.device):
             return self._native.allocate(bytes=numel * width, device=str(self.device)).view(dtype)
 
     def register(self, tensor):
         """Makes the memory of a tensor from elsewhere known to the communicator, for example one of another
         communicator's ``registered_empty``. Returns a handle with ``release()``, which waits for the device; the handle
         keeps the tensor, and going out of scope releases it."""
-        self._checked("register", _MOVED_TYPES, tensor=tensor)
-        if tensor.numel() == 0:
-            raise ValueError("register got an empty tensor: there is no memory to register.")
-        with self._on_device():
-            native = self._native.register_memory(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+        with on_device(self.device):
+            native = self._native.register_memory(tensor)
         return _Registration(tensor, native)
-
-    # ---- inside ----------------------------------------------------------------------------------------------------
-    def _on_device(self):
-        return get_accelerator().device(self.device.index) if self.device.type != "cpu" else contextlib.nullcontext()
-
-    def _stream(self):
-        return get_accelerator().current_stream(self.device.index).cuda_stream if self.device.type != "cpu" else 0
-
-    def _issue(self, call, tensors):
-        if self._calls is None:
-            call(self._stream())
-        else:
-            self._calls.append((call, tensors))
-
-    def _run(self, what, tensors, *rest):
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        call = getattr(self._native, what)
-        self._issue(lambda stream: call(*addresses, *rest, stream), tensors)
-
-    def _checked(self, what, types, **tensors):
-        """NCCL's type of the tensors, which have one dtype, are dense, contiguous and on this device."""
-        first = None
-        for name, tensor in tensors.items():
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"{what} of {self.name}: {name} must be a tensor, not {type(tensor).__name__}.")
-            if tensor.dtype not in types:
-                raise TypeError(
-                    f"{what} of {self.name}: {name} has dtype {tensor.dtype}; {_known(types)} What only moves can "
-                    f"travel as tensor.view(torch.uint8)."
-                )
-            if tensor.device != self.device:
-                raise ValueError(
-                    f"{what} of {self.name}: {name} is on {tensor.device}, but this communicator moves memory of "
-                    f"{self.device}. Move the tensor there; what is on the CPU can travel through torch.distributed."
-                )
-            if tensor.layout is not torch.strided or not tensor.is_contiguous():
-                raise ValueError(f"{what} of {self.name}: {name} is not contiguous; pass {name}.contiguous().")
-            if first is not None and tensor.dtype is not tensors[first].dtype:
-                raise TypeError(
-                    f"{what} of {self.name}: {first} has dtype {tensors[first].dtype} and {name} {tensor.dtype}; they "
-                    f"must be the same."
-                )
-            first = first or name
-        return types[tensors[first].dtype]
-
-    def _packed(self, what, output, output_scales, packed, scales):
-        self._checked(what, {torch.uint8: _MOVED_TYPES[torch.uint8]}, output=output, packed=packed)
-        return self._checked(what, _MOVED_TYPES, output_scales=output_scales, scales=scales)
-
-    def _same_numel(self, what, tensor, name, numel):
-        if tensor.numel() != numel:
-            raise ValueError(
-                f"{what} of {self.name}: {name} has {tensor.numel()} elements; on {self.size} ranks it must have "
-                f"{numel}."
-            )
-
-    def _rank(self, what, name, rank):
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size:
-            raise ValueError(
-                f"{what} of {self.name}: {name} is {rank!r}; the ranks of this communicator are 0 to {self.size - 1} "
-                f"(they are those of its group, not of the job)."
-            )
-
-    def _splits(self, what, name, splits, tensor):
-        if splits is None:
-            if tensor.numel() % self.size:
-                raise ValueError(
-                    f"{what} of {self.name}: {tensor.numel()} elements cannot be cut into {self.size} equal parts, one "
-                    f"for each rank; pass {name}."
-                )
-            return [tensor.numel() // self.size] * self.size
-        splits = [int(part) for part in splits]
-        if len(splits) != self.size or min(splits) < 0 or sum(splits) != tensor.numel():
-            raise ValueError(
-                f"{what} of {self.name}: {name} is {splits}; it must have {self.size} numbers, one for each rank, that "
-                f"make up the tensor's {tensor.numel()} elements."
-            )
-        return splits
 
 
 class _Registration:
@@ -375,11 +237,6 @@ class _Registration:
         self._native.release()
 
 
-def _synchronize(kind, index):
-    if kind != "cpu":
-        get_accelerator().synchronize(index)
-
-
 def _event(device):
     """What has been put on the current stream so far, None on the CPU."""
     if device.type == "cpu":
@@ -387,14 +244,3 @@ def _event(device):
     event = get_accelerator().Event()
     event.record(get_accelerator().current_stream(device.index))
     return event
-
-
-def _op(op):
-    name = to_name(op)
-    if name not in _native._C.NcclOp.__members__:
-        raise ValueError(f"NCCL does not reduce with {name}; it has {', '.join(_native._C.NcclOp.__members__)}.")
-    return _native._C.NcclOp.__members__[name]
-
-
-def _known(types):
-    return f"NCCL knows {', '.join(str(dtype) for dtype in types)}."

@@ -1,6 +1,9 @@
 """How the ranks of an ``NcclCommunicator`` come together: the library, the device, NCCL's id."""
 
+import contextlib
+import functools
 import os
+import pickle
 import sys
 
 import torch
@@ -8,6 +11,7 @@ import torch.distributed as dist
 
 from deepspeed import _native
 from deepspeed.accelerator import get_accelerator
+from deepspeed.log import logger
 
 _LIBRARY = os.path.join("nvidia", "nccl", "lib", "libnccl.so.2")
 
@@ -22,15 +26,22 @@ def find_library(path=None):
 
 def introduce(group, name, rank, found, problem):
     """NCCL's id, which rank 0 makes, or the same RuntimeError on all ranks that tells whose NCCL cannot be used."""
+    everybody = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everybody, _facts(rank, found, problem), group=group)
+    return _agreed(name, everybody)
+
+
+def _facts(rank, found, problem):
     id = None
     if problem is None and rank == 0:
         try:
             id = found.make_id()
         except RuntimeError as error:
             problem = str(error)
-    everybody = [None] * dist.get_world_size(group)
-    mine = (problem, id, None if found is None else (found.version_text, found.path))
-    dist.all_gather_object(everybody, mine, group=group)
+    return problem, id, None if found is None else (found.version_text, found.path)
+
+
+def _agreed(name, everybody):
     problems = [f"rank {r}: {theirs[0]}" for r, theirs in enumerate(everybody) if theirs[0] is not None]
     if problems:
         raise RuntimeError(f"the NCCL communicator {name!r} cannot be made. {' '.join(problems)}")
@@ -42,6 +53,53 @@ def introduce(group, name, rank, found, problem):
             f"Install the same one everywhere, or name the file with DS_NCCL_LIBRARY."
         )
     return everybody[0][1]
+
+
+def find(device, library):
+    """``(torch.device, library, problem)`` of a communicator on this rank; ``problem``: why there can be none."""
+    try:
+        place = device_of(device, library)
+        return place, find_library(library), None
+    except (RuntimeError, ValueError) as error:
+        return None, None, f"{type(error).__name__}: {error}"
+
+
+def join(found, id, name, rank, size, timeout, device):
+    """The native communicator of those who have ``id``, on ``device``."""
+    with on_device(device):
+        return _native._C.NcclCommunicator(
+            library=found,
+            id=id,
+            name=name,
+            rank=rank,
+            size=size,
+            timeout=timeout,
+            synchronize=functools.partial(_synchronize, device.type, device.index),
+            device=str(device),
+        )
+
+
+def join_by_store(store, name, rank, size, timeout, device=None, library=None):
+    """The same for ranks that have a store of their own and no group yet. None on all of them where one has no NCCL
+    that can be used: the reason is logged."""
+    place, found, problem = find(device, library)
+    store.set(f"facts{rank}", pickle.dumps(_facts(rank, found, problem)))
+    everybody = [pickle.loads(store.get(f"facts{r}")) for r in range(size)]  # noqa: S301 (this job's ranks)
+    try:
+        id = _agreed(name, everybody)
+    except RuntimeError as error:
+        logger.warning("torch's own NCCL groups carry this engine: %s", error)
+        return None
+    return join(found, id, name, rank, size, timeout, place)
+
+
+def on_device(device):
+    return get_accelerator().device(device.index) if device.type != "cpu" else contextlib.nullcontext()
+
+
+def _synchronize(kind, index):
+    if kind != "cpu":
+        get_accelerator().synchronize(index)
 
 
 def device_of(device, library):

@@ -10,8 +10,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from deepspeed import _native
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import comms_log, timeouts
+from deepspeed.comm import carriers, comms_log, mesh, timeouts
 from deepspeed.comm.comms_log import configure
 from deepspeed.comm.rendezvous import prepare_environment
 from deepspeed.comm.torch import TorchBackend
@@ -23,6 +24,7 @@ from deepspeed.log import log_dist, logger
 _LAST_BREATH_S = 0.1
 # The carrier, None before the first use.
 cdb = None
+_keeper = None  # of the job's store, which is in the process of rank 0 (csrc/comm/store_keeper.h)
 
 
 class ProcessGroup:
@@ -73,6 +75,7 @@ def init_distributed(
         timeouts.configure(config)
     if dist.is_initialized():
         set_backend()
+        _keep_store()
         if verbose:
             log_dist(f"The process group exists already ({dist.get_backend()}); it is used as it is.", ranks=[0])
         return
@@ -91,12 +94,26 @@ def init_distributed(
         prepare_environment(auto_mpi_discovery, distributed_port, verbose, rank, world_size)
     if verbose and get_local_rank_from_launcher() == 0 and rank <= 0:
         logger.info("Joining the process group: backend %s, init_method %s", backend, init_method or "env://")
+    _keep_no_store()  # of a job before: its port may be that of this one
     try:
         cdb = TorchBackend(backend, timeout, init_method, rank, world_size)
     except (RuntimeError, OSError) as error:
         raise _explained(error) from error
+    _keep_store()
+
+
+def _keep_store():
+    global _keeper
     atexit.unregister(_leave)
     atexit.register(_leave)
+    if _keeper is None:
+        store = dist.distributed_c10d._get_default_store()
+        _keeper = _native._C.StoreKeeper(store, dist.get_rank(), dist.get_world_size())
+
+
+def _keep_no_store():
+    global _keeper
+    _keeper = None
 
 
 def _in_forked_child():
@@ -104,8 +121,10 @@ def _in_forked_child():
     talk to other ranks in the parent's name. So they do not end there; the child may, by ``sys.exit`` too."""
     atexit.unregister(_leave)
     module = dist.distributed_c10d
-    for group in list(module._world.pg_map if hasattr(module, "_world") else module._pg_map):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    groups = module._world.pg_map if hasattr(module, "_world") else module._pg_map
+    for held in [*groups, *carriers.known(), _keeper]:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+    carriers.forget()
 
 
 if dist.is_available():
@@ -113,14 +132,20 @@ if dist.is_available():
 
 
 def _leave():
+    if _keeper is not None:
+        _keeper.goodbye()
     # A script that ends without destroy_process_group leaves gloo's threads of torch 2.x running into the end of the
     # process, which now and then aborts it. Not for other backends: nccl's end waits for ranks that may be gone.
     if dist.is_initialized() and dist.get_backend() in ("gloo", "shm"):
         comms_log.leave()
+        carriers.forget()
+        mesh.forget()
         dist.destroy_process_group()
         # A group that somebody still holds keeps its threads. One that is just letting go of a tensor needs the
         # interpreter's lock for it, and would end the process if it asked for it any later.
         time.sleep(_LAST_BREATH_S)
+    if _keeper is not None:
+        _keeper.wait()
 
 
 def _check_backend(backend):
@@ -191,6 +216,8 @@ def destroy_process_group(group=None):
     """Ends one group, or all of them and the job's connection; nothing without a process group."""
     global cdb
     if dist.is_initialized():
+        if _keeper is not None and (group is None or group is dist.group.WORLD):
+            _keeper.goodbye()
         carrier().destroy_process_group(group)
     if not dist.is_initialized():
         cdb = None

@@ -44,7 +44,7 @@ def to_name(op):
 
 def to_torch(op, dtype=None):
     """torch's op for ours; torch's own, premultiplied sums too, are passed on. Of truth values (``dtype``)
-    an average is whether any is true, as gloo.py has it: torch knows none."""
+    an average is whether any is true, as the core has it: torch knows none."""
     if dtype == torch.bool and _equal(op, dist.ReduceOp.AVG):
         op = ReduceOp.AVG
     if isinstance(op, (dist.ReduceOp, type(dist.ReduceOp.SUM))):

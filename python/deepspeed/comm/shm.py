@@ -14,27 +14,15 @@ from deepspeed._compat import TORCH2
 from deepspeed.comm.watch import group_facts
 
 NAME = "shm"
-ALONE = "shm_alone"  # without gloo beside it: fast_groups.py
 
 
 def create(store, rank, size, timeout):
     other = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
-    return _make(store, rank, size, timeout, other, "torch.distributed")
-
-
-def _create_alone(store, rank, size, timeout):
-    return _make(store, rank, size, timeout, None, "deepspeed.comm")
-
-
-def _make(store, rank, size, timeout, other, name):
-    store = dist.PrefixStore("shm", store)
-    facts = group_facts(name)
+    store, facts = dist.PrefixStore("shm", store), group_facts("torch.distributed")
     return _native._C.shm_backend(store=store, rank=rank, size=size, timeout=timeout, other=other, facts=facts)
 
 
 def register():
-    """Makes the backends known to torch.distributed; again: nothing happens."""
-    if not dist.is_available() or hasattr(dist.Backend, NAME.upper()) or not hasattr(dist, "ProcessGroupGloo"):
-        return
-    for name, make in ((NAME, create), (ALONE, _create_alone)):
-        dist.Backend.register_backend(name, make, **({"devices": ["cpu"]} if TORCH2 else {}))
+    """Makes the backend known to torch.distributed; again: nothing happens."""
+    if dist.is_available() and not hasattr(dist.Backend, NAME.upper()) and hasattr(dist, "ProcessGroupGloo"):
+        dist.Backend.register_backend(NAME, create, **({"devices": ["cpu"]} if TORCH2 else {}))

@@ -1,43 +1,35 @@
-"""The carrier that everything uses: torch.distributed, with gloo's gaps filled (see gloo.py)."""
+"""The carrier that everything uses: torch.distributed, and on CPU tensors the core's communicators (carriers.py)."""
 
 import importlib
 
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm import fast_groups, gloo, mesh
+from deepspeed.comm import carriers, mesh
 from deepspeed.comm.backend import Backend
-from deepspeed.comm.c10d_watch import end, forget, watched
-from deepspeed.comm.reduce_op import ReduceOp, to_name, to_torch
-from deepspeed.comm.work import complete
-
-_ON_CPU = torch.empty(0)
+from deepspeed.comm.reduce_op import ReduceOp, to_torch
 
 
-def _fingerprinted(what, at=0, op=None, root=None, sized=True):
-    """``watched`` for an operation whose argument ``at`` is its tensor, or the list of them; ``op``, ``root``: where
-    those are; ``sized``: the ranks' sizes must be equal."""
+class _Joined:
+    """A handle for several."""
 
-    def tensor_of(given):
-        tensor = given[at] if at is not None else _ON_CPU
-        return tensor if isinstance(tensor, torch.Tensor) else tensor[0]
+    def __init__(self, works):
+        self._works = works
 
-    def chosen(group, *given):
-        return fast_groups.chosen(group, tensor_of(given))
+    def wait(self, timeout=None):
+        for work in self._works:
+            work.wait() if timeout is None else work.wait(timeout)
+        return True
 
-    def serves(group, *given):
-        return gloo.serves(group, tensor_of(given))
+    def is_completed(self):
+        return all(work.is_completed() for work in self._works)
 
-    def fingerprint(*given):
-        if at is None:
-            return f"{what}()"
-        tensor = tensor_of(given)
-        text = f"{what}({f'{tensor.numel()} x ' if sized else ''}{str(tensor.dtype)[6:]}"
-        if op is not None:
-            text += f", {to_name(ReduceOp.SUM if given[op] is None else given[op]).lower()}"
-        return f"{text})" if root is None else f"{text}, root {given[root]})"
 
-    return watched(chosen, serves, fingerprint)
+def _all_of(works, async_op):
+    joined = _Joined([work for work in works if work is not None])
+    if not async_op:
+        joined.wait()
+    return joined if async_op else None
 
 
 class TorchBackend(Backend):
@@ -77,7 +69,7 @@ class TorchBackend(Backend):
         before = getattr(numbering, "group_count", None)
         try:
             dist.init_process_group(backend, timeout=timeout, init_method=init_method, rank=rank, world_size=world_size)
-            mesh.add_memory(dist.group.WORLD, timeout=timeout)
+            carriers.add_memory(dist.group.WORLD)
         except Exception:
             # torch numbers the group before it meets the others and keeps the number when that fails: the rank that
             # tries again would look for the group "1" of a store in which the others wait as "0", for ever.
@@ -89,64 +81,58 @@ class TorchBackend(Backend):
         return dist.is_initialized()
 
     # ---- reductions ----------------------------------------------------------------------------------------------
-    @_fingerprinted("all_reduce", op=1)
     def all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        if gloo.serves(group, tensor) and not tensor.is_complex() and not tensor.is_sparse:
-            return gloo.all_reduce(tensor, op, group, async_op)
-        return dist.all_reduce(tensor, to_torch(op, tensor.dtype), group=group, async_op=async_op)
+        carrier = carriers.of(group, tensor, reduces=True)
+        if carrier is None:
+            return dist.all_reduce(tensor, to_torch(op, tensor.dtype), group=group, async_op=async_op)
+        return carrier.run("all_reduce", [], [tensor], async_op, op)
 
     def inference_all_reduce(self, tensor, op, group=None):
         return self.all_reduce(tensor, op, group, False)
 
     def all_reduce_coalesced(self, tensors, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        works = [self.all_reduce(tensor, op, group, True) for tensor in tensors]
-        return complete(works, None, async_op)
+        return _all_of([self.all_reduce(tensor, op, group, True) for tensor in tensors], async_op)
 
-    @_fingerprinted("reduce", op=2, root=1)
     def reduce(self, tensor, dst, op=ReduceOp.SUM, group=None, async_op=False):
-        if gloo.serves(group, tensor):
-            return gloo.reduce(tensor, dst, op, group, async_op)
-        return dist.reduce(tensor, dst, to_torch(op, tensor.dtype), group=group, async_op=async_op)
+        carrier = carriers.of(group, tensor, reduces=True)
+        if carrier is None:
+            return dist.reduce(tensor, dst, to_torch(op, tensor.dtype), group=group, async_op=async_op)
+        return carrier.run("reduce", [], [tensor], async_op, op, carriers.place(group, dst))
 
-    @_fingerprinted("reduce_scatter", op=2)
     def reduce_scatter(self, output, input_list, op=ReduceOp.SUM, group=None, async_op=False):
-        if gloo.serves(group, output):
-            return gloo.reduce_scatter(output, input_list, op, group, async_op)
-        return dist.reduce_scatter(output, input_list, to_torch(op, output.dtype), group=group, async_op=async_op)
+        carrier = carriers.of(group, output, reduces=True)
+        if carrier is None:
+            return dist.reduce_scatter(output, input_list, to_torch(op, output.dtype), group=group, async_op=async_op)
+        return carrier.run("reduce_scatter", input_list, [output], async_op, op)
 
-    @_fingerprinted("reduce_scatter", op=2)
     def reduce_scatter_tensor(self, output_tensor, input_tensor, op=ReduceOp.SUM, group=None, async_op=False):
-        if gloo.serves(group, output_tensor):
-            return gloo.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
-        function = self.get_reduce_scatter_function()
-        return function(output_tensor, input_tensor, to_torch(op, output_tensor.dtype), group=group, async_op=async_op)
+        carrier = carriers.of(group, output_tensor, reduces=True)
+        if carrier is None:
+            op = to_torch(op, output_tensor.dtype)
+            return self.get_reduce_scatter_function()(output_tensor, input_tensor, op, group=group, async_op=async_op)
+        return carrier.run("reduce_scatter", [input_tensor], [output_tensor], async_op, op)
 
     # ---- data movement -------------------------------------------------------------------------------------------
-    @_fingerprinted("broadcast", root=1)
     def broadcast(self, tensor, src, group=None, async_op=False):
-        if gloo.serves(group, tensor):
-            if tensor.numel() == 0:
-                return complete([], None, async_op)
-            return end(dist.broadcast(gloo.as_known(tensor), src, group=group, async_op=True), async_op)
-        return dist.broadcast(tensor, src, group=group, async_op=async_op)
+        carrier = carriers.of(group, tensor)
+        if carrier is None:
+            return dist.broadcast(tensor, src, group=group, async_op=async_op)
+        return carrier.run("broadcast", [], [tensor], async_op, root=carriers.place(group, src))
 
     def broadcast_object_list(self, object_list, src, group=None, device=None):
         return dist.broadcast_object_list(object_list, src=src, group=group, device=device)
 
-    @_fingerprinted("all_gather", at=1)
     def all_gather(self, tensor_list, tensor, group=None, async_op=False):
-        if gloo.serves(group, tensor):
-            if tensor.numel() == 0:
-                return complete([], None, async_op)
-            tensor_list, tensor = [gloo.as_known(one) for one in tensor_list], gloo.as_known(tensor)
-            return end(dist.all_gather(tensor_list, tensor, group=group, async_op=True), async_op)
-        return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        carrier = carriers.of(group, tensor)
+        if carrier is None:
+            return dist.all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        return carrier.run("all_gather", [tensor], tensor_list, async_op)
 
-    @_fingerprinted("all_gather", at=1)
     def all_gather_into_tensor(self, output_tensor, input_tensor, group=None, async_op=False):
-        if gloo.serves(group, output_tensor):
-            return gloo.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-        return self.get_all_gather_function()(output_tensor, input_tensor, group=group, async_op=async_op)
+        carrier = carriers.of(group, output_tensor)
+        if carrier is None:
+            return self.get_all_gather_function()(output_tensor, input_tensor, group=group, async_op=async_op)
+        return carrier.run("all_gather", [input_tensor], [output_tensor], async_op)
 
     def all_gather_base(self, output_tensor, input_tensor, group=None, async_op=False):
         return self.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
@@ -157,49 +143,38 @@ class TorchBackend(Backend):
                 f"all_gather_coalesced got {len(output_tensors)} outputs for {len(input_tensors)} inputs; "
                 f"it needs one output tensor per input tensor."
             )
-        works = [
-            self.all_gather_into_tensor(*pair, group, True) for pair in zip(output_tensors, input_tensors, strict=True)
-        ]
-        return complete(works, None, async_op)
+        pairs = zip(output_tensors, input_tensors, strict=True)
+        return _all_of([self.all_gather_into_tensor(*pair, group, True) for pair in pairs], async_op)
 
     def all_gather_object(self, object_list, obj, group=None):
         return dist.all_gather_object(object_list, obj, group=group)
 
-    @_fingerprinted("all_to_all", sized=False)
     def all_to_all_single(
         self, output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
     ):
-        if gloo.serves(group, output):
-            sizes = (output_split_sizes, input_split_sizes)
-            work = dist.all_to_all_single(gloo.as_known(output), gloo.as_known(input), *sizes, group, True)
-            return end(work, async_op)
-        return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
+        carrier = carriers.of(group, output)
+        if carrier is None:
+            return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
+        splits = (input_split_sizes, output_split_sizes)
+        return carrier.run("all_to_all", [input], [output], async_op, splits=splits)
 
-    @_fingerprinted("all_to_all", sized=False)
     def all_to_all(self, output_tensor_list, input_tensor_list, group=None, async_op=False):
-        if gloo.serves(group, output_tensor_list[0]):
-            return gloo.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
-        return dist.all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)
+        carrier = carriers.of(group, output_tensor_list[0])
+        if carrier is None:
+            return dist.all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)
+        return carrier.run("all_to_all", input_tensor_list, output_tensor_list, async_op)
 
-    @_fingerprinted("gather", root=2)
     def gather(self, tensor, gather_list=None, dst=0, group=None, async_op=False):
-        if gloo.serves(group, tensor):
-            if tensor.numel() == 0:
-                return complete([], None, async_op)
-            tensor = gloo.as_known(tensor)
-            gather_list = gather_list and [gloo.as_known(one) for one in gather_list]
-            return end(dist.gather(tensor, gather_list, dst, group=group, async_op=True), async_op)
-        return dist.gather(tensor, gather_list, dst, group=group, async_op=async_op)
+        carrier = carriers.of(group, tensor)
+        if carrier is None:
+            return dist.gather(tensor, gather_list, dst, group=group, async_op=async_op)
+        return carrier.run("gather", [tensor], gather_list or [], async_op, root=carriers.place(group, dst))
 
-    @_fingerprinted("scatter", root=2)
     def scatter(self, tensor, scatter_list=None, src=0, group=None, async_op=False):
-        if gloo.serves(group, tensor):
-            if tensor.numel() == 0:
-                return complete([], None, async_op)
-            tensor = gloo.as_known(tensor)
-            scatter_list = scatter_list and [gloo.as_known(one) for one in scatter_list]
-            return end(dist.scatter(tensor, scatter_list, src, group=group, async_op=True), async_op)
-        return dist.scatter(tensor, scatter_list, src, group=group, async_op=async_op)
+        carrier = carriers.of(group, tensor)
+        if carrier is None:
+            return dist.scatter(tensor, scatter_list, src, group=group, async_op=async_op)
+        return carrier.run("scatter", scatter_list or [], [tensor], async_op, root=carriers.place(group, src))
 
     # ---- point to point ------------------------------------------------------------------------------------------
     def send(self, tensor, dst, group=None, tag=0):
@@ -215,11 +190,11 @@ class TorchBackend(Backend):
         return dist.irecv(tensor, src, group=group, tag=tag)
 
     # ---- meeting points and groups -------------------------------------------------------------------------------
-    @_fingerprinted("barrier", at=None)
     def barrier(self, group=None, async_op=False, device_ids=None):
-        if gloo.serves(group, _ON_CPU):
-            return end(dist.barrier(group=group, async_op=True, device_ids=device_ids), async_op)
-        return dist.barrier(group=group, async_op=async_op, device_ids=device_ids)
+        carrier = carriers.of(group, None)
+        if carrier is None:
+            return dist.barrier(group=group, async_op=async_op, device_ids=device_ids)
+        return carrier.run("barrier", [], [], async_op)
 
     def monitored_barrier(self, group=None, timeout=None, wait_all_ranks=False):
         return dist.monitored_barrier(group=group, timeout=timeout, wait_all_ranks=wait_all_ranks)
@@ -248,8 +223,7 @@ class TorchBackend(Backend):
         return dist.group.WORLD
 
     def destroy_process_group(self, group=None):
-        forget(group)
-        fast_groups.forget(group)
+        carriers.forget(group)
         mesh.forget(group)
         return dist.destroy_process_group(group)
 

@@ -1,7 +1,7 @@
 """Who looks after the groups of this process: stacks for ranks that ask, warnings, the flight recorder.
 
 A rank that waits for another posts what it waits in; when a collective fails, every rank asks all others where they
-are, and its error says so. The answers come from a thread of the core, which needs the interpreter only then.
+are, and its error says so. The answers come from threads of the core, which need the interpreter only then.
 """
 
 import atexit
@@ -10,39 +10,42 @@ import os
 import torch.distributed as dist
 
 from deepspeed import _native
-from deepspeed.comm import c10d_watch
 from deepspeed.comm.stacks import stack_text
 from deepspeed.log import logger
 
 _LENGTH = 256  # collectives that flight_record returns
-_watch = None
+_watches = []  # of boards in shared memory, and of those in the job's store, which may let a thread wait
 
 
-def _the_watch():
-    global _watch
-    if _watch is None:
-        _watch = _native._C.Watch(stacks=stack_text, warn=logger.warning)
-        # Nobody may ask for the interpreter when it is ending.
-        atexit.register(_watch.stop)
-    return _watch
+def _the_watches():
+    if not _watches:
+        for _ in range(2):
+            _watches.append(_native._C.Watch(stacks=stack_text, warn=logger.warning))
+            # Nobody may ask for the interpreter when it is ending.
+            atexit.register(_watches[-1].stop)
+    return _watches
 
 
 def group_facts(name):
     """What a native group needs to know to speak for itself: its name, this process's rank in the job, who looks
     after it."""
-    if dist.is_initialized():
-        job_rank = dist.get_rank()
-    else:
-        job_rank = int(os.environ.get("RANK", -1))
-    return _native._C.GroupFacts(name=name, job_rank=job_rank, watch=_the_watch())
+    job_rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", -1))
+    memory, store = _the_watches()
+    return _native._C.GroupFacts(name=name, job_rank=job_rank, watch=memory, store_watch=store)
+
+
+def board_store(name):
+    """Where ranks of the group ``name``, which no other group of the job is called, post what they wait in."""
+    return dist.PrefixStore(f"deepspeed/where/{name}", dist.distributed_c10d._get_default_store())
 
 
 def flight_record():
-    """The last 256 collectives of this process through shared memory, or through ``deepspeed.comm`` over gloo.
+    """The last 256 collectives of this process: through shared memory, by ``deepspeed.comm`` over gloo, by an engine.
 
-    A list of dicts, oldest first: ``group``, ``number`` (of the group, from 1), ``op``, ``dtype``, ``numel``,
-    ``reduction``, ``root``, ``tag`` (a parameter's name, as a rule), ``began`` (seconds since the epoch), ``seconds``
-    (None while it is under way), ``state`` ("done" or "under way"). Each living group keeps its last 256.
+    A list of dicts, oldest first: ``group``, ``transport`` (shm, gloo, ...), ``number`` (of the group, from 1), ``op``,
+    ``dtype``, ``numel``, ``reduction``, ``root``, ``tag`` (a parameter's name, as a rule), ``call`` (all of that in
+    words), ``began`` (seconds since the epoch), ``seconds`` (None while it is under way), ``state`` ("done" or "under
+    way"). Each living group keeps its last 256.
     """
-    native = [] if _watch is None else _watch.flights()
-    return sorted(native + c10d_watch.flights(), key=lambda flight: flight["began"])[-_LENGTH:]
+    flights = [flight for watch in _watches for flight in watch.flights()]
+    return sorted(flights, key=lambda flight: flight["began"])[-_LENGTH:]

@@ -131,7 +131,7 @@ class Assembly:
             "grad_forms": self._grad_forms(),
             "counts_in_norm": engine.parallel.counts_in_norm if engine.mp_world_size > 1 else None,
             "data_parallel": engine.parallel.communicator(shard, Purpose.REDUCE),
-            "model_parallel": engine.parallel.mp_group,
+            "model_parallel": engine.parallel.model_parallel(),
             "grad_dtype": engine._grad_dtype,
         }
 

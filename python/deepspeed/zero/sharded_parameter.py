@@ -14,7 +14,7 @@ import torch
 
 from deepspeed import _native
 from deepspeed import comm as dist
-from deepspeed.comm import comms_log
+from deepspeed.comm import comms_log, mesh_views
 from deepspeed.zero.own_slice import OwnSlice
 from deepspeed.zero.recomputed import keep_values_in_recomputed_segments
 from deepspeed.zero.released_data import (
@@ -79,7 +79,7 @@ class ShardAccess:
             return cls(_native._C.ParamGatherer(None), None, 1, 0)
         group = group if group is not None else dist.get_world_group()
         world = dist.get_world_size(group)
-        communicator = _native._C.Communicator(group) if world > 1 else None
+        communicator = mesh_views.gathers(group) if world > 1 else None
         gatherer = _native._C.ParamGatherer(communicator)
         comms_log.watch(gatherer, [communicator])
         return cls(gatherer, group, world, dist.get_rank(group), copies=copies)

@@ -144,8 +144,8 @@ TEST(Hierarchical, HostsAtDifferentCollectivesStop) {
   unsetenv("DS_COMM_TRACE_DIR");
   for (const std::string& text : texts) {
     EXPECT_NE(
-        text.find("the hosts call different collectives: that of rank 0 all_reduce(10 x Float, sum) of \"first\"; "
-                  "that of rank 2 all_reduce(10 x Float, sum) of \"second\""),
+        text.find("the hosts call different collectives: that of rank 0 all_reduce(10 x float32, sum) of \"first\"; "
+                  "that of rank 2 all_reduce(10 x float32, sum) of \"second\""),
         std::string::npos)
         << text;
     EXPECT_NE(text.find("could not be written"), std::string::npos) << text;

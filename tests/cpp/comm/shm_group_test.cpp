@@ -248,9 +248,9 @@ TEST(ShmGroup, DifferentCallsAreNamedOnEveryRank) {
     EXPECT_NE(error_of([&] { group->barrier(); }).find("has failed before"), std::string::npos);
   });
   for (const std::string& text : texts) {
-    EXPECT_NE(text.find("rank 0 all_reduce(8 x Float, sum)"), std::string::npos) << text;
-    EXPECT_NE(text.find("rank 1 broadcast(8 x Float, root 0)"), std::string::npos) << text;
-    EXPECT_NE(text.find("rank 2 all_reduce(4 x Float, sum)"), std::string::npos) << text;
+    EXPECT_NE(text.find("rank 0 all_reduce(8 x float32, sum)"), std::string::npos) << text;
+    EXPECT_NE(text.find("rank 1 broadcast(8 x float32, root 0)"), std::string::npos) << text;
+    EXPECT_NE(text.find("rank 2 all_reduce(4 x float32, sum)"), std::string::npos) << text;
   }
 }
 
@@ -305,8 +305,8 @@ TEST(ShmGroup, AFailureSaysWhereEveryRankIs) {
       },
       60s, callbacks);
   for (const std::string& text : texts) {
-    EXPECT_NE(text.find("rank 1 broadcast(7 x Float, root 0) of \"second.bias\""), std::string::npos) << text;
-    EXPECT_NE(text.find("in broadcast(8 x Float, root 0) of \"second.bias\", number 2, for"), std::string::npos)
+    EXPECT_NE(text.find("rank 1 broadcast(7 x float32, root 0) of \"second.bias\""), std::string::npos) << text;
+    EXPECT_NE(text.find("in broadcast(8 x float32, root 0) of \"second.bias\", number 2, for"), std::string::npos)
         << text;
     EXPECT_NE(text.find("\n    line two of rank 0"), std::string::npos) << text;
     EXPECT_NE(text.find("\n    line two of rank 1"), std::string::npos) << text;
@@ -330,7 +330,7 @@ TEST(ShmGroup, TagsThatDifferAreAMismatch) {
     texts[rank] = error_of([&] { group->all_reduce(values, 8, at::kFloat, ReduceOp::kSum, rank ? "b" : "a"); });
   });
   for (const std::string& text : texts)
-    EXPECT_NE(text.find("rank 1 all_reduce(8 x Float, sum) of \"b\""), std::string::npos) << text;
+    EXPECT_NE(text.find("rank 1 all_reduce(8 x float32, sum) of \"b\""), std::string::npos) << text;
 }
 
 TEST(ShmGroup, AnInterpreterThatDoesNotAnswerIsNamed) {

@@ -25,7 +25,6 @@ struct Case {
   bool uneven, in_place, wait;
 };
 
-bool reduces(Verb verb) { return verb == Verb::kAllReduce || verb == Verb::kReduce || verb == Verb::kReduceScatter; }
 bool integral(at::ScalarType type) { return at::isIntegralType(type, false); }
 
 // The same sequence on all ranks.

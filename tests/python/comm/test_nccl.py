@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from deepspeed import _native
-from deepspeed.comm import ReduceOp, nccl
+from deepspeed.comm import ReduceOp, nccl, nccl_join
 from deepspeed.comm.nccl import NcclCommunicator, find_library
 from fake_nccl import Orders, build
 
@@ -384,7 +384,7 @@ def test_memory_lives_as_long_as_a_view_of_it(ranks, fake):
 
 def test_memory_is_waited_for_before_it_goes(ranks, fake, monkeypatch):
     waited = []
-    monkeypatch.setattr(nccl, "_synchronize", lambda kind, index: waited.append(fake.count("memory")))
+    monkeypatch.setattr(nccl_join, "_synchronize", lambda kind, index: waited.append(fake.count("memory")))
 
     def body(comm):
         x = comm.registered_empty(8)
@@ -442,7 +442,8 @@ def test_an_old_nccl_has_all_but_user_buffers(tmp_path):
     old = build(tmp_path, "libfake_old.so", "FAKE_NCCL_OLD")
     library = find_library(old)
     assert (library.version, library.has_buffers) == (21803, False)
-    comm = _native._C.NcclCommunicator(library, library.make_id(), "old", 0, 1, nccl.timedelta(seconds=5), lambda: None)
+    id, wait = library.make_id(), nccl.timedelta(seconds=5)
+    comm = _native._C.NcclCommunicator(library, id, "old", 0, 1, wait, lambda: None, "cpu")
     with pytest.raises(RuntimeError, match=r"libfake_old.so is NCCL 2.18.3 and has no ncclMemAlloc: .* 2.19 or later"):
         comm.allocate(16, "cpu")
     comm.close()

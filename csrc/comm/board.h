@@ -1,0 +1,63 @@
+// What the ranks of a group show each other: their last collectives, why one has given up, and, when asked, where their
+// threads are. The comparison of calls and the report of a failure are the same for every transport; where the boards
+// are is not: in memory that the ranks share (rank_board.h), or in the job's store (store_board.h).
+#pragma once
+#include <atomic>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "comm/watch.h"
+
+namespace ds::comm {
+
+// "" where all of `calls`, of these ranks, may meet with `mine`; else who calls what, in words.
+struct RankCall {
+  int rank;
+  Record call;
+};
+std::string mismatch(const std::vector<RankCall>& calls, const Record& mine, int64_t number);
+
+// What a rank that has failed knows of another.
+struct RankView {
+  std::string called;  // rank 1 (rank 5 of the job, process 123)
+  std::string place;   // where it was when the question came up
+  std::string stack;   // of its threads; or, in brackets, why it is not known; "": nothing to say
+  std::vector<Flight> flights;
+  int32_t job_rank = -1;
+  int64_t pid = -1;
+};
+// "in all_reduce(...), number 7, for 1.2 s": the oldest call under way, else the last one.
+std::string place_of(const std::vector<Flight>& flights);
+const Flight* oldest_open(const std::vector<Flight>& flights);  // null: none is under way
+
+class Board : public Watched {
+ public:
+  static constexpr std::chrono::milliseconds kAnswer{2000};  // how long ranks have to say where they are
+
+  Board(int rank, const GroupFacts& facts) : rank_(rank), job_rank_(facts.job_rank), name_(facts.name) {}
+
+  // Everything a person wants to know when a group has failed because of `why`: which rank is where, since when, doing
+  // what, with its Python stack where it answers in time, and the name of the file that the flight recorders of all
+  // ranks have been written to.
+  std::string report(const std::string& why);
+  void warn(const std::string& text);  // to the log of this process, from the watch's thread
+
+  void look(const DiagnosticCallbacks& callbacks) override;
+  std::string name() const override { return name_; }
+
+ protected:
+  virtual std::vector<RankView> views() = 0;  // of all ranks, by rank
+
+  const int rank_, job_rank_;
+  const std::string name_;
+
+ private:
+  std::string write_flights(const std::string& why, const std::vector<RankView>& ranks) const;
+
+  std::mutex mutex_;
+  std::vector<std::string> warnings_;
+  std::atomic<bool> has_warnings_{false};
+};
+
+}  // namespace ds::comm

@@ -1,0 +1,49 @@
+// What the log of operations says of them: how fast they were, how long ranks waited for others.
+//
+// Algorithm bandwidth is the data that an operation is about over its time; for an all-reduce twice its tensor, which is
+// what any algorithm has to read and write. Bus bandwidth corrects it by the share that has to leave a rank, (n-1)/n of
+// n ranks, so that it can be compared with what the hardware is said to do, whatever n is. Source of the corrections:
+// the description of performance in NVIDIA's nccl-tests. Both in Gbit/s (10^9 bit).
+#pragma once
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace ds::comm {
+
+// (algorithm, bus). `bytes`: of the tensor (or list) that a rank passes in: its own part for gathers, what it gets for a
+// scatter, the whole for the others. Zeros without data or without time.
+std::pair<double, double> bandwidths(const std::string& name, double bytes, double ms, int ranks);
+std::string readable_size(double bytes);  // 1.5 MB; units of 1024
+// The mean without the smallest and the largest `share` of the values: one hiccup is not the speed.
+double trimmed_mean(std::vector<double> values, double share = 0.1);
+
+using Times = std::vector<double>;
+using CallEntry = std::tuple<int64_t, Times, Times, Times>;  // count, ms, algorithm bandwidths, bus bandwidths
+using CallSizes = std::map<int64_t, CallEntry>;              // by bytes
+using CallLog = std::vector<std::pair<std::string, CallSizes>>;
+
+struct CallFigures {
+  explicit CallFigures(const CallEntry& entry);
+  int64_t count;
+  double total_ms, average_ms, algorithm, bus;
+};
+
+// How long this rank was in an operation beyond the rank that was in it for the shortest time, which is the one that
+// came last: the others waited for it.
+struct Straggler {
+  int64_t count, ranks;  // compared: those that have seen the operation as often as this rank
+  double total_ms, total_waited_ms, average_ms, average_waited_ms;
+};
+using Stragglers = std::vector<std::pair<std::string, std::map<int64_t, Straggler>>>;
+using TimesByCall = std::map<std::string, std::map<int64_t, Times>>;
+Stragglers stragglers(const CallLog& mine, const std::vector<TimesByCall>& everybody);
+
+// With the averages of the trimmed means, and below it the stragglers where they are known.
+std::string call_table(const CallLog& log, const std::optional<Stragglers>& stragglers);
+
+}  // namespace ds::comm

@@ -1,0 +1,128 @@
+#include "comm/decorators/watched.h"
+
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+
+namespace ds::comm {
+
+namespace {
+
+using BoardPtr = std::shared_ptr<StoreBoard>;
+
+// While it is there this rank waits.
+class Waiting {
+ public:
+  explicit Waiting(StoreBoard& board) : board_(board) { board_.wait_begins(); }
+  ~Waiting() { board_.wait_ends(); }
+  Waiting(const Waiting&) = delete;
+
+ private:
+  StoreBoard& board_;
+};
+
+// The call is over when this goes, whatever is thrown: a report still shows this rank in it.
+struct Ended {
+  StoreBoard& board;
+  int64_t number;
+  ~Ended() { board.ended(number); }
+};
+
+// What the caller got wrong is no failure of the group.
+bool callers(const std::exception& error) {
+  const auto* ours = dynamic_cast<const Error*>(&error);
+  return ours && ours->kind() != ErrorKind::kRuntime;
+}
+
+[[noreturn]] void explain(StoreBoard& board, int rank, const std::string& call, const std::exception& error) {
+  fail(ErrorKind::kRuntime, board.give_up(call + " failed on rank " + std::to_string(rank) + ": " + error.what()));
+}
+
+class WatchedWork : public Work {
+ public:
+  WatchedWork(BoardPtr board, CommunicatorPtr inner, WorkPtr work, std::string call, int64_t number)
+      : board_(std::move(board)),
+        inner_(std::move(inner)),
+        work_(std::move(work)),
+        call_(std::move(call)),
+        number_(number) {}
+  ~WatchedWork() override { end(); }  // nobody waits for it any more
+
+  void wait() override {
+    if (!error_.empty()) fail(ErrorKind::kRuntime, error_);
+    try {
+      const Waiting here(*board_);
+      work_->wait();
+    } catch (const std::exception& error) {
+      if (callers(error)) throw;
+      try {
+        explain(*board_, inner_->rank(), call_, error);
+      } catch (const std::exception& explained) {
+        end();
+        error_ = explained.what();
+        throw;
+      }
+    }
+    end();
+  }
+  bool ready() override { return work_->ready(); }
+
+ private:
+  void end() {
+    if (number_) board_->ended(std::exchange(number_, 0));
+  }
+
+  BoardPtr board_;
+  CommunicatorPtr inner_;
+  WorkPtr work_;
+  std::string call_, error_;
+  int64_t number_;
+};
+
+class WatchedCommunicator : public Communicator {
+ public:
+  WatchedCommunicator(CommunicatorPtr inner, BoardPtr board) : inner_(std::move(inner)), board_(std::move(board)) {
+    board_->on_failure([inner = std::weak_ptr<Communicator>(inner_)](const std::string& why) {
+      if (const CommunicatorPtr here = inner.lock()) here->abort(why);
+    });
+  }
+
+  int rank() const override { return inner_->rank(); }
+  int size() const override { return inner_->size(); }
+  std::string name() const override { return inner_->name(); }
+  bool carries(const Op&) const override { return true; }
+  WorkPtr run_all(const std::vector<Op>& ops) override { return inner_->run_all(ops); }
+  PeerMemoryPtr peer_memory(int64_t bytes) override { return inner_->peer_memory(bytes); }
+  CommunicatorPtr among(const std::vector<int>& ranks) override { return inner_->among(ranks); }
+  Communicator& bare() override { return inner_->bare(); }
+  void abort(const std::string& why) noexcept override { inner_->abort(why); }
+  void leave() override { inner_->leave(); }
+
+ protected:
+  WorkPtr start(const Op& op) override {
+    if (op.verb == Verb::kSend || op.verb == Verb::kRecv) return inner_->run(op);
+    const Record call = record_of(op);
+    const Waiting here(*board_);  // a call that is made of several waits for those before the last
+    const int64_t number = board_->enter(call);
+    try {
+      return std::make_shared<WatchedWork>(board_, inner_, inner_->run(op), describe(call), number);
+    } catch (const std::exception& error) {
+      const Ended at_last{*board_, number};
+      if (callers(error)) throw;
+      explain(*board_, rank(), describe(call), error);
+    }
+  }
+
+ private:
+  const CommunicatorPtr inner_;
+  const BoardPtr board_;
+};
+
+}  // namespace
+
+CommunicatorPtr watched(CommunicatorPtr inner, std::shared_ptr<StoreBoard> board) {
+  return std::make_shared<WatchedCommunicator>(std::move(inner), std::move(board));
+}
+
+}  // namespace ds::comm

@@ -1,0 +1,159 @@
+#include "comm/list_calls.h"
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <c10/core/GradMode.h>
+
+#include <numeric>
+#include <utility>
+
+#include "base/error.h"
+
+namespace ds::comm {
+
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+using Counts = std::vector<int64_t>;
+
+void check_contiguous(const Tensors& tensors) {
+  for (const at::Tensor& tensor : tensors)
+    if (!tensor.is_contiguous())
+      fail(ErrorKind::kValue, "collectives need contiguous tensors, got strides ", tensor.strides(), " for shape ",
+           tensor.sizes(), ": pass tensor.contiguous() and copy the result back.");
+}
+
+// One contiguous tensor that has the elements of all in order: where they lie so already, in the same memory.
+bool adjacent(const Tensors& tensors) {
+  const char* next = nullptr;
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.is_contiguous() || tensor.scalar_type() != tensors[0].scalar_type()) return false;
+    const char* const here = static_cast<const char*>(tensor.data_ptr());
+    if (next && here != next) return false;
+    next = here + tensor.nbytes();
+  }
+  return true;
+}
+
+int64_t numel_of(const Tensors& tensors) {
+  return std::accumulate(tensors.begin(), tensors.end(), int64_t{0},
+                         [](int64_t sum, const at::Tensor& each) { return sum + each.numel(); });
+}
+
+at::Tensor joined(const Tensors& tensors) {
+  if (tensors.empty()) return {};
+  if (tensors.size() == 1) return tensors[0].contiguous();
+  if (numel_of(tensors) > 0 && tensors[0].numel() > 0 && adjacent(tensors))
+    return tensors[0].as_strided({numel_of(tensors)}, {1});
+  Tensors flat;
+  for (const at::Tensor& tensor : tensors) flat.push_back(tensor.reshape({-1}));
+  return at::cat(flat);
+}
+
+// Where results arrive, and what is left to do then.
+struct Received {
+  explicit Received(const Tensors& tensors, bool filled, at::ScalarType type) : given(tensors) {
+    if (given.empty()) return;
+    const bool direct = given[0].scalar_type() == type &&
+                        (given.size() == 1 ? given[0].is_contiguous() : given[0].numel() > 0 && adjacent(given));
+    if (direct || filled) whole = joined(given).to(type);
+    if (!direct && !filled) whole = at::empty({numel_of(given)}, given[0].options().dtype(type));
+    copies = !direct;
+  }
+  void finish() const {
+    if (!copies) return;
+    const at::NoGradGuard no_grad;
+    int64_t begin = 0;
+    for (const at::Tensor& each : given) {
+      at::Tensor(each).copy_(whole.view({-1}).narrow(0, begin, each.numel()).view(each.sizes()));
+      begin += each.numel();
+    }
+  }
+  Tensors given;
+  at::Tensor whole;
+  bool copies = false;
+};
+
+void check_rows(const Tensors& rows, const at::Tensor& row, int n, const char* what, bool output) {
+  const int64_t numel = row.numel();
+  if (rows.size() == 1 && n != 1) {
+    const char* const into = output ? "all_gather_into_tensor" : "reduce_scatter_tensor";
+    if (rows[0].numel() == numel * n) return;
+    if (output)
+      fail(ErrorKind::kValue, into, ": the output has ", rows[0].numel(), " elements, the input ", numel, "; over ", n,
+           " ranks the output must have ", numel * n, ".");
+    fail(ErrorKind::kValue, into, ": the input has ", rows[0].numel(), " elements, the output ", numel, "; over ", n,
+         " ranks the input must have ", numel * n, ".");
+  }
+  if (static_cast<int>(rows.size()) != n)
+    fail(ErrorKind::kValue, what, ": there must be one tensor for each of the ", n, " ranks, got ", rows.size());
+  for (const at::Tensor& each : rows)
+    if (each.numel() != numel)
+      fail(ErrorKind::kValue, what, ": all tensors must have ", numel, " elements, one has ", each.numel());
+}
+
+Counts counts_of(const Tensors& tensors, const Counts& splits, int n, const char* which) {
+  if (tensors.size() != 1 || n == 1) {
+    if (static_cast<int>(tensors.size()) != n)
+      fail(ErrorKind::kValue, "all_to_all: there must be one input and one output for each of the ", n, " ranks");
+    Counts counts;
+    for (const at::Tensor& each : tensors) counts.push_back(each.numel());
+    return counts;
+  }
+  const at::Tensor& tensor = tensors[0];
+  const int64_t first = tensor.dim() > 0 ? tensor.size(0) : 1;
+  if (splits.empty()) {
+    if (first % n != 0)
+      fail(ErrorKind::kValue, "all_to_all_single: the first dimension of the ", which, ", ", first,
+           ", cannot be divided by ", n, " ranks; give the split sizes");
+    return {};
+  }
+  if (static_cast<int>(splits.size()) != n || std::accumulate(splits.begin(), splits.end(), int64_t{0}) != first)
+    fail(ErrorKind::kValue, "all_to_all_single: the split sizes of the ", which, " must be ", n,
+         " numbers that add up to its first dimension, ", first);
+  Counts counts;
+  for (const int64_t split : splits) counts.push_back(first ? split * (tensor.numel() / first) : 0);
+  return counts;
+}
+
+}  // namespace
+
+WorkPtr run_call(Communicator& communicator, ListCall call) {
+  const int n = communicator.size();
+  for (Tensors* tensors : {&call.in, &call.out})
+    for (at::Tensor& each : *tensors) each = each.detach();
+  Op op{call.verb, {}, {}, {}, {}, call.reduce, call.peer, {}, call.detached};
+  const char* const verb = verb_name(call.verb);
+  const bool root = call.peer == communicator.rank();
+  if (call.verb == Verb::kAllGather) check_rows(call.out, call.in.at(0), n, verb, true);
+  if (call.verb == Verb::kReduceScatter) check_rows(call.in, call.out.at(0), n, verb, false);
+  if (call.verb == Verb::kGather && root) check_rows(call.out, call.in.at(0), n, verb, true);
+  if (call.verb == Verb::kScatter && root) check_rows(call.in, call.out.at(0), n, verb, false);
+  if (call.verb == Verb::kAllToAll) {
+    op.in_counts = counts_of(call.in, call.in_splits, n, "input");
+    op.out_counts = counts_of(call.out, call.out_splits, n, "output");
+  }
+  if (communicator.name() != "shm" &&
+      (call.verb == Verb::kBroadcast || call.verb == Verb::kGather || call.verb == Verb::kScatter)) {
+    check_contiguous(call.in);
+    check_contiguous(call.out);
+  }
+  if (call.verb == Verb::kGather && !root) call.out.clear();
+  if (call.verb == Verb::kScatter && !root) call.in.clear();
+  const Tensors& some = call.out.empty() ? call.in : call.out;
+  at::ScalarType type = some.empty() ? at::kByte : some[0].scalar_type();
+  if (reduces(call.verb) && at::isFloatingType(type) && some[0].element_size() == 1) type = at::kFloat;
+  if (type == at::kBool && call.reduce == ReduceOp::kAvg) op.reduce = ReduceOp::kMax;  // whether any is true
+  op.in = joined(call.in);
+  if (op.in.defined() && reduces(call.verb)) op.in = op.in.to(type);
+  const bool filled = call.verb == Verb::kAllReduce || call.verb == Verb::kReduce || call.verb == Verb::kBroadcast;
+  const Received received(call.out, filled, type);
+  op.out = received.whole;
+  // What it sends may lie where the result arrives: nobody else has it.
+  const bool mine = call.verb != Verb::kReduce || root;
+  return std::make_shared<JoinedWork>(std::vector<WorkPtr>{communicator.run(op)}, [received, mine, in = op.in] {
+    if (mine) received.finish();
+  });
+}
+
+}  // namespace ds::comm

@@ -1,0 +1,37 @@
+// The job's store lives in the process of its rank 0. Whoever comes to its end later still needs it: to make groups, to
+// hear where others are. So every rank says goodbye when it is done, and rank 0 keeps the store until all have.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+#include "base/process.h"
+#include "comm/c10d_compat.h"
+
+namespace ds::comm {
+
+class StoreKeeper {
+ public:
+  // How long rank 0 waits for ranks that neither say goodbye nor end: those of other hosts that were killed.
+  static constexpr std::chrono::seconds kMost{120};
+
+  StoreKeeper(c10::intrusive_ptr<c10d::Store> store, int rank, int world);
+  ~StoreKeeper();  // waits no longer
+
+  // This rank needs the store no more; again: nothing happens. On rank 0 a thread keeps it until the others say so,
+  // too.
+  void goodbye();
+  void wait();  // until that thread has let go of it; at the end of the process
+
+ private:
+  bool all_gone();
+  void keep();
+
+  c10::intrusive_ptr<c10d::Store> store_;  // null: it is no longer kept
+  const int rank_, world_;
+  const OwningProcess owner_;
+  std::atomic<bool> ending_{false};
+  std::thread thread_;
+};
+
+}  // namespace ds::comm
