@@ -176,6 +176,8 @@ setup(
             "ds_report = deepspeed.env_report:cli_main",
             "dsr = deepspeed.env_report:cli_main",
             "ds_config = deepspeed.config.cli:main",
+            "ds_io = deepspeed.nvme:ds_io_main",
+            "ds_nvme_tune = deepspeed.nvme.perf_run_sweep:main",
             "ds_ckpt = deepspeed.checkpoint.read.cli:main",
         ],
     },

@@ -30,6 +30,9 @@ void translate(std::exception_ptr pending) {  // NOLINT(performance-unnecessary-
     if (pending) std::rethrow_exception(pending);
   } catch (const FileError& e) {
     const py::object error = py::module_::import("builtins").attr("OSError")(e.code(), e.what());
+    error.attr("path") = e.path();
+    error.attr("offset") = e.offset();
+    error.attr("bytes") = e.bytes();
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
   }
 }

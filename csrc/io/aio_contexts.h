@@ -1,8 +1,9 @@
-// Contexts of the kernel's asynchronous writes, kept for the next file: to destroy one takes some 30 ms, as long as
+// Contexts of the kernel's asynchronous transfers, kept for the next file: to destroy one takes some 30 ms, as long as
 // writing 30 MB.
 #pragma once
 #include <sys/types.h>
 
+#include <map>
 #include <mutex>
 #include <vector>
 
@@ -12,23 +13,23 @@ namespace ds::io {
 
 class AioContexts {
  public:
-  static constexpr int kDepth = 64;  // writes at a time in one context
+  static constexpr int kDepth = 64;  // transfers at a time in one context, at least
 
   AioContexts() = default;
   ~AioContexts();
   AioContexts(const AioContexts&) = delete;
   AioContexts& operator=(const AioContexts&) = delete;
 
-  // null where the kernel has no (more) contexts.
-  io_context* take();
+  // For `depth` transfers at a time; null where the kernel has no (more) contexts.
+  io_context* take(int depth = kDepth);
 
-  // Only with nothing on its way.
-  void give_back(io_context* context);
+  // Only with nothing on its way; `depth` as it was taken for.
+  void give_back(io_context* context, int depth = kDepth);
 
  private:
   std::mutex lock_;
-  std::vector<io_context*> free_;
-  pid_t owner_ = 0;  // contexts stay behind in a fork
+  std::map<int, std::vector<io_context*>> free_;  // by depth, in powers of two
+  pid_t owner_ = 0;                               // contexts stay behind in a fork
 };
 
 }  // namespace ds::io

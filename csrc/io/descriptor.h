@@ -20,6 +20,7 @@ class Descriptor {
   }
 
   int get() const { return number_; }
+  int release() { return std::exchange(number_, -1); }  // whoever called closes it
   bool is_open() const { return number_ >= 0; }
   void reset() {
     if (number_ >= 0) ::close(std::exchange(number_, -1));

@@ -16,7 +16,7 @@ namespace {
 constexpr std::pair<const char*, Call> kNames[] = {
     {"open", Call::kOpen},         {"write", Call::kWrite},       {"fsync", Call::kSync},
     {"rename", Call::kRename},     {"exchange", Call::kExchange}, {"rename_dir", Call::kRenameFolder},
-    {"truncate", Call::kTruncate}, {"read", Call::kRead},
+    {"truncate", Call::kTruncate}, {"read", Call::kRead},         {"direct", Call::kDirect},
 };
 constexpr std::pair<const char*, int> kErrors[] = {
     {"enospc", ENOSPC},      {"eio", EIO},       {"exdev", EXDEV},
@@ -28,7 +28,8 @@ constexpr std::pair<const char*, int> kErrors[] = {
   fail(ErrorKind::kValue, "DS_IO_FAULT='", order,
        "' is no fault. Write <call>:<n>:<action>, several with commas between: call is open, read, write, fsync, "
        "rename, ",
-       "rename_dir, exchange or truncate, n counts from 1 (n+: from there on), action is kill, enospc, eio, exdev, ",
+       "rename_dir, exchange, truncate or direct, n counts from 1 (n+: from there on), action is kill, enospc, eio, "
+       "exdev, ",
        "einval, enosys, eperm, enotsup, emfile, eintr or (for read and write) short; for example write:3:kill.");
 }
 

@@ -12,9 +12,9 @@ namespace ds::io {
 
 // "open" counts files opened for writing only; "read" counts what Files and AsyncFile read; "rename" counts every
 // change of names, of which "rename_dir" counts those of folders and "exchange" the swaps; "truncate" counts calls of
-// ftruncate.
-enum class Call { kOpen, kWrite, kSync, kRename, kRenameFolder, kExchange, kTruncate, kRead };
-constexpr int kCalls = 8;
+// ftruncate; "direct" counts opens with O_DIRECT ("direct:1+:einval": a file system that has none).
+enum class Call { kOpen, kWrite, kSync, kRename, kRenameFolder, kExchange, kTruncate, kRead, kDirect };
+constexpr int kCalls = 9;
 
 class Faults {
  public:

@@ -50,7 +50,7 @@ Descriptor Files::create(const std::string& path, bool* direct, bool* resizable)
   const int flags = O_WRONLY | O_CREAT | O_TRUNC;
   int number = -1;
   if (*direct) {
-    number = open_retrying(path, flags | O_DIRECT, 0666);
+    number = open_direct(path, flags);
     *direct = number >= 0;
     if (number < 0 && !is_lacking(errno)) fail_file(errno, "open for writing", path);
   }
@@ -77,11 +77,28 @@ Descriptor Files::create(const std::string& path, bool* direct, bool* resizable)
 Descriptor Files::open_part(const std::string& path, bool* direct, bool read) {
   if (const int code = carry_out(faults_.count(Call::kOpen))) fail_file(code, "open for writing", path);
   const int flags = (read ? O_RDWR : O_WRONLY) | O_CREAT;
-  int number = *direct ? open_retrying(path, flags | O_DIRECT, 0666) : -1;
+  int number = *direct ? open_direct(path, flags) : -1;
   *direct = number >= 0;
   if (number < 0) number = open_retrying(path, flags, 0666);
   if (number < 0) fail_file(errno, "open for writing", path);
   return Descriptor(number);
+}
+
+Descriptor Files::open_read(const std::string& path, bool* direct) {
+  int number = *direct ? open_direct(path, O_RDONLY) : -1;
+  *direct = number >= 0;
+  if (number < 0) number = open_retrying(path, O_RDONLY);
+  if (number < 0) fail_file(errno, "open for reading", path);
+  return Descriptor(number);
+}
+
+// With O_DIRECT; a fault on order is a file system that has none.
+int Files::open_direct(const std::string& path, int flags) {
+  if (const int code = carry_out(faults_.count(Call::kDirect))) {
+    errno = code;
+    return -1;
+  }
+  return open_retrying(path, flags | O_DIRECT, 0666);
 }
 
 int Files::resize(const Descriptor& file, uint64_t bytes) {
@@ -170,7 +187,12 @@ void Files::read_all(const Descriptor& file, const std::string& path, void* data
       }
       fail_transfer(errno, "read", path, offset, bytes);
     }
-    if (from + static_cast<size_t>(got) <= done) fail_truncated(path, offset + done, offset, least);
+    if (from + static_cast<size_t>(got) <= done) {
+      struct stat now;
+      const uint64_t end = offset + done;
+      const bool known = ::fstat(file.get(), &now) == 0;
+      fail_truncated(path, known ? std::min(end, static_cast<uint64_t>(now.st_size)) : end, offset, least);
+    }
     done = from + static_cast<size_t>(got);
   }
 }

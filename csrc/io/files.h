@@ -9,6 +9,7 @@
 #include "io/aio_contexts.h"
 #include "io/descriptor.h"
 #include "io/faults.h"
+#include "io/uring_rings.h"
 
 namespace ds::io {
 
@@ -18,6 +19,7 @@ class Files {
 
   Faults& faults() { return faults_; }
   AioContexts& aio_contexts() { return aio_contexts_; }
+  UringRings& uring_rings() { return uring_rings_; }
 
   // Makes or empties `path` for writing. `direct`: past the page cache; on return false if the file system cannot.
   // `resizable`: whether it can set the size of a file (ftruncate); where it cannot (object stores), `direct` is false,
@@ -27,6 +29,9 @@ class Files {
   // Opens `path` for writing beside others who do, and makes it if it is not there. `direct` as above. `read`: for
   // reading as well.
   Descriptor open_part(const std::string& path, bool* direct, bool read = false);
+
+  // Opens `path` for reading. `direct` as above.
+  Descriptor open_read(const std::string& path, bool* direct);
 
   // Reserves blocks for the whole file, so that a full disk is an error now and not in the middle of it. On a file
   // system that cannot reserve, compares with what is free.
@@ -61,10 +66,12 @@ class Files {
   bool exchange(const std::string& a, const std::string& b);
 
  private:
+  int open_direct(const std::string& path, int flags);
   int resize(const Descriptor& file, uint64_t bytes);  // returns errno, or 0
 
   Faults faults_;
   AioContexts aio_contexts_;
+  UringRings uring_rings_;
 };
 
 }  // namespace ds::io

@@ -3,18 +3,21 @@
 #include <exception>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "io/async_file.h"
 
 namespace ds::io {
 namespace {
 
-// pread and pwrite on a thread of its own: for files without O_DIRECT, where libaio would block in submit, and for
-// kernels without libaio.
+// pread and pwrite on threads of its own: for files without O_DIRECT, where libaio would block in submit, and for
+// kernels without the others. One thread transfers in the order of the requests.
 class ThreadedFile : public AsyncFile {
  public:
-  ThreadedFile(Files& files, const Descriptor& file, const std::string& path)
-      : files_(files), file_(file), path_(path), worker_([this] { run(); }) {}
+  ThreadedFile(Files& files, const Descriptor& file, const std::string& path, int threads)
+      : files_(files), file_(file), path_(path) {
+    for (int i = 0; i < threads; ++i) workers_.emplace_back([this] { run(); });
+  }
 
   ~ThreadedFile() override {
     {
@@ -22,7 +25,7 @@ class ThreadedFile : public AsyncFile {
       ending_ = true;
     }
     changed_.notify_all();
-    worker_.join();
+    for (std::thread& worker : workers_) worker.join();
   }
 
   const char* name() const override { return "pwrite"; }
@@ -32,16 +35,8 @@ class ThreadedFile : public AsyncFile {
     add({buffer, bytes, offset, true, least});
   }
 
-  char* wait() override {
-    std::unique_lock<std::mutex> guard(lock_);
-    if (busy_ == 0) return nullptr;
-    changed_.wait(guard, [this] { return error_ || !done_.empty(); });
-    if (error_) std::rethrow_exception(error_);
-    char* buffer = done_.front();
-    done_.pop_front();
-    --busy_;
-    return buffer;
-  }
+  char* wait() override { return take(true); }
+  char* poll() override { return take(false); }
 
  private:
   struct Request {
@@ -58,7 +53,19 @@ class ThreadedFile : public AsyncFile {
       waiting_.push_back(request);
       ++busy_;
     }
-    changed_.notify_all();
+    changed_.notify_one();
+  }
+
+  char* take(bool block) {
+    std::unique_lock<std::mutex> guard(lock_);
+    if (busy_ == 0) return nullptr;
+    if (block) done_changed_.wait(guard, [this] { return error_ || !done_.empty(); });
+    if (error_) std::rethrow_exception(error_);
+    if (done_.empty()) return nullptr;
+    char* buffer = done_.front();
+    done_.pop_front();
+    --busy_;
+    return buffer;
   }
 
   void run() {
@@ -84,11 +91,12 @@ class ThreadedFile : public AsyncFile {
         error = std::current_exception();
       }
       guard.lock();
-      if (error)
-        error_ = error;
-      else
+      if (!error) {
         done_.push_back(request.buffer);
-      changed_.notify_all();
+      } else if (!error_) {
+        error_ = error;
+      }
+      done_changed_.notify_all();
     }
   }
 
@@ -96,19 +104,19 @@ class ThreadedFile : public AsyncFile {
   const Descriptor& file_;
   const std::string path_;
   std::mutex lock_;
-  std::condition_variable changed_;
+  std::condition_variable changed_, done_changed_;
   std::deque<Request> waiting_;
   std::deque<char*> done_;
   std::exception_ptr error_;
   int busy_ = 0;
   bool ending_ = false;
-  std::thread worker_;  // last: it uses all of the above
+  std::vector<std::thread> workers_;  // last: they use all of the above
 };
 
 }  // namespace
 
-std::unique_ptr<AsyncFile> open_threaded(Files& files, const Descriptor& file, const std::string& path) {
-  return std::make_unique<ThreadedFile>(files, file, path);
+std::unique_ptr<AsyncFile> open_threaded(Files& files, const Descriptor& file, const std::string& path, int threads) {
+  return std::make_unique<ThreadedFile>(files, file, path, threads);
 }
 
 }  // namespace ds::io

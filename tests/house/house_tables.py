@@ -19,7 +19,7 @@ PYTHON_FLOORS = [
     {"zero"},
     {
         "activation_checkpointing", "autotuning", "checkpoint", "compile", "compression", "data", "elasticity",
-        "inference", "linear", "module_inject", "moe", "monitor", "nvme", "profiling", "sequence",
+        "inference", "io", "linear", "module_inject", "moe", "monitor", "nvme", "profiling", "sequence",
     },
     {"pipe"},
     {"published"},

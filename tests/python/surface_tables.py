@@ -47,8 +47,6 @@ LATER = {
     ],
     "offload to CPU and NVMe": [
         "deepspeed.runtime.engine:DeepSpeedEngine.swap_tensor_config",
-        "deepspeed.utils.pin_memory",
-        "deepspeed.utils.pin_memory_tracker",
         "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.complete_grad_norm_calculation_for_cpu_offload",
         "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.get_lean_optimizer_state",
         "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.reset_cpu_buffers",

@@ -73,7 +73,7 @@ class FilePart : public Part {
     const Place place = blocks_[block];
     const size_t whole = io::round_up(place.bytes, io::kBlockBytes);
     const auto async =
-        direct_ && whole > kTransferBytes ? io::open_libaio(*files_, file_, path_, kTransferDepth) : nullptr;
+        direct_ && whole > kTransferBytes ? io::open_async(*files_, file_, path_, direct_, kTransferDepth) : nullptr;
     if (!async) {
       if (reads) return files_->read_all(file_, path_, data, whole, place.offset, place.bytes);
       return files_->write_all(file_, path_, data, whole, place.offset);

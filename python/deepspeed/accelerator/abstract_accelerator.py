@@ -14,6 +14,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from deepspeed.accelerator.native_pinning import get_active_native_pinned_memory
+
 
 def constant(value):
     """A verb without arguments that always answers ``value``."""
@@ -258,10 +260,14 @@ class DeepSpeedAccelerator(ABC):
 
     def is_pinned(self, tensor):
         """True when ``tensor`` lies in page-locked memory."""
-        return tensor.is_pinned()
+        native = get_active_native_pinned_memory()
+        return tensor.is_pinned() or (native is not None and native.is_pinned(tensor))
 
     def unpin_memory(self, tensor):
         """Ends the pinning of a tensor that ``pin_memory`` made; the tensor must not be used by copies any more."""
+        native = get_active_native_pinned_memory()
+        if native is not None:  # pages that torch has pinned go back with the last view of the tensor
+            native.unpin(tensor)
 
     def on_accelerator(self, tensor):
         """True when ``tensor`` lives on this kind of device."""

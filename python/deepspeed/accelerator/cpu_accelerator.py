@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator, constant, of_device
+from deepspeed.accelerator.native_pinning import get_active_native_pinned_memory
 from deepspeed.host.cpu import memory_bytes, resident_bytes, return_free_memory
 from deepspeed.host.numa import numa_node_count
 
@@ -132,4 +133,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return callback()
 
     def pin_memory(self, tensor, make_copy=True, match_shape=True):
+        native = get_active_native_pinned_memory()
+        if native is not None:
+            return native.pin(tensor, make_copy, match_shape)
         return tensor if match_shape else tensor.reshape(-1)

@@ -2,11 +2,11 @@
 
 import importlib
 import importlib.util
-import os
 
 import torch
 
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator, constant, of_device
+from deepspeed.accelerator.native_pinning import get_active_native_pinned_memory
 from deepspeed.host.devices import nvidia_device_count
 
 
@@ -158,12 +158,9 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
 
     # ---- tensors -------------------------------------------------------------------------------------------------
     def pin_memory(self, tensor, make_copy=True, match_shape=True):
-        backend = os.environ.get("DS_PIN_MEMORY_BACKEND", "torch")
-        if backend != "torch":
-            raise ValueError(
-                f"the environment variable DS_PIN_MEMORY_BACKEND is {backend!r}, but this build pins memory through "
-                f"'torch' only: unset the variable or set it to 'torch'."
-            )
+        native = get_active_native_pinned_memory()
+        if native is not None:
+            return native.pin(tensor, make_copy, match_shape)
         pinned = tensor.pin_memory() if make_copy else torch.empty_like(tensor, device="cpu", pin_memory=True)
         return pinned if match_shape else pinned.reshape(-1)
 

@@ -68,7 +68,7 @@ def op_rows(rows, facts):
     why_not = "torch is not usable" if "error" in facts else facts.get("native_error") or facts.get("ops_error", "")
     cpu_abi, _, problem = kernel_table("cpu")
     return [
-        [row.name, bool(row.api) and (row.rule is None or cpu_abi > 0), False,
+        [row.name, bool(row.api) and (row.rule is None or cpu_abi > 0) and (not row.native or bool(modules())), False,
          "; ".join(filter(None, ["" if row.api else "not in this build yet", why_not, problem if row.rule else ""]))]
         for row in rows
     ]  # fmt: skip

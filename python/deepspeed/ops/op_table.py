@@ -12,7 +12,8 @@ class Op:
     class_name: its builder in ``deepspeed.ops.op_builder``.
     what: what it does, for people.
     api: the module that ``load()`` returns; None while the op is not written.
-    rule: the native optimizer that it is made of; None: torch alone is enough.
+    rule: the native optimizer that it is made of; None: torch, or the extension module (``native``), is enough.
+    native: its functions lie in the extension module.
     devices: kinds of device its kernels run on.
     kernels: their sources below csrc/kernels, each as <file>.cpp in ref/ and cpu/ and <file>.cu in cuda/.
     system: system libraries it needs: (header, library, Debian package).
@@ -26,6 +27,7 @@ class Op:
     what: str
     api: Optional[str] = None
     rule: Optional[str] = None
+    native: bool = False
     devices: tuple = ("cpu",)
     kernels: tuple = ()
     system: tuple = ()
@@ -66,11 +68,12 @@ OPS = (
     _both("fused_lamb", "FusedLambBuilder", "LAMB", api="fused_lamb", rule="lamb", kernels=("lamb",)),
     # Memory and files
     Op("utils", "UtilsBuilder", "flattens lists of tensors and back", api="utils", devices=("cpu", "cuda")),
-    _cpu("async_io", "AsyncIOBuilder", "reads and writes files beside the computation",
+    _cpu("async_io", "AsyncIOBuilder", "reads and writes files beside the computation", api="async_io", native=True,
          system=(("libaio.h", "aio", "libaio-dev"),), build_var="DS_BUILD_AIO"),
-    Op("gds", "GDSBuilder", "moves files to and from GPU memory", devices=("cuda",), base="AsyncIOBuilder",
+    Op("gds", "GDSBuilder", "moves files to and from GPU memory", api="gds", native=True, devices=("cuda",),
+       base="AsyncIOBuilder",
        system=(("libaio.h", "aio", "libaio-dev"), ("cufile.h", "cufile", "libcufile-dev"))),
-    Op("pin_memory", "PinMemoryBuilder", "page-locked memory without a driver"),
+    Op("pin_memory", "PinMemoryBuilder", "page-locked memory without a driver", api="pin_memory", native=True),
     # Communication
     _cpu("deepspeed_ccl_comm", "CCLCommBuilder", "collectives through oneCCL", build_var="DS_BUILD_CCL_COMM"),
     _cpu("deepspeed_shm_comm", "ShareMemCommBuilder", "collectives in shared memory", build_var="DS_BUILD_SHM_COMM"),

@@ -10,6 +10,7 @@
 #include "io/aligned_pool.h"
 #include "io/file_error.h"
 #include "io/file_stream.h"
+#include "uring.h"
 
 namespace ds::io {
 namespace {
@@ -31,8 +32,12 @@ TEST(AlignedPool, AddressesAndSizesSuitDirectWrites) {
 class Both : public testing::TestWithParam<const char*> {
  protected:
   std::unique_ptr<AsyncFile> open(Files& files, const Descriptor& file, const std::string& path, int depth) {
-    return GetParam() == std::string("libaio") ? open_libaio(files, file, path, depth)
-                                               : open_threaded(files, file, path);
+    const std::string method = GetParam();
+    if (method == "io_uring") return open_uring(files, file, path, depth);
+    return method == "libaio" ? open_libaio(files, file, path, depth) : open_threaded(files, file, path);
+  }
+  void SetUp() override {
+    if (GetParam() == std::string("io_uring") && !has_uring()) GTEST_SKIP() << "this machine refuses io_uring";
   }
 };
 
@@ -80,7 +85,7 @@ TEST_P(Both, AnErrorOfTheSystemComesOut) {
       FileError);
 }
 
-INSTANTIATE_TEST_SUITE_P(AsyncFile, Both, testing::Values("libaio", "pwrite"),
+INSTANTIATE_TEST_SUITE_P(AsyncFile, Both, testing::Values("io_uring", "libaio", "pwrite"),
                          [](const auto& info) { return std::string(info.param); });
 
 TEST(AsyncFile, WithoutDirectOrContextAThreadWrites) {
@@ -123,12 +128,44 @@ TEST(AioContexts, AForkHasItsOwn) {
   EXPECT_TRUE(write("c"));
 }
 
+// What a container's seccomp filter refuses is not asked for again.
+TEST(AsyncFile, WithoutIoUringLibaioTransfers) {
+  const Folder folder;
+  EXPECT_EXIT(
+      {
+        if (!forbid(SYS_io_uring_setup)) _exit(2);
+        Files files;
+        bool direct = true;
+        bool resizable = true;
+        const Descriptor file = files.create(folder / "x", &direct, &resizable);
+        const bool other = open_async(files, file, folder / "x", true, 4)->name() == std::string("libaio");
+        std::string why;
+        try {
+          open_async(files, file, folder / "x", true, 4, {Backend::kUring, false, 1});
+        } catch (const Error& error) {
+          why = error.what();
+        }
+        const bool named = why.find("refuses io_uring (io_uring_setup: Function not implemented)") != std::string::npos;
+        _exit(other && (named || why.find("built without liburing") != std::string::npos) ? 0 : 1);
+      },
+      testing::ExitedWithCode(0), "");
+}
+
+TEST(AsyncFile, ABackendByItsName) {
+  EXPECT_EQ(backend_named(""), Backend::kAuto);
+  EXPECT_EQ(backend_named("auto"), Backend::kAuto);
+  EXPECT_EQ(backend_named("io_uring"), Backend::kUring);
+  EXPECT_EQ(backend_named("libaio"), Backend::kLibaio);
+  EXPECT_EQ(backend_named("threads"), Backend::kThreads);
+  EXPECT_THROW(backend_named("aio"), Error);
+}
+
 TEST(AioContexts, WithoutOneAThreadWrites) {
   const Folder folder;
   const std::string text = random_bytes(9 << 20);
   EXPECT_EXIT(
       {
-        if (!forbid(SYS_io_setup)) _exit(2);
+        if (!forbid(SYS_io_setup) || !forbid(SYS_io_uring_setup)) _exit(2);
         Files files;
         FileStream stream(files, folder / "x", text.size(), {});
         const bool threaded = stream.method() == std::string("pwrite");

@@ -29,8 +29,8 @@ TEST(Faults, ReadsOrders) {
   }
   for (const char* bad :
        {"x", "write", "write:1", "write::kill", "write:0:kill", "write:-1:kill", "write:1:boom", ":1:kill",
-        "close:1:kill", "fsync:1:short", "write:1x:kill", "write:1:kill:2", "write:99999999999999999:eio", "write:+:eio",
-        "write:1:eio,", ",write:1:eio", "write:1:eio,x"}) {
+        "close:1:kill", "fsync:1:short", "write:1x:kill", "write:1:kill:2", "write:99999999999999999:eio",
+        "write:+:eio", "write:1:eio,", ",write:1:eio", "write:1:eio,x"}) {
     EXPECT_THROW(Faults{bad}, Error) << bad;
   }
 }

@@ -340,9 +340,9 @@ def test_cuda_passes_arguments_on(monkeypatch):
     assert calls.seen[-1] == ("set_rng_state", "state")
 
 
-def test_native_pinning_is_refused_by_name(monkeypatch):
-    monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", "native")
-    with pytest.raises(ValueError, match="DS_PIN_MEMORY_BACKEND is 'native'"):
+def test_unknown_pinning_is_refused_by_name(monkeypatch):
+    monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", "other")
+    with pytest.raises(ValueError, match="DS_PIN_MEMORY_BACKEND is 'other'"):
         class_of("cuda_accelerator")().pin_memory(torch.ones(1))
 
 

@@ -60,12 +60,13 @@ class PrebuiltOp:
             return f"there is no such op for {get_accelerator().device_name()}"
         if self.ROW.api is None:
             return "not in this build yet"
-        if self.ROW.rule is None:
+        if self.ROW.rule is None and not self.ROW.native:
             return ""
         native, why_not = native_module()
         if native is None:
             return why_not
-        if not load_target("deepspeed.ops.op_builder.prebuilt.stepper:has_rule")(self.ROW.rule):
+        has_rule = load_target("deepspeed.ops.op_builder.prebuilt.stepper:has_rule")
+        if self.ROW.rule is not None and not has_rule(self.ROW.rule):
             return f"not in this build yet (the native module has no optimizer {self.ROW.rule!r})"
         return ""
 
@@ -150,6 +151,14 @@ class SystemLibraries:
         return super().is_compatible(verbose)
 
 
+class GPUDirect:
+    """For the op on NVIDIA's cuFile, which is opened at run time."""
+
+    def why_not(self):
+        reason = super().why_not()
+        return reason or native_module()[0].aio.gds_error()
+
+
 class EvoformerSwitches:
     """Names of environment variables about CUTLASS, which the op is built on; CUTLASS_PATH says where it is."""
 
@@ -193,6 +202,7 @@ class RaggedPrefix:
 _EXTRAS = {
     "AsyncIOBuilder": (SystemLibraries,),
     "EvoformerAttnBuilder": (EvoformerSwitches,),
+    "GDSBuilder": (GPUDirect,),
     "FPQuantizerBuilder": (FloatFormats,),
     "RaggedUtilsBuilder": (RaggedPrefix,),
 }

@@ -1,0 +1,83 @@
+// Tensors in files: the bytes of a tensor, in row-major order, at an offset of a file.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "io/cufile.h"
+#include "io/files.h"
+#include "io/locked_pool.h"
+#include "io/transfer_queue.h"
+
+namespace ds::storage {
+
+// What reads and writes tensors. Tensors of a device pass through host memory, block by block, unless cuFile moves
+// them. Any thread at any time; the interpreter's lock is not needed.
+class TensorIo {
+ public:
+  // A file by name, or one that the caller has open and keeps open until the operation has ended.
+  struct Place {
+    std::string path;
+    int number = -1;
+    uint64_t offset = 0;
+  };
+  enum class How { kAlone, kWait, kBackground };  // by the calling thread, by all threads, likewise and return at once
+
+  // `cufile`: null, or what moves tensors of a device without the host.
+  TensorIo(std::shared_ptr<io::Files> files, std::shared_ptr<io::LockedPool> pool, const io::TransferOptions& options,
+           int threads, std::shared_ptr<io::CuFile> cufile = nullptr);
+  ~TensorIo();
+
+  const io::TransferOptions& options() const { return options_; }
+  int threads() const { return queue_.threads(); }
+  // Multiple in which offsets, sizes and addresses need no detour through the page cache or another copy.
+  static size_t alignment();
+
+  // Fills the tensor, or writes it. `validate`: reads the file again and compares. kBackground: `tensor` must be left
+  // alone until wait(). Throws FileError and ErrorKind::kRuntime; kBackground throws what is known at once.
+  void read(const at::Tensor& tensor, const Place& place, How how, bool validate);
+  void write(const at::Tensor& tensor, const Place& place, How how, bool validate);
+
+  // How many background operations have ended since the last call, all of them; throws the first error.
+  int64_t wait() { return queue_.wait(); }
+  int64_t pending() const { return queue_.pending(); }
+
+  // Starts writing memory of the host that stays there until the ticket's wait(); wait() above does not know of it.
+  io::TransferQueue::Ticket write_memory(std::shared_ptr<io::BlockFile> file, char* memory, uint64_t bytes,
+                                         uint64_t offset);
+  io::Files& files() const { return *files_; }
+
+  // ---- memory ------------------------------------------------------------------------------------------------------
+  at::Tensor new_locked(int64_t numel, const at::Tensor& example);
+  bool free_locked(const at::Tensor& tensor);  // false: it is not from the pool
+  bool is_pinned(const at::Tensor& tensor) const;
+
+  // Of a device, registered with cuFile.
+  at::Tensor new_device(int64_t numel, const at::Tensor& example);
+  bool pin_device(const at::Tensor& tensor);
+  bool unpin_device(const at::Tensor& tensor);
+
+ private:
+  void move(const at::Tensor& tensor, const Place& place, How how, bool validate, bool reads);
+  bool by_cufile(const at::Tensor& tensor) const;
+  io::CuFile& cufile(const char* what) const;
+
+  const std::shared_ptr<io::Files> files_;
+  const std::shared_ptr<io::LockedPool> pool_;
+  const io::TransferOptions options_;
+  const std::shared_ptr<io::CuFile> cufile_;
+  mutable std::mutex lock_;
+  std::set<std::pair<const char*, size_t>> registered_;  // with cuFile
+  io::TransferQueue queue_;                              // last: its threads use all of the above
+};
+
+// A tensor of the pool: as long as it, or a view of it, is there.
+at::Tensor locked_tensor(const std::shared_ptr<io::LockedPool>& pool, int64_t numel, at::ScalarType type);
+
+// Copies `from` into `to`, both contiguous, of the host and of as many bytes, on `threads` threads.
+void copy_bytes(const at::Tensor& to, const at::Tensor& from, int threads);
+
+}  // namespace ds::storage

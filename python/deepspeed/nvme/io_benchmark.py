@@ -1,0 +1,109 @@
+"""``ds_io``: how fast tensors are written to, or read from, folders with one setting."""
+
+import argparse
+import json
+import statistics
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+from deepspeed.nvme.transfer_rate import Bench, Setting, bytes_of
+
+
+def parse_io_arguments(argv=None):
+    """The command line of ``ds_io``."""
+    parser = argparse.ArgumentParser(prog="ds_io", description=__doc__)
+    add = parser.add_argument
+    add("--folder", metavar="DIR", help="where the files go: on the drive to measure")
+    add(
+        "--folder_to_device_mapping",
+        nargs="+",
+        metavar="DIR:N",
+        default=[],
+        help="a process for each, with the folder and the device of that number",
+    )
+    add("--read", action="store_true", help="measure reads (default: writes)")
+    add("--io_size", type=str, default="400M", help="bytes of a tensor (default 400M)")
+    add("--block_size", type=str, default="1M", help="bytes of a request (default 1M)")
+    add("--queue_depth", type=int, default=32, help="requests at a time for each thread (default 32)")
+    add("--io_parallel", type=int, default=1, help="threads for one tensor (default 1)")
+    add("--multi_process", type=int, default=1, help="processes, each with its own file (default 1)")
+    add("--loops", type=int, default=3, help="transfers to measure (default 3)")
+    add("--single_submit", action="store_true", help="tell the system of each request by itself")
+    add(
+        "--sequential_requests",
+        action="store_true",
+        help="replace requests when half of the queue is complete (default: each when it is)",
+    )
+    add("--handle", action="store_true", help="use async_pread and async_pwrite with wait()")
+    add("--validate", action="store_true", help="read the file again and compare it with the tensor")
+    add("--gpu", action="store_true", help="tensors of the GPU")
+    add("--use_gds", "--gds", action="store_true", help="GPUDirect storage, for tensors of the GPU")
+    add("--slow_bounce_buffer", action="store_true", help="copy tensors of the GPU in one piece, in Python")
+    add("--unlocked", action="store_true", help="tensors of the host that are not page-locked")
+    add("--json", metavar="FILE", help="write the figures there, too")
+    args = parser.parse_args(argv)
+    if bool(args.folder) == bool(args.folder_to_device_mapping):
+        parser.error("give either --folder or --folder_to_device_mapping")
+    if args.use_gds and not args.gpu:
+        parser.error("--use_gds is for tensors of the GPU: give --gpu, too")
+    if min(args.loops, args.multi_process) < 1:
+        parser.error("--loops and --multi_process are at least 1")
+    try:
+        args.io_size, args.block_size = bytes_of(args.io_size), bytes_of(args.block_size)
+        args.places = places_of(args)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def places_of(args):
+    """(folder, device) of each process."""
+    kind = "cuda" if args.gpu else "cpu"
+    if args.folder:
+        devices = [f"{kind}:{i}" if args.gpu else kind for i in range(args.multi_process)]
+        return [(args.folder, device) for device in devices]
+    made = []
+    for text in args.folder_to_device_mapping:
+        folder, _, number = text.rpartition(":")
+        if not folder or not number.isdigit():
+            raise ValueError(f"--folder_to_device_mapping takes DIR:N, a folder and a number, got {text!r}")
+        made.append((folder, f"{kind}:{number}" if args.gpu else kind))
+    return made
+
+
+def measure(args, folder, device):
+    """The GB/s of each loop, in this process."""
+    setting = Setting(args.block_size, args.queue_depth, args.single_submit, not args.sequential_requests,
+                      args.io_parallel)  # fmt: skip
+    with Bench(folder, args.io_size, device, args.use_gds, args.slow_bounce_buffer, args.unlocked) as bench:
+        return bench.rates(setting, args.read, args.loops, args.validate, single=not args.handle)
+
+
+def run(args):
+    """{"op", "gb_per_s": sum of the processes' medians, "processes": GB/s of each loop of each}."""
+    if len(args.places) == 1:
+        rates = [measure(args, *args.places[0])]
+    else:
+        with ProcessPoolExecutor(len(args.places), mp_context=get_context("spawn")) as pool:
+            rates = list(pool.map(measure, [args] * len(args.places), *zip(*args.places)))
+    total = sum(statistics.median(each) for each in rates)
+    return {"op": "read" if args.read else "write", "gb_per_s": total, "processes": rates}
+
+
+def ds_io_main(argv=None):
+    """The program ``ds_io``. ``argv``: its arguments (default: those of the process)."""
+    args = parse_io_arguments(argv)
+    try:
+        result = run(args)
+    except (OSError, RuntimeError, ValueError) as error:
+        print(f"ds_io: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+    for number, rates in enumerate(result["processes"]):
+        folder, device = args.places[number]
+        texts = ", ".join(f"{rate:.3f}" for rate in rates)
+        print(f"process {number}: {folder}, {device}: {result['op']} GB/s of each loop: {texts}")
+    print(f"{result['op']} speed: {result['gb_per_s']:.3f} GB/s")
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=1)

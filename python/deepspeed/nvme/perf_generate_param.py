@@ -1,0 +1,50 @@
+"""``ds_nvme_tune``, second part: the best of what was measured, as the section ``aio`` of a configuration."""
+
+import glob
+import json
+import os
+
+
+def results_in(log_dir):
+    """What ``sweep_main`` has logged, fastest first."""
+    found = []
+    for path in sorted(glob.glob(os.path.join(log_dir, "*.json"))):
+        with open(path, encoding="utf-8") as file:
+            found.append(json.load(file))
+    return sorted(found, key=lambda result: -result["gb_per_s"])
+
+
+def best_section(results):
+    """The one setting for reads and writes: the largest of the products of what it reaches of the best of each."""
+    best = {op: max(r["gb_per_s"] for r in results if r["op"] == op) for op in {r["op"] for r in results}}
+    shares = {}
+    for result in results:
+        key = json.dumps(result["aio"], sort_keys=True)
+        share = shares.setdefault(key, {op: 0.0 for op in best})
+        share[result["op"]] = max(share[result["op"]], result["gb_per_s"] / max(best[result["op"]], 1e-9))
+
+    def score(key):
+        product = 1.0
+        for value in shares[key].values():
+            product *= value
+        return product
+
+    return json.loads(max(shares, key=score))
+
+
+def generate_main(log_dir):
+    """Prints the best read and write of the logs in ``log_dir`` in GB/s, then the section; returns the section's dict.
+
+    Raises:
+        ValueError: there are no logs.
+    """
+    results = results_in(log_dir)
+    if not results:
+        raise ValueError(f"there is nothing measured in {log_dir}: run ds_nvme_tune with it as --log_dir first")
+    for operation in ("read", "write"):
+        best = next((result for result in results if result["op"] == operation), None)
+        if best is not None:
+            print(f"best {operation}: {best['gb_per_s']:.3f} GB/s with {json.dumps(best['aio'])}")
+    section = {"aio": best_section(results)}
+    print(json.dumps(section, indent=2))
+    return section

@@ -1,0 +1,125 @@
+"""``ds_nvme_tune``, first part: measures many settings of a handle, and logs each."""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+from dataclasses import asdict
+
+from deepspeed.nvme.perf_generate_param import generate_main
+from deepspeed.nvme.transfer_rate import Bench, Setting, bytes_of
+
+# What is tried of each argument of aio_handle where --sweep_config does not say.
+SPACE = {
+    "block_size": ["1M", "8M"],
+    "queue_depth": [32, 128],
+    "overlap_events": [True, False],
+    "io_parallel": [1, 2, 4],
+    "single_submit": [False],
+}
+# Names of keys in a file of --sweep_config, those of ds_io's flags among them -> fields of Setting.
+NAMES = {
+    "block_size": "block_size",
+    "queue_depth": "queue_depth",
+    "overlap_events": "overlap_events",
+    "single_submit": "single_submit",
+    "io_parallel": "intra_op_parallelism",
+    "intra_op_parallelism": "intra_op_parallelism",
+}
+
+
+def parse_sweep_arguments(argv=None):
+    """The command line of ``ds_nvme_tune``."""
+    parser = argparse.ArgumentParser(
+        prog="ds_nvme_tune",
+        description="Finds the settings of aio_handle that read and write fastest in a folder, and prints them as the "
+        "section `aio` of a DeepSpeed configuration.",
+    )
+    add = parser.add_argument
+    add("--nvme_dir", nargs="+", required=True, metavar="DIR", help="folders on the drives to tune for")
+    add("--sweep_config", metavar="FILE", help="JSON with lists to try: " + ", ".join(SPACE))
+    add("--no_read", action="store_true", help="tune writes only")
+    add("--no_write", action="store_true", help="tune reads only")
+    add("--io_size", default="400M", help="bytes of a tensor (default 400M)")
+    add("--gpu", action="store_true", help="tensors of the GPU")
+    add("--gds", action="store_true", help="GPUDirect storage, for tensors of the GPU")
+    add("--flush_page_cache", action="store_true", help="drop the page cache before each setting (needs root)")
+    add("--log_dir", default="_aio_bench_logs", metavar="DIR", help="what was measured (default _aio_bench_logs)")
+    add("--loops", type=int, default=3, help="transfers of each setting (default 3)")
+    add("--verbose", action="store_true", help="print each setting as it is measured")
+    args = parser.parse_args(argv)
+    if args.no_read and args.no_write:
+        parser.error("--no_read and --no_write leave nothing to tune")
+    if args.gds and not args.gpu:
+        parser.error("--gds is for tensors of the GPU: give --gpu, too")
+    if args.loops < 1:
+        parser.error("--loops is at least 1")
+    return args
+
+
+def settings_of(path):
+    """All settings to try: the product of the lists in a JSON file, or of the default ones (``path`` None)."""
+    lists = {NAMES[name]: values for name, values in SPACE.items()}
+    if path is not None:
+        with open(path, encoding="utf-8") as file:
+            given = json.load(file)
+        unknown = sorted(set(given) - set(NAMES))
+        if unknown:
+            raise ValueError(f"{path}: {unknown[0]!r} is nothing to tune; the keys are {', '.join(NAMES)}")
+        for name, values in given.items():
+            values = values if isinstance(values, list) else [values]
+            lists[NAMES[name]] = [{"true": True, "false": False}.get(str(v).lower(), v) for v in values]
+    lists["block_size"] = [bytes_of(size) for size in lists["block_size"]]
+    return [Setting(**dict(zip(lists, values))) for values in itertools.product(*lists.values())]
+
+
+def drop_page_cache():
+    """Writes out dirty pages, and makes the kernel forget clean ones. Raises OSError where this is not root."""
+    os.sync()
+    with open("/proc/sys/vm/drop_caches", "w", encoding="ascii") as file:
+        file.write("1")
+
+
+def sweep_main(args):
+    """Measures every setting, and writes one JSON file for each operation and setting to ``args.log_dir``.
+
+    Raises:
+        OSError, RuntimeError, ValueError: a folder, a file or a key that is not usable; the text names it.
+    """
+    settings, io_size = settings_of(args.sweep_config), bytes_of(args.io_size)
+    os.makedirs(args.log_dir, exist_ok=True)
+    device = "cuda" if args.gpu else "cpu"
+    operations = [name for name, off in (("write", args.no_write), ("read", args.no_read)) if not off]
+    for operation in operations:  # results of an older run would win
+        for name in os.listdir(args.log_dir):
+            if name.startswith(f"{operation}_") and name.endswith(".json"):
+                os.unlink(os.path.join(args.log_dir, name))
+    for number, folder in enumerate(args.nvme_dir):
+        with Bench(folder, io_size, device, args.gds) as bench:
+            for operation, (i, setting) in itertools.product(operations, enumerate(settings)):
+                if args.flush_page_cache:
+                    drop_page_cache()
+                rates = bench.rates(setting, operation == "read", args.loops)
+                result = {
+                    "op": operation, "folder": folder, "gb_per_s": statistics.median(rates), "loops": rates,
+                    "aio": setting.section(args.gds), "io_size": io_size, "device": device,
+                }  # fmt: skip
+                with open(
+                    os.path.join(args.log_dir, f"{operation}_{number}_{i:04}.json"), "w", encoding="utf-8"
+                ) as file:
+                    json.dump(result, file, indent=1)
+                if args.verbose:
+                    print(f"{folder}: {operation} {result['gb_per_s']:.3f} GB/s with {asdict(setting)}", flush=True)
+
+
+def main(argv=None):
+    """The program ``ds_nvme_tune``: measures, then prints the best settings."""
+    args = parse_sweep_arguments(argv)
+    try:
+        sweep_main(args)
+        generate_main(args.log_dir)
+    except (OSError, RuntimeError, ValueError) as error:
+        print(f"ds_nvme_tune: {error}", file=sys.stderr)
+        raise SystemExit(1) from error

@@ -1,0 +1,62 @@
+#include "io/cufile.h"
+
+#include <errno.h>
+#include <gtest/gtest.h>
+
+#include "base/error.h"
+#include "folder.h"
+#include "io/file_error.h"
+
+namespace ds::io {
+namespace {
+
+std::string fake(const std::string& name) { return std::string(DS_FAKE_CUFILE_FOLDER) + "/lib" + name + ".so"; }
+
+std::string refusal(const std::string& library) {
+  try {
+    CuFile::open(library);
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(CuFile, MovesBytesInPiecesOfItsOwn) {
+  const Folder folder;
+  const auto library = CuFile::open(fake("fake_cufile"));
+  const std::string text = random_bytes((3 << 20) + 5);
+  {
+    const CuFile::File file(*library, folder / "x", true);
+    file.write(text.data(), 0, text.size(), 0);
+    file.write(text.data(), 10, 100, 50);
+  }
+  std::string wanted = text;
+  wanted.replace(50, 100, text, 10, 100);
+  EXPECT_EQ(content(folder / "x") == wanted, true);
+  const CuFile::File file(*library, folder / "x", false);
+  std::string back(text.size(), 0);
+  file.read(back.data(), 0, 1 << 20, 0);
+  file.read(back.data(), 1 << 20, text.size() - (1 << 20), 1 << 20);
+  EXPECT_EQ(back == wanted, true);
+  try {
+    file.read(back.data(), 0, 100, text.size() - 50);
+    FAIL();
+  } catch (const FileError& error) {
+    EXPECT_EQ(error.code(), ENODATA);
+  }
+  library->add(text.data(), text.size());
+  library->remove(text.data());
+  EXPECT_THROW(library->add(text.data(), 0), Error);
+  EXPECT_THROW(CuFile::File(*library, folder / "none/x", true), FileError);
+}
+
+TEST(CuFile, SaysWhyItCannotBeUsed) {
+  EXPECT_NE(refusal("/none/libcufile.so").find("GPUDirect storage cannot be used: /none/libcufile.so"),
+            std::string::npos);
+  EXPECT_NE(refusal(fake("fake_cufile_no_driver")).find("cuFileDriverOpen gave cuFile error 5001, CUDA error 100"),
+            std::string::npos);
+  EXPECT_NE(refusal(fake("fake_cufile_broken")).find("has no function cuFileWrite"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace ds::io
