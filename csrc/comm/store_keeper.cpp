@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -13,6 +14,9 @@ namespace {
 
 constexpr std::chrono::milliseconds kStoreNap(20);
 const char* const kGone = "deepspeed/gone";
+const std::string_view kGoodbye = "gone";  // in the place of a rank that has said so, while its process goes on
+
+std::vector<uint8_t> value_of(std::string_view text) { return {text.begin(), text.end()}; }
 
 std::string place_of(int rank) { return "deepspeed/process/" + std::to_string(rank); }
 
@@ -21,7 +25,7 @@ std::string place_of(int rank) { return "deepspeed/process/" + std::to_string(ra
 StoreKeeper::StoreKeeper(c10::intrusive_ptr<c10d::Store> store, int rank, int world)
     : store_(std::move(store)), rank_(rank), world_(world) {
   const std::string mine = std::to_string(host_id()) + " " + std::to_string(getpid());
-  store_->set(place_of(rank_), std::vector<uint8_t>(mine.begin(), mine.end()));
+  store_->set(place_of(rank_), value_of(mine));
 }
 
 StoreKeeper::~StoreKeeper() {
@@ -33,6 +37,7 @@ StoreKeeper::~StoreKeeper() {
 void StoreKeeper::goodbye() {
   if (!store_ || thread_.joinable() || !owner_.here()) return;
   try {
+    store_->set(place_of(rank_), value_of(kGoodbye));
     store_->add(kGone, 1);
   } catch (const std::exception&) {  // rank 0 has ended: there is nobody left to tell
     store_.reset();
@@ -67,6 +72,7 @@ bool StoreKeeper::all_gone() {
     if (!store_->check({place_of(rank)})) return false;
     const std::vector<uint8_t> bytes = store_->get(place_of(rank));
     const std::string theirs(bytes.begin(), bytes.end());
+    if (theirs == kGoodbye) continue;
     // Those of other hosts, and those that have not ended, will say so.
     if (theirs.compare(0, here.size(), here) != 0) return false;
     if (!process_ended(std::strtoll(theirs.c_str() + here.size(), nullptr, 10))) return false;

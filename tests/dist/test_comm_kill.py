@@ -60,7 +60,7 @@ def until_killed(rank, world, seed, folder):
             moment = time.monotonic()
     except RuntimeError as error:
         text, seconds = str(error), time.monotonic() - moment  # since the last success: more than since the kill
-    dist.destroy_process_group()
+    deepspeed.comm.destroy_process_group()
     time.sleep(0.3)  # the watch looks at a group for a moment
     after = segments()
     with open(os.path.join(folder, f"{seed}.{rank}"), "w", encoding="utf-8") as file:
