@@ -8,7 +8,6 @@
 #include <pybind11/stl.h>
 
 #include <optional>
-#include <thread>
 
 #include "base/error.h"
 #include "bindings/registry.h"
@@ -16,8 +15,8 @@
 #include "bindings/without_lock.h"
 #include "comm/decorators/logged.h"
 #include "comm/decorators/watched.h"
-#include "comm/list_calls.h"
 #include "comm/nccl_tensors.h"
+#include "comm/script_calls.h"
 #include "comm/transports/c10d_communicator.h"
 #include "comm/transports/nccl_communicator.h"
 #include "comm/transports/shm_communicator.h"
@@ -50,26 +49,12 @@ comm::ReduceOp reduction_named(const std::string& name) {
        "'; sum, avg, product, min, max, band, bor and bxor are there");
 }
 
-// As scripts call torch.distributed (comm/list_calls.h). With `detached` a handle; else it has ended on return.
-comm::WorkPtr call_op(LoggedCommunicator& self, const std::string& verb, std::vector<at::Tensor> given,
-                      std::vector<at::Tensor> taken,
-                      const std::pair<std::vector<int64_t>, std::vector<int64_t>>& splits, const std::string& op,
-                      int peer, bool detached) {
-  auto work = comm::run_call(self, {verb_named(verb), std::move(given), std::move(taken), splits.first, splits.second,
-                                    reduction_named(op), peer, detached});
-  if (detached) return work;
-  work->wait();
-  return nullptr;
-}
-
-bool wait(comm::Work& work, const std::optional<std::chrono::milliseconds>& timeout) {
-  const auto deadline = std::chrono::steady_clock::now() + timeout.value_or(std::chrono::milliseconds(0));
-  while (timeout && !work.ready()) {
-    if (std::chrono::steady_clock::now() > deadline) fail(ErrorKind::kRuntime, "Operation timed out!");
-    std::this_thread::sleep_for(std::chrono::microseconds(200));
-  }
-  work.wait();
-  return true;
+c10::intrusive_ptr<c10d::Work> call_op(comm::ScriptCalls& self, const std::string& verb, std::vector<at::Tensor> given,
+                                       std::vector<at::Tensor> taken,
+                                       const std::pair<std::vector<int64_t>, std::vector<int64_t>>& splits,
+                                       const std::string& op, int peer, bool detached) {
+  return self.run({verb_named(verb), std::move(given), std::move(taken), splits.first, splits.second,
+                   reduction_named(op), peer, detached});
 }
 
 // What carries the calls of a group, as its caller wants it.
@@ -116,13 +101,13 @@ comm::WorkPtr run_op(LoggedCommunicator& self, const std::string& verb, const st
 }  // namespace
 
 DS_BINDINGS(m) {
+  py::module_::import("torch.distributed");  // registers torch's handles
   py::class_<comm::Work, comm::WorkPtr>(m, "CommunicatorWork")
-      .def("wait", &wait, py::arg("timeout") = py::none(), Unlocked())
-      .def("is_completed", &comm::Work::ready, Unlocked())
+      .def("wait", &comm::Work::wait, Unlocked())
       .def("ready", &comm::Work::ready);
   py::class_<LoggedCommunicator, std::shared_ptr<LoggedCommunicator>>(m, "Communicator")
       // shared: through the memory of one host where the ranks share it. store: of this group alone, for the boards of
-      // ranks that do not. scripts: for call(), whose handles may be asked and dropped. nccl: carries what is on
+      // ranks that do not. scripts: for ScriptCalls, whose handles may be asked and dropped. nccl: carries what is on
       // devices.
       .def(py::init([](const py::object& group, bool shared, std::chrono::milliseconds timeout,
                        const std::optional<comm::GroupFacts>& facts,
@@ -141,8 +126,6 @@ DS_BINDINGS(m) {
       .def("run", &run_op, py::arg("verb"), py::arg("input") = py::none(), py::arg("output") = py::none(),
            py::arg("counts") = std::pair<std::vector<int64_t>, std::vector<int64_t>>(), py::arg("op") = "sum",
            py::arg("peer") = -1, py::arg("tag") = "", Unlocked())
-      .def("call", &call_op, py::arg("verb"), py::arg("given"), py::arg("taken"), py::arg("splits"), py::arg("op"),
-           py::arg("peer"), py::arg("detached"), Unlocked())
       .def("leave", &LoggedCommunicator::leave, Unlocked())
       .def("log_calls", &LoggedCommunicator::log_calls, py::arg("on"))
       .def("take_log", [](LoggedCommunicator& communicator) {
@@ -150,6 +133,14 @@ DS_BINDINGS(m) {
         for (const comm::LoggedCall& call : communicator.take_log()) calls.emplace_back(call.op, call.bytes, call.ms);
         return calls;
       });
+  // As scripts call torch.distributed, with torch's handles (comm/script_calls.h).
+  py::class_<comm::ScriptCalls>(m, "ScriptCalls")
+      .def(py::init([](std::shared_ptr<LoggedCommunicator> communicator) {
+             return std::make_unique<comm::ScriptCalls>(std::move(communicator), without_lock);
+           }),
+           py::arg("communicator"))
+      .def("call", &call_op, py::arg("verb"), py::arg("given"), py::arg("taken"), py::arg("splits"), py::arg("op"),
+           py::arg("peer"), py::arg("detached"), Unlocked());
 }
 
 }  // namespace ds::bindings

@@ -137,6 +137,16 @@ int64_t StoreBoard::enter(const Record& call) {
   return number;
 }
 
+void StoreBoard::wait_begins() {
+  const std::lock_guard<std::mutex> lock(waits_mutex_);
+  if (waits_++ == 0) waiting_since_us_ = now_us();
+}
+
+void StoreBoard::wait_ends() {
+  const std::lock_guard<std::mutex> lock(waits_mutex_);
+  waiting_since_us_ = --waits_ > 0 ? now_us() : 0;
+}
+
 void StoreBoard::ended(int64_t number) { ring_->end(number); }
 
 // Waits until all ranks have said what they call; fails where that differs.

@@ -32,9 +32,10 @@ class StoreBoard : public Board {
   // This rank begins a call; its number, for ended(). Throws on every rank alike when the group has failed before.
   int64_t enter(const Record& call);
   void ended(int64_t number);
-  // This rank waits, from here on, in one of the calls under way, and does no longer.
-  void wait_begins() { waiting_since_us_ = now_us(); }
-  void wait_ends() { waiting_since_us_ = 0; }
+  // This rank waits, from here on, in one of the calls under way, and does no longer; for several at once on several
+  // threads. Where the end of one leaves others, these count from then on: the group has moved on.
+  void wait_begins();
+  void wait_ends();
   // All ranks of the group stop. Returns the message, with where everybody is; the first one where there is one.
   std::string give_up(const std::string& why);
   // Why the group has failed; "": it has not.
@@ -67,6 +68,8 @@ class StoreBoard : public Board {
   const OwningProcess owner_;
   const std::unique_ptr<FlightRing> ring_;
   std::atomic<int64_t> waiting_since_us_{0};
+  std::mutex waits_mutex_;  // of changes of waiting_since_us_, and of waits_
+  int waits_ = 0;
   int64_t number_ = 0;
   std::atomic<int64_t> next_look_us_{0}, asked_{0};
   mutable std::mutex mutex_;  // of what follows

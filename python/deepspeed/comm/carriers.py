@@ -28,13 +28,14 @@ class Carrier:
 
     def __init__(self, group, name, shared):
         facts, store = group_facts(name), board_store(name)
-        self._native = _native._C.Communicator(group, shared, default_timeout(), facts, store, scripts=True)
-        self.in_memory = self._native.name == "shm"
+        native = _native._C.Communicator(group, shared, default_timeout(), facts, store, scripts=True)
+        self.in_memory = native.name == "shm"
+        self._calls = _native._C.ScriptCalls(native)
 
     def run(self, verb, given, taken, async_op, op=None, root=-1, splits=((), ())):
-        """csrc/comm/list_calls.h. A handle when ``async_op``, else None when it has ended."""
+        """csrc/comm/script_calls.h. torch's ``Work`` when ``async_op``, else None when it has ended."""
         op = "sum" if op is None else to_name(op).lower()
-        return self._native.call(verb, given, taken, [list(split or ()) for split in splits], op, root, async_op)
+        return self._calls.call(verb, given, taken, [list(split or ()) for split in splits], op, root, async_op)
 
 
 def _over_gloo(group):

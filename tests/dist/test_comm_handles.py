@@ -1,0 +1,164 @@
+"""Handles of deepspeed.comm's functions are torch's own: every member, of every verb, over gloo and through memory."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+from deepspeed import comm as dist
+from harness import run_ranks
+
+pytestmark = pytest.mark.dist
+
+BOTH = pytest.mark.parametrize("init", ["gloo", True], ids=["gloo", "memory"])
+WORLD = 2
+VERBS = [
+    "all_reduce", "strided", "reduce", "broadcast", "reduce_scatter", "reduce_scatter_tensor", "all_gather",
+    "all_gather_into_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "barrier",
+]  # fmt: skip
+
+
+def started(verb, rank):
+    """A handle, the caller's output tensors, and what they become."""
+    root, mine = rank == 0, torch.full((2,), rank + 1.0)
+    rows, twice = [torch.ones(2), torch.full((2,), 2.0)], torch.cat([mine, mine])
+    one, two, all_of = torch.zeros(2), [torch.zeros(2), torch.zeros(2)], torch.zeros(4)
+    total = rows[0] + rows[1]
+    if verb == "all_reduce":
+        return dist.all_reduce(mine, async_op=True), [mine], [total]
+    if verb == "strided":
+        wide = torch.full((2, 4), rank + 1.0)[:, ::2]
+        return dist.all_reduce(wide, async_op=True), [wide], [torch.full((2, 2), 3.0)]
+    if verb == "reduce":
+        return dist.reduce(mine, 0, async_op=True), [mine], [total if root else rows[1]]
+    if verb == "broadcast":
+        return dist.broadcast(mine, 1, async_op=True), [mine], [rows[1]]
+    if verb == "reduce_scatter":
+        return dist.reduce_scatter(one, [mine, mine], async_op=True), [one], [total]
+    if verb == "reduce_scatter_tensor":
+        return dist.reduce_scatter_tensor(one, twice, async_op=True), [one], [total]
+    if verb == "all_gather":
+        return dist.all_gather(two, mine, async_op=True), two, rows
+    if verb == "all_gather_into_tensor":
+        return dist.all_gather_into_tensor(all_of, mine, async_op=True), [all_of], [torch.cat(rows)]
+    if verb == "all_to_all":
+        return dist.all_to_all(two, [mine, mine], async_op=True), two, rows
+    if verb == "all_to_all_single":
+        return dist.all_to_all_single(all_of, twice, async_op=True), [all_of], [torch.cat(rows)]
+    if verb == "gather":
+        return dist.gather(mine, two if root else None, 0, async_op=True), two if root else [], rows if root else []
+    if verb == "scatter":
+        return dist.scatter(one, rows if root else None, 0, async_op=True), [one], [rows[rank]]
+    return dist.barrier(async_op=True), [], []
+
+
+def same(found, outputs, expected):
+    assert len(found) == len(outputs) == len(expected)
+    for each, own, value in zip(found, outputs, expected, strict=True):
+        assert each is own and torch.equal(each, value), (each, value)
+
+
+def until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def _members(rank, world):
+    for verb in VERBS:
+        work, outputs, expected = started(verb, rank)
+        assert isinstance(work, torch.distributed.Work)
+        assert work.wait() is True and work.wait(timedelta(seconds=5)) is True
+        assert work.is_completed() is True and work.is_success() is True
+        same(outputs, outputs, expected)
+        same(work.result(), outputs, expected)
+        same(work.get_future().value(), outputs, expected)
+        assert work.synchronize() is None
+        for source in (work.source_rank, work._source_rank):
+            with pytest.raises(RuntimeError, match="recv"):
+                source()
+        if hasattr(work, "boxed"):
+            assert torch.distributed.Work.unbox(work.boxed()).is_completed()
+        # Asked, not waited for: what is completed is in place.
+        work, outputs, expected = started(verb, rank)
+        until(work.is_completed)
+        assert work.is_success()
+        same(outputs, outputs, expected)
+
+
+@BOTH
+def test_a_handle_has_torchs_members(init):
+    run_ranks(WORLD, _members, init=init)
+
+
+def _futures(rank, world):
+    for verb in VERBS:
+        work, outputs, expected = started(verb, rank)
+        future = work.get_future()
+        assert isinstance(future, torch._C.Future)
+        del work  # nobody waits for it but the future
+        seen = future.then(lambda done: [each.clone() for each in done.value()])
+        same(future.wait(), outputs, expected)
+        found = seen.wait()
+        same(found, found, expected)
+        assert future.done()
+    # Many at once; waited for in another order and by both ways.
+    begun = [started("all_reduce", rank) for _ in range(30)]
+    futures = [work.get_future() for work, _, _ in begun]
+    for index in reversed(range(0, 30, 2)):
+        assert begun[index][0].wait()
+    for future, (_, outputs, expected) in zip(futures, begun, strict=True):
+        same(future.wait(), outputs, expected)
+    # A callback that makes what torch's communication hooks make of it.
+    halved = started("all_reduce", rank)[0].get_future().then(lambda done: done.value()[0] / world)
+    assert halved.wait().tolist() == [1.5, 1.5]
+
+
+@BOTH
+def test_a_future_ends_though_nobody_waits_for_the_handle(init):
+    run_ranks(WORLD, _futures, init=init)
+
+
+def _timeouts(rank, world):
+    x = torch.ones(4)
+    if rank == 0:
+        work = dist.all_reduce(x, async_op=True)
+        future = work.get_future()
+        with pytest.raises(RuntimeError, match="Operation timed out"):
+            work.wait(timedelta(milliseconds=100))
+        assert not work.is_completed() and not work.is_success() and not future.done()
+        torch.distributed.distributed_c10d._get_default_store().set("go", "on")
+        assert work.wait(timedelta(seconds=20)) and future.wait()[0] is x
+    else:
+        torch.distributed.distributed_c10d._get_default_store().get("go")
+        assert dist.all_reduce(x, async_op=True).wait()
+    assert x.tolist() == [2.0] * 4
+
+
+@BOTH
+def test_a_wait_with_a_timeout_leaves_the_call_under_way(init):
+    run_ranks(WORLD, _timeouts, init=init)
+
+
+def _failures(rank, world):
+    dist.barrier()
+    if rank == 0:
+        works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(2)]
+    else:
+        works = [dist.broadcast(torch.ones(3), 0, async_op=True) for _ in range(2)]
+    future, texts = works[0].get_future(), []
+    failing = [works[0].wait, works[0].wait, future.wait, future.value, works[1].wait, works[1].get_future().wait]
+    for call in failing:
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        texts.append(str(caught.value))
+    assert all("call different collectives" in text for text in texts), texts
+    for work in works:
+        assert work.is_completed() and not work.is_success()
+
+
+@BOTH
+def test_a_failure_is_told_by_handle_and_future(init):
+    run_ranks(WORLD, _failures, init=init, fresh=True)
