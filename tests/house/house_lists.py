@@ -83,6 +83,8 @@ WIDE_CLASSES = {
     ("zero/wrapped_optimizer.py", "WrappedOptimizer"): "published: members of the optimizers without ZeRO",
     ("comm/communicator.h", "Communicator"): "a helper for each verb over one run()",
     ("comm/nccl_comm.h", "NcclComm"): "NCCL's calls by their names",
+    ("zero/device_context.h", "DeviceContext"): "kernels, streams and failures of one device, a few lines each",
+    ("zero/stepper.h", "Stepper"): "norm, update and their reach over media; the reach is to become a class of its own",
     ("comm/shm_backend.cpp", "ShmBackend"): "overrides each virtual function of c10d::Backend",
     ("config/field.h", "Field"): "one method for each thing that can be said about a key",
     ("formats/graph_builder.h", "GraphBuilder"): "a visitor: one method for each kind of pickled value",
