@@ -41,6 +41,7 @@ using Unlocked = py::call_guard<py::gil_scoped_release>;
 // ranks)
 using ParamRow = std::tuple<at::Tensor, std::string, int32_t, int32_t, bool, int, zero::ShardedParamPtr, std::string>;
 using Groups = std::map<std::string, py::object>;
+using Pieces = std::vector<c10::optional<at::Tensor>>;  // one for each that this rank owns
 
 zero::EngineRanks engine_ranks(Groups groups) {
   const auto take = [&](const char* name) -> comm::CommunicatorPtr {
@@ -127,8 +128,7 @@ zero::StateKind kind_of(const std::string& name) {
 c10::optional<at::Tensor> full(Engine& engine, const std::string& kept, int slot, size_t param) {
   const zero::StateKind what = kind_of(kept);
   py::gil_scoped_release unlocked;
-  at::Tensor found = engine.states().full(what, slot, param);
-  return found.defined() ? c10::optional<at::Tensor>(std::move(found)) : c10::nullopt;
+  return none_for_undefined(engine.states().full(what, slot, param));
 }
 
 void set_full(Engine& engine, const std::string& kept, int slot, size_t param, const at::Tensor& value) {
@@ -211,10 +211,7 @@ DS_BINDINGS(m) {
       .def("slot_names", [](Engine& engine) { return engine.stepper().slot_names(); })
       .def(
           "local_grad",
-          [](Engine& engine, size_t param) {
-            at::Tensor found = engine.states().local_grad(param);
-            return found.defined() ? c10::optional<at::Tensor>(std::move(found)) : c10::nullopt;
-          },
+          [](Engine& engine, size_t param) { return none_for_undefined(engine.states().local_grad(param)); },
           Unlocked(), py::arg("param"))
       .def(
           "set_grad_dtype",
@@ -254,7 +251,7 @@ DS_BINDINGS(m) {
           [](Engine& engine, int slot) {
             std::vector<c10::optional<at::Tensor>> result;
             for (at::Tensor& piece : engine.states().pieces(zero::StateKind::kSlot, slot))
-              result.push_back(piece.defined() ? c10::optional<at::Tensor>(std::move(piece)) : c10::nullopt);
+              result.push_back(none_for_undefined(std::move(piece)));
             return result;
           },
           Unlocked())
@@ -267,6 +264,24 @@ DS_BINDINGS(m) {
            })
       .def("full", &full, py::arg("kept"), py::arg("slot"), py::arg("param"))
       .def("set_full", &set_full, py::arg("kept"), py::arg("slot"), py::arg("param"), py::arg("value"))
+      .def(
+          "full_of",
+          [](Engine& engine, const Pieces& own, size_t param) {
+            return none_for_undefined(engine.states().full_of(undefined_for_none(own), param));
+          },
+          Unlocked(), py::arg("own"), py::arg("param"))
+      .def(
+          "set_full_of",
+          [](Engine& engine, const Pieces& own, size_t param, const at::Tensor& value) {
+            engine.states().set_full_of(undefined_for_none(own), param, value);
+          },
+          Unlocked(), py::arg("own"), py::arg("param"), py::arg("value"))
+      .def(
+          "padded_slices",
+          [](Engine& engine, const Pieces& own, const std::vector<size_t>& params) {
+            return engine.states().padded_slices(undefined_for_none(own), params);
+          },
+          Unlocked(), py::arg("own"), py::arg("params"))
       .def("held_bytes",
            [](Engine& engine) {
              py::dict result;
@@ -291,11 +306,7 @@ DS_BINDINGS(m) {
              for (size_t param = 0; param < engine.params().size(); ++param) used.push_back(engine.grads().used(param));
              return used;
            })
-      .def("sums",
-           [](Engine& engine) {
-             const at::Tensor& sums = engine.stepper().sums();
-             return sums.defined() ? c10::optional<at::Tensor>(sums) : c10::nullopt;
-           })
+      .def("sums", [](Engine& engine) { return none_for_undefined(engine.stepper().sums()); })
       .def("steps", [](Engine& engine) { return engine.stepper().steps(); })
       .def("learned_fires", [](Engine& engine) { return engine.grads().fires().learned(); })
       .def(

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/registry.h"
+#include "bindings/torch_types.h"
 #include "zero/engine.h"
 #include "zero/group_cut.h"
 
@@ -13,24 +14,34 @@ namespace py = pybind11;
 namespace {
 
 using ds::zero::GroupCut;
+using Pieces = std::vector<c10::optional<at::Tensor>>;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
-
-at::Tensor pack(const GroupCut& cut, const std::vector<c10::optional<at::Tensor>>& pieces) {
-  std::vector<at::Tensor> tensors;
-  for (const auto& piece : pieces) tensors.push_back(piece.value_or(at::Tensor()));
-  return cut.pack(tensors);
-}
 
 }  // namespace
 
 DS_BINDINGS(m) {
+  using ds::bindings::undefined_for_none;
   py::class_<GroupCut>(m, "GroupCut")
-      .def(py::init([](ds::zero::Engine& engine, int32_t group, int64_t size) {
-             return GroupCut(engine.params(), group, size);
+      .def(py::init([](ds::zero::Engine& engine, int32_t group) {
+             return GroupCut(engine.params(), engine.states(), group);
            }),
-           py::arg("engine"), py::arg("group"), py::arg("size"))
-      .def("pack", &pack, Unlocked(), py::arg("pieces"))
-      .def("unpack", &GroupCut::unpack, Unlocked(), py::arg("taken"))
-      .def_property_readonly("give_numels", &GroupCut::give_numels)
-      .def_property_readonly("take_numels", &GroupCut::take_numels);
+           py::keep_alive<1, 2>(), py::arg("engine"), py::arg("group"))
+      .def_property_readonly("size", &GroupCut::size)
+      .def_property_readonly("owned", &GroupCut::owned)
+      .def_property_readonly("first", &GroupCut::first)
+      .def(
+          "partition",
+          [](const GroupCut& cut, const Pieces& pieces) { return cut.partition(undefined_for_none(pieces)); },
+          Unlocked(), py::arg("pieces"))
+      .def(
+          "in_pieces",
+          [](const GroupCut& cut, const Pieces& pieces, int64_t numel) {
+            return cut.in_pieces(undefined_for_none(pieces), numel);
+          },
+          py::arg("pieces"), py::arg("numel"))
+      .def("slices", [](const GroupCut& cut) {
+        std::vector<std::tuple<size_t, int64_t, int64_t>> found;
+        for (const GroupCut::Slice& slice : cut.slices()) found.emplace_back(slice.param, slice.at, slice.numel);
+        return found;
+      });
 }

@@ -1,35 +1,58 @@
 // A parameter group in the layout that checkpoints of ZeRO stages 1 and 2 have: its parameters end to end, in the order
-// of the optimizer, cut into one partition of `size` elements for each rank.
+// of the optimizer, cut into equal partitions with an even number of elements, one for each rank. What is left behind
+// the last parameter is padding.
 //
-// The engine keeps them in other places: bucket by bucket, each bucket in rows. pack() lays out what this rank gives to
-// each other one, an uneven all-to-all carries it, unpack() puts it in place: one collective for each kind of tensor.
+// The engine keeps them in other places: bucket by bucket, each bucket in rows. Each rank lays out what it gives to
+// each other one, an uneven all-to-all carries it, and it is put in place there: one collective for each kind of
+// tensor.
 #pragma once
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "plan/repartition.h"
-#include "zero/param_store.h"
+#include "zero/state_access.h"
 
 namespace ds::zero {
 
 class GroupCut {
  public:
-  // Fails when size * ranks is less than the group's elements.
-  GroupCut(const ParamStore& store, int32_t group, int64_t size);
+  // Both outlive it. Parameters are sharded over the ranks of everyone (ParamStore::everyone).
+  GroupCut(const ParamStore& store, StateAccess& states, int32_t group);
 
-  // `pieces`: one tensor for each piece that this rank owns (ParamStore::pieces), undefined where it has none: zeros
-  // are sent then. Those of other groups are not looked at. Returns one dimension of fp32, or fp64 for fp64 parameters.
-  at::Tensor pack(const std::vector<at::Tensor>& pieces) const;
-  // What pack() of all ranks has given to this one, in rank order, becomes its partition; the padding is zero.
-  at::Tensor unpack(const at::Tensor& taken) const;
+  int64_t size() const { return size_; }    // elements of a partition
+  int64_t owned() const { return owned_; }  // of this rank's that are not padding
+  size_t first() const { return first_; }   // the group's first parameter
 
-  const std::vector<int64_t>& give_numels() const { return plan_.give_numels; }
-  const std::vector<int64_t>& take_numels() const { return plan_.take_numels; }
+  // `pieces`: one tensor for each piece that this rank owns (ParamStore::pieces), undefined where it has none, which
+  // means zeros. Those of other groups are not looked at.
+
+  // This rank's partition, fp32 (fp64 for fp64 parameters), padding zero, on the CPU. Every rank calls it.
+  at::Tensor partition(const std::vector<at::Tensor>& pieces) const;
+  // The first `numel` elements of the same as (where they begin, flat fp32 tensor) over the memory of the pieces,
+  // ascending; what none covers is zero. Unset where they cannot be taken as they are: on several ranks, of another
+  // dtype, or in another order.
+  using Part = std::pair<int64_t, at::Tensor>;
+  std::optional<std::vector<Part>> in_pieces(const std::vector<at::Tensor>& pieces, int64_t numel) const;
+
+  struct Slice {
+    size_t param;
+    int64_t at, numel;  // `at` within the partition
+    int64_t offset;     // within the parameter
+  };
+  std::vector<Slice> slices() const;  // of parameters that have a part in this rank's partition
 
  private:
-  int64_t size_;
+  bool in_file_order(size_t param) const;
+
+  const ParamStore& store_;
+  StateAccess& states_;
+  int64_t size_ = 0, owned_ = 0;
+  size_t first_ = 0, last_ = 0;
+  std::vector<int64_t> starts_;  // of the group's parameters in the row, and its end
   at::TensorOptions options_;
   plan::Repartition plan_;
 };

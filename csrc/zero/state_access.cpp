@@ -3,6 +3,8 @@
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
+
 #include "base/error.h"
 #include "zero/sparse_rows.h"
 
@@ -27,7 +29,7 @@ void StateAccess::assign_optimizer_grads(const std::vector<at::Tensor>& masters)
       grad = slot;
     } else {
       grad = at::empty_like(masters[i]);
-      device_.copy(grad, slot, scale);
+      device_.copy(grad, slot, slot.scalar_type() == masters[i].scalar_type() ? 1.0f : scale);
     }
     if (store_.spec(pieces[i].param).form == GradForm::kSparseRows && space.in_place) grad = as_sparse(grad);
   }
@@ -132,6 +134,72 @@ void StateAccess::set_full(StateKind kept, int slot, size_t param, const at::Ten
         .copy_(flat.narrow(0, extent.param_offset, extent.numel));
   }
   if (kept == StateKind::kMaster) end_write();
+}
+
+// visit(piece, tensor) of what there is of the parameter.
+template <typename Visit>
+void StateAccess::visit_own(const std::vector<at::Tensor>& own, size_t param, const Visit& visit) const {
+  const std::vector<Piece>& pieces = store_.pieces();
+  if (own.size() != pieces.size())
+    fail(ErrorKind::kValue, own.size(), " tensors for the ", pieces.size(), " pieces that this rank owns");
+  const auto before = [](const Piece& piece, int64_t wanted) { return piece.param < wanted; };
+  auto piece = std::lower_bound(pieces.begin(), pieces.end(), static_cast<int64_t>(param), before);
+  for (; piece != pieces.end() && piece->param == static_cast<int64_t>(param); ++piece) {
+    const at::Tensor& tensor = own[piece - pieces.begin()];
+    if (tensor.defined()) visit(*piece, tensor);
+  }
+}
+
+at::Tensor StateAccess::full_of(const std::vector<at::Tensor>& own, size_t param) {
+  at::NoGradGuard no_grad;
+  const ParamSpec& spec = store_.spec(param);
+  const ParamSpace& space = store_.space_of(param);
+  if (space.in_place) {
+    at::Tensor whole;
+    visit_own(own, param, [&](const Piece&, const at::Tensor& tensor) { whole = tensor.detach().clone(); });
+    return whole;
+  }
+  const int64_t numel = store_.place(param).numel;
+  const at::ScalarType type = space.key.dtype == at::kDouble ? at::kDouble : at::kFloat;
+  const at::Tensor flat = at::zeros({numel + 1}, at::TensorOptions().device(store_.device()).dtype(type));
+  const at::Tensor bits = flat.view(type == at::kDouble ? at::kLong : at::kInt);  // summed as in full()
+  visit_own(own, param, [&](const Piece& piece, const at::Tensor& tensor) {
+    flat.narrow(0, piece.param_offset, piece.numel).copy_(tensor.reshape({-1}));
+    bits.narrow(0, numel, 1).fill_(1);
+  });
+  space.ranks().shard->all_reduce(bits, comm::ReduceOp::kSum, spec.name)->wait();
+  if (bits[numel].item<int64_t>() == 0) return {};
+  return flat.as_strided(spec.sizes(), spec.strides(), 0);
+}
+
+void StateAccess::set_full_of(const std::vector<at::Tensor>& own, size_t param, const at::Tensor& value) {
+  at::NoGradGuard no_grad;
+  const ParamSpec& spec = store_.spec(param);
+  hold_.wait();
+  const at::Tensor flat = device_.flattened(value.to(store_.device()), spec.sizes(), spec.strides());
+  visit_own(own, param, [&](const Piece& piece, const at::Tensor& tensor) {
+    if (tensor.sizes() == value.sizes()) {
+      tensor.copy_(value);
+    } else {
+      tensor.copy_(flat.narrow(0, piece.param_offset, piece.numel).view(tensor.sizes()));
+    }
+  });
+}
+
+at::Tensor StateAccess::padded_slices(const std::vector<at::Tensor>& own, const std::vector<size_t>& params) const {
+  at::NoGradGuard no_grad;
+  int64_t numel = 0, begin = 0;
+  for (size_t param : params) numel += store_.spec(param).sharded->slice_numel();
+  const at::Tensor flat = at::zeros({numel}, at::kFloat);
+  for (size_t param : params) {
+    const ShardedParam& sharded = *store_.spec(param).sharded;
+    visit_own(own, param, [&](const Piece& piece, const at::Tensor& tensor) {
+      const int64_t at = begin + piece.param_offset - sharded.own_begin();
+      flat.narrow(0, at, piece.numel).copy_(tensor.detach().reshape({-1}));
+    });
+    begin += sharded.slice_numel();
+  }
+  return flat;
 }
 
 void StateAccess::finish_step() {

@@ -40,6 +40,14 @@ class StateAccess {
   // Every rank calls it with the same values: each takes the pieces it owns; masters go to the model as well.
   void set_full(StateKind kind, int slot, size_t param, const at::Tensor& value);
 
+  // The same two for states that live outside (an optimizer's that is not native): `own` has one tensor for each piece
+  // that this rank owns, in the form that pieces() gives, undefined where there is none. Undefined when no rank has
+  // one.
+  at::Tensor full_of(const std::vector<at::Tensor>& own, size_t param);
+  void set_full_of(const std::vector<at::Tensor>& own, size_t param, const at::Tensor& value);
+  // This rank's slices of sharded parameters end to end, padding included: fp32, on the CPU, zero where nothing is.
+  at::Tensor padded_slices(const std::vector<at::Tensor>& own, const std::vector<size_t>& params) const;
+
   // After the update of a step: the model's weights are the new ones everywhere.
   void finish_step();
   // Around changes of masters or shards other than a step, which all ranks make. May be nested.
@@ -59,6 +67,8 @@ class StateAccess {
   StateLeases& hold() { return hold_; }
 
  private:
+  template <typename Visit>
+  void visit_own(const std::vector<at::Tensor>& own, size_t param, const Visit& visit) const;
   const Buffer* buffer(ParamSpace& space, StateKind kind, int slot);  // null: no such slot
   std::vector<plan::Extent> own_extents(size_t param) const;
 

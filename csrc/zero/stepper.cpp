@@ -20,7 +20,7 @@ namespace ds::zero {
 Stepper::Stepper(ParamStore& store, DeviceContext& device, GatherOptions gather)
     : store_(store),
       device_(device),
-      gather_(gather),
+      gather_(store, gather),
       steps_(at::zeros({static_cast<int64_t>(store.size())}, at::kFloat)) {}
 
 template <typename Keep>
@@ -375,18 +375,16 @@ void Stepper::run_pass(const Turn& turn, const UpdatePart& part, const GradReduc
 void Stepper::last_pass(const Turn& turn, const GradReducer& grads) {
   ParamSpace& space = turn.space;
   const size_t last = turn.rule.passes.size() - 1;
-  if (space.gathers_after_step() && gather_.overlap) {
+  if (space.gathers_after_step() && gather_.overlaps()) {
     // From the first parameters on: the next forward wants them first.
     for (auto b = static_cast<int32_t>(space.map.buckets.size()) - 1; b >= 0; --b) {
       run_pass(turn, grads, last, b);
-      start_gather(space, space.map.buckets[b]);
+      gather_.start(space, space.map.buckets[b]);
     }
     return;
   }
   run_pass(turn, grads, last);
-  if (space.gathers_after_step())
-    for (auto bucket = space.map.buckets.rbegin(); bucket != space.map.buckets.rend(); ++bucket)
-      start_gather(space, *bucket);
+  if (space.gathers_after_step()) gather_.start_all(space);
 }
 
 void Stepper::matrix_passes(Turn turn, const GradReducer& grads) {
@@ -406,38 +404,14 @@ void Stepper::matrix_passes(Turn turn, const GradReducer& grads) {
       orthogonalise_bucket(
           store_, space, bucket, [&](size_t param) { return grads.used(param); }, iteration, turn.scratch.data);
     }
-    if (space.gathers_after_step() && gather_.overlap) start_gather(space, bucket);
+    if (space.gathers_after_step() && gather_.overlaps()) gather_.start(space, bucket);
   }
-  if (!space.gathers_after_step() || gather_.overlap || skip) return;
-  for (auto bucket = space.map.buckets.rbegin(); bucket != space.map.buckets.rend(); ++bucket)
-    start_gather(space, *bucket);
-}
-
-void Stepper::start_gather(ParamSpace& space, const plan::Bucket& bucket) {
-  const int64_t row = bucket.shard_end - bucket.shard_begin;
-  // This rank's row has arrived, wherever it was computed.
-  LeasedRow(*store_.storage(), space, space.lp, static_cast<int32_t>(&bucket - space.map.buckets.data()),
-            storage::Access::kRead, storage::Medium::kDevice);
-  const at::Tensor all = space.lp.data.narrow(0, space.map.full_begin(bucket), space.map.parts * row);
-  const std::string& tag = store_.spec(space.params[bucket.first_param]).name;
-  comm::Communicator& ranks = *space.ranks().shard;
-  if (gather_.collective) {
-    gathers_.push_back(ranks.all_gather(all.narrow(0, space.rank() * row, row), all, tag));
-    return;
-  }
-  for (int64_t rank = 0; rank < space.map.parts; ++rank)
-    gathers_.push_back(ranks.broadcast(all.narrow(0, rank * row, row), static_cast<int>(rank), tag));
-}
-
-void Stepper::finish_gather() {
-  for (const comm::WorkPtr& work : gathers_) work->wait();
-  gathers_.clear();
-  for (const ParamSpace& space : store_.spaces())  // what was computed elsewhere has arrived
-    LeasedRow(*store_.storage(), space, space.lp, -1, storage::Access::kRead, storage::Medium::kDevice);
+  if (!space.gathers_after_step() || gather_.overlaps() || skip) return;
+  gather_.start_all(space);
 }
 
 StepReport Stepper::report() {
-  finish_gather();
+  gather_.finish();
   const kernels::StepScale scale = device_.read_step_scale();
   if (scale.skip)
     for (float* count : stepped_) *count -= 1.0f;
@@ -474,10 +448,10 @@ void Stepper::publish() {
   for (ParamSpace& space : store_.spaces()) {
     for (auto b = static_cast<int32_t>(space.map.buckets.size()) - 1; b >= 0; --b) {
       if (space.has_masters()) copy_row(space, space.lp, space.master, b);
-      if (space.gathers_after_step()) start_gather(space, space.map.buckets[b]);
+      if (space.gathers_after_step()) gather_.start(space, space.map.buckets[b]);
     }
   }
-  finish_gather();
+  gather_.finish();
 }
 
 void Stepper::refresh_master() {

@@ -16,14 +16,10 @@
 #include "zero/grad_reducer.h"
 #include "zero/param_store.h"
 #include "zero/step.h"
+#include "zero/step_gather.h"
 #include "zero/strategies/step_strategy.h"
 
 namespace ds::zero {
-
-struct GatherOptions {
-  bool overlap = true;     // gather a bucket's parameters while the next one is stepped
-  bool collective = true;  // by all-gather; false: by one broadcast from each owner
-};
 
 class Stepper {
  public:
@@ -107,19 +103,16 @@ class Stepper {
   // All passes of a rule that orthogonalises, bucket by bucket: its scratch is no larger than one.
   void matrix_passes(Turn turn, const GradReducer& grads);
   void copy_row(const ParamSpace& space, const Buffer& to, const Buffer& from, int32_t bucket);
-  void start_gather(ParamSpace& space, const plan::Bucket& bucket);
-  void finish_gather();
 
   ParamStore& store_;
   DeviceContext& device_;
   std::unique_ptr<DeviceContext> host_;  // kernels of the host, where the engine's device is another one
-  GatherOptions gather_;
+  StepGather gather_;
   std::vector<const optim::Rule*> rules_;  // of each group; empty: the optimizer runs elsewhere
   std::vector<std::string> slot_names_;
   at::Tensor steps_, sums_;
   at::Tensor squares_;           // of each set of spaces but everyone's, fp64
   std::vector<float*> stepped_;  // counts that have risen since norm(), to be taken back when skipped
-  std::vector<comm::WorkPtr> gathers_;
 };
 
 }  // namespace ds::zero

@@ -29,6 +29,7 @@ _NAMES = {
     "load_ds_config": "deepspeed.config.getters",
     "DeepSpeedOptimizer": "deepspeed.zero.base_optimizer",
     "DeepSpeedDataLoader": "deepspeed.published.dataloader",
+    "PipelineModule": "deepspeed.pipe.module",
     "init_distributed": "deepspeed.comm",
     "get_accelerator": "deepspeed.accelerator",
     "add_tuning_arguments": "deepspeed.optim.lr_arguments",
@@ -52,7 +53,7 @@ _CONSTANTS = {
 # What is still to be built -> its names. A row goes when the feature comes.
 _LATER = {
     "inference": ("init_inference", "InferenceEngine", "replace_transformer_layer", "revert_transformer_layer"),
-    "pipeline parallelism": ("pipe", "PipelineEngine", "PipelineModule"),
+    "pipeline parallelism": ("PipelineEngine",),
     "mixture of experts": ("moe",),
     "sequence parallelism": ("sequence",),
     "tensor parallelism": ("tp_model_init", "set_autotp_mode", "module_inject"),

@@ -104,18 +104,20 @@ _SMALL = "numbers for each parameter or rank, some bytes"
 _CALL = "alive for one call only; who calls is Python or a checkpoint"
 _WIRE = "the transport below moves tensors of one dtype, device or layout: a copy that lives as long as the call"
 ALLOCATIONS = {
+    "zero/bucket_reduction.cpp": (2, "a round of late gradients, which no plan knew of"),
     "zero/device_context.cpp": (6, "sums, step scale and the kernels' own workspace; copies in another layout"),
     "zero/engine.cpp": (1, "the arena in which storage takes planes where peers read them"),
     "zero/flag_exchange.cpp": (1, _SMALL),
-    "zero/grad_reducer.cpp": (4, "counters; a late gradient, which no plan knew of; rounds of several micro-steps"),
-    "zero/group_cut.cpp": (2, _CALL),
+    "zero/grad_reducer.cpp": (1, "a late gradient, which no plan knew of"),
+    "zero/group_cut.cpp": (3, _CALL),
     "zero/matrix_step.cpp": (2, "whole matrices of Muon, one at a time"),
+    "zero/nonfinite_grads.cpp": (1, _SMALL),
     "zero/param_store.cpp": (6, "buffers of spaces, made once for a run"),
     "zero/routes/scheduled_source.cpp": (1, _SMALL),
     "zero/routes/staged_gather.cpp": (3, "rows above what the pool keeps; notes of some bytes"),
     "zero/sharded_param.cpp": (3, "slices of parameters that no engine has yet; copies in another layout"),
     "zero/sparse_rows.cpp": (3, "rows of an embedding: how many is known when the gradient is there"),
-    "zero/state_access.cpp": (3, _CALL),
+    "zero/state_access.cpp": (5, _CALL),
     "zero/stepper.cpp": (6, "counters and sums; gradients in fp32 where they are kept in 16 bits"),
     "zero/torch_scratch.cpp": (1, "what a kernel asks for while it runs, from torch's allocator"),
     "comm/compose.cpp": (7, _WIRE),

@@ -19,8 +19,9 @@ PYTHON_FLOORS = [
     {"zero"},
     {
         "activation_checkpointing", "autotuning", "checkpoint", "compile", "compression", "data", "elasticity",
-        "inference", "linear", "module_inject", "moe", "monitor", "nvme", "pipe", "profiling", "sequence",
+        "inference", "linear", "module_inject", "moe", "monitor", "nvme", "profiling", "sequence",
     },
+    {"pipe"},
     {"published"},
     {"engine"},
     {""},  # deepspeed/__init__.py

@@ -11,6 +11,8 @@ OWN_PARAMETERS = {
     "DeepSpeedZeroOptimizer": ["engine"],
     "DeepSpeedZeroOptimizer_Stage3": ["engine", "mem_efficient_linear"],
     "DeepSpeedZeRoOffload": ["core", "mem_efficient_linear"],
+    "PipelineModule": ["virtual_stages", "placement", "profile_input"],
+    "PipelineModule.forward": ["chunk"],
 }
 
 # Feature that is still to be built -> its names.

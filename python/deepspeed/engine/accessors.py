@@ -44,10 +44,6 @@ class ConfigAccessors:
             "min_scale": fp16.min_loss_scale,
         }
 
-    def loss_scale(self):
-        """The loss scale in use now; 1.0 without fp16."""
-        return self.optimizer.loss_scale if hasattr(self.optimizer, "loss_scale") else 1.0
-
     def optimizer_name(self):
         return self.client_optimizer.__class__.__name__ if self.client_optimizer else self._config.optimizer_name
 
@@ -136,7 +132,3 @@ class ConfigAccessors:
         """Whether the autotuner asked this run only for facts about the model."""
         info = self._config.autotuning_config.model_info
         return bool(self.autotuning_enabled() and info and info.get("profile", False))
-
-    def get_pld_theta(self):
-        """The share of layers that progressive layer dropping keeps now; None while it is off."""
-        return None

@@ -21,9 +21,9 @@ from deepspeed.zero.core import build_core
 from deepspeed.zero.fused_state import FusedState, can_fuse, is_native
 from deepspeed.zero.model import cast_sharded, detach, move_module, shard_model, take_over
 from deepspeed.zero.param_ranks import ranks_of
+from deepspeed.zero.param_states import WholeParams
 from deepspeed.zero.sharded_parameter import is_sharded
 from deepspeed.zero.stepping import Stepping
-from deepspeed.zero.whole_params import WholeParams
 
 
 class Assembly:

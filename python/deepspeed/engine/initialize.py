@@ -10,6 +10,7 @@ from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.git_version_info import git_branch, git_hash
 from deepspeed.log import log_dist
 from deepspeed.ops.muon import set_optimizer_flags
+from deepspeed.pipe.module import PipelineModule
 from deepspeed.version import __version__
 
 
@@ -46,6 +47,10 @@ def initialize(
     Returns ``(engine, optimizer, training_dataloader, lr_scheduler)``; what there is no such thing of is None.
     """
     assert model is not None, "deepspeed.initialize needs a model: pass model="
+    if isinstance(model, PipelineModule):
+        raise NotImplementedError(
+            "initialize with a PipelineModule: PipelineEngine is not in this build yet; CHANGELOG.md says what is"
+        )
     log_dist(f"DeepSpeed info: version={__version__}, git-hash={git_hash}, git-branch={git_branch}", ranks=[0])
     found = choose_config(args, config, config_params)
     if mesh_param is not None:

@@ -39,6 +39,16 @@ class Steps:
         return self.applied
 
     @member
+    def loss_scale(self):
+        """The loss scale in use now; 1.0 without fp16."""
+        return getattr(self.engine.optimizer, "loss_scale", 1.0)
+
+    @member
+    def get_pld_theta(self):
+        """The share of layers that progressive layer dropping keeps now; None while it is off."""
+        return None
+
+    @member
     def get_lr(self):
         return [group["lr"] for group in self.engine.optimizer.param_groups]
 

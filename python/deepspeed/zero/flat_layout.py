@@ -16,85 +16,34 @@ def per_element(value):
 
 
 class FlatLayout:
-    """Each group's parameters end to end in the optimizer's order, cut into equal partitions, one for each rank.
-
-    A partition has an even number of elements; what is left behind the last parameter is padding. One collective moves
-    each kind of tensor of each group. ``optimizer``: a ``ShardedOptimizer`` below stage 3.
-    """
+    """Each group's parameters end to end in the optimizer's order, cut into equal partitions, one for each rank: see
+    csrc/zero/group_cut.h. ``optimizer``: a ``ShardedOptimizer`` below stage 3."""
 
     def __init__(self, optimizer):
-        self.optimizer = optimizer
-        self.group = optimizer.dp_process_group
-        self.world = dist.get_world_size(self.group) if self.group is not None else 1
-        self.rank = dist.get_rank(self.group) if self.group is not None else 0
-        self.sizes, self.owned, self.firsts, first = [], [], [], 0
-        for params in optimizer.bit16_groups:
-            total = sum(param.numel() for param in params)
-            size = 2 * -(-total // (2 * self.world))
-            self.sizes.append(size)
-            self.owned.append(min(max(total - self.rank * size, 0), size))
-            self.firsts.append(first)
-            first += len(params)
+        self._names = optimizer._names
+        self._cuts = [_native._C.GroupCut(optimizer.core, group) for group in range(len(optimizer.bit16_groups))]
+        self.sizes = [cut.size for cut in self._cuts]
+        self.owned = [cut.owned for cut in self._cuts]
+        self.firsts = [cut.first for cut in self._cuts]
         self.paddings = [size - owned for size, owned in zip(self.sizes, self.owned)]
-        self._cuts = [_native._C.GroupCut(optimizer.core, group, size) for group, size in enumerate(self.sizes)]
 
-    def partition(self, group, kind, pieces):
+    def partition(self, group, pieces):
         """This rank's partition, fp32, padding zero, on the CPU. ``pieces``: one tensor or None for each piece that
         this rank owns. Every rank calls it."""
-        cut = self._cuts[group]
-        given = cut.pack(pieces)
-        if self.world == 1 or not self.sizes[group]:  # a group without parameters: nobody has anything to give
-            made = cut.unpack(given)
-        else:
-            taken = given.new_empty(sum(cut.take_numels))
-            dist.all_to_all_single(taken, given, cut.take_numels, cut.give_numels, group=self.group)
-            made = cut.unpack(taken)
-        self._reorder(made, group, kind)
-        return made.cpu()
+        return self._cuts[group].partition(pieces)
 
     def in_pieces(self, group, pieces, numel):
         """The first ``numel`` elements of what ``partition`` gives, as a ``TensorOfPieces`` over the memory of the
         pieces; None where they cannot be taken as they are: on several ranks, of another dtype, or in another order."""
-        first, params = self.firsts[group], self.optimizer.bit16_groups[group]
-        starts, parts, offset = {}, [], 0
-        for index, param in enumerate(params, first):
-            if not param.is_contiguous() or param.dtype == torch.float64:
-                return None
-            starts[index] = offset
-            offset += param.numel()
-        if self.world != 1:
-            return None
-        for piece, (index, begin, count) in zip(pieces, self.optimizer.core.pieces(), strict=True):
-            if index not in starts or piece is None:
-                continue
-            if piece.dtype != torch.float32 or not piece.is_contiguous() or piece.numel() != count:
-                return None
-            at = starts[index] + begin
-            if at < numel:
-                parts.append((at, piece.detach().reshape(-1)[: numel - at]))
-        return TensorOfPieces(numel, torch.float32, sorted(parts, key=lambda part: part[0]))
-
-    def _reorder(self, made, group, kind):
-        """Files have the order of rows; pieces of parameters with other strides that of memory."""
-        begin, end, offset = self.rank * self.sizes[group], (self.rank + 1) * self.sizes[group], 0
-        for index, param in enumerate(self.optimizer.bit16_groups[group], self.firsts[group]):
-            if not param.is_contiguous():
-                whole = self.optimizer.full_tensor(index, kind)  # every rank takes part, whoever needs it
-                low, high = max(begin, offset), min(end, offset + param.numel())
-                if whole is not None and low < high:
-                    made[low - begin : high - begin] = whole.reshape(-1)[low - offset : high - offset]
-            offset += param.numel()
+        parts = self._cuts[group].in_pieces(pieces, numel)
+        return None if parts is None else TensorOfPieces(numel, torch.float32, parts)
 
     def slice_mapping(self, group):
         """Ordered dict: name -> ``fragment_address`` in this rank's partition, of the parameters that have a part."""
-        begin, end = self.rank * self.sizes[group], (self.rank + 1) * self.sizes[group]
-        found, offset = collections.OrderedDict(), 0
-        for index, param in enumerate(self.optimizer.bit16_groups[group], self.firsts[group]):
-            low, high = max(begin, offset), min(end, offset + param.numel())
-            if low < high:
-                found[self.optimizer._names[index]] = fragment_address(numel=high - low, start=low - begin)
-            offset += param.numel()
-        return found
+        return collections.OrderedDict(
+            (self._names[index], fragment_address(numel=numel, start=start))
+            for index, start, numel in self._cuts[group].slices()
+        )
 
 
 class InnerStates:
@@ -132,14 +81,6 @@ class InnerStates:
             for _, scalars in found:
                 for key, value in scalars[group].items():
                     self.scalars[group].setdefault(key, value)
-
-    def pieces(self, kind):
-        """One tensor or None for each piece that this rank owns."""
-        stepping = self.optimizer.stepping
-        if stepping.fused is not None:
-            return self.optimizer.core.slots(self.optimizer.core.slot_names().index(kind))
-        state = self.optimizer.optimizer.state
-        return [state.get(master, {}).get(kind) for master in stepping.masters]
 
     def of_group(self, group, steps):
         """The values that are not cut; ``step`` is the most that a parameter of the group has seen, and ``param_steps``

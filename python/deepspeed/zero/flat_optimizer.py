@@ -37,16 +37,16 @@ class FlatOptimizer(ShardedOptimizer):
         groups = range(len(self.bit16_groups))
         states, masters = {}, []
 
-        def take(group, kind, pieces, numel):
+        def take(group, pieces, numel):
             found = layout.in_pieces(group, pieces, numel) if in_pieces else None
-            return found if found is not None else layout.partition(group, kind, pieces)[:numel]
+            return found if found is not None else layout.partition(group, pieces)[:numel]
 
         for group in groups:
             first, count = layout.firsts[group], len(self.bit16_groups[group])
             states[group] = inner.of_group(group, steps[first : first + count])
             for kind in inner.kinds[group]:
-                states[group][kind] = take(group, kind, inner.pieces(kind), layout.sizes[group])
-            masters.append(take(group, "fp32", self.core.masters(), layout.owned[group]))
+                states[group][kind] = take(group, self.own_tensors(kind), layout.sizes[group])
+            masters.append(take(group, self.core.masters(), layout.owned[group]))
         state = self._common_state()
         state.update(
             {

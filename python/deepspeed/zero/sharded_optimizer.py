@@ -16,11 +16,12 @@ from deepspeed.optim.loss_scaler import CreateLossScaler
 from deepspeed.zero.base_optimizer import ZeROOptimizer
 from deepspeed.zero.flat_states import StatesByFlatTensor, with_states
 from deepspeed.zero.offload_states import states_of
+from deepspeed.zero.param_states import ParamStates
 from deepspeed.zero.restore import Restore
-from deepspeed.zero.wrapped_optimizer import DTYPES, WrappedOptimizer, in_memory_order
+from deepspeed.zero.wrapped_optimizer import DTYPES, WrappedOptimizer
 
 
-class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
+class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
     """What the sharded stages have in common: one core, pieces, access to whole tensors.
 
     ``engine`` owns the core; without one the optimizer makes its own for one process, from ``core_options`` (see
@@ -48,9 +49,9 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
         self._names = names
         self.dp_process_group = core_options.get("data_parallel")
         self._start(core, names, check, rank, CreateLossScaler(self.low_precision_dtype, *scaler_args), clip_grad)
-        for index, param in enumerate(self._params):
-            param._ds_link = ParamLink(self, index)
-            self.param_names.setdefault(param, names[index])
+        self._link(self._params)
+        for name, param in zip(names, self._params):
+            self.param_names.setdefault(param, name)
         self.states = states_of(self)
         StatesByFlatTensor.follow(self.optimizer)
 
@@ -162,86 +163,6 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
     def core_device(self):
         return self._params[0].device if self._params else torch.device("cpu")
 
-    # ---- whole tensors, collected or spread ------------------------------------------------------------------------
-    def state_names(self):
-        """Names of the optimizer's states that have one value for each element of a parameter."""
-        if self.stepping.fused is not None:
-            return list(self.core.slot_names())
-        found = []
-        for master, state in self.optimizer.state.items():
-            for name, value in state.items():
-                if torch.is_tensor(value) and value.shape == master.shape and value.dim() and name not in found:
-                    found.append(name)
-        return sorted(found)
-
-    def _piece_states(self, index, name):
-        """``(offset, numel, state tensor)`` of this rank's pieces of a parameter; creates nothing."""
-        masters = self.stepping.masters
-        for master, (param, offset, numel) in zip(masters, self.core.pieces()):
-            if param == index and name in self.optimizer.state.get(master, {}):
-                yield offset, numel, self.optimizer.state[master][name]
-
-    def make_state(self, index, name):
-        """State ``name`` of this rank's piece of a parameter, zeros if a torch optimizer has not made it yet; None
-        where this rank owns nothing of it, or a native optimizer has no such state."""
-        if self.stepping.fused is None:
-            for master, (param, _, _) in zip(self.stepping.masters, self.core.pieces()):
-                if param == index:
-                    return self.optimizer.state[master].setdefault(name, torch.zeros_like(master))
-        return None
-
-    def full_tensor(self, index, kind):
-        """The whole ``kind`` ("fp32", "grad" or the name of a state) of parameter ``index``, fp32, in its shape.
-
-        Every rank calls it. None for a gradient that no rank has, and for a state that does not exist. Inside
-        ``no_sync`` a gradient that has not been reduced is this rank's own.
-        """
-        if kind == "fp32":
-            return self.core.full("master", 0, index)
-        if kind == "grad":
-            grad = self.core.full("grad", 0, index)
-            if grad is None and self.engine is not None and self.engine.inside_no_sync_ctxt:
-                grad = self.core.local_grad(index)
-            return None if grad is None else self._unscaled(grad)
-        if self.stepping.fused is not None:
-            names = self.core.slot_names()
-            return self.core.full("slot", names.index(kind), index) if kind in names else None
-        return self._collect(index, kind)
-
-    def _collect(self, index, name):
-        param = self._params[index]
-        shape = getattr(param, "ds_shape", param.shape)
-        flat = torch.zeros(shape.numel(), dtype=torch.float32, device=self.core_device)
-        found = torch.zeros(1, device=self.core_device)
-        for offset, numel, value in self._piece_states(index, name):
-            whole = value.shape == shape  # on one rank, in the parameter's own strides
-            flat[offset : offset + numel] = in_memory_order(value, param) if whole else value.reshape(-1)
-            found.fill_(1)
-        if self.dp_process_group is not None:
-            dist.all_reduce(flat, group=self.dp_process_group)
-            dist.all_reduce(found, group=self.dp_process_group)
-        if not found.item():
-            return None
-        return flat.reshape(shape) if hasattr(param, "ds_shape") else flat.as_strided(shape, param.stride())
-
-    def set_full_tensor(self, index, kind, value):
-        """Every rank passes the same ``value``, in the parameter's shape; each takes what it owns of it."""
-        value = value.detach()
-        if kind == "fp32":
-            self.core.set_full("master", 0, index, value)
-        elif kind == "grad":
-            self.core.set_full("grad", 0, index, value.float() * self.loss_scale)
-        elif self.stepping.fused is not None and kind in self.core.slot_names():
-            self.core.set_full("slot", self.core.slot_names().index(kind), index, value)
-        else:
-            self.core.wait_for_states()
-            flat = in_memory_order(value, self._params[index])
-            for offset, numel, state in self._piece_states(index, kind):
-                state.copy_(value if state.shape == value.shape else flat[offset : offset + numel].reshape(state.shape))
-
-    def _unscaled(self, grad):
-        return grad if self.loss_scale == 1.0 else grad / self.loss_scale
-
     # ---- state -----------------------------------------------------------------------------------------------------
     def _steps(self):
         """Updates that each parameter has seen, on every rank alike."""
@@ -307,56 +228,3 @@ class ShardedOptimizer(ZeROOptimizer, WrappedOptimizer):
 
 def _end_to_end(tensors):
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]) if tensors else torch.zeros(0)
-
-
-class ParamLink:
-    """From a parameter to the optimizer that holds its masters, gradients and states; see utils.tensor_fragment.
-
-    ``owner`` is None when that has ended: a link does not keep it, since it holds the core, which holds the parameters.
-    """
-
-    def __init__(self, owner, index):
-        self._owner = weakref.ref(owner)
-        self.index = index
-
-    @property
-    def owner(self):
-        return self._owner()
-
-    def __deepcopy__(self, memo):
-        return None  # a copied model is not trained by this engine
-
-    def __reduce__(self):
-        return (type(None), ())
-
-    def _need(self, kind):
-        states = getattr(self.owner, "states", None)
-        if states is not None and states.away:
-            needed = {"fp32": OffloadStateTypeEnum.hp_params, "grad": OffloadStateTypeEnum.lp_grads}
-            states.need({needed.get(kind, OffloadStateTypeEnum.optim_states)}, f"access to the {kind} of a parameter")
-
-    def get(self, kind):
-        self._need(kind)
-        return self.owner.full_tensor(self.index, kind)
-
-    def set(self, kind, value):
-        self._need(kind)
-        self.owner.set_full_tensor(self.index, kind, value)
-
-    def pieces(self, kind):
-        """``(offset, numel, view)`` of this rank's pieces."""
-        self._need(kind)
-        owner = self.owner
-        if kind == "fp32":
-            tensors = owner.core.masters()
-        elif kind == "grad":
-            if not owner.core.used()[self.index]:
-                return []
-            tensors = owner.core.grads()
-        else:
-            return list(owner._piece_states(self.index, kind))
-        return [
-            (offset, numel, tensor)
-            for (index, offset, numel), tensor in zip(owner.core.pieces(), tensors)
-            if index == self.index
-        ]

@@ -67,26 +67,8 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
                 index += 1
         return runs
 
-    def _padded_slice(self, index, tensors):
-        handle = self._params[index].ds_handle
-        flat = torch.zeros(handle.slice_numel, dtype=torch.float32)
-        for offset, numel, value in tensors.get(index, ()):
-            begin = offset - handle.own_begin
-            flat[begin : begin + numel] = value.detach().reshape(-1).cpu()
-        return flat
-
-    def _by_param(self, tensors):
-        found = {}
-        for (index, offset, numel), tensor in zip(self.core.pieces(), tensors):
-            found.setdefault(index, []).append((offset, numel, tensor))
-        return found
-
     def _flat_sub_groups(self, tensors):
-        by_param = self._by_param(tensors)
-        return [
-            torch.cat([self._padded_slice(index, by_param) for index in run]) if run else torch.zeros(0)
-            for run in self._sub_groups()
-        ]
+        return [self.core.padded_slices(tensors, run) for run in self._sub_groups()]
 
     @property
     def fp32_partitioned_groups_flat(self):
@@ -101,7 +83,7 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
         kept = self._states_of_masters(masters)
         if self.stepping.fused is not None:  # known on a rank that owns nothing of these parameters, too
             kept = {**dict.fromkeys(self.state_names()), "step": max(int(self.core.steps()[index]) for index in run)}
-        whole = {name: self._flat_sub_groups(self._state_tensors(name))[position] for name in kept if name != "step"}
+        whole = {name: self._flat_sub_groups(self.own_tensors(name))[position] for name in kept if name != "step"}
         return {**kept, **whole}
 
     fp32_groups_flat = fp32_partitioned_groups_flat
@@ -110,7 +92,7 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
     def state_dict(self):
         """This rank's slices; see ``docs/tutorials/checkpoints.md`` for the keys."""
         inner, steps = {}, self._steps()
-        states = {name: self._flat_sub_groups(self._state_tensors(name)) for name in self.state_names()}
+        states = {name: self._flat_sub_groups(self.own_tensors(name)) for name in self.state_names()}
         kept = InnerStates(self)
         groups_of = [index for index, group in enumerate(self.bit16_groups) for _ in group]
         for position, run in enumerate(self._sub_groups()):
@@ -136,14 +118,6 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
             counts.append(sum(1 for i in range(index, index + len(group)) if i in starts))
             index += len(group)
         return counts
-
-    def _state_tensors(self, name):
-        if self.stepping.fused is not None:
-            slots = self.core.slots(self.core.slot_names().index(name))
-            return [torch.zeros_like(m) if s is None else s for m, s in zip(self.stepping.masters, slots)]
-        return [
-            self.optimizer.state.get(master, {}).get(name, torch.zeros_like(master)) for master in self.stepping.masters
-        ]
 
     def load_state_dict(
         self,

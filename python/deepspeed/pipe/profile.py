@@ -1,0 +1,109 @@
+"""What each layer of a pipeline costs, measured: built one at a time, on one micro-batch."""
+
+import copy
+import functools
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe.layers import LayerSpec, TiedLayerSpec, describe
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Seconds and bytes of one layer and one micro-batch."""
+
+    forward: float
+    backward: float
+    activation_bytes: int
+    output_bytes: int
+
+    @property
+    def seconds(self):
+        """Both passes."""
+        return self.forward + self.backward
+
+
+def tensors_of(value):
+    """The tensors in what passes between layers."""
+    return [one for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, torch.Tensor)]
+
+
+def _fresh(value, device):
+    """The same inputs, as if they had just been received."""
+
+    def one(tensor):
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        return tensor.detach().to(device).clone().requires_grad_(tensor.is_floating_point())
+
+    return tuple(one(part) for part in value) if isinstance(value, tuple) else one(value)
+
+
+def _runnable(layer, device):
+    if isinstance(layer, LayerSpec):
+        module = layer.build().to(device)
+        if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
+            return functools.partial(layer.forward_fn, module), module
+        return module, module
+    if isinstance(layer, nn.Module):
+        module = copy.deepcopy(layer).to(device)  # running statistics of the model stay as they are
+        return module, module
+    return layer, None
+
+
+def _one_layer(layer, inputs, device, repeats):
+    run, module = _runnable(layer, device)
+    own = {parameter.data_ptr() for parameter in module.parameters()} if module is not None else set()
+    forward, backward, kept, out = [], [], {}, None
+    for _ in range(repeats + 1):  # the first one warms up
+        kept.clear()
+        x = _fresh(inputs, device)
+
+        def pack(tensor):
+            if tensor.data_ptr() not in own:
+                kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+            return tensor
+
+        begin = _now()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = run(x)
+        middle = _now()
+        heads = [one for one in tensors_of(out) if one.requires_grad]
+        if heads:
+            torch.autograd.backward(heads, [torch.ones_like(one) for one in heads])
+        forward.append(middle - begin)
+        backward.append(_now() - middle)
+    sizes = [one.numel() * one.element_size() for one in tensors_of(out)]
+    return LayerCost(min(forward[1:]), min(backward[1:]), sum(kept.values()), sum(sizes)), out
+
+
+def _now():
+    get_accelerator().synchronize()
+    return time.perf_counter()
+
+
+def profile_layers(layers, sample, repeats=3, group=None):
+    """``LayerCost`` of every layer for the inputs ``sample``; the means of all ranks of ``group``, so they agree."""
+    device, inputs, costs = get_accelerator().current_device_name(), sample, []
+    with torch.random.fork_rng(), torch.enable_grad():
+        for place, layer in enumerate(layers):
+            try:
+                cost, inputs = _one_layer(layer, inputs, device, repeats)
+            except Exception as error:
+                raise RuntimeError(
+                    f"profile_input does not go through {describe(place, layer)} of the pipeline: {error}"
+                ) from error
+            inputs = _fresh(inputs, device)
+            costs.append(cost)
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        times = torch.tensor([[cost.forward, cost.backward] for cost in costs], dtype=torch.float64)
+        rows = [None] * dist.get_world_size(group)
+        dist.all_gather_object(rows, times.tolist(), group=group)
+        mean = torch.tensor(rows, dtype=torch.float64).mean(dim=0).tolist()
+        costs = [LayerCost(*row, cost.activation_bytes, cost.output_bytes) for row, cost in zip(mean, costs)]
+    return costs

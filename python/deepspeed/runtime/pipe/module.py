@@ -1,0 +1,4 @@
+"""Import path of existing scripts."""
+
+from deepspeed.pipe.layers import LayerSpec, TiedLayerSpec  # noqa: F401
+from deepspeed.pipe.module import PipelineModule  # noqa: F401

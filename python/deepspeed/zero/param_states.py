@@ -1,0 +1,148 @@
+"""What training keeps of each parameter, whole or this rank's pieces: fp32 masters, gradients, optimizer states.
+
+A *kind* is "fp32", "grad" or the name of an optimizer state. States of a native optimizer are the core's; those of
+another one are its own tensors, one for each piece, and the core collects and spreads them in the same way.
+"""
+
+import weakref
+
+import torch
+
+from deepspeed.config.sections import OffloadStateTypeEnum
+
+
+class ParamStates:
+    """Who owns parameters that ``core`` trains mixes this in; ``stepping`` is their ``Stepping``, ``_params`` are those
+    of the optimizer's groups end to end, as the core was built from."""
+
+    states = None  # OffloadedStates
+
+    def _link(self, params):
+        self._params = list(params)
+        for index, param in enumerate(self._params):
+            param._ds_link = ParamLink(self, index)
+
+    def unlink(self):
+        for param in self._params:
+            if getattr(getattr(param, "_ds_link", None), "owner", None) is self:
+                del param._ds_link
+
+    def _is_state(self, value, master):
+        return torch.is_tensor(value) and value.shape == master.shape and value.dim() > 0
+
+    def state_names(self):
+        """Names of the optimizer's states that have one value for each element of a parameter."""
+        if self.stepping.fused is not None:
+            return list(self.core.slot_names())
+        state = self.stepping.optimizer.state
+        return sorted({n for master in state for n, value in state[master].items() if self._is_state(value, master)})
+
+    def own_tensors(self, kind):
+        """This rank's tensors of a kind, one for each of its pieces (views), None where there is none."""
+        if kind == "fp32":
+            return self.core.masters()
+        if kind == "grad":
+            return self.core.grads()
+        if self.stepping.fused is not None:
+            names = self.core.slot_names()
+            return self.core.slots(names.index(kind)) if kind in names else [None] * len(self.stepping.masters)
+        found = [(master, self.stepping.optimizer.state.get(master, {}).get(kind)) for master in self.stepping.masters]
+        return [value if self._is_state(value, master) else None for master, value in found]
+
+    def own_pieces(self, index, kind):
+        """``[(offset, numel, view)]`` of what this rank has of parameter ``index``."""
+        if kind == "grad" and not self.core.used()[index]:
+            return []
+        return [
+            (offset, numel, tensor)
+            for (of, offset, numel), tensor in zip(self.core.pieces(), self.own_tensors(kind), strict=True)
+            if of == index and tensor is not None
+        ]
+
+    def full_tensor(self, index, kind):
+        """A copy of the whole ``kind`` of parameter ``index`` in its shape, fp32 (fp64 for fp64 ones).
+
+        Every rank calls it. None for a gradient that no rank has, and for a state that does not exist. Inside
+        ``no_sync`` a gradient that has not been reduced is this rank's own.
+        """
+        if kind == "fp32":
+            return self.core.full("master", 0, index)
+        if kind == "grad":
+            grad = self.core.full("grad", 0, index)
+            if grad is None and getattr(self.engine, "inside_no_sync_ctxt", False):
+                grad = self.core.local_grad(index)
+            return grad if grad is None or self.loss_scale == 1.0 else grad / self.loss_scale
+        return self.core.full_of(self.own_tensors(kind), index)
+
+    def set_full_tensor(self, index, kind, value):
+        """Every rank passes the same ``value``, in the parameter's shape; each takes what it owns of it."""
+        value = value.detach()
+        if kind == "fp32":
+            self.core.set_full("master", 0, index, value)
+        elif kind == "grad":
+            self.core.set_full("grad", 0, index, value.float() * self.loss_scale)
+        else:
+            self.core.set_full_of(self.own_tensors(kind), index, value)
+
+    def make_state(self, index, name):
+        """State ``name`` of this rank's piece of a parameter, zeros if a torch optimizer has not made it yet; None
+        where this rank owns nothing of it, or a native optimizer has no such state."""
+        if self.stepping.fused is None:
+            for master, (param, _, _) in zip(self.stepping.masters, self.core.pieces()):
+                if param == index:
+                    return self.stepping.optimizer.state[master].setdefault(name, torch.zeros_like(master))
+        return None
+
+
+class WholeParams(ParamStates):
+    """The owner where every rank trains whole parameters and no sharded optimizer stands for them."""
+
+    engine = None
+
+    def __init__(self, core, stepping, params):
+        self.core = core
+        self.stepping = stepping
+        self._link(params)
+
+    @property
+    def loss_scale(self):
+        return self.stepping.loss_scale
+
+
+class ParamLink:
+    """From a parameter to the owner of its masters, gradients and states; see utils.tensor_fragment.
+
+    ``owner`` is None when that has ended: a link does not keep it, since it holds the core, which holds the parameters.
+    """
+
+    def __init__(self, owner, index):
+        self._owner = weakref.ref(owner)
+        self.index = index
+
+    @property
+    def owner(self):
+        return self._owner()
+
+    def __deepcopy__(self, memo):
+        return None  # a copied model is not trained by this engine
+
+    def __reduce__(self):
+        return (type(None), ())
+
+    def _living(self, kind):
+        owner = self.owner
+        if owner.states is not None and owner.states.away:
+            needed = {"fp32": OffloadStateTypeEnum.hp_params, "grad": OffloadStateTypeEnum.lp_grads}
+            kinds = {needed.get(kind, OffloadStateTypeEnum.optim_states)}
+            owner.states.need(kinds, f"access to the {kind} of a parameter")
+        return owner
+
+    def get(self, kind):
+        return self._living(kind).full_tensor(self.index, kind)
+
+    def set(self, kind, value):
+        self._living(kind).set_full_tensor(self.index, kind, value)
+
+    def pieces(self, kind):
+        """``(offset, numel, view)`` of this rank's pieces."""
+        return self._living(kind).own_pieces(self.index, kind)
