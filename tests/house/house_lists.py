@@ -108,7 +108,7 @@ ALLOCATIONS = {
     "zero/audit.cpp": (3, "flags of some bytes; whole gradients for as long as the audit runs"),
     "zero/bucket_reduction.cpp": (2, "a round of late gradients, which no plan knew of"),
     "zero/device_context.cpp": (6, "sums, step scale and the kernels' own workspace; copies in another layout"),
-    "zero/engine.cpp": (1, "the arena in which storage takes planes where peers read them"),
+    "zero/engine.cpp": (2, "the arena in which storage takes planes where peers read them"),
     "zero/flag_exchange.cpp": (1, _SMALL),
     "zero/grad_reducer.cpp": (1, "a late gradient, which no plan knew of"),
     "zero/group_cut.cpp": (3, _CALL),
