@@ -83,6 +83,8 @@ WIDE_CLASSES = {
     ("zero/wrapped_optimizer.py", "WrappedOptimizer"): "published: members of the optimizers without ZeRO",
     ("comm/communicator.h", "Communicator"): "a helper for each verb over one run()",
     ("comm/nccl_comm.h", "NcclComm"): "NCCL's calls by their names",
+    ("zero/device_context.h", "DeviceContext"): "kernels, streams and failures of one device, a few lines each",
+    ("zero/stepper.h", "Stepper"): "norm, update and their reach over media; the reach is to become a class of its own",
     ("comm/shm_backend.cpp", "ShmBackend"): "overrides each virtual function of c10d::Backend",
     ("config/field.h", "Field"): "one method for each thing that can be said about a key",
     ("formats/graph_builder.h", "GraphBuilder"): "a visitor: one method for each kind of pickled value",
@@ -103,11 +105,13 @@ _CALL = "alive for one call only; who calls is Python or a checkpoint"
 _WIRE = "the transport below moves tensors of one dtype, device or layout: a copy that lives as long as the call"
 ALLOCATIONS = {
     "zero/device_context.cpp": (6, "sums, step scale and the kernels' own workspace; copies in another layout"),
-    "zero/engine.cpp": (1, "the arena in which storage takes planes where peers read them"),
+    "zero/bucket_reduction.cpp": (2, "rounds of gradients that came too late"),
+    "zero/engine.cpp": (2, "the arena in which storage takes planes where peers read them; a flag"),
     "zero/flag_exchange.cpp": (1, _SMALL),
     "zero/grad_reducer.cpp": (4, "counters; a late gradient, which no plan knew of; rounds of several micro-steps"),
     "zero/group_cut.cpp": (2, _CALL),
     "zero/matrix_step.cpp": (2, "whole matrices of Muon, one at a time"),
+    "zero/nonfinite_grads.cpp": (1, _SMALL),
     "zero/param_store.cpp": (6, "buffers of spaces, made once for a run"),
     "zero/routes/scheduled_source.cpp": (1, _SMALL),
     "zero/routes/staged_gather.cpp": (3, "rows above what the pool keeps; notes of some bytes"),
@@ -127,6 +131,8 @@ ALLOCATIONS = {
 
 # Longer than MAX_LINES of house_state.py.
 LONG_FILES = {
+    "csrc/storage/storage_state.cpp": "exclusion, memory and planes under one lock; scratch is to get a file",
+    "csrc/zero/stepper.cpp": "norm, update and where each works; the last is to get a file",
     "csrc/formats/pickle_machine.cpp": "one method for each kind of opcode; its memo is being moved out",
     "python/deepspeed/engine/engine.py": "published members; the parts that step are being moved out",
     "python/deepspeed/zero/stage3.py": "published members; the constructor's translation is being moved out",
