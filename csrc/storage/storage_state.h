@@ -59,7 +59,7 @@ class StorageState : public std::enable_shared_from_this<StorageState> {
     void free_idle(int64_t bytes);  // at least so many, where there are
   };
 
-  // ---- storage_state.cpp: exclusion, memory, planes
+  // ---- storage_state.cpp: exclusion, memory, planes; scratch: storage_scratch.cpp
   PlanePtr plane_of(int32_t number) const;
   Account& account(Medium medium);
   c10::Device device_of(Medium medium) const { return medium == Medium::kDevice ? device_ : c10::Device(at::kCPU); }

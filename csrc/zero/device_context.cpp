@@ -77,7 +77,8 @@ at::Tensor in_order_of(const at::Tensor& dst, const at::Tensor& src) {
 void DeviceContext::copy(const at::Tensor& dst, const at::Tensor& src, float scale) const {
   const c10::DeviceGuard current(device_);
   if (src.is_sparse()) return copy(dst, src.to_dense(), scale);
-  if (!has_kernel_dtype(dst.scalar_type()) || !has_kernel_dtype(src.scalar_type()) || !here(dst, src)) {
+  if (!has_kernel_dtype(dst.scalar_type()) || !has_kernel_dtype(src.scalar_type()) ||
+      !(dst.device() == device_ && src.device() == device_)) {
     dst.copy_(src.reshape(dst.sizes()));
     if (scale != 1.0f) dst.mul_(scale);
     return;
@@ -92,7 +93,8 @@ void DeviceContext::copy(const at::Tensor& dst, const at::Tensor& src, float sca
 void DeviceContext::accumulate(const at::Tensor& dst, const at::Tensor& src, float scale) const {
   const c10::DeviceGuard current(device_);
   if (src.is_sparse()) return accumulate(dst, src.to_dense(), scale);
-  if (!has_kernel_dtype(dst.scalar_type()) || !has_kernel_dtype(src.scalar_type()) || !here(dst, src)) {
+  if (!has_kernel_dtype(dst.scalar_type()) || !has_kernel_dtype(src.scalar_type()) ||
+      !(dst.device() == device_ && src.device() == device_)) {
     dst.add_(src.reshape(dst.sizes()).to(dst.device()), scale);
     return;
   }

@@ -90,7 +90,6 @@ class DeviceContext {
   void check() const;  // fails with the device's own message when one of its kernels could not run
 
  private:
-  bool here(const at::Tensor& a, const at::Tensor& b) const { return a.device() == device_ && b.device() == device_; }
   kernels::Launch launch(kernels::Scratch* scratch) const;
   void note_errors(const TorchScratch& scratch) const;
   template <typename Call>

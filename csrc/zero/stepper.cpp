@@ -7,19 +7,31 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
-#include <memory>
 #include <utility>
 
 #include "base/error.h"
 #include "kernels/sum_order.h"
-#include "zero/leased_row.h"
 #include "zero/matrix_step.h"
 
 namespace ds::zero {
+namespace {
+
+// Behind the last element of the bucket that this rank owns; padding follows.
+int64_t last_owned(const ParamSpace& space, int32_t bucket) {
+  int64_t end = space.map.buckets[bucket].shard_begin;
+  for (size_t e : space.owned) {
+    const plan::Extent& extent = space.map.extents[e];
+    if (space.map.bucket_of[extent.param] == bucket) end = std::max(end, extent.shard_offset + extent.numel);
+  }
+  return end;
+}
+
+}  // namespace
 
 Stepper::Stepper(ParamStore& store, DeviceContext& device, GatherOptions gather)
     : store_(store),
       device_(device),
+      places_(store, device),
       gather_(store, gather),
       steps_(at::zeros({static_cast<int64_t>(store.size())}, at::kFloat)) {}
 
@@ -41,69 +53,6 @@ std::vector<Stepper::Run> Stepper::runs(const ParamSpace& space, Keep keep, bool
     open = take;
   }
   return result;
-}
-
-// ---- where a step works -------------------------------------------------------------------------------------------
-
-DeviceContext& Stepper::context(storage::Medium at) {
-  if (at == storage::Medium::kDevice || device_.device().is_cpu()) return device_;
-  if (!host_) {
-    host_ = std::make_unique<DeviceContext>(c10::Device(at::kCPU), device_.threads());
-    host_->set_step_scale(device_.read_step_scale());
-  }
-  return *host_;
-}
-
-storage::Medium Stepper::work_medium(const Turn& turn, const UpdatePart& part, int32_t bucket) const {
-  if (turn.rule.scratch || turn.rule.sums > 0 || part.scale != nullptr) return storage::Medium::kDevice;
-  const Buffer& master = turn.space.master;
-  return store_.storage()->resting(master.plane, part_of(turn.space, master, bucket)).value_or(storage::Medium::kHost);
-}
-
-bool Stepper::rests(const Turn& turn, const Buffer& grad, int32_t bucket, storage::Medium at) const {
-  const auto there = [&](const Buffer& buffer) {
-    return store_.storage()->resting(buffer.plane, part_of(turn.space, buffer, bucket)) == at;
-  };
-  return there(turn.space.master) && there(grad) && there(turn.space.lp) &&
-         std::all_of(turn.space.slots.begin(), turn.space.slots.end(), there);
-}
-
-// Behind the last element of the bucket that this rank owns; padding follows.
-int64_t Stepper::last_owned(const ParamSpace& space, int32_t bucket) {
-  int64_t end = space.map.buckets[bucket].shard_begin;
-  for (size_t e : space.owned) {
-    const plan::Extent& extent = space.map.extents[e];
-    if (space.map.bucket_of[extent.param] == bucket) end = std::max(end, extent.shard_offset + extent.numel);
-  }
-  return end;
-}
-
-template <typename Visit>
-void Stepper::each_piece(const ParamSpace& space, const Buffer& buffer, const Visit& visit) const {
-  const auto resting = [&](int32_t bucket) {
-    return store_.storage()->resting(buffer.plane, part_of(space, buffer, bucket));
-  };
-  if (const auto at = resting(-1)) return visit(-1, *at);
-  for (auto b = static_cast<int32_t>(space.map.buckets.size()) - 1; b >= 0; --b)
-    visit(b, resting(b).value_or(storage::Medium::kHost));
-}
-
-// Of the bucket that comes next. Only what will be needed, and is not where it is needed.
-void Stepper::prefetch(const Turn& turn, const UpdatePart& part, const GradReducer& grads, int32_t bucket) {
-  if (bucket < 0) return;
-  const ParamSpace& space = turn.space;
-  const plan::Bucket& plan = space.map.buckets[bucket];
-  bool used = false;
-  for (int32_t i = plan.first_param; i <= plan.last_param && !used; ++i)
-    used = part.used ? part.used(space.params[i]) : grads.used(space.params[i]);
-  if (!used) return;
-  const storage::Medium at = work_medium(turn, part, bucket);
-  const auto hint = [&](const Buffer& buffer) {
-    store_.storage()->prefetch(buffer.plane, part_of(space, buffer, bucket), at);
-  };
-  hint(space.master);
-  hint(part.grads ? part.grads(space) : space.grad);
-  for (const Buffer& slot : space.slots) hint(slot);
 }
 
 // ---- norm ---------------------------------------------------------------------------------------------------------
@@ -149,12 +98,12 @@ void Stepper::add_up(comm::Communicator* model_parallel) {
 void Stepper::sum_squares(const ParamSpace& space, const GradReducer& grads, const at::Tensor& sum) {
   const auto all =
       runs(space, [&](size_t, size_t param) { return grads.used(param) && store_.spec(param).counts_in_norm; });
-  each_piece(space, space.grad, [&](int32_t bucket, storage::Medium at) {
+  places_.each_piece(space, space.grad, [&](int32_t bucket, storage::Medium at) {
     std::vector<Run> parts;
     for (const Run& run : all)
       if (bucket < 0 || run.bucket == bucket) parts.push_back(run);
     if (parts.empty()) return;
-    const LeasedRow grad(*store_.storage(), space, space.grad, bucket, storage::Access::kRead, at);
+    const LeasedRow grad = places_.lease(space, space.grad, bucket, storage::Access::kRead, at);
     const bool here = grad.data().device() == sum.device();
     const at::Tensor total = here ? sum : at::zeros({1}, at::TensorOptions().dtype(at::kDouble));
     if (!has_kernel_dtype(space.grad.dtype)) {
@@ -163,7 +112,7 @@ void Stepper::sum_squares(const ParamSpace& space, const GradReducer& grads, con
       std::vector<kernels::Segment> segments;
       for (const Run& run : parts)
         segments.push_back({grad.address(run.bucket, run.begin), static_cast<size_t>(run.end - run.begin)});
-      DeviceContext& context = this->context(at);
+      DeviceContext& context = places_.context(at);
       context.run_reserved([&](const kernels::Launch& launch) {
         context.table().sum_squares(launch, segments.data(), segments.size(),
                                     kernel_dtype(space.grad.dtype, "gradient"), static_cast<double*>(total.data_ptr()));
@@ -193,7 +142,7 @@ void Stepper::norm(const GradReducer& grads, float loss_scale, float max_norm, b
                                 device_.step_scale());
   });
   device_.post_step_scale();
-  if (host_) host_->set_step_scale(device_.read_step_scale());
+  places_.share_step_scale();
   stepped_.clear();
 }
 
@@ -299,8 +248,8 @@ void Stepper::run_pass(const Turn& turn, const UpdatePart& part, const GradReduc
   ParamSpace& space = turn.space;
   const optim::Rule& rule = turn.rule;
   const Buffer& grad_buffer = part.grads ? part.grads(space) : space.grad;
-  const storage::Medium medium = work_medium(turn, part, bucket);
-  const bool view = rests(turn, grad_buffer, bucket, medium);
+  const storage::Medium medium = places_.of_pass(space, rule, part.scale != nullptr, bucket);
+  const bool view = places_.hold_all(space, grad_buffer, bucket, medium);
   if (bucket < 0 && !view) {
     for (auto b = static_cast<int32_t>(space.map.buckets.size()) - 1; b >= 0; --b) run_pass(turn, part, grads, pass, b);
     return;
@@ -324,11 +273,11 @@ void Stepper::run_pass(const Turn& turn, const UpdatePart& part, const GradReduc
     found = mine.empty() ? by_count.erase(found) : std::next(found);
   }
   if (by_count.empty()) return;
-  DeviceContext& context = this->context(medium);
+  DeviceContext& context = places_.context(medium);
   if (!view && medium != storage::Medium::kDevice && context.read_step_scale().skip) return;
 
   const auto lease = [&](const Buffer& buffer, storage::Access access) {
-    return LeasedRow(*store_.storage(), space, buffer, bucket, access, medium);
+    return places_.lease(space, buffer, bucket, access, medium);
   };
   const LeasedRow master = lease(space.master, storage::Access::kUpdate);
   const LeasedRow grad = lease(grad_buffer, storage::Access::kRead);
@@ -345,7 +294,12 @@ void Stepper::run_pass(const Turn& turn, const UpdatePart& part, const GradReduc
     lp = lease(space.lp, fills ? storage::Access::kWrite : storage::Access::kUpdate);
     if (fills) lp.narrow(bucket, first[0].end, space.map.buckets[bucket].shard_end).zero_();
   }
-  if (!view) prefetch(turn, part, grads, bucket - 1);
+  if (!view && bucket > 0) {
+    const plan::Bucket& next = space.map.buckets[bucket - 1];
+    const auto first = space.params.begin() + next.first_param, end = space.params.begin() + next.last_param + 1;
+    if (std::any_of(first, end, used))
+      places_.prefetch(space, grad_buffer, bucket - 1, places_.of_pass(space, rule, part.scale != nullptr, bucket - 1));
+  }
 
   kernels::UpdateArgs args;
   args.grad_dtype = kernel_dtype(grad_buffer.dtype, "gradient");
@@ -432,8 +386,8 @@ void Stepper::scale_grads(const GradReducer& grads) {
   for (const ParamSpace& space : store_.spaces()) {
     if (space.grad.dtype != space.master.dtype) continue;
     const auto all = runs(space, [&](size_t, size_t param) { return grads.used(param); });
-    each_piece(space, space.grad, [&](int32_t bucket, storage::Medium at) {
-      const LeasedRow grad(*store_.storage(), space, space.grad, bucket, storage::Access::kUpdate, at);
+    places_.each_piece(space, space.grad, [&](int32_t bucket, storage::Medium at) {
+      const LeasedRow grad = places_.lease(space, space.grad, bucket, storage::Access::kUpdate, at);
       for (const Run& run : all) {
         if (bucket >= 0 && run.bucket != bucket) continue;
         const at::Tensor part = grad.narrow(run.bucket, run.begin, run.end);
@@ -464,7 +418,7 @@ void Stepper::refresh_master() {
 
 void Stepper::copy_row(const ParamSpace& space, const Buffer& to, const Buffer& from, int32_t bucket) {
   const auto lease = [&](const Buffer& buffer, storage::Access access) {
-    return LeasedRow(*store_.storage(), space, buffer, bucket, access, storage::Medium::kDevice);
+    return places_.lease(space, buffer, bucket, access, storage::Medium::kDevice);
   };
   const LeasedRow source = lease(from, storage::Access::kRead);
   device_.copy(lease(to, storage::Access::kWrite).data(), source.data(), 1.0f);

@@ -1,14 +1,6 @@
 // The optimizer step over the flat buffers: one norm, then one fused pass of unscale, clip, update and cast.
-//
-// [Note: where a step works]
-// Masters, states, gradients and parameters are leased where the masters of a bucket rest, or on the host where nobody
-// can compute (files); on the device where a rule needs scratch or sums there. Where all of them rest there, one lease
-// of each serves all buckets, and it is a view. Else one bucket is worked on while the next one is fetched and the
-// last one is written back: what travels takes the memory of a few buckets, whatever the size of the model. A bucket
-// of which no parameter was used does not travel, and nothing does when the step is skipped.
 #pragma once
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include "optim/rule.h"
@@ -17,6 +9,7 @@
 #include "zero/param_store.h"
 #include "zero/step.h"
 #include "zero/step_gather.h"
+#include "zero/step_places.h"
 #include "zero/strategies/step_strategy.h"
 
 namespace ds::zero {
@@ -81,21 +74,11 @@ class Stepper {
   };
 
   void ensure_slots(ParamSpace& space);
-  DeviceContext& context(storage::Medium at);
-  // Where a pass works on a bucket (-1: on all of them).
-  storage::Medium work_medium(const Turn& turn, const UpdatePart& part, int32_t bucket) const;
-  bool rests(const Turn& turn, const Buffer& grad, int32_t bucket,
-             storage::Medium at) const;  // everything that it needs, there
-  void prefetch(const Turn& turn, const UpdatePart& part, const GradReducer& grads, int32_t bucket);
-  static int64_t last_owned(const ParamSpace& space, int32_t bucket);
-  // Calls visit(bucket, medium) for a buffer that rests in one piece of memory with -1, else for each bucket.
-  template <typename Visit>
-  void each_piece(const ParamSpace& space, const Buffer& buffer, const Visit& visit) const;
   void prepare();
   void add_up(comm::Communicator* model_parallel);
   void add_sums();
   void sum_squares(const ParamSpace& space, const GradReducer& grads, const at::Tensor& sum);
-  // Pass number `pass` over one bucket, or over all of them (-1), see [Note: where a step works].
+  // Pass number `pass` over one bucket, or over all of them (-1).
   void run_pass(const Turn& turn, const GradReducer& grads, size_t pass, int32_t bucket = -1);
   void run_pass(const Turn& turn, const UpdatePart& part, const GradReducer& grads, size_t pass, int32_t bucket);
   void count_steps(const std::vector<UpdatePart>& parts, const GradReducer& grads);
@@ -106,7 +89,7 @@ class Stepper {
 
   ParamStore& store_;
   DeviceContext& device_;
-  std::unique_ptr<DeviceContext> host_;  // kernels of the host, where the engine's device is another one
+  StepPlaces places_;
   StepGather gather_;
   std::vector<const optim::Rule*> rules_;  // of each group; empty: the optimizer runs elsewhere
   std::vector<std::string> slot_names_;
