@@ -83,6 +83,7 @@ DS_BINDINGS(m) {
       .def(py::init<c10::intrusive_ptr<c10d::Store>, int, int>(), py::arg("store"), py::arg("rank"), py::arg("world"),
            Unlocked())
       .def("goodbye", &comm::StoreKeeper::goodbye, Unlocked())
+      .def_property_readonly("said_goodbye", &comm::StoreKeeper::said_goodbye)
       .def("wait", &comm::StoreKeeper::wait, Unlocked());
   py::class_<comm::GroupFacts>(m, "GroupFacts")
       .def(py::init([](std::string name, int job_rank, std::shared_ptr<Watch> watch, std::shared_ptr<Watch> stores) {

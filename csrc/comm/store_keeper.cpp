@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -12,7 +13,7 @@ namespace ds::comm {
 namespace {
 
 constexpr std::chrono::milliseconds kStoreNap(20);
-const char* const kGone = "deepspeed/gone";
+constexpr std::string_view kGone("gone");  // in place of a host and a process
 
 std::string place_of(int rank) { return "deepspeed/process/" + std::to_string(rank); }
 
@@ -33,7 +34,7 @@ StoreKeeper::~StoreKeeper() {
 void StoreKeeper::goodbye() {
   if (!store_ || thread_.joinable() || !owner_.here()) return;
   try {
-    store_->add(kGone, 1);
+    store_->set(place_of(rank_), std::vector<uint8_t>(kGone.begin(), kGone.end()));
   } catch (const std::exception&) {  // rank 0 has ended: there is nobody left to tell
     store_.reset();
     return;
@@ -61,12 +62,12 @@ void StoreKeeper::keep() {
 }
 
 bool StoreKeeper::all_gone() {
-  if (store_->add(kGone, 0) >= world_) return true;
   const std::string here = std::to_string(host_id()) + " ";
   for (int rank = 1; rank < world_; ++rank) {
     if (!store_->check({place_of(rank)})) return false;
     const std::vector<uint8_t> bytes = store_->get(place_of(rank));
     const std::string theirs(bytes.begin(), bytes.end());
+    if (theirs == kGone) continue;
     // Those of other hosts, and those that have not ended, will say so.
     if (theirs.compare(0, here.size(), here) != 0) return false;
     if (!process_ended(std::strtoll(theirs.c_str() + here.size(), nullptr, 10))) return false;

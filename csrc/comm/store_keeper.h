@@ -21,6 +21,7 @@ class StoreKeeper {
   // This rank needs the store no more; again: nothing happens. On rank 0 a thread keeps it until the others say so,
   // too.
   void goodbye();
+  bool said_goodbye() const { return !store_ || thread_.joinable(); }
   void wait();  // until that thread has let go of it; at the end of the process
 
  private:

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import time
+import weakref
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -106,9 +107,11 @@ def _keep_store():
     global _keeper
     atexit.unregister(_leave)
     atexit.register(_leave)
-    if _keeper is None:
+    if _keeper is None or _keeper.said_goodbye:
         store = dist.distributed_c10d._get_default_store()
         _keeper = _native._C.StoreKeeper(store, dist.get_rank(), dist.get_world_size())
+        # Scripts end the job by torch's destroy_process_group, too.
+        weakref.finalize(dist.group.WORLD, _keeper.goodbye).atexit = False
 
 
 def _keep_no_store():

@@ -37,15 +37,22 @@ class ParamStates:
         state = self.stepping.optimizer.state
         return sorted({n for master in state for n, value in state[master].items() if self._is_state(value, master)})
 
+    def _slot(self, kind):
+        """Number of state ``kind`` of a native optimizer, None where it has none of that name or another one steps."""
+        names = list(self.core.slot_names()) if self.stepping.fused is not None else []
+        return names.index(kind) if kind in names else None
+
     def own_tensors(self, kind):
         """This rank's tensors of a kind, one for each of its pieces (views), None where there is none."""
         if kind == "fp32":
             return self.core.masters()
         if kind == "grad":
             return self.core.grads()
+        slot = self._slot(kind)
+        if slot is not None:
+            return self.core.slots(slot)
         if self.stepping.fused is not None:
-            names = self.core.slot_names()
-            return self.core.slots(names.index(kind)) if kind in names else [None] * len(self.stepping.masters)
+            return [None] * len(self.stepping.masters)
         found = [(master, self.stepping.optimizer.state.get(master, {}).get(kind)) for master in self.stepping.masters]
         return [value if self._is_state(value, master) else None for master, value in found]
 
@@ -72,6 +79,9 @@ class ParamStates:
             if grad is None and self.engine is not None and self.engine.inside_no_sync_ctxt:
                 grad = self.core.local_grad(index)
             return grad if grad is None or self.loss_scale == 1.0 else grad / self.loss_scale
+        slot = self._slot(kind)
+        if slot is not None:  # as it lies: reading does not wait for others who read
+            return self.core.full("slot", slot, index)
         return self.core.full_of(self.own_tensors(kind), index)
 
     def set_full_tensor(self, index, kind, value):
@@ -81,6 +91,8 @@ class ParamStates:
             self.core.set_full("master", 0, index, value)
         elif kind == "grad":
             self.core.set_full("grad", 0, index, value.float() * self.loss_scale)
+        elif self._slot(kind) is not None:
+            self.core.set_full("slot", self._slot(kind), index, value)
         else:
             self.core.set_full_of(self.own_tensors(kind), index, value)
 

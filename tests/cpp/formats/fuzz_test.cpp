@@ -77,7 +77,9 @@ void check(const PickleGraph& graph) {
       empty = empty || place.shape[d] == 0;
       last += (place.shape[d] - 1) * place.stride[d];
     }
-    if (!empty) ASSERT_LT(last * place.element->bytes, memory.numel * memory.element->bytes);
+    if (!empty) {
+      ASSERT_LT(last * place.element->bytes, memory.numel * memory.element->bytes);
+    }
   }
 }
 
@@ -148,7 +150,9 @@ TEST(Fuzz, TorchArchives) {
         check(graph);
         for (const StoredMemory& memory : graph.storages) {
           const StoragePlace place = archive.place(memory);
-          if (!place.packed) ASSERT_LE(place.offset + place.bytes, bytes.size());
+          if (!place.packed) {
+            ASSERT_LE(place.offset + place.bytes, bytes.size());
+          }
         }
       });
 }

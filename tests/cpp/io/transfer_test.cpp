@@ -222,7 +222,9 @@ TEST(Transfer, PartsMeetAtBlocks) {
           EXPECT_EQ(made[i].first, at);
           EXPECT_GT(made[i].second, 0u);
           at += made[i].second;
-          if (i + 1 < made.size()) EXPECT_EQ(at % kBlockBytes, 0u);
+          if (i + 1 < made.size()) {
+            EXPECT_EQ(at % kBlockBytes, 0u);
+          }
         }
         EXPECT_EQ(at, offset + bytes);
       }

@@ -56,7 +56,9 @@ void work(ShardStorage& storage, std::vector<Modelled>& planes, const std::strin
     const Lease lease = storage.acquire(plane.id, range, access, at);
     float* data = lease.data().data_ptr<float>();
     float* model = plane.values.data() + range.begin;
-    if (access != Access::kWrite) ASSERT_TRUE(std::equal(data, data + range.numel(), model)) << step;
+    if (access != Access::kWrite) {
+      ASSERT_TRUE(std::equal(data, data + range.numel(), model)) << step;
+    }
     if (access == Access::kRead) continue;
     for (int64_t i = 0; i < range.numel(); ++i) data[i] = model[i] = static_cast<float>(random() % 1000);
   }
