@@ -37,8 +37,9 @@ using zero::Engine;
 using zero::StateAccess;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
-// (tensor, name, parameter group, place in the module, counts in the norm, zero::GradForm, shard or None)
-using ParamRow = std::tuple<at::Tensor, std::string, int32_t, int32_t, bool, int, zero::ShardedParamPtr>;
+// (tensor, name, parameter group, place in the module, counts in the norm, zero::GradForm, shard or None, rule of
+// ranks)
+using ParamRow = std::tuple<at::Tensor, std::string, int32_t, int32_t, bool, int, zero::ShardedParamPtr, std::string>;
 using Groups = std::map<std::string, py::object>;
 using Pieces = std::vector<c10::optional<at::Tensor>>;  // one for each that this rank owns
 
@@ -67,9 +68,9 @@ std::shared_ptr<Engine> make_engine(const std::vector<ParamRow>& params,
   zero::EngineRanks ranks = engine_ranks(groups);
   const auto options = zero::engine_options(config.config, {threads, ranks.count(), optional_dtype(grad_dtype)});
   std::vector<zero::ParamSpec> specs;
-  for (const auto& [tensor, name, group, order, counts_in_norm, form, shard] : params)
+  for (const auto& [tensor, name, group, order, counts_in_norm, form, shard, rule] : params)
     specs.push_back({tensor, name, group, order, counts_in_norm, options.policy.shards_params() ? shard : nullptr,
-                     static_cast<zero::GradForm>(form)});
+                     static_cast<zero::GradForm>(form), rule});
   py::gil_scoped_release unlocked;
   return std::make_shared<Engine>(std::move(specs), others, options, std::move(ranks));
 }

@@ -194,14 +194,14 @@ DS_BINDINGS(m) {
       .def("empty_cache",
            [](ParamGatherer& g) {
              g.release_all();
-             g.source().pool().trim();
+             g.source().buffers().trim();
            })
       .def("reset_peak", &ParamGatherer::reset_peak)
       .def_property_readonly("source", [](ParamGatherer& g) { return g.source().name(); })
       .def_property_readonly("live_numel", &ParamGatherer::live_numel)
       .def_property_readonly("peak_live_numel", &ParamGatherer::peak_live_numel)
       .def_property_readonly("fetches", &ParamGatherer::fetches)
-      .def_property_readonly("pool_bytes", [](ParamGatherer& g) { return g.source().pool().idle_bytes(); })
+      .def_property_readonly("pool_bytes", [](ParamGatherer& g) { return g.source().buffers().idle_bytes(); })
       .def_property_readonly("gathered_elements", [](ParamGatherer& g) { return g.source().gathered_elements(); })
       .def_property_readonly("collectives", [](ParamGatherer& g) { return g.source().collectives(); })
       .def_property_readonly("exchanges", [](ParamGatherer& g) { return g.source().exchanges(); })

@@ -27,6 +27,11 @@ struct Placement {
   std::string folder;             // of kFile: it exists
 };
 
+inline bool operator==(const Placement& a, const Placement& b) {
+  return a.rest == b.rest && a.work == b.work && a.pinned == b.pinned && a.host_share == b.host_share &&
+         a.folder == b.folder;
+}
+
 struct Budget {
   std::map<Medium, int64_t> bytes;  // a medium that is not named has no limit
   int64_t idle_scratch = 0;  // bytes of each medium that wait for the next lease; at least the largest buffer twice

@@ -41,6 +41,7 @@ struct Staging {
   int64_t bytes = 0;   // that are counted
   at::Tensor memory;   // these bytes
   int64_t offset = 0;  // of the first block in them: aligned
+  int32_t user = 0;    // of scratch
   bool fetching = false;
   FencePtr ready;
 };

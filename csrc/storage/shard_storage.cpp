@@ -39,7 +39,7 @@ at::Tensor as_tensor(Lease lease) {
 ShardStorage::ShardStorage(c10::Device device, Budget budget, std::shared_ptr<io::Files> files)
     : state_(std::make_shared<StorageState>(device, std::move(budget),
                                             files ? std::move(files) : std::make_shared<io::Files>())) {}
-ShardStorage::~ShardStorage() = default;
+ShardStorage::~ShardStorage() { state_->close(); }
 
 PlaneId ShardStorage::add(std::string name, int64_t numel, at::ScalarType type, const Placement& placement, Cuts cuts,
                           const at::Tensor& memory) {
@@ -50,9 +50,21 @@ Lease ShardStorage::acquire(PlaneId plane, plan::Range range, Access access, Med
   return state_->acquire(plane.number, range, access, at);
 }
 void ShardStorage::prefetch(PlaneId plane, plan::Range range, Medium at) { state_->prefetch(plane.number, range, at); }
-Lease ShardStorage::scratch(int64_t numel, at::ScalarType type, Medium at) { return state_->scratch(numel, type, at); }
-void ShardStorage::keep_scratch(Medium at, int64_t bytes) { state_->keep_scratch(at, bytes); }
-void ShardStorage::trim() { state_->trim(); }
+std::optional<Medium> ShardStorage::resting(PlaneId plane, plan::Range range) const {
+  return state_->resting(plane.number, range);
+}
+Lease ShardStorage::scratch(int64_t numel, at::ScalarType type, Medium at, ScratchUser user) {
+  return state_->scratch(numel, type, at, user.number);
+}
+ScratchUser ShardStorage::add_scratch_user(bool keeps) { return {state_->add_scratch_user(keeps)}; }
+void ShardStorage::keep_scratch(Medium at, int64_t bytes, ScratchUser user) {
+  state_->keep_scratch(at, bytes, user.number);
+}
+ScratchUsage ShardStorage::scratch_usage(Medium at, ScratchUser user) const {
+  return state_->scratch_usage(at, user.number);
+}
+void ShardStorage::trim(ScratchUser user) { state_->trim(user.number); }
+void ShardStorage::trim() { state_->trim(-1); }
 at::Tensor ShardStorage::resident(PlaneId plane) { return state_->resident(plane.number); }
 void ShardStorage::move(const std::vector<PlaneId>& planes, const Placement& placement, bool wait_each) {
   std::vector<int32_t> numbers;
@@ -62,5 +74,6 @@ void ShardStorage::move(const std::vector<PlaneId>& planes, const Placement& pla
 Placement ShardStorage::placement(PlaneId plane) const { return state_->placement(plane.number); }
 void ShardStorage::settle() { state_->settle(); }
 Usage ShardStorage::usage() const { return state_->usage(); }
+c10::Device ShardStorage::device() const { return state_->device(); }
 
 }  // namespace ds::storage

@@ -21,6 +21,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -36,6 +37,11 @@ struct Staging;
 
 struct PlaneId {
   int32_t number = -1;
+};
+
+// Whose idle scratch waits apart from that of others. The first one is everybody's.
+struct ScratchUser {
+  int32_t number = 0;
 };
 
 // Move only; any thread may release it, and it may outlive the ShardStorage.
@@ -90,11 +96,19 @@ class ShardStorage {
   // no room, and when somebody changes a block before.
   void prefetch(PlaneId plane, plan::Range range, Medium at);
 
+  // The medium in whose memory all of the range rests, in one piece: a lease of it there is a view. Nothing: wherever
+  // it is acquired, it is a copy.
+  std::optional<Medium> resting(PlaneId plane, plan::Range range) const;
+
   // Memory for somebody's own use, of no plane; contents are whatever was there.
-  Lease scratch(int64_t numel, at::ScalarType type, Medium at);
-  // Keeps so much idle scratch, where the budget has said less.
-  void keep_scratch(Medium at, int64_t bytes);
-  // Frees idle scratch.
+  Lease scratch(int64_t numel, at::ScalarType type, Medium at, ScratchUser user = {});
+  // Not `keeps`: what it gives back returns to torch's allocator at once.
+  ScratchUser add_scratch_user(bool keeps = true);
+  // Keeps so much idle scratch of that user, where the budget has said less.
+  void keep_scratch(Medium at, int64_t bytes, ScratchUser user = {});
+  ScratchUsage scratch_usage(Medium at, ScratchUser user) const;
+  // Frees idle scratch: of one user, of all.
+  void trim(ScratchUser user);
   void trim();
 
   // All of the plane, for as long as the plane is here: the tensor stays valid over moves, but while the plane rests
@@ -110,6 +124,7 @@ class ShardStorage {
   // Waits until everything is at rest. Throws the first failure since the last call, with all others in its text.
   void settle();
   Usage usage() const;
+  c10::Device device() const;
 
  private:
   std::shared_ptr<StorageState> state_;

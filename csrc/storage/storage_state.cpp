@@ -19,7 +19,10 @@ bool stays(const Plane& plane, const Placement& placement) {
 }  // namespace
 
 StorageState::StorageState(c10::Device device, Budget budget, const std::shared_ptr<io::Files>& files)
-    : device_(device), tiers_(make_tiers({device, files})), threads_(budget.transfer_threads) {
+    : device_(device),
+      idle_scratch_(budget.idle_scratch),
+      tiers_(make_tiers({device, files})),
+      threads_(budget.transfer_threads) {
   if (budget.transfer_threads < 1 || budget.transfer_threads > 64) {
     fail(ErrorKind::kValue, "the number of transfer threads must be from 1 to 64, got ", budget.transfer_threads);
   }
@@ -107,15 +110,23 @@ void StorageState::wait_for_streams(const Plane& plane, int32_t first, int32_t e
 
 // ---- memory -------------------------------------------------------------------------------------------------------
 
+void StorageState::Account::free_idle(int64_t bytes) {
+  for (User& user : users) {
+    if (bytes <= 0) return;
+    const int64_t before = user.pool.idle_bytes();
+    user.pool.trim(std::max<int64_t>(0, before - bytes));
+    bytes -= before - user.pool.idle_bytes();
+  }
+}
+
 bool StorageState::make_room(Account& account, int64_t bytes) {
   const auto medium = static_cast<Medium>(&account - accounts_.data());
   const auto excess = [&] {
     return bytes > account.limit ? account.total() : account.total() - (account.limit - bytes);
   };
   while (excess() > 0) {
-    const int64_t idle = account.pool.idle_bytes();
-    if (idle > 0) {
-      account.pool.trim(std::max<int64_t>(0, idle - excess()));
+    if (account.idle() > 0) {
+      account.free_idle(excess());
     } else if (!drop_oldest_prefetched(medium)) {
       return false;
     }
@@ -136,13 +147,15 @@ void StorageState::reserve(Lock& lock, Medium medium, int64_t bytes, int64_t Med
   }
   account.used.*kind += bytes;
   account.used.peak = std::max(account.used.peak, account.total());
-  account.used.peak_scratch = std::max(account.used.peak_scratch, account.used.scratch + account.pool.idle_bytes());
+  account.used.peak_scratch = std::max(account.used.peak_scratch, account.used.scratch + account.idle());
 }
 
-at::Tensor StorageState::take(Lock& lock, Medium medium, int64_t bytes, int64_t MediumUsage::*kind, bool may_wait) {
+at::Tensor StorageState::take(Lock& lock, Medium medium, int64_t bytes, int64_t MediumUsage::*kind, bool may_wait,
+                              int32_t user) {
   Account& account = this->account(medium);
-  account.pool.keep_two_of(bytes);
-  at::Tensor memory = account.pool.take(bytes, device_of(medium));
+  ScratchPool& pool = account.users.at(user).pool;
+  if (account.users[user].keeps) pool.keep_two_of(bytes);
+  at::Tensor memory = pool.take(bytes, device_of(medium));
   if (memory.defined()) {
     account.used.*kind += bytes;
     return memory;
@@ -173,40 +186,14 @@ at::Tensor StorageState::fresh(Lock& lock, Medium medium, int64_t bytes) {
   return memory;
 }
 
-void StorageState::give(Medium medium, at::Tensor memory, int64_t bytes, int64_t MediumUsage::*kind) {
+void StorageState::give(Medium medium, at::Tensor memory, int64_t bytes, int64_t MediumUsage::*kind, int32_t user) {
   Account& account = this->account(medium);
   account.used.*kind -= bytes;
-  if (memory.defined() && bytes > 0) {
-    account.pool.give(memory);
-    const int64_t excess = account.total() - account.limit;
-    if (excess > 0) account.pool.trim(std::max<int64_t>(0, account.pool.idle_bytes() - excess));
+  if (memory.defined() && bytes > 0 && account.users[user].keeps) {
+    account.users[user].pool.give(memory);
+    account.free_idle(account.total() - account.limit);
   }
   changed();
-}
-
-Lease StorageState::scratch(int64_t numel, at::ScalarType type, Medium at) {
-  if (numel < 0) fail(ErrorKind::kValue, "scratch of ", numel, " elements");
-  Lock lock(mutex_);
-  auto staging = std::make_shared<Staging>();
-  staging->medium = at;
-  staging->bytes = numel * static_cast<int64_t>(c10::elementSize(type));
-  staging->memory = take(lock, at, staging->bytes, &MediumUsage::scratch, /*may_wait=*/true);
-  ++counts_.leases;
-  Lease lease;
-  lease.data_ = flat_view(staging->memory, 0, type, numel);
-  lease.staging_ = std::move(staging);
-  lease.state_ = shared_from_this();
-  return lease;
-}
-
-void StorageState::keep_scratch(Medium at, int64_t bytes) {
-  const Lock lock(mutex_);
-  account(at).pool.need_room_for(bytes);
-}
-
-void StorageState::trim() {
-  const Lock lock(mutex_);
-  for (Account& account : accounts_) account.pool.trim();
 }
 
 // ---- planes -------------------------------------------------------------------------------------------------------
@@ -379,6 +366,15 @@ void StorageState::move(std::vector<int32_t> numbers, const Placement& placement
   unlock_planes();
 }
 
+std::optional<Medium> StorageState::resting(int32_t number, plan::Range range) const {
+  const Lock lock(mutex_);
+  const PlanePtr plane = plane_of(number);
+  const auto [first, end] = plane->blocks_of(range);
+  const PlanePart& part = plane->parts[plane->blocks[first].part];
+  const bool whole = part.memory.defined() && end <= part.end;
+  return whole ? std::optional<Medium>(part.medium) : std::nullopt;
+}
+
 Placement StorageState::placement(int32_t number) const {
   const Lock lock(mutex_);
   return plane_of(number)->placement;
@@ -400,12 +396,26 @@ void StorageState::settle() {
   failures[0]->raise(others);
 }
 
+// Leases may outlive the storage: one of scratch must not keep the memory of planes that nobody uses.
+void StorageState::close() {
+  const Lock lock(mutex_);
+  for (PlanePtr& plane : planes_) {
+    const auto busy = [](const Block& block) { return block.writer || block.readers > 0; };
+    if (!plane || std::any_of(plane->blocks.begin(), plane->blocks.end(), busy)) continue;
+    plane->removed = true;
+    drop_prefetched(*plane, 0, static_cast<int32_t>(plane->blocks.size()));
+    close_parts(*plane, plane->parts);
+    plane->lasting.reset();
+    plane.reset();
+  }
+}
+
 Usage StorageState::usage() const {
   const Lock lock(mutex_);
   Usage usage = counts_;
   for (const Account& account : accounts_) {
     usage.media.push_back(account.used);
-    usage.media.back().idle = account.pool.idle_bytes();
+    usage.media.back().idle = account.idle();
   }
   for (const auto& tier : tiers_) tier->report(usage);
   return usage;

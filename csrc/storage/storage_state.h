@@ -2,6 +2,7 @@
 #pragma once
 #include <condition_variable>
 #include <mutex>
+#include <optional>
 
 #include "storage/plane.h"
 #include "storage/scratch_pool.h"
@@ -20,29 +21,45 @@ class StorageState : public std::enable_shared_from_this<StorageState> {
   void remove(int32_t number);
   Lease acquire(int32_t number, plan::Range range, Access access, Medium at);
   void prefetch(int32_t number, plan::Range range, Medium at);
-  Lease scratch(int64_t numel, at::ScalarType type, Medium at);
-  void keep_scratch(Medium at, int64_t bytes);
-  void trim();
+  std::optional<Medium> resting(int32_t number, plan::Range range) const;
+  Lease scratch(int64_t numel, at::ScalarType type, Medium at, int32_t user);
+  int32_t add_scratch_user(bool keeps);
+  void keep_scratch(Medium at, int64_t bytes, int32_t user);
+  ScratchUsage scratch_usage(Medium at, int32_t user) const;
+  void trim(int32_t user);  // -1: all
   at::Tensor resident(int32_t number);
   void move(std::vector<int32_t> numbers, const Placement& placement, bool wait_each);
   Placement placement(int32_t number) const;
   void settle();
+  void close();  // nobody will acquire anything any more: planes without leases go
   Usage usage() const;
+  c10::Device device() const { return device_; }
 
   void release(Lease& lease) noexcept;
 
  private:
   using Lock = std::unique_lock<std::mutex>;
   struct Account {
-    explicit Account(int64_t limit, int64_t idle) : limit(limit), pool(idle) {}
+    struct User {
+      ScratchPool pool;
+      ScratchUsage usage;  // without `idle`
+      bool keeps = true;
+    };
+    explicit Account(int64_t limit, int64_t idle) : limit(limit), users(1, {ScratchPool(idle), {}}) {}
     int64_t limit;
-    ScratchPool pool;
-    MediumUsage used;   // without `idle`
-    int in_flight = 0;  // copies that will free their memory, or can be dropped then
-    int64_t total() const { return used.resting + used.staged + used.scratch + pool.idle_bytes(); }
+    std::vector<User> users;  // of scratch; the first one's pool has the copies of blocks, too
+    MediumUsage used;         // without `idle`
+    int in_flight = 0;        // copies that will free their memory, or can be dropped then
+    int64_t idle() const {
+      int64_t bytes = 0;
+      for (const User& user : users) bytes += user.pool.idle_bytes();
+      return bytes;
+    }
+    int64_t total() const { return used.resting + used.staged + used.scratch + idle(); }
+    void free_idle(int64_t bytes);  // at least so many, where there are
   };
 
-  // ---- storage_state.cpp: exclusion, memory, planes
+  // ---- storage_state.cpp: exclusion, memory, planes; scratch: storage_scratch.cpp
   PlanePtr plane_of(int32_t number) const;
   Account& account(Medium medium);
   c10::Device device_of(Medium medium) const { return medium == Medium::kDevice ? device_ : c10::Device(at::kCPU); }
@@ -56,9 +73,10 @@ class StorageState : public std::enable_shared_from_this<StorageState> {
   void wait_for_streams(const Plane& plane, int32_t first, int32_t end) const;
   bool make_room(Account& account, int64_t bytes);  // of what nobody waits for; false: there is none
   void reserve(Lock& lock, Medium medium, int64_t bytes, int64_t MediumUsage::*kind, bool may_wait);
-  at::Tensor take(Lock& lock, Medium medium, int64_t bytes, int64_t MediumUsage::*kind, bool may_wait);
+  at::Tensor take(Lock& lock, Medium medium, int64_t bytes, int64_t MediumUsage::*kind, bool may_wait,
+                  int32_t user = 0);
   at::Tensor fresh(Lock& lock, Medium medium, int64_t bytes);  // not counted here
-  void give(Medium medium, at::Tensor memory, int64_t bytes, int64_t MediumUsage::*kind);
+  void give(Medium medium, at::Tensor memory, int64_t bytes, int64_t MediumUsage::*kind, int32_t user = 0);
   void open_parts(Lock& lock, Plane& plane, const Placement& placement, std::vector<PlanePart>& parts);
   void close_parts(Plane& plane, std::vector<PlanePart>& parts);
   void lock_planes(Lock& lock, const std::vector<PlanePtr>& planes);
@@ -79,6 +97,7 @@ class StorageState : public std::enable_shared_from_this<StorageState> {
   void in_background(std::function<void()> job) noexcept;
 
   const c10::Device device_;
+  const int64_t idle_scratch_;
   const std::vector<std::unique_ptr<Tier>> tiers_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;

@@ -275,7 +275,8 @@ void StorageState::release(Lease& lease) noexcept {
   --counts_.leases;
   if (lease.plane_ < 0) {
     used.reset();
-    give(staging->medium, std::exchange(staging->memory, {}), staging->bytes, &MediumUsage::scratch);
+    account(staging->medium).users[staging->user].usage.lent -= staging->bytes;
+    give(staging->medium, std::exchange(staging->memory, {}), staging->bytes, &MediumUsage::scratch, staging->user);
     return;
   }
   const bool alone = lease.access_ != Access::kRead;
@@ -346,7 +347,7 @@ void StorageState::prefetch(int32_t number, plan::Range range, Medium at) {
   Account& account = this->account(at);
   const bool waits = std::any_of(plane->blocks.begin() + first, plane->blocks.begin() + end, unusable);
   // No room is made by dropping what was prefetched before: that is wanted sooner.
-  const int64_t excess = account.total() - account.pool.idle_bytes() - (account.limit - staging->bytes);
+  const int64_t excess = account.total() - account.idle() - (account.limit - staging->bytes);
   if (waits || staging->bytes > account.limit || excess > 0) {
     ++counts_.prefetch_drops;
     return;
@@ -366,7 +367,7 @@ void StorageState::fetch_in_background(const PlanePtr& plane, const StagingPtr& 
   bool fetched = false;
   try {
     Lock lock(mutex_);
-    staging->memory = account(staging->medium).pool.take(staging->bytes, device_of(staging->medium));
+    staging->memory = account(staging->medium).users[0].pool.take(staging->bytes, device_of(staging->medium));
     if (!staging->memory.defined()) staging->memory = fresh(lock, staging->medium, staging->bytes);
     if (staging->memory.device().is_cpu()) staging->offset = aligned_offset(staging->memory);
     wait_for_streams(*plane, staging->first, staging->end);

@@ -18,6 +18,11 @@ struct MediumUsage {
   int64_t total() const { return resting + staged + scratch + idle; }
 };
 
+// Of one user of scratch in one medium.
+struct ScratchUsage {
+  int64_t lent = 0, idle = 0, peak = 0;  // bytes; the most of both together
+};
+
 struct Usage {
   std::vector<MediumUsage> media;  // by Medium
   int64_t leases = 0;              // that are out now

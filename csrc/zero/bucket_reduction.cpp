@@ -21,14 +21,34 @@ at::Tensor BucketReduction::row(const GradBucket& bucket) const {
                                 bucket.plan.shard_end - bucket.plan.shard_begin);
 }
 
+storage::Lease BucketReduction::lease_row(const GradBucket& bucket, storage::Access access) const {
+  const ParamSpace& space = this->space(bucket);
+  return store_.lease(space.grad, space.row_in(space.grad, bucket.plan), access);
+}
+
+void BucketReduction::zero_row(const GradBucket& bucket) { lease_row(bucket, storage::Access::kWrite).data().zero_(); }
+
+// The row becomes the final sum, or grows by it.
+void BucketReduction::add_to_row(const GradBucket& bucket, const at::Tensor& values, bool add) {
+  storage::Lease lease;
+  if (!space(bucket).grad.data.defined())
+    lease = lease_row(bucket, add ? storage::Access::kUpdate : storage::Access::kWrite);
+  const at::Tensor target = lease ? lease.data() : row(bucket);
+  if (add) {
+    device_.accumulate(target, values, after(bucket));
+  } else if (values.data_ptr() != target.data_ptr() || after(bucket) != 1.0f) {
+    device_.copy(target, values, after(bucket));
+  }
+}
+
 void BucketReduction::need_slots(GradBucket& bucket) {
   if (bucket.slots.defined()) return;
   const ParamSpace& space = this->space(bucket);
-  if (space.local.defined()) {
-    bucket.slots = space.local.narrow(0, bucket.begin, bucket.numel);
+  if (space.local.exists()) {
+    bucket.slots = space.local.data.narrow(0, bucket.begin, bucket.numel);
     return;
   }
-  bucket.slots = memory_.borrow(bucket.numel, space.grad.data.scalar_type());
+  bucket.slots = memory_.borrow(bucket.numel, space.grad.dtype);
   bucket.zero_gaps();
 }
 
@@ -54,10 +74,11 @@ void BucketReduction::start(GradBucket& bucket) {
     bucket.work = among.shard->all_reduce(sent, comm::ReduceOp::kSum, tag(bucket));
     return;
   }
-  const at::Tensor target = row(bucket);
-  const bool direct = target.scalar_type() == sent.scalar_type() || target.scalar_type() == at::kFloat;
-  const at::ScalarType type = direct ? target.scalar_type() : sent.scalar_type();
-  bucket.received = direct && !bucket.reduced ? target : memory_.borrow(target.numel(), type);
+  const Buffer& grad = space(bucket).grad;
+  const bool direct = grad.dtype == sent.scalar_type() || grad.dtype == at::kFloat;
+  const at::ScalarType type = direct ? grad.dtype : sent.scalar_type();
+  const bool there = direct && !bucket.reduced && grad.data.defined();
+  bucket.received = there ? row(bucket) : memory_.borrow(bucket.plan.shard_end - bucket.plan.shard_begin, type);
   bucket.work = among.shard->reduce_scatter(sent, bucket.received, tag(bucket));
 }
 
@@ -90,32 +111,26 @@ void BucketReduction::complete(GradBucket& bucket, const std::vector<uint8_t>& f
   }
   if (bucket.work) collect(bucket);
   if (!bucket.received.defined()) return;
-  const at::Tensor target = row(bucket);
   if (!bucket.in_place && among.replicas->size() > 1)
     among.replicas->all_reduce(bucket.received, comm::ReduceOp::kSum, tag(bucket))->wait();
-  const bool there = bucket.received.data_ptr() == target.data_ptr();
-  if (bucket.reduced && !bucket.in_place) {
-    device_.accumulate(target, bucket.received, after(bucket));
-  } else if (!there || after(bucket) != 1.0f) {
-    device_.copy(target, bucket.received, after(bucket));
-  }
+  add_to_row(bucket, bucket.received, bucket.reduced && !bucket.in_place);
   bucket.received = bucket.wire = at::Tensor();
   bucket.reduced = true;
 }
 
 void BucketReduction::add_late(const GradBucket& bucket, GradSlots& slots, const std::vector<at::Tensor>& late) {
   const SpaceRanks& among = ranks(bucket);
-  const at::Tensor target = row(bucket);
-  const at::Tensor round = at::zeros({bucket.numel}, target.options());
+  const auto options = at::TensorOptions().device(store_.device()).dtype(space(bucket).grad.dtype);
+  const at::Tensor round = at::zeros({bucket.numel}, options);
   for (int32_t param : bucket.params)
     if (late[param].defined()) slots.put(param, round, bucket.begin, late[param], 1.0f, false);
   at::Tensor sum = round;
   if (!bucket.in_place) {
-    sum = at::empty_like(target);
+    sum = at::empty({bucket.plan.shard_end - bucket.plan.shard_begin}, options);
     among.shard->reduce_scatter(round, sum, tag(bucket))->wait();
   }
   if (among.replicas->size() > 1) among.replicas->all_reduce(sum, comm::ReduceOp::kSum, tag(bucket))->wait();
-  device_.accumulate(target, sum, after(bucket));
+  add_to_row(bucket, sum, true);
 }
 
 }  // namespace ds::zero

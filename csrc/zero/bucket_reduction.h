@@ -16,7 +16,11 @@ class BucketReduction {
  public:
   // `options` may change between two backwards.
   BucketReduction(ParamStore& store, DeviceContext& device, const ReducerOptions& options)
-      : store_(store), device_(device), options_(options), alone_(store.everyone().alone()), memory_(device.device()) {}
+      : store_(store),
+        device_(device),
+        options_(options),
+        alone_(store.everyone().alone()),
+        memory_(*store.storage()) {}
 
   // What gradients are multiplied by before the sum over the ranks, and the sum after it.
   float before(const GradBucket& bucket) const {
@@ -32,8 +36,10 @@ class BucketReduction {
   // One rank, in place: the bucket is its own sum as it is filled, and nothing here is called for it.
   bool summed(const GradBucket& bucket) const { return alone_ && bucket.in_place; }
 
-  at::Tensor row(const GradBucket& bucket) const;  // this rank's part of the reduced gradients
-  void need_slots(GradBucket& bucket);             // memory for local gradients, padding zero
+  // This rank's part of the reduced gradients, where they rest on the device.
+  at::Tensor row(const GradBucket& bucket) const;
+  void zero_row(const GradBucket& bucket);  // wherever they rest
+  void need_slots(GradBucket& bucket);      // memory for local gradients, padding zero
   // The three steps of a reduction; a bucket of touched rows alone travels in the last one. `filled`: whether a rank
   // has a gradient of a parameter.
   void start(GradBucket& bucket);
@@ -49,6 +55,8 @@ class BucketReduction {
  private:
   const ParamSpace& space(const GradBucket& bucket) const { return store_.spaces()[bucket.space]; }
   const SpaceRanks& ranks(const GradBucket& bucket) const { return space(bucket).ranks(); }
+  void add_to_row(const GradBucket& bucket, const at::Tensor& values, bool add);
+  storage::Lease lease_row(const GradBucket& bucket, storage::Access access) const;
   std::string tag(const GradBucket& bucket) const;  // the name of its first parameter
 
   ParamStore& store_;

@@ -40,6 +40,7 @@ DType kernel_dtype(at::ScalarType type, const char* what) {
 
 DeviceContext::DeviceContext(c10::Device device, int threads, const kernels::KernelTable* table)
     : device_(device),
+      threads_(threads),
       may_fail_(table != nullptr || !device.is_cpu()),
       pool_(device.is_cpu() ? std::make_unique<ThreadPool>(threads) : nullptr),
       table_(table ? table : table_for(device)) {
@@ -76,7 +77,8 @@ at::Tensor in_order_of(const at::Tensor& dst, const at::Tensor& src) {
 void DeviceContext::copy(const at::Tensor& dst, const at::Tensor& src, float scale) const {
   const c10::DeviceGuard current(device_);
   if (src.is_sparse()) return copy(dst, src.to_dense(), scale);
-  if (!has_kernel_dtype(dst.scalar_type()) || !has_kernel_dtype(src.scalar_type()) || src.device() != dst.device()) {
+  if (!has_kernel_dtype(dst.scalar_type()) || !has_kernel_dtype(src.scalar_type()) ||
+      !(dst.device() == device_ && src.device() == device_)) {
     dst.copy_(src.reshape(dst.sizes()));
     if (scale != 1.0f) dst.mul_(scale);
     return;
@@ -91,8 +93,9 @@ void DeviceContext::copy(const at::Tensor& dst, const at::Tensor& src, float sca
 void DeviceContext::accumulate(const at::Tensor& dst, const at::Tensor& src, float scale) const {
   const c10::DeviceGuard current(device_);
   if (src.is_sparse()) return accumulate(dst, src.to_dense(), scale);
-  if (!has_kernel_dtype(dst.scalar_type()) || !has_kernel_dtype(src.scalar_type()) || src.device() != dst.device()) {
-    dst.add_(src.reshape(dst.sizes()), scale);
+  if (!has_kernel_dtype(dst.scalar_type()) || !has_kernel_dtype(src.scalar_type()) ||
+      !(dst.device() == device_ && src.device() == device_)) {
+    dst.add_(src.reshape(dst.sizes()).to(dst.device()), scale);
     return;
   }
   const at::Tensor flat = in_order_of(dst, src);
@@ -144,6 +147,10 @@ kernels::StepScale DeviceContext::read_step_scale() {
   if (posted_) compat::synchronize(*posted_);
   std::memcpy(&result, step_scale_host_.data_ptr(), sizeof(result));
   return result;
+}
+
+void DeviceContext::set_step_scale(const kernels::StepScale& scale) {
+  std::memcpy(step_scale_.data_ptr(), &scale, sizeof(scale));
 }
 
 void DeviceContext::reserve(int64_t bytes) {

@@ -40,6 +40,7 @@ class DeviceContext {
 
   const c10::Device& device() const { return device_; }
   const kernels::KernelTable& table() const { return *table_; }
+  int threads() const { return threads_; }
 
   // Calls `call(launch)`, which runs entries of the table, on the device's current stream; the caller makes the device
   // current. What goes wrong in it is remembered, see [Note: failures]. run_reserved: scratch comes from what reserve()
@@ -64,8 +65,8 @@ class DeviceContext {
   void note_failure(const std::string& what) const;  // from any thread
   std::string take_failure() const;                  // empty: there was none
 
-  // dst = src * scale and dst += src * scale, any dtypes. dst is dense (in any memory order); src has as many elements
-  // and may be strided or sparse.
+  // dst = src * scale and dst += src * scale, any dtypes, any devices. dst is dense (in any memory order); src has as
+  // many elements and may be strided or sparse.
   void copy(const at::Tensor& dst, const at::Tensor& src, float scale) const;
   void accumulate(const at::Tensor& dst, const at::Tensor& src, float scale) const;
 
@@ -85,6 +86,7 @@ class DeviceContext {
   // Starts to bring *step_scale() to the host; read_step_scale() waits for that, not for later work on the stream.
   void post_step_scale();
   kernels::StepScale read_step_scale();
+  void set_step_scale(const kernels::StepScale& scale);  // of the host's memory: what another device has found
   void check() const;  // fails with the device's own message when one of its kernels could not run
 
  private:
@@ -98,6 +100,7 @@ class DeviceContext {
   }
 
   c10::Device device_;
+  const int threads_;
   const bool may_fail_;
   std::unique_ptr<ThreadPool> pool_;
   const kernels::KernelTable* table_;

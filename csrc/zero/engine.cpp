@@ -24,6 +24,8 @@ constexpr int64_t kAlignSliceNumel = 16;
 StoreOptions Engine::store_options(const std::vector<ParamSpec>& params, const EngineOptions& options) {
   StoreOptions made;
   made.policy = policy_;
+  made.places = options.places;
+  made.budget = options.budget;
   made.grad_dtype = options.grad_dtype;
   made.align = made.policy.shards_params() ? kAlignSliceNumel : kAlignNumel;
   made.everyone = dense_ranks(policy_, ranks_);
@@ -33,12 +35,33 @@ StoreOptions Engine::store_options(const std::vector<ParamSpec>& params, const E
   made.bucket_numel = bucket_limit(options.reducer, total, ranks_.data_parallel->size());
   if (made.policy.shards_states() && !made.policy.shards_params())
     made.bucket_numel = std::max<int64_t>(1, std::min(made.bucket_numel, options.allgather_bucket_numel));
-  made.allocate = [this](int64_t bytes, c10::Device device) {
-    if (device.is_cpu()) peers_ = ranks_.data_parallel->peer_memory(bytes);
-    if (peers_) return peers_->region(ranks_.data_parallel->rank());
+  made.allocate = [this](int64_t bytes, c10::Device device, const comm::CommunicatorPtr& ranks) {
+    peers_.push_back(device.is_cpu() ? ranks->peer_memory(bytes) : nullptr);
+    if (peers_.back()) return peers_.back()->region(ranks->rank());
     return at::zeros({bytes}, at::TensorOptions().device(device).dtype(at::kByte));
   };
   return made;
+}
+
+// From memory that ranks share where that is so of all groups, and on all ranks: else gathers need everybody.
+ShardSourcePtr Engine::shard_source() const {
+  const comm::CommunicatorPtr& everyone = store_.everyone().shard;
+  std::vector<GatherGroup> groups;
+  for (auto& [ranks, params] : store_.sharded_groups()) groups.push_back({ranks.shard, params, peers_[groups.size()]});
+  bool shared = std::all_of(peers_.begin(), peers_.end(), [](const auto& memory) { return memory != nullptr; });
+  if (groups.size() > 1 && everyone->size() > 1) {
+    const at::Tensor without =
+        at::full({1}, shared ? 0 : 1, at::TensorOptions().dtype(at::kInt).device(store_.device()));
+    everyone->all_reduce(without, comm::ReduceOp::kSum, "whether ranks share memory")->wait();
+    shared = without.item<int>() == 0;
+  }
+  if (shared) return peer_source(std::move(groups), store_.storage());
+  size_t group = 0;
+  for (const auto& [ranks, params] : store_.sharded_groups()) {
+    if (ranks.gathers) groups[group].ranks = ranks.gathers();  // in one order on all ranks
+    ++group;
+  }
+  return scheduled_source(store_.sharded_params(), std::move(groups), store_.storage());
 }
 
 Engine::Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> others, const EngineOptions& options,
@@ -58,8 +81,7 @@ Engine::Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> other
       states_(store_, device_, grads_, stepper_, *strategy_, gatherer_) {
   if (!policy_.shards_params()) return;
   const auto sharded = store_.sharded_params();
-  auto source = peers_ ? peer_source(ranks_.data_parallel, peers_)
-                       : scheduled_source(ranks_.gathers ? ranks_.gathers() : ranks_.data_parallel, sharded);
+  auto source = shard_source();
   grads_.options().waits = !source->looks_ahead();
   gatherer_ = std::make_unique<ParamGatherer>(sharded, std::move(source), options.gatherer);
   gatherer_->release_all();
@@ -120,7 +142,13 @@ std::vector<std::pair<std::string, std::string>> Engine::nonfinite_grads() {
   at::NoGradGuard no_grad;
   for (const Piece& piece : store_.pieces()) {
     if (!grads_.used(piece.param)) continue;
-    const at::Tensor grad = store_.piece_view(piece, store_.spaces()[piece.space].grad);
+    const ParamSpace& space = store_.spaces()[piece.space];
+    storage::Lease lease;  // of gradients that may be anywhere
+    if (!space.grad.data.defined()) {
+      const int64_t begin = space.offset_in(space.grad, space.map.extents[piece.extent]);
+      lease = store_.lease(space.grad, {begin, begin + piece.numel}, storage::Access::kRead);
+    }
+    const at::Tensor grad = lease ? lease.data() : store_.piece_view(piece, space.grad);
     if (!at::isfinite(grad).all().item<bool>())
       found.emplace_back(store_.spec(piece.param).name, at::isnan(grad).any().item<bool>() ? "nan" : "inf");
   }
@@ -138,7 +166,7 @@ void Engine::broadcast(const std::vector<at::Tensor>& tensors, int root) {
 }
 
 void Engine::release() {
-  states_.hold().clear();
+  states_.hold().wait();
   backward_.release();
   grads_.clear();
   if (gatherer_) gatherer_->end_backward();

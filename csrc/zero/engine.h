@@ -42,13 +42,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void reset_traffic() { ranks_.data_parallel->reset_traffic(); }
 
  private:
+  ShardSourcePtr shard_source() const;
   void refuse_unused() const;
   std::vector<std::pair<std::string, std::string>> nonfinite_grads();
   StoreOptions store_options(const std::vector<ParamSpec>& params, const EngineOptions& options);
 
   const StagePolicy policy_;
   const EngineRanks ranks_;
-  comm::PeerMemoryPtr peers_;
+  std::vector<comm::PeerMemoryPtr> peers_;  // of each group of the store's sharded parameters
   ParamStore store_;
   DeviceContext device_;
   GradReducer grads_;

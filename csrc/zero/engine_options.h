@@ -5,6 +5,7 @@
 
 #include "zero/grad_reducer.h"
 #include "zero/param_gatherer.h"
+#include "zero/placements.h"
 #include "zero/stage_policy.h"
 #include "zero/stepper.h"
 
@@ -24,6 +25,8 @@ struct EngineOptions {
   StagePolicy policy = stage_policy(0);
   int threads = 1;
   c10::optional<at::ScalarType> grad_dtype;
+  Placements places;       // where masters, gradients and optimizer states rest
+  storage::Budget budget;  // of all memory that the engine has, by medium
   ReducerOptions reducer;
   GatherOptions gather;
   std::string strategy = "plain";                 // what a step updates at once, see strategies/

@@ -133,7 +133,7 @@ void GradReducer::on_grad(size_t param) {
     at::NoGradGuard no_grad;
     const ParamSpec& spec = store_.spec(param);
     if (!late_[param].defined()) {
-      const auto options = store_.space_of(param).grad.data.options();
+      const auto options = at::TensorOptions().device(store_.device()).dtype(store_.space_of(param).grad.dtype);
       late_[param] = at::empty_strided(spec.sizes(), spec.strides(), options);
       late_[param].zero_();
     }
@@ -268,11 +268,7 @@ bool GradReducer::abort() {
   // Other ranks may never join what this one launched: do not wait, leave the memory to the collectives. Nor may they
   // be dropped: a transfer that lost its buffer half-way blocks gloo's connection for good.
   if (in_flight) {
-    for (ParamSpace& space : store_.spaces()) {
-      const bool shared = space.local.is_same(space.grad.data);
-      space.grad.data = space.grad.data.clone();
-      if (space.local.defined()) space.local = shared ? space.grad.data : space.local.clone();
-    }
+    store_.renew_grad_buffers();
     views_.forget_slots();
   }
   filled_ = was_filled_;
@@ -305,7 +301,7 @@ void GradReducer::adopt_user_grads() {
     make_room();
     store_.need_local();
     const GradBucket& bucket = buckets_[bucket_of_[param]];
-    const at::Tensor slots = store_.space_of(param).local.narrow(0, bucket.begin, bucket.numel);
+    const at::Tensor slots = store_.space_of(param).local.data.narrow(0, bucket.begin, bucket.numel);
     slots_.put(param, slots, bucket.begin, grad, 1.0f, filled_[param] != 0);
     filled_[param] = 1;
     dirty_ = true;
@@ -325,7 +321,7 @@ void GradReducer::set_grad_dtype(c10::optional<at::ScalarType> type) {
 
 bool GradReducer::has_local(size_t param) const {
   const ParamSpace& space = store_.space_of(param);
-  return !space.in_place && filled_[param] && space.local.defined();
+  return !space.in_place && filled_[param] && space.local.exists();
 }
 
 void GradReducer::set_used(size_t param) {
@@ -336,7 +332,7 @@ void GradReducer::set_used(size_t param) {
   }
   GradBucket& bucket = buckets_[bucket_of_[param]];
   if (store_.grad_buffer_aliased()) store_.split_grad_buffer();
-  if (!bucket.reduced) reduction_.row(bucket).zero_();
+  if (!bucket.reduced) reduction_.zero_row(bucket);
   bucket.reduced = holds_reduced_ = true;
   used_[param] = 1;
 }

@@ -22,7 +22,7 @@ class GradViews {
   // Whether the parameter's .grad shows its slot.
   bool shows(size_t param) const {
     const ParamSpace& space = store_.space_of(param);
-    return space.in_place && space.grad.data.scalar_type() == space.key.dtype;
+    return space.in_place && space.grad.dtype == space.key.dtype;
   }
   // The slot in the parameter's shape. Made once: making a tensor costs as much as all else that a gradient costs.
   const at::Tensor& slot(size_t param);

@@ -42,7 +42,7 @@ void ParamGatherer::allow_pool(const Unit& unit) {
   int64_t bytes = 0;
   for (const ShardedParam* param : unit.params)
     if (!param->persistent) bytes += param->padded_numel() * static_cast<int64_t>(c10::elementSize(param->dtype()));
-  source_->pool().keep_two_of(bytes);
+  source_->buffers().keep_two_of(bytes);
 }
 
 // ---- holding ------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ void ParamGatherer::let_go(const std::vector<ShardedParam*>& params, bool keep) 
 void ParamGatherer::drop(ShardedParam& param) {
   if (!param.available()) return;
   live_ -= param.numel();
-  source_->pool().give(param.release());
+  param.release();
 }
 
 // Where a gather needs all ranks, they enter this together, and each must find the same parameters absent: what a rank

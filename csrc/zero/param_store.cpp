@@ -46,7 +46,8 @@ ParamStore::ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options
       others_(std::move(others)),
       options_(options),
       places_(specs_.size()),
-      device_(common_device(specs_, others_)) {
+      device_(common_device(specs_, others_)),
+      storage_(std::make_shared<storage::ShardStorage>(device_, options_.budget)) {
   at::NoGradGuard no_grad;
   std::unordered_set<const void*> seen;
   for (size_t param = 0; param < specs_.size(); ++param) {
@@ -59,7 +60,7 @@ ParamStore::ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options
       fail(ErrorKind::kType, "parameter '", spec.name, "' has dtype ", c10::toString(spec.tensor.scalar_type()),
            "; only floating point parameters can be optimised");
     const SpaceKey key{spec.group, spec.tensor.scalar_type(),
-                       options_.ranks_of ? options_.ranks_of(spec) : options_.everyone, device_};
+                       options_.ranks_of ? options_.ranks_of(spec) : options_.everyone, options_.places};
     const auto found =
         std::find_if(spaces_.begin(), spaces_.end(), [&](const ParamSpace& space) { return space.key == key; });
     places_[param].space = static_cast<int32_t>(found - spaces_.begin());
@@ -77,11 +78,7 @@ ParamStore::ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options
   }
   for (ParamSpace& space : spaces_) plan_space(space);
   if (options_.policy.shards_params()) {
-    for (size_t param = 0; param < specs_.size(); ++param)
-      if (!same_ranks(space_of(param).ranks().shard, options_.everyone.shard))
-        fail(ErrorKind::kNotImplemented, "parameter '", specs_[param].name, "' (rule '", specs_[param].rule,
-             "') has its shards on other ranks than dense parameters; with ZeRO stage 3 values are gathered from all "
-             "data-parallel ranks: use zero_optimization.stage 0, 1 or 2");
+    for (size_t param = 0; param < specs_.size(); ++param) check_slices(param);
     place_shards();
   }
   for (ParamSpace& space : spaces_) build_space(space);
@@ -97,6 +94,16 @@ ParamStore::ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options
   }
 }
 
+// A parameter came with slices that were cut for the ranks of its space.
+void ParamStore::check_slices(size_t param) const {
+  const ShardedParam& sharded = *specs_[param].sharded;
+  const comm::Communicator& ranks = *space_of(param).ranks().shard;
+  if (sharded.parts() == ranks.size() && sharded.rank() == ranks.rank()) return;
+  fail(ErrorKind::kValue, "parameter '", specs_[param].name, "' is cut into ", sharded.parts(),
+       " slices, of which this is number ", sharded.rank(), "; by the rule '", specs_[param].rule, "' its ranks are ",
+       ranks.size(), ", and this is rank ", ranks.rank(), ": name the rule before the parameter is sharded");
+}
+
 void ParamStore::plan_space(ParamSpace& space) {
   const StagePolicy& policy = options_.policy;
   std::vector<int64_t> numels;
@@ -108,55 +115,134 @@ void ParamStore::plan_space(ParamSpace& space) {
     places_[param].numel = numels.back();
   }
   const int64_t parts = space.ranks().shard->size();
-  space.in_place = parts == 1 && (policy.grads_on_params || (options_.everyone.alone() && !policy.shards_params()));
+  const bool alone = options_.everyone.alone() && !policy.shards_params() && !space.key.places.moves_grads();
+  space.in_place = parts == 1 && (policy.grads_on_params || alone);
   space.map = policy.shards_params() ? plan::param_shards(numels, options_.align, parts, options_.bucket_numel)
                                      : plan::flat_shards(numels, options_.align, parts, options_.bucket_numel, by_rows);
   for (size_t e = 0; e < space.map.extents.size(); ++e)
     if (space.map.extents[e].rank == space.rank()) space.owned.push_back(e);
   space.lp.full = !policy.shards_params();
+  space.lp.dtype = space.key.dtype;
 }
 
-// One piece of memory for the shards of all spaces and of the parameters that are not trained.
+// One piece of memory for the shards of all spaces of the same ranks, and of the parameters that are not trained.
 void ParamStore::place_shards() {
   constexpr int64_t kAlignBytes = 256;
   const auto aligned = [](int64_t bytes) { return (bytes + kAlignBytes - 1) / kAlignBytes * kAlignBytes; };
-  int64_t total = 0;
-  std::vector<int64_t> starts;
-  for (const ParamSpace& space : spaces_) {
-    starts.push_back(total);
-    total += aligned(space.map.shard_numel * static_cast<int64_t>(c10::elementSize(space.key.dtype)));
-  }
-  for (const ShardedParamPtr& other : others_) {
-    starts.push_back(total);
-    total += aligned(bytes_of(other->shard()));
-  }
-  const at::Tensor region = options_.allocate(total, device_);
-  size_t next = 0;
-  for (ParamSpace& space : spaces_) {
-    const int64_t bytes = space.map.shard_numel * static_cast<int64_t>(c10::elementSize(space.key.dtype));
-    space.lp.data = region.narrow(0, starts[next++], bytes).view(space.key.dtype);
-  }
-  for (const ShardedParamPtr& other : others_) {
-    const int64_t bytes = bytes_of(other->shard());
-    other->move_shard(region.narrow(0, starts[next++], bytes).view(other->dtype()));
+  bool dense = true;
+  for (const auto& [ranks, params] : sharded_groups()) {
+    const comm::CommunicatorPtr& group = ranks.shard;
+    int64_t total = 0;
+    std::vector<std::pair<ParamSpace*, int64_t>> placed;
+    std::vector<int64_t> of_others;
+    for (ParamSpace& space : spaces_) {
+      if (!same_ranks(space.ranks().shard, group)) continue;
+      space.lp.numel = space.map.shard_numel;
+      placed.emplace_back(&space, total);
+      total += aligned(space.lp.bytes());
+    }
+    for (size_t i = 0; dense && i < others_.size(); ++i) {
+      of_others.push_back(total);
+      total += aligned(bytes_of(others_[i]->shard()));
+    }
+    const at::Tensor region = options_.allocate(total, device_, group);
+    for (const auto& [space, start] : placed) {
+      space->lp.data = region.narrow(0, start, space->lp.bytes()).view(space->key.dtype);
+      space->lp.plane = add_plane(*space, "parameters", space->lp, {}, space->lp.data);
+    }
+    for (size_t i = 0; i < of_others.size(); ++i) {
+      const int64_t bytes = bytes_of(others_[i]->shard());
+      others_[i]->move_shard(region.narrow(0, of_others[i], bytes).view(others_[i]->dtype()));
+    }
+    dense = false;
   }
 }
 
 void ParamStore::build_space(ParamSpace& space) {
   const StagePolicy& policy = options_.policy;
-  const auto options = at::TensorOptions().device(device_).dtype(space.key.dtype);
-  if (space.lp.full) space.lp.data = at::zeros({space.map.full_numel()}, options);
+  if (space.lp.full) space.lp = make_buffer(space, "parameters", space.key.dtype, true);
   adopt_params(space);
 
-  if (!space.narrow()) {
+  const bool narrow = space.key.dtype == at::kHalf || space.key.dtype == at::kBFloat16;
+  if (!narrow && space.key.places.master.rest == storage::Medium::kDevice) {
     space.master = space.lp;
   } else {
-    space.master = {at::zeros({space.map.shard_numel}, options.dtype(at::kFloat)), space.in_place};
+    space.master =
+        make_buffer(space, "masters", narrow ? at::kFloat : space.key.dtype, space.in_place, space.key.places.master);
+    fill_masters(space);
   }
   const bool joined = space.in_place || !policy.shards_grads();
-  const int64_t numel = joined ? space.map.full_numel() : space.map.shard_numel;
-  space.grad = {at::zeros({numel}, options.dtype(grad_type(space))), joined};
-  if (joined) space.local = space.grad.data;
+  space.grad =
+      make_buffer(space, "gradients", grad_type(space), joined, joined ? storage::Placement{} : space.key.places.grad);
+  if (joined) space.local = space.grad;
+}
+
+void ParamStore::fill_masters(ParamSpace& space) {
+  for (const plan::Bucket& bucket : space.map.buckets) {
+    const plan::Range from = space.row_in(space.lp, bucket);
+    lease(space.master, space.row_in(space.master, bucket), storage::Access::kWrite)
+        .data()
+        .copy_(space.lp.data.narrow(0, from.begin, from.numel()));
+  }
+}
+
+// ---- buffers ------------------------------------------------------------------------------------------------------
+
+storage::PlaneId ParamStore::add_plane(const ParamSpace& space, const char* name, const Buffer& buffer,
+                                       const storage::Placement& place, const at::Tensor& memory) {
+  storage::Cuts cuts;
+  for (const plan::Bucket& bucket : space.map.buckets) {
+    const plan::Range row = space.row_in(buffer, bucket);
+    cuts.push_back(row.begin);
+    cuts.push_back(row.end);
+  }
+  cuts.push_back(buffer.numel);
+  std::sort(cuts.begin(), cuts.end());
+  cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
+  if (cuts.front() == 0) cuts.erase(cuts.begin());
+  return storage_->add(name, buffer.numel, buffer.dtype, place, std::move(cuts), memory);
+}
+
+Buffer ParamStore::make_buffer(const ParamSpace& space, const char* name, at::ScalarType dtype, bool full,
+                               const storage::Placement& place) {
+  Buffer made;
+  made.dtype = dtype;
+  made.full = full;
+  made.numel = full ? space.map.full_numel() : space.map.shard_numel;
+  made.plane = add_plane(space, name, made, place);
+  if (storage_->resting(made.plane, {0, made.numel}) == storage::Medium::kDevice) {
+    made.data = storage_->resident(made.plane);
+    made.data.zero_();
+    return made;
+  }
+  for (const plan::Bucket& bucket : space.map.buckets)
+    lease(made, space.row_in(made, bucket), storage::Access::kWrite).data().zero_();
+  return made;
+}
+
+void ParamStore::drop(Buffer& buffer) {
+  if (buffer.exists()) storage_->remove(buffer.plane);
+  buffer = {};
+}
+
+storage::Lease ParamStore::lease(const Buffer& buffer, plan::Range range, storage::Access access) const {
+  return storage_->acquire(buffer.plane, range, access,
+                           storage_->resting(buffer.plane, range).value_or(storage::Medium::kHost));
+}
+
+Buffer ParamStore::copied(const ParamSpace& space, const char* name, const Buffer& from, at::ScalarType dtype) {
+  const Buffer made =
+      make_buffer(space, name, dtype, from.full, from.data.defined() ? storage::Placement{} : space.key.places.grad);
+  if (from.data.defined()) {
+    made.data.copy_(from.data);
+    return made;
+  }
+  for (const plan::Bucket& bucket : space.map.buckets) {
+    const plan::Range row = space.row_in(from, bucket);
+    const storage::Lease source = lease(from, row, storage::Access::kRead);
+    lease(made, row, storage::Access::kWrite).data().copy_(source.data());
+  }
+  return made;
 }
 
 at::ScalarType ParamStore::grad_type(const ParamSpace& space) const {
@@ -167,9 +253,24 @@ void ParamStore::set_grad_dtype(c10::optional<at::ScalarType> type) {
   at::NoGradGuard no_grad;
   options_.grad_dtype = type;
   for (ParamSpace& space : spaces_) {
-    const bool shared = space.local.is_same(space.grad.data);
-    space.grad.data = space.grad.data.to(grad_type(space));
-    if (space.local.defined()) space.local = shared ? space.grad.data : space.local.to(grad_type(space));
+    if (space.grad.dtype == grad_type(space)) continue;
+    Buffer grad = space.grad, local = space.local;
+    space.grad = copied(space, "gradients", grad, grad_type(space));
+    if (local.exists())
+      space.local = local.is(grad) ? space.grad : copied(space, "local gradients", local, grad_type(space));
+    if (!local.is(grad)) drop(local);
+    drop(grad);
+  }
+}
+
+void ParamStore::renew_grad_buffers() {
+  for (ParamSpace& space : spaces_) {
+    Buffer grad = space.grad, local = space.local;
+    if (grad.data.defined()) space.grad = copied(space, "gradients", grad, grad.dtype);
+    if (local.exists())
+      space.local = local.is(grad) ? space.grad : copied(space, "local gradients", local, local.dtype);
+    if (!local.is(grad)) drop(local);
+    if (grad.data.defined()) drop(grad);
   }
 }
 
@@ -201,20 +302,21 @@ at::Tensor ParamStore::view(size_t param, const at::Tensor& full) const {
 
 at::Tensor ParamStore::piece_view(const Piece& piece, const Buffer& buffer) const {
   const ParamSpace& space = spaces_[piece.space];
-  if (space.in_place) return view(piece.param, buffer.data);
-  return buffer.data.narrow(0, space.offset_in(buffer, space.map.extents[piece.extent]), piece.numel);
+  const at::Tensor data = buffer.data.defined() ? buffer.data : storage_->resident(buffer.plane);
+  if (space.in_place) return view(piece.param, data);
+  return data.narrow(0, space.offset_in(buffer, space.map.extents[piece.extent]), piece.numel);
 }
 
 void ParamStore::need_local() {
   at::NoGradGuard no_grad;
   for (ParamSpace& space : spaces_)
-    if (!space.local.defined()) space.local = at::zeros({space.map.full_numel()}, space.grad.data.options());
+    if (!space.local.exists()) space.local = make_buffer(space, "local gradients", space.grad.dtype, true);
 }
 
 void ParamStore::drop_local() {
   if (!options_.policy.shards_grads()) return;
   for (ParamSpace& space : spaces_)
-    if (!space.in_place) space.local = at::Tensor();
+    if (!space.in_place) drop(space.local);
 }
 
 bool ParamStore::grad_buffer_aliased() const {
@@ -226,29 +328,32 @@ void ParamStore::split_grad_buffer() {
   for (ParamSpace& space : spaces_) {
     if (!space.grad_aliased()) continue;
     const Buffer joined = space.grad;
-    space.grad = {at::empty({space.map.shard_numel}, joined.data.options()), false};
+    space.grad = make_buffer(space, "gradients", joined.dtype, false);
     for (const plan::Bucket& bucket : space.map.buckets) {
-      const int64_t row = bucket.shard_end - bucket.shard_begin;
-      space.grad.data.narrow(0, bucket.shard_begin, row)
-          .copy_(joined.data.narrow(0, space.offset_in(joined, bucket, bucket.shard_begin), row));
+      const plan::Range from = space.row_in(joined, bucket);
+      space.grad.data.narrow(0, bucket.shard_begin, from.numel())
+          .copy_(joined.data.narrow(0, from.begin, from.numel()));
     }
   }
 }
 
 void ParamStore::alias_grad_buffer() {
   if (options_.policy.shards_grads()) return;
-  for (ParamSpace& space : spaces_)
-    if (!space.in_place) space.grad = {space.local, true};
+  for (ParamSpace& space : spaces_) {
+    if (space.in_place || space.grad.is(space.local)) continue;
+    drop(space.grad);
+    space.grad = space.local;
+  }
 }
 
 std::vector<std::pair<std::string, int64_t>> ParamStore::held_bytes() const {
   int64_t lp = 0, master = 0, grad = 0, local = 0, slots = 0;
   for (const ParamSpace& space : spaces_) {
-    lp += bytes_of(space.lp.data);
-    if (!space.master.data.is_same(space.lp.data)) master += bytes_of(space.master.data);
-    grad += bytes_of(space.grad.data);
-    if (!space.local.is_same(space.grad.data)) local += bytes_of(space.local);
-    for (const Buffer& slot : space.slots) slots += bytes_of(slot.data);
+    lp += space.lp.bytes();
+    if (space.has_masters()) master += space.master.bytes();
+    grad += space.grad.bytes();
+    if (!space.local.is(space.grad)) local += space.local.bytes();
+    for (const Buffer& slot : space.slots) slots += slot.bytes();
   }
   return {{"lp", lp}, {"master", master}, {"grad", grad}, {"local", local}, {"slots", slots}};
 }
@@ -259,6 +364,18 @@ std::vector<ShardedParamPtr> ParamStore::sharded_params() const {
     if (spec.sharded) result.push_back(spec.sharded);
   result.insert(result.end(), others_.begin(), others_.end());
   return result;
+}
+
+std::vector<std::pair<SpaceRanks, std::vector<ShardedParamPtr>>> ParamStore::sharded_groups() const {
+  std::vector<std::pair<SpaceRanks, std::vector<ShardedParamPtr>>> groups = {{options_.everyone, {}}};
+  for (const ParamSpace& space : spaces_) {
+    const auto same = [&](const auto& group) { return same_ranks(group.first.shard, space.ranks().shard); };
+    auto found = std::find_if(groups.begin(), groups.end(), same);
+    if (found == groups.end()) found = groups.insert(found, {space.ranks(), {}});
+    for (int32_t param : space.params) found->second.push_back(specs_[param].sharded);
+  }
+  groups.front().second.insert(groups.front().second.end(), others_.begin(), others_.end());
+  return groups;
 }
 
 void ParamStore::release() {

@@ -42,10 +42,12 @@ struct StoreOptions {
   int64_t align = 64;                        // elements between parameter starts
   int64_t bucket_numel = INT64_MAX;          // limit of a bucket
   StagePolicy policy{};
+  Placements places;
+  storage::Budget budget;                                // of all memory that the engine has
   SpaceRanks everyone;                                   // reaches all ranks of the engine
   std::function<SpaceRanks(const ParamSpec&)> ranks_of;  // unset: everyone
-  // Memory for the shards of sharded parameters, on the device: so many bytes.
-  std::function<at::Tensor(int64_t, c10::Device)> allocate;
+  // Memory for the shards of sharded parameters, on the device: so many bytes, among these ranks.
+  std::function<at::Tensor(int64_t, c10::Device, const comm::CommunicatorPtr&)> allocate;
 };
 
 class ParamStore {
@@ -62,6 +64,7 @@ class ParamStore {
   std::vector<ParamSpace>& spaces() { return spaces_; }
   const std::vector<ParamSpace>& spaces() const { return spaces_; }
   const c10::Device& device() const { return device_; }
+  const std::shared_ptr<storage::ShardStorage>& storage() const { return storage_; }  // of all buffers and scratch
   // Everyone's first, whether it has spaces or not.
   const std::vector<SpaceSet>& sets() const { return sets_; }
   const SpaceRanks& everyone() const { return options_.everyone; }
@@ -72,12 +75,19 @@ class ParamStore {
   at::Tensor view(size_t param, const at::Tensor& full) const;
 
   at::Tensor grad_view(size_t param) const { return view(param, space_of(param).grad.data); }
-  at::Tensor master_view(size_t param) const { return view(param, space_of(param).master.data); }
 
   // What this rank owns, by parameter and then by offset. In place: one piece for every parameter, empty or not.
   const std::vector<Piece>& pieces() const { return pieces_; }
-  // The piece in a buffer: in the parameter's shape where its space is in place, one-dimensional otherwise.
+  // The piece in a buffer: in the parameter's shape where its space is in place, one-dimensional otherwise. Fails for a
+  // buffer that does not rest in one piece of memory.
   at::Tensor piece_view(const Piece& piece, const Buffer& buffer) const;
+
+  // A buffer of a space: blocks end where this rank's row of a bucket begins or ends. Its contents are zero.
+  Buffer make_buffer(const ParamSpace& space, const char* name, at::ScalarType dtype, bool full,
+                     const storage::Placement& place = {});
+  void drop(Buffer& buffer);  // waits for its leases
+  // Elements of it, leased where they rest, or copied to the host where nobody can compute.
+  storage::Lease lease(const Buffer& buffer, plan::Range range, storage::Access access) const;
 
   // Makes the buffer of local gradients of every space, where it does not exist (stages 2 and 3 have none by default).
   void need_local();
@@ -89,6 +99,8 @@ class ParamStore {
   bool grad_buffer_aliased() const;
   void split_grad_buffer();
   void alias_grad_buffer();
+  // Gradients on the device go on in memory of their own: what had them is still being read and written.
+  void renew_grad_buffers();
 
   // From now on gradients are kept in this type (see StoreOptions); what is there is converted.
   void set_grad_dtype(c10::optional<at::ScalarType> type);
@@ -99,14 +111,22 @@ class ParamStore {
 
   // All sharded parameters: the trained ones, then the others.
   std::vector<ShardedParamPtr> sharded_params() const;
+  // They again, by the ranks among which they are sharded: everyone's first. StoreOptions::allocate was called for
+  // each.
+  std::vector<std::pair<SpaceRanks, std::vector<ShardedParamPtr>>> sharded_groups() const;
 
   // The parameters' own memory again, so that the model outlives the engine's buffers. Sharded ones stay so.
   void release();
 
  private:
+  void check_slices(size_t param) const;
   void plan_space(ParamSpace& space);
   void place_shards();
   void build_space(ParamSpace& space);
+  void fill_masters(ParamSpace& space);
+  storage::PlaneId add_plane(const ParamSpace& space, const char* name, const Buffer& buffer,
+                             const storage::Placement& place, const at::Tensor& memory = {});
+  Buffer copied(const ParamSpace& space, const char* name, const Buffer& from, at::ScalarType dtype);
   void adopt_params(ParamSpace& space);
   at::ScalarType grad_type(const ParamSpace& space) const;
 
@@ -118,6 +138,7 @@ class ParamStore {
   std::vector<SpaceSet> sets_;
   std::vector<Piece> pieces_;
   c10::Device device_;
+  std::shared_ptr<storage::ShardStorage> storage_;
 };
 
 }  // namespace ds::zero

@@ -33,7 +33,7 @@ void ShardSource::refresh_together(comm::Communicator& communicator, const std::
     }
     const auto first = params.begin() + static_cast<std::ptrdiff_t>(begin);
     const auto last = params.begin() + static_cast<std::ptrdiff_t>(end);
-    pending.push_back(std::make_unique<StagedGather>(communicator, pool_, std::vector<ShardedParam*>(first, last),
+    pending.push_back(std::make_unique<StagedGather>(communicator, buffers_, std::vector<ShardedParam*>(first, last),
                                                      std::nullopt, /*in_place=*/true));
     collectives_ += pending.back()->collectives();
   }

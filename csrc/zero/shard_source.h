@@ -5,20 +5,37 @@
 // others. Peer memory gives that: a rank copies what the owners have published. Where there is none (GPUs, several
 // hosts) gathers are collectives in an order that all ranks have learned; where one leaves it, they agree on each
 // gather (plan/gather_schedule.h). A rank that is through goes on serving until all are.
+//
+// [Note: several groups]
+// Parameters of a space with ranks of its own (experts) are gathered among the ranks of that space. By peer memory each
+// group is for itself. By collectives all groups share one order, on which all data-parallel ranks agree: two orders of
+// two groups could wait for each other in a circle. An entry of the order with an expert in it is gathered by every
+// group from its own ranks.
 #pragma once
+#include <functional>
 #include <memory>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "comm/communicator.h"
 #include "comm/peer_memory.h"
-#include "storage/scratch_pool.h"
+#include "zero/gather_buffers.h"
 #include "zero/sharded_param.h"
 
 namespace ds::zero {
 
+// The ranks among which parameters have their slices.
+struct GatherGroup {
+  comm::CommunicatorPtr ranks;
+  std::vector<ShardedParamPtr> params;
+  comm::PeerMemoryPtr memory;  // in which their slices lie; null: there is none
+};
+
 class ShardSource {
  public:
+  // What gathered values lie in; null while there is no engine.
+  explicit ShardSource(std::shared_ptr<storage::ShardStorage> storage) : buffers_(std::move(storage)) {}
   virtual ~ShardSource() = default;
   // All of `params` are available afterwards. `ahead` are wanted soon: a source that has to wait for transfers starts
   // them now.
@@ -34,7 +51,7 @@ class ShardSource {
   virtual void drain() {}
   virtual const char* name() const = 0;
 
-  storage::ScratchPool& pool() { return pool_; }
+  GatherBuffers& buffers() { return buffers_; }
   int64_t gathered_elements() const { return gathered_; }  // received from other ranks
   int64_t collectives() const { return collectives_; }     // started for gathers, exchanges not among them
   int64_t exchanges() const { return exchanges_; }         // in which ranks said what they want
@@ -47,7 +64,7 @@ class ShardSource {
   static void take_full(const std::vector<std::pair<ShardedParam*, at::Tensor>>& params);
   void refresh_together(comm::Communicator& communicator, const std::vector<ShardedParam*>& params);
 
-  storage::ScratchPool pool_;
+  GatherBuffers buffers_;
   int64_t gathered_ = 0, collectives_ = 0, exchanges_ = 0;
 };
 using ShardSourcePtr = std::shared_ptr<ShardSource>;
@@ -56,9 +73,11 @@ using ShardSourcePtr = std::shared_ptr<ShardSource>;
 ShardSourcePtr collective_source(comm::CommunicatorPtr communicator);
 
 // Copies from the owners' memory, in which the shards of every parameter lie at the same offset.
-ShardSourcePtr peer_source(comm::CommunicatorPtr communicator, comm::PeerMemoryPtr memory);
+ShardSourcePtr peer_source(std::vector<GatherGroup> groups, std::shared_ptr<storage::ShardStorage> storage);
 
-// Collectives in a learned order; `params` numbers the parameters alike on all ranks.
-ShardSourcePtr scheduled_source(comm::CommunicatorPtr communicator, std::vector<ShardedParamPtr> params);
+// Collectives in a learned order; `params` numbers the parameters of all groups alike on all ranks. The ranks of the
+// first group are those that agree: they include the others that this rank meets.
+ShardSourcePtr scheduled_source(std::vector<ShardedParamPtr> params, std::vector<GatherGroup> groups,
+                                std::shared_ptr<storage::ShardStorage> storage);
 
 }  // namespace ds::zero

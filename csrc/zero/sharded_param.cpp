@@ -80,14 +80,11 @@ void ShardedParam::take_full(const at::Tensor& buffer) {
   set_status(ParamStatus::kAvailable);
 }
 
-at::Tensor ShardedParam::release() {
+void ShardedParam::release() {
   at::NoGradGuard no_grad;
   set_data(at::empty({0}, shard_.options()));
-  at::Tensor buffer = std::move(buffer_);
   buffer_ = at::Tensor();
   set_status(ParamStatus::kNotAvailable);
-  if (buffer.defined() && buffer.storage().use_count() > 1) return {};
-  return buffer;
 }
 
 void ShardedParam::with_shape_only(const std::function<void()>& body) {

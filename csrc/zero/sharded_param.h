@@ -52,8 +52,8 @@ class ShardedParam {
 
   // The parameter becomes the first numel() elements of `buffer`, which has padded_numel().
   void take_full(const at::Tensor& buffer);
-  // The values go; the shard stays. Returns the buffer when nobody else refers to its memory, else an undefined one.
-  at::Tensor release();
+  // The values go; the shard stays.
+  void release();
   const at::Tensor& buffer() const { return buffer_; }  // of take_full(), undefined when there is none
   // The slice takes this rank's part of the gathered values.
   void write_back();

@@ -1,5 +1,6 @@
 // The ranks over which the elements of a space are spread.
 #pragma once
+#include <functional>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -14,6 +15,8 @@ struct SpaceRanks {
   // The sum of squares of what this rank owns is added up over these, one after the other: `shard`, and who else holds
   // other elements (experts: the expert-parallel ranks).
   std::vector<comm::CommunicatorPtr> norm_over;
+  // As `shard`, with an order of its own: asked where values are gathered by collectives. Unset: `shard` itself.
+  std::function<comm::CommunicatorPtr()> gathers{};
   // Gradients are multiplied by these before and after the sum, beside what the engine's options say.
   float scale_before = 1.0f, scale_after = 1.0f;
 

@@ -25,11 +25,11 @@ void StateAccess::assign_optimizer_grads(const std::vector<at::Tensor>& masters)
     }
     const ParamSpace& space = store_.spaces()[pieces[i].space];
     const at::Tensor slot = store_.piece_view(pieces[i], space.grad);
-    if (slot.scalar_type() == masters[i].scalar_type()) {
+    if (slot.scalar_type() == masters[i].scalar_type() && slot.device() == masters[i].device()) {
       grad = slot;
     } else {
       grad = at::empty_like(masters[i]);
-      device_.copy(grad, slot, scale);
+      device_.copy(grad, slot, slot.scalar_type() == masters[i].scalar_type() ? 1.0f : scale);
     }
     if (store_.spec(pieces[i].param).form == GradForm::kSparseRows && space.in_place) grad = as_sparse(grad);
   }
@@ -60,12 +60,13 @@ at::Tensor StateAccess::local_grad(size_t param) {
   if (!grads_.has_local(param)) return {};
   const ParamSpec& spec = store_.spec(param);
   const ParamSpace& space = store_.space_of(param);
-  const at::ScalarType type = space.local.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const at::Tensor flat = at::zeros({store_.place(param).numel}, space.local.options().dtype(type));
+  const at::ScalarType type = space.local.dtype == at::kDouble ? at::kDouble : at::kFloat;
+  const at::Tensor flat = at::zeros({store_.place(param).numel}, space.local.data.options().dtype(type));
   const auto index = static_cast<size_t>(store_.place(param).index);
   for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e) {
     const plan::Extent& extent = space.map.extents[e];
-    flat.narrow(0, extent.param_offset, extent.numel).copy_(space.local.narrow(0, extent.full_offset, extent.numel));
+    flat.narrow(0, extent.param_offset, extent.numel)
+        .copy_(space.local.data.narrow(0, extent.full_offset, extent.numel));
   }
   return flat.as_strided(spec.sizes(), spec.strides(), 0);
 }
@@ -77,21 +78,30 @@ at::Tensor StateAccess::full(StateKind kept, int slot, size_t param) {
   const Buffer* found = buffer(space, kept, slot);
   if (found == nullptr) return {};
   const Buffer& from = *found;
-  const at::ScalarType type = from.data.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  if (space.in_place) return store_.view(param, from.data).to(type, /*non_blocking=*/false, /*copy=*/true);
+  const at::ScalarType type = from.dtype == at::kDouble ? at::kDouble : at::kFloat;
+  if (space.in_place && from.data.defined())
+    return store_.view(param, from.data).to(type, /*non_blocking=*/false, /*copy=*/true);
   const ParamSpec& spec = store_.spec(param);
-  const at::Tensor flat = at::zeros({store_.place(param).numel}, from.data.options().dtype(type));
-  const auto index = static_cast<size_t>(store_.place(param).index);
-  for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e) {
-    const plan::Extent& extent = space.map.extents[e];
-    if (extent.rank != space.rank()) continue;
+  const at::Tensor flat =
+      at::zeros({store_.place(param).numel}, at::TensorOptions().device(store_.device()).dtype(type));
+  for (const plan::Extent& extent : own_extents(param)) {
+    const int64_t begin = space.offset_in(from, extent);
     flat.narrow(0, extent.param_offset, extent.numel)
-        .copy_(from.data.narrow(0, space.offset_in(from, extent), extent.numel));
+        .copy_(store_.lease(from, {begin, begin + extent.numel}, storage::Access::kRead).data());
   }
   // Summed as integers, since all but one rank have zero bits: every value arrives as it is, minus zero included.
   const at::Tensor bits = flat.view(type == at::kDouble ? at::kLong : at::kInt);
-  space.ranks().shard->all_reduce(bits, comm::ReduceOp::kSum, spec.name)->wait();
+  if (!space.in_place) space.ranks().shard->all_reduce(bits, comm::ReduceOp::kSum, spec.name)->wait();
   return flat.as_strided(spec.sizes(), spec.strides(), 0);
+}
+
+std::vector<plan::Extent> StateAccess::own_extents(size_t param) const {
+  const ParamSpace& space = store_.space_of(param);
+  const auto index = static_cast<size_t>(store_.place(param).index);
+  std::vector<plan::Extent> own;
+  for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e)
+    if (space.map.extents[e].rank == space.rank()) own.push_back(space.map.extents[e]);
+  return own;
 }
 
 void StateAccess::set_full(StateKind kept, int slot, size_t param, const at::Tensor& value) {
@@ -112,13 +122,16 @@ void StateAccess::set_full(StateKind kept, int slot, size_t param, const at::Ten
   const auto index = static_cast<size_t>(store_.place(param).index);
   for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e) {
     const plan::Extent& extent = space.map.extents[e];
-    const at::Tensor part = flat.narrow(0, extent.param_offset, extent.numel);
-    if (kept == StateKind::kMaster && space.lp.full)
-      space.lp.data.narrow(0, extent.full_offset, extent.numel).copy_(part);
-    if (extent.rank != space.rank()) continue;
-    if (kept == StateKind::kMaster && !space.lp.full)
-      space.lp.data.narrow(0, extent.shard_offset, extent.numel).copy_(part);
-    to.data.narrow(0, space.offset_in(to, extent), extent.numel).copy_(part);
+    const bool own = extent.rank == space.rank();
+    if (kept == StateKind::kMaster && (space.lp.full || own))
+      space.lp.data.narrow(0, space.offset_in(space.lp, extent), extent.numel)
+          .copy_(flat.narrow(0, extent.param_offset, extent.numel));
+  }
+  for (const plan::Extent& extent : own_extents(param)) {
+    const int64_t begin = space.offset_in(to, extent);
+    store_.lease(to, {begin, begin + extent.numel}, storage::Access::kUpdate)
+        .data()
+        .copy_(flat.narrow(0, extent.param_offset, extent.numel));
   }
   if (kept == StateKind::kMaster) end_write();
 }

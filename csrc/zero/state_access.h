@@ -13,8 +13,6 @@
 
 namespace ds::zero {
 
-enum class StateKind { kMaster, kGrad, kSlot };
-
 class StateAccess {
  public:
   // `gatherer` may be filled later.
@@ -28,7 +26,9 @@ class StateAccess {
   void assign_optimizer_grads(const std::vector<at::Tensor>& masters);
   void take_back_grads(const std::vector<at::Tensor>& masters);
 
-  // One tensor for each piece that this rank owns: views of the buffers; undefined where a group has no such slot.
+  // One tensor for each piece that this rank owns: views of the buffers, where those rest; undefined where a group has
+  // no such slot. Fails for buffers that do not rest in one piece of memory (files): full() and set_full() work there,
+  // too.
   std::vector<at::Tensor> pieces(StateKind kind, int slot);
   // The whole of a parameter, collected from the ranks of its space, in its shape; fp32 (fp64 for fp64 parameters).
   // Every rank calls it. Undefined for a gradient that no rank produced, and for a slot that the parameter's group has
@@ -70,6 +70,7 @@ class StateAccess {
   template <typename Visit>
   void visit_own(const std::vector<at::Tensor>& own, size_t param, const Visit& visit) const;
   const Buffer* buffer(ParamSpace& space, StateKind kind, int slot);  // null: no such slot
+  std::vector<plan::Extent> own_extents(size_t param) const;
 
   ParamStore& store_;
   DeviceContext& device_;
@@ -77,8 +78,7 @@ class StateAccess {
   Stepper& stepper_;
   StepStrategy& strategy_;
   const std::unique_ptr<ParamGatherer>& gatherer_;
-  storage::ShardStorage storage_{store_.device()};
-  StateLeases hold_{storage_, store_};
+  StateLeases hold_{store_};
   int writing_ = 0;
 };
 

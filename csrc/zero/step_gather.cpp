@@ -6,6 +6,7 @@ namespace ds::zero {
 
 void StepGather::start(const ParamSpace& space, const plan::Bucket& bucket) {
   const int64_t row = bucket.shard_end - bucket.shard_begin;
+  arrive(space, space.row_in(space.lp, bucket));
   const at::Tensor all = space.lp.data.narrow(0, space.map.full_begin(bucket), space.map.parts * row);
   const std::string& tag = store_.spec(space.params[bucket.first_param]).name;
   comm::Communicator& ranks = *space.ranks().shard;
@@ -24,6 +25,12 @@ void StepGather::start_all(const ParamSpace& space) {
 void StepGather::finish() {
   for (const comm::WorkPtr& work : started_) work->wait();
   started_.clear();
+  for (const ParamSpace& space : store_.spaces()) arrive(space, {0, space.lp.numel});
+}
+
+// What was computed elsewhere is written back in the background: a reader waits for it.
+void StepGather::arrive(const ParamSpace& space, plan::Range range) const {
+  store_.lease(space.lp, range, storage::Access::kRead);
 }
 
 }  // namespace ds::zero

@@ -19,9 +19,11 @@ class StepGather {
   bool overlaps() const { return options_.overlap; }
   void start(const ParamSpace& space, const plan::Bucket& bucket);
   void start_all(const ParamSpace& space);  // from the first parameters on: the next forward wants them first
-  void finish();
+  void finish();                            // all weights are here, those of spaces that gather nothing, too
 
  private:
+  void arrive(const ParamSpace& space, plan::Range range) const;
+
   const ParamStore& store_;
   const GatherOptions options_;
   std::vector<comm::WorkPtr> started_;

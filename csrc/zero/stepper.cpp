@@ -6,7 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <set>
+#include <map>
 #include <utility>
 
 #include "base/error.h"
@@ -14,10 +14,24 @@
 #include "zero/matrix_step.h"
 
 namespace ds::zero {
+namespace {
+
+// Behind the last element of the bucket that this rank owns; padding follows.
+int64_t last_owned(const ParamSpace& space, int32_t bucket) {
+  int64_t end = space.map.buckets[bucket].shard_begin;
+  for (size_t e : space.owned) {
+    const plan::Extent& extent = space.map.extents[e];
+    if (space.map.bucket_of[extent.param] == bucket) end = std::max(end, extent.shard_offset + extent.numel);
+  }
+  return end;
+}
+
+}  // namespace
 
 Stepper::Stepper(ParamStore& store, DeviceContext& device, GatherOptions gather)
     : store_(store),
       device_(device),
+      places_(store, device),
       gather_(store, gather),
       steps_(at::zeros({static_cast<int64_t>(store.size())}, at::kFloat)) {}
 
@@ -41,10 +55,7 @@ std::vector<Stepper::Run> Stepper::runs(const ParamSpace& space, Keep keep, bool
   return result;
 }
 
-char* Stepper::at(const ParamSpace& space, const Buffer& buffer, const Run& run) {
-  const int64_t offset = space.offset_in(buffer, space.map.buckets[run.bucket], run.begin);
-  return static_cast<char*>(buffer.data.data_ptr()) + offset * static_cast<int64_t>(buffer.data.element_size());
-}
+// ---- norm ---------------------------------------------------------------------------------------------------------
 
 // What the step needs of memory, before the ranks agree that it can be made: states, and the scratch of all kernels.
 void Stepper::prepare() {
@@ -85,22 +96,29 @@ void Stepper::add_up(comm::Communicator* model_parallel) {
 
 // Adds this rank's part of the space to `sum`.
 void Stepper::sum_squares(const ParamSpace& space, const GradReducer& grads, const at::Tensor& sum) {
-  const auto parts =
+  const auto all =
       runs(space, [&](size_t, size_t param) { return grads.used(param) && store_.spec(param).counts_in_norm; });
-  const at::Tensor& grad = space.grad.data;
-  if (!has_kernel_dtype(grad.scalar_type())) {
-    for (const Run& run : parts) {
-      const int64_t begin = space.offset_in(space.grad, space.map.buckets[run.bucket], run.begin);
-      sum.select(0, 0).add_(grad.narrow(0, begin, run.end - run.begin).square().sum());
+  places_.each_piece(space, space.grad, [&](int32_t bucket, storage::Medium at) {
+    std::vector<Run> parts;
+    for (const Run& run : all)
+      if (bucket < 0 || run.bucket == bucket) parts.push_back(run);
+    if (parts.empty()) return;
+    const LeasedRow grad = places_.lease(space, space.grad, bucket, storage::Access::kRead, at);
+    const bool here = grad.data().device() == sum.device();
+    const at::Tensor total = here ? sum : at::zeros({1}, at::TensorOptions().dtype(at::kDouble));
+    if (!has_kernel_dtype(space.grad.dtype)) {
+      for (const Run& run : parts) total.select(0, 0).add_(grad.narrow(run.bucket, run.begin, run.end).square().sum());
+    } else {
+      std::vector<kernels::Segment> segments;
+      for (const Run& run : parts)
+        segments.push_back({grad.address(run.bucket, run.begin), static_cast<size_t>(run.end - run.begin)});
+      DeviceContext& context = places_.context(at);
+      context.run_reserved([&](const kernels::Launch& launch) {
+        context.table().sum_squares(launch, segments.data(), segments.size(),
+                                    kernel_dtype(space.grad.dtype, "gradient"), static_cast<double*>(total.data_ptr()));
+      });
     }
-    return;
-  }
-  std::vector<kernels::Segment> segments;
-  for (const Run& run : parts)
-    segments.push_back({at(space, space.grad, run), static_cast<size_t>(run.end - run.begin)});
-  device_.run_reserved([&](const kernels::Launch& launch) {
-    device_.table().sum_squares(launch, segments.data(), segments.size(), kernel_dtype(grad.scalar_type(), "gradient"),
-                                static_cast<double*>(sum.data_ptr()));
+    if (!here) sum.add_(total.to(sum.device()));
   });
 }
 
@@ -124,6 +142,7 @@ void Stepper::norm(const GradReducer& grads, float loss_scale, float max_norm, b
                                 device_.step_scale());
   });
   device_.post_step_scale();
+  places_.share_step_scale();
   stepped_.clear();
 }
 
@@ -136,7 +155,10 @@ void Stepper::set_rules(std::vector<const optim::Rule*> by_group) {
   for (const optim::Rule* rule : rules_)
     for (const std::string& name : rule->slots)
       if (std::find(slot_names_.begin(), slot_names_.end(), name) == slot_names_.end()) slot_names_.push_back(name);
-  for (ParamSpace& space : store_.spaces()) space.slots.clear();
+  for (ParamSpace& space : store_.spaces()) {
+    for (Buffer& slot : space.slots) store_.drop(slot);
+    space.slots.clear();
+  }
 }
 
 void Stepper::update(const GradReducer& grads, const std::vector<UpdatePart>& parts,
@@ -160,7 +182,8 @@ void Stepper::update(const GradReducer& grads, const std::vector<UpdatePart>& pa
     sums = std::max(sums, rule.sums);
     passes = std::max(passes, rule.passes.size());
     if (rule.scratch && !rule.orthogonalises())
-      turns.back().scratch.data = at::empty({space.map.shard_numel}, space.master.data.options().dtype(at::kFloat));
+      turns.back().scratch.data =
+          at::empty({space.map.shard_numel}, at::TensorOptions().device(device_.device()).dtype(at::kFloat));
   }
   // One row for each parameter of all groups, so that they are added up in one go.
   sums_ = at::Tensor();
@@ -224,40 +247,81 @@ void Stepper::run_pass(const Turn& turn, const UpdatePart& part, const GradReduc
                        int32_t bucket) {
   ParamSpace& space = turn.space;
   const optim::Rule& rule = turn.rule;
-  const Buffer& grad = part.grads ? part.grads(space) : space.grad;
+  const Buffer& grad_buffer = part.grads ? part.grads(space) : space.grad;
+  const storage::Medium medium = places_.of_pass(space, rule, part.scale != nullptr, bucket);
+  const bool view = places_.hold_all(space, grad_buffer, bucket, medium);
+  if (bucket < 0 && !view) {
+    for (auto b = static_cast<int32_t>(space.map.buckets.size()) - 1; b >= 0; --b) run_pass(turn, part, grads, pass, b);
+    return;
+  }
   const auto used = [&](size_t param) { return part.used ? part.used(param) : grads.used(param); };
-  kernels::UpdateArgs args;
-  args.grad_dtype = kernel_dtype(grad.data.scalar_type(), "gradient");
-  args.lp_dtype = kernel_dtype(space.lp.data.scalar_type(), "parameter");
   // Parameters that were unused in some steps have seen fewer updates, and bias correction depends on the number.
   const float* steps = (part.steps.defined() ? part.steps : steps_).data_ptr<float>();
-  std::set<float> counts;
+  std::map<float, std::vector<Run>> by_count;
   for (int32_t param : space.params)
-    if (used(param)) counts.insert(steps[param]);
-  for (float count : counts) {
-    const auto found = runs(
+    if (used(param)) by_count[steps[param]];
+  for (auto found = by_count.begin(); found != by_count.end();) {
+    std::vector<Run>& mine = found->second;
+    mine = runs(
         space,
         [&](size_t extent, size_t param) {
-          return used(param) && steps[param] == count && (!part.takes || part.takes(space, extent));
+          return used(param) && steps[param] == found->first && (!part.takes || part.takes(space, extent));
         },
         rule.by_parameter());
+    const auto elsewhere = [&](const Run& run) { return bucket >= 0 && run.bucket != bucket; };
+    mine.erase(std::remove_if(mine.begin(), mine.end(), elsewhere), mine.end());
+    found = mine.empty() ? by_count.erase(found) : std::next(found);
+  }
+  if (by_count.empty()) return;
+  DeviceContext& context = places_.context(medium);
+  if (!view && medium != storage::Medium::kDevice && context.read_step_scale().skip) return;
+
+  const auto lease = [&](const Buffer& buffer, storage::Access access) {
+    return places_.lease(space, buffer, bucket, access, medium);
+  };
+  const LeasedRow master = lease(space.master, storage::Access::kUpdate);
+  const LeasedRow grad = lease(grad_buffer, storage::Access::kRead);
+  std::vector<LeasedRow> slots;
+  for (size_t slot = 0; slot < rule.slots.size(); ++slot)
+    slots.push_back(lease(space.slots[slot], storage::Access::kUpdate));
+  LeasedRow lp;
+  if (space.has_masters() && pass + 1 == rule.passes.size()) {
+    // A row that is written from its beginning on, in one run, need not be fetched.
+    const std::vector<Run>& first = by_count.begin()->second;
+    const bool fills = !view && by_count.size() == 1 && first.size() == 1 &&
+                       first[0].begin == space.map.buckets[bucket].shard_begin &&
+                       first[0].end == last_owned(space, bucket);
+    lp = lease(space.lp, fills ? storage::Access::kWrite : storage::Access::kUpdate);
+    if (fills) lp.narrow(bucket, first[0].end, space.map.buckets[bucket].shard_end).zero_();
+  }
+  if (!view && bucket > 0) {
+    const plan::Bucket& next = space.map.buckets[bucket - 1];
+    const auto first = space.params.begin() + next.first_param, end = space.params.begin() + next.last_param + 1;
+    if (std::any_of(first, end, used))
+      places_.prefetch(space, grad_buffer, bucket - 1, places_.of_pass(space, rule, part.scale != nullptr, bucket - 1));
+  }
+
+  kernels::UpdateArgs args;
+  args.grad_dtype = kernel_dtype(grad_buffer.dtype, "gradient");
+  args.lp_dtype = kernel_dtype(space.lp.dtype, "parameter");
+  for (const auto& [count, found] : by_count) {
     std::vector<kernels::UpdateSegment> segments;
     for (const Run& run : found) {
-      if (bucket >= 0 && run.bucket != bucket) continue;
       kernels::UpdateSegment segment;
-      segment.master = at(space, space.master, run);
-      for (size_t slot = 0; slot < rule.slots.size(); ++slot) segment.states[slot] = at(space, space.slots[slot], run);
-      segment.grad = at(space, grad, run);
-      segment.lp = space.narrow() ? at(space, space.lp, run) : nullptr;
+      segment.master = master.address(run.bucket, run.begin);
+      for (size_t slot = 0; slot < slots.size(); ++slot)
+        segment.states[slot] = slots[slot].address(run.bucket, run.begin);
+      segment.grad = grad.address(run.bucket, run.begin);
+      segment.lp = lp.data().defined() ? lp.address(run.bucket, run.begin) : nullptr;
       segment.numel = static_cast<size_t>(run.end - run.begin);
       if (turn.scratch.data.defined())
         segment.scratch = turn.scratch.data.data_ptr<float>() + run.begin - turn.scratch.origin;
       if (rule.sums > 0) segment.sums = sums_.data_ptr<double>() + space.params[run.index] * sums_.size(1);
       segments.push_back(segment);
     }
-    device_.run_reserved([&](const kernels::Launch& launch) {
-      optim::run_pass(device_.table(), launch, rule, pass, segments, args, turn.hyper, count + 1.0,
-                      part.scale ? part.scale : device_.step_scale());
+    context.run_reserved([&, count = count](const kernels::Launch& launch) {
+      optim::run_pass(context.table(), launch, rule, pass, segments, args, turn.hyper, count + 1.0,
+                      part.scale ? part.scale : context.step_scale());
     });
   }
 }
@@ -285,7 +349,8 @@ void Stepper::matrix_passes(Turn turn, const GradReducer& grads) {
   const bool skip = device_.device().is_cpu() && device_.read_step_scale().skip;
   for (auto b = static_cast<int32_t>(space.map.buckets.size()) - 1; b >= 0 && !skip; --b) {
     const plan::Bucket& bucket = space.map.buckets[b];
-    turn.scratch = {at::zeros({bucket.shard_end - bucket.shard_begin}, space.master.data.options().dtype(at::kFloat)),
+    turn.scratch = {at::zeros({bucket.shard_end - bucket.shard_begin},
+                              at::TensorOptions().device(device_.device()).dtype(at::kFloat)),
                     bucket.shard_begin};
     for (size_t pass = 0; pass < turn.rule.passes.size(); ++pass) {
       run_pass(turn, grads, pass, b);
@@ -319,25 +384,25 @@ void Stepper::scale_grads(const GradReducer& grads) {
   const float scale = grad_scale();
   if (scale == 1.0f) return;
   for (const ParamSpace& space : store_.spaces()) {
-    if (space.grad.data.scalar_type() != space.master.data.scalar_type()) continue;
-    for (const Run& run : runs(space, [&](size_t, size_t param) { return grads.used(param); })) {
-      const int64_t begin = space.offset_in(space.grad, space.map.buckets[run.bucket], run.begin);
-      const at::Tensor part = space.grad.data.narrow(0, begin, run.end - run.begin);
-      device_.copy(part, part, scale);
-    }
+    if (space.grad.dtype != space.master.dtype) continue;
+    const auto all = runs(space, [&](size_t, size_t param) { return grads.used(param); });
+    places_.each_piece(space, space.grad, [&](int32_t bucket, storage::Medium at) {
+      const LeasedRow grad = places_.lease(space, space.grad, bucket, storage::Access::kUpdate, at);
+      for (const Run& run : all) {
+        if (bucket >= 0 && run.bucket != bucket) continue;
+        const at::Tensor part = grad.narrow(run.bucket, run.begin, run.end);
+        device_.copy(part, part, scale);
+      }
+    });
   }
 }
 
 void Stepper::publish() {
   at::NoGradGuard no_grad;
   for (ParamSpace& space : store_.spaces()) {
-    for (auto bucket = space.map.buckets.rbegin(); bucket != space.map.buckets.rend(); ++bucket) {
-      const int64_t row = bucket->shard_end - bucket->shard_begin;
-      const auto part = [&](const Buffer& buffer) {
-        return buffer.data.narrow(0, space.offset_in(buffer, *bucket, bucket->shard_begin), row);
-      };
-      if (space.narrow()) device_.copy(part(space.lp), part(space.master), 1.0f);
-      if (space.gathers_after_step()) gather_.start(space, *bucket);
+    for (auto b = static_cast<int32_t>(space.map.buckets.size()) - 1; b >= 0; --b) {
+      if (space.has_masters()) copy_row(space, space.lp, space.master, b);
+      if (space.gathers_after_step()) gather_.start(space, space.map.buckets[b]);
     }
   }
   gather_.finish();
@@ -346,22 +411,24 @@ void Stepper::publish() {
 void Stepper::refresh_master() {
   at::NoGradGuard no_grad;
   for (ParamSpace& space : store_.spaces()) {
-    if (!space.narrow()) continue;
-    for (const plan::Bucket& bucket : space.map.buckets) {
-      const int64_t row = bucket.shard_end - bucket.shard_begin;
-      const auto part = [&](const Buffer& buffer) {
-        return buffer.data.narrow(0, space.offset_in(buffer, bucket, bucket.shard_begin), row);
-      };
-      device_.copy(part(space.master), part(space.lp), 1.0f);
-    }
+    for (size_t b = 0; space.has_masters() && b < space.map.buckets.size(); ++b)
+      copy_row(space, space.master, space.lp, static_cast<int32_t>(b));
   }
+}
+
+void Stepper::copy_row(const ParamSpace& space, const Buffer& to, const Buffer& from, int32_t bucket) {
+  const auto lease = [&](const Buffer& buffer, storage::Access access) {
+    return places_.lease(space, buffer, bucket, access, storage::Medium::kDevice);
+  };
+  const LeasedRow source = lease(from, storage::Access::kRead);
+  device_.copy(lease(to, storage::Access::kWrite).data(), source.data(), 1.0f);
 }
 
 void Stepper::ensure_slots(ParamSpace& space) {
   const size_t wanted = rules_.empty() ? 0 : rules_.at(space.key.param_group)->slots.size();
   while (space.slots.size() < wanted)
     space.slots.push_back(
-        {at::zeros({space.map.shard_numel}, space.master.data.options().dtype(at::kFloat)), space.in_place});
+        store_.make_buffer(space, "optimizer states", at::kFloat, space.in_place, space.key.places.slot));
 }
 
 const Buffer* Stepper::slot(ParamSpace& space, int slot) {

@@ -9,6 +9,7 @@
 #include "zero/param_store.h"
 #include "zero/step.h"
 #include "zero/step_gather.h"
+#include "zero/step_places.h"
 #include "zero/strategies/step_strategy.h"
 
 namespace ds::zero {
@@ -57,7 +58,6 @@ class Stepper {
   // between them belongs to the run. `apart`: a run for each parameter.
   template <typename Keep>
   std::vector<Run> runs(const ParamSpace& space, Keep keep, bool apart = false) const;
-  static char* at(const ParamSpace& space, const Buffer& buffer, const Run& run);
 
   // fp32 numbers for elements of the shard space from `origin` on.
   struct Scratch {
@@ -85,9 +85,11 @@ class Stepper {
   void last_pass(const Turn& turn, const GradReducer& grads);
   // All passes of a rule that orthogonalises, bucket by bucket: its scratch is no larger than one.
   void matrix_passes(Turn turn, const GradReducer& grads);
+  void copy_row(const ParamSpace& space, const Buffer& to, const Buffer& from, int32_t bucket);
 
   ParamStore& store_;
   DeviceContext& device_;
+  StepPlaces places_;
   StepGather gather_;
   std::vector<const optim::Rule*> rules_;  // of each group; empty: the optimizer runs elsewhere
   std::vector<std::string> slot_names_;

@@ -10,20 +10,21 @@ namespace ds::zero {
 
 class WireBuffers {
  public:
-  explicit WireBuffers(c10::Device device) : storage_(device) {
+  explicit WireBuffers(storage::ShardStorage& storage) : storage_(storage), user_(storage.add_scratch_user()) {
     // What was lent at one time is wanted again in the next backward.
-    storage_.keep_scratch(storage::Medium::kDevice, INT64_MAX);
+    storage_.keep_scratch(storage::Medium::kDevice, INT64_MAX, user_);
   }
 
   // Comes back when nobody refers to its memory.
   at::Tensor borrow(int64_t numel, at::ScalarType type) {
-    return storage::as_tensor(storage_.scratch(numel, type, storage::Medium::kDevice));
+    return storage::as_tensor(storage_.scratch(numel, type, storage::Medium::kDevice, user_));
   }
-  void clear() { storage_.trim(); }
-  int64_t peak_bytes() const { return storage_.usage()[0].peak_scratch; }
+  void clear() { storage_.trim(user_); }
+  int64_t peak_bytes() const { return storage_.scratch_usage(storage::Medium::kDevice, user_).peak; }
 
  private:
-  storage::ShardStorage storage_;
+  storage::ShardStorage& storage_;
+  const storage::ScratchUser user_;
 };
 
 }  // namespace ds::zero

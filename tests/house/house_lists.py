@@ -67,6 +67,7 @@ utils/expert_groups.py _state | published: deepspeed.utils.groups is a module of
 utils/groups.py _tensor_rank | published: set_tensor_model_parallel_rank() and its getter
 utils/groups.py _tensor_world_size | published: set_tensor_model_parallel_world_size() and its getter
 utils/groups.py mesh_device | published: deepspeed.utils.groups.mesh_device
+utils/pin_memory_tracker.py _tracker | published: track_pinned_memory() and pinned_memory_summary() are of the module
 zero/flat_states.py _makers | a registry: how an optimizer class of torch makes its states
 zero/init_context.py _nesting | zero.Init replaces functions of torch while any of its contexts is open
 zero/init_context.py sharding.gather_while_building | set while a context of zero.Init is open
@@ -108,7 +109,7 @@ ALLOCATIONS = {
     "zero/audit.cpp": (3, "flags of some bytes; whole gradients for as long as the audit runs"),
     "zero/bucket_reduction.cpp": (2, "a round of late gradients, which no plan knew of"),
     "zero/device_context.cpp": (6, "sums, step scale and the kernels' own workspace; copies in another layout"),
-    "zero/engine.cpp": (1, "the arena in which storage takes planes where peers read them"),
+    "zero/engine.cpp": (2, "the arena in which storage takes planes where peers read them"),
     "zero/flag_exchange.cpp": (1, _SMALL),
     "zero/grad_reducer.cpp": (1, "a late gradient, which no plan knew of"),
     "zero/group_cut.cpp": (3, _CALL),

@@ -61,7 +61,7 @@ std::vector<ShardedParam*> missing(const std::vector<ShardedParam*>& params) {
 class AgreementForEachGather : public ShardSource {
  public:
   AgreementForEachGather(comm::CommunicatorPtr communicator, std::vector<ShardedParamPtr> params)
-      : communicator_(std::move(communicator)), params_(std::move(params)) {
+      : ShardSource(nullptr), communicator_(std::move(communicator)), params_(std::move(params)) {
     for (size_t i = 0; i < params_.size(); ++i) index_[params_[i].get()] = static_cast<int64_t>(i);
   }
 
@@ -90,7 +90,6 @@ class AgreementForEachGather : public ShardSource {
   void forget_ahead() override {
     for (auto& [param, transfer] : started_) {
       transfer.work->wait();
-      pool_.give(transfer.buffer);
     }
     started_.clear();
   }
@@ -140,7 +139,7 @@ class AgreementForEachGather : public ShardSource {
     std::vector<Transfer> for_others;
     for (int64_t index : all) {
       ShardedParam& param = *params_[index];
-      Transfer transfer{pool_.take(param.padded_numel(), param.shard().options()), nullptr};
+      Transfer transfer{buffers_.take(param.padded_numel(), param.dtype(), param.shard().device()), nullptr};
       ++collectives_;
       transfer.work = communicator_->all_gather(param.shard(), transfer.buffer, param.name());
       if (std::find(wants.begin(), wants.end(), index) != wants.end()) {
@@ -152,7 +151,6 @@ class AgreementForEachGather : public ShardSource {
     }
     for (const Transfer& transfer : for_others) {
       transfer.work->wait();
-      pool_.give(transfer.buffer);
     }
     return !all.empty();
   }
@@ -182,8 +180,9 @@ Figures train(int world, bool scheduled) {
         params.back()->release();
       }
       const auto slow = std::make_shared<Slow>(comms[rank]);
-      const ShardSourcePtr source =
-          scheduled ? scheduled_source(slow, params) : std::make_shared<AgreementForEachGather>(slow, params);
+      const auto memory = std::make_shared<storage::ShardStorage>(c10::Device(at::kCPU));
+      const ShardSourcePtr source = scheduled ? scheduled_source(params, {{slow, params, nullptr}}, memory)
+                                              : std::make_shared<AgreementForEachGather>(slow, params);
       const auto unit = [&](int layer) {
         return std::vector<ShardedParam*>{params[2 * layer].get(), params[2 * layer + 1].get()};
       };
@@ -195,7 +194,7 @@ Figures train(int world, bool scheduled) {
           const int layer = i < kLayers ? i : 2 * kLayers - 1 - i;
           const int next = i + 1 < kLayers ? i + 1 : std::max(2 * kLayers - 2 - i, 0);
           source->gather(unit(layer), step > 0 ? unit(next) : std::vector<ShardedParam*>{});
-          for (ShardedParam* param : unit(layer)) source->pool().give(param->release());
+          for (ShardedParam* param : unit(layer)) param->release();
         }
         source->forget_ahead();
         source->drain();

@@ -9,13 +9,14 @@ namespace {
 
 class CollectiveSource : public ShardSource {
  public:
-  explicit CollectiveSource(comm::CommunicatorPtr communicator) : communicator_(std::move(communicator)) {}
+  explicit CollectiveSource(comm::CommunicatorPtr communicator)
+      : ShardSource(nullptr), communicator_(std::move(communicator)) {}
   void gather(const std::vector<ShardedParam*>& params, const std::vector<ShardedParam*>&) override {
     at::NoGradGuard no_grad;
     const std::vector<ShardedParam*> wanted = absent(params);
     if (wanted.empty()) return;
     for (ShardedParam* param : wanted) param->mark_inflight();
-    StagedGather gather(*communicator_, pool_, wanted, std::nullopt);
+    StagedGather gather(*communicator_, buffers_, wanted, std::nullopt);
     collectives_ += gather.collectives();
     std::vector<std::pair<ShardedParam*, at::Tensor>> here;
     for (ShardedParam* param : wanted) {

@@ -22,9 +22,14 @@ constexpr int64_t kWants = 64;  // parameters that one rank names in one exchang
 
 class ScheduledSource : public ShardSource {
  public:
-  ScheduledSource(comm::CommunicatorPtr communicator, std::vector<ShardedParamPtr> params)
-      : communicator_(std::move(communicator)), params_(std::move(params)), schedule_(kLag) {
+  ScheduledSource(std::vector<ShardedParamPtr> params, std::vector<GatherGroup> groups,
+                  std::shared_ptr<storage::ShardStorage> storage)
+      : ShardSource(std::move(storage)), params_(std::move(params)), group_of_(params_.size()), schedule_(kLag) {
     for (size_t i = 0; i < params_.size(); ++i) index_[params_[i].get()] = static_cast<int32_t>(i);
+    for (size_t group = 0; group < groups.size(); ++group) {
+      ranks_.push_back(groups[group].ranks);
+      for (const ShardedParamPtr& param : groups[group].params) group_of_[index_.at(param.get())] = group;
+    }
   }
 
   void gather(const std::vector<ShardedParam*>& params, const std::vector<ShardedParam*>& ahead) override {
@@ -72,7 +77,7 @@ class ScheduledSource : public ShardSource {
 
   void refresh(const std::vector<ShardedParam*>& params) override {
     drain();
-    refresh_together(*communicator_, params);
+    for (size_t group = 0; group < ranks_.size(); ++group) refresh_together(*ranks_[group], of_group(params, group));
   }
   void before_write() override {
     drain();
@@ -82,7 +87,30 @@ class ScheduledSource : public ShardSource {
   const char* name() const override { return "scheduled collectives"; }
 
  private:
-  using GatherPtr = std::shared_ptr<StagedGather>;
+  // One entry of the order: its parameters from each group, with the notes of all that agree.
+  class Gather {
+   public:
+    void add(std::unique_ptr<StagedGather> part) { parts_.push_back(std::move(part)); }
+    at::Tensor take(const ShardedParam& param) {
+      for (const auto& part : parts_) {
+        const auto& params = part->params();
+        if (std::find(params.begin(), params.end(), &param) != params.end()) return part->take(param);
+      }
+      fail(ErrorKind::kRuntime, "parameter '", param.name(), "' is not in this gather");
+    }
+    const std::vector<uint8_t>& notes() { return parts_.front()->notes(); }
+
+   private:
+    std::vector<std::unique_ptr<StagedGather>> parts_;  // of the first group first
+  };
+  using GatherPtr = std::shared_ptr<Gather>;
+
+  std::vector<ShardedParam*> of_group(const std::vector<ShardedParam*>& params, size_t group) const {
+    std::vector<ShardedParam*> result;
+    for (ShardedParam* param : params)
+      if (group_of_[index_.at(param)] == group) result.push_back(param);
+    return result;
+  }
 
   // Their numbers, ascending, without those that are here or on their way.
   GatherSchedule::Params not_started(const std::vector<ShardedParam*>& params) const {
@@ -128,11 +156,10 @@ class ScheduledSource : public ShardSource {
     GatherSchedule::Params wants = wanted;
     wants.insert(wants.end(), hints.begin(), hints.end());
     wants.resize(std::min(wants.size(), static_cast<size_t>(kWants)));
-    at::Tensor host = at::full({communicator_->size(), kWants}, -1, at::kInt);
-    std::copy(wants.begin(), wants.end(), host.data_ptr<int32_t>() + communicator_->rank() * kWants);
-    const at::Device device = params_.empty() ? at::Device(at::kCPU) : params_[0]->shard().device();
-    const at::Tensor shared = host.to(device);
-    communicator_->all_gather(shared.select(0, communicator_->rank()), shared, "what ranks want to gather")->wait();
+    at::Tensor host = at::full({ranks_[0]->size(), kWants}, -1, at::kInt);
+    std::copy(wants.begin(), wants.end(), host.data_ptr<int32_t>() + ranks_[0]->rank() * kWants);
+    const at::Tensor shared = host.to(buffers_.device());
+    ranks_[0]->all_gather(shared.select(0, ranks_[0]->rank()), shared, "what ranks want to gather")->wait();
     ++exchanges_;
     host = shared.to(at::kCPU);
     GatherSchedule::Params all(host.data_ptr<int32_t>(), host.data_ptr<int32_t>() + host.numel());
@@ -146,8 +173,16 @@ class ScheduledSource : public ShardSource {
   GatherPtr start_gather(const GatherSchedule::Params& indices, std::optional<uint8_t> note) {
     std::vector<ShardedParam*> params;
     for (int32_t index : indices) params.push_back(params_[index].get());
-    auto made = std::make_shared<StagedGather>(*communicator_, pool_, std::move(params), note);
-    collectives_ += made->collectives();
+    auto made = std::make_shared<Gather>();
+    for (size_t group = 0; group < ranks_.size(); ++group) {
+      std::vector<ShardedParam*> part = ranks_.size() == 1 ? std::move(params) : of_group(params, group);
+      const bool told = note && group == 0;
+      if (part.empty() && !told) continue;
+      auto gather =
+          std::make_unique<StagedGather>(*ranks_[group], buffers_, std::move(part), told ? note : std::nullopt);
+      collectives_ += gather->collectives();
+      made->add(std::move(gather));
+    }
     return made;
   }
 
@@ -160,8 +195,9 @@ class ScheduledSource : public ShardSource {
     }
   }
 
-  comm::CommunicatorPtr communicator_;
+  std::vector<comm::CommunicatorPtr> ranks_;  // of each group
   std::vector<ShardedParamPtr> params_;
+  std::vector<size_t> group_of_;  // of each of them
   std::unordered_map<const ShardedParam*, int32_t> index_;
   GatherSchedule schedule_;
   std::vector<GatherPtr> entries_;  // of this cycle; null once its notes have been read
@@ -170,8 +206,9 @@ class ScheduledSource : public ShardSource {
 
 }  // namespace
 
-ShardSourcePtr scheduled_source(comm::CommunicatorPtr communicator, std::vector<ShardedParamPtr> params) {
-  return std::make_shared<ScheduledSource>(std::move(communicator), std::move(params));
+ShardSourcePtr scheduled_source(std::vector<ShardedParamPtr> params, std::vector<GatherGroup> groups,
+                                std::shared_ptr<storage::ShardStorage> storage) {
+  return std::make_shared<ScheduledSource>(std::move(params), std::move(groups), std::move(storage));
 }
 
 }  // namespace ds::zero

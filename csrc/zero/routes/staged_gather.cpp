@@ -21,11 +21,13 @@ int64_t slice_bytes(const ShardedParam& param) {
 
 }  // namespace
 
-StagedGather::StagedGather(comm::Communicator& group, storage::ScratchPool& pool, std::vector<ShardedParam*> params,
+StagedGather::StagedGather(comm::Communicator& group, GatherBuffers& buffers, std::vector<ShardedParam*> params,
                            std::optional<uint8_t> note, bool in_place, int64_t limit)
-    : pool_(pool), params_(std::move(params)), in_place_(in_place) {
+    : memory_(buffers), params_(std::move(params)), in_place_(in_place) {
   at::NoGradGuard no_grad;
-  const auto options = params_.front()->shard().options().dtype(at::kByte);
+  const c10::Device device = params_.empty() ? buffers.device() : params_.front()->shard().device();
+  const auto options = at::TensorOptions().device(device).dtype(at::kByte);
+  const std::string tag = params_.empty() ? "notes on gathers" : params_.front()->name();
   const int64_t n = group.size();
   int64_t row = 0;
   for (const ShardedParam* param : params_) {
@@ -35,9 +37,7 @@ StagedGather::StagedGather(comm::Communicator& group, storage::ScratchPool& pool
   const int64_t note_at = row;
   if (note) row += kAlign;
   if (row * n <= limit) {
-    // More than the pool keeps, a whole model once, must not become what it keeps from then on.
-    rows_pooled_ = row * n <= pool_.limit();
-    rows_ = (rows_pooled_ ? pool_.take(row * n, options) : at::empty({row * n}, options)).view({n, row});
+    rows_ = memory_.take_passing(row * n, device).view({n, row});
     const at::Tensor mine = rows_.select(0, group.rank());
     for (size_t i = 0; i < params_.size(); ++i)
       if (const int64_t bytes = slice_bytes(*params_[i]))
@@ -46,17 +46,17 @@ StagedGather::StagedGather(comm::Communicator& group, storage::ScratchPool& pool
       mine.narrow(0, note_at, 1).fill_(*note);
       note_column_ = rows_.select(1, note_at);
     }
-    if (row) works_.push_back(group.all_gather(mine, rows_, params_.front()->name()));
+    if (row) works_.push_back(group.all_gather(mine, rows_, tag));
     return;
   }
   for (ShardedParam* param : params_) {
-    buffers_.push_back(in_place_ ? param->buffer() : pool_.take(param->padded_numel(), param->shard().options()));
+    buffers_.push_back(in_place_ ? param->buffer() : memory_.take(param->padded_numel(), param->dtype(), device));
     works_.push_back(group.all_gather(param->shard(), buffers_.back(), param->name()));
   }
   if (note) {
     note_column_ = at::empty({n}, options);
     const at::Tensor mine = note_column_.narrow(0, group.rank(), 1).fill_(*note);
-    works_.push_back(group.all_gather(mine, note_column_, params_.front()->name()));
+    works_.push_back(group.all_gather(mine, note_column_, tag));
   }
 }
 
@@ -66,16 +66,12 @@ StagedGather::~StagedGather() {
   } catch (...) {  // whoever needed it has been told
     return;
   }
-  give_rows();
-  if (!in_place_)
-    for (const at::Tensor& buffer : buffers_) pool_.give(buffer);
 }
 
 void StagedGather::give_rows() {
   if (!rows_.defined()) return;
   note_column_ = at::Tensor();
-  const at::Tensor rows = std::exchange(rows_, at::Tensor()).view({-1});
-  if (rows_pooled_) pool_.give(rows);
+  rows_ = at::Tensor();
 }
 
 // The current stream is behind the gather. Notes start on their way to the host, so that who asks later need not wait.
@@ -112,7 +108,8 @@ at::Tensor StagedGather::take(const ShardedParam& param) {
   arrive();
   const auto index = static_cast<size_t>(std::find(params_.begin(), params_.end(), &param) - params_.begin());
   if (!buffers_.empty()) return std::exchange(buffers_[index], at::Tensor());
-  const at::Tensor buffer = in_place_ ? param.buffer() : pool_.take(param.padded_numel(), param.shard().options());
+  const at::Tensor buffer =
+      in_place_ ? param.buffer() : memory_.take(param.padded_numel(), param.dtype(), param.shard().device());
   if (const int64_t bytes = slice_bytes(param))
     buffer.view(at::kByte).view({-1, bytes}).copy_(rows_.narrow(1, offsets_[index], bytes));
   if (++taken_ == params_.size()) give_rows();

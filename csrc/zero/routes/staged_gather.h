@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "storage/scratch_pool.h"
+#include "zero/gather_buffers.h"
 #include "zero/sharded_param.h"
 
 namespace ds::zero {
@@ -24,10 +24,10 @@ class StagedGather {
  public:
   static constexpr int64_t kLimit = 16 << 20;
 
-  // Starts it; every rank of `group` does, with the same parameters, not none of them. `note`: a byte that each rank
-  // tells all others; all ranks give one, or none does. `in_place`: parameters that are available take the values
-  // where they are, when take() is called.
-  StagedGather(comm::Communicator& group, storage::ScratchPool& pool, std::vector<ShardedParam*> params,
+  // Starts it; every rank of `group` does, with the same parameters. `note`: a byte that each rank tells all others;
+  // all ranks give one, or none does, and then there are parameters. `in_place`: parameters that are available take the
+  // values where they are, when take() is called.
+  StagedGather(comm::Communicator& group, GatherBuffers& buffers, std::vector<ShardedParam*> params,
                std::optional<uint8_t> note, bool in_place = false, int64_t limit = kLimit);
   ~StagedGather();  // waits
   StagedGather(const StagedGather&) = delete;
@@ -43,14 +43,13 @@ class StagedGather {
   void arrive();
   void give_rows();
 
-  storage::ScratchPool& pool_;
+  GatherBuffers& memory_;
   std::vector<ShardedParam*> params_;
   bool in_place_;
   std::vector<comm::WorkPtr> works_;
   bool arrived_ = false;
   size_t taken_ = 0;
-  at::Tensor rows_;  // staging, bytes: a row for each rank; undefined where there is none
-  bool rows_pooled_ = false;
+  at::Tensor rows_;                  // staging, bytes: a row for each rank; undefined where there is none
   std::vector<int64_t> offsets_;     // of each parameter within a row
   std::vector<at::Tensor> buffers_;  // without staging
   at::Tensor note_column_, host_notes_;

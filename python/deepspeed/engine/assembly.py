@@ -20,6 +20,7 @@ from deepspeed.utils.z3_leaf_module import apply_z3_leaf_module_config
 from deepspeed.zero.core import build_core
 from deepspeed.zero.fused_state import FusedState, can_fuse, is_native
 from deepspeed.zero.model import cast_sharded, detach, move_module, shard_model, take_over
+from deepspeed.zero.param_ranks import ranks_of
 from deepspeed.zero.param_states import WholeParams
 from deepspeed.zero.sharded_parameter import is_sharded
 from deepspeed.zero.stepping import Stepping
@@ -161,7 +162,13 @@ class Assembly:
         engine = self.engine
         if engine.dp_world_size == 1:
             return
-        tensors = [t.detach() for t in (*engine.module.parameters(), *engine.module.buffers())]
+        params = list(engine.module.parameters())
+        for param in params:
+            if ranks_of(param) is not None:  # others train something else in its place
+                copies = ranks_of(param).copies
+                dist.broadcast(param.detach(), dist.get_global_rank(copies, 0), group=copies)
+        dense = [param for param in params if ranks_of(param) is None]
+        tensors = [t.detach() for t in (*dense, *engine.module.buffers())]
         if engine.core is not None:
             engine.core.broadcast(tensors, 0)
             return

@@ -8,6 +8,7 @@ from deepspeed.comm.timeouts import default_timeout
 from deepspeed.comm.watch import group_facts
 from deepspeed.config.errors import raise_if_broken
 from deepspeed.config.read import read
+from deepspeed.zero.param_ranks import groups_of, ranks_of
 
 ROLES = ("data_parallel", "model_parallel", "replicas")
 
@@ -42,7 +43,9 @@ def build_core(
             order = (orders or {}).get(id(param), len(rows) + 1)
             counts = True if counts_in_norm is None else bool(counts_in_norm(param))
             form = (grad_forms or {}).get(id(param), 0)
-            rows.append((param, name, index, order, counts, form, getattr(param, "ds_handle", None)))
+            rule = ranks_of(param).rule if ranks_of(param) is not None else "dense"
+            rows.append((param, name, index, order, counts, form, getattr(param, "ds_handle", None), rule))
+    groups.update(groups_of(row[0] for row in rows))
     # One object for one group: what is logged is the communicator's. Ranks of one host that compute on its cores move
     # the bulk through its memory.
     on_cpu = all(_device(param).type == "cpu" for param in [*(row[0] for row in rows), *others])

@@ -7,22 +7,30 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.zero import sharded_parameter as sharding
 from deepspeed.zero.loading import follow_loading
+from deepspeed.zero.param_ranks import ranks_of
 
 
 class ModelAccess:
-    """The parameters of one model after ``shard_model``."""
+    """The parameters of one model after ``shard_model``. ``own``: how those with ranks of their own are gathered, by
+    the id of their group."""
 
-    def __init__(self, access):
-        self.access = access
+    def __init__(self, access, own):
+        self.access, self.own = access, own
+
+    def of(self, param):
+        """The ``ShardAccess`` of a parameter."""
+        ranks = ranks_of(param)
+        return self.access if ranks is None else self.own[id(ranks.copies)]
 
     def attach(self, module, core, give_up=None):
         """From now on the engine's core gathers them. ``give_up``: a method of an engine that does not train; another
         engine for the model calls it first, see ``take_over``."""
-        attached = sharding.EngineAccess(self.access, core)
-        attached.give_up = weakref.WeakMethod(give_up) if give_up is not None else None
+        attached = {id(plain): sharding.EngineAccess(plain, core) for plain in [self.access, *self.own.values()]}
+        for access in attached.values():
+            access.give_up = weakref.WeakMethod(give_up) if give_up is not None else None
         for name, param in module.named_parameters():
             param.ds_handle.name = name
-            param.ds_access = attached
+            param.ds_access = attached[id(self.of(param))]
 
 
 def take_over(module):
@@ -39,9 +47,14 @@ def detach(module, group, copies):
     """The engine is going: parameters stay sharded and are gathered by collectives again."""
     sharded = [param for param in module.parameters() if sharding.is_sharded(param)]
     if sharded:
-        plain = sharding.ShardAccess.of_group(group, copies)
+        plain = ModelAccess(sharding.ShardAccess.of_group(group, copies), _own_accesses(sharded))
         for param in sharded:
-            param.ds_access = plain
+            param.ds_access = plain.of(param)
+
+
+def _own_accesses(params):
+    groups = {id(r.copies): r.copies for r in map(ranks_of, params) if r is not None}
+    return {key: sharding.ShardAccess.of_group(group, group) for key, group in groups.items()}
 
 
 @torch.no_grad()
@@ -50,13 +63,16 @@ def shard_model(module, parallel, group):
 
     Buffers are made equal to rank 0's. Raises ValueError for a parameter that is sharded over other ranks.
     """
-    access = sharding.ShardAccess.of_group(group, parallel.dp_group)
+    made = ModelAccess(sharding.ShardAccess.of_group(group, parallel.dp_group), _own_accesses(module.parameters()))
     source = parallel.source_rank()
     spread = parallel.dp_world_size > 1
     if spread:
         for buffer in module.buffers():
             dist.broadcast(buffer.data, source, group=parallel.dp_group)
     for name, param in module.named_parameters():
+        access = made.of(param)
+        if access is not made.access and not param.requires_grad:
+            raise ValueError(f"parameter '{name}' has ranks of its own (ds_ranks): stage 3 wants it trained, too")
         if sharding.is_sharded(param):
             if param.ds_world_size != access.world:
                 raise ValueError(
@@ -66,14 +82,17 @@ def shard_model(module, parallel, group):
             continue
         if spread:
             values = param.data.contiguous()
-            dist.broadcast(values, source, group=parallel.dp_group)
+            if access is made.access:
+                dist.broadcast(values, source, group=parallel.dp_group)
+            else:
+                dist.broadcast(values, access.source_rank(0), group=access.copies)
             if values.data_ptr() != param.data_ptr():
                 param.data.copy_(values)
         sharding.shard(param, access, name)
     for sub in module.modules():
         if any(True for _ in sub.parameters(recurse=False)):
             follow_loading(sub)
-    return ModelAccess(access)
+    return made
 
 
 def cast_sharded(param, dtype):

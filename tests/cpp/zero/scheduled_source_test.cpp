@@ -20,6 +20,10 @@ void on_ranks(int world, const std::function<void(int, comm::CommunicatorPtr)>& 
   for (auto& rank : ranks) rank.join();
 }
 
+std::shared_ptr<storage::ShardStorage> memory() {
+  return std::make_shared<storage::ShardStorage>(c10::Device(at::kCPU));
+}
+
 struct Sharded {
   std::vector<at::Tensor> tensors, values;  // the users' tensors; what is in them
   std::vector<ShardedParamPtr> params;
@@ -50,8 +54,8 @@ TEST(StagedGather, BringsValuesAndNotes) {
       on_ranks(world, [&](int rank, const comm::CommunicatorPtr& comm) {
         const Sharded made({{7, at::kFloat}, {1, at::kBFloat16}, {0, at::kFloat}, {33, at::kHalf}, {5, at::kDouble}},
                            world, rank);
-        storage::ScratchPool pool;
-        StagedGather gather(*comm, pool, made.raw({0, 1, 2, 3, 4}), static_cast<uint8_t>(10 + rank), false, limit);
+        GatherBuffers buffers(memory());
+        StagedGather gather(*comm, buffers, made.raw({0, 1, 2, 3, 4}), static_cast<uint8_t>(10 + rank), false, limit);
         EXPECT_EQ(gather.collectives(), limit ? 1 : 6);
         for (const auto& param : made.params) param->take_full(gather.take(*param));
         for (int index = 0; index < 5; ++index) EXPECT_TRUE(made.right(index)) << world << " " << index;
@@ -67,14 +71,14 @@ TEST(StagedGather, RefreshesInPlace) {
   for (int64_t limit : {int64_t{0}, StagedGather::kLimit}) {
     on_ranks(2, [&](int rank, const comm::CommunicatorPtr& comm) {
       const Sharded made({{7, at::kFloat}, {4, at::kFloat}}, 2, rank);
-      storage::ScratchPool pool;
+      GatherBuffers buffers(memory());
       {
-        StagedGather gather(*comm, pool, made.raw({0, 1}), std::nullopt);
+        StagedGather gather(*comm, buffers, made.raw({0, 1}), std::nullopt);
         for (const auto& param : made.params) param->take_full(gather.take(*param));
       }
       const void* before = made.params[0]->tensor().data_ptr();
       for (const auto& param : made.params) param->shard().add_(1);
-      StagedGather again(*comm, pool, made.raw({0, 1}), std::nullopt, true, limit);
+      StagedGather again(*comm, buffers, made.raw({0, 1}), std::nullopt, true, limit);
       for (const auto& param : made.params) again.take(*param);
       EXPECT_EQ(made.params[0]->tensor().data_ptr(), before);
       for (size_t i = 0; i < 2; ++i) EXPECT_TRUE(at::equal(made.params[i]->tensor(), made.values[i].add(1)));
@@ -89,7 +93,7 @@ TEST(ScheduledSource, ARepeatingStepStartsOneCollectiveForEachUnit) {
   for (int world : {1, 2, 4}) {
     on_ranks(world, [&](int rank, const comm::CommunicatorPtr& comm) {
       const Sharded made(std::vector<std::pair<int64_t, at::ScalarType>>(2 * kUnits, {9, at::kFloat}), world, rank);
-      auto source = scheduled_source(comm, made.params);
+      auto source = scheduled_source(made.params, {{comm, made.params, nullptr}}, memory());
       for (int step = 0; step < 4; ++step) {
         source->reset_counters();
         for (int position = 0; position < 2 * kUnits; ++position) {
@@ -97,7 +101,7 @@ TEST(ScheduledSource, ARepeatingStepStartsOneCollectiveForEachUnit) {
           const int next = position + 1 < kUnits ? position + 1 : std::max(2 * kUnits - 2 - position, 0);
           source->gather(made.raw({2 * unit, 2 * unit + 1}), made.raw({2 * next, 2 * next + 1}));
           EXPECT_TRUE(made.right(2 * unit) && made.right(2 * unit + 1));
-          for (ShardedParam* param : made.raw({2 * unit, 2 * unit + 1})) source->pool().give(param->release());
+          for (ShardedParam* param : made.raw({2 * unit, 2 * unit + 1})) param->release();
         }
         source->forget_ahead();
         source->drain();
@@ -116,7 +120,7 @@ TEST(ScheduledSource, RanksMayTakeRandomBranches) {
   for (int world : {2, 3}) {
     on_ranks(world, [&](int rank, const comm::CommunicatorPtr& comm) {
       const Sharded made(std::vector<std::pair<int64_t, at::ScalarType>>(kParams, {5, at::kFloat}), world, rank);
-      auto source = scheduled_source(comm, made.params);
+      auto source = scheduled_source(made.params, {{comm, made.params, nullptr}}, memory());
       std::mt19937 random(100 + rank);
       for (int step = 0; step < 1000; ++step) {
         const bool calm = step / 50 % 2 == 0;  // steps that repeat, and steps that do not
@@ -125,7 +129,7 @@ TEST(ScheduledSource, RanksMayTakeRandomBranches) {
           if (!calm && random() % 5 == 0) continue;
           source->gather(made.raw({which}), made.raw({(which + 1) % kParams}));
           ASSERT_TRUE(made.right(which));
-          source->pool().give(made.params[which]->release());
+          made.params[which]->release();
         }
         source->forget_ahead();
         source->drain();

@@ -21,7 +21,8 @@ class OddExtentsLater : public StepStrategy {
  public:
   explicit OddExtentsLater(const StrategyParts& parts)
       : store_(parts.store), device_(parts.device), grads_(parts.grads), used_(store_.size()) {
-    for (const ParamSpace& space : store_.spaces()) put_by_.push_back({at::zeros({space.map.shard_numel}), false});
+    for (const ParamSpace& space : store_.spaces())
+      put_by_.push_back(store_.make_buffer(space, "put by", at::kFloat, /*full=*/false));
     steps_ = at::zeros({static_cast<int64_t>(store_.size())});
   }
 

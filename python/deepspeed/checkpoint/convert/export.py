@@ -30,6 +30,7 @@ from deepspeed.formats.weight_files import (
 )
 from deepspeed.log import logger
 from deepspeed.zero.gathered import GatheredParameters
+from deepspeed.zero.param_ranks import refuse_own_ranks
 from deepspeed.zero.sharded_parameter import is_sharded
 
 # ---- difference ----------------------------------------------------------------------------------------------------
@@ -186,6 +187,7 @@ def save_16bit_model(engine, save_dir, save_filename="pytorch_model.bin", exclud
     ``zero_optimization.stage3_gather_16bit_weights_on_model_save`` is on. ValueError without ``save_dir``; the error of
     rank 0 on every rank.
     """
+    refuse_own_ranks(engine.module, "save_16bit_model")
     if not save_dir:
         raise ValueError(f"save_16bit_model needs a directory, got save_dir={save_dir!r}")
     path = os.path.join(os.fspath(save_dir), save_filename)

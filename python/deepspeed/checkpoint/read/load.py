@@ -14,6 +14,7 @@ from deepspeed.checkpoint.read.weights import load_weights, names_of_groups, pla
 from deepspeed.checkpoint.write import background, commit, file_writer
 from deepspeed.checkpoint.write.ranks import Ranks, failure_of, in_turn, raise_together
 from deepspeed.log import log_dist, logger
+from deepspeed.zero.param_ranks import refuse_own_ranks
 from deepspeed.zero.restore import Restore
 from deepspeed.zero.sharded_parameter import is_sharded
 
@@ -227,6 +228,7 @@ def load_checkpoint(
     precision the run goes on bit by bit: weights, moments, schedule, loss scale, counters, random numbers and data
     position. Random numbers and data position are left alone when optimizer states are not loaded.
     """
+    refuse_own_ranks(engine.module, "load_checkpoint")
     load_dir = os.fspath(load_dir)
     background.drain_all()  # another engine of this process may be writing what is to be loaded
     if hasattr(engine.checkpoint_engine, "wait"):

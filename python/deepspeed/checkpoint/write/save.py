@@ -17,6 +17,7 @@ from deepspeed.checkpoint.write.ranks import Ranks
 from deepspeed.host.cpu import socket_of_process
 from deepspeed.log import log_dist, logger, warning_once
 from deepspeed.version import __version__
+from deepspeed.zero.param_ranks import refuse_own_ranks
 
 # ---- contents ------------------------------------------------------------------------------------------------------
 # What a checkpoint of an engine holds: the files this rank writes, and the value of each.
@@ -241,6 +242,7 @@ def save_checkpoint(engine, save_dir, tag=None, client_state=None, save_latest=T
     must agree on the tag and do not, KeyError when ``client_state`` uses a reserved key, OSError on all ranks when a
     rank cannot write: it names the rank and the file. Returns True.
     """
+    refuse_own_ranks(engine.module, "save_checkpoint")
     if not save_dir:
         raise ValueError(f"save_checkpoint needs a directory, got save_dir={save_dir!r}")
     client_state = _without_own_keys(engine, client_state or {})

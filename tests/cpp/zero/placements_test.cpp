@@ -1,0 +1,259 @@
+// Where masters, gradients and optimizer states rest changes no bit of training: on the host, in files, a share of
+// each. On the CPU the tiers of the device and of the host are different buffers with budgets of their own, so whatever
+// looks for a buffer in the wrong place fails here, too.
+#include "zero/placements.h"
+
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <thread>
+
+#include "../io/folder.h"
+#include "base/error.h"
+#include "comm/transports/thread_communicator.h"
+#include "plain_adamw.h"
+#include "zero/engine.h"
+
+namespace ds::zero {
+namespace {
+
+using storage::Medium;
+
+constexpr int kWeights = 5, kSteps = 5, kMicroSteps = 2;
+
+struct Case {
+  std::string name;
+  int stage, world;
+  at::ScalarType type;
+  std::string rule = "adam";
+  c10::optional<at::ScalarType> grad_dtype{};
+  int64_t bucket = 20;
+};
+
+struct Trained {
+  std::vector<at::Tensor> params, masters, slots;
+  std::vector<double> norms;
+  storage::Usage usage;
+};
+
+at::Tensor values(int seed, at::IntArrayRef sizes) {
+  int64_t numel = 1;
+  for (int64_t size : sizes) numel *= size;
+  return at::sin(at::arange(numel, at::kFloat) * 0.7 + seed).reshape(sizes) * 0.5;
+}
+
+// Weight 1 is not used in step 1, nor is weight 3 by any but the first rank; in step 3 gradients are not finite.
+at::Tensor loss_of(const std::vector<at::Tensor>& weights, int step, int rank, int part) {
+  at::Tensor loss = at::zeros({});
+  for (int i = 0; i < kWeights; ++i) {
+    if ((i == 1 && step == 1) || (i == 3 && rank > 0)) continue;
+    const at::Tensor x = values(100 * step + 10 * rank + part + i, weights[i].sizes()).to(weights[i].scalar_type());
+    loss = loss + at::tanh(weights[i] * x).to(at::kFloat).square().sum();
+  }
+  return step == 3 ? loss * INFINITY : loss;
+}
+
+std::vector<double> hyper_of(const optim::Rule& rule) {
+  std::vector<double> hyper;
+  for (const auto& one : rule.hyper) hyper.push_back(one.name == "lr" ? 0.05 : one.fallback);
+  return hyper;
+}
+
+Trained train_rank(const Case& c, const Placements& places, const storage::Budget& budget,
+                   const comm::CommunicatorPtr& ranks) {
+  std::vector<at::Tensor> weights;
+  std::vector<ParamSpec> specs;
+  for (int i = 0; i < kWeights; ++i) {
+    weights.push_back(values(i, {4 + i, 3}).to(c.type).set_requires_grad(true));
+    specs.push_back({weights[i], "w" + std::to_string(i), 0, i});
+    if (c.stage == 3)
+      specs[i].sharded = std::make_shared<ShardedParam>(weights[i], specs[i].name, ranks->size(), ranks->rank());
+  }
+  EngineOptions options;
+  options.policy = stage_policy(c.stage);
+  options.places = places;
+  options.budget = budget;
+  options.grad_dtype = c.grad_dtype;
+  options.reducer.bucket_numel = c.bucket;
+  options.reducer.predivide = 1.0 / ranks->size();
+  options.gatherer.persistence_numel = 13;
+  auto engine = std::make_shared<Engine>(specs, std::vector<ShardedParamPtr>{}, options, EngineRanks{ranks});
+  const optim::Rule& rule = optim::find_rule(c.rule);
+  engine->stepper().set_rules({&rule});
+  ParamGatherer* gatherer = engine->gatherer();
+  const int32_t unit = gatherer ? gatherer->add_unit("all", engine->params().sharded_params()) : -1;
+  Trained result;
+  for (int step = 0; step < kSteps; ++step) {
+    for (int part = 0; part < kMicroSteps; ++part) {
+      if (gatherer) gatherer->begin_forward();
+      if (gatherer) gatherer->enter(unit, {});
+      const at::Tensor loss = loss_of(weights, step, ranks->rank(), part) / kMicroSteps;
+      if (gatherer) gatherer->leave(unit, {loss});
+      if (gatherer) gatherer->end_forward({loss});
+      engine->backward().begin(part + 1 == kMicroSteps || engine->policy().reduce == ReduceAt::kMicroStep);
+      loss.backward();
+      engine->backward().end();
+    }
+    StepInputs inputs = adam_inputs(0.5f, true);
+    inputs.hyper = {hyper_of(rule)};
+    const StepReport report = engine->step(inputs);
+    EXPECT_EQ(report.skipped, step == 3) << c.name;
+    result.norms.push_back(report.norm);
+    if (report.skipped) engine->backward().clear_grads();
+  }
+  if (gatherer) gatherer->enter(unit, {});
+  for (size_t i = 0; i < weights.size(); ++i) {
+    result.params.push_back(weights[i].detach().clone());
+    result.masters.push_back(engine->states().full(StateKind::kMaster, 0, i));
+    for (size_t slot = 0; slot < rule.slots.size(); ++slot)
+      result.slots.push_back(engine->states().full(StateKind::kSlot, static_cast<int>(slot), i));
+  }
+  engine->params().storage()->settle();
+  result.usage = engine->params().storage()->usage();
+  return result;
+}
+
+std::vector<Trained> train(const Case& c, const Placements& places, const storage::Budget& budget = {}) {
+  const auto comms = comm::thread_communicators(c.world);
+  std::vector<Trained> results(c.world);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < c.world; ++rank)
+    threads.emplace_back([&, rank] { results[rank] = train_rank(c, places, budget, comms[rank]); });
+  for (std::thread& thread : threads) thread.join();
+  return results;
+}
+
+void expect_same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b, const std::string& what) {
+  ASSERT_EQ(a.size(), b.size()) << what;
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(at::equal(a[i], b[i])) << what << " " << i;
+}
+
+void compare(const Case& c, const Placements& places, bool norms_too = true) {
+  const std::vector<Trained> here = train(c, {}), there = train(c, places);
+  for (int rank = 0; rank < c.world; ++rank) {
+    const std::string what = c.name + ", stage " + std::to_string(c.stage) + ", rank " + std::to_string(rank) + " of " +
+                             std::to_string(c.world) + ", " + c.rule;
+    for (int step = 0; step < kSteps; ++step) {
+      if (step == 3) continue;
+      EXPECT_NEAR(here[rank].norms[step], there[rank].norms[step], norms_too ? 0.0 : 1e-12) << what;
+    }
+    expect_same(here[rank].params, there[rank].params, what + ", parameter");
+    expect_same(here[rank].masters, there[rank].masters, what + ", master");
+    expect_same(here[rank].slots, there[rank].slots, what + ", slot");
+    EXPECT_EQ(here[rank].usage[1].resting + here[rank].usage[2].resting, 0);
+    EXPECT_GT(there[rank].usage[1].resting + there[rank].usage[2].resting, 0) << what;
+    EXPECT_EQ(there[rank].usage.leases, c.stage == 3 ? kWeights : 0) << what;  // what is gathered
+  }
+}
+
+storage::Placement at_rest(Medium medium, const std::string& folder = "", double share = 1.0) {
+  storage::Placement place;
+  place.rest = medium;
+  place.folder = folder;
+  place.host_share = share;
+  return place;
+}
+
+const storage::Placement kHost = at_rest(Medium::kHost);
+
+TEST(Placements, OnTheHostChangeNoBit) {
+  for (int stage : {0, 1, 2, 3}) {
+    for (int world : {1, 2, 4}) {
+      for (at::ScalarType type : {at::kFloat, at::kBFloat16}) {
+        compare({"masters and states", stage, world, type}, {kHost, {}, kHost});
+        if (stage >= 2) compare({"gradients, too", stage, world, type}, {kHost, kHost, kHost});
+      }
+    }
+  }
+  compare({"states alone", 2, 2, at::kBFloat16}, {{}, {}, kHost});
+  compare({"masters alone", 3, 2, at::kFloat}, {kHost, {}, {}});
+  compare({"gradients alone", 2, 2, at::kBFloat16}, {{}, kHost, {}});
+  compare({"fp32 gradients", 2, 2, at::kBFloat16, "adam", at::kFloat}, {kHost, kHost, kHost});
+  compare({"one bucket", 3, 2, at::kBFloat16, "adam", at::kFloat, 1000000}, {kHost, kHost, kHost});
+}
+
+TEST(Placements, RulesThatNeedMoreThanALoop) {
+  for (const char* rule : {"lamb", "muon", "sgd"})
+    for (int stage : {1, 2, 3})
+      compare({"rule", stage, 2, at::kBFloat16, rule}, {kHost, stage == 1 ? storage::Placement{} : kHost, kHost});
+}
+
+TEST(Placements, InFilesAndByShares) {
+  const io::Folder folder;
+  const storage::Placement file = at_rest(Medium::kFile, folder.path());
+  for (int stage : {1, 2, 3}) {
+    for (int world : {1, 2}) {
+      compare({"files", stage, world, at::kBFloat16}, {file, {}, file});
+      compare({"files and host", stage, world, at::kFloat}, {file, stage == 1 ? storage::Placement{} : kHost, kHost});
+      for (double share : {0.3, 0.7}) {
+        const storage::Placement part = at_rest(Medium::kHost, "", share);
+        compare({"a share", stage, world, at::kBFloat16}, {part, {}, part});
+      }
+    }
+    // Sums of squares are added up bucket by bucket there.
+    if (stage > 1) compare({"all in files", stage, 2, at::kFloat, "lamb"}, {file, file, file}, false);
+  }
+  EXPECT_EQ(folder.entries(), 0u);
+}
+
+// What travels takes the memory of some buckets, not of the model, and the budget holds.
+TEST(Placements, ABudgetOfAFewBuckets) {
+  const io::Folder folder;
+  const storage::Placement file = at_rest(Medium::kFile, folder.path());
+  const Case c{"budget", 2, 1, at::kBFloat16, "adam", {}, 1};  // a bucket for each weight
+  storage::Budget budget;
+  budget.bytes[Medium::kHost] = 5 * 8192;  // master, gradient, two states, parameters: a block and its alignment each
+  const Trained plain = train(c, {})[0], tight = train(c, {file, file, file}, budget)[0];
+  expect_same(plain.params, tight.params, "parameter");
+  expect_same(plain.slots, tight.slots, "slot");
+  EXPECT_LE(tight.usage[1].peak, budget.bytes[Medium::kHost]);
+  EXPECT_EQ(tight.usage[1].over_budget, 0);
+  EXPECT_EQ(tight.usage[1].resting, 0);
+  EXPECT_LT(tight.usage[0].resting, plain.usage[0].resting);
+}
+
+// What is read and written between steps finds buffers where they are.
+TEST(Placements, StatesAreReadAndWrittenWhereTheyRest) {
+  const io::Folder folder;
+  for (const auto& place : {at_rest(Medium::kDevice), kHost, at_rest(Medium::kFile, folder.path())}) {
+    at::Tensor weight = at::arange(6, at::kFloat).to(at::kBFloat16).set_requires_grad(true);
+    EngineOptions options;
+    options.policy = stage_policy(2);
+    options.places = {place, place, place};
+    Engine engine({{weight, "w", 0, 0}}, {}, options, {comm::thread_communicators(1)[0]});
+    use_adam(engine);
+    EXPECT_TRUE(at::equal(engine.states().full(StateKind::kMaster, 0, 0), at::arange(6, at::kFloat)));
+    const at::Tensor mine = at::arange(6, at::kFloat) / 3;
+    engine.states().set_full(StateKind::kSlot, 1, 0, mine);
+    EXPECT_TRUE(at::equal(engine.states().full(StateKind::kSlot, 1, 0), mine));
+    engine.states().set_full(StateKind::kMaster, 0, 0, mine);
+    EXPECT_TRUE(at::equal(engine.states().full(StateKind::kMaster, 0, 0), mine));
+    EXPECT_TRUE(at::equal(weight.detach(), mine.to(at::kBFloat16)));
+    weight.detach().fill_(2);
+    engine.states().refresh_master();
+    EXPECT_TRUE(at::equal(engine.states().full(StateKind::kMaster, 0, 0), at::full({6}, 2.0f)));
+    engine.states().set_full(StateKind::kGrad, 0, 0, mine);
+    EXPECT_TRUE(at::equal(engine.states().full(StateKind::kGrad, 0, 0), mine.to(at::kBFloat16).to(at::kFloat)));
+    std::string complaint;
+    try {
+      EXPECT_EQ(engine.states().pieces(StateKind::kMaster, 0).at(0).numel(), 6);
+    } catch (const Error& error) {
+      complaint = error.what();
+    }
+    EXPECT_EQ(complaint.find("plane 'masters' does not rest in memory") == 0, place.rest == Medium::kFile) << complaint;
+    // Who copies states in the background is waited for.
+    engine.states().hold().hold();
+    std::thread later([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      engine.states().hold().let_go();
+    });
+    engine.step(adam_inputs());
+    later.join();
+    EXPECT_FALSE(at::equal(engine.states().full(StateKind::kSlot, 1, 0), mine));
+  }
+}
+
+}  // namespace
+}  // namespace ds::zero

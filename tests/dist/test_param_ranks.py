@@ -1,0 +1,99 @@
+"""Parameters with ranks of their own (``ds_ranks``): each expert lives on every second rank. The measure is one process
+with all experts and the whole batch."""
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.comm import mesh
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+from deepspeed.zero.param_ranks import ParamRanks
+from harness import run_ranks
+
+EXPERTS, WIDTH, STEPS, LR = 2, 6, 3, 0.05
+
+
+def values(seed, *shape):
+    return torch.sin(torch.arange(int(torch.tensor(shape).prod()), dtype=torch.float32) * 0.7 + seed).reshape(shape)
+
+
+class Layer(torch.nn.Module):
+    """A dense layer, and one expert (or all of them: the measure)."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.dense = torch.nn.Linear(WIDTH, WIDTH)
+        self.experts = torch.nn.ModuleDict({str(e): torch.nn.Linear(WIDTH, WIDTH) for e in experts})
+        with torch.no_grad():
+            for seed, linear in [(50, self.dense), *((int(e), linear) for e, linear in self.experts.items())]:
+                linear.weight.copy_(values(seed, WIDTH, WIDTH))
+                linear.bias.copy_(values(seed + 20, WIDTH))
+
+    def forward(self, x, expert):
+        return torch.tanh(self.experts[expert](torch.tanh(self.dense(x))))
+
+
+def batch(step, rank):
+    return values(100 * step + rank, 4, WIDTH)
+
+
+def measure(world):
+    """Parameters after training in one process, by name, and the norms of the gradients."""
+    model = Layer(range(EXPERTS))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(world):
+            (model(batch(step, rank), str(rank % EXPERTS)).square().mean() / world).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+    return {name: param.detach() for name, param in model.named_parameters()}, norms
+
+
+def body(rank, world, stage):
+    expert = rank % EXPERTS
+    groups = {
+        "expert_data_parallel": mesh.group_over(list(range(expert, world, EXPERTS))),
+        "expert_parallel": mesh.group_over([rank - expert + e for e in range(EXPERTS)]),
+    }
+    model = Layer([expert])
+    if rank >= EXPERTS:  # what the first holder has counts
+        model.experts[str(expert)].bias.data.zero_()
+    for param in model.experts.parameters():
+        param.ds_ranks = ParamRanks("experts", groups, groups["expert_data_parallel"])
+    config = {
+        "train_batch_size": 4 * world,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "gradient_clipping": 0.1,
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    norms = []
+    for step in range(STEPS):
+        engine.backward(engine(batch(step, rank), str(expert)).square().mean())
+        engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    mine = dict(model.named_parameters())
+    found = {name: safe_get_full_fp32_param(param) for name, param in mine.items()}
+    weight = mine[f"experts.{expert}.weight"]
+    assert safe_get_full_optimizer_state(weight, "exp_avg").shape == (WIDTH, WIDTH)
+    with pytest.raises(NotImplementedError, match=f"parameter 'experts.{expert}.weight' has ranks of its own"):
+        engine.save_checkpoint("/nowhere")
+    safe_set_full_fp32_param(weight, torch.full((WIDTH, WIDTH), float(expert)))
+    assert torch.equal(safe_get_full_fp32_param(weight), torch.full((WIDTH, WIDTH), float(expert)))
+    with deepspeed.zero.GatheredParameters([weight], enabled=stage == 3):
+        assert torch.equal(weight.detach(), torch.full((WIDTH, WIDTH), float(expert)))
+    dist.barrier()
+    return {name: value.tolist() for name, value in found.items()}, norms
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [2, 4])
+def test_experts_equal_one_process(world, stage):
+    expected, norms = measure(world)
+    for found, found_norms in run_ranks(world, body, stage, init=True):
+        assert found_norms == pytest.approx(norms, rel=1e-4)
+        for name, value in found.items():
+            torch.testing.assert_close(torch.tensor(value), expected[name], rtol=1e-4, atol=1e-5)
