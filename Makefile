@@ -2,7 +2,7 @@
 # builds for the Python of the active environment (tools/common.sh says which one that is) and installs what is missing.
 SHELL := /bin/bash
 .DEFAULT_GOAL := build
-.PHONY: help build quickstart install test test-all test-unit test-torch2 test-gpu bench bench-gpu lint docs wheel asan tsan clean
+.PHONY: help build quickstart install test test-all test-unit test-torch2 test-gpu test-cluster bench bench-gpu lint docs wheel asan tsan clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -31,6 +31,9 @@ test-torch2: ## the whole suite against torch 2.x from PyPI, in .venv-torch2
 
 test-gpu: ## the tests that need a GPU
 	@tools/test.sh gpu
+
+test-cluster: ## the launcher over real ssh and pdsh, between namespaces of this machine (root; else skipped)
+	@tools/test.sh cluster
 
 bench: ## all CPU benchmarks; results in benchmarks/results/
 	@tools/bench.sh cpu

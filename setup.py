@@ -146,6 +146,24 @@ def version():
 with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as readme:
     long_description = readme.read()
 
+# Published names; none of them is needed to train.
+EXTRAS = {
+    "quickstart": ["matplotlib", "psutil", "rich"],
+    "dev": ["pytest", "ruff"],
+    "1bit": ["mpi4py"],
+    "1bit_adam": ["mpi4py"],
+    "1bit_mpi": ["mpi4py"],
+    "autotuning": ["tabulate"],
+    "autotuning_ml": ["tabulate", "xgboost"],
+    "readthedocs": ["docutils", "sphinx"],
+    "sparse_attn": [],
+    "sparse": [],
+    "inf": ["transformers"],
+    "sd": ["diffusers", "transformers"],
+    "triton": ["triton"],
+    "deepcompile": [],
+}
+
 setup(
     name="deepspeed",
     version=version(),
@@ -155,11 +173,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     install_requires=["torch>=1.13.0a0", "numpy"],
-    extras_require={
-        "quickstart": ["matplotlib", "psutil", "rich"],
-        "dev": ["pytest", "ruff"],
-        "1bit_adam": ["mpi4py"],
-    },
+    extras_require={**EXTRAS, "all": sorted({name for names in EXTRAS.values() for name in names})},
     package_dir={"": "python"},
     packages=find_packages(
         "python", include=["deepspeed", "deepspeed.*"], exclude=["deepspeed._lib", "deepspeed._lib.*"]
@@ -178,6 +192,9 @@ setup(
             "ds_config = deepspeed.config.cli:main",
             "ds_io = deepspeed.nvme:ds_io_main",
             "ds_nvme_tune = deepspeed.nvme.perf_run_sweep:main",
+            "ds_ssh = deepspeed.launcher.on_hosts:main",
+            "ds_elastic = deepspeed.elasticity.cli:main",
+            "ds_bench = deepspeed.comm.bench:main",
             "ds_ckpt = deepspeed.checkpoint.read.cli:main",
         ],
     },

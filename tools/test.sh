@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# tools/test.sh all|every|unit|gpu [pytest arguments]: builds what is missing, then runs ctest and pytest, both on every
+# tools/test.sh all|every|unit|gpu|cluster [pytest arguments]: builds what is missing, then runs ctest and pytest, both on every
 # core. `all` runs a fixed sample of each large matrix of cases (tests/sampling.py), `every` all of them. Tests that are
 # marked `alone` measure time or the whole machine and run after the others, one at a time.
 . "$(dirname "$0")/common.sh"
@@ -20,7 +20,11 @@ case $kind in
   gpu) marks="gpu"
     "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
       die "make test-gpu needs a GPU and a torch that can use it; $PY sees none." ;;
-  *) die "tools/test.sh knows all, every, unit and gpu, not '$kind'." ;;
+  cluster) marks="not gpu"  # jobs over real ssh and pdsh, between namespaces; needs root, else skipped
+    tools/packages.sh cluster
+    export DS_TEST_CLUSTER=1
+    [ $# -gt 0 ] || set -- tests/cluster ;;
+  *) die "tools/test.sh knows all, every, unit, gpu and cluster, not '$kind'." ;;
 esac
 # Threads of OpenMP that wait must not spin: with more processes than cores a test of 0.1 s took 10.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
@@ -30,7 +34,7 @@ took=$(mktemp)  # a line for each test: seconds, a tab, its name
 trap 'rm -f "$took"' EXIT
 export DS_TEST_TIMES=$took
 
-if [ "$kind" != gpu ]; then
+if [ "$kind" != gpu ] && [ "$kind" != cluster ]; then
   say "C++ tests"
   labels=()
   case $kind in
@@ -51,7 +55,7 @@ fi
 # Several pytest processes, each with rank processes of its own; a file's tests stay together. One more than cores, up to
 # eight: some tests only wait, for a timeout or for a process that is to die.
 workers=()
-if [ "$kind" != gpu ] && [ "$JOBS" -gt 1 ]; then
+if [ "$kind" != gpu ] && [ "$kind" != cluster ] && [ "$JOBS" -gt 1 ]; then
   if "$PY" -c 'import xdist' 2>/dev/null; then
     export PYTHONHASHSEED=${PYTHONHASHSEED:-$RANDOM}  # the same in all: the names of tests may hold sets
     workers=(-n $((JOBS < 8 ? JOBS + 1 : 8)) --dist loadfile)

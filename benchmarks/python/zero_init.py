@@ -10,12 +10,10 @@ and 200 MB. ``--plain`` builds it without the context, for comparison.
 import argparse
 import json
 import os
-import socket
-import subprocess
 import sys
-import tempfile
 import time
 
+from common import ranks
 from common.memory import Peak, private_bytes
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -85,34 +83,7 @@ def main():
     if args.worker:
         work(args)
         return
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    with tempfile.TemporaryDirectory() as scratch:
-        out = os.path.join(scratch, "figures.json")
-        command = [sys.executable, os.path.abspath(__file__), "--worker", "--json", out]
-        for name in ("ranks", "layers", "width"):
-            command += [f"--{name}", str(getattr(args, name))]
-        command += ["--plain"] if args.plain else []
-        ranks = [
-            subprocess.Popen(
-                command,
-                env=dict(
-                    os.environ,
-                    RANK=str(rank),
-                    LOCAL_RANK=str(rank),
-                    WORLD_SIZE=str(args.ranks),
-                    MASTER_ADDR="127.0.0.1",
-                    MASTER_PORT=str(port),
-                    OMP_NUM_THREADS="1",
-                ),
-            )
-            for rank in range(args.ranks)
-        ]
-        if any(p.wait() for p in ranks):
-            sys.exit("a rank failed; its message is above")
-        with open(out, encoding="utf-8") as file:
-            found = json.load(file)
+    found = ranks.measure(__file__, args, ("ranks", "layers", "width", "plain"), args.ranks)
     print(
         f"{found['parameters'] / 1e6:.0f}M fp32 parameters on {found['ranks']} ranks, "
         f"{'inside zero.Init' if found['init'] else 'plain'}: "

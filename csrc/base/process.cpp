@@ -18,6 +18,7 @@ constexpr unsigned long kExiting = 0x4;  // PF_EXITING of the kernel, in the fie
 struct Stat {
   char state = '?';
   unsigned long flags = 0;
+  uint64_t began = 0;
 };
 
 Stat stat_of(int64_t pid) {
@@ -28,16 +29,20 @@ Stat stat_of(int64_t pid) {
   const size_t name_end = text.rfind(')');  // the name may hold anything
   if (name_end == std::string::npos) return made;
   std::istringstream fields(text.substr(name_end + 1));
-  long skipped;
+  std::string skipped;
   fields >> made.state;
   for (int field = 4; field <= 8; ++field) fields >> skipped;
   fields >> made.flags;
+  for (int field = 10; field <= 21; ++field) fields >> skipped;
+  fields >> made.began;
   return made;
 }
 
 }  // namespace
 
 char process_state(int64_t pid) { return stat_of(pid).state; }
+
+uint64_t process_began(int64_t pid) { return stat_of(pid).began; }
 
 OwningProcess::OwningProcess() : pid_(getpid()) {}
 

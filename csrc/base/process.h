@@ -12,6 +12,10 @@ char process_state(int64_t pid);
 // being taken apart by the kernel, which closes its connections on the way.
 bool process_ended(int64_t pid);
 
+// When the process began, in clock ticks since the machine was started; 0 where there is no such process. A process
+// number is given again, together with this it is not.
+uint64_t process_began(int64_t pid);
+
 // The process that made an object. A forked child has a copy of the object and none of its threads, and what the object
 // shares with others is not the child's to close: where here() is false a destructor leaves all of it alone.
 class OwningProcess {

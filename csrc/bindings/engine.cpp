@@ -11,6 +11,7 @@
 #include "bindings/py_config.h"
 #include "bindings/registry.h"
 #include "bindings/shared_function.h"
+#include "bindings/state_kind.h"
 #include "bindings/sharded_params.h"
 #include "bindings/torch_types.h"
 #include "bindings/without_lock.h"
@@ -18,6 +19,7 @@
 #include "comm/transports/c10d_communicator.h"
 #include "comm/transports/local_communicator.h"
 #include "zero/engine.h"
+#include "zero/state_sources.h"
 
 namespace py = pybind11;
 
@@ -64,22 +66,32 @@ zero::EngineRanks engine_ranks(Groups groups) {
 
 std::shared_ptr<Engine> make_engine(const std::vector<ParamRow>& params,
                                     const std::vector<zero::ShardedParamPtr>& others, const Groups& groups,
-                                    const PyConfig& config, int threads, const py::object& grad_dtype) {
-  zero::EngineRanks ranks = engine_ranks(groups);
-  const auto options = zero::engine_options(config.config, {threads, ranks.count(), optional_dtype(grad_dtype)});
-  std::vector<zero::ParamSpec> specs;
-  for (const auto& [tensor, name, group, order, counts_in_norm, form, shard, rule] : params)
-    specs.push_back({tensor, name, group, order, counts_in_norm, options.policy.shards_params() ? shard : nullptr,
-                     static_cast<zero::GradForm>(form), rule});
-  py::gil_scoped_release unlocked;
-  return std::make_shared<Engine>(std::move(specs), others, options, std::move(ranks));
+                                    const PyConfig& config, int threads, const py::object& grad_dtype, int rank) {
+  const zero::EngineRanks ranks = engine_ranks(groups);
+  try {
+    const auto options = zero::engine_options(
+        config.config, {threads, ranks.count(), ranks.data_parallel->rank(), optional_dtype(grad_dtype), rank});
+    std::vector<zero::ParamSpec> specs;
+    for (const auto& [tensor, name, group, order, counts_in_norm, form, shard, rule] : params)
+      specs.push_back({tensor, name, group, order, counts_in_norm, options.policy.shards_params() ? shard : nullptr,
+                       static_cast<zero::GradForm>(form), rule});
+    py::gil_scoped_release unlocked;
+    return std::make_shared<Engine>(std::move(specs), others, options, ranks);
+  } catch (const Error& error) {
+    // A folder or file that this rank alone cannot make or lock.
+    if (error.kind() == ErrorKind::kRuntime) {
+      py::gil_scoped_release unlocked;
+      zero::tell_ranks(ranks, error);
+    }
+    throw;
+  }
 }
 
 // `rules`: the name of the native optimizer of each parameter group.
 void set_rules(Engine& engine, const std::vector<std::string>& names) {
   std::vector<const optim::Rule*> rules;
   for (const std::string& name : names) rules.push_back(&optim::find_rule(name));
-  engine.stepper().set_rules(std::move(rules));
+  engine.set_rules(std::move(rules));
 }
 
 // What a step is told: zero::StepInputs with the hyperparameters by name, since the rules know their order.
@@ -97,7 +109,7 @@ std::function<void()> callback(const py::object& function) {
   };
 }
 
-zero::StepReport step(Engine& engine, const PyStepInputs& given) {
+zero::StepInputs step_inputs(Engine& engine, const PyStepInputs& given) {
   zero::StepInputs inputs = given.step;
   for (size_t group = 0; group < given.groups.size(); ++group) {
     const auto& [name, values] = given.groups[group];
@@ -107,8 +119,12 @@ zero::StepReport step(Engine& engine, const PyStepInputs& given) {
            "' and is now to be updated by '", name, "', which has other states");
     inputs.hyper.push_back(hyper_values(rule, values));
   }
-  return engine.step(inputs);
+  return inputs;
 }
+
+zero::StepReport step(Engine& engine, const PyStepInputs& given) { return engine.step(step_inputs(engine, given)); }
+
+void expect_step(Engine& engine, const PyStepInputs& given) { engine.expect(step_inputs(engine, given)); }
 
 using ScalerState = std::tuple<double, int64_t, int64_t, int64_t>;
 
@@ -118,30 +134,43 @@ std::optional<ScalerState> loss_scale(const zero::StepReport& report) {
   return ScalerState{state.scale, state.iteration, state.last_overflow_iteration, state.hysteresis_left};
 }
 
-zero::StateKind kind_of(const std::string& name) {
-  if (name == "master") return zero::StateKind::kMaster;
-  if (name == "grad") return zero::StateKind::kGrad;
-  if (name == "slot") return zero::StateKind::kSlot;
-  fail(ErrorKind::kValue, "kept is 'master', 'grad' or 'slot', not '", name, "'");
-}
-
 c10::optional<at::Tensor> full(Engine& engine, const std::string& kept, int slot, size_t param) {
-  const zero::StateKind what = kind_of(kept);
+  const zero::StateKind what = state_kind(kept);
   py::gil_scoped_release unlocked;
-  return none_for_undefined(engine.states().full(what, slot, param));
+  return none_for_undefined(engine.failures().watch([&] { return engine.states().full(what, slot, param); }));
 }
 
 void set_full(Engine& engine, const std::string& kept, int slot, size_t param, const at::Tensor& value) {
-  const zero::StateKind what = kind_of(kept);
+  const zero::StateKind what = state_kind(kept);
   py::gil_scoped_release unlocked;
-  engine.states().set_full(what, slot, param, value);
+  engine.failures().watch([&] { engine.states().set_full(what, slot, param, value); });
 }
 
-// A method of a part of the engine, as one of the engine's.
+// A piece for the time of a `with`.
+struct LeasedPiece {
+  std::function<std::pair<storage::Lease, at::Tensor>()> acquire;
+  std::pair<storage::Lease, at::Tensor> held{};
+};
+
+LeasedPiece leased_piece(const std::shared_ptr<Engine>& engine, const std::string& kept, int slot, size_t number,
+                         const std::string& access) {
+  const std::map<std::string, storage::Access> known = {
+      {"read", storage::Access::kRead}, {"write", storage::Access::kWrite}, {"update", storage::Access::kUpdate}};
+  const auto found = known.find(access);
+  if (found == known.end()) fail(ErrorKind::kValue, "access is 'read', 'write' or 'update', not '", access, "'");
+  return {[engine, kind = state_kind(kept), slot, number, how = found->second] {
+    return engine->states().piece(kind, slot, number, how);
+  }};
+}
+
+zero::StateSources sources_of(Engine& engine) { return {engine.params(), engine.states()}; }
+
+// A method of a part of the engine, as one of the engine's. What this rank alone cannot do, the others hear of.
 template <typename Part, typename Result, typename... Arguments>
 auto of(Part& (Engine::*part)(), Result (Part::*method)(Arguments...)) {
   return [part, method](Engine& engine, Arguments... arguments) -> Result {
-    return ((engine.*part)().*method)(std::forward<Arguments>(arguments)...);
+    return engine.failures().watch(
+        [&]() -> Result { return ((engine.*part)().*method)(std::forward<Arguments>(arguments)...); });
   };
 }
 
@@ -183,9 +212,27 @@ DS_BINDINGS(m) {
           },
           py::arg("masters"), py::arg("update"));
 
+  py::class_<ExitGuard>(m, "ExitGuard").def("__call__", [](const ExitGuard& guard) {
+    if (const auto storage = guard.storage.lock()) storage->at_exit();
+  });
+  py::class_<LeasedPiece>(m, "LeasedPiece")
+      .def("__enter__",
+           [](LeasedPiece& piece) {
+             {
+               py::gil_scoped_release unlocked;
+               piece.held = piece.acquire();
+             }
+             return none_for_undefined(at::Tensor(piece.held.second));
+           })
+      .def("__exit__", [](LeasedPiece& piece, const py::args&) {
+        piece.held.second.reset();
+        py::gil_scoped_release unlocked;
+        piece.held.first.release();
+      });
+
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init(&make_engine), py::kw_only(), py::arg("params"), py::arg("others"), py::arg("groups"),
-           py::arg("config"), py::arg("threads"), py::arg("grad_dtype"))
+           py::arg("config"), py::arg("threads"), py::arg("grad_dtype"), py::arg("rank"))
       .def("forwarded", of(&Engine::backward, &BackwardSession::forwarded), Unlocked(), py::arg("outputs"),
            py::arg("reduce"), py::arg("factor"))
       .def("step", &step, Unlocked(), py::arg("inputs"))
@@ -196,38 +243,51 @@ DS_BINDINGS(m) {
           "begin_backward",
           // optional: torch 1.13 takes no None for a tensor
           [](Engine& engine, bool reduce, const c10::optional<at::Tensor>& root) {
-            engine.backward().begin(reduce, root.value_or(at::Tensor()));
+            engine.failures().watch([&] { engine.backward().begin(reduce, root.value_or(at::Tensor())); });
           },
           Unlocked(), py::arg("reduce"), py::arg("root") = py::none())
       .def("end_backward", of(&Engine::backward, &BackwardSession::end), Unlocked())
       .def("abort_backward", of(&Engine::backward, &BackwardSession::abort), Unlocked())
       .def("finish_backward", of(&Engine::backward, &BackwardSession::finish), Unlocked())
       .def("join_backward", of(&Engine::backward, &BackwardSession::join), Unlocked(), py::arg("reduce"))
-      .def("clear_grads", of(&Engine::backward, &BackwardSession::clear_grads), Unlocked())
+      .def("clear_grads", &Engine::clear_grads, Unlocked())
       .def("adopt_grads", of(&Engine::backward, &BackwardSession::adopt_grads), Unlocked())
       .def("set_postscale", [](Engine& engine, double scale) { engine.grads().options().postscale = scale; })
       .def_property_readonly("predivide", [](Engine& engine) { return engine.grads().options().predivide; })
       .def("set_rules", &set_rules, py::arg("rules"))
-      .def("slot_names", [](Engine& engine) { return engine.stepper().slot_names(); })
+      .def("slot_names", [](Engine& engine) { return engine.states().slot_names(); })
+      .def("strategy_states", [](Engine& engine) { return engine.strategy().state_names(); })
+      .def("expect_step", &expect_step, Unlocked(), py::arg("inputs"))
+      .def_property_readonly("expects_steps", [](Engine& engine) { return engine.strategy().expects(); })
+      .def(
+          "strategy_counters", [](Engine& engine) { return engine.strategy().counters(); }, Unlocked())
+      .def("restore_strategy", of(&Engine::states, &StateAccess::restore_strategy), Unlocked(), py::arg("counters"))
+      .def(
+          "set_steps_per_epoch", [](Engine& engine, int64_t steps) { engine.strategy().set_steps_per_epoch(steps); },
+          py::arg("steps"))
+      .def("strategy_figures", [](Engine& engine) { return engine.strategy().figures(); })
       .def(
           "local_grad",
           [](Engine& engine, size_t param) { return none_for_undefined(engine.states().local_grad(param)); },
           Unlocked(), py::arg("param"))
+      .def("set_local_grad", of(&Engine::states, &StateAccess::set_local_grad), Unlocked(), py::arg("param"),
+           py::arg("value"))
       .def(
           "set_grad_dtype",
           [](Engine& engine, const py::object& type) {
             const auto wanted = optional_dtype(type);
             py::gil_scoped_release unlocked;
-            engine.grads().set_grad_dtype(wanted);
+            engine.failures().watch([&] { engine.grads().set_grad_dtype(wanted); });
           },
           py::arg("dtype"))
       .def(
           "has_grads", [](Engine& engine) { return engine.grads().any(); }, Unlocked())
       .def(
-          "publish", [](Engine& engine) { engine.stepper().publish(); }, Unlocked())
+          "publish", [](Engine& engine) { engine.failures().watch([&] { engine.stepper().publish(); }); }, Unlocked())
       .def("refresh_master", of(&Engine::states, &StateAccess::refresh_master), Unlocked())
       .def(
-          "hold_states", [](Engine& engine) { engine.states().hold_states(); }, Unlocked())
+          "hold_states", [](Engine& engine) { engine.failures().watch([&] { engine.states().hold_states(); }); },
+          Unlocked())
       .def(
           "let_states_go", [](Engine& engine) { engine.states().hold().let_go(); }, Unlocked())
       .def(
@@ -243,18 +303,43 @@ DS_BINDINGS(m) {
                              })
       .def("release", &Engine::release, Unlocked())
       .def(
-          "masters", [](Engine& engine) { return engine.states().pieces(zero::StateKind::kMaster, 0); }, Unlocked())
+          "masters",
+          [](Engine& engine, bool copies) { return engine.states().pieces(zero::StateKind::kMaster, 0, copies); },
+          Unlocked(), py::arg("copies") = false)
       .def(
-          "grads", [](Engine& engine) { return engine.states().pieces(zero::StateKind::kGrad, 0); }, Unlocked())
+          "grads",
+          [](Engine& engine, bool copies) { return engine.states().pieces(zero::StateKind::kGrad, 0, copies); },
+          Unlocked(), py::arg("copies") = false)
       .def(
           "slots",
-          [](Engine& engine, int slot) {
+          [](Engine& engine, int slot, bool copies) {
             std::vector<c10::optional<at::Tensor>> result;
-            for (at::Tensor& piece : engine.states().pieces(zero::StateKind::kSlot, slot))
+            for (at::Tensor& piece : engine.states().pieces(zero::StateKind::kSlot, slot, copies))
               result.push_back(none_for_undefined(std::move(piece)));
             return result;
           },
-          Unlocked())
+          Unlocked(), py::arg("slot"), py::arg("copies") = false)
+      .def("piece", &leased_piece, py::arg("kept"), py::arg("slot"), py::arg("number"), py::arg("access"),
+           "A context: the tensor of one piece, wherever it rests. access: 'read', 'write' (all of it), 'update'.")
+      .def(
+          "piece_tensor",
+          [](Engine& engine, const std::string& kept, int slot, size_t number) {
+            return none_for_undefined(engine.states().piece_tensor(state_kind(kept), slot, number));
+          },
+          Unlocked(), py::arg("kept"), py::arg("slot"), py::arg("number"),
+          "A view of one piece, a copy of what lies in a file; None where its group has no such slot.")
+      .def_property_readonly("storage", [](Engine& engine) { return engine.params().storage(); })
+      .def(
+          "planes",
+          [](Engine& engine, const std::string& what) {
+            std::vector<std::pair<int32_t, int64_t>> found;
+            for (const auto& [plane, bytes] : engine.params().planes(what)) found.emplace_back(plane.number, bytes);
+            return found;
+          },
+          py::arg("what"), "[(plane of the storage, bytes)] of lp, master, grad or slots.")
+      .def(
+          "trim_wire", [](Engine& engine) { engine.grads().trim(); }, Unlocked())
+      .def("exit_guard", [](Engine& engine) { return ExitGuard{engine.params().storage()}; })
       .def("pieces",
            [](Engine& engine) {
              std::vector<std::tuple<int32_t, int64_t, int64_t>> result;
@@ -282,6 +367,30 @@ DS_BINDINGS(m) {
             return engine.states().padded_slices(undefined_for_none(own), params);
           },
           Unlocked(), py::arg("own"), py::arg("params"))
+      .def(
+          "slice_source",
+          [](const std::shared_ptr<Engine>& engine, const std::string& kept, int slot,
+             const std::vector<size_t>& params) -> io::SourcePtr {
+            return sources_of(*engine).padded(engine, state_kind(kept), slot, params);
+          },
+          py::arg("kept"), py::arg("slot"), py::arg("params"), "padded_slices, read when it is written down.")
+      .def(
+          "piece_source",
+          [](const std::shared_ptr<Engine>& engine, const std::string& kept, int slot, size_t number) -> io::SourcePtr {
+            return sources_of(*engine).piece(engine, state_kind(kept), slot, number);
+          },
+          py::arg("kept"), py::arg("slot"), py::arg("number"), "A piece, as fp32, read when it is written down.")
+      .def(
+          "piece_in_file",
+          [](Engine& engine, const std::string& kept, int slot, size_t number) {
+            return none_for_undefined(sources_of(engine).piece_in_file(state_kind(kept), slot, number));
+          },
+          Unlocked(), py::arg("kept"), py::arg("slot"), py::arg("number"),
+          "Its shape and dtype, a tensor of the device \"meta\"; None where it does not rest in a file.")
+      .def(
+          "rest_in_files", [](Engine& engine) { return sources_of(engine).rest_in_files(); }, Unlocked(),
+          "Whether masters or optimizer states do.")
+      .def_property_readonly("storage", [](Engine& engine) { return engine.params().storage(); })
       .def("held_bytes",
            [](Engine& engine) {
              py::dict result;

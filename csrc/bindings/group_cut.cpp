@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/registry.h"
+#include "bindings/state_kind.h"
 #include "bindings/torch_types.h"
 #include "zero/engine.h"
 #include "zero/group_cut.h"
@@ -39,6 +40,13 @@ DS_BINDINGS(m) {
             return cut.in_pieces(undefined_for_none(pieces), numel);
           },
           py::arg("pieces"), py::arg("numel"))
+      .def(
+          "source",
+          [](const GroupCut& cut, const std::shared_ptr<ds::zero::Engine>& engine, const std::string& kept, int slot,
+             int64_t numel) -> ds::io::SourcePtr {
+            return cut.source(engine, ds::bindings::state_kind(kept), slot, numel);
+          },
+          Unlocked(), py::arg("engine"), py::arg("kept"), py::arg("slot"), py::arg("numel"))
       .def("slices", [](const GroupCut& cut) {
         std::vector<std::tuple<size_t, int64_t, int64_t>> found;
         for (const GroupCut::Slice& slice : cut.slices()) found.emplace_back(slice.param, slice.at, slice.numel);

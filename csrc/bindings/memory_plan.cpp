@@ -4,6 +4,9 @@
 #include <pybind11/stl.h>
 
 #include "bindings/registry.h"
+#include "bindings/torch_types.h"
+#include "storage/rates.h"
+#include "zero/auto_places.h"
 #include "zero/stage_policy.h"
 
 namespace py = pybind11;
@@ -43,4 +46,40 @@ DS_BINDINGS(m) {
       },
       py::arg("numel"), py::arg("largest"), py::arg("ranks"), py::arg("nodes"), py::arg("offload_optimizer"),
       py::arg("offload_params"), py::arg("sharded_init"));
+
+  // Bytes per second: to_host, to_device, file_read, file_write, host_step, device_step; see plan/place_plan.h.
+  using Rates = std::array<double, 6>;
+  memory.def(
+      "machine_rates",
+      [](const at::Device& device, bool pinned, const std::string& folder, int threads) {
+        const int used = ds::storage::known_threads(ds::storage::rates_folder(), threads);
+        const PlaceRates r = ds::zero::machine_rates(device, pinned, folder, {}, used);
+        return Rates{r.to_host, r.to_device, r.file_read, r.file_write, r.host_step, r.device_step};
+      },
+      py::call_guard<py::gil_scoped_release>(), py::arg("device"), py::arg("pinned"), py::arg("folder"),
+      py::arg("threads"));
+  // what -> (device, host, file) shares; seconds of a step, bytes on the link and of files. need: bytes of this rank,
+  // of gradients, masters, states, weights; room as zero_optimization.placement has it.
+  memory.def(
+      "auto_places",
+      [](const std::array<int64_t, 4>& need, const std::array<int64_t, 3>& room, int64_t accumulation,
+         const Rates& rates) {
+        ds::zero::TierBytes have;
+        have.device = room[0];
+        have.host = room[1];
+        have.file = room[2];
+        have.accumulation = accumulation;
+        have.rates = {rates[0], rates[1], rates[2], rates[3], rates[4], rates[5]};
+        const ds::zero::StateBytes bytes{need[0], need[1], need[2], need[3]};
+        ds::zero::auto_places(bytes, have);  // says what is missing
+        const PlacePlan plan = place_plan(ds::zero::place_need(bytes, have), have.rates);
+        py::dict shares;
+        for (const auto& [name, of] : {std::make_pair("grad", plan.grad), std::make_pair("master", plan.master),
+                                       std::make_pair("slots", plan.slots)})
+          shares[name] = std::array<double, 3>{of.device(), of.host, of.file};
+        const PlaceNeed as = ds::zero::place_need(bytes, have);
+        const auto moved = shared_seconds(as, {1, 1, 1, 1, 0, 0}, plan.grad, plan.master, plan.slots);
+        return std::make_tuple(shares, plan.seconds, moved[0], moved[1]);
+      },
+      py::arg("need"), py::arg("room"), py::arg("accumulation"), py::arg("rates"));
 }

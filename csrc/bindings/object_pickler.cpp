@@ -326,12 +326,8 @@ class ObjectPickler {
 
   bool save_tensor(const py::object& object) {
     if (has_type(object, pieces_)) {
-      std::vector<io::SourcePtr> parts;
-      for (const py::handle part : object.attr("parts")) {
-        parts.push_back(std::make_shared<TensorSource>(THPVariable_Unpack(part.ptr())));
-      }
       const auto numel = object.attr("numel").cast<int64_t>();
-      Stored stored{std::make_shared<io::JoinedSource>(std::move(parts)), {numel}, {1}, numel};
+      Stored stored{source_of_pieces(object), {numel}, {1}, numel};
       const std::string key = "pieces " + std::to_string(reinterpret_cast<uintptr_t>(object.ptr()));
       write_tensor(object, object.attr("dtype"), stored, key, false);
       return true;
@@ -433,6 +429,18 @@ class ObjectPickler {
 };
 
 }  // namespace
+
+io::SourcePtr source_of_pieces(const py::handle& object) {
+  std::vector<io::SourcePtr> parts;
+  for (const py::handle part : object.attr("parts")) {
+    if (py::isinstance<io::ByteSource>(part)) {
+      parts.push_back(part.cast<io::SourcePtr>());
+    } else {
+      parts.push_back(std::make_shared<TensorSource>(THPVariable_Unpack(part.ptr())));
+    }
+  }
+  return std::make_shared<io::JoinedSource>(std::move(parts));
+}
 
 PickledValue pickle_value(const py::object& value, const py::object& hooks, bool stream) {
   return ObjectPickler(hooks, stream).pickle(value);

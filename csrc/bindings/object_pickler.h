@@ -28,4 +28,7 @@ struct PickledValue {
 // take.
 PickledValue pickle_value(const pybind11::object& value, const pybind11::object& hooks, bool stream);
 
+// The bytes of a zero.tensor_of_pieces.TensorOfPieces.
+io::SourcePtr source_of_pieces(const pybind11::handle& object);
+
 }  // namespace ds::bindings

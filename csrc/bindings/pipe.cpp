@@ -95,13 +95,14 @@ DS_BINDINGS(m) {
 
   py::class_<PipePart>(pipe, "Part")
       .def(py::init([](double forward, double backward_input, double backward_weight, int64_t activation_bytes,
-                       int64_t weight_bytes, int64_t output_bytes, int64_t state_bytes) {
+                       int64_t weight_bytes, int64_t output_bytes, int64_t state_bytes,
+                       const std::array<int64_t, 4>& pass_bytes) {
              return PipePart{forward,      backward_input, backward_weight, activation_bytes,
-                             weight_bytes, output_bytes,   state_bytes};
+                             weight_bytes, output_bytes,   state_bytes,     pass_bytes};
            }),
            py::kw_only(), py::arg("forward") = 1.0, py::arg("backward_input") = 1.0, py::arg("backward_weight") = 1.0,
            py::arg("activation_bytes") = 0, py::arg("weight_bytes") = 0, py::arg("output_bytes") = 0,
-           py::arg("state_bytes") = 0);
+           py::arg("state_bytes") = 0, py::arg("pass_bytes") = std::array<int64_t, 4>{});
   py::class_<plan::PipeSpan>(pipe, "Span")
       .def_readonly("start", &plan::PipeSpan::start)
       .def_readonly("end", &plan::PipeSpan::end);

@@ -11,6 +11,7 @@
 #include "bindings/object_pickler.h"
 #include "bindings/registry.h"
 #include "bindings/tensor_source.h"
+#include "bindings/torch_types.h"
 #include "formats/shared_archive.h"
 #include "io/crc32.h"
 
@@ -120,6 +121,12 @@ std::pair<NamedTensor, SourcePtr> plain_tensor(const py::handle& key, const py::
   if (!py::isinstance<py::str>(key) || key.cast<std::string>() == "__metadata__") {
     fail(ErrorKind::kValue, "a tensor in a safetensors file needs a name of text other than __metadata__, got ", said);
   }
+  const std::string dtype = py::str(object.attr("dtype"));
+  NamedTensor named{key.cast<std::string>(), dtype.substr(dtype.rfind('.') + 1), {}, index};
+  if (py::hasattr(object, "parts")) {  // a TensorOfPieces
+    named.shape = object.attr("shape").cast<std::vector<int64_t>>();
+    return {std::move(named), bindings::source_of_pieces(object)};
+  }
   const at::Tensor& tensor = tensor_of(object);
   if (tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.is_meta()) {
     fail(ErrorKind::kValue, "the tensor ", said, " (", std::string(py::str(object.attr("layout"))), ", ",
@@ -128,8 +135,8 @@ std::pair<NamedTensor, SourcePtr> plain_tensor(const py::handle& key, const py::
          "dequantize()) or leave it out");
   }
   const auto source = std::make_shared<TensorSource>(tensor, true);
-  const std::string dtype = py::str(object.attr("dtype"));
-  return {{key.cast<std::string>(), dtype.substr(dtype.rfind('.') + 1), source->shape(), index}, source};
+  named.shape = source->shape();
+  return {std::move(named), source};
 }
 
 std::shared_ptr<formats::PreparedFile> prepare_safetensors(const py::dict& tensors, const py::object& metadata) {
@@ -137,7 +144,7 @@ std::shared_ptr<formats::PreparedFile> prepare_safetensors(const py::dict& tenso
   std::vector<size_t> widths, order;
   for (const auto& [key, tensor] : tensors) {
     made.push_back(plain_tensor(key, py::reinterpret_borrow<py::object>(tensor), made.size()));
-    widths.push_back(static_cast<size_t>(tensor_of(py::reinterpret_borrow<py::object>(tensor)).element_size()));
+    widths.push_back(c10::elementSize(*bindings::optional_dtype(tensor.attr("dtype"))));
     order.push_back(order.size());
   }
   std::sort(order.begin(), order.end(), [&](size_t a, size_t b) {

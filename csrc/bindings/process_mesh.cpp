@@ -70,6 +70,7 @@ DS_BINDINGS(m) {
       .value("REDUCE", Purpose::kReduce)
       .value("GATHER", Purpose::kGather)
       .value("PIPE", Purpose::kPipe)
+      .value("PIPE_GRADS", Purpose::kPipeGrads)
       .value("EXPERTS", Purpose::kExperts)
       .value("CONTROL", Purpose::kControl);
   py::class_<Job, comm::JobPtr>(m, "Job").def(py::init(&make_job), py::arg("rank"), py::arg("world"), py::arg("open"));
@@ -98,7 +99,13 @@ DS_BINDINGS(m) {
           [](ProcessMesh& mesh, const Axes& axes, Purpose purpose) {
             return comm::logged(mesh.communicator(mesh.sub(axes), purpose));
           },
-          py::arg("axes"), py::arg("purpose"));
+          py::arg("axes"), py::arg("purpose"))
+      .def(
+          "over",
+          [](ProcessMesh& mesh, const std::vector<int>& ranks, int place, Purpose purpose) {
+            return comm::logged(mesh.communicator({ranks, place}, purpose));
+          },
+          py::arg("ranks"), py::arg("place"), py::arg("purpose"));
 }
 
 }  // namespace ds::bindings

@@ -9,9 +9,11 @@
 #include <pybind11/stl.h>
 
 #include "bindings/nested_tensors.h"
+#include "bindings/py_config.h"
 #include "bindings/registry.h"
 #include "bindings/sharded_params.h"
 #include "bindings/torch_types.h"
+#include "zero/remote_slices.h"
 
 namespace py = pybind11;
 
@@ -156,6 +158,7 @@ DS_BINDINGS(m) {
              return copy;
            })
       .def_property("name", &ShardedParam::name, &ShardedParam::rename)
+      .def_readwrite("rule", &ShardedParam::rule)
       .def_property_readonly("sizes", &ShardedParam::sizes)
       .def_property_readonly("numel", &ShardedParam::numel)
       .def_property_readonly("parts", &ShardedParam::parts)
@@ -163,7 +166,19 @@ DS_BINDINGS(m) {
       .def_property_readonly("slice_numel", &ShardedParam::slice_numel)
       .def_property_readonly("own_begin", &ShardedParam::own_begin)
       .def_property_readonly("own_numel", &ShardedParam::own_numel)
-      .def_property_readonly("shard", &ShardedParam::shard)
+      .def_property_readonly(
+          "shard",
+          [](const ShardedParam& param) {
+            py::gil_scoped_release unlocked;
+            return param.slice_tensor();
+          },
+          "This rank's slice; a copy where it is in a file.")
+      .def_property_readonly("dtype", [](const ShardedParam& param) { return dtype_object(param.dtype()); })
+      .def_property_readonly("device", [](const ShardedParam& param) { return at::Device(param.device()); })
+      .def_property_readonly("offloaded", &ShardedParam::offloaded)
+      .def_property_readonly("in_file", &ShardedParam::in_file)
+      .def("set_slice", &ShardedParam::set_slice, "The slice takes the values of a tensor like `shard`.", Unlocked())
+      .def_readwrite("id", &ShardedParam::id)
       .def_property_readonly("status", [](const ShardedParam& param) { return static_cast<int>(param.status()); })
       .def_readwrite("persistent", &ShardedParam::persistent)
       .def_readonly("holders", &ShardedParam::holders)
@@ -171,6 +186,19 @@ DS_BINDINGS(m) {
       .def("reshaped", &ShardedParam::reshaped)
       .def("adopt_shape", &ShardedParam::adopt_shape)
       .def("cast", [](ShardedParam& param, const py::object& dtype) { param.cast(*optional_dtype(dtype)); });
+
+  py::class_<zero::RemoteSlices>(m, "RemoteSlices", "Where slices go as they are made: 'cpu' or 'nvme'.")
+      .def(py::init(
+               [](const PyConfig& config, const at::Device& device, const std::string& remote, bool pinned, int rank) {
+                 zero::RemoteOptions options = zero::remote_options(config.config, remote, pinned, rank);
+                 options.offload.host_numel = 0;
+                 return std::make_unique<zero::RemoteSlices>(device, options.place, options.offload, options.files);
+               }),
+           py::arg("config"), py::arg("device"), py::arg("remote"), py::arg("pinned"), py::arg("rank"))
+      .def(
+          "take", [](zero::RemoteSlices& slices, const ShardedParamPtr& param) { slices.take(*param); }, Unlocked())
+      .def("exit_guard", [](zero::RemoteSlices& slices) { return ExitGuard{slices.storage()}; })
+      .def("settle", &zero::RemoteSlices::settle, Unlocked(), "Throws what could not be written.");
 
   py::class_<ParamGatherer, std::shared_ptr<ParamGatherer>>(m, "ParamGatherer")
       .def(py::init([](const py::object& group) {
@@ -189,8 +217,7 @@ DS_BINDINGS(m) {
       .def("extend_unit", &ParamGatherer::extend_unit)
       .def("release_all", &ParamGatherer::release_all, Unlocked())
       .def("abandon_forward", &ParamGatherer::abandon_forward, Unlocked())
-      .def(
-          "drain", [](ParamGatherer& g) { g.source().drain(); }, Unlocked())
+      .def("drain", &ParamGatherer::drain, Unlocked())
       .def("empty_cache",
            [](ParamGatherer& g) {
              g.release_all();

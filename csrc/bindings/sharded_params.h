@@ -12,4 +12,9 @@ namespace ds::bindings {
 // Over a torch process group; None: one process.
 comm::CommunicatorPtr communicator(const pybind11::object& group, comm::GlooBy gloo_by = comm::GlooBy::kTransfers);
 
+// What the end of the process asks for where nobody has ended what has this storage. Keeps nothing of it.
+struct ExitGuard {
+  std::weak_ptr<storage::ShardStorage> storage;
+};
+
 }  // namespace ds::bindings

@@ -5,6 +5,7 @@
 #include "bindings/registry.h"
 #include "bindings/torch_types.h"
 #include "storage/flat_view.h"
+#include "storage/rates.h"
 #include "storage/shard_storage.h"
 #include "storage/tier.h"
 
@@ -30,9 +31,52 @@ py::dict usage_of(const ShardStorage& storage) {
   return media;
 }
 
+// Of each medium; "budget_waits" and the like of all.
+py::dict report_of(const ShardStorage& storage) {
+  const Usage usage = storage.usage();
+  py::dict report, media;
+  for (const MediumUsage& one : usage.media) {
+    py::dict row;
+    row["resting_bytes"] = one.resting;
+    row["held_bytes"] = one.total();
+    row["peak_bytes"] = one.peak;
+    row["over_budget"] = one.over_budget;
+    row["read_bytes"] = one.read_bytes;
+    row["written_bytes"] = one.written_bytes;
+    row["read_seconds"] = one.read_seconds;
+    row["write_seconds"] = one.write_seconds;
+    row["waited_seconds"] = one.waited_seconds;
+    media[py::str(one.name)] = row;
+  }
+  report["media"] = media;
+  report["budget_waits"] = usage.budget_waits;
+  report["prefetches"] = usage.prefetches;
+  report["prefetch_hits"] = usage.prefetch_hits;
+  return report;
+}
+
 }  // namespace
 
 DS_BINDINGS(m) {
+  py::class_<Placement>(m, "Placement", "Where a plane rests.")
+      .def(py::init([](const std::string& rest, bool pinned, const std::string& folder) {
+             Placement made;
+             made.rest = medium_named(rest);
+             made.pinned = pinned;
+             made.folder = folder;
+             return made;
+           }),
+           py::arg("rest"), py::arg("pinned") = false, py::arg("folder") = "")
+      .def_property_readonly("rest", [](const Placement& place) { return name_of(place.rest); })
+      .def(
+          "__eq__", [](const Placement& a, const Placement& b) { return a == b; }, py::is_operator());
+  m.def(
+      "known_rate",
+      [](const at::Device& device, const Placement& rest) {
+        const TierRate rate = known_rate(rates_folder(), device, rest);
+        return std::make_pair(rate.read, rate.write);
+      },
+      py::arg("device"), py::arg("rest"), Unlocked());
   py::class_<ShardStorage, std::shared_ptr<ShardStorage>>(m, "ShardStorage", "Memory in tiers.")
       .def(py::init([](const at::Device& device) { return std::make_shared<ShardStorage>(device); }), py::arg("device"))
       .def(
@@ -45,16 +89,26 @@ DS_BINDINGS(m) {
           "A plane of all memory behind a tensor; the tensor stays valid over moves.")
       .def(
           "move",
-          [](ShardStorage& storage, const std::vector<int32_t>& planes, const std::string& medium, bool pinned,
-             bool wait_each) {
-            Placement placement;
-            placement.rest = medium_named(medium);
-            placement.pinned = pinned;
+          [](ShardStorage& storage, const std::vector<int32_t>& planes, const Placement& placement, bool wait_each) {
             storage.move(planes_of(planes), placement, wait_each);
           },
-          py::arg("planes"), py::arg("medium"), py::arg("pinned") = false, py::arg("wait_each") = false, Unlocked(),
+          py::arg("planes"), py::arg("placement"), py::arg("wait_each") = false, Unlocked(),
           "Their memory is there when the call returns, and no longer where it was.")
       .def(
+          "placement", [](const ShardStorage& storage, int32_t plane) { return storage.placement({plane}); },
+          py::arg("plane"))
+      .def(
+          "addresses",
+          [](const ShardStorage& storage, int32_t plane) {
+            std::vector<uintptr_t> found;
+            for (const at::Tensor& memory : storage.memory({plane}))
+              found.push_back(reinterpret_cast<uintptr_t>(memory.storage().data()));
+            return found;
+          },
+          py::arg("plane"), "Where the memory behind its parts begins.")
+      .def_property_readonly("device", &ShardStorage::device)
+      .def(
           "remove", [](ShardStorage& storage, int32_t plane) { storage.remove({plane}); }, py::arg("plane"), Unlocked())
+      .def("report", &report_of, "What has rested, moved and been waited for, by medium.")
       .def("usage", &usage_of, "Bytes by medium; what was to be pinned and is not.");
 }

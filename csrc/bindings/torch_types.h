@@ -1,6 +1,7 @@
 // Conversions between Python's view of torch types and libtorch's that pybind11 has no caster for.
 #pragma once
 #include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <utility>
@@ -13,6 +14,10 @@ inline c10::optional<at::ScalarType> optional_dtype(const pybind11::object& dtyp
   if (dtype.is_none()) return c10::nullopt;
   if (!THPDtype_Check(dtype.ptr())) throw pybind11::type_error("expected a torch.dtype or None");
   return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+}
+
+inline pybind11::object dtype_object(at::ScalarType type) {
+  return pybind11::reinterpret_borrow<pybind11::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(type)));
 }
 
 // torch 1.13 takes no None for a tensor, and gives none.

@@ -33,7 +33,16 @@ std::string indented(const std::string& text) {
   return made;
 }
 
+std::string trace_folder() {
+  for (const char* variable : {"DS_COMM_TRACE_DIR", "TMPDIR"})
+    if (const char* folder = std::getenv(variable); folder && *folder) return folder;
+  return "/tmp";
+}
+
 }  // namespace
+
+Board::Board(int rank, const GroupFacts& facts)
+    : rank_(rank), job_rank_(facts.job_rank), name_(facts.name), folder_(trace_folder()) {}
 
 std::string mismatch(const std::vector<RankCall>& calls, const Record& mine, int64_t number) {
   if (std::all_of(calls.begin(), calls.end(), [&](const RankCall& each) { return fits(each.call, mine); })) return "";
@@ -76,10 +85,7 @@ void Board::look(const DiagnosticCallbacks& callbacks) {
 }
 
 std::string Board::write_flights(const std::string& why, const std::vector<RankView>& ranks) const {
-  const char* folder = std::getenv("DS_COMM_TRACE_DIR");
-  if (!folder || !*folder) folder = std::getenv("TMPDIR");
-  if (!folder || !*folder) folder = "/tmp";
-  const std::string path = std::string(folder) + "/deepspeed-comm-rank" +
+  const std::string path = folder_ + "/deepspeed-comm-rank" +
                            std::to_string(job_rank_ >= 0 ? job_rank_ : rank_) + "-" + std::to_string(getpid()) + "-" +
                            std::to_string(now_us()) + ".json";
   std::ofstream file(path);

@@ -35,7 +35,7 @@ class Board : public Watched {
  public:
   static constexpr std::chrono::milliseconds kAnswer{2000};  // how long ranks have to say where they are
 
-  Board(int rank, const GroupFacts& facts) : rank_(rank), job_rank_(facts.job_rank), name_(facts.name) {}
+  Board(int rank, const GroupFacts& facts);
 
   // Everything a person wants to know when a group has failed because of `why`: which rank is where, since when, doing
   // what, with its Python stack where it answers in time, and the name of the file that the flight recorders of all
@@ -55,6 +55,7 @@ class Board : public Watched {
  private:
   std::string write_flights(const std::string& why, const std::vector<RankView>& ranks) const;
 
+  const std::string folder_;  // of the files; the watch's thread does not read the environment: scripts change it
   std::mutex mutex_;
   std::vector<std::string> warnings_;
   std::atomic<bool> has_warnings_{false};

@@ -58,7 +58,9 @@ Communicator::~Communicator() = default;
 
 std::shared_ptr<Communicator> Communicator::among(const std::vector<int>&) { return nullptr; }
 
-WorkPtr Communicator::launch(const Op& op) { return carries(op) ? start(op) : compose(*this, op); }
+WorkPtr Communicator::launch(const Op& op) {
+  return carries(op) && (!op.parts || carries_parts()) ? start(op) : compose(*this, op);
+}
 
 WorkPtr Communicator::run(const Op& op) {
   check(op);

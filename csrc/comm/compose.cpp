@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "comm/strided_parts.h"
 
 namespace ds::comm {
 
@@ -109,6 +110,7 @@ class Composer {
       : c_(communicator), op_(op), n_(c_.size()), me_(c_.rank()), pool_(c_.pool_) {}
 
   WorkPtr make() const {
+    if (op_.parts) return packed();
     if (op_.verb != Verb::kBarrier && !c_.reaches(op_.own().device())) return through_host();
     if (op_.verb == Verb::kSend || op_.verb == Verb::kRecv)
       fail(ErrorKind::kNotImplemented, "the transport ", c_.name(), " has no ", verb_name(op_.verb),
@@ -148,6 +150,22 @@ class Composer {
       }
     }
     return done();
+  }
+
+  // Parts as the flat tensors that they make.
+  WorkPtr packed() const {
+    Op flat = op_;
+    flat.parts = nullptr;
+    flat.in = pool_->take(op_.in.numel(), op_.in.options());
+    flat.out = pool_->take(op_.out.numel(), op_.out.options());
+    op_.parts->pack(flat.in);
+    const WorkPtr moved = c_.launch(flat);
+    return std::make_shared<JoinedWork>(std::vector<WorkPtr>{moved},
+                                        [parts = op_.parts, in = flat.in, out = flat.out, pool = pool_] {
+                                          parts->unpack(out);
+                                          pool->give(in);
+                                          pool->give(out);
+                                        });
   }
 
   WorkPtr through_host() const {

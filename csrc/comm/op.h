@@ -3,12 +3,15 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "comm/rank_order_reduction.h"
 
 namespace ds::comm {
+
+class StridedParts;
 
 enum class Verb : uint8_t {
   kAllReduce,
@@ -55,6 +58,8 @@ struct Op {
   // The caller goes on to other things before it waits, perhaps to a wait for these ranks by other means: the call must
   // not need that wait to move on.
   bool detached = false;
+  // kAllToAll: what is given and taken lies where these say; see strided_all_to_all().
+  std::shared_ptr<const StridedParts> parts = nullptr;
 
   // The tensor that has all of what the call is about: n parts where there are, as far as this rank has them.
   const at::Tensor& whole() const;

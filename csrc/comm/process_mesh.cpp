@@ -21,6 +21,7 @@ const char* name_of(Purpose purpose) {
     case Purpose::kReduce: return "reduce";
     case Purpose::kGather: return "gather";
     case Purpose::kPipe: return "pipe";
+    case Purpose::kPipeGrads: return "pipe_grads";
     case Purpose::kExperts: return "experts";
     case Purpose::kControl: return "control";
   }

@@ -28,7 +28,7 @@ struct SubMesh {
   int size() const { return static_cast<int>(ranks.size()); }
 };
 
-enum class Purpose { kReduce, kGather, kPipe, kExperts, kControl };
+enum class Purpose { kReduce, kGather, kPipe, kPipeGrads, kExperts, kControl };
 const char* name_of(Purpose purpose);
 
 // What this process knows of the job that it is in, shared by all meshes over it: how its ranks reach each other.

@@ -163,7 +163,7 @@ std::string ShmChannel::waiting_in() const {
 void ShmChannel::look_after(int rank, Clock::time_point since, const std::string& what) {
   Line* theirs = line(rank);
   for (int other = 0; other < segments_->size(); ++other)
-    if (other != rank_ && line(other)->failed.load(std::memory_order_acquire)) give_up(line(other)->why);
+    if (line(other)->failed.load(std::memory_order_acquire)) give_up(line(other)->why);
   const auto lost = [&](const std::string& how) {
     give_up(board_->called(rank) + " " + how + " while rank " + std::to_string(rank_) + " waited for it in " + what +
             "; it has entered " + std::to_string(theirs->entered.load()) + ".");
@@ -175,13 +175,16 @@ void ShmChannel::look_after(int rank, Clock::time_point since, const std::string
     lost("has not come for " + std::to_string(std::chrono::duration_cast<std::chrono::seconds>(waited).count()) + " s");
 }
 
-void ShmChannel::give_up(const std::string& why) {
+void ShmChannel::stop(const std::string& why) noexcept {
   Line* mine = line(rank_);
-  if (!giving_up_.exchange(true)) {
-    std::strncpy(mine->why, why.c_str(), sizeof(mine->why) - 1);
-    mine->failed.store(1, std::memory_order_release);
-    wake_all(mine->met);
-  }
+  if (giving_up_.exchange(true)) return;
+  std::strncpy(mine->why, why.c_str(), sizeof(mine->why) - 1);
+  mine->failed.store(1, std::memory_order_release);
+  wake_all(mine->met);
+}
+
+void ShmChannel::give_up(const std::string& why) {
+  stop(why);
   fail(ErrorKind::kRuntime, why, board_->report(why));
 }
 

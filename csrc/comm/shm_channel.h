@@ -45,6 +45,8 @@ class ShmChannel {
 
   // This rank cannot go on: the others stop, too, with this text, and everybody says where it is.
   [[noreturn]] void give_up(const std::string& why);
+  // The same from any thread, for whoever waits here: it fails with this text.
+  void stop(const std::string& why) noexcept;
 
  private:
   struct Line;

@@ -213,8 +213,8 @@ void ShmGroup::reduce_scatter(void* out, const Rows& in, size_t numel, c10::Scal
   channel_.leave();
 }
 
-void ShmGroup::all_to_all(const Rows& out, const std::vector<int64_t>& take, const Rows& in,
-                          const std::vector<int64_t>& give, c10::ScalarType type, const std::string& tag) {
+void ShmGroup::exchange(const std::vector<int64_t>& take, const std::vector<int64_t>& give, c10::ScalarType type,
+                        const std::string& tag, const Write& write, const Read& read, const Keep& keep) {
   Record call = call_of("all_to_all", 0, type, tag);
   call.own = 1;
   for (int64_t count : give) call.numel += count;
@@ -235,20 +235,41 @@ void ShmGroup::all_to_all(const Rows& out, const std::vector<int64_t>& take, con
     for (int step = 1; step < size_; ++step) {
       const int r = (rank_ + step) % size_;
       const size_t m = part(give, r, done);
-      if (m) std::memcpy(lane(rank_, r), in[r] + done * width, m * width);
+      if (m) write(r, done * width, m * width, lane(rank_, r));
     }
+    if (const size_t m = std::min(part(give, rank_, done), part(take, rank_, done))) keep(done * width, m * width);
     next_step(done == 0, call);
     if (done == 0)
       for (int r = 0; r < size_; ++r) longest = std::max(longest, static_cast<size_t>(channel_.record_of(r).longest));
     for (int step = 1; step < size_; ++step) {
       const int r = (rank_ + step) % size_;
       const size_t m = part(take, r, done);
-      if (m) std::memcpy(out[r] + done * width, lane(r, rank_), m * width);
+      if (m) read(r, done * width, m * width, lane(r, rank_));
     }
     done += most;
   } while (done < longest);
-  const size_t own = std::min(give[rank_], take[rank_]) * width;
-  if (own && out[rank_] != in[rank_]) std::memmove(out[rank_], in[rank_], own);
+  const auto own = static_cast<size_t>(std::min(give[rank_], take[rank_]));
+  if (own > done) keep(done * width, (own - done) * width);
+}
+
+void ShmGroup::all_to_all(const Rows& out, const std::vector<int64_t>& take, const Rows& in,
+                          const std::vector<int64_t>& give, c10::ScalarType type, const std::string& tag) {
+  exchange(
+      take, give, type, tag,
+      [&](int r, size_t begin, size_t bytes, char* slot) { std::memcpy(slot, in[r] + begin, bytes); },
+      [&](int r, size_t begin, size_t bytes, const char* slot) { std::memcpy(out[r] + begin, slot, bytes); },
+      [&](size_t begin, size_t bytes) {
+        if (out[rank_] != in[rank_]) std::memmove(out[rank_] + begin, in[rank_] + begin, bytes);
+      });
+  channel_.leave();
+}
+
+void ShmGroup::all_to_all(const StridedParts& parts, c10::ScalarType type, const std::string& tag) {
+  exchange(
+      parts.take_counts(), parts.give_counts(), type, tag,
+      [&](int r, size_t begin, size_t bytes, char* slot) { parts.read(r, begin, bytes, slot); },
+      [&](int r, size_t begin, size_t bytes, const char* slot) { parts.write(r, begin, bytes, slot); },
+      [&](size_t begin, size_t bytes) { parts.keep(rank_, begin, bytes); });
   channel_.leave();
 }
 

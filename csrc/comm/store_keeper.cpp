@@ -20,8 +20,8 @@ std::string place_of(int rank) { return "deepspeed/process/" + std::to_string(ra
 }  // namespace
 
 StoreKeeper::StoreKeeper(c10::intrusive_ptr<c10d::Store> store, int rank, int world)
-    : store_(std::move(store)), rank_(rank), world_(world) {
-  const std::string mine = std::to_string(host_id()) + " " + std::to_string(getpid());
+    : store_(std::move(store)), rank_(rank), world_(world), host_(std::to_string(host_id()) + " ") {
+  const std::string mine = host_ + std::to_string(getpid());
   store_->set(place_of(rank_), std::vector<uint8_t>(mine.begin(), mine.end()));
 }
 
@@ -62,15 +62,14 @@ void StoreKeeper::keep() {
 }
 
 bool StoreKeeper::all_gone() {
-  const std::string here = std::to_string(host_id()) + " ";
   for (int rank = 1; rank < world_; ++rank) {
     if (!store_->check({place_of(rank)})) return false;
     const std::vector<uint8_t> bytes = store_->get(place_of(rank));
     const std::string theirs(bytes.begin(), bytes.end());
     if (theirs == kGone) continue;
     // Those of other hosts, and those that have not ended, will say so.
-    if (theirs.compare(0, here.size(), here) != 0) return false;
-    if (!process_ended(std::strtoll(theirs.c_str() + here.size(), nullptr, 10))) return false;
+    if (theirs.compare(0, host_.size(), host_) != 0) return false;
+    if (!process_ended(std::strtoll(theirs.c_str() + host_.size(), nullptr, 10))) return false;
   }
   return true;
 }

@@ -3,6 +3,7 @@
 #pragma once
 #include <atomic>
 #include <chrono>
+#include <string>
 #include <thread>
 
 #include "base/process.h"
@@ -30,6 +31,7 @@ class StoreKeeper {
 
   c10::intrusive_ptr<c10d::Store> store_;  // null: it is no longer kept
   const int rank_, world_;
+  const std::string host_;  // and a blank; asked for once: the environment is not read beside a script that may change it
   const OwningProcess owner_;
   std::atomic<bool> ending_{false};
   std::thread thread_;

@@ -70,7 +70,6 @@ struct NotBuilt {
   std::vector<std::string> switches;  // sections: keys below that switch it on when they differ from the default;
                                       // kWhenPresent: the section itself
   std::vector<Literal> values;        // plain keys: the values that need it; none: every value but the default
-  std::optional<double> above;        // plain keys: numbers above this need it
   bool inert = false;                 // only tunes the feature and cannot switch it on: accepted
 };
 extern const std::vector<std::string> kWhenPresent;
@@ -225,19 +224,15 @@ struct Field {
     return *this;
   }
   Field& not_built(std::string feature, std::vector<std::string> switches = {"enabled"}) {
-    unbuilt = NotBuilt{std::move(feature), std::move(switches), {}, {}, false};
+    unbuilt = NotBuilt{std::move(feature), std::move(switches), {}, false};
     return *this;
   }
   Field& not_built_values(std::string feature, std::vector<Literal> v) {
-    unbuilt = NotBuilt{std::move(feature), {}, std::move(v), {}, false};
-    return *this;
-  }
-  Field& not_built_above(std::string feature, double v) {
-    unbuilt = NotBuilt{std::move(feature), {}, {}, v, false};
+    unbuilt = NotBuilt{std::move(feature), {}, std::move(v), false};
     return *this;
   }
   Field& waits_for(std::string feature) {
-    unbuilt = NotBuilt{std::move(feature), {}, {}, {}, true};
+    unbuilt = NotBuilt{std::move(feature), {}, {}, true};
     return *this;
   }
   Field& keeps_unknown() {

@@ -62,8 +62,6 @@ class Writer {
       std::string values;
       for (const Literal& value : field.unbuilt->values) values += (values.empty() ? "" : ", ") + show(value);
       meaning += " *Not built yet: " + values + ".*";
-    } else if (field.unbuilt && field.unbuilt->above) {
-      meaning += " *Not built yet: above " + bound(*field.unbuilt->above) + ".*";
     } else if (!pending.empty() && outer.empty()) {
       meaning += " *Not built yet: " + pending + ".*";
     }

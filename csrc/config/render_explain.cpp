@@ -98,7 +98,7 @@ void issues(const Config& config, Severity severity, const char* title, std::str
 
 std::string pending_feature(const Field& field, const std::string& outer) {
   if (!outer.empty()) return outer;
-  if (!field.unbuilt || !field.unbuilt->values.empty() || field.unbuilt->above) return "";
+  if (!field.unbuilt || !field.unbuilt->values.empty()) return "";
   return field.unbuilt->feature;
 }
 

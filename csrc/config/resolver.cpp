@@ -356,11 +356,7 @@ class Resolver {
   }
 
   void refuse_value(const Field& field, const Value& value, const std::string& here) {
-    if (field.unbuilt->above) {
-      if (value.is_number() && value.get<double>() > *field.unbuilt->above) {
-        not_built(here, value, field.unbuilt->feature, field.fallback);
-      }
-    } else if (!field.unbuilt->values.empty()) {
+    if (!field.unbuilt->values.empty()) {
       for (const Literal& needs : field.unbuilt->values) {
         if (same(value, needs)) return not_built(here, value, field.unbuilt->feature, field.fallback);
       }

@@ -51,6 +51,11 @@ struct KernelTable {
   const char* (*last_error)();
   // Null, or why nothing can run on this device here (no GPU, no driver), with static lifetime. Opens no context.
   const char* (*device_error)();
+
+  // sums[(first + i) % columns] += |data[i]|: n elements of a matrix in rows of `columns`, of which the first lies in
+  // column `first` < columns. In fp64, each column from its first row on, so that all devices give the same bits.
+  void (*column_sums)(const Launch&, const void* data, DType dtype, size_t n, size_t first, size_t columns,
+                      double* sums);
 };  // append only: a new entry goes to the end
 
 constexpr uint32_t kKernelAbi = 4;

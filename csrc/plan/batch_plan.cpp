@@ -105,7 +105,7 @@ BatchPlan plan_batch(const BatchRequest& r) {
 
   BatchPlan plan{};
   plan.accumulation = r.accumulation.value_or(r.train && r.micro ? *r.train / *r.micro / r.world : 1);
-  plan.micro = r.micro.value_or(r.train ? *r.train / r.world / plan.accumulation : 0);
+  plan.micro = r.micro ? *r.micro : *r.train / r.world / plan.accumulation;  // accumulation: given, or 1
   int64_t total = 0;
   if (!product(plan.micro, plan.accumulation, r.world, total)) {
     refuse(r, "their product is larger than any integer here.", "Choose smaller numbers.");

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "base/error.h"
 #include "plan/pipe_schedule.h"
@@ -31,37 +33,65 @@ void check_costs(const PipePlan& plan, const PipeCosts& costs) {
       if (!(time >= 0) || std::isinf(time))
         fail(ErrorKind::kValue, "part ", i, " of the pipeline takes ", time,
              " seconds: times are finite and at least 0");
-    for (int64_t bytes : {part.activation_bytes, part.weight_bytes, part.output_bytes, part.state_bytes})
+    std::vector<int64_t> all{part.activation_bytes, part.weight_bytes, part.output_bytes, part.state_bytes};
+    all.insert(all.end(), part.pass_bytes.begin(), part.pass_bytes.end());
+    for (const int64_t bytes : all)
       if (bytes < 0)
         fail(ErrorKind::kValue, "part ", i, " of the pipeline has ", bytes, " bytes: there are none below 0");
   }
 }
 
-// Memory of one rank while its list runs: what is live changes only there.
-void measure_memory(const PipePlan& plan, const PipeCosts& costs, int rank, PipeRankCost& out) {
+// What a micro-batch keeps in one part before a pass and after it.
+std::pair<int64_t, int64_t> kept_around(const PipePart& part, PipeOp op) {
+  switch (op) {
+    case PipeOp::kForward: return {0, part.activation_bytes};
+    case PipeOp::kBackward: return {part.activation_bytes, 0};
+    case PipeOp::kBackwardInput: return {part.activation_bytes, part.weight_bytes};
+    default: return {part.weight_bytes, 0};
+  }
+}
+
+// A message from when it comes to when it is received; from then on it is part of what is live.
+struct Waiting {
+  double came, received;
+  int64_t bytes;
+};
+
+// The most that waits at a time between `start` and `end`. `messages`: those that are received later, in that order.
+int64_t waiting_bytes(const std::vector<Waiting>& messages, size_t from, double start, double end) {
+  constexpr size_t kNext = 16;  // no more have come: a stream has kPipeSendBound on their way
+  int64_t bytes = 0;
+  for (size_t place = from; place < std::min(messages.size(), from + kNext); ++place)
+    if (messages[place].came < end && messages[place].received > start) bytes += messages[place].bytes;
+  return bytes;
+}
+
+// Memory of one rank while its list runs.
+void measure_memory(const PipePlan& plan, const PipeCosts& costs, int rank, const std::vector<Waiting>& messages,
+                    PipeRankCost& out) {
+  size_t received = 0;
   int64_t bytes = 0;
   int live = 0;
   for (int chunk = 0; chunk < plan.shape.chunks; ++chunk)
     bytes += costs.parts[plan.shape.virtual_stage(rank, chunk)].state_bytes;
   out.peak_bytes = bytes;
-  for (const PipeAct& act : plan.ranks[rank]) {
+  for (size_t step = 0; step < plan.ranks[rank].size(); ++step) {
+    const PipeAct& act = plan.ranks[rank][step];
     const int stage = plan.shape.virtual_stage(rank, act.chunk);
     const PipePart& part = costs.parts[stage];
-    const int64_t kept = std::min(part.weight_bytes, part.activation_bytes);
-    if (act.op == PipeOp::kForward) {
-      bytes += part.activation_bytes;
-      ++live;
-    }
-    out.peak_live = std::max(out.peak_live, live);
-    out.peak_bytes = std::max(out.peak_bytes, bytes);
-    const bool over = act.op == PipeOp::kBackward || act.op == PipeOp::kBackwardWeight ||
-                      (!plan.trains && act.op == PipeOp::kForward);
-    if (act.op == PipeOp::kBackward || (over && !plan.trains)) bytes -= part.activation_bytes;
-    if (act.op == PipeOp::kBackwardInput) bytes -= part.activation_bytes - kept;
-    if (act.op == PipeOp::kBackwardWeight) bytes -= kept;
-    if (over) --live;
+    received += receives(act.op);
     if (sends(act.op))
       out.bytes_sent += act.op == PipeOp::kSendActivation ? part.output_bytes : costs.parts[stage - 1].output_bytes;
+    if (!computes(act.op)) continue;
+    const auto [before, after] = kept_around(part, act.op);
+    const PipeSpan& span = out.acts[step];
+    const int64_t others = bytes - before, waits = waiting_bytes(messages, received, span.start, span.end);
+    out.peak_bytes = std::max(out.peak_bytes,
+                              others + waits + std::max({before, after, part.pass_bytes[static_cast<size_t>(act.op)]}));
+    if (act.op == PipeOp::kForward) out.peak_live = std::max(out.peak_live, ++live);
+    const bool over = act.op == PipeOp::kBackward || act.op == PipeOp::kBackwardWeight || !plan.trains;
+    bytes = others + (over ? 0 : after);
+    if (over) --live;
   }
 }
 
@@ -75,7 +105,8 @@ class PipeClock {
         out_(out),
         now_(plan.ranks.size(), 0),
         sent_(pipe_streams(plan.shape)),
-        received_(sent_.size()) {}
+        received_(sent_.size()),
+        waiting_(plan.ranks.size()) {}
 
   void visit(int rank, size_t step) {
     const PipeAct& act = plan_.ranks[rank][step];
@@ -93,7 +124,10 @@ class PipeClock {
         const int made_by = act.op == PipeOp::kSendActivation ? stage : stage - 1;
         sent.push_back(start + travel(costs_.parts[made_by].output_bytes));
       } else {
-        start = std::max(start, sent[received.size()]);
+        const double came = sent[received.size()];
+        start = std::max(start, came);
+        const int made_by = act.op == PipeOp::kRecvActivation ? stage - 1 : stage;
+        waiting_[rank].push_back({came, start, costs_.parts[made_by].output_bytes});
         received.push_back(start);
       }
     }
@@ -101,6 +135,7 @@ class PipeClock {
     now_[rank] = start + takes;
   }
 
+  const std::vector<Waiting>& waiting(size_t rank) const { return waiting_[rank]; }
   double latest() const { return *std::max_element(now_.begin(), now_.end()); }
 
  private:
@@ -114,6 +149,7 @@ class PipeClock {
   PipeCost& out_;
   std::vector<double> now_;                           // of each rank
   std::vector<std::vector<double>> sent_, received_;  // of each stream: when messages arrive, when they are taken
+  std::vector<std::vector<Waiting>> waiting_;         // of each rank
 };
 
 }  // namespace
@@ -122,14 +158,13 @@ PipeCost pipe_cost(const PipePlan& plan, const PipeCosts& costs, int send_bound)
   check_costs(plan, costs);
   PipeCost out;
   out.ranks.resize(plan.ranks.size());
-  for (size_t rank = 0; rank < plan.ranks.size(); ++rank) {
-    out.ranks[rank].acts.resize(plan.ranks[rank].size());
-    measure_memory(plan, costs, static_cast<int>(rank), out.ranks[rank]);
-  }
+  for (size_t rank = 0; rank < plan.ranks.size(); ++rank) out.ranks[rank].acts.resize(plan.ranks[rank].size());
   PipeClock clock(plan, costs, send_bound, out);
   const auto came = pipe_walk(plan, send_bound, [&](int rank, size_t step) { clock.visit(rank, step); });
   for (size_t rank = 0; rank < came.size(); ++rank)
     if (came[rank] != plan.ranks[rank].size()) pipe_check(plan, send_bound);  // says why
+  for (size_t rank = 0; rank < plan.ranks.size(); ++rank)
+    measure_memory(plan, costs, static_cast<int>(rank), clock.waiting(rank), out.ranks[rank]);
   out.seconds = clock.latest();
   double busy = 0;
   for (const PipeRankCost& rank : out.ranks) busy += rank.busy;

@@ -5,6 +5,7 @@
 // where `send_bound` messages of its stream have not been received. The *bubble* is the share of the ranks' time, from
 // the start of the first to the end of the last, in which they compute nothing.
 #pragma once
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -20,9 +21,12 @@ struct PipePart {
   double backward_input = 1;  // a whole backward takes both
   double backward_weight = 1;
   int64_t activation_bytes = 0;  // kept from the forward to the end of the backward
-  int64_t weight_bytes = 0;      // kept between the two halves of a backward; at most activation_bytes are freed there
+  int64_t weight_bytes = 0;      // kept between the two halves of a backward
   int64_t output_bytes = 0;      // go to the next part; the gradient that comes back has as many
   int64_t state_bytes = 0;       // parameters, gradients, optimizer states: always there
+  // What a pass needs at the most while it runs, with what its micro-batch keeps; by PipeOp, kForward to
+  // kBackwardWeight. 0: no more than what is kept before and after it.
+  std::array<int64_t, 4> pass_bytes{};
 };
 
 struct PipeCosts {
@@ -38,7 +42,7 @@ struct PipeSpan {
 struct PipeRankCost {
   double busy = 0;         // seconds
   int peak_live = 0;       // micro-batches, by part, between forward and the end of backward
-  int64_t peak_bytes = 0;  // states and what is live
+  int64_t peak_bytes = 0;  // states, what is live, what a pass needs while it runs, messages that wait
   int64_t bytes_sent = 0;
   std::vector<PipeSpan> acts;  // when each instruction runs
 };

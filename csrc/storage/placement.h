@@ -25,11 +25,15 @@ struct Placement {
   bool pinned = false;            // host memory that a device copies from and to by itself
   double host_share = 1.0;        // of the elements, in whole blocks from the first on: they rest at `rest`
   std::string folder;             // of kFile: it exists
+  // Of the elements, in whole blocks from the first on: they rest in files, and `host_share` counts from there on.
+  double file_share = 0.0;
+
+  bool in_files() const { return rest == Medium::kFile || work == Medium::kFile || file_share > 0.0; }
 };
 
 inline bool operator==(const Placement& a, const Placement& b) {
   return a.rest == b.rest && a.work == b.work && a.pinned == b.pinned && a.host_share == b.host_share &&
-         a.folder == b.folder;
+         a.folder == b.folder && a.file_share == b.file_share;
 }
 
 struct Budget {

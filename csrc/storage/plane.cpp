@@ -25,6 +25,12 @@ const PlanePart* Plane::resting(int32_t first, int32_t end, Medium at) const {
   return part.medium == at && end <= part.end && part.memory.defined() ? &part : nullptr;
 }
 
+const at::Tensor* Plane::lasting_of(const PlanePart& part) const {
+  for (const Lasting& one : lasting)
+    if (one.medium == part.medium && one.first == part.first && one.end == part.end) return &one.memory;
+  return nullptr;
+}
+
 std::vector<Block> make_blocks(const std::string& name, int64_t numel, const Cuts& cuts) {
   std::vector<Block> blocks;
   int64_t begin = 0;
@@ -44,19 +50,25 @@ std::vector<Block> make_blocks(const std::string& name, int64_t numel, const Cut
 }
 
 std::vector<PlanePart> plan_parts(const Plane& plane, const Placement& placement) {
-  if (!(placement.host_share >= 0.0 && placement.host_share <= 1.0)) {
-    fail(ErrorKind::kValue, "plane '", plane.name, "': a share is from 0 to 1, not ", placement.host_share);
+  for (const double share : {placement.host_share, placement.file_share}) {
+    if (!(share >= 0.0 && share <= 1.0))
+      fail(ErrorKind::kValue, "plane '", plane.name, "': a share is from 0 to 1, not ", share);
   }
   const auto count = static_cast<int32_t>(plane.blocks.size());
-  int32_t shared = 0;
-  while (shared < count && static_cast<double>(plane.blocks[shared].end) <=
-                               placement.host_share * static_cast<double>(plane.numel) + 0.5) {
-    ++shared;
-  }
-  if (placement.rest == placement.work) shared = count;
+  const auto within = [&](double share) {  // so many blocks from the first on
+    int32_t fitting = 0;
+    while (fitting < count &&
+           static_cast<double>(plane.blocks[fitting].end) <= share * static_cast<double>(plane.numel) + 0.5) {
+      ++fitting;
+    }
+    return fitting;
+  };
+  const int32_t filed = placement.file_share > 0.0 ? within(placement.file_share) : 0;
+  const int32_t shared = placement.rest == placement.work ? count : within(placement.file_share + placement.host_share);
   std::vector<PlanePart> parts;
   for (const auto& [first, end, medium] :
-       {std::make_tuple(0, shared, placement.rest), std::make_tuple(shared, count, placement.work)}) {
+       {std::make_tuple(0, filed, Medium::kFile), std::make_tuple(filed, shared, placement.rest),
+        std::make_tuple(shared, count, placement.work)}) {
     if (first == end) continue;
     PlanePart part{medium, first, end, plane.blocks[first].begin, plane.bytes(first, end), nullptr, {}};
     parts.push_back(std::move(part));
@@ -65,15 +77,15 @@ std::vector<PlanePart> plan_parts(const Plane& plane, const Placement& placement
 }
 
 void check_can_empty(const Plane& plane) {
-  const bool there = plane.lasting.defined() && plane.parts.size() == 1 && plane.parts[0].memory.defined() &&
-                     plane.parts[0].memory.is_alias_of(plane.lasting);
-  if (!there) return;
-  const c10::Storage& storage = plane.lasting.storage();
-  const auto bytes = static_cast<size_t>(plane.numel * plane.element);
-  if (storage.unsafeGetStorageImpl()->allocator() == nullptr || storage.nbytes() != bytes) {
-    fail(ErrorKind::kValue, "plane '", plane.name, "' cannot move: its ", bytes,
-         " bytes are part of memory that others use or that does not come from torch's allocator. Make it of memory of "
-         "its own.");
+  for (const PlanePart& part : plane.parts) {
+    const at::Tensor* lasting = plane.lasting_of(part);
+    if (lasting == nullptr || !part.memory.defined() || !part.memory.is_alias_of(*lasting)) continue;
+    const c10::Storage& storage = lasting->storage();
+    if (storage.unsafeGetStorageImpl()->allocator() == nullptr || storage.nbytes() != static_cast<size_t>(part.bytes)) {
+      fail(ErrorKind::kValue, "plane '", plane.name, "' cannot move: its ", part.bytes,
+           " bytes are part of memory that others use or that does not come from torch's allocator. Make it of memory "
+           "of its own.");
+    }
   }
 }
 

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "io/run_folder.h"
 #include "plan/range.h"
 #include "storage/failure.h"
 #include "storage/fence.h"
@@ -41,11 +42,18 @@ struct Staging {
   int64_t bytes = 0;   // that are counted
   at::Tensor memory;   // these bytes
   int64_t offset = 0;  // of the first block in them: aligned
-  int32_t user = 0;    // of scratch
+  int32_t user = 0;    // whose limit and idle memory it has
   bool fetching = false;
   FencePtr ready;
 };
 using StagingPtr = std::shared_ptr<Staging>;
+
+// What resident() has given out of blocks [first, end), or what was brought along: valid over moves.
+struct Lasting {
+  Medium medium;
+  int32_t first, end;
+  at::Tensor memory;
+};
 
 struct Plane {
   std::string name;
@@ -56,9 +64,11 @@ struct Plane {
   std::vector<Block> blocks;
   std::vector<PlanePart> parts;
   std::vector<StagingPtr> prefetched;  // oldest first
-  at::Tensor lasting;                  // what resident() has given out, or what was brought along
-  Medium lasting_at = Medium::kDevice;
+  std::vector<Lasting> lasting;
   bool removed = false;
+  std::vector<std::string> block_files;  // see PlaneExtras, and the next two
+  std::shared_ptr<io::RunFolder> folder;
+  int32_t user = 0;
 
   // The blocks that a range touches, as [first, end).
   std::pair<int32_t, int32_t> blocks_of(plan::Range range) const;
@@ -67,6 +77,8 @@ struct Plane {
   }
   // The part in whose memory all these blocks rest, there; null: they have to be copied.
   const PlanePart* resting(int32_t first, int32_t end, Medium at) const;
+  // The lasting view of exactly these blocks there, if there is one.
+  const at::Tensor* lasting_of(const PlanePart& part) const;
   int64_t bytes(int32_t first, int32_t end) const {
     return first == end ? 0 : (blocks[end - 1].end - blocks[first].begin) * element;
   }

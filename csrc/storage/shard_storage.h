@@ -25,8 +25,9 @@
 #include <string>
 #include <vector>
 
-#include "io/files.h"
+#include "io/run_folder.h"
 #include "plan/range.h"
+#include "storage/file_access.h"
 #include "storage/placement.h"
 #include "storage/usage.h"
 
@@ -42,6 +43,18 @@ struct PlaneId {
 // Whose idle scratch waits apart from that of others. The first one is everybody's.
 struct ScratchUser {
   int32_t number = 0;
+};
+
+// What a plane may have beside its elements.
+struct PlaneExtras {
+  // Of peers, or of somebody else's tensor, flat and as long as the plane: where it rests now, on the device or on the
+  // host, whole.
+  at::Tensor memory{};
+  // Of blocks that rest in files: each has a file of its own, below the placement's folder; folders in between are
+  // made. Where another plane has that file, a number is added. As many as blocks, or none.
+  std::vector<std::string> block_files{};
+  std::shared_ptr<io::RunFolder> folder{};  // for as long as a block may rest in a file
+  ScratchUser copies{};                     // whose limit and idle memory the copies of its blocks have
 };
 
 // Move only; any thread may release it, and it may outlive the ShardStorage.
@@ -76,25 +89,31 @@ at::Tensor as_tensor(Lease lease);
 // Any thread may call anything; nothing here takes Python's lock.
 class ShardStorage {
  public:
-  // `files`: what the file tier works with. Throws ErrorKind::kValue for a budget that is no budget.
-  explicit ShardStorage(c10::Device device, Budget budget = {}, std::shared_ptr<io::Files> files = nullptr);
+  // Throws ErrorKind::kValue for a budget that is no budget, and for transfers that are none.
+  explicit ShardStorage(c10::Device device, Budget budget = {}, FileAccess files = {});
   ~ShardStorage();
   ShardStorage(const ShardStorage&) = delete;
   ShardStorage& operator=(const ShardStorage&) = delete;
 
-  // Contents are whatever is there. `memory`: of peers, or of somebody else's tensor, flat and as long as the plane; it
-  // is where the plane rests now, on the device, whole.
+  // Contents are whatever is there.
   PlaneId add(std::string name, int64_t numel, at::ScalarType type, const Placement& placement, Cuts cuts = {},
               const at::Tensor& memory = {});
+  PlaneId add(std::string name, int64_t numel, at::ScalarType type, const Placement& placement, Cuts cuts,
+              const PlaneExtras& extras);
   // Waits for its leases. Its memory goes unless somebody else has it.
   void remove(PlaneId plane);
 
   // Throws what the fetch threw; FileError with offset and bytes for a file. A block whose write back has failed has
   // no contents: every fetch of it throws that failure, until a kWrite lease of all of it.
   Lease acquire(PlaneId plane, plan::Range range, Access access, Medium at);
+  // Nobody needs these blocks again, as far as the range has them whole: a file of theirs goes. Waits for leases.
+  void discard(PlaneId plane, plan::Range range);
   // A hint: exactly this range will be acquired at this medium. Dropped where a block is being written, where there is
   // no room, and when somebody changes a block before.
   void prefetch(PlaneId plane, plan::Range range, Medium at);
+
+  // A lease of exactly this range for reading would wait for no transfer: it rests there, or has been prefetched.
+  bool here(PlaneId plane, plan::Range range, Medium at) const;
 
   // The medium in whose memory all of the range rests, in one piece: a lease of it there is a view. Nothing: wherever
   // it is acquired, it is a copy.
@@ -102,8 +121,14 @@ class ShardStorage {
 
   // Memory for somebody's own use, of no plane; contents are whatever was there.
   Lease scratch(int64_t numel, at::ScalarType type, Medium at, ScratchUser user = {});
+  // Whether so many bytes more would fit into the budget, without anybody waiting.
+  bool has_room(Medium at, int64_t bytes) const;
   // Not `keeps`: what it gives back returns to torch's allocator at once.
   ScratchUser add_scratch_user(bool keeps = true);
+  // Its scratch, the copies of its planes and its idle memory together take no more there: who would need more waits
+  // for transfers, prefetches are dropped. Where nothing would end by itself it gets its memory all the same, and
+  // Usage::over_budget counts it.
+  void limit_scratch(Medium at, int64_t bytes, ScratchUser user);
   // Keeps so much idle scratch of that user, where the budget has said less.
   void keep_scratch(Medium at, int64_t bytes, ScratchUser user = {});
   ScratchUsage scratch_usage(Medium at, ScratchUser user) const;
@@ -114,12 +139,20 @@ class ShardStorage {
   // All of the plane, for as long as the plane is here: the tensor stays valid over moves, but while the plane rests
   // elsewhere it has no memory. Nothing excludes anybody. Fails for a plane that does not rest, whole, in memory.
   at::Tensor resident(PlaneId plane);
+  // The same of a range that rests in one piece of memory.
+  at::Tensor resident(PlaneId plane, plan::Range range);
 
   // From now on the planes rest there; their contents move along. Waits for leases. All are copied before the first
   // gives its memory back; when a copy fails everything is as before. `wait_each`: for each copy, not for all at once.
   void move(const std::vector<PlaneId>& planes, const Placement& placement, bool wait_each = false);
   void move(PlaneId plane, const Placement& placement) { move(std::vector<PlaneId>{plane}, placement); }
   Placement placement(PlaneId plane) const;
+  std::vector<at::Tensor> memory(PlaneId plane) const;  // of its parts that can be addressed, as bytes
+
+  // The budget of a medium from now on.
+  void limit(Medium medium, int64_t bytes);
+  // The process ends with this still here: files that would stay behind are removed.
+  void at_exit() noexcept;
 
   // Waits until everything is at rest. Throws the first failure since the last call, with all others in its text.
   void settle();

@@ -16,15 +16,50 @@ Lease StorageState::scratch(int64_t numel, at::ScalarType type, Medium at, int32
   staging->bytes = numel * static_cast<int64_t>(c10::elementSize(type));
   staging->user = user;
   staging->memory = take(lock, at, staging->bytes, &MediumUsage::scratch, /*may_wait=*/true, user);
-  Account::User& used = account(at).users[user];
-  used.usage.lent += staging->bytes;
-  used.usage.peak = std::max(used.usage.peak, used.usage.lent + used.pool.idle_bytes());
   ++counts_.leases;
   Lease lease;
   lease.data_ = flat_view(staging->memory, 0, type, numel);
   lease.staging_ = std::move(staging);
   lease.state_ = shared_from_this();
   return lease;
+}
+
+// ---- users --------------------------------------------------------------------------------------------------------
+
+void StorageState::count_user(Medium medium, int32_t user, int64_t bytes) {
+  Account::User& used = account(medium).users.at(user);
+  used.usage.lent += bytes;
+  used.usage.peak = std::max(used.usage.peak, used.usage.lent + used.pool.idle_bytes());
+}
+
+void StorageState::count_flight(const Staging& staging, int change) {
+  Account& account = this->account(staging.medium);
+  account.in_flight += change;
+  account.users[staging.user].in_flight += change;
+}
+
+void StorageState::make_room_of_user(Lock& lock, Medium medium, int64_t bytes, bool may_wait, int32_t user) {
+  for (;;) {
+    Account& account = this->account(medium);
+    Account::User& own = account.users.at(user);
+    const int64_t idle = own.pool.idle_bytes(), excess = own.usage.lent + idle - (own.limit - bytes);
+    if (excess <= 0) return;
+    if (idle > 0) {
+      own.pool.trim(std::max<int64_t>(0, idle - excess));
+    } else if (!drop_oldest_prefetched(medium, user)) {
+      if (!may_wait || own.in_flight == 0) {
+        account.used.over_budget += bytes > 0;
+        return;
+      }
+      wait(lock);
+    }
+  }
+}
+
+void StorageState::limit_scratch(Medium at, int64_t bytes, int32_t user) {
+  const Lock lock(mutex_);
+  if (bytes < 0) fail(ErrorKind::kValue, "a limit of scratch is at least 0 bytes, got ", bytes);
+  account(at).users.at(user).limit = bytes;
 }
 
 int32_t StorageState::add_scratch_user(bool keeps) {
@@ -36,6 +71,12 @@ int32_t StorageState::add_scratch_user(bool keeps) {
 void StorageState::keep_scratch(Medium at, int64_t bytes, int32_t user) {
   const Lock lock(mutex_);
   account(at).users.at(user).pool.need_room_for(bytes);
+}
+
+bool StorageState::has_room(Medium at, int64_t bytes) const {
+  const Lock lock(mutex_);
+  const Account& found = accounts_.at(static_cast<size_t>(at));  // idle scratch would go for it
+  return found.total() - found.idle() <= found.limit - bytes;
 }
 
 ScratchUsage StorageState::scratch_usage(Medium at, int32_t user) const {

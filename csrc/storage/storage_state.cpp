@@ -5,20 +5,11 @@
 
 #include "base/error.h"
 #include "storage/flat_view.h"
+#include "storage/waited.h"
 
 namespace ds::storage {
-namespace {
 
-// The lasting view is where it is to be.
-bool stays(const Plane& plane, const Placement& placement) {
-  const std::vector<PlanePart> planned = plan_parts(plane, placement);
-  return plane.lasting.defined() && planned.size() == 1 && planned[0].medium == plane.lasting_at &&
-         plane.parts.size() == 1 && plane.parts[0].medium == plane.lasting_at;
-}
-
-}  // namespace
-
-StorageState::StorageState(c10::Device device, Budget budget, const std::shared_ptr<io::Files>& files)
+StorageState::StorageState(c10::Device device, Budget budget, const FileAccess& files)
     : device_(device),
       idle_scratch_(budget.idle_scratch),
       tiers_(make_tiers({device, files})),
@@ -73,7 +64,11 @@ void StorageState::changed() {
 
 void StorageState::wait_for_blocks(Lock& lock, const Plane& plane, int32_t first, int32_t end, bool alone) {
   const auto busy = [&](const Block& block) { return block.writer || (alone && block.readers > 0); };
-  while (!plane.removed && std::any_of(plane.blocks.begin() + first, plane.blocks.begin() + end, busy)) wait(lock);
+  const auto somebody = [&] { return std::any_of(plane.blocks.begin() + first, plane.blocks.begin() + end, busy); };
+  if (!plane.removed && somebody()) {
+    const Waited waited(account(plane.parts[plane.blocks[first].part].medium).used.waited_seconds);
+    while (!plane.removed && somebody()) wait(lock);
+  }
   if (plane.removed) fail(ErrorKind::kIndex, "plane '", plane.name, "' has been removed");
 }
 
@@ -158,13 +153,17 @@ at::Tensor StorageState::take(Lock& lock, Medium medium, int64_t bytes, int64_t 
   at::Tensor memory = pool.take(bytes, device_of(medium));
   if (memory.defined()) {
     account.used.*kind += bytes;
+    count_user(medium, user, bytes);
     return memory;
   }
-  reserve(lock, medium, bytes, kind, may_wait);
+  make_room_of_user(lock, medium, bytes, may_wait, user);
+  count_user(medium, user, bytes);
   try {
+    reserve(lock, medium, bytes, kind, may_wait);
     return fresh(lock, medium, bytes);
   } catch (...) {
     account.used.*kind -= bytes;
+    count_user(medium, user, -bytes);
     changed();
     throw;
   }
@@ -189,6 +188,7 @@ at::Tensor StorageState::fresh(Lock& lock, Medium medium, int64_t bytes) {
 void StorageState::give(Medium medium, at::Tensor memory, int64_t bytes, int64_t MediumUsage::*kind, int32_t user) {
   Account& account = this->account(medium);
   account.used.*kind -= bytes;
+  count_user(medium, user, -bytes);
   if (memory.defined() && bytes > 0 && account.users[user].keeps) {
     account.users[user].pool.give(memory);
     account.free_idle(account.total() - account.limit);
@@ -200,14 +200,17 @@ void StorageState::give(Medium medium, at::Tensor memory, int64_t bytes, int64_t
 
 void StorageState::open_parts(Lock& lock, Plane& plane, const Placement& placement, std::vector<PlanePart>& parts) {
   for (PlanePart& part : plan_parts(plane, placement)) {
-    PartSpec spec{plane.name, {}, placement};
-    for (int32_t b = part.first; b < part.end; ++b) spec.block_bytes.push_back(plane.bytes(b, b + 1));
+    PartSpec spec{plane.name, {}, placement, {}, plane.folder};
+    for (int32_t b = part.first; b < part.end; ++b) {
+      spec.block_bytes.push_back(plane.bytes(b, b + 1));
+      if (!plane.block_files.empty()) spec.block_files.push_back(plane.block_files[b]);
+    }
     reserve(lock, part.medium, part.bytes, &MediumUsage::resting, /*may_wait=*/true);
     lock.unlock();
     try {
-      if (plane.lasting.defined() && part.medium == plane.lasting_at && part.bytes == plane.numel * plane.element) {
-        refill_memory(plane.lasting, part.bytes);
-        part.part = std::make_unique<MemoryPart>(flat_view(plane.lasting, 0, at::kByte, part.bytes));
+      if (const at::Tensor* lasting = plane.lasting_of(part)) {
+        refill_memory(*lasting, part.bytes);
+        part.part = std::make_unique<MemoryPart>(flat_view(*lasting, 0, at::kByte, part.bytes));
       } else {
         part.part = tiers_[static_cast<size_t>(part.medium)]->open(spec);
       }
@@ -225,16 +228,18 @@ void StorageState::open_parts(Lock& lock, Plane& plane, const Placement& placeme
 void StorageState::close_parts(Plane& plane, std::vector<PlanePart>& parts) {
   for (PlanePart& part : parts) {
     account(part.medium).used.resting -= part.bytes;
-    if (plane.lasting.defined() && part.memory.defined() && part.memory.is_alias_of(plane.lasting) && !plane.removed) {
+    const at::Tensor* lasting = plane.lasting_of(part);
+    if (lasting != nullptr && part.memory.defined() && part.memory.is_alias_of(*lasting) && !plane.removed) {
       part.memory.reset();
-      empty_memory(plane.lasting);
+      empty_memory(*lasting);
     }
   }
   parts.clear();
 }
 
 int32_t StorageState::add(std::string name, int64_t numel, at::ScalarType type, const Placement& placement,
-                          const Cuts& cuts, const at::Tensor& memory) {
+                          const Cuts& cuts, const PlaneExtras& extras) {
+  const at::Tensor& memory = extras.memory;
   auto plane = std::make_shared<Plane>();
   plane->name = std::move(name);
   plane->numel = numel;
@@ -244,20 +249,28 @@ int32_t StorageState::add(std::string name, int64_t numel, at::ScalarType type, 
   if (numel < 0) fail(ErrorKind::kValue, "plane '", plane->name, "' has ", numel, " elements");
   plane->blocks = make_blocks(plane->name, numel, cuts);
   account(placement.work);
+  plane->block_files = extras.block_files;
+  plane->folder = extras.folder;
+  plane->user = extras.copies.number;
+  if (!plane->block_files.empty() && plane->block_files.size() != plane->blocks.size()) {
+    fail(ErrorKind::kValue, "plane '", plane->name, "' has ", plane->blocks.size(), " blocks, and names of ",
+         plane->block_files.size(), " files");
+  }
   Lock lock(mutex_);
   if (memory.defined()) {
-    if (memory.numel() != numel || memory.scalar_type() != type || !memory.is_contiguous() ||
-        placement.rest != Medium::kDevice || placement.work != Medium::kDevice) {
+    const bool memory_rests = placement.rest == placement.work && placement.rest <= Medium::kHost &&
+                              memory.device() == device_of(placement.rest);
+    if (memory.numel() != numel || memory.scalar_type() != type || !memory.is_contiguous() || !memory_rests) {
       fail(ErrorKind::kValue, "plane '", plane->name, "' brings memory along: ", numel, " contiguous elements of ",
-           c10::toString(type), " that rest on the device, whole");
+           c10::toString(type), " that rest on the device or on the host, whole");
     }
     std::vector<PlanePart> parts = plan_parts(*plane, placement);
-    reserve(lock, Medium::kDevice, parts[0].bytes, &MediumUsage::resting, /*may_wait=*/true);
+    reserve(lock, placement.rest, parts[0].bytes, &MediumUsage::resting, /*may_wait=*/true);
     const int64_t offset = memory.storage_offset() * plane->element;
     parts[0].memory = flat_view(memory, offset, at::kByte, parts[0].bytes);
     parts[0].part = std::make_unique<MemoryPart>(parts[0].memory);
     plane->parts = std::move(parts);
-    plane->lasting = memory;
+    plane->lasting.push_back({placement.rest, 0, static_cast<int32_t>(plane->blocks.size()), memory});
   } else {
     try {
       open_parts(lock, *plane, placement, plane->parts);
@@ -289,81 +302,10 @@ void StorageState::remove(int32_t number) {
   lock_planes(lock, {plane});
   plane->removed = true;
   close_parts(*plane, plane->parts);
-  plane->lasting.reset();
+  plane->lasting.clear();
+  plane->folder.reset();
   planes_[number].reset();
   changed();
-}
-
-at::Tensor StorageState::resident(int32_t number) {
-  const Lock lock(mutex_);
-  const PlanePtr plane = plane_of(number);
-  const auto count = static_cast<int32_t>(plane->blocks.size());
-  const PlanePart& part = plane->parts[0];
-  if (plane->parts.size() != 1 || !part.memory.defined()) {
-    fail(ErrorKind::kRuntime, "plane '", plane->name, "' does not rest in memory, whole: acquire leases of it");
-  }
-  if (plane->lasting.defined() && plane->lasting_at != part.medium) {
-    fail(ErrorKind::kRuntime, "plane '", plane->name, "' rests in the tier '", name_of(part.medium),
-         "', and its lasting view is one of '", name_of(plane->lasting_at), "': move it back first");
-  }
-  if (!plane->lasting.defined()) {
-    plane->lasting = flat_view(part.memory, part.memory.storage_offset(), plane->type, plane->numel);
-    plane->lasting_at = part.medium;
-  }
-  wait_for_streams(*plane, 0, count);
-  return plane->lasting;
-}
-
-void StorageState::move(std::vector<int32_t> numbers, const Placement& placement, bool wait_each) {
-  std::sort(numbers.begin(), numbers.end());  // so that two movers never wait for each other
-  numbers.erase(std::unique(numbers.begin(), numbers.end()), numbers.end());
-  Lock lock(mutex_);
-  account(placement.rest);
-  account(placement.work);
-  std::vector<PlanePtr> planes;
-  for (const int32_t number : numbers) planes.push_back(plane_of(number));
-  size_t locked = 0;
-  std::vector<std::vector<PlanePart>> moved(planes.size());
-  const auto unlock_planes = [&] {
-    for (size_t p = 0; p < locked; ++p) {
-      unmark(*planes[p], 0, static_cast<int32_t>(planes[p]->blocks.size()), /*alone=*/true, nullptr);
-    }
-  };
-  try {
-    for (const PlanePtr& plane : planes) {
-      lock_planes(lock, {plane});
-      ++locked;
-    }
-    for (const PlanePtr& plane : planes) {
-      for (const Block& block : plane->blocks)
-        if (block.error) block.error->raise();
-      if (!stays(*plane, placement)) check_can_empty(*plane);
-    }
-    for (size_t p = 0; p < planes.size(); ++p) {
-      if (!stays(*planes[p], placement)) open_parts(lock, *planes[p], placement, moved[p]);
-    }
-    for (const PlanePtr& plane : planes) wait_for_streams(*plane, 0, static_cast<int32_t>(plane->blocks.size()));
-    lock.unlock();
-    for (size_t p = 0; p < planes.size(); ++p) copy_plane(*planes[p], moved[p], wait_each);
-    if (!device_.is_cpu()) c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).synchronize();
-    lock.lock();
-  } catch (...) {
-    if (!lock.owns_lock()) lock.lock();
-    for (size_t p = 0; p < planes.size(); ++p) close_parts(*planes[p], moved[p]);
-    unlock_planes();
-    throw;
-  }
-  for (size_t p = 0; p < planes.size(); ++p) {
-    Plane& plane = *planes[p];
-    plane.placement = placement;
-    if (moved[p].empty()) continue;
-    std::swap(plane.parts, moved[p]);
-    for (size_t i = 0; i < plane.parts.size(); ++i)
-      for (int32_t b = plane.parts[i].first; b < plane.parts[i].end; ++b)
-        plane.blocks[b].part = static_cast<int32_t>(i);
-    close_parts(plane, moved[p]);
-  }
-  unlock_planes();
 }
 
 std::optional<Medium> StorageState::resting(int32_t number, plan::Range range) const {
@@ -373,6 +315,11 @@ std::optional<Medium> StorageState::resting(int32_t number, plan::Range range) c
   const PlanePart& part = plane->parts[plane->blocks[first].part];
   const bool whole = part.memory.defined() && end <= part.end;
   return whole ? std::optional<Medium>(part.medium) : std::nullopt;
+}
+
+plan::Range StorageState::all_of(int32_t number) const {
+  const Lock lock(mutex_);
+  return {0, plane_of(number)->numel};
 }
 
 Placement StorageState::placement(int32_t number) const {
@@ -405,9 +352,20 @@ void StorageState::close() {
     plane->removed = true;
     drop_prefetched(*plane, 0, static_cast<int32_t>(plane->blocks.size()));
     close_parts(*plane, plane->parts);
-    plane->lasting.reset();
+    plane->lasting.clear();
+    plane->folder.reset();
     plane.reset();
   }
+}
+
+void StorageState::at_exit() noexcept {
+  for (const auto& tier : tiers_) tier->at_exit();
+}
+
+void StorageState::limit(Medium medium, int64_t bytes) {
+  const Lock lock(mutex_);
+  account(medium).limit = std::max<int64_t>(0, bytes);
+  changed();
 }
 
 Usage StorageState::usage() const {

@@ -13,24 +13,32 @@ namespace ds::storage {
 
 class StorageState : public std::enable_shared_from_this<StorageState> {
  public:
-  StorageState(c10::Device device, Budget budget, const std::shared_ptr<io::Files>& files);
+  StorageState(c10::Device device, Budget budget, const FileAccess& files);
 
   // As in ShardStorage.
   int32_t add(std::string name, int64_t numel, at::ScalarType type, const Placement& placement, const Cuts& cuts,
-              const at::Tensor& memory);
+              const PlaneExtras& extras);
   void remove(int32_t number);
   Lease acquire(int32_t number, plan::Range range, Access access, Medium at);
+  void discard(int32_t number, plan::Range range);
   void prefetch(int32_t number, plan::Range range, Medium at);
+  bool here(int32_t number, plan::Range range, Medium at) const;
   std::optional<Medium> resting(int32_t number, plan::Range range) const;
   Lease scratch(int64_t numel, at::ScalarType type, Medium at, int32_t user);
+  bool has_room(Medium at, int64_t bytes) const;
   int32_t add_scratch_user(bool keeps);
+  void limit_scratch(Medium at, int64_t bytes, int32_t user);
   void keep_scratch(Medium at, int64_t bytes, int32_t user);
   ScratchUsage scratch_usage(Medium at, int32_t user) const;
   void trim(int32_t user);  // -1: all
-  at::Tensor resident(int32_t number);
+  at::Tensor resident(int32_t number, plan::Range range);
   void move(std::vector<int32_t> numbers, const Placement& placement, bool wait_each);
   Placement placement(int32_t number) const;
+  plan::Range all_of(int32_t number) const;
+  std::vector<at::Tensor> memory(int32_t number) const;
   void settle();
+  void limit(Medium medium, int64_t bytes);
+  void at_exit() noexcept;
   void close();  // nobody will acquire anything any more: planes without leases go
   Usage usage() const;
   c10::Device device() const { return device_; }
@@ -44,10 +52,12 @@ class StorageState : public std::enable_shared_from_this<StorageState> {
       ScratchPool pool;
       ScratchUsage usage;  // without `idle`
       bool keeps = true;
+      int64_t limit = INT64_MAX;
+      int in_flight = 0;  // as below
     };
     explicit Account(int64_t limit, int64_t idle) : limit(limit), users(1, {ScratchPool(idle), {}}) {}
     int64_t limit;
-    std::vector<User> users;  // of scratch; the first one's pool has the copies of blocks, too
+    std::vector<User> users;  // of scratch and of copies of blocks
     MediumUsage used;         // without `idle`
     int in_flight = 0;        // copies that will free their memory, or can be dropped then
     int64_t idle() const {
@@ -72,6 +82,9 @@ class StorageState : public std::enable_shared_from_this<StorageState> {
   // The current stream goes on behind what others have done with these blocks.
   void wait_for_streams(const Plane& plane, int32_t first, int32_t end) const;
   bool make_room(Account& account, int64_t bytes);  // of what nobody waits for; false: there is none
+  void make_room_of_user(Lock& lock, Medium medium, int64_t bytes, bool may_wait, int32_t user);
+  void count_user(Medium medium, int32_t user, int64_t bytes);
+  void count_flight(const Staging& staging, int change);
   void reserve(Lock& lock, Medium medium, int64_t bytes, int64_t MediumUsage::*kind, bool may_wait);
   at::Tensor take(Lock& lock, Medium medium, int64_t bytes, int64_t MediumUsage::*kind, bool may_wait,
                   int32_t user = 0);
@@ -88,10 +101,12 @@ class StorageState : public std::enable_shared_from_this<StorageState> {
   void allocate(Lock& lock, Staging& staging, bool may_wait);
   void drop(const StagingPtr& staging);
   void drop_prefetched(Plane& plane, int32_t first, int32_t end);
-  bool drop_oldest_prefetched(Medium medium);
-  // One block, to or from its place in `staging`, which starts at block staging.first. Without the lock.
+  bool drop_oldest_prefetched(Medium medium, int32_t user = -1);
+  // One block, to or from its place in `staging`, which starts at block staging.first. Without the lock. Counted.
   void transfer(const Plane& plane, const PlanePart& part, int32_t block, const Staging& staging, bool fetch,
                 bool in_background);
+  void transfer_block(const Plane& plane, const PlanePart& part, int32_t block, const Staging& staging, bool fetch,
+                      bool in_background);
   void fetch_in_background(const PlanePtr& plane, const StagingPtr& staging);
   void write_back(const PlanePtr& plane, const StagingPtr& staging, const FencePtr& fence);
   void in_background(std::function<void()> job) noexcept;

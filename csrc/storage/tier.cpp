@@ -60,5 +60,7 @@ std::vector<std::unique_ptr<Tier>> make_tiers(const TierContext& context) {
 
 void Part::read(size_t block, char* data) { fail(ErrorKind::kRuntime, "memory is not read block by block"); }
 void Part::write(size_t block, char* data) { fail(ErrorKind::kRuntime, "memory is not written block by block"); }
+void Part::read_device(size_t, const at::Tensor&, int64_t) { fail(ErrorKind::kRuntime, "the host has to read it"); }
+void Part::write_device(size_t, const at::Tensor&, int64_t) { fail(ErrorKind::kRuntime, "the host has to write it"); }
 
 }  // namespace ds::storage

@@ -8,7 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "io/files.h"
+#include "io/run_folder.h"
+#include "storage/file_access.h"
 #include "storage/placement.h"
 #include "storage/usage.h"
 
@@ -25,14 +26,23 @@ class Part {
 
   // The whole of a block. `data` is host memory, aligned to io::kBlockBytes and as long as whole blocks of that size;
   // the bytes behind the block may be overwritten. They throw what went wrong, with a name and an offset.
+  // Where `any_address`, the data may be anywhere, and nothing behind it is touched.
+  virtual bool any_address() const { return false; }
   virtual void read(size_t block, char* data);
   virtual void write(size_t block, char* data);
+  // Where `reaches_device`: the same to and from byte `offset` of memory of a device, on which nothing is under way.
+  virtual bool reaches_device() const { return false; }
+  virtual void read_device(size_t block, const at::Tensor& memory, int64_t offset);
+  virtual void write_device(size_t block, const at::Tensor& memory, int64_t offset);
+  virtual void discard(size_t block) {}  // its contents are not needed any more
 };
 
 struct PartSpec {
   std::string plane;
   std::vector<int64_t> block_bytes;
   Placement placement;
+  std::vector<std::string> block_files{};  // see PlaneExtras; of these blocks
+  std::shared_ptr<io::RunFolder> folder{};
 };
 
 class Tier {
@@ -46,11 +56,14 @@ class Tier {
   virtual at::Tensor allocate(int64_t bytes) { return {}; }
 
   virtual void report(Usage& usage) const {}
+
+  // The process ends with parts still open: what it would leave behind is removed now. They can be used until then.
+  virtual void at_exit() noexcept {}
 };
 
 struct TierContext {
   c10::Device device;
-  std::shared_ptr<io::Files> files;
+  FileAccess files;
 };
 using TierFactory = std::unique_ptr<Tier> (*)(const TierContext& context);
 

@@ -1,5 +1,4 @@
 // Leases, and the copies of blocks that they need.
-#include <c10/core/StreamGuard.h>
 #include <string.h>
 
 #include <algorithm>
@@ -7,26 +6,16 @@
 #include <utility>
 
 #include "base/error.h"
-#include "io/aligned_pool.h"
+#include "storage/alignment.h"
 #include "storage/flat_view.h"
+#include "storage/side_stream.h"
 #include "storage/storage_state.h"
+#include "storage/waited.h"
 
 namespace ds::storage {
 namespace {
 
-constexpr auto kAlignment = static_cast<int64_t>(io::kBlockBytes);
-
-int64_t whole_blocks(int64_t bytes) {
-  return static_cast<int64_t>(io::round_up(static_cast<size_t>(bytes), io::kBlockBytes));
-}
-
 char* address(const at::Tensor& memory) { return static_cast<char*>(memory.data_ptr()); }
-
-// Of the first aligned byte in it.
-int64_t aligned_offset(const at::Tensor& memory) {
-  const auto start = reinterpret_cast<uintptr_t>(memory.data_ptr());
-  return static_cast<int64_t>(io::round_up(start, io::kBlockBytes) - start);
-}
 
 void copy(const at::Tensor& to, int64_t to_offset, const at::Tensor& from, int64_t from_offset, int64_t bytes,
           bool wait = true) {
@@ -48,17 +37,6 @@ FencePtr fence_after(const at::Tensor& memory) noexcept {
   }
 }
 
-// A stream beside the one that computes, for as long as a job runs.
-class SideStream {
- public:
-  explicit SideStream(c10::Device device) {
-    if (!device.is_cpu()) guard_.emplace(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
-  }
-
- private:
-  std::optional<c10::StreamGuard> guard_;
-};
-
 }  // namespace
 
 // ---- memory of copies ---------------------------------------------------------------------------------------------
@@ -68,17 +46,18 @@ StagingPtr StorageState::new_staging(const Plane& plane, int32_t first, int32_t 
   staging->medium = at;
   staging->first = first;
   staging->end = end;
+  staging->user = plane.user;
   staging->bytes = whole_blocks(plane.bytes(first, end)) + kAlignment;
   return staging;
 }
 
 void StorageState::allocate(Lock& lock, Staging& staging, bool may_wait) {
-  staging.memory = take(lock, staging.medium, staging.bytes, &MediumUsage::staged, may_wait);
+  staging.memory = take(lock, staging.medium, staging.bytes, &MediumUsage::staged, may_wait, staging.user);
   if (staging.memory.device().is_cpu()) staging.offset = aligned_offset(staging.memory);
 }
 
 void StorageState::drop(const StagingPtr& staging) {
-  give(staging->medium, std::exchange(staging->memory, {}), staging->bytes, &MediumUsage::staged);
+  give(staging->medium, std::exchange(staging->memory, {}), staging->bytes, &MediumUsage::staged, staging->user);
 }
 
 void StorageState::drop_prefetched(Plane& plane, int32_t first, int32_t end) {
@@ -95,17 +74,18 @@ void StorageState::drop_prefetched(Plane& plane, int32_t first, int32_t end) {
   }
 }
 
-bool StorageState::drop_oldest_prefetched(Medium medium) {
+bool StorageState::drop_oldest_prefetched(Medium medium, int32_t user) {
   for (const PlanePtr& plane : planes_) {
     if (!plane) continue;
     const auto found = std::find_if(plane->prefetched.begin(), plane->prefetched.end(), [&](const StagingPtr& staging) {
-      return !staging->fetching && staging->medium == medium;
+      return !staging->fetching && staging->medium == medium && (user < 0 || staging->user == user);
     });
     if (found == plane->prefetched.end()) continue;
     const StagingPtr staging = *found;
     plane->prefetched.erase(found);
     ++counts_.prefetch_drops;
     account(medium).used.staged -= staging->bytes;  // not to the pool: the room is wanted
+    count_user(medium, staging->user, -staging->bytes);
     return true;
   }
   return false;
@@ -115,6 +95,19 @@ bool StorageState::drop_oldest_prefetched(Medium medium) {
 
 void StorageState::transfer(const Plane& plane, const PlanePart& part, int32_t block, const Staging& staging,
                             bool fetch, bool in_background) {
+  double seconds = 0;
+  {
+    const Waited timed(seconds);
+    transfer_block(plane, part, block, staging, fetch, in_background);
+  }
+  const Lock lock(mutex_);
+  MediumUsage& used = account(part.medium).used;
+  (fetch ? used.read_bytes : used.written_bytes) += plane.bytes(block, block + 1);
+  (fetch ? used.read_seconds : used.write_seconds) += seconds;
+}
+
+void StorageState::transfer_block(const Plane& plane, const PlanePart& part, int32_t block, const Staging& staging,
+                                  bool fetch, bool in_background) {
   const int64_t bytes = plane.bytes(block, block + 1);
   const int64_t here = staging.offset + plane.bytes(staging.first, block);
   if (part.memory.defined()) {
@@ -123,8 +116,13 @@ void StorageState::transfer(const Plane& plane, const PlanePart& part, int32_t b
     return copy(part.memory, there, staging.memory, here, bytes);
   }
   const auto index = static_cast<size_t>(block - part.first);
-  const bool direct = staging.memory.device().is_cpu() && (here - staging.offset) % kAlignment == 0 &&
-                      (block + 1 == staging.end || bytes % kAlignment == 0);
+  if (!staging.memory.device().is_cpu() && part.part->reaches_device()) {
+    c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).synchronize();
+    return fetch ? part.part->read_device(index, staging.memory, here)
+                 : part.part->write_device(index, staging.memory, here);
+  }
+  const bool whole = (here - staging.offset) % kAlignment == 0 && (block + 1 == staging.end || bytes % kAlignment == 0);
+  const bool direct = staging.memory.device().is_cpu() && (whole || part.part->any_address());
   if (direct) {
     char* data = address(staging.memory) + here;
     return fetch ? part.part->read(index, data) : part.part->write(index, data);
@@ -239,6 +237,7 @@ StagingPtr StorageState::stage(Lock& lock, Plane& plane, plan::Range range, int3
     });
     if (found == plane.prefetched.end()) break;
     if ((*found)->fetching) {
+      const Waited timed(account(plane.parts[plane.blocks[first].part].medium).used.waited_seconds);
       wait(lock);
       continue;
     }
@@ -251,10 +250,18 @@ StagingPtr StorageState::stage(Lock& lock, Plane& plane, plan::Range range, int3
   }
   if (access != Access::kRead) drop_prefetched(plane, first, end);
   StagingPtr staging = new_staging(plane, first, end, at);
-  allocate(lock, *staging, /*may_wait=*/true);
+  double seconds = 0;
+  const auto waited = [&] {
+    if (first < end) account(plane.parts[plane.blocks[first].part].medium).used.waited_seconds += seconds;
+  };
+  {
+    const Waited timed(seconds);
+    allocate(lock, *staging, /*may_wait=*/true);
+  }
   wait_for_streams(plane, first, end);
   lock.unlock();
   try {
+    const Waited timed(seconds);
     for (int32_t b = first; b < end; ++b) {
       if (access == Access::kWrite && plane.covers(range, b)) continue;
       transfer(plane, plane.parts[plane.blocks[b].part], b, *staging, /*fetch=*/true, /*in_background=*/false);
@@ -265,6 +272,7 @@ StagingPtr StorageState::stage(Lock& lock, Plane& plane, plan::Range range, int3
     throw;
   }
   lock.lock();
+  waited();
   return staging;
 }
 
@@ -275,7 +283,6 @@ void StorageState::release(Lease& lease) noexcept {
   --counts_.leases;
   if (lease.plane_ < 0) {
     used.reset();
-    account(staging->medium).users[staging->user].usage.lent -= staging->bytes;
     give(staging->medium, std::exchange(staging->memory, {}), staging->bytes, &MediumUsage::scratch, staging->user);
     return;
   }
@@ -286,7 +293,7 @@ void StorageState::release(Lease& lease) noexcept {
     used.reset();
     ++jobs_;
     ++counts_.write_backs;
-    ++account(staging->medium).in_flight;
+    count_flight(*staging, 1);
     lock.unlock();
     in_background([this, plane, staging, fence] { write_back(plane, staging, fence); });
     return;
@@ -324,73 +331,10 @@ void StorageState::write_back(const PlanePtr& plane, const StagingPtr& staging, 
     plane->blocks[b].error = errors[b];
     if (errors[b]) failures_.push_back(errors[b]);
   }
-  --account(staging->medium).in_flight;
+  count_flight(*staging, -1);
   drop(staging);
   --jobs_;
   unmark(*plane, staging->first, staging->end, /*alone=*/true, written);
-}
-
-// ---- prefetches ---------------------------------------------------------------------------------------------------
-
-void StorageState::prefetch(int32_t number, plan::Range range, Medium at) {
-  Lock lock(mutex_);
-  const PlanePtr plane = plane_of(number);
-  check_range(*plane, range, at);
-  const auto [first, end] = plane->blocks_of(range);
-  if (first == end || plane->resting(first, end, at)) return;
-  StagingPtr staging = new_staging(*plane, first, end, at);
-  for (const StagingPtr& other : plane->prefetched) {
-    if (other->first == staging->first && other->end == staging->end && other->medium == at) return;
-  }
-  ++counts_.prefetches;
-  const auto unusable = [](const Block& block) { return block.writer || block.error; };
-  Account& account = this->account(at);
-  const bool waits = std::any_of(plane->blocks.begin() + first, plane->blocks.begin() + end, unusable);
-  // No room is made by dropping what was prefetched before: that is wanted sooner.
-  const int64_t excess = account.total() - account.idle() - (account.limit - staging->bytes);
-  if (waits || staging->bytes > account.limit || excess > 0) {
-    ++counts_.prefetch_drops;
-    return;
-  }
-  reserve(lock, at, staging->bytes, &MediumUsage::staged, /*may_wait=*/false);  // idle scratch goes for it
-  staging->fetching = true;
-  mark(*plane, first, end, /*alone=*/false);
-  plane->prefetched.push_back(staging);
-  ++jobs_;
-  ++account.in_flight;
-  lock.unlock();
-  in_background([this, plane, staging] { fetch_in_background(plane, staging); });
-}
-
-void StorageState::fetch_in_background(const PlanePtr& plane, const StagingPtr& staging) {
-  const SideStream side(device_);
-  bool fetched = false;
-  try {
-    Lock lock(mutex_);
-    staging->memory = account(staging->medium).users[0].pool.take(staging->bytes, device_of(staging->medium));
-    if (!staging->memory.defined()) staging->memory = fresh(lock, staging->medium, staging->bytes);
-    if (staging->memory.device().is_cpu()) staging->offset = aligned_offset(staging->memory);
-    wait_for_streams(*plane, staging->first, staging->end);
-    lock.unlock();
-    for (int32_t b = staging->first; b < staging->end; ++b) {
-      transfer(*plane, plane->parts[plane->blocks[b].part], b, *staging, /*fetch=*/true, /*in_background=*/true);
-    }
-    staging->ready = Fence::after(staging->memory);
-    fetched = true;
-  } catch (...) {
-    // Only a hint: whoever acquires the range fetches it, and is told.
-  }
-  const Lock lock(mutex_);
-  staging->fetching = false;
-  --account(staging->medium).in_flight;
-  --jobs_;
-  if (!fetched) {
-    auto& all = plane->prefetched;
-    all.erase(std::find(all.begin(), all.end(), staging));
-    ++counts_.prefetch_drops;
-    drop(staging);
-  }
-  unmark(*plane, staging->first, staging->end, /*alone=*/false, staging->ready);
 }
 
 }  // namespace ds::storage

@@ -44,7 +44,8 @@ void BackwardSession::watch() {
     const ShardedParamPtr& sharded = store_.spec(param).sharded;
     const auto add = [&] {
       hooks_.add(
-          store_.spec(param).tensor, [this, param] { grads_.on_grad(param); }, sharded != nullptr);
+          store_.spec(param).tensor, [this, param] { failures_.watch([&] { grads_.on_grad(param); }); },
+          sharded != nullptr);
     };
     if (sharded) {
       sharded->with_shape_only(add);
@@ -85,11 +86,13 @@ void BackwardSession::end() {
   own_backward_ = false;
   user_backward_ = false;
   leave_root();
-  if (gatherer_) {
-    gatherer_->end_backward();
-    gatherer_->source().drain();
-  }
-  grads_.end();
+  failures_.watch([this] {
+    if (gatherer_) {
+      gatherer_->end_backward();
+      gatherer_->drain();
+    }
+    grads_.end();
+  });
 }
 
 bool BackwardSession::abort() {
@@ -105,14 +108,14 @@ bool BackwardSession::join(bool reduce) {
   had_user_backward_ = false;
   // Whole gradients that are here without a backward were put here by hand, and are taken as they are.
   if (none && reduce && (!store_.policy().grads_on_params || !grads_.any())) {
-    if (gatherer_) gatherer_->source().drain();
+    if (gatherer_) gatherer_->drain();
     grads_.join();
   }
   return none;
 }
 
 void BackwardSession::finish() {
-  if (gatherer_) gatherer_->source().drain();
+  if (gatherer_) gatherer_->drain();
   grads_.finish();
 }
 

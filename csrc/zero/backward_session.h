@@ -9,6 +9,7 @@
 #include "zero/accumulator_hooks.h"
 #include "zero/grad_reducer.h"
 #include "zero/param_gatherer.h"
+#include "zero/rank_failures.h"
 
 namespace ds::zero {
 
@@ -16,8 +17,13 @@ class BackwardSession {
  public:
   // `self`: a pointer to this that keeps its engine alive, for hooks that outlive it. `gatherer` may be filled later.
   BackwardSession(ParamStore& store, GradReducer& grads, const std::unique_ptr<ParamGatherer>& gatherer,
-                  std::function<std::weak_ptr<BackwardSession>()> self)
-      : store_(store), grads_(grads), gatherer_(gatherer), self_(std::move(self)), watched_(store.size()) {}
+                  const RankFailures& failures, std::function<std::weak_ptr<BackwardSession>()> self)
+      : store_(store),
+        grads_(grads),
+        gatherer_(gatherer),
+        failures_(failures),
+        self_(std::move(self)),
+        watched_(store.size()) {}
 
   void watch();  // hooks on the parameters that require grad now; the calls below do it by themselves
 
@@ -66,6 +72,7 @@ class BackwardSession {
   ParamStore& store_;
   GradReducer& grads_;
   const std::unique_ptr<ParamGatherer>& gatherer_;
+  const RankFailures& failures_;
   const std::function<std::weak_ptr<BackwardSession>()> self_;
   std::vector<bool> watched_;
   bool had_user_backward_ = false;  // since the last step or join

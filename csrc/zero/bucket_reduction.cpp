@@ -28,6 +28,17 @@ storage::Lease BucketReduction::lease_row(const GradBucket& bucket, storage::Acc
 
 void BucketReduction::zero_row(const GradBucket& bucket) { lease_row(bucket, storage::Access::kWrite).data().zero_(); }
 
+at::Tensor BucketReduction::copy_of_row(const GradBucket& bucket) const {
+  const Buffer& grad = space(bucket).grad;
+  const plan::Range row = space(bucket).row_in(grad, bucket.plan);
+  const storage::Medium at = store_.storage()->resting(grad.plane, row).value_or(storage::Medium::kHost);
+  const at::Tensor copy = storage::as_tensor(store_.storage()->scratch(row.numel(), grad.dtype, at));
+  return copy.copy_(lease_row(bucket, storage::Access::kRead).data());
+}
+void BucketReduction::put_row(const GradBucket& bucket, const at::Tensor& values) {
+  lease_row(bucket, storage::Access::kWrite).data().copy_(values);
+}
+
 // The row becomes the final sum, or grows by it.
 void BucketReduction::add_to_row(const GradBucket& bucket, const at::Tensor& values, bool add) {
   storage::Lease lease;
@@ -98,6 +109,29 @@ void BucketReduction::collect(GradBucket& bucket) {
   }
   bucket.wire = at::Tensor();
   bucket.slots = at::Tensor();
+  leave_device(bucket);
+}
+
+// What is here and rests elsewhere goes there while the backward runs. The first of a row is written in the background;
+// what is to be added waits on the host until the backward has ended: one that raises leaves the row as it was.
+void BucketReduction::leave_device(GradBucket& bucket) {
+  const Buffer& grad = space(bucket).grad;
+  const plan::Range row = space(bucket).row_in(grad, bucket.plan);
+  if (grad.data.defined() || ranks(bucket).replicas->size() > 1 ||
+      store_.storage()->resting(grad.plane, row) == storage::Medium::kDevice)
+    return;
+  if (!bucket.reduced) {
+    const storage::Lease lease =
+        store_.storage()->acquire(grad.plane, row, storage::Access::kWrite, storage::Medium::kDevice);
+    device_.copy(lease.data(), bucket.received, after(bucket));
+    bucket.received = at::Tensor();
+    bucket.left = true;
+    return;
+  }
+  const at::Tensor waits =
+      storage::as_tensor(store_.storage()->scratch(row.numel(), bucket.received.scalar_type(), storage::Medium::kHost));
+  waits.copy_(bucket.received);
+  bucket.received = waits;
 }
 
 void BucketReduction::complete(GradBucket& bucket, const std::vector<uint8_t>& filled) {
@@ -110,6 +144,8 @@ void BucketReduction::complete(GradBucket& bucket, const std::vector<uint8_t>& f
     return;
   }
   if (bucket.work) collect(bucket);
+  if (bucket.left) bucket.reduced = true;
+  bucket.left = false;
   if (!bucket.received.defined()) return;
   if (!bucket.in_place && among.replicas->size() > 1)
     among.replicas->all_reduce(bucket.received, comm::ReduceOp::kSum, tag(bucket))->wait();

@@ -39,7 +39,9 @@ class BucketReduction {
   // This rank's part of the reduced gradients, where they rest on the device.
   at::Tensor row(const GradBucket& bucket) const;
   void zero_row(const GradBucket& bucket);  // wherever they rest
-  void need_slots(GradBucket& bucket);      // memory for local gradients, padding zero
+  at::Tensor copy_of_row(const GradBucket& bucket) const;
+  void put_row(const GradBucket& bucket, const at::Tensor& values);
+  void need_slots(GradBucket& bucket);  // memory for local gradients, padding zero
   // The three steps of a reduction; a bucket of touched rows alone travels in the last one. `filled`: whether a rank
   // has a gradient of a parameter.
   void start(GradBucket& bucket);
@@ -56,6 +58,7 @@ class BucketReduction {
   const ParamSpace& space(const GradBucket& bucket) const { return store_.spaces()[bucket.space]; }
   const SpaceRanks& ranks(const GradBucket& bucket) const { return space(bucket).ranks(); }
   void add_to_row(const GradBucket& bucket, const at::Tensor& values, bool add);
+  void leave_device(GradBucket& bucket);
   storage::Lease lease_row(const GradBucket& bucket, storage::Access access) const;
   std::string tag(const GradBucket& bucket) const;  // the name of its first parameter
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <exception>
 #include <utility>
 
 #include "base/error.h"
@@ -19,12 +20,29 @@ constexpr int64_t kAlignNumel = 64;
 // Of slices: nobody computes on them but element-wise kernels, and every small parameter pays for it.
 constexpr int64_t kAlignSliceNumel = 16;
 
+// Of what this rank owns: two states of each element.
+StateBytes bytes_of_states(const std::vector<ParamSpec>& params, const comm::Communicator& ranks,
+                           const EngineOptions& options) {
+  StateBytes found;
+  for (const ParamSpec& param : params) {
+    const int64_t own = (param.numel() + ranks.size() - 1) / ranks.size();
+    found.grad += own * static_cast<int64_t>(c10::elementSize(options.grad_dtype.value_or(param.tensor.scalar_type())));
+    found.master += own * 4;
+    found.slots += own * 8;
+    found.weight += own * static_cast<int64_t>(c10::elementSize(param.tensor.scalar_type()));
+  }
+  return found;
+}
+
 }  // namespace
 
 StoreOptions Engine::store_options(const std::vector<ParamSpec>& params, const EngineOptions& options) {
   StoreOptions made;
   made.policy = policy_;
   made.places = options.places;
+  made.param_offload = options.param_offload;
+  made.files = options.files;
+  made.swapping = options.swapping;
   made.budget = options.budget;
   made.grad_dtype = options.grad_dtype;
   made.align = made.policy.shards_params() ? kAlignSliceNumel : kAlignNumel;
@@ -35,6 +53,29 @@ StoreOptions Engine::store_options(const std::vector<ParamSpec>& params, const E
   made.bucket_numel = bucket_limit(options.reducer, total, ranks_.data_parallel->size());
   if (made.policy.shards_states() && !made.policy.shards_params())
     made.bucket_numel = std::max<int64_t>(1, std::min(made.bucket_numel, options.allgather_bucket_numel));
+  if (options.memory && !params.empty()) {
+    const storage::Placement lp = made.places.lp;
+    const StateBytes need = bytes_of_states(params, *made.everyone.shard, options);
+    made.places = auto_places(need, rated(need, *options.memory, params.front().tensor.device(), options.files,
+                                          *ranks_.data_parallel, options.threads));
+    made.places.lp = lp;
+  }
+  if (made.places.moves_params()) {
+    // A step leases the rows of a bucket: one is written back while the next one is computed.
+    const ParamOffload& offload = made.param_offload;
+    made.bucket_numel = std::min(made.bucket_numel, options.swapping.bucket_numel);
+    if (offload.limited()) {
+      const int64_t row = std::max<int64_t>(1, offload.buffers / 2) * offload.buffer_numel;
+      made.bucket_numel = std::min(made.bucket_numel, row * ranks_.data_parallel->size());
+    }
+    made.bucket_numel = std::max<int64_t>(1, made.bucket_numel);
+  }
+  if (made.places.moves_states()) {
+    // Several buckets, so that one travels while another one is stepped; not too small for a drive.
+    constexpr int64_t kSmallest = 1 << 20, kBuckets = 16;
+    made.bucket_numel =
+        std::min({made.bucket_numel, options.swapping.bucket_numel, std::max(kSmallest, total / kBuckets)});
+  }
   made.allocate = [this](int64_t bytes, c10::Device device, const comm::CommunicatorPtr& ranks) {
     peers_.push_back(device.is_cpu() ? ranks->peer_memory(bytes) : nullptr);
     if (peers_.back()) return peers_.back()->region(ranks->rank());
@@ -44,11 +85,13 @@ StoreOptions Engine::store_options(const std::vector<ParamSpec>& params, const E
 }
 
 // From memory that ranks share where that is so of all groups, and on all ranks: else gathers need everybody.
-ShardSourcePtr Engine::shard_source() const {
+ShardSourcePtr Engine::shard_source() {
   const comm::CommunicatorPtr& everyone = store_.everyone().shard;
   std::vector<GatherGroup> groups;
-  for (auto& [ranks, params] : store_.sharded_groups()) groups.push_back({ranks.shard, params, peers_[groups.size()]});
-  bool shared = std::all_of(peers_.begin(), peers_.end(), [](const auto& memory) { return memory != nullptr; });
+  for (auto& [ranks, params] : store_.sharded_groups())
+    groups.push_back({ranks.shard, params, peers_.empty() ? nullptr : peers_[groups.size()]});
+  bool shared = !peers_.empty() &&
+                std::all_of(peers_.begin(), peers_.end(), [](const auto& memory) { return memory != nullptr; });
   if (groups.size() > 1 && everyone->size() > 1) {
     const at::Tensor without =
         at::full({1}, shared ? 0 : 1, at::TensorOptions().dtype(at::kInt).device(store_.device()));
@@ -61,6 +104,7 @@ ShardSourcePtr Engine::shard_source() const {
     if (ranks.gathers) groups[group].ranks = ranks.gathers();  // in one order on all ranks
     ++group;
   }
+  for (const GatherGroup& one : groups) gathering_.push_back(one.ranks);
   return scheduled_source(store_.sharded_params(), std::move(groups), store_.storage());
 }
 
@@ -72,18 +116,24 @@ Engine::Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> other
       device_(store_.device(), options.threads, options.kernels),
       grads_(store_, device_, options.reducer),
       stepper_(store_, device_, options.gather),
-      strategy_(make_strategy(options.strategy, {store_, device_, grads_})),
-      backward_(store_, grads_, gatherer_,
+      strategy_(make_strategy(options.strategy,
+                              {store_, device_, grads_, &stepper_, ranks_.model_parallel.get(), options.step})),
+      backward_(store_, grads_, gatherer_, failures_,
                 [this] {
                   const auto alive = weak_from_this().lock();
                   return alive ? std::shared_ptr<BackwardSession>(alive, &backward_) : nullptr;
                 }),
       states_(store_, device_, grads_, stepper_, *strategy_, gatherer_) {
+  meet_where_files_are();
+  grads_.tell(strategy_->arrivals());
+  stepper_.set_beside(strategy_->runs_beside());
   if (!policy_.shards_params()) return;
   const auto sharded = store_.sharded_params();
   auto source = shard_source();
   grads_.options().waits = !source->looks_ahead();
-  gatherer_ = std::make_unique<ParamGatherer>(sharded, std::move(source), options.gatherer);
+  GathererOptions gathering = options.gatherer;
+  gathering.on_failure = [this](const io::FileError& error) { tell_others(error); };
+  gatherer_ = std::make_unique<ParamGatherer>(sharded, std::move(source), std::move(gathering));
   gatherer_->release_all();
   gatherer_->source().before_write();
   gatherer_->source().after_write();  // the shards are in place
@@ -92,14 +142,37 @@ Engine::Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> other
 
 Engine::~Engine() = default;
 
+// One rank alone may fail to make its files, and opening a communicator cannot be aborted.
+void Engine::meet_where_files_are() const {
+  const auto in_files = [](const ParamSpace& space) {
+    const Placements& places = space.key.places;
+    return places.master.in_files() || places.grad.in_files() || places.slot.in_files() || places.lp.in_files();
+  };
+  if (std::none_of(store_.spaces().begin(), store_.spaces().end(), in_files)) return;
+  store_.storage()->settle();
+  ranks_.data_parallel->barrier();
+}
+
 StepReport Engine::step(const StepInputs& inputs) {
+  return failures_.watch([&] { return make_step(inputs); });
+}
+
+// They wait for this rank in a collective, or will: all that this engine has fail with its error.
+void Engine::tell_others(const std::exception& error) const {
+  const std::string why = lone_text(*ranks_.data_parallel, error);
+  for (const SpaceSet& set : store_.sets())
+    for (const comm::CommunicatorPtr& ranks : {set.ranks.shard, set.ranks.replicas}) ranks->abort(why);
+  for (const comm::CommunicatorPtr& ranks : gathering_) ranks->abort(why);
+}
+
+StepReport Engine::make_step(const StepInputs& inputs) {
   backward_.finish();
   if (inputs.need_all) refuse_unused();
   stepper_.norm(grads_, inputs.loss_scale, inputs.max_norm, inputs.check, ranks_.model_parallel.get());
   if (inputs.before_update && !(inputs.check && stepper_.report().skipped)) inputs.before_update();
   states_.hold().wait();
   if (!inputs.outside) {
-    stepper_.update(grads_, strategy_->parts(), inputs.hyper);
+    stepper_.update(grads_, strategy_->parts(inputs), inputs.hyper);
   } else if (!stepper_.report().skipped) {
     states_.assign_optimizer_grads(inputs.masters);
     inputs.outside();
@@ -165,12 +238,35 @@ void Engine::broadcast(const std::vector<at::Tensor>& tensors, int root) {
   }
 }
 
+void Engine::set_rules(std::vector<const optim::Rule*> by_group) {
+  for (const optim::Rule* rule : by_group) strategy_->check(*rule);
+  stepper_.set_rules(std::move(by_group));
+}
+
+void Engine::expect(const StepInputs& inputs) {
+  failures_.watch([&] { strategy_->expect(inputs); });
+}
+
+void Engine::clear_grads() {
+  failures_.watch([&] {
+    strategy_->forget();
+    backward_.clear_grads();
+  });
+}
+
 void Engine::release() {
+  std::exception_ptr failed;  // beside the training; all else is done first
+  try {
+    strategy_->settle();
+  } catch (...) {
+    failed = std::current_exception();
+  }
   states_.hold().wait();
   backward_.release();
   grads_.clear();
   if (gatherer_) gatherer_->end_backward();
   store_.release();
+  if (failed) std::rethrow_exception(failed);
 }
 
 }  // namespace ds::zero

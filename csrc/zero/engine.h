@@ -10,6 +10,7 @@
 #include "zero/backward_session.h"
 #include "zero/engine_options.h"
 #include "zero/engine_ranks.h"
+#include "zero/rank_failures.h"
 #include "zero/state_access.h"
 
 namespace ds::zero {
@@ -17,15 +18,23 @@ namespace ds::zero {
 // Create with std::make_shared. Calls come from one thread; only the hooks come from autograd's.
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  // `others`: stage 3: sharded parameters that are not trained.
+  // `others`: stage 3: sharded parameters that are not trained. Who makes one where something rests in files tells the
+  // other ranks of an error (tell_ranks): they wait in here until all have made their files.
   Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> others, const EngineOptions& options,
          EngineRanks ranks);
   ~Engine();
 
   // One optimizer step on what backwards have left: reduces the rest, norm, decision, update, cast, gather; gradients
   // are forgotten then. What it throws before the update (a schedule that raises, kernels that have failed) leaves the
-  // weights, the states and the gradients.
+  // weights, the states and the gradients. What one rank cannot read or write ends the step on all of them, as does
+  // what has failed in a thread of its strategy.
   StepReport step(const StepInputs& inputs);
+
+  // Which native optimizer updates each parameter group; see Stepper::set_rules. Fails where the strategy cannot.
+  void set_rules(std::vector<const optim::Rule*> by_group);
+  // Before a backward after which the next step follows, what that step will be told, as far as it is known.
+  void expect(const StepInputs& inputs);
+  void clear_grads();  // the gradients of the step to come are dropped, and what was made of them ahead of it
 
   void broadcast(const std::vector<at::Tensor>& tensors, int root);
   void release();  // hooks off, parameters in memory of their own; the engine can only be destroyed after this
@@ -36,20 +45,27 @@ class Engine : public std::enable_shared_from_this<Engine> {
   ParamStore& params() { return store_; }
   GradReducer& grads() { return grads_; }
   Stepper& stepper() { return stepper_; }
+  StepStrategy& strategy() { return *strategy_; }
   const DeviceContext& device() const { return device_; }
   const StagePolicy& policy() const { return policy_; }
+  const RankFailures& failures() const { return failures_; }
   const comm::Communicator& data_parallel() const { return *ranks_.data_parallel; }
   void reset_traffic() { ranks_.data_parallel->reset_traffic(); }
 
  private:
-  ShardSourcePtr shard_source() const;
+  ShardSourcePtr shard_source();
   void refuse_unused() const;
+  void meet_where_files_are() const;
+  StepReport make_step(const StepInputs& inputs);
+  void tell_others(const std::exception& error) const;
   std::vector<std::pair<std::string, std::string>> nonfinite_grads();
   StoreOptions store_options(const std::vector<ParamSpec>& params, const EngineOptions& options);
 
   const StagePolicy policy_;
   const EngineRanks ranks_;
-  std::vector<comm::PeerMemoryPtr> peers_;  // of each group of the store's sharded parameters
+  const RankFailures failures_{[this](const std::exception& error) { tell_others(error); }};
+  std::vector<comm::PeerMemoryPtr> peers_;        // of each group of the store's sharded parameters
+  std::vector<comm::CommunicatorPtr> gathering_;  // ranks of collective gathers
   ParamStore store_;
   DeviceContext device_;
   GradReducer grads_;

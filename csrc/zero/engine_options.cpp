@@ -1,9 +1,12 @@
 #include "zero/engine_options.h"
 
+#include <algorithm>
 #include <string>
 
 #include "base/error.h"
 #include "config/resolver.h"
+#include "io/swap_files.h"
+#include "storage/rates.h"
 
 namespace ds::zero {
 
@@ -33,13 +36,138 @@ bool switched_off(const config::Config& config, const char* section, const char*
   return value != found->end() && value->is_boolean() && !value->get<bool>();
 }
 
+// How many ranks share a sequence: their losses are shares of one, or the same one, so a sum over ranks is one over
+// groups of them.
+int sequence_ranks(const config::Config& config) {
+  const config::Value* value = config.find("sequence_parallel_size");
+  return value == nullptr || value->is_null() ? 1 : value->get<int>();
+}
+
 void divide(const config::Config& config, int ranks, ReducerOptions& reducer) {
   // The division comes first unless the user says otherwise: then no sum over ranks overflows where that of one process
   // on the whole batch would not, and the loss scale of fp16 does not depend on the number of ranks.
-  const double total = key<std::string>(config, "gradient_allreduce_op") == "sum" ? 1.0 : 1.0 / ranks;
+  const double total =
+      1.0 / (key<std::string>(config, "gradient_allreduce_op") == "sum" ? sequence_ranks(config) : ranks);
   reducer.predivide =
       key<bool>(config, "prescale_gradients") ? 1.0 / key<double>(config, "gradient_predivide_factor") : total;
   reducer.postscale = total / reducer.predivide;
+}
+
+// Of a key in a section that may be missing, else `fallback`.
+template <typename T>
+T key_or(const config::Config& config, const std::string& path, T fallback) {
+  const config::Value* value = config.find(path);
+  return value == nullptr || value->is_null() ? fallback : value->get<T>();
+}
+
+std::string folder_of_states(const config::Config& config, int rank, const StagePolicy& policy) {
+  const std::string path = "zero_optimization.offload_optimizer.nvme_path";
+  return io::swap_folder(path, key_or<std::string>(config, path, ""),
+                         "zero_stage_" + std::to_string(policy.stage) + "/optimizer/rank" + std::to_string(rank));
+}
+
+// `placement` says how much memory there is.
+void find_places(const config::Config& config, int rank, EngineOptions& options) {
+  const std::string section = "zero_optimization.placement.", other = "zero_optimization.offload_optimizer.";
+  if (!key_or(config, section + "auto", false) || !options.policy.shards_states()) return;
+  const auto bytes = [&](const char* name, int64_t fallback) {
+    const double gib = key_or(config, section + name, -1.0);
+    return gib < 0 ? fallback : static_cast<int64_t>(gib * (1 << 30));
+  };
+  const bool files = !key_or<std::string>(config, other + "nvme_path", "").empty();
+  TierBytes memory{bytes("device_gb", 0), bytes("host_gb", INT64_MAX), files ? bytes("nvme_gb", INT64_MAX) : 0, "",
+                   key_or(config, other + "pin_memory", true)};
+  if (memory.file > 0) memory.folder = folder_of_states(config, rank, options.policy);
+  options.swapping.buffer_count = files ? key_or<int64_t>(config, other + "buffer_count", 4) : 0;
+  memory.accumulation = std::max<int64_t>(1, key_or<int64_t>(config, "gradient_accumulation_steps", 1));
+  options.memory = memory;
+  // Steps of the host are bound by its memory: more threads than that needs only take cores from others.
+  options.threads = storage::known_threads(storage::rates_folder(), options.threads);
+}
+
+// Masters, reduced gradients and optimizer states rest together where `offload_optimizer` says.
+void place_states(const config::Config& config, int rank, EngineOptions& options) {
+  const std::string section = "zero_optimization.offload_optimizer.";
+  const auto device = key_or<std::string>(config, section + "device", "none");
+  if (device == "none" || !options.policy.shards_states()) return;
+  storage::Placement place;
+  place.rest = device == "cpu" ? storage::Medium::kHost : storage::Medium::kFile;
+  place.pinned = key_or(config, section + "pin_memory", true);
+  place.host_share = key_or(config, section + "ratio", 1.0);
+  Swapping& swapping = options.swapping;
+  if (options.policy.shards_params())
+    swapping.bucket_numel = std::max<int64_t>(1, key<int64_t>(config, "zero_optimization.sub_group_size"));
+  if (place.rest == storage::Medium::kFile) {
+    place.folder = folder_of_states(config, rank, options.policy);
+    swapping.buffer_count = key_or<int64_t>(config, section + "buffer_count", 4);
+    swapping.reads_ahead = key_or(config, section + "pipeline_read", false);
+    swapping.writes_behind = key_or(config, section + "pipeline_write", false);
+    swapping.fast_init = key_or(config, section + "fast_init", false);
+  }
+  options.places = {place, place, place, {}};
+}
+
+// Slices of parameters rest where `offload_param` says (stage 3).
+void place_params(const config::Config& config, const RunFacts& facts, EngineOptions& options) {
+  const std::string section = "zero_optimization.offload_param.";
+  const config::Value* device = config.find(section + "device");
+  if (device == nullptr || device->is_null() || *device == "none" || !options.policy.shards_params()) return;
+  options.swapping.bucket_numel = std::max<int64_t>(1, key<int64_t>(config, "zero_optimization.sub_group_size"));
+  const RemoteOptions remote =
+      remote_options(config, device->get<std::string>(), key<bool>(config, section + "pin_memory"), facts.job_rank);
+  options.places.lp = remote.place;
+  options.param_offload = remote.offload;
+}
+
+storage::FileAccess file_access(const config::Config& config) {
+  const std::string aio = "aio.";
+  storage::FileAccess access;
+  access.transfers.block_bytes = static_cast<size_t>(key<int64_t>(config, aio + "block_size"));
+  access.transfers.queue_depth = key<int>(config, aio + "queue_depth");
+  access.transfers.single_submit = key<bool>(config, aio + "single_submit");
+  access.transfers.overlap_events = key<bool>(config, aio + "overlap_events");
+  access.threads = key<int>(config, aio + "intra_op_parallelism");
+  if (!key<bool>(config, aio + "use_gds")) return access;
+  try {
+    access.cufile = io::CuFile::open();
+  } catch (const Error& error) {
+    fail(ErrorKind::kRuntime, "aio.use_gds cannot be: ", error.what(),
+         " Leave it out, and tensors pass through the host's memory");
+  }
+  return access;
+}
+
+// An integer or "auto", which is 0.
+int64_t interval(const config::Config& config, const std::string& path) {
+  const config::Value* value = config.find(path);
+  return value != nullptr && value->is_number() ? value->get<int64_t>() : 0;
+}
+
+// What is stepped when, and on how many threads beside the training.
+void choose_strategy(const config::Config& config, const RunFacts& facts, EngineOptions& options) {
+  const std::string zero = "zero_optimization.", offload = zero + "offload_optimizer.", flow = zero + "zenflow.";
+  const auto share = [&](double of) { return std::max(1, static_cast<int>(facts.threads * of)); };
+  if (const config::Value* section = config.find(zero + "zenflow"); section != nullptr && !section->is_null()) {
+    options.strategy = "zenflow";
+    options.places.grad = {};  // what is chosen is updated on the device at once
+    options.step.threads = share(1.0 - key<double>(config, flow + "pt_reserved_cores_perc"));
+    ZenFlowOptions& made = options.step.zenflow;
+    const auto select = key<std::string>(config, flow + "select_strategy");
+    made.select = select == "step"    ? ZenFlowOptions::Select::kByStep
+                  : select == "epoch" ? ZenFlowOptions::Select::kByEpoch
+                                      : ZenFlowOptions::Select::kAuto;
+    made.topk_ratio = key<double>(config, flow + "topk_ratio");
+    made.select_interval = interval(config, flow + "select_interval");
+    made.update_interval = interval(config, flow + "update_interval");
+    made.overlap = key<bool>(config, flow + "overlap_step");
+    made.offload = key<bool>(config, flow + "offload");
+    made.auto_ratio = key<double>(config, flow + "auto_ratio");
+    made.warm_up = key<int64_t>(config, flow + "full_warm_up_rounds");
+    made.steps_per_epoch = key_or<int64_t>(config, flow + "steps_per_epoch", 0);
+  } else if (key_or(config, offload + "super_offload", false)) {
+    options.strategy = "speculative";
+    options.step.threads = share(key<double>(config, offload + "cpuadam_cores_perc"));
+  }
 }
 
 }  // namespace
@@ -54,7 +182,8 @@ EngineOptions engine_options(const config::Config& config, const RunFacts& facts
   options.reducer.bucket_numel = key<int64_t>(config, zero + "reduce_bucket_size");
   options.reducer.overlap = !switched_off(config, "zero_optimization", "overlap_comm");
   options.reducer.scatter = key<bool>(config, zero + "reduce_scatter");
-  options.reducer.comm_dtype = dtype_key(config, "communication_data_type");
+  options.reducer.comm_dtype = dtype_key(
+      config, sequence_ranks(config) > 1 ? "seq_parallel_communication_data_type" : "communication_data_type");
   const bool checks = key<bool>(config, "fp16.enabled") ||
                       (key<bool>(config, "bf16.enabled") && key<bool>(config, "bf16.check_grad_overflow"));
   options.reducer.find_nonfinite_grads = checks && facts.ranks > 1;
@@ -68,7 +197,35 @@ EngineOptions engine_options(const config::Config& config, const RunFacts& facts
   options.gatherer.persistence_numel = key<int64_t>(config, zero + "stage3_param_persistence_threshold");
   options.gatherer.model_persistence_numel = key<int64_t>(config, zero + "stage3_model_persistence_threshold");
   options.gatherer.prefetch_numel = key<int64_t>(config, zero + "stage3_prefetch_bucket_size");
+  place_states(config, facts.rank, options);
+  find_places(config, facts.rank, options);
+  choose_strategy(config, facts, options);
+  place_params(config, facts, options);
+  options.files = file_access(config);
   return options;
+}
+
+RemoteOptions remote_options(const config::Config& config, const std::string& device, bool pinned, int rank) {
+  const std::string section = "zero_optimization.offload_param.";
+  RemoteOptions remote;
+  remote.place.rest = remote.place.work = device == "cpu" ? storage::Medium::kHost : storage::Medium::kFile;
+  remote.place.pinned = pinned;
+  remote.offload.rank = rank;
+  remote.files = file_access(config);
+  if (device == "cpu") return remote;
+  const config::Value* base = config.find(section + "nvme_path");
+  if (base == nullptr || base->is_null())
+    fail(ErrorKind::kValue, "parameters are to rest on NVMe, and the configuration names no folder: set \"", section,
+         "nvme_path\"");
+  remote.offload.host_numel = key<int64_t>(config, section + "max_in_cpu");
+  remote.offload.buffers = key<int64_t>(config, section + "buffer_count");
+  remote.offload.buffer_numel = key<int64_t>(config, section + "buffer_size");
+  if (remote.offload.buffers < 1)
+    fail(ErrorKind::kValue, section,
+         "buffer_count is 0: parameters on NVMe pass through at least one buffer. Set it "
+         "to 2 or more, so that one is read while another is used");
+  remote.place.folder = io::swap_folder(section + "nvme_path", base->get<std::string>(), "zero_stage_3");
+  return remote;
 }
 
 }  // namespace ds::zero

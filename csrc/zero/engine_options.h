@@ -1,8 +1,10 @@
 // What an engine does, from the resolved configuration and the facts of this run. The only place that reads a key for
 // the engine: a new one costs its Field line in csrc/config and the line here that reads it.
 #pragma once
+#include <optional>
 #include <string>
 
+#include "zero/auto_places.h"
 #include "zero/grad_reducer.h"
 #include "zero/param_gatherer.h"
 #include "zero/placements.h"
@@ -18,23 +20,38 @@ namespace ds::zero {
 struct RunFacts {
   int threads = 1;                           // of CPU kernels
   int ranks = 1;                             // that train the same model on other data
+  int rank = 0;                              // this one, of those among which states are cut
   c10::optional<at::ScalarType> grad_dtype;  // in which gradients are kept and added up; unset: the parameter's own
+  int job_rank = 0;                          // this one, of all
 };
 
 struct EngineOptions {
   StagePolicy policy = stage_policy(0);
   int threads = 1;
   c10::optional<at::ScalarType> grad_dtype;
-  Placements places;       // where masters, gradients and optimizer states rest
+  Placements places;                // where masters, gradients, optimizer states and slices of parameters rest
+  std::optional<TierBytes> memory;  // instead of `places`: they are found with what there is of each
+  ParamOffload param_offload;
+  Swapping swapping;  // how what rests elsewhere comes and goes
+  storage::FileAccess files;
   storage::Budget budget;  // of all memory that the engine has, by medium
   ReducerOptions reducer;
   GatherOptions gather;
   std::string strategy = "plain";                 // what a step updates at once, see strategies/
+  StrategyOptions step;                           // of that strategy
   int64_t allgather_bucket_numel = INT64_MAX;     // limit of a gather after the step
   GathererOptions gatherer;                       // stage 3
   const kernels::KernelTable* kernels = nullptr;  // other kernels than the device's, which may fail: for tests
 };
 
 EngineOptions engine_options(const config::Config& config, const RunFacts& facts);
+
+// Where slices go that leave the device before there is an engine. `device`: "cpu" or "nvme".
+struct RemoteOptions {
+  storage::Placement place;
+  ParamOffload offload;
+  storage::FileAccess files;
+};
+RemoteOptions remote_options(const config::Config& config, const std::string& device, bool pinned, int rank);
 
 }  // namespace ds::zero

@@ -23,7 +23,10 @@ struct GradBucket {
   // Of one backward.
   int32_t pending = -1;  // parameters still expected to fire; -1: unknown, leaves at the end
   bool launched = false;
+  bool arrived = false;   // its row is complete, and somebody has been told
+  at::Tensor before{};    // what that row held of earlier backwards
   bool reduced = false;   // the row of reduced gradients holds something
+  bool left = false;      // the row is on its way to where it rests, or there; it counts when the backward has ended
   at::Tensor slots{};     // `numel` elements
   at::Tensor wire{};      // what travels when it is not the slots themselves
   at::Tensor received{};  // this rank's row of the sum

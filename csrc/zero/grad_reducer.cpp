@@ -54,6 +54,8 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, ReducerOption
 void GradReducer::begin(bool reduce) {
   at::NoGradGuard no_grad;
   if (active()) abort();
+  if (std::exchange(told_, false)) arrivals_->withdrawn();
+  telling_ = reduce && arrivals_ && arrivals_->wanted();
   adopt_user_grads();
   make_room();
   if (!reduce) store_.need_local();
@@ -73,11 +75,12 @@ void GradReducer::begin(bool reduce) {
   next_bucket_ = 0;
   counts_.overlapped = 0;
   for (GradBucket& bucket : buckets_) {
-    bucket.launched = false;
+    bucket.launched = bucket.left = bucket.arrived = false;
+    bucket.before = at::Tensor();
     bucket.work.reset();
     bucket.slots = at::Tensor();
     bucket.pending = -1;
-    if (!options_.overlap && !bucket.eager) continue;
+    if (!options_.overlap && !bucket.eager && !arrives(bucket)) continue;
     int32_t known = 0;
     for (int32_t param : bucket.params) known += fires_.wanted(param, bucket.eager) > 0;
     if (known > 0 || fires_.has_learned()) bucket.pending = known;
@@ -140,25 +143,61 @@ void GradReducer::on_grad(size_t param) {
     device_.accumulate(late_[param], grad, reduction_.before(bucket));
     return;
   }
+  if (bucket.arrived) changes(bucket);
   absorb(param, grad);
-  if (phase_ == Phase::kReducing && (options_.overlap || bucket.eager) && times == fires_.wanted(param, bucket.eager) &&
-      bucket.pending > 0 && --bucket.pending == 0)
+  if (phase_ == Phase::kReducing && (options_.overlap || bucket.eager || arrives(bucket)) &&
+      times == fires_.wanted(param, bucket.eager) && bucket.pending > 0 && --bucket.pending == 0)
     launch_ready();
 }
 
 void GradReducer::launch_ready() {
   at::NoGradGuard no_grad;
   while (next_bucket_ < buckets_.size() && buckets_[next_bucket_].pending == 0) {
-    launch(buckets_[next_bucket_++]);
+    GradBucket& next = buckets_[next_bucket_++];
+    if (reduction_.summed(next)) {
+      arrive(next);  // nothing travels, and more may come
+      continue;
+    }
+    launch(next);
     ++counts_.overlapped;
     // The slots of buckets that have been sent are free again.
     for (size_t b = 0; b < next_bucket_; ++b) {
       GradBucket& bucket = buckets_[b];
-      if (!bucket.work || !bucket.eager) continue;
+      if (!bucket.work || !(bucket.eager || arrives(bucket))) continue;
       const bool earlier = b + 1 < next_bucket_;
-      if (bucket.work->ready() || (options_.waits && (earlier || !options_.overlap))) reduction_.collect(bucket);
+      if (bucket.work->ready() || (options_.waits && (earlier || !options_.overlap))) {
+        reduction_.collect(bucket);
+        if (arrives(bucket)) arrive(bucket);
+      }
     }
   }
+}
+
+// ---- rows that are complete before the end ------------------------------------------------------------------------
+
+bool GradReducer::arrives(const GradBucket& bucket) const {
+  return telling_ && !bucket.by_rows &&
+         (reduction_.summed(bucket) ||
+          (!bucket.in_place && store_.spaces()[bucket.space].ranks().replicas->size() == 1));
+}
+
+void GradReducer::arrive(GradBucket& bucket) {
+  if (!reduction_.summed(bucket)) {
+    if (bucket.reduced) bucket.before = reduction_.copy_of_row(bucket);
+    reduction_.complete(bucket, filled_);
+  }
+  std::vector<int32_t> used;
+  for (int32_t param : bucket.params)
+    if (filled_[param] || used_[param]) used.push_back(param);
+  bucket.arrived = told_ = true;
+  arrivals_->arrived(bucket.space, number_of(bucket), used);
+}
+
+void GradReducer::changes(const GradBucket& bucket) { arrivals_->changed(bucket.space, number_of(bucket)); }
+
+// Within its space.
+int32_t GradReducer::number_of(const GradBucket& bucket) const {
+  return store_.spaces()[bucket.space].map.bucket_of[bucket.plan.first_param];
 }
 
 // ---- reduction ----------------------------------------------------------------------------------------------------
@@ -215,7 +254,10 @@ void GradReducer::reduce_rest() {
     holds_reduced_ = holds_reduced_ || (bucket.reduced && !bucket.in_place);
   }
   for (size_t b = 0; late && b < buckets_.size(); ++b)
-    if (late_in_bucket_[b] > 0) reduction_.add_late(buckets_[b], slots_, late_);
+    if (late_in_bucket_[b] > 0) {
+      if (buckets_[b].arrived) changes(buckets_[b]);
+      reduction_.add_late(buckets_[b], slots_, late_);
+    }
   std::fill(late_.begin(), late_.end(), at::Tensor());
 }
 
@@ -234,10 +276,11 @@ void GradReducer::end() {
   } else {
     dirty_ = dirty_ || fires_.any();
   }
-  for (GradBucket& bucket : buckets_) bucket.slots = at::Tensor();
+  for (GradBucket& bucket : buckets_) bucket.slots = bucket.before = at::Tensor();
   fires_.learn();
   views_.attach(filled_);
   phase_ = Phase::kIdle;
+  if (told_) arrivals_->ended();
   if (failed_ranks_[0] == 0.0f) return;
   // Of one backward, and everything added to them before: what a kernel has left out cannot be told from the rest.
   clear();
@@ -250,7 +293,14 @@ bool GradReducer::abort() {
   if (!active()) return false;
   at::NoGradGuard no_grad;
   bool in_flight = false, lost = false;
+  if (std::exchange(told_, false)) arrivals_->withdrawn();
   for (GradBucket& bucket : buckets_) {
+    if (bucket.arrived && !reduction_.summed(bucket)) {
+      if (bucket.before.defined()) reduction_.put_row(bucket, bucket.before);
+      bucket.reduced = bucket.before.defined();
+    }
+    bucket.arrived = false;
+    bucket.before = at::Tensor();
     if (bucket.work) {
       in_flight = true;
       abandoned_.push_back({std::move(bucket.work), bucket.slots, bucket.wire, bucket.received});
@@ -298,6 +348,7 @@ void GradReducer::join() {
 // What the user has left in .grad; where gradients are sharded that is this rank's contribution to the sum.
 void GradReducer::adopt_user_grads() {
   views_.adopt(filled_, [this](size_t param, const at::Tensor& grad) {
+    if (buckets_[bucket_of_[param]].arrived) changes(buckets_[bucket_of_[param]]);
     make_room();
     store_.need_local();
     const GradBucket& bucket = buckets_[bucket_of_[param]];
@@ -324,6 +375,21 @@ bool GradReducer::has_local(size_t param) const {
   return !space.in_place && filled_[param] && space.local.exists();
 }
 
+void GradReducer::set_local(size_t param, const at::Tensor& grad) {
+  if (active()) fail(ErrorKind::kRuntime, "a gradient cannot be set while a backward runs");
+  at::NoGradGuard no_grad;
+  adopt_user_grads();
+  make_room();
+  store_.need_local();
+  const GradBucket& bucket = buckets_[bucket_of_[param]];
+  if (bucket.arrived) changes(bucket);
+  const at::Tensor slots = store_.space_of(param).local.data.narrow(0, bucket.begin, bucket.numel);
+  slots_.put(param, slots, bucket.begin, grad, 1.0f, false);
+  filled_[param] = 1;
+  dirty_ = true;
+  if (views_.shows(param)) views_.attach(param);
+}
+
 void GradReducer::set_used(size_t param) {
   if (store_.space_of(param).in_place) {
     filled_[param] = 1;
@@ -344,6 +410,8 @@ bool GradReducer::any() const {
 }
 
 void GradReducer::clear() {
+  told_ = false;
+  for (GradBucket& bucket : buckets_) bucket.arrived = false;
   std::fill(filled_.begin(), filled_.end(), 0);
   std::fill(used_.begin(), used_.end(), 0);
   for (GradBucket& bucket : buckets_) bucket.reduced = false;

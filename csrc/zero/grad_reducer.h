@@ -45,6 +45,7 @@
 #include "zero/device_context.h"
 #include "zero/fire_counter.h"
 #include "zero/flag_exchange.h"
+#include "zero/grad_arrivals.h"
 #include "zero/grad_slots.h"
 #include "zero/grad_views.h"
 #include "zero/nonfinite_grads.h"
@@ -74,7 +75,9 @@ class GradReducer {
   // This rank has a gradient that has not been reduced; it lies in its slot of the store's local buffer.
   bool has_local(size_t param) const;
   void set_used(size_t param);  // somebody has written the reduced gradient
-  bool any() const;             // a gradient has arrived since clear(), or the user has set one
+  // This is what this rank has accumulated and nobody has reduced. Not while active.
+  void set_local(size_t param, const at::Tensor& grad);
+  bool any() const;  // a gradient has arrived since clear(), or the user has set one
   // Of the last reducing backward.
   struct Counts {
     int64_t late = 0;        // gradients that came after their bucket had left, over all ranks
@@ -83,8 +86,12 @@ class GradReducer {
   const Counts& counts() const { return counts_; }
   FireCounter& fires() { return fires_; }
   const FireCounter& fires() const { return fires_; }
+  // Of what arrives before backward's end; null: nobody. Only where this rank's row comes of one collective (no
+  // replicas): others wait for the end.
+  void tell(GradArrivals* arrivals) { arrivals_ = arrivals; }
   ReducerOptions& options() { return options_; }                     // not to be changed while a backward runs
   const WireBuffers& memory() const { return reduction_.memory(); }  // slots, wire and receive buffers
+  void trim() { reduction_.memory().clear(); }  // those of them that are kept for the next backward
 
   // Parameters whose local gradients were inf or nan.
   std::vector<NonfiniteGrad> local_nonfinite_grads() const { return nonfinite_.found(); }
@@ -104,6 +111,10 @@ class GradReducer {
   void launch_ready();
   void reduce_rest();
   bool exchange_flags();
+  bool arrives(const GradBucket& bucket) const;
+  void arrive(GradBucket& bucket);
+  void changes(const GradBucket& bucket);
+  int32_t number_of(const GradBucket& bucket) const;
 
   ParamStore& store_;
   DeviceContext& device_;
@@ -128,6 +139,9 @@ class GradReducer {
   bool holds_reduced_ = false;       // some row of reduced gradients holds something
   std::vector<uint8_t> scaled_;      // the slot has been multiplied by predivide already
   FireCounter fires_;
+  GradArrivals* arrivals_ = nullptr;
+  bool telling_ = false;                 // in this backward
+  bool told_ = false;                    // since the last step
   std::array<float, 2> failed_ranks_{};  // in the backward that ends: how many, and the sum of rank + 1
   std::vector<at::Tensor> late_;
   std::vector<int32_t> late_in_bucket_;  // over all ranks, of the last reducing backward

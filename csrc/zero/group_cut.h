@@ -1,6 +1,6 @@
-// A parameter group in the layout that checkpoints of ZeRO stages 1 and 2 have: its parameters end to end, in the order
-// of the optimizer, cut into equal partitions with an even number of elements, one for each rank. What is left behind
-// the last parameter is padding.
+// A parameter group in the layout that checkpoints of ZeRO stages 1 and 2 have: its dense parameters end to end, in the
+// order of the optimizer, cut into equal partitions with an even number of elements, one for each rank. What is left
+// behind the last parameter is padding.
 //
 // The engine keeps them in other places: bucket by bucket, each bucket in rows. Each rank lays out what it gives to
 // each other one, an uneven all-to-all carries it, and it is put in place there: one collective for each kind of
@@ -9,18 +9,21 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "plan/repartition.h"
 #include "zero/state_access.h"
+#include "zero/state_source.h"
 
 namespace ds::zero {
 
 class GroupCut {
  public:
-  // Both outlive it. Parameters are sharded over the ranks of everyone (ParamStore::everyone).
+  // Both outlive it. Parameters of other rules than "dense", which have ranks of their own, are left out.
   GroupCut(const ParamStore& store, StateAccess& states, int32_t group);
 
   int64_t size() const { return size_; }    // elements of a partition
@@ -38,6 +41,13 @@ class GroupCut {
   using Part = std::pair<int64_t, at::Tensor>;
   std::optional<std::vector<Part>> in_pieces(const std::vector<at::Tensor>& pieces, int64_t numel) const;
 
+  // The same of what rests in files, read when it is written down: row by row from there, or where ranks exchange it
+  // first, from a file on the same drive in which it waits. No more than a few rows are in memory for it. Null where
+  // the kind does not rest in files. Every rank calls it, and takes part to the end: what one of them cannot read or
+  // write is thrown there alone, and the others can go on.
+  io::SourcePtr source(std::shared_ptr<const void> owner, StateKind kind, int slot, int64_t numel) const;
+  at::ScalarType type() const { return c10::typeMetaToScalarType(options_.dtype()); }  // of its elements
+
   struct Slice {
     size_t param;
     int64_t at, numel;  // `at` within the partition
@@ -46,7 +56,11 @@ class GroupCut {
   std::vector<Slice> slices() const;  // of parameters that have a part in this rank's partition
 
  private:
+  bool in_row(size_t param) const;
   bool in_file_order(size_t param) const;
+  std::string folder_of(StateKind kind, int slot) const;
+  void exchange_bucket(const ParamSpace& space, int32_t bucket, const Buffer& from, class Collecting& into) const;
+  void exchange_whole(size_t param, const Buffer& from, class Collecting& into) const;
 
   const ParamStore& store_;
   StateAccess& states_;

@@ -10,8 +10,10 @@ namespace ds::zero {
 
 ParamGatherer::ParamGatherer(std::vector<ShardedParamPtr> params, ShardSourcePtr source, GathererOptions options)
     : params_(std::move(params)), source_(std::move(source)), options_(options), alive_(std::make_shared<bool>(true)) {
-  for (const ShardedParamPtr& param : params_)
+  for (const ShardedParamPtr& param : params_) {
     if (param->available()) live_ += param->numel();
+    offloaded_ = offloaded_ || param->offloaded();
+  }
   peak_live_ = live_;
 }
 
@@ -57,7 +59,8 @@ void ParamGatherer::hold(const std::vector<ShardedParam*>& params, bool ahead) {
   int64_t numel = 0;
   for (const ShardedParam* param : absent) numel += param->numel();
   if (live_ + numel > options_.max_live_numel) release_all();
-  source_->gather(absent, ahead && source_->looks_ahead() ? wanted_next() : std::vector<ShardedParam*>{});
+  with_slices(
+      [&] { source_->gather(absent, ahead && source_->looks_ahead() ? wanted_next() : std::vector<ShardedParam*>{}); });
   ++fetches_;
   live_ += numel;
   peak_live_ = std::max(peak_live_, live_);
@@ -117,7 +120,11 @@ void ParamGatherer::refresh_persistent() {
       stale.push_back(param.get());
     }
   }
-  source_->refresh(stale);
+  with_slices([&] { source_->refresh(stale); });
+}
+
+void ParamGatherer::drain() {
+  with_slices([&] { source_->drain(); });
 }
 
 // ---- uses ---------------------------------------------------------------------------------------------------------
@@ -246,6 +253,7 @@ void ParamGatherer::begin_forward() {
   whole_ = std::make_shared<Use>();
   whole_->unit = -1;
   recorded_before_ = recording_.size();
+  if (offloaded_) source_->expect(wanted_next());
 }
 
 void ParamGatherer::end_forward(const std::vector<at::Tensor>& outputs) {
@@ -262,7 +270,12 @@ void ParamGatherer::end_forward(const std::vector<at::Tensor>& outputs) {
   forget_saved_again();
   source_->forget_ahead();
   release_all();
-  recording_.resize(recorded_before_);  // an evaluation says nothing about training
+  // An evaluation says nothing about training. Where nobody trains it tells what to fetch ahead in the next one.
+  if (offloaded_ && (trace_.empty() || evaluated_)) {
+    trace_.assign(recording_.begin() + static_cast<std::ptrdiff_t>(recorded_before_), recording_.end());
+    evaluated_ = true;
+  }
+  recording_.resize(recorded_before_);
   cursor_ = 0;
 }
 
@@ -292,7 +305,10 @@ void ParamGatherer::end_backward() {
   backward_.clear();
   source_->forget_ahead();
   release_all();
-  if (!recording_.empty()) trace_ = std::move(recording_);
+  if (!recording_.empty()) {
+    trace_ = std::move(recording_);
+    evaluated_ = false;
+  }
   recording_.clear();
   cursor_ = 0;
 }

@@ -15,11 +15,13 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "io/file_error.h"
 #include "zero/shard_source.h"
 #include "zero/sharded_param.h"
 
@@ -31,6 +33,8 @@ struct GathererOptions {
   int64_t persistence_numel = 100000;    // parameters with fewer elements stay gathered
   int64_t model_persistence_numel = INT64_MAX;  // elements that may stay gathered in all
   int64_t prefetch_numel = 50000000;            // elements fetched ahead, where fetching takes waiting
+  // A slice of this rank could not be read: the other ranks wait for it, and are told.
+  std::function<void(const io::FileError&)> on_failure{};
 };
 
 class ParamGatherer {
@@ -62,6 +66,7 @@ class ParamGatherer {
   void mark_persistent();     // by size
   void refresh_persistent();  // after the shards have changed
   void release_all();         // everything that has no holder
+  void drain();               // ShardSource::drain
   ShardSource& source() { return *source_; }
   const std::vector<ShardedParamPtr>& params() const { return params_; }
 
@@ -85,6 +90,16 @@ class ParamGatherer {
     int64_t numel = 0;
   };
 
+  // Runs what needs this rank's slices.
+  template <typename Body>
+  void with_slices(const Body& body) const {
+    try {
+      body();
+    } catch (const io::FileError& error) {
+      if (options_.on_failure) options_.on_failure(error);
+      throw;
+    }
+  }
   void hold(const std::vector<ShardedParam*>& params, bool ahead = true);
   void let_go(const std::vector<ShardedParam*>& params, bool keep);
   void drop(ShardedParam& param);
@@ -112,6 +127,8 @@ class ParamGatherer {
   bool creates_graph_ = false;
   std::vector<int32_t> trace_, recording_;
   size_t cursor_ = 0, recorded_before_ = 0;
+  bool evaluated_ = false;  // trace_ is of an evaluation
+  bool offloaded_ = false;  // slices rest elsewhere
   int64_t live_ = 0, peak_live_ = 0, fetches_ = 0;
   std::shared_ptr<bool> alive_;  // hooks outlive the gatherer
 };

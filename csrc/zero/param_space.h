@@ -46,8 +46,8 @@ struct ParamSpace {
   std::vector<size_t> owned;  // extents of this rank, by shard_offset
   // This rank owns everything, end to end: the full space is the shard space. Gradients are summed where they lie.
   bool in_place = false;
-  Buffer lp;      // the values the model computes with; on the device
-  Buffer master;  // fp32; the same buffer as lp where the model computes in fp32 (or fp64) and masters rest there
+  Buffer lp;      // the values the model computes with; on the device, unless they are slices of parameters
+  Buffer master;  // fp32; the same buffer as lp where the model computes in fp32 (or fp64) and both rest alike
   Buffer grad;    // reduced gradients, of StoreOptions::grad_dtype
   Buffer local;   // full space, on the device: gradients not reduced yet; may be `grad`, see split_grad_buffer
   std::vector<Buffer> slots;  // optimizer states, fp32, created by the stepper

@@ -29,14 +29,16 @@ c10::Device common_device(const std::vector<ParamSpec>& specs, const std::vector
       fail(ErrorKind::kValue, "parameters lie on different devices: '", first->second, "' on ", first->first.str(),
            ", '", name, "' on ", device.str(), "; move the model to one device");
   };
-  for (const ParamSpec& spec : specs)
-    add(spec.sharded ? spec.sharded->shard().device() : spec.tensor.device(), spec.name);
-  for (const ShardedParamPtr& other : others) add(other->shard().device(), other->name());
+  for (const ParamSpec& spec : specs) add(spec.sharded ? spec.sharded->device() : spec.tensor.device(), spec.name);
+  for (const ShardedParamPtr& other : others) add(other->device(), other->name());
   return first ? first->first : c10::Device(at::kCPU);
 }
 
-int64_t bytes_of(const at::Tensor& tensor) {
-  return tensor.defined() ? tensor.numel() * static_cast<int64_t>(tensor.element_size()) : 0;
+// A buffer can be two at once.
+bool rest_alike(const storage::Placement& a, const storage::Placement& b) {
+  const bool whole = a.host_share == 1.0 && b.host_share == 1.0;
+  return a.rest == b.rest && a.file_share == b.file_share &&
+         (whole || (a.work == b.work && a.host_share == b.host_share));
 }
 
 }  // namespace
@@ -47,7 +49,7 @@ ParamStore::ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options
       options_(options),
       places_(specs_.size()),
       device_(common_device(specs_, others_)),
-      storage_(std::make_shared<storage::ShardStorage>(device_, options_.budget)) {
+      storage_(std::make_shared<storage::ShardStorage>(device_, options_.budget, options_.files)) {
   at::NoGradGuard no_grad;
   std::unordered_set<const void*> seen;
   for (size_t param = 0; param < specs_.size(); ++param) {
@@ -78,8 +80,18 @@ ParamStore::ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options
   }
   for (ParamSpace& space : spaces_) plan_space(space);
   if (options_.policy.shards_params()) {
-    for (size_t param = 0; param < specs_.size(); ++param) check_slices(param);
+    check_slices();
     place_shards();
+  }
+  if (options_.swapping.buffer_count > 0) {
+    // A buffer is a row of fp32, aligned. One more is for the parameters on their way back.
+    const Swapping& swapping = options_.swapping;
+    const int64_t row = largest_row() * 4 + 2 * int64_t{4096};
+    // What rests there and what slices of parameters pass through is counted apart.
+    const int64_t others = storage_->usage()[1].resting + (offloaded_ ? offloaded_->limit() : 0);
+    const int64_t rows = row * (swapping.buffer_count + 1) * (1 + swapping.reads_ahead + swapping.writes_behind);
+    host_limit_ = rows > INT64_MAX / 2 - others ? 0 : rows + others;
+    if (host_limit_ > 0) storage_->limit(storage::Medium::kHost, host_limit_);
   }
   for (ParamSpace& space : spaces_) build_space(space);
   for (size_t param = 0; param < specs_.size(); ++param) {
@@ -92,16 +104,6 @@ ParamStore::ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options
         pieces_.push_back({static_cast<int32_t>(param), places_[param].space, space.map.extents[e].param_offset,
                            space.map.extents[e].numel, e});
   }
-}
-
-// A parameter came with slices that were cut for the ranks of its space.
-void ParamStore::check_slices(size_t param) const {
-  const ShardedParam& sharded = *specs_[param].sharded;
-  const comm::Communicator& ranks = *space_of(param).ranks().shard;
-  if (sharded.parts() == ranks.size() && sharded.rank() == ranks.rank()) return;
-  fail(ErrorKind::kValue, "parameter '", specs_[param].name, "' is cut into ", sharded.parts(),
-       " slices, of which this is number ", sharded.rank(), "; by the rule '", specs_[param].rule, "' its ranks are ",
-       ranks.size(), ", and this is rank ", ranks.rank(), ": name the rule before the parameter is sharded");
 }
 
 void ParamStore::plan_space(ParamSpace& space) {
@@ -125,53 +127,19 @@ void ParamStore::plan_space(ParamSpace& space) {
   space.lp.dtype = space.key.dtype;
 }
 
-// One piece of memory for the shards of all spaces of the same ranks, and of the parameters that are not trained.
-void ParamStore::place_shards() {
-  constexpr int64_t kAlignBytes = 256;
-  const auto aligned = [](int64_t bytes) { return (bytes + kAlignBytes - 1) / kAlignBytes * kAlignBytes; };
-  bool dense = true;
-  for (const auto& [ranks, params] : sharded_groups()) {
-    const comm::CommunicatorPtr& group = ranks.shard;
-    int64_t total = 0;
-    std::vector<std::pair<ParamSpace*, int64_t>> placed;
-    std::vector<int64_t> of_others;
-    for (ParamSpace& space : spaces_) {
-      if (!same_ranks(space.ranks().shard, group)) continue;
-      space.lp.numel = space.map.shard_numel;
-      placed.emplace_back(&space, total);
-      total += aligned(space.lp.bytes());
-    }
-    for (size_t i = 0; dense && i < others_.size(); ++i) {
-      of_others.push_back(total);
-      total += aligned(bytes_of(others_[i]->shard()));
-    }
-    const at::Tensor region = options_.allocate(total, device_, group);
-    for (const auto& [space, start] : placed) {
-      space->lp.data = region.narrow(0, start, space->lp.bytes()).view(space->key.dtype);
-      space->lp.plane = add_plane(*space, "parameters", space->lp, {}, space->lp.data);
-    }
-    for (size_t i = 0; i < of_others.size(); ++i) {
-      const int64_t bytes = bytes_of(others_[i]->shard());
-      others_[i]->move_shard(region.narrow(0, of_others[i], bytes).view(others_[i]->dtype()));
-    }
-    dense = false;
-  }
-}
-
 void ParamStore::build_space(ParamSpace& space) {
-  const StagePolicy& policy = options_.policy;
   if (space.lp.full) space.lp = make_buffer(space, "parameters", space.key.dtype, true);
   adopt_params(space);
 
   const bool narrow = space.key.dtype == at::kHalf || space.key.dtype == at::kBFloat16;
-  if (!narrow && space.key.places.master.rest == storage::Medium::kDevice) {
+  if (!narrow && rest_alike(space.key.places.master, space.key.places.lp)) {
     space.master = space.lp;
   } else {
     space.master =
         make_buffer(space, "masters", narrow ? at::kFloat : space.key.dtype, space.in_place, space.key.places.master);
     fill_masters(space);
   }
-  const bool joined = space.in_place || !policy.shards_grads();
+  const bool joined = space.in_place || !keeps_grads_apart(space);
   space.grad =
       make_buffer(space, "gradients", grad_type(space), joined, joined ? storage::Placement{} : space.key.places.grad);
   if (joined) space.local = space.grad;
@@ -180,9 +148,8 @@ void ParamStore::build_space(ParamSpace& space) {
 void ParamStore::fill_masters(ParamSpace& space) {
   for (const plan::Bucket& bucket : space.map.buckets) {
     const plan::Range from = space.row_in(space.lp, bucket);
-    lease(space.master, space.row_in(space.master, bucket), storage::Access::kWrite)
-        .data()
-        .copy_(space.lp.data.narrow(0, from.begin, from.numel()));
+    const storage::Lease values = lease(space.lp, from, storage::Access::kRead);
+    lease(space.master, space.row_in(space.master, bucket), storage::Access::kWrite).data().copy_(values.data());
   }
 }
 
@@ -200,7 +167,19 @@ storage::PlaneId ParamStore::add_plane(const ParamSpace& space, const char* name
   std::sort(cuts.begin(), cuts.end());
   cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
   if (cuts.front() == 0) cuts.erase(cuts.begin());
-  return storage_->add(name, buffer.numel, buffer.dtype, place, std::move(cuts), memory);
+  const int64_t before = rest_on_host();
+  widen(buffer.bytes());  // what rests there is not counted among the buffers
+  const storage::PlaneId added = storage_->add(name, buffer.numel, buffer.dtype, place, std::move(cuts), memory);
+  widen(rest_on_host() - before - buffer.bytes());
+  return added;
+}
+
+int64_t ParamStore::rest_on_host() const { return host_limit_ > 0 ? storage_->usage()[1].resting : 0; }
+
+void ParamStore::widen(int64_t bytes) {
+  if (host_limit_ == 0) return;
+  host_limit_ += bytes;
+  storage_->limit(storage::Medium::kHost, host_limit_);
 }
 
 Buffer ParamStore::make_buffer(const ParamSpace& space, const char* name, at::ScalarType dtype, bool full,
@@ -215,13 +194,16 @@ Buffer ParamStore::make_buffer(const ParamSpace& space, const char* name, at::Sc
     made.data.zero_();
     return made;
   }
+  if (options_.swapping.fast_init && place.rest == storage::Medium::kFile && place.host_share == 1.0) return made;
   for (const plan::Bucket& bucket : space.map.buckets)
     lease(made, space.row_in(made, bucket), storage::Access::kWrite).data().zero_();
   return made;
 }
 
 void ParamStore::drop(Buffer& buffer) {
+  const int64_t before = rest_on_host();
   if (buffer.exists()) storage_->remove(buffer.plane);
+  widen(rest_on_host() - before);
   buffer = {};
 }
 
@@ -277,6 +259,7 @@ void ParamStore::renew_grad_buffers() {
 void ParamStore::adopt_params(ParamSpace& space) {
   for (size_t i = 0; i < space.params.size(); ++i) {
     ParamSpec& spec = specs_[space.params[i]];
+    if (offloaded_) continue;  // they have moved
     if (!space.lp.full) {
       const plan::Bucket& bucket = space.map.buckets[space.map.bucket_of[i]];
       int64_t offset = bucket.shard_begin;  // of the slice: the extent's, which every rank's slice shares
@@ -300,11 +283,41 @@ at::Tensor ParamStore::view(size_t param, const at::Tensor& full) const {
   return full.as_strided(tensor.sizes(), tensor.strides(), full.storage_offset() + offset);
 }
 
-at::Tensor ParamStore::piece_view(const Piece& piece, const Buffer& buffer) const {
+plan::Range ParamStore::range_of(const Piece& piece, const Buffer& buffer) const {
+  if (piece.numel == 0) return {0, 0};
   const ParamSpace& space = spaces_[piece.space];
-  const at::Tensor data = buffer.data.defined() ? buffer.data : storage_->resident(buffer.plane);
-  if (space.in_place) return view(piece.param, data);
-  return data.narrow(0, space.offset_in(buffer, space.map.extents[piece.extent]), piece.numel);
+  const int64_t begin = space.in_place ? space.map.offsets[places_[piece.param].index]
+                                       : space.offset_in(buffer, space.map.extents[piece.extent]);
+  return {begin, begin + piece.numel};
+}
+
+at::Tensor ParamStore::shaped(const Piece& piece, const at::Tensor& flat) const {
+  const at::Tensor& like = specs_[piece.param].tensor;
+  return spaces_[piece.space].in_place ? flat.as_strided(like.sizes(), like.strides(), flat.storage_offset()) : flat;
+}
+
+at::Tensor ParamStore::piece_view(const Piece& piece, const Buffer& buffer) const {
+  const plan::Range range = range_of(piece, buffer);
+  if (buffer.data.defined()) return shaped(piece, buffer.data.narrow(0, range.begin, range.numel()));
+  if (range.numel() > 0 && !storage_->resting(buffer.plane, range))
+    return shaped(piece, at::empty({range.numel()}, at::TensorOptions().device(at::kMeta).dtype(buffer.dtype)));
+  const storage::Lease arrived =
+      lease(buffer, range, storage::Access::kRead);  // what is being written back is waited for
+  return shaped(piece, storage_->resident(buffer.plane, range));
+}
+
+std::pair<storage::Lease, at::Tensor> ParamStore::piece_lease(const Piece& piece, const Buffer& buffer,
+                                                              storage::Access access) const {
+  storage::Lease held = lease(buffer, range_of(piece, buffer), access);
+  at::Tensor data = shaped(piece, held.data());
+  return {std::move(held), std::move(data)};
+}
+
+int64_t ParamStore::largest_row() const {
+  int64_t largest = 0;
+  for (const ParamSpace& space : spaces_)
+    for (const plan::Bucket& b : space.map.buckets) largest = std::max(largest, b.shard_end - b.shard_begin);
+  return largest;
 }
 
 void ParamStore::need_local() {
@@ -314,9 +327,8 @@ void ParamStore::need_local() {
 }
 
 void ParamStore::drop_local() {
-  if (!options_.policy.shards_grads()) return;
   for (ParamSpace& space : spaces_)
-    if (!space.in_place) drop(space.local);
+    if (!space.in_place && keeps_grads_apart(space)) drop(space.local);
 }
 
 bool ParamStore::grad_buffer_aliased() const {
@@ -338,9 +350,8 @@ void ParamStore::split_grad_buffer() {
 }
 
 void ParamStore::alias_grad_buffer() {
-  if (options_.policy.shards_grads()) return;
   for (ParamSpace& space : spaces_) {
-    if (space.in_place || space.grad.is(space.local)) continue;
+    if (space.in_place || keeps_grads_apart(space) || space.grad.is(space.local)) continue;
     drop(space.grad);
     space.grad = space.local;
   }
@@ -358,31 +369,21 @@ std::vector<std::pair<std::string, int64_t>> ParamStore::held_bytes() const {
   return {{"lp", lp}, {"master", master}, {"grad", grad}, {"local", local}, {"slots", slots}};
 }
 
-std::vector<ShardedParamPtr> ParamStore::sharded_params() const {
-  std::vector<ShardedParamPtr> result;
-  for (const ParamSpec& spec : specs_)
-    if (spec.sharded) result.push_back(spec.sharded);
-  result.insert(result.end(), others_.begin(), others_.end());
-  return result;
-}
-
-std::vector<std::pair<SpaceRanks, std::vector<ShardedParamPtr>>> ParamStore::sharded_groups() const {
-  std::vector<std::pair<SpaceRanks, std::vector<ShardedParamPtr>>> groups = {{options_.everyone, {}}};
+std::vector<std::pair<storage::PlaneId, int64_t>> ParamStore::planes(const std::string& what) const {
+  std::vector<std::pair<storage::PlaneId, int64_t>> found;
+  const auto add = [&](const Buffer& buffer) {
+    if (buffer.exists()) found.emplace_back(buffer.plane, buffer.bytes());
+  };
   for (const ParamSpace& space : spaces_) {
-    const auto same = [&](const auto& group) { return same_ranks(group.first.shard, space.ranks().shard); };
-    auto found = std::find_if(groups.begin(), groups.end(), same);
-    if (found == groups.end()) found = groups.insert(found, {space.ranks(), {}});
-    for (int32_t param : space.params) found->second.push_back(specs_[param].sharded);
+    const bool lp_alone = !options_.policy.shards_params();  // else one region is of all spaces
+    if (what == "lp" && lp_alone) add(space.lp);
+    if (what == "master" && (space.has_masters() || lp_alone)) add(space.master);
+    if (what == "grad") add(space.grad);
+    if (what == "grad" && !space.local.is(space.grad)) add(space.local);
+    for (const Buffer& slot : space.slots)
+      if (what == "slots") add(slot);
   }
-  groups.front().second.insert(groups.front().second.end(), others_.begin(), others_.end());
-  return groups;
-}
-
-void ParamStore::release() {
-  at::NoGradGuard no_grad;
-  for (ParamSpec& spec : specs_)
-    if (!spec.sharded) spec.tensor.set_data(spec.tensor.detach().clone());
-  for (const ShardedParamPtr& param : sharded_params()) param->move_shard(param->shard().clone());
+  return found;
 }
 
 }  // namespace ds::zero

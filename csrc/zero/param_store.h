@@ -7,9 +7,12 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "zero/offloaded_params.h"
 #include "zero/param_space.h"
 #include "zero/param_spec.h"
 #include "zero/stage_policy.h"
@@ -43,10 +46,14 @@ struct StoreOptions {
   int64_t bucket_numel = INT64_MAX;          // limit of a bucket
   StagePolicy policy{};
   Placements places;
+  ParamOffload param_offload{};
+  storage::FileAccess files{};
+  Swapping swapping;
   storage::Budget budget;                                // of all memory that the engine has
   SpaceRanks everyone;                                   // reaches all ranks of the engine
   std::function<SpaceRanks(const ParamSpec&)> ranks_of;  // unset: everyone
-  // Memory for the shards of sharded parameters, on the device: so many bytes, among these ranks.
+  // Memory for the shards of sharded parameters where they rest on the device, or on the host beside a CPU: so many
+  // bytes, among these ranks.
   std::function<at::Tensor(int64_t, c10::Device, const comm::CommunicatorPtr&)> allocate;
 };
 
@@ -55,6 +62,7 @@ class ParamStore {
   // Fails for a parameter that appears twice, is no leaf or lies on another device. `others`: sharded parameters that
   // are not trained; their shards get a place beside those of the others.
   ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options, std::vector<ShardedParamPtr> others = {});
+  ~ParamStore();  // parameters that rest in planes keep the storage; all other buffers go
 
   size_t size() const { return specs_.size(); }
   const ParamSpec& spec(size_t param) const { return specs_[param]; }
@@ -65,10 +73,13 @@ class ParamStore {
   const std::vector<ParamSpace>& spaces() const { return spaces_; }
   const c10::Device& device() const { return device_; }
   const std::shared_ptr<storage::ShardStorage>& storage() const { return storage_; }  // of all buffers and scratch
+  const std::shared_ptr<io::Files>& files() const { return options_.files.files; }    // null: the storage has its own
   // Everyone's first, whether it has spaces or not.
   const std::vector<SpaceSet>& sets() const { return sets_; }
   const SpaceRanks& everyone() const { return options_.everyone; }
   const StagePolicy& policy() const { return options_.policy; }
+  const Swapping& swapping() const { return options_.swapping; }
+  int64_t largest_row() const;  // elements of the largest bucket that this rank owns
 
   // The part of a full-space buffer that belongs to the parameter, in the parameter's shape and memory order. Only
   // where parameters lie in one piece.
@@ -78,9 +89,12 @@ class ParamStore {
 
   // What this rank owns, by parameter and then by offset. In place: one piece for every parameter, empty or not.
   const std::vector<Piece>& pieces() const { return pieces_; }
-  // The piece in a buffer: in the parameter's shape where its space is in place, one-dimensional otherwise. Fails for a
-  // buffer that does not rest in one piece of memory.
+  // The piece in a buffer: in the parameter's shape where its space is in place, one-dimensional otherwise. Of a piece
+  // in a file nothing but shape and type: a tensor of the device "meta".
   at::Tensor piece_view(const Piece& piece, const Buffer& buffer) const;
+  // The same for as long as the lease is held, wherever it rests; on the host where nobody can compute.
+  std::pair<storage::Lease, at::Tensor> piece_lease(const Piece& piece, const Buffer& buffer,
+                                                    storage::Access access) const;
 
   // A buffer of a space: blocks end where this rank's row of a bucket begins or ends. Its contents are zero.
   Buffer make_buffer(const ParamSpace& space, const char* name, at::ScalarType dtype, bool full,
@@ -89,7 +103,8 @@ class ParamStore {
   // Elements of it, leased where they rest, or copied to the host where nobody can compute.
   storage::Lease lease(const Buffer& buffer, plan::Range range, storage::Access access) const;
 
-  // Makes the buffer of local gradients of every space, where it does not exist (stages 2 and 3 have none by default).
+  // Makes the buffer of local gradients of every space, where it does not exist (where reduced ones are kept apart
+  // there is none by default).
   void need_local();
   void drop_local();
 
@@ -106,6 +121,8 @@ class ParamStore {
   void set_grad_dtype(c10::optional<at::ScalarType> type);
   c10::optional<at::ScalarType> grad_dtype() const { return options_.grad_dtype; }
 
+  // Planes by what for, as below, and their bytes; without those that are a part of memory that others use.
+  std::vector<std::pair<storage::PlaneId, int64_t>> planes(const std::string& what) const;
   // Bytes this rank holds, by what for: lp, master, grad, local, slots.
   std::vector<std::pair<std::string, int64_t>> held_bytes() const;
 
@@ -119,9 +136,11 @@ class ParamStore {
   void release();
 
  private:
-  void check_slices(size_t param) const;
+  void check_slices() const;
   void plan_space(ParamSpace& space);
   void place_shards();
+  void place_others(const std::vector<ShardedParamPtr>& others, const at::Tensor& region, int64_t begin);
+  SpaceRanks ranks_of_other(const ShardedParam& other) const;
   void build_space(ParamSpace& space);
   void fill_masters(ParamSpace& space);
   storage::PlaneId add_plane(const ParamSpace& space, const char* name, const Buffer& buffer,
@@ -129,6 +148,14 @@ class ParamStore {
   Buffer copied(const ParamSpace& space, const char* name, const Buffer& from, at::ScalarType dtype);
   void adopt_params(ParamSpace& space);
   at::ScalarType grad_type(const ParamSpace& space) const;
+  int64_t rest_on_host() const;  // bytes, where there is a limit
+  void widen(int64_t bytes);     // the limit of the host's memory
+  plan::Range range_of(const Piece& piece, const Buffer& buffer) const;
+  at::Tensor shaped(const Piece& piece, const at::Tensor& flat) const;
+  // Reduced gradients have a buffer of their own.
+  bool keeps_grads_apart(const ParamSpace& space) const {
+    return options_.policy.shards_grads() || space.key.places.moves_grads();
+  }
 
   std::vector<ParamSpec> specs_;
   std::vector<ShardedParamPtr> others_;
@@ -139,6 +166,8 @@ class ParamStore {
   std::vector<Piece> pieces_;
   c10::Device device_;
   std::shared_ptr<storage::ShardStorage> storage_;
+  std::unique_ptr<OffloadedParams> offloaded_;  // null: slices rest on the device
+  int64_t host_limit_ = 0;  // bytes of the host: what rests there and buffers of files; 0: nobody has said
 };
 
 }  // namespace ds::zero

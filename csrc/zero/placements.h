@@ -1,26 +1,57 @@
 // Where the buffers of training rest between the moments in which somebody works on them.
 //
-// The parameters that the model computes with rest on the device. Nobody but this says where the others are: the step,
-// checkpoints and users acquire leases, wherever a buffer rests. A step computes where the masters of a bucket rest, or
-// on the host where nobody can compute (files): what lies elsewhere is copied there and back.
+// Nobody but this says where they are: gathers, the step, checkpoints and users acquire leases, wherever a buffer
+// rests. A step computes where the masters of a bucket rest, or on the host where nobody can compute (files): what lies
+// elsewhere is copied there and back.
 #pragma once
+#include <cstdint>
+
 #include "storage/placement.h"
 
 namespace ds::zero {
 
 enum class StateKind { kMaster, kGrad, kSlot };
 
+// What else there is to say of parameters that rest elsewhere than on the device.
+struct ParamOffload {
+  int64_t host_numel = INT64_MAX;  // elements that rest on the host, the first ones, where the others rest in files
+  // Of parameters in files: their copies on the host are in so many buffers of so many elements, never more.
+  int64_t buffers = INT64_MAX, buffer_numel = INT64_MAX;
+  int rank = 0;  // of the job: names the folder of files
+
+  bool limited() const { return buffer_numel != INT64_MAX; }
+};
+
 struct Placements {
   storage::Placement master;
-  storage::Placement grad;  // reduced gradients, where they are kept apart from the local ones (stages 2 and 3)
+  storage::Placement grad;  // reduced gradients, where the stage shards states
   storage::Placement slot;
+  // The parameters that the model computes with, where a rank has a slice of each (stage 3).
+  storage::Placement lp = {};
 
+  // The slices of parameters have no memory on the device.
+  bool moves_params() const { return lp.rest != storage::Medium::kDevice; }
+  // Something of the optimizer's does not rest on the device.
+  bool moves_states() const {
+    const storage::Placement device;
+    return !(master == device && grad == device && slot == device);
+  }
   // The gradient of a parameter does not stay in the memory that backward fills.
   bool moves_grads() const { return grad.rest != storage::Medium::kDevice; }
 };
 
+// How a step fetches what rests elsewhere.
+struct Swapping {
+  int64_t bucket_numel = INT64_MAX;  // elements of a bucket, at most
+  // Of files: so many rows of the largest bucket may be in the host's memory at a time, for each of: the bucket that is
+  // worked on, the one that is read ahead, the one that is being written. 0: no limit.
+  int64_t buffer_count = 0;
+  bool reads_ahead = true, writes_behind = true;
+  bool fast_init = false;  // no zeros are written into new files, which read as zeros
+};
+
 inline bool operator==(const Placements& a, const Placements& b) {
-  return a.master == b.master && a.grad == b.grad && a.slot == b.slot;
+  return a.master == b.master && a.grad == b.grad && a.slot == b.slot && a.lp == b.lp;
 }
 
 }  // namespace ds::zero

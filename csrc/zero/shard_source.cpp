@@ -29,7 +29,7 @@ void ShardSource::refresh_together(comm::Communicator& communicator, const std::
     int64_t bytes = 0;
     while (end < params.size() && (end == begin || bytes < StagedGather::kLimit / 2)) {
       const ShardedParam& param = *params[end++];
-      bytes += param.padded_numel() * static_cast<int64_t>(param.shard().element_size());
+      bytes += param.slice_bytes() * param.parts();
     }
     const auto first = params.begin() + static_cast<std::ptrdiff_t>(begin);
     const auto last = params.begin() + static_cast<std::ptrdiff_t>(end);

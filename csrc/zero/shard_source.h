@@ -42,6 +42,8 @@ class ShardSource {
   virtual void gather(const std::vector<ShardedParam*>& params, const std::vector<ShardedParam*>& ahead) = 0;
   virtual bool looks_ahead() const { return false; }
   virtual void forget_ahead() {}  // what was started ahead is not wanted any more
+  // A hint: they are wanted soon. Slices that rest elsewhere are fetched.
+  virtual void expect(const std::vector<ShardedParam*>& params) { prefetch(params); }
   // Available parameters take the values that the shards have now, in place. Every rank calls it for the same ones.
   virtual void refresh(const std::vector<ShardedParam*>& params) = 0;
   // Around a change of shards, which every rank makes: nobody reads them any more; what is there now is valid.
@@ -62,6 +64,10 @@ class ShardSource {
   static std::vector<ShardedParam*> absent(const std::vector<ShardedParam*>& params);
   // Each parameter becomes its buffer; who watches their status is asked in once for all of them.
   static void take_full(const std::vector<std::pair<ShardedParam*, at::Tensor>>& params);
+  static void prefetch(const std::vector<ShardedParam*>& params) {
+    for (const ShardedParam* param : params)
+      if (param->offloaded() && param->status() == ParamStatus::kNotAvailable) param->prefetch();
+  }
   void refresh_together(comm::Communicator& communicator, const std::vector<ShardedParam*>& params);
 
   GatherBuffers buffers_;

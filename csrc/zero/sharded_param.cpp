@@ -24,14 +24,20 @@ ShardedParam::ShardedParam(const at::Tensor& tensor, const ShardedParam& other)
       parts_(other.parts_),
       rank_(other.rank_),
       slice_(other.slice_),
-      shard_(other.shard_.clone()),
+      dtype_(other.dtype_),
+      device_(other.device_),
+      shard_(other.slice(storage::Access::kRead).data().to(device_, /*non_blocking=*/false, /*copy=*/true)),
       status_(ParamStatus::kNotAvailable) {}
 
 void ShardedParam::cast(at::ScalarType type) {
   at::NoGradGuard no_grad;
   if (available()) fail(ErrorKind::kRuntime, "parameter '", name_, "' is gathered and cannot change its dtype");
-  shard_ = shard_.to(type);
-  set_data(at::empty({0}, shard_.options()));
+  if (type == dtype_) return;
+  // An offloaded slice waits in memory until an engine gives it another place.
+  shard_ = slice(storage::Access::kRead).data().to(device_, type);
+  leave_home();
+  dtype_ = type;
+  set_data(at::empty({0}, options()));
 }
 
 void ShardedParam::adopt_shape() {
@@ -41,7 +47,10 @@ void ShardedParam::adopt_shape() {
   strides_ = at::empty(sizes_, at::TensorOptions().device(at::kMeta)).strides().vec();
   numel_ = tensor.numel();
   slice_ = plan::slice_numel(numel_, parts_);
-  shard_ = at::zeros({slice_}, tensor.options().requires_grad(false));
+  leave_home();
+  dtype_ = tensor.scalar_type();
+  device_ = tensor.device();
+  shard_ = at::zeros({slice_}, options());
   buffer_ = at::Tensor();
   write_back();
 }
@@ -49,7 +58,7 @@ void ShardedParam::adopt_shape() {
 bool ShardedParam::reshaped() const {
   const at::Tensor tensor = this->tensor();
   return available() && tensor.defined() &&
-         (tensor.sizes() != at::IntArrayRef(sizes_) || tensor.scalar_type() != shard_.scalar_type());
+         (tensor.sizes() != at::IntArrayRef(sizes_) || tensor.scalar_type() != dtype_);
 }
 
 void ShardedParam::set_status(ParamStatus status) {
@@ -67,10 +76,64 @@ void ShardedParam::mark_absent() {
   if (!available()) set_status(ParamStatus::kNotAvailable);
 }
 
+at::TensorOptions ShardedParam::options() const { return at::TensorOptions().dtype(dtype_).device(device_); }
+
+SliceLease ShardedParam::slice(storage::Access access) const {
+  if (!offloaded()) return SliceLease(shard_);
+  return {home_.lease(access), slice_};
+}
+
+void ShardedParam::prefetch() const {
+  if (offloaded()) home_.prefetch();
+}
+
+void ShardedParam::leave_home() {
+  const SliceHome left = std::exchange(home_, {});
+  if (!left.storage) return;
+  if (left.alone) {
+    left.storage->remove(left.plane);
+  } else {
+    left.storage->discard(left.plane, left.range);
+  }
+}
+
+ShardedParam::~ShardedParam() {
+  try {
+    leave_home();
+  } catch (const std::exception&) {  // it goes with the storage
+  }
+}
+
 void ShardedParam::move_shard(const at::Tensor& home) {
   at::NoGradGuard no_grad;
-  home.copy_(shard_);
+  home.copy_(slice(storage::Access::kRead).data());
+  leave_home();
   shard_ = home;
+}
+
+void ShardedParam::move_shard(const SliceHome& home) {
+  at::NoGradGuard no_grad;
+  const storage::Lease to = home.lease(storage::Access::kWrite);
+  to.data().narrow(0, 0, slice_).copy_(slice(storage::Access::kRead).data());
+  to.data().narrow(0, slice_, home.range.numel() - slice_).zero_();
+  leave_home();  // before it is written: the old file has the name that the new one is to have
+  home_ = home;
+  shard_ = at::Tensor();
+}
+
+at::Tensor ShardedParam::slice_tensor() const {
+  if (!offloaded()) return shard_;
+  // On the host memory that lasts is had by a lease there.
+  const auto rests = home_.storage->resting(home_.plane, home_.range);
+  if (!rests) return slice(storage::Access::kRead).data().clone();
+  return home_.storage->acquire(home_.plane, home_.range, storage::Access::kRead, *rests).data().narrow(0, 0, slice_);
+}
+
+void ShardedParam::set_slice(const at::Tensor& values) {
+  at::NoGradGuard no_grad;
+  if (!in_file() && values.is_alias_of(slice_tensor())) return;
+  const SliceLease now = slice(storage::Access::kUpdate);
+  now.data().copy_(values);
 }
 
 void ShardedParam::take_full(const at::Tensor& buffer) {
@@ -82,7 +145,7 @@ void ShardedParam::take_full(const at::Tensor& buffer) {
 
 void ShardedParam::release() {
   at::NoGradGuard no_grad;
-  set_data(at::empty({0}, shard_.options()));
+  set_data(at::empty({0}, options()));
   buffer_ = at::Tensor();
   set_status(ParamStatus::kNotAvailable);
 }
@@ -90,9 +153,9 @@ void ShardedParam::release() {
 void ShardedParam::with_shape_only(const std::function<void()>& body) {
   at::NoGradGuard no_grad;
   if (available()) return body();
-  set_data(at::zeros({}, shard_.options()).expand(sizes_));
+  set_data(at::zeros({}, options()).expand(sizes_));
   body();
-  set_data(at::empty({0}, shard_.options()));
+  set_data(at::empty({0}, options()));
 }
 
 at::Tensor ShardedParam::gathered() const {
@@ -109,7 +172,7 @@ void ShardedParam::write_back() {
   at::NoGradGuard no_grad;
   const at::Tensor values = gathered();
   if (own_numel() <= 0 || !values.defined()) return;
-  shard_.narrow(0, 0, own_numel()).copy_(values.narrow(0, own_begin(), own_numel()));
+  slice(storage::Access::kUpdate).data().narrow(0, 0, own_numel()).copy_(values.narrow(0, own_begin(), own_numel()));
 }
 
 }  // namespace ds::zero

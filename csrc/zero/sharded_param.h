@@ -12,6 +12,8 @@
 #include <string>
 #include <vector>
 
+#include "zero/slice_home.h"
+
 namespace ds::zero {
 
 enum class ParamStatus { kAvailable = 1, kNotAvailable = 2, kInflight = 3 };
@@ -22,6 +24,9 @@ class ShardedParam {
   ShardedParam(const at::Tensor& tensor, std::string name, int64_t parts, int64_t rank);
   // A copy with a slice of its own; `tensor` is an empty leaf that stands for it, not available.
   ShardedParam(const at::Tensor& tensor, const ShardedParam& other);
+  ~ShardedParam();  // a file of its slice goes
+  ShardedParam(const ShardedParam&) = delete;
+  ShardedParam& operator=(const ShardedParam&) = delete;
 
   // The user's tensor; undefined when nobody holds it any more. Not held here: it holds this object in its turn, as an
   // attribute of Python's, and a circle through C++ never ends.
@@ -34,16 +39,29 @@ class ShardedParam {
   int64_t parts() const { return parts_; }
   int64_t rank() const { return rank_; }
   int64_t slice_numel() const { return slice_; }
-  at::ScalarType dtype() const { return shard_.scalar_type(); }
+  at::ScalarType dtype() const { return dtype_; }
+  int64_t slice_bytes() const { return slice_ * static_cast<int64_t>(c10::elementSize(dtype_)); }
+  const c10::Device& device() const { return device_; }  // where it is gathered
   int64_t padded_numel() const { return slice_ * parts_; }
   // Elements of this rank's slice that are not padding, and where they start within the parameter.
   int64_t own_begin() const { return std::min(rank_ * slice_, numel_); }
   int64_t own_numel() const { return std::min(slice_, numel_ - own_begin()); }
 
-  // slice_numel() elements, padding zero.
+  // slice_numel() elements, padding zero, where they rest in memory of their own on the device; else undefined.
   const at::Tensor& shard() const { return shard_; }
+  // The same wherever they rest.
+  SliceLease slice(storage::Access access) const;
+  bool offloaded() const { return home_.storage != nullptr; }
+  bool in_file() const { return offloaded() && !home_.storage->resting(home_.plane, home_.range); }
+  void prefetch() const;                                      // a hint: slice() comes next
+  bool here() const { return !offloaded() || home_.here(); }  // slice() would not wait for a transfer
   void move_shard(const at::Tensor& home);  // copies the slice to `home`, which is the shard from now on
-  void cast(at::ScalarType type);           // of a parameter that is not available
+  void move_shard(const SliceHome& home);   // the same to a plane
+  // The slice as a tensor that outlives leases: its memory where it rests in memory, else a copy. `values` of such a
+  // copy, changed, are kept by set_slice().
+  at::Tensor slice_tensor() const;
+  void set_slice(const at::Tensor& values);
+  void cast(at::ScalarType type);  // of a parameter that is not available
 
   ParamStatus status() const { return status_; }
   bool available() const { return status_ == ParamStatus::kAvailable; }
@@ -68,6 +86,8 @@ class ShardedParam {
   bool reshaped() const;
   void adopt_shape();
 
+  int64_t id = -1;             // a number of this process; names its file
+  std::string rule = "dense";  // of one that is not trained: which ranks it is spread over, see space_rules/
   // How many users need it gathered: module calls, contexts, persistence. Released by the last.
   int holders = 0;
   bool persistent = false;
@@ -77,13 +97,18 @@ class ShardedParam {
 
  private:
   void set_status(ParamStatus status);
+  at::TensorOptions options() const;
+  void leave_home();
   void set_data(const at::Tensor& data) const;
 
   c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl> tensor_;
   std::string name_;
   std::vector<int64_t> sizes_, strides_;
   int64_t numel_, parts_, rank_, slice_;
+  at::ScalarType dtype_ = at::kFloat;
+  c10::Device device_ = c10::kCPU;
   at::Tensor shard_;
+  SliceHome home_;
   at::Tensor buffer_;
   ParamStatus status_ = ParamStatus::kAvailable;
 };

@@ -19,6 +19,7 @@ struct SpaceRanks {
   std::function<comm::CommunicatorPtr()> gathers{};
   // Gradients are multiplied by these before and after the sum, beside what the engine's options say.
   float scale_before = 1.0f, scale_after = 1.0f;
+  bool norm_has_model_parallel = false;  // among norm_over are the model-parallel ranks
 
   bool alone() const { return shard->size() == 1 && replicas->size() == 1; }
   // This rank's place, for messages.
@@ -32,8 +33,8 @@ inline bool same_ranks(const comm::CommunicatorPtr& a, const comm::CommunicatorP
 
 inline bool operator==(const SpaceRanks& a, const SpaceRanks& b) {
   bool equal = same_ranks(a.shard, b.shard) && same_ranks(a.replicas, b.replicas) &&
-               a.norm_over.size() == b.norm_over.size() && a.scale_before == b.scale_before &&
-               a.scale_after == b.scale_after;
+               a.norm_over.size() == b.norm_over.size() && a.norm_has_model_parallel == b.norm_has_model_parallel &&
+               a.scale_before == b.scale_before && a.scale_after == b.scale_after;
   for (size_t i = 0; equal && i < a.norm_over.size(); ++i) equal = same_ranks(a.norm_over[i], b.norm_over[i]);
   return equal;
 }

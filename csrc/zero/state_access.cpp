@@ -4,6 +4,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "base/error.h"
 #include "zero/sparse_rows.h"
@@ -42,17 +43,64 @@ void StateAccess::take_back_grads(const std::vector<at::Tensor>& masters) {
 const Buffer* StateAccess::buffer(ParamSpace& space, StateKind kept, int slot) {
   if (kept == StateKind::kGrad) return &space.grad;
   strategy_.settle();
-  return kept == StateKind::kMaster ? &space.master : stepper_.slot(space, slot);
+  if (kept == StateKind::kMaster) return &space.master;
+  const int own = static_cast<int>(stepper_.slot_names().size());
+  if (slot < own || slot >= static_cast<int>(slot_names().size())) return stepper_.slot(space, slot);
+  return strategy_.state(space, static_cast<size_t>(slot - own));
 }
 
-std::vector<at::Tensor> StateAccess::pieces(StateKind kept, int slot) {
-  if (kept != StateKind::kGrad) hold_.wait();  // the caller may write to them
+std::vector<std::string> StateAccess::slot_names() const {
+  std::vector<std::string> names = stepper_.slot_names();
+  for (std::string& name : strategy_.state_names()) names.push_back(std::move(name));
+  return names;
+}
+
+void StateAccess::hold_states() {
+  strategy_.settle();
+  std::vector<std::pair<const ParamSpace*, const Buffer*>> more;
+  for (size_t number = 0; number < strategy_.state_names().size(); ++number)
+    for (const ParamSpace& space : store_.spaces()) more.emplace_back(&space, strategy_.state(space, number));
+  hold_.hold(more);
+}
+
+void StateAccess::restore_strategy(const Counters& counters) {
+  at::NoGradGuard no_grad;
+  begin_write();
+  if (strategy_.restore(counters)) stepper_.gather();
+  end_write();
+}
+
+std::vector<at::Tensor> StateAccess::pieces(StateKind kept, int slot, bool copies) {
+  if (kept != StateKind::kGrad && !copies) hold_.wait();  // the caller may write to them
   std::vector<at::Tensor> result;
-  for (const Piece& piece : store_.pieces()) {
-    const Buffer* from = buffer(store_.spaces()[piece.space], kept, slot);
-    result.push_back(from == nullptr ? at::Tensor() : store_.piece_view(piece, *from));
+  if (kept == StateKind::kGrad) strategy_.forget();
+  for (size_t number = 0; number < store_.pieces().size(); ++number) {
+    const Piece& piece = store_.pieces()[number];
+    const Buffer* from = copies ? nullptr : buffer(store_.spaces()[piece.space], kept, slot);
+    if (copies) {
+      result.push_back(piece_tensor(kept, slot, number));
+    } else {
+      result.push_back(from == nullptr ? at::Tensor() : store_.piece_view(piece, *from));
+    }
   }
   return result;
+}
+
+at::Tensor StateAccess::piece_tensor(StateKind kept, int slot, size_t number) {
+  const Piece& piece = store_.pieces().at(number);
+  const Buffer* from = buffer(store_.spaces()[piece.space], kept, slot);
+  if (from == nullptr) return {};
+  const at::Tensor view = store_.piece_view(piece, *from);
+  return view.is_meta() ? store_.piece_lease(piece, *from, storage::Access::kRead).second.clone() : view;
+}
+
+std::pair<storage::Lease, at::Tensor> StateAccess::piece(StateKind kept, int slot, size_t number,
+                                                         storage::Access access) {
+  if (access != storage::Access::kRead && kept != StateKind::kGrad) hold_.wait();
+  const Piece& piece = store_.pieces().at(number);
+  const Buffer* from = buffer(store_.spaces()[piece.space], kept, slot);
+  if (from == nullptr) return {};
+  return store_.piece_lease(piece, *from, access);
 }
 
 at::Tensor StateAccess::local_grad(size_t param) {
@@ -113,26 +161,26 @@ void StateAccess::set_full(StateKind kept, int slot, size_t param, const at::Ten
   const at::Tensor flat = device_.flattened(value.to(store_.device()), spec.sizes(), spec.strides());
   ParamSpace& space = store_.space_of(param);
   hold_.wait();
+  if (kept == StateKind::kGrad) strategy_.forget();
   if (kept == StateKind::kGrad) grads_.set_used(param);
   if (kept == StateKind::kMaster) begin_write();
   const Buffer* found = buffer(space, kept, slot);
   if (found == nullptr)
-    fail(ErrorKind::kValue, "parameter '", spec.name, "' has no optimizer state '", stepper_.slot_names()[slot], "'");
+    fail(ErrorKind::kValue, "parameter '", spec.name, "' has no optimizer state '", slot_names()[slot], "'");
   const Buffer& to = *found;
   const auto index = static_cast<size_t>(store_.place(param).index);
+  const auto set = [&](const Buffer& buffer, const plan::Extent& extent) {
+    const int64_t begin = space.offset_in(buffer, extent);
+    store_.lease(buffer, {begin, begin + extent.numel}, storage::Access::kUpdate)
+        .data()
+        .copy_(flat.narrow(0, extent.param_offset, extent.numel));
+  };
   for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e) {
     const plan::Extent& extent = space.map.extents[e];
     const bool own = extent.rank == space.rank();
-    if (kept == StateKind::kMaster && (space.lp.full || own))
-      space.lp.data.narrow(0, space.offset_in(space.lp, extent), extent.numel)
-          .copy_(flat.narrow(0, extent.param_offset, extent.numel));
+    if (kept == StateKind::kMaster && (space.lp.full || own)) set(space.lp, extent);
   }
-  for (const plan::Extent& extent : own_extents(param)) {
-    const int64_t begin = space.offset_in(to, extent);
-    store_.lease(to, {begin, begin + extent.numel}, storage::Access::kUpdate)
-        .data()
-        .copy_(flat.narrow(0, extent.param_offset, extent.numel));
-  }
+  for (const plan::Extent& extent : own_extents(param)) set(to, extent);
   if (kept == StateKind::kMaster) end_write();
 }
 

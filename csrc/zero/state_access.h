@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "zero/grad_reducer.h"
@@ -26,10 +27,13 @@ class StateAccess {
   void assign_optimizer_grads(const std::vector<at::Tensor>& masters);
   void take_back_grads(const std::vector<at::Tensor>& masters);
 
-  // One tensor for each piece that this rank owns: views of the buffers, where those rest; undefined where a group has
-  // no such slot. Fails for buffers that do not rest in one piece of memory (files): full() and set_full() work there,
-  // too.
-  std::vector<at::Tensor> pieces(StateKind kind, int slot);
+  // One tensor for each piece that this rank owns: views of the buffers, where those rest in memory; undefined where a
+  // group has no such slot. Of pieces in files nothing but the shape (of the device "meta"), or with `copies` a copy.
+  std::vector<at::Tensor> pieces(StateKind kind, int slot, bool copies = false);
+  // One of them, by its number, for as long as the lease is held: what is written to it counts, wherever it rests.
+  // Undefined where its group has no such slot.
+  std::pair<storage::Lease, at::Tensor> piece(StateKind kind, int slot, size_t number, storage::Access access);
+  at::Tensor piece_tensor(StateKind kind, int slot, size_t number);  // as pieces() with copies gives it
   // The whole of a parameter, collected from the ranks of its space, in its shape; fp32 (fp64 for fp64 parameters).
   // Every rank calls it. Undefined for a gradient that no rank produced, and for a slot that the parameter's group has
   // not.
@@ -37,6 +41,8 @@ class StateAccess {
   // The same of what this rank alone has accumulated and nobody has reduced, where that is kept apart (not at stage 0,
   // where it is the gradient); undefined where there is none. No communication.
   at::Tensor local_grad(size_t param);
+  // `value` is what this rank alone has accumulated, from now on; at stage 0 too.
+  void set_local_grad(size_t param, const at::Tensor& value) { grads_.set_local(param, value); }
   // Every rank calls it with the same values: each takes the pieces it owns; masters go to the model as well.
   void set_full(StateKind kind, int slot, size_t param, const at::Tensor& value);
 
@@ -47,6 +53,10 @@ class StateAccess {
   void set_full_of(const std::vector<at::Tensor>& own, size_t param, const at::Tensor& value);
   // This rank's slices of sharded parameters end to end, padding included: fp32, on the CPU, zero where nothing is.
   at::Tensor padded_slices(const std::vector<at::Tensor>& own, const std::vector<size_t>& params) const;
+  // In which the elements of a space (by its number) lie; null: no such slot.
+  const Buffer* buffer_of(StateKind kind, int slot, int32_t space) {
+    return buffer(store_.spaces()[space], kind, slot);
+  }
 
   // After the update of a step: the model's weights are the new ones everywhere.
   void finish_step();
@@ -60,11 +70,13 @@ class StateAccess {
   }
 
   // Of masters and optimizer states, which stay as they are until let_go; the calls above that change them wait.
-  void hold_states() {
-    strategy_.settle();
-    hold_.hold();
-  }
+  void hold_states();
   StateLeases& hold() { return hold_; }
+
+  // Of the stepper, and behind them what the strategy keeps: what a slot's number means in all calls here.
+  std::vector<std::string> slot_names() const;
+  // Goes on where StepStrategy::counters stood; after states have been read. Every rank calls it.
+  void restore_strategy(const Counters& counters);
 
  private:
   template <typename Visit>

@@ -2,6 +2,7 @@
 #pragma once
 #include <condition_variable>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "storage/shard_storage.h"
@@ -14,7 +15,8 @@ class StateLeases {
   explicit StateLeases(const ParamStore& store) : store_(store) {}  // which outlives it
 
   // Read leases of all masters and states that there are, until let_go(), which another thread may call. May be nested.
-  void hold();
+  // `more`: of these buffers, too.
+  void hold(const std::vector<std::pair<const ParamSpace*, const Buffer*>>& more = {});
   void let_go();
   // Until nobody holds them. Who hands out memory in which somebody could change states waits first; who acquires them
   // waits in any case.

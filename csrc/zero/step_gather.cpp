@@ -28,9 +28,10 @@ void StepGather::finish() {
   for (const ParamSpace& space : store_.spaces()) arrive(space, {0, space.lp.numel});
 }
 
-// What was computed elsewhere is written back in the background: a reader waits for it.
+// What was computed elsewhere is written back in the background: a reader waits for it. What does not rest in memory
+// nobody reads but by leases of its own.
 void StepGather::arrive(const ParamSpace& space, plan::Range range) const {
-  store_.lease(space.lp, range, storage::Access::kRead);
+  if (store_.storage()->resting(space.lp.plane, range)) store_.lease(space.lp, range, storage::Access::kRead);
 }
 
 }  // namespace ds::zero

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/error.h"
+
 namespace ds::zero {
 
 DeviceContext& StepPlaces::context(storage::Medium at) {
@@ -29,7 +31,33 @@ bool StepPlaces::hold_all(const ParamSpace& space, const Buffer& grad, int32_t b
          std::all_of(space.slots.begin(), space.slots.end(), there);
 }
 
+// Masters, gradients and states of a bucket are in memory together.
+void StepPlaces::check_buffers(const optim::Rule& rule) const {
+  const auto given = static_cast<size_t>(store_.swapping().buffer_count), needed = rule.slots.size() + 2;
+  if (given == 0 || given >= needed) return;
+  fail(ErrorKind::kValue, "zero_optimization.offload_optimizer.buffer_count = ", given, " is too small: '", rule.name,
+       "' keeps ", rule.slots.size(),
+       " states of each parameter, which a step needs beside masters and gradients. Set it "
+       "to ",
+       needed, ". A buffer has ", store_.largest_row() * 4, " bytes here, as the largest bucket of this rank");
+}
+
+void StepPlaces::arrive(const ParamSpace& space) const {
+  const auto wait_for = [&](const Buffer& buffer) {
+    if (buffer.data.defined() || store_.storage()->resting(buffer.plane, {0, buffer.numel})) {
+      store_.lease(buffer, {0, buffer.numel}, storage::Access::kRead);
+      return;
+    }
+    for (const plan::Bucket& bucket : space.map.buckets)
+      if (store_.storage()->resting(buffer.plane, space.row_in(buffer, bucket)))
+        store_.lease(buffer, space.row_in(buffer, bucket), storage::Access::kRead);
+  };
+  wait_for(space.master);
+  for (const Buffer& slot : space.slots) wait_for(slot);
+}
+
 void StepPlaces::prefetch(const ParamSpace& space, const Buffer& grad, int32_t bucket, storage::Medium at) const {
+  if (!store_.swapping().reads_ahead) return;
   const auto hint = [&](const Buffer& buffer) {
     store_.storage()->prefetch(buffer.plane, part_of(space, buffer, bucket), at);
   };

@@ -35,6 +35,8 @@ class StepPlaces {
   storage::Medium of_pass(const ParamSpace& space, const optim::Rule& rule, bool scaled, int32_t bucket) const;
   // Whether everything that an update needs rests there, in one piece.
   bool hold_all(const ParamSpace& space, const Buffer& grad, int32_t bucket, storage::Medium at) const;
+  // Fails where the rule needs more buffers for a bucket than there may be.
+  void check_buffers(const optim::Rule& rule) const;
   // A hint: an update of this bucket comes next.
   void prefetch(const ParamSpace& space, const Buffer& grad, int32_t bucket, storage::Medium at) const;
 
@@ -42,6 +44,15 @@ class StepPlaces {
                   storage::Medium at) const {
     return LeasedRow(*store_.storage(), space, buffer, bucket, access, at);
   }
+  // Where it rests; on the host where nobody can compute.
+  LeasedRow lease_at_rest(const ParamSpace& space, const Buffer& buffer, int32_t bucket, storage::Access access) const {
+    return lease(space, buffer, bucket, access, resting(space, buffer, bucket).value_or(storage::Medium::kHost));
+  }
+  // What was computed elsewhere is here, where it rests in memory.
+  void arrive(const ParamSpace& space) const;
+  // Weights of a bucket may be on their way back while the next one is stepped.
+  bool travel(const ParamSpace& space) const { return space.has_masters() && !space.master.data.defined(); }
+
   // Calls visit(bucket, medium) for a buffer that rests in one piece of memory
   // with -1, else for each bucket.
   template <typename Visit>

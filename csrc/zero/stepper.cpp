@@ -6,27 +6,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <map>
 #include <utility>
 
 #include "base/error.h"
 #include "kernels/sum_order.h"
 #include "zero/matrix_step.h"
+#include "zero/norm_sums.h"
 
 namespace ds::zero {
-namespace {
-
-// Behind the last element of the bucket that this rank owns; padding follows.
-int64_t last_owned(const ParamSpace& space, int32_t bucket) {
-  int64_t end = space.map.buckets[bucket].shard_begin;
-  for (size_t e : space.owned) {
-    const plan::Extent& extent = space.map.extents[e];
-    if (space.map.bucket_of[extent.param] == bucket) end = std::max(end, extent.shard_offset + extent.numel);
-  }
-  return end;
-}
-
-}  // namespace
 
 Stepper::Stepper(ParamStore& store, DeviceContext& device, GatherOptions gather)
     : store_(store),
@@ -34,26 +21,6 @@ Stepper::Stepper(ParamStore& store, DeviceContext& device, GatherOptions gather)
       places_(store, device),
       gather_(store, gather),
       steps_(at::zeros({static_cast<int64_t>(store.size())}, at::kFloat)) {}
-
-template <typename Keep>
-std::vector<Stepper::Run> Stepper::runs(const ParamSpace& space, Keep keep, bool apart) const {
-  std::vector<Run> result;
-  bool open = false;
-  for (size_t e : space.owned) {
-    const plan::Extent& extent = space.map.extents[e];
-    const auto param = static_cast<size_t>(space.params[extent.param]);
-    const bool take = keep(e, param);
-    const int32_t bucket = space.map.bucket_of[extent.param];
-    const int64_t begin = extent.shard_offset, end = begin + extent.numel;
-    if (take && open && !apart && result.back().bucket == bucket) {
-      result.back().end = end;
-    } else if (take) {
-      result.push_back({bucket, begin, end, extent.param});
-    }
-    open = take;
-  }
-  return result;
-}
 
 // ---- norm ---------------------------------------------------------------------------------------------------------
 
@@ -86,31 +53,27 @@ void Stepper::add_up(comm::Communicator* model_parallel) {
   };
   add(*everyone.shard, device_.sum_tensor(), "gradient norm");
   if (device_.may_fail()) add(*everyone.replicas, shared, "whether kernels have failed");
-  for (size_t set = 1; set < store_.sets().size(); ++set) {
-    const at::Tensor sum = squares_.narrow(0, static_cast<int64_t>(set) - 1, 1);
-    for (const comm::CommunicatorPtr& ranks : store_.sets()[set].ranks.norm_over) add(*ranks, sum, "gradient norm");
-    device_.sum_tensor().narrow(0, 0, 1).add_(sum);
-  }
-  if (model_parallel) add(*model_parallel, device_.sum_tensor(), "gradient norm");
+  add_sets(store_.sets(), squares_, device_.sum_tensor(), model_parallel);
 }
 
 // Adds this rank's part of the space to `sum`.
 void Stepper::sum_squares(const ParamSpace& space, const GradReducer& grads, const at::Tensor& sum) {
   const auto all =
-      runs(space, [&](size_t, size_t param) { return grads.used(param) && store_.spec(param).counts_in_norm; });
+      owned_runs(space, [&](size_t, size_t param) { return grads.used(param) && store_.spec(param).counts_in_norm; });
   places_.each_piece(space, space.grad, [&](int32_t bucket, storage::Medium at) {
-    std::vector<Run> parts;
-    for (const Run& run : all)
+    std::vector<UpdateRun> parts;
+    for (const UpdateRun& run : all)
       if (bucket < 0 || run.bucket == bucket) parts.push_back(run);
     if (parts.empty()) return;
     const LeasedRow grad = places_.lease(space, space.grad, bucket, storage::Access::kRead, at);
     const bool here = grad.data().device() == sum.device();
     const at::Tensor total = here ? sum : at::zeros({1}, at::TensorOptions().dtype(at::kDouble));
     if (!has_kernel_dtype(space.grad.dtype)) {
-      for (const Run& run : parts) total.select(0, 0).add_(grad.narrow(run.bucket, run.begin, run.end).square().sum());
+      for (const UpdateRun& run : parts)
+        total.select(0, 0).add_(grad.narrow(run.bucket, run.begin, run.end).square().sum());
     } else {
       std::vector<kernels::Segment> segments;
-      for (const Run& run : parts)
+      for (const UpdateRun& run : parts)
         segments.push_back({grad.address(run.bucket, run.begin), static_cast<size_t>(run.end - run.begin)});
       DeviceContext& context = places_.context(at);
       context.run_reserved([&](const kernels::Launch& launch) {
@@ -150,6 +113,7 @@ void Stepper::set_rules(std::vector<const optim::Rule*> by_group) {
   for (const optim::Rule* rule : by_group)
     if (rule->packed)
       fail(ErrorKind::kValue, "the optimizer '", rule->name, "' keeps its states packed and cannot be cut into shards");
+  for (const optim::Rule* rule : by_group) places_.check_buffers(*rule);
   rules_ = std::move(by_group);
   slot_names_.clear();
   for (const optim::Rule* rule : rules_)
@@ -167,15 +131,18 @@ void Stepper::update(const GradReducer& grads, const std::vector<UpdatePart>& pa
   const c10::DeviceGuard current(device_.device());
   if (hyper.size() != rules_.size())
     fail(ErrorKind::kValue, "update: hyperparameters of ", hyper.size(), " groups for ", rules_.size());
-  const bool in_parts =
-      std::any_of(parts.begin(), parts.end(), [](const UpdatePart& part) { return part.takes != nullptr; });
+  const auto in_parts = [&](const ParamSpace& space) {
+    return std::any_of(parts.begin(), parts.end(), [&](const UpdatePart& part) {
+      return part.takes != nullptr && (!part.cuts || part.cuts(space));
+    });
+  };
   std::vector<Turn> turns;
   int sums = 0;
   size_t passes = 0;
   for (ParamSpace& space : store_.spaces()) {
     ensure_slots(space);
     const optim::Rule& rule = *rules_.at(space.key.param_group);
-    if (in_parts && (rule.by_parameter() || rule.orthogonalises()))
+    if ((rule.by_parameter() || rule.orthogonalises()) && in_parts(space))
       fail(ErrorKind::kValue, "the optimizer '", rule.name,
            "' looks at whole parameters and cannot update a part of them; the strategy of this step does so");
     turns.push_back({space, rule, hyper[space.key.param_group], parts, {}});
@@ -255,85 +222,60 @@ void Stepper::run_pass(const Turn& turn, const UpdatePart& part, const GradReduc
     return;
   }
   const auto used = [&](size_t param) { return part.used ? part.used(param) : grads.used(param); };
-  // Parameters that were unused in some steps have seen fewer updates, and bias correction depends on the number.
-  const float* steps = (part.steps.defined() ? part.steps : steps_).data_ptr<float>();
-  std::map<float, std::vector<Run>> by_count;
-  for (int32_t param : space.params)
-    if (used(param)) by_count[steps[param]];
-  for (auto found = by_count.begin(); found != by_count.end();) {
-    std::vector<Run>& mine = found->second;
-    mine = runs(
-        space,
-        [&](size_t extent, size_t param) {
-          return used(param) && steps[param] == found->first && (!part.takes || part.takes(space, extent));
-        },
-        rule.by_parameter());
-    const auto elsewhere = [&](const Run& run) { return bucket >= 0 && run.bucket != bucket; };
-    mine.erase(std::remove_if(mine.begin(), mine.end(), elsewhere), mine.end());
-    found = mine.empty() ? by_count.erase(found) : std::next(found);
-  }
+  UpdateChoice choice;
+  choice.bucket = bucket;
+  choice.used = used;
+  choice.steps = (part.steps.defined() ? part.steps : steps_).data_ptr<float>();
+  if (part.takes) choice.takes = [&](size_t extent) { return part.takes(space, extent); };
+  choice.apart = rule.by_parameter();
+  const RunsByCount by_count = runs_by_count(space, choice);
   if (by_count.empty()) return;
   DeviceContext& context = places_.context(medium);
-  if (!view && medium != storage::Medium::kDevice && context.read_step_scale().skip) return;
+  const bool host_knows = medium != storage::Medium::kDevice || device_.device().is_cpu();
+  if (!view && host_knows && context.read_step_scale().skip) return;
 
   const auto lease = [&](const Buffer& buffer, storage::Access access) {
     return places_.lease(space, buffer, bucket, access, medium);
   };
-  const LeasedRow master = lease(space.master, storage::Access::kUpdate);
-  const LeasedRow grad = lease(grad_buffer, storage::Access::kRead);
-  std::vector<LeasedRow> slots;
+  UpdateRows rows;
+  rows.master = lease(space.master, storage::Access::kUpdate);
+  rows.grad = lease(grad_buffer, storage::Access::kRead);
   for (size_t slot = 0; slot < rule.slots.size(); ++slot)
-    slots.push_back(lease(space.slots[slot], storage::Access::kUpdate));
-  LeasedRow lp;
+    rows.slots.push_back(lease(space.slots[slot], storage::Access::kUpdate));
   if (space.has_masters() && pass + 1 == rule.passes.size()) {
     // A row that is written from its beginning on, in one run, need not be fetched.
-    const std::vector<Run>& first = by_count.begin()->second;
-    const bool fills = !view && by_count.size() == 1 && first.size() == 1 &&
+    const std::vector<UpdateRun>& first = by_count.begin()->second;
+    const bool fills = !view && host_knows && by_count.size() == 1 && first.size() == 1 &&
                        first[0].begin == space.map.buckets[bucket].shard_begin &&
                        first[0].end == last_owned(space, bucket);
-    lp = lease(space.lp, fills ? storage::Access::kWrite : storage::Access::kUpdate);
-    if (fills) lp.narrow(bucket, first[0].end, space.map.buckets[bucket].shard_end).zero_();
+    rows.lp = lease(space.lp, fills ? storage::Access::kWrite : storage::Access::kUpdate);
+    if (fills) rows.lp.narrow(bucket, first[0].end, space.map.buckets[bucket].shard_end).zero_();
   }
-  if (!view && bucket > 0) {
-    const plan::Bucket& next = space.map.buckets[bucket - 1];
-    const auto first = space.params.begin() + next.first_param, end = space.params.begin() + next.last_param + 1;
-    if (std::any_of(first, end, used))
-      places_.prefetch(space, grad_buffer, bucket - 1, places_.of_pass(space, rule, part.scale != nullptr, bucket - 1));
-  }
+  // What nobody takes would be old in a later step.
+  const auto is_next = [&](size_t e) {
+    const int32_t i = space.map.extents[e].param;
+    return space.map.bucket_of[i] == bucket - 1 && used(space.params[i]) && (!part.takes || part.takes(space, e));
+  };
+  if (!view && bucket > 0 && std::any_of(space.owned.begin(), space.owned.end(), is_next))
+    places_.prefetch(space, grad_buffer, bucket - 1, places_.of_pass(space, rule, part.scale != nullptr, bucket - 1));
 
-  kernels::UpdateArgs args;
-  args.grad_dtype = kernel_dtype(grad_buffer.dtype, "gradient");
-  args.lp_dtype = kernel_dtype(space.lp.dtype, "parameter");
-  for (const auto& [count, found] : by_count) {
-    std::vector<kernels::UpdateSegment> segments;
-    for (const Run& run : found) {
-      kernels::UpdateSegment segment;
-      segment.master = master.address(run.bucket, run.begin);
-      for (size_t slot = 0; slot < slots.size(); ++slot)
-        segment.states[slot] = slots[slot].address(run.bucket, run.begin);
-      segment.grad = grad.address(run.bucket, run.begin);
-      segment.lp = lp.data().defined() ? lp.address(run.bucket, run.begin) : nullptr;
-      segment.numel = static_cast<size_t>(run.end - run.begin);
-      if (turn.scratch.data.defined())
-        segment.scratch = turn.scratch.data.data_ptr<float>() + run.begin - turn.scratch.origin;
-      if (rule.sums > 0) segment.sums = sums_.data_ptr<double>() + space.params[run.index] * sums_.size(1);
-      segments.push_back(segment);
-    }
-    context.run_reserved([&, count = count](const kernels::Launch& launch) {
-      optim::run_pass(context.table(), launch, rule, pass, segments, args, turn.hyper, count + 1.0,
-                      part.scale ? part.scale : context.step_scale());
-    });
-  }
+  if (turn.scratch.data.defined()) rows.scratch = turn.scratch.data.data_ptr<float>();
+  rows.origin = turn.scratch.origin;
+  if (rule.sums > 0) rows.sums = sums_.data_ptr<double>();
+  if (rule.sums > 0) rows.sums_width = sums_.size(1);
+  update_runs(context, space, rule, pass, by_count, rows, turn.hyper, part.scale ? part.scale : context.step_scale());
 }
 
 void Stepper::last_pass(const Turn& turn, const GradReducer& grads) {
   ParamSpace& space = turn.space;
   const size_t last = turn.rule.passes.size() - 1;
   if (space.gathers_after_step() && gather_.overlaps()) {
-    // From the first parameters on: the next forward wants them first.
-    for (auto b = static_cast<int32_t>(space.map.buckets.size()) - 1; b >= 0; --b) {
-      run_pass(turn, grads, last, b);
-      gather_.start(space, space.map.buckets[b]);
+    // From the first parameters on: the next forward wants them first. Where weights come back from elsewhere their
+    // bucket is gathered when the next one has been stepped: nobody waits for them.
+    const int32_t lag = places_.travel(space) ? 1 : 0, buckets = static_cast<int32_t>(space.map.buckets.size());
+    for (int32_t b = buckets - 1; b >= -lag; --b) {
+      if (b >= 0) run_pass(turn, grads, last, b);
+      if (b + lag < buckets) gather_.start(space, space.map.buckets[b + lag]);
     }
     return;
   }
@@ -366,6 +308,8 @@ void Stepper::matrix_passes(Turn turn, const GradReducer& grads) {
 
 StepReport Stepper::report() {
   gather_.finish();
+  for (const ParamSpace& space : store_.spaces())
+    if (!beside_) places_.arrive(space);
   const kernels::StepScale scale = device_.read_step_scale();
   if (scale.skip)
     for (float* count : stepped_) *count -= 1.0f;
@@ -385,43 +329,16 @@ void Stepper::scale_grads(const GradReducer& grads) {
   if (scale == 1.0f) return;
   for (const ParamSpace& space : store_.spaces()) {
     if (space.grad.dtype != space.master.dtype) continue;
-    const auto all = runs(space, [&](size_t, size_t param) { return grads.used(param); });
+    const auto all = owned_runs(space, [&](size_t, size_t param) { return grads.used(param); });
     places_.each_piece(space, space.grad, [&](int32_t bucket, storage::Medium at) {
       const LeasedRow grad = places_.lease(space, space.grad, bucket, storage::Access::kUpdate, at);
-      for (const Run& run : all) {
+      for (const UpdateRun& run : all) {
         if (bucket >= 0 && run.bucket != bucket) continue;
         const at::Tensor part = grad.narrow(run.bucket, run.begin, run.end);
         device_.copy(part, part, scale);
       }
     });
   }
-}
-
-void Stepper::publish() {
-  at::NoGradGuard no_grad;
-  for (ParamSpace& space : store_.spaces()) {
-    for (auto b = static_cast<int32_t>(space.map.buckets.size()) - 1; b >= 0; --b) {
-      if (space.has_masters()) copy_row(space, space.lp, space.master, b);
-      if (space.gathers_after_step()) gather_.start(space, space.map.buckets[b]);
-    }
-  }
-  gather_.finish();
-}
-
-void Stepper::refresh_master() {
-  at::NoGradGuard no_grad;
-  for (ParamSpace& space : store_.spaces()) {
-    for (size_t b = 0; space.has_masters() && b < space.map.buckets.size(); ++b)
-      copy_row(space, space.master, space.lp, static_cast<int32_t>(b));
-  }
-}
-
-void Stepper::copy_row(const ParamSpace& space, const Buffer& to, const Buffer& from, int32_t bucket) {
-  const auto lease = [&](const Buffer& buffer, storage::Access access) {
-    return places_.lease(space, buffer, bucket, access, storage::Medium::kDevice);
-  };
-  const LeasedRow source = lease(from, storage::Access::kRead);
-  device_.copy(lease(to, storage::Access::kWrite).data(), source.data(), 1.0f);
 }
 
 void Stepper::ensure_slots(ParamSpace& space) {

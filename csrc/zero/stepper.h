@@ -11,6 +11,7 @@
 #include "zero/step_gather.h"
 #include "zero/step_places.h"
 #include "zero/strategies/step_strategy.h"
+#include "zero/update_runs.h"
 
 namespace ds::zero {
 
@@ -25,6 +26,8 @@ class Stepper {
   // Which native optimizer updates each parameter group, hence which slots there are. Before anything about slots.
   void set_rules(std::vector<const optim::Rule*> by_group);
   const optim::Rule& rule(int32_t group) const { return *rules_.at(group); }
+  // Updates go on beside the training: the end of a step does not wait until masters and states are at rest.
+  void set_beside(bool beside) { beside_ = beside; }
   // One update of `parts` of all groups by their rules, with hyperparameters (of each group) in the rule's order; does
   // nothing on the device when norm() said skip. After norm().
   void update(const GradReducer& grads, const std::vector<UpdatePart>& parts,
@@ -38,7 +41,10 @@ class Stepper {
   float grad_scale() { return device_.read_step_scale().grad_scale; }
   void scale_grads(const GradReducer& grads);
   void publish();         // lp = master, on every rank
+  void gather();          // lp of every rank is everybody's, where each has its shard
   void refresh_master();  // master = lp, after somebody wrote the model's weights
+
+  void ensure_slots(ParamSpace& space);  // makes the states of the space's rule, where they do not exist
 
   // Names of the slots of all rules, each once; what is called a slot's number is its position here.
   const std::vector<std::string>& slot_names() const { return slot_names_; }
@@ -49,16 +55,6 @@ class Stepper {
   const at::Tensor& sums() const { return sums_; }
 
  private:
-  struct Run {
-    int32_t bucket;
-    int64_t begin, end;  // in the shard space
-    int32_t index;       // of the first parameter within the space
-  };
-  // Maximal runs of consecutive owned elements of which `keep(extent, param)` is true, within one bucket; padding
-  // between them belongs to the run. `apart`: a run for each parameter.
-  template <typename Keep>
-  std::vector<Run> runs(const ParamSpace& space, Keep keep, bool apart = false) const;
-
   // fp32 numbers for elements of the shard space from `origin` on.
   struct Scratch {
     at::Tensor data;
@@ -73,7 +69,6 @@ class Stepper {
     Scratch scratch;
   };
 
-  void ensure_slots(ParamSpace& space);
   void prepare();
   void add_up(comm::Communicator* model_parallel);
   void add_sums();
@@ -93,6 +88,7 @@ class Stepper {
   StepGather gather_;
   std::vector<const optim::Rule*> rules_;  // of each group; empty: the optimizer runs elsewhere
   std::vector<std::string> slot_names_;
+  bool beside_ = false;
   at::Tensor steps_, sums_;
   at::Tensor squares_;           // of each set of spaces but everyone's, fp64
   std::vector<float*> stepped_;  // counts that have risen since norm(), to be taken back when skipped

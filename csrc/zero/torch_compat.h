@@ -24,4 +24,19 @@ void synchronize(const Event& event) {
   }
 }
 
+// Hooks of tensors have a list of their own in nodes of autograd from 2.0 on.
+template <typename Node, typename = void>
+struct HasTensorHooks : std::false_type {};
+template <typename Node>
+struct HasTensorHooks<Node, std::void_t<decltype(std::declval<Node&>().tensor_pre_hooks())>> : std::true_type {};
+
+// Whether something looks at the gradients before the node of autograd does.
+template <typename Node>
+bool has_pre_hooks(Node& node) {
+  if constexpr (HasTensorHooks<Node>::value) {
+    if (!node.tensor_pre_hooks().empty() || !node.retains_grad_hooks().empty()) return true;
+  }
+  return !node.pre_hooks().empty();
+}
+
 }  // namespace ds::zero::compat

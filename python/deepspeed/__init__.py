@@ -20,6 +20,8 @@ _NAMES = {
     "DeepSpeedEngine": "deepspeed.engine.engine",
     "DeepSpeedOptimizerCallable": "deepspeed.engine.engine",
     "DeepSpeedSchedulerCallable": "deepspeed.engine.engine",
+    "init_inference": "deepspeed.inference.engine",
+    "InferenceEngine": "deepspeed.inference.engine",
     "is_compile_supported": "deepspeed.engine.compiling",
     "DeepSpeedConfig": "deepspeed.config",
     "DeepSpeedConfigError": "deepspeed._native",
@@ -30,6 +32,8 @@ _NAMES = {
     "DeepSpeedOptimizer": "deepspeed.zero.base_optimizer",
     "DeepSpeedDataLoader": "deepspeed.published.dataloader",
     "PipelineModule": "deepspeed.pipe.module",
+    "PipelineEngine": "deepspeed.engine.pipeline_engine",
+    "offload_plan": "deepspeed.zero.offload_plan",
     "init_distributed": "deepspeed.comm",
     "get_accelerator": "deepspeed.accelerator",
     "add_tuning_arguments": "deepspeed.optim.lr_arguments",
@@ -52,11 +56,8 @@ _CONSTANTS = {
 }
 # What is still to be built -> its names. A row goes when the feature comes.
 _LATER = {
-    "inference": ("init_inference", "InferenceEngine", "replace_transformer_layer", "revert_transformer_layer"),
-    "pipeline parallelism": ("PipelineEngine",),
-    "mixture of experts": ("moe",),
-    "sequence parallelism": ("sequence",),
-    "tensor parallelism": ("tp_model_init", "set_autotp_mode", "module_inject"),
+    "inference": ("replace_transformer_layer", "revert_transformer_layer"),
+    "tensor parallelism": ("tp_model_init", "set_autotp_mode"),
     "the hybrid engine": ("DeepSpeedHybridEngine",),
     "the transformer kernel": ("DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"),
     "the flops profiler": ("profiling",),

@@ -5,28 +5,21 @@ work here, and a priority for the choice by detection. Other packages join throu
 ``[project.entry-points."<group>"]  name = "their.module:Attribute"``. Imports no torch.
 """
 
-import difflib
 import importlib
 import importlib.util
 import sys
-from dataclasses import dataclass
+from collections import namedtuple
 from functools import partial
-from importlib import metadata
-from typing import Callable, Optional, Union
 
 
 class UnknownNameError(ValueError):
     """A name that no entry has; the text lists the names there are and the nearest one."""
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(namedtuple("Entry", "name target probe priority", defaults=(None, 0))):
     """``probe`` returns True, or False, or a text that says why not; ``"module:function"`` is imported to be asked."""
 
-    name: str
-    target: str
-    probe: Optional[Union[str, Callable[[], Union[bool, str]]]] = None
-    priority: int = 0
+    __slots__ = ()
 
 
 def load_target(target):
@@ -72,6 +65,8 @@ def lazy_package(package, where=None, otherwise=None):
 
 def nearest(name, known):
     """``" Did you mean 'x'?"`` with the known name that is spelled most like ``name``, or an empty text."""
+    # Imported when used, as importlib.metadata below: each start of the launcher would pay for them.
+    difflib = importlib.import_module("difflib")
     close = difflib.get_close_matches(str(name).lower(), [str(one) for one in known], n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
 
@@ -137,7 +132,7 @@ class Registry:
         if self._plugins_read:
             return
         self._plugins_read = True
-        for point in metadata.entry_points(group=self.group):
+        for point in importlib.import_module("importlib.metadata").entry_points(group=self.group):
             if point.name in self._entries:
                 continue  # our own parts are declared in code; an installed copy must not shadow the tree in use
             self._entries[point.name] = Entry(point.name, point.value, partial(_probe_plugin, point), priority=100)

@@ -12,8 +12,8 @@
 
 A server process imports torch once (see rank_worker.py) and forks a worker where one is missing; workers are kept, so a
 two-rank test costs hundredths of a second. Every run gets a fresh MASTER_PORT, the environment and the working folder
-of the test, and ends with the process groups destroyed. A run that fails in any way costs its workers: the next run
-gets new ones.
+of the test, and ends with the process groups destroyed. A run that fails in any way, or leaves something that holds a
+process group, costs its workers: the next run gets new ones.
 """
 
 import atexit
@@ -51,6 +51,7 @@ class _Worker:
     def __init__(self, pid, conn, stacks):
         self.pid = pid
         self.conn = conn
+        self.used_up = False
         self.stacks = stacks  # the worker's faulthandler writes here
 
     def stack_text(self):
@@ -241,12 +242,14 @@ def run_ranks(world_size, fn, *args, timeout=60, init=False, env=None, fresh=Fal
         outcome = _collect(workers, started + timeout, grace)
         return outcome.results(fn, timeout)
     finally:
+        kept = []
         if outcome is not None and outcome.clean and not fresh:
-            _pool.release(workers)
-        else:
-            for worker in workers:
-                if outcome is None or worker not in outcome.ended:
-                    _pool.end(worker)
+            kept = [worker for worker in workers if not worker.used_up]
+        _pool.release(kept)
+        gone = outcome.ended if outcome is not None else []
+        for worker in workers:
+            if worker not in kept and worker not in gone:
+                _pool.end(worker)
 
 
 def _fresh_workers(count):
@@ -313,7 +316,9 @@ def _collect(workers, deadline, grace):
         for conn in multiprocessing.connection.wait(list(pending), left):
             rank = pending.pop(conn)
             try:
-                outcome.reports[rank] = pickle.loads(conn.recv_bytes())
+                report = pickle.loads(conn.recv_bytes())
+                workers[rank].used_up = conn.recv_bytes() != b""
+                outcome.reports[rank] = report
             except (EOFError, ConnectionResetError):
                 ending = _pool.end(workers[rank], kill=False)
                 outcome.ended.append(workers[rank])

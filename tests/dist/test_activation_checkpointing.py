@@ -9,6 +9,7 @@ from deepspeed import checkpointing
 from deepspeed.activation_checkpointing import settings
 from deepspeed.activation_checkpointing.checkpointing import checkpoint, non_reentrant_checkpoint
 from harness import run_ranks
+from tensor_parallel import AddedUp, Copied
 
 WIDTH, ROWS, LAYERS = 24, 5, 4
 
@@ -29,32 +30,6 @@ class Mpu:
         return deepspeed.comm.get_world_size()
 
 
-class _Copy(torch.autograd.Function):
-    """The same input to all ranks: gradients are summed."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.contiguous()
-        deepspeed.comm.all_reduce(grad)
-        return grad
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        deepspeed.comm.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
 class Layer(torch.nn.Module):
     """Half of the hidden features per rank. Dropout on what is split draws from the tracker, else from the default."""
 
@@ -66,10 +41,10 @@ class Layer(torch.nn.Module):
         self.down = torch.nn.Parameter(second.weight.detach()[:, part].clone())
 
     def forward(self, x, scale):
-        hidden = F.gelu(F.linear(_Copy.apply(x), self.up))
+        hidden = F.gelu(F.linear(Copied.apply(x), self.up))
         with checkpointing.get_cuda_rng_tracker().fork():
             hidden = F.dropout(hidden, 0.2)
-        return x + scale * F.dropout(_Sum.apply(F.linear(hidden, self.down)), 0.1)
+        return x + scale * F.dropout(AddedUp.apply(F.linear(hidden, self.down)), 0.1)
 
 
 def build(rank, world, dtype=torch.float32, rows=ROWS):

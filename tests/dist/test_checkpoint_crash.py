@@ -84,12 +84,14 @@ def tags_of(folder):
 
 
 # With a real engine, a sample; tests/python/checkpoint/test_commit.py kills at every step on every kind of file system.
-EVERY_STEP = [("rename", "a"), ("fsync", "b")]
-SLOW_STEPS = [("open", "a"), ("write", "a"), ("fsync", "a"), ("open", "b"), ("write", "b"), ("rename", "b")]
+STEPS = [("rename", "a"), ("fsync", "b"), ("open", "a"), ("write", "b")]
+OTHER_STEPS = [("write", "a"), ("fsync", "a"), ("open", "b"), ("rename", "b")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "operation, tag", EVERY_STEP + [pytest.param(*step, marks=pytest.mark.slow) for step in SLOW_STEPS]
+    "operation, tag",
+    STEPS + [pytest.param(*step, marks=pytest.mark.every("the same with the other tag")) for step in OTHER_STEPS],
 )
 def test_killed_at_every_step(operation, tag, tmp_path):
     loaded = kill_everywhere(str(tmp_path), 1, 2, tag, operation, range(1, 60))

@@ -70,6 +70,7 @@ CASES = [(stage, precision, False) for stage in range(4) for precision in sorted
 CASES += [(0, "fp32", True), (1, "bf16", True), (2, "fp32", True), (3, "bf16", True)]
 
 
+@pytest.mark.sample("values", 6)
 @pytest.mark.parametrize("stage, precision, client", CASES)
 def test_resumes_bit_by_bit(stage, precision, client, tmp_path):
     given = str(tmp_path), stage, PRECISIONS[precision], client

@@ -1,6 +1,7 @@
 """Checkpoints that another implementation wrote load at any number of ranks, at any stage and in any precision."""
 
 import os
+import shutil
 
 import numpy
 import pytest
@@ -9,6 +10,8 @@ import torch
 import deepspeed
 import peer_model
 from deepspeed import _compat
+from deepspeed.checkpoint.layouts.open_saved import open_saved
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from harness import run_ranks
 
 GROUPS = [
@@ -118,3 +121,81 @@ def test_training_goes_on():
         assert first[0][0] == pytest.approx(peer_model.what(stage, dtype)["next_loss_rank0"], rel=1e-6)
         # The stages train alike, whichever files they came from.
         assert first[0] == pytest.approx(run_ranks(2, body_go_on, 1, "fp32")[0], rel=1e-5)
+
+
+# ---- states that were on NVMe --------------------------------------------------------------------------------------
+UNITS = [["a.weight", "b.weight"], ["o.weight"], list(GROUPS[1])]  # sub-groups of at least 100 elements
+
+
+def swapped(folder, kept, shift=0):
+    """The peer's checkpoint as its runs with optimizer states on NVMe save it, with several sub-groups: their tensors
+    in files beside empty ones, but those of the sub-group ``kept``. ``shift``: added to the numbers of parameters.
+    """
+    tag = os.path.join(folder, "global_step4")
+    shutil.copytree(peer_model.folder(3, "fp32"), folder)
+    module = _compat.load(os.path.join(tag, "zero_pp_rank_0_mp_rank_00_model_states.pt"))["module"]
+    numbers = [name for name in module if name not in ("count", "c.weight")]
+    for rank in range(2):
+        path = os.path.join(tag, f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        whole = _compat.load(path)
+        part = whole["optimizer_state_dict"]
+        part.update(loss_scaler=None, zero_stage=3)
+        whole["ds_config"]["zero_optimization"]["sub_group_size"] = 100
+        inner, masters = part["optimizer_state_dict"], part["fp32_flat_groups"]
+        cut = {"fp32": [*masters[0].split([131, 20]), masters[1]]}
+        for kind in KINDS[1:]:
+            cut[kind] = [*inner["state"][0][kind].split([131, 20]), inner["state"][1][kind]]
+        part["fp32_flat_groups"] = [master.detach().clone() for master in cut["fp32"]]
+        inner["state"] = {
+            unit: {"step": 4, **{kind: cut[kind][unit].clone() for kind in KINDS[1:]}} for unit in range(3)
+        }
+        os.makedirs(os.path.join(tag, "offloaded_tensors", f"rank{rank}"))
+        for unit, held in enumerate(UNITS):
+            if unit == kept:
+                continue
+            key = f"{numbers.index(held[0]) + shift}_{numbers.index(held[-1]) + shift}"
+            for kind in KINDS:
+                name = key if kind == "fp32" else f"{kind}-{key}"
+                data = cut[kind][unit].detach().numpy().tobytes()
+                with open(os.path.join(tag, "offloaded_tensors", f"rank{rank}", f"{name}.tensor.swp"), "wb") as file:
+                    file.write(data + bytes(-len(data) % 1024))
+            part["fp32_flat_groups"][unit] = torch.empty(0)
+            inner["state"][unit].update({kind: torch.empty(0) for kind in KINDS[1:]})
+        torch.save(whole, path)
+
+
+def body_swapped(rank, world, folder):
+    seen, expected = peer_model.what(3, "fp32"), expectation(3, "fp32")
+    engine = peer_model.make_engine({**seen["config"], "zero_optimization": {"stage": 2}}, seed=5)
+    engine.load_checkpoint(folder)
+    check(engine, 3, "fp32", expected, folder)
+    return True
+
+
+def test_states_that_lay_on_nvme_load_from_their_copies(tmp_path):
+    swapped(f"{tmp_path}/all", kept=None)
+    assert run_ranks(2, body_swapped, f"{tmp_path}/all")
+    expected = expectation(3, "fp32")
+    for kept, shift in ((None, 0), (1, 40)):
+        folder = f"{tmp_path}/kept{kept}"
+        swapped(folder, kept, shift)
+        saved = open_saved(f"{folder}/global_step4")
+        for name in [name for names in GROUPS for name in names]:
+            assert saved.step(name) == 4
+            for kind in KINDS:
+                found = torch.cat([part.read_range(0, numel) for _, numel, part in saved.pieces(name, kind)])
+                assert torch.equal(found, expected[(kind, name)].reshape(-1)), (name, kind)
+        whole = get_fp32_state_dict_from_zero_checkpoint(folder)
+        for name, value in whole.items():
+            if name not in ("count", "f.weight"):
+                assert torch.equal(value, expected[("fp32", "b.weight" if name == "c.weight" else name)]), name
+    rank1 = os.path.join(folder, "global_step4", "offloaded_tensors", "rank1")
+    os.truncate(os.path.join(rank1, "40_42.tensor.swp"), 100)
+    with pytest.raises(ValueError, match="40_42.tensor.swp has 100 bytes, .* 131 elements take 524: it was cut"):
+        get_fp32_state_dict_from_zero_checkpoint(folder)
+    os.unlink(os.path.join(rank1, "40_42.tensor.swp"))
+    with pytest.raises(FileNotFoundError, match="rank1 has no file of the masters"):
+        get_fp32_state_dict_from_zero_checkpoint(folder)
+    shutil.rmtree(rank1)
+    with pytest.raises(FileNotFoundError, match="offloaded_tensors/rank1, are not there"):
+        get_fp32_state_dict_from_zero_checkpoint(folder)

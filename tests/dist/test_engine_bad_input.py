@@ -51,6 +51,8 @@ def body(rank, world, what):
         return deepspeed.initialize(model=model, config=made)
     if what == "mesh":
         return deepspeed.initialize(model=model, config=made, mesh_param=(2, 1))
+    if what == "mesh and mpu":
+        return deepspeed.initialize(model=model, config=made, mesh_param=(1, 1), mpu=object())
     if what == "twice":
         p = torch.nn.Parameter(torch.ones(3))
         optimizer = torch.optim.SGD([p], lr=0.1)
@@ -96,7 +98,8 @@ def body(rank, world, what):
         ("stage", (ValueError, AssertionError), "stage"),
         ("optimizer object", TypeError, "is a str"),
         ("frozen", ValueError, "nothing to optimise"),
-        ("mesh", NotImplementedError, "mesh_param"),
+        ("mesh", deepspeed.DeepSpeedConfigError, r"mesh_param = \(2, 1\) makes 2 ranks, but there are 1"),
+        ("mesh and mpu", ValueError, "pass one of them"),
         ("twice", ValueError, "appears twice"),
         ("no optimizer", AssertionError, "needs an optimizer"),
         ("not scalar", AssertionError, r"scalar loss, got shape \(8, 6, 5\)"),

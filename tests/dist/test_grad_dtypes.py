@@ -151,7 +151,7 @@ def test_types_to_keep_and_to_send():
     check_kinds(KINDS[::11])
 
 
-@pytest.mark.slow
+@pytest.mark.every("seconds of cases like those of the sample")
 def test_all_types_to_keep_and_to_send():
     check_kinds(KINDS)
 

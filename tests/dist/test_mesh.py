@@ -9,6 +9,7 @@ from deepspeed.comm import comms_log, mesh, mesh_views
 from deepspeed.utils import groups
 from harness import run_ranks
 from mpu import Mpu
+from tensor_parallel import AddedUp
 from zero_models import BETAS, CLIP, DECAY, LR
 from zero_training import WIDTH, Deep, Reference, batch, gap, loss_of, same, seeded
 
@@ -133,18 +134,6 @@ class Branches(Mpu):
         self.branch = mesh_views.make("branch", grid.list(["branch"], dist.get_rank()))
         self.data = mesh_views.make("data beside branches", grid.list(["dp"], dist.get_rank()))
         super().__init__(self.data.group, self.branch.group)
-
-
-class AddedUp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
 
 
 class Whole(torch.nn.Module):

@@ -103,10 +103,11 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(cache, config, whole,
     assert (parts / "sample.txt").read_text() == (whole[0] / "sample.txt").read_text()
 
 
-def test_restart_removes_our_files_and_no_others(cache, config, tmp_path):
-    train(cache, config, tmp_path, "--steps", "5")
-    (tmp_path / "mine.txt").write_text("keep")
-    text = train(cache, config, tmp_path, "--steps", "5", "--restart", ranks=1)
+def test_restart_removes_our_files_and_no_others(cache, config, whole, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(whole[0], out)
+    (out / "mine.txt").write_text("keep")
+    text = train(cache, config, out, "--steps", "5", "--restart", ranks=1)
     assert "resumed" not in text
-    assert (tmp_path / "mine.txt").read_text() == "keep"
-    assert [row["step"] for row in rows(tmp_path)] == ["5"]
+    assert (out / "mine.txt").read_text() == "keep"
+    assert [row["step"] for row in rows(out)] == ["5"]

@@ -53,9 +53,11 @@ comm/watch.py _watches | two watch threads for all communicators of a process
 config/model.py _layouts | CACHE
 config/read.py _other_names | CACHE
 config/read.py _variables | CACHE
+engine/build_optimizer.py HOST_OPTIMIZERS | REGISTRY
 engine/build_optimizer.py OPTIMIZERS | REGISTRY
 engine/cross_engine_scaling.py _engines | engines that meet in one graph have to find each other
 data/loader_workers.py _iterators | AT_END
+launcher/runners/__init__.py RUNNERS | REGISTRY
 ops/op_builder/jit.py _loaded | a library can be imported once per process
 ops/op_builder/prebuilt/cpu_adagrad.py _handles | NUMBERS
 ops/op_builder/prebuilt/cpu_adam.py _handles | NUMBERS
@@ -73,7 +75,6 @@ zero/init_context.py _nesting | zero.Init replaces functions of torch while any 
 zero/init_context.py sharding.gather_while_building | set while a context of zero.Init is open
 zero/initializers.py sharding.gather_while_building | set while a context of zero.Init is open
 zero/linear.py _users | torch.nn.functional.linear is replaced once, while any engine needs it
-zero/restore.py SAVED_FORMS | REGISTRY
 zero/sharded_parameter.py _ids | numbers of parameters are unique in a process
 """
 )
@@ -106,13 +107,14 @@ _SMALL = "numbers for each parameter or rank, some bytes"
 _CALL = "alive for one call only; who calls is Python or a checkpoint"
 _WIRE = "the transport below moves tensors of one dtype, device or layout: a copy that lives as long as the call"
 ALLOCATIONS = {
+    "zero/auto_places.cpp": (1, "six numbers, which ranks compare"),
     "zero/audit.cpp": (3, "flags of some bytes; whole gradients for as long as the audit runs"),
     "zero/bucket_reduction.cpp": (2, "a round of late gradients, which no plan knew of"),
     "zero/device_context.cpp": (6, "sums, step scale and the kernels' own workspace; copies in another layout"),
     "zero/engine.cpp": (2, "the arena in which storage takes planes where peers read them"),
     "zero/flag_exchange.cpp": (1, _SMALL),
     "zero/grad_reducer.cpp": (1, "a late gradient, which no plan knew of"),
-    "zero/group_cut.cpp": (3, _CALL),
+    "zero/group_cut.cpp": (4, _CALL),
     "zero/matrix_step.cpp": (2, "whole matrices of Muon, one at a time"),
     "zero/nonfinite_grads.cpp": (1, _SMALL),
     "zero/param_store.cpp": (6, "buffers of spaces, made once for a run"),
@@ -122,7 +124,13 @@ ALLOCATIONS = {
     "zero/sparse_rows.cpp": (3, "rows of an embedding: how many is known when the gradient is there"),
     "zero/state_access.cpp": (5, _CALL),
     "zero/stepper.cpp": (6, "counters and sums; gradients in fp32 where they are kept in 16 bits"),
+    "zero/strategies/zenflow.cpp": (1, "a count for each parameter"),
+    "zero/strategies/zenflow_choice.cpp": (3, "sums of columns, while they are chosen; sums of squares"),
     "zero/torch_scratch.cpp": (1, "what a kernel asks for while it runs, from torch's allocator"),
+    "comm/pipe_channel.cpp": (2, "notes of some bytes; words by which ranks find out who reads whose memory"),
+    "comm/pipe_inbox.cpp": (1, "notes of some bytes, on the device that carries them"),
+    "comm/pipe_message.cpp": (1, "activations, which the graph of the stage keeps, as it does those made here"),
+    "comm/receive_buffers.cpp": (3, "the same on the host, used again when nobody has them any more"),
     "comm/compose.cpp": (7, _WIRE),
     "comm/decorators/quantized.cpp": (6, _WIRE),
     "comm/list_calls.cpp": (1, _WIRE),

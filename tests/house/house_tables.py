@@ -19,9 +19,10 @@ PYTHON_FLOORS = [
     {"zero"},
     {
         "activation_checkpointing", "autotuning", "checkpoint", "compile", "compression", "data", "elasticity",
-        "inference", "io", "linear", "module_inject", "moe", "monitor", "nvme", "profiling", "sequence",
+        "io", "linear", "moe", "monitor", "nvme", "profiling", "sequence",
     },
-    {"pipe"},
+    {"pipe", "module_inject"},
+    {"inference"},
     {"published"},
     {"engine"},
     {""},  # deepspeed/__init__.py
@@ -50,6 +51,8 @@ LATE_IMPORTS = {
     "ops/op_builder/builder.py": "a third party's prebuilt op has a name that only its builder knows",
     "ops/op_builder/prebuilt_op.py": "an op's functions are imported when it is loaded: some need the native module",
     "formats/plain_classes.py": "classes that checkpoints name by their published paths, or that the user lets through",
+    "sequence/hf_attention.py": "transformers is optional",
+    "sequence/tiling.py": "as above",
     "registry.py": "a registry holds names so that what is not used is not imported; so do packages (lazy_package)",
     "git_version_info.py": "_build_info exists in installed packages only",
     "accelerator/abstract_accelerator.py": "op builders and compile backends exist for some torches only",
@@ -77,10 +80,13 @@ CPP_ARROWS = {
     "storage": {"base", "plan", "io"},
     "optim": {"base", "config", "kernels"},
     "comm": {"base", "plan", "kernels"},
+    "parallel": {"base", "plan", "kernels", "comm"},
     "zero": {"base", "config", "plan", "kernels", "optim", "io", "storage", "comm"},
-    "bindings": {"base", "config", "plan", "kernels", "optim", "io", "formats", "storage", "comm", "zero"},
+    "bindings": {
+        "base", "config", "plan", "kernels", "optim", "io", "formats", "storage", "comm", "parallel", "zero",
+    },
 }
-ROOMS_WITH_TORCH = {"storage", "comm", "zero", "bindings"}
+ROOMS_WITH_TORCH = {"storage", "comm", "parallel", "zero", "bindings"}
 ROOMS_WITH_PYTHON = {"bindings"}
 # Highway's headers are written for quotes: it includes the file that includes it once per instruction set.
 QUOTED_LIBRARIES = {"hwy": {"kernels"}}

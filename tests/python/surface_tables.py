@@ -11,8 +11,11 @@ OWN_PARAMETERS = {
     "DeepSpeedZeroOptimizer": ["engine"],
     "DeepSpeedZeroOptimizer_Stage3": ["engine", "mem_efficient_linear"],
     "DeepSpeedZeRoOffload": ["core", "mem_efficient_linear"],
+    "FPDT_Attention": ["folder"],
+    "MoE": ["balance", "aux_scope", "z_loss_coeff"],
     "PipelineModule": ["virtual_stages", "placement", "profile_input"],
     "PipelineModule.forward": ["chunk"],
+    "UlyssesSPDataLoaderAdapter": ["pad"],
 }
 
 # Feature that is still to be built -> its names.
@@ -30,12 +33,8 @@ LATER = {
         "deepspeed.runtime.engine:DeepSpeedEngine.uses_parallelization_pass_only",
     ],
     "mixture of experts": [
-        "deepspeed.runtime.engine:DeepSpeedEngine.load_moe_state_dict",
-        "deepspeed.runtime.engine:DeepSpeedEngine.print_forward_breakdown",
         "deepspeed.runtime.bf16_optimizer:BF16_Optimizer.configure_autoep_folding_tp_gradient_reduction",
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.configure_autoep_folding_tp_gradient_reduction",
-        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.get_ep_ranks",
-        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.is_moe_group",
     ],
     "data efficiency and curriculum learning": [
         "deepspeed.runtime.engine:DeepSpeedEngine.random_ltd_initialize",
@@ -62,8 +61,11 @@ LATER = {
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.update_offload_overflow_tracker_for_param_grad",
         "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.set_norm_for_param_grad_in_gpu",
     ],
-    "ZenFlow": [
-        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.create_zenflow_hooks",
+    "inference": [
+        "deepspeed.inference.engine:InferenceEngine.build_alibi_tensor",
+        "deepspeed.inference.engine:InferenceEngine.build_attn_bias",
+        "deepspeed.inference.engine:InferenceEngine.load_model_with_checkpoint",
+        "deepspeed.inference.engine:InferenceEngine.remove_mask_prepare_for_bloom",
     ],
     "ZeRO++": [
         "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.invalidate_secondary_tensor",
@@ -101,6 +103,9 @@ INNER = {
         "deepspeed.runtime.base_optimizer:ZeROOptimizer.update_hook_state_and_maybe_run_epilogue",
         "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.clear_backward_seen_flag",
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.clear_backward_seen_flag",
+    ],
+    "which columns are updated when; csrc/zero/strategies/zenflow.cpp does it in C++, and no hooks are needed": [
+        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.create_zenflow_hooks",
     ],
     "a key of host copies in optimizer states; ours lie beside the states, not among them": [
         "deepspeed.runtime.zero.offload_states:_make_offload_state_key",

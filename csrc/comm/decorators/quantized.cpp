@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "comm/compose.h"
+#include "comm/decorators/forwarding.h"
 
 namespace ds::comm {
 
@@ -70,20 +71,10 @@ class BlockwiseInt8 : public Codec {
   const at::ScalarType scales_;
 };
 
-class QuantizedCommunicator : public Communicator {
+class QuantizedCommunicator : public ForwardingCommunicator {
  public:
-  QuantizedCommunicator(CommunicatorPtr inner, CodecPtr codec) : inner_(std::move(inner)), codec_(std::move(codec)) {}
-
-  int rank() const override { return inner_->rank(); }
-  int size() const override { return inner_->size(); }
-  std::string name() const override { return inner_->name(); }
-  bool carries(const Op&) const override { return true; }
-  WorkPtr run_all(const std::vector<Op>& ops) override { return inner_->run_all(ops); }
-  PeerMemoryPtr peer_memory(int64_t bytes) override { return inner_->peer_memory(bytes); }
-  CommunicatorPtr among(const std::vector<int>& ranks) override { return inner_->among(ranks); }
-  void leave() override { inner_->leave(); }
-  void abort(const std::string& why) noexcept override { inner_->abort(why); }
-  Communicator& bare() override { return inner_->bare(); }
+  QuantizedCommunicator(CommunicatorPtr inner, CodecPtr codec)
+      : ForwardingCommunicator(std::move(inner)), codec_(std::move(codec)) {}
 
  protected:
   WorkPtr start(const Op& op) override {
@@ -140,7 +131,6 @@ class QuantizedCommunicator : public Communicator {
         });
   }
 
-  const CommunicatorPtr inner_;
   const CodecPtr codec_;
 };
 

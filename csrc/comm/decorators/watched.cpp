@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "comm/decorators/forwarding.h"
 
 namespace ds::comm {
 
@@ -80,24 +81,22 @@ class WatchedWork : public Work {
   int64_t number_;
 };
 
-class WatchedCommunicator : public Communicator {
+class WatchedCommunicator : public ForwardingCommunicator {
  public:
-  WatchedCommunicator(CommunicatorPtr inner, BoardPtr board) : inner_(std::move(inner)), board_(std::move(board)) {
+  WatchedCommunicator(CommunicatorPtr inner, BoardPtr board)
+      : ForwardingCommunicator(std::move(inner)), board_(std::move(board)) {
     board_->on_failure([inner = std::weak_ptr<Communicator>(inner_)](const std::string& why) {
       if (const CommunicatorPtr here = inner.lock()) here->abort(why);
     });
   }
 
-  int rank() const override { return inner_->rank(); }
-  int size() const override { return inner_->size(); }
-  std::string name() const override { return inner_->name(); }
-  bool carries(const Op&) const override { return true; }
-  WorkPtr run_all(const std::vector<Op>& ops) override { return inner_->run_all(ops); }
-  PeerMemoryPtr peer_memory(int64_t bytes) override { return inner_->peer_memory(bytes); }
-  CommunicatorPtr among(const std::vector<int>& ranks) override { return inner_->among(ranks); }
-  Communicator& bare() override { return inner_->bare(); }
-  void abort(const std::string& why) noexcept override { inner_->abort(why); }
-  void leave() override { inner_->leave(); }
+  void abort(const std::string& why) noexcept override {
+    try {
+      board_->give_up(why);
+    } catch (const std::exception&) {  // nobody can be told
+    }
+    inner_->abort(why);
+  }
 
  protected:
   WorkPtr start(const Op& op) override {
@@ -115,7 +114,6 @@ class WatchedCommunicator : public Communicator {
   }
 
  private:
-  const CommunicatorPtr inner_;
   const BoardPtr board_;
 };
 

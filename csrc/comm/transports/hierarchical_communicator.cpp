@@ -93,6 +93,7 @@ class HierarchicalCommunicator : public Communicator {
   }
 
  protected:
+  bool carries_parts() const override { return true; }
   WorkPtr start(const Op& op) override {
     const bool even = op.in_counts.empty() && op.out_counts.empty();
     if (op.verb == Verb::kBarrier) return barriers();

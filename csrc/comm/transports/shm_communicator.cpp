@@ -35,8 +35,13 @@ class ShmCommunicator : public Communicator {
     });
   }
   void leave() override { inner_->leave(); }
+  void abort(const std::string& why) noexcept override {
+    queue_->group().channel().stop(why);
+    inner_->abort(why);
+  }
 
  protected:
+  bool carries_parts() const override { return true; }
   WorkPtr start(const Op& op) override {
     if (by_inner(op)) {
       if (!background_) queue_->drain();
@@ -75,6 +80,7 @@ class ShmCommunicator : public Communicator {
                              op.peer, op.tag);
       default: break;
     }
+    if (op.parts) return group.all_to_all(*op.parts, type, op.tag);
     const auto counts = [&](const at::Tensor& whole, const std::vector<int64_t>& given) {
       return given.empty() ? std::vector<int64_t>(group.size(), whole.numel() / group.size()) : given;
     };

@@ -116,14 +116,15 @@ class Meeting {
     return made;
   }
 
-  void leave_for_good() {
+  void leave_for_good(const std::string& why = "another rank has left the group") {
     std::lock_guard<std::mutex> lock(mutex_);
+    if (!broken_) why_ = why;
     broken_ = true;
     changed_.notify_all();
   }
 
  private:
-  [[noreturn]] void fail_broken() { fail(ErrorKind::kRuntime, "another rank has left the group"); }
+  [[noreturn]] void fail_broken() { fail(ErrorKind::kRuntime, why_); }
 
   static std::string text_of(const at::Tensor& tensor) {
     return std::to_string(tensor.numel()) + " x " + c10::toString(tensor.scalar_type());
@@ -196,6 +197,7 @@ class Meeting {
   std::shared_ptr<SharedRegions> regions_;  // while peer_memory() collects them
   bool leaving_ = false;
   bool broken_ = false;
+  std::string why_;
 };
 
 class ThreadPeerMemory : public PeerMemory {
@@ -272,6 +274,7 @@ class ThreadCommunicator : public Communicator {
     barrier();
     return std::make_shared<ThreadPeerMemory>(shared, rank_);
   }
+  void abort(const std::string& why) noexcept override { meeting_->leave_for_good(why); }
   CommunicatorPtr among(const std::vector<int>& ranks) override {
     const auto mine = std::find(ranks.begin(), ranks.end(), rank_) - ranks.begin();
     return std::make_shared<ThreadCommunicator>(meeting_->among(ranks), static_cast<int>(mine),

@@ -14,7 +14,9 @@ bool is_16_bit(const std::string& type) { return type == "fp16" || type == "bf16
 // In which type gradients are kept and sent, why, and what that costs; deepspeed/engine/assembly.py does so.
 std::vector<std::string> tell_of_gradients(const RuleContext& j) {
   const std::string accumulated = lower(j.text("data_types.grad_accum_dtype"));
-  const std::string sent = lower(j.text("communication_data_type"));
+  const bool shares_sequences = j.integer("sequence_parallel_size") > 1;
+  const std::string sent_key = shares_sequences ? "seq_parallel_communication_data_type" : "communication_data_type";
+  const std::string sent = lower(j.text(sent_key));
   const int64_t stage = j.integer("zero_optimization.stage"), steps = j.integer("gradient_accumulation_steps");
   std::string param = lower(j.text("data_types.param_dtype"));
   if (param.empty()) param = j.on("fp16.enabled") ? "fp16" : j.on("bf16.enabled") ? "bf16" : "fp32";
@@ -35,7 +37,7 @@ std::vector<std::string> tell_of_gradients(const RuleContext& j) {
   if (sent.empty()) {
     lines.push_back("sent in " + kept + ", the type they are kept in");
   } else {
-    lines.push_back("sent in " + sent + ": communication_data_type says so");
+    lines.push_back("sent in " + sent + ": " + sent_key + " says so");
     if (sent != kept)
       lines.back() += std::string("; the copy that travels takes ") + (is_16_bit(sent) ? "2" : "4") +
                       (stage == 0 ? " bytes per parameter more" : " bytes for each element of a bucket");
@@ -58,10 +60,9 @@ DS_CONFIG_CHAPTER(35, kTraining, "Gradients and communication") {
             .one_of_any_case({"fp32", "fp16", "bf16"})
             .raises(ErrorKind::kValue));
   c.add(text("seq_parallel_communication_data_type", "fp32",
-             "Type in which gradients are reduced over sequence-parallel ranks.")
+             "Type in which gradients are reduced where ranks share a sequence; null: the type that they are kept in.")
             .one_of_any_case({"fp32", "fp16", "bf16"})
-            .or_null()
-            .waits_for("sequence parallelism"));
+            .or_null());
   c.add(boolean("prescale_gradients", false, "Divide gradients before the reduction instead of after."));
   c.add(number("gradient_predivide_factor", 1.0,
                "With prescale_gradients: gradients are divided by this before the reduction, and by the rest after it.")
@@ -77,13 +78,11 @@ DS_CONFIG_CHAPTER(35, kTraining, "Gradients and communication") {
   c.add(boolean("zero_allow_untested_optimizer", false,
                 "Let ZeRO wrap an optimizer of your own that it was not tested with."));
   c.add(boolean("zero_force_ds_cpu_optimizer", true, "With offload: insist on DeepSpeedCPUAdam."));
-  c.add(
-      boolean("use_data_before_expert_parallelism", false, "Order of ranks in groups: data before expert parallelism.")
-          .not_built("expert parallelism"));
+  c.add(boolean("use_data_before_expert_parallelism", false,
+                "Ranks with the same experts are neighbours; else ranks that share a layer's experts are."));
   c.add(integer("sequence_parallel_size", nullptr,
                 "Ranks that share one sequence; divides the data-parallel size when no mpu is given.")
-            .above(0)
-            .not_built_above("sequence parallelism", 1));
+            .above(0));
   c.add(integer("data_parallel_size", nullptr, "Data-parallel ranks; with sequence_parallel_size it makes a 2-D mesh.")
             .above(0));
   c.add(integer("allgather_size", 500000000,

@@ -3,25 +3,33 @@
 namespace ds::config {
 
 DS_CONFIG_CHAPTER(75, kTraining, "Elastic training and tuning") {
-  auto elastic =
-      section("elasticity", "Batch sizes that stay the same when the number of ranks changes.",
-              {
-                  boolean("enabled", false, "Switch it on."),
-                  integer("max_train_batch_size", 2000, "Largest train batch size.").above(0),
-                  list("micro_batch_sizes", std::vector<int64_t>{2, 4, 6}, "Micro batch sizes to choose from.")
-                      .items(kInt)
-                      .items_at_least(1),
-                  integer("min_gpus", 1, "Fewest ranks.").at_least(1),
-                  integer("max_gpus", 10000, "Most ranks.").at_least(1),
-                  integer("min_time", 0, "Minutes between changes.").at_least(0),
-                  boolean("prefer_larger_batch", true, "Of equal choices take the larger batch."),
-                  boolean("ignore_non_elastic_batch_info", false,
-                          "Batch keys beside this section are ignored instead of refused."),
-                  number("version", 0.2, "Version of the rules.").one_of({0.1, 0.2}),
-                  integer("model_parallel_size", 1, "Ranks per copy of the model.").at_least(1),
-                  integer("num_gpus_per_node", 1, "Ranks per node.").at_least(1),
-              });
-  c.add(elastic.not_built("elastic training"));
+  auto elastic = section(
+      "elasticity", "Batch sizes that stay the same when the number of ranks changes.",
+      {
+          boolean("enabled", false, "Switch it on."),
+          integer("max_train_batch_size", 2000, "Largest train batch size.").above(0),
+          list("micro_batch_sizes", std::vector<int64_t>{2, 4, 6}, "Micro batch sizes to choose from.")
+              .items(kInt)
+              .items_at_least(1),
+          integer("min_gpus", 1, "Fewest ranks.").at_least(1),
+          integer("max_gpus", 10000, "Most ranks.").at_least(1),
+          integer("min_time", 0, "Minutes between changes.").at_least(0),
+          boolean("prefer_larger_batch", true, "Of equal choices take the larger batch."),
+          boolean("ignore_non_elastic_batch_info", false,
+                  "Batch keys beside this section are ignored instead of refused."),
+          number("version", 0.2, "Version of the rules.").one_of({0.1, 0.2}),
+          integer("model_parallel_size", 1, "Ranks per copy of the model.").at_least(1),
+          integer("num_gpus_per_node", 1, "Ranks per node.").at_least(1),
+          text("save_on_signal", nullptr,
+               "Folder for a checkpoint that is written after the step in which SIGTERM comes; then the ranks "
+               "end with code 143. Works without enabled."),
+          integer("memory_copies", 0,
+                  "Other hosts that have each snapshot of the run, in the memory of their agents, beside the "
+                  "host that took it; 0: no snapshots. For deepspeed --elastic_training; works without enabled.")
+              .one_of({0, 1}),
+          integer("snapshot_steps", 10, "Steps between two snapshots.").at_least(1),
+      });
+  c.add(elastic);
   auto tuning =
       section("autotuning", "Search for the fastest configuration.",
               {
@@ -70,6 +78,22 @@ DS_CONFIG_CHAPTER(75, kTraining, "Elastic training and tuning") {
             j.error({key, "elasticity.enabled"}, "the first is required when the second is true.", "Add it.");
         }
       });
+  c.rule("elasticity.save_on_signal is not empty.", [](RuleContext& j) {
+    if (!j.given("elasticity.save_on_signal") || !j.text("elasticity.save_on_signal").empty()) return;
+    j.error({"elasticity.save_on_signal"}, "must not be empty.", "Name a folder, or leave the key out.");
+  });
+  c.rule("elasticity.snapshot_steps needs elasticity.memory_copies.", [](RuleContext& j) {
+    if (!j.given("elasticity.snapshot_steps") || j.integer("elasticity.memory_copies") > 0) return;
+    j.error({"elasticity.snapshot_steps", "elasticity.memory_copies"}, "no snapshots are taken while the second is 0.",
+            "Set \"memory_copies\" to 1, or leave \"snapshot_steps\" out.");
+  });
+  c.rule("elasticity.model_parallel_size above 1 needs elasticity.version 0.2.", [](RuleContext& j) {
+    if (!j.on("elasticity.enabled") || j.integer("elasticity.model_parallel_size") < 2) return;
+    if (j.number("elasticity.version") < 0.2) {
+      j.error({"elasticity.model_parallel_size", "elasticity.version"}, "version 0.1 knows no model parallelism.",
+              "Set \"version\" to 0.2.");
+    }
+  });
   c.rule(
       "Batch keys and elasticity exclude each other unless elasticity.ignore_non_elastic_batch_info is true.",
       [](RuleContext& j) {

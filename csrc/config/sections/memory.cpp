@@ -3,18 +3,16 @@
 namespace ds::config {
 
 DS_CONFIG_CHAPTER(55, kTraining, "Memory and storage") {
-  auto aio =
-      section("aio", "Reading and writing tensors on NVMe.",
-              {
-                  integer("block_size", 1048576, "Bytes per request.").above(0),
-                  integer("queue_depth", 8, "Requests in flight per thread.").above(0),
-                  integer("intra_op_parallelism", 1, "Threads per tensor.").above(0),
-                  boolean("single_submit", false, "Submit requests one by one."),
-                  boolean("overlap_events", true, "Submit new requests while earlier ones complete."),
-                  boolean("use_gds", false, "Move data between GPU and NVMe directly; needs the cuda accelerator.")
-                      .not_built("GPUDirect storage"),
-              });
-  c.add(aio.ignores_unknown().waits_for("NVMe offload"));
+  auto aio = section("aio", "Reading and writing tensors on NVMe.",
+                     {
+                         integer("block_size", 1048576, "Bytes per request.").above(0),
+                         integer("queue_depth", 8, "Requests in flight per thread.").above(0),
+                         integer("intra_op_parallelism", 1, "Threads per tensor.").above(0),
+                         boolean("single_submit", false, "Submit requests one by one."),
+                         boolean("overlap_events", true, "Submit new requests while earlier ones complete."),
+                         boolean("use_gds", false, "Move data between GPU and NVMe directly; needs cuFile and a GPU."),
+                     });
+  c.add(aio.ignores_unknown());
   auto recompute = section(
       "activation_checkpointing", "Settings of deepspeed.checkpointing, which recomputes activations in backward.",
       {

@@ -27,16 +27,20 @@ DS_CONFIG_CHAPTER(95, kTraining, "Pipeline, tensor and expert parallelism") {
   c.add(section(
             "pipeline", "Settings of PipelineModule.",
             {
-                text("stages", "auto", "Number of stages.").also(kInt).above(0),
-                text("partition", "best", "How layers are dealt to stages."),
+                text("stages", "auto", "Number of stages: that of the module, which decides.").also(kInt).above(0),
+                text("partition", "best", "How layers are dealt to stages: as the module says."),
+                text("schedule", "1f1b", "In which order stages compute; auto: the fastest that fits memory_limit.")
+                    .one_of({"1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "auto"}),
+                integer("memory_limit", 0, "Bytes of states and activations of a stage, for schedule auto; 0: any.")
+                    .at_least(0),
+                boolean("use_reentrant", true, "Recomputed segments run re-entrantly."),
                 boolean("seed_layers", false, "Seed each layer by its place."),
                 integer("activation_checkpoint_interval", 0, "Layers per recomputed segment; 0 keeps all activations.")
                     .at_least(0),
                 boolean("pipe_partitioned", true, "Shard activations over model-parallel ranks between stages."),
                 boolean("grad_partitioned", true, "Shard their gradients, too."),
             })
-            .keeps_unknown()
-            .waits_for("pipeline parallelism"));
+            .keeps_unknown());
 
   auto tensor = validated(
       "tensor_parallel", "Split layers over ranks without a change of the model: AutoTP.",
@@ -104,7 +108,7 @@ DS_CONFIG_CHAPTER(95, kTraining, "Pipeline, tensor and expert parallelism") {
           name("shared_experts_pattern", "Regular expression for those."),
           name("shared_experts_gate_pattern", "... for their gate."),
       });
-  c.add(expert.ignores_unknown().not_built("expert parallelism"));
+  c.add(expert.ignores_unknown());
   c.rule("expert_parallel.load_balance_coeff is null.", [](RuleContext& j) {
     if (!j.is_null("expert_parallel.load_balance_coeff")) {
       j.error({"expert_parallel.load_balance_coeff"}, "the model has a load-balancing loss of its own.",

@@ -28,28 +28,31 @@ Field offload_param() {
                        size("max_in_cpu", 1000000000, "Elements kept in host memory when the rest is on NVMe."),
                        pin_memory(),
                    })
-      .absent_is_null()
-      .not_built("parameter offload", {"device"});
+      .absent_is_null();
 }
 
 Field offload_optimizer() {
   return validated(
-             "offload_optimizer", "Where optimizer states rest, and where the step is done.",
+             "offload_optimizer", "Where masters, gradients and optimizer states rest, and where the step is done.",
              {
                  device(),
                  nvme_path(),
-                 size("buffer_count", 4, "Buffers for states on NVMe; at least the states per parameter plus two."),
+                 size("buffer_count", 4,
+                      "Buffers, each of a bucket, for a step on NVMe; at least the states per parameter plus two."),
                  pin_memory(),
-                 boolean("pipeline_read", false, "Read the next states from NVMe during the step."),
-                 boolean("pipeline_write", false, "Write the last states to NVMe during the step."),
-                 boolean("fast_init", false, "Make the states on NVMe at once at the start."),
-                 share("ratio", 1.0, "Share of the parameters whose step is done on the CPU (stage 3)."),
-                 boolean("super_offload", false, "Overlap the CPU step with backward on tightly coupled chips.")
-                     .not_built("SuperOffload"),
-                 share("cpuadam_cores_perc", 0.8, "Share of the cores for the CPU step with super_offload."),
+                 boolean("pipeline_read", false,
+                         "Read the next states from NVMe during the step: so many buffers more."),
+                 boolean("pipeline_write", false,
+                         "Write the last states to NVMe during the step: so many buffers more."),
+                 boolean("fast_init", false, "Write no zeros into new files on NVMe: they read as zeros as they are."),
+                 share("ratio", 1.0,
+                       "Share of the elements, in whole buckets, that rest there; the others stay on the device."),
+                 boolean("super_offload", false,
+                         "Step each bucket on the host as soon as its gradients are there, while backward goes on."),
+                 share("cpuadam_cores_perc", 0.8,
+                       "Share of torch's threads that make these steps, with super_offload; at least one."),
              })
-      .absent_is_null()
-      .not_built("optimizer offload", {"device"});
+      .absent_is_null();
 }
 
 Field zenflow() {
@@ -57,21 +60,35 @@ Field zenflow() {
     return integer(name, "auto", doc).also(kText).one_of({"auto"}).above(0);
   };
   return validated(
-             "zenflow", "Update important gradients at once on the device, the rest later on the CPU.",
+             "zenflow",
+             "Update a few columns of each matrix in every step, and the rest once in an interval of steps, on the "
+             "host.",
              {
-                 share("topk_ratio", 0.1, "Share of the gradients that are important."),
-                 text("select_strategy", "auto", "When the choice is made anew.").one_of({"auto", "step", "epoch"}),
-                 interval("select_interval", "Steps or epochs between choices."),
-                 interval("update_interval", "Steps between the delayed updates."),
-                 boolean("overlap_step", false, "Do the delayed update beside the next steps."),
-                 boolean("offload", false, "Keep the choice's states on the CPU."),
-                 share("auto_ratio", 0.99, "With \"auto\": share of the norm that the choice must hold."),
-                 integer("full_warm_up_rounds", 0, "Full updates before the first choice.").at_least(0),
-                 share("pt_reserved_cores_perc", 0.5, "Share of the cores left to torch."),
-                 integer("steps_per_epoch", nullptr, "Needed by select_strategy epoch.").above(0),
+                 share("topk_ratio", 0.1, "Share of the columns of each matrix that is updated in every step."),
+                 text(
+                     "select_strategy", "auto",
+                     "When columns are chosen anew: after so many steps, or epochs; auto: epochs where their length is "
+                     "known, else steps.")
+                     .one_of({"auto", "step", "epoch"}),
+                 interval("select_interval", "Steps or epochs between choices; auto: 1 epoch, or 100 steps."),
+                 interval("update_interval",
+                          "Steps between updates of the rest; auto: until its gradients are as large as the chosen "
+                          "ones, at most 16."),
+                 boolean("overlap_step", false,
+                         "Update the rest beside the next steps; the model gets it an interval later."),
+                 boolean("offload", false, "Masters and states of the chosen columns rest on the host, too."),
+                 share("auto_ratio", 0.99,
+                       "With update_interval auto: the rest's gradients of an interval end it when, by root mean "
+                       "square, they are that share of the chosen ones of a step."),
+                 integer("full_warm_up_rounds", 0, "Steps that update everything, before the first choice.")
+                     .at_least(0),
+                 share("pt_reserved_cores_perc", 0.5,
+                       "With overlap_step: share of torch's threads that the update of the rest leaves alone."),
+                 integer("steps_per_epoch", nullptr,
+                         "Steps of an epoch; null: of the data loader that initialize makes of training_data.")
+                     .above(0),
              })
-      .absent_is_null()
-      .not_built("ZenFlow", kWhenPresent);
+      .absent_is_null();
 }
 
 Field leaf_module() {
@@ -209,6 +226,18 @@ DS_CONFIG_CHAPTER(50, kTraining, "ZeRO") {
                                 "and compared.")
                             .at_least(0)
                             .overridden_by("DS_AUDIT"));
+  const auto gib = [](const char* name, const char* doc) { return number(name, nullptr, doc).at_least(0).or_null(); };
+  zero.fields.push_back(
+      validated("placement", "Masters, gradients and optimizer states rest where there is memory for them.",
+                {
+                    boolean("auto", false,
+                            "On the device, on the host and in files below offload_optimizer.nvme_path, so that a "
+                            "step takes the least time at the rates of this machine, which are measured once."),
+                    gib("device_gb", "GiB of the device that they may take on each rank; null: none."),
+                    gib("host_gb", "GiB of the host, likewise; null: as much as it takes."),
+                    gib("nvme_gb", "GiB of the drive, likewise; null: as much as it takes."),
+                })
+          .absent_is_null());
   c.add(zero);
 
   c.rule("zero_optimization.overlap_comm is true for stage 3 and false otherwise, unless given.", [](RuleContext& j) {
@@ -234,6 +263,17 @@ DS_CONFIG_CHAPTER(50, kTraining, "ZeRO") {
               "Set \"zero_optimization.stage\" to 3, or the device to \"none\".");
     }
   });
+  c.rule("placement.auto needs ZeRO stage 1, 2 or 3, and decides instead of offload_optimizer.device.",
+         [](RuleContext& j) {
+           const std::string path = "zero_optimization.placement.auto",
+                             device = "zero_optimization.offload_optimizer.device";
+           if (!j.on(path)) return;
+           if (j.integer("zero_optimization.stage") < 1)
+             j.error({path, "zero_optimization.stage"}, "placement needs ZeRO stage 1, 2 or 3.",
+                     "Set \"zero_optimization.stage\", or leave placement out.");
+           if (j.text(device) == "cpu" || j.text(device) == "nvme")
+             j.error({path, device}, "both say where states rest.", "Leave one of them out.");
+         });
   c.rule("Device nvme needs nvme_path.", [](RuleContext& j) {
     for (const char* where : {"zero_optimization.offload_optimizer", "zero_optimization.offload_param"}) {
       const std::string path = where;
@@ -243,12 +283,45 @@ DS_CONFIG_CHAPTER(50, kTraining, "ZeRO") {
       }
     }
   });
-  c.rule("offload_optimizer.ratio below 1 needs stage 3.", [](RuleContext& j) {
-    const std::string path = "zero_optimization.offload_optimizer.ratio";
-    if (j.given(path) && j.number(path) < 1.0 && j.integer("zero_optimization.stage") != 3) {
-      j.error({path, "zero_optimization.stage"}, "a ratio below 1 needs ZeRO stage 3.",
-              "Set it to 1.0 or leave it out.");
+  c.rule("offload_optimizer.ratio below 1 needs stage 3, or a device to which the share goes.", [](RuleContext& j) {
+    const std::string section = "zero_optimization.offload_optimizer.", path = section + "ratio";
+    if (j.given(path) && j.number(path) < 1.0 && j.integer("zero_optimization.stage") != 3 &&
+        j.text(section + "device") == "none") {
+      j.error({path, "zero_optimization.stage"}, "a ratio below 1 needs ZeRO stage 3, or a device: there is none.",
+              "Set \"" + section + "device\", or leave the ratio out.");
     }
+  });
+  c.whole_rule(
+      "super_offload and zenflow need offload_optimizer with a device, and exclude each other.", [](RuleContext& j) {
+        const std::string section = "zero_optimization.offload_optimizer.", device = section + "device";
+        const std::string flow = "zero_optimization.zenflow";
+        const bool nowhere = j.text(device) != "cpu" && j.text(device) != "nvme";
+        const bool speculates = j.on(section + "super_offload"), flows = !j.is_null(flow);
+        const char* fix = "Set \"zero_optimization.offload_optimizer.device\" to \"cpu\".";
+        if (speculates && nowhere)
+          j.error({section + "super_offload", device}, "steps on the host, where nothing rests.", fix);
+        if (flows && nowhere) j.error({flow, device}, "updates the rest on the host, where nothing rests.", fix);
+        if (flows && j.integer("zero_optimization.audit_steps") > 0)
+          j.error({"zero_optimization.audit_steps", flow}, "compares with steps that update everything.",
+                  "Leave one of them out.");
+        if (speculates && flows)
+          j.error({section + "super_offload", flow}, "both say when the host steps.", "Leave one of them out.");
+      });
+  c.rule("zenflow.select_interval is at least zenflow.update_interval.", [](RuleContext& j) {
+    const std::string flow = "zero_optimization.zenflow.";
+    if (j.is_null("zero_optimization.zenflow") || !j.text(flow + "select_interval").empty() ||
+        !j.text(flow + "update_interval").empty())
+      return;
+    const std::string select = j.text(flow + "select_strategy");
+    const bool epochs = select != "step" && !j.is_null(flow + "steps_per_epoch");
+    if (select == "epoch" && !epochs) return;  // how long an epoch is, is known later
+    const int64_t steps = j.integer(flow + "select_interval") * (epochs ? j.integer(flow + "steps_per_epoch") : 1);
+    const int64_t update = j.integer(flow + "update_interval");
+    if (steps < update)
+      j.error({flow + "select_interval", flow + "update_interval"},
+              "columns would be chosen every " + std::to_string(steps) + " steps, while gradients of the rest are " +
+                  "added up over " + std::to_string(update) + ".",
+              "Set \"zenflow.select_interval\" so that it is at least \"zenflow.update_interval\", or \"auto\".");
   });
   c.rule("pipeline_loading_checkpoint is for stage 3.", [](RuleContext& j) {
     if (j.integer("zero_optimization.stage") != 3 && j.on("zero_optimization.pipeline_loading_checkpoint")) {

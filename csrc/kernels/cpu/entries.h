@@ -11,6 +11,7 @@ extern const decltype(KernelTable::accumulate) kAccumulate[kIsaCount];
 extern const decltype(KernelTable::sum_squares) kSumSquares[kIsaCount];
 extern const decltype(KernelTable::update) kUpdate[kIsaCount];
 extern const decltype(KernelTable::scale) kScale[kIsaCount];
+extern const decltype(KernelTable::column_sums) kColumnSums[kIsaCount];
 
 // Whether this build has bodies for `isa`.
 bool built(Isa isa);

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <string>
 
+#include "kernels/routes.h"
 #include "kernels/table.h"
 
 namespace ds::kernels {
@@ -12,6 +13,7 @@ namespace {
 
 struct Loaded {
   const KernelTable* (*get)(uint32_t) = nullptr;
+  const RouteKernels* (*routes)(uint32_t) = nullptr;
   std::string error;
 
   Loaded() {
@@ -32,6 +34,7 @@ struct Loaded {
       return;
     }
     get = reinterpret_cast<const KernelTable* (*)(uint32_t)>(dlsym(library, "ds_cuda_kernels"));
+    routes = reinterpret_cast<const RouteKernels* (*)(uint32_t)>(dlsym(library, "ds_cuda_route_kernels"));
     if (get == nullptr) error = path + " is no kernel library: it has no ds_cuda_kernels.";
   }
 };
@@ -50,6 +53,15 @@ const KernelTable* ds_kernels(uint32_t abi, const char* device) {
   if (std::strcmp(device, "cpu") == 0) return ds_cpu_kernels(abi);
   if (std::strcmp(device, "cuda") != 0) return nullptr;
   return cuda().get != nullptr ? cuda().get(abi) : nullptr;
+}
+
+const RouteKernels* ds_route_kernels(uint32_t abi, const char* device) {
+  if (std::strcmp(device, "cpu") == 0) {
+    const KernelTable* chosen = ds_cpu_kernels(kKernelAbi);
+    return chosen != nullptr ? ds_cpu_route_kernels_isa(abi, chosen->isa) : nullptr;
+  }
+  if (std::strcmp(device, "cuda") != 0) return nullptr;
+  return cuda().routes != nullptr ? cuda().routes(abi) : nullptr;
 }
 
 const char* ds_kernels_error(uint32_t abi, const char* device) {

@@ -34,6 +34,7 @@ KernelTable ref_table() {
   t.scale = &ref::scale;
   t.last_error = &no_error;
   t.device_error = &no_error;
+  t.column_sums = &ref::column_sums;
   return t;
 }
 
@@ -47,6 +48,7 @@ KernelTable isa_table(Isa isa) {
   t.sum_squares = kSumSquares[i];
   t.update = kUpdate[i];
   t.scale = kScale[i];
+  t.column_sums = kColumnSums[i];
   return t;
 }
 

@@ -23,5 +23,6 @@ void sum_squares(const Launch&, const Segment* segments, size_t count, DType dty
 void finish_norm(const Launch&, const double* sum, const double* failed, float loss_scale, float max_norm, bool check,
                  StepScale* out);
 void scale(const Launch&, void* data, DType dtype, size_t n, float factor);
+void column_sums(const Launch&, const void* data, DType dtype, size_t n, size_t first, size_t columns, double* sums);
 
 }  // namespace ds::kernels::cuda

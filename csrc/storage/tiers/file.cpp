@@ -1,45 +1,41 @@
-// Files on a local disk: one for each part, as long as its blocks, removed with the part.
-#include <errno.h>
-#include <stdlib.h>
+// Files on a local disk: one for each part, as long as its blocks, or one for each block; removed with the part.
 #include <string.h>
-#include <unistd.h>
 
 #include <algorithm>
+#include <mutex>
 #include <utility>
 
 #include "base/error.h"
-#include "base/process.h"
 #include "io/aligned_pool.h"
 #include "io/async_file.h"
-#include "io/file_error.h"
+#include "io/swap_files.h"
+#include "storage/block_files.h"
 #include "storage/tier.h"
 
 namespace ds::storage {
 namespace {
 
-constexpr size_t kTransferBytes = 4 << 20;  // one request of the kernel
-constexpr int kTransferDepth = 8;
-
 class FilePart : public Part {
  public:
-  FilePart(std::shared_ptr<io::Files> files, const PartSpec& spec) : files_(std::move(files)) {
-    path_ = unused_path(spec);
-    try {
-      file_ = files_->open_part(path_, &direct_, /*read=*/true);
-      uint64_t end = 0;
-      for (const int64_t bytes : spec.block_bytes) {
-        blocks_.push_back({end, static_cast<size_t>(bytes)});
-        end += io::round_up(static_cast<size_t>(bytes), io::kBlockBytes);
-      }
-      files_->reserve(file_, path_, end);
-    } catch (...) {
-      ::unlink(path_.c_str());
-      throw;
+  FilePart(const FileAccess& access, const PartSpec& spec)
+      : files_(access.files),
+        request_bytes_(io::round_up(access.transfers.block_bytes, io::kBlockBytes)),
+        depth_(access.transfers.queue_depth) {
+    if (spec.placement.folder.empty()) {
+      fail(ErrorKind::kValue, "plane '", spec.plane, "' is to rest in a file: its placement needs a folder");
     }
+    own_ = std::make_shared<io::SwapFile>(spec.placement.folder, spec.plane);
+    path_ = own_->path();
+    file_ = files_->open_part(path_, &direct_, /*read=*/true);
+    uint64_t end = 0;
+    for (const int64_t bytes : spec.block_bytes) {
+      blocks_.push_back({end, static_cast<size_t>(bytes)});
+      end += io::round_up(static_cast<size_t>(bytes), io::kBlockBytes);
+    }
+    files_->reserve(file_, path_, end);
   }
-  ~FilePart() override {
-    if (owner_.here()) ::unlink(path_.c_str());
-  }
+
+  std::weak_ptr<io::SwapFile> file() const { return own_; }
 
   void read(size_t block, char* data) override { transfer(block, data, /*reads=*/true); }
 
@@ -55,36 +51,22 @@ class FilePart : public Part {
     size_t bytes;
   };
 
-  static std::string unused_path(const PartSpec& spec) {
-    std::string name = spec.plane;
-    for (char& c : name) {
-      if (c == '/' || c == '\0') c = '_';
-    }
-    if (spec.placement.folder.empty()) {
-      fail(ErrorKind::kValue, "plane '", spec.plane, "' is to rest in a file: its placement needs a folder");
-    }
-    std::string path = spec.placement.folder + "/" + name.substr(0, 100) + ".XXXXXX";
-    const io::Descriptor made(::mkstemp(path.data()));
-    if (!made.is_open()) io::fail_file(errno, "creating a file", path);
-    return path;
-  }
-
   void transfer(size_t block, char* data, bool reads) {
     const Place place = blocks_[block];
     const size_t whole = io::round_up(place.bytes, io::kBlockBytes);
     const auto async =
-        direct_ && whole > kTransferBytes ? io::open_async(*files_, file_, path_, direct_, kTransferDepth) : nullptr;
+        direct_ && whole > request_bytes_ ? io::open_async(*files_, file_, path_, direct_, depth_) : nullptr;
     if (!async) {
       if (reads) return files_->read_all(file_, path_, data, whole, place.offset, place.bytes);
       return files_->write_all(file_, path_, data, whole, place.offset);
     }
     int busy = 0;
-    for (size_t at = 0; at < whole; at += kTransferBytes) {
-      if (busy == kTransferDepth) {
+    for (size_t at = 0; at < whole; at += request_bytes_) {
+      if (busy == depth_) {
         async->wait();
         --busy;
       }
-      const size_t now = std::min(kTransferBytes, whole - at);
+      const size_t now = std::min(request_bytes_, whole - at);
       if (reads) {
         async->submit_read(data + at, now, place.offset + at, std::min(now, place.bytes - at));
       } else {
@@ -97,7 +79,9 @@ class FilePart : public Part {
   }
 
   const std::shared_ptr<io::Files> files_;
-  const OwningProcess owner_;
+  const size_t request_bytes_;
+  const int depth_;
+  std::shared_ptr<io::SwapFile> own_;
   std::string path_;
   bool direct_ = true;
   io::Descriptor file_;
@@ -106,11 +90,38 @@ class FilePart : public Part {
 
 class FileTier : public Tier {
  public:
-  explicit FileTier(std::shared_ptr<io::Files> files) : files_(std::move(files)) {}
-  std::unique_ptr<Part> open(const PartSpec& spec) override { return std::make_unique<FilePart>(files_, spec); }
+  explicit FileTier(FileAccess access)
+      : access_(std::move(access)), queue_(std::make_shared<io::TransferQueue>(access_.threads)) {
+    io::check(access_.transfers);
+  }
+  std::unique_ptr<Part> open(const PartSpec& spec) override {
+    const std::lock_guard<std::mutex> guard(lock_);
+    const auto ended = [](const auto& file) { return file.expired(); };
+    opened_.erase(std::remove_if(opened_.begin(), opened_.end(), ended), opened_.end());
+    lists_.erase(std::remove_if(lists_.begin(), lists_.end(), ended), lists_.end());
+    if (!spec.block_files.empty()) {
+      auto part = std::make_unique<BlockFiles>(access_, queue_, spec);
+      lists_.push_back(part->list());
+      return part;
+    }
+    auto part = std::make_unique<FilePart>(access_, spec);
+    opened_.push_back(part->file());
+    return part;
+  }
+  void at_exit() noexcept override {
+    const std::lock_guard<std::mutex> guard(lock_);
+    for (const auto& one : opened_)
+      if (const auto file = one.lock()) file->remove();
+    for (const auto& one : lists_)
+      if (const auto list = one.lock()) list->remove();
+  }
 
  private:
-  const std::shared_ptr<io::Files> files_;
+  const FileAccess access_;
+  const std::shared_ptr<io::TransferQueue> queue_;  // its threads start with the first transfer that they share
+  std::mutex lock_;
+  std::vector<std::weak_ptr<io::SwapFile>> opened_;
+  std::vector<std::weak_ptr<FileList>> lists_;
 };
 
 std::unique_ptr<Tier> make_file_tier(const TierContext& context) { return std::make_unique<FileTier>(context.files); }

@@ -23,11 +23,11 @@ class Peers {
     ++version_;
   }
   void copy(const ShardedParam& param, const at::Tensor& buffer) const {
-    const at::Tensor& shard = param.shard();
     if (param.slice_numel() == 0) return;  // has no place in the regions either
+    const SliceLease own = param.slice(storage::Access::kRead);
     const int64_t offset =
-        static_cast<char*>(shard.data_ptr()) - static_cast<char*>(regions_[ranks_->rank()].data_ptr());
-    const int64_t bytes = param.slice_numel() * static_cast<int64_t>(shard.element_size());
+        static_cast<char*>(own.data().data_ptr()) - static_cast<char*>(regions_[ranks_->rank()].data_ptr());
+    const int64_t bytes = param.slice_bytes();
     const at::Tensor target = buffer.view(at::kByte);
     for (int rank = 0; rank < ranks_->size(); ++rank)
       target.narrow(0, rank * bytes, bytes).copy_(regions_[rank].narrow(0, offset, bytes));
@@ -57,7 +57,7 @@ class PeerSource : public ShardSource {
     const std::vector<ShardedParam*> wanted = absent(params);
     await(wanted);
     for (ShardedParam* param : wanted) {
-      here.emplace_back(param, buffers_.take(param->padded_numel(), param->dtype(), param->shard().device()));
+      here.emplace_back(param, buffers_.take(param->padded_numel(), param->dtype(), param->device()));
       copy(*param, here.back().second);
     }
     take_full(here);

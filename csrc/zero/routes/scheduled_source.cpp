@@ -34,6 +34,8 @@ class ScheduledSource : public ShardSource {
 
   void gather(const std::vector<ShardedParam*>& params, const std::vector<ShardedParam*>& ahead) override {
     at::NoGradGuard no_grad;
+    prefetch(params);
+    prefetch(ahead);
     for (auto absent = not_started(params); !absent.empty(); absent = not_started(params)) {
       read_notes(false);
       const GatherAct act = schedule_.toward(absent);
@@ -146,9 +148,14 @@ class ScheduledSource : public ShardSource {
   void start(const std::vector<ShardedParam*>& ahead) {
     while (!schedule_.due()) {
       const auto act = schedule_.ahead(not_started(ahead));
-      if (!act) return;
+      if (!act || !here(schedule_.entry(act->entry))) return;
       issue(*act);
     }
+  }
+
+  // Their slices are.
+  bool here(const GatherSchedule::Params& entry) const {
+    return std::all_of(entry.begin(), entry.end(), [&](int32_t index) { return params_[index]->here(); });
   }
 
   // Everybody says what it wants, everybody helps. False when nobody wanted anything.

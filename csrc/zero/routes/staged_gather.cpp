@@ -15,24 +15,20 @@ namespace {
 
 constexpr int64_t kAlign = 16;
 
-int64_t slice_bytes(const ShardedParam& param) {
-  return param.slice_numel() * static_cast<int64_t>(param.shard().element_size());
-}
-
 }  // namespace
 
 StagedGather::StagedGather(comm::Communicator& group, GatherBuffers& buffers, std::vector<ShardedParam*> params,
                            std::optional<uint8_t> note, bool in_place, int64_t limit)
     : memory_(buffers), params_(std::move(params)), in_place_(in_place) {
   at::NoGradGuard no_grad;
-  const c10::Device device = params_.empty() ? buffers.device() : params_.front()->shard().device();
+  const c10::Device device = params_.empty() ? buffers.device() : params_.front()->device();
   const auto options = at::TensorOptions().device(device).dtype(at::kByte);
   const std::string tag = params_.empty() ? "notes on gathers" : params_.front()->name();
   const int64_t n = group.size();
   int64_t row = 0;
   for (const ShardedParam* param : params_) {
     offsets_.push_back(row);
-    row += (slice_bytes(*param) + kAlign - 1) / kAlign * kAlign;
+    row += (param->slice_bytes() + kAlign - 1) / kAlign * kAlign;
   }
   const int64_t note_at = row;
   if (note) row += kAlign;
@@ -40,8 +36,10 @@ StagedGather::StagedGather(comm::Communicator& group, GatherBuffers& buffers, st
     rows_ = memory_.take_passing(row * n, device).view({n, row});
     const at::Tensor mine = rows_.select(0, group.rank());
     for (size_t i = 0; i < params_.size(); ++i)
-      if (const int64_t bytes = slice_bytes(*params_[i]))
-        mine.narrow(0, offsets_[i], bytes).copy_(params_[i]->shard().view(at::kByte));
+      if (const int64_t bytes = params_[i]->slice_bytes()) {
+        const SliceLease own = params_[i]->slice(storage::Access::kRead);
+        mine.narrow(0, offsets_[i], bytes).copy_(own.data().view(at::kByte));
+      }
     if (note) {
       mine.narrow(0, note_at, 1).fill_(*note);
       note_column_ = rows_.select(1, note_at);
@@ -51,7 +49,12 @@ StagedGather::StagedGather(comm::Communicator& group, GatherBuffers& buffers, st
   }
   for (ShardedParam* param : params_) {
     buffers_.push_back(in_place_ ? param->buffer() : memory_.take(param->padded_numel(), param->dtype(), device));
-    works_.push_back(group.all_gather(param->shard(), buffers_.back(), param->name()));
+    at::Tensor own = param->shard();
+    if (param->offloaded()) {  // the lease is over before the gather is
+      own = buffers_.back().narrow(0, group.rank() * param->slice_numel(), param->slice_numel());
+      own.copy_(param->slice(storage::Access::kRead).data());
+    }
+    works_.push_back(group.all_gather(own, buffers_.back(), param->name()));
   }
   if (note) {
     note_column_ = at::empty({n}, options);
@@ -109,8 +112,8 @@ at::Tensor StagedGather::take(const ShardedParam& param) {
   const auto index = static_cast<size_t>(std::find(params_.begin(), params_.end(), &param) - params_.begin());
   if (!buffers_.empty()) return std::exchange(buffers_[index], at::Tensor());
   const at::Tensor buffer =
-      in_place_ ? param.buffer() : memory_.take(param.padded_numel(), param.dtype(), param.shard().device());
-  if (const int64_t bytes = slice_bytes(param))
+      in_place_ ? param.buffer() : memory_.take(param.padded_numel(), param.dtype(), param.device());
+  if (const int64_t bytes = param.slice_bytes())
     buffer.view(at::kByte).view({-1, bytes}).copy_(rows_.narrow(1, offsets_[index], bytes));
   if (++taken_ == params_.size()) give_rows();
   return buffer;

@@ -36,7 +36,7 @@ SpaceRuleRegistration::SpaceRuleRegistration(SpaceRule rule) {
 }
 
 const SpaceRule& find_space_rule(const std::string& name) {
-  const auto found = rules().find(name);
+  const auto found = rules().find(name.substr(0, name.find('.')));
   if (found == rules().end())
     fail(ErrorKind::kValue, "there is no rule '", name,
          "' for the ranks of a parameter; there are: ", names_of(rules()));

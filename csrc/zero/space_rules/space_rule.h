@@ -18,7 +18,8 @@ struct SpaceRuleRegistration {
   explicit SpaceRuleRegistration(SpaceRule rule);
 };
 
-const SpaceRule& find_space_rule(const std::string& name);  // fails with the names that there are
+// What stands behind a dot in `name` is the rule's own business. Fails with the names that there are.
+const SpaceRule& find_space_rule(const std::string& name);
 
 // Of parameters that every data-parallel rank computes with: a stage shards over them or replicates over them.
 SpaceRanks dense_ranks(const StagePolicy& policy, const EngineRanks& ranks);

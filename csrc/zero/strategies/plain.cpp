@@ -7,7 +7,7 @@ namespace {
 
 class Plain : public StepStrategy {
  public:
-  std::vector<UpdatePart> parts() override { return {UpdatePart{}}; }
+  std::vector<UpdatePart> parts(const StepInputs&) override { return {UpdatePart{}}; }
 };
 
 const StrategyRegistration registration("plain", [](const StrategyParts&) -> std::unique_ptr<StepStrategy> {

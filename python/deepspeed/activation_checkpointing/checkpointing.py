@@ -49,7 +49,7 @@ __all__ = [
     "get_partitioned_activations_for_backward", "is_activation_to_checkpoint", "is_configured", "merge_tensors",
     "model_parallel_cuda_manual_seed", "model_parallel_reconfigure_tp_seed", "non_reentrant_checkpoint",
     "partition_activations", "partition_activations_in_checkpoint", "reset", "restore_offloaded_activations",
-    "set_num_layers",
+    "set_num_layers", "split_checkpoint",
 ]  # fmt: skip
 
 SECTION = "activation_checkpointing"
@@ -82,6 +82,11 @@ def non_reentrant_checkpoint(function, *args):
     """``checkpoint`` that leaves the segment's graph in place: it works with ``torch.autograd.grad`` and
     ``backward(inputs=...)``, and inputs need not require gradients for hooks inside of the segment to see them."""
     return checkpoint(function, *args, use_reentrant=False)
+
+
+def split_checkpoint(function, *args):
+    """``non_reentrant_checkpoint`` for a backward in two halves: both use what was computed again once."""
+    return checkpoint(function, *args, use_reentrant=False, keep_recomputed=True)
 
 
 def configure(

@@ -1,4 +1,4 @@
-"""Marked hidden states wait for their backward in host memory."""
+"""Marked hidden states wait for their backward in host memory or in files."""
 
 import collections
 import functools
@@ -8,6 +8,7 @@ import weakref
 import torch
 
 from deepspeed.activation_checkpointing.offload import _ActivationOffloadEngine
+from deepspeed.utils.waiting_tensors import Waiting, store_of
 
 
 class _Saved:
@@ -36,12 +37,14 @@ class CheckpointHiddenStatesOffload(_ActivationOffloadEngine, torch.autograd.gra
 
     It fits around any checkpointing that saves the inputs of its segments through autograd: mark the hidden states
     that go from layer to layer. The segments of ``deepspeed.checkpointing`` mark theirs by themselves. Arguments: see
-    the base class. On the CPU as accelerator nothing moves, since everything is on the host.
+    the base class. ``folder``: they wait in files there, written and read beside the computation. Without it nothing
+    moves with the CPU as accelerator, since everything is on the host.
     """
 
     @functools.wraps(_ActivationOffloadEngine.__init__)
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, folder=None, **kwargs):
         _ActivationOffloadEngine.__init__(self, *args, **kwargs)
+        self.folder = folder
         torch.autograd.graph.saved_tensors_hooks.__init__(self, self._pack, self._unpack)
         self._marked = {}
         self._recent = collections.deque()
@@ -70,10 +73,34 @@ class CheckpointHiddenStatesOffload(_ActivationOffloadEngine, torch.autograd.gra
         self._recent.clear()  # these stay on the device
         return torch.autograd.graph.saved_tensors_hooks.__exit__(self, *args, **kwargs)
 
+    def wants(self, tensor):
+        """Whether this tensor, which autograd saves, was marked. Autograd hands over an alias, so it is known by its
+        place in memory. A mark whose tensor died may name another one by now; moving that one is harmless."""
+        return _place(tensor) in self._marked
+
+    # ---- where they wait ---------------------------------------------------------------------------------------------
+    def worth_moving(self, tensor):
+        if self.folder is None:
+            return super().worth_moving(tensor)
+        return tensor.numel() * tensor.element_size() >= self.min_offload_bytes
+
+    def to_host(self, tensor, host=None):
+        if self.folder is None:
+            return super().to_host(tensor, host)
+        return Waiting(store_of(tensor.device, self.folder), tensor.detach())
+
+    def to_device(self, host, device):
+        return host.get() if isinstance(host, Waiting) else super().to_device(host, device)
+
+    def _start_back(self, saved):
+        if isinstance(saved.host, Waiting):
+            saved.host.prefetch()
+        elif self.use_streams and saved.tensor is None:
+            saved.tensor = self.to_device(saved.host, saved.device)
+
+    # ---- what autograd calls -----------------------------------------------------------------------------------------
     def _pack(self, tensor):
-        # Autograd hands over an alias, so a marked tensor is known by its place in memory. A mark whose tensor died
-        # may name another one by now; moving that one is harmless.
-        if _place(tensor) not in self._marked or not self.worth_moving(tensor):
+        if not self.wants(tensor) or not self.worth_moving(tensor):
             return tensor
         saved = _Saved(tensor)
         self._recent.append(weakref.ref(saved))
@@ -108,8 +135,7 @@ class CheckpointHiddenStatesOffload(_ActivationOffloadEngine, torch.autograd.gra
             if candidate is None or candidate is current:
                 self._order.pop()
                 continue
-            if self.use_streams and candidate.tensor is None:
-                candidate.tensor = self.to_device(candidate.host, candidate.device)
+            self._start_back(candidate)
             return
 
 

@@ -55,6 +55,8 @@ class _Frame:
     def unpack(self, holder):
         if holder not in self.again:
             self.recompute()
+        if self.call.options.keep_recomputed:  # until the graph lets go of the holder
+            return self.again[holder]
         # Once per use; a second backward over the graph (retain_graph) computes the segment once more.
         return self.again.pop(holder)
 

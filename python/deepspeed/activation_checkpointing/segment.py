@@ -16,12 +16,20 @@ BACKWARD_TIMER = "checkpoint_backward"
 
 
 class Options:
-    """The keywords that belong to checkpointing, not to the function: torch.utils.checkpoint's."""
+    """The keywords that belong to checkpointing, not to the function: torch.utils.checkpoint's, and one of ours,
+    ``keep_recomputed``: without re-entrance, what was computed again stays as long as the graph, for backwards in
+    several parts."""
 
-    NAMES = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug")
+    NAMES = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "keep_recomputed")
 
     def __init__(
-        self, use_reentrant=True, preserve_rng_state=True, context_fn=None, determinism_check="default", debug=False
+        self,
+        use_reentrant=True,
+        preserve_rng_state=True,
+        context_fn=None,
+        determinism_check="default",
+        debug=False,
+        keep_recomputed=False,
     ):
         if determinism_check not in ("default", "none"):
             raise ValueError(f"determinism_check must be 'default' or 'none', got {determinism_check!r}.")
@@ -34,6 +42,7 @@ class Options:
         self.preserve_rng_state = preserve_rng_state
         self.contexts = context_fn() if context_fn is not None else (contextlib.nullcontext(),) * 2
         self.check = determinism_check == "default"
+        self.keep_recomputed = keep_recomputed
 
     @classmethod
     def taken_from(cls, keywords):

@@ -27,6 +27,7 @@ from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.saved_shards import SlicedState
 from deepspeed.checkpoint.layouts.saved_universal import ZERO_FOLDER, ParallelRules, is_universal
 from deepspeed.checkpoint.read import storage
+from deepspeed.checkpoint.read.weights import plain
 from deepspeed.checkpoint.reshape_utils import natural_key
 from deepspeed.checkpoint.write import file_writer
 from deepspeed.log import logger
@@ -80,6 +81,8 @@ def main(args):
     _check_patterns(conversion.source.rules, used, _is_strict(args))
     conversion.common()
     _copy_other_files(source, target)
+    for mp_rank in conversion.source.mp_ranks():
+        _add_to_model_files(conversion.source.saved(mp_rank), mp_rank, source, target)
     for mp_rank in conversion.source.mp_ranks() if names.is_native(source) else ():
         for name, value in torch_files(conversion.source.saved(mp_rank), mp_rank):
             storage.write(value, os.path.join(target, name))
@@ -119,6 +122,18 @@ def _copy_other_files(source, target):
                 os.fsync(file.fileno())
     for folder in (os.path.join(target, ZERO_FOLDER), target):
         file_writer.sync_directory(folder)
+
+
+def _add_to_model_files(saved, mp_rank, source, target):
+    """What files of experts have besides trained weights, buffers of theirs, goes into the model files."""
+    module, trained = saved.model.get("module") or {}, saved.shapes()
+    more = {name: value for name, value in saved.module().items() if name not in module and name not in trained}
+    if not more or names.is_native(source):
+        return
+    for path in glob.glob(os.path.join(glob.escape(target), f"*mp_rank_{mp_rank:02d}{MODEL_FILE_SUFFIX}")):
+        state = plain(storage.read(path, lazy=True))
+        state["module"] = {**(state["module"] or {}), **plain(more)}
+        storage.write(state, path)
 
 
 def _point_to(target):

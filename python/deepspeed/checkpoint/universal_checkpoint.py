@@ -66,7 +66,7 @@ def _load_fragment(param, key, flat):
     part = mapping.lp_fragment_address
     piece = flat.narrow(0, part.start, part.numel)
     if key == keys.FP32_WEIGHT_KEY:
-        mapping.hp_fragment.data.copy_(piece.reshape(mapping.hp_fragment.shape))
+        mapping.put_hp_fragment(piece)
     else:
         mapping.put_optim_state_fragment(key, piece)
 

@@ -29,7 +29,7 @@ class Carrier:
     def __init__(self, group, name, shared):
         facts, store = group_facts(name), board_store(name)
         native = _native._C.Communicator(group, shared, default_timeout(), facts, store, scripts=True)
-        self.in_memory = native.name == "shm"
+        self.native, self.in_memory = native, native.name == "shm"
         self._calls = _native._C.ScriptCalls(native)
 
     def run(self, verb, given, taken, async_op, op=None, root=-1, splits=((), ())):

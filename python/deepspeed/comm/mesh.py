@@ -7,6 +7,7 @@ nobody else takes part, whatever else it does meanwhile. Ranks that are in sever
 
 import functools
 import os
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,10 @@ class _Made:
         self.views = {}  # name -> Members (mesh_views.py)
         self.jobs = {}  # backend -> native Job
         self.gathers = {}  # ranks -> native Communicator (mesh_views.py)
+        self.exchanges = weakref.WeakKeyDictionary()  # carrier or group -> native exchange (sequence/exchange.py)
+        self.uneven_heads = set()  # ranks that have cut heads into unequal runs (sequence/exchange.py)
+        self.stores = {}  # (device, folder) -> tensors that wait for backward (utils/waiting_tensors.py)
+        self.sequences = {}  # ranks -> engines (weakly) that train sequences they share (sequence/gradients.py)
 
 
 _made = None

@@ -5,6 +5,7 @@ import functools
 from deepspeed import _native
 from deepspeed.comm import mesh
 from deepspeed.comm import process_group as dist
+from deepspeed.config.world import sequence_ranks
 
 
 class Members:
@@ -76,6 +77,11 @@ def adopted(group, model_group=None):
     return _native._C.ProcessMesh(own, mesh.job(group if group is not None else model_group))
 
 
+def adopted_by_all():
+    """A native communicator over all ranks of the job, for small messages. Made by all of them."""
+    return adopted(dist.get_world_group()).communicator(["dp"], Purpose.CONTROL)
+
+
 def gathers(group):
     """A native communicator over torch's ``group``, for the parameters of all models of this job that are cut over it.
     Made by all its ranks at the first call; later ones need nobody."""
@@ -91,9 +97,16 @@ def cut_for_mics(native, size):
     return mesh.group_over(native.ranks(MICS[0]))
 
 
+def splitter_of(mpu):
+    """``mpu`` as far as it splits single weights: ``deepspeed.sequence.parallel_state`` does not (None), though it has
+    model-parallel names: there they are other words for sequence parallel."""
+    return None if hasattr(mpu, "initialize_sequence_parallel") else mpu
+
+
 def ask_mpu(mpu, what):
     """``mpu.get_*_parallel_<what>()`` of the ranks that split single weights, under whichever of its names the object
     has; None where it has none."""
+    mpu = splitter_of(mpu)
     for kind in ("tensor_model_parallel", "model_parallel", "slice_parallel"):
         method = getattr(mpu, f"get_{kind}_{what}", None)
         if method is not None:
@@ -101,12 +114,29 @@ def ask_mpu(mpu, what):
     return None
 
 
+def _ask_all(mpu, kind):
+    """``(group, size, rank)`` of the ranks that ``mpu`` calls ``<kind>_parallel``."""
+    names = [f"get_{kind}_parallel_{what}" for what in ("group", "world_size", "rank")]
+    missing = [name for name in names if not hasattr(mpu, name)]
+    if missing:
+        raise AttributeError(
+            f"the mpu has sequence-parallel ranks, but no {', '.join(missing)}(): ZeRO has to know the ranks with the "
+            "same weights, which see other data or another part of a sequence; add it, or pass "
+            "deepspeed.runtime.sequence_parallel.parallel_state_sp as mpu"
+        )
+    return [getattr(mpu, name)() for name in names]
+
+
 class EngineRanks:
-    """Which ranks train the same parameters: groups and sizes, those of ``mpu`` where the caller brings one; else all
-    ranks are data parallel."""
+    """Groups and sizes of an engine, those of ``mpu`` where the caller brings one; else all ranks are data parallel.
+
+    ``dp_*``: the ranks that train the same parameters. ``data_*``: those of them that see different data, which are
+    fewer where ranks share sequences: ``sp_*``.
+    """
 
     def __init__(self, mpu=None):
         self.mpu = mpu
+        self.sp_group, self.sp_world_size, self.sp_rank = None, 1, 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         if mpu is None:
@@ -120,6 +150,10 @@ class EngineRanks:
             self.mp_world_size = ask_mpu(mpu, "world_size") or 1
             self.mp_rank = ask_mpu(mpu, "rank") or 0
             self.mp_group = ask_mpu(mpu, "group") if self.mp_world_size > 1 else None
+        self.data_group, self.data_world_size, self.data_rank = self.dp_group, self.dp_world_size, self.dp_rank
+        if (sequence_ranks(mpu) or 1) > 1:
+            self.dp_group, self.dp_world_size, self.dp_rank = _ask_all(mpu, "sequence_data")
+            self.sp_group, self.sp_world_size, self.sp_rank = _ask_all(mpu, "sequence")
 
     def cut_for_mics(self, size):
         """See ``cut_for_mics``."""

@@ -1,5 +1,6 @@
 """NCCL called directly, for what torch's process group has no way to say: registered user buffers, many transfers as
-one launch, packed chunks with their scales. Everything else goes through ``torch.distributed``.
+one launch, packed chunks with their scales. Engines of NCCL jobs call NCCL through the same library
+(csrc/comm/transports/nccl_communicator); other calls of ``deepspeed.comm`` go through ``torch.distributed``.
 
     from deepspeed.comm.nccl import NcclCommunicator
 

@@ -8,7 +8,14 @@ from deepspeed.config import elasticity, sections
 from deepspeed.config.errors import DeepSpeedConfigAssertionError, raise_if_broken
 from deepspeed.config.model import ConfigSection, layout
 from deepspeed.config.read import read
-from deepspeed.config.world import ENVIRONMENT, UNKNOWN, data_parallel_size, total_ranks
+from deepspeed.config.world import (
+    ENVIRONMENT,
+    UNKNOWN,
+    check_data_parallel_size,
+    data_parallel_size,
+    sequence_size,
+    total_ranks,
+)
 from deepspeed.log import logger
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -60,6 +67,8 @@ SECTIONS = {
     "compile_config": ("compile", sections.CompileConfig),
     "tensor_parallel_config": ("tensor_parallel", sections.TPTrainingConfig),
     "expert_parallel_config": ("expert_parallel", ConfigSection),
+    "moe_config": ("moe", ConfigSection),
+    "sequence_parallel_config": ("sequence_parallel", ConfigSection),
 }
 
 # Attributes that stay dicts, because scripts index them: attribute -> section.
@@ -81,18 +90,43 @@ def resolve(config, mpu=None, mesh_device=None, world_size=None, given_as="world
     native = read(config)
     values = native.values()
     try:
-        shared = values["sequence_parallel_size"]
+        shared, told_by = sequence_size(values["sequence_parallel_size"], mpu, mesh_device)
+        if told_by:
+            native.derive("sequence_parallel_size", shared, told_by, False)
         world, source = data_parallel_size(mpu, mesh_device, world_size, shared, given_as)
+        if (shared or 1) > 1:
+            check_data_parallel_size(values["data_parallel_size"], world, source)
     except DeepSpeedConfigError as error:
         native.add_error("world_size", ["sequence_parallel_size"], str(error), False)
         return native, 1, "unknown"
-    if not any(issue["severity"] == "error" and set(issue["paths"]) & set(BATCH_KEYS) for issue in native.issues()):
-        if not elasticity.elasticity_enabled(values):  # which chooses the batch sizes itself
-            _plan_batch(native, [values[key] for key in BATCH_KEYS], world, source)
-    ranks, known_from = total_ranks(world_size, given_as)
-    is_known = mpu is None and mesh_device is None and known_from != UNKNOWN
-    elasticity.check_ranks(native, ranks, known_from if is_known else None)
+    if elasticity.elasticity_enabled(values):
+        _elastic_batch(native, mpu is not None or mesh_device is not None, world, source, world_size, given_as)
+    elif not any(issue["severity"] == "error" and set(issue["paths"]) & set(BATCH_KEYS) for issue in native.issues()):
+        _plan_batch(native, [values[key] for key in BATCH_KEYS], world, source)
     return native, world, source
+
+
+def _elastic_batch(native, is_split, world, source, world_size, given_as):
+    """The batch sizes by the section elasticity; ``is_split``: an mpu or a mesh says which ranks are data-parallel."""
+    ranks, known_from = total_ranks(world_size, given_as)
+    is_known = known_from != UNKNOWN
+    section = [issue for issue in native.issues() if any(path.startswith("elasticity") for path in issue["paths"])]
+    if is_known and not any(issue["severity"] == "error" for issue in section):
+        elasticity.tell_worlds(native, ranks, world)
+    fits = elasticity.check_ranks(native, ranks, known_from if is_known and not is_split else None)
+    if not fits or any(issue["severity"] == "error" for issue in section):
+        return
+    shared = native.values()["elasticity"]["model_parallel_size"]
+    total = world * shared if is_split else ranks
+    known = is_known or is_split
+    sizes = elasticity.choose_sizes(native, total if known else None, world if known else None)
+    if sizes is None:
+        return
+    why = "the section elasticity" + (f" and {world} data-parallel ranks ({source})" if sizes.micro else "")
+    for key, value in zip(BATCH_KEYS, (sizes.batch, sizes.micro, None)):
+        native.derive(key, value, why, source == ENVIRONMENT)
+    if sizes.micro is not None:
+        _plan_batch(native, [sizes.batch, sizes.micro, None], world, source)
 
 
 def _plan_batch(native, sizes, world, source):

@@ -6,7 +6,7 @@ import torch
 
 from deepspeed._native import DeepSpeedConfigError
 
-MESH_DIMENSION = "data_parallel"
+MESH_DIMENSION, SEQUENCE_DIMENSION = "data_parallel", "sequence_parallel"
 ENVIRONMENT = "the environment variable WORLD_SIZE"
 UNKNOWN = "no WORLD_SIZE is set"
 
@@ -14,6 +14,61 @@ UNKNOWN = "no WORLD_SIZE is set"
 def _mesh_size(mesh):
     names = getattr(mesh, "mesh_dim_names", None) or ()
     return mesh.size(names.index(MESH_DIMENSION)) if MESH_DIMENSION in names else mesh.size(0)
+
+
+class MeshShape:
+    """The sizes of a mesh of data- and sequence-parallel ranks, asked as a torch ``DeviceMesh`` is."""
+
+    mesh_dim_names = (MESH_DIMENSION, SEQUENCE_DIMENSION)
+
+    def __init__(self, sizes):
+        wrong = DeepSpeedConfigError(
+            f"mesh_param is {sizes!r}: it must be (data-parallel ranks, sequence-parallel ranks), two positive integers"
+        )
+        try:
+            self.shape = tuple(int(size) for size in sizes)
+        except (TypeError, ValueError):
+            raise wrong from None
+        if len(self.shape) != 2 or min(self.shape) < 1:
+            raise wrong
+
+    def size(self, dimension):
+        return self.shape[dimension]
+
+
+def sequence_ranks(mpu):
+    """How many ranks share one sequence, as ``mpu`` says; None: it does not speak of sequences."""
+    ask = getattr(mpu, "get_sequence_parallel_world_size", None)
+    return None if ask is None else int(ask())
+
+
+def sequence_size(given, mpu=None, mesh_device=None):
+    """``(ranks that share a sequence, source)``: from the mpu, the mesh, or ``given``, what the configuration says."""
+    names = getattr(mesh_device, "mesh_dim_names", None) or ()
+    told, source = sequence_ranks(mpu), getattr(mpu, "sequence_source", "mpu.get_sequence_parallel_world_size()")
+    if told == 1 and given is None and hasattr(mpu, "sequence_source"):  # a grid without such an axis
+        return None, ""
+    if told is None and mpu is None and SEQUENCE_DIMENSION in names:
+        told, source = int(mesh_device.size(names.index(SEQUENCE_DIMENSION))), "the device mesh (mesh_param)"
+    if told is not None and given is not None and given != told:
+        raise DeepSpeedConfigError(
+            f"sequence_parallel_size is {given}, but {source} says {told}. Make them equal, or leave one out."
+        )
+    if told is None and mpu is not None and (given or 1) > 1:
+        raise DeepSpeedConfigError(
+            f"sequence_parallel_size is {given}, but the mpu has no get_sequence_parallel_world_size(): give it "
+            "sequence-parallel groups, pass deepspeed.runtime.sequence_parallel.parallel_state_sp, or no mpu."
+        )
+    return (given, "") if told is None else (told, source)
+
+
+def check_data_parallel_size(given, world, source):
+    """``given``: what the configuration says beside ``sequence_parallel_size``."""
+    if given is not None and given != world and UNKNOWN not in source:
+        raise DeepSpeedConfigError(
+            f"data_parallel_size is {given}, but there are {world} data-parallel ranks: {source}. data_parallel_size x "
+            "sequence_parallel_size is the number of ranks; correct it, or leave it out."
+        )
 
 
 def total_ranks(world_size=None, given_as="world_size="):
@@ -39,6 +94,13 @@ def data_parallel_size(
     """
     if mpu is not None:
         return int(mpu.get_data_parallel_world_size()), "mpu.get_data_parallel_world_size()"
+    if isinstance(mesh_device, MeshShape):
+        data, shared = mesh_device.shape
+        total, source = total_ranks(world_size, given_as)
+        if data * shared != total and source != UNKNOWN:
+            raise DeepSpeedConfigError(
+                f"mesh_param = ({data}, {shared}) makes {data * shared} ranks, but there are {total} ({source})."
+            )
     if mesh_device is not None:
         return int(_mesh_size(mesh_device)), f"dimension {MESH_DIMENSION} of the device mesh"
     total, source = total_ranks(world_size, given_as)

@@ -1,4 +1,4 @@
-"""Import path that existing scripts use; the code is in deepspeed.config.elasticity."""
+"""Import path that existing scripts use: elastic training, whose batch size many numbers of ranks can share."""
 
 from deepspeed.config.elasticity import (  # noqa: F401
     ELASTICITY,
@@ -6,6 +6,8 @@ from deepspeed.config.elasticity import (  # noqa: F401
     ensure_immutable_elastic_config,
 )
 from deepspeed.elasticity.constants import ENABLED, ENABLED_DEFAULT  # noqa: F401
+from deepspeed.elasticity.elasticity import compute_elastic_config  # noqa: F401
+from deepspeed.elasticity.utils import is_torch_elastic_compatible  # noqa: F401
 from deepspeed.registry import lazy_package
 
-__getattr__, __dir__ = lazy_package(__name__)
+__getattr__, __dir__ = lazy_package(__name__, where={"DSElasticAgent": "deepspeed.elasticity.elastic_agent"})

@@ -7,6 +7,8 @@ from deepspeed.config.elasticity import ELASTICITY, SCHEDULER_VARIABLE  # noqa: 
 from deepspeed.config.model import layout
 
 DEEPSPEED_ELASTICITY_CONFIG = SCHEDULER_VARIABLE
+MINIMUM_DEEPSPEED_VERSION = "0.3.8"  # the first that knew this section
+LATEST_ELASTICITY_VERSION = 0.2
 
 for _key, _facts in layout("training", ELASTICITY).items():
     globals()[_key.upper()] = _key

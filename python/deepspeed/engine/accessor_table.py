@@ -73,7 +73,7 @@ PATHS = {
 # Of the engine itself.
 OWN_PATHS = {
     "get_wall_clock_timers": "progress.timers",
-    "get_data_parallel_rank": "parallel.dp_rank",
+    "get_data_parallel_rank": "parallel.data_rank",
     "get_model_parallel_rank": "parallel.mp_rank",
     "get_tensor_parallel_rank": "parallel.mp_rank",
     "mp_rank_for_files": "parallel.mp_rank",

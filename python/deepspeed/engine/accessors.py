@@ -57,8 +57,10 @@ class ConfigAccessors:
 
     @property
     def _wire_dtype(self):
-        """What ``communication_data_type`` says, or None."""
-        return dtype_of(self._config.communication_data_type)
+        """What ``communication_data_type`` says, or its namesake for ranks that share sequences; or None."""
+        shared = self.parallel.sp_world_size > 1
+        of_sequences, of_data = self._config.seq_parallel_communication_data_type, self._config.communication_data_type
+        return dtype_of(of_sequences if shared else of_data)
 
     @property
     def _grad_dtype(self):

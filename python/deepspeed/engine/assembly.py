@@ -20,7 +20,7 @@ from deepspeed.utils.z3_leaf_module import apply_z3_leaf_module_config
 from deepspeed.zero.core import build_core
 from deepspeed.zero.fused_state import FusedState, can_fuse, is_native
 from deepspeed.zero.model import cast_sharded, detach, move_module, shard_model, take_over
-from deepspeed.zero.param_ranks import ranks_of
+from deepspeed.zero.param_ranks import SavedNames, broadcast_own_buffers, ranks_of
 from deepspeed.zero.param_states import WholeParams
 from deepspeed.zero.sharded_parameter import is_sharded
 from deepspeed.zero.stepping import Stepping
@@ -59,8 +59,14 @@ class Assembly:
                 move_module(module, engine.device)
 
     def make_optimizer(self, model_parameters):
+        self._make_optimizer(model_parameters)
+        checks.check_step_strategy(self.engine)
+
+    def _make_optimizer(self, model_parameters):
         engine = self.engine
-        optimizer = build_optimizer(engine._config, engine.module, model_parameters, engine.client_optimizer)
+        optimizer = build_optimizer(
+            engine._config, engine.module, model_parameters, engine.client_optimizer, engine.zero_use_cpu_optimizer()
+        )
         groups = optimizer.param_groups if optimizer is not None else []
         engine.basic_optimizer = optimizer
         engine.trained_groups = [list(group["params"]) for group in groups]
@@ -73,6 +79,7 @@ class Assembly:
             enable_universal_checkpoint(trained)
         if zero:
             checks.check_known(engine, optimizer)
+            checks.check_offload(engine, optimizer)
         if policy.shards_params:
             self._make_sliced_optimizer(optimizer, groups)
             return
@@ -122,9 +129,9 @@ class Assembly:
     # ---- the core ----------------------------------------------------------------------------------------------------
     def _core_options(self, shard=("dp",)):
         """What the native core is built with, apart from the parameters. ``shard``: the axes that are cut."""
-        engine, names, orders = self.engine, {}, {}
+        engine, names, orders, saved = self.engine, {}, {}, SavedNames(self.engine.module)
         for order, (name, param) in enumerate(engine.module.named_parameters()):
-            names[id(param)], orders[id(param)] = name, order
+            names[id(param)], orders[id(param)] = saved(name), order
         return {
             "config": engine._config.native,
             "names": names,
@@ -160,7 +167,7 @@ class Assembly:
     def _broadcast_model(self):
         """All data-parallel ranks start from rank 0's parameters and buffers."""
         engine = self.engine
-        if engine.dp_world_size == 1:
+        if engine.parallel.dp_world_size == 1:
             return
         params = list(engine.module.parameters())
         for param in params:
@@ -168,7 +175,7 @@ class Assembly:
                 copies = ranks_of(param).copies
                 dist.broadcast(param.detach(), dist.get_global_rank(copies, 0), group=copies)
         dense = [param for param in params if ranks_of(param) is None]
-        tensors = [t.detach() for t in (*dense, *engine.module.buffers())]
+        tensors = [t.detach() for t in (*dense, *broadcast_own_buffers(engine.module))]
         if engine.core is not None:
             engine.core.broadcast(tensors, 0)
             return
@@ -192,7 +199,8 @@ class Assembly:
         """ZeRO stage 3: shards what is not sharded yet; without an optimizer the model is only gathered and run."""
         engine, zero = self.engine, self.engine._config.zero_config
         mics = engine._config.mics_shard_size
-        group, (shard, copies) = engine.parallel.dp_group if engine.dp_world_size > 1 else None, (["dp"], [])
+        alone = engine.parallel.world_size == 1  # one copy of several stages is a group of one rank
+        group, (shard, copies) = None if alone else engine.parallel.dp_group, (["dp"], [])
         if mics > 0:
             group, (shard, copies) = engine.parallel.cut_for_mics(mics), MICS
         self.shard_group = group
@@ -252,7 +260,7 @@ class Assembly:
 
     def _wrap_sharded(self, optimizer):
         engine, common = self.engine, self._common()
-        common["dp_process_group"] = engine.parallel.dp_group if engine.dp_world_size > 1 else None
+        common["dp_process_group"] = engine.parallel.dp_group if engine.parallel.dp_world_size > 1 else None
         if self._wants_bf16_optimizer():
             common = {key: common[key] for key in ("mpu", "clip_grad", "dp_process_group")}
             section = engine._config.bfloat16_config

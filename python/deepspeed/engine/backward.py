@@ -35,7 +35,8 @@ class Backward:
         inputs, kwargs = cross_engine_scaling.with_gates(engine.core, inputs, kwargs) if trains else (inputs, kwargs)
         engine.progress.start_forward()
         try:
-            outputs = engine.module(*inputs, **kwargs)
+            with engine._experts.counting(), engine._long_sequences.offloading():
+                outputs = engine.module(*inputs, **kwargs)
         except BaseException:
             if engine.core is not None and engine.core.gatherer is not None:
                 engine.core.gatherer.abandon_forward()
@@ -44,9 +45,14 @@ class Backward:
             found = [t for t in tensors_within(outputs) if t.requires_grad]
             self.noticed = bool(found or self.noticed)
             self.micro_batches += bool(found)
+            self._expect_step()
             engine.core.forwarded(found, *engine._accumulation.user_plan())
         engine.progress.end_forward()
         return outputs
+
+    def _expect_step(self):
+        if self.engine._accumulation.reduces_now() and self.engine.is_gradient_accumulation_boundary():
+            self.engine.stepping.expect()
 
     @member
     def backward(self, loss, retain_graph=False, scale_wrt_gas=True):
@@ -70,6 +76,8 @@ class Backward:
         if parts > 1:
             loss = loss / parts
         engine.progress.start_backward()
+        if self.noticed is None:  # there was no forward of the engine, which would have done so
+            self._expect_step()
         root = loss.float() * scale if scale != 1.0 else loss
         engine.core.begin_backward(engine._accumulation.reduces_now(), root)  # ends with the backward of `root`
         try:

@@ -31,16 +31,25 @@ OPTIMIZERS.register("adam", "deepspeed.ops.adam.from_config:build_adam")
 OPTIMIZERS.register("adamw", "deepspeed.ops.adam.from_config:build_adam")
 
 
-def _builder(name):
+# The same where the step is offloaded to the host, if that has a class of its own; packages say `from_config_on_host`.
+HOST_OPTIMIZERS = Registry("optimizer of the host")
+HOST_OPTIMIZERS.register("adam", "deepspeed.ops.adam.from_config:build_cpu_adam")
+HOST_OPTIMIZERS.register("adamw", "deepspeed.ops.adam.from_config:build_cpu_adam")
+
+
+def _builder(name, on_host=False):
     """The builder of a built-in type (in lower case), or None."""
-    if name in OPTIMIZERS.names():
-        return OPTIMIZERS.get(name)
+    for registry in (HOST_OPTIMIZERS, OPTIMIZERS) if on_host else (OPTIMIZERS,):
+        if name in registry.names():
+            return registry.get(name)
     if not name.isidentifier() or importlib.util.find_spec(f"deepspeed.ops.{name}") is None:
         return None
-    try:
-        return load_target(f"deepspeed.ops.{name}:from_config")
-    except AttributeError:  # a folder of something else
-        return None
+    for attribute in ("from_config_on_host", "from_config") if on_host else ("from_config",):
+        try:
+            return load_target(f"deepspeed.ops.{name}:{attribute}")
+        except AttributeError:  # a folder of something else, or no class of its own
+            continue
+    return None
 
 
 def _names():
@@ -49,8 +58,9 @@ def _names():
     return sorted({*OPTIMIZERS.names(), *(name for name in folders if _builder(name) is not None)})
 
 
-def build_optimizer(config, model, model_parameters, client_optimizer):
-    """Returns a ``torch.optim.Optimizer`` or None. The caller's object, or callable of the parameters, goes first."""
+def build_optimizer(config, model, model_parameters, client_optimizer, on_host=False):
+    """Returns a ``torch.optim.Optimizer`` or None. The caller's object, or callable of the parameters, goes first.
+    ``on_host``: the step is offloaded, so a built-in type is the class for host memory where there is one."""
     if client_optimizer is not None:
         if isinstance(client_optimizer, torch.optim.Optimizer):
             return client_optimizer
@@ -76,7 +86,7 @@ def build_optimizer(config, model, model_parameters, client_optimizer):
         raise ValueError(
             "optimizer.params.max_grad_norm is not supported; set the top-level key gradient_clipping instead"
         )
-    builder = _builder(name.lower())
+    builder = _builder(name.lower(), on_host)
     torch_class = None if builder is not None else getattr(torch.optim, name, None)
     if builder is None and torch_class is None:
         raise DeepSpeedConfigError(

@@ -3,8 +3,10 @@
 import os
 
 from deepspeed._compat import named_parameters
-from deepspeed.checkpoint.convert.export import save_16bit_model, whole_state_dict
+from deepspeed.checkpoint.convert.whole_model import save_16bit_model, whole_state_dict
+from deepspeed.checkpoint.engines.built_in import TorchCheckpointEngine
 from deepspeed.checkpoint.layouts.names import expert_optim_states_path
+from deepspeed.checkpoint.read import expert_states
 from deepspeed.checkpoint.read.load import load_checkpoint, restore_universal
 from deepspeed.checkpoint.write.engine_states import param_shapes
 from deepspeed.checkpoint.write.save import save_checkpoint
@@ -26,9 +28,10 @@ class Checkpoints:
         """Moves what training keeps on the accelerator to host memory, for as long as this process does something else.
 
         include: set of ``OffloadStateTypeEnum`` (optim_states, hp_params, lp_params, lp_grads,
-        contiguous_grad_buffer); None: all. device: the CPU. pin_memory: host memory from which copies are fast.
+        contiguous_grad_buffer); None: all. device: cpu, or nvme, to files below the nvme_path of the section
+        offload_optimizer. pin_memory: host memory from which copies are fast.
         non_blocking: copies are queued together and awaited once. Until ``reload_states`` what needs a state that is
-        away raises RuntimeError. On a CPU accelerator all of it is in host memory already and nothing moves.
+        away raises RuntimeError. On a CPU accelerator all of it is in host memory already and nothing moves there.
 
         Needs ZeRO with an optimizer.
         """
@@ -96,7 +99,9 @@ class Checkpoints:
     def save_checkpoint(self, save_dir, tag=None, client_state={}, save_latest=True, exclude_frozen_parameters=False):  # noqa: B006
         """Writes ``save_dir/tag``; every rank must call it. Returns True. See ``deepspeed.checkpoint.write.save``."""
         self.engine._need_states(OffloadStateTypeEnum, "engine.save_checkpoint()")
-        return save_checkpoint(self.engine, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        save_checkpoint(self.engine, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        self.engine._memory_copies.belongs_to(save_dir)
+        return True
 
     @member
     def load_checkpoint(
@@ -109,8 +114,10 @@ class Checkpoints:
         load_module_only=False,
         custom_load_fn=None,
     ):
-        """Returns ``(path, client_state)``, or ``(None, None)`` when there is nothing to load."""
+        """Returns ``(path, client_state)``, or ``(None, None)`` when there is nothing to load. Without a tag it is what
+        ``latest`` names, or a snapshot of this run in memory (``elasticity.memory_copies``) that is newer."""
         self.engine._need_states(OffloadStateTypeEnum, "engine.load_checkpoint()")
+        snapshots = None if load_module_only else self.engine._memory_copies.belongs_to(load_dir)
         return load_checkpoint(
             self.engine,
             load_dir,
@@ -120,6 +127,7 @@ class Checkpoints:
             load_lr_scheduler_states,
             load_module_only,
             custom_load_fn,
+            snapshots,
         )
 
     @member
@@ -127,6 +135,50 @@ class Checkpoints:
         """Optimizer states and weights alone; see ``deepspeed.checkpoint.read.load.restore_universal``."""
         self.engine._need_states(OffloadStateTypeEnum, "restoring a universal checkpoint")
         restore_universal(self.engine, folder, params, weights, states)
+
+    @staticmethod
+    @member
+    def load_moe_state_dict(
+        checkpoint_path,
+        tag,
+        state_dict,
+        old_moe_load,
+        model=None,
+        mpu=None,
+        num_experts=1,
+        checkpoint_engine=TorchCheckpointEngine(),  # noqa: B008 (the published signature)
+        autoep_layers=None,
+        folding_spec=None,
+        checkpoint_mp_rank=None,
+    ):
+        """Adds to ``state_dict`` the weights of the experts that this rank has, from ``checkpoint_path/tag``, under the
+        names that they have in ``model``, whose layers know their ranks (``deepspeed.initialize``).
+
+        old_moe_load: files are ``expert_E_mp_rank_RR_model_states.pt``; no model is needed, but ``num_experts`` (all,
+        or a list of them, whose largest counts). mpu: says which model-parallel rank's files; ``checkpoint_mp_rank``
+        goes before it. checkpoint_engine: its ``load`` reads files. autoep_layers: ``ds_autoep_layers`` of the model
+        file: the numbers of experts are compared. folding_spec: None, or one without tensor parallelism.
+        """
+        if getattr(folding_spec, "tp_size", 1) > 1:
+            raise NotImplementedError(
+                f"folding_spec: tp_size={folding_spec.tp_size} (AutoEP on tensor-parallel ranks) is not built"
+            )
+        mp_rank = mpu.get_model_parallel_rank() if mpu is not None else 0
+        mp_rank = mp_rank if checkpoint_mp_rank is None else checkpoint_mp_rank
+        folder = os.path.join(checkpoint_path, tag)
+        if model is None and not old_moe_load:
+            raise ValueError("load_moe_state_dict: pass model=, whose layers say which experts this rank has")
+        for about in (autoep_layers.values() if isinstance(autoep_layers, dict) else autoep_layers) or ():
+            layer = model.get_submodule(about["module_path"])
+            if layer.num_experts != about["num_experts"]:
+                raise ValueError(
+                    f"layer '{about['module_path']}' was saved with {about['num_experts']} experts, the model's has "
+                    f"{layer.num_experts}"
+                )
+        if model is None:
+            state_dict.update(expert_states.of_old_files(folder, num_experts, mp_rank, checkpoint_engine))
+        else:
+            state_dict.update(expert_states.of_model(folder, model, mp_rank, checkpoint_engine))
 
     # ---- for other programs ------------------------------------------------------------------------------------------
     @member

@@ -3,7 +3,9 @@
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.log import log_dist
+from deepspeed.log import log_dist, logger
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.zero.errors import ZeRORuntimeException
 from deepspeed.zero.fused_state import is_native
 
 KNOWN_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW)
@@ -44,6 +46,53 @@ def check_known(engine, optimizer):
         'every element alone (as Adam, SGD, Adagrad or Lion do), set "zero_allow_untested_optimizer": true in the '
         "configuration; if it uses norms of whole parameters (as LAMB does), use ZeRO stage 0"
     )
+
+
+def check_step_strategy(engine):
+    """Keys that say when a step is made speak of the steps that the native core makes."""
+    zero = engine._config.zero_config
+    offload = zero.offload_optimizer
+    key = "zenflow" if zero.zenflow is not None else "offload_optimizer.super_offload"
+    wanted = zero.zenflow is not None or (offload is not None and offload.super_offload)
+    if wanted and engine.stepping is not None and engine.stepping.fused is None:
+        raise ValueError(
+            f"zero_optimization.{key} needs an optimizer whose step the engine makes, and "
+            f"{type(engine.basic_optimizer).__name__} makes its own: use deepspeed.ops.adam.DeepSpeedCPUAdam, name the "
+            "optimizer in the configuration, or leave the key out"
+        )
+
+
+def check_offload(engine, optimizer):
+    """With an offloaded step, a client's optimizer has to be for it; states in files have to be the core's."""
+    if optimizer is None or not engine.zero_use_cpu_optimizer():
+        return
+    kind = type(optimizer)
+    if engine.client_optimizer is not None and engine.zero_force_ds_cpu_optimizer():
+        if not isinstance(optimizer, DeepSpeedCPUAdam):
+            raise ZeRORuntimeException(
+                "zero_optimization.offload_optimizer moves the step to the host, and the optimizer that was passed is "
+                f"{kind.__module__}.{kind.__qualname__}, which may be slow there. Pass a "
+                "deepspeed.ops.adam.DeepSpeedCPUAdam, or name an optimizer in the configuration; to use this one "
+                'knowing that, set "zero_force_ds_cpu_optimizer": false.'
+            )
+    if engine.zero_nvme_offload_optimizer() and not is_native(optimizer):
+        raise ZeRORuntimeException(
+            f"zero_optimization.offload_optimizer.device = nvme: {kind.__module__}.{kind.__qualname__} keeps its "
+            "states in tensors of its own, which cannot rest in files. Use an optimizer of deepspeed.ops "
+            "(DeepSpeedCPUAdam, or a type of the configuration), or device cpu."
+        )
+
+
+def tell_of_unpinned(engine):
+    """An accelerator copies from host memory that is not page-locked at a fraction of its rate."""
+    if engine.core is None or engine.device.type == "cpu":
+        return
+    usage = engine.core.storage.usage()
+    if usage["unpinned"]:
+        logger.warning(
+            f"zero_optimization.offload_optimizer: {usage['unpinned']} bytes of host memory are not page-locked, so "
+            f"copies are slow: {usage['unpinned_reason']}. Raise the limit (ulimit -l), or set pin_memory to false."
+        )
 
 
 def tell_of_missing_grads(engine, params):

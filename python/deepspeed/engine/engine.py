@@ -14,18 +14,24 @@ from deepspeed.checkpoint.engines.base import make_engine
 from deepspeed.checkpoint.write.save import expected_bytes
 from deepspeed.comm.mesh_views import EngineRanks
 from deepspeed.config import DeepSpeedConfig, non_default_values
-from deepspeed.engine import cross_engine_scaling
+from deepspeed.engine import checks, cross_engine_scaling
 from deepspeed.engine.accessor_table import OWN_PATHS
 from deepspeed.engine.accessors import ConfigAccessors
 from deepspeed.engine.accumulation import Accumulation
+from deepspeed.engine.announced_end import AnnouncedEnd
 from deepspeed.engine.arguments import find_device_index, find_local_rank
 from deepspeed.engine.assembly import Assembly
 from deepspeed.engine.backward import Backward
 from deepspeed.engine.build_scheduler import build_scheduler
 from deepspeed.engine.checkpoints import Checkpoints
 from deepspeed.engine.compiling import Compiling
+from deepspeed.engine.expert_layers import ExpertLayers
 from deepspeed.engine.finalizers import unlink_when_dropped
+from deepspeed.engine.long_sequences import LongSequences
 from deepspeed.engine.members import answers_from, holds, make_parts
+from deepspeed.engine.memory_copies import MemoryCopies
+from deepspeed.engine.mesh import own_groups
+from deepspeed.engine.offloading import Offloading
 from deepspeed.engine.progress import Progress
 from deepspeed.engine.reductions import Reductions
 from deepspeed.engine.steps import Steps
@@ -33,6 +39,7 @@ from deepspeed.engine.training_data import TrainingData
 from deepspeed.host.blas import blas_warning
 from deepspeed.log import log_dist, set_log_level_from_string, warning_once
 from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.sequence import gradients
 
 DeepSpeedOptimizerCallable = Callable[[Union[Iterable[torch.nn.Parameter], Dict[str, Iterable]]], torch.optim.Optimizer]
 DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], _LRScheduler]
@@ -48,11 +55,16 @@ DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], _LRScheduler]
     _data=TrainingData,
     _compiling=Compiling,
     _reductions=Reductions,
+    _experts=ExpertLayers,
+    _offloading=Offloading,
+    _long_sequences=LongSequences,
+    _announced_end=AnnouncedEnd,
+    _memory_copies=MemoryCopies,
 )
 class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
     """Wraps ``model``; see ``deepspeed.initialize`` for the arguments. Its parts bring most members: ``members.py``."""
 
-    has_moe_layers = False  # whether the model has layers of deepspeed.moe, which this build does not have
+    has_moe_layers = False  # whether the model has layers of deepspeed.moe
 
     def __init__(
         self,
@@ -83,11 +95,11 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
             config_class if config_class is not None else DeepSpeedConfig(config, mpu, mesh_device=mesh_device)
         )
         self.config = self._config._param_dict
-        self.parallel = EngineRanks(mpu)
+        self.parallel = self._ranks(mpu)
         self.world_size, self.global_rank = self.parallel.world_size, self.parallel.rank
-        self.dp_world_size, self.mp_world_size = self.parallel.dp_world_size, self.parallel.mp_world_size
-        self.data_parallel_group = self.parallel.dp_group
-        self.seq_parallel_group = None
+        self.dp_world_size, self.mp_world_size = self.parallel.data_world_size, self.parallel.mp_world_size
+        self.data_parallel_group = self.parallel.data_group
+        self.seq_parallel_group, self.sequence_parallel_size = self.parallel.sp_group, self.parallel.sp_world_size
         self.local_rank = find_local_rank(args)
         index = find_device_index(args, self.local_rank)
         self.device = torch.device(get_accelerator().device_name(index))
@@ -95,6 +107,8 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         if self.log_level() is not None:
             set_log_level_from_string(self.log_level())
 
+        if self.seq_parallel_group is not None:
+            gradients.train_on(self, self.seq_parallel_group)
         make_parts(self)
         self.global_steps = 0  # steps at an accumulation boundary, skipped ones included
         self.global_samples = 0
@@ -104,7 +118,6 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         # The mean of the losses given to backward since the last step, on this rank, each over the accumulation steps:
         # their sum up to now. None where there was none.
         self.losses = None
-        self.param_names = {param: name for name, param in model.named_parameters()}
         self.sparse_tensor_module_names = set()
         self.loaded_engine_state = {}
         self.loaded_checkpoint_dp_world_size = None
@@ -114,11 +127,15 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         self.optimizer = self.basic_optimizer = None
         self.module = model
 
+        model_parameters = self._experts.find(model_parameters)
+        self._long_sequences.prepare()
         self._assembly.place_model(dont_change_device)
         self._assembly.make_optimizer(model_parameters)
+        checks.tell_of_unpinned(self)
         self._steps.start_audit()
         self.lr_scheduler = build_scheduler(self._config, self.basic_optimizer, lr_scheduler)
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
+        self._data.tell_length_of_epoch()
         self.monitor = MonitorMaster(self._config.monitor_config)
         self.progress = Progress(self)
         unlink_when_dropped(self)
@@ -128,7 +145,12 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
             self.stepping.need_all = not self._config.zero_config.ignore_unused_parameters
         if hasattr(self.checkpoint_engine, "expect"):
             self.checkpoint_engine.expect(expected_bytes(self), pinned=self.device.type == "cuda")
+        self._announced_end.listen()
+        self._memory_copies.start()
         self._report_config()
+
+    def _ranks(self, mpu):
+        return EngineRanks(mpu if mpu is not None else own_groups(self))
 
     def _report_config(self):
         changed = non_default_values(self._config)
@@ -175,7 +197,10 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
             if hasattr(self.checkpoint_engine, "cleanup"):
                 self.checkpoint_engine.cleanup()
         finally:
+            self._announced_end.stop()
+            self._memory_copies.stop()
             self._assembly.release()
+            gradients.leave(self)
             log_dist("engine destroyed", ranks=[0], level=10)
 
     # ---- what the parts ask ------------------------------------------------------------------------------------------

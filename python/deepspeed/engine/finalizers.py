@@ -18,6 +18,8 @@ def unlink_when_dropped(engine):
     owned = [param.__dict__ for param in engine.module.parameters() if "_dp_group" in param.__dict__]
     weakref.finalize(engine, _cut, owned).atexit = False
     if engine.core is not None:
+        # Files of a program that ends without destroying it; the model's parameters may have some without an engine.
+        weakref.finalize(engine.module, engine.core.exit_guard())
         steps = engine.stepping or engine  # an optimizer that somebody holds can step, and holds it
         weakref.finalize(steps, _leave, comms_log.watched(engine.core)).atexit = False
 

@@ -5,8 +5,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.activation_checkpointing.checkpointing import configure_from
 from deepspeed.comm.rendezvous import prepare_environment
 from deepspeed.config import DeepSpeedConfig, choose_config
+from deepspeed.config.world import MeshShape
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.engine.pipeline_engine import PipelineEngine
 from deepspeed.git_version_info import git_branch, git_hash
 from deepspeed.log import log_dist
 from deepspeed.ops.muon import set_optimizer_flags
@@ -42,27 +44,26 @@ def initialize(
     dist_init_required: whether to set up ``torch.distributed``; None: when nobody has.
     collate_fn: makes a batch of samples for the loader.
     config: dict, path to a JSON file, or base64 of JSON; ``config_params`` is its older name.
-    mesh_param: ``(data, sequence)`` sizes of a device mesh.
+    mesh_param: ``(data, sequence)`` sizes of a mesh of all ranks: neighbours share a sequence. The engine's
+        ``mesh_device`` is then torch's ``DeviceMesh``, where torch has them (2.2 and later).
 
     Returns ``(engine, optimizer, training_dataloader, lr_scheduler)``; what there is no such thing of is None.
     """
     assert model is not None, "deepspeed.initialize needs a model: pass model="
-    if isinstance(model, PipelineModule):
-        raise NotImplementedError(
-            "initialize with a PipelineModule: PipelineEngine is not in this build yet; CHANGELOG.md says what is"
-        )
+    pipeline = isinstance(model, PipelineModule)
+    if pipeline:
+        assert mpu is None, "the ranks of a PipelineModule are those of its topology: leave mpu= out"
+        mpu = model.mpu()
     log_dist(f"DeepSpeed info: version={__version__}, git-hash={git_hash}, git-branch={git_branch}", ranks=[0])
     found = choose_config(args, config, config_params)
-    if mesh_param is not None:
-        raise NotImplementedError(
-            "mesh_param (data x sequence parallel meshes) is not supported yet; drop it, or pass an mpu for model "
-            "parallelism"
-        )
+    if mesh_param is not None and mpu is not None:
+        raise ValueError("mesh_param and mpu both say which ranks share what: pass one of them")
+    mesh = MeshShape(mesh_param) if mesh_param is not None else None
     # The config is judged before any process group is made: a wrong one must not leave other ranks waiting. How many
     # ranks there are comes from the environment, which mpirun fills in its own way.
     if not dist.is_initialized() and dist_init_required is not False:
         prepare_environment(auto_mpi_discovery=True, distributed_port=distributed_port, verbose=False)
-    parsed = DeepSpeedConfig(found, mpu)
+    parsed = DeepSpeedConfig(found, mpu, mesh_device=mesh)
     if dist_init_required is not False or not dist.is_initialized():
         dist.init_distributed(
             dist_backend=get_accelerator().communication_backend_name(),
@@ -73,7 +74,7 @@ def initialize(
     dist.configure(deepspeed_config=parsed)
     configure_from(parsed, mpu)
     set_optimizer_flags(parsed, model)
-    engine = DeepSpeedEngine(
+    engine = (PipelineEngine if pipeline else DeepSpeedEngine)(
         args=args,
         model=model,
         optimizer=optimizer,
@@ -85,5 +86,6 @@ def initialize(
         collate_fn=collate_fn,
         config=found,
         config_class=parsed,
+        mesh_device=mesh,
     )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

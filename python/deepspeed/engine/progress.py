@@ -96,7 +96,7 @@ class Progress:
             events = [("Train/Samples/lr", engine.get_lr()[0], engine.global_samples)]
             if engine.fp16_enabled() and hasattr(engine.optimizer, "cur_scale"):
                 events.append(("Train/Samples/loss_scale", engine.optimizer.cur_scale, engine.global_samples))
-            engine.monitor.write_events(events)
+            engine.monitor.write_events(events + engine._offloading.events())
         every = engine.steps_per_print()
         if boundary and every and every != float("inf") and engine.global_steps % int(every) == 0:
             log_dist(

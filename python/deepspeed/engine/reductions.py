@@ -36,7 +36,8 @@ class Reductions:
         self.average = bool(average)
         core = self.engine.core
         if core is not None:
-            core.set_postscale(1.0 / (core.predivide * (self.engine.dp_world_size if average else 1)))
+            ranks = self.engine.parallel  # those that share a sequence have one loss
+            core.set_postscale(1.0 / (core.predivide * (ranks.dp_world_size if average else ranks.sp_world_size)))
 
     def _mean_over(self, flat, dp_group, dp_world_size):
         """``flat`` becomes its mean over the ranks, communicated in ``communication_data_type`` where that is given."""
@@ -95,8 +96,8 @@ class Reductions:
         if grads is None:
             self.engine.allreduce_gradients()
             return
-        group = self.engine.data_parallel_group
-        if group is None or self.engine.dp_world_size == 1:
+        group = self.engine.parallel.dp_group
+        if group is None or self.engine.parallel.dp_world_size == 1:
             return
         sparse = [grad for grad in grads if isinstance(grad, SparseTensor)]
         for bucket in _by_dtype([grad for grad in grads if not isinstance(grad, SparseTensor)]):

@@ -62,8 +62,8 @@ def _mean_loss(engine):
     sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
     if engine.losses is not None:
         sums += torch.stack([engine.losses.to(sums), torch.ones_like(sums[0])])
-    if engine.dp_world_size > 1:
-        dist.all_reduce(sums, group=engine.data_parallel_group)
+    if engine.parallel.dp_world_size > 1:
+        dist.all_reduce(sums, group=engine.parallel.dp_group)
     total, count = sums.tolist()
     return total / count if count else None
 

@@ -80,6 +80,7 @@ class Steps:
         try:
             if boundary:
                 self._take(lr_kwargs)
+                engine._experts.end_step()
         except BaseException:
             engine.progress.abandon_step()
             raise
@@ -90,6 +91,9 @@ class Steps:
         comms_log.collect()
         if boundary and (behind := getattr(engine.checkpoint_engine, "behind", None)) is not None:
             behind.step_done()  # raises what went wrong with a save in the background
+        if boundary:
+            engine._memory_copies.step_done()
+            engine._announced_end.step_done()
 
     def _refuse_unseen_backward(self):
         """A backward that the user ran is noticed at the outputs of forward. Where those hold no tensor that can be

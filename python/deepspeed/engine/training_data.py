@@ -58,7 +58,7 @@ class TrainingData:
             )
         if data_sampler is None and route in (ROUTE_EVAL, ROUTE_PREDICT) and self.engine.is_map_style_dataset(dataset):
             data_sampler = torch.utils.data.DistributedSampler(
-                dataset, num_replicas=self.engine.dp_world_size, rank=self.engine.parallel.dp_rank, shuffle=False
+                dataset, num_replicas=self.engine.dp_world_size, rank=self.engine.parallel.data_rank, shuffle=False
             )
         return DeepSpeedDataLoader(
             dataset=dataset,
@@ -70,9 +70,20 @@ class TrainingData:
             num_local_io_workers=num_local_io_workers,
             data_sampler=data_sampler,
             data_parallel_world_size=self.engine.dp_world_size,
-            data_parallel_rank=self.engine.parallel.dp_rank,
+            data_parallel_rank=self.engine.parallel.data_rank,
             dataloader_drop_last=self.engine.dataloader_drop_last(),
         )
+
+    def tell_length_of_epoch(self):
+        """The core chooses by it what is updated at once (zero_optimization.zenflow)."""
+        engine = self.engine
+        if engine.core is None or not engine.core.strategy_states() or engine.training_dataloader is None:
+            return
+        try:
+            batches = len(engine.training_dataloader)
+        except TypeError:  # data without a length: zenflow.steps_per_epoch says it, or steps count
+            return
+        engine.core.set_steps_per_epoch(max(1, batches // engine.gradient_accumulation_steps()))
 
     # ---- how many samples -------------------------------------------------------------------------------------------
     @member

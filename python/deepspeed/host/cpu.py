@@ -58,15 +58,42 @@ def openblas_coretype():
     return "SkylakeX" if cpu_info()[1].issuperset(wanted) else None
 
 
+def thread_siblings(core):
+    """What the system calls the logical cores that share a physical one with ``core``, such as ``0,32``."""
+    return _read(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list") or str(core)
+
+
+def whole_cores(cores):
+    """The given logical cores as lists, one for each physical core, in the order in which they begin."""
+    found = {}
+    for core in cores:
+        found.setdefault(thread_siblings(core), []).append(core)
+    return list(found.values())
+
+
 def physical_cores(cores):
     """The given logical cores without the second and further threads of a physical core, in the same order."""
-    kept, seen = [], set()
-    for core in cores:
-        siblings = _read(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list") or str(core)
-        if siblings not in seen:
-            seen.add(siblings)
-            kept.append(core)
-    return kept
+    return [threads[0] for threads in whole_cores(cores)]
+
+
+def quota_cores():
+    """How many cores' worth of time a container (cgroup) may use, as a number such as 3.5; None without a limit."""
+    limits = []
+    for line in _read("/proc/self/cgroup").splitlines():
+        number, names, path = line.split(":", 2)
+        if number == "0":  # version 2: each group above may have a limit of its own
+            while True:
+                quota, _, period = _read(f"/sys/fs/cgroup{path}/cpu.max").partition(" ")
+                limits.append((quota, period))
+                if path in ("", "/"):
+                    break
+                path = os.path.dirname(path)
+        elif "cpu" in names.split(","):
+            folder = f"/sys/fs/cgroup/cpu{path}"
+            folder = folder if os.path.isdir(folder) else "/sys/fs/cgroup/cpu"
+            limits.append((_read(f"{folder}/cpu.cfs_quota_us"), _read(f"{folder}/cpu.cfs_period_us")))
+    found = [int(quota) / int(period) for quota, period in limits if quota.isdigit() and period.isdigit()]
+    return min(found) if found else None
 
 
 def _read(path):

@@ -3,7 +3,7 @@
 import os
 import re
 
-from deepspeed.host.cpu import usable_cores
+from deepspeed.host.cpu import usable_cores, whole_cores
 from deepspeed.host.programs import find_program
 
 _NODES = "/sys/devices/system/node"
@@ -79,7 +79,8 @@ def cores_of_rank(bind_core_list, num_local_procs, local_rank):
     """Core numbers for one of ``num_local_procs`` ranks: equal shares of the list, in order; a remainder stays idle.
 
     ``bind_core_list`` is a text such as ``"0-27,32-59"``; None takes the cores this process may use, and shares the
-    memory nodes evenly first, so that no rank straddles two nodes where that can be avoided.
+    memory nodes evenly first, so that no rank straddles two nodes where that can be avoided; a physical core goes to
+    one rank with all of its threads, while there are enough of them.
     """
     if bind_core_list:
         cores = parse_range_list(bind_core_list)
@@ -94,8 +95,15 @@ def cores_of_rank(bind_core_list, num_local_procs, local_rank):
     nodes = [kept for kept in ([core for core in node if core in usable] for node in get_numa_cores()) if kept]
     if len(nodes) > 1 and num_local_procs % len(nodes) == 0:
         per_node = num_local_procs // len(nodes)
-        return _share(nodes[local_rank // per_node], per_node, local_rank % per_node)
-    return _share(sorted(usable), num_local_procs, local_rank)
+        return _share_whole(nodes[local_rank // per_node], per_node, local_rank % per_node)
+    return _share_whole(sorted(usable), num_local_procs, local_rank)
+
+
+def _share_whole(cores, parts, index):
+    whole = whole_cores(cores)
+    if len(whole) < parts:
+        return _share(cores, parts, index)
+    return sorted(core for threads in _share(whole, parts, index) for core in threads)
 
 
 def _share(cores, parts, index):
@@ -125,9 +133,9 @@ def get_numactl_cmd(bind_core_list, num_local_procs, local_rank):
         )
     cores = cores_of_rank(bind_core_list, num_local_procs, local_rank)
     command = ["numactl", "-C", format_range_list(cores)]
-    nodes = memory_nodes_of(cores)
+    nodes, wish = memory_of_ranks([cores])[0]
     if nodes:
-        command += ["-m", format_range_list(nodes)]
+        command += ["-p", str(nodes[0])] if wish else ["-m", format_range_list(nodes)]
     return command, cores
 
 
@@ -137,3 +145,45 @@ def memory_nodes_of(cores):
     if len(nodes) < 2:
         return []
     return [number for number, node in nodes if set(node).intersection(cores)]
+
+
+def fast_memory_near(node):
+    """The number of a memory node without cores that is nearest to ``node`` and faster than it (HBM beside DRAM, in the
+    mode that Intel calls flat), or None."""
+    with_cores = {number for number, _ in numa_nodes()}
+    try:
+        every = sorted(int(name[4:]) for name in os.listdir(_NODES) if re.fullmatch(r"node\d+", name))
+        own = _bandwidth(node)
+        distances = [int(text) for text in _text(node, "distance").split()]
+    except OSError:
+        return None
+    near = sorted(
+        (distances[every.index(number)] if len(distances) == len(every) else 255, number)
+        for number in every
+        if number not in with_cores and _bandwidth(number) > own > 0
+    )
+    return near[0][1] if near else None
+
+
+def _text(node, name):
+    with open(os.path.join(_NODES, f"node{node}", name), encoding="ascii") as file:
+        return file.read().strip()
+
+
+def _bandwidth(node):
+    # Firmware says it (HMAT); 0 where it does not.
+    try:
+        return int(_text(node, "access0/initiators/read_bandwidth"))
+    except (OSError, ValueError):
+        return 0
+
+
+def memory_of_ranks(cores):
+    """For each rank, whose cores are in the list ``cores``, the memory nodes it should take memory from and whether
+    that is a wish only (fast memory may be full); ``([], False)`` where there is nothing to choose."""
+    found = []
+    for mine in cores:
+        nodes = memory_nodes_of(mine) if mine else []
+        fast = [near for near in (fast_memory_near(node) for node in nodes) if near is not None]
+        found.append((fast, True) if fast else (nodes, False))
+    return found

@@ -32,3 +32,29 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
+
+
+def claim_port(port):
+    """None where somebody listens on ``port`` or another launcher of this machine has claimed it; else a socket that
+    keeps other launchers off while it is open. The ranks of two jobs that start together would meet at one port, each
+    job taking the other's ranks for its own."""
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0deepspeed.port.{port}")  # no file, and gone with the process; a network namespace has its own
+    except OSError:
+        claim.close()
+        return None
+    if port_is_free(port):
+        return claim
+    claim.close()
+    return None
+
+
+def claim_any_port(first, count=1000):
+    """``(port, claim)`` of the first port from ``first`` on that can be claimed: below the ports that the system gives
+    to connections, so that nobody comes by it in between."""
+    for port in range(first, first + count):
+        claim = claim_port(port)
+        if claim is not None:
+            return port, claim
+    raise OSError(errno.EADDRINUSE, f"no port between {first} and {first + count - 1} of this machine is free")

@@ -1,25 +1,16 @@
 """The command line of ``deepspeed``."""
 
 import argparse
+import sys
+
+from deepspeed.launcher.runners import RUNNERS
+from deepspeed.log import level_from_string
 
 DEFAULT_HOSTFILE = "/job/hostfile"
-LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
-
-# Options that only mean something on several nodes, with what each would do there.
-_MULTI_NODE = {
-    "force_multi": "treat one node as several",
-    "no_ssh": "start on each node by hand",
-    "no_ssh_check": "skip the test of the connections",
-    "ssh_port": "reach the nodes through another port",
-    "launcher_args": "pass options to the program that reaches the nodes",
-    "venv_script": "enter a virtual environment on the nodes",
-    "min_elastic_nodes": "train on a changing number of nodes",
-    "max_elastic_nodes": "train on a changing number of nodes",
-    "elastic_training": "train on a changing number of nodes",
-}
 
 
-def build_parser():
+def build_parser(script_may_be_missing=False):
+    """The command line. ``script_may_be_missing``: for ``--check``."""
     parser = argparse.ArgumentParser(
         prog="deepspeed",
         description="Starts one process per accelerator of a training or inference script and watches over them.",
@@ -57,28 +48,53 @@ def build_parser():
     )  # fmt: skip
     out.add_argument("--save_pid", action="store_true", help="write the launcher's process id to /tmp/<pid>.ds")
 
-    many = parser.add_argument_group("several nodes (not supported yet) and tuning")
-    many.add_argument("--launcher", default="pdsh", help=f"one of {', '.join(LAUNCHERS)}; only used for several nodes")
-    many.add_argument("--launcher_args", default="")
-    many.add_argument("--node_rank", type=int, default=-1)
-    many.add_argument("--no_ssh", action="store_true")
-    many.add_argument("--no_ssh_check", action="store_true")
-    many.add_argument("--ssh_port", type=int, default=None)
-    many.add_argument("--force_multi", action="store_true")
-    many.add_argument("--venv_script", default=None)
-    many.add_argument("--min_elastic_nodes", type=int, default=-1)
-    many.add_argument("--max_elastic_nodes", type=int, default=-1)
-    many.add_argument("--elastic_training", action="store_true")
-    many.add_argument("--autotuning", default="", choices=["", "tune", "run"])
+    many = parser.add_argument_group("several hosts")
+    many.add_argument(
+        "--launcher", default="pdsh", metavar="NAME",
+        help=f"how they are reached: {', '.join(RUNNERS.names())} (default pdsh, ssh where that is not installed)",
+    )  # fmt: skip
+    many.add_argument("--launcher_args", default="", metavar="WORDS", help="options for the program that reaches them")
+    many.add_argument("--ssh_port", type=int, default=None, metavar="PORT", help="port of their ssh servers")
+    many.add_argument("--no_ssh", action="store_true", help="the job is started by hand, or by a cluster, on each host")
+    many.add_argument("--node_rank", type=int, default=-1, metavar="N", help="with --no_ssh: number of this host")
+    many.add_argument(
+        "--join_timeout", type=float, default=300.0, metavar="S", help="seconds in which all hosts must have come"
+    )
+    many.add_argument("--no_ssh_check", action="store_true", help="accepted; hosts are not tested before the start")
+    many.add_argument("--force_multi", action="store_true", help="start through an agent also where one host is enough")
+    many.add_argument("--venv_script", default=None, metavar="FILE", help="script to source on each host first")
+    many.add_argument("--slurm_comment", default="", metavar="TEXT", help="comment of the step, for Slurm")
+    many.add_argument(
+        "--elastic_training", action="store_true",
+        help="start the ranks again when one fails or hosts come and go; the script goes on from its checkpoint",
+    )  # fmt: skip
+    many.add_argument("--min_elastic_nodes", type=int, default=-1, metavar="N", help="fewest hosts then (default 1)")
+    many.add_argument("--max_elastic_nodes", type=int, default=-1, metavar="N", help="most hosts then (default all)")
 
-    add("user_script", help="the script, with its arguments behind it")
+    more = parser.add_argument_group("more")
+    more.add_argument(
+        "--check", action="store_true", help="start nothing; say whether a job can run on the hosts, and what to do"
+    )
+    more.add_argument("--autotuning", default="", choices=["", "tune", "run"], help="not supported yet")
+    more.add_argument("--use_hpu", action="store_true", help="train on Gaudi (DS_ACCELERATOR=hpu)")
+    more.add_argument(
+        "--log_level", default=None, metavar="LEVEL", help="of the launcher's own lines: debug, info, warning, error"
+    )
+    more.add_argument("-q", "--quiet", action="store_true", help="errors only, as --log_level error")
+
+    add("user_script", nargs="?" if script_may_be_missing else None, help="the script, with its arguments behind it")
     add("user_args", nargs=argparse.REMAINDER)
     return parser
 
 
 def parse_args(args=None):
     """The options as a namespace; ``user_script`` and ``user_args`` are the command to start."""
-    return build_parser().parse_args(args)
+    words = sys.argv[1:] if args is None else args
+    parser = build_parser("--check" in words)
+    options = parser.parse_args(words, argparse.Namespace(device_ids=None))
+    if options.user_script is None and not options.check:
+        parser.error("the following arguments are required: user_script")
+    return options
 
 
 def check(args):
@@ -97,21 +113,34 @@ def check(args):
         raise ValueError("--bind_core_list says which cores to share out; add --bind_cores_to_rank to do so.")
     if args.master_port is not None and not 0 < args.master_port < 65536:
         raise ValueError(f"--master_port is {args.master_port}; a port lies between 1 and 65535.")
-    if args.launcher.lower() not in LAUNCHERS:
-        raise ValueError(f"--launcher is {args.launcher!r}; it must be one of {', '.join(LAUNCHERS)}.")
-    if args.num_nodes > 1:
-        raise NotImplementedError(_not_yet(f"--num_nodes {args.num_nodes}"))
+    if args.ssh_port is not None and not 0 < args.ssh_port < 65536:
+        raise ValueError(f"--ssh_port is {args.ssh_port}; a port lies between 1 and 65535.")
+    try:
+        RUNNERS.entry(args.launcher.lower())
+    except ValueError as error:
+        raise ValueError(f"--launcher: {error}") from None
     if args.num_nodes == 0 or args.num_nodes < -1:
         raise ValueError(f"--num_nodes is {args.num_nodes}; it must be at least 1.")
-    if args.node_rank > 0:
-        raise NotImplementedError(_not_yet(f"--node_rank {args.node_rank}"))
+    if args.node_rank >= 0 and not args.no_ssh:
+        raise ValueError("--node_rank says which host this is when the job is started on each: add --no_ssh.")
+    if args.no_ssh and (args.check or args.launcher_args or args.ssh_port is not None):
+        raise ValueError("--check, --launcher_args and --ssh_port reach other hosts, which --no_ssh does not.")
+    if args.no_ssh and args.venv_script:
+        raise ValueError("--venv_script needs --no_ssh to be left out: enter the environment before you start the job.")
+    if args.join_timeout <= 0:
+        raise ValueError(f"--join_timeout is {args.join_timeout:g}; it must be above 0 seconds.")
+    if args.log_level is not None:
+        try:
+            level_from_string(args.log_level)
+        except ValueError as error:
+            raise ValueError(f"--log_level: {error}") from None
     if args.autotuning:
         raise NotImplementedError("--autotuning is not supported yet: leave it out and set the batch sizes yourself.")
-    defaults = build_parser()
-    for name, meaning in _MULTI_NODE.items():
-        if getattr(args, name) != defaults.get_default(name):
-            raise NotImplementedError(_not_yet(f"--{name} (to {meaning})"))
-
-
-def _not_yet(what):
-    return f"{what}: multi-node is not supported yet. Start the job on one node, without this option."
+    least, most = args.min_elastic_nodes, args.max_elastic_nodes
+    for name, count in (("min_elastic_nodes", least), ("max_elastic_nodes", most)):
+        if count == 0 or count < -1:
+            raise ValueError(f"--{name} is {count}; it must be at least 1.")
+        if count > 0 and not args.elastic_training:
+            raise ValueError(f"--{name} is for a job whose number of hosts may change: add --elastic_training.")
+    if 0 < most < least:
+        raise ValueError(f"--min_elastic_nodes is {least}, more than --max_elastic_nodes {most}.")

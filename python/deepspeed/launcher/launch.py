@@ -3,8 +3,11 @@
 The front process is the one the user sees: it takes signals and gives the exit code. Its child, the supervisor, owns
 the ranks. Each of the two ends everything below it when the other is killed, and both adopt orphans, so that neither
 a rank nor a helper that a rank started survives the job.
+
+``python -m deepspeed.launcher.launch`` starts one host's share of a job whose hosts and slots are known.
 """
 
+import argparse
 import os
 import signal
 import sys
@@ -12,9 +15,14 @@ import time
 import traceback
 
 from deepspeed.launcher import linux
+from deepspeed.launcher.errors import LaunchError
+from deepspeed.launcher.plan import DEFAULT_PORT
+from deepspeed.launcher.resources import decode_world_info
+from deepspeed.launcher.share import Share
 from deepspeed.launcher.supervisor import Supervisor
 
-_FORWARDED = (
+# Signals that are passed on to the ranks.
+FORWARDED = (
     signal.SIGINT,
     signal.SIGTERM,
     signal.SIGHUP,
@@ -29,7 +37,7 @@ def launch(plan):
     """Runs a ``NodePlan``; returns the exit code of the job when no process of it is left."""
     if plan.log_dir:
         os.makedirs(plan.log_dir, exist_ok=True)
-    pid_file = _write_pid_file() if plan.save_pid else None
+    pid_file = write_pid_file() if plan.save_pid else None
     sys.stdout.flush()
     sys.stderr.flush()
     linux.become_subreaper()
@@ -39,10 +47,10 @@ def launch(plan):
     # Who ignores it (some daemons do, and children inherit that) gets no status of an ended child.
     child_handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # Blocked until the supervisor is ready for them: a signal between fork and its handlers would be lost.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     supervisor = os.fork()
     if supervisor == 0:
-        _be_supervisor(plan, front)
+        be_supervisor(plan, front)
     try:
         return _wait(supervisor, others)
     finally:
@@ -52,7 +60,8 @@ def launch(plan):
             os.unlink(pid_file)
 
 
-def _be_supervisor(plan, front):
+def be_supervisor(plan, front):
+    """In a forked child: runs the plan, and ends the process with the exit code of the job."""
     code = 1
     try:
         supervisor = Supervisor(plan, front)
@@ -78,9 +87,9 @@ def _wait(supervisor, others):
         linux.kill(supervisor, signal.SIGCONT)
 
     # What was ignored when we came (nohup, a background job of a script) stays ignored.
-    heard = [sig for sig in (*_FORWARDED, signal.SIGTSTP) if signal.getsignal(sig) != signal.SIG_IGN]
+    heard = [sig for sig in (*FORWARDED, signal.SIGTSTP) if signal.getsignal(sig) != signal.SIG_IGN]
     before = {sig: signal.signal(sig, pause if sig == signal.SIGTSTP else forward) for sig in heard}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     try:
         _, status = os.waitpid(supervisor, 0)
     finally:
@@ -88,13 +97,14 @@ def _wait(supervisor, others):
             signal.signal(sig, handler)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:  # killed: nobody else is left to clean up
-        _kill_descendants(others)
+        kill_descendants(others)
         sys.stderr.write(f"deepspeed: the supervising process was killed by signal {-code}; the job was ended.\n")
         return 128 - code
     return code
 
 
-def _kill_descendants(others):
+def kill_descendants(others):
+    """Ends all processes below this one but ``others``."""
     while True:
         left = [pid for pid in linux.descendants(os.getpid()) if pid not in others]
         if not left:
@@ -104,9 +114,69 @@ def _kill_descendants(others):
         time.sleep(0.01)
 
 
-def _write_pid_file():
+def write_pid_file():
+    """Leaves this process's id in /tmp/<pid>.ds; returns that path, which the caller removes."""
     path = f"/tmp/{os.getpid()}.ds"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
     with os.fdopen(descriptor, "w") as file:
         file.write(str(os.getpid()))
     return path
+
+
+def parse_args(args=None):
+    """The options of ``python -m deepspeed.launcher.launch`` as a namespace."""
+    parser = argparse.ArgumentParser(description="Starts the ranks of one host and watches over them.")
+    add = parser.add_argument
+    add("--world_info", default="", metavar="TEXT", help="hosts and slots, as encode_world_info says them")
+    add("--node_rank", type=int, default=0, metavar="N", help="number of this host among them")
+    add("--master_addr", default="127.0.0.1", help="address of rank 0")
+    add("--master_port", type=int, default=DEFAULT_PORT, metavar="PORT", help="port of rank 0")
+    add("--module", action="store_true", help="the script is a module name, as for python -m")
+    add("--no_python", action="store_true", help="the script is a program of its own")
+    add("--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
+    add("--save_pid", action="store_true", help="write the launcher's process id to /tmp/<pid>.ds")
+    add("--enable_each_rank_log", default=None, metavar="DIR", help="each rank's output goes to a file there")
+    add("--log_rank_prefix", action="store_true", help="start each line with [host:rank]")
+    add("--bind_cores_to_rank", action="store_true", help="give each rank cores of its own")
+    add("--bind_core_list", default=None, metavar="L", help="cores to share out")
+    add("--job_id", default="", help="a word by which the processes of a job can be told from others")
+    add("training_script", help="the script, with its arguments behind it")
+    add("training_script_args", nargs=argparse.REMAINDER)
+    return parser.parse_args(args)
+
+
+def plan_of(args):
+    """The ``NodePlan`` for the options of this program; ValueError for a world that has no such host."""
+    try:
+        world = decode_world_info(args.world_info)
+        slots = [list(range(one)) if isinstance(one, int) else list(one) for one in world.values()]
+    except (ValueError, AttributeError, TypeError):
+        raise ValueError(
+            f"--world_info {args.world_info!r} is not what encode_world_info makes of {{host: [slot, ...]}}."
+        ) from None
+    if not 0 <= args.node_rank < len(world):
+        raise ValueError(f"--node_rank is {args.node_rank}, but --world_info has {len(world)} host(s).")
+    several = len(world) > 1
+    share = Share(
+        host=list(world)[args.node_rank] if several and args.log_rank_prefix else "",
+        node=args.node_rank,
+        counts=[len(one) for one in slots],
+        slots=slots[args.node_rank],
+        master_addr=args.master_addr,
+        master_port=args.master_port,
+        options={**vars(args), "user_script": args.training_script, "user_args": args.training_script_args},
+    )
+    return share.plan(dict(os.environ))
+
+
+def main(args=None):
+    """Runs the share to its end; returns the exit code, 1 with a sentence where it could not be started."""
+    try:
+        return launch(plan_of(parse_args(args)))
+    except (LaunchError, ValueError, OSError) as error:
+        print(f"deepspeed: error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -56,7 +56,7 @@ class Sink:
     def write(self, data):
         """Writes what can be written; the rest becomes ``waiting``."""
         if not self.whole_lines:
-            return _write_all(self.fd, data)
+            return write_all(self.fd, data)
         # A block may arrive in pieces, page by page or as the rest of a full pipe.
         now = time.monotonic()
         if len(data) >= _BLOCK_BYTES:
@@ -65,7 +65,7 @@ class Sink:
             data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         whole, newline, rest = data.rpartition(b"\n")
         if newline:
-            _write_all(self.fd, self._with_prefix(self.waiting + whole) + b"\n")
+            write_all(self.fd, self._with_prefix(self.waiting + whole) + b"\n")
             self.waiting = b""
         if rest:
             if not self.waiting:
@@ -86,10 +86,11 @@ class Sink:
         """Writes the start of a line that waits, if any, and ``end`` behind it."""
         if self.waiting:
             text, self.waiting = self.waiting, b""
-            _write_all(self.fd, self._with_prefix(text) + end)
+            write_all(self.fd, self._with_prefix(text) + end)
 
 
-def _write_all(fd, data):
+def write_all(fd, data):
+    """Writes all of ``data``, waiting for a terminal that somebody made non-blocking."""
     view = memoryview(data)
     while view:
         try:

@@ -4,31 +4,34 @@ import os
 import socket
 import sys
 
-from deepspeed.host import devices, numa
-from deepspeed.host.ports import free_port, port_is_free
+from deepspeed.host import devices, numa, ports
 from deepspeed.host.programs import find_program
 from deepspeed.launcher import environment
 from deepspeed.launcher.arguments import DEFAULT_HOSTFILE
 from deepspeed.launcher.errors import LaunchError
-from deepspeed.launcher.resources import parse_hostfile_lines, parse_resource_filter
+from deepspeed.launcher.resources import parse_hostfile_lines, parse_inclusion_exclusion, parse_resource_filter
 
 DEFAULT_PORT = 29500
-# From the first failure: SIGTERM at once, SIGKILL after this many seconds. With the rest it stays below five.
-GRACE_S = 3.0
+# From the first failure: SIGTERM at once, SIGKILL after this many seconds.
+GRACE_S = 5.0
 _HERE = ("localhost", "127.0.0.1", "::1")
 
 
 class NodePlan:
-    """One node's share of a job: for each rank a command, an environment and its cores (None: all).
+    """One host's share of a job: for each rank a command, an environment and its cores (None: all).
 
-    ``grace_s``: seconds between SIGTERM (or the user's Ctrl-C) and SIGKILL.
-    ``notes`` are lines to show before the start; ``prefix`` puts the rank before each line of output; ``log_dir`` is
-    the folder that gets the output instead; ``save_pid`` leaves the launcher's process id in a file.
+    ``grace_s``: seconds between SIGTERM (or Ctrl-C) and SIGKILL; ``failure_grace_s``: that for the others when a rank
+    has failed. ``first_rank``, ``world``: of the job, which may have ranks on other hosts. ``host``: what output calls
+    this host. ``notes`` are lines to show before the start;
+    ``prefix`` puts host and rank before each line of output; ``log_dir`` is the folder that gets the output instead;
+    ``save_pid`` leaves the launcher's process id in a file. ``report_fd``: where the supervisor says what failed, one
+    JSON object per line, instead of showing it.
     """
 
     def __init__(
-        self, commands, environments, cores, notes=(), prefix=False, log_dir=None, save_pid=False, grace_s=GRACE_S
-    ):
+        self, commands, environments, cores, notes=(), prefix=False, log_dir=None, save_pid=False, grace_s=GRACE_S,
+        first_rank=0, world=None, host="", memory=None,
+    ):  # fmt: skip
         self.commands = commands
         self.environments = environments
         self.cores = cores
@@ -36,7 +39,20 @@ class NodePlan:
         self.prefix = prefix
         self.log_dir = log_dir
         self.save_pid = save_pid
-        self.grace_s = grace_s
+        self.grace_s = self.failure_grace_s = grace_s
+        self.port_claim = None  # held while the job runs
+        self.first_rank = first_rank
+        self.world = len(commands) if world is None else world
+        self.host = host
+        self.memory = memory or [((), False)] * len(commands)  # arguments of linux.take_memory_from
+        self.report_fd = None
+        self.forks, self.kept_fds = False, ()  # ranks are forked from the supervisor, with these descriptors
+
+    def line_prefix(self, rank):
+        """What stands before each line of the output of ``rank``."""
+        if not self.prefix:
+            return b""
+        return f"[{self.host}:{rank}] ".encode() if self.host else f"[rank {rank}] ".encode()
 
 
 def fetch_hostfile(path):
@@ -64,9 +80,9 @@ def is_this_host(name):
     return False
 
 
-def _local_slots(notes):
-    # (slots to count, True when they are GPUs)
-    wanted = os.environ.get("DS_ACCELERATOR", "")
+def local_slots(environment, notes):
+    """``(slots of this machine, True when they are GPUs)``."""
+    wanted = environment.get("DS_ACCELERATOR", "")
     gpus = devices.visible_gpu_ids() if wanted in ("", "cuda") else []
     if gpus:
         return gpus, True
@@ -78,39 +94,57 @@ def _local_slots(notes):
     return list(range(numa.numa_node_count())), False
 
 
-def choose_slots(args, notes):
-    """``(slots of this node, ids for CUDA_VISIBLE_DEVICES or None)`` by hostfile, filters and --num_accelerators."""
-    local, on_gpu = _local_slots(notes)
+def active_hosts(args, notes):
+    """``{host: [slot, ...]}`` that the hostfile and the filters leave, in order; None where there is no hostfile."""
     pool = fetch_hostfile(args.hostfile)
     if pool is None:
         if args.hostfile != DEFAULT_HOSTFILE:
             notes.append(f"There is no hostfile {args.hostfile}; using this machine only.")
-        return _choose_local(args, local, on_gpu, notes)
+        if args.num_nodes > 1:
+            raise LaunchError(
+                f"--num_nodes is {args.num_nodes}, but there is no hostfile {args.hostfile} that names the hosts: "
+                f"write one 'NAME slots=N' per line, and name it by --hostfile."
+            )
+        return None
+    if args.num_nodes > len(pool):
+        raise LaunchError(
+            f"--num_nodes is {args.num_nodes}, but the hostfile {args.hostfile} names {len(pool)} host(s): ask "
+            f"for fewer."
+        )
     if args.num_nodes > 0:
         pool = dict(list(pool.items())[: args.num_nodes])
-    active = parse_resource_filter(
-        {host: list(range(count)) for host, count in pool.items()}, args.include, args.exclude
-    )
-    others = [host for host in active if not is_this_host(host)]
-    if others or len(active) > 1:
-        raise LaunchError(
-            f"multi-node is not supported yet, but the hostfile {args.hostfile} names {', '.join(active)}. Keep only "
-            f"this machine with --include={socket.gethostname()} if it is listed, or point --hostfile elsewhere."
-        )
-    slots = next(iter(active.values()), [])
+    active = parse_inclusion_exclusion(pool, args.include, args.exclude)
     if args.num_gpus > 0:
-        slots = _first(slots, args.num_gpus, f"the hostfile {args.hostfile}")
-    if not slots:
+        active = {
+            host: first_slots(slots, args.num_gpus, f"the host {host} of the hostfile {args.hostfile}")
+            for host, slots in active.items()
+        }
+    if not any(active.values()):
         raise LaunchError("no slot is left after --include/--exclude: nothing would be started.")
+    return {host: slots for host, slots in active.items() if slots}
+
+
+def choose_slots(args, notes):
+    """``(slots of this node, ids for CUDA_VISIBLE_DEVICES or None)`` by hostfile, filters and --num_accelerators."""
+    local, on_gpu = local_slots(os.environ, notes)
+    active = active_hosts(args, notes)
+    if active is None:
+        return _choose_local(args, local, on_gpu, notes)
+    slots = next(iter(active.values()), [])
     if not on_gpu:
         return slots, None
+    return slots, gpu_ids(slots, local, f"the hostfile {args.hostfile}")
+
+
+def gpu_ids(slots, local, source):
+    """What ``slots`` are called among ``local``, the visible GPUs; LaunchError for a slot beyond them."""
     missing = [slot for slot in slots if slot >= len(local)]
     if missing:
         raise LaunchError(
-            f"the hostfile {args.hostfile} gives this machine slot {missing[0]}, but it has {len(local)} visible "
+            f"{source} gives the host {socket.gethostname()} slot {missing[0]}, but it has {len(local)} visible "
             f"GPU(s): lower its slots=N."
         )
-    return slots, [local[slot] for slot in slots]
+    return [local[slot] for slot in slots]
 
 
 def _choose_local(args, local, on_gpu, notes):
@@ -126,11 +160,13 @@ def _choose_local(args, local, on_gpu, notes):
         return slots, slots if on_gpu else None
     if not on_gpu:
         return (list(range(args.num_gpus)) if args.num_gpus > 0 else local), None
-    slots = _first(local, args.num_gpus, "this machine (CUDA_VISIBLE_DEVICES included)") if args.num_gpus > 0 else local
-    return slots, slots
+    if args.num_gpus > 0:
+        local = first_slots(local, args.num_gpus, "this machine (CUDA_VISIBLE_DEVICES included)")
+    return local, local
 
 
-def _first(slots, count, where):
+def first_slots(slots, count, where):
+    """The first ``count`` of ``slots``; LaunchError when there are fewer."""
     if count > len(slots):
         raise LaunchError(
             f"--num_accelerators (--num_gpus) is {count}, but {where} offers {len(slots)}: ask for fewer."
@@ -139,7 +175,8 @@ def _first(slots, count, where):
 
 
 def choose_port(asked, notes):
-    """The port where the ranks meet; LaunchError when the one that was asked for is taken."""
+    """The port where the ranks meet, and the claim that keeps other launchers off it; LaunchError when the one that was
+    asked for is taken."""
     source = "--master_port"
     if asked is None and os.environ.get("MASTER_PORT"):
         source = "the environment variable MASTER_PORT"
@@ -147,17 +184,20 @@ def choose_port(asked, notes):
             asked = int(os.environ["MASTER_PORT"])
         except ValueError:
             raise ValueError(f"{source} is {os.environ['MASTER_PORT']!r}, which is not a port number.") from None
-    port = DEFAULT_PORT if asked is None else asked
-    if port_is_free(port):
-        return port
-    if asked is not None:
+    if asked is None:
+        port, claim = ports.claim_any_port(DEFAULT_PORT)
+        if port != DEFAULT_PORT:
+            notes.append(
+                f"The default port {DEFAULT_PORT} is in use by another process; the ranks meet at port {port}."
+            )
+        return port, claim
+    claim = ports.claim_port(asked)
+    if claim is None:
         raise LaunchError(
-            f"port {port} ({source}) of this machine is in use by another process, perhaps another training: choose a "
+            f"port {asked} ({source}) of this machine is in use by another process, perhaps another training: choose a "
             f"free one with --master_port PORT, or leave it out and one is chosen."
         )
-    port = free_port()
-    notes.append(f"The default port {DEFAULT_PORT} is in use by another process; the ranks meet at port {port}.")
-    return port
+    return asked, claim
 
 
 def rank_command(args, local_rank):
@@ -186,9 +226,9 @@ def check_script(args):
         )
 
 
-def grace_s():
-    """``GRACE_S``, or the environment variable ``DS_LAUNCHER_GRACE_S``."""
-    text = os.environ.get("DS_LAUNCHER_GRACE_S", "")
+def grace_s(variables=os.environ):
+    """``GRACE_S``, or what ``DS_LAUNCHER_GRACE_S`` says among ``variables``."""
+    text = variables.get("DS_LAUNCHER_GRACE_S", "")
     try:
         return max(0.0, float(text)) if text else GRACE_S
     except ValueError:
@@ -197,44 +237,75 @@ def grace_s():
         ) from None
 
 
+class Place:
+    """Where a host's ranks stand in their job: the first of them, how many there are in all, the number of the host and
+    of hosts, what output calls the host (empty: nothing), and the address and port of rank 0."""
+
+    def __init__(self, master_addr, master_port, first_rank=0, world=None, node=0, nodes=1, host=""):
+        self.master_addr = master_addr
+        self.master_port = master_port
+        self.first_rank = first_rank
+        self.world = world
+        self.node = node
+        self.nodes = nodes
+        self.host = host
+
+
 def make_plan(args):
-    """The ``NodePlan`` for parsed and checked arguments."""
+    """The ``NodePlan`` for parsed and checked arguments of a job on this host alone."""
     check_script(args)
     notes = []
     slots, device_ids = choose_slots(args, notes)
-    count = len(slots)
-    cores = [None] * count
     base = {**os.environ, **environment.read_environment_files()}
-    if args.bind_cores_to_rank:
-        cores = _bind(args, count, base, notes)
-    port = choose_port(args.master_port, notes)
-    shared, more = environment.node_environment(base, count, args.master_addr or "127.0.0.1", port, device_ids)
-    commands = [rank_command(args, rank) for rank in range(count)]
-    if args.bind_cores_to_rank and numa.check_for_numactl_pkg():
-        for rank, command in enumerate(commands):
-            nodes = numa.memory_nodes_of(cores[rank])
-            if nodes:
-                command[:0] = ["numactl", "-m", numa.format_range_list(nodes)]
+    cores = bind_cores(args, len(slots), base, notes)
+    port, claim = choose_port(args.master_port, notes)
+    plan = host_plan(args, cores, Place(args.master_addr or "127.0.0.1", port), base, device_ids, notes)
+    plan.port_claim = claim
+    return plan
+
+
+def host_plan(args, cores, place, base, device_ids, notes):
+    """The ``NodePlan`` of one host, with a rank for each entry of ``cores``, at its ``Place`` in the job.
+
+    ``base``: environment to start from; ``device_ids``: devices of this host for the job, or None to leave them alone.
+    """
+    count = len(cores)
+    world = count if place.world is None else place.world
+    variable = environment.visible_devices_variable(base.get("DS_ACCELERATOR"))
+    shared, more = environment.node_environment(
+        base, count, place.master_addr, place.master_port, device_ids, world, (place.node, place.nodes), variable
+    )
     return NodePlan(
-        commands=commands,
-        environments=[environment.rank_environment(shared, rank) for rank in range(count)],
+        commands=[rank_command(args, rank) for rank in range(count)],
+        environments=[environment.rank_environment(shared, place.first_rank + rank, rank) for rank in range(count)],
         cores=cores,
         notes=notes + more,
-        prefix=args.log_rank_prefix or os.environ.get("DS_LOG_RANK_PREFIX", "0") not in ("", "0"),
+        prefix=bool(place.host) or args.log_rank_prefix or os.environ.get("DS_LOG_RANK_PREFIX", "0") not in ("", "0"),
         log_dir=args.enable_each_rank_log if args.enable_each_rank_log not in (None, "None", "") else None,
         save_pid=args.save_pid,
-        grace_s=grace_s(),
+        grace_s=grace_s(base),
+        first_rank=place.first_rank,
+        world=world,
+        host=place.host,
+        memory=numa.memory_of_ranks(cores),
     )
 
 
-def _bind(args, count, base, notes):
+def bind_cores(args, count, base, notes):
+    """The cores of each of ``count`` ranks, None for all; OMP_NUM_THREADS is added to ``base`` where they are bound."""
+    if not args.bind_cores_to_rank:
+        return [None] * count
     if "KMP_AFFINITY" in base:
         raise LaunchError(
             "KMP_AFFINITY is set and would bind threads a second time: unset it for --bind_cores_to_rank."
         )
     cores = [numa.cores_of_rank(args.bind_core_list, count, rank) for rank in range(count)]
     if not base.get("OMP_NUM_THREADS"):
-        base["OMP_NUM_THREADS"] = str(len(environment.physical_cores(cores[0])))
-    if len(numa.numa_nodes()) > 1 and not numa.check_for_numactl_pkg():
-        notes.append("numactl is not installed: cores are bound, memory is not (apt install numactl).")
+        base["OMP_NUM_THREADS"] = str(environment.within_quota(len(environment.physical_cores(cores[0])), count))
+    shown = "; ".join(
+        f"rank {rank} {numa.format_range_list(mine)}"
+        + (f" (memory node {numa.format_range_list(nodes)})" if nodes else "")
+        for rank, (mine, (nodes, _)) in enumerate(zip(cores, numa.memory_of_ranks(cores)))
+    )
+    notes.append(f"Cores of the ranks: {shown}; {base['OMP_NUM_THREADS']} thread(s) each (OMP_NUM_THREADS).")
     return cores

@@ -5,16 +5,20 @@ import signal
 import subprocess
 
 from deepspeed.launcher import linux
+from deepspeed.launcher.forked_script import ForkedScript
 
 
 class RankProcess:
-    """``channels`` is ``(stdout, stderr)``, the same object twice where one keeps the order of lines.
+    """``channels`` is ``(stdout, stderr)``, the same object twice where one keeps the order of lines. ``memory``:
+    arguments of ``linux.take_memory_from``. ``forks``: it is forked from this process, with the descriptors ``kept``.
 
     The process leads a session of its own: Ctrl-C reaches the launcher alone, which passes it on exactly once, and
     the rank can still read a terminal as its standard input.
     """
 
-    def __init__(self, rank, command, environment, channels, tail, cores=None):
+    def __init__(
+        self, rank, command, environment, channels, tail, cores=None, memory=((), False), forks=False, kept=()
+    ):
         self.rank = rank
         self.channels = channels
         self.tail = tail
@@ -26,18 +30,25 @@ class RankProcess:
             linux.die_with_parent(launcher)
             if cores:
                 os.sched_setaffinity(0, cores)
+            linux.take_memory_from(*memory)
 
         # Only one process can read what the user types.
-        stdin = None if rank == 0 else subprocess.DEVNULL
-        self.process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=stdin,
-            stdout=channels[0].write_fd,
-            stderr=channels[1].write_fd,
-            start_new_session=True,
-            preexec_fn=in_child,
-        )
+        stdin = 0 if rank == 0 else os.open(os.devnull, os.O_RDONLY)
+        streams = stdin, channels[0].write_fd, channels[1].write_fd
+        if forks:
+            self.process = ForkedScript(command, environment, streams, kept, in_child)
+        else:
+            self.process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=streams[0],
+                stdout=streams[1],
+                stderr=streams[2],
+                start_new_session=True,
+                preexec_fn=in_child,
+            )
+        if stdin:
+            os.close(stdin)
         self.pid = self.process.pid
         for channel in set(channels):
             channel.handed_over()

@@ -74,6 +74,12 @@ def parse_resource_filter(host_info, include_str="", exclude_str=""):
     return {host: slots for host, slots in kept.items() if slots}
 
 
+def parse_inclusion_exclusion(resource_pool, inclusion, exclusion):
+    """``{host: [slot, ...]}`` of ``{host: number of slots}`` after one of the two filters."""
+    numbered = {host: list(range(count)) for host, count in resource_pool.items()}
+    return parse_resource_filter(numbered, inclusion, exclusion)
+
+
 def _slot(host, text, have):
     # GPUs may also be named by UUID where CUDA_VISIBLE_DEVICES does so.
     for slot in have:

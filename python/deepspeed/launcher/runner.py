@@ -1,26 +1,32 @@
 """The program ``deepspeed``: from the command line to the exit code of the job."""
 
 import logging
+import os
 import sys
 
 from deepspeed.launcher.arguments import check, parse_args
-from deepspeed.launcher.environment import ENVIRONMENT_FILE
+from deepspeed.launcher.environment import ENVIRONMENT_FILE, EXPORT_PREFIXES
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.launch import launch
-from deepspeed.launcher.plan import fetch_hostfile, make_plan
+from deepspeed.launcher.plan import active_hosts, choose_slots, fetch_hostfile, is_this_host, make_plan
 from deepspeed.launcher.resources import (
     decode_world_info,
     encode_world_info,
     parse_hostfile_lines,
+    parse_inclusion_exclusion,
+    parse_node_config,
     parse_resource_filter,
 )
-from deepspeed.log import logger
+from deepspeed.log import level_from_string, logger
+from deepspeed.registry import load_target
 
 DEEPSPEED_ENVIRONMENT_NAME = ENVIRONMENT_FILE
+EXPORT_ENVS = list(EXPORT_PREFIXES)
 _parse_hostfile = parse_hostfile_lines
 
 __all__ = [
     "DEEPSPEED_ENVIRONMENT_NAME",
+    "EXPORT_ENVS",
     "LaunchError",
     "_parse_hostfile",
     "decode_world_info",
@@ -28,6 +34,8 @@ __all__ = [
     "fetch_hostfile",
     "main",
     "parse_args",
+    "parse_inclusion_exclusion",
+    "parse_node_config",
     "parse_resource_filter",
     "run",
 ]
@@ -38,16 +46,47 @@ def run(args):
 
     Raises:
         ValueError: options that contradict each other, a malformed hostfile or environment file.
-        NotImplementedError: options of several nodes, of autotuning.
+        NotImplementedError: --autotuning.
         LaunchError: the script, the port, the slots or the hosts do not allow a start.
     """
     options = parse_args(args)
     check(options)
+    if options.use_hpu:
+        os.environ["DS_ACCELERATOR"] = "hpu"
+    level = "error" if options.quiet else options.log_level
+    verbose = level_from_string(level) <= logging.INFO if level else logger.isEnabledFor(logging.INFO)
+    if options.no_ssh:
+        return load_target("deepspeed.launcher.by_hand:run_by_hand")(options, verbose)
+    notes = []
+    if options.check:
+        hosts = active_hosts(options, notes) or {"localhost": list(range(len(choose_slots(options, notes)[0])))}
+        show(notes, verbose)
+        return load_target("deepspeed.launcher.check:run_check")(options, hosts)
+    hosts = far_hosts(options, notes)
+    if hosts:
+        show(notes, verbose)
+        return load_target("deepspeed.launcher.cluster:run_cluster")(options, hosts, verbose)
     plan = make_plan(options)
-    if logger.isEnabledFor(logging.INFO):
-        for note in plan.notes:
-            print(f"deepspeed: {note}", file=sys.stderr)
+    show(plan.notes, verbose)
     return launch(plan)
+
+
+def far_hosts(args, notes):
+    """``{host: [slot, ...]}`` of a job that needs agents, or None for one that this machine runs by itself."""
+    hosts = active_hosts(args, notes)
+    through_agent = args.force_multi or args.venv_script or args.elastic_training
+    if hosts is None and through_agent:
+        slots, args.device_ids = choose_slots(args, notes)
+        return {"localhost": list(range(len(slots)))}
+    if hosts is None or (len(hosts) == 1 and is_this_host(next(iter(hosts))) and not through_agent):
+        return None
+    return hosts
+
+
+def show(notes, verbose):
+    """Prints what the user may want to know before the start."""
+    for note in notes if verbose else ():
+        print(f"deepspeed: {note}", file=sys.stderr)
 
 
 def main(args=None):

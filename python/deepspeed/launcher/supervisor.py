@@ -1,5 +1,6 @@
 """Watches over the ranks of one node: passes on their output and our signals, and ends all when one fails."""
 
+import json
 import os
 import selectors
 import signal
@@ -7,8 +8,10 @@ import socket
 import sys
 import time
 
+from deepspeed.host.launcher_messages import SAVE_LIMIT_S, SOCKET_VARIABLE
 from deepspeed.launcher import linux
 from deepspeed.launcher.output import LOOK_S, Channel, Sink, Tail, same_file
+from deepspeed.launcher.rank_messages import RankMessages
 from deepspeed.launcher.rank_process import RankProcess
 
 TAIL_LINES = 30
@@ -31,6 +34,7 @@ class Supervisor:
         self._first_failure = None
         self._stop_code = None  # exit code once a signal, not a rank, ends the job
         self._kill_at = None
+        self._save_until = 0.0  # until then ranks may save before they end
         self._started = time.monotonic()
 
     # ---- start ---------------------------------------------------------------------------------------------------
@@ -40,9 +44,11 @@ class Supervisor:
         linux.become_subreaper()
         linux.die_with_parent(self._front_pid, signal.SIGTERM)
         self._catch_signals()
+        self._messages = RankMessages()
+        self._selector.register(self._messages.fd, selectors.EVENT_READ, None)
         try:
-            for rank in range(len(self._plan.commands)):
-                self._ranks.append(self._start(rank))
+            for place in range(len(self._plan.commands)):
+                self._ranks.append(self._start(place))
             while self._alive():
                 self._turn()
         except BrokenPipeError:
@@ -52,14 +58,15 @@ class Supervisor:
             self._drain()
         return self._exit_code()
 
-    def _start(self, rank):
-        plan, tail = self._plan, Tail()
+    def _start(self, place):
+        plan, tail, rank = self._plan, Tail(), self._plan.first_rank + place
         return RankProcess(
-            rank, plan.commands[rank], plan.environments[rank], self._channels(rank, tail), tail, plan.cores[rank]
-        )
+            rank, plan.commands[place], {**plan.environments[place], SOCKET_VARIABLE: self._messages.name},
+            self._channels(rank, tail), tail, plan.cores[place], plan.memory[place], plan.forks, plan.kept_fds,
+        )  # fmt: skip
 
     def _channels(self, rank, tail):
-        prefix = f"[rank {rank}] ".encode() if self._plan.prefix else b""
+        prefix = self._plan.line_prefix(rank)
         if self._plan.log_dir:
             stamp = time.strftime("%Y%m%d%H%M%S")
             file = open(os.path.join(self._plan.log_dir, f"{stamp}_rank{rank}.log"), "ab", buffering=0)
@@ -115,7 +122,10 @@ class Supervisor:
 
     def _select(self, timeout):
         for key, _ in self._selector.select(timeout):
-            if key.data is None:
+            if key.fd == self._messages.fd:
+                for message in self._messages.read():
+                    self._on_message(message)
+            elif key.data is None:
                 for number in self._wake[0].recv(1024):
                     self._on_signal(signal.Signals(number))
             elif not key.data.pump():
@@ -138,7 +148,16 @@ class Supervisor:
 
     def _on_failure(self, rank):
         self._first_failure = (rank, time.monotonic() - self._started)
-        self._stop(signal.SIGTERM)
+        self._say({"failed": rank.rank, "code": rank.status})
+        self._stop(signal.SIGTERM, self._plan.failure_grace_s)
+
+    def _on_message(self, message):
+        if "saving" in message and self._first_failure is None:
+            self._save_until = time.monotonic() + SAVE_LIMIT_S
+            self._kill_at = None if self._kill_at is None else self._save_until
+        known = {name: message[name] for name in ("saving", "saved", "worlds", "min_time") if name in message}
+        if known:
+            self._say(known)
 
     def _on_signal(self, sig):
         if sig == signal.SIGWINCH:
@@ -166,8 +185,9 @@ class Supervisor:
         else:
             self._stop(sig)
 
-    def _stop(self, sig):
-        self._kill_at = self._kill_at or time.monotonic() + self._plan.grace_s
+    def _stop(self, sig, grace_s=None):
+        end = time.monotonic() + (self._plan.grace_s if grace_s is None else grace_s)
+        self._kill_at = self._kill_at or (end if self._first_failure else max(end, self._save_until))
         self._send(sig)
 
     def _send(self, sig):
@@ -201,8 +221,10 @@ class Supervisor:
         # its other end, for whom nobody waits.
         deadline = time.monotonic() + _DRAIN_S
         try:
-            while len(self._selector.get_map()) > 1 and time.monotonic() < deadline:
+            while any(key.data for key in self._selector.get_map().values()) and time.monotonic() < deadline:
                 self._select(_DRAIN_S)
+            for message in self._messages.read():
+                self._on_message(message)
         except BrokenPipeError:
             pass
         for file in self._files:
@@ -214,17 +236,24 @@ class Supervisor:
             return self._first_failure[0].status
         return self._stop_code or 0
 
+    def _say(self, message):
+        if self._plan.report_fd is not None:
+            os.write(self._plan.report_fd, json.dumps(message).encode() + b"\n")
+
     def _report(self, rank, after_s):
-        count = len(self._ranks)
+        count = self._plan.world
         others = ("", "; the other one was stopped", f"; the other {count - 1} were stopped")[min(count, 3) - 1]
         lines = rank.tail.lines(TAIL_LINES)
         text = (
-            f"deepspeed: rank {rank.rank} of {count} (pid {rank.pid}, host {socket.gethostname()}) "
+            f"deepspeed: rank {rank.rank} of {count} (pid {rank.pid}, host {self._plan.host or socket.gethostname()}) "
             f"{rank.how_it_ended()} {after_s:.1f} s after the start{others}.\n"
         )
         if any(line.strip() for line in lines):
             text += f"---- last lines of rank {rank.rank} ----\n" + "\n".join(lines) + "\n----\n"
         else:
             text += f"Rank {rank.rank} wrote nothing.\n"
+        if self._plan.report_fd is not None:
+            self._say({"report": text})
+            return
         sys.stderr.write(text)
         sys.stderr.flush()

@@ -221,6 +221,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         """As of any torch optimizer; steps are numbers. Inside an engine parameters that have seen no update are left
         out, as they are outside of one, where states are made by the first."""
         found = super().state_dict()
+        if self.fused_state is not None:
+            found["state"] = {index: self.fused_state.read(index, state) for index, state in found["state"].items()}
         found["state"] = {
             index: {**state, "step": int(state["step"])} if "step" in state else state
             for index, state in found["state"].items()
@@ -246,7 +248,8 @@ class NativeOptimizer(torch.optim.Optimizer):
                 state["step"] = int(given["step"])
             for slot in slots:
                 if slot in given:
-                    own = torch.empty_like(param, dtype=self.state_dtype(param))
+                    device = given[slot].device if param.is_meta else param.device  # an engine's, in a file
+                    own = torch.empty_like(param, dtype=self.state_dtype(param), device=device)
                     state[slot] = own.copy_(given[slot].reshape(param.shape))
         if self.fused_state is not None:
             self.fused_state.adopt()

@@ -3,6 +3,7 @@
 import glob
 import os
 
+from deepspeed.zero.param_ranks import SavedLayers
 from deepspeed.zero.partition import partition_uniform
 
 
@@ -11,13 +12,17 @@ class LayerFiles:
 
     def ckpt_prefix(self, checkpoints_path, tag):
         """How files of this rank's stage and slice begin; copies share them."""
-        axes = [axis for axis in self._topo.get_axis_names() if axis != "data"]
+        axes = [axis for axis in self._topo.get_axis_names() if axis not in ("data", "sequence")]
         coordinate = self._topo.get_coord(self._grid.get_global_rank())
         places = "".join(f"-{axis}_{getattr(coordinate, axis):02d}" for axis in axes)
         return os.path.join(checkpoints_path, str(tag), f"module{places}")
 
+    def _slices(self):
+        """Which part of its layers this rank has, such as ``"model_01"``; "" for all of them."""
+        return self._topo.get_rank_repr(self._grid.get_global_rank(), omit_axes=["data", "pipe", "sequence"])
+
     def _layer_path(self, ckpt_dir, layer):
-        slices = self._topo.get_rank_repr(rank=self._grid.get_global_rank())
+        slices = self._slices()
         return os.path.join(ckpt_dir, f"layer_{layer:02d}" + (f"-{slices}" if slices else "") + "-model_states.pt")
 
     def ckpt_layer_path(self, ckpt_dir, local_layer_idx):
@@ -29,6 +34,24 @@ class LayerFiles:
         layer = self.local_layers[local_layer_idx]
         return sorted(glob.glob(os.path.join(glob.escape(ckpt_dir), f"layer_{layer:02d}-*model_states.pt")))
 
+    def _saved_layers(self):
+        """What checkpoints of an engine need to know: whose file each module of this stage is in."""
+        first = {layers[0]: f"tied_modules.{key}" for key, layers in self._tied_layers.items()}
+        numbers, layers = {path: number for number, path in first.items()}, {}
+        for number, module in zip(self.local_layers, self._modules_by_place):
+            key = getattr(self._layer_specs[number], "key", None)
+            if module is not None:
+                path = str(number) if key is None else f"tied_modules.{key}"
+                layers[path] = numbers.get(path, number)
+        return SavedLayers(
+            self.stage_id,
+            self.num_stages,
+            layers,
+            writes=[number for number in layers.values() if self.stage_owner(number) == self.stage_id],
+            paths=first,
+            slices=self._slices(),
+        )
+
     def _file_of(self, local):
         """The layer under which the module of this place is saved: its own; for a tied one, the first of its key."""
         key = getattr(self._layer_specs[self.local_layers[local]], "key", None)
@@ -37,7 +60,10 @@ class LayerFiles:
     def save_state_dict(self, save_dir, checkpoint_engine, exclude_frozen_params=False):
         """Writes a file for each layer of this stage that has a state; the copies of the stage share the work. A tied
         layer is in the file of its first appearance, and in those of others that call the module itself."""
-        copies, copy = self._grid.get_data_parallel_world_size(), self._grid.get_data_parallel_rank()
+        copies, copy = (
+            self._grid.get_sequence_data_parallel_world_size(),
+            self._grid.get_sequence_data_parallel_rank(),
+        )
         offsets = partition_uniform(len(self.forward_funcs), copies)
         os.makedirs(save_dir, exist_ok=True)
         for local in range(offsets[copy], offsets[copy + 1]):

@@ -100,11 +100,16 @@ def _module(layer):
     return copy.deepcopy(layer, memo)
 
 
-def _one_layer(layer, inputs):
+def on_meta_call(layer):
+    """What runs ``layer`` on meta tensors, and its module, or None."""
     module = _module(layer)
     run = layer if module is None else module
     if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
         run = functools.partial(layer.forward_fn, module)
+    return run, module
+
+
+def _one_layer(run, module, inputs):
     parameters = list(module.parameters()) if module is not None else []
     trainable = {_memory(one) for one in parameters if one.requires_grad}
     frozen = {_memory(one) for one in parameters if not one.requires_grad}
@@ -123,16 +128,20 @@ def _one_layer(layer, inputs):
     return work, out
 
 
-def layer_works(layers, sample):
-    """``LayerWork`` of each layer for the inputs ``sample``, of which only shapes and types are read."""
+def layer_works(layers, sample, calls=None):
+    """``LayerWork`` of each layer for the inputs ``sample``, of which only shapes and types are read. Into the list
+    ``calls`` goes what ``on_meta_call`` makes of each."""
     inputs, works = on_meta(sample), []
     for place, layer in enumerate(layers):
         try:
-            work, out = _one_layer(layer, inputs)
+            call = on_meta_call(layer)
+            work, out = _one_layer(*call, inputs)
         except Exception as error:
             raise RuntimeError(
                 f"{describe(place, layer)} of the pipeline cannot run on meta tensors: {error}"
             ) from error
         works.append(work)
+        if calls is not None:
+            calls.append(call)
         inputs = on_meta(out)
     return works

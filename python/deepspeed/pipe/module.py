@@ -15,7 +15,9 @@ from deepspeed.log import log_dist
 from deepspeed.pipe.layer_files import LayerFiles
 from deepspeed.pipe.layers import LayerSpec, TiedLayerSpec, as_layers, describe
 from deepspeed.pipe.partitioning import partition
+from deepspeed.pipe.place import LAYER, Place
 from deepspeed.pipe.profile import profile_layers, tensors_of
+from deepspeed.pipe.recompute import segments
 from deepspeed.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
 from deepspeed.utils.small import set_random_seed
 
@@ -71,6 +73,8 @@ class PipelineModule(LayerFiles, nn.Module):
         self.activation_checkpoint_func = activation_checkpoint_func
         self.set_checkpoint_interval(activation_checkpoint_interval)
         self.micro_offset = 0
+        self.running_layer = None  # the number in the model of the layer that ran last
+        self.place = Place()
 
         self._topo = topology if topology is not None else self._stages_and_copies(num_stages)
         self._grid = PipelineParallelGrid(self._topo)
@@ -85,6 +89,7 @@ class PipelineModule(LayerFiles, nn.Module):
         self._layer_specs = as_layers(layers)
         self._num_layers = len(self._layer_specs)
         self.layer_costs = None  # of every layer, where they were measured
+        self.partition_method, self.profile_input = partition_method, profile_input
         parts = self.num_stages * virtual_stages
         self.parts = partition(self._layer_specs, parts, partition_method, lambda: self._measure(profile_input))
         bounds = [self.pipe_shape.virtual_stage(self.stage_id, chunk) for chunk in range(virtual_stages)]
@@ -102,6 +107,7 @@ class PipelineModule(LayerFiles, nn.Module):
         for number in self.local_layers:
             self._build(number, self._layer_specs[number])
         self.to(get_accelerator().current_device_name())
+        self.ds_saved_layers = self._saved_layers()
         self.tied_comms = self._tie()
         self._synchronize_tied_weights()
         self._report()
@@ -199,7 +205,7 @@ class PipelineModule(LayerFiles, nn.Module):
                     f"this stage has {len(self._chunks)} parts of the model: say which, chunk=0 is the first"
                 )
             chunk = 0
-        self.micro_offset += chunk == 0
+        self.__dict__["micro_offset"] += chunk == 0
         first = sum(len(before) for before in self._chunks[:chunk])
         last = first + len(self._chunks[chunk])
         x = forward_input
@@ -211,6 +217,8 @@ class PipelineModule(LayerFiles, nn.Module):
 
     def _run(self, first, last, x, offset=None):
         for place in range(first, last):
+            self.__dict__["running_layer"] = self.local_layers[place]
+            self.place.words[LAYER] = self.local_layers[place] + 1
             if self.seed_layers:
                 micro = self.micro_offset if offset is None else offset
                 self.seed_fn(self.base_seed * micro + self.local_layers[place])
@@ -246,11 +254,9 @@ class PipelineModule(LayerFiles, nn.Module):
         self.activation_checkpoint_interval = interval
 
     def _segments(self, first, last):
-        step = self.activation_checkpoint_interval or last - first
-        for begin in range(first, last, step):
-            end = min(begin + step, last)
-            recomputed = self.activation_checkpoint_interval > 0
-            yield begin, end, recomputed and self._is_checkpointable(self.forward_funcs[begin:end])
+        calls = self.forward_funcs[first:last]
+        for begin, end, again in segments(calls, self.activation_checkpoint_interval, self.checkpointable_layers):
+            yield first + begin, first + end, again
 
     @property
     def is_checkpointable_results(self):
@@ -259,11 +265,6 @@ class PipelineModule(LayerFiles, nn.Module):
             return []
         starts = [sum(len(before) for before in self._chunks[:chunk]) for chunk in range(len(self._chunks) + 1)]
         return [again for first, last in zip(starts, starts[1:]) for *_, again in self._segments(first, last)]
-
-    def _is_checkpointable(self, funcs):
-        if self.checkpointable_layers is not None:
-            return all(type(func).__name__ in self.checkpointable_layers for func in funcs)
-        return any(next(func.parameters(), None) is not None for func in funcs if isinstance(func, nn.Module))
 
     # ---- tied layers -------------------------------------------------------------------------------------------------
     def _tie(self):
@@ -281,17 +282,18 @@ class PipelineModule(LayerFiles, nn.Module):
                 "module": self.tied_modules[key],
             }
             # Norms count the copy of the first stage.
-            for parameter in self.tied_modules[key].parameters():
-                parameter.ds_pipe_replicated = self.stage_id != stages[0]
+            for weight in self.tied_weights(key):
+                weight.ds_pipe_replicated = self.stage_id != stages[0]
         return tied
+
+    def tied_weights(self, key):
+        """Those of ``key`` that stages have copies of."""
+        module = self.tied_modules[key]
+        return [functools.reduce(getattr, attr.split("."), module) for attr in self.tied_weight_attrs[key]]
 
     def get_tied_weights_and_groups(self):
         """``(weight, group)`` of every tied weight that other stages have, too."""
-        found = []
-        for tied in self.tied_comms.values():
-            for attr in tied["weight_attr"]:
-                found.append((functools.reduce(getattr, attr.split("."), tied["module"]), tied["group"]))
-        return found
+        return [(weight, tied["group"]) for key, tied in self.tied_comms.items() for weight in self.tied_weights(key)]
 
     def allreduce_tied_weight_gradients(self):
         """Adds up the gradients of tied weights over the stages that have them."""
@@ -301,7 +303,6 @@ class PipelineModule(LayerFiles, nn.Module):
             dist.all_reduce(weight.grad, group=group)
 
     def _synchronize_tied_weights(self):
-        for tied in self.tied_comms.values():
-            for attr in tied["weight_attr"]:
-                weight = functools.reduce(getattr, attr.split("."), tied["module"])
+        for key, tied in self.tied_comms.items():
+            for weight in self.tied_weights(key):
                 dist.broadcast(weight.data, min(tied["ranks"]), group=tied["group"])

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from deepspeed._native import _C
 from deepspeed.pipe.layer_work import layer_works
 from deepspeed.pipe.layers import as_layers
+from deepspeed.pipe.part_memory import part_memories
 from deepspeed.pipe.partitioning import partition
+
+NOT_SPLIT = "backwards are not split: both halves are computed in the first one (I), and W does nothing"
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,7 @@ class StagePlan:
     layers: list  # their numbers in the model
     parameters: int
     state_bytes: int
-    peak_activation_bytes: int
+    peak_activation_bytes: int  # what live micro-batches keep, and what one pass needs besides
     peak_live: int  # micro-batches, by part, between forward and the end of backward
     bytes_sent: int
 
@@ -24,12 +27,13 @@ class StagePlan:
 class PipelinePlan:
     """The schedule of a pipeline and its cost; as text a table and a timeline.
 
-    ``schedule``: its name. ``bubble``: the share of the stages' time in which they wait, 0 to 1. ``seconds``: of a
-    batch, where times were given; else None. ``stages``: a ``StagePlan`` each. ``bounds``: of the parts.
+    ``schedule``: its name. ``note``: why it is not what it could be, or "". ``bubble``: the share of the stages' time
+    in which they wait, 0 to 1. ``seconds``: of a batch, where times were given; else None. ``stages``: a ``StagePlan``
+    each. ``bounds``: of the parts.
     """
 
-    def __init__(self, native, cost, works, bounds, timed):
-        self.native, self.cost, self.bounds = native, cost, bounds
+    def __init__(self, native, cost, works, bounds, timed, note=""):
+        self.native, self.cost, self.bounds, self.note = native, cost, bounds, note
         self.schedule, self.bubble = native.schedule, cost.bubble
         self.seconds = cost.seconds if timed else None
         self.stages = [self._stage(stage, works) for stage in range(native.shape.stages)]
@@ -67,7 +71,7 @@ class PipelinePlan:
                 f"{one.stage:5d}  {numbers:12s}  {one.parameters:10d}  {one.state_bytes / 2**20:10.2f}  "
                 f"{one.peak_activation_bytes / 2**20:15.2f}  {one.peak_live:4d}  {one.bytes_sent / 2**20:7.2f}"
             )
-        return "\n".join([*lines, self.timeline().rstrip()])
+        return "\n".join([*lines, *([self.note] if self.note else []), self.timeline().rstrip()])
 
 
 def plan(
@@ -84,6 +88,11 @@ def plan(
     state_bytes=16,
     latency=0.0,
     bytes_per_second=0.0,
+    split_backward=True,
+    activation_checkpoint_interval=0,
+    checkpointable_layers=None,
+    loss_fn=None,
+    labels=None,
 ):
     """A ``PipelinePlan`` for ``layers``, which are what ``PipelineModule`` takes. Nothing is allocated or communicated:
     layers run once, on meta tensors.
@@ -98,6 +107,11 @@ def plan(
             operations of layers are counted, and times are relative.
         state_bytes: of parameters, gradients and optimizer states, for each parameter.
         latency, bytes_per_second: of messages between stages; wanted with measured times only.
+        split_backward: False: what schedules split is computed at once, in the first half (ZeRO stage 3).
+        activation_checkpoint_interval, checkpointable_layers: of ``PipelineModule``: segments that are computed again
+            keep their inputs, and one of them at a time what it has computed. Their second forward is not in the times.
+        loss_fn, labels: what the loss keeps on the last stage is counted where both are given; of labels only shapes
+            and types are read.
     """
     layers = as_layers(layers)
     if sample is None:
@@ -106,13 +120,18 @@ def plan(
         raise ValueError("latency and bytes_per_second are in seconds: give measured times, too (costs=)")
     if costs is not None and len(costs) != len(layers):
         raise ValueError(f"costs= has {len(costs)} layers, the pipeline {len(layers)}")
-    works = layer_works(layers, sample)
+    calls = []
+    works = layer_works(layers, sample, calls)
     for work in works:
         work.state_bytes = state_bytes * work.parameters
     times = [_times(work, costs[place] if costs else None) for place, work in enumerate(works)]
     parts = num_stages * virtual_stages
     bounds = partition(layers, parts, partition_method, lambda: [sum(time) for time in times])
-    made = [_part(works[a:b], times[a:b]) for a, b in zip(bounds, bounds[1:])]
+    memories, unknown = part_memories(
+        calls, bounds, sample, activation_checkpoint_interval, checkpointable_layers, split_backward,
+        None if loss_fn is None or labels is None else (loss_fn, labels),
+    )  # fmt: skip
+    made = [_part(works[a:b], times[a:b], one, split_backward) for a, b, one in zip(bounds, bounds[1:], memories)]
     network = {"latency": latency, "bytes_per_second": bytes_per_second}
     if schedule == "auto":
         shape = _C.pipe.Shape(num_stages, virtual_stages, micro_batches, placement)
@@ -121,7 +140,13 @@ def plan(
         native = _C.pipe.schedule(schedule, num_stages, virtual_stages, micro_batches, placement)
         native.check()
         cost = native.cost(made, **network)
-    return PipelinePlan(native, cost, works, bounds, timed=costs is not None)
+    notes = [NOT_SPLIT if not split_backward and splits(native) else "", unknown]
+    return PipelinePlan(native, cost, works, bounds, costs is not None, "\n".join(filter(None, notes)))
+
+
+def splits(native):
+    """Whether a schedule has backwards in two halves."""
+    return any(act.op == "BackwardInputPass" for rank in range(native.shape.stages) for act in native.acts(rank))
 
 
 def _times(work, measured):
@@ -132,15 +157,17 @@ def _times(work, measured):
     return measured.forward, measured.backward * (1 - share), measured.backward * share
 
 
-def _part(works, times):
+def _part(works, times, memory, split_backward):
     forward, backward_input, backward_weight = (sum(column) for column in zip(*times))
-    kept = sum(work.activation_bytes for work in works)
+    if not split_backward:
+        backward_input, backward_weight = backward_input + backward_weight, 0.0
     return _C.pipe.Part(
         forward=forward,
         backward_input=backward_input,
         backward_weight=backward_weight,
-        activation_bytes=kept,
-        weight_bytes=kept,  # what the gradients of weights will not read is not known here
+        activation_bytes=memory.kept,
+        weight_bytes=memory.between,
         output_bytes=works[-1].output_bytes,
         state_bytes=sum(work.state_bytes for work in works),
+        pass_bytes=memory.passes,
     )

@@ -26,6 +26,9 @@ from deepspeed.pipe.instructions import (  # noqa: F401
     SendGrad,
 )
 
+_PASSES = ("ForwardPass", "BackwardPass", "BackwardInputPass", "BackwardWeightPass")
+_MESSAGES = ("SendActivation", "RecvActivation", "SendGrad", "RecvGrad")
+
 
 class PipeSchedule(ABC):
     """What stage ``stage_id`` of ``stages`` does for a batch of ``micro_batches``.
@@ -110,13 +113,36 @@ class PlannedSchedule(PipeSchedule):
         return max(2, self.plan.buffers[self.stage_id])
 
     def steps(self):
+        shape = self.plan.shape
+        first, last = shape.rank_of(0), shape.rank_of(shape.stages * shape.chunks - 1)
         for slot in self.plan.slots(self.stage_id):
             step = []
             for act in slot:
-                if act.op == "ForwardPass" and (self.is_first_stage or self.is_last_stage):
-                    step.append(LoadMicroBatch(act.buffer))
-                step.append(getattr(instructions, act.op)(act.buffer))
+                where = self._where(act)
+                part = shape.virtual_stage(self.stage_id, act.chunk)
+                loads = part == 0 or (part == shape.stages * shape.chunks - 1 and first != last)
+                if act.op == "ForwardPass" and loads:
+                    step.append(LoadMicroBatch(act.buffer, **where))
+                peer = {"peer": act.peer} if where and act.op in _MESSAGES else {}
+                step.append(getattr(instructions, act.op)(act.buffer, **where, **peer))
             yield step
+
+    def _where(self, act):
+        """With one part on each stage instructions say their buffer only, as clients' do."""
+        return {"chunk": act.chunk, "micro": act.micro} if self.plan.shape.chunks > 1 else {}
+
+
+class NativeSchedule(PlannedSchedule):
+    """What one stage does in ``plan``; of one that trains the last step reduces gradients and updates."""
+
+    def __init__(self, plan, stage_id):
+        super().__init__(plan.shape.micro_batches, plan.shape.stages, stage_id)
+        self.plan = plan
+
+    def steps(self):
+        *steps, last = super().steps()
+        yield from steps
+        yield [*last, ReduceTiedGrads(), ReduceGrads(), OptimizerStep()] if self.plan.trains else last
 
 
 class InferenceSchedule(PlannedSchedule):
@@ -150,11 +176,7 @@ class DataParallelSchedule(PipeSchedule):
             yield step
 
 
-_PASSES = ("ForwardPass", "BackwardPass", "BackwardInputPass", "BackwardWeightPass")
-_MESSAGES = ("SendActivation", "RecvActivation", "SendGrad", "RecvGrad")
-
-
-def _op(instruction):
+def kind_of(instruction):
     """What an instruction is to a plan: its class, or what that derives from, or its ``plan_op``; None: none of it."""
     named = getattr(instruction, "plan_op", None)
     for kind in type(instruction).__mro__:
@@ -176,7 +198,7 @@ def plan_of(make_schedule, micro_batches, stages, trains=True):
         schedule = make_schedule(micro_batches, stages, stage)
         acts, holds, seen = [], {}, 0
         for instruction in (one for step in schedule for one in step):
-            op = _op(instruction)
+            op = kind_of(instruction)
             if op is None:
                 continue
             buffer = instruction.buffer_id

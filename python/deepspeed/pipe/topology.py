@@ -125,12 +125,43 @@ def _even_topology(world):
     return PipeDataParallelTopology(stages, copies)
 
 
-class PipelineParallelGrid:
+class SequenceRanks:
+    """What a ``PipelineParallelGrid`` says of ranks that share sequences, as ``deepspeed.sequence`` names it."""
+
+    sequence_source = "the topology of the PipelineModule (its axis 'sequence')"  # for errors of the configuration
+
+    def get_sequence_parallel_rank(self):
+        """Place among the ranks that share sequences."""
+        return self._sequence.rank
+
+    def get_sequence_parallel_world_size(self):
+        """Ranks that share sequences; 1 where the topology has no axis "sequence"."""
+        return self._sequence.size
+
+    def get_sequence_parallel_group(self):
+        """torch's group of the ranks that share sequences."""
+        return self._sequence.group
+
+    def get_sequence_data_parallel_rank(self):
+        """Place among all ranks that have the weights of this one."""
+        return self._same_weights.rank
+
+    def get_sequence_data_parallel_world_size(self):
+        """Ranks that have the weights of this one: copies, times those that share sequences."""
+        return self._same_weights.size
+
+    def get_sequence_data_parallel_group(self):
+        """torch's group of the ranks that have the weights of this one."""
+        return self._same_weights.group
+
+
+class PipelineParallelGrid(SequenceRanks):
     """What this rank shares with whom: an ``mpu`` of the ranks of ``process_group`` (None: all) in ``topology`` (None:
     stages and copies by the prime factors of their number).
 
     "pipe" are the stages of one copy, "data" the copies of one stage, "slice" (or tensor model) the ranks that share a
-    layer, and "model" all ranks of one copy. Groups are made here, by their members; every rank makes a grid.
+    layer, and "model" all ranks of one copy. A topology may have an axis "sequence", too: ranks that share sequences.
+    Groups are made here, by their members; every rank makes a grid.
     """
 
     def __init__(self, topology=None, process_group=None):
@@ -150,15 +181,17 @@ class PipelineParallelGrid:
         self.data_parallel_size = max(self._topo.get_dim("data"), 1)
         self.pipe_parallel_size = max(self._topo.get_dim("pipe"), 1)
         self.slice_parallel_size = self.model_parallel_size = max(self._topo.get_dim("model"), 1)
+        self.sequence_parallel_size = max(self._topo.get_dim("sequence"), 1)
         coordinate = self._topo.get_coord(self.global_rank)
         self.stage_id = getattr(coordinate, "pipe", 0)
         self.data_parallel_id = getattr(coordinate, "data", 0)
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
-        assert self._is_grid_valid(), f"{self._topo}: axes but pipe, data and model are of size 1"
+        assert self._is_grid_valid(), f"{self._topo}: axes but pipe, data, sequence and model are of size 1"
         # One order on all ranks: inner to outer, then what is made of several.
-        self._slice, self._data, self._pipe, self._model = (
-            self._members(*axes) for axes in (["model"], ["data"], ["pipe"], ["pipe", "model"])
+        self._slice, self._data, self._pipe, self._model, self._sequence, self._same_weights = (
+            self._members(*axes)
+            for axes in (["model"], ["data"], ["pipe"], ["pipe", "model"], ["sequence"], ["data", "sequence"])
         )
 
     def _members(self, *axes):
@@ -167,8 +200,9 @@ class PipelineParallelGrid:
         return mesh_views.Members(ranks, dist.get_rank())
 
     def _is_grid_valid(self):
-        """Whether the three sizes account for all ranks."""
-        return self.data_parallel_size * self.pipe_parallel_size * self.slice_parallel_size == self.world_size
+        """Whether the sizes account for all ranks."""
+        copies = self.data_parallel_size * self.sequence_parallel_size
+        return copies * self.pipe_parallel_size * self.slice_parallel_size == self.world_size
 
     # Ranks of this rank's groups, and the groups.
     pp_group = property(lambda self: self._pipe.ranks)

@@ -3,6 +3,7 @@ nothing here are accepted."""
 
 import torch
 
+from deepspeed.checkpoint.layouts.saved_shards import PlainState
 from deepspeed.optim.loss_scaler import LossScaleConfig
 from deepspeed.zero.master_optimizer import MasterOptimizer, UnfusedMasterOptimizer
 
@@ -15,6 +16,8 @@ class FP16_Optimizer(MasterOptimizer):
     ``dynamic_loss_scale``, ``initial_dynamic_scale`` and ``dynamic_loss_args``. ``clip_grad`` is the maximum 2-norm of
     the gradients, 0 for none. The other arguments exist for old callers and change nothing.
     """
+
+    saved_form = PlainState
 
     def __init__(
         self,

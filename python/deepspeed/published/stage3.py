@@ -5,6 +5,7 @@ import sys
 
 import torch
 
+from deepspeed.checkpoint.layouts.saved_shards import OwnShard, sliced_form
 from deepspeed.zero.model_gathering import ModelGathering
 from deepspeed.zero.sliced_optimizer import SlicedOptimizer
 
@@ -45,6 +46,8 @@ class DeepSpeedZeRoOffload(ModelGathering):
 
 class DeepSpeedZeroOptimizer_Stage3(SlicedOptimizer):
     """Parameters, gradients and states are slices; modules gather what they need while they run."""
+
+    saved_form, own_slices = staticmethod(sliced_form), OwnShard
 
     def __init__(
         self,

@@ -3,12 +3,15 @@ configuration decides instead of most of them. Made by hand it has a core of its
 
 import torch
 
-from deepspeed.zero.core import core_config
+from deepspeed.checkpoint.layouts.saved_shards import flat_form
+from deepspeed.zero.core import core_config, section_values
 from deepspeed.zero.flat_optimizer import FlatOptimizer
 
 
 class DeepSpeedZeroOptimizer(FlatOptimizer):
     """Stage 2 with ``partition_grads``, else stage 1. ``engine``: of ``deepspeed.initialize``, which passes itself."""
+
+    saved_form = staticmethod(flat_form)
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class DeepSpeedZeroOptimizer(FlatOptimizer):
                     "allgather_bucket_size": allgather_bucket_size,
                     "overlap_comm": bool(overlap_comm),
                     "reduce_scatter": bool(reduce_scatter),
+                    "offload_optimizer": section_values(offload_optimizer_config),
                 },
                 "prescale_gradients": True,  # by 1: gradients are divided after their sum
             }

@@ -1,5 +1,6 @@
 """Import path that existing scripts use."""
 
+from deepspeed import comm as dist  # noqa: F401  (tests of clients replace functions of both by this path)
 from deepspeed.checkpoint.write.engine_states import parallel_metadata as _checkpoint_parallel_metadata  # noqa: F401
 from deepspeed.engine.engine import (  # noqa: F401
     DeepSpeedEngine,
@@ -7,3 +8,4 @@ from deepspeed.engine.engine import (  # noqa: F401
     DeepSpeedSchedulerCallable,
 )
 from deepspeed.engine.training_data import ROUTE_EVAL, ROUTE_PREDICT, ROUTE_TRAIN  # noqa: F401
+from deepspeed.utils import groups  # noqa: F401

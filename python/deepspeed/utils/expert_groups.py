@@ -57,7 +57,7 @@ def _create_expert_and_data_parallel(
     use_data_before_expert_parallel_: holders of the same experts are neighbours.
     """
     if folding_spec is not None:
-        raise NotImplementedError("folding_spec belongs to AutoEP, which is not built yet; leave it out")
+        raise NotImplementedError("folding_spec belongs to AutoEP on tensor-parallel ranks, not built; leave it out")
     if mp_mode not in ("tp", "sp"):
         raise ValueError(f"mp_mode is 'tp' or 'sp', not {mp_mode!r}")
     tensor_size = 1 if mp_size is None or mp_mode == "sp" else mp_size

@@ -38,6 +38,7 @@ mesh_device = None
 _DEVICE_MESH_SPLIT_UNSUPPORTED = "No backend for the parent process group or its backend does not support splitting"
 
 _DATA, _TENSOR, _SEQUENCE, _SEQUENCE_DATA = "data-parallel", "tensor-parallel", "sequence-parallel", "sequence-data"
+_SEQUENCE_PEERS = "sequence peers"
 _ZERO_PARAM = "ZeRO secondary partition"
 
 _tensor_rank = None
@@ -181,11 +182,19 @@ def _create_sequence_parallel(sequence_parallel_size):
     """Makes groups of ``sequence_parallel_size`` neighbours that split sequences, once.
 
     Returns this rank's group. Ranks at the same place of different groups see different data: they are the
-    data-parallel groups, unless tensor parallelism or an mpu has made others.
+    data-parallel groups, unless tensor parallelism or an mpu has made others. ValueError where a job that shares
+    sequences among another number of ranks has made its groups.
     """
+    if views.known(_SEQUENCE) and views.get(_SEQUENCE).size != sequence_parallel_size:
+        raise ValueError(
+            f"sequence_parallel_size is {sequence_parallel_size}, but this job has made groups of "
+            f"{views.get(_SEQUENCE).size} ranks that share sequences. One job has one size; "
+            "deepspeed.utils.groups.clear() forgets the groups"
+        )
     grid = views.grid(("dp", 0, ""), ("sp", sequence_parallel_size, "sequence_parallel_size"))
     views.make(_SEQUENCE_DATA, grid.list(["dp", "sp"], dist.get_rank()))
-    views.make(_DATA, grid.list(["dp"], dist.get_rank()))
+    for name in (_DATA, _SEQUENCE_PEERS):  # the first may be there: of tensor parallelism
+        views.make(name, grid.list(["dp"], dist.get_rank()))
     return views.make(_SEQUENCE, grid.list(["sp"], dist.get_rank())).group
 
 
@@ -193,7 +202,7 @@ def _use_mesh(mesh):
     """Takes data- and sequence-parallel groups from a torch ``DeviceMesh`` with those dimensions."""
     global mesh_device
     mesh_device = mesh
-    shape = dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
+    shape = {name: mesh.size(index) for index, name in enumerate(mesh.mesh_dim_names)}
     if set(shape) != {"data_parallel", "sequence_parallel"}:
         raise ValueError(f"the mesh has the dimensions {list(shape)}; 'data_parallel', 'sequence_parallel' are needed")
     if mesh.mesh_dim_names[0] != "data_parallel":

@@ -291,8 +291,8 @@ def _local(param, link, kind):
     parts = [_widened(view).reshape(-1) for _, _, view in pieces]
     own = sum(part.numel() for part in parts)
     if padded is not None and own < padded:
-        shard = param.ds_handle.shard
-        parts.append(torch.zeros(padded - own, dtype=torch.float32, device=parts[0].device if parts else shard.device))
+        device = parts[0].device if parts else param.ds_handle.device
+        parts.append(torch.zeros(padded - own, dtype=torch.float32, device=device))
     return torch.cat(parts)  # a copy, of one part too
 
 
@@ -308,7 +308,5 @@ def _set_local(param, link, kind, value):
     given = 0 if value is None else value.numel()
     if given not in (expected, own):
         raise ValueError(f"{_called(param)}: this rank's part has {expected} elements, the value {given}")
-    flat, begin = None if value is None else value.detach().reshape(-1), 0
-    for _, numel, view in pieces:
-        view.copy_(flat[begin : begin + numel].reshape(view.shape))
-        begin += numel
+    if pieces:
+        link.set_pieces(kind, value.detach().reshape(-1))

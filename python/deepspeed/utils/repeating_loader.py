@@ -11,6 +11,15 @@ class RepeatingLoader:
         self.loader = loader
         self.data_iter = iter(self.loader)
 
+    def state_dict(self):
+        """The position of the wrapped loader, None for one that tells none."""
+        return self.loader.state_dict() if hasattr(self.loader, "state_dict") else None
+
+    def load_state_dict(self, state):
+        """Goes on from there."""
+        self.loader.load_state_dict(state)
+        self.data_iter = iter(self.loader)
+
     def __iter__(self):
         return self
 

@@ -55,7 +55,11 @@ class tensor_fragment:
 
     def update_hp(self):
         """The fp32 piece takes the 16-bit values."""
-        self.hp_fragment.data.copy_(self.lp_fragment.data)
+        self.put_hp_fragment(self.lp_fragment.data)
+
+    def put_hp_fragment(self, value):
+        """The fp32 piece takes ``value``."""
+        self.hp_fragment.data.copy_(value.reshape(self.hp_fragment.shape))
 
     def update_lp(self):
         """The 16-bit piece takes the fp32 values."""

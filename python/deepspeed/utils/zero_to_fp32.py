@@ -17,6 +17,7 @@ import re
 import torch
 
 from deepspeed.formats.lazy_tensor import LazyTensor
+from deepspeed.formats.swapped_tensors import with_swapped
 from deepspeed.formats.torch_archive import load
 from deepspeed.formats.weight_files import StoredWeight, write_weight_files
 
@@ -94,8 +95,7 @@ def get_model_state_file(checkpoint_dir, zero_stage):
         raise FileNotFoundError(f"Directory '{checkpoint_dir}' doesn't exist")
     if zero_stage not in (0, 1, 2, 3):
         raise ValueError(f"zero_stage = {zero_stage!r}: it is 0, 1, 2 or 3")
-    name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if zero_stage == 3 else "mp_rank_00_model_states.pt"
-    path = os.path.join(checkpoint_dir, name)
+    path = os.path.join(checkpoint_dir, f"{'zero_pp_rank_0_' if zero_stage == 3 else ''}mp_rank_00_model_states.pt")
     if not os.path.exists(path):
         raise FileNotFoundError(f"can't find model states file at '{path}'")
     return path
@@ -154,14 +154,14 @@ def parse_model_states(files):
 
 
 def _parse_optim_files(files, ds_checkpoint_dir):
-    """(stage, ranks, for each rank its flat LazyTensors)."""
+    """(stage, ranks, for each rank its flat LazyTensors, for each rank what it has by name)."""
     parts = []
     for path in files:
         state = load(path, lazy=True)
         part = state.get("optimizer_state_dict") if isinstance(state, dict) else None
         if not isinstance(part, dict) or "zero_stage" not in part:
             raise ValueError(f"{path} is not a zero checkpoint: it has no key zero_stage")
-        parts.append(part)
+        parts.append(with_swapped(path, state, load))
     stage, ranks = int(parts[0]["zero_stage"]), parts[0]["partition_count"]
     ranks = max(ranks) if isinstance(ranks, (list, tuple)) else ranks
     if ranks != len(files):
@@ -176,13 +176,13 @@ def _parse_optim_files(files, ds_checkpoint_dir):
     for path, part in zip(files, parts):
         if key not in part:
             raise ValueError(f"{path} has no key {key}, which a checkpoint of stage {stage} has")
-    return stage, ranks, [list(part[key]) for part in parts]
+    return stage, ranks, [list(part[key]) for part in parts], [part.get("own_params") for part in parts]
 
 
 def parse_optim_states(files, ds_checkpoint_dir):
     """(ZeRO stage, number of ranks, for each rank the list of its flat fp32 tensors). ValueError for other files, or
     when there are not as many as ranks."""
-    stage, ranks, flats = _parse_optim_files(files, ds_checkpoint_dir)
+    stage, ranks, flats, _ = _parse_optim_files(files, ds_checkpoint_dir)
     return stage, ranks, [[_real(flat) for flat in rank] for rank in flats]
 
 
@@ -276,6 +276,26 @@ def _sliced_weights(param_shapes, ranks, flats):
     return found
 
 
+def _named_weights(parts):
+    """Parameters that only some ranks train, experts: every rank has pieces of its own, by name and first element."""
+    found, shapes, strides, weights = {}, {}, {}, {}
+    for part in parts:
+        for name, pieces in (part["tensors"].get("fp32") or {}).items() if part else ():
+            shapes[name] = torch.Size(part["parameters"][name]["shape"])
+            found.setdefault(name, {}).update({begin: tensor for begin, tensor in pieces})
+        strides.update(part["strides"] if part else {})
+    for name, pieces in found.items():
+        runs = [(pieces[begin], 0, pieces[begin].numel()) for begin in sorted(pieces)]
+        held = sum(numel for _, _, numel in runs)
+        if held != shapes[name].numel():
+            raise ValueError(f"the files have {held} of the {shapes[name].numel()} elements of parameter '{name}'")
+        if name in strides:  # pieces in the order of memory
+            flat = torch.cat([tensor.read() for tensor, _, _ in runs])
+            runs = [(flat.as_strided(shapes[name], strides[name]), 0, held)]
+        weights[name] = StoredWeight(runs, shapes[name], torch.float32)
+    return weights
+
+
 def _weights(checkpoint_dir, tag, exclude_frozen_parameters):
     """{name: StoredWeight} of a checkpoint, tied names with the same object."""
     folder = _tag_folder(checkpoint_dir, tag)
@@ -287,9 +307,46 @@ def _weights(checkpoint_dir, tag, exclude_frozen_parameters):
             f"{error}: it is no ZeRO checkpoint (no optimizer file says its zero_stage). Saved without ZeRO, the "
             "weights are whole under the key 'module' of mp_rank_00_model_states.pt"
         ) from error
-    stage, ranks, flats = _parse_optim_files(optim_files, folder)
+    files = get_model_state_files(folder)
+    experts = [path for path in files if "expert_" in os.path.basename(path)]
+    files = [path for path in files if path not in experts]
+    found = {}
+    stages = zip(_by_stage(optim_files), _by_stage(files)) if _is_pipeline(files[0]) else [(optim_files, files)]
+    for of_stage in stages:
+        for name, weight in _weights_of(folder, *of_stage, experts, exclude_frozen_parameters).items():
+            found.setdefault(name, weight)
+    return found
+
+
+def _is_pipeline(path):
+    """Whether its model file says that stages of a pipeline, whose layers are no slices, have saved."""
+    state = load(path, lazy=True)
+    whole = (state.get("checkpoint_parallel_dimensions") or {}).get("tp_degree", 1) == 1
+    return whole and "layers" in (state.get("params_by_rank") or {})
+
+
+def _by_stage(paths):
+    """Lists of the files of each stage."""
+    found = {}
+    for path in paths:
+        found.setdefault(int(re.search(r"mp_rank_(\d+)_", os.path.basename(path))[1]), []).append(path)
+    return [found[rank] for rank in sorted(found)]
+
+
+def _layer_files(folder, model_file):
+    """name -> LazyTensor of what the files of a stage's layers have."""
+    layers = (load(model_file, lazy=True).get("params_by_rank") or {}).get("layers") or {}
+    return {
+        f"{path}.{name}": value
+        for layer, path in layers.items()
+        for name, value in load(os.path.join(folder, f"layer_{layer:02d}-model_states.pt"), lazy=True).items()
+    }
+
+
+def _weights_of(folder, optim_files, files, experts, exclude_frozen_parameters):
+    """As ``_weights``, of one stage."""
+    stage, ranks, flats, named = _parse_optim_files(optim_files, folder)
     print(f"Detected checkpoint of type zero stage {stage}, world_size: {ranks}")
-    files = [path for path in get_model_state_files(folder) if "expert_" not in os.path.basename(path)]
     if stage == 3:
         _raise_if_autoep_zero3_partitioned_checkpoint(files)
         if len(files) != ranks:
@@ -301,8 +358,13 @@ def _weights(checkpoint_dir, tag, exclude_frozen_parameters):
     if not exclude_frozen_parameters:
         found.update(_frozen(states, stage))
     merge = _sliced_weights if stage == 3 else _flat_weights
-    trained = merge(first.param_shapes, ranks, flats)
+    trained = {**merge(first.param_shapes, ranks, flats), **_named_weights(named)}
     found.update(trained)
+    buffers = set(load(files[0], lazy=True)["buffer_names"])
+    for state in [*(load(path, lazy=True) for path in experts), _layer_files(folder, files[0])]:
+        for name in state.keys() if not exclude_frozen_parameters else state.keys() & buffers:
+            if isinstance(state[name], LazyTensor):
+                found.setdefault(name, _fp32(state[name]))
     for alias, name in first.shared_params:
         if name in found:
             found[alias] = found[name]

@@ -26,7 +26,7 @@ class Audit:
         params = [param for group in engine.trained_groups for param in group]
         kinds = {kind for param in params for kind in (param.dtype, engine.kept_grad_dtype(param))}
         narrow = [8 * _NARROW[kind] for kind in kinds | {engine.communication_data_type} if kind in _NARROW]
-        ranks = _native._C.Communicator(engine.parallel.dp_group) if engine.dp_world_size > 1 else None
+        ranks = _native._C.Communicator(engine.parallel.dp_group) if engine.parallel.dp_world_size > 1 else None
         self.native = _native._C.Audit(
             engine.core,
             ranks,

@@ -3,6 +3,7 @@
 import torch
 
 from deepspeed import _native
+from deepspeed import comm as dist
 from deepspeed.comm import comms_log
 from deepspeed.comm.timeouts import default_timeout
 from deepspeed.comm.watch import group_facts
@@ -45,7 +46,10 @@ def build_core(
             form = (grad_forms or {}).get(id(param), 0)
             rule = ranks_of(param).rule if ranks_of(param) is not None else "dense"
             rows.append((param, name, index, order, counts, form, getattr(param, "ds_handle", None), rule))
-    groups.update(groups_of(row[0] for row in rows))
+    for param in others:
+        if ranks_of(param) is not None:
+            param.ds_handle.rule = ranks_of(param).rule
+    groups.update(groups_of([*(row[0] for row in rows), *others]))
     # One object for one group: what is logged is the communicator's. Ranks of one host that compute on its cores move
     # the bulk through its memory.
     on_cpu = all(_device(param).type == "cpu" for param in [*(row[0] for row in rows), *others])
@@ -68,6 +72,7 @@ def build_core(
         config=core_config({}) if config is None else config,
         threads=torch.get_num_threads(),
         grad_dtype=grad_dtype,
+        rank=dist.get_rank() if dist.is_initialized() else 0,
     )
     comms_log.watch(core, list(opened.values()))
     return core, [row[1] for row in rows]
@@ -80,9 +85,18 @@ def core_config(sections):
     return native
 
 
+def section_values(section):
+    """A section of the configuration, a dict or an object of it, as plain values; {} for None."""
+    if section is None:
+        return {}
+    values = section if isinstance(section, dict) else section.model_dump()
+    plain = {key: getattr(value, "value", value) for key, value in values.items() if value is not None}
+    return {key: value if isinstance(value, (bool, int, float, dict)) else str(value) for key, value in plain.items()}
+
+
 def _device(param):
-    """Where its memory is: that of a sharded parameter's slice, whatever its tensor says while it is released."""
-    return param.ds_handle.shard.device if hasattr(param, "ds_handle") else param.device
+    """Where it is computed with: of a sharded parameter, whatever its tensor says while it is released."""
+    return param.ds_handle.device if hasattr(param, "ds_handle") else param.device
 
 
 def _communicator(group, name, shared):

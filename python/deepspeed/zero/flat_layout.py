@@ -38,6 +38,13 @@ class FlatLayout:
         parts = self._cuts[group].in_pieces(pieces, numel)
         return None if parts is None else TensorOfPieces(numel, torch.float32, parts)
 
+    def source(self, group, core, kept, numel):
+        """The same of what rests in files, read when it is written down, on any number of ranks; ``kept``: kind and
+        slot. None for what does not. Every rank calls it."""
+        found = self._cuts[group].source(core, *kept, numel)
+        dtype = torch.float64 if found is not None and found.bytes > 4 * numel else torch.float32
+        return None if found is None else TensorOfPieces.of_source(numel, dtype, found)
+
     def slice_mapping(self, group):
         """Ordered dict: name -> ``fragment_address`` in this rank's partition, of the parameters that have a part."""
         return collections.OrderedDict(
@@ -60,7 +67,8 @@ class InnerStates:
         self.kinds = [[] for _ in optimizer.bit16_groups]
         self.scalars = [{} for _ in optimizer.bit16_groups]
         if stepping.fused is not None:
-            self.kinds = [list(optimizer.optimizer.slots_of(group)) for group in optimizer.optimizer.param_groups]
+            own, kept = optimizer.optimizer, optimizer.core.strategy_states()
+            self.kinds = [[*own.slots_of(group), *kept] for group in own.param_groups]
             return
         for master, (index, _, _) in zip(stepping.masters, optimizer.core.pieces(), strict=True):
             group = groups_of[index]

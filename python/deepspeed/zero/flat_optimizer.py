@@ -2,10 +2,12 @@
 
 from deepspeed.config.sections import ZeroStageEnum
 from deepspeed.log import log_dist
+from deepspeed.utils import groups
 from deepspeed.version import __version__
 from deepspeed.zero.flat_layout import FlatLayout, InnerStates, per_element
 from deepspeed.zero.fragments import put_fragments
-from deepspeed.zero.restore import SAVED_FORMS
+from deepspeed.zero.named_states import OWN_PARAMS, own_params
+from deepspeed.zero.param_ranks import ranks_of
 from deepspeed.zero.sharded_optimizer import ShardedOptimizer
 
 
@@ -13,7 +15,10 @@ class FlatOptimizer(ShardedOptimizer):
     """Stage 2 with ``partition_grads``, else stage 1. The base class tells of the other arguments.
 
     Saved states use the layout that other tools read, see ``zero.flat_layout``; ``elastic_checkpoint``: its old form.
+    ``saved_form(shards, shapes)`` makes a ``SavedState`` of them.
     """
+
+    saved_form = None
 
     def __init__(self, *args, partition_grads, elastic_checkpoint, **core_options):
         self.stage = 2 if partition_grads else 1
@@ -37,16 +42,22 @@ class FlatOptimizer(ShardedOptimizer):
         groups = range(len(self.bit16_groups))
         states, masters = {}, []
 
-        def take(group, pieces, numel):
+        def take(group, kind, numel):
+            kept = self._kept(kind) if in_pieces else None
+            found = layout.source(group, self.core, kept, numel) if kept is not None else None
+            if found is not None:
+                return found
+            pieces = self.own_tensors(kind)
             found = layout.in_pieces(group, pieces, numel) if in_pieces else None
             return found if found is not None else layout.partition(group, pieces)[:numel]
 
         for group in groups:
-            first, count = layout.firsts[group], len(self.bit16_groups[group])
-            states[group] = inner.of_group(group, steps[first : first + count])
+            in_row = [ranks_of(param) is None for param in self.bit16_groups[group]]
+            first = layout.firsts[group]
+            states[group] = inner.of_group(group, [step for step, row in zip(steps[first:], in_row) if row])
             for kind in inner.kinds[group]:
-                states[group][kind] = take(group, self.own_tensors(kind), layout.sizes[group])
-            masters.append(take(group, self.core.masters(), layout.owned[group]))
+                states[group][kind] = take(group, kind, layout.sizes[group])
+            masters.append(take(group, "fp32", layout.owned[group]))
         state = self._common_state()
         state.update(
             {
@@ -60,7 +71,8 @@ class FlatOptimizer(ShardedOptimizer):
                 "param_slice_mappings": [layout.slice_mapping(group) for group in groups],
             }
         )
-        return state
+        own = own_params(self.stepping, self.bit16_groups, in_pieces=in_pieces)
+        return state if own is None else {**state, OWN_PARAMS: own}
 
     def _inner_state_dict(self, states):
         groups = [{**args, "params": [index]} for index, args in enumerate(self._group_args())]
@@ -91,7 +103,7 @@ class FlatOptimizer(ShardedOptimizer):
         groups or sizes do not fit.
         """
         saved = list(state_dict_list) if isinstance(state_dict_list, (list, tuple)) else [state_dict_list]
-        saved = SAVED_FORMS.get("flat")(saved, param_shapes or self._shapes())
+        saved = self.saved_form(saved, param_shapes or self._shapes())
         self._restore(saved, load_optimizer_states, load_from_fp32_weights)
 
     def get_bit16_param_group(self, group_no):
@@ -115,6 +127,14 @@ class FlatOptimizer(ShardedOptimizer):
     def get_param_id(self, param):
         """The number of ``param`` among the optimizer's parameters, end to end over its groups."""
         return param._ds_link.index
+
+    def is_moe_group(self, group):
+        """Whether a group is one of experts' parameters (``deepspeed.moe.utils`` marks them)."""
+        return group.get("moe", False)
+
+    def get_ep_ranks(self, rank=0, group_name=None):
+        """The ranks that hold the same experts as this one, of layers whose groups are called ``group_name``."""
+        return groups._get_expert_data_parallel_group_ranks(group_name)
 
     def print_rank_0(self, message):
         """Logs ``message`` on rank 0."""

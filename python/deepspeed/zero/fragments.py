@@ -7,13 +7,25 @@ from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 
 @dataclasses.dataclass
 class EngineFragment(tensor_fragment):
-    """A ``tensor_fragment`` whose fp32 piece, states and gradient are views of the native core's buffers.
+    """A ``tensor_fragment`` whose fp32 piece, states and gradient are views of the native core's buffers, or copies of
+    what lies in files, where ``get_hp_fragment`` and the like read and ``put_optim_state_fragment`` writes.
 
     ``link``: the parameter's ``ParamLink``. ``hp_fragment_address.start`` counts in the flat fp32 buffer in which the
     fragment lies.
     """
 
     link: object = None
+
+    @property
+    def hp_fragment(self):
+        return self._state("fp32").detach().reshape(-1) if self._hp.is_meta else self._hp
+
+    @hp_fragment.setter
+    def hp_fragment(self, value):
+        self._hp = value
+
+    def put_hp_fragment(self, value):
+        self.link.set_pieces("fp32", value.reshape(-1))
 
     def _state(self, key):
         found = [view for _, _, view in self.link.pieces(key)]
@@ -37,7 +49,7 @@ class EngineFragment(tensor_fragment):
         if view is None:
             known = self.link.owner.state_names()
             raise ValueError(f"the optimizer has no state {key!r}; it has {known}: another optimizer has saved")
-        view.copy_(value.reshape(view.shape))
+        self.link.set_pieces(key, value.reshape(-1))
 
     def get_lp_grad_fragment(self, index_in_param_group):
         """The reduced gradient of the fragment, or None; times the loss scale."""

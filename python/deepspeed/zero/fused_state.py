@@ -41,7 +41,8 @@ class FusedState:
         self._install()
 
     def _views(self):
-        names, steps = self.core.slot_names(), self.core.steps()
+        kept = set(self.core.strategy_states())  # they are the engine's, not the optimizer's
+        names, steps = [name for name in self.core.slot_names() if name not in kept], self.core.steps()
         slots = [self.core.slots(number) for number in range(len(names))]
         for place, (param, (index, _, _)) in enumerate(zip(self.params, self.core.pieces())):
             own = {name: slot[place] for name, slot in zip(names, slots) if slot[place] is not None}
@@ -68,24 +69,43 @@ class FusedState:
         if inputs is None:
             self.run_step()
             return
-        optimizer = self.optimizer
-        inputs.groups = [(optimizer.rule_of(group), optimizer.rule_args(group)) for group in optimizer.param_groups]
+        inputs.groups = self._groups()
         self._report = self.core.step(inputs)
+
+    def _groups(self):
+        optimizer = self.optimizer
+        return [(optimizer.rule_of(group), optimizer.rule_args(group)) for group in optimizer.param_groups]
+
+    def expect(self, inputs):
+        """Tells the core what the step after the next backward will be told, as far as is known."""
+        inputs.groups = self._groups()
+        self.core.expect_step(inputs)
+
+    def read(self, place, state):
+        """``state``, of parameter number ``place``, with copies of what lies in files and has no memory."""
+        slots = {name: number for number, name in enumerate(self.core.slot_names())}
+        return {
+            name: self.core.piece_tensor("slot", slots[name], place) if name in slots and value.is_meta else value
+            for name, value in state.items()
+        }
 
     def adopt(self):
         """Takes what ``load_state_dict`` put into ``optimizer.state`` into the flat buffers."""
-        for param, views in self._views():
+        slots = {name: number for number, name in enumerate(self.core.slot_names())}
+        for place, (param, views) in enumerate(self._views()):
             loaded = self.optimizer.state.get(param, {})
             for name, view in views.items():
-                if name not in loaded:
-                    view.zero_()
-                elif name == "step":
-                    view.fill_(float(loaded[name]))
-                elif loaded[name].numel() != view.numel():
+                if name in loaded and name != "step" and loaded[name].numel() != view.numel():
                     raise ValueError(
                         f"optimizer state '{name}' has shape {tuple(loaded[name].shape)} where the parameter has "
                         f"{tuple(view.shape)}: the checkpoint is of another model or of other parameter groups"
                     )
-                else:
-                    view.copy_(loaded[name].reshape(view.shape))
+                if name == "step":
+                    view.fill_(float(loaded.get(name, 0)))
+                    continue
+                with self.core.piece("slot", slots[name], place, "write") as own:
+                    if name in loaded:
+                        own.copy_(loaded[name].reshape(view.shape))
+                    else:
+                        own.zero_()
             self.optimizer.state[param] = views

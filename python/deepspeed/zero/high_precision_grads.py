@@ -45,10 +45,11 @@ class HighPrecisionGrads:
         if self.partition_count[0] == 1:
             # One rank: its gradients are the reduced ones, which .grad would replace.
             used = self.core.used()
-            for (index, _, _), grad in zip(self.core.pieces(), self.core.grads(), strict=True):
+            for number, (index, _, _) in enumerate(self.core.pieces()):
                 param = self._params[index]
                 if param.grad is not None and used[index]:
-                    grad.add_(param.grad)
+                    with self.core.piece("grad", 0, number, "update") as grad:
+                        grad.add_(param.grad.reshape(grad.shape))
                     param.grad = None
         self.core.adopt_grads()
         for param, grad in others.items():

@@ -4,12 +4,17 @@ import enum
 import functools
 import os
 import threading
+import weakref
 
 import torch
 
+from deepspeed import _native
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.mesh_views import EngineRanks
 from deepspeed.config.getters import resolved_sections
+from deepspeed.config.read import read
+from deepspeed.config.sections import OffloadDeviceEnum
 from deepspeed.log import logger
 from deepspeed.zero import sharded_parameter as sharding
 from deepspeed.zero.gathered import GatheredParameters
@@ -99,9 +104,10 @@ class Init(InsertPostInitMethodToModuleSubClasses):
     the configuration says, as they are made where it asks for neither, and fp16 without a configuration. A ``module``
     that is passed keeps its dtype unless ``dtype`` or the configuration says otherwise. Parameters made on the meta
     device (inside ``torch.device("meta")``, or with ``device="meta"``) become zeros on this rank's device, with a
-    warning: values are to be loaded, or set inside ``GatheredParameters``. ``remote_device`` "cpu": slices rest in host
-    memory ("nvme" is not supported yet). ``config_dict_or_path`` (``config``): the configuration that the model will be
-    trained with.
+    warning: values are to be loaded, or set inside ``GatheredParameters``. ``remote_device`` "cpu" or "nvme": slices go
+    there as they are made, to host memory (page-locked with ``pin_memory``) or to a file below
+    ``offload_param.nvme_path``; None: where ``offload_param`` of the configuration says, "none": nowhere.
+    ``config_dict_or_path`` (``config``): the configuration that the model will be trained with.
     ``enabled=False`` does nothing. ``mpu``: its data-parallel group is used. Contexts may be nested; the innermost
     counts. ``tensor_overrides``: which of dtype and device the context decides; default both. Parameters are gathered
     again inside ``GatheredParameters`` or when an engine runs the model.
@@ -144,10 +150,12 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         ):
             if value:
                 raise NotImplementedError(f"zero.Init: {name} is not supported yet; leave it out")
-        if remote_device not in (None, "none", "cpu"):
-            raise NotImplementedError(
-                f"zero.Init: remote_device {remote_device!r} is not supported yet; use None or 'cpu'"
-            )
+        try:
+            remote = None if remote_device is None else OffloadDeviceEnum(remote_device)
+        except ValueError:
+            raise ValueError(
+                f"zero.Init: remote_device is None, 'none', 'cpu' or 'nvme', not {remote_device!r}"
+            ) from None
         overrides = set(tensor_overrides or ())
         if DeepSpeedTensorOverride.dtype not in overrides:
             self.dtype = None
@@ -155,7 +163,10 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         # Models are built before the "auto" blanks of the configuration are filled in: only this section is read.
         zero = None if found is None else resolved_sections(found, ["zero_optimization"])["zero_optimization"]
         self.override_module_apply = zero is None or zero["override_module_apply"]
-        self.remote_device = remote_device
+        if remote is None:
+            remote = _offload_device(zero)
+            pin_memory = pin_memory or (remote is not None and zero["offload_param"]["pin_memory"])
+        self.remote_device = remote_device if remote_device is not None else remote
         self.pin_memory = pin_memory
         # Before anything is created: what the group and the parameters need of memory belongs on this rank's device.
         local_rank = os.environ.get("LOCAL_RANK")
@@ -164,7 +175,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         if not dist.is_initialized():
             dist.init_distributed()
         if mpu is not None and data_parallel_group is None:
-            data_parallel_group = mpu.get_data_parallel_group()
+            data_parallel_group = EngineRanks(mpu).dp_group
         if sequence_data_parallel_group is not None:
             data_parallel_group = sequence_data_parallel_group
         self.access = sharding.ShardAccess.of_group(data_parallel_group)
@@ -172,6 +183,13 @@ class Init(InsertPostInitMethodToModuleSubClasses):
         if problem:
             raise RuntimeError(problem)
         self.local_device = torch.device(get_accelerator().current_device_name())
+        self._remote = None
+        if remote in (OffloadDeviceEnum.cpu, OffloadDeviceEnum.nvme):
+            native = read(getattr(found, "_param_dict", found) or {}, strict=False, sections_only=True)
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            self._agree(_error_of(self._open_remote, native, self.local_device, remote.value, bool(pin_memory), rank))
+            # Files of slices that get no engine; at the end of the process.
+            weakref.finalize(Init, self._remote.exit_guard())
         if module is not None:
             for sub in module.modules():
                 follow_initializers(type(sub))
@@ -179,12 +197,35 @@ class Init(InsertPostInitMethodToModuleSubClasses):
                     self._leave_meta(sub)
                     follow_loading(sub)
             self._convert(module.named_parameters(recurse=True))
-            self._tell_of_zeros()
+            self._ended()
 
     def __exit__(self, exc_type, exc_value, traceback):
         super().__exit__(exc_type, exc_value, traceback)
         if self.enabled and exc_type is None:
-            self._tell_of_zeros()
+            self._ended()
+
+    def _ended(self):
+        self._tell_of_zeros()
+        if self._remote is not None:
+            self._agree(_error_of(self._remote.settle))
+
+    def _open_remote(self, *args):
+        self._remote = _native._C.RemoteSlices(*args)
+
+    def _agree(self, error):
+        """What one rank alone cannot put where ``remote_device`` says is an error of all: they wait for each other at
+        the next parameter. Every rank calls it."""
+        group = self.access.copies
+        if self.access.world > 1:
+            failed = torch.tensor([int(error is not None)], device=self.local_device)
+            dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
+            if failed.item():
+                told = [None] * dist.get_world_size(group)
+                dist.all_gather_object(told, None if error is None else str(error), group=group)
+                rank, text = next((rank, text) for rank, text in enumerate(told) if text is not None)
+                error = error or RuntimeError(f"zero.Init: data-parallel rank {rank} could not go on: {text}")
+        if error is not None:
+            raise error
 
     def get_partition_dp_group(self, param):
         return param.ds_process_group
@@ -236,6 +277,7 @@ class Init(InsertPostInitMethodToModuleSubClasses):
 
     @torch.no_grad()
     def _convert(self, named, owner=None):
+        taken, error = False, None
         for name, param in named:
             if sharding.is_sharded(param):
                 continue
@@ -247,6 +289,27 @@ class Init(InsertPostInitMethodToModuleSubClasses):
             sharding.shard(param, self.access, f"{owner}.{name}" if owner else name)
             self.access.gatherer.acquire([param.ds_handle])
             self.access.gatherer.release([param.ds_handle])
+            taken = self._remote is not None
+            if taken and error is None:
+                error = _error_of(self._remote.take, param.ds_handle)
+        if taken:
+            self._agree(error)
+
+
+def _error_of(work, *args):
+    """What ``work(*args)`` raises, or None."""
+    try:
+        work(*args)
+    except Exception as error:
+        return error
+    return None
+
+
+def _offload_device(zero):
+    """Where ``offload_param`` of a resolved section says that parameters rest, or None."""
+    section = zero["offload_param"] if zero is not None and zero["stage"] == 3 else None
+    device = OffloadDeviceEnum(section["device"]) if section is not None else OffloadDeviceEnum.none
+    return None if device == OffloadDeviceEnum.none else device
 
 
 def _dtype_of(config):

@@ -6,7 +6,7 @@ are views of the core's flat buffers.
 
 import torch
 
-from deepspeed.zero.restore import SAVED_FORMS, Restore
+from deepspeed.zero.restore import Restore
 from deepspeed.zero.wrapped_optimizer import WrappedOptimizer
 
 
@@ -14,8 +14,11 @@ class MasterOptimizer(WrappedOptimizer):
     """Wraps ``init_optimizer``, whose parameter groups keep their identity: schedulers made for them stay valid.
 
     ``engine`` owns the core; without one the optimizer makes a core of its own for one process. ``clip_grad`` is the
-    maximum 2-norm of the gradients, 0 for none. Saved states have the parameters of a group in one flat tensor.
+    maximum 2-norm of the gradients, 0 for none. Saved states have the parameters of a group in one flat tensor;
+    ``saved_form(state, names, shapes)`` makes a ``SavedState`` of them.
     """
+
+    saved_form = None
 
     flat = True
 
@@ -85,7 +88,7 @@ class MasterOptimizer(WrappedOptimizer):
         names = [[next(called) for _ in group] for group in self.fp16_groups]
         params = [param for group in self.fp16_groups for param in group]
         shapes = {name: param.shape for name, param in zip(self.stepping.names, params)}
-        saved = SAVED_FORMS.get("plain")(state_dict, names, shapes)
+        saved = self.saved_form(state_dict, names, shapes)
         restore = Restore(self.stepping, params, saved)
         restore.masters()
         if load_optimizer_states:

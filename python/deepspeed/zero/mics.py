@@ -5,7 +5,7 @@ Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public C
 """
 
 from deepspeed import comm as dist
-from deepspeed.comm.mesh_views import adopted, cut_for_mics
+from deepspeed.comm.mesh_views import EngineRanks, adopted, cut_for_mics
 from deepspeed.config.getters import resolved_sections
 from deepspeed.zero.init_context import Init
 
@@ -36,7 +36,7 @@ class MiCS_Init(Init):
             if size < 1:
                 raise ValueError("MiCS_Init needs zero_optimization.mics_shard_size above 0 in its configuration")
             group = sequence_data_parallel_group or data_parallel_group
-            group = group or (mpu.get_data_parallel_group() if mpu is not None else None)
+            group = group or (EngineRanks(mpu).dp_group if mpu is not None else None)
             data_parallel_group = cut_for_mics(adopted(group or dist.get_world_group()), size)
         super().__init__(
             module=module,

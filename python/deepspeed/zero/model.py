@@ -7,7 +7,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.zero import sharded_parameter as sharding
 from deepspeed.zero.loading import follow_loading
-from deepspeed.zero.param_ranks import ranks_of
+from deepspeed.zero.param_ranks import broadcast_own_buffers, ranks_of
 
 
 class ModelAccess:
@@ -67,12 +67,10 @@ def shard_model(module, parallel, group):
     source = parallel.source_rank()
     spread = parallel.dp_world_size > 1
     if spread:
-        for buffer in module.buffers():
+        for buffer in broadcast_own_buffers(module):
             dist.broadcast(buffer.data, source, group=parallel.dp_group)
     for name, param in module.named_parameters():
         access = made.of(param)
-        if access is not made.access and not param.requires_grad:
-            raise ValueError(f"parameter '{name}' has ranks of its own (ds_ranks): stage 3 wants it trained, too")
         if sharding.is_sharded(param):
             if param.ds_world_size != access.world:
                 raise ValueError(
@@ -97,7 +95,7 @@ def shard_model(module, parallel, group):
 
 def cast_sharded(param, dtype):
     """The slice in another dtype; nothing to do where it has it."""
-    if param.ds_handle.shard.is_floating_point() and param.ds_handle.shard.dtype != dtype:
+    if param.ds_handle.dtype.is_floating_point and param.ds_handle.dtype != dtype:
         param.ds_handle.cast(dtype)
 
 

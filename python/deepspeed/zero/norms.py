@@ -14,9 +14,9 @@ def is_model_parallel_parameter(p):
     return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
 
 
-def is_moe_param(p):
+def is_moe_param(param):
     """Whether the parameter is an expert's, which its data-parallel ranks do not share (``allreduce = False``)."""
-    return hasattr(p, "allreduce") and not p.allreduce
+    return hasattr(param, "allreduce") and not param.allreduce
 
 
 def _listed(parameters):

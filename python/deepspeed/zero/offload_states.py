@@ -1,9 +1,9 @@
-"""Moves what training keeps on an accelerator to the host and back, while nobody needs it there.
+"""Moves what training keeps on an accelerator to the host, or to files, and back, while nobody needs it there.
 
-The memory behind a tensor is a plane of a native ``ShardStorage`` (csrc/storage/shard_storage.h) while it is away: the
-tensor stays, and all views of it, those of the native core included, are valid again after ``reload``. Between the two
-nothing may read them; ``need`` says who is stopped by what. On a CPU accelerator all states are on the host already and
-stay where they are.
+The core's buffers are planes of its ``ShardStorage`` (csrc/storage/shard_storage.h), which go to another placement;
+memory behind other tensors is made a plane while it is away. Tensors stay, and all views of them, those of the native
+core included, are valid again after ``reload``. Between the two nothing may read them; ``need`` says who is stopped by
+what. On a CPU accelerator all states are on the host already and stay where they are, unless they go to files.
 """
 
 import torch
@@ -30,89 +30,114 @@ def chosen_kinds(include):
         raise ValueError(f"offload_states: {error}; include= takes {names}") from None
 
 
-def check_device(device):
-    """Raises ValueError for a device that states cannot go to."""
+def check_device(device, folder=None):
+    """Raises ValueError for a device that states cannot go to. ``folder``: where files may be made, or None."""
     try:
         device = OffloadDeviceEnum(device)
     except ValueError:
-        raise ValueError(f"offload_states: device= is OffloadDeviceEnum.cpu, not {device!r}") from None
-    if device == OffloadDeviceEnum.nvme:
+        raise ValueError(f"offload_states: device= is OffloadDeviceEnum.cpu or nvme, not {device!r}") from None
+    if device == OffloadDeviceEnum.nvme and folder is None:
         raise ValueError(
-            "offload_states: device=nvme is not possible, states can only wait in host memory (device=cpu). To train "
-            "with states on NVMe use zero_optimization.offload_optimizer in the configuration."
+            "offload_states: device=nvme is not possible without a folder for the files: name one in "
+            "zero_optimization.offload_optimizer.nvme_path"
         )
     return device
 
 
 class OffloadedStates:
-    """What is away. ``tensors_of`` maps a kind to a function that lists the tensors whose memory is of that kind.
+    """What is away.
 
-    ``even_on_host``: move host memory as well (for tests).
+    ``storage``: the engine's. ``planes_of`` maps a kind to a function that lists the numbers of its planes,
+    ``tensors_of`` to one that lists the tensors whose memory is of that kind, those of the planes and others; the
+    others are made planes while they are away. ``folder``: for files, or None. ``even_on_host``: move host memory to
+    the host as well (for tests).
     """
 
-    def __init__(self, tensors_of, even_on_host=False):
+    def __init__(self, storage, planes_of, tensors_of, folder=None, trim=lambda: None, even_on_host=False):
+        self.storage = storage
+        self.planes_of = planes_of
         self.tensors_of = tensors_of
+        self.folder = folder
+        self.trim = trim
         self.even_on_host = even_on_host
-        self.away = {}  # kind -> its planes
-        self._storage = None  # of the device that they come from
+        self.away = {}  # kind -> [(plane, bytes, where it was, whether it was made for this)]
+        self._in_files = False
         self._listed = {}  # tensors of every kind while something is away: no view can be made of what is not there
 
     def offload(self, include=None, device=OffloadDeviceEnum.cpu, pin_memory=True, non_blocking=False):
-        """Copies the memory of the chosen kinds to the host and gives it back to the accelerator.
+        """Copies the memory of the chosen kinds there and gives it back to the accelerator.
 
         ``non_blocking``: the copies are queued together and awaited once at the end. When the call returns, the
         accelerator's memory is free. What is away already stays so.
         """
         kinds = chosen_kinds(include)
-        if check_device(device) == OffloadDeviceEnum.none:
+        device = check_device(device, self.folder)
+        if device == OffloadDeviceEnum.none:
             return
+        to_files = device == OffloadDeviceEnum.nvme
         if not self.away:
             self._listed = {kind: list(self.tensors_of[kind]()) for kind in ALL}
-        leaving, taken = {}, set()
+        if OffloadStateTypeEnum.contiguous_grad_buffer in kinds:
+            self.trim()
+        leaving, taken = {}, {number for planes in self.away.values() for number, *_ in planes}
         for kind in ALL:
-            tensors = [t for t in self._listed[kind] if t.device.type != "cpu" or self.even_on_host]
+            tensors = [t for t in self._listed[kind] if t.device.type != "cpu" or self.even_on_host or to_files]
             if kind in kinds and kind not in self.away and tensors:
-                leaving[kind] = self._adopt(kind, tensors, taken)
+                leaving[kind] = self._leaving(kind, [t for t in tensors if not t.is_meta], taken, to_files)
+        leaving = {kind: planes for kind, planes in leaving.items() if planes}
         if not leaving:
             log_dist("offload_states: these states are in host memory already; nothing moves.", ranks=[0])
             return
         get_accelerator().synchronize()  # the native core has streams of its own
+        numbers = [number for planes in leaving.values() for number, *_ in planes]
+        target = _C.Placement("file" if to_files else "host", pinned=pin_memory, folder=self.folder if to_files else "")
         try:
-            self._storage.move(sum(leaving.values(), []), "host", pin_memory, not non_blocking)
+            self.storage.move(numbers, target, not non_blocking)
         except Exception:
             self._forget(leaving)
             raise
         self.away.update(leaving)
-        usage = self._storage.usage()
+        self._in_files = to_files
+        usage = self.storage.usage()
         if usage["unpinned"]:
             log_dist(f"offload_states: {usage['unpinned']} bytes not pinned: {usage['unpinned_reason']}", ranks=[-1])
 
-    def _adopt(self, kind, tensors, taken):
-        # Memory that two kinds share goes with the first.
-        planes = []
-        self._storage = self._storage or _C.ShardStorage(tensors[0].device)
+    def _leaving(self, kind, tensors, taken, to_files):
+        """``[(plane, bytes, placement, made)]`` of what moves. Memory that two kinds share goes with the first."""
+        found, from_device = [], self.even_on_host or to_files or self.storage.device.type != "cpu"
+        for plane, size in self.planes_of[kind]():
+            place, addresses = self.storage.placement(plane), self.storage.addresses(plane)
+            moves = from_device if place.rest == "device" else to_files and place.rest == "host"
+            if size and moves and not taken.intersection([plane, *addresses]):
+                found.append((plane, size, place, False))
+            taken.update(addresses)
         for tensor in tensors:
             storage = storage_of(tensor)
             if storage.nbytes() and storage.data_ptr() not in taken:
                 taken.add(storage.data_ptr())
-                planes.append(self._storage.adopt(kind.name, tensor.detach()))
-        return planes
+                plane = self.storage.adopt(kind.name, tensor.detach())
+                found.append((plane, storage.nbytes(), self.storage.placement(plane), True))
+        return found
 
     def _forget(self, kinds):
-        for plane in sum(kinds.values(), []):
-            self._storage.remove(plane)
+        for plane in (number for planes in kinds.values() for number, _, _, made in planes if made):
+            self.storage.remove(plane)
         if not self.away:
-            self._storage, self._listed = None, {}
+            self._listed = {}
 
     def moved_bytes(self):
         """Bytes that are away."""
-        return self._storage.usage()["host"] if self.away else 0
+        return sum(size for planes in self.away.values() for _, size, _, _ in planes)
 
     def reload(self, non_blocking=False):
         """Everything that is away comes back to where it was."""
         if not self.away:
             return
-        self._storage.move(sum(self.away.values(), []), "device", False, not non_blocking)
+        left = sum(self.away.values(), [])
+        while left:
+            place = left[0][2]
+            self.storage.move([number for number, _, to, _ in left if to == place], place, not non_blocking)
+            left = [one for one in left if not one[2] == place]
         get_accelerator().synchronize()
         away, self.away = self.away, {}
         self._forget(away)
@@ -128,16 +153,16 @@ class OffloadedStates:
 
     def _is_away(self, kind):
         # Two kinds may share memory: masters of an fp32 model are its weights.
-        return any(t.numel() and not storage_of(t).nbytes() for t in self._tensors(kind))
+        return any(t.numel() and not t.is_meta and not storage_of(t).nbytes() for t in self._tensors(kind))
 
     def _tensors(self, kind):
         return self._listed[kind] if self.away else self.tensors_of[kind]()
 
     def devices(self, kind):
-        """Where the memory of a kind is now: a set of devices, empty where there is none."""
+        """Where the memory of a kind is now: a set of devices, empty where there is none. "meta": in files."""
         kind = OffloadStateTypeEnum(kind)
         if self._is_away(kind):
-            return {torch.device("cpu")}
+            return {torch.device("meta" if self._in_files else "cpu")}
         return {tensor.device for tensor in self._tensors(kind) if tensor.numel()}
 
 
@@ -147,8 +172,9 @@ def states_of(optimizer):
 
     def low_precision():
         engine = optimizer.engine
-        params = optimizer._params if engine is None else engine.module.parameters()
-        return [p.ds_handle.shard if hasattr(p, "ds_handle") else p.detach() for p in params]
+        params = optimizer._params if engine is None else list(engine.module.parameters())
+        slices = [p.ds_handle for p in params if hasattr(p, "ds_handle") and not p.ds_handle.offloaded]
+        return [h.shard for h in slices] + [p.detach() for p in params if not hasattr(p, "ds_handle")]
 
     def states():
         return [
@@ -158,15 +184,31 @@ def states_of(optimizer):
             if torch.is_tensor(value) and value.dim() > 0
         ]
 
+    def planes(what):
+        return lambda: core.planes(what)
+
+    kind, engine = OffloadStateTypeEnum, optimizer.engine
+    section = engine.zero_offload_optimizer() if engine is not None else None
+    path = getattr(section, "nvme_path", None)
     return OffloadedStates(
+        core.storage,
         {
-            OffloadStateTypeEnum.optim_states: states,
-            OffloadStateTypeEnum.hp_params: core.masters,
-            OffloadStateTypeEnum.lp_params: low_precision,
-            OffloadStateTypeEnum.lp_grads: core.grads,
+            kind.optim_states: planes("slots"),
+            kind.hp_params: planes("master"),
+            kind.lp_params: planes("lp"),
+            kind.lp_grads: planes("grad"),
             # The buckets of a reduction are taken when a backward starts and given back when it ends.
-            OffloadStateTypeEnum.contiguous_grad_buffer: lambda: [],
-        }
+            kind.contiguous_grad_buffer: list,
+        },
+        {
+            kind.optim_states: states,
+            kind.hp_params: core.masters,
+            kind.lp_params: low_precision,
+            kind.lp_grads: core.grads,
+            kind.contiguous_grad_buffer: list,
+        },
+        folder=None if path is None else str(path),
+        trim=core.trim_wire,
     )
 
 

@@ -14,10 +14,13 @@ class OwnSlice(torch.Tensor):
     """A view of the slice. ``tensor.data = values`` and ``tensor.set_(values)`` copy into it, at once; what has another
     shape, or cannot be copied, is a ValueError. Results of operations are plain tensors."""
 
+    _keep = None
+
     @classmethod
-    def of(cls, shard, name):
+    def of(cls, shard, name, keep=None):
+        """``keep(values)`` writes a slice of which ``shard`` is a copy."""
         view = shard.detach().as_subclass(cls)
-        view._slice, view._slice_name = shard, name
+        view._slice, view._slice_name, view._keep = shard, name, keep
         return view
 
     def shows(self, shard):
@@ -37,6 +40,8 @@ class OwnSlice(torch.Tensor):
                 f"and cannot take {given}. For the whole parameter use deepspeed.zero.GatheredParameters"
             )
         shard.copy_(values)
+        if self._keep is not None:
+            self._keep(shard)
 
     def set_(self, source=None, *args, **kwargs):
         """``values`` in place of a storage are copied into the slice, too."""

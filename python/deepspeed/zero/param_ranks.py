@@ -1,16 +1,22 @@
 """Parameters with ranks of their own: some ranks train one, others train another in its place (experts)."""
 
+import torch
+
+from deepspeed import comm as dist
+from deepspeed._compat import named_parameters
+
 
 class ParamRanks:
     """Which ranks train a parameter: its attribute ``ds_ranks``, set on every rank before ``deepspeed.initialize``.
 
     ``rule`` is the name of a rule of the core (csrc/zero/space_rules/), ``groups`` maps the names that the rule asks
     for to torch's process groups; names mean the same for all such parameters of a model. ``copies`` is the group of
-    those that train the same parameter: its first rank's values are what all start from.
+    those that train the same parameter: its first rank's values are what all start from. ``rows``: ``(first, all)``
+    where the parameter is the rows from ``first`` on of a tensor of ``all`` rows, which is what checkpoints have.
     """
 
-    def __init__(self, rule, groups, copies):
-        self.rule, self.groups, self.copies = rule, groups, copies
+    def __init__(self, rule, groups, copies, rows=None):
+        self.rule, self.groups, self.copies, self.rows = rule, groups, copies, rows
 
 
 def ranks_of(param):
@@ -28,12 +34,112 @@ def groups_of(params):
     return found
 
 
-def refuse_own_ranks(module, what):
-    """NotImplementedError for a model with parameters that not all data-parallel ranks train."""
-    for name, param in module.named_parameters():
+# ---- in checkpoints ------------------------------------------------------------------------------------------------
+
+
+def saved_part(param):
+    """``(first element, torch.Size)``: where a parameter begins in the tensor that checkpoints have, and its shape."""
+    shape = param.ds_shape if hasattr(param, "ds_shape") else param.shape
+    rows = getattr(ranks_of(param), "rows", None)
+    if rows is None:
+        return 0, torch.Size(shape)
+    row = torch.Size(shape[1:]).numel()
+    return rows[0] * row, torch.Size((rows[1], *shape[1:]))
+
+
+class SavedNames:
+    """Names in checkpoints of a module's parameters and buffers: its own, but for experts.
+
+    A module that has ``ds_expert_numbers``, a dict name of a child -> number among the experts of all ranks, is a layer
+    of experts: in checkpoints those children are called by their numbers.
+    """
+
+    def __init__(self, module):
+        self._experts, numbers = {}, {}  # path of an expert -> (number of its layer, its own number)
+        for path, sub in module.named_modules(remove_duplicate=False):
+            for child, number in (getattr(sub, "ds_expert_numbers", None) or {}).items():
+                layer = numbers.setdefault(id(sub), len(numbers))
+                self._experts[f"{path}.{child}".lstrip(".")] = layer, int(number)
+
+    def _found(self, parts):
+        for end in range(1, len(parts) if self._experts else 0):
+            expert = self._experts.get(".".join(parts[:end]))
+            if expert is not None:
+                yield end, expert
+
+    def __call__(self, name):
+        local = name.split(".")
+        saved = list(local)
+        for end, (_, number) in self._found(local):
+            saved[end - 1] = str(number)
+        return ".".join(saved)
+
+    def expert(self, name):
+        """``(layer, number)`` of the expert that has the parameter or buffer ``name``, the outermost; None for none."""
+        return next((expert for _, expert in self._found(name.split("."))), None)
+
+    def numbers(self):
+        """Numbers of all experts that this rank has."""
+        return {number for _, number in self._experts.values()}
+
+
+class SavedLayers:
+    """Attribute ``ds_saved_layers`` of a module that is a stage of a pipeline: checkpoints have a file for each layer.
+
+    stage, stages: this one's number, how many there are. layers: path of a child -> number of the layer in whose file
+    it is. writes: numbers of the layers whose files this stage writes. paths: number -> path, of all layers of all
+    stages that are called otherwise than their number. slices: which part of the layers this is, such as ``model_01``.
+    """
+
+    def __init__(self, stage, stages, layers, writes, paths, slices=""):
+        self.stage, self.stages, self.layers = stage, stages, dict(layers)
+        self.writes, self.paths, self.slices = set(writes), dict(paths), slices
+
+    def find(self, name):
+        """``(number of the layer, name in its file)`` of a parameter or buffer; None where it is in no layer."""
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            layer = self.layers.get(".".join(parts[:end]))
+            if layer is not None:
+                return layer, ".".join(parts[end:])
+        return None
+
+
+def layers_of(module):
+    """The ``SavedLayers`` of a module, None for one that is no stage of a pipeline."""
+    return getattr(module, "ds_saved_layers", None)
+
+
+def copies_by_name(module):
+    """name -> ranks that have the same: of parameters with ranks of their own, under each of their names, and of
+    buffers of experts that have such parameters."""
+    named, found, of_expert = SavedNames(module), {}, {}
+    for name, param in named_parameters(module):
         if ranks_of(param) is not None:
-            raise NotImplementedError(
-                f"{what}: parameter '{name}' has ranks of its own (ds_ranks, rule '{ranks_of(param).rule}'), and files "
-                "have a place only for parameters that all data-parallel ranks train. Save it yourself: "
-                "deepspeed.utils.safe_get_full_fp32_param and safe_get_full_optimizer_state return its values"
-            )
+            found[name] = ranks_of(param).copies
+            of_expert.setdefault(named.expert(name), found[name])
+    of_expert.pop(None, None)
+    for name, _ in module.named_buffers():
+        if named.expert(name) in of_expert:
+            found[name] = of_expert[named.expert(name)]
+    return found
+
+
+def broadcast_own_buffers(module):
+    """Buffers of experts become those of the first rank that has the expert. Returns all others."""
+    copies, rest = copies_by_name(module), []
+    for name, buffer in module.named_buffers():
+        if name in copies:
+            dist.broadcast(buffer.data, dist.get_global_rank(copies[name], 0), group=copies[name])
+        else:
+            rest.append(buffer)
+    return rest
+
+
+def differs_by_rank(module):
+    """Whether ranks of one data-parallel group may have different parameters of this model, or call them otherwise."""
+    return (
+        layers_of(module) is not None
+        or any(ranks_of(param) is not None for param in module.parameters())
+        or any(getattr(sub, "ds_expert_numbers", None) for sub in module.modules())
+    )

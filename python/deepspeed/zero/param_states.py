@@ -43,28 +43,64 @@ class ParamStates:
         return names.index(kind) if kind in names else None
 
     def own_tensors(self, kind):
-        """This rank's tensors of a kind, one for each of its pieces (views), None where there is none."""
-        if kind == "fp32":
-            return self.core.masters()
-        if kind == "grad":
-            return self.core.grads()
-        slot = self._slot(kind)
-        if slot is not None:
-            return self.core.slots(slot)
-        if self.stepping.fused is not None:
-            return [None] * len(self.stepping.masters)
-        found = [(master, self.stepping.optimizer.state.get(master, {}).get(kind)) for master in self.stepping.masters]
-        return [value if self._is_state(value, master) else None for master, value in found]
+        """This rank's tensors of a kind, one for each of its pieces, None where there is none: views, of what lies in
+        files copies."""
+        return [self._own(kind, number) for number in range(len(self.stepping.masters))]
 
-    def own_pieces(self, index, kind):
-        """``[(offset, numel, view)]`` of what this rank has of parameter ``index``."""
+    def rests_in_files(self):
+        """Whether masters or optimizer states rest in files (``offload_optimizer.device`` nvme)."""
+        return self.core.rest_in_files()
+
+    def _values(self, kind, masters):
+        """A kind of these of this rank's pieces."""
+        numbers = {id(master): number for number, master in enumerate(self.stepping.masters)}
+        return [self._own(kind, numbers[id(master)]) for master in masters]
+
+    def _kept(self, kind):
+        """``(kept, slot)`` by which the core knows a kind; None of what another optimizer keeps."""
+        if kind in ("fp32", "grad"):
+            return {"fp32": "master", "grad": "grad"}[kind], 0
+        slot = self._slot(kind)
+        return None if slot is None else ("slot", slot)
+
+    def _own(self, kind, number):
+        kept = self._kept(kind)
+        if kept is not None:
+            return self.core.piece_tensor(*kept, number)
+        if self.stepping.fused is not None:
+            return None
+        master = self.stepping.masters[number]
+        value = self.stepping.optimizer.state.get(master, {}).get(kind)
+        return value if self._is_state(value, master) else None
+
+    def _numbers_of(self, index, kind):
+        """``[(number of the piece, offset, numel)]`` of what this rank has of parameter ``index``."""
         if kind == "grad" and not self.core.used()[index]:
             return []
-        return [
-            (offset, numel, tensor)
-            for (of, offset, numel), tensor in zip(self.core.pieces(), self.own_tensors(kind), strict=True)
-            if of == index and tensor is not None
-        ]
+        return [(n, offset, numel) for n, (of, offset, numel) in enumerate(self.core.pieces()) if of == index]
+
+    def own_pieces(self, index, kind):
+        """``[(offset, numel, tensor)]`` of what this rank has of parameter ``index``: views, of what lies in files
+        copies, which ``set_own_pieces`` writes."""
+        found = [(offset, numel, self._own(kind, n)) for n, offset, numel in self._numbers_of(index, kind)]
+        return [piece for piece in found if piece[2] is not None]
+
+    def set_own_pieces(self, index, kind, flat):
+        """What this rank has of parameter ``index`` takes the elements of ``flat``, piece after piece."""
+        begin, kept = 0, self._kept(kind)
+        for number, _, numel in self._numbers_of(index, kind):
+            values = flat[begin : begin + numel]
+            if kept is not None:
+                with self.core.piece(*kept, number, "write") as own:
+                    if own is None:
+                        continue
+                    own.copy_(values.reshape(own.shape))
+            else:
+                own = self._own(kind, number)
+                if own is None:
+                    continue
+                own.copy_(values.reshape(own.shape))
+            begin += numel
 
     def full_tensor(self, index, kind):
         """A copy of the whole ``kind`` of parameter ``index`` in its shape, fp32 (fp64 for fp64 ones).
@@ -156,5 +192,8 @@ class ParamLink:
         self._living(kind).set_full_tensor(self.index, kind, value)
 
     def pieces(self, kind):
-        """``(offset, numel, view)`` of this rank's pieces."""
+        """``(offset, numel, tensor)`` of this rank's pieces, see ``ParamStates.own_pieces``."""
         return self._living(kind).own_pieces(self.index, kind)
+
+    def set_pieces(self, kind, flat):
+        self._living(kind).set_own_pieces(self.index, kind, flat)

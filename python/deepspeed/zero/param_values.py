@@ -85,7 +85,7 @@ class ParamValues:
         groups = [index for index, group in enumerate(self.bit16_groups) for _ in group]
         used = self.core.used()
         found = {}
-        for (param, _, _), grad in zip(self.core.pieces(), self.core.grads(), strict=True):
+        for (param, _, _), grad in zip(self.core.pieces(), self.core.grads(copies=True), strict=True):
             if used[param]:
                 found.setdefault(groups[param], {})[param] = grad
         return found

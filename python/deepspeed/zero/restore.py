@@ -5,15 +5,11 @@ Each rank reads the ranges that it owns, from wherever they lie, and nothing els
 
 import torch
 
-from deepspeed.registry import Registry
+from deepspeed.zero.param_ranks import saved_part
 from deepspeed.zero.wrapped_optimizer import in_memory_order
 
-# What reads saved states of a form, whose files and keys the room above knows.
-SAVED_FORMS = Registry("form of saved optimizer states")
-SAVED_FORMS.register("flat", "deepspeed.checkpoint.layouts.saved_shards:FlatState")
-SAVED_FORMS.register("sliced", "deepspeed.checkpoint.layouts.saved_shards:SlicedState")
-SAVED_FORMS.register("own slices", "deepspeed.checkpoint.layouts.saved_shards:OwnShard")
-SAVED_FORMS.register("plain", "deepspeed.checkpoint.layouts.saved_shards:PlainState")
+# Of csrc/zero/strategies: a run without them leaves them in the file.
+STRATEGY_STATES = ("zenflow_gradient", "zenflow_weight")
 
 
 class Restore:
@@ -33,7 +29,7 @@ class Restore:
         """Raises ValueError for the first parameter that has another shape in the checkpoint."""
         shapes = self.saved.shapes()
         for name, param in zip(self.names, self.params):
-            here = tuple(getattr(param, "ds_shape", param.shape))
+            here = tuple(saved_part(param)[1])
             if name in shapes and tuple(shapes[name]) != here:
                 raise ValueError(
                     f"{self.saved.origin()} does not fit the model: parameter '{name}' was saved with shape "
@@ -41,18 +37,18 @@ class Restore:
                 )
 
     def _owned(self):
-        """``(index, offset, numel, master)`` of what this rank owns."""
-        for (index, offset, numel), master in zip(self.core.pieces(), self.stepping.masters, strict=True):
-            yield index, offset, numel, master
+        """``(number, index, offset, numel)`` of the pieces that this rank owns."""
+        return [(number, *piece) for number, piece in enumerate(self.core.pieces())]
 
     @torch.no_grad()
     def _fill(self, target, index, offset, pieces, what):
         param, name = self.params[index], self.names[index]
+        begin = saved_part(param)[0]
         if hasattr(param, "ds_handle") or param.is_contiguous():
-            filled = self.saved.read_into(target, pieces, offset)
+            filled = self.saved.read_into(target, pieces, begin + offset)
         else:  # pieces are in the order of memory, files in that of rows
             whole = torch.zeros(param.shape, dtype=target.dtype, device=target.device)
-            filled = min(self.saved.read_into(whole, pieces, 0), target.numel())
+            filled = min(self.saved.read_into(whole, pieces, begin), target.numel())
             if target.shape == param.shape:
                 target.copy_(whole)
             else:
@@ -72,9 +68,10 @@ class Restore:
         for name, param, pieces in zip(self.names, self.params, found):
             if not pieces and _numel(param):
                 without.append(name)
-        for index, offset, numel, master in self._owned():
+        for number, index, offset, numel in self._owned():
             if numel and found[index]:
-                self._fill(master.data, index, offset, found[index], "the fp32 weight")
+                with self.core.piece("master", 0, number, "write") as master:
+                    self._fill(master, index, offset, found[index], "the fp32 weight")
         return without
 
     # ---- states ----------------------------------------------------------------------------------------------------
@@ -99,18 +96,19 @@ class Restore:
 
     def _native_states(self):
         kinds = self.core.slot_names()
-        slots = [self.core.slots(number) for number in range(len(kinds))]
+        slots = [self.core.slots(number) for number in range(len(kinds))]  # which there are
         found = {}
-        for place, (index, offset, numel, _) in enumerate(self._owned()):
+        for place, index, offset, numel in self._owned():
             if index not in found:
                 found[index] = self._pieces_of(index, [k for k, slot in zip(kinds, slots) if slot[place] is not None])
-            for kind, slot in zip(kinds, slots):
+            for position, (kind, slot) in enumerate(zip(kinds, slots)):
                 if slot[place] is None or not numel:
                     continue
-                if found[index][kind]:
-                    self._fill(slot[place], index, offset, found[index][kind], f"state '{kind}'")
-                else:
-                    slot[place].zero_()
+                with self.core.piece("slot", position, place, "write") as own:
+                    if found[index][kind]:
+                        self._fill(own, index, offset, found[index][kind], f"state '{kind}'")
+                    else:
+                        own.zero_()
         steps = torch.zeros(len(self.params), dtype=torch.float32)
         for index, name in enumerate(self.names):
             if name in self.saved.shapes():
@@ -121,7 +119,9 @@ class Restore:
         name = self.names[index]
         found = {kind: self.saved.pieces(name, kind) for kind in kinds}
         have = [kind for kind in self.saved.state_names() if self.saved.pieces(name, kind)]
-        if have and set(have) != set(kinds) and _numel(self.params[index]):
+        # What a strategy of the step keeps beside the optimizer's states may be of one of the two runs alone.
+        apart = {*self.core.strategy_states(), *STRATEGY_STATES}
+        if have and set(have) - apart != set(kinds) - apart and _numel(self.params[index]):
             raise ValueError(
                 f"{self.saved.origin()} has the states {', '.join(have)} of parameter '{name}', and "
                 f"{type(self.optimizer).__name__} keeps {', '.join(kinds)}: it is of another optimizer. Use that "
@@ -132,8 +132,8 @@ class Restore:
     def _client_states(self):
         state = self.optimizer.state
         shapes, kinds = self.saved.shapes(), self.saved.state_names()
-        for index, offset, numel, master in self._owned():
-            name = self.names[index]
+        for number, index, offset, numel in self._owned():
+            name, master = self.names[index], self.stepping.masters[number]
             if name not in shapes:
                 state.pop(master, None)
                 continue

@@ -14,8 +14,10 @@ from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.log import logger
 from deepspeed.optim.loss_scaler import CreateLossScaler
 from deepspeed.zero.base_optimizer import ZeROOptimizer
+from deepspeed.zero.errors import ZeRORuntimeException
 from deepspeed.zero.flat_states import StatesByFlatTensor, with_states
 from deepspeed.zero.offload_states import states_of
+from deepspeed.zero.param_ranks import ranks_of
 from deepspeed.zero.param_states import ParamStates
 from deepspeed.zero.restore import Restore
 from deepspeed.zero.wrapped_optimizer import DTYPES, WrappedOptimizer
@@ -49,6 +51,11 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
         self._names = names
         self.dp_process_group = core_options.get("data_parallel")
         self._start(core, names, check, rank, CreateLossScaler(self.low_precision_dtype, *scaler_args), clip_grad)
+        if self.stepping.fused is None and self.rests_in_files():
+            raise ZeRORuntimeException(
+                f"{type(init_optimizer).__name__} cannot update masters that rest in files: use an optimizer of "
+                "deepspeed.ops, or give zero_optimization.placement more memory"
+            )
         self._link(self._params)
         for name, param in zip(names, self._params):
             self.param_names.setdefault(param, name)
@@ -88,7 +95,7 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
         """One flat fp32 tensor (a copy) for each parameter group: the masters that this rank owns, without padding.
         ``optimizer.optimizer.state[flat]`` has their states, and "step"."""
         return [
-            with_states(_end_to_end(group), self, "_states_of_masters", group)
+            with_states(_end_to_end(self._values("fp32", group)), self, "_states_of_masters", group)
             for group in self._followed(self.fp32_groups)
         ]
 
@@ -102,19 +109,20 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
         if not any(kept):
             return {}
         names = [name for name in self.state_names() if any(name in state for state in kept)]
-        states = {
-            name: _end_to_end([state.get(name, torch.zeros_like(master)) for master, state in zip(masters, kept)])
-            for name in names
-        }
+        states = {}
+        for name in names:
+            values = self._values(name, masters)
+            values = [torch.zeros_like(m) if value is None else value for m, value in zip(masters, values)]
+            states[name] = _end_to_end(values)
         return {"step": max(int(state.get("step", 0)) for state in kept), **states}
 
     @property
     def averaged_gradients(self):
-        """dict: group -> list of this rank's pieces of the reduced gradients (views)."""
+        """dict: group -> list of this rank's pieces of the reduced gradients (views; copies of what lies in files)."""
         groups = [index for index, group in enumerate(self.bit16_groups) for _ in group]
         used = self.core.used()
         found = {index: [] for index in range(len(self.bit16_groups))}
-        for (param, _, _), grad in zip(self.core.pieces(), self.core.grads()):
+        for (param, _, _), grad in zip(self.core.pieces(), self.core.grads(copies=True)):
             if used[param]:
                 found[groups[param]].append(grad)
         return found
@@ -186,9 +194,10 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
         }
 
     def _shapes(self):
-        """One dict name -> shape for each parameter group."""
+        """One dict name -> shape for each parameter group, of those that all ranks train."""
         called = iter(self._names)
-        return [{next(called): getattr(p, "ds_shape", p.shape) for p in group} for group in self.bit16_groups]
+        named = [[(next(called), param) for param in group] for group in self.bit16_groups]
+        return [{name: getattr(p, "ds_shape", p.shape) for name, p in group if ranks_of(p) is None} for group in named]
 
     def _restore(self, saved, with_states, with_masters, when_read=None):
         """Takes a ``SavedState``; masters from the model's weights unless ``with_masters``. Every rank calls it.

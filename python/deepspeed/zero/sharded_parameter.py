@@ -15,6 +15,7 @@ import torch
 from deepspeed import _native
 from deepspeed import comm as dist
 from deepspeed.comm import comms_log, mesh_views
+from deepspeed.config.sections import OffloadDeviceEnum
 from deepspeed.zero.own_slice import OwnSlice
 from deepspeed.zero.recomputed import keep_values_in_recomputed_segments
 from deepspeed.zero.released_data import (
@@ -152,14 +153,21 @@ class ShardedParameter(torch.nn.Parameter):
 
         It may be written to, in place or with ``ds_tensor.data = values``; see ``own_slice``. Gathers read it from then
         on. Other ranks may read it without asking: where they gather next, all must have written (``dist.barrier()``).
+        Where slices rest in files (``offload_param``) each access reads a copy, and ``ds_tensor.data = values`` writes.
         """
+        handle = self.ds_handle
+        shard = handle.shard
+        if handle.in_file:
+            return self._dressed_slice(OwnSlice.of(shard, handle.name, handle.set_slice), OffloadDeviceEnum.nvme)
         found = self.__dict__.get("_ds_slice")
-        shard = self.ds_handle.shard
         if found is None or not found.shows(shard):
-            found = self.__dict__["_ds_slice"] = OwnSlice.of(shard, self.ds_handle.name)
-            found.ds_numel = shard.numel()
-            found.status = ZeroParamStatus.AVAILABLE
-            found.final_location = None
+            found = self.__dict__["_ds_slice"] = self._dressed_slice(OwnSlice.of(shard, handle.name), None)
+        return found
+
+    def _dressed_slice(self, found, location):
+        found.ds_numel = found.numel()
+        found.status = ZeroParamStatus.AVAILABLE
+        found.final_location = location
         return found
 
     @ds_tensor.setter
@@ -228,7 +236,7 @@ class ShardedParameter(torch.nn.Parameter):
         if id(self) in memo:
             return memo[id(self)]
         copy = torch.nn.Parameter(
-            torch.empty(0, dtype=self.ds_handle.shard.dtype, device=self.ds_handle.shard.device), self.requires_grad
+            torch.empty(0, dtype=self.ds_handle.dtype, device=self.ds_handle.device), self.requires_grad
         )
         access = self.ds_access
         if access.core is not None:
@@ -294,7 +302,7 @@ def _released_in(item):
 def _dress(param, handle, access):
     param.ds_handle = handle
     param.ds_access = access
-    param.ds_id = next(_ids)
+    param.ds_id = handle.id = next(_ids)
     param.ds_param_type = ZeroParamType.PARTITIONED
     param.ds_active_sub_modules = set()
     param.ds_secondary_tensor = None

@@ -10,9 +10,11 @@ from deepspeed.config.sections import ZeroStageEnum
 from deepspeed.formats import torch_archive
 from deepspeed.zero.flat_layout import InnerStates
 from deepspeed.zero.flat_states import with_states
+from deepspeed.zero.named_states import OWN_PARAMS, own_params
+from deepspeed.zero.param_ranks import ranks_of
 from deepspeed.zero.param_values import ParamValues
-from deepspeed.zero.restore import SAVED_FORMS
 from deepspeed.zero.sharded_optimizer import ShardedOptimizer
+from deepspeed.zero.tensor_of_pieces import TensorOfPieces
 
 
 def _hand_on(serial):
@@ -27,9 +29,11 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
 
     Source of the method: Rajbhandari et al., "ZeRO-Infinity" (SC 2021), section 5. ``sub_group_size``: elements of a
     flat tensor of the saved state, at most. ``gathering(core)`` makes the ``ModelGathering``. The base class tells of
-    the other arguments.
+    the other arguments. ``saved_form(shards, shapes)`` makes a ``SavedState`` of saved states, and
+    ``own_slices(shard, rank, count)`` stands for shards of which only one is here.
     """
 
+    saved_form = own_slices = None
     stage = 3
 
     def __init__(self, module, *args, sub_group_size, gathering, **core_options):
@@ -53,12 +57,16 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
         return dist.get_world_size(self.dp_process_group) if self.dp_process_group is not None else 1
 
     # ---- slices, padded as they lie on disk -------------------------------------------------------------
-    def _sub_groups(self):
-        """Lists of parameter indices: each group's parameters in runs of at most ``sub_group_size`` elements."""
+    def _sub_groups(self, dense=False):
+        """Lists of parameter indices: each group's parameters in runs of at most ``sub_group_size`` elements.
+        ``dense``: without those that have ranks of their own."""
         runs, index = [], 0
         for group in self.bit16_groups:
             held = None
             for param in group:
+                if dense and ranks_of(param) is not None:
+                    index += 1
+                    continue
                 if held is None or held + param.ds_numel > self.sub_group_size:
                     runs.append([])
                     held = 0
@@ -67,14 +75,22 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
                 index += 1
         return runs
 
-    def _flat_sub_groups(self, tensors):
-        return [self.core.padded_slices(tensors, run) for run in self._sub_groups()]
+    def _flat_sub_groups(self, tensors, dense=False):
+        return [self.core.padded_slices(tensors, run) for run in self._sub_groups(dense)]
+
+    def _sources(self, kind):
+        """``_flat_sub_groups`` of dense parameters in files, read when it is written down."""
+        found = []
+        for run in self._sub_groups(dense=True):
+            source = self.core.slice_source(*self._kept(kind), run)
+            found.append(TensorOfPieces.of_source(source.bytes // 4, torch.float32, source))
+        return found
 
     @property
     def fp32_partitioned_groups_flat(self):
         """One flat fp32 tensor (a copy) for each sub-group: this rank's slices of the masters, padding included.
         ``optimizer.optimizer.state[flat]`` has their states, padded alike, and "step"."""
-        flats = enumerate(self._followed(self._flat_sub_groups(self.core.masters())))
+        flats = enumerate(self._followed(self._flat_sub_groups(self.own_tensors("fp32"))))
         return [with_states(flat, self, "_states_of_sub_group", position) for position, flat in flats]
 
     def _states_of_sub_group(self, position):
@@ -91,11 +107,19 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
     # ---- state -------------------------------------------------------------------------------------------------------
     def state_dict(self):
         """This rank's slices; see ``docs/tutorials/checkpoints.md`` for the keys."""
+        return self._saved_state(lambda kind: self._flat_sub_groups(self.own_tensors(kind), dense=True))
+
+    def state_dict_in_pieces(self):
+        """The same for writing it down: what rests in files is a ``TensorOfPieces``, read then. Write it, or copy it,
+        before the next step."""
+        return self._saved_state(self._sources, in_pieces=True) if self.rests_in_files() else self.state_dict()
+
+    def _saved_state(self, flats, in_pieces=False):
         inner, steps = {}, self._steps()
-        states = {name: self._flat_sub_groups(self.own_tensors(name)) for name in self.state_names()}
+        states = {name: flats(name) for name in self.state_names()}
         kept = InnerStates(self)
         groups_of = [index for index, group in enumerate(self.bit16_groups) for _ in group]
-        for position, run in enumerate(self._sub_groups()):
+        for position, run in enumerate(self._sub_groups(dense=True)):
             group = groups_of[run[0]]
             inner[position] = kept.of_group(group, [steps[index] for index in run])
             inner[position].update({kind: states[kind][position] for kind in kept.kinds[group]})
@@ -103,16 +127,18 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
         for args, group in zip(self._group_args(), self._runs_of_groups()):
             groups.append({**args, "params": list(range(position, position + group))})
             position += group
+        own = own_params(self.stepping, self.bit16_groups, in_pieces=in_pieces)
         return {
             "zero_stage": ZeroStageEnum(self.stage),
             **self._common_state(),
             "partition_count": self.partition_count,
             "optimizer_state_dict": {"state": inner, "param_groups": groups},
-            "fp32_flat_groups": self.fp32_partitioned_groups_flat,
+            "fp32_flat_groups": flats("fp32"),
+            **({} if own is None else {OWN_PARAMS: own}),
         }
 
     def _runs_of_groups(self):
-        counts, runs, index = [], self._sub_groups(), 0
+        counts, runs, index = [], self._sub_groups(dense=True), 0
         starts = {run[0] for run in runs}
         for group in self.bit16_groups:
             counts.append(sum(1 for i in range(index, index + len(group)) if i in starts))
@@ -137,9 +163,9 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
         """
         saved = list(state_dict_list) if isinstance(state_dict_list, (list, tuple)) else [state_dict_list]
         if len(saved) == 1 and self.partition_count > 1 and saved[0].get("partition_count") == self.partition_count:
-            saved = SAVED_FORMS.get("own slices")(saved[0], dist.get_rank(self.dp_process_group), self.partition_count)
+            saved = self.own_slices(saved[0], dist.get_rank(self.dp_process_group), self.partition_count)
         self._restore(
-            SAVED_FORMS.get("sliced")(saved, param_shapes or self._shapes()),
+            self.saved_form(saved, param_shapes or self._shapes()),
             load_optimizer_states,
             load_from_fp32_weights,
             when_read=None if load_serial is None else lambda: _hand_on(load_serial),

@@ -40,14 +40,7 @@ class Stepping:
         ``move``, of the learning-rate schedule (``engine.scheduling.Move``), is made when it is known that the step is
         not skipped, before anything changes: what it raises leaves all as it was, and the gradients in place.
         """
-        inputs = _native._C.StepInputs(
-            loss_scale=self.loss_scale,
-            max_norm=self.clip,
-            check=self.check,
-            need_all=self.need_all,
-            name_nonfinite=self.check or not self._warned_not_finite,
-            before_update=None if move is None else move.make,
-        )
+        inputs = self._inputs(move)
         rules = getattr(self.scaler, "rules_and_state", lambda: None)()
         if rules is not None:
             inputs.set_scaler(*rules)
@@ -71,6 +64,21 @@ class Stepping:
             if self.overflow:
                 log_dist(f"The step is skipped; the loss scale is now {self.scaler.loss_scale:g}.", ranks=[0])
         return not self.overflow
+
+    def expect(self):
+        """Before a backward after which a step follows: some strategies of the step begin with it meanwhile."""
+        if self.fused is not None and self.core.expects_steps:
+            self.fused.expect(self._inputs(None))
+
+    def _inputs(self, move):
+        return _native._C.StepInputs(
+            loss_scale=self.loss_scale,
+            max_norm=self.clip,
+            check=self.check,
+            need_all=self.need_all,
+            name_nonfinite=self.check or not self._warned_not_finite,
+            before_update=None if move is None else move.make,
+        )
 
     def _run(self, inputs):
         if self.fused is not None:

@@ -9,6 +9,7 @@ class TensorOfPieces:
 
     def __init__(self, numel, dtype, parts):
         self.numel, self.dtype = numel, dtype
+        self.shape = (numel,)  # of the tensor that it stands for, in row-major order
         self.parts = []
         at = 0
         for begin, tensor in parts:
@@ -16,6 +17,13 @@ class TensorOfPieces:
             self.parts.append(tensor)
             at = begin + tensor.numel()
         self._gap(numel - at, "cpu")
+
+    @classmethod
+    def of_source(cls, numel, dtype, source, shape=None):
+        """Of a native ``ByteSource``, which brings the elements when they are written down."""
+        made = cls(0, dtype, [])
+        made.numel, made.parts, made.shape = numel, [source], tuple(shape or (numel,))
+        return made
 
     def _gap(self, numel, device):
         if numel > 0:
@@ -26,6 +34,9 @@ class TensorOfPieces:
         made = torch.empty(self.numel, dtype=self.dtype)
         at = 0
         for part in self.parts:
-            made[at : at + part.numel()] = part
-            at += part.numel()
+            if torch.is_tensor(part):
+                made[at : at + part.numel()] = part
+                at += part.numel()
+            else:
+                part.copy_to(made)
         return made

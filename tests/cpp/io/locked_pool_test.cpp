@@ -1,11 +1,13 @@
 #include "io/locked_pool.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <string>
+#include <vector>
 
 #include "base/error.h"
 
@@ -52,6 +54,8 @@ TEST(LockedPool, TheLimitIsNamedWithTheBytesMissing) {
     const rlimit limit = {1 << 20, 1 << 20};
     if (setrlimit(RLIMIT_MEMLOCK, &limit) != 0) _exit(3);
     if (getuid() == 0 && setuid(65534) != 0) _exit(4);
+    std::vector<char> more(2 << 20);
+    if (mlock(more.data(), more.size()) == 0) _exit(5);
     const auto pool = std::make_shared<LockedPool>();
     const auto half = pool->allocate(512 << 10);
     try {
@@ -66,6 +70,7 @@ TEST(LockedPool, TheLimitIsNamedWithTheBytesMissing) {
   }
   int status = 0;
   waitpid(child, &status, 0);
+  if (WEXITSTATUS(status) == 5) GTEST_SKIP() << "mlock knows no limit here: sanitizers replace it by nothing";
   EXPECT_EQ(WEXITSTATUS(status), 0);
 }
 

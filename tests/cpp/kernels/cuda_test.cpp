@@ -96,6 +96,26 @@ TEST_F(CudaTest, CopyAccumulateAndScaleEqualTheReference) {
   }
 }
 
+TEST_F(CudaTest, ColumnSumsEqualTheReference) {
+  for (DType dtype : kDtypes) {
+    for (size_t n : kSizes) {
+      for (size_t columns : {size_t{1}, size_t{7}, size_t{1000}}) {
+        Buffer data(dtype, n, 1), want(DType::kF64, columns);
+        data.randomize(3);
+        want.randomize(4);
+        Buffer got = want;
+        const size_t first = columns / 2;
+        ref_table().column_sums({}, data.data(), dtype, n, first, columns, static_cast<double*>(want.data()));
+        OnDevice a(driver, data), b(driver, got);
+        table->column_sums({}, a.data(), dtype, n, first, columns, static_cast<double*>(b.data()));
+        b.fetch();
+        expect_no_error();
+        ASSERT_TRUE(same(got, want)) << where(*table, dtype, dtype, n, 1) << " columns " << columns;
+      }
+    }
+  }
+}
+
 TEST_F(CudaTest, SumSquaresAndFinishNormEqualTheReference) {
   for (DType dtype : kDtypes) {
     std::vector<Buffer> buffers;

@@ -2,15 +2,17 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
+
 #include "base/error.h"
 #include "plan/pipe_schedule.h"
 
 namespace ds::plan {
 namespace {
 
-PipeCosts costs_of(int parts, double forward, double input, double weight) {
+PipeCosts costs_of(int parts, double forward, double input, double weight, int64_t message = 8) {
   PipeCosts costs;
-  for (int i = 0; i < parts; ++i) costs.parts.push_back({forward, input, weight, 100, 40, 8, 1000});
+  for (int i = 0; i < parts; ++i) costs.parts.push_back({forward, input, weight, 100, 40, message, 1000});
   return costs;
 }
 
@@ -26,7 +28,7 @@ TEST(PipeCost, ByHand) {
   EXPECT_DOUBLE_EQ(cost.bubble, 1 - 16.0 / 26);
   EXPECT_EQ(cost.ranks[0].peak_live, 2);
   EXPECT_EQ(cost.ranks[0].peak_bytes, 1000 + 200);
-  EXPECT_EQ(cost.ranks[1].peak_bytes, 1000 + 100);
+  EXPECT_EQ(cost.ranks[1].peak_bytes, 1000 + 100 + 8);  // and the next message, which comes meanwhile
   EXPECT_EQ(cost.ranks[0].bytes_sent, 16);
   EXPECT_EQ(cost.ranks[1].bytes_sent, 16);
 }
@@ -46,14 +48,30 @@ TEST(PipeCost, MessagesTakeTimeAndHideBehindWork) {
 
 TEST(PipeCost, HalvesOfABackwardFreeTheirShare) {
   const PipePlan plan = pipe_schedule("zb-h1", 2, 1, 2);
-  const PipeCost cost = pipe_cost(plan, costs_of(2, 1, 1, 1));
+  const PipeCost cost = pipe_cost(plan, costs_of(2, 1, 1, 1, 0));
   // Rank 1: F0 I0 F1 I1 W0 W1: 40 of the first are kept while the second is live.
   EXPECT_EQ(cost.ranks[1].peak_bytes, 1000 + 140);
   EXPECT_EQ(cost.ranks[1].peak_live, 2);
 }
 
+TEST(PipeCost, PassesNeedMoreThanWhatIsKept) {
+  const auto peak = [](const char* schedule, std::array<int64_t, 4> pass_bytes, int rank) {
+    PipeCosts costs = costs_of(2, 1, 1, 1, 0);
+    for (PipePart& part : costs.parts) part.pass_bytes = pass_bytes;
+    return pipe_cost(pipe_schedule(schedule, 2, 1, 2), costs).ranks[rank].peak_bytes - 1000;
+  };
+  EXPECT_EQ(peak("1f1b", {0, 0, 500, 500}, 0), 200);      // no halves there
+  EXPECT_EQ(peak("1f1b", {130, 0, 0, 0}, 0), 100 + 130);  // the second forward
+  EXPECT_EQ(peak("1f1b", {130, 170, 0, 0}, 0), 100 + 170);
+  EXPECT_EQ(peak("1f1b", {130, 170, 0, 0}, 1), 170);
+  // Rank 1: F0 I0 F1 I1 W0 W1.
+  EXPECT_EQ(peak("zb-h1", {130, 0, 0, 0}, 1), 40 + 130);
+  EXPECT_EQ(peak("zb-h1", {130, 900, 150, 0}, 1), 40 + 150);
+  EXPECT_EQ(peak("zb-h1", {0, 0, 0, 160}, 1), 40 + 160);
+}
+
 TEST(PipeCost, FastestPlanThatFits) {
-  const PipeCosts one = costs_of(4, 1, 1, 1), two = costs_of(8, 0.5, 0.5, 0.5);
+  const PipeCosts one = costs_of(4, 1, 1, 1, 0), two = costs_of(8, 0.5, 0.5, 0.5);
   EXPECT_EQ(fastest_pipe_plan({4, 1, 8}, one, 0).plan.schedule, "zb-h1");
   EXPECT_EQ(fastest_pipe_plan({4, 2, 8}, two, 0).plan.schedule, "interleaved");
   EXPECT_EQ(fastest_pipe_plan({4, 2, 8, PipePlacement::kV}, two, 0).plan.schedule, "zb-v");

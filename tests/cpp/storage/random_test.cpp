@@ -21,6 +21,10 @@ struct Modelled {
 Placement any_placement(std::mt19937& random, const std::string& folder) {
   Placement placement = at_rest(kMedia[random() % 3], folder);
   if (random() % 2) placement.host_share = static_cast<double>(random() % 5) / 4;
+  if (placement.rest != Medium::kFile && random() % 3 == 0) {
+    placement.folder = folder;
+    placement.file_share = static_cast<double>(random() % 5) / 4;
+  }
   if (random() % 2) placement.work = Medium::kHost;
   return placement;
 }

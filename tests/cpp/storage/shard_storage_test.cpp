@@ -277,6 +277,13 @@ TEST(ShardStorage, ABudgetWaitsForTransfersAndNeverForEver) {
   EXPECT_TRUE(holds(storage.acquire(plane, part(3), Access::kRead, Medium::kHost).data(), 60000));
   EXPECT_EQ(storage.usage()[1].over_budget, 1);
   EXPECT_EQ(storage.usage().prefetch_drops, 2);
+  EXPECT_TRUE(storage.has_room(Medium::kDevice, 1 << 30));  // no limit
+  storage.trim();
+  const Lease taken = storage.scratch(10000, at::kFloat, Medium::kHost);
+  const MediumUsage host = storage.usage()[1];
+  EXPECT_TRUE(storage.has_room(Medium::kHost, 100000 - host.total()));
+  EXPECT_FALSE(storage.has_room(Medium::kHost, 100000 - host.total() + 1));
+
   budget.bytes[Medium::kHost] = -1;
   EXPECT_THROW(ShardStorage(kCpu, budget), Error);
 }

@@ -2,13 +2,25 @@
 #include "zero/engine_options.h"
 
 #include <gtest/gtest.h>
+#include <stdlib.h>
 
+#include "../io/folder.h"
+#include "base/error.h"
 #include "config/document.h"
 #include "config/resolver.h"
 #include "config/schema.h"
 
 namespace ds::zero {
 namespace {
+
+class ScopedVariable {
+ public:
+  ScopedVariable(const char* name, const char* value) : name_(name) { ::setenv(name, value, 1); }
+  ~ScopedVariable() { ::unsetenv(name_); }
+
+ private:
+  const char* name_;
+};
 
 EngineOptions options_of(const std::string& text, const RunFacts& facts = {}) {
   config::Options how;
@@ -40,6 +52,54 @@ TEST(EngineOptions, KeysReachTheirOptions) {
   EXPECT_EQ(o.gatherer.prefetch_numel, 5);
 }
 
+TEST(EngineOptions, WhereParametersRest) {
+  const io::Folder disk;
+  EXPECT_FALSE(options_of(zero(R"("stage": 3)")).places.moves_params());
+  EXPECT_FALSE(options_of(zero(R"("stage": 3, "offload_param": {"device": "none"})")).places.moves_params());
+  EngineOptions o = options_of(zero(R"("stage": 3, "sub_group_size": 7, "offload_param": {"device": "cpu"})"));
+  EXPECT_EQ(o.places.lp.rest, storage::Medium::kHost);
+  EXPECT_TRUE(o.places.lp.pinned);
+  EXPECT_EQ(o.swapping.bucket_numel, 7);
+  const std::string path = "\"nvme_path\": \"" + disk.path() + "\"";
+  RunFacts facts;
+  facts.job_rank = 5;
+  o = options_of(zero(R"("stage": 3, "offload_param": {"device": "nvme", "pin_memory": false, "buffer_count": 2,
+                         "buffer_size": 3, "max_in_cpu": 4, )" +
+                      path + "}"),
+                 facts);
+  EXPECT_EQ(o.places.lp.rest, storage::Medium::kFile);
+  EXPECT_FALSE(o.places.lp.pinned);
+  EXPECT_EQ(o.places.lp.folder, disk / "zero_stage_3");
+  EXPECT_EQ(o.param_offload.rank, 5);
+  EXPECT_EQ(o.param_offload.buffers, 2);
+  EXPECT_EQ(o.param_offload.buffer_numel, 3);
+  EXPECT_EQ(o.param_offload.host_numel, 4);
+}
+
+TEST(EngineOptions, HowFilesAreReadAndWritten) {
+  const storage::FileAccess usual = options_of("{}").files;
+  EXPECT_EQ(usual.transfers.block_bytes, size_t{1} << 20);
+  EXPECT_EQ(usual.transfers.queue_depth, 8);
+  EXPECT_TRUE(usual.transfers.overlap_events);
+  const storage::FileAccess files = options_of(R"({"aio": {"block_size": 8192, "queue_depth": 3, "single_submit": true,
+                                                   "overlap_events": false, "intra_op_parallelism": 4}})")
+                                        .files;
+  EXPECT_EQ(files.transfers.block_bytes, 8192u);
+  EXPECT_EQ(files.transfers.queue_depth, 3);
+  EXPECT_TRUE(files.transfers.single_submit);
+  EXPECT_FALSE(files.transfers.overlap_events);
+  EXPECT_EQ(files.threads, 4);
+  const ScopedVariable library("DS_CUFILE_LIBRARY", "libcufile_that_is_not_there.so");
+  std::string complaint;
+  try {
+    options_of(R"({"aio": {"use_gds": true}})");
+  } catch (const Error& error) {
+    complaint = error.what();
+  }
+  EXPECT_EQ(complaint.find("aio.use_gds cannot be: "), 0u) << complaint;
+  EXPECT_NE(complaint.find("libcufile_that_is_not_there.so"), std::string::npos) << complaint;
+}
+
 TEST(EngineOptions, OverlapsUnlessTheUserSaysNo) {
   for (const char* keys : {"", R"("stage": 1)", R"("overlap_comm": true)", R"("overlap_comm": null)"}) {
     EXPECT_TRUE(options_of(zero(keys)).reducer.overlap) << keys;
@@ -60,6 +120,9 @@ TEST(EngineOptions, WhereGradientsAreDivided) {
   EXPECT_EQ(divided("{}"), std::make_pair(0.125, 1.0));
   EXPECT_EQ(divided(R"({"gradient_allreduce_op": "sum"})"), std::make_pair(1.0, 1.0));
   EXPECT_EQ(divided(R"({"prescale_gradients": true})"), std::make_pair(1.0, 0.125));
+  // Two ranks share a sequence: a sum over ranks is one over the four groups of them.
+  EXPECT_EQ(divided(R"({"sequence_parallel_size": 2})"), std::make_pair(0.125, 1.0));
+  EXPECT_EQ(divided(R"({"sequence_parallel_size": 2, "gradient_allreduce_op": "sum"})"), std::make_pair(0.5, 1.0));
   EXPECT_EQ(divided(R"({"prescale_gradients": true, "gradient_predivide_factor": 2})"), std::make_pair(0.5, 0.25));
 }
 
@@ -77,8 +140,63 @@ TEST(EngineOptions, TypesAndFacts) {
   EXPECT_FALSE(o.reducer.find_nonfinite_grads);
   EXPECT_FALSE(o.reducer.comm_dtype.has_value());
   EXPECT_TRUE(options_of(R"({"bf16": {"enabled": true}})", facts).reducer.find_nonfinite_grads);
+  o = options_of(R"({"communication_data_type": "bf16", "sequence_parallel_size": 2})", facts);
+  EXPECT_EQ(o.reducer.comm_dtype, at::kFloat);
+  o = options_of(R"({"seq_parallel_communication_data_type": "fp16", "sequence_parallel_size": 2})", facts);
+  EXPECT_EQ(o.reducer.comm_dtype, at::kHalf);
+  EXPECT_FALSE(options_of(R"({"seq_parallel_communication_data_type": "fp16"})", facts).reducer.comm_dtype.has_value());
   const char* unchecked = R"({"bf16": {"enabled": true, "check_grad_overflow": false}})";
   EXPECT_FALSE(options_of(unchecked, facts).reducer.find_nonfinite_grads);
+}
+
+TEST(EngineOptions, WhereStatesRest) {
+  using storage::Medium;
+  EngineOptions o = options_of(zero(R"("stage": 2)"));
+  EXPECT_EQ(o.places, Placements{});
+  o = options_of(zero(R"("stage": 2, "offload_optimizer": {"device": "none"})"));
+  EXPECT_EQ(o.places, Placements{});
+  for (const char* keys :
+       {R"("stage": 1, "cpu_offload": true)", R"("stage": 1, "offload_optimizer": {"device": "cpu"})"}) {
+    o = options_of(zero(keys));
+    EXPECT_EQ(o.places.master.rest, Medium::kHost) << keys;
+    EXPECT_EQ(o.places.slot.rest, Medium::kHost);
+    EXPECT_EQ(o.places.grad.rest, Medium::kHost);
+    EXPECT_TRUE(o.places.slot.pinned);
+    EXPECT_EQ(o.places.slot.host_share, 1.0);
+    EXPECT_EQ(o.swapping.buffer_count, 0);
+  }
+  const io::Folder folder;
+  RunFacts facts;
+  facts.rank = 3;
+  const std::string path = "\"nvme_path\": \"" + folder.path() + "\"";
+  const std::string keys = R"("stage": 3, "sub_group_size": 77, "offload_optimizer": {"device": "nvme", "ratio": 0.3,
+      "buffer_count": 6, "pipeline_read": true, "fast_init": true, "pin_memory": false, )";
+  o = options_of(zero(keys + path + "}"), facts);
+  EXPECT_EQ(o.places.master.rest, Medium::kFile);
+  EXPECT_EQ(o.places.master.folder, folder.path() + "/zero_stage_3/optimizer/rank3");
+  EXPECT_EQ(o.places.slot.host_share, 0.3);
+  EXPECT_FALSE(o.places.slot.pinned);
+  EXPECT_EQ(o.swapping.bucket_numel, 77);
+  EXPECT_EQ(o.swapping.buffer_count, 6);
+  EXPECT_TRUE(o.swapping.reads_ahead && o.swapping.fast_init);
+  EXPECT_FALSE(o.swapping.writes_behind);
+}
+
+TEST(EngineOptions, MemoryInsteadOfPlaces) {
+  EXPECT_FALSE(options_of(zero(R"("stage": 2, "placement": {"device_gb": 1})")).memory.has_value());
+  EngineOptions o = options_of(zero(R"("stage": 2, "placement": {"auto": true, "device_gb": 0.5, "host_gb": 2})"));
+  ASSERT_TRUE(o.memory.has_value());
+  EXPECT_EQ(o.memory->device, int64_t{1} << 29);
+  EXPECT_EQ(o.memory->host, int64_t{1} << 31);
+  EXPECT_EQ(o.memory->file, 0);  // no folder
+  const io::Folder folder;
+  o = options_of(
+      zero(R"("stage": 3, "placement": {"auto": true}, "offload_optimizer": {"nvme_path": ")" + folder.path() + "\"}"));
+  ASSERT_TRUE(o.memory.has_value());
+  EXPECT_EQ(o.memory->device, 0);
+  EXPECT_EQ(o.memory->host, INT64_MAX);
+  EXPECT_EQ(o.memory->file, INT64_MAX);
+  EXPECT_EQ(o.memory->folder, folder.path() + "/zero_stage_3/optimizer/rank0");
 }
 
 }  // namespace

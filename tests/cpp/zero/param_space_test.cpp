@@ -11,7 +11,9 @@
 #include "comm/transports/local_communicator.h"
 #include "comm/transports/thread_communicator.h"
 #include "plain_adamw.h"
+#include "trained_ranks.h"
 #include "zero/engine.h"
+#include "zero/group_cut.h"
 #include "zero/space_rules/space_rule.h"
 
 namespace ds::zero {
@@ -32,12 +34,6 @@ const SpaceRuleRegistration registration({"test experts",
 constexpr int kExperts = 2;  // and as many expert-parallel ranks: one each
 constexpr double kMaxNorm = 0.3;
 
-at::Tensor values(int seed, at::IntArrayRef sizes) {
-  int64_t numel = 1;
-  for (int64_t size : sizes) numel *= size;
-  return at::sin(at::arange(numel, at::kFloat) * 0.7 + seed).reshape(sizes) * 0.5;
-}
-
 at::Tensor dense_weight(int which) { return values(which, {5, 3}).set_requires_grad(true); }
 at::Tensor expert_weight(int expert) { return values(10 + expert, {7, 2}).set_requires_grad(true); }
 
@@ -48,6 +44,7 @@ struct Case {
   bool each = false;  // reduce after each micro-step, whatever the stage
   bool peers = true;  // stage 3: values come out of memory that ranks share, else by collectives
   at::ScalarType type = at::kFloat;
+  storage::Medium rest = storage::Medium::kDevice;  // of masters, gradients and states
 };
 
 // Each rank's part of the batch, in every micro-step. Expert 1 sees nothing of step 1, expert 0 is used in step 2 by
@@ -127,11 +124,25 @@ std::shared_ptr<Engine> make_engine(const Case& c, const std::vector<at::Tensor>
   }
   EngineOptions options;
   options.policy = stage_policy(c.stage);
+  options.places.master.rest = options.places.grad.rest = options.places.slot.rest = c.rest;
   options.reducer.bucket_numel = c.bucket;
   options.reducer.overlap = c.overlap;
   options.reducer.predivide = 1.0 / c.world;  // of experts, too: by all ranks, not by those that have the expert
   options.gatherer.persistence_numel = c.bucket == 20 ? 15 : 0;  // the expert stays gathered, or nothing does
   return std::make_shared<Engine>(specs, std::vector<ShardedParamPtr>{}, options, ranks);
+}
+
+// A checkpoint's row of the group has the dense parameters end to end, as if there were no expert between them.
+void check_cut(Engine& engine, int world, int rank) {
+  const GroupCut cut(engine.params(), engine.states(), 0);
+  EXPECT_EQ(cut.size(), (30 + 2 * world - 1) / (2 * world) * 2);
+  const at::Tensor a = engine.states().full(StateKind::kMaster, 0, 0),
+                   b = engine.states().full(StateKind::kMaster, 0, 2);
+  const at::Tensor row = at::zeros({cut.size() * world});
+  row.narrow(0, 0, 30).copy_(at::cat({a.reshape({-1}), b.reshape({-1})}));
+  const at::Tensor own = cut.partition(engine.states().pieces(StateKind::kMaster, 0));
+  EXPECT_TRUE(at::equal(own, row.narrow(0, rank * cut.size(), cut.size()))) << "rank " << rank << " of " << world;
+  for (const GroupCut::Slice& slice : cut.slices()) EXPECT_NE(slice.param, 1u);
 }
 
 void compare(const Case& c, int steps) {
@@ -195,6 +206,7 @@ void compare(const Case& c, int steps) {
             << "stage " << c.stage << " world " << c.world << " rank " << rank << " parameter " << i;
         EXPECT_TRUE(at::equal(collected.to(c.type), now)) << i;
       }
+      if (c.stage == 1 || c.stage == 2) check_cut(*engine, c.world, rank);
       // Everybody who has it does.
       engine->states().set_full(StateKind::kMaster, 0, 1, at::ones({7, 2}) * (expert + 3));
       engine->states().finish_step();
@@ -210,6 +222,12 @@ TEST(ParamSpace, ExpertsEqualOneProcess) {
     for (int world : {2, 4, 8})
       for (int accumulate : {1, 2})
         for (int64_t bucket : {1, 20, 1000000}) compare({stage, world, accumulate, bucket, bucket != 20}, 6);
+}
+
+TEST(ParamSpace, ExpertsRestOnTheHost) {
+  for (int stage : {1, 2, 3})
+    for (int accumulate : {1, 2})
+      compare({stage, 4, accumulate, 20, true, false, true, at::kFloat, storage::Medium::kHost}, 4);
 }
 
 // Values of an expert come from the ranks that have it, of dense parameters from all; norms, flags and sums as below.

@@ -28,7 +28,7 @@ class OddExtentsLater : public StepStrategy {
 
   static bool later(size_t extent) { return extent % 2 == 1; }
 
-  std::vector<UpdatePart> parts() override {
+  std::vector<UpdatePart> parts(const StepInputs&) override {
     UpdatePart now;
     now.takes = [](const ParamSpace&, size_t extent) { return !later(extent); };
     const kernels::StepScale scale = device_.read_step_scale();
@@ -212,7 +212,8 @@ TEST(StepStrategy, AnUnknownNameIsRefused) {
     Engine made({{weight, "w", 0, 0}}, {}, options, EngineRanks{comm::thread_communicators(1)[0]});
     FAIL();
   } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find("there is no step strategy 'none such'; there are: plain, test odd"),
+    EXPECT_NE(std::string(error.what())
+                  .find("there is no step strategy 'none such'; there are: plain, speculative, test odd"),
               std::string::npos);
   }
 }

@@ -333,10 +333,15 @@ print("PEAK", before, high())
 """
 
 
+OTHER_CASE = pytest.mark.every("1.2 GB of files for a case like its neighbour")
+
+
 @pytest.mark.slow
-@pytest.mark.sample("values")
-@pytest.mark.parametrize("safe", [False, True], ids=["bin", "safetensors"])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    "stage, safe",
+    [(3, True), *(pytest.param(*case, marks=OTHER_CASE) for case in [(2, False), (2, True), (3, False)])],
+    ids=["3-safetensors", "2-bin", "2-safetensors", "3-bin"],
+)
 def test_memory_does_not_grow_with_the_model(stage, safe, tmp_path):
     """600 MB of weights, the largest of them 320 MB: less than 256 MB above what ``import torch`` takes."""
     groups = [{"large": torch.ones(80 << 20), **{f"w{i}": torch.full((10 << 20,), float(i)) for i in range(7)}}]
@@ -385,6 +390,7 @@ def test_every_record_begins_at_a_multiple_of_64(tmp_path):
     assert all(isinstance(value, LazyTensor) and value.memory.source.offset % 64 == 0 for value in found.values())
 
 
+@pytest.mark.every("66,000 tensors")
 def test_more_tensors_than_a_short_directory_holds(tmp_path):
     one = {str(n): torch.tensor([n]) for n in range(66000)}
     weight_files.write_torch(str(tmp_path / "x"), one)
@@ -392,7 +398,7 @@ def test_more_tensors_than_a_short_directory_holds(tmp_path):
     assert len(found) == 66000 and found["65999"].item() == 65999
 
 
-@pytest.mark.slow
+@pytest.mark.every("4 GB of disk")
 def test_more_than_four_gigabytes(tmp_path):
     """Read back by range, and by Python's zipfile, which knows zip64 from elsewhere."""
     import zipfile  # noqa: PLC0415

@@ -21,6 +21,7 @@ from deepspeed.config.sections import (
     OffloadDeviceEnum,
     ZeroStageEnum,
 )
+from deepspeed.config.world import MeshShape
 from deepspeed.monitor.config import TensorBoardConfig
 from deepspeed.runtime.config import ADAM_OPTIMIZER, get_gradient_clipping, get_log_level
 from deepspeed.runtime.config import DeepSpeedConfig as same
@@ -351,11 +352,42 @@ def test_features_that_are_not_built_are_refused_when_switched_on_only():
         {"sparse_attention": {"mode": "fixed"}},
         {"optimizer": {"type": "OneBitLamb"}},
         {"tensor_parallel": {"autotp_size": 2}},
-        {"sequence_parallel_size": 2},
     ]
     for config in on:
         with pytest.raises(DeepSpeedConfigError, match="not supported yet"):
             DeepSpeedConfig({"train_batch_size": 8, **config}, world_size=2)
+
+
+class _SequenceMpu(_Mpu):
+    def get_sequence_parallel_world_size(self):
+        return 2
+
+
+def test_ranks_that_share_sequences():
+    config = {"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": 2}
+    assert DeepSpeedConfig(config, world_size=6).train_batch_size == 3
+    assert DeepSpeedConfig({**config, "data_parallel_size": 3}, world_size=6).train_batch_size == 3
+    bare = {"train_micro_batch_size_per_gpu": 1}
+    for told in ({"mpu": _SequenceMpu()}, {"mesh_device": MeshShape((4, 2))}):
+        found = DeepSpeedConfig(bare, world_size=8, **told)
+        assert (found.train_batch_size, found.sequence_parallel_size) == (4, 2)
+    refused = [
+        ({"sequence_parallel_size": 4}, {"world_size": 6}, "does not divide the 6 ranks"),
+        (
+            {"sequence_parallel_size": 2, "data_parallel_size": 2},
+            {"world_size": 6},
+            "data_parallel_size is 2, but .* 3",
+        ),
+        ({"sequence_parallel_size": 4}, {"mpu": _SequenceMpu()}, "is 4, but mpu.get_sequence_.* says 2"),
+        ({"sequence_parallel_size": 4}, {"mpu": _Mpu()}, "no get_sequence_parallel_world_size"),
+        ({}, {"mesh_device": MeshShape((3, 2)), "world_size": 4}, r"\(3, 2\) makes 6 ranks, but there are 4"),
+    ]
+    for keys, told, words in refused:
+        with pytest.raises(DeepSpeedConfigError, match=words):
+            DeepSpeedConfig({**bare, **keys}, **told)
+    for shape in (2, (2,), (2, 0), ("a", 2)):
+        with pytest.raises(DeepSpeedConfigError, match="mesh_param is"):
+            MeshShape(shape)
 
 
 def test_choose_config(capsys):

@@ -11,6 +11,8 @@ from deepspeed.config.errors import config_error
 from deepspeed.elasticity import elasticity_enabled, ensure_immutable_elastic_config
 from deepspeed.elasticity.config import ElasticityConfigError, ElasticityError, ElasticityIncompatibleWorldSize
 from deepspeed.elasticity.constants import DEEPSPEED_ELASTICITY_CONFIG, MIN_GPUS, MIN_GPUS_DEFAULT
+from deepspeed.host.launcher_messages import SOCKET_VARIABLE, tell_launcher
+from deepspeed.launcher.rank_messages import RankMessages
 
 SECTION = {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6], "min_gpus": 2, "max_gpus": 8}
 
@@ -21,6 +23,10 @@ def refused(config, kind, words, **where):
     assert isinstance(error.value, DeepSpeedConfigError) and isinstance(error.value, ElasticityError)
     again = pickle.loads(pickle.dumps(error.value))
     assert isinstance(again, kind) and str(again) == str(error.value)
+
+
+def sizes_of(config):
+    return config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
 
 
 def test_names():
@@ -37,9 +43,8 @@ def test_names():
 def test_batch_keys_beside_it(key):
     words = f"{key} = 8, elasticity.enabled = true: elastic training chooses the batch sizes"
     refused({key: 8, "elasticity": SECTION}, ElasticityConfigError, words, world_size=2)
-    with pytest.raises(DeepSpeedConfigError) as error:
-        DeepSpeedConfig({key: 8, "elasticity": {**SECTION, "ignore_non_elastic_batch_info": True}}, world_size=2)
-    assert not isinstance(error.value, ElasticityError)  # what is left: the feature does not exist yet
+    config = DeepSpeedConfig({key: 8, "elasticity": {**SECTION, "ignore_non_elastic_batch_info": True}}, world_size=2)
+    assert sizes_of(config) == (1680, 6, 140)
 
 
 @pytest.mark.parametrize(
@@ -64,16 +69,16 @@ def test_the_number_of_ranks(ranks, fits, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     if not fits:
         return refused({"elasticity": SECTION}, ElasticityIncompatibleWorldSize, words)
-    with pytest.raises(DeepSpeedConfigError) as error:
-        DeepSpeedConfig({"elasticity": SECTION})
-    assert not isinstance(error.value, ElasticityError)
+    train, micro, accumulation = sizes_of(DeepSpeedConfig({"elasticity": SECTION}))
+    assert train == micro * accumulation * ranks and micro in SECTION["micro_batch_sizes"]
 
 
-def test_an_unknown_number_of_ranks_is_not_judged(monkeypatch):
+@pytest.mark.parametrize("version", [0.1, 0.2])
+def test_an_unknown_number_of_ranks_is_not_judged(version, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(DeepSpeedConfigError) as error:
-        DeepSpeedConfig({"elasticity": SECTION})
-    assert not isinstance(error.value, ElasticityError)
+    config = DeepSpeedConfig({"elasticity": {**SECTION, "version": version}})
+    assert config.train_batch_size == (1680 if version == 0.1 else None)
+    assert config.train_micro_batch_size_per_gpu is None
 
 
 def test_the_scheduler_must_agree(monkeypatch, tmp_path, capsys):
@@ -113,3 +118,34 @@ def test_all_kinds_of_errors_go_together():
     error = config_error("text", ["a.b"], kinds)
     assert all(isinstance(error, kind) for kind in [*kinds, DeepSpeedConfigError, ValueError])
     assert str(error) == "text"
+
+
+def test_a_launcher_hears_which_numbers_of_ranks_fit(monkeypatch):
+    """Also where those at hand do not."""
+    monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
+    assert not tell_launcher(saved="here")
+    launcher = RankMessages()
+    monkeypatch.setenv(SOCKET_VARIABLE, launcher.name)
+    small = {**SECTION, "max_train_batch_size": 8, "micro_batch_sizes": [1, 2, 4], "min_gpus": 1}
+    refused({"elasticity": {**small, "version": 0.1}}, ElasticityIncompatibleWorldSize, "3 ranks cannot", world_size=3)
+    assert launcher.read() == [{"worlds": [1, 2, 4, 8], "min_time": 0}]
+    refused({"elasticity": {**small, "version": 0.1}}, ElasticityIncompatibleWorldSize, "Start 1 to 8", world_size=9)
+    assert launcher.read() == [{"worlds": [1, 2, 4, 8], "min_time": 0}]
+    nodes = {**small, "max_train_batch_size": 16, "max_gpus": 16, "num_gpus_per_node": 4, "min_time": 5}
+    DeepSpeedConfig({"elasticity": nodes}, world_size=8)
+    assert launcher.read() == [{"worlds": [4, 8, 16], "min_time": 5}]
+    monkeypatch.setenv(SOCKET_VARIABLE, "deepspeed-that-is-gone")
+    assert not tell_launcher(saved="here")
+
+
+def test_steps_between_snapshots_without_snapshots_are_refused():
+    made = {"train_batch_size": 1, "elasticity": {"snapshot_steps": 5}}
+    refused(made, DeepSpeedConfigError, 'Set "memory_copies" to 1, or leave "snapshot_steps" out')
+    made["elasticity"]["memory_copies"] = 2
+    refused(made, DeepSpeedConfigError, "elasticity.memory_copies")
+    made["elasticity"]["memory_copies"] = 1
+    assert DeepSpeedConfig(made).elasticity_config.snapshot_steps == 5
+
+
+def test_a_folder_without_a_name_is_refused():
+    refused({"train_batch_size": 1, "elasticity": {"save_on_signal": ""}}, DeepSpeedConfigError, "must not be empty")

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -32,6 +34,7 @@ def test_format_is_short():
 @pytest.fixture
 def two_sockets(monkeypatch):
     monkeypatch.setattr(numa, "usable_cores", lambda: list(range(64)))
+    monkeypatch.setattr(cpu, "thread_siblings", str)
     monkeypatch.setattr(numa, "numa_nodes", lambda: [(0, list(range(32))), (2, list(range(32, 64)))])
     monkeypatch.delenv("KMP_AFFINITY", raising=False)
 
@@ -55,6 +58,69 @@ def test_numactl_command(two_sockets, monkeypatch):
     monkeypatch.setenv("KMP_AFFINITY", "compact")
     with pytest.raises(ValueError, match="KMP_AFFINITY"):
         published.get_numactl_cmd(None, 4, 2)
+
+
+def test_physical_cores_are_shared_whole(monkeypatch):
+    monkeypatch.setattr(numa, "usable_cores", lambda: list(range(8)))
+    monkeypatch.setattr(numa, "numa_nodes", lambda: [])
+    monkeypatch.setattr(cpu, "thread_siblings", lambda core: f"{core % 4},{core % 4 + 4}")
+    assert cpu.whole_cores(range(8)) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert cpu.physical_cores(range(8)) == [0, 1, 2, 3]
+    assert [numa.cores_of_rank(None, 2, rank) for rank in (0, 1)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert [numa.cores_of_rank(None, 3, rank) for rank in range(3)] == [[0, 4], [1, 5], [2, 6]]
+    assert [numa.cores_of_rank(None, 8, rank) for rank in range(8)] == [[core] for core in range(8)]
+    assert numa.cores_of_rank("0-3", 2, 1) == [2, 3]  # a list is taken as it is
+
+
+@pytest.mark.parametrize(
+    "files, cores",
+    [
+        ({}, None),
+        ({"/proc/self/cgroup": "0::/a/b", "/sys/fs/cgroup/a/b/cpu.max": "max 100000",
+          "/sys/fs/cgroup/a/cpu.max": "350000 100000"}, 3.5),
+        ({"/proc/self/cgroup": "0::/", "/sys/fs/cgroup/cpu.max": "200000 100000"}, 2.0),
+        ({"/proc/self/cgroup": "4:cpuacct,cpu:/x\n0::/", "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000",
+          "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 0.5),
+        ({"/proc/self/cgroup": "4:cpu:/x", "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+          "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, None),
+    ],
+)  # fmt: skip
+def test_the_time_that_a_container_may_use(files, cores, monkeypatch):
+    monkeypatch.setattr(cpu, "_read", lambda path: files.get(path.replace("//", "/"), ""))
+    assert cpu.quota_cores() == cores
+
+
+def test_fast_memory_beside_a_node(tmp_path, monkeypatch):
+    # Two sockets with DRAM (0, 1), their HBM (2, 3), and a slow expander without cores (4).
+    distances = ["10 21 13 23 17", "21 10 23 13 18", "13 23 10 23 20", "23 13 23 10 20", "17 18 20 20 10"]
+    for node, (cores, speed) in enumerate([("0-3", 100), ("4-7", 100), ("", 400), ("", 400), ("", 30)]):
+        folder = tmp_path / f"node{node}" / "access0" / "initiators"
+        folder.mkdir(parents=True)
+        (folder / "read_bandwidth").write_text(f"{speed}\n")
+        (tmp_path / f"node{node}" / "cpulist").write_text(cores + "\n")
+        (tmp_path / f"node{node}" / "distance").write_text(distances[node] + "\n")
+    monkeypatch.setattr(numa, "_NODES", str(tmp_path))
+    monkeypatch.setattr(numa, "usable_cores", lambda: list(range(8)))
+    monkeypatch.delenv("KMP_AFFINITY", raising=False)
+    assert [numa.fast_memory_near(node) for node in (0, 1)] == [2, 3]
+    assert numa.memory_of_ranks([[0, 1], [4, 5], None]) == [([2], True), ([3], True), ([], False)]
+    assert published.get_numactl_cmd("0-7", 2, 1)[0] == ["numactl", "-C", "4-7", "-p", "3"]
+    for node in (2, 3):
+        (tmp_path / f"node{node}" / "access0" / "initiators" / "read_bandwidth").unlink()
+    assert numa.memory_of_ranks([[0, 1], [3, 4]]) == [([0], False), ([0, 1], False)]
+
+
+def test_memory_comes_from_a_node():
+    code = """
+from deepspeed.launcher import linux
+done = linux.take_memory_from([0]) and linux.take_memory_from([0], wish=True) and linux.take_memory_from([0])
+print(done, any("bind:0" in line for line in open("/proc/self/numa_maps")), linux.take_memory_from([]))
+"""
+    env = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(cpu.__file__)) + "/.."}
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    if said.stdout.startswith("False"):
+        pytest.skip("set_mempolicy is not allowed here")
+    assert said.stdout == "True True False\n", said.stderr
 
 
 def test_too_few_cores(two_sockets):
@@ -114,6 +180,20 @@ def test_ports(family, address):
         taken.listen(1)
         assert not ports.port_is_free(taken.getsockname()[1])
     assert ports.port_is_free(ports.free_port())
+
+
+def test_a_port_is_claimed_by_one_launcher():
+    port, claim = ports.claim_any_port(23456)
+    with claim:
+        assert ports.port_is_free(port) and ports.claim_port(port) is None
+        other, second = ports.claim_any_port(port)
+        with second:
+            assert other > port
+    ports.claim_port(port).close()
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen(1)
+        assert ports.claim_port(taken.getsockname()[1]) is None
 
 
 # ---- BLAS ---------------------------------------------------------------------------------------------------------

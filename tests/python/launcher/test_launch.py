@@ -12,6 +12,7 @@ import time
 import pytest
 
 from deepspeed.host.ports import free_port
+from processes import pids, running, wait_for
 
 pytestmark = pytest.mark.dist
 
@@ -72,29 +73,6 @@ def script(text, name="train.py"):
     with open(name, "w") as file:
         file.write(PRELUDE + text)
     return name
-
-
-def pids():
-    try:
-        with open("pids") as file:
-            return [int(line) for line in file]
-    except FileNotFoundError:
-        return []
-
-
-def running(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_for(condition, seconds=10):
-    limit = time.monotonic() + seconds
-    while not condition() and time.monotonic() < limit:
-        time.sleep(0.02)
-    assert condition()
 
 
 def assert_nobody_left(count, seconds=5):
@@ -232,13 +210,12 @@ def test_first_failing_rank_ends_the_job_with_its_code_and_last_words():
     script("""
 helper()
 if rank == 1:
-    print("line before"); time.sleep(0.5); sys.stderr.write("the reason\\n"); sys.exit(37)
+    while len(open("pids").read().split()) < 6: time.sleep(0.01)
+    print("line before"); sys.stderr.write("the reason\\n"); sys.exit(37)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 time.sleep(600)
 """)
-    begin = time.monotonic()
-    done = run("--num_gpus", 3, "train.py")
-    assert time.monotonic() - begin < 6.5  # 0.5 of its own, 5, and two starts of Python
+    done = run("--num_gpus", 3, "train.py", DS_LAUNCHER_GRACE_S="0.5")
     assert done.returncode == 37
     story = done.stderr[done.stderr.index("deepspeed: rank") :]
     assert (
@@ -257,7 +234,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 open("ready%d" % rank, "w").close()
 time.sleep(600)
 """)
-    job = start("--num_gpus", 2, "train.py")
+    job = start("--num_gpus", 2, "train.py", DS_LAUNCHER_GRACE_S="3")
     wait_for(lambda: os.path.exists("ready0") and os.path.exists("ready1"))
     begin = time.monotonic()
     os.kill(pids()[0], signal.SIGKILL)
@@ -292,7 +269,7 @@ time.sleep(600)
 
 
 def test_a_rank_that_is_done_early_ends_nothing():
-    script("time.sleep(0.8 * rank); print('done', rank)")
+    script("time.sleep(0.4 * rank); print('done', rank)")
     done = run("--num_gpus", 2, "train.py")
     assert done.returncode == 0 and "done 1" in done.stdout
 
@@ -310,10 +287,10 @@ count = []
 def heard(number, frame):
     count.append(number)
 signal.signal(signal.SIGINT, heard); signal.signal(signal.SIGTERM, heard)
-helper()
+note(subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
 open("ready%d" % rank, "w").close()
 while not count: time.sleep(0.01)
-time.sleep(0.5)
+time.sleep(0.3)
 print("heard", count)
 """)
     job = start("--num_gpus", 2, "train.py")
@@ -427,7 +404,7 @@ def test_nobody_reads_the_output():
 
 
 def test_nohup_is_respected():
-    script("open('ready', 'w').close(); time.sleep(1); print('finished')")
+    script("open('ready', 'w').close(); time.sleep(0.3); print('finished')")
     job = subprocess.Popen(
         command("--num_gpus", 1, "train.py"), env=environment(), stdout=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
@@ -444,7 +421,7 @@ def test_nohup_is_respected():
         (["nowhere.py"], "nowhere.py"),
         (["--no_python", "no-such-program"], "no-such-program"),
         (["--include", "localhost:99", "train.py"], "99"),
-        (["--num_nodes", "2", "train.py"], "multi-node is not supported yet"),
+        (["--num_nodes", "2", "train.py"], "there is no hostfile"),
         (["--no_python", "./notes.txt"], "notes.txt"),
     ],
 )
@@ -491,8 +468,8 @@ def test_the_launcher_starts_quickly():
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    python = min(seconds(sys.executable, "-c", "pass") for _ in range(10))
-    whole = min(seconds(*command("--num_gpus", 1, "--no_python", "--no_local_rank", "true")) for _ in range(10))
+    python = min(seconds(sys.executable, "-c", "pass") for _ in range(5))
+    whole = min(seconds(*command("--num_gpus", 1, "--no_python", "--no_local_rank", "true")) for _ in range(5))
     assert whole - python < 0.15, f"{whole:.3f} s, of which Python {python:.3f} s"
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from deepspeed.host import devices, numa
+from deepspeed.host import cpu, devices, numa
 from deepspeed.launcher import environment, plan, runner
 from deepspeed.launcher.arguments import check, parse_args
 
@@ -22,7 +22,7 @@ def here(tmp_path, monkeypatch):
     for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES", "MASTER_PORT", "OMP_NUM_THREADS", "KMP_AFFINITY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(devices, "nvidia_device_count", lambda: 0)
-    monkeypatch.setattr(plan, "port_is_free", lambda port: True)
+    monkeypatch.setattr(plan.ports, "claim_port", lambda port: "claimed")
     return tmp_path
 
 
@@ -71,6 +71,12 @@ def test_ways_to_start_the_script():
         ("--launcher telepathy train.py", "telepathy"),
         ("-i localhost -e localhost train.py", "exclude each other"),
         ("-i otherhost train.py", "otherhost"),
+        ("--node_rank 1 train.py", "--no_ssh"),
+        ("--ssh_port 0 train.py", "--ssh_port is 0"),
+        ("--no_ssh --check", "which --no_ssh does not"),
+        ("--no_ssh --venv_script x train.py", "--venv_script"),
+        ("--log_level loud train.py", "loud"),
+        ("--join_timeout 0 train.py", "--join_timeout"),
     ],
 )
 def test_contradictions_are_value_errors(line, named):
@@ -79,15 +85,21 @@ def test_contradictions_are_value_errors(line, named):
 
 
 @pytest.mark.parametrize(
-    "line",
+    "line, named",
     [
-        "--num_nodes 2 train.py", "--node_rank 1 train.py", "--no_ssh train.py", "--force_multi train.py",
-        "--elastic_training train.py", "--launcher_args=-x train.py", "--ssh_port 22 train.py",
+        ("--min_elastic_nodes 1", "--min_elastic_nodes is for .*add --elastic_training"),
+        ("--elastic_training --max_elastic_nodes 0", "--max_elastic_nodes is 0; it must be at least 1"),
+        ("--elastic_training --min_elastic_nodes 3 --max_elastic_nodes 2", "is 3, more than --max_elastic_nodes 2"),
+        (
+            "--elastic_training --launcher openmpi --hostfile {}",
+            "--launcher openmpi does not: take --launcher ssh",
+        ),
     ],
-)  # fmt: skip
-def test_options_of_several_nodes_are_refused(line):
-    with pytest.raises(NotImplementedError, match="multi-node is not supported yet"):
-        runner.main(args=line.split())
+)
+def test_numbers_of_hosts_that_may_change(line, named, tmp_path):
+    (tmp_path / "hosts").write_text("h1.invalid slots=1\nh2.invalid slots=1\n")
+    with pytest.raises(ValueError, match=named):
+        runner.main(args=[*line.format(tmp_path / "hosts").split(), "train.py"])
 
 
 def test_autotuning_is_refused():
@@ -138,7 +150,7 @@ def test_other_accelerators_are_counted_by_the_user(monkeypatch):
 
 
 def test_grace(monkeypatch):
-    assert plan_of("train.py").grace_s == plan.GRACE_S
+    assert plan_of("train.py").grace_s == plan.GRACE_S == 5.0
     monkeypatch.setenv("DS_LAUNCHER_GRACE_S", "20")
     assert plan_of("train.py").grace_s == 20
     monkeypatch.setenv("DS_LAUNCHER_GRACE_S", "soon")
@@ -157,10 +169,15 @@ def test_hostfile_of_this_machine_and_of_others(here):
     assert len(plan_of("-H mine train.py").commands) == 3
     assert len(plan_of("-H mine --num_gpus 2 train.py").commands) == 2
     assert len(plan_of("-H two -i localhost:1 train.py").commands) == 1
-    with pytest.raises(runner.LaunchError, match="multi-node is not supported yet.*worker-9.invalid"):
-        plan_of("-H two train.py")
-    with pytest.raises(runner.LaunchError, match="multi-node"):
-        plan_of("-H two -e localhost train.py")
+    hosts_of = lambda line: runner.far_hosts(parse_args(line.split()), [])  # noqa: E731
+    assert hosts_of("-H two train.py") == {"localhost": [0, 1], "worker-9.invalid": [0, 1]}
+    assert hosts_of("-H two -e localhost train.py") == {"worker-9.invalid": [0, 1]}
+    assert hosts_of("-H mine train.py") is hosts_of("-H two -i localhost:1 train.py") is None
+    assert hosts_of("-H mine --force_multi train.py") == {socket.gethostname(): [0, 1, 2]}
+    with pytest.raises(runner.LaunchError, match="--num_nodes is 3, but the hostfile two names 2"):
+        hosts_of("-H two --num_nodes 3 train.py")
+    with pytest.raises(runner.LaunchError, match="there is no hostfile missing"):
+        hosts_of("-H missing --num_nodes 2 train.py")
     (here / "bad").write_text("localhost\n")
     with pytest.raises(ValueError, match="bad.*line 1"):
         plan_of("-H bad train.py")
@@ -182,12 +199,21 @@ def test_threads_are_shared_out_unless_chosen(monkeypatch):
 
 def test_cores_are_bound_in_equal_shares(monkeypatch):
     monkeypatch.setattr(numa, "usable_cores", lambda: list(range(64)))
+    monkeypatch.setattr(cpu, "thread_siblings", str)
     monkeypatch.setattr(numa, "numa_nodes", lambda: [])
     monkeypatch.setattr(environment, "physical_cores", lambda cores: cores)
     made = plan_of("--num_gpus 4 --bind_cores_to_rank --bind_core_list 0-27,32-59 train.py")
     ranges = [numa.format_range_list(cores) for cores in made.cores]
     assert ranges == ["0-13", "14-27", "32-45", "46-59"]
     assert made.environments[3]["OMP_NUM_THREADS"] == "14"
+    assert any("rank 1 14-27; rank 2 32-45" in note and "14 thread(s)" in note for note in made.notes)
+    monkeypatch.setattr(numa, "numa_nodes", lambda: [(0, list(range(32))), (1, list(range(32, 64)))])
+    made = plan_of("--num_gpus 4 --bind_cores_to_rank train.py")
+    assert [nodes for nodes, _ in made.memory] == [[0], [0], [1], [1]] and made.commands[0][0] == sys.executable
+    assert any("rank 3 48-63 (memory node 1)" in note for note in made.notes)
+    monkeypatch.setattr(environment, "quota_cores", lambda: 10.0)
+    assert plan_of("--num_gpus 4 --bind_cores_to_rank train.py").environments[0]["OMP_NUM_THREADS"] == "2"
+    assert plan_of("--num_gpus 4 train.py").environments[0]["OMP_NUM_THREADS"] in ("1", "2")
 
 
 def test_unknown_cpu_gets_avx512_blas(monkeypatch):
@@ -219,7 +245,7 @@ def test_another_launchers_variables_do_not_reach_the_ranks(monkeypatch):
 
 # ---- the port -----------------------------------------------------------------------------------------------------
 def test_busy_port(monkeypatch):
-    monkeypatch.setattr(plan, "port_is_free", lambda port: False)
+    monkeypatch.setattr(plan.ports, "claim_port", lambda port: None if port in (29500, 4567) else "claimed")
     with pytest.raises(runner.LaunchError, match="port 29500.*--master_port"):
         plan_of("--master_port 29500 train.py")
     made = plan_of("train.py")

@@ -56,11 +56,14 @@ def test_convolutions_attention_and_ties():
 def test_bubbles(schedule, bubble):
     made = deepspeed.pipe.plan(equal_layers(), 4, 8, schedule, SAMPLE)
     assert made.schedule == schedule and made.bubble == pytest.approx(bubble) and made.seconds is None
-    kept = 2 * BATCH * WIDTH * 4  # two layers on each stage
+    one = BATCH * WIDTH * 4  # of two layers on each stage are kept: both inputs, and the output
     assert [stage.layers for stage in made.stages] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     first = made.stages[0]
     assert first.peak_live == (8 if schedule == "gpipe" else 4)
-    assert first.peak_activation_bytes == first.peak_live * kept
+    # And while a backward runs the gradients of its output, of what is between the layers, and of a weight; the half
+    # for weights has kept what came in between.
+    needed = 3 * one + (1 if schedule == "zb-h1" else 2) * one + WIDTH * WIDTH * 4
+    assert first.peak_activation_bytes == (first.peak_live - 1) * 3 * one + needed
     assert first.parameters == 2 * WIDTH * WIDTH and first.state_bytes == 16 * first.parameters
     assert first.bytes_sent == 8 * BATCH * WIDTH * 4 and made.stages[1].bytes_sent == 2 * first.bytes_sent
     text = str(made)
@@ -111,3 +114,59 @@ def test_bad_input():
         deepspeed.pipe.plan(equal_layers(), 4, 8, "best", SAMPLE)
     with pytest.raises(RuntimeError, match=r"layer 1 \(Linear\) of the pipeline cannot run on meta tensors: "):
         deepspeed.pipe.plan([nn.Linear(WIDTH, 3), nn.Linear(4, 4)], 2, 2, sample=SAMPLE)
+
+
+def test_a_backward_that_is_not_split():
+    split, whole = (
+        deepspeed.pipe.plan(equal_layers(), 4, 8, "zb-h1", SAMPLE, split_backward=split) for split in (True, False)
+    )
+    assert whole.bubble == pytest.approx(3 / 11) and whole.bubble > split.bubble  # as 1f1b
+    assert "backwards are not split" in str(whole) and "not split" not in str(split)
+    assert deepspeed.pipe.plan(equal_layers(), 4, 8, "auto", SAMPLE, split_backward=False).schedule == "1f1b"
+    assert "not split" not in str(deepspeed.pipe.plan(equal_layers(), 4, 8, "1f1b", SAMPLE, split_backward=False))
+
+
+class _Values(torch.autograd.Function):
+    """A backward that looks at values, which meta tensors have not."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * grad.sum().item()
+
+
+def test_memory_of_parts():
+    """Of 16 micro-batches of one stage, so that what one pass needs is little beside what is kept."""
+    width, rows = 8, 1024
+    one = rows * width * 4
+
+    def block():
+        return LayerSpec(nn.Sequential, nn.Linear(width, width), nn.Tanh(), nn.Tanh())
+
+    def kept(interval, layers=None, names=None):
+        made = deepspeed.pipe.plan(
+            layers or [block() for _ in range(4)], 1, 64, "gpipe", torch.ones(rows, width),
+            activation_checkpoint_interval=interval, checkpointable_layers=names,
+        )  # fmt: skip
+        return made.stages[0].peak_activation_bytes / one / 64, made.note
+
+    assert kept(0)[0] == pytest.approx(1 + 4 * 2, rel=0.05)  # the input, and of each layer two results of tanh
+    assert kept(2)[0] == pytest.approx(3, rel=0.1)  # inputs of two segments, and the output
+    assert kept(1)[0] == pytest.approx(5, rel=0.05)
+    assert kept(2, names=["Conv2d"])[0] == kept(0)[0]
+    # A tensor that goes through several layers, and is kept by several, is one.
+    through = [lambda x: (x.tanh(), x), lambda pair: (pair[0] * pair[1], pair[1]), lambda pair: pair[0] + pair[1]]
+    assert kept(0, layers=[nn.Linear(width, width), *through])[0] == pytest.approx(4, rel=0.05)
+    loss = {"loss_fn": lambda out, labels: (out - labels).square().mean(), "labels": torch.zeros(rows, width)}
+    with_loss = deepspeed.pipe.plan([block()], 1, 64, "gpipe", torch.ones(rows, width), **loss).stages[0]
+    assert with_loss.peak_activation_bytes / one / 64 == pytest.approx(3 + 2, rel=0.05)  # labels, and the difference
+    loss["loss_fn"] = lambda out, labels: out.mean() * labels.sum().item()
+    without = deepspeed.pipe.plan([block()], 1, 64, "gpipe", torch.ones(rows, width), **loss)
+    assert without.stages[0].peak_activation_bytes / one / 64 == pytest.approx(3, rel=0.05)
+    assert "the loss does not run on meta tensors, so its memory is not known: " in without.note
+    found, note = kept(0, layers=[block(), _Values.apply, block()])
+    assert found == pytest.approx(6, rel=0.05)
+    assert "layers 0 to 2 cannot run backward on meta tensors, so its peak is not known: " in note

@@ -109,7 +109,7 @@ def test_package_list_gives_a_reason_for_each():
         lines = [line for line in file if line.strip() and not line.startswith("#")]
     assert len(lines) > 15
     for line in lines:
-        assert re.match(r"^[a-z0-9.+-]+ +(build|torch|test|bench|lint)(,\w+)* +# \S", line), line
+        assert re.match(r"^[a-z0-9.+-]+ +(build|torch|test|bench|lint|cluster)(,\w+)* +# \S", line), line
 
 
 def test_env_tag_is_the_one_the_package_looks_for():

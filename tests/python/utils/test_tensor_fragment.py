@@ -80,6 +80,10 @@ class Link:
         if kind == "fp32":
             self.published = value.clone()
 
+    def set_pieces(self, kind, flat):
+        for (_, numel, view), begin in zip(self.pieces(kind), (0, self.own[0][1])):
+            view.copy_(flat[begin : begin + numel])
+
     def pieces(self, kind):
         if self.kept.get(kind) is None:
             return []
@@ -97,7 +101,8 @@ def sharded(**options):
     """As a parameter of stage 3: no values here, a slice of six with padding."""
     param = torch.nn.Parameter(torch.empty(0))
     param.ds_id, param.ds_shape = 0, torch.Size([2, 5])
-    param.ds_handle = types.SimpleNamespace(name="layer.weight", slice_numel=6, shard=torch.zeros(6))
+    shard = torch.zeros(6)
+    param.ds_handle = types.SimpleNamespace(name="layer.weight", slice_numel=6, shard=shard, device=shard.device)
     param._ds_link = Link(**{"own": [(6, 4)], **options})
     return param
 

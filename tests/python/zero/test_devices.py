@@ -34,7 +34,7 @@ def test_zero_init_takes_the_device_of_its_local_rank_before_anything_else(monke
 
 
 def sharded(device):
-    return types.SimpleNamespace(ds_handle=types.SimpleNamespace(shard=types.SimpleNamespace(device=device)))
+    return types.SimpleNamespace(ds_handle=types.SimpleNamespace(device=device))
 
 
 class Engine:

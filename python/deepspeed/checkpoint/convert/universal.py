@@ -16,6 +16,7 @@ from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.autoep_universal import layers_of, merge_zero_shards, metadata_of, write_shard
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.open_saved import open_saved
+from deepspeed.checkpoint.layouts.saved_stages import is_pipeline, open_run
 from deepspeed.checkpoint.layouts.saved_state import read_into
 from deepspeed.checkpoint.layouts.saved_universal import OPTIMIZER_STATE, STEP, ZERO_FOLDER, ParallelRules, merge_slices
 from deepspeed.checkpoint.read import storage
@@ -38,8 +39,11 @@ class Source:
         self.folder = folder
         if not os.path.isdir(folder):
             raise FileNotFoundError(f"there is no checkpoint folder {folder}: --input_folder is that of one tag")
-        self._saved = {}
-        self.pp_degree, self.tp_degree = self._degrees(*self._counted())
+        self._saved, self._is_pipeline = {}, is_pipeline(folder)
+        if self._is_pipeline:  # names mean the same in all stages
+            joined = open_run(folder)
+            self._saved = {0: joined} if joined.is_whole else {}
+        self.pp_degree, self.tp_degree = (1, 1) if self._saved else self._degrees(*self._counted())
         if not self.saved(0).shapes():
             raise ValueError(
                 f"{folder} has no optimizer states (files *{keys.OPTIM_FILE_SUFFIX}), so there are no fp32 weights to "
@@ -129,7 +133,7 @@ class Source:
         found = {}
         for pp in range(self.pp_degree):
             for name in self.saved(pp * self.tp_degree).shapes():
-                if name in found and not self.rules.is_in_every_stage(name):
+                if name in found and not (self._is_pipeline or self.rules.is_in_every_stage(name)):
                     raise ValueError(
                         f"parameter '{name}' is in the pipeline stages {found[name]} and {pp}, and no entry of "
                         f"{keys.PIPELINE_REPLICATED_PARAMETER_PATTERNS} in {keys.UNIVERSAL_CHECKPOINT_INFO} matches it"

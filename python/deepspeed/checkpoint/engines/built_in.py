@@ -184,16 +184,7 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
         saving.begin(token)
         save = SnapshotSave(self.behind, self.cache, self, saving, save_latest, states)
         try:
-            error = None
-            for name, value in saving.shared(files).items():
-                made = value()  # some run collectives, so all are made, whatever has failed
-                try:
-                    if error is None:
-                        save.add(name, made)
-                except Exception as caught:
-                    error = caught
-                del made
-            saving.agree(error, save.drop)
+            saving.agree(save.add_all(saving.shared(files)), save.drop)
         except BaseException:
             save.drop()
             if ranks.leads:

@@ -26,6 +26,8 @@ _MP_RANK = MODEL_FILE_PREFIX + "{mp_rank:02d}"
 MODEL_STATES = _MP_RANK + MODEL_FILE_SUFFIX
 SHARDED_MODEL_STATES = ZERO_FILE_PREFIX + "{dp_rank}_" + MODEL_STATES
 EXPERT_OPTIM_STATES = "expp_rank_{expp_rank}_" + _MP_RANK + OPTIM_FILE_SUFFIX
+LAYER_STATES = "layer_{layer:02d}{slices}-model_states.pt"
+EXPERT_STATES = "layer_{layer}_expert_{expert}_" + MODEL_STATES
 OPTIM_STATES = "{prefix}" + ZERO_FILE_PREFIX + "{dp_rank}_" + _MP_RANK + OPTIM_FILE_SUFFIX
 # Ours, one for each rank: what a resumed run needs to go on bit by bit and no other tool reads.
 RUN_STATES = "run_rank_{rank:05d}_state.pt"
@@ -40,6 +42,10 @@ _CHECKPOINT_FILE = re.compile(
     r"|run_rank_\d{5,}_state\.pt"
 )
 
+_MODEL_FILE = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
+
+# Ours, in the model file: which parameters, experts and layers are in files of only some ranks.
+PARAMS_BY_RANK = "params_by_rank"
 # Keys of the model file that load_checkpoint keeps for itself; every other one is handed back in client_state.
 ENGINE_KEYS = (
     "module",
@@ -50,6 +56,7 @@ ENGINE_KEYS = (
     "mp_world_size",
     "data_sampler",
     "random_ltd",
+    PARAMS_BY_RANK,
 )
 RESERVED_KEY = CHECKPOINT_PARALLEL_DIMS
 # Keys of the engine that load_checkpoint hands back all the same, as callers expect.
@@ -65,6 +72,7 @@ OWN_KEYS = (
     RESERVED_KEY,
     "ds_config",
     DS_VERSION,
+    PARAMS_BY_RANK,
 )
 
 
@@ -119,7 +127,26 @@ def optim_states_path(folder, dp_rank, mp_rank=0, bf16=False):
 
 def expert_optim_states_path(folder, expp_rank, mp_rank=0):
     """Experts' optimizer states without ZeRO: every expert-parallel rank writes one."""
-    return os.path.join(folder, EXPERT_OPTIM_STATES.format(expp_rank=expp_rank, mp_rank=mp_rank))
+    return os.path.join(folder, expert_optim_states(expp_rank, mp_rank))
+
+
+def is_model_file(name):
+    """Whether it is the model file of a rank."""
+    return _MODEL_FILE.fullmatch(name) is not None
+
+
+def layer_states(layer, slices=""):
+    """Weights of a layer of a pipeline; ``slices``: which ones of its tensor-parallel ranks, such as ``model_01``."""
+    return LAYER_STATES.format(layer=layer, slices=f"-{slices}" if slices else "")
+
+
+def expert_states(layer, expert, mp_rank=0):
+    """Weights of an expert of the MoE layer number ``layer``; ``expert``: its number among those of all ranks."""
+    return EXPERT_STATES.format(layer=layer, expert=expert, mp_rank=mp_rank)
+
+
+def expert_optim_states(expp_rank, mp_rank=0):
+    return EXPERT_OPTIM_STATES.format(expp_rank=expp_rank, mp_rank=mp_rank)
 
 
 def run_states_path(folder, rank):

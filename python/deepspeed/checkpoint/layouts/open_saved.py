@@ -3,10 +3,12 @@
 import os
 
 from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.layouts.saved_named import with_named
 from deepspeed.checkpoint.layouts.saved_native import NativeState
 from deepspeed.checkpoint.layouts.saved_shards import FlatState, PlainState, SlicedState
 from deepspeed.checkpoint.layouts.saved_universal import UniversalState, is_universal
 from deepspeed.checkpoint.read import storage
+from deepspeed.formats.swapped_tensors import with_swapped
 
 _PREFIXES = ("bf16_", "", "fp16_")
 
@@ -32,7 +34,7 @@ class Shards:
                 raise ValueError(
                     f"{self._paths(rank)} is no file of optimizer states: it has no 'optimizer_state_dict'"
                 )
-            self._held[rank] = whole["optimizer_state_dict"]
+            self._held[rank] = with_swapped(self._paths(rank), whole, storage.read)
         return self._held[rank]
 
     def path(self, rank):
@@ -63,13 +65,16 @@ def _shards(folder, mp_rank, dp_rank):
     return None
 
 
-def open_saved(folder, mp_rank=0, dp_rank=0, group_names=(), shapes=None, with_optimizer=True, mp_size=1):
+def open_saved(
+    folder, mp_rank=0, dp_rank=0, group_names=(), shapes=None, with_optimizer=True, mp_size=1, experts=None
+):
     """The checkpoint in ``folder``, the folder of one tag. No collectives.
 
     ``dp_rank``: of this run; at stage 3 its own model file is taken where there is one, for buffers. ``group_names``:
     the names of the parameters of each group of this run's optimizer, and ``shapes`` name -> torch.Size of them, which
     files of stage 0 do not say. ``with_optimizer=False`` leaves optimizer states of stage 0 unread. ``mp_size``: number
-    of model-parallel ranks of this run, for universal checkpoints, which have whole parameters.
+    of model-parallel ranks of this run, for universal checkpoints, which have whole parameters. ``experts``: numbers of
+    those whose files are wanted (None: all).
 
     Raises FileNotFoundError where there is no model file, ValueError where files do not fit each other.
     """
@@ -78,7 +83,7 @@ def open_saved(folder, mp_rank=0, dp_rank=0, group_names=(), shapes=None, with_o
     if is_universal(folder):
         return UniversalState(folder, mp_rank, mp_size, dp_rank, group_names, shapes)
     if any(os.path.exists(names.sharded_model_states_path(folder, rank, mp_rank)) for rank in (0, dp_rank)):
-        return _open_sliced(folder, mp_rank, dp_rank)
+        return _open_sliced(folder, mp_rank, dp_rank, experts)
     path = names.model_states_path(folder, mp_rank)
     model = storage.read(path, lazy=True)
     shards = _shards(folder, mp_rank, dp_rank)
@@ -88,12 +93,17 @@ def open_saved(folder, mp_rank=0, dp_rank=0, group_names=(), shapes=None, with_o
         saved = _open_plain(
             folder, model, group_names, shapes or {}, model.get("optimizer") if with_optimizer else None
         )
+    saved = with_named(saved, folder, mp_rank, shards, experts)
     saved.model_path = path
     return saved
 
 
 def _open_plain(folder, model, group_names, shapes, optimizer):
     """Our own files say beside it which parameters the groups have; others' are taken to have those of this run."""
+    stage = (model.get(names.PARAMS_BY_RANK) or {}).get("groups")  # of a pipeline, whose weights are in other files
+    if stage is not None:
+        shapes = {name: shape for group in stage for name, shape in group}
+        return PlainState(optimizer, [[name for name, _ in group] for group in stage], shapes, model, folder)
     path = names.run_states_path(folder, 0)
     ours = os.path.exists(path)
     saved_names = storage.read(path, lazy=True).get("group_names") if ours and optimizer is not None else None
@@ -104,7 +114,7 @@ def _open_plain(folder, model, group_names, shapes, optimizer):
     return PlainState(optimizer, group_names if optimizer else (), shapes, model, folder, steps_are_real=ours)
 
 
-def _open_sliced(folder, mp_rank, dp_rank):
+def _open_sliced(folder, mp_rank, dp_rank, experts):
     own = names.sharded_model_states_path(folder, dp_rank, mp_rank)
     first = names.sharded_model_states_path(folder, 0, mp_rank)
     path = own if os.path.exists(own) else first
@@ -126,5 +136,6 @@ def _open_sliced(folder, mp_rank, dp_rank):
         model.get("frozen_param_shapes"),
         storage.read(first, lazy=True).get("shared_params") or {},  # others' files may not say
     )
+    saved = with_named(saved, folder, mp_rank, shards, experts)
     saved.model_path = path
     return saved

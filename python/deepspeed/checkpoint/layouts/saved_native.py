@@ -15,7 +15,8 @@ import torch
 from deepspeed.checkpoint.constants import BUFFER_NAMES, FROZEN_PARAM_SHAPES, PARAM_SHAPES
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.names import MODULE, VALUES
-from deepspeed.checkpoint.layouts.saved_state import Range, SavedState
+from deepspeed.checkpoint.layouts.saved_named import pieces_of
+from deepspeed.checkpoint.layouts.saved_state import SavedState
 from deepspeed.formats.safetensors_file import DamagedSafetensors, read_safetensors
 
 # ---- plain json ----------------------------------------------------------------------------------------------------
@@ -200,6 +201,7 @@ class NativeState(SavedState):
             FROZEN_PARAM_SHAPES: dict(self._frozen),
             "shared_params": dict(about["tied"]),
             "ds_config": about["ds_config"],
+            **({names.PARAMS_BY_RANK: {"layers": {}}} if about.get("pipeline") else {}),
         }
         state["module"]._metadata = self._decode(module["metadata"])
         state.update(self._decode(about["client_state"]))
@@ -277,16 +279,7 @@ class NativeState(SavedState):
         return self._pieces(self._index.get(MODULE, {}).get(name, []), name)
 
     def _pieces(self, runs, name):
-        numel = torch.Size(self._parameters[name]["shape"]).numel()
-        if name in self._strides and runs and sum(tensor.numel() for _, tensor in runs) == numel:
-            return [(0, numel, Range(functools.partial(self._in_rows, name, runs)))]
-        return [(offset, tensor.numel(), Range(tensor)) for offset, tensor in runs]
-
-    def _in_rows(self, name, runs):
-        """A tensor whose pieces are in the order of its memory."""
-        shape = self._parameters[name]["shape"]
-        flat = torch.cat([tensor.read_range(0, tensor.numel()) for _, tensor in runs])
-        return flat.as_strided(shape, self._strides[name])
+        return pieces_of(runs, self._parameters[name]["shape"], self._strides.get(name))
 
     def extra(self):
         return _eager(self._decode(self._about["optimizer"]))

@@ -8,8 +8,10 @@ import functools
 import torch
 
 from deepspeed._native import _C
+from deepspeed.checkpoint.layouts.saved_named import NamedParams, WithNamed
 from deepspeed.checkpoint.layouts.saved_state import Range, SavedState, eager
 from deepspeed.zero.flat_layout import per_element
+from deepspeed.zero.named_states import OWN_PARAMS
 
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis")
 _EXTRA_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
@@ -201,6 +203,24 @@ class SlicedState(_Shards):
             (offset, numel, Range(lambda rank=rank: self._fragments[rank][name]))
             for offset, numel, rank, _ in layout.runs(0)
         ]
+
+
+def flat_form(shards, shapes):
+    """``FlatState`` of what all ranks have as ``optimizer_state_dict``, with what only some of them train."""
+    return _with_own(FlatState(shards, shapes), shards)
+
+
+def sliced_form(shards, shapes):
+    """As ``flat_form``, ``SlicedState``."""
+    return _with_own(SlicedState(shards, shapes), shards)
+
+
+def _with_own(saved, shards):
+    first = shards[getattr(shards, "first", 0)]
+    if OWN_PARAMS not in first:
+        return saved
+    parts = [first] if hasattr(shards, "first") else shards
+    return WithNamed(saved, NamedParams.of([part[OWN_PARAMS] for part in parts]))
 
 
 class OwnShard:

@@ -205,7 +205,7 @@ def narrow_sub_params(full, dim, sizes, widths, rank, count, what):
     return torch.cat(parts, dim=dim)
 
 
-def local_slice(name, file, full, shape, rank, count):
+def local_slice(name, file, full, shape, rank, count, origin="the universal checkpoint"):
     """What tensor-parallel rank ``rank`` of ``count`` has of a whole parameter; ``shape``: what its module has.
 
     ``file``: the content of the parameter's file, for the hints in it. Words beyond the vocabulary are zeros. Raises
@@ -215,7 +215,9 @@ def local_slice(name, file, full, shape, rank, count):
     if full.shape == shape:
         return full
     if file.get(keys.VOCAB_TENSOR):
-        full = _pad_words(name, full, shape[0] * (count if full.dim() == 1 or full.shape[1:] == shape[1:] else 1))
+        full = _pad_words(
+            name, full, shape[0] * (count if full.dim() == 1 or full.shape[1:] == shape[1:] else 1), origin
+        )
     sub = file.get(keys.SUB_PARAM_SHAPE)
     if full.numel() == shape.numel() and (sub is not None or full.dim() == 1):
         return full.reshape(shape)
@@ -234,7 +236,7 @@ def local_slice(name, file, full, shape, rank, count):
         piece = full  # replicas and averages are whole on every rank
     if piece.numel() != shape.numel() if sub is not None else piece.shape != shape:
         raise ValueError(
-            f"parameter '{name}' has shape {tuple(full.shape)} in the universal checkpoint, which gives "
+            f"parameter '{name}' has shape {tuple(full.shape)} in {origin}, which gives "
             f"{tuple(piece.shape)} to one of {count} tensor-parallel rank(s); this model has {tuple(shape)}: it is "
             "another model"
         )
@@ -246,13 +248,11 @@ def _cut(name, full, dim, rank, count):
     return full.narrow(dim, rank * width, width)
 
 
-def _pad_words(name, full, rows):
+def _pad_words(name, full, rows, origin):
     if full.shape[0] == rows:
         return full
     if full.shape[0] > rows:
-        raise ValueError(
-            f"parameter '{name}' has {full.shape[0]} words in the universal checkpoint, this model has room for {rows}"
-        )
+        raise ValueError(f"parameter '{name}' has {full.shape[0]} words in {origin}, this model has room for {rows}")
     padding = torch.zeros(rows - full.shape[0], *full.shape[1:], dtype=full.dtype)
     return torch.cat([full, padding])
 

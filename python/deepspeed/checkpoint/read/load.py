@@ -6,17 +6,25 @@ import os
 import torch
 
 from deepspeed import comm as dist
+from deepspeed._compat import named_parameters
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.layouts.open_saved import open_saved
+from deepspeed.checkpoint.layouts.saved_slices import Cut
+from deepspeed.checkpoint.layouts.saved_stages import open_run
 from deepspeed.checkpoint.layouts.saved_universal import is_universal
-from deepspeed.checkpoint.read import storage, verify
-from deepspeed.checkpoint.read.weights import load_weights, names_of_groups, plain, resume_run
+from deepspeed.checkpoint.read import memory, storage, verify
+from deepspeed.checkpoint.read.weights import (
+    load_weights,
+    names_elsewhere,
+    names_of_groups,
+    plain,
+    restore_strategy,
+    resume_run,
+)
 from deepspeed.checkpoint.write import background, commit, file_writer
 from deepspeed.checkpoint.write.ranks import Ranks, failure_of, in_turn, raise_together
 from deepspeed.log import log_dist, logger
-from deepspeed.zero.param_ranks import refuse_own_ranks
+from deepspeed.zero.param_ranks import SavedNames, differs_by_rank, layers_of, saved_part
 from deepspeed.zero.restore import Restore
-from deepspeed.zero.sharded_parameter import is_sharded
 
 # ---- checking ------------------------------------------------------------------------------------------------------
 # Before anything of a checkpoint is loaded: is it the one that was saved?
@@ -96,8 +104,8 @@ def fetch_missing(engine, ranks, folder):
 
 def _wanted(engine, files):
     saved_by = sum(name.startswith("zero_pp_rank_") and name.endswith("_model_states.pt") for name in files)
-    same = engine._stage_policy.saved.model_by_rank and saved_by == engine.dp_world_size * engine.mp_world_size
-    if not same:
+    same = engine._stage_policy.saved.model_by_rank and saved_by == engine.parallel.dp_world_size * engine.mp_world_size
+    if not same or differs_by_rank(engine.module):
         return sorted(files)
     mp_rank = engine.mp_rank_for_files()
     # Rank 0's say what is common to all.
@@ -181,22 +189,30 @@ def _open(engine, folder, with_optimizer):
     groups, shapes = names_of_groups(engine), {}
     for called, group in zip(groups, engine.trained_groups if groups else ()):
         for name, param in zip(called, group):
-            shapes[name] = param.ds_shape if is_sharded(param) else param.shape
+            shapes[name] = saved_part(param)[1]
     if engine.load_universal_checkpoint() and not is_universal(folder):
         raise ValueError(
             f"checkpoint.load_universal is true, and {folder} is no universal checkpoint: it has no folder 'zero'. "
             "Convert it with ds_to_universal, or leave that key out: load_checkpoint reads checkpoints of any stage "
             "and number of ranks as they are"
         )
-    return open_saved(
+    stage = layers_of(engine.module)
+    return open_run(
         folder,
         engine.mp_rank_for_files(),
         engine.parallel.dp_rank,
-        groups,
-        shapes,
-        with_optimizer,
         engine.mp_world_size,
+        *(() if stage is None else (stage.stages, set(stage.layers.values()), stage.paths, _cuts(engine.module))),
+        group_names=groups,
+        shapes=shapes,
+        with_optimizer=with_optimizer,
+        experts=SavedNames(engine.module).numbers(),
     )
+
+
+def _cuts(module):
+    named = SavedNames(module)
+    return {named(name): Cut.of(param, saved_part(param)[1]) for name, param in named_parameters(module)}
 
 
 def _has_optimizer(engine, saved):
@@ -221,21 +237,49 @@ def load_checkpoint(
     load_lr_scheduler_states=True,
     load_module_only=False,
     custom_load_fn=None,
+    snapshots=None,
 ):
     """Every rank calls it. Returns ``(path of the model file, client_state)``; ``(None, None)`` without a tag.
+    ``snapshots``: those of this run in memory, of which a newer one is taken where no tag is given.
 
     Any number of ranks and any ZeRO stage and precision may have saved. At the same number of ranks, stage and
     precision the run goes on bit by bit: weights, moments, schedule, loss scale, counters, random numbers and data
     position. Random numbers and data position are left alone when optimizer states are not loaded.
     """
-    refuse_own_ranks(engine.module, "load_checkpoint")
     load_dir = os.fspath(load_dir)
     background.drain_all()  # another engine of this process may be writing what is to be loaded
     if hasattr(engine.checkpoint_engine, "wait"):
         engine.checkpoint_engine.wait()
-    tag = _find_tag(load_dir, tag, engine.load_universal_checkpoint())
-    if tag is None:
-        return None, None
+    universal = engine.load_universal_checkpoint()
+    kept = None
+    if snapshots is not None and tag is None and not universal:
+        kept = _newer_in_memory(engine, load_dir, snapshots)
+    if kept is None:
+        tag = _find_tag(load_dir, tag, universal)
+        if tag is None:
+            return None, None
+        ranks, folder = _on_disk(engine, load_dir, tag)
+    else:
+        ranks, folder = kept
+    with_optimizer = load_optimizer_states and not load_module_only and engine.stepping is not None
+    if with_optimizer and engine._config.zero_config.pipeline_loading_checkpoint:
+        saved = engine._stage_policy.saved
+        assert saved.model_by_rank or not saved.optimizer_by_rank, (
+            "Only stage3 support for pipeline checkpoint loading: set zero_optimization.pipeline_loading_checkpoint to "
+            f"false at stage {engine.zero_optimization_stage()}"
+        )
+    with_scheduler = load_lr_scheduler_states and not load_module_only
+    with storage.trusting(engine._config.checkpoint_config.trust_pickles or None):
+        found = _load(
+            engine, ranks, folder, load_module_strict, with_optimizer, with_scheduler, load_module_only, custom_load_fn
+        )
+    if kept is not None:
+        memory.undo(ranks, folder)
+        snapshots.whole = os.path.basename(folder)
+    return found
+
+
+def _on_disk(engine, load_dir, tag):
     folder = os.path.join(load_dir, tag)
     ranks = Ranks(engine, engine._config.use_node_local_storage)
     folder = _settled(ranks, folder)
@@ -248,18 +292,30 @@ def load_checkpoint(
         )
         raise FileNotFoundError(f"there is no checkpoint {folder}; tags there are: {', '.join(known) or 'none'}")
     check(engine, ranks, folder)
-    with_optimizer = load_optimizer_states and not load_module_only and engine.stepping is not None
-    if with_optimizer and engine._config.zero_config.pipeline_loading_checkpoint:
-        saved = engine._stage_policy.saved
-        assert saved.model_by_rank or not saved.optimizer_by_rank, (
-            "Only stage3 support for pipeline checkpoint loading: set zero_optimization.pipeline_loading_checkpoint to "
-            f"false at stage {engine.zero_optimization_stage()}"
-        )
-    with_scheduler = load_lr_scheduler_states and not load_module_only
-    with storage.trusting(engine._config.checkpoint_config.trust_pickles or None):
-        return _load(
-            engine, ranks, folder, load_module_strict, with_optimizer, with_scheduler, load_module_only, custom_load_fn
-        )
+    return ranks, folder
+
+
+def _newer_in_memory(engine, load_dir, snapshots):
+    """``(ranks by host, folder on this host)`` of the newest whole snapshot, if it is newer than what is on disk."""
+    ranks = snapshots.ranks
+    name = memory.newest_whole(ranks, snapshots.folder)
+    tag, on_disk = ranks.gather(memory.step_on_disk(load_dir) if ranks.rank == 0 else None)[0]
+    disk = f"on disk is tag {tag}, step {on_disk}" if tag is not None else "on disk is none"
+    if name is None or memory.parsed(name)[0] <= on_disk:
+        kept = f"the newest whole snapshot in memory is {name}" if name else "no snapshot in memory is whole"
+        log_dist(f"load_checkpoint looks on disk: {disk}; {kept}", ranks=[0])
+        return None
+    step, _, world = memory.parsed(name)
+    folder = os.path.join(snapshots.folder, name)
+    try:
+        fetch_missing(engine, ranks, folder)
+        memory.describe(ranks, folder)
+        check(engine, ranks, folder)
+    except (OSError, RuntimeError) as error:  # the same on all ranks
+        logger.warning(f"load_checkpoint takes what is on disk ({disk}), not the snapshot {name} in memory: {error}")
+        return None
+    log_dist(f"load_checkpoint takes the snapshot {name} in memory, step {step} of {world} rank(s): {disk}", ranks=[0])
+    return ranks, folder
 
 
 def _settled(ranks, folder):
@@ -292,13 +348,16 @@ def _load(engine, ranks, folder, strict, with_optimizer, with_scheduler, module_
     saved = _together(ranks, folder, lambda: _open(engine, folder, with_optimizer))
     with_optimizer = with_optimizer and _together(ranks, folder, lambda: _has_optimizer(engine, saved))
     path, state = saved.model_path, saved.model
+    elsewhere = names_elsewhere(engine, ranks)
     if engine.core is not None:
         engine.core.begin_write()
     try:
         _together(
             ranks,
             folder,
-            lambda: _load_weights_and_states(engine, ranks, saved, strict, custom_load_fn, module_only, with_optimizer),
+            lambda: _load_weights_and_states(
+                engine, ranks, saved, strict, custom_load_fn, module_only, with_optimizer, elsewhere
+            ),
         )
         if engine.stepping is not None:
             engine.core.publish()
@@ -317,6 +376,8 @@ def _load(engine, ranks, folder, strict, with_optimizer, with_scheduler, module_
     if with_optimizer:
         engine.zero_grad()
         resume_run(engine, folder, saved)
+    else:
+        restore_strategy(engine, None)
     log_dist(f"loaded checkpoint {path}", ranks=[0])
     hidden = {"module"} if module_only else set(names.ENGINE_KEYS)
     if with_scheduler:
@@ -353,16 +414,16 @@ def restore_universal(engine, folder, params=None, weights=True, states=True):
     engine.core.end_write()
 
 
-def _load_weights_and_states(engine, ranks, saved, strict, custom_load_fn, module_only, with_optimizer):
+def _load_weights_and_states(engine, ranks, saved, strict, custom_load_fn, module_only, with_optimizer, elsewhere):
     """Weights; fp32 masters, which decide where there are any; moments, steps, hyperparameters, loss scale."""
     if engine.stepping is None:
-        load_weights(engine, saved, strict, custom_load_fn)
+        load_weights(engine, saved, strict, custom_load_fn, elsewhere=elsewhere)
         return
     restore = Restore(engine.stepping, [p for group in engine.trained_groups for p in group], saved)
     masters = set()
     if not module_only and (engine._config.zero_config.load_from_fp32_weights or saved.masters_only):
         masters = {name for name in restore.names if saved.pieces(name, "fp32")}
-    load_weights(engine, saved, strict, custom_load_fn, later=masters)
+    load_weights(engine, saved, strict, custom_load_fn, masters, elsewhere)
     restore.check()
 
     def fill():

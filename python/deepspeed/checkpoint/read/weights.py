@@ -13,6 +13,7 @@ from deepspeed.checkpoint.layouts.saved_state import eager, read_into
 from deepspeed.checkpoint.read import storage
 from deepspeed.log import logger
 from deepspeed.zero.gathered import GatheredParameters
+from deepspeed.zero.param_ranks import SavedNames, differs_by_rank, saved_part
 from deepspeed.zero.sharded_parameter import is_sharded
 
 # ---- rng -----------------------------------------------------------------------------------------------------------
@@ -50,7 +51,8 @@ def restore(state):
 
 def run_states(engine):
     """What this rank saves of it."""
-    loader = engine.training_dataloader
+    loads = getattr(engine, "_loads_data", None)  # stages in the middle of a pipeline do not
+    loader = engine.training_dataloader if loads is None or loads() else None
     return {
         "rng": capture(),
         "dataloader": loader.state_dict() if hasattr(loader, "state_dict") else None,
@@ -59,6 +61,7 @@ def run_states(engine):
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
         "zero_stage": engine.zero_optimization_stage(),
         "learned_fires": engine.core.learned_fires() if engine.core is not None else [],
+        "step_strategy": engine.core.strategy_counters() if engine.core is not None else {},
         # Model files of stage 0 do not say which parameters the optimizer's groups have.
         "group_names": names_of_groups(engine),
     }
@@ -80,10 +83,18 @@ def _pickled(folder, rank):
     return (storage.read(path) if os.path.exists(path) else None), own
 
 
+def restore_strategy(engine, counters):
+    """What steps have put by (zenflow) goes on where it was saved; without ``counters`` it begins anew. Every rank
+    calls it."""
+    if engine.core is not None and engine.core.strategy_states():
+        engine.core.restore_strategy(counters or {})
+
+
 def resume_run(engine, folder, saved):
     """Goes on where ``run_states`` stood. Another number of ranks goes on with the next samples that none has seen;
     ranks that did not exist keep their random numbers."""
     run, own = saved.run_states(engine.global_rank) or _pickled(folder, engine.global_rank)
+    restore_strategy(engine, (run or {}).get("step_strategy"))
     if run is None:
         logger.warning(
             f"{folder} has no run states (the checkpoint is of another implementation): random numbers and the "
@@ -91,13 +102,18 @@ def resume_run(engine, folder, saved):
         )
         return
     same = run.get("world_size") == engine.world_size
-    if hasattr(engine.training_dataloader, "load_state_dict") and run["dataloader"] is not None:
-        engine.training_dataloader.load_state_dict(run["dataloader"])
+    if hasattr(engine.training_dataloader, "load_state_dict"):
+        data = run["dataloader"]
+        if data is None:  # that rank had none to load; positions mean the same on all ranks
+            data = ((saved.run_states(0) or _pickled(folder, 0))[0] or {}).get("dataloader")
+        if data is not None:
+            engine.training_dataloader.load_state_dict(data)
     accumulation = run.get("gradient_accumulation_steps", engine.gradient_accumulation_steps())
     if same and accumulation == engine.gradient_accumulation_steps():
         engine.micro_steps = run["micro_steps"]
     learned = run.get("learned_fires") or []
     alike = same and run.get("zero_stage") == engine.zero_optimization_stage()
+    alike = alike and run.get("group_names", names_of_groups(engine)) == names_of_groups(engine)
     if own and alike and len(learned) == len(engine.stepping.names):
         engine.core.set_learned_fires(learned)
     if own:
@@ -112,49 +128,63 @@ def resume_run(engine, folder, saved):
 # ---- weights -------------------------------------------------------------------------------------------------------
 
 
-def load_weights(engine, saved, strict, custom_load_fn=None, later=()):
-    """Every rank calls it. ``later``: names of parameters that need no value now: their masters follow.
+def names_elsewhere(engine, ranks):
+    """Names in checkpoints of all that any rank's module has, where ranks have different ones; else nothing. Every rank
+    calls it."""
+    if not differs_by_rank(engine.module):
+        return frozenset()
+    named = SavedNames(engine.module)
+    return frozenset().union(*ranks.gather([named(name) for name in engine.module.state_dict()]))
+
+
+def load_weights(engine, saved, strict, custom_load_fn=None, later=(), elsewhere=()):
+    """Every rank calls it. ``later``: names of parameters that need no value now: their masters follow. ``elsewhere``:
+    names that may be in the checkpoint and not in this rank's module, since another rank has them.
 
     Below stage 3 every rank reads whole parameters, at stage 3 its slices; ``custom_load_fn(src=, dst=)`` gets whole
     ones and the gathered module at every stage. Raises RuntimeError where shapes do not fit, or keys (``strict``), and
     ValueError where files are incomplete.
     """
-    keys = engine.module.state_dict().keys()
+    named = SavedNames(engine.module)
+    keys = {named(name): name for name in engine.module.state_dict()}
     params = dict(named_parameters(engine.module))
-    saved_keys = (saved.model.get("module") or {}).keys() | saved.shapes().keys()
+    module = saved.module()
+    saved_keys = (saved.model.get("module") or {}).keys() | saved.shapes().keys() | module.keys()
     if custom_load_fn is not None:
-        _load_by(custom_load_fn, engine, saved, saved_keys)
+        _load_by(custom_load_fn, engine, saved, saved_keys - (elsewhere - keys.keys() if elsewhere else set()), keys)
         return
-    missing, unexpected = _differences(engine, keys, saved_keys, saved)
+    missing, unexpected = _differences(engine, keys, saved_keys, elsewhere)
     if strict and (missing or unexpected):
         raise RuntimeError(
             f"{saved.origin()} does not fit the model: missing {missing}, unexpected {unexpected}. Build the model as "
             "it was saved, or pass load_module_strict=False"
         )
-    _check_shapes(engine.module, params, saved)
+    _check_shapes(engine.module, params, saved, named)
     given = saved.model.get("module") or {}
     whole = type(given)()
-    for name, value in saved.module().items():
-        if name in keys and not (name in params and is_sharded(params[name])):
-            whole[name] = eager(value)
+    for name, value in module.items():
+        param = params.get(keys.get(name))
+        if name in keys and (param is None or not (is_sharded(param) or saved_part(param)[1] != param.shape)):
+            whole[keys[name]] = eager(value)
     if hasattr(given, "_metadata"):  # versions of modules
         whole._metadata = given._metadata
     engine.load_module_state_dict({"module": whole}, strict=False)
-    _load_pieces(engine, saved, {name: p for name, p in engine.module.named_parameters() if name not in whole}, later)
+    rest = {named(name): p for name, p in engine.module.named_parameters() if name not in whole}
+    _load_pieces(engine, saved, rest, later)
 
 
-def _differences(engine, keys, saved_keys, saved):
+def _differences(engine, keys, saved_keys, elsewhere):
     """``(missing, unexpected)``. Frozen weights may be missing where a checkpoint was saved without all of them."""
     frozen = {name for name, p in named_parameters(engine.module) if not p.requires_grad}
-    without = not any(name in saved_keys for name in frozen)
-    missing = [name for name in keys if name not in saved_keys and not (without and name in frozen)]
-    return missing, [name for name in saved_keys if name not in keys]
+    without = not any(name in saved_keys for name in keys if keys[name] in frozen)
+    missing = [name for name in keys if name not in saved_keys and not (without and keys[name] in frozen)]
+    return missing, [name for name in saved_keys if name not in keys and name not in elsewhere]
 
 
-def _check_shapes(module, params, saved):
+def _check_shapes(module, params, saved, named):
     wrong = []
-    here = {name: param.ds_shape if is_sharded(param) else param.shape for name, param in params.items()}
-    here.update((name, buffer.shape) for name, buffer in module.named_buffers())
+    here = {named(name): saved_part(param)[1] for name, param in params.items()}
+    here.update((named(name), buffer.shape) for name, buffer in module.named_buffers())
     for name, shape in here.items():
         known = saved.weight_shape(saved.aliases().get(name, name))
         if known is not None and tuple(known) != tuple(shape):
@@ -177,16 +207,18 @@ def _load_pieces(engine, saved, params, later):
         shape = saved.weight_shape(known)
         if shape is None or known in later or name in later:
             continue
-        pieces = saved.pieces(known, "weight")
+        pieces, begin = saved.pieces(known, "weight"), saved_part(param)[0]
         if is_sharded(param):
             handle = param.ds_handle
             numel = min(handle.slice_numel, max(0, handle.numel - handle.own_begin))
-            _filled(read_into(handle.shard[:numel], pieces, handle.own_begin), numel, name, saved)
+            own = handle.shard
+            _filled(read_into(own[:numel], pieces, begin + handle.own_begin), numel, name, saved)
+            handle.set_slice(own)
         elif param.is_contiguous():
-            _filled(read_into(param.data, pieces, 0), param.numel(), name, saved)
+            _filled(read_into(param.data, pieces, begin), param.numel(), name, saved)
         else:
             value = torch.empty(param.shape, dtype=param.dtype, device=param.device)
-            _filled(read_into(value, pieces, 0), param.numel(), name, saved)
+            _filled(read_into(value, pieces, begin), param.numel(), name, saved)
             param.data.copy_(value)
     if engine.core is not None:
         engine.core.end_write()
@@ -201,8 +233,9 @@ def _filled(found, wanted, name, saved):
         )
 
 
-def _load_by(custom_load_fn, engine, saved, saved_keys):
-    state = {name: eager(value) for name, value in saved.module().items()}
+def _load_by(custom_load_fn, engine, saved, saved_keys, keys):
+    """``keys``: names in checkpoints -> in this rank's module, by which the function gets what the module has."""
+    state = {name: eager(value) for name, value in saved.module().items() if name in saved_keys}
     for name in saved_keys - state.keys():
         known = saved.aliases().get(name, name)
         shape = saved.weight_shape(known)
@@ -213,7 +246,7 @@ def _load_by(custom_load_fn, engine, saved, saved_keys):
         _filled(read_into(state[name], pieces, 0), shape.numel(), name, saved)
     sharded = [p for p in engine.module.parameters() if is_sharded(p)]
     with GatheredParameters(sharded, modifier_rank=0 if sharded else None):
-        custom_load_fn(src=state, dst=engine.module)
+        custom_load_fn(src={keys.get(name, name): value for name, value in state.items()}, dst=engine.module)
     if engine.core is not None:
         engine.core.refresh_master()
 

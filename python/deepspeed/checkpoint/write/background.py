@@ -134,6 +134,12 @@ class Background:
                 self._jobs.popleft()
                 self._changed.notify_all()
 
+    @property
+    def idle(self):
+        """Whether all jobs are done."""
+        with self._changed:
+            return self._thread is None
+
     def drain(self):
         """Waits until all jobs are done."""
         with self._changed:
@@ -213,6 +219,19 @@ class SnapshotSave:
         enter(saving.place)
 
     # ---- in the calling thread -------------------------------------------------------------------------------------
+    def add_all(self, files, error=None):
+        """Makes the values of ``files`` (name -> function) and takes each, unless there was an error. Returns the first
+        error, or None; what a function raises is raised at once."""
+        for name, value in files.items():
+            made = value()  # some run collectives, so all are made, whatever has failed
+            try:
+                if error is None:
+                    self.add(name, made)
+            except Exception as caught:
+                error = caught
+            del made
+        return error
+
     def add(self, name, value):
         """Takes the file ``name``: afterwards tensors in ``value`` may change, but for the engine's states. Waits while
         the cache is full; a file that is larger than all of it is written at once."""

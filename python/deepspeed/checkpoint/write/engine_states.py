@@ -10,7 +10,10 @@ from deepspeed.checkpoint.constants import CHECKPOINT_PP_DEGREE, CHECKPOINT_TP_D
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.write.snapshot import MemoryRanges
+from deepspeed.comm.mesh_views import splitter_of
+from deepspeed.zero.param_ranks import SavedNames, ranks_of
 from deepspeed.zero.sharded_parameter import is_sharded
+from deepspeed.zero.wrapped_optimizer import WrappedOptimizer
 
 # ---- counters ------------------------------------------------------------------------------------------------------
 # How far a run has come and how many ranks it has: what every layout says of the engine under the same keys.
@@ -25,7 +28,7 @@ def counters_of(engine):
         "skipped_steps": engine.skipped_steps,
         "global_steps": engine.global_steps,
         "global_samples": engine.global_samples,
-        "dp_world_size": engine.dp_world_size,
+        "dp_world_size": engine.parallel.dp_world_size,
         "mp_world_size": engine.mp_world_size,
         names.RESERVED_KEY: parallel_metadata(engine.parallel.mpu),
     }
@@ -44,7 +47,7 @@ _TENSOR = (
 
 def parallel_metadata(mpu):
     """``{pp_degree, tp_degree}`` of an ``mpu``, under whichever names it has them; 1 each without."""
-    return {CHECKPOINT_PP_DEGREE: _ask(mpu, _PIPELINE), CHECKPOINT_TP_DEGREE: _ask(mpu, _TENSOR)}
+    return {CHECKPOINT_PP_DEGREE: _ask(mpu, _PIPELINE), CHECKPOINT_TP_DEGREE: _ask(splitter_of(mpu), _TENSOR)}
 
 
 def _ask(mpu, methods):
@@ -69,20 +72,30 @@ def sharded_names(module):
 
 
 def param_shapes(engine):
-    """One ordered dict name -> torch.Size for each parameter group of the optimizer, in its order."""
+    """One ordered dict name -> torch.Size for each parameter group of the optimizer, in its order, of what all ranks
+    train."""
     if engine.basic_optimizer is None:
         return []
-    called = {id(param): name for name, param in engine.module.named_parameters()}
+    named = SavedNames(engine.module)
+    called = {id(param): named(name) for name, param in engine.module.named_parameters()}
     return [
-        collections.OrderedDict((called.get(id(p), engine.optimizer.param_names.get(p)), _shape(p)) for p in group)
+        collections.OrderedDict(
+            (called.get(id(p), engine.optimizer.param_names.get(p)), _shape(p)) for p in group if ranks_of(p) is None
+        )
         for group in engine.optimizer.bit16_groups
     ]
 
 
 def _frozen(engine):
-    """Parameters that no file of optimizer states has: frozen ones, and those the optimizer was not given."""
-    trained = {id(param) for group in engine.trained_groups for param in group}
-    return [(name, param) for name, param in engine.module.named_parameters() if id(param) not in trained]
+    """Parameters that no file of optimizer states has, frozen ones and those the optimizer was not given, nor an
+    expert's file."""
+    named, trained = SavedNames(engine.module), {id(param) for group in engine.trained_groups for param in group}
+    return [
+        (named(name), param)
+        for name, param in engine.module.named_parameters()
+        if id(param) not in trained
+        and (named.expert(name) is None or is_sharded(param) and ranks_of(param) is None)
+    ]
 
 
 def frozen_shapes(engine):
@@ -97,13 +110,36 @@ def frozen_fragments(engine):
     )
 
 
-def shared_params(module):
-    """dict alias -> first name of the same parameter, for tied weights."""
+def shared_params(module, named=str):
+    """dict alias -> first name of the same parameter, for tied weights. ``named``: their names in checkpoints."""
     first, found = {}, {}
     for name, param in named_parameters(module):
         if id(param) in first:
-            found[name] = first[id(param)]
-        first.setdefault(id(param), name)
+            found[named(name)] = first[id(param)]
+        first.setdefault(id(param), named(name))
+    return found
+
+
+# ---- the optimizer as a whole --------------------------------------------------------------------------------------
+
+
+def groups_of(engine):
+    """Hyperparameters of each parameter group."""
+    groups = engine.basic_optimizer.param_groups if engine.stepping is not None else ()
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
+def extra_of(engine):
+    """What ``SavedState.extra`` gives back."""
+    stepping = engine.stepping
+    if stepping is None:
+        return {}
+    found = {"overflow": bool(stepping.overflow)}
+    if stepping.scaler is not None:
+        found["loss_scaler"] = dict(vars(stepping.scaler))
+        found["dynamic_loss_scale"] = bool(stepping.scaler.dynamic)
+    if isinstance(engine.optimizer, WrappedOptimizer) and not engine._stage_policy.shards_params:
+        found["clip_grad"] = engine.optimizer.clip_grad
     return found
 
 

@@ -3,7 +3,6 @@
 A rank's files are made from what it owns; the only collective is the agreement that every value can be written.
 """
 
-import dataclasses
 import json
 import math
 import types
@@ -17,6 +16,7 @@ from deepspeed.checkpoint.layouts.names import key_of
 from deepspeed.checkpoint.layouts.saved_native import NotPlain
 from deepspeed.checkpoint.read.weights import names_of_groups, run_states
 from deepspeed.checkpoint.write import engine_states
+from deepspeed.checkpoint.write.by_rank import saves
 from deepspeed.checkpoint.write.engine_states import counters_of
 from deepspeed.checkpoint.write.file_writer import (
     SAFETENSORS_NAMES,
@@ -29,23 +29,13 @@ from deepspeed.checkpoint.write.file_writer import (
 from deepspeed.checkpoint.write.ranks import Ranks, failure_of, raise_together
 from deepspeed.config.sections import OffloadStateTypeEnum
 from deepspeed.version import __version__
-from deepspeed.zero.flat_layout import per_element
+from deepspeed.zero.named_states import NamedStates, named_states
+from deepspeed.zero.param_ranks import SavedNames, copies_by_name, differs_by_rank, layers_of, ranks_of, saved_part
 from deepspeed.zero.sharded_parameter import is_sharded
-from deepspeed.zero.wrapped_optimizer import WrappedOptimizer
 
 # ---- native tensors ------------------------------------------------------------------------------------------------
 # Which tensors a rank saves in the native format. No collective: what a rank owns is known, and views of it are
-# handed out. Where several ranks own the same (stage 0, MiCS), they share the writing, by bytes.
-
-
-@dataclasses.dataclass
-class Owned:
-    """What this rank saves of what is trained. ``tensors``: by key. ``scalars``: name of a parameter -> its states that
-    have no value for each element. ``strides``: name -> strides of a parameter whose pieces are in memory order."""
-
-    tensors: dict
-    scalars: dict
-    strides: dict
+# handed out. Where several ranks own the same (stage 0, MiCS, experts), they share the writing, by bytes.
 
 
 def share(sizes, count):
@@ -57,15 +47,22 @@ def share(sizes, count):
     return taken
 
 
-def copies(engine):
-    """``(number, count)``: this rank is the ``number``-th of ``count`` that own the same masters and states."""
-    dp_rank, dp_world, policy = engine.parallel.dp_rank, engine.dp_world_size, engine._stage_policy
-    if not policy.shards_states:
+def copies(engine, cut=None):
+    """``(number, count)``: this rank is the ``number``-th of ``count`` that own the same masters and states of what all
+    ranks train. ``cut``: see ``_shares``."""
+    dp_rank, dp_world, policy = engine.parallel.dp_rank, engine.parallel.dp_world_size, engine._stage_policy
+    if not (policy.shards_states if cut is None else cut):
         return dp_rank, dp_world
     if policy.shards_params:
         shards = engine._access.access.world
         return dp_rank // shards, dp_world // shards
     return 0, 1
+
+
+def own_copies(engine, group, cut=None):
+    """As ``copies`` for parameters with ranks of their own, of which the ranks of ``group`` have the same."""
+    cut = engine._stage_policy.shards_states if cut is None else cut
+    return (0, 1) if cut else (dist.get_rank(group), dist.get_world_size(group))
 
 
 def shape_of(param):
@@ -80,58 +77,36 @@ def trained_params(engine):
 
 
 def owned(engine):
-    """``Owned`` of this rank: masters and states."""
-    found = Owned({}, {}, {})
+    """``NamedStates`` of this rank: masters and states that it saves, tensors by key."""
     if engine.stepping is None:
-        return found
+        return NamedStates({}, {}, {})
     trained, stepping = trained_params(engine), engine.stepping
-    number, count = copies(engine)
-    taker = share([shape_of(param).numel() for _, param in trained], count)
-    for place, (index, offset, numel) in enumerate(engine.core.pieces()):
-        name, param = trained[index]
-        if taker[index] != number or not numel:
-            continue
-        master = stepping.masters[place]
-        states, scalars = _states(stepping, place, master)
-        if scalars:
-            found.scalars[name] = scalars
-        for kind, tensor in {names.MASTER: master, **states}.items():
-            key, value = _keyed(kind, name, param, offset, tensor.detach())
-            found.tensors[key] = value
-        if numel < shape_of(param).numel() and not is_sharded(param) and not param.is_contiguous():
-            found.strides[name] = list(param.stride())
-    return found
-
-
-def _states(stepping, place, master):
-    """``(states with a value for each element, others)`` of a piece, by name."""
-    if stepping.fused is not None:
-        core = stepping.core
-        slots = {kind: core.slots(number)[place] for number, kind in enumerate(core.slot_names())}
-        return {kind: tensor for kind, tensor in slots.items() if tensor is not None}, {}
-    states, scalars = {}, {}
-    for kind, value in stepping.optimizer.state.get(master, {}).items():
-        whole = torch.is_tensor(value) and value.shape == master.shape and per_element(value)
-        (states if whole else scalars)[kind] = value
-    for kind in states:
+    takes = _shares(engine, [param for _, param in trained])
+    found = named_states(stepping, [param for _, param in trained], takes.__getitem__)
+    for kind in {kind for kind, *_ in found.tensors} - {names.MASTER}:
         if not isinstance(kind, str) or "/" in kind or kind in names.RESERVED:
             raise NotPlain(
                 f"the optimizer {type(stepping.optimizer).__name__} has a state called {kind!r}, a name that a "
                 'checkpoint in the native format cannot use: set "checkpoint": {"writer": {"format": "torch"}}'
             )
-    return states, scalars
+    found.tensors = {key_of(*place): tensor for place, tensor in found.tensors.items()}
+    return found
 
 
-def _keyed(kind, name, param, offset, tensor):
-    """Key and tensor of a piece. A whole parameter has its shape and row-major meaning, whatever its strides."""
-    shape = shape_of(param)
-    if tensor.numel() < shape.numel():
-        return key_of(kind, name, offset), tensor.reshape(-1)
-    if tensor.shape != shape:
-        flat = tensor.reshape(-1)
-        in_rows = is_sharded(param) or param.is_contiguous()
-        tensor = flat.view(shape) if in_rows else flat.as_strided(shape, param.stride())
-    return key_of(kind, name), tensor
+def _shares(engine, params, cut=None):
+    """Which of the parameters this rank saves, a list of truths: those that several ranks have alike are shared out
+    among them. ``cut``: whether ranks have slices; None: as they have of masters."""
+    number, count = copies(engine, cut)
+    groups = {}  # ranks with the same -> the numbers of the parameters
+    for index, param in enumerate(params):
+        groups.setdefault(getattr(ranks_of(param), "copies", None), []).append(index)
+    taken = [False] * len(params)
+    for group, indices in groups.items():
+        mine, of = (number, count) if group is None else own_copies(engine, group, cut)
+        takers = share([shape_of(params[index]).numel() for index in indices], of)
+        for index, taker in zip(indices, takers):
+            taken[index] = taker == mine
+    return taken
 
 
 def kept_params(engine, exclude_frozen):
@@ -144,17 +119,15 @@ def kept_params(engine, exclude_frozen):
     ]
 
 
-def untrained(engine, exclude_frozen):
+def untrained(engine, exclude_frozen, named):
     """``(tensors, frozen tensors)`` by key: what this rank saves of parameters that no master covers; frozen are those
     that want no gradient. At stage 3 a rank has slices."""
     trained = {id(param) for _, param in trained_params(engine)}
     params = [(name, param) for name, param in kept_params(engine, exclude_frozen) if id(param) not in trained]
-    sharded = engine._stage_policy.shards_params
-    number, count = copies(engine) if sharded else (engine.parallel.dp_rank, engine.dp_world_size)
-    taker = share([shape_of(param).numel() for _, param in params], count)
+    takes = _shares(engine, [param for _, param in params], cut=engine._stage_policy.shards_params)
     changing, frozen = {}, {}
-    for (name, param), takes in zip(params, taker):
-        if takes != number:
+    for (name, param), mine in zip(params, takes):
+        if not mine:
             continue
         offset, value = None, param.detach()
         if is_sharded(param):
@@ -165,24 +138,28 @@ def untrained(engine, exclude_frozen):
             value = value.view(param.ds_shape) if whole else value
             if not numel and handle.numel:
                 continue
-        (changing if param.requires_grad else frozen)[key_of(names.MODULE, name, offset)] = value
+        begin, shape = saved_part(param)
+        if shape != shape_of(param):
+            offset, value = begin + (offset or 0), value.reshape(-1)
+        (changing if param.requires_grad else frozen)[key_of(names.MODULE, named(name), offset)] = value
     return changing, frozen
 
 
-def others_of_module(engine, exclude_frozen):
-    """``(tensors, values, keys, metadata)``: entries of the module's state dict that are no parameters, tensors by key
-    and values by name; all its names; the versions of its modules."""
+def others_of_module(engine, exclude_frozen, named):
+    """``(tensors, values, keys, metadata)``: entries of the module's state dict that are no parameters and that this
+    rank is to save, tensors by key and values by name; all its names; the versions of its modules."""
     state = engine.module_state_dict(exclude_frozen_parameters=exclude_frozen)
-    params = {name for name, _ in named_parameters(engine.module)}
+    params, copies = {name for name, _ in named_parameters(engine.module)}, copies_by_name(engine.module)
     tensors, values = {}, {}
     for name, value in state.items():
-        if name in params:
+        # At stage 3 a rank gets back its own.
+        if name in params or not (saves(engine, copies.get(name)) or engine._stage_policy.shards_params):
             continue
         if torch.is_tensor(value):
-            tensors[key_of(names.MODULE, name)] = value.detach()
+            tensors[key_of(names.MODULE, named(name))] = value.detach()
         else:
-            values[name] = value
-    return tensors, values, list(state), dict(getattr(state, "_metadata", {}))
+            values[named(name)] = value
+    return tensors, values, [named(name) for name in state], dict(getattr(state, "_metadata", {}))
 
 
 # ---- native contents -----------------------------------------------------------------------------------------------
@@ -204,11 +181,19 @@ def files_of(engine, client_state, exclude_frozen_parameters=False):
     """
     made, error = None, None
     try:
-        made = _files(engine, client_state, exclude_frozen_parameters)
+        made = _Contents(engine, exclude_frozen_parameters)
     except Exception as caught:
         error = caught
-    _agree(Ranks(engine, False), error)
-    return {name: lambda file=file: file for name, file in made.items()}
+    ranks, of_all = Ranks(engine, False), None
+    if differs_by_rank(engine.module):
+        of_all = ranks.gather(made.about_params() if made is not None else None)
+    files = {}
+    try:
+        files = made.files(client_state, of_all) if error is None else {}
+    except Exception as caught:
+        error = caught
+    _agree(ranks, error)
+    return {name: lambda file=file: file for name, file in files.items()}
 
 
 def _agree(ranks, error):
@@ -219,45 +204,80 @@ def _agree(ranks, error):
     raise_together([failure for failure, _, _ in found], "nothing is saved", error)
 
 
-def _files(engine, client_state, exclude_frozen):
-    writer = engine.checkpoint_engine
-    if getattr(writer, "makes_files", True) and not hasattr(writer, "write_file"):
-        raise ValueError(
-            f"the checkpoint engine {type(writer).__name__} writes whole objects, not safetensors: take one of this "
-            'library\'s for "checkpoint": {"writer": {"format": "safetensors"}}, or set the format to "torch"'
-        )
-    states = getattr(engine.optimizer, "states", None)
-    if hasattr(states, "need"):
-        states.need(OffloadStateTypeEnum, "save_checkpoint()")
-    values = _Values()
-    mine = owned(engine)
-    changing, frozen = untrained(engine, exclude_frozen)
-    others = others_of_module(engine, exclude_frozen)
-    leads = engine.parallel.dp_rank == 0
-    tensors = {**mine.tensors, **changing}
-    if leads or engine._stage_policy.shards_params:  # at stage 3 a rank gets back its own buffers
-        tensors.update(others[0])
-    run = {key: value for key, value in run_states(engine).items() if key != "group_names"}
-    about_rank = {
-        "run": values.encode(run, "run"),
-        "scalars": values.encode(mine.scalars, "optimizer state"),
-        "strides": mine.strides,
-    }
-    files = {}
-    if leads:
-        about = _checkpoint(engine, client_state, exclude_frozen, others, values)
-        files[names.checkpoint_json(engine.mp_rank_for_files())] = PreparedBytes(_text(about))
-    tensors.update(values.tensors)
-    _check(tensors)
-    _check(frozen)
-    rank = engine.global_rank
-    made = {names.rank_tensors(rank): PreparedSafetensors(tensors, _METADATA)} if tensors else {}
-    if frozen:
-        kept = engine.__dict__.setdefault("_frozen_files", {"digest": Digest(), "sound": set()})
-        digest = kept["digest"].of(frozen, f"{names.VERSION} {engine.mp_rank_for_files()}")
-        made[names.frozen_tensors(digest)] = FrozenFile(frozen, _METADATA, kept["sound"])
-    about_rank["files"] = list(made)
-    return {**files, **made, names.rank_json(rank): PreparedBytes(_text(about_rank))}
+class _Contents:
+    """What this rank saves."""
+
+    def __init__(self, engine, exclude_frozen):
+        writer = engine.checkpoint_engine
+        if getattr(writer, "makes_files", True) and not hasattr(writer, "write_file"):
+            raise ValueError(
+                f"the checkpoint engine {type(writer).__name__} writes whole objects, not safetensors: take one of "
+                'this library\'s for "checkpoint": {"writer": {"format": "safetensors"}}, or set the format to "torch"'
+            )
+        states = getattr(engine.optimizer, "states", None)
+        if hasattr(states, "need"):
+            states.need(OffloadStateTypeEnum, "save_checkpoint()")
+        self.engine, self.exclude_frozen, self.named = engine, exclude_frozen, SavedNames(engine.module)
+        self.owned = owned(engine)
+        self.changing, self.frozen = untrained(engine, exclude_frozen, self.named)
+        self.others = others_of_module(engine, exclude_frozen, self.named)
+
+    def about_params(self):
+        """What the first rank is to write of this rank's parameters, as JSON can hold it."""
+        engine = self.engine
+        return {
+            "mp_rank": engine.mp_rank_for_files(),
+            "parameters": _parameters(engine, self.exclude_frozen, self.named),
+            "groups": names_of_groups(engine),
+            "tied": engine_states.shared_params(engine.module, self.named),
+            "keys": self.others[2],
+            "buffers": [self.named(name) for name, _ in engine.module.named_buffers()],
+        }
+
+    def files(self, client_state, of_all):
+        """name -> value. ``of_all``: ``about_params`` of all ranks where they differ, else None."""
+        engine, values = self.engine, _Values()
+        leads, mp_rank = engine.parallel.dp_rank == 0, engine.mp_rank_for_files()
+        tensors = {**self.owned.tensors, **self.changing, **self.others[0]}
+        run = {key: value for key, value in run_states(engine).items() if key != "group_names"}
+        about_rank = {
+            "run": values.encode(run, "run"),
+            "scalars": values.encode(self.owned.scalars, "optimizer state"),
+            "strides": self.owned.strides,
+        }
+        found = {}
+        if leads:
+            mine = self.about_params()
+            others = [about for about in of_all or () if about is not None and about["mp_rank"] == mp_rank]
+            about = _checkpoint(engine, client_state, self.others, values, _joined(mine, others))
+            found[names.checkpoint_json(mp_rank)] = PreparedBytes(_text(about))
+        tensors.update(values.tensors)
+        _check(tensors)
+        _check(self.frozen)
+        rank = engine.global_rank
+        made = {names.rank_tensors(rank): PreparedSafetensors(tensors, _METADATA)} if tensors else {}
+        if self.frozen:
+            kept = engine.__dict__.setdefault("_frozen_files", {"digest": Digest(), "sound": set()})
+            digest = kept["digest"].of(self.frozen, f"{names.VERSION} {mp_rank}")
+            made[names.frozen_tensors(digest)] = FrozenFile(self.frozen, _METADATA, kept["sound"])
+        about_rank["files"] = list(made)
+        return {**found, **made, names.rank_json(rank): PreparedBytes(_text(about_rank))}
+
+
+def _joined(mine, others):
+    """``about_params`` of several ranks as one: this rank's own first."""
+    for about in others:
+        for name, known in about["parameters"].items():
+            if mine["parameters"].setdefault(name, known)["shape"] != known["shape"]:
+                raise ValueError(
+                    f"parameter '{name}' has other shapes on several ranks: those that train different tensors must "
+                    "give them different names in checkpoints (ds_expert_numbers)"
+                )
+        for key in ("keys", "buffers"):
+            mine[key] = list(dict.fromkeys([*mine[key], *about[key]]))
+        mine["groups"] = [list(dict.fromkeys([*a, *b])) for a, b in zip(mine["groups"], about["groups"])]
+        mine["tied"] = {**about["tied"], **mine["tied"]}
+    return mine
 
 
 def _text(value):
@@ -282,7 +302,7 @@ class _Values:
 def _check(tensors):
     for key, tensor in tensors.items():
         dtype = str(tensor.dtype).split(".")[-1]
-        if not is_plain(tensor) or dtype not in SAFETENSORS_NAMES:
+        if torch.is_tensor(tensor) and not is_plain(tensor) or dtype not in SAFETENSORS_NAMES:
             raise NotPlain(
                 f"{key.partition('/')[2]} is a tensor of {tensor.dtype}, {tensor.layout} on {tensor.device}, which a "
                 "safetensors file cannot hold: make it dense and of a plain dtype, or set "
@@ -290,24 +310,25 @@ def _check(tensors):
             )
 
 
-def _checkpoint(engine, client_state, exclude_frozen, others, values):
-    """What is the same on all data-parallel ranks."""
-    _, module_values, keys, metadata = others
+def _checkpoint(engine, client_state, others, values, about):
+    """What is the same on all data-parallel ranks. ``about``: the parameters of all of them."""
+    _, module_values, _, metadata = others
     encode = values.encode
     return {
         "zero_stage": engine.zero_optimization_stage(),
+        "pipeline": layers_of(engine.module) is not None,
         "mp_rank": engine.mp_rank_for_files(),
         "ranks": _global_ranks(engine),
-        "parameters": _parameters(engine, exclude_frozen),
-        "tied": engine_states.shared_params(engine.module),
+        "parameters": about["parameters"],
+        "tied": about["tied"],
         "groups": [
             {"names": called, "options": encode(options, f"optimizer.param_groups.{number}")}
-            for number, (called, options) in enumerate(_groups(engine))
+            for number, (called, options) in enumerate(zip(about["groups"], engine_states.groups_of(engine)))
         ],
-        "optimizer": encode(_extra(engine), "optimizer"),
+        "optimizer": encode(engine_states.extra_of(engine), "optimizer"),
         "module": {
-            "keys": keys,
-            "buffers": [name for name, _ in engine.module.named_buffers()],
+            "keys": about["keys"],
+            "buffers": about["buffers"],
             "values": encode(module_values, "module"),
             "metadata": encode(metadata, "module metadata"),
         },
@@ -319,16 +340,17 @@ def _checkpoint(engine, client_state, exclude_frozen, others, values):
 
 def _global_ranks(engine):
     """Of the data-parallel ranks, in order: their files together are the checkpoint."""
-    if engine.dp_world_size == 1:
+    if engine.parallel.dp_world_size == 1:
         return [engine.global_rank]
     group = engine.parallel.dp_group
-    return [dist.get_global_rank(group, rank) for rank in range(engine.dp_world_size)]
+    return [dist.get_global_rank(group, rank) for rank in range(engine.parallel.dp_world_size)]
 
 
-def _parameters(engine, exclude_frozen):
+def _parameters(engine, exclude_frozen, named):
     """name -> what is known of a parameter without its values."""
     trained = trained_params(engine)
-    params = [*kept_params(engine, exclude_frozen), *trained]  # trained ones may belong to no module
+    # Trained ones may belong to no module.
+    params = [*((named(name), param) for name, param in kept_params(engine, exclude_frozen)), *trained]
     found = {name: {**_kind_of(param), "trained": False} for name, param in params}
     steps = engine.core.steps().tolist() if engine.stepping is not None and engine.stepping.fused is not None else None
     for index, (name, _) in enumerate(trained):
@@ -339,30 +361,7 @@ def _parameters(engine, exclude_frozen):
 
 
 def _kind_of(param):
-    return {"shape": list(shape_of(param)), "dtype": str(param.dtype).removeprefix("torch.")}
-
-
-def _groups(engine):
-    """``[(names of the parameters, hyperparameters)]``."""
-    if engine.stepping is None:
-        return []
-    return [
-        (called, {key: value for key, value in group.items() if key != "params"})
-        for group, called in zip(engine.basic_optimizer.param_groups, names_of_groups(engine), strict=True)
-    ]
-
-
-def _extra(engine):
-    stepping = engine.stepping
-    if stepping is None:
-        return {}
-    found = {"overflow": bool(stepping.overflow)}
-    if stepping.scaler is not None:
-        found["loss_scaler"] = dict(vars(stepping.scaler))
-        found["dynamic_loss_scale"] = bool(stepping.scaler.dynamic)
-    if isinstance(engine.optimizer, WrappedOptimizer) and not engine._stage_policy.shards_params:
-        found["clip_grad"] = engine.optimizer.clip_grad
-    return found
+    return {"shape": list(saved_part(param)[1]), "dtype": str(param.dtype).removeprefix("torch.")}
 
 
 def _engine_state(engine):

@@ -11,13 +11,14 @@ from deepspeed.checkpoint.engines.base import ForeignFiles
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read.weights import run_states
 from deepspeed.checkpoint.write import background, commit, engine_states, native
+from deepspeed.checkpoint.write.by_rank import PartsByRank
 from deepspeed.checkpoint.write.engine_states import EngineStates, counters_of
 from deepspeed.checkpoint.write.file_writer import Cuts, PreparedTorch, SharedTorch, complete
 from deepspeed.checkpoint.write.ranks import Ranks
 from deepspeed.host.cpu import socket_of_process
+from deepspeed.host.launcher_messages import tell_launcher
 from deepspeed.log import log_dist, logger, warning_once
 from deepspeed.version import __version__
-from deepspeed.zero.param_ranks import refuse_own_ranks
 
 # ---- contents ------------------------------------------------------------------------------------------------------
 # What a checkpoint of an engine holds: the files this rank writes, and the value of each.
@@ -39,16 +40,16 @@ def files_of(engine, client_state, exclude_frozen_parameters=False, with_common=
         return native.files_of(engine, client_state, exclude_frozen_parameters)
     saved = engine._stage_policy.saved
     dp_rank, mp_rank = engine.parallel.dp_rank, engine.mp_rank_for_files()
-    found = {}
+    parts, found = PartsByRank(engine, exclude_frozen_parameters), {}
     if saved.model_by_rank or dp_rank == 0 or with_common:
         by_rank = saved.model_by_rank
         name = names.sharded_model_states(dp_rank, mp_rank) if by_rank else names.model_states(mp_rank)
-        found[name] = lambda: _model_states(engine, client_state, exclude_frozen_parameters)
+        found[name] = lambda: _model_states(engine, client_state, exclude_frozen_parameters, parts)
     if saved.optimizer_by_rank and engine.core is not None and engine.basic_optimizer is not None:
         name = names.optim_states(dp_rank, mp_rank, engine.bfloat16_enabled())
         found[name] = lambda: _optim_states(engine)
     found[names.run_states(engine.global_rank)] = lambda: run_states(engine)
-    return found
+    return {**found, **parts.files}
 
 
 def expected_bytes(engine):
@@ -68,23 +69,25 @@ def expected_bytes(engine):
     return [size + size // 50 + (1 << 20) for size in files if size > 0]
 
 
-def _model_states(engine, client_state, exclude_frozen_parameters):
-    optimizer = engine.optimizer
+def _model_states(engine, client_state, exclude_frozen_parameters, parts):
+    optimizer, described = engine.optimizer, parts.described
     scheduler = engine.lr_scheduler
     saved = engine._stage_policy.saved
     frozen = saved.frozen_listed and not exclude_frozen_parameters
+    whole = not saved.optimizer_by_rank and not (described and described["table"])
     state = {
-        "module": _module_states(engine, exclude_frozen_parameters),
-        "buffer_names": [name for name, _ in engine.module.named_buffers()],
-        "optimizer": optimizer.state_dict() if optimizer is not None and not saved.optimizer_by_rank else None,
+        "module": parts.module_of(_module_states(engine, exclude_frozen_parameters)),
+        "buffer_names": parts.buffers,
+        "optimizer": optimizer.state_dict() if optimizer is not None and whole else None,
         "param_shapes": engine_states.param_shapes(engine) if saved.optimizer_by_rank else None,
         "frozen_param_shapes": engine_states.frozen_shapes(engine) if frozen else None,
-        "shared_params": engine_states.shared_params(engine.module) if saved.optimizer_by_rank else None,
+        "shared_params": engine_states.shared_params(engine.module, parts.named) if saved.optimizer_by_rank else None,
         "frozen_param_fragments": engine_states.frozen_fragments(engine) if frozen else None,
         "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
         **counters_of(engine),
         "ds_config": engine.config,
         "ds_version": __version__,
+        **({names.PARAMS_BY_RANK: described} if described else {}),
     }
     state.update(client_state)
     return state
@@ -224,11 +227,14 @@ def _agreed_place(ranks, save_dir, tag):
     return found
 
 
-def _without_own_keys(engine, client_state):
+def checked_client_state(engine, client_state):
     """``client_state`` without what load_checkpoint handed back of the engine's own: passed on to the next save, those
-    old values would replace the current ones."""
+    old values would replace the current ones. KeyError for a reserved key."""
     loaded = engine.loaded_engine_state
-    return {key: value for key, value in client_state.items() if not (key in loaded and loaded[key] is value)}
+    found = {key: value for key, value in client_state.items() if not (key in loaded and loaded[key] is value)}
+    if names.RESERVED_KEY in found:
+        raise KeyError(f"client_state may not use the key {names.RESERVED_KEY!r}: it is the engine's own; rename yours")
+    return found
 
 
 def save_checkpoint(engine, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
@@ -242,12 +248,9 @@ def save_checkpoint(engine, save_dir, tag=None, client_state=None, save_latest=T
     must agree on the tag and do not, KeyError when ``client_state`` uses a reserved key, OSError on all ranks when a
     rank cannot write: it names the rank and the file. Returns True.
     """
-    refuse_own_ranks(engine.module, "save_checkpoint")
     if not save_dir:
         raise ValueError(f"save_checkpoint needs a directory, got save_dir={save_dir!r}")
-    client_state = _without_own_keys(engine, client_state or {})
-    if names.RESERVED_KEY in client_state:
-        raise KeyError(f"client_state may not use the key {names.RESERVED_KEY!r}: it is the engine's own; rename yours")
+    client_state = checked_client_state(engine, client_state or {})
     writer = engine.checkpoint_engine
     behind = getattr(writer, "behind", None)
     ranks = Ranks(engine, engine._config.use_node_local_storage)
@@ -297,7 +300,7 @@ class Saving:
         self.place = place  # that folder, whatever links lead to it
         self.staging = None  # where this rank's files are written, after ``begin``
         self.failed = f"the checkpoint {self.folder} is not saved, the one before it is unharmed"
-        self._facts = _facts(engine, tag)
+        self._facts = facts_of(engine, tag)
         self._with_script = engine._stage_policy.saved.optimizer_by_rank and not native.is_wanted(engine)
         self._keep_last = engine._config.checkpoint_config.keep_last
         self._in_place = engine._config.checkpoint_config.write_in_place
@@ -394,16 +397,19 @@ class Saving:
             commit.replace_text(os.path.join(self.save_dir, names.LATEST), self.tag)
         if self._keep_last is not None:
             commit.retire(self.save_dir, self._keep_last, self.tag)
+        if save_latest:
+            tell_launcher(saved=self.place)
 
 
-def _facts(engine, tag):
+def facts_of(engine, tag):
+    """What the manifest of a checkpoint says of the run."""
     return {
         "tag": tag,
         "saved_at": time.time(),
         "ds_version": __version__,
         "torch": str(torch.__version__),
         "world_size": engine.world_size,
-        "dp_world_size": engine.dp_world_size,
+        "dp_world_size": engine.parallel.dp_world_size,
         "mp_world_size": engine.mp_world_size,
         "zero_stage": engine.zero_optimization_stage(),
         "global_steps": engine.global_steps,

@@ -7,3 +7,4 @@ from deepspeed.ops.from_config import builder_of
 __all__ = ["DeepSpeedCPUAdagrad", "FusedAdagrad"]
 
 from_config = builder_of(FusedAdagrad)
+from_config_on_host = builder_of(DeepSpeedCPUAdagrad)

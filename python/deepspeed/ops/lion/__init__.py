@@ -7,3 +7,4 @@ from deepspeed.ops.lion.fused_lion import FusedLion
 __all__ = ["DeepSpeedCPULion", "FusedLion"]
 
 from_config = builder_of(FusedLion)
+from_config_on_host = builder_of(DeepSpeedCPULion)

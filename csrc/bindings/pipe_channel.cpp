@@ -1,0 +1,79 @@
+// deepspeed._C.PipeChannel: messages between stages of a pipeline, csrc/comm/pipe_channel.h.
+#include <Python.h>
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+
+#include "bindings/registry.h"
+#include "comm/decorators/logged.h"
+#include "comm/pipe_channel.h"
+
+namespace py = pybind11;
+
+namespace ds::bindings {
+
+namespace {
+
+using comm::PipeChannel;
+using comm::PipeStream;
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+using Tensors = std::vector<c10::optional<at::Tensor>>;  // None: nothing at this place
+
+PipeStream stream_of(bool grads) { return grads ? PipeStream::kGrads : PipeStream::kActivations; }
+
+std::shared_ptr<PipeChannel> make_channel(std::shared_ptr<comm::LoggedCommunicator> activations,
+                                          std::shared_ptr<comm::LoggedCommunicator> grads, const std::string& device,
+                                          const std::string& notes, int bound, int ahead,
+                                          std::chrono::milliseconds timeout) {
+  return {new PipeChannel(std::move(activations), std::move(grads),
+                          {c10::Device(device), c10::Device(notes), bound, ahead, /*direct=*/true, timeout}),
+          [](PipeChannel* channel) {
+            if (!Py_IsInitialized() || !PyGILState_Check()) return delete channel;
+            py::gil_scoped_release unlocked;  // its threads end first
+            delete channel;
+          }};
+}
+
+void send(PipeChannel& channel, bool grads, int to, const Tensors& tensors, bool packed) {
+  comm::PipeMessage message{std::vector<comm::PipePiece>(tensors.size()), packed};
+  for (size_t place = 0; place < tensors.size(); ++place)
+    if (tensors[place]) message.pieces[place] = {*tensors[place], tensors[place]->requires_grad()};
+  channel.send(stream_of(grads), to, message);
+}
+
+std::pair<Tensors, bool> recv(PipeChannel& channel, bool grads, int from) {
+  Tensors tensors;
+  comm::PipeMessage message = channel.recv(stream_of(grads), from);
+  for (comm::PipePiece& piece : message.pieces) {
+    if (piece.wants_grad) piece.tensor.set_requires_grad(true);
+    tensors.push_back(piece.tensor.defined() ? c10::optional<at::Tensor>(std::move(piece.tensor)) : c10::nullopt);
+  }
+  return {std::move(tensors), message.packed};
+}
+
+}  // namespace
+
+DS_BINDINGS(m) {
+  py::class_<PipeChannel, std::shared_ptr<PipeChannel>>(m, "PipeChannel")
+      .def(py::init(&make_channel), py::kw_only(), py::arg("activations"), py::arg("grads"), py::arg("device"),
+           py::arg("notes"), py::arg("bound"), py::arg("ahead"), py::arg("timeout"))
+      .def(
+          "expect",
+          [](PipeChannel& channel, bool grads, int from, int64_t messages) {
+            channel.expect(stream_of(grads), from, messages);
+          },
+          Unlocked(), py::arg("grads"), py::arg("from_"), py::arg("messages"))
+      .def("send", &send, Unlocked(), py::arg("grads"), py::arg("to"), py::arg("tensors"), py::arg("packed"))
+      // Activations that required gradients where they were sent require them here.
+      .def("recv", &recv, Unlocked(), py::arg("grads"), py::arg("from_"))
+      .def("settle", &PipeChannel::settle, Unlocked())
+      .def("abort", &PipeChannel::abort, Unlocked(), py::arg("why"))
+      .def_property_readonly("failed", &PipeChannel::failed)
+      .def_property_readonly("sent", [](const PipeChannel& channel) {
+        return std::make_pair(channel.traffic().messages, channel.traffic().bytes);
+      });
+}
+
+}  // namespace ds::bindings

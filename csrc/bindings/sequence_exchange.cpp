@@ -1,0 +1,87 @@
+// deepspeed._C.SequenceExchange: csrc/parallel/sequence_exchange.h.
+#include <Python.h>
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <pybind11/stl.h>
+
+#include "bindings/registry.h"
+#include "comm/decorators/logged.h"
+#include "parallel/sequence_exchange.h"
+
+namespace py = pybind11;
+
+namespace ds::bindings {
+
+namespace {
+
+using parallel::SequenceExchange;
+using parallel::SequenceLayout;
+using HeadRuns = std::vector<std::vector<plan::HeadRun>>;
+using StartedExchange = std::pair<std::vector<at::Tensor>, comm::WorkPtr>;
+
+parallel::SequenceLayoutPtr sequence_layout(std::vector<int64_t> tokens, HeadRuns heads, int64_t sequence_dim,
+                                            bool heads_first) {
+  return std::make_shared<SequenceLayout>(
+      SequenceLayout{plan::SequenceCut(std::move(tokens), std::move(heads)), sequence_dim, heads_first});
+}
+
+}  // namespace
+
+DS_BINDINGS(m) {
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  // tokens: of each rank. heads: of each tensor the run of each rank. The first two have gradients, and are complete on
+  // return; the others have none, and a work to wait for.
+  py::class_<SequenceExchange, std::shared_ptr<SequenceExchange>>(m, "SequenceExchange")
+      .def(py::init([](std::shared_ptr<comm::LoggedCommunicator> communicator) {
+             return std::make_shared<SequenceExchange>(comm::logged(std::move(communicator)));
+           }),
+           py::arg("communicator"))
+      .def(
+          "to_heads",
+          [](SequenceExchange& self, const std::vector<at::Tensor>& parts, std::vector<int64_t> tokens, HeadRuns heads,
+             int64_t sequence_dim, bool heads_first) {
+            return self.to_heads(parts,
+                                 sequence_layout(std::move(tokens), std::move(heads), sequence_dim, heads_first));
+          },
+          py::arg("parts"), py::arg("tokens"), py::arg("heads"), py::arg("sequence_dim"), py::arg("heads_first"),
+          Unlocked())
+      .def(
+          "to_sequence",
+          [](SequenceExchange& self, const std::vector<at::Tensor>& wholes, std::vector<int64_t> tokens, HeadRuns heads,
+             int64_t sequence_dim, bool heads_first) {
+            return self.to_sequence(wholes,
+                                    sequence_layout(std::move(tokens), std::move(heads), sequence_dim, heads_first));
+          },
+          py::arg("wholes"), py::arg("tokens"), py::arg("heads"), py::arg("sequence_dim"), py::arg("heads_first"),
+          Unlocked())
+      .def(
+          "start_to_heads",
+          [](SequenceExchange& self, const std::vector<at::Tensor>& parts, std::vector<int64_t> tokens, HeadRuns heads,
+             int64_t sequence_dim) {
+            const auto layout = sequence_layout(std::move(tokens), std::move(heads), sequence_dim, false);
+            parallel::Exchanged made = self.start_to_heads(parts, *layout, true);
+            return StartedExchange(std::move(made.tensors), std::move(made.work));
+          },
+          py::arg("parts"), py::arg("tokens"), py::arg("heads"), py::arg("sequence_dim"), Unlocked())
+      .def(
+          "start_to_sequence",
+          [](SequenceExchange& self, const std::vector<at::Tensor>& wholes, std::vector<int64_t> tokens, HeadRuns heads,
+             int64_t sequence_dim) {
+            const auto layout = sequence_layout(std::move(tokens), std::move(heads), sequence_dim, false);
+            parallel::Exchanged made = self.start_to_sequence(wholes, *layout, true);
+            return StartedExchange(std::move(made.tensors), std::move(made.work));
+          },
+          py::arg("wholes"), py::arg("tokens"), py::arg("heads"), py::arg("sequence_dim"), Unlocked())
+      // give, take: lists of tensors for each rank.
+      .def("start_views", &SequenceExchange::start_views, py::arg("give"), py::arg("take"), Unlocked())
+      // For the log of operations: it sees exchanges, and nothing else of what goes over the communicator.
+      .def_property_readonly("communicator",
+                             [](const SequenceExchange& self) {
+                               return std::dynamic_pointer_cast<comm::LoggedCommunicator>(self.communicator());
+                             })
+      .def_property_readonly("calls", &SequenceExchange::calls)
+      .def_property_readonly("elements", &SequenceExchange::elements);
+}
+
+}  // namespace ds::bindings

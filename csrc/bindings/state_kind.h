@@ -1,0 +1,17 @@
+// What is kept of each parameter, by the name that Python gives it.
+#pragma once
+#include <string>
+
+#include "base/error.h"
+#include "zero/placements.h"
+
+namespace ds::bindings {
+
+inline zero::StateKind state_kind(const std::string& name) {
+  if (name == "master") return zero::StateKind::kMaster;
+  if (name == "grad") return zero::StateKind::kGrad;
+  if (name == "slot") return zero::StateKind::kSlot;
+  fail(ErrorKind::kValue, "kept is 'master', 'grad' or 'slot', not '", name, "'");
+}
+
+}  // namespace ds::bindings

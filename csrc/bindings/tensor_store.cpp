@@ -1,0 +1,30 @@
+// deepspeed._C.TensorStore: tensors that wait for backward, csrc/storage/tensor_store.h.
+#include "storage/tensor_store.h"
+
+#include <pybind11/stl.h>
+
+#include "bindings/registry.h"
+#include "bindings/torch_types.h"
+
+namespace py = pybind11;
+
+DS_BINDINGS(m) {
+  using namespace ds::storage;
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  py::class_<TensorStore, std::shared_ptr<TensorStore>>(m, "TensorStore", "Tensors that wait for backward.")
+      .def(py::init([](const at::Device& device, const Placement& place, int at_once) {
+             return std::make_shared<TensorStore>(device, place, FileAccess{}, at_once);
+           }),
+           py::arg("device"), py::arg("place"), py::arg("at_once") = 2)
+      .def("put", &TensorStore::put, py::arg("tensor"), Unlocked(), "A number; the copy is made beside the device.")
+      .def("get", &TensorStore::get, py::arg("number"), Unlocked(), "A copy on the device.")
+      .def("prefetch", &TensorStore::prefetch, py::arg("number"), Unlocked(), "It is the next to be asked for.")
+      .def("drop", &TensorStore::drop, py::arg("number"), Unlocked(), "Nobody asks for it again.")
+      .def_property_readonly("waiting", &TensorStore::waiting)
+      .def_property_readonly("device", &TensorStore::device)
+      .def_property_readonly("bytes", [](const TensorStore& store) {
+        py::dict media;
+        for (const MediumUsage& one : store.usage().media) media[py::str(one.name)] = one.total();
+        return media;
+      });
+}

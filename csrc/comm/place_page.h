@@ -1,0 +1,38 @@
+// Where a rank of a pipeline is: three words that it writes and other processes of its host read, also when it has
+// ended.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace ds::comm {
+
+// What the words are called in texts.
+struct PlaceNames {
+  std::vector<std::string> instructions, layers;
+};
+
+class PlacePage {
+ public:
+  enum Word { kInstruction, kMicroBatch, kLayer, kWords };  // numbers from 1 on; 0: none
+
+  PlacePage();  // of this process, zeros. Without memory to share (fds, /proc) others see nothing, and nothing fails
+  // That of another process, which has it as the open file `file`. Null where it cannot be opened.
+  static std::shared_ptr<PlacePage> of(int64_t pid, int file);
+  ~PlacePage();
+  PlacePage(const PlacePage&) = delete;
+
+  int64_t* words() { return words_; }
+  int file() const { return file_; }                // -1: nobody can see it
+  std::string text(const PlaceNames& names) const;  // "layer 2 (Block), micro-batch 1, ForwardPass"; "": not known
+
+ private:
+  explicit PlacePage(int64_t* words) : words_(words) {}
+
+  int64_t own_[kWords] = {};
+  int64_t* words_ = own_;
+  int file_ = -1;
+};
+
+}  // namespace ds::comm

@@ -1,0 +1,41 @@
+// Files that end with the process that made them: buffers that rest on a drive.
+//
+// [Note: whose file is it]
+// A file is locked (flock) by its process for as long as that lives, whatever ends it. Whoever makes one in a folder
+// first removes those there that nobody has locked: they were left behind by a process that was killed. A file system
+// without locks keeps all of them.
+#pragma once
+#include <string>
+
+#include "base/process.h"
+#include "io/descriptor.h"
+
+namespace ds::io {
+
+// The folder `below` in `base`, made where it is missing. `base` is the user's and has to be there: throws FileError
+// that names `key`, which said so, where it is no folder or not writable.
+std::string swap_folder(const std::string& key, const std::string& base, const std::string& below);
+
+// Removes the files of ended processes in a folder; returns how many there were.
+int remove_leftovers(const std::string& folder);
+
+class SwapFile {
+ public:
+  static constexpr const char* kSuffix = ".tensor.swp";
+
+  // Makes an empty file in `folder`, which is there, whose name begins with `name`.
+  SwapFile(const std::string& folder, const std::string& name);
+  ~SwapFile() { remove(); }
+  SwapFile(const SwapFile&) = delete;
+  SwapFile& operator=(const SwapFile&) = delete;
+
+  const std::string& path() const { return path_; }
+  void remove() noexcept;  // its name goes now; who has it open goes on
+
+ private:
+  const OwningProcess owner_;
+  std::string path_;
+  Descriptor lock_;
+};
+
+}  // namespace ds::io

@@ -1,0 +1,46 @@
+#include "parallel/result_memory.h"
+
+#include <ATen/Functions.h>
+#include <c10/core/ScalarTypeToTypeMeta.h>
+
+#include <utility>
+
+namespace ds::parallel {
+
+at::Tensor ResultMemory::take(const std::vector<int64_t>& sizes, const std::vector<int64_t>& order,
+                              const at::TensorOptions& options) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t numel = 1;
+  for (size_t i = order.size(); i-- > 0;) {
+    strides[order[i]] = numel;
+    numel *= sizes[order[i]];
+  }
+  const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(c10::typeMetaToScalarType(options.dtype())));
+  if (!options.device().is_cpu() || bytes < kLeast) return at::empty_strided(sizes, strides, options);
+  at::Tensor memory;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto it = free_.begin(); it != free_.end() && !memory.defined(); ++it)
+      if (it->numel() == bytes) {
+        memory = std::move(*it);
+        free_.erase(it);
+        break;
+      }
+  }
+  if (!memory.defined()) memory = at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
+  void* const data = memory.data_ptr();
+  return at::from_blob(
+      data, sizes, strides,
+      [pool = weak_from_this(), memory](void*) {
+        if (const auto here = pool.lock()) here->give(memory);
+      },
+      options);
+}
+
+void ResultMemory::give(at::Tensor bytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (free_.size() == kMost) free_.erase(free_.begin());
+  free_.push_back(std::move(bytes));
+}
+
+}  // namespace ds::parallel

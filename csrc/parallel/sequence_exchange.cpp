@@ -1,0 +1,218 @@
+#include "parallel/sequence_exchange.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+
+namespace ds::parallel {
+
+namespace {
+
+using comm::StridedParts;
+using plan::SequenceBox;
+using torch::autograd::variable_list;
+
+constexpr int64_t kHeads = 2;  // the dimension
+
+std::vector<int64_t> in_order(int64_t dims) {
+  std::vector<int64_t> order(static_cast<size_t>(dims));
+  std::iota(order.begin(), order.end(), 0);
+  return order;
+}
+
+// Dimensions as they follow each other in memory, outermost first, and in what travels.
+std::vector<int64_t> order_of(int64_t dims, const SequenceLayout& layout) {
+  std::vector<int64_t> order = in_order(dims);
+  if (!layout.heads_first) return order;
+  order[0] = 1 - layout.sequence_dim;  // the batch
+  order[1] = kHeads;
+  order[2] = layout.sequence_dim;
+  return order;
+}
+
+at::Tensor box_of(const at::Tensor& tensor, const SequenceBox& box, const SequenceLayout& layout) {
+  std::vector<int64_t> sizes, strides;  // one call of torch: there are many boxes
+  for (const int64_t dim : order_of(tensor.dim(), layout)) {
+    sizes.push_back(dim == layout.sequence_dim ? box.tokens : dim == kHeads ? box.heads : tensor.size(dim));
+    strides.push_back(tensor.stride(dim));
+  }
+  return tensor.as_strided(
+      sizes, strides,
+      tensor.storage_offset() + box.token * tensor.stride(layout.sequence_dim) + box.head * tensor.stride(kHeads));
+}
+
+std::vector<int64_t> sizes_with(const at::Tensor& like, const SequenceLayout& layout, int64_t tokens, int64_t heads) {
+  std::vector<int64_t> sizes = like.sizes().vec();
+  sizes[layout.sequence_dim] = tokens;
+  sizes[kHeads] = heads;
+  return sizes;
+}
+
+void check(const std::vector<at::Tensor>& tensors, const SequenceLayout& layout, const comm::Communicator& group,
+           bool whole) {
+  const plan::SequenceCut& cut = layout.cut;
+  if (tensors.size() != cut.tensors() || cut.ranks() != group.size())
+    fail(ErrorKind::kValue, "an exchange of ", cut.tensors(), " tensors among ", cut.ranks(), " ranks got ",
+         tensors.size(), " tensors and ", group.size(), " ranks");
+  const int64_t tokens = whole ? cut.length() : cut.tokens(group.rank());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensors[i];
+    const int64_t heads = whole ? cut.heads(i, group.rank()) : cut.all_heads(i);
+    if (tensor.dim() < 3 || tensor.size(layout.sequence_dim) != tokens || tensor.size(kHeads) != heads)
+      fail(ErrorKind::kValue, "tensor ", i, " of an exchange has shape [", c10::Join(", ", tensor.sizes()), "]: rank ",
+           group.rank(), " has ", tokens, " tokens (dimension ", layout.sequence_dim, ") and ", heads,
+           " heads (dimension 2)");
+  }
+}
+
+// Copies of a head, added up in rank order: `stacked` has the runs of all ranks side by side.
+void add_copies(const at::Tensor& stacked, const at::Tensor& whole, size_t tensor, const SequenceLayout& layout) {
+  whole.zero_();
+  for (int reader = 0; reader < layout.cut.ranks(); ++reader) {
+    const SequenceBox from = layout.cut.in_stack(tensor, 0, reader), to = layout.cut.in_part(tensor, 0, reader);
+    if (from.heads > 0) whole.narrow(kHeads, to.head, to.heads).add_(stacked.narrow(kHeads, from.head, from.heads));
+  }
+}
+
+enum class Direction : uint8_t { kToHeads, kToSequence };
+
+// The gradient of an exchange is the other direction of it.
+class ExchangeBackward : public torch::autograd::Node {
+ public:
+  ExchangeBackward(torch::autograd::edge_list&& edges, std::shared_ptr<SequenceExchange> exchange,
+                   SequenceLayoutPtr layout, Direction direction)
+      : Node(std::move(edges)), exchange_(std::move(exchange)), layout_(std::move(layout)), direction_(direction) {}
+
+  std::string name() const override {
+    return direction_ == Direction::kToHeads ? "SequenceToHeadsBackward" : "HeadsToSequenceBackward";
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    for (size_t i = 0; i < grads.size(); ++i)
+      if (!grads[i].defined()) grads[i] = input_metadata(i).zeros_like();  // all ranks take part, whoever needs it
+    variable_list found = direction_ == Direction::kToHeads ? exchange_->to_sequence(grads, layout_)
+                                                            : exchange_->to_heads(grads, layout_);
+    for (size_t i = 0; i < found.size(); ++i)
+      if (!should_compute_output(i)) found[i] = at::Tensor();
+    return found;
+  }
+
+ private:
+  const std::shared_ptr<SequenceExchange> exchange_;
+  const SequenceLayoutPtr layout_;
+  const Direction direction_;
+};
+
+bool wants_grad(const std::vector<at::Tensor>& tensors) {
+  if (!c10::GradMode::is_enabled()) return false;
+  return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) { return tensor.requires_grad(); });
+}
+
+// `results` with the node that computes the gradients of `inputs`, where those want some.
+std::vector<at::Tensor> recorded(const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> results,
+                                 const std::shared_ptr<SequenceExchange>& exchange, const SequenceLayoutPtr& layout,
+                                 Direction direction) {
+  if (!wants_grad(inputs)) return results;
+  const std::shared_ptr<ExchangeBackward> node(
+      new ExchangeBackward(torch::autograd::collect_next_edges(inputs), exchange, layout, direction),
+      torch::autograd::deleteNode);
+  for (at::Tensor& result : results) torch::autograd::set_history(result, node);
+  return results;
+}
+
+}  // namespace
+
+SequenceExchange::SequenceExchange(comm::CommunicatorPtr communicator) : communicator_(std::move(communicator)) {}
+
+comm::WorkPtr SequenceExchange::start(StridedParts::Views give, StridedParts::Views take, bool detached) {
+  const auto parts = std::make_shared<const StridedParts>(std::move(give), std::move(take));
+  ++calls_;
+  for (const int64_t count : parts->give_counts()) elements_ += count;
+  return communicator_->run(comm::strided_all_to_all(parts, "sequence", detached));
+}
+
+comm::WorkPtr SequenceExchange::start_views(StridedParts::Views give, StridedParts::Views take) {
+  const c10::NoGradGuard guard;
+  return start(std::move(give), std::move(take), true);
+}
+
+Exchanged SequenceExchange::start_to_heads(const std::vector<at::Tensor>& parts, const SequenceLayout& layout,
+                                           bool detached) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  check(parts, layout, *communicator_, false);
+  const int me = communicator_->rank(), ranks = communicator_->size();
+  Exchanged made;
+  for (size_t i = 0; i < parts.size(); ++i)
+    made.tensors.push_back(memory_->take(sizes_with(parts[i], layout, layout.cut.length(), layout.cut.heads(i, me)),
+                                         order_of(parts[i].dim(), layout), parts[i].options()));
+  StridedParts::Views give(ranks), take(ranks);
+  for (int rank = 0; rank < ranks; ++rank)
+    for (size_t i = 0; i < parts.size(); ++i) {
+      give[rank].push_back(box_of(parts[i], layout.cut.in_part(i, me, rank), layout));
+      take[rank].push_back(box_of(made.tensors[i], layout.cut.in_whole(i, rank, me), layout));
+    }
+  made.work = start(std::move(give), std::move(take), detached);
+  return made;
+}
+
+Exchanged SequenceExchange::start_to_sequence(const std::vector<at::Tensor>& wholes, const SequenceLayout& layout,
+                                              bool detached) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  check(wholes, layout, *communicator_, true);
+  const int me = communicator_->rank(), ranks = communicator_->size();
+  Exchanged made;
+  std::vector<at::Tensor> received;  // where copies come, or the result itself
+  const auto fresh = [&](size_t i, int64_t heads) {
+    return memory_->take(sizes_with(wholes[i], layout, layout.cut.tokens(me), heads), in_order(wholes[i].dim()),
+                         wholes[i].options());
+  };
+  for (size_t i = 0; i < wholes.size(); ++i) {
+    made.tensors.push_back(fresh(i, layout.cut.all_heads(i)));
+    received.push_back(layout.cut.copied(i) ? fresh(i, layout.cut.stacked_heads(i)) : made.tensors[i]);
+  }
+  StridedParts::Views give(ranks), take(ranks);
+  bool copied = false;
+  for (int rank = 0; rank < ranks; ++rank)
+    for (size_t i = 0; i < wholes.size(); ++i) {
+      const bool stacked = layout.cut.copied(i);
+      copied = copied || stacked;
+      give[rank].push_back(box_of(wholes[i], layout.cut.in_whole(i, rank, me), layout));
+      take[rank].push_back(
+          box_of(received[i], stacked ? layout.cut.in_stack(i, me, rank) : layout.cut.in_part(i, me, rank), layout));
+    }
+  made.work = start(std::move(give), std::move(take), detached);
+  if (copied)
+    made.work = std::make_shared<comm::JoinedWork>(std::vector<comm::WorkPtr>{made.work},
+                                                   [received, tensors = made.tensors, layout] {
+                                                     const c10::NoGradGuard no_grad;
+                                                     for (size_t i = 0; i < tensors.size(); ++i)
+                                                       if (layout.cut.copied(i))
+                                                         add_copies(received[i], tensors[i], i, layout);
+                                                   });
+  return made;
+}
+
+std::vector<at::Tensor> SequenceExchange::to_heads(const std::vector<at::Tensor>& parts,
+                                                   const SequenceLayoutPtr& layout) {
+  Exchanged made = start_to_heads(parts, *layout, false);
+  made.work->wait();
+  return recorded(parts, std::move(made.tensors), shared_from_this(), layout, Direction::kToHeads);
+}
+
+std::vector<at::Tensor> SequenceExchange::to_sequence(const std::vector<at::Tensor>& wholes,
+                                                      const SequenceLayoutPtr& layout) {
+  Exchanged made = start_to_sequence(wholes, *layout, false);
+  made.work->wait();
+  return recorded(wholes, std::move(made.tensors), shared_from_this(), layout, Direction::kToSequence);
+}
+
+}  // namespace ds::parallel

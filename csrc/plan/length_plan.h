@@ -1,0 +1,43 @@
+// Which length of a sequence fits: peak bytes against length, from what a few lengths have shown. Integers only.
+//
+// What a step holds grows with the length like a polynomial of second degree: states do not grow, activations grow with
+// it, scores of attention that are there as a whole with its square. So the peak of each *moment* of the step (forward
+// of a layer, its backward, the loss) at three lengths gives that of every length, and the peak of the step is that of
+// the largest moment: at a length that was never tried another moment may be it.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace ds::plan {
+
+struct LengthSample {
+  int64_t length;                             // tokens of the whole sequence
+  std::vector<std::vector<int64_t>> moments;  // bytes, by moment and part
+};
+
+class LengthCurve {
+ public:
+  // Three samples or more, of rising lengths, with the same moments and parts; the last three count. Throws
+  // ErrorKind::kValue for others.
+  explicit LengthCurve(std::vector<LengthSample> samples);
+
+  // By part, at the largest moment; never below zero.
+  std::vector<int64_t> parts(int64_t length) const;
+  int64_t peak(int64_t length) const;
+  int64_t moment(int64_t length) const;  // which one is the largest
+
+  // The longest length with peak() <= memory that is a multiple of `step`, at most `limit`; 0: not even one step.
+  // Assumes that longer ones need more.
+  int64_t longest(int64_t memory, int64_t step, int64_t limit) const;
+
+ private:
+  int64_t at(size_t moment, size_t part, int64_t length) const;
+  std::vector<LengthSample> samples_;  // three
+};
+
+// Of choices in the order of what they cost, each with the longest length that fits with it: the first with which at
+// least `gain_percent` more than `now` fit; -1: none.
+int64_t cheapest_step(const std::vector<int64_t>& longest, int64_t now, int64_t gain_percent);
+
+}  // namespace ds::plan

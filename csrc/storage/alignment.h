@@ -1,0 +1,23 @@
+// Copies of blocks begin and end where O_DIRECT can transfer them.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+#include "io/aligned_pool.h"
+
+namespace ds::storage {
+
+constexpr auto kAlignment = static_cast<int64_t>(io::kBlockBytes);
+
+inline int64_t whole_blocks(int64_t bytes) {
+  return static_cast<int64_t>(io::round_up(static_cast<size_t>(bytes), io::kBlockBytes));
+}
+
+// Of the first aligned byte in it.
+inline int64_t aligned_offset(const at::Tensor& memory) {
+  const auto start = reinterpret_cast<uintptr_t>(memory.data_ptr());
+  return static_cast<int64_t>(io::round_up(start, io::kBlockBytes) - start);
+}
+
+}  // namespace ds::storage

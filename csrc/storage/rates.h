@@ -1,0 +1,35 @@
+// How fast bytes come from and go to a tier on this machine: measured by doing it, once, and kept in a file.
+#pragma once
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <string>
+
+#include "storage/file_access.h"
+#include "storage/placement.h"
+
+namespace ds::storage {
+
+struct TierRate {
+  double read = 0, write = 0;  // bytes per second
+};
+
+// Writes and reads `bytes` in blocks, to and from who works with them: the device, or the host where it is files.
+TierRate measure_rate(c10::Device device, const Placement& rest, const FileAccess& files = {},
+                      int64_t bytes = int64_t{64} << 20);
+
+// What a file in `folder` says of this machine, this kind of device and, of files, this drive; else measured and
+// written there, by one process at a time: ranks that start together do not measure each other. Where the file cannot
+// be written it is measured each time.
+TierRate known_rate(const std::string& folder, c10::Device device, const Placement& rest, const FileAccess& files = {});
+
+// The fewest threads, of at most `most`, that bring host memory to nine tenths of its rate. Kept in a file as above.
+int known_threads(const std::string& folder, int most);
+
+// Bytes per second that so many threads, or a device, copy within that memory. Kept in a file as above.
+double known_copy_rate(const std::string& folder, c10::Device device, int threads);
+
+// Where the files are: ~/.cache/deepspeed/rates, or below XDG_CACHE_HOME.
+std::string rates_folder();
+
+}  // namespace ds::storage

@@ -1,0 +1,21 @@
+// The stream of transfers in the background.
+#pragma once
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <optional>
+
+namespace ds::storage {
+
+// A stream beside the one that computes, for as long as a job runs.
+class SideStream {
+ public:
+  explicit SideStream(c10::Device device) {
+    if (!device.is_cpu()) guard_.emplace(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
+  }
+
+ private:
+  std::optional<c10::StreamGuard> guard_;
+};
+
+}  // namespace ds::storage

@@ -1,0 +1,64 @@
+// Tensors that wait for backward in another memory: chunks of a sequence, inputs of layers that are computed again.
+//
+// Tensors of as many bytes share planes, a block each, and the next one gets the block of one that was dropped: a run
+// opens few files, and none twice. put() copies the tensor beside the device's work and returns; the copy back can be
+// started before it is needed.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "storage/shard_storage.h"
+
+namespace ds::storage {
+
+class TensorStore {
+ public:
+  // `at_once`: how many tensors of the largest size may be between the device and their place.
+  TensorStore(c10::Device device, Placement place, FileAccess files = {}, int at_once = 2);
+
+  // A number for get() and drop(). The tensor may be changed or freed when the call returns.
+  int64_t put(const at::Tensor& tensor);
+  // A copy on the device. Throws what writing or reading it has thrown, and ErrorKind::kValue for an unknown number.
+  at::Tensor get(int64_t number);
+  void prefetch(int64_t number);  // a hint: it is the next to be asked for
+  void drop(int64_t number);      // nobody asks for it again; nothing for one that is not here
+
+  int64_t waiting() const;  // tensors
+  Usage usage() const { return storage_->usage(); }
+  c10::Device device() const { return storage_->device(); }
+
+ private:
+  struct Block {
+    PlaneId plane;
+    plan::Range range;
+  };
+  struct Waiting {
+    Block block;
+    std::vector<int64_t> sizes;
+    at::ScalarType type;
+    int64_t bytes;
+  };
+  struct Blocks {
+    int64_t count = 0;
+    std::vector<Block> free;
+  };
+  Block block_for(int64_t bytes);
+  Waiting find(int64_t number) const;
+  void make_room(int64_t bytes);
+
+  const Placement place_;
+  const int at_once_;
+  const std::shared_ptr<ShardStorage> storage_;
+  mutable std::mutex lock_;
+  std::map<int64_t, Waiting> waiting_;
+  std::map<int64_t, Blocks> blocks_;  // by bytes
+  int64_t next_ = 0, largest_ = 0;
+};
+
+}  // namespace ds::storage

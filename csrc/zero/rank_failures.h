@@ -1,0 +1,51 @@
+// What goes wrong on one rank alone: the others wait for it in a collective, or will, and are told.
+#pragma once
+#include <exception>
+#include <functional>
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+#include "io/file_error.h"
+#include "zero/engine_ranks.h"
+
+namespace ds::zero {
+
+// Work beside the training has failed, other than on a file.
+class LoneFailure : public Error {
+ public:
+  using Error::Error;
+};
+
+// Runs work beside the training: what it throws is an io::FileError or a LoneFailure.
+void run_beside(const std::function<void()>& work);
+
+// All collectives of these ranks that are under way or to come fail with the text of this rank's error.
+void tell_ranks(const EngineRanks& ranks, const std::exception& error);
+std::string lone_text(const comm::Communicator& ranks, const std::exception& error);
+
+class RankFailures {
+ public:
+  using Tell = std::function<void(const std::exception&)>;
+  explicit RankFailures(Tell tell) : tell_(std::move(tell)) {}
+
+  void tell(const std::exception& error) const { tell_(error); }
+  // Runs what has a part on every rank, and tells the others when this one cannot go on.
+  template <typename Body>
+  decltype(auto) watch(const Body& body) const {
+    try {
+      return body();
+    } catch (const io::FileError& error) {
+      tell_(error);
+      throw;
+    } catch (const LoneFailure& error) {
+      tell_(error);
+      throw;
+    }
+  }
+
+ private:
+  const Tell tell_;
+};
+
+}  // namespace ds::zero

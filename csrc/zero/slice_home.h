@@ -1,0 +1,42 @@
+// Where the slice of a sharded parameter rests that the computing device has no memory for: whole blocks of a plane.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <utility>
+
+#include "storage/shard_storage.h"
+
+namespace ds::zero {
+
+struct SliceHome {
+  std::shared_ptr<storage::ShardStorage> storage;  // null: there is none
+  storage::PlaneId plane;
+  plan::Range range;   // the slice, and padding behind it
+  bool alone = false;  // the plane has nothing else
+
+  // Where its elements are leased: where they rest, so that nothing is copied before the slice is; on the host where
+  // nobody can address them; at the device where that is another one, which fetches them by itself.
+  storage::Medium medium() const {
+    if (!storage->device().is_cpu()) return storage::Medium::kDevice;
+    return storage->resting(plane, range).value_or(storage::Medium::kHost);
+  }
+  storage::Lease lease(storage::Access access) const { return storage->acquire(plane, range, access, medium()); }
+  void prefetch() const { storage->prefetch(plane, range, medium()); }
+  bool here() const { return storage->here(plane, range, medium()); }
+};
+
+// A slice for as long as somebody works with it.
+class SliceLease {
+ public:
+  explicit SliceLease(at::Tensor resting) : data_(std::move(resting)) {}
+  SliceLease(storage::Lease lease, int64_t numel)
+      : lease_(std::move(lease)), data_(lease_.data().narrow(0, 0, numel)) {}
+  const at::Tensor& data() const { return data_; }
+
+ private:
+  storage::Lease lease_;
+  at::Tensor data_;
+};
+
+}  // namespace ds::zero

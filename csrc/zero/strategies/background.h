@@ -1,0 +1,30 @@
+// Work on a thread beside the training, in order.
+#pragma once
+#include <functional>
+#include <future>
+#include <memory>
+
+#include "storage/transfer_threads.h"
+#include "zero/rank_failures.h"
+
+namespace ds::zero {
+
+class Background {
+ public:
+  void run(std::function<void()> work) {
+    const auto task = std::make_shared<std::packaged_task<void()>>([work = std::move(work)] { run_beside(work); });
+    last_ = task->get_future().share();
+    thread_.add([task] { (*task)(); });
+  }
+  std::shared_future<void> last() const { return last_; }
+  // For the last work. Throws what it threw, an io::FileError or a LoneFailure, each time.
+  void wait() const {
+    if (last_.valid()) last_.get();
+  }
+
+ private:
+  std::shared_future<void> last_;
+  storage::TransferThreads thread_{1};
+};
+
+}  // namespace ds::zero

@@ -1,0 +1,136 @@
+"""A checkpoint of another number of tensor-parallel ranks: slices are put together and cut for this run."""
+
+import torch
+
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.layouts.saved_state import SavedState, read_into
+from deepspeed.checkpoint.layouts.saved_universal import ParallelRules, local_slice, merge_slices
+
+
+class Cut:
+    """How this run's model has a parameter: ``shape`` on this rank; ``dim``: the dimension that tensor parallelism cuts
+    (None: each rank has all of it; -1: it is cut, and was not said where), of ``parts`` side by side."""
+
+    def __init__(self, shape, dim=None, parts=1):
+        self.shape, self.dim, self.parts = torch.Size(shape), dim, parts
+
+    @classmethod
+    def of(cls, param, shape):
+        """By the attributes that Megatron gives parameters."""
+        if not (getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False)):
+            return cls(shape)
+        return cls(shape, getattr(param, "partition_dim", -1), max(getattr(param, "partition_stride", 1), 1))
+
+
+class SavedSlices(SavedState):
+    """``states``: of each tensor-parallel rank that saved, by rank. ``cuts``: name -> ``Cut`` of this run's parameters,
+    of which this is slice ``rank`` of ``count``. How slices make a whole is said by the ``universal_checkpoint_info``
+    that was saved, else by the cuts."""
+
+    is_whole = False
+
+    def __init__(self, states, cuts, rank, count):
+        super().__init__()
+        first = states[0]
+        self.folder, self.zero_stage, self.dp_world_size = first.folder, first.zero_stage, first.dp_world_size
+        self.masters_only, self.model, self.model_path = first.masters_only, first.model, first.model_path
+        self.ranks = [one for state in states for one in getattr(state, "ranks", ())]
+        self._states, self._cuts, self._rank, self._count = states, cuts, rank, count
+        info = self.model.get(keys.UNIVERSAL_CHECKPOINT_INFO)
+        self._rules = ParallelRules(info) if info else None
+        self._held = (None, None)  # what was put together last
+
+    def shapes(self):
+        return {name: self._shape(name, shape) for name, shape in self._states[0].shapes().items()}
+
+    def _shape(self, name, saved):
+        return self._cuts[name].shape if name in self._cuts and saved is not None else saved
+
+    def weight_shape(self, name):
+        return self._shape(name, self._states[0].weight_shape(name))
+
+    def param_groups(self):
+        return self._states[0].param_groups()
+
+    def state_names(self):
+        return self._states[0].state_names()
+
+    def scalars(self, name):
+        return self._states[0].scalars(name)
+
+    def has_optimizer(self):
+        return self._states[0].has_optimizer()
+
+    def extra(self):
+        return self._states[0].extra()
+
+    def run_states(self, rank):
+        return self._states[0].run_states(rank)
+
+    def aliases(self):
+        return self._states[0].aliases()
+
+    def module(self):
+        found = self._states[0].module()
+        return {name: _Slice(self, name, "weight") if name in self._cuts else one for name, one in found.items()}
+
+    def state_pieces(self, name, kind):
+        return self._pieces(name, kind) if self._states[0].state_pieces(name, kind) else []
+
+    def frozen_pieces(self, name):
+        return self._pieces(name, "weight") if self._states[0].frozen_pieces(name) else []
+
+    def _pieces(self, name, kind):
+        numel = self._cuts[name].shape.numel()
+        return [(0, numel, _Slice(self, name, kind))] if numel else []
+
+    def slice_of(self, name, kind):
+        """This rank's part of ``kind`` of a parameter."""
+        if self._held[0] != (name, kind):
+            whole, hints = self._merged(name, [self._saved_slice(state, name, kind) for state in self._states])
+            cut = local_slice(name, hints, whole, self._cuts[name].shape, self._rank, self._count, self.origin())
+            self._held = (name, kind), cut.contiguous()
+        return self._held[1]
+
+    def _saved_slice(self, state, name, kind):
+        pieces, shape = state.pieces(name, kind), torch.Size(state.weight_shape(name))
+        found = torch.empty(shape, dtype=pieces[0][2].read_range(0, 0).dtype if pieces else torch.float32)
+        if read_into(found, pieces, 0) != shape.numel():
+            raise ValueError(f"{self.origin()}: a slice of parameter '{name}' is not complete: files are missing")
+        return found
+
+    def _merged(self, name, slices):
+        if self._rules is not None:
+            return merge_slices(name, slices, self._rules)
+        cut = self._cuts[name]
+        if cut.dim is None:
+            if any(not torch.equal(slices[0], other) for other in slices[1:]):
+                raise ValueError(
+                    f"{self.origin()}: parameter '{name}' differs among the {len(slices)} tensor-parallel ranks that "
+                    f"saved it, and the model does not say that it is cut: set its attributes tensor_model_parallel "
+                    f"and partition_dim, or save with '{keys.UNIVERSAL_CHECKPOINT_INFO}' in client_state"
+                )
+            return slices[0], {}
+        if cut.dim < 0:
+            raise ValueError(
+                f"{self.origin()} was saved by {len(slices)} tensor-parallel ranks, this run has {self._count}, and "
+                f"nobody says along which dimension parameter '{name}' is cut: set its attribute partition_dim, save "
+                f"with '{keys.UNIVERSAL_CHECKPOINT_INFO}' in client_state, or load it with {len(slices)} ranks"
+            )
+        parts = zip(*(torch.chunk(one, cut.parts, dim=cut.dim) for one in slices))
+        whole = torch.cat([torch.cat(part, dim=cut.dim) for part in parts], dim=cut.dim)
+        return whole, {keys.CAT_DIM: cut.dim, keys.PARAM_N_SUB_PARAMS: cut.parts}
+
+
+class _Slice:
+    """A lazy tensor: what this rank has of a parameter."""
+
+    def __init__(self, saved, name, kind):
+        self._saved, self._name, self._kind = saved, name, kind
+        self.shape = saved._cuts[name].shape
+
+    def read(self):
+        return self._saved.slice_of(self._name, self._kind).clone()
+
+    def read_range(self, start, numel):
+        return self._saved.slice_of(self._name, self._kind).view(-1)[start : start + numel]

@@ -1,0 +1,69 @@
+"""Snapshots in the memory of hosts, as they are read: see ``deepspeed.checkpoint.write.memory``."""
+
+import json
+import os
+
+from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.read import verify
+from deepspeed.checkpoint.write.memory import parsed, ranks_in, said_by
+
+
+def newest_whole(ranks, folder):
+    """The name of the newest whole snapshot in the memory of all hosts, or None. Every rank calls it."""
+    here, there = {}, {}
+    if ranks.leads and os.path.isdir(folder):
+        here = {name: ranks_in(os.path.join(folder, name)) for name in os.listdir(folder) if parsed(name)}
+    for told in ranks.gather(here):
+        for name, members in told.items():
+            there.setdefault(name, set()).update(members)
+    whole = [name for name, members in there.items() if len(members) == parsed(name)[2]]
+    return max(whole, key=lambda name: (parsed(name)[1], parsed(name)[0]), default=None)
+
+
+def step_on_disk(load_dir):
+    """``(tag, step)`` of what ``latest`` names. Step -1 where nobody says it, tag None where there is none."""
+    tag = names.latest_tag(load_dir)
+    try:
+        facts = verify.read(os.path.join(load_dir, tag)) if tag else None
+    except (verify.DamagedManifest, OSError):
+        facts = None
+    return tag or None, (facts or {}).get("global_steps", -1)
+
+
+def describe(ranks, folder):
+    """Puts a manifest of the files that are there into the folder of a whole snapshot, on every host, so that it can
+    be read as a checkpoint. Every rank calls it."""
+    here = {}
+    if ranks.leads and os.path.isdir(folder):
+        for rank in ranks_in(folder):
+            with open(os.path.join(folder, said_by(rank))) as file:
+                here[rank] = json.load(file)
+    said = {}
+    for told in ranks.gather(here):
+        said.update({int(rank): facts for rank, facts in told.items()})
+    files = {name: record for facts in said.values() for name, record in facts["files"].items()}
+    facts = {key: value for key, value in said[0].items() if key not in ("files", "rank")}
+    error = None
+    if ranks.leads:
+        try:
+            os.makedirs(folder, exist_ok=True)
+            there = {name: record for name, record in files.items() if os.path.exists(os.path.join(folder, name))}
+            with open(os.path.join(folder, verify.NAME), "w") as file:
+                file.write(verify.text_of(facts, there))
+        except OSError as caught:
+            error = caught
+    ranks.agree(error, f"the snapshot {folder} cannot be read")
+
+
+def undo(ranks, folder):
+    """Removes what reading has added: the manifest, and files that came from other hosts. Every rank calls it."""
+    ranks.gather(None)  # all have read
+    if not ranks.leads:
+        return
+    own = set()
+    for rank in ranks_in(folder):
+        with open(os.path.join(folder, said_by(rank))) as file:
+            own.update([said_by(rank), *json.load(file)["files"]])
+    for name in os.listdir(folder):
+        if name not in own and os.path.isfile(os.path.join(folder, name)):
+            os.unlink(os.path.join(folder, name))

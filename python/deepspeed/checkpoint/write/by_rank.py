@@ -1,0 +1,153 @@
+"""What a checkpoint has of models whose ranks do not all have the same parameters: experts, and others with ranks of
+their own. Files of experts' weights; without ZeRO optimizer states by name; the table of who has what."""
+
+from deepspeed import comm as dist
+from deepspeed._compat import named_parameters
+from deepspeed.checkpoint.layouts import names
+from deepspeed.checkpoint.write.engine_states import extra_of, groups_of
+from deepspeed.checkpoint.write.ranks import Ranks, failure_of, raise_together
+from deepspeed.zero.gathered import GatheredParameters
+from deepspeed.zero.named_states import OWN_PARAMS, joined_tables, own_params, table_of
+from deepspeed.zero.param_ranks import SavedNames, copies_by_name, differs_by_rank, layers_of, ranks_of
+from deepspeed.zero.sharded_parameter import is_sharded
+
+
+def saves(engine, copies):
+    """Whether this rank is the one that saves what the ranks of the group ``copies`` have alike (None: all)."""
+    return engine.parallel.dp_rank == 0 if copies is None else dist.get_rank(copies) == 0
+
+
+def _named_shapes(engine):
+    """``[[name, shape]]`` of each parameter group."""
+    if engine.stepping is None:
+        return []
+    called = iter(engine.stepping.names)
+    return [[[next(called), list(param.shape)] for param in group] for group in engine.trained_groups]
+
+
+class PartsByRank:
+    """Of one save; every rank makes one.
+
+    named:     the ``SavedNames``.
+    described: value of the model file's key, None for a model of which all ranks have the same.
+    buffers:   names of the buffers of all ranks.
+    files:     name -> function that gives the value, of this rank's files beside the model's and the optimizer's.
+    """
+
+    def __init__(self, engine, exclude_frozen_parameters=False):
+        self.named, self.described, self.files = SavedNames(engine.module), None, {}
+        self.buffers = [self.named(name) for name, _ in engine.module.named_buffers()]
+        self._layers = layers_of(engine.module)
+        self._elsewhere = set()  # names of entries of the module that the model file leaves out
+        if differs_by_rank(engine.module):
+            self._divide(engine, exclude_frozen_parameters)
+
+    def module_of(self, state):
+        """The entries of a module's state dict that the model file has, by their names there."""
+        if self.described is None:
+            return state
+        if self._layers is not None and self._elsewhere.issuperset(state):
+            return None
+        made = type(state)((self.named(name), value) for name, value in state.items() if name not in self._elsewhere)
+        if hasattr(state, "_metadata"):
+            made._metadata = state._metadata
+        return made
+
+    def _divide(self, engine, exclude_frozen):
+        error, states, ranks = None, None, Ranks(engine, False)
+        experts = {self.named.expert(name) for name in engine.module.state_dict() if self._is_written(name)} - {None}
+        layers, before = sorted({layer for layer, _ in experts}), 0
+        if self._layers is not None:  # layers of experts are counted over all stages
+            counts = dict(ranks.gather([self._layers.stage, len(layers)]))
+            before = sum(counts[stage] for stage in range(self._layers.stage))
+        self._numbers = {layer: before + number for number, layer in enumerate(layers)}
+        experts = {}
+        try:
+            experts = self._of_modules(engine, exclude_frozen)
+            states = self._states(engine)
+        except Exception as caught:
+            error = caught
+        failure, mp_rank = failure_of(engine.global_rank, error), engine.mp_rank_for_files()
+        told = ranks.gather(
+            [failure, mp_rank, engine.parallel.dp_rank, table_of(states), list(experts), self.buffers]
+        )
+        if error is not None:
+            raise error
+        raise_together([part[0] for part in told], "nothing is saved")
+        told = sorted((part[1:] for part in told if part[1] == mp_rank), key=lambda part: part[1])
+        with_zero = engine._stage_policy.saved.optimizer_by_rank
+        writers = {dp_rank: table for _, dp_rank, table, *_ in told if table or with_zero}
+        self.described = {
+            "table": joined_tables(list(writers.values())),
+            "experts": sorted({name for *_, files, _ in told for name in files if "_expert_" in name}),
+        }
+        if self._layers is not None:
+            paths, slices = self._layers.paths, self._layers.slices
+            written = {name for *_, files, _ in told for name in files}
+            layers = [layer for layer in sorted(self._layers.writes) if names.layer_states(layer, slices) in written]
+            self.described["layers"] = {layer: paths.get(layer, str(layer)) for layer in layers}
+            if not with_zero and not writers:
+                self.described["groups"] = _named_shapes(engine)
+        self.buffers = list(dict.fromkeys(name for *_, buffers in told for name in buffers))
+        self.files = {name: lambda value=value: value for name, value in experts.items()}
+        if states is not None and not with_zero:
+            number = list(writers).index(engine.parallel.dp_rank)
+            whole = {"optimizer": {"param_groups": groups_of(engine), "extra": extra_of(engine), OWN_PARAMS: states}}
+            self.files[names.expert_optim_states(number, mp_rank)] = lambda: whole
+
+    def _is_written(self, name):
+        """Whether it is for this stage to save what all stages with the same layer have."""
+        place = self._layers.find(name) if self._layers is not None else None
+        return place is None or place[0] in self._layers.writes
+
+    def _states(self, engine):
+        """What this rank saves by name: with ZeRO what only some ranks train, else everything that it is to save."""
+        if engine.stepping is None:
+            return None
+        trained = [param for group in engine.trained_groups for param in group]
+        if engine._stage_policy.saved.optimizer_by_rank or all(ranks_of(param) is None for param in trained):
+            return own_params(engine.stepping, engine.trained_groups, in_pieces=True)
+        copies = [getattr(ranks_of(param), "copies", None) for param in trained]
+        takes = {index for index, group in enumerate(copies) if saves(engine, group)}
+        return own_params(engine.stepping, engine.trained_groups, takes.__contains__, in_pieces=True)
+
+    def _of_modules(self, engine, exclude_frozen):
+        """name of a file -> what this rank writes into it: weights and buffers of an expert, or of a layer of a
+        pipeline; at stage 3, where masters stand for weights, its buffers."""
+        params = dict(named_parameters(engine.module))
+        trained = {id(param) for group in engine.trained_groups for param in group}
+        copies, found = copies_by_name(engine.module), {}
+        frozen = self._frozen_experts(params, trained)
+        for name, value in engine.module_state_dict(exclude_frozen_parameters=exclude_frozen).items():
+            expert, param = self.named.expert(name), params.get(name)
+            own = param is not None and name in copies
+            value = frozen.get(id(param), value)
+            cut = param is not None and engine._stage_policy.shards_params and id(param) not in frozen
+            place = self._layers.find(name) if self._layers is not None else None
+            if own or ((expert is not None or place is not None) and not cut):
+                self._elsewhere.add(name)
+            if expert is not None and not cut:
+                if saves(engine, copies.get(name)) and self._is_written(name):
+                    file = names.expert_states(self._numbers[expert[0]], expert[1], engine.mp_rank_for_files())
+                    found.setdefault(file, {})[self.named(name)] = value
+            elif own and id(param) not in trained:
+                raise ValueError(
+                    f"parameter '{name}' has ranks of its own (ds_ranks), and is neither trained nor an expert's "
+                    "(ds_expert_numbers): files of torch.save have no place for it. Set "
+                    '"checkpoint": {"writer": {"format": "safetensors"}}'
+                )
+            elif place is not None and not (cut or own) and self._is_written(name) and saves(engine, None):
+                found.setdefault(names.layer_states(place[0], self._layers.slices), {})[place[1]] = value
+        return found
+
+    def _frozen_experts(self, params, trained):
+        """id -> whole value of experts' parameters with ranks of their own that are in slices and are not trained: no
+        master stands for them, so that their files have them. All ranks call it."""
+        cut = {
+            id(param): param
+            for name, param in params.items()
+            if is_sharded(param) and ranks_of(param) is not None and id(param) not in trained
+            if self.named.expert(name) is not None
+        }
+        with GatheredParameters(list(cut.values())):
+            return {key: param.detach().clone() for key, param in cut.items()}

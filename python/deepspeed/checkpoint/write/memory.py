@@ -1,0 +1,265 @@
+"""Snapshots of a run in the memory of its hosts that outlives the ranks (``deepspeed.host.kept_memory``).
+
+A snapshot is a folder of the files of a checkpoint: those of a rank are in the memory of its host, and, copied behind
+that, in that of the next host. A rank whose files are all there says so in one more file, the last of them. A snapshot
+of which all ranks have said so is whole, wherever their files are; no rank waits for the writing of another. The last
+whole one stays until the next is whole, so there are at most two.
+"""
+
+import contextlib
+import fcntl
+import gc
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import types
+
+from deepspeed.checkpoint.engines.built_in import FastCheckpointEngine
+from deepspeed.checkpoint.write.background import Background, SnapshotSave, leave
+from deepspeed.checkpoint.write.engine_states import EngineStates
+from deepspeed.checkpoint.write.file_writer import WriterOptions
+from deepspeed.checkpoint.write.save import checked_client_state, expected_bytes, facts_of, files_of
+from deepspeed.checkpoint.write.snapshot import HostCache
+from deepspeed.host.cpu import memory_bytes
+from deepspeed.host.kept_memory import FOLDER_VARIABLE, KEEPER_VARIABLE, hand_over, own_address
+from deepspeed.host.launcher_messages import tell_launcher
+from deepspeed.log import logger
+
+# ---- names ---------------------------------------------------------------------------------------------------------
+
+_NAME = re.compile(r"step(\d+)\.(\d+)\.(\d+)")
+_SAID = re.compile(r"rank_(\d{5,})\.whole")
+
+
+def name_of(step, began, world):
+    """The folder of a snapshot. ``began``: when its run was loaded or saved last, a number of nanoseconds."""
+    return f"step{step}.{began}.{world}"
+
+
+def parsed(name):
+    """``(step, began, world)`` of the folder of a snapshot, None for another one."""
+    found = _NAME.fullmatch(name)
+    return found and tuple(map(int, found.groups()))
+
+
+def said_by(rank):
+    """The file in which a rank says that all of its files are there: facts of the run, and the files' records."""
+    return f"rank_{rank:05d}.whole"
+
+
+def ranks_in(folder):
+    """The ranks whose files are all in the folder of a snapshot."""
+    return [int(found[1]) for found in map(_SAID.fullmatch, os.listdir(folder)) if found]
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------
+
+
+class HostMemory:
+    """The memory of this rank's host, or None from ``found``. Every rank makes it.
+
+    ``ranks``: ``Ranks`` with a disk for every node. ``next_keeper``: of the next host, None on one host alone.
+    """
+
+    def __init__(self, ranks, base, next_keeper):
+        self.ranks, self.base, self.next_keeper = ranks, base, next_keeper
+
+    @classmethod
+    def found(cls, engine, ranks):
+        """RuntimeError on all ranks where a host has not enough memory for two snapshots."""
+        base, keeper = os.environ.get(FOLDER_VARIABLE), os.environ.get(KEEPER_VARIABLE, "")
+        port, _, key = keeper.partition(":")
+        own = [base and own_address(), int(port or 0), key]
+        told = ranks.gather([own, sum(expected_bytes(engine))])
+        if any(not fact[0][0] for fact in told):
+            return None
+        nodes = list(dict.fromkeys(ranks.nodes))
+        at = nodes.index(ranks.node)
+        before, behind = nodes[at - 1], nodes[(at + 1) % len(nodes)]
+        sources = {ranks.node, before}
+        held = sum(size for (_, size), node in zip(told, ranks.nodes) if node in sources)
+        own_bytes = sum(size for (_, size), node in zip(told, ranks.nodes) if node == ranks.node)
+        error = None
+        try:
+            error = _lack(base, 2 * held, own_bytes) if ranks.leads else None
+        except OSError as caught:
+            error = caught
+        ranks.agree(error, "elasticity.memory_copies")
+        return cls(ranks, base, told[ranks.nodes.index(behind)][0] if len(nodes) > 1 else None)
+
+
+def _lack(base, needed, copied):
+    # ``needed``: bytes of files; ``copied``: of tensors on their way into files, which are in no folder.
+    room = os.statvfs(base)
+    held = sum(os.path.getsize(os.path.join(root, name)) for root, _, files in os.walk(base) for name in files)
+    for where, want, free, fix in (
+        (base, needed, room.f_bavail * room.f_frsize + held, "a larger /dev/shm (docker run --shm-size)"),
+        ("main memory", needed + copied, memory_bytes()[1] + held, "more memory"),
+    ):
+        if want > free:
+            return RuntimeError(
+                f"two snapshots of the ranks of host {socket.gethostname()} and of the host before it need {want} "
+                f"bytes in {where}, and {free} bytes are free: give it {fix}, or set elasticity.memory_copies to 0"
+            )
+    return None
+
+
+# ---- a rank's part -------------------------------------------------------------------------------------------------
+
+
+class RankSnapshot(SnapshotSave):
+    """What one rank puts into one snapshot. ``after(place, files)``: called in the background when all is written."""
+
+    def __init__(self, behind, cache, writer, place, states, facts, after):
+        super().__init__(behind, cache, writer, types.SimpleNamespace(place=place, staging=place), False, states)
+        self._facts, self._after = facts, after
+
+    def end(self):
+        """All files are taken; the rest happens in the background."""
+        self.snapshot.start_late_copies()
+        self.behind.start(self._finish)
+
+    def _finish(self):
+        place = self.saving.place
+        try:
+            if self.error is not None:
+                raise self.error
+            said = os.path.join(place, said_by(self._facts["rank"]))
+            with open(said + ".writing", "w") as file:
+                json.dump({**self._facts, "files": self.records}, file)
+            os.rename(said + ".writing", said)
+            self._after([*self.records, os.path.basename(said)])
+        except BaseException as error:
+            self.behind.fail(error, lambda steps: [steps])
+        finally:
+            leave(place)
+
+
+class Snapshots:
+    """The snapshots of the run that is saved in ``directory``. Every rank makes it, and calls ``take``. ``before``:
+    what ``leave`` returned, if it was saved elsewhere until now.
+
+    RuntimeError where another engine of this process takes those of the same directory.
+    """
+
+    def __init__(self, engine, memory, directory, before=None):
+        ranks = memory.ranks
+        own = hashlib.sha256(os.path.realpath(directory).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+        self._memory, self.key, self._before = memory, ranks.gather(own)[0], before
+        self.folder = os.path.join(memory.base, self.key)
+        self.began = 0  # see ``name_of``
+        self.whole = None  # the last whole one that this run knows of
+        self._coming = None
+        self._behind, self._cache = Background(), HostCache()
+        self._writer = FastCheckpointEngine(engine._config.checkpoint_config)
+        self._writer.times, self._writer.shows = 1, False
+        # One core, with a buffer that stays in its cache: training has the others.
+        self._writer.options = WriterOptions(io_buffer_size=1 << 20, double=False, threads=1, direct=False, sync=False)
+        _make(self.folder)
+        self._lock = open(os.path.join(self.folder, f".rank_{ranks.rank}.lock"), "w")
+        if not (self._is_ours() or (gc.collect() and self._is_ours())):  # one that nobody holds may be in a circle
+            raise RuntimeError(
+                f"elasticity.memory_copies: two engines of this process take snapshots of the run in {directory}. Save "
+                "each into a directory of its own, or set memory_copies to 0 for one of them"
+            )
+
+    def _is_ours(self):
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    @property
+    def ranks(self):
+        """``Ranks`` by hosts."""
+        return self._memory.ranks
+
+    def look(self, all_of):
+        """Behind a step without a snapshot: whether the last one is whole by now. ``all_of(ok)``: whether it is true on
+        all ranks."""
+        if self._coming is not None and all_of(self._behind.idle):
+            self._settle(all_of)
+
+    def _settle(self, all_of):
+        if all_of(self._ended_well()):
+            self.whole = self._coming
+            if self.ranks.rank == 0:
+                tell_launcher(saved=f"memory {self.whole}")
+            if self._before not in (None, self.folder) and self.ranks.leads:
+                shutil.rmtree(self._before, ignore_errors=True)
+            self._before = None
+        self._coming = None
+
+    def take(self, engine, client_state, all_of):
+        """Behind a step. ``all_of``: see ``look``."""
+        if self._coming is not None:
+            self._settle(all_of)
+        name = name_of(engine.global_steps, self.began, engine.world_size)
+        self._clear(name)
+        place = os.path.join(self.folder, name)
+        facts = {**facts_of(engine, name), "rank": engine.global_rank}
+        states = EngineStates(engine)
+        save = RankSnapshot(self._behind, self._cache, self._writer, place, states, facts, self._hand_over(name))
+        self._coming = name
+        error = None
+        try:
+            _make(place)
+        except OSError as caught:
+            error = caught
+        error = save.add_all(files_of(engine, checked_client_state(engine, client_state)), error)
+        if error is not None:
+            save.drop()
+            self._behind.fail(error, lambda steps: [steps])
+        else:
+            save.end()
+
+    def _ended_well(self):
+        try:
+            self._behind.wait()
+        except Exception as error:
+            logger.warning(f"elasticity.memory_copies: the snapshot {self._coming} is not whole: {error}")
+            return False
+        return True
+
+    def _clear(self, coming):
+        """Removes all but the last whole one and the one that is coming, on the rank that leads its host."""
+        if self.ranks.leads:
+            for name in os.listdir(self.folder):
+                if parsed(name) and name not in (self.whole, coming):
+                    shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
+
+    def _hand_over(self, name):
+        keeper, source, target = self._memory.next_keeper, os.path.join(self.folder, name), f"{self.key}/{name}"
+
+        def after(files):
+            if keeper is None:
+                return
+            try:
+                hand_over(keeper, source, target, files)
+            except OSError as error:
+                logger.warning(f"elasticity.memory_copies: {target} has no copy on the next host: {error}")
+
+        return after
+
+    def stop(self):
+        """Waits for what is on its way."""
+        self._behind.drain()
+        self._cache.release()
+        self._lock.close()
+
+    def leave(self):
+        """The run is saved elsewhere from now on. Returns the folder of its last whole snapshot, which stays until the
+        next is whole."""
+        self.stop()
+        self._clear(None)
+        return self.folder if self.whole is not None else self._before
+
+
+def _make(folder):
+    # Not what is above: a folder that the agent has removed stays so.
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)

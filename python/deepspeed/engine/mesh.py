@@ -1,0 +1,26 @@
+"""The groups of ranks that an engine makes itself: those that its configuration or ``mesh_param`` asks for."""
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.config.world import MESH_DIMENSION, SEQUENCE_DIMENSION, MeshShape
+from deepspeed.sequence import parallel_state
+from deepspeed.utils import groups
+
+
+def own_groups(engine):
+    """The ``mpu`` of an engine whose caller brought none: None where no ranks share a sequence. Every rank of the job
+    calls it. ``engine.mesh_device`` becomes torch's mesh, where torch has them."""
+    size = engine._config.sequence_parallel_size or 1
+    if (
+        isinstance(engine.mesh_device, MeshShape)
+        and hasattr(torch.distributed, "init_device_mesh")
+        and dist.is_initialized()
+    ):
+        names = (MESH_DIMENSION, SEQUENCE_DIMENSION)
+        engine.mesh_device = dist.initialize_mesh_device(engine.mesh_device.shape, names)
+    if engine.mesh_device is not None and size > 1:
+        groups._use_mesh(engine.mesh_device)
+    elif size > 1:
+        groups._create_sequence_parallel(size)
+    return parallel_state if size > 1 else None

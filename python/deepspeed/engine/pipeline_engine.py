@@ -1,0 +1,237 @@
+"""``PipelineEngine``: what ``deepspeed.initialize`` makes of a ``PipelineModule``."""
+
+import sys
+
+import torch
+
+from deepspeed.comm import comms_log
+from deepspeed.comm.mesh_views import Purpose
+from deepspeed.engine.engine import DeepSpeedEngine
+from deepspeed.log import log_dist
+from deepspeed.pipe import schedule
+from deepspeed.pipe.batches import Batches
+from deepspeed.pipe.execution import Execution
+from deepspeed.pipe.failures import PipelineError
+from deepspeed.pipe.layers import describe
+from deepspeed.pipe.losses import Losses
+from deepspeed.pipe.messages import ACTIVATIONS, GRADS
+from deepspeed.pipe.module import PipelineModule
+from deepspeed.pipe.plans import Plans
+from deepspeed.pipe.ranks import NoChannel, PipelineRanks
+from deepspeed.pipe.slices import Slices
+
+_DTYPES = [
+    torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float16, torch.bfloat16, torch.uint8,
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
+]  # fmt: skip
+
+
+class PipelineEngine(Execution, Losses, Batches, Plans, DeepSpeedEngine):
+    """Trains the stages of a ``PipelineModule``: ``train_batch()`` stands for forward, backward and step of
+    ``gradient_accumulation_steps()`` micro-batches. The other arguments are those of ``DeepSpeedEngine``."""
+
+    ID_TO_DTYPE = _DTYPES
+    DTYPE_TO_ID = {dtype: number for number, dtype in enumerate(_DTYPES)}
+
+    def __init__(self, has_bool_tensors=False, *super_args, **super_kwargs):
+        model = super_kwargs["model"] if "model" in super_kwargs else super_args[1]
+        if not isinstance(model, PipelineModule):
+            raise TypeError(f"PipelineEngine trains a PipelineModule, not {type(model).__name__}")
+        self.__dict__.update(channel=NoChannel(), alarm=None)
+        parameters = super_kwargs.get("model_parameters")
+        parameters = None if parameters is None else list(parameters)
+        if not parameters and not any(one.requires_grad for one in model.parameters()):
+            parameters = [{"params": []}]  # nothing to train on this stage: it takes part all the same
+        super_kwargs["model_parameters"] = parameters
+        super().__init__(*super_args, **super_kwargs)
+        self.grid = self.parallel.grid
+        self.stage_id, self.num_stages = self.grid.get_stage_id(), self.grid.pipe_parallel_size
+        self.prev_stage, self.next_stage = self.stage_id - 1, self.stage_id + 1
+        self.micro_batches, self.micro_batch_size = (
+            self.gradient_accumulation_steps(),
+            self.train_micro_batch_size_per_gpu(),
+        )
+        self.is_pipe_parallel, self.is_data_parallel = self.num_stages > 1, self.dp_world_size > 1
+        self.is_model_parallel = self.grid.slice_parallel_size > 1
+        self.has_bool_tensors, self.has_attention_mask = has_bool_tensors, False
+        self._last_part = len(self.module.parts) - 2
+        trained = [param for group in self.trained_groups for param in group]
+        self._trained_index = {id(param): index for index, param in enumerate(trained)}
+        self.agg_train_loss = None
+        self._start_execution()
+        self._start_batches()
+        self._start_plans()
+        self._meet()
+
+    def _meet(self):
+        """What ranks exchange by. All members ask in one order."""
+        ranks = self.parallel
+        self.channel = ranks.channel(self.device) or NoChannel()
+        self._copies = ranks.communicator(["dp"], Purpose.CONTROL) if ranks.dp_world_size > 1 else None
+        self._stages = ranks.communicator(["pp"], Purpose.CONTROL) if self.is_pipe_parallel else None
+        self._tied = {key: ranks.over(tied["ranks"]) for key, tied in self.module.tied_comms.items()}
+        section, cut = self._config.pipeline, set()
+        if self.is_model_parallel and self.is_pipe_parallel:
+            cut = {ACTIVATIONS} if section["pipe_partitioned"] else set()
+            cut |= {GRADS} if section["grad_partitioned"] else set()
+        self._slices = Slices(ranks.over(self.grid.slice_group), cut) if cut else None
+        groups = [one for one in (self._copies, self._stages, *self._tied.values()) if one is not None]
+        groups += [] if self._slices is None else [self._slices.communicator]
+        core = [] if self.core is None else list(comms_log.watched(self.core))
+        layers = [describe(number, layer) for number, layer in enumerate(self.module._layer_specs)]
+        self.alarm = ranks.alarm(self.channel, groups + core, self._start_places(), layers)
+        if self.alarm is not None:
+            self.module.place.share(self.alarm.place)
+
+    def _ranks(self, mpu):
+        return PipelineRanks(mpu)
+
+    # ---- a batch -----------------------------------------------------------------------------------------------------
+    def train_batch(self, data_iter=None):
+        """Trains on ``gradient_accumulation_steps()`` micro-batches of ``data_iter``, or of the loader of this engine,
+        and updates. Returns their mean loss, over the copies of the pipeline too, on every rank.
+
+        The first and the last stage take ``(inputs, labels)`` pairs from the iterator, the others nothing.
+        """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("train_batch() inside of torch.no_grad(): gradients are needed; or call eval_batch()")
+        self._need_optimizer("train_batch()")
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        self._need_data("train_batch()")
+        self.module.train()
+        self.total_loss, self._compute_loss = None, True
+        self.progress.throughput.start()
+        with self._guarded():
+            began = self._now()
+            self._exec_schedule(self._train_schedule())
+            seconds = self._now() - began
+            with self._told_to_all():
+                self.agg_train_loss = self._aggregate_total_loss()
+            self._tell_of_batch()
+            self._tell_of_plan(began, seconds)
+        self._memory_copies.step_done()
+        self._announced_end.step_done()
+        return self.agg_train_loss
+
+    def eval_batch(
+        self,
+        data_iter,
+        return_logits=False,
+        compute_loss=True,
+        reduce_output="avg",
+        bcast_loss=True,
+        num_micro_batches=None,
+    ):
+        """Runs ``num_micro_batches`` (None: the accumulation steps) of ``data_iter`` forward, without gradients.
+
+        Returns the mean loss, over the copies too: on every rank, or with ``bcast_loss`` false on the last stage and
+        None elsewhere. With ``compute_loss`` false the outputs of the model take the place of losses, on the last
+        stage. ``reduce_output``: ``"avg"``, ``"sum"`` (both over micro-batches and copies, of tuples of tensors for
+        each place), or None: a list with one entry for each micro-batch. ``return_logits``: ``(that, outputs)``, where
+        outputs are those of the model on the last stage (a list where there are several micro-batches) and None
+        elsewhere.
+        """
+        if reduce_output not in (None, "avg", "sum"):
+            raise NotImplementedError(f"eval_batch(reduce_output={reduce_output!r}): 'avg', 'sum' or None (a list)")
+        kept, count = self.data_iterator, num_micro_batches or self.micro_batches
+        trained, total, self._compute_loss = self.module.training, self.total_loss, compute_loss
+        broadcasts = compute_loss and bcast_loss and self.is_pipe_parallel
+        self.set_dataiterator(data_iter)
+        self._need_data("eval_batch()")
+        self.module.eval()
+        try:
+            with torch.no_grad(), self._guarded():
+                self._exec_schedule(self._eval_schedule(count))
+                with self._told_to_all(broadcasts):
+                    output = self._reduced_outputs(reduce_output) if self.is_last_stage() else None
+                    if broadcasts:
+                        output = self._from_last_stage(output, None if reduce_output else count)
+        finally:
+            self.set_dataiterator(kept)
+            self.module.train(trained)
+            self._compute_loss, self.total_loss = True, total
+        if compute_loss and self.monitor.enabled and self.global_rank == 0 and isinstance(output, torch.Tensor):
+            self.monitor.write_events([("Train/Samples/eval_loss", output.mean().item(), self.global_samples)])
+        if not return_logits:
+            return output
+        logits = self.logits if self.is_last_stage() else None
+        return output, logits[0] if logits and len(logits) == 1 else logits
+
+    def _train_schedule(self):
+        """The client's, where it has put one in the place of ours; else what ``pipeline.schedule`` says."""
+        facade = sys.modules.get("deepspeed.runtime.pipe.schedule")
+        for module in (facade, schedule):
+            made = getattr(module, "TrainSchedule", None)
+            if made is not None and made is not self._own_train_schedule:
+                return self._clients_schedule(made)
+        return self._planned(self.micro_batches)
+
+    def _tell_of_batch(self):
+        loss, every = self.agg_train_loss, self.steps_per_print()
+        if every and every != float("inf") and self.global_steps % int(every) == 0:
+            log_dist(f"steps: {self.global_steps} loss: {loss.item():.4f}", ranks=[0])
+        if self.monitor.enabled and self.global_rank == 0:
+            self.monitor.write_events([("Train/Samples/train_loss", loss.item(), self.global_samples)])
+
+    # ---- what there is of an engine ----------------------------------------------------------------------------------
+    def is_first_stage(self):
+        """Whether the first layer is on this stage."""
+        return self.stage_id == 0
+
+    def is_last_stage(self):
+        """Whether the last layer, and the loss, is on this stage."""
+        return self.stage_id == self._last_stage
+
+    @property
+    def _last_stage(self):
+        return self.module.pipe_shape.rank_of(len(self.module.parts) - 2)
+
+    def get_pipeline_parallel_rank(self):
+        """This rank's stage."""
+        return self.stage_id
+
+    def is_gradient_accumulation_boundary(self):
+        """Whether gradients are being reduced for the step: during the last backward of a batch, and the step."""
+        return self.__dict__.get("_force_grad_boundary", False)
+
+    def set_train_batch_size(self, train_batch_size):
+        super().set_train_batch_size(train_batch_size)
+        self.micro_batches = self.gradient_accumulation_steps()
+
+    def get_additional_losses(self):
+        """What ``PipelineModule.get_additional_losses`` of this stage returns."""
+        return self.module.get_additional_losses()
+
+    def set_has_attention_mask(self, value):
+        """Accepted: a mask in the tuple of activations is a tensor like any other."""
+        assert isinstance(value, bool), f"set_has_attention_mask({value!r}): True or False"
+        self.has_attention_mask = value
+
+    def reset_activation_shape(self):
+        """Nothing to forget: every message says its own shapes."""
+
+    def destroy(self):
+        if self.alarm is not None:
+            self.alarm.goodbye()
+        super().destroy()
+
+    def log_for_device(self, *msg):
+        """A line on one rank of each stage, if ``LOG_STAGE`` or its own number is asked for: of all stages."""
+        if self.parallel.dp_rank == 0 and self.grid.get_slice_parallel_rank() == 0:
+            log_dist(f"RANK={self.global_rank} STAGE={self.stage_id} {' '.join(map(str, msg))}", ranks=[-1])
+
+    def tput_log(self, *msg):
+        """A line on rank 0 every ``steps_per_print`` steps."""
+        every = self.steps_per_print()
+        if every and every != float("inf") and self.global_steps % int(every) == 0:
+            log_dist(" ".join(map(str, msg)), ranks=[0])
+
+    def forward(self, *args, **kwargs):
+        raise PipelineError("a pipeline has no forward() of one rank: call train_batch() or eval_batch()")
+
+    def backward(self, *args, **kwargs):
+        raise PipelineError("a pipeline has no backward() of one rank: train_batch() runs forward, backward and step")
+
+    def step(self, *args, **kwargs):
+        raise PipelineError("a pipeline has no step() of one rank: train_batch() runs forward, backward and step")

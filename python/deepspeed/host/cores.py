@@ -1,0 +1,13 @@
+"""Which processor cores work for whom."""
+
+import math
+
+
+def split_cores(cores, pt_reserved_cores_perc):
+    """``(torch's, the others)`` of ``cores``: that share of them, rounded up, from the first one on is torch's. Where
+    one of the two would have none, both have all."""
+    cores = list(cores)
+    reserved = math.ceil(len(cores) * pt_reserved_cores_perc)
+    if 0 < reserved < len(cores):
+        return cores[:reserved], cores[reserved:]
+    return cores, list(cores)

@@ -1,0 +1,316 @@
+"""``deepspeed.init_inference``: a model that answers, with experts spread over ranks."""
+
+import json
+import os
+import time
+import types
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed._compat import TORCH2
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.layouts.names import latest_tag
+from deepspeed.checkpoint.layouts.open_saved import open_saved
+from deepspeed.checkpoint.read.weights import load_weights
+from deepspeed.comm import mesh
+from deepspeed.config.errors import config_error
+from deepspeed.config.inference import DeepSpeedInferenceConfig, merge_inference_config
+from deepspeed.log import warning_once
+from deepspeed.module_inject.auto_ep import AutoEP
+from deepspeed.module_inject.auto_ep_config import AutoEPConfig, validate_autoep_post_detection
+from deepspeed.moe.errors import fail
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.serving import serve_alike, share_experts, slice_experts
+
+# What is still to be built: key -> the values that need nothing.
+_NOT_BUILT = {
+    "replace_with_kernel_inject": (False,),
+    "use_triton": (False,),
+    "triton_autotune": (False,),
+    "keep_module_on_host": (False,),
+    "set_empty_params": (False,),
+    "save_mp_checkpoint_path": (None,),
+    "injection_policy": (None,),
+    "injection_policy_tuple": (None,),
+    "transposed_mode": (False,),
+    "enable_cuda_graph": (False,),
+}
+
+
+def _names(saved):
+    return (saved.model.get("module") or {}).keys() | saved.shapes().keys() | saved.module().keys()
+
+
+def _has_stacked(saved):
+    """Whether a checkpoint is of a model whose layers with experts were replaced (``expert_parallel``)."""
+    return saved is not None and any(name.endswith(".experts.w1") for name in _names(saved))
+
+
+def init_inference(model, config=None, **kwargs):
+    """An ``InferenceEngine`` around ``model``, whose ``module`` is the model.
+
+    ``config``: a dict, a path of a JSON file or a ``DeepSpeedInferenceConfig``; ``kwargs``: the same keys, see
+    docs/config.md. Built are: ``dtype``; ``checkpoint``, a folder that any number of ranks and any stage has saved; the
+    section ``moe`` (``ep_size``, ``moe_experts``, ``moe_type``) for models with layers of ``deepspeed.moe``, or of a
+    kind that the section ``expert_parallel`` of training takes: ``ep_size`` ranks, each with tokens of its own, share
+    experts, and where there are more of them than experts, each has a slice of one. So do ``mp_size``
+    (``tensor_parallel``) neighbours that bring the same tokens, and nothing travels among them; of other layers each
+    has the whole. Every rank calls it.
+
+    NotImplementedError names a key of what is still to be built.
+    """
+    if isinstance(config, DeepSpeedInferenceConfig):
+        if kwargs:
+            raise config_error("init_inference takes a DeepSpeedInferenceConfig or keywords, not both", sorted(kwargs))
+        return InferenceEngine(model, config)
+    if isinstance(config, (str, os.PathLike)):
+        with open(config) as file:
+            config = json.load(file)
+    return InferenceEngine(model, DeepSpeedInferenceConfig(**merge_inference_config(config or {}, kwargs)))
+
+
+class InferenceEngine(torch.nn.Module):
+    """``model`` in evaluation, on this rank's device. ``config``: a ``DeepSpeedInferenceConfig``."""
+
+    inference_mp_group = None
+    inference_ep_group = None
+    expert_mp_group = None
+
+    def __init__(self, model, config):
+        super().__init__()
+        self._config = config
+        self._check(config)
+        self.module = model
+        self.core = None  # what readers of checkpoints ask for
+        self._times, self._timed = [], False
+        self._compiled = False
+        self.device = torch.device(get_accelerator().current_device_name())
+        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, MoE)}
+        self._size = self._ranks_together(layers)
+        slices = self._share(layers) if layers else 1
+        model.to(dtype=config.dtype)  # first: what is loaded is as wide as what serves
+        path, saved = self._path(), None
+        if path is not None and os.path.isdir(path):
+            saved = open_saved(path, with_optimizer=False, experts=self._numbers(layers))
+        replaces = not layers and (self._size > 1 or _has_stacked(saved))
+        if replaces and _has_stacked(saved):
+            layers, slices = self._replace()
+        if path is not None:
+            self._load(path, saved, {} if replaces else layers)
+        if replaces and not _has_stacked(saved):
+            layers, slices = self._replace()
+        for layer in layers.values():
+            if self._alike():
+                serve_alike(layer, self.inference_mp_group, self._size // slices)
+            elif slices > 1:
+                slice_experts(layer, self.expert_mp_group)
+        model.to(self.device)
+        self.eval()
+
+    @staticmethod
+    def _check(config):
+        for key, plain in _NOT_BUILT.items():
+            if getattr(config, key) not in plain:
+                raise NotImplementedError(f"init_inference: {key}={getattr(config, key)!r} is not built; leave it out")
+        if config.dtype == torch.int8:
+            raise NotImplementedError("init_inference: dtype=torch.int8 is not built; use fp32, fp16 or bf16")
+        if config.dtype == torch.float16 and not get_accelerator().is_fp16_supported():
+            name = get_accelerator().device_name()
+            raise ValueError(f"init_inference: dtype is torch.float16, which {name} has not here; pass dtype=")
+
+    # ---- experts -----------------------------------------------------------------------------------------------------
+    def _ranks_together(self, layers):
+        """How many ranks share the experts: ``ep_size``, or those that bring the same tokens (``mp_size``), whichever
+        are more."""
+        alike, size = self._config.tensor_parallel.tp_size, self._config.moe.ep_size
+        if alike > 1 and not layers and size == 1 and not self._has_experts():
+            raise NotImplementedError(
+                f"init_inference: tensor_parallel.tp_size (mp_size) = {alike}: layers other than experts are not "
+                "sliced, and the model has no experts; leave it at 1"
+            )
+        size, key = (alike, "tensor_parallel.tp_size") if alike > size else (size, "moe.ep_size")
+        if size % self._config.moe.ep_size != 0 or size % alike != 0:
+            raise config_error(
+                f"moe.ep_size = {self._config.moe.ep_size} and tensor_parallel.tp_size (mp_size) = {alike}: one has to "
+                "be a multiple of the other",
+                ["moe.ep_size", "tensor_parallel.tp_size"],
+            )
+        if size > 1 and not dist.is_initialized():
+            dist.init_distributed(get_accelerator().communication_backend_name())
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if world % size != 0:
+            raise config_error(f"{key} = {size} does not divide the {world} ranks of this job", [key])
+        if alike > 1:
+            warning_once("init_inference: mp_size ranks share the experts; they have other layers whole, each of them")
+        return size
+
+    def _has_experts(self):
+        """Whether the model's layers with experts can be replaced."""
+        try:
+            return bool(AutoEP(self.module, AutoEPConfig(enabled=True)).ep_parser())
+        except ValueError:
+            return False
+
+    def _alike(self):
+        """Whether all ranks that share experts bring the same tokens."""
+        return 1 < self._config.tensor_parallel.tp_size == self._size
+
+    def _make_groups(self, fewest):
+        """``(ranks that share the experts of a layer, ranks with a slice of each)`` where ``fewest`` is the number of
+        experts of the layer with the fewest."""
+        moe, size = self._config.moe, self._size
+        self.inference_ep_group, self.expert_mp_group = moe.expert_group, moe.ep_mp_group
+        shared = min(size, fewest)
+        slices = size // shared
+        if size % shared != 0:
+            fail("", f"ep_size={size} ranks cannot share {fewest} experts evenly, nor slices of them")
+        if size > 1:
+            rank = dist.get_rank()
+            first, place = rank - rank % size, rank % slices
+            if self.inference_ep_group is None and shared > 1:
+                self.inference_ep_group = mesh.group_over(range(first + place, first + size, slices))
+            if self.expert_mp_group is None and slices > 1:
+                self.expert_mp_group = mesh.group_over(range(rank - place, rank - place + slices))
+            alike = self._config.tensor_parallel.tp_size
+            if alike > 1:
+                self.inference_mp_group = mesh.group_over(range(rank - rank % alike, rank - rank % alike + alike))
+        return shared, slices
+
+    def _share(self, layers):
+        """Spreads experts over ranks; returns how many ranks have a slice of each."""
+        self._check_layers(layers, self._config.moe)
+        shared, slices = self._make_groups(min(layer.num_experts for layer in layers.values()))
+        for name, layer in layers.items():
+            share_experts(layer, self.inference_ep_group, shared, name)
+        return slices
+
+    @staticmethod
+    def _check_layers(layers, moe):
+        numbers = [layer.num_experts for layer in layers.values()]
+        given = list(moe.num_experts)
+        if given != [1] and given not in ([numbers[0]] * (len(set(numbers)) == 1), numbers):
+            raise config_error(
+                f"moe_experts = {given}, and the model's MoE layers have {numbers} experts", ["moe.num_experts"]
+            )
+        wanted = str(getattr(moe.type, "value", moe.type))
+        if wanted == "residual":
+            others = [name for name, layer in layers.items() if not layer.use_residual]
+            if others:
+                raise config_error(
+                    f"moe_type = 'residual', and MoE layer '{others[0]}' has no dense expert (use_residual)",
+                    ["moe.type"],
+                )
+
+    def _replace(self):
+        """Layers with experts of an unchanged model, as the section ``expert_parallel`` of training. Returns those in
+        their place by name, and how many ranks have a slice of each expert."""
+        if not dist.is_initialized():
+            dist.init_distributed(get_accelerator().communication_backend_name())
+        found = AutoEP(self.module, AutoEPConfig(enabled=True))
+        specs = found.ep_parser()
+        shared, slices = self._make_groups(min(spec.num_experts for spec in specs))
+        found.config.autoep_size = shared
+        validate_autoep_post_detection(found.config, specs)
+        size, place = self._size, dist.get_rank() % self._size // slices
+        same = [rank for rank in range(dist.get_world_size()) if rank % size // slices == place]
+        handles = types.SimpleNamespace(ep_group=self.inference_ep_group, edp_group=mesh.group_over(same))
+        made = found.replace_moe_layers(specs, shared, place)
+        for layer in made.values():
+            layer.set_deepspeed_parallelism(folding_group_handles=handles)
+        return made, slices
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+    def _path(self):
+        """The folder or the file that ``checkpoint`` names, in one of its forms; None without."""
+        found, base = self._config.checkpoint, self._config.base_dir
+        if found is None:
+            found = self._config.checkpoint_config.checkpoint_dir
+        if isinstance(found, str) and found.endswith(".json"):
+            with open(os.path.join(base, found)) as file:
+                found = json.load(file)
+        if isinstance(found, dict):
+            base = found.get("base_dir") or base
+            named = found.get("checkpoints", found.get("checkpoint"))
+            named = [named] if isinstance(named, str) else list(named or ())
+            if len(named) != 1:
+                raise NotImplementedError(
+                    f"init_inference: checkpoint names {len(named)} files; one folder, or one file of the whole model, "
+                    "can be loaded"
+                )
+            found = named[0]
+        if not found:
+            return None
+        path = os.path.join(base, found)
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"init_inference: checkpoint {path!r} does not exist")
+        tag = latest_tag(path) if os.path.isdir(path) else None
+        return os.path.join(path, tag) if tag else path
+
+    def _load(self, path, saved, layers):
+        if saved is None:
+            state = torch.load(path, map_location="cpu")
+            self.load_module_state_dict({"module": state.get("module", state.get("model", state))})
+            return
+        prefixes = tuple(f"{name}.deepspeed_moe.experts.deepspeed_experts." for name in layers)
+        load_weights(self, saved, True, elsewhere={name for name in _names(saved) if name.startswith(prefixes)})
+
+    @staticmethod
+    def _numbers(layers):
+        """Numbers of the experts of this rank; None: there are no layers of ``deepspeed.moe``."""
+        lists = [layer.deepspeed_moe.experts.deepspeed_experts for layer in layers.values()]
+        return {number for experts in lists for number in experts.ds_expert_numbers.values()} if layers else None
+
+    def load_module_state_dict(self, checkpoint, strict=True):
+        """Loads ``checkpoint["module"]`` into the model."""
+        self.module.load_state_dict(checkpoint["module"], strict=strict)
+
+    # ---- answers -----------------------------------------------------------------------------------------------------
+    def forward(self, *inputs, **kwargs):
+        """What the model returns."""
+        begin = time.perf_counter()
+        found = self.module(*inputs, **kwargs)
+        if self._timed:
+            get_accelerator().synchronize()
+            self._times.append(1000 * (time.perf_counter() - begin))
+        return found
+
+    def profile_model_time(self, use_cuda_events=True):
+        """From now on ``model_times`` knows how long each forward took; the host waits for the device then, so that
+        ``use_cuda_events`` makes no difference."""
+        self._timed = True
+
+    def model_times(self):
+        """Milliseconds of each forward since the last call. AssertionError before ``profile_model_time``."""
+        assert self._timed, "model profiling is not enabled: call profile_model_time()"
+        found, self._times = self._times, []
+        return found
+
+    def compile(
+        self,
+        backend=get_accelerator().get_compile_backend(),  # noqa: B008 (the published signature)
+        compile_kwargs={},  # noqa: B006 (the same; never modified)
+    ):
+        """Compiles the model in place; a second call does nothing. RuntimeError on torch 1.13, without compiler."""
+        if not TORCH2:
+            raise RuntimeError("InferenceEngine.compile needs torch 2.0 or later, and this is 1.13: leave the call out")
+        if not self._compiled:
+            self.module.compile(backend=backend, **compile_kwargs)
+            self._compiled = True
+
+    @property
+    def is_compiled(self):
+        """True after ``compile``."""
+        return self._compiled
+
+    def destroy(self):
+        """There is nothing beside the model to let go of."""
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            modules = self.__dict__.get("_modules", {})
+            if "module" in modules and name != "module":
+                return getattr(modules["module"], name)
+            raise

@@ -1,0 +1,442 @@
+"""The program on each host of a job: it starts that host's ranks, passes on what they say, and ends them when the
+head, or the way to it, is gone. It is started by ssh, pdsh, srun, or by hand; see ``head``."""
+
+import argparse
+import copy
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+
+from deepspeed.host.job_key import proof, proves
+from deepspeed.host.ports import claim_any_port, claim_port
+from deepspeed.launcher import linux
+from deepspeed.launcher.control import ERRORS, INPUT, LOOK_S, MESSAGE, OUTPUT, Link, LinkLost
+from deepspeed.launcher.errors import LaunchError
+from deepspeed.launcher.launch import FORWARDED, be_supervisor, kill_descendants
+from deepspeed.launcher.memory_keeper import MemoryKeeper
+from deepspeed.launcher.plan import DEFAULT_PORT
+from deepspeed.launcher.share import Share
+from deepspeed.launcher.warm_start import WarmStart
+from deepspeed.registry import load_target
+from deepspeed.version import __version__
+
+MARK = b"\0deepspeed-agent\n"
+KEY_VARIABLE = "DS_JOB_KEY"
+KEY_MARK = "deepspeed-agent-key"  # begins what an agent says of its key; anybody may read the words that start it
+_MOST_WAITING = 1 << 20
+_CHUNK = 1 << 16
+_TERM_S = 1.0  # after the link is lost: SIGTERM, then SIGKILL
+
+
+def facts(port=None):
+    """What the head wants to know of this host, and the claim of the port, which the agent holds as long as it runs.
+
+    ``port``: one that rank 0 should listen on, 0 for any; None: rank 0 is elsewhere.
+    """
+    found = {"host": socket.gethostname(), "python": list(sys.version_info[:2]), "deepspeed": __version__}
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    if len(connection) == 4:
+        found["address"] = connection[2]
+    claim = None
+    if port:
+        claim = claim_port(port)
+        found["port"] = port if claim is not None else 0
+    elif port is not None:
+        found["port"], claim = claim_any_port(DEFAULT_PORT)
+    return found, claim
+
+
+class HostJob:
+    """A host's share while it runs: between the link to the head and the supervisor of the ranks.
+
+    ``forward``: output goes to the head; else it stays here. ``warm``: a ``WarmStart`` of an elastic job; ``spared``:
+    processes of the agent that are no ranks.
+    """
+
+    def __init__(self, link, plan, forward=True, warm=None, spared=()):
+        self._link = link
+        self._warm = warm
+        self._spared = spared
+        self._plan = plan
+        self._forward = forward
+        self._selector = selectors.DefaultSelector()
+        self._streams = {}  # fd -> (kind of frame, start of a line that waits for its end)
+        self._stdin = None
+        self._input = bytearray()
+        self._input_ended = False
+        self._kill_at = None
+        self._orphaned = False
+        self.leaving = False  # this host was asked to go
+        self._reports = b""
+        self._running = True
+
+    def run(self):
+        """Starts the ranks and returns the exit code of this host's share when no process of it is left."""
+        linux.become_subreaper()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+        self._supervisor = self._fork()
+        before = {sig: signal.signal(sig, self._pass_on) for sig in FORWARDED}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+        self._selector.register(self._link.read_fd, selectors.EVENT_READ, self._link.receive)
+        self._handle_frames()
+        while self._running:
+            self._turn()
+        _, status = os.waitpid(self._supervisor, 0)
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
+        code = os.waitstatus_to_exitcode(status)
+        if code < 0:
+            kill_descendants((*self._spared, self._warm.pid) if self._warm is not None else self._spared)
+            text = f"deepspeed: the supervisor of host {self._plan.host} was killed by signal {-code}.\n"
+            self._link.send({"report": text})
+        self._drain()
+        if self._stdin is not None:
+            os.close(self._stdin)
+        self._selector.close()
+        return code if code >= 0 else 128 - code
+
+    def _pass_on(self, number, frame):
+        self.leaving = self.leaving or number == signal.SIGTERM
+        linux.kill(self._supervisor, number)
+
+    def _fork(self):
+        reports, self._plan.report_fd = os.pipe()
+        pipes = [os.pipe() for _ in range(3)] if self._forward else []  # stdin, stdout, stderr
+        front = os.getpid()
+        pid = None
+        if self._warm is not None:
+            if self._warm.fits(self._plan):
+                streams = (pipes[0][0], pipes[1][1], pipes[2][1]) if pipes else (0, 1, 2)
+                pid = self._warm.fork_supervisor(self._plan, streams)
+            self._warm.expect(self._plan)
+        pid = os.fork() if pid is None else pid
+        if pid == 0:
+            os.close(reports)
+            for fd, pipe in enumerate(pipes):
+                os.dup2(pipe[0 if fd == 0 else 1], fd)
+            for fd in {self._link.read_fd, self._link.write_fd, *(end for pipe in pipes for end in pipe)}:
+                os.close(fd)
+            be_supervisor(self._plan, front)
+        os.close(self._plan.report_fd)
+        self._selector.register(reports, selectors.EVENT_READ, lambda: self._on_report(reports))
+        if pipes:
+            self._stdin = pipes[0][1]
+            os.set_blocking(self._stdin, False)
+            for (read, write), kind in zip(pipes[1:], (OUTPUT, ERRORS)):
+                os.close(write)
+                os.set_blocking(read, False)
+                self._streams[read] = (kind, b"")
+                self._selector.register(read, selectors.EVENT_READ, lambda fd=read: self._on_output(fd))
+            os.close(pipes[0][0])
+        return pid
+
+    # ---- one turn of the loop ------------------------------------------------------------------------------------
+    def _turn(self):
+        started = time.monotonic()
+        self._watch_output(self._link.backlog < _MOST_WAITING)
+        for key, _ in self._selector.select(LOOK_S):
+            key.data()
+        self._link.flush()
+        self._handle_frames()
+        self._pass_input()
+        if self._warm is not None:
+            self._warm.turn(self._plan)
+        now = time.monotonic()
+        self._link.beat(now - started)
+        if self._link.lost and not self._orphaned:
+            self._on_lost()
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_at = now + _TERM_S
+            linux.kill(self._supervisor, signal.SIGTERM)  # the second one: at once
+
+    def _watch_output(self, wanted):
+        for fd in self._streams:
+            if wanted and fd not in self._selector.get_map():
+                self._selector.register(fd, selectors.EVENT_READ, lambda fd=fd: self._on_output(fd))
+            elif not wanted and fd in self._selector.get_map():
+                self._selector.unregister(fd)
+
+    def _on_lost(self):
+        self._orphaned = True
+        if self._link.read_fd in self._selector.get_map():
+            self._selector.unregister(self._link.read_fd)
+        self._kill_at = time.monotonic() + _TERM_S
+        linux.kill(self._supervisor, signal.SIGTERM)
+
+    def _handle_frames(self):
+        while self._link.frames:
+            kind, message = self._link.frames.popleft()
+            if kind == INPUT:
+                self._input += message
+                self._input_ended = self._input_ended or not message
+            elif kind == MESSAGE:
+                self._on_message(message)
+
+    def _on_message(self, message):
+        if "signal" in message:
+            linux.kill(self._supervisor, message["signal"])
+            if "failed" in message:  # what the ranks would save now needs ranks that are gone
+                self._kill_at = time.monotonic() + self._plan.failure_grace_s
+            self._link.paused = message["signal"] == signal.SIGTSTP
+        if "kill" in message:
+            self._kill_at = time.monotonic() + _TERM_S
+            linux.kill(self._supervisor, signal.SIGTERM)
+
+    def _pass_input(self):
+        if self._stdin is None:
+            return
+        try:
+            while self._input:
+                del self._input[: os.write(self._stdin, memoryview(self._input)[:_CHUNK])]
+        except BlockingIOError:
+            return
+        except OSError:  # nobody reads it
+            self._input_ended = True
+        if self._input_ended:
+            os.close(self._stdin)
+            self._stdin = None
+
+    def _on_output(self, fd):
+        try:
+            data = os.read(fd, _CHUNK)
+        except BlockingIOError:
+            return
+        kind, waiting = self._streams[fd]
+        whole, newline, rest = (waiting + data).rpartition(b"\n") if data else (waiting, b"", b"")
+        if not self._plan.prefix or len(rest) > _MOST_WAITING:
+            whole, newline, rest = waiting + data, b"", b""
+        if whole or newline:
+            self._link.send_bytes(kind, whole + newline)
+        self._streams[fd] = (kind, rest)
+        if not data:
+            if fd in self._selector.get_map():
+                self._selector.unregister(fd)
+            os.close(fd)
+            del self._streams[fd]
+
+    def _on_report(self, fd):
+        data = os.read(fd, _CHUNK)
+        self._reports += data
+        *lines, self._reports = self._reports.split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if "report" in message and not self._forward:
+                sys.stderr.write(message["report"])
+                sys.stderr.flush()
+            self._link.send(message)
+        if not data:
+            self._selector.unregister(fd)
+            os.close(fd)
+            self._running = False
+
+    def _drain(self):
+        limit = time.monotonic() + 5.0
+        for fd in list(self._streams):
+            while fd in self._streams and time.monotonic() < limit and not self._link.lost:
+                if self._link.backlog < _MOST_WAITING:
+                    self._on_output(fd)
+                self._link.flush()
+
+
+_QUESTIONS = ("check", "clock", "echo", "measure")
+
+
+def answer(link, asked, told):
+    """Answers the head's questions about this host until it hangs up."""
+    probe, echo = load_target("deepspeed.launcher.probe:host_facts"), None
+    while True:
+        if asked == "check":
+            link.send({"checked": probe(**told)})
+        elif asked == "clock":
+            link.send({"clock": time.time()})
+        elif asked == "echo":
+            echo = load_target("deepspeed.launcher.probe:Echo")()
+            link.send({"echo": echo.port})
+        else:
+            link.send({"measured": load_target("deepspeed.launcher.probe:measure")(*told)})
+        try:
+            asked, told = link.wait_for_any(_QUESTIONS)
+        except LinkLost:
+            if echo is not None:
+                echo.close()
+            return 0
+
+
+def serve(link, node, found, own=None, port=None):
+    """Runs what the head asks for over ``link``, once or, in an elastic job, again and again; returns the exit code.
+
+    Args:
+        node: number of this host. found: ``facts``, of ``port``.
+        own: the ``Share`` of a host that was started by hand: its options, variables and folder stay its own.
+    """
+    agent = Agent(own)
+    try:
+        return agent.serve(link, node, found, port)
+    finally:
+        agent.close()
+
+
+class Agent:
+    """See ``serve``. ``lost``: whether the head went without a word; then another one may be served."""
+
+    def __init__(self, own):
+        self.lost = False
+        self._link = None
+        self._own = own
+        self._keeper = None  # of memory that outlives the ranks of an elastic job
+        self._warm = WarmStart()  # for its ranks
+
+    def serve(self, link, node, found, port):
+        """Returns the exit code."""
+        try:
+            return self._serve(link, node, found, port)
+        finally:
+            self.lost = bool(link.lost)
+
+    def _serve(self, link, node, found, port):
+        self._link, own = link, self._own
+        said, claim = found
+        link.send({"hello": {**said, "node": node}})
+        error = f"deepspeed: error: {socket.gethostname()}:"
+        plan, code, asks = None, None, ("share", "go", "over", *_QUESTIONS)
+        while True:
+            try:
+                asked, told = link.wait_for_any(asks)
+            except LinkLost as lost:
+                if code is not None:
+                    return code
+                print(f"{error} the job was not started: {lost}.", file=sys.stderr)
+                return 1
+            if asked in ("bye", "over"):
+                return told
+            if asked in _QUESTIONS:
+                return answer(link, asked, told)
+            if asked == "share":
+                plan = self._planned(told)
+                asks = asks if plan is not None else (*asks, "bye")
+                continue
+            kept = () if self._keeper is None else (self._keeper.pid,)
+            job = HostJob(link, plan, own is None, self._warm if kept else None, kept)
+            code, asks = job.run(), (*asks, "bye")
+            if link.lost:
+                print(f"{error} the head of the job is gone: {link.lost}.", file=sys.stderr)
+                return code or 1
+            if claim is not None:
+                claim.close()
+            said, claim = facts(port)
+            link.send({"done": code, "leaving": job.leaving, "port": said.get("port")})
+
+    def _planned(self, told):
+        # The ``NodePlan``, or None after telling the head why not.
+        link = self._link
+        try:
+            plan = _share(told, self._own).plan(dict(os.environ))
+            if plan.log_dir:
+                os.makedirs(plan.log_dir, exist_ok=True)
+            if told["elastic"] is not None:
+                self._keep_memory(plan)
+        except (LaunchError, ValueError, OSError) as error:
+            link.send({"error": str(error)})
+            return None
+        link.send({"ready": plan.notes})
+        return plan
+
+    def _keep_memory(self, plan):
+        if self._keeper is None:
+            self._keeper = MemoryKeeper()
+        plan.environments = [{**env, **self._keeper.variables} for env in plan.environments]
+
+    def close(self):
+        """What it has kept between rounds goes."""
+        self._warm.close()
+        if self._keeper is not None:
+            self._keeper.close()
+
+
+def _share(told, own):
+    if own is None:
+        return Share(**told)
+    mine = copy.copy(own)
+    for name in ("counts", "slots", "node", "master_addr", "master_port", "host", "elastic"):
+        setattr(mine, name, told[name])
+    if own.device_ids is not None:
+        mine.device_ids = own.device_ids[: len(mine.slots)]
+    return mine
+
+
+def connect(addresses, port, key, hello, limit_s):
+    """A link to the head at one of ``addresses``; LaunchError when none answers within ``limit_s``."""
+    deadline, why = time.monotonic() + limit_s, ""
+    while True:
+        for address in addresses:
+            try:
+                connection = socket.create_connection((address, port), timeout=5.0)
+            except OSError as error:
+                why = f"{address} port {port}: {error}"
+                continue
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            fd = connection.detach()
+            link = Link(fd, fd)
+            try:
+                nonce = link.wait_for("nonce", 10.0)
+                mine = os.urandom(16).hex()
+                link.send({"join": {**hello, "proof": proof(key, nonce, "agent"), "nonce": mine}})
+                if proves(link.wait_for("welcome", 10.0), key, mine, "head"):
+                    return link
+                why = f"{address} port {port} does not know the key of this job"
+            except LinkLost as lost:
+                why = f"{address} port {port}: {lost}"
+                if str(lost).startswith("refused"):
+                    raise LaunchError(str(lost)) from None
+            link.close()
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"the head of the job was not reached within {limit_s:.0f} s ({why}). Check --master_addr, firewalls, "
+                f"and that the job was started there."
+            )
+        time.sleep(0.2)
+
+
+def _over_pipe():
+    # What anybody here prints must not get between the frames.
+    read, write = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    os.write(write, MARK)
+    return Link(read, write)
+
+
+def main(args=None):
+    """Returns the exit code of this host."""
+    parser = argparse.ArgumentParser(description="Runs one host's share of a job; started by the program deepspeed.")
+    parser.add_argument("--node", type=int, default=-1, help="number of this host; -1: the name says it")
+    parser.add_argument("--name", default="", help="what the head calls this host")
+    parser.add_argument("--port", type=int, default=None, help="rank 0 may meet the others here: look for a port")
+    parser.add_argument("--connect", default="", metavar="ADDRESS,...:PORT", help="of the head; else stdin, stdout")
+    parser.add_argument("--tell-key", action="store_true", help="make a key, and say it on stdout: that way is safe")
+    parser.add_argument("--wait", type=float, default=60.0, help="seconds in which the head must answer")
+    options = parser.parse_args(args)
+    found = facts(options.port)
+    if not options.connect:
+        return serve(_over_pipe(), options.node, found, port=options.port)
+    addresses, _, port = options.connect.rpartition(":")
+    key, name = os.environ.pop(KEY_VARIABLE, ""), options.name or os.environ.get("SLURMD_NODENAME", "")
+    if options.tell_key:
+        key = os.urandom(16).hex()
+        os.write(1, f"{KEY_MARK} {name} {key}\n".encode())  # at once: others write there, too
+    try:
+        link = connect(addresses.split(","), int(port), key, {"name": name, "node": options.node}, options.wait)
+    except LaunchError as error:
+        print(f"deepspeed: error: {socket.gethostname()}: {error}", file=sys.stderr)
+        return 1
+    return serve(link, options.node, found, port=options.port)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

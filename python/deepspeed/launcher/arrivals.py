@@ -1,0 +1,96 @@
+"""Agents that connect to the head: whoever knows the key of the job and names a host that nobody else named."""
+
+import os
+import selectors
+import socket
+
+from deepspeed.host.job_key import proof, proves
+from deepspeed.launcher.control import LOOK_S, MESSAGE, Link
+
+_UNKNOWN_BYTES = 1 << 16  # that somebody may send before it has shown the key
+
+
+class Arrivals:
+    """Listens at ``job.meeting`` until ``close``. ``joined(host)``: a host has its link. ``failed(text)``: the job
+    cannot go on."""
+
+    def __init__(self, job, hosts, selector, joined, failed):
+        self._job = job
+        self._hosts = hosts
+        self._selector = selector
+        self._joined = joined
+        self._failed = failed
+        self._unknown = {}  # link of somebody who has not shown yet that it belongs to the job -> nonce, address
+        selector.register(job.meeting, selectors.EVENT_READ, self._accept)
+
+    def _accept(self):
+        try:
+            connection, (address, _) = self._job.meeting.accept()
+        except OSError:  # gone again
+            return
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        fd = connection.detach()
+        link = Link(fd, fd, largest=_UNKNOWN_BYTES)
+        nonce = os.urandom(16).hex()
+        self._unknown[link] = nonce, address
+        link.send({"nonce": nonce})
+        self._selector.register(fd, selectors.EVENT_READ, link.receive)
+
+    def turn(self):
+        """Looks at what those who have come have said."""
+        for link in list(self._unknown):
+            link.beat(LOOK_S)  # who says nothing is forgotten
+            while link.frames and link.frames[0] == (MESSAGE, {"beat": 1}):
+                link.frames.popleft()
+            if (link.frames and not self._awaits_key(link)) or link.lost:
+                self._selector.unregister(link.read_fd)
+                self._judge(link, *self._unknown.pop(link))
+
+    def _awaits_key(self, link):
+        # Its key comes by another way than it, maybe later.
+        try:
+            host = self._job.host_of(link.frames[0][1]["join"], self._hosts)[0]
+        except (KeyError, TypeError, AttributeError):
+            return False
+        return host is not None and self._job.key_of(host) is None
+
+    def _judge(self, link, nonce, address):
+        kind, message = link.frames.popleft() if link.frames else (b"", {})
+        try:
+            join = message["join"]
+            theirs, challenge = join["proof"], str(join["nonce"])
+            host, why = self._job.host_of(join, self._hosts)
+        except (KeyError, TypeError, AttributeError, UnicodeEncodeError):  # no agent of ours
+            return self._refuse(link, "this is no agent of a job")
+        key = self._job.key if host is None else self._job.key_of(host)
+        if key is None or not proves(theirs, key, nonce, "agent"):
+            return self._refuse(link, "this is another job")
+        if host is None:
+            return self._refuse(link, why)
+        if host.link is not None and self._job.args.elastic_training:
+            # Who asks again is let in when the one before it is known to be lost.
+            link.send({"stop": f"host {host.node} ({host.name}) is here already"})
+            return link.close()
+        if host.link is not None:
+            text = f"two processes say that they are host {host.node} ({host.name})"
+            self._refuse(link, text)
+            return self._failed(f"{text}: give each host a number of its own")
+        host.link, host.peer = link, address
+        if "slots" in join:
+            host.slots, host.name = join["slots"], join["name"]
+        link.send({"welcome": proof(key, challenge, "head")})
+        link.trust()
+        self._joined(host)
+
+    def _refuse(self, link, why):
+        link.send({"stop": f"refused: {why}"})
+        link.close()
+
+    def close(self):
+        """Nobody else is let in."""
+        for link in self._unknown:
+            self._selector.unregister(link.read_fd)
+            link.close()
+        self._unknown.clear()
+        self._selector.unregister(self._job.meeting)
+        self._job.meeting.close()

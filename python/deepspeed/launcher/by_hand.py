@@ -1,0 +1,140 @@
+"""``--no_ssh``: the same command is started on every host, by hand or by a cluster, and the hosts find each other.
+
+Host 0 is the head; it listens at the address and port where rank 0 will meet the others, and the other hosts come there
+in any order. Their variables, folder and output stay their own. When the head of an elastic job is lost, the others
+wait for it to be started again, with the snapshots that they have in memory.
+"""
+
+import os
+import socket
+import sys
+
+from deepspeed.launcher import environment, plan
+from deepspeed.launcher.agent import KEY_VARIABLE, Agent, connect, facts
+from deepspeed.launcher.cluster import ClusterJob, agent_words, asked_port, listen, run_head
+from deepspeed.launcher.launch import launch
+from deepspeed.launcher.plan import LaunchError
+from deepspeed.launcher.share import OPTIONS, Share
+
+# Where a cluster says which host this is, and how many there are.
+_NODE = ("NODE_RANK", "JOB_COMPLETION_INDEX", "SLURM_NODEID", "GROUP_RANK")
+_NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "NNODES")
+
+
+class HandStartedJob(ClusterJob):
+    """Host 0's view: all hosts come by themselves, this one through a child."""
+
+    can_only_wait = True
+    holds_until_all = True
+
+    def __init__(self, args, nodes, slots, address, port, verbose):
+        names = [socket.gethostname()] + [f"number {node}" for node in range(1, nodes)]
+        super().__init__(args, {name: slots if node == 0 else [] for node, name in enumerate(names)}, None, verbose)
+        self._address = address
+        self._port = port
+        self._exports = environment.read_environment_files()
+        self.key = os.environ.get(KEY_VARIABLE, "")
+
+    def start_ways(self, hosts):
+        self.meeting = listen(self._port)
+        return [self.start_way(hosts[0])]
+
+    def can_reach(self, host):
+        return host.node == 0
+
+    def hosts_now(self):
+        return {}
+
+    def _words(self, host):
+        # In an elastic job the hosts come to the head's port, and ranks meet at others.
+        return agent_words(self.args, "--node", "0", *(["--port", "0"] if self.args.elastic_training else []))
+
+    def host_of(self, join, hosts):
+        node, nodes = join.get("node", -1), join.get("nodes")
+        if nodes != len(hosts):
+            return None, f"host {node} was started for {nodes} hosts, and host 0 for {len(hosts)}"
+        if not 0 < node < len(hosts):
+            return None, f"there is no host {node} among {len(hosts)}"
+        return hosts[node], ""
+
+    def port_of(self, first):
+        return super().port_of(first) if self.args.elastic_training else self._port
+
+    def _address_of(self, first, hosts):
+        return self._address if first.node == 0 else first.peer
+
+    def shares(self, hosts, slots=None, elastic=None):
+        self.args.master_addr = self._address_of(hosts[0], hosts)
+        return super().shares(hosts, slots, elastic)
+
+
+def _number(names, what):
+    for name in names:
+        text = os.environ.get(name, "")
+        if text:
+            if not text.isdigit():
+                raise ValueError(f"the environment variable {name} is {text!r}; it is {what}.")
+            return int(text)
+    return None
+
+
+def where(args, notes):
+    """``(number of this host, number of hosts, slots, device ids, address of host 0)``; LaunchError for what nobody
+    says."""
+    hosts = plan.active_hosts(_without_count(args), notes)
+    node = args.node_rank if args.node_rank >= 0 else _number(_NODE, "the number of this host")
+    asked = next((count for count in (args.num_nodes, args.max_elastic_nodes) if count > 0), None)
+    nodes = len(hosts) if hosts else asked or _number(_NODES, "the number of hosts")
+    address = args.master_addr or os.environ.get("MASTER_ADDR") or (next(iter(hosts)) if hosts else "")
+    if nodes is None:
+        raise LaunchError("--no_ssh needs the number of hosts: give --num_nodes N, or a hostfile that names them.")
+    if node is None:
+        raise LaunchError(
+            f"--no_ssh needs the number of this host: give --node_rank, or set one of {', '.join(_NODE)}."
+        )
+    if not 0 <= node < nodes:
+        raise LaunchError(f"--node_rank is {node}, but there are {nodes} host(s), numbered from 0.")
+    if not address:
+        raise LaunchError("--no_ssh needs the address of host 0: give --master_addr, or set MASTER_ADDR.")
+    if not hosts:
+        slots, ids = plan.choose_slots(_without_count(args), notes)
+        return node, nodes, list(range(len(slots))), ids, address
+    return node, nodes, list(hosts.values())[node], None, address
+
+
+def _without_count(args):
+    # Without a hostfile --num_nodes is no choice among hosts that are listed.
+    if os.path.exists(args.hostfile):
+        return args
+    copy = type(args)(**vars(args))
+    copy.num_nodes = -1
+    return copy
+
+
+def run_by_hand(args, verbose):
+    """Runs this host's part of the job; every host returns the exit code of the whole."""
+    notes = []
+    node, nodes, slots, ids, address = where(args, notes)
+    if nodes == 1 and not args.elastic_training:
+        return launch(plan.make_plan(args))
+    port = asked_port(args) or plan.DEFAULT_PORT
+    args.device_ids = ids
+    if node == 0:
+        return run_head(HandStartedJob(args, nodes, slots, address, port, verbose))
+    own = Share(
+        host="", node=node, counts=[], slots=slots, master_addr=address, master_port=port,
+        options={name: getattr(args, name) for name in OPTIONS}, exports=environment.read_environment_files(),
+        device_ids=ids,
+    )  # fmt: skip
+    meets = 0 if args.elastic_training else None  # where ranks meet, if the first of them is here
+    hello = {"node": node, "nodes": nodes, "slots": slots, "name": socket.gethostname()}
+    agent = Agent(own)
+    try:
+        while True:
+            link = connect([address], port, os.environ.get(KEY_VARIABLE, ""), hello, args.join_timeout)
+            code = agent.serve(link, node, facts(meets), meets)
+            if not agent.lost or not args.elastic_training:
+                return code
+            print(f"deepspeed: waiting {args.join_timeout:.0f} s (--join_timeout) for another head.", file=sys.stderr)
+    finally:
+        agent.close()

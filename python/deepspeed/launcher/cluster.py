@@ -1,0 +1,278 @@
+"""A job on several hosts: who they are, what each is told, and how they are reached."""
+
+import os
+import re
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from deepspeed.launcher import environment, plan
+from deepspeed.launcher.agent import KEY_MARK, KEY_VARIABLE
+from deepspeed.launcher.elastic_head import ElasticHead
+from deepspeed.launcher.head import Head
+from deepspeed.launcher.host_link import Way
+from deepspeed.launcher.launch import launch, write_pid_file
+from deepspeed.launcher.plan import LaunchError
+from deepspeed.launcher.resources import encode_world_info
+from deepspeed.launcher.runners import RUNNERS
+from deepspeed.launcher.runners.base import python_words
+from deepspeed.launcher.share import OPTIONS, Share
+
+_KEY_LINE = re.compile(rb"(?m)^.*%s (\S+) ([0-9a-f]{32})\s*\n" % KEY_MARK.encode())
+
+# Python's first words on a host: where the package is, if it is not installed there.
+_BOOT = (
+    "import os,sys;p=sys.argv.pop(1);"
+    "sys.path[:1]=[p] if os.path.isdir(os.path.join(p,'deepspeed')) else [];"
+    "from deepspeed.launcher.agent import main;sys.exit(main())"
+)
+
+
+def agent_words(args, *more):
+    """The command that starts an agent, as words."""
+    package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    return [*python_words(args), "-u", "-c", _BOOT, package, *more]
+
+
+def local_addresses(hosts):
+    """Addresses of this machine at which ``hosts`` may reach it, the likeliest first."""
+    found = []
+    for host in [*hosts, "192.0.2.1"]:  # the last one is nobody: it asks for the interface of the default route
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing
+                found.append(probe.getsockname()[0])
+        except OSError:
+            pass
+    return list(dict.fromkeys([*found, socket.gethostname()]))
+
+
+def which_are_here(hosts):
+    """``{name: whether that is this machine}``; the names are looked up side by side."""
+    with ThreadPoolExecutor(max_workers=min(64, len(hosts))) as threads:
+        return dict(zip(hosts, threads.map(plan.is_this_host, hosts)))
+
+
+def listen(port=0):
+    """A socket that hosts can join at; LaunchError when the port is taken."""
+    meeting = socket.socket(socket.AF_INET)
+    # As torch's store does, so that the store can listen at the same port when all hosts have come.
+    meeting.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        meeting.bind(("", port))
+        meeting.listen(1024)
+    except OSError as error:
+        meeting.close()
+        raise LaunchError(
+            f"port {port} of this machine cannot be listened on ({error.strerror}): choose a free one with "
+            f"--master_port PORT."
+        ) from None
+    meeting.setblocking(False)
+    return meeting
+
+
+class ClusterJob:
+    """``hosts``: ``{name: slots}``. ``runner``: how they are reached, None for hosts that come by themselves."""
+
+    can_only_wait = False  # for hosts, not reach them
+    holds_until_all = False
+    forwards_input = True
+
+    def __init__(self, args, hosts, runner, verbose=True):
+        self.args = args
+        self.hosts = hosts
+        self.runner = runner
+        self.verbose = verbose
+        self.python = sys.version_info[:2]
+        self.join_timeout = args.join_timeout
+        self.grace_s = plan.grace_s()
+        self.master_port = asked_port(args)
+        self.first_failing = None
+        files = environment.read_environment_files()
+        self._exports = environment.exports(os.environ, files)
+        self._exports["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [os.path.abspath("."), self._exports.get("PYTHONPATH", "")])
+        )
+        self.key = os.urandom(16).hex()
+        self._keys = {}  # of hosts whose agents make their own; None: not said yet
+        self.meeting = None
+        self._near = which_are_here(hosts)
+
+    # ---- reaching the hosts --------------------------------------------------------------------------------------
+    def start_ways(self, hosts):
+        """Starts the programs that lead to the hosts."""
+        ways = []
+        far = []
+        for host in hosts:
+            if self._near[host.name]:
+                ways.append(self.start_way(host))
+            else:
+                far.append(host)
+        if not far:
+            return ways
+        if self.runner.one_link_per_host:
+            return ways + [self.start_way(host) for host in far]
+        self.meeting = listen()
+        names = [host.name for host in far]
+        where = f"{','.join(local_addresses(names))}:{self.meeting.getsockname()[1]}"
+        wanted = ["--port", str(self.master_port or 0)]
+        variables = dict(os.environ)
+        if self.runner.passes_environment:
+            variables[KEY_VARIABLE] = self.key
+        else:
+            wanted.append("--tell-key")
+            self._keys = {name: None for name in names}
+        words = agent_words(self.args, "--connect", where, *wanted, "--wait", f"{self.join_timeout:g}")
+        command = self.runner.agents_command(names, words, variables)
+        return [*ways, Way(command, variables, False, self.hear_keys)]
+
+    def start_way(self, host):
+        """Starts the program that leads to ``host`` alone."""
+        words = self._words(host)
+        if host.name not in self._near:
+            self._near[host.name] = plan.is_this_host(host.name)
+        near = self._near[host.name] or self.runner is None
+        host.way = Way(words if near else self.runner.agent_command(host.name, words), dict(os.environ), True)
+        host.link = host.way.link
+        return host.way
+
+    def can_reach(self, host):
+        """Whether ``start_way`` may bring ``host`` back when it was lost."""
+        return True
+
+    def hosts_now(self):
+        """``{name: slots}`` as the hostfile has them now: of an elastic job it may grow."""
+        try:
+            self.hosts = {**(plan.active_hosts(self.args, []) or {}), **self.hosts}
+        except (ValueError, OSError, LaunchError):  # somebody writes it just now
+            pass
+        return self.hosts
+
+    def _words(self, host):
+        words = ["--node", str(host.node)]
+        meets = host.node == 0 or self.args.elastic_training
+        return agent_words(self.args, *words, *(["--port", str(self.master_port or 0)] if meets else []))
+
+    def host_of(self, join, hosts):
+        """``(the host that somebody who joins says it is, "")``, or ``(None, why not)``."""
+        for host in hosts:
+            if join.get("name") == host.name:
+                return host, ""
+        return None, f"no host of this job is called {join.get('name')!r}"
+
+    def key_of(self, host):
+        """What the agent of ``host`` must know; None while it has not said it."""
+        return self._keys.get(host.name, self.key)
+
+    def hear_keys(self, said):
+        """Takes the keys of agents out of ``said``, whole lines of the program that started them; returns the rest."""
+
+        def take(found):
+            name, key = found[1].decode(), found[2].decode()
+            if self._keys.get(name, "") is None:
+                self._keys[name] = key
+            return b""
+
+        return _KEY_LINE.sub(take, said)
+
+    def port_of(self, first):
+        """Where rank 0, on the host ``first``, meets the others; None when the port that was asked for is taken."""
+        return first.facts.get("port") or None
+
+    # ---- what they are told --------------------------------------------------------------------------------------
+    def shares(self, hosts, slots=None, elastic=None):
+        """For each host its ``Share`` as a message. ``slots`` of each: default all; ``elastic``: see ``Share``."""
+        first, slots = hosts[0], slots or [host.slots for host in hosts]
+        near = all(self._near.get(host.name, False) for host in hosts)
+        address = self.args.master_addr or ("127.0.0.1" if near else self._address_of(first, hosts))
+        options = {name: getattr(self.args, name) for name in OPTIONS}
+        counts, ids = [len(own) for own in slots], self.args.device_ids
+        return [
+            Share(
+                host=host.name if len(self.hosts) > 1 else "", node=node, counts=counts, slots=own,
+                master_addr=address, master_port=self.port_of(first), options=options, exports=self._exports,
+                folder=os.path.abspath("."), device_ids=None if ids is None else ids[: len(own)], elastic=elastic,
+            ).as_dict()
+            for node, (host, own) in enumerate(zip(hosts, slots))
+        ]  # fmt: skip
+
+    def _address_of(self, first, hosts):
+        if self._near.get(first.name, False):
+            return local_addresses([host.name for host in hosts if host is not first])[0]
+        return first.facts.get("address") or first.peer or first.name
+
+
+def asked_port(args):
+    """The port that ``--master_port`` or MASTER_PORT asks for, or None."""
+    text = str(args.master_port) if args.master_port is not None else os.environ.get("MASTER_PORT", "")
+    if not text:
+        return None
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise ValueError(f"the environment variable MASTER_PORT is {text!r}, which is not a port number.")
+    return int(text)
+
+
+def choose_runner(args, hosts, notes):
+    """The runner that ``--launcher`` names; ssh where that is pdsh by default and it is not installed."""
+    name = args.launcher.lower()
+    world = encode_world_info(hosts)
+    pool = {host: len(slots) for host, slots in hosts.items()}
+
+    def made(name):
+        kind = RUNNERS.get(name)
+        return kind(args, world, pool) if kind.takes_pool else kind(args, world)
+
+    if args.elastic_training and name == "pdsh":
+        name = "ssh"  # hosts come and go one by one
+    runner = made(name)
+    if args.elastic_training and not runner.one_link_per_host:
+        raise ValueError(
+            f"--elastic_training reaches each host by itself, which --launcher {name} does not: take --launcher ssh, "
+            f"or start the job on every host with --no_ssh (also under srun)."
+        )
+    why = runner.why_not()
+    if why and name == "pdsh":
+        notes.append("pdsh is not installed; the hosts are reached by ssh.")
+        runner = made("ssh")
+        why = runner.why_not()
+    if why and (runner.starts_ranks or not all(which_are_here(hosts).values())):
+        raise LaunchError(why)
+    return runner
+
+
+def run_cluster(args, hosts, verbose):
+    """Runs the job on ``hosts``; returns its exit code."""
+    notes = []
+    runner = choose_runner(args, hosts, notes)
+    for note in notes if verbose else ():
+        print(f"deepspeed: {note}", file=sys.stderr)
+    if runner.starts_ranks:
+        return launch(mpi_plan(args, hosts, runner))
+    return run_head(ClusterJob(args, hosts, runner, verbose))
+
+
+def run_head(job):
+    """Runs a ``ClusterJob``; returns its exit code."""
+    pid_file = write_pid_file() if job.args.save_pid else None
+    try:
+        return (ElasticHead if job.args.elastic_training else Head)(job).run()
+    finally:
+        if pid_file:
+            os.unlink(pid_file)
+
+
+def mpi_plan(args, hosts, runner):
+    """A ``NodePlan`` whose one process is mpirun."""
+    files = environment.read_environment_files()
+    exports = environment.exports(os.environ, files)
+    port = asked_port(args) or plan.DEFAULT_PORT
+    first = next(iter(hosts))
+    near = plan.is_this_host(first)
+    address = args.master_addr or (local_addresses([host for host in hosts if host != first])[0] if near else first)
+    exports.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+    for name, value in exports.items():
+        runner.add_export(name, value)
+    variables = dict(os.environ)
+    command = runner.get_cmd(variables, hosts)
+    return plan.NodePlan([command], [variables], [None], grace_s=plan.grace_s())

@@ -1,0 +1,224 @@
+"""What a job's hosts tell each other: frames of messages and output over a pipe or a socket, with heartbeats.
+
+A frame is a kind (one byte), a length (four) and that many bytes: JSON for messages, else what a rank read or wrote.
+Texts of a message keep their bytes, whatever the encoding of either host is.
+"""
+
+import json
+import os
+import select
+import struct
+import time
+from collections import deque
+
+MESSAGE, OUTPUT, ERRORS, INPUT = b"J", b"O", b"E", b"I"
+_HEAD = struct.Struct(">cI")
+_LARGEST = 1 << 28
+_CHUNK = 1 << 16
+BEAT_S = 1.0
+LOST_S = 5.0
+# Waiting counts at most this much per look: a machine that stood still for seconds heard nobody, either.
+LOOK_S = 0.25
+
+
+class LinkLost(RuntimeError):
+    """The other end is gone, or what it says is no frame."""
+
+
+def to_wire(value):
+    """``value`` with every text as its bytes, one character each, which JSON can carry."""
+    if isinstance(value, str):
+        return os.fsencode(value).decode("latin-1")
+    if isinstance(value, dict):
+        return {to_wire(key): to_wire(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_wire(item) for item in value]
+    return value
+
+
+def from_wire(value):
+    """The inverse of ``to_wire``."""
+    if isinstance(value, str):
+        return os.fsdecode(value.encode("latin-1"))
+    if isinstance(value, dict):
+        return {from_wire(key): from_wire(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [from_wire(item) for item in value]
+    return value
+
+
+def encode_frame(kind, payload):
+    """The bytes of a frame."""
+    return _HEAD.pack(kind, len(payload)) + payload
+
+
+class FrameReader:
+    """Cuts a stream into frames."""
+
+    def __init__(self, largest=_LARGEST):
+        self.largest = largest
+        self._bytes = bytearray()
+
+    def feed(self, data):
+        """The frames that ``data`` completes, as ``(kind, payload)``; LinkLost for what is none."""
+        self._bytes += data
+        frames, at = [], 0
+        while len(self._bytes) - at >= _HEAD.size:
+            kind, size = _HEAD.unpack_from(self._bytes, at)
+            if kind not in (MESSAGE, OUTPUT, ERRORS, INPUT) or size > self.largest:
+                raise LinkLost("what came over the link is no message of a launcher")
+            if len(self._bytes) - at - _HEAD.size < size:
+                break
+            start = at + _HEAD.size
+            frames.append((kind, bytes(self._bytes[start : start + size])))
+            at = start + size
+        del self._bytes[:at]
+        return frames
+
+
+class Link:
+    """One end of a connection to another host; both descriptors become non-blocking.
+
+    ``frames``: those that have come, messages decoded. ``lost``: why nothing more comes, or an empty text. ``paused``:
+    the other end is not expected to say anything. ``mark``: bytes that stand before the first frame; what comes before
+    them (words of a login shell) is ``noise``.
+    """
+
+    def __init__(self, read_fd, write_fd, mark=b"", lost_s=None, largest=_LARGEST):
+        self.read_fd = read_fd
+        self.write_fd = write_fd
+        self.frames = deque()
+        self.lost = ""
+        self.paused = False
+        self.noise = b""
+        self._mark = mark
+        self._lost_s = lost_s if lost_s is not None else link_timeout()
+        self._reader = FrameReader(largest)
+        self._out = bytearray()
+        self._silent_s = 0.0
+        self._beat_at = 0.0
+        os.set_blocking(read_fd, False)
+        os.set_blocking(write_fd, False)
+
+    @property
+    def backlog(self):
+        """Bytes that wait for the other end."""
+        return len(self._out)
+
+    def send(self, message):
+        """Sends a dict."""
+        self.send_bytes(MESSAGE, json.dumps(to_wire(message)).encode("ascii"))
+
+    def send_bytes(self, kind, data):
+        """Sends ``data`` as it is; what does not fit into the connection now waits for ``flush``."""
+        if not self.lost:
+            self._out += encode_frame(kind, data)
+            self.flush()
+
+    def flush(self):
+        """Writes what can be written."""
+        try:
+            while self._out and not self.lost:
+                del self._out[: os.write(self.write_fd, memoryview(self._out)[:_CHUNK])]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._end(f"the connection broke ({error.strerror})")
+
+    def receive(self):
+        """Reads what has come into ``frames``. The end of the stream sets ``lost``."""
+        try:
+            data = os.read(self.read_fd, _CHUNK)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._end(f"the connection broke ({error.strerror})")
+            return
+        if not data:
+            self._end("the connection was closed")
+            return
+        self._silent_s = 0.0
+        self.paused = False
+        if self._mark:
+            self.noise, mark, data = (self.noise + data).partition(self._mark)
+            if not mark:
+                return
+            self._mark = b""
+        try:
+            for kind, body in self._reader.feed(data):
+                self.frames.append((kind, from_wire(json.loads(body)) if kind == MESSAGE else body))
+        except (LinkLost, ValueError) as error:
+            self._end(str(error))
+
+    def wait_for(self, name, limit_s=None):
+        """The value of ``name`` in the next message that has it; see ``wait_for_any``."""
+        return self.wait_for_any((name,), limit_s)[1]
+
+    def wait_for_any(self, names, limit_s=None):
+        """``(name, value)`` of the next message that has one of ``names``; earlier messages are dropped.
+
+        LinkLost when the other end goes, says ``stop``, or takes longer than ``limit_s``.
+        """
+        while True:
+            while self.frames:
+                kind, message = self.frames.popleft()
+                name = next((name for name in names if kind == MESSAGE and name in message), None)
+                if name is not None:
+                    return name, message[name]
+                if kind == MESSAGE and "stop" in message:
+                    raise LinkLost(message["stop"])
+            if self.lost:
+                raise LinkLost(self.lost)
+            waited_s = self.turn()
+            if limit_s is not None:
+                limit_s -= waited_s
+                if limit_s < 0:
+                    raise LinkLost("the other end did not answer in time")
+
+    def turn(self):
+        """Waits for a moment, reads and writes; returns the seconds that passed."""
+        started = time.monotonic()
+        readable, _, _ = select.select([self.read_fd], [self.write_fd] if self._out else [], [], LOOK_S)
+        self.flush()
+        if readable:
+            self.receive()
+        waited_s = time.monotonic() - started
+        self.beat(waited_s)
+        return waited_s
+
+    def beat(self, waited_s):
+        """To be called a few times per second: says that this end lives, and notices when the other does not."""
+        now = time.monotonic()
+        if now - self._beat_at >= BEAT_S and not self._out:
+            self._beat_at = now
+            self.send({"beat": 1})
+        if not self.paused:
+            self._silent_s += min(waited_s, LOOK_S)
+        if self._silent_s > self._lost_s:
+            self._end(f"nothing was heard for {self._lost_s:.0f} s")
+
+    def _end(self, why):
+        self.lost = self.lost or why
+        self._out.clear()
+
+    def trust(self):
+        """Frames may be as large as they are."""
+        self._reader.largest = _LARGEST
+
+    def close(self):
+        """Closes both descriptors."""
+        for fd in {self.read_fd, self.write_fd}:
+            try:
+                os.close(fd)
+            except OSError:
+                pass
+        self._end("closed")
+
+
+def link_timeout():
+    """Seconds of silence after which the other end counts as gone: ``DS_LAUNCHER_LINK_S``, or 5."""
+    text = os.environ.get("DS_LAUNCHER_LINK_S", "")
+    try:
+        return max(2.0, float(text)) if text else LOST_S
+    except ValueError:
+        raise ValueError(f"the environment variable DS_LAUNCHER_LINK_S is {text!r}; it is in seconds.") from None

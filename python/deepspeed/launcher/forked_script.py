@@ -1,0 +1,103 @@
+"""A Python script as a forked child of a process that has imported what it needs."""
+
+import atexit
+import builtins
+import os
+import signal
+import sys
+import threading
+import traceback
+import types
+
+
+def is_script(command):
+    """Whether ``command`` is a script that the Python which runs here would run."""
+    return command[:2] == [sys.executable, "-u"] and not command[2].startswith("-")
+
+
+class ForkedScript:
+    """Runs ``command`` (``is_script``) as ``subprocess.Popen`` would, in a session of its own.
+
+    ``streams``: descriptors of its stdin, stdout, stderr. ``kept``: others that it must have. ``in_child``: called in
+    the child first.
+    """
+
+    def __init__(self, command, environment, streams, kept, in_child):
+        self.returncode = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                _detach(streams, kept)
+                in_child()
+                code = _run(command, environment)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+
+
+def _detach(streams, kept):
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    for sig in signal.valid_signals():
+        if callable(signal.getsignal(sig)):
+            signal.signal(sig, signal.default_int_handler if sig == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    taken = [os.dup(fd) for fd in streams]
+    for number, fd in enumerate(taken):
+        os.dup2(fd, number)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and fd not in kept:
+            try:
+                os.close(fd)
+            except OSError:  # that of the listing
+                pass
+
+
+def _run(command, environment):
+    script = os.path.abspath(command[2])
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[:] = command[2:]
+    sys.orig_argv[:] = command
+    sys.path[0] = os.path.dirname(os.path.realpath(script))
+    if "numpy" in sys.modules:  # the module random does so by itself
+        sys.modules["numpy"].random.seed()
+    main = types.ModuleType("__main__")
+    main.__file__, main.__builtins__, main.__cached__ = script, builtins, None
+    sys.modules["__main__"] = main
+    code = _call(lambda: exec(_compiled(script), vars(main)))
+    threading._shutdown()  # waits for its threads
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def _compiled(script):
+    with open(script, "rb") as file:
+        return compile(file.read(), script, "exec", dont_inherit=True)
+
+
+def _call(function):
+    # The exit code of ``function``, as of a program.
+    try:
+        function()
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 255
+        print(end.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        sys.stderr.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException as error:
+        own = error.__traceback__.tb_next.tb_next  # without the frames of this file
+        sys.excepthook(type(error), error.with_traceback(own), own)
+        return 1
+    return 0

@@ -1,0 +1,339 @@
+"""Where a job on several hosts is started: it reaches the hosts, tells each its share, and is responsible for all.
+
+Nothing of a job goes through a shell or stands in a list of processes but the command that starts the agents: shares,
+with the environment, travel over the links. Ranks start when every host is ready. The first failing rank ends the job
+on all hosts, as does a host that is no longer heard of.
+"""
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+
+from deepspeed.host.launcher_messages import SAVE_LIMIT_S
+from deepspeed.launcher.arrivals import Arrivals
+from deepspeed.launcher.control import ERRORS, LOOK_S, MESSAGE, OUTPUT
+from deepspeed.launcher.host_link import HostLink
+from deepspeed.launcher.launch import FORWARDED
+from deepspeed.launcher.typed_input import TypedInput
+from deepspeed.launcher.writer import MOST_WAITING, Writer
+from deepspeed.version import __version__
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_LATE_S = 4.0  # beyond the grace of the ranks, for an agent to say that it is done
+
+
+class Head:
+    """Runs a ``ClusterJob`` to its end; ``run`` returns the exit code of the job."""
+
+    _waits_for_more = False  # hosts, when all are gone
+
+    def __init__(self, job):
+        self._job = job
+        self._hosts = [HostLink(name, node, slots) for node, (name, slots) in enumerate(job.hosts.items())]
+        self._selector = selectors.DefaultSelector()
+        self._writer = Writer()
+        self._ways = []
+        self._arrivals = None
+        self._code = None  # of the job, once something decided it
+        self._end_at = None  # then whoever is not done is given up
+        self._killed = False
+        self._failed = False  # a failure decided it, not the user
+        self._save_until = 0.0  # until then ranks may save before they end
+        self._why = "the user ended it"
+        self._started = time.monotonic()
+        self._join_at = self._started + job.join_timeout
+
+    # ---- the whole -----------------------------------------------------------------------------------------------
+    def run(self):
+        """Returns when every host is done or given up."""
+        before = self._catch_signals()
+        try:
+            self._reach()
+            while not all(host.over for host in self._hosts) or (self._waits_for_more and self._code is None):
+                self._turn()
+        finally:
+            self._close()
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+        if self._code is not None:
+            return self._code
+        return max(host.code or 0 for host in self._hosts)
+
+    def _catch_signals(self):
+        wake_read, wake_write = socket.socketpair()
+        wake_read.setblocking(False)
+        wake_write.setblocking(False)
+        self._wake = (wake_read, wake_write)
+        signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
+        # What was ignored when we came (nohup) stays ignored.
+        heard = [sig for sig in (*FORWARDED, signal.SIGTSTP) if signal.getsignal(sig) != signal.SIG_IGN]
+        before = {sig: signal.signal(sig, lambda *_: None) for sig in heard}
+        self._selector.register(wake_read, selectors.EVENT_READ, self._on_wake)
+        return before
+
+    def _reach(self):
+        for way in self._job.start_ways(self._hosts):
+            self._ways.append(way)
+            for fd in way.streams:
+                self._selector.register(fd, selectors.EVENT_READ, lambda way=way, fd=fd: self._on_words(way, fd))
+        for host in self._hosts:
+            if host.link is not None:
+                self._listen(host)
+        if self._job.meeting is not None:
+            self._arrivals = Arrivals(self._job, self._hosts, self._selector, self._listen, self._fail)
+
+    def _close(self):
+        self._writer.finish()
+        signal.set_wakeup_fd(-1)
+        for host in self._hosts:
+            if host.link is not None:
+                host.link.close()
+        for way in self._ways:
+            way.end()
+        if self._arrivals is not None:
+            self._arrivals.close()
+        self._selector.close()
+        for one in self._wake:
+            one.close()
+
+    def _turn(self):
+        started = time.monotonic()
+        readable = self._selector.select(LOOK_S if self._writer.backlog < MOST_WAITING else 0.02)
+        held = self._writer.backlog >= MOST_WAITING
+        for key, _ in readable:
+            if not held or key.data == self._on_wake:
+                key.data()
+        now = time.monotonic()
+        for host in self._hosts:
+            self._read(host)
+            if host.link is not None:
+                host.link.flush()
+                host.link.beat(0.0 if held else now - started)
+                if host.link.lost and not host.link.frames:
+                    self._on_lost(host)
+        if self._arrivals is not None:
+            self._arrivals.turn()
+        self._check_time(now)
+        if self._writer.broken and self._code is None:
+            self._stop(128 + signal.SIGPIPE, signal.SIGTERM)
+
+    # ---- hosts come ----------------------------------------------------------------------------------------------
+    def _listen(self, host):
+        self._selector.register(host.link.read_fd, selectors.EVENT_READ, host.link.receive)
+
+    def _on_hello(self, host, facts):
+        host.state, host.facts = "here", facts
+        why = difference(host, self._job.python)
+        if why:
+            return self._fail(why)
+        if all(one.state == "here" for one in self._hosts):
+            self._share()
+
+    def _share(self):
+        if self._arrivals is not None:  # nobody else is expected, and rank 0 may listen at this very port
+            self._arrivals.close()
+            self._arrivals = None
+        first = self._hosts[0]
+        if self._job.port_of(first) is None:
+            return self._fail(
+                f"port {self._job.master_port} of host {first.name} is in use by another process: choose a free one "
+                f"with --master_port PORT, or leave it out and one is chosen"
+            )
+        shares = self._job.shares(self._hosts)
+        for host, share in zip(self._hosts, shares):
+            host.link.send({"share": share})
+
+    def _on_ready(self, host, notes):
+        host.state = "ready"
+        host.facts["notes"] = notes
+        if all(one.state == "ready" for one in self._hosts) and self._code is None:
+            for note in dict.fromkeys(note for one in self._hosts for note in one.facts["notes"]):
+                self._say(f"deepspeed: {note}\n", self._job.verbose)
+            for one in self._hosts:
+                one.state = "running"
+                one.link.send({"go": 1})
+            if self._job.forwards_input:
+                TypedInput(self._selector, self._hosts[0]).start()
+
+    # ---- what hosts say ------------------------------------------------------------------------------------------
+    def _read(self, host):
+        while host.link is not None and host.link.frames:
+            kind, message = host.link.frames.popleft()
+            if kind == OUTPUT or kind == ERRORS:
+                self._writer.write(1 if kind == OUTPUT else 2, message)
+            elif kind == MESSAGE:
+                self._on_message(host, message)
+
+    def _on_message(self, host, message):
+        if "hello" in message:
+            self._on_hello(host, message["hello"])
+        elif "ready" in message:
+            self._on_ready(host, message["ready"])
+        elif "error" in message:
+            self._fail(f"host {host.name}: {message['error'].rstrip('.')}")
+            self._finish(host, 1)
+        elif "failed" in message:
+            host.facts["failed"] = True
+            if self._code is None:
+                self._job.first_failing = host
+                self._stop(message["code"], signal.SIGTERM, but=host, failed=True)
+        elif "report" in message:
+            if self._code is None:  # its supervisor was killed
+                self._stop(1, signal.SIGTERM, but=host, failed=True)
+                self._job.first_failing = host
+            if self._job.first_failing is host:
+                self._say(message["report"])
+        elif "done" in message:
+            self._finish(host, message["done"])
+        elif "saving" in message and not self._failed:
+            self._save_until = time.monotonic() + SAVE_LIMIT_S + _LATE_S
+            self._end_at = None if self._end_at is None else self._save_until
+
+    def _finish(self, host, code):
+        host.code, host.state = code, "done"
+        if code and self._code is None:
+            self._say(f"deepspeed: host {host.name} ended with exit code {code}; the job is ended.\n")
+            self._stop(code, signal.SIGTERM, failed=True)
+        if self._job.holds_until_all:  # hosts that were started by hand learn how the job ended
+            if all(one.over for one in self._hosts):
+                for one in self._hosts:
+                    self._bye(one)
+        else:
+            self._bye(host)
+
+    def _bye(self, host):
+        if host.link is not None and not host.link.lost:
+            host.link.send({"bye": self._code if self._code is not None else max(one.code or 0 for one in self._hosts)})
+            if host.link.read_fd in self._selector.get_map():
+                self._selector.unregister(host.link.read_fd)
+
+    def _on_words(self, way, fd):
+        data = way.read(fd)
+        if data == b"":
+            self._selector.unregister(fd)
+            way.streams.remove(fd)
+            if not way.streams and way.link is None and any(host.link is None for host in self._hosts):
+                way.process.wait()
+                away = ", ".join(host.name for host in self._hosts if host.link is None)
+                self._fail(f"{way.program} ended before these hosts came: {away}. It says: {way.last_words()}")
+        elif data:
+            self._writer.write(2, data if self._started_running() else b"")
+
+    def _started_running(self):
+        return any(host.state == "running" for host in self._hosts)
+
+    def _on_lost(self, host):
+        if host.link.read_fd in self._selector.get_map():
+            self._selector.unregister(host.link.read_fd)
+        if host.over:
+            return
+        was = host.state
+        host.state, host.code = "done", 1
+        if self._code is not None:
+            return
+        words = ""
+        if host.way is not None:
+            try:
+                host.way.process.wait(0.5)  # its last words are behind its end
+            except subprocess.TimeoutExpired:
+                pass
+            for fd in list(host.way.streams):
+                host.way.read(fd)
+            words = host.way.last_words()
+            host.way.process.kill()  # one that is silent would not end by itself
+        if was in ("away", "here"):
+            how = f"{host.way.program} says: {words}" if words else host.link.lost
+            self._fail(f"host {host.name} could not be reached or could not start the launcher: {how}")
+        else:
+            after = time.monotonic() - self._started
+            self._fail(
+                f"host {host.name} was lost {after:.1f} s after the start: {host.link.lost}"
+                + (f" ({words})" if words else "")
+                + ". Its ranks end by themselves"
+            )
+
+    # ---- the end -------------------------------------------------------------------------------------------------
+    def _say(self, text, wanted=True):
+        if wanted:
+            self._writer.write(2, text.encode("utf-8", "replace"))
+
+    def _fail(self, text):
+        if self._code is None:
+            self._why = text
+            self._say(f"deepspeed: error: {text}.\n")
+            self._stop(1, signal.SIGTERM, failed=True)
+
+    def _stop(self, code, sig, but=None, failed=False):
+        self._code, self._failed = code, failed
+        end = time.monotonic() + self._job.grace_s + _LATE_S
+        self._end_at = end if failed else max(end, self._save_until)
+        for host in self._hosts:
+            if host is not but:
+                self._signal(host, sig, failed)
+
+    def _signal(self, host, sig, failed=False):
+        if host.over:
+            return
+        if host.state == "running":
+            host.link.send({"signal": int(sig), **({"failed": 1} if failed else {})})
+        elif sig in _STOPPING:
+            if host.link is not None and not host.link.lost:
+                host.link.send({"stop": self._why, "bye": self._code})
+            host.state, host.code = "done", 1
+
+    def _check_time(self, now):
+        if self._code is None and now > self._join_at and any(host.state == "away" for host in self._hosts):
+            away = ", ".join(f"{host.node} ({host.name})" for host in self._hosts if host.state == "away")
+            self._fail(
+                f"these hosts did not come within {self._job.join_timeout:.0f} s (--join_timeout): {away}. Here are "
+                f"{sum(host.state != 'away' for host in self._hosts)} of {len(self._hosts)}"
+            )
+        if self._end_at is not None and now > self._end_at:
+            left = [host for host in self._hosts if not host.over]
+            if not self._killed:
+                self._kill(left)
+                return
+            for host in left:
+                self._say(f"deepspeed: host {host.name} did not say that its ranks have ended.\n")
+                host.state, host.code = "done", 1
+
+    def _kill(self, hosts):
+        self._killed = True
+        self._end_at = time.monotonic() + _LATE_S
+        for host in hosts:
+            host.link.send({"kill": 1})
+
+    # ---- signals -------------------------------------------------------------------------------------------
+    def _on_wake(self):
+        try:
+            numbers = self._wake[0].recv(1024)
+        except BlockingIOError:
+            return
+        for number in numbers:
+            self._on_signal(signal.Signals(number))
+
+    def _on_signal(self, sig):
+        if sig == signal.SIGTSTP:
+            for host in self._hosts:
+                self._signal(host, sig)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            for host in self._hosts:
+                self._signal(host, signal.SIGCONT)
+        elif sig in _STOPPING and self._code is None:
+            self._stop(128 + sig, sig)
+        elif sig in FORWARDED:
+            for host in self._hosts:
+                self._signal(host, sig)
+
+
+def difference(host, python):
+    """What ``host`` has installed otherwise than this one, as text; "" when all is the same."""
+    here = {"deepspeed": __version__, "python": list(python)}
+    for name, mine in here.items():
+        if host.facts[name] != mine:
+            theirs, ours = (".".join(map(str, v)) if isinstance(v, list) else v for v in (host.facts[name], mine))
+            return f"host {host.name} has {name} {theirs}, and this one {ours}: install the same on all hosts"
+    return ""

@@ -1,0 +1,95 @@
+"""One host as the head sees it: the process that leads there, the link, and how far it has come."""
+
+import os
+import subprocess
+
+from deepspeed.launcher import linux
+from deepspeed.launcher.agent import MARK
+from deepspeed.launcher.control import Link
+
+_TAIL_BYTES = 8192
+
+
+class Way:
+    """A program that leads to one host (ssh) or to all (pdsh, srun), and what it says itself. ``hear``: is given whole
+    lines of that, and returns what is for the user."""
+
+    def __init__(self, command, environment, with_link, hear=None):
+        head = os.getpid()
+
+        def in_child():
+            linux.die_with_parent(head, 15)
+
+        pipe = subprocess.PIPE
+        # A session of its own: Ctrl-C reaches the head alone, which passes it on once.
+        self.process = subprocess.Popen(
+            command, env=environment, start_new_session=True, preexec_fn=in_child,
+            stdin=pipe if with_link else subprocess.DEVNULL, stdout=pipe, stderr=pipe,
+        )  # fmt: skip
+        self.program = os.path.basename(command[0])
+        self.said = b""  # the end of its stderr, and of its stdout where that carries no link
+        self._hear, self._half = hear, {}  # fd -> the start of a line
+        self.streams = [self.process.stderr.fileno()]
+        self.link = None
+        if with_link:
+            self.link = Link(os.dup(self.process.stdout.fileno()), os.dup(self.process.stdin.fileno()), MARK)
+            self.process.stdin.close()
+            self.process.stdout.close()
+        else:
+            self.streams.append(self.process.stdout.fileno())
+        for fd in self.streams:
+            os.set_blocking(fd, False)
+
+    def read(self, fd):
+        """What it says on ``fd`` now, None if nothing; empty at the end."""
+        try:
+            data = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return None
+        if self._hear is not None and data:
+            whole, newline, self._half[fd] = (self._half.get(fd, b"") + data).rpartition(b"\n")
+            data = self._hear(whole + newline) or None
+            if data is None:
+                return None
+        self.said = (self.said + data)[-_TAIL_BYTES:]
+        return data
+
+    def last_words(self):
+        """What it said last, as text to go into a message; ssh says why it could not connect."""
+        lines = [line.strip() for line in self.said.decode("utf-8", "replace").splitlines() if line.strip()]
+        return " / ".join(lines[-5:])
+
+    def end(self):
+        """Ends the program, which by now has nothing to do any more."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(2.0)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+class HostLink:
+    """``state``: "away", "here" (said hello), "ready" (has its share), "running", "done".
+
+    In an elastic job also "told" (was sent a share) and "gone" (does not come back); ``pending``: shares that it has
+    not answered, ``tries``: how often it could not be reached, ``again_at``: when that is tried next.
+    """
+
+    def __init__(self, name, node, slots):
+        self.name = name
+        self.node = node
+        self.slots = slots
+        self.way = None
+        self.link = None
+        self.peer = ""  # address from which it came by itself
+        self.state = "away"
+        self.facts = {}
+        self.code = None
+        self.pending = self.tries = 0
+        self.again_at = 0.0
+
+    @property
+    def over(self):
+        return self.state in ("done", "gone")

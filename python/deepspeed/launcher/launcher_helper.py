@@ -1,0 +1,78 @@
+"""The program that mpirun starts as each rank: it finds its place, binds its cores, and becomes the script."""
+
+import argparse
+import os
+import sys
+import time
+
+from deepspeed.host import numa
+from deepspeed.host.cpu import physical_cores
+from deepspeed.launcher import linux
+from deepspeed.launcher.place import place_of
+from deepspeed.launcher.resources import decode_world_info
+
+
+def parse_args(args=None):
+    """The options as a namespace."""
+    parser = argparse.ArgumentParser(description="Sets the variables of a rank that MPI started, and runs the script.")
+    parser.add_argument("--launcher", default="", help="which MPI, for messages")
+    parser.add_argument("--world_info", default="", help="hosts and slots, as encode_world_info says them")
+    parser.add_argument("--module", action="store_true", help="the script is a module name")
+    parser.add_argument("--no_python", action="store_true", help="the script is a program of its own")
+    parser.add_argument("--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
+    parser.add_argument("--bind_cores_to_rank", action="store_true", help="give each rank cores of its own")
+    parser.add_argument("--bind_core_list", default=None, metavar="L", help="cores to share out")
+    parser.add_argument("--enable_each_rank_log", default=None, metavar="DIR", help="each rank's output goes to a file")
+    parser.add_argument("user_script", help="the script, with its arguments behind it")
+    parser.add_argument("user_args", nargs=argparse.REMAINDER)
+    return parser.parse_args(args)
+
+
+def rank_command(args, environment):
+    """``(command, variables, cores)`` of this rank; ``cores`` is None where none are bound."""
+    world = decode_world_info(args.world_info) if args.world_info else {}
+    counts = {host: slots if isinstance(slots, int) else len(slots) for host, slots in world.items()}
+    place = place_of(environment, counts)
+    command = [args.user_script]
+    if not args.no_python:
+        command = [sys.executable, "-u"] + (["-m"] if args.module else []) + command
+    if not args.no_local_rank:
+        command.append(f"--local_rank={place['LOCAL_RANK']}")
+    variables = {name: str(value) for name, value in place.items()}
+    cores = None
+    if args.bind_cores_to_rank:
+        if "KMP_AFFINITY" in environment:
+            raise ValueError("KMP_AFFINITY is set and would bind threads a second time: unset it.")
+        cores = numa.cores_of_rank(args.bind_core_list, place["LOCAL_SIZE"], place["LOCAL_RANK"])
+        if not environment.get("OMP_NUM_THREADS"):
+            variables["OMP_NUM_THREADS"] = str(len(physical_cores(cores)))
+    return command + args.user_args, variables, cores
+
+
+def write_to_file(folder, rank):
+    """From now on stdout and stderr are a file in ``folder``."""
+    os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, f"{time.strftime('%Y%m%d%H%M%S')}_rank{rank}.log")
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+
+
+def main(args=None):
+    """Becomes the script; exit code 1 with a sentence where that is not possible."""
+    try:
+        options = parse_args(args)
+        command, variables, cores = rank_command(options, os.environ)
+        if cores:
+            os.sched_setaffinity(0, cores)
+            linux.take_memory_from(*numa.memory_of_ranks([cores])[0])
+        if options.enable_each_rank_log:
+            write_to_file(options.enable_each_rank_log, variables["RANK"])
+        os.execvpe(command[0], command, {**os.environ, **variables})
+    except (ValueError, OSError) as error:
+        print(f"deepspeed: error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

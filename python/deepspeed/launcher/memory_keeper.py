@@ -1,0 +1,165 @@
+"""A process beside an agent that holds the memory which outlives the ranks: see ``deepspeed.host.kept_memory``.
+
+The folder is removed when the agent ends, also when it is killed: by this process, or, where both were killed, by the
+next keeper of this host, which sees that nobody has the lock any more.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+
+from deepspeed.host.job_key import proves
+from deepspeed.host.kept_memory import FOLDER_VARIABLE, KEEPER_VARIABLE, SILENT_S, read_line
+from deepspeed.launcher import linux
+
+_PLACE = "/dev/shm"
+_LOCK = ".lock"
+_CHUNK = 1 << 20
+
+
+class MemoryKeeper:
+    """Starts the process; ``variables`` are what ranks find in their environment. OSError without /dev/shm."""
+
+    def __init__(self, place=_PLACE):
+        prefix = f"deepspeed-memory-{os.getuid()}-"
+        remove_left(place, prefix)
+        self.folder = tempfile.mkdtemp(prefix=prefix, dir=place)
+        self._key = os.urandom(16).hex()
+        self._lock = os.open(os.path.join(self.folder, _LOCK), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        several = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if several else socket.AF_INET
+        listener = socket.create_server(("", 0), family=family, dualstack_ipv6=several, backlog=64)
+        self.variables = {
+            FOLDER_VARIABLE: self.folder,
+            KEEPER_VARIABLE: f"{listener.getsockname()[1]}:{self._key}",
+        }
+        sys.stdout.flush()
+        sys.stderr.flush()
+        agent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                self._serve(listener, agent)
+            finally:
+                os._exit(0)
+        listener.close()
+
+    def close(self):
+        """Ends the process; the folder is gone afterwards."""
+        remove(self.folder)  # before: if the agent is killed meanwhile, the process goes on with that
+        linux.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+        os.close(self._lock)
+
+    # ---- in the process --------------------------------------------------------------------------------------------
+    def _serve(self, listener, agent):
+        os.setsid()  # Ctrl-C is for the agent
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, _leave)
+        try:
+            linux.die_with_parent(agent, signal.SIGTERM)
+            null = os.open(os.devnull, os.O_RDWR)
+            for fd in (0, 1, 2):
+                os.dup2(null, fd)
+            for fd in map(int, os.listdir("/proc/self/fd")):  # the agent's links and ports end with the agent
+                if fd not in (0, 1, 2, listener.fileno(), self._lock):
+                    with contextlib.suppress(OSError):
+                        os.close(fd)
+            while True:
+                connection, _ = listener.accept()
+                threading.Thread(target=self._take, args=(connection,), daemon=True).start()
+        finally:
+            remove(self.folder)
+
+    def _take(self, connection):
+        with connection:
+            connection.settimeout(SILENT_S)
+            try:
+                nonce = os.urandom(16).hex()
+                connection.sendall(nonce.encode() + b"\n")
+                told = json.loads(read_line(connection))
+                if not proves(told["proof"], self._key, nonce, "rank"):
+                    return
+                connection.sendall(self._receive(connection, told).encode() + b"\n")
+            except (OSError, ValueError, KeyError, TypeError):  # gone, or no rank
+                pass
+
+    def _receive(self, connection, told):
+        # What went wrong, as a line, or "".
+        for name in (told["folder"], *(name for name, _ in told["files"])):
+            if os.path.isabs(name) or {"", ".", ".."} & set(name.split("/")):
+                return f"{name!r} is no path below a folder"
+        try:
+            folder = os.path.join(self.folder, told["folder"])
+            make_below(self.folder, told["folder"])
+            for name, size in told["files"]:
+                path = os.path.join(folder, name)
+                _fill(connection, path + ".coming", size)
+                os.rename(path + ".coming", path)
+        except OSError as error:
+            return f"{error.strerror or error} ({socket.gethostname()}:{self.folder})"
+        return ""
+
+
+def make_below(base, path):
+    """Makes the folder ``path`` below ``base``, which must be there: what was removed stays so."""
+    for part in path.split("/"):
+        base = os.path.join(base, part)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(base, 0o700)
+
+
+def _fill(connection, path, size):
+    buffer = memoryview(bytearray(min(_CHUNK, max(size, 1))))
+    with open(path, "wb", buffering=0) as file:
+        while size > 0:
+            count = connection.recv_into(buffer[: min(len(buffer), size)])
+            if count == 0:
+                raise ConnectionError("the connection was closed")
+            file.write(buffer[:count])
+            size -= count
+
+
+def _leave(number, frame):
+    raise SystemExit
+
+
+def remove(folder):
+    """Removes ``folder``, though ranks that are ending may still write into it: first it loses its name."""
+    gone = f"{folder}.removed"
+    with contextlib.suppress(OSError):
+        os.rename(folder, gone)
+    for _ in range(100):
+        shutil.rmtree(gone, ignore_errors=True)
+        if not os.path.lexists(gone):
+            return
+        time.sleep(0.02)
+
+
+def remove_left(place, prefix):
+    """Removes folders of keepers of this user that were killed together with their agents."""
+    for name in os.listdir(place):
+        folder = os.path.join(place, name)
+        if not name.startswith(prefix):
+            continue
+        try:
+            lock = os.open(os.path.join(folder, _LOCK), os.O_WRONLY)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # its keeper or agent is there
+            pass
+        finally:
+            os.close(lock)

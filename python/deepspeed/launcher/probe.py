@@ -1,0 +1,106 @@
+"""What an agent finds out about its host for ``deepspeed --check``, and how fast it reaches the first host."""
+
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import statistics
+import threading
+import time
+
+from deepspeed.host import cpu, devices
+from deepspeed.host.ports import port_is_free
+
+_SENT = 64 << 20
+_MOST_S = 1.0
+_CHUNK = bytes(1 << 20)
+
+
+def host_facts(folder, script, port):
+    """What a job needs of this host: versions, devices, space, and whether folder, script and port are there."""
+    found = os.path.isdir(folder)
+    if found:
+        os.chdir(folder)
+    return {
+        "torch": _torch_version(),
+        "driver": _driver_version(),
+        "gpus": len(devices.visible_gpu_ids()),
+        "cores": len(cpu.usable_cores()),
+        "memory": cpu.memory_bytes()[1],
+        "folder": found,
+        "script": not script or os.path.exists(script),
+        "disk": shutil.disk_usage(folder).free if found else 0,
+        "shm": shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,
+        "port": port_is_free(port),
+    }
+
+
+def _torch_version():
+    spec = importlib.util.find_spec("torch")
+    folder = spec.submodule_search_locations[0] if spec and spec.submodule_search_locations else ""
+    return _first(os.path.join(folder, "version.py"), r"__version__\s*=\s*[^'\"]*['\"]([^'\"]+)") if folder else ""
+
+
+def _driver_version():
+    return _first("/proc/driver/nvidia/version", r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)")
+
+
+def _first(path, pattern):
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            match = re.search(pattern, file.read())
+    except OSError:
+        return ""
+    return match[1] if match else ""
+
+
+class Echo:
+    """Answers, in threads, whoever measures the way to this host; ``port`` is where."""
+
+    def __init__(self):
+        self._server = socket.create_server(("", 0))
+        self.port = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with connection:
+            while data := connection.recv(1 << 20):
+                # A byte is sent back; of a block, the last byte alone is not zero and is sent back.
+                if data[-1]:
+                    connection.sendall(b"e")
+
+    def close(self):
+        """Nobody else is answered."""
+        self._server.close()
+
+
+def measure(address, port):
+    """``{"ms": of a message, "mb_s": of a stream}`` to an ``Echo``, or ``{"why": no connection}``."""
+    try:
+        with socket.create_connection((address, port), timeout=10.0) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            times = []
+            for _ in range(20):
+                start = time.perf_counter()
+                connection.sendall(b"e")
+                connection.recv(1)
+                times.append(time.perf_counter() - start)
+            start, sent = time.perf_counter(), 0
+            while sent < _SENT and time.perf_counter() - start < _MOST_S:
+                connection.sendall(_CHUNK)
+                sent += len(_CHUNK)
+            connection.sendall(b"e")
+            connection.recv(1)
+            return {"ms": statistics.median(times) * 500, "mb_s": sent / (time.perf_counter() - start) / 1e6}
+    except OSError as error:
+        return {"why": str(error)}

@@ -1,0 +1,197 @@
+"""What every way to reach several hosts has in common."""
+
+import os
+import sys
+from abc import ABC, abstractmethod
+
+from deepspeed.host.programs import find_program
+from deepspeed.launcher.resources import decode_world_info
+from deepspeed.launcher.words import split_words
+
+
+class MultiNodeRunner(ABC):
+    """Makes the command that starts a job on the hosts of ``world_info_base64`` (``encode_world_info``).
+
+    ``args``: the options of the program ``deepspeed``. ValueError for options that this way does not know.
+    """
+
+    program = ""  # that must be installed where the job is started
+    package = ""  # what brings it
+    uses_ssh = False
+    takes_pool = False  # whether its constructor wants the hosts and their slots
+    starts_ranks = False  # itself, instead of an agent on each host
+    one_link_per_host = False  # that carries the job over stdin and stdout; else agents connect to the head
+    passes_environment = False  # of the head to the agents
+
+    def __init__(self, args, world_info_base64):
+        self.args = args
+        self.validate_args()
+        self.user_arguments = self.parse_user_args()
+        self.user_script = args.user_script
+        self.world_info_base64 = world_info_base64
+        self.exports = {}
+
+    @property
+    def name(self):
+        """What ``--launcher`` calls it."""
+        return self.__class__.__name__
+
+    @abstractmethod
+    def get_cmd(self, environment, active_resources):
+        """The command as a list of words.
+
+        ``environment``: of the process that will run it; the exports are added to it. ``active_resources``:
+        ``{host: slots}``, as numbers of slots or as lists of them.
+        """
+
+    def backend_exists(self):
+        """Whether its program is installed here."""
+        return find_program(self.program) is not None
+
+    def add_export(self, key, var):
+        """The ranks find ``key`` with the value ``var`` in their environment."""
+        self.exports[key.strip()] = str(var)
+
+    def parse_user_args(self):
+        """The arguments of the script as words of the command."""
+        return list(self.args.user_args)
+
+    def validate_args(self):
+        """ValueError for options that this way to start a job does not know."""
+        split_words(self.args.launcher_args)
+        if self.args.ssh_port is not None and not self.uses_ssh:
+            raise ValueError(f"--ssh_port is for ssh and pdsh; --launcher {self.name} reaches hosts by itself.")
+        if self.args.slurm_comment and self.program != "srun":
+            raise ValueError(f"--slurm_comment is for --launcher slurm, and this is --launcher {self.name}.")
+
+    def why_not(self):
+        """An empty text when it can be used here, else what to install."""
+        if self.backend_exists():
+            return ""
+        return f"--launcher {self.name} needs the program {self.program!r}, which is not installed ({self.package})."
+
+    # ---- pieces of commands --------------------------------------------------------------------------------------
+    def launcher_words(self):
+        """``--launcher_args`` as words."""
+        return split_words(self.args.launcher_args)
+
+    def script_words(self, local_rank=None):
+        """The script and its arguments as a command that a rank may run; ``local_rank`` is handed to the script."""
+        words = [self.user_script]
+        if not self.args.no_python:
+            words = [sys.executable, "-u"] + (["-m"] if self.args.module else []) + words
+        if local_rank is not None and not self.args.no_local_rank:
+            words.append(f"--local_rank={local_rank}")
+        return words + self.user_arguments
+
+    def refuse_filters(self):
+        """For MPI, which reads the hostfile itself."""
+        for name in ("include", "exclude"):
+            if getattr(self.args, name):
+                raise ValueError(
+                    f"--launcher {self.name} does not support --{name}: MPI reads the hosts itself. Write a hostfile "
+                    f"with the slots to use, and name it by --hostfile."
+                )
+        if self.args.num_nodes != -1 or self.args.num_gpus != -1:
+            raise ValueError(
+                f"--launcher {self.name} does not support --num_nodes and --num_gpus: MPI reads the hosts itself. "
+                f"Write a hostfile with the slots to use, and name it by --hostfile."
+            )
+
+
+class PoolRunner(MultiNodeRunner):
+    """A runner that wants to know ``{host: slots}`` when it is made."""
+
+    takes_pool = True
+
+    def __init__(self, args, world_info_base64, resource_pool):
+        super().__init__(args, world_info_base64)
+        self.resource_pool = resource_pool
+
+
+class MPIRunner(PoolRunner):
+    """MPI starts the ranks; each runs ``deepspeed.launcher.launcher_helper``, which turns into the script.
+
+    Values of exported variables stay in the environment of mpirun: the command has their names alone.
+    """
+
+    program = "mpirun"
+    starts_ranks = True
+
+    def validate_args(self):
+        super().validate_args()
+        self.refuse_filters()
+        if self.args.log_rank_prefix:
+            raise ValueError(
+                f"--log_rank_prefix: with --launcher {self.name} the output goes through MPI, which has an option of "
+                f"its own (Open MPI: --launcher_args=--tag-output; Hydra: --launcher_args=-prepend-rank)."
+            )
+
+    def counts(self, resources=None):
+        """``{host: ranks}``."""
+        resources = self.resource_pool if resources is None else resources
+        return {host: slots if isinstance(slots, int) else len(slots) for host, slots in resources.items()}
+
+    def equal_count(self):
+        """The ranks of each host; ValueError when they differ."""
+        counts = self.counts()
+        if len(set(counts.values())) != 1:
+            shown = ", ".join(f"{host} {count}" for host, count in counts.items())
+            raise ValueError(
+                f"--launcher {self.name} needs the same number of slots on every host, and these differ: {shown}. "
+                f"Write equal numbers into the hostfile, or take --launcher openmpi or ssh."
+            )
+        return next(iter(counts.values()))
+
+    def take_exports(self, environment):
+        """Puts the exports into the environment of mpirun and returns their names."""
+        environment.update(self.exports)
+        return list(self.exports)
+
+    def rank_words(self):
+        """What MPI starts as each rank."""
+        args = self.args
+        words = [*python_words(args), "-u", "-m", "deepspeed.launcher.launcher_helper", "--launcher", self.name]
+        words += ["--world_info", self.world_info_base64]
+        for flag in ("module", "no_python", "no_local_rank", "bind_cores_to_rank"):
+            if getattr(args, flag, False):
+                words.append("--" + flag)
+        for flag in ("bind_core_list", "enable_each_rank_log"):
+            if getattr(args, flag, None) not in (None, "None", ""):
+                words.append(f"--{flag}={getattr(args, flag)}")
+        return words + [self.user_script, *self.user_arguments]
+
+
+def python_words(args):
+    """Python on a host: that of the virtual environment whose script is sourced first, else the one that runs here."""
+    if args.venv_script:
+        return ["bash", "-c", '. "$0" && exec "$@"', args.venv_script, "python"]
+    return [sys.executable or "python3"]
+
+
+def hosts_of(active_resources):
+    """The hosts as one word: ``h1,h2``."""
+    return ",".join(active_resources)
+
+
+def launch_words(runner, node_rank, *more):
+    """``python -m deepspeed.launcher.launch`` for one host, by the published flags and ``more``, up to the script."""
+    args = runner.args
+    words = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={runner.world_info_base64}"]
+    words.append(f"--node_rank={node_rank}")
+    first = next(iter(decode_world_info(runner.world_info_base64)))
+    words.append(f"--master_addr={args.master_addr or first}")
+    if args.master_port is not None:
+        words.append(f"--master_port={args.master_port}")
+    for flag in ("module", "no_python", "no_local_rank", "save_pid", "bind_cores_to_rank", "log_rank_prefix"):
+        if getattr(args, flag, False):
+            words.append("--" + flag)
+    for flag in ("enable_each_rank_log", "bind_core_list"):
+        if getattr(args, flag, None) not in (None, "None", ""):
+            words.append(f"--{flag}={getattr(args, flag)}")
+    return [*words, *more]
+
+
+def working_folder():
+    """Where the job was started; every host goes there."""
+    return os.path.abspath(".")

@@ -1,0 +1,25 @@
+"""Open MPI's mpirun."""
+
+from deepspeed.launcher.constants import OPENMPI_LAUNCHER
+from deepspeed.launcher.runners.base import MPIRunner
+
+
+class OpenMPIRunner(MPIRunner):
+    """It reads the hostfile itself; ``--launcher_args`` may name the network interface (btl_tcp_if_include)."""
+
+    package = "apt install openmpi-bin"
+
+    @property
+    def name(self):
+        return OPENMPI_LAUNCHER
+
+    def get_cmd(self, environment, active_resources):
+        given = self.launcher_words()
+        command = ["mpirun", "-n", str(sum(self.counts().values())), "-hostfile", str(self.args.hostfile)]
+        command += ["--mca", "btl", "^openib"]
+        if not any("btl_tcp_if_include" in word for word in given):
+            command += ["--mca", "btl_tcp_if_include", "eth0"]
+        command += given
+        for name in self.take_exports(environment):
+            command += ["-x", name]
+        return command + self.rank_words()

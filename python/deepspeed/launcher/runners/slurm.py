@@ -1,0 +1,43 @@
+"""Slurm's srun."""
+
+from deepspeed.launcher.constants import SLURM_LAUNCHER
+from deepspeed.launcher.runners.base import PoolRunner, hosts_of
+
+
+class SlurmRunner(PoolRunner):
+    """srun starts each rank as a task; the ranks find their place in Slurm's variables."""
+
+    program = "srun"
+    package = "apt install slurm-client"
+    passes_environment = True
+
+    @property
+    def name(self):
+        return SLURM_LAUNCHER
+
+    def base_command(self, active_resources, tasks):
+        """srun with its options, up to what each task runs. srun knows no --include: it is a list of nodes."""
+        command = ["srun", "-n", str(tasks)]
+        if self.args.slurm_comment:
+            command += ["--comment", self.args.slurm_comment]
+        command += ["--nodes", str(len(active_resources)), "--nodelist", hosts_of(active_resources)]
+        return command + self.launcher_words()
+
+    def agent_command(self, host, words):
+        """The command that starts an agent on ``host``, over stdin and stdout."""
+        return [*self.base_command([host], 1), *words]
+
+    def agents_command(self, hosts, words, environment):
+        """The command that starts an agent on each of ``hosts``, which find their names in Slurm's variables."""
+        command = self.base_command(hosts, len(hosts)) + ["--ntasks-per-node", "1", "--export", "ALL"]
+        return [*command, *words]
+
+    def get_cmd(self, environment, active_resources):
+        counts = [slots if isinstance(slots, int) else len(slots) for slots in active_resources.values()]
+        command = self.base_command(active_resources, sum(counts))
+        if len(set(counts)) == 1:
+            command += ["--ntasks-per-node", str(counts[0])]
+        if self.args.num_gpus > 0:
+            command += ["--gpus", str(self.args.num_gpus * len(counts))]
+        environment.update(self.exports)
+        return command + ["--export", ",".join(["ALL", *self.exports]), *self.script_words()]

@@ -1,0 +1,170 @@
+"""Ranks of an elastic job that start again do so from a process which has imported torch and deepspeed before.
+
+The agent starts that process when the first ranks have run for some seconds. When ranks are to start again, it forks
+the supervisor, which becomes a child of the agent, and forks the ranks. A round whose ranks have other variables than
+those before, beside their places, or are no Python scripts, starts as the first one did; so it does with
+``DS_ELASTIC_WARM_S`` below 0.
+"""
+
+import gc
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+
+from deepspeed.host.launcher_messages import SOCKET_VARIABLE
+from deepspeed.launcher import linux
+from deepspeed.launcher.errors import LaunchError
+from deepspeed.launcher.forked_script import is_script
+from deepspeed.launcher.launch import FORWARDED, be_supervisor
+from deepspeed.registry import load_target
+
+_VARIABLE = "DS_ELASTIC_WARM_S"
+_DELAY_S = 5.0  # after the start of ranks, which need the cores more
+_ANSWER_S = 10.0
+_SIZE = struct.Struct(">Q")
+# What may differ between rounds: nobody reads it while modules are imported.
+_VARIES = {
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "TORCHELASTIC_RESTART_COUNT", SOCKET_VARIABLE,
+}  # fmt: skip
+
+
+def _common(environment):
+    return {name: value for name, value in environment.items() if name not in _VARIES}
+
+
+def _delay_s(environment):
+    text = environment.get(_VARIABLE, "")
+    try:
+        return float(text) if text else _DELAY_S
+    except ValueError:
+        raise LaunchError(f"the environment variable {_VARIABLE} is {text!r}; it is a number of seconds.") from None
+
+
+class WarmStart:
+    """The agent's side. ``pid``: of the process, 0 while there is none."""
+
+    def __init__(self):
+        self._process = self._connection = self._variables = self._due = None
+        self._ready = False
+
+    @property
+    def pid(self):
+        return 0 if self._process is None else self._process.pid
+
+    def expect(self, plan):
+        """A round is about to start."""
+        if self._process is None and all(map(is_script, plan.commands)):
+            delay = _delay_s(plan.environments[0])
+            self._due = None if delay < 0 else time.monotonic() + delay
+
+    def turn(self, plan):
+        """While ranks run."""
+        if self._due is None or time.monotonic() < self._due:
+            return
+        self._due, self._variables = None, _common(plan.environments[0])
+        self._connection, theirs = socket.socketpair()
+        agent = os.getpid()
+        command = [sys.executable, "-u", "-m", "deepspeed.launcher.warm_start", str(theirs.fileno())]
+        quiet = subprocess.DEVNULL
+        self._process = subprocess.Popen(
+            command, env=self._variables, stdin=quiet, stdout=quiet, stderr=quiet, pass_fds=(theirs.fileno(),),
+            start_new_session=True, preexec_fn=lambda: linux.die_with_parent(agent),
+        )  # fmt: skip
+        theirs.close()
+
+    def fits(self, plan):
+        """Whether it is there, and right for the ranks of ``plan``; one that is not is ended."""
+        if self._process is None:
+            return False
+        same = all(_common(environment) == self._variables for environment in plan.environments)
+        try:
+            self._connection.setblocking(False)
+            self._ready = self._ready or self._connection.recv(1) == b"1"
+        except BlockingIOError:
+            if same:  # it is still importing
+                return False
+        fits = self._ready and same and all(map(is_script, plan.commands))
+        if not fits:
+            self.close()
+        return fits
+
+    def fork_supervisor(self, plan, streams):
+        """The process that runs ``plan``, a child of this one; None when that was not possible. ``streams``: its stdin,
+        stdout, stderr."""
+        data = pickle.dumps((plan, os.getpid()))
+        try:
+            self._connection.settimeout(_ANSWER_S)
+            socket.send_fds(self._connection, [_SIZE.pack(len(data))], [*streams, plan.report_fd])
+            self._connection.sendall(data)
+            return _SIZE.unpack(_exactly(self._connection, _SIZE.size))[0]
+        except OSError:
+            self.close()
+            return None
+
+    def close(self):
+        """Ends the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._connection.close()
+        self.__init__()
+
+
+def _exactly(connection, size):
+    data = b""
+    while len(data) < size:
+        more = connection.recv(size - len(data))
+        if not more:
+            raise ConnectionError("the connection was closed")
+        data += more
+    return data
+
+
+# ---- in the process ------------------------------------------------------------------------------------------------
+def main():
+    """Imports what a training script needs, then forks a supervisor for each plan that comes."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    load_target("deepspeed.engine.initialize:initialize")
+    kept = {int(fd) for fd in os.listdir("/proc/self/fd")} - {connection.fileno()}
+    gc.collect()
+    gc.freeze()  # what all ranks share stays shared
+    connection.sendall(b"1")
+    while True:
+        size, fds, _, _ = socket.recv_fds(connection, _SIZE.size, 4)
+        if not size:
+            return
+        plan, agent = pickle.loads(_exactly(connection, _SIZE.unpack(size)[0]))
+        between = os.fork()
+        if between == 0:
+            _fork_supervisor(connection, plan, agent, fds, kept)
+        os.waitpid(between, 0)
+        for fd in fds:
+            os.close(fd)
+
+
+def _fork_supervisor(connection, plan, agent, fds, kept):
+    if os.fork() != 0:
+        os._exit(0)  # so that its child becomes one of the agent, which adopts orphans
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until the supervisor is ready for them
+    limit = time.monotonic() + _ANSWER_S
+    while os.getppid() != agent:
+        if time.monotonic() > limit:  # it has ended
+            os._exit(1)
+        time.sleep(0.0005)
+    for number, fd in enumerate(fds[:3]):
+        os.dup2(fd, number)
+        os.close(fd)
+    plan.report_fd, plan.forks, plan.kept_fds = fds[3], True, kept
+    connection.sendall(_SIZE.pack(os.getpid()))
+    connection.close()
+    be_supervisor(plan, agent)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Output of many hosts on its way to the terminal, in a thread: a terminal that is held (Ctrl-S) must not stop the
+heartbeats of the job."""
+
+import os
+import queue
+import threading
+
+from deepspeed.launcher.output import write_all
+
+MOST_WAITING = 4 << 20
+
+
+class Writer:
+    """``backlog``: bytes that wait. ``broken``: nobody reads any more."""
+
+    def __init__(self):
+        self.backlog = 0
+        self.broken = False
+        self._queue = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def write(self, fd, data):
+        """Hands over ``data`` for ``fd``."""
+        with self._lock:
+            self.backlog += len(data)
+        self._queue.put((fd, data))
+
+    def finish(self):
+        """Waits until all is written."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self):
+        while (item := self._queue.get()) is not None:
+            fd, data = item
+            try:
+                if not self.broken:
+                    write_all(fd, data)
+            except OSError:
+                self.broken = True
+            with self._lock:
+                self.backlog -= len(data)
+
+
+def write_error(text):
+    """Shows a sentence of the launcher itself."""
+    os.write(2, text.encode("utf-8", "replace"))

@@ -1,0 +1,5 @@
+"""Mixture of experts: layers of which each token uses only the experts that a gate chooses for it."""
+
+from deepspeed.registry import lazy_package
+
+__getattr__, __dir__ = lazy_package(__name__)

@@ -1,0 +1,60 @@
+"""Plans of routes on the device of the choices, for GPUs: the host does not wait for the device.
+
+The same answers as csrc/plan/route_plan.h, which the host makes; but a choice that is no expert's is dropped, since
+nobody looks at it here: logits that are no numbers make weights that are none.
+"""
+
+import torch
+
+_STABLE = {"dim": 0, "stable": True}
+
+
+class DevicePlan:
+    """``_native._C.RoutePlan`` with a capacity, by sorts on the device. ``wanted`` and ``kept`` are tensors there."""
+
+    def __init__(self, experts, num_experts, capacity, choices_first=False, priority=None):
+        self.shape, self.num_experts = experts.shape, num_experts
+        tokens, k = experts.shape
+        # Choices in the order in which they come; those that go nowhere get a number behind all experts.
+        by_order = (lambda t: t.t().reshape(-1)) if choices_first else (lambda t: t.reshape(-1))
+        chosen = by_order(experts).long()
+        chosen = torch.where(chosen < 0, num_experts, chosen)
+        self.wanted = self._count(chosen)[:-1]
+        if priority is None:
+            stays = self._places(chosen) < capacity
+        else:
+            ranked = by_order(priority.float()).argsort(descending=True, **_STABLE)
+            stays = torch.empty_like(chosen, dtype=torch.bool)
+            stays[ranked] = self._places(chosen[ranked]) < capacity
+        chosen = torch.where(stays, chosen, num_experts)
+        self.kept = self._count(chosen)[:-1]
+        location = torch.where(chosen < num_experts, self._places(chosen), -1)
+        back = (lambda t: t.view(k, tokens).t().contiguous()) if choices_first else (lambda t: t.view(tokens, k))
+        self._location, self._experts = back(location), back(chosen)
+
+    def _count(self, chosen):
+        """How many have chosen each expert, and how many none."""
+        counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=chosen.device)
+        return counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+
+    def _places(self, chosen):
+        """How many before each one have chosen the same."""
+        order, counts = chosen.argsort(**_STABLE), self._count(chosen)
+        starts = counts.cumsum(0) - counts
+        places = torch.empty_like(chosen)
+        places[order] = torch.arange(len(chosen), device=chosen.device) - starts[chosen[order]]
+        return places
+
+    def location(self):
+        return self._location.to(torch.int32)
+
+    def slots(self, capacity):
+        slots = torch.where(self._location >= 0, self._experts * capacity + self._location, -1)
+        return slots.to(torch.int32)
+
+    def sources(self, capacity):
+        slots = self.slots(capacity).reshape(-1).long()
+        rows = self.num_experts * capacity
+        sources = torch.full((rows + 1,), -1, dtype=torch.int32, device=slots.device)
+        numbers = torch.arange(len(slots), dtype=torch.int32, device=slots.device)
+        return sources.scatter(0, torch.where(slots < 0, rows, slots), numbers)[:rows]

@@ -1,0 +1,151 @@
+"""How tokens choose experts: the published gating functions, over the native gate and plans of routes."""
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.moe.routes import Routes, capacity_of
+from deepspeed.moe.rows import gate
+
+NOISE = (None, "None", "Jitter", "RSample")
+
+
+def multiplicative_jitter(x, device=None, epsilon=1e-2):
+    """``x`` times numbers between 1 - epsilon and 1 + epsilon; ``x`` itself where epsilon is 0."""
+    return x if epsilon == 0 else x * torch.empty_like(x).uniform_(1.0 - epsilon, 1.0 + epsilon)
+
+
+def gumbel_rsample(shape, device):
+    """Numbers of the standard Gumbel distribution: the largest of logits plus these is a sample of their softmax."""
+    return -torch.empty(shape, device=device).exponential_().log()
+
+
+def _scores(logits, bias, noise):
+    """By what experts are chosen: the logits, with noise and a bias of each expert; None: by the logits alone."""
+    scores = None if bias is None else logits.detach() + bias
+    if noise != "RSample":
+        return scores
+    return (logits.detach() if scores is None else scores) + gumbel_rsample(logits.shape, logits.device)
+
+
+def route_top1(logits, capacity_factor, min_capacity, used_token=None, noise=None, drop=True, bias=None, random=True):
+    """One expert for each token. ``random``: which tokens an expert keeps is drawn, else the first ones."""
+    select = _scores(logits, bias, noise)
+    probs, experts = gate(logits, 1, select)
+    experts = _used(experts, used_token)
+    capacity = capacity_of(len(logits), logits.shape[1], capacity_factor, min_capacity) if drop else None
+    priority = torch.rand(experts.shape, device=logits.device) if random and drop else None
+    routes = Routes(experts, probs, capacity, priority)
+    routes.l_aux = routes.balance_loss()
+    return routes
+
+
+def route_top2(
+    logits, capacity_factor, min_capacity, used_token=None, noise=None, drop=True, bias=None, sample_second=True
+):
+    """Two experts for each token. ``sample_second``: the second one is a sample of what is left, else the next best."""
+    select = _scores(logits, bias, noise)
+    if sample_second:
+        first = (logits if select is None else select).argmax(1, keepdim=True)
+        select = _scores(logits, bias, "RSample").scatter(1, first, float("inf"))
+    probs, experts = gate(logits, 2, select)
+    experts = _used(experts, used_token)
+    capacity = capacity_of(len(logits), logits.shape[1], capacity_factor * 2, min_capacity) if drop else None
+    routes = Routes(experts, probs, capacity, choices_first=True, normalize=True)
+    first = experts[:, 0].long()
+    routes.counted = torch.bincount(first[first >= 0], minlength=logits.shape[1])
+    routes.l_aux = routes.balance_loss()
+    return routes
+
+
+def route_topk(
+    logits, k, capacity_factor, min_capacity, used_token=None, noise=None, drop=True, bias=None, policy="probs"
+):
+    """k experts for each token. ``policy``: an expert keeps those with the largest probability ("probs") or the first
+    ones ("position")."""
+    if policy not in ("probs", "position"):
+        raise ValueError(f"Invalid drop_policy: {policy}; it is 'probs' or 'position'")
+    probs, experts = gate(logits, k, _scores(logits, bias, noise))
+    experts = _used(experts, used_token)
+    capacity = capacity_of(len(logits), logits.shape[1], capacity_factor * k, min_capacity) if drop else None
+    by_probs = drop and policy == "probs"
+    priority = probs.detach().gather(1, experts.long().clamp(min=0)) if by_probs else None
+    routes = Routes(experts, probs, capacity, priority, normalize=True)
+    routes.loss_scale = 1 / k
+    routes.l_aux = routes.balance_loss()
+    return routes
+
+
+def _used(experts, used_token):
+    """Tokens that do not count go nowhere."""
+    if used_token is None:
+        return experts
+    unused = used_token.reshape(-1, 1).to(experts.device) == 0
+    return experts.masked_fill(unused & (experts >= 0), -1)
+
+
+def top1gating(
+    logits,
+    capacity_factor,
+    min_capacity,
+    used_token=None,
+    noisy_gate_policy=None,
+    drop_tokens=True,
+    use_rts=True,
+    ep_group=None,
+    sparse_routes=False,
+    use_tutel=False,
+):
+    """``(l_aux, combine weights, dispatch mask, rows that each expert was chosen for)``, the second and the third
+    of shape [tokens, experts, capacity]. See ``_published`` for ``sparse_routes`` and ``use_tutel``."""
+    routes = route_top1(
+        logits.float(), capacity_factor, min_capacity, used_token, noisy_gate_policy, drop_tokens, random=use_rts
+    )
+    return _published(routes, ep_group, sparse_routes or use_tutel)
+
+
+def top2gating(
+    logits,
+    capacity_factor,
+    min_capacity,
+    drop_tokens=True,
+    ep_group=None,
+    top2_2nd_expert_sampling=True,
+    sparse_routes=False,
+):
+    """As ``top1gating``, two experts for each token; their weights add up to 1."""
+    routes = route_top2(
+        logits.float(), capacity_factor, min_capacity, drop=drop_tokens, sample_second=top2_2nd_expert_sampling
+    )
+    return _published(routes, ep_group, sparse_routes)
+
+
+def topkgating(
+    logits,
+    k,
+    capacity_factor,
+    min_capacity,
+    drop_tokens=True,
+    ep_group=None,
+    drop_policy="probs",
+    sparse_routes=False,
+):
+    """As ``top1gating``, k experts for each token; their weights add up to 1."""
+    routes = route_topk(logits.float(), k, capacity_factor, min_capacity, drop=drop_tokens, policy=drop_policy)
+    return _published(routes, ep_group, sparse_routes)
+
+
+def _published(routes, ep_group, sparse):
+    """The tuple of the gating functions. ``sparse``: ``(l_aux, capacity, experts, [expert of each token], [its place
+    there], [its weight], counts)`` with an entry for each of the k choices; expert -1: dropped."""
+    capacity = routes.capacity
+    if capacity is None:  # as many rows as the busiest expert of all ranks has
+        largest = routes.exp_counts.max().reshape(1)
+        if ep_group is not None:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=ep_group)
+        capacity = int(largest)
+    if not sparse:
+        return routes.l_aux, *routes.masks(capacity), routes.exp_counts
+    locations = routes.locations()
+    experts = routes.experts.long().masked_fill(locations < 0, -1)
+    columns = [list(t.unbind(1)) for t in (experts, locations.clamp(min=0), routes.weights())]
+    return routes.l_aux, capacity, routes.num_experts, *columns, routes.exp_counts

@@ -1,0 +1,132 @@
+"""All experts of a rank in one go: their linear layers as products of many groups, without padding."""
+
+import operator
+
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from deepspeed.moe.rows import ops
+
+# What treats each number by itself, whichever expert's row it is in.
+_MODULES = (
+    nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Mish, nn.Hardswish,
+    nn.Identity, nn.Dropout,
+)  # fmt: skip
+_FUNCTIONS = {
+    operator.add, operator.mul, operator.sub, torch.add, torch.mul, torch.relu, torch.tanh, torch.sigmoid,
+    F.relu, F.gelu, F.silu, F.tanh, F.sigmoid, F.leaky_relu, F.elu,
+}  # fmt: skip
+_METHODS = {"relu", "tanh", "sigmoid", "mul", "add", "sub"}
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, rows, biased, *params):
+        weights, biases = params[: len(rows)], params[len(rows) :]
+        ctx.save_for_backward(x, *weights)
+        ctx.rows, ctx.biased = rows, biased
+        return ops().grouped_linear(x, rows, list(weights), list(biases))
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, *weights = ctx.saved_tensors
+        wants_x, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
+        wants_weights, wants_biases = any(wants[: len(weights)]), any(wants[len(weights) :])
+        to_x, to_weights, to_biases = ops().grouped_linear_grads(
+            x, grad, ctx.rows, weights, wants_x, wants_weights, wants_biases
+        )
+        nothing = [None] * len(weights)
+        biases = (to_biases if wants_biases else nothing) if ctx.biased else []
+        return to_x, None, None, *(to_weights if wants_weights else nothing), *biases
+
+
+class _StackedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, rows, weight):
+        ctx.save_for_backward(x, weight)
+        ctx.rows = rows
+        return ops().grouped_linear(x, rows, list(weight.detach().unbind(0)), [])
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        wants_x, _, wants_weight = ctx.needs_input_grad
+        to_x, to_weight, _ = ops().grouped_linear_grads(
+            x, grad, ctx.rows, list(weight.detach().unbind(0)), wants_x, wants_weight, False, stacked=True
+        )
+        return to_x, None, to_weight[0] if wants_weight else None
+
+
+def stacked_product(x, rows, weight):
+    """The next ``rows[g]`` rows of ``x`` times ``weight[g]`` [out, in], turned, for all g; ``weight`` is one tensor."""
+    return _StackedLinear.apply(x, rows, weight)
+
+
+def grouped_product(x, rows, weights, biases=()):
+    """The next ``rows[g]`` rows of ``x`` times ``weights[g]`` [out, in], turned, plus ``biases[g]``."""
+    return _GroupedLinear.apply(x, rows, len(biases) > 0, *weights, *biases)
+
+
+def grouped_linear(x, rows, layers):
+    """The next ``rows[g]`` rows of ``x`` through ``layers[g]``; the layers are linear and of one shape."""
+    biases = [layer.bias for layer in layers] if layers[0].bias is not None else ()
+    return grouped_product(x, rows, [layer.weight for layer in layers], biases)
+
+
+class _Result(int):
+    """The number of the step whose result stands here."""
+
+
+def steps_of(expert):
+    """What ``expert`` computes, as ``(kind, target, args, kwargs)``, where it is made of linear layers and of what
+    treats each number by itself; else None."""
+    try:
+        graph = fx.Tracer().trace(expert)
+    except Exception:  # tracing runs the module on stand-ins: whatever goes wrong, it is not one of these
+        return None
+    modules, numbers, steps = dict(expert.named_modules()), {}, []
+    for node in graph.nodes:
+        if not _fits(node, modules):
+            return None
+        args, kwargs = (fx.node.map_arg(given, lambda n: _Result(numbers[n])) for given in (node.args, node.kwargs))
+        numbers[node] = len(steps)
+        steps.append((node.op, node.target, args, kwargs))
+    return steps if sum(kind == "placeholder" for kind, *_ in steps) == 1 else None
+
+
+def _fits(node, modules):
+    if node.op == "placeholder":
+        return not node.args
+    if node.op == "output":
+        return isinstance(node.args[0], fx.Node)
+    if node.op == "call_module":
+        kind = type(modules[node.target])
+        return kind is nn.Linear or kind in _MODULES
+    return (
+        node.op == "call_function" and node.target in _FUNCTIONS or node.op == "call_method" and node.target in _METHODS
+    )
+
+
+def run_grouped(experts, steps, x, rows):
+    """The next ``rows[e]`` rows of ``x`` through ``experts[e]``, for all e. ``steps``: of ``steps_of`` one of them."""
+    results = []
+
+    def known(a):
+        return results[a] if isinstance(a, _Result) else a
+
+    for kind, target, args, kwargs in steps:
+        args, kwargs = (fx.node.map_aggregate(given, known) for given in (args, kwargs))
+        if kind == "placeholder":
+            results.append(x)
+        elif kind == "output":
+            return args[0]
+        elif kind == "call_module":
+            layers = [expert.get_submodule(target) for expert in experts]
+            linear = isinstance(layers[0], nn.Linear)
+            results.append(grouped_linear(args[0], rows, layers) if linear else layers[0](*args, **kwargs))
+        elif kind == "call_function":
+            results.append(target(*args, **kwargs))
+        else:
+            results.append(getattr(args[0], target)(*args[1:], **kwargs))
+    raise AssertionError("a traced module ends with its output")

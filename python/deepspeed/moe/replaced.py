@@ -1,0 +1,86 @@
+"""Parameters of experts that have taken the place of others, once it was known which ranks share the experts: those
+know them by their attribute ``ds_replaced_by``, a tuple."""
+
+import torch
+
+from deepspeed.zero import sharded_parameter as sharding
+from deepspeed.zero.gathered import GatheredParameters
+from deepspeed.zero.param_ranks import ranks_of
+
+
+def _is_sharded_over_all(param):
+    return param is not None and sharding.is_sharded(param) and ranks_of(param) is None
+
+
+@torch.no_grad()
+def share_anew(experts, copies):
+    """Parameters of the module ``experts`` that ``zero.Init`` has sharded over all ranks become shards over the ranks
+    of the group ``copies``, which have the same experts. Every rank calls it."""
+    held = [
+        (module, name)
+        for module in experts.modules()
+        for name, param in module._parameters.items()
+        if _is_sharded_over_all(param)
+    ]
+    if not held:
+        return
+    access, made = sharding.ShardAccess.of_group(copies, copies), {}
+    for module, name in held:
+        old = module._parameters[name]
+        if id(old) not in made:
+            with GatheredParameters([old]):
+                new = torch.nn.Parameter(old.detach().clone(), requires_grad=old.requires_grad)
+            for key, value in vars(old).items():
+                if not key.lstrip("_").startswith("ds_") or key == "ds_z3_leaf_count":
+                    setattr(new, key, value)
+            sharding.shard(new, access, old.ds_handle.name)
+            access.gatherer.acquire([new.ds_handle])
+            access.gatherer.release([new.ds_handle])
+            old.ds_replaced_by = (new,)
+            made[id(old)] = old  # lives as long as its number counts
+        module._parameters[name] = old.ds_replaced_by[0]
+
+
+def trained_instead(model_parameters):
+    """What a script gives to be optimised, parameters or groups of them, with the parameters that have taken the place
+    of some. ValueError where one has taken the place of parameters of two groups."""
+    if model_parameters is None or not isinstance(model_parameters, (list, tuple)):
+        return model_parameters  # a generator asks the model when it is asked
+    seen = {}
+    if model_parameters and isinstance(model_parameters[0], dict):
+        groups = list(model_parameters)
+        return [{**group, "params": _instead(group["params"], seen, number)} for number, group in enumerate(groups)]
+    return _instead(model_parameters, seen, 0)
+
+
+def replace_in_optimizer(optimizer):
+    """The same in the groups of an optimizer, which must not have made a step."""
+    seen = {}
+    for number, group in enumerate(optimizer.param_groups):
+        gone = [param for param in group["params"] if hasattr(param, "ds_replaced_by")]
+        if any(param in optimizer.state for param in gone):
+            raise ValueError(
+                "the optimizer has states of experts' parameters whose place others have taken (expert_parallel, "
+                "zero.Init): pass one that has made no step, and load a checkpoint afterwards"
+            )
+        if gone:
+            group["params"] = _instead(group["params"], seen, number)
+
+
+def _instead(params, seen, number):
+    found = []
+    for given in [params] if torch.is_tensor(params) else params:
+        old = given[1] if isinstance(given, tuple) else given
+        new = getattr(old, "ds_replaced_by", None)
+        if new is None:
+            found.append(given)
+            continue
+        for param in new:
+            if id(param) not in seen:
+                found.append(param)
+            if seen.setdefault(id(param), number) != number:
+                raise ValueError(
+                    f"experts of one layer are in the parameter groups {seen[id(param)]} and {number}; with "
+                    "expert_parallel they are one parameter for each of their weights: put them into one group"
+                )
+    return found

@@ -1,0 +1,101 @@
+"""Rows of tokens on their way to experts and back: autograd over the kernels of csrc/kernels/routes.h.
+
+An *assignment* is one choice of a token: number token * k + choice. ``sources`` says which assignment each row has (-1:
+none, the row is zeros), ``slots`` [tokens, k] which row each assignment has (-1: none).
+"""
+
+import functools
+
+import torch
+
+from deepspeed import _native
+
+
+@functools.lru_cache(maxsize=4)
+def _ops_of(threads):
+    return _native._C.RouteOps(threads)
+
+
+def ops():
+    """The kernels, on as many threads as torch's."""
+    return _ops_of(torch.get_num_threads())
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens, sources, slots):
+        ctx.save_for_backward(slots)
+        return ops().permute_rows(tokens, sources, divisor=slots.shape[1])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ops().combine_rows(grad, *ctx.saved_tensors), None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, weights, sources, slots):
+        ctx.save_for_backward(rows, weights, sources, slots)
+        return ops().combine_rows(rows, slots, weights)
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, weights, sources, slots = ctx.saved_tensors
+        wants_rows, wants_weights = ctx.needs_input_grad[:2]
+        to_rows = ops().permute_rows(grad, sources, slots.shape[1], weights) if wants_rows else None
+        to_weights = ops().dot_rows(rows, grad, slots).to(weights.dtype) if wants_weights else None
+        return to_rows, to_weights, None, None
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, k, select):
+        probs, index = ops().topk_gate(logits, k, select)
+        ctx.save_for_backward(probs)
+        ctx.mark_non_differentiable(index)
+        return probs, index
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        (probs,) = ctx.saved_tensors
+        scaled = grad * probs
+        return scaled - probs * scaled.sum(-1, keepdim=True), None, None
+
+
+class _AddLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output, loss, scale):
+        ctx.scale, ctx.like = scale, (loss.shape, loss.dtype, loss.device)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, grad):
+        shape, dtype, device = ctx.like
+        return grad, torch.full(shape, ctx.scale(), dtype=dtype, device=device), None
+
+
+def add_loss(output, loss, scale):
+    """``output``, whose backward is that of ``scale()`` times ``loss``, too: for a loss that nobody hands on."""
+    return _AddLoss.apply(output, loss, scale)
+
+
+def dispatch_rows(tokens, sources, slots):
+    """A row for each entry of ``sources``: the token of that assignment."""
+    return _Dispatch.apply(tokens, sources, slots)
+
+
+def combine_rows(rows, weights, sources, slots):
+    """For each token the sum of its rows, times their weights [tokens, k]."""
+    return _Combine.apply(rows, weights, sources, slots)
+
+
+def reorder_rows(rows, order):
+    """``rows[order]`` for a permutation ``order``."""
+    inverse = torch.empty_like(order)
+    inverse[order.long()] = torch.arange(len(order), dtype=order.dtype, device=order.device)
+    return _Dispatch.apply(rows, order, inverse.unsqueeze(1)), inverse
+
+
+def gate(logits, k, select=None):
+    """``(softmax of logits, the k largest of them or of select)``; int32 numbers, -2 in rows with a nan."""
+    return _Gate.apply(logits, k, select)

@@ -1,0 +1,349 @@
+"""The gate and the layer behind ``deepspeed.moe.layer.MoE``, under the published import path.
+
+A forward: the gate gives each token its experts (``Routes``); rows are made of tokens, travel to the ranks that have
+the experts, run through them, travel back and are added up, times their weights. With ``drop_tokens`` an expert takes
+``capacity`` rows of each rank, and what travels is padded to that (``_AllToAll``); without, exactly the rows that were
+chosen travel (``exchange.Journey``) and experts run as one grouped product.
+"""
+
+import copy
+
+import torch
+from torch.nn import functional as F
+
+from deepspeed import comm as dist
+from deepspeed.log import warning_once
+from deepspeed.moe.errors import fail
+from deepspeed.moe.exchange import Journey, PaddedJourney, _AllToAll, named
+from deepspeed.moe.gating import (  # noqa: F401
+    NOISE,
+    gumbel_rsample,
+    multiplicative_jitter,
+    route_top1,
+    route_top2,
+    route_topk,
+    top1gating,
+    top2gating,
+    topkgating,
+)
+from deepspeed.moe.mappings import drop_tokens, gather_tokens, tensor_ranks
+from deepspeed.moe.routes import Routes, capacity_of
+from deepspeed.moe.rows import add_loss, combine_rows, dispatch_rows
+from deepspeed.moe.statistics import LayerStatistics
+from deepspeed.utils import groups
+from deepspeed.zero.sharded_parameter import is_sharded
+
+_OWN_EXCHANGE = _AllToAll
+TUTEL_INSTALLED = False  # routing is done by kernels of our own
+
+
+def einsum(rule, a, b):
+    """``torch.einsum`` of two tensors."""
+    return torch.einsum(rule, a, b)
+
+
+def _capacity(gates, capacity_factor, min_capacity):
+    """Rows that an expert takes of ``gates`` [tokens, experts], as a tensor."""
+    tokens, experts = gates.shape
+    return torch.tensor(capacity_of(tokens, experts, round(float(capacity_factor), 6), int(min_capacity)))
+
+
+def _one_hot_to_float(x, num_classes):
+    """``torch.nn.functional.one_hot`` in floating point."""
+    return F.one_hot(x, num_classes=num_classes).float()
+
+
+def _top_idx(source, k):
+    """The places of the ``k`` largest along the first dimension."""
+    return torch.topk(source, k=k, dim=0)[1]
+
+
+def _route_slots(indices, locations, num_experts, capacity):
+    """The row ``expert * capacity + place`` of each choice; -1 for one that was dropped: no expert, or no place there.
+
+    ``indices`` and ``locations`` are what ``sparse_routes`` of the gating functions gives, a list of tensors [tokens]
+    for each choice or one tensor; so is the result.
+    """
+    if not torch.is_tensor(indices):
+        return [_route_slots(i, place, num_experts, capacity) for i, place in zip(indices, locations, strict=True)]
+    kept = (indices >= 0) & (indices < num_experts) & (locations >= 0) & (locations < capacity)
+    return torch.where(kept, indices * capacity + locations, torch.full_like(indices, -1))
+
+
+def _stacked(choices):
+    """[tokens, k] of a list of [tokens]."""
+    if not torch.is_tensor(choices):
+        return torch.stack(list(choices), dim=1)
+    return choices.unsqueeze(1) if choices.dim() == 1 else choices
+
+
+def _sparse_encode(reshaped_input, slots, num_experts, capacity):
+    """Tokens [tokens, width] in the rows of their experts: [experts, capacity, width], zeros where there is none."""
+    slots = _stacked(slots)
+    return dispatch_rows(reshaped_input, _sources(slots, num_experts * capacity), slots.to(torch.int32)).reshape(
+        num_experts, capacity, -1
+    )
+
+
+def _sparse_decode(expert_output, slots, gates, num_tokens):
+    """For each of ``num_tokens`` tokens the sum of its rows of ``expert_output``, times ``gates``."""
+    slots, rows = _stacked(slots), expert_output.reshape(-1, expert_output.shape[-1])
+    weights = _stacked(gates)
+    return combine_rows(rows, weights, _sources(slots, len(rows)), slots.to(torch.int32))[:num_tokens]
+
+
+def _sources(slots, rows):
+    """Which choice each row has; -1: none."""
+    sources = torch.full((rows,), -1, dtype=torch.int32, device=slots.device)
+    flat = slots.reshape(-1).long()
+    kept = flat >= 0
+    sources[flat[kept]] = torch.arange(len(flat), dtype=torch.int32, device=slots.device)[kept]
+    return sources
+
+
+class TopKGate(torch.nn.Module):
+    """Which experts a token goes to: the ``k`` with the largest of ``wg``'s outputs, in fp32.
+
+    Noise, and the draw of the tokens that a full expert keeps (``use_rts``, k = 1), belong to training: in evaluation
+    the same tokens go the same way.
+
+    ``balance``: "aux", by the auxiliary loss, or "bias": each expert has a bias that counts where experts are chosen
+    and nowhere else, the engine moves it after each step (``move_bias``), and there is no auxiliary loss.
+    ``aux_scope``: the loss looks at the tokens of this "rank", or at those of all data-parallel ranks, "batch".
+    ``z_loss_coeff``: so much of the mean squared log of the softmax's denominator is added to the loss, which keeps
+    logits small.
+    """
+
+    def __init__(
+        self,
+        model_dim,
+        num_experts,
+        k=1,
+        capacity_factor=1.0,
+        eval_capacity_factor=1.0,
+        min_capacity=8,
+        noisy_gate_policy=None,
+        drop_tokens=True,
+        use_rts=True,
+        ep_group=None,
+        top2_2nd_expert_sampling=True,
+        balance="aux",
+        aux_scope="rank",
+        z_loss_coeff=0.0,
+    ):
+        super().__init__()
+        if balance not in ("aux", "bias"):
+            fail("", f"balance={balance!r}: it is 'aux' or 'bias'")
+        if aux_scope not in ("rank", "batch"):
+            fail("", f"aux_scope={aux_scope!r}: it is 'rank' or 'batch'")
+        if not 1 <= k <= num_experts:
+            fail("", f"k={k}: a token goes to at least one and at most all num_experts={num_experts} experts")
+        self.wg = torch.nn.Linear(model_dim, num_experts, bias=False)
+        self.ep_group = ep_group
+        self.k = k
+        self.capacity_factor = capacity_factor
+        self.eval_capacity_factor = eval_capacity_factor
+        self.min_capacity = min_capacity
+        self.noisy_gate_policy = noisy_gate_policy
+        self.drop_tokens = drop_tokens
+        self.use_rts = use_rts
+        self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
+        self.balance, self.aux_scope, self.z_loss_coeff = balance, aux_scope, z_loss_coeff
+        self.register_buffer("expert_bias", torch.zeros(num_experts) if balance == "bias" else None)
+
+    def _set_ep_group(self, ep_group):
+        self.ep_group = ep_group
+
+    def forward(self, input, used_token=None, use_tutel=False):
+        """``(l_aux, combine weights, dispatch mask, counts)`` as the gating functions give them."""
+        routes = self.route(input, used_token)
+        capacity = routes.capacity
+        if capacity is None:
+            largest = routes.exp_counts.max().reshape(1)
+            if self.ep_group is not None:
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.ep_group)
+            capacity = int(largest)
+        return routes.l_aux, *routes.masks(capacity), routes.exp_counts
+
+    def route(self, input, used_token=None):
+        """The ``Routes`` of tokens [tokens, model_dim]. ``used_token`` [tokens]: 0 for those that go nowhere."""
+        noise = self.noisy_gate_policy if self.training else None
+        x = input.float()
+        if noise == "Jitter":
+            x = multiplicative_jitter(x, device=input.device)
+        with torch.autocast(input.device.type, enabled=False):
+            logits = F.linear(x, self.wg.weight.float())
+        factor = self.capacity_factor if self.training else self.eval_capacity_factor
+        bias = None if self.expert_bias is None else self.expert_bias.float()
+        common = (factor, self.min_capacity, used_token, noise, self.drop_tokens, bias)
+        if self.k == 1:
+            routes = route_top1(logits, *common, random=self.use_rts and self.training)
+        elif self.k == 2:
+            routes = route_top2(logits, *common, sample_second=self.top2_2nd_expert_sampling and self.training)
+        else:
+            routes = route_topk(logits, self.k, *common)
+        routes.l_aux = self._loss(routes, logits)
+        return routes
+
+    def _loss(self, routes, logits):
+        loss = routes.l_aux
+        if self.balance == "bias":
+            loss = logits.new_zeros(())
+        elif self.aux_scope == "batch" and self.training and dist.is_initialized():
+            loss = routes.balance_loss(groups.get_data_parallel_group())
+        if self.z_loss_coeff:
+            loss = loss + self.z_loss_coeff * torch.logsumexp(logits, 1).square().sum() / max(len(logits), 1)
+        return loss
+
+    @torch.no_grad()
+    def move_bias(self, counts, rate):
+        """Experts that more tokens than the mean have chosen become less likely, the others more. ``counts``: rows of
+        each expert over all ranks."""
+        counts = torch.as_tensor(counts, dtype=torch.float32, device=self.expert_bias.device)
+        self.expert_bias += (rate * torch.sign(counts.mean() - counts)).to(self.expert_bias.dtype)
+
+
+class MOELayer(torch.nn.Module):
+    """A gate and experts. Afterwards ``l_aux`` and ``exp_counts`` are those of the last forward.
+
+    ``gate``: a ``TopKGate``, or a module that returns ``(l_aux, combine weights, dispatch mask, counts)``.
+    ``_set_ep_group`` says who has the other experts. ``overlap_chunks``: see ``exchange.Journey``.
+    """
+
+    def __init__(self, gate, experts, ep_group_name, ep_size, num_local_experts, use_tutel=False):
+        super().__init__()
+        self.gate = gate
+        self.experts = experts
+        self.ep_group = None
+        self.ep_size = ep_size
+        self.ep_group_name = ep_group_name
+        self.num_local_experts = num_local_experts
+        self.layer_name = ""
+        self.overlap_chunks = 1
+        self.loss_scale = None  # a function, where the gradient of ``l_aux`` times what it returns is added here
+        self.statistics = LayerStatistics(ep_size * num_local_experts)
+        self.l_aux = torch.tensor(0.0)
+        self.exp_counts = None
+        self.use_tutel = use_tutel and TUTEL_INSTALLED and getattr(gate, "k", 1) == 1
+        if use_tutel and not TUTEL_INSTALLED:
+            warning_once("use_tutel=True: Tutel is not used; tokens are routed by kernels of this library")
+
+    def _set_ep_group(self, ep_group):
+        self.ep_group = ep_group
+        if hasattr(self.gate, "_set_ep_group"):
+            self.gate._set_ep_group(ep_group)
+
+    def set_name(self, name):
+        """How messages call the layer."""
+        self.layer_name = self.experts.layer_name = name
+
+    def forward(self, *input, beside=None, **kwargs):
+        """``input``: hidden states, and which of the tokens count. ``beside`` is called while rows travel, or never."""
+        hidden = input[0]
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        if hidden.device.type == "meta" and hasattr(self.gate, "route"):
+            return self._on_meta(tokens).reshape(hidden.shape)
+        if self.ep_size > 1 and self.ep_group is None:
+            fail(self.layer_name, f"ep_size={self.ep_size}, and no groups: deepspeed.initialize makes them")
+        try:
+            if not hasattr(self.gate, "route"):
+                return self._by_masks(hidden, tokens, *self.gate(tokens, *input[1:], **kwargs))
+            routes = self.gate.route(tokens, *input[1:], **kwargs)
+        except ValueError as e:
+            if isinstance(e, AssertionError):
+                raise
+            fail(self.layer_name, f"rank {dist.get_rank() if dist.is_initialized() else 0}: {e}")
+        self.l_aux, self.exp_counts = routes.l_aux, routes.exp_counts
+        self.statistics.see(routes)
+        keep_all = routes.capacity is None and not self._parts_tokens()
+        combined = (self._keep_all if keep_all else self._keep_some)(tokens, routes, beside)
+        if self.loss_scale is not None and combined.requires_grad:
+            combined = add_loss(combined, routes.l_aux, self.loss_scale)
+        return combined.reshape(hidden.shape)
+
+    def _on_meta(self, tokens):
+        """What the layer does with as many tokens, for plans: each through ``k`` experts, wherever these are."""
+        weights = self.gate.wg(tokens.float()).softmax(-1)[:, : self.gate.k, None].type_as(tokens)
+        rows = self.experts(tokens.repeat(self.gate.k, 1), [len(tokens) * self.gate.k])
+        return (rows.reshape(self.gate.k, *tokens.shape).transpose(0, 1) * weights).sum(1)
+
+    def __deepcopy__(self, memo):
+        """Groups of ranks are shared; the loss of the last forward comes without its graph."""
+        memo[id(self.ep_group)], memo[id(self.l_aux)] = self.ep_group, self.l_aux.detach()
+        made = memo[id(self)] = self.__class__.__new__(self.__class__)
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def _parts_tokens(self):
+        """Whether tensor-parallel ranks, which have the same tokens, share the work on them."""
+        return self.ep_size > 1 and tensor_ranks() > 1 and groups._get_expert_model_parallel_world_size() == 1
+
+    def _keep_all(self, tokens, routes, beside):
+        sources, slots, kept = routes.plan.sources(), routes.plan.slots(), routes.plan.kept
+        if self.ep_size == 1:
+            rows = self._run_experts(dispatch_rows(tokens, sources, slots), kept)
+        else:
+            chunks = min(self.overlap_chunks, self.num_local_experts)
+            journey = Journey(kept, self.num_local_experts, self.ep_group, self.statistics, self.layer_name, chunks)
+            sources, slots = journey.order(sources, slots)
+            rows = journey.run(dispatch_rows(tokens, sources, slots), self._run_experts, beside or (lambda: None))
+        return combine_rows(rows, routes.weights(), sources, slots)
+
+    def _run_experts(self, rows, *which):
+        """Stage 3 releases experts when the gradient of their rows is there: it has to be wanted."""
+        sharded = any(is_sharded(param) for param in self.experts.parameters())
+        if sharded and torch.is_grad_enabled() and not rows.requires_grad:
+            rows = rows.detach().requires_grad_()
+        return self.experts(rows, *which)
+
+    def _keep_some(self, tokens, routes, beside):
+        capacity = self._common_capacity(routes)
+        sources, slots = routes.plan.sources(capacity), routes.plan.slots(capacity)
+        rows = dispatch_rows(tokens, sources, slots).reshape(routes.num_experts, capacity, -1)
+        rows = self._through_experts(rows, beside).reshape(len(sources), -1)
+        return combine_rows(rows, routes.weights(), sources, slots)
+
+    def _common_capacity(self, routes):
+        """As many rows as the busiest expert of all ranks may take, or has, where all tokens are kept. On a device that
+        the host would wait for, ranks bring equally many tokens and know it."""
+        known, on_host = routes.capacity, routes.probs.device.type == "cpu"
+        if known is not None and not (self.ep_size > 1 and on_host):
+            return known
+        largest = routes.exp_counts.max().reshape(1) if known is None else torch.tensor([known])
+        if self.ep_size > 1:
+            with named(self.layer_name):
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.ep_group)
+        return int(largest)
+
+    def _through_experts(self, rows, beside=None):
+        """[experts, capacity, width] to the ranks that have the experts, and back."""
+        width, capacity = rows.shape[-1], rows.shape[1]
+        split = self._parts_tokens()
+        with named(self.layer_name):
+            if split:
+                rows = drop_tokens(F.pad(rows, (0, 0, 0, -capacity % tensor_ranks())), dim=1)
+            chunks = min(self.overlap_chunks, self.num_local_experts)
+            if chunks > 1 and self.ep_size > 1 and _AllToAll is _OWN_EXCHANGE:  # not one that a client has put there
+                journey = PaddedJourney(self.ep_group, self.num_local_experts, self.statistics, self.layer_name, chunks)
+                parts = rows.reshape(self.ep_size, self.num_local_experts, -1, width)
+                rows = journey.run(parts, self._run_experts, beside or (lambda: None)).flatten(0, 1)
+                return gather_tokens(rows, dim=1)[:, :capacity] if split else rows
+            crossing = rows.numel() * rows.element_size() * (self.ep_size - 1) // self.ep_size
+            self.statistics.see_bytes(crossing * (4 if torch.is_grad_enabled() else 2))  # to and fro, and the gradients
+            rows = _AllToAll.apply(self.ep_group, rows)
+            rows = self._run_experts(rows.reshape(self.ep_size, self.num_local_experts, -1, width))
+            rows = _AllToAll.apply(self.ep_group, rows).reshape(self.ep_size * self.num_local_experts, -1, width)
+            return gather_tokens(rows, dim=1)[:, :capacity] if split else rows
+
+    def _by_masks(self, hidden, tokens, l_aux, combine, dispatch, counts):
+        """A gate of somebody else's."""
+        self.l_aux, self.exp_counts = l_aux, counts
+        rows = einsum("sec,sm->ecm", dispatch.type_as(tokens), tokens)
+        rows = self._through_experts(rows)
+        return einsum("sec,ecm->sm", combine.type_as(tokens), rows).reshape(hidden.shape)
+
+
+__all__ = [
+    "TUTEL_INSTALLED", "MOELayer", "NOISE", "Routes", "TopKGate", "einsum", "gumbel_rsample", "multiplicative_jitter",
+    "top1gating", "top2gating", "topkgating",
+]  # fmt: skip

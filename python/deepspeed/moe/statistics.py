@@ -1,0 +1,87 @@
+"""What the experts of a layer have had to do since the last step, as one row of numbers that ranks add up."""
+
+import time
+
+import torch
+
+_SAMPLE = 256  # tokens of a forward of which the entropy is taken
+_NUMBERS = ("tokens", "dropped", "entropy", "sampled", "aux_loss", "forwards", "bytes", "ms")
+
+
+class Watch:
+    """Seconds since it was made."""
+
+    def __init__(self):
+        self._start = time.perf_counter()
+
+    def seconds(self):
+        return time.perf_counter() - self._start
+
+
+class LayerStatistics:
+    """Of one layer on this rank, while ``counting``: the engine's forwards in training, no recomputations. What travels
+    counts always.
+
+    ``row``: rows that each expert was chosen for, then the numbers of ``_NUMBERS``.
+    """
+
+    def __init__(self, num_experts):
+        self.num_experts = num_experts
+        self.counting = False
+        self.row = self._zeros()
+
+    def _zeros(self):
+        return torch.zeros(self.num_experts + len(_NUMBERS), dtype=torch.float64)
+
+    def _add(self, name, value):
+        self.row[self.num_experts + _NUMBERS.index(name)] += value
+
+    def see(self, routes):
+        """One forward has chosen these routes."""
+        if not self.counting:
+            return
+        if self.row.device != routes.probs.device:
+            self.row = self.row.to(routes.probs.device)
+        self.row[: self.num_experts] += routes.exp_counts
+        self._add("tokens", routes.tokens)
+        kept = torch.as_tensor(routes.plan.kept, device=self.row.device)
+        self._add("dropped", routes.exp_counts.sum() - kept.sum())
+        probs = routes.probs.detach()[:: max(1, routes.tokens // _SAMPLE)]
+        self._add("entropy", -torch.special.xlogy(probs, probs).sum())
+        self._add("sampled", len(probs))
+        self._add("aux_loss", routes.l_aux.detach())
+        self._add("forwards", 1)
+
+    def see_bytes(self, count):
+        """So many have left this rank."""
+        self._add("bytes", count)
+
+    def see_seconds(self, seconds):
+        """This rank has waited so long for others' rows."""
+        self._add("ms", 1000 * seconds)
+
+    def waited(self):
+        """Milliseconds of ``see_seconds`` since the row began."""
+        return float(self.row[self.num_experts + _NUMBERS.index("ms")])
+
+    def take(self):
+        """The row; it begins anew."""
+        row, self.row = self.row, self._zeros()
+        return row
+
+
+def summary(row, num_experts, ranks):
+    """The numbers of ``engine.moe_statistics()`` of one layer, from the sum of its rows over ``ranks`` ranks."""
+    counts = [int(count) for count in row[:num_experts]]
+    numbers = dict(zip(_NUMBERS, row[num_experts:].tolist(), strict=True))
+    rows = sum(counts)
+    return {
+        "tokens_per_expert": counts,
+        "tokens": int(numbers["tokens"]),
+        "dropped_share": numbers["dropped"] / rows if rows else 0.0,
+        "router_entropy": numbers["entropy"] / numbers["sampled"] if numbers["sampled"] else 0.0,
+        "busiest_over_mean": max(counts) * num_experts / rows if rows else 0.0,
+        "aux_loss": numbers["aux_loss"] / numbers["forwards"] if numbers["forwards"] else 0.0,
+        "exchange_bytes": int(numbers["bytes"]),
+        "exchange_ms": numbers["ms"] / ranks,
+    }

@@ -1,0 +1,57 @@
+"""``DeepSpeedCPUAdam`` whose update may go on beside what the caller does next."""
+
+import concurrent.futures
+
+from deepspeed.ops.adam.cpu_adam import DeepSpeedCPUAdam
+from deepspeed.ops.native_optimizer import loss_of
+
+
+class ZenFlowCPUAdam(DeepSpeedCPUAdam):
+    """``overlap_step``: ``step`` starts the update on a thread and returns. Parameters have their new values after
+    ``wait()``; the next step, ``zero_grad``, ``state_dict`` and what else touches states wait by themselves. Until then
+    nobody may write to the parameters or to their gradients.
+
+    For loops of your own: with ``zero_optimization.zenflow`` the engine does all of it.
+    """
+
+    def __init__(self, *args, overlap_step=False, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.overlap_step = bool(overlap_step)
+        self._worker = self._running = None
+
+    def step(self, closure=None):
+        """One update. Raises what the update before it has raised."""
+        self.wait()
+        if not self.overlap_step:
+            return super().step(closure)
+        loss = loss_of(closure)
+        if self._worker is None:
+            self._worker = concurrent.futures.ThreadPoolExecutor(1, "deepspeed-zenflow-adam")
+        self._running = self._worker.submit(super().step)
+        return loss
+
+    def wait(self):
+        """Until the update of the last ``step`` has been made; raises what it raised."""
+        running, self._running = getattr(self, "_running", None), None
+        if running is not None:
+            running.result()
+
+    def zero_grad(self, *args, **kwargs):
+        self.wait()
+        return super().zero_grad(*args, **kwargs)
+
+    def state_dict(self, *args, **kwargs):
+        self.wait()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args, **kwargs):
+        self.wait()
+        return super().load_state_dict(*args, **kwargs)
+
+    def step_subgroup(self, subgroup_id, closure=None):
+        self.wait()
+        return super().step_subgroup(subgroup_id, closure)
+
+    def rollback_subgroup(self, sub_group_id, closure=None):
+        self.wait()
+        return super().rollback_subgroup(sub_group_id, closure)

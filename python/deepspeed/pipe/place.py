@@ -1,0 +1,17 @@
+"""Where a stage is: three numbers, in memory that other processes of the host can read (csrc/comm/place_page.h)."""
+
+INSTRUCTION, MICRO_BATCH, LAYER = range(3)
+
+
+class Place:
+    """``words``: numbers from 1 on of the instruction, the micro-batch and the layer; 0: none."""
+
+    def __init__(self):
+        self.words = [0, 0, 0]
+
+    def share(self, page):
+        """Into the native ``PlacePage``."""
+        self.words = memoryview(page)
+
+    def __reduce__(self):  # a copy of a module is somewhere else
+        return Place, ()

@@ -1,0 +1,101 @@
+"""The ranks of a pipeline's engine: copies of this stage, stages, slices, and the channel between stages."""
+
+import functools
+import os
+
+from deepspeed import _native
+from deepspeed import comm as dist
+from deepspeed.comm import mesh
+from deepspeed.comm.mesh_views import EngineRanks, Purpose
+from deepspeed.comm.timeouts import default_timeout
+from deepspeed.comm.watch import board_store, group_facts
+
+_SEND_BOUND = 2  # kPipeSendBound of csrc/plan/pipe_check.h: plans are proven with it
+
+
+class PipelineRanks(EngineRanks):
+    """Those of ``grid``, a ``PipelineParallelGrid``. Norms go over all stages and slices of a copy."""
+
+    def __init__(self, grid):
+        super().__init__(grid)
+        self.grid = grid
+        self.mp_world_size, self.mp_rank = grid.get_model_parallel_world_size(), grid.get_model_parallel_rank()
+        self.mp_group = grid.get_model_parallel_group() if self.mp_world_size > 1 else None
+
+    @functools.cached_property
+    def mesh(self):
+        """The native one. Where pipe, data and model are its axes, it is a grid; else each list for itself."""
+        grid = self.grid
+        own = {"dp": grid._same_weights.ranks, "pp": grid.pp_group, "tp": grid.slice_group}
+        group = self.dp_group if self.dp_world_size > 1 else self.mp_group
+        made = _native._C.ProcessMesh(own, mesh.job(group))
+        if made.has_grid or grid.slice_parallel_size == 1:
+            return made
+        return _native._C.ProcessMesh({**own, "tp": dist.get_all_ranks_from_group(self.mp_group)}, mesh.job(group))
+
+    def model_parallel(self):
+        axes = ["tp"]
+        if self.grid.pipe_parallel_size > 1 and (self.mesh.has_grid or self.grid.slice_parallel_size == 1):
+            axes = ["pp", "tp"] if self.grid.slice_parallel_size > 1 else ["pp"]
+        return self.communicator(axes, Purpose.CONTROL) if self.mp_group is not None else None
+
+    def counts_in_norm(self, param):
+        """Copies of tied weights count once, and so do those of parameters that all slices have."""
+        if getattr(param, "ds_pipe_replicated", False):
+            return False
+        split = getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False)
+        return split or self.grid.get_slice_parallel_rank() == 0
+
+    def channel(self, device):
+        """The native ``PipeChannel`` of this stage with the others; None where it is the only one."""
+        if self.grid.pipe_parallel_size == 1:
+            return None
+        notes = str(device) if dist.get_backend() == "nccl" and os.environ.get("DS_NCCL_DIRECT") == "0" else "cpu"
+        return _native._C.PipeChannel(
+            activations=self.mesh.communicator(["pp"], Purpose.PIPE),
+            grads=self.mesh.communicator(["pp"], Purpose.PIPE_GRADS),
+            device=str(device),
+            notes=notes,
+            bound=_SEND_BOUND,
+            ahead=_SEND_BOUND,
+            timeout=default_timeout(),
+        )
+
+    def over(self, ranks):
+        """A native communicator of these ranks, this one among them."""
+        return self.mesh.over(ranks, ranks.index(self.rank), Purpose.CONTROL)
+
+    def alarm(self, channel, groups, instructions, layers):
+        """The native ``Alarm`` of all ranks of the grid, which ends their waits in ``channel`` and ``groups``; None for
+        one rank. ``instructions``, ``layers``: names of what ranks say that they are in."""
+        grid = self.grid
+        if grid.world_size == 1:
+            return None
+        names = [f"stage {getattr(grid.topology().get_coord(rank), 'pipe', 0)}, rank {grid._ranks[rank]}"
+                 for rank in range(grid.world_size)]  # fmt: skip
+        agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun; else rank 0 has it
+        made = f"pipelines/{'_'.join(map(str, grid._ranks))}"
+        number = board_store(made).add(f"rank{grid.global_rank}", 1)  # the n-th of each rank is one
+        return _native._C.Alarm(
+            store=board_store(f"{made}/{number}"),
+            rank=grid.global_rank,
+            names=names,
+            channel=channel if isinstance(channel, _native._C.PipeChannel) else None,
+            groups=groups,
+            facts=group_facts("pipeline"),
+            places=(instructions, layers),
+            keeper=grid._ranks.index(0) if 0 in grid._ranks and not agents_store else -1,
+        )
+
+
+class NoChannel:
+    """Of a pipeline with one stage, which sends nothing."""
+
+    failed = ""
+    sent = (0, 0)
+
+    def abort(self, why):
+        pass
+
+    def settle(self):
+        pass

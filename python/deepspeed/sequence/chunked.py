@@ -1,0 +1,109 @@
+"""Attention of a whole sequence, chunk by chunk: the queries of one chunk at a time, for which no scores are there but
+those of one block, while queries, keys and values of the others may wait elsewhere."""
+
+import itertools
+
+import torch
+
+from deepspeed.sequence.blockwise import Rows, block_gradients
+from deepspeed.sequence.fpdt_chunks import Store
+from deepspeed.sequence.tiled import tile_sizes
+
+TOKENS = 2  # the dimension of [batch, heads, tokens, size]
+_KEYS = ("key", "value")
+
+
+def attend_to_chunks(rows, store, index, causal, looks=None):
+    """``rows``, the queries of chunk ``index``, see the keys of ``store``: earlier ones and their own, or all.
+    ``looks(chunk of queries, chunk of keys)``: where a query may look, or None."""
+    last = index if causal else max(number for name, number in store.kept if name == "key")
+    for seen in range(last + 1):
+        key, value = (store.get(name, seen) for name in _KEYS)
+        store.ahead(_KEYS, seen + 1)
+        rows.see(key, value, causal and seen == index, (index, seen), looks and looks(index, seen))
+
+
+def chunk_gradients(store, index, scale, causal, dropped=None, last=None, looks=None):
+    """Of the queries, keys and values of chunk ``index`` where those of later chunks are done. Not causal: of the
+    queries, and those of all keys up to ``last`` have grown."""
+    query, grad = store.take("query", index), store.take("grad", index)
+    row_sum, lse = store.take("row sum", index), store.take("lse", index)
+    whole = None
+    for seen in range((index if causal else last) + 1):
+        key, value = store.get("key", seen), store.get("value", seen)
+        store.ahead(_KEYS, seen + 1)
+        diagonal = causal and seen == index
+        found = block_gradients(
+            query, key, value, grad, row_sum, lse, scale, diagonal, dropped, (index, seen), looks and looks(index, seen)
+        )
+        whole = found[0] if whole is None else whole + found[0]
+        store.add("key gradient", seen, found[1])
+        store.add("value gradient", seen, found[2])
+    if not causal:
+        return [whole]
+    for name in _KEYS:
+        store.kept.pop((name, index))
+    return [whole, store.take("key gradient", index), store.take("value gradient", index)]
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, chunk, causal, scale, offload, looks):
+        sizes = tile_sizes(query.shape[TOKENS], -(-query.shape[TOKENS] // chunk))
+        ctx.looks = looks = None if looks is None else _of_chunks(looks, sizes)
+        store = Store(query.device, offload)
+        for name, tensor in (("key", key), ("value", value)):
+            for index, part in enumerate(tensor.split(sizes, TOKENS)):
+                store.put(name, index, part)
+        output = torch.empty_like(query)
+        parts = output.split(sizes, TOKENS)
+        for index, part in enumerate(query.split(sizes, TOKENS)):
+            rows = Rows(part, key.shape[1], scale)
+            attend_to_chunks(rows, store, index, causal, looks)
+            result, lse = rows.result()
+            parts[index].copy_(result)
+            store.put("query", index, part)
+            store.put("lse", index, lse)
+        ctx.store, ctx.sizes, ctx.causal, ctx.scale = store, sizes, causal, scale
+        ctx.shapes = query.shape, key.shape, value.shape
+        ctx.save_for_backward(output)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):
+        (output,) = ctx.saved_tensors
+        store, sizes, causal, count = ctx.store, ctx.sizes, ctx.causal, len(ctx.sizes)
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        grads = [grad.new_empty(shape) for shape in ctx.shapes]
+        places = [one.split(sizes, TOKENS) for one in grads]
+        for index, (own, result) in enumerate(zip(grad.split(sizes, TOKENS), output.split(sizes, TOKENS))):
+            store.put("grad", index, own)
+            store.put("row sum", index, (own.to(wide) * result.to(wide)).sum(-1, keepdim=True))
+        for index in reversed(range(count)):  # the last queries have seen all keys
+            found = chunk_gradients(store, index, ctx.scale, causal, last=count - 1, looks=ctx.looks)
+            for place, one in zip(places, found):
+                place[index].copy_(one)
+        for index in range(count) if not causal else ():
+            places[1][index].copy_(store.take("key gradient", index))
+            places[2][index].copy_(store.take("value gradient", index))
+        store.kept.clear()
+        return (*grads, None, None, None, None, None)
+
+
+def _of_chunks(looks, sizes):
+    stops = list(itertools.accumulate(sizes))
+    spans = list(zip([0, *stops[:-1]], stops))
+    return lambda query, key: looks(spans[query], spans[key])
+
+
+def chunked_attention(query, key, value, chunk, causal=True, scale=None, offload=False, looks=None):
+    """Attention of ``[batch, heads, tokens, size]``, ``chunk`` tokens at a time; key/value heads may be fewer.
+
+    ``offload``: where queries, keys and values wait for backward. False: here; True: in host memory; a text: in files
+    in that folder. One backward runs, since it takes what waits. ``looks(queries, keys)``, of two runs of tokens
+    ``(start, stop)``: where a query may look beside being causal, ``[batch or 1, 1, queries, keys]``, or None.
+    """
+    if chunk < 1:
+        raise ValueError(f"chunk is {chunk}: attention is computed for 1 token or more at a time")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return _Chunked.apply(query, key, value, chunk, causal, scale, offload, looks)

@@ -1,0 +1,158 @@
+"""Ranks exchange parts of a sequence with all heads for the whole sequence with some heads, and back.
+
+Tensors are ``[batch, sequence, heads, ...]`` or ``[sequence, batch, heads, ...]``. ``ranges``: for each tensor the run
+of heads of each rank; runs may overlap, then heads are copied, and their gradients are added up. All tensors of one
+call travel in one ``all_to_all``, from where they lie to where they are wanted, whatever their strides
+(csrc/parallel/sequence_exchange.h). Each direction is the other's gradient.
+"""
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed._native import _C
+from deepspeed.comm import carriers, comms_log
+from deepspeed.comm.mesh import made_here
+
+HEADS = 2  # the dimension
+
+
+class PlannedGroup:
+    """Ranks that nobody has started, for meta tensors: exchanges among them give the shapes that they would give."""
+
+    def __init__(self, size, rank=0):
+        self.size, self.rank = size, rank
+
+
+def place(group):
+    """``(ranks of the group, this one's number)``."""
+    if isinstance(group, PlannedGroup):
+        return group.size, group.rank
+    return dist.get_world_size(group), dist.get_rank(group)
+
+
+def sequence_dim(batch_dim):
+    """Of a tensor whose batches are in ``batch_dim`` (0 or 1)."""
+    return 1 - batch_dim
+
+
+def _native(group, tensor):
+    """The core's exchange among the ranks of ``group`` on the device of ``tensor``."""
+    group = dist.get_world_group() if group is None else group
+    carrier, known = carriers.of(group, tensor), made_here().exchanges
+    key = group if carrier is None else carrier
+    if key not in known:
+        native = _C.Communicator(group) if carrier is None else carrier.native
+        known[key] = _C.SequenceExchange(native)
+        comms_log.watch(known[key], [known[key].communicator])
+    return known[key]
+
+
+class _Planned(torch.autograd.Function):
+    """``apply(shapes, *tensors)``: what an exchange among planned ranks gives, without values."""
+
+    @staticmethod
+    def forward(ctx, shapes, *tensors):
+        ctx.shapes = [tensor.shape for tensor in tensors]
+        return tuple(tensor.new_empty(shape) for tensor, shape in zip(tensors, shapes))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, *(grad.new_empty(shape) for grad, shape in zip(grads, ctx.shapes))
+
+
+def _planned(tensors, ranges, group, batch_dim, to_heads):
+    along, shapes = sequence_dim(batch_dim), []
+    for tensor, runs in zip(tensors, ranges):
+        shape = list(tensor.shape)
+        if to_heads:
+            shape[along], shape[HEADS] = shape[along] * group.size, runs[group.rank][1] - runs[group.rank][0]
+        else:
+            shape[along], shape[HEADS] = shape[along] // group.size, max(stop for _, stop in runs)
+        shapes.append(shape)
+    return list(_Planned.apply(shapes, *tensors))
+
+
+def to_heads(tensors, ranges, group, batch_dim, tokens=None, heads_first=False):
+    """Of each tensor the whole sequence, with this rank's run of heads; with a gradient.
+
+    ``tokens``: of each rank's part; None: they are equally long. ``heads_first``: the results lie in memory as
+    ``[batch, heads, sequence, ...]``, so that transposing them is all that attention needs; their shape is the same.
+    """
+    if isinstance(group, PlannedGroup):
+        return _planned(tensors, ranges, group, batch_dim, True)
+    along, native = sequence_dim(batch_dim), _native(group, tensors[0])
+    tokens = [tensors[0].shape[along]] * len(ranges[0]) if tokens is None else tokens
+    return native.to_heads(list(tensors), tokens, ranges, along, heads_first)
+
+
+def to_sequence(tensors, ranges, group, batch_dim, tokens=None):
+    """Of each tensor this rank's part of the sequence, with all heads, and copies of a head added up; with a
+    gradient."""
+    if isinstance(group, PlannedGroup):
+        return _planned(tensors, ranges, group, batch_dim, False)
+    along, native = sequence_dim(batch_dim), _native(group, tensors[0])
+    return native.to_sequence(list(tensors), _tokens(tensors, ranges, along, tokens), ranges, along, False)
+
+
+def _tokens(wholes, ranges, along, tokens):
+    return [wholes[0].shape[along] // len(ranges[0])] * len(ranges[0]) if tokens is None else tokens
+
+
+def start_to_heads(tensor, runs, group, batch_dim):
+    """``to_heads`` of one tensor without a gradient: ``(result, work)``, complete when ``work.wait()`` has returned."""
+    along = sequence_dim(batch_dim)
+    results, work = _native(group, tensor).start_to_heads([tensor], [tensor.shape[along]] * len(runs), [runs], along)
+    return results[0], work
+
+
+def start_to_sequence(tensor, runs, group, batch_dim):
+    """As ``start_to_heads``, the other way."""
+    along = sequence_dim(batch_dim)
+    tokens = _tokens([tensor], [runs], along, None)
+    results, work = _native(group, tensor).start_to_sequence([tensor], tokens, [runs], along)
+    return results[0], work
+
+
+def start_views(give, take, group):
+    """``give[rank]``, lists of tensors with any strides, go to ``take[rank]`` of each rank, without a gradient. Returns
+    what to wait for; None where ranks are planned."""
+    if isinstance(group, PlannedGroup):
+        return None
+    return _native(group, next(tensor for part in (*give, *take) for tensor in part)).start_views(give, take)
+
+
+def handed_over(group, like):
+    """``(calls, elements)`` that this rank has handed to exchanges of ``group`` so far, those for itself included."""
+    native = _native(group, like)
+    return native.calls, native.elements
+
+
+def lengths_of(length, group, device):
+    """``length`` of every rank."""
+    mine = torch.tensor([length], dtype=torch.int64, device=device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, mine, group=group)
+    return [int(one) for one in every]
+
+
+def check_lengths(length, group, device):
+    """ValueError on every rank where the ranks' parts of a sequence are not equally long."""
+    if isinstance(group, PlannedGroup):
+        return
+    found = lengths_of(length, group, device)
+    if len(set(found)) > 1:
+        each = ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(found))
+        raise ValueError(
+            f"the ranks that share a sequence hold parts of different lengths ({each}): cut every batch into "
+            f"{len(found)} equal parts (UlyssesSPDataLoaderAdapter does so, and pads with pad=True)"
+        )
+
+
+# ---- which groups cut unevenly: the same calls on all their ranks, so all know the same ------------------------------
+def note_cut(group, unevenly):
+    if unevenly:
+        made_here().uneven_heads.add(tuple(dist.get_all_ranks_from_group(group)))
+
+
+def cuts_unevenly(group):
+    return tuple(dist.get_all_ranks_from_group(group)) in made_here().uneven_heads

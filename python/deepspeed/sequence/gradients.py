@@ -1,0 +1,58 @@
+"""One rule for losses of a sequence that ranks share.
+
+An engine averages gradients over all ranks that hold the same weights. So the gradient of a loss that every rank of a
+group computes from what the others told it has to be what autograd of all these ranks together says: the sum of what
+they ask for. torch's differentiable ``all_gather`` does so; published losses give each rank the part of its own
+gradient, which is smaller by the number of ranks. They ask ``summed_in`` and give what the engine needs where one
+trains on their group; the stage of ZeRO does not matter.
+"""
+
+import weakref
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.comm.mesh import made_here
+
+
+def train_on(engine, group):
+    """``engine`` trains sequences that the ranks of ``group`` share, until it is dropped or destroyed."""
+    ranks = tuple(dist.get_all_ranks_from_group(group))
+    made_here().sequences.setdefault(ranks, weakref.WeakSet()).add(engine)
+
+
+def leave(engine):
+    for engines in made_here().sequences.values():
+        engines.discard(engine)
+
+
+def summed_in(group):
+    """Whether an engine trains sequences that the ranks of ``group`` share."""
+    return bool(made_here().sequences.get(tuple(dist.get_all_ranks_from_group(group))))
+
+
+def own_part(grad, group, dim=0):
+    """This rank's part along ``dim`` of the gradient of something that was gathered from the ranks of ``group``: of the
+    sum over them where an engine trains there, else of this rank's own."""
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    if world > 1 and summed_in(group):
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=group)
+    return grad.narrow(dim, rank * (grad.shape[dim] // world), grad.shape[dim] // world)
+
+
+class Gathered(torch.autograd.Function):
+    """``apply(tensor, group)``: the ranks' tensors, stacked. The gradient is the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx, tensor, group):
+        ctx.group = group
+        every = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(every, tensor.contiguous(), group=group)
+        return torch.stack(every)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad[dist.get_rank(ctx.group)], None

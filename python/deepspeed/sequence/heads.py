@@ -1,0 +1,47 @@
+"""Which heads of an attention layer are whose while ranks exchange parts of a sequence for whole heads. Numbers
+only."""
+
+
+def shares(count, ranks):
+    """``count`` things in runs, one run a rank, the first runs longer by one: ``[(start, stop)]``."""
+    small, more = divmod(count, ranks)
+    starts = [rank * small + min(rank, more) for rank in range(ranks + 1)]
+    return list(zip(starts[:-1], starts[1:], strict=True))
+
+
+class HeadPlan:
+    """``query`` heads over ``ranks``, whole ones, and for each rank the key/value heads that its query heads read.
+
+    Query head ``i`` reads key/value head ``i // (query // kv)``, as everywhere. A key/value head that is read on
+    several ranks is copied to each of them (its gradient is the sum over them); none travels where it is not read.
+    With fewer query heads than ranks some ranks have none.
+    """
+
+    def __init__(self, query, kv, ranks):
+        if query < 1 or kv < 1 or query % kv:
+            raise ValueError(
+                f"an attention of {query} query heads and {kv} key/value heads: the first must be a "
+                "multiple of the second"
+            )
+        self.query, self.kv, self.ranks, self.readers = query, kv, ranks, query // kv
+        self.query_ranges = shares(query, ranks)
+        self.kv_ranges = [
+            (start // self.readers, (stop - 1) // self.readers + 1) if stop > start else (0, 0)
+            for start, stop in self.query_ranges
+        ]
+
+    def ranges(self):
+        """Of query, key and value."""
+        return [self.query_ranges, self.kv_ranges, self.kv_ranges]
+
+    def kv_of_queries(self, rank):
+        """For each query head of ``rank`` the key/value head that it reads, counted from the rank's first one."""
+        first = self.kv_ranges[rank][0]
+        return [head // self.readers - first for head in range(*self.query_ranges[rank])]
+
+    def repeats(self, rank):
+        """How often each key/value head of ``rank`` is read there, where that is one number; else None: an attention
+        that repeats key/value heads evenly would pair other ones."""
+        read = self.kv_of_queries(rank)
+        counts = {read.count(head) for head in set(read)}
+        return counts.pop() if len(counts) == 1 else None if counts else 0

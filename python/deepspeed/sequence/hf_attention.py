@@ -1,0 +1,411 @@
+"""Ulysses for models of transformers, through its table of attention functions: the models' code stays as it is."""
+
+import contextlib
+import importlib
+import weakref
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed._compat import backward_id
+from deepspeed.comm.mesh import made_here
+from deepspeed.log import log_dist_once, warning_once
+from deepspeed.sequence import exchange, methods, parallel_state
+from deepspeed.sequence.chunked import chunked_attention
+from deepspeed.sequence.heads import HeadPlan
+from deepspeed.sequence.masks import Whole, allowed_of
+from deepspeed.sequence.ulysses_ring import UlyssesRing
+
+_REFUSED = {
+    "eager": "it computes inside of the model, which does not ask the table of attention functions",
+    "flex_attention": "its masks of blocks cannot be made from what the ranks see of them",
+}
+_PER_PART = ("cu_seq_lens_q", "cu_seq_lens_k", "position_bias")  # arguments that describe this rank's part only
+
+
+class UlyssesSPAttentionHF(torch.nn.Module):
+    """An attention function of transformers over a sequence that the ranks of ``process_group`` share.
+
+    ``attn``: transformers' function, which gets whole sequences of some heads. ``seq_length_is_variable`` false: parts
+    have ``local_seq_length`` tokens. ``disable_in_eval``: a module in eval mode attends to what it is given.
+    """
+
+    def __init__(
+        self,
+        attn,
+        batch_size,
+        attn_head_count,
+        attn_head_size,
+        kv_head_count,
+        num_hidden_layers,
+        process_group,
+        seq_length_is_variable=False,
+        local_seq_length=None,
+        global_seq_length=None,
+        disable_in_eval=False,
+    ):
+        super().__init__()
+        self.attn, self.process_group = attn, process_group
+        self.world_size, self.sp_rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+        self.batch_size, self.num_hidden_layers = batch_size, num_hidden_layers
+        self.attn_head_count, self.attn_head_size, self.kv_head_count = attn_head_count, attn_head_size, kv_head_count
+        self.seq_length_is_variable, self.disable_in_eval = seq_length_is_variable, disable_in_eval
+        self.local_seq_length, self.global_seq_length = local_seq_length, global_seq_length
+        if not seq_length_is_variable:
+            if local_seq_length is None or global_seq_length is None:
+                raise ValueError("a fixed sequence length needs local_seq_length and global_seq_length")
+            if local_seq_length * self.world_size != global_seq_length:
+                raise ValueError(
+                    f"local_seq_length {local_seq_length} x {self.world_size} ranks is not global_seq_length "
+                    f"{global_seq_length}"
+                )
+        self._lengths, self._whole, self._first, self._positions = set(), None, None, None
+        self._ring = None  # where not all ranks exchange heads
+        self._size = None  # how many do; found in the first forward
+        self.configure()
+
+    def configure(self, method="auto", chunk=0, offload=False):
+        """As keys of the section ``sequence_parallel``; ``offload``: see ``chunked_attention``."""
+        self.method, self.chunk, self.offload = method, chunk, offload
+        if method == "ulysses":
+            methods.exchanging(method, self.attn_head_count, ["here"] * self.world_size)
+
+    def forward(self, module, query, key, value, attention_mask, *args, **kwargs):
+        """transformers' signature: tensors are ``[batch, heads, sequence, size]``; returns ``(output, None)`` with
+        ``[batch, sequence, heads, size]``."""
+        if self.world_size == 1 or (self.disable_in_eval and not module.training):
+            if self.chunk and self.world_size == 1:
+                return self._alone(module, query, key, value, attention_mask, *args, **kwargs)
+            return self.attn(module, query, key, value, attention_mask, *args, **kwargs)
+        given = [name for name in _PER_PART if kwargs.get(name) is not None]
+        if given:
+            raise ValueError(
+                f"the model passes {', '.join(given)} to its attention, which describe this rank's part of the "
+                "sequence only: sequence parallelism reads position_ids and attention_mask instead; leave them out"
+            )
+        self._check(query, key)
+        plan = HeadPlan(query.shape[1], key.shape[1], self.world_size)
+        whole = self._whole_of(module, attention_mask, kwargs.get("position_ids"), query)
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        window = kwargs.get("sliding_window", getattr(module, "sliding_window", None))
+        odd = self._not_by_blocks(module, args, kwargs)
+        ring = self._ring_of(plan, query.shape[2], causal, odd)
+        if ring is not None:
+            parts = [x.transpose(1, 2) for x in (query, key, value)]
+            looks = whole.blocks(causal, window, attention_mask)
+            return ring(*parts, causal, kwargs.get("scaling"), looks), None
+        if self.chunk:
+            _refuse_blocks(odd)
+            mask = whole.blocks(causal, window, attention_mask)
+        elif self._takes_padding():
+            mask = whole.kept if whole.padded else None
+        else:
+            mask = whole.mask(causal, window, attention_mask)
+        if kwargs.get("position_ids") is not None:
+            kwargs["position_ids"] = whole.positions
+        start, stop = plan.query_ranges[self.sp_rank]
+        if kwargs.get("s_aux") is not None:
+            kwargs["s_aux"] = kwargs["s_aux"][start:stop]
+
+        parts = [x.transpose(1, 2) for x in (query, key, value)]
+        q, k, v = exchange.to_heads(parts, plan.ranges(), self.process_group, 0, heads_first=True)
+        repeats = plan.repeats(self.sp_rank)
+        if repeats is None:
+            index = torch.tensor(plan.kv_of_queries(self.sp_rank), device=k.device)
+            k, v, repeats = k.index_select(2, index), v.index_select(2, index), 1
+        if stop == start:
+            context = (q.sum() + k.sum() + v.sum()) * v.new_zeros(*q.shape[:2], 0, v.shape[-1])
+        else:
+            seen = module if getattr(module, "num_key_value_groups", repeats) == repeats else Seen(module, repeats)
+            q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+            if self.chunk:
+                context = self._by_chunks(q, k, v, causal, kwargs.get("scaling"), mask)
+            else:
+                context = self.attn(seen, q, k, v, mask, *args, **kwargs)[0]
+        return exchange.to_sequence([context], [plan.query_ranges], self.process_group, 0)[0], None
+
+    def _not_by_blocks(self, module, args, kwargs):
+        """None where blocks of keys, one after the other, give what ``attn`` does; else what is in the way."""
+        odd = [name for name in ("s_aux", "softcap", "position_bias") if kwargs.get(name) is not None]
+        if getattr(self.attn, "__name__", "") != "sdpa_attention_forward":
+            return "only the attention sdpa is known to be computed by blocks: load the model with it"
+        if module.training and kwargs.get("dropout", 0.0) > 0:
+            return "attention has dropout: set attention_dropout to 0"
+        if args or odd:
+            return f"the model passes {', '.join(odd) or 'more than is known'} to its attention"
+        return None
+
+    def _ring_of(self, plan, length, causal, odd):
+        """The ring that computes this attention; None where all ranks exchange heads."""
+        if self.chunk:
+            return None
+        if self._size is None:
+            hosts = methods.hosts_of(self.process_group)
+            self._size = methods.exchanging(self.method, plan.query, hosts)
+            log_dist_once(methods.said(self.method, self._size, self.world_size, plan.query), ranks=[0])
+        if self._size == self.world_size:
+            return None
+        if odd is None and self._ring is None:
+            self._ring = UlyssesRing(self.process_group, plan.query, self._size)
+        if odd is None and not self._ring.takes(length, causal):
+            odd = f"a part of {length} tokens cannot be halved"
+        if odd is None:
+            return self._ring
+        if self.method != "auto":
+            raise ValueError(f'sequence_parallel.method "{self.method}" computes attention in a ring: {odd}')
+        if plan.query >= self.world_size:
+            warning_once(f"tokens are exchanged for heads between hosts, since no ring can compute this: {odd}")
+        return None
+
+    def _by_chunks(self, query, key, value, causal, scale, looks):
+        """``[batch, sequence, heads, size]``."""
+        return chunked_attention(query, key, value, self.chunk, causal, scale, self.offload, looks).transpose(1, 2)
+
+    def _alone(self, module, query, key, value, attention_mask, *args, **kwargs):
+        """A whole sequence."""
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        odd = self._not_by_blocks(module, args, kwargs)
+        if key.shape[2] != query.shape[2]:
+            odd = "a cache of keys is in use"
+        mask, looks = allowed_of(attention_mask), None
+        if mask is not None and (mask.dim() != 4 or mask.shape[1] != 1):
+            odd = f"its mask has the shape {tuple(mask.shape)}"
+        elif mask is not None:
+            causal = False  # the mask says so, and what may be seen of later tokens, too
+
+            def looks(queries, keys):
+                return mask[:, :, slice(*queries), slice(*keys)]
+
+        _refuse_blocks(odd)
+        return self._by_chunks(query, key, value, causal, kwargs.get("scaling"), looks), None
+
+    def _takes_padding(self):
+        return "flash" in getattr(self.attn, "__name__", "")
+
+    def _check(self, query, key):
+        length = query.shape[2]
+        if key.shape[2] != length:
+            raise ValueError(
+                f"{length} queries and {key.shape[2]} keys: a cache of keys does not know that ranks share the "
+                "sequence. Generate with disable_in_eval=True and the model in eval mode, or with use_cache=False"
+            )
+        if not self.seq_length_is_variable and length != self.local_seq_length:
+            raise ValueError(
+                f"this rank's part has {length} tokens in a batch of {query.shape[0]}, but register_with_transformers "
+                f"was told seq_length={self.global_seq_length}, {self.local_seq_length} on each rank; pass "
+                "seq_length_is_variable=True"
+            )
+        if length not in self._lengths:
+            exchange.check_lengths(length, self.process_group, query.device)
+            self._lengths.add(length)
+
+    def _whole_of(self, module, mask, positions, query):
+        """Gathered once for a forward: in its first layer. Layers that backward runs again each ask anew, since that
+        may not be the last forward; what decides is the same on all ranks."""
+        again = positions is None or self._positions is None or self._positions() is not positions
+        first = self._first is None or self._first() is None or self._first() is module
+        if again or first or backward_id() != -1 or self._whole is None:
+            if first:
+                self._first = weakref.ref(module)
+            self._positions = None if positions is None else weakref.ref(positions)
+            self._whole = Whole(mask, positions, query.shape[0], query.shape[2], self.process_group, query.device)
+            self._warn(positions, query.shape[2])
+        return self._whole
+
+    def _warn(self, positions, length):
+        every = self._whole.positions
+        if positions is not None and torch.equal(every % length, every) and bool((every[:, ::length] == 0).all()):
+            warning_once(
+                f"position_ids start again at 0 in every rank's part ({length} tokens): either each part is a document "
+                "of its own, or the model was called without position_ids, and made up those of a part. Pass the "
+                "position_ids of the whole sequence, cut as the tokens are."
+            )
+
+    @classmethod
+    def of_config(cls, attn, config, process_group, batch_size=None, **more):
+        """With the heads and layers of a model's text configuration."""
+        heads = config.num_attention_heads
+        return cls(
+            attn=attn,
+            batch_size=batch_size,
+            attn_head_count=heads,
+            attn_head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            kv_head_count=getattr(config, "num_key_value_heads", None) or heads,
+            num_hidden_layers=config.num_hidden_layers,
+            process_group=process_group,
+            **more,
+        )
+
+    @classmethod
+    def register_with_transformers(
+        cls,
+        model_name_or_path,
+        core_attn_implementation,
+        sequence_parallel_size,
+        micro_batch_size,
+        seq_length=None,
+        seq_length_is_variable=True,
+        disable_in_eval=False,
+        max_length=None,
+    ):
+        """Makes groups of ``sequence_parallel_size`` neighbours, and the attention of one model share sequences among
+        them. Returns what ``deepspeed.initialize`` takes as ``mpu``; None for size 1.
+
+        ``model_name_or_path``: what ``from_pretrained`` will be given (models of this name are meant), or a model
+        object, also one that another object such as PEFT's wraps. ``core_attn_implementation``: any attention that
+        transformers has registered ("sdpa", "flash_attention_2", a hub kernel...). ``seq_length``: of whole sequences,
+        where it is fixed; ``max_length`` is its older name.
+        """
+        if sequence_parallel_size == 1:
+            return None
+        seq_length = max_length if seq_length is None else seq_length
+        if not seq_length_is_variable:
+            if seq_length is None:
+                raise ValueError("seq_length_is_variable=False needs seq_length")
+            if seq_length % sequence_parallel_size:
+                raise ValueError(
+                    f"seq_length {seq_length} cannot be cut into {sequence_parallel_size} equal parts "
+                    "(sequence_parallel_size)"
+                )
+        table = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+        core = _core_of(table, core_attn_implementation)
+        config, matches = _model_of(model_name_or_path, core_attn_implementation)
+        parallel_state.initialize_sequence_parallel(sequence_parallel_size)
+        made = cls.of_config(
+            core,
+            config,
+            parallel_state.get_sequence_parallel_group(),
+            batch_size=micro_batch_size,
+            seq_length_is_variable=seq_length_is_variable,
+            local_seq_length=None if seq_length is None else seq_length // sequence_parallel_size,
+            global_seq_length=seq_length,
+            disable_in_eval=disable_in_eval,
+        )
+        _install(table, core_attn_implementation, matches, made)
+        return parallel_state
+
+
+def _refuse_blocks(odd):
+    if odd is not None:
+        raise ValueError(f"sequence_parallel.chunk computes attention by blocks: {odd}")
+
+
+class Seen:
+    """An attention module whose key/value heads are repeated another number of times on this rank."""
+
+    def __init__(self, module, repeats):
+        self.__dict__.update(_module=module, num_key_value_groups=repeats)
+
+    def __getattr__(self, name):
+        return getattr(self._module, name)
+
+
+class _Dispatch:
+    """An entry of transformers' table: modules of models that were registered in this job share sequences, all others
+    are as before."""
+
+    def __init__(self, core):
+        self.core, self.shared = core, []
+        self.__name__ = getattr(core, "__name__", type(core).__name__)
+
+    def __call__(self, module, *args, **kwargs):
+        for matches, attention, job in self.shared:
+            if matches(module) and job() is made_here():
+                return attention(module, *args, **kwargs)
+        return self.core(module, *args, **kwargs)
+
+
+def _install(table, name, matches, attention):
+    """Modules that match use ``attention`` where they ask ``table`` for ``name``."""
+    if not isinstance(table[name], _Dispatch):
+        table.register(name, _Dispatch(table[name]))
+    job = made_here()  # groups end with it
+    kept = [entry for entry in table[name].shared if entry[2]() is job]
+    table[name].shared = [(matches, attention, weakref.ref(job)), *kept]
+
+
+def is_model(model):
+    """Whether ``model``, or what it wraps as PEFT's objects do, is one of transformers."""
+    return hasattr(getattr(_base_of(model), "config", None), "get_text_config")
+
+
+def share_model(model, modules, process_group):
+    """``modules``, attention of a transformers ``model``, share sequences among the ranks of ``process_group``, with
+    the attention function that the model has."""
+    table = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    config, name = model.config.get_text_config(), model.config._attn_implementation
+    core, own = _core_of(table, name), weakref.WeakSet(modules)
+    made = UlyssesSPAttentionHF.of_config(core, config, process_group, seq_length_is_variable=True)
+    _install(table, name, lambda module: module in own, made)
+    return made
+
+
+@contextlib.contextmanager
+def for_now(model, make):
+    """Attention of a transformers ``model`` is ``make(transformers' function)`` while the context is open."""
+    table, model = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS, _base_of(model)
+    name, own = model.config._attn_implementation, weakref.WeakSet(model.modules())
+    _install(table, name, lambda module: module in own, make(_core_of(table, name)))
+    entry = table[name].shared[0]
+    try:
+        yield
+    finally:
+        table[name].shared.remove(entry)
+
+
+def configure_model(model, process_group, **how):
+    """All attention of a transformers ``model`` as ``how`` says (``UlyssesSPAttentionHF.configure``), shared among the
+    ranks of ``process_group``: as it was registered, where it was."""
+    table, model = importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS, _base_of(model)
+    entry, modules = table.get(model.config._attn_implementation), list(model.modules())
+    shared = entry.shared if isinstance(entry, _Dispatch) else []
+    here = [made for matches, made, job in shared if job() is made_here() and any(map(matches, modules))]
+    made = here[0] if here else share_model(model, modules, process_group)
+    made.configure(**how)
+    return made
+
+
+def _core_of(table, name):
+    if name in _REFUSED:
+        raise ValueError(
+            f'core_attn_implementation "{name}" cannot share sequences: {_REFUSED[name]}. Use one of {_usable(table)}'
+        )
+    if name not in table and "/" in name:
+        kernels = importlib.import_module("transformers.integrations.hub_kernels")
+        kernels.load_and_register_attn_kernel(name)
+    if name not in table:
+        raise ValueError(
+            f'transformers has no attention function "{name}" (core_attn_implementation): use one of {_usable(table)}'
+        )
+    found = table[name]
+    return found.core if isinstance(found, _Dispatch) else found
+
+
+def _usable(table):
+    return ", ".join(sorted(name for name in table if name not in _REFUSED and not name.startswith("paged")))
+
+
+def _model_of(model, name):
+    """``(configuration of the text model, whether an attention module belongs to it)``."""
+    if isinstance(model, str):
+        config = importlib.import_module("transformers").AutoConfig.from_pretrained(model)
+        return config.get_text_config(), lambda module: _path_of(getattr(module, "config", None)) == model
+    base = _base_of(model)
+    if not hasattr(base, "config") or not isinstance(base, torch.nn.Module):
+        raise ValueError(
+            f"model_name_or_path is a {type(model).__name__}: it must be a name, a path, or a model with a config"
+        )
+    own = weakref.WeakSet(base.modules())
+    if getattr(base.config, "_attn_implementation", name) != name and hasattr(base, "set_attn_implementation"):
+        base.set_attn_implementation(name)
+    return base.config.get_text_config(), lambda module: module in own
+
+
+def _base_of(model):
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _path_of(config):
+    return getattr(config, "_name_or_path", None) or getattr(config, "name_or_path", None)

@@ -1,0 +1,197 @@
+"""Which length of a sequence fits, before a run: ``deepspeed.sequence.longest`` and ``explain``.
+
+Three lengths of a training step run on the device ``meta``, where operations allocate nothing; from their peaks
+csrc/plan/length_plan.h knows those of every length.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from deepspeed._native import _C
+from deepspeed.accelerator import get_accelerator
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.sections import ZeroStageEnum
+from deepspeed.log import logger
+from deepspeed.sequence import tiling
+from deepspeed.sequence.ledger import PARTS
+from deepspeed.sequence.planned import PlannedStep
+from deepspeed.zero.offload_plan import offload_plan
+
+LIMIT = 1 << 31  # tokens
+GAIN = 10  # percent of length that a next step is worth
+SMALLEST = 64  # tokens of a rank in the first sample
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of one rank when a step needs most. ``parts``: by name; ``moment``: of the step, which that is."""
+
+    tokens: int
+    bytes: int
+    parts: dict
+    moment: str
+
+
+class _Setup:
+    """A model, a configuration, and what of it is asked for."""
+
+    def __init__(self, model, config, ranks, inputs, batch):
+        self.model, self.inputs = model, inputs
+        made = config if isinstance(config, DeepSpeedConfig) else DeepSpeedConfig(config, world_size=ranks)
+        self.config, self.ranks = made, ranks or made.world_size * (made.sequence_parallel_size or 1)
+        self.shared = made.sequence_parallel_size or 1
+        if self.ranks % self.shared:
+            raise ValueError(f"sequence_parallel_size {self.shared} does not divide {self.ranks} ranks")
+        self.batch = batch or made.train_micro_batch_size_per_gpu or 1
+        self.dtype = torch.float16 if made.fp16_enabled else torch.bfloat16 if made.bfloat16_enabled else None
+        self.stage = made.zero_optimization_stage
+        section = made.sequence_parallel_config
+        key = (lambda name, other: other) if section is None else (lambda name, other: section[name])
+        mlp = key("tile_mlp", False)
+        self.how = {
+            "method": key("method", "auto"),
+            "chunk": key("chunk", 0),
+            "offload": key("offload", "none") != "none",
+            "tile_loss": bool(key("tile_loss", False)),
+            "widths": self.widths(mlp if isinstance(mlp, list) else "auto") if mlp else {},
+            "checkpointing": bool(getattr(model, "is_gradient_checkpointing", False)),
+        }
+
+    def widths(self, mlp):
+        """Of MLPs that can be cut. A model without values is believed."""
+        return tiling.proven(self.model, mlp, believe=any(param.is_meta for param in self.model.parameters()))
+
+    def states(self, stage=None, ranks=None):
+        """Bytes of parameters, gradients, masters and optimizer states on a rank, and of buffers of the step."""
+        given = {**self.config._param_dict} if isinstance(self.config._param_dict, dict) else self.config.native.raw()
+        for key in ("train_batch_size", "sequence_parallel", "sequence_parallel_size", "data_parallel_size"):
+            given.pop(key, None)
+        given.update(train_micro_batch_size_per_gpu=self.batch)
+        if stage is not None:
+            given["zero_optimization"] = {**(given.get("zero_optimization") or {}), "stage": stage}
+        ranks = ranks or self.ranks
+        tiers = offload_plan(self.model, DeepSpeedConfig(given, world_size=ranks), world_size=ranks)["tiers"]
+        return tiers["device"]["peak_bytes"]
+
+    def step(self, shared=None, **changes):
+        how = {**self.how, **changes}
+        return PlannedStep(self.model, self.dtype, self.batch, shared or self.shared, self.inputs, how)
+
+    def first_length(self, how):
+        """Tokens of a rank from which on the peak is a polynomial: tiles and chunks are whole there."""
+        wide = [2 * width for width in how["widths"].values()]
+        chunk = -(-2 * how["chunk"] // self.shared)
+        return max(SMALLEST, chunk, *wide)
+
+    def curve(self, states=None, shared=None, **changes):
+        shared = shared or self.shared
+        states = self.states() if states is None else states
+        step, base = self.step(shared, **changes), self.first_length({**self.how, **changes})
+        lengths = [shared * base * factor for factor in (2, 3, 4)]
+        return _Curve([(tokens, step.peaks(tokens)) for tokens in lengths], states, shared)
+
+
+class _Curve:
+    def __init__(self, samples, states, shared):
+        self.shared, self.states = shared, states
+        self.moments = sorted({moment for _, peaks in samples for moment in peaks})
+        none = [0] * len(PARTS)
+        rows = [(tokens, [[states, *peaks.get(moment, none)] for moment in self.moments]) for tokens, peaks in samples]
+        self.native = _C.lengths.Curve(rows)
+
+    def peak(self, tokens):
+        parts = dict(zip(("states", *PARTS), self.native.parts(tokens)))
+        return Peak(tokens, sum(parts.values()), parts, self.moments[self.native.moment(tokens)])
+
+    def longest(self, memory):
+        return self.native.longest(memory, self.shared, LIMIT)
+
+
+def _memory(memory):
+    if memory is None:
+        return int(get_accelerator().total_memory())
+    if isinstance(memory, bool) or not isinstance(memory, (int, float)) or memory <= 0:
+        raise ValueError(f"memory is {memory!r}: it must be bytes of one rank, more than 0")
+    return int(memory)
+
+
+def longest(model, config, memory=None, ranks=None, inputs=None, batch=None):
+    """The most tokens of a sequence with which a training step of ``model`` fits; 0 where none do.
+
+    model: a module, of the device ``meta``, too; nothing of it is changed, and nothing is allocated. config: of
+    ``deepspeed.initialize``. memory: bytes of one rank; None: those of the device. ranks: of the job; None: those that
+    the configuration knows of. inputs: ``(batch, tokens of a rank)`` to the arguments of the model (a dict, a tuple or
+    a tensor of the device ``meta``); None: tokens and labels of a causal language model of transformers. batch:
+    sequences in a micro-batch, where not those of the configuration.
+    """
+    room = _memory(memory)
+    return _Setup(model, config, ranks, inputs, batch).curve().longest(room)
+
+
+class LengthReport:
+    """What ``explain`` has found; as text a table.
+
+    ``longest``: tokens that fit. ``peaks``: a ``Peak`` each for some lengths. ``steps``: ``(what to change, the longest
+    then)``, the cheapest first. ``next_step``: the cheapest one with which 10 % more fit, or None.
+    """
+
+    def __init__(self, curve, memory, lengths, steps):
+        self.memory, self.longest, self.steps, self.curve = memory, curve.longest(memory), steps, curve
+        wanted = lengths or [tokens for tokens in (self.longest // 2, self.longest, self.longest * 2) if tokens > 0]
+        self.peaks = [curve.peak(tokens) for tokens in wanted]
+        found = _C.lengths.cheapest_step([tokens for _, tokens in steps], self.longest, GAIN)
+        self.next_step = None if found < 0 else steps[found]
+
+    def peak(self, tokens):
+        return self.curve.peak(tokens)
+
+    def __str__(self):
+        names = list(self.peaks[0].parts) if self.peaks else []
+        lines = [f"{self.longest} tokens fit into {self.memory / GIB:.2f} GiB of each rank"]
+        lines.append("".join(["  tokens", "   GiB  ", *(f"{name:>19}" for name in names), "  most in"]))
+        for peak in self.peaks:
+            parts = "".join(f"{size / GIB:19.2f}" for size in peak.parts.values())
+            lines.append(f"{peak.tokens:8d} {peak.bytes / GIB:6.2f} {parts}  {peak.moment}")
+        lines += [f"  {tokens:10d} tokens with {what}" for what, tokens in self.steps]
+        if self.next_step is not None:
+            lines.append(f"cheapest next step: {self.next_step[0]}")
+        return "\n".join(lines)
+
+
+def explain(model, config, memory=None, ranks=None, inputs=None, batch=None, lengths=None):
+    """A ``LengthReport``: peak bytes by part against length, the longest that fits, and what each further choice would
+    add, the cheapest first. ``lengths``: of whole sequences, for the table. Other arguments: those of ``longest``."""
+    room, setup = _memory(memory), _Setup(model, config, ranks, inputs, batch)
+    report = LengthReport(setup.curve(), room, lengths, _steps(setup, room))
+    logger.debug("%s", report)
+    return report
+
+
+def _steps(setup, memory):
+    """``[(what, the longest with it)]`` in the order of what they cost in time."""
+    how, found = setup.how, []
+
+    def add(what, **changes):
+        found.append((what, setup.curve(**changes).longest(memory)))
+
+    if not how["tile_loss"] and tiling.has_known_loss(setup.model):
+        add("sequence_parallel.tile_loss: true", tile_loss=True)
+    widths = {} if how["widths"] else setup.widths("auto")
+    if widths:
+        add("sequence_parallel.tile_mlp: true", widths=widths)
+    more = setup.stage + 1
+    if more <= ZeroStageEnum.max_stage and setup.ranks > 1:
+        add(f"zero_optimization.stage: {more}", states=setup.states(stage=more))
+    can_recompute = getattr(setup.model, "supports_gradient_checkpointing", False)
+    if can_recompute and not how["checkpointing"]:
+        add("model.gradient_checkpointing_enable()", checkpointing=True)
+    if can_recompute and not how["offload"]:
+        again = {} if how["checkpointing"] else {"checkpointing": True}
+        before = "".join("gradient_checkpointing_enable() and " for _ in again)
+        add(f'{before}sequence_parallel.offload: "host"', offload=True, **again)
+    double = 2 * setup.shared
+    states = setup.states(ranks=max(setup.ranks, double))
+    add(f"{double} ranks for a sequence (sequence_parallel.size: {double})", shared=double, states=states)
+    return found

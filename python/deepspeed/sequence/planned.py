@@ -1,0 +1,130 @@
+"""A training step of one rank that nobody runs: the model on the device ``meta``, with ranks that are not there."""
+
+import contextlib
+import copy
+
+import torch
+
+from deepspeed.sequence import exchange, hf_attention, methods, tiling
+from deepspeed.sequence.chunked import chunked_attention
+from deepspeed.sequence.heads import HeadPlan
+from deepspeed.sequence.layer import DistributedAttention
+from deepspeed.sequence.ledger import FusedAttention, Ledger, memory_of
+from deepspeed.sequence.ring import ring_attention
+
+
+def on_meta(model, dtype):
+    """A copy of ``model`` without values, its floating parameters of ``dtype`` where that is one."""
+    memo = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        shape = getattr(tensor, "ds_shape", tensor.shape)  # a sharded one looks empty
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        wanted = dtype if is_parameter and dtype is not None and tensor.is_floating_point() else tensor.dtype
+        bare = torch.empty(shape, dtype=wanted, device="meta")
+        memo[id(tensor)] = torch.nn.Parameter(bare, tensor.requires_grad) if is_parameter else bare
+    return copy.deepcopy(model, memo)
+
+
+class _PlannedHF:
+    """Attention of a transformers model as ``ranks`` that share a sequence compute it."""
+
+    def __init__(self, core, ranks, how):
+        self.core, self.ranks, self.how = core, ranks, how
+
+    def __call__(self, module, query, key, value, mask, *args, **kwargs):
+        heads, chunk = query.shape[1], self.how["chunk"]
+        size = self.ranks if chunk else methods.exchanging(self.how["method"], heads, ["here"] * self.ranks)
+        parts = [one.transpose(1, 2) for one in (query, key, value)]
+        plan = HeadPlan(heads, key.shape[1], size)
+        group = exchange.PlannedGroup(size)
+        if size > 1:
+            parts = exchange.to_heads(parts, plan.ranges(), group, 0)
+        query, key, value = (one.transpose(1, 2) for one in parts)
+        if size < self.ranks:
+            around = exchange.PlannedGroup(self.ranks // size)
+            context = ring_attention(query, key, value, around, True, kwargs.get("scaling")).transpose(1, 2)
+        elif chunk:
+            context = chunked_attention(query, key, value, chunk, True, None, self.how["offload"]).transpose(1, 2)
+        else:
+            repeats = query.shape[1] // key.shape[1]
+            seen = hf_attention.Seen(module, repeats)
+            query, key, value = (one.contiguous() for one in (query, key, value))
+            context = self.core(seen, query, key, value, None, *args, **kwargs)[0]
+        if size > 1:
+            context = exchange.to_sequence([context], [plan.query_ranges], group, 0)[0]
+        return context, None
+
+
+@contextlib.contextmanager
+def _shared(model, ranks, how):
+    """Attention of ``model`` is that of ``ranks`` that share sequences."""
+    for module in model.modules():
+        if isinstance(module, DistributedAttention):
+            module.spg = exchange.PlannedGroup(ranks)
+    if not hf_attention.is_model(model) or (ranks == 1 and not how["chunk"]):
+        yield
+        return
+    with hf_attention.for_now(model, lambda core: _PlannedHF(core, ranks, how)):
+        yield
+
+
+def _inputs_of(model, batch, tokens):
+    """Of a transformers model for causal language modelling."""
+    ids = torch.zeros(batch, tokens, dtype=torch.int64, device="meta")
+    return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def _loss_of(output):
+    loss = getattr(output, "loss", None)
+    if torch.is_tensor(loss):
+        return loss
+    first = output if torch.is_tensor(output) else next(iter(output.values() if hasattr(output, "values") else output))
+    return first if first.dim() == 0 else first.float().sum()
+
+
+class PlannedStep:
+    """Forward and backward of ``model`` on one of ``ranks`` that share a sequence.
+
+    ``inputs``: ``(batch, tokens of a rank)`` to the arguments of the model, on meta; None: those of a causal language
+    model. ``how``: keys of the section ``sequence_parallel``, and "checkpointing": whether layers are computed again.
+    """
+
+    def __init__(self, model, dtype, batch, ranks, inputs, how):
+        self.model, self.batch, self.ranks, self.how = on_meta(model, dtype), batch, ranks, how
+        self.inputs = inputs
+        if how["checkpointing"]:
+            self.model.gradient_checkpointing_enable()
+        self.model.train()
+        tiling.cut(self.model, how["widths"], how["tile_loss"] and tiling.has_known_loss(self.model))
+        for param in self.model.parameters():
+            if param.requires_grad:
+                param.grad = torch.empty_like(param)
+
+    def peaks(self, tokens):
+        """``{moment: bytes by part}`` for a sequence of ``tokens``."""
+        local = tokens // self.ranks
+        ledger = Ledger(self.model)
+        ledger.known |= {memory for memory in map(_grad_memory, self.model.parameters()) if memory}
+        given = _inputs_of(self.model, self.batch, local) if self.inputs is None else self.inputs(self.batch, local)
+        args, kwargs = ((), given) if isinstance(given, dict) else (given if isinstance(given, tuple) else (given,), {})
+        if self.how["offload"]:
+            ledger.elsewhere = _hidden_shapes(self.model, self.batch, local)
+        with _shared(self.model, self.ranks, self.how), FusedAttention(), ledger:
+            loss = _loss_of(self.model(*args, **kwargs))
+            ledger.begin_backward()
+            # Not loss.backward(): torch leaves a function mode in what it calls, where layers are computed again.
+            torch.autograd.Variable._execution_engine.run_backward(
+                (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+            del loss
+        return ledger.peaks
+
+
+def _grad_memory(param):
+    return None if param.grad is None else memory_of(param.grad)
+
+
+def _hidden_shapes(model, batch, tokens):
+    """Of what goes from layer to layer."""
+    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
+    return set() if embeddings is None else {torch.Size((batch, tokens, embeddings.weight.shape[-1]))}

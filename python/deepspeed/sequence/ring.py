@@ -1,0 +1,162 @@
+"""Attention over a sequence of which each rank of a ring has a part: keys and values travel from neighbour to neighbour
+while each rank computes with those that it has. No head is cut, so there may be more ranks than heads.
+
+Causal work is balanced: of ``2 n`` equal pieces rank ``r`` of ``n`` computes with pieces ``r`` and ``2 n - 1 - r``,
+which see ``2 n + 1`` pieces together, whatever ``r`` is. Sources: Liu et al., "Ring Attention with Blockwise
+Transformers" (2023); Brandon et al., "Striped Attention" (2023), on balance.
+"""
+
+import torch
+
+from deepspeed.sequence.blockwise import Rows, block_gradients
+from deepspeed.sequence.exchange import check_lengths, place, start_views
+
+TOKENS = 2  # the dimension of [batch, heads, tokens, size]
+
+
+class _Ring:
+    def __init__(self, group, causal, scale):
+        self.group, self.causal, self.scale = group, causal, scale
+        self.world, self.rank = place(group)
+
+    # ---- balance -----------------------------------------------------------------------------------------------------
+    def pieces(self, rank):
+        """The numbers of the pieces that ``rank`` computes with."""
+        return (rank, 2 * self.world - 1 - rank) if self.causal else (2 * rank, 2 * rank + 1)
+
+    def _owner(self, piece):
+        """Who computes with ``piece``, and as which of its two."""
+        return next((rank, self.pieces(rank).index(piece)) for rank in range(self.world) if piece in self.pieces(rank))
+
+    def balanced(self, tensors, back=False):
+        """``tensors`` (parts in order) as the pieces of this rank, end to end; ``back``: the other way."""
+        if not self.causal:
+            return list(tensors)
+        held = [(2 * rank, 2 * rank + 1) for rank in range(self.world)]  # where parts are in order
+        computed = [self.pieces(rank) for rank in range(self.world)]
+        source, target = (computed, held) if back else (held, computed)
+        out = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+        split, into = ([tensor.chunk(2, TOKENS) for tensor in of] for of in (tensors, out))
+        give, take = [[] for _ in range(self.world)], [[] for _ in range(self.world)]
+        for rank in range(self.world):
+            for index, piece in enumerate(source[self.rank]):
+                if piece in target[rank]:
+                    give[rank].extend(one[index] for one in split)
+            for piece in source[rank]:
+                if piece in target[self.rank]:
+                    take[rank].extend(one[target[self.rank].index(piece)] for one in into)
+        work = start_views(give, take, self.group)
+        if work is not None:
+            work.wait()
+        return out
+
+    # ---- travel ------------------------------------------------------------------------------------------------------
+    def send_on(self, tensors):
+        """Starts to send ``tensors`` to the next rank; ``take`` gets those of the one before."""
+        received = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+        give, take = [[] for _ in range(self.world)], [[] for _ in range(self.world)]
+        give[(self.rank + 1) % self.world], take[(self.rank - 1) % self.world] = list(tensors), received
+        return start_views(give, take, self.group), received
+
+    @staticmethod
+    def take(travelling):
+        work, received = travelling
+        if work is not None:
+            work.wait()
+        return received
+
+    def blocks(self, source):
+        """``(which of my pieces, which of source's, whether on the diagonal)`` of what is looked at."""
+        if not self.causal:
+            return [(None, None, False)]
+        mine, theirs = self.pieces(self.rank), self.pieces(source)
+        return [
+            (mine.index(query), theirs.index(key), query == key) for query in mine for key in theirs if key <= query
+        ]
+
+    def looks_of(self, looks, mine, theirs, source, length):
+        """Of a block of ``blocks``, where parts have ``length`` tokens: see ``ring_attention``."""
+        if looks is None:
+            return None
+        if not self.causal:
+            return looks(_run(self.rank, length), _run(source, length))
+        half = length // 2
+        return looks(_run(self.pieces(self.rank)[mine], half), _run(self.pieces(source)[theirs], half))
+
+
+def _run(index, length):
+    return index * length, (index + 1) * length
+
+
+def _piece(tensor, which):
+    return tensor if which is None else tensor.chunk(2, TOKENS)[which]
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, group, causal, scale, looks):
+        ring = _Ring(group, causal, scale)
+        query, key, value = ring.balanced([query, key, value])
+        rows = [Rows(_piece(query, which), key.shape[1], scale) for which in ((0, 1) if causal else (None,))]
+        held, length = [key, value], key.shape[TOKENS]
+        for step in range(ring.world):
+            travelling = ring.send_on(held) if step + 1 < ring.world else None
+            source = (ring.rank - step) % ring.world
+            for mine, theirs, diagonal in ring.blocks(source):
+                seen = ring.looks_of(looks, mine, theirs, source, length)
+                rows[mine or 0].see(*(_piece(one, theirs) for one in held), diagonal, looks=seen)
+            held = ring.take(travelling) if travelling else None
+        results = [one.result() for one in rows]
+        output, lse = (torch.cat(pair, dim=TOKENS) for pair in zip(*results))
+        ctx.save_for_backward(query, key, value, output, lse)
+        ctx.ring, ctx.looks = ring, looks
+        return ring.balanced([output], back=True)[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, value, output, lse = ctx.saved_tensors
+        ring = ctx.ring
+        (grad,) = ring.balanced([grad.contiguous()])
+        row_sum = (grad.to(lse.dtype) * output.to(lse.dtype)).sum(-1, keepdim=True)
+        for_query = torch.zeros_like(query, dtype=lse.dtype)
+        held = [key, value]
+        sums = [torch.zeros_like(one, dtype=lse.dtype) for one in held]
+        for step in range(ring.world):
+            # Keys and values go ahead while their gradients are computed, which follow them.
+            travelling = ring.send_on(held) if step + 1 < ring.world else None
+            source = (ring.rank - step) % ring.world
+            for mine, theirs, diagonal in ring.blocks(source):
+                seen = ring.looks_of(ctx.looks, mine, theirs, source, key.shape[TOKENS])
+                own = [_piece(one, mine) for one in (grad, row_sum, lse)]
+                found = block_gradients(
+                    _piece(query, mine), *(_piece(one, theirs) for one in held), *own, ring.scale, diagonal, looks=seen
+                )
+                _piece(for_query, mine).add_(found[0])
+                for total, one in zip(sums, found[1:]):
+                    _piece(total, theirs).add_(one)
+            sums = ring.take(ring.send_on(sums))  # after the last step they are at home
+            held = ring.take(travelling) if travelling else None
+        grads = [one.to(query.dtype) for one in (for_query, *sums)]
+        return (*ring.balanced(grads, back=True), None, None, None, None)
+
+
+def ring_attention(query, key, value, group, causal=True, scale=None, looks=None):
+    """This rank's part of the attention over a sequence of which each rank of ``group`` has an equal part, in order.
+
+    ``[batch, heads, tokens, size]``; key/value heads may be fewer, and are read by equal runs of query heads.
+    ``causal``: parts have an even number of tokens. ``scale``: of scores, 1 / sqrt(size) by default.
+    ``looks(queries, keys)``, of two runs ``(start, stop)`` of tokens of the whole sequence: where a query may look
+    beside being causal, ``[batch or 1, 1, queries, keys]``, or None.
+    """
+    check_lengths(query.shape[TOKENS], group, query.device)
+    if causal and query.shape[TOKENS] % 2:
+        raise ValueError(
+            f"causal attention in a ring balances work by halves: a part of {query.shape[TOKENS]} tokens has none"
+        )
+    if query.shape[1] % key.shape[1] or key.shape[:3] != value.shape[:3] or key.shape[TOKENS] != query.shape[TOKENS]:
+        raise ValueError(
+            f"query, key and value of shapes {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)} do not "
+            "belong to one sequence"
+        )
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return _RingAttention.apply(query, key, value, group, causal, scale, looks)

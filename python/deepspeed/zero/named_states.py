@@ -1,0 +1,176 @@
+"""What a rank owns of masters and optimizer states, by the names of the parameters: how checkpoints without a layout by
+ranks have them, and in the others parameters that only some ranks train."""
+
+import dataclasses
+
+import torch
+
+from deepspeed.zero.flat_layout import per_element
+from deepspeed.zero.param_ranks import ranks_of, saved_part
+from deepspeed.zero.sharded_parameter import is_sharded
+from deepspeed.zero.tensor_of_pieces import TensorOfPieces
+
+MASTER = "fp32"  # kind of the fp32 weights that are trained
+OWN_PARAMS = "own_params"  # key of an optimizer's saved state: parameters that only some ranks train
+
+
+@dataclasses.dataclass
+class NamedStates:
+    """``tensors``: (kind, name, offset) -> values, offset None for a whole parameter. ``scalars``: name -> states that
+    have no value for each element. ``strides``: name -> strides of a parameter whose pieces are in memory order."""
+
+    tensors: dict
+    scalars: dict
+    strides: dict
+
+
+def named_states(stepping, params, takes, in_pieces=True):
+    """``NamedStates`` of the parameters for whose number ``takes`` is true, views of what is trained. ``params``: of
+    all groups, end to end. ``in_pieces``: what rests in files is a ``TensorOfPieces``, and not a copy."""
+    found = NamedStates({}, {}, {})
+    kinds = _kept_in_files(stepping) if in_pieces else {}
+    for place, (index, offset, numel) in enumerate(stepping.core.pieces()):
+        if not numel or not takes(index):
+            continue
+        name, param = stepping.names[index], params[index]
+        in_files = {kind: stepping.core.piece_in_file(*kept, place) for kind, kept in kinds.items()}
+        in_files = {kind: meta for kind, meta in in_files.items() if meta is not None and meta.dtype == torch.float32}
+        states, scalars = _states(stepping, place, stepping.masters[place], in_files)
+        if MASTER not in in_files:
+            states = {MASTER: stepping.core.piece_tensor("master", 0, place), **states}
+        if scalars:
+            found.scalars[name] = scalars
+        for kind, tensor in states.items():
+            at, value = _placed(param, offset, tensor.detach())
+            found.tensors[kind, name, at] = value
+        for kind, meta in in_files.items():
+            at, value = _placed(param, offset, meta)
+            if value.is_contiguous():
+                source = stepping.core.piece_source(*kinds[kind], place)
+                value = TensorOfPieces.of_source(value.numel(), value.dtype, source, value.shape)
+            else:
+                value = _placed(param, offset, stepping.core.piece_tensor(*kinds[kind], place))[1]
+            found.tensors[kind, name, at] = value
+        if numel < _numel(param) and not is_sharded(param) and not param.is_contiguous():
+            found.strides[name] = list(param.stride())
+    return found
+
+
+def _numel(param):
+    return param.ds_numel if is_sharded(param) else param.numel()
+
+
+def _kept_in_files(stepping):
+    """dict: kind -> ``(kept, slot)`` as the core knows it, of kinds of which pieces may rest in files."""
+    core = stepping.core
+    if not core.rest_in_files():
+        return {}
+    slots = core.slot_names() if stepping.fused is not None else ()
+    return {MASTER: ("master", 0), **{kind: ("slot", slot) for slot, kind in enumerate(slots)}}
+
+
+def _states(stepping, place, master, without):
+    """``(states with a value for each element, others)`` of a piece, by name. ``without``: names that are left out."""
+    if stepping.fused is not None:
+        core = stepping.core
+        slots = {
+            kind: core.piece_tensor("slot", number, place)
+            for number, kind in enumerate(core.slot_names())
+            if kind not in without
+        }
+        return {kind: tensor for kind, tensor in slots.items() if tensor is not None}, {}
+    states, scalars = {}, {}
+    for kind, value in stepping.optimizer.state.get(master, {}).items():
+        whole = torch.is_tensor(value) and value.shape == master.shape and per_element(value)
+        (states if whole else scalars)[kind] = value
+    return states, scalars
+
+
+def _placed(param, offset, tensor):
+    """Offset and tensor of a piece. A whole parameter has its shape and row-major meaning, whatever its strides."""
+    begin, whole = saved_part(param)
+    if tensor.numel() < _numel(param):
+        return begin + offset, tensor.reshape(-1)
+    shape = param.ds_shape if is_sharded(param) else param.shape
+    if tensor.shape != shape:
+        flat = tensor.reshape(-1)
+        in_rows = is_sharded(param) or param.is_contiguous()
+        tensor = flat.view(shape) if in_rows else flat.as_strided(shape, param.stride())
+    return (None, tensor) if tensor.numel() == whole.numel() else (begin, tensor.reshape(-1))
+
+
+def steps_of(stepping):
+    """Updates of each parameter where the core counts them; None where an optimizer keeps them among its states."""
+    return [int(step) for step in stepping.core.steps()] if stepping.fused is not None else None
+
+
+def groups_of_params(optimizer_groups):
+    """The number of its group for each parameter, end to end."""
+    return [number for number, group in enumerate(optimizer_groups) for _ in group]
+
+
+# ---- as an optimizer's saved state has them ------------------------------------------------------------------------
+
+
+def own_params(stepping, groups, takes=None, in_pieces=False):
+    """The value of ``OWN_PARAMS``: parameters with ranks of their own, or those for whose number ``takes`` is true.
+
+    ``groups``: lists of parameters. None without any. ``in_pieces``: ``TensorOfPieces`` over the memory of what is
+    trained in place of copies.
+    """
+    params, group_of = [param for group in groups for param in group], groups_of_params(groups)
+    takes = takes or (lambda index: ranks_of(params[index]) is not None)
+    taken = [index for index in range(len(params)) if takes(index)]
+    if not taken:
+        return None
+    found, steps, tensors = named_states(stepping, params, takes, in_pieces), steps_of(stepping), {}
+    for (kind, name, offset), value in found.tensors.items():
+        kept = value
+        if torch.is_tensor(value):
+            flat = value.reshape(-1)
+            kept = TensorOfPieces(flat.numel(), flat.dtype, [(0, flat)]) if in_pieces else flat.to("cpu", copy=True)
+        tensors.setdefault(kind, {}).setdefault(name, []).append((offset or 0, kept))
+    return {
+        "parameters": {
+            stepping.names[index]: {
+                "shape": saved_part(params[index])[1],
+                "group": group_of[index],
+                **({"step": steps[index]} if steps is not None else {}),
+            }
+            for index in taken
+        },
+        "tensors": tensors,
+        "scalars": found.scalars,
+        "strides": found.strides,
+    }
+
+
+def table_of(saved):
+    """name -> what is known of a parameter in ``saved`` (of ``own_params``) without opening it, as JSON can hold it."""
+    if not saved:
+        return {}
+    return {
+        name: {
+            "shape": list(about["shape"]),
+            "group": about["group"],
+            "kinds": [kind for kind, named in saved["tensors"].items() if name in named],
+        }
+        for name, about in saved["parameters"].items()
+    }
+
+
+def joined_tables(tables):
+    """One table of those of all ranks; ``ranks`` of an entry: numbers of the ranks that have elements of it."""
+    joined = {}
+    for rank, table in enumerate(tables):
+        for name, about in (table or {}).items():
+            entry = joined.setdefault(name, {**about, "kinds": [], "ranks": []})
+            if about["shape"] != entry["shape"]:
+                raise ValueError(
+                    f"parameter '{name}' has shape {tuple(entry['shape'])} on rank {entry['ranks'][0]} and "
+                    f"{tuple(about['shape'])} on rank {rank}: ranks that train different tensors must give them "
+                    "different names in checkpoints (ds_expert_numbers)"
+                )
+            entry["kinds"] = list(dict.fromkeys([*entry["kinds"], *about["kinds"]]))
+            entry["ranks"] += [rank]
+    return joined

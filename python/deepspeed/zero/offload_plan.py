@@ -1,0 +1,240 @@
+"""What a configuration will need of each memory, before anything is allocated: ``deepspeed.offload_plan``."""
+
+import dataclasses
+import os
+import shutil
+
+import torch
+
+from deepspeed._native import _C
+from deepspeed.accelerator import get_accelerator
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.host.cpu import memory_bytes
+from deepspeed.ops.native_optimizer import RULES
+from deepspeed.zero.rates import mean_rate, tier_rate
+
+_TIERS = ("device", "host", "file")
+_ANY = 2**63 - 1  # bytes of a memory that has no limit
+_WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2}
+_RULES = {"adamw": "adam"}  # names of the configuration that are not those of rules
+
+
+def offload_plan(model, config, world_size=None, rates=None):
+    """What training ``model`` with ``config`` takes of each memory tier on one rank.
+
+    model: a module (of the device ``meta``, too) or a number of parameters. world_size: data-parallel ranks; None:
+    those of WORLD_SIZE, else 1. rates: bytes per second at which a tier reads and writes, by its name ("host", "file");
+    None: those that this machine reaches, measured once and kept in ``~/.cache/deepspeed/rates``; {}: none. For
+    ``zero_optimization.placement`` "step" is the bytes per second that an update reads and writes.
+
+    Returns a dict with ``parameters`` and, by tier ("device", "host", "file"), ``peak_bytes`` without activations,
+    ``bytes_per_step`` that travel between that tier and where they are worked on, ``free_bytes`` as far as that is
+    known, and ``fits`` (None: unknown); ``placement``: which shares of gradients ("grad"), masters and optimizer states
+    ("slots") rest in which tier, as the engine places them; ``step_seconds``: the least that a step takes with these
+    ``rates``, None where nothing travels or no rate is known.
+    """
+    made = config if isinstance(config, DeepSpeedConfig) else DeepSpeedConfig(config)
+    zero, world = made.zero_config, int(world_size or os.environ.get("WORLD_SIZE", 1))
+    params = [] if isinstance(model, int) else list(model.parameters())
+    numel = (
+        model if isinstance(model, int) else sum(getattr(p, "ds_numel", p.numel()) for p in params if p.requires_grad)
+    )
+    frozen = sum(getattr(p, "ds_numel", p.numel()) for p in params if not p.requires_grad)
+    narrow = made.float16_config.enabled or made.bfloat16_config.enabled
+    width, section = 2 if narrow else 4, zero.offload_optimizer
+    name = (made.optimizer_name or "adam").lower()
+    slots = 4 * len(RULES.get(_RULES.get(name, name), {"slots": [0, 0]})["slots"])
+    steps = made.gradient_accumulation_steps or 1
+    accumulates = steps > 1
+    grad = _WIDTHS.get(str(made.grad_accum_dtype), 4 if accumulates else width)
+    policy = _C.stage_policy(int(zero.stage))
+    numels = [getattr(p, "ds_numel", p.numel()) for p in params if p.requires_grad] or [numel]
+    need = [sum(-(-one // world) for one in numels) * size for size in (grad, 4, 8, width)]
+    placed = _placed(zero, policy, need, steps, rates)
+    shares, away = placed.shares, placed.away
+    slices = zero.offload_param if policy.shards_params and _place(zero.offload_param) != "none" else None
+    master = 4 if narrow or away or slices is not None else 0
+    held = _C.memory.states_per_rank(int(zero.stage), numel, world, width, grad, master, slots)
+    if shares["grad"][0] < 1:  # reduced gradients have a buffer of their own
+        held["grad"] = -(-numel // world) * grad
+    bucket = _bucket(zero, policy, numel, away, params)
+    tiers = {
+        tier: int(sum(held[kind] * share[number] for kind, share in shares.items()))
+        for number, tier in enumerate(_TIERS)
+    }
+    tiers["device"] += held["param"] + frozen * width // (world if policy.shards_params else 1)
+    own, row = -(-numel // world), -(-bucket // world)
+    tiers["device"] += _gradients_on_device(policy, shares["grad"][0] < 1, numel, world, bucket) * grad
+    if policy.shards_params:
+        tiers["device"] += _gathered(zero, numels) * width
+    if away:
+        weights = row * (5 if width == 2 else 4)  # new ones on their way: two or three rows of 16 bits, or one
+        tiers["host"] += weights
+        tiers["host"] += int(own * grad * (1 - shares["grad"][0])) if accumulates else 0  # what is added to the sums
+    if placed.in_files:
+        # What a step holds of a bucket, and of the next one; what is being written may fill all buffers.
+        states_of_row = row * (grad + master + slots)
+        buffers = row * 4 * (placed.buffers + 1) * (1 + placed.reads_ahead + placed.writes_behind)
+        held_ahead = states_of_row * (1 + placed.reads_ahead)
+        held_ahead += weights * placed.reads_ahead  # new ones of two buckets, then
+        tiers["host"] += buffers - weights if placed.writes_behind else min(buffers, held_ahead)
+    moved = {"device": 0, "host": 0, "file": 0}
+    if placed.moved is not None:
+        moved["host"], moved["file"] = placed.moved
+    elif away:
+        moved["host"] = int(own * (grad + width) * section.ratio)
+        if placed.in_files:
+            moved["file"] = int(own * (2 * grad + 2 * master + 2 * slots) * section.ratio)
+    if slices is not None:
+        _add_params(slices, held["param"], width, tiers, moved)
+    free = {"device": _device_bytes(), "host": memory_bytes()[0], "file": _disk_bytes(section, zero.offload_param)}
+    report = {
+        tier: {
+            "peak_bytes": peak,
+            "bytes_per_step": moved[tier],
+            "free_bytes": free[tier],
+            "fits": None if free[tier] is None else peak <= free[tier],
+        }
+        for tier, peak in tiers.items()
+    }
+    rates = _rates([tier for tier in moved if moved[tier]], section, zero.offload_param) if rates is None else rates
+    times = [moved[tier] / rates[tier] for tier in moved if moved[tier] and rates.get(tier)]
+    placement = {kind: dict(zip(_TIERS, share)) for kind, share in shares.items()}
+    return {
+        "parameters": numel,
+        "tiers": report,
+        "placement": placement,
+        "step_seconds": max(times + [placed.seconds]) if times else None,
+    }
+
+
+def _place(section):
+    return "none" if section is None else str(getattr(section.device, "value", section.device))
+
+
+@dataclasses.dataclass
+class _Placed:
+    """``shares``: kind -> those on the device, on the host, in files. Of files: ``buffers`` of the host for a bucket,
+    and how they come and go. ``moved``: bytes between host and device and of files in a step; ``seconds`` that it takes
+    at least, where that is known."""
+
+    shares: dict
+    buffers: int = 0
+    reads_ahead: bool = False
+    writes_behind: bool = False
+    moved: tuple = None
+    seconds: float = 0.0
+
+    @property
+    def away(self):
+        return any(share[0] < 1 for share in self.shares.values())
+
+    @property
+    def in_files(self):
+        return any(share[2] > 0 for share in self.shares.values())
+
+
+def _placed(zero, policy, need, steps, rates):
+    """``need``: bytes of this rank's gradients, masters, states and weights."""
+    section, placement = zero.offload_optimizer, zero.placement
+    if placement is not None and placement.auto and policy.shards_states:
+        files = section is not None and section.nvme_path is not None
+        given = zip((placement.device_gb, placement.host_gb, placement.nvme_gb), (0, _ANY, _ANY))
+        room = [fallback if gib is None else int(gib * 2**30) for gib, fallback in given]
+        room[2] = room[2] if files else 0
+        pinned, folder = section is None or section.pin_memory, str(section.nvme_path) if files else ""
+        one_memory = sum(need[:3]) <= room[0] or room[0] == 0 and sum(need[:3]) <= room[1]
+        reached = [0.0] * 6
+        if rates is not None:
+            host, file, step = (float(rates.get(key, 0)) for key in ("host", "file", "step"))
+            reached = [host, host, file, file, step, step]
+        elif not one_memory and (os.path.isdir(folder) or not files):
+            reached = _C.memory.machine_rates(_device(), pinned, folder, torch.get_num_threads())
+        shares, seconds, link, drive = _C.memory.auto_places(need, room, steps, reached)
+        buffers = section.buffer_count if section is not None else 0
+        return _Placed(shares, buffers, True, True, (int(link), int(drive)), seconds)
+    device = _place(section)
+    share = section.ratio if device != "none" else 0.0
+    each = (1 - share, share if device == "cpu" else 0.0, share if device == "nvme" else 0.0)
+    shares = dict.fromkeys(("grad", "master", "slots"), each)
+    if device != "nvme":
+        return _Placed(shares)
+    return _Placed(shares, section.buffer_count, section.pipeline_read, section.pipeline_write)
+
+
+def _gradients_on_device(policy, moves, numel, world, bucket):
+    """Elements of buffers for gradients on their way, beside those that are reduced."""
+    own, row, count = -(-numel // world), -(-bucket // world), -(-numel // bucket)
+    if not moves:  # one rank alone sums them where they lie; else sums go where they rest
+        return 0 if world == 1 and not policy.shards_params else min(2, count) * bucket
+    if policy.shards_grads:  # a bucket that is filled, one that is reduced; sums, which are copied, and their copies
+        return min(2, count) * (bucket + row)
+    return numel + 2 * own  # local ones, and all sums at once
+
+
+def _gathered(zero, numels):
+    """Elements of whole parameters: those that are kept up to their next use, what is fetched ahead, and a layer."""
+    numel, largest = sum(numels), max(numels, default=0)
+    kept = min(numel, zero.max_live_parameters)
+    if numel > zero.max_reuse_distance:
+        kept = min(kept, max(zero.max_reuse_distance, 2 * largest))
+    return min(numel, kept + zero.prefetch_bucket_size + largest)
+
+
+def _add_params(section, held, width, tiers, moved):
+    """Slices of parameters that rest elsewhere."""
+    where = _place(section)
+    tiers["device"] -= held
+    on_host = held if where == "cpu" else min(held, int(section.max_in_cpu) * width)
+    tiers["host"] += on_host
+    tiers["file"] += held - on_host
+    moved["host"] += 2 * held  # for forward and for backward
+    if where == "nvme":
+        tiers["host"] += min(int(section.buffer_count) * int(section.buffer_size) * width, 2 * (held - on_host))
+        moved["file"] += 3 * (held - on_host)  # and written in the step
+
+
+def _rates(tiers, *sections):
+    """What this machine reaches."""
+    found, device, folder = {}, _device(), _folder(*sections)
+    pinned = any(section is not None and section.pin_memory for section in sections)
+    for tier in tiers:
+        rate = tier_rate(tier, device, folder, pinned)
+        if rate is not None:
+            found[tier] = mean_rate(rate)
+    return found
+
+
+def _device():
+    accelerator = get_accelerator()
+    return torch.device(accelerator.current_device_name() if accelerator.device_name() != "cpu" else "cpu")
+
+
+def _folder(*sections):
+    return next((str(s.nvme_path) for s in sections if s is not None and s.nvme_path is not None), "")
+
+
+def _bucket(zero, policy, numel, away, params):
+    """Elements of the largest one: whole parameters, one after the other."""
+    limit = min(zero.reduce_bucket_size, numel)
+    if away:
+        limit = min(limit, max(1 << 20, numel // 16))
+        if policy.shards_params and _place(zero.offload_optimizer) != "none":
+            limit = min(limit, zero.sub_group_size)
+    largest, held = 0 if params else limit, 0
+    for param in params:
+        if param.requires_grad:
+            size = getattr(param, "ds_numel", param.numel())
+            held = size if held + size > limit else held + size
+            largest = max(largest, held)
+    return max(1, largest)
+
+
+def _device_bytes():
+    accelerator = get_accelerator()
+    return None if accelerator.device_name() == "cpu" else accelerator.total_memory()
+
+
+def _disk_bytes(*sections):
+    path = _folder(*sections)
+    return shutil.disk_usage(path).free if os.path.isdir(path) else None

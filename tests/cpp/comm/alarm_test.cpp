@@ -1,0 +1,177 @@
+// One rank's failure ends the waits of all, with one text.
+#include "comm/alarm.h"
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include <chrono>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace ds::comm {
+namespace {
+
+struct Ranks {
+  explicit Ranks(int count) {
+    for (int rank = 0; rank < count; ++rank)
+      alarms.push_back(std::make_unique<Alarm>(
+          store, rank, std::vector<std::string>{"stage 0", "stage 1", "stage 2"},
+          [this, rank](const std::string& why) { told[rank] += why; },
+          PlaceNames{{"ForwardPass"}, {"layer 0 (A)", "layer 1 (B)"}}));
+  }
+  void look() {
+    std::this_thread::sleep_for(std::chrono::milliseconds(260));  // they look four times a second
+    for (auto& alarm : alarms) alarm->look({});
+  }
+  c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
+  std::map<int, std::string> told;
+  std::vector<std::unique_ptr<Alarm>> alarms;
+};
+
+TEST(Alarm, TellsAllWhoWork) {
+  Ranks ranks(3);
+  ranks.alarms[1]->begin();
+  ranks.look();
+  EXPECT_TRUE(ranks.told.empty());
+  EXPECT_EQ(ranks.alarms[2]->ring("the layer is broken"), "the layer is broken");
+  EXPECT_EQ(ranks.alarms[0]->ring("nobody came"), "the layer is broken");  // the first text counts
+  ranks.look();
+  for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(ranks.told[rank], "the layer is broken");
+  EXPECT_EQ(ranks.alarms[1]->heard(), "the layer is broken");
+  ranks.alarms[1]->await_all();  // they all have
+}
+
+TEST(Alarm, WhoDoesNotWorkIsNotDisturbed) {
+  Ranks ranks(3);
+  ranks.alarms[2]->ring("the layer is broken");
+  ranks.look();
+  EXPECT_EQ(ranks.told.count(0), 0u);
+  EXPECT_EQ(ranks.alarms[0]->heard(), "");
+  ranks.alarms[0]->begin();
+  ranks.look();
+  EXPECT_EQ(ranks.told[0], "the layer is broken");
+}
+
+TEST(Alarm, AProcessThatHasEndedRings) {
+  for (const bool goodbye : {false, true}) {
+    Ranks ranks(2);
+    const pid_t child = fork();
+    if (child == 0) _exit(0);
+    waitpid(child, nullptr, 0);
+    char host[64] = "";
+    gethostname(host, sizeof(host) - 1);
+    const std::string who = std::to_string(child) + " " + host;
+    ranks.store->set("who2", std::vector<uint8_t>(who.begin(), who.end()));
+    ranks.store->add("known2", 1);
+    if (goodbye) ranks.store->add("left2", 1);
+    ranks.look();
+    EXPECT_TRUE(ranks.told.empty());
+    ranks.alarms[0]->begin();
+    ranks.look();
+    EXPECT_EQ(ranks.told.count(0), goodbye ? 0u : 1u);
+    if (goodbye) continue;
+    EXPECT_NE(ranks.told[0].find("stage 2 (process " + std::to_string(child) + ") has ended"), std::string::npos);
+  }
+}
+
+TEST(Alarm, SaysWhereAKilledProcessWas) {
+  Ranks ranks(2);
+  int there[2], here[2];
+  ASSERT_EQ(pipe(there) + pipe(here), 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    PlacePage page;
+    page.words()[PlacePage::kInstruction] = 1;
+    page.words()[PlacePage::kMicroBatch] = 4;
+    page.words()[PlacePage::kLayer] = 2;
+    const int file = page.file();
+    char byte = 0;
+    const bool told = write(there[1], &file, sizeof(file)) == sizeof(file);
+    _exit(told && read(here[0], &byte, 1) == 1 ? 0 : 1);
+  }
+  int file = -1;
+  ASSERT_EQ(read(there[0], &file, sizeof(file)), static_cast<ssize_t>(sizeof(file)));
+  char host[64] = "";
+  gethostname(host, sizeof(host) - 1);
+  const std::string who = std::to_string(child) + " " + host + " " + std::to_string(file);
+  ranks.store->set("who2", std::vector<uint8_t>(who.begin(), who.end()));
+  ranks.store->add("known2", 1);
+  ranks.alarms[0]->begin();
+  ranks.alarms[0]->place()->words()[PlacePage::kInstruction] = 1;
+  ranks.look();
+  const std::string place = "layer 1 (B), micro-batch 3, ForwardPass";
+  EXPECT_EQ(ranks.alarms[0]->where(), "stage 0: ForwardPass; stage 2: " + place);
+  kill(child, SIGKILL);
+  waitpid(child, nullptr, 0);
+  ranks.look();
+  EXPECT_NE(ranks.told[0].find("has ended in the middle of a batch, in " + place + "; stage 0 has seen it first"),
+            std::string::npos)
+      << ranks.told[0];
+  for (const int end : {there[0], there[1], here[0], here[1]}) close(end);
+}
+
+// Ends with the process that has it.
+class MortalStore : public c10d::HashStore {
+ public:
+  void set(const std::string& key, const std::vector<uint8_t>& value) override {
+    look();
+    HashStore::set(key, value);
+  }
+  std::vector<uint8_t> get(const std::string& key) override {
+    look();
+    return HashStore::get(key);
+  }
+  int64_t add(const std::string& key, int64_t value) override {
+    look();
+    return HashStore::add(key, value);
+  }
+  bool has_ended = false;
+
+ private:
+  void look() const {
+    if (has_ended) throw std::runtime_error("connection reset by peer");
+  }
+};
+
+TEST(Alarm, ARankWhoseProcessHadTheStore) {
+  const std::string ended = "the pipeline failed: stage 0 has ended in the middle of a batch",
+                    gone = ": the job's store, which its process had, has gone";
+  const auto text = [](int keeper, bool elsewhere, bool seen) {
+    const auto store = c10::make_intrusive<MortalStore>();
+    std::string told;
+    const auto made = [&](int rank) {
+      return std::make_unique<Alarm>(
+          store, rank, std::vector<std::string>{"stage 0", "stage 1"}, [&](const std::string& why) { told += why; },
+          PlaceNames{{"ForwardPass"}, {"layer 0 (A)"}}, keeper);
+    };
+    const auto first = made(0), second = made(1);
+    if (elsewhere) {
+      const std::string who = "12 another-host -1";
+      store->set("who0", std::vector<uint8_t>(who.begin(), who.end()));
+    }
+    for (auto* alarm : {first.get(), second.get()}) alarm->begin();
+    first->place()->words()[PlacePage::kLayer] = 1;
+    if (seen)
+      for (auto* alarm : {first.get(), second.get()}) alarm->look({});
+    store->has_ended = true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(260));
+    second->look({});
+    EXPECT_EQ(told, second->heard());
+    return told;
+  };
+  EXPECT_EQ(text(0, false, false), ended + gone);
+  EXPECT_EQ(text(0, false, true), ended + ", last seen in layer 0 (A)" + gone);
+  EXPECT_EQ(text(0, true, true), ended + ", last seen in layer 0 (A)" + gone);
+  EXPECT_EQ(text(-1, false, true), "the pipeline failed: the job's store has gone");
+}
+
+}  // namespace
+}  // namespace ds::comm

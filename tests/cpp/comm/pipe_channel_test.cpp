@@ -1,0 +1,236 @@
+// Messages between stages: ranks as threads.
+#include "comm/pipe_channel.h"
+
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <random>
+#include <thread>
+
+#include "../error_of.h"
+#include "base/error.h"
+#include "comm/transports/thread_communicator.h"
+#include "transports.h"
+
+namespace ds::comm {
+namespace {
+
+using Body = std::function<void(int rank, PipeChannel&)>;
+
+// One channel on each of `size` threads, over that transport.
+void on_channels(const std::string& transport, int size, const Body& body, const PipeChannelOptions& options = {}) {
+  const auto first = thread_communicators(size), second = thread_communicators(size);
+  nccl::UniqueId ids[2];
+  if (transport == "nccl")
+    for (auto& id : ids) id = NcclLibrary::open(std::string(DS_FAKE_NCCL_FOLDER) + "/libfake_nccl.so")->make_id();
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank)
+    threads.emplace_back([&, rank] {
+      const auto activations = testing_transports::make(transport, first[rank], ids[0]);
+      const auto grads = testing_transports::make(transport, second[rank], ids[1]);
+      {
+        PipeChannel channel(activations, grads, options);
+        body(rank, channel);
+        channel.settle();
+      }
+      try {
+        activations->barrier();  // nobody goes while another still receives
+      } catch (const Error&) {   // aborted
+        return;
+      }
+    });
+  for (auto& thread : threads) thread.join();
+}
+
+// The same on both ends: message `number` of that stream.
+PipeMessage message_of(int from, int to, PipeStream stream, int number) {
+  std::mt19937 random(static_cast<unsigned>(from * 1000003 + to * 10007 + static_cast<int>(stream) * 101 + number));
+  const at::ScalarType types[] = {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong,
+                                  at::kInt,   at::kChar,   at::kByte, at::kBool,     at::kComplexFloat};
+  PipeMessage message;
+  message.packed = random() % 2;
+  const int pieces = number % 7 == 6 ? 12 : 1 + static_cast<int>(random() % 3);  // 12: more than a note has room for
+  for (int piece = 0; piece < pieces; ++piece) {
+    if (random() % 6 == 0) {
+      message.pieces.emplace_back();
+      continue;
+    }
+    std::vector<int64_t> sizes(random() % 4);
+    for (int64_t& each : sizes) each = static_cast<int64_t>(random() % 5);  // 0 is a size, too
+    if (number % 5 == 3) sizes = {100, 131};                                // read out of the sender's memory
+    const at::ScalarType type = types[random() % 10];
+    int64_t numel = 1;
+    for (const int64_t each : sizes) numel *= each;
+    at::Tensor tensor = at::arange(numel).add(static_cast<int64_t>(random() % 7)).view(sizes).to(type);
+    if (tensor.dim() == 2) tensor = tensor.t();  // not contiguous
+    message.pieces.push_back({tensor, at::isFloatingType(type) && random() % 2 == 0});
+  }
+  return message;
+}
+
+void expect_equal(const PipeMessage& found, const PipeMessage& wanted) {
+  ASSERT_EQ(found.pieces.size(), wanted.pieces.size());
+  EXPECT_EQ(found.packed, wanted.packed);
+  for (size_t place = 0; place < wanted.pieces.size(); ++place) {
+    const PipePiece &a = found.pieces[place], &b = wanted.pieces[place];
+    ASSERT_EQ(a.tensor.defined(), b.tensor.defined());
+    EXPECT_EQ(a.wants_grad, b.wants_grad);
+    if (!b.tensor.defined()) continue;
+    EXPECT_EQ(a.tensor.scalar_type(), b.tensor.scalar_type());
+    EXPECT_TRUE(at::equal(a.tensor, b.tensor));
+  }
+}
+
+class PipeChannels : public testing::TestWithParam<std::tuple<std::string, int>> {};
+
+// Every rank sends to every other, both streams, in orders of its own; shapes and types differ with every message.
+TEST_P(PipeChannels, CarryAnything) {
+  const auto [transport, size] = GetParam();
+  constexpr int kMessages = 15;
+  on_channels(transport, size, [size = size](int rank, PipeChannel& channel) {
+    std::mt19937 random(static_cast<unsigned>(rank));
+    for (int other = 0; other < size; ++other)
+      for (const auto stream : {PipeStream::kActivations, PipeStream::kGrads})
+        if (other != rank) channel.expect(stream, other, kMessages);
+    for (int number = 0; number < kMessages; ++number) {
+      std::vector<std::pair<int, PipeStream>> order;
+      for (int other = 0; other < size; ++other)
+        for (const auto stream : {PipeStream::kActivations, PipeStream::kGrads})
+          if (other != rank) order.emplace_back(other, stream);
+      std::shuffle(order.begin(), order.end(), random);
+      for (const auto& [to, stream] : order) channel.send(stream, to, message_of(rank, to, stream, number));
+      std::shuffle(order.begin(), order.end(), random);
+      for (const auto& [from, stream] : order)
+        expect_equal(channel.recv(stream, from), message_of(from, rank, stream, number));
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Transports, PipeChannels,
+                         testing::Combine(testing::Values("thread", "shm", "send_and_recv_only"),
+                                          testing::Values(2, 3, 4)),
+                         [](const auto& info) {
+                           return std::get<0>(info.param) + "_" + std::to_string(std::get<1>(info.param));
+                         });
+
+TEST(PipeChannel, ReceivesAheadOfBeingAsked) {
+  on_channels("thread", 2, [](int rank, PipeChannel& channel) {
+    if (rank == 0) {
+      channel.send(PipeStream::kActivations, 1, {{{at::ones({3}), true}}, false});
+      return;
+    }
+    channel.expect(PipeStream::kActivations, 0, 1);
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (!channel.arrived(PipeStream::kActivations, 0) && std::chrono::steady_clock::now() < deadline)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    EXPECT_TRUE(channel.arrived(PipeStream::kActivations, 0));
+    EXPECT_TRUE(channel.recv(PipeStream::kActivations, 0).pieces[0].wants_grad);
+  });
+}
+
+TEST(PipeChannel, RefusesWhatCannotBe) {
+  on_channels("thread", 2, [](int rank, PipeChannel& channel) {
+    if (rank == 1) return;
+    EXPECT_NE(error_of([&] { channel.recv(PipeStream::kGrads, 1); }).find("no message of gradients is expected"),
+              std::string::npos);
+    const at::Tensor sparse = at::eye(3).to_sparse();
+    EXPECT_NE(error_of([&] {
+                channel.send(PipeStream::kGrads, 1, {{{sparse, false}}, false});
+              }).find("is sparse"),
+              std::string::npos);
+  });
+}
+
+TEST(PipeChannel, EndsAllWaitsWithOneText) {
+  on_channels("thread", 3, [](int rank, PipeChannel& channel) {
+    const int other = (rank + 1) % 3;
+    channel.expect(PipeStream::kActivations, other, 1);
+    std::thread teller([&, rank = rank] {
+      if (rank != 0) return;  // the others hear of it through the group
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      channel.abort("stage 2 could not go on");
+    });
+    const std::string text = error_of([&] { channel.recv(PipeStream::kActivations, other); });
+    EXPECT_EQ(text, "stage 2 could not go on");
+    teller.join();
+    channel.abort("stage 2 could not go on");
+    EXPECT_EQ(error_of([&] { channel.send(PipeStream::kGrads, other, {}); }), "stage 2 could not go on");
+    EXPECT_EQ(channel.failed(), "stage 2 could not go on");
+  });
+}
+
+// By the caller, who waits, and by the thread, in parts; or by the thread alone, while nobody waits.
+TEST(PipeChannel, CopiesLargeTensors) {
+  constexpr int kMessages = 8;
+  on_channels("thread", 2, [](int rank, PipeChannel& channel) {
+    const auto value = [](int number) { return at::arange(number, 1'300'001 + number, at::kInt); };  // 5 MB and a bit
+    if (rank == 0) {
+      for (int number = 0; number < kMessages; ++number)
+        channel.send(PipeStream::kActivations, 1, {{{value(number), false}, {at::ones({3}), false}}, true});
+      return;
+    }
+    channel.expect(PipeStream::kActivations, 0, kMessages);
+    for (int number = 0; number < kMessages; ++number) {
+      if (number % 3 == 2) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      const PipeMessage message = channel.recv(PipeStream::kActivations, 0);
+      EXPECT_TRUE(message.pieces[0].tensor.equal(value(number)));
+      EXPECT_EQ(message.pieces[1].tensor.sum().item<float>(), 3);
+    }
+  });
+}
+
+// Tensors are read out of the sender's memory: it has them until then, and no longer.
+TEST(PipeChannel, HoldsWhatHasNotBeenTaken) {
+  std::atomic<int> step{0};
+  const auto reach = [&](int wanted) {
+    while (step < wanted) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  };
+  on_channels("thread", 2, [&](int rank, PipeChannel& channel) {
+    if (rank == 0) {
+      at::Tensor sent = at::full({5000}, 3.0);
+      c10::weak_intrusive_ptr<c10::StorageImpl> storage(sent.storage().getWeakStorageImpl());
+      channel.send(PipeStream::kActivations, 1, {{{sent, false}}, false});
+      sent.reset();
+      EXPECT_FALSE(storage.expired());
+      step = 1;
+      reach(2);
+      channel.expect(PipeStream::kActivations, 1, 1);
+      channel.recv(PipeStream::kActivations, 1);
+      EXPECT_TRUE(storage.expired());
+      return;
+    }
+    reach(1);
+    channel.expect(PipeStream::kActivations, 0, 1);
+    EXPECT_TRUE(channel.recv(PipeStream::kActivations, 0).pieces[0].tensor.eq(3).all().item<bool>());
+    channel.send(PipeStream::kActivations, 0, {});
+    step = 2;
+  });
+}
+
+TEST(PipeChannel, GivesUpAfterTheTimeout) {
+  std::atomic<bool> gave_up{false};
+  PipeChannelOptions options;
+  options.timeout = std::chrono::seconds(1);
+  const auto body = [&](int rank, PipeChannel& channel) {
+    const PipeMessage message{{{at::ones({3}), false}}, false};
+    if (rank == 0) {
+      for (int number = 0; number < 2; ++number) channel.send(PipeStream::kGrads, 1, message);
+      EXPECT_EQ(error_of([&] { channel.send(PipeStream::kGrads, 1, message); }),
+                "stage 1 of the pipeline has not taken message 0 within 1 s (comm.timeout)");
+      gave_up = true;
+      return;
+    }
+    channel.expect(PipeStream::kActivations, 0, 1);
+    EXPECT_EQ(error_of([&] { channel.recv(PipeStream::kActivations, 0); }),
+              "message 0 of activations from stage 0 of the pipeline has not come within 1 s (comm.timeout)");
+    while (!gave_up) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    channel.expect(PipeStream::kGrads, 0, 2);
+    for (int number = 0; number < 2; ++number) EXPECT_EQ(channel.recv(PipeStream::kGrads, 0).pieces.size(), 1u);
+  };
+  on_channels("thread", 2, body, options);
+}
+
+}  // namespace
+}  // namespace ds::comm

@@ -1,0 +1,63 @@
+#include "storage/rates.h"
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "../io/folder.h"
+
+namespace ds::storage {
+namespace {
+
+Placement at(Medium medium, const std::string& folder = "") {
+  Placement place;
+  place.rest = medium;
+  place.folder = folder;
+  return place;
+}
+
+TEST(Rates, AreOfWhatIsReadAndWritten) {
+  const io::Folder disk;
+  for (const Placement& place : {at(Medium::kHost), at(Medium::kFile, disk.path())}) {
+    const TierRate rate = measure_rate(c10::Device(at::kCPU), place, {}, 1 << 18);
+    EXPECT_GT(rate.read, 0);
+    EXPECT_GT(rate.write, 0);
+  }
+  EXPECT_EQ(disk.entries(), 0u);
+}
+
+TEST(Rates, AreMeasuredOnce) {
+  const io::Folder disk;
+  std::filesystem::create_directory(disk / "drive");
+  const c10::Device cpu(at::kCPU);
+  for (const Placement& place : {at(Medium::kHost), at(Medium::kFile, disk / "drive")}) {
+    const std::string cache = disk / "cache/of/rates";
+    const TierRate first = known_rate(cache, cpu, place), again = known_rate(cache, cpu, place);
+    EXPECT_NEAR(again.read, first.read, 1.0);
+    EXPECT_NEAR(again.write, first.write, 1.0);
+    for (const auto& entry : std::filesystem::directory_iterator(cache)) std::ofstream(entry.path()) << "123 456\n";
+    EXPECT_EQ(known_rate(cache, cpu, place).read, 123);
+    EXPECT_EQ(known_rate(cache, cpu, place).write, 456);
+    for (const auto& entry : std::filesystem::directory_iterator(cache)) std::ofstream(entry.path()) << "damaged";
+    EXPECT_GT(known_rate(cache, cpu, place).read, 456);
+    std::filesystem::remove_all(cache);
+    std::ofstream(disk / "file") << "";
+    EXPECT_GT(known_rate(disk / "file/cannot", cpu, place).read, 0);
+  }
+}
+
+TEST(Rates, ThreadsAreAsFewAsMemoryNeeds) {
+  const io::Folder disk;
+  EXPECT_EQ(known_threads(disk.path(), 1), 1);
+  EXPECT_EQ(disk.entries(), 0u);
+  const int found = known_threads(disk.path(), 3);
+  EXPECT_GE(found, 1);
+  EXPECT_LE(found, 3);
+  EXPECT_EQ(known_threads(disk.path(), 3), found);
+  for (const auto& entry : std::filesystem::directory_iterator(disk.path())) std::ofstream(entry.path()) << "2 1\n";
+  EXPECT_EQ(known_threads(disk.path(), 3), 2);
+}
+
+}  // namespace
+}  // namespace ds::storage

@@ -1,0 +1,68 @@
+#include "storage/tensor_store.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+
+#include "planes.h"
+
+namespace ds::storage {
+namespace {
+
+at::Tensor numbers(int64_t rows, float first, at::ScalarType type = at::kFloat) {
+  return at::arange(first, first + static_cast<float>(rows * 3), at::kFloat).view({rows, 3}).to(type);
+}
+
+class TensorStoreIn : public ::testing::TestWithParam<Medium> {
+ protected:
+  io::Folder folder;
+  TensorStore store{c10::Device(c10::kCPU), at_rest(GetParam(), folder.path())};
+};
+
+TEST_P(TensorStoreIn, WhatWaitsComesBackWhateverBecameOfTheTensor) {
+  std::vector<int64_t> waiting;
+  for (int i = 0; i < 9; ++i) {
+    at::Tensor tensor = numbers(40, static_cast<float>(100 * i), i % 2 ? at::kDouble : at::kFloat);
+    waiting.push_back(store.put(tensor));
+    tensor.zero_();
+  }
+  EXPECT_EQ(store.waiting(), 9);
+  for (int i = 8; i >= 0; --i) {
+    if (i > 0) store.prefetch(waiting[i - 1]);
+    const at::Tensor found = store.get(waiting[i]);
+    EXPECT_EQ(found.scalar_type(), i % 2 ? at::kDouble : at::kFloat);
+    EXPECT_TRUE(found.to(at::kFloat).equal(numbers(40, static_cast<float>(100 * i))));
+    store.drop(waiting[i]);
+  }
+  EXPECT_EQ(store.waiting(), 0);
+  EXPECT_NE(text_of([&] { store.get(waiting[0]); }).find("it has been dropped"), std::string::npos);
+}
+
+TEST_P(TensorStoreIn, BlocksAreUsedAgain) {
+  const auto resting = [&] { return store.usage()[static_cast<size_t>(GetParam())].resting; };
+  int64_t after_first = 0;
+  for (int step = 0; step < 5; ++step) {
+    std::vector<int64_t> waiting;
+    for (int i = 0; i < 8; ++i) waiting.push_back(store.put(numbers(64, static_cast<float>(step + i))));
+    for (int i = 0; i < 8; ++i) {
+      EXPECT_TRUE(store.get(waiting[i]).equal(numbers(64, static_cast<float>(step + i))));
+      store.drop(waiting[i]);
+    }
+    if (step == 0) after_first = resting();
+    EXPECT_EQ(resting(), after_first);
+  }
+}
+
+TEST_P(TensorStoreIn, ShapesOfAllKinds) {
+  const at::Tensor turned = numbers(5, 0).t();
+  const int64_t number = store.put(turned), none = store.put(at::empty({0, 4}, at::kHalf));
+  EXPECT_TRUE(store.get(number).equal(turned));
+  const at::Tensor found = store.get(none);
+  EXPECT_EQ(found.sizes(), (c10::IntArrayRef{0, 4}));
+  EXPECT_EQ(found.scalar_type(), at::kHalf);
+  store.drop(none);
+}
+
+INSTANTIATE_TEST_SUITE_P(Media, TensorStoreIn, ::testing::ValuesIn(kMedia));
+
+}  // namespace
+}  // namespace ds::storage

@@ -1,0 +1,353 @@
+// Slices of parameters that rest on the host or in files (stage 3) change no bit of training; they are where they are
+// to be and nowhere else, within the memory that was given them.
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <thread>
+
+#include "../io/folder.h"
+#include "base/error.h"
+#include "comm/transports/thread_communicator.h"
+#include "io/file_error.h"
+#include "plain_adamw.h"
+#include "trained_ranks.h"
+#include "zero/engine.h"
+
+namespace ds::zero {
+namespace {
+
+using storage::Medium;
+
+constexpr int kWeights = 5, kSteps = 4;
+
+struct Case {
+  int world = 1;
+  at::ScalarType type = at::kFloat;
+  bool peers = true;  // ranks share memory
+  int micro_steps = 1;
+  Placements places{};
+  ParamOffload offload{};
+  int64_t bucket = 20;
+  bool trains = true;
+  std::shared_ptr<io::Files> files{};
+};
+
+struct Result {
+  std::vector<at::Tensor> params, masters;
+  std::vector<double> norms;
+  storage::Usage usage;
+  storage::ScratchUsage copies;
+  std::string files;
+};
+
+// Weight 4 is frozen. In step 2 gradients are not finite.
+at::Tensor loss_of(const std::vector<at::Tensor>& weights, int step, int rank, int part) {
+  at::Tensor loss = at::zeros({});
+  for (int i = 0; i < kWeights; ++i) {
+    if (i == 1 && step == 1) continue;
+    const at::Tensor x = values(100 * step + 10 * rank + part + i, weights[i].sizes()).to(weights[i].scalar_type());
+    loss = loss + at::tanh((weights[i] * x).to(at::kFloat)).square().sum();
+  }
+  return step == 2 ? loss * INFINITY : loss;
+}
+
+struct Rank {
+  std::vector<at::Tensor> weights;
+  std::shared_ptr<Engine> engine;
+  std::vector<int32_t> units;
+
+  Rank(const Case& c, const comm::CommunicatorPtr& ranks, int number) {
+    std::vector<ParamSpec> specs;
+    std::vector<ShardedParamPtr> others;
+    for (int i = 0; i < kWeights; ++i) {
+      const bool frozen = i == 4 || !c.trains;
+      weights.push_back(values(i, {4 + i, 3}).to(c.type).set_requires_grad(!frozen));
+      auto sharded = std::make_shared<ShardedParam>(weights[i], "w" + std::to_string(i), ranks->size(), ranks->rank());
+      sharded->id = 70 + i;
+      if (frozen) {
+        others.push_back(sharded);
+      } else {
+        specs.push_back({weights[i], sharded->name(), 0, i});
+        specs.back().sharded = sharded;
+      }
+    }
+    EngineOptions options;
+    options.policy = stage_policy(3);
+    options.places = c.places;
+    options.param_offload = c.offload;
+    options.param_offload.rank = number;
+    options.files.files = c.files;
+    options.reducer.bucket_numel = c.bucket;
+    options.reducer.predivide = 1.0 / ranks->size();
+    options.gatherer.persistence_numel = 13;
+    engine = std::make_shared<Engine>(specs, others, options, EngineRanks{ranks});
+    if (c.trains) use_adam(*engine);
+    const auto all = engine->params().sharded_params();
+    for (int i = 0; i < kWeights; ++i) units.push_back(engine->gatherer()->add_unit("unit", {all[i]}));
+  }
+
+  void forward(bool ends = false) {
+    ParamGatherer& gatherer = *engine->gatherer();
+    gatherer.begin_forward();
+    for (int32_t unit : units) gatherer.enter(unit, {});
+    if (ends) gatherer.end_forward({});
+  }
+
+  void step(const Case& c, int step, int rank, Result& result) {
+    ParamGatherer& gatherer = *engine->gatherer();
+    const float scale = c.type == at::kHalf ? 8.0f : 1.0f;
+    for (int part = 0; part < c.micro_steps; ++part) {
+      forward();
+      const at::Tensor loss = loss_of(weights, step, rank, part) / c.micro_steps;
+      for (auto unit = units.rbegin(); unit != units.rend(); ++unit) gatherer.leave(*unit, {loss});
+      gatherer.end_forward({loss});
+      engine->backward().begin(true);
+      (loss * static_cast<double>(scale)).backward();
+      engine->backward().end();
+    }
+    StepInputs inputs = adam_inputs(0.5f, true);
+    inputs.loss_scale = scale;
+    const StepReport report = engine->step(inputs);
+    EXPECT_EQ(report.skipped, step == 2);
+    result.norms.push_back(report.norm);
+    if (report.skipped) engine->backward().clear_grads();
+  }
+};
+
+void on_ranks(const Case& c, const std::function<void(const comm::CommunicatorPtr&, int)>& body) {
+  const auto comms = comm::thread_communicators(c.world, c.peers);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < c.world; ++rank) threads.emplace_back([&, rank] { body(comms[rank], rank); });
+  for (std::thread& thread : threads) thread.join();
+}
+
+std::vector<Result> train(const Case& c, const std::string& folder = "") {
+  std::vector<Result> results(c.world);
+  on_ranks(c, [&](const comm::CommunicatorPtr& ranks, int rank) {
+    Result& result = results[rank];
+    Rank own(c, ranks, rank);
+    for (int step = 0; step < kSteps && c.trains; ++step) own.step(c, step, rank, result);
+    own.forward();
+    for (size_t i = 0; i < own.weights.size(); ++i) {
+      result.params.push_back(own.weights[i].detach().clone());
+      if (i + 1 < own.weights.size() && c.trains)
+        result.masters.push_back(own.engine->states().full(StateKind::kMaster, 0, i));
+    }
+    own.engine->gatherer()->abandon_forward();
+    own.engine->params().storage()->settle();
+    result.usage = own.engine->params().storage()->usage();
+    if (!folder.empty()) {
+      const std::string type = c.type == at::kFloat ? "float32" : c.type == at::kHalf ? "float16" : "bfloat16";
+      std::vector<std::string> names;
+      for (const auto& entry :
+           std::filesystem::directory_iterator(folder + "/" + type + "params/rank" + std::to_string(rank)))
+        names.push_back(entry.path().filename());
+      std::sort(names.begin(), names.end());
+      for (const std::string& name : names) result.files += name + " ";
+    }
+  });
+  return results;
+}
+
+storage::Placement at_rest(Medium medium, const std::string& folder = "") {
+  storage::Placement place;
+  place.rest = place.work = medium;
+  place.folder = folder;
+  return place;
+}
+
+// Against the same run with everything on the device.
+void compare(Case c, const std::string& folder = "") {
+  const std::vector<Result> there = train(c, folder);
+  c.places = {};
+  const std::vector<Result> here = train(c);
+  for (int rank = 0; rank < c.world; ++rank) {
+    const std::string what = "rank " + std::to_string(rank) + " of " + std::to_string(c.world) + ", " +
+                             c10::toString(c.type) + (c.peers ? "" : ", collectives") + ", micro-steps " +
+                             std::to_string(c.micro_steps);
+    expect_same(here[rank].params, there[rank].params, what + ", parameter");
+    expect_same(here[rank].masters, there[rank].masters, what + ", master");
+    for (size_t step = 0; step < here[rank].norms.size(); ++step)
+      if (step != 2) {
+        EXPECT_NEAR(here[rank].norms[step], there[rank].norms[step], 1e-12) << what;
+      }
+    EXPECT_EQ(there[rank].usage.leases, here[rank].usage.leases) << what;
+    EXPECT_EQ(there[rank].usage[1].resting > 0, folder.empty()) << what;
+    EXPECT_EQ(there[rank].usage[2].resting > 0, !folder.empty()) << what;
+    if (!folder.empty()) {
+      EXPECT_EQ(there[rank].files,
+                "70_param.tensor.swp 71_param.tensor.swp 72_param.tensor.swp "
+                "73_param.tensor.swp 74_param.tensor.swp ")
+          << what;
+    }
+  }
+}
+
+TEST(ParamOffload, OnTheHostChangesNoBit) {
+  for (int world : {1, 2, 3, 4, 8})
+    for (at::ScalarType type : {at::kFloat, at::kBFloat16})
+      for (bool peers : {true, false}) {
+        Case c{world, type, peers, world == 2 ? 2 : 1};
+        c.places.lp = at_rest(Medium::kHost);
+        compare(c);
+        if (world > 2) continue;
+        c.places.master = c.places.slot = c.places.grad = c.places.lp;
+        compare(c);
+      }
+}
+
+TEST(ParamOffload, InFilesUnderThePublishedNames) {
+  const io::Folder disk;
+  for (int world : {1, 2, 4, 8})
+    for (at::ScalarType type : {at::kFloat, at::kBFloat16}) {
+      const std::string folder = disk / "zero_stage_3";
+      Case c{world, type, world != 2, world == 2 ? 2 : 1};
+      c.offload.host_numel = 0;
+      c.places.lp = at_rest(Medium::kFile, folder);
+      compare(c, folder);
+      if (world > 2) continue;
+      c.places.slot = c.places.grad = at_rest(Medium::kFile, disk.path());
+      compare(c, folder);
+    }
+  EXPECT_EQ(disk.entries(), 0u);
+}
+
+TEST(ParamOffload, Fp16WithItsLossScale) {
+  const io::Folder disk;
+  for (int world : {1, 2}) {
+    Case c{world, at::kHalf, world == 2, 2};
+    c.places.lp = at_rest(Medium::kHost);
+    compare(c);
+    const std::string folder = disk / "zero_stage_3";
+    c.offload.host_numel = 0;
+    c.places.lp = at_rest(Medium::kFile, folder);
+    c.places.master = c.places.slot = at_rest(Medium::kFile, disk.path());
+    compare(c, folder);
+  }
+}
+
+// Nobody trains: what an evaluation needs is gathered from where it rests, the second time ahead.
+TEST(ParamOffload, InferenceWithoutAnOptimizer) {
+  const io::Folder disk;
+  for (int world : {1, 2}) {
+    Case c{world, at::kBFloat16};
+    c.trains = false;
+    c.offload.host_numel = 0;
+    c.places.lp = at_rest(Medium::kFile, disk / "zero_stage_3");
+    on_ranks(c, [&](const comm::CommunicatorPtr& ranks, int rank) {
+      Rank own(c, ranks, rank);
+      EXPECT_EQ(own.engine->params().storage()->usage()[0].resting, 0);
+      for (int round = 0; round < 3; ++round) {
+        own.forward();
+        for (int i = 0; i < kWeights; ++i)
+          EXPECT_TRUE(at::equal(own.weights[i], values(i, {4 + i, 3}).to(c.type))) << i;
+        own.engine->gatherer()->end_forward({});
+      }
+      EXPECT_GT(own.engine->params().storage()->usage().prefetch_hits, 0);
+    });
+  }
+}
+
+// The first parameters rest on the host, as many as were allowed.
+TEST(ParamOffload, ElementsOnTheHostAreACeiling) {
+  const io::Folder disk;
+  for (int64_t allowed : {0, 1, 50, 100, 1000}) {
+    Case c{2, at::kBFloat16};
+    c.offload.host_numel = allowed;
+    c.places.lp = at_rest(Medium::kFile, disk / "zero_stage_3");
+    const std::vector<Result> there = train(c);
+    c.places = {};
+    const std::vector<Result> here = train(c);
+    for (int rank = 0; rank < 2; ++rank) {
+      expect_same(here[rank].params, there[rank].params, "parameter");
+      const int64_t on_host = there[rank].usage[1].resting / 2;
+      EXPECT_LE(on_host, allowed);
+      if (allowed >= 50) {
+        EXPECT_GT(on_host, 0);
+      }
+      EXPECT_EQ(there[rank].usage[2].resting == 0, allowed >= 100);
+    }
+  }
+}
+
+TEST(ParamOffload, BuffersAreACeilingAndNoneMayBeSmallerThanAParameter) {
+  const io::Folder disk;
+  Case c{1, at::kBFloat16};
+  c.offload = {0, 3, 48, 0};
+  c.places.lp = at_rest(Medium::kFile, disk / "zero_stage_3");
+  const std::vector<Result> there = train(c);
+  EXPECT_LE(there[0].usage[1].peak, 3 * 2 * 4096);  // and nothing else is on the host
+  EXPECT_EQ(there[0].usage[1].over_budget, 0);
+  c.offload.buffer_numel = 31;
+  std::string complaint;
+  try {
+    Rank(c, comm::thread_communicators(1)[0], 0);
+  } catch (const Error& error) {
+    complaint = error.what();
+  }
+  EXPECT_NE(complaint.find("buffer_size is 31 elements"), std::string::npos) << complaint;
+  EXPECT_NE(complaint.find("needs 32: set it to at least 32"), std::string::npos) << complaint;
+  EXPECT_EQ(disk.entries(), 0u);
+}
+
+// Parameters outlive their engine where they are; the memory of masters and states goes with it.
+TEST(ParamOffload, ParametersOutliveTheirEngineInTheirFiles) {
+  const io::Folder disk;
+  Case c{1, at::kBFloat16};
+  c.offload.host_numel = 0;
+  c.places.lp = at_rest(Medium::kFile, disk / "zero_stage_3");
+  const auto ranks = comm::thread_communicators(1);
+  auto own = std::make_unique<Rank>(c, ranks[0], 0);
+  const auto params = own->engine->params().sharded_params();
+  const std::shared_ptr<storage::ShardStorage> storage = own->engine->params().storage();
+  own->engine->release();
+  own->engine.reset();
+  EXPECT_EQ(storage->usage()[0].resting, 0);
+  EXPECT_GT(storage->usage()[2].resting, 0);
+  const at::Tensor slice = params[0]->slice(storage::Access::kRead).data().clone();
+  EXPECT_TRUE(at::equal(slice, values(0, {4, 3}).to(c.type).flatten()));
+}
+
+// What one rank cannot read or write is an error of all ranks, soon, and leaves nothing behind.
+TEST(ParamOffload, AFaultOfOneRankIsAnErrorOfAll) {
+  const io::Folder disk;
+  for (const std::string order : {"read:1+:eio", "write:1+:enospc", "read:4+:eio", "write:3+:eio", "gone", "cut"}) {
+    Case c{3, at::kBFloat16};
+    c.offload.host_numel = 0;
+    c.places.lp = at_rest(Medium::kFile, disk / "zero_stage_3");
+    std::vector<std::string> errors(c.world);
+    const auto begin = std::chrono::steady_clock::now();
+    on_ranks(c, [&](const comm::CommunicatorPtr& ranks, int rank) {
+      Case own_case = c;
+      own_case.files = std::make_shared<io::Files>();
+      Rank own(own_case, ranks, rank);
+      own.engine->params().storage()->settle();
+      ranks->barrier();
+      if (rank == 1 && order.find(':') != std::string::npos) own_case.files->faults().arm(order);
+      for (const auto& entry : std::filesystem::directory_iterator(disk / "zero_stage_3/bfloat16params/rank1")) {
+        if (rank == 1 && order == "gone") std::filesystem::remove(entry.path());
+        if (rank == 1 && order == "cut") std::filesystem::resize_file(entry.path(), 3);
+      }
+      Result result;
+      try {
+        for (int step = 0; step < 2; ++step) own.step(c, step, rank, result);
+      } catch (const std::exception& error) {
+        errors[rank] = error.what();
+      }
+    });
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+    EXPECT_LT(took.count(), 5.0);
+    for (int rank = 0; rank < c.world; ++rank) {
+      EXPECT_NE(errors[rank].find("bfloat16params/rank1/"), std::string::npos) << order << ": " << errors[rank];
+      if (rank != 1) {
+        EXPECT_NE(errors[rank].find("data-parallel rank 1 could not go on"), std::string::npos) << order;
+      }
+    }
+    EXPECT_EQ(disk.entries(), 0u);
+  }
+}
+
+}  // namespace
+}  // namespace ds::zero

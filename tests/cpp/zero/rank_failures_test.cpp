@@ -1,0 +1,163 @@
+// What goes wrong on one rank alone is an error of all of them: on files, and in threads beside the training.
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <gtest/gtest.h>
+
+#include "../io/folder.h"
+#include "base/error.h"
+#include "comm/transports/thread_communicator.h"
+#include "plain_adamw.h"
+#include "trained_ranks.h"
+#include "zero/engine.h"
+#include "zero/strategies/background.h"
+
+namespace ds::zero {
+namespace {
+
+constexpr int kWorld = 3;
+
+storage::Placement in_files(const std::string& folder) {
+  storage::Placement place;
+  place.rest = storage::Medium::kFile;
+  place.folder = folder;
+  return place;
+}
+
+EngineOptions options_of(const std::string& strategy, int stage, const std::string& folder) {
+  EngineOptions options;
+  options.policy = stage_policy(stage);
+  options.places.master = options.places.slot = in_files(folder);
+  if (strategy != "zenflow") options.places.grad = in_files(folder);
+  options.strategy = strategy;
+  options.step.zenflow.update_interval = 2;
+  options.step.zenflow.overlap = true;
+  options.reducer.bucket_numel = 400;
+  options.reducer.predivide = 1.0 / kWorld;
+  return options;
+}
+
+// What each rank says when files of rank 1 fail as `order` says, from the backward of that step on; gradients of each
+// step from then on are dropped first where `clears`.
+std::vector<std::string> errors_of(const std::string& strategy, int stage, const std::string& order, int from = 0,
+                                   bool clears = false) {
+  const io::Folder disk;
+  const auto comms = comm::thread_communicators(kWorld);
+  return on_ranks<std::string>(kWorld, [&](int rank) -> std::string {
+    EngineOptions options = options_of(strategy, stage, disk / ("rank" + std::to_string(rank)));
+    std::filesystem::create_directory(options.places.master.folder);
+    options.files.files = std::make_shared<io::Files>();
+    std::vector<at::Tensor> weights;
+    std::vector<ParamSpec> specs;
+    for (int i = 0; i < 5; ++i) {
+      weights.push_back(values(i, {60 + i, 6}).set_requires_grad(true));
+      specs.push_back({weights[i], "w" + std::to_string(i), 0, i});
+    }
+    auto engine = std::make_shared<Engine>(specs, std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
+    use_adam(*engine);
+    comms[rank]->barrier();
+    try {
+      for (int step = 0; step < 5; ++step) {
+        if (rank == 1 && step == from) options.files.files->faults().arm(order);
+        const StepInputs inputs = adam_inputs(0.0f);
+        engine->expect(inputs);
+        engine->backward().begin(true);
+        at::Tensor loss = at::zeros({});
+        for (const at::Tensor& weight : weights) loss = loss + weight.square().sum() * (step + rank + 1);
+        loss.backward();
+        engine->backward().end();
+        if (clears && step >= from) engine->clear_grads();
+        engine->step(inputs);
+      }
+    } catch (const std::exception& error) {
+      return error.what();
+    }
+    const storage::Usage usage = engine->params().storage()->usage();
+    std::string text = "nothing failed; files have " + std::to_string(usage[2].resting) + " bytes, of which " +
+                       std::to_string(usage[2].read_bytes) + " were read";
+    for (const auto& [name, value] : engine->strategy().figures()) text += ", " + name + " " + std::to_string(value);
+    return text;
+  });
+}
+
+TEST(RankFailures, FilesOfOneRankEndTheStepOnAll) {
+  for (const char* strategy : {"plain", "speculative", "zenflow"})
+    for (const char* order : {"read:1+:eio", "write:2+:enospc"}) {
+      const std::vector<std::string> errors = errors_of(strategy, strategy[0] == 'z' ? 1 : 2, order);
+      for (int rank = 0; rank < kWorld; ++rank) {
+        EXPECT_NE(errors[rank].find("/rank1/"), std::string::npos) << strategy << " " << order << ": " << errors[rank];
+        if (rank != 1) {
+          EXPECT_NE(errors[rank].find("data-parallel rank 1 could not go on"), std::string::npos)
+              << strategy << " " << order << ": " << errors[rank];
+        }
+      }
+    }
+}
+
+void expect_of_rank_1(const std::vector<std::string>& errors, const std::string& what) {
+  for (int rank = 0; rank < kWorld; ++rank) {
+    EXPECT_NE(errors[rank].find("/rank1/"), std::string::npos) << what << ": " << errors[rank];
+    EXPECT_EQ(errors[rank].find("data-parallel rank 1 could not go on") == std::string::npos, rank == 1)
+        << what << ": " << errors[rank];
+  }
+}
+
+// Files of states are made when a strategy is told of the first step: before its backward.
+TEST(RankFailures, WhatFailsBeforeTheBackwardIsAnErrorOfAll) {
+  expect_of_rank_1(errors_of("speculative", 2, "open:1+:enospc"), "expect");
+}
+
+// A strategy that cannot undo on rank 1 what it has made of gradients that are dropped.
+class Unforgetting : public StepStrategy {
+ public:
+  explicit Unforgetting(const StrategyParts& parts) : store_(parts.store) {}
+  std::vector<UpdatePart> parts(const StepInputs& inputs) override { return {UpdatePart{}}; }
+  void forget() override {
+    if (store_.everyone().shard->rank() == 1) throw io::FileError(5, "/rank1/file", "reading /rank1/file failed");
+  }
+
+ private:
+  const ParamStore& store_;
+};
+const StrategyRegistration unforgetting("unforgetting",
+                                        [](const StrategyParts& parts) -> std::unique_ptr<StepStrategy> {
+                                          return std::make_unique<Unforgetting>(parts);
+                                        });
+
+TEST(RankFailures, WhatFailsWhileGradientsAreDroppedIsAnErrorOfAll) {
+  expect_of_rank_1(errors_of("unforgetting", 2, "", 2, /*clears=*/true), "clear_grads");
+}
+
+TEST(RankFailures, ThreadsBesideTheTrainingFailAsThisRankAlone) {
+  Background thread;
+  thread.run([] { fail(ErrorKind::kValue, "no"); });
+  try {
+    thread.wait();
+    FAIL();
+  } catch (const LoneFailure& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kValue);
+    EXPECT_STREQ(error.what(), "a thread that steps beside the training has failed: no");
+  }
+  thread.run([] { throw std::bad_alloc(); });
+  EXPECT_THROW(thread.wait(), LoneFailure);
+  thread.run([] { throw io::FileError(5, "path", "of a file"); });
+  EXPECT_THROW(thread.wait(), io::FileError);
+
+  const auto comms = comm::thread_communicators(2);
+  const auto said = on_ranks<std::string>(2, [&](int rank) -> std::string {
+    try {
+      if (rank == 1) {
+        const EngineRanks ranks{comms[rank]};
+        const RankFailures failures([&](const std::exception& error) { tell_ranks(ranks, error); });
+        failures.watch([&] { run_beside([] { throw std::bad_alloc(); }); });
+      }
+      comms[rank]->barrier();
+    } catch (const std::exception& error) {
+      return error.what();
+    }
+    return "";
+  });
+  EXPECT_NE(said[0].find("rank 1 could not go on: a thread"), std::string::npos) << said[0];
+}
+
+}  // namespace
+}  // namespace ds::zero

@@ -1,0 +1,333 @@
+// Buckets that are stepped while backward still runs change no bit of training: against the same run without it, where
+// guesses hold and where they do not.
+#include <ATen/Functions.h>
+#include <ATen/TensorOperators.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cmath>
+#include <random>
+
+#include "base/error.h"
+#include "comm/transports/thread_communicator.h"
+#include "plain_adamw.h"
+#include "trained_ranks.h"
+#include "storage/tier.h"
+#include "zero/engine.h"
+
+namespace ds::zero {
+namespace {
+
+using storage::Medium;
+
+constexpr int kWeights = 6;
+
+struct Case {
+  int stage, world;
+  at::ScalarType type = at::kFloat;
+  std::string rule = "adam";
+  int micro_steps = 1, steps = 8;
+  bool check = true;
+  int64_t bucket = 20;
+  std::string strategy = "speculative";
+  storage::Budget budget{};
+  Placements places{};
+  bool disturb = true;  // reads, aborted backwards, changed hyperparameters, changed gradients
+};
+
+struct Trained {
+  std::vector<at::Tensor> params, masters, slots;
+  std::vector<double> norms;
+  std::map<std::string, double> figures;
+};
+
+storage::Placement at_rest(Medium medium) {
+  storage::Placement place;
+  place.rest = medium;
+  return place;
+}
+
+// Steps 0, 1 and 2 need no clipping, 3 does; 5 is not finite. Weight 1 is unused in step 1, weight 3 on all but the
+// first rank.
+at::Tensor loss_of(const std::vector<at::Tensor>& weights, int step, int rank, int part) {
+  at::Tensor loss = at::zeros({});
+  for (int i = 0; i < kWeights; ++i) {
+    if ((i == 1 && step == 1) || (i == 3 && rank > 0)) continue;
+    const at::Tensor x = values(100 * step + 10 * rank + part + i, weights[i].sizes()).to(weights[i].scalar_type());
+    loss = loss + at::tanh((weights[i] * x).to(at::kFloat)).square().sum();
+  }
+  const double factor = step % 4 == 3 ? 1000.0 : 1e-3;
+  return step == 5 ? loss * INFINITY : loss * factor;
+}
+
+Trained train_rank(const Case& c, const comm::CommunicatorPtr& ranks) {
+  std::vector<at::Tensor> weights;
+  std::vector<ParamSpec> specs;
+  for (int i = 0; i < kWeights; ++i) {
+    weights.push_back(values(i, {4 + i, 3}).to(c.type).set_requires_grad(true));
+    specs.push_back({weights[i], "w" + std::to_string(i), 0, i});
+    if (c.stage == 3)
+      specs[i].sharded = std::make_shared<ShardedParam>(weights[i], specs[i].name, ranks->size(), ranks->rank());
+  }
+  EngineOptions options;
+  options.policy = stage_policy(c.stage);
+  options.places = c.places;
+  options.budget = c.budget;
+  options.strategy = c.strategy;
+  options.reducer.bucket_numel = c.bucket;
+  options.reducer.predivide = 1.0 / ranks->size();
+  options.gatherer.persistence_numel = 13;
+  auto engine = std::make_shared<Engine>(specs, std::vector<ShardedParamPtr>{}, options, EngineRanks{ranks});
+  const optim::Rule& rule = optim::find_rule(c.rule);
+  engine->set_rules({&rule});
+  ParamGatherer* gatherer = engine->gatherer();
+  const int32_t unit = gatherer ? gatherer->add_unit("all", engine->params().sharded_params()) : -1;
+  Trained result;
+  const auto forward = [&](int step, int part) {
+    if (gatherer) gatherer->begin_forward();
+    if (gatherer) gatherer->enter(unit, {});
+    const at::Tensor loss = loss_of(weights, step, ranks->rank(), part) / c.micro_steps;
+    if (gatherer) gatherer->leave(unit, {loss});
+    if (gatherer) gatherer->end_forward({loss});
+    return loss;
+  };
+  for (int step = 0; step < c.steps; ++step) {
+    StepInputs inputs;
+    inputs.max_norm = 0.5f;
+    inputs.check = c.check;
+    inputs.loss_scale = c.type == at::kHalf ? 8.0f : 1.0f;
+    inputs.hyper.resize(1);
+    for (const auto& one : rule.hyper) inputs.hyper[0].push_back(one.name == "lr" ? 0.05 / (1 + step) : one.fallback);
+    for (int part = 0; part < c.micro_steps; ++part) {
+      const bool last = part + 1 == c.micro_steps;
+      const at::Tensor loss = forward(step, part) * static_cast<double>(inputs.loss_scale);
+      if (last) engine->strategy().expect(inputs);
+      engine->backward().begin(last || engine->policy().reduce == ReduceAt::kMicroStep);
+      loss.backward();
+      engine->backward().end();
+    }
+    if (c.disturb && step == 6) inputs.hyper[0][0] *= 0.5;  // after the guess
+    if (c.disturb && step == 2) engine->states().full(StateKind::kMaster, 0, 2);
+    if (c.disturb && step == 7)
+      engine->states().set_full(StateKind::kGrad, 0, 0, values(77, weights[0].sizes()) * 1e-3);
+    const StepReport report = engine->step(inputs);
+    EXPECT_EQ(report.skipped, c.check && step == 5);
+    result.norms.push_back(report.norm);
+  }
+  if (gatherer) gatherer->enter(unit, {});
+  for (size_t i = 0; i < weights.size(); ++i) {
+    result.params.push_back(weights[i].detach().clone());
+    result.masters.push_back(engine->states().full(StateKind::kMaster, 0, i));
+    for (size_t slot = 0; slot < rule.slots.size(); ++slot)
+      result.slots.push_back(engine->states().full(StateKind::kSlot, static_cast<int>(slot), i));
+  }
+  result.figures = engine->strategy().figures();
+  return result;
+}
+
+std::vector<Trained> train(const Case& c) {
+  const auto comms = comm::thread_communicators(c.world);
+  return on_ranks<Trained>(c.world, [&](int rank) { return train_rank(c, comms[rank]); });
+}
+
+void expect_alike(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b, const std::string& what) {
+  ASSERT_EQ(a.size(), b.size()) << what;
+  for (size_t i = 0; i < a.size(); ++i)
+    EXPECT_TRUE((a[i].eq(b[i]) | (a[i].isnan() & b[i].isnan())).all().item<bool>()) << what << " " << i;
+}
+
+// Returns the figures of all ranks together.
+std::map<std::string, double> compare(Case c) {
+  if (c.places == Placements{}) {
+    c.places.master = c.places.slot = at_rest(Medium::kHost);
+    if (c.stage > 1) c.places.grad = at_rest(Medium::kHost);
+  }
+  const std::vector<Trained> ahead = train(c);
+  c.strategy = "plain";
+  const std::vector<Trained> plain = train(c);
+  std::map<std::string, double> all;
+  for (int rank = 0; rank < c.world; ++rank) {
+    const std::string what = "stage " + std::to_string(c.stage) + ", rank " + std::to_string(rank) + " of " +
+                             std::to_string(c.world) + ", " + c.rule + ", " + c10::toString(c.type) + ", " +
+                             std::to_string(c.micro_steps) + " micro-steps";
+    for (size_t step = 0; step < plain[rank].norms.size(); ++step) {
+      if (step == 5 || (!c.check && step > 5)) continue;
+      EXPECT_EQ(ahead[rank].norms[step], plain[rank].norms[step]) << what << " " << step;
+    }
+    expect_alike(ahead[rank].params, plain[rank].params, what + ", parameter");
+    expect_alike(ahead[rank].masters, plain[rank].masters, what + ", master");
+    expect_alike(ahead[rank].slots, plain[rank].slots, what + ", slot");
+    for (const auto& [name, value] : ahead[rank].figures) all[name] += value;
+  }
+  return all;
+}
+
+TEST(Speculative, ChangesNoBit) {
+  for (int stage : {1, 2, 3}) {
+    for (int world : {1, 2, 3, 8}) {
+      for (at::ScalarType type : {at::kFloat, at::kBFloat16}) {
+        for (int micro_steps : {1, 3}) {
+          if ((stage + world + micro_steps / 2 + (type == at::kFloat)) % 2 > 0)
+            continue;  // half of them hold every pair
+          const auto figures = compare({stage, world, type, "adam", micro_steps});
+          EXPECT_GT(figures.at("buckets stepped ahead"), 0) << stage << " " << world << " " << micro_steps;
+          EXPECT_GT(figures.at("buckets undone"), 0) << stage << " " << world << " " << micro_steps;
+        }
+      }
+    }
+  }
+  EXPECT_GT(compare({2, 2, at::kHalf}).at("buckets undone"), 0);
+}
+
+TEST(Speculative, RulesAndPlaces) {
+  for (const char* rule : {"adagrad", "lion", "sgd"})
+    EXPECT_GT(compare({2, 2, at::kBFloat16, rule}).at("buckets stepped ahead"), 0) << rule;
+  // They look at whole parameters: every bucket waits for the step.
+  for (const char* rule : {"lamb", "muon"})
+    EXPECT_EQ(compare({2, 2, at::kBFloat16, rule}).at("buckets stepped ahead"), 0) << rule;
+  // Gradients, or states, that are elsewhere; a share of the buckets on the host.
+  Case c{2, 2, at::kBFloat16};
+  c.places = {at_rest(Medium::kHost), {}, {}};
+  EXPECT_GT(compare(c).at("buckets stepped ahead"), 0);
+  c.places = {{}, {}, at_rest(Medium::kHost)};
+  EXPECT_EQ(compare(c).at("buckets stepped ahead"), 0);
+  c.stage = 3;
+  c.places = {at_rest(Medium::kHost), {}, at_rest(Medium::kHost)};
+  c.places.master.host_share = c.places.slot.host_share = 0.5;
+  EXPECT_GT(compare(c).at("buckets stepped ahead"), 0);
+  c.check = false;  // what is not finite is stepped, and never ahead
+  compare(c);
+}
+
+TEST(Speculative, WithoutDisturbanceMostBucketsAreAhead) {
+  Case c{2, 2, at::kBFloat16};
+  c.disturb = false;
+  c.steps = 3;
+  const auto figures = compare(c);
+  EXPECT_GE(figures.at("buckets stepped ahead"), 2 * 2 * 2);
+  EXPECT_EQ(figures.at("buckets undone"), 0);
+}
+
+// Copies that do not fit are not made: those buckets wait for the step.
+TEST(Speculative, CopiesBeyondTheBudgetWait) {
+  Case c{2, 1, at::kBFloat16};
+  c.budget.bytes[Medium::kHost] = 1;
+  const auto figures = compare(c);
+  EXPECT_EQ(figures.at("buckets stepped ahead"), 0);
+  EXPECT_GT(figures.at("buckets without room for copies"), 0);
+}
+
+struct One {
+  at::Tensor weight = at::ones({40}).set_requires_grad(true);
+  at::Tensor second = at::ones({40}).set_requires_grad(true);
+  std::shared_ptr<Engine> engine;
+
+  explicit One(const Placements& places, int stage = 2) {
+    EngineOptions options;
+    options.policy = stage_policy(stage);
+    options.places = places;
+    options.strategy = "speculative";
+    options.reducer.bucket_numel = 1;
+    engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0}, {second, "v", 0, 1}},
+                                      std::vector<ShardedParamPtr>{}, options,
+                                      EngineRanks{comm::thread_communicators(1)[0]});
+    use_adam(*engine);
+  }
+  void backward(double factor = 1e-3) {
+    engine->strategy().expect(adam_inputs(1.0f));
+    engine->backward().begin(true);
+    ((weight + second) * factor).sum().backward();
+    engine->backward().end();
+  }
+  at::Tensor master() { return engine->states().full(StateKind::kMaster, 0, 1); }
+};
+
+// Gradients that are dropped, and backwards that raise, leave masters and states as they were.
+TEST(Speculative, WhatIsForgottenIsUndone) {
+  const storage::Placement host = at_rest(Medium::kHost);
+  One one({host, host, host});
+  one.backward();
+  one.engine->step(adam_inputs(1.0f));
+  const at::Tensor before = one.master(), moment = one.engine->states().full(StateKind::kSlot, 0, 1);
+  one.backward();
+  one.engine->clear_grads();
+  EXPECT_GT(one.engine->strategy().figures().at("buckets undone"), 0);
+  EXPECT_TRUE(at::equal(one.master(), before));
+  EXPECT_TRUE(at::equal(one.engine->states().full(StateKind::kSlot, 0, 1), moment));
+  EXPECT_FALSE(one.engine->grads().any());
+
+  one.engine->strategy().expect(adam_inputs(1.0f));
+  one.engine->backward().begin(true);
+  one.weight.register_hook([](const at::Tensor& grad) -> at::Tensor { throw std::runtime_error("no"); });
+  EXPECT_THROW(((one.second * 2).sum() + one.weight.sum()).backward(), std::exception);
+  one.engine->backward().abort();
+  EXPECT_TRUE(at::equal(one.master(), before));
+  EXPECT_FALSE(one.engine->grads().used(1));
+}
+
+// A tier that can be slow, and can fail.
+struct Troubled {
+  static std::atomic<bool> fails;
+  class Part : public storage::Part {
+   public:
+    explicit Part(const storage::PartSpec& spec) {
+      for (int64_t bytes : spec.block_bytes) blocks_.emplace_back(bytes, 0);
+    }
+    void read(size_t block, char* data) override {
+      if (fails) fail(ErrorKind::kRuntime, "the troubled tier cannot read");
+      std::copy(blocks_[block].begin(), blocks_[block].end(), data);
+    }
+    void write(size_t block, char* data) override {
+      std::copy(data, data + blocks_[block].size(), blocks_[block].begin());
+    }
+
+   private:
+    std::vector<std::vector<char>> blocks_;
+  };
+  class Tier : public storage::Tier {
+   public:
+    std::unique_ptr<storage::Part> open(const storage::PartSpec& spec) override { return std::make_unique<Part>(spec); }
+  };
+};
+std::atomic<bool> Troubled::fails{false};
+const storage::TierRegistration troubled("troubled", [](const storage::TierContext&) -> std::unique_ptr<storage::Tier> {
+  return std::make_unique<Troubled::Tier>();
+});
+
+// What goes wrong in the thread is told by the step; nothing has changed by then.
+TEST(Speculative, ErrorsOfTheThreadAreThrownByTheStep) {
+  const storage::Placement there = at_rest(storage::medium_named("troubled"));
+  One one({there, {}, there});
+  one.backward();
+  one.engine->step(adam_inputs(1.0f));
+  one.engine->params().storage()->settle();
+  const at::Tensor before = one.master();
+  Troubled::fails = true;
+  one.backward();
+  EXPECT_THROW(one.engine->step(adam_inputs(1.0f)), Error);
+  Troubled::fails = false;
+  EXPECT_TRUE(at::equal(one.master(), before));
+  EXPECT_TRUE(one.engine->grads().any());  // still there
+  one.engine->step(adam_inputs(1.0f));
+  EXPECT_FALSE(at::equal(one.master(), before));
+}
+
+// Stage 1 on one rank shows gradients as `.grad`, which the user may change between backward and step.
+TEST(Speculative, GradientsThatTheUserChanges) {
+  const storage::Placement host = at_rest(Medium::kHost);
+  One changed({host, {}, host}, 1), plain({host, {}, host}, 1);
+  for (One* one : {&changed, &plain}) {
+    for (int step = 0; step < 3; ++step) {
+      one->backward();
+      at::NoGradGuard no_grad;
+      if (one == &plain) one->engine->strategy().forget();
+      if (one->second.grad().defined()) one->second.grad().mul_(-1.0);
+      one->engine->step(adam_inputs(1.0f));
+    }
+  }
+  EXPECT_TRUE(at::equal(changed.second, plain.second));
+  EXPECT_TRUE(at::equal(changed.weight, plain.weight));
+}
+
+}  // namespace
+}  // namespace ds::zero

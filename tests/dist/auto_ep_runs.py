@@ -1,0 +1,85 @@
+"""Runs of unchanged models with experts (``hf_like_moe``), and the same model in one process."""
+
+import torch
+
+from deepspeed.moe.ep_repack import repack_expert_weights
+from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.zero import GatheredParameters
+from hf_like_moe import WIDTH, model_of
+from moe_models import values
+
+ADAM = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
+
+
+def config(world, stage, ep_size, **more):
+    return {
+        "train_batch_size": 2 * world,
+        "optimizer": {"type": "AdamW", "params": ADAM},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "gradient_clipping": 0.3,
+        "expert_parallel": {"enabled": True, "autoep_size": ep_size},
+        **more,
+    }
+
+
+def batch(step, rank, tokens=8):
+    return values(50 * step + 7 * rank, 2, tokens // 2, WIDTH) * 2
+
+
+def frozen_model_of(family, **more):
+    """Whose experts are not trained."""
+    model = model_of(family, **more)
+    for name, param in model.named_parameters():
+        param.requires_grad_(".experts." not in name)
+    return model
+
+
+def train_one(family, world, steps, make=model_of, **more):
+    """``(losses of each step and rank, parameters by name)`` of the unchanged model with all ranks' batches."""
+    model, losses = make(family, **more), []
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(params, **ADAM)
+    for step in range(steps):
+        optimizer.zero_grad()
+        parts = [model(batch(step, rank)) for rank in range(world)]
+        (sum(parts) / world).backward()
+        for param in params:  # an expert without tokens has a zero gradient
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        torch.nn.utils.clip_grad_norm_(params, 0.3)
+        optimizer.step()
+        losses.append([part.item() for part in parts])
+    return losses, {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def steps_of(engine, rank, steps, first=0):
+    losses = []
+    for step in range(first, first + steps):
+        loss = engine(batch(step, rank))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def check(engine, rank, expected):
+    """Every parameter here is that of the model in one process, or the part of it that this rank has."""
+    trained = {}
+    for name, param in engine.module.named_parameters():
+        if param.requires_grad:
+            trained[name] = safe_get_full_fp32_param(param)
+            continue
+        with GatheredParameters([param]):
+            trained[name] = param.detach().clone()
+    for name, layer in engine._experts.layers.items():
+        part = slice(layer.ep_rank * layer.num_local_experts, (layer.ep_rank + 1) * layer.num_local_experts)
+        source = model_of(engine.module.config.model_type, form=engine.module.form)
+        source.load_state_dict(expected)
+        experts = source.get_submodule(name).experts
+        whole = repack_expert_weights(experts, layer.spec, 0, 1)
+        for number, weight in enumerate(whole):
+            mine = trained.pop(f"{name}.experts.w{number + 1}")
+            torch.testing.assert_close(mine, weight[part], rtol=1e-4, atol=5e-6)
+        gate = trained.pop(f"{name}.router.gate.weight")
+        torch.testing.assert_close(gate, expected[f"{name}.gate.weight"], rtol=1e-4, atol=5e-6)
+    for name, value in trained.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=5e-6)

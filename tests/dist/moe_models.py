@@ -1,0 +1,153 @@
+"""A model with a mixture of experts, and the same as plain loops over tokens and experts in one process."""
+
+import math
+
+import torch
+
+from deepspeed.moe.layer import MoE
+
+WIDTH = 6
+
+
+def values(seed, *shape):
+    count = math.prod(shape)
+    return (torch.sin(torch.arange(count, dtype=torch.float32) * 0.7 + seed) * 0.5).reshape(shape)
+
+
+def batch(step, rank, tokens=8):
+    """Tokens whose first number is 1, so that the gate can prefer experts."""
+    x = values(100 * step + 7 * rank, tokens, WIDTH)
+    x[:, 0] = 1.0
+    return x
+
+
+def expert():
+    return torch.nn.Sequential(torch.nn.Linear(WIDTH, 9), torch.nn.Tanh(), torch.nn.Linear(9, WIDTH))
+
+
+def gate_weights(num_experts):
+    """Expert 0 is chosen often, the last one never."""
+    weight = values(3, num_experts, WIDTH) * 2
+    weight[0, 0] += 1.0
+    if num_experts > 4:
+        weight[-1, 0] = -100.0
+    return weight
+
+
+def fill(module, seed):
+    with torch.no_grad():
+        for number, param in enumerate(module.parameters()):
+            param.copy_(values(seed + 11 * number, *param.shape))
+
+
+class Plain(torch.nn.Module):
+    """A layer as loops. ``forward`` returns what MoE returns, for the tokens of one rank."""
+
+    def __init__(self, num_experts, k, drop, residual, factor):
+        super().__init__()
+        self.k, self.drop, self.factor = k, drop, factor
+        self.wg = torch.nn.Linear(WIDTH, num_experts, bias=False)
+        self.experts = torch.nn.ModuleList([expert() for _ in range(num_experts)])
+        self.mlp, self.coefficient = (expert(), torch.nn.Linear(WIDTH, 2)) if residual else (None, None)
+
+    def forward(self, x):
+        tokens, experts = len(x), len(self.experts)
+        probs = torch.softmax(self.wg(x), 1)
+        chosen = probs.sort(dim=1, descending=True, stable=True)[1][:, : self.k]
+        counts = torch.bincount(chosen.reshape(-1), minlength=experts)
+        counted = torch.bincount(chosen[:, 0], minlength=experts) if self.k == 2 else counts
+        share = counted.float() / tokens / (self.k if self.k > 2 else 1)
+        aux = (probs.mean(0) * share).sum() * experts
+        capacity = max(math.ceil(tokens / experts * self.factor * self.k), 1) if self.drop else tokens * self.k
+        out = []
+        kept = [[] for _ in range(experts)]  # tokens
+        for e in range(experts):
+            wants = [(j, t) for j in range(self.k) for t in range(tokens) if chosen[t, j] == e]
+            if self.k > 2:
+                wants.sort(key=lambda one: -float(probs[one[1], e]))
+            kept[e] = [t for _, t in wants[:capacity]]
+        for t in range(tokens):
+            mine = [e for e in range(experts) if t in kept[e]]
+            whole = sum(probs[t, e] for e in mine) if self.k > 1 else 1.0
+            row = sum((probs[t, e] / whole * self.experts[e](x[t]) for e in mine), torch.zeros(WIDTH))
+            out.append(row)
+        out = torch.stack(out)
+        if self.mlp is not None:
+            mix = torch.softmax(self.coefficient(x), 1)
+            out = out * mix[:, :1] + self.mlp(x) * mix[:, 1:]
+        return out, aux, counts
+
+
+class Net(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.first, self.layer, self.last = torch.nn.Linear(WIDTH, WIDTH), layer, torch.nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        hidden = x + 0.1 * torch.tanh(self.first(x))
+        out, aux, self.counts = self.layer(hidden)
+        return self.last(hidden + out).square().mean() + 0.05 * aux
+
+
+def plain_net(num_experts, k, drop, residual, factor=0.5):
+    net = Net(Plain(num_experts, k, drop, residual, factor))
+    fill_net(net, net.layer.wg, dict(enumerate(net.layer.experts)), net.layer.mlp, net.layer.coefficient)
+    return net
+
+
+def moe_layer(num_experts, ep_size, k, drop, residual, factor=0.5, **more):
+    return MoE(
+        WIDTH, expert(), num_experts, ep_size, k, factor, factor, 1, residual, drop_tokens=drop, use_rts=False,
+        top2_2nd_expert_sampling=False, **more,
+    )  # fmt: skip
+
+
+def moe_net(ep_rank, *args, **more):
+    net = Net(moe_layer(*args, **more))
+    moe = net.layer.deepspeed_moe
+    first = ep_rank * net.layer.num_local_experts
+    experts = {first + i: one for i, one in enumerate(moe.experts.deepspeed_experts)}
+    residual = (net.layer.mlp, net.layer.coefficient) if net.layer.use_residual else (None, None)
+    fill_net(net, moe.gate.wg, experts, *residual)
+    return net
+
+
+def fill_net(net, wg, experts, mlp, coefficient):
+    fill(net.first, 1)
+    fill(net.last, 2)
+    with torch.no_grad():
+        wg.weight.copy_(gate_weights(wg.out_features))
+    for number, one in experts.items():
+        fill(one, 1000 * (number + 1))
+    if mlp is not None:
+        fill(mlp, 500)
+        fill(coefficient, 600)
+
+
+def plain_name(name, first):
+    """What ``Plain`` calls a parameter of ``MoE`` on the rank whose first expert is ``first``."""
+    name = name.replace("deepspeed_moe.gate.", "").replace("deepspeed_moe.experts.deepspeed_experts", "experts")
+    parts = name.split(".")
+    if "experts" in parts:
+        at = parts.index("experts") + 1
+        parts[at] = str(first + int(parts[at]))
+    return ".".join(parts)
+
+
+def train_plain(world, steps, optimizer, clip, *args, **more):
+    """``(losses of each rank and step, norms, parameters by name)`` of one process that has all ranks' batches."""
+    net = plain_net(*args, **more)
+    optimizer = optimizer(net.parameters())
+    losses, norms = [], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses.append([])
+        for rank in range(world):
+            loss = net(batch(step, rank))
+            (loss / world).backward()
+            losses[-1].append(loss.item())
+        norms.append(float(torch.nn.utils.clip_grad_norm_(net.parameters(), clip)))
+        for param in net.parameters():  # an expert without tokens has a zero gradient
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        optimizer.step()
+    return losses, norms, {name: param.detach() for name, param in net.named_parameters()}

@@ -1,0 +1,208 @@
+"""Models for tests of pipelines, the same trained in one plain process, and the comparison."""
+
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.pipe.topology import PipeDataParallelTopology
+
+WIDTH, MICRO, SEED = 6, 2, 1234
+
+
+class Block(nn.Module):
+    def __init__(self, width=WIDTH, frozen=False):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        for parameter in self.parameters() if frozen else ():
+            parameter.requires_grad_(False)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x)) + x
+
+
+class Twice(nn.Module):
+    """One weight used twice, in the middle of the way and beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(torch.tanh(self.linear(x))) + (self.linear.weight * 0.1).sum()
+
+
+class Masked(nn.Module):
+    """Takes and gives (activations, mask, counts), of which only the first has gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, packed):
+        x, mask, counts = packed
+        x = torch.tanh(self.linear(x)) * mask.unsqueeze(-1) + counts.sum() * 0.01
+        return x, mask, counts + 1
+
+
+class Embed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(11, WIDTH) * 0.3)
+
+    def forward(self, tokens):
+        return nn.functional.embedding(tokens, self.weight)
+
+
+def logits(module, x):
+    return x @ module.weight.t()
+
+
+def add_mask(x):
+    mask = (x.sum(-1) > 0).bool()
+    return x, mask, torch.arange(3)
+
+
+def first(packed):
+    return packed[0]
+
+
+def specs(kind):
+    """Layers of eight, for up to eight stages."""
+    blocks = [LayerSpec(Block) for _ in range(8)]
+    if kind == "tied":
+        inner = [LayerSpec(Block) for _ in range(6)]
+        return [TiedLayerSpec("embed", Embed), *inner, TiedLayerSpec("embed", Embed, forward_fn=logits)]
+    if kind == "twice":
+        return [LayerSpec(Twice) if place % 2 else one for place, one in enumerate(blocks)]
+    if kind == "frozen":
+        return [LayerSpec(Block, frozen=place in (0, 1, 4)) for place, _ in enumerate(blocks)]
+    if kind == "masked":
+        return [add_mask, *[LayerSpec(Masked) for _ in range(6)], first]
+    return blocks
+
+
+def loss_of(kind):
+    if kind == "tied":
+        return lambda out, labels: nn.functional.cross_entropy(out.float().flatten(0, -2), labels.flatten())
+    return lambda out, labels: (out.float() - labels).square().mean()
+
+
+def micro_batch(kind, batch, micro, copy):
+    """Shapes change with the micro-batch where ``kind`` says so."""
+    generator = torch.Generator().manual_seed(1000 * batch + 10 * micro + copy)
+    length = 3 + (batch + micro) % 3 if kind == "shapes" else 4
+    if kind == "tied":
+        tokens = torch.randint(0, 11, (MICRO, length + 1), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+    x = torch.randn(MICRO, length, WIDTH, generator=generator)
+    return x, torch.randn(MICRO, length, WIDTH, generator=generator)
+
+
+def batches(kind, count, micro_batches, copy, dtype=torch.float32):
+    for batch in range(count):
+        for micro in range(micro_batches):
+            x, y = micro_batch(kind, batch, micro, copy)
+            yield (x.to(dtype) if x.is_floating_point() else x), y
+
+
+def plain(kind, count, micro_batches, copies, clip=0.0, optimizer=None, norms=None):
+    """Losses and parameters by layer number after ``count`` batches in one plain process."""
+    layers, tied = [], {}
+    for number, spec in enumerate(specs(kind)):
+        if isinstance(spec, TiedLayerSpec) and spec.key in tied:
+            layers.append((tied[spec.key], spec.forward_fn))
+            continue
+        torch.manual_seed(SEED + number)
+        layer = spec.build() if isinstance(spec, LayerSpec) else spec
+        if isinstance(spec, TiedLayerSpec):
+            tied[spec.key] = layer
+        layers.append((layer, None))
+    modules = list({id(layer): layer for layer, _ in layers if isinstance(layer, nn.Module)}.values())
+    parameters = [one for module in modules for one in module.parameters() if one.requires_grad]
+    optimizer = (optimizer or (lambda given: torch.optim.AdamW(given, lr=1e-2)))(parameters)
+    losses = []
+    for batch in range(count):
+        total = 0.0
+        for micro in range(micro_batches):
+            for copy in range(copies):
+                x, y = micro_batch(kind, batch, micro, copy)
+                for layer, forward_fn in layers:
+                    x = layer(x) if forward_fn is None else forward_fn(layer, x)
+                loss = loss_of(kind)(x, y) / (micro_batches * copies)
+                loss.backward()
+                total += loss.item()
+        if norms is not None:
+            norms.append(torch.stack([one.grad.norm() for one in parameters]).norm().item())
+        if clip:
+            nn.utils.clip_grad_norm_(parameters, clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    state = {}
+    for number, (layer, _) in enumerate(layers):
+        if isinstance(layer, nn.Module):
+            for name, value in layer.state_dict().items():
+                state[f"{number}.{name}"] = value.clone()
+    return losses, state
+
+
+def built(kind, state):
+    """The layers of a model without tied ones, with the parameters ``state`` of ``plain``."""
+    layers = []
+    for number, spec in enumerate(specs(kind)):
+        layers.append(spec.build() if isinstance(spec, LayerSpec) else spec)
+        if isinstance(spec, LayerSpec):
+            own = {name: state[f"{number}.{name}"] for name in layers[-1].state_dict()}
+            layers[-1].load_state_dict(own)
+    return layers
+
+
+def config_of(micro_batches, stage=0, **sections):
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": micro_batches,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": 1000,
+    }
+    for name, section in sections.items():
+        if isinstance(section, dict):
+            config[name] = {**config.get(name, {}), **section}
+        else:
+            config[name] = section
+    return config
+
+
+def module_of(kind, stages, world, **options):
+    topology = PipeDataParallelTopology(num_pp=stages, num_dp=world // stages)
+    return PipelineModule(
+        specs(kind), topology=topology, loss_fn=loss_of(kind), seed_layers=True, base_seed=SEED,
+        partition_method="uniform", **options,
+    )  # fmt: skip
+
+
+def engine_of(kind, stages, world, micro_batches, stage=0, options=None, **sections):
+    module = module_of(kind, stages, world, **(options or {}))
+    return deepspeed.initialize(model=module, config=config_of(micro_batches, stage, **sections))[0]
+
+
+def parameters_of(engine):
+    """By layer number in the model."""
+    found = {}
+    module = engine.module
+    with deepspeed.zero.GatheredParameters(list(module.parameters()), enabled=engine._stage_policy.shards_params):
+        for place, layer in zip(module.local_layers, module._modules_by_place):
+            for name, value in layer.state_dict().items() if layer is not None else ():
+                found[f"{place}.{name}"] = value.detach().float().clone()
+    return found
+
+
+def compare(engine, losses, found, wanted, tolerance):
+    expected, state = wanted
+    assert len(losses) == len(expected)
+    for a, b in zip(losses, expected):
+        assert abs(a - b) <= tolerance * max(1.0, abs(b)), (losses, expected)
+    for name, value in found.items():
+        difference = (value - state[name]).abs().max().item()
+        assert difference <= tolerance * 10, (name, difference)

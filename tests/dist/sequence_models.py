@@ -1,0 +1,98 @@
+"""Attention in one process, and what ranks that share a sequence compare with it."""
+
+import torch
+
+from deepspeed import comm as dist
+
+
+def attend(query, key, value, mask=None, batch_dim=0, scale=None):
+    """Plain attention over ``[batch, sequence, heads, size]`` (batch_dim 0) or ``[sequence, batch, ...]``; key/value
+    heads are repeated evenly. ``mask``: added to the scores, or "causal"."""
+    if batch_dim == 1:
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    repeats = query.shape[2] // max(key.shape[2], 1)
+    key, value = key.repeat_interleave(repeats, 2), value.repeat_interleave(repeats, 2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * (scale or query.shape[-1] ** -0.5)
+    if isinstance(mask, str):
+        length = query.shape[1]
+        mask = torch.full((length, length), float("-inf")).triu(1).to(query.dtype)
+    scores = scores if mask is None else scores + mask
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), value)
+    return out if batch_dim == 0 else out.transpose(0, 1)
+
+
+def projections(heads, kv, size=4, length=12, batch=2, batch_dim=0, dtype=torch.float64, seed=0):
+    """Query, key and value of a whole sequence, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def one(count):
+        shape = (batch, length) if batch_dim == 0 else (length, batch)
+        return torch.randn(*shape, count, size, generator=generator, dtype=torch.float64).to(dtype)
+
+    return one(heads), one(kv), one(kv)
+
+
+def part(tensor, rank, world, dim):
+    """A leaf with this rank's part of ``tensor`` along ``dim``."""
+    return tensor.detach().chunk(world, dim)[rank].clone().requires_grad_(tensor.is_floating_point())
+
+
+def refusals(cases, call):
+    """What ``call(case)`` raises for each case, as ``(type, text)``; all ranks go on together."""
+    found = []
+    for case in cases:
+        try:
+            found.append(("nothing", repr(call(case))))
+        except Exception as error:
+            found.append((type(error).__name__, str(error)))
+        if dist.is_initialized():
+            dist.barrier()
+    return found
+
+
+def worst(pairs):
+    return max(float((a - b).abs().max()) if a.numel() else 0.0 for a, b in pairs)
+
+
+VOCAB, WIDTH, LENGTH = 13, 8, 8
+
+
+class Tiny(torch.nn.Module):
+    """A causal transformer of one layer. ``attention``: called with query, key, value of ``[batch, sequence, heads,
+    size]``."""
+
+    def __init__(self, heads=4, kv=2, attention=None):
+        super().__init__()
+        torch.manual_seed(5)
+        self.size, self.attention = WIDTH // 4, attention or (lambda q, k, v: attend(q, k, v, "causal"))
+        self.tokens = torch.nn.Embedding(VOCAB, WIDTH)
+        self.places = torch.nn.Embedding(LENGTH, WIDTH)
+        self.query = torch.nn.Linear(WIDTH, heads * self.size)
+        self.keys = torch.nn.Linear(WIDTH, 2 * kv * self.size)
+        self.back = torch.nn.Linear(heads * self.size, WIDTH)
+        self.mlp = torch.nn.Linear(WIDTH, WIDTH)
+        self.head = torch.nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, tokens, places):
+        x = self.tokens(tokens) + self.places(places)
+        query, (key, value) = self.query(x), self.keys(x).chunk(2, -1)
+        heads = (y.unflatten(-1, (y.shape[-1] // self.size, self.size)) for y in (query, key, value))
+        x = x + self.back(self.attention(*heads).flatten(2))
+        return self.head(x + torch.tanh(self.mlp(x)))
+
+
+def batch_of(step, replica, rows=2):
+    """Tokens, positions and labels (-100: none), shifted: unevenly spread, and none in the second half of replica 1."""
+    generator = torch.Generator().manual_seed(100 * step + replica)
+    tokens = torch.randint(0, VOCAB, (rows, LENGTH), generator=generator)
+    labels = tokens.roll(-1, 1)
+    labels[:, -1] = -100
+    labels[torch.rand(rows, LENGTH, generator=generator) < 0.3] = -100
+    labels[0, 0] = 3
+    if replica == 1:
+        labels[:, LENGTH // 2 :] = -100
+    return tokens, torch.arange(LENGTH).expand(rows, LENGTH), labels
+
+
+def mean_loss(logits, labels):
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)

@@ -1,0 +1,210 @@
+"""Checkpoints of a model cut into stages, which have files by layer: any number of stages reads them."""
+
+import os
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.checkpoint.convert.export import export
+from deepspeed.comm import mesh
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.zero.param_ranks import SavedLayers, SavedNames
+from harness import run_ranks
+from mpu import Mpu
+
+LAYERS, WIDTH = 6, 5
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        torch.manual_seed(number)
+        self.fc = torch.nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("number", torch.tensor([float(number)]))
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(WIDTH, 2) for _ in range(2))
+        self.experts.ds_expert_numbers = {"0": 1, "1": 0}
+
+    def forward(self, x):
+        x = torch.tanh(self.fc(x)) * (1 + self.number).to(x.dtype)
+        return self.experts[0](x) + self.experts[1](x).tanh()
+
+
+class Stage(torch.nn.Module):
+    """Layers of one stage; the first and the last stage have the same tied weight, of layers 0 and 5."""
+
+    def __init__(self, stage, stages):
+        super().__init__()
+        held = range(stage * LAYERS // stages, (stage + 1) * LAYERS // stages)
+        for number in held:
+            self.add_module(str(number), Layer(number))
+        self.tied = torch.nn.ModuleDict()
+        layers = {str(number): number for number in held}
+        if stage in (0, stages - 1):
+            self.tied["words"] = Layer(50)
+            layers["tied.words"] = 0
+        layers.pop("0", None)  # the tied module is layer 0
+        writes = set(layers.values()) - ({0} if stage else set())
+        if stage == 0:
+            del self._modules["0"]
+        self.ds_saved_layers = SavedLayers(stage, stages, layers, writes, {0: "tied.words"})
+
+    def forward(self, x):
+        for layer in (*self.tied.values(), *(one for name, one in self.named_children() if name != "tied")):
+            yield layer(x)
+
+
+def make(rank, stages, copies, stage, checkpoint=None, dtype=None):
+    number, copy = divmod(rank, copies)
+    data = mesh.group_over([number * copies + other for other in range(copies)])
+    model = mesh.group_over([other * copies + copy for other in range(stages)])
+    mpu = Mpu(data, model)
+    mpu.get_pipe_parallel_world_size = lambda: stages
+    mpu.get_slice_parallel_world_size = lambda: 1
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **({"checkpoint": checkpoint} if checkpoint else {}),
+        **({dtype: {"enabled": True}} if dtype else {}),
+    }
+    return deepspeed.initialize(model=Stage(number, stages), config=config, mpu=mpu)[0]
+
+
+def train(engine, copy, steps):
+    dtype = next(engine.module.parameters()).dtype
+    for step in range(steps):
+        x = torch.sin(torch.arange(4.0 * WIDTH).view(4, WIDTH) * 0.7 + 10 * step + copy).to(dtype)
+        engine.backward(sum(out.float().square().mean() for out in engine(x)))
+        engine.step()
+
+
+def states(engine):
+    found, named = {}, SavedNames(engine.module)
+    for name, param in engine.module.named_parameters():
+        kinds = [safe_get_full_fp32_param(param)]
+        kinds += [safe_get_full_optimizer_state(param, kind) for kind in ("exp_avg", "exp_avg_sq")]
+        found[named(name)] = [kind.tolist() for kind in kinds]
+    found.update({name: buffer.tolist() for name, buffer in engine.module.named_buffers()})
+    return found
+
+
+def save(rank, world, stages, copies, stage, folder, checkpoint=None, dtype=None):
+    engine = make(rank, stages, copies, stage, checkpoint, dtype)
+    train(engine, rank % copies, 2)
+    engine.save_checkpoint(folder, tag="t", client_state={"mine": 7})
+    found = states(engine)
+    train(engine, rank % copies, 1)
+    return found, states(engine)
+
+
+def load(rank, world, stages, copies, stage, folder, checkpoint=None, dtype=None, tag="t"):
+    engine = make(rank, stages, copies, stage, checkpoint, dtype)
+    for buffer in engine.module.buffers():
+        buffer.zero_()
+    _, client_state = engine.load_checkpoint(folder, tag=tag)
+    assert client_state["mine"] == 7 and engine.global_steps == 2
+    found = states(engine)
+    train(engine, rank % copies, 1)
+    return found, states(engine)
+
+
+def same(found, expected):
+    known = {name: value for one in expected for name, value in one.items()}
+    assert {name for one in found for name in one} == known.keys()
+    for one in found:
+        for name, value in one.items():
+            assert value == known[name], name
+
+
+NATIVE = {"writer": {"format": "safetensors"}}
+OTHERS = {"1x1": (1, 1), "1x2": (1, 2), "2x2": (2, 2), "3x1": (3, 1), "4x1": (4, 1)}  # stages x copies
+
+
+@pytest.mark.sample("values", 8)
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+@pytest.mark.parametrize("after", [0, 1, 2, 3])
+@pytest.mark.parametrize("format", ["torch", "native", "bf16"])
+def test_any_number_of_stages_reads_it(other, before, after, format, tmp_path):
+    options = (NATIVE if format == "native" else None, "bf16" if format == "bf16" else None)
+    saved = run_ranks(4, save, 2, 2, before, str(tmp_path), *options, init=True)
+    stages, copies = OTHERS[other]
+    loaded = run_ranks(stages * copies, load, stages, copies, after, str(tmp_path), *options, init=True)
+    same([found for found, _ in loaded], [found for found, _ in saved])
+
+
+@pytest.mark.sample("values", 4)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("format", ["torch", "native"])
+def test_the_same_stages_go_on_bit_by_bit(stage, format, tmp_path):
+    checkpoint = NATIVE if format == "native" else None
+    saved = run_ranks(4, save, 2, 2, stage, str(tmp_path), checkpoint, init=True)
+    assert run_ranks(4, load, 2, 2, stage, str(tmp_path), checkpoint, init=True) == saved
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_files_are_those_of_the_layers(stage, tmp_path):
+    run_ranks(2, save, 2, 1, stage, str(tmp_path), init=True)
+    folder = tmp_path / "t"
+    names = {name for name in os.listdir(folder) if name.startswith("layer_") and "expert" not in name}
+    assert names == {f"layer_{number:02d}-model_states.pt" for number in range(LAYERS)}
+    # The first stage has layers 1, 2 and the tied one, the second 3, 4 and 5, and a copy of that, which is not saved.
+    experts = [name for name in os.listdir(folder) if "_expert_" in name]
+    assert {name.partition("_expert")[0] for name in experts} == {f"layer_{number}" for number in range(LAYERS)}
+    assert set(torch.load(folder / "layer_03-model_states.pt")) == {"fc.weight", "fc.bias", "number"}
+    assert torch.load(folder / "mp_rank_01_model_states.pt")["module"] is None
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("format", ["torch", "native"])
+def test_universal_and_whole_weights(stage, format, tmp_path):
+    checkpoint = NATIVE if format == "native" else None
+    saved = run_ranks(2, save, 2, 1, stage, str(tmp_path), checkpoint, init=True)
+    (path,) = export(str(tmp_path), str(tmp_path / "out"), tag="t", safe_serialization=False)
+    found = torch.load(path)
+    for one, _ in saved:
+        for name, value in one.items():
+            assert torch.equal(found[name], torch.tensor(value[0] if isinstance(value[0], list) else value)), name
+    if format == "torch":
+        by_script = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "t")
+        assert by_script.keys() == found.keys() and all(torch.equal(by_script[name], found[name]) for name in found)
+    convert = ["--input_folder", str(tmp_path / "t"), "--output_folder", str(tmp_path / "u")]
+    ds_to_universal.main(ds_to_universal.parse_arguments(convert))
+    loaded = run_ranks(3, load, 3, 1, 1, str(tmp_path), {"load_universal": True}, None, "u", init=True)
+    same([found for found, _ in loaded], [found for found, _ in saved])
+
+
+def load_damaged(rank, world, stages, copies, stage, folder):
+    engine = make(rank, stages, copies, stage, {"verify_on_load": "none"})
+    try:
+        engine.load_checkpoint(folder, tag="t")
+    except (OSError, RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+@pytest.mark.parametrize("lost", ["layer_04-model_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt"])
+def test_a_file_that_is_gone_is_named(lost, tmp_path):
+    run_ranks(2, save, 2, 1, 1, str(tmp_path), init=True)
+    os.unlink(tmp_path / "t" / lost)
+    for text in run_ranks(1, load_damaged, 1, 1, 1, str(tmp_path), init=True):
+        assert lost in text
+
+
+def save_16bit(rank, world, stages, copies, stage, folder):
+    engine = make(rank, stages, copies, stage)
+    engine._config.zero_config.gather_16bit_weights_on_model_save = True
+    engine.save_16bit_model(folder, "model.bin")
+    named = SavedNames(engine.module)
+    return {named(name): safe_get_full_fp32_param(param).tolist() for name, param in engine.module.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_weights_of_all_stages_in_one_file(stage, tmp_path):
+    expected = run_ranks(4, save_16bit, 2, 2, stage, str(tmp_path), init=True)
+    found = torch.load(str(tmp_path / "model.bin"))
+    assert all(torch.equal(found[name], torch.tensor(value)) for one in expected for name, value in one.items())
+    assert found["4.number"].tolist() == [4.0]

@@ -1,0 +1,212 @@
+"""A run goes on from the memory of its hosts: at the same and at another number of ranks, with hosts gone; or from
+disk."""
+
+import glob
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.checkpoint.write import memory as memory_module
+from engine_models import batch, config, loss_of, make_net, train_plain, uses_extra
+from harness import run_ranks
+from memory_hosts import memory_hosts
+
+LAST = 9
+
+
+def made(world, stage, **more):
+    elasticity = {"memory_copies": 1, "snapshot_steps": 2}
+    zero = {"stage": stage, "reduce_bucket_size": 300}
+    made = config(world, elasticity=elasticity, zero_optimization=zero, **more)
+    return deepspeed.initialize(model=make_net(), config=made)[0]
+
+
+def enter(rank, world, hosts):
+    """This rank's variables as an agent sets them; ranks are spread over ``hosts``."""
+    host = rank * len(hosts) // world
+    os.environ.update({"CROSS_RANK": str(host), **hosts[host]})
+
+
+def goes_on(rank, world, hosts, folder, stage, until, save_at=None):
+    """Trains from where the run was up to step ``until``; returns where it came from, and the losses by step."""
+    enter(rank, world, hosts)
+    engine = made(world, stage)
+    engine.set_signal_client_state(lambda: {"at": engine.global_steps})
+    path, state = engine.load_checkpoint(folder)
+    began, losses = engine.global_steps, {}
+    while engine.global_steps < until:
+        step = engine.global_steps
+        tokens, targets = batch(step)
+        rows = slice(rank * 8 // world, (rank + 1) * 8 // world)
+        loss = loss_of(engine(tokens[rows], extra=uses_extra(step)), targets[rows])
+        engine.backward(loss)
+        engine.step()
+        if engine.global_steps == save_at:
+            engine.save_checkpoint(folder, client_state={"at": -save_at})
+        mean = loss.detach().clone()
+        if world > 1:
+            torch.distributed.all_reduce(mean)
+        losses[step] = mean.item() / world
+    engine.destroy()
+    return path, began, state and state["at"], losses
+
+
+def found(host, name):
+    """Paths of the files called ``name`` in the newest snapshot on a host."""
+    steps = glob.glob(os.path.join(host["DS_MEMORY_FOLDER"], "*", "step*"))
+    newest = max(steps, key=lambda path: int(os.path.basename(path)[4:].split(".")[0]))
+    return sorted(glob.glob(os.path.join(newest, name)))
+
+
+def forget(host):
+    """The agent of the host was started anew: what it held is gone."""
+    for path in glob.glob(os.path.join(host["DS_MEMORY_FOLDER"], "*")):
+        shutil.rmtree(path)
+
+
+def check_losses(*rounds):
+    options = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.05}
+    expected = train_plain(
+        LAST, lambda net: torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], **options)
+    )[0]
+    for losses in rounds:
+        for step, loss in losses.items():
+            assert abs(loss - float(expected[step])) < 1e-5, step
+
+
+OTHERS = pytest.mark.every("stage 2 is in test_elastic_matrix, and the others write by the same rules")
+
+
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=OTHERS) for stage in (0, 1, 2)), 3])
+def test_a_run_goes_on_from_memory_until_all_holders_are_lost(stage, tmp_path):
+    folder = str(tmp_path / "run")
+    with memory_hosts(2) as told:
+        a, b = (variables for variables, _ in told)
+        first = run_ranks(2, goes_on, [a, b], folder, stage, 5, 3, init=True)
+        assert [part[:3] for part in first] == [(None, 0, None)] * 2
+        for host in (a, b):  # both hold all of both ranks
+            names = [os.path.basename(path) for path in found(host, "*.whole")]
+            assert names == ["rank_00000.whole", "rank_00001.whole"]
+        check_bytes(a, stage)
+
+        again = run_ranks(2, goes_on, [a, b], folder, stage, 6, init=True)  # at the same number of ranks
+        for path, began, at, _ in again:
+            assert (began, at) == (4, 4) and path.startswith((a["DS_MEMORY_FOLDER"], b["DS_MEMORY_FOLDER"]))
+
+        forget(a)
+        smaller = run_ranks(1, goes_on, [b], folder, stage, 7, init=True)  # at a smaller one: the first host is lost
+        assert smaller[0][0].startswith(b["DS_MEMORY_FOLDER"]) and smaller[0][1:3] == (6, 6)
+
+        larger = run_ranks(4, goes_on, [a, b], folder, stage, LAST, init=True)  # the first host knows nothing
+        assert [part[1] for part in larger] == [6] * 4
+
+        for path in found(a, "rank_00001.whole") + found(b, "rank_00001.whole"):
+            os.unlink(path)  # a rank was killed while it wrote
+        half = run_ranks(1, goes_on, [b], folder, stage, 0, init=True)
+        assert half[0][1] == 6
+
+        forget(a)
+        forget(b)
+        disk = run_ranks(2, goes_on, [a, b], folder, stage, 0, init=True)
+        assert [part[1:3] for part in disk] == [(3, -3)] * 2 and disk[0][0].startswith(folder)
+    check_losses(*(part[0][3] for part in (first, again, smaller, larger)))
+
+
+def check_bytes(host, stage):
+    """Each trained element has a weight and two moments in fp32, each other one and each buffer itself; at stages 1 and
+    2 the weights that the model computes with stand once more in the first rank's file, at stage 2 frozen ones, too."""
+    net, tensors = make_net(), {}
+    trained = sum(param.numel() for param in net.parameters() if param.requires_grad)
+    frozen = sum(param.numel() for param in net.parameters() if not param.requires_grad)
+    never = sum(param.numel() for param in net.never.parameters())  # no gradient: no moments where ZeRO is off
+    rest = sum(buffer.numel() * buffer.element_size() for buffer in net.buffers())
+    for path in found(host, "*.whole"):
+        with open(path) as file:
+            for name, record in json.load(file)["files"].items():
+                assert os.path.getsize(os.path.join(os.path.dirname(path), name)) == record["bytes"]
+                if not name.startswith("run_rank"):
+                    tensors.update({(name, one["offset"]): one["bytes"] for one in record["tensors"]})
+    padding = 2 * 3 * 4 * 16  # shards are equal; a frozen parameter is cut into slices at stage 3
+    own = (-8 * never, 4 * trained, 4 * trained + 4 * frozen, 0)[stage]
+    formula = 12 * trained + 4 * frozen + rest + own
+    assert 0 <= sum(tensors.values()) - formula <= padding + 8 * len(tensors)
+
+
+def refuses(rank, world, hosts):
+    enter(rank, world, hosts)
+    memory_module.memory_bytes = lambda: (0, 1000)
+    try:
+        made(world, 2)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_too_little_memory_is_an_error_before_training():
+    with memory_hosts(1) as told:
+        for text in run_ranks(2, refuses, [told[0][0]], init=True, fresh=True):
+            assert text.startswith("elasticity.memory_copies: rank 0: two snapshots of the ranks of host ")
+            assert "bytes in main memory, and 1000 bytes are free: give it more memory" in text
+
+
+def without_agent(rank, world, folder):
+    engine = made(world, 1)
+    path, _ = engine.load_checkpoint(folder)
+    tokens, targets = batch(0)
+    for _ in range(2):
+        engine.backward(loss_of(engine(tokens), targets))
+        engine.step()
+    taken = engine._memory_copies.snapshots
+    engine.save_checkpoint(folder)
+    return path, taken, engine.load_checkpoint(folder)[0]
+
+
+def test_without_an_agent_there_are_no_snapshots(tmp_path, capfd):
+    (found,) = run_ranks(1, without_agent, str(tmp_path / "run"), fresh=True)
+    assert found[:2] == (None, None) and found[2].startswith(str(tmp_path))
+
+
+def moves(rank, world, hosts, folder):
+    enter(rank, world, hosts)
+    engine, kept = made(world, 0), []
+    engine.load_checkpoint(folder + "/a")
+    tokens, targets = batch(0)
+    for step in range(8):
+        engine.backward(loss_of(engine(tokens), targets))
+        engine.step()
+        engine._memory_copies.snapshots._behind.drain()
+        if step == 2:
+            engine.save_checkpoint(folder + "/b")
+        steps = glob.glob(os.path.join(os.environ["DS_MEMORY_FOLDER"], "*", "step*"))
+        kept.append(sorted(int(os.path.basename(path)[4:].split(".")[0]) for path in steps))
+    engine.destroy()
+    return kept
+
+
+def test_the_last_snapshot_stays_when_the_run_is_saved_elsewhere(tmp_path):
+    with memory_hosts(1) as told:
+        (kept,) = run_ranks(1, moves, [told[0][0]], str(tmp_path))
+    assert kept == [[], [2], [2], [2, 4], [4], [4, 6], [4, 6], [6, 8]]
+
+
+def two_engines(rank, world, hosts, folder):
+    enter(rank, world, hosts)
+    first, second = made(world, 0), made(world, 0)
+    first.load_checkpoint(folder)
+    try:
+        second.load_checkpoint(folder)
+    except RuntimeError as error:
+        said = str(error)
+    first.destroy()
+    second.load_checkpoint(folder)
+    second.destroy()
+    return said
+
+
+def test_two_engines_need_two_directories(tmp_path):
+    with memory_hosts(1) as told:
+        (said,) = run_ranks(1, two_engines, [told[0][0]], str(tmp_path / "run"))
+    assert said.startswith("elasticity.memory_copies: two engines of this process take snapshots of the run in ")

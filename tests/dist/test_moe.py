@@ -1,0 +1,105 @@
+"""Layers with experts on several ranks against plain loops in one process: losses, norms, parameters."""
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.utils import safe_get_full_fp32_param
+from harness import run_ranks
+from moe_models import batch, moe_net, plain_name, train_plain
+
+EXPERTS, STEPS, CLIP = 8, 3, 0.3
+ADAM = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
+
+
+def config(world, stage, offload=None, folder=""):
+    device = {} if offload is None else {"device": offload, **({"nvme_path": folder} if offload == "nvme" else {})}
+    places = {"offload_optimizer": device, **({"offload_param": device} if stage == 3 else {})} if device else {}
+    return {
+        "train_batch_size": 8 * world,
+        "train_micro_batch_size_per_gpu": 8,
+        "optimizer": {"type": "AdamW", "params": ADAM},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **places},
+        "gradient_clipping": CLIP,
+    }
+
+
+def body(rank, world, stage, ep_size, k, drop, residual, steps=STEPS, *places):
+    net = moe_net(rank % ep_size, EXPERTS, ep_size, k, drop, residual)
+    engine = deepspeed.initialize(model=net, config=config(world, stage, *places))[0]
+    losses, norms = [], []
+    for step in range(steps):
+        loss = engine(batch(step, rank))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        norms.append(float(engine.get_global_grad_norm()))
+    first = rank % ep_size * net.layer.num_local_experts
+    found = {plain_name(n, first): safe_get_full_fp32_param(p).tolist() for n, p in net.named_parameters()}
+    engine.destroy()
+    return losses, norms, found
+
+
+def compare(found, expected):
+    losses, norms, params = expected
+    for rank, (own_losses, own_norms, own_params) in enumerate(found):
+        assert own_losses == pytest.approx([step[rank] for step in losses], abs=2e-6)
+        assert own_norms == pytest.approx(norms, rel=1e-5)
+        for name, value in own_params.items():
+            assert torch.allclose(torch.tensor(value), params[name], rtol=1e-5, atol=2e-6), name
+
+
+def expected(world, k, drop, residual, steps=STEPS):
+    def adam(params):
+        return torch.optim.AdamW(params, **ADAM)
+
+    return train_plain(world, steps, adam, CLIP, EXPERTS, k, drop, residual)
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world, ep_size", [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
+def test_equals_loops_in_one_process(world, ep_size, stage, k, drop, residual):
+    found = run_ranks(world, body, stage, ep_size, k, drop, residual, init=True)
+    compare(found, expected(world, k, drop, residual))
+
+
+@pytest.mark.parametrize(
+    "stage, ep_size, drop, offload",
+    [(1, 2, True, "cpu"), (2, 1, False, "cpu"), (3, 1, True, "cpu"), (3, 2, False, "nvme")],
+)
+def test_states_and_weights_rest_elsewhere(stage, ep_size, drop, offload, tmp_path):
+    found = run_ranks(2, body, stage, ep_size, 2, drop, False, STEPS, offload, str(tmp_path), init=True)
+    compare(found, expected(2, 2, drop, False))
+
+
+@pytest.mark.every("eight ranks and ten steps of what fewer do, too")
+@pytest.mark.parametrize(
+    "ep_size, stage, k, drop, residual", [(8, 3, 2, False, True), (4, 2, 4, True, False), (2, 0, 1, False, False)]
+)
+def test_eight_ranks_ten_steps(ep_size, stage, k, drop, residual):
+    found = run_ranks(8, body, stage, ep_size, k, drop, residual, 10, init=True)
+    compare(found, expected(8, k, drop, residual, 10))
+
+
+def tokens_body(rank, world, chunks):
+    """Outputs and their gradients beside those of a layer with all experts."""
+    shared, whole = (moe_net(rank % size, 4, size, 2, True, False, 2.0).layer for size in (world, 1))
+    for layer in (shared, whole):
+        layer.set_deepspeed_parallelism()
+        layer.deepspeed_moe.overlap_chunks = chunks
+    tokens, found = batch(0, rank, 3 + 2 * rank), []
+    for layer in (shared, whole):
+        given = tokens.clone().requires_grad_()
+        out = layer(given)[0]
+        out.square().sum().backward()
+        found += [out.detach(), given.grad]
+    return max((a - b).abs().max().item() for a, b in zip(found[:2], found[2:], strict=True))
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_ranks_may_bring_different_numbers_of_tokens(chunks):
+    assert max(run_ranks(2, tokens_body, chunks, init=True)) < 1e-6

@@ -1,0 +1,131 @@
+"""Experts in the stages of a pipeline: shared by its copies, with auxiliary losses that no layer hands on."""
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.pipe import PipelineModule
+from deepspeed.utils import safe_get_full_fp32_param
+from harness import run_ranks
+from moe_models import WIDTH, Plain, batch, fill, gate_weights, moe_layer, plain_name, values
+from sampling import every_case
+
+ADAM = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
+MICROS, STEPS, COEFF = 2, 3, 0.05
+
+
+class Block(torch.nn.Module):
+    """A linear layer, then one with experts; their auxiliary losses go to the list `aux` where there is one."""
+
+    def __init__(self, layer, aux=None):
+        super().__init__()
+        self.linear, self.layer, self.aux = torch.nn.Linear(WIDTH, WIDTH), layer, aux
+
+    def forward(self, x):
+        x = x + 0.1 * torch.tanh(self.linear(x))
+        out, aux, _ = self.layer(x)
+        if self.aux is not None:
+            self.aux.append(aux)
+        return x + out
+
+
+def filled(block, seed, wg, experts):
+    fill(block.linear, seed)
+    with torch.no_grad():
+        wg.weight.copy_(gate_weights(4) * (1 + 0.1 * seed))
+    for number, one in experts:
+        fill(one, 100 * seed + 10 * number)
+    return block
+
+
+def data(step, micro, rank):
+    return batch(10 * step + micro, rank), values(step + micro + rank, 8, WIDTH)
+
+
+def loss_fn(outputs, labels):
+    return (outputs - labels).square().mean()
+
+
+def body(rank, world, stage, interval, schedule):
+    copy, stages = rank % 2, world // 2
+
+    def block(seed):
+        layer = moe_layer(4, 2, 2, False, False, 1.0)
+        moe = layer.deepspeed_moe
+        numbered = [(2 * copy + i, one) for i, one in enumerate(moe.experts.deepspeed_experts)]
+        return filled(Block(layer), seed, moe.gate.wg, numbered)
+
+    deepspeed.init_distributed()
+    model = PipelineModule(
+        [block(seed + 1) for seed in range(stages)], num_stages=stages, loss_fn=loss_fn, partition_method="uniform",
+        activation_checkpoint_interval=interval,
+    )  # fmt: skip
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": MICROS,
+        "optimizer": {"type": "AdamW", "params": ADAM},
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.3,
+        "moe": {"aux_loss_coeff": COEFF},
+        "pipeline": {"schedule": schedule},
+    }
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    losses, norms = [], []
+    for step in range(STEPS):
+        losses.append(float(engine.train_batch(iter([data(step, micro, copy) for micro in range(MICROS)]))))
+        norms.append(float(engine.get_global_grad_norm()))
+    if stage == 0:  # sharded parameters have no shapes of their own
+        assert len(engine.pipe_plan().stages) == stages
+    figures = list(engine.moe_statistics().values())
+    assert len(figures) == 1 and figures[0]["tokens"] == 2 * MICROS * 8 and figures[0]["aux_loss"] > 0
+    found = {plain_name(n, 2 * copy): safe_get_full_fp32_param(p).tolist() for n, p in model.named_parameters()}
+    return losses, norms, found
+
+
+CASES = [(2, 0, 0, "1f1b"), (2, 1, 1, "1f1b"), (2, 1, 0, "zb-h1")]
+MORE = [(4, stage, interval, schedule) for stage, interval in ((0, 0), (1, 1)) for schedule in ("1f1b", "zb-h1")]
+
+
+@pytest.mark.parametrize("stages, stage, interval, schedule", CASES + MORE * every_case())
+def test_equals_loops_in_one_process(stages, stage, interval, schedule):
+    blocks, aux = [], []
+    for seed in range(1, stages + 1):
+        layer = Plain(4, 2, False, False, 1.0)
+        blocks.append(filled(Block(layer, aux), seed, layer.wg, enumerate(layer.experts)))
+    net = torch.nn.Sequential(*blocks)
+    optimizer, losses, norms = torch.optim.AdamW(net.parameters(), **ADAM), [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        plain = 0.0
+        for micro in range(MICROS):
+            for copy in range(2):
+                inputs, labels = data(step, micro, copy)
+                loss = loss_fn(net(inputs), labels) / (2 * MICROS)
+                (loss + COEFF * sum(aux) / (2 * MICROS)).backward()
+                aux.clear()
+                plain += loss.item()
+        losses.append(plain)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.3)))
+        for param in net.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        optimizer.step()
+    expected = dict(net.named_parameters())
+    seen = set()
+    for own_losses, own_norms, params in run_ranks(2 * stages, body, stage, interval, schedule, init=True):
+        assert own_losses == pytest.approx(losses, abs=3e-6) and own_norms == pytest.approx(norms, rel=1e-5)
+        for name, value in params.items():
+            seen.add(name)
+            assert torch.allclose(torch.tensor(value), expected[name], rtol=1e-4, atol=5e-6), name
+    assert seen == set(expected)
+
+
+def refused_body(rank, world):
+    layer = moe_layer(4, 1, 1, False, False)
+    config = {"train_batch_size": 8, "moe": {"aux_loss_coeff": 0.1}, "optimizer": {"type": "Adam"}}
+    with pytest.raises(ValueError, match="moe.aux_loss_coeff=0.1 is for PipelineModule; Block adds the losses"):
+        deepspeed.initialize(model=Block(layer), config=config)
+    return True
+
+
+def test_other_models_add_their_losses_themselves():
+    assert run_ranks(1, refused_body, init=True) == [True]

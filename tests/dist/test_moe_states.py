@@ -1,0 +1,154 @@
+"""``load_moe_state_dict``: weights of experts alone, from what any number of ranks and any stage has saved."""
+
+import os
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import safe_get_full_fp32_param
+from harness import run_ranks
+from hf_like_moe import EXPERTS, model_of
+from hf_like_moe import WIDTH as HF_WIDTH
+from moe_models import batch, moe_net, values
+
+LAYER = "layer.deepspeed_moe.experts.deepspeed_experts"
+
+
+def config(world, stage, **more):
+    return {
+        "train_batch_size": 8 * world,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **more,
+    }
+
+
+def trained_experts(engine, world):
+    """{(layer of the model, number of an expert, name below it): value} of all ranks."""
+    mine = {}
+    for name, param in engine.module.named_parameters():
+        value = safe_get_full_fp32_param(param)
+        if LAYER in name:
+            local, rest = name.split(f"{LAYER}.")[1].split(".", 1)
+            mine[engine.module.layer.deepspeed_moe.experts.deepspeed_experts.ds_expert_numbers[local], rest] = value
+        elif ".experts.w" in name:
+            layer = engine.module.get_submodule(name.rsplit(".experts.", 1)[0])
+            first = layer.ep_rank * layer.num_local_experts
+            mine.update({(first + row, name): one for row, one in enumerate(value)})
+    every = [None] * world
+    torch.distributed.all_gather_object(every, mine)
+    return {key: value for one in every for key, value in one.items()}
+
+
+def body(rank, world, folder, stage):
+    engine = deepspeed.initialize(model=moe_net(rank % 2, 4, 2, 2, False, False), config=config(world, stage))[0]
+    engine.backward(engine(batch(0, rank)))
+    engine.step()
+    engine.save_checkpoint(folder, "one")
+    expected = trained_experts(engine, world)
+    engine.destroy()
+    for ep_size in (1, 4):
+        net = moe_net(rank % ep_size, 4, ep_size, 2, False, False)
+        other = deepspeed.initialize(model=net, config=config(world, 0))[0]
+        found = {"first.weight": None}
+        other.load_moe_state_dict(folder, "one", found, False, model=net, num_experts=other.num_experts)
+        assert found.pop("first.weight") is None and len(found) == 4 * 4 // ep_size
+        numbers = net.layer.deepspeed_moe.experts.deepspeed_experts.ds_expert_numbers
+        for name, value in found.items():
+            local, rest = name.removeprefix(f"{LAYER}.").split(".", 1)
+            torch.testing.assert_close(value, expected[numbers[local], rest], rtol=0, atol=0)
+        other.module.load_state_dict(found, strict=False)
+        other.destroy()
+    if stage == 0:
+        torch.distributed.barrier()
+        old = os.path.join(folder, "one")
+        if rank == 0:
+            for name in [name for name in os.listdir(old) if name.startswith("layer_0_")]:
+                os.rename(os.path.join(old, name), os.path.join(old, name.removeprefix("layer_0_")))
+        torch.distributed.barrier()
+        again = {}
+        DeepSpeedEngine.load_moe_state_dict(folder, "one", again, True, num_experts=[4])
+        assert set(again) == set(found) and all(torch.equal(again[name], value) for name, value in found.items())
+    return True
+
+
+MANY = pytest.mark.every("a stage more of the same")
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=MANY), 3])
+def test_weights_of_experts_alone(tmp_path, stage):
+    assert run_ranks(4, body, str(tmp_path), stage, init=True) == [True] * 4
+
+
+def stacked_body(rank, world, folder):
+    def build(ep_size, stage):
+        section = {"expert_parallel": {"enabled": True, "autoep_size": ep_size}}
+        settings = {**config(world, stage, **section), "train_batch_size": 2 * world}
+        return deepspeed.initialize(model=model_of("qwen3_moe"), config=settings)[0]
+
+    engine = build(2, 2)
+    engine.backward(engine(values(rank, 2, 4, HF_WIDTH)))
+    engine.step()
+    engine.save_checkpoint(folder, "one")
+    expected = trained_experts(engine, world)
+    other, found = build(1, 3), {}
+    about = {"module_path": "model.layers.0.mlp", "num_experts": EXPERTS}
+    other.load_moe_state_dict(folder, "one", found, False, model=other.module, autoep_layers=[about])
+    assert sorted(found) == sorted(name for name in other.module.state_dict() if ".experts.w" in name)
+    for name, value in found.items():
+        torch.testing.assert_close(value, torch.stack([expected[e, name] for e in range(EXPERTS)]), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="'model.layers.0.mlp' was saved with 8 experts, the model's has 4"):
+        about["num_experts"] = 8
+        other.load_moe_state_dict(folder, "one", found, False, model=other.module, autoep_layers=[about])
+    with pytest.raises(ValueError, match="pass model=, whose layers"):
+        DeepSpeedEngine.load_moe_state_dict(folder, "one", found, False)
+    return True
+
+
+def test_stacked_experts_alone(tmp_path):
+    assert run_ranks(2, stacked_body, str(tmp_path), init=True) == [True] * 2
+
+
+def half_frozen(rank, ep_size):
+    """The first weight of each expert is not trained."""
+    net = moe_net(rank % ep_size, 4, ep_size, 2, False, False)
+    for name, param in net.named_parameters():
+        if LAYER in name and ".0.weight" in name:
+            param.requires_grad_(False)
+    return net
+
+
+def frozen_body(rank, world, folder, stage):
+    engine = deepspeed.initialize(model=half_frozen(rank, 2), config=config(world, stage))[0]
+    own = {n: p for n, p in engine.module.named_parameters() if LAYER in n and not p.requires_grad}
+    assert len(own) == 2
+    engine.backward(engine(batch(0, rank)))
+    engine.step()
+    engine.save_checkpoint(folder, "one")
+    engine.eval()
+    with torch.no_grad():
+        expected = engine(batch(5, rank))
+    engine.destroy()
+    for to_stage, ep_size in ((3, 4), (0, 2), (3, 1)):
+        net = half_frozen(rank, ep_size)
+        other = deepspeed.initialize(model=net, config=config(world, to_stage))[0]
+        for name, param in net.named_parameters():
+            if LAYER in name and not param.requires_grad:
+                with deepspeed.zero.GatheredParameters([param], modifier_rank=0), torch.no_grad():
+                    param.zero_()
+        other.load_checkpoint(folder, "one")
+        other.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(other(batch(5, rank)), expected, rtol=1e-5, atol=1e-6)
+        other.train()
+        other.backward(other(batch(1, rank)))
+        other.step()
+        other.destroy()
+    return True
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=MANY), 3])
+def test_experts_of_which_a_part_is_frozen(tmp_path, stage):
+    assert run_ranks(4, frozen_body, str(tmp_path), stage, init=True) == [True] * 4

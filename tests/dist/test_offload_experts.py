@@ -1,0 +1,91 @@
+"""Experts and offload: states and parameters of experts rest where those of dense parameters do, and no bit changes."""
+
+import gc
+import os
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from harness import run_ranks
+from hf_like_moe import WIDTH, model_of
+from moe_models import values
+
+
+def engine_of(world, stage, zero, ep_size=2):
+    return deepspeed.initialize(
+        model=model_of("mixtral"),
+        config={
+            "train_batch_size": 2 * world,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
+            "gradient_clipping": 0.3,
+            "expert_parallel": {"enabled": True, "autoep_size": ep_size},
+        },
+    )[0]
+
+
+def train(engine, rank, steps):
+    losses = []
+    for step in steps:
+        loss = engine(values(50 * step + 7 * rank, 2, 4, WIDTH) * 2)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach().clone())
+    return losses
+
+
+def everything(engine):
+    found = []
+    for param in engine.module.parameters():
+        found.append(safe_get_full_fp32_param(param))
+        found += [safe_get_full_optimizer_state(param, name) for name in ("exp_avg", "exp_avg_sq")]
+    return found
+
+
+def same(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+def on(where, folder):
+    section = {"device": "cpu"} if where == "cpu" else {"device": "nvme", "nvme_path": folder}
+    return {"offload_optimizer": section}
+
+
+def body(rank, world, folder, stage, where, params, ep_size):
+    """Without offload; with it, saved; without it again, from what the second one has saved."""
+    zero = on(where, folder)
+    if params:
+        zero["offload_param"] = {**zero["offload_optimizer"], **({"max_in_cpu": 0} if where == "nvme" else {})}
+    results, saved = [], os.path.join(folder, "saved")
+    for given in ({}, zero):
+        engine = engine_of(world, stage, given, ep_size)
+        losses = train(engine, rank, range(2))
+        if given:
+            engine.save_checkpoint(saved)
+        losses += train(engine, rank, range(2, 4))
+        results.append([*losses, *everything(engine)])
+        resting = {name: tier["resting_bytes"] for name, tier in engine.offload_report()["tiers"].items()}
+        assert (resting["file" if where == "nvme" else "host"] > 0) == bool(given), resting
+        engine.destroy()
+        del engine
+        gc.collect()
+    assert same(*results), "with and without"
+    for given in ({}, zero):
+        engine = engine_of(world, stage, given, ep_size)
+        engine.load_checkpoint(saved)
+        losses = train(engine, rank, range(2, 4))
+        assert same([*losses, *everything(engine)], results[0][2:]), "resumed"
+        engine.destroy()
+        del engine
+        gc.collect()
+    return True
+
+
+@pytest.mark.parametrize(
+    "stage, where, params, ep_size",
+    [(2, "nvme", False, 2), (1, "cpu", False, 1), (3, "nvme", True, 2), (3, "cpu", True, 2)],
+)
+def test_experts_train_and_go_on_to_the_bit(tmp_path, stage, where, params, ep_size):
+    assert all(run_ranks(2, body, str(tmp_path), stage, where, params, ep_size, init=True))

@@ -1,0 +1,463 @@
+"""Where masters, gradients and optimizer states rest changes no bit of training: ``offload_optimizer``."""
+
+import os
+import resource
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lion import DeepSpeedCPULion
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.runtime.zero.offload_states import get_state_devices
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.utils import ZeRORuntimeException
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_optimizer_state,
+)
+from engine_models import batch, config, loss_of, make_net, train_engine
+from harness import run_ranks
+from test_checkpoint_universal import to_universal
+
+DTYPES = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}  # fp16: tests/cpp/zero/placements_test.cpp
+
+
+def make_engine(world, stage, offload=None, accumulate=1, optimizer=None, model=None, zero=(), **more):
+    section = {"stage": stage, "reduce_bucket_size": 300, "stage3_param_persistence_threshold": 20, **dict(zero)}
+    if offload is not None:
+        section["offload_optimizer"] = offload
+    made = config(world, accumulate, zero_optimization=section, **more)
+    if isinstance(optimizer, str):
+        made["optimizer"] = {"type": optimizer, "params": {"lr": 3e-3}}
+    elif optimizer is not None:
+        del made["optimizer"]
+    model = make_net() if model is None else model
+    client = optimizer if optimizer is not None and not isinstance(optimizer, str) else None
+    return deepspeed.initialize(model=model, config=made, optimizer=client)[0]
+
+
+def everything(engine):
+    """Weights, masters and states, whole."""
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        found = [p.detach().clone() for p in engine.module.parameters()]
+    for param in engine.module.parameters():
+        if param.requires_grad:
+            found.append(safe_get_full_fp32_param(param))
+            found += [safe_get_full_optimizer_state(param, name) for name in engine.optimizer.state_names()]
+    return found
+
+
+def same(a, b):
+    """None: a state that nobody has made."""
+    return len(a) == len(b) and all(x is y or (x is not None and torch.equal(x, y)) for x, y in zip(a, b))
+
+
+def on(folder, where):
+    """A section ``offload_optimizer``."""
+    if where == "nvme":
+        return {"device": "nvme", "nvme_path": folder, "pipeline_read": True}
+    if where == "mixed":
+        return {"device": "nvme", "nvme_path": folder, "ratio": 0.5, "fast_init": True}
+    return {"device": "cpu", "pin_memory": False, **({"ratio": 0.3} if where == "ratio 0.3" else {})}
+
+
+def files_below(folder):
+    return sorted(os.path.join(base, name) for base, _, names in os.walk(folder) for name in names)
+
+
+# ---- equality -----------------------------------------------------------------------------------------------------
+def body_equal(rank, world, folder, where, stage, dtype, accumulate, optimizer, clip):
+    results, more = [], {**DTYPES[dtype], "gradient_clipping": clip}
+    for offload in (None, on(folder, where)):
+        engine = make_engine(world, stage, offload, accumulate, optimizer, **more)
+        losses, norms = train_engine(engine, 4, rank, world)
+        results.append([*everything(engine), torch.tensor(losses)])
+        engine.destroy()
+    return same(*results)
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("optimizer", ["AdamW", "Lion", "Lamb", "Muon"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("where", ["cpu", "nvme", "ratio 0.3", "mixed"])
+def test_equals_training_without_offload(tmp_path, where, stage, dtype, accumulate, optimizer, clip, world):
+    args = (str(tmp_path), where, stage, dtype, accumulate, optimizer, clip)
+    assert all(run_ranks(world, body_equal, *args))
+    assert not files_below(tmp_path), "removed with the engine"
+
+
+# ---- keys ---------------------------------------------------------------------------------------------------------
+def body_keys(rank, world, folder):
+    engine = make_engine(world, 2, {"device": "cpu"}, optimizer="Adam")
+    assert engine.zero_use_cpu_optimizer() and engine.zero_cpu_offload() and not engine.zero_nvme_offload_optimizer()
+    assert engine.zero_offload_optimizer().device == "cpu" and engine.zero_partial_offload() == 1.0
+    assert type(engine.basic_optimizer) is DeepSpeedCPUAdam and engine.basic_optimizer.adam_w_mode
+    engine = make_engine(world, 1, optimizer="Adagrad", zero={"cpu_offload": True})
+    assert engine.zero_cpu_offload() and type(engine.basic_optimizer) is DeepSpeedCPUAdagrad
+    engine = make_engine(world, 3, on(folder, "nvme"), optimizer="Lion")
+    assert engine.zero_nvme_offload_optimizer() and engine.zero_use_cpu_optimizer() and not engine.zero_cpu_offload()
+    assert type(engine.basic_optimizer) is DeepSpeedCPULion
+    files = files_below(os.path.join(folder, "zero_stage_3", "optimizer", f"rank{rank}"))
+    assert len(files) >= 2 and all(name.endswith(".tensor.swp") for name in files)
+    engine.destroy()
+    assert type(make_engine(world, 2, {"device": "none"}, optimizer="Adam").basic_optimizer) is FusedAdam
+    return True
+
+
+def test_keys_and_classes(tmp_path):
+    assert all(run_ranks(2, body_keys, str(tmp_path)))
+
+
+def body_clients(rank, world, folder):
+    def initialize(make, offload, **more):
+        model = make_net()
+        optimizer = make([p for p in model.parameters() if p.requires_grad])
+        return make_engine(world, 2, offload, model=model, optimizer=optimizer, **more)
+
+    for make in (torch.optim.AdamW, FusedAdam):
+        with pytest.raises(ZeRORuntimeException, match="zero_force_ds_cpu_optimizer"):
+            initialize(make, {"device": "cpu"})
+    assert type(initialize(DeepSpeedCPUAdam, {"device": "cpu"}).basic_optimizer) is DeepSpeedCPUAdam
+    with pytest.raises(ZeRORuntimeException, match="cannot rest in files"):
+        initialize(torch.optim.AdamW, on(folder, "nvme"), zero_force_ds_cpu_optimizer=False)
+    results = []
+    for offload in (None, {"device": "cpu"}):
+        engine = initialize(torch.optim.AdamW, offload, zero_force_ds_cpu_optimizer=False, bf16={"enabled": True})
+        train_engine(engine, 3, rank, world)
+        results.append(everything(engine))
+    return same(*results)
+
+
+def test_optimizers_of_clients(tmp_path):
+    assert all(run_ranks(2, body_clients, str(tmp_path)))
+
+
+# ---- values of parameters -----------------------------------------------------------------------------------------
+def body_values(rank, world, folder, where, stage):
+    results = []
+    for offload in (None, on(folder, where)):
+        engine = make_engine(world, stage, offload, bf16={"enabled": True})
+        train_engine(engine, 1, rank, world)
+        params = [p for p in engine.module.parameters() if p.requires_grad]
+        for index, param in enumerate(params):
+            safe_set_full_fp32_param(param, safe_get_full_fp32_param(param) * 0.5 + index)
+            state = safe_get_full_optimizer_state(param, "exp_avg")
+            safe_set_full_optimizer_state(param, state + 1, "exp_avg")
+            if stage == 3:
+                local = safe_get_local_optimizer_state(param, "exp_avg_sq")
+                if local is not None and local.numel():
+                    safe_set_local_optimizer_state(param, local * 2, "exp_avg_sq")
+        engine.backward(loss_of(engine(batch(5)[0]), batch(5)[1]))
+        inner = engine.basic_optimizer
+        saved = inner.state_dict()  # of the pieces that this rank owns
+        inner.load_state_dict(
+            {**saved, "state": {i: {**s, "exp_avg": s["exp_avg"] + 1} for i, s in saved["state"].items()}}
+        )
+        grads = [safe_get_full_grad(param) for param in params]
+        engine.step()
+        results.append([*everything(engine), *[g for g in grads if g is not None]])
+        engine.destroy()
+    return same(*results)
+
+
+@pytest.mark.parametrize("where, stage", [("cpu", 2), ("nvme", 1), ("nvme", 3), ("mixed", 2)])
+def test_values_are_read_and_set_where_they_rest(tmp_path, where, stage):
+    assert all(run_ranks(2, body_values, str(tmp_path), where, stage))
+
+
+# ---- checkpoints --------------------------------------------------------------------------------------------------
+def body_checkpoint(rank, world, folder, before, after, save_format):
+    """Training that goes on from a checkpoint of another placement and stage."""
+    checkpoint = {"async": True} if save_format == "async" else {"writer": {"format": save_format}}
+    more = {"bf16": {"enabled": True}, "checkpoint": checkpoint}
+    (stage, where), (next_stage, next_where) = before, after
+    swap = os.path.join(folder, "swap")
+    os.makedirs(swap, exist_ok=True)
+    place = {"none": None}
+    plain = make_engine(world, stage, **more)
+    train_engine(plain, 4, rank, world)
+    first = make_engine(world, stage, place.get(where) if where in place else on(swap, where), **more)
+    train_engine(first, 2, rank, world)
+    first.save_checkpoint(folder, tag="t")
+    train_engine(first, 1, rank, world, start=2)
+    first.save_checkpoint(folder, tag="t")  # over it
+    if save_format == "async":
+        train_engine(first, 1, rank, world, start=3)
+        first.checkpoint_engine.wait()
+    second = make_engine(
+        world, next_stage, place.get(next_where) if next_where in place else on(swap, next_where), **more
+    )
+    second.load_checkpoint(folder, tag="t")
+    train_engine(second, 1, rank, world, start=3)
+    again = make_engine(world, next_stage, None, **more)
+    again.load_checkpoint(folder, tag="t")
+    train_engine(again, 1, rank, world, start=3)
+    assert same(everything(second), everything(again))
+    gap = max(float((a - b).abs().max()) for a, b in zip(everything(second), everything(plain)))
+    assert gap < 1e-4 or stage == next_stage and gap == 0, gap
+    for engine in (plain, first, second, again):
+        engine.destroy()
+    return True
+
+
+@pytest.mark.sample("values", 5)
+@pytest.mark.parametrize("save_format", ["torch", "safetensors", "async"])
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ((3, "nvme"), (3, "none")),
+        ((2, "nvme"), (2, "cpu")),
+        ((1, "cpu"), (3, "nvme")),
+        ((3, "ratio 0.3"), (1, "mixed")),
+    ],
+)
+def test_checkpoints_of_any_placement_into_any_other(tmp_path, before, after, save_format):
+    assert all(run_ranks(2, body_checkpoint, str(tmp_path), before, after, save_format))
+
+
+def body_universal(rank, world, folder, stage):
+    """Into files, as into memory."""
+    found = []
+    for offload in (None, on(folder, "nvme")):
+        engine = make_engine(world, stage, offload, bf16={"enabled": True}, checkpoint={"load_universal": True})
+        engine.load_checkpoint(folder)
+        found.append(everything(engine))
+        engine.destroy()
+    return same(*found)
+
+
+def body_save(rank, world, folder, stage):
+    engine = make_engine(world, stage, bf16={"enabled": True})
+    train_engine(engine, 2, rank, world)
+    engine.save_checkpoint(folder, tag="t")
+    return True
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_universal_checkpoints_load_into_files(tmp_path, stage):
+    run_ranks(2, body_save, str(tmp_path), stage)
+    to_universal(tmp_path)
+    assert all(run_ranks(2, body_universal, str(tmp_path), stage))
+
+
+# ---- bad input ----------------------------------------------------------------------------------------------------
+def body_bad(rank, world, folder):
+    with pytest.raises(FileNotFoundError, match="offload_optimizer.nvme_path.*is not there"):
+        make_engine(world, 3, {"device": "nvme", "nvme_path": os.path.join(folder, "typo")})
+    file = os.path.join(folder, "file")
+    with open(file, "w"):
+        pass
+    with pytest.raises(NotADirectoryError, match="nvme_path.*is no folder"):
+        make_engine(world, 3, {"device": "nvme", "nvme_path": file})
+    if os.geteuid() != 0:  # who may write everywhere
+        os.mkdir(os.path.join(folder, "locked"), 0o555)
+        with pytest.raises(PermissionError, match="nvme_path.*cannot be written to"):
+            make_engine(world, 3, {"device": "nvme", "nvme_path": os.path.join(folder, "locked")})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # no room for a file
+    try:
+        with pytest.raises(OSError, match="tensor.swp failed: File too large.*ulimit -f"):
+            make_engine(world, 3, on(folder, "nvme"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert files_below(folder) == [file]
+    with pytest.raises(ValueError, match="buffer_count = 3 is too small: 'adam' keeps 2 states.*Set it to 4"):
+        make_engine(world, 3, {**on(folder, "nvme"), "buffer_count": 3})
+    with pytest.raises(ValueError, match="stage"):
+        make_engine(world, 0, {"device": "cpu"})
+    return True
+
+
+def test_what_cannot_work_is_refused_with_numbers(tmp_path):
+    assert all(run_ranks(1, body_bad, str(tmp_path)))
+
+
+def body_blocked(rank, world, folder, zero):
+    """On rank 1 a file stands where its folder of files would be."""
+    try:
+        make_engine(world, zero["stage"], zero=zero)
+    except (OSError, RuntimeError) as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    "zero, blocked",
+    [
+        ({"stage": 2, "offload_optimizer": {"device": "nvme"}}, "zero_stage_2/optimizer/rank1"),
+        ({"stage": 3, "offload_param": {"device": "nvme", "max_in_cpu": 0}}, "zero_stage_3/float32params/rank1"),
+    ],
+)
+def test_files_that_one_rank_cannot_make_are_an_error_of_all(tmp_path, zero, blocked):
+    path = tmp_path / blocked
+    path.parent.mkdir(parents=True)
+    path.touch()
+    zero = {key: {**value, "nvme_path": str(tmp_path)} if key != "stage" else value for key, value in zero.items()}
+    found = run_ranks(2, body_blocked, str(tmp_path), zero, init=True, fresh=True)
+    assert all(str(path) in text for _, text in found), found
+    assert found[1][0] != "RuntimeError" and "could not go on" not in found[1][1], found
+    assert "data-parallel rank 1 could not go on" in found[0][1], found
+
+
+# ---- states that wait in files while nobody trains ----------------------------------------------------------------
+def body_to_files(rank, world, folder, stage, where):
+    results = []
+    for away in (False, True):
+        offload = (
+            {"device": "none", "nvme_path": folder} if where is None else {**on(folder, where), "nvme_path": folder}
+        )
+        engine = make_engine(world, stage, offload, bf16={"enabled": True})
+        # At stage 3 the slices lie in shared memory here, which has a fixed size.
+        kinds = [kind for kind in OffloadStateTypeEnum if stage < 3 or kind.name != "lp_params"]
+        for steps in (0, 2):  # before the first step, too
+            train_engine(engine, steps, rank, world)
+            if away:
+                engine.offload_states(include=kinds, device=OffloadDeviceEnum.nvme, non_blocking=steps == 0)
+                assert files_below(folder)
+                assert get_state_devices(engine, OffloadStateTypeEnum.hp_params) == {torch.device("meta")}
+                with pytest.raises(RuntimeError, match="engine.step.*reload_states"):
+                    engine._backward.seen = True
+                    engine.step()
+                engine._backward.seen = False
+                engine.reload_states()
+                assert get_state_devices(engine, OffloadStateTypeEnum.hp_params) == {torch.device("cpu")}
+        train_engine(engine, 2, rank, world, start=2)
+        results.append(everything(engine))
+        engine.destroy()
+    return same(*results)
+
+
+@pytest.mark.parametrize("stage, where", [(1, None), (2, "cpu"), (3, None), (2, "ratio 0.3")])
+def test_states_wait_in_files(tmp_path, stage, where):
+    assert all(run_ranks(2, body_to_files, str(tmp_path), stage, where))
+    assert not files_below(tmp_path)
+
+
+# ---- memory instead of places -------------------------------------------------------------------------------------
+def body_auto(rank, world, folder, stage):
+    found = []
+    for device, host in ((None, None), (1000, 1200), (0, 0)):
+        gib = {"device_gb": device and device / 2**30, "host_gb": host and host / 2**30} if host is not None else {}
+        zero = {"placement": {"auto": True, **gib}} if device is not None else {}
+        engine = make_engine(world, stage, {"nvme_path": folder}, bf16={"enabled": True}, zero=zero)
+        train_engine(engine, 3, rank, world)
+        found.append(everything(engine))
+        tiers = engine.offload_report()["tiers"]
+        if device is not None:
+            assert tiers["file"]["resting_bytes"] > 0 and (tiers["host"]["resting_bytes"] > 0) == (host > 0)
+        engine.destroy()
+    with pytest.raises(ValueError, match="placement: .* of this rank need .* bytes"):
+        make_engine(world, stage, zero={"placement": {"auto": True, "host_gb": 0}})
+    with pytest.raises(ValueError, match="both say where"):
+        make_engine(world, stage, {"device": "cpu"}, zero={"placement": {"auto": True}})
+    return same(found[0], found[1]) and same(found[0], found[2])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_memory_decides_where_states_rest(tmp_path, stage):
+    assert all(run_ranks(2, body_auto, str(tmp_path), stage))
+
+
+# ---- what is told -------------------------------------------------------------------------------------------------
+class Events:
+    enabled = True
+
+    def __init__(self):
+        self.seen = []
+
+    def write_events(self, events):
+        self.seen += events
+
+
+def body_report(rank, world, folder):
+    engine = make_engine(world, 2, on(folder, "nvme"))
+    engine.monitor = Events()
+    train_engine(engine, 1, rank, world)
+    engine.offload_report(reset=True)
+    train_engine(engine, 2, rank, world)
+    found = engine.offload_report()
+    plan = deepspeed.offload_plan(engine.module, engine.config, world_size=world)
+    file = found["tiers"]["file"]
+    assert found["steps"] == 2 and found["seconds"] > 0
+    assert file["resting_bytes"] > 0 and file["read_bytes"] > 0 and file["written_bytes"] > 0
+    assert 0 <= file["waited_ms"] <= found["seconds"] * 1e3
+    assert found["tiers"]["host"]["resting_bytes"] == 0, "what rests in files is nowhere else"
+    # Masters, gradients and two states, padded to 64 elements for each parameter.
+    planned = plan["tiers"]["file"]["peak_bytes"]
+    assert planned <= file["resting_bytes"] <= planned + 16 * 64 * len(list(engine.module.parameters()))
+    assert plan["tiers"]["file"]["fits"] and plan["tiers"]["host"]["fits"]
+    waits = [value for name, value, _ in engine.monitor.seen if name == "Train/Offload/waited_ms_file"]
+    assert len(waits) == (3 if rank == 0 else 0) and all(value >= 0 for value in waits)
+    engine.destroy()
+    plain = make_engine(world, 2)
+    train_engine(plain, 1, rank, world)
+    tiers = plain.offload_report()["tiers"]
+    assert tiers["file"]["resting_bytes"] == tiers["host"]["resting_bytes"] == 0
+    assert tiers["device"]["resting_bytes"] > 0
+    return True
+
+
+def test_report_and_plan(tmp_path):
+    assert all(run_ranks(2, body_report, str(tmp_path)))
+
+
+def body_plan(rank, world, folder):
+    """The plan of the host and of files, and what a run has needed."""
+    found = []
+    for stage, offload, more in (
+        (2, {"device": "cpu"}, {"bf16": {"enabled": True}}),
+        (2, {"device": "nvme", "nvme_path": folder}, {"bf16": {"enabled": True}}),
+        (1, {"device": "nvme", "nvme_path": folder}, {}),
+    ):
+        zero = {"stage": stage, "offload_optimizer": offload}
+        made = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": zero, **more}
+        model = torch.nn.Sequential(*[torch.nn.Linear(640, 640) for _ in range(8)])
+        plan = deepspeed.offload_plan(model, made, world_size=world)
+        assert plan["step_seconds"] > 0 and plan["tiers"]["host"]["fits"]
+        engine = deepspeed.initialize(model=model, config=made)[0]
+        for _ in range(2):
+            x = torch.ones(1, 640, dtype=next(model.parameters()).dtype)
+            engine.backward(engine(x).float().square().mean())
+            engine.step()
+        tiers = engine.offload_report()["tiers"]
+        for tier in ("host", "file"):
+            planned, seen = plan["tiers"][tier]["peak_bytes"], tiers[tier]["peak_bytes"]
+            found.append((stage, offload["device"], tier, planned, seen))
+        moved = [tiers[tier]["share_of_rate"] for tier in tiers if tiers[tier]["resting_bytes"] and tier != "device"]
+        assert moved and all(share > 0 for share in moved)
+        engine.destroy()
+    return found
+
+
+def test_the_plan_is_what_a_run_needs(tmp_path):
+    for case in run_ranks(1, body_plan, str(tmp_path))[0]:
+        assert case[3] * 0.9 <= case[4] <= case[3] * 1.1, case
+
+
+def test_a_published_constructor_takes_the_section():
+    results = []
+    for section in (None, {"device": "cpu"}, DeepSpeedZeroConfig(stage=2, cpu_offload=True).offload_optimizer):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        names = {param: name for name, param in model.named_parameters()}
+        inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+        optimizer = DeepSpeedZeroOptimizer(inner, names, None, {}, offload_optimizer_config=section)
+        for _ in range(3):
+            optimizer.backward(model(torch.ones(2, 4)).square().sum())
+            optimizer.step()
+        results.append(model.weight.detach().clone())
+        assert (optimizer.core.storage.usage()["host"] > 0) == (section is not None)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])

@@ -1,0 +1,382 @@
+"""Parameters that rest on the host or on a drive between their uses: ``zero_optimization.offload_param``."""
+
+import gc
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+)
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from engine_models import batch, config, make_net, train_engine
+from harness import run_ranks
+
+
+def make(world, offload=None, model=None, accumulate=1, zero=(), optimizer=True, **more):
+    section = {"stage": 3, "reduce_bucket_size": 300, "stage3_param_persistence_threshold": 20, **dict(zero)}
+    if offload is not None:
+        section["offload_param"] = offload
+    made = config(world, accumulate, zero_optimization=section, **more)
+    if not optimizer:
+        made.pop("optimizer", None)
+    return deepspeed.initialize(model=model if model is not None else make_net(), config=made)[0]
+
+
+def nvme(folder, **more):
+    return {"device": "nvme", "nvme_path": str(folder), "max_in_cpu": 0, **more}
+
+
+def files_of(folder, rank, dtype="float32"):
+    found = pathlib.Path(folder) / "zero_stage_3" / f"{dtype}params" / f"rank{rank}"
+    return sorted(path.name for path in found.iterdir()) if found.is_dir() else []
+
+
+def values(engine):
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return [p.detach().clone() for p in engine.module.parameters()]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# ---- training -----------------------------------------------------------------------------------------------------
+def body_training(rank, world, folder, bf16, accumulate):
+    results = []
+    for offload in (None, {"device": "cpu"}, nvme(folder), nvme(folder, max_in_cpu=500)):
+        engine = make(world, offload, accumulate=accumulate, bf16={"enabled": bf16}, gradient_clipping=0.1)
+        dtype = "bfloat16" if bf16 else "float32"
+        train_engine(engine, 3 * accumulate, rank, world)
+        param = next(engine.module.parameters())
+        results.append(
+            [*values(engine), safe_get_full_fp32_param(param), safe_get_full_optimizer_state(param, "exp_avg")]
+        )
+        if offload is not None and offload["device"] == "nvme":
+            names = files_of(folder, rank, dtype)
+            wanted = sorted(f"{p.ds_id}_param.tensor.swp" for p in engine.module.parameters())
+            assert names == wanted if offload["max_in_cpu"] == 0 else set(names) < set(wanted), names
+        engine.destroy()
+        del engine, param
+        gc.collect()  # files go with the parameters, which a circle of Python objects may hold
+    assert all(same(results[0], other) for other in results[1:])
+    return True
+
+
+@pytest.mark.parametrize("world, bf16, accumulate", [(1, True, 1), (1, False, 2), (2, True, 2), (2, False, 1)])
+def test_training_is_equal_to_the_bit(world, bf16, accumulate, tmp_path):
+    assert all(run_ranks(world, body_training, str(tmp_path), bf16, accumulate, init=True))
+
+
+def body_init_fails(rank, world, folder):
+    """On rank 1 there is no such folder; then a file stands where its files would be; then all is well."""
+    said = []
+    for name in ("missing", "blocked", "whole"):
+        own = os.path.join(folder, name if (name, rank) != ("missing", 0) else ".")
+        section = {"stage": 3, "offload_param": nvme(own)}
+        try:
+            with deepspeed.zero.Init(
+                remote_device="nvme", config_dict_or_path={"zero_optimization": section}, dtype=torch.float32
+            ):
+                model = make_net()
+            said.append((None, str(len(files_of(own, rank)) == len(list(model.parameters())))))
+        except (OSError, RuntimeError) as error:
+            said.append((type(error).__name__, str(error)))
+        model = None
+    return said
+
+
+def test_slices_that_one_rank_cannot_put_away_are_an_error_of_all(tmp_path):
+    blocked = tmp_path / "blocked/zero_stage_3/float32params/rank1"
+    blocked.parent.mkdir(parents=True)
+    blocked.touch()
+    (tmp_path / "whole").mkdir()
+    found = run_ranks(2, body_init_fails, str(tmp_path), init=True)
+    for case, path in enumerate([tmp_path / "missing", blocked]):
+        assert all(str(path) in said[case][1] for said in found), found
+        told = "zero.Init: data-parallel rank 1 could not go on: " + found[1][case][1]
+        assert found[0][case] == ("RuntimeError", told)
+        assert found[1][case][0] != "RuntimeError"
+    assert [said[2] for said in found] == [(None, "True")] * 2
+
+
+class WideNet(torch.nn.Module):
+    """Parameters in 16 bits that are computed with in fp32: torch 1.13 has no matrix products of fp16 on a CPU."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.weights = torch.nn.ParameterList(
+            [torch.nn.Parameter(torch.randn(12, 12, generator=generator) / 4) for _ in range(5)]
+        )
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = torch.tanh(x.float() @ weight.float())
+        return x
+
+
+def body_fp16(rank, world, folder):
+    accelerator = deepspeed.get_accelerator()
+    supported = accelerator.is_fp16_supported
+    accelerator.is_fp16_supported = lambda: True  # the model has no matrix products of fp16
+    try:
+        return compare_fp16(rank, world, folder)
+    finally:
+        accelerator.is_fp16_supported = supported
+
+
+def compare_fp16(rank, world, folder):
+    results = []
+    for offload in (None, {"device": "cpu"}, nvme(folder), nvme(folder, max_in_cpu=200)):
+        fp16 = {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}
+        engine = make(world, offload, model=WideNet(), fp16=fp16, gradient_clipping=0.1)
+        for step in range(6):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            engine.backward(engine(torch.randn(4, 12, generator=generator)).square().mean() * 4)
+            engine.step()
+        skipped = engine.skipped_steps
+        assert 0 < skipped < 6, "the first loss scale is too large, and comes down"
+        param = next(engine.module.parameters())
+        results.append(
+            [*values(engine), safe_get_full_fp32_param(param), safe_get_full_optimizer_state(param, "exp_avg"),
+             torch.tensor([skipped, engine.optimizer.cur_scale])]
+        )  # fmt: skip
+        engine.destroy()
+        del engine, param
+        gc.collect()
+    assert results[0][0].dtype == torch.float16
+    assert all(same(results[0], other) for other in results[1:])
+    return True
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_fp16_is_equal_to_the_bit(world, tmp_path):
+    assert all(run_ranks(world, body_fp16, str(tmp_path), init=True))
+
+
+# ---- zero.Init, and what is asked of parameters -------------------------------------------------------------------
+def body_init(rank, world, folder, remote):
+    torch.manual_seed(3)
+    section = {"stage": 3, "offload_param": nvme(folder) if remote == "nvme" else {"device": "cpu"}}
+    with deepspeed.zero.Init(
+        remote_device=remote, config_dict_or_path={"zero_optimization": section}, dtype=torch.float32
+    ):
+        model = make_net()
+    assert all(p.ds_handle.offloaded for p in model.parameters())
+    if remote == "nvme":
+        assert len(files_of(folder, rank)) == len(list(model.parameters()))
+        first = next(model.parameters())
+        path = pathlib.Path(folder) / f"zero_stage_3/float32params/rank{rank}/{first.ds_id}_param.tensor.swp"
+        assert path.stat().st_size == first.ds_tensor.numel() * 4
+        stored = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.float32)
+        assert torch.equal(stored, first.ds_tensor)
+        changed = torch.full_like(first.ds_tensor, 0.25)
+        first.ds_tensor.data = changed
+        assert torch.equal(torch.Tensor(first.ds_tensor), changed)
+        first.ds_tensor.data = stored
+    before = [p.ds_handle.shard.clone() for p in model.parameters()]
+    engine = make(world, section["offload_param"], model=model)
+    assert same(before, [p.ds_handle.shard for p in model.parameters()])
+    if remote == "nvme":
+        assert files_of(folder, rank) == sorted(f"{p.ds_id}_param.tensor.swp" for p in model.parameters())
+    train_engine(engine, 2, rank, world)
+    param = next(model.parameters())
+    with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+        if rank == 0:
+            param.data.fill_(0.5)
+    assert torch.equal(safe_get_full_fp32_param(param), torch.full(tuple(param.ds_shape), 0.5))
+    safe_set_full_fp32_param(param, torch.full(tuple(param.ds_shape), 0.75))
+    with deepspeed.zero.GatheredParameters([param]):
+        assert bool((param == 0.75).all())
+    train_engine(engine, 1, rank, world, start=2)
+    return True
+
+
+@pytest.mark.parametrize("world, remote", [(1, "nvme"), (2, "cpu"), (2, "nvme")])
+def test_parameters_go_where_they_rest_as_they_are_made(world, remote, tmp_path):
+    assert all(run_ranks(world, body_init, str(tmp_path), remote, init=True))
+
+
+def body_inference(rank, world, folder):
+    model = make_net()
+    x = batch(0)[0]
+    with torch.no_grad():
+        expected = model(x)
+    engine = make(world, nvme(folder), model=model, optimizer=False)
+    for _ in range(3):
+        with torch.no_grad():
+            assert torch.equal(engine(x), expected)
+    assert engine.core.storage.usage()["device"] < sum(p.ds_numel for p in model.parameters()) * 4
+    return True
+
+
+def test_inference_without_an_optimizer(tmp_path):
+    assert all(run_ranks(2, body_inference, str(tmp_path), init=True))
+
+
+# ---- checkpoints --------------------------------------------------------------------------------------------------
+def body_checkpoints(rank, world, folder):
+    saved = []
+    for number, offload in enumerate((None, nvme(folder))):
+        engine = make(world, offload, bf16={"enabled": True})
+        train_engine(engine, 2, rank, world)
+        engine.save_checkpoint(f"{folder}/saved{number}", tag="t")
+        train_engine(engine, 2, rank, world, start=2)
+        saved.append(values(engine))
+        engine.destroy()
+    assert same(*saved)
+    names = [sorted(p.name for p in pathlib.Path(f"{folder}/saved{n}/t").iterdir()) for n in (0, 1)]
+    assert names[0] == names[1]
+    whole = [get_fp32_state_dict_from_zero_checkpoint(f"{folder}/saved{n}", tag="t") for n in (0, 1)]
+    assert whole[0].keys() == whole[1].keys() and same(whole[0].values(), whole[1].values())
+    for number, offload in enumerate((nvme(folder), {"device": "cpu"})):  # each from the other's
+        engine = make(world, offload, bf16={"enabled": True})
+        engine.load_checkpoint(f"{folder}/saved{number}", tag="t")
+        train_engine(engine, 2, rank, world, start=2)
+        assert same(saved[0], values(engine)), number
+        engine.destroy()
+    return True
+
+
+def test_checkpoints_are_those_of_a_run_without(tmp_path):
+    assert all(run_ranks(2, body_checkpoints, str(tmp_path), init=True))
+
+
+# ---- files --------------------------------------------------------------------------------------------------------
+_SCRIPT = """
+    import sys, time
+    import torch
+    import deepspeed
+    model = torch.nn.Linear(64, 64)
+    drive = {"device": "nvme", "nvme_path": sys.argv[1]}
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {
+              "stage": 3, "offload_param": {**drive, "max_in_cpu": 0}, "offload_optimizer": drive}}
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    engine.backward(engine(torch.ones(1, 64)).sum())
+    engine.step()
+    print("ready", flush=True)
+    if len(sys.argv) > 2:
+        time.sleep(600)
+"""
+
+
+def _start(folder, *more):
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    env.update(LOCAL_RANK="0", DS_ACCELERATOR="cpu")
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(_SCRIPT), str(folder), *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=env,
+        text=True,
+    )
+
+
+def _ready(process):
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if line == "ready\n":
+            return
+    raise AssertionError("".join(said))
+
+
+def _files_below(folder):
+    return sorted(str(path) for path in pathlib.Path(folder).rglob("*") if path.is_file())
+
+
+def body_next(rank, world, folder, section):
+    """Another run in the same folder: what it says."""
+    zero = {section: nvme(folder) if section == "offload_param" else {"device": "nvme", "nvme_path": folder}}
+    try:
+        make(world, zero=zero).destroy()
+    except RuntimeError as error:
+        return str(error)
+    gc.collect()
+    return ""
+
+
+@pytest.mark.slow
+def test_files_end_with_their_run_and_those_of_a_living_one_are_its_own(tmp_path):
+    stays, ends = _start(tmp_path, "stay"), None
+    try:
+        _ready(stays)
+        left = _files_below(tmp_path)
+        assert len(files_of(tmp_path, 0)) == 2 and len(left) > 4
+        assert f"is in use: process {stays.pid}" in run_ranks(1, body_next, str(tmp_path), "offload_param")[0]
+        assert run_ranks(1, body_next, str(tmp_path), "offload_optimizer") == [""]
+        assert _files_below(tmp_path) == left, "those of a living run stay"
+        stays.send_signal(signal.SIGKILL)
+        stays.wait()
+        assert _files_below(tmp_path) == left
+        ends = _start(tmp_path)
+        out = ends.communicate(timeout=100)[0]
+        assert ends.returncode == 0, out
+        assert not _files_below(tmp_path), "what a killed run has left is removed, and a run that ends leaves nothing"
+    finally:
+        for process in (stays, ends):
+            if process is not None:
+                process.kill()
+                process.communicate()
+
+
+# ---- faults -------------------------------------------------------------------------------------------------------
+def body_cut(rank, world, folder):
+    engine = make(world, nvme(folder))
+    train_engine(engine, 1, rank, world)
+    torch.distributed.barrier()
+    if rank == 1:
+        for path in (pathlib.Path(folder) / "zero_stage_3/float32params/rank1").iterdir():
+            os.truncate(path, 3)
+    began, said = time.monotonic(), None
+    try:
+        train_engine(engine, 2, rank, world, start=1)
+    except (OSError, RuntimeError) as error:
+        said = error
+    return type(said).__name__, str(said), time.monotonic() - began
+
+
+def test_a_file_that_is_cut_is_an_error_of_all_ranks(tmp_path):  # gone: tests/cpp/zero/param_offload_test.cpp
+    results = run_ranks(2, body_cut, str(tmp_path), init=True, fresh=True)
+    assert all("float32params/rank1/" in text for _, text, _ in results), results
+    assert "data-parallel rank 1 could not go on" in results[0][1]
+    assert results[1][0] == "OSError", results[1]
+    assert max(took for _, _, took in results) < 5
+
+
+# ---- bad input ----------------------------------------------------------------------------------------------------
+def body_refused(rank, world, folder):
+    def error(kind, offload):
+        with pytest.raises(kind) as raised:
+            make(world, offload)
+        return str(raised.value)
+
+    said = error(OSError, nvme(f"{folder}/missing"))
+    assert "zero_optimization.offload_param.nvme_path" in said and f"{folder}/missing" in said
+    pathlib.Path(f"{folder}/file").touch()
+    assert "is no folder" in error(OSError, nvme(f"{folder}/file"))
+    said = error(ValueError, nvme(folder, buffer_size=10))
+    assert "buffer_size is 10 elements" in said and "set it to at least" in said
+    size = int(said.split("set it to at least ")[1].split()[0])
+    make(world, nvme(folder, buffer_size=size)).destroy()
+    assert "buffer_count is 0" in error(ValueError, nvme(folder, buffer_count=0))
+    with pytest.raises(ValueError, match="nvme_path"):
+        deepspeed.zero.Init(remote_device="nvme", config_dict_or_path={"zero_optimization": {"stage": 3}})
+    with pytest.raises(ValueError, match="remote_device is None, 'none', 'cpu' or 'nvme', not 'disk'"):
+        deepspeed.zero.Init(remote_device="disk")
+    return True
+
+
+def test_bad_input_is_named_with_what_would_work(tmp_path):
+    assert all(run_ranks(1, body_refused, str(tmp_path), init=True))

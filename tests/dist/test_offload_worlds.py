@@ -1,0 +1,166 @@
+"""Offload where ranks are more, or differ: experts, three and four processes, fp16, and going on at another world. The
+results are those of a run without it, bit by bit."""
+
+import os
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from engine_models import config, make_net, train_engine
+from harness import run_ranks
+from moe_models import batch, moe_net
+from test_offload_optimizer import everything, files_below, same
+
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+
+
+def zero_section(folder, stage, where, **more):
+    """``where``: "none", or where states rest and, after a +, where parameters do."""
+    nvme = {"device": "nvme", "nvme_path": folder, "pipeline_read": True}
+    states, _, params = where.partition("+")
+    made = {"stage": stage, "reduce_bucket_size": 100, "stage3_param_persistence_threshold": 0, **more}
+    if states == "nvme":
+        made["offload_optimizer"] = nvme
+    elif states != "none":
+        made["offload_optimizer"] = {"device": "cpu", "pin_memory": False, "super_offload": states == "ahead"}
+    if params:
+        made["offload_param"] = {"device": "cpu"}
+        if params == "nvme":
+            made["offload_param"] = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}
+    return made
+
+
+# ---- experts ------------------------------------------------------------------------------------------------------
+def experts_trained(rank, world, zero, more):
+    net = moe_net(rank % 2, 4, 2, 2, True, False)
+    made = {
+        "train_batch_size": 16 * world,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.3,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.1}},
+        "zero_optimization": zero,
+        **more,
+    }
+    engine = deepspeed.initialize(model=net, config=made)[0]
+    dtype, found = next(net.parameters()).dtype, []
+    for step in range(6):
+        loss = engine(batch(step, rank).to(dtype))
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.detach().clone())
+    for param in net.parameters():
+        found.append(safe_get_full_fp32_param(param))
+        found += [safe_get_full_optimizer_state(param, name) for name in engine.optimizer.state_names()]
+    engine.destroy()
+    return found
+
+
+def body_experts(rank, world, folder, stage, places, more):
+    plain = experts_trained(rank, world, zero_section(folder, stage, "none"), more)
+    return [same(plain, experts_trained(rank, world, zero_section(folder, stage, where), more)) for where in places]
+
+
+@pytest.mark.parametrize(
+    "world, stage, places, more",
+    [
+        (4, 2, ["ahead", "nvme"], {}),
+        (2, 3, ["cpu+cpu", "nvme+nvme"], {"bf16": {"enabled": True}}),
+    ],
+)
+def test_experts_are_offloaded_as_they_are(tmp_path, world, stage, places, more):
+    for found in run_ranks(world, body_experts, str(tmp_path), stage, places, more, init=True):
+        assert found == [True] * len(places)
+
+
+# ---- worlds, types ------------------------------------------------------------------------------------------------
+def trained(rank, world, zero, steps=3, start=0, load=None, save=None, **more):
+    made = config(world, size=12, zero_optimization=zero, **more)
+    engine = deepspeed.initialize(model=make_net(), config=made)[0]
+    if load is not None:
+        engine.load_checkpoint(load, tag="t")
+    losses, _ = train_engine(engine, steps, rank, world, start=start, size=12)
+    found = [*everything(engine), torch.tensor(losses)]
+    if save is not None:
+        engine.save_checkpoint(save, tag="t")
+    engine.destroy()
+    return found
+
+
+def body_worlds(rank, world, folder, cases, more):
+    return [
+        same(
+            trained(rank, world, zero_section(folder, stage, "none"), **more),
+            trained(rank, world, zero_section(folder, stage, where), **more),
+        )
+        for stage, where in cases
+    ]
+
+
+@pytest.mark.parametrize("world, cases", [(3, [(1, "cpu"), (3, "nvme+cpu")]), (4, [(2, "nvme"), (3, "ahead+nvme")])])
+def test_three_and_four_processes(tmp_path, world, cases):
+    for found in run_ranks(world, body_worlds, str(tmp_path), cases, {"bf16": {"enabled": True}}, init=True):
+        assert found == [True] * len(cases)
+    assert not files_below(tmp_path)
+
+
+def test_fp16(tmp_path):
+    pytest.importorskip("torch", minversion="2.0", reason="torch 1.13 has no fp16 on CPUs")
+    cases = [(2, "cpu"), (3, "nvme+nvme"), (3, "none+cpu")]
+    for found in run_ranks(2, body_worlds, str(tmp_path), cases, FP16, init=True):
+        assert found == [True] * len(cases)
+
+
+# ---- another world ------------------------------------------------------------------------------------------------
+def body_save(rank, world, folder, stage, where):
+    os.makedirs(f"{folder}/drive", exist_ok=True)
+    trained(rank, world, zero_section(f"{folder}/drive", stage, where), save=folder)
+    return True
+
+
+def body_resume(rank, world, folder, cases):
+    """As the same checkpoint into a run without offload."""
+    plain = [trained(rank, world, zero_section(folder, stage, "none"), 1, 3, folder) for stage, _ in cases]
+    there = [
+        trained(rank, world, zero_section(f"{folder}/drive", stage, where), 1, 3, folder) for stage, where in cases
+    ]
+    return all(same(a, b) for a, b in zip(plain, there))
+
+
+def test_going_on_at_another_world(tmp_path):
+    run_ranks(2, body_save, str(tmp_path), 3, "nvme+nvme", init=True)
+    for world, cases in ((1, [(1, "nvme")]), (3, [(2, "ahead"), (3, "cpu+nvme")])):
+        assert all(run_ranks(world, body_resume, str(tmp_path), cases, init=True))
+
+
+def zenflow_engine(world, folder, stage):
+    flow = {"topk_ratio": 0.25, "update_interval": 4, "select_strategy": "step", "select_interval": 8}
+    zero = zero_section(folder, stage, "cpu", zenflow={**flow, "overlap_step": True})
+    return deepspeed.initialize(model=make_net(), config=config(world, size=12, zero_optimization=zero))[0]
+
+
+def body_interval(rank, world, folder, stage):
+    engine = zenflow_engine(world, folder, stage)
+    train_engine(engine, 6, rank, world, size=12)
+    engine.save_checkpoint(folder, tag="t")
+    train_engine(engine, 3, rank, world, start=6, size=12)
+    return everything(engine)
+
+
+def body_next_interval(rank, world, folder, stage):
+    engine = zenflow_engine(world, folder, stage)
+    engine.load_checkpoint(folder, tag="t")
+    train_engine(engine, 3, rank, world, start=6, size=12)
+    return everything(engine)
+
+
+def test_zenflow_goes_on_inside_an_interval_at_another_world(tmp_path):
+    """Sums over other ranks differ in their last bits."""
+    wanted = run_ranks(2, body_interval, str(tmp_path), 2, init=True)[0]
+    for world, stage in ((3, 3), (1, 1)):
+        found = run_ranks(world, body_next_interval, str(tmp_path), stage, init=True)[0]
+        for a, b in zip(wanted, found, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,191 @@
+"""What goes wrong on one stage of a pipeline: all ranks end soon, with one message, and nothing has moved."""
+
+import itertools
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import deepspeed
+import pipe_models as models
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe.schedule import SendActivation, TrainSchedule
+from deepspeed.runtime.pipe import schedule as published_schedule
+from harness import RankError, run_ranks
+from sampling import every_case
+
+MICRO_BATCHES, SOON = 4, 5.0
+TIMEOUT, SLOW = 6.0, 11.0  # of a rank that others give up waiting for, a moment after the timeout
+
+
+class Trap(models.Block):
+    """Goes wrong at the call that ``armed`` names."""
+
+    armed = {}
+
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        fault = self.armed.get(self.calls)
+        if fault == "raise":
+            raise ZeroDivisionError("the layer is broken")
+        if fault == "kill":
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "slow":
+            self.armed.clear()  # this layer alone
+            time.sleep(SLOW)
+        return super().forward(x)
+
+
+def engine_of(stages, copies, layer=Trap, **options):
+    module = PipelineModule(
+        [LayerSpec(layer) for _ in range(4)], num_stages=stages, loss_fn=models.loss_of("plain"), seed_layers=True,
+        partition_method="uniform", **options,
+    )  # fmt: skip
+    return deepspeed.initialize(model=module, config=models.config_of(MICRO_BATCHES))[0]
+
+
+def _fails(rank, world, fault, at, copies, folder):
+    if fault == "slow":
+        os.environ["DS_COMM_TIMEOUT_S"] = str(TIMEOUT)  # of a process of this run alone
+    engine = engine_of(world // copies, copies)
+    good = list(models.batches("plain", 1, MICRO_BATCHES, engine.grid.get_data_parallel_rank()))
+    engine.train_batch(iter(good))
+    before = models.parameters_of(engine)
+    here = engine.stage_id == at and engine.grid.get_data_parallel_rank() == 0
+    data = good
+    if fault == "dry" and here:
+        data = good[:2]
+    elif fault == "shape" and here:
+        data = [*good[:2], *[(x, y[:1, :1, :3]) for x, y in good[2:]]]
+    elif fault in ("raise", "kill", "slow") and here:
+        Trap.armed = {MICRO_BATCHES + 3: fault}  # of each layer of this rank: the first one is there first
+    begin, text, kind = time.monotonic(), "nothing", ""
+    try:
+        engine.train_batch(iter(data))
+    except Exception as error:
+        text, kind = str(error), type(error).__name__
+    seconds = time.monotonic() - begin
+    after = models.parameters_of(engine)
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    Trap.armed = {}
+    with open(os.path.join(folder, f"{rank}.json"), "w", encoding="utf-8") as file:
+        json.dump({"text": text, "kind": kind, "seconds": seconds, "moved": moved, "here": here}, file)
+    if fault == "kill":
+        time.sleep(1.0)  # the harness ends the others when it has seen who died
+
+
+FAULTS = [("shape", 1), *((fault, at) for fault in ("dry", "raise", "kill", "slow") for at in (0, 1))]
+WITH_COPIES = [("raise", 1), ("kill", 1)]  # of `make test`: four processes each
+
+
+@pytest.mark.parametrize(
+    "fault, at, copies",
+    [(*fault, 1 + (fault in WITH_COPIES)) for fault in FAULTS if every_case() or fault[0] != "slow"]
+    + [(*fault, 1 + (fault not in WITH_COPIES)) for fault in FAULTS if every_case()],
+)
+def test_all_ranks_end(fault, at, copies, tmp_path):
+    try:
+        run_ranks(2 * copies, _fails, fault, at, copies, str(tmp_path), init=True, fresh=True)
+        assert fault != "kill"
+    except RankError:
+        assert fault == "kill"
+    told = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
+    assert len(told) == 2 * copies - (fault == "kill")
+    rank = at * copies
+    for one in told:
+        assert one["moved"] == [] and one["seconds"] < (SLOW if fault == "slow" else 0.0) + SOON, one
+        assert f"stage {at}, rank {rank}" in one["text"], one
+    assert len({one["text"] for one in told}) == 1
+    text = told[0]["text"]
+    if fault == "raise":
+        assert f"layer {2 * at} (Trap), micro-batch 2, ForwardPass: ZeroDivisionError: the layer is broken" in text
+        assert [one["kind"] for one in told if one["here"]] == ["ZeroDivisionError"]
+    elif fault == "dry":
+        assert "micro-batch 2, LoadMicroBatch" in text and "at its end after 2 of 4 micro-batches" in text
+    elif fault == "shape":
+        assert "micro-batch 2, ForwardPass" in text
+    elif fault == "kill":
+        assert f"has ended in the middle of a batch, in layer {2 * at} (Trap), micro-batch 2, ForwardPass" in text
+    elif fault == "slow":
+        assert f"stage {at}, rank {rank}: layer {2 * at} (Trap), micro-batch 2, ForwardPass" in text
+
+
+class Shortened(TrainSchedule):
+    """Forgets a message."""
+
+    def steps(self):
+        for number, step in enumerate(super().steps()):
+            yield [one for one in step if not (isinstance(one, SendActivation) and number == 2)]
+
+
+def _bad_input(rank, world):
+    engine = engine_of(2, 1, models.Block)
+    good = list(models.batches("plain", 1, MICRO_BATCHES, 0))
+    for name in ("forward", "backward", "step"):
+        with pytest.raises(RuntimeError, match=f"a pipeline has no {name}.. of one rank"):
+            getattr(engine, name)(torch.ones(1))
+    with pytest.raises(RuntimeError, match="inside of torch.no_grad"), torch.no_grad():
+        engine.train_batch(iter(good))
+    with pytest.raises(RuntimeError, match=f"stage {rank} has no data: pass data_iter="):
+        engine.train_batch()
+    with pytest.raises(NotImplementedError, match="reduce_output='max'.: 'avg', 'sum' or None"):
+        engine.eval_batch(iter(good), reduce_output="max")
+    published_schedule.TrainSchedule = Shortened
+    try:
+        with pytest.raises(ValueError, match="pipeline schedule Shortened, rank 0"):
+            engine.train_batch(iter(good))
+    finally:
+        published_schedule.TrainSchedule = TrainSchedule
+    assert engine.train_batch(iter(good)).item() > 0
+
+    def refused(match, kind=ValueError, options=None, **sections):
+        with pytest.raises(kind, match=match):
+            models.engine_of("plain", 2, 2, 4, options=options, **sections)
+
+    refused("pipeline.stages is 3, but the PipelineModule has 2", pipeline={"stages": 3})
+    refused("pipeline.partition is 'uniformly', but the PipelineModule", pipeline={"partition": "uniformly"})
+    refused("pipeline.schedule", deepspeed.DeepSpeedConfigError, pipeline={"schedule": "1f2b"})
+    refused("zb-v", pipeline={"schedule": "zb-v"})
+    refused("placement='v'", options={"virtual_stages": 2}, pipeline={"schedule": "zb-v"})
+    with pytest.raises(AssertionError, match="leave mpu= out"):
+        deepspeed.initialize(model=engine.module, mpu=engine.grid, config=models.config_of(4))
+
+
+def test_bad_input():
+    run_ranks(2, _bad_input, init=True)
+
+
+def _bad_items(rank, world, cases):
+    for case, match in cases:
+        _bad_item(case, match)
+
+
+def _bad_item(case, match):
+    module = {
+        "no pair": lambda: engine_of(2, 1, models.Block),
+        "no scalar": lambda: PipelineModule([torch.tanh] * 2, num_stages=2, loss_fn=lambda out, labels: out - labels),
+        "no tensor": lambda: PipelineModule([lambda x: "text", torch.tanh], num_stages=2, loss_fn=lambda a, b: a.sum()),
+        "no loss": lambda: PipelineModule([torch.tanh] * 2, num_stages=2, loss_fn=lambda out, labels: (out, labels)),
+    }[case]()
+    engine = module
+    if isinstance(module, PipelineModule):
+        for layer in (torch.nn.Linear(1, 1),):
+            module.add_module("weight", layer)
+        engine = deepspeed.initialize(model=module, config=models.config_of(MICRO_BATCHES))[0]
+    data = itertools.repeat((torch.ones(2, 3),) if case == "no pair" else (torch.ones(2, 3), torch.ones(2, 3)))
+    with pytest.raises(Exception, match=match):
+        engine.eval_batch(data) if case == "no loss" else engine.train_batch(data)
+
+
+def test_bad_items():
+    cases = [
+        ("no pair", "the data iterator gave a tuple of 1: a micro-batch is a pair"),
+        ("no scalar", r"stage 1, rank 1.*loss_fn returned a tensor of shape \(2, 3\): train_batch.. needs a scalar"),
+        ("no loss", r"stage 1, rank 1.*TypeError: eval_batch.*the loss is tuple.*pass bcast_loss=False"),
+        ("no tensor", r"stage 0, rank 0, layer 0 \(<lambda>\), micro-batch 0.*returned str"),
+    ]
+    run_ranks(2, _bad_items, cases, init=True, fresh=True)

@@ -1,0 +1,117 @@
+"""What a pipeline takes against its plan: layers that sleep, so that more ranks than cores work at once."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+import pipe_models as models
+from deepspeed._native import _C
+from deepspeed.pipe import LayerSpec, PipelineModule
+from harness import run_ranks
+from sampling import every_case
+
+PASS = 0.025  # seconds of a forward, of the gradient of an input, of that of a weight
+
+
+class Sleep(torch.autograd.Function):
+    """Takes its time forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x, forward, backward):
+        time.sleep(forward)
+        ctx.backward_seconds = backward
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(ctx.backward_seconds)
+        return grad, None, None
+
+
+class Sleeper(nn.Module):
+    """The gradients of the input and of the weight are computed by two nodes, as those of a product are."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return Sleep.apply(x, PASS, PASS) * Sleep.apply(self.weight, 0.0, PASS)
+
+
+def _runs(rank, world, schedule, micro_batches, tries):
+    chunks = 2 if schedule == "zb-v" else 1
+    options = {"virtual_stages": chunks, "placement": "v" if chunks == 2 else "loop"}
+    module = PipelineModule(
+        [LayerSpec(Sleeper) for _ in range(world * chunks)], num_stages=world, loss_fn=models.loss_of("plain"),
+        partition_method="uniform", **options,
+    )  # fmt: skip
+    config = models.config_of(micro_batches, pipeline={"schedule": schedule})
+    engine = deepspeed.initialize(model=module, config=config)[0]
+    parts = [_C.pipe.Part(forward=PASS, backward_input=PASS, backward_weight=PASS)] * (world * chunks)
+    planned, found = _C.pipe.schedule(schedule, world, chunks, micro_batches).cost(parts).bubble, []
+    for _ in range(tries):
+        engine._start_plans()  # measures again
+        for _ in range(10):
+            # The first stage computes the gradient of its input, too: the plan has it.
+            items = [(torch.ones(2, 4, requires_grad=True), torch.zeros(2, 4)) for _ in range(micro_batches)]
+            engine.train_batch(iter(items))
+        found.append(engine.pipe_plan().measured["bubble"])
+        if abs(found[-1] - planned) < 0.02:
+            break
+    return planned, found
+
+
+def _memory(what):
+    """Bytes of this process: VmRSS, or VmHWM, the most since clear_refs was written."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith(what))
+
+
+def _builds(rank, world, width, layers):
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+    before = _memory("VmRSS")
+    module = PipelineModule([LayerSpec(nn.Linear, width, width) for _ in range(layers)], num_stages=world)
+    assert len(module.local_layers) == layers // world
+    return _memory("VmHWM") - before
+
+
+def test_stages_build_their_own_layers_only():
+    width, layers = 2048, 8
+    model = 4 * layers * width * width
+    grown = run_ranks(4, _builds, width, layers, init=True, fresh=True)
+    assert sum(grown) < 1.1 * model + 4 * (20 << 20), (grown, model)
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.skipif(not every_case(), reason="make test-all: seconds are measured")
+def test_bubble(schedule, ranks):
+    """Within three points; something else on the machine may spoil a try."""
+    micro_batches = 8
+    found = run_ranks(ranks, _runs, schedule, micro_batches, 3, init=True, timeout=120)
+    for planned, measured in found:
+        assert min(abs(one - planned) for one in measured) < 0.03, (planned, measured)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not every_case(), reason="make test-all: eight processes")
+@pytest.mark.parametrize("kind", ["plain", "tied"])
+@pytest.mark.parametrize("stages, copies, stage", [(8, 1, 1), (4, 2, 2)])
+def test_eight_ranks(kind, stages, copies, stage):
+    run_ranks(stages * copies, _trains, kind, stages, stage, init=True, timeout=120)
+
+
+def _trains(rank, world, kind, stages, stage):
+    engine = models.engine_of(kind, stages, world, 8, stage)
+    data = models.batches(kind, 2, 8, engine.grid.get_data_parallel_rank())
+    losses = [engine.train_batch(data).item() for _ in range(2)]
+    models.compare(
+        engine, losses, models.parameters_of(engine), models.plain(kind, 2, 8, world // stages, clip=1.0), 2e-6
+    )

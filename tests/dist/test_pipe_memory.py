@@ -1,0 +1,98 @@
+"""What a pipeline plans to need of memory is what it needs: bytes of the process's allocator while a batch runs."""
+
+import ctypes
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import deepspeed
+import pipe_models as models
+from deepspeed.pipe import LayerSpec, PipelineModule
+from harness import run_ranks
+
+ROWS, WIDTH, MICRO_BATCHES = 1024, 32, 5  # weights take little beside activations
+
+
+class _MallInfo(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
+
+
+def _allocated():
+    """Bytes that malloc has given out, of all threads."""
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = _MallInfo
+    info = ask()
+    return info.uordblks + info.hblkhd
+
+
+class _Peak(TorchDispatchMode):
+    """Looks after each operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.bytes = max(self.bytes, _allocated())
+        return out
+
+
+class Deep(nn.Module):
+    """Keeps one input and 24 results, each as large as what passes between stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.linear(x)
+        for _ in range(24):
+            x = torch.tanh(x)
+        return x
+
+
+def _items():
+    for _ in range(MICRO_BATCHES):
+        yield torch.randn(ROWS, WIDTH), torch.zeros(1)
+
+
+def _needs(rank, world, schedule, interval):
+    chunks = 2 if schedule == "zb-v" else 1
+    module = PipelineModule(
+        [LayerSpec(Deep) for _ in range(4 * world)], num_stages=world, loss_fn=lambda out, labels: out.mean(),
+        partition_method="uniform", activation_checkpoint_interval=interval, virtual_stages=chunks,
+        placement="v" if chunks == 2 else "loop",
+    )  # fmt: skip
+    engine = deepspeed.initialize(
+        model=module, config=models.config_of(MICRO_BATCHES, pipeline={"schedule": schedule})
+    )[0]
+    before, peak = _allocated(), _Peak()
+    with peak:
+        engine.train_batch(_items())
+    return peak.bytes - before, engine.pipe_plan().stages[rank].peak_activation_bytes
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="this libc has no mallinfo2")
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("interval", [0, 2])
+@pytest.mark.sample("values")
+def test_peak_is_planned(schedule, interval):
+    stages = run_ranks(3, _needs, schedule, interval, init=True)
+    assert all(abs(found - planned) < 0.1 * planned for found, planned in stages), (stages, [a / b for a, b in stages])

@@ -1,0 +1,121 @@
+"""Stages of a pipeline whose ranks share sequences (the axis "sequence" of its topology), against one plain process."""
+
+import functools
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe.topology import PipelineParallelGrid, ProcessTopology
+from deepspeed.sequence.layer import DistributedAttention
+from harness import run_ranks
+from sequence_models import attend
+
+LAYERS, WIDTH, HEADS, LENGTH, MICRO_BATCHES = 2, 8, 2, 8, 2
+
+
+class Block(nn.Module):
+    def __init__(self, number, group=None):
+        super().__init__()
+        torch.manual_seed(number)
+        self.qkv, self.back = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.attention = lambda q, k, v: attend(q, k, v, "causal")
+        if group is not None:
+            self.attention = functools.partial(DistributedAttention(self.attention, group), batch_dim_idx=0)
+
+    def forward(self, x):
+        heads = (one.unflatten(-1, (HEADS, WIDTH // HEADS)) for one in self.qkv(x).chunk(3, -1))
+        return x + self.back(self.attention(*(one.contiguous() for one in heads)).flatten(2))
+
+
+def micro_batch(batch, micro, copy):
+    generator = torch.Generator().manual_seed(100 * batch + 10 * micro + copy)
+    return tuple(torch.randn(1, LENGTH, WIDTH, generator=generator) for _ in range(2))
+
+
+def reference(copies):
+    layers = nn.Sequential(*(Block(number) for number in range(LAYERS)))
+    optimizer, losses = torch.optim.AdamW(layers.parameters(), lr=0.01, eps=1e-2), []
+    for batch in range(2):
+        total = 0.0
+        for micro in range(MICRO_BATCHES):
+            for copy in range(copies):
+                x, y = micro_batch(batch, micro, copy)
+                loss = nn.functional.mse_loss(layers(x), y) / (MICRO_BATCHES * copies)
+                loss.backward()
+                total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, {f"{number}.{name}": value for number, layer in enumerate(layers)
+                    for name, value in layer.state_dict().items()}  # fmt: skip
+
+
+def config_of(stage, **sections):
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-2, "weight_decay": 0.01}},
+        "zero_optimization": {"stage": stage},
+        **sections,
+    }
+
+
+def _trains(rank, world, stages, copies, stage, schedule, folder):
+    topology = ProcessTopology(["pipe", "data", "sequence"], [stages, copies, 2])
+    grid = PipelineParallelGrid(topology)
+    assert grid.get_sequence_parallel_world_size() == 2 and grid.get_data_parallel_world_size() == copies
+    assert grid.get_sequence_data_parallel_world_size() == 2 * copies
+    assert grid.get_sequence_parallel_rank() == rank % 2
+    group = grid.get_sequence_parallel_group()
+    module = PipelineModule(
+        [LayerSpec(Block, number, group) for number in range(LAYERS)], topology=topology,
+        loss_fn=nn.functional.mse_loss, partition_method="uniform",
+    )  # fmt: skip
+    engine = deepspeed.initialize(
+        model=module, config=config_of(stage, sequence_parallel_size=2, pipeline={"schedule": schedule})
+    )[0]
+    assert engine.train_batch_size() == MICRO_BATCHES * copies
+
+    def part(tensor):
+        return tensor.chunk(2, 1)[grid.get_sequence_parallel_rank()].contiguous()
+
+    losses = []
+    for batch in range(2):
+        items = [micro_batch(batch, micro, grid.get_data_parallel_rank()) for micro in range(MICRO_BATCHES)]
+        losses.append(engine.train_batch(iter([(part(x), part(y)) for x, y in items])).item())
+    wanted, state = reference(copies)
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    with deepspeed.zero.GatheredParameters(list(module.parameters()), enabled=stage == 3):
+        for name, value in module.state_dict().items():
+            assert torch.allclose(value, state[name], atol=2e-5), name
+    engine.save_checkpoint(folder, tag="t")
+    engine.load_checkpoint(folder, tag="t")
+    return losses
+
+
+@pytest.mark.parametrize("stages, copies, stage, schedule", [(2, 1, 1, "zb-h1"), (1, 2, 2, "1f1b"), (2, 1, 3, "1f1b")])
+def test_equals_one_process(stages, copies, stage, schedule, tmp_path):
+    found = run_ranks(stages * copies * 2, _trains, stages, copies, stage, schedule, str(tmp_path), init=True)
+    assert all(losses == found[0] for losses in found)
+    layers = {name for name in os.listdir(tmp_path / "t") if name.startswith("layer_")}
+    assert layers == ({"layer_00-model_states.pt", "layer_01-model_states.pt"} if stage < 3 else set())
+
+
+def _refused(rank, world):
+    module = PipelineModule([nn.Linear(2, 2)], num_stages=1, loss_fn=nn.functional.mse_loss)
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"sequence_parallel_size is 2, but the topology of the"):
+        deepspeed.initialize(model=module, config=config_of(0, sequence_parallel_size=2))
+    curriculum = {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 64,
+                  "schedule_type": "fixed_linear",
+                  "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8}}  # fmt: skip
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match="curriculum_learning"):
+        deepspeed.initialize(model=module, config=config_of(0, curriculum_learning=curriculum))
+
+
+def test_what_does_not_fit_is_refused():
+    run_ranks(2, _refused, init=True)

@@ -1,0 +1,119 @@
+"""Pipelines of layers that are sliced over ranks: 3D parallelism against one plain process."""
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+import pipe_models as models
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+from harness import run_ranks
+from tensor_parallel import AddedUp, Copied
+
+MICRO_BATCHES, WIDTH, HIDDEN, LENGTH = 4, 32, 64, 40  # a micro-batch is large enough to travel in parts
+
+
+class Whole(nn.Module):
+    def __init__(self, *_):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(HIDDEN, WIDTH) * 0.1)
+        self.down = nn.Parameter(torch.randn(WIDTH, HIDDEN) * 0.1)
+        self.bias = nn.Parameter(torch.randn(WIDTH) * 0.1)
+
+    def forward(self, x):
+        return x + torch.tanh(x @ self.up.t()) @ self.down.t() + self.bias
+
+
+class Sliced(Whole):
+    """Columns of ``up`` and rows of ``down`` on each slice rank; all have the bias."""
+
+    grid = None
+
+    def __init__(self):
+        super().__init__()
+        rank, size = self.grid.get_slice_parallel_rank(), self.grid.get_slice_parallel_world_size()
+        self.up = nn.Parameter(self.up.detach().chunk(size, dim=0)[rank].clone())
+        self.down = nn.Parameter(self.down.detach().chunk(size, dim=1)[rank].clone())
+        for one in (self.up, self.down):
+            one.tensor_model_parallel = True
+
+    def forward(self, x):
+        group = self.grid.get_slice_parallel_group()
+        hidden = torch.tanh(Copied.apply(x, group) @ self.up.t())
+        return x + AddedUp.apply(hidden @ self.down.t(), group) + self.bias
+
+
+def batch(number, copy):
+    generator = torch.Generator().manual_seed(100 * number + copy)
+    return [tuple(torch.randn(2, LENGTH, WIDTH, generator=generator) for _ in range(2)) for _ in range(MICRO_BATCHES)]
+
+
+def loss_of(out, labels):
+    return (out - labels).square().mean()
+
+
+def reference(copies, batches):
+    layers = []
+    for number in range(4):
+        torch.manual_seed(models.SEED + number)
+        layers.append(Whole())
+    parameters = [one for layer in layers for one in layer.parameters()]
+    optimizer, losses = torch.optim.AdamW(parameters, lr=1e-2), []
+    for number in range(batches):
+        total = 0.0
+        for copy in range(copies):
+            for x, y in batch(number, copy):
+                for layer in layers:
+                    x = layer(x)
+                loss = loss_of(x, y) / (MICRO_BATCHES * copies)
+                loss.backward()
+                total += loss.item()
+        nn.utils.clip_grad_norm_(parameters, 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, [layer.state_dict() for layer in layers]
+
+
+def _trains(rank, world, copies, stage, partitioned):
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=copies)
+    Sliced.grid = PipelineParallelGrid(topology)
+    module = PipelineModule(
+        [LayerSpec(Sliced) for _ in range(4)], topology=topology, loss_fn=loss_of, seed_layers=True,
+        base_seed=models.SEED, partition_method="uniform",
+    )  # fmt: skip
+    config = models.config_of(
+        MICRO_BATCHES, stage, gradient_clipping=0.05,
+        pipeline={"pipe_partitioned": partitioned, "grad_partitioned": partitioned},
+    )  # fmt: skip
+    engine = deepspeed.initialize(model=module, config=config)[0]
+    assert engine.is_model_parallel and (engine._slices is not None) == partitioned
+    copy = engine.grid.get_data_parallel_rank()
+    losses = [engine.train_batch(iter(batch(number, copy))).item() for number in range(2)]
+    if partitioned:
+        assert engine._slices.equal and all(engine._slices.equal.values())
+    wanted, states = reference(copies, 2)
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    place = engine.grid.get_slice_parallel_rank()
+    with deepspeed.zero.GatheredParameters(list(module.parameters()), enabled=stage == 3):
+        for number, layer in zip(module.local_layers, module._modules_by_place):
+            own = {"up": states[number]["up"].chunk(2, 0)[place], "down": states[number]["down"].chunk(2, 1)[place]}
+            for name, value in {**own, "bias": states[number]["bias"]}.items():
+                assert torch.allclose(getattr(layer, name), value, atol=2e-5), (number, name)
+    return engine.channel.sent[1]
+
+
+@pytest.mark.slow
+def test_three_dimensions():
+    run_ranks(8, _trains, 2, 1, True, init=True, timeout=120)
+
+
+def _sends_less(rank, world):
+    return _trains(rank, world, 1, 0, True), _trains(rank, world, 1, 0, False)
+
+
+def test_parts_travel():
+    """Both equal one process."""
+    for parts, whole in run_ranks(4, _sends_less, init=True):
+        assert parts < 0.55 * whole

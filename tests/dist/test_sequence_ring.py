@@ -1,0 +1,94 @@
+"""Attention in a ring: outputs and gradients of one process, balanced work, keys that travel once."""
+
+import pytest
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.sequence.ring import _Ring, ring_attention
+from deepspeed.sequence.ulysses_ring import UlyssesRing, exchanging
+from harness import run_ranks
+from sequence_models import attend, part, projections, refusals, worst
+
+
+def body_equal(rank, world, cases):
+    return max(equal_case(rank, world, *case) for case in cases)
+
+
+def equal_case(rank, world, heads, kv, causal):
+    whole = [x.requires_grad_() for x in projections(heads, kv, length=4 * world)]
+    expected = attend(*whole, "causal" if causal else None)
+    upper = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    (expected * upper).sum().backward()
+    mine = [part(x, rank, world, 1) for x in whole]
+    out = ring_attention(*(x.transpose(1, 2) for x in mine), dist.get_world_group(), causal=causal).transpose(1, 2)
+    (out * part(upper, rank, world, 1).detach()).sum().backward()
+    pairs = [(out, part(expected, rank, world, 1))]
+    return worst(pairs + [(x.grad, part(y.grad, rank, world, 1)) for x, y in zip(mine, whole)])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_equals_one_process(world):
+    cases = [(heads, kv, causal) for heads, kv in ((2, 2), (4, 1)) for causal in (True, False)]
+    assert max(run_ranks(world, body_equal, cases, init=True)) < 1e-12
+
+
+def body_balance(rank, world):
+    ring = _Ring(dist.get_world_group(), True, 1.0)
+    blocks = [block for source in range(world) for block in ring.blocks(source)]
+    mine = torch.arange(4.0).view(1, 1, 4, 1) + 4 * rank
+    (there,) = ring.balanced([mine])
+    assert torch.equal(ring.balanced([there], back=True)[0], mine)
+    halves = [piece * 2.0 for piece in ring.pieces(rank)]
+    assert there.flatten().tolist() == [start + step for start in halves for step in range(2)]
+    return len(blocks), sum(diagonal for *_, diagonal in blocks)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_causal_work_is_balanced(world):
+    assert run_ranks(world, body_balance, init=True) == [(2 * world + 1, 2)] * world
+
+
+def body_wrong(rank, world, cases):
+    def call(what):
+        query, key, value = (x.transpose(1, 2) for x in projections(4, 2, length=3 if what == "odd" else 4 + rank))
+        if what == "shapes":
+            query, key, value = (x.transpose(1, 2) for x in projections(4, 4, length=4))
+            key = key[:, :3]
+        return ring_attention(query, key, value, dist.get_world_group())
+
+    return refusals(cases, call)
+
+
+def test_bad_input_is_an_error_on_every_rank():
+    cases = {"odd": "of 3 tokens has none", "lengths": "rank 0: 4, rank 1: 5", "shapes": "one sequence"}
+    for found in run_ranks(2, body_wrong, list(cases), init=True, timeout=60):
+        for (kind, text), (what, words) in zip(found, cases.items()):
+            assert kind == "ValueError" and words in text, (what, kind, text)
+
+
+# ---- neighbours exchange heads, their groups are a ring --------------------------------------------------------------
+def test_who_exchanges_heads():
+    found = [
+        (ranks, heads, exchanging(ranks, heads)) for ranks, heads in [(4, 2), (4, 3), (8, 5), (3, 2), (6, 4), (4, 1)]
+    ]
+    assert found == [(4, 2, 2), (4, 3, 2), (8, 5, 4), (3, 2, 1), (6, 4, 3), (4, 1, 1)]
+
+
+def body_both(rank, world, cases):
+    return max(both_case(rank, world, *case) for case in cases)
+
+
+def both_case(rank, world, heads, kv):
+    whole = [x.requires_grad_() for x in projections(heads, kv, length=4 * world)]
+    expected = attend(*whole, "causal")
+    upper = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    (expected * upper).sum().backward()
+    mine = [part(x, rank, world, 1) for x in whole]
+    out = UlyssesRing(dist.get_world_group(), heads)(*mine, True)
+    (out * part(upper, rank, world, 1).detach()).sum().backward()
+    pairs = [(out, part(expected, rank, world, 1))]
+    return worst(pairs + [(x.grad, part(y.grad, rank, world, 1)) for x, y in zip(mine, whole)])
+
+
+def test_both_together():
+    assert max(run_ranks(4, body_both, [(2, 2), (3, 1), (3, 3), (1, 1)], init=True)) < 1e-12

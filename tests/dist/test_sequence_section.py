@@ -1,0 +1,179 @@
+"""The section ``sequence_parallel``: models of transformers share sequences, are tiled and cut without a change, with
+the losses and parameters of one process."""
+
+import re
+import sys
+
+import pytest
+import torch
+
+import deepspeed
+import toy_transformers
+from deepspeed.comm.mesh import made_here
+from deepspeed.sequence import methods, weighted_loss
+from deepspeed.utils import groups
+from harness import run_ranks
+from sequence_models import refusals
+
+LENGTH, RATE, STEPS = 32, 0.3, 3
+
+
+def config_of(stage=1, **section):
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "sequence_parallel": section,
+    }
+
+
+def start(model, **how):
+    deepspeed.log.logger.setLevel("WARNING")
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(**how))[0]
+
+
+def batch_of(step):
+    tokens = torch.randint(0, 31, (2, LENGTH), generator=torch.Generator().manual_seed(step))
+    labels = torch.nn.functional.pad(tokens, (0, 1), value=-100)[:, 1:]
+    labels[0, 3:9] = -100
+    return tokens, labels
+
+
+def model_of(heads):
+    return toy_transformers.ToyForCausalLM(*heads, hidden=4 * heads[0])
+
+
+def reference(heads):
+    model = model_of(heads)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=RATE), []
+    for step in range(STEPS):
+        tokens, labels = batch_of(step)
+        optimizer.zero_grad()
+        loss = model(tokens, shift_labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, list(model.parameters())
+
+
+def train_case(rank, world, heads, hosts, recompute, how):
+    """The largest gap to one process, and what the model has done."""
+    model, before = model_of(heads).train(), methods.hosts_of
+    if recompute:
+        model.gradient_checkpointing_enable()
+    engine = start(model, size=world, **how)
+    methods.hosts_of = (lambda group: list(hosts)) if hosts else before
+    try:
+        found, moved = [], 0
+        for step in range(STEPS):
+            tokens, labels = (one.chunk(world, 1)[rank] for one in batch_of(step))
+            loss = engine(tokens, shift_labels=labels).loss
+            moved = max([moved, *(store.waiting for store in made_here().stores.values())])
+            loss = weighted_loss(loss, labels, engine.seq_parallel_group) if world > 1 else loss
+            engine.backward(loss)
+            engine.step()
+            found.append(float(loss.detach()))
+    finally:
+        methods.hosts_of = before
+    losses, params = reference(heads)
+    own = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(own, enabled=how.get("stage") == 3):
+        gaps = [float((a - b).abs().max()) for a, b in zip(own, params)]
+    entry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS["sdpa"]
+    rings = [made._ring for _, made, _ in getattr(entry, "shared", [])]
+    made_here().stores.clear()  # their threads end
+    tallest = max(layer.mlp.most for layer in model.model.layers)
+    engine.destroy()
+    return max([*gaps, *(abs(a - b) for a, b in zip(found, losses))]), bool(rings and rings[0]), tallest, moved
+
+
+def body_train(rank, world, cases, folder):
+    found = []
+    for heads, hosts, recompute, how in cases:
+        how = {**how, **({"folder": folder} if how.get("offload") == "file" else {})}
+        with toy_transformers.installed():
+            found.append(train_case(rank, world, heads, hosts, recompute, how))
+        groups.clear()
+    return found
+
+
+WORLDS = {
+    1: [
+        ((4, 2), None, False, {"tile_mlp": True, "tile_loss": True}),
+        ((4, 2), None, True, {"offload": "file", "chunk": 5}),
+        ((4, 2), None, True, {"offload": "host", "stage": 3, "tile_mlp": ["model.layers.1.mlp"]}),
+    ],
+    2: [
+        ((4, 2), None, False, {"tile_loss": True, "stage": 0}),
+        ((5, 1), None, True, {"chunk": 4, "offload": "file", "stage": 2}),
+        ((4, 2), None, False, {"method": "ring", "stage": 3}),
+        ((4, 2), "ab", False, {}),
+    ],
+    4: [
+        ((8, 2), None, False, {"method": "both"}),
+        ((2, 1), None, False, {}),
+        ((8, 4), "aabb", True, {"stage": 2}),
+        ((4, 4), "aabb", False, {"method": "ulysses", "tile_mlp": True}),
+    ],
+}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_trains_as_one_process(world, tmp_path):
+    cases = WORLDS[world]
+    for every in run_ranks(world, body_train, cases, str(tmp_path), timeout=120):
+        for (heads, hosts, _, how), (gap, ring, tallest, moved) in zip(cases, every):
+            assert gap < 2e-5, (heads, how)
+            wanted = how.get("method") in ("ring", "both") or heads[0] < world or hosts is not None
+            assert ring == (wanted and how.get("method") != "ulysses"), (heads, how)
+            tile = 4 * heads[0] if how.get("tile_mlp") is True else LENGTH
+            assert tallest == min(tile, LENGTH // world), (heads, how)
+            assert (moved > 0) == (how.get("offload") == "file"), (heads, how)
+
+
+def refused(what, rank, world):
+    model, how = toy_transformers.ToyForCausalLM(), {"size": world}
+    if what == "heads":
+        model, how = toy_transformers.ToyForCausalLM(1, 1), {"size": world, "method": "ulysses"}
+    if what == "both":
+        how["method"] = "both"
+    if what == "no model of transformers":
+        model, how = torch.nn.Linear(2, 2), {"size": world, "method": "ring"}
+    if what == "chunk":
+        model, how = torch.nn.Linear(2, 2), {"chunk": 4}
+    if what == "mlp":
+        model, how = torch.nn.Linear(2, 2), {"tile_mlp": True}
+    if what == "loss":
+        model, how = torch.nn.Linear(2, 2), {"tile_loss": True}
+    if what in ("kernel", "kernel, chunk"):
+        model = toy_transformers.ToyForCausalLM(implementation="odd")
+        how.update({"chunk": 4} if "chunk" in what else {"method": "ring"})
+    try:
+        start(model, **how)(batch_of(0)[0].chunk(world, 1)[rank])
+    finally:
+        groups.clear()
+
+
+def body_refused(rank, world, cases):
+    with toy_transformers.installed():
+        return refusals(cases, lambda what: refused(what, rank, world))
+
+
+BAD = {
+    "heads": '"ulysses" needs a head for each rank.*1 heads for 2 ranks. Sizes up to 1 work',
+    "both": '"both" needs neighbours on one host.*2 ranks with 4 heads.*4, 6, 8',
+    "no model of transformers": "sequence_parallel.method is for models of transformers, and Linear is none",
+    "chunk": "sequence_parallel.chunk is for models of transformers",
+    "mlp": "tile_mlp is true, but Linear has no module that is called like an MLP",
+    "loss": "tile_loss is true, but Linear is no causal language model",
+    "kernel": 'method "ring" computes attention in a ring: only the attention sdpa is known',
+    "kernel, chunk": "sequence_parallel.chunk computes attention by blocks: only the attention sdpa",
+}
+
+
+def test_the_impossible_is_refused_on_every_rank():
+    for found in run_ranks(2, body_refused, list(BAD), init=True, timeout=60):
+        for (kind, text), (what, words) in zip(found, BAD.items()):
+            assert kind in ("ValueError", "DeepSpeedConfigError") and re.search(words, text), (what, kind, text)

@@ -1,0 +1,77 @@
+"""Tiles in an engine: at every stage the gradients of one process, and each bucket of gradients leaves once."""
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP
+from harness import run_ranks
+from sequence_models import worst
+
+WIDTH, VOCAB, LENGTH = 6, 11, 7
+
+
+class Tiled(torch.nn.Module):
+    """Two layers that share an MLP, and a loss; ``shards`` 0: nothing is tiled."""
+
+    def __init__(self, shards):
+        super().__init__()
+        torch.manual_seed(4)
+        self.shards, self.tokens = shards, torch.nn.Embedding(VOCAB, WIDTH)
+        self.mlp = torch.nn.Sequential(torch.nn.Linear(WIDTH, 9), torch.nn.Tanh(), torch.nn.Linear(9, WIDTH))
+        self.head = torch.nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, tokens, labels):
+        x = self.tokens(tokens)
+        for _ in range(2):
+            x = x + (TiledMLP.apply(lambda mlp, y: mlp(y), self.mlp, x, self.shards) if self.shards else self.mlp(x))
+        if not self.shards:
+            return self.loss(x, labels)
+        return TiledFusedLogitsLoss.apply(Tiled.loss, self, x, labels, None, self.shards, [self.head.weight], "mean")
+
+    def loss(self, x, y):
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), y.flatten())
+
+
+def batch_of(step, rank):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    tokens = torch.randint(0, VOCAB, (2, LENGTH), generator=generator)
+    labels = tokens.roll(-1, 1)
+    labels[torch.rand(2, LENGTH, generator=generator) < 0.4] = -100
+    labels[0, 0] = 1
+    return tokens, labels
+
+
+def body(rank, world, stage, shards, accumulate):
+    plain, model = Tiled(0), Tiled(shards)
+    deepspeed.log.logger.setLevel("WARNING")
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulate, "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 60, "stage3_param_persistence_threshold": 0},
+    }  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    steps = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for step in range(3):
+        steps.zero_grad()
+        for micro in range(accumulate):
+            at = step * accumulate + micro
+            engine.backward(engine(*batch_of(at, rank)))
+            engine.step()
+            for one in range(world):
+                (plain(*batch_of(at, one)) / world / accumulate).backward()
+        steps.step()
+    params = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(params, enabled=stage == 3):
+        gap = worst(zip(params, plain.parameters()))
+    engine.destroy()
+    dist.barrier()
+    return gap
+
+
+@pytest.mark.parametrize("shards, accumulate", [(1, 1), (3, 2)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_training(stage, shards, accumulate):
+    assert max(run_ranks(2, body, stage, shards, accumulate, timeout=60)) < 2e-6

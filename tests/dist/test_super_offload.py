@@ -1,0 +1,116 @@
+"""``offload_optimizer.super_offload``: buckets are stepped while backward runs, and no bit of training changes."""
+
+import pytest
+import torch
+
+import deepspeed
+from harness import run_ranks
+from test_zenflow import everything, same, weights
+from zero_models import CLIP, LR
+from zero_training import ROWS, Deep, batch, loss_of, seeded
+
+DTYPES = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}
+
+
+def make(stage, ahead, dtype="fp32", accumulate=1, norm=CLIP, optimizer="AdamW", **more):
+    zero = {
+        "stage": stage,
+        "reduce_bucket_size": 60,
+        "allgather_bucket_size": 200,
+        "stage3_param_persistence_threshold": 0,
+        "offload_optimizer": {"device": "cpu", "pin_memory": False, "super_offload": ahead, "cpuadam_cores_perc": 0.5},
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": accumulate,
+        "gradient_clipping": norm,
+        "optimizer": {"type": optimizer, "params": {"lr": LR}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+        "zero_optimization": zero,
+        **DTYPES[dtype],
+        **more,
+    }
+    return deepspeed.initialize(model=seeded(Deep), config=config)[0]
+
+
+def train(engine, rank, world, steps, accumulate=1, plain=False):
+    dtype = next(engine.module.parameters()).dtype
+    for step in range(steps):
+        for part in range(accumulate):
+            x, target = batch(step, part * world + rank)
+            loss = loss_of(engine(x.to(dtype)), target)
+            loss = loss * (100.0 if step == 3 else 1.0)
+            if plain:
+                loss.backward()
+            else:
+                engine.backward(loss)
+            engine.step()
+
+
+def body_equal(rank, world, stage, dtype, accumulate, norm, plain, optimizer):
+    results = []
+    for ahead in (True, False):
+        engine = make(stage, ahead, dtype, accumulate, norm, optimizer)
+        train(engine, rank, world, 7, accumulate, plain)
+        results.append(everything(engine))
+        figures = engine.core.strategy_figures()
+        if ahead:
+            assert engine.super_offload() and engine.cpuadam_cores_perc() == 0.5
+            if optimizer != "Lamb" and dtype != "fp16" and norm != CLIP:  # which clips in every step
+                assert figures["buckets stepped ahead"] > 0, figures
+                assert (figures["buckets undone"] > 0) == (norm > 0), figures
+    return same(*results)
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("optimizer", ["AdamW", "Lion", "Lamb"])
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("norm", [0.0, 20.0, CLIP])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_changes_no_bit(stage, dtype, accumulate, norm, plain, optimizer, world):
+    if dtype == "fp16":
+        pytest.importorskip("torch", minversion="2.0", reason="torch 1.13 has no fp16 on CPUs")
+    assert all(run_ranks(world, body_equal, stage, dtype, accumulate, norm, plain, optimizer))
+
+
+def body_dropped(rank, world):
+    """Gradients that are dropped were never stepped."""
+    engine = make(2, True)
+    train(engine, rank, world, 2)
+    before = everything(engine)
+    x, target = batch(9, rank)
+    engine.backward(loss_of(engine(x), target))
+    engine.zero_grad()
+    return same(before, everything(engine))
+
+
+def test_gradients_that_are_dropped():
+    assert all(run_ranks(2, body_dropped))
+
+
+@pytest.mark.parametrize("device, named", [("none", "device"), (None, "device")])
+def test_it_needs_a_place(device, named):
+    section = {"super_offload": True, **({"device": device} if device else {})}
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": section},
+    }
+    with pytest.raises(Exception, match=named):
+        deepspeed.initialize(model=Deep(), config=config)
+
+
+def body_foreign(rank, world):
+    model = Deep()
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}
+    config = {"train_batch_size": 1, "zero_force_ds_cpu_optimizer": False, "zero_optimization": zero}
+    with pytest.raises(ValueError, match="super_offload"):
+        deepspeed.initialize(model=model, config=config, optimizer=torch.optim.AdamW(model.parameters()))
+    return len(weights(make(1, True)))
+
+
+def test_optimizers_of_others_make_their_own_steps():
+    assert run_ranks(1, body_foreign)[0] > 0

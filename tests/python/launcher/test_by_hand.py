@@ -1,0 +1,174 @@
+"""Jobs whose hosts are started by hand: --no_ssh."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from deepspeed.host.ports import free_port
+from deepspeed.launcher import runner
+from deepspeed.launcher.control import MESSAGE, encode_frame
+
+pytestmark = pytest.mark.dist
+
+PYTHON_DIR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "..", "python")
+CLUSTER = "NODE_RANK JOB_COMPLETION_INDEX SLURM_NODEID GROUP_RANK SLURM_NNODES MASTER_ADDR MASTER_PORT".split()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in CLUSTER:
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def start(port, *args, **more):
+    left_out = (*CLUSTER, "DS_LOG_LEVEL", "RANK", "WORLD_SIZE")
+    env = {name: value for name, value in os.environ.items() if name not in left_out}
+    env |= {"PYTHONPATH": PYTHON_DIR, "DS_ACCELERATOR": "cpu", **more}
+    line = ["--no_ssh", "--master_addr", "127.0.0.1", "--master_port", port, "--join_timeout", "20", *args]
+    return subprocess.Popen(
+        [sys.executable, "-m", "deepspeed.launcher", *map(str, line)], env=env, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+
+
+def ends(*jobs):
+    return [(*job.communicate(timeout=60), job.returncode) for job in jobs]
+
+
+SEEN = """
+import json, os, socket
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_SIZE CROSS_RANK CROSS_SIZE MASTER_ADDR MASTER_PORT MINE".split()
+rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+open("seen%d" % rank, "w").write(json.dumps([os.environ.get(n) for n in names]))
+# The ranks meet at the port where their hosts did.
+if rank == 0:
+    store = socket.create_server(("", port))
+    for _ in range(2): store.accept()[0].close()
+else:
+    while True:
+        try: socket.create_connection(("127.0.0.1", port)).close(); break
+        except OSError: pass
+print("rank", rank)
+"""
+
+
+def test_hosts_come_in_any_order_and_may_differ(folder):
+    (folder / "train.py").write_text(SEEN)
+    port = free_port()
+    second = start(port, "--num_nodes", 2, "--node_rank", 1, "--num_gpus", 1, "train.py", MINE="second")
+    time.sleep(0.3)
+    first = start(port, "--num_nodes", 2, "--num_gpus", 2, "train.py", JOB_COMPLETION_INDEX="0", MINE="first")
+    said = ends(first, second)
+    assert [code for _, _, code in said] == [0, 0], said
+    places = [json.loads((folder / f"seen{rank}").read_text()) for rank in range(3)]
+    assert [one[:6] for one in places] == [
+        ["0", "0", "3", "2", "0", "2"], ["1", "1", "3", "2", "0", "2"], ["2", "0", "3", "1", "1", "2"],
+    ]  # fmt: skip
+    assert {tuple(one[6:8]) for one in places} == {("127.0.0.1", str(port))}
+    assert [one[8] for one in places] == ["first", "first", "second"]
+    assert ":2] rank 2" in said[1][0] and ":2]" not in said[0][0]  # each host shows its own ranks
+
+
+def test_a_hostfile_says_how_many_slots_each_has(folder):
+    (folder / "train.py").write_text(SEEN)
+    (folder / "hosts").write_text("first slots=2\nsecond slots=1\n")
+    port = free_port()
+    jobs = [start(port, "-H", "hosts", "--node_rank", node, "train.py") for node in (0, 1)]
+    assert [code for _, _, code in ends(*jobs)] == [0, 0]
+
+
+def test_a_failing_rank_ends_all_hosts_with_its_code(folder):
+    (folder / "train.py").write_text("""
+import os, sys, time
+open("here" + os.environ["RANK"], "w").close()
+while not all(os.path.exists("here%d" % rank) for rank in range(2)): time.sleep(0.01)
+if os.environ["RANK"] == "1": print("last words"); sys.exit(41)
+time.sleep(600)
+""")
+    port = free_port()
+    jobs = [start(port, "--num_nodes", 2, "--node_rank", node, "--num_gpus", 1, "train.py") for node in (0, 1)]
+    said = ends(*jobs)
+    assert [code for _, _, code in said] == [41, 41]
+    for _, errors, _ in said:
+        assert "rank 1 of 2 (pid " in errors and "last words" in errors
+
+
+@pytest.mark.parametrize("node, code", [(0, 143), (1, 143)])
+def test_a_host_that_is_ended_ends_the_job(node, code, folder):
+    text = "import os, time; open('here' + os.environ['RANK'], 'w').close(); time.sleep(600)"
+    (folder / "train.py").write_text(text)
+    port = free_port()
+    jobs = [start(port, "--num_nodes", 2, "--node_rank", one, "--num_gpus", 1, "train.py") for one in (0, 1)]
+    limit = time.monotonic() + 20
+    while not all(os.path.exists(f"here{rank}") for rank in (0, 1)) and time.monotonic() < limit:
+        time.sleep(0.02)
+    jobs[node].terminate()
+    assert [one[2] for one in ends(*jobs)] == [code, code]
+
+
+def test_hosts_that_do_not_fit(folder):
+    (folder / "train.py").write_text("")
+    port = free_port()
+    jobs = [start(port, "--num_nodes", 3, "--node_rank", node, "--num_gpus", 1, "train.py") for node in (0, 1, 1)]
+    said = ends(*jobs)
+    assert all(code == 1 for _, _, code in said)
+    assert "two processes say that they are host 1" in said[0][1] and "two processes" in said[1][1] + said[2][1]
+    port = free_port()
+    jobs = [start(port, "--num_nodes", count, "--node_rank", node, "train.py") for node, count in ((0, 2), (1, 3))]
+    jobs[1].wait(30)
+    assert "host 1 was started for 3 hosts, and host 0 for 2" in jobs[1].stderr.read()
+    jobs[0].terminate()
+    ends(*jobs)
+
+
+def test_strangers_at_the_port_change_nothing(folder):
+    (folder / "train.py").write_text("print('trained')")
+    port = free_port()
+    first = start(port, "--num_nodes", 2, "--node_rank", 0, "--num_gpus", 1, "train.py", DS_JOB_KEY="ours")
+    limit, strangers = time.monotonic() + 20, []
+    said = [b"GET / HTTP/1.0\r\n\r\n", b"", encode_frame(MESSAGE, b"[1]"), encode_frame(MESSAGE, b'{"join": 7}')]
+    node = b'{"join": {"proof": "x", "nonce": 1, "node": "1", "nodes": 2}}'
+    said += [encode_frame(MESSAGE, node), b"J\x0f\xff\xff\xff"]
+    while len(strangers) < len(said) and time.monotonic() < limit:
+        try:
+            strangers.append(socket.create_connection(("127.0.0.1", port)))
+            strangers[-1].sendall(said[len(strangers) - 1])
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+    other = start(port, "--num_nodes", 2, "--node_rank", 1, "--num_gpus", 1, "train.py", DS_JOB_KEY="theirs")
+    assert ends(other)[0][2] == 1
+    second = start(port, "--num_nodes", 2, "--node_rank", 1, "--num_gpus", 1, "train.py", DS_JOB_KEY="ours")
+    assert [code for _, _, code in ends(first, second)] == [0, 0]
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_host_that_does_not_come(folder):
+    (folder / "train.py").write_text("")
+    line = ["--num_nodes", 2, "--join_timeout", 1, "train.py"]
+    first, second = ends(*[start(free_port(), "--node_rank", node, *line) for node in (0, 1)])
+    assert first[2] == 1 and "did not come within 1 s (--join_timeout): 1 (number 1). Here are 1 of 2" in first[1]
+    assert second[2] == 1 and "was not reached within 1 s" in second[1]
+
+
+@pytest.mark.parametrize(
+    "line, named",
+    [
+        ("--node_rank 0", "--num_nodes N"),
+        ("--num_nodes 2", "NODE_RANK, JOB_COMPLETION_INDEX, SLURM_NODEID"),
+        ("--num_nodes 2 --node_rank 2", "numbered from 0"),
+        ("--num_nodes 2 --node_rank 1", "--master_addr"),
+    ],
+)
+def test_what_nobody_says(line, named):
+    with pytest.raises(runner.LaunchError, match=named):
+        runner.main(["--no_ssh", *line.split(), "train.py"])

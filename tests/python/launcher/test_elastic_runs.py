@@ -1,0 +1,339 @@
+"""Elastic jobs: ranks, agents and hosts go and come, on two pretended hosts."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import stand_ins
+from deepspeed.host.ports import free_port
+from deepspeed.launcher.elastic_layout import layout
+from processes import running, wait_for
+from sampling import every_case
+
+pytestmark = pytest.mark.dist
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+PYTHON_DIR = os.path.join(HERE, "..", "..", "..", "python")
+
+jobs = []  # of this test, to be ended where it fails
+# A job without torch: rank 0 passes on what the test puts into files as what an engine would tell.
+SCRIPT = """
+import json, os, sys, time
+from deepspeed.host.launcher_messages import tell_launcher
+names = "RANK WORLD_SIZE STAND_IN TORCHELASTIC_RESTART_COUNT ELASTIC_RUN_ID MASTER_PORT DS_MEMORY_FOLDER".split()
+with open("rounds", "a") as file:
+    file.write(json.dumps([os.getpid(), *[os.environ.get(name) for name in names]]) + "\\n")
+while not os.path.exists("stop"):
+    if os.environ["RANK"] == "0":
+        for name in ("saved", "worlds"):
+            if os.path.exists(name):
+                with open(name) as file:
+                    told = json.load(file)
+                os.unlink(name)
+                tell_launcher(**told)
+    time.sleep(0.02)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    stand_ins.install(tmp_path / "bin")
+    (tmp_path / "hosts").write_text("hb slots=2\nha slots=1\n")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "train.py").write_text(SCRIPT)
+    jobs.clear()
+    yield tmp_path
+    for job in jobs:
+        if job.poll() is None:
+            job.kill()
+            job.wait()
+
+
+def environment(**more):
+    left_out = ("DS_LOG_LEVEL", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "DS_LAUNCHER_SOCKET")
+    env = {name: value for name, value in os.environ.items() if name not in left_out}
+    env |= {"PATH": f"{os.path.abspath('bin')}:{env['PATH']}", "HOME": os.path.abspath("home")}
+    env |= {"PYTHONPATH": PYTHON_DIR, "STAND_IN_LOG": os.path.abspath("log"), "DS_ACCELERATOR": "cpu"}
+    return {**env, "OMP_NUM_THREADS": "1", "DS_ELASTIC_RETRY_S": "0.4", "DS_ELASTIC_WARM_S": "-1", **more}
+
+
+def start(*args, **more):
+    line = [sys.executable, "-m", "deepspeed.launcher", "--elastic_training", *map(str, args)]
+    with open(f"err{len(os.listdir())}", "wb") as said:
+        job = subprocess.Popen(line, env=environment(**more), stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+    job.said = lambda: open(said.name).read()
+    jobs.append(job)
+    return job
+
+
+def rounds():
+    """``{restart: {rank: [pid, rank, world, host, restart, run id, port, memory]}}`` of what has started."""
+    found = {}
+    try:
+        with open("rounds") as file:
+            for line in file.read().splitlines():
+                row = json.loads(line)
+                found.setdefault(int(row[4]), {})[int(row[1])] = row
+    except (FileNotFoundError, ValueError):  # half a line
+        pass
+    return found
+
+
+def wait_for_round(number, world, job):
+    try:
+        wait_for(lambda: len(rounds().get(number, {})) == world or job.poll() is not None, 60)
+    finally:
+        assert job.poll() is None and len(rounds().get(number, {})) == world, (rounds(), job.said())
+    return rounds()[number]
+
+
+def hosts_of(ranks):
+    return [ranks[rank][3] for rank in sorted(ranks)]
+
+
+def agent_of(rank_pid):
+    """rank -> supervisor -> agent, which the stand-in for ssh has become."""
+    for _ in range(2):
+        with open(f"/proc/{rank_pid}/stat") as file:
+            rank_pid = int(file.read().rsplit(")", 1)[1].split()[1])
+    return rank_pid
+
+
+def tell(name, **message):
+    with open(name + ".new", "w") as file:
+        json.dump(message, file)
+    os.rename(name + ".new", name)
+
+
+def finish(job, code=0):
+    open("stop", "w").close()
+    assert job.wait(60) == code, job.said()
+    pids = [row[0] for ranks in rounds().values() for row in ranks.values()]
+    wait_for(lambda: not any(map(running, pids)), 20)
+
+
+def test_ranks_and_hosts_go_and_come():
+    job = start("-H", "hosts", "train.py", ELASTIC_RUN_ID="mine")
+    first = wait_for_round(0, 3, job)
+    assert hosts_of(first) == ["hb", "hb", "ha"] and {row[5] for row in first.values()} == {"mine"}
+
+    os.kill(first[1][0], signal.SIGKILL)  # a dead rank: all start again
+    again = wait_for_round(1, 3, job)
+    assert hosts_of(again) == ["hb", "hb", "ha"]
+    wait_for(lambda: "rank 1 of 3" in job.said() and "was killed by SIGKILL" in job.said())
+
+    os.kill(agent_of(again[2][0]), signal.SIGKILL)  # a host that leaves
+    smaller = wait_for_round(2, 2, job)
+    assert hosts_of(smaller) == ["hb", "hb"] and "host ha was lost" in job.said()
+    wait_for(lambda: "host ha is here" in job.said(), 30)
+    assert max(rounds()) == 2  # it waits for a checkpoint
+    tell("saved", saved="folder")
+    larger = wait_for_round(3, 3, job)
+    assert hosts_of(larger) == ["hb", "hb", "ha"]
+
+    os.kill(agent_of(larger[0][0]), signal.SIGKILL)  # the first host
+    alone = wait_for_round(4, 1, job)
+    assert hosts_of(alone) == ["ha"]
+    wait_for(lambda: "host hb is here" in job.said(), 30)
+    tell("worlds", worlds=[1, 2, 4], min_time=0)
+    tell("saved", saved="folder")
+    shared = wait_for_round(5, 2, job)  # of three slots one stands by
+    assert hosts_of(shared) == ["hb", "hb"]
+    wait_for(lambda: "1 slot(s) stand by" in job.said())
+    assert {row[5] for ranks in rounds().values() for row in ranks.values()} == {"mine"}
+    finish(job)
+
+
+def test_a_world_that_cannot_share_the_batch_is_left_and_a_new_line_of_the_hostfile_joins(folder):
+    (folder / "hosts").write_text("hb slots=3\n")
+    job = start("-H", "hosts", "--launcher", "ssh", "train.py")
+    wait_for_round(0, 3, job)
+    tell("worlds", worlds=[1, 2, 4], min_time=0)
+    wait_for_round(1, 2, job)
+    (folder / "hosts").write_text("hb slots=3\nhc slots=1\n")
+    wait_for(lambda: "host hc is here" in job.said(), 30)
+    tell("saved", saved="folder")
+    assert hosts_of(wait_for_round(2, 4, job)) == ["hb", "hb", "hb", "hc"]
+    job.send_signal(signal.SIGTERM)
+    finish(job, 143)
+
+
+def test_ranks_that_always_fail_end_the_job(folder):
+    (folder / "train.py").write_text(SCRIPT + "\nprint('last words', file=sys.stderr)\nsys.exit(37)\n")
+    (folder / "stop").write_text("")
+    job = start("--num_gpus", 1, "train.py", DS_ELASTIC_FAILURES="1")
+    assert job.wait(60) == 37
+    assert len(rounds()) == 2 and "failed 2 times without a new checkpoint" in job.said()
+    assert "---- last lines of rank 0 ----\nlast words" in job.said()
+    (folder / "stop").unlink()
+
+
+def test_hosts_that_nobody_reaches_come_back_by_themselves(folder):
+    port = free_port()
+    where = ["--no_ssh", "--max_elastic_nodes", 2, "--num_gpus", 1, "--master_addr", "127.0.0.1", "--master_port", port]
+
+    def one(node):
+        return start(*where, "--node_rank", node, "train.py", STAND_IN=str(node))
+
+    head, other = one(0), one(1)
+    assert hosts_of(wait_for_round(0, 2, head)) == ["0", "1"]
+    other.kill()
+    other.wait()
+    assert hosts_of(wait_for_round(1, 1, head)) == ["0"]
+    other = one(1)
+    wait_for(lambda: head.said().count("is here") == 1, 30)
+    tell("saved", saved="folder")
+    assert hosts_of(wait_for_round(2, 2, head)) == ["0", "1"]
+    os.kill(head.pid, signal.SIGKILL)  # the head's own host is lost, too; a cluster starts it again
+    wait_for(lambda: "waiting 300 s (--join_timeout) for another head" in other.said(), 30)
+    kept = {path for path in os.listdir("/dev/shm") if path.startswith("deepspeed-memory-")}
+    (folder / "rounds").unlink()
+    head = one(0)
+    assert hosts_of(wait_for_round(0, 2, head)) == ["0", "1"] and other.poll() is None
+    memory = os.path.basename(rounds()[0][1][7])
+    assert memory in kept  # that of the other host, as it was
+    finish(head)
+    assert other.wait(30) == 0, other.said()
+
+
+WARM = """
+import atexit, json, os, random, sys, time
+rank, restart = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+row = {"warm": "torch" in sys.modules, "pid": os.getpid(), "argv": sys.argv, "name": __name__, "file": __file__,
+       "path": sys.path[0], "random": random.random(), "leads": os.getsid(0) == os.getpid()}
+atexit.register(lambda: open("left" + rank, "w").close())
+with open("row", "a") as file:
+    file.write(json.dumps([int(restart), int(rank), row]) + "\\n")
+while not os.path.exists("stop"):
+    if os.path.exists("fail") and rank == "1":
+        os.unlink("fail")
+        raise ValueError("why")
+    time.sleep(0.02)
+"""
+
+
+def test_ranks_that_start_again_have_torch_imported(folder):
+    (folder / "train.py").write_text(WARM)
+    job = start("--num_gpus", 2, "train.py", "--x", DS_ELASTIC_WARM_S="0", DS_ELASTIC_FAILURES="1000")
+
+    def round_of(number):
+        def rows():
+            try:
+                found = [json.loads(line) for line in (folder / "row").read_text().splitlines()]
+            except (FileNotFoundError, ValueError):
+                return {}
+            return {rank: row for restart, rank, row in found if restart == number}
+
+        wait_for(lambda: len(rows()) == 2 or job.poll() is not None, 60)
+        assert job.poll() is None, job.said()
+        return rows()
+
+    number = 0
+    while not (rows := round_of(number))[0]["warm"]:  # the import takes a while
+        assert number < 300
+        time.sleep(0.2)
+        os.kill(rows[number % 2]["pid"], signal.SIGKILL)
+        number += 1
+    assert number > 0
+    first = round_of(0)
+    for rank in (0, 1):
+        warm, cold = rows[rank], first[rank]
+        assert warm.pop("warm") and not cold.pop("warm")
+        assert warm.pop("random") != cold.pop("random") and warm.pop("pid") != cold.pop("pid")
+        assert warm == cold and warm["leads"]
+    assert len({row["random"] for row in round_of(number).values()}) == 2
+    (folder / "fail").touch()
+    again = round_of(number + 1)
+    assert again[1]["warm"], job.said()
+    wait_for(lambda: "ValueError: why" in job.said().rpartition("---- last lines of rank 1 ----")[2], 20)
+    story = job.said().rpartition("---- last lines of rank 1 ----")[2]
+    assert "Traceback" in story and "ValueError: why" in story and "forked_script" not in story
+    (folder / "stop").touch()
+    assert job.wait(60) == 0, job.said()
+    assert (folder / "left0").exists() and (folder / "left1").exists()
+    wait_for(lambda: not any(folder_of(pid) == str(folder) for pid in filter(str.isdigit, os.listdir("/proc"))), 20)
+
+
+def folder_of(pid):
+    try:
+        return os.readlink(f"/proc/{pid}/cwd") if int(pid) != os.getpid() else ""
+    except OSError:
+        return ""
+
+
+@pytest.mark.skipif(not every_case(), reason="make test-all: half a minute of random events")
+def test_twenty_random_events(folder):
+    """Ranks and agents are killed, asked to go or stopped at any time, behind checkpoints all come back."""
+    numbers = random.Random(20)
+    job = start("-H", "hosts", "train.py", DS_ELASTIC_FAILURES="100", DS_LAUNCHER_LINK_S="2")
+    wait_for_round(0, 3, job)
+    for event in range(20):
+        alive = [row for ranks in rounds().values() for row in ranks.values() if running(row[0])]
+        victim, kind = numbers.choice(alive)[0], numbers.choice(("rank", "agent", "agent", "stop"))
+        try:
+            if kind != "rank":
+                victim = agent_of(victim)
+            if victim not in (0, 1, job.pid, os.getpid()):
+                os.kill(victim, signal.SIGSTOP if kind == "stop" else numbers.choice((signal.SIGKILL, signal.SIGTERM)))
+        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            continue
+        time.sleep(numbers.random() * 1.5)
+        tell("saved", saved=str(event))
+        wait_for(lambda: job.poll() is not None or any(
+            running(row[0]) for ranks in rounds().values() for row in ranks.values()), 60)  # fmt: skip
+        assert job.poll() is None, job.said()
+
+    def all_are_back():
+        tell("saved", saved="again")
+        time.sleep(0.2)
+        last = rounds()[max(rounds())]
+        return len(last) == 3 and all(running(row[0]) for row in last.values())
+
+    wait_for(all_are_back, 60)
+    finish(job)
+
+
+def test_the_end_of_ranks_that_save_is_awaited_unless_one_has_failed(folder):
+    text = """
+import os, signal, sys, time
+from deepspeed.host.launcher_messages import tell_launcher
+rank = os.environ["RANK"]
+def save(*_):
+    tell_launcher(saving=int(rank))
+    time.sleep(3)
+    open("saved" + rank, "w").close()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+open("at" + rank, "w").close()
+while not os.path.exists("fail" + rank): time.sleep(0.02)
+sys.exit(3)
+"""
+    line = [sys.executable, "-m", "deepspeed.launcher", "-H", "../hosts", "--launcher", "ssh", "train.py"]
+    ended = {}
+    for code in (143, 3):
+        (folder / str(code)).mkdir()
+        (folder / str(code) / "train.py").write_text(text)
+        ended[code] = subprocess.Popen(line, cwd=str(code), env=environment(DS_LAUNCHER_GRACE_S="1.5"))
+        jobs.append(ended[code])
+    wait_for(lambda: all(os.path.exists(f"{code}/at{rank}") for code in ended for rank in range(3)), 30)
+    ended[143].send_signal(signal.SIGTERM)
+    open("3/fail2", "w").close()
+    for code, job in ended.items():
+        assert job.wait(30) == code
+        assert [os.path.exists(f"{code}/saved{rank}") for rank in range(3)] == [code == 143] * 3
+
+
+def test_layout():
+    hosts = [("a", [0, 1]), ("b", [0]), ("c", [0, 1])]
+    assert layout(hosts, None, 1) == hosts
+    assert layout(hosts, [1, 2, 4, 8], 1) == [("a", [0, 1]), ("b", [0]), ("c", [0])]
+    assert layout(hosts, [1, 2], 1) == [("a", [0, 1])]
+    assert layout(hosts, None, 1, 2) == hosts[:2]
+    assert layout(hosts, None, 4) == layout(hosts, [8], 1) == layout([], None, 1) == []

@@ -1,0 +1,114 @@
+"""Whoever is killed, by whatever signal, at whatever time: nobody of the job is left, and the exit code is right."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from deepspeed.host.ports import free_port
+from processes import running, wait_for
+
+pytestmark = pytest.mark.dist
+
+PYTHON_DIR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "..", "python")
+# A process of its own between head and agent, as ssh and sshd are: when it goes, both ends of the connection close.
+SSH = """#!%s
+import os, subprocess, sys, threading
+words = sys.argv[1:]
+while words[0].startswith("-"):
+    words = words[2:] if words[0] in ("-o", "-p") else words[1:]
+note = open("ssh_" + words[0], "w"); note.write(str(os.getpid())); note.close()
+job = subprocess.Popen(["sh", "-c", words[1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+def pump(source, sink):
+    while data := os.read(source, 65536):
+        os.write(sink, data)
+    os.close(sink)
+threading.Thread(target=pump, args=(0, job.stdin.fileno()), daemon=True).start()
+open("agent_" + words[0], "w").write(str(job.pid))
+pump(job.stdout.fileno(), 1)
+sys.exit(job.wait())
+""" % sys.executable
+TRAIN = """
+import os, signal, subprocess, sys, time
+rank = os.environ["RANK"]
+helper = subprocess.Popen(["sleep", "600"], start_new_session=True)
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+for name, pid in (("rank", os.getpid()), ("helper", helper.pid)):
+    open(name + rank + ".part", "w").write(str(pid)); os.rename(name + rank + ".part", name + rank)
+if rank == "0" and os.environ["DS_TEST_PHASE"] == "exit":
+    sys.exit(0)
+while not os.path.exists("go"): time.sleep(0.02)
+"""
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGKILL]
+CASES = [
+    (who, sig, hosts, phase)
+    for who in ("head", "ssh", "agent", "rank", "helper")
+    for sig in SIGNALS
+    for hosts in (1, 2)
+    for phase in ("start", "training", "exit")
+    if phase != "start" or who in ("head", "ssh", "agent")
+]
+
+
+def number(name):
+    try:
+        with open(name) as file:
+            return int(file.read() or 0)
+    except FileNotFoundError:
+        return 0
+
+
+def below(pid):
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            children = [int(child) for child in file.read().split()]
+    except FileNotFoundError:
+        return []
+    return children + [one for child in children for one in below(child)]
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("who, sig, hosts, phase", CASES, ids=["-".join(map(str, case)) for case in CASES])
+def test_nobody_is_left(who, sig, hosts, phase, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "hosts").write_text("203.0.113.1 slots=2\n" + "203.0.113.2 slots=1\n" * (hosts - 1))
+    ranks = 2 + (hosts - 1)
+    port = free_port()
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": PYTHON_DIR, "DS_ACCELERATOR": "cpu"}
+    env |= {"DS_TEST_PHASE": phase, "MASTER_PORT": str(port), "DS_LAUNCHER_GRACE_S": "1"}
+    job = subprocess.Popen(
+        [sys.executable, "-m", "deepspeed.launcher", "-H", "hosts", "--launcher", "ssh", "train.py"], env=env,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    last = f"203.0.113.{hosts}"
+    if phase == "start":
+        wait_for(lambda: number(f"agent_{last}") or job.poll() is not None, 20)
+        assert job.poll() is None, job.stderr.read()
+    else:
+        wait_for(lambda: all(number(f"{name}{rank}") for rank in range(ranks) for name in ("rank", "helper")), 20)
+    if phase == "exit":
+        wait_for(lambda: not running(number("rank0")), 10)
+    victims = {"head": job.pid, "ssh": number(f"ssh_{last}"), "agent": number(f"agent_{last}")}
+    victims |= {"rank": number(f"rank{ranks - 1}"), "helper": number(f"helper{ranks - 1}")}
+    every = {*below(job.pid), *(one for name in ("203.0.113.1", last) for one in below(number(f"agent_{name}")))}
+    every |= {number(f"agent_203.0.113.{one}") for one in (1, hosts)}
+    assert all(victims.values() if phase == "training" else [victims[who]])  # 0 would be this very test
+    os.kill(victims[who], sig)
+    if who == "helper":
+        time.sleep(0.1)
+        assert job.poll() is None
+        open("go", "w").close()
+    code = job.wait(15)
+    by_signal = {"head": -sig if sig == signal.SIGKILL else 128 + sig, "rank": 128 + sig, "ssh": 1, "helper": 0}
+    by_signal["agent"] = 1 if sig == signal.SIGKILL or phase == "start" else 128 + sig
+    if who == "agent" and phase == "start" and code == 128 + sig:
+        by_signal["agent"] = code  # on a busy machine its ranks have started before we came
+    wait_for(lambda: not any(map(running, every)), 5)
+    assert code == by_signal[who], job.stderr.read()

@@ -1,0 +1,166 @@
+"""A backward in two halves gives what one gives, whatever the graph looks like."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from deepspeed import _native
+from deepspeed.activation_checkpointing import checkpointing
+
+WIDTH = 5
+
+
+class Double(torch.autograd.Function):
+    """A user's function of an activation and a weight; counts its backwards."""
+
+    runs = 0
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        Double.runs += 1
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+class Model(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.one, self.two, self.three = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.free = nn.Parameter(torch.randn(WIDTH))
+        if kind == "frozen":
+            for one in (*self.one.parameters(), self.three.weight):
+                one.requires_grad_(False)
+
+    def _block(self, x):
+        return torch.tanh(self.two(torch.tanh(self.one(x))))
+
+    def forward(self, x):
+        kind = self.kind
+        if kind == "twice":
+            x = self.one(torch.tanh(self.one(x))) + (self.one.weight * 0.1).sum()
+            return self.three(torch.tanh(x)) @ (self.one.weight * self.three.weight)
+        if kind == "function":
+            shared = self.two.weight * 2  # below the function, and below one of autograd's
+            return torch.tanh(Double.apply(torch.tanh(self.one(x)), shared)) @ shared + self.three(x)
+        if kind == "hook":
+            hidden = self.one(x)
+            hidden.register_hook(lambda grad: grad * 3)
+            return self.two(torch.tanh(hidden))
+        if kind == "reentrant":
+            return self.three(checkpointing.checkpoint(self._block, x))
+        if kind == "recomputed":
+            return self.three(torch_checkpoint(self._block, x, use_reentrant=False))
+        if kind == "ours recomputed":
+            return self.three(checkpointing.non_reentrant_checkpoint(self._block, x))
+        if kind == "several":
+            return self.one(x), (self.two(x).sum() + self.free).exp(), self.free * 2, x * 3
+        if kind == "input":
+            return x, self.one(x)
+        return self.three(self._block(x))
+
+
+KINDS = [
+    "plain",
+    "twice",
+    "frozen",
+    "function",
+    "hook",
+    "reentrant",
+    "recomputed",
+    "ours recomputed",
+    "several",
+    "input",
+]
+
+
+def outcome(model, x, halves):
+    model = copy.deepcopy(model)
+    x = x.detach().clone().requires_grad_(x.requires_grad)
+    outputs = model(x)
+    outputs = [one for one in (outputs if isinstance(outputs, tuple) else (outputs,)) if one.requires_grad]
+    grads = [torch.cos(torch.arange(one.numel()).float()).view_as(one) for one in outputs]
+    fires = {name: 0 for name, _ in model.named_parameters()}
+
+    def count(name):
+        def hook(grad):
+            fires[name] += 1
+
+        return hook
+
+    for name, one in model.named_parameters():
+        if one.requires_grad:
+            one.register_hook(count(name))
+    Double.runs = 0
+    early = None
+    if halves:
+        split = _native._C.SplitBackward(outputs, grads, [x] if x.requires_grad else [])
+        split.run_inputs()
+        early = {name for name, one in model.named_parameters() if one.grad is not None}
+        kept = x.grad.clone() if x.grad is not None else None
+        split.run_weights()
+        assert kept is None or torch.equal(kept, x.grad)
+    else:
+        torch.autograd.backward(outputs, grads)
+    return {name: one.grad for name, one in model.named_parameters()}, x.grad, fires, early, Double.runs
+
+
+@pytest.mark.parametrize("wants", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_a_whole_backward(kind, wants):
+    if kind == "reentrant" and not wants:
+        pytest.skip("a re-entrant checkpoint hangs its gradients on those of its inputs")
+    torch.manual_seed(1)
+    model, x = Model(kind), torch.randn(4, WIDTH)
+    x.requires_grad_(wants)
+    grads, input_grad, fires, _, runs = outcome(model, x, False)
+    found, found_input, found_fires, early, found_runs = outcome(model, x, True)
+    assert (input_grad is None) == (found_input is None)
+    if wants:
+        assert torch.allclose(found_input, input_grad, rtol=1e-6)
+    for name, grad in grads.items():
+        assert (grad is None) == (found[name] is None), name
+        if grad is not None:
+            assert torch.allclose(found[name], grad, rtol=1e-6, atol=1e-6), name
+    assert found_fires == fires  # each weight once
+    assert found_runs == runs
+    if not wants:
+        assert early == set()
+    elif kind == "plain":
+        assert early == set()  # nobody's time goes into weights in the first half
+    elif kind == "function":
+        assert early == {"two.weight"}
+    elif kind == "hook":
+        assert {"two.weight", "one.weight"} - early
+
+
+@pytest.mark.parametrize("checkpoint, runs", [(checkpointing.split_checkpoint, 2), (checkpointing.checkpoint, 2)])
+def test_recomputes_once(checkpoint, runs):
+    torch.manual_seed(1)
+    one, two, x = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH, requires_grad=True)
+    seen = []
+
+    def segment(y):
+        seen.append(1)
+        return torch.tanh(two(torch.tanh(one(y))))
+
+    segment(x).sum().backward()
+    wanted = [one.weight.grad, two.weight.grad, x.grad]
+    one.weight.grad = two.weight.grad = x.grad = None
+    seen.clear()
+    out = checkpoint(segment, x * 1)
+    split = _native._C.SplitBackward([out], [torch.ones_like(out)], [x])
+    split.run_inputs()
+    splits = checkpoint is checkpointing.split_checkpoint
+    assert (one.weight.grad is None) == splits and split.nothing_left == (not splits)
+    split.run_weights()
+    assert len(seen) == runs
+    assert all(torch.equal(a, b) for a, b in zip(wanted, [one.weight.grad, two.weight.grad, x.grad]))

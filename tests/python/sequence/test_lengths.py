@@ -1,0 +1,130 @@
+"""Peak bytes before a run: the ledger's own arithmetic, what ranks, tiles and chunks change, the longest length, and
+the prediction beside what this machine has measured."""
+
+import pytest
+import torch
+
+import toy_transformers
+from deepspeed.sequence import explain, longest
+from deepspeed.sequence.layer import DistributedAttention
+from deepspeed.sequence.ledger import PARTS, Ledger
+from deepspeed.sequence.planned import PlannedStep, on_meta
+
+PLAIN = {"method": "auto", "chunk": 0, "offload": False, "tile_loss": False, "widths": {}, "checkpointing": False}
+
+
+@pytest.fixture
+def toy():
+    with toy_transformers.installed():
+        yield toy_transformers.ToyForCausalLM
+
+
+def config_of(stage=0, **section):
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        **({"sequence_parallel": section} if section else {}),
+    }
+
+
+def test_the_ledger_counts_what_is_alive():
+    model = on_meta(torch.nn.Linear(8, 4), None)
+    x = torch.empty(16, 8, device="meta")
+    with Ledger(model) as ledger:
+        first = model(x)  # 256 bytes
+        second = first * 2  # 256
+        del first
+        third = second.exp()  # 256, kept for backward; and its input goes
+        del second
+        assert sum(ledger.bytes) == 256 and ledger.bytes[PARTS.index("kept for backward")] == 256
+        assert max(map(sum, ledger.peaks.values())) == 512
+        loss = third.sum()
+        ledger.begin_backward()
+        loss.backward()
+        del third, loss
+    assert sum(ledger.bytes) == sum(param.numel() * 4 for param in model.parameters())  # their gradients
+    assert ledger.peaks.keys() == {"forward", "backward"}
+
+
+def peak_of(model, tokens, ranks=1, **how):
+    step = PlannedStep(model, None, 1, ranks, None, {**PLAIN, **how})
+    return max(sum(parts) for parts in step.peaks(tokens).values())
+
+
+def test_what_makes_longer_sequences_fit(toy):
+    model = toy(heads=4, kv=2, hidden=32, layers=4, intermediate=128, vocabulary=300)
+    plain = peak_of(model, 512)
+    assert all(param.grad is None and not param.is_meta for param in model.parameters())  # nothing has happened to it
+    again = peak_of(model, 512, checkpointing=True)
+    elsewhere = peak_of(model, 512, checkpointing=True, offload=True)
+    chunks = peak_of(model, 512, chunk=64)
+    loss = peak_of(model, 512, chunk=64, tile_loss=True)
+    halves = peak_of(model, 512, ranks=2)
+    assert plain > 1.8 * again and again - elsewhere >= 3 * 512 * 32 * 4 and chunks < plain / 2 and loss < chunks
+    assert 0.45 < halves / plain < 0.6  # scores of half of the heads, half of the tokens for everything else
+    assert peak_of(model, 512, ranks=2, method="ring") < halves
+
+
+def test_the_longest_length_is_the_last_that_fits(toy):
+    model = toy(hidden=32, layers=3, vocabulary=100)
+    report = explain(model, config_of(), memory=64 << 20, ranks=1)
+    tokens = longest(model, config_of(), memory=64 << 20, ranks=1)
+    assert tokens == report.longest > 500
+    assert report.peak(tokens).bytes <= 64 << 20 < report.peak(tokens + 1).bytes
+    assert set(report.peak(tokens).parts) == {"states", *PARTS} and "attention" in str(report)
+    # At a length that was no sample the polynomial is what the step says.
+    found = peak_of(model, tokens) + report.peak(tokens).parts["states"]
+    assert abs(report.peak(tokens).bytes - found) <= 0.01 * found
+    assert longest(model, config_of(), memory=1000, ranks=1) == 0
+    meta = on_meta(model, None)
+    assert longest(meta, config_of(), memory=64 << 20, ranks=1) == tokens
+
+
+def test_the_next_step_is_the_cheapest_that_helps(toy):
+    model = toy(heads=1, kv=1, hidden=64, layers=1, vocabulary=4000)
+    report = explain(model, config_of(), memory=64 << 20, ranks=1)
+    assert report.next_step[0] == "sequence_parallel.tile_loss: true" and report.next_step[1] > 1.1 * report.longest
+    names = [what for what, _ in report.steps]
+    assert any("gradient_checkpointing_enable" in what for what in names) and "2 ranks" in names[-1]
+    tiled = explain(model, config_of(tile_loss=True), memory=64 << 20, ranks=1)
+    assert tiled.longest == report.next_step[1] and "tile_loss" not in str(tiled.steps)
+    four = explain(model, config_of(stage=2, size=2, tile_loss=True), memory=64 << 20, ranks=4)
+    assert four.longest % 2 == 0 and four.longest > 1.3 * tiled.longest
+    assert [what for what, _ in four.steps if "zero_optimization.stage: 3" in what]
+
+
+class Own(torch.nn.Module):
+    """Not of transformers: attention is wrapped, the loss is its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.back = torch.nn.Linear(16, 48), torch.nn.Linear(16, 1)
+        self.shared = DistributedAttention(self.attend, None)
+
+    @staticmethod
+    def attend(query, key, value):
+        scores = torch.einsum("bqhd,bkhd->bhqk", query, key).softmax(-1)
+        return torch.einsum("bhqk,bkhd->bqhd", scores, value)
+
+    def forward(self, x):
+        parts = [one.unflatten(-1, (4, 4)) for one in self.qkv(x).chunk(3, -1)]
+        return self.back(self.shared(*parts, 0).flatten(2))
+
+
+def test_models_of_ones_own():
+    inputs = lambda batch, tokens: torch.empty(batch, tokens, 16, device="meta")
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}}
+    found = [
+        longest(Own(), {**config, "sequence_parallel_size": size}, 32 << 20, ranks=size, inputs=inputs)
+        for size in (1, 2, 4)
+    ]
+    assert 1.3 < found[1] / found[0] < 1.5 < 1.9 < found[2] / found[0] < 2.1  # scores grow with the square
+
+
+def test_what_is_wrong_is_named(toy):
+    for memory in (0, -5, "80GB", True):
+        with pytest.raises(ValueError, match="memory is .*: it must be bytes of one rank"):
+            longest(toy(), config_of(), memory=memory)
+    with pytest.raises(ValueError, match="does not divide"):
+        longest(toy(), config_of(size=2), memory=1 << 20, ranks=3)
