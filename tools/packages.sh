@@ -15,7 +15,7 @@ missing=$(comm -23 <(printf '%s\n' $wanted | sort) \
 say "installing Debian packages:" $missing
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-apt() { as_root env DEBIAN_FRONTEND=noninteractive apt-get -q -y -o DPkg::Lock::Timeout=300 "$@"; }
+apt() { as_root env DEBIAN_FRONTEND=noninteractive apt-get -q -y -o DPkg::Lock::Timeout=300 -o Acquire::Retries=3 "$@"; }
 progress() {  # apt's status lines, "dlstatus:3:41.5:Retrieving..." and "pmstatus:g++:12.3:Unpacking...", for live()
   sed -unE -e 's/^dlstatus:[0-9]+:([0-9]+)[^:]*:.*/@\1 % fetched/p' -e 's/^pmstatus:([^:]*):([0-9]+)[^:]*:.*/@\2 % unpacking and setting up \1/p'
 }

@@ -42,5 +42,9 @@ if ! pip download -q --no-deps --no-cache-dir --retries 1 --timeout 20 -d "$prob
   exit 3
 fi
 say "filling $env (Python $($env/bin/python -V | cut -d' ' -f2)) with torch $want from PyPI: 2.7 GB to fetch"
-pip install -q -r packages/torch2.txt ||
-  die "pip could not install packages/torch2.txt into $env (see above). Check the disk space (5 GB), then repeat this command."
+filled=
+for attempt in 1 2 3; do  # 2.7 GB in thirty files: a connection that breaks costs the file under way, not the others
+  pip install -q -r packages/torch2.txt && filled=1 && break
+  [ $attempt = 3 ] || say "pip could not fetch everything; once more"
+done
+[ -n "$filled" ] || die "pip could not install packages/torch2.txt into $env (see above). Check the disk space (5 GB), then repeat this command."

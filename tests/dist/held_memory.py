@@ -1,6 +1,7 @@
 """What a process holds of the memory that ranks share."""
 
 import os
+import time
 
 
 def segments():
@@ -16,3 +17,11 @@ def segments():
             pass
     targets = [target for target in targets if not target.startswith("pipe:")]
     return mapped + sum("memfd:deepspeed" in target for target in targets), len(targets)
+
+
+def settled(count, most):
+    """What ``count()`` gives once it is at most ``most``, or after 10 s: a machine that stalls may end threads late."""
+    end = time.monotonic() + 10
+    while (found := count()) > most and time.monotonic() < end:
+        time.sleep(0.05)
+    return found

@@ -64,6 +64,7 @@ def test_a_mismatch_is_found_within_seconds(fault, tmp_path):
         assert seconds < 5
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("fault", ["shape", "dtype"])
 def test_strict_comparison_finds_what_ends_gloo(fault, tmp_path):
     run_ranks(3, faulty, fault, str(tmp_path), fresh=True, env=GLOO | {"DS_COMM_FINGERPRINTS": "strict"})
@@ -88,6 +89,7 @@ def test_a_rank_that_does_not_come_is_shown_where_it_is(tmp_path):
         assert PATIENCE_S <= seconds < PATIENCE_S + 5
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("strict", ["1", "strict"])
 def test_a_slow_rank_is_waited_for(strict, tmp_path):
     run_ranks(3, faulty, "slow", str(tmp_path), fresh=True, env=GLOO | {"DS_COMM_FINGERPRINTS": strict})

@@ -80,7 +80,7 @@ def a_rank_of_another_host_dies(rank, world, folder):
 
 def test_a_death_on_one_host_ends_the_others(tmp_path):
     with pytest.raises(RankError):
-        run_ranks(4, a_rank_of_another_host_dies, str(tmp_path), init=True, fresh=True)
+        run_ranks(4, a_rank_of_another_host_dies, str(tmp_path), init=True, fresh=True, grace=15)
     texts = {rank: (tmp_path / str(rank)).read_text(encoding="utf-8").split(" ", 1) for rank in (0, 1, 2)}
     assert "rank 1 (rank 3 of the job, process" in texts[1][1] and "has ended" in texts[1][1]
     for rank in (0, 2):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import deepspeed
 import deepspeed.comm
 from harness import RankError, run_ranks
-from held_memory import segments
+from held_memory import segments, settled
 from sampling import every_case
 
 KILLS = int(os.environ.get("DS_KILLS", 10 if every_case() else 4))
@@ -62,6 +62,7 @@ def until_killed(rank, world, seed, folder):
         text, seconds = str(error), time.monotonic() - moment  # since the last success: more than since the kill
     dist.destroy_process_group()
     time.sleep(0.3)  # the watch looks at a group for a moment
+    settled(lambda: segments()[1], before[1])
     after = segments()
     with open(os.path.join(folder, f"{seed}.{rank}"), "w", encoding="utf-8") as file:
         json.dump({"victim": victim, "text": text, "seconds": seconds, "before": before, "after": after}, file)

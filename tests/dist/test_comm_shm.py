@@ -196,6 +196,7 @@ def default_timeouts(rank, world):
     return 0.0
 
 
+@pytest.mark.alone
 def test_the_environment_sets_the_patience_of_torchs_groups():
     assert 1.5 <= run_ranks(2, default_timeouts, fresh=True)[0] < 3.4
 
@@ -216,6 +217,7 @@ def slow_engine(rank, world):
     return lines
 
 
+@pytest.mark.alone
 def test_a_slow_rank_is_named_once_and_waited_for():
     first, second, third = run_ranks(3, slow_engine, fresh=True)
     assert (second, third) == ([], []) and len(first) == 1
@@ -293,6 +295,7 @@ def faulty(rank, world, fault):
     return "fine", time.monotonic() - started
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("fault", ["skip", "shape", "dtype", "order"])
 def test_a_mismatch_names_ranks_and_calls_on_all_of_them(fault):
     called = {
@@ -309,6 +312,7 @@ def test_a_mismatch_names_ranks_and_calls_on_all_of_them(fault):
         assert "number 2, for 0." in text
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("fault", ["exception", "endless"])
 def test_a_rank_that_does_not_come_is_named(fault):
     results = run_ranks(3, faulty, fault, fresh=True)
@@ -321,6 +325,7 @@ def test_a_rank_that_does_not_come_is_named(fault):
             assert "in faulty: time.sleep(6)" in text
 
 
+@pytest.mark.alone
 def test_a_rank_that_cannot_answer_is_told_from_one_that_can(traces):
     results = run_ranks(3, faulty, "deaf", fresh=True)
     for text, seconds in (results[0], results[2]):
@@ -344,14 +349,16 @@ def survivors(rank, world, folder):
         file.write(f"{found[1]:.3f} {found[0]}")
 
 
+@pytest.mark.alone
 def test_a_killed_rank_is_named(tmp_path):
     with pytest.raises(RankError, match="SIGKILL"):
-        run_ranks(3, survivors, str(tmp_path), fresh=True)
+        run_ranks(3, survivors, str(tmp_path), fresh=True, grace=15)
     for rank in (0, 2):
         seconds, text = (tmp_path / str(rank)).read_text(encoding="utf-8").split(" ", 1)
         assert "rank 1 (process" in text and "has ended" in text and float(seconds) < 2
 
 
+@pytest.mark.alone
 def test_a_slow_rank_is_waited_for():
     assert [text for text, _ in run_ranks(3, faulty, "slow", fresh=True)] == ["fine"] * 3
 

@@ -12,26 +12,27 @@ from deepspeed import comm as dist
 from deepspeed.utils import groups
 from engine_models import batch, config, loss_of, make_net
 from harness import run_ranks
-from held_memory import segments
+from held_memory import segments, settled
 
 
-def body(rank, world):
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+
+def body(rank, world, most):
     torch.distributed.init_process_group("gloo")
     found = [None] * world
     dist.all_gather_object(found, rank)
     dist.barrier()
     torch.distributed.destroy_process_group()
     time.sleep(0.7)  # the watching thread has passed once more
-    return len(os.listdir("/proc/self/task"))
+    return settled(threads, most[rank])
 
 
 def test_threads_of_ended_groups_end():
-    counts = [run_ranks(2, body) for _ in range(4)]
+    counts = [run_ranks(2, body, [10**6] * 2) for _ in range(3)]
+    counts.append(run_ranks(2, body, counts[1]))
     assert counts[-1] == counts[1], counts
-
-
-def threads():
-    return len(os.listdir("/proc/self/task"))
 
 
 def body_engine(rank, world, stage):
@@ -46,7 +47,7 @@ def body_engine(rank, world, stage):
     groups.clear()
     dist.destroy_process_group()
     time.sleep(0.7)
-    return before, threads()
+    return before, settled(threads, before)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -70,6 +71,7 @@ def makes_and_destroys(rank, world):
     for _ in range(20):
         once()
     time.sleep(0.3)  # the watch looks at a group for a moment
+    settled(lambda: segments()[1], before[1])
     after = segments()
     assert after[0] == before[0] and after[1] <= before[1], (before, after)
 

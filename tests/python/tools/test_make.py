@@ -104,6 +104,27 @@ def test_failed_installation_says_what_to_do(checkout, tmp_path):
     assert "E: no network" in out.stderr and "repeat this command" in out.stderr
 
 
+@pytest.mark.parametrize("breaks, code", [(2, 0), (3, 1)])
+def test_a_download_that_breaks_off_is_tried_again(breaks, code, checkout, tmp_path):
+    """With a stand-in Python 3.12 whose `pip install` fails the first times."""
+    tools, calls = tmp_path / "bin", tmp_path / "calls"
+    tools.mkdir()
+    lines = [
+        "#!/bin/bash",
+        'case "$*" in',
+        f'  *"-m venv "*) mkdir -p "${{@: -1}}/bin" && cp "{tools}/python3.12" "${{@: -1}}/bin/python" ;;',
+        f'  *"pip "*install*) echo >>{calls}; [ $(wc -l <{calls}) -gt {breaks} ] ;;',
+        "  -V) echo Python 3.12.0 ;;",
+        '  "- "*) exit 1 ;;',
+        "esac",
+    ]
+    (tools / "python3.12").write_text("\n".join(lines) + "\n")
+    (tools / "python3.12").chmod(0o755)
+    out = bash("tools/torch2_env.sh", cwd=checkout, PATH=f"{tools}:{os.environ['PATH']}")
+    assert out.returncode == code and len(calls.read_text().splitlines()) == 3, out.stderr
+    assert ("could not install packages/torch2.txt" in out.stderr) == (code == 1)
+
+
 def test_package_list_gives_a_reason_for_each():
     with open(os.path.join(ROOT, "packages", "debian.txt"), encoding="utf-8") as file:
         lines = [line for line in file if line.strip() and not line.startswith("#")]
