@@ -29,12 +29,14 @@ BufferedWriter::BufferedWriter(std::shared_ptr<TensorIo> io, const std::string& 
   const auto first = reinterpret_cast<uintptr_t>(memory_.data_ptr());
   const uintptr_t begin = io::round_up(first, io::kBlockBytes);
   const auto bytes = static_cast<uintptr_t>(bytes_of(memory_));
-  const uintptr_t usable = first + bytes > begin ? first + bytes - begin : 0;
+  // Several writers cut the file at the same places, so the capacity must not depend on where the memory of one begins.
+  const uintptr_t skipped = share_.writers > 1 ? io::kBlockBytes - 1 : begin - first;
+  const uintptr_t usable = bytes > skipped ? bytes - skipped : 0;
   const uint64_t halves = share_.two_halves ? 2 : 1;
   capacity_ = usable / halves / io::kBlockBytes * io::kBlockBytes;
   if (capacity_ == 0) {
     fail(ErrorKind::kValue, "pinned_tensor of a file writer has at least ", (halves + 1) * io::kBlockBytes, " bytes (",
-         halves * io::kBlockBytes, " where it begins at a page), got ", bytes);
+         halves * io::kBlockBytes, " where one writer has memory that begins at a page), got ", bytes);
   }
   for (uint64_t i = 0; i < halves; ++i) halves_[i].memory = reinterpret_cast<char*>(begin + i * capacity_);  // NOLINT
   if (share_.writers == 1) {

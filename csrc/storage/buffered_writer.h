@@ -13,6 +13,7 @@ namespace ds::storage {
 struct WriterShare {
   bool two_halves = true;
   // Several writers are given the same bytes, and each writes every `writers`-th half of the memory to the same file.
+  // The memory of all is of one size.
   int writers = 1;
   int rank = 0;
 };

@@ -218,7 +218,11 @@ TEST_F(TensorFiles, SeveralWritersMakeOneFile) {
   for (const int writers : {2, 3}) {
     uint64_t written = 0;
     for (int rank = 0; rank < writers; ++rank) {
-      BufferedWriter writer(handle(), path("x"), at::empty({65536}, at::kByte), {true, writers, rank});
+      // at a page, or one byte after it: the memory of each writer lies elsewhere
+      const at::Tensor all = at::empty({65536 + 2 * 4096}, at::kByte);
+      const auto address = reinterpret_cast<uintptr_t>(all.data_ptr());
+      const auto page = static_cast<int64_t>((4096 - address % 4096) % 4096);
+      BufferedWriter writer(handle(), path("x"), all.narrow(0, page + rank % 2, 65536), {true, writers, rank});
       writer.write(wanted.data(), wanted.size());
       EXPECT_EQ(writer.close(), wanted.size());
       EXPECT_LT(writer.written(), wanted.size() * 2 / 3);
