@@ -9,8 +9,10 @@ import torch
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.comm import carriers
 from engine_models import config, make_net, train_engine
 from harness import RankError, run_ranks
+from moe_models import batch, moe_net
 
 HOSTS = "abab"
 
@@ -59,6 +61,39 @@ def test_calls_of_a_script_go_over_gloo_between_hosts_and_through_memory_inside(
     found = run_ranks(4, by_hand, fresh=True)
     assert [values for values, _ in found] == [[10.0, 4.0], [10.0, 6.0]] * 2
     assert [transports for _, transports in found] == [["gloo", "shm"]] * 4
+
+
+def experts_over(hosts, rank, drop, memory="1"):
+    """One forward and backward of a layer whose four ranks are on these hosts: what comes of it, and what has carried
+    its exchanges."""
+    os.environ.update(DS_HOST_ID=hosts[rank], DS_SHM_COLLECTIVES=memory)
+    group = dist.new_group(range(4))
+    net = moe_net(rank, 8, 4, 2, drop, True)
+    net.layer.deepspeed_moe.overlap_chunks = 2
+    net.layer.deepspeed_moe._set_ep_group(group)
+    x = batch(1, rank, 3 + 5 * rank).requires_grad_()
+    out, _, _ = net.layer(x)
+    out.square().sum().backward()
+    mine = [f for f in dist.flight_record() if f["group"] == carriers._name_of(group) and f["op"] == "all_to_all"]
+    carried = [sum(f["transport"] == name for f in mine) for name in ("gloo", "shm")]
+    dist.destroy_process_group(group)
+    return [out.detach(), x.grad, *(p.grad for p in net.layer.deepspeed_moe.experts.parameters())], carried
+
+
+def experts_everywhere(rank, world):
+    for drop in (False, True):
+        wanted, (_, calls) = experts_over("aaaa", rank, drop)
+        for hosts, memory in (("aabb", "1"), ("abab", "1"), ("abca", "1"), ("abcd", "1"), ("abab", "0")):
+            got, (gloo, shm) = experts_over(hosts, rank, drop, memory)
+            assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), hosts
+            # By hosts: on each the counts, what goes to its leader, what stays, and what comes from the leader.
+            by_hosts = hosts != "abcd" and memory == "1"
+            assert (gloo, shm) == (calls, 4 * calls if by_hosts else 0), (hosts, calls)
+    return calls  # of the last, with dropping
+
+
+def test_rows_of_experts_go_by_hosts_with_the_same_bits():
+    assert run_ranks(4, experts_everywhere, init=True) == [8] * 4  # two parts of rows, to and fro, and their gradients
 
 
 def a_rank_of_another_host_dies(rank, world, folder):
