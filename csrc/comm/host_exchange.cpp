@@ -83,7 +83,7 @@ void HostExchange::gather_counts(ShmGroup& group) {
     counts_.resize(mine.size() * static_cast<size_t>(group.size()));
   }
   group.all_to_all(rows_at(counts_.data(), from, sizeof(int64_t)), from, rows_at(mine.data(), to, sizeof(int64_t)), to,
-                   at::kLong, tag_);
+                   at::kLong, "how much each rank gives and takes");
 }
 
 void HostExchange::collect(ShmGroup& group) {

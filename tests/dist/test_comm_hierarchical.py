@@ -121,3 +121,40 @@ def test_a_death_on_one_host_ends_the_others(tmp_path):
     for rank in (0, 2):
         assert "the leader of this host could not finish with those of the other hosts" in texts[rank][1]
     assert all(float(seconds) < 5 for seconds, _ in texts.values())
+
+
+def an_exchange_without_rank_3(rank, world, folder, what):
+    os.environ.update(DS_HOST_ID="aabb"[rank], DS_COMM_TIMEOUT_S="20", DS_COMM_TRACE_DIR=folder)
+    dist.init_distributed(dist_backend="gloo", verbose=False)
+    mine, text = torch.arange(4.0) + rank, "fine"
+    theirs = torch.zeros(4)
+    dist.all_to_all_single(theirs, mine)
+    assert theirs.tolist() == [rank + other for other in range(4)]
+    if rank == 3 and what == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        if rank == 3:
+            dist.all_reduce(mine)
+        else:
+            dist.all_to_all_single(theirs, mine, async_op=True).wait()
+    except RuntimeError as error:
+        text = str(error)
+    with open(os.path.join(folder, str(rank)), "w", encoding="utf-8") as file:
+        file.write(text)
+    others = [other for other in range(1, world) if other != 3 or what != "dies"]
+    until = time.monotonic() + 20
+    while rank == 0 and time.monotonic() < until:  # the job's store, by which the others hear, ends with this process
+        if all(os.path.exists(os.path.join(folder, str(other))) for other in others):
+            break
+        time.sleep(0.05)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("what", ["dies", "does something else"])
+def test_a_rank_that_does_not_come_to_an_exchange_between_hosts_is_named(tmp_path, what):
+    with pytest.raises(RankError):
+        run_ranks(4, an_exchange_without_rank_3, str(tmp_path), what, fresh=True)
+    wanted = "rank 3 of the job, process" if what == "dies" else "rank 3 all_reduce(4 x float32, sum)"
+    for rank in range(3):
+        text = (tmp_path / str(rank)).read_text(encoding="utf-8")
+        assert wanted in text and "all_to_all(4 x float32)" in text, text
