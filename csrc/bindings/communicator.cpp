@@ -66,6 +66,7 @@ comm::CommunicatorPtr opened(const py::object& group, bool shared, std::chrono::
   py::gil_scoped_release unlocked;
   const comm::GroupFacts facts = given.value_or(comm::GroupFacts{"", -1, nullptr, nullptr, without_lock});
   if (nccl) made = comm::nccl_communicator(nccl->pointer(), std::move(made));
+  if (scripts && shared) made = comm::exchanges_by_hosts(std::move(made), timeout, facts);
   if (store && made->size() > 1) {
     auto board = std::make_shared<comm::StoreBoard>(*store, made->rank(), made->size(), timeout, made->name(), facts);
     if (facts.store_watch) facts.store_watch->add(board);

@@ -40,6 +40,8 @@ class StridedParts {
   // all. No two elements of `take` share memory, with each other or with an element of `give`.
   StridedParts(Views give, Views take);
 
+  const Views& give() const { return give_; }
+  const Views& take() const { return take_; }
   const std::vector<int64_t>& give_counts() const { return give_counts_; }
   const std::vector<int64_t>& take_counts() const { return take_counts_; }
   const at::Tensor& some() const { return some_; }  // for dtype and device

@@ -275,6 +275,45 @@ def test_what_a_router_records_is_asked_of_it():
     torch.testing.assert_close(model(batch(0, 0)), before)
 
 
+class OfTwo(TopKRouter):
+    """What its owner asks with one more argument."""
+
+    def forward(self, x, tokens):
+        return super().forward(x)
+
+
+class OfRows(TopKRouter):
+    """Of [tokens, width] alone."""
+
+    def forward(self, x):
+        tokens, width = x.shape
+        return super().forward(x.view(tokens, width))
+
+
+class Broken(TopKRouter):
+    def forward(self, x):
+        return self.no_such_part(x)
+
+
+@pytest.mark.parametrize("kind, error", [(OfTwo, "TypeError"), (OfRows, "ValueError"), (Broken, None)])
+def test_a_router_that_cannot_be_asked_is_named(kind, error, caplog, monkeypatch):
+    model = model_of("qwen3_moe")
+    for layer in model.model.layers:
+        layer.mlp.gate.__class__ = kind
+    auto = AutoEP(model, AutoEPConfig(enabled=True))
+    specs = auto.ep_parser()
+    monkeypatch.setattr("deepspeed.log.logger.propagate", True)
+    if error is None:  # a mistake of its own is nobody's secret
+        with pytest.raises(AttributeError, match="no_such_part"):
+            auto.replace_moe_layers(specs, 1, 0)
+        return
+    made = auto.replace_moe_layers(specs, 1, 0)
+    assert {one.spec.router_logits_capture_mode for one in made.values()} == {specs[0].router_logits_capture_mode}
+    told = [r.getMessage() for r in caplog.records if "cannot be asked" in r.getMessage()]
+    assert len(told) == 1  # of two layers
+    assert f"'model.layers.0.mlp': its router {kind.__name__}" in told[0] and f"({error}: " in told[0]
+
+
 def test_names_and_patterns_of_ones_own():
     class Odd(nn.Module):
         def __init__(self):

@@ -9,8 +9,10 @@ import torch
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.comm import carriers
 from engine_models import config, make_net, train_engine
 from harness import RankError, run_ranks
+from moe_models import batch, moe_net
 
 HOSTS = "abab"
 
@@ -61,6 +63,39 @@ def test_calls_of_a_script_go_over_gloo_between_hosts_and_through_memory_inside(
     assert [transports for _, transports in found] == [["gloo", "shm"]] * 4
 
 
+def experts_over(hosts, rank, drop, memory="1"):
+    """One forward and backward of a layer whose four ranks are on these hosts: what comes of it, and what has carried
+    its exchanges."""
+    os.environ.update(DS_HOST_ID=hosts[rank], DS_SHM_COLLECTIVES=memory)
+    group = dist.new_group(range(4))
+    net = moe_net(rank, 8, 4, 2, drop, True)
+    net.layer.deepspeed_moe.overlap_chunks = 2
+    net.layer.deepspeed_moe._set_ep_group(group)
+    x = batch(1, rank, 3 + 5 * rank).requires_grad_()
+    out, _, _ = net.layer(x)
+    out.square().sum().backward()
+    mine = [f for f in dist.flight_record() if f["group"] == carriers._name_of(group) and f["op"] == "all_to_all"]
+    carried = [sum(f["transport"] == name for f in mine) for name in ("gloo", "shm")]
+    dist.destroy_process_group(group)
+    return [out.detach(), x.grad, *(p.grad for p in net.layer.deepspeed_moe.experts.parameters())], carried
+
+
+def experts_everywhere(rank, world):
+    for drop in (False, True):
+        wanted, (_, calls) = experts_over("aaaa", rank, drop)
+        for hosts, memory in (("aabb", "1"), ("abab", "1"), ("abca", "1"), ("abcd", "1"), ("abab", "0")):
+            got, (gloo, shm) = experts_over(hosts, rank, drop, memory)
+            assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)), hosts
+            # By hosts: on each the counts, what goes to its leader, what stays, and what comes from the leader.
+            by_hosts = hosts != "abcd" and memory == "1"
+            assert (gloo, shm) == (calls, 4 * calls if by_hosts else 0), (hosts, calls)
+    return calls  # of the last, with dropping
+
+
+def test_rows_of_experts_go_by_hosts_with_the_same_bits():
+    assert run_ranks(4, experts_everywhere, init=True) == [8] * 4  # two parts of rows, to and fro, and their gradients
+
+
 def a_rank_of_another_host_dies(rank, world, folder):
     os.environ.update(DS_HOST_ID=HOSTS[rank], DS_COMM_TIMEOUT_S="10", DS_COMM_TRACE_DIR=folder)
     engine = deepspeed.initialize(model=make_net(), config=config(world, 1, zero_optimization={"stage": 2}))[0]
@@ -86,3 +121,40 @@ def test_a_death_on_one_host_ends_the_others(tmp_path):
     for rank in (0, 2):
         assert "the leader of this host could not finish with those of the other hosts" in texts[rank][1]
     assert all(float(seconds) < 5 for seconds, _ in texts.values())
+
+
+def an_exchange_without_rank_3(rank, world, folder, what):
+    os.environ.update(DS_HOST_ID="aabb"[rank], DS_COMM_TIMEOUT_S="20", DS_COMM_TRACE_DIR=folder)
+    dist.init_distributed(dist_backend="gloo", verbose=False)
+    mine, text = torch.arange(4.0) + rank, "fine"
+    theirs = torch.zeros(4)
+    dist.all_to_all_single(theirs, mine)
+    assert theirs.tolist() == [rank + other for other in range(4)]
+    if rank == 3 and what == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        if rank == 3:
+            dist.all_reduce(mine)
+        else:
+            dist.all_to_all_single(theirs, mine, async_op=True).wait()
+    except RuntimeError as error:
+        text = str(error)
+    with open(os.path.join(folder, str(rank)), "w", encoding="utf-8") as file:
+        file.write(text)
+    others = [other for other in range(1, world) if other != 3 or what != "dies"]
+    until = time.monotonic() + 20
+    while rank == 0 and time.monotonic() < until:  # the job's store, by which the others hear, ends with this process
+        if all(os.path.exists(os.path.join(folder, str(other))) for other in others):
+            break
+        time.sleep(0.05)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("what", ["dies", "does something else"])
+def test_a_rank_that_does_not_come_to_an_exchange_between_hosts_is_named(tmp_path, what):
+    with pytest.raises(RankError):
+        run_ranks(4, an_exchange_without_rank_3, str(tmp_path), what, fresh=True)
+    wanted = "rank 3 of the job, process" if what == "dies" else "rank 3 all_reduce(4 x float32, sum)"
+    for rank in range(3):
+        text = (tmp_path / str(rank)).read_text(encoding="utf-8")
+        assert wanted in text and "all_to_all(4 x float32)" in text, text

@@ -104,6 +104,8 @@ def stacked_body(rank, world, folder):
         other.load_moe_state_dict(folder, "one", found, False, model=other.module, autoep_layers=[about])
     with pytest.raises(ValueError, match="pass model=, whose layers"):
         DeepSpeedEngine.load_moe_state_dict(folder, "one", found, False)
+    with pytest.raises(ValueError, match="autoep_layers= is compared with .* pass model=, or leave autoep_layers= out"):
+        DeepSpeedEngine.load_moe_state_dict(folder, "one", found, True, num_experts=EXPERTS, autoep_layers=[about])
     return True
 
 

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "base/error.h"
+#include "comm/host_exchange.h"
 #include "comm/hosts.h"
 #include "comm/process_peer_memory.h"
 #include "comm/shm_work.h"
@@ -31,16 +32,21 @@ struct Tree {
   }
 };
 
-// What a leader calls, told to the other leaders while its host is at work.
+// What a leader calls, told to the other leaders while its host is at work, with two numbers for each host.
 class FingerprintExchange {
  public:
-  FingerprintExchange(const Tree& tree, const Record& call) : tree_(tree) {
-    if (!tree.leaders) return;
-    const auto bytes = static_cast<int64_t>(sizeof(Record));
-    all_ = at::zeros({tree.leaders->size(), bytes}, at::TensorOptions().dtype(at::kByte));
-    const at::Tensor mine = all_.select(0, tree.leaders->rank());
-    std::memcpy(mine.data_ptr(), static_cast<const void*>(&call), sizeof(call));
-    work_ = tree.leaders->all_gather(mine, all_);
+  FingerprintExchange(const Tree& tree, const Record& call) : tree_(tree), call_(call) {}
+
+  void begin(const std::vector<int64_t>& numbers = {}) {
+    if (!tree_.leaders) return;
+    const auto bytes = static_cast<int64_t>(sizeof(Record) + 2 * tree_.hosts.ranks.size() * sizeof(int64_t));
+    all_ = at::zeros({tree_.leaders->size(), bytes}, at::TensorOptions().dtype(at::kByte));
+    const at::Tensor mine = all_.select(0, tree_.leaders->rank());
+    std::memcpy(mine.data_ptr(), static_cast<const void*>(&call_), sizeof(call_));
+    if (!numbers.empty())
+      std::memcpy(static_cast<char*>(mine.data_ptr()) + sizeof(Record), numbers.data(),
+                  numbers.size() * sizeof(int64_t));
+    work_ = tree_.leaders->all_gather(mine, all_);
   }
   void compare(ShmGroup& group) {
     tree_.between_hosts(group, [&](Communicator& leaders) {
@@ -57,9 +63,20 @@ class FingerprintExchange {
       }
     });
   }
+  // Once compared: those of all hosts. A leader's.
+  std::vector<std::vector<int64_t>> numbers() const {
+    std::vector<std::vector<int64_t>> all;
+    for (int64_t host = 0; host < all_.size(0); ++host) {
+      all.emplace_back(2 * tree_.hosts.ranks.size());
+      std::memcpy(all.back().data(), static_cast<const char*>(all_.select(0, host).data_ptr()) + sizeof(Record),
+                  all.back().size() * sizeof(int64_t));
+    }
+    return all;
+  }
 
  private:
   const Tree& tree_;
+  const Record call_;
   at::Tensor all_;
   WorkPtr work_;
 };
@@ -72,18 +89,20 @@ bool narrow(const at::Tensor& tensor) {
 
 class HierarchicalCommunicator : public Communicator {
  public:
-  HierarchicalCommunicator(CommunicatorPtr inner, std::unique_ptr<ShmGroup> group, Tree tree)
+  HierarchicalCommunicator(CommunicatorPtr inner, std::unique_ptr<ShmGroup> group, Tree tree, ByHosts what)
       : inner_(std::move(inner)),
         queue_(std::make_shared<ShmQueue>(std::move(group))),
         tree_(std::make_shared<Tree>(std::move(tree))),
+        memory_(std::make_shared<LeaderMemory>()),
+        what_(what),
         background_(has_spare_cores(inner_->size())) {}
 
   int rank() const override { return inner_->rank(); }
   int size() const override { return inner_->size(); }
-  std::string name() const override { return "hierarchical"; }
+  std::string name() const override { return what_ == ByHosts::kAll ? "hierarchical" : inner_->name(); }
   bool carries(const Op&) const override { return true; }  // what leaders cannot speed up goes as it would without them
   WorkPtr run_all(const std::vector<Op>& ops) override {
-    if (!background_) queue_->drain();
+    if (!background_ && what_ == ByHosts::kAll) queue_->drain();
     return inner_->run_all(ops);
   }
   PeerMemoryPtr peer_memory(int64_t) override { return nullptr; }
@@ -91,11 +110,18 @@ class HierarchicalCommunicator : public Communicator {
     if (tree_->leaders) tree_->leaders->leave();
     inner_->leave();
   }
+  void abort(const std::string& why) noexcept override {
+    queue_->group().channel().stop(why);
+    if (tree_->leaders) tree_->leaders->abort(why);
+    inner_->abort(why);
+  }
 
  protected:
   bool carries_parts() const override { return true; }
   WorkPtr start(const Op& op) override {
     const bool even = op.in_counts.empty() && op.out_counts.empty();
+    if (op.verb == Verb::kAllToAll && op.own().device().is_cpu()) return all_to_all(op);
+    if (what_ == ByHosts::kExchanges) return inner_->run(op);
     if (op.verb == Verb::kBarrier) return barriers();
     if (op.own().device().is_cpu() && even && op.reduce != ReduceOp::kAvg) {
       if (op.verb == Verb::kAllReduce) return all_reduce(op);
@@ -179,6 +205,25 @@ class HierarchicalCommunicator : public Communicator {
         });
   }
 
+  WorkPtr all_to_all(const Op& op) {
+    const Record header = record_of(op);
+    return submit(op.detached || background_, [op, header, memory = memory_](ShmGroup& group, const Tree& tree) {
+      HostExchange exchange(op, tree.hosts, *memory);
+      FingerprintExchange fingerprints(tree, header);
+      exchange.collect(group);
+      tree.between_hosts(group, [&](Communicator&) { fingerprints.begin(exchange.totals()); });
+      fingerprints.compare(group);
+      WorkPtr crossing;
+      tree.between_hosts(group, [&](Communicator& leaders) {
+        exchange.check(fingerprints.numbers());
+        crossing = exchange.cross(leaders);
+      });
+      exchange.inside(group);
+      tree.between_hosts(group, [&](Communicator&) { crossing->wait(); });
+      exchange.deliver(group);
+    });
+  }
+
   // Hosts may have different numbers of ranks: leaders send blocks as long as the longest.
   static int64_t most_ranks(const Hosts& hosts) {
     size_t most = 0;
@@ -213,20 +258,29 @@ class HierarchicalCommunicator : public Communicator {
   }
 
   WorkPtr submit(const Record& header, Body body) {
-    return std::make_shared<ShmWork>(queue_, queue_->submit(
-                                                 [tree = tree_, header, body = std::move(body)](ShmGroup& group) {
-                                                   // The other leaders may stand in what failed here, and take
-                                                   // fingerprints for its data.
-                                                   group.channel().refuse_if_failed();
-                                                   FingerprintExchange fingerprints(*tree, header);
-                                                   body(group, *tree, fingerprints);
-                                                 },
-                                                 background_ ? ShmQueue::Start::kSoon : ShmQueue::Start::kByWaiting));
+    return submit(background_, [header, body = std::move(body)](ShmGroup& group, const Tree& tree) {
+      FingerprintExchange fingerprints(tree, header);
+      fingerprints.begin();
+      body(group, tree, fingerprints);
+    });
+  }
+
+  WorkPtr submit(bool soon, std::function<void(ShmGroup&, const Tree&)> run) {
+    const auto task = queue_->submit(
+        [tree = tree_, run = std::move(run)](ShmGroup& group) {
+          // The other leaders may stand in what failed here, and take fingerprints for its data.
+          group.channel().refuse_if_failed();
+          run(group, *tree);
+        },
+        soon ? ShmQueue::Start::kSoon : ShmQueue::Start::kByWaiting);
+    return std::make_shared<ShmWork>(queue_, task);
   }
 
   CommunicatorPtr inner_;
   std::shared_ptr<ShmQueue> queue_;
   std::shared_ptr<Tree> tree_;
+  std::shared_ptr<LeaderMemory> memory_;
+  const ByHosts what_;
   const bool background_;
 };
 
@@ -240,7 +294,7 @@ std::vector<int64_t> hosts_of_all(Communicator& inner, int64_t host) {
 }
 
 CommunicatorPtr hierarchical_communicator(const CommunicatorPtr& inner, std::chrono::milliseconds timeout,
-                                          const GroupFacts& facts, int64_t host) {
+                                          const GroupFacts& facts, int64_t host, ByHosts what) {
   Tree tree;
   tree.hosts = group_by_host(hosts_of_all(inner->bare(), host), inner->rank());
   const auto& here = tree.hosts.ranks[tree.hosts.mine];
@@ -258,7 +312,7 @@ CommunicatorPtr hierarchical_communicator(const CommunicatorPtr& inner, std::chr
   };
   auto group = ShmGroup::create(tree.hosts.local, static_cast<int>(here.size()), rendezvous, timeout, facts);
   if (!group) return nullptr;
-  return std::make_shared<HierarchicalCommunicator>(inner, std::move(group), std::move(tree));
+  return std::make_shared<HierarchicalCommunicator>(inner, std::move(group), std::move(tree), what);
 }
 
 }  // namespace ds::comm

@@ -5,7 +5,8 @@
 // The lowest rank of a host leads it. A reduction is formed inside each host in rank order, then between the leaders in
 // the order of their hosts, in fp32 where the elements are 16-bit floats, and rounded once: the same bits on every
 // rank. Before leaders exchange data they compare what they call, while their hosts are busy with their own part: two
-// hosts that are at different collectives stop with a message instead of mixing them up.
+// hosts that are at different collectives stop with a message instead of mixing them up. Of an all_to_all, even or
+// uneven, one message with rows goes from each host to each other one (host_exchange.h), and the same bits arrive.
 #pragma once
 #include <chrono>
 
@@ -14,11 +15,15 @@
 
 namespace ds::comm {
 
+// What goes by hosts: all that leaders can speed up, or all_to_all alone, for calls of a script: these end at any time,
+// each by itself, and a script's reductions are those of `inner`. Such a communicator has the name of `inner`.
+enum class ByHosts { kAll, kExchanges };
+
 // Collective over `inner`. `host`: where this rank is, see host_id(). Null on all ranks where all are on one host or
 // each is on its own, where some host has no shared memory for its ranks, or where `inner` has no groups of
 // leaders.
 CommunicatorPtr hierarchical_communicator(const CommunicatorPtr& inner, std::chrono::milliseconds timeout,
-                                          const GroupFacts& facts, int64_t host);
+                                          const GroupFacts& facts, int64_t host, ByHosts what = ByHosts::kAll);
 
 // host_id() of every rank, by rank. Collective.
 std::vector<int64_t> hosts_of_all(Communicator& group, int64_t host);

@@ -131,4 +131,10 @@ CommunicatorPtr one_host_communicator(CommunicatorPtr inner, std::chrono::millis
   return in_shared_memory(std::move(inner), timeout, facts);
 }
 
+CommunicatorPtr exchanges_by_hosts(CommunicatorPtr inner, std::chrono::milliseconds timeout, const GroupFacts& facts) {
+  if (unwanted(*inner)) return inner;
+  const auto made = hierarchical_communicator(inner, timeout, facts, host_id(), ByHosts::kExchanges);
+  return made ? made : inner;
+}
+
 }  // namespace ds::comm

@@ -157,7 +157,7 @@ class Checkpoints:
         old_moe_load: files are ``expert_E_mp_rank_RR_model_states.pt``; no model is needed, but ``num_experts`` (all,
         or a list of them, whose largest counts). mpu: says which model-parallel rank's files; ``checkpoint_mp_rank``
         goes before it. checkpoint_engine: its ``load`` reads files. autoep_layers: ``ds_autoep_layers`` of the model
-        file: the numbers of experts are compared. folding_spec: None, or one without tensor parallelism.
+        file: the numbers of experts are compared with those of ``model``. folding_spec: None, or one without tensor parallelism.
         """
         if getattr(folding_spec, "tp_size", 1) > 1:
             raise NotImplementedError(
@@ -168,6 +168,11 @@ class Checkpoints:
         folder = os.path.join(checkpoint_path, tag)
         if model is None and not old_moe_load:
             raise ValueError("load_moe_state_dict: pass model=, whose layers say which experts this rank has")
+        if model is None and autoep_layers:
+            raise ValueError(
+                "load_moe_state_dict: autoep_layers= is compared with the layers of a model, and there is none: pass "
+                "model=, or leave autoep_layers= out"
+            )
         for about in (autoep_layers.values() if isinstance(autoep_layers, dict) else autoep_layers) or ():
             layer = model.get_submodule(about["module_path"])
             if layer.num_experts != about["num_experts"]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.log import warning_once
 from deepspeed.module_inject.auto_ep_presets.registry import get_preset_adapter
 from deepspeed.moe.ep_experts import GroupedExperts
 from deepspeed.moe.ep_repack import repack_expert_weights, source_weights
@@ -148,7 +149,13 @@ class AutoEPMoELayer(torch.nn.Module):
         token = torch.linspace(-1, 1, spec.hidden_size).to(source.weight).view(1, 1, -1)
         try:
             given = source(token)
-        except Exception:  # it takes something else: nobody of transformers records it
+        except (TypeError, ValueError, RuntimeError) as e:  # other arguments, other shapes: none of transformers' own
+            warning_once(
+                f"MoE layer '{self.layer_name}': its router {type(source).__name__} cannot be asked with one tensor "
+                f"[1, 1, {spec.hidden_size}] what it calls its logits ({type(e).__name__}: {e}); where they are "
+                f"recorded, they are taken for {usual!r}, the preset's router_logits_capture_mode",
+                key=f"router of {type(source).__name__}",
+            )
             return usual
         given = given[spec.router_logits_capture_index] if isinstance(given, tuple) else given
         logits = self.router.route(token.view(1, -1), self.expert_bias).logits
