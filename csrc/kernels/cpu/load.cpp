@@ -5,6 +5,7 @@
 #include <cstring>
 #include <string>
 
+#include "kernels/attention.h"
 #include "kernels/routes.h"
 #include "kernels/table.h"
 
@@ -14,6 +15,7 @@ namespace {
 struct Loaded {
   const KernelTable* (*get)(uint32_t) = nullptr;
   const RouteKernels* (*routes)(uint32_t) = nullptr;
+  const AttentionKernels* (*attention)(uint32_t) = nullptr;
   std::string error;
 
   Loaded() {
@@ -35,6 +37,7 @@ struct Loaded {
     }
     get = reinterpret_cast<const KernelTable* (*)(uint32_t)>(dlsym(library, "ds_cuda_kernels"));
     routes = reinterpret_cast<const RouteKernels* (*)(uint32_t)>(dlsym(library, "ds_cuda_route_kernels"));
+    attention = reinterpret_cast<const AttentionKernels* (*)(uint32_t)>(dlsym(library, "ds_cuda_attention_kernels"));
     if (get == nullptr) error = path + " is no kernel library: it has no ds_cuda_kernels.";
   }
 };
@@ -62,6 +65,15 @@ const RouteKernels* ds_route_kernels(uint32_t abi, const char* device) {
   }
   if (std::strcmp(device, "cuda") != 0) return nullptr;
   return cuda().routes != nullptr ? cuda().routes(abi) : nullptr;
+}
+
+const AttentionKernels* ds_attention_kernels(uint32_t abi, const char* device) {
+  if (std::strcmp(device, "cpu") == 0) {
+    const KernelTable* chosen = ds_cpu_kernels(kKernelAbi);
+    return chosen != nullptr ? ds_cpu_attention_kernels_isa(abi, chosen->isa) : nullptr;
+  }
+  if (std::strcmp(device, "cuda") != 0) return nullptr;
+  return cuda().attention != nullptr ? cuda().attention(abi) : nullptr;
 }
 
 const char* ds_kernels_error(uint32_t abi, const char* device) {

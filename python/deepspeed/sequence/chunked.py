@@ -23,7 +23,7 @@ def attend_to_chunks(rows, store, index, causal, looks=None):
         rows.see(key, value, causal and seen == index, (index, seen), looks and looks(index, seen))
 
 
-def chunk_gradients(store, index, scale, causal, dropped=None, last=None, looks=None):
+def chunk_gradients(store, index, scale, causal, dropped=None, last=None, looks=None, soft_cap=0.0):
     """Of the queries, keys and values of chunk ``index`` where those of later chunks are done. Not causal: of the
     queries, and those of all keys up to ``last`` have grown."""
     query, grad = store.take("query", index), store.take("grad", index)
@@ -33,8 +33,9 @@ def chunk_gradients(store, index, scale, causal, dropped=None, last=None, looks=
         key, value = store.get("key", seen), store.get("value", seen)
         store.ahead(_KEYS, seen + 1)
         diagonal = causal and seen == index
+        may = looks and looks(index, seen)
         found = block_gradients(
-            query, key, value, grad, row_sum, lse, scale, diagonal, dropped, (index, seen), looks and looks(index, seen)
+            query, key, value, grad, row_sum, lse, scale, diagonal, dropped, (index, seen), may, soft_cap
         )
         whole = found[0] if whole is None else whole + found[0]
         store.add("key gradient", seen, found[1])
@@ -48,7 +49,7 @@ def chunk_gradients(store, index, scale, causal, dropped=None, last=None, looks=
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, chunk, causal, scale, offload, looks):
+    def forward(ctx, query, key, value, chunk, causal, scale, offload, looks, soft_cap):
         sizes = tile_sizes(query.shape[TOKENS], -(-query.shape[TOKENS] // chunk))
         ctx.looks = looks = None if looks is None else _of_chunks(looks, sizes)
         store = Store(query.device, offload)
@@ -58,13 +59,13 @@ class _Chunked(torch.autograd.Function):
         output = torch.empty_like(query)
         parts = output.split(sizes, TOKENS)
         for index, part in enumerate(query.split(sizes, TOKENS)):
-            rows = Rows(part, key.shape[1], scale)
+            rows = Rows(part, key.shape[1], scale, soft_cap=soft_cap)
             attend_to_chunks(rows, store, index, causal, looks)
             result, lse = rows.result()
             parts[index].copy_(result)
             store.put("query", index, part)
             store.put("lse", index, lse)
-        ctx.store, ctx.sizes, ctx.causal, ctx.scale = store, sizes, causal, scale
+        ctx.store, ctx.sizes, ctx.causal, ctx.scale, ctx.soft_cap = store, sizes, causal, scale, soft_cap
         ctx.shapes = query.shape, key.shape, value.shape
         ctx.save_for_backward(output)
         return output
@@ -80,14 +81,15 @@ class _Chunked(torch.autograd.Function):
             store.put("grad", index, own)
             store.put("row sum", index, (own.to(wide) * result.to(wide)).sum(-1, keepdim=True))
         for index in reversed(range(count)):  # the last queries have seen all keys
-            found = chunk_gradients(store, index, ctx.scale, causal, last=count - 1, looks=ctx.looks)
+            rules = {"last": count - 1, "looks": ctx.looks, "soft_cap": ctx.soft_cap}
+            found = chunk_gradients(store, index, ctx.scale, causal, **rules)
             for place, one in zip(places, found):
                 place[index].copy_(one)
         for index in range(count) if not causal else ():
             places[1][index].copy_(store.take("key gradient", index))
             places[2][index].copy_(store.take("value gradient", index))
         store.kept.clear()
-        return (*grads, None, None, None, None, None)
+        return (*grads, *[None] * 6)
 
 
 def _of_chunks(looks, sizes):
@@ -96,14 +98,17 @@ def _of_chunks(looks, sizes):
     return lambda query, key: looks(spans[query], spans[key])
 
 
-def chunked_attention(query, key, value, chunk, causal=True, scale=None, offload=False, looks=None):
+def chunked_attention(query, key, value, chunk, causal=True, scale=None, offload=False, looks=None, soft_cap=0.0):
     """Attention of ``[batch, heads, tokens, size]``, ``chunk`` tokens at a time; key/value heads may be fewer.
 
     ``offload``: where queries, keys and values wait for backward. False: here; True: in host memory; a text: in files
     in that folder. One backward runs, since it takes what waits. ``looks(queries, keys)``, of two runs of tokens
     ``(start, stop)``: where a query may look beside being causal, ``[batch or 1, 1, queries, keys]``, or None.
+    ``soft_cap``: scores become ``soft_cap * tanh(score / soft_cap)``; 0: they stay as they are.
     """
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}: attention is computed for 1 token or more at a time")
+    if not 0 <= soft_cap < float("inf"):
+        raise ValueError(f"soft_cap is {soft_cap}: scores are capped by a positive number, or by none (0)")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return _Chunked.apply(query, key, value, chunk, causal, scale, offload, looks)
+    return _Chunked.apply(query, key, value, chunk, causal, scale, offload, looks, float(soft_cap))

@@ -120,7 +120,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
             seen = module if getattr(module, "num_key_value_groups", repeats) == repeats else Seen(module, repeats)
             q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
             if self.chunk:
-                context = self._by_chunks(q, k, v, causal, kwargs.get("scaling"), mask)
+                context = self._by_chunks(q, k, v, causal, kwargs, mask)
             else:
                 context = self.attn(seen, q, k, v, mask, *args, **kwargs)[0]
         return exchange.to_sequence([context], [plan.query_ranges], self.process_group, 0)[0], None
@@ -128,6 +128,8 @@ class UlyssesSPAttentionHF(torch.nn.Module):
     def _not_by_blocks(self, module, args, kwargs):
         """None where blocks of keys, one after the other, give what ``attn`` does; else what is in the way."""
         odd = [name for name in ("s_aux", "softcap", "position_bias") if kwargs.get(name) is not None]
+        if self.chunk and "softcap" in odd:
+            odd.remove("softcap")  # chunks have it
         if getattr(self.attn, "__name__", "") != "sdpa_attention_forward":
             return "only the attention sdpa is known to be computed by blocks: load the model with it"
         if module.training and kwargs.get("dropout", 0.0) > 0:
@@ -158,9 +160,10 @@ class UlyssesSPAttentionHF(torch.nn.Module):
             warning_once(f"tokens are exchanged for heads between hosts, since no ring can compute this: {odd}")
         return None
 
-    def _by_chunks(self, query, key, value, causal, scale, looks):
+    def _by_chunks(self, query, key, value, causal, kwargs, looks):
         """``[batch, sequence, heads, size]``."""
-        return chunked_attention(query, key, value, self.chunk, causal, scale, self.offload, looks).transpose(1, 2)
+        rules = (kwargs.get("scaling"), self.offload, looks, kwargs.get("softcap") or 0.0)
+        return chunked_attention(query, key, value, self.chunk, causal, *rules).transpose(1, 2)
 
     def _alone(self, module, query, key, value, attention_mask, *args, **kwargs):
         """A whole sequence."""
@@ -179,7 +182,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
                 return mask[:, :, slice(*queries), slice(*keys)]
 
         _refuse_blocks(odd)
-        return self._by_chunks(query, key, value, causal, kwargs.get("scaling"), looks), None
+        return self._by_chunks(query, key, value, causal, kwargs, looks), None
 
     def _takes_padding(self):
         return "flash" in getattr(self.attn, "__name__", "")

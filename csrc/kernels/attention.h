@@ -1,0 +1,79 @@
+// Attention of blocks, in a table of its own beside kernels/table.h, whose rules hold here, too: some queries see some
+// keys, and what they have seen is kept as the largest score of each row, the sum of exponentials and the sum of values
+// (Dao, "FlashAttention-2" (2023), algorithms 1 and 2). Scores are never in memory but for a tile of them.
+//
+// Statistics, state and gradients are fp32, fp64 for fp64 queries ("wide"), without gaps.
+#pragma once
+#include "kernels/launch.h"
+
+namespace ds::kernels {
+
+// [batch, heads, tokens, size]: the features of a token are neighbours, the rest lies so many elements apart.
+struct AttentionOperand {
+  const void* data;
+  int64_t batch, head, token;
+};
+
+struct AttentionShape {
+  DType dtype;  // of queries, keys, values and the gradient of the output
+  int64_t batch, heads, kv_heads, queries, keys, size, value_size;  // heads / kv_heads query heads in a row read one
+  float scale;                                                      // of scores
+  float soft_cap;  // scores are soft_cap * tanh(score / soft_cap); 0: as they are
+
+  // What query i may see of key j: all of what follows.
+  bool causal;     // j <= i + offset
+  int64_t offset;  // of the first query behind the first key
+  int64_t window;  // j > i + offset - window; 0: no window
+  // looks[b * looks_batch + i * looks_query + j] is not 0; null: any. looks_batch may be 0 (the same for all), and
+  // looks_query, too (a padding of keys).
+  const uint8_t* looks;
+  int64_t looks_batch, looks_query;
+};
+
+// What rows of queries have seen: largest and total [batch, heads, queries], sum [batch, heads, queries, value_size].
+// A row that has seen nothing has a largest score of -inf, and zeros.
+struct AttentionState {
+  void *largest, *total, *sum;
+};
+
+struct AttentionKernels {
+  uint32_t abi, size;
+
+  // The rows see a block. `fresh`: they have seen nothing, and the state need not be set. The result of attention is
+  // sum / total, and the lse of backward is largest + log(total).
+  void (*forward)(const Launch&, const AttentionShape&, const AttentionOperand& query, const AttentionOperand& key,
+                  const AttentionOperand& value, const AttentionState&, bool fresh);
+  // into: what the rows of both have seen. `wide`: kF32 or kF64.
+  void (*merge)(const Launch&, const AttentionState& into, const AttentionState& from, DType wide, size_t rows,
+                size_t value_size);
+  // Gradients from one block: of queries [batch, heads, queries, size], keys [batch, kv_heads, keys, size] and values
+  // [batch, kv_heads, keys, value_size], each written whole. lse and row_sum are wide, [batch, heads, queries];
+  // row_sum: of output * grad over the features. A row that has seen nothing may have any lse.
+  void (*backward)(const Launch&, const AttentionShape&, const AttentionOperand& query, const AttentionOperand& key,
+                   const AttentionOperand& value, const AttentionOperand& grad, const void* lse, const void* row_sum,
+                   void* for_query, void* for_key, void* for_value);
+};  // append only
+
+constexpr uint32_t kAttentionAbi = 1;
+
+// The keys [first, stop) of a block that query `row` may see by its place alone.
+struct KeyRun {
+  int64_t first, stop;
+};
+constexpr KeyRun keys_by_place(const AttentionShape& s, int64_t row) {
+  const int64_t own = row + s.offset;
+  const int64_t first = s.window > 0 && own - s.window + 1 > 0 ? own - s.window + 1 : 0;
+  const int64_t stop = s.causal && own + 1 < s.keys ? (own + 1 > 0 ? own + 1 : 0) : s.keys;
+  return {first, stop};
+}
+
+}  // namespace ds::kernels
+
+extern "C" {
+// As ds_kernels() and its family in kernels/table.h.
+__attribute__((visibility("default"))) const ds::kernels::AttentionKernels* ds_attention_kernels(uint32_t abi,
+                                                                                                 const char* device);
+__attribute__((visibility("default"))) const ds::kernels::AttentionKernels* ds_cpu_attention_kernels_isa(
+    uint32_t abi, const char* isa);
+__attribute__((visibility("default"))) const ds::kernels::AttentionKernels* ds_cuda_attention_kernels(uint32_t abi);
+}

@@ -1,0 +1,174 @@
+// What both directions of attention of blocks share: tiles of scores whose columns are queries, so that maxima, sums
+// and masks are vectors of queries, and whose rows are as the products want them (kernels/cpu/gemm-inl.h). A *panel* is
+// as many queries as two registers hold; a *group*, some panels for which keys and values are packed once.
+#ifndef DS_KERNELS_CPU_ATTENTION_TILES
+#define DS_KERNELS_CPU_ATTENTION_TILES
+#include <cmath>
+
+#include "kernels/attention.h"
+namespace ds::kernels::cpu {
+constexpr int64_t kKeyTile = 192;    // a multiple of every kTileRows
+constexpr int64_t kGroupRows = 256;  // queries, a multiple of every panel
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
+
+// Memory of one thread, handed out piece by piece; all pieces are of whole panels.
+class Floats {
+ public:
+  explicit Floats(float* at) : at_(at) {}
+  float* take(int64_t n) {
+    float* here = at_;
+    at_ += n;
+    return here;
+  }
+
+ private:
+  float* at_;
+};
+}  // namespace ds::kernels::cpu
+#endif
+
+#if defined(DS_KERNELS_CPU_ATTENTION_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef DS_KERNELS_CPU_ATTENTION_INL_H_
+#undef DS_KERNELS_CPU_ATTENTION_INL_H_
+#else
+#define DS_KERNELS_CPU_ATTENTION_INL_H_
+#endif
+
+#include "kernels/cpu/gemm-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace ds::kernels::HWY_NAMESPACE {
+
+inline int64_t panel_width() { return 2 * static_cast<int64_t>(hn::Lanes(hn::ScalableTag<float>())); }
+inline int64_t whole_rows(int64_t n) { return (n + kTileRows - 1) / kTileRows * kTileRows; }
+
+// exp(x) for x below 88; 0 below -87.3. A nan stays one. Cody and Waite's reduction, Cephes' polynomial.
+template <class D, class V = hn::Vec<D>>
+HWY_INLINE V exp_of(D d, V x) {
+  const hn::RebindToSigned<D> whole;
+  const V n = hn::Round(hn::Mul(x, hn::Set(d, 1.44269504088896341f)));
+  const V r = hn::MulAdd(n, hn::Set(d, 2.12194440e-4f), hn::MulAdd(n, hn::Set(d, -0.693359375f), x));
+  V p = hn::MulAdd(hn::Set(d, 1.9875691500e-4f), r, hn::Set(d, 1.3981999507e-3f));
+  p = hn::MulAdd(p, r, hn::Set(d, 8.3334519073e-3f));
+  p = hn::MulAdd(p, r, hn::Set(d, 4.1665795894e-2f));
+  p = hn::MulAdd(p, r, hn::Set(d, 1.6666665459e-1f));
+  p = hn::MulAdd(p, r, hn::Set(d, 5.0000001201e-1f));
+  const V y = hn::Add(hn::MulAdd(p, hn::Mul(r, r), r), hn::Set(d, 1.0f));
+  const auto power = hn::ShiftLeft<23>(hn::Add(hn::ConvertTo(whole, n), hn::Set(whole, 127)));
+  return hn::IfThenZeroElse(hn::Lt(x, hn::Set(d, -87.3f)), hn::Mul(y, hn::BitCast(d, power)));
+}
+
+// tanh(x); near 0 by Cephes' polynomial, since 1 - exp(-2x) would lose digits.
+template <class D, class V = hn::Vec<D>>
+HWY_INLINE V tanh_of(D d, V x) {
+  const V one = hn::Set(d, 1.0f), size = hn::Abs(x), square = hn::Mul(x, x);
+  const V e = exp_of(d, hn::Mul(size, hn::Set(d, -2.0f)));
+  const V far = hn::CopySignToAbs(hn::Div(hn::Sub(one, e), hn::Add(one, e)), x);
+  V p = hn::MulAdd(hn::Set(d, -5.70498872745e-3f), square, hn::Set(d, 2.06390887954e-2f));
+  p = hn::MulAdd(p, square, hn::Set(d, -5.37397155531e-2f));
+  p = hn::MulAdd(p, square, hn::Set(d, 1.33314422036e-1f));
+  p = hn::MulAdd(p, square, hn::Set(d, -3.33332819422e-1f));
+  return hn::IfThenElse(hn::Lt(size, hn::Set(d, 0.625f)), hn::MulAdd(hn::Mul(p, square), x, x), far);
+}
+
+// The keys [begin, end) of a tile of `keys` that begins at `start`, which a panel of queries [row, row + count) looks
+// at; begin is a multiple of kTileRows. `partly`: not every query sees all of them.
+struct Seen {
+  int64_t begin, end;
+  bool partly;
+};
+inline Seen seen_of(const AttentionShape& s, int64_t row, int64_t count, int64_t start, int64_t keys) {
+  const KeyRun low = keys_by_place(s, row), high = keys_by_place(s, row + count - 1);
+  const int64_t begin = cpu::most(low.first - start, 0), end = cpu::least(high.stop - start, keys);
+  const bool partly = high.first - start > begin / kTileRows * kTileRows || low.stop - start < end;
+  return {begin / kTileRows * kTileRows, cpu::most(end, begin / kTileRows * kTileRows), partly};
+}
+
+// Scores of keys [begin, end) x a panel: a packed by keys, b by queries, both over `depth` features.
+inline void multiply_rows(const float* a, const float* b, int64_t depth, float* c, Seen seen) {
+  const int64_t wide = panel_width();
+  for (int64_t r = seen.begin; r < seen.end; r += kTileRows)
+    add_tile(a + r * depth, b, depth, c + r * wide, wide, kTileRows, wide, true);
+}
+
+// c[rows][panel] += a[rows][keys] * scores[keys][panel]: a is packed by its rows over `keys` keys.
+inline void multiply_keys(const float* a, const float* scores, int64_t keys, float* c, int64_t rows, Seen seen) {
+  const int64_t wide = panel_width();
+  for (int64_t r = 0; r < rows; r += kTileRows)
+    add_tile(a + r * keys + seen.begin * kTileRows, scores + seen.begin * wide, seen.end - seen.begin, c + r * wide,
+             wide, kTileRows, wide, false);
+}
+
+// Scores that have been multiplied by scale / soft_cap.
+inline void cap_scores(float* scores, float cap, Seen seen) {
+  const hn::ScalableTag<float> d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d)), wide = 2 * lanes;
+  for (int64_t i = seen.begin * wide; i < seen.end * wide; i += lanes)
+    hn::StoreU(hn::Mul(tanh_of(d, hn::LoadU(d, scores + i)), hn::Set(d, cap)), d, scores + i);
+}
+
+// -inf where a query may not look. False: none of them sees any of these keys. `spare`: of a tile.
+inline bool mask_scores(const AttentionShape& s, int64_t batch, int64_t row, int64_t count, int64_t start, Seen seen,
+                        float* scores, float* spare) {
+  const hn::ScalableTag<float> d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d)), wide = 2 * lanes;
+  const auto never = hn::Set(d, -INFINITY);
+  if (seen.partly) {
+    HWY_ALIGN float first[cpu::kPadding], stop[cpu::kPadding];
+    for (int64_t i = 0; i < wide; ++i) {
+      const KeyRun run = keys_by_place(s, row + cpu::least(i, count - 1));
+      first[i] = static_cast<float>(cpu::most(run.first - start, 0));
+      stop[i] = static_cast<float>(cpu::most(cpu::least(run.stop - start, seen.end), 0));
+    }
+    for (int64_t part = 0; part < wide; part += lanes) {
+      const auto from = hn::LoadU(d, first + part), to = hn::LoadU(d, stop + part);
+      for (int64_t j = seen.begin; j < seen.end; ++j) {
+        const auto here = hn::Set(d, static_cast<float>(j));
+        const auto in = hn::And(hn::Ge(here, from), hn::Lt(here, to));
+        float* at = scores + j * wide + part;
+        hn::StoreU(hn::IfThenElse(in, hn::LoadU(d, at), never), d, at);
+      }
+    }
+  }
+  if (s.looks == nullptr) return true;
+  const uint8_t* looks = s.looks + batch * s.looks_batch + row * s.looks_query + start;
+  const auto length = static_cast<size_t>(seen.end - seen.begin);
+  bool any = false;
+  if (s.looks_query == 0) {
+    for (int64_t j = seen.begin; j < seen.end; ++j) {
+      any = any || looks[j] != 0;
+      for (int64_t part = 0; part < wide && looks[j] == 0; part += lanes)
+        hn::StoreU(never, d, scores + j * wide + part);
+    }
+    return any;
+  }
+  bool all = true;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint8_t* own = looks + i * s.looks_query + seen.begin;
+    all = all && __builtin_memchr(own, 0, length) == nullptr;
+    any = any || own[0] != 0 || __builtin_memcmp(own, own + 1, length - 1) != 0;
+  }
+  if (all || !any) return any;
+  pack(spare, looks + seen.begin, count, seen.end - seen.begin, s.looks_query, int64_t{1}, wide);
+  for (int64_t i = 0; i < (seen.end - seen.begin) * wide; i += lanes) {
+    float* at = scores + seen.begin * wide + i;
+    hn::StoreU(hn::IfThenElse(hn::Eq(hn::LoadU(d, spare + i), hn::Zero(d)), never, hn::LoadU(d, at)), d, at);
+  }
+  return any;
+}
+
+// The panels of rows [row, row + count) of x, multiplied: [panel][size][queries].
+template <class T>
+void pack_rows(float* packed, const T* x, int64_t token, int64_t row, int64_t count, int64_t size, float scale) {
+  const hn::ScalableTag<float> d;
+  const int64_t wide = panel_width(), lanes = wide / 2, all = (count + wide - 1) / wide * wide * size;
+  pack(packed, x + row * token, count, size, token, int64_t{1}, wide);
+  for (int64_t i = 0; i < all && scale != 1; i += lanes)
+    hn::StoreU(hn::Mul(hn::LoadU(d, packed + i), hn::Set(d, scale)), d, packed + i);
+}
+
+}  // namespace ds::kernels::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+#endif

@@ -1,0 +1,187 @@
+// Rows see a block of keys (kernels/attention.h), in tiles: see attention-inl.h.
+#include "kernels/cpu/targets.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/cpu/attention.cpp"
+#include "hwy/foreach_target.h"
+#include "hwy/highway.h"
+#include "kernels/cpu/attention-inl.h"
+
+#ifndef DS_KERNELS_CPU_ATTENTION_GROUP
+#define DS_KERNELS_CPU_ATTENTION_GROUP
+namespace ds::kernels::cpu {
+// Queries [row, row + count) of one head.
+struct SeeingGroup {
+  int64_t batch, head, row, count;
+  bool fresh;
+};
+}  // namespace ds::kernels::cpu
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace ds::kernels::HWY_NAMESPACE {
+
+// Scores to exponentials: a panel's largest scores, totals and sums of values grow by one tile.
+inline void take_exponentials(float* scores, Seen seen, float* largest, float* total, float* sums, int64_t size) {
+  const hn::ScalableTag<float> d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d)), wide = 2 * lanes;
+  for (int64_t part = 0; part < wide; part += lanes) {
+    const auto before = hn::LoadU(d, largest + part);
+    auto high = before, other = before;
+    int64_t j = seen.begin;
+    for (; j + 2 <= seen.end; j += 2) {
+      high = hn::Max(high, hn::LoadU(d, scores + j * wide + part));
+      other = hn::Max(other, hn::LoadU(d, scores + (j + 1) * wide + part));
+    }
+    if (j < seen.end) high = hn::Max(high, hn::LoadU(d, scores + j * wide + part));
+    high = hn::Max(high, other);
+    // Of a row that has seen nothing yet: any number will do.
+    const auto level = hn::IfThenElse(hn::Eq(high, hn::Set(d, -INFINITY)), hn::Zero(d), high);
+    const auto shrink = exp_of(d, hn::Sub(before, level));
+    auto sum = hn::Mul(hn::LoadU(d, total + part), shrink);
+    for (j = seen.begin; j < seen.end; ++j) {
+      const auto p = exp_of(d, hn::Sub(hn::LoadU(d, scores + j * wide + part), level));
+      sum = hn::Add(sum, p);
+      hn::StoreU(p, d, scores + j * wide + part);
+    }
+    hn::StoreU(hn::IfThenElse(hn::Eq(sum, sum), high, sum), d, largest + part);  // a nan is not forgotten
+    hn::StoreU(sum, d, total + part);
+    if (hn::AllTrue(d, hn::Eq(before, high))) continue;
+    for (int64_t f = 0; f < size; ++f)
+      hn::StoreU(hn::Mul(hn::LoadU(d, sums + f * wide + part), shrink), d, sums + f * wide + part);
+  }
+}
+
+int64_t forward_scratch(const AttentionShape& s) {
+  const int64_t values = whole_rows(s.value_size);
+  return cpu::kKeyTile * (s.size + values + 2 * panel_width()) + cpu::kGroupRows * (s.size + values + 2);
+}
+
+template <class T>
+void forward_of(const AttentionShape& s, const AttentionOperand& query, const AttentionOperand& key,
+                const AttentionOperand& value, const AttentionState& state, const cpu::SeeingGroup& g, float* scratch) {
+  const int64_t wide = panel_width(), panels = (g.count + wide - 1) / wide, values = whole_rows(s.value_size);
+  cpu::Floats floats(scratch);
+  float *rows = floats.take(cpu::kGroupRows * s.size), *sums = floats.take(cpu::kGroupRows * values),
+        *largest = floats.take(cpu::kGroupRows), *total = floats.take(cpu::kGroupRows),
+        *keys = floats.take(cpu::kKeyTile * s.size), *features = floats.take(cpu::kKeyTile * values),
+        *scores = floats.take(cpu::kKeyTile * wide), *spare = floats.take(cpu::kKeyTile * wide);
+  const int64_t kv = g.head / (s.heads / s.kv_heads), at = (g.batch * s.heads + g.head) * s.queries + g.row;
+  const T *q = static_cast<const T*>(query.data) + g.batch * query.batch + g.head * query.head,
+          *k = static_cast<const T*>(key.data) + g.batch * key.batch + kv * key.head,
+          *v = static_cast<const T*>(value.data) + g.batch * value.batch + kv * value.head;
+  auto *out_sum = static_cast<float*>(state.sum) + at * s.value_size, *out_largest = static_cast<float*>(state.largest),
+       *out_total = static_cast<float*>(state.total);
+
+  pack_rows(rows, q, query.token, g.row, g.count, s.size, s.soft_cap > 0 ? s.scale / s.soft_cap : s.scale);
+  for (int64_t i = 0; i < panels * wide; ++i) {
+    const bool known = !g.fresh && i < g.count;
+    largest[i] = known ? out_largest[at + i] : -INFINITY;
+    total[i] = known ? out_total[at + i] : 0.0f;
+  }
+  __builtin_memset(sums, 0, static_cast<size_t>(panels * wide * values) * sizeof(float));
+  for (int64_t p = 0; p < panels && !g.fresh; ++p)
+    pack(sums + p * wide * values, out_sum + p * wide * s.value_size, cpu::least(wide, g.count - p * wide),
+         s.value_size, s.value_size, int64_t{1}, wide);
+
+  for (int64_t start = 0; start < s.keys; start += cpu::kKeyTile) {
+    const int64_t count = cpu::least(cpu::kKeyTile, s.keys - start);
+    const Seen any = seen_of(s, g.row, g.count, start, count);
+    if (any.begin >= any.end) continue;
+    pack(keys, k + start * key.token, count, s.size, key.token, int64_t{1}, int64_t{kTileRows});
+    pack(features, v + start * value.token, s.value_size, count, int64_t{1}, value.token, int64_t{kTileRows});
+    for (int64_t p = 0; p < panels; ++p) {
+      const int64_t first = p * wide, own = cpu::least(wide, g.count - first);
+      const Seen seen = seen_of(s, g.row + first, own, start, count);
+      if (seen.begin >= seen.end) continue;
+      multiply_rows(keys, rows + first * s.size, s.size, scores, seen);
+      if (s.soft_cap > 0) cap_scores(scores, s.soft_cap, seen);
+      if (!mask_scores(s, g.batch, g.row + first, own, start, seen, scores, spare)) continue;
+      take_exponentials(scores, seen, largest + first, total + first, sums + first * values, s.value_size);
+      multiply_keys(features, scores, count, sums + first * values, s.value_size, seen);
+    }
+  }
+
+  for (int64_t p = 0; p < panels; ++p)
+    pack(out_sum + p * wide * s.value_size, sums + p * wide * values, s.value_size,
+         cpu::least(wide, g.count - p * wide), wide, int64_t{1}, s.value_size);
+  __builtin_memcpy(out_largest + at, largest, static_cast<size_t>(g.count) * sizeof(float));
+  __builtin_memcpy(out_total + at, total, static_cast<size_t>(g.count) * sizeof(float));
+}
+
+void attention_forward(const AttentionShape& s, const AttentionOperand& query, const AttentionOperand& key,
+                       const AttentionOperand& value, const AttentionState& state, const cpu::SeeingGroup& group,
+                       float* scratch) {
+  with_type(s.dtype, [&](auto type) { forward_of<decltype(type)>(s, query, key, value, state, group, scratch); });
+}
+
+void attention_merge(const AttentionState& into, const AttentionState& from, int64_t row, int64_t size) {
+  auto *high = static_cast<float*>(into.largest), *total = static_cast<float*>(into.total);
+  const float other = static_cast<const float*>(from.largest)[row],
+              largest = high[row] < other || other != other ? other : high[row];
+  if (largest == -INFINITY) return;
+  const float keep = __builtin_expf(high[row] - largest), add = __builtin_expf(other - largest);
+  high[row] = largest;
+  total[row] = total[row] * keep + static_cast<const float*>(from.total)[row] * add;
+  float* to = static_cast<float*>(into.sum) + row * size;
+  const float* more = static_cast<const float*>(from.sum) + row * size;
+  each_element(static_cast<size_t>(size), [&](auto d, size_t i) HWY_ATTR {
+    const auto kept = hn::Mul(hn::LoadU(d, to + i), hn::Set(d, keep));
+    hn::StoreU(hn::Add(kept, hn::Mul(hn::LoadU(d, more + i), hn::Set(d, add))), d, to + i);
+  });
+}
+
+}  // namespace ds::kernels::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+#include <memory>
+
+#include "kernels/cpu/attention.h"
+#include "kernels/cpu/split.h"
+#include "kernels/ref/attention.h"
+
+namespace ds::kernels::cpu {
+namespace {
+
+template <Isa isa>
+void forward(const Launch& launch, const AttentionShape& s, const AttentionOperand& query, const AttentionOperand& key,
+             const AttentionOperand& value, const AttentionState& state, bool fresh) {
+  if (s.dtype == DType::kF64) return ref::attention_forward(launch, s, query, key, value, state, fresh);
+  // Small groups where there would be few: rows are computed alike in any.
+  const int64_t heads = s.batch * s.heads, rows = heads * s.queries >= 16 * kGroupRows ? kGroupRows : kGroupRows / 4;
+  const int64_t groups = (s.queries + rows - 1) / rows;
+  const auto body = [&](size_t begin, size_t end) {
+    const int64_t numel = DS_BODY(forward_scratch, isa)(s);
+    std::unique_ptr<float[]> scratch(new float[numel]);
+    for (size_t i = begin; i < end; ++i) {
+      const int64_t head = static_cast<int64_t>(i) / groups, row = static_cast<int64_t>(i) % groups * rows;
+      const SeeingGroup group = {head / s.heads, head % s.heads, row, std::min(rows, s.queries - row), fresh};
+      DS_BODY(attention_forward, isa)(s, query, key, value, state, group, scratch.get());
+    }
+  };
+  const auto tasks = static_cast<size_t>(heads * groups);
+  if (tasks == 0) return;
+  if (launch.pool == nullptr || multiplications(s) < kAttentionInline) return body(0, tasks);
+  launch.pool->parallel_for(tasks, 1, body);
+}
+
+template <Isa isa>
+void merge(const Launch& launch, const AttentionState& into, const AttentionState& from, DType wide, size_t rows,
+           size_t value_size) {
+  if (wide == DType::kF64) return ref::attention_merge(launch, into, from, wide, rows, value_size);
+  const auto body = [&](size_t begin, size_t end) {
+    for (size_t row = begin; row < end; ++row)
+      DS_BODY(attention_merge, isa)(into, from, static_cast<int64_t>(row), static_cast<int64_t>(value_size));
+  };
+  if (launch.pool == nullptr || rows * value_size <= kInline) return body(0, rows);
+  launch.pool->parallel_for(rows, std::max<size_t>(1, kGrain / std::max<size_t>(1, value_size)), body);
+}
+
+}  // namespace
+
+const decltype(AttentionKernels::forward) kAttentionForward[kIsaCount] = DS_ENTRIES(forward);
+const decltype(AttentionKernels::merge) kAttentionMerge[kIsaCount] = DS_ENTRIES(merge);
+
+}  // namespace ds::kernels::cpu
+#endif
