@@ -335,7 +335,7 @@ from deepspeed.host.launcher_messages import tell_launcher
 rank = os.environ["RANK"]
 def save(*_):
     tell_launcher(saving=int(rank))
-    time.sleep(3)
+    time.sleep(60 if os.path.exists("fail2") else 4)
     open("saved" + rank, "w").close()
     sys.exit(143)
 signal.signal(signal.SIGTERM, save)
@@ -348,13 +348,13 @@ sys.exit(3)
     for code in (143, 3):
         (folder / str(code)).mkdir()
         (folder / str(code) / "train.py").write_text(text)
-        ended[code] = subprocess.Popen(line, cwd=str(code), env=environment(DS_LAUNCHER_GRACE_S="1.5"))
+        ended[code] = subprocess.Popen(line, cwd=str(code), env=environment(DS_LAUNCHER_GRACE_S="3"))
         jobs.append(ended[code])
     wait_for(lambda: all(os.path.exists(f"{code}/at{rank}") for code in ended for rank in range(3)), 30)
     ended[143].send_signal(signal.SIGTERM)
     open("3/fail2", "w").close()
     for code, job in ended.items():
-        assert job.wait(30) == code
+        assert job.wait(50) == code
         assert [os.path.exists(f"{code}/saved{rank}") for rank in range(3)] == [code == 143] * 3
 
 
