@@ -4,7 +4,10 @@
 
 One process, ZeRO stage 1, AdamW. Runs of N steps with a snapshot in them and without one alternate; of each kind the
 median is compared. The goal is 2 %. Beside the time that passes stands the time that processors were busy, which does
-not know of others on the machine. The first snapshot, which has to find memory for its copy, is not counted.
+not know of others on the machine. The first snapshots, which have to find memory, are not counted.
+
+The limit is one copy: the bytes of a snapshot at the rate at which one core copies memory. ``of_limit`` is the share of
+that in the processor time that a snapshot takes.
 """
 
 import argparse
@@ -63,6 +66,33 @@ def make_engine(args, folder):
     return engine, step
 
 
+def snapshot(engine):
+    """One, with nothing beside it."""
+    copies = engine._memory_copies
+    copies.snapshots.look(copies._all_of)
+    engine.global_steps += 1
+    copies.snapshots.take(engine, {}, copies._all_of)
+    copies.snapshots._behind.drain()
+
+
+def busy_seconds(function):
+    began = time.process_time()
+    function()
+    return time.process_time() - began
+
+
+def copy_rate():
+    """GB/s of one core."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    source, target = torch.ones(1 << 28, dtype=torch.uint8), torch.ones(1 << 28, dtype=torch.uint8)
+    best = min(busy_seconds(lambda: target.copy_(source)) for _ in range(5))
+    torch.set_num_threads(threads)
+    return source.numel() / 1e9 / best
+
+
 def main():
     args = parse_arguments()
     from deepspeed.launcher.memory_keeper import MemoryKeeper
@@ -73,14 +103,14 @@ def main():
         engine, step = make_engine(args, os.path.join(keeper.folder, "nothing"))
         copies = engine._memory_copies
         taken = {True: [], False: []}
-        for turn in range(2 * args.rounds + 1):
+        for turn in range(-4, 2 * args.rounds):
             with_snapshot = turn % 2 == 0
             copies._every = args.steps if with_snapshot else 10**9
-            engine.global_steps = args.steps - 2  # the second step of each run ends with a snapshot
+            engine.global_steps = args.steps * (turn + 5) - 2  # the second step of each run ends with a snapshot
             began, busy = time.perf_counter(), time.process_time()
-            for _ in range(args.steps):
+            for _ in range(args.steps if turn >= 0 else 3):
                 step()
-            if turn > 0:
+            if turn >= 0:
                 taken[with_snapshot].append((time.perf_counter() - began, time.process_time() - busy))
             copies.snapshots._behind.drain()
             size = sum(
@@ -88,6 +118,7 @@ def main():
                 for root, _, names in os.walk(copies.snapshots.folder)
                 for name in names
             )
+        snapshots_alone = [busy_seconds(lambda: snapshot(engine)) for _ in range(5)]
         params = sum(param.numel() for param in engine.module.parameters())
         engine.destroy()
     finally:
@@ -98,12 +129,17 @@ def main():
 
     figures = {
         "parameters": params,
-        "bytes_in_memory": size,
+        "bytes_in_memory": size,  # two snapshots
         "step_s": median(False, 0) / args.steps,
+        "step_busy_s": median(False, 1) / args.steps,
         "longer_share": median(True, 0) / median(False, 0) - 1,
         "busier_share": median(True, 1) / median(False, 1) - 1,
         "runs": taken,
     }
+    alone = figures["snapshot_busy_s"] = statistics.median(snapshots_alone)
+    figures["copy_GB_s"] = copy_rate()
+    figures["of_limit"] = size / 2 / 1e9 / figures["copy_GB_s"] / alone
+    figures["alone_share"] = alone / (figures["step_busy_s"] * args.steps)
     for key, value in figures.items():
         print(f"{key:18} {value:.4g}" if isinstance(value, (int, float)) else f"{key:18} {value}")
     machine.write_json(args.json, "memory_copies", {key: value for key, value in figures.items() if key != "runs"})

@@ -72,15 +72,16 @@ uint32_t sum_of(const ByteSource& source, const py::object& digest) {
   return sum;
 }
 
-// What writers get of file_writer.WriterOptions: (bytes of a buffer, buffers, threads, O_DIRECT, fsync, staged).
-using Options = std::tuple<size_t, int, int, bool, bool, bool>;
+// What writers get of file_writer.WriterOptions: (bytes of a buffer, buffers, threads, O_DIRECT, fsync, staged,
+// mapped).
+using Options = std::tuple<size_t, int, int, bool, bool, bool, bool>;
 
 template <typename File>
 auto write_file(const File& file, io::Files& files, const std::string& path, const Options& given) {
   io::StreamOptions options;
   io::Staging staging;
-  std::tie(options.buffer_bytes, options.buffers, options.threads, options.direct, options.sync, staging.always) =
-      given;
+  std::tie(options.buffer_bytes, options.buffers, options.threads, options.direct, options.sync, staging.always,
+           options.mapped) = given;
   staging.bytes = std::max(kLeastStaging, std::min<uint64_t>(kMostStaging, options.buffer_bytes));
   py::gil_scoped_release released;
   return file.write(files, path, options, staging);

@@ -14,4 +14,7 @@ uint32_t crc32_joined(uint32_t first, uint32_t second, uint64_t second_bytes);
 // Copies and sums in one pass: the sum is of what arrived at `to`, so it holds even if `from` changes meanwhile.
 uint32_t copy_with_crc32(char* to, const char* from, size_t bytes);
 
+// The same for memory that nobody reads soon: past the caches, which are left to others.
+uint32_t stream_with_crc32(char* to, const char* from, size_t bytes);
+
 }  // namespace ds::io

@@ -27,6 +27,9 @@ const StreamOptions& checked(const StreamOptions& options) {
   if (options.threads < 1 || options.threads > 256) {
     fail(ErrorKind::kValue, "the number of threads of a writer must be from 1 to 256, got ", options.threads);
   }
+  if (options.mapped && (options.direct || options.part)) {
+    fail(ErrorKind::kValue, "a mapped file is written neither past the page cache nor in parts");
+  }
   return options;
 }
 
@@ -43,6 +46,12 @@ size_t needed_buffers(uint64_t expected_bytes, const StreamOptions& options) {
              : static_cast<size_t>(options.buffers);
 }
 
+Descriptor opened(Files& files, const std::string& path, const StreamOptions& options, bool* direct, bool* resizable) {
+  if (options.part) return files.open_part(path, direct);
+  if (options.mapped) return files.open_part(path, direct, /*read=*/true);
+  return files.create(path, direct, resizable);
+}
+
 }  // namespace
 
 FileStream::FileStream(Files& files, const std::string& path, uint64_t expected_bytes, const StreamOptions& options)
@@ -50,11 +59,18 @@ FileStream::FileStream(Files& files, const std::string& path, uint64_t expected_
       path_(path),
       options_(checked(options)),
       direct_(options.direct && (expected_bytes == 0 || expected_bytes >= kDirectFrom)),
-      pool_(needed_buffers(expected_bytes, options), needed_buffer(expected_bytes, options.buffer_bytes)),
+      pool_(options.mapped ? 1 : needed_buffers(expected_bytes, options),
+            options.mapped ? 1 : needed_buffer(expected_bytes, options.buffer_bytes)),
       workers_(expected_bytes != 0 && expected_bytes < 2 * kChecksumShare ? 1 : options.threads),
-      file_(options.part ? files.open_part(path, &direct_) : files.create(path, &direct_, &resizable_)),
+      file_(opened(files, path, options, &direct_, &resizable_)),
       written_(options.begin) {
   try {
+    if (options_.mapped) {
+      method_ = "mapped";
+      if (expected_bytes > 0) map_ = std::make_unique<MappedFile>(files_, file_, path_, expected_bytes);
+      buffer_ = map_ ? map_->data() : nullptr;
+      return;
+    }
     // In whole blocks, as O_DIRECT writes the last one; finish() cuts the file to its size.
     if (resizable_ && !options_.part) files_.reserve(file_, path_, round_up(expected_bytes, kBlockBytes));
     const bool whole_in_one_buffer =
@@ -75,6 +91,7 @@ void FileStream::abandon() noexcept {
   if (!owner_.here()) return static_cast<void>(async_.release());  // the file is being written by the parent
   async_.reset();                                                  // waits for what is on its way
   if (!finished_ && file_.is_open()) {
+    map_.reset();
     file_.reset();
     if (!options_.part) ::unlink(path_.c_str());
   }
@@ -82,17 +99,25 @@ void FileStream::abandon() noexcept {
 
 uint32_t FileStream::copy_in(const char* data, size_t bytes) {
   char* to = buffer_ + filled_;
-  if (bytes < 2 * kChecksumShare || workers_.threads() == 1) return copy_with_crc32(to, data, bytes);
+  const auto copy = map_ ? stream_with_crc32 : copy_with_crc32;
+  if (bytes < 2 * kChecksumShare || workers_.threads() == 1) return copy(to, data, bytes);
   const size_t share = round_up(std::max(kChecksumShare, bytes / static_cast<size_t>(workers_.threads()) / 4), 4096);
   std::vector<uint32_t> sums((bytes + share - 1) / share);
   workers_.parallel_for(bytes, share, [&](size_t begin, size_t end) {
     for (size_t at = begin; at < end; at += share) {
-      sums[at / share] = copy_with_crc32(to + at, data + at, std::min(share, end - at));
+      sums[at / share] = copy(to + at, data + at, std::min(share, end - at));
     }
   });
   uint32_t sum = sums[0];
   for (size_t i = 1; i < sums.size(); ++i) sum = crc32_joined(sum, sums[i], std::min(share, bytes - i * share));
   return sum;
+}
+
+size_t FileStream::room() const {
+  if (!options_.mapped) return pool_.buffer_bytes() - filled_;
+  const size_t left = map_ ? map_->bytes() - filled_ : 0;
+  if (left == 0) fail(ErrorKind::kRuntime, path_, " is full: more is written than was expected");
+  return left;
 }
 
 uint32_t FileStream::write(const void* data, size_t bytes) {
@@ -101,11 +126,11 @@ uint32_t FileStream::write(const void* data, size_t bytes) {
   uint32_t sum = 0;
   bool first = true;
   while (bytes > 0) {
-    if (buffer_ == nullptr) {
+    if (buffer_ == nullptr && !options_.mapped) {
       buffer_ = pool_.take();
       if (buffer_ == nullptr) buffer_ = async_->wait();
     }
-    const size_t now = std::min(bytes, pool_.buffer_bytes() - filled_);
+    const size_t now = std::min(bytes, room());
     const uint32_t part = copy_in(at, now);
     sum = first ? part : crc32_joined(sum, part, now);
     first = false;
@@ -114,7 +139,7 @@ uint32_t FileStream::write(const void* data, size_t bytes) {
     filled_ += now;
     at += now;
     bytes -= now;
-    if (filled_ == pool_.buffer_bytes()) flush();
+    if (!map_ && filled_ == pool_.buffer_bytes()) flush();
   }
   return sum;
 }
@@ -146,7 +171,8 @@ void FileStream::flush() {
 Sum FileStream::finish() {
   if (finished_) return total_;
   if (!file_.is_open()) fail(ErrorKind::kRuntime, path_, " was given up: it cannot be finished");
-  if (filled_ > 0) flush();
+  if (filled_ > 0 && !map_) flush();
+  map_.reset();
   if (async_) {
     while (async_->wait() != nullptr) {
     }

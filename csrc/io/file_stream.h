@@ -9,6 +9,7 @@
 #include "io/aligned_pool.h"
 #include "io/async_file.h"
 #include "io/files.h"
+#include "io/mapped_file.h"
 
 namespace ds::io {
 
@@ -22,6 +23,10 @@ struct StreamOptions {
   // emptied first, not removed after a failure, and its size is for others to set.
   bool part = false;
   uint64_t begin = 0;
+  // For a file in memory (tmpfs): it is mapped and filled in one pass, without buffers and system calls, and pages that
+  // a file of that name has already are used again. The expected bytes are known, and the most that it takes; it is
+  // not `direct`, no part, and not there until finish().
+  bool mapped = false;
 };
 
 struct Sum {
@@ -53,11 +58,12 @@ class FileStream {
   void abandon() noexcept;
 
   uint64_t position() const { return total_.bytes; }
-  const char* method() const { return method_; }  // "libaio" or "pwrite"
+  const char* method() const { return method_; }  // "libaio", "pwrite" or "mapped"
   bool direct() const { return direct_; }
 
  private:
   uint32_t copy_in(const char* data, size_t bytes);
+  size_t room() const;  // in the buffer
   void flush();
 
   Files& files_;
@@ -70,6 +76,7 @@ class FileStream {
   AlignedPool pool_;
   ThreadPool workers_;
   Descriptor file_;
+  std::unique_ptr<MappedFile> map_;   // then it is the buffer
   std::unique_ptr<AsyncFile> async_;  // after pool_ and file_: it ends first, while the kernel still uses both
   const char* method_;
   char* buffer_ = nullptr;

@@ -6,6 +6,7 @@ Needs root, iproute2 and openssh-server (`tools/packages.sh cluster`).
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -126,18 +127,27 @@ class PretendedHosts:
         with open(f"/proc/{pid}/task/{pid}/children") as file:
             return int(file.read().split()[0])
 
-    def processes(self, name):
-        """Command lines of what runs on a host beside its sshd, whose sessions outlive a cable that is cut."""
-        first, found = self._first(name), []
+    def _commands(self, name):
+        # (pid here, command line) of all processes of a host but the first.
+        first = self._first(name)
         space = os.readlink(f"/proc/{first}/ns/pid")
         for pid in filter(str.isdigit, os.listdir("/proc")):
             try:
                 if os.readlink(f"/proc/{pid}/ns/pid") == space and int(pid) != first:
                     with open(f"/proc/{pid}/cmdline") as file:
-                        found.append(file.read().replace("\0", " ").strip())
+                        yield int(pid), file.read().replace("\0", " ").strip()
             except OSError:  # it has ended
                 pass
+
+    def processes(self, name):
+        """Command lines of what runs on a host beside its sshd, whose sessions outlive a cable that is cut."""
+        found = [line for _, line in self._commands(name)]
         return [line for line in found if line and not line.startswith("sshd: ")]  # the dead have none
+
+    def kill(self, name, word):
+        """Kills the first process of a host whose command line has ``word`` in it; those forked from it have the same."""
+        victim = min(pid for pid, line in self._commands(name) if word in line)
+        os.kill(victim, signal.SIGKILL)
 
     def left(self, name):
         """What lies in the /dev/shm and the /tmp of a host, beside the cache that torch 2 keeps there."""

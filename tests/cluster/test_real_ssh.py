@@ -1,5 +1,6 @@
 """Jobs on hosts with an sshd of their own: real ssh and pdsh, real networks, a real cable that is cut."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -53,6 +54,7 @@ while engine.global_steps < 9:
         engine.backward(engine(torch.ones(engine.train_micro_batch_size_per_gpu(), 4)).square().sum())
         engine.step()
     if restart == "0" and engine.global_steps == 7:
+        engine._memory_copies.snapshots._behind.drain()  # that of step 6 is on the next host, too
         open("here%d" % engine.global_rank, "w").close()
         time.sleep(600)
 """
@@ -106,12 +108,13 @@ def ended(job, timeout=90):
 
 def ends_clean(cluster, seconds=10):
     """Waits until no process and no file of a job is left on any host."""
-    limit = time.monotonic() + seconds
-    while (left := [one for name in ("h1", "h2") for one in (*cluster.processes(name), *cluster.left(name))]) and (
-        time.monotonic() < limit
-    ):
-        time.sleep(0.02)
-    assert left == []
+
+    def left():
+        return [one for name in ("h1", "h2") for one in (*cluster.processes(name), *cluster.left(name))]
+
+    with contextlib.suppress(AssertionError):
+        wait_for(lambda: not left(), seconds)
+    assert left() == []
 
 
 @pytest.mark.parametrize("launcher", ["ssh", "pdsh"])
@@ -164,31 +167,45 @@ def test_a_cable_that_is_cut(cluster, launcher, folder):
     (folder / "train.py").write_text(SLEEP)
     job = start(cluster, launcher, "train.py")
     wait_for(lambda: all(os.path.exists(f"here{rank}") for rank in range(3)), 30)
-    started = time.monotonic()
     cluster.cut("h2")
     try:
         ends_clean(cluster)
+        wait_for(lambda: job.poll() is not None, 5)
         code, _, errors = ended(job)
     finally:
         cluster.mend("h2")
-    assert code == 1 and "host h2 was lost" in errors and time.monotonic() - started < 15
+    assert code == 1 and "host h2 was lost" in errors
 
 
-def test_an_elastic_run_goes_on_from_the_memory_of_the_other_host(cluster, folder):
-    """What the lost host had in its own /dev/shm has come to the other one over the network."""
+@pytest.mark.parametrize("lost, how, world", [("h2", "cable", "2"), ("h1", "agent", "1")])
+def test_an_elastic_run_goes_on_from_the_memory_of_the_other_host(cluster, folder, lost, how, world):
+    """What the lost host had in its own /dev/shm has come to the other one over the network. Any host may be lost,
+    that of rank 0, too: the head, where the job was started, is on none of them."""
     (folder / "train.py").write_text(GOES_ON)
     job = start(cluster, "ssh", "--elastic_training", "train.py", DS_ELASTIC_RETRY_S="600")
     wait_for(lambda: all(os.path.exists(f"here{rank}") for rank in range(3)), 60)
-    cluster.cut("h2")
+    if how == "cable":
+        cluster.cut(lost)
+    else:
+        cluster.kill(lost, "deepspeed.launcher.agent")
     try:
         code, out, errors = ended(job)
         ends_clean(cluster)
     finally:
-        cluster.mend("h2")
-    assert code == 0 and "host h2 was lost" in errors, errors
+        cluster.mend(lost)
+    assert code == 0 and f"host {lost} was lost" in errors, errors
     began = [line.split()[1:] for line in out.splitlines() if "began" in line]
-    assert began[0][1:5] == ["0", "3", "0", "None"] and began[1][1:4] == ["1", "2", "6"], out
+    assert began[0][1:5] == ["0", "3", "0", "None"] and began[1][1:4] == ["1", world, "6"], out
     assert began[1][4].startswith("/dev/shm/deepspeed-memory-"), out
+
+
+def test_the_end_of_the_head_is_the_end_of_an_elastic_job(cluster, folder):
+    (folder / "train.py").write_text(SLEEP)
+    job = start(cluster, "ssh", "--elastic_training", "train.py")
+    wait_for(lambda: all(os.path.exists(f"here{rank}") for rank in range(3)), 30)
+    job.kill()
+    ended(job)
+    ends_clean(cluster)
 
 
 def test_check(cluster, folder):

@@ -11,6 +11,8 @@ import torch
 
 import deepspeed
 from deepspeed.checkpoint.write import memory as memory_module
+from deepspeed.checkpoint.write import snapshot as snapshot_module
+from deepspeed.checkpoint.write.engine_states import EngineStates
 from engine_models import batch, config, loss_of, make_net, train_plain, uses_extra
 from harness import run_ranks
 from memory_hosts import memory_hosts
@@ -190,6 +192,43 @@ def test_the_last_snapshot_stays_when_the_run_is_saved_elsewhere(tmp_path):
     with memory_hosts(1) as told:
         (kept,) = run_ranks(1, moves, [told[0][0]], str(tmp_path))
     assert kept == [[], [2], [2], [2, 4], [4], [4, 6], [4, 6], [6, 8]]
+
+
+def counts(rank, world, hosts, folder):
+    """Bytes of weights and buffers, copied and in all, bytes of masters and moments, copied and in all, and the inodes
+    of each snapshot's files."""
+    enter(rank, world, hosts)
+    copied, copy = [], snapshot_module._copy
+    snapshot_module._copy = lambda block, parts: (copied.extend(parts), copy(block, parts))
+    engine, inodes = made(world, 1), []
+    engine.load_checkpoint(folder)
+    tokens, targets = batch(0)
+    for step in range(10):
+        engine.backward(loss_of(engine(tokens), targets))
+        engine.step()
+        engine._memory_copies.snapshots._behind.drain()
+        if step % 2:
+            named = [path for path in found(hosts[0], "*") if not path.endswith(".whole")]
+            inodes.append({os.path.basename(path): os.stat(path).st_ino for path in named})
+    weights, states = snapshot_module.MemoryRanges(), EngineStates(engine)
+    own = [*engine.module.parameters(), *engine.module.buffers()]
+    for one in own:
+        weights.add(one.data_ptr(), one.numel() * one.element_size())
+    of_weights = sum(bytes for address, _, bytes in copied if weights.find(address, 1))
+    of_states = sum(bytes for address, _, bytes in copied if states.cover(address, bytes))
+    core = engine.core
+    kept = [*core.masters(), *(one for slot in range(len(core.slot_names())) for one in core.slots(slot))]
+    engine.destroy()
+    in_all = [sum(one.numel() * one.element_size() for one in some) for some in (own, kept)]
+    return of_weights, of_states, in_all, inodes
+
+
+def test_masters_and_moments_go_to_the_snapshot_in_one_pass_over_pages_that_are_there(tmp_path):
+    with memory_hosts(1) as told:
+        ((of_weights, of_states, in_all, inodes),) = run_ranks(1, counts, [told[0][0]], str(tmp_path / "run"))
+    assert (of_weights, of_states) == (5 * in_all[0], 0) and in_all[1] > 2 * 4 * 300
+    for first, second, third in zip(inodes, inodes[1:], inodes[2:]):
+        assert first == third and not set(first.values()) & set(second.values())
 
 
 def two_engines(rank, world, hosts, folder):

@@ -113,6 +113,8 @@ class HostJob:
             if self._warm.fits(self._plan):
                 streams = (pipes[0][0], pipes[1][1], pipes[2][1]) if pipes else (0, 1, 2)
                 pid = self._warm.fork_supervisor(self._plan, streams)
+                if pid is None:  # one that came too late must not start ranks beside the next
+                    kill_descendants(self._spared)
             self._warm.expect(self._plan)
         pid = os.fork() if pid is None else pid
         if pid == 0:

@@ -16,7 +16,8 @@ def is_script(command):
 
 
 class ForkedScript:
-    """Runs ``command`` (``is_script``) as ``subprocess.Popen`` would, in a session of its own.
+    """Runs ``command`` (``is_script``) as ``subprocess.Popen`` would, in a session of its own, which is there when this
+    returns: signals for it and for its group reach it, and nobody else.
 
     ``streams``: descriptors of its stdin, stdout, stderr. ``kept``: others that it must have. ``in_child``: called in
     the child first.
@@ -26,6 +27,9 @@ class ForkedScript:
         self.returncode = None
         sys.stdout.flush()
         sys.stderr.flush()
+        detached, open_until_then = os.pipe()
+        # Until the child has its own handlers a signal would run the launcher's there, and be reported to the launcher.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self.pid = os.fork()
         if self.pid == 0:
             code = 1
@@ -37,6 +41,10 @@ class ForkedScript:
                 traceback.print_exc()
             finally:
                 os._exit(code)
+        os.close(open_until_then)
+        os.read(detached, 1)
+        os.close(detached)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _detach(streams, kept):
@@ -49,12 +57,21 @@ def _detach(streams, kept):
     taken = [os.dup(fd) for fd in streams]
     for number, fd in enumerate(taken):
         os.dup2(fd, number)
-    for fd in map(int, os.listdir("/proc/self/fd")):
+    for fd in open_fds():
         if fd > 2 and fd not in kept:
-            try:
-                os.close(fd)
-            except OSError:  # that of the listing
-                pass
+            os.close(fd)
+
+
+def open_fds():
+    """All descriptors of this process."""
+    found = set()
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            os.fstat(fd)
+            found.add(fd)
+        except OSError:  # that of the listing
+            pass
+    return found
 
 
 def _run(command, environment):

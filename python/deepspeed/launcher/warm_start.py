@@ -19,7 +19,7 @@ import time
 from deepspeed.host.launcher_messages import SOCKET_VARIABLE
 from deepspeed.launcher import linux
 from deepspeed.launcher.errors import LaunchError
-from deepspeed.launcher.forked_script import is_script
+from deepspeed.launcher.forked_script import is_script, open_fds
 from deepspeed.launcher.launch import FORWARDED, be_supervisor
 from deepspeed.registry import load_target
 
@@ -131,7 +131,7 @@ def main():
     """Imports what a training script needs, then forks a supervisor for each plan that comes."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     load_target("deepspeed.engine.initialize:initialize")
-    kept = {int(fd) for fd in os.listdir("/proc/self/fd")} - {connection.fileno()}
+    kept = open_fds() - {connection.fileno()}
     gc.collect()
     gc.freeze()  # what all ranks share stays shared
     connection.sendall(b"1")

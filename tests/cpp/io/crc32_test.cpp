@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "folder.h"
+#include "io/crc32_fold.h"
 
 namespace ds::io {
 namespace {
@@ -29,6 +30,19 @@ TEST(Crc32, AgreesWithThePlainLoopWherverItIsCut) {
   }
 }
 
+TEST(Crc32, FoldedIsThatOfThePlainLoopForEveryLengthAndPlace) {
+  if (!can_fold_crc32()) GTEST_SKIP() << "this processor has no carry-less multiplication";
+  const std::string text = random_bytes(kFoldFrom + 400);
+  for (size_t begin = 0; begin < 17; ++begin) {
+    for (size_t bytes = kFoldFrom; begin + bytes <= text.size(); bytes += begin == 0 ? 1 : 37) {
+      const std::string part = text.substr(begin, bytes);
+      EXPECT_EQ(fold_crc32(text.data() + begin, bytes, 0), plain_crc32(part)) << begin << " " << bytes;
+      const uint32_t before = plain_crc32(text.substr(0, begin));
+      EXPECT_EQ(fold_crc32(text.data() + begin, bytes, before), plain_crc32(text.substr(0, begin + bytes)));
+    }
+  }
+}
+
 TEST(Crc32, JoinsStretchesOfMoreThan4GiB) {
   // Zeros: joining 2^20 of them 2^13 times, by doubling, equals one stretch of 2^33.
   const std::string zeros(1 << 20, 0);
@@ -39,6 +53,17 @@ TEST(Crc32, JoinsStretchesOfMoreThan4GiB) {
   uint32_t slow = unit;
   for (uint64_t i = 1; i < 8192; ++i) slow = crc32_joined(slow, unit, 1 << 20);
   EXPECT_EQ(sum, slow);
+}
+
+TEST(Crc32, StreamsWhatItSumsAndNothingBeside) {
+  for (size_t begin = 0; begin < 70; begin += 3) {
+    for (size_t bytes : {0, 1, 63, 64, 127, 128, 191, 192, 193, 255, 1000, 70003}) {
+      const std::string text = random_bytes(bytes + 1);
+      std::string to(begin + bytes + 64, 'x');
+      EXPECT_EQ(stream_with_crc32(to.data() + begin, text.data() + 1, bytes), plain_crc32(text.substr(1))) << bytes;
+      EXPECT_EQ(to, std::string(begin, 'x') + text.substr(1) + std::string(64, 'x')) << begin << " " << bytes;
+    }
+  }
 }
 
 TEST(Crc32, CopiesWhatItSums) {

@@ -66,6 +66,54 @@ TEST(FileStream, ManyWritesOfOddSizesAreOneFile) {
   EXPECT_EQ(content(folder / "x"), text);
 }
 
+TEST(FileStream, AMappedFileIsWrittenOverWithItsPages) {
+  const Folder folder("/dev/shm");
+  Files files;
+  StreamOptions options = small(1 << 20, 1, 3, /*direct=*/false);
+  options.mapped = true;
+  struct stat first;
+  for (size_t bytes : {5000000, 5000000, 3000001, 6000000, 1}) {
+    const std::string text = random_bytes(bytes, static_cast<unsigned>(bytes));
+    FileStream stream(files, folder / "x", bytes, options);
+    for (size_t at = 0, step = 1; at < bytes; step = step * 7 % 4000037) {
+      const size_t now = std::min(step, bytes - at);
+      EXPECT_EQ(stream.write(text.data() + at, now), plain_crc32(text.substr(at, now)));
+      at += now;
+    }
+    EXPECT_STREQ(stream.method(), "mapped");
+    EXPECT_EQ(stream.finish().crc32, plain_crc32(text));
+    ASSERT_EQ(content(folder / "x"), text);
+    struct stat found;
+    ASSERT_EQ(::stat((folder / "x").c_str(), &found), 0);
+    if (bytes != 5000000) {
+      EXPECT_EQ(found.st_ino, first.st_ino);
+    }
+    first = found;
+  }
+  FileStream less(files, folder / "x", 5000, options);
+  less.write("abc", 3);
+  less.finish();
+  EXPECT_EQ(content(folder / "x"), "abc");
+  FileStream(files, folder / "empty", 0, options).finish();
+  EXPECT_EQ(content(folder / "empty"), "");
+}
+
+TEST(FileStream, AMappedFileTakesNoMoreThanWasExpectedAndGoesWhenItIsGivenUp) {
+  const Folder folder("/dev/shm");
+  Files files;
+  StreamOptions options = small(1 << 20, 1, 1, /*direct=*/false);
+  options.mapped = true;
+  {
+    FileStream stream(files, folder / "x", 5, options);
+    EXPECT_THROW(stream.write("123456", 6), Error);
+  }
+  EXPECT_FALSE(std::filesystem::exists(folder / "x"));
+  EXPECT_THROW(FileStream(files, folder / "x", uint64_t{1} << 55, options), FileError);
+  EXPECT_FALSE(std::filesystem::exists(folder / "x"));
+  options.direct = true;
+  EXPECT_THROW(FileStream(files, folder / "x", 5, options), Error);
+}
+
 TEST(FileStream, MoreOrLessThanExpectedIsStillTheFile) {
   const Folder folder;
   Files files;

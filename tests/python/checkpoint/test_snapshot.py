@@ -9,7 +9,7 @@ import torch
 
 from deepspeed.checkpoint.write import snapshot as snapshots
 from deepspeed.checkpoint.write.file_writer import prepare
-from deepspeed.checkpoint.write.snapshot import HostCache, MemoryRanges, Snapshot
+from deepspeed.checkpoint.write.snapshot import HeldSnapshot, HostCache, MemoryRanges, Snapshot
 
 MIB = 1 << 20
 
@@ -139,10 +139,54 @@ def test_a_late_copy_that_fails_is_told(monkeypatch):
         time.sleep(0.001)
 
 
-def test_dropped_copies_do_not_wait():
+@pytest.mark.parametrize("kind", [Snapshot, HeldSnapshot])
+def test_dropped_copies_do_not_wait(kind):
     state = torch.randn(100)
-    snapshot = Snapshot(HostCache(), States(state))
+    snapshot = kind(HostCache(), States(state))
     copies = snapshot.add(sources(state=state))
     snapshot.drop()
     with pytest.raises(RuntimeError, match="given up"):
         copies.wait()
+
+
+def test_held_states_are_not_copied_but_held_until_they_are_written():
+    weight, state = torch.randn(1000), torch.randn(MIB)
+    expected = [raw(weight), raw(state)]
+    cache, states = HostCache(), States(state)
+    snapshot = HeldSnapshot(cache, states)
+    copies = snapshot.add(sources(weight=weight, state=state))
+    weight.zero_()
+    waiting = threading.Thread(target=copies.wait)
+    waiting.start()
+    assert states.log == [] and waiting.is_alive()
+    snapshot.start_late_copies()
+    waiting.join(10)
+    assert states.log == ["hold"] and not waiting.is_alive()
+    assert contents(copies) == expected and copies.sources[1].pieces() == [(state.data_ptr(), 4 * MIB)]
+    assert cache.held_bytes < 200_000
+    copies.give_back()
+    for _ in range(2):
+        snapshot.written()
+        assert states.log == ["hold", "let go"]
+
+
+def test_held_states_that_change_are_told_and_let_go():
+    state = torch.randn(100)
+    states = States(state)
+
+    def fail():
+        raise RuntimeError("they were written to")
+
+    states.check_unchanged = fail
+    snapshot = HeldSnapshot(HostCache(), states)
+    snapshot.add(sources(other=torch.randn(100))).give_back()
+    snapshot.start_late_copies()
+    snapshot.written()
+    assert states.log == []  # nothing of them was asked for
+
+    snapshot = HeldSnapshot(HostCache(), states)
+    snapshot.add(sources(state=state))
+    snapshot.start_late_copies()
+    with pytest.raises(RuntimeError, match="they were written to"):
+        snapshot.written()
+    assert states.log == ["hold", "let go"]

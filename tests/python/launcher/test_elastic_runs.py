@@ -207,7 +207,10 @@ WARM = """
 import atexit, json, os, random, sys, time
 rank, restart = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 row = {"warm": "torch" in sys.modules, "pid": os.getpid(), "argv": sys.argv, "name": __name__, "file": __file__,
-       "path": sys.path[0], "random": random.random(), "leads": os.getsid(0) == os.getpid()}
+       "path": sys.path[0], "random": random.random(), "leads": os.getsid(0) == os.getpid(), "others": []}
+for fd in map(int, os.listdir("/proc/self/fd")):
+    if fd > 2 and os.path.exists("/proc/self/fd/%d" % fd):
+        row["others"].append(os.readlink("/proc/self/fd/%d" % fd))
 atexit.register(lambda: open("left" + rank, "w").close())
 with open("row", "a") as file:
     file.write(json.dumps([int(restart), int(rank), row]) + "\\n")
@@ -261,6 +264,31 @@ def test_ranks_that_start_again_have_torch_imported(folder):
     wait_for(lambda: not any(folder_of(pid) == str(folder) for pid in filter(str.isdigit, os.listdir("/proc"))), 20)
 
 
+def test_a_signal_behind_the_fork_is_for_the_rank_alone(folder):
+    """Under load a forked rank runs later than its launcher, which may have been told already to stop it."""
+    (folder / "train.py").write_text("import time; time.sleep(10)")
+    text = """
+import os, signal, socket, sys, time
+from deepspeed.launcher import forked_script
+detach = forked_script._detach
+forked_script._detach = lambda *args: (time.sleep(0.2), detach(*args))
+heard, wakes = socket.socketpair()
+heard.setblocking(False), wakes.setblocking(False)
+signal.set_wakeup_fd(wakes.fileno())
+signal.signal(signal.SIGTERM, lambda *_: None)
+command = [sys.executable, "-u", "train.py"]
+rank = forked_script.ForkedScript(command, dict(os.environ), (0, 1, 2), (), lambda: None)
+getattr(os, sys.argv[1])(rank.pid, signal.SIGTERM)
+assert os.WTERMSIG(os.waitpid(rank.pid, 0)[1]) == signal.SIGTERM
+try:
+    raise SystemExit("the launcher has heard %r" % heard.recv(9))
+except BlockingIOError:
+    pass
+"""
+    for send in ("kill", "killpg"):
+        subprocess.run([sys.executable, "-c", text, send], env=environment(), check=True, timeout=60)
+
+
 def folder_of(pid):
     try:
         return os.readlink(f"/proc/{pid}/cwd") if int(pid) != os.getpid() else ""
@@ -307,7 +335,7 @@ from deepspeed.host.launcher_messages import tell_launcher
 rank = os.environ["RANK"]
 def save(*_):
     tell_launcher(saving=int(rank))
-    time.sleep(3)
+    time.sleep(60 if os.path.exists("fail2") else 4)
     open("saved" + rank, "w").close()
     sys.exit(143)
 signal.signal(signal.SIGTERM, save)
@@ -320,13 +348,13 @@ sys.exit(3)
     for code in (143, 3):
         (folder / str(code)).mkdir()
         (folder / str(code) / "train.py").write_text(text)
-        ended[code] = subprocess.Popen(line, cwd=str(code), env=environment(DS_LAUNCHER_GRACE_S="1.5"))
+        ended[code] = subprocess.Popen(line, cwd=str(code), env=environment(DS_LAUNCHER_GRACE_S="3"))
         jobs.append(ended[code])
     wait_for(lambda: all(os.path.exists(f"{code}/at{rank}") for code in ended for rank in range(3)), 30)
     ended[143].send_signal(signal.SIGTERM)
     open("3/fail2", "w").close()
     for code, job in ended.items():
-        assert job.wait(30) == code
+        assert job.wait(50) == code
         assert [os.path.exists(f"{code}/saved{rank}") for rank in range(3)] == [code == 143] * 3
 
 

@@ -105,7 +105,8 @@ def test_nobody_is_left(who, sig, hosts, phase, tmp_path, monkeypatch):
         time.sleep(0.1)
         assert job.poll() is None
         open("go", "w").close()
-    code = job.wait(15)
+    wait_for(lambda: job.poll() is not None, 15)
+    code = job.returncode
     by_signal = {"head": -sig if sig == signal.SIGKILL else 128 + sig, "rank": 128 + sig, "ssh": 1, "helper": 0}
     by_signal["agent"] = 1 if sig == signal.SIGKILL or phase == "start" else 128 + sig
     if who == "agent" and phase == "start" and code == 128 + sig:

@@ -50,7 +50,7 @@ def environment(**more):
     return {**env, "PYTHONPATH": PYTHON_DIR, "DS_ACCELERATOR": "cpu", "MASTER_PORT": str(free_port()), **more}
 
 
-def run(*args, timeout=30, **more):
+def run(*args, timeout=60, **more):
     return subprocess.run(command(*args), env=environment(**more), capture_output=True, text=True, timeout=timeout)
 
 
@@ -176,7 +176,7 @@ print(sys.stdout.isatty(), sys.stderr.isatty(), shutil.get_terminal_size().colum
         if not data:
             break
         seen += data
-    assert job.wait(10) == 0
+    assert job.wait(60) == 0
     assert b"True True 97 typed hello" in seen.replace(b"\r\n", b"\n")
 
 
@@ -201,7 +201,7 @@ def test_save_pid(folder):
     with open(path) as file:
         assert int(file.read()) == job.pid
     job.send_signal(signal.SIGTERM)
-    job.communicate(timeout=10)
+    job.communicate(timeout=60)
     assert not os.path.exists(path)
 
 
@@ -236,10 +236,9 @@ time.sleep(600)
 """)
     job = start("--num_gpus", 2, "train.py", DS_LAUNCHER_GRACE_S="3")
     wait_for(lambda: os.path.exists("ready0") and os.path.exists("ready1"))
-    begin = time.monotonic()
     os.kill(pids()[0], signal.SIGKILL)
-    _, err = job.communicate(timeout=10)
-    assert time.monotonic() - begin < 5
+    wait_for(lambda: job.poll() is not None, 5)
+    _, err = job.communicate()
     assert job.returncode == 128 + 9
     assert "SIGKILL" in err and "out-of-memory" in err and "wrote nothing" in err
     assert_nobody_left(2, seconds=0)
@@ -262,10 +261,8 @@ while not all(os.path.exists("ready%d" % r) for r in (0, 1)): time.sleep(0.01)
 if rank == 0: raise SystemExit(5)
 time.sleep(600)
 """)
-    begin = time.monotonic()
-    done = run("--num_gpus", 2, "train.py", DS_LAUNCHER_GRACE_S="20")
+    done = run("--num_gpus", 2, "train.py", DS_LAUNCHER_GRACE_S="600")  # nobody waits for the end of the grace
     assert done.returncode == 5 and "tidied 1" in done.stdout
-    assert time.monotonic() - begin < 15  # nobody waited for the end of the grace
 
 
 def test_a_rank_that_is_done_early_ends_nothing():
@@ -296,7 +293,7 @@ print("heard", count)
     job = start("--num_gpus", 2, "train.py")
     wait_for(lambda: os.path.exists("ready0") and os.path.exists("ready1"))
     job.send_signal(sig)
-    out, err = job.communicate(timeout=10)
+    out, err = job.communicate(timeout=60)
     assert job.returncode == code, err
     assert out == f"heard [{int(sig)}]\n" * 2
     assert_nobody_left(4, seconds=0)
@@ -312,7 +309,8 @@ signal.signal(signal.SIGINT, signal.SIG_IGN); open("ready", "w").close(); time.s
     time.sleep(0.3)
     assert job.poll() is None
     job.send_signal(signal.SIGINT)
-    job.communicate(timeout=5)
+    wait_for(lambda: job.poll() is not None, 5)
+    job.communicate()
     assert job.returncode == 130
     assert_nobody_left(1, seconds=0)
 
@@ -326,7 +324,7 @@ time.sleep(600)
     job = start("--num_gpus", 2, "train.py")
     wait_for(lambda: os.path.exists("ready0") and os.path.exists("ready1"))
     job.send_signal(signal.SIGUSR1)
-    job.communicate(timeout=10)
+    job.communicate(timeout=60)
     assert job.returncode == 0
 
 
@@ -345,7 +343,7 @@ def test_ctrl_z_stops_the_ranks_and_fg_continues_them():
     time.sleep(0.2)
     assert state(pids()[0]) == "T"
     job.send_signal(signal.SIGCONT)
-    assert job.wait(10) == 0
+    assert job.wait(60) == 0
 
 
 def test_ignored_child_signal():
@@ -390,7 +388,7 @@ time.sleep(600)
     os.kill(job.pid if who == "launcher" else supervisor, signal.SIGKILL)
     assert_nobody_left(4)
     wait_for(lambda: not running(supervisor))
-    job.communicate(timeout=10)
+    job.communicate(timeout=60)
     assert job.returncode == (-9 if who == "launcher" else 137)
 
 
@@ -399,7 +397,7 @@ def test_nobody_reads_the_output():
     job = start("--num_gpus", 1, "train.py")
     job.stdout.read(10)
     job.stdout.close()
-    assert job.wait(10) == 128 + signal.SIGPIPE
+    assert job.wait(60) == 128 + signal.SIGPIPE
     assert_nobody_left(1, seconds=0)
 
 
@@ -411,7 +409,7 @@ def test_nohup_is_respected():
     )  # fmt: skip
     wait_for(lambda: os.path.exists("ready"))
     job.send_signal(signal.SIGHUP)
-    assert job.communicate(timeout=10)[0] == "finished\n"
+    assert job.communicate(timeout=60)[0] == "finished\n"
 
 
 # ---- bad input ----------------------------------------------------------------------------------------------------
@@ -478,7 +476,7 @@ def test_a_prompt_is_shown_before_its_line_ends():
     go = os.path.abspath("go")
     script(f"""
 sys.stdout.write("proceed? ")
-until = time.monotonic() + 20
+until = time.monotonic() + 50
 while not os.path.exists({go!r}) and time.monotonic() < until:
     time.sleep(0.02)
 sys.stdout.write("done\\n" if os.path.exists({go!r}) else "nobody came\\n")
@@ -487,7 +485,7 @@ sys.stdout.write("done\\n" if os.path.exists({go!r}) else "nobody came\\n")
     assert job.stdout.read(18) == "proceed? proceed? "
     with open(go, "w", encoding="utf-8"):
         pass
-    assert job.communicate(timeout=20)[0] == "done\ndone\n"
+    assert job.communicate(timeout=60)[0] == "done\ndone\n"
 
 
 def test_half_a_line_of_a_full_buffer_waits_for_its_end():

@@ -130,7 +130,8 @@ class WriterOptions:
     ``io_buffer_size``: bytes of one buffer (a smaller file takes a smaller one). ``double``: two of them, one being
     filled while the other is written. ``threads`` copy and sum; 0: up to four, by the cores this process may use.
     ``direct``: O_DIRECT where the file system has it. ``sync``: fsync at the end. ``staged``: tensors pass through host
-    memory of at most 32 MiB even where they are in such memory, as those of a GPU do.
+    memory of at most 32 MiB even where they are in such memory, as those of a GPU do. ``mapped``: for files in /dev/shm,
+    which are filled in one pass; what has the name of a file already is written over.
     """
 
     io_buffer_size: int = 64 << 20
@@ -139,11 +140,12 @@ class WriterOptions:
     direct: bool = True
     sync: bool = True
     staged: bool = False
+    mapped: bool = False
 
     def arguments(self):
         """What the native writers take after the path and the size."""
         buffers = 2 if self.double else 1
-        return self.io_buffer_size, buffers, threads_for(self.threads), self.direct, self.sync, self.staged
+        return self.io_buffer_size, buffers, threads_for(self.threads), self.direct, self.sync, self.staged, self.mapped
 
 
 def inject_fault(order):

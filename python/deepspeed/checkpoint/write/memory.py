@@ -22,7 +22,7 @@ from deepspeed.checkpoint.write.background import Background, SnapshotSave, leav
 from deepspeed.checkpoint.write.engine_states import EngineStates
 from deepspeed.checkpoint.write.file_writer import WriterOptions
 from deepspeed.checkpoint.write.save import checked_client_state, expected_bytes, facts_of, files_of
-from deepspeed.checkpoint.write.snapshot import HostCache
+from deepspeed.checkpoint.write.snapshot import HeldSnapshot, HostCache
 from deepspeed.host.cpu import memory_bytes
 from deepspeed.host.kept_memory import FOLDER_VARIABLE, KEEPER_VARIABLE, hand_over, own_address
 from deepspeed.host.launcher_messages import tell_launcher
@@ -111,10 +111,14 @@ def _lack(base, needed, copied):
 
 
 class RankSnapshot(SnapshotSave):
-    """What one rank puts into one snapshot. ``after(place, files)``: called in the background when all is written."""
+    """What one rank puts into one snapshot. ``after(files)``: called in the background when all is written.
+
+    The engine's states go from where they are into the files, in one pass: see ``HeldSnapshot``.
+    """
 
     def __init__(self, behind, cache, writer, place, states, facts, after):
         super().__init__(behind, cache, writer, types.SimpleNamespace(place=place, staging=place), False, states)
+        self.snapshot = HeldSnapshot(cache, states)
         self._facts, self._after = facts, after
 
     def end(self):
@@ -125,6 +129,7 @@ class RankSnapshot(SnapshotSave):
     def _finish(self):
         place = self.saving.place
         try:
+            self.snapshot.written()
             if self.error is not None:
                 raise self.error
             said = os.path.join(place, said_by(self._facts["rank"]))
@@ -156,8 +161,8 @@ class Snapshots:
         self._behind, self._cache = Background(), HostCache()
         self._writer = FastCheckpointEngine(engine._config.checkpoint_config)
         self._writer.times, self._writer.shows = 1, False
-        # One core, with a buffer that stays in its cache: training has the others.
-        self._writer.options = WriterOptions(io_buffer_size=1 << 20, double=False, threads=1, direct=False, sync=False)
+        # One core: training has the others.
+        self._writer.options = WriterOptions(threads=1, direct=False, sync=False, mapped=True)
         _make(self.folder)
         self._lock = open(os.path.join(self.folder, f".rank_{ranks.rank}.lock"), "w")
         if not (self._is_ours() or (gc.collect() and self._is_ours())):  # one that nobody holds may be in a circle
@@ -199,18 +204,26 @@ class Snapshots:
         if self._coming is not None:
             self._settle(all_of)
         name = name_of(engine.global_steps, self.began, engine.world_size)
-        self._clear(name)
+        reused = self._outdated(name)[-1:]
+        self._clear(name, *reused)
         place = os.path.join(self.folder, name)
         facts = {**facts_of(engine, name), "rank": engine.global_rank}
         states = EngineStates(engine)
-        save = RankSnapshot(self._behind, self._cache, self._writer, place, states, facts, self._hand_over(name))
+        save = RankSnapshot(self._behind, self._cache, self._writer, place, states, facts, self._after(name))
         self._coming = name
         error = None
         try:
-            _make(place)
-        except OSError as caught:
-            error = caught
-        error = save.add_all(files_of(engine, checked_client_state(engine, client_state)), error)
+            files = files_of(engine, checked_client_state(engine, client_state))
+            try:
+                _make(place)
+                for old in reused:
+                    _move(os.path.join(self.folder, old), place, files, said_by(engine.global_rank))
+            except OSError as caught:
+                error = caught
+            error = save.add_all(files, error)
+        except BaseException:
+            save.drop()
+            raise
         if error is not None:
             save.drop()
             self._behind.fail(error, lambda steps: [steps])
@@ -225,17 +238,24 @@ class Snapshots:
             return False
         return True
 
-    def _clear(self, coming):
-        """Removes all but the last whole one and the one that is coming, on the rank that leads its host."""
+    def _outdated(self, coming):
+        """Snapshots of as many ranks as ``coming`` that nobody needs, older ones first."""
+        world = parsed(coming)[2]
+        known = [name for name in os.listdir(self.folder) if parsed(name) and name not in (self.whole, coming)]
+        return sorted((name for name in known if parsed(name)[2] == world), key=parsed)
+
+    def _clear(self, *kept):
+        """Removes all but the last whole one and those ``kept``, on the rank that leads its host."""
         if self.ranks.leads:
             for name in os.listdir(self.folder):
-                if parsed(name) and name not in (self.whole, coming):
+                if parsed(name) and name != self.whole and name not in kept:
                     shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
 
-    def _hand_over(self, name):
+    def _after(self, name):
         keeper, source, target = self._memory.next_keeper, os.path.join(self.folder, name), f"{self.key}/{name}"
 
         def after(files):
+            self._clear(name)  # of what was reused the rest, which others have left there
             if keeper is None:
                 return
             try:
@@ -255,7 +275,7 @@ class Snapshots:
         """The run is saved elsewhere from now on. Returns the folder of its last whole snapshot, which stays until the
         next is whole."""
         self.stop()
-        self._clear(None)
+        self._clear()
         return self.folder if self.whole is not None else self._before
 
 
@@ -263,3 +283,15 @@ def _make(folder):
     # Not what is above: a folder that the agent has removed stays so.
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, 0o700)
+
+
+def _move(old, place, names, said):
+    """Gives a snapshot that nobody needs any more to the next one, which writes over these files: their pages are there
+    already. ``said``: the file in which this rank says that all of its files are there; it goes first."""
+    for name in (said, *names):
+        path = os.path.join(old, name)
+        with contextlib.suppress(OSError):  # it had no such file, or all of it is removed just now
+            if name == said or os.stat(path).st_nlink > 1:
+                os.unlink(path)
+            else:
+                os.rename(path, os.path.join(place, name))

@@ -47,6 +47,17 @@ class Block:
         return torch.frombuffer(_C.io.HostMemory(self.bytes, copy_threads()), dtype=torch.uint8)
 
 
+    @property
+    def address(self):
+        return self.memory.data_ptr()
+
+
+class InPlace:
+    """This class stands for a block where nothing is copied: offsets in it are addresses."""
+
+    address = 0
+
+
 class HostCache:
     """At most ``limit_bytes`` of blocks (None: no bound), in use or waiting to be used again. Safe for threads."""
 
@@ -198,7 +209,7 @@ class FileCopies:
         """Over the copies, which are there after ``wait``."""
         return [
             _C.prepared.memory_source(
-                [(block.memory.data_ptr() + offset, bytes) for block, offset, bytes in places], self._blocks
+                [(block.address + offset, bytes) for block, offset, bytes in places], self._blocks
             )
             for places in self._places
         ]
@@ -276,7 +287,8 @@ class Snapshot:
             self._use([block])
             self._kept.append(block)
         places = [[(own or block, offset, bytes) for own, offset, bytes in part] for part in plan.parts]
-        used = list({id(place[0]): place[0] for part in places for place in part}.values())
+        used = {id(block): block for part in places for block, _, _ in part if block is not InPlace}
+        used = list(used.values())
         self._use(used)
         return FileCopies(self, places, used, list(self._late))
 
@@ -343,8 +355,62 @@ class Snapshot:
             self.states.let_go()
 
 
+class _Opening:
+    """What the writing of files waits for that need states in place: until those are held."""
+
+    def __init__(self):
+        self._open, self._error = threading.Event(), None
+
+    def make(self, check=None):
+        self._open.set()
+
+    def give_up(self, error):
+        self._error = error
+        self._open.set()
+
+    def wait(self):
+        self._open.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class HeldSnapshot(Snapshot):
+    """States are not copied at all: files are written from where they are, and the engine waits with changing them until
+    ``written``. For files that are written as fast as a copy is made."""
+
+    def __init__(self, cache, states):
+        super().__init__(cache, states)
+        self._late.append(_Opening())
+        self._needed = self._held = False
+
+    def _place(self, plan, address, bytes):
+        if self.states.cover(address, bytes):
+            self._needed = True
+            return InPlace, address, bytes
+        return super()._place(plan, address, bytes)
+
+    def start_late_copies(self):
+        """The engine's states are held, and their files can be written. Nothing can be added any more."""
+        self._give_kept_back()
+        if self._needed:
+            self.states.hold()
+            self._held = True
+            _flying.add(self)
+        self._make_late_copies()
+
+    def written(self):
+        """All files are written: the engine may change its states again. Raises if others did meanwhile."""
+        if self._held:
+            self._held = False
+            try:
+                self.states.check_unchanged()
+            finally:
+                _flying.discard(self)
+                self.states.let_go()
+
+
 def _copy(block, parts):
-    start = block.memory.data_ptr()
+    start = block.address
     _C.io.copy_all([(address, start + offset, bytes) for address, offset, bytes in parts], copy_threads())
 
 
