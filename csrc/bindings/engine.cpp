@@ -64,13 +64,21 @@ zero::EngineRanks engine_ranks(Groups groups) {
   return ranks;
 }
 
+// Of each parameter group; none: the optimizer is no rule of ours.
+zero::OptimizerRules rules_named(const std::vector<std::optional<std::string>>& names) {
+  zero::OptimizerRules rules;
+  for (const auto& name : names) rules.push_back(name ? &optim::find_rule(*name) : nullptr);
+  return rules;
+}
+
 std::shared_ptr<Engine> make_engine(const std::vector<ParamRow>& params,
                                     const std::vector<zero::ShardedParamPtr>& others, const Groups& groups,
-                                    const PyConfig& config, int threads, const py::object& grad_dtype, int rank) {
+                                    const PyConfig& config, int threads, const py::object& grad_dtype, int rank,
+                                    const std::vector<std::optional<std::string>>& rules) {
   const zero::EngineRanks ranks = engine_ranks(groups);
   try {
     const auto options = zero::engine_options(
-        config.config, {threads, ranks.count(), ranks.data_parallel->rank(), optional_dtype(grad_dtype), rank});
+        config.config, {threads, ranks.count(), optional_dtype(grad_dtype), rank, rules_named(rules)});
     std::vector<zero::ParamSpec> specs;
     for (const auto& [tensor, name, group, order, counts_in_norm, form, shard, rule] : params)
       specs.push_back({tensor, name, group, order, counts_in_norm, options.policy.shards_params() ? shard : nullptr,
@@ -89,9 +97,7 @@ std::shared_ptr<Engine> make_engine(const std::vector<ParamRow>& params,
 
 // `rules`: the name of the native optimizer of each parameter group.
 void set_rules(Engine& engine, const std::vector<std::string>& names) {
-  std::vector<const optim::Rule*> rules;
-  for (const std::string& name : names) rules.push_back(&optim::find_rule(name));
-  engine.set_rules(std::move(rules));
+  engine.set_rules(rules_named({names.begin(), names.end()}));
 }
 
 // What a step is told: zero::StepInputs with the hyperparameters by name, since the rules know their order.
@@ -232,7 +238,7 @@ DS_BINDINGS(m) {
 
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init(&make_engine), py::kw_only(), py::arg("params"), py::arg("others"), py::arg("groups"),
-           py::arg("config"), py::arg("threads"), py::arg("grad_dtype"), py::arg("rank"))
+           py::arg("config"), py::arg("threads"), py::arg("grad_dtype"), py::arg("rank"), py::arg("rules"))
       .def("forwarded", of(&Engine::backward, &BackwardSession::forwarded), Unlocked(), py::arg("outputs"),
            py::arg("reduce"), py::arg("factor"))
       .def("step", &step, Unlocked(), py::arg("inputs"))

@@ -101,7 +101,7 @@ void RunFolder::close() noexcept {
     for (const std::string& sub : owned_)
       for (std::string path = folder_ + "/" + sub; path.size() > folder_.size(); path = parent_folder(path))
         ::rmdir(path.c_str());
-    ::rmdir(folder_.c_str());
+    if (!owned_.empty()) ::rmdir(folder_.c_str());
     lock_.reset();
   } catch (const std::exception&) {  // the next run does it
   }

@@ -3,7 +3,7 @@
 // [Note: whose file is it]
 // A file is locked (flock) by its process for as long as that lives, whatever ends it. Whoever makes one in a folder
 // first removes those there that nobody has locked: they were left behind by a process that was killed. A file system
-// without locks keeps all of them.
+// without locks keeps all of them. That nobody but its run uses a folder is for its user to say (io/run_folder.h).
 #pragma once
 #include <string>
 

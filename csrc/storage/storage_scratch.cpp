@@ -39,7 +39,7 @@ void StorageState::count_flight(const Staging& staging, int change) {
 }
 
 void StorageState::make_room_of_user(Lock& lock, Medium medium, int64_t bytes, bool may_wait, int32_t user) {
-  for (;;) {
+  for (bool waited = false;;) {
     Account& account = this->account(medium);
     Account::User& own = account.users.at(user);
     const int64_t idle = own.pool.idle_bytes(), excess = own.usage.lent + idle - (own.limit - bytes);
@@ -51,6 +51,7 @@ void StorageState::make_room_of_user(Lock& lock, Medium medium, int64_t bytes, b
         account.used.over_budget += bytes > 0;
         return;
       }
+      counts_.budget_waits += !std::exchange(waited, true);
       wait(lock);
     }
   }

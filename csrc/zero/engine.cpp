@@ -20,7 +20,14 @@ constexpr int64_t kAlignNumel = 64;
 // Of slices: nobody computes on them but element-wise kernels, and every small parameter pays for it.
 constexpr int64_t kAlignSliceNumel = 16;
 
-// Of what this rank owns: two states of each element.
+// Numbers that the optimizer keeps in planes, of each element.
+int64_t slots_of(const OptimizerRules& rules, int32_t group) {
+  constexpr int64_t kMost = 2;  // of the rules there are
+  if (group >= static_cast<int32_t>(rules.size())) return kMost;
+  return rules[group] == nullptr ? 0 : static_cast<int64_t>(rules[group]->slots.size());
+}
+
+// Of what this rank owns.
 StateBytes bytes_of_states(const std::vector<ParamSpec>& params, const comm::Communicator& ranks,
                            const EngineOptions& options) {
   StateBytes found;
@@ -28,7 +35,7 @@ StateBytes bytes_of_states(const std::vector<ParamSpec>& params, const comm::Com
     const int64_t own = (param.numel() + ranks.size() - 1) / ranks.size();
     found.grad += own * static_cast<int64_t>(c10::elementSize(options.grad_dtype.value_or(param.tensor.scalar_type())));
     found.master += own * 4;
-    found.slots += own * 8;
+    found.slots += own * 4 * slots_of(options.rules, param.group);
     found.weight += own * static_cast<int64_t>(c10::elementSize(param.tensor.scalar_type()));
   }
   return found;

@@ -60,14 +60,19 @@ T key_or(const config::Config& config, const std::string& path, T fallback) {
   return value == nullptr || value->is_null() ? fallback : value->get<T>();
 }
 
-std::string folder_of_states(const config::Config& config, int rank, const StagePolicy& policy) {
+std::string folder_of_states(const config::Config& config, int job_rank, const StagePolicy& policy) {
   const std::string path = "zero_optimization.offload_optimizer.nvme_path";
   return io::swap_folder(path, key_or<std::string>(config, path, ""),
-                         "zero_stage_" + std::to_string(policy.stage) + "/optimizer/rank" + std::to_string(rank));
+                         "zero_stage_" + std::to_string(policy.stage) + "/optimizer/rank" + std::to_string(job_rank));
+}
+
+// Buffers that the user has named, each of a bucket.
+int64_t state_buffers(const config::Config& config) {
+  return key_or<int64_t>(config, "zero_optimization.offload_optimizer.buffer_count", 4);
 }
 
 // `placement` says how much memory there is.
-void find_places(const config::Config& config, int rank, EngineOptions& options) {
+void find_places(const config::Config& config, int job_rank, EngineOptions& options) {
   const std::string section = "zero_optimization.placement.", other = "zero_optimization.offload_optimizer.";
   if (!key_or(config, section + "auto", false) || !options.policy.shards_states()) return;
   const auto bytes = [&](const char* name, int64_t fallback) {
@@ -77,8 +82,10 @@ void find_places(const config::Config& config, int rank, EngineOptions& options)
   const bool files = !key_or<std::string>(config, other + "nvme_path", "").empty();
   TierBytes memory{bytes("device_gb", 0), bytes("host_gb", INT64_MAX), files ? bytes("nvme_gb", INT64_MAX) : 0, "",
                    key_or(config, other + "pin_memory", true)};
-  if (memory.file > 0) memory.folder = folder_of_states(config, rank, options.policy);
-  options.swapping.buffer_count = files ? key_or<int64_t>(config, other + "buffer_count", 4) : 0;
+  options.swapping.own_folder = memory.file > 0;
+  if (memory.file > 0) memory.folder = folder_of_states(config, job_rank, options.policy);
+  options.swapping.buffer_count = files ? state_buffers(config) : 0;
+  options.swapping.leaving_rows = state_buffers(config);
   memory.accumulation = std::max<int64_t>(1, key_or<int64_t>(config, "gradient_accumulation_steps", 1));
   options.memory = memory;
   // Steps of the host are bound by its memory: more threads than that needs only take cores from others.
@@ -86,7 +93,7 @@ void find_places(const config::Config& config, int rank, EngineOptions& options)
 }
 
 // Masters, reduced gradients and optimizer states rest together where `offload_optimizer` says.
-void place_states(const config::Config& config, int rank, EngineOptions& options) {
+void place_states(const config::Config& config, int job_rank, EngineOptions& options) {
   const std::string section = "zero_optimization.offload_optimizer.";
   const auto device = key_or<std::string>(config, section + "device", "none");
   if (device == "none" || !options.policy.shards_states()) return;
@@ -95,11 +102,13 @@ void place_states(const config::Config& config, int rank, EngineOptions& options
   place.pinned = key_or(config, section + "pin_memory", true);
   place.host_share = key_or(config, section + "ratio", 1.0);
   Swapping& swapping = options.swapping;
+  swapping.leaving_rows = state_buffers(config);
   if (options.policy.shards_params())
     swapping.bucket_numel = std::max<int64_t>(1, key<int64_t>(config, "zero_optimization.sub_group_size"));
   if (place.rest == storage::Medium::kFile) {
-    place.folder = folder_of_states(config, rank, options.policy);
-    swapping.buffer_count = key_or<int64_t>(config, section + "buffer_count", 4);
+    swapping.own_folder = true;
+    place.folder = folder_of_states(config, job_rank, options.policy);
+    swapping.buffer_count = state_buffers(config);
     swapping.reads_ahead = key_or(config, section + "pipeline_read", false);
     swapping.writes_behind = key_or(config, section + "pipeline_write", false);
     swapping.fast_init = key_or(config, section + "fast_init", false);
@@ -178,6 +187,7 @@ EngineOptions engine_options(const config::Config& config, const RunFacts& facts
   options.policy = stage_policy(key<int>(config, zero + "stage"));
   options.threads = facts.threads;
   options.grad_dtype = facts.grad_dtype;
+  options.rules = facts.rules;
 
   options.reducer.bucket_numel = key<int64_t>(config, zero + "reduce_bucket_size");
   options.reducer.overlap = !switched_off(config, "zero_optimization", "overlap_comm");
@@ -197,8 +207,8 @@ EngineOptions engine_options(const config::Config& config, const RunFacts& facts
   options.gatherer.persistence_numel = key<int64_t>(config, zero + "stage3_param_persistence_threshold");
   options.gatherer.model_persistence_numel = key<int64_t>(config, zero + "stage3_model_persistence_threshold");
   options.gatherer.prefetch_numel = key<int64_t>(config, zero + "stage3_prefetch_bucket_size");
-  place_states(config, facts.rank, options);
-  find_places(config, facts.rank, options);
+  place_states(config, facts.job_rank, options);
+  find_places(config, facts.job_rank, options);
   choose_strategy(config, facts, options);
   place_params(config, facts, options);
   options.files = file_access(config);

@@ -3,7 +3,9 @@
 #pragma once
 #include <optional>
 #include <string>
+#include <vector>
 
+#include "optim/rule.h"
 #include "zero/auto_places.h"
 #include "zero/grad_reducer.h"
 #include "zero/param_gatherer.h"
@@ -17,18 +19,22 @@ class Config;
 
 namespace ds::zero {
 
+// Of each parameter group; null: the optimizer keeps states of its own. Empty: nobody knows yet.
+using OptimizerRules = std::vector<const optim::Rule*>;
+
 struct RunFacts {
   int threads = 1;                           // of CPU kernels
   int ranks = 1;                             // that train the same model on other data
-  int rank = 0;                              // this one, of those among which states are cut
   c10::optional<at::ScalarType> grad_dtype;  // in which gradients are kept and added up; unset: the parameter's own
   int job_rank = 0;                          // this one, of all
+  OptimizerRules rules{};
 };
 
 struct EngineOptions {
   StagePolicy policy = stage_policy(0);
   int threads = 1;
   c10::optional<at::ScalarType> grad_dtype;
+  OptimizerRules rules;             // whose states `memory` has to have room for
   Placements places;                // where masters, gradients, optimizer states and slices of parameters rest
   std::optional<TierBytes> memory;  // instead of `places`: they are found with what there is of each
   ParamOffload param_offload;

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "io/paths.h"
 
 namespace ds::zero {
 
@@ -32,6 +33,12 @@ c10::Device common_device(const std::vector<ParamSpec>& specs, const std::vector
   for (const ParamSpec& spec : specs) add(spec.sharded ? spec.sharded->device() : spec.tensor.device(), spec.name);
   for (const ShardedParamPtr& other : others) add(other->device(), other->name());
   return first ? first->first : c10::Device(at::kCPU);
+}
+
+// The lock is beside the folder.
+std::shared_ptr<io::RunFolder> owned(const std::string& folder) {
+  const std::string name = folder.substr(folder.rfind('/') + 1);
+  return std::make_shared<io::RunFolder>(io::parent_folder(folder), name, std::vector<std::string>{});
 }
 
 // A buffer can be two at once.
@@ -93,6 +100,13 @@ ParamStore::ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options
     host_limit_ = rows > INT64_MAX / 2 - others ? 0 : rows + others;
     if (host_limit_ > 0) storage_->limit(storage::Medium::kHost, host_limit_);
   }
+  if (options_.swapping.leaving_rows > 0 && options_.places.moves_grads()) {
+    grad_copies_ = storage_->add_scratch_user();
+    limit_leaving();
+  }
+  const Placements& rest = options_.places;
+  for (const storage::Placement& place : {rest.master, rest.grad, rest.slot})
+    if (options_.swapping.own_folder && place.in_files() && !state_folder_) state_folder_ = owned(place.folder);
   for (ParamSpace& space : spaces_) build_space(space);
   for (size_t param = 0; param < specs_.size(); ++param) {
     const ParamSpace& space = space_of(param);
@@ -140,8 +154,8 @@ void ParamStore::build_space(ParamSpace& space) {
     fill_masters(space);
   }
   const bool joined = space.in_place || !keeps_grads_apart(space);
-  space.grad =
-      make_buffer(space, "gradients", grad_type(space), joined, joined ? storage::Placement{} : space.key.places.grad);
+  space.grad = make_buffer(space, "gradients", grad_type(space), joined,
+                           joined ? storage::Placement{} : space.key.places.grad, grad_copies_);
   if (joined) space.local = space.grad;
 }
 
@@ -156,7 +170,7 @@ void ParamStore::fill_masters(ParamSpace& space) {
 // ---- buffers ------------------------------------------------------------------------------------------------------
 
 storage::PlaneId ParamStore::add_plane(const ParamSpace& space, const char* name, const Buffer& buffer,
-                                       const storage::Placement& place, const at::Tensor& memory) {
+                                       const storage::Placement& place, storage::PlaneExtras extras) {
   storage::Cuts cuts;
   for (const plan::Bucket& bucket : space.map.buckets) {
     const plan::Range row = space.row_in(buffer, bucket);
@@ -169,9 +183,20 @@ storage::PlaneId ParamStore::add_plane(const ParamSpace& space, const char* name
   if (cuts.front() == 0) cuts.erase(cuts.begin());
   const int64_t before = rest_on_host();
   widen(buffer.bytes());  // what rests there is not counted among the buffers
-  const storage::PlaneId added = storage_->add(name, buffer.numel, buffer.dtype, place, std::move(cuts), memory);
+  if (place.in_files()) extras.folder = state_folder_;
+  const storage::PlaneId added = storage_->add(name, buffer.numel, buffer.dtype, place, std::move(cuts), extras);
   widen(rest_on_host() - before - buffer.bytes());
   return added;
+}
+
+// Rows of the largest bucket, as whole blocks, aligned.
+void ParamStore::limit_leaving() {
+  if (grad_copies_.number == 0) return;
+  int64_t width = 0;
+  for (const ParamSpace& space : spaces_)
+    width = std::max(width, static_cast<int64_t>(c10::elementSize(grad_type(space))));
+  const int64_t row = largest_row() * width + 2 * int64_t{4096}, rows = options_.swapping.leaving_rows;
+  storage_->limit_scratch(storage::Medium::kDevice, rows > INT64_MAX / row ? INT64_MAX : rows * row, grad_copies_);
 }
 
 int64_t ParamStore::rest_on_host() const { return host_limit_ > 0 ? storage_->usage()[1].resting : 0; }
@@ -183,12 +208,12 @@ void ParamStore::widen(int64_t bytes) {
 }
 
 Buffer ParamStore::make_buffer(const ParamSpace& space, const char* name, at::ScalarType dtype, bool full,
-                               const storage::Placement& place) {
+                               const storage::Placement& place, storage::ScratchUser copies) {
   Buffer made;
   made.dtype = dtype;
   made.full = full;
   made.numel = full ? space.map.full_numel() : space.map.shard_numel;
-  made.plane = add_plane(space, name, made, place);
+  made.plane = add_plane(space, name, made, place, {{}, {}, {}, copies});
   if (storage_->resting(made.plane, {0, made.numel}) == storage::Medium::kDevice) {
     made.data = storage_->resident(made.plane);
     made.data.zero_();
@@ -213,8 +238,8 @@ storage::Lease ParamStore::lease(const Buffer& buffer, plan::Range range, storag
 }
 
 Buffer ParamStore::copied(const ParamSpace& space, const char* name, const Buffer& from, at::ScalarType dtype) {
-  const Buffer made =
-      make_buffer(space, name, dtype, from.full, from.data.defined() ? storage::Placement{} : space.key.places.grad);
+  const Buffer made = make_buffer(space, name, dtype, from.full,
+                                  from.data.defined() ? storage::Placement{} : space.key.places.grad, grad_copies_);
   if (from.data.defined()) {
     made.data.copy_(from.data);
     return made;
@@ -234,6 +259,7 @@ at::ScalarType ParamStore::grad_type(const ParamSpace& space) const {
 void ParamStore::set_grad_dtype(c10::optional<at::ScalarType> type) {
   at::NoGradGuard no_grad;
   options_.grad_dtype = type;
+  limit_leaving();
   for (ParamSpace& space : spaces_) {
     if (space.grad.dtype == grad_type(space)) continue;
     Buffer grad = space.grad, local = space.local;

@@ -97,8 +97,9 @@ class ParamStore {
                                                     storage::Access access) const;
 
   // A buffer of a space: blocks end where this rank's row of a bucket begins or ends. Its contents are zero.
+  // `copies`: whose limit and idle memory the copies of its blocks have.
   Buffer make_buffer(const ParamSpace& space, const char* name, at::ScalarType dtype, bool full,
-                     const storage::Placement& place = {});
+                     const storage::Placement& place = {}, storage::ScratchUser copies = {});
   void drop(Buffer& buffer);  // waits for its leases
   // Elements of it, leased where they rest, or copied to the host where nobody can compute.
   storage::Lease lease(const Buffer& buffer, plan::Range range, storage::Access access) const;
@@ -144,10 +145,11 @@ class ParamStore {
   void build_space(ParamSpace& space);
   void fill_masters(ParamSpace& space);
   storage::PlaneId add_plane(const ParamSpace& space, const char* name, const Buffer& buffer,
-                             const storage::Placement& place, const at::Tensor& memory = {});
+                             const storage::Placement& place, storage::PlaneExtras extras);
   Buffer copied(const ParamSpace& space, const char* name, const Buffer& from, at::ScalarType dtype);
   void adopt_params(ParamSpace& space);
   at::ScalarType grad_type(const ParamSpace& space) const;
+  void limit_leaving();          // gradients on their way from the device
   int64_t rest_on_host() const;  // bytes, where there is a limit
   void widen(int64_t bytes);     // the limit of the host's memory
   plan::Range range_of(const Piece& piece, const Buffer& buffer) const;
@@ -166,7 +168,9 @@ class ParamStore {
   std::vector<Piece> pieces_;
   c10::Device device_;
   std::shared_ptr<storage::ShardStorage> storage_;
-  std::unique_ptr<OffloadedParams> offloaded_;  // null: slices rest on the device
+  storage::ScratchUser grad_copies_;             // copies of reduced gradients
+  std::shared_ptr<io::RunFolder> state_folder_;  // of files of masters, gradients and states
+  std::unique_ptr<OffloadedParams> offloaded_;   // null: slices rest on the device
   int64_t host_limit_ = 0;  // bytes of the host: what rests there and buffers of files; 0: nobody has said
 };
 

@@ -81,7 +81,7 @@ void ParamStore::place_shards() {
         continue;
       }
       space->lp.data = memory;
-      space->lp.plane = add_plane(*space, "parameters", space->lp, {}, memory);
+      space->lp.plane = add_plane(*space, "parameters", space->lp, {}, {memory});
     }
     place_others(others, region, of_others);
   }
@@ -137,6 +137,7 @@ void ParamStore::release() {
     for (Buffer& slot : space.slots) drop_file(slot);
     if (space.has_masters()) drop_file(space.master);
   }
+  state_folder_.reset();
 }
 
 ParamStore::~ParamStore() {

@@ -46,8 +46,12 @@ struct Swapping {
   // Of files: so many rows of the largest bucket may be in the host's memory at a time, for each of: the bucket that is
   // worked on, the one that is read ahead, the one that is being written. 0: no limit.
   int64_t buffer_count = 0;
+  // So many rows of reduced gradients may be on their way from the device to where they rest; the backward waits for
+  // the first of them to be there before another one leaves. 0: no limit.
+  int64_t leaving_rows = 0;
   bool reads_ahead = true, writes_behind = true;
-  bool fast_init = false;  // no zeros are written into new files, which read as zeros
+  bool own_folder = false;  // no other run may use the folder of the files while this one lives
+  bool fast_init = false;   // no zeros are written into new files, which read as zeros
 };
 
 inline bool operator==(const Placements& a, const Placements& b) {

@@ -315,7 +315,7 @@ def test_files_end_with_their_run_and_those_of_a_living_one_are_its_own(tmp_path
         left = _files_below(tmp_path)
         assert len(files_of(tmp_path, 0)) == 2 and len(left) > 4
         assert f"is in use: process {stays.pid}" in run_ranks(1, body_next, str(tmp_path), "offload_param")[0]
-        assert run_ranks(1, body_next, str(tmp_path), "offload_optimizer") == [""]
+        assert f"is in use: process {stays.pid}" in run_ranks(1, body_next, str(tmp_path), "offload_optimizer")[0]
         assert _files_below(tmp_path) == left, "those of a living run stay"
         stays.send_signal(signal.SIGKILL)
         stays.wait()

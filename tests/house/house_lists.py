@@ -53,11 +53,11 @@ comm/watch.py _watches | two watch threads for all communicators of a process
 config/model.py _layouts | CACHE
 config/read.py _other_names | CACHE
 config/read.py _variables | CACHE
-engine/build_optimizer.py HOST_OPTIMIZERS | REGISTRY
-engine/build_optimizer.py OPTIMIZERS | REGISTRY
 engine/cross_engine_scaling.py _engines | engines that meet in one graph have to find each other
 data/loader_workers.py _iterators | AT_END
 launcher/runners/__init__.py RUNNERS | REGISTRY
+ops/by_name.py HOST_OPTIMIZERS | REGISTRY
+ops/by_name.py OPTIMIZERS | REGISTRY
 ops/op_builder/jit.py _loaded | a library can be imported once per process
 ops/op_builder/prebuilt/cpu_adagrad.py _handles | NUMBERS
 ops/op_builder/prebuilt/cpu_adam.py _handles | NUMBERS

@@ -38,7 +38,8 @@ Field offload_optimizer() {
                  device(),
                  nvme_path(),
                  size("buffer_count", 4,
-                      "Buffers, each of a bucket, for a step on NVMe; at least the states per parameter plus two."),
+                      "Buffers, each of a bucket, for a step on NVMe; at least the states per parameter plus two. Also "
+                      "how many buckets of gradients may wait on the device to leave it (0: any number)."),
                  pin_memory(),
                  boolean("pipeline_read", false,
                          "Read the next states from NVMe during the step: so many buffers more."),

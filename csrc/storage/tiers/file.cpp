@@ -2,7 +2,9 @@
 #include <string.h>
 
 #include <algorithm>
+#include <memory>
 #include <mutex>
+#include <set>
 #include <utility>
 
 #include "base/error.h"
@@ -106,6 +108,7 @@ class FileTier : public Tier {
     }
     auto part = std::make_unique<FilePart>(access_, spec);
     opened_.push_back(part->file());
+    if (spec.folder) folders_.insert(spec.folder);
     return part;
   }
   void at_exit() noexcept override {
@@ -114,6 +117,8 @@ class FileTier : public Tier {
       if (const auto file = one.lock()) file->remove();
     for (const auto& one : lists_)
       if (const auto list = one.lock()) list->remove();
+    for (const auto& one : folders_)
+      if (const auto folder = one.lock()) folder->close();
   }
 
  private:
@@ -122,6 +127,7 @@ class FileTier : public Tier {
   std::mutex lock_;
   std::vector<std::weak_ptr<io::SwapFile>> opened_;
   std::vector<std::weak_ptr<FileList>> lists_;
+  std::set<std::weak_ptr<io::RunFolder>, std::owner_less<>> folders_;
 };
 
 std::unique_ptr<Tier> make_file_tier(const TierContext& context) { return std::make_unique<FileTier>(context.files); }

@@ -12,13 +12,14 @@ from deepspeed.engine.accessors import dtype_of
 from deepspeed.engine.build_optimizer import build_optimizer
 from deepspeed.engine.members import member
 from deepspeed.ops.adam import FusedAdam
+from deepspeed.ops.by_name import is_native, rules_of
 from deepspeed.published.bf16_optimizer import BF16_Optimizer
 from deepspeed.published.fp16_optimizer import FP16_Optimizer, FP16_UnfusedOptimizer
 from deepspeed.published.stage3 import DeepSpeedZeRoOffload, DeepSpeedZeroOptimizer_Stage3
 from deepspeed.published.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.z3_leaf_module import apply_z3_leaf_module_config
 from deepspeed.zero.core import build_core
-from deepspeed.zero.fused_state import FusedState, can_fuse, is_native
+from deepspeed.zero.fused_state import FusedState, can_fuse
 from deepspeed.zero.model import cast_sharded, detach, move_module, shard_model, take_over
 from deepspeed.zero.param_ranks import SavedNames, broadcast_own_buffers, ranks_of
 from deepspeed.zero.param_states import WholeParams
@@ -141,6 +142,7 @@ class Assembly:
             "data_parallel": engine.parallel.communicator(shard, Purpose.REDUCE),
             "model_parallel": engine.parallel.model_parallel(),
             "grad_dtype": engine._grad_dtype,
+            "rules": rules_of(engine.basic_optimizer),
         }
 
     def _grad_forms(self):

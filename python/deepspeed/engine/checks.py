@@ -5,8 +5,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.log import log_dist, logger
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.by_name import is_native
 from deepspeed.zero.errors import ZeRORuntimeException
-from deepspeed.zero.fused_state import is_native
 
 KNOWN_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW)
 
@@ -64,9 +64,19 @@ def check_step_strategy(engine):
 
 def check_offload(engine, optimizer):
     """With an offloaded step, a client's optimizer has to be for it; states in files have to be the core's."""
-    if optimizer is None or not engine.zero_use_cpu_optimizer():
+    if optimizer is None:
         return
-    kind = type(optimizer)
+    kind, placement = type(optimizer), engine._config.zero_config.placement
+    section = engine.zero_offload_optimizer()
+    found = placement is not None and placement.auto and section is not None and section.nvme_path is not None
+    if found and not is_native(optimizer):
+        raise ZeRORuntimeException(
+            f"zero_optimization.placement may put masters into files, and {kind.__module__}.{kind.__qualname__} steps "
+            "tensors. Use an optimizer of deepspeed.ops (DeepSpeedCPUAdam, or a type of the configuration), or leave "
+            "offload_optimizer.nvme_path out."
+        )
+    if not engine.zero_use_cpu_optimizer():
+        return
     if engine.client_optimizer is not None and engine.zero_force_ds_cpu_optimizer():
         if not isinstance(optimizer, DeepSpeedCPUAdam):
             raise ZeRORuntimeException(

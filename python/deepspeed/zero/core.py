@@ -24,6 +24,7 @@ def build_core(
     others=(),
     grad_dtype=None,
     gathers=None,
+    rules=(),
     **groups,
 ):
     """Returns ``(core, names)``.
@@ -33,7 +34,8 @@ def build_core(
     without them parameters are called ``group.index`` and ordered as given. ``grad_forms``: the id of a parameter -> 1
     where only the touched rows of its gradient travel (stage 0), 2 where the user's optimizer gets them as a sparse
     tensor, too. ``others``: sharded parameters that are not trained. ``grad_dtype``: in which gradients are kept; None:
-    in the parameter's own. ``groups``: torch's process groups or native communicators by the names of
+    in the parameter's own. ``rules``: of each parameter group (``ops.by_name.rules_of``), for
+    ``zero_optimization.placement``; () counts two states of each element. ``groups``: torch's process groups or native communicators by the names of
     csrc/zero/engine_ranks.h, None for a single process; ``gathers`` makes that one where it is needed. The threads of
     CPU kernels are ``torch.get_num_threads()``.
     """
@@ -73,6 +75,7 @@ def build_core(
         threads=torch.get_num_threads(),
         grad_dtype=grad_dtype,
         rank=dist.get_rank() if dist.is_initialized() else 0,
+        rules=list(rules),
     )
     comms_log.watch(core, list(opened.values()))
     return core, [row[1] for row in rows]

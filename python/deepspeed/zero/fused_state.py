@@ -7,16 +7,12 @@ each parameter, ``state_dict`` and ``load_state_dict``. Only its step runs on th
 import torch
 
 from deepspeed.log import logger
+from deepspeed.ops.by_name import is_native
 
 
 def can_fuse(optimizer, masters):
     """Whether the native engine can run the step of ``optimizer`` over these masters."""
     return is_native(optimizer) and all(master.dtype == torch.float32 for master in masters)
-
-
-def is_native(optimizer):
-    """Whether ``optimizer`` is one of ours: its update is a rule of the native engine."""
-    return hasattr(optimizer, "rule_args") and not getattr(optimizer, "states_in_one_piece", False)
 
 
 class FusedState:

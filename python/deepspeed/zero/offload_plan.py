@@ -10,13 +10,13 @@ from deepspeed._native import _C
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.host.cpu import memory_bytes
-from deepspeed.ops.native_optimizer import RULES
+from deepspeed.ops.by_name import is_native, optimizer_named, states_of_element
 from deepspeed.zero.rates import mean_rate, tier_rate
 
 _TIERS = ("device", "host", "file")
 _ANY = 2**63 - 1  # bytes of a memory that has no limit
 _WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2}
-_RULES = {"adamw": "adam"}  # names of the configuration that are not those of rules
+_LEAVING = 4  # offload_optimizer.buffer_count where there is no such section
 
 
 def offload_plan(model, config, world_size=None, rates=None):
@@ -42,16 +42,19 @@ def offload_plan(model, config, world_size=None, rates=None):
     frozen = sum(getattr(p, "ds_numel", p.numel()) for p in params if not p.requires_grad)
     narrow = made.float16_config.enabled or made.bfloat16_config.enabled
     width, section = 2 if narrow else 4, zero.offload_optimizer
-    name = (made.optimizer_name or "adam").lower()
-    slots = 4 * len(RULES.get(_RULES.get(name, name), {"slots": [0, 0]})["slots"])
     steps = made.gradient_accumulation_steps or 1
     accumulates = steps > 1
     grad = _WIDTHS.get(str(made.grad_accum_dtype), 4 if accumulates else width)
     policy = _C.stage_policy(int(zero.stage))
     numels = [getattr(p, "ds_numel", p.numel()) for p in params if p.requires_grad] or [numel]
-    need = [sum(-(-one // world) for one in numels) * size for size in (grad, 4, 8, width)]
-    placed = _placed(zero, policy, need, steps, rates)
+    states, own_states = _states(made, params)
+    parts = [-(-one // world) for one in numels]
+    in_planes = 4 * sum(part * count for part, count in zip(parts, states))
+    slots = -(-(in_planes + 4 * own_states * sum(parts)) // max(1, sum(parts)))  # bytes of an element
+    placed = _placed(zero, policy, [sum(parts) * grad, sum(parts) * 4, in_planes, sum(parts) * width], steps, rates)
     shares, away = placed.shares, placed.away
+    if own_states:  # where torch makes them: beside the masters
+        shares = {**shares, "slots": shares["master"]}
     slices = zero.offload_param if policy.shards_params and _place(zero.offload_param) != "none" else None
     master = 4 if narrow or away or slices is not None else 0
     held = _C.memory.states_per_rank(int(zero.stage), numel, world, width, grad, master, slots)
@@ -64,7 +67,8 @@ def offload_plan(model, config, world_size=None, rates=None):
     }
     tiers["device"] += held["param"] + frozen * width // (world if policy.shards_params else 1)
     own, row = -(-numel // world), -(-bucket // world)
-    tiers["device"] += _gradients_on_device(policy, shares["grad"][0] < 1, numel, world, bucket) * grad
+    leaving = section.buffer_count if section is not None else _LEAVING
+    tiers["device"] += _gradients_on_device(policy, shares["grad"][0] < 1, numel, world, bucket, leaving) * grad
     if policy.shards_params:
         tiers["device"] += _gathered(zero, numels) * width
     if away:
@@ -106,6 +110,18 @@ def offload_plan(model, config, world_size=None, rates=None):
         "placement": placement,
         "step_seconds": max(times + [placed.seconds]) if times else None,
     }
+
+
+def _states(made, params):
+    """Numbers that the optimizer keeps of each element: of each trained parameter (one that has them all, for a number
+    of parameters) in planes of the engine, and in tensors of torch's own. Nobody knows a client's: two, as Adam's."""
+    name = made.optimizer_name or "adam"
+    trained = [param for param in params if param.requires_grad] or [torch.nn.Parameter(torch.zeros(2, 2))]
+    optimizer = optimizer_named(name, trained, made.optimizer_params if made.optimizer_name else {})
+    if not is_native(optimizer):
+        return [0] * len(trained), states_of_element(name, made.optimizer_params)
+    counts = {id(p): len(optimizer.slots_of(group)) for group in optimizer.param_groups for p in group["params"]}
+    return [counts[id(param)] for param in trained], 0
 
 
 def _place(section):
@@ -162,14 +178,16 @@ def _placed(zero, policy, need, steps, rates):
     return _Placed(shares, section.buffer_count, section.pipeline_read, section.pipeline_write)
 
 
-def _gradients_on_device(policy, moves, numel, world, bucket):
-    """Elements of buffers for gradients on their way, beside those that are reduced."""
+def _gradients_on_device(policy, moves, numel, world, bucket, leaving):
+    """Elements of buffers for gradients on their way, beside those that are reduced. ``leaving``: so many rows of a
+    bucket may be copied to where they rest at a time (0: all)."""
     own, row, count = -(-numel // world), -(-bucket // world), -(-numel // bucket)
     if not moves:  # one rank alone sums them where they lie; else sums go where they rest
         return 0 if world == 1 and not policy.shards_params else min(2, count) * bucket
-    if policy.shards_grads:  # a bucket that is filled, one that is reduced; sums, which are copied, and their copies
-        return min(2, count) * (bucket + row)
-    return numel + 2 * own  # local ones, and all sums at once
+    copies = min(own, min(count, leaving or count) * row)
+    if policy.shards_grads:  # a bucket that is filled, one that is reduced; a sum, which is copied, and copies
+        return min(2, count) * bucket + row + copies
+    return numel + own + copies  # local ones, all sums at once
 
 
 def _gathered(zero, numels):

@@ -2,6 +2,7 @@
 
 import torch
 
+from deepspeed.ops.by_name import rules_of
 from deepspeed.zero.base_optimizer import DeepSpeedOptimizer
 from deepspeed.zero.core import build_core
 from deepspeed.zero.fused_state import FusedState, can_fuse
@@ -30,7 +31,7 @@ class WrappedOptimizer(DeepSpeedOptimizer):
         """The core of ``engine``, or one of its own: ``(core, names, check for overflow, rank)``."""
         if engine is not None and hasattr(engine, "core_for_optimizer"):
             return engine.core_for_optimizer(self.optimizer)
-        core, names = build_core(self.optimizer.param_groups, **options)
+        core, names = build_core(self.optimizer.param_groups, rules=rules_of(self.optimizer), **options)
         core.refresh_master()
         return core, names, self.low_precision_dtype != torch.float32, 0
 

@@ -92,6 +92,21 @@ TEST(RunFolder, SeveralOfOneProcessShareIt) {
   EXPECT_TRUE(there(root + "/" + kOwned[0] + "/1_param.tensor.swp"));
 }
 
+// Swap files are removed by their own locks; the folder above stays.
+TEST(RunFolder, OwnsNoFolderWhereThereAreSwapFiles) {
+  const Folder disk;
+  const std::string root = disk / "optimizer";
+  std::filesystem::create_directories(root);
+  leave_files(root);
+  RunFolder folder(root, "rank0", {});
+  EXPECT_TRUE(there(root + "/" + kOwned[0] + "/1_param.tensor.swp"));
+  std::filesystem::remove_all(root + "/float32params");
+  std::filesystem::remove_all(root + "/optimizer");
+  { const RunFolder other(root, "rank1", {}); }
+  folder.close();
+  EXPECT_TRUE(std::filesystem::is_empty(root));
+}
+
 TEST(RunFolder, FoldersThatCannotBeUsedAreNamed) {
   const Folder disk;
   try {

@@ -1,9 +1,13 @@
 // What is touched most is nearest to the device, as far as memory reaches; with rates, what takes the least time.
 #include "zero/auto_places.h"
 
+#include <ATen/Functions.h>
 #include <gtest/gtest.h>
 
 #include "base/error.h"
+#include "comm/transports/thread_communicator.h"
+#include "optim/rule.h"
+#include "zero/engine.h"
 
 namespace ds::zero {
 namespace {
@@ -61,6 +65,44 @@ TEST(AutoPlaces, SaysWhatIsMissing) {
         std::string(error.what()).find("zero_optimization.placement: optimizer states of this rank need 800 bytes"), 0u)
         << error.what();
     EXPECT_NE(std::string(error.what()).find("All of its states are 1400 bytes"), std::string::npos) << error.what();
+  }
+}
+
+// An engine counts the states of each group's rule, and none where the optimizer keeps its own.
+TEST(AutoPlaces, CountsTheStatesOfTheRule) {
+  const int64_t numel = 3 * 64;
+  const auto fits = [&](const OptimizerRules& rules, int64_t bytes) {
+    std::vector<ParamSpec> specs;
+    for (int32_t group = 0; group < 2; ++group) {
+      const at::Tensor weight = at::zeros({numel}, at::kBFloat16).set_requires_grad(true);
+      specs.push_back({weight, "w" + std::to_string(group), group, group});
+    }
+    EngineOptions options;
+    options.policy = stage_policy(2);
+    options.rules = rules;
+    options.memory = TierBytes{0, bytes, 0, "", false};
+    options.memory->rates.host_step = 1;  // nobody measures
+    try {
+      const Engine engine(specs, {}, options, {comm::thread_communicators(1)[0]});
+      return true;
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("zero_optimization.placement: "), std::string::npos) << error.what();
+      return false;
+    }
+  };
+  const optim::Rule *adam = &optim::find_rule("adam"), *lion = &optim::find_rule("lion"),
+                    *adagrad = &optim::find_rule("adagrad"), *lamb = &optim::find_rule("lamb"),
+                    *muon = &optim::find_rule("muon"), *own = nullptr;
+  for (const auto& [rules, states] : std::vector<std::pair<OptimizerRules, int64_t>>{{{adam, adam}, 4},
+                                                                                     {{lamb, lion}, 3},
+                                                                                     {{adagrad, lion}, 2},
+                                                                                     {{muon, adam}, 3},
+                                                                                     {{own, lion}, 1},
+                                                                                     {{own, own}, 0},
+                                                                                     {{}, 4}}) {
+    const int64_t bytes = numel * (2 * (2 + 4) + 4 * states);  // gradients and masters of both groups
+    EXPECT_TRUE(fits(rules, bytes)) << states;
+    EXPECT_FALSE(fits(rules, bytes - 1)) << states;
   }
 }
 

@@ -164,10 +164,12 @@ TEST(EngineOptions, WhereStatesRest) {
     EXPECT_TRUE(o.places.slot.pinned);
     EXPECT_EQ(o.places.slot.host_share, 1.0);
     EXPECT_EQ(o.swapping.buffer_count, 0);
+    EXPECT_EQ(o.swapping.leaving_rows, 4);
+    EXPECT_FALSE(o.swapping.own_folder);
   }
   const io::Folder folder;
   RunFacts facts;
-  facts.rank = 3;
+  facts.job_rank = 3;  // others of the job may be the same one of their group
   const std::string path = "\"nvme_path\": \"" + folder.path() + "\"";
   const std::string keys = R"("stage": 3, "sub_group_size": 77, "offload_optimizer": {"device": "nvme", "ratio": 0.3,
       "buffer_count": 6, "pipeline_read": true, "fast_init": true, "pin_memory": false, )";
@@ -178,6 +180,8 @@ TEST(EngineOptions, WhereStatesRest) {
   EXPECT_FALSE(o.places.slot.pinned);
   EXPECT_EQ(o.swapping.bucket_numel, 77);
   EXPECT_EQ(o.swapping.buffer_count, 6);
+  EXPECT_EQ(o.swapping.leaving_rows, 6);
+  EXPECT_TRUE(o.swapping.own_folder);
   EXPECT_TRUE(o.swapping.reads_ahead && o.swapping.fast_init);
   EXPECT_FALSE(o.swapping.writes_behind);
 }

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import deepspeed
+from deepspeed.zero.errors import ZeRORuntimeException
 
 GIB = 2**30
 FAST = {"host": 50e9, "file": 3e9, "step": 20e9}
@@ -53,13 +54,14 @@ def test_too_little_memory_is_an_error_with_numbers():
         plan(host_gb=1)
 
 
-def test_the_engine_places_as_the_plan_says(tmp_path):
+@pytest.mark.parametrize("optimizer, states", [("AdamW", 2), ("Lion", 1), ("Adagrad", 1)])
+def test_the_engine_places_as_the_plan_says(tmp_path, optimizer, states):
     model = torch.nn.Sequential(*[torch.nn.Linear(256, 256, bias=False) for _ in range(16)]).bfloat16()
     room = {"device_gb": 4e6 / GIB, "host_gb": 4e6 / GIB}
     made = {
         "train_batch_size": 1,
         "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW"},
+        "optimizer": {"type": optimizer},
         "zero_optimization": {
             "stage": 2,
             "reduce_bucket_size": 1 << 16,
@@ -73,8 +75,60 @@ def test_the_engine_places_as_the_plan_says(tmp_path):
     engine.step()
     tiers, elements = engine.offload_report()["tiers"], 16 << 16
     for tier in ("host", "file"):
-        wanted = sum(share * size * elements for share, size in zip(rests(found, tier).values(), (2, 4, 8)))
+        wanted = sum(share * size * elements for share, size in zip(rests(found, tier).values(), (2, 4, 4 * states)))
         assert tiers[tier]["resting_bytes"] == pytest.approx(wanted, abs=14 << 16), "to a bucket of each kind"
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    "optimizer, params, states",
+    [
+        ("SGD", {"lr": 0.1}, 0),  # torch's
+        ("SGD", {"lr": 0.1, "momentum": 0.9}, 1),
+        ("Lion", {}, 1),
+        ("Adagrad", {}, 1),
+        ("Lamb", {}, 2),
+        ("AdamW", {}, 2),
+        ("Adam", {"torch_adam": True, "amsgrad": True}, 3),
+        ("Muon", {}, 1.5),  # Adam for the half that are no matrices
+    ],
+)
+def test_the_plan_counts_the_states_of_the_optimizer(optimizer, params, states):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.matrix = torch.nn.Parameter(torch.empty(1024, 1024, device="meta"))
+            self.vector = torch.nn.Parameter(torch.empty(1024 * 1024, device="meta"))
+
+    def peak(kind, args):
+        zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+        made = {
+            "train_batch_size": 1,
+            "optimizer": {"type": kind, "params": args},
+            "zero_optimization": zero,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        return deepspeed.offload_plan(Model(), made, world_size=2, rates={})["tiers"]["host"]["peak_bytes"]
+
+    numel = 1 << 20  # of this rank
+    assert peak(optimizer, params) - peak("SGD", {"lr": 1}) == 4 * numel * states
+
+
+def test_an_optimizer_with_tensors_of_its_own_and_files(tmp_path):
+    zero = {"stage": 2, "placement": {"auto": True}, "offload_optimizer": {"nvme_path": str(tmp_path)}}
+    made = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 1}}, "zero_optimization": zero}
+    with pytest.raises(ZeRORuntimeException, match="may put masters into files, and torch.optim.sgd.SGD steps tensors"):
+        deepspeed.initialize(model=torch.nn.Linear(4, 4), config=made)
+    del zero["offload_optimizer"]
+    made.update(zero_force_ds_cpu_optimizer=False, gradient_clipping=0.0)
+    found = deepspeed.offload_plan(torch.nn.Linear(4, 4), made, world_size=1, rates={})
+    assert found["tiers"]["host"]["peak_bytes"] > 0
+    model = torch.nn.Linear(4, 4)
+    engine = deepspeed.initialize(model=model, config={**made, "zero_optimization": zero})[0]
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    before = model.weight.detach().clone()
+    engine.step()
+    assert torch.equal(model.weight, before - 1)
     engine.destroy()
 
 
@@ -101,6 +155,14 @@ def trained(zero, layers=8, width=640, dtype=torch.bfloat16):
 def test_the_device_holds_what_the_plan_says(stage, dtype):
     found, seen = trained({"stage": stage}, dtype=dtype)
     assert seen["device"] == pytest.approx(found["device"], rel=0.05)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("where", ["cpu", "nvme"])
+def test_gradients_that_leave_the_device_are_no_more_than_planned(stage, where, tmp_path):
+    offload = {"device": where, "nvme_path": str(tmp_path)}
+    found, seen = trained({"stage": stage, "reduce_bucket_size": 640 * 640, "offload_optimizer": offload}, layers=24)
+    assert 0.7 * found["device"] <= seen["device"] <= 1.02 * found["device"]
 
 
 def test_parameters_that_come_and_go(tmp_path):
