@@ -46,7 +46,6 @@ class Block:
             return torch.empty(self.bytes, dtype=torch.uint8, pin_memory=True)
         return torch.frombuffer(_C.io.HostMemory(self.bytes, copy_threads()), dtype=torch.uint8)
 
-
     @property
     def address(self):
         return self.memory.data_ptr()
