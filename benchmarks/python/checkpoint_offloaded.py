@@ -4,7 +4,7 @@ on the device.
     python benchmarks/python/checkpoint_offloaded.py [--width 1024] [--layers 32] [--stage 2] [--ranks 2] [--dir DIR]
         [--json FILE]
 
-A stack of ``--layers`` linear layers of ``--width`` squared bf16 parameters makes one step with AdamW and is saved twice;
+A stack of ``--layers`` linear layers of ``--width`` squared bf16 parameters makes one step with AdamW and is saved;
 12 bytes of each element of a rank are masters and states. What is printed by place: the bytes that rank 0 has written,
 the growth of its private memory (the most while it saves, less what it was before; samples of a few milliseconds), and
 seconds. A save that streams grows by some rows of a bucket (a sixteenth of the model, or reduce_bucket_size where that
