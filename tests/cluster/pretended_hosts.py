@@ -145,7 +145,7 @@ class PretendedHosts:
         return [line for line in found if line and not line.startswith("sshd: ")]  # the dead have none
 
     def kill(self, name, word):
-        """Kills the first process of a host whose command line has ``word`` in it; those forked from it have the same."""
+        """Kills the first process of a host whose command line has ``word`` in it; those forked from it have it."""
         victim = min(pid for pid, line in self._commands(name) if word in line)
         os.kill(victim, signal.SIGKILL)
 

@@ -133,7 +133,7 @@ ALLOCATIONS = {
     "comm/receive_buffers.cpp": (3, "the same on the host, used again when nobody has them any more"),
     "comm/compose.cpp": (7, _WIRE),
     "comm/decorators/quantized.cpp": (6, _WIRE),
-    "comm/host_exchange.cpp": (2, "what a leader keeps of rows between hosts, as large as the largest exchange; nothing, of a dtype"),
+    "comm/host_exchange.cpp": (2, "a leader's rows between hosts, of the largest exchange; nothing, of a dtype"),
     "comm/list_calls.cpp": (1, _WIRE),
     "comm/process_peer_memory.cpp": (2, _SMALL),
     "comm/transports/c10d_communicator.cpp": (1, _WIRE),

@@ -157,7 +157,8 @@ class Checkpoints:
         old_moe_load: files are ``expert_E_mp_rank_RR_model_states.pt``; no model is needed, but ``num_experts`` (all,
         or a list of them, whose largest counts). mpu: says which model-parallel rank's files; ``checkpoint_mp_rank``
         goes before it. checkpoint_engine: its ``load`` reads files. autoep_layers: ``ds_autoep_layers`` of the model
-        file: the numbers of experts are compared with those of ``model``. folding_spec: None, or one without tensor parallelism.
+        file: the numbers of experts are compared with those of ``model``. folding_spec: None, or one without
+        tensor parallelism.
         """
         if getattr(folding_spec, "tp_size", 1) > 1:
             raise NotImplementedError(

@@ -35,9 +35,9 @@ def build_core(
     where only the touched rows of its gradient travel (stage 0), 2 where the user's optimizer gets them as a sparse
     tensor, too. ``others``: sharded parameters that are not trained. ``grad_dtype``: in which gradients are kept; None:
     in the parameter's own. ``rules``: of each parameter group (``ops.by_name.rules_of``), for
-    ``zero_optimization.placement``; () counts two states of each element. ``groups``: torch's process groups or native communicators by the names of
-    csrc/zero/engine_ranks.h, None for a single process; ``gathers`` makes that one where it is needed. The threads of
-    CPU kernels are ``torch.get_num_threads()``.
+    ``zero_optimization.placement``; () counts two states of each element. ``groups``: torch's process groups or
+    native communicators by the names of csrc/zero/engine_ranks.h, None for a single process; ``gathers`` makes that one
+    where it is needed. The threads of CPU kernels are ``torch.get_num_threads()``.
     """
     rows = []
     for index, group in enumerate(param_groups):

@@ -130,8 +130,8 @@ class WriterOptions:
     ``io_buffer_size``: bytes of one buffer (a smaller file takes a smaller one). ``double``: two of them, one being
     filled while the other is written. ``threads`` copy and sum; 0: up to four, by the cores this process may use.
     ``direct``: O_DIRECT where the file system has it. ``sync``: fsync at the end. ``staged``: tensors pass through host
-    memory of at most 32 MiB even where they are in such memory, as those of a GPU do. ``mapped``: for files in /dev/shm,
-    which are filled in one pass; what has the name of a file already is written over.
+    memory of at most 32 MiB even where they are in such memory, as those of a GPU do. ``mapped``: for files in
+    /dev/shm, which are filled in one pass; what has the name of a file already is written over.
     """
 
     io_buffer_size: int = 64 << 20

@@ -374,8 +374,8 @@ class _Opening:
 
 
 class HeldSnapshot(Snapshot):
-    """States are not copied at all: files are written from where they are, and the engine waits with changing them until
-    ``written``. For files that are written as fast as a copy is made."""
+    """States are not copied at all: files are written from where they are, and the engine waits with changing them
+    until ``written``. For files that are written as fast as a copy is made."""
 
     def __init__(self, cache, states):
         super().__init__(cache, states)
