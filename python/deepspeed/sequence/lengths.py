@@ -21,6 +21,7 @@ from deepspeed.zero.offload_plan import offload_plan
 LIMIT = 1 << 31  # tokens
 GAIN = 10  # percent of length that a next step is worth
 SMALLEST = 64  # tokens of a rank in the first sample
+CHUNKS = 4  # of a sequence, half as many as in the first sample
 GIB = 1 << 30
 
 
@@ -79,16 +80,17 @@ class _Setup:
         how = {**self.how, **changes}
         return PlannedStep(self.model, self.dtype, self.batch, shared or self.shared, self.inputs, how)
 
-    def first_length(self, how):
-        """Tokens of a rank from which on the peak is a polynomial: tiles and chunks are whole there."""
+    def first_length(self, how, shared):
+        """Tokens of a rank from which on the peak is a polynomial: tiles and chunks are whole there, and few in
+        number are no longer most of what there is."""
         wide = [2 * width for width in how["widths"].values()]
-        chunk = -(-2 * how["chunk"] // self.shared)
+        chunk = -(-CHUNKS * how["chunk"] // shared)
         return max(SMALLEST, chunk, *wide)
 
     def curve(self, states=None, shared=None, **changes):
         shared = shared or self.shared
         states = self.states() if states is None else states
-        step, base = self.step(shared, **changes), self.first_length({**self.how, **changes})
+        step, base = self.step(shared, **changes), self.first_length({**self.how, **changes}, shared)
         lengths = [shared * base * factor for factor in (2, 3, 4)]
         return _Curve([(tokens, step.peaks(tokens)) for tokens in lengths], states, shared)
 

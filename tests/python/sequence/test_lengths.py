@@ -8,6 +8,7 @@ import toy_transformers
 from deepspeed.sequence import explain, longest
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.sequence.ledger import PARTS, Ledger
+from deepspeed.sequence.lengths import _Setup
 from deepspeed.sequence.planned import PlannedStep, on_meta
 
 PLAIN = {"method": "auto", "chunk": 0, "offload": False, "tile_loss": False, "widths": {}, "checkpointing": False}
@@ -79,6 +80,17 @@ def test_the_longest_length_is_the_last_that_fits(toy):
     assert longest(model, config_of(), memory=1000, ranks=1) == 0
     meta = on_meta(model, None)
     assert longest(meta, config_of(), memory=64 << 20, ranks=1) == tokens
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_chunks_that_wait_elsewhere_are_a_polynomial_of_long_sequences(ranks, toy):
+    model = toy(heads=4, hidden=128, layers=2, vocabulary=1000)
+    model.gradient_checkpointing_enable()
+    config = config_of(size=ranks, chunk=64, tile_loss=True, offload="file", folder="unused")
+    peak = _Setup(model, config, ranks, None, None).curve().peak(4096)  # as explain does
+    how = {"chunk": 64, "tile_loss": True, "checkpointing": True, "offload": True}
+    found = peak_of(model, 4096, ranks=ranks, **how) + peak.parts["states"]
+    assert abs(peak.bytes - found) <= 0.05 * found
 
 
 def test_the_next_step_is_the_cheapest_that_helps(toy):
