@@ -3,18 +3,15 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-#include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/stl.h>
 
 #include <vector>
 
 #include "base/error.h"
 #include "base/thread_pool.h"
+#include "bindings/kernel_call.h"
 #include "bindings/registry.h"
 #include "bindings/torch_types.h"
-#include "comm/native_stream.h"
-#include "kernels/table.h"
 #include "zero/device_context.h"
 
 namespace py = pybind11;
@@ -155,24 +152,8 @@ class AttentionOps {
 
   template <typename Call>
   void on(const at::Tensor& t, const Call& call) {
-    const at::Device device = t.device();
-    const char* name = device.is_cpu() ? "cpu" : device.is_cuda() ? "cuda" : "";
-    const AttentionKernels* table = ds_attention_kernels(kernels::kAttentionAbi, name);
-    if (table == nullptr) {
-      const char* error = ds_kernels_error(kernels::kKernelAbi, name);
-      fail(ErrorKind::kRuntime, "attention of blocks on ", device.str(), ": ",
-           error != nullptr ? error : "the kernel library is of another build; build both again with `make`.");
-    }
-    kernels::Launch launch;
-    if (device.is_cpu()) launch.pool = &pool_;
-    const c10::DeviceGuard guard(device);
-    if (!device.is_cpu())
-      launch.stream = comm::native_stream(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-    py::gil_scoped_release unlocked;
-    call(*table, launch);
-    if (device.is_cpu()) return;
-    if (const char* error = ds_kernels(kernels::kKernelAbi, name)->last_error())
-      fail(ErrorKind::kRuntime, "a kernel of attention failed on ", device.str(), ": ", error);
+    call_kernels<kernels::AttentionKernels>("attention of blocks", &ds_attention_kernels, kernels::kAttentionAbi, t,
+                                            pool_, call);
   }
 
   ThreadPool pool_;

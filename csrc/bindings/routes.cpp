@@ -7,9 +7,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mm.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/stl.h>
 
 #include <memory>
@@ -20,10 +18,9 @@
 
 #include "base/error.h"
 #include "base/thread_pool.h"
+#include "bindings/kernel_call.h"
 #include "bindings/registry.h"
 #include "bindings/torch_types.h"
-#include "comm/native_stream.h"
-#include "kernels/table.h"
 #include "parallel/result_memory.h"
 #include "plan/route_plan.h"
 #include "zero/device_context.h"
@@ -243,24 +240,7 @@ class RouteOps {
 
   template <typename Call>
   void on(const at::Tensor& t, const Call& call) {
-    const at::Device device = t.device();
-    const char* name = device.is_cpu() ? "cpu" : device.is_cuda() ? "cuda" : "";
-    const RouteKernels* table = ds_route_kernels(kernels::kRouteAbi, name);
-    if (table == nullptr)
-      fail(ErrorKind::kRuntime, "experts on ", device.str(), ": ",
-           ds_kernels_error(kernels::kKernelAbi, name) != nullptr
-               ? ds_kernels_error(kernels::kKernelAbi, name)
-               : "the kernel library is of another build; build both again with `make`.");
-    kernels::Launch launch;
-    if (device.is_cpu()) launch.pool = &pool_;
-    const c10::DeviceGuard guard(device);
-    if (!device.is_cpu())
-      launch.stream = comm::native_stream(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-    py::gil_scoped_release unlocked;
-    call(*table, launch);
-    if (device.is_cpu()) return;
-    if (const char* error = ds_kernels(kernels::kKernelAbi, name)->last_error())
-      fail(ErrorKind::kRuntime, "a kernel of experts failed on ", device.str(), ": ", error);
+    call_kernels<kernels::RouteKernels>("experts", &ds_route_kernels, kernels::kRouteAbi, t, pool_, call);
   }
 
   ThreadPool pool_;
