@@ -5,6 +5,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -196,7 +197,7 @@ void PipeChannel::send(PipeStream stream, int to, const PipeMessage& message) {
 void PipeChannel::send_note(Sent& sent, PipeStream stream, int to, PipeNote note, std::vector<char> described) {
   note.described = static_cast<int64_t>(described.size());
   const bool fits = note.described <= PipeNote::kRoom;
-  if (fits) std::memcpy(note.text, described.data(), described.size());
+  if (fits) std::copy(described.begin(), described.end(), note.text);
   if (sent.ring) {
     sent.offered = std::move(described);
     note.offer = fits ? 0 : static_cast<uint64_t>(reinterpret_cast<uintptr_t>(sent.offered.data()));

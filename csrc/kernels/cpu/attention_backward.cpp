@@ -190,7 +190,7 @@ void backward(const Launch& launch, const AttentionShape& s, const AttentionOper
     std::unique_ptr<float[]> scratch(new float[numel]);
     for (size_t i = begin; i < end; ++i) {
       const int64_t run = static_cast<int64_t>(i) / runs.heads, head = static_cast<int64_t>(i) % runs.heads;
-      float* own = more.data() + (run - 1) * all + head * (of_keys + of_values);
+      float* own = run == 0 ? nullptr : more.data() + (run - 1) * all + head * (of_keys + of_values);
       float *own_keys = run == 0 ? keys + head * of_keys : own,
             *own_values = run == 0 ? values + head * of_values : own + of_keys;
       for (int64_t g = runs.begin(run); g < runs.begin(run + 1); ++g) {
