@@ -60,11 +60,11 @@ class Job {
   struct Rank {
     GatherSchedule schedule;
     size_t cycle = 0, want = 0;
-    std::set<int32_t> started;     // under way for this rank, or here
-    std::vector<Issued> log;       // collectives, in order
-    std::vector<size_t> entry_at;  // of this cycle: where in the log an entry is
+    std::set<int32_t> started = {};     // under way for this rank, or here
+    std::vector<Issued> log = {};       // collectives, in order
+    std::vector<size_t> entry_at = {};  // of this cycle: where in the log an entry is
     bool in_exchange = false;
-    std::vector<size_t> cycle_ends;
+    std::vector<size_t> cycle_ends = {};
   };
 
   bool ended(size_t rank) const { return ranks_[rank].cycle == programs_[rank].size(); }

@@ -31,8 +31,9 @@ void check(Maker make) {
           ASSERT_GE(extent.shard_offset, bucket.shard_begin);
           ASSERT_LE(extent.shard_offset + extent.numel, bucket.shard_end);
           EXPECT_EQ(extent.full_offset, map.full_offset(bucket, extent.rank, extent.shard_offset));
-          if (map.offsets[extent.param] >= 0)
+          if (map.offsets[extent.param] >= 0) {
             EXPECT_EQ(extent.full_offset, map.offsets[extent.param] + extent.param_offset);
+          }
           for (int64_t i = 0; i < extent.numel; ++i) {
             ++seen[extent.param][extent.param_offset + i];
             ++full[extent.full_offset + i];

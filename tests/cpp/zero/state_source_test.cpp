@@ -79,8 +79,8 @@ TEST(StateSource, BringsRowsAsTheyAreWritten) {
 struct Given {
   at::ScalarType type = at::kBFloat16;
   bool transposed = false;
-  int64_t numel = 9000;  // of a weight
-  std::string order;     // of faults on rank 1
+  int64_t numel = 9000;    // of a weight
+  std::string order = {};  // of faults on rank 1
 };
 
 std::string bytes_of(const io::ByteSource& source) {
