@@ -164,6 +164,13 @@ def test_states_load_at_any_degree_and_stage(layout, before, after, format, tmp_
     same([found for found, _ in loaded], [found for found, _ in saved])
 
 
+def test_experts_that_every_rank_had_load_where_they_are_shared(tmp_path):
+    """Without ZeRO the optimizer's states are by place in the group, and experts' shapes in files of their own."""
+    saved = run_ranks(2, save, 1, 0, str(tmp_path), init=True)
+    loaded = run_ranks(2, load, 2, 0, str(tmp_path), init=True)
+    same([found for found, _ in loaded], [found for found, _ in saved])
+
+
 SHARED = {"writer": {"data_parallel": "replica"}}
 FORMATS = {"torch": None, "native": NATIVE, "background": {"async": True}, "shared": SHARED}
 

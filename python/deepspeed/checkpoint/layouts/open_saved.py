@@ -3,7 +3,7 @@
 import os
 
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.layouts.saved_named import with_named
+from deepspeed.checkpoint.layouts.saved_named import expert_weights, with_named
 from deepspeed.checkpoint.layouts.saved_native import NativeState
 from deepspeed.checkpoint.layouts.saved_shards import FlatState, PlainState, SlicedState
 from deepspeed.checkpoint.layouts.saved_universal import UniversalState, is_universal
@@ -91,14 +91,14 @@ def open_saved(
         saved = FlatState(shards, model["param_shapes"], model, folder)
     else:
         saved = _open_plain(
-            folder, model, group_names, shapes or {}, model.get("optimizer") if with_optimizer else None
+            folder, mp_rank, model, group_names, shapes or {}, model.get("optimizer") if with_optimizer else None
         )
     saved = with_named(saved, folder, mp_rank, shards, experts)
     saved.model_path = path
     return saved
 
 
-def _open_plain(folder, model, group_names, shapes, optimizer):
+def _open_plain(folder, mp_rank, model, group_names, shapes, optimizer):
     """Our own files say beside it which parameters the groups have; others' are taken to have those of this run."""
     stage = (model.get(names.PARAMS_BY_RANK) or {}).get("groups")  # of a pipeline, whose weights are in other files
     if stage is not None:
@@ -108,8 +108,11 @@ def _open_plain(folder, model, group_names, shapes, optimizer):
     ours = os.path.exists(path)
     saved_names = storage.read(path, lazy=True).get("group_names") if ours and optimizer is not None else None
     if saved_names:
-        group_names, module = saved_names, model.get("module") or {}
-        shapes = {name: module[name].shape for group in group_names for name in group}
+        group_names, weights = saved_names, model.get("module") or {}
+        if any(name not in weights for group in group_names for name in group):  # of experts that every rank had
+            listed = (model.get(names.PARAMS_BY_RANK) or {}).get("experts") or ()
+            weights = {**weights, **expert_weights(folder, mp_rank, None, listed)}
+        shapes = {name: weights[name].shape for group in group_names for name in group}
     # The native optimizer of the other implementation counts in the last parameter of a group only.
     return PlainState(optimizer, group_names if optimizer else (), shapes, model, folder, steps_are_real=ours)
 
