@@ -31,10 +31,8 @@ class MemoryKeeper:
     def __init__(self, place=_PLACE):
         prefix = f"deepspeed-memory-{os.getuid()}-"
         remove_left(place, prefix)
-        self.folder = tempfile.mkdtemp(prefix=prefix, dir=place)
+        self.folder, self._lock = claim(place, prefix)
         self._key = os.urandom(16).hex()
-        self._lock = os.open(os.path.join(self.folder, _LOCK), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
         several = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if several else socket.AF_INET
         listener = socket.create_server(("", 0), family=family, dualstack_ipv6=several, backlog=64)
@@ -144,6 +142,19 @@ def remove(folder):
         if not os.path.lexists(gone):
             return
         time.sleep(0.02)
+
+
+def claim(place, prefix):
+    """``(folder, lock)``: a new folder below ``place``, and the descriptor that keeps it from ``remove_left``, which
+    another keeper of this host may have reached between the folder and its lock: then another folder is made."""
+    while True:
+        folder = tempfile.mkdtemp(prefix=prefix, dir=place)
+        path = os.path.join(folder, _LOCK)
+        lock = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)  # waits until a removal that was faster has ended
+        if os.path.exists(path):
+            return folder, lock
+        os.close(lock)
 
 
 def remove_left(place, prefix):

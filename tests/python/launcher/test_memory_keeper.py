@@ -8,6 +8,7 @@ import socket
 import pytest
 
 from deepspeed.host.kept_memory import KEEPER_VARIABLE, hand_over
+from deepspeed.launcher import memory_keeper
 from deepspeed.launcher.memory_keeper import remove_left
 from memory_hosts import memory_hosts
 from processes import running, wait_for
@@ -62,3 +63,20 @@ def test_what_an_agent_and_its_keeper_have_left_goes_with_the_next(tmp_path):
         assert left.exists()
     remove_left(str(tmp_path), "deepspeed-memory-1-")
     assert not left.exists()
+
+
+def test_a_keeper_that_begins_meanwhile_takes_no_folder_that_another_has_removed(tmp_path, monkeypatch):
+    real, met = fcntl.flock, []
+
+    def another_first(fd, how):
+        if how == fcntl.LOCK_EX and not met:
+            met.extend(os.listdir(tmp_path))
+            remove_left(str(tmp_path), "kept-")
+        return real(fd, how)
+
+    monkeypatch.setattr(memory_keeper.fcntl, "flock", another_first)
+    folder, lock = memory_keeper.claim(str(tmp_path), "kept-")
+    assert len(met) == 1 and os.listdir(tmp_path) == [os.path.basename(folder)] != met
+    remove_left(str(tmp_path), "kept-")
+    assert os.listdir(folder) == [".lock"]
+    os.close(lock)
