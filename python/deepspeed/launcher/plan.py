@@ -22,10 +22,10 @@ class NodePlan:
 
     ``grace_s``: seconds between SIGTERM (or Ctrl-C) and SIGKILL; ``failure_grace_s``: that for the others when a rank
     has failed. ``first_rank``, ``world``: of the job, which may have ranks on other hosts. ``host``: what output calls
-    this host. ``notes`` are lines to show before the start;
-    ``prefix`` puts host and rank before each line of output; ``log_dir`` is the folder that gets the output instead;
-    ``save_pid`` leaves the launcher's process id in a file. ``report_fd``: where the supervisor says what failed, one
-    JSON object per line, instead of showing it.
+    this host. ``notes`` are lines to show before the start; ``prefix`` puts host and rank before each line of output;
+    ``log_dir`` is the folder that gets the output instead; ``save_pid`` leaves the launcher's process id in a file
+    named after it, or after the number that this is. ``report_fd``: where the supervisor says what failed, one JSON
+    object per line, instead of showing it.
     """
 
     def __init__(
@@ -113,11 +113,14 @@ def active_hosts(args, notes):
         )
     if args.num_nodes > 0:
         pool = dict(list(pool.items())[: args.num_nodes])
+    if not any(pool.values()):
+        raise LaunchError(f"every host of the hostfile {args.hostfile} has slots=0: write slots=N with N above 0.")
     active = parse_inclusion_exclusion(pool, args.include, args.exclude)
     if args.num_gpus > 0:
         active = {
             host: first_slots(slots, args.num_gpus, f"the host {host} of the hostfile {args.hostfile}")
             for host, slots in active.items()
+            if slots
         }
     if not any(active.values()):
         raise LaunchError("no slot is left after --include/--exclude: nothing would be started.")

@@ -190,6 +190,12 @@ def test_launch_starts_one_hosts_share(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="3 host"):
         launch_plan(f"--world_info={world}", "--node_rank=3")
     assert decode_world_info(world)["c"] == 2
+    assert launch_plan(f"--world_info={world}", "--save_pid", "4711").save_pid == 4711
+    assert launch.main(["--world_info", world, "--max_elastic_nodes", "2", "train.py"]) == 1
+    line, _, _ = command(multinode_runner.PDSHRunner, "--save_pid")[0]
+    told = [word.replace("%n", "1") for word in line[line.index("deepspeed.launcher.launch") + 1 :]]
+    options = launch.parse_args(told)
+    assert options.save_pid == os.getpid() and options.training_script == "train.py"
 
 
 PLACES = [
@@ -219,7 +225,18 @@ def test_the_place_on_hosts_of_different_sizes():
         place_of({**deepcopy(PLACES[1][0]), "PMI_RANK": "2"})
 
 
-def test_the_helper_becomes_the_script(monkeypatch):
+def test_openmpi_without_a_hostfile(tmp_path):
+    runner = made(multinode_runner.OpenMPIRunner, "-H", str(tmp_path / "none"))
+    runner.backend_exists = lambda: True
+    assert f"there is no {tmp_path}/none" in runner.why_not()
+    (tmp_path / "none").write_text("a slots=1")
+    assert runner.why_not() == ""
+
+
+def test_the_helper_becomes_the_script(monkeypatch, capsys):
+    assert launcher_helper.main(["--world_info", "x", "t.py"]) == 1
+    assert "error: --world_info 'x' is not what" in capsys.readouterr().err
+
     environment = {**PLACES[0][0], "KMP_AFFINITY": "none"}
     line, variables, cores = launcher_helper.rank_command(launcher_helper.parse_args(["train.py", "-x"]), environment)
     assert line == [sys.executable, "-u", "train.py", "--local_rank=1", "-x"] and cores is None
