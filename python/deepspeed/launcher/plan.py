@@ -22,10 +22,10 @@ class NodePlan:
 
     ``grace_s``: seconds between SIGTERM (or Ctrl-C) and SIGKILL; ``failure_grace_s``: that for the others when a rank
     has failed. ``first_rank``, ``world``: of the job, which may have ranks on other hosts. ``host``: what output calls
-    this host. ``notes`` are lines to show before the start; ``prefix`` puts host and rank before each line of output;
-    ``log_dir`` is the folder that gets the output instead; ``save_pid`` leaves the launcher's process id in a file
-    named after it, or after the number that this is. ``report_fd``: where the supervisor says what failed, one JSON
-    object per line, instead of showing it.
+    this host. ``notes`` are lines to show before the start;
+    ``prefix`` puts host and rank before each line of output; ``log_dir`` is the folder that gets the output instead;
+    ``save_pid`` leaves the launcher's process id in a file. ``report_fd``: where the supervisor says what failed, one
+    JSON object per line, instead of showing it.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class NodePlan:
         self.notes = list(notes)
         self.prefix = prefix
         self.log_dir = log_dir
-        self.save_pid = save_pid
+        self.save_pid = save_pid  # a number: of the process that the file is named after
         self.grace_s = self.failure_grace_s = grace_s
         self.port_claim = None  # held while the job runs
         self.first_rank = first_rank

@@ -73,6 +73,16 @@ def test_openmpi(dashes):
     assert "eth0" not in line and "eth1" in line
 
 
+def test_openmpi_without_a_hostfile(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "mpirun").write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.4'\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    runner = made(multinode_runner.OpenMPIRunner, "-H", str(tmp_path / "none"))
+    assert f"there is no {tmp_path}/none" in runner.why_not()
+    (tmp_path / "none").write_text("a slots=1")
+    assert runner.why_not() == ""
+
+
 def test_mpich_impi_mvapich_slurm(tmp_path, monkeypatch):
     line, environment = command(multinode_runner.MPICHRunner, "--no_local_rank", exports={"A": "1", "B": "2"})
     assert line == [
@@ -175,7 +185,7 @@ def launch_plan(*line):
     return launch.plan_of(launch.parse_args([*line, "train.py", "--y"]))
 
 
-def test_launch_starts_one_hosts_share(tmp_path, monkeypatch):
+def test_launch_starts_one_hosts_share(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     (tmp_path / "train.py").write_text("")
@@ -196,6 +206,9 @@ def test_launch_starts_one_hosts_share(tmp_path, monkeypatch):
     told = [word.replace("%n", "1") for word in line[line.index("deepspeed.launcher.launch") + 1 :]]
     options = launch.parse_args(told)
     assert options.save_pid == os.getpid() and options.training_script == "train.py"
+    capsys.readouterr()
+    assert launcher_helper.main(["--world_info", "x", "t.py"]) == 1
+    assert "error: --world_info 'x' is not what" in capsys.readouterr().err
 
 
 PLACES = [
@@ -225,18 +238,7 @@ def test_the_place_on_hosts_of_different_sizes():
         place_of({**deepcopy(PLACES[1][0]), "PMI_RANK": "2"})
 
 
-def test_openmpi_without_a_hostfile(tmp_path):
-    runner = made(multinode_runner.OpenMPIRunner, "-H", str(tmp_path / "none"))
-    runner.backend_exists = lambda: True
-    assert f"there is no {tmp_path}/none" in runner.why_not()
-    (tmp_path / "none").write_text("a slots=1")
-    assert runner.why_not() == ""
-
-
-def test_the_helper_becomes_the_script(monkeypatch, capsys):
-    assert launcher_helper.main(["--world_info", "x", "t.py"]) == 1
-    assert "error: --world_info 'x' is not what" in capsys.readouterr().err
-
+def test_the_helper_becomes_the_script(monkeypatch):
     environment = {**PLACES[0][0], "KMP_AFFINITY": "none"}
     line, variables, cores = launcher_helper.rank_command(launcher_helper.parse_args(["train.py", "-x"]), environment)
     assert line == [sys.executable, "-u", "train.py", "--local_rank=1", "-x"] and cores is None
