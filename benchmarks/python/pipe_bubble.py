@@ -16,6 +16,7 @@ import time
 from common import ranks
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(HERE))
 
 
 def parse_arguments():
@@ -32,38 +33,16 @@ def parse_arguments():
 
 
 def work(args):
-    sys.path.insert(0, HERE)
+    sys.path[:0] = [os.path.join(ROOT, "tests", "dist"), HERE]
     import torch
-    from torch import nn
 
     import deepspeed
     from common import machine
     from deepspeed._native import _C
     from deepspeed.pipe import LayerSpec, PipelineModule
+    from pipe_models import Sleeper
 
     seconds, count = args.pass_ms / 1e3, args.micro_batches
-
-    class Sleep(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, forward, backward):
-            time.sleep(forward)
-            ctx.backward_seconds = backward
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx, grad):
-            time.sleep(ctx.backward_seconds)
-            return grad, None, None
-
-    class Sleeper(nn.Module):
-        """The gradients of the input and of the weight are computed by two nodes, as those of a product are."""
-
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4))
-
-        def forward(self, x):
-            return Sleep.apply(x, seconds, seconds) * Sleep.apply(self.weight, 0.0, seconds)
 
     rank, world = int(os.environ["RANK"]), args.ranks
     deepspeed.logger.setLevel("ERROR")
@@ -72,7 +51,7 @@ def work(args):
     def engine_of(schedule):
         chunks = 2 if schedule.endswith("-v") else 1
         module = PipelineModule(
-            [LayerSpec(Sleeper) for _ in range(world * chunks)], num_stages=world, partition_method="uniform",
+            [LayerSpec(Sleeper, seconds) for _ in range(world * chunks)], num_stages=world, partition_method="uniform",
             loss_fn=lambda out, labels: out.square().mean(), virtual_stages=chunks,
             placement="v" if chunks == 2 else "loop",
         )  # fmt: skip
@@ -119,9 +98,5 @@ def work(args):
 
 if __name__ == "__main__":
     arguments = parse_arguments()
-    if arguments.worker:
-        work(arguments)
-    else:
-        names = ("ranks", "micro-batches", "pass-ms", "schedules", "rounds")
-        result = ranks.measure(__file__, arguments, names, arguments.ranks, python=arguments.python)
-        ranks.show(result, arguments.json)
+    options = ("ranks", "micro-batches", "pass-ms", "schedules", "rounds")
+    ranks.run(__file__, arguments, work, options, arguments.ranks, python=arguments.python)

@@ -8,25 +8,13 @@ added up while a GPT of about 400 million fp32 parameters is built; beside the s
 ``--plain`` gives the pipeline modules that are built already, on every rank, for comparison.
 """
 
-import argparse
 import os
 import sys
 
-from common import ranks
+from common import built_model, ranks
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
-
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=1664)
-    parser.add_argument("--plain", action="store_true", help="without LayerSpec")
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
 
 
 def resident(what):
@@ -79,12 +67,8 @@ def work(args):
 
 
 def main():
-    args = parse_arguments()
-    if args.worker:
-        work(args)
-        return
-    names = ("ranks", "layers", "width", "plain")
-    ranks.show(ranks.measure(__file__, args, names, args.ranks), args.json)
+    args = built_model.parse_arguments(__doc__, "LayerSpec")
+    ranks.run(__file__, args, work, built_model.OPTIONS, args.ranks)
 
 
 if __name__ == "__main__":

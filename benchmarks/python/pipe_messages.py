@@ -112,9 +112,4 @@ def work(args):
 
 if __name__ == "__main__":
     arguments = parse_arguments()
-    if arguments.worker:
-        work(arguments)
-    else:
-        names = ("rounds",)
-        result = ranks.measure(__file__, arguments, names, 2, python=arguments.python)
-        ranks.show(result, arguments.json)
+    ranks.run(__file__, arguments, work, ("rounds",), 2, python=arguments.python)

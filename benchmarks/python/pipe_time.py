@@ -153,10 +153,6 @@ def work(args):
 
 if __name__ == "__main__":
     arguments = parse_arguments()
-    if arguments.worker:
-        work(arguments)
-    else:
-        threads = max(1, len(os.sched_getaffinity(0)) // arguments.ranks)
-        names = ("ranks", "micro-batches", "model", "rows", "schedules", "rounds", "block")
-        result = ranks.measure(__file__, arguments, names, arguments.ranks, threads=threads, python=arguments.python)
-        ranks.show(result, arguments.json)
+    each = max(1, len(os.sched_getaffinity(0)) // arguments.ranks)
+    options = ("ranks", "micro-batches", "model", "rows", "schedules", "rounds", "block")
+    ranks.run(__file__, arguments, work, options, arguments.ranks, threads=each, python=arguments.python)

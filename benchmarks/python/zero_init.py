@@ -7,28 +7,16 @@ rank's peak memory while it does, beside the bound: a quarter of the model (its 
 and 200 MB. ``--plain`` builds it without the context, for comparison.
 """
 
-import argparse
 import json
 import os
 import sys
 import time
 
-from common import ranks
+from common import built_model, ranks
 from common.memory import Peak, private_bytes
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
-
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=1664)
-    parser.add_argument("--plain", action="store_true", help="without zero.Init")
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args()
 
 
 def work(args):
@@ -79,11 +67,11 @@ def work(args):
 
 
 def main():
-    args = parse_arguments()
+    args = built_model.parse_arguments(__doc__, "zero.Init")
     if args.worker:
         work(args)
         return
-    found = ranks.measure(__file__, args, ("ranks", "layers", "width", "plain"), args.ranks)
+    found = ranks.measure(__file__, args, built_model.OPTIONS, args.ranks)
     print(
         f"{found['parameters'] / 1e6:.0f}M fp32 parameters on {found['ranks']} ranks, "
         f"{'inside zero.Init' if found['init'] else 'plain'}: "

@@ -1,5 +1,7 @@
 #include "config/rules.h"
 
+#include <algorithm>
+
 namespace ds::config {
 
 namespace {
@@ -12,6 +14,11 @@ class ConfigRuleContext : public RuleContext {
     const Source source = config_.origin(path).source;
     const Value* value = config_.find(path);
     return value && !value->is_null() && source != Source::kDefault && source != Source::kAuto;
+  }
+  bool refused(const std::string& path) const override {
+    return std::any_of(config_.issues().begin(), config_.issues().end(), [&](const Issue& one) {
+      return one.severity == Severity::kError && std::count(one.paths.begin(), one.paths.end(), path) > 0;
+    });
   }
   bool is_null(const std::string& path) const override {
     const Value* value = config_.find(path);

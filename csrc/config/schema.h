@@ -22,7 +22,8 @@ enum class Root { kTraining, kInference, kRaggedInference };
 class RuleContext {
  public:
   virtual ~RuleContext() = default;
-  virtual bool given(const std::string& path) const = 0;  // by the user, in any spelling, and not null or "auto"
+  virtual bool given(const std::string& path) const = 0;    // by the user, in any spelling, and not null or "auto"
+  virtual bool refused(const std::string& path) const = 0;  // given, and in error
   virtual bool is_null(const std::string& path) const = 0;
   virtual bool is_bare_bool(const std::string& key) const = 0;  // a section of the top level given as true or false
   virtual bool on(const std::string& path) const = 0;           // a true boolean; false for anything else

@@ -5,6 +5,7 @@ import torch
 from deepspeed.moe.ep_repack import repack_expert_weights
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.zero import GatheredParameters
+from engine_models import step_losses
 from hf_like_moe import WIDTH, model_of
 from moe_models import values
 
@@ -52,13 +53,7 @@ def train_one(family, world, steps, make=model_of, **more):
 
 
 def steps_of(engine, rank, steps, first=0):
-    losses = []
-    for step in range(first, first + steps):
-        loss = engine(batch(step, rank))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return step_losses(engine, (batch(step, rank) for step in range(first, first + steps)))
 
 
 def check(engine, rank, expected):

@@ -118,6 +118,34 @@ def train_engine(engine, steps, rank, world, user_backward=False, start=0, size=
     return losses, norms
 
 
+def step_losses(engine, batches, loss_of=lambda out: out):
+    """The losses of steps on ``batches``; ``loss_of`` what the model makes of one."""
+    losses = []
+    for one in batches:
+        loss = loss_of(engine(one))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def elastic_step(engine, size=8):
+    """The next step on the batch of ``size`` samples that all ranks share; returns its mean loss, to all ranks."""
+    step, rank, world = engine.global_steps, engine.global_rank, engine.world_size
+    micro, parts = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    tokens, targets = batch(step, size)
+    mean = torch.zeros(())
+    for part in range(parts):
+        rows = slice((part * world + rank) * micro, (part * world + rank + 1) * micro)
+        loss = loss_of(engine(tokens[rows], extra=uses_extra(step)), targets[rows])
+        mean += loss.detach() / parts / world
+        engine.backward(loss)
+        engine.step()
+    if world > 1:
+        torch.distributed.all_reduce(mean)
+    return mean
+
+
 def difference(model, reference):
     """Largest relative difference of a parameter, in the 2-norm of the parameter."""
     worst = 0.0
@@ -148,13 +176,7 @@ def six(rank, step):
 
 def square_losses(engine, rank, steps):
     """Trains ``engine`` on the mean square of its output; the losses."""
-    losses = []
-    for step in range(steps):
-        loss = engine(six(rank, step)).square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return step_losses(engine, (six(rank, step) for step in range(steps)), lambda out: out.square().mean())
 
 
 def assert_like_sgd(model, sharded, steps=3):

@@ -1,5 +1,7 @@
 """Models for tests of pipelines, the same trained in one plain process, and the comparison."""
 
+import time
+
 import torch
 from torch import nn
 
@@ -19,6 +21,34 @@ class Block(nn.Module):
 
     def forward(self, x):
         return torch.tanh(self.linear(x)) + x
+
+
+class Sleep(torch.autograd.Function):
+    """Takes its time forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x, forward, backward):
+        time.sleep(forward)
+        ctx.backward_seconds = backward
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(ctx.backward_seconds)
+        return grad, None, None
+
+
+class Sleeper(nn.Module):
+    """A layer whose passes take ``seconds`` each: forward, the gradient of its input, and that of its weight, which are
+    computed by two nodes, as those of a product are."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.seconds = seconds
+
+    def forward(self, x):
+        return Sleep.apply(x, self.seconds, self.seconds) * Sleep.apply(self.weight, 0.0, self.seconds)
 
 
 class Twice(nn.Module):

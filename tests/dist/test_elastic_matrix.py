@@ -28,7 +28,7 @@ tests, stage, steps, on_disk, section, events = map(json.loads, sys.argv[2:])
 sys.path.insert(0, tests)
 import torch
 import deepspeed
-from engine_models import batch, loss_of, make_net, uses_extra
+from engine_models import elastic_step, make_net
 engine = deepspeed.initialize(model=make_net(), config={
     "elasticity": {
         "enabled": True, "max_train_batch_size": 12, "micro_batch_sizes": [1, 2, 3], "version": 0.1, **section},
@@ -44,19 +44,9 @@ if rank == 0:
     with open("rounds", "a") as file:
         file.write(json.dumps([int(restart), world, engine.global_steps, path]) + "\\n")
 slow = 0
-micro, parts = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
 while engine.global_steps < steps:
     step = engine.global_steps
-    tokens, targets = batch(step, 12)
-    mean = torch.zeros(())
-    for part in range(parts):
-        rows = slice((part * world + rank) * micro, (part * world + rank + 1) * micro)
-        loss = loss_of(engine(tokens[rows], extra=uses_extra(step)), targets[rows])
-        mean += loss.detach() / parts / world
-        engine.backward(loss)
-        engine.step()
-    if world > 1:
-        torch.distributed.all_reduce(mean)
+    mean = elastic_step(engine, 12)
     if rank == 0:
         with open("losses", "a") as file:
             file.write(json.dumps([step, mean.item(), time.time()]) + "\\n")

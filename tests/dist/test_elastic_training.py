@@ -111,9 +111,8 @@ def trained(param):
 SCRIPT = """
 import json, os, signal, sys, time
 sys.path.insert(0, sys.argv[-2])
-import torch
 import deepspeed
-from engine_models import batch, loss_of, make_net, uses_extra
+from engine_models import elastic_step, make_net
 stage, steps, events = int(sys.argv[-3]), 7, json.loads(sys.argv[-1])
 engine = deepspeed.initialize(model=make_net(), config={
     "elasticity": {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [1, 2, 4], "version": 0.1},
@@ -122,19 +121,9 @@ engine = deepspeed.initialize(model=make_net(), config={
 engine.load_checkpoint("saved")
 rank, world, restart = engine.global_rank, engine.world_size, os.environ["TORCHELASTIC_RESTART_COUNT"]
 print("round", restart, "world", world, "from step", engine.global_steps, flush=True)
-micro, parts = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
 while engine.global_steps < steps:
     step = engine.global_steps
-    tokens, targets = batch(step)
-    mean = torch.zeros(())
-    for part in range(parts):
-        rows = slice((part * world + rank) * micro, (part * world + rank + 1) * micro)
-        loss = loss_of(engine(tokens[rows], extra=uses_extra(step)), targets[rows])
-        mean += loss.detach() / parts / world
-        engine.backward(loss)
-        engine.step()
-    if world > 1:
-        torch.distributed.all_reduce(mean)
+    mean = elastic_step(engine)
     if rank == 0:
         with open("losses", "a") as file:
             file.write(json.dumps([int(restart), world, step, mean.item()]) + "\\n")

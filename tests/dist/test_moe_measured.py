@@ -7,6 +7,7 @@ import pytest
 
 import deepspeed
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from engine_models import step_losses
 from harness import run_ranks
 from moe_models import batch, moe_net
 from sampling import every_case
@@ -28,13 +29,7 @@ def build(rank, world, stage, ep_size, drop=False, **more):
 
 
 def train(engine, rank, steps):
-    losses = []
-    for step in range(steps):
-        loss = engine(batch(step, rank))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return step_losses(engine, (batch(step, rank) for step in range(steps)))
 
 
 def repeated_body(rank, world, runs):

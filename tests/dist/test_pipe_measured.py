@@ -1,7 +1,5 @@
 """What a pipeline takes against its plan: layers that sleep, so that more ranks than cores work at once."""
 
-import time
-
 import pytest
 import torch
 from torch import nn
@@ -16,38 +14,12 @@ from sampling import every_case
 PASS = 0.025  # seconds of a forward, of the gradient of an input, of that of a weight
 
 
-class Sleep(torch.autograd.Function):
-    """Takes its time forward and backward."""
-
-    @staticmethod
-    def forward(ctx, x, forward, backward):
-        time.sleep(forward)
-        ctx.backward_seconds = backward
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        time.sleep(ctx.backward_seconds)
-        return grad, None, None
-
-
-class Sleeper(nn.Module):
-    """The gradients of the input and of the weight are computed by two nodes, as those of a product are."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x):
-        return Sleep.apply(x, PASS, PASS) * Sleep.apply(self.weight, 0.0, PASS)
-
-
 def _runs(rank, world, schedule, micro_batches, tries):
     chunks = 2 if schedule == "zb-v" else 1
     options = {"virtual_stages": chunks, "placement": "v" if chunks == 2 else "loop"}
     module = PipelineModule(
-        [LayerSpec(Sleeper) for _ in range(world * chunks)], num_stages=world, loss_fn=models.loss_of("plain"),
-        partition_method="uniform", **options,
+        [LayerSpec(models.Sleeper, PASS) for _ in range(world * chunks)], num_stages=world,
+        loss_fn=models.loss_of("plain"), partition_method="uniform", **options,
     )  # fmt: skip
     config = models.config_of(micro_batches, pipeline={"schedule": schedule})
     engine = deepspeed.initialize(model=module, config=config)[0]

@@ -34,6 +34,15 @@ def measure(script, args, names, ranks, threads=1, python=sys.executable):
             return json.load(file)
 
 
+def run(script, args, work, names, count, **more):
+    """The end of a benchmark: ``work(args)`` in a process that is a rank; else starts ``count`` ranks with the options
+    ``names``, and shows what they found. ``more``: of ``measure``."""
+    if args.worker:
+        work(args)
+    else:
+        show(measure(script, args, names, count, **more), args.json)
+
+
 def show(result, path):
     """Prints the figures of ``machine.write_json``, and writes all of it to ``path``, if there is one."""
     print(json.dumps(result["figures"], indent=1))

@@ -74,8 +74,11 @@ DS_CONFIG_CHAPTER(75, kTraining, "Elastic training and tuning") {
         }
         if (!j.on("elasticity.enabled")) return;
         for (const char* key : {"elasticity.max_train_batch_size", "elasticity.micro_batch_sizes"}) {
-          if (!j.given(key))
+          if (!j.given(key) && !j.refused(key))
             j.error({key, "elasticity.enabled"}, "the first is required when the second is true.", "Add it.");
+        }
+        if (j.given("elasticity.micro_batch_sizes") && j.size("elasticity.micro_batch_sizes") == 0) {
+          j.error({"elasticity.micro_batch_sizes"}, "must not be empty.", "Name at least one size, such as [2, 4].");
         }
       });
   c.rule("elasticity.save_on_signal is not empty.", [](RuleContext& j) {

@@ -35,7 +35,8 @@ def main(args=None):
     print(f"valid_gpus .......... {found[1]}")
     if options.world_size > 0:
         micro = found[2]
-        accumulation = found[0] // (micro * options.world_size)
+        copies = options.world_size // config["elasticity"].get("model_parallel_size", 1)  # of the model
+        accumulation = found[0] // (micro * copies)
         print(f"micro_batch_size .... {micro}", f"accumulation steps .. {accumulation}", sep="\n")
     return 0
 

@@ -57,7 +57,9 @@ def compute_elastic_config(ds_config, target_deepspeed_version, world_size=0, re
         _refuse('The section "elasticity" is not enabled: set "enabled" to true for an elastic job.')
     values = resolved_section(ds_config[ELASTICITY], "elasticity")
     _check_version(target_deepspeed_version)
-    known = world_size if world_size > 0 else None
+    if world_size < 0:
+        _refuse(f"world_size is {world_size!r}; it is a number of ranks, or 0 where that is not known yet.")
+    known = world_size or None
     if known is None and (return_microbatch or float(values["version"]) >= 0.2):
         known = _ranks_of_environment()
         if known is None and return_microbatch:

@@ -40,6 +40,7 @@ from deepspeed.host.blas import blas_warning
 from deepspeed.log import log_dist, set_log_level_from_string, warning_once
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.sequence import gradients
+from deepspeed.utils.small import attribute_or_that_of_module
 
 DeepSpeedOptimizerCallable = Callable[[Union[Iterable[torch.nn.Parameter], Dict[str, Iterable]]], torch.optim.Optimizer]
 DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], _LRScheduler]
@@ -174,14 +175,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
     def eval(self):
         return self.train(False)
 
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            modules = self.__dict__.get("_modules", {})
-            if "module" in modules and name != "module":
-                return getattr(modules["module"], name)
-            raise
+    __getattr__ = attribute_or_that_of_module
 
     def empty_partition_cache(self):
         """Releases gathered parameters; below stage 3 there are none."""

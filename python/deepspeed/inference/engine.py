@@ -22,6 +22,7 @@ from deepspeed.module_inject.auto_ep_config import AutoEPConfig, validate_autoep
 from deepspeed.moe.errors import fail
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.serving import serve_alike, share_experts, slice_experts
+from deepspeed.utils.small import attribute_or_that_of_module
 
 # What is still to be built: key -> the values that need nothing.
 _NOT_BUILT = {
@@ -306,11 +307,4 @@ class InferenceEngine(torch.nn.Module):
     def destroy(self):
         """There is nothing beside the model to let go of."""
 
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            modules = self.__dict__.get("_modules", {})
-            if "module" in modules and name != "module":
-                return getattr(modules["module"], name)
-            raise
+    __getattr__ = attribute_or_that_of_module

@@ -75,7 +75,10 @@ def build_parser(script_may_be_missing=False):
     more.add_argument(
         "--check", action="store_true", help="start nothing; say whether a job can run on the hosts, and what to do"
     )
-    more.add_argument("--autotuning", default="", choices=["", "tune", "run"], help="not supported yet")
+    more.add_argument(
+        "--autotuning", default="", choices=["", "tune", "run"], metavar="HOW",
+        help="tune: find the fastest configuration; run: train with it then (needs deepspeed.autotuning)",
+    )  # fmt: skip
     more.add_argument("--use_hpu", action="store_true", help="train on Gaudi (DS_ACCELERATOR=hpu)")
     more.add_argument(
         "--log_level", default=None, metavar="LEVEL", help="of the launcher's own lines: debug, info, warning, error"
@@ -134,8 +137,8 @@ def check(args):
             level_from_string(args.log_level)
         except ValueError as error:
             raise ValueError(f"--log_level: {error}") from None
-    if args.autotuning:
-        raise NotImplementedError("--autotuning is not supported yet: leave it out and set the batch sizes yourself.")
+    if args.autotuning and (args.check or args.no_ssh or args.elastic_training):
+        raise ValueError("--autotuning starts jobs of its own: leave --check, --no_ssh and --elastic_training out.")
     least, most = args.min_elastic_nodes, args.max_elastic_nodes
     for name, count in (("min_elastic_nodes", least), ("max_elastic_nodes", most)):
         if count == 0 or count < -1:

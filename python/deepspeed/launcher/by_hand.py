@@ -11,6 +11,7 @@ import sys
 
 from deepspeed.launcher import environment, plan
 from deepspeed.launcher.agent import KEY_VARIABLE, Agent, connect, facts
+from deepspeed.launcher.arguments import build_parser, check
 from deepspeed.launcher.cluster import ClusterJob, agent_words, asked_port, listen, run_head
 from deepspeed.launcher.launch import launch
 from deepspeed.launcher.plan import LaunchError
@@ -117,6 +118,24 @@ def run_by_hand(args, verbose):
     node, nodes, slots, ids, address = where(args, notes)
     if nodes == 1 and not args.elastic_training:
         return launch(plan.make_plan(args))
+    return _run_part(args, node, nodes, slots, ids, address, verbose)
+
+
+def run_elastic_share(args, world):
+    """One host's part of an elastic job, by the options of ``deepspeed.launcher.launch``.
+
+    ``world``: ``{host: [slot, ...]}``.
+    """
+    told = build_parser().parse_args(["--no_ssh", "--elastic_training", args.training_script])
+    for name in vars(told).keys() & vars(args).keys():
+        setattr(told, name, getattr(args, name))
+    told.user_args = args.training_script_args
+    check(told)
+    slots = list(world.values())[args.node_rank]
+    return _run_part(told, args.node_rank, len(world), slots, None, args.master_addr, True)
+
+
+def _run_part(args, node, nodes, slots, ids, address, verbose):
     port = asked_port(args) or plan.DEFAULT_PORT
     args.device_ids = ids
     if node == 0:

@@ -254,7 +254,7 @@ def run_cluster(args, hosts, verbose):
 
 def run_head(job):
     """Runs a ``ClusterJob``; returns its exit code."""
-    pid_file = write_pid_file() if job.args.save_pid else None
+    pid_file = write_pid_file(job.args.save_pid) if job.args.save_pid else None
     try:
         return (ElasticHead if job.args.elastic_training else Head)(job).run()
     finally:

@@ -43,6 +43,7 @@ class ElasticHead(Head):
         self._most_failures = int(_number("DS_ELASTIC_FAILURES", _FAILURES))
         self._again_s = _number("DS_ELASTIC_RETRY_S", _AGAIN_S)
         self._phase = "gathering"  # hosts; "starting", "running", "ending" ranks
+        self._said_waiting = False  # that there are not enough hosts
         self._part = []  # hosts of this round
         self._world = 0
         self._announced = False  # ranks save, because they were asked to go
@@ -156,15 +157,24 @@ class ElasticHead(Head):
         if part:
             self._start(part)
         elif now > self._join_at:
-            here = sum(len(host.slots) for host in self._hosts if host.state == "here")
             self._fail(
                 f"for {self._job.join_timeout:.0f} s (--join_timeout) there were not enough hosts or slots to go on: "
-                f"here are {sum(host.state == 'here' for host in self._hosts)} host(s) with {here} slot(s), and needed "
-                f"{self._least} host(s) (--min_elastic_nodes)"
-                + (f" and {min(self._worlds)} rank(s) (the section elasticity)" if self._worlds else "")
+                f"{self._lacking()}"
             )
         elif not any(host.state in ("here", "away") for host in self._hosts):
             self._fail(f"no host is left: {self._why}")
+        elif not self._said_waiting:
+            self._said_waiting = True
+            left = f"{self._join_at - now:.0f} s (--join_timeout)"
+            self._say(f"deepspeed: waiting {left} for hosts: {self._lacking()}.\n")
+
+    def _lacking(self):
+        here = [host for host in self._hosts if host.state == "here"]
+        return (
+            f"here are {len(here)} host(s) with {sum(len(host.slots) for host in here)} slot(s), and needed "
+            f"{self._least} host(s) (--min_elastic_nodes)"
+            + (f" and {min(self._worlds)} rank(s) (the section elasticity)" if self._worlds else "")
+        )
 
     def _start(self, part):
         hosts, slots = [host for host, _ in part], [own for _, own in part]
@@ -179,6 +189,7 @@ class ElasticHead(Head):
             "TORCHELASTIC_RESTART_COUNT": str(self._restarts),
         }
         shares = self._job.shares(hosts, slots, variables)
+        self._said_waiting = False
         self._phase, self._part, self._world = "starting", hosts, sum(map(len, slots))
         for host, share in zip(hosts, shares):
             host.state = "told"

@@ -39,6 +39,16 @@ def exports(environment, files):
     return {**{name: value for name, value in environment.items() if name.startswith(prefixes)}, **files}
 
 
+def missing_environment_file():
+    """What DS_ENV_FILE names where there is no such file, else an empty text."""
+    found = any(os.path.isfile(os.path.join(folder, ENVIRONMENT_FILE)) for folder in _folders())
+    return ENVIRONMENT_FILE if os.environ.get("DS_ENV_FILE") and not found else ""
+
+
+def _folders():
+    return os.path.expanduser("~"), "."
+
+
 def read_environment_files():
     """``{name: value}`` of ``.deepspeed_env`` (or ``DS_ENV_FILE``) in the home folder, then in the current one.
 
@@ -46,7 +56,7 @@ def read_environment_files():
     a line without ``=``; blank lines and lines that start with ``#`` are skipped.
     """
     found = {}
-    for folder in (os.path.expanduser("~"), "."):
+    for folder in _folders():
         path = os.path.join(folder, ENVIRONMENT_FILE)
         if not os.path.isfile(path):
             continue

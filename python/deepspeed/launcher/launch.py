@@ -20,6 +20,7 @@ from deepspeed.launcher.plan import DEFAULT_PORT
 from deepspeed.launcher.resources import decode_world_info
 from deepspeed.launcher.share import Share
 from deepspeed.launcher.supervisor import Supervisor
+from deepspeed.registry import load_target
 
 # Signals that are passed on to the ranks.
 FORWARDED = (
@@ -37,7 +38,7 @@ def launch(plan):
     """Runs a ``NodePlan``; returns the exit code of the job when no process of it is left."""
     if plan.log_dir:
         os.makedirs(plan.log_dir, exist_ok=True)
-    pid_file = write_pid_file() if plan.save_pid else None
+    pid_file = write_pid_file(plan.save_pid) if plan.save_pid else None
     sys.stdout.flush()
     sys.stderr.flush()
     linux.become_subreaper()
@@ -114,9 +115,10 @@ def kill_descendants(others):
         time.sleep(0.01)
 
 
-def write_pid_file():
-    """Leaves this process's id in /tmp/<pid>.ds; returns that path, which the caller removes."""
-    path = f"/tmp/{os.getpid()}.ds"
+def write_pid_file(pid=True):
+    """Leaves this process's id in /tmp/<pid>.ds, where ``pid`` is True for that id; returns the path, which the caller
+    removes."""
+    path = f"/tmp/{os.getpid() if pid is True else pid}.ds"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
     with os.fdopen(descriptor, "w") as file:
         file.write(str(os.getpid()))
@@ -134,29 +136,32 @@ def parse_args(args=None):
     add("--module", action="store_true", help="the script is a module name, as for python -m")
     add("--no_python", action="store_true", help="the script is a program of its own")
     add("--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
-    add("--save_pid", action="store_true", help="write the launcher's process id to /tmp/<pid>.ds")
+    add("--save_pid", type=int, default=0, metavar="PID", help="write this process's id to /tmp/PID.ds")
     add("--enable_each_rank_log", default=None, metavar="DIR", help="each rank's output goes to a file there")
     add("--log_rank_prefix", action="store_true", help="start each line with [host:rank]")
     add("--bind_cores_to_rank", action="store_true", help="give each rank cores of its own")
     add("--bind_core_list", default=None, metavar="L", help="cores to share out")
+    add("--enable_elastic_training", action="store_true", help="start the ranks again when one fails or hosts go")
+    add("--min_elastic_nodes", type=int, default=-1, metavar="N", help="fewest hosts then")
+    add("--max_elastic_nodes", type=int, default=-1, metavar="N", help="most hosts then")
     add("--job_id", default="", help="a word by which the processes of a job can be told from others")
     add("training_script", help="the script, with its arguments behind it")
     add("training_script_args", nargs=argparse.REMAINDER)
     return parser.parse_args(args)
 
 
-def plan_of(args):
-    """The ``NodePlan`` for the options of this program; ValueError for a world that has no such host."""
-    try:
-        world = decode_world_info(args.world_info)
-        slots = [list(range(one)) if isinstance(one, int) else list(one) for one in world.values()]
-    except (ValueError, AttributeError, TypeError):
-        raise ValueError(
-            f"--world_info {args.world_info!r} is not what encode_world_info makes of {{host: [slot, ...]}}."
-        ) from None
+def slots_of(args):
+    """``{host: [slot, ...]}`` of ``--world_info``; ValueError for a world that has no such host."""
+    world = decode_world_info(args.world_info)
     if not 0 <= args.node_rank < len(world):
         raise ValueError(f"--node_rank is {args.node_rank}, but --world_info has {len(world)} host(s).")
-    several = len(world) > 1
+    return {host: list(range(slots)) if isinstance(slots, int) else slots for host, slots in world.items()}
+
+
+def plan_of(args):
+    """The ``NodePlan`` for the options of this program."""
+    world = slots_of(args)
+    slots, several = list(world.values()), len(world) > 1
     share = Share(
         host=list(world)[args.node_rank] if several and args.log_rank_prefix else "",
         node=args.node_rank,
@@ -172,7 +177,12 @@ def plan_of(args):
 def main(args=None):
     """Runs the share to its end; returns the exit code, 1 with a sentence where it could not be started."""
     try:
-        return launch(plan_of(parse_args(args)))
+        options = parse_args(args)
+        if options.enable_elastic_training:
+            return load_target("deepspeed.launcher.by_hand:run_elastic_share")(options, slots_of(options))
+        if options.min_elastic_nodes > 0 or options.max_elastic_nodes > 0:
+            raise ValueError("--min_elastic_nodes and --max_elastic_nodes need --enable_elastic_training.")
+        return launch(plan_of(options))
     except (LaunchError, ValueError, OSError) as error:
         print(f"deepspeed: error: {error}", file=sys.stderr)
         return 1

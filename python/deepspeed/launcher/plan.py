@@ -38,7 +38,7 @@ class NodePlan:
         self.notes = list(notes)
         self.prefix = prefix
         self.log_dir = log_dir
-        self.save_pid = save_pid
+        self.save_pid = save_pid  # a number: of the process that the file is named after
         self.grace_s = self.failure_grace_s = grace_s
         self.port_claim = None  # held while the job runs
         self.first_rank = first_rank
@@ -113,11 +113,14 @@ def active_hosts(args, notes):
         )
     if args.num_nodes > 0:
         pool = dict(list(pool.items())[: args.num_nodes])
+    if not any(pool.values()):
+        raise LaunchError(f"every host of the hostfile {args.hostfile} has slots=0: write slots=N with N above 0.")
     active = parse_inclusion_exclusion(pool, args.include, args.exclude)
     if args.num_gpus > 0:
         active = {
             host: first_slots(slots, args.num_gpus, f"the host {host} of the hostfile {args.hostfile}")
             for host, slots in active.items()
+            if slots
         }
     if not any(active.values()):
         raise LaunchError("no slot is left after --include/--exclude: nothing would be started.")

@@ -94,5 +94,11 @@ def encode_world_info(world_info):
 
 
 def decode_world_info(text):
-    """The inverse of ``encode_world_info``."""
-    return json.loads(base64.urlsafe_b64decode(text))
+    """The inverse of ``encode_world_info``: ``{host: [slot, ...]}``, or numbers of slots; ValueError for other text."""
+    try:
+        world = json.loads(base64.urlsafe_b64decode(text))
+    except ValueError:
+        world = None
+    if not isinstance(world, dict) or not all(isinstance(slots, (int, list)) for slots in world.values()):
+        raise ValueError(f"--world_info {text!r} is not what encode_world_info makes of {{host: [slot, ...]}}.")
+    return world

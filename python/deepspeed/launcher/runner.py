@@ -5,7 +5,7 @@ import os
 import sys
 
 from deepspeed.launcher.arguments import check, parse_args
-from deepspeed.launcher.environment import ENVIRONMENT_FILE, EXPORT_PREFIXES
+from deepspeed.launcher.environment import ENVIRONMENT_FILE, EXPORT_PREFIXES, missing_environment_file
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.launch import launch
 from deepspeed.launcher.plan import active_hosts, choose_slots, fetch_hostfile, is_this_host, make_plan
@@ -22,6 +22,7 @@ from deepspeed.registry import load_target
 
 DEEPSPEED_ENVIRONMENT_NAME = ENVIRONMENT_FILE
 EXPORT_ENVS = list(EXPORT_PREFIXES)
+AUTOTUNER = "deepspeed.autotuning.autotuner:Autotuner"
 _parse_hostfile = parse_hostfile_lines
 
 __all__ = [
@@ -46,7 +47,7 @@ def run(args):
 
     Raises:
         ValueError: options that contradict each other, a malformed hostfile or environment file.
-        NotImplementedError: --autotuning.
+        NotImplementedError: --autotuning without a tuner.
         LaunchError: the script, the port, the slots or the hosts do not allow a start.
     """
     options = parse_args(args)
@@ -55,13 +56,18 @@ def run(args):
         os.environ["DS_ACCELERATOR"] = "hpu"
     level = "error" if options.quiet else options.log_level
     verbose = level_from_string(level) <= logging.INFO if level else logger.isEnabledFor(logging.INFO)
+    missing = missing_environment_file()
+    if missing:
+        show([f"DS_ENV_FILE names {missing}, which is neither in the home folder nor here."], verbose)
     if options.no_ssh:
         return load_target("deepspeed.launcher.by_hand:run_by_hand")(options, verbose)
     notes = []
     if options.check:
-        hosts = active_hosts(options, notes) or {"localhost": list(range(len(choose_slots(options, notes)[0])))}
+        hosts = hosts_to_use(options, notes)
         show(notes, verbose)
         return load_target("deepspeed.launcher.check:run_check")(options, hosts)
+    if options.autotuning:
+        return tune(options, hosts_to_use(options, notes))
     hosts = far_hosts(options, notes)
     if hosts:
         show(notes, verbose)
@@ -71,10 +77,39 @@ def run(args):
     return launch(plan)
 
 
+def hosts_to_use(args, notes):
+    """``{host: [slot, ...]}``: those of the hostfile, or this machine."""
+    return active_hosts(args, notes) or {"localhost": list(range(len(choose_slots(args, notes)[0])))}
+
+
+def tune(args, hosts):
+    """``--autotuning``: hands over to the published class ``Autotuner``; returns the exit code."""
+    try:
+        kind = load_target(AUTOTUNER)
+    except ModuleNotFoundError as error:
+        if not error.name.startswith("deepspeed.autotuning"):
+            raise
+        raise NotImplementedError(
+            f"--autotuning {args.autotuning} needs {AUTOTUNER.replace(':', '.')}, and there is no module {error.name}: "
+            f"leave --autotuning out and set the batch sizes yourself."
+        ) from None
+    tuner = kind(args, hosts)
+    tuner.tune()
+    tuner.print_tuning_results()
+    if args.autotuning == "run":
+        tuner.run_after_tuning()
+    return 0
+
+
 def far_hosts(args, notes):
     """``{host: [slot, ...]}`` of a job that needs agents, or None for one that this machine runs by itself."""
     hosts = active_hosts(args, notes)
     through_agent = args.force_multi or args.venv_script or args.elastic_training
+    if hosts is None and args.min_elastic_nodes > 1:
+        raise LaunchError(
+            f"--min_elastic_nodes is {args.min_elastic_nodes}, and there is no hostfile {args.hostfile} by which other "
+            f"hosts could come: write one 'NAME slots=N' per line, or start the job on every host with --no_ssh."
+        )
     if hosts is None and through_agent:
         slots, args.device_ids = choose_slots(args, notes)
         return {"localhost": list(range(len(slots)))}

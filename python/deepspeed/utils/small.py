@@ -1,4 +1,4 @@
-"""Small helpers that belong nowhere else: seeds, a call as text, a decorator that does nothing."""
+"""Small helpers that belong nowhere else: seeds, a call as text, no decorator, attributes of engines."""
 
 import random
 
@@ -24,3 +24,14 @@ def call_to_str(base, *args, **kwargs):
 def noop_decorator(func):
     """The function itself: stands where a decorator is optional."""
     return func
+
+
+def attribute_or_that_of_module(engine, name):
+    """``__getattr__`` of an engine: what it does not have itself is looked for in the model, its ``module``."""
+    try:
+        return torch.nn.Module.__getattr__(engine, name)
+    except AttributeError:
+        modules = engine.__dict__.get("_modules", {})
+        if "module" in modules and name != "module":
+            return getattr(modules["module"], name)
+        raise

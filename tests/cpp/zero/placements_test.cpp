@@ -14,7 +14,7 @@
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
 #include "plain_adamw.h"
-#include "trained_ranks.h"
+#include "training_rank.h"
 #include "zero/engine.h"
 
 namespace ds::zero {
@@ -33,80 +33,33 @@ struct Case {
   int64_t bucket = 20;
 };
 
-struct Trained {
-  std::vector<at::Tensor> params, masters, slots;
-  std::vector<double> norms;
+struct Trained : TrainedWeights {
   storage::Usage usage;
 };
 
-// Weight 1 is not used in step 1, nor is weight 3 by any but the first rank; in step 3 gradients are not finite.
-at::Tensor loss_of(const std::vector<at::Tensor>& weights, int step, int rank, int part) {
-  at::Tensor loss = at::zeros({});
-  for (int i = 0; i < kWeights; ++i) {
-    if ((i == 1 && step == 1) || (i == 3 && rank > 0)) continue;
-    const at::Tensor x = values(100 * step + 10 * rank + part + i, weights[i].sizes()).to(weights[i].scalar_type());
-    loss = loss + at::tanh((weights[i] * x).to(at::kFloat)).square().sum();
-  }
-  return step == 3 ? loss * INFINITY : loss;
-}
-
-std::vector<double> hyper_of(const optim::Rule& rule) {
-  std::vector<double> hyper;
-  for (const auto& one : rule.hyper) hyper.push_back(one.name == "lr" ? 0.05 : one.fallback);
-  return hyper;
-}
-
 Trained train_rank(const Case& c, const Placements& places, const storage::Budget& budget,
                    const comm::CommunicatorPtr& ranks) {
-  std::vector<at::Tensor> weights;
-  std::vector<ParamSpec> specs;
-  for (int i = 0; i < kWeights; ++i) {
-    weights.push_back(values(i, {4 + i, 3}).to(c.type).set_requires_grad(true));
-    specs.push_back({weights[i], "w" + std::to_string(i), 0, i});
-    if (c.stage == 3)
-      specs[i].sharded = std::make_shared<ShardedParam>(weights[i], specs[i].name, ranks->size(), ranks->rank());
-  }
   EngineOptions options;
   options.policy = stage_policy(c.stage);
   options.places = places;
   options.budget = budget;
   options.grad_dtype = c.grad_dtype;
-  options.reducer.bucket_numel = c.bucket;
-  options.reducer.predivide = 1.0 / ranks->size();
-  options.gatherer.persistence_numel = 13;
-  auto engine = std::make_shared<Engine>(specs, std::vector<ShardedParamPtr>{}, options, EngineRanks{ranks});
-  const optim::Rule& rule = optim::find_rule(c.rule);
-  engine->stepper().set_rules({&rule});
-  ParamGatherer* gatherer = engine->gatherer();
-  const int32_t unit = gatherer ? gatherer->add_unit("all", engine->params().sharded_params()) : -1;
-  Trained result;
+  TrainingRank rank(kWeights, c.type, c.rule, options, c.bucket, ranks);
+  Engine& engine = *rank.engine;
   for (int step = 0; step < kSteps; ++step) {
-    for (int part = 0; part < kMicroSteps; ++part) {
-      if (gatherer) gatherer->begin_forward();
-      if (gatherer) gatherer->enter(unit, {});
-      const at::Tensor loss = loss_of(weights, step, ranks->rank(), part) / kMicroSteps;
-      if (gatherer) gatherer->leave(unit, {loss});
-      if (gatherer) gatherer->end_forward({loss});
-      engine->backward().begin(part + 1 == kMicroSteps || engine->policy().reduce == ReduceAt::kMicroStep);
-      loss.backward();
-      engine->backward().end();
-    }
+    const double factor = step == 3 ? INFINITY : 1.0;  // gradients that are not finite
+    for (int part = 0; part < kMicroSteps; ++part)
+      rank.backward(rank.forward(step, part, factor) / kMicroSteps, part + 1 == kMicroSteps);
     StepInputs inputs = adam_inputs(0.5f, true);
-    inputs.hyper = {hyper_of(rule)};
-    const StepReport report = engine->step(inputs);
+    inputs.hyper = {rank.hyper(0.05)};
+    const StepReport report = engine.step(inputs);
     EXPECT_EQ(report.skipped, step == 3) << c.name;
-    result.norms.push_back(report.norm);
-    if (report.skipped) engine->backward().clear_grads();
+    rank.trained.norms.push_back(report.norm);
+    if (report.skipped) engine.backward().clear_grads();
   }
-  if (gatherer) gatherer->enter(unit, {});
-  for (size_t i = 0; i < weights.size(); ++i) {
-    result.params.push_back(weights[i].detach().clone());
-    result.masters.push_back(engine->states().full(StateKind::kMaster, 0, i));
-    for (size_t slot = 0; slot < rule.slots.size(); ++slot)
-      result.slots.push_back(engine->states().full(StateKind::kSlot, static_cast<int>(slot), i));
-  }
-  engine->params().storage()->settle();
-  result.usage = engine->params().storage()->usage();
+  Trained result{rank.finish(), {}};
+  engine.params().storage()->settle();
+  result.usage = engine.params().storage()->usage();
   return result;
 }
 

@@ -11,7 +11,7 @@
 #include "base/error.h"
 #include "comm/transports/thread_communicator.h"
 #include "plain_adamw.h"
-#include "trained_ranks.h"
+#include "training_rank.h"
 #include "storage/tier.h"
 #include "zero/engine.h"
 
@@ -35,9 +35,7 @@ struct Case {
   bool disturb = true;  // reads, aborted backwards, changed hyperparameters, changed gradients
 };
 
-struct Trained {
-  std::vector<at::Tensor> params, masters, slots;
-  std::vector<double> norms;
+struct Trained : TrainedWeights {
   std::map<std::string, double> figures;
 };
 
@@ -47,82 +45,39 @@ storage::Placement at_rest(Medium medium) {
   return place;
 }
 
-// Steps 0, 1 and 2 need no clipping, 3 does; 5 is not finite. Weight 1 is unused in step 1, weight 3 on all but the
-// first rank.
-at::Tensor loss_of(const std::vector<at::Tensor>& weights, int step, int rank, int part) {
-  at::Tensor loss = at::zeros({});
-  for (int i = 0; i < kWeights; ++i) {
-    if ((i == 1 && step == 1) || (i == 3 && rank > 0)) continue;
-    const at::Tensor x = values(100 * step + 10 * rank + part + i, weights[i].sizes()).to(weights[i].scalar_type());
-    loss = loss + at::tanh((weights[i] * x).to(at::kFloat)).square().sum();
-  }
-  const double factor = step % 4 == 3 ? 1000.0 : 1e-3;
-  return step == 5 ? loss * INFINITY : loss * factor;
-}
+// Steps 0, 1 and 2 need no clipping, 3 does; 5 is not finite.
+double factor_of(int step) { return step == 5 ? INFINITY : step % 4 == 3 ? 1000.0 : 1e-3; }
 
 Trained train_rank(const Case& c, const comm::CommunicatorPtr& ranks) {
-  std::vector<at::Tensor> weights;
-  std::vector<ParamSpec> specs;
-  for (int i = 0; i < kWeights; ++i) {
-    weights.push_back(values(i, {4 + i, 3}).to(c.type).set_requires_grad(true));
-    specs.push_back({weights[i], "w" + std::to_string(i), 0, i});
-    if (c.stage == 3)
-      specs[i].sharded = std::make_shared<ShardedParam>(weights[i], specs[i].name, ranks->size(), ranks->rank());
-  }
   EngineOptions options;
   options.policy = stage_policy(c.stage);
   options.places = c.places;
   options.budget = c.budget;
   options.strategy = c.strategy;
-  options.reducer.bucket_numel = c.bucket;
-  options.reducer.predivide = 1.0 / ranks->size();
-  options.gatherer.persistence_numel = 13;
-  auto engine = std::make_shared<Engine>(specs, std::vector<ShardedParamPtr>{}, options, EngineRanks{ranks});
-  const optim::Rule& rule = optim::find_rule(c.rule);
-  engine->set_rules({&rule});
-  ParamGatherer* gatherer = engine->gatherer();
-  const int32_t unit = gatherer ? gatherer->add_unit("all", engine->params().sharded_params()) : -1;
-  Trained result;
-  const auto forward = [&](int step, int part) {
-    if (gatherer) gatherer->begin_forward();
-    if (gatherer) gatherer->enter(unit, {});
-    const at::Tensor loss = loss_of(weights, step, ranks->rank(), part) / c.micro_steps;
-    if (gatherer) gatherer->leave(unit, {loss});
-    if (gatherer) gatherer->end_forward({loss});
-    return loss;
-  };
+  TrainingRank rank(kWeights, c.type, c.rule, options, c.bucket, ranks);
+  Engine& engine = *rank.engine;
   for (int step = 0; step < c.steps; ++step) {
     StepInputs inputs;
     inputs.max_norm = 0.5f;
     inputs.check = c.check;
     inputs.loss_scale = c.type == at::kHalf ? 8.0f : 1.0f;
-    inputs.hyper.resize(1);
-    for (const auto& one : rule.hyper) inputs.hyper[0].push_back(one.name == "lr" ? 0.05 / (1 + step) : one.fallback);
+    inputs.hyper = {rank.hyper(0.05 / (1 + step))};
     for (int part = 0; part < c.micro_steps; ++part) {
       const bool last = part + 1 == c.micro_steps;
-      const at::Tensor loss = forward(step, part) * static_cast<double>(inputs.loss_scale);
-      if (last) engine->strategy().expect(inputs);
-      engine->backward().begin(last || engine->policy().reduce == ReduceAt::kMicroStep);
-      loss.backward();
-      engine->backward().end();
+      const at::Tensor loss =
+          rank.forward(step, part, factor_of(step)) / c.micro_steps * static_cast<double>(inputs.loss_scale);
+      if (last) engine.strategy().expect(inputs);
+      rank.backward(loss, last);
     }
     if (c.disturb && step == 6) inputs.hyper[0][0] *= 0.5;  // after the guess
-    if (c.disturb && step == 2) engine->states().full(StateKind::kMaster, 0, 2);
+    if (c.disturb && step == 2) engine.states().full(StateKind::kMaster, 0, 2);
     if (c.disturb && step == 7)
-      engine->states().set_full(StateKind::kGrad, 0, 0, values(77, weights[0].sizes()) * 1e-3);
-    const StepReport report = engine->step(inputs);
+      engine.states().set_full(StateKind::kGrad, 0, 0, values(77, rank.weights[0].sizes()) * 1e-3);
+    const StepReport report = engine.step(inputs);
     EXPECT_EQ(report.skipped, c.check && step == 5);
-    result.norms.push_back(report.norm);
+    rank.trained.norms.push_back(report.norm);
   }
-  if (gatherer) gatherer->enter(unit, {});
-  for (size_t i = 0; i < weights.size(); ++i) {
-    result.params.push_back(weights[i].detach().clone());
-    result.masters.push_back(engine->states().full(StateKind::kMaster, 0, i));
-    for (size_t slot = 0; slot < rule.slots.size(); ++slot)
-      result.slots.push_back(engine->states().full(StateKind::kSlot, static_cast<int>(slot), i));
-  }
-  result.figures = engine->strategy().figures();
-  return result;
+  return {rank.finish(), engine.strategy().figures()};
 }
 
 std::vector<Trained> train(const Case& c) {

@@ -36,9 +36,16 @@ def test_the_published_example():
     assert elasticity.compute_elastic_config is compute_elastic_config and is_torch_elastic_compatible() is True
 
 
-def test_one_world_alone_may_need_the_common_multiple():
+def test_one_world_alone_may_need_the_common_multiple(capsys):
     small = config(max_train_batch_size=32, micro_batch_sizes=[1, 2, 3, 7], min_gpus=1)
-    assert compute_elastic_config(small, VERSION, world_size=7)[2] == 3
+    assert compute_elastic_config(small, VERSION, world_size=7)[::2] == (42, 3)
+    assert "size that most numbers of ranks can share is 42, above max_train_batch_size = 32" in said(capsys)
+    compute_elastic_config(config(), VERSION)
+    assert "above" not in said(capsys)
+
+
+def said(capsys):
+    return "".join(capsys.readouterr())
 
 
 # ---- the rule, slowly -----------------------------------------------------------------------------------------------
@@ -104,6 +111,8 @@ def compare(seed):
         ({"version": "0.3"}, ElasticityError, "version"),
         ({"micro_batch_sizes": [1, 4, -1, 2, -10]}, ElasticityConfigError, "at least 1"),
         ({"micro_batch_sizes": 5}, ElasticityConfigError, "list"),
+        ({"micro_batch_sizes": []}, ElasticityConfigError, "must not be empty. Name at least one"),
+        ({"max_train_batch_size": 0}, ElasticityConfigError, "must be greater than 0"),
         ({"micro_batch_sizes": ["a", None, 0.5]}, ElasticityConfigError, "micro_batch_sizes"),
         ({"micro_batch_sizes": [2, 0.5, 4]}, ElasticityConfigError, "micro_batch_sizes"),
         ({"micro_batch_sizes": [8, 20000]}, ValueError, "20000 is larger than 10000"),
@@ -117,7 +126,7 @@ def compare(seed):
 def test_refused_sections(changes, kind, words):
     with pytest.raises(kind, match=words) as error:
         compute_elastic_config(config(**changes), VERSION)
-    assert isinstance(error.value, ElasticityError)
+    assert isinstance(error.value, ElasticityError) and "is required" not in str(error.value)  # what is there but wrong
 
 
 def test_what_is_missing():
@@ -131,6 +140,8 @@ def test_what_is_missing():
             compute_elastic_config({"elasticity": section}, VERSION)
     with pytest.raises(ElasticityConfigError, match="WORLD_SIZE"):
         compute_elastic_config(config(), VERSION, return_microbatch=True)
+    with pytest.raises(ElasticityConfigError, match="world_size is -4"):
+        compute_elastic_config(config(), VERSION, world_size=-4)
 
 
 @pytest.mark.parametrize("target, fits", [("0.2", False), ("0.3.7", False), ("0.3.8", True), ("0.19.6+abc", True)])

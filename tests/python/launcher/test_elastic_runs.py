@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import stand_ins
 from deepspeed.host.ports import free_port
 from deepspeed.launcher.elastic_layout import layout
+from deepspeed.launcher.runner import encode_world_info
 from processes import running, wait_for
 from sampling import every_case
 
@@ -64,8 +66,9 @@ def environment(**more):
     return {**env, "OMP_NUM_THREADS": "1", "DS_ELASTIC_RETRY_S": "0.4", "DS_ELASTIC_WARM_S": "-1", **more}
 
 
-def start(*args, **more):
-    line = [sys.executable, "-m", "deepspeed.launcher", "--elastic_training", *map(str, args)]
+def start(*args, module="__main__", **more):
+    first = ["--elastic_training"] if module == "__main__" else []
+    line = [sys.executable, "-m", f"deepspeed.launcher.{module}", *first, *map(str, args)]
     with open(f"err{len(os.listdir())}", "wb") as said:
         job = subprocess.Popen(line, env=environment(**more), stdin=subprocess.DEVNULL, stdout=said, stderr=said)
     job.said = lambda: open(said.name).read()
@@ -163,6 +166,31 @@ def test_a_world_that_cannot_share_the_batch_is_left_and_a_new_line_of_the_hostf
     assert hosts_of(wait_for_round(2, 4, job)) == ["hb", "hb", "hb", "hc"]
     job.send_signal(signal.SIGTERM)
     finish(job, 143)
+
+
+def test_too_few_hosts_are_named_at_once_and_when_the_time_is_over():
+    job = start("-H", "hosts", "--launcher", "ssh", "--min_elastic_nodes", 3, "--join_timeout", 1, "train.py")
+    assert job.wait(60) == 1
+    lacking = r"here are 2 host\(s\) with 3 slot\(s\), and needed 3 host\(s\) \(--min_elastic_nodes\)"
+    assert len(re.findall(rf"deepspeed: waiting \d s \(--join_timeout\) for hosts: {lacking}", job.said())) == 1
+    assert re.search(rf"error: for 1 s .* not enough hosts or slots to go on: {lacking}", job.said()) and not rounds()
+
+
+def test_launch_takes_part_in_an_elastic_job(folder):
+    """``deepspeed.launcher.launch`` by its published flags, on two hosts of one and two slots."""
+    world, port = encode_world_info({"h0": [0], "h1": 2}), free_port()
+    line = [f"--world_info={world}", "--master_addr=127.0.0.1", f"--master_port={port}", "--enable_elastic_training"]
+    line += ["--min_elastic_nodes", "1", "--max_elastic_nodes", "2", "--no_local_rank"]
+
+    def one(node):
+        return start(*line, "--node_rank", node, "train.py", module="launch", STAND_IN=str(node))
+
+    other, head = one(1), one(0)
+    assert hosts_of(wait_for_round(0, 3, head)) == ["0", "1", "1"]
+    os.kill(rounds()[0][2][0], signal.SIGKILL)
+    assert hosts_of(wait_for_round(1, 3, head)) == ["0", "1", "1"]
+    finish(head)
+    assert other.wait(30) == 0, other.said()
 
 
 def test_ranks_that_always_fail_end_the_job(folder):

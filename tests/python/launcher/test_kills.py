@@ -1,6 +1,7 @@
-"""Whoever is killed, by whatever signal, at whatever time: nobody of the job is left, and the exit code is right."""
+"""Whoever is killed, by whatever signal, at whatever time: nothing of the job is left, and the exit code is right."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import time
 
 import pytest
 
-from deepspeed.host.ports import free_port
+from deepspeed.host.ports import claim_any_port, claim_port
 from processes import running, wait_for
 
 pytestmark = pytest.mark.dist
@@ -32,8 +33,10 @@ pump(job.stdout.fileno(), 1)
 sys.exit(job.wait())
 """ % sys.executable
 TRAIN = """
-import os, signal, subprocess, sys, time
+import os, signal, socket, subprocess, sys, time
 rank = os.environ["RANK"]
+if rank == "0":  # as torch's store does
+    store = socket.create_server(("", int(os.environ["MASTER_PORT"])))
 helper = subprocess.Popen(["sleep", "600"], start_new_session=True)
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 for name, pid in (("rank", os.getpid()), ("helper", helper.pid)):
@@ -43,14 +46,16 @@ if rank == "0" and os.environ["DS_TEST_PHASE"] == "exit":
 while not os.path.exists("go"): time.sleep(0.02)
 """
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGKILL]
+# A stopped ssh is as a cut cable: nothing goes through any more, and nothing is closed.
 CASES = [
     (who, sig, hosts, phase)
-    for who in ("head", "ssh", "agent", "rank", "helper")
-    for sig in SIGNALS
+    for who in ("head", "ssh", "agent", "rank", "helper", "link")
+    for sig in (SIGNALS if who != "link" else [signal.SIGSTOP])
     for hosts in (1, 2)
     for phase in ("start", "training", "exit")
-    if phase != "start" or who in ("head", "ssh", "agent")
+    if phase != "start" or who not in ("rank", "helper")
 ]
+assert len(CASES) == 84
 
 
 def number(name):
@@ -79,9 +84,13 @@ def test_nobody_is_left(who, sig, hosts, phase, tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "hosts").write_text("203.0.113.1 slots=2\n" + "203.0.113.2 slots=1\n" * (hosts - 1))
     ranks = 2 + (hosts - 1)
-    port = free_port()
+    port, claim = claim_any_port(random.randrange(20000, 28000))  # that no connection gets meanwhile
+    claim.close()
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": PYTHON_DIR, "DS_ACCELERATOR": "cpu"}
-    env |= {"DS_TEST_PHASE": phase, "MASTER_PORT": str(port), "DS_LAUNCHER_GRACE_S": "1"}
+    env |= {"DS_TEST_PHASE": phase, "MASTER_PORT": str(port), "DS_LAUNCHER_GRACE_S": "1", "TMPDIR": f"{tmp_path}/tmp"}
+    (tmp_path / "tmp").mkdir()
+    if who == "link":
+        env["DS_LAUNCHER_LINK_S"] = "2"
     job = subprocess.Popen(
         [sys.executable, "-m", "deepspeed.launcher", "-H", "hosts", "--launcher", "ssh", "train.py"], env=env,
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
@@ -96,6 +105,7 @@ def test_nobody_is_left(who, sig, hosts, phase, tmp_path, monkeypatch):
     if phase == "exit":
         wait_for(lambda: not running(number("rank0")), 10)
     victims = {"head": job.pid, "ssh": number(f"ssh_{last}"), "agent": number(f"agent_{last}")}
+    victims["link"] = victims["ssh"]
     victims |= {"rank": number(f"rank{ranks - 1}"), "helper": number(f"helper{ranks - 1}")}
     every = {*below(job.pid), *(one for name in ("203.0.113.1", last) for one in below(number(f"agent_{name}")))}
     every |= {number(f"agent_203.0.113.{one}") for one in (1, hosts)}
@@ -107,9 +117,12 @@ def test_nobody_is_left(who, sig, hosts, phase, tmp_path, monkeypatch):
         open("go", "w").close()
     wait_for(lambda: job.poll() is not None, 15)
     code = job.returncode
-    by_signal = {"head": -sig if sig == signal.SIGKILL else 128 + sig, "rank": 128 + sig, "ssh": 1, "helper": 0}
+    by_signal = {"head": -sig if sig == signal.SIGKILL else 128 + sig, "rank": 128 + sig, "helper": 0}
+    by_signal["ssh"] = by_signal["link"] = 1
     by_signal["agent"] = 1 if sig == signal.SIGKILL or phase == "start" else 128 + sig
     if who == "agent" and phase == "start" and code == 128 + sig:
         by_signal["agent"] = code  # on a busy machine its ranks have started before we came
     wait_for(lambda: not any(map(running, every)), 5)
     assert code == by_signal[who], job.stderr.read()
+    with claim_port(port):  # which None is not
+        assert os.listdir(tmp_path / "tmp") == []

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -90,6 +91,7 @@ def test_contradictions_are_value_errors(line, named):
         ("--min_elastic_nodes 1", "--min_elastic_nodes is for .*add --elastic_training"),
         ("--elastic_training --max_elastic_nodes 0", "--max_elastic_nodes is 0; it must be at least 1"),
         ("--elastic_training --min_elastic_nodes 3 --max_elastic_nodes 2", "is 3, more than --max_elastic_nodes 2"),
+        ("--elastic_training --num_gpus 1 --min_elastic_nodes 2", "is 2, and there is no hostfile /job/hostfile"),
         (
             "--elastic_training --launcher openmpi --hostfile {}",
             "--launcher openmpi does not: take --launcher ssh",
@@ -98,13 +100,45 @@ def test_contradictions_are_value_errors(line, named):
 )
 def test_numbers_of_hosts_that_may_change(line, named, tmp_path):
     (tmp_path / "hosts").write_text("h1.invalid slots=1\nh2.invalid slots=1\n")
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises((ValueError, runner.LaunchError), match=named):
         runner.main(args=[*line.format(tmp_path / "hosts").split(), "train.py"])
 
 
-def test_autotuning_is_refused():
-    with pytest.raises(NotImplementedError, match="autotuning"):
+def test_autotuning_without_a_tuner_names_what_is_missing():
+    with pytest.raises(NotImplementedError, match="run needs deepspeed.autotuning.autotuner.Autotuner.*leave --auto"):
         runner.main(args="--autotuning run train.py".split())
+    with pytest.raises(ValueError, match="--autotuning starts jobs of its own"):
+        runner.main(args="--autotuning run --elastic_training train.py".split())
+
+
+@pytest.mark.parametrize("how", ["tune", "run"])
+def test_autotuning_hands_over_to_the_tuner(how, monkeypatch, tmp_path):
+    told = []
+
+    class Autotuner:
+        def __init__(self, args, active_resources):
+            told.append((args.autotuning, args.user_script, args.user_args, active_resources))
+
+        tune, print_tuning_results, run_after_tuning = (
+            lambda self, name=name: told.append(name) for name in ("tune", "print", "run")
+        )
+
+    (tmp_path / "hosts").write_text("h1.invalid slots=2\nh2.invalid slots=1\n")
+    package = types.ModuleType("deepspeed.autotuning")
+    package.autotuner = types.SimpleNamespace(Autotuner=Autotuner)
+    monkeypatch.setitem(sys.modules, "deepspeed.autotuning", package)
+    monkeypatch.setitem(sys.modules, "deepspeed.autotuning.autotuner", package.autotuner)
+    assert runner.main(["--autotuning", how, "-H", str(tmp_path / "hosts"), "train.py", "-x"]) == 0
+    assert told[0] == (how, "train.py", ["-x"], {"h1.invalid": [0, 1], "h2.invalid": [0]})
+    assert told[1:] == ["tune", "print", "run"][: 2 if how == "tune" else 3]
+
+
+def test_a_file_of_variables_that_is_not_there_is_named(monkeypatch, capfd):
+    monkeypatch.setenv("DS_ENV_FILE", "nowhere.env")
+    monkeypatch.setattr(environment, "ENVIRONMENT_FILE", "nowhere.env")
+    with pytest.raises(runner.LaunchError, match="nowhere.py"):
+        runner.main(["nowhere.py"])
+    assert "DS_ENV_FILE names nowhere.env, which is neither in the home folder nor here" in capfd.readouterr().err
 
 
 def test_missing_script_and_program():
@@ -186,6 +220,15 @@ def test_hostfile_of_this_machine_and_of_others(here):
 
 
 # ---- threads, cores, files ----------------------------------------------------------------------------------------
+def test_hosts_without_slots(here):
+    (here / "hosts").write_text("a slots=0\nb slots=0\n")
+    with pytest.raises(runner.LaunchError, match="every host of the hostfile .*hosts has slots=0"):
+        plan_of(f"-H {here}/hosts train.py")
+    (here / "hosts").write_text("a slots=0\nb slots=2\n")  # one that is left out for now
+    args = parse_args(["-H", f"{here}/hosts", "--num_gpus", "1", "train.py"])
+    assert plan.active_hosts(args, []) == {"b": [0]}
+
+
 def test_threads_are_shared_out_unless_chosen(monkeypatch):
     monkeypatch.setattr(environment, "usable_cores", lambda: list(range(12)))
     monkeypatch.setattr(environment, "physical_cores", lambda cores: cores)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import sys
 
@@ -59,6 +60,14 @@ def test_ds_elastic(tmp_path, capsys):
     assert "micro_batch_size .... 17" in said and "accumulation steps .. 9" in said
     assert cli.main(["-c", str(file), "-w", "65"]) == 1 and "nearest" in capsys.readouterr().err
     assert cli.main(["-c", str(tmp_path / "none")]) == 1
+    assert cli.main(["-c", str(file), "-w", "-4"]) == 1 and "world_size is -4" in capsys.readouterr().err
+    section |= {"min_gpus": 8, "num_gpus_per_node": 8, "model_parallel_size": 4, "version": 0.2}
+    file.write_text(json.dumps({"elasticity": section}))
+    assert cli.main(["-c", str(file), "-w", "16"]) == 0
+    said = capsys.readouterr().out
+    batch, micro, steps = (int(re.search(rf"{name} \.+ (\d+)", said)[1]) for name in ("final_batch_size",
+                           "micro_batch_size", "accumulation steps"))  # fmt: skip
+    assert batch == micro * steps * 4  # 16 ranks are 4 copies of the model
 
 
 def test_ds_bench_starts_ranks_unless_it_is_one(monkeypatch):

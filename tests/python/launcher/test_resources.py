@@ -81,3 +81,6 @@ def test_world_info_travels_as_one_word():
     text = runner.encode_world_info(HOSTS)
     assert text.replace("-", "").replace("_", "").rstrip("=").isalnum()
     assert decode_world_info(text) == HOSTS
+    for wrong in ("", "xx", "é", runner.encode_world_info([1]), runner.encode_world_info({"a": "b"})):
+        with pytest.raises(ValueError, match=f"--world_info '{wrong}' is not what encode_world_info makes"):
+            decode_world_info(wrong)

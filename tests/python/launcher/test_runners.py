@@ -73,6 +73,16 @@ def test_openmpi(dashes):
     assert "eth0" not in line and "eth1" in line
 
 
+def test_openmpi_without_a_hostfile(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "mpirun").write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.4'\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    runner = made(multinode_runner.OpenMPIRunner, "-H", str(tmp_path / "none"))
+    assert f"there is no {tmp_path}/none" in runner.why_not()
+    (tmp_path / "none").write_text("a slots=1")
+    assert runner.why_not() == ""
+
+
 def test_mpich_impi_mvapich_slurm(tmp_path, monkeypatch):
     line, environment = command(multinode_runner.MPICHRunner, "--no_local_rank", exports={"A": "1", "B": "2"})
     assert line == [
@@ -175,7 +185,7 @@ def launch_plan(*line):
     return launch.plan_of(launch.parse_args([*line, "train.py", "--y"]))
 
 
-def test_launch_starts_one_hosts_share(tmp_path, monkeypatch):
+def test_launch_starts_one_hosts_share(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     (tmp_path / "train.py").write_text("")
@@ -190,6 +200,15 @@ def test_launch_starts_one_hosts_share(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="3 host"):
         launch_plan(f"--world_info={world}", "--node_rank=3")
     assert decode_world_info(world)["c"] == 2
+    assert launch_plan(f"--world_info={world}", "--save_pid", "4711").save_pid == 4711
+    assert launch.main(["--world_info", world, "--max_elastic_nodes", "2", "train.py"]) == 1
+    line, _, _ = command(multinode_runner.PDSHRunner, "--save_pid")[0]
+    told = [word.replace("%n", "1") for word in line[line.index("deepspeed.launcher.launch") + 1 :]]
+    options = launch.parse_args(told)
+    assert options.save_pid == os.getpid() and options.training_script == "train.py"
+    capsys.readouterr()
+    assert launcher_helper.main(["--world_info", "x", "t.py"]) == 1
+    assert "error: --world_info 'x' is not what" in capsys.readouterr().err
 
 
 PLACES = [

@@ -183,7 +183,9 @@ def launch_words(runner, node_rank, *more):
     words.append(f"--master_addr={args.master_addr or first}")
     if args.master_port is not None:
         words.append(f"--master_port={args.master_port}")
-    for flag in ("module", "no_python", "no_local_rank", "save_pid", "bind_cores_to_rank", "log_rank_prefix"):
+    if args.save_pid:
+        words.append(f"--save_pid={os.getpid()}")
+    for flag in ("module", "no_python", "no_local_rank", "bind_cores_to_rank", "log_rank_prefix"):
         if getattr(args, flag, False):
             words.append("--" + flag)
     for flag in ("enable_each_rank_log", "bind_core_list"):
