@@ -244,14 +244,16 @@ class Supervisor:
         count = self._plan.world
         others = ("", "; the other one was stopped", f"; the other {count - 1} were stopped")[min(count, 3) - 1]
         lines = rank.tail.lines(TAIL_LINES)
+        name = self._plan.starter or f"rank {rank.rank}"
         text = (
-            f"deepspeed: rank {rank.rank} of {count} (pid {rank.pid}, host {self._plan.host or socket.gethostname()}) "
+            f"deepspeed: {name}{'' if self._plan.starter else f' of {count}'} "
+            f"(pid {rank.pid}, host {self._plan.host or socket.gethostname()}) "
             f"{rank.how_it_ended()} {after_s:.1f} s after the start{others}.\n"
         )
         if any(line.strip() for line in lines):
-            text += f"---- last lines of rank {rank.rank} ----\n" + "\n".join(lines) + "\n----\n"
+            text += f"---- last lines of {name} ----\n" + "\n".join(lines) + "\n----\n"
         else:
-            text += f"Rank {rank.rank} wrote nothing.\n"
+            text += f"{name.capitalize()} wrote nothing.\n"
         if self._plan.report_fd is not None:
             self._say({"report": text})
             return
