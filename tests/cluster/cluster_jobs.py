@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -33,6 +34,16 @@ for _ in range(2):
 total = sum(float(p.detach().double().sum()) for p in model.parameters())
 place = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")]
 print("sum %.9f on" % total, os.uname().nodename, *place, flush=True)
+"""
+INIT = """
+import os, torch, deepspeed
+from deepspeed import comm as dist
+dist.init_distributed()
+one = torch.ones(1)
+dist.all_reduce(one)
+place = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")]
+assert one.item() == int(place[2])
+print("place", os.uname().nodename, *place, flush=True)
 """
 SLEEP = """
 import os, sys, time
@@ -110,6 +121,12 @@ def ended(job, timeout=90):
     """``(exit code, stdout, stderr)``."""
     out, errors = job.communicate(timeout=timeout)
     return job.returncode, out.decode(errors="replace"), errors.decode(errors="replace")
+
+
+def places(out):
+    """What the ranks of INIT said, in order: host, rank, local rank, world, address."""
+    found = re.findall(r"place (\S+) (\d+) (\d+) (\d+) (\S+)", out)
+    return sorted(map(list, found), key=lambda place: int(place[1]))
 
 
 def all_here(ranks):

@@ -1,7 +1,9 @@
 """One cluster of pretended hosts for all tests of this folder, and a folder that its hosts share for each of them."""
 
+import importlib.util
 import os
 import pathlib
+import sys
 import tempfile
 
 import pytest
@@ -50,6 +52,14 @@ def launcher(request):
     if request.param == "slurm":
         request.getfixturevalue("monkeypatch").setenv("SLURM_CONF", request.getfixturevalue("slurm").conf)
     return request.param
+
+
+@pytest.fixture
+def system_python():
+    """A Python that has torch and Debian's mpi4py."""
+    if importlib.util.find_spec("mpi4py") is None:
+        pytest.skip(f"{sys.executable} has no mpi4py")
+    return sys.executable
 
 
 @pytest.fixture(autouse=True)

@@ -37,9 +37,9 @@ class SlurmDaemons:
             cluster.serve(name, shutil.which("slurmd"), "-D", "-N", name, "-f", self.conf, log=f"slurmd-{name}.log")
         wait_until(lambda: set(self.said("sinfo", "-h", "-o", "%T").split()) == {"idle"}, "the nodes are not idle", 30)
 
-    def said(self, *command):
+    def said(self, *command, **more):
         """What one of Slurm's programs says on the head."""
-        variables = {**os.environ, "SLURM_CONF": self.conf}
+        variables = {**os.environ, **more, "SLURM_CONF": self.conf}
         return subprocess.run(self._cluster.on_head(*command), capture_output=True, text=True, env=variables).stdout
 
     def _file(self, name, text):

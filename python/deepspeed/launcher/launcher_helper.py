@@ -14,8 +14,8 @@ import time
 
 from deepspeed.host import numa
 from deepspeed.host.cpu import physical_cores
+from deepspeed.host.place import place_of
 from deepspeed.launcher import exit_codes, linux
-from deepspeed.launcher.place import place_of
 from deepspeed.launcher.resources import decode_world_info
 
 _LAST_WORDS_S = 5.0

@@ -19,7 +19,8 @@ _LEFTOVER_GRACE_S = 1.0
 _DRAIN_S = 0.3
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
-_CAUGHT = (*_STOPPING, *_PASSED_ON, signal.SIGTSTP, signal.SIGWINCH, signal.SIGCHLD)
+END_NOW = signal.SIGRTMIN  # from the agent: SIGKILL for whoever is left
+_CAUGHT = (END_NOW, *_STOPPING, *_PASSED_ON, signal.SIGTSTP, signal.SIGWINCH, signal.SIGCHLD)
 
 
 class Supervisor:
@@ -172,6 +173,8 @@ class Supervisor:
                 linux.kill_group(rank.pid, sig)
         elif sig in _PASSED_ON:
             self._send(sig)
+        elif sig == END_NOW:
+            self._kill_all()
         elif sig in _STOPPING:
             self._on_stop_signal(sig)
 
@@ -180,9 +183,9 @@ class Supervisor:
         again = self._stop_code is not None
         if not again and self._first_failure is None:
             self._stop_code = 128 + sig
-        if front_is_gone or again:
+        if front_is_gone or (again and sig != signal.SIGTERM):
             self._kill_all()  # the launcher was killed, or the user will not wait
-        else:
+        elif not again:  # Slurm and systemd send SIGTERM to us, to the front process and to the head, which pass it on
             self._stop(sig)
 
     def _stop(self, sig, grace_s=None):

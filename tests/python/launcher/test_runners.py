@@ -10,8 +10,8 @@ from copy import deepcopy
 
 import pytest
 
+from deepspeed.host.place import place_of
 from deepspeed.launcher import constants, launch, launcher_helper, multinode_runner, words
-from deepspeed.launcher.place import place_of
 from deepspeed.launcher.resources import decode_world_info
 from deepspeed.launcher.runner import encode_world_info, parse_args
 from deepspeed.launcher.runners import RUNNERS
@@ -257,6 +257,14 @@ def test_the_place_on_hosts_of_different_sizes():
         place_of({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"})
     with pytest.raises(ValueError, match="rank 2 of 2"):
         place_of({**deepcopy(PLACES[1][0]), "PMI_RANK": "2"})
+
+
+def test_slurms_word_on_what_started_mpi_is_not_that_on_the_rank():
+    slurm = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"}
+    with pytest.raises(ValueError, match="LOCAL_RANK and LOCAL_SIZE of rank 1"):
+        place_of({"PMI_RANK": "1", "PMI_SIZE": "4", **slurm})
+    by_srun = place_of({"PMIX_RANK": "1", **slurm, "SLURM_PROCID": "1"}, {"a": 1, "b": 1})  # srun --mpi=pmix
+    assert by_srun == dict(RANK=1, WORLD_SIZE=2, LOCAL_RANK=0, LOCAL_SIZE=1, CROSS_RANK=1, CROSS_SIZE=2)
 
 
 def test_the_helper_becomes_the_script(monkeypatch):
