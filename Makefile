@@ -32,7 +32,7 @@ test-torch2: ## the whole suite against torch 2.x from PyPI, in .venv-torch2
 test-gpu: ## the tests that need a GPU
 	@tools/test.sh gpu
 
-test-cluster: ## the launcher over real ssh and pdsh, between namespaces of this machine (root; else skipped)
+test-cluster: ## the launcher over real ssh, pdsh, Slurm and MPI, between namespaces of this machine (root; else skipped)
 	@tools/test.sh cluster
 
 bench: ## all CPU benchmarks; results in benchmarks/results/

@@ -9,6 +9,7 @@ import pytest
 TESTS = os.path.dirname(os.path.abspath(__file__))
 for folder in (
     TESTS,
+    os.path.join(TESTS, "cluster"),
     os.path.join(TESTS, "dist"),
     os.path.join(TESTS, "house"),
     os.path.join(TESTS, "python", "ops"),

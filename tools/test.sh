@@ -20,7 +20,7 @@ case $kind in
   gpu) marks="gpu"
     "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
       die "make test-gpu needs a GPU and a torch that can use it; $PY sees none." ;;
-  cluster) marks="not gpu"  # jobs over real ssh and pdsh, between namespaces; needs root, else skipped
+  cluster) marks="not gpu"  # jobs over real ssh, pdsh, Slurm and MPI, between namespaces; needs root, else skipped
     tools/packages.sh cluster
     export DS_TEST_CLUSTER=1
     [ $# -gt 0 ] || set -- tests/cluster ;;

@@ -1,9 +1,10 @@
 """Hosts that are namespaces of this machine: each with a network, a name, processes, a /dev/shm, a /tmp and an sshd of
-its own. They share the cluster's folder, and what lies elsewhere.
+its own. They share the cluster's folder, and what lies elsewhere. All of them end with the process that made them.
 
 Needs root, iproute2 and openssh-server (`tools/packages.sh cluster`).
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -11,9 +12,15 @@ import subprocess
 import tempfile
 import time
 
+from deepspeed.launcher import linux
+from processes import running
+
 NAMES = ("head", "h1", "h2")
-_OWN = ("unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
-_MOUNTS = 'hostname "$0" && mount -t tmpfs shm /dev/shm && mount -t tmpfs tmp /tmp'
+_OWN_PROCESSES = ("--pid", "--fork", "--kill-child", "--mount-proc")
+_OWN = ("unshare", "--uts", "--mount", *_OWN_PROCESSES)
+_MOUNTS = """
+hostname "$0" && mount -t tmpfs shm /dev/shm && mount --bind "$1/ssh_config" /etc/ssh/ssh_config &&
+mount -t tmpfs tmp /tmp && exec"""
 
 
 def why_not():
@@ -28,13 +35,17 @@ def why_not():
 
 
 class PretendedHosts:
-    """``head`` starts jobs; ``h1`` and ``h2`` run an sshd. A context manager."""
+    """``head`` starts jobs; ``h1`` and ``h2`` run an sshd. A context manager.
+
+    Processes of the head are the test's, which signals them; ``h1`` and ``h2`` have process numbers of their own.
+    """
 
     def __init__(self):
         self.folder = tempfile.mkdtemp(prefix="ds-cluster-", dir="/var/tmp")  # each has a /tmp of its own
         self._tag = f"dsc{os.getpid()}"
         self._subnet = f"10.{200 + os.getpid() % 50}.{os.getpid() // 50 % 250}"
-        self._servers = {}
+        self._servers = {}  # host -> what holds its namespaces
+        self._daemons = []  # (host, process, program) of what ``serve`` started
 
     def __enter__(self):
         try:
@@ -45,9 +56,17 @@ class PretendedHosts:
         return self
 
     def __exit__(self, *_):
-        for server in self._servers.values():
+        for _, daemon, _ in reversed(self._daemons):
+            daemon.terminate()
+        for _, daemon, _ in self._daemons:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                daemon.wait(5)
+        last = [self._first(name) for name in self._servers]  # with the first process of a host all others end
+        for server in [*(daemon for _, daemon, _ in self._daemons), *self._servers.values()]:
             server.kill()
             server.wait()
+        with contextlib.suppress(AssertionError):  # the folder goes in any event
+            wait_until(lambda: not any(map(running, last)), "")
         for name in (*NAMES, "net"):
             subprocess.run(["ip", "netns", "del", f"{self._tag}-{name}"], capture_output=True)
             shutil.rmtree(f"/etc/netns/{self._tag}-{name}", ignore_errors=True)
@@ -99,15 +118,25 @@ class PretendedHosts:
             LogLevel ERROR
         """,
         )
+        for name in NAMES:
+            line = f"{_MOUNTS} {'sleep infinity' if name == 'head' else '/usr/sbin/sshd -D -e -f $1/sshd_config'}"
+            own = [word for word in _OWN if name != "head" or word not in _OWN_PROCESSES]
+            self._servers[name] = self._popen(*self.inside(name, *own, "sh", "-c", line, name, self.folder))
+        wait_until(lambda: self._is_up("head"), "the head has no /tmp of its own")
         for name in ("h1", "h2"):
-            line = f'{_MOUNTS} && exec /usr/sbin/sshd -D -e -f "$1"'
-            command = self.inside(name, *_OWN, "sh", "-c", line, name, self.path("sshd_config"))
-            self._servers[name] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 20
-        for name in ("h1", "h2"):
-            while subprocess.run(self.on_head("ssh", "-F", self.path("ssh_config"), name, "true")).returncode:
-                assert time.monotonic() < deadline, f"the sshd of {name} does not answer"
-                time.sleep(0.1)
+            asked = self.on_head("ssh", "-F", self.path("ssh_config"), name, "true")
+            wait_until(lambda asked=asked: subprocess.run(asked).returncode == 0, f"the sshd of {name} does not answer")
+
+    def _is_up(self, name):
+        # Its last mount was made: /tmp is another file system than ours.
+        return os.stat(f"/proc/{self._first(name)}/root/tmp").st_dev != os.stat("/tmp").st_dev
+
+    def _popen(self, *command, **more):
+        test = os.getpid()
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, preexec_fn=lambda: linux.die_with_parent(test, signal.SIGKILL),
+            **{"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **more},
+        )  # fmt: skip
 
     def _write(self, name, text):
         with open(self.path(name), "w") as file:
@@ -118,31 +147,48 @@ class PretendedHosts:
         return ["ip", "netns", "exec", f"{self._tag}-{name}", *command]
 
     def on_head(self, *command):
-        """``command`` as it runs on the head. Its processes are those of the test, which signals them."""
-        line = f'{_MOUNTS} && exec "$@"'
-        return self.inside("head", "unshare", "--uts", "--mount", "sh", "-c", line, "head", *command)
+        """``command`` as it runs on the head."""
+        return self.on("head", *command)
+
+    def on(self, name, *command):
+        """``command`` as it runs on a host, in the folder where it is started. Under ``h1`` and ``h2`` the process that
+        is started waits for the one on the host."""
+        spaces = ("--uts", "--mount", "--net", *(() if name == "head" else ("--pid",)))
+        folder = ("sh", "-c", 'cd "$0" && exec "$@"', os.getcwd())
+        return ["nsenter", "--target", str(self._first(name)), *spaces, *folder, *command]
+
+    def serve(self, name, *command, log):
+        """Starts a program on a host that runs as long as the cluster, and is none of the ``processes`` of a job."""
+        with open(self.path(log), "wb") as file:
+            process = self._popen(*self.on(name, *command), stdout=file, stderr=file)
+        self._daemons.append((name, process, command[0]))
 
     def _first(self, name):
         pid = self._servers[name].pid
+        if name == "head":
+            return pid
         with open(f"/proc/{pid}/task/{pid}/children") as file:
             return int(file.read().split()[0])
 
     def _commands(self, name):
         # (pid here, command line) of all processes of a host but the first.
         first = self._first(name)
-        space = os.readlink(f"/proc/{first}/ns/pid")
+        kind = "mnt" if name == "head" else "pid"
+        space = os.readlink(f"/proc/{first}/ns/{kind}")
         for pid in filter(str.isdigit, os.listdir("/proc")):
             try:
-                if os.readlink(f"/proc/{pid}/ns/pid") == space and int(pid) != first:
+                if os.readlink(f"/proc/{pid}/ns/{kind}") == space and int(pid) != first:
                     with open(f"/proc/{pid}/cmdline") as file:
                         yield int(pid), file.read().replace("\0", " ").strip()
             except OSError:  # it has ended
                 pass
 
     def processes(self, name):
-        """Command lines of what runs on a host beside its sshd, whose sessions outlive a cable that is cut."""
+        """Command lines of what runs on a host beside its daemons; sessions of sshd outlive a cable that is cut."""
+        daemons = [program for host, _, program in self._daemons if host == name]
+        own = ("sshd: ", *[f"{one} " for one in daemons], *[f"{os.path.basename(one)}: " for one in daemons])
         found = [line for _, line in self._commands(name)]
-        return [line for line in found if line and not line.startswith("sshd: ")]  # the dead have none
+        return [line for line in found if line and not line.startswith(own)]  # the dead have none
 
     def kill(self, name, word):
         """Kills the first process of a host whose command line has ``word`` in it; those forked from it have it."""
@@ -168,3 +214,11 @@ def run(*command):
     """Runs a command that must succeed."""
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+
+
+def wait_until(condition, why, seconds=20):
+    """Waits for ``condition()``; the assertion that it came true says ``why``."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, why
+        time.sleep(0.05)

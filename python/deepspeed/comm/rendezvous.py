@@ -10,6 +10,7 @@ import os
 import re
 
 from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.host.place import place_of, said, said_by_mpi
 from deepspeed.host.ports import free_port
 from deepspeed.log import log_dist, logger
 
@@ -35,7 +36,7 @@ def prepare_environment(auto_mpi_discovery, distributed_port, verbose, rank=-1, 
     if all(os.environ.get(name) for name in _NEEDED):
         os.environ.setdefault("LOCAL_RANK", "0" if os.environ["WORLD_SIZE"] == "1" else _local_rank_guess())
         return
-    if auto_mpi_discovery and under_slurm() and not os.environ.get("OMPI_COMM_WORLD_SIZE"):
+    if auto_mpi_discovery and under_slurm() and not _mpi_in_slurm():
         slurm_discovery(distributed_port=distributed_port, verbose=verbose)
         return
     if auto_mpi_discovery and under_mpi():
@@ -68,6 +69,14 @@ def under_slurm():
     return os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "SLURM_PROCID" in os.environ
 
 
+def _mpi_in_slurm():
+    # Whether srun started what started us: mpirun's proxies, one per node. srun itself sets variables of PMI, too.
+    environ, found = os.environ, said_by_mpi(os.environ)
+    tasks = {"RANK": environ["SLURM_PROCID"], "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"]}
+    differs = any(name in found and str(found[name]) != number for name, number in tasks.items())
+    return differs or bool(environ.get("OMPI_COMM_WORLD_SIZE"))
+
+
 def slurm_discovery(distributed_port=TORCH_DISTRIBUTED_DEFAULT_PORT, verbose=True):
     """Sets the five variables from those of srun.
 
@@ -84,12 +93,17 @@ def slurm_discovery(distributed_port=TORCH_DISTRIBUTED_DEFAULT_PORT, verbose=Tru
             "set MASTER_ADDR to the address of the first one"
         )
     environ.setdefault("MASTER_ADDR", first_node(nodes))
-    if distributed_port == TORCH_DISTRIBUTED_DEFAULT_PORT:
-        job, step = int(environ.get("SLURM_JOB_ID", 0)), int(environ.get("SLURM_STEP_ID", 0))
-        distributed_port = 20000 + (job * 31 + step) % 12000
-    environ.setdefault("MASTER_PORT", str(distributed_port))
+    environ.setdefault("MASTER_PORT", str(_slurm_port(distributed_port)))
     if verbose:
         logger.info("Found the ranks through SLURM: rank %s of %s meets at %s:%s", *_meeting())
+
+
+def _slurm_port(asked):
+    # The one that was asked for, or else one of this step.
+    if asked != TORCH_DISTRIBUTED_DEFAULT_PORT:
+        return asked
+    job, step = int(os.environ.get("SLURM_JOB_ID", 0)), int(os.environ.get("SLURM_STEP_ID", 0))
+    return 20000 + (job * 31 + step) % 12000
 
 
 def first_node(nodes):
@@ -101,10 +115,14 @@ def first_node(nodes):
 def mpi_discovery(distributed_port=TORCH_DISTRIBUTED_DEFAULT_PORT, verbose=True):
     """Sets the five variables from MPI.
 
-    On one node Open MPI's environment says everything. Else, or under another MPI, mpi4py is asked: rank 0 tells the
-    others its address, and on one node a port that is free. RuntimeError when mpi4py is needed and missing.
+    mpi4py is asked, where it is installed and belongs to the MPI that started us: rank 0 tells the others its address,
+    and on one node a port that is free. Else MPI's variables say who we are, and MASTER_ADDR where several nodes meet.
+    RuntimeError when nobody says it. Hydra's proxies under Slurm: its variables and Slurm's say everything.
     """
-    known = _from_open_mpi(distributed_port) if not _mpi4py_installed() else _from_mpi4py(distributed_port)
+    asks = _mpi4py_installed() and not _proxied_by_slurm()  # that of Open MPI would take it for srun, and abort
+    known = _from_mpi4py(distributed_port) if asks else None
+    if known is None:
+        known = _from_variables(distributed_port)
     for name, value in known.items():
         if name in ("MASTER_ADDR", "MASTER_PORT"):
             os.environ.setdefault(name, value)  # the user's own word on where to meet goes first
@@ -121,25 +139,31 @@ def _mpi4py_installed():
     return importlib.util.find_spec("mpi4py") is not None
 
 
-def _from_open_mpi(distributed_port):
-    names = {
-        "RANK": "OMPI_COMM_WORLD_RANK",
-        "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
-        "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
-        "LOCAL_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
-    }
-    if not all(os.environ.get(name) for name in names.values()):
+def _proxied_by_slurm():
+    # Whether a proxy of Hydra, which srun started, started us; all ranks of such a job are in one step of Slurm.
+    complete = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"} <= said_by_mpi(os.environ).keys()
+    return complete and "SLURM_STEP_NODELIST" in os.environ and not os.environ.get("OMPI_COMM_WORLD_SIZE")
+
+
+def _from_variables(distributed_port):
+    other = "the one that is installed belongs to another MPI" if _mpi4py_installed() else "it is not installed"
+    get = "apt install python3-mpi4py for Open MPI, pip install mpi4py for the MPI whose mpicc is on PATH"
+    try:
+        found = place_of(os.environ)
+    except ValueError as error:
         raise RuntimeError(
-            "this process was started by an MPI whose environment does not name the rank, and the Python package "
-            "mpi4py, which could ask MPI, is not installed. Install it (apt install python3-mpi4py, or pip install "
-            "mpi4py), or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
-        )
-    known = {name: os.environ[source] for name, source in names.items()}
-    if known["LOCAL_SIZE"] != known["WORLD_SIZE"] and not os.environ.get("MASTER_ADDR"):
+            f"this process was started by MPI, and {error} The Python package mpi4py could ask MPI, but {other} "
+            f"({get}). Or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
+        ) from None
+    known = {name: str(found[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")}
+    if _proxied_by_slurm():
+        address, port = first_node(os.environ["SLURM_STEP_NODELIST"]), _slurm_port(distributed_port)
+        return {**known, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    if found["LOCAL_SIZE"] != found["WORLD_SIZE"] and not os.environ.get("MASTER_ADDR"):
         raise RuntimeError(
-            f"{known['WORLD_SIZE']} MPI ranks run on several nodes, and nothing says where they meet. Install mpi4py "
-            f"on the nodes (apt install python3-mpi4py), or pass the address of rank 0's node: "
-            f"mpirun -x MASTER_ADDR=<address> ..."
+            f"{found['WORLD_SIZE']} MPI ranks run on several nodes, and nothing says where they meet. The Python "
+            f"package mpi4py could ask MPI, but {other} ({get}). Or pass the address of rank 0's node (Open MPI: "
+            f"mpirun -x MASTER_ADDR=<address>, others: mpirun -genv MASTER_ADDR <address>)."
         )
     return {**known, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(distributed_port)}
 
@@ -148,6 +172,8 @@ def _from_mpi4py(distributed_port):
     # At call: importing it initialises MPI, which must happen only in processes that MPI started.
     mpi = importlib.import_module("mpi4py.MPI")
     world = mpi.COMM_WORLD
+    if world.Get_size() != said(os.environ).get("WORLD_SIZE", world.Get_size()):
+        return None  # that of another MPI, which takes every process for a job of its own
     local = world.Split_type(mpi.COMM_TYPE_SHARED)
     one_node = local.Get_size() == world.Get_size()
     meeting = None
@@ -169,10 +195,7 @@ def _from_mpi4py(distributed_port):
 
 def _local_rank_guess():
     # Schedulers that set RANK but not LOCAL_RANK name the place on the node otherwise.
-    for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK"):
-        if os.environ.get(name):
-            return os.environ[name]
-    return os.environ["RANK"]
+    return str(said(os.environ).get("LOCAL_RANK", os.environ["RANK"]))
 
 
 def _alone(verbose):
@@ -199,17 +222,20 @@ def in_dlts():
 
 
 def patch_aml_env_for_torch_nccl_backend(master_port=6105, verbose=True):
-    """Sets the five variables on Azure ML, which starts ranks through Open MPI and names the first node itself."""
+    """Sets the five variables on Azure ML, which starts ranks through MPI and names the first node itself."""
     environ = os.environ
-    environ["RANK"] = environ["OMPI_COMM_WORLD_RANK"]
-    environ["WORLD_SIZE"] = environ["OMPI_COMM_WORLD_SIZE"]
-    environ["LOCAL_RANK"] = environ["OMPI_COMM_WORLD_LOCAL_RANK"]
-    one_node = int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"]) == int(environ["WORLD_SIZE"])
-    if one_node:
+    if _patch_ranks():
         environ["MASTER_ADDR"] = environ.get("AZ_BATCHAI_MPI_MASTER_NODE", "127.0.0.1")
         environ["MASTER_PORT"] = str(master_port)
     else:
-        address, _, port = environ["AZ_BATCH_MASTER_NODE"].partition(":")
+        named = environ.get("AZ_BATCH_MASTER_NODE") or environ.get("AZ_BATCHAI_MPI_MASTER_NODE")
+        named = named or environ.get("MASTER_ADDR")
+        if not named:
+            raise RuntimeError(
+                "this job of Azure ML runs on several nodes, and AZ_BATCH_MASTER_NODE does not say which is the first: "
+                "set MASTER_ADDR to its address (environment_variables of the job)."
+            )
+        address, _, port = named.partition(":")
         environ["MASTER_ADDR"] = address
         environ.setdefault("MASTER_PORT", port or str(master_port))
     if verbose:
@@ -217,13 +243,17 @@ def patch_aml_env_for_torch_nccl_backend(master_port=6105, verbose=True):
 
 
 def patch_aws_sm_env_for_torch_nccl_backend(verbose=True):
-    """Sets RANK, LOCAL_RANK and WORLD_SIZE on SageMaker, which starts ranks through Open MPI and sets the address."""
-    environ = os.environ
-    environ["RANK"] = environ["OMPI_COMM_WORLD_RANK"]
-    environ["LOCAL_RANK"] = environ["OMPI_COMM_WORLD_LOCAL_RANK"]
-    environ["WORLD_SIZE"] = environ["OMPI_COMM_WORLD_SIZE"]
+    """Sets RANK, LOCAL_RANK and WORLD_SIZE on SageMaker, which starts ranks through MPI and sets the address."""
+    _patch_ranks()
     if verbose:
         logger.info("SageMaker: rank %s of %s meets at %s:%s", *_meeting())
+
+
+def _patch_ranks():
+    # Sets RANK, LOCAL_RANK and WORLD_SIZE; returns whether all ranks are on this node.
+    found = place_of(os.environ)
+    os.environ.update({name: str(found[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")})
+    return found["LOCAL_SIZE"] == found["WORLD_SIZE"]
 
 
 def _meeting():

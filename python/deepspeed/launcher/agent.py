@@ -20,6 +20,7 @@ from deepspeed.launcher.launch import FORWARDED, be_supervisor, kill_descendants
 from deepspeed.launcher.memory_keeper import MemoryKeeper
 from deepspeed.launcher.plan import DEFAULT_PORT
 from deepspeed.launcher.share import Share
+from deepspeed.launcher.supervisor import END_NOW
 from deepspeed.launcher.warm_start import WarmStart
 from deepspeed.registry import load_target
 from deepspeed.version import __version__
@@ -154,7 +155,7 @@ class HostJob:
             self._on_lost()
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = now + _TERM_S
-            linux.kill(self._supervisor, signal.SIGTERM)  # the second one: at once
+            linux.kill(self._supervisor, END_NOW)
 
     def _watch_output(self, wanted):
         for fd in self._streams:

@@ -248,7 +248,10 @@ def run_cluster(args, hosts, verbose):
     for note in notes if verbose else ():
         print(f"deepspeed: {note}", file=sys.stderr)
     if runner.starts_ranks:
-        return launch(mpi_plan(args, hosts, runner))
+        try:
+            return launch(mpi_plan(args, hosts, runner))
+        finally:
+            runner.tidy()
     return run_head(ClusterJob(args, hosts, runner, verbose))
 
 
@@ -275,4 +278,6 @@ def mpi_plan(args, hosts, runner):
         runner.add_export(name, value)
     variables = dict(os.environ)
     command = runner.get_cmd(variables, hosts)
-    return plan.NodePlan([command], [variables], [None], grace_s=plan.grace_s())
+    made = plan.NodePlan([[runner.program_here(), *command[1:]]], [variables], [None], grace_s=plan.grace_s())
+    made.starter = "mpirun"
+    return made

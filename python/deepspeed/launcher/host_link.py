@@ -1,6 +1,7 @@
 """One host as the head sees it: the process that leads there, the link, and how far it has come."""
 
 import os
+import signal
 import subprocess
 
 from deepspeed.launcher import linux
@@ -60,14 +61,18 @@ class Way:
         return " / ".join(lines[-5:])
 
     def end(self):
-        """Ends the program, which by now has nothing to do any more."""
+        """Ends the program, which by now has nothing to do any more, and those that it started: the ssh of pdsh would
+        wait for ever for a host that is gone."""
         if self.process.poll() is None:
+            below = linux.descendants(self.process.pid)
             self.process.terminate()
             try:
                 self.process.wait(2.0)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+            for pid in below:
+                linux.kill(pid, signal.SIGKILL)
 
 
 class HostLink:

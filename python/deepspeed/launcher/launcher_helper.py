@@ -1,15 +1,25 @@
-"""The program that mpirun starts as each rank: it finds its place, binds its cores, and becomes the script."""
+"""The program that mpirun starts as each rank: it finds its place, binds its cores, and runs the script.
+
+It waits for the script, to say which rank failed on which host: MPI's own words name the one or the other, or neither.
+And Hydra (MPICH) lets the ranks of other hosts run on when one fails that has not called MPI, so that it must be told.
+"""
 
 import argparse
 import os
+import signal
+import socket
+import stat
 import sys
 import time
 
 from deepspeed.host import numa
 from deepspeed.host.cpu import physical_cores
-from deepspeed.launcher import linux
-from deepspeed.launcher.place import place_of
+from deepspeed.host.place import place_of
+from deepspeed.launcher import exit_codes, linux
 from deepspeed.launcher.resources import decode_world_info
+
+_LAST_WORDS_S = 5.0
+_GROUP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def parse_args(args=None):
@@ -58,17 +68,75 @@ def write_to_file(folder, rank):
     os.dup2(file, 2)
 
 
+def run_rank(command, environment, log_dir=None):
+    """Runs the script, with all descriptors that MPI opened for the rank; returns its exit code.
+
+    Signals of MPI go to the group of processes that it made of the rank, so that both of us get them: the script does
+    what it does on them, and here they end nothing.
+    """
+    heard, started, helper = [], time.monotonic(), os.getpid()
+    for sig in _GROUP:
+        if signal.getsignal(sig) != signal.SIG_IGN:
+            signal.signal(sig, lambda number, frame: heard.append(number))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    script = os.fork()
+    if script == 0:
+        _become(command, environment, log_dir, helper)
+    code = os.waitstatus_to_exitcode(os.waitpid(script, 0)[1])
+    if code and not heard:
+        after_s = time.monotonic() - started
+        print(
+            f"deepspeed: rank {environment['RANK']} of {environment['WORLD_SIZE']} (pid {script}, host "
+            f"{socket.gethostname()}) {exit_codes.how_it_ended(code)} {after_s:.1f} s after the start.",
+            file=sys.stderr,
+            flush=True,
+        )
+        end_job(environment, exit_codes.shell_code(code))
+    return exit_codes.shell_code(code)
+
+
+def end_job(environment, code):
+    """Asks Hydra, which opened the descriptor PMI_FD for that, to end all ranks; mpirun then ends with ``code``.
+    Another MPI does so by itself."""
+    if environment.get("PMI_FD", "").isdigit():
+        _wait_until_read(sys.stdout.fileno(), sys.stderr.fileno())
+        try:
+            os.write(int(environment["PMI_FD"]), b"cmd=abort exitcode=%d\n" % code)
+        except OSError:  # it is ending already
+            pass
+
+
+def _wait_until_read(*streams):
+    # Hydra drops what it has not read of a rank when the job is over.
+    limit = time.monotonic() + _LAST_WORDS_S
+    for fd in streams:
+        while stat.S_ISFIFO(os.fstat(fd).st_mode) and linux.unread(fd) and time.monotonic() < limit:
+            time.sleep(0.01)
+
+
+def _become(command, environment, log_dir, helper):
+    # In the forked child: the script, which MPI's SIGKILL for the helper ends, too.
+    try:
+        linux.die_with_parent(helper)
+        if log_dir:
+            write_to_file(log_dir, environment["RANK"])
+        os.execvpe(command[0], command, environment)
+    except OSError as error:
+        print(f"deepspeed: error: {error}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(1)
+
+
 def main(args=None):
-    """Becomes the script; exit code 1 with a sentence where that is not possible."""
+    """Runs the script and returns its exit code; 1 with a sentence where that is not possible."""
     try:
         options = parse_args(args)
         command, variables, cores = rank_command(options, os.environ)
         if cores:
             os.sched_setaffinity(0, cores)
             linux.take_memory_from(*numa.memory_of_ranks([cores])[0])
-        if options.enable_each_rank_log:
-            write_to_file(options.enable_each_rank_log, variables["RANK"])
-        os.execvpe(command[0], command, {**os.environ, **variables})
+        return run_rank(command, {**os.environ, **variables}, options.enable_each_rank_log)
     except (ValueError, OSError) as error:
         print(f"deepspeed: error: {error}", file=sys.stderr)
         return 1

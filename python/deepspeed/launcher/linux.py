@@ -4,6 +4,7 @@ import ctypes
 import os
 import platform
 import signal
+import termios
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -28,6 +29,13 @@ def take_memory_from(nodes, wish=False):
     policy = _PREFERRED if wish else _BIND
     # The kernel reads one bit less than it is told.
     return _libc.syscall(_SET_MEMPOLICY, policy, ctypes.byref(mask), ctypes.c_ulong(len(mask) * word + 1)) == 0
+
+
+def unread(pipe):
+    """Bytes in a pipe that nobody has read yet; either end may ask."""
+    count = ctypes.c_int(0)
+    _libc.ioctl(pipe, termios.FIONREAD, ctypes.byref(count))
+    return count.value
 
 
 def become_subreaper(wanted=True):

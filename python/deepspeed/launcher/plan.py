@@ -25,7 +25,8 @@ class NodePlan:
     this host. ``notes`` are lines to show before the start;
     ``prefix`` puts host and rank before each line of output; ``log_dir`` is the folder that gets the output instead;
     ``save_pid`` leaves the launcher's process id in a file. ``report_fd``: where the supervisor says what failed, one
-    JSON object per line, instead of showing it.
+    JSON object per line, instead of showing it. ``starter``: what the one command is called, where that starts the
+    ranks of the job and says itself which of them failed.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class NodePlan:
         self.host = host
         self.memory = memory or [((), False)] * len(commands)  # arguments of linux.take_memory_from
         self.report_fd = None
+        self.starter = ""
         self.forks, self.kept_fds = False, ()  # ranks are forked from the supervisor, with these descriptors
 
     def line_prefix(self, rank):

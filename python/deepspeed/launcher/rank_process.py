@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 
-from deepspeed.launcher import linux
+from deepspeed.launcher import exit_codes, linux
 from deepspeed.launcher.forked_script import ForkedScript
 
 
@@ -23,7 +23,6 @@ class RankProcess:
         self.channels = channels
         self.tail = tail
         self.status = None  # as os.waitpid gives it, turned into a shell's exit code
-        self.signal = None  # the signal that ended it, if one did
         launcher = os.getpid()
 
         def in_child():
@@ -60,8 +59,7 @@ class RankProcess:
     def ended(self, wait_status):
         """Notes the status that waitpid returned."""
         code = os.waitstatus_to_exitcode(wait_status)
-        self.signal = signal.Signals(-code) if code < 0 else None
-        self.status = code if code >= 0 else 128 - code
+        self.status = exit_codes.shell_code(code)
         self.process.returncode = code  # Popen must not wait for it again
 
     def send(self, sig):
@@ -70,12 +68,5 @@ class RankProcess:
             linux.kill_group(self.pid, sig) if sig == signal.SIGINT else linux.kill(self.pid, sig)
 
     def how_it_ended(self):
-        """``"failed with exit code 3"`` or ``"was killed by SIGKILL"`` with what that often means."""
-        if self.signal is None:
-            return f"failed with exit code {self.status}"
-        hints = {
-            signal.SIGKILL: " (often the system's out-of-memory killer: see `dmesg`)",
-            signal.SIGSEGV: " (a crash in native code: PYTHONFAULTHANDLER=1 shows where)",
-            signal.SIGBUS: " (often /dev/shm or a disk that is full: see `df -h /dev/shm`)",
-        }
-        return f"was killed by {self.signal.name}{hints.get(self.signal, '')}"
+        """In words, with what that often means."""
+        return exit_codes.how_it_ended(self.process.returncode)

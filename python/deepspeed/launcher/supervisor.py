@@ -19,7 +19,8 @@ _LEFTOVER_GRACE_S = 1.0
 _DRAIN_S = 0.3
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
-_CAUGHT = (*_STOPPING, *_PASSED_ON, signal.SIGTSTP, signal.SIGWINCH, signal.SIGCHLD)
+END_NOW = signal.SIGRTMIN  # from the agent: SIGKILL for whoever is left
+_CAUGHT = (END_NOW, *_STOPPING, *_PASSED_ON, signal.SIGTSTP, signal.SIGWINCH, signal.SIGCHLD)
 
 
 class Supervisor:
@@ -172,6 +173,8 @@ class Supervisor:
                 linux.kill_group(rank.pid, sig)
         elif sig in _PASSED_ON:
             self._send(sig)
+        elif sig == END_NOW:
+            self._kill_all()
         elif sig in _STOPPING:
             self._on_stop_signal(sig)
 
@@ -180,9 +183,9 @@ class Supervisor:
         again = self._stop_code is not None
         if not again and self._first_failure is None:
             self._stop_code = 128 + sig
-        if front_is_gone or again:
+        if front_is_gone or (again and sig != signal.SIGTERM):
             self._kill_all()  # the launcher was killed, or the user will not wait
-        else:
+        elif not again:  # Slurm and systemd send SIGTERM to us, to the front process and to the head, which pass it on
             self._stop(sig)
 
     def _stop(self, sig, grace_s=None):
@@ -244,14 +247,16 @@ class Supervisor:
         count = self._plan.world
         others = ("", "; the other one was stopped", f"; the other {count - 1} were stopped")[min(count, 3) - 1]
         lines = rank.tail.lines(TAIL_LINES)
+        name = self._plan.starter or f"rank {rank.rank}"
         text = (
-            f"deepspeed: rank {rank.rank} of {count} (pid {rank.pid}, host {self._plan.host or socket.gethostname()}) "
+            f"deepspeed: {name}{'' if self._plan.starter else f' of {count}'} "
+            f"(pid {rank.pid}, host {self._plan.host or socket.gethostname()}) "
             f"{rank.how_it_ended()} {after_s:.1f} s after the start{others}.\n"
         )
         if any(line.strip() for line in lines):
-            text += f"---- last lines of rank {rank.rank} ----\n" + "\n".join(lines) + "\n----\n"
+            text += f"---- last lines of {name} ----\n" + "\n".join(lines) + "\n----\n"
         else:
-            text += f"Rank {rank.rank} wrote nothing.\n"
+            text += f"{name.capitalize()} wrote nothing.\n"
         if self._plan.report_fd is not None:
             self._say({"report": text})
             return

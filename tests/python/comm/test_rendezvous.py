@@ -19,7 +19,7 @@ FIVE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 @pytest.fixture(autouse=True)
 def bare():
     """An environment that no launcher touched, restored afterwards."""
-    prefixes = ("OMPI_", "PMI_", "MV2_", "SLURM_", "AZ", "SM_", "DLTS_", "TORCHELASTIC")
+    prefixes = ("OMPI_", "PMI_", "PMIX_", "PALS_", "MPI_LOCAL", "MV2_", "SLURM_", "AZ", "SM_", "DLTS_", "TORCHELASTIC")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(prefixes) and k not in (*FIVE, "LOCAL_SIZE")}
     with mock.patch.dict(os.environ, kept, clear=True):
         yield
@@ -95,6 +95,40 @@ def test_another_mpi_needs_mpi4py(monkeypatch):
     assert prepared(auto_mpi_discovery=False)["WORLD_SIZE"] == "1"
 
 
+def hydra(rank=1, size=2, local_rank=1, local_size=2, **more):
+    os.environ.update(
+        PMI_RANK=str(rank), PMI_SIZE=str(size), MPI_LOCALRANKID=str(local_rank), MPI_LOCALNRANKS=str(local_size), **more
+    )
+
+
+def test_hydra_without_mpi4py(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_mpi4py_installed", lambda: False)
+    hydra()
+    assert prepared(distributed_port=4321) == dict(
+        RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="4321"
+    )
+
+
+def test_srun_started_hydras_proxies(monkeypatch):
+    """Slurm's variables are those of the proxy, one for each node, and mpi4py is not asked: Open MPI's would abort."""
+    monkeypatch.setattr(rendezvous, "_from_mpi4py", lambda port: pytest.fail("asked"))
+    monkeypatch.setattr(rendezvous, "_mpi4py_installed", lambda: True)
+    step = dict(SLURM_STEP_NUM_TASKS="2", SLURM_STEP_NODELIST="n[3-4]", SLURM_JOB_ID="77", SLURM_STEP_ID="2")
+    hydra(3, 4, 1, 2, SLURM_PROCID="1", SLURM_LOCALID="0", SLURM_NTASKS="2", **step)
+    found = prepared()
+    assert (found["RANK"], found["LOCAL_RANK"], found["WORLD_SIZE"], found["MASTER_ADDR"]) == ("3", "1", "4", "n3")
+    assert 20000 <= int(found["MASTER_PORT"]) < 32000
+
+
+def test_azure_ml_with_another_mpi_and_without_a_first_node():
+    os.environ["AZUREML_EXPERIMENT_ID"] = "x"
+    hydra(2, 4, 0, 2)
+    with pytest.raises(RuntimeError, match="AZ_BATCH_MASTER_NODE does not say.*MASTER_ADDR"):
+        prepared()
+    os.environ["AZ_BATCH_MASTER_NODE"] = "10.0.0.4:6000"
+    assert prepared() == dict(RANK="2", LOCAL_RANK="0", WORLD_SIZE="4", MASTER_ADDR="10.0.0.4", MASTER_PORT="6000")
+
+
 def test_azure_ml_on_several_nodes():
     os.environ.update(
         AZUREML_EXPERIMENT_ID="x", OMPI_COMM_WORLD_RANK="2", OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_LOCAL_RANK="0",
@@ -164,6 +198,16 @@ def test_mpi4py_on_several_nodes(fake_mpi):
         del os.environ[name]
     fake_mpi(3, 4, 1, 2)
     assert prepared() == dict(RANK="3", LOCAL_RANK="1", WORLD_SIZE="4", MASTER_ADDR="node7", MASTER_PORT="4567")
+
+
+def test_mpi4py_of_another_mpi(fake_mpi):
+    """It takes each process for a job of its own: rank 0 of 1, four times."""
+    fake_mpi(0, 1, 0, 1)
+    hydra(3, 4, 1, 2)
+    with pytest.raises(RuntimeError, match="belongs to another MPI.*MASTER_ADDR"):
+        prepared()
+    os.environ["MASTER_ADDR"] = "node1"
+    assert prepared() == dict(RANK="3", LOCAL_RANK="1", WORLD_SIZE="4", MASTER_ADDR="node1", MASTER_PORT="29500")
 
 
 def test_mpi_discovery_keeps_the_users_meeting_point(fake_mpi):

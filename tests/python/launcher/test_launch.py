@@ -315,6 +315,32 @@ signal.signal(signal.SIGINT, signal.SIG_IGN); open("ready", "w").close(); time.s
     assert_nobody_left(1, seconds=0)
 
 
+def test_a_sigterm_that_all_processes_get_leaves_time_to_save():
+    """As Slurm sends it to every process of a step: to supervisor, ranks and the launcher, which passes it on."""
+    script("""
+def save(*_):
+    open("heard", "w").close()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while not os.path.exists("go"): time.sleep(0.02)
+    print("saved"); sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+note(os.getppid()); open("ready", "w").close()
+while True: time.sleep(0.02)
+""")
+    job = start("--num_gpus", 1, "train.py", DS_LAUNCHER_GRACE_S="600")
+    wait_for(lambda: os.path.exists("ready"), 30)
+    rank, supervisor = pids()
+    os.kill(supervisor, signal.SIGTERM)
+    wait_for(lambda: os.path.exists("heard"), 30)
+    for pid in (rank, supervisor, job.pid):
+        os.kill(pid, signal.SIGTERM)
+    time.sleep(0.3)  # long enough for the launcher to pass it on
+    assert job.poll() is None
+    open("go", "w").close()
+    out, err = job.communicate(timeout=60)
+    assert (job.returncode, out) == (143, "saved\n"), err
+
+
 def test_user_signals_are_passed_on():
     script("""
 signal.signal(signal.SIGUSR1, lambda *_: (print("saved", rank), os._exit(0)))

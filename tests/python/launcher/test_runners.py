@@ -2,17 +2,20 @@
 
 import os
 import shlex
+import signal
+import socket
 import subprocess
 import sys
 from copy import deepcopy
 
 import pytest
 
+from deepspeed.host.place import place_of
 from deepspeed.launcher import constants, launch, launcher_helper, multinode_runner, words
-from deepspeed.launcher.place import place_of
 from deepspeed.launcher.resources import decode_world_info
 from deepspeed.launcher.runner import encode_world_info, parse_args
 from deepspeed.launcher.runners import RUNNERS
+from processes import running, wait_for
 
 HOSTS = {"worker-0": 4, "worker-1": 4}
 WORLD = encode_world_info(HOSTS)
@@ -151,6 +154,43 @@ def test_programs_that_are_missing_are_named(tmp_path, monkeypatch):
     assert made(CLASSES["pdsh"]).backend_exists() is True and made(CLASSES["pdsh"]).why_not() == ""
 
 
+def program(path, line):
+    path.write_text(f"#!/bin/sh\n{line}\n")
+    path.chmod(0o755)
+
+
+def test_the_mpirun_of_another_mpi(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    open_mpi, hydra = "echo 'mpirun (Open MPI) 4.1.4'", "echo 'HYDRA build details:'"
+    program(tmp_path / "mpirun", open_mpi)
+    program(tmp_path / "mpiname", "echo MVAPICH2")
+    assert made(CLASSES["openmpi"]).why_not() == "" and made(CLASSES["openmpi"]).program_here() == "mpirun"
+    for name, maker in (("mpich", "MPICH"), ("impi", "Intel MPI"), ("mvapich", "MVAPICH2")):
+        why = made(CLASSES[name]).why_not()
+        assert f"--launcher {name} needs {maker}'s mpirun, and {tmp_path}/mpirun is that of another MPI" in why
+    program(tmp_path / "mpirun.mpich", hydra)  # as Debian calls it where both are installed
+    assert made(CLASSES["mpich"]).why_not() == "" and made(CLASSES["mpich"]).program_here() == "mpirun.mpich"
+    program(tmp_path / "mpirun", hydra)
+    assert made(CLASSES["mpich"]).program_here() == "mpirun"
+    assert "needs Open MPI's mpirun" in made(CLASSES["openmpi"]).why_not()
+    program(tmp_path / "mpirun.openmpi", open_mpi)
+    assert made(CLASSES["openmpi"]).program_here() == "mpirun.openmpi"
+
+
+def test_the_file_of_hosts_of_mvapich_goes_with_its_job(tmp_path, monkeypatch):
+    file = tmp_path / "hosts"
+    monkeypatch.setattr("deepspeed.launcher.runners.mvapich.MVAPICH_TMP_HOSTFILE", str(file))
+    first, second = made(CLASSES["mvapich"]), made(CLASSES["mvapich"])
+    first.tidy()
+    first.get_cmd({}, HOSTS)
+    os.utime(file, ns=(0, 0))  # as if another job had written it
+    first.tidy()
+    assert file.exists()
+    second.get_cmd({}, HOSTS)
+    second.tidy()
+    assert not file.exists()
+
+
 def test_a_runner_of_another_package():
     class Mine(multinode_runner.MultiNodeRunner):
         name = "mine"
@@ -238,6 +278,14 @@ def test_the_place_on_hosts_of_different_sizes():
         place_of({**deepcopy(PLACES[1][0]), "PMI_RANK": "2"})
 
 
+def test_slurms_word_on_what_started_mpi_is_not_that_on_the_rank():
+    slurm = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"}
+    with pytest.raises(ValueError, match="LOCAL_RANK and LOCAL_SIZE of rank 1"):
+        place_of({"PMI_RANK": "1", "PMI_SIZE": "4", **slurm})
+    by_srun = place_of({"PMIX_RANK": "1", **slurm, "SLURM_PROCID": "1"}, {"a": 1, "b": 1})  # srun --mpi=pmix
+    assert by_srun == dict(RANK=1, WORLD_SIZE=2, LOCAL_RANK=0, LOCAL_SIZE=1, CROSS_RANK=1, CROSS_SIZE=2)
+
+
 def test_the_helper_becomes_the_script(monkeypatch):
     environment = {**PLACES[0][0], "KMP_AFFINITY": "none"}
     line, variables, cores = launcher_helper.rank_command(launcher_helper.parse_args(["train.py", "-x"]), environment)
@@ -249,3 +297,58 @@ def test_the_helper_becomes_the_script(monkeypatch):
     bound = launcher_helper.parse_args(["--bind_cores_to_rank", "--bind_core_list", str(usable[0]), "t.py"])
     _, variables, cores = launcher_helper.rank_command(bound, PLACES[1][0])
     assert cores == usable[:1] and variables["OMP_NUM_THREADS"] == "1"
+
+
+def helped(script, tmp_path, **options):
+    """A rank as Hydra starts it: in a group of its own, with a descriptor on which it may ask for the job's end."""
+    (tmp_path / "train.py").write_text(script)
+    asked, told = os.pipe()
+    line = [sys.executable, "-m", "deepspeed.launcher.launcher_helper", "train.py"]
+    folders = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "PYTHONPATH": folders, **PLACES[1][0], "PMI_FD": str(told)}
+    rank = subprocess.Popen(
+        line, cwd=tmp_path, env=environment, pass_fds=[told], start_new_session=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, **options,
+    )  # fmt: skip
+    os.close(told)
+    return rank, asked
+
+
+@pytest.mark.parametrize(
+    "end, code, how",
+    [("sys.exit(37)", 37, "failed with exit code 37"), ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL")],
+)
+def test_the_helper_says_which_rank_failed_and_asks_hydra_for_the_end(end, code, how, tmp_path):
+    rank, asked = helped(f"import os, sys; print('last words', file=sys.stderr, flush=True); {end}", tmp_path)
+    said = rank.communicate(timeout=60)[1]
+    assert rank.returncode == code and os.read(asked, 1000) == b"cmd=abort exitcode=%d\n" % code
+    os.close(asked)
+    words_, report = said.splitlines()
+    assert words_ == "last words"
+    assert report.startswith("deepspeed: rank 1 of 2 (pid ") and f"host {socket.gethostname()}) {how}" in report
+
+
+@pytest.mark.parametrize("sig, code", [(signal.SIGTERM, 143), (signal.SIGUSR1, 0)])
+def test_a_rank_that_mpi_ends_has_not_failed(sig, code, tmp_path):
+    """MPI signals the group of processes: the script gets it once, the helper ends nothing, and says nothing."""
+    script = """
+import signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
+print("here", flush=True)
+time.sleep(600)
+"""
+    rank, asked = helped(script, tmp_path)
+    assert rank.stdout.readline() == "here\n"
+    os.killpg(rank.pid, sig)
+    assert rank.communicate(timeout=60)[1] == "" and rank.returncode == code
+    assert os.read(asked, 1000) == b""
+    os.close(asked)
+
+
+def test_the_script_ends_with_its_helper(tmp_path):
+    rank, asked = helped("import os, time; print(os.getpid(), flush=True); time.sleep(600)", tmp_path)
+    script = int(rank.stdout.readline())
+    rank.kill()
+    wait_for(lambda: not running(script), 30)
+    rank.communicate(timeout=60)
+    os.close(asked)

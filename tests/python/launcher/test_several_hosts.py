@@ -14,6 +14,7 @@ import time
 import pytest
 
 import stand_ins
+from deepspeed.launcher.host_link import Way
 from processes import pids, running, wait_for
 
 pytestmark = pytest.mark.dist
@@ -344,6 +345,23 @@ def test_mpi_starts_the_ranks(launcher, style):
     assert found[2][1] == ["--local_rank=0", "a b"]
     log = open("log").read()
     assert "DS_SECRET" in log and "s3" not in log
+
+
+def test_a_rank_of_mpi_that_fails():
+    script("import os, sys; sys.exit(37 if os.environ['RANK'] == '2' else 0)")
+    done = run("--launcher", "mpich", "train.py", MPI_STYLE="PMI_RANK,PMI_SIZE,MPI_LOCALRANKID")
+    assert done.returncode == 37
+    assert "deepspeed: rank 2 of 3 (pid " in done.stderr and "deepspeed: mpirun (pid " in done.stderr
+    assert "---- last lines of mpirun ----" in done.stderr and "rank 0" not in done.stderr
+
+
+def test_what_a_program_on_the_way_has_started_ends_with_it():
+    way = Way(["sh", "-c", "sleep 600 & echo $!; wait"], dict(os.environ), False)
+    wait_for(lambda: way.read(way.streams[1]) or way.said, 30)
+    sleeps = int(way.said)
+    assert running(sleeps)
+    way.end()
+    wait_for(lambda: not running(sleeps), 30)
 
 
 def test_output_of_ranks_of_mpi_can_go_to_files():

@@ -1,6 +1,7 @@
 """What every way to reach several hosts has in common."""
 
 import os
+import subprocess
 import sys
 from abc import ABC, abstractmethod
 
@@ -110,13 +111,37 @@ class PoolRunner(MultiNodeRunner):
 
 
 class MPIRunner(PoolRunner):
-    """MPI starts the ranks; each runs ``deepspeed.launcher.launcher_helper``, which turns into the script.
+    """MPI starts the ranks; each runs ``deepspeed.launcher.launcher_helper``, which runs the script.
 
     Values of exported variables stay in the environment of mpirun: the command has their names alone.
     """
 
     program = "mpirun"
     starts_ranks = True
+    maker = ""  # whose mpirun it is
+    others = ()  # what the mpirun of another MPI, with other options, says of its version
+    debian = ""  # what Debian calls it beside other MPIs
+
+    def program_here(self):
+        """What to start here: ``mpirun``, or where that is another MPI's, what Debian calls this one's; else None."""
+        path = find_program(self.program)
+        if path is not None:
+            said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+            if not any(other in said for other in self.others):
+                return self.program
+        return self.debian if self.debian and find_program(self.debian) else None
+
+    def why_not(self):
+        why = super().why_not()
+        if not why and self.program_here() is None:
+            why = (
+                f"--launcher {self.name} needs {self.maker}'s mpirun, and {find_program(self.program)} is that of "
+                f"another MPI: put {self.maker}'s first on PATH ({self.package}), or take the --launcher of that one."
+            )
+        return why
+
+    def tidy(self):
+        """Removes what ``get_cmd`` left; called when mpirun has ended."""
 
     def validate_args(self):
         super().validate_args()

@@ -8,6 +8,7 @@ class IMPIRunner(MPIRunner):
     """Every host has the same number of ranks. Where cores are bound to ranks, MPI's own binding is switched off."""
 
     package = "install Intel MPI, and source its setvars.sh"
+    maker, others = "Intel MPI", ("Open MPI", "Spectrum MPI")
 
     @property
     def name(self):

@@ -8,6 +8,7 @@ class MPICHRunner(MPIRunner):
     """Hosts of different sizes are named with their numbers of ranks."""
 
     package = "apt install mpich"
+    maker, others, debian = "MPICH", ("Open MPI", "Spectrum MPI"), "mpirun.mpich"
 
     @property
     def name(self):

@@ -1,5 +1,6 @@
 """MVAPICH2's mpirun."""
 
+import contextlib
 import os
 import subprocess
 
@@ -23,9 +24,11 @@ class MVAPICHRunner(MPIRunner):
     """Every host has the same number of ranks; the hosts stand in a file of its own, ``MVAPICH_TMP_HOSTFILE``."""
 
     package = "install MVAPICH2"
+    maker, others = "MVAPICH2", ("Open MPI", "Spectrum MPI")
 
     def __init__(self, args, world_info_base64, resource_pool):
         super().__init__(args, world_info_base64, resource_pool)
+        self._written = None
         for name, value in _EXPORTS.items():
             self.add_export(name, value)
 
@@ -43,11 +46,21 @@ class MVAPICHRunner(MPIRunner):
     def get_cmd(self, environment, active_resources):
         count = self.equal_count()
         hosts = list(self.counts())
-        _write_hosts(hosts)
+        self._written = _write_hosts(hosts)
         command = ["mpirun", "-np", str(count * len(hosts)), "-ppn", str(count), "--hostfile", MVAPICH_TMP_HOSTFILE]
         command += self.launcher_words()
         names = self.take_exports(environment)
         return command + ["-genvlist", ",".join(names)] + self.rank_words()
+
+    def tidy(self):
+        """The file of hosts goes, unless another job has written it since."""
+        with contextlib.suppress(FileNotFoundError):
+            if self._written is not None and _identity(os.stat(MVAPICH_TMP_HOSTFILE)) == self._written:
+                os.unlink(MVAPICH_TMP_HOSTFILE)
+
+
+def _identity(status):
+    return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 def _write_hosts(hosts):
@@ -55,3 +68,5 @@ def _write_hosts(hosts):
     descriptor = os.open(MVAPICH_TMP_HOSTFILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.writelines(host + "\n" for host in hosts)
+        file.flush()
+        return _identity(os.fstat(descriptor))

@@ -10,6 +10,7 @@ class OpenMPIRunner(MPIRunner):
     """It reads the hostfile itself; ``--launcher_args`` may name the network interface (btl_tcp_if_include)."""
 
     package = "apt install openmpi-bin"
+    maker, others, debian = "Open MPI", ("HYDRA", "Intel"), "mpirun.openmpi"
 
     @property
     def name(self):

@@ -1,15 +1,36 @@
 """Where a process of MPI or Slurm stands in its job: rank, size, and the same on its host."""
 
-# A row per starter: rank, size, rank on the host, ranks of the host. The first that knows a value says it.
+# A row per MPI: rank, size, rank on the host, ranks of the host. The first that knows a value says it.
 _VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("PALS_RANKID", "PALS_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
     ("PMIX_RANK", "PMIX_SIZE", "PMIX_LOCAL_RANK", "PMIX_LOCAL_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
 )
+_SRUN = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "")
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+
+
+def said_by_mpi(environment):
+    """``{RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE}``, as numbers, as far as variables of MPI say them."""
+    found = {}
+    for row in _VARIABLES:
+        found = {**_row(row, environment), **found}
+    return found
+
+
+def said(environment):
+    """As ``said_by_mpi``; what is missing there srun says, unless it started only what started the rank (a proxy of
+    mpirun on each node, or the script of a batch job)."""
+    found, by_srun = said_by_mpi(environment), _row(_SRUN, environment)
+    if found.get("RANK", by_srun.get("RANK")) == by_srun.get("RANK"):
+        return {**by_srun, **found}
+    return found
+
+
+def _row(row, environment):
+    return {name: int(environment[var]) for name, var in zip(NAMES, row) if environment.get(var, "").isdigit()}
 
 
 def place_of(environment, world=None):
@@ -18,13 +39,9 @@ def place_of(environment, world=None):
     ``world``: ``{host: ranks}`` in the order of ranks, which fills in what MPI does not say. ValueError where neither
     does.
     """
-    found = {}
-    for row in _VARIABLES:
-        for name, variable in zip(NAMES, row):
-            if name not in found and environment.get(variable, "").isdigit():
-                found[name] = int(environment[variable])
+    found = said(environment)
     if "RANK" not in found:
-        looked = ", ".join(row[0] for row in _VARIABLES)
+        looked = ", ".join(row[0] for row in (*_VARIABLES, _SRUN))
         raise ValueError(f"no variable of MPI says which rank this process is ({looked}): start it by mpirun.")
     if world:
         _by_layout(found, list(world.values()))

@@ -1,0 +1,22 @@
+"""How a process ended, in numbers and words. A code is that of ``os.waitstatus_to_exitcode``: below zero a signal."""
+
+import signal
+
+_HINTS = {
+    signal.SIGKILL: " (often the system's out-of-memory killer: see `dmesg`)",
+    signal.SIGSEGV: " (a crash in native code: PYTHONFAULTHANDLER=1 shows where)",
+    signal.SIGBUS: " (often /dev/shm or a disk that is full: see `df -h /dev/shm`)",
+}
+
+
+def shell_code(code):
+    """The exit code by which a shell calls it: 128 + the number of a signal."""
+    return code if code >= 0 else 128 - code
+
+
+def how_it_ended(code):
+    """``"failed with exit code 3"`` or ``"was killed by SIGKILL"`` with what that often means."""
+    if code >= 0:
+        return f"failed with exit code {code}"
+    sig = signal.Signals(-code)
+    return f"was killed by {sig.name}{_HINTS.get(sig, '')}"
