@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.sequence.blockwise import Dropped, Rows, block_gradients
+from deepspeed.sequence.blockwise import Dropped, Rows, ScoreRules, block_gradients
 from deepspeed.sequence.fpdt_layer import (
     FPDT_FFN,
     FPDT_Attention,
@@ -59,12 +59,9 @@ def test_every_token_is_somewhere_and_chunks_are_shared():
 def test_blocks_are_the_whole(dropout):
     query, key, value = normal(2, 4, 9, 3), normal(2, 2, 9, 3, seed=1), normal(2, 2, 9, 3, seed=2)
     leaves = [one.clone().requires_grad_() for one in (query, key, value)]
-    cuts, dropped = [(0, 4), (4, 8), (8, 9)], Dropped(dropout, 5)
+    cuts, rules = [(0, 4), (4, 7), (7, 9)], ScoreRules(0.5, dropped=Dropped(dropout, 5) if dropout else None)
     masks = torch.ones(2, 2, 2, 9, 9, dtype=torch.float64)
-    for i, (a, b) in enumerate(cuts):
-        for j, (c, d) in enumerate(cuts[: i + 1]):
-            found = dropped.mask(masks[..., a:b, c:d], (i, j))
-            masks[..., a:b, c:d] = 1 if found is None else found
+    masks = rules.mask(masks, (0, 0)) if dropout else masks
     scores = torch.matmul(leaves[0], leaves[1].repeat_interleave(2, 1).transpose(-1, -2)) * 0.5
     scores = scores.masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), float("-inf")).softmax(-1)
     expected = torch.matmul(scores * masks.flatten(1, 2), leaves[2].repeat_interleave(2, 1))
@@ -72,16 +69,16 @@ def test_blocks_are_the_whole(dropout):
     expected.backward(upper)
     parts, grads = [], [torch.zeros_like(one) for one in (query, key, value)]
     for i, (a, b) in enumerate(cuts):
-        rows = Rows(query[:, :, a:b], 2, 0.5, dropped)
+        rows = Rows(query[:, :, a:b], 2, rules)
         for j, (c, d) in enumerate(cuts[: i + 1]):
-            rows.see(key[:, :, c:d], value[:, :, c:d], i == j, (i, j))
+            rows.see(key[:, :, c:d], value[:, :, c:d], i == j, (a, c))
         output, lse = rows.result()
         parts.append(output)
         row_sum = (output * upper[:, :, a:b]).sum(-1, keepdim=True)
         for j, (c, d) in enumerate(cuts[: i + 1]):
             found = block_gradients(
-                query[:, :, a:b], key[:, :, c:d], value[:, :, c:d], upper[:, :, a:b], row_sum, lse, 0.5, i == j,
-                dropped, (i, j),
+                query[:, :, a:b], key[:, :, c:d], value[:, :, c:d], upper[:, :, a:b], row_sum, lse, rules, i == j,
+                (a, c),
             )  # fmt: skip
             for total, one, (e, f) in zip(grads, found, [(a, b), (c, d), (c, d)]):
                 total[:, :, e:f] += one
