@@ -10,7 +10,7 @@ from deepspeed import comm as dist
 from deepspeed._compat import backward_id
 from deepspeed.comm.mesh import made_here
 from deepspeed.log import log_dist_once, warning_once
-from deepspeed.sequence import exchange, methods, parallel_state
+from deepspeed.sequence import exchange, methods, parallel_state, positions
 from deepspeed.sequence.blockwise import Dropped
 from deepspeed.sequence.chunked import chunked_attention
 from deepspeed.sequence.heads import HeadPlan
@@ -61,7 +61,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
                     f"local_seq_length {local_seq_length} x {self.world_size} ranks is not global_seq_length "
                     f"{global_seq_length}"
                 )
-        self._lengths, self._whole, self._first, self._positions = set(), None, None, None
+        self._whole = self._first = self._positions = None
         self._ring = None  # where not all ranks exchange heads
         self._size = None  # how many do; found in the first forward
         self.configure()
@@ -75,7 +75,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
     def forward(self, module, query, key, value, attention_mask, *args, **kwargs):
         """transformers' signature: tensors are ``[batch, heads, sequence, size]``; returns ``(output, None)`` with
         ``[batch, sequence, heads, size]``."""
-        if self.world_size == 1 or (self.disable_in_eval and not module.training):
+        if not self._shares(module):
             if self.chunk and self.world_size == 1:
                 return self._alone(module, query, key, value, attention_mask, *args, **kwargs)
             return self.attn(module, query, key, value, attention_mask, *args, **kwargs)
@@ -129,6 +129,14 @@ class UlyssesSPAttentionHF(torch.nn.Module):
             else:
                 context = self.attn(seen, q, k, v, mask, *args, **kwargs)[0]
         return exchange.to_sequence([context], [plan.query_ranges], self.process_group, 0)[0], None
+
+    def _shares(self, module):
+        return self.world_size > 1 and not (self.disable_in_eval and not module.training)
+
+    def demand_positions(self, model):
+        """``model``, of transformers, may not be called without them in this job."""
+        job = weakref.ref(made_here())
+        positions.demand(model, lambda module: job() is made_here() and self._shares(module))
 
     @staticmethod
     def _window_of(module, kwargs):
@@ -207,9 +215,6 @@ class UlyssesSPAttentionHF(torch.nn.Module):
                 f"was told seq_length={self.global_seq_length}, {self.local_seq_length} on each rank; pass "
                 "seq_length_is_variable=True"
             )
-        if length not in self._lengths:
-            exchange.check_lengths(length, self.process_group, query.device)
-            self._lengths.add(length)
 
     def _whole_of(self, module, mask, positions, query):
         """Gathered once for a forward: in its first layer. Layers that backward runs again each ask anew, since that
@@ -219,6 +224,8 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         if again or first or backward_id() != -1 or self._whole is None:
             if first:
                 self._first = weakref.ref(module)
+            if first and backward_id() == -1:
+                exchange.check_lengths(query.shape[2], self.process_group, query.device)
             self._positions = None if positions is None else weakref.ref(positions)
             self._whole = Whole(mask, positions, query.shape[0], query.shape[2], self.process_group, query.device)
             self._warn(positions, query.shape[2])
@@ -294,6 +301,8 @@ class UlyssesSPAttentionHF(torch.nn.Module):
             disable_in_eval=disable_in_eval,
         )
         _install(table, core_attn_implementation, matches, made)
+        if not isinstance(model_name_or_path, str):
+            made.demand_positions(_base_of(model_name_or_path))
         return parallel_state
 
 
@@ -365,6 +374,7 @@ def share_model(model, modules, process_group):
     core, own = _core_of(table, name), weakref.WeakSet(modules)
     made = UlyssesSPAttentionHF.of_config(core, config, process_group, seq_length_is_variable=True)
     _install(table, name, lambda module: module in own, made)
+    made.demand_positions(model)
     return made
 
 
