@@ -87,30 +87,32 @@ def test_blocks_are_the_whole(dropout):
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
-def reference(x, weight, bias, heads, kv, rotary):
+def reference(x, weight, bias, heads, kv, rotary, dropout=0.0):
     joined = torch.nn.functional.linear(x, weight, bias)
     widths = [heads * SIZE, kv * SIZE, kv * SIZE]
     query, key, value = (one.unflatten(-1, (-1, SIZE)) for one in joined.split(widths, -1))
     if rotary is not None:
         query, key = apply_rotary_pos_emb(query, *rotary), apply_rotary_pos_emb(key, *rotary)
-    return attend(query, key, value, "causal", 1)
+    return attend(query, key, value, "causal", 1, dropped=Dropped.drawn(dropout))
 
 
-def attention_case(rank, world, heads, kv, length, chunk, rotary, with_bias, offload):
+def attention_case(rank, world, heads, kv, length, chunk, rotary, with_bias, offload, dropout=0.0):
     hidden, width = 6, (heads + 2 * kv) * SIZE
     x, weight = normal(length, BATCH, hidden), normal(width, hidden, seed=1)
     bias = normal(width, seed=2) if with_bias else None
     angles = normal(length, 1, 1, 2, seed=3) if rotary else None
     tables = None if angles is None else (torch.cat((angles, angles), -1).cos(), torch.cat((angles, angles), -1).sin())
     leaves = [None if one is None else one.clone().requires_grad_() for one in (x, weight, bias)]
-    expected = reference(*leaves, heads, kv, tables)
+    torch.manual_seed(6)
+    expected = reference(*leaves, heads, kv, tables, dropout)
     upper = normal(*expected.shape, seed=4)
     expected.backward(upper)
+    torch.manual_seed(6)
     mine = [None if one is None else one.clone().requires_grad_() for one in (cut(x, chunk, world, rank), weight, bias)]
     chunks = -(-(length // world) // (chunk // world))
     found = _FPDTGPUOffloadingAttentionImpl_.apply(
         mine[0], None, None, tables, dist.get_world_group(), 2, 0, hidden, heads * SIZE, SIZE, kv * SIZE, mine[1],
-        mine[2], 0.0, chunks, offload,
+        mine[2], dropout, chunks, offload,
     )  # fmt: skip
     found.backward(cut(upper, chunk, world, rank).transpose(0, 1))
     for one in mine[1:]:
@@ -141,6 +143,7 @@ def test_attention(world):
         for offload in (False, True)
     ]
     cases = cases if every_case() else [cases[index] for index in sample(cases)]
+    cases += [(*heads, 20, 8, True, False, False, 0.3) for heads in [(4, 2), (5, 1), (2, 2)]]  # what one process drops
     assert max(run_ranks(world, body_attention, cases, init=True, timeout=120)) < 1e-11
 
 
