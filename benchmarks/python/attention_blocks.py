@@ -26,7 +26,7 @@ def parse_arguments():
 def once(torch, blockwise, tensors, causal, looks):
     """Seconds of both directions, and what they give."""
     query, key, value, grad = tensors
-    rows = blockwise.Rows(query, key.shape[1], 0.125)
+    rows = blockwise.Rows(query, key.shape[1], blockwise.ScoreRules(0.125))
     start = time.perf_counter()
     for _ in range(2):
         rows.see(key, value, causal, looks=looks)
@@ -34,7 +34,9 @@ def once(torch, blockwise, tensors, causal, looks):
     output, lse = rows.result()
     row_sum = (grad.float() * output.float()).sum(-1, keepdim=True)
     start = time.perf_counter()
-    found = blockwise.block_gradients(query, key, value, grad, row_sum, lse, 0.125, causal, looks=looks)
+    found = blockwise.block_gradients(
+        query, key, value, grad, row_sum, lse, blockwise.ScoreRules(0.125), causal, looks=looks
+    )
     return (see, time.perf_counter() - start), (lse, *found)
 
 

@@ -5,6 +5,7 @@
 
 #include <pybind11/stl.h>
 
+#include <cstdint>
 #include <vector>
 
 #include "base/error.h"
@@ -23,12 +24,30 @@ using kernels::AttentionKernels;
 using kernels::AttentionOperand;
 using kernels::AttentionShape;
 
+// Which probabilities of a block are dropped ([Note: dropout] in kernels/philox.h).
+kernels::AttentionDropout block_dropout(double probability, uint64_t seed, int64_t head, int64_t query, int64_t key) {
+  if (!(probability >= 0 && probability < 1))
+    fail(ErrorKind::kValue, "attention drops probabilities with a probability of 0 or more and less than 1, not ",
+         probability);
+  for (int64_t number : {head, query, key}) {
+    if (number < 0 || number > UINT32_MAX)
+      fail(ErrorKind::kValue, "heads, queries and keys have numbers of 32 bits where some are dropped, not ", number);
+  }
+  return {seed,
+          static_cast<uint32_t>(probability * 4294967296.0),
+          probability > 0 ? static_cast<float>(1 / (1 - probability)) : 0.0f,
+          static_cast<uint32_t>(head),
+          static_cast<uint32_t>(query),
+          static_cast<uint32_t>(key)};
+}
+
 // What queries may see of a block of keys, and what becomes of scores.
 struct BlockRules {
   double scale = 1, soft_cap = 0;
   bool causal = false;
   int64_t offset = 0, window = 0;
   c10::optional<at::Tensor> looks;  // bool, [batch or 1, 1, queries or 1, keys]
+  kernels::AttentionDropout dropout = {};
 };
 
 using Tensors = std::vector<at::Tensor>;
@@ -124,6 +143,7 @@ class AttentionOps {
     shape.queries = q.size(2), shape.keys = k.size(2), shape.size = q.size(3), shape.value_size = v.size(3);
     shape.scale = static_cast<float>(rules.scale), shape.soft_cap = static_cast<float>(rules.soft_cap);
     shape.causal = rules.causal, shape.offset = rules.offset, shape.window = rules.window;
+    shape.dropout = rules.dropout;
     if (!rules.looks.has_value()) return shape;
     looks = rules.looks->stride(-1) == 1 || rules.looks->size(-1) == 1 ? *rules.looks : rules.looks->contiguous();
     if (looks.scalar_type() != at::kBool || looks.dim() != 4 || looks.size(1) != 1 ||
@@ -164,12 +184,22 @@ class AttentionOps {
 
 DS_BINDINGS(m) {
   using namespace ds::bindings;
+  py::class_<kernels::AttentionDropout>(m, "BlockDropout", "Which probabilities of a block are dropped.")
+      .def(py::init(&block_dropout), py::arg("probability"), py::arg("seed"), py::arg("head") = 0, py::arg("query") = 0,
+           py::arg("key") = 0);
   py::class_<BlockRules>(m, "BlockRules", "What queries may see of a block of keys, and what becomes of scores.")
-      .def(py::init(
-               [](double scale, bool causal, int64_t offset, int64_t window, c10::optional<at::Tensor> looks,
-                  double soft_cap) { return BlockRules{scale, soft_cap, causal, offset, window, std::move(looks)}; }),
+      .def(py::init([](double scale, bool causal, int64_t offset, int64_t window, c10::optional<at::Tensor> looks,
+                       double soft_cap, c10::optional<kernels::AttentionDropout> dropout) {
+             return BlockRules{scale,
+                               soft_cap,
+                               causal,
+                               offset,
+                               window,
+                               std::move(looks),
+                               dropout.value_or(kernels::AttentionDropout{})};
+           }),
            py::arg("scale"), py::arg("causal") = false, py::arg("offset") = 0, py::arg("window") = 0,
-           py::arg("looks") = py::none(), py::arg("soft_cap") = 0.0);
+           py::arg("looks") = py::none(), py::arg("soft_cap") = 0.0, py::arg("dropout") = py::none());
   py::class_<AttentionOps>(m, "AttentionOps", "Attention of blocks (kernels/attention.h) over tensors.")
       .def(py::init<int>(), py::arg("threads"))
       .def("forward", &AttentionOps::forward, py::arg("inputs"), py::arg("state"), py::arg("fresh"), py::arg("rules"))

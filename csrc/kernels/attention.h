@@ -5,6 +5,7 @@
 // Statistics, state and gradients are fp32, fp64 for fp64 queries ("wide"), without gaps.
 #pragma once
 #include "kernels/launch.h"
+#include "kernels/philox.h"
 
 namespace ds::kernels {
 
@@ -28,10 +29,13 @@ struct AttentionShape {
   // looks_query, too (a padding of keys).
   const uint8_t* looks;
   int64_t looks_batch, looks_query;
+
+  AttentionDropout dropout;  // of what values are multiplied by; totals are those of all
 };
 
 // What rows of queries have seen: largest and total [batch, heads, queries], sum [batch, heads, queries, value_size].
-// A row that has seen nothing has a largest score of -inf, and zeros.
+// A row that has seen nothing has a largest score of -inf, and zeros. A row with a sink, a score that takes part in the
+// total and has no value, begins with that score as the largest one, a total of 1 and zeros.
 struct AttentionState {
   void *largest, *total, *sum;
 };
@@ -54,7 +58,7 @@ struct AttentionKernels {
                    void* for_query, void* for_key, void* for_value);
 };  // append only
 
-constexpr uint32_t kAttentionAbi = 1;
+constexpr uint32_t kAttentionAbi = 2;
 
 // The keys [first, stop) of a block that query `row` may see by its place alone.
 struct KeyRun {

@@ -83,6 +83,20 @@ void add_copies(const at::Tensor& stacked, const at::Tensor& whole, size_t tenso
   }
 }
 
+// What ranks that share a sequence must agree on, for the call's record: [2, 16, 4+2+2, 8], of the whole sequence.
+// Ranks with other numbers would read what was never written; this way they hear of each other.
+std::string agreed(const std::vector<at::Tensor>& tensors, const SequenceLayout& layout) {
+  std::string text = "sequence [";
+  for (int64_t dim = 0; dim < tensors[0].dim(); ++dim) {
+    text += dim == 0 ? "" : ", ";
+    if (dim == layout.sequence_dim) text += std::to_string(layout.cut.length());
+    for (size_t i = 0; dim == kHeads && i < tensors.size(); ++i)
+      text += (i == 0 ? "" : "+") + std::to_string(layout.cut.all_heads(i));
+    if (dim != layout.sequence_dim && dim != kHeads) text += std::to_string(tensors[0].size(dim));
+  }
+  return text + "]";
+}
+
 enum class Direction : uint8_t { kToHeads, kToSequence };
 
 // The gradient of an exchange is the other direction of it.
@@ -133,22 +147,24 @@ std::vector<at::Tensor> recorded(const std::vector<at::Tensor>& inputs, std::vec
 
 SequenceExchange::SequenceExchange(comm::CommunicatorPtr communicator) : communicator_(std::move(communicator)) {}
 
-comm::WorkPtr SequenceExchange::start(StridedParts::Views give, StridedParts::Views take, bool detached) {
+comm::WorkPtr SequenceExchange::start(StridedParts::Views give, StridedParts::Views take, bool detached,
+                                      const std::string& agreed) {
   const auto parts = std::make_shared<const StridedParts>(std::move(give), std::move(take));
   ++calls_;
   for (const int64_t count : parts->give_counts()) elements_ += count;
-  return communicator_->run(comm::strided_all_to_all(parts, "sequence", detached));
+  return communicator_->run(comm::strided_all_to_all(parts, agreed, detached));
 }
 
 comm::WorkPtr SequenceExchange::start_views(StridedParts::Views give, StridedParts::Views take) {
   const c10::NoGradGuard guard;
-  return start(std::move(give), std::move(take), true);
+  return start(std::move(give), std::move(take), true, "sequence");
 }
 
 Exchanged SequenceExchange::start_to_heads(const std::vector<at::Tensor>& parts, const SequenceLayout& layout,
                                            bool detached) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   check(parts, layout, *communicator_, false);
+  const std::string facts = agreed(parts, layout);
   const int me = communicator_->rank(), ranks = communicator_->size();
   Exchanged made;
   for (size_t i = 0; i < parts.size(); ++i)
@@ -160,7 +176,7 @@ Exchanged SequenceExchange::start_to_heads(const std::vector<at::Tensor>& parts,
       give[rank].push_back(box_of(parts[i], layout.cut.in_part(i, me, rank), layout));
       take[rank].push_back(box_of(made.tensors[i], layout.cut.in_whole(i, rank, me), layout));
     }
-  made.work = start(std::move(give), std::move(take), detached);
+  made.work = start(std::move(give), std::move(take), detached, facts);
   return made;
 }
 
@@ -168,6 +184,7 @@ Exchanged SequenceExchange::start_to_sequence(const std::vector<at::Tensor>& who
                                               bool detached) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   check(wholes, layout, *communicator_, true);
+  const std::string facts = agreed(wholes, layout);
   const int me = communicator_->rank(), ranks = communicator_->size();
   Exchanged made;
   std::vector<at::Tensor> received;  // where copies come, or the result itself
@@ -189,7 +206,7 @@ Exchanged SequenceExchange::start_to_sequence(const std::vector<at::Tensor>& who
       take[rank].push_back(
           box_of(received[i], stacked ? layout.cut.in_stack(i, me, rank) : layout.cut.in_part(i, me, rank), layout));
     }
-  made.work = start(std::move(give), std::move(take), detached);
+  made.work = start(std::move(give), std::move(take), detached, facts);
   if (copied)
     made.work = std::make_shared<comm::JoinedWork>(std::vector<comm::WorkPtr>{made.work},
                                                    [received, tensors = made.tensors, layout] {

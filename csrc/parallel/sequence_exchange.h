@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -49,7 +50,8 @@ class SequenceExchange : public std::enable_shared_from_this<SequenceExchange> {
   int64_t elements() const { return elements_; }
 
  private:
-  comm::WorkPtr start(comm::StridedParts::Views give, comm::StridedParts::Views take, bool detached);
+  comm::WorkPtr start(comm::StridedParts::Views give, comm::StridedParts::Views take, bool detached,
+                      const std::string& agreed);
 
   const comm::CommunicatorPtr communicator_;
   const std::shared_ptr<ResultMemory> memory_ = std::make_shared<ResultMemory>();

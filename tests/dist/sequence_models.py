@@ -5,9 +5,9 @@ import torch
 from deepspeed import comm as dist
 
 
-def attend(query, key, value, mask=None, batch_dim=0, scale=None):
+def attend(query, key, value, mask=None, batch_dim=0, scale=None, dropped=None):
     """Plain attention over ``[batch, sequence, heads, size]`` (batch_dim 0) or ``[sequence, batch, ...]``; key/value
-    heads are repeated evenly. ``mask``: added to the scores, or "causal"."""
+    heads are repeated evenly. ``mask``: added to the scores, or "causal". ``dropped``: see ``sequence.blockwise``."""
     if batch_dim == 1:
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     repeats = query.shape[2] // max(key.shape[2], 1)
@@ -17,7 +17,9 @@ def attend(query, key, value, mask=None, batch_dim=0, scale=None):
         length = query.shape[1]
         mask = torch.full((length, length), float("-inf")).triu(1).to(query.dtype)
     scores = scores if mask is None else scores + mask
-    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), value)
+    used = scores.softmax(-1)
+    used = used if dropped is None else used * dropped.mask(used[:, :, None], (0, 0))[:, :, 0]
+    out = torch.einsum("bhqk,bkhd->bqhd", used, value)
     return out if batch_dim == 0 else out.transpose(0, 1)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.sequence.blockwise import Dropped, Rows, block_gradients
+from deepspeed.sequence.blockwise import Dropped, Rows, ScoreRules, block_gradients
 from deepspeed.sequence.fpdt_layer import (
     FPDT_FFN,
     FPDT_Attention,
@@ -59,12 +59,9 @@ def test_every_token_is_somewhere_and_chunks_are_shared():
 def test_blocks_are_the_whole(dropout):
     query, key, value = normal(2, 4, 9, 3), normal(2, 2, 9, 3, seed=1), normal(2, 2, 9, 3, seed=2)
     leaves = [one.clone().requires_grad_() for one in (query, key, value)]
-    cuts, dropped = [(0, 4), (4, 8), (8, 9)], Dropped(dropout, 5)
+    cuts, rules = [(0, 4), (4, 7), (7, 9)], ScoreRules(0.5, dropped=Dropped(dropout, 5) if dropout else None)
     masks = torch.ones(2, 2, 2, 9, 9, dtype=torch.float64)
-    for i, (a, b) in enumerate(cuts):
-        for j, (c, d) in enumerate(cuts[: i + 1]):
-            found = dropped.mask(masks[..., a:b, c:d], (i, j))
-            masks[..., a:b, c:d] = 1 if found is None else found
+    masks = rules.mask(masks, (0, 0)) if dropout else masks
     scores = torch.matmul(leaves[0], leaves[1].repeat_interleave(2, 1).transpose(-1, -2)) * 0.5
     scores = scores.masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), float("-inf")).softmax(-1)
     expected = torch.matmul(scores * masks.flatten(1, 2), leaves[2].repeat_interleave(2, 1))
@@ -72,16 +69,16 @@ def test_blocks_are_the_whole(dropout):
     expected.backward(upper)
     parts, grads = [], [torch.zeros_like(one) for one in (query, key, value)]
     for i, (a, b) in enumerate(cuts):
-        rows = Rows(query[:, :, a:b], 2, 0.5, dropped)
+        rows = Rows(query[:, :, a:b], 2, rules)
         for j, (c, d) in enumerate(cuts[: i + 1]):
-            rows.see(key[:, :, c:d], value[:, :, c:d], i == j, (i, j))
+            rows.see(key[:, :, c:d], value[:, :, c:d], i == j, (a, c))
         output, lse = rows.result()
         parts.append(output)
         row_sum = (output * upper[:, :, a:b]).sum(-1, keepdim=True)
         for j, (c, d) in enumerate(cuts[: i + 1]):
             found = block_gradients(
-                query[:, :, a:b], key[:, :, c:d], value[:, :, c:d], upper[:, :, a:b], row_sum, lse, 0.5, i == j,
-                dropped, (i, j),
+                query[:, :, a:b], key[:, :, c:d], value[:, :, c:d], upper[:, :, a:b], row_sum, lse, rules, i == j,
+                (a, c),
             )  # fmt: skip
             for total, one, (e, f) in zip(grads, found, [(a, b), (c, d), (c, d)]):
                 total[:, :, e:f] += one
@@ -90,30 +87,32 @@ def test_blocks_are_the_whole(dropout):
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
-def reference(x, weight, bias, heads, kv, rotary):
+def reference(x, weight, bias, heads, kv, rotary, dropout=0.0):
     joined = torch.nn.functional.linear(x, weight, bias)
     widths = [heads * SIZE, kv * SIZE, kv * SIZE]
     query, key, value = (one.unflatten(-1, (-1, SIZE)) for one in joined.split(widths, -1))
     if rotary is not None:
         query, key = apply_rotary_pos_emb(query, *rotary), apply_rotary_pos_emb(key, *rotary)
-    return attend(query, key, value, "causal", 1)
+    return attend(query, key, value, "causal", 1, dropped=Dropped.drawn(dropout))
 
 
-def attention_case(rank, world, heads, kv, length, chunk, rotary, with_bias, offload):
+def attention_case(rank, world, heads, kv, length, chunk, rotary, with_bias, offload, dropout=0.0):
     hidden, width = 6, (heads + 2 * kv) * SIZE
     x, weight = normal(length, BATCH, hidden), normal(width, hidden, seed=1)
     bias = normal(width, seed=2) if with_bias else None
     angles = normal(length, 1, 1, 2, seed=3) if rotary else None
     tables = None if angles is None else (torch.cat((angles, angles), -1).cos(), torch.cat((angles, angles), -1).sin())
     leaves = [None if one is None else one.clone().requires_grad_() for one in (x, weight, bias)]
-    expected = reference(*leaves, heads, kv, tables)
+    torch.manual_seed(6)
+    expected = reference(*leaves, heads, kv, tables, dropout)
     upper = normal(*expected.shape, seed=4)
     expected.backward(upper)
+    torch.manual_seed(6)
     mine = [None if one is None else one.clone().requires_grad_() for one in (cut(x, chunk, world, rank), weight, bias)]
     chunks = -(-(length // world) // (chunk // world))
     found = _FPDTGPUOffloadingAttentionImpl_.apply(
         mine[0], None, None, tables, dist.get_world_group(), 2, 0, hidden, heads * SIZE, SIZE, kv * SIZE, mine[1],
-        mine[2], 0.0, chunks, offload,
+        mine[2], dropout, chunks, offload,
     )  # fmt: skip
     found.backward(cut(upper, chunk, world, rank).transpose(0, 1))
     for one in mine[1:]:
@@ -144,6 +143,7 @@ def test_attention(world):
         for offload in (False, True)
     ]
     cases = cases if every_case() else [cases[index] for index in sample(cases)]
+    cases += [(*heads, 20, 8, True, False, False, 0.3) for heads in [(4, 2), (5, 1), (2, 2)]]  # what one process drops
     assert max(run_ranks(world, body_attention, cases, init=True, timeout=120)) < 1e-11
 
 

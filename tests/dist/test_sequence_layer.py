@@ -193,6 +193,21 @@ def test_bad_input_is_an_error_on_every_rank():
             assert kind == "ValueError" and words in text, (what, kind, text)
 
 
+def body_later(rank, world):
+    """Both lengths have been met before, so nobody asks."""
+    made = DistributedAttention(attend, dist.get_world_group())
+    for length in (4, 6):
+        made(*projections(4, 2, length=length), 0)
+    with pytest.raises(RuntimeError) as told:
+        made(*projections(4, 2, length=(4, 6)[rank]), 0)
+    return str(told.value)
+
+
+def test_lengths_that_differ_later_are_an_error_on_every_rank():
+    for text in run_ranks(2, body_later, init=True, timeout=60):
+        assert "sequence [2, 8, 4+2+2, 4]" in text and "sequence [2, 12, 4+2+2, 4]" in text
+
+
 # ---- traffic ---------------------------------------------------------------------------------------------------------
 def body_traffic(rank, world, heads, kv, length):
     """Elements that this rank hands to exchanges in a forward, those for itself included."""

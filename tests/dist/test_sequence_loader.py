@@ -36,6 +36,7 @@ def body_turns(rank, world):
         one["features"] = torch.arange(2.0 * length * 3).view(2, length, 3)
         one["mask"] = torch.ones(2, 1, length, length, dtype=torch.bool)
         one["places"] = torch.zeros(3, length)
+        one["inputs_embeds"] = torch.arange(2.0 * length * length).view(2, length, length)  # as many features as tokens
         one["names"] = ["a", "b"]
         one["attention_mask"] = torch.ones(2, length, dtype=torch.int64)
     loader = adapter(batches, rank, world)
@@ -54,6 +55,8 @@ def body_turns(rank, world):
             assert torch.equal(one["shift_labels"], shifted[:, cut]) and "labels" not in one
             assert one["features"].shape == (2, length // world, 3) and one["pixels"].shape == (2, 3, 5)
             assert one["mask"].shape == (2, 1, length, length) and one["names"] == ["a", "b"]
+            embeds = torch.arange(2.0 * length * length).view(2, length, length)
+            assert torch.equal(one["inputs_embeds"], embeds[:, cut])
             assert one["places"].shape == (3, length // world)
             assert one["attention_mask"].shape == (2, length // world)
     return True

@@ -33,7 +33,7 @@ def test_equals_one_process(world):
 
 
 def body_balance(rank, world):
-    ring = _Ring(dist.get_world_group(), True, 1.0)
+    ring = _Ring(dist.get_world_group(), True)
     blocks = [block for source in range(world) for block in ring.blocks(source)]
     mine = torch.arange(4.0).view(1, 1, 4, 1) + 4 * rank
     (there,) = ring.balanced([mine])

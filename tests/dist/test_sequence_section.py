@@ -168,8 +168,8 @@ BAD = {
     "chunk": "sequence_parallel.chunk is for models of transformers",
     "mlp": "tile_mlp is true, but Linear has no module that is called like an MLP",
     "loss": "tile_loss is true, but Linear is no causal language model",
-    "kernel": 'method "ring" computes attention in a ring: only the attention sdpa is known',
-    "kernel, chunk": "sequence_parallel.chunk computes attention by blocks: only the attention sdpa",
+    "kernel": 'method "ring" computes attention in a ring: only sdpa and flash attentions are known',
+    "kernel, chunk": "sequence_parallel.chunk computes attention by blocks: only sdpa and flash attentions",
 }
 
 

@@ -346,19 +346,94 @@ def test_masks_by_blocks(world, method, chunk, kind, window):
         assert gap < 1e-4 and ring == (method == "ring")
 
 
-def body_refused(rank, world, method, chunk):
-    model = model_of().train()
+def body_dropout(rank, world, *ways):
+    """Logits and gradients, where every layer drops probabilities: those of the first way."""
+    found, batch = [], batch_of("packed")
+    for method, chunk in ways:
+        model = model_of().train()
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.3
+        made = configure_model(model, dist.get_world_group(), method=method, chunk=chunk)
+        torch.manual_seed(7)
+        logits = model(**{name: batch[name].chunk(world, 1)[rank] for name in ("input_ids", "position_ids")}).logits
+        logits.square().sum().backward()
+        grads = [param.grad for param in model.parameters()]
+        for grad in grads:
+            dist.all_reduce(grad)
+        found.append([logits.detach(), *grads])
+        assert (made._ring is not None) == (method == "ring")
+    return [max(float((a - b).abs().max()) for a, b in zip(one, found[0])) for one in found]
+
+
+def test_the_dropout_of_rings_and_chunks_does_not_know_the_cut():
+    for gaps in run_ranks(2, body_dropout, ("ring", 0), ("auto", 4), ("auto", 5), init=True, timeout=90):
+        assert max(gaps) < 1e-4
+
+
+def body_no_positions(rank, world, how):
+    model, batch = model_of(), batch_of("causal")
+    if how == "registered":
+        register(model, world)
+    else:
+        configure_model(model, dist.get_world_group())
+    tokens = batch["input_ids"].chunk(world, 1)[rank]
+    with pytest.raises(ValueError, match="LlamaForCausalLM was called without position_ids"):
+        model(input_ids=tokens)
+    with pytest.raises(ValueError, match="LlamaForCausalLM was called without position_ids"):
+        model(tokens, None, None)
+    return model_of()(input_ids=tokens).logits.shape  # another model of the process
+
+
+@pytest.mark.parametrize("how", ["registered", "configured"])
+def test_a_model_without_positions_is_refused(how):
+    assert run_ranks(2, body_no_positions, how, init=True, timeout=90) == [(2, LENGTH // 2, 31)] * 2
+
+
+def sdpa_attention_forward(module, query, key, value, attention_mask, scaling=None, s_aux=None, **more):
+    """With sinks, under the name that blocks ask for."""
+    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+    scores, length = query @ key.transpose(2, 3) * scaling, query.shape[2]
+    looks = torch.ones(length, length, dtype=torch.bool).tril() if attention_mask is None else attention_mask
+    scores = scores.masked_fill(~looks, torch.finfo(scores.dtype).min)
+    scores = torch.cat((scores, s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
+    return (scores.softmax(-1)[..., :length] @ value).transpose(1, 2).contiguous(), None
+
+
+def gpt_oss():
+    """Attention sinks, windows in every second layer."""
+    torch.manual_seed(2)
+    transformers.AttentionInterface.register("sinks", sdpa_attention_forward)
+    transformers.AttentionMaskInterface.register("sinks", transformers.masking_utils.sdpa_mask)
+    config = transformers.GptOssConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4, head_dim=4,
+        num_key_value_heads=2, max_position_embeddings=64, use_cache=False, pad_token_id=0, sliding_window=4,
+        num_local_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sinks")
     for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.1
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    return model
+
+
+def body_sinks(rank, world, method, chunk):
+    plain, model, batch = gpt_oss(), gpt_oss(), batch_of("packed")
     configure_model(model, dist.get_world_group(), method=method, chunk=chunk)
-    batch = batch_of("packed")
-    model(**{name: batch[name].chunk(world, 1)[rank] for name in ("input_ids", "position_ids")})
+    batch.pop("labels")
+    expected = plain(**batch).logits
+    expected.square().sum().backward()
+    logits = model(**{name: value.chunk(world, 1)[rank] for name, value in batch.items()}).logits
+    logits.square().sum().backward()
+    gaps, wanted = [float((logits - expected.chunk(world, 1)[rank]).abs().max())], grads_of(plain)
+    assert wanted["model.layers.1.self_attn.sinks"].abs().max() > 1e-4
+    for name, param in model.named_parameters():
+        dist.all_reduce(param.grad)
+        gaps.append(float((param.grad - wanted[name]).abs().max() / wanted[name].abs().max().clamp(min=1.0)))
+    return max(gaps)
 
 
-@pytest.mark.parametrize("method, chunk", [("ring", 0), ("auto", 4)])
-def test_dropout_is_refused_where_blocks_cannot_have_it(method, chunk):
-    with pytest.raises(ValueError, match="(by blocks|in a ring): attention has dropout"):
-        run_ranks(2, body_refused, method, chunk, init=True, timeout=90)
+@pytest.mark.parametrize("method, chunk", [("ulysses", 0), ("ring", 0), ("auto", 5)])
+def test_sinks_of_gpt_oss(method, chunk):
+    assert max(run_ranks(2, body_sinks, method, chunk, init=True, timeout=90)) < 1e-4
 
 
 def test_what_a_model_will_need():

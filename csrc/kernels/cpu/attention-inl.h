@@ -159,6 +159,61 @@ inline bool mask_scores(const AttentionShape& s, int64_t batch, int64_t row, int
   return any;
 }
 
+// The high halves of products.
+template <class D, class V = hn::Vec<D>>
+HWY_INLINE V high_product(D d, V a, uint32_t b) {
+#if HWY_TARGET == HWY_SCALAR
+  return hn::Set(d, static_cast<uint32_t>((uint64_t{hn::GetLane(a)} * b) >> 32));
+#else
+  const hn::RepartitionToWide<D> wide;
+  const auto times = hn::Set(d, b);
+  const auto even = hn::MulEven(a, times),
+             odd = hn::MulEven(hn::BitCast(d, hn::ShiftRight<32>(hn::BitCast(wide, a))), times);
+  return hn::BitCast(d, hn::Or(hn::ShiftRight<32>(even), hn::And(odd, hn::Set(wide, 0xffffffff00000000u))));
+#endif
+}
+
+// What the probabilities of a panel are multiplied by, kernels/philox.h in vectors of queries. False: by 1.
+inline bool drop_factors(const AttentionShape& s, int64_t batch, int64_t head, int64_t row, int64_t start, Seen seen,
+                         float* factors) {
+  if (s.dropout.kept == 0) return false;
+  const hn::ScalableTag<float> d;
+  const hn::RebindToUnsigned<decltype(d)> bits;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d)), wide = 2 * lanes;
+  const auto below = hn::Set(bits, s.dropout.below);
+  const auto kept = hn::Set(d, s.dropout.kept);
+  for (int64_t part = 0; part < wide; part += lanes) {
+    const auto query = hn::Iota(bits, s.dropout.query + static_cast<uint32_t>(row + part));
+    auto a = query, b = query, c = query, e = query;
+    for (int64_t j = seen.begin; j < seen.end; ++j) {
+      const uint32_t key = s.dropout.key + static_cast<uint32_t>(start + j);
+      if (j == seen.begin || key % 4 == 0) {
+        a = query, b = hn::Set(bits, key / 4), c = hn::Set(bits, s.dropout.head + static_cast<uint32_t>(head)),
+        e = hn::Set(bits, static_cast<uint32_t>(batch));
+        uint32_t low = static_cast<uint32_t>(s.dropout.seed), high = static_cast<uint32_t>(s.dropout.seed >> 32);
+        for (int round = 0; round < kPhiloxRounds; ++round) {
+          const auto first = hn::Mul(a, hn::Set(bits, kPhiloxA)), second = hn::Mul(c, hn::Set(bits, kPhiloxB));
+          const auto from_a = high_product(bits, a, kPhiloxA), from_c = high_product(bits, c, kPhiloxB);
+          a = hn::Xor(hn::Xor(from_c, b), hn::Set(bits, low)), b = second;
+          c = hn::Xor(hn::Xor(from_a, e), hn::Set(bits, high)), e = first;
+          low += kPhiloxLow, high += kPhiloxHigh;
+        }
+      }
+      const auto word = key % 4 == 0 ? a : key % 4 == 1 ? b : key % 4 == 2 ? c : e;
+      hn::StoreU(hn::IfThenZeroElse(hn::RebindMask(d, hn::Lt(word, below)), kept), d, factors + j * wide + part);
+    }
+  }
+  return true;
+}
+
+// Of a panel.
+inline void multiply_by(const float* factors, float* scores, Seen seen) {
+  const hn::ScalableTag<float> d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d)), wide = 2 * lanes;
+  for (int64_t i = seen.begin * wide; i < seen.end * wide; i += lanes)
+    hn::StoreU(hn::Mul(hn::LoadU(d, scores + i), hn::LoadU(d, factors + i)), d, scores + i);
+}
+
 // The panels of rows [row, row + count) of x, multiplied: [panel][size][queries].
 template <class T>
 void pack_rows(float* packed, const T* x, int64_t token, int64_t row, int64_t count, int64_t size, float scale) {

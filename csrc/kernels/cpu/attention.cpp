@@ -98,6 +98,7 @@ void forward_of(const AttentionShape& s, const AttentionOperand& query, const At
       if (s.soft_cap > 0) cap_scores(scores, s.soft_cap, seen);
       if (!mask_scores(s, g.batch, g.row + first, own, start, seen, scores, spare)) continue;
       take_exponentials(scores, seen, largest + first, total + first, sums + first * values, s.value_size);
+      if (drop_factors(s, g.batch, g.head, g.row + first, start, seen, spare)) multiply_by(spare, scores, seen);
       multiply_keys(features, scores, count, sums + first * values, s.value_size, seen);
     }
   }

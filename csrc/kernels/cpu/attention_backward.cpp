@@ -28,9 +28,10 @@ struct GradientGroup {
 HWY_BEFORE_NAMESPACE();
 namespace ds::kernels::HWY_NAMESPACE {
 
-// Of a panel: scores to probabilities, and the gradients of probabilities to those of scores before they were scaled.
+// Of a panel: scores to what values were multiplied by, and the gradients of that to those of scores before they were
+// scaled. `factors`: of dropout, or null.
 inline void take_gradients(const AttentionShape& s, float* scores, float* grads, Seen seen, const float* lse,
-                           const float* row_sum) {
+                           const float* row_sum, const float* factors) {
   const hn::ScalableTag<float> d;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(d)), wide = 2 * lanes;
   const auto scale = hn::Set(d, s.scale), cap = hn::Set(d, s.soft_cap), one = hn::Set(d, 1.0f);
@@ -39,12 +40,13 @@ inline void take_gradients(const AttentionShape& s, float* scores, float* grads,
     for (int64_t j = seen.begin; j < seen.end; ++j) {
       float *score = scores + j * wide + part, *grad = grads + j * wide + part;
       const auto x = hn::LoadU(d, score), p = exp_of(d, hn::Sub(x, level));
-      auto down = hn::Mul(hn::Mul(p, hn::Sub(hn::LoadU(d, grad), less)), scale);
+      const auto kept = factors == nullptr ? one : hn::LoadU(d, factors + j * wide + part);
+      auto down = hn::Mul(hn::Mul(p, hn::Sub(hn::Mul(hn::LoadU(d, grad), kept), less)), scale);
       if (s.soft_cap > 0) {
         const auto t = hn::Div(hn::Max(x, hn::Neg(cap)), cap);  // where nobody looks, x is -inf and p is 0
         down = hn::Mul(down, hn::Sub(one, hn::Mul(t, t)));
       }
-      hn::StoreU(p, d, score);
+      hn::StoreU(hn::Mul(p, kept), d, score);
       hn::StoreU(down, d, grad);
     }
   }
@@ -117,7 +119,8 @@ void backward_of(const cpu::BackwardCall& call, const cpu::GradientGroup& g, flo
       if (s.soft_cap > 0) cap_scores(scores, s.soft_cap, seen);
       if (!mask_scores(s, g.batch, g.row + first, own, start, seen, scores, packed)) continue;
       multiply_rows(values, upper + first * s.value_size, s.value_size, grads, seen);
-      take_gradients(s, scores, grads, seen, lse + first, row_sum + first);
+      const bool drops = drop_factors(s, g.batch, g.head, g.row + first, start, seen, packed);
+      take_gradients(s, scores, grads, seen, lse + first, row_sum + first, drops ? packed : nullptr);
       add_to_keys(g.for_value + start * s.value_size, s.value_size, scores, seen, plain_upper + first * across_g, own,
                   packed);
       add_to_keys(g.for_key + start * s.size, s.size, grads, seen, plain_rows + first * across_q, own, packed);

@@ -67,6 +67,12 @@ __device__ Acc slope(const AttentionShape& s, Acc score) {
   return (1 - t * t) * static_cast<Acc>(s.scale);
 }
 
+template <typename Acc>
+__device__ Acc factor(const AttentionShape& s, int64_t batch, int64_t head, int64_t row, int64_t key) {
+  return static_cast<Acc>(dropout_factor(s.dropout, static_cast<uint32_t>(batch), static_cast<uint32_t>(head),
+                                         static_cast<uint32_t>(row), static_cast<uint32_t>(key)));
+}
+
 // The row of a warp: batch, head and token; false where there is none.
 struct Row {
   int64_t number, batch, head, token;
@@ -109,12 +115,13 @@ __global__ void forward_kernel(AttentionShape s, AttentionOperand query, Attenti
     const Acc level = larger(high, largest_of_warp(score));
     if (level == static_cast<Acc>(-INFINITY)) continue;  // the whole warp: nothing has been seen
     const Acc shrink = exp(high - level), p = sees ? exp(score - level) : Acc(0);
+    const Acc used = sees ? p * factor<Acc>(s, r.batch, r.head, r.token, j) : Acc(0);
     all = all * shrink + sum_of_warp(p);
     high = level;
     const int64_t count = s.keys - first < kWarp ? s.keys - first : kWarp;
     for (int64_t f = lane; f < s.value_size; f += kWarp) sums[f] *= shrink;
     for (int64_t t = 0; t < count; ++t) {
-      const Acc weight = __shfl_sync(0xffffffffu, p, static_cast<int>(t));
+      const Acc weight = __shfl_sync(0xffffffffu, used, static_cast<int>(t));
       const int64_t from = place(value, r.batch, kv, first + t);
       if (weight == 0) continue;
       for (int64_t f = lane; f < s.value_size; f += kWarp)
@@ -140,15 +147,16 @@ __global__ void merge_kernel(AttentionState into, AttentionState from, size_t ro
   if (lane == 0) *largest = high, *total = all;
 }
 
-// What both backward kernels find of one query and one key.
+// What both backward kernels find of one query and one key: what the value was multiplied by, and the gradient of the
+// score before it was capped and scaled.
 template <typename Acc>
 struct Pair {
-  Acc probability, score;  // and the gradient of the score before it was capped and scaled
+  Acc probability, score;
 };
 template <typename Acc>
-__device__ Pair<Acc> pair_of(const AttentionShape& s, Acc product, Acc upper, Acc lse, Acc row_sum) {
+__device__ Pair<Acc> pair_of(const AttentionShape& s, Acc product, Acc upper, Acc lse, Acc row_sum, Acc kept) {
   const Acc score = capped(s, product * static_cast<Acc>(s.scale)), p = exp(score - lse);
-  return {p, p * (upper - row_sum) * slope(s, score)};
+  return {p * kept, p * (upper * kept - row_sum) * slope(s, score)};
 }
 
 // Gradients of queries: a warp for each of their rows.
@@ -170,7 +178,7 @@ __global__ void query_kernel(AttentionShape s, AttentionOperand query, Attention
     if (j < s.keys && may_see(s, r.batch, r.token, j))
       found = pair_of(s, dot(own, key.data, s.dtype, place(key, r.batch, kv, j), s.size),
                       dot(upper, value.data, s.dtype, place(value, r.batch, kv, j), s.value_size), lse[r.number],
-                      row_sum[r.number]);
+                      row_sum[r.number], factor<Acc>(s, r.batch, r.head, r.token, j));
     const int64_t count = s.keys - first < kWarp ? s.keys - first : kWarp;
     for (int64_t t = 0; t < count; ++t) {
       const Acc weight = __shfl_sync(0xffffffffu, found.score, static_cast<int>(t));
@@ -206,7 +214,7 @@ __global__ void key_kernel(AttentionShape s, AttentionOperand query, AttentionOp
       if (i < s.queries && may_see(s, r.batch, i, r.token))
         found = pair_of(s, dot(own, query.data, s.dtype, place(query, r.batch, head, i), s.size),
                         dot(own_value, grad.data, s.dtype, place(grad, r.batch, head, i), s.value_size),
-                        lse[number + i], row_sum[number + i]);
+                        lse[number + i], row_sum[number + i], factor<Acc>(s, r.batch, head, i, r.token));
       const int64_t count = s.queries - first < kWarp ? s.queries - first : kWarp;
       for (int64_t t = 0; t < count; ++t) {
         const Acc p = __shfl_sync(0xffffffffu, found.probability, static_cast<int>(t)),

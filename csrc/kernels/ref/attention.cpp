@@ -32,6 +32,11 @@ double capped(const AttentionShape& s, double score) {
   return s.soft_cap > 0 ? s.soft_cap * std::tanh(score / s.soft_cap) : score;
 }
 
+double factor(const AttentionShape& s, int64_t batch, int64_t head, int64_t row, int64_t key) {
+  return dropout_factor(s.dropout, static_cast<uint32_t>(batch), static_cast<uint32_t>(head),
+                        static_cast<uint32_t>(row), static_cast<uint32_t>(key));
+}
+
 // A nan is larger than all.
 double larger(double a, double b) { return b > a || std::isnan(b) ? b : a; }
 
@@ -61,8 +66,12 @@ void attention_forward(const Launch&, const AttentionShape& s, const AttentionOp
     }
     const double shrink = before == -INFINITY ? 0 : std::exp(before - largest);
     total = shrink == 0 ? 0 : total * shrink;
-    for (int64_t j = 0; j < s.keys; ++j)
-      if (may_see(s, b, i, j)) total += scores[j] = std::exp(scores[j] - largest);
+    for (int64_t j = 0; j < s.keys; ++j) {
+      if (may_see(s, b, i, j)) {
+        total += scores[j] = std::exp(scores[j] - largest);
+        scores[j] *= factor(s, b, h, i, j);
+      }
+    }
     for (int64_t f = 0; f < s.value_size; ++f) {
       double sum = shrink == 0 ? 0 : load(state.sum, wide, row * s.value_size + f) * shrink;
       for (int64_t j = 0; j < s.keys; ++j)
@@ -102,11 +111,12 @@ void attention_backward(const Launch&, const AttentionShape& s, const AttentionO
       const int64_t at = place(key, b, kv, j), slot = (b * s.kv_heads + kv) * s.keys + j;
       const double score = capped(s, s.scale * dot(s.dtype, query.data, own, key.data, at, s.size));
       const double p = std::exp(score - load(lse, wide, row));
-      const double part = dot(s.dtype, grad.data, upper, value.data, place(value, b, kv, j), s.value_size);
+      const double kept = factor(s, b, h, i, j);
+      const double part = kept * dot(s.dtype, grad.data, upper, value.data, place(value, b, kv, j), s.value_size);
       const double slope = s.soft_cap > 0 ? 1 - (score / s.soft_cap) * (score / s.soft_cap) : 1;
       const double down = p * (part - load(row_sum, wide, row)) * slope * s.scale;
       for (int64_t f = 0; f < s.value_size; ++f)
-        values[slot * s.value_size + f] += p * load(grad.data, s.dtype, upper + f);
+        values[slot * s.value_size + f] += p * kept * load(grad.data, s.dtype, upper + f);
       for (int64_t f = 0; f < s.size; ++f) {
         queries[f] += down * load(key.data, s.dtype, at + f);
         keys[slot * s.size + f] += down * load(query.data, s.dtype, own + f);

@@ -3,10 +3,11 @@ only one block of scores is ever there.
 
 Tensors are ``[batch, heads, tokens, size]``; key/value heads may be fewer, and are then read by equal runs of query
 heads. Source: Dao, "FlashAttention-2" (2023), algorithms 1 and 2. On the CPU the kernels of csrc/kernels/attention.h
-compute it, by tiles; elsewhere, in fp64 and with dropout torch does, a block of scores at a time.
+compute it, by tiles; elsewhere and in fp64 torch does, a block of scores at a time.
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +15,7 @@ from deepspeed._native import _C
 from deepspeed.accelerator import get_accelerator
 
 _BY_KERNEL = (torch.float32, torch.bfloat16, torch.float16)
+_WORD = (1 << 32) - 1
 
 
 @functools.lru_cache(maxsize=4)
@@ -21,14 +23,100 @@ def _ops_of(threads):
     return _C.AttentionOps(threads)
 
 
-def _by_kernel(query, dropped):
+def _by_kernel(query):
     """Whether the kernels compute this; what is on meta, as it would be computed here."""
     where = get_accelerator().device_name() if query.is_meta else query.device.type
-    return where == "cpu" and query.dtype in _BY_KERNEL and (dropped is None or not dropped.probability)
+    return where == "cpu" and query.dtype in _BY_KERNEL
 
 
-def _rules(scale, causal, looks, soft_cap):
-    return _C.BlockRules(scale, causal, looks=looks, soft_cap=soft_cap)
+class Dropped:
+    """Which probabilities are dropped: by ``seed`` and the numbers of batch, head, query and key in the whole, so the
+    same ones however it is cut into blocks, and again in backward ([Note: dropout] in csrc/kernels/philox.h, whose bits
+    these are). ``head``: the number of the first head that is here."""
+
+    def __init__(self, probability, seed, head=0):
+        if not 0 <= probability < 1:
+            raise ValueError(f"dropout is {probability}: of attention it is 0 or more, and less than 1")
+        self.probability, self.seed, self.head = probability, seed, head
+
+    @classmethod
+    def drawn(cls, probability):
+        """With a seed of torch's generator on the CPU, whose state says it: where ranks share an attention and have
+        equal states, they drop what one process does. None where nothing is dropped."""
+        return cls(probability, int(torch.randint(1 << 62, ()))) if probability else None
+
+    def of_heads(self, first):
+        """For heads from number ``first`` of these on."""
+        return Dropped(self.probability, self.seed, self.head + first)
+
+    def at(self, place):
+        """For the kernels, of a block whose first query and key are ``place``."""
+        return _C.BlockDropout(self.probability, self.seed, self.head, *place)
+
+    def mask(self, like, place):
+        """What a block's probabilities ``[batch, kv heads, readers, queries, keys]`` are multiplied by."""
+        batch, kv, readers, queries, keys = like.shape
+
+        def numbers(start, stop, *shape):
+            return torch.arange(start, stop, device=like.device).view(*shape)
+
+        first, last = place[1] // 4, (place[1] + keys - 1) // 4 + 1
+        counter = (
+            numbers(place[0], place[0] + queries, -1, 1),
+            numbers(first, last, 1, -1),
+            numbers(self.head, self.head + kv * readers, 1, -1, 1, 1),
+            numbers(0, batch, -1, 1, 1, 1),
+        )
+        words = torch.stack(torch.broadcast_tensors(*_philox(counter, self.seed)), -1).flatten(-2)
+        words = words[..., place[1] % 4 :][..., :keys].view(like.shape)
+        return (words >= int(self.probability * (1 << 32))).to(like.dtype) * (1 / (1 - self.probability))
+
+
+def _philox(counter, seed):
+    """Four words of random bits; all numbers are of 32 bits, in int64, whose products wrap around."""
+    a, b, c, d = counter
+    low, high = seed & _WORD, seed >> 32 & _WORD
+    for _ in range(10):
+        first, second = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b = (second >> 32 & _WORD) ^ b ^ low, second & _WORD
+        c, d = (first >> 32 & _WORD) ^ d ^ high, first & _WORD
+        low, high = low + 0x9E3779B9 & _WORD, high + 0xBB67AE85 & _WORD
+    return a, b, c, d
+
+
+class ScoreRules(NamedTuple):
+    """What becomes of scores: products times ``scale``; then ``soft_cap * tanh(score / soft_cap)``, where it is not 0.
+    ``sinks``: a score of each query head that takes part in its rows' sums of exponentials, and has no value.
+    ``dropped``: of the probabilities."""
+
+    scale: float
+    soft_cap: float = 0.0
+    sinks: torch.Tensor | None = None
+    dropped: Dropped | None = None
+
+    @classmethod
+    def checked(cls, query, scale, soft_cap, sinks, dropped):
+        """``scale`` None: 1 / sqrt(size of a head)."""
+        if not 0 <= soft_cap < float("inf"):
+            raise ValueError(f"soft_cap is {soft_cap}: scores are capped by a positive number, or by none (0)")
+        if sinks is not None and sinks.shape != query.shape[1:2]:
+            raise ValueError(
+                f"sinks have the shape {tuple(sinks.shape)}: an attention of {query.shape[1]} heads has so many of them"
+            )
+        return cls(query.shape[-1] ** -0.5 if scale is None else scale, float(soft_cap), sinks, dropped)
+
+    def of_block(self, causal, looks, place):
+        """For the kernels."""
+        dropout = self.dropped and self.dropped.at(place)
+        return _C.BlockRules(self.scale, causal, looks=looks, soft_cap=self.soft_cap, dropout=dropout)
+
+    def mask(self, like, place):
+        return None if self.dropped is None else self.dropped.mask(like, place)
+
+
+def sink_gradient(sinks, lse, row_sum):
+    """Of some rows, ``[heads]``: their outputs shrink as the sink grows."""
+    return -((sinks.detach().to(lse.dtype).view(1, -1, 1, 1) - lse).exp() * row_sum).sum((0, 2, 3))
 
 
 def _grouped(query, heads):
@@ -36,72 +124,65 @@ def _grouped(query, heads):
     return query.unflatten(1, (heads, query.shape[1] // heads))
 
 
-def _scores(query, key, scale, causal, looks=None, soft_cap=0.0):
+def _scores(query, key, rules, causal, looks=None):
     """fp32 or wider, ``[batch, kv heads, readers, queries, keys]``; ``causal``: the block is on the diagonal;
-    ``looks``: ``[batch, 1, queries, keys]``, where a query may look; ``soft_cap``: of scores, where it is not 0."""
+    ``looks``: ``[batch, 1, queries, keys]``, where a query may look."""
     wide = torch.promote_types(query.dtype, torch.float32)
-    scores = torch.matmul(query.to(wide), key.to(wide).transpose(-1, -2).unsqueeze(2)) * scale
-    if soft_cap:
-        scores = (scores / soft_cap).tanh_() * soft_cap
+    scores = torch.matmul(query.to(wide), key.to(wide).transpose(-1, -2).unsqueeze(2)) * rules.scale
+    if rules.soft_cap:
+        scores = (scores / rules.soft_cap).tanh_() * rules.soft_cap
     if causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(later, float("-inf"))
     return scores if looks is None else scores.masked_fill(~looks.unsqueeze(2), float("-inf"))
 
 
-class Dropped:
-    """Which probabilities are dropped: the same ones whenever a block is computed again."""
-
-    def __init__(self, probability, seed):
-        self.probability, self.seed = probability, seed
-
-    def mask(self, like, block):
-        """What a block's probabilities are multiplied by; None where nothing is dropped."""
-        if not self.probability:
-            return None
-        generator = torch.Generator(device=like.device).manual_seed(self.seed + 7919 * block[0] + block[1])
-        kept = torch.rand(like.shape, generator=generator, device=like.device) >= self.probability
-        return kept.to(like.dtype) / (1 - self.probability)
-
-
-def _mask(dropped, like, block):
-    return None if dropped is None else dropped.mask(like, block)
-
-
 class Rows:
     """Some queries, and what they have seen so far."""
 
-    def __init__(self, query, kv_heads, scale, dropped=None, soft_cap=0.0):
-        self.query, self.kv_heads, self.scale, self.dropped, self.soft_cap = query, kv_heads, scale, dropped, soft_cap
+    def __init__(self, query, kv_heads, rules):
+        self.query, self.kv_heads, self.rules = query, kv_heads, rules
         self.high = self.total = self.sum = None
 
-    def see(self, key, value, causal=False, block=(0, 0), looks=None):
-        if _by_kernel(self.query, self.dropped):
-            self._see_by_kernel(key, value, causal, looks)
+    def see(self, key, value, causal=False, place=(0, 0), looks=None):
+        """``place``: of the first query and key in the whole sequence."""
+        if self.high is None and self.rules.sinks is not None:
+            self._begin_with_sinks(value.shape[-1])
+        if _by_kernel(self.query):
+            self._see_by_kernel(key, value, causal, place, looks)
             return
         query = _grouped(self.query, self.kv_heads)
-        scores = _scores(query, key, self.scale, causal, looks, self.soft_cap)
+        scores = _scores(query, key, self.rules, causal, looks)
         high = scores.amax(-1, keepdim=True)
         if looks is not None:  # a query may see none of the block
             high = high.clamp_(min=torch.finfo(high.dtype).min)
         high = high if self.high is None else torch.maximum(high, self.high)
         scores = (scores - high).exp_()
-        total, mask = scores.sum(-1, keepdim=True), _mask(self.dropped, scores, block)
+        total, mask = scores.sum(-1, keepdim=True), self.rules.mask(scores, place)
         seen = torch.matmul(scores if mask is None else scores * mask, value.to(scores.dtype).unsqueeze(2))
         if self.high is not None:
             shrink = (self.high - high).exp_()
             total, seen = total + self.total * shrink, seen + self.sum * shrink
         self.high, self.total, self.sum = high, total, seen
 
-    def _see_by_kernel(self, key, value, causal, looks):
+    def _begin_with_sinks(self, size):
+        wide, shape = torch.promote_types(self.query.dtype, torch.float32), self._shape()
+        sinks = self.rules.sinks.detach().to(wide).view(1, *shape[1:3], 1, 1)
+        self.high = sinks.expand(*shape, 1).clone(memory_format=torch.contiguous_format)  # kernels write there
+        self.total, self.sum = torch.ones_like(self.high), self.high.new_zeros(*shape, size)
+
+    def _shape(self):
+        batch, heads, tokens, _ = self.query.shape
+        return batch, self.kv_heads, heads // self.kv_heads, tokens
+
+    def _see_by_kernel(self, key, value, causal, place, looks):
         fresh, query = self.high is None, self.query
         if fresh:
-            grouped = (query.shape[0], self.kv_heads, query.shape[1] // self.kv_heads, query.shape[2])
-            made = [query.new_empty(*grouped, size, dtype=torch.float32) for size in (1, 1, value.shape[-1])]
+            made = [query.new_empty(*self._shape(), size, dtype=torch.float32) for size in (1, 1, value.shape[-1])]
             self.high, self.total, self.sum = made
         if not query.is_meta:
-            rules = _rules(self.scale, causal, looks, self.soft_cap)
             state = [self.high, self.total, self.sum]
+            rules = self.rules.of_block(causal, looks, place)
             _ops_of(torch.get_num_threads()).forward([query, key, value], state, fresh, rules)
 
     def result(self):
@@ -112,29 +193,28 @@ class Rows:
         return output, (self.high.clamp(min=lowest) + self.total.log()).flatten(1, 2)
 
 
-def block_gradients(
-    query, key, value, grad, row_sum, lse, scale, causal, dropped=None, block=(0, 0), looks=None, soft_cap=0.0
-):
+def block_gradients(query, key, value, grad, row_sum, lse, rules, causal, place=(0, 0), looks=None):
     """Of one block: ``(queries', keys', values')`` gradients, fp32 or wider. ``grad``: of the output; ``row_sum``: the
-    sum over features of output times ``grad``; ``lse``: what ``Rows.result`` has returned."""
-    if _by_kernel(query, dropped):
+    sum over features of output times ``grad``; ``lse``: what ``Rows.result`` has returned; ``place``: as in
+    ``Rows.see``."""
+    if _by_kernel(query):
         found = [torch.empty(one.shape, dtype=lse.dtype, device=one.device) for one in (query, key, value)]
         if not query.is_meta:
-            rules = _rules(scale, causal, looks, soft_cap)
-            _ops_of(torch.get_num_threads()).backward([query, key, value, grad], [lse, row_sum], found, rules)
+            how = rules.of_block(causal, looks, place)
+            _ops_of(torch.get_num_threads()).backward([query, key, value, grad], [lse, row_sum], found, how)
         return tuple(found)
-    heads = key.shape[1]
+    heads, soft_cap = key.shape[1], rules.soft_cap
     query, lse, row_sum = _grouped(query, heads), _grouped(lse, heads), _grouped(row_sum, heads)
     wide = lse.dtype
     grad = _grouped(grad, heads).to(wide)
-    scores = _scores(query, key, scale, causal, looks, soft_cap)
+    scores = _scores(query, key, rules, causal, looks)
     probabilities = (scores - lse).exp_()
-    mask = _mask(dropped, probabilities, block)
+    mask = rules.mask(probabilities, place)
     used = probabilities if mask is None else probabilities * mask
     for_value = torch.matmul(used.transpose(-1, -2), grad).sum(2)
     upper = torch.matmul(grad, value.to(wide).transpose(-1, -2).unsqueeze(2))
     upper = upper if mask is None else upper * mask
-    slope = scale if not soft_cap else (1 - (scores.clamp(min=-soft_cap) / soft_cap) ** 2) * scale
+    slope = rules.scale if not soft_cap else (1 - (scores.clamp(min=-soft_cap) / soft_cap) ** 2) * rules.scale
     scores = probabilities * (upper - row_sum) * slope
     for_query = torch.matmul(scores, key.to(wide).unsqueeze(2)).flatten(1, 2)
     for_key = torch.matmul(scores.transpose(-1, -2), query.to(wide)).sum(2)

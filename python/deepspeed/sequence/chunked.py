@@ -5,7 +5,7 @@ import itertools
 
 import torch
 
-from deepspeed.sequence.blockwise import Rows, block_gradients
+from deepspeed.sequence.blockwise import Rows, ScoreRules, block_gradients, sink_gradient
 from deepspeed.sequence.fpdt_chunks import Store
 from deepspeed.sequence.tiled import tile_sizes
 
@@ -13,17 +13,19 @@ TOKENS = 2  # the dimension of [batch, heads, tokens, size]
 _KEYS = ("key", "value")
 
 
-def attend_to_chunks(rows, store, index, causal, looks=None):
+def attend_to_chunks(rows, store, index, causal, starts, looks=None):
     """``rows``, the queries of chunk ``index``, see the keys of ``store``: earlier ones and their own, or all.
-    ``looks(chunk of queries, chunk of keys)``: where a query may look, or None."""
+    ``starts``: the first token of each chunk. ``looks(chunk of queries, chunk of keys)``: where a query may look, or
+    None."""
     last = index if causal else max(number for name, number in store.kept if name == "key")
     for seen in range(last + 1):
         key, value = (store.get(name, seen) for name in _KEYS)
         store.ahead(_KEYS, seen + 1)
-        rows.see(key, value, causal and seen == index, (index, seen), looks and looks(index, seen))
+        place = (starts[index], starts[seen])
+        rows.see(key, value, causal and seen == index, place, looks and looks(index, seen))
 
 
-def chunk_gradients(store, index, scale, causal, dropped=None, last=None, looks=None, soft_cap=0.0):
+def chunk_gradients(store, index, rules, causal, starts, last=None, looks=None):
     """Of the queries, keys and values of chunk ``index`` where those of later chunks are done. Not causal: of the
     queries, and those of all keys up to ``last`` have grown."""
     query, grad = store.take("query", index), store.take("grad", index)
@@ -34,9 +36,8 @@ def chunk_gradients(store, index, scale, causal, dropped=None, last=None, looks=
         store.ahead(_KEYS, seen + 1)
         diagonal = causal and seen == index
         may = looks and looks(index, seen)
-        found = block_gradients(
-            query, key, value, grad, row_sum, lse, scale, diagonal, dropped, (index, seen), may, soft_cap
-        )
+        place = (starts[index], starts[seen])
+        found = block_gradients(query, key, value, grad, row_sum, lse, rules, diagonal, place, may)
         whole = found[0] if whole is None else whole + found[0]
         store.add("key gradient", seen, found[1])
         store.add("value gradient", seen, found[2])
@@ -49,9 +50,10 @@ def chunk_gradients(store, index, scale, causal, dropped=None, last=None, looks=
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, chunk, causal, scale, offload, looks, soft_cap):
+    def forward(ctx, query, key, value, sinks, chunk, causal, rules, offload, looks):
         sizes = tile_sizes(query.shape[TOKENS], -(-query.shape[TOKENS] // chunk))
-        ctx.looks = looks = None if looks is None else _of_chunks(looks, sizes)
+        ctx.starts = starts = [0, *itertools.accumulate(sizes)]
+        ctx.looks = looks = None if looks is None else _of_chunks(looks, starts)
         store = Store(query.device, offload)
         for name, tensor in (("key", key), ("value", value)):
             for index, part in enumerate(tensor.split(sizes, TOKENS)):
@@ -59,56 +61,68 @@ class _Chunked(torch.autograd.Function):
         output = torch.empty_like(query)
         parts = output.split(sizes, TOKENS)
         for index, part in enumerate(query.split(sizes, TOKENS)):
-            rows = Rows(part, key.shape[1], scale, soft_cap=soft_cap)
-            attend_to_chunks(rows, store, index, causal, looks)
+            rows = Rows(part, key.shape[1], rules._replace(sinks=sinks))
+            attend_to_chunks(rows, store, index, causal, starts, looks)
             result, lse = rows.result()
             parts[index].copy_(result)
             store.put("query", index, part)
             store.put("lse", index, lse)
-        ctx.store, ctx.sizes, ctx.causal, ctx.scale, ctx.soft_cap = store, sizes, causal, scale, soft_cap
+        ctx.store, ctx.sizes, ctx.causal, ctx.rules = store, sizes, causal, rules
         ctx.shapes = query.shape, key.shape, value.shape
-        ctx.save_for_backward(output)
+        ctx.save_for_backward(output, sinks)
         return output
 
     @staticmethod
     def backward(ctx, grad):
-        (output,) = ctx.saved_tensors
+        output, sinks = ctx.saved_tensors
         store, sizes, causal, count = ctx.store, ctx.sizes, ctx.causal, len(ctx.sizes)
         wide = torch.promote_types(grad.dtype, torch.float32)
         grads = [grad.new_empty(shape) for shape in ctx.shapes]
         places = [one.split(sizes, TOKENS) for one in grads]
+        for_sinks = None if sinks is None else grad.new_zeros(sinks.shape, dtype=wide)
         for index, (own, result) in enumerate(zip(grad.split(sizes, TOKENS), output.split(sizes, TOKENS))):
+            row_sum = (own.to(wide) * result.to(wide)).sum(-1, keepdim=True)
+            if for_sinks is not None:
+                for_sinks += sink_gradient(sinks, store.get("lse", index), row_sum)
             store.put("grad", index, own)
-            store.put("row sum", index, (own.to(wide) * result.to(wide)).sum(-1, keepdim=True))
+            store.put("row sum", index, row_sum)
         for index in reversed(range(count)):  # the last queries have seen all keys
-            rules = {"last": count - 1, "looks": ctx.looks, "soft_cap": ctx.soft_cap}
-            found = chunk_gradients(store, index, ctx.scale, causal, **rules)
+            found = chunk_gradients(store, index, ctx.rules, causal, ctx.starts, count - 1, ctx.looks)
             for place, one in zip(places, found):
                 place[index].copy_(one)
         for index in range(count) if not causal else ():
             places[1][index].copy_(store.take("key gradient", index))
             places[2][index].copy_(store.take("value gradient", index))
         store.kept.clear()
-        return (*grads, *[None] * 6)
+        return (*grads, None if sinks is None else for_sinks.to(sinks.dtype), *[None] * 5)
 
 
-def _of_chunks(looks, sizes):
-    stops = list(itertools.accumulate(sizes))
-    spans = list(zip([0, *stops[:-1]], stops))
+def _of_chunks(looks, starts):
+    spans = list(zip(starts[:-1], starts[1:]))
     return lambda query, key: looks(spans[query], spans[key])
 
 
-def chunked_attention(query, key, value, chunk, causal=True, scale=None, offload=False, looks=None, soft_cap=0.0):
+def chunked_attention(
+    query,
+    key,
+    value,
+    chunk,
+    causal=True,
+    scale=None,
+    offload=False,
+    looks=None,
+    soft_cap=0.0,
+    sinks=None,
+    dropped=None,
+):
     """Attention of ``[batch, heads, tokens, size]``, ``chunk`` tokens at a time; key/value heads may be fewer.
 
     ``offload``: where queries, keys and values wait for backward. False: here; True: in host memory; a text: in files
     in that folder. One backward runs, since it takes what waits. ``looks(queries, keys)``, of two runs of tokens
     ``(start, stop)``: where a query may look beside being causal, ``[batch or 1, 1, queries, keys]``, or None.
-    ``soft_cap``: scores become ``soft_cap * tanh(score / soft_cap)``; 0: they stay as they are.
+    ``scale``, ``soft_cap``, ``sinks`` (``[heads]``), ``dropped``: see ``blockwise.ScoreRules``.
     """
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}: attention is computed for 1 token or more at a time")
-    if not 0 <= soft_cap < float("inf"):
-        raise ValueError(f"soft_cap is {soft_cap}: scores are capped by a positive number, or by none (0)")
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return _Chunked.apply(query, key, value, chunk, causal, scale, offload, looks, float(soft_cap))
+    rules = ScoreRules.checked(query, scale, soft_cap, sinks, dropped)._replace(sinks=None)
+    return _Chunked.apply(query, key, value, sinks, chunk, causal, rules, offload, looks)

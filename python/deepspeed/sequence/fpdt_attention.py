@@ -6,7 +6,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.sequence import exchange
-from deepspeed.sequence.blockwise import Dropped, Rows
+from deepspeed.sequence.blockwise import Dropped, Rows, ScoreRules
 from deepspeed.sequence.chunked import attend_to_chunks, chunk_gradients
 from deepspeed.sequence.fpdt_chunks import Store, chunk_sizes
 from deepspeed.sequence.heads import HeadPlan
@@ -66,6 +66,7 @@ class _Plan:
         self.group, self.world, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         self.sizes = chunk_sizes(length, chunks)
         self.starts = [sum(self.sizes[:index]) for index in range(len(self.sizes))]
+        self.firsts = [start * self.world for start in self.starts]  # tokens of the whole sequence
         self.size, self.widths = size, (query_width, kv_width, kv_width)
         self.heads = HeadPlan(query_width // size, kv_width // size, self.world)
         self.idle = self.heads.query_ranges[self.rank][0] == self.heads.query_ranges[self.rank][1]
@@ -133,8 +134,9 @@ class _FPDTGPUOffloadingAttentionImpl_(torch.autograd.Function):
         _refuse(attention_mask, inference_params, batch, length * plan.world)
         tables = _tables(rotary_pos_emb)
         active = getattr(dropout, "training", True)
-        seed = int(torch.randint(2**31, ())) + plan.rank
-        dropped = Dropped(float(getattr(dropout, "p", dropout) or 0.0) if active else 0.0, seed)
+        dropped = Dropped.drawn(float(getattr(dropout, "p", dropout) or 0.0) if active else 0.0)
+        dropped = dropped and dropped.of_heads(plan.heads.query_ranges[plan.rank][0])
+        rules = ScoreRules(size**-0.5, dropped=dropped)
         store = Store(layernorm_output.device, cpu_offloading)
         parts = []
         for index, (start, count) in enumerate(zip(plan.starts, plan.sizes)):
@@ -142,7 +144,7 @@ class _FPDTGPUOffloadingAttentionImpl_(torch.autograd.Function):
             joined = torch.nn.functional.linear(x, qkv_linear_weight, qkv_linear_bias)
             own = [y.unflatten(-1, (-1, size)) for y in joined.split(plan.widths, dim=-1)]
             query, key, value = plan.scatter(own)
-            first = start * plan.world
+            first = plan.firsts[index]
             query, key = _turn(query, tables, first), _turn(key, tables, first)
             query, key, value = (_for_blocks(y) for y in (query, key, value))
             if plan.idle:
@@ -150,14 +152,14 @@ class _FPDTGPUOffloadingAttentionImpl_(torch.autograd.Function):
             else:
                 store.put("key", index, plan.spread(key))
                 store.put("value", index, plan.spread(value))
-                rows = Rows(query, plan.kv_heads, size**-0.5, dropped)
-                attend_to_chunks(rows, store, index, True)
+                rows = Rows(query, plan.kv_heads, rules)
+                attend_to_chunks(rows, store, index, True, plan.firsts)
                 context, lse = rows.result()
                 store.put("query", index, query)
                 store.put("context", index, context)
                 store.put("lse", index, lse)
             parts.append(plan.gather([_from_blocks(context)])[0])
-        ctx.plan, ctx.store, ctx.tables, ctx.dropped = plan, store, tables, dropped
+        ctx.plan, ctx.store, ctx.tables, ctx.rules = plan, store, tables, rules
         ctx.save_for_backward(layernorm_output, qkv_linear_weight, qkv_linear_bias)
         return torch.cat(parts).transpose(0, 1).contiguous()
 
@@ -166,7 +168,7 @@ class _FPDTGPUOffloadingAttentionImpl_(torch.autograd.Function):
         x, weight, bias = ctx.saved_tensors
         plan, store, batch = ctx.plan, ctx.store, x.shape[1]
         wide = torch.promote_types(x.dtype, torch.float32)
-        scale, count = plan.size**-0.5, len(plan.sizes)
+        count = len(plan.sizes)
         grad_output = grad_output.transpose(0, 1)
         for index, (start, length) in enumerate(zip(plan.starts, plan.sizes)):
             grad = _for_blocks(plan.scatter([grad_output[start : start + length].contiguous()])[0])
@@ -178,9 +180,9 @@ class _FPDTGPUOffloadingAttentionImpl_(torch.autograd.Function):
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
         for index in reversed(range(count)):
             # The last chunk first: its queries have seen all keys. Then nobody reads its keys any more.
-            grads = chunk_gradients(store, index, scale, True, ctx.dropped) if not plan.idle else None
+            grads = chunk_gradients(store, index, ctx.rules, True, plan.firsts) if not plan.idle else None
             start, length = plan.starts[index], plan.sizes[index]
-            first = start * plan.world
+            first = plan.firsts[index]
             if grads is None:
                 grads = [x.new_zeros(length * plan.world, batch, 0, plan.size) for _ in range(3)]
             else:

@@ -10,7 +10,8 @@ from deepspeed import comm as dist
 from deepspeed._compat import backward_id
 from deepspeed.comm.mesh import made_here
 from deepspeed.log import log_dist_once, warning_once
-from deepspeed.sequence import exchange, methods, parallel_state
+from deepspeed.sequence import exchange, methods, parallel_state, positions
+from deepspeed.sequence.blockwise import Dropped
 from deepspeed.sequence.chunked import chunked_attention
 from deepspeed.sequence.heads import HeadPlan
 from deepspeed.sequence.masks import Whole, allowed_of
@@ -20,6 +21,7 @@ _REFUSED = {
     "eager": "it computes inside of the model, which does not ask the table of attention functions",
     "flex_attention": "its masks of blocks cannot be made from what the ranks see of them",
 }
+_BY_BLOCKS = {"sdpa_attention_forward": "sdpa", "flash_attention_forward": "flash attentions"}
 _PER_PART = ("cu_seq_lens_q", "cu_seq_lens_k", "position_bias")  # arguments that describe this rank's part only
 
 
@@ -59,7 +61,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
                     f"local_seq_length {local_seq_length} x {self.world_size} ranks is not global_seq_length "
                     f"{global_seq_length}"
                 )
-        self._lengths, self._whole, self._first, self._positions = set(), None, None, None
+        self._whole = self._first = self._positions = None
         self._ring = None  # where not all ranks exchange heads
         self._size = None  # how many do; found in the first forward
         self.configure()
@@ -73,7 +75,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
     def forward(self, module, query, key, value, attention_mask, *args, **kwargs):
         """transformers' signature: tensors are ``[batch, heads, sequence, size]``; returns ``(output, None)`` with
         ``[batch, sequence, heads, size]``."""
-        if self.world_size == 1 or (self.disable_in_eval and not module.training):
+        if not self._shares(module):
             if self.chunk and self.world_size == 1:
                 return self._alone(module, query, key, value, attention_mask, *args, **kwargs)
             return self.attn(module, query, key, value, attention_mask, *args, **kwargs)
@@ -88,13 +90,13 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         whole = self._whole_of(module, attention_mask, kwargs.get("position_ids"), query)
         causal = kwargs.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
-        window = kwargs.get("sliding_window", getattr(module, "sliding_window", None))
+        window = self._window_of(module, kwargs)
         odd = self._not_by_blocks(module, args, kwargs)
         ring = self._ring_of(plan, query.shape[2], causal, odd)
         if ring is not None:
             parts = [x.transpose(1, 2) for x in (query, key, value)]
             looks = whole.blocks(causal, window, attention_mask)
-            return ring(*parts, causal, kwargs.get("scaling"), looks), None
+            return ring(*parts, causal, looks=looks, **_rules_of(kwargs)), None
         if self.chunk:
             _refuse_blocks(odd)
             mask = whole.blocks(causal, window, attention_mask)
@@ -105,8 +107,10 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = whole.positions
         start, stop = plan.query_ranges[self.sp_rank]
-        if kwargs.get("s_aux") is not None:
-            kwargs["s_aux"] = kwargs["s_aux"][start:stop]
+        sinks = kwargs.get("s_aux")
+        if sinks is not None:
+            kwargs["s_aux"] = sinks = sinks[start:stop]
+        rules = _rules_of(kwargs, start) if self.chunk else None
 
         parts = [x.transpose(1, 2) for x in (query, key, value)]
         q, k, v = exchange.to_heads(parts, plan.ranges(), self.process_group, 0, heads_first=True)
@@ -115,27 +119,35 @@ class UlyssesSPAttentionHF(torch.nn.Module):
             index = torch.tensor(plan.kv_of_queries(self.sp_rank), device=k.device)
             k, v, repeats = k.index_select(2, index), v.index_select(2, index), 1
         if stop == start:
-            context = (q.sum() + k.sum() + v.sum()) * v.new_zeros(*q.shape[:2], 0, v.shape[-1])
+            used = q.sum() + k.sum() + v.sum() + (0 if sinks is None else sinks.sum())
+            context = used * v.new_zeros(*q.shape[:2], 0, v.shape[-1])
         else:
             seen = module if getattr(module, "num_key_value_groups", repeats) == repeats else Seen(module, repeats)
             q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
             if self.chunk:
-                context = self._by_chunks(q, k, v, causal, kwargs, mask)
+                context = self._by_chunks(q, k, v, causal, mask, rules)
             else:
                 context = self.attn(seen, q, k, v, mask, *args, **kwargs)[0]
         return exchange.to_sequence([context], [plan.query_ranges], self.process_group, 0)[0], None
 
+    def _shares(self, module):
+        return self.world_size > 1 and not (self.disable_in_eval and not module.training)
+
+    def demand_positions(self, model):
+        """``model``, of transformers, may not be called without them in this job."""
+        job = weakref.ref(made_here())
+        positions.demand(model, lambda module: job() is made_here() and self._shares(module))
+
+    @staticmethod
+    def _window_of(module, kwargs):
+        return kwargs.get("sliding_window", getattr(module, "sliding_window", None))
+
     def _not_by_blocks(self, module, args, kwargs):
         """None where blocks of keys, one after the other, give what ``attn`` does; else what is in the way."""
-        odd = [name for name in ("s_aux", "softcap", "position_bias") if kwargs.get(name) is not None]
-        if self.chunk and "softcap" in odd:
-            odd.remove("softcap")  # chunks have it
-        if getattr(self.attn, "__name__", "") != "sdpa_attention_forward":
-            return "only the attention sdpa is known to be computed by blocks: load the model with it"
-        if module.training and kwargs.get("dropout", 0.0) > 0:
-            return "attention has dropout: set attention_dropout to 0"
-        if args or odd:
-            return f"the model passes {', '.join(odd) or 'more than is known'} to its attention"
+        if _name_of(self.attn) not in _BY_BLOCKS:
+            return f"only {' and '.join(_BY_BLOCKS.values())} are known to be computed by blocks: load with one"
+        if args or kwargs.get("position_bias") is not None:
+            return f"the model passes {'more than is known' if args else 'position_bias'} to its attention"
         return None
 
     def _ring_of(self, plan, length, causal, odd):
@@ -160,10 +172,10 @@ class UlyssesSPAttentionHF(torch.nn.Module):
             warning_once(f"tokens are exchanged for heads between hosts, since no ring can compute this: {odd}")
         return None
 
-    def _by_chunks(self, query, key, value, causal, kwargs, looks):
+    def _by_chunks(self, query, key, value, causal, looks, rules):
         """``[batch, sequence, heads, size]``."""
-        rules = (kwargs.get("scaling"), self.offload, looks, kwargs.get("softcap") or 0.0)
-        return chunked_attention(query, key, value, self.chunk, causal, *rules).transpose(1, 2)
+        more = {"offload": self.offload, "looks": looks, **rules}
+        return chunked_attention(query, key, value, self.chunk, causal, **more).transpose(1, 2)
 
     def _alone(self, module, query, key, value, attention_mask, *args, **kwargs):
         """A whole sequence."""
@@ -173,7 +185,10 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         if key.shape[2] != query.shape[2]:
             odd = "a cache of keys is in use"
         mask, looks = allowed_of(attention_mask), None
-        if mask is not None and (mask.dim() != 4 or mask.shape[1] != 1):
+        if self._takes_padding() and odd is None:
+            whole = self._whole_of(module, attention_mask, kwargs.get("position_ids"), query)
+            looks = whole.blocks(causal, self._window_of(module, kwargs), attention_mask)
+        elif mask is not None and (mask.dim() != 4 or mask.shape[1] != 1):
             odd = f"its mask has the shape {tuple(mask.shape)}"
         elif mask is not None:
             causal = False  # the mask says so, and what may be seen of later tokens, too
@@ -182,10 +197,10 @@ class UlyssesSPAttentionHF(torch.nn.Module):
                 return mask[:, :, slice(*queries), slice(*keys)]
 
         _refuse_blocks(odd)
-        return self._by_chunks(query, key, value, causal, kwargs, looks), None
+        return self._by_chunks(query, key, value, causal, looks, _rules_of(kwargs)), None
 
     def _takes_padding(self):
-        return "flash" in getattr(self.attn, "__name__", "")
+        return "flash" in _name_of(self.attn)
 
     def _check(self, query, key):
         length = query.shape[2]
@@ -200,9 +215,6 @@ class UlyssesSPAttentionHF(torch.nn.Module):
                 f"was told seq_length={self.global_seq_length}, {self.local_seq_length} on each rank; pass "
                 "seq_length_is_variable=True"
             )
-        if length not in self._lengths:
-            exchange.check_lengths(length, self.process_group, query.device)
-            self._lengths.add(length)
 
     def _whole_of(self, module, mask, positions, query):
         """Gathered once for a forward: in its first layer. Layers that backward runs again each ask anew, since that
@@ -212,6 +224,8 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         if again or first or backward_id() != -1 or self._whole is None:
             if first:
                 self._first = weakref.ref(module)
+            if first and backward_id() == -1:
+                exchange.check_lengths(query.shape[2], self.process_group, query.device)
             self._positions = None if positions is None else weakref.ref(positions)
             self._whole = Whole(mask, positions, query.shape[0], query.shape[2], self.process_group, query.device)
             self._warn(positions, query.shape[2])
@@ -287,7 +301,25 @@ class UlyssesSPAttentionHF(torch.nn.Module):
             disable_in_eval=disable_in_eval,
         )
         _install(table, core_attn_implementation, matches, made)
+        if not isinstance(model_name_or_path, str):
+            made.demand_positions(_base_of(model_name_or_path))
         return parallel_state
+
+
+def _name_of(attention):
+    """Kernels of the hub are partial calls."""
+    return getattr(getattr(attention, "func", attention), "__name__", "")
+
+
+def _rules_of(kwargs, first=0):
+    """What becomes of scores, of a model's arguments: for ring and chunks. ``first``: the number of the first head."""
+    dropped = Dropped.drawn(kwargs.get("dropout") or 0.0)
+    return {
+        "scale": kwargs.get("scaling"),
+        "soft_cap": kwargs.get("softcap") or 0.0,
+        "sinks": kwargs.get("s_aux"),
+        "dropped": dropped and dropped.of_heads(first),
+    }
 
 
 def _refuse_blocks(odd):
@@ -342,6 +374,7 @@ def share_model(model, modules, process_group):
     core, own = _core_of(table, name), weakref.WeakSet(modules)
     made = UlyssesSPAttentionHF.of_config(core, config, process_group, seq_length_is_variable=True)
     _install(table, name, lambda module: module in own, made)
+    made.demand_positions(model)
     return made
 
 

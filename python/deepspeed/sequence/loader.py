@@ -126,6 +126,8 @@ def _dim_of_sequence(name, value, length):
     """The dimension of ``value`` along which a sequence of ``length`` lies; None: nowhere, or everywhere."""
     if not torch.is_tensor(value) or value.dim() < 2:
         return None
+    if name == "inputs_embeds":
+        return 1  # also where features are as many as tokens
     if value.dim() > 2 and value.shape[-1] == value.shape[-2] == length:
         return None  # a mask of who looks at whom
     if name == "position_ids":

@@ -8,15 +8,15 @@ Transformers" (2023); Brandon et al., "Striped Attention" (2023), on balance.
 
 import torch
 
-from deepspeed.sequence.blockwise import Rows, block_gradients
+from deepspeed.sequence.blockwise import Rows, ScoreRules, block_gradients, sink_gradient
 from deepspeed.sequence.exchange import check_lengths, place, start_views
 
 TOKENS = 2  # the dimension of [batch, heads, tokens, size]
 
 
 class _Ring:
-    def __init__(self, group, causal, scale):
-        self.group, self.causal, self.scale = group, causal, scale
+    def __init__(self, group, causal):
+        self.group, self.causal = group, causal
         self.world, self.rank = place(group)
 
     # ---- balance -----------------------------------------------------------------------------------------------------
@@ -74,14 +74,17 @@ class _Ring:
             (mine.index(query), theirs.index(key), query == key) for query in mine for key in theirs if key <= query
         ]
 
-    def looks_of(self, looks, mine, theirs, source, length):
-        """Of a block of ``blocks``, where parts have ``length`` tokens: see ``ring_attention``."""
-        if looks is None:
-            return None
+    def spans(self, mine, theirs, source, length):
+        """The tokens of the whole sequence, of queries and of keys, in a block of ``blocks``, where parts have
+        ``length``."""
         if not self.causal:
-            return looks(_run(self.rank, length), _run(source, length))
+            return _run(self.rank, length), _run(source, length)
         half = length // 2
-        return looks(_run(self.pieces(self.rank)[mine], half), _run(self.pieces(source)[theirs], half))
+        return _run(self.pieces(self.rank)[mine], half), _run(self.pieces(source)[theirs], half)
+
+
+def _place(spans):
+    return spans[0][0], spans[1][0]
 
 
 def _run(index, length):
@@ -94,28 +97,29 @@ def _piece(tensor, which):
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, group, causal, scale, looks):
-        ring = _Ring(group, causal, scale)
+    def forward(ctx, query, key, value, sinks, group, causal, rules, looks):
+        ring, own = _Ring(group, causal), rules._replace(sinks=sinks)
         query, key, value = ring.balanced([query, key, value])
-        rows = [Rows(_piece(query, which), key.shape[1], scale) for which in ((0, 1) if causal else (None,))]
+        rows = [Rows(_piece(query, which), key.shape[1], own) for which in ((0, 1) if causal else (None,))]
         held, length = [key, value], key.shape[TOKENS]
         for step in range(ring.world):
             travelling = ring.send_on(held) if step + 1 < ring.world else None
             source = (ring.rank - step) % ring.world
             for mine, theirs, diagonal in ring.blocks(source):
-                seen = ring.looks_of(looks, mine, theirs, source, length)
-                rows[mine or 0].see(*(_piece(one, theirs) for one in held), diagonal, looks=seen)
+                spans = ring.spans(mine, theirs, source, length)
+                block = [_piece(one, theirs) for one in held]
+                rows[mine or 0].see(*block, diagonal, _place(spans), looks and looks(*spans))
             held = ring.take(travelling) if travelling else None
         results = [one.result() for one in rows]
         output, lse = (torch.cat(pair, dim=TOKENS) for pair in zip(*results))
-        ctx.save_for_backward(query, key, value, output, lse)
-        ctx.ring, ctx.looks = ring, looks
+        ctx.save_for_backward(query, key, value, sinks, output, lse)
+        ctx.ring, ctx.rules, ctx.looks = ring, rules, looks
         return ring.balanced([output], back=True)[0]
 
     @staticmethod
     def backward(ctx, grad):
-        query, key, value, output, lse = ctx.saved_tensors
-        ring = ctx.ring
+        query, key, value, sinks, output, lse = ctx.saved_tensors
+        ring, looks, length = ctx.ring, ctx.looks, key.shape[TOKENS]
         (grad,) = ring.balanced([grad.contiguous()])
         row_sum = (grad.to(lse.dtype) * output.to(lse.dtype)).sum(-1, keepdim=True)
         for_query = torch.zeros_like(query, dtype=lse.dtype)
@@ -126,27 +130,30 @@ class _RingAttention(torch.autograd.Function):
             travelling = ring.send_on(held) if step + 1 < ring.world else None
             source = (ring.rank - step) % ring.world
             for mine, theirs, diagonal in ring.blocks(source):
-                seen = ring.looks_of(ctx.looks, mine, theirs, source, key.shape[TOKENS])
+                spans = ring.spans(mine, theirs, source, length)
                 own = [_piece(one, mine) for one in (grad, row_sum, lse)]
-                found = block_gradients(
-                    _piece(query, mine), *(_piece(one, theirs) for one in held), *own, ring.scale, diagonal, looks=seen
-                )
+                block = [_piece(query, mine), *(_piece(one, theirs) for one in held), *own]
+                found = block_gradients(*block, ctx.rules, diagonal, _place(spans), looks and looks(*spans))
                 _piece(for_query, mine).add_(found[0])
                 for total, one in zip(sums, found[1:]):
                     _piece(total, theirs).add_(one)
             sums = ring.take(ring.send_on(sums))  # after the last step they are at home
             held = ring.take(travelling) if travelling else None
         grads = [one.to(query.dtype) for one in (for_query, *sums)]
-        return (*ring.balanced(grads, back=True), None, None, None, None)
+        for_sinks = None if sinks is None else sink_gradient(sinks, lse, row_sum).to(sinks.dtype)
+        return (*ring.balanced(grads, back=True), for_sinks, *[None] * 4)
 
 
-def ring_attention(query, key, value, group, causal=True, scale=None, looks=None):
+def ring_attention(
+    query, key, value, group, causal=True, scale=None, looks=None, soft_cap=0.0, sinks=None, dropped=None
+):
     """This rank's part of the attention over a sequence of which each rank of ``group`` has an equal part, in order.
 
     ``[batch, heads, tokens, size]``; key/value heads may be fewer, and are read by equal runs of query heads.
-    ``causal``: parts have an even number of tokens. ``scale``: of scores, 1 / sqrt(size) by default.
-    ``looks(queries, keys)``, of two runs ``(start, stop)`` of tokens of the whole sequence: where a query may look
-    beside being causal, ``[batch or 1, 1, queries, keys]``, or None.
+    ``causal``: parts have an even number of tokens. ``looks(queries, keys)``, of two runs ``(start, stop)`` of tokens
+    of the whole sequence: where a query may look beside being causal, ``[batch or 1, 1, queries, keys]``, or None.
+    ``scale``, ``soft_cap``, ``sinks`` (``[heads]``, the same on all ranks; a rank's gradient is that of its part),
+    ``dropped``: see ``blockwise.ScoreRules``.
     """
     check_lengths(query.shape[TOKENS], group, query.device)
     if causal and query.shape[TOKENS] % 2:
@@ -158,5 +165,5 @@ def ring_attention(query, key, value, group, causal=True, scale=None, looks=None
             f"query, key and value of shapes {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)} do not "
             "belong to one sequence"
         )
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return _RingAttention.apply(query, key, value, group, causal, scale, looks)
+    rules = ScoreRules.checked(query, scale, soft_cap, sinks, dropped)._replace(sinks=None)
+    return _RingAttention.apply(query, key, value, sinks, group, causal, rules, looks)

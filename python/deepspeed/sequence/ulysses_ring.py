@@ -31,7 +31,7 @@ class UlyssesRing:
         """Whether parts of ``length`` can be balanced."""
         return not causal or length * self.size % 2 == 0
 
-    def __call__(self, query, key, value, causal, scale=None, looks=None):
+    def __call__(self, query, key, value, causal, scale=None, looks=None, soft_cap=0.0, sinks=None, dropped=None):
         plan = HeadPlan(query.shape[2], key.shape[2], self.size)
         parts = [query, key, value]
         if self.size > 1:
@@ -40,7 +40,10 @@ class UlyssesRing:
         if plan.repeats(self.place) is None:
             index = torch.tensor(plan.kv_of_queries(self.place), device=k.device)
             k, v = k.index_select(2, index), v.index_select(2, index)
-        out = ring_attention(*(x.transpose(1, 2) for x in (q, k, v)), self.ring, causal, scale, looks).transpose(1, 2)
+        start, stop = plan.query_ranges[self.place]
+        sinks, dropped = None if sinks is None else sinks[start:stop], dropped and dropped.of_heads(start)
+        parts = [x.transpose(1, 2) for x in (q, k, v)]
+        out = ring_attention(*parts, self.ring, causal, scale, looks, soft_cap, sinks, dropped).transpose(1, 2)
         if self.size == 1:
             return out
         return exchange.to_sequence([out], [plan.query_ranges], self.neighbours, 0)[0]

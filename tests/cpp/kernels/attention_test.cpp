@@ -31,8 +31,9 @@ struct Case {
   int64_t offset = 0, window = 0;
   Looks looks = Looks::kAll;
   float soft_cap = 0;
+  double drop = 0;  // of probabilities
 };
-// Sizes around registers, panels and tiles; every mask and a cap; rows that see nothing.
+// Sizes around registers, panels and tiles; every mask, a cap and dropout; rows that see nothing.
 const std::vector<Case> kCases = {
     {1, 1, 1, 1, 1, 1, 1},
     {1, 2, 1, 3, 17, 8, 8},
@@ -45,6 +46,9 @@ const std::vector<Case> kCases = {
     {1, 2, 1, 65, 17, 16, 16, true, -20},
     {1, 1, 1, 17, 17, 8, 8, false, 0, 0, Looks::kNothing},
     {1, 1, 1, 300, 401, 24, 24, true, 101, 250, Looks::kPairs, 5},
+    {2, 4, 2, 33, 37, 8, 9, true, 2, 0, Looks::kAll, 0, 0.25},
+    {2, 3, 1, 19, 29, 5, 8, false, 0, 11, Looks::kPairs, 2, 0.5},
+    {1, 2, 1, 270, 395, 8, 8, true, 125, 0, Looks::kPadding, 0, 0.9},
 };
 
 std::string name(const Case& c, DType dtype, const char* isa) {
@@ -71,6 +75,13 @@ struct Problem {
     shape.queries = c.queries, shape.keys = c.keys, shape.size = c.size, shape.value_size = c.value_size;
     shape.scale = 1 / std::sqrt(static_cast<float>(c.size)), shape.soft_cap = c.soft_cap;
     shape.causal = c.causal, shape.offset = c.offset, shape.window = c.window;
+    if (c.drop > 0)
+      shape.dropout = {0x123456789abcdefu,
+                       static_cast<uint32_t>(c.drop * 4294967296.0),
+                       static_cast<float>(1 / (1 - c.drop)),
+                       3,
+                       1000003,
+                       70001};  // numbers of a block far inside
     if (c.looks == Looks::kAll) return;
     for (size_t i = 0; i < looks.size(); ++i) looks[i] = c.looks != Looks::kNothing && (i * 7 + i / 5) % 3 != 0;
     shape.looks = looks.data();
@@ -152,11 +163,12 @@ void expect_equal(const Gradients& got, const Gradients& want, double terms, con
 // Attention as it is written down, and its loss: the sum of output * grad.
 class Whole {
  public:
-  explicit Whole(const Problem& p) : p_(p), s_(p.shape) {}
+  // sinks: a score of each head that takes part in the total and has no value.
+  explicit Whole(const Problem& p, std::vector<double> sinks = {}) : p_(p), s_(p.shape), sinks_(std::move(sinks)) {}
 
   std::vector<double> probabilities(int64_t b, int64_t h, int64_t i, double* lse) const {
     std::vector<double> out(s_.keys, 0.0);
-    double total = 0;
+    double total = sinks_.empty() ? 0 : std::exp(sinks_[h]);
     for (int64_t j = 0; j < s_.keys; ++j) {
       const bool later = s_.causal && j > i + s_.offset, before = s_.window > 0 && j <= i + s_.offset - s_.window;
       if (later || before) continue;
@@ -172,10 +184,11 @@ class Whole {
     *lse = std::log(total);
     return out;
   }
-  double output(int64_t b, int64_t h, int64_t f, const std::vector<double>& probs) const {
+  double output(int64_t b, int64_t h, int64_t i, int64_t f, const std::vector<double>& probs) const {
     double sum = 0;
     for (int64_t j = 0; j < s_.keys; ++j)
-      sum += probs[j] * p_.at(p_.value, p_.v(nullptr), b, h * s_.kv_heads / s_.heads, j, f);
+      sum += probs[j] * dropout_factor(s_.dropout, b, h, i, j) *
+             p_.at(p_.value, p_.v(nullptr), b, h * s_.kv_heads / s_.heads, j, f);
     return sum;
   }
   double loss() const {
@@ -185,7 +198,7 @@ class Whole {
         for (int64_t i = 0; i < s_.queries; ++i) {
           const std::vector<double> probs = probabilities(b, h, i, &lse);
           for (int64_t f = 0; f < s_.value_size; ++f)
-            sum += output(b, h, f, probs) * p_.at(p_.grad, p_.g(nullptr), b, h, i, f);
+            sum += output(b, h, i, f, probs) * p_.at(p_.grad, p_.g(nullptr), b, h, i, f);
         }
     return sum;
   }
@@ -193,6 +206,7 @@ class Whole {
  private:
   const Problem& p_;
   const AttentionShape& s_;
+  std::vector<double> sinks_;
 };
 
 TEST(AttentionTest, TheReferenceIsASoftmaxAndItsDerivative) {
@@ -215,7 +229,8 @@ TEST(AttentionTest, TheReferenceIsASoftmaxAndItsDerivative) {
         ASSERT_NEAR(state.largest.get(row) + std::log(total), lse, 1e-9) << name(c, s.dtype, "ref") << " row " << row;
       }
       for (int64_t f = 0; f < s.value_size; ++f)
-        ASSERT_NEAR(total > 0 ? state.sum.get(row * s.value_size + f) / total : 0, whole.output(b, h, f, probs), 1e-9)
+        ASSERT_NEAR(total > 0 ? state.sum.get(row * s.value_size + f) / total : 0, whole.output(b, h, i, f, probs),
+                    1e-9)
             << name(c, s.dtype, "ref") << " row " << row;
     }
     Buffer lse(p.wide, p.rows()), row_sum(p.wide, p.rows());
@@ -248,6 +263,73 @@ TEST(AttentionTest, TheReferenceIsASoftmaxAndItsDerivative) {
   }
 }
 
+// The published vectors (Random123's kat_vectors).
+TEST(AttentionTest, PhiloxGivesThePublishedBits) {
+  const auto words = [](PhiloxBits counter, uint64_t seed) {
+    const PhiloxBits bits = philox(counter, seed);
+    return std::vector<uint32_t>(bits.word, bits.word + 4);
+  };
+  EXPECT_EQ(words({{0, 0, 0, 0}}, 0), (std::vector<uint32_t>{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
+  EXPECT_EQ(words({{~0u, ~0u, ~0u, ~0u}}, ~uint64_t{0}),
+            (std::vector<uint32_t>{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}));
+  EXPECT_EQ(words({{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}}, 0x299f31d0a4093822),
+            (std::vector<uint32_t>{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
+}
+
+TEST(AttentionTest, SoManyAreDroppedAndEachByItsOwnNumbers) {
+  const AttentionDropout drop = {77, static_cast<uint32_t>(0.3 * 4294967296.0), static_cast<float>(1 / 0.7), 0, 0, 0};
+  int64_t dropped = 0, like_neighbour = 0, like_head = 0, like_batch = 0;
+  for (uint32_t i = 0; i < 200; ++i)
+    for (uint32_t j = 0; j < 200; ++j) {
+      const float own = dropout_factor(drop, 1, 2, i, j);
+      dropped += own == 0;
+      like_neighbour += own == dropout_factor(drop, 1, 2, i + 1, j);
+      like_head += own == dropout_factor(drop, 1, 3, i, j);
+      like_batch += own == dropout_factor(drop, 2, 2, i, j);
+    }
+  EXPECT_NEAR(dropped / 4e4, 0.3, 0.01);
+  for (int64_t same : {like_neighbour, like_head, like_batch}) EXPECT_NEAR(same / 4e4, 0.7 * 0.7 + 0.3 * 0.3, 0.015);
+  EXPECT_EQ(dropout_factor({}, 1, 2, 3, 4), 1);
+}
+
+TEST(AttentionTest, RowsThatBeginWithASink) {
+  std::vector<Named> tables = isa_attention();
+  tables.push_back({"ref", &ref_attention()});
+  for (const Case& c : kCases) {
+    if (c.queries * c.keys > 5000) continue;
+    for (const Named& isa : tables) {
+      Problem p(c, DType::kF32);
+      const AttentionShape& s = p.shape;
+      std::vector<double> sinks(c.heads);
+      for (int64_t h = 0; h < c.heads; ++h) sinks[h] = 0.75 * h - 0.5;
+      State state(p);
+      for (size_t row = 0; row < p.rows(); ++row) {
+        state.largest.set(row, sinks[row / s.queries % s.heads]), state.total.set(row, 1);
+        for (int64_t f = 0; f < s.value_size; ++f) state.sum.set(row * s.value_size + f, 0);
+      }
+      forward(*isa.kernels, {}, p, state, false);
+      Buffer lse(p.wide, p.rows()), row_sum(p.wide, p.rows());
+      statistics(p, state, lse, row_sum);
+      const Whole whole(p, sinks);
+      double slope = 0;  // of the last head's sink
+      for (int64_t row = 0; row < static_cast<int64_t>(p.rows()); ++row) {
+        const int64_t i = row % s.queries, h = row / s.queries % s.heads, b = row / s.queries / s.heads;
+        double level;
+        const std::vector<double> probs = whole.probabilities(b, h, i, &level);
+        ASSERT_NEAR(lse.get(row), level, 1e-5) << name(c, s.dtype, isa.isa) << " row " << row;
+        for (int64_t f = 0; f < s.value_size; ++f)
+          ASSERT_NEAR(state.sum.get(row * s.value_size + f) / state.total.get(row), whole.output(b, h, i, f, probs),
+                      1e-5)
+              << name(c, s.dtype, isa.isa) << " row " << row;
+        if (h == c.heads - 1) slope -= std::exp(sinks[h] - lse.get(row)) * row_sum.get(row);
+      }
+      std::vector<double> up = sinks, down = sinks;
+      up.back() += 1e-4, down.back() -= 1e-4;
+      ASSERT_NEAR(slope, (Whole(p, up).loss() - Whole(p, down).loss()) / 2e-4, 1e-4) << name(c, s.dtype, isa.isa);
+    }
+  }
+}
+
 TEST(AttentionTest, InstructionSetsEqualTheReference) {
   ThreadPool pool(3);
   for (const Case& c : kCases) {
@@ -273,7 +355,7 @@ TEST(AttentionTest, InstructionSetsEqualTheReference) {
 }
 
 TEST(AttentionTest, ThreadsDoNotChangeTheBits) {
-  const Case c = {1, 4, 2, 700, 401, 40, 40, true, -100};
+  const Case c = {1, 4, 2, 700, 401, 40, 40, true, -100, 0, Looks::kAll, 0, 0.1};
   Problem p(c, DType::kF32);
   const AttentionKernels& kernels = *ds_attention_kernels(kAttentionAbi, "cpu");
   State want(p);
@@ -302,6 +384,7 @@ void in_blocks(Problem& p, const std::vector<int64_t>& stops, const Part& part) 
   for (int64_t stop : stops) {
     p.shape.keys = stop - first;
     p.shape.offset = whole.offset - first;
+    p.shape.dropout.key = whole.dropout.key + static_cast<uint32_t>(first);
     if (p.shape.looks != nullptr) p.shape.looks = whole.looks + first;
     part(first);
     first = stop;

@@ -254,5 +254,33 @@ TEST(SequenceExchange, RefusesWhatDoesNotFit) {
   });
 }
 
+// They would read what nobody has written.
+TEST(SequenceExchange, RanksThatDisagreeHearOfEachOther) {
+  struct Wrong {
+    int64_t batch, tokens, heads, width;
+    std::string text;
+  };
+  for (const Wrong& wrong : {Wrong{2, 5, 4, 3, "[2, 10, 4+4, 3]"}, Wrong{3, 4, 4, 3, "[3, 8, 4+4, 3]"},
+                             Wrong{2, 4, 6, 3, "[2, 8, 6+6, 3]"}, Wrong{2, 4, 4, 1, "[2, 8, 4+4, 1]"}})
+    for (const bool back : {false, true})
+      with_ranks("shm", 2, [&](int rank, const comm::CommunicatorPtr& group) {
+        SequenceExchange exchange(group);
+        const Wrong mine = rank == 0 ? Wrong{2, 4, 4, 3, ""} : wrong;
+        const auto heads = runs_of(mine.heads, 2);
+        const SequenceLayout layout{SequenceCut({mine.tokens, mine.tokens}, {heads, heads}), 1, false};
+        const auto given = [&](int64_t tokens, int64_t count) {
+          const at::Tensor one = at::zeros({mine.batch, tokens, count, mine.width});
+          return std::vector<at::Tensor>{one, one};
+        };
+        const std::string told = error_of([&] {
+          auto made = back ? exchange.start_to_sequence(given(2 * mine.tokens, mine.heads / 2), layout, false)
+                           : exchange.start_to_heads(given(mine.tokens, mine.heads), layout, false);
+          made.work->wait();
+        });
+        EXPECT_NE(told.find("sequence [2, 8, 4+4, 3]"), std::string::npos) << rank << told;
+        EXPECT_NE(told.find("sequence " + wrong.text), std::string::npos) << rank << told;
+      });
+}
+
 }  // namespace
 }  // namespace ds::parallel
