@@ -5,12 +5,13 @@
 A causal language model (Llama's blocks: RMSNorm, rotary positions, grouped queries, SwiGLU) takes training steps,
 forward, backward and AdamW, on the same sequences by turns, in blocks:
 
-``plain``: one process with as many threads as ranks, torch alone; ``ours``: an engine, DistributedAttention, one thread
-a rank; ``gloo``: the same model under DistributedDataParallel, with tokens exchanged for heads by torch's
-all_to_all_single over gloo, as one writes it, one thread a rank; ``floor``: forward and backward of a rank's share, with
-the attention of its heads, without any exchange, reduction or update: what no rank can go below. A shape is rows x
-tokens. Attention is scaled_dot_product_attention where torch has it, else two products. Losses are compared before
-anything is timed.
+``plain``: one process with as many threads as ranks, torch alone; ``ours``: an engine, DistributedAttention, one
+thread a rank; ``gloo``: the same model under DistributedDataParallel, with tokens exchanged for heads by torch's
+all_to_all_single over gloo, as one writes it, one thread a rank; ``floor``: forward and backward of a share of a rank,
+with the attention of its heads, without exchange, reduction or update: what no rank can go below. A shape is rows x
+tokens. With ``--dtype bf16`` the engine keeps fp32 masters, the others are as torch makes them of ``model.bfloat16()``.
+Attention is scaled_dot_product_attention where torch has it, else two products. Losses are compared before anything is
+timed.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import time
 from common import ranks
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-TOLERANCE = 2e-3  # of losses after some steps, between contenders
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3}  # of losses after some steps, between contenders
 
 
 def parse_arguments():
@@ -33,6 +34,7 @@ def parse_arguments():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--shapes", default="1x4096,8x512", help="rows x tokens of the whole sequence, by commas")
     parser.add_argument("--stage", type=int, default=1, help="of ZeRO, in ours")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
@@ -46,7 +48,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-NAMES = ("ranks", "shapes", "stage", "hidden", "layers", "heads", "kv-heads", "vocabulary", "rounds", "block")
+NAMES = ("ranks", "shapes", "stage", "dtype", "hidden", "layers", "heads", "kv-heads", "vocabulary", "rounds", "block")
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
@@ -95,17 +97,17 @@ def model_of(torch, args):
             """``tokens`` from number ``first`` of their sequence on. The mean over these labels."""
             x, places = self.words(tokens), torch.arange(first, first + tokens.shape[1])
             angles = torch.outer(places, 1e4 ** -(torch.arange(0, size, 2) / size))
-            turns = (angles.cos().repeat(1, 2)[:, None], angles.sin().repeat(1, 2)[:, None])
+            turns = [angles.cos().repeat(1, 2)[:, None].to(x.dtype), angles.sin().repeat(1, 2)[:, None].to(x.dtype)]
             for block in self.blocks:
                 x = block(x, turns, attend)
-            return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+            return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())
 
     def turned(x, cos, sin):
         one, other = x.chunk(2, -1)
         return x * cos + torch.cat((-other, one), -1) * sin
 
     torch.manual_seed(0)
-    return Model()
+    return Model().to(torch.bfloat16 if args.dtype == "bf16" else torch.float32)
 
 
 def attention(torch):
@@ -180,7 +182,7 @@ def plain(args):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        print(json.dumps([time.perf_counter() - start, float(loss)]), flush=True)
+        print(json.dumps([time.perf_counter() - start, loss.item()]), flush=True)
 
 
 class Plain:
@@ -255,6 +257,7 @@ def work(args):
             "sequence_parallel_size": world,
             "zero_optimization": {"stage": args.stage},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 1e-2}},
+            "bf16": {"enabled": args.dtype == "bf16"},
             "steps_per_print": 10**9,
         }
         engine = deepspeed.initialize(model=model_of(torch, args), config=config)[0]
@@ -310,7 +313,7 @@ def work(args):
         losses = {name: one.run(shape, 3)[1] for name, one in contenders.items()}
         if rank == 0:
             for name in ("ours", "gloo"):
-                if abs(losses[name] / losses["plain"] - 1) > TOLERANCE:
+                if abs(losses[name] / losses["plain"] - 1) > TOLERANCE[args.dtype]:
                     raise SystemExit(f"{shape}: {name} has the loss {losses[name]}, one process {losses['plain']}")
         times = {name: [] for name in order}
         for turn in range(args.rounds):
@@ -332,7 +335,12 @@ def work(args):
     if rank == 0:
         figures["setting"] = {name: getattr(args, name.replace("-", "_")) for name in NAMES}
         machine.write_json(
-            args.json, "sequence_step", figures, threads_per_rank=1, threads_of_plain=world, blas=machine.blas_libraries()
+            args.json,
+            "sequence_step",
+            figures,
+            threads_per_rank=1,
+            threads_of_plain=world,
+            blas=machine.blas_libraries(),
         )
     torch.distributed.barrier()
 

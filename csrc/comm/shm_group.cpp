@@ -16,8 +16,8 @@ constexpr size_t kSlotBytes = 512 * 1024;
 constexpr size_t kBlockBytes = kSlotBytes / 2;
 // Below this everybody reduces everything, which saves a barrier.
 constexpr size_t kSmallBytes = 8 * 1024;
-// Results of an exchange that no second cache holds anyway.
-constexpr size_t kPastCaches = 2 * 1024 * 1024;
+// Results of an exchange that caches would lose before they are read; smaller ones are slower past them.
+constexpr size_t kPastCaches = 12 * 1024 * 1024;
 
 size_t element_size(c10::ScalarType type) { return c10::elementSize(type); }
 
