@@ -1,24 +1,22 @@
 """The exchange of tokens for heads between ranks of one host, against what it could be made of, in one run.
 
-    python benchmarks/python/sequence_exchange.py [--ranks 2,4] [--sizes 4K,64K,1M,16M,64M,256M] [--json FILE]
+    python benchmarks/python/sequence_exchange.py [--ranks 2,4,8] [--sizes 4K,64K,1M,4M,16M,64M,256M] [--json FILE]
 
 Sizes are the bytes of queries, keys and values of one rank together. Contenders take turns, in blocks:
 ``exchange``: deepspeed's, from [batch, sequence, heads, size]; ``packed``: copies into one buffer, all_to_all_single of
 deepspeed.comm, and ``torch.cat``; ``gloo``: as packed, with torch's all_to_all_single. Beside them, with buffers that
 are there: ``all_to_all`` of flat tensors, ``all_gather`` of as many bytes (which reads one part for all), both of
 deepspeed.comm, and ``copy``: as many bytes read and written by each rank for itself, all at the same time. Each is
-checked before it is timed.
+checked before it is timed. ``copied``: the ratio of exchange to all_gather counted in bytes that are copied, the limit
+where ranks outnumber cores: an exchange copies (2 n - 1) / n of its bytes, an all_gather (n + 1) / n of them. A rank
+of the largest size takes about 2 GB.
 """
 
 import argparse
-import json
-import os
-import socket
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
+
+from common import ranks
 
 HEADS, WIDTH = 16, 64
 
@@ -26,10 +24,10 @@ HEADS, WIDTH = 16, 64
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2")
-    parser.add_argument("--sizes", default="4K,64K,1M,16M,64M,256M")
+    parser.add_argument("--sizes", default="4K,64K,1M,4M,16M,64M,256M")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--worker", metavar="OUT", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -53,6 +51,7 @@ def work(args):
     import torch.distributed as dist
 
     import deepspeed
+    from common import machine
     from deepspeed import comm
     from deepspeed.sequence import exchange
     from deepspeed.sequence.heads import shares
@@ -61,13 +60,13 @@ def work(args):
     deepspeed.log.logger.setLevel("WARNING")
     deepspeed.init_distributed("gloo")
     rank, world = comm.get_rank(), comm.get_world_size()
-    group, runs, found = comm.get_world_group(), [shares(HEADS, world)] * 3, []
+    group, runs, found = comm.get_world_group(), [shares(HEADS, world)] * 3, {}
     for size in map(bytes_of, args.sizes.split(",")):
         length = max(1, size // (3 * HEADS * WIDTH * 4))
         tensors = [torch.randn(1, length, HEADS, WIDTH) for _ in range(3)]
         mine = torch.cat([x.reshape(-1) for x in tensors])[: length * 3 * HEADS * WIDTH // world]
         every = torch.empty(mine.numel() * world)
-        one, other = torch.ones(every.numel()), torch.ones(every.numel())
+        one, other = torch.ones(every.numel()), every
         contenders = {
             "exchange": lambda t=tensors: exchange.to_heads(t, runs, group, 0),
             "packed": lambda t=tensors: packed(torch, comm.all_to_all_single, t, world),
@@ -94,13 +93,16 @@ def work(args):
             for name in times
             if name != "exchange"
         }
-        found.append({"bytes": size, "ranks": world, "ms": row, "exchange_over": ratio})
+        copied = (2 * world - 1) / (world + 1)
+        found[f"{size >> 10} KB"] = {"ms": row, "exchange_over": ratio, "copied": copied}
         if rank == 0:
-            print(f"{world} ranks {size >> 10:7d} KB  " + "  ".join(f"{n} {ms:9.3f} ms" for n, ms in row.items())
-                  + "   exchange / all_gather " + f"{ratio['all_gather']:.2f}", flush=True)  # fmt: skip
+            each = "  ".join(f"{name} {ms:9.3f} ms" for name, ms in row.items())
+            against = f"exchange / all_gather {ratio['all_gather']:.2f}, copied {copied:.2f}"
+            each = "  ".join(f"{name} {ms:9.3f} ms" for name, ms in row.items())
+            against = f"exchange / all_gather {ratio['all_gather']:.2f}, copied {copied:.2f}"
+            print(f"{world} ranks {size >> 10:7d} KB  {each}   {against}", flush=True)
     if rank == 0:
-        with open(args.worker, "w", encoding="utf-8") as file:
-            json.dump(found, file)
+        machine.write_json(args.json, "sequence_exchange", found, ranks=world)
     comm.barrier()
     comm.destroy_process_group()
 
@@ -109,31 +111,12 @@ def main():
     args = parse_arguments()
     if args.worker:
         return work(args)
-    found = []
-    for ranks in map(int, args.ranks.split(",")):
-        with tempfile.TemporaryDirectory() as folder:
-            out = os.path.join(folder, "out")
-            environment = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-            environment["MASTER_PORT"] = str(free_port())
-            arguments = [sys.executable, os.path.abspath(__file__), "--sizes", args.sizes, "--worker", out]
-            arguments += ["--rounds", str(args.rounds)]
-            processes = [
-                subprocess.Popen(arguments, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-                for rank in range(ranks)
-            ]
-            if any([process.wait() for process in processes]):
-                raise SystemExit("a rank has failed")
-            with open(out, encoding="utf-8") as file:
-                found += json.load(file)
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(found, file, indent=1)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    found = None
+    for count in map(int, args.ranks.split(",")):
+        one = ranks.measure(__file__, args, ("sizes", "rounds"), count)
+        found = found or {**one, "figures": {}}
+        found["figures"][f"{count} ranks"] = one["figures"]
+    ranks.show(found, args.json)
 
 
 if __name__ == "__main__":

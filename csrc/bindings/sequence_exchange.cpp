@@ -18,12 +18,19 @@ namespace {
 using parallel::SequenceExchange;
 using parallel::SequenceLayout;
 using HeadRuns = std::vector<std::vector<plan::HeadRun>>;
+using TensorsOfRanks = std::vector<std::vector<at::Tensor>>;
 using StartedExchange = std::pair<std::vector<at::Tensor>, comm::WorkPtr>;
 
 parallel::SequenceLayoutPtr sequence_layout(std::vector<int64_t> tokens, HeadRuns heads, int64_t sequence_dim,
                                             bool heads_first) {
   return std::make_shared<SequenceLayout>(
       SequenceLayout{plan::SequenceCut(std::move(tokens), std::move(heads)), sequence_dim, heads_first});
+}
+
+comm::StridedParts::Views views_of(const TensorsOfRanks& tensors) {
+  comm::StridedParts::Views views;
+  for (const auto& of_rank : tensors) views.emplace_back(of_rank.begin(), of_rank.end());
+  return views;
 }
 
 }  // namespace
@@ -74,7 +81,12 @@ DS_BINDINGS(m) {
           },
           py::arg("wholes"), py::arg("tokens"), py::arg("heads"), py::arg("sequence_dim"), Unlocked())
       // give, take: lists of tensors for each rank.
-      .def("start_views", &SequenceExchange::start_views, py::arg("give"), py::arg("take"), Unlocked())
+      .def(
+          "start_views",
+          [](SequenceExchange& self, const TensorsOfRanks& give, const TensorsOfRanks& take) {
+            return self.start_views(views_of(give), views_of(take));
+          },
+          py::arg("give"), py::arg("take"), Unlocked())
       // For the log of operations: it sees exchanges, and nothing else of what goes over the communicator.
       .def_property_readonly("communicator",
                              [](const SequenceExchange& self) {

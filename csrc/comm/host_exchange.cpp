@@ -17,17 +17,17 @@ using Views = StridedParts::Views;
 
 Views views_of(const at::Tensor& whole, const std::vector<int64_t>& counts, int n) {
   Views views;
-  for (at::Tensor& part : parts_of(whole, counts, n)) views.push_back({std::move(part)});
+  for (const at::Tensor& part : parts_of(whole, counts, n)) views.push_back({part});
   return views;
 }
 
-int64_t elements_in(const std::vector<at::Tensor>& views) {
+int64_t elements_in(const std::vector<StridedView>& views) {
   int64_t numel = 0;
-  for (const at::Tensor& view : views) numel += view.numel();
+  for (const StridedView& view : views) numel += view.numel();
   return numel;
 }
 
-void append(std::vector<at::Tensor>& to, const std::vector<at::Tensor>& views) {
+void append(std::vector<StridedView>& to, const std::vector<StridedView>& views) {
   to.insert(to.end(), views.begin(), views.end());
 }
 

@@ -52,7 +52,11 @@ bool fingerprints_wanted() {
 struct ShmChannel::Line {
   alignas(64) std::atomic<uint32_t> met;  // barriers that this rank has gone into
   alignas(64) std::atomic<uint32_t> sleepers;
-  std::atomic<uint32_t> closed, failed;
+  std::atomic<uint32_t> closed, failed, crowded;
+  // Of rank 0: goings into barriers, of all ranks together; barriers that all have gone into, and who sleeps on that.
+  alignas(64) std::atomic<uint32_t> arrivals;
+  alignas(64) std::atomic<uint32_t> round;
+  std::atomic<uint32_t> round_sleepers;
   std::atomic<int64_t> entered;
   alignas(64) Record records[2];
   char why[1024];
@@ -73,6 +77,7 @@ ShmChannel::ShmChannel(int rank, std::shared_ptr<SharedSegments> segments, std::
       overdue_(segments_->size()) {
   static_assert(sizeof(Line) <= 4096 && std::atomic<uint32_t>::is_always_lock_free);
   new (line(rank_)) Line();
+  line(rank_)->crowded = segments_->size() > usable_cores() ? 1 : 0;
   if (watch_) watch_->add(board_);
 }
 
@@ -81,6 +86,7 @@ ShmChannel::~ShmChannel() {
   board_->close();
   line(rank_)->closed = 1;
   wake_all(line(rank_)->met);
+  wake_all(line(0)->round);
 }
 
 ShmChannel::Line* ShmChannel::line(int rank) const { return static_cast<Line*>(segments_->data(rank)); }
@@ -124,36 +130,70 @@ void ShmChannel::note_arrivals() {
 }
 
 void ShmChannel::barrier() {
-  ++met_;
+  if (met_++ == 0)  // by now all have made their lines
+    for (int rank = 0; rank < segments_->size(); ++rank) crowded_ = crowded_ || line(rank)->crowded.load() != 0;
   Line* mine = line(rank_);
   mine->met.store(met_, std::memory_order_seq_cst);
+  if (crowded_) return wait_for_last(met_);
   if (mine->sleepers.load(std::memory_order_seq_cst) != 0) wake_all(mine->met);
   for (int step = 1; step < segments_->size(); ++step) wait_for((rank_ + step) % segments_->size(), met_);
 }
 
+bool ShmChannel::is_here(int rank, uint32_t count) const {
+  return static_cast<int32_t>(line(rank)->met.load(std::memory_order_acquire) - count) >= 0;
+}
+
 void ShmChannel::wait_for(int rank, uint32_t count) {
-  Line* theirs = line(rank);
-  const auto here = [&] { return static_cast<int32_t>(theirs->met.load(std::memory_order_acquire) - count) >= 0; };
   for (int spin = 0; spin < spins_; ++spin) {
-    if (here()) return;
+    if (is_here(rank, count)) return;
     pause_briefly();
   }
+  Line* theirs = line(rank);
   const Clock::time_point since = Clock::now();
-  while (!here()) {
+  while (!is_here(rank, count)) {
     theirs->sleepers.fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = theirs->met.load(std::memory_order_seq_cst);
     if (static_cast<int32_t>(seen - count) < 0) sleep_on(theirs->met, seen);
     theirs->sleepers.fetch_sub(1, std::memory_order_seq_cst);
-    if (here()) break;
-    look_after(rank, since, waiting_in());
-    if (rank_ == 0 && !overdue_[rank] && Clock::now() - since > kWorthALine) {
-      overdue_[rank] = true;
-      board_->warn(board_->called(rank) + " lets the others wait in " + waiting_in() + ", for " +
-                   std::to_string(kWorthALine.count()) + " s now; after " +
-                   std::to_string(timeout_.load().count() / 1000) +
-                   " s of waiting (comm.timeout, DS_COMM_TIMEOUT_S) the ranks give up. This is said once.");
+    if (!is_here(rank, count)) still_missing(rank, since);
+  }
+}
+
+// Nobody goes into barrier `count` + 1 before all have gone into `count`: so the arrivals say who is the last.
+void ShmChannel::wait_for_last(uint32_t count) {
+  Line* shared = line(0);
+  const auto ranks = static_cast<uint32_t>(segments_->size());
+  if (shared->arrivals.fetch_add(1, std::memory_order_acq_rel) + 1 == count * ranks) {
+    shared->round.store(count, std::memory_order_seq_cst);
+    if (shared->round_sleepers.load(std::memory_order_seq_cst) != 0) wake_all(shared->round);
+    return;
+  }
+  const auto over = [&](uint32_t seen) { return static_cast<int32_t>(seen - count) >= 0; };
+  for (int spin = 0; spin < spins_; ++spin) {
+    if (over(shared->round.load(std::memory_order_acquire))) return;
+    pause_briefly();
+  }
+  const Clock::time_point since = Clock::now();
+  while (!over(shared->round.load(std::memory_order_acquire))) {
+    shared->round_sleepers.fetch_add(1, std::memory_order_seq_cst);
+    const uint32_t seen = shared->round.load(std::memory_order_seq_cst);
+    if (!over(seen)) sleep_on(shared->round, seen);
+    shared->round_sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    for (int step = 1; step < segments_->size() && !over(shared->round.load(std::memory_order_acquire)); ++step) {
+      const int rank = (rank_ + step) % segments_->size();
+      if (!is_here(rank, count)) still_missing(rank, since);
     }
   }
+}
+
+// Looks after a rank that others have waited for.
+void ShmChannel::still_missing(int rank, Clock::time_point since) {
+  look_after(rank, since, waiting_in());
+  if (rank_ != 0 || overdue_[rank] || Clock::now() - since <= kWorthALine) return;
+  overdue_[rank] = true;
+  board_->warn(board_->called(rank) + " lets the others wait in " + waiting_in() + ", for " +
+               std::to_string(kWorthALine.count()) + " s now; after " + std::to_string(timeout_.load().count() / 1000) +
+               " s of waiting (comm.timeout, DS_COMM_TIMEOUT_S) the ranks give up. This is said once.");
 }
 
 std::string ShmChannel::waiting_in() const {
@@ -181,6 +221,7 @@ void ShmChannel::stop(const std::string& why) noexcept {
   std::strncpy(mine->why, why.c_str(), sizeof(mine->why) - 1);
   mine->failed.store(1, std::memory_order_release);
   wake_all(mine->met);
+  wake_all(line(0)->round);
 }
 
 void ShmChannel::give_up(const std::string& why) {

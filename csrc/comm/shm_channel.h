@@ -5,6 +5,10 @@
 // for some microseconds where every rank has a core of its own, then sleep on a futex. A sleeper looks up several times
 // a second for ranks that have died, failed or are overdue, so that nobody waits for ever and the message has a name.
 //
+// Where ranks outnumber the cores of one of them, waiting for one rank after the other would wake each as often as
+// there are others. There they also count arrivals in rank 0's segment, and who comes last wakes all: one sleep for
+// each rank and barrier.
+//
 // [Note: records]
 // Before the first barrier of a collective a rank writes down what it calls; behind the barrier it compares that with
 // what the others wrote. Two records in turn are enough: a rank can write record k + 2 only after it has passed a
@@ -51,7 +55,10 @@ class ShmChannel {
  private:
   struct Line;
   Line* line(int rank) const;
+  bool is_here(int rank, uint32_t count) const;
   void wait_for(int rank, uint32_t count);
+  void wait_for_last(uint32_t count);
+  void still_missing(int rank, std::chrono::steady_clock::time_point since);
   std::string waiting_in() const;
   void note_arrivals();
 
@@ -62,6 +69,7 @@ class ShmChannel {
   std::atomic<std::chrono::milliseconds> timeout_;
   const bool checks_;  // DS_COMM_FINGERPRINTS=0: no comparison and no flight record, to measure what they cost
   int spins_;
+  bool crowded_ = false;  // on some rank ranks outnumber cores; known in the first barrier
   uint32_t met_ = 0;
   std::atomic<int64_t> entered_{0};
   std::atomic<bool> giving_up_{false};

@@ -16,6 +16,8 @@ constexpr size_t kSlotBytes = 512 * 1024;
 constexpr size_t kBlockBytes = kSlotBytes / 2;
 // Below this everybody reduces everything, which saves a barrier.
 constexpr size_t kSmallBytes = 8 * 1024;
+// Results of an exchange that caches would lose before they are read; smaller ones are slower past them.
+constexpr size_t kPastCaches = 12 * 1024 * 1024;
 
 size_t element_size(c10::ScalarType type) { return c10::elementSize(type); }
 
@@ -213,8 +215,8 @@ void ShmGroup::reduce_scatter(void* out, const Rows& in, size_t numel, c10::Scal
   channel_.leave();
 }
 
-void ShmGroup::exchange(const std::vector<int64_t>& take, const std::vector<int64_t>& give, c10::ScalarType type,
-                        const std::string& tag, const Write& write, const Read& read, const Keep& keep) {
+void ShmGroup::exchange(const RowsOfRanks& rows, const std::vector<int64_t>& take, const std::vector<int64_t>& give,
+                        c10::ScalarType type, const std::string& tag) {
   Record call = call_of("all_to_all", 0, type, tag);
   call.own = 1;
   for (int64_t count : give) call.numel += count;
@@ -227,50 +229,49 @@ void ShmGroup::exchange(const std::vector<int64_t>& take, const std::vector<int6
   };
   const auto part = [&](const std::vector<int64_t>& counts, int r, size_t done) {
     const auto count = static_cast<size_t>(counts[r]);
-    return done >= count ? 0 : std::min(most, count - done);
+    return done >= count ? 0 : std::min(most, count - done) * width;
   };
+  const bool past_caches = rows.bytes_taken() >= kPastCaches;
+  const std::vector<RowsInSlot> none;
+  std::vector<RowsInSlot> slots;
   size_t done = 0, longest = 0;
   do {
     turn_ ^= 1;
+    slots.clear();
     for (int step = 1; step < size_; ++step) {
       const int r = (rank_ + step) % size_;
-      const size_t m = part(give, r, done);
-      if (m) write(r, done * width, m * width, lane(rank_, r));
+      if (const size_t m = part(give, r, done)) slots.push_back({r, done * width, m, lane(rank_, r)});
     }
-    if (const size_t m = std::min(part(give, rank_, done), part(take, rank_, done))) keep(done * width, m * width);
+    give_rows(rows, slots, rank_, done * width, std::min(part(give, rank_, done), part(take, rank_, done)),
+              past_caches);
     next_step(done == 0, call);
     if (done == 0)
       for (int r = 0; r < size_; ++r) longest = std::max(longest, static_cast<size_t>(channel_.record_of(r).longest));
     for (int step = 1; step < size_; ++step) {
       const int r = (rank_ + step) % size_;
-      const size_t m = part(take, r, done);
-      if (m) read(r, done * width, m * width, lane(r, rank_));
+      if (const size_t m = part(take, r, done)) take_rows(rows, {r, done * width, m, lane(r, rank_)}, past_caches);
     }
     done += most;
   } while (done < longest);
   const auto own = static_cast<size_t>(std::min(give[rank_], take[rank_]));
-  if (own > done) keep(done * width, (own - done) * width);
+  if (own > done) give_rows(rows, none, rank_, done * width, (own - done) * width, past_caches);
+  if (past_caches) finish_stores();
+  channel_.leave();
 }
 
 void ShmGroup::all_to_all(const Rows& out, const std::vector<int64_t>& take, const Rows& in,
                           const std::vector<int64_t>& give, c10::ScalarType type, const std::string& tag) {
-  exchange(
-      take, give, type, tag,
-      [&](int r, size_t begin, size_t bytes, char* slot) { std::memcpy(slot, in[r] + begin, bytes); },
-      [&](int r, size_t begin, size_t bytes, const char* slot) { std::memcpy(out[r] + begin, slot, bytes); },
-      [&](size_t begin, size_t bytes) {
-        if (out[rank_] != in[rank_]) std::memmove(out[rank_] + begin, in[rank_] + begin, bytes);
-      });
-  channel_.leave();
+  RowsOfRanks rows{std::vector<c10::SmallVector<StridedRows, 3>>(size_),
+                   std::vector<c10::SmallVector<StridedRows, 3>>(size_)};
+  for (int r = 0; r < size_; ++r) {
+    rows.give[r].emplace_back(in[r], static_cast<size_t>(give[r]) * element_size(type));
+    rows.take[r].emplace_back(out[r], static_cast<size_t>(take[r]) * element_size(type));
+  }
+  exchange(rows, take, give, type, tag);
 }
 
 void ShmGroup::all_to_all(const StridedParts& parts, c10::ScalarType type, const std::string& tag) {
-  exchange(
-      parts.take_counts(), parts.give_counts(), type, tag,
-      [&](int r, size_t begin, size_t bytes, char* slot) { parts.read(r, begin, bytes, slot); },
-      [&](int r, size_t begin, size_t bytes, const char* slot) { parts.write(r, begin, bytes, slot); },
-      [&](size_t begin, size_t bytes) { parts.keep(rank_, begin, bytes); });
-  channel_.leave();
+  exchange(parts.rows(), parts.take_counts(), parts.give_counts(), type, tag);
 }
 
 void ShmGroup::gather(const Rows& out, const void* mine, size_t numel, c10::ScalarType type, int root,

@@ -63,13 +63,8 @@ class ShmGroup {
   ShmGroup(int rank, int size, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds timeout,
            const GroupFacts& facts);
 
-  // Bytes of what goes to rank r, or has come from it, from `begin` on, into or out of a slot. Of this rank itself:
-  // keep(begin, bytes), beside what it writes for others, since that lies near it.
-  using Write = std::function<void(int r, size_t begin, size_t bytes, char* slot)>;
-  using Read = std::function<void(int r, size_t begin, size_t bytes, const char* slot)>;
-  using Keep = std::function<void(size_t begin, size_t bytes)>;
-  void exchange(const std::vector<int64_t>& take, const std::vector<int64_t>& give, c10::ScalarType type,
-                const std::string& tag, const Write& write, const Read& read, const Keep& keep);
+  void exchange(const RowsOfRanks& rows, const std::vector<int64_t>& take, const std::vector<int64_t>& give,
+                c10::ScalarType type, const std::string& tag);
   void all_reduce_in_shares(void* data, size_t numel, c10::ScalarType type, ReduceOp op, const Record& call);
   char* slot(int rank, int turn) const;
   char* slot(int rank) const { return slot(rank, turn_); }  // of the step in hand

@@ -39,15 +39,15 @@ std::vector<int64_t> order_of(int64_t dims, const SequenceLayout& layout) {
   return order;
 }
 
-at::Tensor box_of(const at::Tensor& tensor, const SequenceBox& box, const SequenceLayout& layout) {
-  std::vector<int64_t> sizes, strides;  // one call of torch: there are many boxes
-  for (const int64_t dim : order_of(tensor.dim(), layout)) {
-    sizes.push_back(dim == layout.sequence_dim ? box.tokens : dim == kHeads ? box.heads : tensor.size(dim));
+comm::StridedView box_of(const at::Tensor& tensor, const SequenceBox& box, const std::vector<int64_t>& order,
+                         int64_t sequence_dim) {
+  c10::SmallVector<int64_t, 5> sizes, strides;
+  for (const int64_t dim : order) {
+    sizes.push_back(dim == sequence_dim ? box.tokens : dim == kHeads ? box.heads : tensor.size(dim));
     strides.push_back(tensor.stride(dim));
   }
-  return tensor.as_strided(
-      sizes, strides,
-      tensor.storage_offset() + box.token * tensor.stride(layout.sequence_dim) + box.head * tensor.stride(kHeads));
+  return {tensor, std::move(sizes), std::move(strides),
+          tensor.storage_offset() + box.token * tensor.stride(sequence_dim) + box.head * tensor.stride(kHeads)};
 }
 
 std::vector<int64_t> sizes_with(const at::Tensor& like, const SequenceLayout& layout, int64_t tokens, int64_t heads) {
@@ -171,11 +171,13 @@ Exchanged SequenceExchange::start_to_heads(const std::vector<at::Tensor>& parts,
     made.tensors.push_back(memory_->take(sizes_with(parts[i], layout, layout.cut.length(), layout.cut.heads(i, me)),
                                          order_of(parts[i].dim(), layout), parts[i].options()));
   StridedParts::Views give(ranks), take(ranks);
-  for (int rank = 0; rank < ranks; ++rank)
-    for (size_t i = 0; i < parts.size(); ++i) {
-      give[rank].push_back(box_of(parts[i], layout.cut.in_part(i, me, rank), layout));
-      take[rank].push_back(box_of(made.tensors[i], layout.cut.in_whole(i, rank, me), layout));
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const std::vector<int64_t> order = order_of(parts[i].dim(), layout);
+    for (int rank = 0; rank < ranks; ++rank) {
+      give[rank].push_back(box_of(parts[i], layout.cut.in_part(i, me, rank), order, layout.sequence_dim));
+      take[rank].push_back(box_of(made.tensors[i], layout.cut.in_whole(i, rank, me), order, layout.sequence_dim));
     }
+  }
   made.work = start(std::move(give), std::move(take), detached, facts);
   return made;
 }
@@ -198,14 +200,17 @@ Exchanged SequenceExchange::start_to_sequence(const std::vector<at::Tensor>& who
   }
   StridedParts::Views give(ranks), take(ranks);
   bool copied = false;
-  for (int rank = 0; rank < ranks; ++rank)
-    for (size_t i = 0; i < wholes.size(); ++i) {
-      const bool stacked = layout.cut.copied(i);
-      copied = copied || stacked;
-      give[rank].push_back(box_of(wholes[i], layout.cut.in_whole(i, rank, me), layout));
-      take[rank].push_back(
-          box_of(received[i], stacked ? layout.cut.in_stack(i, me, rank) : layout.cut.in_part(i, me, rank), layout));
+  for (size_t i = 0; i < wholes.size(); ++i) {
+    const bool stacked = layout.cut.copied(i);
+    copied = copied || stacked;
+    const std::vector<int64_t> order = order_of(wholes[i].dim(), layout);
+    for (int rank = 0; rank < ranks; ++rank) {
+      give[rank].push_back(box_of(wholes[i], layout.cut.in_whole(i, rank, me), order, layout.sequence_dim));
+      take[rank].push_back(box_of(received[i],
+                                  stacked ? layout.cut.in_stack(i, me, rank) : layout.cut.in_part(i, me, rank), order,
+                                  layout.sequence_dim));
     }
+  }
   made.work = start(std::move(give), std::move(take), detached, facts);
   if (copied)
     made.work = std::make_shared<comm::JoinedWork>(std::vector<comm::WorkPtr>{made.work},

@@ -5,6 +5,8 @@
 #include <ATen/TensorOperators.h>
 #include <dirent.h>
 #include <gtest/gtest.h>
+#include <sched.h>
+#include <sys/resource.h>
 
 #include <cstdlib>
 #include <filesystem>
@@ -232,6 +234,33 @@ class TraceFolder {
  private:
   std::string path_;
 };
+
+TEST(ShmGroup, WhereRanksOutnumberCoresEachSleepsOnceInABarrier) {
+  constexpr int kRanks = 6, kBarriers = 300;
+  cpu_set_t one, before;
+  ASSERT_EQ(sched_getaffinity(0, sizeof(before), &before), 0);
+  CPU_ZERO(&one);
+  for (int core = 0; core < CPU_SETSIZE && CPU_COUNT(&one) == 0; ++core)
+    if (CPU_ISSET(core, &before)) CPU_SET(core, &one);
+  ASSERT_EQ(sched_setaffinity(0, sizeof(one), &one), 0);  // threads inherit it
+  std::atomic<int64_t> sleeps{0};
+  on_ranks(kRanks, [&](int rank, std::unique_ptr<ShmGroup> group) {
+    const auto slept = [] {
+      rusage used{};
+      getrusage(RUSAGE_THREAD, &used);
+      return static_cast<int64_t>(used.ru_nvcsw);
+    };
+    group->barrier();
+    const int64_t first = slept();
+    for (int i = 0; i < kBarriers; ++i) group->barrier();
+    sleeps += slept() - first;
+    auto value = static_cast<float>(rank);
+    group->all_reduce(&value, 1, at::kFloat, ReduceOp::kSum);
+    EXPECT_EQ(value, kRanks * (kRanks - 1) / 2.0f);
+  });
+  sched_setaffinity(0, sizeof(before), &before);
+  EXPECT_LE(sleeps, (kRanks - 1) * kBarriers * 11 / 10);  // waiting for one after the other: a third more
+}
 
 TEST(ShmGroup, DifferentCallsAreNamedOnEveryRank) {
   const TraceFolder traces;

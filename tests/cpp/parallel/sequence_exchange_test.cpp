@@ -196,13 +196,13 @@ TEST(SequenceExchange, RowsAcrossSlots) {
   }
 }
 
-// Many slots of shared memory, in rows that begin anywhere in a line.
+// Many slots of shared memory, in rows that begin anywhere in a line, past the caches.
 TEST(SequenceExchange, LargeResultsUseTheirMemoryAgain) {
-  const at::Tensor whole = at::arange(4095 * 8 * 131, at::kFloat).view({1, 4095, 8, 131});
-  const SequenceLayout layout{SequenceCut({2048, 2047}, {runs_of(8, 2)}), 1, false};
+  const at::Tensor whole = at::arange(6143 * 8 * 131, at::kFloat).view({1, 6143, 8, 131});  // 12.9 MB of each rank
+  const SequenceLayout layout{SequenceCut({3072, 3071}, {runs_of(8, 2)}), 1, false};
   with_ranks("shm", 2, [&](int rank, const comm::CommunicatorPtr& group) {
     const auto exchange = std::make_shared<SequenceExchange>(group);
-    const at::Tensor part = whole.narrow(1, 2048 * rank, 2048 - rank);
+    const at::Tensor part = whole.narrow(1, 3072 * rank, 3072 - rank);
     const auto run = [&] {
       auto made = exchange->start_to_heads({part}, layout, false);
       made.work->wait();
