@@ -23,6 +23,7 @@ def status(key):
 
 def measured(step):
     """Bytes of this process beyond what it had before two steps, at the most."""
+    made_here().stores.clear()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before = status("VmRSS")
@@ -34,12 +35,14 @@ def measured(step):
 
 
 def body_peaks(rank, world, cases, folder):
+    """Of each case ``(predicted, measured)``; a case with ``memory`` instead of a length: of the longest that fits, of
+    a tenth more, and what ``memory`` leaves to a step."""
     libc = ctypes.CDLL(None)
     libc.mallopt(MAPPED, 1 << 13)  # what is freed goes at once
     libc.mallopt(TRIMMED, 1 << 13)
     deepspeed.log.logger.setLevel("WARNING")
     found = []
-    for heads, layers, vocabulary, recompute, stage, section, length in cases:
+    for heads, layers, vocabulary, recompute, stage, section, length, *memory in cases:
         section = {**section, "size": world, **({"folder": folder} if section.get("offload") == "file" else {})}
         config = {
             "train_micro_batch_size_per_gpu": 1,
@@ -52,7 +55,10 @@ def body_peaks(rank, world, cases, folder):
             model = toy_transformers.ToyForCausalLM(heads, heads, **shape)
             if recompute:
                 model.gradient_checkpointing_enable()
-            peak = _Setup(model, config, world, None, None).curve().peak(length)  # as explain does
+            curve = _Setup(model, config, world, None, None).curve()  # as explain does
+            lengths = [length]
+            if memory:
+                lengths = [int(curve.longest(memory[0]) * share) // (2 * world) * 2 * world for share in (1, 1.1)]
             engine = deepspeed.initialize(model=model.train(), config=config)[0]
 
             def step(length):
@@ -61,7 +67,8 @@ def body_peaks(rank, world, cases, folder):
                 engine.step()  # noqa: B023
 
             step(8 * world)  # buffers of the engine
-            found.append((peak.bytes - peak.parts["states"], measured(lambda: step(length))))  # noqa: B023
+            peaks = [(curve.peak(one).bytes - curve.states, measured(lambda: step(one))) for one in lengths]  # noqa: B023
+            found.append((*peaks, memory[0] - curve.states) if memory else peaks[0])
             engine.destroy()
             made_here().stores.clear()
         deepspeed.utils.groups.clear()
@@ -127,3 +134,20 @@ def test_predictions_for_many_configurations(world, cases, tmp_path):
         ranks = run_ranks(world, body_peaks, [case], str(folder), fresh=True, timeout=120)
         every.append(max((found[0] for found in ranks), key=lambda one: one[1]))
     check(cases, every)
+
+
+# With memory of a rank instead of a length.
+FITTING = [
+    (1, (4, 4, 2000, False, 0, {}, 512, 96 << 20)),
+    (1, (4, 6, 2000, True, 0, {**FILES, "chunk": 256}, 512, 64 << 20)),
+    (2, (4, 4, 2000, True, 2, {"tile_mlp": True}, 512, 64 << 20)),
+]
+
+
+@pytest.mark.every("steps that fill the memory")
+@pytest.mark.parametrize("world, case", FITTING, ids=["plain", "files", "shared"])
+def test_the_longest_fits_and_a_tenth_more_does_not(world, case, tmp_path):
+    for ((at_longest, more, room),) in run_ranks(world, body_peaks, [case], str(tmp_path), fresh=True, timeout=240):
+        print(f"{case}: {room / 2**20:.1f} MB for a step; predicted and measured: {at_longest}, {more}")
+        assert at_longest[0] <= room and at_longest[1] < 1.05 * room  # gaps of the allocator are not counted
+        assert more[0] > room and more[1] > room
