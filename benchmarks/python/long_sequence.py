@@ -4,8 +4,9 @@
         [--folder DIR] [--seconds 240] [--json FILE] [--plot FILE]
 
 A causal language model (tests/toy_transformers.py) takes training steps of several lengths, in as many processes as
-ranks; what counts is the largest peak of resident memory among them beyond what they had before the step (VmHWM of the
-kernel, begun anew for each step). Sets: ``plain``; ``checkpoint``: layers are computed again; ``tiles``: that, and MLPs
+ranks; what counts is the largest peak of resident memory among them beyond what they had after one very short step
+(VmHWM of the kernel, begun anew for each step). No buffer of another length helps: stores of waiting tensors are closed
+before each step. Sets: ``plain``; ``checkpoint``: layers are computed again; ``tiles``: that, and MLPs
 and the loss by tiles; ``chunk``: that, and attention by chunks; ``offload``: that, and inputs of layers in files.
 Beside each figure stands what ``deepspeed.sequence`` predicts, from which the bisection starts. The cap is on what a
 step adds to the states. After ``--seconds`` the lengths that are known so far are the result; a row says so.
@@ -26,6 +27,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 
 import deepspeed  # noqa: E402
 import toy_transformers  # noqa: E402
+from deepspeed.comm.mesh import made_here  # noqa: E402
 from deepspeed.sequence.lengths import _Setup  # noqa: E402
 
 SETS = {
@@ -83,7 +85,7 @@ def status(key):
 def rank_of(rank, ranks, port, args, name, pipe):
     """Steps of the lengths that come through ``pipe``, until None comes."""
     libc = ctypes.CDLL(None)
-    libc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes at once
+    libc.mallopt(-3, 1 << 13)  # M_MMAP_THRESHOLD: what is freed goes at once
     torch.set_num_threads(1)  # threads that wait for each other on a loaded machine cost more than they bring
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
@@ -97,14 +99,17 @@ def rank_of(rank, ranks, port, args, name, pipe):
             engine.backward(engine(tokens, labels=tokens).loss)
             engine.step()
 
-        step(256 * ranks)  # what is there for good
+        step(8 * ranks)  # what is there for good
+        libc.malloc_trim(0)
+        base = status("VmRSS")
         while (tokens := pipe.recv()) is not None:
+            made_here().stores.clear()
             libc.malloc_trim(0)
             with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
                 file.write("5")  # the peak begins anew
-            before, start = status("VmRSS"), time.perf_counter()
+            start = time.perf_counter()
             step(tokens)
-            pipe.send((status("VmHWM") - before, time.perf_counter() - start))
+            pipe.send((status("VmHWM") - base, time.perf_counter() - start))
     deepspeed.comm.barrier()
 
 

@@ -20,6 +20,10 @@ DS_BINDINGS(m) {
       .def("get", &TensorStore::get, py::arg("number"), Unlocked(), "A copy on the device.")
       .def("prefetch", &TensorStore::prefetch, py::arg("number"), Unlocked(), "It is the next to be asked for.")
       .def("drop", &TensorStore::drop, py::arg("number"), Unlocked(), "Nobody asks for it again.")
+      .def_static("copy_bytes", &TensorStore::copy_bytes, py::arg("bytes"), "Of the device, for one copy of a tensor.")
+      .def_static(
+          "room", [](int64_t largest) { return TensorStore::room(largest); }, py::arg("largest"),
+          "Of the device, for all copies.")
       .def_property_readonly("waiting", &TensorStore::waiting)
       .def_property_readonly("device", &TensorStore::device)
       .def_property_readonly("bytes", [](const TensorStore& store) {

@@ -42,6 +42,12 @@ Rows rows_at(void* data, const std::vector<int64_t>& counts, size_t element_byte
   return rows;
 }
 
+int64_t ShmGroup::exchange_memory(int size, int64_t message) {
+  if (size < 2) return 0;
+  const auto others = static_cast<int64_t>(size - 1), lane = static_cast<int64_t>(lane_numel(others, 1));
+  return 4 * others * std::min(lane, message);  // two turns, of what it gives and of what it takes
+}
+
 std::unique_ptr<ShmGroup> ShmGroup::create(int rank, int size, const Rendezvous& rendezvous,
                                            std::chrono::milliseconds timeout, const GroupFacts& facts) {
   // Lanes of one element each must fit.

@@ -26,6 +26,9 @@ Rows rows_at(void* data, const std::vector<int64_t>& counts, size_t element_byte
 
 class ShmGroup {
  public:
+  // Bytes of the shared memory that a rank touches, its own and that of others, in all_to_alls of up to `message` bytes
+  // from rank to rank.
+  static int64_t exchange_memory(int size, int64_t message);
   // Collective, see SharedSegments::create; null on all ranks where it is impossible.
   static std::unique_ptr<ShmGroup> create(int rank, int size, const Rendezvous& rendezvous,
                                           std::chrono::milliseconds timeout, const GroupFacts& facts = {});

@@ -11,14 +11,14 @@ namespace ds::parallel {
 
 class ResultMemory : public std::enable_shared_from_this<ResultMemory> {
  public:
+  static constexpr int64_t kLeast = 1 << 16;  // bytes; the allocator is good at smaller ones
+  static constexpr size_t kMost = 3;          // as many as one exchange of queries, keys and values gives
+
   // Uninitialised, its dimensions in memory in the order `order` (outermost first).
   at::Tensor take(const std::vector<int64_t>& sizes, const std::vector<int64_t>& order,
                   const at::TensorOptions& options);
 
  private:
-  static constexpr int64_t kLeast = 1 << 16;  // bytes; the allocator is good at smaller ones
-  static constexpr size_t kMost = 3;          // as many as one exchange of queries, keys and values gives
-
   void give(at::Tensor bytes);
 
   std::mutex mutex_;

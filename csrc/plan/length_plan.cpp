@@ -22,28 +22,34 @@ LengthCurve::LengthCurve(std::vector<LengthSample> samples) : samples_(std::move
   if (samples_.size() < kSamples) {
     fail(ErrorKind::kValue, "A curve of memory against length needs three lengths, got ", samples_.size(), ".");
   }
-  samples_.erase(samples_.begin(), samples_.end() - kSamples);
-  const LengthSample& first = samples_.front();
   for (size_t i = 0; i < samples_.size(); ++i) {
     const LengthSample& one = samples_[i];
     if (one.length < 1 || (i > 0 && one.length <= samples_[i - 1].length)) {
       fail(ErrorKind::kValue, "Lengths must rise: ", one.length, " tokens at place ", i, ".");
     }
-    bool same = !one.moments.empty() && one.moments.size() == first.moments.size();
-    for (size_t m = 0; same && m < one.moments.size(); ++m) {
-      same = !one.moments[m].empty() && one.moments[m].size() == first.moments[0].size();
-    }
-    if (!same) fail(ErrorKind::kValue, "Samples of ", one.length, " and ", first.length, " tokens have other parts.");
+    check_like_first(one);
   }
+}
+
+void LengthCurve::check_like_first(const LengthSample& sample) const {
+  const LengthSample& first = samples_.front();
+  bool same = !sample.moments.empty() && sample.moments.size() == first.moments.size();
+  for (size_t m = 0; same && m < sample.moments.size(); ++m) {
+    same = !sample.moments[m].empty() && sample.moments[m].size() == first.moments[0].size();
+  }
+  if (!same) fail(ErrorKind::kValue, "Samples of ", sample.length, " and ", first.length, " tokens have other parts.");
 }
 
 // Newton's form of the polynomial through three points, over one denominator, rounded up once.
 int64_t LengthCurve::at(size_t moment, size_t part, int64_t length) const {
-  const Wide n0 = samples_[0].length, n1 = samples_[1].length, n2 = samples_[2].length, n = length;
-  const auto bytes = [&](size_t i) { return static_cast<Wide>(samples_[i].moments[moment][part]); };
+  size_t from = 0;  // the first of three
+  while (from + kSamples < samples_.size() && samples_[from + 1].length < length) ++from;
+  const LengthSample *s0 = &samples_[from], *s1 = s0 + 1, *s2 = s0 + 2;
+  const Wide n0 = s0->length, n1 = s1->length, n2 = s2->length, n = length;
+  const auto bytes = [&](size_t i) { return static_cast<Wide>(samples_[from + i].moments[moment][part]); };
   const Wide rise1 = bytes(1) - bytes(0), rise2 = bytes(2) - bytes(1);
   // The steps without their common factor, so that lengths far away do not overflow.
-  const int64_t common = std::gcd(samples_[1].length - samples_[0].length, samples_[2].length - samples_[1].length);
+  const int64_t common = std::gcd(s1->length - s0->length, s2->length - s1->length);
   const Wide step1 = (n1 - n0) / common, step2 = (n2 - n1) / common, both = step1 + step2;
   // bytes(0) + (n - n0) rise1 / step1 + (n - n0)(n - n1)(rise2 / step2 - rise1 / step1) / (n2 - n0)
   const Wide bend = rise2 * step1 - rise1 * step2, under = step1 * step2 * both * common * common;
@@ -76,6 +82,16 @@ int64_t LengthCurve::peak(int64_t length) const {
   int64_t total = 0;
   for (const int64_t bytes : parts(length)) total += bytes;
   return total;
+}
+
+int64_t LengthCurve::miss(const LengthSample& found) const {
+  check_like_first(found);
+  int64_t most = 0;
+  for (const std::vector<int64_t>& parts : found.moments) {
+    most = std::max(most, std::accumulate(parts.begin(), parts.end(), int64_t{0}));
+  }
+  const Wide off = static_cast<Wide>(peak(found.length)) - most;
+  return static_cast<int64_t>(ceil_div((off < 0 ? -off : off) * 1000, std::max<int64_t>(most, 1)));
 }
 
 int64_t LengthCurve::longest(int64_t memory, int64_t step, int64_t limit) const {

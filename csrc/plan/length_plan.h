@@ -4,6 +4,10 @@
 // it, scores of attention that are there as a whole with its square. So the peak of each *moment* of the step (forward
 // of a layer, its backward, the loss) at three lengths gives that of every length, and the peak of the step is that of
 // the largest moment: at a length that was never tried another moment may be it.
+//
+// Where memory does something else (a buffer that is full from some length on, a cache that begins at another), no
+// polynomial goes through all lengths. Hence more samples than three: each length belongs to the polynomial through its
+// neighbours, and a further sample tells how far off the one that goes on from the last three is.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -18,8 +22,9 @@ struct LengthSample {
 
 class LengthCurve {
  public:
-  // Three samples or more, of rising lengths, with the same moments and parts; the last three count. Throws
-  // ErrorKind::kValue for others.
+  // Three samples or more, of rising lengths, with the same moments and parts. Between two of them, and below the
+  // first, the polynomial goes through these and the next one; above, through the last three. Throws ErrorKind::kValue
+  // for others.
   explicit LengthCurve(std::vector<LengthSample> samples);
 
   // By part, at the largest moment; never below zero.
@@ -27,13 +32,18 @@ class LengthCurve {
   int64_t peak(int64_t length) const;
   int64_t moment(int64_t length) const;  // which one is the largest
 
+  // How far peak() is off at a sample that is none of this curve, in thousandths of what was found there, rounded up.
+  // Throws ErrorKind::kValue where it has other parts.
+  int64_t miss(const LengthSample& found) const;
+
   // The longest length with peak() <= memory that is a multiple of `step`, at most `limit`; 0: not even one step.
   // Assumes that longer ones need more.
   int64_t longest(int64_t memory, int64_t step, int64_t limit) const;
 
  private:
   int64_t at(size_t moment, size_t part, int64_t length) const;
-  std::vector<LengthSample> samples_;  // three
+  void check_like_first(const LengthSample& sample) const;
+  std::vector<LengthSample> samples_;  // by length
 };
 
 // Of choices in the order of what they cost, each with the longest length that fits with it: the first with which at

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "storage/alignment.h"
 
 namespace ds::storage {
 
@@ -19,6 +20,8 @@ TensorStore::TensorStore(c10::Device device, Placement place, FileAccess files, 
       storage_(std::make_shared<ShardStorage>(device, Budget{}, std::move(files))) {
   if (at_once < 1) fail(ErrorKind::kValue, "A store moves at least one tensor at a time, got ", at_once, ".");
 }
+
+int64_t TensorStore::copy_bytes(int64_t bytes) { return storage::copy_bytes(bytes); }
 
 TensorStore::Block TensorStore::block_for(int64_t bytes) {
   Blocks& of_size = blocks_[bytes];
@@ -42,7 +45,7 @@ TensorStore::Block TensorStore::block_for(int64_t bytes) {
 void TensorStore::make_room(int64_t bytes) {
   if (bytes <= largest_ || place_.rest == Medium::kDevice) return;
   largest_ = bytes;
-  storage_->limit(Medium::kDevice, largest_ * at_once_);
+  storage_->limit(Medium::kDevice, room(largest_, at_once_));
 }
 
 int64_t TensorStore::put(const at::Tensor& tensor) {

@@ -19,8 +19,15 @@ namespace ds::storage {
 
 class TensorStore {
  public:
-  // `at_once`: how many tensors of the largest size may be between the device and their place.
-  TensorStore(c10::Device device, Placement place, FileAccess files = {}, int at_once = 2);
+  static constexpr int kAtOnce = 2;
+
+  // `at_once`: how many times the bytes of the largest tensor its copies may have of the device, whether they are on
+  // their way or wait for the next tensor.
+  TensorStore(c10::Device device, Placement place, FileAccess files = {}, int at_once = kAtOnce);
+
+  // Of the device: what one copy of a tensor takes, and the most that all take where the largest tensor is that large.
+  static int64_t copy_bytes(int64_t bytes);
+  static int64_t room(int64_t largest, int at_once = kAtOnce) { return largest * at_once; }
 
   // A number for get() and drop(). The tensor may be changed or freed when the call returns.
   int64_t put(const at::Tensor& tensor);

@@ -47,7 +47,7 @@ StagingPtr StorageState::new_staging(const Plane& plane, int32_t first, int32_t 
   staging->first = first;
   staging->end = end;
   staging->user = plane.user;
-  staging->bytes = whole_blocks(plane.bytes(first, end)) + kAlignment;
+  staging->bytes = copy_bytes(plane.bytes(first, end));
   return staging;
 }
 

@@ -13,12 +13,18 @@ TOKENS = 2  # the dimension of [batch, heads, tokens, size]
 _KEYS = ("key", "value")
 
 
+def _visited(last, query, known):
+    """Numbers of chunks up to ``last``. Of planned ones (meta) those alone that need memory of another kind than those
+    before: ``known(number)``, which are like others."""
+    return (seen for seen in range(last + 1) if not (query.is_meta and 1 < seen < last - 1 and known(seen)))
+
+
 def attend_to_chunks(rows, store, index, causal, starts, looks=None):
     """``rows``, the queries of chunk ``index``, see the keys of ``store``: earlier ones and their own, or all.
     ``starts``: the first token of each chunk. ``looks(chunk of queries, chunk of keys)``: where a query may look, or
     None."""
     last = index if causal else max(number for name, number in store.kept if name == "key")
-    for seen in range(last + 1):
+    for seen in _visited(last, rows.query, lambda _: True):
         key, value = (store.get(name, seen) for name in _KEYS)
         store.ahead(_KEYS, seen + 1)
         place = (starts[index], starts[seen])
@@ -31,7 +37,7 @@ def chunk_gradients(store, index, rules, causal, starts, last=None, looks=None):
     query, grad = store.take("query", index), store.take("grad", index)
     row_sum, lse = store.take("row sum", index), store.take("lse", index)
     whole = None
-    for seen in range((index if causal else last) + 1):
+    for seen in _visited(index if causal else last, query, lambda number: ("key gradient", number) in store.kept):
         key, value = store.get("key", seen), store.get("value", seen)
         store.ahead(_KEYS, seen + 1)
         diagonal = causal and seen == index

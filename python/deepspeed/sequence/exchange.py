@@ -6,6 +6,8 @@ call travel in one ``all_to_all``, from where they lie to where they are wanted,
 (csrc/parallel/sequence_exchange.h). Each direction is the other's gradient.
 """
 
+import math
+
 import torch
 
 from deepspeed import comm as dist
@@ -17,10 +19,28 @@ HEADS = 2  # the dimension
 
 
 class PlannedGroup:
-    """Ranks that nobody has started, for meta tensors: exchanges among them give the shapes that they would give."""
+    """Ranks that nobody has started, for meta tensors: exchanges among them give the shapes that they would give.
+    ``memory``: what counts what exchanges take beside (``ledger.ExchangeMemory``), or None."""
 
-    def __init__(self, size, rank=0):
-        self.size, self.rank = size, rank
+    def __init__(self, size, rank=0, memory=None):
+        self.size, self.rank, self.memory = size, rank, memory
+
+    def carry(self, messages):
+        """``messages``: bytes to each rank, this one's own included."""
+        if self.memory is not None:
+            self.memory.carry(self.size, messages[: self.rank] + messages[self.rank + 1 :], sum(messages))
+
+    def result(self, like, shape, heads_first=False):
+        """Room for what an exchange gives; ``heads_first``: it lies in memory as ``[batch, heads, sequence, ...]``."""
+        shape = list(shape)
+        if self.memory is not None:
+            self.memory.before(math.prod(shape) * like.element_size())
+        if heads_first:
+            shape[1], shape[HEADS] = shape[HEADS], shape[1]
+        made = like.new_empty(shape)
+        if self.memory is not None:
+            self.memory.after(made)
+        return made.transpose(1, HEADS) if heads_first else made
 
 
 def place(group):
@@ -48,28 +68,47 @@ def _native(group, tensor):
 
 
 class _Planned(torch.autograd.Function):
-    """``apply(shapes, *tensors)``: what an exchange among planned ranks gives, without values."""
+    """``apply(exchange, *tensors)``: what an exchange among planned ranks gives, without values."""
 
     @staticmethod
-    def forward(ctx, shapes, *tensors):
-        ctx.shapes = [tensor.shape for tensor in tensors]
-        return tuple(tensor.new_empty(shape) for tensor, shape in zip(tensors, shapes))
+    def forward(ctx, exchange, *tensors):
+        ctx.exchange = exchange
+        return exchange.give(tensors, exchange.to_heads)
 
     @staticmethod
     def backward(ctx, *grads):
-        return None, *(grad.new_empty(shape) for grad, shape in zip(grads, ctx.shapes))
+        return None, *ctx.exchange.give(grads, not ctx.exchange.to_heads)
 
 
-def _planned(tensors, ranges, group, batch_dim, to_heads):
-    along, shapes = sequence_dim(batch_dim), []
-    for tensor, runs in zip(tensors, ranges):
-        shape = list(tensor.shape)
-        if to_heads:
-            shape[along], shape[HEADS] = shape[along] * group.size, runs[group.rank][1] - runs[group.rank][0]
-        else:
-            shape[along], shape[HEADS] = shape[along] // group.size, max(stop for _, stop in runs)
-        shapes.append(shape)
-    return list(_Planned.apply(shapes, *tensors))
+class _PlannedExchange:
+    def __init__(self, ranges, group, batch_dim, to_heads, heads_first):
+        self.ranges, self.group, self.along = ranges, group, sequence_dim(batch_dim)
+        self.to_heads, self.heads_first = to_heads, heads_first
+
+    def give(self, tensors, to_heads):
+        """Of each tensor the whole sequence with this rank's heads, or its part of the sequence with all heads."""
+        size, rank, along = self.group.size, self.group.rank, self.along
+        made, messages, stacks = [], [0] * size, []
+        for tensor, runs in zip(tensors, self.ranges):
+            shape, counts = list(tensor.shape), [stop - start for start, stop in runs]
+            bytes_ = tensor.numel() * tensor.element_size()
+            if to_heads:
+                each = [bytes_ // shape[HEADS] * count for count in counts]
+                shape[along], shape[HEADS] = shape[along] * size, counts[rank]
+            else:
+                each = [bytes_ // size] * size
+                shape[along], shape[HEADS] = shape[along] // size, max(stop for _, stop in runs)
+            messages = [one + more for one, more in zip(messages, each)]
+            made.append(self.group.result(tensor, shape, to_heads and self.heads_first and along == 1))
+            if not to_heads and sum(counts) > shape[HEADS]:  # copies of a head come side by side
+                shape[HEADS] = sum(counts)
+                stacks.append(self.group.result(tensor, shape))
+        self.group.carry(messages)
+        return tuple(made)
+
+
+def _planned(tensors, ranges, group, batch_dim, to_heads, heads_first=False):
+    return list(_Planned.apply(_PlannedExchange(ranges, group, batch_dim, to_heads, heads_first), *tensors))
 
 
 def to_heads(tensors, ranges, group, batch_dim, tokens=None, heads_first=False):
@@ -79,7 +118,7 @@ def to_heads(tensors, ranges, group, batch_dim, tokens=None, heads_first=False):
     ``[batch, heads, sequence, ...]``, so that transposing them is all that attention needs; their shape is the same.
     """
     if isinstance(group, PlannedGroup):
-        return _planned(tensors, ranges, group, batch_dim, True)
+        return _planned(tensors, ranges, group, batch_dim, True, heads_first)
     along, native = sequence_dim(batch_dim), _native(group, tensors[0])
     tokens = [tensors[0].shape[along]] * len(ranges[0]) if tokens is None else tokens
     return native.to_heads(list(tensors), tokens, ranges, along, heads_first)
@@ -117,6 +156,7 @@ def start_views(give, take, group):
     """``give[rank]``, lists of tensors with any strides, go to ``take[rank]`` of each rank, without a gradient. Returns
     what to wait for; None where ranks are planned."""
     if isinstance(group, PlannedGroup):
+        group.carry([sum(one.numel() * one.element_size() for one in views) for views in give])
         return None
     return _native(group, next(tensor for part in (*give, *take) for tensor in part)).start_views(give, take)
 

@@ -1,5 +1,6 @@
 """What a training step holds in memory, found with meta tensors: each operation runs, and allocates nothing."""
 
+import collections
 import re
 import weakref
 
@@ -8,9 +9,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed._compat import TORCH2
+from deepspeed._native import _C
+from deepspeed.utils.waiting_tensors import Waiting
 
-PARTS = ("kept for backward", "attention", "mlp", "head and loss", "other")
-KEPT, OTHER = 0, len(PARTS) - 1
+PARTS = ("kept for backward", "attention", "mlp", "head and loss", "buffers", "other")
+KEPT, BUFFERS, OTHER = 0, 4, 5
 _KINDS = [(1, re.compile("attn|attention")), (2, re.compile("mlp|ffn|feed_?forward|expert")), (3, re.compile("head"))]
 
 
@@ -22,27 +25,58 @@ def memory_of(tensor):
 class _Block:
     """The memory behind some tensors."""
 
-    __slots__ = ("bytes", "holders", "keepers", "part")
+    __slots__ = ("bytes", "freed", "holders", "keepers", "part")
 
     def __init__(self, size, part):
-        self.bytes, self.part, self.holders, self.keepers = size, part, 0, 0
+        self.bytes, self.part, self.holders, self.keepers, self.freed = size, part, 0, 0, None
 
 
 class _Kept:
     """What autograd has saved."""
 
-    __slots__ = ("__weakref__", "gone", "moment", "tensor")
+    __slots__ = ("__weakref__", "gone", "key", "moment", "tensor")
 
-    def __init__(self, tensor, moment, gone=None):
-        self.tensor, self.moment, self.gone = tensor, moment, gone
+    def __init__(self, tensor, key, moment):
+        self.tensor, self.key, self.moment, self.gone = tensor, key, moment, None
+
+
+class Leaving:
+    """Inputs of layers that wait for backward in another memory (activation_checkpointing/hidden_states.py): the latest
+    one stays, and one comes back ahead of its need. ``shapes``: theirs; ``store``: where they wait."""
+
+    LEAST = 1024  # bytes
+
+    def __init__(self, shapes, store):
+        self.shapes, self.store = shapes, store
+        self.recent, self.order = collections.deque(), []
+
+    def wants(self, tensor):
+        size = tensor.numel() * tensor.element_size()
+        return tensor.is_floating_point() and tensor.shape in self.shapes and size >= self.LEAST
+
+    def next_to_go(self, kept):
+        """``kept`` has come: who leaves instead, or None."""
+        self.recent.append(weakref.ref(kept))
+        oldest = self.recent.popleft()() if len(self.recent) > 1 else None
+        if oldest is not None:
+            self.order.append(weakref.ref(oldest))
+        return oldest
+
+    def prefetch(self, current):
+        while self.order:
+            found = self.order[-1]()
+            if found is not None and found is not current:
+                found.gone.prefetch()
+                return
+            self.order.pop()
 
 
 class Ledger(TorchDispatchMode):
     """A context that counts the bytes of tensors made in it, as long as somebody has them.
 
     A *moment* is where the step is: forward, backward or recomputation of the module of some name, numbers left out.
-    ``peaks``: for each the bytes by part when they were most. ``elsewhere``: shapes of what waits for backward in
-    another memory.
+    ``peaks``: for each the bytes by part when they were most. ``leaving``: what waits for backward in another memory,
+    or None.
     """
 
     def __init__(self, model):
@@ -50,7 +84,7 @@ class Ledger(TorchDispatchMode):
         self.blocks, self.watched, self.peaks = {}, {}, {}
         self.bytes = [0] * len(PARTS)
         self.inside, self.backward, self.moment, self.part = [], False, "forward", OTHER
-        self.elsewhere = set()
+        self.leaving = None
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self._save, self._load)
         self.known = {memory_of(one) for one in (*model.parameters(), *model.buffers())}
         self.handles = []
@@ -114,6 +148,8 @@ class Ledger(TorchDispatchMode):
         if block.holders == 0 and block.keepers == 0:
             self._add(block, -1)
             del self.blocks[key]
+            if block.freed is not None:
+                block.freed(block.bytes)
 
     def _add(self, block, sign):
         self.bytes[KEPT if block.keepers else block.part] += sign * block.bytes
@@ -124,12 +160,38 @@ class Ledger(TorchDispatchMode):
         if sum(self.bytes) > sum(self.peaks.get(self.moment, ())):
             self.peaks[self.moment] = list(self.bytes)
 
+    # ---- memory that is kept for the next one ------------------------------------------------------------------------
+    def buffer(self, size):
+        """A tensor of so many bytes, which counts as a buffer."""
+        before, self.part = self.part, BUFFERS
+        made = torch.empty(size, dtype=torch.uint8, device="meta")
+        self.part = before
+        return made
+
+    def when_freed(self, tensor, call):
+        """``call(bytes)`` when nobody has the memory of ``tensor`` any more."""
+        self.blocks[memory_of(tensor)].freed = call
+
+    def count(self, change):
+        """Bytes of buffers more, or less."""
+        self.bytes[BUFFERS] += change
+        self._note()
+
     # ---- what autograd keeps -----------------------------------------------------------------------------------------
     def _save(self, tensor):
         key = memory_of(tensor)
-        if tensor.is_floating_point() and tensor.shape in self.elsewhere and key not in self.known:
-            return _Kept(None, self.moment, (tensor.shape, tensor.dtype))
-        kept = _Kept(tensor, self.moment)
+        kept = self._keep(tensor, key)
+        if self.leaving is not None and not self.backward and key not in self.known and self.leaving.wants(tensor):
+            going = self.leaving.next_to_go(kept)
+            if going is not None:
+                going.gone = Waiting(self.leaving.store, going.tensor)
+                going.tensor = None
+                if -id(going) in self.watched:
+                    self._not_kept(-id(going), going.key)
+        return kept
+
+    def _keep(self, tensor, key):
+        kept = _Kept(tensor, key, self.moment)
         block = self.blocks.get(key)
         if block is not None:
             self._count_keeper(block, 1)
@@ -151,10 +213,11 @@ class Ledger(TorchDispatchMode):
     def _load(self, kept):
         if self.backward and not self.inside:
             self._be_at("backward", kept.moment.partition(" of ")[2])
-        if kept.tensor is None:
-            shape, dtype = kept.gone
-            return torch.empty(shape, dtype=dtype, device="meta")
-        return kept.tensor
+        if self.leaving is None:
+            return kept.tensor
+        tensor = kept.tensor if kept.gone is None else kept.gone.get()
+        self.leaving.prefetch(kept)
+        return tensor
 
     def __enter__(self):
         self.hooks.__enter__()
@@ -166,6 +229,69 @@ class Ledger(TorchDispatchMode):
         found = super().__exit__(*error)
         self.hooks.__exit__(*error)
         return found
+
+
+# ---- what stands beside the tensors of a step ------------------------------------------------------------------------
+class ExchangeMemory:
+    """What exchanges among planned ranks take beside their results: on the CPU, shared memory of the host, and room of
+    large results that is kept for the next ones (csrc/parallel/result_memory.h); elsewhere, what is packed."""
+
+    def __init__(self, ledger, on_host):
+        self.ledger, self.on_host = ledger, on_host
+        self.shared, self.idle = None, []
+
+    def carry(self, size, messages, whole):
+        """``messages``: bytes to each other rank; ``whole``: and to this one."""
+        wanted = _C.lengths.exchange_memory(size, max(messages, default=0)) if self.on_host else 2 * whole
+        if self.shared is None or self.shared.numel() < wanted:
+            self.shared = None
+            self.shared = self.ledger.buffer(wanted)
+
+    def before(self, size):
+        """A result of so many bytes comes."""
+        if size in self.idle:
+            self.idle.remove(size)
+            self.ledger.count(-size)
+
+    def after(self, result):
+        size = result.numel() * result.element_size()
+        if self.on_host and size >= _C.lengths.kept_result_bytes:
+            self.ledger.when_freed(result, self._freed)
+
+    def _freed(self, size):
+        if len(self.idle) == _C.lengths.kept_results:
+            self.ledger.count(-self.idle.pop(0))
+        self.idle.append(size)
+        self.ledger.count(size)
+
+
+class HostStore:
+    """Where inputs of layers wait in host memory, as activation_checkpointing/offload.py moves them: two that leave are
+    here until they have been copied, and the next one comes back before it is needed."""
+
+    def __init__(self):
+        self.kept, self.next, self.back = {}, 0, {}
+        self.leaving = collections.deque(maxlen=2)
+
+    def put(self, tensor):
+        self.leaving.append(tensor)
+        self.next += 1
+        self.kept[self.next] = tensor.shape, tensor.dtype
+        return self.next
+
+    def prefetch(self, number):
+        self.leaving.clear()
+        if number not in self.back:
+            shape, dtype = self.kept[number]
+            self.back[number] = torch.empty(shape, dtype=dtype, device="meta")
+
+    def get(self, number):
+        self.prefetch(number)
+        return self.back.pop(number)
+
+    def drop(self, number):
+        self.kept.pop(number, None)
+        self.back.pop(number, None)
 
 
 # ---- attention that keeps no scores ----------------------------------------------------------------------------------

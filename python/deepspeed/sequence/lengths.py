@@ -1,9 +1,11 @@
 """Which length of a sequence fits, before a run: ``deepspeed.sequence.longest`` and ``explain``.
 
 Three lengths of a training step run on the device ``meta``, where operations allocate nothing; from their peaks
-csrc/plan/length_plan.h knows those of every length.
+csrc/plan/length_plan.h knows those of every length. A fourth, twice as long as the longest of them, says whether that
+is true; where it is not, there are more samples, of longer sequences.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +24,8 @@ LIMIT = 1 << 31  # tokens
 GAIN = 10  # percent of length that a next step is worth
 SMALLEST = 64  # tokens of a rank in the first sample
 CHUNKS = 4  # of a sequence, half as many as in the first sample
+BOUND = 20  # thousandths of a peak by which the curve may be off at a sample that checks it
+CHECKS = 3  # at most
 GIB = 1 << 30
 
 
@@ -54,7 +58,7 @@ class _Setup:
         self.how = {
             "method": key("method", "auto"),
             "chunk": key("chunk", 0),
-            "offload": key("offload", "none") != "none",
+            "offload": key("offload", "none"),
             "tile_loss": bool(key("tile_loss", False)),
             "widths": self.widths(mlp if isinstance(mlp, list) else "auto") if mlp else {},
             "checkpointing": bool(getattr(model, "is_gradient_checkpointing", False)),
@@ -91,24 +95,69 @@ class _Setup:
         shared = shared or self.shared
         states = self.states() if states is None else states
         step, base = self.step(shared, **changes), self.first_length({**self.how, **changes}, shared)
-        lengths = [shared * base * factor for factor in (2, 3, 4)]
-        return _Curve([(tokens, step.peaks(tokens)) for tokens in lengths], states, shared)
+        sample = lambda tokens: (tokens, step.peaks(tokens))
+        samples, checks = [sample(shared * base * factor) for factor in (2, 3, 4)], []
+        while not checks or (checks[-1][1] > BOUND and len(checks) < CHECKS):
+            if checks:
+                samples.insert(-1, sample((samples[-2][0] + samples[-1][0]) // 2))
+            further = sample(2 * samples[-1][0])
+            checks.append((further[0], _Curve(samples, states, shared, known=further[1]).miss(further)))
+            samples.append(further)
+        return _Curve(samples, states, shared, checks, short=sample)
 
 
 class _Curve:
-    def __init__(self, samples, states, shared):
-        self.shared, self.states = shared, states
-        self.moments = sorted({moment for _, peaks in samples for moment in peaks})
-        none = [0] * len(PARTS)
-        rows = [(tokens, [[states, *peaks.get(moment, none)] for moment in self.moments]) for tokens, peaks in samples]
-        self.native = _C.lengths.Curve(rows)
+    """``samples``: ``(tokens, peaks by moment)``; ``checks``: ``(tokens, thousandths by which what was known before was
+    off there)``; ``known``: moments beside those of the samples. ``short``: makes samples of lengths below the first
+    one, where tiles and chunks are not whole and buffers not full: no polynomial is asked there."""
+
+    def __init__(self, samples, states, shared, checks=(), known=(), short=None):
+        self.shared, self.states, self.checks, self.samples = shared, states, list(checks), len(samples)
+        self.unit = shared if shared == 1 else 2 * shared  # a ring halves parts
+        self.first, self.short = samples[0][0], None if short is None else functools.lru_cache(maxsize=None)(short)
+        self.moments = sorted({moment for _, peaks in samples for moment in peaks} | set(known))
+        self.native = _C.lengths.Curve([self._row(sample) for sample in samples])
+
+    def _row(self, sample):
+        tokens, peaks = sample
+        return tokens, [[self.states, *peaks.get(moment, [0] * len(PARTS))] for moment in self.moments]
+
+    def miss(self, sample):
+        return self.native.miss(self._row(sample))
+
+    def said(self):
+        """How far the curve can be trusted."""
+        tokens, miss = self.checks[-1]
+        if len(self.checks) == 1 and miss <= BOUND:
+            return f"checked with {tokens} tokens: {miss / 10:.1f} % off"
+        first, off = self.checks[0]
+        bends = f"no polynomial: with {first} tokens three samples were {off / 10:.1f} % off"
+        if miss <= BOUND:
+            return f"{bends}; {self.samples} samples up to {tokens} tokens were {miss / 10:.1f} % off at the last"
+        return (
+            f"{bends}, and {self.samples} up to {tokens} tokens still {miss / 10:.1f} % at the last: do not trust what "
+            f"is said of more than {tokens} tokens"
+        )
 
     def peak(self, tokens):
-        parts = dict(zip(("states", *PARTS), self.native.parts(tokens)))
-        return Peak(tokens, sum(parts.values()), parts, self.moments[self.native.moment(tokens)])
+        if tokens < self.first:
+            whole = max(self.unit, -(-tokens // self.unit) * self.unit)
+            moment, found = max(self.short(whole)[1].items(), key=lambda peak: sum(peak[1]))
+            found = [self.states, *found]
+        else:
+            moment, found = self.moments[self.native.moment(tokens)], self.native.parts(tokens)
+        parts = dict(zip(("states", *PARTS), found))
+        return Peak(tokens, sum(parts.values()), parts, moment)
 
     def longest(self, memory):
-        return self.native.longest(memory, self.shared, LIMIT)
+        found = self.native.longest(memory, self.shared, LIMIT) if self.peak(self.first).bytes <= memory else 0
+        if found:
+            return found
+        low, high = 0, self.first // self.unit  # what fits, what does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.peak(middle * self.unit).bytes <= memory else (low, middle)
+        return low * self.unit
 
 
 def _memory(memory):
@@ -135,12 +184,14 @@ def longest(model, config, memory=None, ranks=None, inputs=None, batch=None):
 class LengthReport:
     """What ``explain`` has found; as text a table.
 
-    ``longest``: tokens that fit. ``peaks``: a ``Peak`` each for some lengths. ``steps``: ``(what to change, the longest
-    then)``, the cheapest first. ``next_step``: the cheapest one with which 10 % more fit, or None.
+    ``longest``: tokens that fit. ``check``: how far a further sample was off what the curve says, in words. ``peaks``:
+    a ``Peak`` each for some lengths. ``steps``: ``(what to change, the longest then)``, the cheapest first.
+    ``next_step``: the cheapest one with which 10 % more fit, or None.
     """
 
     def __init__(self, curve, memory, lengths, steps):
         self.memory, self.longest, self.steps, self.curve = memory, curve.longest(memory), steps, curve
+        self.check = curve.said()
         wanted = lengths or [tokens for tokens in (self.longest // 2, self.longest, self.longest * 2) if tokens > 0]
         self.peaks = [curve.peak(tokens) for tokens in wanted]
         found = _C.lengths.cheapest_step([tokens for _, tokens in steps], self.longest, GAIN)
@@ -151,7 +202,7 @@ class LengthReport:
 
     def __str__(self):
         names = list(self.peaks[0].parts) if self.peaks else []
-        lines = [f"{self.longest} tokens fit into {self.memory / GIB:.2f} GiB of each rank"]
+        lines = [f"{self.longest} tokens fit into {self.memory / GIB:.2f} GiB of each rank", f"({self.check})"]
         lines.append("".join(["  tokens", "   GiB  ", *(f"{name:>19}" for name in names), "  most in"]))
         for peak in self.peaks:
             parts = "".join(f"{size / GIB:19.2f}" for size in peak.parts.values())
@@ -189,10 +240,11 @@ def _steps(setup, memory):
     can_recompute = getattr(setup.model, "supports_gradient_checkpointing", False)
     if can_recompute and not how["checkpointing"]:
         add("model.gradient_checkpointing_enable()", checkpointing=True)
-    if can_recompute and not how["offload"]:
+    if can_recompute and how["offload"] == "none":
         again = {} if how["checkpointing"] else {"checkpointing": True}
         before = "".join("gradient_checkpointing_enable() and " for _ in again)
-        add(f'{before}sequence_parallel.offload: "host"', offload=True, **again)
+        place = "file" if get_accelerator().device_name() == "cpu" else "host"
+        add(f'{before}sequence_parallel.offload: "{place}"', offload=place, **again)
     double = 2 * setup.shared
     states = setup.states(ranks=max(setup.ranks, double))
     add(f"{double} ranks for a sequence (sequence_parallel.size: {double})", shared=double, states=states)

@@ -5,12 +5,14 @@ import copy
 
 import torch
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.sequence import exchange, hf_attention, methods, tiling
 from deepspeed.sequence.chunked import chunked_attention
 from deepspeed.sequence.heads import HeadPlan
 from deepspeed.sequence.layer import DistributedAttention
-from deepspeed.sequence.ledger import FusedAttention, Ledger, memory_of
+from deepspeed.sequence.ledger import ExchangeMemory, FusedAttention, HostStore, Leaving, Ledger, memory_of
 from deepspeed.sequence.ring import ring_attention
+from deepspeed.utils.waiting_tensors import ShapeStore
 
 
 def on_meta(model, dtype):
@@ -28,23 +30,23 @@ def on_meta(model, dtype):
 class _PlannedHF:
     """Attention of a transformers model as ``ranks`` that share a sequence compute it."""
 
-    def __init__(self, core, ranks, how):
-        self.core, self.ranks, self.how = core, ranks, how
+    def __init__(self, core, ranks, how, memory, store):
+        self.core, self.ranks, self.how, self.memory, self.store = core, ranks, how, memory, store
 
     def __call__(self, module, query, key, value, mask, *args, **kwargs):
         heads, chunk = query.shape[1], self.how["chunk"]
         size = self.ranks if chunk else methods.exchanging(self.how["method"], heads, ["here"] * self.ranks)
         parts = [one.transpose(1, 2) for one in (query, key, value)]
         plan = HeadPlan(heads, key.shape[1], size)
-        group = exchange.PlannedGroup(size)
+        group = exchange.PlannedGroup(size, memory=self.memory)
         if size > 1:
-            parts = exchange.to_heads(parts, plan.ranges(), group, 0)
+            parts = exchange.to_heads(parts, plan.ranges(), group, 0, heads_first=True)
         query, key, value = (one.transpose(1, 2) for one in parts)
         if size < self.ranks:
-            around = exchange.PlannedGroup(self.ranks // size)
+            around = exchange.PlannedGroup(self.ranks // size, memory=self.memory)
             context = ring_attention(query, key, value, around, True, kwargs.get("scaling")).transpose(1, 2)
         elif chunk:
-            context = chunked_attention(query, key, value, chunk, True, None, self.how["offload"]).transpose(1, 2)
+            context = chunked_attention(query, key, value, chunk, True, None, self.store).transpose(1, 2)
         else:
             repeats = query.shape[1] // key.shape[1]
             seen = hf_attention.Seen(module, repeats)
@@ -56,15 +58,15 @@ class _PlannedHF:
 
 
 @contextlib.contextmanager
-def _shared(model, ranks, how):
+def _shared(model, ranks, how, memory, store):
     """Attention of ``model`` is that of ``ranks`` that share sequences."""
     for module in model.modules():
         if isinstance(module, DistributedAttention):
-            module.spg = exchange.PlannedGroup(ranks)
+            module.spg = exchange.PlannedGroup(ranks, memory=memory)
     if not hf_attention.is_model(model) or (ranks == 1 and not how["chunk"]):
         yield
         return
-    with hf_attention.for_now(model, lambda core: _PlannedHF(core, ranks, how)):
+    with hf_attention.for_now(model, lambda core: _PlannedHF(core, ranks, how, memory, store)):
         yield
 
 
@@ -86,7 +88,8 @@ class PlannedStep:
     """Forward and backward of ``model`` on one of ``ranks`` that share a sequence.
 
     ``inputs``: ``(batch, tokens of a rank)`` to the arguments of the model, on meta; None: those of a causal language
-    model. ``how``: keys of the section ``sequence_parallel``, and "checkpointing": whether layers are computed again.
+    model. ``how``: keys of the section ``sequence_parallel``, "widths": of what ``tile_mlp`` cuts, and "checkpointing":
+    whether layers are computed again.
     """
 
     def __init__(self, model, dtype, batch, ranks, inputs, how):
@@ -107,9 +110,12 @@ class PlannedStep:
         ledger.known |= {memory for memory in map(_grad_memory, self.model.parameters()) if memory}
         given = _inputs_of(self.model, self.batch, local) if self.inputs is None else self.inputs(self.batch, local)
         args, kwargs = ((), given) if isinstance(given, dict) else (given if isinstance(given, tuple) else (given,), {})
-        if self.how["offload"]:
-            ledger.elsewhere = _hidden_shapes(self.model, self.batch, local)
-        with _shared(self.model, self.ranks, self.how), FusedAttention(), ledger:
+        store = self._store(ledger)
+        if store:
+            place = store if self.how["offload"] == "file" else HostStore()
+            ledger.leaving = Leaving(_hidden_shapes(self.model, self.batch, local), place)
+        memory = ExchangeMemory(ledger, get_accelerator().device_name() == "cpu")
+        with _shared(self.model, self.ranks, self.how, memory, store), FusedAttention(), ledger:
             loss = _loss_of(self.model(*args, **kwargs))
             ledger.begin_backward()
             # Not loss.backward(): torch leaves a function mode in what it calls, where layers are computed again.
@@ -118,6 +124,11 @@ class PlannedStep:
             )
             del loss
         return ledger.peaks
+
+    def _store(self, ledger):
+        """Where tensors wait for backward; False where they stay."""
+        here = get_accelerator().device_name() == "cpu"  # host memory is no other place
+        return self.how["offload"] in (("file",) if here else ("file", "host")) and ShapeStore(ledger.buffer)
 
 
 def _grad_memory(param):

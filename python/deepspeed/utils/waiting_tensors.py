@@ -1,5 +1,6 @@
 """Tensors that wait for backward in host memory or in files: csrc/storage/tensor_store.h moves them."""
 
+import collections
 import os
 
 import torch
@@ -30,38 +31,62 @@ class Waiting:
         self.store.drop(self.number)
 
 
-class _Shapes:
-    """A store of tensors of the device ``meta``, which have no values."""
+class ShapeStore:
+    """A store of tensors of the device ``meta``, which have no values. It has of the device what a ``TensorStore`` has
+    whose writes are slow. ``allocate``: of bytes; where its memory is counted."""
 
-    def __init__(self):
-        self.kept = {}
-        self.next = 0
+    def __init__(self, allocate=None):
+        self.kept = {}  # number -> (shape, dtype, bytes)
+        self.next = self.largest = 0
+        self.copies, self.held = collections.deque(), 0  # (bytes, memory), on their way or idle, the oldest first
+        self.allocate = allocate or (lambda size: torch.empty(size, dtype=torch.uint8, device="meta"))
 
     def put(self, tensor):
         self.next += 1
-        self.kept[self.next] = tensor.shape, tensor.dtype
+        size = tensor.numel() * tensor.element_size()
+        self.kept[self.next] = tensor.shape, tensor.dtype, size
+        self._copy(size, again=False)
         return self.next
 
     def get(self, number):
-        shape, dtype = self.kept[number]
+        shape, dtype, size = self.kept[number]
+        self._copy(size)
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def prefetch(self, number):
-        pass
+        self._copy(self.kept[number][2])
 
     def drop(self, number):
         self.kept.pop(number, None)
 
+    def _copy(self, size, again=True):
+        """``again``: in the memory of an earlier one, where that is as large."""
+        wanted = _C.TensorStore.copy_bytes(size)
+        if size == 0 or (again and any(one == wanted for one, _ in self.copies)):
+            return
+        self.largest = max(self.largest, size)
+        room = _C.TensorStore.room(self.largest) - wanted
+        while self.copies and self.held > room:
+            self.held -= self.copies.popleft()[0]
+        self.copies.append((wanted, self.allocate(wanted)))
+        self.held += wanted
+
 
 def store_of(device, offload):
     """Where tensors of ``device`` wait, one store for each place in a job; None where they stay. ``offload``: False;
-    True: host memory, which is no other place for tensors of the CPU; a text: files in that folder."""
+    True: host memory, which is no other place for tensors of the CPU; a text: files in that folder; or a
+    ``ShapeStore``. Tensors of the device ``meta`` are planned: as if they were on the device that there is."""
+    if isinstance(offload, ShapeStore):
+        return offload
     folder = offload if isinstance(offload, str) else None
-    if not offload or (device.type == "cpu" and folder is None):
+    on_host = (get_accelerator().device_name() if device.type == "meta" else device.type) == "cpu"
+    if not offload or (on_host and folder is None):
         return None
+    if device.type == "meta":
+        return ShapeStore()
     stores, key = made_here().stores, (str(device), folder)
     if key not in stores:
-        stores[key] = _Shapes() if device.type == "meta" else _open(device, folder)
+        stores[key] = _open(device, folder)
     return stores[key]
 
 

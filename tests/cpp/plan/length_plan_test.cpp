@@ -61,6 +61,20 @@ TEST(LengthCurve, TheLongestIsTheLastThatFits) {
   EXPECT_EQ(made.longest(int64_t{1} << 60, 64, 1000), 960);
 }
 
+TEST(LengthCurve, PolynomialsOfNeighboursWhereNoneGoesThroughAllSamples) {
+  const auto bent = [](int64_t n) { return n <= 400 ? 10 * n : 10 * 400 + 70 * (n - 400); };
+  const LengthCurve three = curve({{states, bent}}, {100, 200, 300});
+  const LengthSample far{1600, {{states(0), bent(1600)}}};
+  EXPECT_EQ(three.miss({400, {{states(0), bent(400)}}}), 0);
+  EXPECT_GT(curve({{bent}}, {100, 200, 300}).miss({1600, {{bent(1600)}}}), 800);  // thousandths
+  EXPECT_EQ(three.miss(far), 1);                                                  // states are most of it
+  const LengthCurve more = curve({{bent}}, {100, 200, 300, 400, 800, 1200, 1600});
+  for (const int64_t n : {50, 100, 250, 399, 400, 900, 1600, 100'000}) EXPECT_EQ(more.peak(n), bent(n)) << n;
+  EXPECT_EQ(more.longest(bent(1700), 1, 1 << 20), 1700);
+  EXPECT_EQ(more.longest(bent(350), 1, 1 << 20), 350);
+  EXPECT_THROW(three.miss({400, {{1}}}), Error);
+}
+
 TEST(LengthCurve, HugeLengthsDoNotOverflow) {
   const LengthCurve made = curve({{states, scores}}, {1 << 18, 1 << 19, 3 << 18});
   EXPECT_GT(made.peak(int64_t{1} << 40), int64_t{1} << 50);
