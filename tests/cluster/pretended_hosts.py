@@ -34,6 +34,19 @@ def why_not():
     return "" if tried.returncode == 0 else f"namespaces are not allowed here: {tried.stderr.strip()}"
 
 
+def _tag(pid):
+    # How the namespaces begin that this process makes.
+    return f"dsc{pid}"
+
+
+def remove(pid, folder):
+    """What lies on the disk of the hosts that the process ``pid`` made in ``folder``."""
+    for name in (*NAMES, "net"):
+        subprocess.run(["ip", "netns", "del", f"{_tag(pid)}-{name}"], capture_output=True)
+        shutil.rmtree(f"/etc/netns/{_tag(pid)}-{name}", ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 class PretendedHosts:
     """``head`` starts jobs; ``h1`` and ``h2`` run an sshd. A context manager.
 
@@ -42,7 +55,7 @@ class PretendedHosts:
 
     def __init__(self):
         self.folder = tempfile.mkdtemp(prefix="ds-cluster-", dir="/var/tmp")  # each has a /tmp of its own
-        self._tag = f"dsc{os.getpid()}"
+        self._tag = _tag(os.getpid())
         self._subnet = f"10.{200 + os.getpid() % 50}.{os.getpid() // 50 % 250}"
         self._servers = {}  # host -> what holds its namespaces
         self._daemons = []  # (host, process, program) of what ``serve`` started
@@ -67,10 +80,7 @@ class PretendedHosts:
             server.wait()
         with contextlib.suppress(AssertionError):  # the folder goes in any event
             wait_until(lambda: not any(map(running, last)), "")
-        for name in (*NAMES, "net"):
-            subprocess.run(["ip", "netns", "del", f"{self._tag}-{name}"], capture_output=True)
-            shutil.rmtree(f"/etc/netns/{self._tag}-{name}", ignore_errors=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove(os.getpid(), self.folder)
 
     def path(self, name):
         """A file of the cluster's own folder."""

@@ -43,11 +43,12 @@ def test_azure_ml_says_where_ranks_meet(cluster, folder, system_python):
 def test_without_mpi4py_an_address_is_asked_for(cluster, folder, system_python):
     (folder / "sitecustomize.py").write_text(WITHOUT_MPI4PY)
     paths = f"{folder}:{PYTHON_DIR}"
-    code, _, errors = mpirun(cluster, folder, "openmpi", python=system_python, PYTHONPATH=paths)
+    two = ["-n", "2", "--map-by", "ppr:1:node"]  # the last -n counts
+    code, _, errors = mpirun(cluster, folder, "openmpi", *two, python=system_python, PYTHONPATH=paths)
     assert code == 1 and "mpirun -x MASTER_ADDR=<address>" in errors and "it is not installed" in errors
-    told = ["-x", "MASTER_ADDR=h1"]
-    code, out, errors = mpirun(cluster, folder, "openmpi", *told, python=system_python, PYTHONPATH=paths)
-    assert code == 0 and len(places(out)) == 3, errors
+    two += ["-x", "MASTER_ADDR=h1"]
+    code, out, errors = mpirun(cluster, folder, "openmpi", *two, python=system_python, PYTHONPATH=paths)
+    assert code == 0 and places(out) == [["h1", "0", "0", "2", "h1"], ["h2", "1", "0", "2", "h1"]], errors
 
 
 def test_mpi4py_of_another_mpi_is_not_believed(cluster, folder, system_python):

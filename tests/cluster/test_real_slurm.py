@@ -71,7 +71,8 @@ def test_each_command_of_the_page(batch, ended, cluster, folder, number):
     (folder / "train.py").write_text(INIT)
     text = blocks()[number]
     assert "train.py" in text
-    code, out, errors = ended(batch(text))
+    asked = ["#SBATCH --ntasks-per-node=2"] if number < 2 else []  # of the job; agents are one for each node
+    code, out, errors = ended(batch(text, *asked))
     assert code == 0, errors
     found = places(out)
     assert [place[:4] for place in found] == [["h1", "0", "0", "2"], ["h2", "1", "0", "2"]], out + errors
