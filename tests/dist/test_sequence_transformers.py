@@ -416,7 +416,7 @@ def gpt_oss():
 
 
 def body_sinks(rank, world, method, chunk):
-    plain, model, batch = gpt_oss(), gpt_oss(), batch_of("packed")
+    plain, model, batch = gpt_oss(), gpt_oss(), batch_of("causal")
     configure_model(model, dist.get_world_group(), method=method, chunk=chunk)
     batch.pop("labels")
     expected = plain(**batch).logits
