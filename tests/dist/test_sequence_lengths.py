@@ -40,6 +40,7 @@ def body_peaks(rank, world, cases, folder):
     libc = ctypes.CDLL(None)
     libc.mallopt(MAPPED, 1 << 13)  # what is freed goes at once
     libc.mallopt(TRIMMED, 1 << 13)
+    torch.set_num_threads(1)  # others would start when tensors are large, each with memory of its own
     deepspeed.log.logger.setLevel("WARNING")
     found = []
     for heads, layers, vocabulary, recompute, stage, section, length, *memory in cases:
