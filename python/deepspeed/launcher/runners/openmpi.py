@@ -1,7 +1,5 @@
 """Open MPI's mpirun."""
 
-import os
-
 from deepspeed.launcher.constants import OPENMPI_LAUNCHER
 from deepspeed.launcher.runners.base import MPIRunner
 
@@ -10,17 +8,11 @@ class OpenMPIRunner(MPIRunner):
     """It reads the hostfile itself; ``--launcher_args`` may name the network interface (btl_tcp_if_include)."""
 
     package = "apt install openmpi-bin"
+    reads_hostfile = True
 
     @property
     def name(self):
         return OPENMPI_LAUNCHER
-
-    def why_not(self):
-        """What to install, or which file is missing."""
-        file = str(self.args.hostfile)
-        if self.backend_exists() and not os.path.exists(file):
-            return f"--launcher {self.name} reads the hostfile itself, and there is no {file}: write one (-H FILE)."
-        return super().why_not()
 
     def get_cmd(self, environment, active_resources):
         given = self.launcher_words()
