@@ -7,8 +7,8 @@ from deepspeed.launcher.runners.base import MPIRunner
 class OpenMPIRunner(MPIRunner):
     """It reads the hostfile itself; ``--launcher_args`` may name the network interface (btl_tcp_if_include)."""
 
-    package = "apt install openmpi-bin"
     reads_hostfile = True
+    package = "apt install openmpi-bin"
 
     @property
     def name(self):
