@@ -267,6 +267,10 @@ def run_head(job):
 
 def mpi_plan(args, hosts, runner):
     """A ``NodePlan`` whose one process is mpirun."""
+    if runner.reads_hostfile and not os.path.exists(args.hostfile):
+        raise LaunchError(
+            f"--launcher {runner.name} reads the hostfile itself, and there is no {args.hostfile}: write one (-H FILE)."
+        )
     files = environment.read_environment_files()
     exports = environment.exports(os.environ, files)
     port = asked_port(args) or plan.DEFAULT_PORT

@@ -9,8 +9,9 @@ import types
 import pytest
 
 from deepspeed.host import cpu, devices, numa
-from deepspeed.launcher import environment, plan, runner
+from deepspeed.launcher import cluster, environment, plan, runner
 from deepspeed.launcher.arguments import check, parse_args
+from deepspeed.launcher.multinode_runner import OpenMPIRunner
 
 
 @pytest.fixture(autouse=True)
@@ -227,6 +228,15 @@ def test_hosts_without_slots(here):
     (here / "hosts").write_text("a slots=0\nb slots=2\n")  # one that is left out for now
     args = parse_args(["-H", f"{here}/hosts", "--num_gpus", "1", "train.py"])
     assert plan.active_hosts(args, []) == {"b": [0]}
+
+
+def test_openmpi_without_a_hostfile(here):
+    args = parse_args(["--launcher", "openmpi", "-H", f"{here}/none", "train.py"])
+    mpi = OpenMPIRunner(args, runner.encode_world_info({"localhost": 1}), {"localhost": 1})
+    with pytest.raises(runner.LaunchError, match=f"openmpi reads the hostfile itself, and there is no {here}/none"):
+        cluster.mpi_plan(args, {"localhost": [0]}, mpi)
+    (here / "none").write_text("localhost slots=1")
+    assert f"{here}/none" in cluster.mpi_plan(args, {"localhost": [0]}, mpi).commands[0]
 
 
 def test_threads_are_shared_out_unless_chosen(monkeypatch):

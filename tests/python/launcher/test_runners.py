@@ -76,16 +76,6 @@ def test_openmpi(dashes):
     assert "eth0" not in line and "eth1" in line
 
 
-def test_openmpi_without_a_hostfile(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    (tmp_path / "mpirun").write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.4'\n")
-    (tmp_path / "mpirun").chmod(0o755)
-    runner = made(multinode_runner.OpenMPIRunner, "-H", str(tmp_path / "none"))
-    assert f"there is no {tmp_path}/none" in runner.why_not()
-    (tmp_path / "none").write_text("a slots=1")
-    assert runner.why_not() == ""
-
-
 def test_mpich_impi_mvapich_slurm(tmp_path, monkeypatch):
     line, environment = command(multinode_runner.MPICHRunner, "--no_local_rank", exports={"A": "1", "B": "2"})
     assert line == [

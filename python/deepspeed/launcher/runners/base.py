@@ -23,6 +23,7 @@ class MultiNodeRunner(ABC):
     starts_ranks = False  # itself, instead of an agent on each host
     one_link_per_host = False  # that carries the job over stdin and stdout; else agents connect to the head
     passes_environment = False  # of the head to the agents
+    reads_hostfile = False  # its program does
 
     def __init__(self, args, world_info_base64):
         self.args = args

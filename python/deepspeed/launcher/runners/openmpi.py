@@ -1,7 +1,5 @@
 """Open MPI's mpirun."""
 
-import os
-
 from deepspeed.launcher.constants import OPENMPI_LAUNCHER
 from deepspeed.launcher.runners.base import MPIRunner
 
@@ -9,19 +7,13 @@ from deepspeed.launcher.runners.base import MPIRunner
 class OpenMPIRunner(MPIRunner):
     """It reads the hostfile itself; ``--launcher_args`` may name the network interface (btl_tcp_if_include)."""
 
+    reads_hostfile = True
     package = "apt install openmpi-bin"
     maker, others, debian = "Open MPI", ("HYDRA", "Intel"), "mpirun.openmpi"
 
     @property
     def name(self):
         return OPENMPI_LAUNCHER
-
-    def why_not(self):
-        """What to install, or which file is missing."""
-        file = str(self.args.hostfile)
-        if self.backend_exists() and not os.path.exists(file):
-            return f"--launcher {self.name} reads the hostfile itself, and there is no {file}: write one (-H FILE)."
-        return super().why_not()
 
     def get_cmd(self, environment, active_resources):
         given = self.launcher_words()
