@@ -40,10 +40,16 @@ void LengthCurve::check_like_first(const LengthSample& sample) const {
   if (!same) fail(ErrorKind::kValue, "Samples of ", sample.length, " and ", first.length, " tokens have other parts.");
 }
 
-// Newton's form of the polynomial through three points, over one denominator, rounded up once.
 int64_t LengthCurve::at(size_t moment, size_t part, int64_t length) const {
-  size_t from = 0;  // the first of three
-  while (from + kSamples < samples_.size() && samples_[from + 1].length < length) ++from;
+  size_t above = 0;  // samples below `length`, so the first that is not
+  while (above < samples_.size() && samples_[above].length < length) ++above;
+  const size_t last = samples_.size() - kSamples, from = std::min(above > 1 ? above - 2 : 0, last);
+  return std::max(through(from, moment, part, length),
+                  through(std::min(from + (above > 1), last), moment, part, length));
+}
+
+// Newton's form of the polynomial through three samples, over one denominator, rounded up once.
+int64_t LengthCurve::through(size_t from, size_t moment, size_t part, int64_t length) const {
   const LengthSample *s0 = &samples_[from], *s1 = s0 + 1, *s2 = s0 + 2;
   const Wide n0 = s0->length, n1 = s1->length, n2 = s2->length, n = length;
   const auto bytes = [&](size_t i) { return static_cast<Wide>(samples_[from + i].moments[moment][part]); };

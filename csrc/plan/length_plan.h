@@ -22,9 +22,10 @@ struct LengthSample {
 
 class LengthCurve {
  public:
-  // Three samples or more, of rising lengths, with the same moments and parts. Between two of them, and below the
-  // first, the polynomial goes through these and the next one; above, through the last three. Throws ErrorKind::kValue
-  // for others.
+  // Three samples or more, of rising lengths, with the same moments and parts. Between two of them two polynomials go
+  // through both, with the sample before and with the one behind; the larger counts, since a bend lies on one side and
+  // too little would end a run. Below the second sample: through the first three; above the last: through the last
+  // three. Throws ErrorKind::kValue for others.
   explicit LengthCurve(std::vector<LengthSample> samples);
 
   // By part, at the largest moment; never below zero.
@@ -42,6 +43,7 @@ class LengthCurve {
 
  private:
   int64_t at(size_t moment, size_t part, int64_t length) const;
+  int64_t through(size_t from, size_t moment, size_t part, int64_t length) const;
   void check_like_first(const LengthSample& sample) const;
   std::vector<LengthSample> samples_;  // by length
 };
