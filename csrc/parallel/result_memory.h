@@ -1,5 +1,5 @@
-// Memory of results on the host that come and go every layer: the first touch of new pages costs more than the copy into
-// them, and torch's allocator gives all but small ones back each time.
+// Memory of large results on the host that come and go every layer: the first touch of new pages costs more than the
+// copy into them, and torch's allocator gives large ones back each time.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -11,7 +11,7 @@ namespace ds::parallel {
 
 class ResultMemory : public std::enable_shared_from_this<ResultMemory> {
  public:
-  static constexpr int64_t kLeast = 1 << 16;  // bytes; the allocator is good at smaller ones
+  static constexpr int64_t kLeast = 1 << 20;  // bytes; the allocator is good at smaller ones
   static constexpr size_t kMost = 3;          // as many as one exchange of queries, keys and values gives
 
   // Uninitialised, its dimensions in memory in the order `order` (outermost first).
