@@ -80,8 +80,8 @@ FILES = {"chunk": 128, "tile_mlp": True, "tile_loss": True, "offload": "file"}
 CASES = [
     (4, 2, 1000, False, 0, {}, 512),
     (2, 3, 2000, True, 1, {"tile_loss": True}, 512),
-    (4, 3, 1000, True, 0, FILES, 1024),
-    (4, 3, 1000, True, 0, {**FILES, "offload": "host"}, 512),
+    (4, 3, 1000, True, 0, FILES, 2048),
+    (4, 3, 1000, False, 0, {**FILES, "offload": "host"}, 2048),
 ]
 
 
@@ -120,7 +120,7 @@ OFFLOADED = [
         (3, False, {"chunk": 128}),
         (8, True, {"chunk": 128, "tile_mlp": True, "tile_loss": True}),
     )
-    for length in (256, 2048)
+    for length in (512, 2048)
 ]
 
 
