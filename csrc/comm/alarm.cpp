@@ -14,6 +14,7 @@ namespace ds::comm {
 namespace {
 
 constexpr int64_t kLookUs = 250'000;
+constexpr int64_t kEndsUs = 500'000;
 constexpr std::chrono::milliseconds kOthersHear(1500);
 
 std::string host_name() {
@@ -145,6 +146,14 @@ int Alarm::ended_rank() {
   return -1;
 }
 
+// The store ends before its process does: the kernel closes the sockets of one that is killed first.
+bool Alarm::keeper_ends() const {
+  if (keeper_ < 0 || rank_ == keeper_ || pids_[keeper_] <= 0) return false;
+  for (int64_t until = now_us() + kEndsUs; now_us() < until; std::this_thread::sleep_for(std::chrono::milliseconds(2)))
+    if (process_ended(pids_[keeper_])) return true;
+  return false;
+}
+
 std::string Alarm::place_text(int rank) const {
   std::lock_guard<std::mutex> lock(mutex_);
   return pages_[rank] ? pages_[rank]->text(place_names_) : "";
@@ -202,6 +211,7 @@ void Alarm::look(const DiagnosticCallbacks&) {
       ring_or(text(ended, first), text(ended, ""));
     }
   } catch (const std::exception&) {  // the store has gone
+    if (ended < 0 && keeper_ends()) ended = keeper_;
     hear(ended >= 0 ? text(ended, "") : without_store());
   }
 }

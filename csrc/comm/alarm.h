@@ -56,6 +56,7 @@ class Alarm : public Watched {
   std::string ring_or(const std::string& why, const std::string& alone);  // `alone`: where the store has gone
   void hear(const std::string& why);
   int ended_rank();  // a process of this host that has ended; -1: none
+  bool keeper_ends() const;
   void meet(int rank);
   void meet(int rank, const std::string& who);
   void see_keeper();  // where it is: the store cannot be asked when it has ended
