@@ -61,10 +61,10 @@ class Way:
         return " / ".join(lines[-5:])
 
     def end(self):
-        """Ends the program, which by now has nothing to do any more, and those that it started: the ssh of pdsh would
-        wait for ever for a host that is gone."""
+        """Ends the program, which by now has nothing to do any more. One that leads to all hosts may have started
+        others: the ssh of pdsh would wait for ever for a host that is gone. What a link leads to ends by that link."""
         if self.process.poll() is None:
-            below = linux.descendants(self.process.pid)
+            below = linux.descendants(self.process.pid) if self.link is None else ()
             self.process.terminate()
             try:
                 self.process.wait(2.0)
@@ -72,7 +72,7 @@ class Way:
                 self.process.kill()
                 self.process.wait()
             for pid in below:
-                linux.kill(pid, signal.SIGKILL)
+                linux.kill(pid, signal.SIGTERM)
 
 
 class HostLink:
