@@ -122,7 +122,9 @@ class Supervisor:
         return [(sink, sink.waiting) for sink in sinks if sink.waiting and not sink.prefix]
 
     def _select(self, timeout):
-        for key, _ in self._selector.select(timeout):
+        # Returns whether there was something.
+        ready = self._selector.select(timeout)
+        for key, _ in ready:
             if key.fd == self._messages.fd:
                 for message in self._messages.read():
                     self._on_message(message)
@@ -132,6 +134,7 @@ class Supervisor:
             elif not key.data.pump():
                 self._selector.unregister(key.fd)
                 key.data.close()
+        return bool(ready)
 
     def _reap(self):
         while True:
@@ -220,12 +223,14 @@ class Supervisor:
         self._reap()
 
     def _drain(self):
-        # The writers are gone, so that each channel ends after what is in it; unless somebody outside the job holds
-        # its other end, for whom nobody waits.
+        # The writers are gone, so that each channel ends after what is in it, however long a busy machine takes for it;
+        # unless somebody outside the job holds its other end, for whom nobody waits.
         deadline = time.monotonic() + _DRAIN_S
         try:
-            while any(key.data for key in self._selector.get_map().values()) and time.monotonic() < deadline:
-                self._select(_DRAIN_S)
+            while any(key.data for key in self._selector.get_map().values()):
+                left_s = deadline - time.monotonic()
+                if not self._select(max(left_s, 0.0)) and left_s <= 0:
+                    break
             for message in self._messages.read():
                 self._on_message(message)
         except BrokenPipeError:
