@@ -1,0 +1,32 @@
+"""What ranks have written by the time they are gone."""
+
+import os
+import selectors
+import types
+
+from deepspeed.launcher import supervisor
+
+
+def test_what_is_in_the_channels_is_read_however_long_it_takes(monkeypatch):
+    class Slow:
+        """On a busy machine: time is up before anything was read, and it is read in several turns."""
+
+        turns = 0
+
+        def pump(self):
+            self.turns += 1
+            return self.turns < 5
+
+        def close(self):
+            self.closed = True
+
+    monkeypatch.setattr(supervisor, "_DRAIN_S", 0.0)
+    job, channel, (read, write) = object.__new__(supervisor.Supervisor), Slow(), os.pipe()
+    job._selector, job._files = selectors.DefaultSelector(), []
+    job._messages = types.SimpleNamespace(fd=-1, read=lambda: [])
+    job._selector.register(read, selectors.EVENT_READ, channel)
+    os.write(write, b"there is more")
+    job._drain()
+    assert channel.turns == 5 and channel.closed
+    os.close(read)
+    os.close(write)
