@@ -1,5 +1,6 @@
 """Scripts that call deepspeed.init_distributed, started by our launcher, by torchrun, by mpirun and by hand."""
 
+import importlib.util
 import os
 import shutil
 import signal
