@@ -84,6 +84,10 @@ class PipelineEngine(Execution, Losses, Batches, Plans, DeepSpeedEngine):
             self.module.place.share(self.alarm.place)
 
     def _ranks(self, mpu):
+        assert self.managed_gradient_accumulation(), (
+            "managed_gradient_accumulation false is not supported with pipeline parallelism: train_batch() decides "
+            "when gradients are reduced; leave the key out"
+        )
         return PipelineRanks(mpu)
 
     # ---- a batch -----------------------------------------------------------------------------------------------------
@@ -110,8 +114,7 @@ class PipelineEngine(Execution, Losses, Batches, Plans, DeepSpeedEngine):
                 self.agg_train_loss = self._aggregate_total_loss()
             self._tell_of_batch()
             self._tell_of_plan(began, seconds)
-        self._memory_copies.step_done()
-        self._announced_end.step_done()
+        self._steps.run_hooks()
         return self.agg_train_loss
 
     def eval_batch(
@@ -134,21 +137,19 @@ class PipelineEngine(Execution, Losses, Batches, Plans, DeepSpeedEngine):
         """
         if reduce_output not in (None, "avg", "sum"):
             raise NotImplementedError(f"eval_batch(reduce_output={reduce_output!r}): 'avg', 'sum' or None (a list)")
-        kept, count = self.data_iterator, num_micro_batches or self.micro_batches
-        trained, total, self._compute_loss = self.module.training, self.total_loss, compute_loss
+        count = num_micro_batches or self.micro_batches
+        trained, total = self.module.training, self.total_loss
         broadcasts = compute_loss and bcast_loss and self.is_pipe_parallel
-        self.set_dataiterator(data_iter)
-        self._need_data("eval_batch()")
-        self.module.eval()
         try:
-            with torch.no_grad(), self._guarded():
+            self._compute_loss = compute_loss
+            self.module.eval()
+            with self._reading(data_iter, "eval_batch()"), torch.no_grad(), self._guarded():
                 self._exec_schedule(self._eval_schedule(count))
                 with self._told_to_all(broadcasts):
                     output = self._reduced_outputs(reduce_output) if self.is_last_stage() else None
                     if broadcasts:
                         output = self._from_last_stage(output, None if reduce_output else count)
         finally:
-            self.set_dataiterator(kept)
             self.module.train(trained)
             self._compute_loss, self.total_loss = True, total
         if compute_loss and self.monitor.enabled and self.global_rank == 0 and isinstance(output, torch.Tensor):
@@ -232,6 +233,13 @@ class PipelineEngine(Execution, Losses, Batches, Plans, DeepSpeedEngine):
 
     def backward(self, *args, **kwargs):
         raise PipelineError("a pipeline has no backward() of one rank: train_batch() runs forward, backward and step")
+
+    def coalesce_grad_reduction(self):
+        """Not for pipelines."""
+        raise AssertionError(
+            "coalesce_grad_reduction is not supported with pipeline parallelism: train_batch() runs all backwards of a "
+            "batch and reduces once"
+        )
 
     def step(self, *args, **kwargs):
         raise PipelineError("a pipeline has no step() of one rank: train_batch() runs forward, backward and step")

@@ -16,6 +16,7 @@ class Steps:
         self.audit = None
         self.applied = False
         self.norm = None
+        self._hooks_wait = False  # a step at a boundary is done, and its hooks have not run
 
     def start_audit(self):
         """Once the engine is assembled."""
@@ -65,6 +66,12 @@ class Steps:
     @member
     def step(self, lr_kwargs=None):
         """At an accumulation boundary: clip, update, zero the gradients, step the schedule. Otherwise only counts."""
+        self.update(lr_kwargs)
+        self.run_hooks()
+
+    def update(self, lr_kwargs=None):
+        """The step without the hooks of its end; whoever calls it calls ``run_hooks`` when nothing of the step is left
+        to do: a pipeline does so after its schedule."""
         engine = self.engine
         assert not engine.inside_no_sync_ctxt, (
             "It is illegal to call Engine.step() inside no_sync context manager: gradients are not reduced there; call "
@@ -75,25 +82,33 @@ class Steps:
         self._refuse_unseen_backward()
         boundary = engine.is_gradient_accumulation_boundary() or not engine.managed_gradient_accumulation()
         self._join_backward(boundary)
-        engine.progress.start_step()
         self.applied = False
         try:
+            engine.progress.start_step()
             if boundary:
                 self._take(lr_kwargs)
                 engine._experts.end_step()
         except BaseException:
-            engine.progress.abandon_step()
+            engine.progress.stop_step()
             raise
         engine.micro_steps += 1
         engine._backward.start_micro_step()
         engine._accumulation.user_scaled = False
         engine.progress.end_step(boundary)
         comms_log.collect()
-        if boundary and (behind := getattr(engine.checkpoint_engine, "behind", None)) is not None:
-            behind.step_done()  # raises what went wrong with a save in the background
-        if boundary:
-            engine._memory_copies.step_done()
-            engine._announced_end.step_done()
+        self._hooks_wait = boundary
+
+    def run_hooks(self):
+        """The end of a step at a boundary, once for each. Raises an error of a save in the background, and SystemExit
+        behind SIGTERM with ``elasticity.save_on_signal``."""
+        if not self._hooks_wait:
+            return
+        self._hooks_wait = False
+        engine = self.engine
+        if (behind := getattr(engine.checkpoint_engine, "behind", None)) is not None:
+            behind.step_done()
+        engine._memory_copies.step_done()
+        engine._announced_end.step_done()
 
     def _refuse_unseen_backward(self):
         """A backward that the user ran is noticed at the outputs of forward. Where those hold no tensor that can be

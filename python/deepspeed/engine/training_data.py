@@ -4,6 +4,7 @@ import torch
 
 from deepspeed.engine.members import member
 from deepspeed.published.dataloader import DeepSpeedDataLoader
+from deepspeed.utils.repeating_loader import RepeatingLoader
 
 ROUTE_TRAIN = "train"
 ROUTE_EVAL = "eval"
@@ -29,11 +30,16 @@ class TrainingData:
     @member
     def set_data_post_process_func(self, post_process_func):
         """``post_process_func(batch, sampler_state)`` is applied to each batch of the training loader."""
-        if self.engine.training_dataloader is None:
+        loader = self.engine.training_dataloader
+        while isinstance(loader, RepeatingLoader):
+            loader = loader.loader
+        if not hasattr(loader, "post_process_func"):
+            given = "none" if loader is None else f"a {type(loader).__name__}"
             raise RuntimeError(
-                "set_data_post_process_func needs a training loader: pass training_data to deepspeed.initialize"
+                f"set_data_post_process_func needs a training loader of this library, and there is {given}: pass "
+                "training_data to deepspeed.initialize, or make a loader with engine.deepspeed_io"
             )
-        self.engine.training_dataloader.post_process_func = post_process_func
+        loader.post_process_func = post_process_func
 
     @member
     def deepspeed_io(

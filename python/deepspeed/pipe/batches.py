@@ -1,5 +1,7 @@
 """Where micro-batches come from: a base of ``PipelineEngine``."""
 
+import contextlib
+
 from deepspeed.pipe.failures import PipelineError
 from deepspeed.utils.repeating_loader import RepeatingLoader
 
@@ -21,13 +23,25 @@ class Batches:
         """``train_batch()`` takes micro-batches from ``loader`` from now on."""
         if self._loads_data():
             self.training_dataloader = loader
-            self.data_iterator = iter(loader)
+            self.data_iterator, self._peeked = iter(loader), []
 
     def set_dataiterator(self, iterator):
-        """``train_batch()`` takes micro-batches from ``iterator`` from now on, and from no loader."""
+        """``train_batch()`` takes micro-batches from ``iterator`` from now on. Checkpoints have its position where it is
+        a loader that tells one."""
         if self._loads_data():
-            self.training_dataloader = iterator if isinstance(iterator, RepeatingLoader) else None
-            self.data_iterator = iterator
+            self.training_dataloader = iterator if hasattr(iterator, "load_state_dict") else None
+            self.data_iterator, self._peeked = iterator, []
+
+    @contextlib.contextmanager
+    def _reading(self, iterator, what):
+        """Inside, micro-batches come from ``iterator``; training goes on with its own afterwards."""
+        kept = self.data_iterator, self._peeked
+        self.data_iterator, self._peeked = iterator, []
+        try:
+            self._need_data(what)
+            yield
+        finally:
+            self.data_iterator, self._peeked = kept
 
     def set_batch_fn(self, fn):
         """``fn(item)`` makes the pair ``(inputs, labels)`` of what the iterator gives."""

@@ -1,0 +1,91 @@
+"""Where micro-batches of a pipeline come from: loaders, evaluations in between, positions in checkpoints."""
+
+import pytest
+import torch
+
+import deepspeed
+import pipe_models as models
+from deepspeed.utils import RepeatingLoader
+from harness import run_ranks
+
+MICRO_BATCHES = 2
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(4, models.WIDTH, generator=generator), torch.randn(4, models.WIDTH, generator=generator)
+
+
+def started(kind, world):
+    """An engine that trains from a loader."""
+    module = models.module_of("plain", 2, world)
+    given = Samples() if kind == "training_data" else None
+    engine = deepspeed.initialize(model=module, config=models.config_of(MICRO_BATCHES), training_data=given)[0]
+    if kind == "loader":
+        engine.set_dataloader(engine.deepspeed_io(Samples(), num_local_io_workers=0))
+    if kind == "repeating":
+        engine.set_dataloader(RepeatingLoader(engine.deepspeed_io(Samples(), num_local_io_workers=0)))
+    if kind == "iterator":
+        engine.set_dataiterator(iter(engine.deepspeed_io(Samples(), num_local_io_workers=0)))
+    return engine
+
+
+def resumes(rank, world, folder, kind):
+    engine = started(kind, world)
+    evaluated = list(models.batches("plain", 1, MICRO_BATCHES, 0))
+    loader = engine.training_dataloader
+    engine.train_batch()
+    engine.eval_batch(iter(evaluated))
+    with pytest.raises(RuntimeError, match=r"eval_batch\(\) on stage . has no data"):
+        engine.eval_batch(None)
+    assert engine.training_dataloader is loader and engine.module.training
+    engine.train_batch()
+    engine.save_checkpoint(folder)
+    engine.eval_batch(iter(evaluated))
+    expected = [engine.train_batch().item() for _ in range(3)]
+    again = started(kind, world)
+    again.load_checkpoint(folder)
+    again.eval_batch(iter(evaluated))
+    return expected, [again.train_batch().item() for _ in range(3)]
+
+
+@pytest.mark.parametrize("kind", ["training_data", "loader", "repeating", "iterator"])
+def test_an_evaluation_leaves_the_loader_and_its_position(kind, tmp_path):
+    for expected, found in run_ranks(2, resumes, str(tmp_path), kind, init=True):
+        assert found == expected
+
+
+def processes(rank, world, kind):
+    engine = started(kind, world)
+    engine.eval_batch(models.batches("plain", 1, MICRO_BATCHES, 0))
+    seen = []
+    engine.set_data_post_process_func(lambda batch, state: seen.append(state) or batch)
+    engine.train_batch()
+    return len(seen)
+
+
+@pytest.mark.parametrize("kind", ["training_data", "loader", "repeating"])
+def test_a_function_for_batches_after_an_evaluation(kind):
+    assert run_ranks(2, processes, kind, init=True) == [MICRO_BATCHES] * 2
+
+
+def refuses(rank, world):
+    engine = started("none", world)
+    texts = []
+    for loader in (None, [(torch.ones(1), torch.ones(1))]):
+        if loader is not None:
+            engine.set_dataloader(loader)
+        with pytest.raises(RuntimeError) as caught:
+            engine.set_data_post_process_func(lambda batch, state: batch)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_a_loader_that_applies_no_function():
+    for none, other in run_ranks(2, refuses, init=True):
+        assert "needs a training loader of this library, and there is none" in none
+        assert "there is a list: pass training_data" in other
