@@ -45,11 +45,10 @@ class Accumulation:
     @member
     def set_gradient_accumulation_boundary(self, is_boundary):
         """Decides by hand whether the next backward and step are at a boundary, until it is called again."""
-        if not self.engine.managed_gradient_accumulation():
-            raise RuntimeError(
-                "set_gradient_accumulation_boundary has no meaning with managed_gradient_accumulation false: every "
-                "step() is a boundary"
-            )
+        assert self.engine.managed_gradient_accumulation(), (
+            "set_gradient_accumulation_boundary has no meaning with managed_gradient_accumulation false: every step() "
+            "is a boundary"
+        )
         self.boundary = is_boundary
         self.replan()
 
@@ -97,6 +96,10 @@ class Accumulation:
         Costs what ``no_sync`` costs while the context is open.
         """
         engine = self.engine
+        assert engine.managed_gradient_accumulation(), (
+            "coalesce_grad_reduction has no meaning with managed_gradient_accumulation false: step() reduces what all "
+            "backwards before it have left"
+        )
         with engine.no_sync():
             yield
         if engine._stage_policy.reduces_each_micro_step or engine.is_gradient_accumulation_boundary():

@@ -33,21 +33,22 @@ class Backward:
         engine._need_states({OffloadStateTypeEnum.lp_params}, "engine.forward()")
         trains = engine._trains and torch.is_grad_enabled()
         inputs, kwargs = cross_engine_scaling.with_gates(engine.core, inputs, kwargs) if trains else (inputs, kwargs)
-        engine.progress.start_forward()
         try:
+            engine.progress.start_forward()
             with engine._experts.counting(), engine._long_sequences.offloading():
                 outputs = engine.module(*inputs, **kwargs)
         except BaseException:
             if engine.core is not None and engine.core.gatherer is not None:
                 engine.core.gatherer.abandon_forward()
             raise
+        finally:
+            engine.progress.end_forward()
         if trains:
             found = [t for t in tensors_within(outputs) if t.requires_grad]
             self.noticed = bool(found or self.noticed)
             self.micro_batches += bool(found)
             self._expect_step()
             engine.core.forwarded(found, *engine._accumulation.user_plan())
-        engine.progress.end_forward()
         return outputs
 
     def _expect_step(self):
@@ -75,7 +76,19 @@ class Backward:
         scale, parts = engine.stepping.loss_scale, engine.gradient_accumulation_steps() if scale_wrt_gas else 1
         if parts > 1:
             loss = loss / parts
-        engine.progress.start_backward()
+        try:
+            engine.progress.start_backward()
+            self._run(loss, scale, parts, retain_graph)
+        finally:
+            engine.progress.end_backward()
+        self.seen = True
+        mean = loss.detach().mean()
+        engine.losses = mean if engine.losses is None else engine.losses + mean
+        engine.progress.tell_of_loss()
+        return loss
+
+    def _run(self, loss, scale, parts, retain_graph):
+        engine = self.engine
         if self.noticed is None:  # there was no forward of the engine, which would have done so
             self._expect_step()
         root = loss.float() * scale if scale != 1.0 else loss
@@ -87,16 +100,23 @@ class Backward:
             if engine.core.abort_backward():
                 logger.warning("backward failed; the gradients of earlier micro steps of this step are lost with it")
             raise
-        self.seen = True
-        mean = loss.detach().mean()
-        engine.losses = mean if engine.losses is None else engine.losses + mean
-        engine.progress.end_backward(loss)
-        return loss
+
+    @member
+    def _backward_epilogue(self):
+        """After a ``loss.backward()`` of a script, for which it is optional: the backward of this engine has ended by
+        itself where the loss came from its model. Scripts of several engines call it for each."""
+        if self.engine.core is not None:
+            self.engine.core.end_backward()
 
     @member
     def scale(self, loss):
         """``loss`` times the loss scale, for a backward that the user runs. Accumulation is divided by the engine."""
         engine = self.engine
+        assert torch.is_tensor(loss) and loss.numel() == 1, (
+            "engine.scale needs a scalar tensor, got "
+            f"{f'shape {tuple(loss.shape)}' if torch.is_tensor(loss) else type(loss).__name__}; reduce it first, for "
+            "example with loss.mean()"
+        )
         assert engine.optimizer is not None, "engine.scale needs an optimizer"
         engine._accumulation.user_scaled = True
         engine._accumulation.replan()

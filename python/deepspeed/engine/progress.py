@@ -40,7 +40,9 @@ class Progress:
 
     def _stop(self, *names):
         for name in names:
-            self.timers(name).stop()
+            timer = self.timers(name)
+            if timer.started_:  # else its start has failed
+                timer.stop()
 
     def _see_memory(self, where):
         if self.memory:
@@ -54,6 +56,7 @@ class Progress:
             self._start(FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER)
 
     def end_forward(self):
+        """After a forward, also one that has raised."""
         if self.breakdown:
             self._stop(FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER)
         self._see_memory("after forward")
@@ -63,10 +66,14 @@ class Progress:
         if self.breakdown:
             self._start(BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER)
 
-    def end_backward(self, loss):
+    def end_backward(self):
+        """After a backward, also one that has raised."""
         if self.breakdown:
             self._stop(BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER)
         self._see_memory("after backward")
+
+    def tell_of_loss(self):
+        """After a backward."""
         engine = self.engine
         if self._monitored() and engine.is_gradient_accumulation_boundary():
             engine.monitor.write_events([("Train/Samples/train_loss", engine.losses.item(), engine.global_samples)])
@@ -79,15 +86,16 @@ class Progress:
         if self.breakdown:
             self._start(STEP_MICRO_TIMER, STEP_GLOBAL_TIMER)
 
-    def abandon_step(self):
+    def stop_step(self):
+        """After the step, also one that has raised."""
         if self.breakdown:
             self._stop(STEP_MICRO_TIMER, STEP_GLOBAL_TIMER)
 
     def end_step(self, boundary):
         engine = self.engine
         self.throughput.stop(global_step=boundary, report_speed=boundary)
+        self.stop_step()
         if self.breakdown:
-            self._stop(STEP_MICRO_TIMER, STEP_GLOBAL_TIMER)
             self.timers.log(list(_MICRO), memory_breakdown=engine.memory_breakdown())
             if boundary:
                 self.timers.log(list(_GLOBAL), normalizer=engine.gradient_accumulation_steps())

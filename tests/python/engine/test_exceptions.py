@@ -1,0 +1,122 @@
+"""An exception of the model, the loss or the optimizer leaves the engine as it was: the next call works."""
+
+import pytest
+import torch
+
+import deepspeed
+
+STEPS = 4
+
+
+class Model(torch.nn.Module):
+    """Raises where ``fails`` says."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last, self.fails = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1), None
+
+    def forward(self, x):
+        if self.fails == "forward":
+            raise KeyError("forward")
+        hidden = self.first(x)
+        if self.fails == "backward":
+            hidden.register_hook(self.raise_in_backward)
+        return self.last(hidden).square().mean()
+
+    def raise_in_backward(self, grad):
+        raise KeyError("backward")
+
+
+class Schedule:
+    """A learning-rate schedule whose step raises while it is asked to."""
+
+    def __init__(self):
+        self.fails = False
+
+    def step(self):
+        if self.fails:
+            raise KeyError("step")
+
+    def state_dict(self):
+        return {}
+
+
+def trained(stage, fails_in):
+    model, schedule = Model(), Schedule()
+    engine = deepspeed.initialize(
+        model=model,
+        lr_scheduler=schedule,
+        config={
+            "train_batch_size": 2,
+            "wall_clock_breakdown": True,
+            "gradient_clipping": 0.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0}},
+            "zero_optimization": {"stage": stage},
+        },
+    )[0]
+    for step in range(STEPS):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(step))
+        if step in (1, 2) and fails_in != "step":
+            model.fails = fails_in
+            with pytest.raises(KeyError, match=fails_in):
+                engine.backward(engine(x))
+            model.fails = None
+        engine.backward(engine(x))
+        if step == 1 and fails_in == "step":
+            schedule.fails = True
+            with pytest.raises(KeyError, match="step"):
+                engine.step()
+            schedule.fails = False
+        engine.step()
+    running = [name for name, timer in engine.progress.timers.get_timers().items() if timer.started_]
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
+        weights = [param.detach().clone() for param in model.parameters()]
+    engine.destroy()
+    return weights, running
+
+
+@pytest.fixture(scope="module")
+def without_exceptions():
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(2, 4, generator=torch.Generator().manual_seed(step))).backward()
+        optimizer.step()
+    return [param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("fails_in", ["forward", "backward", "step"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_training_goes_on(stage, fails_in, without_exceptions):
+    weights, running = trained(stage, fails_in)
+    assert running == []
+    for found, expected in zip(weights, without_exceptions, strict=True):
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_timer_whose_start_has_failed(monkeypatch):
+    """The first of two timers runs when the second cannot start."""
+    model = Model()
+    config = {"train_batch_size": 2, "wall_clock_breakdown": True, "optimizer": {"type": "Adam"}}
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    timers = engine.progress.timers
+    engine.backward(engine(torch.ones(2, 4)))
+    engine.step()
+    for name, call in (
+        ("fwd", lambda: engine(torch.ones(2, 4))),
+        ("bwd", lambda: engine.backward(engine(torch.ones(2, 4)))),
+        ("step", engine.step),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(timers(name), "start", fail)
+            with pytest.raises(KeyError, match="start"):
+                call()
+        assert not any(timer.started_ for timer in timers.get_timers().values())
+        call()
+    engine.destroy()
+
+
+def fail():
+    raise KeyError("start")
