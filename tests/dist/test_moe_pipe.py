@@ -46,11 +46,11 @@ def loss_fn(outputs, labels):
     return (outputs - labels).square().mean()
 
 
-def body(rank, world, stage, interval, schedule):
+def body(rank, world, stage, interval, schedule, scope="rank"):
     copy, stages = rank % 2, world // 2
 
     def block(seed):
-        layer = moe_layer(4, 2, 2, False, False, 1.0)
+        layer = moe_layer(4, 2, 2, False, False, 1.0, aux_scope=scope)
         moe = layer.deepspeed_moe
         numbered = [(2 * copy + i, one) for i, one in enumerate(moe.experts.deepspeed_experts)]
         return filled(Block(layer), seed, moe.gate.wg, numbered)
@@ -82,12 +82,12 @@ def body(rank, world, stage, interval, schedule):
     return losses, norms, found
 
 
-CASES = [(2, 0, 0, "1f1b"), (2, 1, 1, "1f1b"), (2, 1, 0, "zb-h1")]
-MORE = [(4, stage, interval, schedule) for stage, interval in ((0, 0), (1, 1)) for schedule in ("1f1b", "zb-h1")]
+CASES = [(2, 0, 0, "1f1b", "rank"), (2, 1, 1, "1f1b", "batch"), (2, 1, 0, "zb-h1", "rank")]
+MORE = [(4, stage, interval, schedule, "batch") for stage, interval in ((0, 0), (1, 1)) for schedule in ("1f1b", "zb-h1")]
 
 
-@pytest.mark.parametrize("stages, stage, interval, schedule", CASES + MORE * every_case())
-def test_equals_loops_in_one_process(stages, stage, interval, schedule):
+@pytest.mark.parametrize("stages, stage, interval, schedule, scope", CASES + MORE * every_case())
+def test_equals_loops_in_one_process(stages, stage, interval, schedule, scope):
     blocks, aux = [], []
     for seed in range(1, stages + 1):
         layer = Plain(4, 2, False, False, 1.0)
@@ -98,10 +98,12 @@ def test_equals_loops_in_one_process(stages, stage, interval, schedule):
         optimizer.zero_grad()
         plain = 0.0
         for micro in range(MICROS):
-            for copy in range(2):
-                inputs, labels = data(step, micro, copy)
-                loss = loss_fn(net(inputs), labels) / (2 * MICROS)
-                (loss + COEFF * sum(aux) / (2 * MICROS)).backward()
+            copies = [data(step, micro, copy) for copy in range(2)]
+            if scope == "batch":  # the balance of both copies' tokens
+                copies = [[torch.cat(part) for part in zip(*copies)]]
+            for inputs, labels in copies:
+                loss = loss_fn(net(inputs), labels) / (len(copies) * MICROS)
+                (loss + COEFF * sum(aux) / (len(copies) * MICROS)).backward()
                 aux.clear()
                 plain += loss.item()
         losses.append(plain)
@@ -111,7 +113,7 @@ def test_equals_loops_in_one_process(stages, stage, interval, schedule):
         optimizer.step()
     expected = dict(net.named_parameters())
     seen = set()
-    for own_losses, own_norms, params in run_ranks(2 * stages, body, stage, interval, schedule, init=True):
+    for own_losses, own_norms, params in run_ranks(2 * stages, body, stage, interval, schedule, scope, init=True):
         assert own_losses == pytest.approx(losses, abs=3e-6) and own_norms == pytest.approx(norms, rel=1e-5)
         for name, value in params.items():
             seen.add(name)

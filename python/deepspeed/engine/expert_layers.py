@@ -66,6 +66,7 @@ class ExpertLayers:
         self._add_losses()
         for name, layer in self.layers.items():
             layer.deepspeed_moe.set_name(name)
+            layer.deepspeed_moe.gate.batch_group = engine.parallel.dp_group
             layer.deepspeed_moe.overlap_chunks = engine._config.moe_config.overlap_chunks
             self._idle[name] = torch.zeros(layer.num_experts, dtype=torch.int64)
             layer.stages = self._stages(name) if pipeline else None

@@ -140,6 +140,7 @@ class TopKGate(torch.nn.Module):
             fail("", f"k={k}: a token goes to at least one and at most all num_experts={num_experts} experts")
         self.wg = torch.nn.Linear(model_dim, num_experts, bias=False)
         self.ep_group = ep_group
+        self.batch_group = None  # the ranks that see the tokens of one batch
         self.k = k
         self.capacity_factor = capacity_factor
         self.eval_capacity_factor = eval_capacity_factor
@@ -190,7 +191,8 @@ class TopKGate(torch.nn.Module):
         if self.balance == "bias":
             loss = logits.new_zeros(())
         elif self.aux_scope == "batch" and self.training and dist.is_initialized():
-            loss = routes.balance_loss(groups.get_data_parallel_group())
+            group = self.batch_group if self.batch_group is not None else groups.get_data_parallel_group()
+            loss = routes.balance_loss(group)
         if self.z_loss_coeff:
             loss = loss + self.z_loss_coeff * torch.logsumexp(logits, 1).square().sum() / max(len(logits), 1)
         return loss
@@ -270,6 +272,8 @@ class MOELayer(torch.nn.Module):
     def __deepcopy__(self, memo):
         """Groups of ranks are shared; the loss of the last forward comes without its graph."""
         memo[id(self.ep_group)], memo[id(self.l_aux)] = self.ep_group, self.l_aux.detach()
+        batch_group = getattr(self.gate, "batch_group", None)
+        memo[id(batch_group)] = batch_group
         made = memo[id(self)] = self.__class__.__new__(self.__class__)
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made

@@ -93,7 +93,7 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2, mpu=None):
     norm = _grad_norm(parameters, norm_type, mpu)
     if any(is_moe_param(p) for p in parameters):
         device = parameters[0].device
-        group = groups.get_data_parallel_group()
+        group = getattr(mpu, "get_data_parallel_group", groups.get_data_parallel_group)()
         mean = torch.tensor([norm], device=device, dtype=torch.double if device.type == "cpu" else torch.float)
         dist.all_reduce(mean, group=group)
         norm = mean.item() / dist.get_world_size(group=group)
