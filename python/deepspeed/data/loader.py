@@ -1,5 +1,6 @@
 """The loader of ``deepspeed.initialize(training_data=...)``: this rank's share of a data set, which can be resumed."""
 
+import hashlib
 import itertools
 import multiprocessing
 
@@ -66,7 +67,7 @@ class ResumableDataLoader:
             num_local_io_workers = 0 if alone else WORKERS
         self.num_local_io_workers = num_local_io_workers
         self.post_process_func = None  # callable(batch, sampler state), see engine.set_data_post_process_func
-        self.world_size = data_parallel_world_size
+        self.world_size, self.rank = data_parallel_world_size, data_parallel_rank
         self.data_sampler = self._make_sampler(data_sampler, data_parallel_world_size, data_parallel_rank)
         self.epoch = 0
         self.batches = 0  # handed out in this epoch, counted from the sample number
@@ -147,7 +148,7 @@ class ResumableDataLoader:
 
     def _begin(self):
         """Opens this epoch at batch `self.batches`; samples before it are not read where the data can be indexed."""
-        self._generator.manual_seed(SEED + self.epoch)
+        self._generator.manual_seed(self._seed_of_workers())
         if self.data_sampler is None:
             self._batches_now = self._after_re_reading(end_with(iter(self.dataloader)))
             return
@@ -159,6 +160,12 @@ class ResumableDataLoader:
             self._order_state = None if hasattr(self.data_sampler, "set_epoch") else _random_state(self.data_sampler)
         self._batch_indices.start_at(self.batches, self._order_state)
         self._batches_now = end_with(iter(self.dataloader))
+
+    def _seed_of_workers(self):
+        """Of the generator from which torch draws the first worker's seed; the next workers have the numbers after it.
+        Ranks that get the same samples, stages of one pipeline for example, have the same seeds."""
+        told = f"{torch.initial_seed()} {self.rank} {self.epoch}"
+        return int.from_bytes(hashlib.sha256(told.encode()).digest()[:8], "little", signed=True)
 
     def _after_re_reading(self, batches):
         if self.batches:

@@ -144,6 +144,27 @@ def test_collate_workers_and_post_processing():
     assert [state for _, state in source] == [{}, {}]
 
 
+class Drawn(Numbers):
+    """Sample i is a number that whoever reads it has drawn."""
+
+    def __getitem__(self, index):
+        return torch.randint(2**60, ()).item() if torch.utils.data.get_worker_info() else None
+
+
+def drawn(seed, rank=0, epochs=1, length=8):
+    torch.manual_seed(seed)
+    source = loader(Drawn(length), 2, 2, rank, num_local_io_workers=2)
+    return [sorted(flat(epoch(source))) for _ in range(epochs)]
+
+
+def test_random_numbers_of_workers_depend_on_seed_rank_worker_and_epoch():
+    first = drawn(1, epochs=2)
+    found = [*first, *drawn(1, rank=1), *drawn(2)]
+    everything = sum(found, [])
+    assert len(set(everything)) == len(everything) == 4 * 4
+    assert drawn(1, epochs=2) == first
+
+
 # ---- position ------------------------------------------------------------------------------------------------------
 
 
