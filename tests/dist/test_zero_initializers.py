@@ -109,3 +109,60 @@ def in_any_order(rank, world):
 
 def test_ranks_may_name_parameters_in_any_order():
     assert run_ranks(2, in_any_order, init=True) == [[[0.0], [1.0], [2.0], [3.0]]] * 2
+
+
+class Hub(torch.nn.Module):
+    """As models of the hub make their layers: their weights are to be loaded."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.utils.skip_init(torch.nn.Linear, 4, 3)
+        self.norm = torch.nn.utils.skip_init(torch.nn.BatchNorm1d, 3, device="cpu")
+        self.inside = torch.nn.utils.skip_init(Nested)
+        self.own = torch.nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.own(self.inside(self.norm(self.layer(x))))
+
+
+class Nested(torch.nn.Module):
+    def __init__(self, device=None):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3, device=device)
+        self.register_buffer("shift", torch.ones(3, device=device))
+
+    def forward(self, x):
+        return self.linear(x) + self.shift
+
+
+def skips_init(rank, world):
+    to_empty = torch.nn.Module.to_empty
+    config = {
+        "train_batch_size": 2 * world,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        net = Hub()
+    assert torch.nn.Module.to_empty is to_empty
+    assert net.layer.weight.ds_shape == (3, 4) and net.layer.weight.shape == (0,)
+    assert not any(buffer.is_meta for buffer in net.buffers()) and net.inside.shift.shape == (3,)
+    values = {name: torch.full(tuple(param.ds_shape), 0.1) for name, param in net.named_parameters()}
+    values.update({name: torch.ones_like(buffer) for name, buffer in net.named_buffers()})
+    with deepspeed.zero.GatheredParameters(list(net.parameters()), modifier_rank=0):
+        if rank == 0:
+            net.load_state_dict(values)
+    for buffer in net.buffers():
+        buffer.fill_(1)
+    engine = deepspeed.initialize(model=net, config=config)[0]
+    before = engine(torch.ones(2, 4) * torch.arange(2)[:, None]).square().mean()
+    engine.backward(before)
+    engine.step()
+    after = engine(torch.ones(2, 4) * torch.arange(2)[:, None]).square().mean()
+    return before.item(), after.item()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_layers_whose_initialisation_is_skipped(world):
+    for before, after in run_ranks(world, skips_init):
+        assert after < before

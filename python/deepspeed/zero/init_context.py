@@ -367,7 +367,8 @@ def _patch():
         _follow(cls)
 
     torch.nn.Module.__init_subclass__ = classmethod(follow_new)
-    apply = torch.nn.Module.apply
+    apply, to_empty = torch.nn.Module.apply, torch.nn.Module.to_empty
+    torch.nn.Module.to_empty = _to_empty
     if getattr(_nesting.contexts[0], "override_module_apply", True):
         torch.nn.Module.apply = _gathering_apply(apply)
 
@@ -380,7 +381,7 @@ def _patch():
             torch.nn.Module.__init_subclass__ = original
         else:
             del torch.nn.Module.__init_subclass__
-        torch.nn.Module.apply = apply
+        torch.nn.Module.apply, torch.nn.Module.to_empty = apply, to_empty
 
     _nesting.undo.append(undo)
 
@@ -389,6 +390,16 @@ def _unpatch():
     for undo in reversed(_nesting.undo):
         undo()
     _nesting.undo.clear()
+
+
+def _to_empty(module, *, device, recurse=True):
+    """``Module.to_empty`` while models are built (``torch.nn.utils.skip_init`` calls it): slices of sharded parameters
+    exist already and stay, everything else becomes memory without values on ``device``."""
+
+    def emptied(tensor):
+        return tensor if sharding.is_sharded(tensor) else torch.empty_like(tensor, device=device)
+
+    return module._apply(emptied) if recurse else module._apply(emptied, recurse=False)
 
 
 def _gathering_apply(apply):
