@@ -178,6 +178,13 @@ class DeepSpeedConfig:
     def __getstate__(self):
         return {**vars(self), "_native": None}
 
+    def _configure_train_batch_size(self):
+        """Works out those of the three batch sizes that are None from the others and ``world_size``. AssertionError
+        where they contradict each other."""
+        sizes = _C.config.plan_batch(*[getattr(self, key) for key in BATCH_KEYS], self.world_size, self.world_size_source)
+        for key, size in zip(BATCH_KEYS, sizes):
+            setattr(self, key, size)
+
     def _set_attributes(self, values):
         fields = layout("training")
         for key in PLAIN:

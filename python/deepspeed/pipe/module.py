@@ -1,6 +1,7 @@
 """``PipelineModule``: a model as a list of layers, of which each rank builds and runs its own."""
 
 import functools
+import itertools
 
 import torch
 from torch import nn
@@ -71,7 +72,6 @@ class PipelineModule(LayerFiles, nn.Module):
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn or set_random_seed, base_seed
         self.checkpointable_layers = checkpointable_layers
         self.activation_checkpoint_func = activation_checkpoint_func
-        self.set_checkpoint_interval(activation_checkpoint_interval)
         self.micro_offset = 0
         self.running_layer = None  # the number in the model of the layer that ran last
         self.place = Place()
@@ -106,6 +106,7 @@ class PipelineModule(LayerFiles, nn.Module):
                 self._tied_layers.setdefault(layer.key, []).append(number)
         for number in self.local_layers:
             self._build(number, self._layer_specs[number])
+        self.set_checkpoint_interval(activation_checkpoint_interval)
         self.to(get_accelerator().current_device_name())
         self.ds_saved_layers = self._saved_layers()
         self.tied_comms = self._tie()
@@ -248,23 +249,19 @@ class PipelineModule(LayerFiles, nn.Module):
 
     # ---- recomputed segments -----------------------------------------------------------------------------------------
     def set_checkpoint_interval(self, interval):
-        """Layers per recomputed segment; 0: all activations are kept."""
+        """Layers per recomputed segment; 0: all activations are kept. ``is_checkpointable_results`` becomes a list that
+        tells of each segment of this stage whether it is recomputed; it is empty where none is."""
         if interval < 0:
             raise ValueError(f"activation_checkpoint_interval {interval}: at least 0")
         self.activation_checkpoint_interval = interval
+        ends = list(itertools.accumulate(len(chunk) for chunk in self._chunks))
+        runs = zip([0, *ends], ends) if interval else ()
+        self.is_checkpointable_results = [again for run in runs for *_, again in self._segments(*run)]
 
     def _segments(self, first, last):
         calls = self.forward_funcs[first:last]
         for begin, end, again in segments(calls, self.activation_checkpoint_interval, self.checkpointable_layers):
             yield first + begin, first + end, again
-
-    @property
-    def is_checkpointable_results(self):
-        """For each segment of this stage whether it is recomputed; empty where none is."""
-        if not self.activation_checkpoint_interval:
-            return []
-        starts = [sum(len(before) for before in self._chunks[:chunk]) for chunk in range(len(self._chunks) + 1)]
-        return [again for first, last in zip(starts, starts[1:]) for *_, again in self._segments(first, last)]
 
     # ---- tied layers -------------------------------------------------------------------------------------------------
     def _tie(self):

@@ -216,7 +216,7 @@ class ThroughputTimer:
     monitor_memory:   host memory in that line too.
 
     ``initialized``: start() has been called; ``started``: between start() and stop(); ``start_time``: ``time.time()``
-    of the last start that counts, 0 before it.
+    of the last start that counts, ``end_time`` that of the last stop that does, 0 before it.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class ThroughputTimer:
         self.global_step_count = 0
         self.initialized = False
         self.started = False
-        self.start_time = 0
+        self.start_time = self.end_time = 0
         self.total_elapsed_time = 0.0  # seconds, of the counted steps
         self.step_elapsed_time = 0.0  # seconds since the last report
         self._steps_since_report = 0
@@ -270,7 +270,7 @@ class ThroughputTimer:
         measured = self._start_s is not None
         if measured:
             duration = self._now() - self._start_s
-            self._start_s = None
+            self._start_s, self.end_time = None, time.time()
             self.total_elapsed_time += duration
             self.step_elapsed_time += duration
         if not global_step:

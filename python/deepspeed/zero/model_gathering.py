@@ -70,7 +70,7 @@ class ModelGathering:
             module.ds_external_parameters = _external_parameters_of(module)
         self.hooks.install(self.module)
 
-    def _register_deepspeed_module(self, module, count=None):
+    def _register_deepspeed_module(self, module, count=[0]):  # noqa: B006 (the published signature; it is not used)
         """Hooks on a module tree again, after a caller has removed them."""
         if module is self.module:
             self.setup_zero_stage3_hooks()

@@ -50,6 +50,26 @@ def test_the_three_forms_are_equal(tmp_path):
     assert made[0]._param_dict is config
 
 
+@pytest.mark.parametrize(
+    "given, sizes",
+    [
+        ((32, 4, None), (32, 4, 4)), ((32, None, None), (32, 16, 1)), ((None, 4, 3), (24, 4, 3)),
+        ((32, 16, 1), (32, 16, 1)), ((32, 4, 3), None), ((None, None, 2), None), ((3, None, None), None),
+    ],
+)  # fmt: skip
+def test_batch_sizes_that_are_set_afterwards(given, sizes):
+    config = DeepSpeedConfig({"train_batch_size": 2}, world_size=2)
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    for name, value in zip(names, given):
+        setattr(config, name, value)
+    if sizes is None:
+        with pytest.raises(AssertionError):
+            config._configure_train_batch_size()
+    else:
+        config._configure_train_batch_size()
+        assert tuple(getattr(config, name) for name in names) == sizes
+
+
 def test_files_as_people_write_them(tmp_path):
     path = write(
         tmp_path,

@@ -164,15 +164,18 @@ def test_throughput(clock):
 def test_throughput_tells_where_it_stands(clock):
     timer = ThroughputTimer(Config(), batch_size=8, start_step=1)
     assert (timer.initialized, timer.started, timer.start_step, timer.start_time) == (False, False, 1, 0)
+    assert timer.end_time == 0
     timer.stop(global_step=True)  # not started: nothing to stop
     assert (timer.micro_step_count, timer.global_step_count) == (0, 0)
     timer.start()
     assert (timer.initialized, timer.started, timer.start_time) == (True, True, 0)  # the first step does not count
     timer.stop(global_step=True)
-    assert (timer.initialized, timer.started, timer.global_step_count) == (True, False, 1)
+    assert (timer.initialized, timer.started, timer.global_step_count, timer.end_time) == (True, False, 1, 0)
     before = time.time()
     timer.start()
     assert before <= timer.start_time <= time.time() and timer.started
+    timer.stop(global_step=True)
+    assert timer.start_time <= timer.end_time <= time.time()
 
 
 def test_throughput_switched_off(clock):
