@@ -73,6 +73,33 @@ def test_a_function_for_batches_after_an_evaluation(kind):
     assert run_ranks(2, processes, kind, init=True) == [MICRO_BATCHES] * 2
 
 
+class Drawn(torch.utils.data.Dataset):
+    """Inputs and labels that a worker has drawn together."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        assert torch.utils.data.get_worker_info() is not None
+        noise = torch.randn(4, models.WIDTH)
+        return noise, noise
+
+
+def draws(rank, world):
+    torch.manual_seed(rank)
+    engine = deepspeed.initialize(
+        model=models.module_of("plain", 2, world), config=models.config_of(MICRO_BATCHES), training_data=None
+    )[0]
+    loader = engine.deepspeed_io(Drawn(), num_local_io_workers=2)
+    return [[inputs.tolist() for inputs, _ in loader] for _ in range(2)]
+
+
+def test_stages_draw_the_same_numbers_and_copies_others():
+    """Ranks 0 and 2 are the stages of one copy, 1 and 3 those of the other; each rank has a seed of its own."""
+    found = run_ranks(4, draws, init=True)
+    assert found[0] == found[2] and found[1] == found[3] and found[0] != found[1] and found[0][0] != found[0][1]
+
+
 def refuses(rank, world):
     engine = started("none", world)
     texts = []

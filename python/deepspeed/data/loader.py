@@ -72,6 +72,7 @@ class ResumableDataLoader:
         self.epoch = 0
         self.batches = 0  # handed out in this epoch, counted from the sample number
         self._start = 0  # of this epoch, which other ranks or batches have had before
+        self.seed = None  # of random numbers in workers; None: torch's initial one, when an epoch begins
         self._order_state = None  # what the random order of this epoch was drawn from, where that is not the epoch
         self._batches_now = None
         self._resuming = False
@@ -162,9 +163,8 @@ class ResumableDataLoader:
         self._batches_now = end_with(iter(self.dataloader))
 
     def _seed_of_workers(self):
-        """Of the generator from which torch draws the first worker's seed; the next workers have the numbers after it.
-        Ranks that get the same samples, stages of one pipeline for example, have the same seeds."""
-        told = f"{torch.initial_seed()} {self.rank} {self.epoch}"
+        """Of the generator from which torch draws the first worker's seed; the next workers have the numbers after it."""
+        told = f"{torch.initial_seed() if self.seed is None else self.seed} {self.rank} {self.epoch}"
         return int.from_bytes(hashlib.sha256(told.encode()).digest()[:8], "little", signed=True)
 
     def _after_re_reading(self, batches):

@@ -135,6 +135,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         checks.tell_of_unpinned(self)
         self._steps.start_audit()
         self.lr_scheduler = build_scheduler(self._config, self.basic_optimizer, lr_scheduler)
+        self._data.agree_on_seed()
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
         self._data.tell_length_of_epoch()
         self.monitor = MonitorMaster(self._config.monitor_config)

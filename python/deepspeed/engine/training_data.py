@@ -2,6 +2,7 @@
 
 import torch
 
+from deepspeed import comm as dist
 from deepspeed.engine.members import member
 from deepspeed.published.dataloader import DeepSpeedDataLoader
 from deepspeed.utils.repeating_loader import RepeatingLoader
@@ -16,6 +17,17 @@ class TrainingData:
 
     def __init__(self, engine):
         self.engine = engine
+        self._seed = None  # see ``agree_on_seed``
+
+    def agree_on_seed(self):
+        """Once, on all ranks: those that get the same samples (stages of a pipeline, ranks that share weights or
+        sequences) draw the same random numbers for them, whatever seed each has set."""
+        parallel = self.engine.parallel
+        for group in (parallel.mp_group, parallel.sp_group):
+            if group is not None:
+                told = [torch.initial_seed() if self._seed is None else self._seed]
+                dist.broadcast_object_list(told, dist.get_global_rank(group, 0), group=group)
+                self._seed = told[0]
 
     @staticmethod
     @member
@@ -66,7 +78,7 @@ class TrainingData:
             data_sampler = torch.utils.data.DistributedSampler(
                 dataset, num_replicas=self.engine.dp_world_size, rank=self.engine.parallel.data_rank, shuffle=False
             )
-        return DeepSpeedDataLoader(
+        loader = DeepSpeedDataLoader(
             dataset=dataset,
             batch_size=batch_size or self.engine.train_micro_batch_size_per_gpu(),
             pin_memory=pin_memory,
@@ -79,6 +91,8 @@ class TrainingData:
             data_parallel_rank=self.engine.parallel.data_rank,
             dataloader_drop_last=self.engine.dataloader_drop_last(),
         )
+        loader.seed = self._seed
+        return loader
 
     def tell_length_of_epoch(self):
         """The core chooses by it what is updated at once (zero_optimization.zenflow)."""
