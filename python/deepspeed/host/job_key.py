@@ -1,7 +1,22 @@
-"""How two processes of a job show each other that they know its key, without saying it."""
+"""How two processes of a job show each other that they know its key, without saying it; and jobs without a key."""
 
 import hashlib
 import hmac
+import ipaddress
+
+KEY_VARIABLE = "DS_JOB_KEY"
+MAKE_KEY = f"""export {KEY_VARIABLE}=$(python3 -c "import secrets; print(secrets.token_hex(16))")"""
+NO_KEY = (
+    f"the job has no key, so other hosts are refused. Make a key on one host with this line, and set {KEY_VARIABLE} to "
+    f"the same text on every host: {MAKE_KEY} (--insecure does without: then whoever reaches the port first can "
+    f"take part in the job and read its environment)"
+)
+
+
+def is_from_here(connection):
+    """Whether both ends of a TCP connection are on this machine."""
+    here, there = connection.getsockname()[0], connection.getpeername()[0]
+    return here == there or ipaddress.ip_address(there.partition("%")[0]).is_loopback
 
 
 def proof(key, nonce, who):

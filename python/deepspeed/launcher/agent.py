@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 
-from deepspeed.host.job_key import proof, proves
+from deepspeed.host.job_key import KEY_VARIABLE, NO_KEY, is_from_here, proof, proves
 from deepspeed.host.ports import claim_any_port, claim_port
 from deepspeed.launcher import linux
 from deepspeed.launcher.control import ERRORS, INPUT, LOOK_S, MESSAGE, OUTPUT, Link, LinkLost
@@ -26,7 +26,6 @@ from deepspeed.registry import load_target
 from deepspeed.version import __version__
 
 MARK = b"\0deepspeed-agent\n"
-KEY_VARIABLE = "DS_JOB_KEY"
 KEY_MARK = "deepspeed-agent-key"  # begins what an agent says of its key; anybody may read the words that start it
 _MOST_WAITING = 1 << 20
 _CHUNK = 1 << 16
@@ -372,8 +371,9 @@ def _share(told, own):
     return mine
 
 
-def connect(addresses, port, key, hello, limit_s):
-    """A link to the head at one of ``addresses``; LaunchError when none answers within ``limit_s``."""
+def connect(addresses, port, key, hello, limit_s, insecure=False):
+    """A link to the head at one of ``addresses``; LaunchError when none answers within ``limit_s``, and for a head on
+    another host when there is no key and ``insecure`` is not set."""
     deadline, why = time.monotonic() + limit_s, ""
     while True:
         for address in addresses:
@@ -382,6 +382,9 @@ def connect(addresses, port, key, hello, limit_s):
             except OSError as error:
                 why = f"{address} port {port}: {error}"
                 continue
+            if not (key or insecure or is_from_here(connection)):
+                connection.close()
+                raise LaunchError(f"{address} port {port} is another host, and {NO_KEY}.")
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             fd = connection.detach()
             link = Link(fd, fd)

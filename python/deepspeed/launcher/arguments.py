@@ -58,6 +58,9 @@ def build_parser(script_may_be_missing=False):
     many.add_argument("--no_ssh", action="store_true", help="the job is started by hand, or by a cluster, on each host")
     many.add_argument("--node_rank", type=int, default=-1, metavar="N", help="with --no_ssh: number of this host")
     many.add_argument(
+        "--insecure", action="store_true", help="with --no_ssh: let other hosts in although DS_JOB_KEY is not set"
+    )
+    many.add_argument(
         "--join_timeout", type=float, default=300.0, metavar="S", help="seconds in which all hosts must have come"
     )
     many.add_argument("--no_ssh_check", action="store_true", help="accepted; hosts are not tested before the start")
@@ -126,6 +129,8 @@ def check(args):
         raise ValueError(f"--num_nodes is {args.num_nodes}; it must be at least 1.")
     if args.node_rank >= 0 and not args.no_ssh:
         raise ValueError("--node_rank says which host this is when the job is started on each: add --no_ssh.")
+    if args.insecure and not args.no_ssh:
+        raise ValueError("--insecure is for hosts that come without a key: add --no_ssh, or leave it out.")
     if args.no_ssh and (args.check or args.launcher_args or args.ssh_port is not None):
         raise ValueError("--check, --launcher_args and --ssh_port reach other hosts, which --no_ssh does not.")
     if args.no_ssh and args.venv_script:

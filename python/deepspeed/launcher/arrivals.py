@@ -4,22 +4,26 @@ import os
 import selectors
 import socket
 
-from deepspeed.host.job_key import proof, proves
+from deepspeed.host.job_key import NO_KEY, is_from_here, proof, proves
 from deepspeed.launcher.control import LOOK_S, MESSAGE, Link
 
+_MOST_NAMED = 8  # addresses that were refused
 _UNKNOWN_BYTES = 1 << 16  # that somebody may send before it has shown the key
 
 
 class Arrivals:
     """Listens at ``job.meeting`` until ``close``. ``joined(host)``: a host has its link. ``failed(text)``: the job
-    cannot go on."""
+    cannot go on. ``say(text)``: for the user. Without a key only processes of this machine are let in, unless the job
+    is ``insecure``."""
 
-    def __init__(self, job, hosts, selector, joined, failed):
+    def __init__(self, job, hosts, selector, joined, failed, say):
         self._job = job
         self._hosts = hosts
         self._selector = selector
         self._joined = joined
         self._failed = failed
+        self._say = say
+        self._refused = set()  # addresses of which the user was told
         self._unknown = {}  # link of somebody who has not shown yet that it belongs to the job -> nonce, address
         selector.register(job.meeting, selectors.EVENT_READ, self._accept)
 
@@ -29,8 +33,11 @@ class Arrivals:
         except OSError:  # gone again
             return
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        refused = not (self._job.key or self._job.insecure or is_from_here(connection))
         fd = connection.detach()
         link = Link(fd, fd, largest=_UNKNOWN_BYTES)
+        if refused:
+            return self._refuse_other_host(link, address)
         nonce = os.urandom(16).hex()
         self._unknown[link] = nonce, address
         link.send({"nonce": nonce})
@@ -85,6 +92,12 @@ class Arrivals:
     def _refuse(self, link, why):
         link.send({"stop": f"refused: {why}"})
         link.close()
+
+    def _refuse_other_host(self, link, address):
+        if address not in self._refused and len(self._refused) < _MOST_NAMED:
+            self._refused.add(address)
+            self._say(f"deepspeed: a connection from {address} was refused: {NO_KEY}.\n")
+        self._refuse(link, NO_KEY)
 
     def close(self):
         """Nobody else is let in."""

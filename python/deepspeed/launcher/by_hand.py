@@ -9,8 +9,9 @@ import os
 import socket
 import sys
 
+from deepspeed.host.job_key import KEY_VARIABLE, NO_KEY
 from deepspeed.launcher import environment, plan
-from deepspeed.launcher.agent import KEY_VARIABLE, Agent, connect, facts
+from deepspeed.launcher.agent import Agent, connect, facts
 from deepspeed.launcher.arguments import build_parser, check
 from deepspeed.launcher.cluster import ClusterJob, agent_words, asked_port, listen, run_head
 from deepspeed.launcher.launch import launch
@@ -35,6 +36,7 @@ class HandStartedJob(ClusterJob):
         self._port = port
         self._exports = environment.read_environment_files()
         self.key = os.environ.get(KEY_VARIABLE, "")
+        self.insecure = args.insecure
 
     def start_ways(self, hosts):
         self.meeting = listen(self._port)
@@ -138,7 +140,16 @@ def run_elastic_share(args, world):
 def _run_part(args, node, nodes, slots, ids, address, verbose):
     port = asked_port(args) or plan.DEFAULT_PORT
     args.device_ids = ids
+    key = os.environ.get(KEY_VARIABLE, "")
+    if args.insecure and not key:
+        print(
+            f"deepspeed: warning: --insecure without {KEY_VARIABLE}: whoever reaches port {port} first can take part "
+            f"in the job and read its environment.",
+            file=sys.stderr,
+        )
     if node == 0:
+        if not (key or args.insecure):
+            print(f"deepspeed: {NO_KEY}.", file=sys.stderr)
         return run_head(HandStartedJob(args, nodes, slots, address, port, verbose))
     own = Share(
         host="", node=node, counts=[], slots=slots, master_addr=address, master_port=port,
@@ -150,7 +161,7 @@ def _run_part(args, node, nodes, slots, ids, address, verbose):
     agent = Agent(own)
     try:
         while True:
-            link = connect([address], port, os.environ.get(KEY_VARIABLE, ""), hello, args.join_timeout)
+            link = connect([address], port, key, hello, args.join_timeout, args.insecure)
             code = agent.serve(link, node, facts(meets), meets)
             if not agent.lost or not args.elastic_training:
                 return code

@@ -6,8 +6,9 @@ import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+from deepspeed.host.job_key import KEY_VARIABLE
 from deepspeed.launcher import environment, plan
-from deepspeed.launcher.agent import KEY_MARK, KEY_VARIABLE
+from deepspeed.launcher.agent import KEY_MARK
 from deepspeed.launcher.elastic_head import ElasticHead
 from deepspeed.launcher.head import Head
 from deepspeed.launcher.host_link import Way
@@ -78,6 +79,7 @@ class ClusterJob:
     can_only_wait = False  # for hosts, not reach them
     holds_until_all = False
     forwards_input = True
+    insecure = False  # hosts that know no key may come from other machines
 
     def __init__(self, args, hosts, runner, verbose=True):
         self.args = args

@@ -83,7 +83,7 @@ class Head:
             if host.link is not None:
                 self._listen(host)
         if self._job.meeting is not None:
-            self._arrivals = Arrivals(self._job, self._hosts, self._selector, self._listen, self._fail)
+            self._arrivals = Arrivals(self._job, self._hosts, self._selector, self._listen, self._fail, self._say)
 
     def _close(self):
         self._writer.finish()

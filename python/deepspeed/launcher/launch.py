@@ -144,6 +144,7 @@ def parse_args(args=None):
     add("--enable_elastic_training", action="store_true", help="start the ranks again when one fails or hosts go")
     add("--min_elastic_nodes", type=int, default=-1, metavar="N", help="fewest hosts then")
     add("--max_elastic_nodes", type=int, default=-1, metavar="N", help="most hosts then")
+    add("--insecure", action="store_true", help="let other hosts in although DS_JOB_KEY is not set")
     add("--job_id", default="", help="a word by which the processes of a job can be told from others")
     add("training_script", help="the script, with its arguments behind it")
     add("training_script_args", nargs=argparse.REMAINDER)

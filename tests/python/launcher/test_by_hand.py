@@ -2,17 +2,25 @@
 
 import json
 import os
+import re
+import selectors
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from deepspeed.host.job_key import MAKE_KEY, is_from_here
 from deepspeed.host.ports import free_port
-from deepspeed.launcher import runner
-from deepspeed.launcher.control import MESSAGE, encode_frame
+from deepspeed.launcher import agent, arrivals, runner
+from deepspeed.launcher.cluster import listen
+from deepspeed.launcher.control import MESSAGE, Link, LinkLost, encode_frame
+from deepspeed.launcher.errors import LaunchError
+from deepspeed.launcher.host_link import HostLink
 from processes import wait_for
 
 pytestmark = pytest.mark.dist
@@ -149,6 +157,98 @@ def test_strangers_at_the_port_change_nothing(folder):
     assert [code for _, _, code in ends(first, second)] == [0, 0]
     for stranger in strangers:
         stranger.close()
+
+
+def test_without_a_key_a_line_says_how_to_make_one(folder):
+    (folder / "train.py").write_text("print('trained')")
+    port = free_port()
+
+    def both(*args, **more):
+        nodes = [start(port, "--num_nodes", 2, "--node_rank", node, *args, "train.py", **more) for node in (0, 1)]
+        said = ends(*nodes)
+        assert [code for _, _, code in said] == [0, 0], said
+        return said[0][1], said[1][1]
+
+    head, other = both("--num_gpus", 1)
+    assert head.count(MAKE_KEY) == 1 and "other hosts are refused" in head and MAKE_KEY not in other
+    made = subprocess.run(["sh", "-c", f"{MAKE_KEY}; echo $DS_JOB_KEY"], capture_output=True, text=True).stdout
+    assert re.fullmatch("[0-9a-f]{32}\n", made)
+    assert MAKE_KEY not in both("--num_gpus", 1, DS_JOB_KEY=made.strip())[0]
+    head, other = both("--num_gpus", 1, "--insecure")
+    assert "warning: --insecure without DS_JOB_KEY" in head and "warning: --insecure" in other and MAKE_KEY not in head
+
+
+def stranger(port, answers):
+    """A head that takes whoever comes, and asks for all that it has."""
+    with socket.create_server(("127.0.0.1", port)) as server:
+        connection = server.accept()[0]
+        fd = connection.detach()
+        link = Link(fd, fd)
+        link.send({"nonce": "1"})
+        try:
+            answers.append(link.wait_for("join", 5.0))
+        except LinkLost as lost:
+            answers.append(str(lost))
+        link.close()
+
+
+def test_without_a_key_an_agent_joins_no_head_of_another_host(monkeypatch):
+    hello, answers, port = {"node": 1, "nodes": 2}, [], free_port()
+    monkeypatch.setattr(agent, "is_from_here", lambda connection: False)
+    for key, insecure, joins in (("", False, False), ("ours", False, True), ("", True, True)):
+        thread = threading.Thread(target=stranger, args=(port, answers))
+        thread.start()
+        with pytest.raises(LaunchError) as error:
+            agent.connect(["127.0.0.1"], port, key, hello, 0.5, insecure)
+        thread.join()
+        assert ("is another host, and the job has no key" in str(error.value)) is not joins, error.value
+        assert isinstance(answers.pop(), dict) is joins
+
+
+@pytest.mark.parametrize("key, insecure, joins", [("", False, False), ("ours", False, True), ("", True, True)])
+def test_without_a_key_a_head_lets_no_other_host_in(monkeypatch, key, insecure, joins):
+    monkeypatch.setattr(arrivals, "is_from_here", lambda connection: False)
+    hosts, said, joined = [HostLink("here", 0, [0]), HostLink("number 1", 1, [])], [], []
+    meeting = listen(0)
+    job = SimpleNamespace(
+        meeting=meeting, key=key, insecure=insecure, args=SimpleNamespace(elastic_training=False),
+        host_of=lambda join, hosts: (hosts[join["node"]], ""), key_of=lambda host: key,
+    )  # fmt: skip
+    selector, failed = selectors.DefaultSelector(), []
+    door = arrivals.Arrivals(job, hosts, selector, joined.append, failed.append, said.append)
+    outcome = []
+
+    def come():
+        try:
+            link = agent.connect(["127.0.0.1"], meeting.getsockname()[1], key, {"node": 1}, 5.0, insecure=True)
+            outcome.append("joined")
+            link.close()
+        except LaunchError as error:
+            outcome.append(str(error))
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    limit = time.monotonic() + 20
+    while not outcome and time.monotonic() < limit:
+        for found, _ in selector.select(0.05):
+            found.data()
+        door.turn()
+    thread.join()
+    door.close()
+    assert not failed and bool(joined) is joins
+    if joins:
+        assert outcome == ["joined"] and not said
+    else:
+        assert MAKE_KEY in outcome[0] and len(said) == 1 and "a connection from 127.0.0.1 was refused" in said[0]
+
+
+def test_ends_of_a_connection_on_one_machine():
+    def ends_at(here, there):
+        return SimpleNamespace(getsockname=lambda: (here, 1), getpeername=lambda: (there, 2))
+
+    assert is_from_here(ends_at("127.0.0.1", "127.0.0.1")) and is_from_here(ends_at("127.0.0.1", "127.0.0.2"))
+    assert is_from_here(ends_at("10.0.0.7", "10.0.0.7")) and is_from_here(ends_at("fe80::1%eth0", "::1%lo"))
+    assert not is_from_here(ends_at("10.0.0.7", "10.0.0.8")) and not is_from_here(ends_at("::1", "fe80::1%eth0"))
 
 
 def test_a_host_that_does_not_come(folder):

@@ -76,6 +76,7 @@ def test_ways_to_start_the_script():
         ("--node_rank 1 train.py", "--no_ssh"),
         ("--ssh_port 0 train.py", "--ssh_port is 0"),
         ("--no_ssh --check", "which --no_ssh does not"),
+        ("--insecure train.py", "--no_ssh"),
         ("--no_ssh --venv_script x train.py", "--venv_script"),
         ("--log_level loud train.py", "loud"),
         ("--join_timeout 0 train.py", "--join_timeout"),
