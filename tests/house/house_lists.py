@@ -171,3 +171,21 @@ OLD_WORDS = (
 TRANSPORTS_TESTED_ELSEWHERE = {
     "c10d": ("tests/dist/test_comm_verbs.py", "torch's groups want a process for each rank; 1 to 4 of them"),
 }
+
+# file of python/deepspeed, call: what may read pickles that run code. Each reads a file that the user has named.
+UNPICKLING = _rows(
+    """
+_compat.py torch.load | checkpoints that a caller loads as trusted; the package's own reader is deepspeed.formats
+inference/engine.py torch.load | a checkpoint that the user names and that is no checkpoint of an engine
+formats/standalone_reader.py pickle.Unpickler | zero_to_fp32.py with trust, for files that the user says are safe
+formats/standalone_reader.py pickle._Unpickler | the reader that knows a table of names and refuses all others
+"""
+)
+
+# file of csrc, beginning of the line: products of sizes of tensors that exist, whose bytes torch has counted.
+SIZES_OF_TENSORS = {
+    ("bindings/routes.cpp", "const int64_t in = from.size(1)"),
+    ("bindings/routes.cpp", "return static_cast<char*>(t.data_ptr())"),
+    ("storage/flat_view.h", "return memory.numel()"),
+    ("storage/tensor_io.cpp", "return flat_view(tensor, tensor.storage_offset()"),
+}

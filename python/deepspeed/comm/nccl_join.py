@@ -2,8 +2,8 @@
 
 import contextlib
 import functools
+import json
 import os
-import pickle
 import sys
 
 import torch
@@ -39,6 +39,20 @@ def _facts(rank, found, problem):
         except RuntimeError as error:
             problem = str(error)
     return problem, id, None if found is None else (found.version_text, found.path)
+
+
+def _to_text(facts):
+    problem, id, library = facts
+    return json.dumps([problem, None if id is None else id.hex(), library])
+
+
+def _from_text(text):
+    # Anybody who reaches the job's store may have written it, so it is data and nothing that runs.
+    try:
+        problem, id, library = json.loads(text)
+        return problem, None if id is None else bytes.fromhex(id), None if library is None else tuple(library)
+    except (ValueError, TypeError) as error:
+        raise RuntimeError(f"the job's store has no facts of NCCL from one of the ranks: {error}") from None
 
 
 def _agreed(name, everybody):
@@ -83,8 +97,8 @@ def join_by_store(store, name, rank, size, timeout, device=None, library=None):
     """The same for ranks that have a store of their own and no group yet. None on all of them where one has no NCCL
     that can be used: the reason is logged."""
     place, found, problem = find(device, library)
-    store.set(f"facts{rank}", pickle.dumps(_facts(rank, found, problem)))
-    everybody = [pickle.loads(store.get(f"facts{r}")) for r in range(size)]  # noqa: S301 (this job's ranks)
+    store.set(f"facts{rank}", _to_text(_facts(rank, found, problem)))
+    everybody = [_from_text(store.get(f"facts{r}")) for r in range(size)]
     try:
         id = _agreed(name, everybody)
     except RuntimeError as error:

@@ -7,8 +7,8 @@ those before, beside their places, or are no Python scripts, starts as the first
 """
 
 import gc
+import json
 import os
-import pickle
 import signal
 import socket
 import struct
@@ -18,9 +18,11 @@ import time
 
 from deepspeed.host.launcher_messages import SOCKET_VARIABLE
 from deepspeed.launcher import linux
+from deepspeed.launcher.control import from_wire, to_wire
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.forked_script import is_script, open_fds
 from deepspeed.launcher.launch import FORWARDED, be_supervisor
+from deepspeed.launcher.plan import NodePlan
 from deepspeed.registry import load_target
 
 _VARIABLE = "DS_ELASTIC_WARM_S"
@@ -97,7 +99,7 @@ class WarmStart:
     def fork_supervisor(self, plan, streams):
         """The process that runs ``plan``, a child of this one; None when that was not possible. ``streams``: its stdin,
         stdout, stderr."""
-        data = pickle.dumps((plan, os.getpid()))
+        data = json.dumps(to_wire({"plan": vars(plan), "agent": os.getpid()})).encode("ascii")
         try:
             self._connection.settimeout(_ANSWER_S)
             socket.send_fds(self._connection, [_SIZE.pack(len(data))], [*streams, plan.report_fd])
@@ -139,7 +141,9 @@ def main():
         size, fds, _, _ = socket.recv_fds(connection, _SIZE.size, 4)
         if not size:
             return
-        plan, agent = pickle.loads(_exactly(connection, _SIZE.unpack(size)[0]))
+        told = from_wire(json.loads(_exactly(connection, _SIZE.unpack(size)[0])))
+        plan, agent = NodePlan([], [], []), told["agent"]
+        vars(plan).update(told["plan"])
         between = os.fork()
         if between == 0:
             _fork_supervisor(connection, plan, agent, fds, kept)
