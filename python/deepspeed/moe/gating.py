@@ -134,15 +134,20 @@ def topkgating(
     return _published(routes, ep_group, sparse_routes)
 
 
+def largest_over(group, value):
+    """The largest ``value`` (a tensor of one element, which may change) that a rank of ``group`` has, as an int. A
+    group of one rank, or None, exchanges nothing."""
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+    return int(value)
+
+
 def _published(routes, ep_group, sparse):
     """The tuple of the gating functions. ``sparse``: ``(l_aux, capacity, experts, [expert of each token], [its place
     there], [its weight], counts)`` with an entry for each of the k choices; expert -1: dropped."""
     capacity = routes.capacity
     if capacity is None:  # as many rows as the busiest expert of all ranks has
-        largest = routes.exp_counts.max().reshape(1)
-        if ep_group is not None:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=ep_group)
-        capacity = int(largest)
+        capacity = largest_over(ep_group, routes.exp_counts.max().reshape(1))
     if not sparse:
         return routes.l_aux, *routes.masks(capacity), routes.exp_counts
     locations = routes.locations()

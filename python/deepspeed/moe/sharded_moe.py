@@ -18,6 +18,7 @@ from deepspeed.moe.exchange import Journey, PaddedJourney, _AllToAll, named
 from deepspeed.moe.gating import (  # noqa: F401
     NOISE,
     gumbel_rsample,
+    largest_over,
     multiplicative_jitter,
     route_top1,
     route_top2,
@@ -160,10 +161,7 @@ class TopKGate(torch.nn.Module):
         routes = self.route(input, used_token)
         capacity = routes.capacity
         if capacity is None:
-            largest = routes.exp_counts.max().reshape(1)
-            if self.ep_group is not None:
-                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.ep_group)
-            capacity = int(largest)
+            capacity = largest_over(self.ep_group, routes.exp_counts.max().reshape(1))
         return routes.l_aux, *routes.masks(capacity), routes.exp_counts
 
     def route(self, input, used_token=None):
@@ -314,10 +312,8 @@ class MOELayer(torch.nn.Module):
         if known is not None and not (self.ep_size > 1 and on_host):
             return known
         largest = routes.exp_counts.max().reshape(1) if known is None else torch.tensor([known])
-        if self.ep_size > 1:
-            with named(self.layer_name):
-                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.ep_group)
-        return int(largest)
+        with named(self.layer_name):
+            return largest_over(self.ep_group if self.ep_size > 1 else None, largest)
 
     def _through_experts(self, rows, beside=None):
         """[experts, capacity, width] to the ranks that have the experts, and back."""

@@ -28,6 +28,11 @@ NAMES = {
     "io_parallel": "intra_op_parallelism",
     "intra_op_parallelism": "intra_op_parallelism",
 }
+# Keys of published files that have no effect here, with the reason.
+WITHOUT_EFFECT = {
+    "sequential_requests": "requests of a transfer are always at increasing offsets; overlap_events says whether they "
+    "wait for each other",
+}
 
 
 def parse_sweep_arguments(argv=None):
@@ -65,6 +70,9 @@ def settings_of(path):
     if path is not None:
         with open(path, encoding="utf-8") as file:
             given = json.load(file)
+        for name in WITHOUT_EFFECT.keys() & given.keys():
+            del given[name]
+            print(f"ds_nvme_tune: {path}: {name} has no effect here: {WITHOUT_EFFECT[name]}.", file=sys.stderr)
         unknown = sorted(set(given) - set(NAMES))
         if unknown:
             raise ValueError(f"{path}: {unknown[0]!r} is nothing to tune; the keys are {', '.join(NAMES)}")

@@ -198,3 +198,28 @@ def test_published_signatures():
     assert of(sharded_moe._sparse_decode) == "(expert_output, slots, gates, num_tokens)"
     assert of(sharded_moe._AllToAll.forward) == "(ctx, group, input)"
     assert sharded_moe.TUTEL_INSTALLED is False and issubclass(MOELayer, torch.nn.Module)
+
+
+def test_a_group_of_one_rank_exchanges_nothing(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a collective of one rank")
+
+    monkeypatch.setattr("deepspeed.comm.all_reduce", refuse)
+    monkeypatch.setattr("deepspeed.comm.all_to_all_single", refuse)
+    monkeypatch.setattr("deepspeed.comm.get_world_size", lambda group=None: 1)
+    one, keep_all = object(), {"drop_tokens": False}
+    assert topkgating(LOGITS, 2, 1, 1, ep_group=one, **keep_all)[1].shape[2] == 3
+    top1gating(LOGITS, 1, 1, ep_group=one, **keep_all)
+    top2gating(LOGITS, 1, 1, ep_group=one, top2_2nd_expert_sampling=False, **keep_all)
+    torch.manual_seed(0)
+    for drop_tokens in (False, True):
+        layer = MOELayer(TopKGate(8, 4, k=2, drop_tokens=drop_tokens), Identity(), "one", 1, 4)
+        layer._set_ep_group(one)
+        tokens = torch.randn(6, 8)
+        layer(tokens)
+        layer.gate(tokens)
+
+
+class Identity(torch.nn.Module):
+    def forward(self, rows, *which):
+        return rows

@@ -87,6 +87,16 @@ def test_bad_input_ends_with_one_line(sweep, tmp_path, capsys, change, text):
     assert end.value.code == 1 and text in capsys.readouterr().err
 
 
+def test_a_published_key_without_effect_is_named(tmp_path, capsys):
+    path = tmp_path / "published.json"
+    space = {"block_size": ["1M"], "queue_depth": [4], "sequential_requests": [True, False], "io_parallel": [1]}
+    path.write_text(json.dumps(space))
+    settings = perf_run_sweep.settings_of(str(path))
+    assert len(settings) == 2  # overlap_events
+    said = capsys.readouterr().err
+    assert said.count("sequential_requests has no effect here") == 1 and str(path) in said
+
+
 def test_nothing_to_generate(tmp_path):
     with pytest.raises(ValueError, match="nothing measured"):
         nvme.generate_main(str(tmp_path))
