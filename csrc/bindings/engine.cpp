@@ -193,15 +193,15 @@ DS_BINDINGS(m) {
       .def_property_readonly("loss_scale", &loss_scale);
 
   py::class_<PyStepInputs>(m, "StepInputs")
-      .def(py::init([](float loss_scale, float max_norm, bool check, bool need_all, bool name_nonfinite,
+      .def(py::init([](float loss_scale, float max_norm, bool check, bool name_nonfinite,
                        const py::object& before_update) {
              PyStepInputs made;
-             made.step = {loss_scale, max_norm, check, need_all, name_nonfinite, {}, callback(before_update),
+             made.step = {loss_scale, max_norm, check, name_nonfinite, {}, callback(before_update),
                           {},         {},       {}};
              return made;
            }),
-           py::kw_only(), py::arg("loss_scale"), py::arg("max_norm"), py::arg("check"), py::arg("need_all"),
-           py::arg("name_nonfinite"), py::arg("before_update"))
+           py::kw_only(), py::arg("loss_scale"), py::arg("max_norm"), py::arg("check"), py::arg("name_nonfinite"),
+           py::arg("before_update"))
       .def(
           "set_scaler",
           [](PyStepInputs& inputs, const optim::LossScaleRules& rules, const ScalerState& state) {
@@ -255,6 +255,7 @@ DS_BINDINGS(m) {
       .def("end_backward", of(&Engine::backward, &BackwardSession::end), Unlocked())
       .def("abort_backward", of(&Engine::backward, &BackwardSession::abort), Unlocked())
       .def("finish_backward", of(&Engine::backward, &BackwardSession::finish), Unlocked())
+      .def("unused_params", &Engine::unused_params, Unlocked())
       .def("join_backward", of(&Engine::backward, &BackwardSession::join), Unlocked(), py::arg("reduce"))
       .def("clear_grads", &Engine::clear_grads, Unlocked())
       .def("adopt_grads", of(&Engine::backward, &BackwardSession::adopt_grads), Unlocked())

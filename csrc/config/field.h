@@ -100,6 +100,7 @@ struct Field {
   std::string forward_true_value;
   std::optional<NotBuilt> unbuilt;
   ErrorKind violation = ErrorKind::kConfig;  // for a value outside choices or range
+  std::string violation_words;               // with which its message begins
   bool is_required = false;
 
   // Sections only.
@@ -200,8 +201,9 @@ struct Field {
     is_required = true;
     return *this;
   }
-  Field& raises(ErrorKind v) {
+  Field& raises(ErrorKind v, std::string words = "") {
     violation = v;
+    violation_words = std::move(words);
     return *this;
   }
   Field& deprecated() {

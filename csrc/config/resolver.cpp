@@ -141,8 +141,8 @@ class Resolver {
     if (!verdict.value) {
       if (slot.is_null()) slot = default_of(field);
       error(verdict.out_of_range ? "bad_value" : "wrong_type", here,
-            assigned(here, value) + " " + verdict.problem + ".", verdict.suggestion,
-            verdict.out_of_range ? field.violation : ErrorKind::kConfig);
+            (verdict.out_of_range ? field.violation_words : "") + assigned(here, value) + " " + verdict.problem + ".",
+            verdict.suggestion, verdict.out_of_range ? field.violation : ErrorKind::kConfig);
       return;
     }
     if (!verdict.warning.empty()) warn("read_as", here, assigned(here, value) + " " + verdict.warning);

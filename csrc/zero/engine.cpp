@@ -174,7 +174,6 @@ void Engine::tell_others(const std::exception& error) const {
 
 StepReport Engine::make_step(const StepInputs& inputs) {
   backward_.finish();
-  if (inputs.need_all) refuse_unused();
   stepper_.norm(grads_, inputs.loss_scale, inputs.max_norm, inputs.check, ranks_.model_parallel.get());
   if (inputs.before_update && !(inputs.check && stepper_.report().skipped)) inputs.before_update();
   states_.hold().wait();
@@ -200,17 +199,14 @@ StepReport Engine::make_step(const StepInputs& inputs) {
   return report;
 }
 
-void Engine::refuse_unused() const {
-  std::string names;
-  int count = 0;
-  for (size_t param = 0; param < store_.size(); ++param) {
-    if (grads_.used(param)) continue;
-    if (++count <= 5) names += (count > 1 ? ", " : "") + store_.spec(param).name;
-  }
-  if (count > 0)
-    fail(ErrorKind::kRuntime, "no rank has a gradient for ", count, " parameter(s): ", names, count > 5 ? ", ..." : "",
-         ". Freeze them (requires_grad_(False) before deepspeed.initialize), or set "
-         "zero_optimization.ignore_unused_parameters to true");
+std::vector<std::string> Engine::unused_params() {
+  return failures_.watch([&] {
+    backward_.finish();
+    std::vector<std::string> names;
+    for (size_t param = 0; param < store_.size(); ++param)
+      if (!grads_.used(param)) names.push_back(store_.spec(param).name);
+    return names;
+  });
 }
 
 // Before the reduction where that is known, else in what this rank owns of the sum.

@@ -34,6 +34,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void set_rules(std::vector<const optim::Rule*> by_group);
   // Before a backward after which the next step follows, what that step will be told, as far as it is known.
   void expect(const StepInputs& inputs);
+  // After the last backward before a step, on all ranks: names of parameters for which no rank has a gradient.
+  std::vector<std::string> unused_params();
   void clear_grads();  // the gradients of the step to come are dropped, and what was made of them ahead of it
 
   void broadcast(const std::vector<at::Tensor>& tensors, int root);
@@ -54,7 +56,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
  private:
   ShardSourcePtr shard_source();
-  void refuse_unused() const;
   void meet_where_files_are() const;
   StepReport make_step(const StepInputs& inputs);
   void tell_others(const std::exception& error) const;

@@ -16,7 +16,6 @@ struct StepInputs {
   float loss_scale = 1.0f;  // gradients are so many times too large
   float max_norm = 0.0f;    // they are clipped to; 0: not
   bool check = false;       // gradients that are not finite skip the step
-  bool need_all = false;    // a parameter without a gradient is an error
   bool name_nonfinite =
       false;  // StepReport::nonfinite is wanted, which costs a walk over gradients that are not finite
   // How the loss scale moves with this step.

@@ -69,7 +69,7 @@ DS_CONFIG_CHAPTER(35, kTraining, "Gradients and communication") {
             .above(0));
   c.add(text("gradient_allreduce_op", "mean", "Average or sum gradients over ranks.")
             .one_of_any_case({"mean", "sum"})
-            .raises(ErrorKind::kValue));
+            .raises(ErrorKind::kValue, "Invalid gradient_allreduce_op: "));
   c.add(boolean("sparse_gradients", false,
                 "Of gradients of embeddings (torch.nn.Embedding, EmbeddingBag) only the rows that a step has touched "
                 "travel. Stage 0 only."));
@@ -107,11 +107,11 @@ DS_CONFIG_CHAPTER(35, kTraining, "Gradients and communication") {
     if (j.text("gradient_allreduce_op") != "sum") return;
     const char* fix = "Use \"mean\".";
     if (j.integer("zero_optimization.stage") == 3)
-      j.error({"gradient_allreduce_op", "zero_optimization.stage"}, "\"sum\" does not work with stage 3.", fix);
+      j.error({"gradient_allreduce_op", "zero_optimization.stage"}, "\"sum\" is not supported with ZeRO stage 3.", fix);
     if (!j.is_null("zero_optimization.zenflow"))
-      j.error({"gradient_allreduce_op", "zero_optimization.zenflow"}, "\"sum\" does not work with zenflow.", fix);
+      j.error({"gradient_allreduce_op", "zero_optimization.zenflow"}, "\"sum\" is not supported with ZenFlow.", fix);
     if (j.on("compile.deepcompile"))
-      j.error({"gradient_allreduce_op", "compile.deepcompile"}, "\"sum\" does not work with deepcompile.", fix);
+      j.error({"gradient_allreduce_op", "compile.deepcompile"}, "\"sum\" is not supported with DeepCompile.", fix);
   });
   c.consequence("Gradients", tell_of_gradients);
   c.rule("gradient_predivide_factor has an effect with prescale_gradients only.", [](RuleContext& j) {

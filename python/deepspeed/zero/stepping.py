@@ -4,6 +4,7 @@ import math
 
 from deepspeed import _native
 from deepspeed.log import log_dist, logger
+from deepspeed.zero.errors import UnusedParameterError
 
 
 class Stepping:
@@ -40,6 +41,8 @@ class Stepping:
         ``move``, of the learning-rate schedule (``engine.scheduling.Move``), is made when it is known that the step is
         not skipped, before anything changes: what it raises leaves all as it was, and the gradients in place.
         """
+        if self.need_all:
+            self._refuse_unused()
         inputs = self._inputs(move)
         rules = getattr(self.scaler, "rules_and_state", lambda: None)()
         if rules is not None:
@@ -75,10 +78,18 @@ class Stepping:
             loss_scale=self.loss_scale,
             max_norm=self.clip,
             check=self.check,
-            need_all=self.need_all,
             name_nonfinite=self.check or not self._warned_not_finite,
             before_update=None if move is None else move.make,
         )
+
+    def _refuse_unused(self, most=5):
+        unused = self.core.unused_params()
+        if unused:
+            raise UnusedParameterError(
+                f"no rank has a gradient for {len(unused)} parameter(s): {', '.join(unused[:most])}"
+                f"{', ...' if len(unused) > most else ''}. Freeze them (requires_grad_(False) before "
+                "deepspeed.initialize), or set zero_optimization.ignore_unused_parameters to true"
+            )
 
     def _run(self, inputs):
         if self.fused is not None:
