@@ -193,13 +193,12 @@ DS_BINDINGS(m) {
       .def_property_readonly("loss_scale", &loss_scale);
 
   py::class_<PyStepInputs>(m, "StepInputs")
-      .def(py::init([](float loss_scale, float max_norm, bool check, bool name_nonfinite,
-                       const py::object& before_update) {
-             PyStepInputs made;
-             made.step = {loss_scale, max_norm, check, name_nonfinite, {}, callback(before_update),
-                          {},         {},       {}};
-             return made;
-           }),
+      .def(py::init(
+               [](float loss_scale, float max_norm, bool check, bool name_nonfinite, const py::object& before_update) {
+                 PyStepInputs made;
+                 made.step = {loss_scale, max_norm, check, name_nonfinite, {}, callback(before_update), {}, {}, {}};
+                 return made;
+               }),
            py::kw_only(), py::arg("loss_scale"), py::arg("max_norm"), py::arg("check"), py::arg("name_nonfinite"),
            py::arg("before_update"))
       .def(

@@ -83,7 +83,8 @@ def body(rank, world, stage, interval, schedule, scope="rank"):
 
 
 CASES = [(2, 0, 0, "1f1b", "rank"), (2, 1, 1, "1f1b", "batch"), (2, 1, 0, "zb-h1", "rank")]
-MORE = [(4, stage, interval, schedule, "batch") for stage, interval in ((0, 0), (1, 1)) for schedule in ("1f1b", "zb-h1")]
+STAGES = ((0, 0), (1, 1))
+MORE = [(4, stage, interval, schedule, "batch") for stage, interval in STAGES for schedule in ("1f1b", "zb-h1")]
 
 
 @pytest.mark.parametrize("stages, stage, interval, schedule, scope", CASES + MORE * every_case())

@@ -332,7 +332,8 @@ DS_CONFIG_CHAPTER(50, kTraining, "ZeRO") {
   });
   c.rule("elastic_checkpoint has no effect with stage 3.", [](RuleContext& j) {
     if (j.integer("zero_optimization.stage") == 3 && j.on("zero_optimization.elastic_checkpoint")) {
-      j.warn({"zero_optimization.elastic_checkpoint"}, "elastic checkpointing is deprecated, and has no effect with stage 3.");
+      j.warn({"zero_optimization.elastic_checkpoint"},
+             "elastic checkpointing is deprecated, and has no effect with stage 3.");
     }
   });
 }

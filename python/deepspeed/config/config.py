@@ -181,8 +181,9 @@ class DeepSpeedConfig:
     def _configure_train_batch_size(self):
         """Works out those of the three batch sizes that are None from the others and ``world_size``. AssertionError
         where they contradict each other."""
-        sizes = _C.config.plan_batch(*[getattr(self, key) for key in BATCH_KEYS], self.world_size, self.world_size_source)
-        for key, size in zip(BATCH_KEYS, sizes):
+        given = [getattr(self, key) for key in BATCH_KEYS]
+        planned = _C.config.plan_batch(*given, self.world_size, self.world_size_source)
+        for key, size in zip(BATCH_KEYS, planned):
             setattr(self, key, size)
 
     def _set_attributes(self, values):

@@ -163,7 +163,7 @@ class ResumableDataLoader:
         self._batches_now = end_with(iter(self.dataloader))
 
     def _seed_of_workers(self):
-        """Of the generator from which torch draws the first worker's seed; the next workers have the numbers after it."""
+        """Of the generator from which torch draws the first worker's seed; the next workers have the next numbers."""
         told = f"{torch.initial_seed() if self.seed is None else self.seed} {self.rank} {self.epoch}"
         return int.from_bytes(hashlib.sha256(told.encode()).digest()[:8], "little", signed=True)
 

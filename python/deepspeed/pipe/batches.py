@@ -26,8 +26,8 @@ class Batches:
             self.data_iterator, self._peeked = iter(loader), []
 
     def set_dataiterator(self, iterator):
-        """``train_batch()`` takes micro-batches from ``iterator`` from now on. Checkpoints have its position where it is
-        a loader that tells one."""
+        """``train_batch()`` takes micro-batches from ``iterator`` from now on. Checkpoints have its position where it
+        is a loader that tells one."""
         if self._loads_data():
             self.training_dataloader = iterator if hasattr(iterator, "load_state_dict") else None
             self.data_iterator, self._peeked = iterator, []
