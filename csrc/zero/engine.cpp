@@ -180,8 +180,15 @@ StepReport Engine::make_step(const StepInputs& inputs) {
   if (!inputs.outside) {
     stepper_.update(grads_, strategy_->parts(inputs), inputs.hyper);
   } else if (!stepper_.report().skipped) {
+    std::vector<at::Tensor> shown;
+    for (const at::Tensor& master : inputs.masters) shown.push_back(master.grad());
     states_.assign_optimizer_grads(inputs.masters);
-    inputs.outside();
+    try {
+      inputs.outside();
+    } catch (...) {
+      states_.restore_grads(inputs.masters, shown);
+      throw;
+    }
     states_.take_back_grads(inputs.masters);
     stepper_.publish();
   }

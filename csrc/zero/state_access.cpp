@@ -40,6 +40,11 @@ void StateAccess::take_back_grads(const std::vector<at::Tensor>& masters) {
   for (const at::Tensor& master : masters) master.mutable_grad() = at::Tensor();
 }
 
+void StateAccess::restore_grads(const std::vector<at::Tensor>& masters, const std::vector<at::Tensor>& shown) {
+  for (size_t i = 0; i < masters.size(); ++i) masters[i].mutable_grad() = shown[i];
+  stepper_.unscale_grads(grads_);
+}
+
 const Buffer* StateAccess::buffer(ParamSpace& space, StateKind kept, int slot) {
   if (kept == StateKind::kGrad) return &space.grad;
   strategy_.settle();

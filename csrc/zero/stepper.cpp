@@ -323,10 +323,15 @@ StepReport Stepper::report() {
   return {scale.norm, scale.grad_scale, scale.skip != 0};
 }
 
-void Stepper::scale_grads(const GradReducer& grads) {
+// A factor of 0 or NaN, from a norm that is not finite, cannot be undone: such gradients are of no use anyway.
+void Stepper::unscale_grads(const GradReducer& grads) {
+  const float inverse = 1.0f / grad_scale();
+  if (std::isfinite(inverse)) multiply_grads(grads, inverse);
+}
+
+void Stepper::multiply_grads(const GradReducer& grads, float factor) {
   at::NoGradGuard no_grad;
-  const float scale = grad_scale();
-  if (scale == 1.0f) return;
+  if (factor == 1.0f) return;
   for (const ParamSpace& space : store_.spaces()) {
     if (space.grad.dtype != space.master.dtype) continue;
     const auto all = owned_runs(space, [&](size_t, size_t param) { return grads.used(param); });
@@ -335,7 +340,7 @@ void Stepper::scale_grads(const GradReducer& grads) {
       for (const UpdateRun& run : all) {
         if (bucket >= 0 && run.bucket != bucket) continue;
         const at::Tensor part = grad.narrow(run.bucket, run.begin, run.end);
-        device_.copy(part, part, scale);
+        device_.copy(part, part, factor);
       }
     });
   }

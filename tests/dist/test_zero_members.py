@@ -156,7 +156,11 @@ def body_values(rank, world):
     optimizer.set_fp32_grad_for_param(grad * 3, param)
     assert torch.equal(optimizer.get_fp32_grad_for_param(param), grad * 3)
     piece = optimizer.get_local_fp32_grad_for_param(param)
-    assert any(torch.equal(piece, part) for part in optimizer.get_fp32_grad_partitions()[0].values())
+    parts = optimizer.get_fp32_grad_partitions()[0]
+    for number, one in enumerate(params):  # of one size on all ranks, padded
+        assert parts[number].numel() == -(-one.ds_numel // world) and parts[number].dtype == torch.float32
+    own = parts[optimizer.get_param_id(param)]
+    assert torch.equal(own[: piece.numel()], piece) and not own[piece.numel() :].any()
     optimizer.update_fp32_grad_for_param_vectorized(lambda grad, _: torch.zeros_like(grad), [param])
     assert not optimizer.get_fp32_grad_for_param(param).any()
     assert optimizer.get_full_hp_param(param, "exp_avg").shape == param.ds_shape

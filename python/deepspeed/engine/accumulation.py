@@ -26,6 +26,20 @@ class Accumulation:
             engine.managed_gradient_accumulation() and self.in_backward and engine.is_gradient_accumulation_boundary()
         )
 
+    def in_window(self):
+        """Micro-batches that have been trained on since the last step at a boundary."""
+        return max(self.engine._steps.micro_steps, self.engine._backward.micro_batches)
+
+    def start_window(self):
+        """A new accumulation window: what was accumulated is forgotten."""
+        engine = self.engine
+        engine.zero_grad()
+        engine.micro_steps -= engine._steps.micro_steps
+        engine._steps.micro_steps = engine._backward.micro_batches = 0
+        engine._backward.start_micro_step()
+        engine.losses, self.user_scaled = None, False
+        self.replan()
+
     def user_plan(self):
         """Whether a backward that the user runs next is reduced, and the factor its gradients take."""
         scale = 1.0 if self.user_scaled else self.engine.stepping.loss_scale

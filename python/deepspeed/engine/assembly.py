@@ -38,6 +38,7 @@ class Assembly:
         self.engine = engine
         self.shard_group = None
         self.whole = None
+        self.made_groups = []  # hyperparameters of the optimizer's groups as the configuration and the caller gave them
 
     def place_model(self, dont_change_device):
         engine, module = self.engine, self.engine.module
@@ -69,6 +70,7 @@ class Assembly:
             engine._config, engine.module, model_parameters, engine.client_optimizer, engine.zero_use_cpu_optimizer()
         )
         groups = optimizer.param_groups if optimizer is not None else []
+        self.made_groups = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         engine.basic_optimizer = optimizer
         engine.trained_groups = [list(group["params"]) for group in groups]
         trained = [param for group in engine.trained_groups for param in group]
@@ -124,6 +126,8 @@ class Assembly:
             if engine._stage_policy.shards_params:
                 detach(engine.module, self.shard_group, engine.parallel.dp_group)
             engine.optimizer.destroy()
+        if engine.stepping is not None:
+            engine.stepping.release()
         engine.core.release()
         engine.core = None
 

@@ -137,6 +137,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         self.lr_scheduler = build_scheduler(self._config, self.basic_optimizer, lr_scheduler)
         self._data.agree_on_seed()
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
+        self._data.start_window()
         self._data.tell_length_of_epoch()
         self.monitor = MonitorMaster(self._config.monitor_config)
         self.progress = Progress(self)

@@ -11,6 +11,7 @@ import warnings
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.optim.schedule_values import restore_values, same_values, values_of, with_inner, write_values
 
 
 def next_move(engine, lr_kwargs):
@@ -77,8 +78,8 @@ class Move:
 
     def make(self):
         """Moves the schedule; the parameter groups have their old values again until ``keep``."""
-        self._state = [(one, dict(vars(one))) for one in _with_inner(self.scheduler)]
-        self._before = _values(self.optimizer)
+        self._state = [(one, dict(vars(one))) for one in with_inner(self.scheduler)]
+        self._before = values_of(self.optimizer)
         try:
             # At its first move torch's schedule warns if the optimizer has not stepped; that update comes next.
             with _no_warning_of_order() if getattr(self.scheduler, "_step_count", 0) == 1 else contextlib.nullcontext():
@@ -86,8 +87,8 @@ class Move:
         except BaseException:
             self.undo()
             raise
-        self._after = _values(self.optimizer)
-        _restore(self.optimizer, self._before)
+        self._after = values_of(self.optimizer)
+        restore_values(self.optimizer, self._before)
 
     def keep(self):
         """Puts in what the schedule has written. The rest is the update's: optimizers keep counters in their groups."""
@@ -96,7 +97,7 @@ class Move:
         for group, before, after in zip(self.optimizer.param_groups, self._before, self._after):
             for key in before.keys() - after.keys():
                 group.pop(key, None)
-            _write(group, {key: saved for key, saved in after.items() if not _same(before.get(key), saved)})
+            write_values(group, {key: saved for key, saved in after.items() if not same_values(before.get(key), saved)})
 
     def undo(self):
         """As if the schedule had not moved, as far as its own attributes and the parameter groups go."""
@@ -106,7 +107,7 @@ class Move:
             vars(one).clear()
             vars(one).update(attributes)
         if self._after is None:  # it raised; else the groups have their old values since `make`
-            _restore(self.optimizer, self._before)
+            restore_values(self.optimizer, self._before)
 
 
 @contextlib.contextmanager
@@ -114,46 +115,3 @@ def _no_warning_of_order():
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step\(\)` before")
         yield
-
-
-def _with_inner(scheduler):
-    """The schedule, and those inside of one that is put together from others (``SequentialLR``,
-    ``ChainedScheduler``)."""
-    found = [scheduler] if hasattr(scheduler, "__dict__") else []
-    for inner in getattr(scheduler, "_schedulers", ()):
-        found += _with_inner(inner)
-    return found
-
-
-def _values(optimizer):
-    """What stands in each parameter group beside its parameters. Of a tensor also a copy: it may be changed in
-    place."""
-    return [
-        {
-            key: (value, value.detach().clone()) if torch.is_tensor(value) else (value, None)
-            for key, value in group.items()
-            if key != "params"
-        }
-        for group in optimizer.param_groups
-    ]
-
-
-def _restore(optimizer, values):
-    for group, saved in zip(optimizer.param_groups, values):
-        for key in [key for key in group if key != "params" and key not in saved]:
-            del group[key]
-        _write(group, saved)
-
-
-def _write(group, saved):
-    for key, (value, copy) in saved.items():
-        if copy is not None:
-            value.detach().copy_(copy)
-        group[key] = value
-
-
-def _same(before, after):
-    """Whether nothing was written between two entries of ``_values``; ``before`` is None where there was none."""
-    if before is None or before[0] is not after[0]:
-        return False
-    return after[1] is None or torch.equal(before[1], after[1])

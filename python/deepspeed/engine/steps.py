@@ -17,6 +17,7 @@ class Steps:
         self.applied = False
         self.norm = None
         self._hooks_wait = False  # a step at a boundary is done, and its hooks have not run
+        self.micro_steps = 0  # calls of step since the last one at a boundary
 
     def start_audit(self):
         """Once the engine is assembled."""
@@ -92,10 +93,13 @@ class Steps:
             engine.progress.stop_step()
             raise
         engine.micro_steps += 1
+        self.micro_steps = 0 if boundary else self.micro_steps + 1
         engine._backward.start_micro_step()
         engine._accumulation.user_scaled = False
         engine.progress.end_step(boundary)
         comms_log.collect()
+        if boundary:
+            engine._data.start_window()
         self._hooks_wait = boundary
 
     def run_hooks(self):

@@ -18,6 +18,7 @@ class TrainingData:
     def __init__(self, engine):
         self.engine = engine
         self._seed = None  # see ``agree_on_seed``
+        self._loader = self._position = None  # and its position at the beginning of the accumulation window
 
     def agree_on_seed(self):
         """Once, on all ranks: those that get the same samples (stages of a pipeline, ranks that share weights or
@@ -28,6 +29,18 @@ class TrainingData:
                 told = [torch.initial_seed() if self._seed is None else self._seed]
                 dist.broadcast_object_list(told, dist.get_global_rank(group, 0), group=group)
                 self._seed = told[0]
+
+    def start_window(self):
+        """At the beginning of each accumulation window, whose data a checkpoint in the middle of it leads back to."""
+        self._loader = self.engine.training_dataloader
+        self._position = self.position()
+
+    def position(self, at_window=False):
+        """The position in the training data now, or where the accumulation window began; None where there is none."""
+        loader = self.engine.training_dataloader
+        if at_window and loader is self._loader:
+            return self._position
+        return loader.state_dict() if hasattr(loader, "state_dict") else None
 
     @staticmethod
     @member

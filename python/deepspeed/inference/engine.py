@@ -12,7 +12,7 @@ from deepspeed._compat import TORCH2
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.layouts.names import latest_tag
 from deepspeed.checkpoint.layouts.open_saved import open_saved
-from deepspeed.checkpoint.read.weights import load_weights
+from deepspeed.checkpoint.read.weights import check_weights, load_weights
 from deepspeed.comm import mesh
 from deepspeed.config.errors import config_error
 from deepspeed.config.inference import DeepSpeedInferenceConfig, merge_inference_config
@@ -254,7 +254,9 @@ class InferenceEngine(torch.nn.Module):
             self.load_module_state_dict({"module": state.get("module", state.get("model", state))})
             return
         prefixes = tuple(f"{name}.deepspeed_moe.experts.deepspeed_experts." for name in layers)
-        load_weights(self, saved, True, elsewhere={name for name in _names(saved) if name.startswith(prefixes)})
+        elsewhere = {name for name in _names(saved) if name.startswith(prefixes)}
+        check_weights(self, saved, True, elsewhere=elsewhere)
+        load_weights(self, saved, elsewhere=elsewhere)
 
     @staticmethod
     def _numbers(layers):

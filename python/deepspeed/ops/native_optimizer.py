@@ -100,6 +100,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         state = self.__dict__.copy()
         state.pop("_runners", None)
         state.pop("fused_state", None)
+        state.pop("add_param_group", None)  # of an engine
         return state
 
     def __setstate__(self, state):

@@ -154,6 +154,17 @@ class DynamicLossScaler(LossScalerBase):
             )
         )
 
+    def go_on(self, saved):
+        """Continues where a saved scaler was (its attributes), by the rules of this one: only how far it was counts."""
+        keep = {"scale_factor", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis"}
+        keep |= {"raise_error_at_min_scale", "dynamic", "dtype", "settling"}
+        for name in vars(self).keys() & saved.keys() - keep:
+            setattr(self, name, saved[name])
+        self.cur_scale = max(self.cur_scale, self.min_scale)
+        more = self.delayed_shift - saved.get("delayed_shift", self.delayed_shift)  # overflows tolerated than then
+        if more:
+            self.cur_hysteresis = min(max(self.cur_hysteresis + more, 1), self.delayed_shift)
+
     def has_overflow(self, params):
         """Whether any parameter's gradient holds inf or nan."""
         return any(p.grad is not None and self._has_inf_or_nan(p.grad) for p in params)

@@ -53,6 +53,11 @@ class FlatLayout:
         )
 
 
+# Of a saved group or sub-group: values of its parameters, in their order, where they have different ones.
+PARAM_STEPS = "param_steps"
+PARAM_SCALARS = "param_scalars"
+
+
 class InnerStates:
     """What the inner optimizer keeps of each group: names of states that are cut, and values that are not.
 
@@ -65,38 +70,65 @@ class InnerStates:
         stepping = optimizer.stepping
         groups_of = [index for index, group in enumerate(optimizer.bit16_groups) for _ in group]
         self.kinds = [[] for _ in optimizer.bit16_groups]
-        self.scalars = [{} for _ in optimizer.bit16_groups]
+        self.scalars = {}  # of each parameter, by its number
         if stepping.fused is not None:
             own, kept = optimizer.optimizer, optimizer.core.strategy_states()
             self.kinds = [[*own.slots_of(group), *kept] for group in own.param_groups]
             return
+        cut = [{} for _ in optimizer.bit16_groups]  # of each group: name -> whether it is cut, wherever it is
         for master, (index, _, _) in zip(stepping.masters, optimizer.core.pieces(), strict=True):
-            group = groups_of[index]
             for key, value in optimizer.optimizer.state.get(master, {}).items():
-                if not (torch.is_tensor(value) and value.shape == master.shape and per_element(value)):
-                    self.scalars[group].setdefault(key, value.cpu() if torch.is_tensor(value) else value)
-                elif key not in self.kinds[group]:
-                    self.kinds[group].append(key)
-        if optimizer.dp_process_group is not None:
-            self._agree(optimizer.dp_process_group)
+                same = torch.is_tensor(value) and value.shape == master.shape and per_element(value)
+                cut[groups_of[index]][key] = same and cut[groups_of[index]].get(key, True)
+                if not same or value.numel() == 1:  # of a piece of one element only the others tell
+                    kept = value.cpu() if torch.is_tensor(value) else value
+                    self.scalars.setdefault(index, {}).setdefault(key, kept)
+        cut = self._share(cut, optimizer.dp_process_group)
+        self.kinds = [sorted(key for key, whole in of_group.items() if whole) for of_group in cut]
+        for index, kept in self.scalars.items():
+            for kind in self.kinds[groups_of[index]]:
+                kept.pop(kind, None)
 
-    def _agree(self, process_group):
+    def _share(self, cut, process_group):
+        """Every rank gets the values of all parameters. Returns what all ranks together say of ``cut``."""
+        if process_group is None:
+            return cut
         found = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(found, (self.kinds, self.scalars), group=process_group)
-        for group in range(len(self.kinds)):
-            self.kinds[group] = sorted({kind for kinds, _ in found for kind in kinds[group]})
-            self.scalars[group] = {}
-            for _, scalars in found:
-                for key, value in scalars[group].items():
-                    self.scalars[group].setdefault(key, value)
+        dist.all_gather_object(found, (cut, self.scalars), group=process_group)
+        agreed = [{} for _ in cut]
+        for of_rank, scalars in found:
+            for group, named in enumerate(of_rank):
+                for key, whole in named.items():
+                    agreed[group][key] = whole and agreed[group].get(key, True)
+            for index, kept in scalars.items():
+                self.scalars.setdefault(index, kept)
+        return agreed
 
-    def of_group(self, group, steps):
-        """The values that are not cut; ``step`` is the most that a parameter of the group has seen, and ``param_steps``
-        says the others' where they differ. ``steps``: of the group's parameters."""
-        found = dict(self.scalars[group])
-        most = max(steps, default=0)
-        if "step" in found or self.optimizer.stepping.fused is not None:
-            found["step"] = torch.full_like(found["step"], most) if torch.is_tensor(found.get("step")) else most
+    def of_group(self, group, params, steps):
+        """The values that are not cut, of the parameters with the numbers ``params``, which have seen ``steps``
+        updates: ``step`` is the most of these. ``param_steps`` and ``param_scalars`` say the values of each parameter
+        where they differ."""
+        kept = [self.scalars.get(index, {}) for index in params]
+        found, differ = {}, {}
+        for key in dict.fromkeys(key for scalars in kept for key in scalars if key != "step"):
+            values = [scalars.get(key) for scalars in kept]
+            known = [value for value in values if value is not None]
+            if known and not per_element(known[0]) and all(_equal(known[0], value) for value in known):
+                found[key] = known[0]
+            else:
+                differ[key] = values
+        if differ:
+            found[PARAM_SCALARS] = differ
+        step = next((scalars["step"] for scalars in kept if "step" in scalars), None)
+        if step is not None or self.optimizer.stepping.fused is not None:
+            most = max(steps, default=0)
+            found["step"] = torch.full_like(step, most) if torch.is_tensor(step) else most
             if len(set(steps)) > 1:
-                found["param_steps"] = list(steps)
+                found[PARAM_STEPS] = list(steps)
         return found
+
+
+def _equal(one, other):
+    if torch.is_tensor(one) and torch.is_tensor(other):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    return type(one) is type(other) and one == other

@@ -53,8 +53,8 @@ class FlatOptimizer(ShardedOptimizer):
 
         for group in groups:
             in_row = [ranks_of(param) is None for param in self.bit16_groups[group]]
-            first = layout.firsts[group]
-            states[group] = inner.of_group(group, [step for step, row in zip(steps[first:], in_row) if row])
+            dense = [layout.firsts[group] + place for place, row in enumerate(in_row) if row]
+            states[group] = inner.of_group(group, dense, [steps[index] for index in dense])
             for kind in inner.kinds[group]:
                 states[group][kind] = take(group, kind, layout.sizes[group])
             masters.append(take(group, "fp32", layout.owned[group]))

@@ -90,6 +90,7 @@ class MasterOptimizer(WrappedOptimizer):
         shapes = {name: param.shape for name, param in zip(self.stepping.names, params)}
         saved = self.saved_form(state_dict, names, shapes)
         restore = Restore(self.stepping, params, saved)
+        restore.check(masters=True, states=load_optimizer_states)
         restore.masters()
         if load_optimizer_states:
             restore.states()

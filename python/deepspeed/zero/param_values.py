@@ -81,11 +81,15 @@ class ParamValues:
         return self.core_device if local is None else local.device
 
     def get_fp32_grad_partitions(self):
-        """dict: parameter group -> dict: parameter number -> this rank's slice of the reduced gradient (a view)."""
+        """dict: parameter group -> dict: parameter number -> this rank's slice of the reduced gradient: fp32, flat, of
+        one size on all ranks, padded with zeros as all slices are. Copies.
+
+        Parameters without a gradient are left out, on all ranks alike.
+        """
         groups = [index for index, group in enumerate(self.bit16_groups) for _ in group]
-        used = self.core.used()
-        found = {}
-        for (param, _, _), grad in zip(self.core.pieces(), self.core.grads(copies=True), strict=True):
+        grads, used, found = self.core.grads(copies=True), self.core.used(), {}
+        device = next((grad.device for grad in grads if grad is not None), self.core_device)
+        for param, group in enumerate(groups):
             if used[param]:
-                found.setdefault(groups[param], {})[param] = grad
+                found.setdefault(group, {})[param] = self.core.padded_slices(grads, [param]).to(device)
         return found

@@ -14,19 +14,24 @@ STRATEGY_STATES = ("zenflow_gradient", "zenflow_weight")
 
 class Restore:
     """One restoration. ``stepping`` is the optimizer's ``Stepping``; ``params`` are its parameters as the model has
-    them, end to end over the groups, and ``saved`` is the checkpoint."""
+    them, end to end over the groups, and ``saved`` is the checkpoint. ``options``: for each parameter group the
+    hyperparameters that this run's configuration has, which win over the saved ones.
 
-    def __init__(self, stepping, params, saved):
+    ``check`` raises whatever can be known before anything is changed; then the other calls change it."""
+
+    def __init__(self, stepping, params, saved, options=None):
         self.core = stepping.core
         self.stepping = stepping
         self.optimizer = stepping.optimizer
         self.params = params
         self.saved = saved
+        self.options = options or [{} for _ in self.optimizer.param_groups]
         self.names = [_saved_name(name, saved) for name in stepping.names]
         self.core.wait_for_states()  # a checkpoint may be copying them
 
-    def check(self):
-        """Raises ValueError for the first parameter that has another shape in the checkpoint."""
+    def check(self, masters=False, states=False):
+        """Raises ValueError, and what opening the files raises, for what cannot be restored: other shapes, and of the
+        ``masters`` and ``states`` those that are incomplete or of another optimizer. Reads no elements."""
         shapes = self.saved.shapes()
         for name, param in zip(self.names, self.params):
             here = tuple(saved_part(param)[1])
@@ -35,16 +40,34 @@ class Restore:
                     f"{self.saved.origin()} does not fit the model: parameter '{name}' was saved with shape "
                     f"{tuple(shapes[name])}, the model has {here}. Build the model as it was saved"
                 )
+        if masters:
+            for _, index, offset, numel in self._owned():
+                pieces = self.saved.pieces(self.names[index], "fp32")
+                if pieces and numel:
+                    self._check_filled(index, offset, numel, pieces, "the fp32 weight")
+        if states:
+            self._check_groups()
+            self._check_states()
+
+    def without_masters(self):
+        """Names of parameters of which the checkpoint has no fp32 weights."""
+        pairs = zip(self.names, self.params)
+        return [name for name, param in pairs if _numel(param) and not self.saved.pieces(name, "fp32")]
 
     def _owned(self):
         """``(number, index, offset, numel)`` of the pieces that this rank owns."""
         return [(number, *piece) for number, piece in enumerate(self.core.pieces())]
 
+    def _in_rows(self, index):
+        """Whether a parameter lies in memory in the order that it has in files."""
+        param = self.params[index]
+        return hasattr(param, "ds_handle") or param.is_contiguous()
+
     @torch.no_grad()
     def _fill(self, target, index, offset, pieces, what):
-        param, name = self.params[index], self.names[index]
+        param = self.params[index]
         begin = saved_part(param)[0]
-        if hasattr(param, "ds_handle") or param.is_contiguous():
+        if self._in_rows(index):
             filled = self.saved.read_into(target, pieces, begin + offset)
         else:  # pieces are in the order of memory, files in that of rows
             whole = torch.zeros(param.shape, dtype=target.dtype, device=target.device)
@@ -53,62 +76,95 @@ class Restore:
                 target.copy_(whole)
             else:
                 target.copy_(in_memory_order(whole, param)[offset : offset + target.numel()].reshape(target.shape))
-        if filled != target.numel():
+        self._refuse_short(index, offset, target.numel(), filled, what)
+
+    def _check_filled(self, index, offset, numel, pieces, what):
+        param = self.params[index]
+        begin = saved_part(param)[0]
+        if self._in_rows(index):
+            filled = self.saved.check_pieces(pieces, begin + offset, numel)
+        else:
+            filled = min(self.saved.check_pieces(pieces, begin, param.numel()), numel)
+        self._refuse_short(index, offset, numel, filled, what)
+
+    def _refuse_short(self, index, offset, numel, filled, what):
+        if filled != numel:
             raise ValueError(
-                f"{self.saved.origin()}: {what} of parameter '{name}' has {filled} of the {target.numel()} elements "
-                f"from {offset} on; shards are missing, or it is of another model"
+                f"{self.saved.origin()}: {what} of parameter '{self.names[index]}' has {filled} of the {numel} "
+                f"elements from {offset} on; shards are missing, or it is of another model"
             )
 
     # ---- fp32 weights ----------------------------------------------------------------------------------------------
     def masters(self):
-        """Masters take the saved fp32 weights; where there are none they keep what they have. Returns the names of the
-        parameters that had none. Weights of the model follow with ``core.publish()``."""
-        without = []
+        """Masters take the saved fp32 weights; where there are none they keep what they have. Weights of the model
+        follow with ``core.publish()``."""
         found = [self.saved.pieces(name, "fp32") for name in self.names]
-        for name, param, pieces in zip(self.names, self.params, found):
-            if not pieces and _numel(param):
-                without.append(name)
         for number, index, offset, numel in self._owned():
             if numel and found[index]:
                 with self.core.piece("master", 0, number, "write") as master:
                     self._fill(master, index, offset, found[index], "the fp32 weight")
-        return without
 
     # ---- states ----------------------------------------------------------------------------------------------------
     def states(self):
-        """Moments, steps and hyperparameters. Raises ValueError where the checkpoint's optimizer has other groups, or
-        other states."""
+        """Moments, steps and hyperparameters."""
         self._groups()
         if self.stepping.fused is not None:
             self._native_states()
         else:
             self._client_states()
 
-    def _groups(self):
+    def _check_groups(self):
         own, saved = self.optimizer.param_groups, self.saved.param_groups()
         if len(own) != len(saved):
             raise ValueError(
                 f"{self.saved.origin()} has {len(saved)} parameter groups, this run's optimizer has {len(own)}: make "
                 "the same groups, or load it with load_optimizer_states=False"
             )
-        for group, values in zip(own, saved):
-            group.update({key: value for key, value in values.items() if key not in ("names", "params")})
 
-    def _native_states(self):
+    def _groups(self):
+        # Other implementations count the updates of a native optimizer in its groups, too.
+        left = {"names", "params"} | ({"step"} if self.stepping.fused is not None else set())
+        for group, values, options in zip(self.optimizer.param_groups, self.saved.param_groups(), self.options):
+            group.update({key: value for key, value in values.items() if key not in left})
+            group.update(options)
+
+    def _native_slots(self):
+        """``(number, index, offset, numel, {name of a state -> its slot})`` of the pieces that this rank owns."""
         kinds = self.core.slot_names()
         slots = [self.core.slots(number) for number in range(len(kinds))]  # which there are
-        found = {}
         for place, index, offset, numel in self._owned():
-            if index not in found:
-                found[index] = self._pieces_of(index, [k for k, slot in zip(kinds, slots) if slot[place] is not None])
-            for position, (kind, slot) in enumerate(zip(kinds, slots)):
-                if slot[place] is None or not numel:
-                    continue
-                with self.core.piece("slot", position, place, "write") as own:
+            own = {kind: number for number, kind in enumerate(kinds) if slots[number][place] is not None}
+            yield place, index, offset, numel, own
+
+    def _check_states(self):
+        found = {}
+        if self.stepping.fused is not None:
+            for _, index, offset, numel, own in self._native_slots():
+                if index not in found:
+                    found[index] = self._pieces_of(index, list(own))
+                for kind in own if numel else ():
                     if found[index][kind]:
-                        self._fill(own, index, offset, found[index][kind], f"state '{kind}'")
+                        self._check_filled(index, offset, numel, found[index][kind], f"state '{kind}'")
+            return
+        for _, index, offset, numel in self._owned():
+            if self.names[index] not in self.saved.shapes():
+                continue
+            for kind in self.saved.state_names() if numel else ():
+                pieces = self.saved.pieces(self.names[index], kind)
+                if pieces:
+                    self._check_filled(index, offset, numel, pieces, f"state '{kind}'")
+
+    def _native_states(self):
+        found = {}
+        for place, index, offset, numel, own in self._native_slots():
+            if index not in found:
+                found[index] = self._pieces_of(index, list(own))
+            for kind, position in own.items() if numel else ():
+                with self.core.piece("slot", position, place, "write") as target:
+                    if found[index][kind]:
+                        self._fill(target, index, offset, found[index][kind], f"state '{kind}'")
                     else:
-                        own.zero_()
+                        target.zero_()
         steps = torch.zeros(len(self.params), dtype=torch.float32)
         for index, name in enumerate(self.names):
             if name in self.saved.shapes():
@@ -155,10 +211,10 @@ class Restore:
 
     # ---- the optimizer as a whole ----------------------------------------------------------------------------------
     def extra(self):
-        """The dynamic loss scale, the overflow flag and the clipping norm, as far as they were saved."""
+        """The dynamic loss scale and the overflow flag, as far as they were saved. The clipping norm and the rules of
+        the loss scale are the configuration's."""
         found = self.saved.extra()
         self.stepping.overflow = bool(found.get("overflow", False))
-        self.stepping.clip = found.get("clip_grad", self.stepping.clip)
         restore_scaler(self.stepping.scaler, found)
 
 
@@ -167,9 +223,7 @@ def restore_scaler(scaler, found):
     saved = found.get("loss_scaler")
     if scaler is None or saved is None or not scaler.dynamic or not found.get("dynamic_loss_scale"):
         return
-    values = saved if isinstance(saved, dict) else vars(saved)
-    for key in vars(scaler).keys() & values.keys() - {"dynamic", "dtype"}:
-        setattr(scaler, key, values[key])
+    scaler.go_on(saved if isinstance(saved, dict) else vars(saved))
 
 
 def _saved_name(name, saved):

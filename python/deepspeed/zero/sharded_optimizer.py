@@ -204,22 +204,28 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
         ``when_read()`` is called when nothing more is read."""
         restore = Restore(self.stepping, self._params, saved)
 
+        def check():
+            without = restore.without_masters() if with_masters else ()
+            if without:
+                raise ValueError(f"{saved.origin()} has no fp32 weights of {', '.join(without[:3])}")
+            restore.check(with_masters, with_states)
+
         def fill():
-            if not with_masters:
+            if with_masters:
+                restore.masters()
+            else:
                 self.core.refresh_master()
-            elif restore.masters():
-                raise ValueError(f"{saved.origin()} has no fp32 weights of {', '.join(restore.masters()[:3])}")
             if with_states:
                 restore.states()
             restore.extra()
 
         if when_read is None:
-            restore.check()
+            check()
             self.core.begin_write()
             fill()
         else:  # the others wait for their turn, and not in begin_write, which waits for all
             try:
-                restore.check()
+                check()
                 fill()
             finally:
                 when_read()

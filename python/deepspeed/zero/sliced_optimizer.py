@@ -116,12 +116,12 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
 
     def _saved_state(self, flats, in_pieces=False):
         inner, steps = {}, self._steps()
-        states = {name: flats(name) for name in self.state_names()}
         kept = InnerStates(self)
+        states = {name: flats(name) for name in sorted({kind for kinds in kept.kinds for kind in kinds})}
         groups_of = [index for index, group in enumerate(self.bit16_groups) for _ in group]
         for position, run in enumerate(self._sub_groups(dense=True)):
             group = groups_of[run[0]]
-            inner[position] = kept.of_group(group, [steps[index] for index in run])
+            inner[position] = kept.of_group(group, run, [steps[index] for index in run])
             inner[position].update({kind: states[kind][position] for kind in kept.kinds[group]})
         groups, position = [], 0
         for args, group in zip(self._group_args(), self._runs_of_groups()):

@@ -7,6 +7,15 @@ from deepspeed.log import log_dist, logger
 from deepspeed.zero.errors import UnusedParameterError
 
 
+def refuse_group(param_group):
+    """``add_param_group`` of an optimizer that belongs to an engine, at every ZeRO stage."""
+    raise RuntimeError(
+        "add_param_group: the optimizer belongs to an engine, which reduces, clips and shards the parameters that it "
+        "was given. Pass the group before deepspeed.initialize: in model_parameters, or to add_param_group of the "
+        "optimizer that you pass as optimizer="
+    )
+
+
 class Stepping:
     """Runs the step of ``optimizer`` on the gradients in ``core``.
 
@@ -30,6 +39,16 @@ class Stepping:
         self.overflow = False
         self.norm = None
         self._warned_not_finite = False
+        optimizer.add_param_group = refuse_group
+        self._sizes = self._sizes_of_groups()
+
+    def _sizes_of_groups(self):
+        return [len(group["params"]) for group in self.optimizer.param_groups]
+
+    def release(self):
+        """The optimizer belongs to no engine any more."""
+        self.fused = None
+        vars(self.optimizer).pop("add_param_group", None)
 
     @property
     def loss_scale(self):
@@ -41,6 +60,8 @@ class Stepping:
         ``move``, of the learning-rate schedule (``engine.scheduling.Move``), is made when it is known that the step is
         not skipped, before anything changes: what it raises leaves all as it was, and the gradients in place.
         """
+        if self._sizes_of_groups() != self._sizes:  # somebody wrote to the lists
+            refuse_group(None)
         if self.need_all:
             self._refuse_unused()
         inputs = self._inputs(move)

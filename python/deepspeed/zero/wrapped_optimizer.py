@@ -6,7 +6,7 @@ from deepspeed.ops.by_name import rules_of
 from deepspeed.zero.base_optimizer import DeepSpeedOptimizer
 from deepspeed.zero.core import build_core
 from deepspeed.zero.fused_state import FusedState, can_fuse
-from deepspeed.zero.stepping import Stepping
+from deepspeed.zero.stepping import Stepping, refuse_group
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -18,6 +18,12 @@ def in_memory_order(value, param):
         return value.reshape(-1)
     ordered = torch.empty_strided(param.shape, param.stride(), dtype=value.dtype, device=value.device)
     return ordered.copy_(value).as_strided((value.numel(),), (1,))
+
+
+def _of_piece(value, param, offset, numel, master):
+    """What a state of ``param`` that an optimizer has made before its first step (Adagrad) is for ``master``."""
+    part = in_memory_order(value, param)[offset : offset + numel].reshape(master.shape)
+    return part.to(master.dtype, copy=True) if value.dtype == param.dtype else part.clone()
 
 
 class WrappedOptimizer(DeepSpeedOptimizer):
@@ -62,7 +68,7 @@ class WrappedOptimizer(DeepSpeedOptimizer):
             master = torch.nn.Parameter(tensor, requires_grad=param.requires_grad)
             if param in state:
                 state[master] = {
-                    key: in_memory_order(value.detach(), param)[offset : offset + numel].clone().reshape(master.shape)
+                    key: _of_piece(value.detach(), param, offset, numel, master)
                     if torch.is_tensor(value) and value.numel() == param.numel() and value.dim() > 0
                     else value
                     for key, value in state[param].items()
@@ -154,6 +160,10 @@ class WrappedOptimizer(DeepSpeedOptimizer):
             )
         return self.stepping.step()
 
+    def add_param_group(self, param_group):
+        """Refused: see the message."""
+        refuse_group(param_group)
+
     def zero_grad(self, set_to_none=True):
         self.core.clear_grads()
 
@@ -191,4 +201,4 @@ class WrappedOptimizer(DeepSpeedOptimizer):
 
     def destroy(self):
         self.optimizer = None
-        self.stepping.fused = None
+        self.stepping.release()

@@ -489,39 +489,6 @@ TEST(Engine, AStepThatIsRefusedChangesNothing) {
   EXPECT_EQ(engine->stepper().steps()[0].item<float>(), 1.0f);
 }
 
-// An optimizer that lives outside gets unscaled, clipped gradients, and what it writes goes to the model.
-TEST(Engine, AnOptimizerOutsideIsCalledInTheStep) {
-  at::Tensor weight = at::ones({4}, at::kBFloat16).set_requires_grad(true);
-  EngineOptions options;
-  options.grad_dtype = at::kFloat;
-  auto engine =
-      std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}}, std::vector<ShardedParamPtr>{},
-                               options, EngineRanks{comm::local_communicator()});
-  engine->states().refresh_master();
-  int called = 0;
-  for (double factor : {1.0, HUGE_VAL}) {
-    engine->backward().begin(true);
-    (weight * 4.0 * factor).sum().backward();
-    engine->backward().end();
-    StepInputs inputs;
-    inputs.loss_scale = 2.0f;
-    inputs.max_norm = 1.0f;
-    inputs.check = true;
-    inputs.masters = engine->states().pieces(StateKind::kMaster, 0);
-    inputs.outside = [&] {
-      at::NoGradGuard no_grad;
-      ++called;
-      EXPECT_TRUE(at::allclose(inputs.masters[0].grad(), at::full({4}, 0.5), 1e-5, 1e-6));  // norm 4, clipped to 1
-      inputs.masters[0].sub_(inputs.masters[0].grad());
-    };
-    const StepReport report = engine->step(inputs);
-    EXPECT_EQ(report.skipped, !std::isfinite(factor));
-    EXPECT_FALSE(inputs.masters[0].grad().defined());
-    EXPECT_TRUE(at::allclose(weight.detach().to(at::kFloat), at::full({4}, 0.5), 1e-5, 1e-6));
-  }
-  EXPECT_EQ(called, 1);
-}
-
 TEST(Engine, MemoryOrderOfParametersIsKept) {
   at::Tensor image = at::randn({2, 3, 4, 5}).contiguous(at::MemoryFormat::ChannelsLast).set_requires_grad(true);
   const at::Tensor values = image.detach().clone();

@@ -399,16 +399,57 @@ def test_optimizer_ids_count_up():
     assert second.opt_id == first.opt_id + 1
 
 
-def test_step_subgroup_updates_one_group():
-    params = make_params(shapes=[(5,), (6,)])
-    optimizer = DeepSpeedCPUAdam([{"params": [p]} for p in params], lr=0.1)
-    before = [p.detach().clone() for p in params]
-    set_grads(params, 0)
-    optimizer.step_subgroup(1)
-    assert torch.equal(params[0], before[0]) and not torch.equal(params[1], before[1])
-    assert optimizer.state[params[1]]["step"] == 1 and params[0] not in optimizer.state
-    with pytest.raises(IndexError, match="no parameter group 2"):
-        optimizer.step_subgroup(2)
+def parts_of(flat, sizes):
+    return list(flat.split(sizes))
+
+
+@ADAMW
+def test_subgroups_of_a_partition_are_the_whole_partition(adamw):
+    """Parts of a flat partition, each under its id in the place of one parameter, get what the whole would get: the
+    parts of one step all count one step."""
+    torch.manual_seed(0)
+    whole = torch.nn.Parameter(torch.randn(23))
+    flat, slot = whole.detach().clone(), torch.nn.Parameter(torch.empty(0))
+    options = {"lr": 0.1, "weight_decay": 0.2, "adamw_mode": adamw}
+    reference, optimizer = DeepSpeedCPUAdam([whole], **options), DeepSpeedCPUAdam([slot], **options)
+    sizes = [10, 7, 6]
+    for step in range(4):
+        whole.grad = torch.randn(23)
+        reference.step()
+        for number, (part, grad) in enumerate(zip(parts_of(flat, sizes), parts_of(whole.grad, sizes))):
+            slot.data, slot.grad = part, None
+            slot.grad = grad
+            optimizer.step_subgroup(number)
+        assert torch.equal(flat, whole.detach())
+        assert [optimizer.state[number]["step"] for number in range(3)] == [step + 1] * 3
+    assert slot not in optimizer.state
+    assert torch.equal(torch.cat([optimizer.state[n]["exp_avg"] for n in range(3)]), reference.state[whole]["exp_avg"])
+
+
+def test_a_subgroup_of_several_parameters_counts_once_and_survives_saving():
+    params = make_params(shapes=[(5,), (2, 3)])
+    twin = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    optimizer = DeepSpeedCPUAdam([{"params": [params[0]]}, {"params": [params[1]], "lr": 0.5}], lr=0.1)
+    reference = DeepSpeedCPUAdam([{"params": [twin[0]]}, {"params": [twin[1]], "lr": 0.5}], lr=0.1)
+    for step in range(3):
+        if step == 2:  # a new object goes on
+            saved = optimizer.state_dict()
+            assert set(saved["state"]) == set() and set(saved["subgroups"]) == {7}
+            optimizer = DeepSpeedCPUAdam([{"params": [params[0]]}, {"params": [params[1]], "lr": 0.5}], lr=0.1)
+            optimizer.load_state_dict(saved)
+        set_grads(params, step)
+        set_grads(twin, step)
+        optimizer.step_subgroup(7)
+        reference.step()
+        assert optimizer.state[7]["step"] == step + 1
+        assert all(torch.equal(p, t) for p, t in zip(params, twin))
+    params[0].grad = None
+    with pytest.raises(ValueError, match="subgroup 7 has states of 11 elements, .* now have 6"):
+        optimizer.step_subgroup(7)
+    params[1].grad = None
+    optimizer.step_subgroup(8)
+    assert 8 not in optimizer.state  # nothing to update, nothing made
+    assert "subgroups" not in reference.state_dict()
 
 
 @ADAMW
@@ -416,32 +457,35 @@ def test_rollback_subgroup_restores_the_values(adamw):
     params = make_params(shapes=[(50, 3), (6,)])
     optimizer = DeepSpeedCPUAdam([{"params": [p]} for p in params], lr=0.1, weight_decay=0.2, adamw_mode=adamw)
     for step in range(3):
-        before = [(p.detach().clone(), copy.deepcopy(optimizer.state.get(p))) for p in params]
+        before = [p.detach().clone() for p in params], copy.deepcopy(optimizer.state.get(0))
         set_grads(params, step)
-        optimizer.step()
+        optimizer.step_subgroup(0)
+        assert optimizer.state[0]["step"] == step + 1
         optimizer.rollback_subgroup(0)
-        optimizer.rollback_subgroup(1)
-        for p, (value, state) in zip(params, before, strict=True):
+        for p, value in zip(params, before[0], strict=True):
             torch.testing.assert_close(p.detach(), value, rtol=1e-6, atol=1e-6)
-            assert optimizer.state[p]["step"] == step
-            if state:
-                torch.testing.assert_close(optimizer.state[p]["exp_avg"], state["exp_avg"], rtol=1e-5, atol=1e-6)
-                torch.testing.assert_close(optimizer.state[p]["exp_avg_sq"], state["exp_avg_sq"], rtol=1e-5, atol=1e-6)
-        optimizer.step()
+        assert optimizer.state[0]["step"] == step
+        for name in ("exp_avg", "exp_avg_sq") if before[1] else ():
+            torch.testing.assert_close(optimizer.state[0][name], before[1][name], rtol=1e-5, atol=1e-6)
+        optimizer.step_subgroup(0)
 
 
 def test_rollback_refuses_what_it_cannot_do():
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = DeepSpeedCPUAdam([p])
     p.grad = torch.ones(3)
-    with pytest.raises(RuntimeError, match="nothing to roll back"):
+    with pytest.raises(RuntimeError, match="Cannot rollback optimizer state for sub_group_id 0 as it has not been ini"):
+        optimizer.rollback_subgroup(0)
+    optimizer.step_subgroup(0)
+    optimizer.rollback_subgroup(0)
+    with pytest.raises(RuntimeError, match="Cannot rollback sub_group_id 0: step count is 0"):
         optimizer.rollback_subgroup(0)
     p.grad[1] = float("nan")
     optimizer.step_subgroup(0)
     after = p.detach().clone()
     with pytest.raises(RuntimeError, match="not finite"):
         optimizer.rollback_subgroup(0)
-    assert torch.equal(p.isnan(), after.isnan()) and optimizer.state[p]["step"] == 1
+    assert torch.equal(p.isnan(), after.isnan()) and optimizer.state[0]["step"] == 1
 
 
 def test_kernel_info():

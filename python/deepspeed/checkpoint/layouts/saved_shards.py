@@ -10,10 +10,11 @@ import torch
 from deepspeed._native import _C
 from deepspeed.checkpoint.layouts.saved_named import NamedParams, WithNamed
 from deepspeed.checkpoint.layouts.saved_state import Range, SavedState, eager
-from deepspeed.zero.flat_layout import per_element
+from deepspeed.zero.flat_layout import PARAM_SCALARS, PARAM_STEPS, per_element
 from deepspeed.zero.named_states import OWN_PARAMS
 
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis")
+_BY_PARAM = (PARAM_STEPS, PARAM_SCALARS)
 _EXTRA_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 
 
@@ -59,15 +60,20 @@ class _ByUnit(SavedState):
     def scalars(self, name):
         index = self._index[name]
         inner = self._inner(self._first, self._layout.unit(index))
-        found = {key: value for key, value in inner.items() if not per_element(value) and key != "param_steps"}
-        if "param_steps" in inner:
-            found["step"] = _step_like(found.get("step"), inner["param_steps"][self._layout.place_in_unit(index)])
+        found = {key: value for key, value in inner.items() if not per_element(value) and key not in _BY_PARAM}
+        place = self._layout.place_in_unit(index)
+        if PARAM_STEPS in inner:
+            found["step"] = _step_like(found.get("step"), inner[PARAM_STEPS][place])
+        for key, values in inner.get(PARAM_SCALARS, {}).items():
+            if values[place] is not None:
+                found[key] = values[place]
         return found
 
     def state_pieces(self, name, kind):
         index = self._index[name]
         unit = self._layout.unit(index)
-        if kind != "fp32" and kind not in self._inner(self._first, unit):
+        # What has a value for each element in one group may be a single number in another.
+        if kind != "fp32" and not per_element(self._inner(self._first, unit).get(kind)):
             return []
         return [
             (offset, numel, Range(functools.partial(self._tensor, rank, unit, kind), begin))
@@ -303,10 +309,10 @@ class PlainState(_ByUnit):
 
     def scalars(self, name):
         state = self._state(name)
-        found = {key: value for key, value in state.items() if not self._whole(name, value) and key != "param_steps"}
-        if "param_steps" in state:
+        found = {key: value for key, value in state.items() if not self._whole(name, value) and key not in _BY_PARAM}
+        if PARAM_STEPS in state:
             place = self._layout.place_in_unit(self._index[name])
-            found["step"] = _step_like(found.get("step"), state["param_steps"][place])
+            found["step"] = _step_like(found.get("step"), state[PARAM_STEPS][place])
         elif not self._steps_are_real and isinstance(found.get("step"), int):
             group = next(group for group in self._groups if name in group)
             found["step"] = max(self._state(other).get("step", 0) for other in group)

@@ -15,9 +15,15 @@ class Range:
         self.base = base
 
     def read_range(self, start, numel):
-        """``numel`` elements from ``start`` on, a 1-D tensor in row-major order; may share memory with the source."""
+        """``numel`` elements from ``start`` on, a 1-D tensor in row-major order; may share memory with the source.
+        IndexError outside of it."""
         source = self.source() if callable(self.source) else self.source
         if torch.is_tensor(source):
+            if self.base + start + numel > source.numel():
+                raise IndexError(
+                    f"elements {self.base + start} to {self.base + start + numel} of a tensor of {source.numel()} "
+                    "elements"
+                )
             return source.detach().reshape(-1)[self.base + start : self.base + start + numel]
         return source.read_range(self.base + start, numel)
 
@@ -129,6 +135,10 @@ class SavedState:
         """``read_into`` below."""
         return read_into(target, pieces, offset)
 
+    def check_pieces(self, pieces, offset, numel):
+        """``check_pieces`` below."""
+        return check_pieces(pieces, offset, numel)
+
     def origin(self):
         """Where it comes from, for messages."""
         return f"the checkpoint {self.folder}" if self.folder else "the saved optimizer"
@@ -158,5 +168,17 @@ def read_into(target, pieces, offset):
             part = flat[low - offset : high - offset]
             if not (hasattr(reader, "fill") and reader.fill(part, low - begin)):
                 part.copy_(reader.read_range(low - begin, high - low))
+            filled += high - low
+    return filled
+
+
+def check_pieces(pieces, offset, numel):
+    """What ``read_into`` would return for a target of ``numel`` elements. Opens the files, without reading elements:
+    raises what is wrong with them, and IndexError for a tensor that is shorter than it should be."""
+    filled = 0
+    for begin, count, reader in pieces:
+        low, high = max(begin, offset), min(begin + count, offset + numel)
+        if low < high:
+            reader.read_range(high - begin, 0)
             filled += high - low
     return filled

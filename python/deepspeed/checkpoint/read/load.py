@@ -12,16 +12,10 @@ from deepspeed.checkpoint.layouts.saved_slices import Cut
 from deepspeed.checkpoint.layouts.saved_stages import open_run
 from deepspeed.checkpoint.layouts.saved_universal import is_universal
 from deepspeed.checkpoint.read import memory, storage, verify
-from deepspeed.checkpoint.read.weights import (
-    load_weights,
-    names_elsewhere,
-    names_of_groups,
-    plain,
-    restore_strategy,
-    resume_run,
-)
+from deepspeed.checkpoint.read.loading import Loading
+from deepspeed.checkpoint.read.weights import check_weights, load_weights, names_elsewhere, names_of_groups
 from deepspeed.checkpoint.write import background, commit, file_writer
-from deepspeed.checkpoint.write.ranks import Ranks, failure_of, in_turn, raise_together
+from deepspeed.checkpoint.write.ranks import Ranks, failure_of, raise_together
 from deepspeed.log import log_dist, logger
 from deepspeed.zero.param_ranks import SavedNames, differs_by_rank, layers_of, saved_part
 from deepspeed.zero.restore import Restore
@@ -347,46 +341,24 @@ def _together(ranks, folder, function):
 def _load(engine, ranks, folder, strict, with_optimizer, with_scheduler, module_only, custom_load_fn):
     saved = _together(ranks, folder, lambda: _open(engine, folder, with_optimizer))
     with_optimizer = with_optimizer and _together(ranks, folder, lambda: _has_optimizer(engine, saved))
-    path, state = saved.model_path, saved.model
     elsewhere = names_elsewhere(engine, ranks)
+    loading = Loading(engine, saved, strict, with_optimizer, with_scheduler, module_only, custom_load_fn, elsewhere)
+    _together(ranks, folder, loading.check)
     if engine.core is not None:
         engine.core.begin_write()
     try:
-        _together(
-            ranks,
-            folder,
-            lambda: _load_weights_and_states(
-                engine, ranks, saved, strict, custom_load_fn, module_only, with_optimizer, elsewhere
-            ),
-        )
+        _together(ranks, folder, lambda: loading.fill(ranks))
         if engine.stepping is not None:
             engine.core.publish()
+    except Exception as error:
+        error.add_note("The engine holds a part of this checkpoint now: load one before you train or save.")
+        raise
     finally:
         if engine.core is not None:
             engine.core.end_write()
-    if with_scheduler and engine.lr_scheduler is not None and state.get("lr_scheduler") is not None:
-        engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
-    if not module_only:
-        engine.global_steps = state["global_steps"]
-        engine.global_samples = state.get("global_samples", engine.global_steps * engine.train_batch_size())
-        engine.skipped_steps = state.get("skipped_steps", 0)
-        engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
-        engine.sparse_tensor_module_names = state.get("sparse_tensor_module_names", engine.sparse_tensor_module_names)
-    engine.loaded_checkpoint_dp_world_size = state.get("dp_world_size")
-    if with_optimizer:
-        engine.zero_grad()
-        resume_run(engine, folder, saved)
-    else:
-        restore_strategy(engine, None)
-    log_dist(f"loaded checkpoint {path}", ranks=[0])
-    hidden = {"module"} if module_only else set(names.ENGINE_KEYS)
-    if with_scheduler:
-        hidden.add("lr_scheduler")
-    if with_optimizer:
-        hidden.add("optimizer")
-    client_state = {key: plain(value) for key, value in state.items() if key not in hidden}
-    engine.loaded_engine_state = {key: client_state[key] for key in names.OWN_KEYS if key in client_state}
-    return path, client_state
+    loading.resume()
+    log_dist(f"loaded checkpoint {saved.model_path}", ranks=[0])
+    return saved.model_path, loading.client_state
 
 
 def restore_universal(engine, folder, params=None, weights=True, states=True):
@@ -400,10 +372,12 @@ def restore_universal(engine, folder, params=None, weights=True, states=True):
     if params is not None and {id(param) for param in params} != trained:
         raise ValueError("a universal checkpoint is restored into all parameters of the optimizer or none")
     saved = _open(engine, folder, states)
-    if not states:
-        load_weights(engine, saved, strict=True)
     restore = Restore(engine.stepping, [p for group in engine.trained_groups for p in group], saved)
-    restore.check()
+    if not states:
+        check_weights(engine, saved, strict=True)
+    restore.check(masters=weights, states=states)
+    if not states:
+        load_weights(engine, saved)
     engine.core.begin_write()
     if weights:
         restore.masters()
@@ -412,28 +386,3 @@ def restore_universal(engine, folder, params=None, weights=True, states=True):
         restore.extra()
     engine.core.publish()
     engine.core.end_write()
-
-
-def _load_weights_and_states(engine, ranks, saved, strict, custom_load_fn, module_only, with_optimizer, elsewhere):
-    """Weights; fp32 masters, which decide where there are any; moments, steps, hyperparameters, loss scale."""
-    if engine.stepping is None:
-        load_weights(engine, saved, strict, custom_load_fn, elsewhere=elsewhere)
-        return
-    restore = Restore(engine.stepping, [p for group in engine.trained_groups for p in group], saved)
-    masters = set()
-    if not module_only and (engine._config.zero_config.load_from_fp32_weights or saved.masters_only):
-        masters = {name for name in restore.names if saved.pieces(name, "fp32")}
-    load_weights(engine, saved, strict, custom_load_fn, masters, elsewhere)
-    restore.check()
-
-    def fill():
-        if masters:
-            restore.masters()
-        if with_optimizer:
-            restore.states()
-            restore.extra()
-
-    if engine._config.zero_config.pipeline_loading_checkpoint and with_optimizer and engine.zero_optimization():
-        in_turn(ranks, fill)
-    else:
-        fill()

@@ -50,13 +50,15 @@ def restore(state):
 
 
 def run_states(engine):
-    """What this rank saves of it."""
+    """What this rank saves of it. Gradients are not saved: ``micro_steps`` and the position in the data are those with
+    which the accumulation window begins, whose first ``window_micro_steps`` are lost."""
+    lost = engine._accumulation.in_window()
     loads = getattr(engine, "_loads_data", None)  # stages in the middle of a pipeline do not
-    loader = engine.training_dataloader if loads is None or loads() else None
     return {
         "rng": capture(),
-        "dataloader": loader.state_dict() if hasattr(loader, "state_dict") else None,
-        "micro_steps": engine.micro_steps,
+        "dataloader": engine._data.position(at_window=lost > 0) if loads is None or loads() else None,
+        "micro_steps": engine.micro_steps - engine._steps.micro_steps,
+        "window_micro_steps": lost,
         "world_size": engine.world_size,
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
         "zero_stage": engine.zero_optimization_stage(),
@@ -90,27 +92,49 @@ def restore_strategy(engine, counters):
         engine.core.restore_strategy(counters or {})
 
 
-def resume_run(engine, folder, saved):
-    """Goes on where ``run_states`` stood. Another number of ranks goes on with the next samples that none has seen;
-    ranks that did not exist keep their random numbers."""
-    run, own = saved.run_states(engine.global_rank) or _pickled(folder, engine.global_rank)
+def read_run(engine, saved):
+    """``(what run_states gave, whether it is this rank's own, the position in the data)``; None where it was not saved.
+    Changes nothing; raises ValueError for a file of something else."""
+    run, own = saved.run_states(engine.global_rank) or _pickled(saved.folder, engine.global_rank)
+    if run is None:
+        return None
+    missing = {"rng", "dataloader", "micro_steps"} - run.keys() if isinstance(run, dict) else {"everything"}
+    if missing:
+        raise ValueError(f"{saved.origin()}: its run states lack {', '.join(sorted(missing))}; load an older tag")
+    data = run["dataloader"]
+    if data is None:  # that rank had none to load; positions mean the same on all ranks
+        data = ((saved.run_states(0) or _pickled(saved.folder, 0))[0] or {}).get("dataloader")
+    return run, own, data
+
+
+def resume_run(engine, saved, found):
+    """Goes on where ``run_states`` stood; ``found``: of ``read_run``. Another number of ranks goes on with the next
+    samples that none has seen; ranks that did not exist keep their random numbers."""
+    run, own, data = found or (None, False, None)
     restore_strategy(engine, (run or {}).get("step_strategy"))
     if run is None:
         logger.warning(
-            f"{folder} has no run states (the checkpoint is of another implementation): random numbers and the "
+            f"{saved.folder} has no run states (the checkpoint is of another implementation): random numbers and the "
             "position in the data are not resumed"
         )
         return
     same = run.get("world_size") == engine.world_size
-    if hasattr(engine.training_dataloader, "load_state_dict"):
-        data = run["dataloader"]
-        if data is None:  # that rank had none to load; positions mean the same on all ranks
-            data = ((saved.run_states(0) or _pickled(folder, 0))[0] or {}).get("dataloader")
-        if data is not None:
-            engine.training_dataloader.load_state_dict(data)
     accumulation = run.get("gradient_accumulation_steps", engine.gradient_accumulation_steps())
+    lost, micro_steps = run.get("window_micro_steps"), run["micro_steps"]
+    if lost is None:  # saved before windows were known: these are the numbers at the time of saving
+        lost = micro_steps % accumulation
+        micro_steps -= lost
+        if data is not None:
+            data = {**data, "batches": max(0, data["batches"] - lost)}
+    if lost and engine.global_rank == 0:
+        logger.warning(
+            f"{saved.origin()} was saved in the middle of an accumulation window, after {lost} micro-batches of "
+            f"{accumulation}, whose gradients are not in it: the window starts anew, with the same data"
+        )
+    if data is not None and hasattr(engine.training_dataloader, "load_state_dict"):
+        engine.training_dataloader.load_state_dict(data)
     if same and accumulation == engine.gradient_accumulation_steps():
-        engine.micro_steps = run["micro_steps"]
+        engine.micro_steps = micro_steps
     learned = run.get("learned_fires") or []
     alike = same and run.get("zero_stage") == engine.zero_optimization_stage()
     alike = alike and run.get("group_names", names_of_groups(engine)) == names_of_groups(engine)
@@ -137,21 +161,20 @@ def names_elsewhere(engine, ranks):
     return frozenset().union(*ranks.gather([named(name) for name in engine.module.state_dict()]))
 
 
-def load_weights(engine, saved, strict, custom_load_fn=None, later=(), elsewhere=()):
-    """Every rank calls it. ``later``: names of parameters that need no value now: their masters follow. ``elsewhere``:
-    names that may be in the checkpoint and not in this rank's module, since another rank has them.
+def check_weights(engine, saved, strict, custom_load_fn=None, later=(), elsewhere=()):
+    """What ``load_weights`` would be refused. Reads no elements and changes nothing.
 
-    Below stage 3 every rank reads whole parameters, at stage 3 its slices; ``custom_load_fn(src=, dst=)`` gets whole
-    ones and the gathered module at every stage. Raises RuntimeError where shapes do not fit, or keys (``strict``), and
-    ValueError where files are incomplete.
+    Raises RuntimeError where shapes do not fit, or keys (``strict``), and ValueError where files are incomplete.
     """
     named = SavedNames(engine.module)
     keys = {named(name): name for name in engine.module.state_dict()}
-    params = dict(named_parameters(engine.module))
-    module = saved.module()
-    saved_keys = (saved.model.get("module") or {}).keys() | saved.shapes().keys() | module.keys()
+    saved_keys = _saved_keys(saved)
     if custom_load_fn is not None:
-        _load_by(custom_load_fn, engine, saved, saved_keys - (elsewhere - keys.keys() if elsewhere else set()), keys)
+        for name in _given_keys(saved_keys, keys, elsewhere) - saved.module().keys():
+            known = saved.aliases().get(name, name)
+            shape = saved.weight_shape(known)
+            if shape is not None:
+                _filled(saved.check_pieces(saved.pieces(known, "weight"), 0, shape.numel()), shape.numel(), name, saved)
         return
     missing, unexpected = _differences(engine, keys, saved_keys, elsewhere)
     if strict and (missing or unexpected):
@@ -159,18 +182,61 @@ def load_weights(engine, saved, strict, custom_load_fn=None, later=(), elsewhere
             f"{saved.origin()} does not fit the model: missing {missing}, unexpected {unexpected}. Build the model as "
             "it was saved, or pass load_module_strict=False"
         )
-    _check_shapes(engine.module, params, saved, named)
+    _check_shapes(engine.module, dict(named_parameters(engine.module)), saved, named)
+    for name, param, pieces, begin, numel in _in_pieces(engine, saved, later):
+        _filled(saved.check_pieces(pieces, begin, numel), numel, name, saved)
+
+
+def _saved_keys(saved):
+    return (saved.model.get("module") or {}).keys() | saved.shapes().keys() | saved.module().keys()
+
+
+def _given_keys(saved_keys, keys, elsewhere):
+    """What a function of the user gets: all but what other ranks have."""
+    return saved_keys - (elsewhere - keys.keys() if elsewhere else set())
+
+
+def load_weights(engine, saved, custom_load_fn=None, later=(), elsewhere=()):
+    """After ``check_weights``. Every rank calls it. ``later``: names of parameters that need no value now: their
+    masters follow. ``elsewhere``: names that may be in the checkpoint and not in this rank's module, since another rank
+    has them.
+
+    Below stage 3 every rank reads whole parameters, at stage 3 its slices; ``custom_load_fn(src=, dst=)`` gets whole
+    ones and the gathered module at every stage.
+    """
+    if custom_load_fn is not None:
+        named = SavedNames(engine.module)
+        keys = {named(name): name for name in engine.module.state_dict()}
+        _load_by(custom_load_fn, engine, saved, _given_keys(_saved_keys(saved), keys, elsewhere), keys)
+        return
+    engine.load_module_state_dict({"module": _whole(engine, saved)}, strict=False)
+    _load_pieces(engine, saved, later)
+
+
+def _names_whole(engine, saved):
+    """``{name in the checkpoint: name in this rank's module}`` of what is loaded as it is in the model file."""
+    named = SavedNames(engine.module)
+    params = dict(named_parameters(engine.module))
+    module, found = saved.module(), {}
+    for name in engine.module.state_dict():
+        param = params.get(name)
+        if named(name) in module and (
+            param is None or not (is_sharded(param) or saved_part(param)[1] != param.shape)
+        ):
+            found[named(name)] = name
+    return found
+
+
+def _whole(engine, saved):
     given = saved.model.get("module") or {}
+    keys = _names_whole(engine, saved)
     whole = type(given)()
-    for name, value in module.items():
-        param = params.get(keys.get(name))
-        if name in keys and (param is None or not (is_sharded(param) or saved_part(param)[1] != param.shape)):
+    for name, value in saved.module().items():
+        if name in keys:
             whole[keys[name]] = eager(value)
     if hasattr(given, "_metadata"):  # versions of modules
         whole._metadata = given._metadata
-    engine.load_module_state_dict({"module": whole}, strict=False)
-    rest = {named(name): p for name, p in engine.module.named_parameters() if name not in whole}
-    _load_pieces(engine, saved, rest, later)
+    return whole
 
 
 def _differences(engine, keys, saved_keys, elsewhere):
@@ -197,28 +263,40 @@ def _check_shapes(module, params, saved, named):
         )
 
 
-@torch.no_grad()
-def _load_pieces(engine, saved, params, later):
-    """Parameters that lie in the files in pieces, or on this rank as one."""
-    if engine.core is not None:
-        engine.core.begin_write()
-    for name, param in params.items():
-        known = name if saved.weight_shape(name) is not None else saved.aliases().get(name, name)
-        shape = saved.weight_shape(known)
-        if shape is None or known in later or name in later:
+def _in_pieces(engine, saved, later):
+    """``(name, parameter, its pieces, first element, number of elements)`` of the parameters that lie in the files in
+    pieces, or on this rank as one."""
+    named = SavedNames(engine.module)
+    whole = set(_names_whole(engine, saved).values())
+    for own, param in engine.module.named_parameters():
+        if own in whole:
             continue
-        pieces, begin = saved.pieces(known, "weight"), saved_part(param)[0]
+        name = named(own)
+        known = name if saved.weight_shape(name) is not None else saved.aliases().get(name, name)
+        if saved.weight_shape(known) is None or known in later or name in later:
+            continue
+        begin, numel = saved_part(param)[0], param.numel()
         if is_sharded(param):
             handle = param.ds_handle
             numel = min(handle.slice_numel, max(0, handle.numel - handle.own_begin))
-            own = handle.shard
-            _filled(read_into(own[:numel], pieces, begin + handle.own_begin), numel, name, saved)
-            handle.set_slice(own)
+            begin += handle.own_begin
+        yield name, param, saved.pieces(known, "weight"), begin, numel
+
+
+@torch.no_grad()
+def _load_pieces(engine, saved, later):
+    if engine.core is not None:
+        engine.core.begin_write()
+    for name, param, pieces, begin, numel in _in_pieces(engine, saved, later):
+        if is_sharded(param):
+            own = param.ds_handle.shard
+            _filled(read_into(own[:numel], pieces, begin), numel, name, saved)
+            param.ds_handle.set_slice(own)
         elif param.is_contiguous():
-            _filled(read_into(param.data, pieces, begin), param.numel(), name, saved)
+            _filled(read_into(param.data, pieces, begin), numel, name, saved)
         else:
             value = torch.empty(param.shape, dtype=param.dtype, device=param.device)
-            _filled(read_into(value, pieces, begin), param.numel(), name, saved)
+            _filled(read_into(value, pieces, begin), numel, name, saved)
             param.data.copy_(value)
     if engine.core is not None:
         engine.core.end_write()
