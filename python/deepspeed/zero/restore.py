@@ -122,9 +122,10 @@ class Restore:
             )
 
     def _groups(self):
-        # Other implementations count the updates of a native optimizer in its groups, too.
-        left = {"names", "params"} | ({"step"} if self.stepping.fused is not None else set())
         for group, values, options in zip(self.optimizer.param_groups, self.saved.param_groups(), self.options):
+            left = {"names", "params"}
+            if self.stepping.fused is not None and "step" not in group:  # FusedAdam has it in its groups, others do not
+                left.add("step")
             group.update({key: value for key, value in values.items() if key not in left})
             group.update(options)
 

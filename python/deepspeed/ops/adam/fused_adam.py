@@ -35,12 +35,7 @@ class FusedAdam(FusedOptimizer):
             raise RuntimeError(
                 "FusedAdam does not implement AMSGrad: pass amsgrad=False, or use torch.optim.AdamW(..., amsgrad=True)."
             )
-        defaults = adam_defaults(lr, bias_correction, betas, eps, weight_decay)
+        # Saved groups have always had the key "step"; updates are counted for each parameter.
+        defaults = {**adam_defaults(lr, bias_correction, betas, eps, weight_decay), "step": 0}
         super().__init__(params, defaults, set_grad_none, decoupled=bool(adam_w_mode))
         self.adam_w_mode = 1 if adam_w_mode else 0
-
-    def _step_all(self):
-        # Saved groups have always had this key; updates are counted for each parameter.
-        for group in self.param_groups:
-            group.setdefault("step", 0)
-        super()._step_all()

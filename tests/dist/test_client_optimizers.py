@@ -1,0 +1,221 @@
+"""Optimizers that the user has made: groups, states that are saved, and steps that raise."""
+
+import os
+import pickle
+
+import pytest
+import torch
+
+import deepspeed
+import peer_model
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from harness import run_ranks
+
+DTYPES = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
+
+
+def make_engine(stage, optimizer, dtype="fp32", seed=0, **more):
+    torch.manual_seed(seed)
+    net = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+        **DTYPES[dtype],
+        **more,
+    }
+    return deepspeed.initialize(model=net, optimizer=optimizer(list(net.parameters())), config=config)[0]
+
+
+def train(engine, steps, rank, first=0):
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        rows = torch.randn(2, 5, generator=generator).to(next(engine.module.parameters()).dtype)
+        engine.backward(engine(rows).float().pow(2).mean())
+        engine.step()
+
+
+def weights(engine):
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return [param.detach().clone() for param in engine.module.parameters()]
+
+
+# ---- states --------------------------------------------------------------------------------------------------------
+
+
+class Mixed(torch.optim.Optimizer):
+    """``sum`` has a value for each element in one group, and is one number, another for each parameter, in the other;
+    with ``mean`` it is the other way round. ``decay`` is a tensor of one element; ``seen`` is a number."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.05, "full": True})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in (one for one in group["params"] if one.grad is not None and one.numel()):
+                state, full = self.state[param], group["full"]
+                if not state:
+                    state["sum"] = torch.zeros_like(param) if full else torch.tensor(0.0)
+                    state["mean"] = torch.tensor(1.0) if full else torch.ones_like(param)
+                    state["decay"], state["seen"] = torch.ones(1), 0
+                state["sum"] += param.grad if full else group["lr"]
+                state["mean"] *= 0.9 if full else 1 + param.grad.abs()
+                state["decay"] *= 0.5
+                state["seen"] += 1
+                param.sub_(group["lr"] * (state["sum"] * state["mean"] + state["decay"] * param.grad) / state["seen"])
+
+
+def mixed(params):
+    return Mixed([{"params": params[::2]}, {"params": params[1::2], "full": False}])
+
+
+def body_mixed(rank, world, folder):
+    for stage in range(4):
+        for dtype in DTYPES:
+            place = os.path.join(folder, f"{stage}{dtype}")
+            engine = make_engine(stage, mixed, dtype)
+            engine.module[2].bias.requires_grad_(False)  # of one group: it has seen fewer updates than the other
+            train(engine, 1, rank)
+            engine.module[2].bias.requires_grad_(True)
+            train(engine, 2, rank, first=1)
+            engine.save_checkpoint(place)
+            train(engine, 2, rank, first=3)
+            other = make_engine(stage, mixed, dtype, seed=7)
+            other.load_checkpoint(place)
+            train(other, 2, rank, first=3)
+            assert all(torch.equal(a, b) for a, b in zip(weights(engine), weights(other), strict=True)), (stage, dtype)
+            other.destroy()
+            engine.destroy()
+    return True
+
+
+def test_states_that_differ_between_groups_and_parameters_are_saved(tmp_path):
+    assert run_ranks(2, body_mixed, str(tmp_path)) == [True, True]
+
+
+def keys_of(engine):
+    return [sorted(group) for group in engine.basic_optimizer.state_dict()["param_groups"]]
+
+
+def body_keys(rank, world, folder):
+    for stage in range(4):
+        source = peer_model.folder(stage, "fp32")  # of another implementation, whose groups count steps
+        for optimizer in (None, lambda groups: torch.optim.AdamW(groups, lr=0.01)):
+            engine = peer_model.make_engine(peer_model.what(stage, "fp32")["config"], optimizer=optimizer)
+            before = keys_of(engine)
+            if optimizer is None:
+                engine.load_checkpoint(source)
+                assert keys_of(engine) == before, stage
+            place = os.path.join(folder, f"{stage}{optimizer is None}")
+            peer_model.train(engine, 1, rank)
+            engine.save_checkpoint(place)
+            other = peer_model.make_engine(peer_model.what(stage, "fp32")["config"], optimizer=optimizer)
+            other.load_checkpoint(place)
+            assert keys_of(other) == keys_of(engine) == before, stage
+            other.destroy()
+            engine.destroy()
+    return True
+
+
+def test_groups_have_the_same_keys_before_a_save_and_after_a_load(tmp_path):
+    assert run_ranks(2, body_keys, str(tmp_path)) == [True, True]
+
+
+def body_adagrad(rank, world):
+    for stage in range(4):
+        engine = make_engine(stage, lambda params: torch.optim.Adagrad(params, lr=0.1), "bf16")
+        before = weights(engine)
+        train(engine, 1, rank)
+        assert not any(torch.equal(a, b) for a, b in zip(before, weights(engine))), stage
+        sums = [state["sum"] for state in engine.basic_optimizer.state.values()]
+        assert sums and all(one.dtype == torch.float32 for one in sums), stage
+        engine.destroy()
+    return True
+
+
+def test_states_made_before_the_first_step_have_the_dtype_of_masters():
+    assert run_ranks(2, body_adagrad) == [True, True]
+
+
+# ---- groups --------------------------------------------------------------------------------------------------------
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def body_groups(rank, world):
+    words = "add_param_group: the optimizer belongs to an engine.*Pass the group before deepspeed.initialize"
+    for stage in range(4):
+        for dtype in DTYPES:
+            for make in (sgd, deepspeed.ops.adam.FusedAdam):
+                made = []
+                engine = make_engine(stage, lambda params, make=make: made.append(make(params)) or made[0], dtype)
+                more = {"params": [torch.nn.Parameter(torch.ones(3))]}
+                for optimizer in (engine.optimizer, engine.basic_optimizer, made[0]):
+                    with pytest.raises(RuntimeError, match=words):
+                        optimizer.add_param_group(dict(more))
+                train(engine, 1, rank)
+                groups = engine.basic_optimizer.param_groups
+                groups.append({**groups[0], **more})
+                with pytest.raises(RuntimeError, match=words):
+                    train(engine, 1, rank)
+                groups.pop()
+                engine.step()
+                assert engine.global_steps == 2
+                engine.destroy()
+                copy = pickle.loads(pickle.dumps(made[0]))
+                for optimizer in (made[0], copy):  # of no engine any more
+                    optimizer.add_param_group(dict(more))
+    alone = [torch.nn.Parameter(torch.ones(3))]
+    with pytest.raises(RuntimeError, match=words):
+        DeepSpeedZeroOptimizer(sgd(alone), {}, None, {}).add_param_group({"params": []})
+    return True
+
+
+def test_another_group_is_refused_by_name_at_every_stage():
+    assert run_ranks(1, body_groups) == [True]
+
+
+# ---- steps that raise ----------------------------------------------------------------------------------------------
+
+
+class Stubborn(torch.optim.SGD):
+    failures = 0
+
+    def step(self, closure=None):
+        if self.failures:
+            self.failures -= 1
+            raise OSError("not now")
+        return super().step(closure)
+
+
+def end_of(stage, dtype, rank, failures):
+    """Weights, norm and steps of a run whose last step fails so often before it is made."""
+    clipped = {"gradient_clipping": 0.01, "gradient_accumulation_steps": 2}
+    engine = make_engine(stage, lambda params: Stubborn(params, lr=0.5, momentum=0.9), dtype, **clipped)
+    train(engine, 3, rank)
+    engine.basic_optimizer.failures = failures
+    for attempt in range(failures):
+        with pytest.raises(OSError, match="not now"):
+            engine.step() if attempt else train(engine, 1, rank, first=3)
+    engine.step() if failures else train(engine, 1, rank, first=3)
+    found = weights(engine), engine.get_global_grad_norm(), engine.global_steps
+    engine.destroy()
+    return found
+
+
+def body_raises(rank, world):
+    for stage in range(4):
+        for dtype in DTYPES:
+            straight, norm, steps = end_of(stage, dtype, rank, 0)
+            retried, again, later = end_of(stage, dtype, rank, 2)
+            assert steps == later == 2 and norm == pytest.approx(again, rel=1e-5), (stage, dtype)
+            for a, b in zip(straight, retried, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    return True
+
+
+def test_a_step_that_raised_may_be_repeated():
+    assert run_ranks(2, body_raises) == [True, True]
