@@ -3,6 +3,7 @@
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.data.loader import ResumableDataLoader
 from deepspeed.engine.members import member
 from deepspeed.published.dataloader import DeepSpeedDataLoader
 from deepspeed.utils.repeating_loader import RepeatingLoader
@@ -31,14 +32,16 @@ class TrainingData:
                 self._seed = told[0]
 
     def start_window(self):
-        """At the beginning of each accumulation window, whose data a checkpoint in the middle of it leads back to."""
-        self._loader = self.engine.training_dataloader
-        self._position = self.position()
+        """At the beginning of each accumulation window, whose data a checkpoint in the middle of it leads back to.
+        (Loaders of the user, whose position may take long to tell, are those of pipelines, which take whole windows.)"""
+        loader = self.engine.training_dataloader
+        self._loader = loader if isinstance(loader, ResumableDataLoader) else None
+        self._position = None if self._loader is None else self.position()
 
     def position(self, at_window=False):
         """The position in the training data now, or where the accumulation window began; None where there is none."""
         loader = self.engine.training_dataloader
-        if at_window and loader is self._loader:
+        if at_window and loader is not None and loader is self._loader:
             return self._position
         return loader.state_dict() if hasattr(loader, "state_dict") else None
 

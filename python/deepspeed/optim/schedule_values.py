@@ -4,17 +4,18 @@ import torch
 
 
 def rehearse(scheduler, optimizer, function):
-    """Calls ``function``, which changes ``scheduler`` or the groups of ``optimizer``, and takes it back: what raises now
-    would raise later."""
+    """Calls ``function``, which changes ``scheduler`` or the groups of ``optimizer`` (None: there is none), and takes it
+    back: what raises now would raise later."""
     state = [(one, dict(vars(one))) for one in with_inner(scheduler)]
-    before = values_of(optimizer)
+    before = values_of(optimizer) if optimizer is not None else None
     try:
         function()
     finally:
         for one, attributes in state:
             vars(one).clear()
             vars(one).update(attributes)
-        restore_values(optimizer, before)
+        if optimizer is not None:
+            restore_values(optimizer, before)
 
 
 def with_inner(scheduler):

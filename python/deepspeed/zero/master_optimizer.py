@@ -6,7 +6,7 @@ are views of the core's flat buffers.
 
 import torch
 
-from deepspeed.zero.restore import Restore
+from deepspeed.zero.restore import Restore, restore_scaler
 from deepspeed.zero.wrapped_optimizer import WrappedOptimizer
 
 
@@ -95,8 +95,7 @@ class MasterOptimizer(WrappedOptimizer):
         if load_optimizer_states:
             restore.states()
         self.core.publish()
-        if self.needs_scaler():
-            self._load_scaler_state(state_dict)
+        restore_scaler(self.loss_scaler, saved.extra())
 
 
 class UnfusedMasterOptimizer(MasterOptimizer):

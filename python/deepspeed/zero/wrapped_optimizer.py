@@ -189,16 +189,6 @@ class WrappedOptimizer(DeepSpeedOptimizer):
             state["cur_hysteresis"] = self.loss_scaler.cur_hysteresis
         return state
 
-    def _load_scaler_state(self, saved):
-        if "cur_scale" not in saved:
-            return
-        self.loss_scaler.cur_scale = saved["cur_scale"]
-        self.loss_scaler.cur_iter = saved.get("cur_iter", 0)
-        if self.dynamic_loss_scale and saved.get("dynamic_loss_scale"):
-            self.loss_scaler.last_overflow_iter = saved["last_overflow_iter"]
-            if "cur_hysteresis" in saved:
-                self.loss_scaler.cur_hysteresis = saved["cur_hysteresis"]
-
     def destroy(self):
         self.optimizer = None
         self.stepping.release()

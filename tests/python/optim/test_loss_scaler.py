@@ -147,6 +147,30 @@ def test_pickle_of_another_writer():
     assert type(scaler) is LossScaler and scaler.loss_scale == 128.0 and not scaler.dynamic
 
 
+PROGRESS = {"cur_scale": 64.0, "cur_iter": 9, "last_overflow_iter": 4, "cur_hysteresis": 2}
+RULES = {
+    "scale_factor": 4.0, "scale_window": 7, "min_scale": 8, "delayed_shift": 3, "consecutive_hysteresis": True,
+    "raise_error_at_min_scale": False,
+}  # fmt: skip
+
+
+def test_a_checkpoint_says_how_far_a_scale_was_and_the_configuration_its_rules():
+    """Everything that a scaler has is one or the other: none of the rules in a checkpoint counts."""
+    assert {*PROGRESS, *RULES, "dynamic", "dtype"} == vars(DynamicLossScaler()).keys()
+    for options in ({}, RULES):
+        saved = DynamicLossScaler(2**10, dtype=torch.bfloat16, **{**RULES, "scale_window": 99, "scale_factor": 3.0})
+        saved.__dict__.update(PROGRESS)
+        scaler = DynamicLossScaler(2**8, **options)
+        rules = {name: value for name, value in vars(scaler).items() if name not in PROGRESS}
+        scaler.go_on(vars(saved))
+        assert {name: value for name, value in vars(scaler).items() if name not in PROGRESS} == rules
+        left = {**PROGRESS, "cur_hysteresis": 2 if options else 1}  # one overflow of three was tolerated; of one, none
+        assert {name: getattr(scaler, name) for name in PROGRESS} == left
+    lower = DynamicLossScaler(2**10, min_scale=128)
+    lower.go_on(PROGRESS)
+    assert lower.cur_scale == 128
+
+
 def test_state_of_the_other_kind_is_refused():
     with pytest.raises(ValueError, match="saved loss scale is static.*this run's is dynamic"):
         DynamicLossScaler().load_state_dict(LossScaler(2).state_dict())
