@@ -323,13 +323,7 @@ StepReport Stepper::report() {
   return {scale.norm, scale.grad_scale, scale.skip != 0};
 }
 
-// A factor of 0 or NaN, from a norm that is not finite, cannot be undone: such gradients are of no use anyway.
-void Stepper::unscale_grads(const GradReducer& grads) {
-  const float inverse = 1.0f / grad_scale();
-  if (std::isfinite(inverse)) multiply_grads(grads, inverse);
-}
-
-void Stepper::multiply_grads(const GradReducer& grads, float factor) {
+void Stepper::scale_grads(const GradReducer& grads, float factor) {
   at::NoGradGuard no_grad;
   if (factor == 1.0f) return;
   for (const ParamSpace& space : store_.spaces()) {

@@ -37,10 +37,9 @@ class Stepper {
   StepReport report();
 
   // For an optimizer that runs elsewhere: the factor that unscales and clips; gradients of the masters' type multiplied
-  // by it in place, or by its inverse when that optimizer has failed; then masters cast to lp.
+  // by a factor in place; then masters cast to lp.
   float grad_scale() { return device_.read_step_scale().grad_scale; }
-  void scale_grads(const GradReducer& grads) { multiply_grads(grads, grad_scale()); }
-  void unscale_grads(const GradReducer& grads);
+  void scale_grads(const GradReducer& grads, float factor);
   void publish();         // lp = master, on every rank
   void gather();          // lp of every rank is everybody's, where each has its shard
   void refresh_master();  // master = lp, after somebody wrote the model's weights
@@ -71,7 +70,6 @@ class Stepper {
   };
 
   void prepare();
-  void multiply_grads(const GradReducer& grads, float factor);
   void add_up(comm::Communicator* model_parallel);
   void add_sums();
   void sum_squares(const ParamSpace& space, const GradReducer& grads, const at::Tensor& sum);
