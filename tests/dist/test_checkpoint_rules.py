@@ -139,7 +139,8 @@ def with_params(**params):
     return {"optimizer": {**OPTIMIZER, "params": {**OPTIMIZER["params"], **params}}}
 
 
-# Every option that a configuration has and a checkpoint holds, too: what is changed, where it works, what must be there.
+# Every option that a configuration has and a checkpoint holds, too: what is changed, where it works, and what must be
+# there after a load.
 # The rules of the loss scale: tests/python/optim/test_loss_scaler.py.
 CHANGES = {
     "gradient_clipping": ({"gradient_clipping": 0.25}, lambda engine: engine.stepping.clip, 0.25),
@@ -153,7 +154,11 @@ CHANGES = {
         lambda engine: (engine.gradient_accumulation_steps(), engine.micro_steps),
         (2, 4),
     ),
-    "sparse_gradients": ({"sparse_gradients": True}, lambda engine: sorted(engine.sparse_tensor_module_names), ["0.weight"]),
+    "sparse_gradients": (
+        {"sparse_gradients": True},
+        lambda engine: sorted(engine.sparse_tensor_module_names),
+        ["0.weight"],
+    ),
 }
 
 
@@ -256,7 +261,8 @@ def make_peer(stage, fails=False, states=("exp_avg", "exp_avg_sq"), dtype="fp32"
 
 def everything(engine):
     """Beside the parameters: what stands in the groups, counters, schedule, random numbers."""
-    groups = [{key: value for key, value in one.items() if key != "params"} for one in engine.basic_optimizer.param_groups]
+    groups = engine.basic_optimizer.param_groups
+    groups = [{key: value for key, value in one.items() if key != "params"} for one in groups]
     counters = engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.global_samples
     return groups, counters, engine.lr_scheduler.count, torch.get_rng_state().tolist(), engine.core.steps().tolist()
 

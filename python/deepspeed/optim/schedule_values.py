@@ -4,8 +4,8 @@ import torch
 
 
 def rehearse(scheduler, optimizer, function):
-    """Calls ``function``, which changes ``scheduler`` or the groups of ``optimizer`` (None: there is none), and takes it
-    back: what raises now would raise later."""
+    """Calls ``function``, which changes ``scheduler`` or the groups of ``optimizer`` (None: there is none), and takes
+    it back: what raises now would raise later."""
     state = [(one, dict(vars(one))) for one in with_inner(scheduler)]
     before = values_of(optimizer) if optimizer is not None else None
     try:

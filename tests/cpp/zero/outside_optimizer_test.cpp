@@ -63,8 +63,8 @@ TEST(OutsideOptimizer, MayTryAgainAfterAFailure) {
     StepInputs inputs;
     inputs.loss_scale = 2.0f;
     inputs.max_norm = 1.0f;
-    inputs.masters = dtype == at::kFloat ? std::vector<at::Tensor>{weight}
-                                         : engine->states().pieces(StateKind::kMaster, 0);
+    inputs.masters =
+        dtype == at::kFloat ? std::vector<at::Tensor>{weight} : engine->states().pieces(StateKind::kMaster, 0);
     int called = 0;
     inputs.outside = [&] {
       at::NoGradGuard no_grad;

@@ -371,11 +371,16 @@ def restore_universal(engine, folder, params=None, weights=True, states=True):
     trained = {id(param) for group in engine.trained_groups for param in group}
     if params is not None and {id(param) for param in params} != trained:
         raise ValueError("a universal checkpoint is restored into all parameters of the optimizer or none")
-    saved = _open(engine, folder, states)
+    ranks = Ranks(engine, engine._config.use_node_local_storage)
+    saved = _together(ranks, folder, lambda: _open(engine, folder, states))
     restore = Restore(engine.stepping, [p for group in engine.trained_groups for p in group], saved)
-    if not states:
-        check_weights(engine, saved, strict=True)
-    restore.check(masters=weights, states=states)
+
+    def check():
+        if not states:
+            check_weights(engine, saved, strict=True)
+        restore.check(masters=weights, states=states)
+
+    _together(ranks, folder, check)
     if not states:
         load_weights(engine, saved)
     engine.core.begin_write()
