@@ -172,6 +172,29 @@ void Engine::tell_others(const std::exception& error) const {
   for (const comm::CommunicatorPtr& ranks : gathering_) ranks->abort(why);
 }
 
+namespace {
+
+// After an optimizer that lives outside has failed, for another try: gradients that were multiplied by `factor` in
+// place (those of the masters' type) are what backward has left again, and .grad of the masters is what it was before,
+// `shown`: at stage 0 a parameter without .grad has no gradient.
+void restore_grads(ParamStore& store, const GradReducer& grads, StateAccess& states,
+                   const std::vector<at::Tensor>& masters, const std::vector<at::Tensor>& shown, float factor) {
+  at::NoGradGuard no_grad;
+  for (size_t i = 0; i < masters.size(); ++i) masters[i].mutable_grad() = shown[i];
+  // A factor of 0 or NaN, from a norm that is not finite, cannot be undone: such gradients are of no use anyway.
+  const float inverse = 1.0f / factor;
+  if (factor == 1.0f || !std::isfinite(inverse)) return;
+  for (size_t number = 0; number < store.pieces().size(); ++number) {
+    const Piece& piece = store.pieces()[number];
+    const ParamSpace& space = store.spaces()[piece.space];
+    if (!grads.used(piece.param) || space.grad.dtype != space.master.dtype) continue;
+    const auto [lease, grad] = states.piece(StateKind::kGrad, 0, number, storage::Access::kUpdate);
+    if (grad.defined()) grad.mul_(inverse);
+  }
+}
+
+}  // namespace
+
 StepReport Engine::make_step(const StepInputs& inputs) {
   backward_.finish();
   stepper_.norm(grads_, inputs.loss_scale, inputs.max_norm, inputs.check, ranks_.model_parallel.get());
@@ -186,7 +209,7 @@ StepReport Engine::make_step(const StepInputs& inputs) {
     try {
       inputs.outside();
     } catch (...) {
-      states_.restore_grads(inputs.masters, shown);
+      restore_grads(store_, grads_, states_, inputs.masters, shown, stepper_.grad_scale());
       throw;
     }
     states_.take_back_grads(inputs.masters);

@@ -4,7 +4,6 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
 #include "base/error.h"
@@ -17,8 +16,8 @@ void StateAccess::assign_optimizer_grads(const std::vector<at::Tensor>& masters)
   const std::vector<Piece>& pieces = store_.pieces();
   if (masters.size() != pieces.size())
     fail(ErrorKind::kValue, "assign_optimizer_grads: ", masters.size(), " tensors for ", pieces.size(), " pieces");
+  stepper_.scale_grads(grads_);
   const float scale = stepper_.grad_scale();
-  stepper_.scale_grads(grads_, scale);
   for (size_t i = 0; i < pieces.size(); ++i) {
     at::Tensor& grad = masters[i].mutable_grad();
     if (!grads_.used(pieces[i].param)) {
@@ -39,13 +38,6 @@ void StateAccess::assign_optimizer_grads(const std::vector<at::Tensor>& masters)
 
 void StateAccess::take_back_grads(const std::vector<at::Tensor>& masters) {
   for (const at::Tensor& master : masters) master.mutable_grad() = at::Tensor();
-}
-
-void StateAccess::restore_grads(const std::vector<at::Tensor>& masters, const std::vector<at::Tensor>& shown) {
-  for (size_t i = 0; i < masters.size(); ++i) masters[i].mutable_grad() = shown[i];
-  // A factor of 0 or NaN, from a norm that is not finite, cannot be undone: such gradients are of no use anyway.
-  const float inverse = 1.0f / stepper_.grad_scale();
-  if (std::isfinite(inverse)) stepper_.scale_grads(grads_, inverse);
 }
 
 const Buffer* StateAccess::buffer(ParamSpace& space, StateKind kept, int slot) {

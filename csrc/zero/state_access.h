@@ -26,9 +26,6 @@ class StateAccess {
   // that has the type, else a copy, so that 16-bit gradients are not rounded once more. take_back_grads() frees those.
   void assign_optimizer_grads(const std::vector<at::Tensor>& masters);
   void take_back_grads(const std::vector<at::Tensor>& masters);
-  // The same after that optimizer has failed, for another try: the gradients are scaled again, as backward left them,
-  // and .grad of the masters is what it was before, `shown`: at stage 0 a parameter without .grad has no gradient.
-  void restore_grads(const std::vector<at::Tensor>& masters, const std::vector<at::Tensor>& shown);
 
   // One tensor for each piece that this rank owns: views of the buffers, where those rest in memory; undefined where a
   // group has no such slot. Of pieces in files nothing but the shape (of the device "meta"), or with `copies` a copy.

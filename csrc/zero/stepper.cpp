@@ -323,9 +323,10 @@ StepReport Stepper::report() {
   return {scale.norm, scale.grad_scale, scale.skip != 0};
 }
 
-void Stepper::scale_grads(const GradReducer& grads, float factor) {
+void Stepper::scale_grads(const GradReducer& grads) {
   at::NoGradGuard no_grad;
-  if (factor == 1.0f) return;
+  const float scale = grad_scale();
+  if (scale == 1.0f) return;
   for (const ParamSpace& space : store_.spaces()) {
     if (space.grad.dtype != space.master.dtype) continue;
     const auto all = owned_runs(space, [&](size_t, size_t param) { return grads.used(param); });
@@ -334,7 +335,7 @@ void Stepper::scale_grads(const GradReducer& grads, float factor) {
       for (const UpdateRun& run : all) {
         if (bucket >= 0 && run.bucket != bucket) continue;
         const at::Tensor part = grad.narrow(run.bucket, run.begin, run.end);
-        device_.copy(part, part, factor);
+        device_.copy(part, part, scale);
       }
     });
   }

@@ -37,9 +37,9 @@ class Stepper {
   StepReport report();
 
   // For an optimizer that runs elsewhere: the factor that unscales and clips; gradients of the masters' type multiplied
-  // by a factor in place; then masters cast to lp.
+  // by it in place; then masters cast to lp.
   float grad_scale() { return device_.read_step_scale().grad_scale; }
-  void scale_grads(const GradReducer& grads, float factor);
+  void scale_grads(const GradReducer& grads);
   void publish();         // lp = master, on every rank
   void gather();          // lp of every rank is everybody's, where each has its shard
   void refresh_master();  // master = lp, after somebody wrote the model's weights
