@@ -2,7 +2,7 @@
 # builds for the Python of the active environment (tools/common.sh says which one that is) and installs what is missing.
 SHELL := /bin/bash
 .DEFAULT_GOAL := build
-.PHONY: help build quickstart install test test-all test-unit test-torch2 test-gpu test-cluster bench bench-gpu lint docs wheel asan tsan clean
+.PHONY: help build quickstart install test test-all test-unit test-torch2 test-gpu test-cluster test-cpu bench bench-gpu lint docs wheel asan tsan clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -34,6 +34,9 @@ test-gpu: ## the tests that need a GPU
 
 test-cluster: ## the launcher over real ssh, pdsh, Slurm and MPI, between namespaces of this machine (root; else skipped)
 	@tools/test.sh cluster
+
+test-cpu: ## tests on another processor: CPU=Haswell, SandyBridge, EPYC, aarch64 (emulated) or avx2; SAMPLE=1: a part
+	@tools/test_cpu.sh "$(CPU)" $(if $(SAMPLE),sample)
 
 bench: ## all CPU benchmarks; results in benchmarks/results/
 	@tools/bench.sh cpu

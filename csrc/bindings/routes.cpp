@@ -216,7 +216,8 @@ class RouteOps {
     });
   }
 
-  // One product after the other: cuBLAS uses tensor cores, which the kernel of the table does not.
+  // One product after the other: cuBLAS uses tensor cores, which the kernel of the table does not. Products of 16-bit
+  // numbers on the CPU are made in fp32 and rounded once, as that kernel does: torch's own may add in 16 bits.
   static void multiply_by_torch(const at::Tensor& like, const std::vector<GemmGroup>& groups, kernels::GemmForm form) {
     const c10::DeviceGuard guard(like.device());
     const c10::NoGradGuard no_grad;
@@ -225,16 +226,21 @@ class RouteOps {
       const at::Tensor made = at::from_blob(const_cast<void*>(data), sizes, like.options());
       return turned ? made.t() : made;
     };
+    const bool wide = like.device().is_cpu() && c10::elementSize(like.scalar_type()) == 2;
+    const auto factor = [&](const at::Tensor& t) { return wide ? t.to(at::kFloat) : t; };
     py::gil_scoped_release unlocked;
     for (const GemmGroup& g : groups) {
       if (g.m == 0 || g.n == 0) continue;
-      at::Tensor c = matrix(g.c, g.m, g.n, false);
-      const at::Tensor a = matrix(g.a, g.m, g.k, form.a_turned), b = matrix(g.b, g.k, g.n, form.b_turned);
+      const at::Tensor c = matrix(g.c, g.m, g.n, false);
+      const at::Tensor a = factor(matrix(g.a, g.m, g.k, form.a_turned));
+      const at::Tensor b = factor(matrix(g.b, g.k, g.n, form.b_turned));
+      at::Tensor made = wide ? at::empty(c.sizes(), a.options()) : c;
       if (g.bias == nullptr) {
-        at::mm_out(c, a, b);
+        at::mm_out(made, a, b);
       } else {
-        at::addmm_out(c, at::from_blob(const_cast<void*>(g.bias), {g.n}, like.options()), a, b);
+        at::addmm_out(made, factor(at::from_blob(const_cast<void*>(g.bias), {g.n}, like.options())), a, b);
       }
+      if (wide) c.copy_(made);
     }
   }
 

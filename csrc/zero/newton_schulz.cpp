@@ -12,31 +12,50 @@ namespace {
 
 constexpr double kA = 3.4445, kB = -4.7750, kC = 2.0315;
 
+// Whether torch may add these products in 16 bits: on the CPU it does on processors and with types for which oneDNN has
+// no kernel, and fp16 has no product there at all in torch 1.13. Such products are made in fp32 and rounded once.
+bool torch_may_add_in_half(const at::Tensor& x) {
+  return x.is_cpu() && (x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf);
+}
+
+at::Tensor product(const at::Tensor& a, const at::Tensor& b) {
+  if (!torch_may_add_in_half(a)) return at::mm(a, b);
+  return at::mm(a.to(at::kFloat), b.to(at::kFloat)).to(a.scalar_type());
+}
+
+// beta c + alpha a b.
+at::Tensor product_and_sum(const at::Tensor& c, const at::Tensor& a, const at::Tensor& b, double beta,
+                           double alpha = 1) {
+  if (!torch_may_add_in_half(a)) return at::addmm(c, a, b, beta, alpha);
+  return at::addmm(c.to(at::kFloat), a.to(at::kFloat), b.to(at::kFloat), beta, alpha).to(a.scalar_type());
+}
+
 // B of X <- a X + B X.
-at::Tensor polynomial(const at::Tensor& gram) { return at::addmm(gram, gram, gram, kB, kC); }
+at::Tensor polynomial(const at::Tensor& gram) { return product_and_sum(gram, gram, gram, kB, kC); }
 
 at::Tensor standard(at::Tensor x, int steps) {
-  for (int step = 0; step < steps; ++step) x = at::addmm(x, polynomial(at::mm(x, x.t())), x, kA);
+  for (int step = 0; step < steps; ++step) x = product_and_sum(x, polynomial(product(x, x.t())), x, kA);
   return x;
 }
 
+// Only fp32: see [Note: two forms of the iteration].
 at::Tensor by_gram(const at::Tensor& x, int steps) {
   at::Tensor gram = at::mm(x, x.t());
-  at::Tensor product;  // Q
+  at::Tensor q;
   for (int step = 0; step < steps; ++step) {
     const at::Tensor b = polynomial(gram);
     if (step + 1 < steps) {
       const at::Tensor left = at::addmm(gram, b, gram, kA);
       gram = at::addmm(left, left, b, kA);
     }
-    if (product.defined()) {
-      product = at::addmm(product, b, product, kA);
+    if (q.defined()) {
+      q = at::addmm(q, b, q, kA);
     } else {
-      product = b;
-      product.diagonal().add_(kA);
+      q = b;
+      q.diagonal().add_(kA);
     }
   }
-  return product.defined() ? at::mm(product, x) : x;
+  return q.defined() ? at::mm(q, x) : x;
 }
 
 }  // namespace

@@ -69,6 +69,12 @@ def autocast_is_on(device_type):
     return _autocast_of(device_type)[0]
 
 
+def is_compiling():
+    """Whether torch.compile is tracing the caller; torch 1.13 has none."""
+    ask = getattr(getattr(torch, "compiler", None), "is_compiling", None)
+    return ask is not None and ask()
+
+
 def autocast_decorators(device_type):
     """torch's ``(custom_fwd, custom_bwd)`` for autograd functions on a device type."""
     if hasattr(torch, "amp") and hasattr(torch.amp, "custom_fwd"):

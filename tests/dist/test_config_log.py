@@ -2,7 +2,11 @@
 
 import logging
 
+import pytest
+
 import deepspeed
+from deepspeed import log
+from deepspeed.host import product_error
 from deepspeed.log import logger
 from engine_models import batch, loss_of, make_net
 from harness import run_ranks
@@ -75,3 +79,28 @@ def test_memory_breakdown_tells_memory_around_each_part_of_a_step():
     assert len(first) == 12 and all(float(line.split()[1]) > 0 for line in first[1::2])
     assert second == [], "rank 0 speaks for all"
     assert run_ranks(1, memory_of_a_step, False) == [[]]
+
+
+def told_of_bf16_products(rank, world_size, bf16, error):
+    """With this measured error of torch's products; an engine is made twice."""
+    measured, product_error.product_error = product_error.product_error, lambda dtype: error
+    listener = Listener()
+    logger.addHandler(listener)
+    log._said.clear()  # a pool's process may have said it
+    try:
+        for _ in range(2):
+            model = make_net()
+            deepspeed.initialize(
+                config={**CONFIG, "bf16": {"enabled": bf16}}, model=model, model_parameters=model.parameters()
+            )
+    finally:
+        product_error.product_error = measured
+        logger.removeHandler(listener)
+    return [text for text in listener.texts if "bf16 matrix products" in text]
+
+
+@pytest.mark.parametrize("bf16, error, times", [(True, 0.0267, 1), (True, 0.0017, 0), (False, 0.0267, 0)])
+def test_inexact_bf16_products_are_told_once_by_rank_0(bf16, error, times):
+    first, second = run_ranks(2, told_of_bf16_products, bf16, error, init=True)
+    assert len(first) == times and second == [], (first, second)
+    assert all("2.67%" in text and "torch 2.x" in text and "fp32" in text for text in first)

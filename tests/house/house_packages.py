@@ -177,7 +177,7 @@ def cmake_programs(folder):
 
 _BUILTINS = set(
     "alias break builtin case cd command compgen continue declare do done echo elif else esac eval exec "
-    "exit export false fi for function getopts hash if in let local mapfile popd printf pushd pwd read "
+    "exit export false fi for function getopts hash if in jobs let local mapfile popd printf pushd pwd read "
     "readarray return select set shift shopt source test then time times trap true type ulimit umask "
     "unset until wait while [ [[ ]] { } ! : .".split()
 )
@@ -273,20 +273,21 @@ def check(rows, used):
 def used_by_build(folder, lib_folder):
     """What `check` takes, for one build folder."""
     debian_torch = _debian_torch(folder)
+    crossed = frozenset({"cpu"}) if os.path.basename(folder) == "aarch64" else frozenset()  # tools/test_cpu.sh makes it
     pairs = headers(folder)
     owner = owners({path for _, path in pairs})
     used = set()
     for output, path in pairs:
         package = owner.get(path)
         if package and not package.startswith(OPTIONAL_HEADERS):
-            used.add((path, package, frozenset(groups_of(output, debian_torch)), f"the build of {output}"))
-    groups = frozenset({"build", "torch" if debian_torch else "torch2", "test", "bench"})
+            used.add((path, package, crossed | groups_of(output, debian_torch), f"the build of {output}"))
+    groups = crossed | {"build", "torch" if debian_torch else "torch2", "test", "bench"}
     libs = libraries(folder, lib_folder, debian_torch)
     for path, package in owners(libs).items():
         if not package.startswith(OPTIONAL_HEADERS):
             used.add((path, package, groups, "the link line or a module of the build"))
     for path, package in owners(cmake_programs(folder)).items():
-        used.add((path, package, frozenset({"build"}), f"CMake in {os.path.basename(folder)}"))
+        used.add((path, package, crossed | {"build"}, f"CMake in {os.path.basename(folder)}"))
     return used
 
 
@@ -304,7 +305,7 @@ def used_by_scripts(root):
     with open(os.path.join(root, "Makefile"), encoding="utf-8") as file:
         recipes = [line[1:].lstrip("@-").replace("$$", "$") for line in file if line.startswith("\t")]
     texts["Makefile"] = "\n".join(recipes)
-    every = frozenset({"build", "torch", "torch2", "test", "bench", "lint"})
+    every = frozenset({"build", "torch", "torch2", "test", "cpu", "bench", "lint"})
     defined = set().union(*(re.findall(r"(?m)^\s*([A-Za-z_]\w*)\s*\(\)", text) for text in texts.values()))
     asked = []  # (script, what, file)
     for name, text in texts.items():

@@ -37,6 +37,7 @@ from deepspeed.engine.reductions import Reductions
 from deepspeed.engine.steps import Steps
 from deepspeed.engine.training_data import TrainingData
 from deepspeed.host.blas import blas_warning
+from deepspeed.host.product_error import product_warning
 from deepspeed.log import log_dist, set_log_level_from_string, warning_once
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.sequence import gradients
@@ -165,9 +166,10 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         )
         if self.dump_state():
             self._config.print("DeepSpeedConfig")
-        slow_blas = blas_warning() if self.device.type == "cpu" and self.global_rank == 0 else None
-        if slow_blas:
-            warning_once(slow_blas)
+        if self.device.type == "cpu" and self.global_rank == 0:
+            for text in (blas_warning(), product_warning() if self.bfloat16_enabled() else None):
+                if text:
+                    warning_once(text)
 
     def train(self, mode=True):
         self.module.train(mode)

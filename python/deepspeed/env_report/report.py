@@ -63,6 +63,7 @@ def software_lines(facts):
         name, path = facts["blas"]
         add("BLAS in use", f"{name} ({path or 'inside torch'})")
         add("oneDNN", "yes" if facts["mkldnn"] else "no")
+        add("bf16 products on the CPU", facts["bf16_products"])
     add("native module", facts.get("native") or "not usable")
     add("built modules", ", ".join(native.modules()) or "none")
     add("compiler", _first_line(["c++", "--version"]) or "none")
@@ -143,8 +144,7 @@ def warnings(facts):
         found.append(f"the native module cannot be loaded: {facts['native_error']}")
     elif "ops_error" in facts:
         found.append(f"the op builders cannot be asked: {facts['ops_error']}")
-    if facts.get("blas_warning"):
-        found.append(facts["blas_warning"])
+    found += [facts[name] for name in ("blas_warning", "product_warning") if facts.get(name)]
     abi, _, why_not = native.kernel_table("cpu")
     if abi == 0:
         found.append(f"the CPU kernels cannot be used: {why_not}")

@@ -11,6 +11,7 @@ try:
     import torch
     import torch.distributed as dist
     from deepspeed.host.blas import blas_in_use, blas_warning
+    from deepspeed.host.product_error import bf16_products, product_warning
     facts["version"] = str(torch.__version__)
     facts["folder"] = os.path.dirname(torch.__file__)
     facts["tag"] = "cp%d%d-torch%s" % (*sys.version_info[:2], str(torch.__version__).split("+")[0])
@@ -19,6 +20,7 @@ try:
     facts["threads"] = torch.get_num_threads()
     facts["blas"] = blas_in_use()
     facts["blas_warning"] = blas_warning()
+    facts["bf16_products"], facts["product_warning"] = bf16_products(), product_warning()
     facts["mkldnn"] = torch.backends.mkldnn.is_available()
     facts["backends"] = [name for name in ("gloo", "nccl", "mpi", "ucc")
                          if dist.is_available() and getattr(dist, "is_%s_available" % name, lambda: name == "gloo")()]

@@ -5,6 +5,7 @@ from torch.nn import functional as F
 
 from deepspeed.moe.errors import fail
 from deepspeed.moe.grouped import stacked_product
+from deepspeed.zero.linear import exact_linear
 
 
 def _run_experts_grouped_mm(w1, w2, w3, x, num_tokens_per_expert):
@@ -66,8 +67,8 @@ class GroupedExperts(torch.nn.Module):
         rows = [int(count) for count in num_tokens_per_expert]
         out = []
         for number, part in enumerate(x[: sum(rows)].split(rows)):
-            hidden = F.silu(F.linear(part, self.w1[number]))
+            hidden = F.silu(exact_linear(part, self.w1[number]))
             if self.w3 is not None:
-                hidden = hidden * F.linear(part, self.w3[number])
-            out.append(F.linear(hidden, self.w2[number]))
+                hidden = hidden * exact_linear(part, self.w3[number])
+            out.append(exact_linear(hidden, self.w2[number]))
         return F.pad(torch.cat(out), (0, 0, 0, len(x) - sum(rows)))

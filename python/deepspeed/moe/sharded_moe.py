@@ -7,6 +7,7 @@ chosen travel (``exchange.Journey``) and experts run as one grouped product.
 """
 
 import copy
+from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -31,6 +32,7 @@ from deepspeed.moe.mappings import drop_tokens, gather_tokens, tensor_ranks
 from deepspeed.moe.routes import Routes, capacity_of
 from deepspeed.moe.rows import add_loss, combine_rows, dispatch_rows
 from deepspeed.moe.statistics import LayerStatistics
+from deepspeed.ops.half_products import add_in_fp32
 from deepspeed.utils import groups
 from deepspeed.zero.sharded_parameter import is_sharded
 
@@ -39,8 +41,8 @@ TUTEL_INSTALLED = False  # routing is done by kernels of our own
 
 
 def einsum(rule, a, b):
-    """``torch.einsum`` of two tensors."""
-    return torch.einsum(rule, a, b)
+    """``torch.einsum`` of two tensors, which adds in fp32 on the CPU."""
+    return add_in_fp32(partial(torch.einsum, rule), a, b)
 
 
 def _capacity(gates, capacity_factor, min_capacity):

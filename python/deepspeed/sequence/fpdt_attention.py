@@ -5,12 +5,14 @@ Long-Context Language Model with Fully Pipelined Distributed Transformer" (2024)
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.ops.half_products import add_in_fp32
 from deepspeed.sequence import exchange
 from deepspeed.sequence.blockwise import Dropped, Rows, ScoreRules
 from deepspeed.sequence.chunked import attend_to_chunks, chunk_gradients
 from deepspeed.sequence.fpdt_chunks import Store, chunk_sizes
 from deepspeed.sequence.heads import HeadPlan
 from deepspeed.sequence.layer import apply_rotary_pos_emb
+from deepspeed.zero.linear import exact_linear
 
 BATCH_DIM = 1  # [sequence, batch, heads, size]
 
@@ -141,7 +143,7 @@ class _FPDTGPUOffloadingAttentionImpl_(torch.autograd.Function):
         parts = []
         for index, (start, count) in enumerate(zip(plan.starts, plan.sizes)):
             x = layernorm_output[start : start + count]
-            joined = torch.nn.functional.linear(x, qkv_linear_weight, qkv_linear_bias)
+            joined = exact_linear(x, qkv_linear_weight, qkv_linear_bias)
             own = [y.unflatten(-1, (-1, size)) for y in joined.split(plan.widths, dim=-1)]
             query, key, value = plan.scatter(own)
             first = plan.firsts[index]
@@ -191,7 +193,7 @@ class _FPDTGPUOffloadingAttentionImpl_(torch.autograd.Function):
                 grads = [_from_blocks(one).to(x.dtype) for one in grads]
             grads = [_turn(grads[0], ctx.tables, first, True), _turn(grads[1], ctx.tables, first, True), grads[2]]
             own = torch.cat([one.flatten(2) for one in plan.gather([one.contiguous() for one in grads])], -1)
-            grad_x[start : start + length] = torch.matmul(own, weight)
+            grad_x[start : start + length] = add_in_fp32(torch.matmul, own, weight)
             flat, seen = own.flatten(0, 1).to(wide), x[start : start + length].flatten(0, 1).to(wide)
             grad_weight += flat.t() @ seen
             if grad_bias is not None:

@@ -6,6 +6,7 @@ from deepspeed import comm as dist
 from deepspeed.sequence.fpdt_attention import _FPDTGPUOffloadingAttentionImpl_
 from deepspeed.sequence.fpdt_chunks import FPDT_InputConstruct, chunk_sizes  # noqa: F401
 from deepspeed.sequence.gradients import own_part
+from deepspeed.zero.linear import exact_linear
 
 
 class FPDT_Attention(torch.nn.Module):
@@ -69,8 +70,8 @@ class FPDT_Attention(torch.nn.Module):
         )
         joined = context.transpose(0, 1).flatten(2)
         if self.return_bias:
-            return torch.nn.functional.linear(joined, self.qkv_dense_weight), self.qkv_dense_bias
-        return torch.nn.functional.linear(joined, self.qkv_dense_weight, self.qkv_dense_bias)
+            return exact_linear(joined, self.qkv_dense_weight), self.qkv_dense_bias
+        return exact_linear(joined, self.qkv_dense_weight, self.qkv_dense_bias)
 
 
 def _gelu(x):
@@ -89,8 +90,8 @@ class FPDT_FFN(torch.autograd.Function):
         ctx.save_for_backward(x, w1, b1, w2)
         ctx.chunk_size, ctx.bias_of = chunk_size, None if b2 is None else b2.shape
         ctx.adds = add_bias
-        linear, bias = torch.nn.functional.linear, b2 if add_bias else None
-        parts = [linear(_gelu(linear(part, w1, b1)), w2, bias) for part in x.split(chunk_size)]
+        bias = b2 if add_bias else None
+        parts = [exact_linear(_gelu(exact_linear(part, w1, b1)), w2, bias) for part in x.split(chunk_size)]
         return torch.cat(parts), None if add_bias or b2 is None else b2.clone()
 
     @staticmethod
@@ -105,8 +106,8 @@ class FPDT_FFN(torch.autograd.Function):
         for part, upper in zip(x.split(ctx.chunk_size), grad_output.split(ctx.chunk_size)):
             part = part.detach().requires_grad_()
             with torch.enable_grad():
-                inner = torch.nn.functional.linear(part, leaves[0], leaves[2])
-                out = torch.nn.functional.linear(_gelu(inner), leaves[1])
+                inner = exact_linear(part, leaves[0], leaves[2])
+                out = exact_linear(_gelu(inner), leaves[1])
             found = torch.autograd.grad(out, [part, *wanted], upper)
             parts.append(found[0])
             for total, one in zip(sums, found[1:]):
@@ -168,6 +169,6 @@ class FPDT_LogitsLoss(torch.autograd.Function):
 
 
 def _losses(hidden, labels, weight):
-    logits = torch.nn.functional.linear(hidden, weight)
+    logits = exact_linear(hidden, weight)
     wide = torch.promote_types(logits.dtype, torch.float32)
     return -logits.to(wide).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)

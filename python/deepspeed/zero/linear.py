@@ -1,13 +1,15 @@
 """A linear layer whose graph keeps the weight itself.
 
 torch's own saves a transposed view of it, and a view keeps its memory: at ZeRO stage 3 a gathered weight would stay in
-memory until backward. The function here saves the parameter, whose values may go and come back.
+memory until backward. The function here saves the parameter, whose values may go and come back. Its products of 16-bit
+tensors on the CPU add in fp32, forward and backward, where torch's own do not (``deepspeed.ops.half_products``).
 """
 
 import torch
 from torch.overrides import handle_torch_function
 
 from deepspeed._compat import autocast_is_on, autocast_now, takes_context_setup
+from deepspeed.ops.half_products import add_in_fp32, needs_fp32
 from deepspeed.zero.sharded_parameter import ReleasedParameter, is_sharded
 
 _torch_linear = torch.nn.functional.linear  # as it is before anybody replaces it by zero3_linear_wrap
@@ -25,7 +27,7 @@ class LinearFunctionForZeroStage3(torch.autograd.Function):
 
     @staticmethod
     def forward(input, weight, bias=None):
-        return _torch_linear(input, weight, bias)
+        return add_in_fp32(_torch_linear, input, weight, bias)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -43,9 +45,9 @@ class LinearFunctionForZeroStage3(torch.autograd.Function):
         with ctx.autocast():
             rows = grad_output.reshape(-1, grad_output.shape[-1])
             if ctx.needs_input_grad[0]:
-                grad_input = grad_output.matmul(weight)
+                grad_input = add_in_fp32(torch.matmul, grad_output, weight)
             if ctx.needs_input_grad[1]:
-                grad_weight = rows.t().matmul(input.reshape(-1, input.shape[-1]))
+                grad_weight = add_in_fp32(torch.matmul, rows.t(), input.reshape(-1, input.shape[-1]))
             if ctx.has_bias and ctx.needs_input_grad[2]:
                 grad_bias = rows.sum(0)
         return grad_input, grad_weight, grad_bias
@@ -62,6 +64,12 @@ def zero3_linear_wrap(input, weight, bias=None):
         # Of a module that is not called itself. Fetched first: the graph takes down shapes as they are at apply.
         return handle_torch_function(zero3_linear_wrap, (weight, bias), input, weight, bias)
     return LinearFunctionForZeroStage3.apply(input, weight, bias)
+
+
+def exact_linear(input, weight, bias=None):
+    """``torch.nn.functional.linear`` for layers of this library: on the CPU it and its gradients add in fp32."""
+    chosen = zero3_linear_wrap if needs_fp32(input, weight, bias) else torch.nn.functional.linear
+    return chosen(input, weight, bias)
 
 
 class LinearModuleForZeroStage3(torch.nn.Linear):

@@ -61,6 +61,7 @@ def test_a_torch_that_crashes(tmp_path, monkeypatch):
 FACTS = dict(
     version="2.0", folder="/t", cuda=None, backends=["gloo"], blas=("reference", "/usr/lib/blas/libblas.so.3"),
     blas_warning="torch's products run on the reference BLAS", mkldnn=True, native="_C.so", gpus=[],
+    bf16_products="relative error 2.67%", product_warning="bf16 matrix products are inexact",
 )  # fmt: skip
 
 
@@ -69,6 +70,8 @@ def test_function_and_its_switches(monkeypatch, capsys):
     env_report.main()
     text = capsys.readouterr().out
     assert "[WARNING] torch's products run on the reference BLAS" in text and "cpu_adam" in text
+    assert "[WARNING] bf16 matrix products are inexact" in text
+    assert re.search(r"^bf16 products on the CPU \.+ relative error 2\.67%$", text, re.M), text
     env_report.main(hide_operator_status=True, hide_errors_and_warnings=True)
     text = capsys.readouterr().out
     assert "reference (/usr/lib/blas/libblas.so.3)" in text and "WARNING" not in text and "cpu_adam" not in text

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from deepspeed.host import blas, cpu, devices, numa, ports
+from deepspeed.host import blas, cpu, devices, numa, ports, product_error
 from deepspeed.utils import numa as published
 
 
@@ -230,3 +230,37 @@ def test_blas_of_this_process():
     name, path = blas.blas_in_use()
     assert name and (path is None or os.path.exists(path))
     assert (name == "MKL" and path is None) == torch.backends.mkl.is_available()
+
+
+# ---- 16-bit products ------------------------------------------------------------------------------------------------
+def test_the_error_of_bf16_products_is_measured_once():
+    import torch
+
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    product_error.product_error.cache_clear()
+    error = product_error.product_error(torch.bfloat16)
+    assert product_error.product_error(torch.bfloat16) == error and product_error.product_error.cache_info().misses == 1
+    assert 1e-4 < error < 0.2 and torch.equal(torch.get_rng_state(), state)
+    # The same question, asked of a product that adds in fp32 on every processor.
+    a, b = torch.randn(64, 512).bfloat16(), torch.randn(512, 64).bfloat16()
+    exact = a.double() @ b.double()
+    wide = (((a.float() @ b.float()).bfloat16().double() - exact).norm() / exact.norm()).item()
+    assert wide <= product_error.largest_error(torch.bfloat16)
+    assert product_error.adds_in_fp32(torch.bfloat16) == (error < 2 * wide)
+
+
+@pytest.mark.parametrize(
+    "error, exact", [(0.0017, True), (2.0**-8, True), (0.0069, False), (0.0267, False), (None, False)]
+)
+def test_bf16_warning_names_error_and_ways_out(error, exact, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(product_error, "product_error", lambda dtype: error)
+    assert product_error.adds_in_fp32(torch.bfloat16) == exact
+    text = product_error.product_warning()
+    if exact or error is None:
+        assert text is None
+    else:
+        assert f"{error:.2%}" in text and "torch 2.x" in text and "fp32" in text and "0.39%" in text
+    assert product_error.bf16_products() == ("none" if error is None else f"relative error {error:.2%}")

@@ -130,7 +130,7 @@ def test_package_list_gives_a_reason_for_each():
         lines = [line for line in file if line.strip() and not line.startswith("#")]
     assert len(lines) > 15
     for line in lines:
-        assert re.match(r"^[a-z0-9.+-]+ +(build|torch|test|bench|lint|cluster)(,\w+)* +# \S", line), line
+        assert re.match(r"^[a-z0-9.+-]+ +(build|torch|test|cpu|bench|lint|cluster)(,\w+)* +# \S", line), line
 
 
 def test_env_tag_is_the_one_the_package_looks_for():
@@ -148,14 +148,16 @@ def test_help_lists_every_target():
     assert sorted(listed) == sorted(targets)
 
 
-def run_ci(tmp_path, torch2=0, room=None, user=0, broken=None):
-    """.ci/run with stand-ins for make, for the torch 2 set-up and for the clean room: (exit code, what it said)."""
+def run_ci(tmp_path, torch2=0, room=None, user=0, broken=None, avx512=False):
+    """.ci/run with stand-ins for make, the processor, the torch 2 set-up and the clean room: (exit code, what it ran,
+    what it said)."""
     root = tmp_path / "work" / "checkout"
     shutil.rmtree(root.parent, ignore_errors=True)
     (root / "tools").mkdir(parents=True)
     shutil.copytree(os.path.join(ROOT, ".ci"), root / ".ci")
     programs = {
         tmp_path / "bin" / "make": f'echo "called: make $*"; [ "$1" != "{broken}" ] || exit 7',
+        tmp_path / "bin" / "grep": f"exit {0 if avx512 else 1}",
         tmp_path / "bin" / "id": f"echo {user}",
         root / "tools" / "torch2_env.sh": f"exit {torch2}",
     }
@@ -170,7 +172,8 @@ def run_ci(tmp_path, torch2=0, room=None, user=0, broken=None):
     return out.returncode, called, out.stdout
 
 
-BOTH = ["make test", "make test-torch2"]
+EMULATED = "make test-cpu CPU=Haswell SAMPLE=1"
+BOTH = ["make test", EMULATED, "make test-torch2"]
 
 
 @pytest.mark.parametrize(
@@ -180,8 +183,10 @@ BOTH = ["make test", "make test-torch2"]
         ({"room": 0}, 0, [*BOTH, "room make quickstart"], "all of it took 0:0"),
         ({"room": 0, "user": 1000}, 0, BOTH, "that needs root"),
         ({"room": 5}, 5, [*BOTH, "room make quickstart"], "clean_room.sh make quickstart: exit 5 after 0:0"),
-        ({"torch2": 3, "room": 0}, 0, ["make test", "room make quickstart"], "make test-torch2 is left out"),
-        ({"torch2": 1, "room": 0}, 1, ["make test"], "torch2_env.sh: exit 1"),
+        ({"torch2": 3, "room": 0}, 0, ["make test", EMULATED, "room make quickstart"], "make test-torch2 is left out"),
+        ({"torch2": 1, "room": 0}, 1, ["make test", EMULATED], "torch2_env.sh: exit 1"),
+        ({"avx512": True}, 0, ["make test-cpu CPU=avx2", EMULATED, "make test-torch2"], "all of it took 0:0"),
+        ({"broken": "test-cpu"}, 7, ["make test", EMULATED], "make test-cpu CPU=Haswell SAMPLE=1: exit 7"),
         ({"broken": "test"}, 7, ["make test"], "make test: exit 7 after 0:0"),
         ({"broken": "test-torch2", "room": 0}, 7, BOTH, "make test-torch2: exit 7"),
     ],

@@ -31,17 +31,29 @@ def run(function, tensors):
     return [out, *(t.grad for t in tensors)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(), (4,), (2, 4), (2, 1, 3), (0,), (2, 0)], ids=str)
 def test_equals_torch(shape, bias, dtype):
     ours = run(zero3_linear_wrap, leaves(shape, bias, dtype))
     theirs = run(F.linear, leaves(shape, bias, dtype))
     assert torch.equal(ours[0], theirs[0])
-    tolerance = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2}[dtype]
+    tolerance = {torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
     for a, b in zip(ours[1:], theirs[1:]):
         assert a.shape == b.shape and a.dtype == b.dtype
         assert torch.allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(), (4,), (2, 4), (2, 1, 3), (0,), (2, 0)], ids=str)
+def test_bf16_equals_fp64_of_the_same_numbers(shape, bias):
+    """Not torch's own bf16 products: whether those add in bf16 depends on the processor."""
+    tensors = leaves(shape, bias, torch.bfloat16)
+    ours = run(zero3_linear_wrap, tensors)
+    exact = run(F.linear, [t.detach().double().requires_grad_() for t in tensors])
+    for a, b in zip(ours, exact, strict=True):
+        assert a.shape == b.shape and a.dtype == torch.bfloat16
+        assert torch.linalg.norm(a.double() - b) <= 0.01 * torch.linalg.norm(b)  # of two roundings, 0.4 % each at most
 
 
 @pytest.mark.parametrize("bias", [True, False])
