@@ -82,20 +82,8 @@ comm::WorkPtr run_op(LoggedCommunicator& self, const std::string& verb, const st
                      const std::pair<std::vector<int64_t>, std::vector<int64_t>>& counts, const std::string& op,
                      int peer, const std::string& tag) {
   comm::Op call{verb_named(verb), {}, {}, counts.first, counts.second, reduction_named(op), peer, tag};
-  for (const auto* given : {&input, &output})
-    if (*given && !(*given)->is_contiguous())
-      fail(ErrorKind::kValue, verb,
-           ": collectives need contiguous tensors: pass tensor.contiguous() and copy the result back");
   if (input) call.in = input->detach();
   if (output) call.out = output->detach();
-  // Which a verb needs is in comm/op.h.
-  const bool takes = call.verb == comm::Verb::kReduceScatter || call.verb == comm::Verb::kAllGather ||
-                     call.verb == comm::Verb::kAllToAll || call.verb == comm::Verb::kGather ||
-                     call.verb == comm::Verb::kSend;
-  const bool gives =
-      call.verb != comm::Verb::kGather && call.verb != comm::Verb::kSend && call.verb != comm::Verb::kBarrier;
-  if ((takes && !call.in.defined()) || (gives && !call.out.defined()))
-    fail(ErrorKind::kValue, verb, ": ", takes && !call.in.defined() ? "input" : "output", " is missing");
   return self.run(call);
 }
 

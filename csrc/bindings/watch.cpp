@@ -11,6 +11,7 @@
 #include "bindings/shared_function.h"
 #include "bindings/without_lock.h"
 #include "comm/rank_order_reduction.h"
+#include "comm/shared_segments.h"
 #include "comm/store_keeper.h"
 #include "comm/watch.h"
 
@@ -46,6 +47,7 @@ py::dict described(const comm::Watched& group, const comm::Flight& flight) {
 DS_BINDINGS(m) {
   using comm::Watch;
   m.def("process_ended", &process_ended, py::arg("pid"));
+  m.def("host_id", &comm::host_id);  // equal for processes that may share memory and know each other's numbers
   py::class_<Watch, std::shared_ptr<Watch>>(m, "Watch")
       .def(py::init([](py::function stacks, py::function warn) {
              comm::DiagnosticCallbacks callbacks;

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "comm/record.h"
+#include "comm/shared_segments.h"
 
 namespace ds::comm {
 
@@ -16,12 +17,6 @@ namespace {
 constexpr int64_t kLookUs = 250'000;
 constexpr int64_t kEndsUs = 500'000;
 constexpr std::chrono::milliseconds kOthersHear(1500);
-
-std::string host_name() {
-  char host[64] = "";
-  gethostname(host, sizeof(host) - 1);
-  return host;
-}
 
 std::string string_of(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
 std::vector<uint8_t> value_of(const std::string& text) { return {text.begin(), text.end()}; }
@@ -34,12 +29,14 @@ Alarm::Alarm(Store store, int rank, std::vector<std::string> names, Told told, P
       names_(std::move(names)),
       place_names_(std::move(places)),
       keeper_(keeper),
+      host_(std::to_string(host_id())),
       pids_(names_.size()),
       pages_(names_.size()),
       told_(std::move(told)) {
   pages_.at(rank_) = place_;
-  store_->set("who" + std::to_string(rank_),
-              value_of(std::to_string(getpid()) + " " + host_name() + " " + std::to_string(place_->file())));
+  const SharedFile& page = place_->file();
+  store_->set("who" + std::to_string(rank_), value_of(std::to_string(getpid()) + " " + host_ + " " +
+                                                      std::to_string(page.file) + " " + std::to_string(page.nonce)));
   if (rank_ == keeper_) store_->set("place", value_of(""));
   store_->add("known" + std::to_string(rank_), 1);
 }
@@ -111,18 +108,16 @@ void Alarm::meet(int rank) {
   if (store_->add("known" + std::to_string(rank), 0)) meet(rank, string_of(store_->get("who" + std::to_string(rank))));
 }
 
-// `who`: process, host, and the file of its place, if there is one.
+// `who`: process, host, and the file of its place with its nonce, if there is one.
 void Alarm::meet(int rank, const std::string& who) {
   std::istringstream words(who);
   std::string host;
-  int file = -1;
-  words >> pids_[rank] >> host >> file;
-  if (words.fail()) file = -1;
-  if (host != host_name()) {
-    pids_[rank] = -1;
-    return;
-  }
-  const auto page = PlacePage::of(pids_[rank], file);
+  SharedFile file;
+  words >> file.pid >> host >> file.file >> file.nonce;
+  if (words.fail()) file.file = -1;
+  pids_[rank] = host == host_ ? file.pid : -1;
+  if (host != host_) return;
+  const auto page = PlacePage::of(file);
   std::lock_guard<std::mutex> lock(mutex_);
   pages_[rank] = page;
 }

@@ -68,6 +68,7 @@ class Alarm : public Watched {
   const std::vector<std::string> names_;
   const PlaceNames place_names_;
   const int keeper_;
+  const std::string host_;  // host_id(), as it was when this was made: the watch's thread does not read the environment
   const std::shared_ptr<PlacePage> place_ = std::make_shared<PlacePage>();
   const OwningProcess owner_;
   std::atomic<bool> working_{false}, left_{false};

@@ -44,12 +44,27 @@ std::string trace_folder() {
 Board::Board(int rank, const GroupFacts& facts)
     : rank_(rank), job_rank_(facts.job_rank), name_(facts.name), folder_(trace_folder()) {}
 
-std::string mismatch(const std::vector<RankCall>& calls, const Record& mine, int64_t number) {
-  if (std::all_of(calls.begin(), calls.end(), [&](const RankCall& each) { return fits(each.call, mine); })) return "";
-  std::string text = "the ranks of a group call different collectives:";
+namespace {
+
+std::string different_calls(std::string text, const std::vector<RankCall>& calls, int64_t number) {
   for (const RankCall& each : calls) text += " rank " + std::to_string(each.rank) + " " + describe(each.call) + ";";
   text.back() = '.';
   return text + " (Number " + std::to_string(number) + " of this group.)";
+}
+
+}  // namespace
+
+std::string mismatch(const std::vector<RankCall>& calls, const Record& mine, int64_t number) {
+  if (std::all_of(calls.begin(), calls.end(), [&](const RankCall& each) { return fits(each.call, mine); })) return "";
+  return different_calls("the ranks of a group call different collectives:", calls, number);
+}
+
+std::string unbalanced(const std::vector<RankCall>& calls, int64_t number) {
+  std::vector<Record> records;
+  for (const RankCall& each : calls) records.push_back(each.call);
+  if (gives_what_is_taken(records)) return "";
+  return different_calls("a rank gives another one more or less than that one takes from it (split sizes):", calls,
+                         number);
 }
 
 const Flight* oldest_open(const std::vector<Flight>& flights) {
@@ -85,9 +100,8 @@ void Board::look(const DiagnosticCallbacks& callbacks) {
 }
 
 std::string Board::write_flights(const std::string& why, const std::vector<RankView>& ranks) const {
-  const std::string path = folder_ + "/deepspeed-comm-rank" +
-                           std::to_string(job_rank_ >= 0 ? job_rank_ : rank_) + "-" + std::to_string(getpid()) + "-" +
-                           std::to_string(now_us()) + ".json";
+  const std::string path = folder_ + "/deepspeed-comm-rank" + std::to_string(job_rank_ >= 0 ? job_rank_ : rank_) + "-" +
+                           std::to_string(getpid()) + "-" + std::to_string(now_us()) + ".json";
   std::ofstream file(path);
   file << "{\"group\": " << json_text(name_) << ", \"rank\": " << rank_ << ", \"why\": " << json_text(why)
        << ", \"ranks\": [";

@@ -17,6 +17,8 @@ struct RankCall {
   Record call;
 };
 std::string mismatch(const std::vector<RankCall>& calls, const Record& mine, int64_t number);
+// "" where what ranks give each other is what they take; `calls`: of all ranks of the group, which fit.
+std::string unbalanced(const std::vector<RankCall>& calls, int64_t number);
 
 // What a rank that has failed knows of another.
 struct RankView {

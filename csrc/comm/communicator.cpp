@@ -1,9 +1,8 @@
 #include "comm/communicator.h"
 
-#include <numeric>
 #include <utility>
 
-#include "base/error.h"
+#include "comm/call_check.h"
 #include "comm/compose.h"
 
 namespace ds::comm {
@@ -70,62 +69,14 @@ WorkPtr Communicator::run(const Op& op) {
 
 WorkPtr Communicator::run_all(const std::vector<Op>& ops) {
   std::vector<WorkPtr> parts;
-  for (const Op& op : ops) parts.push_back(launch(op));
+  for (const Op& op : ops) {
+    check(op);
+    parts.push_back(launch(op));
+  }
   return std::make_shared<JoinedWork>(std::move(parts));
 }
 
-void Communicator::check(const Op& op) const {
-  const int n = size();
-  const char* const verb = verb_name(op.verb);
-  const auto fits = [&](const at::Tensor& whole, const at::Tensor& mine, const std::vector<int64_t>& counts) {
-    if (counts.empty()) {
-      if (whole.defined() && whole.numel() != mine.numel() * n)
-        fail(ErrorKind::kValue, verb, ": ", whole.numel(), " elements for ", n, " rows of ", mine.numel());
-      return;
-    }
-    if (static_cast<int>(counts.size()) != n)
-      fail(ErrorKind::kValue, verb, ": ", counts.size(), " counts for ", n, " ranks");
-    if (counts[rank()] != mine.numel())
-      fail(ErrorKind::kValue, verb, ": rank ", rank(), " has ", mine.numel(), " elements, its count is ",
-           counts[rank()]);
-    const int64_t sum = std::accumulate(counts.begin(), counts.end(), int64_t{0});
-    if (whole.defined() && whole.numel() != sum)
-      fail(ErrorKind::kValue, verb, ": ", whole.numel(), " elements, but the counts of the ranks add up to ", sum);
-  };
-  const auto parts = [&](const at::Tensor& whole, const std::vector<int64_t>& counts, const char* which) {
-    if (counts.empty()) {
-      if (whole.numel() % n)
-        fail(ErrorKind::kValue, verb, ": the ", which, " of ", whole.numel(), " elements cannot be cut into ", n,
-             " equal parts: give the counts");
-      return;
-    }
-    const int64_t sum = std::accumulate(counts.begin(), counts.end(), int64_t{0});
-    if (static_cast<int>(counts.size()) != n || sum != whole.numel())
-      fail(ErrorKind::kValue, verb, ": the counts of the ", which, " must be ", n, " numbers that add up to its ",
-           whole.numel(), " elements");
-  };
-  switch (op.verb) {
-    case Verb::kReduceScatter: return fits(op.in, op.out, op.in_counts);
-    case Verb::kAllGather: return fits(op.out, op.in, op.out_counts);
-    case Verb::kAllToAll: parts(op.in, op.in_counts, "input"); return parts(op.out, op.out_counts, "output");
-    case Verb::kBarrier:
-    case Verb::kAllReduce: return;
-    default: break;
-  }
-  if (op.peer < 0 || op.peer >= n)
-    fail(ErrorKind::kValue, verb, ": there is no rank ", op.peer, " in a group of ", n, " ranks");
-  if (op.verb == Verb::kGather) {
-    if (op.peer == rank() && !op.out.defined())
-      fail(ErrorKind::kValue, "gather: the root gives no tensor to gather in");
-    fits(op.out, op.in, op.out_counts);
-  }
-  if (op.verb == Verb::kScatter) {
-    if (op.peer == rank() && !op.in.defined()) fail(ErrorKind::kValue, "scatter: the root gives no tensor to scatter");
-    fits(op.in, op.out, op.in_counts);
-  }
-  if ((op.verb == Verb::kSend || op.verb == Verb::kRecv) && op.peer == rank())
-    fail(ErrorKind::kValue, verb, ": rank ", op.peer, " is this rank itself");
-}
+void Communicator::check(const Op& op) const { check_call(op, rank(), size()); }
 
 void Communicator::count(const Op& op) {
   const int64_t n = size();

@@ -116,6 +116,21 @@ void HostExchange::collect(ShmGroup& group) {
   move(group, std::move(give), std::move(take));
 }
 
+std::vector<int64_t> HostExchange::told() const {
+  if (!hosts_.leads()) return {};
+  std::vector<int64_t> made = totals_;
+  Record sums;
+  const auto begin = counts_.begin();
+  const auto row = static_cast<std::ptrdiff_t>(n_);
+  for (size_t place = 0; place < hosts_.ranks[hosts_.mine].size(); ++place) {
+    const auto first = begin + static_cast<std::ptrdiff_t>(place) * 2 * row;
+    add_parts(sums, hosts_.ranks[hosts_.mine][place], {first, first + row}, {first + row, first + 2 * row});
+  }
+  made.push_back(static_cast<int64_t>(sums.given));
+  made.push_back(static_cast<int64_t>(sums.taken));
+  return made;
+}
+
 void HostExchange::check(const std::vector<std::vector<int64_t>>& all) const {
   const size_t hosts = hosts_.ranks.size();
   for (size_t giver = 0; giver < hosts; ++giver)
@@ -124,6 +139,13 @@ void HostExchange::check(const std::vector<std::vector<int64_t>>& all) const {
         fail(ErrorKind::kRuntime, "all_to_all: the ranks on the host of rank ", hosts_.ranks[giver][0], " give ",
              all[giver][taker], " elements to those on the host of rank ", hosts_.ranks[taker][0], ", which take ",
              all[taker][hosts + giver], ": what a rank gives to another must be what that one takes from it");
+  uint64_t surplus = 0;
+  for (const auto& host : all)
+    surplus += static_cast<uint64_t>(host[2 * hosts]) - static_cast<uint64_t>(host[2 * hosts + 1]);
+  if (surplus != 0)
+    fail(ErrorKind::kRuntime,
+         "all_to_all: a rank gives another one more or less than that one takes from it; the sums of their hosts are "
+         "equal, so the split sizes of single ranks are in the wrong order");
 }
 
 WorkPtr HostExchange::cross(Communicator& leaders) const {

@@ -15,6 +15,7 @@
 
 #include "comm/communicator.h"
 #include "comm/hosts.h"
+#include "comm/record.h"
 #include "comm/shm_group.h"
 #include "comm/strided_parts.h"
 
@@ -43,10 +44,11 @@ class HostExchange {
 
   // What is for other hosts comes to the leader.
   void collect(ShmGroup& group);
-  // By host: elements that the ranks of this one give to those of that one, then what they take from them. The
-  // leader's.
-  const std::vector<int64_t>& totals() const { return totals_; }
-  // `all`: the totals of all hosts. Fails where two of them do not fit.
+  // What a leader tells the others. By host: elements that the ranks of this one give to those of that one, then what
+  // they take from them; and checksums of what each rank of this host gives to each of the group, and takes.
+  std::vector<int64_t> told() const;
+  static size_t numbers(const Hosts& hosts) { return 2 * hosts.ranks.size() + 2; }
+  // `all`: told() of all hosts. Fails where they do not fit.
   void check(const std::vector<std::vector<int64_t>>& all) const;
   // A message to each other host that gets something, and one from each that gives something.
   WorkPtr cross(Communicator& leaders) const;

@@ -7,7 +7,7 @@
 #include <numeric>
 #include <utility>
 
-#include "base/error.h"
+#include "comm/call_check.h"
 
 namespace ds::comm {
 
@@ -15,13 +15,6 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 using Counts = std::vector<int64_t>;
-
-void check_contiguous(const Tensors& tensors) {
-  for (const at::Tensor& tensor : tensors)
-    if (!tensor.is_contiguous())
-      fail(ErrorKind::kValue, "collectives need contiguous tensors, got strides ", tensor.strides(), " for shape ",
-           tensor.sizes(), ": pass tensor.contiguous() and copy the result back.");
-}
 
 // One contiguous tensor that has the elements of all in order: where they lie so already, in the same memory.
 bool adjacent(const Tensors& tensors) {
@@ -74,44 +67,15 @@ struct Received {
   bool copies = false;
 };
 
-void check_rows(const Tensors& rows, const at::Tensor& row, int n, const char* what, bool output) {
-  const int64_t numel = row.numel();
-  if (rows.size() == 1 && n != 1) {
-    const char* const into = output ? "all_gather_into_tensor" : "reduce_scatter_tensor";
-    if (rows[0].numel() == numel * n) return;
-    if (output)
-      fail(ErrorKind::kValue, into, ": the output has ", rows[0].numel(), " elements, the input ", numel, "; over ", n,
-           " ranks the output must have ", numel * n, ".");
-    fail(ErrorKind::kValue, into, ": the input has ", rows[0].numel(), " elements, the output ", numel, "; over ", n,
-         " ranks the input must have ", numel * n, ".");
-  }
-  if (static_cast<int>(rows.size()) != n)
-    fail(ErrorKind::kValue, what, ": there must be one tensor for each of the ", n, " ranks, got ", rows.size());
-  for (const at::Tensor& each : rows)
-    if (each.numel() != numel)
-      fail(ErrorKind::kValue, what, ": all tensors must have ", numel, " elements, one has ", each.numel());
-}
-
-Counts counts_of(const Tensors& tensors, const Counts& splits, int n, const char* which) {
+// In elements, of tensors that fit.
+Counts counts_of(const Tensors& tensors, const Counts& splits, int n) {
+  Counts counts;
   if (tensors.size() != 1 || n == 1) {
-    if (static_cast<int>(tensors.size()) != n)
-      fail(ErrorKind::kValue, "all_to_all: there must be one input and one output for each of the ", n, " ranks");
-    Counts counts;
     for (const at::Tensor& each : tensors) counts.push_back(each.numel());
     return counts;
   }
   const at::Tensor& tensor = tensors[0];
   const int64_t first = tensor.dim() > 0 ? tensor.size(0) : 1;
-  if (splits.empty()) {
-    if (first % n != 0)
-      fail(ErrorKind::kValue, "all_to_all_single: the first dimension of the ", which, ", ", first,
-           ", cannot be divided by ", n, " ranks; give the split sizes");
-    return {};
-  }
-  if (static_cast<int>(splits.size()) != n || std::accumulate(splits.begin(), splits.end(), int64_t{0}) != first)
-    fail(ErrorKind::kValue, "all_to_all_single: the split sizes of the ", which, " must be ", n,
-         " numbers that add up to its first dimension, ", first);
-  Counts counts;
   for (const int64_t split : splits) counts.push_back(first ? split * (tensor.numel() / first) : 0);
   return counts;
 }
@@ -120,23 +84,14 @@ Counts counts_of(const Tensors& tensors, const Counts& splits, int n, const char
 
 WorkPtr run_call(Communicator& communicator, ListCall call) {
   const int n = communicator.size();
+  check_call(call, communicator.rank(), n);
   for (Tensors* tensors : {&call.in, &call.out})
     for (at::Tensor& each : *tensors) each = each.detach();
   Op op{call.verb, {}, {}, {}, {}, call.reduce, call.peer, {}, call.detached};
-  const char* const verb = verb_name(call.verb);
   const bool root = call.peer == communicator.rank();
-  if (call.verb == Verb::kAllGather) check_rows(call.out, call.in.at(0), n, verb, true);
-  if (call.verb == Verb::kReduceScatter) check_rows(call.in, call.out.at(0), n, verb, false);
-  if (call.verb == Verb::kGather && root) check_rows(call.out, call.in.at(0), n, verb, true);
-  if (call.verb == Verb::kScatter && root) check_rows(call.in, call.out.at(0), n, verb, false);
   if (call.verb == Verb::kAllToAll) {
-    op.in_counts = counts_of(call.in, call.in_splits, n, "input");
-    op.out_counts = counts_of(call.out, call.out_splits, n, "output");
-  }
-  if (communicator.name() != "shm" &&
-      (call.verb == Verb::kBroadcast || call.verb == Verb::kGather || call.verb == Verb::kScatter)) {
-    check_contiguous(call.in);
-    check_contiguous(call.out);
+    op.in_counts = counts_of(call.in, call.in_splits, n);
+    op.out_counts = counts_of(call.out, call.out_splits, n);
   }
   if (call.verb == Verb::kGather && !root) call.out.clear();
   if (call.verb == Verb::kScatter && !root) call.in.clear();

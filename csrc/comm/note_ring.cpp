@@ -83,18 +83,17 @@ std::string NoteRing::closed() const { return closed_ ? why_ : ""; }
 void NoteRing::wake(uint32_t waiters) const { wake_on(sent_, waiters); }
 
 NoteRings::NoteRings(int count) {
-  const int file = memfd_create("deepspeed_notes", MFD_CLOEXEC);
+  const SharedFile made = make_shared_file();
+  const int file = static_cast<int>(made.file);
   if (file < 0) return;
   if (ftruncate(file, static_cast<off_t>(sizeof(NoteRing)) * count) == 0 && map(file, count))
-    file_ = file;  // zeros: nothing has been sent
+    file_ = made;  // zeros: nothing has been sent
   else
     close(file);
 }
 
-std::shared_ptr<NoteRings> NoteRings::of(int64_t pid, int file, int count) {
-  if (file < 0) return nullptr;
-  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(file);
-  const int opened = open(path.c_str(), O_RDWR | O_CLOEXEC);
+std::shared_ptr<NoteRings> NoteRings::of(const SharedFile& file, int count) {
+  const int opened = open_shared_file(file);
   if (opened < 0) return nullptr;
   const std::shared_ptr<NoteRings> found(new NoteRings);
   const bool fits = lseek(opened, 0, SEEK_END) == static_cast<off_t>(sizeof(NoteRing)) * count;
@@ -112,7 +111,7 @@ bool NoteRings::map(int file, int count) {
 
 NoteRings::~NoteRings() {
   if (rings_) munmap(rings_, bytes_);
-  if (file_ >= 0) close(file_);
+  if (file_.file >= 0) close(static_cast<int>(file_.file));
 }
 
 }  // namespace ds::comm

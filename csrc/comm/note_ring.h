@@ -12,6 +12,7 @@
 #include <string>
 
 #include "comm/pipe_message.h"
+#include "comm/shared_file.h"
 
 namespace ds::comm {
 
@@ -50,13 +51,13 @@ class NoteRing {
 // `count` rings in memory that other processes of this host can open.
 class NoteRings {
  public:
-  explicit NoteRings(int count);  // empty ones. Without memory to share file() is -1, and at() is not to be called
-  // Those of another process, which has them as the open file `file`; null where they cannot be opened.
-  static std::shared_ptr<NoteRings> of(int64_t pid, int file, int count);
+  explicit NoteRings(int count);  // empty ones. Without memory to share file() is none, and at() is not to be called
+  // Those of another process, which has told its file(); null where they cannot be opened.
+  static std::shared_ptr<NoteRings> of(const SharedFile& file, int count);
   ~NoteRings();
   NoteRings(const NoteRings&) = delete;
 
-  int file() const { return file_; }
+  const SharedFile& file() const { return file_; }
   NoteRing& at(int place) const { return rings_[place]; }
 
  private:
@@ -65,7 +66,7 @@ class NoteRings {
 
   NoteRing* rings_ = nullptr;
   size_t bytes_ = 0;
-  int file_ = -1;
+  SharedFile file_;
 };
 
 }  // namespace ds::comm

@@ -34,7 +34,8 @@ PipeChannel::PipeChannel(CommunicatorPtr activations, CommunicatorPtr grads, Pip
 void PipeChannel::find_readers() {
   Communicator& all = *communicators_[0];
   const int rank = all.rank(), size = all.size();
-  uint64_t word = 0x5049504500000000ULL + static_cast<uint64_t>(rank);
+  notes_ = std::make_unique<NoteRings>(2 * size);
+  uint64_t word = static_cast<uint64_t>(notes_->file().nonce);  // not one that is in another process at this address
   const at::TensorOptions longs = at::TensorOptions().dtype(at::kLong);
   const auto gather = [&](std::vector<int64_t> mine) {
     const auto width = static_cast<int64_t>(mine.size());
@@ -42,19 +43,19 @@ void PipeChannel::find_readers() {
     all.all_gather(at::from_blob(mine.data(), {width}, longs).clone(), rows)->wait();
     return rows;
   };
-  notes_ = std::make_unique<NoteRings>(2 * size);
-  const at::Tensor facts =
-      gather({host_id(), getpid(), static_cast<int64_t>(reinterpret_cast<uintptr_t>(&word)), notes_->file()});
+  constexpr int64_t kFacts = 5;
+  const at::Tensor facts = gather({host_id(), getpid(), static_cast<int64_t>(reinterpret_cast<uintptr_t>(&word)),
+                                   notes_->file().file, notes_->file().nonce});
   enum : int64_t { kReads = 1, kOpens = 2 };
   std::vector<int64_t> can(size);
   for (int other = 0; other < size; ++other) {
-    const auto* theirs = facts.data_ptr<int64_t>() + 4 * other;
+    const auto* theirs = facts.data_ptr<int64_t>() + kFacts * other;
     if (other == rank || theirs[0] != host_id()) continue;
     uint64_t seen = 0;
     if (read_peer(theirs[1], static_cast<uint64_t>(theirs[2]), &seen, sizeof(seen)) &&
-        seen == 0x5049504500000000ULL + static_cast<uint64_t>(other))
+        seen == static_cast<uint64_t>(theirs[4]))
       can[other] |= kReads;
-    others_[other] = NoteRings::of(theirs[1], static_cast<int>(theirs[3]), 2 * size);
+    others_[other] = NoteRings::of({theirs[1], theirs[3], theirs[4]}, 2 * size);
     if (others_[other]) can[other] |= kOpens;
   }
   const at::Tensor matrix = gather(can);  // the words are not needed any more
@@ -63,7 +64,7 @@ void PipeChannel::find_readers() {
     return (rows[to * size + from] & kReads) && (rows[from * size + to] & kOpens);
   };
   for (int other = 0; other < size; ++other) {
-    if (goes(other, rank)) pids_[other] = facts.data_ptr<int64_t>()[4 * other + 1];
+    if (goes(other, rank)) pids_[other] = facts.data_ptr<int64_t>()[kFacts * other + 1];
     if (!goes(rank, other)) others_[other] = nullptr;
   }
 }

@@ -1,6 +1,5 @@
 #include "comm/place_page.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -22,21 +21,20 @@ std::string word_name(const std::vector<std::string>& names, int64_t number) {
 }  // namespace
 
 PlacePage::PlacePage() {
-  const int file = memfd_create("deepspeed_place", MFD_CLOEXEC);
+  const SharedFile made = make_shared_file();
+  const int file = static_cast<int>(made.file);
   if (file < 0) return;
   int64_t* const words = ftruncate(file, kPageBytes) == 0 ? map_words(file) : nullptr;
   if (!words) {
     close(file);
     return;
   }
-  file_ = file;
+  file_ = made;
   words_ = words;
 }
 
-std::shared_ptr<PlacePage> PlacePage::of(int64_t pid, int file) {
-  if (file < 0) return nullptr;
-  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(file);
-  const int opened = open(path.c_str(), O_RDWR | O_CLOEXEC);
+std::shared_ptr<PlacePage> PlacePage::of(const SharedFile& file) {
+  const int opened = open_shared_file(file);
   if (opened < 0) return nullptr;
   const bool fits = lseek(opened, 0, SEEK_END) == static_cast<off_t>(kPageBytes);
   int64_t* const words = fits ? map_words(opened) : nullptr;
@@ -46,7 +44,7 @@ std::shared_ptr<PlacePage> PlacePage::of(int64_t pid, int file) {
 
 PlacePage::~PlacePage() {
   if (words_ != own_) munmap(words_, kPageBytes);
-  if (file_ >= 0) close(file_);
+  if (file_.file >= 0) close(static_cast<int>(file_.file));
 }
 
 std::string PlacePage::text(const PlaceNames& names) const {

@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "comm/shared_file.h"
+
 namespace ds::comm {
 
 // What the words are called in texts.
@@ -18,13 +20,13 @@ class PlacePage {
   enum Word { kInstruction, kMicroBatch, kLayer, kWords };  // numbers from 1 on; 0: none
 
   PlacePage();  // of this process, zeros. Without memory to share (fds, /proc) others see nothing, and nothing fails
-  // That of another process, which has it as the open file `file`. Null where it cannot be opened.
-  static std::shared_ptr<PlacePage> of(int64_t pid, int file);
+  // That of another process, which has told its file(). Null where it cannot be opened.
+  static std::shared_ptr<PlacePage> of(const SharedFile& file);
   ~PlacePage();
   PlacePage(const PlacePage&) = delete;
 
   int64_t* words() { return words_; }
-  int file() const { return file_; }                // -1: nobody can see it
+  const SharedFile& file() const { return file_; }  // without one nobody can see it
   std::string text(const PlaceNames& names) const;  // "layer 2 (Block), micro-batch 1, ForwardPass"; "": not known
 
  private:
@@ -32,7 +34,7 @@ class PlacePage {
 
   int64_t own_[kWords] = {};
   int64_t* words_ = own_;
-  int file_ = -1;
+  SharedFile file_;
 };
 
 }  // namespace ds::comm

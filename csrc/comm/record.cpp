@@ -20,7 +20,43 @@ Record record(const char* what, int64_t numel, int32_t type, const std::string& 
   return made;
 }
 
-Record record_of(const Op& op) {
+namespace {
+
+// A number for each pair of ranks (splitmix64): no two sets of counts that differ have the same checksum by chance.
+uint64_t weight(int from, int to) {
+  uint64_t x = (static_cast<uint64_t>(from) << 32 | static_cast<uint32_t>(to)) + 0x9e3779b97f4a7c15ULL;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebULL;
+  return (x ^ (x >> 31)) | 1;
+}
+
+uint64_t checksum_of(const std::vector<int64_t>& counts) {
+  uint64_t sum = 1;
+  for (size_t r = 0; r < counts.size(); ++r) sum += weight(static_cast<int>(r), 0) * static_cast<uint64_t>(counts[r]);
+  return counts.empty() ? 0 : sum;
+}
+
+std::vector<int64_t> or_even(const std::vector<int64_t>& counts, const at::Tensor& whole, int size) {
+  return counts.empty() ? std::vector<int64_t>(size, whole.numel() / size) : counts;
+}
+
+}  // namespace
+
+void add_parts(Record& record, int rank, const std::vector<int64_t>& give, const std::vector<int64_t>& take) {
+  for (size_t r = 0; r < give.size(); ++r) {
+    const int other = static_cast<int>(r);
+    record.given += weight(rank, other) * static_cast<uint64_t>(give[r]);
+    record.taken += weight(other, rank) * static_cast<uint64_t>(take[r]);
+  }
+}
+
+bool gives_what_is_taken(const std::vector<Record>& records) {
+  uint64_t surplus = 0;
+  for (const Record& each : records) surplus += each.given - each.taken;
+  return surplus == 0;
+}
+
+Record record_of(const Op& op, int rank, int size) {
   if (op.verb == Verb::kBarrier) return record("barrier");
   const at::Tensor& own = op.own();
   Record made = record(verb_name(op.verb), own.numel(), static_cast<int32_t>(own.scalar_type()), op.tag);
@@ -28,6 +64,11 @@ Record record_of(const Op& op) {
   if (op.verb == Verb::kReduce || op.verb == Verb::kBroadcast || op.verb == Verb::kGather || op.verb == Verb::kScatter)
     made.root = op.peer;
   made.own = op.verb == Verb::kAllToAll || !op.in_counts.empty() || !op.out_counts.empty();
+  if (op.verb == Verb::kAllToAll) {
+    add_parts(made, rank, or_even(op.in_counts, op.in, size), or_even(op.out_counts, op.out, size));
+  } else {
+    made.counts = checksum_of(op.in_counts.empty() ? op.out_counts : op.in_counts);
+  }
   return made;
 }
 
@@ -73,6 +114,7 @@ std::string describe(const Record& record) {
 bool fits(const Record& one, const Record& other) {
   return std::strncmp(one.what, other.what, sizeof(one.what)) == 0 && one.type == other.type && one.op == other.op &&
          one.root == other.root && one.own == other.own && (one.own || one.numel == other.numel) &&
+         one.counts == other.counts &&
          (!one.tag[0] || !other.tag[0] || std::strncmp(one.tag, other.tag, sizeof(one.tag)) == 0);
 }
 

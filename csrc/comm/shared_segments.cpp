@@ -1,9 +1,8 @@
 #include "comm/shared_segments.h"
 
-#include <errno.h>
 #include <fcntl.h>
-#include <signal.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -16,11 +15,26 @@
 
 namespace ds::comm {
 
+namespace {
+
+std::string nonce_of_process() {
+  static const std::string made = [] {
+    uint64_t number = 0;
+    const bool random = getrandom(&number, sizeof(number), 0) == sizeof(number);
+    return std::to_string(random ? number : static_cast<uint64_t>(getpid()));
+  }();
+  return made;
+}
+
+}  // namespace
+
 int64_t host_id() {
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
   struct stat space {};
-  stat("/proc/self/ns/pid", &space);  // where /proc/<pid> would be somebody else
+  const bool told =
+      stat("/proc/self/ns/pid", &space) == 0 && !boot.empty();  // where /proc/<pid> would be somebody else
+  if (!told) boot += nonce_of_process();
   const char* wish = std::getenv("DS_HOST_ID");
   const std::string text = boot + std::to_string(space.st_ino) + (wish ? wish : "");
   return static_cast<int64_t>(std::hash<std::string>{}(text) >> 2);
@@ -42,12 +56,11 @@ std::shared_ptr<SharedSegments> SharedSegments::create(int rank, int size, int64
   bytes = std::max<int64_t>(bytes, 1);
   const char* wish = std::getenv("DS_PEER_MEMORY");  // 0: for tests of what several hosts do, and for odd containers
   const bool wanted = !wish || std::string(wish) != "0";
-  const int file = wanted ? memfd_create("deepspeed", MFD_CLOEXEC) : -1;
-  // Taken now: a page that is missing later would end the process with a bus error.
-  const bool made = file >= 0 && posix_fallocate(file, 0, bytes) == 0;
+  const SharedFile own = wanted ? make_shared_file() : SharedFile();
+  const int file = static_cast<int>(own.file);
   SegmentFacts mine;
-  mine.pid = made ? getpid() : -1;
-  mine.file = file;
+  // Taken now: a page that is missing later would end the process with a bus error.
+  if (file >= 0 && posix_fallocate(file, 0, bytes) == 0) mine.file = own;
   mine.place = host_id();
   mine.bytes = bytes;
   const std::vector<SegmentFacts> all = rendezvous.exchange(mine);
@@ -56,13 +69,12 @@ std::shared_ptr<SharedSegments> SharedSegments::create(int rank, int size, int64
   bool ok = static_cast<int>(all.size()) == size;
   for (int other = 0; other < size && ok; ++other) {
     const SegmentFacts& theirs = all[other];
-    ok = theirs.pid > 0 && theirs.place == mine.place && theirs.bytes == bytes;
+    ok = theirs.file.file >= 0 && theirs.place == mine.place && theirs.bytes == bytes;
     if (!ok) break;
-    const std::string path = "/proc/" + std::to_string(theirs.pid) + "/fd/" + std::to_string(theirs.file);
-    const int opened = other == rank ? file : open(path.c_str(), O_RDWR | O_CLOEXEC);
+    const int opened = other == rank ? file : open_shared_file(theirs.file);
     ok = opened >= 0;
     if (!ok) break;
-    made_segments->mappings_.push_back(std::make_unique<Mapping>(theirs.pid, opened, bytes));
+    made_segments->mappings_.push_back(std::make_unique<Mapping>(theirs.file.pid, opened, bytes));
     ok = made_segments->mappings_.back()->data != nullptr;
     if (other != rank) close(opened);
   }

@@ -6,11 +6,14 @@
 #include <memory>
 #include <vector>
 
+#include "comm/shared_file.h"
+
 namespace ds::comm {
 
 // What a rank must know of another to map its file.
 struct SegmentFacts {
-  int64_t pid = -1, file = -1, place = 0, bytes = 0;  // pid < 0: there is none
+  SharedFile file;
+  int64_t place = 0, bytes = 0;
 };
 
 // How ranks tell each other, whatever carries it: both are collective.
@@ -19,8 +22,10 @@ struct Rendezvous {
   std::function<bool(bool)> all;                                           // whether all ranks say true
 };
 
-// Equal where processes may share memory: on one host, in one PID namespace. DS_HOST_ID in the environment makes ranks
-// of one host believe that they are on several, for tests.
+// The one identity of a host: equal where processes may share memory and where their numbers mean the same, on one host
+// in one PID namespace. Names of hosts say neither: containers and cloned machines have the same. Where the kernel does
+// not tell, no other process has this one's. DS_HOST_ID in the environment makes ranks of one host believe that they
+// are on several, for tests.
 int64_t host_id();
 
 class SharedSegments {

@@ -3,13 +3,11 @@
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 
-#include <cstring>
-#include <numeric>
-
 #include "base/error.h"
 #include "base/process.h"
-#include "comm/shared_segments.h"
-#include "comm/shm_queue.h"
+#include "comm/call_check.h"
+#include "comm/shm_c10d_work.h"
+#include "comm/store_rendezvous.h"
 
 namespace ds::comm {
 
@@ -17,7 +15,6 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 using WorkHandle = c10::intrusive_ptr<c10d::Work>;
-using Options = c10d::AllreduceOptions;
 
 ReduceOp reduce_op(const c10d::ReduceOp& op) {
   switch (static_cast<c10d::ReduceOp::RedOpType>(op)) {
@@ -35,48 +32,6 @@ ReduceOp reduce_op(const c10d::ReduceOp& op) {
            "band, bor or bxor");
   }
 }
-
-// One collective. Its result is in the tensors themselves.
-class ShmC10dWork : public c10d::Work {
- public:
-  ShmC10dWork(std::shared_ptr<ShmQueue> queue, c10d::OpType type, Tensors results)
-      : c10d::Work(-1, type),
-        queue_(std::move(queue)),
-        results_(std::move(results)),
-        future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
-
-  void start(std::function<void(ShmGroup&)> run, c10::optional<bool> later) {
-    // Not `this` but the future: whoever waits for it may be all that is left of this call.
-    const auto how = !later   ? ShmQueue::Start::kPerhapsLater
-                     : *later ? ShmQueue::Start::kSoon
-                              : ShmQueue::Start::kByWaiting;
-    task_ = queue_->submit(std::move(run), how, [future = future_, results = results_](std::exception_ptr error) {
-      if (error) {
-        future->setError(error);
-      } else {
-        future->markCompleted(c10::IValue(results));
-      }
-    });
-    if (how == ShmQueue::Start::kByWaiting) queue_->complete(task_);
-  }
-
-  bool isCompleted() override { return task_->done(); }
-  bool isSuccess() const override { return task_->done() && !task_->error(); }
-  std::exception_ptr exception() const override { return task_->done() ? task_->error() : nullptr; }
-  bool wait(std::chrono::milliseconds) override {
-    queue_->complete(task_);
-    return true;
-  }
-  void synchronize() override {}
-  Tensors result() override { return results_; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
-
- private:
-  std::shared_ptr<ShmQueue> queue_;
-  ShmQueue::TaskPtr task_;
-  Tensors results_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
-};
 
 size_t elements(const at::Tensor& tensor) { return static_cast<size_t>(tensor.numel()); }
 
@@ -139,8 +94,9 @@ class ShmBackend : public compat::BackendBase {
 
   WorkHandle broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     if (!carries(tensors)) return other().broadcast(tensors, options);
-    const InOrder tensor(only(tensors));
     const int root = static_cast<int>(options.rootRank);
+    check(Verb::kBroadcast, {}, {only(tensors)}, root);
+    const InOrder tensor(only(tensors));
     return start(c10d::OpType::BROADCAST, tensors, options, [tensor, root](ShmGroup& group) {
       group.broadcast(tensor.used.data_ptr(), elements(tensor.used), tensor.used.scalar_type(), root);
       tensor.finish();
@@ -171,9 +127,10 @@ class ShmBackend : public compat::BackendBase {
 
   WorkHandle reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     if (!carries(tensors)) return other().reduce(tensors, options);
-    const InOrder tensor(only(tensors));
     const ReduceOp op = reduce_op(options.reduceOp);
     const int root = static_cast<int>(options.rootRank);
+    check(Verb::kReduce, {}, {only(tensors)}, root);
+    const InOrder tensor(only(tensors));
     return start(c10d::OpType::REDUCE, tensors, options, [tensor, op, root](ShmGroup& group) {
       group.reduce(tensor.used.data_ptr(), elements(tensor.used), tensor.used.scalar_type(), op, root);
       if (group.rank() == root) tensor.finish();
@@ -184,7 +141,7 @@ class ShmBackend : public compat::BackendBase {
     if (!carries(inputs)) return other().allgather(outputs, inputs, options);
     const at::Tensor mine = only(inputs).contiguous();
     const Tensors each = only(outputs);
-    check_rows(each, mine.numel(), "all_gather");
+    check(Verb::kAllGather, inputs, each);
     return start(c10d::OpType::ALLGATHER, each, options, [mine, all = ListInOrder(each)](ShmGroup& group) {
       group.all_gather(all.rows(), mine.data_ptr(), elements(mine), mine.scalar_type());
       all.finish();
@@ -195,7 +152,17 @@ class ShmBackend : public compat::BackendBase {
                                  const c10d::AllgatherOptions& options) override {
     if (!carries(inputs)) return other().allgather_coalesced(outputs, inputs, options);
     Tensors results;
-    for (const Tensors& list : outputs) results.insert(results.end(), list.begin(), list.end());
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      Tensors each;
+      for (const Tensors& of_rank : outputs) {
+        if (of_rank.size() != inputs.size())
+          fail(ErrorKind::kValue, "all_gather_coalesced: ", inputs.size(), " inputs, and a rank's list of ",
+               of_rank.size(), " outputs: give as many");
+        each.push_back(of_rank[i]);
+      }
+      check(Verb::kAllGather, {inputs[i]}, each);
+      results.insert(results.end(), each.begin(), each.end());
+    }
     return start(c10d::OpType::ALLGATHER_COALESCED, results, options, [outputs, inputs](ShmGroup& group) {
       for (size_t i = 0; i < inputs.size(); ++i) {
         const at::Tensor mine = inputs[i].contiguous();
@@ -210,15 +177,9 @@ class ShmBackend : public compat::BackendBase {
 
   WorkHandle _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
     if (!carries({output, input})) return other()._allgather_base(output, input, options);
-    if (output.numel() != input.numel() * getSize())
-      fail(ErrorKind::kValue, "all_gather_into_tensor: the output has ", output.numel(), " elements, the input ",
-           input.numel(), "; over ", getSize(), " ranks the output must have ", input.numel() * getSize(), ".");
-    const InOrder all(output);
-    const at::Tensor mine = input.contiguous();
-    return start(c10d::OpType::_ALLGATHER_BASE, {output}, options, [all, mine](ShmGroup& group) {
-      group.all_gather(even_rows(all.used, group.size()), mine.data_ptr(), elements(mine), mine.scalar_type());
-      all.finish();
-    });
+    check(Verb::kAllGather, {input}, {output});
+    return start(c10d::OpType::_ALLGATHER_BASE, {output}, options,
+                 [output, input](ShmGroup& group) { gather_into(group, output, input); });
   }
 
   WorkHandle gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
@@ -226,7 +187,7 @@ class ShmBackend : public compat::BackendBase {
     const at::Tensor mine = only(inputs).contiguous();
     const int root = static_cast<int>(options.rootRank);
     const Tensors each = getRank() == root ? only(outputs) : Tensors();
-    if (getRank() == root) check_rows(each, mine.numel(), "gather");
+    check(Verb::kGather, inputs, each, root);
     return start(c10d::OpType::GATHER, each, options, [mine, all = ListInOrder(each), root](ShmGroup& group) {
       group.gather(all.rows(), mine.data_ptr(), elements(mine), mine.scalar_type(), root);
       all.finish();
@@ -238,7 +199,7 @@ class ShmBackend : public compat::BackendBase {
     const InOrder mine(only(outputs));
     const int root = static_cast<int>(options.rootRank);
     const Tensors each = getRank() == root ? only(inputs) : Tensors();
-    if (getRank() == root) check_rows(each, mine.used.numel(), "scatter");
+    check(Verb::kScatter, each, outputs, root);
     return start(c10d::OpType::SCATTER, outputs, options, [mine, all = ListInOrder(each), root](ShmGroup& group) {
       group.scatter(mine.used.data_ptr(), all.rows(), elements(mine.used), mine.used.scalar_type(), root);
       mine.finish();
@@ -250,7 +211,7 @@ class ShmBackend : public compat::BackendBase {
     if (!carries(outputs)) return other().reduce_scatter(outputs, inputs, options);
     const InOrder mine(only(outputs));
     const Tensors each = only(inputs);
-    check_rows(each, mine.used.numel(), "reduce_scatter");
+    check(Verb::kReduceScatter, each, outputs);
     const ReduceOp op = reduce_op(options.reduceOp);
     return start(c10d::OpType::REDUCE_SCATTER, outputs, options, [mine, all = ListInOrder(each), op](ShmGroup& group) {
       group.reduce_scatter(mine.used.data_ptr(), all.rows(), elements(mine.used), mine.used.scalar_type(), op, false);
@@ -261,25 +222,19 @@ class ShmBackend : public compat::BackendBase {
   WorkHandle _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                   const c10d::ReduceScatterOptions& options) override {
     if (!carries({output, input})) return other()._reduce_scatter_base(output, input, options);
-    if (input.numel() != output.numel() * getSize())
-      fail(ErrorKind::kValue, "reduce_scatter_tensor: the input has ", input.numel(), " elements, the output ",
-           output.numel(), "; over ", getSize(), " ranks the input must have ", output.numel() * getSize(), ".");
-    const InOrder mine(output);
-    const at::Tensor all = input.contiguous();
+    check(Verb::kReduceScatter, {input}, {output});
     const ReduceOp op = reduce_op(options.reduceOp);
-    return start(c10d::OpType::_REDUCE_SCATTER_BASE, {output}, options, [mine, all, op](ShmGroup& group) {
-      group.reduce_scatter(mine.used.data_ptr(), even_rows(all, group.size()), elements(mine.used), all.scalar_type(),
-                           op, false);
-      mine.finish();
-    });
+    return start(c10d::OpType::_REDUCE_SCATTER_BASE, {output}, options,
+                 [output, input, op](ShmGroup& group) { reduce_into(group, output, input, op); });
   }
 
   WorkHandle alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_rows,
                            std::vector<int64_t>& input_rows, const c10d::AllToAllOptions& options) override {
     if (!carries({output, input})) return other().alltoall_base(output, input, output_rows, input_rows, options);
+    check(Verb::kAllToAll, {input}, {output}, -1, input_rows, output_rows);
     const InOrder to(output);
     const at::Tensor from = input.contiguous();
-    const auto take = counts(output, output_rows, "output"), give = counts(input, input_rows, "input");
+    const auto take = counts(output, output_rows), give = counts(input, input_rows);
     return start(c10d::OpType::ALLTOALL_BASE, {output}, options, [to, from, take, give](ShmGroup& group) {
       group.all_to_all(rows_at(to.used.data_ptr(), take, to.used.element_size()), take,
                        rows_at(from.data_ptr(), give, from.element_size()), give, from.scalar_type());
@@ -292,6 +247,7 @@ class ShmBackend : public compat::BackendBase {
     if (static_cast<int>(outputs.size()) != getSize() || static_cast<int>(inputs.size()) != getSize())
       fail(ErrorKind::kValue, "all_to_all: there must be one input and one output for each of the ", getSize(),
            " ranks");
+    check(Verb::kAllToAll, inputs, outputs);
     std::vector<int64_t> take, give;
     for (const at::Tensor& tensor : outputs) take.push_back(tensor.numel());
     for (const at::Tensor& tensor : inputs) give.push_back(tensor.numel());
@@ -313,15 +269,22 @@ class ShmBackend : public compat::BackendBase {
 
   // Of 2.x only: without `override`, so that the same text serves both.
   WorkHandle allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
-    WorkHandle last;
-    for (size_t i = 0; i < outputs.size(); ++i) last = _allgather_base(outputs[i], inputs[i], options);
-    return last;  // they run in order: when the last has run, all have
+    const auto one_by_one = [&](size_t i) { return other()._allgather_base(outputs[i], inputs[i], options); };
+    check_pairs(Verb::kAllGather, outputs, inputs);
+    if (!carries(outputs) || !carries(inputs)) return all_of(c10d::OpType::_ALLGATHER_BASE, outputs, one_by_one);
+    return start(c10d::OpType::_ALLGATHER_BASE, outputs, options, [outputs, inputs](ShmGroup& group) {
+      for (size_t i = 0; i < outputs.size(); ++i) gather_into(group, outputs[i], inputs[i]);
+    });
   }
   WorkHandle reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                              const c10d::ReduceScatterOptions& options) {
-    WorkHandle last;
-    for (size_t i = 0; i < outputs.size(); ++i) last = _reduce_scatter_base(outputs[i], inputs[i], options);
-    return last;
+    const auto one_by_one = [&](size_t i) { return other()._reduce_scatter_base(outputs[i], inputs[i], options); };
+    check_pairs(Verb::kReduceScatter, outputs, inputs);
+    if (!carries(outputs) || !carries(inputs)) return all_of(c10d::OpType::_REDUCE_SCATTER_BASE, outputs, one_by_one);
+    const ReduceOp op = reduce_op(options.reduceOp);
+    return start(c10d::OpType::_REDUCE_SCATTER_BASE, outputs, options, [outputs, inputs, op](ShmGroup& group) {
+      for (size_t i = 0; i < outputs.size(); ++i) reduce_into(group, outputs[i], inputs[i], op);
+    });
   }
   bool supportsCoalescing() const { return false; }
   void setTimeout(std::chrono::milliseconds timeout) {
@@ -347,26 +310,43 @@ class ShmBackend : public compat::BackendBase {
     return list[0];
   }
 
-  void check_rows(const Tensors& rows, int64_t numel, const char* what) const {
-    if (static_cast<int>(rows.size()) != getSize())
-      fail(ErrorKind::kValue, what, ": there must be one tensor for each of the ", getSize(), " ranks, got ",
-           rows.size());
-    for (const at::Tensor& row : rows)
-      if (row.numel() != numel)
-        fail(ErrorKind::kValue, what, ": all tensors must have ", numel, " elements, one has ", row.numel());
+  void check(Verb verb, const Tensors& in, const Tensors& out, int root = -1, const std::vector<int64_t>& in_rows = {},
+             const std::vector<int64_t>& out_rows = {}) const {
+    const ListCall call{verb, in, out, in_rows, out_rows, ReduceOp::kSum, root, false};
+    check_call(call, getRank(), getSize());
+  }
+  // Of calls of several outputs, each with an input of its own.
+  void check_pairs(Verb verb, const Tensors& outputs, const Tensors& inputs) const {
+    if (outputs.size() != inputs.size())
+      fail(ErrorKind::kValue, verb_name(verb), ": ", inputs.size(), " inputs for ", outputs.size(), " outputs");
+    for (size_t i = 0; i < outputs.size(); ++i) check(verb, {inputs[i]}, {outputs[i]});
   }
 
-  std::vector<int64_t> counts(const at::Tensor& tensor, const std::vector<int64_t>& rows, const char* which) const {
+  static void gather_into(ShmGroup& group, const at::Tensor& output, const at::Tensor& input) {
+    const InOrder all(output);
+    const at::Tensor mine = input.contiguous();
+    group.all_gather(even_rows(all.used, group.size()), mine.data_ptr(), elements(mine), mine.scalar_type());
+    all.finish();
+  }
+  static void reduce_into(ShmGroup& group, const at::Tensor& output, const at::Tensor& input, ReduceOp op) {
+    const InOrder mine(output);
+    const at::Tensor all = input.contiguous();
+    group.reduce_scatter(mine.used.data_ptr(), even_rows(all, group.size()), elements(mine.used), all.scalar_type(), op,
+                         false);
+    mine.finish();
+  }
+
+  template <typename Call>
+  static WorkHandle all_of(c10d::OpType type, const Tensors& results, const Call& call) {
+    std::vector<WorkHandle> works;
+    for (size_t i = 0; i < results.size(); ++i) works.push_back(call(i));
+    return c10::make_intrusive<AllOf>(type, std::move(works), results);
+  }
+
+  // In elements, of splits that fit.
+  std::vector<int64_t> counts(const at::Tensor& tensor, const std::vector<int64_t>& rows) const {
     const int64_t n = getSize(), first = tensor.dim() > 0 ? tensor.size(0) : 1;
-    if (rows.empty()) {
-      if (first % n != 0)
-        fail(ErrorKind::kValue, "all_to_all_single: the first dimension of the ", which, ", ", first,
-             ", cannot be divided by ", n, " ranks; give the split sizes");
-      return std::vector<int64_t>(n, tensor.numel() / n);
-    }
-    if (static_cast<int64_t>(rows.size()) != n || std::accumulate(rows.begin(), rows.end(), int64_t{0}) != first)
-      fail(ErrorKind::kValue, "all_to_all_single: the split sizes of the ", which, " must be ", n,
-           " numbers that add up to its first dimension, ", first);
+    if (rows.empty()) return std::vector<int64_t>(n, tensor.numel() / n);
     std::vector<int64_t> result;
     for (int64_t row : rows) result.push_back(first ? row * (tensor.numel() / first) : 0);
     return result;
@@ -385,50 +365,6 @@ class ShmBackend : public compat::BackendBase {
   const OwningProcess owner_;
   BlockingRegion blocking_region_;
 };
-
-// Whether all ranks are on one host, for a few words of each: what the segments say of each other would be too much
-// where many ranks are on many hosts.
-bool on_one_host(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
-  const auto bytes_of = [](int64_t id) {
-    std::vector<uint8_t> bytes(sizeof id);
-    std::memcpy(bytes.data(), &id, sizeof id);
-    return bytes;
-  };
-  const std::vector<uint8_t> mine = bytes_of(host_id());
-  if (rank != 0) {
-    store->set("deepspeed/host/" + std::to_string(rank), mine);
-  } else {
-    bool one = true;
-    for (int r = 1; r < size; ++r) one = store->get("deepspeed/host/" + std::to_string(r)) == mine && one;
-    store->set("deepspeed/host/one", std::vector<uint8_t>{static_cast<uint8_t>(one)});
-  }
-  return store->get("deepspeed/host/one") == std::vector<uint8_t>{1};
-}
-
-Rendezvous rendezvous_over_store(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
-  Rendezvous made;
-  const auto round = std::make_shared<int>(0);
-  made.exchange = [=](const SegmentFacts& mine) {
-    const auto* bytes = reinterpret_cast<const uint8_t*>(&mine);
-    store->set("deepspeed/shm/" + std::to_string(rank), std::vector<uint8_t>(bytes, bytes + sizeof(mine)));
-    std::vector<SegmentFacts> all(size);
-    for (int r = 0; r < size; ++r) {
-      const std::vector<uint8_t> theirs = store->get("deepspeed/shm/" + std::to_string(r));
-      if (theirs.size() == sizeof(SegmentFacts)) std::memcpy(&all[r], theirs.data(), sizeof(SegmentFacts));
-    }
-    return all;
-  };
-  made.all = [=](bool ok) {
-    const std::string key = "deepspeed/shm/ok" + std::to_string((*round)++) + "/";
-    store->set(key + std::to_string(rank), std::vector<uint8_t>{static_cast<uint8_t>(ok)});
-    for (int r = 0; r < size; ++r) {
-      const std::vector<uint8_t> theirs = store->get(key + std::to_string(r));
-      ok = ok && theirs.size() == 1 && theirs[0] == 1;
-    }
-    return ok;
-  };
-  return made;
-}
 
 }  // namespace
 

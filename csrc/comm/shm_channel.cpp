@@ -99,7 +99,7 @@ void ShmChannel::refuse_if_failed() const {
     fail(ErrorKind::kRuntime, "this group has failed before: ", static_cast<const char*>(mine->why));
 }
 
-void ShmChannel::enter(Record record) {
+void ShmChannel::enter(Record record, const std::function<std::string()>& which) {
   refuse_if_failed();
   Line* mine = line(rank_);
   if (checks_) record.at_us = now_us();
@@ -110,11 +110,16 @@ void ShmChannel::enter(Record record) {
   barrier();
   if (!checks_) return;
   bool meet = true;
-  for (int rank = 0; rank < segments_->size(); ++rank) meet = meet && fits(record_of(rank), record);
-  if (!meet) {
+  uint64_t surplus = 0;
+  for (int rank = 0; rank < segments_->size(); ++rank) {
+    const Record& theirs = record_of(rank);
+    meet = meet && fits(theirs, record);
+    surplus += theirs.given - theirs.taken;
+  }
+  if (!meet || surplus != 0) {
     std::vector<RankCall> calls;
     for (int rank = 0; rank < segments_->size(); ++rank) calls.push_back({rank, record_of(rank)});
-    give_up(mismatch(calls, record, number));
+    give_up(!meet ? mismatch(calls, record, number) : unbalanced(calls, number) + (which ? which() : ""));
   }
   if (slow_) note_arrivals();
 }

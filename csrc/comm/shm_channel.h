@@ -17,6 +17,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -34,8 +35,9 @@ class ShmChannel {
   ShmChannel(int rank, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds timeout, GroupFacts facts);
   ~ShmChannel();
 
-  // Enters a collective: records it, meets the others, fails on every rank alike when they are not at the same one.
-  void enter(Record record);
+  // Enters a collective: records it, meets the others, fails on every rank alike when they are not at the same one, or
+  // when what ranks give each other is not what they take. `which`: says of the latter which ranks these are.
+  void enter(Record record, const std::function<std::string()>& which = nullptr);
   void refuse_if_failed() const;            // enter does it, too
   void leave();                             // the collective entered last has ended on this rank
   const Record& record_of(int rank) const;  // of the collective entered last

@@ -21,6 +21,8 @@ constexpr size_t kPastCaches = 12 * 1024 * 1024;
 
 size_t element_size(c10::ScalarType type) { return c10::elementSize(type); }
 
+size_t slot_bytes(int size) { return std::max<size_t>(kSlotBytes, static_cast<size_t>(size) * 16 * 16); }
+
 // Elements of a lane when a slot is cut into `lanes`, at least one.
 size_t lane_numel(size_t lanes, size_t width) { return std::max<size_t>(1, kSlotBytes / lanes / width / 16 * 16); }
 
@@ -51,7 +53,8 @@ int64_t ShmGroup::exchange_memory(int size, int64_t message) {
 std::unique_ptr<ShmGroup> ShmGroup::create(int rank, int size, const Rendezvous& rendezvous,
                                            std::chrono::milliseconds timeout, const GroupFacts& facts) {
   // Lanes of one element each must fit.
-  const int64_t bytes = ShmChannel::kBytes + 2 * std::max<int64_t>(kSlotBytes, static_cast<int64_t>(size) * 16 * 16);
+  const auto counts = 2 * static_cast<size_t>(size) * sizeof(int64_t);
+  const int64_t bytes = ShmChannel::kBytes + 2 * static_cast<int64_t>(slot_bytes(size) + counts);
   auto segments = SharedSegments::create(rank, size, bytes, rendezvous);
   if (!segments) return nullptr;
   std::unique_ptr<ShmGroup> made(new ShmGroup(rank, size, std::move(segments), timeout, facts));
@@ -68,14 +71,29 @@ ShmGroup::ShmGroup(int rank, int size, std::shared_ptr<SharedSegments> segments,
       blocking_region_(facts.blocking_region) {}
 
 char* ShmGroup::slot(int rank, int turn) const {
-  const size_t bytes = std::max<size_t>(kSlotBytes, static_cast<size_t>(size_) * 16 * 16);
-  return static_cast<char*>(segments_->data(rank)) + ShmChannel::kBytes + static_cast<size_t>(turn) * bytes;
+  return static_cast<char*>(segments_->data(rank)) + ShmChannel::kBytes + static_cast<size_t>(turn) * slot_bytes(size_);
+}
+
+// Behind the slots, two in turn as they are.
+int64_t* ShmGroup::counts_of(int rank) const {
+  return reinterpret_cast<int64_t*>(slot(rank, 2)) + static_cast<size_t>(2 * turn_) * static_cast<size_t>(size_);
+}
+
+std::string ShmGroup::uneven_pair() const {
+  for (int from = 0; from < size_; ++from)
+    for (int to = 0; to < size_; ++to) {
+      const int64_t given = counts_of(from)[to], taken = counts_of(to)[size_ + from];
+      if (given != taken)
+        return " Rank " + std::to_string(from) + " gives rank " + std::to_string(to) + " " + std::to_string(given) +
+               " elements, and that one takes " + std::to_string(taken) + ".";
+    }
+  return "";
 }
 
 // The slots of this step have been written: all may read them.
 void ShmGroup::next_step(bool first, const Record& record) {
   if (first) {
-    channel_.enter(record);
+    channel_.enter(record, [this] { return uneven_pair(); });
   } else {
     channel_.barrier();
   }
@@ -226,6 +244,7 @@ void ShmGroup::exchange(const RowsOfRanks& rows, const std::vector<int64_t>& tak
   Record call = call_of("all_to_all", 0, type, tag);
   call.own = 1;
   for (int64_t count : give) call.numel += count;
+  add_parts(call, rank_, give, take);
   for (int r = 0; r < size_; ++r)
     if (r != rank_) call.longest = std::max(call.longest, give[r]);
   // No lane for oneself: lane r of rank r's slots is that of the last rank.
@@ -243,6 +262,10 @@ void ShmGroup::exchange(const RowsOfRanks& rows, const std::vector<int64_t>& tak
   size_t done = 0, longest = 0;
   do {
     turn_ ^= 1;
+    if (done == 0) {
+      std::copy(give.begin(), give.end(), counts_of(rank_));
+      std::copy(take.begin(), take.end(), counts_of(rank_) + size_);
+    }
     slots.clear();
     for (int step = 1; step < size_; ++step) {
       const int r = (rank_ + step) % size_;
@@ -320,9 +343,11 @@ void ShmGroup::scatter(void* mine, const Rows& in, size_t numel, c10::ScalarType
   channel_.leave();
 }
 
-void ShmGroup::barrier() {
+void ShmGroup::barrier() { agree(record("barrier")); }
+
+void ShmGroup::agree(const Record& call) {
   turn_ ^= 1;
-  channel_.enter(record("barrier"));
+  channel_.enter(call);
   channel_.leave();
 }
 

@@ -61,6 +61,8 @@ class ShmGroup {
   void scatter(void* mine, const Rows& in, size_t numel, c10::ScalarType type, int root,
                const std::string& tag = {});  // root: in, else {}
   void barrier();
+  // No data moves; ranks that do not say the same fail.
+  void agree(const Record& call);
 
  private:
   ShmGroup(int rank, int size, std::shared_ptr<SharedSegments> segments, std::chrono::milliseconds timeout,
@@ -71,6 +73,8 @@ class ShmGroup {
   void all_reduce_in_shares(void* data, size_t numel, c10::ScalarType type, ReduceOp op, const Record& call);
   char* slot(int rank, int turn) const;
   char* slot(int rank) const { return slot(rank, turn_); }  // of the step in hand
+  int64_t* counts_of(int rank) const;                       // of an exchange: what it gives to each rank, and takes
+  std::string uneven_pair() const;
   void next_step(bool first, const Record& record);
   Record call_of(const char* what, size_t numel, c10::ScalarType type, const std::string& tag = {}) const {
     return record(what, static_cast<int64_t>(numel), static_cast<int32_t>(type), tag);

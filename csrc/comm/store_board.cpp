@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "comm/shared_segments.h"
 
 namespace ds::comm {
 
@@ -91,11 +92,10 @@ StoreBoard::StoreBoard(Store store, int rank, int size, std::chrono::millisecond
       timeout_(timeout),
       transport_(std::move(transport)),
       strict_(strict()),
+      host_(std::to_string(host_id())),
       ring_(std::make_unique<FlightRing>()),
       store_(std::move(store)) {
-  char host[64] = "";
-  gethostname(host, sizeof(host) - 1);
-  store_->set("who" + std::to_string(rank_), bytes_of(std::to_string(getpid()) + " " + host));
+  store_->set("who" + std::to_string(rank_), bytes_of(std::to_string(getpid()) + " " + host_));
   store_->add("known" + std::to_string(rank_), 1);
 }
 
@@ -174,7 +174,8 @@ void StoreBoard::compare(const Record& call, int64_t number) {
     calls[rank].rank = rank;
     std::memcpy(static_cast<void*>(&calls[rank].call), theirs.data(), std::min(theirs.size(), sizeof(Record)));
   }
-  const std::string text = mismatch(calls, call, number);
+  std::string text = mismatch(calls, call, number);
+  if (text.empty()) text = unbalanced(calls, number);
   if (!text.empty()) fail(ErrorKind::kRuntime, give_up(text));
   if (rank_ != 0 || number <= 2) return;  // everybody has read those before the last: all have come to the next call
   const std::string before = "call" + std::to_string(number - 2) + "/";
@@ -185,9 +186,7 @@ void StoreBoard::compare(const Record& call, int64_t number) {
 bool StoreBoard::gone(int rank, const Store& store) const {
   if (!store->add("known" + std::to_string(rank), 0)) return false;
   const std::string who = text_of(store->get("who" + std::to_string(rank)));
-  char host[64] = "";
-  gethostname(host, sizeof(host) - 1);
-  return who.substr(who.find(' ') + 1) == host && process_ended(std::strtoll(who.c_str(), nullptr, 10));
+  return who.substr(who.find(' ') + 1) == host_ && process_ended(std::strtoll(who.c_str(), nullptr, 10));
 }
 
 void StoreBoard::post(const DiagnosticCallbacks& callbacks, const Store& store) {
@@ -257,15 +256,16 @@ void StoreBoard::judge(const Store& store) {
   const Flight* const here = oldest_open(mine);
   if (!here) return;
   const auto all = places(store, 0);
-  for (int rank = 0; rank < size_; ++rank) {
-    if (rank == rank_ || !all[rank]) continue;
-    const Flight* const theirs = oldest_open(all[rank]->flights);
+  std::vector<RankCall> same_number;  // of ranks that are in the call with this one's number
+  std::string text;
+  for (int rank = 0; rank < size_ && text.empty(); ++rank) {
+    const Flight* const theirs = rank == rank_ ? here : all[rank] ? oldest_open(all[rank]->flights) : nullptr;
     if (!theirs || theirs->number != here->number) continue;
-    const std::string text = mismatch({{rank_, here->call}, {rank, theirs->call}}, here->call, here->number);
-    if (text.empty()) continue;
-    if (store->add("failing", 1) == 1) tell(text, store);
-    return;
+    same_number.push_back({rank, theirs->call});
+    if (rank != rank_) text = mismatch({{rank_, here->call}, {rank, theirs->call}}, here->call, here->number);
   }
+  if (text.empty() && same_number.size() == static_cast<size_t>(size_)) text = unbalanced(same_number, here->number);
+  if (!text.empty() && store->add("failing", 1) == 1) tell(text, store);
 }
 
 std::string StoreBoard::give_up(const std::string& why) {

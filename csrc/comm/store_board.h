@@ -65,6 +65,7 @@ class StoreBoard : public Board {
   const std::chrono::milliseconds timeout_;
   const std::string transport_;
   const bool strict_;
+  const std::string host_;  // host_id(), as it was when this was made
   const OwningProcess owner_;
   const std::unique_ptr<FlightRing> ring_;
   std::atomic<int64_t> waiting_since_us_{0};

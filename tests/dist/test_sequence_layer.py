@@ -6,6 +6,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.sequence_parallel.parallel_state_sp import initialize_sequence_parallel
 from deepspeed.sequence import exchange
+from deepspeed.sequence.autosp_vit import UlyssesSPViTAttention
 from deepspeed.sequence.heads import HeadPlan, shares
 from deepspeed.sequence.layer import (
     DistributedAttention,
@@ -194,18 +195,24 @@ def test_bad_input_is_an_error_on_every_rank():
 
 
 def body_later(rank, world):
-    """Both lengths have been met before, so nobody asks."""
-    made = DistributedAttention(attend, dist.get_world_group())
-    for length in (4, 6):
-        made(*projections(4, 2, length=length), 0)
-    with pytest.raises(RuntimeError) as told:
-        made(*projections(4, 2, length=(4, 6)[rank]), 0)
-    return str(told.value)
+    """One rank has met its length before, the other has not; and both have."""
+    group, told = dist.get_world_group(), []
+    attention = DistributedAttention(attend, group)
+    tower = UlyssesSPViTAttention(torch.nn.Identity(), group)
+    made = (lambda length: attention(*projections(4, 2, length=length), 0), lambda length: tower(torch.ones(1, length, 2)))
+    for call in made:
+        for first in (4, 6):
+            call(first)
+            with pytest.raises(ValueError) as error:
+                call((4, 6)[rank])
+            told.append(str(error.value))
+    return told
 
 
-def test_lengths_that_differ_later_are_an_error_on_every_rank():
-    for text in run_ranks(2, body_later, init=True, timeout=60):
-        assert "sequence [2, 8, 4+2+2, 4]" in text and "sequence [2, 12, 4+2+2, 4]" in text
+@pytest.mark.parametrize("memory", ["1", "0"])
+def test_lengths_that_differ_later_are_an_error_on_every_rank(memory):
+    for told in run_ranks(2, body_later, init=True, timeout=60, env={"DS_SHM_COLLECTIVES": memory}):
+        assert len(told) == 4 and all("different lengths (rank 0: 4, rank 1: 6)" in text for text in told)
 
 
 # ---- traffic ---------------------------------------------------------------------------------------------------------

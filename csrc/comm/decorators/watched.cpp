@@ -101,7 +101,7 @@ class WatchedCommunicator : public ForwardingCommunicator {
  protected:
   WorkPtr start(const Op& op) override {
     if (op.verb == Verb::kSend || op.verb == Verb::kRecv) return inner_->run(op);
-    const Record call = record_of(op);
+    const Record call = record_of(op, rank(), size());
     const Waiting here(*board_);  // a call that is made of several waits for those before the last
     const int64_t number = board_->enter(call);
     try {

@@ -2,7 +2,9 @@
 
 #include <ATen/Functions.h>
 
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "base/error.h"
 #include "comm/host_exchange.h"
@@ -32,28 +34,25 @@ struct Tree {
   }
 };
 
-// What a leader calls, told to the other leaders while its host is at work, with two numbers for each host.
+// What a leader calls, told to the other leaders once its host has agreed on it, with some numbers. Where the ranks of
+// its host have failed it says so: the other hosts must not wait for them.
 class FingerprintExchange {
  public:
-  FingerprintExchange(const Tree& tree, const Record& call) : tree_(tree), call_(call) {}
+  FingerprintExchange(const Tree& tree, const Record& call, size_t numbers = 0)
+      : tree_(tree), call_(call), numbers_(numbers) {}
 
-  void begin(const std::vector<int64_t>& numbers = {}) {
-    if (!tree_.leaders) return;
-    const auto bytes = static_cast<int64_t>(sizeof(Record) + 2 * tree_.hosts.ranks.size() * sizeof(int64_t));
-    all_ = at::zeros({tree_.leaders->size(), bytes}, at::TensorOptions().dtype(at::kByte));
-    const at::Tensor mine = all_.select(0, tree_.leaders->rank());
-    std::memcpy(mine.data_ptr(), static_cast<const void*>(&call_), sizeof(call_));
-    if (!numbers.empty())
-      std::memcpy(static_cast<char*>(mine.data_ptr()) + sizeof(Record), numbers.data(),
-                  numbers.size() * sizeof(int64_t));
-    work_ = tree_.leaders->all_gather(mine, all_);
-  }
-  void compare(ShmGroup& group) {
+  // Fails where hosts call different things, or one has failed.
+  void compare(ShmGroup& group, const std::vector<int64_t>& numbers = {}) {
     tree_.between_hosts(group, [&](Communicator& leaders) {
+      begin(call_, numbers);
       work_->wait();
       std::vector<Record> calls(leaders.size());
       for (int host = 0; host < leaders.size(); ++host)
         std::memcpy(static_cast<void*>(&calls[host]), all_.select(0, host).data_ptr(), sizeof(Record));
+      for (int host = 0; host < leaders.size(); ++host)
+        if (std::string(calls[host].what) == kFailed)
+          fail(ErrorKind::kRuntime, "the ranks on the host of rank ", tree_.hosts.ranks[host][0],
+               " have failed; their own messages say why");
       for (const Record& other : calls) {
         if (fits(other, calls[0])) continue;
         std::string text = "the hosts call different collectives:";
@@ -63,20 +62,47 @@ class FingerprintExchange {
       }
     });
   }
+  // This host has failed in the call. Waits a moment for the others, who may not be there yet.
+  void tell_failure() noexcept {
+    if (!tree_.leaders || work_) return;
+    try {
+      begin(record(kFailed), {});
+      const auto deadline = std::chrono::steady_clock::now() + kToldWithin;
+      while (!work_->ready() && std::chrono::steady_clock::now() < deadline)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    } catch (const std::exception&) {  // nobody can be told
+      return;
+    }
+  }
   // Once compared: those of all hosts. A leader's.
   std::vector<std::vector<int64_t>> numbers() const {
     std::vector<std::vector<int64_t>> all;
     for (int64_t host = 0; host < all_.size(0); ++host) {
-      all.emplace_back(2 * tree_.hosts.ranks.size());
+      all.emplace_back(numbers_);
       std::memcpy(all.back().data(), static_cast<const char*>(all_.select(0, host).data_ptr()) + sizeof(Record),
-                  all.back().size() * sizeof(int64_t));
+                  numbers_ * sizeof(int64_t));
     }
     return all;
   }
 
  private:
+  static constexpr const char* kFailed = "failed";
+  static constexpr std::chrono::seconds kToldWithin{2};
+
+  void begin(const Record& call, const std::vector<int64_t>& numbers) {
+    const auto bytes = static_cast<int64_t>(sizeof(Record) + numbers_ * sizeof(int64_t));
+    all_ = at::zeros({tree_.leaders->size(), bytes}, at::TensorOptions().dtype(at::kByte));
+    const at::Tensor mine = all_.select(0, tree_.leaders->rank());
+    std::memcpy(mine.data_ptr(), static_cast<const void*>(&call), sizeof(call));
+    if (!numbers.empty())
+      std::memcpy(static_cast<char*>(mine.data_ptr()) + sizeof(Record), numbers.data(),
+                  numbers.size() * sizeof(int64_t));
+    work_ = tree_.leaders->all_gather(mine, all_);
+  }
+
   const Tree& tree_;
   const Record call_;
+  const size_t numbers_;
   at::Tensor all_;
   WorkPtr work_;
 };
@@ -146,25 +172,27 @@ class HierarchicalCommunicator : public Communicator {
   }
 
   WorkPtr all_reduce(const Op& op) {
-    return submit(record_of(op), [op](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
-      const at::Tensor& tensor = op.out;
-      const at::Tensor sum = op.reduce == ReduceOp::kSum && narrow(tensor) ? tensor.to(at::kFloat) : tensor;
-      group.reduce(sum.data_ptr(), count_of(sum), sum.scalar_type(), op.reduce, 0, op.tag);
-      fingerprints.compare(group);
-      tree.between_hosts(group, [&](Communicator& leaders) { leaders.all_reduce(sum, op.reduce)->wait(); });
-      group.broadcast(sum.data_ptr(), count_of(sum), sum.scalar_type(), 0, op.tag);
-      if (!sum.is_same(tensor)) tensor.copy_(sum);
-    });
+    return submit(
+        record_of(op, rank(), size()), [op](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
+          const at::Tensor& tensor = op.out;
+          const at::Tensor sum = op.reduce == ReduceOp::kSum && narrow(tensor) ? tensor.to(at::kFloat) : tensor;
+          group.reduce(sum.data_ptr(), count_of(sum), sum.scalar_type(), op.reduce, 0, op.tag);
+          fingerprints.compare(group);
+          tree.between_hosts(group, [&](Communicator& leaders) { leaders.all_reduce(sum, op.reduce)->wait(); });
+          group.broadcast(sum.data_ptr(), count_of(sum), sum.scalar_type(), 0, op.tag);
+          if (!sum.is_same(tensor)) tensor.copy_(sum);
+        });
   }
 
   WorkPtr broadcast(const Op& op) {
-    return submit(record_of(op), [op](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
+    const Record header = record_of(op, rank(), size());
+    return submit(header, [op, header](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
       const at::Tensor& tensor = op.out;
       const int from = tree.hosts.host_of(op.peer), place = tree.hosts.place_of(op.peer);
       const auto inside = [&](int local_root) {
         group.broadcast(tensor.data_ptr(), count_of(tensor), tensor.scalar_type(), local_root, op.tag);
       };
-      if (from == tree.hosts.mine) inside(place);
+      from == tree.hosts.mine ? inside(place) : group.agree(header);
       fingerprints.compare(group);
       tree.between_hosts(group, [&](Communicator& leaders) { leaders.broadcast(tensor, from)->wait(); });
       if (from != tree.hosts.mine) inside(0);
@@ -172,8 +200,8 @@ class HierarchicalCommunicator : public Communicator {
   }
 
   WorkPtr reduce_scatter(const Op& op) {
-    return submit(record_of(op), [op, n = size()](ShmGroup& group, const Tree& tree,
-                                                  FingerprintExchange& fingerprints) {
+    return submit(record_of(op, rank(), size()), [op, n = size()](ShmGroup& group, const Tree& tree,
+                                                                  FingerprintExchange& fingerprints) {
       const at::Tensor &input = op.in, &output = op.out;
       const at::Tensor sum = narrow(input) ? input.to(at::kFloat) : input;
       group.reduce(sum.data_ptr(), count_of(sum), sum.scalar_type(), op.reduce, 0, op.tag);
@@ -191,28 +219,27 @@ class HierarchicalCommunicator : public Communicator {
   }
 
   WorkPtr all_gather(const Op& op) {
-    return submit(
-        record_of(op), [op, n = size()](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
-          const at::Tensor &mine = op.in, &all = op.out;
-          const at::Tensor rows = all.view({n, mine.numel()});
-          at::Tensor block;  // the rows of this host's ranks
-          if (tree.leaders) block = at::empty({group.size(), mine.numel()}, all.options());
-          group.gather(tree.leaders ? rows_of(block.data_ptr(), group.size(), mine.nbytes()) : Rows(), mine.data_ptr(),
-                       count_of(mine), mine.scalar_type(), 0, op.tag);
-          fingerprints.compare(group);
-          tree.between_hosts(group, [&](Communicator& leaders) { gather_blocks(leaders, tree.hosts, block, rows); });
-          group.broadcast(all.data_ptr(), count_of(all), all.scalar_type(), 0, op.tag);
-        });
+    return submit(record_of(op, rank(), size()), [op, n = size()](ShmGroup& group, const Tree& tree,
+                                                                  FingerprintExchange& fingerprints) {
+      const at::Tensor &mine = op.in, &all = op.out;
+      const at::Tensor rows = all.view({n, mine.numel()});
+      at::Tensor block;  // the rows of this host's ranks
+      if (tree.leaders) block = at::empty({group.size(), mine.numel()}, all.options());
+      group.gather(tree.leaders ? rows_of(block.data_ptr(), group.size(), mine.nbytes()) : Rows(), mine.data_ptr(),
+                   count_of(mine), mine.scalar_type(), 0, op.tag);
+      fingerprints.compare(group);
+      tree.between_hosts(group, [&](Communicator& leaders) { gather_blocks(leaders, tree.hosts, block, rows); });
+      group.broadcast(all.data_ptr(), count_of(all), all.scalar_type(), 0, op.tag);
+    });
   }
 
   WorkPtr all_to_all(const Op& op) {
-    const Record header = record_of(op);
-    return submit(op.detached || background_, [op, header, memory = memory_](ShmGroup& group, const Tree& tree) {
+    const Record header = record_of(op, rank(), size());
+    const size_t numbers = HostExchange::numbers(tree_->hosts);
+    const Body body = [op, memory = memory_](ShmGroup& group, const Tree& tree, FingerprintExchange& fingerprints) {
       HostExchange exchange(op, tree.hosts, *memory);
-      FingerprintExchange fingerprints(tree, header);
       exchange.collect(group);
-      tree.between_hosts(group, [&](Communicator&) { fingerprints.begin(exchange.totals()); });
-      fingerprints.compare(group);
+      fingerprints.compare(group, exchange.told());
       WorkPtr crossing;
       tree.between_hosts(group, [&](Communicator& leaders) {
         exchange.check(fingerprints.numbers());
@@ -221,7 +248,8 @@ class HierarchicalCommunicator : public Communicator {
       exchange.inside(group);
       tree.between_hosts(group, [&](Communicator&) { crossing->wait(); });
       exchange.deliver(group);
-    });
+    };
+    return submit(header, body, op.detached || background_, numbers);
   }
 
   // Hosts may have different numbers of ranks: leaders send blocks as long as the longest.
@@ -257,20 +285,21 @@ class HierarchicalCommunicator : public Communicator {
     return mine;
   }
 
-  WorkPtr submit(const Record& header, Body body) {
-    return submit(background_, [header, body = std::move(body)](ShmGroup& group, const Tree& tree) {
-      FingerprintExchange fingerprints(tree, header);
-      fingerprints.begin();
-      body(group, tree, fingerprints);
-    });
-  }
+  WorkPtr submit(const Record& header, Body body) { return submit(header, std::move(body), background_, 0); }
 
-  WorkPtr submit(bool soon, std::function<void(ShmGroup&, const Tree&)> run) {
+  // `numbers`: how many each leader tells the others beside its fingerprint.
+  WorkPtr submit(const Record& header, Body body, bool soon, size_t numbers) {
     const auto task = queue_->submit(
-        [tree = tree_, run = std::move(run)](ShmGroup& group) {
+        [tree = tree_, header, numbers, body = std::move(body)](ShmGroup& group) {
           // The other leaders may stand in what failed here, and take fingerprints for its data.
           group.channel().refuse_if_failed();
-          run(group, *tree);
+          FingerprintExchange fingerprints(*tree, header, numbers);
+          try {
+            body(group, *tree, fingerprints);
+          } catch (const std::exception&) {
+            fingerprints.tell_failure();
+            throw;
+          }
         },
         soon ? ShmQueue::Start::kSoon : ShmQueue::Start::kByWaiting);
     return std::make_shared<ShmWork>(queue_, task);

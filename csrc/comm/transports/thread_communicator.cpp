@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "comm/compose.h"
+#include "comm/record.h"
 
 namespace ds::comm {
 
@@ -41,14 +42,14 @@ class Meeting {
     changed_.wait(lock, [&] { return broken_ || !leaving_; });
     if (broken_) fail_broken();
     ops_[rank] = op;
-    calls_[rank] = describe(op);
+    calls_[rank] = record_of(op, rank, size_);
     const int64_t round = round_;
     if (++present_ == size_) {
       error_.clear();
       for (int other = 1; other < size_; ++other)
-        if (calls_[other] != calls_[0])
-          error_ = "collectives differ: rank 0 called " + calls_[0] + ", rank " + std::to_string(other) + " called " +
-                   calls_[other];
+        if (!fits(calls_[other], calls_[0]))
+          error_ = "collectives differ: rank 0 called " + describe(calls_[0]) + ", rank " + std::to_string(other) +
+                   " called " + describe(calls_[other]);
       if (error_.empty()) error_ = run();
       leaving_ = true;
       changed_.notify_all();
@@ -129,19 +130,6 @@ class Meeting {
   static std::string text_of(const at::Tensor& tensor) {
     return std::to_string(tensor.numel()) + " x " + c10::toString(tensor.scalar_type());
   }
-  static std::string describe(const Op& op) {
-    std::string text = verb_name(op.verb);
-    if (op.verb == Verb::kBarrier) return text;
-    text += "(";
-    const bool even = op.in_counts.empty() && op.out_counts.empty();
-    if (op.verb != Verb::kAllToAll && even) text += std::to_string(op.own().numel()) + " x ";
-    text += c10::toString(op.own().scalar_type());
-    if (op.verb == Verb::kAllReduce || op.verb == Verb::kReduceScatter)
-      text += std::string(", ") + reduce_op_name(op.reduce);
-    if (op.verb == Verb::kBroadcast) text += ", root " + std::to_string(op.peer);
-    return text + ")" + op.tag;
-  }
-
   // Of all ranks. Returns what is wrong with it.
   std::string run() {
     const Verb verb = ops_[0].verb;
@@ -188,7 +176,7 @@ class Meeting {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Op> ops_;
-  std::vector<std::string> calls_;
+  std::vector<Record> calls_;
   std::map<std::pair<int, int>, Mailbox> mail_;  // by sender and receiver
   std::string error_;
   int present_ = 0;

@@ -22,7 +22,6 @@ class UlyssesSPViTAttention(nn.Module):
     def __init__(self, attn, process_group, has_cls_token=True):
         super().__init__()
         self.attn, self.process_group, self.has_cls_token = attn, process_group, has_cls_token
-        self._lengths = set()
 
     def forward(self, hidden_states, **kwargs):
         world = dist.get_world_size(self.process_group)
@@ -32,9 +31,8 @@ class UlyssesSPViTAttention(nn.Module):
             raise ValueError(
                 f"the patches of a vision tower are [batch, tokens, features], got shape {tuple(hidden_states.shape)}"
             )
-        if hidden_states.shape[1] not in self._lengths:
-            exchange.check_lengths(hidden_states.shape[1], self.process_group, hidden_states.device)
-            self._lengths.add(hidden_states.shape[1])
+        # In every call: all ranks ask, or none.
+        exchange.check_lengths(hidden_states.shape[1], self.process_group, hidden_states.device)
         first = 1 if self.has_cls_token else 0
         own, patches = hidden_states[:, :first], hidden_states[:, first:]
         whole = torch.cat((own, gathered(patches, self.process_group, 1)), dim=1)

@@ -170,9 +170,9 @@ def handed_over(group, like):
 def lengths_of(length, group, device):
     """``length`` of every rank."""
     mine = torch.tensor([length], dtype=torch.int64, device=device)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine, group=group)
-    return [int(one) for one in every]
+    every = mine.new_empty(dist.get_world_size(group))
+    dist.all_gather_into_tensor(every, mine, group=group)
+    return every.tolist()
 
 
 def check_lengths(length, group, device):

@@ -152,7 +152,6 @@ class DistributedAttention(torch.nn.Module):
         self.scatter_idx, self.gather_idx = scatter_idx, gather_idx
         self.sp_stream = sp_stream
         self.sp_overlap_comm = sp_stream is not None
-        self._lengths = set()
 
     def layer_sync(self, layer):
         """The current stream waits until ``layer`` has its result, where that was computed beside it."""
@@ -203,9 +202,8 @@ class DistributedAttention(torch.nn.Module):
             raise ValueError(
                 f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}: make them one dtype"
             )
-        if sizes[0][0] not in self._lengths:
-            exchange.check_lengths(sizes[0][0], self.spg, query.device)
-            self._lengths.add(sizes[0][0])
+        # In every call: a rank that had met this length before, and did not ask, would leave the others in the check.
+        exchange.check_lengths(sizes[0][0], self.spg, query.device)
         return HeadPlan(sizes[0][1], sizes[1][1], world)
 
 

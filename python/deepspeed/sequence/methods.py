@@ -1,8 +1,7 @@
 """How ranks share an attention: which of them exchange tokens for heads, and along which keys and values travel."""
 
-import socket
-
 from deepspeed import comm as dist
+from deepspeed._native import _C
 
 METHODS = ("auto", "ulysses", "ring", "both")
 
@@ -23,7 +22,7 @@ def runs_of_hosts(hosts):
 def hosts_of(group):
     """The host of each rank. Its ranks call it together."""
     every = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, socket.gethostname(), group=group)
+    dist.all_gather_object(every, _C.host_id(), group=group)
     return every
 
 

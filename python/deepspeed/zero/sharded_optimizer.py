@@ -145,16 +145,22 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
         return any(not bool(grad.isfinite().all()) for grads in self.averaged_gradients.values() for grad in grads)
 
     def sequential_execution(self, function, message, group=None):
-        """Runs ``function()`` on one rank of ``group`` (None: the data-parallel one) after the other, in rank order."""
+        """Runs ``function()`` on one rank of ``group`` (None: the data-parallel one) after the other, in rank order.
+        Raises what it raised here, after all had their turn."""
         group = self.dp_process_group if group is None else group
-        count, mine = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        count, mine, error = (1, 0, None) if group is None else (dist.get_world_size(group), dist.get_rank(group), None)
         if mine == 0:
             logger.info(message)
         for turn in range(count):
             if turn == mine:
-                function()
+                try:
+                    function()
+                except Exception as caught:
+                    error = caught
             if group is not None:
                 dist.barrier(group=group)
+        if error is not None:
+            raise error
 
     def overlapping_partition_gradients_reduce_epilogue(self):
         """Reduces what backward has left on this rank."""

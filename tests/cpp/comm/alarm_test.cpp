@@ -16,6 +16,8 @@
 #include <thread>
 #include <vector>
 
+#include "comm/shared_segments.h"
+
 namespace ds::comm {
 namespace {
 
@@ -66,9 +68,7 @@ TEST(Alarm, AProcessThatHasEndedRings) {
     const pid_t child = fork();
     if (child == 0) _exit(0);
     waitpid(child, nullptr, 0);
-    char host[64] = "";
-    gethostname(host, sizeof(host) - 1);
-    const std::string who = std::to_string(child) + " " + host;
+    const std::string who = std::to_string(child) + " " + std::to_string(host_id());
     ranks.store->set("who2", std::vector<uint8_t>(who.begin(), who.end()));
     ranks.store->add("known2", 1);
     if (goodbye) ranks.store->add("left2", 1);
@@ -82,6 +82,24 @@ TEST(Alarm, AProcessThatHasEndedRings) {
   }
 }
 
+// Names of hosts do not tell hosts apart: containers and cloned machines have the same.
+TEST(Alarm, AProcessNumberOfAnotherHostIsNotAskedFor) {
+  const pid_t child = fork();
+  if (child == 0) _exit(0);
+  waitpid(child, nullptr, 0);
+  Ranks ranks(2);
+  setenv("DS_HOST_ID", "another host of the same name", 1);
+  const Alarm elsewhere(ranks.store, 2, {"stage 0", "stage 1", "stage 2"}, nullptr);
+  unsetenv("DS_HOST_ID");
+  const std::vector<uint8_t> told = ranks.store->get("who2");
+  const std::string who(told.begin(), told.end());
+  const std::string ended = std::to_string(child) + who.substr(who.find(' '));
+  ranks.store->set("who2", std::vector<uint8_t>(ended.begin(), ended.end()));
+  ranks.alarms[0]->begin();
+  ranks.look();
+  EXPECT_TRUE(ranks.told.empty()) << ranks.told[0];
+}
+
 TEST(Alarm, SaysWhereAKilledProcessWas) {
   Ranks ranks(2);
   int there[2], here[2];
@@ -92,16 +110,15 @@ TEST(Alarm, SaysWhereAKilledProcessWas) {
     page.words()[PlacePage::kInstruction] = 1;
     page.words()[PlacePage::kMicroBatch] = 4;
     page.words()[PlacePage::kLayer] = 2;
-    const int file = page.file();
+    const SharedFile file = page.file();
     char byte = 0;
     const bool told = write(there[1], &file, sizeof(file)) == sizeof(file);
     _exit(told && read(here[0], &byte, 1) == 1 ? 0 : 1);
   }
-  int file = -1;
+  SharedFile file;
   ASSERT_EQ(read(there[0], &file, sizeof(file)), static_cast<ssize_t>(sizeof(file)));
-  char host[64] = "";
-  gethostname(host, sizeof(host) - 1);
-  const std::string who = std::to_string(child) + " " + host + " " + std::to_string(file);
+  const std::string who = std::to_string(child) + " " + std::to_string(host_id()) + " " + std::to_string(file.file) +
+                          " " + std::to_string(file.nonce);
   ranks.store->set("who2", std::vector<uint8_t>(who.begin(), who.end()));
   ranks.store->add("known2", 1);
   ranks.alarms[0]->begin();

@@ -28,6 +28,7 @@ class Restricted : public Communicator {
   std::string name() const override { return "restricted"; }
   bool carries(const Op& op) const override { return verbs_.count(op.verb) > 0 && inner_->carries(op); }
   PeerMemoryPtr peer_memory(int64_t) override { return nullptr; }
+  void abort(const std::string& why) noexcept override { inner_->abort(why); }
 
  protected:
   WorkPtr start(const Op& op) override { return inner_->run(op); }

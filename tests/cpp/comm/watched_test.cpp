@@ -3,6 +3,8 @@
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
@@ -168,7 +170,32 @@ TEST(WatchedCommunicator, StrictRanksCompareBeforeTheyStart) {
                     "all_reduce(3 x float32, sum)"))
         << text;
   });
+  on_boards(3, [](int rank, Communicator& communicator, StoreBoard&) {
+    // Rank r gives rank s s + 1 elements; as many in all are taken by rank 2, others from each.
+    const std::vector<int64_t> give{1, 2, 3}, take(3, rank + 1), wrong{2, 3, 4};
+    const std::string text = error_in([&] {
+      communicator.all_to_all(at::ones({6}), give, at::ones({3 * (rank + 1)}), rank == 2 ? wrong : take)->wait();
+    });
+    EXPECT_TRUE(has(text, "a rank gives another one more or less than that one takes from it (split sizes)")) << text;
+  });
   unsetenv("DS_COMM_FINGERPRINTS");
+}
+
+// Names of hosts do not tell hosts apart: containers and cloned machines have the same.
+TEST(StoreBoard, AProcessNumberOfAnotherHostIsNotAskedFor) {
+  const pid_t child = fork();
+  if (child == 0) _exit(0);
+  waitpid(child, nullptr, 0);
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  StoreBoard board(store, 0, 2, std::chrono::seconds(30), "tested", GroupFacts());
+  setenv("DS_HOST_ID", "another host of the same name", 1);
+  const StoreBoard elsewhere(store, 1, 2, std::chrono::seconds(30), "tested", GroupFacts());
+  unsetenv("DS_HOST_ID");
+  const std::vector<uint8_t> told = store->get("who1");
+  const std::string who(told.begin(), told.end());
+  const std::string ended = std::to_string(child) + who.substr(who.find(' '));
+  store->set("who1", std::vector<uint8_t>(ended.begin(), ended.end()));
+  EXPECT_TRUE(has(board.give_up("tested"), "rank 1: does not answer"));
 }
 
 TEST(WatchedCommunicator, TransfersGoByUnseen) {

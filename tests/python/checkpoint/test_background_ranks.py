@@ -99,6 +99,16 @@ def test_a_process_that_has_ended_is_not_waited_for(tmp_path):
         made(0, 2, tmp_path / "o", timeout_s=1, processes=elsewhere).gather(1)
 
 
+def test_a_process_number_of_another_host_of_the_same_name_is_not_asked_for(tmp_path, monkeypatch):
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    monkeypatch.setenv("DS_HOST_ID", "a container of the same name")
+    elsewhere = [this_process()[0], child.pid]
+    monkeypatch.delenv("DS_HOST_ID")
+    with pytest.raises(TimeoutError, match="within 1 s"):
+        made(0, 2, tmp_path / "m", timeout_s=1, processes=[this_process(), elsewhere]).gather(1)
+
+
 def test_a_full_disk_under_the_meeting_is_told(tmp_path, monkeypatch):
     folder = tmp_path / "m"
     folder.mkdir()

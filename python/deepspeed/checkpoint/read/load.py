@@ -109,10 +109,15 @@ def _wanted(engine, files):
 
 
 def _send(ranks, path, source, targets, device):
-    """One file from rank ``source`` to the disks of ``targets``. Returns what went wrong here, or None."""
-    size = ranks.gather(os.path.getsize(path) if ranks.rank == source else None)[source]
-    temporary, error, out = f"{path}.fetching", None, None
-    source_file = open(path, "rb") if ranks.rank == source else None
+    """One file from rank ``source`` to the disks of ``targets``. Returns what went wrong here, or None. Whatever that is,
+    this rank takes part in every exchange: the others wait for it."""
+    temporary, error, out, source_file, size = f"{path}.fetching", None, None, None, 0
+    if ranks.rank == source:
+        try:
+            source_file, size = open(path, "rb"), os.path.getsize(path)
+        except OSError as caught:
+            error = caught
+    size, failed = ranks.gather([size, error is not None])[source]
     try:
         if ranks.rank in targets:
             try:
@@ -123,8 +128,11 @@ def _send(ranks, path, source, targets, device):
         for begin in range(0, size, CHUNK_BYTES):
             count = min(CHUNK_BYTES, size - begin)
             chunk = torch.empty(count, dtype=torch.uint8)
-            if source_file is not None:
-                source_file.readinto(chunk.numpy())
+            if source_file is not None and error is None:
+                try:
+                    source_file.readinto(chunk.numpy())
+                except OSError as caught:
+                    error = caught
             chunk = chunk.to(device)
             dist.broadcast(chunk, source)
             if out is not None and error is None:
@@ -132,7 +140,7 @@ def _send(ranks, path, source, targets, device):
                     out.write(chunk.cpu().numpy())
                 except OSError as caught:
                     error = caught
-        if out is not None and error is None:
+        if out is not None and error is None and not failed:
             out.flush()
             os.fsync(out.fileno())
             file_writer.rename(temporary, path)
@@ -142,7 +150,7 @@ def _send(ranks, path, source, targets, device):
         for file in (out, source_file):
             if file is not None:
                 file.close()
-        if error is not None and os.path.exists(temporary):
+        if (error is not None or failed) and os.path.exists(temporary):
             os.unlink(temporary)
     return error
 

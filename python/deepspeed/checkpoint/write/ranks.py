@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import time
 
 from deepspeed import comm as dist
@@ -44,7 +43,7 @@ class Ranks:
 
     def __init__(self, engine, node_local):
         self.rank, self.size = engine.global_rank, engine.world_size
-        self.node = (os.environ.get("CROSS_RANK") or socket.gethostname()) if node_local else ""
+        self.node = (os.environ.get("CROSS_RANK") or str(_C.host_id())) if node_local else ""
         self.nodes = self.gather(self.node)
         self.leads = self.nodes.index(self.node) == self.rank
 
@@ -76,11 +75,7 @@ _PAUSE_S = 0.2  # the longest sleep between two looks at the folder
 
 def this_process():
     """[where process ids mean the same, process id]: for others to see whether this process is still there."""
-    try:
-        space = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        space = ""
-    return [f"{socket.gethostname()} {space}", os.getpid()]
+    return [str(_C.host_id()), os.getpid()]
 
 
 def _is_gone(process):
@@ -203,7 +198,7 @@ class RanksThroughFiles(Ranks):
 def in_turn(ranks, function):
     """``function()`` on every rank, while no other rank of this machine is in it. Every rank calls it; ``function``
     must not wait for other ranks. Raises what it raised here, after all had their turn."""
-    hosts = ranks.gather(socket.gethostname())
+    hosts = ranks.gather(_C.host_id())
     mine = hosts[: ranks.rank].count(hosts[ranks.rank])
     error = None
     for turn in range(max(hosts.count(host) for host in set(hosts))):

@@ -1,11 +1,11 @@
 """Writes a checkpoint of an engine."""
 
 import os
-import socket
 import time
 
 import torch
 
+from deepspeed._native import _C
 from deepspeed.checkpoint.convert.export import write_script
 from deepspeed.checkpoint.engines.base import ForeignFiles
 from deepspeed.checkpoint.layouts import names
@@ -123,7 +123,7 @@ def make_sharing(engine, ranks):
     if mode is None or engine._stage_policy.saved.model_by_rank or native.is_wanted(engine):
         return None
     local = int(os.environ.get("LOCAL_RANK", 0))
-    own = [socket.gethostname(), socket_of_process(local), engine.mp_rank_for_files(), engine.parallel.dp_rank]
+    own = [_C.host_id(), socket_of_process(local), engine.mp_rank_for_files(), engine.parallel.dp_rank]
     return Sharing(mode.upper(), ranks.gather(own), ranks)
 
 

@@ -1,0 +1,196 @@
+"""Ranks whose calls of ``deepspeed.comm`` do not mean the same: all of them fail within seconds, on every verb, over gloo,
+through the memory beside it, and over the backend shm. Ranks as threads: tests/cpp/comm/mismatch_test.cpp."""
+
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed
+
+import deepspeed
+from deepspeed import comm
+from deepspeed.checkpoint.read import load
+from harness import run_ranks
+
+LIMIT_S, WRONG = 5.0, 1
+VERBS = (
+    "all_reduce", "reduce", "broadcast", "reduce_scatter", "reduce_scatter_tensor", "all_gather",
+    "all_gather_into_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "all_reduce_coalesced",
+    "all_gather_coalesced",
+)  # fmt: skip
+FAULTS = ("shape", "dtype", "splits")
+# Comparing through the store takes a second or two for each error: one fault for each verb.
+OVER_GLOO = [(verb, FAULTS[i % 2]) for i, verb in enumerate(VERBS)] + [("all_to_all_single", "splits")]
+IN_MEMORY = [(verb, fault) for verb in VERBS for fault in FAULTS[:2]] + [("all_to_all_single", "splits")]
+
+
+def call(verb, fault, rank, world, group):
+    wrong = rank == WRONG
+    count = 8 if wrong and fault == "shape" else 6
+    dtype = torch.float64 if wrong and fault == "dtype" else torch.float32
+    ones = lambda count: torch.ones(count, dtype=dtype)  # noqa: E731
+    one, whole, parts = ones(count), ones(count * world), [ones(count) for _ in range(world)]
+    if verb == "all_reduce":
+        return comm.all_reduce(one, group=group)
+    if verb in ("reduce", "broadcast"):
+        return getattr(comm, verb)(one, 0, group=group)
+    if verb == "reduce_scatter":
+        return comm.reduce_scatter(one, parts, group=group)
+    if verb == "reduce_scatter_tensor":
+        return comm.reduce_scatter_tensor(one, whole, group=group)
+    if verb == "all_gather":
+        return comm.all_gather(parts, one, group=group)
+    if verb == "all_gather_into_tensor":
+        return comm.all_gather_into_tensor(whole, one, group=group)
+    if verb == "all_to_all":
+        return comm.all_to_all(parts, [ones(count) for _ in range(world)], group=group)
+    if verb == "gather":
+        return comm.gather(one, parts if rank == 0 else None, 0, group=group)
+    if verb == "scatter":
+        return comm.scatter(one, parts if rank == 0 else None, 0, group=group)
+    if verb == "all_reduce_coalesced":
+        return comm.all_reduce_coalesced([one, ones(count)], group=group)
+    if verb == "all_gather_coalesced":
+        return comm.all_gather_coalesced([whole, ones(count * world)], [one, ones(count)], group=group)
+    if fault != "splits":
+        return comm.all_to_all_single(whole, ones(count * world), group=group)
+    given = [(rank + other) % world + 1 for other in range(world)]
+    taken = given[::-1] if wrong else given  # as many in all
+    return comm.all_to_all_single(ones(sum(taken)), ones(sum(given)), taken, given, group=group)
+
+
+def mismatches(rank, world, backend, cases):
+    deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=60), verbose=False)
+    told = []
+    for verb, fault in cases:
+        group = comm.new_group(list(range(world)))
+        began = time.monotonic()
+        try:
+            call(verb, fault, rank, world, group)
+            text = "no error"
+        except RuntimeError as error:
+            text = str(error).splitlines()[0]
+        told.append((verb, fault, time.monotonic() - began, text))
+        time.sleep(0.1)  # the others want to know where this rank is
+    comm.barrier()  # the group of all is whole
+    return told
+
+
+@pytest.mark.parametrize(
+    "backend, cases, env",
+    [
+        ("shm", IN_MEMORY, {}),
+        ("gloo", IN_MEMORY, {}),
+        ("gloo", OVER_GLOO, {"DS_SHM_COLLECTIVES": "0", "DS_COMM_FINGERPRINTS": "strict"}),
+    ],
+    ids=["shm", "memory", "gloo"],
+)
+def test_every_rank_fails_within_seconds(backend, cases, env, tmp_path):
+    env = env | {"DS_COMM_TRACE_DIR": str(tmp_path)}
+    for told in run_ranks(3, mismatches, backend, cases, fresh=True, env=env, timeout=120):
+        assert len(told) == len(cases)
+        for verb, fault, seconds, text in told:
+            assert "call different collectives" in text or "gives another one more or less" in text, (verb, fault, text)
+            assert seconds < LIMIT_S, (verb, fault, seconds)
+            assert fault != "splits" or "(split sizes)" in text
+
+
+def other_groups(rank, world, backend):
+    deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=60), verbose=False)
+    os.environ["DS_COMM_TIMEOUT_S"] = "2"
+    if backend == "shm":
+        one, two = (torch.distributed.new_group(timeout=timedelta(seconds=2)) for _ in range(2))
+    else:
+        one, two = (comm.new_group(list(range(world))) for _ in range(2))
+    began = time.monotonic()
+    with pytest.raises(RuntimeError) as error:
+        comm.all_reduce(torch.ones(3), group=two if rank == WRONG else one)
+    return time.monotonic() - began, str(error.value)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_ranks_in_other_groups_are_told_after_the_timeout(backend, tmp_path):
+    env = {"DS_COMM_TRACE_DIR": str(tmp_path)}
+    for seconds, text in run_ranks(3, other_groups, backend, fresh=True, env=env, timeout=60):
+        assert "has not come for 2 s" in text and seconds < LIMIT_S + 2
+
+
+# ---- what one rank sees by itself: nothing is sent, and the group goes on --------------------------------------------
+def refused(rank, world, backend):
+    deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=60), verbose=False)
+    one, narrow = torch.ones(4), torch.ones(4, dtype=torch.bfloat16)
+    whole, narrow_whole = torch.ones(4 * world), torch.ones(4 * world, dtype=torch.bfloat16)
+    for call in (
+        lambda: comm.all_gather_into_tensor(narrow_whole, one),
+        lambda: comm.all_gather_into_tensor(whole, narrow),
+        lambda: comm.all_gather([narrow] * world, one),
+        lambda: comm.reduce_scatter_tensor(narrow, whole),
+        lambda: comm.reduce_scatter_tensor(one, narrow_whole),
+        lambda: comm.reduce_scatter(one, [narrow] * world),
+        lambda: comm.all_to_all_single(narrow_whole, whole),
+        lambda: comm.all_to_all([one] * world, [narrow] * world),
+        lambda: comm.gather(narrow, [one] * world if rank == 0 else None, 0) if rank == 0 else fail_as_rank_0_does(),
+        lambda: comm.scatter(one, [narrow] * world, 0) if rank == 0 else fail_as_rank_0_does(),
+    ):
+        with pytest.raises((TypeError, RuntimeError), match="dtype"):  # of a list torch itself says so
+            call()
+    comm.all_reduce(one)
+    return one.tolist()
+
+
+def fail_as_rank_0_does():
+    raise TypeError("dtype")
+
+
+@pytest.mark.parametrize("backend, env", [("shm", {}), ("gloo", {}), ("gloo", {"DS_SHM_COLLECTIVES": "0"})])
+def test_dtypes_that_differ_on_one_rank_are_refused(backend, env):
+    assert run_ranks(2, refused, backend, fresh=True, env=env, timeout=60) == [[2.0] * 4] * 2
+
+
+# ---- several calls as one, of the backend shm ------------------------------------------------------------------------
+def coalesced(rank, world):
+    deepspeed.init_distributed(dist_backend="shm", timeout=timedelta(seconds=60), verbose=False)
+    group = torch.distributed.group.WORLD
+    backend = group._get_backend(torch.device("cpu")) if hasattr(group, "_get_backend") else group
+    made = [torch.zeros(world), torch.zeros(2 * world)]
+    if hasattr(backend, "allgather_into_tensor_coalesced"):
+        for call in (backend.allgather_into_tensor_coalesced, backend.reduce_scatter_tensor_coalesced):
+            work = call([], [])
+            assert work is not None and work.wait()
+        backend.allgather_into_tensor_coalesced(made, [torch.full((1,), rank + 1.0), torch.ones(2)]).wait()
+        # The first of two fails: the ranks do not give as many elements.
+        bad = 3 if rank == WRONG else 2
+        work = backend.allgather_into_tensor_coalesced(
+            [torch.zeros(bad * world), torch.zeros(world)], [torch.ones(bad), torch.ones(1)]
+        )
+        with pytest.raises(RuntimeError, match="call different collectives"):
+            work.wait()
+    return True
+
+
+def test_coalesced_calls_give_a_handle_and_the_first_error(tmp_path):
+    assert all(run_ranks(2, coalesced, fresh=True, env={"DS_COMM_TRACE_DIR": str(tmp_path)}, timeout=60))
+
+
+# ---- files that ranks send each other --------------------------------------------------------------------------------
+class Told:
+    def __init__(self, rank, world):
+        self.rank, self.world = rank, world
+
+    def gather(self, value):
+        found = [None] * self.world
+        comm.all_gather_object(found, value)
+        return found
+
+
+def missing_source(rank, world, folder):
+    path = os.path.join(folder, str(rank), "gone")
+    error = load._send(Told(rank, world), path, 0, [1], torch.device("cpu"))
+    return type(error).__name__
+
+
+def test_a_file_that_its_owner_cannot_read_leaves_nobody_waiting(tmp_path):
+    assert run_ranks(2, missing_source, str(tmp_path), init=True, timeout=60) == ["FileNotFoundError", "NoneType"]
+    assert os.listdir(tmp_path / "1") == []
