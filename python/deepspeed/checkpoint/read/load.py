@@ -19,6 +19,7 @@ from deepspeed.checkpoint.read.weights import (
     plain,
     restore_strategy,
     resume_run,
+    sparse_names,
 )
 from deepspeed.checkpoint.write import background, commit, file_writer
 from deepspeed.checkpoint.write.ranks import Ranks, failure_of, in_turn, raise_together
@@ -371,7 +372,7 @@ def _load(engine, ranks, folder, strict, with_optimizer, with_scheduler, module_
         engine.global_samples = state.get("global_samples", engine.global_steps * engine.train_batch_size())
         engine.skipped_steps = state.get("skipped_steps", 0)
         engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
-        engine.sparse_tensor_module_names = state.get("sparse_tensor_module_names", engine.sparse_tensor_module_names)
+        engine.sparse_tensor_module_names = sparse_names(engine, state)
     engine.loaded_checkpoint_dp_world_size = state.get("dp_world_size")
     if with_optimizer:
         engine.zero_grad()
