@@ -151,11 +151,19 @@ CheckResult check_list(const Field& field, const Value& value, bool lenient_text
   Value out = Value::array();
   Field item;
   item.kinds = field.item_kinds;
+  if (field.item_count && value.size() != *field.item_count) {
+    const std::string advice = field.fallback.is_null() ? "" : "The default is " + show(field.fallback) + ".";
+    CheckResult v = refuse("must have " + std::to_string(*field.item_count) + " items", advice);
+    v.out_of_range = true;
+    return v;
+  }
   for (size_t i = 0; i < value.size(); ++i) {
     const std::string at = "item " + std::to_string(i + 1) + " (" + show(value[i], 40) + ") ";
     CheckResult v;
     if (field.item_choices.empty()) {
       item.minimum = field.item_minimum;
+      item.maximum = field.item_below;
+      item.below_maximum = field.item_below.has_value();
       v = check(item, value[i], lenient_texts, nullptr);
     } else {
       v = value[i].is_string() ? check_choice(field, value[i], field.item_choices, nullptr)

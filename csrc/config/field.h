@@ -3,7 +3,8 @@
 //
 //   integer("reduce_bucket_size", 500000000, "Elements per reduction bucket.").at_least(0)
 //
-// A key whose feature is not there yet says so with not_built(); deleting that call is all it takes to open it.
+// A key whose feature is not there yet says so with not_built(); deleting that call is all it takes to open it. A key
+// that is accepted and changes nothing says so with no_effect("the reason").
 // Nothing here needs a JSON library, so that the section files compile in a moment.
 #pragma once
 #include <cstdint>
@@ -87,7 +88,8 @@ struct Field {
   std::string open_choices;  // not empty: other texts pass too, and this says which
   unsigned item_kinds = 0;   // lists: kinds of each item; 0 is anything
   std::vector<Literal> item_choices;
-  std::optional<double> item_minimum;
+  std::optional<double> item_minimum, item_below;  // the second is excluded
+  std::optional<size_t> item_count;
   bool unique_items = false;     // lists: later copies of an item are dropped
   bool null_is_default = false;  // a null stands for the default
   std::vector<std::string> aliases;
@@ -99,6 +101,7 @@ struct Field {
   std::string forward_true_as;  // the one-key table {first: second} that `true` stands for in the new key
   std::string forward_true_value;
   std::optional<NotBuilt> unbuilt;
+  std::string no_effect_because;  // not empty: the key is accepted and changes nothing here, and this says why
   ErrorKind violation = ErrorKind::kConfig;  // for a value outside choices or range
   std::string violation_words;               // with which its message begins
   bool is_required = false;
@@ -107,7 +110,8 @@ struct Field {
   std::vector<Field> fields;
   bool validated = false;  // "auto" stands for "not given"
   Unknown unknown = Unknown::kError;
-  std::string bool_key;  // a bare true or false sets this key ...
+  std::string unknown_because;  // kKeep: why such keys change nothing here; empty: they may
+  std::string bool_key;         // a bare true or false sets this key ...
   Literal bool_true, bool_false;
   std::string bool_doc;
   bool null_when_absent = false;
@@ -167,6 +171,14 @@ struct Field {
   }
   Field& items_at_least(double v) {
     item_minimum = v;
+    return *this;
+  }
+  Field& items_below(double v) {
+    item_below = v;
+    return *this;
+  }
+  Field& exactly(size_t count) {
+    item_count = count;
     return *this;
   }
   Field& unique() {
@@ -237,8 +249,15 @@ struct Field {
     unbuilt = NotBuilt{std::move(feature), {}, {}, true};
     return *this;
   }
-  Field& keeps_unknown() {
+  // `because` follows the word "because" in messages and in the reference.
+  Field& no_effect(std::string because) {
+    no_effect_because = std::move(because);
+    return *this;
+  }
+  // `no_effect`: why these keys change nothing, as above; empty: they may.
+  Field& keeps_unknown(std::string no_effect = "") {
     unknown = Unknown::kKeep;
+    unknown_because = std::move(no_effect);
     return *this;
   }
   Field& ignores_unknown() {

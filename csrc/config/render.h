@@ -17,6 +17,9 @@ std::string json_schema(const Schema& schema);
 
 // The feature this key waits for, given those of the sections around it; "" when it is there.
 std::string pending_feature(const Field& field, const std::string& outer);
+// "; ...": that this key has no effect and why; "" where it has one. `unknown`: a key that `field`, its section, keeps
+// without knowing it.
+std::string no_effect_of(const Field& field, bool unknown = false);
 // "at least 0", "one of ...", for tables.
 std::string limits_of(const Field& field);
 

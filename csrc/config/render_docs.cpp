@@ -58,6 +58,8 @@ class Writer {
                                            : " *Deprecated: use `" + field.replaced_by + "`" +
                                                  (field.forwarded ? ", which gets its value.*" : ".*");
     }
+    if (!field.no_effect_because.empty())
+      meaning += " *Accepted, no effect here, because " + field.no_effect_because + ".*";
     if (field.unbuilt && !field.unbuilt->values.empty()) {
       std::string values;
       for (const Literal& value : field.unbuilt->values) values += (values.empty() ? "" : ", ") + show(value);
@@ -97,7 +99,10 @@ class Writer {
       out +=
           " A bare `true` or `false` " + (field.bool_doc.empty() ? "sets `" + field.bool_key + "`." : field.bool_doc);
     if (field.unknown == Unknown::kIgnore) out += " Unknown keys are ignored with a warning.";
-    if (field.unknown == Unknown::kKeep) out += " Other keys are kept as given.";
+    if (field.unknown == Unknown::kKeep) {
+      out += " Other keys are kept as given";
+      out += field.unknown_because.empty() ? "." : "; they have no effect here, because " + field.unknown_because + ".";
+    }
     const std::string pending = pending_feature(field, "");
     if (!pending.empty()) out += " **Known, not built yet: " + pending + ".**";
     out += "\n\n";
@@ -129,6 +134,8 @@ std::string limits_of(const Field& field) {
     out += (out.empty() ? "" : ", ") + std::string(field.below_maximum ? "below " : "at most ") + bound(*field.maximum);
   if (field.item_minimum)
     out += (out.empty() ? "" : ", ") + std::string("items at least ") + bound(*field.item_minimum);
+  if (field.item_below) out += (out.empty() ? "" : ", ") + std::string("items below ") + bound(*field.item_below);
+  if (field.item_count) out += (out.empty() ? "" : ", ") + std::to_string(*field.item_count) + " items";
   return out;
 }
 

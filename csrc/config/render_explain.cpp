@@ -22,6 +22,7 @@ class Lister {
       const std::string here = join_path(path, item.key());
       const Field* field = at.find(item.key());
       const std::string pending = field ? pending_feature(*field, outer) : outer;
+      const std::string inert = no_effect_of(field ? *field : at, !field);
       if (field && field->is_section() && item.value().is_object()) {
         section(*field, item.value(), here, pending);
       } else if (field && !field->variants.empty() && item.value().is_object()) {
@@ -31,7 +32,7 @@ class Lister {
         }
       } else {
         rows.push_back(
-            {here, show(item.value()), origin_of(here, here, pending), is_default(field, here, item.value())});
+            {here, show(item.value()), origin_of(here, here, pending) + inert, is_default(field, here, item.value())});
       }
     }
   }
@@ -86,10 +87,11 @@ void table(const std::vector<Row>& rows, std::string& out) {
   }
 }
 
-void issues(const Config& config, Severity severity, const char* title, std::string& out) {
+// `code`: of notes, the ones to list.
+void issues(const Config& config, Severity severity, const char* title, std::string& out, const char* code = "") {
   std::string lines;
   for (const Issue& issue : config.issues()) {
-    if (issue.severity == severity) lines += "  - " + issue.full() + "\n";
+    if (issue.severity == severity && (!*code || issue.code == code)) lines += "  - " + issue.full() + "\n";
   }
   if (!lines.empty()) out += std::string("\n") + title + "\n" + lines;
 }
@@ -102,13 +104,19 @@ std::string pending_feature(const Field& field, const std::string& outer) {
   return field.unbuilt->feature;
 }
 
+std::string no_effect_of(const Field& field, bool unknown) {
+  const std::string& because = unknown ? field.unknown_because : field.no_effect_because;
+  return because.empty() ? "" : "; accepted, no effect here, because " + because;
+}
+
 std::string explain(const Config& config, const Schema& schema) {
   Lister lister(config);
   lister.section(schema.root, config.values(), "", "");
   std::string out = config.document().source + "\n\n";
   table(lister.rows, out);
   out += consequences(config, schema);
-  issues(config, Severity::kNote, "Left to the defaults", out);
+  issues(config, Severity::kNote, "Left to the defaults", out, "auto");
+  issues(config, Severity::kNote, "Accepted without effect", out, "no_effect");
   issues(config, Severity::kWarning, "Warnings", out);
   issues(config, Severity::kError, "Conflicts", out);
   if (!config.broken()) out += "\nNo conflicts.\n";

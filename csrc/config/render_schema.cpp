@@ -28,6 +28,7 @@ void set_bounds(const Field& field, Value& out) {
 Value items_of(const Field& field) {
   Value out = {{"type", types_of(field.item_kinds)}};
   if (field.item_minimum) out["minimum"] = *field.item_minimum;
+  if (field.item_below) out["exclusiveMaximum"] = *field.item_below;
   for (const Literal& choice : field.item_choices) out["enum"].push_back(to_value(choice));
   return out;
 }
@@ -38,7 +39,7 @@ Value or_auto(Value described) {
     return described;
   Value plain = Value::object();
   for (const char* key : {"type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "items",
-                          "properties", "additionalProperties", "required"}) {
+                          "minItems", "maxItems", "properties", "additionalProperties", "required"}) {
     if (!described.contains(key)) continue;
     plain[key] = described[key];
     described.erase(key);
@@ -68,6 +69,7 @@ Value describe(const Field& field, const std::string& outer) {
   }
   set_bounds(field, out);
   if (field.kinds & kList && field.item_kinds) out["items"] = items_of(field);
+  if (field.item_count) out["minItems"] = out["maxItems"] = *field.item_count;
   if (field.kinds & kList && !field.fields.empty()) {
     out["items"] = object_of(field, pending);
     out["items"]["type"] = "object";
@@ -80,6 +82,8 @@ Value describe(const Field& field, const std::string& outer) {
     out["x-ds-value-forwarded"] = field.forwarded;
   }
   if (!pending.empty()) out["x-ds-not-built"] = pending;
+  if (!field.no_effect_because.empty()) out["x-ds-no-effect"] = "because " + field.no_effect_because;
+  if (!field.unknown_because.empty()) out["x-ds-other-keys-no-effect"] = "because " + field.unknown_because;
   if (field.unbuilt && !field.unbuilt->values.empty()) {
     for (const Literal& value : field.unbuilt->values) out["x-ds-not-built-values"].push_back(to_value(value));
   }

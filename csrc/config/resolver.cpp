@@ -148,6 +148,7 @@ class Resolver {
     if (!verdict.warning.empty()) warn("read_as", here, assigned(here, value) + " " + verdict.warning);
     slot = std::move(*verdict.value);
     if (!value.is_null() || field.kinds & kNull) config_.origins_[kept] = {Source::kGiven, config_.line(here), ""};
+    if (!field.no_effect_because.empty() && !value.is_null()) without_effect(here, value, field.no_effect_because);
     if (field.unbuilt && !field.unbuilt->inert && !is_overridden(field)) refuse_value(field, slot, here);
   }
 
@@ -260,6 +261,7 @@ class Resolver {
     if (!top && at.unknown == Unknown::kKeep) {
       out[key] = value;
       config_.origins_[here] = {Source::kGiven, config_.line(here), ""};
+      if (!at.unknown_because.empty()) without_effect(here, value, at.unknown_because);
       return;
     }
     if (!top && at.unknown == Unknown::kIgnore) {
@@ -284,6 +286,15 @@ class Resolver {
 
   void warn(const std::string& code, const std::string& path, const std::string& text) {
     config_.issues_.push_back({Severity::kWarning, ErrorKind::kConfig, code, {path}, text, ""});
+  }
+
+  void without_effect(const std::string& here, const Value& value, const std::string& because) {
+    config_.issues_.push_back({Severity::kNote,
+                               ErrorKind::kConfig,
+                               "no_effect",
+                               {here},
+                               assigned(here, value) + " is accepted and has no effect here, because " + because + ".",
+                               ""});
   }
 
   void deprecated(const Field& field, const Value& value, const std::string& here, const std::string& path) {

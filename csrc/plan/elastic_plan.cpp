@@ -82,8 +82,7 @@ ElasticPlan elastic_plan(const ElasticRequest& r) {
   bases.push_back(common_multiple(r.micros));
   std::set<int64_t> candidates;
   for (const int64_t base : bases) {
-    if (base == kMost) continue;
-    candidates.insert(base >= r.max_batch ? base : base * highly_composite(r.max_batch / base));
+    if (base <= r.max_batch) candidates.insert(base * highly_composite(r.max_batch / base));
   }
   ElasticPlan best{0, {}};
   for (const int64_t batch : candidates) {  // ascending

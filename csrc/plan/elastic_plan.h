@@ -24,8 +24,8 @@ int64_t highly_composite(int64_t limit);
 std::vector<int64_t> elastic_worlds(int64_t batch, const std::vector<int64_t>& micros, int64_t low, int64_t high);
 
 // Version 0.1. A candidate is each micro size, and their least common multiple, times the largest highly composite
-// number that keeps it within max_batch; a common multiple above max_batch is a candidate itself. The one with the most
-// worlds is taken; of several the largest (prefer_larger) or the smallest.
+// number that keeps it within max_batch; a common multiple above max_batch is no candidate, so no batch is above
+// max_batch. The one with the most worlds is taken; of several the largest (prefer_larger) or the smallest.
 // Throws Error(kValue) when a micro size is larger than max_batch.
 ElasticPlan elastic_plan(const ElasticRequest& request);
 

@@ -141,6 +141,7 @@ void BucketReduction::complete(GradBucket& bucket, const std::vector<uint8_t>& f
     const at::Tensor grad = store_.grad_view(param);
     if (filled[param])
       reduce_rows(*among.replicas, grad, after(bucket), options_.comm_dtype.value_or(grad.scalar_type()), tag(bucket));
+    bucket.reduced = true;
     return;
   }
   if (bucket.work) collect(bucket);

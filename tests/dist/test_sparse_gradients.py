@@ -159,6 +159,92 @@ def test_sums_in_place_of_means():
     run_ranks(2, body_average)
 
 
+class NoRates(torch.optim.Optimizer):
+    """Adam and SparseAdam behind groups without ``lr``, as DeepSpeed's own tests of sparse gradients have it."""
+
+    def __init__(self, model):
+        rare = [p for n, p in model.named_parameters() if not n.startswith("out")]
+        super().__init__([*model.out.parameters(), *rare], {})
+        self.parts = [torch.optim.Adam(model.out.parameters(), lr=1e-2), torch.optim.SparseAdam(rare, lr=1e-2)]
+
+    step = Lazy.step
+
+
+def body_no_rates(rank, world, sparse):
+    torch.manual_seed(0)
+    model = Bags(sparse)
+    config = {"train_batch_size": world, "steps_per_print": 1, "sparse_gradients": True}
+    optimizer = NoRates(model) if sparse else torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    found = []
+    for average, times in ((True, 1), (False, 2), (False, 1)):
+        engine.gradient_average = average
+        for _ in range(times):  # what is there is added to
+            engine.backward(engine(tokens_of(0, 3 * rank)))
+        found.append({n: p.grad.clone() for n, p in engine.named_parameters() if p.grad is not None})
+        for param in engine.parameters():
+            param.grad = None  # and nothing else: the next backward starts from nothing
+    assert len(found[0]) == 5
+    for name, mean in found[0].items():
+        for factor, other in zip((2 * world, world), found[1:]):
+            assert torch.allclose(dense(other[name]), factor * dense(mean), rtol=1e-6, atol=0), (name, factor)
+    before = [param.detach().clone() for param in model.parameters()]
+    engine.backward(engine(tokens_of(1, 3 * rank)))
+    engine.step()
+    assert any((a != b).any() for a, b in zip(before, model.parameters()))
+    assert engine.get_lr() == ([0.0] if sparse else [0.1])
+    group = deepspeed.utils.groups._get_data_parallel_group()
+    for param in model.parameters():
+        mine, other = engine.all_gather_scalar(param, group)
+        assert torch.equal(mine, other)
+
+
+def dense(tensor):
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_sums_after_grads_were_dropped_and_groups_without_lr(sparse):
+    run_ranks(2, body_no_rates, sparse)
+
+
+class OneTable(torch.nn.Module):
+    def __init__(self, has_table):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 1)
+        if has_table:
+            self.table = torch.nn.Embedding(10, 3)
+
+
+KINDS = [(False, False), (True, False), (True, True)]  # has a table, sparse_gradients
+
+
+def body_names(rank, world, folder):
+    """As DeepSpeed's own test of checkpoints has it, without an optimizer."""
+
+    def engine(has_table, sparse):
+        config = {"train_batch_size": world, "sparse_gradients": sparse}
+        return deepspeed.initialize(model=OneTable(has_table), config=config)[0]
+
+    for number, (has_table, sparse) in enumerate(KINDS):
+        source = engine(has_table, sparse)
+        assert source.sparse_tensor_module_names == ({"table.weight"} if sparse else set())
+        source.save_checkpoint(folder, tag=str(number))
+        for other in KINDS:
+            target = engine(*other)
+            own = target.sparse_tensor_module_names
+            target.load_checkpoint(
+                folder, tag=str(number), load_module_strict=False, load_optimizer_states=False,
+                load_lr_scheduler_states=False,
+            )  # fmt: skip
+            wanted = source.sparse_tensor_module_names if has_table and other[0] else own
+            assert target.sparse_tensor_module_names == wanted, (has_table, sparse, other)
+
+
+def test_names_of_sparse_embeddings_without_an_optimizer_and_after_a_load(tmp_path):
+    run_ranks(2, body_names, str(tmp_path))
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sharded_stages_are_refused(stage):
     config = {"train_batch_size": 1, "sparse_gradients": True, "zero_optimization": {"stage": stage}}

@@ -84,7 +84,10 @@ DS_CONFIG_CHAPTER(70, kTraining, "Checkpoints") {
                             {
                                 integer("host_cache_size", nullptr, "GiB of host memory for snapshots.").above(0),
                             });
-  c.add(datastates.keeps_unknown().absent_is_null().bool_is_presence());
+  c.add(datastates
+            .keeps_unknown("snapshots are written by the engine of checkpoint.async, which reads host_cache_size alone")
+            .absent_is_null()
+            .bool_is_presence());
   c.rule("checkpoint.writer.type PYTHON and MOCK exclude writing in the background and the format safetensors.",
          [](RuleContext& j) {
            if (j.is_null("checkpoint.writer") || j.text("checkpoint.writer.type") == "FAST") return;

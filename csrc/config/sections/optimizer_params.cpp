@@ -10,7 +10,10 @@ Field lr(double fallback) { return number("lr", fallback, "Learning rate.").at_l
 Field betas() {
   return list("betas", std::vector<double>{0.9, 0.999},
               "Decay of the running averages of the gradient and of its square.")
-      .items(kFloat);
+      .items(kFloat)
+      .items_at_least(0)
+      .items_below(1)
+      .exactly(2);
 }
 Field eps(double fallback) { return number("eps", fallback, "Added to the denominator.").at_least(0); }
 Field weight_decay() { return number("weight_decay", 0.0, "Weight decay.").at_least(0); }

@@ -40,7 +40,7 @@ DS_CONFIG_CHAPTER(95, kTraining, "Pipeline, tensor and expert parallelism") {
                 boolean("pipe_partitioned", true, "Shard activations over model-parallel ranks between stages."),
                 boolean("grad_partitioned", true, "Shard their gradients, too."),
             })
-            .keeps_unknown());
+            .keeps_unknown("only the keys in the table below are read"));
 
   auto tensor = validated(
       "tensor_parallel", "Split layers over ranks without a change of the model: AutoTP.",
@@ -76,38 +76,43 @@ DS_CONFIG_CHAPTER(95, kTraining, "Pipeline, tensor and expert parallelism") {
       });
   c.add(tensor.not_built("tensor parallelism", {"autotp_size"}));
 
-  auto expert = section(
-      "expert_parallel", "Split experts over ranks without a change of the model: AutoEP.",
-      {
-          boolean("enabled", false, "Switch it on."),
-          integer("autoep_size", 1, "Ranks that share the experts.").at_least(1),
-          integer("expert_tensor_parallel_size", 1, "Ranks that share one expert.").at_least(1),
-          boolean("validate_folding_routing", false, "Check the routing between folded groups."),
-          name("preset_model", "Known model whose names are used."),
-          name("moe_layer_pattern", "Regular expression for MoE layers."),
-          name("expert_pattern", "... for experts."),
-          name("router_pattern", "... for routers."),
-          boolean("use_grouped_mm", true, "One grouped matrix product for all experts."),
-          boolean("disable_triton_grouped_mm", false, "Not the Triton one."),
-          flag("route_norm", "Normalise routing weights; null: as the model does."),
-          number("route_scale", 1.0, "Factor on routing weights."),
-          text("score_apply", "auto", "Where routing weights are applied.").one_of({"auto", "pre", "post"}),
-          text("combine_impl", "auto", "How outputs are combined.").one_of({"auto", "weighted_sum", "legacy_bmm"}),
-          integer("num_expert_groups", nullptr, "Groups of experts for limited routing.").at_least(1),
-          integer("num_limited_groups", nullptr, "Groups a token may go to.").at_least(1),
-          text("score_func", "auto", "Scores from logits.").one_of({"auto", "softmax", "sigmoid"}),
-          integer("top_k", "auto", "Experts per token.").also(kText).one_of({"auto"}).at_least(1),
-          anything("load_balance_coeff", nullptr, "Only null.").computed("unset"),
-          number("routed_scaling_factor", "auto", "Factor on the routed output.").also(kText).one_of({"auto"}),
-          name("expert_w1", "Name of the first weight of an expert."),
-          name("expert_w2", "... of the second."),
-          anything("expert_w3", nullptr, "... of the third; null for none.").computed("unset"),
-          name("num_experts_attr", "Attribute of the model's config that counts experts."),
-          name("top_k_attr", "... that counts experts per token."),
-          flag("has_shared_experts", "The model has experts that all tokens use; null: as its preset says."),
-          name("shared_experts_pattern", "Regular expression for those."),
-          name("shared_experts_gate_pattern", "... for their gate."),
-      });
+  auto expert =
+      section("expert_parallel", "Split experts over ranks without a change of the model: AutoEP.",
+              {
+                  boolean("enabled", false, "Switch it on."),
+                  integer("autoep_size", 1, "Ranks that share the experts.").at_least(1),
+                  integer("expert_tensor_parallel_size", 1, "Ranks that share one expert.").at_least(1),
+                  boolean("validate_folding_routing", false, "Check the routing between folded groups.")
+                      .no_effect("expert_tensor_parallel_size above 1, which would fold groups, is refused"),
+                  name("preset_model", "Known model whose names are used."),
+                  name("moe_layer_pattern", "Regular expression for MoE layers."),
+                  name("expert_pattern", "... for experts."),
+                  name("router_pattern", "... for routers."),
+                  boolean("use_grouped_mm", true, "One grouped matrix product for all experts."),
+                  boolean("disable_triton_grouped_mm", false, "Not the Triton one.")
+                      .no_effect("there is no Triton product here"),
+                  flag("route_norm", "Normalise routing weights; null: as the model does."),
+                  number("route_scale", 1.0, "Factor on routing weights."),
+                  text("score_apply", "auto", "Where routing weights are applied.").one_of({"auto", "pre", "post"}),
+                  text("combine_impl", "auto", "How outputs are combined.")
+                      .one_of({"auto", "weighted_sum", "legacy_bmm"})
+                      .no_effect("all of them are the same sum in fp32, which one kernel computes"),
+                  integer("num_expert_groups", nullptr, "Groups of experts for limited routing.").at_least(1),
+                  integer("num_limited_groups", nullptr, "Groups a token may go to.").at_least(1),
+                  text("score_func", "auto", "Scores from logits.").one_of({"auto", "softmax", "sigmoid"}),
+                  integer("top_k", "auto", "Experts per token.").also(kText).one_of({"auto"}).at_least(1),
+                  anything("load_balance_coeff", nullptr, "Only null.").computed("unset"),
+                  number("routed_scaling_factor", "auto", "Factor on the routed output.").also(kText).one_of({"auto"}),
+                  name("expert_w1", "Name of the first weight of an expert."),
+                  name("expert_w2", "... of the second."),
+                  anything("expert_w3", nullptr, "... of the third; null for none.").computed("unset"),
+                  name("num_experts_attr", "Attribute of the model's config that counts experts.")
+                      .no_effect("experts are counted in the layer itself"),
+                  name("top_k_attr", "... that counts experts per token."),
+                  flag("has_shared_experts", "The model has experts that all tokens use; null: as its preset says."),
+                  name("shared_experts_pattern", "Regular expression for those."),
+                  name("shared_experts_gate_pattern", "... for their gate."),
+              });
   c.add(expert.ignores_unknown());
   c.rule("expert_parallel.load_balance_coeff is null.", [](RuleContext& j) {
     if (!j.is_null("expert_parallel.load_balance_coeff")) {

@@ -25,23 +25,24 @@ DS_CONFIG_CHAPTER(40, kTraining, "Precision") {
                       number("loss_scale", 0, "Static loss scale; 0 scales dynamically.").at_least(0),
                       integer("initial_scale_power", 16, "The dynamic scale starts at 2 to this power.").at_least(0),
                       integer("loss_scale_window", 1000, "Steps without overflow before the scale doubles."),
-                      integer("hysteresis", 2, "Overflows before the scale halves.").at_least(0),
+                      integer("hysteresis", 2, "Overflows before the scale halves.").at_least(1),
                       boolean("consecutive_hysteresis", false, "Only overflows in a row use the hysteresis up."),
                       integer("min_loss_scale", 1, "The dynamic scale never falls below."),
                       boolean("fp16_master_weights_and_grads", false, "Keep master weights and gradients in fp16 too.")
                           .not_built("fp16 master weights"),
                   }));
-  auto bf16 = validated(
-      "bf16", "Train in bfloat16 with fp32 master weights.",
-      {
-          boolean("enabled", false, "Switch it on."),
-          boolean("immediate_grad_update", false, "Add each gradient to the fp32 sum as soon as it is there."),
-          boolean("check_grad_overflow", true, "Skip a step whose gradients hold inf or nan."),
-          boolean("bf16_master_weights_and_grads", false, "Keep master weights and gradients in bf16 too.")
-              .not_built("bf16 master weights"),
-          boolean("bf16_optimizer_states", false, "Keep optimizer states in bf16 too.")
-              .not_built("bf16 optimizer states"),
-      });
+  auto bf16 =
+      validated("bf16", "Train in bfloat16 with fp32 master weights.",
+                {
+                    boolean("enabled", false, "Switch it on."),
+                    boolean("immediate_grad_update", false, "Add each gradient to the fp32 sum as soon as it is there.")
+                        .no_effect("gradients always go into their sum as soon as they are there"),
+                    boolean("check_grad_overflow", true, "Skip a step whose gradients hold inf or nan."),
+                    boolean("bf16_master_weights_and_grads", false, "Keep master weights and gradients in bf16 too.")
+                        .not_built("bf16 master weights"),
+                    boolean("bf16_optimizer_states", false, "Keep optimizer states in bf16 too.")
+                        .not_built("bf16 optimizer states"),
+                });
   c.add(bf16.alias_when_absent("bfloat16"));
   auto amp = section("amp", "NVIDIA apex.",
                      {

@@ -15,7 +15,9 @@ DS_CONFIG_CHAPTER(30, kTraining, "Training step and messages") {
             .one_of_any_case({"DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"}));
   c.add(boolean("dataloader_drop_last", false, "Drop the last incomplete batch of an epoch."));
   c.add(boolean("graph_harvesting", false, "Capture the step in a CUDA graph.").not_built("graph harvesting"));
-  c.add(integer("vocabulary_size", nullptr, "Only checked: a multiple of 8 is faster on tensor cores.").above(0));
+  c.add(integer("vocabulary_size", nullptr, "Rows of the model's embedding of words.")
+            .above(0)
+            .no_effect("it is only checked: a multiple of 8 is faster on tensor cores"));
   c.rule("flops_profiler.enabled switches wall_clock_breakdown on.", [](RuleContext& j) {
     if (j.on("flops_profiler.enabled") && !j.on("wall_clock_breakdown")) {
       j.derive("wall_clock_breakdown", true, "flops_profiler.enabled");

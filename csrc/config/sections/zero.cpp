@@ -127,9 +127,11 @@ std::vector<Field> stage_3_fields() {
           .at_least(0)
           .alias("module_granularity_threshold"),
       boolean("stage3_use_all_reduce_for_fetch_params", false,
-              "Accepted without effect: gathers copy each slice to its place.")
+              "Gather parameters by an all-reduce of zeros and slices.")
+          .no_effect("gathers copy each slice to its place")
           .alias("use_all_reduce_for_fetch_params"),
-      boolean("stage3_allgather_sequential", false, "Accepted without effect: gathers need no common buffer.")
+      boolean("stage3_allgather_sequential", false, "Gather parameters one after the other, not into one buffer.")
+          .no_effect("gathers need no common buffer")
           .alias("allgather_sequential"),
       boolean("stage3_gather_fp16_weights_on_model_save", false, "Old name.")
           .deprecated_for("stage3_gather_16bit_weights_on_model_save")
@@ -146,11 +148,13 @@ Field zero_section(std::string name, std::string doc) {
           integer("stage", 0, "0: nothing sharded, 1: optimizer states, 2: and gradients, 3: and parameters.")
               .one_of({0, 1, 2, 3})
               .raises(ErrorKind::kAssertion),
-          boolean("contiguous_gradients", true, "Accepted without effect: gradients always go into one buffer."),
+          boolean("contiguous_gradients", true, "Copy gradients into one buffer as backward makes them.")
+              .no_effect("gradients always go into one buffer"),
           boolean("reduce_scatter", true, "Reduce each gradient only to the rank that needs it."),
           size("reduce_bucket_size", 500000000, "Elements per reduction."),
           boolean("use_multi_rank_bucket_allreduce", true,
-                  "Accepted without effect: every bucket belongs to all ranks in equal parts."),
+                  "Reduce buckets that belong to several ranks by one all-reduce.")
+              .no_effect("every bucket belongs to all ranks in equal parts"),
           boolean("allgather_partitions", true, "Gather updated parameters by all-gather, not by broadcasts."),
           size("allgather_bucket_size", 500000000, "Elements per gather."),
           boolean("overlap_comm", false, "Reduce gradients during backward.")
@@ -174,7 +178,8 @@ Field zero_section(std::string name, std::string doc) {
           boolean("cpu_offload_use_pin_memory", false, "Old name; its value is not carried over.")
               .or_null()
               .fallback_to(nullptr)
-              .deprecated_for("offload_param or offload_optimizer"),
+              .deprecated_for("offload_param or offload_optimizer")
+              .no_effect("offload_param.pin_memory and offload_optimizer.pin_memory decide"),
           boolean("cpu_offload", false, "Old name.")
               .or_null()
               .fallback_to(nullptr)
@@ -186,8 +191,8 @@ Field zero_section(std::string name, std::string doc) {
       boolean("ignore_unused_parameters", true, "false: a parameter without a gradient is an error."),
       boolean("legacy_stage1", false, "The first implementation of stage 1; there is one only here.")
           .not_built("the legacy stage 1"),
-      boolean("round_robin_gradients", false,
-              "Accepted without effect: every bucket belongs to all ranks in equal parts."),
+      boolean("round_robin_gradients", false, "Deal gradients to ranks in turn, so that they leave the device evenly.")
+          .no_effect("every bucket belongs to all ranks in equal parts"),
       size("zero_hpz_partition_size", 1, "Ranks (of one node) that hold a second copy of the shards: hpZ.")
           .not_built("ZeRO++ hpZ"),
       boolean("zero_quantized_weights", false, "Gather quantized weights: qwZ.").not_built("ZeRO++ qwZ"),
@@ -208,10 +213,13 @@ Field zero_section(std::string name, std::string doc) {
       boolean("pipeline_loading_checkpoint", false,
               "The ranks of a machine load their masters and optimizer states one after the other (stage 3)."),
       boolean("override_module_apply", true, "Module.apply gathers parameters (stage 3)."),
-      boolean("log_trace_cache_warnings", false, "Accepted without effect: a changed order costs nothing (stage 3)."),
-      boolean("enable_sanity_checks", false, "Accepted without effect; audit_steps checks more."),
+      boolean("log_trace_cache_warnings", false, "Warn when the order of modules changes (stage 3).")
+          .no_effect("a changed order costs nothing"),
+      boolean("enable_sanity_checks", false, "Check the engine's own bookkeeping.")
+          .no_effect("audit_steps checks more"),
       boolean("save_muon_momentum_buffer_in_memory", false,
-              "Keep Muon's momentum in memory where other states are on NVMe. (Elsewhere it is there anyway.)"),
+              "Keep Muon's momentum in memory where other states are on NVMe. (Elsewhere it is there anyway.)")
+          .no_effect("the momentum rests where the other states do"),
       leaf_module(),
   };
   out.fields.insert(out.fields.end(), rest.begin(), rest.end());
@@ -247,23 +255,23 @@ DS_CONFIG_CHAPTER(50, kTraining, "ZeRO") {
     j.derive("zero_optimization.overlap_comm", stage == 3,
              stage == 0 ? "" : "zero_optimization.stage = " + std::to_string(stage));
   });
-  c.whole_rule("offload_optimizer needs ZeRO stage 1, 2 or 3; offload_param needs stage 3.", [](RuleContext& j) {
-    const int64_t stage = j.integer("zero_optimization.stage");
-    const auto used = [&](const std::string& path) {
-      const std::string device = j.text(path + ".device");
-      return device == "cpu" || device == "nvme";
-    };
-    if (used("zero_optimization.offload_optimizer") && stage < 1) {
-      j.error({"zero_optimization.offload_optimizer.device", "zero_optimization.stage"},
-              "optimizer offload needs ZeRO stage 1, 2 or 3.",
-              "Set \"zero_optimization.stage\", or the device to \"none\".");
-    }
-    if (used("zero_optimization.offload_param") && stage != 3) {
-      j.error({"zero_optimization.offload_param.device", "zero_optimization.stage"},
-              "parameter offload needs ZeRO stage 3.",
-              "Set \"zero_optimization.stage\" to 3, or the device to \"none\".");
-    }
-  });
+  c.whole_rule(
+      "offload_optimizer needs ZeRO stage 1, 2 or 3; offload_param has no effect below stage 3.", [](RuleContext& j) {
+        const int64_t stage = j.integer("zero_optimization.stage");
+        const auto used = [&](const std::string& path) {
+          const std::string device = j.text(path + ".device");
+          return device == "cpu" || device == "nvme";
+        };
+        if (used("zero_optimization.offload_optimizer") && stage < 1) {
+          j.error({"zero_optimization.offload_optimizer.device", "zero_optimization.stage"},
+                  "optimizer offload needs ZeRO stage 1, 2 or 3.",
+                  "Set \"zero_optimization.stage\", or the device to \"none\".");
+        }
+        if (used("zero_optimization.offload_param") && stage != 3) {
+          j.warn({"zero_optimization.offload_param.device", "zero_optimization.stage"},
+                 "parameter offload has no effect below ZeRO stage 3: every rank keeps all parameters on its device.");
+        }
+      });
   c.rule("placement.auto needs ZeRO stage 1, 2 or 3, and decides instead of offload_optimizer.device.",
          [](RuleContext& j) {
            const std::string path = "zero_optimization.placement.auto",
@@ -278,6 +286,7 @@ DS_CONFIG_CHAPTER(50, kTraining, "ZeRO") {
   c.rule("Device nvme needs nvme_path.", [](RuleContext& j) {
     for (const char* where : {"zero_optimization.offload_optimizer", "zero_optimization.offload_param"}) {
       const std::string path = where;
+      if (path == "zero_optimization.offload_param" && j.integer("zero_optimization.stage") != 3) continue;
       if (j.text(path + ".device") == "nvme" && j.is_null(path + ".nvme_path")) {
         j.error({path + ".nvme_path", path + ".device"}, "device nvme needs a folder.",
                 "Set \"" + path + ".nvme_path\".");
@@ -308,22 +317,23 @@ DS_CONFIG_CHAPTER(50, kTraining, "ZeRO") {
         if (speculates && flows)
           j.error({section + "super_offload", flow}, "both say when the host steps.", "Leave one of them out.");
       });
-  c.rule("zenflow.select_interval is at least zenflow.update_interval.", [](RuleContext& j) {
-    const std::string flow = "zero_optimization.zenflow.";
-    if (j.is_null("zero_optimization.zenflow") || !j.text(flow + "select_interval").empty() ||
-        !j.text(flow + "update_interval").empty())
-      return;
-    const std::string select = j.text(flow + "select_strategy");
-    const bool epochs = select != "step" && !j.is_null(flow + "steps_per_epoch");
-    if (select == "epoch" && !epochs) return;  // how long an epoch is, is known later
-    const int64_t steps = j.integer(flow + "select_interval") * (epochs ? j.integer(flow + "steps_per_epoch") : 1);
-    const int64_t update = j.integer(flow + "update_interval");
-    if (steps < update)
-      j.error({flow + "select_interval", flow + "update_interval"},
-              "columns would be chosen every " + std::to_string(steps) + " steps, while gradients of the rest are " +
-                  "added up over " + std::to_string(update) + ".",
-              "Set \"zenflow.select_interval\" so that it is at least \"zenflow.update_interval\", or \"auto\".");
-  });
+  c.rule(
+      "zenflow.select_interval below zenflow.update_interval counts as zenflow.update_interval.", [](RuleContext& j) {
+        const std::string flow = "zero_optimization.zenflow.";
+        if (j.is_null("zero_optimization.zenflow") || !j.text(flow + "select_interval").empty() ||
+            !j.text(flow + "update_interval").empty())
+          return;
+        const std::string select = j.text(flow + "select_strategy");
+        const bool epochs = select != "step" && !j.is_null(flow + "steps_per_epoch");
+        if (select == "epoch" && !epochs) return;  // how long an epoch is, is known later
+        const int64_t steps = j.integer(flow + "select_interval") * (epochs ? j.integer(flow + "steps_per_epoch") : 1);
+        const int64_t update = j.integer(flow + "update_interval");
+        if (steps < update)
+          j.warn({flow + "select_interval", flow + "update_interval"},
+                 "columns are chosen anew every " + std::to_string(update) + " steps, not every " +
+                     std::to_string(steps) + ": gradients of the rest are added up over " + std::to_string(update) +
+                     " steps, and a choice waits for the end of such an interval.");
+      });
   c.rule("pipeline_loading_checkpoint is for stage 3.", [](RuleContext& j) {
     if (j.integer("zero_optimization.stage") != 3 && j.on("zero_optimization.pipeline_loading_checkpoint")) {
       j.warn({"zero_optimization.pipeline_loading_checkpoint", "zero_optimization.stage"},

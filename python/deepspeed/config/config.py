@@ -150,6 +150,9 @@ class DeepSpeedConfig:
     ``config``: dict, path of a JSON file, or url-safe base64 of JSON. ``mpu``, ``mesh_device``: tell the number of
     data-parallel ranks; without them it is ``world_size``, the process group's, WORLD_SIZE, or 1.
 
+    ``warnings``: texts about values that are probably not meant; ``without_effect``: about values that the user has set
+    and that change nothing here. Rank 0 logs both.
+
     Raises DeepSpeedConfigError (a ValueError) with all that is wrong; for batch sizes, fp16 with bf16 and a ZeRO stage
     above 3 it is an AssertionError as well. Values that only a program can hold (dtypes, groups, callables) may stand
     in a dict; they come back as they are.
@@ -162,11 +165,15 @@ class DeepSpeedConfig:
         self._native = native
         self._values = native.values()
         self._non_default = native.non_default()
-        self.warnings = [issue["text"] for issue in native.issues() if issue["severity"] == "warning"]
+        issues = native.issues()
+        self.warnings = [issue["text"] for issue in issues if issue["severity"] == "warning"]
+        self.without_effect = [issue["text"] for issue in issues if issue["code"] == "no_effect"]
         self._set_attributes(self._values)
         if os.environ.get("RANK", "0") == "0":
             for text in self.warnings:
                 logger.warning("Configuration: %s", text)
+            for text in self.without_effect:
+                logger.info("Configuration: %s", text)
 
     @property
     def native(self):

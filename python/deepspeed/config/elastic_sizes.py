@@ -76,14 +76,6 @@ def _version_1(values, ranks):
             f"max_train_batch_size.",
             ["elasticity.min_gpus", "elasticity.max_gpus", *_KEYS],
         )
-    if batch > values["max_train_batch_size"]:  # their least common multiple is a candidate in any event, as published
-        logger.warning(
-            "elasticity: the train batch size that most numbers of ranks can share is %d, above max_train_batch_size = "
-            "%d: the least common multiple of micro_batch_sizes = %s. For a smaller one change those.",
-            batch,
-            values["max_train_batch_size"],
-            values["micro_batch_sizes"],
-        )
     if ranks is None:
         return ElasticSizes(batch, worlds)
     if ranks not in worlds:

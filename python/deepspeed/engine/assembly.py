@@ -26,6 +26,8 @@ from deepspeed.zero.param_states import WholeParams
 from deepspeed.zero.sharded_parameter import is_sharded
 from deepspeed.zero.stepping import Stepping
 
+_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+
 
 class Assembly:
     """A part of the engine, which works once. Needs the configuration, the parallel groups and the device.
@@ -149,13 +151,19 @@ class Assembly:
             "rules": rules_of(engine.basic_optimizer),
         }
 
+    def sparse_embeddings(self):
+        """``{name of its weight: module}`` of each embedding of whose gradient only touched rows travel: of all, with
+        ``sparse_gradients``."""
+        return {
+            f"{name}.weight".lstrip("."): module
+            for name, module in self.engine.module.named_modules()
+            if self.engine.sparse_gradients_enabled() and isinstance(module, _EMBEDDINGS)
+        }
+
     def _grad_forms(self):
-        """Parameters of which only touched rows travel: weights of embeddings, with ``sparse_gradients``."""
         forms = {}
-        for name, module in self.engine.module.named_modules() if self.engine.sparse_gradients_enabled() else ():
-            if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
-                forms[id(module.weight)] = max(2 if module.sparse else 1, forms.get(id(module.weight), 0))
-                self.engine.sparse_tensor_module_names.add(f"{name}.weight".lstrip("."))
+        for module in self.sparse_embeddings().values():
+            forms[id(module.weight)] = max(2 if module.sparse else 1, forms.get(id(module.weight), 0))
         return forms
 
     @member

@@ -120,7 +120,6 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         # The mean of the losses given to backward since the last step, on this rank, each over the accumulation steps:
         # their sum up to now. None where there was none.
         self.losses = None
-        self.sparse_tensor_module_names = set()
         self.loaded_engine_state = {}
         self.loaded_checkpoint_dp_world_size = None
         self.checkpoint_engine = make_engine(self._config)
@@ -131,6 +130,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
 
         model_parameters = self._experts.find(model_parameters)
         self._long_sequences.prepare()
+        self.sparse_tensor_module_names = set(self._assembly.sparse_embeddings())
         self._assembly.place_model(dont_change_device)
         self._assembly.make_optimizer(model_parameters)
         checks.tell_of_unpinned(self)

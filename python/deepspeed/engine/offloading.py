@@ -62,7 +62,9 @@ class Offloading:
         seconds = moved["read_seconds"] + moved["write_seconds"]
         if tier == "device" or seconds <= 0:
             return None
-        sections = [self.engine.zero_offload_optimizer(), self.engine.zero_offload_param()]
+        sections = [self.engine.zero_offload_optimizer()]
+        if self.engine.zero_optimization_partition_weights():  # elsewhere offload_param has no effect
+            sections.append(self.engine.zero_offload_param())
         folder = next((str(s.nvme_path) for s in sections if s is not None and s.nvme_path is not None), "")
         pinned = any(s is not None and s.pin_memory for s in sections)
         rate = tier_rate(tier, self.engine.device, folder, pinned)

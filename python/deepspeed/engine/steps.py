@@ -52,7 +52,8 @@ class Steps:
 
     @member
     def get_lr(self):
-        return [group["lr"] for group in self.engine.optimizer.param_groups]
+        """The learning rate of each parameter group; 0.0 of a group without ``lr``, [] without an optimizer."""
+        return [group.get("lr", 0.0) for group in getattr(self.engine.optimizer, "param_groups", ())]
 
     @member
     def get_type(self):
@@ -61,7 +62,7 @@ class Steps:
     @member
     def get_mom(self):
         """Momentum of each group: ``betas`` for Adam-like optimizers, ``momentum`` for SGD-like ones."""
-        groups = self.engine.optimizer.param_groups
+        groups = getattr(self.engine.optimizer, "param_groups", ())
         return [group["betas"] if "betas" in group else group.get("momentum", 0.0) for group in groups]
 
     @member

@@ -84,6 +84,8 @@ class NativeOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 f"{name} does not implement AMSGrad: pass amsgrad=False, or use torch.optim.AdamW(..., amsgrad=True)."
             )
+        if len(group.get("betas", (0, 0))) != 2:
+            raise ValueError(f"{name}: betas must be two numbers, got {group['betas']!r}.")
         for key, value in self.rule_args(group).items():
             beta = key in ("beta1", "beta2")
             if not value >= 0 or (beta and value >= 1):

@@ -83,6 +83,17 @@ class _Schedule:
             )
         return [_number(name, one) for one in value]
 
+    def _own_rates(self, instead=""):
+        """The rate that each parameter group has itself. ``instead``: the parameter that could say it, too."""
+        without = [number for number, group in enumerate(self.optimizer.param_groups) if "lr" not in group]
+        if without:
+            advice = f", or the schedule the parameter {instead}" if instead else ""
+            raise ValueError(
+                f"{type(self).__name__} starts from the rates of the parameter groups, and group {without[0]} of "
+                f"{type(self.optimizer).__name__} has no lr. Give the group one{advice}."
+            )
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
     def _start(self, formula, last_batch_iteration):
         self._formula = formula
         self._move_to(_count("last_batch_iteration", last_batch_iteration))
@@ -171,6 +182,10 @@ class OneCycle(_BatchIterationStep):
     ``max_mom * (1 + decay_mom_rate * u)``, where u counts units of ``decay_step_size`` iterations; with
     ``decay_step_size`` 0 both stay. The momentum is ``betas[0]`` of groups that have ``betas``, else ``momentum``;
     ``cycle_momentum`` is switched off, with a line in the log, where a group has neither.
+
+    Rates and momenta are a number for all groups or a list with one for each; the groups have them from construction
+    on. ``min_lrs``, ``max_lrs``, ``min_moms`` and ``max_moms`` (as ``get_mom`` gives them) are those of each group,
+    ``total_size`` the iterations of the cycle and ``step_ratio`` the share of the first half: 1.0 without a second one.
     """
 
     def __init__(
@@ -192,28 +207,35 @@ class OneCycle(_BatchIterationStep):
     ):
         super().__init__(optimizer)
         first = _count("cycle_first_step_size", cycle_first_step_size)
-        first_stairs = _count("cycle_first_stair_count", cycle_first_stair_count)
-        shape = _formulas.CycleShape(
-            first,
-            first if cycle_second_step_size is None else _count("cycle_second_step_size", cycle_second_step_size),
-            first_stairs,
-            first_stairs
+        second = first if cycle_second_step_size is None else _count("cycle_second_step_size", cycle_second_step_size)
+        self.first_stair_count = _count("cycle_first_stair_count", cycle_first_stair_count)
+        self.second_stair_count = (
+            self.first_stair_count
             if cycle_second_stair_count is None
-            else _count("cycle_second_stair_count", cycle_second_stair_count),
-            _count("decay_step_size", decay_step_size),
+            else _count("cycle_second_stair_count", cycle_second_stair_count)
+        )
+        self.decay_step_size = _count("decay_step_size", decay_step_size)
+        shape = _formulas.CycleShape(
+            first, second, self.first_stair_count, self.second_stair_count, self.decay_step_size
         )
         self.min_lrs = self._per_group("cycle_min_lr", cycle_min_lr)
         self.max_lrs = self._per_group("cycle_max_lr", cycle_max_lr)
         self.decay_lr_rate = _number("decay_lr_rate", decay_lr_rate)
         rates = _formulas.OneCycleLr(self.min_lrs, self.max_lrs, self.decay_lr_rate, shape)
-        momenta = _formulas.OneCycleMomentum(
-            self._per_group("cycle_min_mom", cycle_min_mom),
-            self._per_group("cycle_max_mom", cycle_max_mom),
-            _number("decay_mom_rate", decay_mom_rate),
-            shape,
-        )
+        # The constructors of the formulas have checked the sizes: the cycle has a step at least.
+        self.total_size = float(first + second)
+        self.step_ratio = first / self.total_size
+        min_mom = self._per_group("cycle_min_mom", cycle_min_mom)
+        max_mom = self._per_group("cycle_max_mom", cycle_max_mom)
+        self.decay_mom_rate = _number("decay_mom_rate", decay_mom_rate)
+        momenta = _formulas.OneCycleMomentum(min_mom, max_mom, self.decay_mom_rate, shape)
+        groups = self.optimizer.param_groups
         self.cycle_momentum = bool(cycle_momentum)
-        if self.cycle_momentum and not all("betas" in g or "momentum" in g for g in self.optimizer.param_groups):
+        if self.cycle_momentum:
+            self._take_default_betas(groups)
+        self.min_moms = [_betas(group, one) for group, one in zip(groups, min_mom)]
+        self.max_moms = [_betas(group, one) for group, one in zip(groups, max_mom)]
+        if self.cycle_momentum and not all("betas" in g or "momentum" in g for g in groups):
             logger.warning(
                 "OneCycle: cycle_momentum is off, because %s has a parameter group with neither betas nor momentum.",
                 type(self.optimizer).__name__,
@@ -221,6 +243,13 @@ class OneCycle(_BatchIterationStep):
             self.cycle_momentum = False
         self._momenta = momenta if self.cycle_momentum else None
         self._start(rates, last_batch_iteration)
+
+    def _take_default_betas(self, groups):
+        """A group without momentum of its own gets the ``betas`` of the optimizer's defaults, where there are any."""
+        betas = getattr(self.optimizer, "defaults", {}).get("betas")
+        for group in groups:
+            if betas is not None and "betas" not in group and "momentum" not in group:
+                group["betas"] = tuple(betas)
 
     def get_mom(self):
         """Momenta of the current iteration, one per group: the whole ``betas`` tuple for groups that have one, else a
@@ -267,7 +296,7 @@ class WarmupLR(_LastBatchIterationStep):
 
     def _read_warmup(self, min_lr, max_lr, num_steps, kind):
         if max_lr is None:
-            max_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
+            max_lr = self._own_rates("warmup_max_lr")
         self.min_lrs = self._per_group("warmup_min_lr", min_lr)
         self.max_lrs = self._per_group("warmup_max_lr", max_lr)
         self.warmup_num_steps = _warmup_steps(num_steps)
@@ -316,7 +345,7 @@ class WarmupCosineLR(_LastBatchIterationStep):
         last_batch_iteration=-1,
     ):
         super().__init__(optimizer)
-        self.org_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.org_lrs = self._own_rates()
         self.warmup_num_steps = _warmup_steps(warmup_num_steps)
         self.warmup_type = _curve(warmup_type)
         self.total_num_steps = _count("total_num_steps", total_num_steps)

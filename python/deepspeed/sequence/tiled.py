@@ -36,8 +36,8 @@ class _Randomness:
 
 
 class _Tiles:
-    """``compute(tile of x, index)`` for tiles of ``x`` along ``dim``. ``weights``: of the tiles' results, which are
-    then added up to one; None: they are joined along ``join``."""
+    """``compute(tile of x, index)`` for tiles of ``x`` along ``dim``, each contiguous, so that it may be viewed in any
+    shape. ``weights``: of the tiles' results, which are then added up to one; None: they are joined along ``join``."""
 
     def __init__(self, compute, sizes, dim, join=None, weights=None):
         self.compute, self.sizes, self.dim, self.join, self.weights = compute, sizes, dim, join, weights
@@ -47,7 +47,8 @@ class _Tiles:
         ctx.tiles, ctx.random, ctx.autocast = self, _Randomness(x.device), autocast_now(kinds)
         ctx.save_for_backward(x)
         with torch.no_grad():
-            parts = [self.compute(tile, index) for index, tile in enumerate(x.split(self.sizes, self.dim))]
+            tiles = x.split(self.sizes, self.dim)
+            parts = [self.compute(tile.contiguous(), index) for index, tile in enumerate(tiles)]
         if self.weights is None:
             ctx.parts = [part.shape[self.join] for part in parts]
             return torch.cat(parts, dim=self.join)
@@ -64,7 +65,7 @@ class _Tiles:
         again, start = ctx.random.again(), 0
         try:
             for index, (tile, upper) in enumerate(zip(tiles, grads)):
-                tile = tile.detach().requires_grad_(ctx.needs_x)
+                tile = tile.detach().contiguous().requires_grad_(ctx.needs_x)
                 with torch.enable_grad(), ctx.autocast():
                     out = self.compute(tile, index)
                 if out.requires_grad and (self.weights is None or self.weights[index]):
@@ -151,7 +152,7 @@ def _loss_tiles(fn, module, x, y, mask, shards, reduction):
         weights = [count / max(sum(counts), 1) for count in counts]
 
     def compute(tile, index):
-        return fn(module, tile, ys[index], *([masks[index]] if mask is not None else []))
+        return fn(module, tile, ys[index].contiguous(), *([masks[index].contiguous()] if mask is not None else []))
 
     return _Tiles(compute, sizes, dim, weights=weights)
 
@@ -221,7 +222,7 @@ def sequence_tiled_compute(
     }
 
     def compute(tile, index):
-        tiles = {name: parts[index] for name, parts in cut.items()}
+        tiles = {name: None if parts[index] is None else parts[index].contiguous() for name, parts in cut.items()}
         return fn(**{grad_requiring_tensor_key: tile}, **tiles, **kwargs_to_pass)
 
     weights = {None: None, "sum": [1] * len(sizes), "mean": [size / max(seqlen, 1) for size in sizes]}[output_reduction]

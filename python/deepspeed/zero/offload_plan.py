@@ -55,7 +55,8 @@ def offload_plan(model, config, world_size=None, rates=None):
     shares, away = placed.shares, placed.away
     if own_states:  # where torch makes them: beside the masters
         shares = {**shares, "slots": shares["master"]}
-    slices = zero.offload_param if policy.shards_params and _place(zero.offload_param) != "none" else None
+    of_params = zero.offload_param if policy.shards_params else None  # elsewhere the section has no effect
+    slices = of_params if _place(of_params) != "none" else None
     master = 4 if narrow or away or slices is not None else 0
     held = _C.memory.states_per_rank(int(zero.stage), numel, world, width, grad, master, slots)
     if shares["grad"][0] < 1:  # reduced gradients have a buffer of their own
@@ -91,7 +92,7 @@ def offload_plan(model, config, world_size=None, rates=None):
             moved["file"] = int(own * (2 * grad + 2 * master + 2 * slots) * section.ratio)
     if slices is not None:
         _add_params(slices, held["param"], width, tiers, moved)
-    free = {"device": _device_bytes(), "host": memory_bytes()[0], "file": _disk_bytes(section, zero.offload_param)}
+    free = {"device": _device_bytes(), "host": memory_bytes()[0], "file": _disk_bytes(section, of_params)}
     report = {
         tier: {
             "peak_bytes": peak,
@@ -101,7 +102,7 @@ def offload_plan(model, config, world_size=None, rates=None):
         }
         for tier, peak in tiers.items()
     }
-    rates = _rates([tier for tier in moved if moved[tier]], section, zero.offload_param) if rates is None else rates
+    rates = _rates([tier for tier in moved if moved[tier]], section, of_params) if rates is None else rates
     times = [moved[tier] / rates[tier] for tier in moved if moved[tier] and rates.get(tier)]
     placement = {kind: dict(zip(_TIERS, share)) for kind, share in shares.items()}
     return {

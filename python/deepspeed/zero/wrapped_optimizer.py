@@ -131,7 +131,7 @@ class WrappedOptimizer(DeepSpeedOptimizer):
         return self.low_precision_dtype == torch.float16
 
     def get_lr(self):
-        return self.optimizer.param_groups[0]["lr"]
+        return self.optimizer.param_groups[0].get("lr", 0.0)
 
     def set_lr(self, lr):
         for group in self.optimizer.param_groups:

@@ -86,7 +86,7 @@ TEST(Resolver, NotBuiltIsRefusedWhenSwitchedOn) {
 TEST(Resolver, SectionsByThemselvesSkipRulesOfTheWhole) {
   Options part;
   part.sections_only = true;
-  const char* text = "{\"zero_optimization\": {\"offload_param\": {\"device\": \"cpu\"}}}";
+  const char* text = "{\"zero_optimization\": {\"offload_optimizer\": {\"device\": \"cpu\"}}}";
   EXPECT_EQ(resolved(text, part).complaint(nullptr, false), "");
   EXPECT_NE(resolved(text).complaint(nullptr, false), "");
 }

@@ -46,7 +46,8 @@ ElasticPlan by_loops(const ElasticRequest& r) {
                                   [](int64_t a, int64_t b) { return std::lcm(a, b); }));
   ElasticPlan best{0, {}};
   for (const int64_t base : bases) {
-    const int64_t batch = base >= r.max_batch ? base : base * highly_composite(r.max_batch / base);
+    if (base > r.max_batch) continue;
+    const int64_t batch = base * highly_composite(r.max_batch / base);
     Numbers worlds;
     for (int64_t world = r.min_ranks; world <= r.max_ranks && world <= batch; ++world) {
       const bool fits = std::any_of(r.micros.begin(), r.micros.end(),
@@ -75,6 +76,36 @@ TEST(ElasticPlan, RandomRequestsAgainstPlainLoops) {
   }
 }
 
+// Every choice of up to three micro sizes up to 7, every limit up to 24, two ranges of ranks, both preferences.
+TEST(ElasticPlan, EverySmallRequestAgainstPlainLoops) {
+  int compared = 0;
+  for (unsigned chosen = 1; chosen < 128; ++chosen) {
+    if (__builtin_popcount(chosen) > 3) continue;
+    Numbers micros;
+    for (int64_t micro = 1; micro <= 7; ++micro) {
+      if (chosen >> (micro - 1) & 1u) micros.push_back(micro);
+    }
+    for (int64_t most = micros.back(); most <= 24; ++most) {
+      for (const int64_t low : {1, 3}) {
+        for (const bool larger : {false, true}) {
+          const ElasticRequest r{most, micros, low, 12, larger};
+          const ElasticPlan got = elastic_plan(r), want = by_loops(r);
+          ASSERT_EQ(got.batch, want.batch) << most << " " << chosen << " " << low << " " << larger;
+          ASSERT_EQ(got.worlds, want.worlds) << most << " " << chosen << " " << low << " " << larger;
+          ASSERT_LE(got.batch, most);
+          for (const int64_t world : got.worlds) ASSERT_GT(elastic_micro(got.batch, world, micros, larger), 0);
+          for (const int64_t nodes : {1, 2, 3}) {
+            if (micros.back() > most / 2) continue;
+            ASSERT_LE(elastic_node_plan(r, {4, 2}, 4 * nodes).batch, most);
+          }
+          ++compared;
+        }
+      }
+    }
+  }
+  EXPECT_GT(compared, 4000);
+}
+
 TEST(ElasticPlan, WholeNodesAndModelParallelRanks) {
   const ElasticRequest r{2000, {2, 4, 6}, 8, 64, true};
   EXPECT_EQ(elastic_nodes(r, {8, 4}).worlds, (std::vector<int64_t>{2, 4, 6, 8, 10, 12, 16}));
@@ -101,7 +132,8 @@ TEST(ElasticPlan, WhatDoesNotFit) {
   EXPECT_EQ(elastic_micro(9, 2, {1, 3}, true), 0);
   const Numbers primes{1000003, 1000033, 1000037, 1000039};  // their common multiple is beyond any integer
   EXPECT_GT(elastic_plan({2000000, primes, 1, 100, true}).batch, 0);
-  EXPECT_EQ(elastic_plan({32, {1, 2, 3, 7}, 1, 100, true}).batch, 42);  // a common multiple above the limit
+  EXPECT_EQ(elastic_plan({32, {1, 2, 3, 7}, 1, 100, true}).batch, 24);  // the common multiple, 42, is above the limit
+  EXPECT_EQ(elastic_plan({100, {8, 10, 12}, 1, 100, true}).batch, 96);  // it is 120
 }
 
 }  // namespace

@@ -170,6 +170,12 @@ def test_required_keys_of_compression_groups():
         ({"vocabulary_size": 13}, "vocabulary_size"),
         ({"bf16": {"enabled": False}, "bfloat16": {"enabled": True, "no key": 1}}, "bfloat16 is ignored"),
         ({"allgather_size": 5, "zero_optimization": {"stage": 0}}, "allgather_size = 5: has an effect only when"),
+        (zero(stage=2, offload_param={"device": "cpu"}), "parameter offload has no effect below ZeRO stage 3"),
+        (zero(stage=0, offload_param={"device": "nvme"}), "parameter offload has no effect below ZeRO stage 3"),
+        (zero(stage=1, cpu_offload_param=True), "parameter offload has no effect below ZeRO stage 3"),
+        (zero(stage=2, offload_optimizer={"device": "cpu"},
+              zenflow={"select_strategy": "step", "select_interval": 2, "update_interval": 4}),
+         "select_interval = 2, zero_optimization.zenflow.update_interval = 4: columns are chosen anew every 4 steps"),
     ],
 )
 def test_warnings(config, words):

@@ -1,5 +1,6 @@
 """compute_elastic_config against the rule as plain loops, its errors, and the sizes that the engine takes."""
 
+import itertools
 import math
 import random
 
@@ -36,16 +37,14 @@ def test_the_published_example():
     assert elasticity.compute_elastic_config is compute_elastic_config and is_torch_elastic_compatible() is True
 
 
-def test_one_world_alone_may_need_the_common_multiple(capsys):
+def test_no_batch_is_above_the_largest():
+    """The least common multiple of the micro batch sizes (42; 120) is no choice where it is above the largest batch."""
     small = config(max_train_batch_size=32, micro_batch_sizes=[1, 2, 3, 7], min_gpus=1)
-    assert compute_elastic_config(small, VERSION, world_size=7)[::2] == (42, 3)
-    assert "size that most numbers of ranks can share is 42, above max_train_batch_size = 32" in said(capsys)
-    compute_elastic_config(config(), VERSION)
-    assert "above" not in said(capsys)
-
-
-def said(capsys):
-    return "".join(capsys.readouterr())
+    assert compute_elastic_config(small, VERSION, world_size=4) == (24, [1, 2, 3, 4, 6, 8, 12, 24], 3)
+    with pytest.raises(ElasticityIncompatibleWorldSize, match="7 ranks cannot share the train batch size 24"):
+        compute_elastic_config(small, VERSION, world_size=7)
+    round_ones = config(max_train_batch_size=100, micro_batch_sizes=[8, 10, 12], min_gpus=1)
+    assert compute_elastic_config(round_ones, VERSION) == (96, [1, 2, 3, 4, 6, 8, 12])
 
 
 # ---- the rule, slowly -----------------------------------------------------------------------------------------------
@@ -63,7 +62,9 @@ def slowly(section):
     most, micros = section["max_train_batch_size"], section["micro_batch_sizes"]
     found = []
     for base in [*micros, math.lcm(*micros)]:
-        batch = base if base >= most else base * max(one for one in COMPOSITE if one <= most // base)
+        if base > most:
+            continue
+        batch = base * max(one for one in COMPOSITE if one <= most // base)
         worlds = [
             world
             for world in range(section["min_gpus"], section["max_gpus"] + 1)
@@ -71,6 +72,19 @@ def slowly(section):
         ]
         found.append((len(worlds), batch if section["prefer_larger_batch"] else -batch, batch, worlds))
     return max(found)[2:]
+
+
+def test_every_small_section():
+    """All sets of up to three micro batch sizes up to 5, with every largest batch up to 16."""
+    for count in (1, 2, 3):
+        for micros in itertools.combinations(range(1, 6), count):
+            for most in range(micros[-1], 17):
+                section = {
+                    "enabled": True, "max_train_batch_size": most, "micro_batch_sizes": list(micros), "min_gpus": 1,
+                    "max_gpus": 16, "prefer_larger_batch": bool(most % 2), "version": 0.1,
+                }  # fmt: skip
+                assert compute_elastic_config({"elasticity": section}, VERSION) == slowly(section)
+                assert slowly(section)[0] <= most
 
 
 @pytest.mark.parametrize("block", range(5))

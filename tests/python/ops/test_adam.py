@@ -324,6 +324,7 @@ def test_amsgrad_is_refused(cls):
         {"lr": float("nan")},
         {"betas": (1.0, 0.9)},
         {"betas": (0.9, -0.1)},
+        {"betas": (0.9,)},
         {"eps": -1},
         {"weight_decay": -1},
     ],

@@ -206,6 +206,52 @@ def test_one_cycle_without_a_second_half():
         OneCycle(adam(), 0.1, 0.5, cycle_second_step_size=-1)
 
 
+def test_one_cycle_with_lists_sets_each_group_at_construction():
+    optimizer = adam(1, 1)
+    schedule = OneCycle(
+        optimizer, [0.1, 0.2], [0.5, 0.8], cycle_first_step_size=4, cycle_min_mom=[0.5, 0.6], cycle_max_mom=[0.8, 0.9]
+    )
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.8, 0.999), (0.9, 0.999)] == schedule.max_moms
+    assert schedule.min_moms == [(0.5, 0.999), (0.6, 0.999)] and schedule.min_lrs == [0.1, 0.2]
+    for _ in range(4):
+        schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.8]
+    assert [group["betas"] for group in optimizer.param_groups] == schedule.min_moms
+    assert (schedule.total_size, schedule.step_ratio) == (8.0, 0.5)
+    with pytest.raises(ValueError, match="cycle_min_mom has 3 values.*2 parameter groups"):
+        OneCycle(optimizer, 0.1, 0.2, cycle_min_mom=[0.5, 0.6, 0.7])
+
+
+@pytest.mark.parametrize("first, second, ratio", [(4, None, 0.5), (4, 12, 0.25), (4, 0, 1.0)])
+def test_one_cycle_step_ratio(first, second, ratio):
+    schedule = OneCycle(adam(), 0.1, 0.5, cycle_first_step_size=first, cycle_second_step_size=second)
+    assert schedule.step_ratio == ratio and schedule.total_size == first / ratio
+
+
+class _Rateless(torch.optim.Optimizer):
+    def __init__(self, **defaults):
+        super().__init__([torch.nn.Parameter(torch.zeros(1))], defaults)
+
+
+def test_groups_without_a_rate():
+    optimizer = _Rateless()
+    OneCycle(optimizer, 0.1, 0.5)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    advices = {WarmupLR: "or the schedule the parameter warmup_max_lr", WarmupCosineLR: "Give the group one."}
+    for make, advice in advices.items():
+        with pytest.raises(ValueError, match=f"group 0 of _Rateless has no lr.*{advice}"):
+            make(_Rateless(), **({} if make is WarmupLR else {"total_num_steps": 20}))
+    assert WarmupLR(_Rateless(), warmup_max_lr=0.1).get_lr() == [0.0]
+
+
+def test_one_cycle_takes_betas_from_the_defaults():
+    optimizer = _Rateless(betas=(0.9, 0.99))
+    del optimizer.param_groups[0]["betas"]
+    schedule = OneCycle(optimizer, 0.1, 0.5, cycle_min_mom=0.6, cycle_max_mom=0.7)
+    assert optimizer.param_groups[0]["betas"] == (0.7, 0.99) and schedule.min_moms == [(0.6, 0.99)]
+
+
 @pytest.mark.parametrize("make", [WarmupLR, WarmupDecayLR, WarmupCosineLR])
 def test_warmup_type_is_kept_and_an_unknown_one_is_log(make, capsys):
     more = {} if make is WarmupLR else {"total_num_steps": 20}

@@ -122,6 +122,28 @@ def test_loss(shards, reduction, kind):
     compare(found, fn(model, x, y, *([mask] if mask is not None else [])), [x, model.head.weight])
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_functions_get_contiguous_tiles(masked):
+    """``view(-1)`` is what many write: the tiles of a batch of two are strided views of the whole tensors."""
+    model, x = Head(), tokens(7)
+    y = torch.randint(0, 9, (2, 7), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones(2, 7, dtype=torch.bool) if masked else None
+
+    def fn(self, x, y, mask=None):
+        assert all(one.is_contiguous() for one in (x, y, mask) if one is not None)
+        losses = torch.nn.functional.cross_entropy(self.head(x.view(-1, 4)), y.view(-1), reduction="none")
+        return losses.mean() if mask is None else (losses * mask.view(-1)).sum() / mask.sum()
+
+    found = TiledFusedLogitsLoss.apply(fn, model, x, y, mask, 3, [model.head.weight], "mean")
+    compare(found, fn(model, x, y), [x, model.head.weight])
+    tiled = sequence_tiled_compute(
+        lambda x, y, scale: fn(model, x, y) * scale, 7, 3, {"x": x, "y": y}, {"scale": 2.0}, "x", [model.head.weight]
+    )
+    compare(tiled, 2 * fn(model, x, y), [x, model.head.weight])
+    flat = TiledMLP.apply(lambda self, x: self.head(x.view(-1, 4)).view(2, -1, 9), model, x, 3, None)
+    compare(flat, model.head(x), [x, model.head.weight])
+
+
 def test_a_loss_without_labels_is_0():
     model, x = Head(), tokens(4)
     loss = TiledFusedLogitsLoss.apply(

@@ -8,6 +8,7 @@ from deepspeed.checkpoint.read.weights import (
     read_run,
     restore_strategy,
     resume_run,
+    sparse_names,
 )
 from deepspeed.checkpoint.write.ranks import in_turn
 from deepspeed.log import log_dist
@@ -134,6 +135,7 @@ class Loading:
             engine.global_samples = state.get("global_samples", engine.global_steps * engine.train_batch_size())
             engine.skipped_steps = state.get("skipped_steps", 0)
             engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+            engine.sparse_tensor_module_names = sparse_names(engine, state)
         engine.loaded_checkpoint_dp_world_size = state.get("dp_world_size")
         if self.with_optimizer:
             resume_run(engine, self.saved, self.run)

@@ -346,3 +346,14 @@ def _holds_lazy(value):
     if isinstance(value, (list, tuple)):
         return any(_holds_lazy(item) for item in value)
     return hasattr(value, "read_range")
+
+
+def sparse_names(engine, state):
+    """``engine.sparse_tensor_module_names`` after a load: of parameters that both have, those that the checkpoint
+    names; of parameters that the checkpoint lacks, the engine's own. The configuration says how gradients travel."""
+    saved = state.get("sparse_tensor_module_names", state.get("csr_tensor_module_names"))
+    if saved is None:
+        return engine.sparse_tensor_module_names
+    here = {name for name, _ in named_parameters(engine.module)}
+    there = state.get("module") or {}
+    return (set(saved) & here) | {name for name in engine.sparse_tensor_module_names if name not in there}
