@@ -16,6 +16,7 @@ from deepspeed.checkpoint.constants import (
     PARAM_SHAPES,
     ZERO_FILE_PREFIX,
 )
+from deepspeed.host.recorded_names import open_regular, path_below
 
 # ---- names ---------------------------------------------------------------------------------------------------------
 
@@ -85,13 +86,27 @@ def is_checkpoint_file(name):
     return is_published_file(name) or is_native_file(name)
 
 
+# What a conversion to a universal checkpoint puts below the folder's top: parameters, and shards that are kept.
+_UNIVERSAL_FILE = re.compile(r"zero/(optimizer_state\.pt|[^/]+/[^/]+\.pt)|tmp/[^/]+/\d+/[^/]+\.\d+")
+
+
+def is_universal_file(path):
+    """Whether conversions to universal checkpoints make files of this path below their folder."""
+    return _UNIVERSAL_FILE.fullmatch(path) is not None
+
+
 def latest_tag(save_dir, pointer=LATEST):
-    """The tag that ``save_dir/latest`` names, or None."""
+    """The tag that ``save_dir/latest`` names, or None. ValueError for a text that is no path below ``save_dir``; a link
+    of that name is the user's, and may lead to another drive."""
+    path = os.path.join(save_dir, pointer)
     try:
-        with open(os.path.join(save_dir, pointer)) as file:
-            return file.read().strip()
+        with open_regular(path) as file:
+            tag = file.read().decode("utf-8", "surrogateescape").strip()
     except FileNotFoundError:
         return None
+    if tag:
+        path_below(save_dir, tag, path, "tag")
+    return tag
 
 
 def model_states(mp_rank=0):

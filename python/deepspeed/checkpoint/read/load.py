@@ -2,6 +2,7 @@
 
 import errno
 import os
+import secrets
 
 import torch
 
@@ -22,6 +23,8 @@ from deepspeed.checkpoint.read.weights import (
 )
 from deepspeed.checkpoint.write import background, commit, file_writer
 from deepspeed.checkpoint.write.ranks import Ranks, failure_of, in_turn, raise_together
+from deepspeed.formats.recorded_paths import path_below
+from deepspeed.host.recorded_names import open_regular
 from deepspeed.log import log_dist, logger
 from deepspeed.zero.param_ranks import SavedNames, differs_by_rank, layers_of, saved_part
 from deepspeed.zero.restore import Restore
@@ -84,7 +87,7 @@ def fetch_missing(engine, ranks, folder):
     have = ranks.gather(here if ranks.leads else None)
     owner = {}  # file -> the first rank that can send it
     for rank, found in enumerate(have):
-        for name in found or ():
+        for name in filter(names.is_checkpoint_file, found or ()):
             owner.setdefault(name, rank)
     wanted = ranks.gather(_wanted(engine, owner))
     missing = {}  # file -> leading ranks that write it
@@ -96,7 +99,8 @@ def fetch_missing(engine, ranks, folder):
             missing.setdefault(name, []).append(rank)
     error = None
     for name in sorted(missing):
-        error = _send(ranks, os.path.join(folder, name), owner[name], missing[name], engine.device) or error
+        path = path_below(folder, name, f"rank {owner[name]}", "entry")
+        error = _send(ranks, path, owner[name], missing[name], engine.device) or error
     if missing and ranks.rank == 0:
         logger.info(f"{len(missing)} files of {folder} were copied between nodes")
     ranks.agree(error, f"the checkpoint {folder} cannot be completed on the disk of a node")
@@ -116,9 +120,17 @@ def _wanted(engine, files):
 
 def _send(ranks, path, source, targets, device):
     """One file from rank ``source`` to the disks of ``targets``. Returns what went wrong here, or None."""
-    size = ranks.gather(os.path.getsize(path) if ranks.rank == source else None)[source]
-    temporary, error, out = f"{path}.fetching", None, None
-    source_file = open(path, "rb") if ranks.rank == source else None
+    error = out = source_file = own = None
+    temporary = f"{path}.fetching.{secrets.token_hex(8)}"  # nobody can have put a link there
+    try:
+        if ranks.rank == source:
+            source_file = open_regular(path)
+            own = os.path.getsize(path)
+    except OSError as caught:
+        error = caught
+    size = ranks.gather(own)[source]
+    if size is None:
+        return error
     try:
         if ranks.rank in targets:
             try:
@@ -172,8 +184,7 @@ def _find_tag(load_dir, tag, universal):
         )
         return None
     try:
-        with open(pointer) as file:
-            named = file.read().strip()
+        named = names.latest_tag(load_dir, os.path.basename(pointer))
     except OSError as error:
         raise OSError(error.errno, f"cannot read {pointer}: {error.strerror}. Check its permissions.") from error
     if not named:  # a file system without renames
@@ -255,10 +266,11 @@ def load_checkpoint(
     if snapshots is not None and tag is None and not universal:
         kept = _newer_in_memory(engine, load_dir, snapshots)
     if kept is None:
-        tag = _find_tag(load_dir, tag, universal)
-        if tag is None:
+        ranks = Ranks(engine, engine._config.use_node_local_storage)
+        tag = _together(ranks, load_dir, lambda: _find_tag(load_dir, tag, universal))
+        if not _all_have(ranks, load_dir, tag):
             return None, None
-        ranks, folder = _on_disk(engine, load_dir, tag)
+        folder = _on_disk(engine, ranks, load_dir, tag)
     else:
         ranks, folder = kept
     with_optimizer = load_optimizer_states and not load_module_only and engine.stepping is not None
@@ -279,9 +291,20 @@ def load_checkpoint(
     return found
 
 
-def _on_disk(engine, load_dir, tag):
+def _all_have(ranks, load_dir, tag):
+    """Whether there is a tag. RuntimeError on all ranks where only some have found one."""
+    found = ranks.gather(tag)
+    without = [str(rank) for rank, tag in enumerate(found) if tag is None]
+    if without and len(without) < len(found):
+        raise RuntimeError(
+            f"rank {', '.join(without)} sees no checkpoint in {load_dir}, and others do: mount the directory on all "
+            "hosts, or set checkpoint.use_node_local_storage"
+        )
+    return not without
+
+
+def _on_disk(engine, ranks, load_dir, tag):
     folder = os.path.join(load_dir, tag)
-    ranks = Ranks(engine, engine._config.use_node_local_storage)
     folder = _settled(ranks, folder)
     fetch_missing(engine, ranks, folder)
     if not os.path.isdir(folder):
@@ -292,7 +315,7 @@ def _on_disk(engine, load_dir, tag):
         )
         raise FileNotFoundError(f"there is no checkpoint {folder}; tags there are: {', '.join(known) or 'none'}")
     check(engine, ranks, folder)
-    return ranks, folder
+    return folder
 
 
 def _newer_in_memory(engine, load_dir, snapshots):
@@ -365,7 +388,7 @@ def _load(engine, ranks, folder, strict, with_optimizer, with_scheduler, module_
         if engine.core is not None:
             engine.core.end_write()
     if with_scheduler and engine.lr_scheduler is not None and state.get("lr_scheduler") is not None:
-        engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        _together(ranks, folder, lambda: engine.lr_scheduler.load_state_dict(state["lr_scheduler"]))
     if not module_only:
         engine.global_steps = state["global_steps"]
         engine.global_samples = state.get("global_samples", engine.global_steps * engine.train_batch_size())
