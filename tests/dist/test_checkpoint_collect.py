@@ -111,7 +111,9 @@ def body_save(rank, world, folder, stage, checkpoint):
 
 
 @pytest.mark.sample("values")
-@pytest.mark.parametrize("checkpoint", [{}, {"async": True}, {"write_in_place": True}], ids=["now", "async", "in place"])
+@pytest.mark.parametrize(
+    "checkpoint", [{}, {"async": True}, {"write_in_place": True}], ids=["now", "async", "in place"]
+)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_what_raises_on_one_rank_is_an_error_on_all(stage, checkpoint, tmp_path):
     told = run_ranks(2, body_save, str(tmp_path), stage, checkpoint, init=True)

@@ -1,6 +1,6 @@
 """What is joined to a folder without path_below, each with the reason (``house_names.py``)."""
 
-# {file: {expression: why no file and no socket says that name}}: joined to a folder without path_below (house_names.py).
+# {file: {expression: why no file and no socket says that name}}
 _NUMBERED = "numbers of ranks, layers and turns with fixed text around them"
 _LISTED = "a listing of that folder has given it"
 _CALLER = "the caller's own argument, such as a tag: who calls may name any place"
@@ -20,7 +20,7 @@ JOINED_NAMES = {
         "f'*mp_rank_{mp_rank:02d}{MODEL_FILE_SUFFIX}'": _NUMBERED,
     },
     "checkpoint/layouts/names.py": {
-        "pointer": "latest or latest_universal", "model_states(mp_rank)": _NUMBERED,
+        "model_states(mp_rank)": _NUMBERED,
         "sharded_model_states(dp_rank, mp_rank)": _NUMBERED, "optim_states(dp_rank, mp_rank, bf16)": _NUMBERED,
         "expert_optim_states(expp_rank, mp_rank)": _NUMBERED, "run_states(rank)": _NUMBERED,
         "checkpoint_json()": _NUMBERED, "checkpoint_json(count)": _NUMBERED, "tag": "check_tag has checked it",
@@ -48,7 +48,7 @@ JOINED_NAMES = {
         "self.key": "a hash", "name": "contents.files_of has made it", "said_by(self._facts['rank'])": _NUMBERED,
         "f'.rank_{ranks.rank}.lock'": _NUMBERED, "old": _LISTED,
     },
-    "checkpoint/write/owner.py": {"path": "a listing has given it, or the constant name of the manifest", "name": _LISTED},
+    "checkpoint/write/owner.py": {"path": "of a listing, or the constant name of the manifest", "name": _LISTED},
     "checkpoint/write/pointer.py": {
         "f'.{name}.{_place()}-{os.getpid()}-{secrets.token_hex(8)}.writing'": _OURS,
     },
@@ -67,7 +67,9 @@ JOINED_NAMES = {
     "host/libraries.py": {"name": "constants of callers", "f'lib{name}.a'": "as above", "f'lib{name}.so'": "as above"},
     "host/numa.py": {"f'node{node}'": _NUMBERED, "name": "constants of callers", "f'node{number}'": _NUMBERED},
     "host/programs.py": {"name": _CALLER},
-    "host/recorded_names.py": {"name": "this is path_below", "part": "as above"},
+    "host/recorded_names.py": {
+        "name": "this is path_below", "part": "as above", "pointer": "latest or latest_universal",
+    },
     "host/source_tree.py": {
         "_read(folder, 'commondir') or '.'": "git's own files of the source tree, of which the head's hash is read",
         "_read(folder).partition('gitdir: ')[2]": "as above: work trees name absolute paths",
@@ -83,7 +85,7 @@ JOINED_NAMES = {
         "tag": _OURS, "plan.name": "a builder's own name", "_key(plan, flags)": "a hash",
         "_digest(toolchain.compiler_identity(compiler))": "a hash", "f'build-{os.getpid()}'": _OURS, "module": _OURS,
         "place": "a hash and the module's name",
-        "re.sub('\\\\\\\\(.)', '\\\\1', word)": "headers that this compiler has read: they lie anywhere, and are hashed",
+        "re.sub('\\\\\\\\(.)', '\\\\1', word)": "headers that this compiler has read, which are hashed",
     },
     "ops/op_builder/prebuilt_op.py": {"name": "constants of builders"},
     "ops/op_builder/toolchain.py": {"f'lib{name}.so'": "constants"},

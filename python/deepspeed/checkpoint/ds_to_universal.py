@@ -85,8 +85,8 @@ def main(args):
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         commit.abandon(target, staging)
         raise RuntimeError(
-            f"{source} cannot be converted: what its files hold does not fit ({type(error).__name__}: {error}); convert "
-            "another tag"
+            f"{source} cannot be converted: what its files hold does not fit ({type(error).__name__}: {error}); "
+            "convert another tag"
         ) from error
     except BaseException:
         commit.abandon(target, staging)
@@ -102,8 +102,8 @@ def _refuse_overlap(source, target):
     if os.path.commonpath([source, target]) in (source, target):
         inside = "lies in" if os.path.commonpath([source, target]) == source else "holds"
         raise ValueError(
-            f"--output_folder {target} {inside} --input_folder {source}: the conversion would write where it reads. Give "
-            "the result a folder beside that of the tag"
+            f"--output_folder {target} {inside} --input_folder {source}: the conversion would write where it reads. "
+            "Give the result a folder beside that of the tag"
         )
 
 

@@ -23,8 +23,8 @@ def path_below(folder, name, source, kind="path"):
     def refuse(why):
         shown = ascii(name) if not isinstance(name, str) else "'" + name.replace("\0", "\\0") + "'"
         raise ValueError(
-            f"{source} has the name {shown}, which {why}: it is damaged, or somebody wants files outside of {folder} to "
-            "be read or changed. Nothing was done with that name"
+            f"{source} has the name {shown}, which {why}: it is damaged, or somebody wants files outside of {folder} "
+            "to be read or changed. Nothing was done with that name"
         )
 
     if kind not in KINDS:
@@ -61,6 +61,17 @@ def open_regular(path):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "this is no regular file", str(path))
     return os.fdopen(descriptor, "rb")
+
+
+def read_tag(folder, pointer):
+    """The tag that the file ``pointer`` in ``folder`` names, which may be "". OSError, and ValueError for a text that
+    is no path below the folder; a link of that name is the user's, and may lead to another drive."""
+    path = os.path.join(folder, pointer)
+    with open_regular(path) as file:
+        tag = file.read().decode("utf-8", "surrogateescape").strip()
+    if tag:
+        path_below(folder, tag, path, "tag")
+    return tag
 
 
 def _check_links(folder, parts, refuse):

@@ -16,7 +16,7 @@ from deepspeed.checkpoint.constants import (
     PARAM_SHAPES,
     ZERO_FILE_PREFIX,
 )
-from deepspeed.host.recorded_names import open_regular, path_below
+from deepspeed.host.recorded_names import read_tag
 
 # ---- names ---------------------------------------------------------------------------------------------------------
 
@@ -96,17 +96,11 @@ def is_universal_file(path):
 
 
 def latest_tag(save_dir, pointer=LATEST):
-    """The tag that ``save_dir/latest`` names, or None. ValueError for a text that is no path below ``save_dir``; a link
-    of that name is the user's, and may lead to another drive."""
-    path = os.path.join(save_dir, pointer)
+    """The tag that ``save_dir/latest`` names, or None. Raises as ``read_tag``."""
     try:
-        with open_regular(path) as file:
-            tag = file.read().decode("utf-8", "surrogateescape").strip()
+        return read_tag(save_dir, pointer)
     except FileNotFoundError:
         return None
-    if tag:
-        path_below(save_dir, tag, path, "tag")
-    return tag
 
 
 def model_states(mp_rank=0):

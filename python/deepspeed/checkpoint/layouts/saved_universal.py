@@ -316,7 +316,7 @@ class UniversalState(SavedState):
             found = storage.read(path, lazy=True)
             found = found if isinstance(found, dict) else {keys.PARAM: found}
             if not hasattr(found.get(keys.PARAM), "shape"):
-                raise RuntimeError(f"{path} is damaged: it has no tensor under '{keys.PARAM}'; convert the checkpoint anew")
+                raise RuntimeError(f"{path} is damaged: it has no tensor '{keys.PARAM}'; convert the checkpoint anew")
             self._held = (path, found)
         return self._held[1]
 

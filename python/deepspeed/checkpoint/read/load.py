@@ -2,17 +2,14 @@
 
 import errno
 import os
-import secrets
 
-import torch
-
-from deepspeed import comm as dist
 from deepspeed._compat import named_parameters
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.saved_slices import Cut
 from deepspeed.checkpoint.layouts.saved_stages import open_run
 from deepspeed.checkpoint.layouts.saved_universal import is_universal
 from deepspeed.checkpoint.read import memory, storage, verify
+from deepspeed.checkpoint.read.node_local import fetch_missing
 from deepspeed.checkpoint.read.weights import (
     load_weights,
     names_elsewhere,
@@ -21,12 +18,10 @@ from deepspeed.checkpoint.read.weights import (
     restore_strategy,
     resume_run,
 )
-from deepspeed.checkpoint.write import background, commit, file_writer
+from deepspeed.checkpoint.write import background, commit
 from deepspeed.checkpoint.write.ranks import Ranks, failure_of, in_turn, raise_together
-from deepspeed.formats.recorded_paths import path_below
-from deepspeed.host.recorded_names import open_regular
 from deepspeed.log import log_dist, logger
-from deepspeed.zero.param_ranks import SavedNames, differs_by_rank, layers_of, saved_part
+from deepspeed.zero.param_ranks import SavedNames, layers_of, saved_part
 from deepspeed.zero.restore import Restore
 
 # ---- checking ------------------------------------------------------------------------------------------------------
@@ -66,103 +61,6 @@ def _problems(folder, mode, ranks):
     beside = [rank for rank in range(ranks.size) if ranks.nodes[rank] == ranks.node]
     files = sorted(facts["files"])[beside.index(ranks.rank) :: len(beside)]
     return verify.verify_folder(folder, only=set(files), threads=1)
-
-
-# ---- node local ----------------------------------------------------------------------------------------------------
-# Checkpoints on disks of single nodes (``checkpoint.use_node_local_storage``): every node has what its ranks wrote.
-# What a node lacks for loading comes from the others through the process group, once, and stays on its disk.
-
-CHUNK_BYTES = 64 << 20
-
-
-def fetch_missing(engine, ranks, folder):
-    """Makes sure that every node has the files of ``folder`` that its ranks will read. Every rank calls it.
-
-    At stage 3, saved by as many ranks of stage 3, those are the ranks' own files and rank 0's; otherwise all. Raises
-    OSError on all ranks where a file cannot be written.
-    """
-    if len(set(ranks.nodes)) == 1:
-        return
-    here = sorted(filter(names.is_checkpoint_file, os.listdir(folder))) if os.path.isdir(folder) else []
-    have = ranks.gather(here if ranks.leads else None)
-    owner = {}  # file -> the first rank that can send it
-    for rank, found in enumerate(have):
-        for name in filter(names.is_checkpoint_file, found or ()):
-            owner.setdefault(name, rank)
-    wanted = ranks.gather(_wanted(engine, owner))
-    missing = {}  # file -> leading ranks that write it
-    for rank, found in enumerate(have):
-        if found is None:
-            continue
-        beside = [other for other in range(ranks.size) if ranks.nodes[other] == ranks.nodes[rank]]
-        for name in set().union(*(wanted[other] for other in beside)) - set(found):
-            missing.setdefault(name, []).append(rank)
-    error = None
-    for name in sorted(missing):
-        path = path_below(folder, name, f"rank {owner[name]}", "entry")
-        error = _send(ranks, path, owner[name], missing[name], engine.device) or error
-    if missing and ranks.rank == 0:
-        logger.info(f"{len(missing)} files of {folder} were copied between nodes")
-    ranks.agree(error, f"the checkpoint {folder} cannot be completed on the disk of a node")
-
-
-def _wanted(engine, files):
-    saved_by = sum(name.startswith("zero_pp_rank_") and name.endswith("_model_states.pt") for name in files)
-    same = engine._stage_policy.saved.model_by_rank and saved_by == engine.parallel.dp_world_size * engine.mp_world_size
-    if not same or differs_by_rank(engine.module):
-        return sorted(files)
-    mp_rank = engine.mp_rank_for_files()
-    # Rank 0's say what is common to all.
-    parts = [f"zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_" for rank in {0, engine.parallel.dp_rank}]
-    parts += [names.run_states(rank) for rank in {0, engine.global_rank}]
-    return sorted(name for name in files if any(part in name for part in parts))
-
-
-def _send(ranks, path, source, targets, device):
-    """One file from rank ``source`` to the disks of ``targets``. Returns what went wrong here, or None."""
-    error = out = source_file = own = None
-    temporary = f"{path}.fetching.{secrets.token_hex(8)}"  # nobody can have put a link there
-    try:
-        if ranks.rank == source:
-            source_file = open_regular(path)
-            own = os.path.getsize(path)
-    except OSError as caught:
-        error = caught
-    size = ranks.gather(own)[source]
-    if size is None:
-        return error
-    try:
-        if ranks.rank in targets:
-            try:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                out = open(temporary, "wb")
-            except OSError as caught:
-                error = caught
-        for begin in range(0, size, CHUNK_BYTES):
-            count = min(CHUNK_BYTES, size - begin)
-            chunk = torch.empty(count, dtype=torch.uint8)
-            if source_file is not None:
-                source_file.readinto(chunk.numpy())
-            chunk = chunk.to(device)
-            dist.broadcast(chunk, source)
-            if out is not None and error is None:
-                try:
-                    out.write(chunk.cpu().numpy())
-                except OSError as caught:
-                    error = caught
-        if out is not None and error is None:
-            out.flush()
-            os.fsync(out.fileno())
-            file_writer.rename(temporary, path)
-    except OSError as caught:
-        error = caught
-    finally:
-        for file in (out, source_file):
-            if file is not None:
-                file.close()
-        if error is not None and os.path.exists(temporary):
-            os.unlink(temporary)
-    return error
 
 
 # ---- load ----------------------------------------------------------------------------------------------------------

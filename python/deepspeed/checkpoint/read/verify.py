@@ -77,7 +77,7 @@ def _check(path, facts):
         refuse("its files are no table")
     for name, record in facts["files"].items():
         try:
-            path_below(os.path.dirname(path), name, path, "tag")  # the text alone: links are looked at when the name is used
+            path_below(os.path.dirname(path), name, path, "tag")  # the text: links are looked at when the name is used
         except ValueError as error:
             raise DamagedManifest(str(error)) from error
         numbers = isinstance(record, dict) and [record.get("bytes"), record.get("crc32")]

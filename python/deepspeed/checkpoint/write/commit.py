@@ -338,7 +338,7 @@ def _move_files(new, folder):
     manifest = os.path.join(new, verify.NAME)
     facts = verify.read(new)
     if facts is None:
-        raise FileNotFoundError(errno.ENOENT, f"{manifest} is gone, which says what is to be moved to {folder}", manifest)
+        raise FileNotFoundError(errno.ENOENT, f"{manifest} is gone, which says what goes to {folder}", manifest)
     listed = facts["files"]
     for path in owner.listed_in_mark(folder) - set(listed) - {verify.NAME, owner.NAME}:
         remove_below(folder, path, owner.path_in(folder))

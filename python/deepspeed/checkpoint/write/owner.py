@@ -278,7 +278,7 @@ def listed_in_mark(folder):
     strange = sorted(name for name in found if name not in (verify.NAME, NAME) and not _has_form(name))
     if strange:
         logger.warning(
-            f"{path_in(folder)} lists {strange[:3]} as files of a checkpoint, which no save writes: they stay as they are"
+            f"{path_in(folder)} lists {strange[:3]} as files of a checkpoint, which no save writes: they stay"
         )
     return found - set(strange)
 

@@ -254,8 +254,8 @@ def save_checkpoint(engine, save_dir, tag=None, client_state=None, save_latest=T
 
     Raises ValueError without ``save_dir``, or for a tag that is no name of a folder in it; AssertionError when ranks
     must agree on the tag and do not, KeyError when ``client_state`` uses a reserved key, OSError on all ranks when a
-    rank cannot write: it names the rank and the file; RuntimeError on all ranks when a function that gives a value to be
-    saved raises on one (``lr_scheduler.state_dict()``): it names the rank and the error. Returns True.
+    rank cannot write: it names the rank and the file; RuntimeError on all ranks when a function that gives a value to
+    be saved raises on one (``lr_scheduler.state_dict()``): it names the rank and the error. Returns True.
     """
     if not save_dir:
         raise ValueError(f"save_checkpoint needs a directory, got save_dir={save_dir!r}")
