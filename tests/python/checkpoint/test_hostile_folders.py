@@ -181,6 +181,15 @@ def test_a_manifest_that_names_others_files(name, tmp_path):
     sandbox.check()
 
 
+@pytest.mark.parametrize("saved_at", [2**70, float("inf"), float("nan"), -1, "now", None, True, []])
+def test_a_manifest_with_a_time_that_is_none(saved_at, tmp_path, capsys):
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / verify.NAME).write_text(verify.text_of({"saved_at": saved_at}, {}))
+    with pytest.raises(verify.DamagedManifest, match="saved_at"):
+        verify.read(tmp_path / "t")
+    assert cli.main(["ls", str(tmp_path)]) == 0 and "damaged" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_mark_that_names_others_files(in_place, tmp_path):
     sandbox = Sandbox(tmp_path / "box")

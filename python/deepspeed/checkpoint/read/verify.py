@@ -53,7 +53,8 @@ def read(folder):
     return facts
 
 
-_NUMBERS = ("saved_at", "global_steps")  # by which checkpoints are compared
+# Numbers by which checkpoints are compared, and the largest: a time is one that a calendar has.
+_NUMBERS = {"saved_at": 1 << 36, "global_steps": 1 << 62}
 
 
 def _is_number(value, least=0):
@@ -70,9 +71,10 @@ def _check(path, facts):
         refuse(f"its version is {facts['version']!r}")
     if facts["version"] > VERSION:
         raise DamagedManifest(f"{path} has version {facts['version']}, this library knows up to {VERSION}: update it")
-    for key in _NUMBERS:
-        if type(facts.get(key, 0)) not in (int, float):
-            refuse(f"its {key} is {facts[key]!r}, not a number")
+    for key, most in _NUMBERS.items():
+        value = facts.get(key, 0)
+        if type(value) not in (int, float) or not 0 <= value <= most:
+            refuse(f"its {key} is {value!r}, not a number from 0 to {most}")
     if not isinstance(facts["files"], dict):
         refuse("its files are no table")
     for name, record in facts["files"].items():
