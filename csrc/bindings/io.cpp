@@ -6,6 +6,7 @@
 #include "io/file_error.h"
 #include "io/files.h"
 #include "io/host_memory.h"
+#include "io/paths.h"
 #include "io/range_reader.h"
 
 namespace py = pybind11;
@@ -23,6 +24,33 @@ std::vector<Range> ranges_of(const std::vector<std::tuple<uint64_t, uint64_t, ui
   ranges.reserve(triples.size());
   for (const auto& [offset, bytes, to] : triples) ranges.push_back({offset, bytes, pointer(to)});
   return ranges;
+}
+
+// A name as Python's os.fsencode makes bytes of it; what no file can be called is refused as any other bad name.
+std::string name_bytes(const py::object& name, const std::string& source) {
+  PyObject* made = nullptr;
+  const char* why = "is no text";
+  if (PyUnicode_Check(name.ptr())) {
+    made = PyUnicode_EncodeFSDefault(name.ptr());
+    why = "cannot be the name of a file";
+  }
+  if (made == nullptr) {
+    PyErr_Clear();
+    ds::fail(ds::ErrorKind::kValue, source, " has the name ",
+             py::str(py::module_::import("builtins").attr("ascii")(name)).cast<std::string>(), ", which ", why,
+             ": it is damaged. Nothing was done with that name");
+  }
+  return py::reinterpret_steal<py::bytes>(made);
+}
+
+// Of a path-like object: text or os.PathLike.
+std::string folder_bytes(const py::object& folder) {
+  return py::module_::import("os").attr("fsencode")(folder).cast<std::string>();
+}
+
+py::object text_of(const std::string& path) {
+  return py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeFSDefaultAndSize(path.data(), static_cast<Py_ssize_t>(path.size())));
 }
 
 void translate(std::exception_ptr pending) {  // NOLINT(performance-unnecessary-value-param): pybind11 asks for it
@@ -70,6 +98,20 @@ DS_BINDINGS(m) {
       },
       py::arg("copies"), py::arg("threads"));
 
+  io.def(
+      "path_below",
+      [](const py::object& folder, const py::object& name, const py::object& source, const std::string& kind) {
+        const std::string said = py::str(source);
+        return text_of(path_below(folder_bytes(folder), name_bytes(name, said), said, name_kind(kind)));
+      },
+      py::arg("folder"), py::arg("name"), py::arg("source"), py::arg("kind") = "path");
+  io.def(
+      "remove_below",
+      [](const py::object& folder, const py::object& name, const py::object& source) {
+        const std::string said = py::str(source);
+        return remove_below(folder_bytes(folder), name_bytes(name, said), said);
+      },
+      py::arg("folder"), py::arg("name"), py::arg("source"));
   io.attr("TO_THE_END") = kToTheEnd;
   io.def(
       "read_ranges",

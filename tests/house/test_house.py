@@ -5,6 +5,7 @@ import os
 import pytest
 
 import house_cpp
+import house_names
 import house_python
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -43,6 +44,7 @@ def expect_none(problems):
         house_python.check_head_node,
         house_python.check_facades,
         house_python.check_groups,
+        house_names.check_joined,
     ],
     ids=lambda check: check.__name__[len("check_") :],
 )
@@ -55,6 +57,10 @@ def test_rooms_of_cmake(cmake):
         name for name in os.listdir(os.path.join(ROOT, "csrc")) if os.path.isdir(os.path.join(ROOT, "csrc", name))
     ]
     expect_none(house_cpp.check_cmake(cmake, folders))
+
+
+def test_names_that_become_paths_in_cpp(files):
+    expect_none(house_names.check_joined_cpp(files))
 
 
 def test_includes(files, cmake):

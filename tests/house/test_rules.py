@@ -5,6 +5,7 @@ import textwrap
 import pytest
 
 import house_cpp
+import house_names
 import house_python
 
 
@@ -89,6 +90,24 @@ def test_groups_made_in_their_place(package):
         comm__process_group="def new_group(ranks):\n    return carrier().new_group(ranks)\n",
     )
     assert house_python.check_groups(modules) == []
+
+
+def test_a_name_that_becomes_a_path_by_itself(package):
+    known = {"checkpoint/x.py": {"tag": "the caller's"}}
+    for body in (
+        "def f(folder, facts):\n    for name in facts['files']:\n        os.unlink(os.path.join(folder, name))\n",
+        "def f(folder, facts):\n    return os.path.join(folder, LATEST, facts['module'])\n",
+    ):
+        modules = package(checkpoint__x=f"{body}\ndef g(folder, tag):\n    return os.path.join(folder, tag)\n")
+        only(house_names.check_joined(modules, known), "checkpoint/x.py:", "path_below")
+    modules = package(
+        checkpoint__x="def f(folder, tag):\n    for root, _, names in os.walk(folder):\n        for name in names:\n"
+        "            os.path.join(root, name)\n    return os.path.join(folder, tag, 'a', LATEST, names.run_states(3))\n"
+    )
+    assert house_names.check_joined(modules, known) == []
+    only(house_names.check_joined(package(checkpoint__x=""), known), "no longer joins tag")
+    only(house_names.check_joined_cpp({"io/x.cpp": 'open(folder + "/" + name)'}, {}), "csrc/io/x.cpp", "path_below")
+    only(house_names.check_joined_cpp({}, {"io/x.cpp": "why"}), "no longer makes paths")
 
 
 def test_rooms_of_one_floor_do_not_meet(package):

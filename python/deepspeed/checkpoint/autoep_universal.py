@@ -16,6 +16,7 @@ from deepspeed.checkpoint.layouts.saved_state import eager
 from deepspeed.checkpoint.layouts.saved_universal import STEP, ZERO_FOLDER
 from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.reshape_utils import natural_key
+from deepspeed.formats.recorded_paths import path_below
 
 # ---- folding metadata ----------------------------------------------------------------------------------------------
 # What an optimizer file says about the grid of a run whose experts lie on other ranks than its dense layers: its
@@ -111,11 +112,21 @@ def _plain(value):
 
 # ---- universal shards ----------------------------------------------------------------------------------------------
 # The shards that a conversion to a universal checkpoint puts down below ``tmp/``: written one by one, joined later.
-# ``<parameter>/<tensor-parallel rank>/<state>.<data-parallel rank>``; values are flat.
+# ``<parameter>/<tensor-parallel rank>/<state>.<data-parallel rank>``; values are flat. Names of parameters and states
+# stand in the files that are converted: each becomes one folder or file, and none may leave the output.
+
+_CONVERTED = "the checkpoint that is converted"
+
+
+def state_path(folder, name, state):
+    """Where the whole ``state`` of the parameter ``name`` goes below ``folder``. ValueError for a name that cannot be
+    that of a folder or a file there."""
+    return path_below(path_below(folder, name, _CONVERTED, "entry"), f"{state}.pt", _CONVERTED, "entry")
 
 
 def shard_path(temp_dir, name, tp_index, state, dp_index):
-    return os.path.join(temp_dir, name, str(tp_index), f"{state}.{dp_index:02d}")
+    folder = path_below(path_below(temp_dir, name, _CONVERTED, "entry"), str(tp_index), _CONVERTED, "entry")
+    return path_below(folder, f"{state}.{dp_index:02d}", _CONVERTED, "entry")
 
 
 def write_shard(temp_dir, name, tp_index, state, dp_index, value):
@@ -236,10 +247,10 @@ def _zero12_fragment_path(temp_dir, param_name, state_name, dp_rank):
 
 
 def _save(output_dir, name, state, value, experts):
-    folder = os.path.join(output_dir, ZERO_FOLDER, name)
-    os.makedirs(folder, exist_ok=True)
+    path = state_path(os.path.join(output_dir, ZERO_FOLDER), name, state)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
     hints = {keys.CAT_DIM: 0, keys.EP_IS_EXPERT_PARAM: True, keys.EP_NUM_EXPERTS: experts}
-    storage.write({keys.PARAM: storage.compact(value), **hints}, os.path.join(folder, f"{state}.pt"))
+    storage.write({keys.PARAM: storage.compact(value), **hints}, path)
 
 
 def consolidate_autoep_expert_files(checkpoint_dir, output_dir, autoep_layers_metadata):
@@ -296,9 +307,9 @@ def consolidate_autoep_zero12_expert_states(
                 paths = [_zero12_fragment_path(temp_dir, name, state, rank) for rank in ranks]
                 parts.append([storage.read(path) for path in paths if os.path.exists(path)])
             if state == STEP:
-                folder = os.path.join(output_dir, ZERO_FOLDER, name)
-                os.makedirs(folder, exist_ok=True)
-                storage.write(parts[0][0], os.path.join(folder, f"{STEP}.pt"))
+                path = state_path(os.path.join(output_dir, ZERO_FOLDER), name, STEP)
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                storage.write(parts[0][0], path)
                 continue
             whole = [_joined(name, state, part, slice_shapes[name]) for part in parts]
             _save(output_dir, name, state, torch.cat(whole), info.get("num_experts", whole[0].shape[0] * ep_size))

@@ -2,7 +2,9 @@
 
     python -m deepspeed.checkpoint.ds_to_universal --input_folder ckpt/global_step10 --output_folder ckpt/universal
 
-Memory stays at about one parameter for each worker, and disk at twice the states while ``tmp`` is there.
+Memory stays at about one parameter for each worker, and disk at twice the states while the shards are there. The result
+is written beside the output folder, in a hidden one, and takes its name when it is whole: an earlier result stays until
+then. A manifest in it lists its files; whatever else is in the output folder stays there.
 """
 
 import argparse
@@ -11,6 +13,7 @@ import glob
 import os
 import re
 import shutil
+import time
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.autoep_universal import (  # noqa: F401 (published here)
@@ -22,15 +25,19 @@ from deepspeed.checkpoint.autoep_universal import (  # noqa: F401 (published her
 )
 from deepspeed.checkpoint.constants import MODEL_FILE_SUFFIX, OPTIMIZER_STATE_DICT, ZERO_FILE_PREFIX
 from deepspeed.checkpoint.convert.export import torch_files
-from deepspeed.checkpoint.convert.universal import TEMP_FOLDER, Conversion, merge_parameter, run_tasks
+from deepspeed.checkpoint.convert.universal import Conversion, merge_parameter, run_tasks
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.saved_shards import SlicedState
-from deepspeed.checkpoint.layouts.saved_universal import ZERO_FOLDER, ParallelRules, is_universal
+from deepspeed.checkpoint.layouts.saved_universal import ParallelRules, is_universal
 from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.read.weights import plain
 from deepspeed.checkpoint.reshape_utils import natural_key
-from deepspeed.checkpoint.write import file_writer
+from deepspeed.checkpoint.write import commit
+from deepspeed.checkpoint.write.file_writer import FileRecord, file_crc32
+from deepspeed.checkpoint.write.pointer import replace_text
+from deepspeed.formats.recorded_paths import path_below
 from deepspeed.log import logger
+from deepspeed.version import __version__
 
 
 def parse_arguments(args=None):
@@ -58,38 +65,104 @@ def parse_arguments(args=None):
 def main(args):
     """``args``: a namespace with the options of the command line; those that it lacks have their defaults.
 
-    Raises FileNotFoundError without a checkpoint, ValueError where files or patterns do not fit. ``latest_universal``
-    beside the output folder moves when everything else is done.
+    Raises FileNotFoundError without a checkpoint, ValueError where files or patterns do not fit, for an output folder
+    that is, holds or lies in the input folder, and for names in the checkpoint that lead out of the output folder.
+    Whatever is raised, the output folder is as it was. ``latest_universal`` beside it moves when everything else is
+    done.
     """
-    source, target = os.path.abspath(args.input_folder), os.path.abspath(args.output_folder)
-    if source == target:
-        raise ValueError(f"--input_folder and --output_folder are both {source}: give the result a folder of its own")
+    source, target = os.path.realpath(args.input_folder), os.path.realpath(args.output_folder)
+    _refuse_overlap(source, target)
     if is_universal(source):
         raise ValueError(f"{source} is a universal checkpoint already")
-    conversion = Conversion(source, target, inject=getattr(args, "inject_missing_state", False))
+    conversion = Conversion(source, inject=getattr(args, "inject_missing_state", False))
     _validate_autotp_conversion_support(conversion.source.info)
+    if os.path.lexists(target) and not os.path.isdir(target):
+        raise NotADirectoryError(f"--output_folder {target} is a file: name a folder, which is made if need be")
+    staging = commit.begin(target)
+    try:
+        facts, records = _convert(conversion, staging, target, args)
+        commit.finish(target, staging, facts, records)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        commit.abandon(target, staging)
+        raise RuntimeError(
+            f"{source} cannot be converted: what its files hold does not fit ({type(error).__name__}: {error}); "
+            "convert another tag"
+        ) from error
+    except BaseException:
+        commit.abandon(target, staging)
+        raise
+    pointer = os.path.join(os.path.dirname(os.path.abspath(args.output_folder)), names.LATEST_UNIVERSAL)
+    replace_text(pointer, os.path.basename(os.path.abspath(args.output_folder)))
+    logger.info(f"{target} is the universal checkpoint of {source}")
+
+
+def _refuse_overlap(source, target):
+    if source == target:
+        raise ValueError(f"--input_folder and --output_folder are both {source}: give the result a folder of its own")
+    if os.path.commonpath([source, target]) in (source, target):
+        inside = "lies in" if os.path.commonpath([source, target]) == source else "holds"
+        raise ValueError(
+            f"--output_folder {target} {inside} --input_folder {source}: the conversion would write where it reads. "
+            "Give the result a folder beside that of the tag"
+        )
+
+
+def _convert(conversion, folder, target, args):
+    """Writes all files into ``folder``. Returns what the manifest says: facts, and name -> record of every file."""
+    source, keeps = conversion.source.folder, getattr(args, "keep_temp_folder", False)
+    conversion.write_into(folder)
     tasks = conversion.tasks()
     logger.info(f"{source}: {len(tasks)} parameters of ZeRO stage {conversion.source.zero_stage}, "
                 f"{conversion.source.pp_degree} x {conversion.source.tp_degree} model-parallel ranks")  # fmt: skip
-    os.makedirs(target, exist_ok=True)
-    for leftover in (ZERO_FOLDER, TEMP_FOLDER):  # of a conversion into the same folder
-        shutil.rmtree(os.path.join(target, leftover), ignore_errors=True)
-    run_tasks(conversion, "extract", tasks, getattr(args, "num_extract_workers", 4))
-    workers = getattr(args, "num_merge_workers", 2)
-    used = run_tasks(conversion, "merge", tasks, workers)
-    run_tasks(conversion, "frozen", conversion.frozen_tasks(), workers)
-    _check_patterns(conversion.source.rules, used, _is_strict(args))
-    conversion.common()
-    _copy_other_files(source, target)
-    for mp_rank in conversion.source.mp_ranks():
-        _add_to_model_files(conversion.source.saved(mp_rank), mp_rank, source, target)
-    for mp_rank in conversion.source.mp_ranks() if names.is_native(source) else ():
-        for name, value in torch_files(conversion.source.saved(mp_rank), mp_rank):
-            storage.write(value, os.path.join(target, name))
-    if not getattr(args, "keep_temp_folder", False):
-        shutil.rmtree(conversion.temp_dir, ignore_errors=True)
-    _point_to(target)
-    logger.info(f"{target} is the universal checkpoint of {source}")
+    if os.path.lexists(conversion.temp_dir):  # only where folders cannot be renamed: this is the output folder itself
+        raise ValueError(
+            f"{conversion.temp_dir} is not of this conversion, which needs the name for its shards: move it away"
+        )
+    os.mkdir(conversion.temp_dir)
+    try:
+        run_tasks(conversion, "extract", tasks, getattr(args, "num_extract_workers", 4))
+        workers = getattr(args, "num_merge_workers", 2)
+        merged = run_tasks(conversion, "merge", tasks, workers)
+        records = {name: record for _, files in merged for name, record in files.items()}
+        for files in run_tasks(conversion, "frozen", conversion.frozen_tasks(), workers):
+            records.update(files)
+        _check_patterns(conversion.source.rules, [used for used, _ in merged], _is_strict(args))
+        records.update(conversion.common())
+        copied = _copy_other_files(source, folder)
+        for mp_rank in conversion.source.mp_ranks():
+            _add_to_model_files(conversion.source.saved(mp_rank), mp_rank, source, folder)
+        for mp_rank in conversion.source.mp_ranks() if names.is_native(source) else ():
+            for name, value in torch_files(conversion.source.saved(mp_rank), mp_rank):
+                copied.append(name)
+                storage.write(value, path_below(folder, name, source, "entry"))
+        if keeps:
+            copied += [
+                os.path.relpath(os.path.join(root, name), folder)
+                for root, _, files in os.walk(conversion.temp_dir)
+                for name in files
+            ]
+        records.update({name: _record_of(folder, name) for name in copied})
+    finally:
+        if not keeps:
+            shutil.rmtree(conversion.temp_dir, ignore_errors=True)
+    state = conversion.source.saved(0).model
+    facts = {
+        "tag": os.path.basename(target),
+        "saved_at": time.time(),
+        "ds_version": __version__,
+        "universal": True,
+        "zero_stage": conversion.source.zero_stage,
+        "global_steps": int(state.get("global_steps") or 0),
+    }
+    return facts, records
+
+
+def _record_of(folder, name):
+    """Of a file that was copied or written in one piece; it is on the disk afterwards."""
+    path = os.path.join(folder, name)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    return FileRecord(os.path.basename(name), os.path.getsize(path), file_crc32(path)).to_dict()
 
 
 def _is_strict(args):
@@ -111,17 +184,15 @@ def _check_patterns(rules, used, strict):
 
 def _copy_other_files(source, target):
     """Model files, which have buffers, counters and client state, and what a run needs to go on; experts are whole
-    parameters of the result."""
+    parameters of the result. Returns their names."""
+    copied = []
     for path in sorted(glob.glob(os.path.join(glob.escape(source), "*.pt")), key=natural_key):
         name = os.path.basename(path)
         is_run = fnmatch.fnmatch(name, re.sub(r"{.*?}", "*", names.RUN_STATES))
         if is_run or (name.endswith(MODEL_FILE_SUFFIX[1:]) and "expert" not in name):
-            copy = os.path.join(target, name)
-            shutil.copy2(path, copy)
-            with open(copy, "rb") as file:
-                os.fsync(file.fileno())
-    for folder in (os.path.join(target, ZERO_FOLDER), target):
-        file_writer.sync_directory(folder)
+            shutil.copy2(path, os.path.join(target, name))
+            copied.append(name)
+    return copied
 
 
 def _add_to_model_files(saved, mp_rank, source, target):
@@ -134,14 +205,6 @@ def _add_to_model_files(saved, mp_rank, source, target):
         state = plain(storage.read(path, lazy=True))
         state["module"] = {**(state["module"] or {}), **plain(more)}
         storage.write(state, path)
-
-
-def _point_to(target):
-    path = os.path.join(os.path.dirname(target), names.LATEST_UNIVERSAL)
-    temporary = f"{path}.writing.{os.getpid()}"
-    file_writer.write_bytes(os.path.basename(target).encode(), temporary)
-    file_writer.rename(temporary, path)
-    file_writer.sync_directory(os.path.dirname(target))
 
 
 # ---- the single steps, under the names that scripts import -----------------------------------------------------------

@@ -20,7 +20,7 @@ _LAYER = re.compile(rf"{LAYER_FILE_PREFIX}(\d+)(?:-model_(\d+))?[-_]model_states
 
 def natural_key(text):
     """Sorts ``rank_10`` after ``rank_9``."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text)]
 
 
 def get_files(dir):

@@ -6,6 +6,7 @@ Everything goes through in chunks: what an export holds in memory does not depen
 import errno
 import json
 import os
+import secrets
 import re
 import struct
 
@@ -190,7 +191,7 @@ def _write_json(path, value):
 def write_whole(path, write, content):
     """``write(path, content)`` through a temporary file: under ``path`` stands a whole file or what was there before.
     OSError that names the file."""
-    temporary = f"{path}.writing.{os.getpid()}"
+    temporary = f"{path}.writing.{secrets.token_hex(8)}"  # nobody can have put a link there
     try:
         write(temporary, content)
         try:

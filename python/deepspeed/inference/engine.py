@@ -10,12 +10,14 @@ import torch
 from deepspeed import comm as dist
 from deepspeed._compat import TORCH2
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.layouts.names import latest_tag
+from deepspeed.checkpoint.layouts.names import LATEST, latest_tag
 from deepspeed.checkpoint.layouts.open_saved import open_saved
 from deepspeed.checkpoint.read.weights import check_weights, load_weights
 from deepspeed.comm import mesh
 from deepspeed.config.errors import config_error
 from deepspeed.config.inference import DeepSpeedInferenceConfig, merge_inference_config
+from deepspeed.formats.recorded_paths import path_below
+from deepspeed.host.recorded_names import open_regular
 from deepspeed.log import warning_once
 from deepspeed.module_inject.auto_ep import AutoEP
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig, validate_autoep_post_detection
@@ -37,6 +39,13 @@ _NOT_BUILT = {
     "transposed_mode": (False,),
     "enable_cuda_graph": (False,),
 }
+
+
+def _named_by(source, base, name):
+    """The path of what the JSON file ``source`` names below ``base``; absolute names may be written out, too."""
+    if isinstance(name, str) and os.path.isabs(name):
+        name = os.path.relpath(name, os.path.abspath(base))
+    return base if name == os.curdir else path_below(base, name, source)
 
 
 def _names(saved):
@@ -227,11 +236,14 @@ class InferenceEngine(torch.nn.Module):
         found, base = self._config.checkpoint, self._config.base_dir
         if found is None:
             found = self._config.checkpoint_config.checkpoint_dir
+        source = None
         if isinstance(found, str) and found.endswith(".json"):
-            with open(os.path.join(base, found)) as file:
-                found = json.load(file)
+            source = os.path.join(base, found)
+            with open_regular(source) as file:
+                found = json.loads(file.read())
         if isinstance(found, dict):
-            base = found.get("base_dir") or base
+            if found.get("base_dir"):
+                base = found["base_dir"] if source is None else _named_by(source, base, found["base_dir"])
             named = found.get("checkpoints", found.get("checkpoint"))
             named = [named] if isinstance(named, str) else list(named or ())
             if len(named) != 1:
@@ -242,11 +254,11 @@ class InferenceEngine(torch.nn.Module):
             found = named[0]
         if not found:
             return None
-        path = os.path.join(base, found)
+        path = os.path.join(base, found) if source is None else _named_by(source, base, found)
         if not os.path.exists(path):
             raise FileNotFoundError(f"init_inference: checkpoint {path!r} does not exist")
         tag = latest_tag(path) if os.path.isdir(path) else None
-        return os.path.join(path, tag) if tag else path
+        return path_below(path, tag, os.path.join(path, LATEST), "tag") if tag else path
 
     def _load(self, path, saved, layers):
         if saved is None:

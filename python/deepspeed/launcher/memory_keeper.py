@@ -18,6 +18,7 @@ import time
 
 from deepspeed.host.job_key import proves
 from deepspeed.host.kept_memory import FOLDER_VARIABLE, KEEPER_VARIABLE, SILENT_S, read_line
+from deepspeed.host.recorded_names import path_below
 from deepspeed.launcher import linux
 
 _PLACE = "/dev/shm"
@@ -94,14 +95,14 @@ class MemoryKeeper:
 
     def _receive(self, connection, told):
         # What went wrong, as a line, or "".
-        for name in (told["folder"], *(name for name, _ in told["files"])):
-            if os.path.isabs(name) or {"", ".", ".."} & set(name.split("/")):
-                return f"{name!r} is no path below a folder"
         try:
-            folder = os.path.join(self.folder, told["folder"])
+            folder = path_below(self.folder, told["folder"], "a rank of another host")
+            files = [(path_below(folder, name, "a rank of another host"), size) for name, size in told["files"]]
+        except ValueError as error:
+            return str(error).replace("\n", " ")
+        try:
             make_below(self.folder, told["folder"])
-            for name, size in told["files"]:
-                path = os.path.join(folder, name)
+            for path, size in files:
                 _fill(connection, path + ".coming", size)
                 os.rename(path + ".coming", path)
         except OSError as error:

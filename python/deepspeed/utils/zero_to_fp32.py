@@ -20,6 +20,7 @@ from deepspeed.formats.lazy_tensor import LazyTensor
 from deepspeed.formats.swapped_tensors import with_swapped
 from deepspeed.formats.torch_archive import load
 from deepspeed.formats.weight_files import StoredWeight, write_weight_files
+from deepspeed.host.recorded_names import read_tag
 
 debug = 0
 device = torch.device("cpu")
@@ -106,8 +107,7 @@ def _tag_folder(checkpoint_dir, tag):
         pointer = os.path.join(checkpoint_dir, "latest")
         if not os.path.isfile(pointer):
             raise ValueError(f"Unable to find 'latest' file at {pointer}; pass a tag")
-        with open(pointer, encoding="utf-8") as file:
-            tag = file.read().strip()
+        tag = read_tag(checkpoint_dir, "latest")
     folder = os.path.join(checkpoint_dir, str(tag))
     if not os.path.isdir(folder):
         raise FileNotFoundError(f"Directory '{folder}' doesn't exist")

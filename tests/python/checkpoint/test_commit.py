@@ -8,6 +8,7 @@ import pytest
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write import commit, file_writer, owner
+from deepspeed.checkpoint.write.pointer import replace_text
 
 FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
 # What a file system lacks, as orders of DS_IO_FAULT.
@@ -30,7 +31,7 @@ def save(folder, text, files=FILES, in_place=None):
     for name in files:
         records[name] = file_writer.write_bytes(text * 1000, os.path.join(staging, name)).to_dict()
     commit.finish(folder, staging, {"tag": os.path.basename(folder), "saved_at": 1.0}, records)
-    commit.replace_text(os.path.join(os.path.dirname(folder), names.LATEST), os.path.basename(folder))
+    replace_text(os.path.join(os.path.dirname(folder), names.LATEST), os.path.basename(folder))
     return staging
 
 

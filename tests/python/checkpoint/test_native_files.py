@@ -159,7 +159,7 @@ def test_pieces_in_the_order_of_memory(tmp_path):
 def test_a_name_of_a_file_does_not_leave_the_folder(tmp_path):
     (tmp_path / "t").mkdir()
     write_safetensors({"fp32/w": torch.zeros(2, 3)}, {}, tmp_path / "elsewhere.safetensors")
-    with pytest.raises(FileNotFoundError, match=r"t/elsewhere\.safetensors.*incomplete"):
+    with pytest.raises(ValueError, match=r"rank_00000\.json has the name '\.\./elsewhere\.safetensors'"):
         small_folder(tmp_path / "t", {"files": ["../elsewhere.safetensors"]}).pieces("w", "fp32")
 
 

@@ -213,6 +213,7 @@ def torch_files(saved, mp_rank):
 
 # Each uses the ones before it.
 MODULES = (
+    "host/recorded_names",
     "formats/byte_ranges",
     "formats/lazy_tensor",
     "formats/swapped_tensors",

@@ -13,7 +13,14 @@ import tempfile
 import torch
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint.autoep_universal import layers_of, merge_zero_shards, metadata_of, write_shard
+from deepspeed.checkpoint.autoep_universal import (
+    layers_of,
+    merge_zero_shards,
+    metadata_of,
+    shard_path,
+    state_path,
+    write_shard,
+)
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.open_saved import open_saved
 from deepspeed.checkpoint.layouts.saved_stages import is_pipeline, open_run
@@ -160,11 +167,19 @@ TEMP_FOLDER = "tmp"
 
 
 class Conversion:
-    """One conversion. ``input_folder``: that of a tag; ``output_folder``: that of the universal checkpoint."""
+    """One conversion. ``input_folder``: that of a tag; ``output_folder``: where the files are written, which may be
+    named later (``write_into``).
 
-    def __init__(self, input_folder, output_folder, inject=False):
+    The methods for tasks return names of files below that folder with their records, as manifests have them."""
+
+    def __init__(self, input_folder, output_folder=None, inject=False):
         self.arguments = {"input_folder": input_folder, "output_folder": output_folder, "inject": inject}
         self.source = Source(input_folder, inject)
+        if output_folder is not None:
+            self.write_into(output_folder)
+
+    def write_into(self, output_folder):
+        self.arguments["output_folder"] = output_folder
         self.temp_dir = os.path.join(output_folder, TEMP_FOLDER)
         self.zero_dir = os.path.join(output_folder, ZERO_FOLDER)
 
@@ -192,11 +207,11 @@ class Conversion:
                     write_shard(self.temp_dir, name, tp, key, 0, value)
 
     def merge(self, task):
-        """Joins them into the parameter's files. Returns the patterns that this parameter matches."""
+        """Joins them into the parameter's files. Returns the patterns that this parameter matches, and the records."""
         name, stage = task
-        return sorted(merge_parameter(
-            self.source.rules, self.zero_dir, self.temp_dir, name, self.source.slice_shapes(name, stage)
-        ))  # fmt: skip
+        rules, records = self.source.rules, {}
+        shapes = self.source.slice_shapes(name, stage)
+        return [sorted(merge_parameter(rules, self.zero_dir, self.temp_dir, name, shapes, records)), records]
 
     def frozen(self, task):
         """Writes a parameter that is not trained and is cut among the ranks that saved (stage 3), in its own dtype."""
@@ -207,7 +222,9 @@ class Conversion:
         whole = torch.empty(saved.frozen_shapes()[name], dtype=first.dtype)
         if read_into(whole, pieces, 0) != whole.numel():
             raise ValueError(f"{self.source.folder} has not all elements of the frozen parameter '{name}'")
-        _save_state(os.path.join(self.zero_dir, name), keys.FP32_WEIGHT_KEY, whole, {})
+        records = {}
+        _save_state(state_path(self.zero_dir, name, keys.FP32_WEIGHT_KEY), {keys.PARAM: whole}, records)
+        return records
 
     def frozen_tasks(self):
         saved = self.source.saved(0)
@@ -222,35 +239,40 @@ class Conversion:
         ]
         state = {**saved.extra(), keys.ZERO_STAGE: saved.zero_stage, keys.PARAM_GROUPS: groups}
         os.makedirs(self.zero_dir, exist_ok=True)
-        file_writer.write_torch(plain(state), os.path.join(self.zero_dir, OPTIMIZER_STATE))
+        record = file_writer.write_torch(plain(state), os.path.join(self.zero_dir, OPTIMIZER_STATE))
+        return {f"{ZERO_FOLDER}/{OPTIMIZER_STATE}": record.to_dict()}
 
 
-def _save_state(folder, state, value, hints):
+def _save_state(path, value, records):
+    folder, name = os.path.split(path)
     os.makedirs(folder, exist_ok=True)
-    file_writer.write_torch({keys.PARAM: value, **hints}, os.path.join(folder, f"{state}.pt"))
+    record = file_writer.write_torch(value, path)
+    records[f"{ZERO_FOLDER}/{os.path.basename(folder)}/{name}"] = record.to_dict()
 
 
-def merge_parameter(rules, zero_dir, temp_dir, name, slice_shapes):
-    """Joins the shards of a parameter below ``temp_dir``: of its ranks, then of its tensor-parallel slices.
+def merge_parameter(rules, zero_dir, temp_dir, name, slice_shapes, records=None):
+    """Joins the shards of a parameter below ``temp_dir``: of its ranks, then of its tensor-parallel slices. ``records``
+    gets those of the files by their names.
 
-    Returns the patterns of the rules that its name matches. Raises ValueError when it has none of the fp32 values.
+    Returns the patterns of the rules that its name matches. Raises ValueError when it has none of the fp32 values, or
+    when the name of the parameter or of a state cannot be that of a folder or file.
     """
-    rules.used = set()
-    base, folder = os.path.join(temp_dir, name), os.path.join(zero_dir, name)
+    rules.used, records = set(), {} if records is None else records
+    base = os.path.dirname(os.path.dirname(shard_path(temp_dir, name, 0, STEP, 0)))
     count = len(slice_shapes)
     if not merge_zero_shards(base, keys.FP32_WEIGHT_KEY, count, slice_shapes):
         raise ValueError(f"there are no shards of parameter '{name}' below {temp_dir}")
     for state in _states_below(base):
         slices = merge_zero_shards(base, state, count, slice_shapes)
+        path = state_path(zero_dir, name, state)
         if state == STEP:
-            os.makedirs(folder, exist_ok=True)
-            file_writer.write_torch(slices[0], os.path.join(folder, f"{STEP}.pt"))
+            _save_state(path, slices[0], records)
         elif not torch.is_tensor(slices[0]) or not slices[0].dim():
-            _save_state(folder, state, torch.as_tensor(slices[0]), {})
+            _save_state(path, {keys.PARAM: torch.as_tensor(slices[0])}, records)
         else:
             whole, hints = merge_slices(name, slices, rules)
-            _save_state(folder, state, whole, hints)
-    file_writer.sync_directory(folder)
+            _save_state(path, {keys.PARAM: whole, **hints}, records)
+    file_writer.sync_directory(os.path.dirname(path))
     return set(rules.used)
 
 

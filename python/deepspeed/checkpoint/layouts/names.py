@@ -16,6 +16,7 @@ from deepspeed.checkpoint.constants import (
     PARAM_SHAPES,
     ZERO_FILE_PREFIX,
 )
+from deepspeed.host.recorded_names import read_tag
 
 # ---- names ---------------------------------------------------------------------------------------------------------
 
@@ -85,11 +86,19 @@ def is_checkpoint_file(name):
     return is_published_file(name) or is_native_file(name)
 
 
+# What a conversion to a universal checkpoint puts below the folder's top: parameters, and shards that are kept.
+_UNIVERSAL_FILE = re.compile(r"zero/(optimizer_state\.pt|[^/]+/[^/]+\.pt)|tmp/[^/]+/\d+/[^/]+\.\d+")
+
+
+def is_universal_file(path):
+    """Whether conversions to universal checkpoints make files of this path below their folder."""
+    return _UNIVERSAL_FILE.fullmatch(path) is not None
+
+
 def latest_tag(save_dir, pointer=LATEST):
-    """The tag that ``save_dir/latest`` names, or None."""
+    """The tag that ``save_dir/latest`` names, or None. Raises as ``read_tag``."""
     try:
-        with open(os.path.join(save_dir, pointer)) as file:
-            return file.read().strip()
+        return read_tag(save_dir, pointer)
     except FileNotFoundError:
         return None
 

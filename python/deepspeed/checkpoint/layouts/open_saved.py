@@ -76,8 +76,19 @@ def open_saved(
     of model-parallel ranks of this run, for universal checkpoints, which have whole parameters. ``experts``: numbers of
     those whose files are wanted (None: all).
 
-    Raises FileNotFoundError where there is no model file, ValueError where files do not fit each other.
+    Raises FileNotFoundError where there is no model file, ValueError where files do not fit each other, RuntimeError
+    where one does not hold what files of checkpoints do.
     """
+    try:
+        return _opened(folder, mp_rank, dp_rank, group_names, shapes, with_optimizer, mp_size, experts)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise RuntimeError(
+            f"the checkpoint {folder} is damaged, or its files are of something else: what they hold does not fit "
+            f"({type(error).__name__}: {error}); load an older tag"
+        ) from error
+
+
+def _opened(folder, mp_rank, dp_rank, group_names, shapes, with_optimizer, mp_size, experts):
     if names.is_native(folder):
         return NativeState(folder, mp_rank, dp_rank)
     if is_universal(folder):

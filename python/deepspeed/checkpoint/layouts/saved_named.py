@@ -10,6 +10,7 @@ import torch
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.saved_state import Range, SavedState
 from deepspeed.checkpoint.read import storage
+from deepspeed.formats.recorded_paths import path_below
 from deepspeed.zero.named_states import OWN_PARAMS, joined_tables, table_of
 
 _EXPERT_FILE = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -143,12 +144,17 @@ def expert_weights(folder, mp_rank, numbers, listed):
     FileNotFoundError for one that is not there, ValueError for a file of something else.
     """
     files = set(expert_files(folder, mp_rank, numbers))
-    wanted = {name for name in listed if numbers is None or int(_EXPERT_FILE.fullmatch(name)[2]) in numbers}
+    found = {name: _EXPERT_FILE.fullmatch(str(name)) for name in listed}
+    if None in found.values():
+        bad = next(name for name, match in found.items() if match is None)
+        raise ValueError(f"a model file in {folder} lists {bad!r} among its files of experts: it is damaged")
+    wanted = {name for name, match in found.items() if numbers is None or int(match[2]) in numbers}
     found = {}
     for name in sorted(files | wanted):
-        state = storage.read(os.path.join(folder, name), lazy=True)
+        path = path_below(folder, name, f"a model file in {folder}", "entry")
+        state = storage.read(path, lazy=True)
         if not isinstance(state, dict):
-            raise ValueError(f"{os.path.join(folder, name)} is no file of an expert: it holds no weights by name")
+            raise ValueError(f"{path} is no file of an expert: it holds no weights by name")
         found.update(state)
     return found
 

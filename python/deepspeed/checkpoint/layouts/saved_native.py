@@ -17,7 +17,9 @@ from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.names import MODULE, VALUES
 from deepspeed.checkpoint.layouts.saved_named import pieces_of
 from deepspeed.checkpoint.layouts.saved_state import SavedState
+from deepspeed.formats.recorded_paths import path_below
 from deepspeed.formats.safetensors_file import DamagedSafetensors, read_safetensors
+from deepspeed.host.recorded_names import open_regular
 
 # ---- plain json ----------------------------------------------------------------------------------------------------
 # Values of Python as JSON, exactly: what comes back equals what went in, type included. Tensors go elsewhere. Text,
@@ -300,10 +302,11 @@ class _RankFiles:
     -> lazy tensor."""
 
     def __init__(self, folder, rank):
-        self.about = read_json(os.path.join(folder, names.rank_json(rank)))
+        path = os.path.join(folder, names.rank_json(rank))
+        self.about = read_json(path)
         self.tensors, self.values = [], {}
         for name in self.about["files"]:
-            for key, tensor in _open(os.path.join(folder, os.path.basename(name))).items():
+            for key, tensor in _open(path_below(folder, name, path, "entry")).items():
                 kind, known, offset = names.parsed(key)
                 self.tensors.append((kind, known, offset, tensor))
                 if kind == VALUES:
@@ -322,8 +325,8 @@ def _open(path):
 def read_json(path):
     """A JSON file of the format. Raises FileNotFoundError, RuntimeError for one that is damaged or newer than us."""
     try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
+        with open_regular(path) as file:
+            found = json.loads(file.read().decode())
         known = found["format"] == names.FORMAT
         version = found["version"]
     except FileNotFoundError as error:

@@ -11,6 +11,7 @@ from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.saved_state import Range, SavedState, eager
 from deepspeed.checkpoint.read import storage
+from deepspeed.formats.recorded_paths import path_below
 
 # ---- universal info ------------------------------------------------------------------------------------------------
 # What a model says about its tensor-parallel slices: the ``universal_checkpoint_info`` of a checkpoint.
@@ -310,11 +311,17 @@ class UniversalState(SavedState):
 
     def _file(self, name, state):
         """Content of a file, tensors lazy; the last one stays open for the pieces that follow."""
-        path = os.path.join(self.folder, ZERO_FOLDER, name, f"{state}.pt")
+        path = self._path(name, state)
         if self._held[0] != path:
             found = storage.read(path, lazy=True)
-            self._held = (path, found if isinstance(found, dict) else {keys.PARAM: found})
+            found = found if isinstance(found, dict) else {keys.PARAM: found}
+            if not hasattr(found.get(keys.PARAM), "shape"):
+                raise RuntimeError(f"{path} is damaged: it has no tensor '{keys.PARAM}'; convert the checkpoint anew")
+            self._held = (path, found)
         return self._held[1]
+
+    def _path(self, name, state):
+        return path_below(self.folder, f"{ZERO_FOLDER}/{name}/{state}.pt", f"the folder {self.folder}")
 
     def _shape(self, name):
         if name in self._local:
@@ -369,7 +376,7 @@ class UniversalState(SavedState):
 
     def scalars(self, name):
         found = {state: eager(self._file(name, state)[keys.PARAM]) for state in self._states()[name][1]}
-        path = os.path.join(self.folder, ZERO_FOLDER, name, f"{STEP}.pt")
+        path = self._path(name, STEP)
         if os.path.exists(path):
             found[STEP] = storage.read(path)
         return found

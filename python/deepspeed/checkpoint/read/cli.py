@@ -78,8 +78,7 @@ def checkpoints_of(directory):
     if is_checkpoint(directory):
         parent, tag = os.path.split(os.path.abspath(directory))
         return [_entry(directory, tag, names.latest_tag(parent))]
-    latest = names.latest_tag(directory)
-    tags = []
+    latest, tags = names.latest_tag(directory), []
     for root, folders, _ in os.walk(directory):
         folders[:] = [name for name in folders if not name.startswith(".")]
         if root != directory and is_checkpoint(root):

@@ -3,9 +3,6 @@
 import errno
 import os
 
-import torch
-
-from deepspeed import comm as dist
 from deepspeed._compat import named_parameters
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.saved_slices import Cut
@@ -13,11 +10,12 @@ from deepspeed.checkpoint.layouts.saved_stages import open_run
 from deepspeed.checkpoint.layouts.saved_universal import is_universal
 from deepspeed.checkpoint.read import memory, storage, verify
 from deepspeed.checkpoint.read.loading import Loading
+from deepspeed.checkpoint.read.node_local import fetch_missing
 from deepspeed.checkpoint.read.weights import check_weights, load_weights, names_elsewhere, names_of_groups
-from deepspeed.checkpoint.write import background, commit, file_writer
+from deepspeed.checkpoint.write import background, commit
 from deepspeed.checkpoint.write.ranks import Ranks, failure_of, raise_together
 from deepspeed.log import log_dist, logger
-from deepspeed.zero.param_ranks import SavedNames, differs_by_rank, layers_of, saved_part
+from deepspeed.zero.param_ranks import SavedNames, layers_of, saved_part
 from deepspeed.zero.restore import Restore
 
 # ---- checking ------------------------------------------------------------------------------------------------------
@@ -59,102 +57,6 @@ def _problems(folder, mode, ranks):
     return verify.verify_folder(folder, only=set(files), threads=1)
 
 
-# ---- node local ----------------------------------------------------------------------------------------------------
-# Checkpoints on disks of single nodes (``checkpoint.use_node_local_storage``): every node has what its ranks wrote.
-# What a node lacks for loading comes from the others through the process group, once, and stays on its disk.
-
-CHUNK_BYTES = 64 << 20
-
-
-def fetch_missing(engine, ranks, folder):
-    """Makes sure that every node has the files of ``folder`` that its ranks will read. Every rank calls it.
-
-    At stage 3, saved by as many ranks of stage 3, those are the ranks' own files and rank 0's; otherwise all. Raises
-    OSError on all ranks where a file cannot be written.
-    """
-    if len(set(ranks.nodes)) == 1:
-        return
-    here = sorted(filter(names.is_checkpoint_file, os.listdir(folder))) if os.path.isdir(folder) else []
-    have = ranks.gather(here if ranks.leads else None)
-    owner = {}  # file -> the first rank that can send it
-    for rank, found in enumerate(have):
-        for name in found or ():
-            owner.setdefault(name, rank)
-    wanted = ranks.gather(_wanted(engine, owner))
-    missing = {}  # file -> leading ranks that write it
-    for rank, found in enumerate(have):
-        if found is None:
-            continue
-        beside = [other for other in range(ranks.size) if ranks.nodes[other] == ranks.nodes[rank]]
-        for name in set().union(*(wanted[other] for other in beside)) - set(found):
-            missing.setdefault(name, []).append(rank)
-    error = None
-    for name in sorted(missing):
-        error = _send(ranks, os.path.join(folder, name), owner[name], missing[name], engine.device) or error
-    if missing and ranks.rank == 0:
-        logger.info(f"{len(missing)} files of {folder} were copied between nodes")
-    ranks.agree(error, f"the checkpoint {folder} cannot be completed on the disk of a node")
-
-
-def _wanted(engine, files):
-    saved_by = sum(name.startswith("zero_pp_rank_") and name.endswith("_model_states.pt") for name in files)
-    same = engine._stage_policy.saved.model_by_rank and saved_by == engine.parallel.dp_world_size * engine.mp_world_size
-    if not same or differs_by_rank(engine.module):
-        return sorted(files)
-    mp_rank = engine.mp_rank_for_files()
-    # Rank 0's say what is common to all.
-    parts = [f"zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_" for rank in {0, engine.parallel.dp_rank}]
-    parts += [names.run_states(rank) for rank in {0, engine.global_rank}]
-    return sorted(name for name in files if any(part in name for part in parts))
-
-
-def _send(ranks, path, source, targets, device):
-    """One file from rank ``source`` to the disks of ``targets``. Returns what went wrong here, or None. Whatever that is,
-    this rank takes part in every exchange: the others wait for it."""
-    temporary, error, out, source_file, size = f"{path}.fetching", None, None, None, 0
-    if ranks.rank == source:
-        try:
-            source_file, size = open(path, "rb"), os.path.getsize(path)
-        except OSError as caught:
-            error = caught
-    size, failed = ranks.gather([size, error is not None])[source]
-    try:
-        if ranks.rank in targets:
-            try:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                out = open(temporary, "wb")
-            except OSError as caught:
-                error = caught
-        for begin in range(0, size, CHUNK_BYTES):
-            count = min(CHUNK_BYTES, size - begin)
-            chunk = torch.empty(count, dtype=torch.uint8)
-            if source_file is not None and error is None:
-                try:
-                    source_file.readinto(chunk.numpy())
-                except OSError as caught:
-                    error = caught
-            chunk = chunk.to(device)
-            dist.broadcast(chunk, source)
-            if out is not None and error is None:
-                try:
-                    out.write(chunk.cpu().numpy())
-                except OSError as caught:
-                    error = caught
-        if out is not None and error is None and not failed:
-            out.flush()
-            os.fsync(out.fileno())
-            file_writer.rename(temporary, path)
-    except OSError as caught:
-        error = caught
-    finally:
-        for file in (out, source_file):
-            if file is not None:
-                file.close()
-        if (error is not None or failed) and os.path.exists(temporary):
-            os.unlink(temporary)
-    return error
-
-
 # ---- load ----------------------------------------------------------------------------------------------------------
 
 
@@ -174,8 +76,7 @@ def _find_tag(load_dir, tag, universal):
         )
         return None
     try:
-        with open(pointer) as file:
-            named = file.read().strip()
+        named = names.latest_tag(load_dir, os.path.basename(pointer))
     except OSError as error:
         raise OSError(error.errno, f"cannot read {pointer}: {error.strerror}. Check its permissions.") from error
     if not named:  # a file system without renames
@@ -257,10 +158,11 @@ def load_checkpoint(
     if snapshots is not None and tag is None and not universal:
         kept = _newer_in_memory(engine, load_dir, snapshots)
     if kept is None:
-        tag = _find_tag(load_dir, tag, universal)
-        if tag is None:
+        ranks = Ranks(engine, engine._config.use_node_local_storage)
+        tag = _together(ranks, load_dir, lambda: _find_tag(load_dir, tag, universal))
+        if not _all_have(ranks, load_dir, tag):
             return None, None
-        ranks, folder = _on_disk(engine, load_dir, tag)
+        folder = _on_disk(engine, ranks, load_dir, tag)
     else:
         ranks, folder = kept
     with_optimizer = load_optimizer_states and not load_module_only and engine.stepping is not None
@@ -281,9 +183,20 @@ def load_checkpoint(
     return found
 
 
-def _on_disk(engine, load_dir, tag):
+def _all_have(ranks, load_dir, tag):
+    """Whether there is a tag. RuntimeError on all ranks where only some have found one."""
+    found = ranks.gather(tag)
+    without = [str(rank) for rank, tag in enumerate(found) if tag is None]
+    if without and len(without) < len(found):
+        raise RuntimeError(
+            f"rank {', '.join(without)} sees no checkpoint in {load_dir}, and others do: mount the directory on all "
+            "hosts, or set checkpoint.use_node_local_storage"
+        )
+    return not without
+
+
+def _on_disk(engine, ranks, load_dir, tag):
     folder = os.path.join(load_dir, tag)
-    ranks = Ranks(engine, engine._config.use_node_local_storage)
     folder = _settled(ranks, folder)
     fetch_missing(engine, ranks, folder)
     if not os.path.isdir(folder):
@@ -294,7 +207,7 @@ def _on_disk(engine, load_dir, tag):
         )
         raise FileNotFoundError(f"there is no checkpoint {folder}; tags there are: {', '.join(known) or 'none'}")
     check(engine, ranks, folder)
-    return ranks, folder
+    return folder
 
 
 def _newer_in_memory(engine, load_dir, snapshots):
@@ -358,8 +271,8 @@ def _load(engine, ranks, folder, strict, with_optimizer, with_scheduler, module_
         _together(ranks, folder, lambda: loading.fill(ranks))
         if engine.stepping is not None:
             engine.core.publish()
-    except Exception as error:
-        error.add_note("The engine holds a part of this checkpoint now: load one before you train or save.")
+    except Exception:
+        logger.error(f"{folder}: the engine holds a part of this checkpoint now: load one before you train or save")
         raise
     finally:
         if engine.core is not None:

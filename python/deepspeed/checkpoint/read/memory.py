@@ -6,6 +6,7 @@ import os
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write.memory import parsed, ranks_in, said_by
+from deepspeed.formats.recorded_paths import path_below
 
 
 def newest_whole(ranks, folder):
@@ -22,7 +23,10 @@ def newest_whole(ranks, folder):
 
 def step_on_disk(load_dir):
     """``(tag, step)`` of what ``latest`` names. Step -1 where nobody says it, tag None where there is none."""
-    tag = names.latest_tag(load_dir)
+    try:
+        tag = names.latest_tag(load_dir)
+    except (ValueError, OSError):
+        return None, -1
     try:
         facts = verify.read(os.path.join(load_dir, tag)) if tag else None
     except (verify.DamagedManifest, OSError):
@@ -47,10 +51,14 @@ def describe(ranks, folder):
     if ranks.leads:
         try:
             os.makedirs(folder, exist_ok=True)
-            there = {name: record for name, record in files.items() if os.path.exists(os.path.join(folder, name))}
+            there = {
+                name: record
+                for name, record in files.items()
+                if os.path.exists(path_below(folder, name, "what a rank says of its snapshot"))
+            }
             with open(os.path.join(folder, verify.NAME), "w") as file:
                 file.write(verify.text_of(facts, there))
-        except OSError as caught:
+        except (OSError, ValueError) as caught:
             error = caught
     ranks.agree(error, f"the snapshot {folder} cannot be read")
 

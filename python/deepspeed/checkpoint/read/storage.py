@@ -4,11 +4,13 @@ import contextlib
 import contextvars
 import os
 import pickle
+import secrets
 import zipfile
 
 import torch
 
 from deepspeed.formats import torch_archive
+from deepspeed.host.recorded_names import open_regular
 from deepspeed.zero.tensor_of_pieces import TensorOfPieces
 
 
@@ -41,7 +43,7 @@ def _same_mapping(original, items):
 
 def write(value, path):
     """Saves ``value`` to ``path`` through a temporary file, so that a crash leaves no half file under the name."""
-    temporary = f"{path}.writing.{os.getpid()}"
+    temporary = f"{path}.writing.{secrets.token_hex(8)}"  # nobody can have put a link there
     try:
         torch.save(value, temporary)
         os.replace(temporary, path)
@@ -74,6 +76,7 @@ def read(path, lazy=False, allow=(), trust=None):
     Tensors and plain data only: RefusedClass for anything that could run code, see ``deepspeed.formats.torch_archive``.
     """
     try:
+        open_regular(path).close()
         return torch_archive.load(path, lazy, allow, _trusted.get() if trust is None else trust)
     except torch_archive.RefusedClass:
         raise

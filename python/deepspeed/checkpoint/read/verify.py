@@ -7,10 +7,13 @@ import os
 import zipfile
 import zlib
 
+from deepspeed.host.recorded_names import open_regular, path_below
+
 # ---- manifest ------------------------------------------------------------------------------------------------------
 # ``checkpoint_manifest.json``: which files a checkpoint has, and the checksum of each and of every tensor in it. It
 # is written last, when all files are on the disk, so a folder that has one is complete. It carries the CRC-32 of its
-# own text. Nothing here needs torch: ``ds_ckpt`` reads it on any machine.
+# own text, which proves that it is not damaged, and not who wrote it: names in it may lead anywhere, so only
+# ``path_below`` makes paths of them. Nothing here needs torch: ``ds_ckpt`` reads it on any machine.
 
 NAME = "checkpoint_manifest.json"
 VERSION = 1
@@ -30,7 +33,7 @@ def read(folder):
     """The manifest of ``folder`` as a dict, or None where there is none. Raises ``DamagedManifest``."""
     path = os.path.join(folder, NAME)
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             data = file.read()
     except FileNotFoundError:
         return None
@@ -40,13 +43,57 @@ def read(folder):
         body = text[text.index('"checkpoint": ') + len('"checkpoint": ') : text.rindex("}")]
         wrong = zlib.crc32(body.encode()) != found["crc32"]
         facts = found["checkpoint"]
-    except (ValueError, KeyError, TypeError) as error:
+        others = {key: value for key, value in facts.items() if key not in ("version", "files")}
+        wrong = wrong or text != text_of(others, facts["files"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedManifest(f"{path} is damaged: {error}") from error
-    if wrong or text != text_of({k: v for k, v in facts.items() if k not in ("version", "files")}, facts["files"]):
+    if wrong:
         raise DamagedManifest(f"{path} is damaged: its checksum is not that of its text")
+    _check(path, facts)
+    return facts
+
+
+# Numbers by which checkpoints are compared, and the largest: a time is one that a calendar has.
+_NUMBERS = {"saved_at": 1 << 36, "global_steps": 1 << 62}
+
+
+def _is_number(value, least=0):
+    return type(value) is int and value >= least
+
+
+def _check(path, facts):
+    """DamagedManifest for a text that no save writes, and for a name that is no path in the folder."""
+
+    def refuse(what):
+        raise DamagedManifest(f"{path} is damaged: {what}")
+
+    if not _is_number(facts["version"], 1):
+        refuse(f"its version is {facts['version']!r}")
     if facts["version"] > VERSION:
         raise DamagedManifest(f"{path} has version {facts['version']}, this library knows up to {VERSION}: update it")
-    return facts
+    for key, most in _NUMBERS.items():
+        value = facts.get(key, 0)
+        if type(value) not in (int, float) or not 0 <= value <= most:
+            refuse(f"its {key} is {value!r}, not a number from 0 to {most}")
+    if not isinstance(facts["files"], dict):
+        refuse("its files are no table")
+    for name, record in facts["files"].items():
+        try:
+            path_below(os.path.dirname(path), name, path, "tag")  # the text: links are looked at when the name is used
+        except ValueError as error:
+            raise DamagedManifest(str(error)) from error
+        numbers = isinstance(record, dict) and [record.get("bytes"), record.get("crc32")]
+        tensors = numbers and record.get("tensors", [])
+        if not numbers or not all(map(_is_number, numbers)) or not isinstance(tensors, list):
+            refuse(f"what it says of the file {name!r} is no record")
+        for tensor in tensors:
+            numbers = isinstance(tensor, dict) and [tensor.get(key) for key in ("offset", "bytes", "crc32")]
+            if not numbers or not all(map(_is_number, numbers)) or not isinstance(tensor.get("name"), str):
+                refuse(f"what it says of a tensor in the file {name!r} is no record")
+
+
+def _path(folder, name):
+    return path_below(folder, name, os.path.join(folder, NAME))
 
 
 def missing_or_short(folder, facts):
@@ -54,9 +101,12 @@ def missing_or_short(folder, facts):
     found = []
     for name, record in sorted(facts["files"].items()):
         try:
-            size = os.stat(os.path.join(folder, name)).st_size
-        except FileNotFoundError:
+            size = os.stat(_path(folder, name)).st_size
+        except (FileNotFoundError, NotADirectoryError):
             found.append(f"{name} is missing")
+            continue
+        except (OSError, ValueError) as error:
+            found.append(f"{name} cannot be read: {error}")
             continue
         if size != record["bytes"]:
             found.append(f"{name} is damaged: it has {size} bytes, {record['bytes']} were saved")
@@ -83,7 +133,7 @@ class Problem:
 def crc32_of(path, begin=0, size=None):
     """CRC-32 of ``size`` bytes from ``begin``, read in chunks (the page cache is not filled with what is read once)."""
     value = 0
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         file.seek(begin)
         while size is None or size > 0:
             data = file.read(_CHUNK if size is None else min(_CHUNK, size))
@@ -96,8 +146,8 @@ def crc32_of(path, begin=0, size=None):
 
 
 def _check_file(folder, name, record):
-    path = os.path.join(folder, name)
     try:
+        path = _path(folder, name)
         size = os.stat(path).st_size
         if size != record["bytes"]:
             return [Problem(name, None, f"has {size} bytes, {record['bytes']} were saved")]
@@ -105,13 +155,15 @@ def _check_file(folder, name, record):
             return []
         bad = [
             Problem(name, tensor["name"], f"bytes {tensor['offset']} to {tensor['offset'] + tensor['bytes']} differ")
-            for tensor in record["tensors"]
+            for tensor in record.get("tensors", [])
             if crc32_of(path, tensor["offset"], tensor["bytes"]) != tensor["crc32"]
         ]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return [Problem(name, None, "is missing")]
     except OSError as error:
         return [Problem(name, None, f"cannot be read: {error.strerror}")]
+    except ValueError as error:
+        return [Problem(name, None, str(error))]
     return bad or [Problem(name, None, "differs outside of its tensors: in the structure that says what they are")]
 
 

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 
+from deepspeed.checkpoint.write import owner
 from deepspeed.checkpoint.write.ranks import RanksThroughFiles, failure_of
 from deepspeed.checkpoint.write.snapshot import Snapshot
 from deepspeed.constants import default_pg_timeout
@@ -221,14 +222,15 @@ class SnapshotSave:
     # ---- in the calling thread -------------------------------------------------------------------------------------
     def add_all(self, files, error=None):
         """Makes the values of ``files`` (name -> function) and takes each, unless there was an error. Returns the first
-        error, or None; what a function raises is raised at once."""
-        for name, value in files.items():
-            made = value()  # some run collectives, so all are made, whatever has failed
+        error, of a function or of the taking, or None."""
+        for name, value in files.items():  # some run collectives, so all are made, whatever has failed
+            made = None
             try:
+                made = value()
                 if error is None:
                     self.add(name, made)
             except Exception as caught:
-                error = caught
+                error = error or caught
             del made
         return error
 
@@ -236,6 +238,7 @@ class SnapshotSave:
         """Takes the file ``name``: afterwards tensors in ``value`` may change, but for the engine's states. Waits while
         the cache is full; a file that is larger than all of it is written at once."""
         prepared = self._engine.prepare(name, value)
+        owner.make_way(self.saving.staging, name)
         path = os.path.join(self.saving.staging, name)
         linked = prepared.link(path) if hasattr(prepared, "link") else None
         if linked is not None:  # it is in another tag: nothing to copy

@@ -54,9 +54,12 @@ class PartsByRank:
         return made
 
     def _divide(self, engine, exclude_frozen):
-        error, states, ranks = None, None, Ranks(engine, False)
-        experts = {self.named.expert(name) for name in engine.module.state_dict() if self._is_written(name)} - {None}
-        layers, before = sorted({layer for layer, _ in experts}), 0
+        error, states, ranks, layers, before = None, None, Ranks(engine, False), [], 0
+        try:  # what raises on one rank must not keep it from telling the others, who wait for it
+            written = (self.named.expert(name) for name in engine.module.state_dict() if self._is_written(name))
+            layers = sorted({expert[0] for expert in written if expert is not None})
+        except Exception as caught:
+            error = caught
         if self._layers is not None:  # layers of experts are counted over all stages
             counts = dict(ranks.gather([self._layers.stage, len(layers)]))
             before = sum(counts[stage] for stage in range(self._layers.stage))
@@ -66,7 +69,7 @@ class PartsByRank:
             experts = self._of_modules(engine, exclude_frozen)
             states = self._states(engine)
         except Exception as caught:
-            error = caught
+            error = error or caught
         failure, mp_rank = failure_of(engine.global_rank, error), engine.mp_rank_for_files()
         told = ranks.gather(
             [failure, mp_rank, engine.parallel.dp_rank, table_of(states), list(experts), self.buffers]

@@ -17,17 +17,16 @@ import contextlib
 import errno
 import os
 import shutil
-import threading
 
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.names import HIDDEN
 from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write import file_writer, owner
+from deepspeed.checkpoint.write.pointer import CANNOT_RENAME
+from deepspeed.formats.recorded_paths import path_below, remove_below
 from deepspeed.log import logger
 
 # ---- commit --------------------------------------------------------------------------------------------------------
-
-_replacing = threading.Lock()
 
 
 def staging_of(folder):
@@ -132,6 +131,7 @@ def finish(folder, staging, facts, records):
     ``records``: name -> record (a dict, see ``file_record``) of every file, of all ranks that wrote into the folder.
     """
     text = verify.text_of(facts, records)
+    owner.make_way(staging, verify.NAME)
     file_writer.write_bytes(text.encode(), os.path.join(staging, verify.NAME))
     for path in sorted({os.path.dirname(name) for name in records} | {""}):
         file_writer.sync_directory(os.path.join(staging, path))
@@ -152,22 +152,6 @@ def abandon(folder, staging):
         owner.let_go(staging)  # the next save goes on with it
     else:
         remove_if_there(staging)
-
-
-def replace_text(path, text):
-    """Replaces a small text file, in one rename where the file system has one."""
-    folder, name = os.path.split(path)
-    temporary = os.path.join(folder, f".{name}.writing")
-    with _replacing:  # several engines may save into one folder, each in a thread of its own
-        file_writer.write_bytes(text.encode(), temporary)
-        try:
-            file_writer.rename(temporary, path)
-        except OSError as error:
-            if error.errno not in CANNOT_RENAME:
-                raise
-            os.unlink(temporary)
-            file_writer.write_bytes(text.encode(), path)
-        file_writer.sync_directory(folder)
 
 
 # ---- before loading ------------------------------------------------------------------------------------------------
@@ -194,7 +178,7 @@ def place_of(folder):
 def _has_manifest(folder):
     try:
         return verify.read(folder) is not None
-    except (verify.DamagedManifest, NotADirectoryError):  # in place, it is written like any other file
+    except (verify.DamagedManifest, OSError):  # in place, it is written like any other file
         return False
 
 
@@ -252,15 +236,21 @@ def retire(save_dir, keep_last, current):
     ``current``: the tag just saved; it and the one that ``latest`` names are never removed, nor are links to folders
     elsewhere.
     """
-    spared = {current, names.latest_tag(save_dir)}
+    try:
+        spared = {current, names.latest_tag(save_dir)}
+    except (ValueError, OSError) as error:
+        logger.warning(f"keep_last removes nothing: {error}")
+        return
     found = []
     for name in os.listdir(save_dir):
         folder = os.path.join(save_dir, name)
         if name.startswith(".") or os.path.islink(folder) or not os.path.isfile(os.path.join(folder, verify.NAME)):
             continue
         try:
-            found.append((verify.read(folder)["saved_at"], name))
-        except (verify.DamagedManifest, KeyError):
+            facts = verify.read(folder)
+            if not facts.get("universal"):  # somebody has converted it on purpose
+                found.append((facts["saved_at"], name))
+        except (verify.DamagedManifest, KeyError, OSError):
             logger.warning(f"{folder} is not removed by keep_last: its manifest is damaged; see ds_ckpt verify")
     surplus = len(found) - keep_last
     for _, name in sorted(found):
@@ -276,10 +266,6 @@ def retire(save_dir, keep_last, current):
 # the new folder, and gives it its name. - Where the old folder cannot be renamed (it is of a lower layer of an
 # overlay): its manifest goes, and the new files are renamed into it one by one, their manifest last. ``settle`` goes
 # on where that was broken off. Loading and the next save call ``settle``.
-
-# What a file system says that has no rename of folders, or not of this one. EMFILE: gcsfuse, above a number of files.
-CANNOT_RENAME = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EMFILE)
-
 
 def hidden(folder, what):
     """A hidden folder beside ``folder``: its name says whose it is and what for."""
@@ -349,16 +335,22 @@ def _move_files(new, folder):
         if os.path.exists(os.path.join(folder, verify.NAME)):
             os.unlink(os.path.join(folder, verify.NAME))
         file_writer.sync_directory(folder)
-    listed = verify.read(new)["files"]
-    for path in set((owner.facts_of(folder) or {}).get("files", ())) - set(listed) - {verify.NAME, owner.NAME}:
-        if os.path.lexists(os.path.join(folder, path)):
-            os.unlink(os.path.join(folder, path))
+    manifest = os.path.join(new, verify.NAME)
+    facts = verify.read(new)
+    if facts is None:
+        raise FileNotFoundError(errno.ENOENT, f"{manifest} is gone, which says what goes to {folder}", manifest)
+    listed = facts["files"]
+    for path in owner.listed_in_mark(folder) - set(listed) - {verify.NAME, owner.NAME}:
+        remove_below(folder, path, owner.path_in(folder))
     for path in (*sorted(listed), verify.NAME):
         if path == verify.NAME:
             file_writer.sync_directory(folder)
-        if os.path.lexists(os.path.join(new, path)):
-            os.makedirs(os.path.dirname(os.path.join(folder, path)), exist_ok=True)
-            file_writer.rename(os.path.join(new, path), os.path.join(folder, path))
+        if not os.path.lexists(os.path.join(new, path)):
+            continue
+        above = os.path.dirname(path)
+        if above:
+            os.makedirs(path_below(folder, above, manifest), exist_ok=True)
+        file_writer.rename(path_below(new, path, manifest), os.path.join(folder, path))
     file_writer.sync_directory(folder)
     owner.carry_over(new, folder)  # others' files, which may be here alone if the folder was made anew
     owner.disown(folder)

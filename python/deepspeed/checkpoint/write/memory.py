@@ -213,12 +213,13 @@ class Snapshots:
         self._coming = name
         error = None
         try:
-            files = files_of(engine, checked_client_state(engine, client_state))
+            files = {}
             try:
+                files = files_of(engine, checked_client_state(engine, client_state))
                 _make(place)
                 for old in reused:
                     _move(os.path.join(self.folder, old), place, files, said_by(engine.global_rank))
-            except OSError as caught:
+            except Exception as caught:
                 error = caught
             error = save.add_all(files, error)
         except BaseException:

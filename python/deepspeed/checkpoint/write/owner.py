@@ -17,6 +17,9 @@ import socket
 from deepspeed._native import _C
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read import verify
+from deepspeed.formats.recorded_paths import path_below, remove_below
+from deepspeed.host.recorded_names import open_regular
+from deepspeed.log import logger
 
 # ---- owner ---------------------------------------------------------------------------------------------------------
 
@@ -130,11 +133,11 @@ def renamed(folder, name):
 def facts_of(folder):
     """What the folder's owner has written, a dict; None where nobody has."""
     try:
-        with open(path_in(folder)) as file:
-            facts = json.load(file)
+        with open_regular(path_in(folder)) as file:
+            facts = json.loads(file.read())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return facts if isinstance(facts, dict) else {}
 
@@ -159,9 +162,11 @@ def is_gone(folder, here=None):
 
 def _process_of(facts):
     try:
-        return Process(**{field.name: facts[field.name] for field in dataclasses.fields(Process)})
+        found = {field.name: facts[field.name] for field in dataclasses.fields(Process)}
     except KeyError:  # of an earlier version, which wrote less
         return None
+    whole = all(type(found[field.name]) is field.type for field in dataclasses.fields(Process))
+    return Process(**found) if whole and 0 < found["pid"] < 1 << 31 else None
 
 
 def is_own(folder):
@@ -224,26 +229,70 @@ os.register_at_fork(after_in_child=_in_a_forked_child)
 
 
 # ---- replaced files ------------------------------------------------------------------------------------------------
-# Which files of a tag's folder a save may remove. All others stay, whatever they are called.
+# Which files of a tag's folder a save may remove. All others stay, whatever they are called. The folder may be somebody
+# else's: a manifest and an owner's mark say what they like, so a name counts only where it is a path in the folder, has
+# a form that saves give to files, or is that of a file which still is what the manifest says.
 
 
 def own_files(folder):
     """Paths below ``folder`` that saves of this library, or of the one whose layout it has, have put there.
 
-    Those are the files that the manifest lists. A folder without a manifest that can be trusted has the published names
-    at its top, and what the owner of an unfinished save in place has listed.
+    Those are files that the manifest lists. A folder without a manifest that can be trusted has the published names at
+    its top, those of a universal checkpoint, and what the owner of an unfinished save in place has listed.
     """
     try:
         facts = verify.read(folder)
-    except verify.DamagedManifest:
+    except verify.DamagedManifest as error:
+        logger.warning(f"{error}. A save into {folder} replaces files with the names of a checkpoint, and no others")
         facts = None
     found = {verify.NAME, NAME}
     if facts is not None:
-        return found.union(facts["files"])
+        return found | {name for name, record in facts["files"].items() if _is_as_listed(folder, name, record)}
     unfinished = facts_of(folder)
-    found.update((unfinished or {}).get("files", ()))
+    found.update(listed_in_mark(folder))
     is_own = names.is_published_file if unfinished is None else names.is_checkpoint_file
-    return found.union(name for name in os.listdir(folder) if is_own(name))
+    return found | {name for name in os.listdir(folder) if is_own(name)} | _universal_files(folder)
+
+
+def _has_form(name):
+    return names.is_checkpoint_file(name) or names.is_universal_file(name)
+
+
+def _is_as_listed(folder, name, record):
+    """Whether the file is one of a save: by its name, or else by its size and checksum."""
+    if names.is_checkpoint_file(name):
+        return True
+    try:
+        path = path_below(folder, name, os.path.join(folder, verify.NAME))
+        if os.path.getsize(path) != record["bytes"]:
+            return False
+        return names.is_universal_file(name) or verify.crc32_of(path) == record["crc32"]
+    except (OSError, ValueError):
+        return False
+
+
+def listed_in_mark(folder):
+    """The files that an unfinished save in place, or a swap file by file, says it had found there: a set."""
+    files = (facts_of(folder) or {}).get("files", ())
+    found = {name for name in files if isinstance(name, str)} if isinstance(files, (list, tuple)) else set()
+    strange = sorted(name for name in found if name not in (verify.NAME, NAME) and not _has_form(name))
+    if strange:
+        logger.warning(
+            f"{path_in(folder)} lists {strange[:3]} as files of a checkpoint, which no save writes: they stay"
+        )
+    return found - set(strange)
+
+
+def _universal_files(folder):
+    """Those of a universal checkpoint, of parameters that have a master."""
+    found = set()
+    if not os.path.isfile(os.path.join(folder, "zero", "optimizer_state.pt")):
+        return found
+    found.add("zero/optimizer_state.pt")
+    for entry in os.scandir(os.path.join(folder, "zero")):
+        if entry.is_dir(follow_symlinks=False) and os.path.isfile(os.path.join(entry.path, "fp32.pt")):
+            found.update(f"zero/{entry.name}/{name}" for name in os.listdir(entry.path) if name.endswith(".pt"))
+    return found
 
 
 def _folders_of(paths):
@@ -280,19 +329,21 @@ def carry_over(old, new):
             if os.path.islink(source):
                 files = [*files, name]
             elif path not in made and not os.path.lexists(target):
-                os.makedirs(target)
+                os.makedirs(path_below(new, path, f"the folder {old}"))
                 copied.append((source, target))
         for name in files:
             path = os.path.normpath(os.path.join(where, name))
             if path not in own:
-                _carry(os.path.join(old, path), os.path.join(new, path))
+                _carry(os.path.join(old, path), new, path)
     for source, target in reversed(copied):  # now: nothing can be put into one that nobody may write to
         shutil.copystat(source, target)
 
 
-def _carry(source, target):
+def _carry(source, new, path):
+    target = os.path.join(new, path)
     if os.path.lexists(target):
         return
+    path_below(new, path, f"the folder of {source}")
     os.makedirs(os.path.dirname(target), exist_ok=True)
     try:
         os.link(source, target, follow_symlinks=False)
@@ -305,23 +356,22 @@ def remove_own(folder, spared=()):
     half removed must not look whole. The owner's mark goes last."""
     found = own_files(folder) - set(spared)
     for path in sorted(found - {NAME}, key=lambda path: (path != verify.NAME, path)):
-        _remove_file(os.path.join(folder, path))
+        remove_below(folder, path, folder)
     for path in sorted(_folders_of(found), reverse=True):
-        _remove_if_empty(os.path.join(folder, path))
+        _remove_if_empty(folder, path)
     if NAME in found:
         disown(folder)
-        _remove_if_empty(folder)
+        _remove_if_empty(folder, "")
 
 
-def _remove_file(path):
-    try:
+def _remove_if_empty(folder, path):
+    with contextlib.suppress(OSError, ValueError):  # somebody else's files are in it; it is behind a link
+        os.rmdir(path_below(folder, path, folder) if path else folder)
+
+
+def make_way(folder, path):
+    """A link of the name ``path`` in ``folder`` goes, before a file is written there: the file that it leads to must
+    not be written to."""
+    path = os.path.join(folder, path)
+    if os.path.islink(path):
         os.unlink(path)
-    except FileNotFoundError:
-        pass
-
-
-def _remove_if_empty(folder):
-    try:
-        os.rmdir(folder)
-    except OSError:  # somebody else's files are in it
-        pass

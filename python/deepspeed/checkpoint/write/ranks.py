@@ -9,7 +9,7 @@ import time
 from deepspeed import comm as dist
 from deepspeed._native import _C
 from deepspeed.checkpoint.read.verify import DamagedManifest
-from deepspeed.checkpoint.write.commit import CANNOT_RENAME
+from deepspeed.checkpoint.write.pointer import CANNOT_RENAME
 
 # ---- ranks ---------------------------------------------------------------------------------------------------------
 

@@ -10,11 +10,12 @@ from deepspeed.checkpoint.convert.export import write_script
 from deepspeed.checkpoint.engines.base import ForeignFiles
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read.weights import run_states
-from deepspeed.checkpoint.write import background, commit, engine_states, native
+from deepspeed.checkpoint.write import background, commit, engine_states, native, owner
 from deepspeed.checkpoint.write.by_rank import PartsByRank
 from deepspeed.checkpoint.write.engine_states import EngineStates, counters_of
 from deepspeed.checkpoint.write.file_writer import Cuts, PreparedTorch, SharedTorch, complete
-from deepspeed.checkpoint.write.ranks import Ranks
+from deepspeed.checkpoint.write.pointer import replace_text
+from deepspeed.checkpoint.write.ranks import Ranks, failure_of, raise_together
 from deepspeed.host.cpu import socket_of_process
 from deepspeed.host.launcher_messages import tell_launcher
 from deepspeed.log import log_dist, logger, warning_once
@@ -44,7 +45,9 @@ def files_of(engine, client_state, exclude_frozen_parameters=False, with_common=
     if saved.model_by_rank or dp_rank == 0 or with_common:
         by_rank = saved.model_by_rank
         name = names.sharded_model_states(dp_rank, mp_rank) if by_rank else names.model_states(mp_rank)
-        found[name] = lambda: _model_states(engine, client_state, exclude_frozen_parameters, parts)
+        # Now, and not when the file is written: what a scheduler of somebody else raises comes before any folder.
+        schedule = engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None
+        found[name] = lambda: _model_states(engine, client_state, exclude_frozen_parameters, parts, schedule)
     if saved.optimizer_by_rank and engine.core is not None and engine.basic_optimizer is not None:
         name = names.optim_states(dp_rank, mp_rank, engine.bfloat16_enabled())
         found[name] = lambda: _optim_states(engine)
@@ -69,9 +72,8 @@ def expected_bytes(engine):
     return [size + size // 50 + (1 << 20) for size in files if size > 0]
 
 
-def _model_states(engine, client_state, exclude_frozen_parameters, parts):
+def _model_states(engine, client_state, exclude_frozen_parameters, parts, schedule):
     optimizer, described = engine.optimizer, parts.described
-    scheduler = engine.lr_scheduler
     saved = engine._stage_policy.saved
     frozen = saved.frozen_listed and not exclude_frozen_parameters
     whole = not saved.optimizer_by_rank and not (described and described["table"])
@@ -83,7 +85,7 @@ def _model_states(engine, client_state, exclude_frozen_parameters, parts):
         "frozen_param_shapes": engine_states.frozen_shapes(engine) if frozen else None,
         "shared_params": engine_states.shared_params(engine.module, parts.named) if saved.optimizer_by_rank else None,
         "frozen_param_fragments": engine_states.frozen_fragments(engine) if frozen else None,
-        "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
+        "lr_scheduler": schedule,
         **counters_of(engine),
         "ds_config": engine.config,
         "ds_version": __version__,
@@ -194,9 +196,14 @@ class Sharing:
 # ---- save ----------------------------------------------------------------------------------------------------------
 
 
-def _agreed_tag(engine, ranks, tag):
-    """The tag of rank 0. Whether another one elsewhere is an error is for ``checkpoint.tag_validation`` to say."""
-    names = ranks.gather(tag)
+def _agreed_tag(engine, ranks, tag, error):
+    """The tag of rank 0. Whether another one elsewhere is an error is for ``checkpoint.tag_validation`` to say. All
+    raise where any rank has an ``error``, which that rank raises itself."""
+    told = ranks.gather([tag, failure_of(ranks.rank, error)])
+    if error is not None:
+        raise error
+    raise_together([failure for _, failure in told], "nothing is saved")
+    names = [tag for tag, _ in told]
     others = [(rank, other) for rank, other in enumerate(names) if other != names[0]]
     if not others or not engine._config.checkpoint_tag_validation_enabled:
         return names[0]
@@ -211,19 +218,20 @@ def _agreed_tag(engine, ranks, tag):
     return names[0]
 
 
-def _agreed_place(ranks, save_dir, tag):
-    """The folder that the tag is. Where it is none for a rank, whose disk may be another, all raise."""
-    error = found = None
+def _agreed_place(ranks, save_dir, tag, error):
+    """The folder that the tag is. Where it is none for a rank, whose disk may be another, all raise, as they do where a
+    rank could not collect its files (``error``)."""
+    found, no_place = None, None
     try:
         found = names.folder_of(save_dir, tag)
     except (ValueError, OSError) as caught:
-        error = caught
-    try:
-        ranks.agree(error, "nothing is saved")
-    except Exception:
-        if error is not None:
-            raise error from None
-        raise
+        no_place = caught
+    failures = ranks.gather(failure_of(ranks.rank, error or no_place))
+    if error is not None and None not in failures:  # all know already: of one rank, or of all together
+        raise error
+    if error is None and no_place is not None:
+        raise no_place
+    raise_together(failures, "nothing is saved", error)
     return found
 
 
@@ -246,28 +254,38 @@ def save_checkpoint(engine, save_dir, tag=None, client_state=None, save_latest=T
 
     Raises ValueError without ``save_dir``, or for a tag that is no name of a folder in it; AssertionError when ranks
     must agree on the tag and do not, KeyError when ``client_state`` uses a reserved key, OSError on all ranks when a
-    rank cannot write: it names the rank and the file. Returns True.
+    rank cannot write: it names the rank and the file; RuntimeError on all ranks when a function that gives a value to
+    be saved raises on one (``lr_scheduler.state_dict()``): it names the rank and the error. Returns True.
     """
     if not save_dir:
         raise ValueError(f"save_checkpoint needs a directory, got save_dir={save_dir!r}")
-    client_state = checked_client_state(engine, client_state or {})
+    error = None
+    try:
+        client_state = checked_client_state(engine, client_state or {})
+    except Exception as caught:
+        error = caught
     writer = engine.checkpoint_engine
     behind = getattr(writer, "behind", None)
     ranks = Ranks(engine, engine._config.use_node_local_storage)
     if behind is not None:
         behind.tell_together(ranks)
-    tag = _agreed_tag(engine, ranks, str(tag if tag is not None else f"global_step{engine.global_steps}"))
+    tag = _agreed_tag(engine, ranks, str(tag if tag is not None else f"global_step{engine.global_steps}"), error)
     names.check_tag(tag, os.fspath(save_dir))
     sharing = make_sharing(engine, ranks) if hasattr(writer, "write_prepared") else None
-    files = files_of(engine, client_state, exclude_frozen_parameters, sharing is not None and sharing.writes)
-    place = _agreed_place(ranks, os.fspath(save_dir), tag)
+    files = states = None
+    try:
+        files = files_of(engine, client_state, exclude_frozen_parameters, sharing is not None and sharing.writes)
+        states = EngineStates(engine) if behind is not None else None
+    except Exception as caught:
+        error = caught
+    place = _agreed_place(ranks, os.fspath(save_dir), tag, error)
     saving = Saving(engine, ranks, os.fspath(save_dir), tag, place, sharing)
     background.wait_for(saving.place)
     if not getattr(writer, "makes_files", True):
         saving.write(files, writer)
         log_dist(f"no checkpoint {saving.folder}: {writer.name} writes nothing", ranks=[0])
     elif behind is not None and not _on_disks_of_nodes(ranks):
-        writer.save_behind(saving, files, save_latest, EngineStates(engine))
+        writer.save_behind(saving, files, save_latest, states)
         log_dist(f"checkpoint {saving.folder} is copied and being written", ranks=[0])
     else:
         if not hasattr(writer, "write_file"):
@@ -359,13 +377,16 @@ class Saving:
     def write(self, files, writer):
         """Writes the files of this rank through ``writer.write_file``. Returns name -> record for the manifest."""
         staging, records, error = self.staging or "", {}, None  # no folder for an engine that writes nothing
-        for name, value in files.items():
-            made = value()  # some run collectives, so all are made, whatever has failed
+        for name, value in files.items():  # some run collectives, so all are made, whatever has failed
+            made = None
             try:
+                made = value()
                 if error is None:
+                    if staging:
+                        owner.make_way(staging, name)
                     records[name] = writer.write_file(name, made, os.path.join(staging, name))
             except Exception as caught:
-                error = caught
+                error = error or caught
             del made
         if error is None and hasattr(writer, "finish"):
             try:
@@ -394,7 +415,7 @@ class Saving:
         if self._with_script:
             write_script(self.save_dir)
         if save_latest:
-            commit.replace_text(os.path.join(self.save_dir, names.LATEST), self.tag)
+            replace_text(os.path.join(self.save_dir, names.LATEST), self.tag)
         if self._keep_last is not None:
             commit.retire(self.save_dir, self._keep_last, self.tag)
         if save_latest:

@@ -32,6 +32,7 @@ import torch
 
 from deepspeed.host import cuda_toolkit
 from deepspeed.host.cpu import cpu_info
+from deepspeed.host.recorded_names import path_below
 from deepspeed.log import logger
 from deepspeed.ops.op_builder import toolchain
 from deepspeed.ops.op_builder.toolchain import BuildError
@@ -148,9 +149,9 @@ def _valid(folder):
             built = json.load(file)
         if any(_hash_file(path) != digest for path, digest in built["headers"].items()):
             return None
-    except (OSError, ValueError, KeyError):
+        path = path_below(folder, built["module"], os.path.join(folder, "built.json"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    path = os.path.join(folder, built["module"])
     return path if os.path.exists(path) else None
 
 

@@ -1,0 +1,272 @@
+"""Whoever wrote a folder: nothing outside of it, and no file of the user in it, is touched, and nothing hangs."""
+
+import contextlib
+import io
+import os
+import shutil
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+import hostile_folders as hostile
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.checkpoint.layouts.open_saved import open_saved
+from deepspeed.checkpoint.read import cli, verify
+from deepspeed.checkpoint.write import commit, file_writer, owner
+from deepspeed.checkpoint.write.pointer import replace_text
+from hostile_folders import MODEL, SHARD, Sandbox, chance_of
+from sampling import every_case
+
+REFUSALS = (OSError, RuntimeError, ValueError)
+CASES = 10_000 if every_case() else 240
+PARTS = 8
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory):
+    """A checkpoint, and what it converts to."""
+    base = tmp_path_factory.mktemp("honest")
+    hostile.honest_source(str(base / "source"))
+    convert(base / "source", base / "universal")
+    return base
+
+
+def convert(source, target):
+    ds_to_universal.main(
+        SimpleNamespace(
+            input_folder=str(source), output_folder=str(target), num_extract_workers=1, num_merge_workers=1
+        )
+    )
+
+
+@contextlib.contextmanager
+def no_hang():
+    """A read of a pipe, or a loop, ends in an error here; the limit is far above what any machine needs."""
+
+    def late(*_):
+        raise AssertionError("this case hangs")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(300)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def tried(function, *args, **kwargs):
+    with contextlib.suppress(*REFUSALS):
+        return function(*args, **kwargs)
+    return None
+
+
+def save(folder, in_place):
+    records, staging = {}, commit.begin(folder, in_place)
+    try:
+        for name in (MODEL, SHARD):
+            owner.make_way(staging, name)
+            records[name] = file_writer.write_bytes(b"new" * 9, os.path.join(staging, name)).to_dict()
+        commit.finish(folder, staging, {"tag": "t", "saved_at": 2.0}, records)
+    except BaseException:
+        commit.abandon(folder, staging)
+        raise
+    replace_text(os.path.join(os.path.dirname(folder), "latest"), "t")
+
+
+def a_save_into_the_folder(sandbox, chance, _):
+    sandbox.plant_links()
+    facts, records = hostile.put_files(sandbox, chance)
+    if chance.random() < 0.7:
+        hostile.put_manifest(sandbox.folder, facts, records, chance, sandbox)
+    if chance.random() < 0.6:
+        hostile.put_mark(sandbox.folder, chance, sandbox, moving=chance.random() < 0.5)
+    hidden = commit.hidden(sandbox.folder, chance.choice(["saving", "replaced", "making", "removing"]))
+    if chance.random() < 0.4:  # a swap that somebody pretends to have begun
+        if chance.random() < 0.3:
+            os.symlink(sandbox.outside, hidden)
+        else:
+            shutil.copytree(sandbox.folder, hidden, symlinks=True, ignore=shutil.ignore_patterns("pipe"))
+            hostile.put_manifest(hidden, facts, records, chance, sandbox)
+            if chance.random() < 0.5:
+                os.unlink(os.path.join(sandbox.folder, MODEL))
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(sandbox.folder, verify.NAME))
+    with open(os.path.join(sandbox.saves, "latest"), "w", errors="surrogatepass") as file:
+        file.write(chance.choice(sandbox.names()))
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        tried(cli.main, ["ls", sandbox.saves])
+        tried(cli.main, ["verify", sandbox.saves])
+    tried(commit.place_of, sandbox.folder)
+    tried(owner.others_files, sandbox.folder)
+    file_writer.inject_fault(chance.choice(["", "", "exchange:1+:einval", "rename_dir:2+:exdev", "rename_dir:1+:exdev"]))
+    try:
+        tried(save, sandbox.folder, chance.choice([None, None, False, True]))
+        tried(commit.retire, sandbox.saves, 1, chance.choice(["t", "u"]))
+        tried(commit.place_of, sandbox.folder)
+        if chance.random() < 0.3:
+            tried(commit.remove_checkpoint, sandbox.folder)
+    finally:
+        file_writer.inject_fault("")
+
+
+def a_conversion(sandbox, chance, honest):
+    source = os.path.join(sandbox.base, "saves", "source")
+    shutil.copytree(honest / "source", source)
+    hostile.change_source(source, chance, sandbox.names())
+    if chance.random() < 0.5:
+        sandbox.plant_links()
+    tried(convert, source, sandbox.folder)
+
+
+def a_universal_folder(sandbox, chance, honest):
+    folder = os.path.join(sandbox.saves, "universal")
+    shutil.copytree(honest / "universal", folder)
+    hostile.change_universal(folder, chance, sandbox)
+    if chance.random() < 0.3:
+        hostile.put_manifest(folder, {"tag": "universal"}, {}, chance, sandbox)
+
+    def read():
+        saved = open_saved(folder, group_names=[["words.weight"]])
+        for name in saved.shapes():
+            saved.scalars(name)
+            for kind in ("fp32", *saved.state_names()):
+                for _, numel, reader in saved.pieces(name, kind):
+                    reader.read_range(0, numel)
+
+    tried(read)
+    if chance.random() < 0.3:
+        tried(convert, honest / "source", folder)
+
+
+def run(number, base, honest):
+    chance = chance_of(number)
+    kind = a_save_into_the_folder if number % 10 < 8 else a_conversion if number % 10 == 8 else a_universal_folder
+    sandbox = Sandbox(base)
+    with no_hang():
+        kind(sandbox, chance, honest)
+    sandbox.check()
+    shutil.rmtree(base)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_sentinel_is_touched(part, honest, tmp_path):
+    for number in range(part, CASES, PARTS):
+        try:
+            run(number, tmp_path / str(number), honest)
+        except Exception as error:
+            raise AssertionError(f"case {number}: {type(error).__name__}: {error}") from error
+
+
+BAD = ["{victim}", "../../outside/victim", "mine/../../../outside/victim", "out/victim", "file", "", "..", "a//b", "a\0b"]
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_manifest_that_names_others_files(name, tmp_path):
+    sandbox = Sandbox(tmp_path / "box")
+    sandbox.plant_links()
+    name = name.format(victim=os.path.join(sandbox.outside, "victim"))
+    facts, records = hostile.put_files(sandbox, chance_of(1))
+    records[name] = {"name": name, "bytes": len("sentinel victim"), "crc32": 0, "tensors": []}
+    with open(os.path.join(sandbox.folder, verify.NAME), "w") as file:
+        file.write(verify.text_of(facts, records))
+    problems = verify.verify_folder(sandbox.folder)  # what loading and ds_ckpt verify say
+    text = "; ".join(map(str, problems))
+    shown = name.replace("\0", "\\0")
+    assert verify.NAME in text and f"the name '{shown}'" in text, text
+    save(sandbox.folder, None)
+    assert verify.verify_folder(sandbox.folder) == []
+    sandbox.check()
+
+
+@pytest.mark.parametrize("saved_at", [2**70, float("inf"), float("nan"), -1, "now", None, True, []])
+def test_a_manifest_with_a_time_that_is_none(saved_at, tmp_path, capsys):
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / verify.NAME).write_text(verify.text_of({"saved_at": saved_at}, {}))
+    with pytest.raises(verify.DamagedManifest, match="saved_at"):
+        verify.read(tmp_path / "t")
+    assert cli.main(["ls", str(tmp_path)]) == 0 and "damaged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_mark_that_names_others_files(in_place, tmp_path):
+    sandbox = Sandbox(tmp_path / "box")
+    sandbox.plant_links()
+    hostile.put_files(sandbox, chance_of(1))
+    mark = {"pid": 1, "files": [*sandbox.names()], "moving": True}
+    with open(owner.path_in(sandbox.folder), "w") as file:
+        hostile.json.dump(mark, file)
+    with no_hang():
+        save(sandbox.folder, in_place)
+    sandbox.check()
+    assert verify.verify_folder(sandbox.folder) == []
+
+
+def test_a_link_in_the_place_of_a_file_is_not_written_through(tmp_path):
+    sandbox = Sandbox(tmp_path / "box")
+    for name in (MODEL, verify.NAME, owner.NAME):
+        os.symlink(os.path.join(sandbox.outside, "victim"), os.path.join(sandbox.folder, name))
+    save(sandbox.folder, True)
+    sandbox.check()
+    assert verify.verify_folder(sandbox.folder) == [] and not os.path.islink(os.path.join(sandbox.folder, MODEL))
+
+
+def test_latest_leads_nowhere_else(tmp_path):
+    sandbox = Sandbox(tmp_path / "box")
+    for text in ("../outside", sandbox.outside, "t/../../outside", "a\0b"):
+        with open(os.path.join(sandbox.saves, "latest"), "w") as file:
+            file.write(text)
+        with pytest.raises(ValueError, match="latest has the name"):
+            cli.names.latest_tag(sandbox.saves)
+    os.symlink(sandbox.outside, os.path.join(sandbox.saves, "elsewhere"))  # a link that the user has made
+    for text in ("t", "elsewhere", "runs/t", "step.1"):
+        with open(os.path.join(sandbox.saves, "latest"), "w") as file:
+            file.write(text)
+        assert cli.names.latest_tag(sandbox.saves) == text
+
+
+def replace_often(path, letter, ready):
+    os.read(ready, 1)
+    for _ in range(150):
+        replace_text(path, letter * 9000)
+    os._exit(0)
+
+
+def test_two_processes_replace_latest_at_once(tmp_path):
+    path = str(tmp_path / "latest")
+    replace_text(path, "a" * 9000)
+    go, start = os.pipe()
+    pids = []
+    for letter in "bc":
+        pid = os.fork()
+        if pid == 0:
+            with contextlib.suppress(BaseException):
+                replace_often(path, letter, go)
+            os._exit(1)
+        pids.append(pid)
+    os.write(start, b"xx")
+    running = True
+    while running:
+        running = os.waitpid(pids[0], os.WNOHANG) == (0, 0)
+        with open(path) as file:
+            text = file.read()
+        assert text in ("a" * 9000, "b" * 9000, "c" * 9000)
+    assert os.waitpid(pids[1], 0)[1] == 0
+    assert os.listdir(tmp_path) == ["latest"]
+
+
+def test_what_killed_processes_left_of_latest_goes(tmp_path):
+    path, pid = str(tmp_path / "latest"), os.fork()
+    if pid == 0:
+        file_writer.inject_fault("rename:1:kill")
+        replace_text(path, "one")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    (left,) = os.listdir(tmp_path)
+    assert left.startswith(".latest.") and left.endswith(".writing")
+    (tmp_path / ".latest.mine.writing").write_text("mine")
+    replace_text(path, "two")
+    assert sorted(os.listdir(tmp_path)) == [".latest.mine.writing", "latest"]
+    assert (tmp_path / "latest").read_text() == "two"
