@@ -7,6 +7,7 @@ import torch
 from deepspeed import _native
 from deepspeed import comm as dist
 from deepspeed.utils.tensor_fragment import fragment_address
+from deepspeed.zero.states_in_files import split_states
 from deepspeed.zero.tensor_of_pieces import TensorOfPieces
 
 
@@ -72,11 +73,10 @@ class InnerStates:
             return
         for master, (index, _, _) in zip(stepping.masters, optimizer.core.pieces(), strict=True):
             group = groups_of[index]
-            for key, value in optimizer.optimizer.state.get(master, {}).items():
-                if not (torch.is_tensor(value) and value.shape == master.shape and per_element(value)):
-                    self.scalars[group].setdefault(key, value.cpu() if torch.is_tensor(value) else value)
-                elif key not in self.kinds[group]:
-                    self.kinds[group].append(key)
+            names, others = split_states(optimizer.optimizer.state.get(master, {}), master)
+            for key, value in others.items():
+                self.scalars[group].setdefault(key, value.cpu() if torch.is_tensor(value) else value)
+            self.kinds[group] += [key for key in names if key not in self.kinds[group]]
         if optimizer.dp_process_group is not None:
             self._agree(optimizer.dp_process_group)
 

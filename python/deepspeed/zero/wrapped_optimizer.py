@@ -190,5 +190,8 @@ class WrappedOptimizer(DeepSpeedOptimizer):
                 self.loss_scaler.cur_hysteresis = saved["cur_hysteresis"]
 
     def destroy(self):
+        if self.stepping.in_files is not None:
+            self.stepping.in_files.close()
+            self.stepping.in_files = None
         self.optimizer = None
         self.stepping.fused = None
