@@ -69,7 +69,7 @@ std::string first_folder(const std::string& base, const std::string& name) {
 
 // The user's own folder: made as `mkdir -p` makes it, where it is missing.
 void make_with_parents(const std::string& key, const std::string& path) {
-  if (path.empty()) throw FileError(ENOENT, path, key + " names no folder. Name one on a local drive.");
+  if (path.empty()) throw FileError(ENOENT, path, key + " = \"\" names no folder. Name one on a local drive.");
   for (size_t end = path.find('/', 1);; end = path.find('/', end + 1)) {
     const std::string part = path.substr(0, end);
     struct stat found;

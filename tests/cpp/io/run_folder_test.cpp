@@ -115,7 +115,7 @@ TEST(RunFolder, FoldersThatCannotBeUsedAreNamed) {
     const RunFolder folder(disk / "missing/zero_stage_3", "rank0", kOwned);
     FAIL();
   } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find(disk / "missing/zero_stage_3"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find(disk / "missing"), std::string::npos) << error.what();
   }
 }
 
