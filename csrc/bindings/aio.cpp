@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include "base/error.h"
+#include "base/sizes.h"
 #include "bindings/registry.h"
 #include "bindings/torch_types.h"
 #include "bindings/without_lock.h"
@@ -288,7 +289,8 @@ DS_BINDINGS(m) {
              const py::buffer_info info = data.request();
              if (!PyBuffer_IsContiguous(info.view(), 'C'))
                throw py::value_error("the memory to write must be contiguous");
-             const auto bytes = static_cast<size_t>(info.size * info.itemsize);
+             const auto bytes =
+                 static_cast<size_t>(sizes::product<int64_t>("bytes of a buffer", info.size, info.itemsize));
              py::gil_scoped_release released;
              self.write(info.ptr, bytes);
              return bytes;

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "base/sizes.h"
 #include "bindings/object_pickler.h"
 #include "bindings/registry.h"
 #include "bindings/tensor_source.h"
@@ -236,8 +237,9 @@ DS_BINDINGS(m) {
         const py::buffer_info info = data.request();
         if (!PyBuffer_IsContiguous(info.view(), 'C')) throw py::value_error("the memory to write must be contiguous");
         const auto* bytes = static_cast<const char*>(info.ptr);
-        return std::make_shared<formats::BytesFile>(
-            std::string(bytes, static_cast<size_t>(info.size) * static_cast<size_t>(info.itemsize)));
+        return std::make_shared<formats::BytesFile>(std::string(
+            bytes,
+            sizes::product("bytes of a buffer", static_cast<size_t>(info.size), static_cast<size_t>(info.itemsize))));
       },
       py::arg("data"));
   // hooks: file_writer.PicklerHooks.

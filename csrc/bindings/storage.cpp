@@ -4,6 +4,9 @@
 #include "base/error.h"
 #include "bindings/registry.h"
 #include "bindings/torch_types.h"
+#include "io/paths.h"
+#include "io/run_folder.h"
+#include "io/swap_files.h"
 #include "storage/flat_view.h"
 #include "storage/rates.h"
 #include "storage/shard_storage.h"
@@ -55,9 +58,22 @@ py::dict report_of(const ShardStorage& storage) {
   return report;
 }
 
+// A folder of files that go with the object, which no other run may use meanwhile.
+struct SwapFolder {
+  SwapFolder(const std::string& key, const std::string& base, const std::string& below)
+      : path(ds::io::swap_folder(key, base, below)),
+        held(ds::io::parent_folder(path), path.substr(path.rfind('/') + 1), {}) {}
+  const std::string path;
+  ds::io::RunFolder held;
+};
+
 }  // namespace
 
 DS_BINDINGS(m) {
+  py::class_<SwapFolder>(m, "SwapFolder", "A folder for files of this run alone, below one of the user.")
+      .def(py::init<const std::string&, const std::string&, const std::string&>(), py::arg("key"), py::arg("base"),
+           py::arg("below"))
+      .def_readonly("path", &SwapFolder::path);
   py::class_<Placement>(m, "Placement", "Where a plane rests.")
       .def(py::init([](const std::string& rest, bool pinned, const std::string& folder) {
              Placement made;

@@ -13,7 +13,7 @@ std::vector<int64_t> row_major_strides(const std::vector<int64_t>& shape) {
   int64_t step = 1;
   for (size_t i = shape.size(); i-- > 0;) {
     strides[i] = step;
-    step *= std::max<int64_t>(shape[i], 1);
+    step = sizes::product("elements of a tensor", step, std::max<int64_t>(shape[i], 1));
   }
   return strides;
 }

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "base/sizes.h"
 #include "io/byte_source.h"
 
 namespace ds::bindings {
@@ -23,7 +24,9 @@ class TensorSource : public io::ByteSource {
   int64_t numel() const { return numel_; }  // that are stored
   const std::string& key() const { return key_; }
 
-  uint64_t bytes() const override { return static_cast<uint64_t>(numel_) * tensor().element_size(); }
+  uint64_t bytes() const override {
+    return sizes::product<uint64_t>("bytes of a tensor", static_cast<uint64_t>(numel_), tensor().element_size());
+  }
   bool in_place() const override { return flat_.defined() && flat_.is_cpu(); }
   bool on_device() const override { return tensor().is_cuda(); }
   void each(io::Staging& staging, const io::TakePiece& take) const override;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/sizes.h"
 #include "formats/format_error.h"
 #include "formats/pickle_names.h"
 
@@ -169,7 +170,9 @@ Ref GraphBuilder::storage(StoredMemory memory) {
 
 Ref GraphBuilder::tensor(TensorPlace place) {
   const StoredMemory& memory = graph_.storages[place.storage];
-  const int64_t held = memory.numel * memory.element->bytes / place.element->bytes;
+  int64_t held = 0;
+  need(sizes::multiply<int64_t>(memory.numel, memory.element->bytes, &held), "a storage of this size");
+  held /= place.element->bytes;
   need(place.offset >= 0 && place.shape.size() == place.stride.size(), "a tensor of another shape than its strides");
   // 128 bits hold any product of two numbers of 64; sums stop as soon as they are too large.
   __int128 numel = 1, end = place.offset;

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "base/sizes.h"
 #include "formats/format_error.h"
 #include "formats/pickle_machine.h"
 #include "io/file_error.h"
@@ -21,6 +22,14 @@ constexpr int64_t kVersion = 1001;
 template <typename... What>
 [[noreturn]] void broken(const CheckedFile& file, const What&... what) {
   damaged<DamagedPickle>(file.path(), " is damaged or no file of torch.save: ", what...);
+}
+
+uint64_t bytes_of(const CheckedFile& file, const StoredMemory& memory) {
+  uint64_t bytes = 0;
+  if (memory.numel < 0 ||
+      !sizes::multiply<uint64_t>(static_cast<uint64_t>(memory.numel), memory.element->bytes, &bytes))
+    broken(file, "the storage '", memory.key, "' has ", memory.numel, " elements, more than any file can hold");
+  return bytes;
 }
 
 bool little_endian_machine() {
@@ -74,7 +83,7 @@ void TorchArchive::open_zip() {
 }
 
 void TorchArchive::check(const StoredMemory& memory) {
-  const uint64_t wanted = static_cast<uint64_t>(memory.numel) * memory.element->bytes;
+  const uint64_t wanted = bytes_of(file_, memory);
   StoragePlace place;
   if (zip_ != nullptr) {
     const ZipRecord record = zip_->record(root_ + "data/" + memory.key);
@@ -166,7 +175,7 @@ void TorchArchive::find_legacy_storages(uint64_t position, const std::vector<Sto
       numel = numel << 8 | static_cast<uint8_t>(structure_[position + static_cast<uint64_t>(at)]);
     }
     position += 8;
-    const uint64_t bytes = static_cast<uint64_t>(known->second->numel) * known->second->element->bytes;
+    const uint64_t bytes = bytes_of(file_, *known->second);
     if (numel != static_cast<uint64_t>(known->second->numel) || bytes > file_.bytes() - position) {
       broken(file_, "the storage '", key, "' is cut off or of another size");
     }

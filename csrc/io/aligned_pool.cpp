@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "base/sizes.h"
 
 namespace ds::io {
 namespace {
@@ -25,8 +26,10 @@ char* map_memory(size_t bytes) {
 void AlignedPool::Release::operator()(char* memory) const { ::munmap(memory, bytes); }
 
 AlignedPool::AlignedPool(size_t buffers, size_t bytes)
-    : buffer_bytes_(round_up(std::max<size_t>(bytes, 1), kBlockBytes)),
-      memory_(map_memory(buffers * buffer_bytes_), Release{buffers * buffer_bytes_}) {
+    : buffer_bytes_(sizes::rounded_up("bytes of a buffer", std::max<size_t>(bytes, 1), kBlockBytes)),
+      memory_(nullptr, Release{0}) {
+  const size_t all = sizes::product("bytes of buffers", buffers, buffer_bytes_);
+  memory_ = std::unique_ptr<char, Release>(map_memory(all), Release{all});
   for (size_t i = buffers; i-- > 0;) free_.push_back(memory_.get() + i * buffer_bytes_);
 }
 

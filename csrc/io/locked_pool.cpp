@@ -11,6 +11,7 @@
 #include <string>
 
 #include "base/error.h"
+#include "base/sizes.h"
 #include "io/aligned_pool.h"
 
 namespace ds::io {
@@ -40,7 +41,7 @@ std::string memlock_shortage(size_t bytes) {
     return text.str();
   }
   const size_t used = locked_by_process();
-  const size_t needed = used + bytes;
+  const size_t needed = sizes::sum("page-locked bytes", used, bytes);
   text << "this process may lock " << limit.rlim_cur << " bytes (ulimit -l) and has locked " << used << ": ";
   if (needed > limit.rlim_cur) {
     text << needed - limit.rlim_cur << " bytes are missing. Raise the limit to " << needed
@@ -58,7 +59,7 @@ LockedPool::Block::~Block() {
 }
 
 std::shared_ptr<LockedPool::Block> LockedPool::allocate(size_t bytes) {
-  const size_t whole = round_up(std::max<size_t>(bytes, 1), kBlockBytes);
+  const size_t whole = sizes::rounded_up("page-locked bytes", std::max<size_t>(bytes, 1), kBlockBytes);
   void* memory = ::mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) fail(ErrorKind::kRuntime, "no memory for ", whole, " page-locked bytes: ", strerror(errno));
   ::madvise(memory, whole, MADV_HUGEPAGE);  // fewer faults and fewer pages to pin; a hint only

@@ -3,15 +3,16 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 
-#include <filesystem>
 #include <utility>
 
 #include "base/error.h"
 #include "io/file_error.h"
-#include "io/paths.h"
+#include "io/own_folder.h"
+#include "io/swap_files.h"
 
 namespace ds::io {
 namespace {
@@ -30,20 +31,33 @@ bool lock(const Descriptor& file, const std::string& path, int how) {
 
 // The folder, alone for as long as the descriptor is open. Others may remove it while it is empty.
 Descriptor alone_in(const std::string& path) {
-  for (int attempt = 0;; ++attempt) {
-    if (::mkdir(path.c_str(), 0777) != 0 && errno != EEXIST) fail_file(errno, "creating a folder", path);
-    Descriptor made(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-    if (!made.is_open() && (errno != ENOENT || attempt > 100)) fail_file(errno, "opening the folder", path);
-    if (!made.is_open()) continue;
+  for (;;) {
+    Descriptor made = own_folder(path, /*make=*/true);
     lock(made, path, LOCK_EX);
     struct stat held, named;
-    if (::fstat(made.get(), &held) == 0 && ::stat(path.c_str(), &named) == 0 && held.st_ino == named.st_ino)
+    if (::fstat(made.get(), &held) == 0 && ::lstat(path.c_str(), &named) == 0 && held.st_ino == named.st_ino &&
+        held.st_dev == named.st_dev)
       return made;
   }
 }
 
 bool begins_with(const std::string& text, const std::string& start) {
   return text.compare(0, start.size(), start) == 0;
+}
+
+// `below` in a folder and its parents there, as far as they are empty folders of this user.
+void remove_empty(const Descriptor& folder, std::string below) {
+  const std::string base = "/proc/self/fd/" + std::to_string(folder.get());
+  while (!below.empty()) {
+    const size_t slash = below.rfind('/');
+    const std::string parent = slash == std::string::npos ? "" : below.substr(0, slash);
+    try {
+      const Descriptor above = own_folder(base, parent, /*make=*/false);
+      ::unlinkat(above.get(), below.substr(slash == std::string::npos ? 0 : slash + 1).c_str(), AT_REMOVEDIR);
+    } catch (const FileError&) {  // not there, or another's
+    }
+    below = parent;
+  }
 }
 
 }  // namespace
@@ -56,25 +70,39 @@ RunFolder::RunFolder(const std::string& folder, const std::string& name, std::ve
   if (!lock_.is_open()) fail_file(errno, "creating a file", lock_path_);
   try {
     lock(lock_, lock_path_, LOCK_EX);
-    look_around();
+    look_around(alone);
   } catch (...) {
     ::unlink(lock_path_.c_str());
     throw;
   }
 }
 
-void RunFolder::look_around() const {
+// Whether a run that has left this lock file lives; a file without a holder is removed. What cannot be opened may be
+// held: nothing says that it is not.
+bool RunFolder::is_held(const Descriptor& folder, const std::string& file) const {
+  const Descriptor other = open_file_of(owner_of(lock_), folder, file);
+  if (!other.is_open()) {
+    if (errno == ENOENT) return false;
+    const int code = errno;
+    fail(ErrorKind::kRuntime, "the folder ", folder_, " counts as in use: its lock file ", file, " cannot be opened (",
+         strerror(code), "), so nobody can tell whether the run that made it lives. ",
+         code == EMFILE || code == ENFILE ? "Raise the limit of open files (ulimit -n)."
+                                          : "Name another folder (nvme_path), or remove that file.");
+  }
+  if (!lock(other, folder_ + "/" + file, LOCK_EX | LOCK_NB)) return true;
+  ::unlinkat(folder.get(), file.c_str(), 0);
+  return false;
+}
+
+void RunFolder::look_around(const Descriptor& folder) const {
   const std::string start = "." + name_ + ".";
+  std::vector<std::string> found;
+  each_entry(folder, folder_, [&](const std::string& file) {
+    if (begins_with(file, start) && folder_ + "/" + file != lock_path_) found.push_back(file);
+  });
   bool shared = false;
-  for (const auto& entry : std::filesystem::directory_iterator(folder_)) {
-    const std::string file = entry.path().filename().string(), path = entry.path().string();
-    if (!begins_with(file, start) || path == lock_path_) continue;
-    const Descriptor other(::open(path.c_str(), O_RDWR | O_CLOEXEC));
-    if (!other.is_open()) continue;
-    if (lock(other, path, LOCK_EX | LOCK_NB)) {
-      ::unlink(path.c_str());
-      continue;
-    }
+  for (const std::string& file : found) {
+    if (!is_held(folder, file)) continue;
     shared = true;
     const std::string whose = file.substr(start.size(), file.find('.', start.size()) - start.size());
     if (whose == this_process()) continue;
@@ -82,14 +110,21 @@ void RunFolder::look_around() const {
          " of another run keeps its files of ", name_,
          " there and lives. Name another folder (nvme_path), or end that run.");
   }
-  if (!shared) remove_left_files();
+  if (!shared) remove_left_files(folder);
 }
 
-void RunFolder::remove_left_files() const {
+void RunFolder::remove_left_files(const Descriptor& folder) const {
   for (const std::string& sub : owned_) {
-    std::error_code none;
-    for (const auto& entry : std::filesystem::directory_iterator(folder_ + "/" + sub, none))
-      if (entry.is_regular_file(none)) std::filesystem::remove(entry.path(), none);
+    const std::string path = folder_ + "/" + sub;
+    try {
+      const Descriptor left = own_folder("/proc/self/fd/" + std::to_string(folder.get()), sub, /*make=*/false);
+      each_entry(left, path, [&](const std::string& file) {
+        if (is_swap_name(file) && open_file_of(owner_of(lock_), left, file).is_open())
+          ::unlinkat(left.get(), file.c_str(), 0);
+      });
+    } catch (const FileError& error) {  // a folder that is not there, or no folder of this user
+      if (error.code() != ENOENT && error.code() != ELOOP && error.code() != ENOTDIR && error.code() != EPERM) throw;
+    }
   }
 }
 
@@ -98,9 +133,7 @@ void RunFolder::close() noexcept {
   try {
     const Descriptor alone = alone_in(folder_);
     ::unlink(lock_path_.c_str());
-    for (const std::string& sub : owned_)
-      for (std::string path = folder_ + "/" + sub; path.size() > folder_.size(); path = parent_folder(path))
-        ::rmdir(path.c_str());
+    for (const std::string& sub : owned_) remove_empty(alone, sub);
     if (!owned_.empty()) ::rmdir(folder_.c_str());
     lock_.reset();
   } catch (const std::exception&) {  // the next run does it

@@ -32,8 +32,9 @@ class RunFolder {
   void close() noexcept;
 
  private:
-  void look_around() const;
-  void remove_left_files() const;
+  bool is_held(const Descriptor& folder, const std::string& file) const;
+  void look_around(const Descriptor& folder) const;
+  void remove_left_files(const Descriptor& folder) const;
 
   const std::string folder_, name_;
   const std::vector<std::string> owned_;

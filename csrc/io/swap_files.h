@@ -2,8 +2,9 @@
 //
 // [Note: whose file is it]
 // A file is locked (flock) by its process for as long as that lives, whatever ends it. Whoever makes one in a folder
-// first removes those there that nobody has locked: they were left behind by a process that was killed. A file system
-// without locks keeps all of them. That nobody but its run uses a folder is for its user to say (io/run_folder.h).
+// also removes those of this user there that nobody has locked: they were left behind by a process that was killed. A
+// file system without locks keeps all of them. That nobody but its run uses a folder is for its user to say
+// (io/run_folder.h).
 #pragma once
 #include <string>
 
@@ -12,9 +13,14 @@
 
 namespace ds::io {
 
-// The folder `below` in `base`, made where it is missing. `base` is the user's and has to be there: throws FileError
-// that names `key`, which said so, where it is no folder or not writable.
+// The folder `below` in `base`, made where it is missing, of this user alone (io/own_folder.h): its first part has
+// ".uid<number>" behind its name where another user has that. `base` is the user's, and is made with its parents where
+// it is missing. Throws FileError that names `key`, which said so, where it is no folder, not writable or cannot be
+// made.
 std::string swap_folder(const std::string& key, const std::string& base, const std::string& below);
+
+// Whether a file is called "*.tensor.swp" or "*.tensor.swp.<number>".
+bool is_swap_name(const std::string& name);
 
 // Removes the files of ended processes in a folder; returns how many there were.
 int remove_leftovers(const std::string& folder);

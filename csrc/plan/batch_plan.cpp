@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "base/sizes.h"
 
 namespace ds::plan {
 
@@ -30,7 +31,7 @@ std::string summary(const BatchRequest& r) {
 
 bool product(int64_t a, int64_t b, int64_t c, int64_t& out) {
   int64_t ab = 0;
-  return !__builtin_mul_overflow(a, b, &ab) && !__builtin_mul_overflow(ab, c, &out);
+  return sizes::multiply(a, b, &ab) && sizes::multiply(ab, c, &out);
 }
 
 // "64 or 72": the multiples of `unit` next to `value`.

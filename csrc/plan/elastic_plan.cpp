@@ -6,6 +6,7 @@
 #include <set>
 
 #include "base/error.h"
+#include "base/sizes.h"
 
 namespace ds::plan {
 
@@ -33,7 +34,7 @@ void products(size_t prime, int most, Composite so_far, int64_t limit, std::vect
 int64_t common_multiple(const std::vector<int64_t>& numbers) {
   int64_t out = 1;
   for (const int64_t number : numbers) {
-    if (__builtin_mul_overflow(out, number / std::gcd(out, number), &out)) return kMost;
+    if (!sizes::multiply(out, number / std::gcd(out, number), &out)) return kMost;
   }
   return out;
 }
@@ -131,7 +132,7 @@ ElasticNodePlan elastic_node_plan(const ElasticRequest& r, const ElasticNodes& n
     out = {0, {mine}, 0, false};
     for (const int64_t micro : r.micros) {
       int64_t unit = 0;
-      if (__builtin_mul_overflow(micro, mine, &unit) || unit > r.max_batch) continue;
+      if (!sizes::multiply(micro, mine, &unit) || unit > r.max_batch) continue;
       const int64_t batch = r.max_batch / unit * unit;
       const bool better = r.prefer_larger ? batch > out.batch : batch < out.batch;
       if (out.batch == 0 || better) out.batch = batch;

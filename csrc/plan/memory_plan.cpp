@@ -3,37 +3,21 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "base/sizes.h"
 
 namespace ds::plan {
 
 namespace {
 
+constexpr const char* kTooMany = "bytes of the states (check the number of parameters)";
 constexpr int64_t kHalfBytes = 2;                              // a 16-bit parameter, or its gradient
 constexpr int64_t kFullBytes = 4;                              // an fp32 parameter, or its gradient
 constexpr int64_t kAdamBytes = 12;                             // fp32 master weight and two moments
 constexpr int64_t kStepBytes = kAdamBytes + kFullBytes;        // with the fp32 gradient the step reads
 constexpr int64_t kEverythingBytes = kStepBytes + kHalfBytes;  // with the 16-bit parameter
 
-// `out`, unless computing it went over the end.
-int64_t checked(bool overflow, int64_t out, int64_t a, const char* sign, int64_t b) {
-  if (overflow) {
-    fail(ErrorKind::kValue, a, sign, b,
-         " bytes is more than any integer here can hold: check the number of parameters.");
-  }
-  return out;
-}
-
-int64_t times(int64_t a, int64_t b) {
-  int64_t out = 0;
-  const bool overflow = __builtin_mul_overflow(a, b, &out);
-  return checked(overflow, out, a, " x ", b);
-}
-
-int64_t plus(int64_t a, int64_t b) {
-  int64_t out = 0;
-  const bool overflow = __builtin_add_overflow(a, b, &out);
-  return checked(overflow, out, a, " + ", b);
-}
+int64_t times(int64_t a, int64_t b) { return sizes::product(kTooMany, a, b); }
+int64_t plus(int64_t a, int64_t b) { return sizes::sum(kTooMany, a, b); }
 
 int64_t share(int64_t numel, int64_t parts) { return numel / parts + (numel % parts != 0); }
 

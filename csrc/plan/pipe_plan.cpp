@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "base/sizes.h"
 
 namespace ds::plan {
 namespace {
@@ -78,6 +79,7 @@ void PipeShape::check() const {
   if (stages < 1 || chunks < 1 || micro_batches < 1)
     fail(ErrorKind::kValue, "a pipeline has at least one stage, one chunk and one micro-batch, not ", stages,
          " stages, ", chunks, " chunks and ", micro_batches, " micro-batches");
+  sizes::product("4 x stages x chunks x micro-batches of a pipeline", 4, stages, chunks, micro_batches);
 }
 
 PipePlan pipe_plan(const std::string& schedule, const PipeShape& shape, bool trains,

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "base/error.h"
+#include "base/sizes.h"
 
 namespace ds::plan {
 namespace {
@@ -25,8 +26,10 @@ void check_divides(int size, int whole, const std::string& key, const std::strin
       sizes += (sizes.empty() ? "" : " x ") + called(axis) + " " + std::to_string(axis.size);
   for (const Axis& axis : axes) {
     int others = 1;
-    for (const Axis& other : axes) others *= &other == &axis ? 1 : other.size;
-    if ((axis.size == 1 && axis.key.empty()) || whole % others != 0) continue;
+    bool fits = true;
+    for (const Axis& other : axes)
+      if (&other != &axis) fits = fits && sizes::multiply(others, other.size, &others);
+    if ((axis.size == 1 && axis.key.empty()) || !fits || whole % others != 0) continue;
     fix = "leave " + called(axis) + " out, or give " + std::to_string(whole / others);
     break;
   }
@@ -47,7 +50,7 @@ std::vector<int> fitted(int whole, const std::vector<Axis>& axes, const std::str
     } else {
       check_divides(axes[i].size, all_given ? whole : left, called(axes[i]), of);
       if (!all_given) left /= axes[i].size;
-      product *= axes[i].size;
+      if (!sizes::multiply(product, axes[i].size, &product)) fail_product(whole, axes, of);
     }
     sizes.push_back(axes[i].size);
   }
@@ -97,7 +100,7 @@ std::optional<ProcessGrid> ProcessGrid::suggested(int world, int rank, const std
   int product = 1;
   for (const auto& [name, ranks] : own) {
     if (!among(order, name) || ranks.empty()) return std::nullopt;
-    product *= static_cast<int>(ranks.size());
+    if (!sizes::multiply(product, static_cast<int>(ranks.size()), &product)) return std::nullopt;
   }
   if (world % product != 0) return std::nullopt;
   for (const std::string& rest : order) {  // which axis has what the lists leave
@@ -167,7 +170,7 @@ void ProcessGrid::check(int rank) const {
 int ProcessGrid::size(const Axes& axes) const {
   numbering_of(axes);
   int product = 1;
-  for (const std::string& axis : axes) product *= sizes_.at(axis);
+  for (const std::string& axis : axes) product = sizes::product("ranks along axes", product, sizes_.at(axis));
   return product;
 }
 

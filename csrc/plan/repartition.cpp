@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "base/sizes.h"
 
 namespace ds::plan {
 
@@ -12,10 +13,11 @@ Repartition repartition(const std::vector<OwnedRun>& runs, int64_t size, int32_t
   Repartition made;
   made.give_numels.assign(parts, 0);
   made.take_numels.assign(parts, 0);
+  const int64_t room = sizes::product("elements of all partitions", size, int64_t{parts});
   for (const OwnedRun& run : runs) {
-    if (run.numel > 0 && run.at + run.numel > size * parts)
-      fail(ErrorKind::kValue, "elements ", run.at, " to ", run.at + run.numel, " do not fit into ", parts,
-           " partitions of ", size);
+    const int64_t stop = sizes::sum("elements of a run", run.at, run.numel);
+    if (run.numel > 0 && (run.at < 0 || stop > room || run.rank < 0 || run.rank >= parts))
+      fail(ErrorKind::kValue, "elements ", run.at, " to ", stop, " do not fit into ", parts, " partitions of ", size);
     for (int64_t at = run.at, end = run.at + run.numel; at < end;) {
       const int64_t part = at / size, stop = std::min(end, (part + 1) * size);
       if (run.rank == rank) {

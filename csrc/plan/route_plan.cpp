@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "base/error.h"
+#include "base/sizes.h"
 
 namespace ds::plan {
 
@@ -90,7 +91,7 @@ std::vector<int32_t> RoutePlan::sources(const int32_t* experts, int64_t capacity
 }
 
 ArrivalPlan plan_arrivals(const std::vector<int64_t>& counts, int64_t ranks, int64_t experts) {
-  if (static_cast<int64_t>(counts.size()) != ranks * experts)
+  if (static_cast<int64_t>(counts.size()) != sizes::product("ranks x experts", ranks, experts))
     fail(ErrorKind::kValue, "a plan of arrivals takes ", ranks, " x ", experts, " counts, got ", counts.size());
   ArrivalPlan plan;
   plan.from_rank.assign(ranks, 0);

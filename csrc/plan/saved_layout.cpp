@@ -1,12 +1,22 @@
 #include "plan/saved_layout.h"
 
 #include <algorithm>
-#include <numeric>
+#include <string>
 
 #include "base/error.h"
+#include "base/sizes.h"
 #include "plan/shard_map.h"
 
 namespace ds::plan {
+namespace {
+
+// `at` + `numel`, both from files.
+int64_t counted(const std::string& origin, int64_t at, int64_t numel) {
+  if (numel < 0) fail(ErrorKind::kValue, origin, ": a parameter or a shard of ", numel, " elements");
+  return sizes::sum(origin.c_str(), at, numel);
+}
+
+}  // namespace
 
 SavedLayout SavedLayout::flat(const std::vector<std::vector<int64_t>>& numels, const std::vector<int64_t>& partitions,
                               int32_t ranks, const std::string& origin) {
@@ -18,12 +28,13 @@ SavedLayout SavedLayout::flat(const std::vector<std::vector<int64_t>>& numels, c
     int32_t place = 0;
     for (const int64_t numel : numels[group]) {
       made.places_.push_back({static_cast<int32_t>(group), place++, at, numel});
-      at += numel;
+      at = counted(origin, at, numel);
     }
     const int64_t size = partitions[group];
-    if (at > size * ranks) {
+    const int64_t room = sizes::product("elements of all shards", size, int64_t{ranks});
+    if (at > room) {
       fail(ErrorKind::kValue, origin, ": parameter group ", group, " has ", at, " elements, and its ", ranks,
-           " shard(s) of ", size, " hold ", size * ranks,
+           " shard(s) of ", size, " hold ", room,
            ". The model has other parameters than the one that was saved, or shards are missing; load it with the "
            "model it is of");
     }
@@ -43,9 +54,10 @@ SavedLayout SavedLayout::sliced(const std::vector<int64_t>& numels, const std::v
       place = 0;
     }
     made.places_.push_back({unit, place++, at - start, numel});
-    at += slice_numel(numel, ranks);
+    at = counted(origin, at, slice_numel(numel, ranks));
   }
-  const int64_t held = std::accumulate(units.begin(), units.end(), int64_t{0});
+  int64_t held = 0;
+  for (const int64_t numel : units) held = counted(origin, held, numel);
   if (!units.empty() && held != at) {
     fail(ErrorKind::kValue, origin, ": a rank's slices of ", numels.size(), " parameters have ", at, " elements when ",
          ranks, " rank(s) share them, and its files hold ", held,

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "base/sizes.h"
 
 namespace ds::plan {
 
@@ -10,7 +11,7 @@ SequenceCut::SequenceCut(std::vector<int64_t> tokens, std::vector<std::vector<He
     : tokens_(std::move(tokens)), starts_{0}, heads_(std::move(heads)) {
   for (const int64_t count : tokens_) {
     if (count < 0) fail(ErrorKind::kValue, "a part of a sequence with ", count, " tokens");
-    starts_.push_back(starts_.back() + count);
+    starts_.push_back(sizes::sum("tokens of a sequence", starts_.back(), count));
   }
   for (const auto& runs : heads_) {
     if (runs.size() != tokens_.size())

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "base/sizes.h"
 
 namespace ds::plan {
 
@@ -16,6 +17,11 @@ ShardMap checked(const std::vector<int64_t>& numels, int64_t align, int64_t part
   if (max_numel <= 0) fail(ErrorKind::kValue, "reduce_bucket_size must be positive, got ", max_numel);
   for (int64_t numel : numels)
     if (numel < 0) fail(ErrorKind::kValue, "shard map: a parameter has ", numel, " elements");
+  // No number below is larger: each parameter is rounded up to `align`, and its bucket to `align` of each part.
+  constexpr const char* kAll = "elements of a shard map, with padding";
+  const int64_t padding = sizes::product(kAll, parts, sizes::sum(kAll, align, int64_t{2}));
+  int64_t all = sizes::product(kAll, sizes::sum(kAll, padding, align), static_cast<int64_t>(numels.size()) + 1);
+  for (const int64_t numel : numels) all = sizes::sum(kAll, all, numel);
   ShardMap map;
   map.parts = parts;
   map.numels = numels;
@@ -87,7 +93,7 @@ ShardMap flat_shards(const std::vector<int64_t>& numels, int64_t align, int64_t 
   return map;
 }
 
-int64_t slice_numel(int64_t numel, int64_t parts) { return (numel + parts - 1) / parts; }
+int64_t slice_numel(int64_t numel, int64_t parts) { return numel / parts + (numel % parts != 0 ? 1 : 0); }
 
 ShardMap param_shards(const std::vector<int64_t>& numels, int64_t align, int64_t parts, int64_t max_numel) {
   ShardMap map = checked(numels, align, parts, max_numel);

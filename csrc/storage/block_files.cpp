@@ -3,33 +3,28 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <utility>
 
 #include "io/file_error.h"
+#include "io/own_folder.h"
 
 namespace ds::storage {
 namespace {
 
-// Folders between `folder`, which is there, and the file.
-void make_folders(const std::string& folder, const std::string& path) {
-  for (size_t end = path.find('/', folder.size() + 1); end != std::string::npos; end = path.find('/', end + 1)) {
-    const std::string one = path.substr(0, end);
-    if (::mkdir(one.c_str(), 0777) != 0 && errno != EEXIST) io::fail_file(errno, "creating a folder", one);
-  }
-}
-
-// Makes the file, under this name or with a number behind it where somebody has that.
+// Makes the file, under this name or with a number behind it where somebody has that; only this user can read it.
 std::string make_file(const std::string& folder, const std::string& name) {
-  const std::string wanted = folder + "/" + name;
-  make_folders(folder, wanted);
+  const size_t slash = name.rfind('/');
+  const std::string below = slash == std::string::npos ? "" : name.substr(0, slash);
+  const std::string file = slash == std::string::npos ? name : name.substr(slash + 1);
+  const io::Descriptor there = io::own_folder(folder, below, /*make=*/true);
   for (int number = 0;; ++number) {
-    const std::string path = number == 0 ? wanted : wanted + "." + std::to_string(number);
-    const io::Descriptor made(::open(path.c_str(), O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0666));
-    if (made.is_open()) return path;
-    if (errno != EEXIST) io::fail_file(errno, "creating a file", path);
+    const std::string more = number == 0 ? "" : "." + std::to_string(number);
+    const io::Descriptor made(
+        ::openat(there.get(), (file + more).c_str(), O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0600));
+    if (made.is_open()) return folder + "/" + name + more;
+    if (errno != EEXIST) io::fail_file(errno, "creating a file", folder + "/" + name + more);
   }
 }
 

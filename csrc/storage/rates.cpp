@@ -3,6 +3,7 @@
 #include <ATen/Functions.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <pwd.h>
 #include <stdio.h>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -11,14 +12,15 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <functional>
 #include <map>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
 #include "io/descriptor.h"
+#include "io/own_folder.h"
 #include "storage/shard_storage.h"
 #include "storage/waited.h"
 
@@ -45,12 +47,24 @@ std::string name_of_rate(c10::Device device, const Placement& rest) {
 
 using Pair = std::pair<double, double>;
 
+// The file, made where it is missing; closed where `folder` is none, or the folder or the file is not this user's.
+io::Descriptor kept_file(const std::string& folder, const std::string& name) {
+  if (folder.empty()) return io::Descriptor();
+  try {
+    for (size_t end = folder.find('/', 1); end != std::string::npos; end = folder.find('/', end + 1))
+      ::mkdir(folder.substr(0, end).c_str(), 0700);
+    const io::Descriptor there = io::own_folder(folder, /*make=*/true);
+    const io::Descriptor made(
+        ::openat(there.get(), name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
+    return io::open_file_of(made.is_open() ? io::owner_of(made) : io::owner_of(there), there, name);
+  } catch (const Error&) {
+    return io::Descriptor();
+  }
+}
+
 // What the file says, else what measure() finds, which is written there while others wait.
 Pair kept(const std::string& folder, const std::string& name, const char* what, const std::function<Pair()>& measure) {
-  std::error_code ignored;
-  std::filesystem::create_directories(folder, ignored);
-  const std::string path = folder + "/" + name;
-  const io::Descriptor file(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
+  const io::Descriptor file = kept_file(folder, name);
   if (!file.is_open()) return measure();
   while (::flock(file.get(), LOCK_EX) != 0 && errno == EINTR) {
   }
@@ -62,7 +76,7 @@ Pair kept(const std::string& folder, const std::string& name, const char* what, 
   found = measure();
   const int length = ::snprintf(text, sizeof text, "%.0f %.0f %s\n", found.first, found.second, what);
   if (::ftruncate(file.get(), 0) == 0 && ::pwrite(file.get(), text, static_cast<size_t>(length), 0) != length)
-    ::unlink(path.c_str());
+    (void)!::ftruncate(file.get(), 0);  // half a number is none
   return found;
 }
 
@@ -167,10 +181,17 @@ double known_copy_rate(const std::string& folder, c10::Device device, int thread
 }
 
 std::string rates_folder() {
-  if (const char* cache = ::getenv("XDG_CACHE_HOME"); cache != nullptr && *cache != 0)
+  if (const char* cache = ::getenv("XDG_CACHE_HOME"); cache != nullptr && *cache == '/')
     return std::string(cache) + "/deepspeed/rates";
-  const char* home = ::getenv("HOME");
-  return std::string(home == nullptr ? "/tmp" : home) + "/.cache/deepspeed/rates";
+  const char* named = ::getenv("HOME");
+  std::string home = named == nullptr ? "" : named;
+  if (home.empty()) {
+    passwd entry, *found = nullptr;
+    std::vector<char> texts(16384);
+    if (::getpwuid_r(::geteuid(), &entry, texts.data(), texts.size(), &found) == 0 && found != nullptr)
+      home = found->pw_dir;
+  }
+  return home.size() > 1 && home[0] == '/' ? home + "/.cache/deepspeed/rates" : "";
 }
 
 }  // namespace ds::storage

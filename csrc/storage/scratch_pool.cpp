@@ -6,6 +6,7 @@
 #include <iterator>
 #include <utility>
 
+#include "base/sizes.h"
 #include "storage/flat_view.h"
 
 namespace ds::storage {
@@ -24,7 +25,7 @@ at::Tensor ScratchPool::take(int64_t bytes, c10::Device device) {
 
 at::Tensor ScratchPool::take(int64_t numel, const at::TensorOptions& options) {
   const auto type = options.dtype().toScalarType();
-  const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(type));
+  const int64_t bytes = sizes::product("bytes of scratch", numel, static_cast<int64_t>(c10::elementSize(type)));
   keep_two_of(bytes);
   const at::Tensor idle = take(bytes, options.device());
   if (!idle.defined()) return at::empty({numel}, options);

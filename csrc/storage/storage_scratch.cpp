@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/sizes.h"
 #include "storage/flat_view.h"
 #include "storage/storage_state.h"
 
@@ -13,7 +14,7 @@ Lease StorageState::scratch(int64_t numel, at::ScalarType type, Medium at, int32
   Lock lock(mutex_);
   auto staging = std::make_shared<Staging>();
   staging->medium = at;
-  staging->bytes = numel * static_cast<int64_t>(c10::elementSize(type));
+  staging->bytes = sizes::product("bytes of scratch", numel, static_cast<int64_t>(c10::elementSize(type)));
   staging->user = user;
   staging->memory = take(lock, at, staging->bytes, &MediumUsage::scratch, /*may_wait=*/true, user);
   ++counts_.leases;

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/sizes.h"
 #include "storage/flat_view.h"
 #include "storage/waited.h"
 
@@ -247,6 +248,7 @@ int32_t StorageState::add(std::string name, int64_t numel, at::ScalarType type, 
   plane->element = static_cast<int64_t>(c10::elementSize(type));
   plane->placement = placement;
   if (numel < 0) fail(ErrorKind::kValue, "plane '", plane->name, "' has ", numel, " elements");
+  sizes::product("bytes of a plane", numel, plane->element);
   plane->blocks = make_blocks(plane->name, numel, cuts);
   account(placement.work);
   plane->block_files = extras.block_files;

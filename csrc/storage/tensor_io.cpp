@@ -7,6 +7,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include "base/error.h"
+#include "base/sizes.h"
 #include "io/aligned_pool.h"
 #include "io/host_memory.h"
 #include "storage/fence.h"
@@ -137,6 +138,7 @@ void TensorIo::move(const at::Tensor& tensor, const Place& place, How how, bool 
   if (!tensor.is_cpu()) now->remote = std::make_unique<DeviceBytes>(now->contiguous);
   now->file = open_file(*files_, place, reads);
   const io::Span span = now->span();
+  sizes::sum("file_offset + bytes", static_cast<int64_t>(place.offset), static_cast<int64_t>(span.bytes));
   if (!reads) now->file->reserve(place.offset + span.bytes, place.offset, span.bytes);
   if (device) {
     if (place.number >= 0)
@@ -191,7 +193,8 @@ io::TransferQueue::Ticket TensorIo::write_memory(std::shared_ptr<io::BlockFile> 
 
 at::Tensor locked_tensor(const std::shared_ptr<io::LockedPool>& pool, int64_t numel, at::ScalarType type) {
   if (numel < 0) fail(ErrorKind::kValue, "a page-locked tensor has 0 elements or more, got ", numel);
-  const auto block = pool->allocate(static_cast<size_t>(numel) * c10::elementSize(type));
+  const auto block = pool->allocate(
+      sizes::product("bytes of a page-locked tensor", static_cast<size_t>(numel), c10::elementSize(type)));
   return at::from_blob(
       block->data(), {numel}, [block](void*) {}, at::TensorOptions().dtype(type));
 }

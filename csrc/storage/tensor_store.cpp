@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/sizes.h"
 #include "storage/alignment.h"
 
 namespace ds::storage {
@@ -29,9 +30,10 @@ TensorStore::Block TensorStore::block_for(int64_t bytes) {
     // Memory one by one; files, which are opened, for as many as there are already.
     const int64_t more = place_.rest == Medium::kFile ? std::clamp<int64_t>(of_size.count, 1, kMostBlocksOfFile) : 1;
     Cuts cuts;
+    const int64_t all = sizes::product("bytes of waiting tensors", more, bytes);
     for (int64_t block = 1; block <= more; ++block) cuts.push_back(block * bytes);
     const std::string name = "waiting_" + std::to_string(bytes) + "_" + std::to_string(of_size.count);
-    const PlaneId plane = storage_->add(name, more * bytes, at::kByte, place_, cuts);
+    const PlaneId plane = storage_->add(name, all, at::kByte, place_, cuts);
     for (int64_t block = more; block-- > 0;) of_size.free.push_back({plane, {block * bytes, (block + 1) * bytes}});
     of_size.count += more;
   }

@@ -101,6 +101,13 @@ void place_states(const config::Config& config, int job_rank, EngineOptions& opt
   place.rest = device == "cpu" ? storage::Medium::kHost : storage::Medium::kFile;
   place.pinned = key_or(config, section + "pin_memory", true);
   place.host_share = key_or(config, section + "ratio", 1.0);
+  const bool steps_tensors = std::find(options.rules.begin(), options.rules.end(), nullptr) != options.rules.end();
+  if (place.rest == storage::Medium::kFile && steps_tensors) {
+    // An optimizer that is not native updates tensors: masters and gradients stay in memory, and its own states go to
+    // files between steps (python/deepspeed/zero/states_in_files.py).
+    place.rest = storage::Medium::kHost;
+    place.host_share = 1.0;
+  }
   Swapping& swapping = options.swapping;
   swapping.leaving_rows = state_buffers(config);
   if (options.policy.shards_params())

@@ -131,8 +131,6 @@ def body_clients(rank, world, folder):
         with pytest.raises(ZeRORuntimeException, match="zero_force_ds_cpu_optimizer"):
             initialize(make, {"device": "cpu"})
     assert type(initialize(DeepSpeedCPUAdam, {"device": "cpu"}).basic_optimizer) is DeepSpeedCPUAdam
-    with pytest.raises(ZeRORuntimeException, match="cannot rest in files"):
-        initialize(torch.optim.AdamW, on(folder, "nvme"), zero_force_ds_cpu_optimizer=False)
     results = []
     for offload in (None, {"device": "cpu"}):
         engine = initialize(torch.optim.AdamW, offload, zero_force_ds_cpu_optimizer=False, bf16={"enabled": True})
@@ -255,8 +253,6 @@ def test_universal_checkpoints_load_into_files(tmp_path, stage):
 
 # ---- bad input ----------------------------------------------------------------------------------------------------
 def body_bad(rank, world, folder):
-    with pytest.raises(FileNotFoundError, match="offload_optimizer.nvme_path.*is not there"):
-        make_engine(world, 3, {"device": "nvme", "nvme_path": os.path.join(folder, "typo")})
     file = os.path.join(folder, "file")
     with open(file, "w"):
         pass

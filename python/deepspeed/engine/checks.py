@@ -3,6 +3,7 @@
 import torch
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.host.drives import drive_of
 from deepspeed.log import log_dist, logger
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.by_name import is_native
@@ -85,12 +86,6 @@ def check_offload(engine, optimizer):
                 "deepspeed.ops.adam.DeepSpeedCPUAdam, or name an optimizer in the configuration; to use this one "
                 'knowing that, set "zero_force_ds_cpu_optimizer": false.'
             )
-    if engine.zero_nvme_offload_optimizer() and not is_native(optimizer):
-        raise ZeRORuntimeException(
-            f"zero_optimization.offload_optimizer.device = nvme: {kind.__module__}.{kind.__qualname__} keeps its "
-            "states in tensors of its own, which cannot rest in files. Use an optimizer of deepspeed.ops "
-            "(DeepSpeedCPUAdam, or a type of the configuration), or device cpu."
-        )
 
 
 def tell_of_unpinned(engine):
@@ -102,6 +97,20 @@ def tell_of_unpinned(engine):
         logger.warning(
             f"zero_optimization.offload_optimizer: {usage['unpinned']} bytes of host memory are not page-locked, so "
             f"copies are slow: {usage['unpinned_reason']}. Raise the limit (ulimit -l), or set pin_memory to false."
+        )
+
+
+def tell_of_drives(engine):
+    """A path with a spelling mistake is made like any other: this line shows on which drive it is."""
+    sections = {"offload_param": engine.zero_offload_param(), "offload_optimizer": engine.zero_offload_optimizer()}
+    for name, section in sections.items():
+        if engine.core is None or section is None or section.nvme_path is None or section.device != "nvme":
+            continue
+        device, kind, place = drive_of(section.nvme_path)
+        log_dist(
+            f"zero_optimization.{name}: files rest in {section.nvme_path}, on the drive {device} ({kind}, mounted at "
+            f"{place}).",
+            ranks=[0],
         )
 
 

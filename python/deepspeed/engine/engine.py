@@ -134,6 +134,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         self._assembly.place_model(dont_change_device)
         self._assembly.make_optimizer(model_parameters)
         checks.tell_of_unpinned(self)
+        checks.tell_of_drives(self)
         self._steps.start_audit()
         self.lr_scheduler = build_scheduler(self._config, self.basic_optimizer, lr_scheduler)
         self._data.agree_on_seed()

@@ -7,6 +7,7 @@ import torch
 from deepspeed import _native
 from deepspeed import comm as dist
 from deepspeed.utils.tensor_fragment import fragment_address
+from deepspeed.zero.states_in_files import split_states
 from deepspeed.zero.tensor_of_pieces import TensorOfPieces
 
 
@@ -77,12 +78,15 @@ class InnerStates:
             return
         cut = [{} for _ in optimizer.bit16_groups]  # of each group: name -> whether it is cut, wherever it is
         for master, (index, _, _) in zip(stepping.masters, optimizer.core.pieces(), strict=True):
-            for key, value in optimizer.optimizer.state.get(master, {}).items():
-                same = torch.is_tensor(value) and value.shape == master.shape and per_element(value)
-                cut[groups_of[index]][key] = same and cut[groups_of[index]].get(key, True)
-                if not same or value.numel() == 1:  # of a piece of one element only the others tell
-                    kept = value.cpu() if torch.is_tensor(value) else value
-                    self.scalars.setdefault(index, {}).setdefault(key, kept)
+            group, states = groups_of[index], optimizer.optimizer.state.get(master, {})
+            names, others = split_states(states, master)
+            for key in states:
+                cut[group][key] = key in names and cut[group].get(key, True)
+            if master.numel() == 1:  # only pieces of more elements tell whether such a state is one value
+                others = dict(states)
+            for key, value in others.items():
+                kept = value.cpu() if torch.is_tensor(value) else value
+                self.scalars.setdefault(index, {}).setdefault(key, kept)
         cut = self._share(cut, optimizer.dp_process_group)
         self.kinds = [sorted(key for key, whole in of_group.items() if whole) for of_group in cut]
         for index, kept in self.scalars.items():

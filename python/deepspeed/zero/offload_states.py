@@ -13,6 +13,7 @@ from deepspeed._native import _C
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.log import log_dist
+from deepspeed.zero.states_in_files import StatesOfMaster
 
 ALL = tuple(OffloadStateTypeEnum)
 
@@ -180,6 +181,7 @@ def states_of(optimizer):
         return [
             value
             for state in optimizer.optimizer.state.values()
+            if not isinstance(state, StatesOfMaster)  # in files already
             for value in state.values()
             if torch.is_tensor(value) and value.dim() > 0
         ]

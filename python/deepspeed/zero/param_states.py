@@ -9,6 +9,7 @@ import weakref
 import torch
 
 from deepspeed.config.sections import OffloadStateTypeEnum
+from deepspeed.zero.states_in_files import split_states
 
 
 class ParamStates:
@@ -35,7 +36,7 @@ class ParamStates:
         if self.stepping.fused is not None:
             return list(self.core.slot_names())
         state = self.stepping.optimizer.state
-        return sorted({n for master in state for n, value in state[master].items() if self._is_state(value, master)})
+        return sorted({name for master in state for name in split_states(state[master], master)[0]})
 
     def _slot(self, kind):
         """Number of state ``kind`` of a native optimizer, None where it has none of that name or another one steps."""
@@ -73,6 +74,11 @@ class ParamStates:
         value = self.stepping.optimizer.state.get(master, {}).get(kind)
         return value if self._is_state(value, master) else None
 
+    def _keep(self, kind, number, values):
+        # A state in a file was read as a copy, which goes back.
+        if self.stepping.in_files is not None:
+            self.stepping.optimizer.state[self.stepping.masters[number]][kind] = values
+
     def _numbers_of(self, index, kind):
         """``[(number of the piece, offset, numel)]`` of what this rank has of parameter ``index``."""
         if kind == "grad" and not self.core.used()[index]:
@@ -100,6 +106,7 @@ class ParamStates:
                 if own is None:
                     continue
                 own.copy_(values.reshape(own.shape))
+                self._keep(kind, number, own)
             begin += numel
 
     def full_tensor(self, index, kind):
@@ -130,7 +137,11 @@ class ParamStates:
         elif self._slot(kind) is not None:
             self.core.set_full("slot", self._slot(kind), index, value)
         else:
-            self.core.set_full_of(self.own_tensors(kind), index, value)
+            own = self.own_tensors(kind)
+            self.core.set_full_of(own, index, value)
+            for number, _, _ in self._numbers_of(index, kind):
+                if own[number] is not None:
+                    self._keep(kind, number, own[number])
 
     def make_state(self, index, name):
         """State ``name`` of this rank's piece of a parameter, zeros if a torch optimizer has not made it yet; None

@@ -203,6 +203,8 @@ class Restore:
                     self._fill(own[kind], index, offset, pieces, f"state '{kind}'")
             if own:
                 state[master] = own
+                if self.stepping.in_files is not None:
+                    self.stepping.in_files.rest([master])
             else:
                 state.pop(master, None)
         if hasattr(

@@ -9,6 +9,7 @@ import weakref
 
 import torch
 
+from deepspeed import _native
 from deepspeed import comm as dist
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.log import logger
@@ -20,6 +21,7 @@ from deepspeed.zero.offload_states import states_of
 from deepspeed.zero.param_ranks import ranks_of
 from deepspeed.zero.param_states import ParamStates
 from deepspeed.zero.restore import Restore
+from deepspeed.zero.states_in_files import StatesInFiles
 from deepspeed.zero.wrapped_optimizer import DTYPES, WrappedOptimizer
 
 
@@ -56,11 +58,20 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
                 f"{type(init_optimizer).__name__} cannot update masters that rest in files: use an optimizer of "
                 "deepspeed.ops, or give zero_optimization.placement more memory"
             )
+        if engine is not None and engine.zero_nvme_offload_optimizer() and self.stepping.fused is None:
+            self.stepping.in_files = self._states_in_files(engine)
         self._link(self._params)
         for name, param in zip(names, self._params):
             self.param_names.setdefault(param, name)
         self.states = states_of(self)
         StatesByFlatTensor.follow(self.optimizer)
+
+    def _states_in_files(self, engine):
+        zero, rank = engine._config.zero_config, dist.get_rank() if dist.is_initialized() else 0
+        base, below = str(zero.offload_optimizer.nvme_path), f"zero_stage_{int(self.stage)}/optimizer/rank{rank}"
+        folder = _native._C.SwapFolder("zero_optimization.offload_optimizer.nvme_path", base, below)
+        most = zero.sub_group_size if self.core.policy.shards_params else zero.reduce_bucket_size
+        return StatesInFiles(self.optimizer, self.stepping.masters, folder, most)
 
     # ---- states that wait on the host ------------------------------------------------------------------------------
     def offload_states(self, include=None, device=OffloadDeviceEnum.cpu, pin_memory=True, non_blocking=False):

@@ -35,6 +35,7 @@ class Stepping:
         self.clip = clip
         self.rank = rank
         self.fused = None
+        self.in_files = None  # StatesInFiles of an optimizer that is not native
         self.need_all = False  # a parameter without a gradient is an error
         self.overflow = False
         self.norm = None
@@ -115,7 +116,7 @@ class Stepping:
     def _run(self, inputs):
         if self.fused is not None:
             return self.fused.run(inputs)
-        inputs.set_outside(self.masters, self.optimizer.step)
+        inputs.set_outside(self.masters, (self.in_files or self.optimizer).step)
         return self.core.step(inputs)
 
     def _explain_overflow(self, nonfinite, most=3):

@@ -190,5 +190,8 @@ class WrappedOptimizer(DeepSpeedOptimizer):
         return state
 
     def destroy(self):
+        if self.stepping.in_files is not None:
+            self.stepping.in_files.close()
+            self.stepping.in_files = None
         self.optimizer = None
         self.stepping.release()

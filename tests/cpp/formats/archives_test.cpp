@@ -108,6 +108,10 @@ TEST(TorchArchive, RefusesStoragesThatAreNotThere) {
   EXPECT_THROW(TorchArchive(file.path()).read_structure(names), DamagedPickle);
   write_file(file.path(), torch_zip(pickled(tensor(storage("7", "FloatStorage", 1), 0, {1}, {1}))));
   EXPECT_THROW(TorchArchive(file.path()).read_structure(names), DamagedZip);
+  for (const int64_t numel : {(int64_t{1} << 62) + 1, int64_t{1} << 62, (int64_t{1} << 61) + 1}) {  // 2^64 bytes
+    write_file(file.path(), torch_zip(pickled(tensor(storage("0", "DoubleStorage", numel), 0, {1}, {1}))));
+    EXPECT_THROW(TorchArchive(file.path()).read_structure(names), DamagedPickle) << numel;
+  }
   const std::string stream = torch_stream(pickled(state_dict(true)));
   write_file(file.path(), stream.substr(0, stream.size() - 1));
   EXPECT_THROW(TorchArchive(file.path()).read_structure(names), DamagedPickle);

@@ -2,10 +2,12 @@
 
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 
 #include "base/error.h"
 #include "folder.h"
+#include "io/swap_files.h"
 
 namespace ds::io {
 namespace {
@@ -113,8 +115,143 @@ TEST(RunFolder, FoldersThatCannotBeUsedAreNamed) {
     const RunFolder folder(disk / "missing/zero_stage_3", "rank0", kOwned);
     FAIL();
   } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find(disk / "missing/zero_stage_3"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find(disk / "missing"), std::string::npos) << error.what();
   }
+}
+
+// A lock that cannot be opened may be held: nothing is removed. Here it is no file; a user who is not root meets it as
+// another user's lock, and everybody meets it without a free descriptor.
+TEST(RunFolder, ALockThatCannotBeOpenedIsHeld) {
+  const Folder disk;
+  const std::string root = disk / "zero_stage_3";
+  std::filesystem::create_directories(root + "/.rank0.1-1.lock.abcdef");
+  leave_files(root);
+  try {
+    const RunFolder folder(root, "rank0", kOwned);
+    FAIL() << "nobody knows whether that lock is held";
+  } catch (const Error& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("counts as in use: its lock file .rank0.1-1.lock.abcdef cannot be opened"), std::string::npos);
+  }
+  for (const std::string& sub : kOwned) EXPECT_TRUE(there(root + "/" + sub + "/1_param.tensor.swp"));
+}
+
+TEST(RunFolder, WithoutFreeDescriptorsNothingIsRemoved) {
+  const Folder disk;
+  const std::string root = disk / "zero_stage_3";
+  std::filesystem::create_directories(root);
+  std::ofstream(root + "/.rank0.1-1.lock.abcdef") << "";
+  leave_files(root);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    std::vector<int> taken;
+    for (int next = ::dup(0); next >= 0; next = ::dup(0)) taken.push_back(next);
+    // One more each time, so that every open of the constructor fails once.
+    for (int failed = 0;; ++failed) {
+      ::close(taken.back());
+      taken.pop_back();
+      try {
+        const RunFolder folder(root, "rank0", kOwned);
+        ::_exit(failed);
+      } catch (const Error&) {
+        for (const std::string& sub : kOwned)
+          if (!there(root + "/" + sub + "/1_param.tensor.swp")) ::_exit(100);
+      }
+    }
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  ASSERT_TRUE(WIFEXITED(status));
+  EXPECT_GT(WEXITSTATUS(status), 1);
+  EXPECT_LT(WEXITSTATUS(status), 10);
+}
+
+TEST(RunFolder, NothingIsRemovedThroughALink) {
+  const Folder disk, other;
+  const std::string root = disk / "zero_stage_3";
+  std::filesystem::create_directories(root);
+  std::filesystem::create_directories(other / "rank0");
+  std::ofstream(other / "rank0/1_param.tensor.swp") << "the user's";
+  std::filesystem::create_symlink(other.path(), root + "/float32params");
+  std::filesystem::create_directories(root + "/optimizer");
+  std::filesystem::create_symlink(other / "rank0", root + "/optimizer/rank0");
+  std::filesystem::create_directories(other / "empty");
+  { const RunFolder folder(root, "rank0", {kOwned[0], kOwned[1], "float32params/empty"}); }
+  EXPECT_TRUE(there(other / "rank0/1_param.tensor.swp"));
+  EXPECT_TRUE(there(other / "empty"));
+  const Folder outside;
+  std::ofstream(outside / "1_param.tensor.swp") << "the user's";
+  std::filesystem::create_symlink(outside.path(), disk / "linked");
+  EXPECT_THROW(RunFolder(disk / "linked", "rank0", {"."}), Error);
+  EXPECT_TRUE(there(outside / "1_param.tensor.swp"));
+}
+
+TEST(RunFolder, OtherFilesOfItsFoldersStay) {
+  const Folder disk;
+  const std::string root = disk / "zero_stage_3", sub = root + "/" + kOwned[0];
+  leave_files(root);
+  std::ofstream(sub + "/2_param.tensor.swp.1") << "left";
+  std::ofstream(sub + "/notes.txt") << "the user's";
+  { const RunFolder folder(root, "rank0", kOwned); }
+  EXPECT_FALSE(there(sub + "/1_param.tensor.swp"));
+  EXPECT_FALSE(there(sub + "/2_param.tensor.swp.1"));
+  EXPECT_TRUE(there(sub + "/notes.txt"));
+}
+
+// ---- two users ------------------------------------------------------------------------------------------------------
+bool become(uid_t user) { return ::geteuid() == 0 && ::setresuid(user, user, user) == 0; }
+
+bool can_become_others() {
+  const pid_t child = ::fork();
+  if (child == 0) ::_exit(become(60001) ? 0 : 1);
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  return WEXITSTATUS(status) == 0;
+}
+
+// Another user's run in the same folder: where the test is not root, the same user's under the name of another.
+TEST(RunFolder, AnotherUsersFilesAreNeverTouched) {
+  const Folder disk;
+  ::chmod(disk.path().c_str(), 01777);
+  const bool two = can_become_others();
+  int ready[2];
+  ASSERT_EQ(::pipe(ready), 0);
+  const pid_t first = ::fork();
+  if (first == 0) {
+    become(60001);
+    const std::string root = swap_folder("nvme_path", disk.path(), "zero_stage_3");
+    const RunFolder folder(root, "rank0", kOwned);
+    leave_files(root);
+    (void)!::write(ready[1], "x", 1);
+    for (;;) ::pause();
+  }
+  char byte;
+  ASSERT_EQ(::read(ready[0], &byte, 1), 1);
+  const std::string file = disk / "zero_stage_3/" + kOwned[0] + "/1_param.tensor.swp";
+  const auto other_run = [&] {
+    const pid_t second = ::fork();
+    if (second == 0) {
+      become(60002);
+      try {
+        const std::string root = swap_folder("nvme_path", disk.path(), "zero_stage_3");
+        const RunFolder folder(root, "rank0", kOwned);
+        ::_exit(root == disk / "zero_stage_3.uid60002" ? 1 : 2);
+      } catch (const Error&) {
+        ::_exit(3);
+      }
+    }
+    int status = 0;
+    ::waitpid(second, &status, 0);
+    return WEXITSTATUS(status);
+  };
+  EXPECT_EQ(other_run(), two ? 1 : 3);
+  EXPECT_EQ(content(file), "left");
+  ::kill(first, SIGKILL);
+  ::waitpid(first, nullptr, 0);
+  EXPECT_EQ(other_run(), two ? 1 : 2);
+  EXPECT_EQ(there(file), two) << "what a killed run has left is its own user's to remove";
+  ::close(ready[0]);
+  ::close(ready[1]);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -56,7 +57,7 @@ TEST(SwapFiles, OfTheLivingStayAndOfTheDeadGo) {
   ::close(ready[1]);
 }
 
-TEST(SwapFiles, FoldersOfUsersHaveToBeThere) {
+TEST(SwapFiles, FoldersOfUsersAreMadeWithTheirParents) {
   const Folder folder;
   const auto code_of = [&](const std::string& base) {
     try {
@@ -70,9 +71,59 @@ TEST(SwapFiles, FoldersOfUsersHaveToBeThere) {
   EXPECT_EQ(code_of(folder.path()), 0);
   EXPECT_EQ(swap_folder("section.key", folder.path(), "a/b"), folder.path() + "/a/b");
   EXPECT_TRUE(there(folder.path() + "/a/b"));
-  EXPECT_EQ(code_of(folder.path() + "/typo"), ENOENT);
+  EXPECT_EQ(swap_folder("section.key", folder.path() + "/new/drive", "a"), folder.path() + "/new/drive/a");
+  EXPECT_TRUE(there(folder.path() + "/new/drive/a"));
+  EXPECT_EQ(code_of(""), ENOENT);
   const Descriptor file(::open((folder.path() + "/file").c_str(), O_CREAT | O_WRONLY, 0600));
   EXPECT_EQ(code_of(folder.path() + "/file"), ENOTDIR);
+  EXPECT_EQ(code_of(folder.path() + "/file/below"), ENOTDIR);
+}
+
+mode_t rights_of(const std::string& path) {
+  struct stat facts;
+  EXPECT_EQ(::stat(path.c_str(), &facts), 0) << path;
+  return facts.st_mode & 0777;
+}
+
+TEST(SwapFiles, OnlyTheirUserCanReadThem) {
+  const Folder folder;
+  const mode_t before = ::umask(0);
+  const std::string path = swap_folder("section.key", folder.path(), "zero_stage_3/optimizer");
+  EXPECT_EQ(rights_of(path), 0700u);
+  EXPECT_EQ(rights_of(folder.path() + "/zero_stage_3"), 0700u);
+  const SwapFile file(path, "states");
+  EXPECT_EQ(rights_of(file.path()), 0600u);
+  ::chmod(path.c_str(), 0777);  // as an older version left it
+  swap_folder("section.key", folder.path(), "zero_stage_3/optimizer");
+  EXPECT_EQ(rights_of(path), 0700u);
+  ::umask(before);
+}
+
+TEST(SwapFiles, LinksAreRefusedAndWhatTheyPointToStays) {
+  const Folder folder, other;
+  ASSERT_EQ(::symlink(other.path().c_str(), (folder.path() + "/zero_stage_3").c_str()), 0);
+  try {
+    swap_folder("section.key", folder.path(), "zero_stage_3/optimizer");
+    FAIL() << "a link is no folder of this user";
+  } catch (const FileError& error) {
+    EXPECT_EQ(error.code(), ELOOP);
+    const std::string named = "section.key: the folder " + folder.path() + "/zero_stage_3";
+    EXPECT_NE(std::string(error.what()).find(named), std::string::npos) << error.what();
+  }
+  EXPECT_EQ(other.entries(), 0u);
+}
+
+// A file that only looks like one of ours, and a link with such a name, stay.
+TEST(SwapFiles, OnlyFilesThatAProcessHasMadeAreRemoved) {
+  const Folder folder, other;
+  const std::string target = other.path() + "/target", link = folder.path() + "/x.abcdef.tensor.swp";
+  for (const std::string& path : {folder.path() + "/weights.tensor.swp", folder.path() + "/x.abc.tensor.swp", target})
+    std::ofstream(path) << "mine";
+  ASSERT_EQ(::symlink(target.c_str(), link.c_str()), 0);
+  std::ofstream(folder.path() + "/x.123abc.tensor.swp") << "left";
+  EXPECT_EQ(remove_leftovers(folder.path()), 1);
+  EXPECT_EQ(folder.entries(), 3u);
+  EXPECT_EQ(content(target), "mine");
 }
 
 }  // namespace

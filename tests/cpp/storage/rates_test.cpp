@@ -1,6 +1,7 @@
 #include "storage/rates.h"
 
 #include <gtest/gtest.h>
+#include <stdlib.h>
 
 #include <filesystem>
 #include <fstream>
@@ -45,6 +46,44 @@ TEST(Rates, AreMeasuredOnce) {
     std::ofstream(disk / "file") << "";
     EXPECT_GT(known_rate(disk / "file/cannot", cpu, place).read, 0);
   }
+}
+
+TEST(Rates, AreKeptInFilesOfThisUserAlone) {
+  const io::Folder disk;
+  const std::string cache = disk / "cache/rates", target = disk / "target";
+  ASSERT_EQ(known_threads(cache, 1), 1);
+  const int found = known_threads(cache, 3);
+  std::string name;
+  for (const auto& entry : std::filesystem::directory_iterator(cache)) {
+    name = entry.path().string();
+    EXPECT_EQ(entry.status().permissions(), std::filesystem::perms(0600));
+  }
+  EXPECT_EQ(std::filesystem::status(cache).permissions(), std::filesystem::perms(0700));
+  std::ofstream(target) << "the user's";
+  std::filesystem::remove(name);
+  std::filesystem::create_symlink(target, name);
+  known_threads(cache, 3);
+  EXPECT_EQ(io::content(target), "the user's") << "written through a link, " << found;
+  std::filesystem::create_symlink(cache, disk / "linked");
+  std::filesystem::remove(name);
+  known_threads(disk / "linked", 3);
+  EXPECT_FALSE(std::filesystem::exists(name)) << "kept behind a link";
+}
+
+TEST(Rates, NeedNoHome) {
+  const char* const home = ::getenv("HOME");
+  const char* const cache = ::getenv("XDG_CACHE_HOME");
+  const std::string before[] = {home ? home : "", cache ? cache : ""};
+  ::unsetenv("HOME");
+  ::unsetenv("XDG_CACHE_HOME");
+  const std::string folder = rates_folder();
+  EXPECT_NE(folder.rfind("/tmp/", 0), 0u) << folder;
+  ::setenv("XDG_CACHE_HOME", "relative", 1);
+  EXPECT_EQ(rates_folder(), folder);
+  ::unsetenv("XDG_CACHE_HOME");
+  if (home) ::setenv("HOME", before[0].c_str(), 1);
+  if (cache) ::setenv("XDG_CACHE_HOME", before[1].c_str(), 1);
+  EXPECT_EQ(known_threads("", 2) >= 1, true) << "measured where nothing is kept";
 }
 
 TEST(Rates, ThreadsAreAsFewAsMemoryNeeds) {

@@ -249,6 +249,18 @@ def test_a_dropped_handle_ends_what_it_started(op, tmp_path):
 
 
 # ---- page-locked memory --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("numel", [2**62 + 16, 2**62, 2**61 + 1024])
+def test_sizes_that_no_integer_holds_are_refused(op, numel):
+    handle = op.aio_handle()
+    with pytest.raises((ValueError, RuntimeError)):  # in bytes they are small, or more than there is
+        handle.new_cpu_locked_tensor(numel, torch.empty(0, dtype=torch.float32))
+    with pytest.raises(ValueError, match="page-locked tensor: .* x 8 is more than an integer here can hold"):
+        handle.new_cpu_locked_tensor(numel, torch.empty(0, dtype=torch.float64))
+    tensor = torch.zeros(16)
+    with pytest.raises(ValueError, match="file_offset"):
+        handle.sync_pread(tensor, __file__, 2**63 - 8)
+
+
 def test_one_pool_of_page_locked_memory(op):
     handle, other, pin = op.aio_handle(), op.aio_handle(), PinMemoryBuilder().load().pin_handle()
     before = _C.aio.pool.locked_bytes

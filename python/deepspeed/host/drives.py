@@ -1,0 +1,24 @@
+"""On which drive a folder is."""
+
+import os
+
+
+def drive_of(path):
+    """``(device, type of its file system, where it is mounted)``; texts, "" where the system does not say."""
+    real, found = os.path.realpath(path), ("", "", "")
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+            rows = [line.split() for line in lines]
+    except OSError:
+        return found
+    for row in rows:
+        place, after = _plain(row[4]), row.index("-") + 1
+        inside = real == place or real.startswith(place.rstrip("/") + "/")
+        if inside and len(place) >= len(found[2]):  # of several at one place the last one is seen
+            found = (_plain(row[after + 1]), row[after], place)
+    return found
+
+
+def _plain(word):
+    # The kernel writes spaces and the like as \\040.
+    return word.encode("utf-8", "surrogateescape").decode("unicode_escape").encode("latin-1").decode("utf-8", "replace")
