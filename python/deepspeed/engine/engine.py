@@ -36,6 +36,7 @@ from deepspeed.engine.progress import Progress
 from deepspeed.engine.reductions import Reductions
 from deepspeed.engine.steps import Steps
 from deepspeed.engine.training_data import TrainingData
+from deepspeed.engine.user_weights import UserWeights
 from deepspeed.host.blas import blas_warning
 from deepspeed.log import log_dist, set_log_level_from_string, warning_once
 from deepspeed.monitor.monitor import MonitorMaster
@@ -61,6 +62,7 @@ DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], _LRScheduler]
     _long_sequences=LongSequences,
     _announced_end=AnnouncedEnd,
     _memory_copies=MemoryCopies,
+    _user_weights=UserWeights,
 )
 class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
     """Wraps ``model``; see ``deepspeed.initialize`` for the arguments. Its parts bring most members: ``members.py``."""
@@ -132,6 +134,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         self._long_sequences.prepare()
         self._assembly.place_model(dont_change_device)
         self._assembly.make_optimizer(model_parameters)
+        self._user_weights.watch()
         checks.tell_of_unpinned(self)
         self._steps.start_audit()
         self.lr_scheduler = build_scheduler(self._config, self.basic_optimizer, lr_scheduler)

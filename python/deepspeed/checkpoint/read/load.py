@@ -23,6 +23,7 @@ from deepspeed.checkpoint.read.weights import (
 from deepspeed.checkpoint.write import background, commit, file_writer
 from deepspeed.checkpoint.write.ranks import Ranks, failure_of, in_turn, raise_together
 from deepspeed.log import log_dist, logger
+from deepspeed.zero.core import writing
 from deepspeed.zero.param_ranks import SavedNames, differs_by_rank, layers_of, saved_part
 from deepspeed.zero.restore import Restore
 
@@ -349,9 +350,7 @@ def _load(engine, ranks, folder, strict, with_optimizer, with_scheduler, module_
     with_optimizer = with_optimizer and _together(ranks, folder, lambda: _has_optimizer(engine, saved))
     path, state = saved.model_path, saved.model
     elsewhere = names_elsewhere(engine, ranks)
-    if engine.core is not None:
-        engine.core.begin_write()
-    try:
+    with writing(engine.core):
         _together(
             ranks,
             folder,
@@ -361,9 +360,6 @@ def _load(engine, ranks, folder, strict, with_optimizer, with_scheduler, module_
         )
         if engine.stepping is not None:
             engine.core.publish()
-    finally:
-        if engine.core is not None:
-            engine.core.end_write()
     if with_scheduler and engine.lr_scheduler is not None and state.get("lr_scheduler") is not None:
         engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
     if not module_only:
@@ -404,14 +400,13 @@ def restore_universal(engine, folder, params=None, weights=True, states=True):
         load_weights(engine, saved, strict=True)
     restore = Restore(engine.stepping, [p for group in engine.trained_groups for p in group], saved)
     restore.check()
-    engine.core.begin_write()
-    if weights:
-        restore.masters()
-    if states:
-        restore.states()
-        restore.extra()
-    engine.core.publish()
-    engine.core.end_write()
+    with writing(engine.core):
+        if weights:
+            restore.masters()
+        if states:
+            restore.states()
+            restore.extra()
+        engine.core.publish()
 
 
 def _load_weights_and_states(engine, ranks, saved, strict, custom_load_fn, module_only, with_optimizer, elsewhere):

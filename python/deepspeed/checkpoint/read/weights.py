@@ -12,6 +12,7 @@ from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.saved_state import eager, read_into
 from deepspeed.checkpoint.read import storage
 from deepspeed.log import logger
+from deepspeed.zero.core import writing
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.param_ranks import SavedNames, differs_by_rank, saved_part
 from deepspeed.zero.sharded_parameter import is_sharded
@@ -200,8 +201,13 @@ def _check_shapes(module, params, saved, named):
 @torch.no_grad()
 def _load_pieces(engine, saved, params, later):
     """Parameters that lie in the files in pieces, or on this rank as one."""
+    with writing(engine.core):
+        _read_pieces(saved, params, later)
     if engine.core is not None:
-        engine.core.begin_write()
+        engine.core.refresh_master()
+
+
+def _read_pieces(saved, params, later):
     for name, param in params.items():
         known = name if saved.weight_shape(name) is not None else saved.aliases().get(name, name)
         shape = saved.weight_shape(known)
@@ -220,9 +226,6 @@ def _load_pieces(engine, saved, params, later):
             value = torch.empty(param.shape, dtype=param.dtype, device=param.device)
             _filled(read_into(value, pieces, begin), param.numel(), name, saved)
             param.data.copy_(value)
-    if engine.core is not None:
-        engine.core.end_write()
-        engine.core.refresh_master()
 
 
 def _filled(found, wanted, name, saved):
