@@ -190,6 +190,7 @@ DS_BINDINGS(m) {
       .def_readonly("grad_scale", &zero::StepReport::grad_scale)
       .def_readonly("skipped", &zero::StepReport::skipped)
       .def_readonly("nonfinite", &zero::StepReport::nonfinite)
+      .def_readonly("written", &zero::StepReport::written)
       .def_property_readonly("loss_scale", &loss_scale);
 
   py::class_<PyStepInputs>(m, "StepInputs")
@@ -289,7 +290,7 @@ DS_BINDINGS(m) {
       .def(
           "has_grads", [](Engine& engine) { return engine.grads().any(); }, Unlocked())
       .def(
-          "publish", [](Engine& engine) { engine.failures().watch([&] { engine.stepper().publish(); }); }, Unlocked())
+          "publish", [](Engine& engine) { engine.failures().watch([&] { engine.states().publish(); }); }, Unlocked())
       .def("refresh_master", of(&Engine::states, &StateAccess::refresh_master), Unlocked())
       .def(
           "hold_states", [](Engine& engine) { engine.failures().watch([&] { engine.states().hold_states(); }); },
@@ -300,8 +301,6 @@ DS_BINDINGS(m) {
           "wait_for_states", [](Engine& engine) { engine.states().hold().wait(); }, Unlocked())
       .def("broadcast", &Engine::broadcast, Unlocked())
       .def("finish_step", of(&Engine::states, &StateAccess::finish_step), Unlocked())
-      .def("begin_write", of(&Engine::states, &StateAccess::begin_write), Unlocked())
-      .def("end_write", of(&Engine::states, &StateAccess::end_write), Unlocked())
       .def_property_readonly("gatherer",
                              [](const std::shared_ptr<Engine>& engine) -> std::shared_ptr<zero::ParamGatherer> {
                                if (!engine->gatherer()) return nullptr;
@@ -412,7 +411,7 @@ DS_BINDINGS(m) {
              result["bytes"] = traffic.bytes;
              return result;
            })
-      .def("reset_traffic", &Engine::reset_traffic)
+      .def("reset_traffic", [](Engine& engine) { engine.data_parallel().reset_traffic(); })
       .def_property_readonly("policy", &Engine::policy, py::return_value_policy::reference)
       .def_property_readonly("communicator", [](Engine& engine) { return engine.data_parallel().name(); })
       .def("used",

@@ -39,7 +39,7 @@ class ReleasedHook : public torch::autograd::FunctionPreHook {
 
 }  // namespace
 
-void AccumulatorHooks::add(const at::Tensor& param, std::function<void()> fired, bool comes_and_goes) {
+int64_t AccumulatorHooks::add(const at::Tensor& param, std::function<void()> fired, bool comes_and_goes) {
   Hooked hooked;
   hooked.accumulator = torch::autograd::impl::grad_accumulator(param);
   hooked.fired = hooked.accumulator->add_post_hook(std::make_unique<FiredHook>(std::move(fired)));
@@ -49,6 +49,11 @@ void AccumulatorHooks::add(const at::Tensor& param, std::function<void()> fired,
     hooked.accumulator->add_pre_hook(std::move(released));
   }
   hooks_.push_back(std::move(hooked));
+  return static_cast<int64_t>(hooks_.size()) - 1;
+}
+
+bool AccumulatorHooks::lost(int64_t number, const at::Tensor& param) const {
+  return torch::autograd::impl::try_get_grad_accumulator(param) != hooks_.at(static_cast<size_t>(number)).accumulator;
 }
 
 void AccumulatorHooks::clear() {

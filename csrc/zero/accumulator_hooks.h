@@ -20,7 +20,11 @@ class AccumulatorHooks {
   // `param` requires grad and has its full data: the accumulator remembers the shape. Keeps the accumulator alive,
   // without which the hook would vanish with the next graph. `comes_and_goes`: the data may be away when a gradient
   // arrives, as when a caller gathers the parameter for the backward of a function of its own; .grad takes it as it is.
-  void add(const at::Tensor& param, std::function<void()> fired, bool comes_and_goes = false);
+  // The result: a number for lost().
+  int64_t add(const at::Tensor& param, std::function<void()> fired, bool comes_and_goes = false);
+  // The parameter has another accumulator than the one that was hooked: autograd forgets it when the data of a
+  // parameter get another dtype or device.
+  bool lost(int64_t number, const at::Tensor& param) const;
   void clear();
 
  private:

@@ -40,19 +40,18 @@ void put_gate(const at::Tensor& tensor, const at::Tensor& source, Gate::Passed p
 
 void BackwardSession::watch() {
   for (size_t param = 0; param < store_.size(); ++param) {
-    if (watched_[param] || !store_.spec(param).tensor.requires_grad()) continue;
+    const at::Tensor& tensor = store_.spec(param).tensor;
+    if (!tensor.requires_grad() || (hooked_[param] >= 0 && !hooks_.lost(hooked_[param], tensor))) continue;
     const ShardedParamPtr& sharded = store_.spec(param).sharded;
     const auto add = [&] {
-      hooks_.add(
-          store_.spec(param).tensor, [this, param] { failures_.watch([&] { grads_.on_grad(param); }); },
-          sharded != nullptr);
+      hooked_[param] = hooks_.add(
+          tensor, [this, param] { failures_.watch([&] { grads_.on_grad(param); }); }, sharded != nullptr);
     };
     if (sharded) {
       sharded->with_shape_only(add);
     } else {
       add();
     }
-    watched_[param] = true;
   }
 }
 

@@ -23,7 +23,7 @@ class BackwardSession {
         gatherer_(gatherer),
         failures_(failures),
         self_(std::move(self)),
-        watched_(store.size()) {}
+        hooked_(store.size(), -1) {}
 
   void watch();  // hooks on the parameters that require grad now; the calls below do it by themselves
 
@@ -74,7 +74,7 @@ class BackwardSession {
   const std::unique_ptr<ParamGatherer>& gatherer_;
   const RankFailures& failures_;
   const std::function<std::weak_ptr<BackwardSession>()> self_;
-  std::vector<bool> watched_;
+  std::vector<int64_t> hooked_;     // of each parameter its number among the hooks, or -1
   bool had_user_backward_ = false;  // since the last step or join
   bool own_backward_ = false;       // begin was called by our caller
   at::Tensor root_;                 // that backward ends by itself; with a hook

@@ -130,7 +130,12 @@ Engine::Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> other
                   const auto alive = weak_from_this().lock();
                   return alive ? std::shared_ptr<BackwardSession>(alive, &backward_) : nullptr;
                 }),
-      states_(store_, device_, grads_, stepper_, *strategy_, gatherer_) {
+      writes_(store_,
+              [this] {
+                strategy_->settle();
+                states_.hold().wait();
+              }),
+      states_(store_, device_, grads_, stepper_, *strategy_, gatherer_, writes_) {
   meet_where_files_are();
   grads_.tell(strategy_->arrivals());
   stepper_.set_beside(strategy_->runs_beside());
@@ -197,9 +202,11 @@ void restore_grads(ParamStore& store, const GradReducer& grads, StateAccess& sta
 
 StepReport Engine::make_step(const StepInputs& inputs) {
   backward_.finish();
+  writes_.bring_home();
   stepper_.norm(grads_, inputs.loss_scale, inputs.max_norm, inputs.check, ranks_.model_parallel.get());
   if (inputs.before_update && !(inputs.check && stepper_.report().skipped)) inputs.before_update();
   states_.hold().wait();
+  writes_.adopt();  // behind the norm nobody reads slices any more
   if (!inputs.outside) {
     stepper_.update(grads_, strategy_->parts(inputs), inputs.hyper);
   } else if (!stepper_.report().skipped) {
@@ -216,6 +223,7 @@ StepReport Engine::make_step(const StepInputs& inputs) {
     stepper_.publish();
   }
   StepReport report = stepper_.report();
+  report.written = writes_.take_names();
   states_.finish_step();
   backward_.stepped();
   if (!std::isfinite(report.norm) && inputs.name_nonfinite) report.nonfinite = nonfinite_grads();
@@ -277,7 +285,11 @@ void Engine::set_rules(std::vector<const optim::Rule*> by_group) {
 }
 
 void Engine::expect(const StepInputs& inputs) {
-  failures_.watch([&] { strategy_->expect(inputs); });
+  failures_.watch([&] {
+    writes_.bring_home();
+    if (!policy_.shards_params()) writes_.adopt();
+    strategy_->expect(inputs);
+  });
 }
 
 void Engine::clear_grads() {

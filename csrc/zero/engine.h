@@ -43,6 +43,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   BackwardSession& backward() { return backward_; }
   StateAccess& states() { return states_; }
+  UserWrites& writes() { return writes_; }               // what the user has written into the weights
   ParamGatherer* gatherer() { return gatherer_.get(); }  // null below stage 3
   ParamStore& params() { return store_; }
   GradReducer& grads() { return grads_; }
@@ -51,8 +52,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const DeviceContext& device() const { return device_; }
   const StagePolicy& policy() const { return policy_; }
   const RankFailures& failures() const { return failures_; }
-  const comm::Communicator& data_parallel() const { return *ranks_.data_parallel; }
-  void reset_traffic() { ranks_.data_parallel->reset_traffic(); }
+  comm::Communicator& data_parallel() const { return *ranks_.data_parallel; }
 
  private:
   ShardSourcePtr shard_source();
@@ -74,6 +74,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::unique_ptr<StepStrategy> strategy_;
   std::unique_ptr<ParamGatherer> gatherer_;
   BackwardSession backward_;
+  UserWrites writes_;
   StateAccess states_;
 };
 

@@ -28,8 +28,8 @@ void GradSlots::put(size_t param, const at::Tensor& slots, int64_t begin, const 
   }
   at::NoGradGuard no_grad;  // only here: for a tiny gradient it costs as much as the copy
   if (map.offsets[index] >= 0) {
-    const at::Tensor slot = slots.as_strided(spec.tensor.sizes(), spec.tensor.strides(),
-                                             slots.storage_offset() + map.offsets[index] - begin);
+    const at::Tensor slot =
+        slots.as_strided(spec.sizes(), spec.strides(), slots.storage_offset() + map.offsets[index] - begin);
     if (add) {
       device_.accumulate(slot, grad, scale);
     } else {

@@ -3,9 +3,9 @@
 namespace ds::zero {
 
 const at::Tensor& GradViews::slot(size_t param) {
-  const at::Tensor& tensor = store_.spec(param).tensor;
+  const ParamSpec& spec = store_.spec(param);
   at::Tensor& view = slots_[param];
-  if (!view.defined() || view.requires_grad() || view.sizes() != tensor.sizes() || view.strides() != tensor.strides())
+  if (!view.defined() || view.requires_grad() || view.sizes() != spec.sizes() || view.strides() != spec.strides())
     view = store_.grad_view(param);
   return view;
 }

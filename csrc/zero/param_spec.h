@@ -25,10 +25,12 @@ struct ParamSpec {
   ShardedParamPtr sharded = nullptr;  // stage 3: the parameter's shard; `tensor` is sharded->tensor()
   GradForm form = GradForm::kDense;
   std::string rule = "dense";  // which ranks it is spread over, see space_rules/
+  at::Tensor home = {};        // its place in the flat buffer; undefined for a sharded one. `tensor` may leave it
 
   int64_t numel() const { return sharded ? sharded->numel() : tensor.numel(); }
-  at::IntArrayRef sizes() const { return sharded ? at::IntArrayRef(sharded->sizes()) : tensor.sizes(); }
-  at::IntArrayRef strides() const { return sharded ? at::IntArrayRef(sharded->strides()) : tensor.strides(); }
+  at::IntArrayRef sizes() const { return sharded ? at::IntArrayRef(sharded->sizes()) : whole().sizes(); }
+  at::IntArrayRef strides() const { return sharded ? at::IntArrayRef(sharded->strides()) : whole().strides(); }
+  const at::Tensor& whole() const { return home.defined() ? home : tensor; }
 };
 
 }  // namespace ds::zero

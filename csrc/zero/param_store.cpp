@@ -295,18 +295,16 @@ void ParamStore::adopt_params(ParamSpace& space) {
       spec.sharded->move_shard(space.lp.data.narrow(0, offset, spec.sharded->slice_numel()));
       continue;
     }
-    const int64_t offset = space.map.offsets[i];
-    at::Tensor home = space.lp.data.narrow(0, offset, space.map.numels[i])
-                          .as_strided(spec.tensor.sizes(), kept_strides(spec.tensor), offset);
-    home.copy_(spec.tensor);
-    spec.tensor.set_data(home);
+    make_home(space.params[i], spec.tensor.sizes(), kept_strides(spec.tensor));
+    spec.home.copy_(spec.tensor);
+    spec.tensor.set_data(spec.home);
   }
 }
 
 at::Tensor ParamStore::view(size_t param, const at::Tensor& full) const {
-  const at::Tensor& tensor = specs_[param].tensor;
+  const ParamSpec& spec = specs_[param];
   const int64_t offset = space_of(param).map.offsets[places_[param].index];
-  return full.as_strided(tensor.sizes(), tensor.strides(), full.storage_offset() + offset);
+  return full.as_strided(spec.sizes(), spec.strides(), full.storage_offset() + offset);
 }
 
 plan::Range ParamStore::range_of(const Piece& piece, const Buffer& buffer) const {
@@ -318,7 +316,7 @@ plan::Range ParamStore::range_of(const Piece& piece, const Buffer& buffer) const
 }
 
 at::Tensor ParamStore::shaped(const Piece& piece, const at::Tensor& flat) const {
-  const at::Tensor& like = specs_[piece.param].tensor;
+  const ParamSpec& like = specs_[piece.param];
   return spaces_[piece.space].in_place ? flat.as_strided(like.sizes(), like.strides(), flat.storage_offset()) : flat;
 }
 

@@ -87,6 +87,14 @@ class ParamStore {
 
   at::Tensor grad_view(size_t param) const { return view(param, space_of(param).grad.data); }
 
+  // See [Note: a storage for each parameter]. Whether the data of a parameter is its place in the flat buffer.
+  bool at_home(size_t param) const;
+  // Its place takes the value, and the parameter returns there. Who refers to the old data keeps what it held. Fails
+  // for another shape or dtype, and names the parameter.
+  void bring_home(size_t param, const at::Tensor& value);
+  void follow_moves();                          // after planes of parameters have moved
+  std::vector<at::Tensor> flat_params() const;  // the buffers in which whole parameters lie
+
   // What this rank owns, by parameter and then by offset. In place: one piece for every parameter, empty or not.
   const std::vector<Piece>& pieces() const { return pieces_; }
   // The piece in a buffer: in the parameter's shape where its space is in place, one-dimensional otherwise. Of a piece
@@ -138,6 +146,8 @@ class ParamStore {
 
  private:
   void check_slices() const;
+  void make_home(size_t param, at::IntArrayRef sizes, at::IntArrayRef strides);
+  bool home_is_here(size_t param) const;
   void plan_space(ParamSpace& space);
   void place_shards();
   void place_others(const std::vector<ShardedParamPtr>& others, const at::Tensor& region, int64_t begin);

@@ -124,8 +124,11 @@ std::vector<std::pair<SpaceRanks, std::vector<ShardedParamPtr>>> ParamStore::sha
 
 void ParamStore::release() {
   at::NoGradGuard no_grad;
-  for (ParamSpec& spec : specs_)
-    if (!spec.sharded) spec.tensor.set_data(spec.tensor.detach().clone());
+  for (ParamSpec& spec : specs_) {
+    if (spec.sharded) continue;
+    spec.tensor.set_data(spec.tensor.detach().clone());
+    spec.home = at::Tensor();
+  }
   for (const ShardedParamPtr& param : sharded_params())
     if (!param->offloaded()) param->move_shard(param->shard().clone());
   // Files go now, whoever still holds this object.

@@ -168,11 +168,15 @@ at::Tensor ShardedParam::gathered() const {
   return ordered.as_strided({numel_}, {1}, 0);
 }
 
-void ShardedParam::write_back() {
+bool ShardedParam::write_back() {
   at::NoGradGuard no_grad;
   const at::Tensor values = gathered();
-  if (own_numel() <= 0 || !values.defined()) return;
-  slice(storage::Access::kUpdate).data().narrow(0, 0, own_numel()).copy_(values.narrow(0, own_begin(), own_numel()));
+  if (own_numel() <= 0 || !values.defined()) return false;
+  const SliceLease now = slice(storage::Access::kUpdate);
+  const at::Tensor own = now.data().narrow(0, 0, own_numel()), wanted = values.narrow(0, own_begin(), own_numel());
+  if (at::equal(own, wanted.to(own.device()))) return false;
+  own.copy_(wanted);
+  return true;
 }
 
 }  // namespace ds::zero

@@ -73,8 +73,8 @@ class ShardedParam {
   // The values go; the shard stays.
   void release();
   const at::Tensor& buffer() const { return buffer_; }  // of take_full(), undefined when there is none
-  // The slice takes this rank's part of the gathered values.
-  void write_back();
+  // The slice takes this rank's part of the gathered values; whether it had others.
+  bool write_back();
   // The gathered values in memory order, numel() elements; undefined while not available.
   at::Tensor gathered() const;
 

@@ -4,6 +4,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "base/error.h"
@@ -65,9 +66,9 @@ void StateAccess::hold_states() {
 
 void StateAccess::restore_strategy(const Counters& counters) {
   at::NoGradGuard no_grad;
-  begin_write();
+  WriteScope scope(*this);
   if (strategy_.restore(counters)) stepper_.gather();
-  end_write();
+  scope.close();
 }
 
 std::vector<at::Tensor> StateAccess::pieces(StateKind kept, int slot, bool copies) {
@@ -163,7 +164,11 @@ void StateAccess::set_full(StateKind kept, int slot, size_t param, const at::Ten
   hold_.wait();
   if (kept == StateKind::kGrad) strategy_.forget();
   if (kept == StateKind::kGrad) grads_.set_used(param);
-  if (kept == StateKind::kMaster) begin_write();
+  std::optional<WriteScope> scope;
+  if (kept == StateKind::kMaster) {
+    writes_.bring_home(param);
+    scope.emplace(*this);
+  }
   const Buffer* found = buffer(space, kept, slot);
   if (found == nullptr)
     fail(ErrorKind::kValue, "parameter '", spec.name, "' has no optimizer state '", slot_names()[slot], "'");
@@ -181,7 +186,7 @@ void StateAccess::set_full(StateKind kept, int slot, size_t param, const at::Ten
     if (kept == StateKind::kMaster && (space.lp.full || own)) set(space.lp, extent);
   }
   for (const plan::Extent& extent : own_extents(param)) set(to, extent);
-  if (kept == StateKind::kMaster) end_write();
+  if (scope) scope->close();
 }
 
 // visit(piece, tensor) of what there is of the parameter.
@@ -250,16 +255,42 @@ at::Tensor StateAccess::padded_slices(const std::vector<at::Tensor>& own, const 
   return flat;
 }
 
+void StateAccess::refresh_master() {
+  strategy_.settle();
+  hold_.wait();
+  writes_.bring_home();
+  stepper_.refresh_master();
+  writes_.know();
+}
+
+void StateAccess::publish() {
+  writes_.bring_home();
+  stepper_.publish();
+  writes_.know();
+}
+
 void StateAccess::finish_step() {
   if (!gatherer_) return;
   gatherer_->source().after_write();
   gatherer_->refresh_persistent();
 }
 
+WriteScope::~WriteScope() {
+  try {
+    close();
+  } catch (const std::exception&) {  // who has opened the scope hears of the first error
+  }
+}
+
+void WriteScope::close() {
+  if (StateAccess* states = std::exchange(states_, nullptr)) states->end_write();
+}
+
 void StateAccess::begin_write() {
   strategy_.settle();
   hold_.wait();
-  if (writing_++ == 0 && gatherer_) gatherer_->source().before_write();
+  if (writing_ == 0 && gatherer_) gatherer_->source().before_write();
+  ++writing_;
 }
 
 void StateAccess::end_write() {

@@ -11,6 +11,7 @@
 #include "zero/param_gatherer.h"
 #include "zero/state_leases.h"
 #include "zero/stepper.h"
+#include "zero/user_writes.h"
 
 namespace ds::zero {
 
@@ -18,8 +19,14 @@ class StateAccess {
  public:
   // `gatherer` may be filled later.
   StateAccess(ParamStore& store, DeviceContext& device, GradReducer& grads, Stepper& stepper, StepStrategy& strategy,
-              const std::unique_ptr<ParamGatherer>& gatherer)
-      : store_(store), device_(device), grads_(grads), stepper_(stepper), strategy_(strategy), gatherer_(gatherer) {}
+              const std::unique_ptr<ParamGatherer>& gatherer, UserWrites& writes)
+      : store_(store),
+        device_(device),
+        grads_(grads),
+        stepper_(stepper),
+        strategy_(strategy),
+        gatherer_(gatherer),
+        writes_(writes) {}
 
   // In a step, for an optimizer that lives outside: its parameters are `masters`, one for each piece. Gives each
   // its gradient, unscaled and clipped, in its own type (undefined where no rank produced one): the buffer itself where
@@ -60,14 +67,8 @@ class StateAccess {
 
   // After the update of a step: the model's weights are the new ones everywhere.
   void finish_step();
-  // Around changes of masters or shards other than a step, which all ranks make. May be nested.
-  void begin_write();
-  void end_write();
-  void refresh_master() {
-    strategy_.settle();
-    hold_.wait();
-    stepper_.refresh_master();
-  }
+  void refresh_master();
+  void publish();  // Stepper::publish
 
   // Of masters and optimizer states, which stay as they are until let_go; the calls above that change them wait.
   void hold_states();
@@ -79,6 +80,9 @@ class StateAccess {
   void restore_strategy(const Counters& counters);
 
  private:
+  friend class WriteScope;
+  void begin_write();
+  void end_write();
   template <typename Visit>
   void visit_own(const std::vector<at::Tensor>& own, size_t param, const Visit& visit) const;
   const Buffer* buffer(ParamSpace& space, StateKind kind, int slot);  // null: no such slot
@@ -90,8 +94,24 @@ class StateAccess {
   Stepper& stepper_;
   StepStrategy& strategy_;
   const std::unique_ptr<ParamGatherer>& gatherer_;
+  UserWrites& writes_;
   StateLeases hold_{store_};
   int writing_ = 0;
+};
+
+// A change of masters or shards other than a step, from the construction to close(); all ranks make it, and scopes may
+// be nested. The destructor closes what is open, so that later writes are seen and no rank waits for this one; what
+// goes wrong then is dropped: an exception is on its way already.
+class WriteScope {
+ public:
+  explicit WriteScope(StateAccess& states) : states_(&states) { states.begin_write(); }
+  ~WriteScope();
+  WriteScope(const WriteScope&) = delete;
+  WriteScope& operator=(const WriteScope&) = delete;
+  void close();
+
+ private:
+  StateAccess* states_;  // null: closed
 };
 
 }  // namespace ds::zero

@@ -36,6 +36,9 @@ struct StepReport {
   bool skipped;      // gradients were not finite, nothing was touched
   // Where the norm is not finite: names of parameters whose gradients on this rank are "inf" or "nan".
   std::vector<std::pair<std::string, std::string>> nonfinite{};
+  // Parameters into which the user has written since the last step, see [Note: what the user has written counts]; of
+  // which this rank owns something.
+  std::vector<std::string> written{};
   // Of the next step. Unset: there is no scaler, or its rules fail now; who asks them again learns why.
   std::optional<optim::LossScaleState> loss_scale{};
 };

@@ -22,7 +22,7 @@ from deepspeed.zero.core import build_core
 from deepspeed.zero.fused_state import FusedState, can_fuse
 from deepspeed.zero.model import cast_sharded, detach, move_module, shard_model, take_over
 from deepspeed.zero.param_ranks import SavedNames, broadcast_own_buffers, ranks_of
-from deepspeed.zero.param_states import WholeParams
+from deepspeed.zero.param_states import CoreLink, WholeParams
 from deepspeed.zero.sharded_parameter import is_sharded
 from deepspeed.zero.stepping import Stepping
 
@@ -114,6 +114,8 @@ class Assembly:
                 engine.stepping.fused = optimizer.fused_state
         if not zero:
             self.whole = WholeParams(engine.core, engine.stepping, trained)
+        for param in engine.module.parameters():
+            param._ds_core = CoreLink(engine.core)
 
     def release(self):
         """What ``destroy`` does: the parameters lead to no engine any more."""
@@ -124,6 +126,8 @@ class Assembly:
             engine.basic_optimizer.fused_state = None
         if self.whole is not None:
             self.whole.unlink()
+        for param in engine.module.parameters():
+            param.__dict__.pop("_ds_core", None)
         if engine.zero_optimization():
             if engine._stage_policy.shards_params:
                 detach(engine.module, self.shard_group, engine.parallel.dp_group)

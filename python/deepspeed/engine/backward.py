@@ -31,6 +31,7 @@ class Backward:
         if engine.fp16_enabled() and engine.fp16_auto_cast():
             inputs, kwargs = cast_floats(inputs, torch.float16), cast_floats(kwargs, torch.float16)
         engine._need_states({OffloadStateTypeEnum.lp_params}, "engine.forward()")
+        engine._user_weights.bring_home()
         trains = engine._trains and torch.is_grad_enabled()
         inputs, kwargs = cross_engine_scaling.with_gates(engine.core, inputs, kwargs) if trains else (inputs, kwargs)
         try:

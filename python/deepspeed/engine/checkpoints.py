@@ -99,6 +99,7 @@ class Checkpoints:
     def save_checkpoint(self, save_dir, tag=None, client_state={}, save_latest=True, exclude_frozen_parameters=False):  # noqa: B006
         """Writes ``save_dir/tag``; every rank must call it. Returns True. See ``deepspeed.checkpoint.write.save``."""
         self.engine._need_states(OffloadStateTypeEnum, "engine.save_checkpoint()")
+        self.engine._user_weights.count()
         save_checkpoint(self.engine, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         self.engine._memory_copies.belongs_to(save_dir)
         return True

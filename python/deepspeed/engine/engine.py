@@ -36,6 +36,7 @@ from deepspeed.engine.progress import Progress
 from deepspeed.engine.reductions import Reductions
 from deepspeed.engine.steps import Steps
 from deepspeed.engine.training_data import TrainingData
+from deepspeed.engine.user_weights import UserWeights
 from deepspeed.host.blas import blas_warning
 from deepspeed.host.product_error import product_warning
 from deepspeed.log import log_dist, set_log_level_from_string, warning_once
@@ -62,6 +63,7 @@ DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], _LRScheduler]
     _long_sequences=LongSequences,
     _announced_end=AnnouncedEnd,
     _memory_copies=MemoryCopies,
+    _user_weights=UserWeights,
 )
 class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
     """Wraps ``model``; see ``deepspeed.initialize`` for the arguments. Its parts bring most members: ``members.py``."""
@@ -133,6 +135,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         self.sparse_tensor_module_names = set(self._assembly.sparse_embeddings())
         self._assembly.place_model(dont_change_device)
         self._assembly.make_optimizer(model_parameters)
+        self._user_weights.watch()
         checks.tell_of_unpinned(self)
         checks.tell_of_drives(self)
         self._steps.start_audit()

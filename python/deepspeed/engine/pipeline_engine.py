@@ -107,6 +107,7 @@ class PipelineEngine(Execution, Losses, Batches, Plans, DeepSpeedEngine):
         self.total_loss, self._compute_loss = None, True
         self.progress.throughput.start()
         with self._guarded():
+            self._user_weights.bring_home()
             began = self._now()
             self._exec_schedule(self._train_schedule())
             seconds = self._now() - began
@@ -144,6 +145,7 @@ class PipelineEngine(Execution, Losses, Batches, Plans, DeepSpeedEngine):
             self._compute_loss = compute_loss
             self.module.eval()
             with self._reading(data_iter, "eval_batch()"), torch.no_grad(), self._guarded():
+                self._user_weights.bring_home()
                 self._exec_schedule(self._eval_schedule(count))
                 with self._told_to_all(broadcasts):
                     output = self._reduced_outputs(reduce_output) if self.is_last_stage() else None

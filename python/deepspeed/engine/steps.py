@@ -83,6 +83,8 @@ class Steps:
         engine._need_states(OffloadStateTypeEnum, "engine.step()")
         self._refuse_unseen_backward()
         boundary = engine.is_gradient_accumulation_boundary() or not engine.managed_gradient_accumulation()
+        if boundary:
+            engine._user_weights.bring_home()
         self._join_backward(boundary)
         self.applied = False
         try:

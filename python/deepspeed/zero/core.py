@@ -1,5 +1,7 @@
 """Builds the native engine core from parameter groups."""
 
+import contextlib
+
 import torch
 
 from deepspeed import _native
@@ -79,6 +81,12 @@ def build_core(
     )
     comms_log.watch(core, list(opened.values()))
     return core, [row[1] for row in rows]
+
+
+def writing(core):
+    """A context in which all ranks change masters or slices of ``core``; of None it does nothing. It closes on
+    exceptions, too."""
+    return contextlib.nullcontext() if core is None else _native._C.WriteContext(core)
 
 
 def core_config(sections):

@@ -17,6 +17,17 @@ class EngineFragment(tensor_fragment):
     link: object = None
 
     @property
+    def lp_fragment(self):
+        param = self.link.owner._params[self.link.index]
+        flat = param.detach().as_strided((param.numel(),), (1,), param.storage_offset())
+        start = self.lp_fragment_address.start
+        return flat[start : start + self.lp_fragment_address.numel]
+
+    @lp_fragment.setter
+    def lp_fragment(self, value):
+        pass  # the parameter's own memory, wherever that is
+
+    @property
     def hp_fragment(self):
         return self._state("fp32").detach().reshape(-1) if self._hp.is_meta else self._hp
 
@@ -72,9 +83,8 @@ def put_fragments(optimizer):
         param._dp_group = optimizer.dp_process_group
     for (index, offset, numel), master in zip(optimizer.core.pieces(), optimizer.core.masters(), strict=True):
         param = optimizer._params[index]
-        flat = param.detach().as_strided((param.numel(),), (1,), param.storage_offset())
         param._hp_mapping = EngineFragment(
-            lp_fragment=flat[offset : offset + numel],
+            lp_fragment=None,
             lp_fragment_address=fragment_address(numel=numel, start=offset),
             hp_fragment=master.detach().reshape(-1),
             hp_fragment_address=fragment_address(numel=numel, start=master.storage_offset()),

@@ -4,14 +4,16 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.zero import sharded_parameter as sharding
+from deepspeed.zero.param_ranks import ranks_of
 
 
 class GatheredParameters:
     """Inside the context the parameters of ZeRO stage 3 among ``params`` have their values and shapes.
 
-    ``params``: a parameter, or an iterable of them (nested ones too); others are left alone. ``modifier_rank``: the
-    rank, counted in the parameters' group, whose values count when the context ends: every rank gets them, and the
-    optimizer's masters as well. None: changes are dropped. ``fwd_module``: the module whose forward uses them although
+    ``params``: a parameter, or an iterable of them (nested ones too). ``modifier_rank``: the rank, counted in the
+    parameters' group, whose values count when the context ends: every rank gets them, and the optimizer's masters as
+    well, also of parameters that are whole on every rank (stages 0 to 2). None: changes of sharded parameters are
+    dropped. Parameters of no engine that are not sharded are left alone. ``fwd_module``: the module whose forward uses them although
     another one owns them. ``enabled=False`` does nothing. Contexts may be nested.
 
     With a ``modifier_rank`` every rank must enter; without one a single rank may, once the engine exists.
@@ -20,14 +22,18 @@ class GatheredParameters:
     def __init__(self, params, modifier_rank=None, fwd_module=None, enabled=True):
         self.enabled = bool(enabled)
         self.modifier_rank = modifier_rank
-        self.params = []
+        self.params, self._whole = [], []
         if not self.enabled:
             return
         seen = set()
         for param in _flatten(params):
-            if sharding.is_sharded(param) and id(param) not in seen:
-                seen.add(id(param))
+            if id(param) in seen:
+                continue
+            seen.add(id(param))
+            if sharding.is_sharded(param):
                 self.params.append(param)
+            elif modifier_rank is not None and getattr(param, "_ds_core", None) is not None:
+                self._whole.append(param)
         self.params.sort(key=lambda param: param.ds_id)  # a set has another order on each rank, gathers need the same
         if fwd_module is not None:
             for param in self.params:
@@ -66,6 +72,7 @@ class GatheredParameters:
             resized = [param for param in self.params if param.ds_handle.reshaped()]
             sharding.write_back(resized)
             return
+        _spread_whole(self._whole, self.modifier_rank)
         for param in self.params:
             access = param.ds_access
             if access.copies is not None and dist.get_world_size(access.copies) > 1:
@@ -73,6 +80,26 @@ class GatheredParameters:
                 dist.broadcast(values, access.source_rank(self.modifier_rank), group=access.copies)
                 param.detach().copy_(values)
         sharding.write_back(self.params)
+
+
+def _spread_whole(params, rank):
+    """Every rank gets that rank's values of parameters that lie whole on all of them."""
+    values, cores = {}, {}
+    for param in params:
+        core = param._ds_core.core
+        if core is None:
+            continue
+        values[id(param)] = own = param.detach().clone(memory_format=torch.contiguous_format)
+        if ranks_of(param) is not None:
+            copies = ranks_of(param).copies
+            dist.broadcast(own, dist.get_global_rank(copies, rank), group=copies)
+        else:
+            cores.setdefault(id(core), (core, []))[1].append(own)
+    for core, tensors in cores.values():
+        core.broadcast(tensors, rank)
+    for param in params:
+        if id(param) in values:
+            param.detach().copy_(values[id(param)])
 
 
 def _flatten(params):

@@ -1,5 +1,6 @@
 """Hooks that gather the parameters of a module while it runs. What they do is in csrc/zero/param_gatherer.h."""
 
+import copyreg
 import inspect
 import weakref
 
@@ -12,6 +13,23 @@ from deepspeed.zero.nested import tensors_within
 from deepspeed.zero.sharded_parameter import is_sharded
 
 _HOOK_OPTIONS = {"with_kwargs": True} if forward_hooks_take_kwargs() else {}
+
+
+def _no_hook(*args, **kwargs):
+    pass
+
+
+def _pickled_hook(hook):
+    return _hook_without_engine, ()
+
+
+def _hook_without_engine():
+    return _no_hook
+
+
+# A pickled module has no engine: its hooks do nothing.
+copyreg.pickle(_native._C.EnterHook, _pickled_hook)
+copyreg.pickle(_native._C.LeaveHook, _pickled_hook)
 
 
 def _refuse_constant_inputs(module, args, kwargs=None):
@@ -43,6 +61,9 @@ class HookUnit:
 
     def __deepcopy__(self, memo):
         return None  # a copied module has no engine
+
+    def __reduce__(self):
+        return (type(None), ())
 
 
 def unit_parameters(module, granularity=0):
@@ -87,7 +108,7 @@ class ModuleHooks:
         if whole:
             return
         for child in module.children():
-            if "_ds_hook_unit" not in child.__dict__:
+            if child.__dict__.get("_ds_hook_unit") is None:
                 self._install(child)
 
     def _hook(self, module, unit):

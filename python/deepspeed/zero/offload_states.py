@@ -50,16 +50,19 @@ class OffloadedStates:
 
     ``storage``: the engine's. ``planes_of`` maps a kind to a function that lists the numbers of its planes,
     ``tensors_of`` to one that lists the tensors whose memory is of that kind, those of the planes and others; the
-    others are made planes while they are away. ``folder``: for files, or None. ``even_on_host``: move host memory to
-    the host as well (for tests).
+    others are made planes while they are away. ``folder``: for files, or None. ``moved()`` is called after each move of
+    planes. ``even_on_host``: move host memory to the host as well (for tests).
     """
 
-    def __init__(self, storage, planes_of, tensors_of, folder=None, trim=lambda: None, even_on_host=False):
+    def __init__(
+        self, storage, planes_of, tensors_of, folder=None, trim=lambda: None, moved=lambda: None, even_on_host=False
+    ):
         self.storage = storage
         self.planes_of = planes_of
         self.tensors_of = tensors_of
         self.folder = folder
         self.trim = trim
+        self.moved = moved
         self.even_on_host = even_on_host
         self.away = {}  # kind -> [(plane, bytes, where it was, whether it was made for this)]
         self._in_files = False
@@ -97,6 +100,7 @@ class OffloadedStates:
         except Exception:
             self._forget(leaving)
             raise
+        self.moved()
         self.away.update(leaving)
         self._in_files = to_files
         usage = self.storage.usage()
@@ -139,6 +143,7 @@ class OffloadedStates:
             place = left[0][2]
             self.storage.move([number for number, _, to, _ in left if to == place], place, not non_blocking)
             left = [one for one in left if not one[2] == place]
+        self.moved()
         get_accelerator().synchronize()
         away, self.away = self.away, {}
         self._forget(away)
@@ -175,7 +180,9 @@ def states_of(optimizer):
         engine = optimizer.engine
         params = optimizer._params if engine is None else list(engine.module.parameters())
         slices = [p.ds_handle for p in params if hasattr(p, "ds_handle") and not p.ds_handle.offloaded]
-        return [h.shard for h in slices] + [p.detach() for p in params if not hasattr(p, "ds_handle")]
+        trained = {id(p) for p in optimizer._params}  # they lie in the core's buffers
+        others = [p.detach() for p in params if not hasattr(p, "ds_handle") and id(p) not in trained]
+        return [h.shard for h in slices] + _C.flat_params(core) + others
 
     def states():
         return [
@@ -211,6 +218,7 @@ def states_of(optimizer):
         },
         folder=None if path is None else str(path),
         trim=core.trim_wire,
+        moved=lambda: _C.follow_moves(core),
     )
 
 

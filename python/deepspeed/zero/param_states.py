@@ -9,6 +9,7 @@ import weakref
 import torch
 
 from deepspeed.config.sections import OffloadStateTypeEnum
+from deepspeed.zero import pickled_params  # noqa: F401  (registers how parameters are pickled)
 from deepspeed.zero.states_in_files import split_states
 
 
@@ -166,6 +167,24 @@ class WholeParams(ParamStates):
     @property
     def loss_scale(self):
         return self.stepping.loss_scale
+
+
+class CoreLink:
+    """From a whole parameter of a model, trained or not, to the core of the engine that has the model; None when that has
+    ended."""
+
+    def __init__(self, core):
+        self._core = weakref.ref(core)
+
+    @property
+    def core(self):
+        return self._core()
+
+    def __deepcopy__(self, memo):
+        return None  # a copied model has no engine
+
+    def __reduce__(self):
+        return (type(None), ())
 
 
 class ParamLink:

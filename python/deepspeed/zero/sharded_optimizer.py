@@ -15,6 +15,7 @@ from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.log import logger
 from deepspeed.optim.loss_scaler import CreateLossScaler
 from deepspeed.zero.base_optimizer import ZeROOptimizer
+from deepspeed.zero.core import writing
 from deepspeed.zero.errors import ZeRORuntimeException
 from deepspeed.zero.flat_states import StatesByFlatTensor, with_states
 from deepspeed.zero.offload_states import states_of
@@ -238,17 +239,16 @@ class ShardedOptimizer(ParamStates, ZeROOptimizer, WrappedOptimizer):
 
         if when_read is None:
             check()
-            self.core.begin_write()
-            fill()
-        else:  # the others wait for their turn, and not in begin_write, which waits for all
+        else:  # the others wait for their turn, and not at the beginning of a write, which waits for all
             try:
                 check()
                 fill()
             finally:
                 when_read()
-            self.core.begin_write()
-        self.core.publish()
-        self.core.end_write()
+        with writing(self.core):
+            if when_read is None:
+                fill()
+            self.core.publish()
 
     def destroy(self):
         self.states.reload()

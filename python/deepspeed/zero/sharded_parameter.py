@@ -16,6 +16,7 @@ from deepspeed import _native
 from deepspeed import comm as dist
 from deepspeed.comm import comms_log, mesh_views
 from deepspeed.config.sections import OffloadDeviceEnum
+from deepspeed.zero.core import writing
 from deepspeed.zero.own_slice import OwnSlice
 from deepspeed.zero.recomputed import keep_values_in_recomputed_segments
 from deepspeed.zero.released_data import (
@@ -89,13 +90,9 @@ class ShardAccess:
         """Global rank of ``rank`` among the ranks that train the same parameters."""
         return dist.get_global_rank(self.copies, rank) if self.copies is not None else 0
 
-    def begin_write(self):
-        if self.core is not None:
-            self.core.begin_write()
-
-    def end_write(self):
-        if self.core is not None:
-            self.core.end_write()
+    def writing(self):
+        """A context in which all ranks change slices."""
+        return writing(self.core)
 
 
 class EngineAccess(ShardAccess):
@@ -356,13 +353,10 @@ def _release(params):
 def write_back(params):
     """Slices, and masters where there are any, take the gathered values. Every rank calls it with the same values."""
     for access in {id(param.ds_access): param.ds_access for param in params}.values():
-        access.begin_write()
-        try:
+        with access.writing():
             for param in params:
                 if param.ds_access is access:
                     _write_back(param)
-        finally:
-            access.end_write()
 
 
 def _write_back(param):

@@ -8,6 +8,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.config.sections import ZeroStageEnum
 from deepspeed.formats import torch_archive
+from deepspeed.zero.core import writing
 from deepspeed.zero.flat_layout import InnerStates
 from deepspeed.zero.flat_states import with_states
 from deepspeed.zero.named_states import OWN_PARAMS, own_params
@@ -199,8 +200,8 @@ class SlicedOptimizer(ParamValues, ShardedOptimizer):
 
     def checkpoint_event_epilogue(self):
         """After it: parameters that stay gathered take what the slices hold now."""
-        self.core.begin_write()
-        self.core.end_write()
+        with writing(self.core):
+            pass
 
     def empty_partition_cache(self):
         """Releases gathered parameters that nobody holds, and the memory kept for gathering."""

@@ -40,6 +40,7 @@ class Stepping:
         self.overflow = False
         self.norm = None
         self._warned_not_finite = False
+        self._told_of_writes = False
         optimizer.add_param_group = refuse_group
         self._sizes = self._sizes_of_groups()
 
@@ -79,6 +80,14 @@ class Stepping:
             move.keep()
         self.norm = report.norm
         self.overflow = report.skipped
+        if report.written and not self._told_of_writes:
+            self._told_of_writes = True
+            names = ", ".join(f"'{name}'" for name in report.written[:3])
+            names += f" and {len(report.written) - 3} more" if len(report.written) > 3 else ""
+            logger.info(
+                f"[Rank {self.rank}] the weights of {names} were changed outside of the optimizer: the fp32 masters "
+                "take the new values, which all ranks have to write alike. This is said once."
+            )
         if not math.isfinite(report.norm):
             self._explain_overflow(report.nonfinite)
         if self.scaler is not None:

@@ -15,6 +15,7 @@ from deepspeed.checkpoint.read.weights import check_weights, load_weights, names
 from deepspeed.checkpoint.write import background, commit
 from deepspeed.checkpoint.write.ranks import Ranks, failure_of, raise_together
 from deepspeed.log import log_dist, logger
+from deepspeed.zero.core import writing
 from deepspeed.zero.param_ranks import SavedNames, layers_of, saved_part
 from deepspeed.zero.restore import Restore
 
@@ -265,18 +266,14 @@ def _load(engine, ranks, folder, strict, with_optimizer, with_scheduler, module_
     elsewhere = names_elsewhere(engine, ranks)
     loading = Loading(engine, saved, strict, with_optimizer, with_scheduler, module_only, custom_load_fn, elsewhere)
     _together(ranks, folder, loading.check)
-    if engine.core is not None:
-        engine.core.begin_write()
     try:
-        _together(ranks, folder, lambda: loading.fill(ranks))
-        if engine.stepping is not None:
-            engine.core.publish()
+        with writing(engine.core):
+            _together(ranks, folder, lambda: loading.fill(ranks))
+            if engine.stepping is not None:
+                engine.core.publish()
     except Exception:
         logger.error(f"{folder}: the engine holds a part of this checkpoint now: load one before you train or save")
         raise
-    finally:
-        if engine.core is not None:
-            engine.core.end_write()
     loading.resume()
     log_dist(f"loaded checkpoint {saved.model_path}", ranks=[0])
     return saved.model_path, loading.client_state
@@ -304,11 +301,10 @@ def restore_universal(engine, folder, params=None, weights=True, states=True):
     _together(ranks, folder, check)
     if not states:
         load_weights(engine, saved)
-    engine.core.begin_write()
-    if weights:
-        restore.masters()
-    if states:
-        restore.states()
-        restore.extra()
-    engine.core.publish()
-    engine.core.end_write()
+    with writing(engine.core):
+        if weights:
+            restore.masters()
+        if states:
+            restore.states()
+            restore.extra()
+        engine.core.publish()

@@ -12,6 +12,7 @@ from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.saved_state import eager, read_into
 from deepspeed.checkpoint.read import storage
 from deepspeed.log import logger
+from deepspeed.zero.core import writing
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.param_ranks import SavedNames, differs_by_rank, saved_part
 from deepspeed.zero.sharded_parameter import is_sharded
@@ -285,21 +286,19 @@ def _in_pieces(engine, saved, later):
 
 @torch.no_grad()
 def _load_pieces(engine, saved, later):
+    with writing(engine.core):
+        for name, param, pieces, begin, numel in _in_pieces(engine, saved, later):
+            if is_sharded(param):
+                own = param.ds_handle.shard
+                _filled(read_into(own[:numel], pieces, begin), numel, name, saved)
+                param.ds_handle.set_slice(own)
+            elif param.is_contiguous():
+                _filled(read_into(param.data, pieces, begin), numel, name, saved)
+            else:
+                value = torch.empty(param.shape, dtype=param.dtype, device=param.device)
+                _filled(read_into(value, pieces, begin), numel, name, saved)
+                param.data.copy_(value)
     if engine.core is not None:
-        engine.core.begin_write()
-    for name, param, pieces, begin, numel in _in_pieces(engine, saved, later):
-        if is_sharded(param):
-            own = param.ds_handle.shard
-            _filled(read_into(own[:numel], pieces, begin), numel, name, saved)
-            param.ds_handle.set_slice(own)
-        elif param.is_contiguous():
-            _filled(read_into(param.data, pieces, begin), numel, name, saved)
-        else:
-            value = torch.empty(param.shape, dtype=param.dtype, device=param.device)
-            _filled(read_into(value, pieces, begin), numel, name, saved)
-            param.data.copy_(value)
-    if engine.core is not None:
-        engine.core.end_write()
         engine.core.refresh_master()
 
 

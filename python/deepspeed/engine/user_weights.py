@@ -1,0 +1,55 @@
+"""Weights that the user has put into the model after ``deepspeed.initialize``; csrc/zero/user_writes.h tells how they are
+found."""
+
+import torch
+
+from deepspeed import _native
+from deepspeed.zero.sharded_parameter import is_sharded
+
+
+class UserWeights:
+    """A part of the engine."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self._rows = []  # of each place where a module has a trained parameter: (its dict, name, parameter, number)
+        self._trained = set()
+
+    def watch(self):
+        """Once the engine is assembled."""
+        numbers = {id(p): n for n, p in enumerate(p for group in self.engine.trained_groups for p in group)}
+        self._trained = set(numbers)
+        for module in self.engine.module.modules():
+            for name, param in module._parameters.items():
+                if id(param) in numbers:
+                    self._rows.append((module._parameters, name, param, numbers[id(param)]))
+
+    def bring_home(self):
+        """Before a forward and a step: new values of ``param.data`` and new parameters in a module's place become the
+        values of the parameters that are trained. Raises RuntimeError for another shape or dtype."""
+        core = self.engine.core
+        if core is None:
+            return
+        for number in _native._C.bring_home(core, self._rows):
+            self._take(core, *self._rows[number])
+
+    @torch.no_grad()
+    def _take(self, core, params, name, param, number):
+        new = params[name]
+        if id(new) in self._trained:
+            return  # weights that the user has tied
+        if is_sharded(param):
+            raise RuntimeError(
+                f"parameter '{param.ds_handle.name}' was replaced by another tensor of shape {tuple(new.shape)} after "
+                "deepspeed.initialize: at ZeRO stage 3 every rank holds a slice of the old one. Write into it inside "
+                "deepspeed.zero.GatheredParameters(..., modifier_rank=0), or load with assign=False"
+            )
+        _native._C.take_value(core, number, new.detach())
+        param.requires_grad_(new.requires_grad)
+        params[name] = param
+
+    def count(self):
+        """Before a save: masters take what was written into the weights. Every rank calls it."""
+        if self.engine.core is not None:
+            self.bring_home()
+            _native._C.adopt_writes(self.engine.core)

@@ -1,0 +1,420 @@
+"""Random training programs: what an engine does beside what plain PyTorch does in the same program.
+
+A program is a configuration and a list of operations, plain values both, made of a seed. ``run_program`` runs it on every
+rank with an engine and, in the same process, with a plain model on the batches of all ranks; after each step, load and
+evaluation the two are compared. ``shrunk`` makes a failing program shorter for as long as it fails.
+"""
+
+import copy
+import random
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.log import logger
+from deepspeed.utils import safe_get_full_fp32_param
+
+ROWS = 4
+
+
+class Net(torch.nn.Module):
+    """A tied weight, a layer that only some batches use, an extra vector, and an error on request."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(6, 8)
+        self.middle = torch.nn.Linear(8, 8)
+        self.tied = torch.nn.Linear(8, 8, bias=False)
+        self.tied.weight = self.middle.weight
+        self.sometimes = torch.nn.Linear(8, 8)
+        self.scale = torch.nn.Parameter(torch.ones(8))
+        self.last = torch.nn.Linear(8, 3)
+
+    def forward(self, x, extra=False, fails=False):
+        hidden = torch.tanh(self.first(x.to(self.first.weight.dtype)))
+        hidden = torch.tanh(self.tied(torch.tanh(self.middle(hidden)))) * self.scale
+        if fails:
+            raise ArithmeticError("the forward of this batch fails")
+        if extra:
+            hidden = hidden + torch.tanh(self.sometimes(hidden))
+        return self.last(hidden)
+
+
+def batch(number, rank):
+    generator = torch.Generator().manual_seed(7919 * number + rank)
+    return torch.randn(ROWS, 6, generator=generator), torch.randn(ROWS, 3, generator=generator), number % 3 == 0
+
+
+def loss_of(output, target):
+    return torch.nn.functional.mse_loss(output.float(), target)
+
+
+# ---- programs ------------------------------------------------------------------------------------------------------
+PARAMS = [name for name, _ in Net().named_parameters()]
+OPERATIONS = {
+    "train": 10,  # forward, backward and engine.step()
+    "forward": 1,  # without a backward
+    "evaluate": 2,
+    "fail": 1,  # an error in forward
+    "write": 3,  # param.mul_().add_()
+    "rank0": 2,  # the same inside GatheredParameters(modifier_rank=0), on rank 0 alone
+    "data": 2,  # param.data = tensor
+    "swap": 1,  # the same for an evaluation, and back
+    "vector": 1,  # vector_to_parameters
+    "load": 1,  # module.load_state_dict
+    "assign": 1,  # the same with new parameters in place of the old ones
+    "wrong": 1,  # param.data = a tensor of another shape: an error
+    "dtype": 1,  # module.double() and back
+    "freeze": 2,  # param.requires_grad_(False), or True
+    "forget": 1,  # engine.zero_grad()
+    "save": 1,
+    "restore": 1,
+}
+
+
+def program_of(seed):
+    """``(configuration, operations)`` of a seed."""
+    choose = random.Random(seed)
+    stage, world = choose.randrange(4), choose.choice([1, 1, 1, 2])
+    dtype = choose.choice(["fp32", "fp32", "bf16"])
+    offload = choose.choice([None, None, "cpu", "nvme"]) if stage > 0 else None
+    optimizer = choose.choice(["AdamW", "SGD"]) if offload is None else "AdamW"
+    made = {
+        "stage": stage,
+        "world": world,
+        "dtype": dtype,
+        "offload": offload,
+        "optimizer": optimizer,
+        "accumulate": choose.choice([1, 1, 2, 3]),
+        "clip": choose.choice([0.0, 0.2]),
+        "persist": choose.choice([0, 100000]),
+        "plain_backward": choose.random() < 0.3,
+    }
+    operations = []
+    for _ in range(choose.randint(6, 16)):
+        name = choose.choices(list(OPERATIONS), list(OPERATIONS.values()))[0]
+        operations.append((name, choose.randrange(1000)))
+    # Whatever was done last is followed by steps that would show it.
+    return made, operations + [("train", choose.randrange(1000)) for _ in range(made["accumulate"] + 1)]
+
+
+def config_of(made, folder):
+    zero = {"stage": made["stage"], "stage3_param_persistence_threshold": made["persist"]}
+    if made["offload"] is not None:
+        zero["offload_optimizer"] = {"device": made["offload"], "nvme_path": folder}
+    params = {"lr": 0.05, "momentum": 0.9} if made["optimizer"] == "SGD" else {"lr": 0.02, "eps": 1e-2}
+    return {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": made["accumulate"],
+        "gradient_clipping": made["clip"],
+        "optimizer": {"type": made["optimizer"], "params": params},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": made["dtype"] == "bf16"},
+    }
+
+
+# ---- plain PyTorch -------------------------------------------------------------------------------------------------
+
+
+class Plain:
+    """The model with fp32 weights, of which it computes with copies in ``dtype``."""
+
+    def __init__(self, model, made):
+        self.made, self.world = made, made["world"]
+        self.narrow = torch.bfloat16 if made["dtype"] == "bf16" else None
+        self.model = copy.deepcopy(model)
+        if self.narrow:  # the engine's masters are what its 16-bit weights were
+            for param in self.model.parameters():
+                param.data = param.data.to(self.narrow).float()
+        self.params = dict(self.model.named_parameters())
+        kind = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}[made["optimizer"]]
+        self.optimizer = kind(self.model.parameters(), **config_of(made, None)["optimizer"]["params"])
+        self.count, self.saved, self.grads = 0, None, {}
+
+    def computing(self):
+        """The model that forward uses."""
+        return copy.deepcopy(self.model).to(self.narrow) if self.narrow else self.model
+
+    @torch.no_grad()
+    def put(self, name, value):
+        """The value of a weight; an element whose narrow weight stays keeps what is behind it."""
+        param, value = self.params[name], value.float()
+        if self.narrow:
+            value = value.to(self.narrow).float()
+            same = param.to(self.narrow).float() == value
+            value = torch.where(same, param, value)
+        param.copy_(value)
+
+    def weight(self, name):
+        param = self.params[name].detach()
+        return param.to(self.narrow) if self.narrow else param.clone()
+
+    def train(self, number):
+        model = self.computing()
+        trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        for rank in range(self.world):
+            x, target, extra = batch(number, rank)
+            loss = loss_of(model(x, extra), target) / (self.made["accumulate"] * self.world)
+            grads = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+            for name, grad in zip(trained, grads):
+                if grad is not None:
+                    self.grads[name] = grad.float() + self.grads.get(name, 0.0)
+        self.count += 1
+        if self.count % self.made["accumulate"]:
+            return False
+        for name, grad in self.grads.items():
+            self.params[name].grad = grad
+        if self.made["clip"] and self.grads:
+            torch.nn.utils.clip_grad_norm_(list(self.params.values()), self.made["clip"])
+        self.optimizer.step()
+        self.forget()
+        return True
+
+    def forget(self):
+        self.grads = {}
+        for param in self.params.values():
+            param.grad = None
+
+    def save(self):
+        self.saved = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict(), self.count))
+
+    def restore(self):
+        state, optimizer, self.count = copy.deepcopy(self.saved)
+        with torch.no_grad():
+            for name, param in self.params.items():
+                param.copy_(state[name])
+        self.optimizer.load_state_dict(optimizer)
+        self.forget()
+
+
+# ---- both ----------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """One program on this rank."""
+
+    def __init__(self, rank, made, folder):
+        self.rank, self.made, self.folder = rank, made, folder
+        torch.manual_seed(3)
+        model = Net()
+        self.plain = Plain(model, made)
+        self.engine = deepspeed.initialize(model=model, config=config_of(made, folder))[0]
+        self.params = dict(self.engine.module.named_parameters())
+        self.sharded = made["stage"] == 3
+        # Masters of 16-bit weights are compared with sums that PyTorch rounds elsewhere.
+        self.tolerance = 4e-2 if made["dtype"] == "bf16" else 2e-4
+
+    def run(self, operations):
+        for name, number in operations:
+            self.operation = (name, number)
+            getattr(self, name)(number)
+        self.engine.destroy()
+
+    # ---- comparing
+    def compare(self, what, ours, expected):
+        ours, expected = ours.detach().float(), expected.detach().float()
+        assert ours.shape == expected.shape, f"{what}: {tuple(ours.shape)} for {tuple(expected.shape)}"
+        gap = (ours - expected).abs().max().item() if ours.numel() else 0.0
+        limit = self.tolerance * max(1.0, expected.abs().max().item())
+        assert gap <= limit, f"{what} after {self.operation}: off by {gap:.3g}, limit {limit:.3g}"
+
+    def compare_all(self):
+        for name, param in self.params.items():
+            master = safe_get_full_fp32_param(param)
+            self.compare(f"the master of {name}", master, self.plain.params[name])
+        with deepspeed.zero.GatheredParameters(list(self.params.values())):
+            for name, param in self.params.items():
+                self.compare(f"the weight {name}", param, self.plain.params[name])
+        assert list(dict(self.engine.module.named_parameters())) == PARAMS
+
+    # ---- training
+    def train(self, number):
+        engine = self.engine
+        x, target, extra = batch(number, self.rank)
+        loss = loss_of(engine(x, extra), target)
+        if self.made["plain_backward"]:
+            loss.backward()
+        else:
+            engine.backward(loss)
+        engine.step()
+        if self.plain.train(number):
+            self.compare_all()
+
+    def forward(self, number):
+        x, _, extra = batch(number, self.rank)
+        self.engine(x, extra)
+
+    def fail(self, number):
+        with pytest.raises(ArithmeticError, match="fails"):
+            self.engine(batch(number, self.rank)[0], fails=True)
+
+    def evaluate(self, number):
+        x, _, extra = batch(number, self.rank)
+        self.engine.eval()
+        with torch.no_grad():
+            ours, expected = self.engine(x, extra), self.plain.computing()(x, extra)
+        self.engine.train()
+        self.compare("the output", ours, expected)
+
+    def forget(self, number):
+        self.engine.zero_grad()
+        self.plain.forget()
+
+    # ---- writing
+    def chosen(self, number):
+        name = PARAMS[number % len(PARAMS)]
+        return name, self.params[name], 0.5 + (number % 7) / 8, (number % 5 - 2) / 8
+
+    def gathered(self, params):
+        """Where the user may write: at stage 3 inside the context."""
+        params = params if self.sharded else []
+        return deepspeed.zero.GatheredParameters(params, modifier_rank=0 if params else None)
+
+    def write(self, number):
+        name, param, factor, more = self.chosen(number)
+        direct = not self.sharded or (param.ds_persist and number % 2)
+        with torch.no_grad(), self.gathered([] if direct else [param]):
+            self.plain.put(name, self.plain.weight(name).mul_(factor).add_(more))
+            param.mul_(factor).add_(more)
+
+    def rank0(self, number):
+        name, param, factor, more = self.chosen(number)
+        with torch.no_grad(), deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+            self.plain.put(name, self.plain.weight(name).mul_(factor).add_(more))
+            if self.rank == 0:
+                param.mul_(factor).add_(more)
+
+    def data(self, number):
+        name, param, factor, more = self.chosen(number)
+        with self.gathered([param]):
+            self.plain.put(name, self.plain.weight(name) * factor + more)
+            param.data = param.data * factor + more
+
+    def swap(self, number):
+        if self.sharded:
+            return self.evaluate(number)
+        name, param, factor, more = self.chosen(number)
+        kept, behind = param.data, self.plain.params[name].detach().clone()
+        param.data = kept * factor + more
+        self.plain.put(name, self.plain.weight(name) * factor + more)
+        self.evaluate(number)
+        param.data = kept
+        self.plain.params[name].data.copy_(behind)
+
+    def vector(self, number):
+        factor = self.chosen(number)[2]
+        params = list(self.params.values())
+        with self.gathered(params):
+            made = torch.nn.utils.parameters_to_vector(params).detach() * factor
+            for name in PARAMS:
+                self.plain.put(name, self.plain.weight(name) * factor)
+            torch.nn.utils.vector_to_parameters(made, params)
+
+    def _state(self, number):
+        factor = self.chosen(number)[2]
+        for name in PARAMS:
+            self.plain.put(name, self.plain.weight(name) * factor)
+        return {name: self.plain.weight(name) for name in PARAMS}
+
+    def load(self, number):
+        state = self._state(number)
+        self.engine.module.load_state_dict({**state, "tied.weight": state["middle.weight"]})
+
+    def assign(self, number):
+        if self.sharded:
+            return self.load(number)
+        for name, value in self._state(number).items():
+            where, _, last = name.rpartition(".")
+            module = self.engine.module.get_submodule(where)
+            new = torch.nn.Parameter(value, requires_grad=self.params[name].requires_grad)
+            setattr(module, last, new)
+            if name == "middle.weight":
+                self.engine.module.tied.weight = new
+
+    def wrong(self, number):
+        if self.sharded:
+            return self.forward(number)
+        name, param, _, _ = self.chosen(number)
+        kept = param.data
+        param.data = kept[:2].clone()
+        with pytest.raises(RuntimeError, match=f"parameter '{name}' was .*deepspeed.initialize"):
+            self.engine(batch(number, self.rank)[0])
+        param.data = kept
+
+    def dtype(self, number):
+        if self.sharded:
+            return
+        kept = next(iter(self.params.values())).dtype
+        self.engine.module.double()
+        with pytest.raises(RuntimeError, match="parameter '.*' was .* is Double"):
+            self.engine(batch(number, self.rank)[0])
+        self.engine.module.to(kept)
+
+    def freeze(self, number):
+        name, param, _, _ = self.chosen(number)
+        if name == "last.bias":  # something is left to train
+            return
+        param.requires_grad_(number % 4 == 0)
+        self.plain.params[name].requires_grad_(number % 4 == 0)
+
+    # ---- checkpoints
+    def save(self, number):
+        if self.plain.count % self.made["accumulate"]:
+            return
+        self.engine.save_checkpoint(self.folder, "saved")
+        self.plain.save()
+
+    def restore(self, number):
+        if self.plain.saved is None:
+            return
+        self.engine.load_checkpoint(self.folder, "saved")
+        self.plain.restore()
+        self.compare_all()
+
+
+class ProgramFailed(RuntimeError):
+    """``(number, text)`` of the program."""
+
+
+def run_programs(rank, world, programs, folder):
+    """The failures among ``programs``, of this world: ``[(number, text)]``. With several ranks the first raises
+    ProgramFailed: the other ranks may be anywhere."""
+    logger.setLevel("ERROR")
+    failures = []
+    for number, (made, operations) in enumerate(programs):
+        run = None
+        try:
+            run = Run(rank, made, f"{folder}/{number}")
+            run.run(operations)
+        except Exception as error:
+            at = getattr(run, "operation", "initialize")
+            failures.append((number, f"{type(error).__name__} in {at}: {error}"))
+            if world > 1:
+                raise ProgramFailed(*failures[0]) from error
+    return failures
+
+
+# ---- a failure in few lines ----------------------------------------------------------------------------------------
+
+
+def shrunk(program, fails):
+    """The program with as few operations and as plain a configuration as still ``fails(program)``."""
+    made, operations = program
+    for key, plain in (("plain_backward", False), ("clip", 0.0), ("accumulate", 1), ("optimizer", "SGD"),
+                       ("offload", None), ("dtype", "fp32"), ("world", 1)):  # fmt: skip
+        simpler = {**made, key: plain}
+        if simpler != made and not (simpler["offload"] and simpler["optimizer"] == "SGD"):
+            made = simpler if fails((simpler, operations)) else made
+    size = max(1, len(operations) // 2)
+    while size:
+        start = 0
+        while start < len(operations):
+            fewer = operations[:start] + operations[start + size :]
+            if fails((made, fewer)):
+                operations = fewer
+            else:
+                start += size
+        size //= 2
+    return made, operations

@@ -1,0 +1,61 @@
+"""Random training programs: parameters are those of plain PyTorch in the same program, whatever it does in between.
+
+`make test` runs 200 programs, `make test-all` 2,000. What fails is shrunk, and printed as a row for SHRUNK.
+"""
+
+import pprint
+
+import pytest
+
+from harness import RankError, RankTimeout, run_ranks
+from random_programs import ProgramFailed, program_of, run_programs, shrunk
+from sampling import every_case
+
+PART = 25
+COUNT = 2000 if every_case() else 200
+
+# Programs that have failed once, shortened: {what was wrong: (configuration, operations)}.
+SHRUNK = {}
+
+
+def failures_of(programs, folder):
+    """``[(program, text)]``, world by world; ranks of a program that failed begin anew with the next."""
+    found = []
+    for world in sorted({made["world"] for made, _ in programs}):
+        left = [program for program in programs if program[0]["world"] == world]
+        while left:
+            try:
+                told = run_ranks(world, run_programs, left, str(folder), init=True, timeout=240, grace=3.0)[0]
+            except ProgramFailed as error:
+                told = [error.args]
+            except (RankError, RankTimeout) as error:  # whose it is nobody knows
+                if len(left) > 1:
+                    return found + [one for program in left for one in failures_of([program], folder)]
+                told = [(0, str(error))]
+            found += [(left[number], text) for number, text in told]
+            left = left[told[-1][0] + 1 :] if told and world > 1 else []
+    return found
+
+
+@pytest.mark.parametrize("part", range(COUNT // PART))
+def test_programs(part, tmp_path):
+    seeds = range(part * PART, (part + 1) * PART)
+    failures = failures_of([program_of(seed) for seed in seeds], tmp_path)
+    if failures:
+        program, text = failures[0]
+        short = shrunk(program, lambda shorter: bool(failures_of([shorter], tmp_path)))
+        seed = next(seed for seed in seeds if program_of(seed) == program)
+        pytest.fail(f"{len(failures)} of {PART} programs fail. Seed {seed}: {text}\n{pprint.pformat(short, width=110)}")
+
+
+@pytest.mark.parametrize("name", SHRUNK)
+def test_programs_that_have_failed(name, tmp_path):
+    assert failures_of([SHRUNK[name]], tmp_path) == []
+
+
+def test_a_failing_program_is_shortened():
+    program = ({"plain_backward": True, "clip": 0.2, "accumulate": 2, "optimizer": "SGD", "offload": None, "dtype": "bf16",
+                "world": 2, "stage": 1}, [("train", n) for n in range(8)] + [("save", 1)] + [("load", 2)] * 3)  # fmt: skip
+    made, operations = shrunk(program, lambda p: ("save", 1) in p[1] and p[0]["dtype"] == "bf16")
+    assert operations == [("save", 1)] and made["dtype"] == "bf16"
+    assert (made["world"], made["accumulate"], made["clip"]) == (1, 1, 0.0)

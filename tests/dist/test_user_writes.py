@@ -1,0 +1,283 @@
+"""Weights that somebody writes after ``deepspeed.initialize``: what the user has written counts, at every stage."""
+
+import io
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.zero.core import writing
+from deepspeed.zero.sharded_parameter import is_sharded
+from harness import run_ranks
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(6, 40)
+        self.frozen = torch.nn.Linear(40, 40)
+        self.frozen.requires_grad_(False)
+        self.last = torch.nn.Linear(40, 1)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.frozen(torch.tanh(self.first(x.to(self.first.weight.dtype))))))
+
+
+def made_engine(stage, dtype="fp32", offload=None, rate=0.0, **zero):
+    """A rate of 0 leaves the weights as they are: a step shows what masters say."""
+    torch.manual_seed(2)
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **zero}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.0}},
+        "zero_optimization": zero,
+        "bf16": {"enabled": dtype == "bf16"},
+    }
+    return deepspeed.initialize(model=Net(), config=config)[0]
+
+
+def step(engine, rank=0):
+    x = torch.randn(2, 6, generator=torch.Generator().manual_seed(rank))
+    engine.backward(engine(x).float().square().mean())
+    engine.step()
+
+
+def value_of(param):
+    with deepspeed.zero.GatheredParameters([param]):
+        return param.detach().clone()
+
+
+# ---- param.data = tensor -------------------------------------------------------------------------------------------
+def replaced(rank, world, stage, dtype):
+    engine = made_engine(stage, dtype, rate=0.1)
+    weight = engine.module.first.weight
+    for _ in range(2):
+        weight.data = torch.full_like(weight, 0.25)
+        step(engine, rank)
+        once = weight.detach().clone()
+        assert not torch.equal(once, torch.full_like(once, 0.25))  # the step has trained what the model computes with
+        assert (once - 0.25).abs().max() < 0.2
+        step(engine, rank)
+        assert not torch.equal(weight, once)
+    return True
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_replaced_data_is_trained(stage, dtype):
+    assert run_ranks(2, replaced, stage, dtype, init=True) == [True, True]
+
+
+def other_form(rank, world, stage):
+    engine = made_engine(stage)
+    weight = engine.module.first.weight
+    kept, x = weight.data, torch.zeros(2, 6)
+    for wrong, text in ((kept[:3].clone(), r"is Float \[3, 6\]"), (kept.double(), "is Double"), (kept.to("meta"), "meta")):
+        weight.data = wrong
+        with pytest.raises(RuntimeError, match=r"parameter 'first.weight' was Float \[40, 6\].* " + text):
+            engine(x)
+        with pytest.raises(RuntimeError, match="parameter 'first.weight' was"):
+            engine.step()
+        weight.data = kept
+    step(engine)
+    assert torch.equal(weight, kept)
+    return True
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_another_shape_or_dtype_is_an_error(stage):
+    assert run_ranks(1, other_form, stage, init=True) == [True]
+
+
+def there_and_back(rank, world):
+    """Autograd forgets the accumulator of a parameter whose data change their dtype, and with it the engine's hook."""
+    engine = made_engine(1, rate=0.1)
+    step(engine)
+    engine.module.double()
+    engine.module.float()
+    before = engine.module.first.weight.detach().clone()
+    step(engine)
+    assert not torch.equal(engine.module.first.weight, before)
+    return True
+
+
+def test_a_dtype_and_back_keeps_training():
+    assert run_ranks(1, there_and_back, init=True) == [True]
+
+
+def swapped(rank, world, stage):
+    engine = made_engine(stage, rate=0.1)
+    step(engine)
+    params = [p for p in engine.module.parameters() if p.requires_grad]
+    kept = [p.data for p in params]
+    values = [k.clone() for k in kept]
+    for param in params:
+        param.data = torch.zeros_like(param)
+    with torch.no_grad():
+        assert torch.equal(engine(torch.ones(2, 6)), torch.zeros(2, 1))
+    assert all(torch.equal(k, v) for k, v in zip(kept, values))
+    for param, old in zip(params, kept):
+        param.data = old
+    with torch.no_grad():
+        engine(torch.ones(2, 6))
+    assert all(torch.equal(p, v) for p, v in zip(params, values))
+    return True
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_who_puts_averages_in_and_takes_them_out_has_the_old_weights_again(stage):
+    assert run_ranks(1, swapped, stage, init=True) == [True]
+
+
+def new_parameter(rank, world, stage):
+    engine = made_engine(stage)
+    layer, old = engine.module.first, engine.module.first.weight
+    layer.weight = torch.nn.Parameter(torch.full((40, 6), 0.5))
+    if stage == 3:
+        with pytest.raises(RuntimeError, match="'first.weight' was replaced .*assign=False"):
+            engine(torch.zeros(2, 6))
+        return True
+    step(engine)
+    assert layer.weight is old and torch.equal(old, torch.full((40, 6), 0.5))
+    return True
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_new_parameters_in_a_module(stage):
+    assert run_ranks(1, new_parameter, stage, init=True) == [True]
+
+
+# ---- writes in place -----------------------------------------------------------------------------------------------
+def loaded(rank, world, stage, dtype, offload):
+    engine = made_engine(stage, dtype, offload)
+    step(engine, rank)
+    shapes = {"first.weight": (40, 6), "first.bias": (40,), "last.weight": (1, 40), "last.bias": (1,)}
+    state = {name: torch.full(shape, 0.375) for name, shape in shapes.items()}
+    engine.module.load_state_dict(state, strict=False)
+    step(engine, rank)
+    for param in (engine.module.first.weight, engine.module.last.bias):
+        assert torch.equal(value_of(param), torch.full_like(value_of(param), 0.375))
+        assert deepspeed.utils.safe_get_full_fp32_param(param).unique().tolist() == [0.375]
+    return True
+
+
+BESIDE = [(0, "bf16", False), *((stage, dtype, dtype == "fp32") for stage in (1, 2, 3) for dtype in ("bf16", "fp32"))]
+
+
+@pytest.mark.parametrize("stage, dtype, offload", BESIDE)
+def test_loaded_weights_stay(stage, dtype, offload):
+    assert run_ranks(2, loaded, stage, dtype, offload, init=True) == [True, True]
+
+
+def in_place(rank, world, stage, dtype, offload):
+    engine = made_engine(stage, dtype, offload, rate=1e-4, stage3_param_persistence_threshold=10**6)
+    step(engine, rank)  # masters are no values of bf16 from here on
+    param = engine.module.first.weight
+    before = deepspeed.utils.safe_get_full_fp32_param(param)
+    with torch.no_grad():
+        param[0].fill_(2.0)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0
+    step(engine, rank)
+    after = deepspeed.utils.safe_get_full_fp32_param(param)
+    assert torch.equal(after[0], torch.full((6,), 2.0))
+    assert torch.equal(after[1:], before[1:])  # masters of other elements keep what bf16 cannot hold
+    assert torch.equal(value_of(param)[0].float(), torch.full((6,), 2.0))
+    with torch.no_grad():
+        param[0].fill_(3.0)
+    engine.save_checkpoint("saved")
+    after = deepspeed.utils.safe_get_full_fp32_param(param)
+    assert torch.equal(after[0], torch.full((6,), 3.0))
+    return True
+
+
+@pytest.mark.parametrize("stage, dtype, offload", BESIDE)
+def test_only_written_elements_change(stage, dtype, offload, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_ranks(2, in_place, stage, dtype, offload, init=True) == [True, True]
+
+
+def one_rank_edits(rank, world, stage, dtype):
+    engine = made_engine(stage, dtype)
+    module = engine.module
+    edited = [module.first.weight, module.frozen.bias, module.last.bias]
+    with torch.no_grad(), deepspeed.zero.GatheredParameters(edited, modifier_rank=1):
+        if rank == 1:
+            for number, param in enumerate(edited):
+                param.fill_(number + 0.5)
+    step(engine, rank)
+    return [value_of(param).unique().tolist() for param in edited]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_edits_of_one_rank_reach_all(stage, dtype):
+    assert run_ranks(2, one_rank_edits, stage, dtype, init=True) == [[[0.5], [1.5], [2.5]]] * 2
+
+
+# ---- a write that fails --------------------------------------------------------------------------------------------
+def failed_write(rank, world):
+    engine = made_engine(3)
+    step(engine, rank)
+    core, weight = engine.core, engine.module.first.weight
+    with pytest.raises(ArithmeticError):
+        with writing(core):
+            raise ArithmeticError
+    states = engine.optimizer.state_dict()
+    states["fp32_flat_groups"] = [flat[:3] for flat in states["fp32_flat_groups"]]
+    with pytest.raises((ValueError, KeyError, IndexError, RuntimeError)):
+        engine.optimizer.load_state_dict([states] * world, load_from_fp32_weights=True)
+    with torch.no_grad(), deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+        weight.fill_(0.125)
+    return value_of(weight).unique().tolist()
+
+
+def test_writes_after_a_failed_one_are_seen():
+    assert run_ranks(2, failed_write, init=True) == [[0.125]] * 2
+
+
+# ---- pickling ------------------------------------------------------------------------------------------------------
+def pickled(rank, world, stage, dtype):
+    engine = made_engine(stage, dtype, rate=0.1)
+    step(engine, rank)
+    x = torch.randn(2, 6)
+    with torch.no_grad():
+        expected = engine(x)
+    params = [p for p in engine.module.parameters() if is_sharded(p)]
+    with deepspeed.zero.GatheredParameters(params):
+        file = io.BytesIO()
+        torch.save(engine.module, file)
+    file.seek(0)
+    loaded = torch.load(file, **({"weights_only": False} if torch.__version__ >= "2" else {}))
+    with torch.no_grad():
+        assert torch.equal(loaded(x), expected)
+    assert all(type(param) is torch.nn.Parameter for param in loaded.parameters())
+    again = made_engine(stage, dtype)
+    again.destroy()
+    return True
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_trained_module_is_pickled(stage):
+    assert run_ranks(2, pickled, stage, "bf16", init=True) == [True, True]
+
+
+def sizes(rank, world, stage):
+    engine = made_engine(stage)
+    step(engine)
+
+    def size(what):
+        file = io.BytesIO()
+        torch.save(what, file)
+        return len(file.getvalue())
+
+    last = engine.module.last
+    return [size(last), size(last.state_dict()), size(last.weight), size(last.weight.detach())]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_part_of_a_model_is_saved_alone(stage):
+    """40 + 1 numbers of 4 bytes and what torch.save adds; the model has 1,961."""
+    assert max(run_ranks(1, sizes, stage, init=True)[0]) < 4000
