@@ -172,6 +172,12 @@ bool ShardedParam::write_back() {
   at::NoGradGuard no_grad;
   const at::Tensor values = gathered();
   if (own_numel() <= 0 || !values.defined()) return false;
+  if (buffer_.defined() && tensor().data_ptr() != buffer_.data_ptr()) {
+    // Somebody has put another tensor there: what is gathered later comes into the buffer.
+    const at::Tensor place = buffer_.as_strided(sizes_, strides_, buffer_.storage_offset());
+    place.copy_(tensor().detach());
+    set_data(place);
+  }
   const SliceLease now = slice(storage::Access::kUpdate);
   const at::Tensor own = now.data().narrow(0, 0, own_numel()), wanted = values.narrow(0, own_begin(), own_numel());
   if (at::equal(own, wanted.to(own.device()))) return false;

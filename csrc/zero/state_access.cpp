@@ -289,8 +289,13 @@ void WriteScope::close() {
 void StateAccess::begin_write() {
   strategy_.settle();
   hold_.wait();
-  if (writing_ == 0 && gatherer_) gatherer_->source().before_write();
+  if (writing_ > 0 || !gatherer_) {
+    ++writing_;
+    return;
+  }
+  gatherer_->source().before_write();
   ++writing_;
+  writes_.adopt();  // the end of a write gathers what is held anew
 }
 
 void StateAccess::end_write() {

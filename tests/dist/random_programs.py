@@ -6,6 +6,7 @@ evaluation the two are compared. ``shrunk`` makes a failing program shorter for 
 """
 
 import copy
+import os
 import random
 
 import pytest
@@ -103,7 +104,7 @@ def config_of(made, folder):
     zero = {"stage": made["stage"], "stage3_param_persistence_threshold": made["persist"]}
     if made["offload"] is not None:
         zero["offload_optimizer"] = {"device": made["offload"], "nvme_path": folder}
-    params = {"lr": 0.05, "momentum": 0.9} if made["optimizer"] == "SGD" else {"lr": 0.02, "eps": 1e-2}
+    params = {"lr": 0.05, "momentum": 0.9} if made["optimizer"] == "SGD" else {"lr": 0.02, "eps": 1e-2, "weight_decay": 0.01}
     return {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": made["accumulate"],
@@ -197,6 +198,7 @@ class Run:
 
     def __init__(self, rank, made, folder):
         self.rank, self.made, self.folder = rank, made, folder
+        os.makedirs(folder, exist_ok=True)
         torch.manual_seed(3)
         model = Net()
         self.plain = Plain(model, made)
@@ -332,6 +334,7 @@ class Run:
             setattr(module, last, new)
             if name == "middle.weight":
                 self.engine.module.tied.weight = new
+        self.evaluate(number)  # and the old parameters are there again
 
     def wrong(self, number):
         if self.sharded:
