@@ -112,6 +112,7 @@ ALLOCATIONS = {
     "zero/bucket_reduction.cpp": (2, "a round of late gradients, which no plan knew of"),
     "zero/device_context.cpp": (6, "sums, step scale and the kernels' own workspace; copies in another layout"),
     "zero/engine.cpp": (2, "the arena in which storage takes planes where peers read them"),
+    "zero/param_store_homes.cpp": (1, "old values that somebody else has kept: the memory is theirs"),
     "zero/flag_exchange.cpp": (1, _SMALL),
     "zero/grad_reducer.cpp": (1, "a late gradient, which no plan knew of"),
     "zero/group_cut.cpp": (4, _CALL),
