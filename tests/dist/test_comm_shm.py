@@ -102,7 +102,8 @@ def odds_and_ends(rank, world):
     future = dist.all_reduce(torch.ones(5), async_op=True).get_future()
     assert future.wait()[0].tolist() == [2.0] * 5
     out = torch.empty(3 + rank)
-    dist.all_to_all_single(out, torch.arange(3.0 + rank), [1 + rank, 2] if rank == 0 else [2, 2], [1, 2 + rank])
+    given = [1, 2] if rank == 0 else [2, 2]
+    dist.all_to_all_single(out, torch.arange(3.0 + rank), given, given)
     objects = [None, None]
     dist.all_gather_object(objects, {"rank": rank})
     assert [each["rank"] for each in objects] == [0, 1]

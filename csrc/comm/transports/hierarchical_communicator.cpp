@@ -2,9 +2,8 @@
 
 #include <ATen/Functions.h>
 
-#include <chrono>
+#include <algorithm>
 #include <cstring>
-#include <thread>
 
 #include "base/error.h"
 #include "comm/host_exchange.h"
@@ -20,6 +19,7 @@ namespace {
 struct Tree {
   Hosts hosts;
   CommunicatorPtr leaders;  // null: this rank leads nobody
+  mutable WorkPtr told;     // what tells the other leaders that this host has failed; kept until it has gone out
 
   // The ranks of this host stop with what leaders find out.
   template <typename Talk>
@@ -52,7 +52,7 @@ class FingerprintExchange {
       for (int host = 0; host < leaders.size(); ++host)
         if (std::string(calls[host].what) == kFailed)
           fail(ErrorKind::kRuntime, "the ranks on the host of rank ", tree_.hosts.ranks[host][0],
-               " have failed; their own messages say why");
+               " have failed: ", static_cast<const char*>(all_.select(0, host).data_ptr()) + text_begins());
       for (const Record& other : calls) {
         if (fits(other, calls[0])) continue;
         std::string text = "the hosts call different collectives:";
@@ -62,14 +62,13 @@ class FingerprintExchange {
       }
     });
   }
-  // This host has failed in the call. Waits a moment for the others, who may not be there yet.
-  void tell_failure() noexcept {
+  // This host has failed in the call, for this reason. Waits for nobody: who has not come yet hears of it then.
+  void tell_failure(const std::string& why) noexcept {
     if (!tree_.leaders || work_) return;
     try {
+      why_ = why.substr(0, why.find('\n'));
       begin(record(kFailed), {});
-      const auto deadline = std::chrono::steady_clock::now() + kToldWithin;
-      while (!work_->ready() && std::chrono::steady_clock::now() < deadline)
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      tree_.told = work_;
     } catch (const std::exception&) {  // nobody can be told
       return;
     }
@@ -87,22 +86,25 @@ class FingerprintExchange {
 
  private:
   static constexpr const char* kFailed = "failed";
-  static constexpr std::chrono::seconds kToldWithin{2};
+  static constexpr size_t kMostText = 512;  // of the reason, with the zero at its end
 
   void begin(const Record& call, const std::vector<int64_t>& numbers) {
-    const auto bytes = static_cast<int64_t>(sizeof(Record) + numbers_ * sizeof(int64_t));
+    const auto bytes = static_cast<int64_t>(text_begins() + kMostText);
     all_ = at::zeros({tree_.leaders->size(), bytes}, at::TensorOptions().dtype(at::kByte));
     const at::Tensor mine = all_.select(0, tree_.leaders->rank());
     std::memcpy(mine.data_ptr(), static_cast<const void*>(&call), sizeof(call));
     if (!numbers.empty())
       std::memcpy(static_cast<char*>(mine.data_ptr()) + sizeof(Record), numbers.data(),
                   numbers.size() * sizeof(int64_t));
+    std::memcpy(static_cast<char*>(mine.data_ptr()) + text_begins(), why_.data(), std::min(why_.size(), kMostText - 1));
     work_ = tree_.leaders->all_gather(mine, all_);
   }
+  size_t text_begins() const { return sizeof(Record) + numbers_ * sizeof(int64_t); }
 
   const Tree& tree_;
   const Record call_;
   const size_t numbers_;
+  std::string why_;
   at::Tensor all_;
   WorkPtr work_;
 };
@@ -296,8 +298,8 @@ class HierarchicalCommunicator : public Communicator {
           FingerprintExchange fingerprints(*tree, header, numbers);
           try {
             body(group, *tree, fingerprints);
-          } catch (const std::exception&) {
-            fingerprints.tell_failure();
+          } catch (const std::exception& error) {
+            fingerprints.tell_failure(error.what());
             throw;
           }
         },
