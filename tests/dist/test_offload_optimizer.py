@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import deepspeed
+from deepspeed.engine import checks
+from deepspeed.host.drives import drive_of
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion import DeepSpeedCPULion
@@ -249,6 +251,27 @@ def test_universal_checkpoints_load_into_files(tmp_path, stage):
     run_ranks(2, body_save, str(tmp_path), stage)
     to_universal(tmp_path)
     assert all(run_ranks(2, body_universal, str(tmp_path), stage))
+
+
+def body_made(rank, world, folder):
+    path = os.path.join(folder, "not/there/yet")
+    said = []
+    checks.log_dist, real = lambda text, ranks=None: said.append(text), checks.log_dist
+    try:
+        engine = make_engine(world, 3, on(path, "nvme"))
+    finally:
+        checks.log_dist = real
+    device, kind, place = drive_of(path)
+    line = f"offload_optimizer: files rest in {path}, on the drive {device} ({kind}, mounted at {place})."
+    assert files_below(path) and sum(line in text for text in said) == 1, said
+    assert os.stat(os.path.join(path, "zero_stage_3")).st_mode & 0o777 == 0o700
+    assert all(os.stat(file).st_mode & 0o777 == 0o600 for file in files_below(path))
+    engine.destroy()
+    return True
+
+
+def test_a_folder_that_is_missing_is_made_and_its_drive_named(tmp_path):
+    assert all(run_ranks(2, body_made, str(tmp_path)))
 
 
 # ---- bad input ----------------------------------------------------------------------------------------------------

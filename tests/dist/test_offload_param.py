@@ -79,10 +79,10 @@ def test_training_is_equal_to_the_bit(world, bf16, accumulate, tmp_path):
 
 
 def body_init_fails(rank, world, folder):
-    """On rank 1 there is no such folder; then a file stands where its files would be; then all is well."""
+    """On rank 1 the folder cannot be made; then a file stands where its files would be; then all is well."""
     said = []
-    for name in ("missing", "blocked", "whole"):
-        own = os.path.join(folder, name if (name, rank) != ("missing", 0) else ".")
+    for name in ("file/missing", "blocked", "whole"):
+        own = os.path.join(folder, name if (name, rank) != ("file/missing", 0) else ".")
         section = {"stage": 3, "offload_param": nvme(own)}
         try:
             with deepspeed.zero.Init(
@@ -100,9 +100,9 @@ def test_slices_that_one_rank_cannot_put_away_are_an_error_of_all(tmp_path):
     blocked = tmp_path / "blocked/zero_stage_3/float32params/rank1"
     blocked.parent.mkdir(parents=True)
     blocked.touch()
-    (tmp_path / "whole").mkdir()
+    (tmp_path / "file").touch()
     found = run_ranks(2, body_init_fails, str(tmp_path), init=True)
-    for case, path in enumerate([tmp_path / "missing", blocked]):
+    for case, path in enumerate([tmp_path / "file/missing", blocked]):
         assert all(str(path) in said[case][1] for said in found), found
         told = "zero.Init: data-parallel rank 1 could not go on: " + found[1][case][1]
         assert found[0][case] == ("RuntimeError", told)
