@@ -1,8 +1,8 @@
 """Random training programs: what an engine does beside what plain PyTorch does in the same program.
 
-A program is a configuration and a list of operations, plain values both, made of a seed. ``run_program`` runs it on every
-rank with an engine and, in the same process, with a plain model on the batches of all ranks; after each step, load and
-evaluation the two are compared. ``shrunk`` makes a failing program shorter for as long as it fails.
+A program is a configuration and a list of operations, plain values both, made of a seed. ``run_programs`` runs it on
+every rank with an engine and, in the same process, with a plain model on the batches of all ranks. After each step,
+load and evaluation the two are compared. ``shrunk`` makes a failing program shorter for as long as it fails.
 """
 
 import copy
@@ -104,7 +104,9 @@ def config_of(made, folder):
     zero = {"stage": made["stage"], "stage3_param_persistence_threshold": made["persist"]}
     if made["offload"] is not None:
         zero["offload_optimizer"] = {"device": made["offload"], "nvme_path": folder}
-    params = {"lr": 0.05, "momentum": 0.9} if made["optimizer"] == "SGD" else {"lr": 0.02, "eps": 1e-2, "weight_decay": 0.01}
+    params = {"lr": 0.02, "eps": 1e-2, "weight_decay": 0.01}
+    if made["optimizer"] == "SGD":
+        params = {"lr": 0.05, "momentum": 0.9}
     return {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": made["accumulate"],
