@@ -251,7 +251,10 @@ def run_cluster(args, hosts, verbose):
         print(f"deepspeed: {note}", file=sys.stderr)
     if runner.starts_ranks:
         try:
-            return launch(mpi_plan(args, hosts, runner))
+            made = mpi_plan(args, hosts, runner)
+            for note in made.notes if verbose else ():
+                print(f"deepspeed: {note}", file=sys.stderr)
+            return launch(made)
         finally:
             runner.tidy()
     return run_head(ClusterJob(args, hosts, runner, verbose))
@@ -275,15 +278,18 @@ def mpi_plan(args, hosts, runner):
         )
     files = environment.read_environment_files()
     exports = environment.exports(os.environ, files)
-    port = asked_port(args) or plan.DEFAULT_PORT
-    first = next(iter(hosts))
+    first, notes = next(iter(hosts)), []
     near = plan.is_this_host(first)
+    if near:  # rank 0 will listen here
+        port, claim = plan.choose_port(args.master_port, notes)
+    else:
+        port, claim = asked_port(args) or plan.DEFAULT_PORT, None
     address = args.master_addr or (local_addresses([host for host in hosts if host != first])[0] if near else first)
     exports.update(MASTER_ADDR=address, MASTER_PORT=str(port))
     for name, value in exports.items():
         runner.add_export(name, value)
     variables = dict(os.environ)
     command = runner.get_cmd(variables, hosts)
-    made = plan.NodePlan([[runner.program_here(), *command[1:]]], [variables], [None], grace_s=plan.grace_s())
-    made.starter = "mpirun"
+    made = plan.NodePlan([[runner.program_here(), *command[1:]]], [variables], [None], notes, grace_s=plan.grace_s())
+    made.starter, made.port_claim = "mpirun", claim
     return made

@@ -5,6 +5,7 @@ import socket
 import sys
 
 from deepspeed.host import devices, numa, ports
+from deepspeed.host.addresses import is_own_address
 from deepspeed.host.programs import find_program
 from deepspeed.launcher import environment
 from deepspeed.launcher.arguments import DEFAULT_HOSTFILE
@@ -69,17 +70,14 @@ def fetch_hostfile(path):
 
 
 def is_this_host(name):
-    """True when ``name`` is this machine: one of its names, or an address that one can listen on here."""
+    """True when ``name`` is this machine: one of its names, or a name or text of one of its addresses."""
     if name in _HERE or name in (socket.gethostname(), socket.gethostname().split(".")[0]):
         return True
     try:
-        for family, _, _, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                probe.bind(address)
-                return True
+        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
     except OSError:
-        pass
-    return False
+        return False
+    return any(is_own_address(address[0]) for *_, address in found)
 
 
 def local_slots(environment, notes):

@@ -240,6 +240,22 @@ def test_openmpi_without_a_hostfile(here):
     assert f"{here}/none" in cluster.mpi_plan(args, {"localhost": [0]}, mpi).commands[0]
 
 
+def test_two_mpi_jobs_of_one_machine_meet_at_different_ports(here, monkeypatch):
+    claimed = set()
+    monkeypatch.setattr(plan.ports, "claim_port", lambda port: None if port in claimed else claimed.add(port) or "claimed")
+    (here / "hosts").write_text("localhost slots=1")
+    args = parse_args(["--launcher", "openmpi", "-H", f"{here}/hosts", "train.py"])
+
+    def ports_of():
+        mpi = OpenMPIRunner(args, runner.encode_world_info({"localhost": 1}), {"localhost": 1})
+        made = cluster.mpi_plan(args, {"localhost": [0]}, mpi)
+        return made, mpi.exports["MASTER_PORT"]
+
+    (first, one), (second, two) = ports_of(), ports_of()
+    assert first.port_claim is not None and second.port_claim is not None
+    assert one != two
+
+
 def test_threads_are_shared_out_unless_chosen(monkeypatch):
     monkeypatch.setattr(environment, "usable_cores", lambda: list(range(12)))
     monkeypatch.setattr(environment, "physical_cores", lambda cores: cores)
