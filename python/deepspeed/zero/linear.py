@@ -1,9 +1,11 @@
 """A linear layer whose graph keeps the weight itself.
 
 torch's own saves a transposed view of it, and a view keeps its memory: at ZeRO stage 3 a gathered weight would stay in
-memory until backward. The function here saves the parameter, whose values may go and come back. Its products of 16-bit
-tensors on the CPU add in fp32, forward and backward, where torch's own do not (``deepspeed.ops.half_products``).
+memory until backward. The function here saves the parameter, whose values may go and come back. Layers of users get torch's
+own products in it, as at the other stages, so that all stages train alike. Layers of this library call ``exact_linear``.
 """
+
+import functools
 
 import torch
 from torch.overrides import handle_torch_function
@@ -13,6 +15,30 @@ from deepspeed.ops.half_products import add_in_fp32, needs_fp32
 from deepspeed.zero.sharded_parameter import ReleasedParameter, is_sharded
 
 _torch_linear = torch.nn.functional.linear  # as it is before anybody replaces it by zero3_linear_wrap
+
+
+def _set_up(ctx, inputs, output):
+    input, weight, *bias = inputs
+    ctx.has_bias = bool(bias) and bias[0] is not None
+    ctx.autocast = autocast_now([input.device.type])
+    ctx.save_for_backward(input, weight)
+
+
+def _gradients(ctx, grad_output, product):
+    """Of input, weight and bias, where they are asked for. ``product``: ``torch.matmul``, or in its place."""
+    input, weight = ctx.saved_tensors
+    grad_input = grad_weight = grad_bias = None
+    if torch.is_grad_enabled():  # create_graph: nobody will fetch the weight for that graph, so it keeps the values
+        weight = weight.view_as(weight)
+    with ctx.autocast():
+        rows = grad_output.reshape(-1, grad_output.shape[-1])
+        if ctx.needs_input_grad[0]:
+            grad_input = product(grad_output, weight)
+        if ctx.needs_input_grad[1]:
+            grad_weight = product(rows.t(), input.reshape(-1, input.shape[-1]))
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            grad_bias = rows.sum(0)
+    return grad_input, grad_weight, grad_bias
 
 
 @takes_context_setup
@@ -27,30 +53,30 @@ class LinearFunctionForZeroStage3(torch.autograd.Function):
 
     @staticmethod
     def forward(input, weight, bias=None):
-        return add_in_fp32(_torch_linear, input, weight, bias)
+        return _torch_linear(input, weight, bias)
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        input, weight, *bias = inputs
-        ctx.has_bias = bool(bias) and bias[0] is not None
-        ctx.autocast = autocast_now([input.device.type])
-        ctx.save_for_backward(input, weight)
+    setup_context = staticmethod(_set_up)
 
     @staticmethod
     def backward(ctx, grad_output):
-        input, weight = ctx.saved_tensors
-        grad_input = grad_weight = grad_bias = None
-        if torch.is_grad_enabled():  # create_graph: nobody will fetch the weight for that graph, so it keeps the values
-            weight = weight.view_as(weight)
-        with ctx.autocast():
-            rows = grad_output.reshape(-1, grad_output.shape[-1])
-            if ctx.needs_input_grad[0]:
-                grad_input = add_in_fp32(torch.matmul, grad_output, weight)
-            if ctx.needs_input_grad[1]:
-                grad_weight = add_in_fp32(torch.matmul, rows.t(), input.reshape(-1, input.shape[-1]))
-            if ctx.has_bias and ctx.needs_input_grad[2]:
-                grad_bias = rows.sum(0)
-        return grad_input, grad_weight, grad_bias
+        return _gradients(ctx, grad_output, torch.matmul)
+
+
+@takes_context_setup
+class _ExactLinearFunction(torch.autograd.Function):
+    """The same, whose products of 16-bit tensors on the CPU add in fp32."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(input, weight, bias=None):
+        return add_in_fp32(_torch_linear, input, weight, bias)
+
+    setup_context = staticmethod(_set_up)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return _gradients(ctx, grad_output, functools.partial(add_in_fp32, torch.matmul))
 
 
 def zero3_linear_wrap(input, weight, bias=None):
@@ -58,18 +84,23 @@ def zero3_linear_wrap(input, weight, bias=None):
 
     Under autocast it is torch's own: the graph keeps the cast copy of the weight then, and no view of the weight.
     """
-    if autocast_is_on(input.device.type):
-        return _torch_linear(input, weight, bias)
-    if isinstance(weight, ReleasedParameter) or isinstance(bias, ReleasedParameter):
-        # Of a module that is not called itself. Fetched first: the graph takes down shapes as they are at apply.
-        return handle_torch_function(zero3_linear_wrap, (weight, bias), input, weight, bias)
-    return LinearFunctionForZeroStage3.apply(input, weight, bias)
+    return _without_view(zero3_linear_wrap, LinearFunctionForZeroStage3, input, weight, bias)
 
 
 def exact_linear(input, weight, bias=None):
     """``torch.nn.functional.linear`` for layers of this library: on the CPU it and its gradients add in fp32."""
-    chosen = zero3_linear_wrap if needs_fp32(input, weight, bias) else torch.nn.functional.linear
-    return chosen(input, weight, bias)
+    if not needs_fp32(input, weight, bias):
+        return torch.nn.functional.linear(input, weight, bias)
+    return _without_view(exact_linear, _ExactLinearFunction, input, weight, bias)
+
+
+def _without_view(caller, function, input, weight, bias):
+    if autocast_is_on(input.device.type):
+        return _torch_linear(input, weight, bias)
+    if isinstance(weight, ReleasedParameter) or isinstance(bias, ReleasedParameter):
+        # Of a module that is not called itself. Fetched first: the graph takes down shapes as they are at apply.
+        return handle_torch_function(caller, (weight, bias), input, weight, bias)
+    return function.apply(input, weight, bias)
 
 
 class LinearModuleForZeroStage3(torch.nn.Linear):
