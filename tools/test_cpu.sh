@@ -42,7 +42,7 @@ optim 4 *"
   ninja -C "$dir" -j "$JOBS" tests >/dev/null || die "the build failed: ninja -C $dir tests shows why."
 else
   [ "$(uname -m)" = x86_64 ] || die "$name is emulated for programs of x86-64, and this machine builds for $(uname -m)."
-  qemu-x86_64 -cpu help | grep -qwF -- "$name" || die "qemu knows no processor '$name' (qemu-x86_64 -cpu help lists them). Known: $known."
+  grep -qwF -- "$name" <(qemu-x86_64 -cpu help) || die "qemu knows no processor '$name' (qemu-x86_64 -cpu help lists them). Known: $known."
   run=(qemu-x86_64 -cpu "$name")
   # Of comm what computes: its other tests judge how soon ranks notice each other, which an emulator does not answer.
   whole="kernels 8 *

@@ -171,7 +171,7 @@ at::Tensor ShardedParam::gathered() const {
 bool ShardedParam::write_back() {
   at::NoGradGuard no_grad;
   const at::Tensor values = gathered();
-  if (own_numel() <= 0 || !values.defined()) return false;
+  if (own_numel() <= 0 || !values.defined() || values.is_meta()) return false;
   if (buffer_.defined() && tensor().data_ptr() != buffer_.data_ptr()) {
     // Somebody has put another tensor there: what is gathered later comes into the buffer.
     const at::Tensor place = buffer_.as_strided(sizes_, strides_, buffer_.storage_offset());

@@ -177,7 +177,17 @@ def body_entries(rank, world, stage, accumulate):
     engine.core = engine.stepping.core = engine.stepping.fused.core = counter
     if hasattr(engine.optimizer, "core"):
         engine.optimizer.core = counter
-    train(engine, rank)
+    bring_home = _native._C.bring_home
+
+    def counted(core, rows):
+        counter.calls += 1
+        return bring_home(core.inner, rows)
+
+    _native._C.bring_home = counted
+    try:
+        train(engine, rank)
+    finally:
+        _native._C.bring_home = bring_home
     hooks = 0
     if stage == 3:
         hooks = len(engine.parameter_offload.forward_hooks)
@@ -188,7 +198,8 @@ def body_entries(rank, world, stage, accumulate):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_entries_into_the_core(stage, accumulate):
     for calls, hooks in run_ranks(2, body_entries, stage, accumulate):
-        assert calls == 2 * accumulate + 1  # after forward, before backward; the step
+        # before and after forward, before backward; before the step, the step
+        assert calls == 3 * accumulate + 2
         if stage == 3:
             assert hooks == 2 * (2 * LAYERS) + 2  # around each unit, and around the model
 

@@ -316,7 +316,8 @@ TEST(ShardStorage, ErrorsNameThePlane) {
   told([&] { storage.add("a", 10, at::kFloat, {}, {3, 3, 10}); }, "plane 'a': cuts must rise, and 3 comes after 3");
   told([&] { storage.add("a", 10, at::kFloat, {}, {3, 9}); }, "plane 'a' has 10 elements, and its last cut is at 9");
   told([&] { storage.add("a", 10, at::kFloat, at_rest(Medium::kFile)); }, "plane 'a' is to rest in a file");
-  told([&] { storage.add("a", 10, at::kFloat, at_rest(Medium::kFile, "/no/such")); }, "/no/such/a.");
+  told([&] { storage.add("a", 10, at::kFloat, at_rest(Medium::kFile, "/no/such")); },
+       "/no/such failed: No such file or directory");
   told([&] { storage.add("a", 10, at::kFloat, at_rest(Medium::kHost), {}, at::zeros({10})); }, "brings memory along");
   told([&] { storage.acquire({5}, {0, 1}, Access::kRead, Medium::kHost); }, "there is no plane 5");
   Placement share;
