@@ -21,7 +21,7 @@ def path_below(folder, name, source, kind="path"):
     """
 
     def refuse(why):
-        shown = ascii(name) if not isinstance(name, str) else "'" + name.replace("\0", "\\0") + "'"
+        shown = "'" + _shown(name) + "'" if isinstance(name, str) else ascii(name)
         raise ValueError(
             f"{source} has the name {shown}, which {why}: it is damaged, or somebody wants files outside of {folder} "
             "to be read or changed. Nothing was done with that name"
@@ -34,7 +34,6 @@ def path_below(folder, name, source, kind="path"):
     try:
         os.fsencode(name)
     except UnicodeEncodeError:
-        name = ascii(name)
         refuse("cannot be the name of a file")
     if not name:
         refuse("is empty")
@@ -51,6 +50,18 @@ def path_below(folder, name, source, kind="path"):
     if kind != "tag":
         _check_links(os.fspath(folder), parts, refuse)
     return os.path.join(folder, name)
+
+
+def _shown(name):
+    """For messages: bytes that are no plain characters as \\xNN, so that every terminal and log file takes them."""
+    return "".join(chr(b) if 0x20 <= b < 0x7F else f"\\x{b:02x}" for b in _bytes_of(name))
+
+
+def _bytes_of(name):
+    try:
+        return os.fsencode(name)
+    except UnicodeEncodeError:
+        return name.encode("utf-8", "backslashreplace")
 
 
 def open_regular(path):

@@ -164,7 +164,7 @@ def change_source(folder, chance, bad):
 
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
-        value = torch.load(path)
+        value = torch.load(path, weights_only=False)
         torch.save(renamed(value), path)
 
 
@@ -192,7 +192,7 @@ def change_universal(folder, chance, sandbox):
         torch.save(junk(chance, [text for text in bad if text.isprintable()]), file)
     else:
         path = os.path.join(folder, MODEL)
-        model = torch.load(path)
+        model = torch.load(path, weights_only=False)
         if how == 5:
             model["param_shapes"][0][chance.choice(bad)] = torch.Size([2])
         else:

@@ -174,7 +174,7 @@ def test_a_manifest_that_names_others_files(name, tmp_path):
         file.write(verify.text_of(facts, records))
     problems = verify.verify_folder(sandbox.folder)  # what loading and ds_ckpt verify say
     text = "; ".join(map(str, problems))
-    shown = name.replace("\0", "\\0")
+    shown = name.replace("\0", "\\x00")
     assert verify.NAME in text and f"the name '{shown}'" in text, text
     save(sandbox.folder, None)
     assert verify.verify_folder(sandbox.folder) == []
