@@ -35,6 +35,7 @@ class FilePart : public Part {
       end += io::round_up(static_cast<size_t>(bytes), io::kBlockBytes);
     }
     files_->reserve(file_, path_, end);
+    files_->truncate(file_, path_, end);  // a file system without fallocate: what was never written reads as zeros
   }
 
   std::weak_ptr<io::SwapFile> file() const { return own_; }
