@@ -4,8 +4,8 @@ import ipaddress
 
 
 def own_addresses():
-    """The set of ``ipaddress`` objects of this machine's interfaces, from the kernel's tables. A socket cannot tell: with
-    net.ipv4.ip_nonlocal_bind=1 it binds to addresses of other machines, too."""
+    """The set of ``ipaddress`` objects of this machine's interfaces, from the kernel's tables. A socket cannot tell,
+    because with net.ipv4.ip_nonlocal_bind=1 it binds to addresses of other machines, too."""
     return _ipv4() | _ipv6()
 
 

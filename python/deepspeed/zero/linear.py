@@ -1,8 +1,9 @@
 """A linear layer whose graph keeps the weight itself.
 
 torch's own saves a transposed view of it, and a view keeps its memory: at ZeRO stage 3 a gathered weight would stay in
-memory until backward. The function here saves the parameter, whose values may go and come back. Layers of users get torch's
-own products in it, as at the other stages, so that all stages train alike. Layers of this library call ``exact_linear``.
+memory until backward. The function here saves the parameter, whose values may go and come back. Layers of users get
+torch's own products in it, as at the other stages, so that all stages train alike. Layers of this library call
+``exact_linear``.
 """
 
 import functools

@@ -242,7 +242,14 @@ def test_openmpi_without_a_hostfile(here):
 
 def test_two_mpi_jobs_of_one_machine_meet_at_different_ports(here, monkeypatch):
     claimed = set()
-    monkeypatch.setattr(plan.ports, "claim_port", lambda port: None if port in claimed else claimed.add(port) or "claimed")
+
+    def claim(port):
+        if port in claimed:
+            return None
+        claimed.add(port)
+        return "claimed"
+
+    monkeypatch.setattr(plan.ports, "claim_port", claim)
     (here / "hosts").write_text("localhost slots=1")
     args = parse_args(["--launcher", "openmpi", "-H", f"{here}/hosts", "train.py"])
 

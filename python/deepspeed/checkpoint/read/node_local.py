@@ -63,8 +63,8 @@ def _wanted(engine, files):
 
 
 def _send(ranks, path, source, targets, device):
-    """One file from rank ``source`` to the disks of ``targets``. Returns the error of this rank, or None. After an error
-    this rank still takes part in every exchange, because the others wait for it."""
+    """One file from rank ``source`` to the disks of ``targets``. Returns the error of this rank, or None. After an
+    error this rank still takes part in every exchange, because the others wait for it."""
     error = out = source_file = own = None
     temporary = f"{path}.fetching.{secrets.token_hex(8)}"  # nobody can have put a link there
     try:
