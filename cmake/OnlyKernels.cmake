@@ -1,8 +1,8 @@
 # A build of the kernels, of their tests and of the rooms that these use (DS_ONLY_KERNELS). It needs a compiler and
 # headers, so another processor's compiler can make it: tools/test_cpu.sh does for aarch64.
 #
-# What a cross compiler may take from this machine are files that hold for every processor: the headers of Highway and
-# of nlohmann-json, and the sources of GoogleTest. They are reached through links, because the folder /usr/include as a
+# A cross compiler may take files from this machine that hold for every processor: the headers of Highway and of
+# nlohmann-json, and the sources of GoogleTest. They are reached through links, because the folder /usr/include as a
 # whole has this machine's C library in it.
 set(DS_GOOGLETEST /usr/src/googletest/googletest CACHE PATH "The sources of GoogleTest (Debian: googletest)")
 foreach(folder hwy nlohmann)

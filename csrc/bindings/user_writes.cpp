@@ -1,4 +1,4 @@
-// What the user writes into the weights of an engine, and changes that all ranks make.
+// Writes of the user into the weights of an engine, and changes that all ranks make.
 #include <Python.h>
 
 #include <torch/csrc/utils/pybind.h>

@@ -13,7 +13,7 @@ using Counts = std::vector<int64_t>;
 
 bool sixteen_bit_float(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
 
-// Which side of a call a tensor is on, in messages.
+// Names of the two sides of a call, for messages.
 constexpr const char* kInput = "input";
 constexpr const char* kOutput = "output";
 

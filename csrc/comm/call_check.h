@@ -1,4 +1,4 @@
-// What one rank can get wrong in a call, found before anything is sent: missing tensors, dtypes, devices, strides,
+// Checks of a call that one rank can make before anything is sent: missing tensors, dtypes, devices, strides,
 // numbers of elements, counts and ranks. Communicator::run asks for every verb and transport; the backend of
 // torch.distributed (shm_backend.h) asks for the lists of tensors that torch hands over.
 #pragma once

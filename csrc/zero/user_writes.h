@@ -1,4 +1,4 @@
-// What somebody else than the engine has written into its parameters.
+// Finds writes into the parameters that the engine has not made.
 //
 // [Note: what the user has written counts]
 // A write is seen in one of two ways. `param.data = tensor` leaves the parameter with other memory than its place in
@@ -38,7 +38,7 @@ class UserWrites {
   void adopt();
   // Names of the parameters of which adopt() has changed what this rank owns, since the last call.
   std::vector<std::string> take_names() { return std::exchange(names_, {}); }
-  // What the weights are now is what masters say.
+  // The masters have the values that the weights have now.
   void know();
 
  private:

@@ -86,7 +86,7 @@ def is_checkpoint_file(name):
     return is_published_file(name) or is_native_file(name)
 
 
-# What a conversion to a universal checkpoint puts below the folder's top: parameters, and shards that are kept.
+# Files that a conversion to a universal checkpoint puts below the folder's top: parameters, and shards that are kept.
 _UNIVERSAL_FILE = re.compile(r"zero/(optimizer_state\.pt|[^/]+/[^/]+\.pt)|tmp/[^/]+/\d+/[^/]+\.\d+")
 
 

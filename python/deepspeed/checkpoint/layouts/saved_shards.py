@@ -72,7 +72,7 @@ class _ByUnit(SavedState):
     def state_pieces(self, name, kind):
         index = self._index[name]
         unit = self._layout.unit(index)
-        # What has a value for each element in one group may be a single number in another.
+        # A state may have a value for each element in one group and be a single number in another.
         if kind != "fp32" and not per_element(self._inner(self._first, unit).get(kind)):
             return []
         return [

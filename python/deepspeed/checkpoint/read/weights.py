@@ -163,7 +163,7 @@ def names_elsewhere(engine, ranks):
 
 
 def check_weights(engine, saved, strict, custom_load_fn=None, later=(), elsewhere=()):
-    """What ``load_weights`` would be refused. Reads no elements and changes nothing.
+    """Refuses the weights that ``load_weights`` cannot load. Reads no elements and changes nothing.
 
     Raises RuntimeError where shapes do not fit, or keys (``strict``), and ValueError where files are incomplete.
     """
