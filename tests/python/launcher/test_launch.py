@@ -485,16 +485,18 @@ def test_wrong_usage():
 
 
 def test_the_launcher_starts_quickly():
-    # In seconds of processor time, which other work on the machine stretches less than the clock's.
+    # In seconds of processor time, which other work on the machine stretches less than the clock's. The bound is a
+    # multiple of what Python needs for modules of its own, so that it holds on slower processors.
     def seconds(*line):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(line, env=environment(), check=True, capture_output=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    python = min(seconds(sys.executable, "-c", "pass") for _ in range(5))
+    modules = "import argparse, importlib.metadata, logging, shutil, signal, socket, subprocess"
+    python = min(seconds(sys.executable, "-c", modules) for _ in range(5))
     whole = min(seconds(*command("--num_gpus", 1, "--no_python", "--no_local_rank", "true")) for _ in range(5))
-    assert whole - python < 0.15, f"{whole:.3f} s, of which Python {python:.3f} s"
+    assert whole < 3 * python, f"{whole:.3f} s; Python alone {python:.3f} s"
 
 
 def test_a_prompt_is_shown_before_its_line_ends():
