@@ -1,7 +1,7 @@
-// What the log of operations says of them: how fast they were, how long ranks waited for others.
+// Figures that the log of operations gives: their bandwidths, and the time that ranks waited for others.
 //
-// Algorithm bandwidth is the data that an operation is about over its time; for an all-reduce twice its tensor, which is
-// what any algorithm has to read and write. Bus bandwidth corrects it by the share that has to leave a rank, (n-1)/n of
+// Algorithm bandwidth is the data of an operation over its time; for an all-reduce the data is twice its tensor, which
+// any algorithm has to read and write. Bus bandwidth corrects it by the share that has to leave a rank, (n-1)/n of
 // n ranks, so that it can be compared with what the hardware is said to do, whatever n is. Source of the corrections:
 // the description of performance in NVIDIA's nccl-tests. Both in Gbit/s (10^9 bit).
 #pragma once
@@ -15,8 +15,8 @@
 
 namespace ds::comm {
 
-// (algorithm, bus). `bytes`: of the tensor (or list) that a rank passes in: its own part for gathers, what it gets for a
-// scatter, the whole for the others. Zeros without data or without time.
+// (algorithm, bus). `bytes`: of the tensor (or list) that a rank passes in: its own part for gathers, the part that it
+// receives for a scatter, the whole for the others. Zeros without data or without time.
 std::pair<double, double> bandwidths(const std::string& name, double bytes, double ms, int ranks);
 std::string readable_size(double bytes);  // 1.5 MB; units of 1024
 // The mean without the smallest and the largest `share` of the values: one hiccup is not the speed.

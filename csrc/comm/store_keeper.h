@@ -31,7 +31,8 @@ class StoreKeeper {
 
   c10::intrusive_ptr<c10d::Store> store_;  // null: it is no longer kept
   const int rank_, world_;
-  const std::string host_;  // and a blank; asked for once: the environment is not read beside a script that may change it
+  // With a blank at its end. Read once, because a script may change the environment beside this thread.
+  const std::string host_;
   const OwningProcess owner_;
   std::atomic<bool> ending_{false};
   std::thread thread_;

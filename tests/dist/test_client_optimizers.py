@@ -151,7 +151,12 @@ def body_groups(rank, world):
         for dtype in DTYPES:
             for make in (sgd, deepspeed.ops.adam.FusedAdam):
                 made = []
-                engine = make_engine(stage, lambda params, make=make: made.append(make(params)) or made[0], dtype)
+
+                def client(params, make=make, made=made):
+                    made.append(make(params))
+                    return made[0]
+
+                engine = make_engine(stage, client, dtype)
                 more = {"params": [torch.nn.Parameter(torch.ones(3))]}
                 for optimizer in (engine.optimizer, engine.basic_optimizer, made[0]):
                     with pytest.raises(RuntimeError, match=words):

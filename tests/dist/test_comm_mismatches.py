@@ -1,5 +1,5 @@
-"""Ranks whose calls of ``deepspeed.comm`` do not mean the same: all of them fail within seconds, on every verb, over gloo,
-through the memory beside it, and over the backend shm. Ranks as threads: tests/cpp/comm/mismatch_test.cpp."""
+"""Ranks whose calls of ``deepspeed.comm`` do not mean the same: all of them fail within seconds, on every verb, over
+gloo, through the memory beside it, and over the backend shm. Ranks as threads: tests/cpp/comm/mismatch_test.cpp."""
 
 import os
 import time

@@ -199,7 +199,10 @@ def body_later(rank, world):
     group, told = dist.get_world_group(), []
     attention = DistributedAttention(attend, group)
     tower = UlyssesSPViTAttention(torch.nn.Identity(), group)
-    made = (lambda length: attention(*projections(4, 2, length=length), 0), lambda length: tower(torch.ones(1, length, 2)))
+    made = (
+        lambda length: attention(*projections(4, 2, length=length), 0),
+        lambda length: tower(torch.ones(1, length, 2)),
+    )
     for call in made:
         for first in (4, 6):
             call(first)

@@ -60,7 +60,7 @@ def joined(module):
 
 
 def _printed(text):
-    """``text``, an argument of a call, as this Python prints it: 3.11 and 3.12 quote strings in f-strings differently."""
+    """``text``, an argument of a call, as this Python prints it: 3.11 and 3.12 quote strings in f-strings unlike."""
     return ast.unparse(ast.parse(f"join({text})", mode="eval").body.args[0])
 
 

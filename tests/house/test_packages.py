@@ -54,7 +54,8 @@ def test_a_line_taken_away_is_noticed(rows, used):
     installed = packages.installed()[0]
     tested = any("gtest" in what for what, *_ in used)
     debian_python = any(what.startswith("/usr/include/python3") and "torch2" in groups for what, _, groups, _ in used)
-    unused = {"bench", "lint", "cluster", "cpu"} | (set() if tested else {"test"}) | (set() if debian_python else {"torch2"})
+    unused = {"bench", "lint", "cluster", "cpu"}
+    unused |= (set() if tested else {"test"}) | (set() if debian_python else {"torch2"})
     silent = []
     used = {(owner, groups): (what, owner, groups, user) for what, owner, groups, user in used}.values()  # one use each
     for name, groups in rows.items():

@@ -32,8 +32,8 @@ class TrainingData:
                 self._seed = told[0]
 
     def start_window(self):
-        """At the beginning of each accumulation window, whose data a checkpoint in the middle of it leads back to.
-        (Loaders of the user, whose position may take long to tell, are those of pipelines, which take whole windows.)"""
+        """Called at the beginning of each accumulation window: a checkpoint in the middle of the window resumes with
+        the window's data. Loaders of the user are left out: only pipelines have them, and they take whole windows."""
         loader = self.engine.training_dataloader
         self._loader = loader if isinstance(loader, ResumableDataLoader) else None
         self._position = None if self._loader is None else self.position()

@@ -6,8 +6,8 @@ Everything goes through in chunks: what an export holds in memory does not depen
 import errno
 import json
 import os
-import secrets
 import re
+import secrets
 import struct
 
 import torch

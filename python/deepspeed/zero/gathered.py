@@ -13,8 +13,8 @@ class GatheredParameters:
     ``params``: a parameter, or an iterable of them (nested ones too). ``modifier_rank``: the rank, counted in the
     parameters' group, whose values count when the context ends: every rank gets them, and the optimizer's masters as
     well, also of parameters that are whole on every rank (stages 0 to 2). None: changes of sharded parameters are
-    dropped. Parameters of no engine that are not sharded are left alone. ``fwd_module``: the module whose forward uses them although
-    another one owns them. ``enabled=False`` does nothing. Contexts may be nested.
+    dropped. Parameters of no engine that are not sharded are left alone. ``fwd_module``: the module
+    whose forward uses them although another one owns them. ``enabled=False`` does nothing. Contexts may be nested.
 
     With a ``modifier_rank`` every rank must enter; without one a single rank may, once the engine exists.
     """

@@ -170,8 +170,8 @@ class WholeParams(ParamStates):
 
 
 class CoreLink:
-    """From a whole parameter of a model, trained or not, to the core of the engine that has the model; None when that has
-    ended."""
+    """Link from a whole parameter of a model, trained or not, to the core of the engine that has the model; None after
+    the engine has ended."""
 
     def __init__(self, core):
         self._core = weakref.ref(core)

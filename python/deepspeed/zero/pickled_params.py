@@ -1,7 +1,7 @@
 """Parameters of a trained model, pickled: their values and what the user has put on them, and nothing of an engine.
 
-From torch 2.0 on a pickled parameter has its attributes. Some of those that an engine gives it cannot be pickled (process
-groups), and none means anything without the engine.
+From torch 2.0 on a pickled parameter has its attributes. Some of those that an engine gives it cannot be pickled
+(process groups), and none means anything without the engine.
 """
 
 import copyreg

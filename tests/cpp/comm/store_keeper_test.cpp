@@ -56,8 +56,8 @@ TEST(StoreKeeper, KeepsTheStoreUntilAProcessOfThisHostHasEnded) {
   let_go_soon(first, store);
 }
 
-// A script changes the environment while the keeper's thread runs: whoever reads it then may read memory that setenv has
-// given back. So what the thread sees is what was there when the keeper was made.
+// A script changes the environment while the keeper's thread runs: a reader may then read memory that setenv has given
+// back. So the thread uses the environment of the moment when the keeper was made.
 TEST(StoreKeeper, ItsThreadDoesNotReadTheEnvironment) {
   const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
   const std::string theirs = std::to_string(host_id()) + " " + std::to_string(ended_process());

@@ -53,8 +53,9 @@ class Sandbox:
         victim = os.path.join(self.outside, "victim")
         return [
             victim, f"{up}/victim", f"mine/../{up}/victim", f"./{up}/victim", "out/victim", "out/deep/victim", "file",
-            "thesis.txt", "mine/notes", "mine", "out", "..", ".", "", "/", "//", f"/{up}/victim", f"..//{up}/victim", "a\0b",
-            "\ud800", "\udcff/..", "x" * 300, "y/" * 200 + "z", "loop", "loop/a", "pipe", "dangling", "-rf", "~/victim",
+            "thesis.txt", "mine/notes", "mine", "out", "..", ".", "", "/", "//", f"/{up}/victim", f"..//{up}/victim",
+            "a\0b", "\ud800", "\udcff/..",
+            "x" * 300, "y/" * 200 + "z", "loop", "loop/a", "pipe", "dangling", "-rf", "~/victim",
             f"{MODEL}/../../victim", f"{up}/deep", "a\nb", "\\..\\victim", f"{victim}\0.pt", "a//b", "sub/new",
         ]  # fmt: skip
 
@@ -116,7 +117,8 @@ def put_manifest(folder, facts, records, chance, sandbox):
     bad, how = sandbox.names(), chance.random()
     if how < 0.5:  # an honest record, or one that fits the sentinel, under another name
         victim = os.path.join(sandbox.outside, "victim")
-        records = {**records, **{chance.choice(bad): chance.choice([*records.values(), _record(victim)]) for _ in range(3)}}
+        found = [*records.values(), _record(victim)]
+        records = {**records, **{chance.choice(bad): chance.choice(found) for _ in range(3)}}
     elif how < 0.9:
         facts, records = chance.choice([(changed(facts, chance, bad), records), (facts, changed(records, chance, bad))])
     try:

@@ -11,7 +11,8 @@ import deepspeed
 from deepspeed.formats import recorded_paths
 from deepspeed.host import recorded_names
 
-WORDS = ["a", "b.c", "..", ".", "", "out", "inner", "sub", "dangling", "loop", "file", "...", ".h", "\0", "ü", "\udcff", "x" * 260]
+WORDS = ["a", "b.c", "..", ".", "", "out", "inner", "sub", "dangling", "loop", "file", "..."]
+WORDS += [".h", "\0", "ü", "\udcff", "x" * 260]
 
 
 @pytest.fixture

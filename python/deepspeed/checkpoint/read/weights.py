@@ -184,7 +184,7 @@ def check_weights(engine, saved, strict, custom_load_fn=None, later=(), elsewher
             "it was saved, or pass load_module_strict=False"
         )
     _check_shapes(engine.module, dict(named_parameters(engine.module)), saved, named)
-    for name, param, pieces, begin, numel in _in_pieces(engine, saved, later):
+    for name, _, pieces, begin, numel in _in_pieces(engine, saved, later):
         _filled(saved.check_pieces(pieces, begin, numel), numel, name, saved)
 
 
