@@ -42,7 +42,7 @@ if(DS_BUILD_CUDA AND NOT DS_SANITIZE)
       string(APPEND targets ", PTX")
     endif()
     target_compile_definitions(ds_kernels_cuda PRIVATE "DS_CUDA_TARGETS=\"${targets}\"")
-    target_include_directories(ds_kernels_cuda PRIVATE ${CMAKE_BINARY_DIR}/rooms/base ${CMAKE_BINARY_DIR}/rooms/kernels)
+    target_include_directories(ds_kernels_cuda PRIVATE ${DS_ROOMS}/base ${DS_ROOMS}/kernels)
     # As on the CPU: no fused multiply-add, so that both give the same bits; the kernels wait for memory anyway.
     target_compile_options(ds_kernels_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false>)
     target_link_options(ds_kernels_cuda PRIVATE -static-libstdc++ -static-libgcc

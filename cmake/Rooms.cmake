@@ -4,28 +4,55 @@
 #   ds_room(kernels USES base)                  csrc/kernels/**/*.cpp
 #   ds_room(zero USES base plan ... LIBS ds_torch UNITY 6)   compiled six files at a time
 #
-# UNITY: what costs time in these rooms is reading the headers of torch, pybind11 and nlohmann-json, so CMake compiles that
-# many files as one, and reads them once for all. It halves the time of a whole build; a change of one file compiles
+# UNITY: what costs time in these rooms is reading the headers of torch, pybind11 and nlohmann-json, so that many files are
+# compiled as one, and the headers read once for all. It halves the time of a whole build; a change of one file compiles
 # its neighbours again, so who works on one for long may set DS_UNITY=0 (environment of `make`), as `make lint` does.
 # Names in anonymous namespaces must differ within a room.
 #
 # Headers are included as "<room>/<header>.h". Every source in the folder belongs to the room: no list to edit.
+#
+# The links, and the files that include several others (UNITY), lie outside of the build folder. So the commands that
+# compile a room without torch, and its tests, are the same for every torch, and ccache compiles them once for all torches.
+set(DS_ROOMS ${CMAKE_SOURCE_DIR}/build/rooms)
+
+# `out`: for each `batch` of the room's files one file that includes them.
+function(ds_unity name batch sources out)
+  set(made)
+  list(LENGTH sources count)
+  set(begin 0)
+  while(begin LESS count)
+    list(SUBLIST sources ${begin} ${batch} part)
+    set(text)
+    foreach(source ${part})
+      file(RELATIVE_PATH path ${CMAKE_SOURCE_DIR}/csrc ${source})
+      string(APPEND text "#include \"${path}\"\n")
+    endforeach()
+    set(file ${DS_ROOMS}/unity/${name}_${begin}.cpp)
+    file(CONFIGURE OUTPUT ${file} CONTENT "${text}" @ONLY)  # writes only what differs
+    list(APPEND made ${file})
+    math(EXPR begin "${begin} + ${batch}")
+  endwhile()
+  set(${out} ${made} PARENT_SCOPE)
+endfunction()
+
 function(ds_room name)
   cmake_parse_arguments(ROOM "" "UNITY" "USES;LIBS" ${ARGN})
-  set(root ${CMAKE_BINARY_DIR}/rooms/${name})
+  set(root ${DS_ROOMS}/${name})
   file(MAKE_DIRECTORY ${root})
-  file(CREATE_LINK ${CMAKE_SOURCE_DIR}/csrc/${name} ${root}/${name} SYMBOLIC)
+  if(NOT EXISTS ${root}/${name})  # another build may be reading it
+    file(CREATE_LINK ${CMAKE_SOURCE_DIR}/csrc/${name} ${root}/${name} SYMBOLIC)
+  endif()
   file(GLOB_RECURSE sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/csrc/${name}/*.cpp)
+  if(ROOM_UNITY AND DS_UNITY)
+    ds_unity(${name} ${ROOM_UNITY} "${sources}" sources)
+  endif()
   add_library(ds_${name} OBJECT ${sources})
   set_target_properties(ds_${name} PROPERTIES POSITION_INDEPENDENT_CODE ON)
   target_include_directories(ds_${name} PRIVATE ${root})
   foreach(used ${ROOM_USES})
-    target_include_directories(ds_${name} PRIVATE ${CMAKE_BINARY_DIR}/rooms/${used})
+    target_include_directories(ds_${name} PRIVATE ${DS_ROOMS}/${used})
   endforeach()
   target_link_libraries(ds_${name} PRIVATE ${ROOM_LIBS})
-  if(ROOM_UNITY AND DS_UNITY)
-    set_target_properties(ds_${name} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE ${ROOM_UNITY})
-  endif()
   set_property(GLOBAL PROPERTY ds_uses_${name} ${name} ${ROOM_USES})
   set_property(GLOBAL PROPERTY ds_libs_${name} ${ROOM_LIBS})
 endfunction()
@@ -38,7 +65,7 @@ function(ds_room_closure name out_includes out_objects out_libs)
   set(includes)
   set(objects)
   foreach(room ${used})
-    list(APPEND includes ${CMAKE_BINARY_DIR}/rooms/${room})
+    list(APPEND includes ${DS_ROOMS}/${room})
     get_property(more GLOBAL PROPERTY ds_libs_${room})
     list(APPEND libs ${more})
     if(room STREQUAL kernels)
@@ -93,7 +120,8 @@ function(ds_room_executables name)
       if("ds_torch" IN_LIST libs)
         ds_test_parts(${name} ${target})
       else()
-        gtest_discover_tests(${target} TEST_PREFIX ${name}. DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT 120 LABELS ${name})
+        gtest_discover_tests(${target} TEST_PREFIX ${name}. DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT 120
+          LABELS "${name};torchfree")
       endif()
       add_dependencies(tests ${target})
     else()

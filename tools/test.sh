@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# tools/test.sh all|every|unit|gpu|cluster [pytest arguments]: builds what is missing, then runs ctest and pytest, both on every
-# core. `all` runs a fixed sample of each large matrix of cases (tests/sampling.py), `every` all of them. Tests that are
-# marked `alone` measure time or the whole machine and run after the others, one at a time.
+# tools/test.sh all|every|second|unit|gpu|cluster [pytest arguments]: builds what is missing, then runs ctest and pytest, both on
+# every core. `all` runs a fixed sample of each large matrix of cases (tests/sampling.py), `every` all of them. `second` is
+# for another torch on a machine where `all` has passed on this tree with the first: without the C++ tests of rooms that
+# do not see torch, and with smaller samples. Tests that are marked `alone` measure time or the whole machine and run after the others, one at a time.
 . "$(dirname "$0")/common.sh"
 kind=${1:-all}
 shift || true
@@ -16,6 +17,9 @@ case $kind in
     marks="not gpu"
     export DS_TEST_EVERY_CASE=1
     ;;
+  second)
+    marks="not gpu"
+    export DS_TEST_COVER=values ;;
   unit) marks="not gpu and not slow and not dist" ;;
   gpu) marks="gpu"
     "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
@@ -24,7 +28,7 @@ case $kind in
     tools/packages.sh cluster
     export DS_TEST_CLUSTER=1
     [ $# -gt 0 ] || set -- tests/cluster ;;
-  *) die "tools/test.sh knows all, every, unit, gpu and cluster, not '$kind'." ;;
+  *) die "tools/test.sh knows all, every, second, unit, gpu and cluster, not '$kind'." ;;
 esac
 # Threads of OpenMP that wait must not spin: with more processes than cores a test of 0.1 s took 10.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
@@ -40,6 +44,7 @@ if [ "$kind" != gpu ] && [ "$kind" != cluster ]; then
   case $kind in
     unit) labels=(-LE slow); fuzz=5000 ;;
     all) fuzz=20000 ;;
+    second) labels=(-LE torchfree); fuzz=20000 ;;
     *) fuzz=100000 ;;
   esac
   DS_FUZZ_CASES=${DS_FUZZ_CASES:-$fuzz} ctest --test-dir "$dir" -j "$JOBS" --output-on-failure --no-tests=error "${labels[@]}" >"$dir/ctest.log" 2>&1 || {

@@ -12,6 +12,12 @@ import sampling
 MATRIX = list(itertools.product(range(4), range(3), ["fp32", "bf16"], [True, False]))
 
 
+@pytest.fixture(autouse=True)
+def plain(monkeypatch):
+    """These tests run on the second torch, too, where samples are smaller."""
+    monkeypatch.delenv(sampling.COVER, raising=False)
+
+
 def pairs(cases):
     return {pair for case in cases for pair in itertools.combinations(enumerate(case), 2)}
 
@@ -27,6 +33,14 @@ def test_values_are_all_there_in_fewer():
     assert all({case[axis] for case in chosen} == {case[axis] for case in MATRIX} for axis in range(4))
     more = sampling.sample(MATRIX, "values", 9)
     assert len(more) == 9 and pairs(chosen) < pairs(MATRIX[index] for index in more)
+
+
+def test_samples_of_the_second_torch_hold_each_value_once(monkeypatch):
+    values = sampling.sample(MATRIX, "values")
+    monkeypatch.setenv(sampling.COVER, "values")
+    assert sampling.sample(MATRIX) == sampling.sample(MATRIX, "pairs", 9) == values
+    with pytest.raises(ValueError, match="triples"):
+        sampling.sample(MATRIX, "triples")
 
 
 def test_a_matrix_with_holes_keeps_the_pairs_it_has():

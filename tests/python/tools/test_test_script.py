@@ -12,6 +12,7 @@ PYTHON = """#!/bin/bash
 if [ "$1" = - ]; then echo tag; exit; fi
 if [ "$1" = -c ]; then [[ "$2" != *xdist* ]] || exit {no_xdist}; exit 0; fi
 echo "pytest: ${{*:4}} / every=${{DS_TEST_EVERY_CASE:-}}"
+echo "cover=${{DS_TEST_COVER:-}}"
 if [[ "$*" == *"not alone"* ]]; then
   printf '30.5\\ttests/a.py::test_slow\\n0.001\\ttests/a.py::test_fast\\n' >>"$DS_TEST_TIMES"
   echo "OpenMP: $OMP_WAIT_POLICY"
@@ -24,7 +25,7 @@ mkdir -p build/tag/Testing/Temporary
 printf '[       OK ] Suite.Case/3 (1500 ms)\\n[  FAILED  ] Other.Case, where GetParam() = 3 (2500 ms)\\n' \
   >build/tag/Testing/Temporary/LastTest.log
 echo " 7/9 Test #1: room.Other ....***Failed  2.50 sec"
-echo "88% tests passed, 1 tests failed out of 9; fuzz=$DS_FUZZ_CASES"
+echo "88% tests passed, 1 tests failed out of 9; fuzz=$DS_FUZZ_CASES; left out: ${{*: -2}}"
 exit {ctest}
 """
 
@@ -70,6 +71,14 @@ def test_all_cores_then_those_that_run_alone(tmp_path):
 def test_every_case(tmp_path):
     code, runs, out, _ = run(tmp_path, "every")
     assert code == 0 and [every for _, every in runs] == ["1", "1"] and "fuzz=100000" in out
+
+
+def test_another_torch(tmp_path):
+    """What sees no torch has passed with the first one."""
+    code, runs, out, _ = run(tmp_path, "second")
+    assert code == 0 and len(runs) == 2 and "cover=values" in out and "left out: -LE torchfree" in out
+    _, _, out, _ = run(tmp_path / "first")
+    assert "cover=values" not in out and "torchfree" not in out
 
 
 def test_the_fast_part_runs_on_all_cores_too(tmp_path):
