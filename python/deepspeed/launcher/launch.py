@@ -180,7 +180,7 @@ def main(args=None):
     try:
         options = parse_args(args)
         if options.enable_elastic_training:
-            return load_target("deepspeed.launcher.by_hand:run_elastic_share")(options, slots_of(options))
+            return load_target("deepspeed.launcher.no_ssh:run_elastic_share")(options, slots_of(options))
         if options.min_elastic_nodes > 0 or options.max_elastic_nodes > 0:
             raise ValueError("--min_elastic_nodes and --max_elastic_nodes need --enable_elastic_training.")
         return launch(plan_of(options))

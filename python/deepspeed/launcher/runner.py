@@ -60,7 +60,7 @@ def run(args):
     if missing:
         show([f"DS_ENV_FILE names {missing}, which is neither in the home folder nor here."], verbose)
     if options.no_ssh:
-        return load_target("deepspeed.launcher.by_hand:run_by_hand")(options, verbose)
+        return load_target("deepspeed.launcher.no_ssh:run_no_ssh")(options, verbose)
     notes = []
     if options.check:
         hosts = hosts_to_use(options, notes)

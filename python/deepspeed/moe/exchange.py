@@ -41,28 +41,28 @@ class _Passage:
     """One exchange: ``given[r]`` rows to rank r, ``taken[r]`` rows from it, begun and waited for apart; so is that of
     the gradients, the other way."""
 
-    def __init__(self, journey, given, taken):
-        self.journey, self.given, self.taken = journey, given, taken
+    def __init__(self, dispatcher, given, taken):
+        self.dispatcher, self.given, self.taken = dispatcher, given, taken
         self._work = self._held = None
         self.arriving = None  # the gradients of the rows that were given
 
     def start(self, rows, given, taken):
-        journey = self.journey
+        dispatcher = self.dispatcher
         rows = rows.contiguous()
         out = rows.new_empty(sum(taken), *rows.shape[1:])
-        with named(journey.where):
-            self._work = dist.all_to_all_single(out, rows, taken, given, group=journey.group, async_op=True)
+        with named(dispatcher.where):
+            self._work = dist.all_to_all_single(out, rows, taken, given, group=dispatcher.group, async_op=True)
         self._held = rows  # until it has left
-        crossing = sum(given) - given[journey.rank]
-        journey.statistics.see_bytes(crossing * rows[:1].numel() * rows.element_size())
+        crossing = sum(given) - given[dispatcher.rank]
+        dispatcher.statistics.see_bytes(crossing * rows[:1].numel() * rows.element_size())
         return out
 
     def wait(self):
         watch = Watch()
-        with named(self.journey.where):
+        with named(self.dispatcher.where):
             self._work.wait()
         self._work = self._held = None
-        self.journey.statistics.see_seconds(watch.seconds())
+        self.dispatcher.statistics.see_seconds(watch.seconds())
 
 
 class _Start(torch.autograd.Function):
@@ -96,9 +96,9 @@ def _parts(local_experts, chunks):
     return [(a, b) for a, b in zip(bounds, bounds[1:]) if b > a]
 
 
-class PaddedJourney:
+class PaddedTokenDispatcher:
     """The exchange of one forward in which each expert gets equally many rows of each rank of ``group``, in ``chunks``
-    as that of ``Journey``."""
+    as that of ``TokenDispatcher``."""
 
     def __init__(self, group, local_experts, statistics, where, chunks):
         self.group, self.where, self.statistics = group, where, statistics
@@ -126,7 +126,7 @@ class PaddedJourney:
         )
 
 
-class Journey:
+class TokenDispatcher:
     """The exchange of one forward: what each expert of the group keeps of this rank's rows goes to the rank with the
     expert, runs through it there, and comes back.
 

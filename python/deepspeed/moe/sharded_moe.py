@@ -3,7 +3,7 @@
 A forward: the gate gives each token its experts (``Routes``); rows are made of tokens, travel to the ranks that have
 the experts, run through them, travel back and are added up, times their weights. With ``drop_tokens`` an expert takes
 ``capacity`` rows of each rank, and what travels is padded to that (``_AllToAll``); without, exactly the rows that were
-chosen travel (``exchange.Journey``) and experts run as one grouped product.
+chosen travel (``exchange.TokenDispatcher``) and experts run as one grouped product.
 """
 
 import copy
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from deepspeed import comm as dist
 from deepspeed.log import warning_once
 from deepspeed.moe.errors import fail
-from deepspeed.moe.exchange import Journey, PaddedJourney, _AllToAll, named
+from deepspeed.moe.exchange import TokenDispatcher, PaddedTokenDispatcher, _AllToAll, named
 from deepspeed.moe.gating import (  # noqa: F401
     NOISE,
     gumbel_rsample,
@@ -209,7 +209,7 @@ class MOELayer(torch.nn.Module):
     """A gate and experts. Afterwards ``l_aux`` and ``exp_counts`` are those of the last forward.
 
     ``gate``: a ``TopKGate``, or a module that returns ``(l_aux, combine weights, dispatch mask, counts)``.
-    ``_set_ep_group`` says who has the other experts. ``overlap_chunks``: see ``exchange.Journey``.
+    ``_set_ep_group`` says who has the other experts. ``overlap_chunks``: see ``exchange.TokenDispatcher``.
     """
 
     def __init__(self, gate, experts, ep_group_name, ep_size, num_local_experts, use_tutel=False):
@@ -288,9 +288,11 @@ class MOELayer(torch.nn.Module):
             rows = self._run_experts(dispatch_rows(tokens, sources, slots), kept)
         else:
             chunks = min(self.overlap_chunks, self.num_local_experts)
-            journey = Journey(kept, self.num_local_experts, self.ep_group, self.statistics, self.layer_name, chunks)
-            sources, slots = journey.order(sources, slots)
-            rows = journey.run(dispatch_rows(tokens, sources, slots), self._run_experts, beside or (lambda: None))
+            dispatcher = TokenDispatcher(
+                kept, self.num_local_experts, self.ep_group, self.statistics, self.layer_name, chunks
+            )
+            sources, slots = dispatcher.order(sources, slots)
+            rows = dispatcher.run(dispatch_rows(tokens, sources, slots), self._run_experts, beside or (lambda: None))
         return combine_rows(rows, routes.weights(), sources, slots)
 
     def _run_experts(self, rows, *which):
@@ -326,9 +328,11 @@ class MOELayer(torch.nn.Module):
                 rows = drop_tokens(F.pad(rows, (0, 0, 0, -capacity % tensor_ranks())), dim=1)
             chunks = min(self.overlap_chunks, self.num_local_experts)
             if chunks > 1 and self.ep_size > 1 and _AllToAll is _OWN_EXCHANGE:  # not one that a client has put there
-                journey = PaddedJourney(self.ep_group, self.num_local_experts, self.statistics, self.layer_name, chunks)
+                dispatcher = PaddedTokenDispatcher(
+                    self.ep_group, self.num_local_experts, self.statistics, self.layer_name, chunks
+                )
                 parts = rows.reshape(self.ep_size, self.num_local_experts, -1, width)
-                rows = journey.run(parts, self._run_experts, beside or (lambda: None)).flatten(0, 1)
+                rows = dispatcher.run(parts, self._run_experts, beside or (lambda: None)).flatten(0, 1)
                 return gather_tokens(rows, dim=1)[:, :capacity] if split else rows
             crossing = rows.numel() * rows.element_size() * (self.ep_size - 1) // self.ep_size
             self.statistics.see_bytes(crossing * (4 if torch.is_grad_enabled() else 2))  # to and fro, and the gradients

@@ -58,10 +58,10 @@ def sequence_dim(batch_dim):
 def _native(group, tensor):
     """The core's exchange among the ranks of ``group`` on the device of ``tensor``."""
     group = dist.get_world_group() if group is None else group
-    carrier, known = carriers.of(group, tensor), made_here().exchanges
-    key = group if carrier is None else carrier
+    communicator, known = carriers.of(group, tensor), made_here().exchanges
+    key = group if communicator is None else communicator
     if key not in known:
-        native = _C.Communicator(group) if carrier is None else carrier.native
+        native = _C.Communicator(group) if communicator is None else communicator.native
         known[key] = _C.SequenceExchange(native)
         comms_log.watch(known[key], [known[key].communicator])
     return known[key]

@@ -114,7 +114,7 @@ def _without_count(args):
     return copy
 
 
-def run_by_hand(args, verbose):
+def run_no_ssh(args, verbose):
     """Runs this host's part of the job; every host returns the exit code of the whole."""
     notes = []
     node, nodes, slots, ids, address = where(args, notes)
