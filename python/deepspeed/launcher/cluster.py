@@ -247,13 +247,11 @@ def run_cluster(args, hosts, verbose):
     """Runs the job on ``hosts``; returns its exit code."""
     notes = []
     runner = choose_runner(args, hosts, notes)
-    for note in notes if verbose else ():
-        print(f"deepspeed: {note}", file=sys.stderr)
+    plan.show_notes(notes, verbose)
     if runner.starts_ranks:
         try:
             made = mpi_plan(args, hosts, runner)
-            for note in made.notes if verbose else ():
-                print(f"deepspeed: {note}", file=sys.stderr)
+            plan.show_notes(made.notes, verbose)
             return launch(made)
         finally:
             runner.tidy()

@@ -58,6 +58,12 @@ class NodePlan:
         return f"[{self.host}:{rank}] ".encode() if self.host else f"[rank {rank}] ".encode()
 
 
+def show_notes(notes, verbose):
+    """Prints ``notes`` for the user before the start, on stderr; nothing unless ``verbose``."""
+    for note in notes if verbose else ():
+        print(f"deepspeed: {note}", file=sys.stderr)
+
+
 def fetch_hostfile(path):
     """``{host: slots}`` of the file, or None when there is no such file."""
     if not os.path.exists(path):
