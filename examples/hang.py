@@ -1,9 +1,9 @@
-"""A job that would wait for ever: rank 1 leaves the loop for an hour after three steps.
+"""A job that hangs: after three steps rank 1 sleeps for ten seconds, and rank 0 waits for it in a collective.
 
     deepspeed --num_accelerators 2 examples/hang.py
 
-After five seconds (`comm.timeout`) all ranks end with one message. It names rank 1 and the collective that rank 0 waits
-in, and shows the Python stack of every rank.
+After five seconds (`comm.timeout`) rank 0 ends with a message. It names rank 1 and the collective, and shows the Python
+stack of both ranks.
 """
 
 import time
@@ -21,7 +21,9 @@ engine, _, _, _ = deepspeed.initialize(
     },
 )
 for step in range(10):
-    if step == 3 and deepspeed.comm.get_rank() == 1:
-        time.sleep(3600)
-    engine.backward(engine(torch.rand(4, 16)).mean())
+    loss = engine(torch.rand(4, 16)).mean()
+    engine.backward(loss)
     engine.step()
+    if step == 3 and deepspeed.comm.get_rank() == 1:
+        time.sleep(10)
+    deepspeed.comm.all_reduce(loss.detach())

@@ -17,7 +17,7 @@
 
 namespace ds::comm {
 
-// Where the part of each rank starts, by rank.
+// The start of each rank's part, by rank.
 using Rows = std::vector<char*>;
 // Rows of `row_bytes` that follow each other.
 Rows rows_of(void* data, int count, size_t row_bytes);

@@ -1,4 +1,4 @@
-"""How a process ended, in numbers and words. A code is that of ``os.waitstatus_to_exitcode``: below zero a signal."""
+"""Exit codes of processes, and words for them. Codes are those of ``os.waitstatus_to_exitcode``: signals negative."""
 
 import signal
 

@@ -42,7 +42,7 @@ class Way:
             os.set_blocking(fd, False)
 
     def read(self, fd):
-        """What it says on ``fd`` now, None if nothing; empty at the end."""
+        """The bytes that the program has written to ``fd``: None if there are none now, empty at the end."""
         try:
             data = os.read(fd, 1 << 16)
         except BlockingIOError:
@@ -56,13 +56,13 @@ class Way:
         return data
 
     def last_words(self):
-        """What it said last, as text to go into a message; ssh says why it could not connect."""
+        """The last lines of the program, for an error message: ssh explains there why it could not connect."""
         lines = [line.strip() for line in self.said.decode("utf-8", "replace").splitlines() if line.strip()]
         return " / ".join(lines[-5:])
 
     def end(self):
-        """Ends the program, which by now has nothing to do any more. One that leads to all hosts may have started
-        others: the ssh of pdsh would wait for ever for a host that is gone. What a link leads to ends by that link."""
+        """Ends the program, which has no more work to do. A program that connects to all hosts may have started others:
+        the ssh of pdsh would wait for ever for a lost host. The agent behind a link ends through that link."""
         if self.process.poll() is None:
             below = linux.descendants(self.process.pid) if self.link is None else ()
             self.process.terminate()

@@ -32,7 +32,7 @@ def take_memory_from(nodes, wish=False):
 
 
 def unread(pipe):
-    """Bytes in a pipe that nobody has read yet; either end may ask."""
+    """The number of unread bytes in a pipe, of which ``pipe`` is either end."""
     count = ctypes.c_int(0)
     _libc.ioctl(pipe, termios.FIONREAD, ctypes.byref(count))
     return count.value

@@ -1,7 +1,7 @@
 """A process beside an agent that holds the memory which outlives the ranks: see ``deepspeed.host.kept_memory``.
 
-The folder is removed when the agent ends, also when it is killed: by this process, or, where both were killed, by the
-next keeper of this host, which sees that nobody has the lock any more.
+The folder is removed when the agent ends, also if it is killed: by this process, or, if both were killed, by the next
+keeper of this host, which sees that no process holds the lock.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class MemoryKeeper:
         listener.close()
 
     def close(self):
-        """Ends the process; the folder is gone afterwards."""
+        """Ends the process, which removes the folder."""
         remove(self.folder)  # before: if the agent is killed meanwhile, the process goes on with that
         linux.kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
@@ -94,7 +94,7 @@ class MemoryKeeper:
                 pass
 
     def _receive(self, connection, told):
-        # What went wrong, as a line, or "".
+        # Returns the error as one line, or "".
         try:
             folder = path_below(self.folder, told["folder"], "a rank of another host")
             files = [(path_below(folder, name, "a rank of another host"), size) for name, size in told["files"]]

@@ -18,7 +18,7 @@ from deepspeed.launcher.launch import launch
 from deepspeed.launcher.plan import LaunchError
 from deepspeed.launcher.share import OPTIONS, Share
 
-# Where a cluster says which host this is, and how many there are.
+# Variables in which clusters give the number of this host and the number of hosts.
 _NODE = ("NODE_RANK", "JOB_COMPLETION_INDEX", "SLURM_NODEID", "GROUP_RANK")
 _NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "NNODES")
 
@@ -82,8 +82,8 @@ def _number(names, what):
 
 
 def where(args, notes):
-    """``(number of this host, number of hosts, slots, device ids, address of host 0)``; LaunchError for what nobody
-    says."""
+    """``(number of this host, number of hosts, slots, device ids, address of host 0)``; LaunchError if
+    neither an option nor a variable gives one of them."""
     hosts = plan.active_hosts(_without_count(args), notes)
     node = args.node_rank if args.node_rank >= 0 else _number(_NODE, "the number of this host")
     asked = next((count for count in (args.num_nodes, args.max_elastic_nodes) if count > 0), None)
@@ -143,8 +143,8 @@ def _run_part(args, node, nodes, slots, ids, address, verbose):
     key = os.environ.get(KEY_VARIABLE, "")
     if args.insecure and not key:
         print(
-            f"deepspeed: warning: --insecure without {KEY_VARIABLE}: whoever reaches port {port} first can take part "
-            f"in the job and read its environment.",
+            f"deepspeed: warning: --insecure without {KEY_VARIABLE}: any host that reaches port {port} can "
+            f"take part in the job and read its environment.",
             file=sys.stderr,
         )
     if node == 0:

@@ -10,8 +10,8 @@ import time
 
 _TAIL_BYTES = 32768
 _CHUNK = 65536
-# How long the start of a line waits for its end before it is shown as it is: a prompt at once. What comes in blocks was
-# not flushed by anybody, its end is in the rank's own buffer; only a rank that stands still is shown half a line of it.
+# Seconds after which an incomplete line is shown. A prompt is shown at once. The end of a line that arrives in blocks
+# is still in the rank's own buffer, so half of such a line is shown only if the rank writes nothing for a while.
 _PROMPT_WAIT_S = 0.05
 _BLOCK_WAIT_S = 2.0
 _BLOCK_BYTES = 4096
@@ -90,18 +90,18 @@ class Sink:
 
 
 def write_all(fd, data):
-    """Writes all of ``data``, waiting for a terminal that somebody made non-blocking."""
+    """Writes all of ``data``; waits if the terminal is in non-blocking mode."""
     view = memoryview(data)
     while view:
         try:
             view = view[os.write(fd, view) :]
         except BlockingIOError:
-            # Somebody made our terminal non-blocking; wait for it rather than lose lines.
+            # The terminal is in non-blocking mode; waiting keeps every line.
             select.select([], [fd], [], 1.0)
 
 
 class Channel:
-    """What a rank writes to: a pipe, or a pseudo-terminal where our own stream is a terminal.
+    """A rank's output stream: a pipe, or a pseudo-terminal if our own stream is a terminal.
 
     ``write_fd`` is for the rank and is closed here once it has been handed over; ``fd`` is read by the supervisor.
     """

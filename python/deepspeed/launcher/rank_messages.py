@@ -1,4 +1,4 @@
-"""Where the ranks of a host tell their launcher something: ``deepspeed.host.launcher_messages`` is their side."""
+"""Messages from the ranks of a host to its launcher. The side of the ranks is ``deepspeed.host.launcher_messages``."""
 
 import json
 import os

@@ -19,7 +19,7 @@ _LEFTOVER_GRACE_S = 1.0
 _DRAIN_S = 0.3
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
-END_NOW = signal.SIGRTMIN  # from the agent: SIGKILL for whoever is left
+END_NOW = signal.SIGRTMIN  # the agent asks for SIGKILL to all remaining processes
 _CAUGHT = (END_NOW, *_STOPPING, *_PASSED_ON, signal.SIGTSTP, signal.SIGWINCH, signal.SIGCHLD)
 
 
@@ -53,7 +53,7 @@ class Supervisor:
             while self._alive():
                 self._turn()
         except BrokenPipeError:
-            self._stop_code = 128 + signal.SIGPIPE  # nobody reads us any more (`| head`)
+            self._stop_code = 128 + signal.SIGPIPE  # the reader of our output has closed it (`| head`)
         finally:
             self._end_leftovers()
             self._drain()
@@ -223,8 +223,8 @@ class Supervisor:
         self._reap()
 
     def _drain(self):
-        # The writers are gone, so that each channel ends after what is in it, however long a busy machine takes for it;
-        # unless somebody outside the job holds its other end, for whom nobody waits.
+        # The writers have ended, so each channel ends after the bytes that it holds. The deadline is for processes
+        # outside of the job that hold the other end of a channel.
         deadline = time.monotonic() + _DRAIN_S
         try:
             while any(key.data for key in self._selector.get_map().values()):

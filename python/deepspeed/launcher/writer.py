@@ -11,7 +11,7 @@ MOST_WAITING = 4 << 20
 
 
 class Writer:
-    """``backlog``: bytes that wait. ``broken``: nobody reads any more."""
+    """``backlog``: bytes that are not written yet. ``broken``: the reader has closed the stream."""
 
     def __init__(self):
         self.backlog = 0

@@ -1,4 +1,4 @@
-"""What is wrong with a mixture of experts."""
+"""Errors of a mixture of experts."""
 
 
 class MoEError(ValueError, AssertionError):

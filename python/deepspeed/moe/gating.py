@@ -1,4 +1,4 @@
-"""How tokens choose experts: the published gating functions, over the native gate and plans of routes."""
+"""The published gating functions, which choose experts for tokens, over the native gate and plans of routes."""
 
 import torch
 

@@ -146,7 +146,7 @@ class MoE(torch.nn.Module):
             param.ds_ranks = ParamRanks(f"experts.{name}", ranks, copies)
 
     def _number_experts(self, rank):
-        """Which of all experts those of this rank are: checkpoints call them by these numbers."""
+        """The global numbers of this rank's experts, under which checkpoints name them."""
         first = rank * self.num_local_experts
         self.deepspeed_moe.experts.deepspeed_experts.ds_expert_numbers = {
             str(local): first + local for local in range(self.num_local_experts)

@@ -1,4 +1,4 @@
-"""What a gate has decided for a batch of tokens."""
+"""The decisions of a gate for a batch of tokens."""
 
 import math
 from fractions import Fraction
@@ -17,10 +17,10 @@ def capacity_of(tokens, num_experts, factor, min_capacity):
 
 
 class Routes:
-    """Which expert each choice of a token goes to, with which weight.
+    """The expert and the weight of each choice of each token.
 
-    ``experts``: [tokens, k] int32, -1 where a token goes nowhere. ``probs``: [tokens, num_experts], the gate's.
-    ``capacity``: rows of an expert, None where all are kept. ``priority``: [tokens, k], see csrc/plan/route_plan.h.
+    ``experts``: [tokens, k] int32, -1 for no expert. ``probs``: [tokens, num_experts], the gate's. ``capacity``: rows
+    of an expert, None if all are kept. ``priority``: [tokens, k], see csrc/plan/route_plan.h.
     """
 
     def __init__(self, experts, probs, capacity=None, priority=None, choices_first=False, normalize=False):

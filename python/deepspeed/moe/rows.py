@@ -75,7 +75,7 @@ class _AddLoss(torch.autograd.Function):
 
 
 def add_loss(output, loss, scale):
-    """``output``, whose backward is that of ``scale()`` times ``loss``, too: for a loss that nobody hands on."""
+    """``output``; its backward also runs that of ``scale()`` times ``loss``, a loss that the model does not return."""
     return _AddLoss.apply(output, loss, scale)
 
 

@@ -96,7 +96,7 @@ def _sparse_decode(expert_output, slots, gates, num_tokens):
 
 
 def _sources(slots, rows):
-    """Which choice each row has; -1: none."""
+    """The choice that each row belongs to; -1: none."""
     sources = torch.full((rows,), -1, dtype=torch.int32, device=slots.device)
     flat = slots.reshape(-1).long()
     kept = flat >= 0
@@ -105,7 +105,7 @@ def _sources(slots, rows):
 
 
 class TopKGate(torch.nn.Module):
-    """Which experts a token goes to: the ``k`` with the largest of ``wg``'s outputs, in fp32.
+    """Chooses for each token the ``k`` experts with the largest outputs of ``wg``, in fp32.
 
     Noise, and the draw of the tokens that a full expert keeps (``use_rts``, k = 1), belong to training: in evaluation
     the same tokens go the same way.
@@ -236,7 +236,7 @@ class MOELayer(torch.nn.Module):
             self.gate._set_ep_group(ep_group)
 
     def set_name(self, name):
-        """How messages call the layer."""
+        """Sets the name of the layer for messages."""
         self.layer_name = self.experts.layer_name = name
 
     def forward(self, *input, beside=None, **kwargs):
@@ -264,7 +264,7 @@ class MOELayer(torch.nn.Module):
         return combined.reshape(hidden.shape)
 
     def _on_meta(self, tokens):
-        """What the layer does with as many tokens, for plans: each through ``k`` experts, wherever these are."""
+        """A forward on meta tensors, for plans: each token runs through ``k`` experts, of whatever rank."""
         weights = self.gate.wg(tokens.float()).softmax(-1)[:, : self.gate.k, None].type_as(tokens)
         rows = self.experts(tokens.repeat(self.gate.k, 1), [len(tokens) * self.gate.k])
         return (rows.reshape(self.gate.k, *tokens.shape).transpose(0, 1) * weights).sum(1)
@@ -342,7 +342,7 @@ class MOELayer(torch.nn.Module):
             return gather_tokens(rows, dim=1)[:, :capacity] if split else rows
 
     def _by_masks(self, hidden, tokens, l_aux, combine, dispatch, counts):
-        """A gate of somebody else's."""
+        """A forward with a gate that is not ours, by its masks."""
         self.l_aux, self.exp_counts = l_aux, counts
         rows = einsum("sec,sm->ecm", dispatch.type_as(tokens), tokens)
         rows = self._through_experts(rows)

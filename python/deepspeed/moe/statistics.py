@@ -1,4 +1,4 @@
-"""What the experts of a layer have had to do since the last step, as one row of numbers that ranks add up."""
+"""Statistics of a layer's experts since the last step, as one row of numbers that ranks add up."""
 
 import time
 
@@ -53,11 +53,11 @@ class LayerStatistics:
         self._add("forwards", 1)
 
     def see_bytes(self, count):
-        """So many have left this rank."""
+        """Adds ``count`` bytes that this rank has sent."""
         self._add("bytes", count)
 
     def see_seconds(self, seconds):
-        """This rank has waited so long for others' rows."""
+        """Adds the seconds that this rank has waited for rows of others."""
         self._add("ms", 1000 * seconds)
 
     def waited(self):

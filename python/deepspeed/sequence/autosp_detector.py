@@ -1,5 +1,5 @@
-"""Which parts of a multimodal model a shared sequence meets: attention of the vision tower, of the language model, and
-the projection between both."""
+"""Finds the parts of a multimodal model that work on a shared sequence: attention of the vision tower and of the
+language model, and the projection between both."""
 
 import re
 from dataclasses import dataclass, field

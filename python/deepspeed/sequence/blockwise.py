@@ -30,9 +30,9 @@ def _by_kernel(query):
 
 
 class Dropped:
-    """Which probabilities are dropped: by ``seed`` and the numbers of batch, head, query and key in the whole, so the
-    same ones however it is cut into blocks, and again in backward ([Note: dropout] in csrc/kernels/philox.h, whose bits
-    these are). ``head``: the number of the first head that is here."""
+    """Dropout of probabilities. ``seed`` and the numbers of batch, head, query and key in the whole decide which ones
+    are dropped, so they are the same for every cut into blocks, and in backward ([Note: dropout] in
+    csrc/kernels/philox.h). ``head``: the number of this rank's first head."""
 
     def __init__(self, probability, seed, head=0):
         if not 0 <= probability < 1:
@@ -54,7 +54,7 @@ class Dropped:
         return _C.BlockDropout(self.probability, self.seed, self.head, *place)
 
     def mask(self, like, place):
-        """What a block's probabilities ``[batch, kv heads, readers, queries, keys]`` are multiplied by."""
+        """The factors of a block's probabilities ``[batch, kv heads, readers, queries, keys]``."""
         batch, kv, readers, queries, keys = like.shape
 
         def numbers(start, stop, *shape):
@@ -85,7 +85,7 @@ def _philox(counter, seed):
 
 
 class ScoreRules(NamedTuple):
-    """What becomes of scores: products times ``scale``; then ``soft_cap * tanh(score / soft_cap)``, where it is not 0.
+    """The rules for scores: products times ``scale``, then ``soft_cap * tanh(score / soft_cap)`` if it is not 0.
     ``sinks``: a score of each query head that takes part in its rows' sums of exponentials, and has no value.
     ``dropped``: of the probabilities."""
 
@@ -101,7 +101,7 @@ class ScoreRules(NamedTuple):
             raise ValueError(f"soft_cap is {soft_cap}: scores are capped by a positive number, or by none (0)")
         if sinks is not None and sinks.shape != query.shape[1:2]:
             raise ValueError(
-                f"sinks have the shape {tuple(sinks.shape)}: an attention of {query.shape[1]} heads has so many of them"
+                f"sinks have the shape {tuple(sinks.shape)}: {query.shape[1]} heads need one for each head"
             )
         return cls(query.shape[-1] ** -0.5 if scale is None else scale, float(soft_cap), sinks, dropped)
 

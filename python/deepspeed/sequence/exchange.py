@@ -2,8 +2,8 @@
 
 Tensors are ``[batch, sequence, heads, ...]`` or ``[sequence, batch, heads, ...]``. ``ranges``: for each tensor the run
 of heads of each rank; runs may overlap, then heads are copied, and their gradients are added up. All tensors of one
-call travel in one ``all_to_all``, from where they lie to where they are wanted, whatever their strides
-(csrc/parallel/sequence_exchange.h). Each direction is the other's gradient.
+call are exchanged by one ``all_to_all`` on strided views, without packing (csrc/parallel/sequence_exchange.h). Each
+direction is the other's gradient.
 """
 
 import math
@@ -19,8 +19,8 @@ HEADS = 2  # the dimension
 
 
 class PlannedGroup:
-    """Ranks that nobody has started, for meta tensors: exchanges among them give the shapes that they would give.
-    ``memory``: what counts what exchanges take beside (``ledger.ExchangeMemory``), or None."""
+    """Ranks that do not exist, for meta tensors: exchanges among them give tensors of the right shapes. ``memory``:
+    the ``ledger.ExchangeMemory`` that counts the other memory of exchanges, or None."""
 
     def __init__(self, size, rank=0, memory=None):
         self.size, self.rank, self.memory = size, rank, memory
@@ -31,7 +31,7 @@ class PlannedGroup:
             self.memory.carry(self.size, messages[: self.rank] + messages[self.rank + 1 :], sum(messages))
 
     def result(self, like, shape, heads_first=False):
-        """Room for what an exchange gives; ``heads_first``: it lies in memory as ``[batch, heads, sequence, ...]``."""
+        """Memory for the result of an exchange; ``heads_first``: its layout is ``[batch, heads, sequence, ...]``."""
         shape = list(shape)
         if self.memory is not None:
             self.memory.before(math.prod(shape) * like.element_size())

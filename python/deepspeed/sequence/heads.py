@@ -1,5 +1,5 @@
-"""Which heads of an attention layer are whose while ranks exchange parts of a sequence for whole heads. Numbers
-only."""
+"""The heads of an attention layer that each rank has while ranks exchange parts of a sequence for heads. This module
+computes with integers only."""
 
 
 def shares(count, ranks):
@@ -40,8 +40,8 @@ class HeadPlan:
         return [head // self.readers - first for head in range(*self.query_ranges[rank])]
 
     def repeats(self, rank):
-        """How often each key/value head of ``rank`` is read there, where that is one number; else None: an attention
-        that repeats key/value heads evenly would pair other ones."""
+        """The number of query heads of ``rank`` that read each of its key/value heads, if it is the same for all, else
+        None: an attention that repeats key/value heads evenly would pair wrong ones."""
         read = self.kv_of_queries(rank)
         counts = {read.count(head) for head in set(read)}
         return counts.pop() if len(counts) == 1 else None if counts else 0

@@ -312,7 +312,7 @@ def _name_of(attention):
 
 
 def _rules_of(kwargs, first=0):
-    """What becomes of scores, of a model's arguments: for ring and chunks. ``first``: the number of the first head."""
+    """The ``ScoreRules`` in a model's arguments, for ring and chunks. ``first``: the number of the first head."""
     dropped = Dropped.drawn(kwargs.get("dropout") or 0.0)
     return {
         "scale": kwargs.get("scaling"),

@@ -213,8 +213,8 @@ def _must_run(attention):
 
 
 def _width(context, plan, rank):
-    """How many entries of dimension 2 of ``context`` are one head: 1, or the size of a head where the attention has
-    joined both."""
+    """The entries of dimension 2 of ``context`` for one head: 1, or the size of a head if the attention has joined
+    both dimensions."""
     start, stop = plan.query_ranges[rank]
     heads = max(stop - start, 1)
     if context.shape[exchange.HEADS] % heads:

@@ -1,8 +1,8 @@
-"""Which length of a sequence fits, before a run: ``deepspeed.sequence.longest`` and ``explain``.
+"""The longest sequence that fits, found before a run: ``deepspeed.sequence.longest`` and ``explain``.
 
-Three lengths of a training step run on the device ``meta``, where operations allocate nothing; from their peaks
-csrc/plan/length_plan.h knows those of every length. A fourth, twice as long as the longest of them, says whether that
-is true; where it is not, there are more samples, of longer sequences.
+A training step runs with three lengths on the device ``meta``, where operations allocate nothing. From their peaks
+csrc/plan/length_plan.h computes the peaks of every length. A fourth step, twice as long as the longest of them, checks
+the result. If it is wrong, more samples with longer sequences follow.
 """
 
 import functools
@@ -126,7 +126,7 @@ class _Curve:
         return self.native.miss(self._row(sample))
 
     def said(self):
-        """How far the curve can be trusted."""
+        """The accuracy of the curve, in words."""
         tokens, miss = self.checks[-1]
         if len(self.checks) == 1 and miss <= BOUND:
             return f"checked with {tokens} tokens: {miss / 10:.1f} % off"
@@ -182,7 +182,7 @@ def longest(model, config, memory=None, ranks=None, inputs=None, batch=None):
 
 
 class LengthReport:
-    """What ``explain`` has found; as text a table.
+    """The result of ``explain``; its text is a table.
 
     ``longest``: tokens that fit. ``check``: how far a further sample was off what the curve says, in words. ``peaks``:
     a ``Peak`` each for some lengths. ``steps``: ``(what to change, the longest then)``, the cheapest first.

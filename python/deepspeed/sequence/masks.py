@@ -1,5 +1,5 @@
-"""What the attention of a whole sequence may look at, from what each rank knows of its part: padding, packed documents,
-sliding windows. Models make masks of the part that they see; those are checked, and made anew for the whole."""
+"""Masks for the attention of a whole sequence, made from each rank's part: padding, packed documents, sliding windows.
+Models make masks for the part that they see; these masks are checked, and replaced by masks for the whole."""
 
 import functools
 

@@ -25,7 +25,7 @@ class _Ring:
         return (rank, 2 * self.world - 1 - rank) if self.causal else (2 * rank, 2 * rank + 1)
 
     def _owner(self, piece):
-        """Who computes with ``piece``, and as which of its two."""
+        """``(rank that computes with piece, 0 or 1: the number of the piece on that rank)``."""
         return next((rank, self.pieces(rank).index(piece)) for rank in range(self.world) if piece in self.pieces(rank))
 
     def balanced(self, tensors, back=False):

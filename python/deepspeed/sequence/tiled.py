@@ -52,7 +52,7 @@ class _Tiles:
         if self.weights is None:
             ctx.parts = [part.shape[self.join] for part in parts]
             return torch.cat(parts, dim=self.join)
-        # What a tile without weight returns does not matter: it may be 0 / 0.
+        # The result of a tile without weight is not used: it may be 0 / 0.
         total = sum(part * weight for part, weight in zip(parts, self.weights) if weight)
         return total if torch.is_tensor(total) else torch.zeros_like(parts[0])
 

@@ -11,7 +11,7 @@ from deepspeed.sequence.ring import ring_attention
 
 
 def exchanging(ranks, heads):
-    """How many of ``ranks`` exchange heads: the most that divides them and leaves a head for each."""
+    """The number of ranks that exchange heads: the largest divisor of ``ranks`` that leaves a head for each rank."""
     return max(size for size in range(1, ranks + 1) if ranks % size == 0 and size <= heads)
 
 

@@ -1,4 +1,4 @@
-"""What every way to reach several hosts has in common."""
+"""The base class of all runners, which start agents or ranks on several hosts."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ class MultiNodeRunner(ABC):
 
     @property
     def name(self):
-        """What ``--launcher`` calls it."""
+        """The runner's name for ``--launcher``."""
         return self.__class__.__name__
 
     @abstractmethod
@@ -119,12 +119,12 @@ class MPIRunner(PoolRunner):
 
     program = "mpirun"
     starts_ranks = True
-    maker = ""  # whose mpirun it is
-    others = ()  # what the mpirun of another MPI, with other options, says of its version
-    debian = ""  # what Debian calls it beside other MPIs
+    maker = ""  # the name of the MPI that this mpirun belongs to
+    others = ()  # words in the version text of another MPI's mpirun, which has other options
+    debian = ""  # the name of the program on Debian if several MPIs are installed
 
     def program_here(self):
-        """What to start here: ``mpirun``, or where that is another MPI's, what Debian calls this one's; else None."""
+        """The program to start: ``mpirun``, Debian's name for it if ``mpirun`` belongs to another MPI, or None."""
         path = find_program(self.program)
         if path is not None:
             said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
@@ -175,7 +175,7 @@ class MPIRunner(PoolRunner):
         return list(self.exports)
 
     def rank_words(self):
-        """What MPI starts as each rank."""
+        """The command that MPI starts for each rank."""
         args = self.args
         words = [*python_words(args), "-u", "-m", "deepspeed.launcher.launcher_helper", "--launcher", self.name]
         words += ["--world_info", self.world_info_base64]
@@ -221,5 +221,5 @@ def launch_words(runner, node_rank, *more):
 
 
 def working_folder():
-    """Where the job was started; every host goes there."""
+    """The folder in which the job was started; agents change to it on every host."""
     return os.path.abspath(".")

@@ -8,7 +8,7 @@ from deepspeed.host.programs import find_program
 from deepspeed.launcher.constants import MVAPICH_LAUNCHER, MVAPICH_TMP_HOSTFILE
 from deepspeed.launcher.runners.base import MPIRunner
 
-# What MVAPICH2 needs for processes of Python with torch.
+# Variables that MVAPICH2 needs for Python processes that use torch.
 _EXPORTS = {
     "MV2_SMP_USE_CMA": "0",  # not allowed in most containers
     "MV2_DEBUG_SHOW_BACKTRACE": "1",
@@ -64,7 +64,7 @@ def _identity(status):
 
 
 def _write_hosts(hosts):
-    # The name is published and lies in a folder that all users write to: no link of somebody else's is followed.
+    # The name is published, and all users can write to its folder: a link that another user made there is not followed.
     descriptor = os.open(MVAPICH_TMP_HOSTFILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.writelines(host + "\n" for host in hosts)
