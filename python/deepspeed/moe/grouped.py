@@ -1,4 +1,4 @@
-"""All experts of a rank in one go: their linear layers as products of many groups, without padding."""
+"""Computes all experts of a rank together: their linear layers are products of many groups, without padding."""
 
 import operator
 
@@ -75,7 +75,7 @@ def grouped_linear(x, rows, layers):
 
 
 class _Result(int):
-    """The number of the step whose result stands here."""
+    """The number of a step; it stands for the result of that step."""
 
 
 def steps_of(expert):

@@ -1,5 +1,5 @@
-"""Parameters of experts that have taken the place of others, once it was known which ranks share the experts: those
-know them by their attribute ``ds_replaced_by``, a tuple."""
+"""Parameters of experts that replace others after it is known which ranks share the experts. The attribute
+``ds_replaced_by`` of a replaced parameter is the tuple of its replacements."""
 
 import torch
 

@@ -36,8 +36,8 @@ def _is_vision(name, module):
 
 
 def detect_model_sp_info(model):
-    """``SPModelInfo`` of ``model``, by the names of its classes and of its parts. Of attention modules inside of others
-    the outermost counts."""
+    """``SPModelInfo`` of ``model``, by the names of its classes and of its parts. If attention modules contain
+    others, the outermost counts."""
     info, inside = SPModelInfo(), None
     for name, module in model.named_modules():
         if inside is not None and name.startswith(inside):

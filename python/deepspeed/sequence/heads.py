@@ -12,8 +12,8 @@ def shares(count, ranks):
 class HeadPlan:
     """``query`` heads over ``ranks``, whole ones, and for each rank the key/value heads that its query heads read.
 
-    Query head ``i`` reads key/value head ``i // (query // kv)``, as everywhere. A key/value head that is read on
-    several ranks is copied to each of them (its gradient is the sum over them); none travels where it is not read.
+    Query head ``i`` reads key/value head ``i // (query // kv)``, as usual. A key/value head that several
+    ranks read is copied to each of them (its gradient is the sum over them), and to no other rank.
     With fewer query heads than ranks some ranks have none.
     """
 

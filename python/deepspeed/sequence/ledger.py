@@ -42,7 +42,7 @@ class _Kept:
 
 class Leaving:
     """Inputs of layers that wait for backward in another memory (activation_checkpointing/hidden_states.py): the latest
-    one stays, and one comes back ahead of its need. ``shapes``: theirs; ``store``: where they wait."""
+    one stays, and one comes back ahead of its need. ``shapes``: of the inputs; ``store``: the memory for them."""
 
     LEAST = 1024  # bytes
 
@@ -55,7 +55,7 @@ class Leaving:
         return tensor.is_floating_point() and tensor.shape in self.shapes and size >= self.LEAST
 
     def next_to_go(self, kept):
-        """``kept`` has come: who leaves instead, or None."""
+        """Adds ``kept``. Returns the tensor that leaves instead, or None."""
         self.recent.append(weakref.ref(kept))
         oldest = self.recent.popleft()() if len(self.recent) > 1 else None
         if oldest is not None:

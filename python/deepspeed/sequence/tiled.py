@@ -1,5 +1,5 @@
-"""Modules that treat every token alone, one tile of the sequence after the other: what they need in between is of one
-tile. Backward runs each tile again, so nothing is kept but the input, and parameters get the gradients of the tiles."""
+"""Runs modules that treat every token alone tile by tile along the sequence: intermediate results exist for one tile at
+a time. Backward runs each tile again: only the input is kept, and parameters get the gradients of the tiles."""
 
 import torch
 
@@ -159,7 +159,7 @@ def _loss_tiles(fn, module, x, y, mask, shards, reduction):
 
 class TiledFusedLogitsLoss(torch.autograd.Function):
     """``TiledFusedLogitsLoss.apply(fn, self, x, y, mask, shards, compute_params, output_reduction)``: the loss
-    ``fn(self, x, y)``, a scalar, tile by tile along the sequence, so that logits are never there as a whole.
+    ``fn(self, x, y)``, a scalar, tile by tile along the sequence, so that memory never holds all logits.
 
     ``x``: ``[batch, sequence, features]``; ``y``, and ``mask`` where it is not None (then ``fn`` gets it, too):
     ``[batch, sequence, ...]``. ``output_reduction``: "mean" where ``fn`` returns the mean over the tokens that count

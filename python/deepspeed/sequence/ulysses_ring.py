@@ -1,5 +1,5 @@
-"""More ranks than heads: neighbours exchange tokens for heads, as many of them as heads allow, and their groups are a
-ring along which keys and values travel."""
+"""For more ranks than heads: as many neighbours as heads allow exchange tokens for heads, and their groups pass keys
+and values in a ring."""
 
 import torch
 
@@ -17,8 +17,8 @@ def exchanging(ranks, heads):
 
 class UlyssesRing:
     """Attention over a sequence that the ranks of ``group`` share, with ``heads`` query heads. Every rank of the group
-    makes it, at one time. Called with ``[batch, part, heads, size]``. ``size``: how many neighbours exchange heads;
-    None: as many as can."""
+    makes it, at one time. Called with ``[batch, part, heads, size]``. ``size``: the number of neighbours that exchange
+    heads; None: as many as possible."""
 
     def __init__(self, group, heads, size=None):
         ranks, me = dist.get_all_ranks_from_group(group), dist.get_rank()
