@@ -1,4 +1,4 @@
-// What goes wrong on one rank ends the waits of all ranks that work on one thing, with one text.
+// A failure of one rank ends the waits of all ranks that depend on each other, with one text.
 //
 // Ranks that exchange messages in an order of their own wait for each other in circles of several groups: a rank that
 // cannot go on is waited for by some, who are waited for by others. So it rings: the job's store keeps the first text,
@@ -40,7 +40,7 @@ class Alarm : public Watched {
   std::string ring(const std::string& why);
   std::string heard() const;                                          // "": nobody has rung
   const std::shared_ptr<PlacePage>& place() const { return place_; }  // of this rank, which writes it
-  // Where the ranks of this host are, as far as they have been seen: "stage 0, rank 0: layer 1 (Block), ...; ..."
+  // The last known positions of the ranks of this host: "stage 0, rank 0: layer 1 (Block), ...; ..."
   std::string where() const;
   // Before this rank ends because of it: the store may be its own, and the others have to hear. Waits for all who live,
   // a moment at most.

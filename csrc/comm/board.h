@@ -1,6 +1,6 @@
-// What the ranks of a group show each other: their last collectives, why one has given up, and, when asked, where their
-// threads are. The comparison of calls and the report of a failure are the same for every transport; where the boards
-// are is not: in memory that the ranks share (rank_board.h), or in the job's store (store_board.h).
+// The board of a rank shows other ranks its last collectives, the reason why it has given up, and, on request, the
+// stacks of its threads. The comparison of calls and the report of a failure are the same for every transport. Boards
+// are in memory that the ranks share (rank_board.h), or in the job's store (store_board.h).
 #pragma once
 #include <atomic>
 #include <mutex>
@@ -20,7 +20,7 @@ std::string mismatch(const std::vector<RankCall>& calls, const Record& mine, int
 // "" where what ranks give each other is what they take; `calls`: of all ranks of the group, which fit.
 std::string unbalanced(const std::vector<RankCall>& calls, int64_t number);
 
-// What a rank that has failed knows of another.
+// The state of another rank, as a rank that has failed knows it.
 struct RankView {
   std::string called;  // rank 1 (rank 5 of the job, process 123)
   std::string place;   // where it was when the question came up

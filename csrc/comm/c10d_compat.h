@@ -13,7 +13,7 @@
 
 namespace ds::comm::compat {
 
-// What a backend derives from. 2.x puts a ProcessGroup in front of it, one backend for each device.
+// The base class of a backend. 2.x puts a ProcessGroup in front of it, one backend for each device.
 #if TORCH_VERSION_MAJOR >= 2
 using BackendBase = c10d::Backend;
 #else

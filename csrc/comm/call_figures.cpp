@@ -11,7 +11,7 @@ namespace {
 
 constexpr size_t kColumn = 20;
 
-// How many times the bytes that one rank passes make the data of an operation; 0: once for each rank; -1: it moves its
+// The data of an operation as a multiple of the bytes that one rank passes; 0: once for each rank; -1: it moves its
 // tensor once, and all of it.
 int passes(const std::string& name) {
   static const std::map<std::string, int> known = {

@@ -33,8 +33,8 @@ struct CallFigures {
   double total_ms, average_ms, algorithm, bus;
 };
 
-// How long this rank was in an operation beyond the rank that was in it for the shortest time, which is the one that
-// came last: the others waited for it.
+// The time that this rank was in an operation beyond the rank that was in it for the shortest time. That rank came
+// last, and the others waited for it.
 struct Straggler {
   int64_t count, ranks;  // compared: those that have seen the operation as often as this rank
   double total_ms, total_waited_ms, average_ms, average_waited_ms;

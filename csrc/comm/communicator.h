@@ -20,7 +20,7 @@ namespace ds::comm {
 
 class ScratchPool;
 
-// What this rank has sent since the last reset, as the algorithms of the textbook count it: all_reduce of n elements
+// The traffic of this rank since the last reset, counted as textbook algorithms send it: all_reduce of n elements
 // 2n(N-1)/N; reduce_scatter, all_gather and all_to_all of n elements over all ranks n(N-1)/N; broadcast and reduce n;
 // gather, scatter and send what this rank gives away. Barriers do not count.
 struct Traffic {
@@ -82,8 +82,8 @@ class Communicator {
 
  protected:
   virtual WorkPtr start(const Op& op) = 0;  // that it carries
-  // What compose.cpp asks of a transport.
-  // True: what is not carried is made of sends and receives between all pairs (a network). False: of collectives.
+  // For compose.cpp. True: a verb that the transport does not carry is made of sends and receives between all pairs (a
+  // network). False: it is made of collectives.
   virtual bool pairwise() const { return false; }
   // False: tensors of that device travel as copies in host memory.
   virtual bool reaches(const c10::Device&) const { return true; }

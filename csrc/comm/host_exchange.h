@@ -1,11 +1,11 @@
 // One all_to_all among ranks on several hosts, carried by the hosts' leaders.
 //
 // [Note: one message for each pair of hosts]
-// From rank to rank, the ranks of a host with m of them would send m x n messages to one with n. Instead they copy what
-// is for other hosts into the memory of their leader, through shared memory; of that, all that is for one host lies
-// together: giver by giver, and of each giver taker by taker. It goes to that host's leader as one message, and from
-// its memory the ranks there copy their rows to where they belong. How long a message is follows from what the ranks of
-// the taking host take: nobody sends counts along. What stays on a host goes through its shared memory meanwhile.
+// Sent from rank to rank, the rows of a host with m ranks for one with n would be m x n messages. Instead ranks copy
+// rows for other hosts into the memory of their leader, through shared memory. Rows for one host are contiguous there:
+// sender by sender, and for each sender receiver by receiver. The leader sends them to that host's leader as one
+// message, and the ranks there copy their rows out of its memory. The length of a message follows from counts of the
+// receiving ranks, so no counts are sent. Meanwhile rows for ranks of the same host go through its shared memory.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -21,7 +21,7 @@
 
 namespace ds::comm {
 
-// Host memory that is kept between calls and grows with the largest.
+// Host memory that is kept between calls and grows to the size of the largest one.
 class KeptMemory {
  public:
   at::Tensor of(int64_t numel, at::ScalarType type);
@@ -30,7 +30,7 @@ class KeptMemory {
   at::Tensor bytes_;
 };
 
-// What a leader keeps for its exchanges.
+// Memory that a leader keeps for its exchanges.
 struct LeaderMemory {
   KeptMemory outgoing, incoming;
 };
@@ -42,19 +42,19 @@ class HostExchange {
   // `op`: a kAllToAll of host memory, which lives as long as this. `memory` is used where this rank leads.
   HostExchange(const Op& op, const Hosts& hosts, LeaderMemory& memory);
 
-  // What is for other hosts comes to the leader.
+  // Copies rows for other hosts into the memory of the leader.
   void collect(ShmGroup& group);
-  // What a leader tells the others. By host: elements that the ranks of this one give to those of that one, then what
-  // they take from them; and checksums of what each rank of this host gives to each of the group, and takes.
+  // The numbers that a leader sends to the others. By host: the elements that ranks of this host send to ranks of that
+  // one, then the elements that they receive; and checksums of the counts of each rank of this host for each rank.
   std::vector<int64_t> told() const;
   static size_t numbers(const Hosts& hosts) { return 2 * hosts.ranks.size() + 2; }
-  // `all`: told() of all hosts. Fails where they do not fit.
+  // `all`: told() of all hosts. Fails if they contradict each other.
   void check(const std::vector<std::vector<int64_t>>& all) const;
-  // A message to each other host that gets something, and one from each that gives something.
+  // Exchanges one message with each other host: none is sent where there are no elements for it.
   WorkPtr cross(Communicator& leaders) const;
-  // What stays on the host.
+  // Exchanges rows among ranks of this host.
   void inside(ShmGroup& group) const;
-  // What has come from other hosts.
+  // Copies rows of other hosts out of the memory of the leader.
   void deliver(ShmGroup& group) const;
 
  private:

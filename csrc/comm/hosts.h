@@ -1,4 +1,4 @@
-// Which ranks of a group are on which host.
+// The ranks of a group by host.
 #pragma once
 #include <cstdint>
 #include <vector>

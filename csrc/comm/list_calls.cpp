@@ -43,7 +43,7 @@ at::Tensor joined(const Tensors& tensors) {
   return at::cat(flat);
 }
 
-// Where results arrive, and what is left to do then.
+// The memory that results arrive in, and the copies that remain then.
 struct Received {
   explicit Received(const Tensors& tensors, bool filled, at::ScalarType type) : given(tensors) {
     if (given.empty()) return;
@@ -104,7 +104,7 @@ WorkPtr run_call(Communicator& communicator, ListCall call) {
   const bool filled = call.verb == Verb::kAllReduce || call.verb == Verb::kReduce || call.verb == Verb::kBroadcast;
   const Received received(call.out, filled, type);
   op.out = received.whole;
-  // What it sends may lie where the result arrives: nobody else has it.
+  // The input may share memory with the result, and only this call holds it until the work is done.
   const bool mine = call.verb != Verb::kReduce || root;
   return std::make_shared<JoinedWork>(std::vector<WorkPtr>{communicator.run(op)}, [received, mine, in = op.in] {
     if (mine) received.finish();

@@ -6,8 +6,8 @@
 
 namespace ds::comm {
 
-// What the tensors of a verb are, op.h says; n parts may be one tensor or a list of n. The splits of kAllToAll are
-// those of the first dimension of a tensor; empty: equal ones.
+// op.h describes the tensors of each verb; n parts may be one tensor or a list of n. The splits of kAllToAll are those
+// of the first dimension of a tensor; empty: equal ones.
 struct ListCall {
   Verb verb = Verb::kBarrier;
   std::vector<at::Tensor> in, out;

@@ -58,7 +58,7 @@ struct Config {
   int split_share = INT_MIN;
 };
 
-// What every NCCL from 2.14 on has.
+// Functions that every NCCL from 2.14 on has.
 struct Calls {
   Result (*get_version)(int*) = nullptr;
   Result (*get_unique_id)(UniqueId*) = nullptr;

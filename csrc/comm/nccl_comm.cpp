@@ -181,7 +181,7 @@ void NcclComm::check_reduction(const char* what, nccl::DataType type) const {
          library_->described(), ". Reduce in bf16, or install a newer one. Moving fp8 works with every version.");
 }
 
-// What only moves needs no arithmetic on it: an NCCL that does not know fp8 carries its bytes.
+// The type for verbs without arithmetic: fp8 is sent as bytes, because an older NCCL does not know it.
 nccl::DataType NcclComm::moved(nccl::DataType type) const {
   return type == nccl::kFloat8E4M3 || type == nccl::kFloat8E5M2 ? nccl::kUint8 : type;
 }

@@ -53,7 +53,7 @@ struct Op {
   std::vector<int64_t> in_counts, out_counts;
   ReduceOp reduce = ReduceOp::kSum;
   int peer = -1;
-  // What it is for, a parameter's name as a rule, equal on all ranks; for messages when ranks do not meet.
+  // The purpose of the call, mostly a parameter's name; equal on all ranks. Messages about a mismatch show it.
   std::string tag;
   // The caller goes on to other things before it waits, perhaps to a wait for these ranks by other means: the call must
   // not need that wait to move on.

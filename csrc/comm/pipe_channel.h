@@ -1,8 +1,8 @@
 // Sends and receives between the stages of a pipeline, over the communicators of its ranks.
 //
 // [Note: streams of messages]
-// What one rank sends to another are two streams, of activations and of gradients; each keeps its order, and neither
-// waits for the other. There is a communicator for each of the two.
+// One rank sends two streams to another, activations and gradients. Each keeps its order, and neither waits for the
+// other. There is a communicator for each of the two.
 //
 // [Note: ahead]
 // Receives are posted before they are asked for: each stream that comes in here has a thread, which takes messages off
@@ -18,7 +18,7 @@
 // has them, and says so. Whether all of that may be is tried when a channel opens.
 //
 // [Note: failure]
-// What goes wrong in a thread is thrown by the next recv(); abort() ends every wait here, with its text.
+// The next recv() throws the error of a thread; abort() ends every wait here, with its text.
 #pragma once
 #include <array>
 #include <chrono>

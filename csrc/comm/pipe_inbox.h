@@ -54,7 +54,7 @@ class PipeInbox {
     std::optional<c10::Event> done;  // on asynchronous devices
   };
 
-  // What is copied out of the sender's memory, by whoever has nothing else to do.
+  // A range that is copied out of the sender's memory, by the first idle thread.
   struct Chunk {
     uint64_t from;
     char* to;

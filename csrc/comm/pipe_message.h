@@ -1,4 +1,4 @@
-// What travels between stages of a pipeline: a tuple of tensors. Any types and shapes; some places may be empty.
+// A message between stages of a pipeline: a tuple of tensors of any types and shapes; entries may be empty.
 //
 // [Note: notes]
 // A message is a note of fixed size and then its tensors, one transfer each. The note says how many there are, of which

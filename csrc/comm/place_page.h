@@ -1,5 +1,5 @@
-// Where a rank of a pipeline is: three words that it writes and other processes of its host read, also when it has
-// ended.
+// The position of a rank of a pipeline: three words that it writes and other processes of its host read, also after it
+// has ended.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -10,7 +10,7 @@
 
 namespace ds::comm {
 
-// What the words are called in texts.
+// Names for the words, for messages.
 struct PlaceNames {
   std::vector<std::string> instructions, layers;
 };

@@ -1,4 +1,4 @@
-// What a rank says of a collective that it enters: its fingerprint, compared between the ranks and kept in the flight
+// The fingerprint of a collective that a rank enters. It is compared between the ranks and kept in the flight
 // recorder.
 #pragma once
 #include <chrono>

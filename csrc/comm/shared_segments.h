@@ -10,13 +10,13 @@
 
 namespace ds::comm {
 
-// What a rank must know of another to map its file.
+// Facts with which another rank maps this rank's file.
 struct SegmentFacts {
   SharedFile file;
   int64_t place = 0, bytes = 0;
 };
 
-// How ranks tell each other, whatever carries it: both are collective.
+// Functions by which ranks exchange facts; both are collective.
 struct Rendezvous {
   std::function<std::vector<SegmentFacts>(const SegmentFacts&)> exchange;  // of all ranks, by rank
   std::function<bool(bool)> all;                                           // whether all ranks say true

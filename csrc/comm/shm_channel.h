@@ -1,13 +1,13 @@
-// How ranks of one host meet: barriers in shared memory, and what each rank is doing, for all others to read.
+// Ranks of one host meet here: barriers in shared memory, and records of the calls of each rank for all others.
 //
 // [Note: meeting]
 // A rank writes only into its own segment. A barrier is a counter that a rank raises and the others wait for: they spin
 // for some microseconds where every rank has a core of its own, then sleep on a futex. A sleeper looks up several times
 // a second for ranks that have died, failed or are overdue, so that nobody waits for ever and the message has a name.
 //
-// Where ranks outnumber the cores of one of them, waiting for one rank after the other would wake each as often as
-// there are others. There they also count arrivals in rank 0's segment, and who comes last wakes all: one sleep for
-// each rank and barrier.
+// If there are more ranks than cores, waiting for one rank after the other would wake each rank as often as there are
+// other ranks. In that case ranks also count arrivals in rank 0's segment, and the last one to arrive wakes all: one
+// sleep for each rank and barrier.
 //
 // [Note: records]
 // Before the first barrier of a collective a rank writes down what it calls; behind the barrier it compares that with

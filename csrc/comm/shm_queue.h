@@ -33,9 +33,9 @@ class ShmQueue {
   };
   using TaskPtr = std::shared_ptr<Task>;
 
-  // Who runs it: whoever waits for it, or the background, whether or not somebody waits: at once, or, where the caller
-  // is likely to wait anyway, within a fraction of a millisecond, since waking a thread costs more than a small
-  // collective.
+  // The thread that runs a task: one that waits for it, or the background thread. The background thread starts at once,
+  // or, if the caller is likely to wait anyway, within a fraction of a millisecond, because waking a thread costs more
+  // than a small collective.
   enum class Start { kByWaiting, kSoon, kPerhapsLater };
   // `after` is called when it has run, by who ran it.
   TaskPtr submit(std::function<void(ShmGroup&)> run, Start start,

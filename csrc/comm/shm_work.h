@@ -1,4 +1,4 @@
-// What communicators through shared memory have in common.
+// The handle that communicators through shared memory return.
 #pragma once
 #include "base/cores.h"
 #include "comm/communicator.h"
@@ -20,8 +20,8 @@ class ShmWork : public Work {
   ShmQueue::TaskPtr task_;
 };
 
-// Where every rank has a core of its own and no more, a thread in the background would only take turns with the
-// computation: the collective then runs when somebody waits for it.
+// Without spare cores a background thread would only take turns with the computation. A collective then runs in the
+// thread that waits for it.
 inline bool has_spare_cores(int ranks) { return usable_cores() > ranks; }
 
 }  // namespace ds::comm

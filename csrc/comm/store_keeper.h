@@ -13,7 +13,7 @@ namespace ds::comm {
 
 class StoreKeeper {
  public:
-  // How long rank 0 waits for ranks that neither say goodbye nor end: those of other hosts that were killed.
+  // The longest wait of rank 0 for ranks that neither say goodbye nor end, such as killed ranks of other hosts.
   static constexpr std::chrono::seconds kMost{120};
 
   StoreKeeper(c10::intrusive_ptr<c10d::Store> store, int rank, int world);

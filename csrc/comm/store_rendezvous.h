@@ -1,4 +1,4 @@
-// How ranks that have nothing but a store of torch in common find out whether they share a host, and meet there.
+// Ranks that share only a store of torch find out here whether they share a host, and meet in its memory.
 #pragma once
 #include "comm/c10d_compat.h"
 #include "comm/shared_segments.h"

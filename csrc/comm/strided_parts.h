@@ -1,5 +1,5 @@
-// What a rank gives to each rank and takes from it in one all_to_all, where it lies: views of tensors with any strides.
-// Ranks that share memory copy each row once into it and once to where it belongs; for others it is packed.
+// all_to_all on strided views, without packing: the parts that a rank sends to each rank and receives from it.
+// Ranks that share memory copy each row once into it and once to its destination; other transports pack the rows.
 //
 // [Note: one pass over what is given]
 // Rows of different ranks adjoin: of each token its heads go to all of them. So a step copies by turns a few rows for

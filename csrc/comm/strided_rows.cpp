@@ -19,7 +19,7 @@ constexpr size_t kLine = 64;
 constexpr size_t kLeastStreamed = 256;
 // Bytes for one rank, at least, before the next one's turn, and at most in one copy.
 constexpr size_t kTurn = 2048, kMost = 4096;
-// How far before it is read memory is asked for.
+// The distance in bytes at which memory is prefetched.
 constexpr size_t kAhead = 16384;
 
 void copy_row(char* to, const char* from, size_t bytes, bool past_caches) {
@@ -77,7 +77,7 @@ class RowCursor {
   size_t left() const { return left_; }
   size_t run() const { return run_; }  // bytes that lie together here
   char* at() const { return at_; }
-  // Where memory lies that is read after about kAhead bytes more.
+  // The address that is read after about kAhead more bytes.
   const char* ahead() const { return at_ + ahead_; }
   void skip(size_t bytes) {  // at most the run
     at_ += bytes;

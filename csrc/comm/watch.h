@@ -14,7 +14,7 @@
 
 namespace ds::comm {
 
-// What the process around the core can do; an empty function: it cannot.
+// Functions of the process around the core; an empty function stands for one that it does not have.
 struct DiagnosticCallbacks {
   std::function<std::string()> stacks;           // where its threads are, a few kilobytes
   std::function<void(const std::string&)> warn;  // a line for the user
@@ -59,7 +59,7 @@ class Watch {
 // Runs the wait that it is given without what its caller may hold and the awaited may need: an interpreter's lock.
 using BlockingRegion = std::function<void(const std::function<void()>&)>;
 
-// Who a group is, for its messages, and who made it.
+// Facts about a group for its messages, and the watch over it.
 struct GroupFacts {
   std::string name;              // "" : unknown
   int job_rank = -1;             // of this process in the whole job; -1: unknown

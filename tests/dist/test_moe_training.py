@@ -151,7 +151,7 @@ def variant_body(rank, world, how, drop):
     engine = deepspeed.initialize(model=net, optimizer=optimizer, config=settings)[0]
     begun = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange._Passage, "start", counted(exchange._Passage.start, begun))
+        patch.setattr(exchange._RowExchange, "start", counted(exchange._RowExchange.start, begun))
         losses = train(engine, rank)
     if how in ("plain", "chunks"):  # steps x ways, forth and back
         assert len(begun) == 3 * 4 * (2 if how == "chunks" else 0 if drop else 1)

@@ -166,6 +166,10 @@ OLD_WORDS = (
     (r"\bhand_out_grads\b", _ALL, "assign_optimizer_grads"),
     (r"\bpart_grads\b", _ALL, "split_grad_buffer"),
     (r"\bjoin_grads\b", _ALL, "alias_grad_buffer"),
+    (r"\b(Padded)?Journey\b", _ALL, "TokenDispatcher"),
+    (r"\bCarrier\b", ("python/", "docs/"), "GroupCommunicator"),
+    (r"\bunheard\b", _ALL, "suppress_logging"),
+    (r"\blauncher[./]by_hand\b|\brun_by_hand\b", _ALL, "launcher/no_ssh.py"),
 )
 
 # Transports whose ranks cannot be threads: (the test that runs every verb, why).

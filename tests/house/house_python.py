@@ -137,7 +137,7 @@ def check_groups(modules):
             if not isinstance(node, ast.Call):
                 continue
             name = getattr(node.func, "attr", getattr(node.func, "id", None))
-            if name in GROUP_MAKERS and _receiver(node.func) not in ("mesh", "carrier()"):
+            if name in GROUP_MAKERS and _receiver(node.func) not in ("mesh", "current_backend()"):
                 problems.append(
                     f"{module.path}:{node.lineno} calls {name}: {MAKER_OF_GROUPS} alone makes groups of ranks, once "
                     f"for each set of them, by their members. Ask mesh.group_over(ranks), or for a native "

@@ -1,5 +1,6 @@
-"""docs/architecture.md and docs/adding.md name files and rooms that exist."""
+"""The pages name files, rooms and other pages that exist, and docs/README.md lists all of them."""
 
+import glob
 import os
 import re
 
@@ -74,3 +75,99 @@ def test_the_arrows_of_the_page_are_those_of_the_table():
         assert homes, f"the page puts {sorted(floor)} side by side, the table does not"
         order.append(homes[0])
     assert order == sorted(set(order)) and len(order) >= 10
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+
+def anchors(text):
+    """The names by which GitHub links to the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    titles = re.findall(r"^#+ +(.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(root, page):
+    """``["PAGE links to TARGET, ..."]`` of the links of ``page`` (relative to ``root``) that lead nowhere."""
+    with open(os.path.join(root, page), encoding="utf-8") as file:
+        text = file.read()
+    problems = []
+    plain = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^()\s]+)\)", re.sub(r"`[^`\n]*`", "", plain)):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        path = os.path.normpath(os.path.join(root, os.path.dirname(page), path)) if path else os.path.join(root, page)
+        if not os.path.exists(path):
+            problems.append(f"{page} links to {target}, which does not exist")
+        elif anchor:
+            with open(path, encoding="utf-8") as file:
+                if anchor not in anchors(file.read()):
+                    problems.append(f"{page} links to {target}, a page without such a heading")
+    return problems
+
+
+def all_pages(root):
+    found = [os.path.join(root, "README.md"), os.path.join(root, "CHANGELOG.md")]
+    for folder in ("docs", "examples"):
+        found += glob.glob(os.path.join(root, folder, "**", "*.md"), recursive=True)
+    return sorted(os.path.relpath(path, root) for path in found)
+
+
+def unlisted_pages(root):
+    """Pages below docs/ that docs/README.md does not link to."""
+    with open(os.path.join(root, "docs", "README.md"), encoding="utf-8") as file:
+        linked = {target.split("#")[0] for target in re.findall(r"\]\(([^()\s]+)\)", file.read())}
+    linked = {os.path.normpath(os.path.join("docs", target)) for target in linked if target}
+    return sorted(page for page in all_pages(root) if page.startswith("docs") and page not in linked | {INDEX})
+
+
+INDEX = os.path.join("docs", "README.md")
+
+
+@pytest.mark.parametrize("page", all_pages(ROOT))
+def test_links_resolve(page):
+    assert broken_links(ROOT, page) == []
+
+
+def test_the_index_lists_every_page():
+    assert not unlisted_pages(ROOT), "docs/README.md: add these pages to the table of their task."
+
+
+def test_broken_links_and_unlisted_pages_are_found(tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.md").write_text("# A page\n\n## It's `here`, *now*\n\n```\n# not a heading\n```\n")
+    links = "[a](a.md#its-here-now) [x](y) `[x](z)` [self](#none) [a](a.md#not-a-heading)"
+    (tmp_path / "docs" / "b.md").write_text(links)
+    (tmp_path / "docs" / "README.md").write_text("[a](a.md#a-page) [up](../README.md) [web](https://example.org/x)")
+    (tmp_path / "README.md").write_text("")
+    (tmp_path / "CHANGELOG.md").write_text("")
+    b = os.path.join("docs", "b.md")
+    assert broken_links(tmp_path, INDEX) == [] and unlisted_pages(tmp_path) == [b]
+    assert [problem.split()[3].rstrip(",") for problem in broken_links(tmp_path, b)] == [
+        "y", "#none", "a.md#not-a-heading"
+    ]  # fmt: skip
+
+
+# ---- the front door --------------------------------------------------------------------------------------------------
+
+CAPABILITIES = ["ZeRO", "Offload", "NVMe", "Pipelines", "Experts", "Long sequences", "Checkpoints", "Launchers"]
+CAPABILITIES += ["Configuration", "Diagnosis"]
+
+
+def test_the_readme_begins_with_what_there_is():
+    """Each capability has a tutorial, and a figure with the file that holds it or the words that there is none."""
+    first = read("README.md").split("\n## Two commands")[0]
+    assert len(first.splitlines()) <= 80, "README.md: what it does, what differs and what is missing fill two screens"
+    rows = [line.split(" | ") for line in first.splitlines() if "](docs/tutorials/" in line and line.startswith("|")]
+    assert [next(name for name in CAPABILITIES if row[0].startswith(f"| {name}")) for row in rows] == CAPABILITIES
+    sources = dict(re.findall(r"\[(\d)\]\((benchmarks/results/[^)]+)\)", first))
+    for row in rows:
+        number = re.search(r"\[(\d)\] \|$", row[-1])
+        assert (number and number[1] in sources) or "not measured" in row[-1], f"README.md: no source: {row[-1]}"
+    assert "No GPU has run this" in first
+
+
+def test_the_glossary_has_forty_words():
+    words = re.findall(r"^\| ([a-z][a-z -]*) \| ", read("docs", "architecture.md").split("\n## Words\n")[1], re.M)
+    assert words[0] == "word" and len(words) == 41 and words[1:] == sorted(set(words[1:]))

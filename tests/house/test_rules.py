@@ -87,7 +87,7 @@ def test_groups_made_in_their_place(package):
     modules = package(
         comm__mesh="def group_over(ranks):\n    return dist.new_group(ranks)\n",
         comm__torch="def new_group(ranks):\n    return mesh.new_group(ranks)\n",
-        comm__process_group="def new_group(ranks):\n    return carrier().new_group(ranks)\n",
+        comm__process_group="def new_group(ranks):\n    return current_backend().new_group(ranks)\n",
     )
     assert house_python.check_groups(modules) == []
 

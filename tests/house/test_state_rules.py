@@ -169,6 +169,10 @@ csrc/comm/a.h | struct Landing { | a receive buffer
 python/deepspeed/zero/a.py | def hand_out_grads(self): | assign_optimizer_grads
 csrc/zero/a.h | void part_grads(); | split_grad_buffer
 csrc/zero/a.h | void join_grads(); | alias_grad_buffer
+python/deepspeed/moe/a.py | made = PaddedJourney(group) | TokenDispatcher
+python/deepspeed/comm/a.py | class Carrier: | GroupCommunicator
+python/deepspeed/comm/a.py | with timed.unheard(): | suppress_logging
+docs/a.md | `launcher/by_hand.py` | launcher/no_ssh.py
 """
 
 
@@ -180,7 +184,7 @@ def test_an_old_word(row):
 
 def test_words_that_stay():
     text = "ReduceLROnPlateau(optimizer, patience=2)\n# payloads aside\ngrads.joined()\n# # Introduction\n"
-    assert house_words.check_words({"docs/a.md": text, "python/deepspeed/comm/a.py": "carrier()"}) == []
+    assert house_words.check_words({"docs/a.md": text, "python/deepspeed/comm/a.py": "carriers.of(group)"}) == []
 
 
 # ---- verbs -----------------------------------------------------------------------------------------------------------

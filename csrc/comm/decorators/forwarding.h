@@ -1,4 +1,4 @@
-// What every decorator of a Communicator is but for start(): the inner one under the same rank, size and name.
+// The base class of decorators: all but start() is that of the inner Communicator, under the same rank, size and name.
 #pragma once
 #include "comm/communicator.h"
 

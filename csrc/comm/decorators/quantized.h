@@ -8,7 +8,7 @@
 
 namespace ds::comm {
 
-// How elements become bytes and come back. Stateless: any thread, any device, equal inputs give equal bytes.
+// A code that turns elements into bytes and back. Stateless: any thread, any device, equal inputs give equal bytes.
 class Codec {
  public:
   virtual ~Codec() = default;

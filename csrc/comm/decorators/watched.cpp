@@ -30,7 +30,7 @@ struct Ended {
   ~Ended() { board.ended(number); }
 };
 
-// What the caller got wrong is no failure of the group.
+// Whether the caller made the error: such an error is not a failure of the group.
 bool callers(const std::exception& error) {
   const auto* ours = dynamic_cast<const Error*>(&error);
   return ours && ours->kind() != ErrorKind::kRuntime;

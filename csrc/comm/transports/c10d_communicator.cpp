@@ -35,7 +35,7 @@ bool arithmetic(ReduceOp op) {
   return op == ReduceOp::kSum || op == ReduceOp::kProduct || op == ReduceOp::kMin || op == ReduceOp::kMax;
 }
 
-// What Debian's gloo (torch 1.13) and that of 2.x both know; bf16 and bool travel as something wider.
+// Types that both Debian's gloo (torch 1.13) and that of torch 2.x know. bf16 and bool are sent as wider types.
 bool gloo_carries(at::ScalarType type) {
   switch (type) {
     case at::kFloat:
@@ -53,12 +53,12 @@ bool gloo_carries(at::ScalarType type) {
 
 using Handle = decltype(std::declval<c10d::ProcessGroup>().barrier());
 
-// How long the host waits for an operation of gloo before it looks whether the group has been aborted.
+// The host waits this long for an operation of gloo before it checks whether the group was aborted.
 constexpr std::chrono::milliseconds kSlice(500);
 
 class C10dWork;
 
-// What a communicator and its works know of its end.
+// The state of the end of a communicator, shared with its works.
 struct Ending {
   std::atomic<bool> asked{false};
   std::mutex mutex;  // of what follows

@@ -7,7 +7,7 @@
 
 namespace ds::comm {
 
-// How gloo carries what it has no collective for, or a slow one.
+// The way in which gloo runs verbs for which it has no collective, or a slow one.
 enum class GlooBy {
   kTransfers,    // sends and receives between all pairs: fastest; their handles have to be waited for
   kCollectives,  // its own collectives, which run in threads of gloo: handles can be asked and dropped, as scripts may

@@ -15,13 +15,13 @@ namespace ds::comm {
 
 namespace {
 
-// What the collectives of one group need, shared with those that are under way.
+// The state of a group, shared with its collectives that are under way.
 struct Tree {
   Hosts hosts;
-  CommunicatorPtr leaders;  // null: this rank leads nobody
-  mutable WorkPtr told;     // what tells the other leaders that this host has failed; kept until it has gone out
+  CommunicatorPtr leaders;  // null: this rank is not a leader
+  mutable WorkPtr told;     // the message about a failure of this host to the other leaders; kept until it is sent
 
-  // The ranks of this host stop with what leaders find out.
+  // Runs `talk` on the leader; its error ends the call on all ranks of this host.
   template <typename Talk>
   void between_hosts(ShmGroup& group, const Talk& talk) const {
     if (!leaders) return;
@@ -34,14 +34,14 @@ struct Tree {
   }
 };
 
-// What a leader calls, told to the other leaders once its host has agreed on it, with some numbers. Where the ranks of
-// its host have failed it says so: the other hosts must not wait for them.
+// Leaders compare the calls of their hosts, with some numbers, after the ranks of each host have agreed on the call. A
+// leader whose ranks have failed sends that instead, so that the other hosts do not wait for them.
 class FingerprintExchange {
  public:
   FingerprintExchange(const Tree& tree, const Record& call, size_t numbers = 0)
       : tree_(tree), call_(call), numbers_(numbers) {}
 
-  // Fails where hosts call different things, or one has failed.
+  // Fails if hosts make different calls, or if one of them has failed.
   void compare(ShmGroup& group, const std::vector<int64_t>& numbers = {}) {
     tree_.between_hosts(group, [&](Communicator& leaders) {
       begin(call_, numbers);

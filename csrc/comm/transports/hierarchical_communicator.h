@@ -15,8 +15,8 @@
 
 namespace ds::comm {
 
-// What goes by hosts: all that leaders can speed up, or all_to_all alone, for calls of a script: these end at any time,
-// each by itself, and a script's reductions are those of `inner`. Such a communicator has the name of `inner`.
+// The verbs that go through leaders: all verbs that they speed up, or all_to_all alone. The latter is for calls of a
+// script, which may end at any time; a script's reductions are those of `inner`, and so is the communicator's name.
 enum class ByHosts { kAll, kExchanges };
 
 // Collective over `inner`. `host`: where this rank is, see host_id(). Null on all ranks where all are on one host or

@@ -29,8 +29,8 @@ std::optional<nccl::RedOp> nccl_op(ReduceOp op, at::ScalarType type) {
   }
 }
 
-// What the device does beside its current stream; wait() puts the current stream behind it. Holds the tensors until
-// then: torch's allocator would hand out their memory in the order of the stream that they were made on.
+// Work of the device on another stream; wait() makes the current stream wait for it. The tensors are held until then,
+// because torch's allocator reuses their memory in the order of the stream on which they were made.
 class StreamWork : public Work {
  public:
   StreamWork(c10::Event done, std::vector<Op> ops, std::function<void()> finish)

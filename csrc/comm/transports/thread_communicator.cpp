@@ -26,7 +26,7 @@ struct SharedRegions {
   bool closed = false;
 };
 
-// What a rank has sent to another and the other has not taken.
+// Messages that a rank has sent to another one and that were not received yet.
 struct Mailbox {
   std::deque<at::Tensor> messages;
   int64_t sent = 0, expected = 0;  // how many; how many receives have been issued

@@ -193,7 +193,7 @@ def reset():
 
 
 def set_num_layers(nlayers):
-    """How many segments there are in one forward, for the buffers."""
+    """Sets the number of segments in one forward, for the buffers."""
     _change({"num_layers": nlayers})
 
 

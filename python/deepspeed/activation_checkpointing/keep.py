@@ -1,7 +1,7 @@
-"""How a segment's inputs wait for backward: as they are, sharded over the model-parallel ranks, or on the host.
+"""Keeps a segment's inputs for backward: unchanged, sharded over the model-parallel ranks, or on the host.
 
-Between forward and backward a list of inputs is a list of *entries*, two per input: what is kept, and the ``Origin``
-that says what it was; None where the input itself is kept.
+Between forward and backward a list of inputs is a list of *entries*, two per input: the kept object, and the ``Origin``
+that describes the input, or None if the input itself is kept.
 """
 
 from typing import NamedTuple

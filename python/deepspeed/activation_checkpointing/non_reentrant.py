@@ -23,7 +23,7 @@ class _KeptInputs(torch.autograd.Function):
 
 
 class _Holder:
-    """What the graph keeps in place of a saved tensor."""
+    """A placeholder that the graph keeps instead of a saved tensor."""
 
     __slots__ = ("__weakref__",)
 

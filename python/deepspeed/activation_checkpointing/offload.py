@@ -10,8 +10,8 @@ from deepspeed.accelerator import get_accelerator
 
 
 class _HostPool:
-    """Host buffers for reuse, at most ``capacity`` of them. A buffer comes back by itself when the last tensor on it
-    is gone, so one that is still needed (``retain_graph``, a saved-tensor hook that kept it) is never given twice."""
+    """Host buffers for reuse, at most ``capacity`` of them. A buffer returns to the pool when the last tensor on it
+    is freed, so a buffer in use (``retain_graph``, a saved-tensor hook that kept it) is never given out twice."""
 
     def __init__(self, pin, capacity):
         self._pin = pin
@@ -125,7 +125,7 @@ class _ActivationOffloadEngine:
         return host
 
     def to_device(self, host, device):
-        """What ``to_host`` copied, on ``device`` again."""
+        """A copy on ``device`` of a tensor that ``to_host`` has copied."""
         if not self.use_streams or torch.device(device).type == "cpu":
             return host.to(device)
         self._settle(0)

@@ -1,4 +1,4 @@
-"""What ``configure`` chose for this process."""
+"""The settings that ``configure`` has chosen for this process."""
 
 import threading
 from dataclasses import dataclass, field

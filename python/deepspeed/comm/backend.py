@@ -2,7 +2,7 @@
 
 
 class Backend:
-    """Base of the carriers. ``name`` is for messages; ``initialized`` says whether the process group exists."""
+    """Base class of backends. ``name`` appears in messages; ``initialized`` says whether the process group exists."""
 
     def __init__(self, name="backend", rank=0, size=1):
         self.name = name

@@ -1,10 +1,10 @@
-"""What carries the collectives of ``deepspeed.comm`` on CPU tensors: a native communicator for each group over gloo.
+"""Native communicators that run the collectives of ``deepspeed.comm`` on CPU tensors, one for each group over gloo.
 
-Groups that ``deepspeed.comm`` makes, the first one included, move tensors through shared memory where their ranks share
-a host: such a communicator is made together with the group, not when it is needed, since ranks may come to two groups
-in different orders. ``DS_SHM_COLLECTIVES=0`` makes none. All others, and groups of torch's making, go through gloo,
-with its gaps filled (csrc/comm/compose.cpp) and calls that do not meet found out (csrc/comm/store_board.h). torch's own
-functions, and tensors of other devices, are no business of this module.
+Groups that ``deepspeed.comm`` makes, the first one included, move tensors through shared memory if all ranks are on one
+host. Such a communicator is made together with its group and not at first use, because ranks may use two groups in
+different orders. ``DS_SHM_COLLECTIVES=0`` turns shared memory off. All other groups, including those that torch makes,
+use gloo; csrc/comm/compose.cpp adds the verbs and dtypes that gloo lacks, and csrc/comm/store_board.h finds calls that
+do not match. This module does not handle tensors of other devices, nor calls of torch's own functions.
 """
 
 import os
@@ -18,13 +18,13 @@ from deepspeed.comm.reduce_op import to_name
 from deepspeed.comm.timeouts import default_timeout
 from deepspeed.comm.watch import board_store, group_facts
 
-# torch's group -> Carrier, or None: torch's own functions carry it. Weak: torch decides when a group ends, and with a
-# carrier goes its hold on the job's store.
+# torch's group -> GroupCommunicator; None if torch's own functions run its collectives. The keys are weak because torch
+# decides when a group ends; the entry then releases its reference to the job's store.
 _known = weakref.WeakKeyDictionary()
 
 
-class Carrier:
-    """The ranks of one group, as this rank calls them."""
+class GroupCommunicator:
+    """Runs the collectives of one group on CPU tensors, as one of its ranks."""
 
     def __init__(self, group, name, shared):
         facts, store = group_facts(name), board_store(name)
@@ -33,7 +33,7 @@ class Carrier:
         self._calls = _native._C.ScriptCalls(native)
 
     def run(self, verb, given, taken, async_op, op=None, root=-1, splits=((), ())):
-        """csrc/comm/script_calls.h. torch's ``Work`` when ``async_op``, else None when it has ended."""
+        """See csrc/comm/script_calls.h. Returns torch's ``Work`` if ``async_op``, else None after the call has ended."""
         op = "sum" if op is None else to_name(op).lower()
         return self._calls.call(verb, given, taken, [list(split or ()) for split in splits], op, root, async_op)
 
@@ -55,35 +55,36 @@ def _name_of(group):
 
 def _make(group, shared):
     ours = dist.get_rank(group) >= 0 and _over_gloo(group)
-    _known[group] = Carrier(group, _name_of(group), shared) if ours else None
+    _known[group] = GroupCommunicator(group, _name_of(group), shared) if ours else None
 
 
 def add_memory(group):
-    """All members have just made ``group``: they call this, too."""
+    """Prepares shared memory for ``group``. All members call this right after they have made the group."""
     if isinstance(group, dist.ProcessGroup) and dist.get_world_size(group) > 1:
         _make(group, shared=os.environ.get("DS_SHM_COLLECTIVES") != "0")
 
 
 def of(group, tensor, reduces=False):
-    """The ``Carrier`` of ``tensor`` for ``group`` (None: all ranks); None where torch's own functions carry it."""
+    """The ``GroupCommunicator`` that runs collectives of ``tensor`` in ``group`` (None: all ranks), or None if torch's
+    own functions run them."""
     if tensor is not None:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided or (reduces and tensor.is_complex()):
             return None
     group = dist.group.WORLD if group is None else group
-    if not isinstance(group, dist.ProcessGroup):  # what torch gives to those who are no members
+    if not isinstance(group, dist.ProcessGroup):  # torch gives another object to ranks that are not members
         return None
     if group not in _known:
         _make(group, shared=False)
     return _known.get(group)
 
 
-def place(group, rank):
-    """Global ``rank``'s in ``group``."""
+def rank_in(group, rank):
+    """The number of global rank ``rank`` in ``group``."""
     return rank if group is None or group is dist.group.WORLD else dist.get_group_rank(group, rank)
 
 
 def forget(group=None):
-    """``group`` (None: all of them) is about to be destroyed."""
+    """Drops the communicator of ``group`` (None: of all groups), which is about to be destroyed."""
     if group is None or group is dist.group.WORLD:
         _known.clear()
     elif isinstance(group, dist.ProcessGroup):
@@ -91,5 +92,5 @@ def forget(group=None):
 
 
 def known():
-    """All of this process."""
+    """All communicators of this process; None stands for a group that torch's own functions serve."""
     return list(_known.values())

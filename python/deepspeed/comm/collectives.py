@@ -1,4 +1,4 @@
-"""The operations of ``deepspeed.comm``: torch.distributed's, on the carrier of this process.
+"""The operations of ``deepspeed.comm``: torch.distributed's, run by the backend of this process.
 
 ``prof``, ``log_name`` and ``debug`` describe an operation for the log of operations and do not change what it does.
 ``group`` None is all ranks; ``op`` is a ``ReduceOp`` of ours or of torch. With ``async_op`` a handle is returned
@@ -7,7 +7,7 @@ whose ``wait()`` must be called before the result is read; without, the result i
 # ruff: noqa: B008 (the published signatures evaluate get_caller_func() in their defaults)
 
 from deepspeed.comm.caller import get_caller_func
-from deepspeed.comm.process_group import carrier
+from deepspeed.comm.process_group import current_backend
 from deepspeed.comm.reduce_op import ReduceOp
 from deepspeed.comm.timed import timed_op
 
@@ -24,7 +24,7 @@ def all_reduce(
     debug=get_caller_func(),
 ):
     """Every rank's ``tensor`` becomes the reduction over the ranks."""
-    return carrier().all_reduce(tensor, op, group, async_op)
+    return current_backend().all_reduce(tensor, op, group, async_op)
 
 
 @timed_op
@@ -39,8 +39,8 @@ def inference_all_reduce(
 ):
     """``all_reduce`` for the small tensors of token generation."""
     if async_op:
-        return carrier().all_reduce(tensor, op, group, async_op)
-    return carrier().inference_all_reduce(tensor, op, group)
+        return current_backend().all_reduce(tensor, op, group, async_op)
+    return current_backend().inference_all_reduce(tensor, op, group)
 
 
 @timed_op
@@ -54,7 +54,7 @@ def all_reduce_coalesced(
     debug=get_caller_func(),
 ):
     """``all_reduce`` of each tensor of the list, all under way at the same time."""
-    return carrier().all_reduce_coalesced(tensors, op, group, async_op)
+    return current_backend().all_reduce_coalesced(tensors, op, group, async_op)
 
 
 @timed_op
@@ -69,7 +69,7 @@ def reduce(
     debug=get_caller_func(),
 ):
     """Rank ``dst``'s ``tensor`` becomes the reduction over the ranks."""
-    return carrier().reduce(tensor, dst, op, group, async_op)
+    return current_backend().reduce(tensor, dst, op, group, async_op)
 
 
 @timed_op
@@ -84,7 +84,7 @@ def reduce_scatter(
     debug=get_caller_func(),
 ):
     """``output`` of rank r becomes the reduction of the ranks' ``input_list[r]``."""
-    return carrier().reduce_scatter(output, input_list, op, group, async_op)
+    return current_backend().reduce_scatter(output, input_list, op, group, async_op)
 
 
 @timed_op
@@ -99,7 +99,7 @@ def reduce_scatter_tensor(
     debug=get_caller_func(),
 ):
     """``output_tensor`` of rank r becomes part r of the reduction of the ranks' ``tensor``."""
-    return carrier().reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
+    return current_backend().reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
 
 
 @timed_op
@@ -113,7 +113,7 @@ def reduce_scatter_fn(
     debug=get_caller_func(),
 ):
     """The older name of ``reduce_scatter_tensor``."""
-    return carrier().reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
+    return current_backend().reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
 
 
 # ---- data movement ------------------------------------------------------------------------------------------------
@@ -128,13 +128,13 @@ def broadcast(
     debug=get_caller_func(),
 ):
     """Every rank's ``tensor`` becomes that of the global rank ``src``."""
-    return carrier().broadcast(tensor, src, group, async_op)
+    return current_backend().broadcast(tensor, src, group, async_op)
 
 
 @timed_op
 def broadcast_object_list(object_list, src, group=None, device=None):
     """Every rank's list gets the picklable objects of the global rank ``src``; lists of equal length."""
-    return carrier().broadcast_object_list(object_list, src, group, device)
+    return current_backend().broadcast_object_list(object_list, src, group, device)
 
 
 @timed_op
@@ -148,7 +148,7 @@ def all_gather(
     debug=get_caller_func(),
 ):
     """``tensor_list[r]`` becomes rank r's ``tensor``."""
-    return carrier().all_gather(tensor_list, tensor, group, async_op)
+    return current_backend().all_gather(tensor_list, tensor, group, async_op)
 
 
 @timed_op
@@ -162,19 +162,19 @@ def all_gather_into_tensor(
     debug=get_caller_func(),
 ):
     """``output_tensor`` gets the ranks' tensors one after the other."""
-    return carrier().all_gather_into_tensor(output_tensor, tensor, group, async_op)
+    return current_backend().all_gather_into_tensor(output_tensor, tensor, group, async_op)
 
 
 @timed_op
 def allgather_fn(output_tensor, input_tensor, group=None, async_op=False, debug=get_caller_func()):
     """The older name of ``all_gather_into_tensor``."""
-    return carrier().all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+    return current_backend().all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
 @timed_op
 def all_gather_coalesced(output_tensors, input_tensors, group=None, async_op=False):
     """``all_gather_into_tensor`` of each pair of the lists, all under way at the same time."""
-    return carrier().all_gather_coalesced(output_tensors, input_tensors, group, async_op)
+    return current_backend().all_gather_coalesced(output_tensors, input_tensors, group, async_op)
 
 
 @timed_op
@@ -187,7 +187,7 @@ def all_gather_object(
     debug=get_caller_func(),
 ):
     """``object_list[r]`` becomes rank r's picklable ``obj``."""
-    return carrier().all_gather_object(object_list, obj, group)
+    return current_backend().all_gather_object(object_list, obj, group)
 
 
 @timed_op
@@ -203,13 +203,13 @@ def all_to_all_single(
     debug=get_caller_func(),
 ):
     """Part r of ``output`` becomes this rank's part of rank r's ``tensor``; parts are equal or as the sizes say."""
-    return carrier().all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)
+    return current_backend().all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)
 
 
 @timed_op
 def all_to_all(output_tensor_list, input_tensor_list, group=None, async_op=False):
     """``output_tensor_list[r]`` becomes what rank r holds for this rank."""
-    return carrier().all_to_all(output_tensor_list, input_tensor_list, group, async_op)
+    return current_backend().all_to_all(output_tensor_list, input_tensor_list, group, async_op)
 
 
 @timed_op
@@ -224,7 +224,7 @@ def gather(
     debug=get_caller_func(),
 ):
     """Rank ``dst``'s ``gather_list[r]`` becomes rank r's ``tensor``."""
-    return carrier().gather(tensor, gather_list, dst, group, async_op)
+    return current_backend().gather(tensor, gather_list, dst, group, async_op)
 
 
 @timed_op
@@ -239,32 +239,32 @@ def scatter(
     debug=get_caller_func(),
 ):
     """Rank r's ``tensor`` becomes rank ``src``'s ``scatter_list[r]``."""
-    return carrier().scatter(tensor, scatter_list, src, group, async_op)
+    return current_backend().scatter(tensor, scatter_list, src, group, async_op)
 
 
 # ---- point to point -----------------------------------------------------------------------------------------------
 @timed_op
 def send(tensor, dst, group=None, tag=0, prof=False, log_name="send", debug=get_caller_func()):
     """Sends to the global rank ``dst`` and waits until the tensor may be changed."""
-    return carrier().send(tensor, dst, group, tag)
+    return current_backend().send(tensor, dst, group, tag)
 
 
 @timed_op
 def recv(tensor, src=None, group=None, tag=0, prof=False, log_name="recv", debug=get_caller_func()):
     """Receives from the global rank ``src``, or from anyone; returns the sender."""
-    return carrier().recv(tensor, src, group, tag)
+    return current_backend().recv(tensor, src, group, tag)
 
 
 @timed_op
 def isend(tensor, dst, group=None, tag=0, prof=False, log_name="isend", debug=get_caller_func()):
     """Starts to send; returns a handle."""
-    return carrier().isend(tensor, dst, group, tag)
+    return current_backend().isend(tensor, dst, group, tag)
 
 
 @timed_op
 def irecv(tensor, src=None, group=None, tag=0, prof=False, log_name="irecv", debug=get_caller_func()):
     """Starts to receive; returns a handle."""
-    return carrier().irecv(tensor, src, group, tag)
+    return current_backend().irecv(tensor, src, group, tag)
 
 
 # ---- meeting points -----------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def barrier(
     debug=get_caller_func(),
 ):
     """Returns when every rank of the group has called it."""
-    return carrier().barrier(group, async_op, device_ids)
+    return current_backend().barrier(group, async_op, device_ids)
 
 
 @timed_op
@@ -291,4 +291,4 @@ def monitored_barrier(
     debug=get_caller_func(),
 ):
     """A barrier that names the ranks that did not come in time; gloo groups only."""
-    return carrier().monitored_barrier(group, timeout, wait_all_ranks)
+    return current_backend().monitored_barrier(group, timeout, wait_all_ranks)

@@ -9,5 +9,5 @@ __all__ += _comm.__all__
 
 
 def __getattr__(name):
-    # cdb: the carrier of this moment
+    # cdb: the current backend
     return process_group.cdb if name == "cdb" else getattr(_comm, name)

@@ -104,7 +104,7 @@ def log_summary(show_straggler=False, return_dict=False):
     if not comms_logger.enabled and not comms_logger.has_data():
         logger.warning("comms_logger was not enabled: there is no record of communication operations to show.")
         return {} if return_dict else None
-    with timed.unheard():
+    with timed.suppress_logging():
         return comms_logger.log_all(print_rank() == 0, show_straggler, return_dict)
 
 
@@ -114,7 +114,7 @@ def write_summary(path, show_straggler=False):
     ``show_straggler``: every rank calls it.
     """
     collect()
-    with timed.unheard():
+    with timed.suppress_logging():
         found = comms_logger.log_all(False, show_straggler, True)
     if print_rank() == 0:
         with open(path, "w", encoding="utf-8") as file:

@@ -23,7 +23,7 @@ from deepspeed.log import log_dist, logger
 
 # How long gloo's threads have at the end to let go of what they hold.
 _LAST_BREATH_S = 0.1
-# The carrier, None before the first use.
+# The backend; None before the first use.
 cdb = None
 _keeper = None  # of the job's store, which is in the process of rank 0 (csrc/comm/store_keeper.h)
 
@@ -194,7 +194,7 @@ def set_backend():
         cdb = TorchBackend(dist.get_backend(), default_pg_timeout, None)
 
 
-def carrier():
+def current_backend():
     """The ``TorchBackend`` of this process; RuntimeError before there is a process group."""
     if cdb is None or not cdb.is_initialized():
         if not dist.is_initialized():
@@ -221,7 +221,7 @@ def destroy_process_group(group=None):
     if dist.is_initialized():
         if _keeper is not None and (group is None or group is dist.group.WORLD):
             _keeper.goodbye()
-        carrier().destroy_process_group(group)
+        current_backend().destroy_process_group(group)
     if not dist.is_initialized():
         cdb = None
 
@@ -229,12 +229,12 @@ def destroy_process_group(group=None):
 # ---- who and how many ---------------------------------------------------------------------------------------------
 def get_rank(group=None):
     """This process's rank in the group; -1 when it is not a member."""
-    return carrier().get_rank(group)
+    return current_backend().get_rank(group)
 
 
 def get_world_size(group=None):
     """Number of ranks in the group; -1 when this process is not a member."""
-    return carrier().get_world_size(group)
+    return current_backend().get_world_size(group)
 
 
 def get_local_rank():
@@ -244,40 +244,40 @@ def get_local_rank():
 
 def get_global_rank(group=None, group_rank=0):
     """The rank among all of the group's member ``group_rank``."""
-    return carrier().get_global_rank(group, group_rank)
+    return current_backend().get_global_rank(group, group_rank)
 
 
 def get_all_ranks_from_group(group=None):
     """The ranks among all of the group's members, in the group's order."""
-    return carrier().get_all_ranks_from_group(group)
+    return current_backend().get_all_ranks_from_group(group)
 
 
 def get_world_group():
     """The group of all ranks."""
-    return carrier().get_world_group()
+    return current_backend().get_world_group()
 
 
 def new_group(ranks):
     """A group of the given ranks; every rank of the job must call this, members or not."""
-    return carrier().new_group(ranks)
+    return current_backend().new_group(ranks)
 
 
 def initialize_mesh_device(mesh_shape, mesh_dim_names):
     """A torch ``DeviceMesh``, e.g. ``((2, 4), ("data_parallel", "sequence_parallel"))``."""
-    return carrier().init_device_mesh(mesh_shape, mesh_dim_names)
+    return current_backend().init_device_mesh(mesh_shape, mesh_dim_names)
 
 
 def enable_symm_mem_for_group(group_name):
     """Lets kernels of this group reach each other's memory."""
-    return carrier().enable_symm_mem_for_group(group_name)
+    return current_backend().enable_symm_mem_for_group(group_name)
 
 
 def has_all_gather_into_tensor():
-    return carrier().has_all_gather_into_tensor()
+    return current_backend().has_all_gather_into_tensor()
 
 
 def has_reduce_scatter_tensor():
-    return carrier().has_reduce_scatter_tensor()
+    return current_backend().has_reduce_scatter_tensor()
 
 
 def has_all_reduce_coalesced():

@@ -51,7 +51,7 @@ def listen(comms_logger):
 
 
 @contextlib.contextmanager
-def unheard():
+def suppress_logging():
     """Operations inside, on this thread, are not recorded: they belong to one that is, or to the log itself."""
     before = getattr(_here, "inside", False)
     _here.inside = True
@@ -71,7 +71,7 @@ def _timed(func, name):
     def operation(*args, **kwargs):
         if _listener is None or getattr(_here, "inside", False):
             return func(*args, **kwargs)
-        with unheard():
+        with suppress_logging():
             return _recorded(func, name, args, kwargs)
 
     return operation

@@ -73,7 +73,7 @@ def declared_fields(cls):
 
 
 def extra_policy(cls):
-    """What an unknown key means: "forbid", "ignore" or "allow", from ``model_config`` or pydantic 1's ``Config``."""
+    """The rule for unknown keys: "forbid", "ignore" or "allow", from ``model_config`` or pydantic 1's ``Config``."""
     for base in cls.__mro__:
         for policy in (vars(base).get("model_config"), vars(vars(base).get("Config", type))):
             if policy is not None and "extra" in policy:
@@ -112,7 +112,7 @@ def _convert_container(where, origin, annotation, value):
     return origin(convert(f"{where}[{i}]", kind, item) for i, item in enumerate(value))
 
 
-# What pydantic takes for an integer in quotes, between blanks.
+# The texts that pydantic reads as an integer.
 _WHOLE = re.compile(r"\s*[+-]?\d+(_\d+)*(\.0+)?\s*", re.ASCII)
 
 

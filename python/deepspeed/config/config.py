@@ -177,7 +177,7 @@ class DeepSpeedConfig:
 
     @property
     def native(self):
-        """What csrc/config has resolved, for the native core."""
+        """The configuration as csrc/config has resolved it, for the native core."""
         if self._native is None:  # this object has come from another process
             self._native = read(self._param_dict)
         return self._native

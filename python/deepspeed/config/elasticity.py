@@ -1,4 +1,4 @@
-"""What the section ``elasticity`` of one job must agree with: the scheduler's copy of it, and the number of ranks."""
+"""Compares the section ``elasticity`` with the scheduler's copy of it, and with the number of ranks."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def scheduler_section():
 
 
 def difference_from_scheduler(values):
-    """What the scheduler was told otherwise than the resolved section ``values``, as text; "" when all agrees."""
+    """The differences between the resolved section ``values`` and the scheduler's copy, as text; "" if none."""
     scheduled = scheduler_section()
     if scheduled is None:
         return ""

@@ -24,7 +24,7 @@ def layout(root, path=""):
 
 
 class DeepSpeedConfigModel:
-    """What all section objects share: attributes, conversion to a dict, equality, copies, pickling.
+    """The base of all section objects: attributes, conversion to a dict, equality, copies, pickling.
 
     A subclass declares fields as annotations (see annotated.py); unknown keys and wrong types are errors.
     ``strict``: "auto" is a value like any other instead of standing for the default. A subclass whose ``model_config``

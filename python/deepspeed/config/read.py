@@ -20,7 +20,7 @@ def _torch_classes(module, base_names):
 
 
 def other_names():
-    """What csrc/config cannot know: the class names of this torch that may stand for a type, by key."""
+    """Names that csrc/config cannot know: for each key the class names of this torch that may stand for a type."""
     if not _other_names:
         schedulers = torch.optim.lr_scheduler
         _other_names["optimizer.type"] = _torch_classes(torch.optim, ["Optimizer"])

@@ -20,7 +20,7 @@ class ZeroStageEnum(int, enum.Enum):
 
 
 class OffloadDeviceEnum(str, enum.Enum):
-    """Where offloaded tensors go."""
+    """The device that offloaded tensors are moved to."""
 
     none = "none"
     cpu = "cpu"

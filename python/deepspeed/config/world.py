@@ -37,7 +37,7 @@ class MeshShape:
 
 
 def sequence_ranks(mpu):
-    """How many ranks share one sequence, as ``mpu`` says; None: it does not speak of sequences."""
+    """The number of ranks that share one sequence according to ``mpu``; None if it has no such method."""
     ask = getattr(mpu, "get_sequence_parallel_world_size", None)
     return None if ask is None else int(ask())
 

@@ -194,9 +194,9 @@ class ResumableDataLoader:
         Exact for map-style data with our sampler, samplers with ``set_epoch``, and samplers that draw from torch's
         random numbers; an IterableDataset is read again up to the position and must yield the same samples again.
 
-        Where another number of ranks or another batch size has saved, the epoch goes on with the samples that no rank
-        has had, dealt anew. Other samplers than ours go on with the batch that so many samples of all ranks amount to,
-        an IterableDataset with the batch that so many samples of one rank do: sharing it is its own business.
+        If the state was saved with another number of ranks or another batch size, the rest of the epoch's samples is
+        divided among the ranks again. Other samplers than ours go on with the batch that follows the same number of
+        samples of all ranks; an IterableDataset, which divides itself, with the one after as many samples of one rank.
         """
         missing = [key for key in ("epoch", "batches") if key not in state]
         if missing:
@@ -273,7 +273,7 @@ class _BatchIndices:
 
 
 def _random_state(sampler):
-    """What a sampler without epochs may draw its order from: torch's global generator, or one of its own."""
+    """The random state from which a sampler without epochs may draw its order: torch's, and its own generator's."""
     own = getattr(sampler, "generator", None)
     return {"torch": torch.get_rng_state(), "sampler": own.get_state() if own is not None else None}
 

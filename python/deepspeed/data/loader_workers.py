@@ -3,10 +3,10 @@
 [Note: iterators in reference cycles] torch's iterator ends its workers in ``__del__``: it puts None into their queues
 and joins them. Iterators of an engine are mostly freed by the garbage collector, for an engine and its module refer to
 each other, and the collector runs weakref callbacks before ``__del__``. multiprocessing closes queues, and the pipes
-that tell of a process's end, by such callbacks: None would reach nobody, and the program would wait 5 s for each
-worker before it kills it, while other ranks wait in a collective for this one. What something reachable refers to is
-not garbage, so a finalizer of the iterator keeps queues and processes until the iterator itself is gone. They refer
-to no sample, no data set and no collate function, which means that the finalizer keeps nothing else alive.
+that tell of a process's end, by such callbacks: None would not arrive, and the program would wait 5 s for each worker
+before it kills it, while other ranks wait in a collective for this one. Therefore a finalizer of the iterator refers to
+queues and processes: they are reachable until the iterator itself is freed. They refer to no sample, no data set and
+no collate function, so the finalizer keeps nothing else alive.
 
 [Note: iterators in forked children] A child that is forked inherits iterators, garbage among them, and would end the
 workers of its parent when it frees them ("can only test a child process"). They are marked as shut down there.

@@ -1,4 +1,4 @@
-"""What of torch's own elastic launcher this environment has."""
+"""Reports whether this environment has torch's own elastic launcher."""
 
 
 def is_torch_elastic_compatible():

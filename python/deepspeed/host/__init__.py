@@ -1,5 +1,5 @@
-"""What this machine has, learned without torch: cores, memory nodes, devices, ports, the BLAS behind torch.
+"""Facts about this machine, found without torch: cores, memory nodes, devices, ports, the BLAS behind torch.
 
-The lowest room of the Python side: the launcher and the report run on head nodes without torch, and the accelerators
-ask the same questions. Imports the standard library only.
+This is the lowest room of the Python side: the launcher and the report, which run on head nodes without torch, use it,
+and so do the accelerators. It imports the standard library only.
 """

@@ -1,4 +1,4 @@
-"""Which BLAS torch's matrix products run on in this process, and whether it is the slow one.
+"""Finds the BLAS of torch's matrix products in this process, and says whether it is the slow one.
 
 Debian's torch calls whatever ``libblas.so.3`` is installed; by default that is the reference implementation, which is
 about thirty times slower than OpenBLAS. torch from PyPI carries its own.

@@ -1,4 +1,4 @@
-"""Which processor cores work for whom."""
+"""Assigns processor cores to ranks."""
 
 import math
 

@@ -59,7 +59,7 @@ def openblas_coretype():
 
 
 def thread_siblings(core):
-    """What the system calls the logical cores that share a physical one with ``core``, such as ``0,32``."""
+    """The system's name for the logical cores that share a physical one with ``core``, such as ``0,32``."""
     return _read(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list") or str(core)
 
 
@@ -77,7 +77,7 @@ def physical_cores(cores):
 
 
 def quota_cores():
-    """How many cores' worth of time a container (cgroup) may use, as a number such as 3.5; None without a limit."""
+    """The processor time that a container (cgroup) may use, in cores, such as 3.5; None without a limit."""
     limits = []
     for line in _read("/proc/self/cgroup").splitlines():
         number, names, path = line.split(":", 2)

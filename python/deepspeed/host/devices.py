@@ -1,4 +1,4 @@
-"""How many accelerators a process started now would see, learned without loading a driver."""
+"""Counts the accelerators that a process started now would see, without loading a driver."""
 
 import os
 import re
@@ -50,7 +50,7 @@ def visible_device_ids():
 
 
 def visible_gpu_ids():
-    """What each GPU visible to a child is called in CUDA_VISIBLE_DEVICES, in order; [] on a machine without GPUs."""
+    """The names, for CUDA_VISIBLE_DEVICES, of the GPUs that a child sees, in order; [] on a machine without GPUs."""
     count = nvidia_device_count()
     if count == 0:
         return []

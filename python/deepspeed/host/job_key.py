@@ -1,4 +1,4 @@
-"""How two processes of a job show each other that they know its key, without saying it; and jobs without a key."""
+"""Proofs by which two processes of a job show that they know its key without sending it; and jobs without a key."""
 
 import hashlib
 import hmac
@@ -8,8 +8,8 @@ KEY_VARIABLE = "DS_JOB_KEY"
 MAKE_KEY = f"""export {KEY_VARIABLE}=$(python3 -c "import secrets; print(secrets.token_hex(16))")"""
 NO_KEY = (
     f"the job has no key, so other hosts are refused. Make a key on one host with this line, and set {KEY_VARIABLE} to "
-    f"the same text on every host: {MAKE_KEY} (--insecure does without: then whoever reaches the port first can "
-    f"take part in the job and read its environment)"
+    f"the same text on every host: {MAKE_KEY} (--insecure works without a key: any host that reaches the "
+    f"port can then take part in the job and read its environment)"
 )
 
 
@@ -20,7 +20,7 @@ def is_from_here(connection):
 
 
 def proof(key, nonce, who):
-    """What shows that ``who`` knows ``key``; ``nonce``: a text that the other side has just made up."""
+    """The proof that ``who`` knows ``key``. ``nonce``: a random text of the other side."""
     return hmac.new(key.encode(), f"{who} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 

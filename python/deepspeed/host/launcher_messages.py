@@ -1,4 +1,4 @@
-"""What a rank tells the launcher that started it, over a datagram socket of its host; nothing where there is none."""
+"""Messages from a rank to the launcher that started it, over a datagram socket. Without a launcher none is sent."""
 
 import json
 import os
@@ -22,6 +22,6 @@ def tell_launcher(**message):
         way.settimeout(5.0)
         try:
             way.sendto(json.dumps(message).encode(), "\0" + name)
-        except OSError:  # that launcher is gone, or it is one of another host
+        except OSError:  # the launcher has ended, or it is one of another host
             return False
     return True

@@ -37,7 +37,7 @@ def find_library(name):
 
 
 def missing_libraries(name, system):
-    """What to tell a user about the libraries that the op ``name`` needs and that are not found here.
+    """Sentences for the user about libraries that the op ``name`` needs and that are missing here.
 
     Args:
         system: tuples (header, library without ``lib``, Debian package).

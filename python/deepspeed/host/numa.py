@@ -70,7 +70,7 @@ def get_numa_cores():
 
 
 def numa_node_count():
-    """How many memory nodes hold a core that this process may use; at least 1."""
+    """The number of memory nodes with a core that this process may use; at least 1."""
     usable = set(usable_cores())
     return max(1, sum(1 for cores in get_numa_cores() if usable.intersection(cores)))
 

@@ -1,4 +1,4 @@
-"""Where a process of MPI or Slurm stands in its job: rank, size, and the same on its host."""
+"""The rank and the number of ranks of a process of MPI or Slurm, in its job and on its host."""
 
 # A row per MPI: rank, size, rank on the host, ranks of the host. The first that knows a value says it.
 _VARIABLES = (

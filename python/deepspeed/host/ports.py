@@ -13,9 +13,9 @@ def _can_listen(family, port):
     try:
         probe = socket.socket(family)
     except OSError:
-        return True  # no IPv6 here: nobody listens there
+        return True  # this machine has no IPv6, so no process listens there
     with probe:
-        # As torch's store does: a port in TIME_WAIT counts as free, one that somebody listens on does not.
+        # torch's store sets this, too: a port in TIME_WAIT counts as free, a port with a listener does not.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -28,16 +28,16 @@ def _can_listen(family, port):
 
 
 def free_port():
-    """A port that nobody listens on now, chosen by the system."""
+    """A port without a listener, chosen by the system."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
 
 
 def claim_port(port):
-    """None where somebody listens on ``port`` or another launcher of this machine has claimed it; else a socket that
-    keeps other launchers off while it is open. The ranks of two jobs that start together would meet at one port, each
-    job taking the other's ranks for its own."""
+    """Claims ``port`` for this launcher: returns a socket that holds the claim while it is open, or None if the port
+    has a listener or another launcher of this machine has claimed it. Without claims two jobs that start together would
+    use one port, and each would take ranks of the other job for its own."""
     claim = socket.socket(socket.AF_UNIX)
     try:
         claim.bind(f"\0deepspeed.port.{port}")  # no file, and gone with the process; a network namespace has its own
@@ -51,8 +51,8 @@ def claim_port(port):
 
 
 def claim_any_port(first, count=1000):
-    """``(port, claim)`` of the first port from ``first`` on that can be claimed: below the ports that the system gives
-    to connections, so that nobody comes by it in between."""
+    """``(port, claim)`` of the first port from ``first`` on that can be claimed. These ports are below those that the
+    system gives to connections, so no connection takes one meanwhile."""
     for port in range(first, first + count):
         claim = claim_port(port)
         if claim is not None:

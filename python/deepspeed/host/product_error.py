@@ -1,4 +1,4 @@
-"""How exact torch's own products of 16-bit matrices are on this processor: measured, because no version tells.
+"""Measures the error of torch's own products of 16-bit matrices on this processor. No version number tells it.
 
 torch 1.13 adds up a product of two row-major bf16 matrices in bf16 on processors without AVX-512; other processors and
 torch 2.x add in fp32 and round the result once.
@@ -42,7 +42,7 @@ def adds_in_fp32(dtype):
 
 
 def bf16_products():
-    """What the report says of them, such as ``"relative error 2.68 %"``."""
+    """The text of the report, such as ``"relative error 2.68 %"``."""
     error = product_error(sys.modules["torch"].bfloat16)
     return "none" if error is None else f"relative error {error:.2%}"
 

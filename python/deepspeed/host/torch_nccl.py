@@ -1,6 +1,6 @@
-"""Which NCCL a torch comes with, found without importing torch.
+"""Finds the version of the NCCL that a torch contains, without importing torch.
 
-Imports nothing of the package, because setup.py reads this file.
+This file imports nothing of the package, because setup.py reads this file.
 """
 
 import glob

@@ -1,4 +1,4 @@
-"""What the writers of this package have in common."""
+"""The base class of the writers of this package."""
 
 import time
 

@@ -13,13 +13,13 @@ from deepspeed.io.base_file_writer import BaseFileWriter
 
 @dataclass
 class FastFileWriterConfig:
-    """How a ``FastFileWriter`` writes.
+    """The settings of a ``FastFileWriter``.
 
-    dnvme_handle: an ``aio_handle``; its ``wait()`` does not count what the writer does with it.
+    dnvme_handle: an ``aio_handle``; its ``wait()`` does not count the writer's requests.
     pinned_tensor: memory for the bytes on their way, page-locked for best speed; nothing else may use it meanwhile.
     double_buffer: fill one half of it while the other is written.
-    num_parallel_writers, writer_rank: so many writers, each given the same bytes, write one file together, each every
-    so-manieth half. global_rank: of the process, for messages only.
+    num_parallel_writers, writer_rank: several writers write one file together. Each gets the same bytes and writes
+    every n-th half of them. global_rank: of the process, for messages only.
     """
 
     dnvme_handle: object

@@ -1,5 +1,5 @@
-"""The program on each host of a job: it starts that host's ranks, passes on what they say, and ends them when the
-head, or the way to it, is gone. It is started by ssh, pdsh, srun, or by hand; see ``head``."""
+"""The agent: the program on each host of a job. It starts that host's ranks, sends their output to the head, and ends
+them when the head or the connection to it is lost. ssh, pdsh, srun or a user starts it; see ``head``."""
 
 import argparse
 import copy
@@ -26,16 +26,16 @@ from deepspeed.registry import load_target
 from deepspeed.version import __version__
 
 MARK = b"\0deepspeed-agent\n"
-KEY_MARK = "deepspeed-agent-key"  # begins what an agent says of its key; anybody may read the words that start it
+KEY_MARK = "deepspeed-agent-key"  # precedes the key that an agent prints; command lines are visible to all
 _MOST_WAITING = 1 << 20
 _CHUNK = 1 << 16
 _TERM_S = 1.0  # after the link is lost: SIGTERM, then SIGKILL
 
 
 def facts(port=None):
-    """What the head wants to know of this host, and the claim of the port, which the agent holds as long as it runs.
+    """``(facts about this host for the head, claim of the port)``. The agent holds the claim as long as it runs.
 
-    ``port``: one that rank 0 should listen on, 0 for any; None: rank 0 is elsewhere.
+    ``port``: the port that rank 0 should listen on, 0 for any; None if rank 0 runs on another host.
     """
     found = {"host": socket.gethostname(), "python": list(sys.version_info[:2]), "deepspeed": __version__}
     connection = os.environ.get("SSH_CONNECTION", "").split()
@@ -51,10 +51,10 @@ def facts(port=None):
 
 
 class HostJob:
-    """A host's share while it runs: between the link to the head and the supervisor of the ranks.
+    """A running share: passes messages and output between the link to the head and the supervisor of the ranks.
 
-    ``forward``: output goes to the head; else it stays here. ``warm``: a ``WarmStart`` of an elastic job; ``spared``:
-    processes of the agent that are no ranks.
+    ``forward``: output is sent to the head, else it is written here. ``warm``: the ``WarmStart`` of an elastic job.
+    ``spared``: processes of the agent that are not ranks.
     """
 
     def __init__(self, link, plan, forward=True, warm=None, spared=()):
@@ -64,18 +64,18 @@ class HostJob:
         self._plan = plan
         self._forward = forward
         self._selector = selectors.DefaultSelector()
-        self._streams = {}  # fd -> (kind of frame, start of a line that waits for its end)
+        self._streams = {}  # fd -> (kind of frame, incomplete line)
         self._stdin = None
         self._input = bytearray()
         self._input_ended = False
         self._kill_at = None
         self._orphaned = False
-        self.leaving = False  # this host was asked to go
+        self.leaving = False  # this host was asked to leave the job
         self._reports = b""
         self._running = True
 
     def run(self):
-        """Starts the ranks and returns the exit code of this host's share when no process of it is left."""
+        """Starts the ranks. Returns the exit code of this host's share after all its processes have ended."""
         linux.become_subreaper()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
@@ -113,7 +113,7 @@ class HostJob:
             if self._warm.fits(self._plan):
                 streams = (pipes[0][0], pipes[1][1], pipes[2][1]) if pipes else (0, 1, 2)
                 pid = self._warm.fork_supervisor(self._plan, streams)
-                if pid is None:  # one that came too late must not start ranks beside the next
+                if pid is None:  # a late supervisor must not start ranks beside those of the next round
                     kill_descendants(self._spared)
             self._warm.expect(self._plan)
         pid = os.fork() if pid is None else pid
@@ -182,7 +182,7 @@ class HostJob:
     def _on_message(self, message):
         if "signal" in message:
             linux.kill(self._supervisor, message["signal"])
-            if "failed" in message:  # what the ranks would save now needs ranks that are gone
+            if "failed" in message:  # saving needs all ranks, and some have ended
                 self._kill_at = time.monotonic() + self._plan.failure_grace_s
             self._link.paused = message["signal"] == signal.SIGTSTP
         if "kill" in message:
@@ -197,7 +197,7 @@ class HostJob:
                 del self._input[: os.write(self._stdin, memoryview(self._input)[:_CHUNK])]
         except BlockingIOError:
             return
-        except OSError:  # nobody reads it
+        except OSError:  # the reader has closed it
             self._input_ended = True
         if self._input_ended:
             os.close(self._stdin)
@@ -249,7 +249,7 @@ _QUESTIONS = ("check", "clock", "echo", "measure")
 
 
 def answer(link, asked, told):
-    """Answers the head's questions about this host until it hangs up."""
+    """Answers the head's questions about this host until the head closes the link."""
     probe, echo = load_target("deepspeed.launcher.probe:host_facts"), None
     while True:
         if asked == "check":
@@ -270,11 +270,11 @@ def answer(link, asked, told):
 
 
 def serve(link, node, found, own=None, port=None):
-    """Runs what the head asks for over ``link``, once or, in an elastic job, again and again; returns the exit code.
+    """Runs the shares that the head sends over ``link``: one, or several in an elastic job. Returns the exit code.
 
     Args:
         node: number of this host. found: ``facts``, of ``port``.
-        own: the ``Share`` of a host that was started by hand: its options, variables and folder stay its own.
+        own: the ``Share`` of a host whose agent a user started (--no_ssh); it keeps its options, variables and folder.
     """
     agent = Agent(own)
     try:
@@ -284,13 +284,13 @@ def serve(link, node, found, own=None, port=None):
 
 
 class Agent:
-    """See ``serve``. ``lost``: whether the head went without a word; then another one may be served."""
+    """See ``serve``. ``lost``: the link ended without a message of the head; another head may be served then."""
 
     def __init__(self, own):
         self.lost = False
         self._link = None
         self._own = own
-        self._keeper = None  # of memory that outlives the ranks of an elastic job
+        self._keeper = None  # keeps memory beyond the end of the ranks of an elastic job
         self._warm = WarmStart()  # for its ranks
 
     def serve(self, link, node, found, port):
@@ -354,7 +354,7 @@ class Agent:
         plan.environments = [{**env, **self._keeper.variables} for env in plan.environments]
 
     def close(self):
-        """What it has kept between rounds goes."""
+        """Frees what was kept between rounds."""
         self._warm.close()
         if self._keeper is not None:
             self._keeper.close()
@@ -409,7 +409,7 @@ def connect(addresses, port, key, hello, limit_s, insecure=False):
 
 
 def _over_pipe():
-    # What anybody here prints must not get between the frames.
+    # Output of other code in this process must not mix with the frames.
     read, write = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -435,7 +435,7 @@ def main(args=None):
     key, name = os.environ.pop(KEY_VARIABLE, ""), options.name or os.environ.get("SLURMD_NODENAME", "")
     if options.tell_key:
         key = os.urandom(16).hex()
-        os.write(1, f"{KEY_MARK} {name} {key}\n".encode())  # at once: others write there, too
+        os.write(1, f"{KEY_MARK} {name} {key}\n".encode())  # one write, because other processes write to this pipe, too
     try:
         link = connect(addresses.split(","), int(port), key, {"name": name, "node": options.node}, options.wait)
     except LaunchError as error:

@@ -1,4 +1,4 @@
-"""Agents that connect to the head: whoever knows the key of the job and names a host that nobody else named."""
+"""Accepts agents that connect to the head. An agent proves that it knows the key and names a host without an agent."""
 
 import os
 import selectors
@@ -7,8 +7,8 @@ import socket
 from deepspeed.host.job_key import NO_KEY, is_from_here, proof, proves
 from deepspeed.launcher.control import LOOK_S, MESSAGE, Link
 
-_MOST_NAMED = 8  # addresses that were refused
-_UNKNOWN_BYTES = 1 << 16  # that somebody may send before it has shown the key
+_MOST_NAMED = 8  # refused addresses that are named to the user
+_UNKNOWN_BYTES = 1 << 16  # a peer may send before it has proved that it knows the key
 
 
 class Arrivals:
@@ -23,14 +23,14 @@ class Arrivals:
         self._joined = joined
         self._failed = failed
         self._say = say
-        self._refused = set()  # addresses of which the user was told
-        self._unknown = {}  # link of somebody who has not shown yet that it belongs to the job -> nonce, address
+        self._refused = set()  # addresses that were named to the user
+        self._unknown = {}  # link of a peer that has not proved yet that it knows the key -> nonce, address
         selector.register(job.meeting, selectors.EVENT_READ, self._accept)
 
     def _accept(self):
         try:
             connection, (address, _) = self._job.meeting.accept()
-        except OSError:  # gone again
+        except OSError:  # the peer has closed the connection
             return
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         refused = not (self._job.key or self._job.insecure or is_from_here(connection))
@@ -44,9 +44,9 @@ class Arrivals:
         self._selector.register(fd, selectors.EVENT_READ, link.receive)
 
     def turn(self):
-        """Looks at what those who have come have said."""
+        """Handles the messages of connected peers."""
         for link in list(self._unknown):
-            link.beat(LOOK_S)  # who says nothing is forgotten
+            link.beat(LOOK_S)  # a peer that sends nothing is dropped
             while link.frames and link.frames[0] == (MESSAGE, {"beat": 1}):
                 link.frames.popleft()
             if (link.frames and not self._awaits_key(link)) or link.lost:
@@ -54,7 +54,7 @@ class Arrivals:
                 self._judge(link, *self._unknown.pop(link))
 
     def _awaits_key(self, link):
-        # Its key comes by another way than it, maybe later.
+        # The key of this agent arrives on another connection, possibly later.
         try:
             host = self._job.host_of(link.frames[0][1]["join"], self._hosts)[0]
         except (KeyError, TypeError, AttributeError):
@@ -67,7 +67,7 @@ class Arrivals:
             join = message["join"]
             theirs, challenge = join["proof"], str(join["nonce"])
             host, why = self._job.host_of(join, self._hosts)
-        except (KeyError, TypeError, AttributeError, UnicodeEncodeError):  # no agent of ours
+        except (KeyError, TypeError, AttributeError, UnicodeEncodeError):  # not an agent of this program
             return self._refuse(link, "this is no agent of a job")
         key = self._job.key if host is None else self._job.key_of(host)
         if key is None or not proves(theirs, key, nonce, "agent"):
@@ -75,7 +75,7 @@ class Arrivals:
         if host is None:
             return self._refuse(link, why)
         if host.link is not None and self._job.args.elastic_training:
-            # Who asks again is let in when the one before it is known to be lost.
+            # A second agent is accepted after the loss of the first one was noticed.
             link.send({"stop": f"host {host.node} ({host.name}) is here already"})
             return link.close()
         if host.link is not None:
@@ -100,7 +100,7 @@ class Arrivals:
         self._refuse(link, NO_KEY)
 
     def close(self):
-        """Nobody else is let in."""
+        """Accepts no further agents."""
         for link in self._unknown:
             self._selector.unregister(link.read_fd)
             link.close()

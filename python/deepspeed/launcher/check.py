@@ -1,4 +1,4 @@
-"""``deepspeed --check``: whether a job can run on the hosts of a hostfile, host by host, with what to do where not."""
+"""``deepspeed --check``: checks each host of a hostfile, and says for each problem how to solve it."""
 
 import os
 import select
@@ -47,7 +47,7 @@ class Check:
 
     # ---- questions and answers -----------------------------------------------------------------------------------
     def _answers(self, hosts, name, limit_s):
-        """``{host: what its next message says of name}``; of hosts that are lost meanwhile there is nothing."""
+        """``{host: value of name in its next message}``, without the hosts that are lost meanwhile."""
         found, deadline = {}, time.monotonic() + limit_s
         while time.monotonic() < deadline and any(one not in found and not one.link.lost for one in hosts):
             started = time.monotonic()
@@ -172,7 +172,7 @@ class Check:
                     f"names another address."
                 )  # fmt: skip
 
-    # ---- what is shown -------------------------------------------------------------------------------------------
+    # ---- the report ----------------------------------------------------------------------------------------------
     def _line(self, host):
         facts = host.facts
         if host.state != "here" or "torch" not in facts:
@@ -199,7 +199,7 @@ def _gib(size):
 
 
 def run_check(args, hosts):
-    """Prints what was found; exit code 0 when a job can start, else 1."""
+    """Prints the report. Returns the exit code: 0 if a job can start, else 1."""
     notes = []
     runner = choose_runner(args, hosts, notes)
     if not hasattr(runner, "agent_command"):

@@ -1,4 +1,4 @@
-"""A job on several hosts: who they are, what each is told, and how they are reached."""
+"""A job on several hosts: its hosts, the share that each of them gets, and the connections to them."""
 
 import os
 import re
@@ -21,7 +21,7 @@ from deepspeed.launcher.share import OPTIONS, Share
 
 _KEY_LINE = re.compile(rb"(?m)^.*%s (\S+) ([0-9a-f]{32})\s*\n" % KEY_MARK.encode())
 
-# Python's first words on a host: where the package is, if it is not installed there.
+# The first lines that Python runs on a host. They find the package if it is not installed there.
 _BOOT = (
     "import os,sys;p=sys.argv.pop(1);"
     "sys.path[:1]=[p] if os.path.isdir(os.path.join(p,'deepspeed')) else [];"
@@ -30,15 +30,15 @@ _BOOT = (
 
 
 def agent_words(args, *more):
-    """The command that starts an agent, as words."""
+    """The command that starts an agent, as a list of arguments."""
     package = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     return [*python_words(args), "-u", "-c", _BOOT, package, *more]
 
 
 def local_addresses(hosts):
-    """Addresses of this machine at which ``hosts`` may reach it, the likeliest first."""
+    """Addresses of this machine at which ``hosts`` may reach it, the most likely one first."""
     found = []
-    for host in [*hosts, "192.0.2.1"]:  # the last one is nobody: it asks for the interface of the default route
+    for host in [*hosts, "192.0.2.1"]:  # 192.0.2.1 belongs to no host: it gives the interface of the default route
         try:
             family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
@@ -50,15 +50,15 @@ def local_addresses(hosts):
 
 
 def which_are_here(hosts):
-    """``{name: whether that is this machine}``; the names are looked up side by side."""
+    """``{name: whether that is this machine}``; the names are looked up in parallel."""
     with ThreadPoolExecutor(max_workers=min(64, len(hosts))) as threads:
         return dict(zip(hosts, threads.map(plan.is_this_host, hosts)))
 
 
 def listen(port=0):
-    """A socket that hosts can join at; LaunchError when the port is taken."""
+    """A socket to which hosts connect; LaunchError if the port is taken."""
     meeting = socket.socket(socket.AF_INET)
-    # As torch's store does, so that the store can listen at the same port when all hosts have come.
+    # torch's store sets this, too: it can listen at the same port once all hosts have joined.
     meeting.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         meeting.bind(("", port))
@@ -74,12 +74,12 @@ def listen(port=0):
 
 
 class ClusterJob:
-    """``hosts``: ``{name: slots}``. ``runner``: how they are reached, None for hosts that come by themselves."""
+    """``hosts``: ``{name: slots}``. ``runner`` starts their agents; None if the hosts connect by themselves."""
 
-    can_only_wait = False  # for hosts, not reach them
+    can_only_wait = False  # the head cannot start agents on hosts; it waits until they connect
     holds_until_all = False
     forwards_input = True
-    insecure = False  # hosts that know no key may come from other machines
+    insecure = False  # accept agents of other machines that do not know the key
 
     def __init__(self, args, hosts, runner, verbose=True):
         self.args = args
@@ -97,13 +97,13 @@ class ClusterJob:
             filter(None, [os.path.abspath("."), self._exports.get("PYTHONPATH", "")])
         )
         self.key = os.urandom(16).hex()
-        self._keys = {}  # of hosts whose agents make their own; None: not said yet
+        self._keys = {}  # host -> key, for agents that make their own; None until the agent has sent it
         self.meeting = None
         self._near = which_are_here(hosts)
 
     # ---- reaching the hosts --------------------------------------------------------------------------------------
     def start_ways(self, hosts):
-        """Starts the programs that lead to the hosts."""
+        """Starts the programs that connect to the hosts."""
         ways = []
         far = []
         for host in hosts:
@@ -130,7 +130,7 @@ class ClusterJob:
         return [*ways, Way(command, variables, False, self.hear_keys)]
 
     def start_way(self, host):
-        """Starts the program that leads to ``host`` alone."""
+        """Starts the program that connects to ``host`` alone."""
         words = self._words(host)
         if host.name not in self._near:
             self._near[host.name] = plan.is_this_host(host.name)
@@ -140,14 +140,14 @@ class ClusterJob:
         return host.way
 
     def can_reach(self, host):
-        """Whether ``start_way`` may bring ``host`` back when it was lost."""
+        """Whether ``start_way`` may reconnect to ``host`` after its link was lost."""
         return True
 
     def hosts_now(self):
-        """``{name: slots}`` as the hostfile has them now: of an elastic job it may grow."""
+        """``{name: slots}`` as the hostfile lists them now. The hostfile of an elastic job may grow."""
         try:
             self.hosts = {**(plan.active_hosts(self.args, []) or {}), **self.hosts}
-        except (ValueError, OSError, LaunchError):  # somebody writes it just now
+        except (ValueError, OSError, LaunchError):  # the file is being written
             pass
         return self.hosts
 
@@ -157,18 +157,21 @@ class ClusterJob:
         return agent_words(self.args, *words, *(["--port", str(self.master_port or 0)] if meets else []))
 
     def host_of(self, join, hosts):
-        """``(the host that somebody who joins says it is, "")``, or ``(None, why not)``."""
+        """``(host, "")`` for the host that the message ``join`` names, or ``(None, reason)``."""
         for host in hosts:
             if join.get("name") == host.name:
                 return host, ""
         return None, f"no host of this job is called {join.get('name')!r}"
 
     def key_of(self, host):
-        """What the agent of ``host`` must know; None while it has not said it."""
+        """The key that the agent of ``host`` must prove to know; None until the agent has sent it."""
         return self._keys.get(host.name, self.key)
 
     def hear_keys(self, said):
-        """Takes the keys of agents out of ``said``, whole lines of the program that started them; returns the rest."""
+        """Takes the keys of agents out of ``said``, complete output lines of the program that started them.
+
+        Returns the rest of ``said``.
+        """
 
         def take(found):
             name, key = found[1].decode(), found[2].decode()
@@ -179,12 +182,12 @@ class ClusterJob:
         return _KEY_LINE.sub(take, said)
 
     def port_of(self, first):
-        """Where rank 0, on the host ``first``, meets the others; None when the port that was asked for is taken."""
+        """The port of rank 0, which runs on the host ``first``; None if the requested port is taken."""
         return first.facts.get("port") or None
 
-    # ---- what they are told --------------------------------------------------------------------------------------
+    # ---- shares --------------------------------------------------------------------------------------------------
     def shares(self, hosts, slots=None, elastic=None):
-        """For each host its ``Share`` as a message. ``slots`` of each: default all; ``elastic``: see ``Share``."""
+        """The ``Share`` of each host, as a message. ``slots``: of each host, default all; ``elastic``: see there."""
         first, slots = hosts[0], slots or [host.slots for host in hosts]
         near = all(self._near.get(host.name, False) for host in hosts)
         address = self.args.master_addr or ("127.0.0.1" if near else self._address_of(first, hosts))
@@ -206,7 +209,7 @@ class ClusterJob:
 
 
 def asked_port(args):
-    """The port that ``--master_port`` or MASTER_PORT asks for, or None."""
+    """The port of ``--master_port`` or of the variable MASTER_PORT, or None."""
     text = str(args.master_port) if args.master_port is not None else os.environ.get("MASTER_PORT", "")
     if not text:
         return None
@@ -216,7 +219,7 @@ def asked_port(args):
 
 
 def choose_runner(args, hosts, notes):
-    """The runner that ``--launcher`` names; ssh where that is pdsh by default and it is not installed."""
+    """The runner of ``--launcher``; ssh if that is pdsh and pdsh is not installed."""
     name = args.launcher.lower()
     world = encode_world_info(hosts)
     pool = {host: len(slots) for host, slots in hosts.items()}
@@ -226,7 +229,7 @@ def choose_runner(args, hosts, notes):
         return kind(args, world, pool) if kind.takes_pool else kind(args, world)
 
     if args.elastic_training and name == "pdsh":
-        name = "ssh"  # hosts come and go one by one
+        name = "ssh"  # hosts of an elastic job join and leave one by one
     runner = made(name)
     if args.elastic_training and not runner.one_link_per_host:
         raise ValueError(
@@ -247,13 +250,11 @@ def run_cluster(args, hosts, verbose):
     """Runs the job on ``hosts``; returns its exit code."""
     notes = []
     runner = choose_runner(args, hosts, notes)
-    for note in notes if verbose else ():
-        print(f"deepspeed: {note}", file=sys.stderr)
+    plan.show_notes(notes, verbose)
     if runner.starts_ranks:
         try:
             made = mpi_plan(args, hosts, runner)
-            for note in made.notes if verbose else ():
-                print(f"deepspeed: {note}", file=sys.stderr)
+            plan.show_notes(made.notes, verbose)
             return launch(made)
         finally:
             runner.tidy()

@@ -1,7 +1,7 @@
-"""What a job's hosts tell each other: frames of messages and output over a pipe or a socket, with heartbeats.
+"""The protocol between the hosts of a job: frames of messages and output over a pipe or a socket, with heartbeats.
 
-A frame is a kind (one byte), a length (four) and that many bytes: JSON for messages, else what a rank read or wrote.
-Texts of a message keep their bytes, whatever the encoding of either host is.
+A frame is a kind (one byte), a length (four bytes) and the payload: JSON for messages, else input or output of a rank.
+Texts of a message keep their bytes, whatever encoding either host uses.
 """
 
 import json
@@ -17,12 +17,12 @@ _LARGEST = 1 << 28
 _CHUNK = 1 << 16
 BEAT_S = 1.0
 LOST_S = 5.0
-# Waiting counts at most this much per look: a machine that stood still for seconds heard nobody, either.
+# One look counts as at most this much silence: a machine that was suspended for seconds could not receive anything.
 LOOK_S = 0.25
 
 
 class LinkLost(RuntimeError):
-    """The other end is gone, or what it says is no frame."""
+    """The other end has closed the connection, or has sent bytes that are not a frame."""
 
 
 def to_wire(value):
@@ -60,7 +60,7 @@ class FrameReader:
         self._bytes = bytearray()
 
     def feed(self, data):
-        """The frames that ``data`` completes, as ``(kind, payload)``; LinkLost for what is none."""
+        """The frames that ``data`` completes, as ``(kind, payload)``; LinkLost for bytes that are not a frame."""
         self._bytes += data
         frames, at = [], 0
         while len(self._bytes) - at >= _HEAD.size:
@@ -79,9 +79,9 @@ class FrameReader:
 class Link:
     """One end of a connection to another host; both descriptors become non-blocking.
 
-    ``frames``: those that have come, messages decoded. ``lost``: why nothing more comes, or an empty text. ``paused``:
-    the other end is not expected to say anything. ``mark``: bytes that stand before the first frame; what comes before
-    them (words of a login shell) is ``noise``.
+    ``frames``: received frames, messages decoded. ``lost``: the reason why the link has ended, or an empty text.
+    ``paused``: the other end is not expected to send anything. ``mark``: bytes that precede the first frame; bytes
+    before them (output of a login shell) are ``noise``.
     """
 
     def __init__(self, read_fd, write_fd, mark=b"", lost_s=None, largest=_LARGEST):
@@ -102,7 +102,7 @@ class Link:
 
     @property
     def backlog(self):
-        """Bytes that wait for the other end."""
+        """The number of bytes that are not sent yet."""
         return len(self._out)
 
     def send(self, message):
@@ -110,13 +110,13 @@ class Link:
         self.send_bytes(MESSAGE, json.dumps(to_wire(message)).encode("ascii"))
 
     def send_bytes(self, kind, data):
-        """Sends ``data`` as it is; what does not fit into the connection now waits for ``flush``."""
+        """Sends ``data`` unchanged; ``flush`` sends the rest if the connection does not take all of it now."""
         if not self.lost:
             self._out += encode_frame(kind, data)
             self.flush()
 
     def flush(self):
-        """Writes what can be written."""
+        """Writes as much as the connection takes now."""
         try:
             while self._out and not self.lost:
                 del self._out[: os.write(self.write_fd, memoryview(self._out)[:_CHUNK])]
@@ -126,7 +126,7 @@ class Link:
             self._end(f"the connection broke ({error.strerror})")
 
     def receive(self):
-        """Reads what has come into ``frames``. The end of the stream sets ``lost``."""
+        """Reads received bytes into ``frames``. The end of the stream sets ``lost``."""
         try:
             data = os.read(self.read_fd, _CHUNK)
         except BlockingIOError:
@@ -157,7 +157,7 @@ class Link:
     def wait_for_any(self, names, limit_s=None):
         """``(name, value)`` of the next message that has one of ``names``; earlier messages are dropped.
 
-        LinkLost when the other end goes, says ``stop``, or takes longer than ``limit_s``.
+        LinkLost if the other end closes the link, sends ``stop``, or takes longer than ``limit_s``.
         """
         while True:
             while self.frames:
@@ -176,7 +176,7 @@ class Link:
                     raise LinkLost("the other end did not answer in time")
 
     def turn(self):
-        """Waits for a moment, reads and writes; returns the seconds that passed."""
+        """Waits for a short time, reads and writes. Returns the seconds that passed."""
         started = time.monotonic()
         readable, _, _ = select.select([self.read_fd], [self.write_fd] if self._out else [], [], LOOK_S)
         self.flush()
@@ -187,7 +187,7 @@ class Link:
         return waited_s
 
     def beat(self, waited_s):
-        """To be called a few times per second: says that this end lives, and notices when the other does not."""
+        """Sends a heartbeat, and sets ``lost`` if the other end sends none. Call it a few times per second."""
         now = time.monotonic()
         if now - self._beat_at >= BEAT_S and not self._out:
             self._beat_at = now
@@ -202,7 +202,7 @@ class Link:
         self._out.clear()
 
     def trust(self):
-        """Frames may be as large as they are."""
+        """Lifts the limit on the size of frames, once the other end has proved that it knows the key."""
         self._reader.largest = _LARGEST
 
     def close(self):
@@ -216,7 +216,7 @@ class Link:
 
 
 def link_timeout():
-    """Seconds of silence after which the other end counts as gone: ``DS_LAUNCHER_LINK_S``, or 5."""
+    """Seconds of silence after which the other end counts as lost: ``DS_LAUNCHER_LINK_S``, or 5."""
     text = os.environ.get("DS_LAUNCHER_LINK_S", "")
     try:
         return max(2.0, float(text)) if text else LOST_S

@@ -17,10 +17,10 @@ from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.head import Head, difference
 from deepspeed.launcher.host_link import HostLink
 
-_LAST_CALL_S = 30.0  # that the first round waits for hosts when enough are here
-_AGAIN_S = 10.0  # between two tries to reach a host
-_LEFT = 5  # times as long for a host that was asked to go, and may be switched off just now
-_FAILURES = 2  # rounds in a row without a new checkpoint that ranks may end by failing
+_LAST_CALL_S = 30.0  # the first round waits this long for more hosts when there are enough
+_AGAIN_S = 10.0  # seconds between two tries to reach a host
+_LEFT = 5  # factor on _AGAIN_S for a host that was asked to leave and may be shutting down
+_FAILURES = 2  # failed rounds in a row without a new checkpoint before the job fails
 
 
 class ElasticHead(Head):
@@ -36,18 +36,18 @@ class ElasticHead(Head):
         args = job.args
         self._least = max(1, args.min_elastic_nodes)
         self._most = args.max_elastic_nodes if args.max_elastic_nodes > 0 else None
-        self._worlds = None  # numbers of ranks that can share the batch, once ranks have said them
-        self._least_s = 0.0  # between two changes that are not forced
+        self._worlds = None  # numbers of ranks that can share the batch; the ranks send them
+        self._least_s = 0.0  # least time between two voluntary changes
         self._restarts = 0
         self._failures = 0
         self._most_failures = int(_number("DS_ELASTIC_FAILURES", _FAILURES))
         self._again_s = _number("DS_ELASTIC_RETRY_S", _AGAIN_S)
         self._phase = "gathering"  # hosts; "starting", "running", "ending" ranks
-        self._said_waiting = False  # that there are not enough hosts
+        self._said_waiting = False  # the user was told that there are not enough hosts
         self._part = []  # hosts of this round
         self._world = 0
-        self._announced = False  # ranks save, because they were asked to go
-        self._said = 0  # ends of hosts in this round that were ends of the job: all ranks returned 0
+        self._announced = False  # the end was announced, and ranks save
+        self._said = 0  # hosts of this round whose ranks have all returned 0
         self._last_call = self._started + _LAST_CALL_S
         self._changed_at = self._started
         self._look_at = self._started + self._again_s
@@ -91,7 +91,7 @@ class ElasticHead(Head):
             self._back_to_gathering()
         elif self._phase == "running" and was == "running":
             self._end_round()
-        elif self._phase == "ending":  # this is why ranks of other hosts failed
+        elif self._phase == "ending":  # the loss of this host made ranks of other hosts fail
             self._failures = max(0, self._failures - 1)
 
     def _drop(self, host, state):
@@ -217,7 +217,7 @@ class ElasticHead(Head):
         for one in self._part:
             one.state = "running"
             one.link.send({"go": 1})
-            one.link.send_bytes(INPUT, b"")  # what a user types cannot be read a second time
+            one.link.send_bytes(INPUT, b"")  # input that was read once cannot be sent to a second round
 
     def _back_to_gathering(self):
         for host in self._part:
@@ -297,7 +297,7 @@ class ElasticHead(Head):
                 self._drop(one, "done")
 
     def _grow(self):
-        """Behind a checkpoint: more ranks, if the hosts that wait allow them."""
+        """Called after a checkpoint: starts a round with more ranks if the waiting hosts allow it."""
         part = self._layout()
         if self._phase != "running" or time.monotonic() < self._changed_at + self._least_s:
             return

@@ -1,4 +1,4 @@
-"""Which hosts of an elastic job have ranks, and how many."""
+"""Chooses the hosts of an elastic job that get ranks, and the number of ranks of each."""
 
 
 def layout(hosts, worlds, least, most=None):

@@ -1,4 +1,4 @@
-"""What the ranks of one host find in their environment, and what of the head's environment reaches other hosts."""
+"""The environment variables of the ranks of a host, and those that other hosts get from the head."""
 
 import os
 
@@ -9,7 +9,7 @@ _FOREIGN_PREFIXES = ("TORCHELASTIC_",)
 
 ENVIRONMENT_FILE = os.getenv("DS_ENV_FILE", ".deepspeed_env")
 
-# What other hosts get of the head's environment, by the beginnings of names; beside it what an accelerator needs.
+# Prefixes of the variables that other hosts get from the head. Each accelerator adds some (_ACCELERATOR_PREFIXES).
 EXPORT_PREFIXES = (
     "MLFLOW", "PYTHON", "MV2", "UCX", "DS_", "DEEPSPEED_",
     # Nebula and Azure ML
@@ -40,7 +40,7 @@ def exports(environment, files):
 
 
 def missing_environment_file():
-    """What DS_ENV_FILE names where there is no such file, else an empty text."""
+    """The value of DS_ENV_FILE if no such file exists, else an empty text."""
     found = any(os.path.isfile(os.path.join(folder, ENVIRONMENT_FILE)) for folder in _folders())
     return ENVIRONMENT_FILE if os.environ.get("DS_ENV_FILE") and not found else ""
 
@@ -119,5 +119,5 @@ def node_environment(base, local_size, master_addr, master_port, device_ids, wor
 
 
 def rank_environment(shared, rank, local_rank=None):
-    """The environment of one rank; ``local_rank``: its place on its host, default ``rank``."""
+    """The environment of one rank; ``local_rank``: its number on its host, default ``rank``."""
     return {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank if local_rank is None else local_rank)}

@@ -1,4 +1,4 @@
-"""What the user must change before a job can start."""
+"""Errors that the user must correct before a job can start."""
 
 
 class LaunchError(RuntimeError):

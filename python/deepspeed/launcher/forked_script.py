@@ -17,7 +17,7 @@ def is_script(command):
 
 class ForkedScript:
     """Runs ``command`` (``is_script``) as ``subprocess.Popen`` would, in a session of its own, which is there when this
-    returns: signals for it and for its group reach it, and nobody else.
+    returns: signals for it and for its group reach only it.
 
     ``streams``: descriptors of its stdin, stdout, stderr. ``kept``: others that it must have. ``in_child``: called in
     the child first.

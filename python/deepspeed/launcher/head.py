@@ -1,8 +1,8 @@
-"""Where a job on several hosts is started: it reaches the hosts, tells each its share, and is responsible for all.
+"""The head of a job on several hosts: it connects to the hosts, sends each its share, and ends the job on all of them.
 
-Nothing of a job goes through a shell or stands in a list of processes but the command that starts the agents: shares,
-with the environment, travel over the links. Ranks start when every host is ready. The first failing rank ends the job
-on all hosts, as does a host that is no longer heard of.
+Only the command that starts the agents goes through a shell and is visible in the list of processes; shares and the
+environment are sent over the links. Ranks start when every host is ready. The job ends on all hosts when a rank fails
+or when a host sends nothing for too long.
 """
 
 import os
@@ -28,7 +28,7 @@ _LATE_S = 4.0  # beyond the grace of the ranks, for an agent to say that it is d
 class Head:
     """Runs a ``ClusterJob`` to its end; ``run`` returns the exit code of the job."""
 
-    _waits_for_more = False  # hosts, when all are gone
+    _waits_for_more = False  # wait for other hosts after all hosts were lost
 
     def __init__(self, job):
         self._job = job
@@ -38,7 +38,7 @@ class Head:
         self._ways = []
         self._arrivals = None
         self._code = None  # of the job, once something decided it
-        self._end_at = None  # then whoever is not done is given up
+        self._end_at = None  # time at which hosts that are not done are given up
         self._killed = False
         self._failed = False  # a failure decided it, not the user
         self._save_until = 0.0  # until then ranks may save before they end
@@ -68,7 +68,7 @@ class Head:
         wake_write.setblocking(False)
         self._wake = (wake_read, wake_write)
         signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
-        # What was ignored when we came (nohup) stays ignored.
+        # Signals that were ignored at the start (nohup) stay ignored.
         heard = [sig for sig in (*FORWARDED, signal.SIGTSTP) if signal.getsignal(sig) != signal.SIG_IGN]
         before = {sig: signal.signal(sig, lambda *_: None) for sig in heard}
         self._selector.register(wake_read, selectors.EVENT_READ, self._on_wake)
@@ -133,7 +133,7 @@ class Head:
             self._share()
 
     def _share(self):
-        if self._arrivals is not None:  # nobody else is expected, and rank 0 may listen at this very port
+        if self._arrivals is not None:  # all hosts have joined, and rank 0 may listen at this port
             self._arrivals.close()
             self._arrivals = None
         first = self._hosts[0]
@@ -330,7 +330,7 @@ class Head:
 
 
 def difference(host, python):
-    """What ``host`` has installed otherwise than this one, as text; "" when all is the same."""
+    """The differences between what ``host`` and this host have installed, as text; "" if there are none."""
     here = {"deepspeed": __version__, "python": list(python)}
     for name, mine in here.items():
         if host.facts[name] != mine:

@@ -1,4 +1,4 @@
-"""One host as the head sees it: the process that leads there, the link, and how far it has come."""
+"""One host as the head sees it: the program that connects to it, the link, and its state."""
 
 import os
 import signal
@@ -12,8 +12,8 @@ _TAIL_BYTES = 8192
 
 
 class Way:
-    """A program that leads to one host (ssh) or to all (pdsh, srun), and what it says itself. ``hear``: is given whole
-    lines of that, and returns what is for the user."""
+    """A program that leads to one host (ssh) or to all (pdsh, srun), and its own output. ``hear`` gets complete lines
+    of that output and returns those for the user."""
 
     def __init__(self, command, environment, with_link, hear=None):
         head = os.getpid()
@@ -28,8 +28,8 @@ class Way:
             stdin=pipe if with_link else subprocess.DEVNULL, stdout=pipe, stderr=pipe,
         )  # fmt: skip
         self.program = os.path.basename(command[0])
-        self.said = b""  # the end of its stderr, and of its stdout where that carries no link
-        self._hear, self._half = hear, {}  # fd -> the start of a line
+        self.said = b""  # the last bytes of its stderr, and of its stdout if that is not the link
+        self._hear, self._half = hear, {}  # fd -> incomplete line
         self.streams = [self.process.stderr.fileno()]
         self.link = None
         if with_link:
@@ -42,7 +42,7 @@ class Way:
             os.set_blocking(fd, False)
 
     def read(self, fd):
-        """What it says on ``fd`` now, None if nothing; empty at the end."""
+        """The bytes that the program has written to ``fd``: None if there are none now, empty at the end."""
         try:
             data = os.read(fd, 1 << 16)
         except BlockingIOError:
@@ -56,13 +56,13 @@ class Way:
         return data
 
     def last_words(self):
-        """What it said last, as text to go into a message; ssh says why it could not connect."""
+        """The last lines of the program, for an error message: ssh explains there why it could not connect."""
         lines = [line.strip() for line in self.said.decode("utf-8", "replace").splitlines() if line.strip()]
         return " / ".join(lines[-5:])
 
     def end(self):
-        """Ends the program, which by now has nothing to do any more. One that leads to all hosts may have started
-        others: the ssh of pdsh would wait for ever for a host that is gone. What a link leads to ends by that link."""
+        """Ends the program, which has no more work to do. A program that connects to all hosts may have started others:
+        the ssh of pdsh would wait for ever for a lost host. The agent behind a link ends through that link."""
         if self.process.poll() is None:
             below = linux.descendants(self.process.pid) if self.link is None else ()
             self.process.terminate()
@@ -78,8 +78,8 @@ class Way:
 class HostLink:
     """``state``: "away", "here" (said hello), "ready" (has its share), "running", "done".
 
-    In an elastic job also "told" (was sent a share) and "gone" (does not come back); ``pending``: shares that it has
-    not answered, ``tries``: how often it could not be reached, ``again_at``: when that is tried next.
+    In an elastic job also "told" (a share was sent) and "gone" (will not return). ``pending``: shares without
+    an answer. ``tries``: failed tries to reach it. ``again_at``: the time of the next try.
     """
 
     def __init__(self, name, node, slots):
@@ -88,7 +88,7 @@ class HostLink:
         self.slots = slots
         self.way = None
         self.link = None
-        self.peer = ""  # address from which it came by itself
+        self.peer = ""  # the address from which it has connected
         self.state = "away"
         self.facts = {}
         self.code = None

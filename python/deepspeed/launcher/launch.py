@@ -43,9 +43,9 @@ def launch(plan):
     sys.stderr.flush()
     linux.become_subreaper()
     front = os.getpid()
-    # Processes of a program that calls us are none of our business.
+    # Processes of a program that calls this function are left alone.
     others = set(linux.descendants(front))
-    # Who ignores it (some daemons do, and children inherit that) gets no status of an ended child.
+    # A process that ignores SIGCHLD (some daemons do, and children inherit it) gets no status of an ended child.
     child_handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # Blocked until the supervisor is ready for them: a signal between fork and its handlers would be lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
@@ -82,12 +82,12 @@ def _wait(supervisor, others):
         linux.kill(supervisor, sig)
 
     def pause(sig, frame):
-        # Ctrl-Z: the ranks are not in the terminal's group, so they are stopped and continued by us.
+        # Ctrl-Z: the ranks are not in the terminal's group, so this process stops and continues them.
         linux.kill(supervisor, signal.SIGTSTP)
         os.kill(os.getpid(), signal.SIGSTOP)
         linux.kill(supervisor, signal.SIGCONT)
 
-    # What was ignored when we came (nohup, a background job of a script) stays ignored.
+    # Signals that were ignored at the start (nohup, a background job of a script) stay ignored.
     heard = [sig for sig in (*FORWARDED, signal.SIGTSTP) if signal.getsignal(sig) != signal.SIG_IGN]
     before = {sig: signal.signal(sig, pause if sig == signal.SIGTSTP else forward) for sig in heard}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
@@ -97,7 +97,7 @@ def _wait(supervisor, others):
         for sig, handler in before.items():
             signal.signal(sig, handler)
     code = os.waitstatus_to_exitcode(status)
-    if code < 0:  # killed: nobody else is left to clean up
+    if code < 0:  # the supervisor was killed, so this process cleans up
         kill_descendants(others)
         sys.stderr.write(f"deepspeed: the supervising process was killed by signal {-code}; the job was ended.\n")
         return 128 - code
@@ -180,7 +180,7 @@ def main(args=None):
     try:
         options = parse_args(args)
         if options.enable_elastic_training:
-            return load_target("deepspeed.launcher.by_hand:run_elastic_share")(options, slots_of(options))
+            return load_target("deepspeed.launcher.no_ssh:run_elastic_share")(options, slots_of(options))
         if options.min_elastic_nodes > 0 or options.max_elastic_nodes > 0:
             raise ValueError("--min_elastic_nodes and --max_elastic_nodes need --enable_elastic_training.")
         return launch(plan_of(options))

@@ -1,4 +1,4 @@
-"""From the command line to what is to be started, with everything checked before the first process exists."""
+"""Makes a plan of the processes to start from the command line. All checks are done before the first process starts."""
 
 import os
 import socket
@@ -23,11 +23,10 @@ class NodePlan:
 
     ``grace_s``: seconds between SIGTERM (or Ctrl-C) and SIGKILL; ``failure_grace_s``: that for the others when a rank
     has failed. ``first_rank``, ``world``: of the job, which may have ranks on other hosts. ``host``: what output calls
-    this host. ``notes`` are lines to show before the start;
-    ``prefix`` puts host and rank before each line of output; ``log_dir`` is the folder that gets the output instead;
-    ``save_pid`` leaves the launcher's process id in a file. ``report_fd``: where the supervisor says what failed, one
-    JSON object per line, instead of showing it. ``starter``: what the one command is called, where that starts the
-    ranks of the job and says itself which of them failed.
+    this host. ``notes`` are lines to show before the start; ``prefix`` puts host and rank before each line of output;
+    ``log_dir`` is the folder that gets the output instead; ``save_pid`` leaves the launcher's process id in a file.
+    ``report_fd``: the supervisor writes failures there, one JSON object per line, instead of showing them. ``starter``:
+    the name of a single command that starts the ranks itself and reports which of them failed.
     """
 
     def __init__(
@@ -52,10 +51,16 @@ class NodePlan:
         self.forks, self.kept_fds = False, ()  # ranks are forked from the supervisor, with these descriptors
 
     def line_prefix(self, rank):
-        """What stands before each line of the output of ``rank``."""
+        """The bytes that precede each output line of ``rank``."""
         if not self.prefix:
             return b""
         return f"[{self.host}:{rank}] ".encode() if self.host else f"[rank {rank}] ".encode()
+
+
+def show_notes(notes, verbose):
+    """Prints ``notes`` for the user before the start, on stderr; nothing unless ``verbose``."""
+    for note in notes if verbose else ():
+        print(f"deepspeed: {note}", file=sys.stderr)
 
 
 def fetch_hostfile(path):
@@ -140,7 +145,7 @@ def choose_slots(args, notes):
 
 
 def gpu_ids(slots, local, source):
-    """What ``slots`` are called among ``local``, the visible GPUs; LaunchError for a slot beyond them."""
+    """The names of ``slots`` among ``local``, the visible GPUs; LaunchError for a slot beyond them."""
     missing = [slot for slot in slots if slot >= len(local)]
     if missing:
         raise LaunchError(
@@ -207,7 +212,7 @@ def rank_command(args, local_rank):
     """The program and arguments of one rank."""
     command = [args.user_script]
     if not args.no_python:
-        # Unbuffered: what a rank says is seen when it says it, and not lost when it is killed.
+        # Unbuffered, so that output is visible at once and is not lost if the rank is killed.
         command = [sys.executable or "python3", "-u"] + (["-m"] if args.module else []) + command
     if not args.no_local_rank:
         command.append(f"--local_rank={local_rank}")
@@ -215,7 +220,7 @@ def rank_command(args, local_rank):
 
 
 def check_script(args):
-    """LaunchError when there is nothing to start under the given name."""
+    """LaunchError if the given name is not a script, module or program."""
     script = args.user_script
     if args.no_python:
         if find_program(script) is None:
@@ -230,7 +235,7 @@ def check_script(args):
 
 
 def grace_s(variables=os.environ):
-    """``GRACE_S``, or what ``DS_LAUNCHER_GRACE_S`` says among ``variables``."""
+    """The value of ``DS_LAUNCHER_GRACE_S`` in ``variables``, or ``GRACE_S``."""
     text = variables.get("DS_LAUNCHER_GRACE_S", "")
     try:
         return max(0.0, float(text)) if text else GRACE_S
@@ -241,8 +246,8 @@ def grace_s(variables=os.environ):
 
 
 class Place:
-    """Where a host's ranks stand in their job: the first of them, how many there are in all, the number of the host and
-    of hosts, what output calls the host (empty: nothing), and the address and port of rank 0."""
+    """The position of a host in a job: its first rank, the number of all ranks, its own number and that of all hosts,
+    the name that output lines give it (empty: none), and the address and port of rank 0."""
 
     def __init__(self, master_addr, master_port, first_rank=0, world=None, node=0, nodes=1, host=""):
         self.master_addr = master_addr

@@ -1,4 +1,4 @@
-"""What an agent finds out about its host for ``deepspeed --check``, and how fast it reaches the first host."""
+"""Facts about a host, and the speed of its connection to the first host, for ``deepspeed --check``."""
 
 import importlib.util
 import os
@@ -18,7 +18,7 @@ _CHUNK = bytes(1 << 20)
 
 
 def host_facts(folder, script, port):
-    """What a job needs of this host: versions, devices, space, and whether folder, script and port are there."""
+    """Facts that a job depends on: versions, devices, space, and whether folder, script and port are available."""
     found = os.path.isdir(folder)
     if found:
         os.chdir(folder)
@@ -56,7 +56,7 @@ def _first(path, pattern):
 
 
 class Echo:
-    """Answers, in threads, whoever measures the way to this host; ``port`` is where."""
+    """Answers hosts that measure the connection to this host, each in a thread, at ``port``."""
 
     def __init__(self):
         self._server = socket.create_server(("", 0))
@@ -75,12 +75,12 @@ class Echo:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with connection:
             while data := connection.recv(1 << 20):
-                # A byte is sent back; of a block, the last byte alone is not zero and is sent back.
+                # Every byte that is not zero is sent back. Only the last byte of a block is not zero.
                 if data[-1]:
                     connection.sendall(b"e")
 
     def close(self):
-        """Nobody else is answered."""
+        """Accepts no further connections."""
         self._server.close()
 
 

@@ -8,7 +8,7 @@ from deepspeed.launcher.arguments import check, parse_args
 from deepspeed.launcher.environment import ENVIRONMENT_FILE, EXPORT_PREFIXES, missing_environment_file
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.launch import launch
-from deepspeed.launcher.plan import active_hosts, choose_slots, fetch_hostfile, is_this_host, make_plan
+from deepspeed.launcher.plan import active_hosts, choose_slots, fetch_hostfile, is_this_host, make_plan, show_notes
 from deepspeed.launcher.resources import (
     decode_world_info,
     encode_world_info,
@@ -58,22 +58,22 @@ def run(args):
     verbose = level_from_string(level) <= logging.INFO if level else logger.isEnabledFor(logging.INFO)
     missing = missing_environment_file()
     if missing:
-        show([f"DS_ENV_FILE names {missing}, which is neither in the home folder nor here."], verbose)
+        show_notes([f"DS_ENV_FILE names {missing}, which is neither in the home folder nor here."], verbose)
     if options.no_ssh:
-        return load_target("deepspeed.launcher.by_hand:run_by_hand")(options, verbose)
+        return load_target("deepspeed.launcher.no_ssh:run_no_ssh")(options, verbose)
     notes = []
     if options.check:
         hosts = hosts_to_use(options, notes)
-        show(notes, verbose)
+        show_notes(notes, verbose)
         return load_target("deepspeed.launcher.check:run_check")(options, hosts)
     if options.autotuning:
         return tune(options, hosts_to_use(options, notes))
     hosts = far_hosts(options, notes)
     if hosts:
-        show(notes, verbose)
+        show_notes(notes, verbose)
         return load_target("deepspeed.launcher.cluster:run_cluster")(options, hosts, verbose)
     plan = make_plan(options)
-    show(plan.notes, verbose)
+    show_notes(plan.notes, verbose)
     return launch(plan)
 
 
@@ -116,12 +116,6 @@ def far_hosts(args, notes):
     if hosts is None or (len(hosts) == 1 and is_this_host(next(iter(hosts))) and not through_agent):
         return None
     return hosts
-
-
-def show(notes, verbose):
-    """Prints what the user may want to know before the start."""
-    for note in notes if verbose else ():
-        print(f"deepspeed: {note}", file=sys.stderr)
 
 
 def main(args=None):

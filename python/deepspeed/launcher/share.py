@@ -1,4 +1,4 @@
-"""One host's share of a job, as it is told to that host: which ranks, with what, and where they meet."""
+"""The share of one host in a job, as a message to it: its ranks, their environment, and the address of rank 0."""
 
 import os
 from types import SimpleNamespace
@@ -17,11 +17,11 @@ _RESTART_GRACE_S = 1.0  # between SIGTERM and SIGKILL for ranks that start again
 
 class Share:
     """Args:
-    host: what output calls it, empty for nothing; node: its number. counts: ranks of every host.
-    slots: of this host, one per rank. device_ids: what these are called, where that is known already.
+    host: its name in output lines, empty for none; node: its number. counts: ranks of every host.
+    slots: of this host, one per rank. device_ids: the names of these devices, if they are known already.
     options: values of ``OPTIONS``. exports: variables from the host where the job was started.
-    folder: where the ranks start; None: where this process is. elastic: variables by which ranks see that the job may
-    start again; None: it does not.
+    folder: the working folder of the ranks; None: that of this process. elastic: variables that tell ranks that the
+    job may start again; None: it may not.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class Share:
         self.elastic = elastic
 
     def as_dict(self):
-        """For a message: ``Share(**message)`` makes it again."""
+        """The share as a message; ``Share(**message)`` is its inverse."""
         return dict(vars(self))
 
     def plan(self, inherited):
-        """The ``NodePlan`` on this host, from its environment ``inherited``; LaunchError for what it does not have."""
+        """The ``NodePlan`` on this host, from its environment ``inherited``; LaunchError if it lacks something."""
         args, notes = SimpleNamespace(**self.options), []
         if self.folder is not None:
             self._enter()

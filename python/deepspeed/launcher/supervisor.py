@@ -19,7 +19,7 @@ _LEFTOVER_GRACE_S = 1.0
 _DRAIN_S = 0.3
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
-END_NOW = signal.SIGRTMIN  # from the agent: SIGKILL for whoever is left
+END_NOW = signal.SIGRTMIN  # the agent asks for SIGKILL to all remaining processes
 _CAUGHT = (END_NOW, *_STOPPING, *_PASSED_ON, signal.SIGTSTP, signal.SIGWINCH, signal.SIGCHLD)
 
 
@@ -53,7 +53,7 @@ class Supervisor:
             while self._alive():
                 self._turn()
         except BrokenPipeError:
-            self._stop_code = 128 + signal.SIGPIPE  # nobody reads us any more (`| head`)
+            self._stop_code = 128 + signal.SIGPIPE  # the reader of our output has closed it (`| head`)
         finally:
             self._end_leftovers()
             self._drain()
@@ -79,7 +79,7 @@ class Supervisor:
 
     def _channel(self, fd, prefix, tail, may_be_terminal=True):
         terminal = fd if may_be_terminal and not prefix and os.isatty(fd) else None
-        # Only one stream into a place needs no care about the lines of others.
+        # A single stream into a file cannot mix with lines of others.
         sink = Sink(fd, prefix, whole_lines=may_be_terminal and len(self._plan.commands) > 1)
         channel = Channel(sink, tail, terminal)
         self._selector.register(channel.fd, selectors.EVENT_READ, channel)
@@ -111,7 +111,7 @@ class Supervisor:
             left = max(0.0, self._kill_at - now)
             timeout = left if timeout is None else min(left, timeout)
         self._select(timeout)
-        # After the reading: when we were late, the end of the line may have been there.
+        # After reading: if this process was late, the end of the line may have arrived meanwhile.
         for sink, waiting in half:
             if sink.waiting.startswith(waiting):
                 sink.wait(time.monotonic() - now)
@@ -122,7 +122,7 @@ class Supervisor:
         return [(sink, sink.waiting) for sink in sinks if sink.waiting and not sink.prefix]
 
     def _select(self, timeout):
-        # Returns whether there was something.
+        # Returns whether there was output.
         ready = self._selector.select(timeout)
         for key, _ in ready:
             if key.fd == self._messages.fd:
@@ -223,8 +223,8 @@ class Supervisor:
         self._reap()
 
     def _drain(self):
-        # The writers are gone, so that each channel ends after what is in it, however long a busy machine takes for it;
-        # unless somebody outside the job holds its other end, for whom nobody waits.
+        # The writers have ended, so each channel ends after the bytes that it holds. The deadline is for processes
+        # outside of the job that hold the other end of a channel.
         deadline = time.monotonic() + _DRAIN_S
         try:
             while any(key.data for key in self._selector.get_map().values()):

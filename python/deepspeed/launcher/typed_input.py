@@ -1,4 +1,4 @@
-"""What the user types, or a file on stdin, on its way to rank 0 on another host."""
+"""Sends this process's stdin (a terminal or a file) to rank 0 on another host."""
 
 import os
 import selectors
@@ -17,7 +17,7 @@ class TypedInput:
         self._host = host
 
     def start(self):
-        """From now on what comes is passed on."""
+        """Starts to pass on input."""
         try:
             if not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp():
                 self._selector.register(0, selectors.EVENT_READ, self._pass_on)

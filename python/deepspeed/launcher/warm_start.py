@@ -1,9 +1,9 @@
-"""Ranks of an elastic job that start again do so from a process which has imported torch and deepspeed before.
+"""Restarts the ranks of an elastic job from a process that has already imported torch and deepspeed.
 
 The agent starts that process when the first ranks have run for some seconds. When ranks are to start again, it forks
-the supervisor, which becomes a child of the agent, and forks the ranks. A round whose ranks have other variables than
-those before, beside their places, or are no Python scripts, starts as the first one did; so it does with
-``DS_ELASTIC_WARM_S`` below 0.
+the supervisor, which becomes a child of the agent and forks the ranks. A round starts without this process if its ranks
+are not Python scripts, if their variables (other than rank numbers) have changed, or if ``DS_ELASTIC_WARM_S`` is
+negative.
 """
 
 import gc
@@ -26,10 +26,10 @@ from deepspeed.launcher.plan import NodePlan
 from deepspeed.registry import load_target
 
 _VARIABLE = "DS_ELASTIC_WARM_S"
-_DELAY_S = 5.0  # after the start of ranks, which need the cores more
+_DELAY_S = 5.0  # seconds after the start of the ranks, which use the cores first
 _ANSWER_S = 10.0
 _SIZE = struct.Struct(">Q")
-# What may differ between rounds: nobody reads it while modules are imported.
+# Variables that may differ between rounds, because importing modules does not read them.
 _VARIES = {
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_RESTART_COUNT", SOCKET_VARIABLE,
@@ -49,7 +49,7 @@ def _delay_s(environment):
 
 
 class WarmStart:
-    """The agent's side. ``pid``: of the process, 0 while there is none."""
+    """The agent's side. ``pid``: the id of the process, 0 if there is none."""
 
     def __init__(self):
         self._process = self._connection = self._variables = self._due = None
@@ -60,13 +60,13 @@ class WarmStart:
         return 0 if self._process is None else self._process.pid
 
     def expect(self, plan):
-        """A round is about to start."""
+        """Called before a round starts."""
         if self._process is None and all(map(is_script, plan.commands)):
             delay = _delay_s(plan.environments[0])
             self._due = None if delay < 0 else time.monotonic() + delay
 
     def turn(self, plan):
-        """While ranks run."""
+        """Called again and again while ranks run."""
         if self._due is None or time.monotonic() < self._due:
             return
         self._due, self._variables = None, _common(plan.environments[0])
@@ -81,7 +81,7 @@ class WarmStart:
         theirs.close()
 
     def fits(self, plan):
-        """Whether it is there, and right for the ranks of ``plan``; one that is not is ended."""
+        """Whether the process exists and fits the ranks of ``plan``. A process that does not fit is ended."""
         if self._process is None:
             return False
         same = all(_common(environment) == self._variables for environment in plan.environments)
@@ -135,7 +135,7 @@ def main():
     load_target("deepspeed.engine.initialize:initialize")
     kept = open_fds() - {connection.fileno()}
     gc.collect()
-    gc.freeze()  # what all ranks share stays shared
+    gc.freeze()  # keeps the pages that all ranks share unwritten
     connection.sendall(b"1")
     while True:
         size, fds, _, _ = socket.recv_fds(connection, _SIZE.size, 4)

@@ -1,5 +1,5 @@
-"""Output of many hosts on its way to the terminal, in a thread: a terminal that is held (Ctrl-S) must not stop the
-heartbeats of the job."""
+"""Writes the output of many hosts to the terminal, in a thread: a held terminal (Ctrl-S) must not stop the heartbeats
+of the job."""
 
 import os
 import queue
@@ -11,7 +11,7 @@ MOST_WAITING = 4 << 20
 
 
 class Writer:
-    """``backlog``: bytes that wait. ``broken``: nobody reads any more."""
+    """``backlog``: bytes that are not written yet. ``broken``: the reader has closed the stream."""
 
     def __init__(self):
         self.backlog = 0

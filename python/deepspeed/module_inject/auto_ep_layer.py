@@ -13,7 +13,7 @@ from deepspeed.moe.ep_experts import GroupedExperts
 from deepspeed.moe.ep_repack import repack_expert_weights, source_weights
 from deepspeed.moe.ep_router import Fp32Linear, TokenChoiceTopKRouter
 from deepspeed.moe.errors import fail
-from deepspeed.moe.exchange import Journey
+from deepspeed.moe.exchange import TokenDispatcher
 from deepspeed.moe.routes import Routes
 from deepspeed.moe.rows import combine_rows, dispatch_rows
 from deepspeed.moe.statistics import LayerStatistics
@@ -277,16 +277,18 @@ class AutoEPMoELayer(torch.nn.Module):
     def _through_experts(self, tokens, routes, scores, beside):
         plan = routes.plan
         sources, slots, kept = plan.sources(), plan.slots(), plan.kept
-        journey = None
+        dispatcher = None
         if self.ep_size > 1:
             chunks = min(self.overlap_chunks, self.num_local_experts)
-            journey = Journey(kept, self.num_local_experts, self.ep_group, self.statistics, self.layer_name, chunks)
-            sources, slots = journey.order(sources, slots)
+            dispatcher = TokenDispatcher(
+                kept, self.num_local_experts, self.ep_group, self.statistics, self.layer_name, chunks
+            )
+            sources, slots = dispatcher.order(sources, slots)
         rows = dispatch_rows(tokens, sources, slots)
         if self.score_apply == "pre":
             rows = apply_scores_before_experts_if_enabled(rows, scores.reshape(-1)[sources.long()], "pre")
             scores = torch.ones_like(scores)
-        rows = self._run_experts(rows, kept) if journey is None else journey.run(rows, self._run_experts, beside)
+        rows = self._run_experts(rows, kept) if dispatcher is None else dispatcher.run(rows, self._run_experts, beside)
         return combine_rows(rows, scores.float(), sources, slots)
 
     def _run_experts(self, rows, counts, first=0):

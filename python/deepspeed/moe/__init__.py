@@ -1,4 +1,4 @@
-"""Mixture of experts: layers of which each token uses only the experts that a gate chooses for it."""
+"""Mixture of experts: layers in which each token uses only the experts that a gate chooses for it."""
 
 from deepspeed.registry import lazy_package
 

@@ -1,7 +1,7 @@
 """Plans of routes on the device of the choices, for GPUs: the host does not wait for the device.
 
-The same answers as csrc/plan/route_plan.h, which the host makes; but a choice that is no expert's is dropped, since
-nobody looks at it here: logits that are no numbers make weights that are none.
+The results equal those of csrc/plan/route_plan.h, with one difference: a number that is not an expert's is dropped
+without an error. Logits that are NaN give weights that are NaN.
 """
 
 import torch
@@ -15,7 +15,7 @@ class DevicePlan:
     def __init__(self, experts, num_experts, capacity, choices_first=False, priority=None):
         self.shape, self.num_experts = experts.shape, num_experts
         tokens, k = experts.shape
-        # Choices in the order in which they come; those that go nowhere get a number behind all experts.
+        # Choices in their order of arrival; those without an expert get a number behind all experts.
         by_order = (lambda t: t.t().reshape(-1)) if choices_first else (lambda t: t.reshape(-1))
         chosen = by_order(experts).long()
         chosen = torch.where(chosen < 0, num_experts, chosen)
@@ -33,12 +33,12 @@ class DevicePlan:
         self._location, self._experts = back(location), back(chosen)
 
     def _count(self, chosen):
-        """How many have chosen each expert, and how many none."""
+        """The number of choices of each expert, and last that of choices of none."""
         counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=chosen.device)
         return counts.scatter_add_(0, chosen, torch.ones_like(chosen))
 
     def _places(self, chosen):
-        """How many before each one have chosen the same."""
+        """For each choice the number of earlier choices of the same expert."""
         order, counts = chosen.argsort(**_STABLE), self._count(chosen)
         starts = counts.cumsum(0) - counts
         places = torch.empty_like(chosen)

@@ -7,8 +7,8 @@ from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout
 
 
 def source_weights(experts_source, spec):
-    """What the experts' weights are in the model: a list with w1, w2 and w3 (or None) of each expert's for experts in a
-    list, ``[w1, w2]`` or ``[w1, w2, w3]`` of all for stacked ones."""
+    """The weights of the experts as the model has them: for experts in a list, w1, w2 and w3 (or None) of each expert;
+    for stacked experts, ``[w1, w2]`` or ``[w1, w2, w3]`` of all."""
     names = [spec.expert_w1_name, spec.expert_w2_name, spec.expert_w3_name]
     if spec.expert_storage == "module_list":
         found = [[_weight(expert, name) for name in names] for expert in experts_source]

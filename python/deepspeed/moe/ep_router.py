@@ -9,8 +9,8 @@ from deepspeed.moe.errors import fail
 
 
 class Choice(NamedTuple):
-    """What a router says of tokens: ``logits`` and ``probs`` [tokens, experts] (scores, which add up to 1 or not), and
-    of the chosen ones ``scores`` and ``experts`` [tokens, top_k]."""
+    """The output of a router: ``logits`` and ``probs`` [tokens, experts] (scores, whose sum may differ from 1), and for
+    the chosen experts ``scores`` and ``experts`` [tokens, top_k]."""
 
     logits: torch.Tensor
     probs: torch.Tensor

@@ -1,10 +1,10 @@
-"""What is wrong with a mixture of experts."""
+"""Errors of a mixture of experts."""
 
 
 class MoEError(ValueError, AssertionError):
-    """Sizes that do not fit each other. Both kinds, because scripts wait for either."""
+    """Sizes that contradict each other. It has two base classes, because scripts catch either of them."""
 
 
 def fail(where, text):
-    """Raises ``MoEError`` that begins with the layer's name, where it has one."""
+    """Raises a ``MoEError`` whose text begins with the layer's name, if it has one."""
     raise MoEError(f"MoE layer '{where}': {text}" if where else text)

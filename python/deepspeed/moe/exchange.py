@@ -1,4 +1,4 @@
-"""Rows that travel between the ranks that share a layer's experts."""
+"""Exchanges of rows between the ranks that share a layer's experts."""
 
 import contextlib
 
@@ -12,7 +12,7 @@ from deepspeed.moe.statistics import Watch
 
 @contextlib.contextmanager
 def named(where):
-    """Failures of a collective begin with the layer's name."""
+    """Puts the layer's name in front of the text of a failed collective."""
     try:
         yield
     except RuntimeError as e:
@@ -20,7 +20,7 @@ def named(where):
 
 
 class _AllToAll(torch.autograd.Function):
-    """Equal parts of ``input`` to all ranks of ``group``; None: there is nobody else."""
+    """Sends equal parts of ``input`` to all ranks of ``group``; None: this rank alone."""
 
     @staticmethod
     def forward(ctx, group, input):
@@ -37,68 +37,68 @@ class _AllToAll(torch.autograd.Function):
         return None, _AllToAll.apply(ctx.group, *grad_output)
 
 
-class _Passage:
-    """One exchange: ``given[r]`` rows to rank r, ``taken[r]`` rows from it, begun and waited for apart; so is that of
-    the gradients, the other way."""
+class _RowExchange:
+    """One exchange: ``given[r]`` rows are sent to rank r, ``taken[r]`` rows are received from it. Start and wait are
+    separate calls. The backward exchanges the gradients in the other direction, in the same two calls."""
 
-    def __init__(self, journey, given, taken):
-        self.journey, self.given, self.taken = journey, given, taken
+    def __init__(self, dispatcher, given, taken):
+        self.dispatcher, self.given, self.taken = dispatcher, given, taken
         self._work = self._held = None
-        self.arriving = None  # the gradients of the rows that were given
+        self.arriving = None  # the gradients of the sent rows
 
     def start(self, rows, given, taken):
-        journey = self.journey
+        dispatcher = self.dispatcher
         rows = rows.contiguous()
         out = rows.new_empty(sum(taken), *rows.shape[1:])
-        with named(journey.where):
-            self._work = dist.all_to_all_single(out, rows, taken, given, group=journey.group, async_op=True)
-        self._held = rows  # until it has left
-        crossing = sum(given) - given[journey.rank]
-        journey.statistics.see_bytes(crossing * rows[:1].numel() * rows.element_size())
+        with named(dispatcher.where):
+            self._work = dist.all_to_all_single(out, rows, taken, given, group=dispatcher.group, async_op=True)
+        self._held = rows  # the tensor must live until it is sent
+        crossing = sum(given) - given[dispatcher.rank]
+        dispatcher.statistics.see_bytes(crossing * rows[:1].numel() * rows.element_size())
         return out
 
     def wait(self):
         watch = Watch()
-        with named(self.journey.where):
+        with named(self.dispatcher.where):
             self._work.wait()
         self._work = self._held = None
-        self.journey.statistics.see_seconds(watch.seconds())
+        self.dispatcher.statistics.see_seconds(watch.seconds())
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, passage):
-        ctx.passage = passage
-        return passage.start(rows, passage.given, passage.taken)
+    def forward(ctx, rows, exchange):
+        ctx.exchange = exchange
+        return exchange.start(rows, exchange.given, exchange.taken)
 
     @staticmethod
-    def backward(ctx, grad):  # what comes with it says only that the gradients are on their way
-        ctx.passage.wait()
-        return ctx.passage.arriving, None
+    def backward(ctx, grad):  # `grad` is a placeholder: the gradients arrive in `arriving`
+        ctx.exchange.wait()
+        return ctx.exchange.arriving, None
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, passage):
-        ctx.passage = passage
-        passage.wait()
+    def forward(ctx, rows, exchange):
+        ctx.exchange = exchange
+        exchange.wait()
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.passage.arriving = ctx.passage.start(grad, ctx.passage.taken, ctx.passage.given)
+        ctx.exchange.arriving = ctx.exchange.start(grad, ctx.exchange.taken, ctx.exchange.given)
         return grad, None
 
 
 def _parts(local_experts, chunks):
-    """``[(first, end)]`` of so many parts of a rank's experts, as equal as that goes; none is empty."""
+    """``[(first, end)]`` of at most ``chunks`` parts of a rank's experts, of nearly equal size; none is empty."""
     bounds = [local_experts * c // chunks for c in range(chunks + 1)]
     return [(a, b) for a, b in zip(bounds, bounds[1:]) if b > a]
 
 
-class PaddedJourney:
-    """The exchange of one forward in which each expert gets equally many rows of each rank of ``group``, in ``chunks``
-    as that of ``Journey``."""
+class PaddedTokenDispatcher:
+    """The exchange of one forward in which each expert gets the same number of rows of each rank of ``group``.
+    ``chunks``: see ``TokenDispatcher``."""
 
     def __init__(self, group, local_experts, statistics, where, chunks):
         self.group, self.where, self.statistics = group, where, statistics
@@ -107,31 +107,31 @@ class PaddedJourney:
 
     def run(self, rows, experts, beside):
         """``rows`` [ranks, local experts, capacity, width] through ``experts(rows of a part, None, first, count)``, in
-        the same shape. ``beside`` is called while they travel."""
+        the same shape. ``beside`` is called during the exchange."""
         ranks, _, capacity, width = rows.shape
         sizes = [b - a for a, b in self.parts]
         away = []
         for (first, _), count, part in zip(self.parts, sizes, rows.split(sizes, dim=1), strict=True):
             each = [count * capacity] * ranks
-            passage = _Passage(self, each, each)
-            away.append((_Start.apply(part.reshape(-1, width), passage), passage, first, count))
+            exchange = _RowExchange(self, each, each)
+            away.append((_Start.apply(part.reshape(-1, width), exchange), exchange, first, count))
         beside()
         home = []
-        for arriving, passage, first, count in away:
-            arrived = _Wait.apply(arriving, passage).view(ranks, count, capacity, width)
-            back = _Passage(self, passage.taken, passage.given)
+        for arriving, exchange, first, count in away:
+            arrived = _Wait.apply(arriving, exchange).view(ranks, count, capacity, width)
+            back = _RowExchange(self, exchange.taken, exchange.given)
             home.append((_Start.apply(experts(arrived, None, first, count).reshape(-1, width), back), back, count))
         return torch.cat(
             [_Wait.apply(made, back).view(ranks, count, capacity, width) for made, back, count in home], dim=1
         )
 
 
-class Journey:
-    """The exchange of one forward: what each expert of the group keeps of this rank's rows goes to the rank with the
-    expert, runs through it there, and comes back.
+class TokenDispatcher:
+    """The exchange of one forward: rows that an expert keeps are sent to the rank with that expert, run through it
+    there, and are sent back.
 
-    ``kept``: rows of each expert of the group. ``chunks``: the experts of a rank are cut into so many parts; while rows
-    of one part run through their experts, those of the next are on their way, forth and back, in the backward, too.
+    ``kept``: rows of each expert of the group. ``chunks``: the number of parts that a rank's experts are cut into.
+    While rows of one part run through their experts, those of the next are exchanged, in backward, too.
     """
 
     def __init__(self, kept, local_experts, group, statistics, where="", chunks=1):
@@ -147,7 +147,7 @@ class Journey:
         self.parts = _parts(local_experts, chunks)
 
     def order(self, sources, slots):
-        """``(sources, slots)`` of rows in the order in which they leave: part by part, in it rank by rank."""
+        """``(sources, slots)`` of rows in the order in which they are sent: part by part, in a part rank by rank."""
         if len(self.parts) == 1:
             return sources, slots
         ranks, local = self.mine.shape
@@ -158,20 +158,20 @@ class Journey:
         return sources, slots
 
     def run(self, rows, experts, beside):
-        """The rows, in that order, through ``experts(rows, counts, first expert)``. ``beside`` is called while they
-        travel."""
+        """The rows, in that order, through ``experts(rows, counts, first expert)``. ``beside`` is called during the
+        exchange."""
         ranks = len(self.mine)
         givens = [self.mine[:, a:b].sum(1).tolist() for a, b in self.parts]
         away = []
         for (a, b), given, part in zip(self.parts, givens, rows.split([sum(given) for given in givens]), strict=True):
             taken, counts, order = _native._C.plan_arrivals(self.theirs[:, a:b].reshape(-1).tolist(), ranks, b - a)
-            passage = _Passage(self, given, taken)
-            away.append((_Start.apply(part, passage), passage, counts, order.to(rows.device), a))
+            exchange = _RowExchange(self, given, taken)
+            away.append((_Start.apply(part, exchange), exchange, counts, order.to(rows.device), a))
         beside()
         home = []
-        for arriving, passage, counts, order, first in away:
-            ordered, inverse = reorder_rows(_Wait.apply(arriving, passage), order)
+        for arriving, exchange, counts, order, first in away:
+            ordered, inverse = reorder_rows(_Wait.apply(arriving, exchange), order)
             made, _ = reorder_rows(experts(ordered, counts, first), inverse)
-            back = _Passage(self, passage.taken, passage.given)
+            back = _RowExchange(self, exchange.taken, exchange.given)
             home.append((_Start.apply(made, back), back))
         return torch.cat([_Wait.apply(arriving, back) for arriving, back in home])

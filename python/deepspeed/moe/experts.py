@@ -64,7 +64,7 @@ class Experts(torch.nn.Module):
             )
 
     def _hooked(self):
-        """Whether somebody wants to see the experts run one by one."""
+        """Whether an expert has hooks, so that experts must run one by one."""
         return any(
             module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
             for module in self.deepspeed_experts.modules()

@@ -1,4 +1,4 @@
-"""How experts lie that are rows of two three-dimensional parameters."""
+"""The layout of experts that are rows of two three-dimensional parameters."""
 
 from deepspeed.moe.errors import fail
 

@@ -1,4 +1,4 @@
-"""How tokens choose experts: the published gating functions, over the native gate and plans of routes."""
+"""The published gating functions, which choose experts for tokens, over the native gate and plans of routes."""
 
 import torch
 
@@ -20,7 +20,7 @@ def gumbel_rsample(shape, device):
 
 
 def _scores(logits, bias, noise):
-    """By what experts are chosen: the logits, with noise and a bias of each expert; None: by the logits alone."""
+    """The scores by which experts are chosen: logits with noise and a bias of each expert; None: the logits alone."""
     scores = None if bias is None else logits.detach() + bias
     if noise != "RSample":
         return scores
@@ -28,7 +28,7 @@ def _scores(logits, bias, noise):
 
 
 def route_top1(logits, capacity_factor, min_capacity, used_token=None, noise=None, drop=True, bias=None, random=True):
-    """One expert for each token. ``random``: which tokens an expert keeps is drawn, else the first ones."""
+    """One expert for each token. ``random``: a full expert keeps random tokens, else the first ones."""
     select = _scores(logits, bias, noise)
     probs, experts = gate(logits, 1, select)
     experts = _used(experts, used_token)
@@ -42,7 +42,7 @@ def route_top1(logits, capacity_factor, min_capacity, used_token=None, noise=Non
 def route_top2(
     logits, capacity_factor, min_capacity, used_token=None, noise=None, drop=True, bias=None, sample_second=True
 ):
-    """Two experts for each token. ``sample_second``: the second one is a sample of what is left, else the next best."""
+    """Two experts for each token. ``sample_second``: the second one is drawn, else it is the next best."""
     select = _scores(logits, bias, noise)
     if sample_second:
         first = (logits if select is None else select).argmax(1, keepdim=True)
@@ -76,7 +76,7 @@ def route_topk(
 
 
 def _used(experts, used_token):
-    """Tokens that do not count go nowhere."""
+    """Gives tokens that do not count no expert."""
     if used_token is None:
         return experts
     unused = used_token.reshape(-1, 1).to(experts.device) == 0

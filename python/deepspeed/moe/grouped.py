@@ -1,4 +1,4 @@
-"""All experts of a rank in one go: their linear layers as products of many groups, without padding."""
+"""Computes all experts of a rank together: their linear layers are products of many groups, without padding."""
 
 import operator
 
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from deepspeed.moe.rows import ops
 
-# What treats each number by itself, whichever expert's row it is in.
+# Modules and functions that work on each element by itself: rows of several experts can be computed together.
 _MODULES = (
     nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Softplus, nn.Mish, nn.Hardswish,
     nn.Identity, nn.Dropout,
@@ -75,15 +75,15 @@ def grouped_linear(x, rows, layers):
 
 
 class _Result(int):
-    """The number of the step whose result stands here."""
+    """The number of a step; it stands for the result of that step."""
 
 
 def steps_of(expert):
-    """What ``expert`` computes, as ``(kind, target, args, kwargs)``, where it is made of linear layers and of what
-    treats each number by itself; else None."""
+    """The operations of ``expert`` as ``(kind, target, args, kwargs)``, if all are linear layers or work on each
+    element by itself; else None."""
     try:
         graph = fx.Tracer().trace(expert)
-    except Exception:  # tracing runs the module on stand-ins: whatever goes wrong, it is not one of these
+    except Exception:  # tracing calls the module with proxies: a module that fails then is not supported
         return None
     modules, numbers, steps = dict(expert.named_modules()), {}, []
     for node in graph.nodes:

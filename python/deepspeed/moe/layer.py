@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer that stands where a feed-forward layer stood."""
+"""The mixture-of-experts layer, which replaces a feed-forward layer."""
 
 import torch
 
@@ -24,7 +24,7 @@ class MoE(torch.nn.Module):
     """``num_experts`` copies of ``expert``, of which each token uses ``k``.
 
     Args:
-        hidden_size: width of a token, and of what an expert makes of it.
+        hidden_size: width of a token, before and after an expert.
         expert: any module that treats tokens one by one; the experts are copies of it.
         num_experts: over all ranks; a list of one number is that number.
         ep_size: ranks that share the experts, ``num_experts / ep_size`` each. Layers may differ.
@@ -34,7 +34,7 @@ class MoE(torch.nn.Module):
         use_residual: adds a dense expert, ``mlp``; ``coefficient`` says how much of both a token gets.
         noisy_gate_policy: "Jitter", "RSample" or None: noise of the gate in training.
         drop_tokens: False: experts take all tokens that choose them.
-        use_rts: which tokens a full expert keeps is drawn in training (k = 1), else the first ones are kept.
+        use_rts: in training (k = 1) a full expert keeps random tokens, else the first ones.
         use_tutel: accepted; tokens are routed by kernels of this library.
         enable_expert_tensor_parallelism: the ranks that split single weights split experts, too; else each of them
             works on a part of the tokens.
@@ -77,7 +77,7 @@ class MoE(torch.nn.Module):
             fail("", f"Unsupported noisy_gate_policy: {noisy_gate_policy}; it is 'Jitter', 'RSample' or None")
         self.use_residual = use_residual
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
-        self.stages = None  # of the pipeline that it is in, whose engine says so
+        self.stages = None  # of the pipeline that the layer is in; the pipeline engine sets it
         self.ep_size = ep_size
         self.expert_group_name = f"ep_size_{self.ep_size}"
         self.num_experts = num_experts
@@ -146,7 +146,7 @@ class MoE(torch.nn.Module):
             param.ds_ranks = ParamRanks(f"experts.{name}", ranks, copies)
 
     def _number_experts(self, rank):
-        """Which of all experts those of this rank are: checkpoints call them by these numbers."""
+        """The global numbers of this rank's experts, under which checkpoints name them."""
         first = rank * self.num_local_experts
         self.deepspeed_moe.experts.deepspeed_experts.ds_expert_numbers = {
             str(local): first + local for local in range(self.num_local_experts)
@@ -158,7 +158,7 @@ class MoE(torch.nn.Module):
         if not self.use_residual:
             output = self.deepspeed_moe(hidden_states, used_token)
         else:
-            dense = []  # it runs while rows travel, if they do
+            dense = []  # the dense expert runs during the exchange of rows, if there is one
             output = self.deepspeed_moe(hidden_states, used_token, beside=lambda: dense.append(self.mlp(hidden_states)))
             dense = dense[0] if dense else self.mlp(hidden_states)
             dense = dense[0] if isinstance(dense, tuple) else dense

@@ -1,4 +1,4 @@
-"""Tokens that all tensor-parallel ranks have: each takes a part of them, and gathers what became of the others'."""
+"""Splits tokens that all tensor-parallel ranks have into one part per rank, and gathers the results of all parts."""
 
 import torch
 

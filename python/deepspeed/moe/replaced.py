@@ -1,5 +1,5 @@
-"""Parameters of experts that have taken the place of others, once it was known which ranks share the experts: those
-know them by their attribute ``ds_replaced_by``, a tuple."""
+"""Parameters of experts that replace others after it is known which ranks share the experts. The attribute
+``ds_replaced_by`` of a replaced parameter is the tuple of its replacements."""
 
 import torch
 
@@ -42,8 +42,8 @@ def share_anew(experts, copies):
 
 
 def trained_instead(model_parameters):
-    """What a script gives to be optimised, parameters or groups of them, with the parameters that have taken the place
-    of some. ValueError where one has taken the place of parameters of two groups."""
+    """The parameters or groups that a script gives to be optimised, with replaced parameters exchanged for those that
+    took their place. ValueError if one parameter took the place of parameters of two groups."""
     if model_parameters is None or not isinstance(model_parameters, (list, tuple)):
         return model_parameters  # a generator asks the model when it is asked
     seen = {}

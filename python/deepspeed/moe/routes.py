@@ -1,4 +1,4 @@
-"""What a gate has decided for a batch of tokens."""
+"""The decisions of a gate for a batch of tokens."""
 
 import math
 from fractions import Fraction
@@ -17,10 +17,10 @@ def capacity_of(tokens, num_experts, factor, min_capacity):
 
 
 class Routes:
-    """Which expert each choice of a token goes to, with which weight.
+    """The expert and the weight of each choice of each token.
 
-    ``experts``: [tokens, k] int32, -1 where a token goes nowhere. ``probs``: [tokens, num_experts], the gate's.
-    ``capacity``: rows of an expert, None where all are kept. ``priority``: [tokens, k], see csrc/plan/route_plan.h.
+    ``experts``: [tokens, k] int32, -1 for no expert. ``probs``: [tokens, num_experts], the gate's. ``capacity``: rows
+    of an expert, None if all are kept. ``priority``: [tokens, k], see csrc/plan/route_plan.h.
     """
 
     def __init__(self, experts, probs, capacity=None, priority=None, choices_first=False, normalize=False):
@@ -33,16 +33,16 @@ class Routes:
             bound = -1 if capacity is None else capacity
             self.plan = _native._C.RoutePlan(experts, self.num_experts, bound, choices_first, priority)
         self.exp_counts = torch.as_tensor(self.plan.wanted, dtype=torch.int64, device=probs.device)
-        self.counted, self.loss_scale = self.exp_counts, 1.0  # what the loss of balance counts
+        self.counted, self.loss_scale = self.exp_counts, 1.0  # for the balance loss
         self.l_aux = None
         self._normalize = normalize
 
     def locations(self):
-        """[tokens, k]: place among the rows of its expert, -1 where it was dropped."""
+        """[tokens, k]: number among the rows of its expert, -1 if it was dropped."""
         return self.plan.location().long()
 
     def weights(self):
-        """[tokens, k] fp32: 0 where it was dropped; of k > 1 their sum is 1."""
+        """[tokens, k] fp32: 0 for dropped choices; with k > 1 the weights of a token add up to 1."""
         kept = self.plan.location() >= 0
         weights = self.probs.gather(1, self.experts.long().clamp(min=0)) * kept
         if self._normalize:

@@ -1,7 +1,7 @@
-"""Rows of tokens on their way to experts and back: autograd over the kernels of csrc/kernels/routes.h.
+"""Makes rows of tokens for experts, and tokens of rows: autograd over the kernels of csrc/kernels/routes.h.
 
-An *assignment* is one choice of a token: number token * k + choice. ``sources`` says which assignment each row has (-1:
-none, the row is zeros), ``slots`` [tokens, k] which row each assignment has (-1: none).
+An *assignment* is one choice of a token: number token * k + choice. ``sources`` has the assignment of each row (-1:
+none, the row is zeros), ``slots`` [tokens, k] the row of each assignment (-1: none).
 """
 
 import functools
@@ -75,7 +75,7 @@ class _AddLoss(torch.autograd.Function):
 
 
 def add_loss(output, loss, scale):
-    """``output``, whose backward is that of ``scale()`` times ``loss``, too: for a loss that nobody hands on."""
+    """``output``; its backward also runs that of ``scale()`` times ``loss``, a loss that the model does not return."""
     return _AddLoss.apply(output, loss, scale)
 
 

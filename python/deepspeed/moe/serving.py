@@ -1,6 +1,5 @@
-"""Layers of experts that answer and do not train: spread over other ranks than they were trained on, and over more
-ranks than there are experts, which then have a slice of an expert each. The ranks bring tokens of their own, or all the
-same."""
+"""Layers of experts for inference. They are spread over other ranks than in training. If there are more ranks than
+experts, each rank has a slice of an expert. Ranks have tokens of their own, or all the same."""
 
 import torch
 from torch import nn

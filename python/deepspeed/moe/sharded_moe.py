@@ -1,9 +1,9 @@
 """The gate and the layer behind ``deepspeed.moe.layer.MoE``, under the published import path.
 
-A forward: the gate gives each token its experts (``Routes``); rows are made of tokens, travel to the ranks that have
-the experts, run through them, travel back and are added up, times their weights. With ``drop_tokens`` an expert takes
-``capacity`` rows of each rank, and what travels is padded to that (``_AllToAll``); without, exactly the rows that were
-chosen travel (``exchange.Journey``) and experts run as one grouped product.
+A forward: the gate chooses the experts of each token (``Routes``); rows are made of tokens, sent to the ranks with the
+experts, run through them, sent back, and added up, times their weights. With ``drop_tokens`` an expert takes
+``capacity`` rows of each rank, and messages are padded to that (``_AllToAll``). Without it exactly the chosen rows are
+sent (``exchange.TokenDispatcher``), and experts run as one grouped product.
 """
 
 import copy
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from deepspeed import comm as dist
 from deepspeed.log import warning_once
 from deepspeed.moe.errors import fail
-from deepspeed.moe.exchange import Journey, PaddedJourney, _AllToAll, named
+from deepspeed.moe.exchange import TokenDispatcher, PaddedTokenDispatcher, _AllToAll, named
 from deepspeed.moe.gating import (  # noqa: F401
     NOISE,
     gumbel_rsample,
@@ -96,7 +96,7 @@ def _sparse_decode(expert_output, slots, gates, num_tokens):
 
 
 def _sources(slots, rows):
-    """Which choice each row has; -1: none."""
+    """The choice that each row belongs to; -1: none."""
     sources = torch.full((rows,), -1, dtype=torch.int32, device=slots.device)
     flat = slots.reshape(-1).long()
     kept = flat >= 0
@@ -105,16 +105,16 @@ def _sources(slots, rows):
 
 
 class TopKGate(torch.nn.Module):
-    """Which experts a token goes to: the ``k`` with the largest of ``wg``'s outputs, in fp32.
+    """Chooses for each token the ``k`` experts with the largest outputs of ``wg``, in fp32.
 
-    Noise, and the draw of the tokens that a full expert keeps (``use_rts``, k = 1), belong to training: in evaluation
-    the same tokens go the same way.
+    Noise, and the random choice of the tokens that a full expert keeps (``use_rts``, k = 1), are for training only: in
+    evaluation equal tokens get equal experts.
 
-    ``balance``: "aux", by the auxiliary loss, or "bias": each expert has a bias that counts where experts are chosen
-    and nowhere else, the engine moves it after each step (``move_bias``), and there is no auxiliary loss.
-    ``aux_scope``: the loss looks at the tokens of this "rank", or at those of all data-parallel ranks, "batch".
-    ``z_loss_coeff``: so much of the mean squared log of the softmax's denominator is added to the loss, which keeps
-    logits small.
+    ``balance``: "aux", by the auxiliary loss, or "bias": each expert has a bias that counts only in the choice of
+    experts, the engine moves it after each step (``move_bias``), and there is no auxiliary loss.
+    ``aux_scope``: the loss is computed from tokens of this "rank", or of all data-parallel ranks, "batch".
+    ``z_loss_coeff``: factor of the mean squared log of the softmax's denominator in the loss, which keeps logits
+    small.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class TopKGate(torch.nn.Module):
         return routes.l_aux, *routes.masks(capacity), routes.exp_counts
 
     def route(self, input, used_token=None):
-        """The ``Routes`` of tokens [tokens, model_dim]. ``used_token`` [tokens]: 0 for those that go nowhere."""
+        """The ``Routes`` of tokens [tokens, model_dim]. ``used_token`` [tokens]: 0 for tokens that get no expert."""
         noise = self.noisy_gate_policy if self.training else None
         x = input.float()
         if noise == "Jitter":
@@ -209,7 +209,7 @@ class MOELayer(torch.nn.Module):
     """A gate and experts. Afterwards ``l_aux`` and ``exp_counts`` are those of the last forward.
 
     ``gate``: a ``TopKGate``, or a module that returns ``(l_aux, combine weights, dispatch mask, counts)``.
-    ``_set_ep_group`` says who has the other experts. ``overlap_chunks``: see ``exchange.Journey``.
+    ``_set_ep_group`` gives the ranks with the other experts. ``overlap_chunks``: see ``exchange.TokenDispatcher``.
     """
 
     def __init__(self, gate, experts, ep_group_name, ep_size, num_local_experts, use_tutel=False):
@@ -236,11 +236,12 @@ class MOELayer(torch.nn.Module):
             self.gate._set_ep_group(ep_group)
 
     def set_name(self, name):
-        """How messages call the layer."""
+        """Sets the name of the layer for messages."""
         self.layer_name = self.experts.layer_name = name
 
     def forward(self, *input, beside=None, **kwargs):
-        """``input``: hidden states, and which of the tokens count. ``beside`` is called while rows travel, or never."""
+        """``input``: hidden states, and a mask of the tokens that count. ``beside`` is called during an exchange, if
+        there is one."""
         hidden = input[0]
         tokens = hidden.reshape(-1, hidden.shape[-1])
         if hidden.device.type == "meta" and hasattr(self.gate, "route"):
@@ -264,7 +265,7 @@ class MOELayer(torch.nn.Module):
         return combined.reshape(hidden.shape)
 
     def _on_meta(self, tokens):
-        """What the layer does with as many tokens, for plans: each through ``k`` experts, wherever these are."""
+        """A forward on meta tensors, for plans: each token runs through ``k`` experts, of whatever rank."""
         weights = self.gate.wg(tokens.float()).softmax(-1)[:, : self.gate.k, None].type_as(tokens)
         rows = self.experts(tokens.repeat(self.gate.k, 1), [len(tokens) * self.gate.k])
         return (rows.reshape(self.gate.k, *tokens.shape).transpose(0, 1) * weights).sum(1)
@@ -288,13 +289,15 @@ class MOELayer(torch.nn.Module):
             rows = self._run_experts(dispatch_rows(tokens, sources, slots), kept)
         else:
             chunks = min(self.overlap_chunks, self.num_local_experts)
-            journey = Journey(kept, self.num_local_experts, self.ep_group, self.statistics, self.layer_name, chunks)
-            sources, slots = journey.order(sources, slots)
-            rows = journey.run(dispatch_rows(tokens, sources, slots), self._run_experts, beside or (lambda: None))
+            dispatcher = TokenDispatcher(
+                kept, self.num_local_experts, self.ep_group, self.statistics, self.layer_name, chunks
+            )
+            sources, slots = dispatcher.order(sources, slots)
+            rows = dispatcher.run(dispatch_rows(tokens, sources, slots), self._run_experts, beside or (lambda: None))
         return combine_rows(rows, routes.weights(), sources, slots)
 
     def _run_experts(self, rows, *which):
-        """Stage 3 releases experts when the gradient of their rows is there: it has to be wanted."""
+        """Runs the experts on rows that require a gradient: stage 3 releases experts when that gradient is computed."""
         sharded = any(is_sharded(param) for param in self.experts.parameters())
         if sharded and torch.is_grad_enabled() and not rows.requires_grad:
             rows = rows.detach().requires_grad_()
@@ -308,8 +311,8 @@ class MOELayer(torch.nn.Module):
         return combine_rows(rows, routes.weights(), sources, slots)
 
     def _common_capacity(self, routes):
-        """As many rows as the busiest expert of all ranks may take, or has, where all tokens are kept. On a device that
-        the host would wait for, ranks bring equally many tokens and know it."""
+        """The rows that the busiest expert of all ranks may take, or has if all tokens are kept. Asynchronous devices
+        exchange nothing, which would make the host wait: there all ranks must have the same number of tokens."""
         known, on_host = routes.capacity, routes.probs.device.type == "cpu"
         if known is not None and not (self.ep_size > 1 and on_host):
             return known
@@ -318,27 +321,29 @@ class MOELayer(torch.nn.Module):
             return largest_over(self.ep_group if self.ep_size > 1 else None, largest)
 
     def _through_experts(self, rows, beside=None):
-        """[experts, capacity, width] to the ranks that have the experts, and back."""
+        """Sends [experts, capacity, width] to the ranks with the experts, and back."""
         width, capacity = rows.shape[-1], rows.shape[1]
         split = self._parts_tokens()
         with named(self.layer_name):
             if split:
                 rows = drop_tokens(F.pad(rows, (0, 0, 0, -capacity % tensor_ranks())), dim=1)
             chunks = min(self.overlap_chunks, self.num_local_experts)
-            if chunks > 1 and self.ep_size > 1 and _AllToAll is _OWN_EXCHANGE:  # not one that a client has put there
-                journey = PaddedJourney(self.ep_group, self.num_local_experts, self.statistics, self.layer_name, chunks)
+            if chunks > 1 and self.ep_size > 1 and _AllToAll is _OWN_EXCHANGE:  # not a replacement by a client
+                dispatcher = PaddedTokenDispatcher(
+                    self.ep_group, self.num_local_experts, self.statistics, self.layer_name, chunks
+                )
                 parts = rows.reshape(self.ep_size, self.num_local_experts, -1, width)
-                rows = journey.run(parts, self._run_experts, beside or (lambda: None)).flatten(0, 1)
+                rows = dispatcher.run(parts, self._run_experts, beside or (lambda: None)).flatten(0, 1)
                 return gather_tokens(rows, dim=1)[:, :capacity] if split else rows
             crossing = rows.numel() * rows.element_size() * (self.ep_size - 1) // self.ep_size
-            self.statistics.see_bytes(crossing * (4 if torch.is_grad_enabled() else 2))  # to and fro, and the gradients
+            self.statistics.see_bytes(crossing * (4 if torch.is_grad_enabled() else 2))  # both ways, and the gradients
             rows = _AllToAll.apply(self.ep_group, rows)
             rows = self._run_experts(rows.reshape(self.ep_size, self.num_local_experts, -1, width))
             rows = _AllToAll.apply(self.ep_group, rows).reshape(self.ep_size * self.num_local_experts, -1, width)
             return gather_tokens(rows, dim=1)[:, :capacity] if split else rows
 
     def _by_masks(self, hidden, tokens, l_aux, combine, dispatch, counts):
-        """A gate of somebody else's."""
+        """A forward with a gate that is not ours, by its masks."""
         self.l_aux, self.exp_counts = l_aux, counts
         rows = einsum("sec,sm->ecm", dispatch.type_as(tokens), tokens)
         rows = self._through_experts(rows)

@@ -1,10 +1,10 @@
-"""What the experts of a layer have had to do since the last step, as one row of numbers that ranks add up."""
+"""Statistics of a layer's experts since the last step, as one row of numbers that ranks add up."""
 
 import time
 
 import torch
 
-_SAMPLE = 256  # tokens of a forward of which the entropy is taken
+_SAMPLE = 256  # tokens of a forward from which the entropy is computed
 _NUMBERS = ("tokens", "dropped", "entropy", "sampled", "aux_loss", "forwards", "bytes", "ms")
 
 
@@ -19,8 +19,8 @@ class Watch:
 
 
 class LayerStatistics:
-    """Of one layer on this rank, while ``counting``: the engine's forwards in training, no recomputations. What travels
-    counts always.
+    """Statistics of one layer on this rank. ``counting`` is on in the engine's forwards in training, without
+    recomputations. Bytes of exchanges are always counted.
 
     ``row``: rows that each expert was chosen for, then the numbers of ``_NUMBERS``.
     """
@@ -37,7 +37,7 @@ class LayerStatistics:
         self.row[self.num_experts + _NUMBERS.index(name)] += value
 
     def see(self, routes):
-        """One forward has chosen these routes."""
+        """Adds the routes of one forward."""
         if not self.counting:
             return
         if self.row.device != routes.probs.device:
@@ -53,11 +53,11 @@ class LayerStatistics:
         self._add("forwards", 1)
 
     def see_bytes(self, count):
-        """So many have left this rank."""
+        """Adds ``count`` bytes that this rank has sent."""
         self._add("bytes", count)
 
     def see_seconds(self, seconds):
-        """This rank has waited so long for others' rows."""
+        """Adds the seconds that this rank has waited for rows of others."""
         self._add("ms", 1000 * seconds)
 
     def waited(self):
@@ -65,7 +65,7 @@ class LayerStatistics:
         return float(self.row[self.num_experts + _NUMBERS.index("ms")])
 
     def take(self):
-        """The row; it begins anew."""
+        """Returns the row and starts a new one."""
         row, self.row = self.row, self._zeros()
         return row
 

@@ -1,6 +1,6 @@
-"""Parameters of experts: which they are, and groups of them for optimizers.
+"""Finds parameters of experts, and makes groups of them for optimizers.
 
-Optimizers need no such groups here: the engine knows experts by themselves. Scripts that make them train all the same.
+Optimizers do not need such groups here, because the engine finds experts itself. Scripts that make them still work.
 """
 
 import torch

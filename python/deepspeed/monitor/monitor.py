@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: ``engine.monitor.write_events([(name, value, step), ...])``."""
+"""Receives the metrics of a run: ``engine.monitor.write_events([(name, value, step), ...])``."""
 
 from deepspeed.log import print_rank
 

@@ -6,7 +6,7 @@ import os
 
 
 def results_in(log_dir):
-    """What ``sweep_main`` has logged, fastest first."""
+    """The results that ``sweep_main`` has logged, fastest first."""
     found = []
     for path in sorted(glob.glob(os.path.join(log_dir, "*.json"))):
         with open(path, encoding="utf-8") as file:

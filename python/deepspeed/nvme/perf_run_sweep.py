@@ -11,7 +11,7 @@ from dataclasses import asdict
 from deepspeed.nvme.perf_generate_param import generate_main
 from deepspeed.nvme.transfer_rate import Bench, Setting, bytes_of
 
-# What is tried of each argument of aio_handle where --sweep_config does not say.
+# The values of each argument of aio_handle that are tried without --sweep_config.
 SPACE = {
     "block_size": ["1M", "8M"],
     "queue_depth": [32, 128],

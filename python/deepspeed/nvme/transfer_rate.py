@@ -1,4 +1,4 @@
-"""How fast one setting of a handle moves a tensor to or from a file."""
+"""Measures the rate at which a handle with one setting moves a tensor to or from a file."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The optimizer that ``optimizer.type`` of a configuration names, and what it keeps of each element."""
+"""Builds the optimizer that ``optimizer.type`` of a configuration names, and counts its states of each element."""
 
 import importlib.util
 import pkgutil
@@ -85,8 +85,8 @@ def rules_of(optimizer):
 
 
 def states_of_element(name, params):
-    """How many numbers an optimizer of torch with these ``optimizer.params`` keeps of each element: it is asked to
-    update one parameter."""
+    """The number of state values per element of an optimizer of torch with these ``optimizer.params``, found by an
+    update of one small parameter."""
     probe = torch.nn.Parameter(torch.zeros(2, 3))
     probe.grad = torch.zeros(2, 3)
     optimizer = optimizer_named(name, [probe], params)

@@ -1,4 +1,4 @@
-"""What the ``DeepSpeedCPU...`` classes share: parameters in host memory, and a number for each object."""
+"""The base of the ``DeepSpeedCPU...`` classes: parameters in host memory, and a number for each object."""
 
 from deepspeed.ops.native_optimizer import NativeOptimizer
 

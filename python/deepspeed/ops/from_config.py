@@ -1,4 +1,4 @@
-"""How a folder of ``ops`` answers to its name in the config's ``optimizer.type``."""
+"""Builders for optimizers that ``optimizer.type`` of a configuration names by their folder in ``ops``."""
 
 
 def builder_of(cls):

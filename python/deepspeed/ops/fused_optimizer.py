@@ -1,4 +1,4 @@
-"""What the ``Fused...`` classes share: parameters on any device, and arguments that only old callers pass."""
+"""The base of the ``Fused...`` classes: parameters on any device, and arguments that only old callers pass."""
 
 import torch
 

@@ -1,7 +1,7 @@
-"""What all optimizers with native kernels share: a torch optimizer around one rule of ``csrc/optim``.
+"""The base of all optimizers with native kernels: a torch optimizer around one rule of ``csrc/optim``.
 
-A rule is known by its name, its state slots and its hyperparameters (``_C.optimizer_rules()``); nothing else about it
-is known here. A class of ours names its rule and gives the defaults of its parameter groups.
+This module knows only a rule's name, its state slots and its hyperparameters (``_C.optimizer_rules()``). A subclass
+names its rule and gives the defaults of its parameter groups.
 """
 
 import torch
@@ -13,12 +13,12 @@ RULES = _C.optimizer_rules()
 
 
 def adam_defaults(lr, bias_correction, betas, eps, weight_decay):
-    """What the parameter groups of everything like Adam start from."""
+    """The defaults of the parameter groups of Adam and its variants."""
     return dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 def loss_of(closure):
-    """What ``closure`` returns, with gradients enabled; None without one."""
+    """The result of ``closure``, called with gradients enabled; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -124,7 +124,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         return state
 
     def magnification(self, group):
-        """How many times larger a relative difference between two gradients may be between their updates."""
+        """The factor by which a relative difference between two gradients may grow in their updates."""
         return 1.0
 
     def check_engine(self):
@@ -210,7 +210,7 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def updated(self, group, weight, grad, states, step):
-        """What the ``step``-th update makes of one whole parameter, in fp32; no argument is changed.
+        """One whole parameter after the ``step``-th update, in fp32; no argument is changed.
 
         ``states``: slot -> tensor; ``grad`` is unscaled and clipped.
         """

@@ -23,7 +23,7 @@ def to_python_float(t):
 
 
 class LossScalerBase:
-    """What an engine needs of a scaler: ``loss_scale``, ``update_scale(overflow)`` after every step, and the state."""
+    """The interface of a scaler: ``loss_scale``, ``update_scale(overflow)`` after each step, and the state."""
 
     __module__ = PICKLED_AS
 

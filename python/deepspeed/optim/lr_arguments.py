@@ -34,7 +34,7 @@ def _flag(text):
 
 
 def _kind(parameter):
-    """What a text on the command line is read with: the type of the default, or as the name says where that is none."""
+    """The function that reads a text of the command line: the type of the default; without one, a type by the name."""
     if isinstance(parameter.default, bool):
         return _flag
     if parameter.default in (parameter.empty, None):
@@ -42,7 +42,7 @@ def _kind(parameter):
     return type(parameter.default)
 
 
-# schedule -> parameter -> what a text is read with. The names are constants, too: WARMUP_MIN_LR = "warmup_min_lr".
+# schedule -> parameter -> function that reads a text. The names are constants, too: WARMUP_MIN_LR = "warmup_min_lr".
 _PARAMETERS = {
     schedule: {
         name: _kind(parameter)
@@ -52,7 +52,7 @@ _PARAMETERS = {
     for schedule, cls in _CLASSES.items()
 }
 globals().update({name.upper(): name for parameters in _PARAMETERS.values() for name in parameters})
-# Where the classes have no default, or not the same one: a script with only --lr_schedule OneCycle still runs.
+# Defaults where the classes have none or another one, so that a script with only --lr_schedule OneCycle runs.
 _COMMAND_LINE_DEFAULTS = {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "warmup_max_lr": 0.001, "total_num_steps": None}
 
 

@@ -67,7 +67,7 @@ def _curve(value):
 
 
 class _Schedule:
-    """What the five have in common. A subclass checks its parameters, then calls ``_start``."""
+    """The base of the five schedules. A subclass checks its parameters, then calls ``_start``."""
 
     def __init__(self, optimizer):
         self.optimizer = get_torch_optimizer(optimizer)

@@ -1,11 +1,11 @@
-"""What a learning-rate schedule changes, its own attributes and the parameter groups, taken down and put back."""
+"""Saves and restores the values that a learning-rate schedule changes: its own attributes and parameter groups."""
 
 import torch
 
 
 def rehearse(scheduler, optimizer, function):
-    """Calls ``function``, which changes ``scheduler`` or the groups of ``optimizer`` (None: there is none), and takes
-    it back: what raises now would raise later."""
+    """Calls ``function``, which changes ``scheduler`` or the groups of ``optimizer`` (None: there is none), and
+    restores them afterwards: an error of a later call is raised now."""
     state = [(one, dict(vars(one))) for one in with_inner(scheduler)]
     before = values_of(optimizer) if optimizer is not None else None
     try:
@@ -28,8 +28,8 @@ def with_inner(scheduler):
 
 
 def values_of(optimizer):
-    """What stands in each parameter group beside its parameters. Of a tensor also a copy: it may be changed in
-    place."""
+    """The values of each parameter group other than its parameters. A tensor is copied as well, because it may be
+    changed in place."""
     return [
         {
             key: (value, value.detach().clone()) if torch.is_tensor(value) else (value, None)

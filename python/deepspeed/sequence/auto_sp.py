@@ -1,4 +1,4 @@
-"""A multimodal model whose sequences ranks share, without a change of its code."""
+"""Sequence parallelism for multimodal models without a change of their code."""
 
 import inspect
 

@@ -1,5 +1,5 @@
-"""Which parts of a multimodal model a shared sequence meets: attention of the vision tower, of the language model, and
-the projection between both."""
+"""Finds the parts of a multimodal model that work on a shared sequence: attention of the vision tower and of the
+language model, and the projection between both."""
 
 import re
 from dataclasses import dataclass, field
@@ -36,8 +36,8 @@ def _is_vision(name, module):
 
 
 def detect_model_sp_info(model):
-    """``SPModelInfo`` of ``model``, by the names of its classes and of its parts. Of attention modules inside of others
-    the outermost counts."""
+    """``SPModelInfo`` of ``model``, by the names of its classes and of its parts. If attention modules contain
+    others, the outermost counts."""
     info, inside = SPModelInfo(), None
     for name, module in model.named_modules():
         if inside is not None and name.startswith(inside):

@@ -1,4 +1,4 @@
-"""Where pictures enter the text: ranks that share patches and tokens put both together, and get a part of the whole."""
+"""Fusion of pictures and text: ranks that share patches and tokens join both, and each gets a part of the whole."""
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ class ModalityFusionSPAdapter(nn.Module):
         self.projection, self.process_group, self.image_token_id = projection, process_group, image_token_id
 
     def places(self, input_ids):
-        """Where visual features go: True in ``[batch, tokens]``."""
+        """A mask ``[batch, tokens]``: True for tokens that visual features replace."""
         return input_ids == self.image_token_id
 
     def forward(self, visual_features, text_embeds, input_ids):

@@ -1,4 +1,4 @@
-"""Attention of a vision tower whose patches ranks share."""
+"""Attention of a vision tower over patches that ranks share."""
 
 import torch
 from torch import nn

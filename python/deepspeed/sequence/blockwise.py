@@ -1,7 +1,7 @@
-"""Attention of blocks: queries meet keys block after block, with the running maximum and sum of each row of scores, and
-only one block of scores is ever there.
+"""Attention block by block, with the running maximum and sum of each row of scores: memory holds one block of scores at
+a time.
 
-Tensors are ``[batch, heads, tokens, size]``; key/value heads may be fewer, and are then read by equal runs of query
+Tensors are ``[batch, heads, tokens, size]``; key/value heads may be fewer, and are then used by equal runs of query
 heads. Source: Dao, "FlashAttention-2" (2023), algorithms 1 and 2. On the CPU the kernels of csrc/kernels/attention.h
 compute it, by tiles; elsewhere and in fp64 torch does, a block of scores at a time.
 """
@@ -24,15 +24,15 @@ def _ops_of(threads):
 
 
 def _by_kernel(query):
-    """Whether the kernels compute this; what is on meta, as it would be computed here."""
+    """Whether the kernels compute this. Meta tensors count as tensors of this machine's device."""
     where = get_accelerator().device_name() if query.is_meta else query.device.type
     return where == "cpu" and query.dtype in _BY_KERNEL
 
 
 class Dropped:
-    """Which probabilities are dropped: by ``seed`` and the numbers of batch, head, query and key in the whole, so the
-    same ones however it is cut into blocks, and again in backward ([Note: dropout] in csrc/kernels/philox.h, whose bits
-    these are). ``head``: the number of the first head that is here."""
+    """Dropout of probabilities. ``seed`` and the numbers of batch, head, query and key in the whole decide which ones
+    are dropped, so they are the same for every cut into blocks, and in backward ([Note: dropout] in
+    csrc/kernels/philox.h). ``head``: the number of this rank's first head."""
 
     def __init__(self, probability, seed, head=0):
         if not 0 <= probability < 1:
@@ -41,8 +41,8 @@ class Dropped:
 
     @classmethod
     def drawn(cls, probability):
-        """With a seed of torch's generator on the CPU, whose state says it: where ranks share an attention and have
-        equal states, they drop what one process does. None where nothing is dropped."""
+        """Dropout with a seed from torch's generator on the CPU, so that ranks with equal states of it drop the same
+        probabilities as one process. None if nothing is dropped."""
         return cls(probability, int(torch.randint(1 << 62, ()))) if probability else None
 
     def of_heads(self, first):
@@ -54,7 +54,7 @@ class Dropped:
         return _C.BlockDropout(self.probability, self.seed, self.head, *place)
 
     def mask(self, like, place):
-        """What a block's probabilities ``[batch, kv heads, readers, queries, keys]`` are multiplied by."""
+        """The factors of a block's probabilities ``[batch, kv heads, readers, queries, keys]``."""
         batch, kv, readers, queries, keys = like.shape
 
         def numbers(start, stop, *shape):
@@ -85,7 +85,7 @@ def _philox(counter, seed):
 
 
 class ScoreRules(NamedTuple):
-    """What becomes of scores: products times ``scale``; then ``soft_cap * tanh(score / soft_cap)``, where it is not 0.
+    """The rules for scores: products times ``scale``, then ``soft_cap * tanh(score / soft_cap)`` if it is not 0.
     ``sinks``: a score of each query head that takes part in its rows' sums of exponentials, and has no value.
     ``dropped``: of the probabilities."""
 
@@ -101,7 +101,7 @@ class ScoreRules(NamedTuple):
             raise ValueError(f"soft_cap is {soft_cap}: scores are capped by a positive number, or by none (0)")
         if sinks is not None and sinks.shape != query.shape[1:2]:
             raise ValueError(
-                f"sinks have the shape {tuple(sinks.shape)}: an attention of {query.shape[1]} heads has so many of them"
+                f"sinks have the shape {tuple(sinks.shape)}: {query.shape[1]} heads need one for each head"
             )
         return cls(query.shape[-1] ** -0.5 if scale is None else scale, float(soft_cap), sinks, dropped)
 
@@ -115,7 +115,7 @@ class ScoreRules(NamedTuple):
 
 
 def sink_gradient(sinks, lse, row_sum):
-    """Of some rows, ``[heads]``: their outputs shrink as the sink grows."""
+    """The gradient of the sinks from some rows, ``[heads]``: outputs shrink as the sink grows."""
     return -((sinks.detach().to(lse.dtype).view(1, -1, 1, 1) - lse).exp() * row_sum).sum((0, 2, 3))
 
 
@@ -138,7 +138,7 @@ def _scores(query, key, rules, causal, looks=None):
 
 
 class Rows:
-    """Some queries, and what they have seen so far."""
+    """Some queries, with the running results over the keys that they have seen."""
 
     def __init__(self, query, kv_heads, rules):
         self.query, self.kv_heads, self.rules = query, kv_heads, rules

@@ -1,5 +1,5 @@
-"""Attention of a whole sequence, chunk by chunk: the queries of one chunk at a time, for which no scores are there but
-those of one block, while queries, keys and values of the others may wait elsewhere."""
+"""Attention of a whole sequence, chunk by chunk: the queries of one chunk at a time, with the scores of one block in
+memory. Queries, keys and values of other chunks may wait in another memory."""
 
 import itertools
 
@@ -21,8 +21,8 @@ def _visited(last, query, known):
 
 def attend_to_chunks(rows, store, index, causal, starts, looks=None):
     """``rows``, the queries of chunk ``index``, see the keys of ``store``: earlier ones and their own, or all.
-    ``starts``: the first token of each chunk. ``looks(chunk of queries, chunk of keys)``: where a query may look, or
-    None."""
+    ``starts``: the first token of each chunk. ``looks(chunk of queries, chunk of keys)``: a mask of keys that a
+    query may use, or None."""
     last = index if causal else max(number for name, number in store.kept if name == "key")
     for seen in _visited(last, rows.query, lambda _: True):
         key, value = (store.get(name, seen) for name in _KEYS)
@@ -123,10 +123,10 @@ def chunked_attention(
 ):
     """Attention of ``[batch, heads, tokens, size]``, ``chunk`` tokens at a time; key/value heads may be fewer.
 
-    ``offload``: where queries, keys and values wait for backward. False: here; True: in host memory; a text: in files
-    in that folder. One backward runs, since it takes what waits. ``looks(queries, keys)``, of two runs of tokens
-    ``(start, stop)``: where a query may look beside being causal, ``[batch or 1, 1, queries, keys]``, or None.
-    ``scale``, ``soft_cap``, ``sinks`` (``[heads]``), ``dropped``: see ``blockwise.ScoreRules``.
+    ``offload``: the memory in which queries, keys and values wait for backward. False: the device; True: host memory; a
+    text: files in that folder. Only one backward may run, because it consumes them. ``looks(queries, keys)``, of
+    two runs of tokens ``(start, stop)``: where a query may look beside being causal, ``[batch or 1, 1, queries,
+    keys]``, or None. ``scale``, ``soft_cap``, ``sinks`` (``[heads]``), ``dropped``: see ``blockwise.ScoreRules``.
     """
     if chunk < 1:
         raise ValueError(f"chunk is {chunk}: attention is computed for 1 token or more at a time")

@@ -2,8 +2,8 @@
 
 Tensors are ``[batch, sequence, heads, ...]`` or ``[sequence, batch, heads, ...]``. ``ranges``: for each tensor the run
 of heads of each rank; runs may overlap, then heads are copied, and their gradients are added up. All tensors of one
-call travel in one ``all_to_all``, from where they lie to where they are wanted, whatever their strides
-(csrc/parallel/sequence_exchange.h). Each direction is the other's gradient.
+call are exchanged by one ``all_to_all`` on strided views, without packing (csrc/parallel/sequence_exchange.h). Each
+direction is the other's gradient.
 """
 
 import math
@@ -19,8 +19,8 @@ HEADS = 2  # the dimension
 
 
 class PlannedGroup:
-    """Ranks that nobody has started, for meta tensors: exchanges among them give the shapes that they would give.
-    ``memory``: what counts what exchanges take beside (``ledger.ExchangeMemory``), or None."""
+    """Ranks that do not exist, for meta tensors: exchanges among them give tensors of the right shapes. ``memory``:
+    the ``ledger.ExchangeMemory`` that counts the other memory of exchanges, or None."""
 
     def __init__(self, size, rank=0, memory=None):
         self.size, self.rank, self.memory = size, rank, memory
@@ -31,7 +31,7 @@ class PlannedGroup:
             self.memory.carry(self.size, messages[: self.rank] + messages[self.rank + 1 :], sum(messages))
 
     def result(self, like, shape, heads_first=False):
-        """Room for what an exchange gives; ``heads_first``: it lies in memory as ``[batch, heads, sequence, ...]``."""
+        """Memory for the result of an exchange; ``heads_first``: its layout is ``[batch, heads, sequence, ...]``."""
         shape = list(shape)
         if self.memory is not None:
             self.memory.before(math.prod(shape) * like.element_size())
@@ -51,24 +51,24 @@ def place(group):
 
 
 def sequence_dim(batch_dim):
-    """Of a tensor whose batches are in ``batch_dim`` (0 or 1)."""
+    """The dimension of the sequence of a tensor whose batches are in ``batch_dim`` (0 or 1)."""
     return 1 - batch_dim
 
 
 def _native(group, tensor):
     """The core's exchange among the ranks of ``group`` on the device of ``tensor``."""
     group = dist.get_world_group() if group is None else group
-    carrier, known = carriers.of(group, tensor), made_here().exchanges
-    key = group if carrier is None else carrier
+    communicator, known = carriers.of(group, tensor), made_here().exchanges
+    key = group if communicator is None else communicator
     if key not in known:
-        native = _C.Communicator(group) if carrier is None else carrier.native
+        native = _C.Communicator(group) if communicator is None else communicator.native
         known[key] = _C.SequenceExchange(native)
         comms_log.watch(known[key], [known[key].communicator])
     return known[key]
 
 
 class _Planned(torch.autograd.Function):
-    """``apply(exchange, *tensors)``: what an exchange among planned ranks gives, without values."""
+    """``apply(exchange, *tensors)``: the result of an exchange among planned ranks, without values."""
 
     @staticmethod
     def forward(ctx, exchange, *tensors):
@@ -100,7 +100,7 @@ class _PlannedExchange:
                 shape[along], shape[HEADS] = shape[along] // size, max(stop for _, stop in runs)
             messages = [one + more for one, more in zip(messages, each)]
             made.append(self.group.result(tensor, shape, to_heads and self.heads_first and along == 1))
-            if not to_heads and sum(counts) > shape[HEADS]:  # copies of a head come side by side
+            if not to_heads and sum(counts) > shape[HEADS]:  # copies of a head are neighbours
                 shape[HEADS] = sum(counts)
                 stacks.append(self.group.result(tensor, shape))
         self.group.carry(messages)
@@ -114,8 +114,8 @@ def _planned(tensors, ranges, group, batch_dim, to_heads, heads_first=False):
 def to_heads(tensors, ranges, group, batch_dim, tokens=None, heads_first=False):
     """Of each tensor the whole sequence, with this rank's run of heads; with a gradient.
 
-    ``tokens``: of each rank's part; None: they are equally long. ``heads_first``: the results lie in memory as
-    ``[batch, heads, sequence, ...]``, so that transposing them is all that attention needs; their shape is the same.
+    ``tokens``: of each rank's part; None: they are equally long. ``heads_first``: the memory layout of the results is
+    ``[batch, heads, sequence, ...]``, so that attention only transposes them; their shape is the same.
     """
     if isinstance(group, PlannedGroup):
         return _planned(tensors, ranges, group, batch_dim, True, heads_first)
@@ -153,8 +153,8 @@ def start_to_sequence(tensor, runs, group, batch_dim):
 
 
 def start_views(give, take, group):
-    """``give[rank]``, lists of tensors with any strides, go to ``take[rank]`` of each rank, without a gradient. Returns
-    what to wait for; None where ranks are planned."""
+    """``give[rank]``, lists of tensors with any strides, are sent to ``take[rank]`` of each rank, without a gradient.
+    Returns the handle to wait for; None for planned ranks."""
     if isinstance(group, PlannedGroup):
         group.carry([sum(one.numel() * one.element_size() for one in views) for views in give])
         return None
@@ -162,7 +162,7 @@ def start_views(give, take, group):
 
 
 def handed_over(group, like):
-    """``(calls, elements)`` that this rank has handed to exchanges of ``group`` so far, those for itself included."""
+    """``(calls, elements)`` of this rank's exchanges in ``group`` so far, elements for itself included."""
     native = _native(group, like)
     return native.calls, native.elements
 
@@ -176,7 +176,7 @@ def lengths_of(length, group, device):
 
 
 def check_lengths(length, group, device):
-    """ValueError on every rank where the ranks' parts of a sequence are not equally long."""
+    """Raises ValueError on every rank if the ranks' parts of a sequence are not equally long."""
     if isinstance(group, PlannedGroup):
         return
     found = lengths_of(length, group, device)

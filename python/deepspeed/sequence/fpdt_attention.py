@@ -181,7 +181,7 @@ class _FPDTGPUOffloadingAttentionImpl_(torch.autograd.Function):
         grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight, dtype=wide)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
         for index in reversed(range(count)):
-            # The last chunk first: its queries have seen all keys. Then nobody reads its keys any more.
+            # The last chunk comes first: its queries read all keys. No other queries read its own keys after that.
             grads = chunk_gradients(store, index, ctx.rules, True, plan.firsts) if not plan.idle else None
             start, length = plan.starts[index], plan.sizes[index]
             first = plan.firsts[index]

@@ -1,4 +1,4 @@
-"""Chunks of a sequence: which tokens a rank has, and where chunks wait."""
+"""Chunks of a sequence: the tokens of each rank, and the memory in which chunks wait."""
 
 import torch
 
@@ -45,7 +45,7 @@ class FPDT_InputConstruct(torch.nn.Module):
 
 
 def chunk_sizes(length, chunks):
-    """Of a rank's part of the sequence."""
+    """The sizes of ``chunks`` chunks of ``length`` tokens, a rank's part of the sequence."""
     return tile_sizes(length, max(1, chunks))
 
 
@@ -73,7 +73,7 @@ class Store:
                 self.kept[name, index].prefetch()
 
     def add(self, name, index, tensor):
-        """``tensor`` to what is there, or as the first."""
+        """Adds ``tensor`` to the stored one, or stores it as the first."""
         if (name, index) in self.kept:
             tensor = self.get(name, index) + tensor
         self.put(name, index, tensor)

@@ -1,10 +1,10 @@
 """One rule for losses of a sequence that ranks share.
 
-An engine averages gradients over all ranks that hold the same weights. So the gradient of a loss that every rank of a
-group computes from what the others told it has to be what autograd of all these ranks together says: the sum of what
-they ask for. torch's differentiable ``all_gather`` does so; published losses give each rank the part of its own
-gradient, which is smaller by the number of ranks. They ask ``summed_in`` and give what the engine needs where one
-trains on their group; the stage of ZeRO does not matter.
+An engine averages gradients over all ranks that hold the same weights. Therefore, if every rank of a group computes a
+loss from gathered values, its gradient must be the one that autograd over all these ranks would give: the sum of their
+gradients. torch's differentiable ``all_gather`` gives this sum. Published losses give each rank the part of its own
+gradient, which is smaller by the number of ranks; they call ``summed_in`` and give the sum if an engine trains on their
+group. The ZeRO stage does not matter.
 """
 
 import weakref
@@ -16,7 +16,7 @@ from deepspeed.comm.mesh import made_here
 
 
 def train_on(engine, group):
-    """``engine`` trains sequences that the ranks of ``group`` share, until it is dropped or destroyed."""
+    """Notes that ``engine`` trains sequences that the ranks of ``group`` share, until it is dropped or destroyed."""
     ranks = tuple(dist.get_all_ranks_from_group(group))
     made_here().sequences.setdefault(ranks, weakref.WeakSet()).add(engine)
 
@@ -32,8 +32,8 @@ def summed_in(group):
 
 
 def own_part(grad, group, dim=0):
-    """This rank's part along ``dim`` of the gradient of something that was gathered from the ranks of ``group``: of the
-    sum over them where an engine trains there, else of this rank's own."""
+    """This rank's part along ``dim`` of the gradient of a tensor that was gathered from the ranks of ``group``: a part
+    of the sum over ranks if an engine trains on them, else of this rank's own gradient."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     if world > 1 and summed_in(group):
         grad = grad.contiguous().clone()

@@ -1,5 +1,5 @@
-"""Which heads of an attention layer are whose while ranks exchange parts of a sequence for whole heads. Numbers
-only."""
+"""The heads of an attention layer that each rank has while ranks exchange parts of a sequence for heads. This module
+computes with integers only."""
 
 
 def shares(count, ranks):
@@ -12,8 +12,8 @@ def shares(count, ranks):
 class HeadPlan:
     """``query`` heads over ``ranks``, whole ones, and for each rank the key/value heads that its query heads read.
 
-    Query head ``i`` reads key/value head ``i // (query // kv)``, as everywhere. A key/value head that is read on
-    several ranks is copied to each of them (its gradient is the sum over them); none travels where it is not read.
+    Query head ``i`` reads key/value head ``i // (query // kv)``, as usual. A key/value head that several
+    ranks read is copied to each of them (its gradient is the sum over them), and to no other rank.
     With fewer query heads than ranks some ranks have none.
     """
 
@@ -40,8 +40,8 @@ class HeadPlan:
         return [head // self.readers - first for head in range(*self.query_ranges[rank])]
 
     def repeats(self, rank):
-        """How often each key/value head of ``rank`` is read there, where that is one number; else None: an attention
-        that repeats key/value heads evenly would pair other ones."""
+        """The number of query heads of ``rank`` that read each of its key/value heads, if it is the same for all, else
+        None: an attention that repeats key/value heads evenly would pair wrong ones."""
         read = self.kv_of_queries(rank)
         counts = {read.count(head) for head in set(read)}
         return counts.pop() if len(counts) == 1 else None if counts else 0

@@ -1,4 +1,4 @@
-"""Ulysses for models of transformers, through its table of attention functions: the models' code stays as it is."""
+"""Ulysses for models of transformers, through its table of attention functions: their code is not changed."""
 
 import contextlib
 import importlib
@@ -62,8 +62,8 @@ class UlyssesSPAttentionHF(torch.nn.Module):
                     f"{global_seq_length}"
                 )
         self._whole = self._first = self._positions = None
-        self._ring = None  # where not all ranks exchange heads
-        self._size = None  # how many do; found in the first forward
+        self._ring = None  # set if not all ranks exchange heads
+        self._size = None  # the number of ranks that exchange heads; found in the first forward
         self.configure()
 
     def configure(self, method="auto", chunk=0, offload=False):
@@ -143,7 +143,7 @@ class UlyssesSPAttentionHF(torch.nn.Module):
         return kwargs.get("sliding_window", getattr(module, "sliding_window", None))
 
     def _not_by_blocks(self, module, args, kwargs):
-        """None where blocks of keys, one after the other, give what ``attn`` does; else what is in the way."""
+        """None if attention block by block gives the result of ``attn``; else the reason why it does not."""
         if _name_of(self.attn) not in _BY_BLOCKS:
             return f"only {' and '.join(_BY_BLOCKS.values())} are known to be computed by blocks: load with one"
         if args or kwargs.get("position_bias") is not None:
@@ -312,7 +312,7 @@ def _name_of(attention):
 
 
 def _rules_of(kwargs, first=0):
-    """What becomes of scores, of a model's arguments: for ring and chunks. ``first``: the number of the first head."""
+    """The ``ScoreRules`` in a model's arguments, for ring and chunks. ``first``: the number of the first head."""
     dropped = Dropped.drawn(kwargs.get("dropout") or 0.0)
     return {
         "scale": kwargs.get("scaling"),
@@ -328,7 +328,7 @@ def _refuse_blocks(odd):
 
 
 class Seen:
-    """An attention module whose key/value heads are repeated another number of times on this rank."""
+    """An attention module with another number of repeats of key/value heads, for this rank."""
 
     def __init__(self, module, repeats):
         self.__dict__.update(_module=module, num_key_value_groups=repeats)
@@ -338,8 +338,8 @@ class Seen:
 
 
 class _Dispatch:
-    """An entry of transformers' table: modules of models that were registered in this job share sequences, all others
-    are as before."""
+    """An entry of transformers' table: modules of models that were registered in this job share sequences; all others
+    work as before."""
 
     def __init__(self, core):
         self.core, self.shared = core, []

@@ -154,7 +154,7 @@ class DistributedAttention(torch.nn.Module):
         self.sp_overlap_comm = sp_stream is not None
 
     def layer_sync(self, layer):
-        """The current stream waits until ``layer`` has its result, where that was computed beside it."""
+        """Makes the current stream wait for the result of ``layer``, if another stream computed it."""
         if self.sp_overlap_comm and hasattr(layer, "done_event"):
             get_accelerator().current_stream().wait_event(layer.done_event)
 
@@ -178,7 +178,7 @@ class DistributedAttention(torch.nn.Module):
         idle = q.shape[exchange.HEADS] == 0 and not _must_run(self.local_attn)
         context = None if idle else self.local_attn(q, k, v, *args, **kwargs)
         width = _width(context, plan, rank) if not idle else 0
-        if plan.query < world:  # ranks without heads learn from the first what a result looks like
+        if plan.query < world:  # ranks without heads get the shape of the result from the first rank
             dims, width = (
                 exchange.lengths_of(0 if idle else one, self.spg, q.device)[0]
                 for one in (context.dim() if not idle else 0, width)
@@ -208,13 +208,13 @@ class DistributedAttention(torch.nn.Module):
 
 
 def _must_run(attention):
-    """Whether it does something beside its arguments: gathers of parameters are calls that all ranks make."""
+    """Whether every rank must call the attention, even without heads: gathering its parameters is collective."""
     return isinstance(attention, torch.nn.Module) and next(attention.parameters(), None) is not None
 
 
 def _width(context, plan, rank):
-    """How many entries of dimension 2 of ``context`` are one head: 1, or the size of a head where the attention has
-    joined both."""
+    """The entries of dimension 2 of ``context`` for one head: 1, or the size of a head if the attention has joined
+    both dimensions."""
     start, stop = plan.query_ranges[rank]
     heads = max(stop - start, 1)
     if context.shape[exchange.HEADS] % heads:

@@ -1,4 +1,4 @@
-"""What a training step holds in memory, found with meta tensors: each operation runs, and allocates nothing."""
+"""Memory of a training step, measured with meta tensors: each operation runs, and allocates nothing."""
 
 import collections
 import re
@@ -18,7 +18,7 @@ _KINDS = [(1, re.compile("attn|attention")), (2, re.compile("mlp|ffn|feed_?forwa
 
 
 def memory_of(tensor):
-    """What tells tensors apart that share nothing: meta tensors have no address."""
+    """The identity of a tensor's memory. Meta tensors have no address."""
     return (tensor.untyped_storage() if TORCH2 else tensor.storage())._cdata
 
 
@@ -32,7 +32,7 @@ class _Block:
 
 
 class _Kept:
-    """What autograd has saved."""
+    """A tensor that autograd has saved."""
 
     __slots__ = ("__weakref__", "gone", "key", "moment", "tensor")
 
@@ -42,7 +42,7 @@ class _Kept:
 
 class Leaving:
     """Inputs of layers that wait for backward in another memory (activation_checkpointing/hidden_states.py): the latest
-    one stays, and one comes back ahead of its need. ``shapes``: theirs; ``store``: where they wait."""
+    one stays, and one comes back ahead of its need. ``shapes``: of the inputs; ``store``: the memory for them."""
 
     LEAST = 1024  # bytes
 
@@ -55,7 +55,7 @@ class Leaving:
         return tensor.is_floating_point() and tensor.shape in self.shapes and size >= self.LEAST
 
     def next_to_go(self, kept):
-        """``kept`` has come: who leaves instead, or None."""
+        """Adds ``kept``. Returns the tensor that leaves instead, or None."""
         self.recent.append(weakref.ref(kept))
         oldest = self.recent.popleft()() if len(self.recent) > 1 else None
         if oldest is not None:
@@ -72,11 +72,11 @@ class Leaving:
 
 
 class Ledger(TorchDispatchMode):
-    """A context that counts the bytes of tensors made in it, as long as somebody has them.
+    """A context that counts the bytes of tensors made in it, as long as they are alive.
 
-    A *moment* is where the step is: forward, backward or recomputation of the module of some name, numbers left out.
-    ``peaks``: for each the bytes by part when they were most. ``leaving``: what waits for backward in another memory,
-    or None.
+    A *moment* is a position in the step: forward, backward or recomputation of a module, by its name without numbers.
+    ``peaks``: for each moment the bytes by part at its peak. ``leaving``: the store of tensors that wait for backward
+    in another memory, or None.
     """
 
     def __init__(self, model):
@@ -162,18 +162,18 @@ class Ledger(TorchDispatchMode):
 
     # ---- memory that is kept for the next one ------------------------------------------------------------------------
     def buffer(self, size):
-        """A tensor of so many bytes, which counts as a buffer."""
+        """A tensor of ``size`` bytes, which counts as a buffer."""
         before, self.part = self.part, BUFFERS
         made = torch.empty(size, dtype=torch.uint8, device="meta")
         self.part = before
         return made
 
     def when_freed(self, tensor, call):
-        """``call(bytes)`` when nobody has the memory of ``tensor`` any more."""
+        """Calls ``call(bytes)`` when the memory of ``tensor`` is freed."""
         self.blocks[memory_of(tensor)].freed = call
 
     def count(self, change):
-        """Bytes of buffers more, or less."""
+        """Adds ``change`` (it may be negative) to the bytes of buffers."""
         self.bytes[BUFFERS] += change
         self._note()
 
@@ -231,24 +231,24 @@ class Ledger(TorchDispatchMode):
         return found
 
 
-# ---- what stands beside the tensors of a step ------------------------------------------------------------------------
+# ---- memory beside the tensors of a step -----------------------------------------------------------------------------
 class ExchangeMemory:
-    """What exchanges among planned ranks take beside their results: on the CPU, shared memory of the host, and room of
-    large results that is kept for the next ones (csrc/parallel/result_memory.h); elsewhere, what is packed."""
+    """Memory of exchanges among planned ranks, beside their results: on the CPU, shared memory of the host, and memory
+    of large results that is kept for later ones (csrc/parallel/result_memory.h); on other devices, packed rows."""
 
     def __init__(self, ledger, on_host):
         self.ledger, self.on_host = ledger, on_host
         self.shared, self.idle = None, []
 
     def carry(self, size, messages, whole):
-        """``messages``: bytes to each other rank; ``whole``: and to this one."""
+        """``messages``: bytes to each other rank. ``whole``: bytes to all ranks, this one included."""
         wanted = _C.lengths.exchange_memory(size, max(messages, default=0)) if self.on_host else 2 * whole
         if self.shared is None or self.shared.numel() < wanted:
             self.shared = None
             self.shared = self.ledger.buffer(wanted)
 
     def before(self, size):
-        """A result of so many bytes comes."""
+        """Called before a result of ``size`` bytes is made."""
         if size in self.idle:
             self.idle.remove(size)
             self.ledger.count(-size)
@@ -266,8 +266,8 @@ class ExchangeMemory:
 
 
 class HostStore:
-    """Where inputs of layers wait in host memory, as activation_checkpointing/offload.py moves them: two that leave are
-    here until they have been copied, and the next one comes back before it is needed."""
+    """Counts inputs of layers that wait in host memory. As in activation_checkpointing/offload.py, two leaving inputs
+    stay on the device until they are copied, and the next one comes back before it is needed."""
 
     def __init__(self):
         self.kept, self.next, self.back = {}, 0, {}

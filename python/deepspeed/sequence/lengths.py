@@ -1,8 +1,8 @@
-"""Which length of a sequence fits, before a run: ``deepspeed.sequence.longest`` and ``explain``.
+"""The longest sequence that fits, found before a run: ``deepspeed.sequence.longest`` and ``explain``.
 
-Three lengths of a training step run on the device ``meta``, where operations allocate nothing; from their peaks
-csrc/plan/length_plan.h knows those of every length. A fourth, twice as long as the longest of them, says whether that
-is true; where it is not, there are more samples, of longer sequences.
+A training step runs with three lengths on the device ``meta``, where operations allocate nothing. From their peaks
+csrc/plan/length_plan.h computes the peaks of every length. A fourth step, twice as long as the longest of them, checks
+the result. If it is wrong, more samples with longer sequences follow.
 """
 
 import functools
@@ -21,7 +21,7 @@ from deepspeed.sequence.planned import PlannedStep
 from deepspeed.zero.offload_plan import offload_plan
 
 LIMIT = 1 << 31  # tokens
-GAIN = 10  # percent of length that a next step is worth
+GAIN = 10  # a further step must allow this many percent more tokens
 SMALLEST = 64  # tokens of a rank in the first sample
 CHUNKS = 4  # of a sequence, half as many as in the first sample
 BOUND = 20  # thousandths of a peak by which the curve may be off at a sample that checks it
@@ -40,7 +40,7 @@ class Peak:
 
 
 class _Setup:
-    """A model, a configuration, and what of it is asked for."""
+    """A model, a configuration, and the settings that are compared."""
 
     def __init__(self, model, config, ranks, inputs, batch):
         self.model, self.inputs = model, inputs
@@ -65,7 +65,7 @@ class _Setup:
         }
 
     def widths(self, mlp):
-        """Of MLPs that can be cut. A model without values is believed."""
+        """Of MLPs that can be cut. A model without values is not checked."""
         return tiling.proven(self.model, mlp, believe=any(param.is_meta for param in self.model.parameters()))
 
     def states(self, stage=None, ranks=None):
@@ -126,7 +126,7 @@ class _Curve:
         return self.native.miss(self._row(sample))
 
     def said(self):
-        """How far the curve can be trusted."""
+        """The accuracy of the curve, in words."""
         tokens, miss = self.checks[-1]
         if len(self.checks) == 1 and miss <= BOUND:
             return f"checked with {tokens} tokens: {miss / 10:.1f} % off"
@@ -172,8 +172,8 @@ def longest(model, config, memory=None, ranks=None, inputs=None, batch=None):
     """The most tokens of a sequence with which a training step of ``model`` fits; 0 where none do.
 
     model: a module, of the device ``meta``, too; nothing of it is changed, and nothing is allocated. config: of
-    ``deepspeed.initialize``. memory: bytes of one rank; None: those of the device. ranks: of the job; None: those that
-    the configuration knows of. inputs: ``(batch, tokens of a rank)`` to the arguments of the model (a dict, a tuple or
+    ``deepspeed.initialize``. memory: bytes of one rank; None: those of the device. ranks: of the job; None: those of
+    the configuration. inputs: ``(batch, tokens of a rank)`` to the arguments of the model (a dict, a tuple or
     a tensor of the device ``meta``); None: tokens and labels of a causal language model of transformers. batch:
     sequences in a micro-batch, where not those of the configuration.
     """
@@ -182,9 +182,9 @@ def longest(model, config, memory=None, ranks=None, inputs=None, batch=None):
 
 
 class LengthReport:
-    """What ``explain`` has found; as text a table.
+    """The result of ``explain``; its text is a table.
 
-    ``longest``: tokens that fit. ``check``: how far a further sample was off what the curve says, in words. ``peaks``:
+    ``longest``: tokens that fit. ``check``: the distance of a further sample from the curve, in words. ``peaks``:
     a ``Peak`` each for some lengths. ``steps``: ``(what to change, the longest then)``, the cheapest first.
     ``next_step``: the cheapest one with which 10 % more fit, or None.
     """

@@ -7,7 +7,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.sequence.loss import IGNORED
 
-_LENGTH_FROM = ("input_ids", "inputs_embeds", "position_ids")  # which tensors say how long a batch is
+_LENGTH_FROM = ("input_ids", "inputs_embeds", "position_ids")  # tensors that give the length of a batch
 
 
 class UlyssesSPDataLoaderAdapter:
@@ -57,7 +57,7 @@ class UlyssesSPDataLoaderAdapter:
         self.micro_batches = [self._part(batch) for _, batch in every]
 
     def _take(self):
-        """``("batch", it)``, ``("end", None)`` or ``("error", what went wrong)``: what this rank tells the others."""
+        """This rank's message to the others: ``("batch", batch)``, ``("end", None)`` or ``("error", text)``."""
         try:
             batch = next(self.iter)
             return "batch", {name: _on_host(value) for name, value in self._prepared(batch).items()}
@@ -123,13 +123,13 @@ def _length(batch):
 
 
 def _dim_of_sequence(name, value, length):
-    """The dimension of ``value`` along which a sequence of ``length`` lies; None: nowhere, or everywhere."""
+    """The dimension of ``value`` that is the sequence of ``length``; None if no dimension is, or the last two are."""
     if not torch.is_tensor(value) or value.dim() < 2:
         return None
     if name == "inputs_embeds":
         return 1  # also where features are as many as tokens
     if value.dim() > 2 and value.shape[-1] == value.shape[-2] == length:
-        return None  # a mask of who looks at whom
+        return None  # a mask of queries and keys
     if name == "position_ids":
         return value.dim() - 1 if value.shape[-1] == length else None
     return next((dim for dim in range(1, value.dim()) if value.shape[dim] == length), None)
@@ -143,7 +143,7 @@ def _padded(name, value, length, more):
         raise ValueError(f"'{name}' of shape {tuple(value.shape)} says who looks at whom: pad the batch before")
     shape = list(value.shape)
     shape[dims[0]] = more
-    if name == "position_ids":  # a document of its own, whose places every model knows
+    if name == "position_ids":  # the padding is a document of its own, with positions from 0
         filled = torch.arange(more, dtype=value.dtype, device=value.device).expand(shape)
     else:
         filled = value.new_full(shape, IGNORED if name == "shift_labels" else 0)

@@ -1,5 +1,5 @@
-"""What the attention of a whole sequence may look at, from what each rank knows of its part: padding, packed documents,
-sliding windows. Models make masks of the part that they see; those are checked, and made anew for the whole."""
+"""Masks for the attention of a whole sequence, made from each rank's part: padding, packed documents, sliding windows.
+Models make masks for the part that they see; these masks are checked, and replaced by masks for the whole."""
 
 import functools
 
@@ -45,8 +45,8 @@ class Whole:
     """Positions and padding of the whole sequence, which the ranks of ``group`` gather from their parts.
 
     ``mask``: what the model made for this rank's part, ``[batch, 1, part, part]`` or ``[batch, part]`` (padding), or
-    None. ``positions``: of the part, ``[batch, part]``; None where the model does not say: then the part goes on by
-    one.
+    None. ``positions``: of the part, ``[batch, part]``; None if the model gives none: then positions are
+    consecutive.
     """
 
     def __init__(self, mask, positions, batch, length, group, device):
@@ -103,7 +103,7 @@ class Whole:
         if part is None or part.dim() != 4:
             return
         expected = allowed(self.own_positions, self.own_kept, causal, window)
-        looks = self.own_kept[:, None, :, None]  # what padding looks at does not matter
+        looks = self.own_kept[:, None, :, None]  # rows of padding are not checked
         if not torch.equal((expected & looks).expand_as(part & looks), part & looks):
             raise ValueError(
                 "the model's attention mask is none of causal, bidirectional, padding, packed documents (position_ids "

@@ -1,4 +1,4 @@
-"""How ranks share an attention: which of them exchange tokens for heads, and along which keys and values travel."""
+"""Methods by which ranks share an attention: some exchange tokens for heads, others pass keys and values in a ring."""
 
 from deepspeed import comm as dist
 from deepspeed._native import _C
@@ -27,8 +27,8 @@ def hosts_of(group):
 
 
 def exchanging(method, heads, hosts, name="the model"):
-    """How many neighbours exchange tokens for heads; the groups of so many are a ring. ``heads``: of queries;
-    ``hosts``: of each rank; ``name``: whose attention. ValueError where the method is impossible, with what works."""
+    """The number of neighbours that exchange tokens for heads; groups of this size form a ring. ``heads``: of queries.
+    ``hosts``: of each rank. ``name``: of the model. ValueError, with methods that work, if this one is impossible."""
     ranks = len(hosts)
     if method not in METHODS:
         raise ValueError(f"sequence_parallel.method is {method!r}: it must be one of {', '.join(METHODS)}")
@@ -58,7 +58,7 @@ def exchanging(method, heads, hosts, name="the model"):
 
 
 def said(method, size, ranks, heads):
-    """What was chosen, as a line of the log."""
+    """A line for the log about the chosen method."""
     ways = {1: "a ring of all", ranks: "an exchange of tokens for heads among all"}
     how = ways.get(size, f"an exchange of tokens for heads among {size} neighbours, a ring of {ranks // size} groups")
     return f"sequence_parallel.method {method}: {ranks} ranks share attention of {heads} heads by {how}"

@@ -1,4 +1,4 @@
-"""A training step of one rank that nobody runs: the model on the device ``meta``, with ranks that are not there."""
+"""A planned training step of one rank: the model runs on the device ``meta``, and no other rank exists."""
 
 import contextlib
 import copy
@@ -126,7 +126,7 @@ class PlannedStep:
         return ledger.peaks
 
     def _store(self, ledger):
-        """Where tensors wait for backward; False where they stay."""
+        """The store in which tensors wait for backward; False if they stay on the device."""
         here = get_accelerator().device_name() == "cpu"  # host memory is no other place
         return self.how["offload"] in (("file",) if here else ("file", "host")) and ShapeStore(ledger.buffer)
 

@@ -1,4 +1,4 @@
-"""Models whose sequences ranks share are told where their part stands."""
+"""Makes sure that models whose sequences ranks share get the positions of their part."""
 
 import inspect
 import weakref
@@ -15,7 +15,7 @@ def demand(model, shares):
 
     def check(module, args, kwargs):
         given = signature.bind_partial(*args, **kwargs).arguments.get("position_ids")
-        if given is None and module is own() and shares(module):  # its copies are others'
+        if given is None and module is own() and shares(module):  # copies of the module belong to other models
             raise ValueError(
                 f"{type(module).__name__} was called without position_ids: ranks share its sequences, and each would "
                 "number its part from 0. Pass the position_ids of the whole sequence, cut as the tokens are "

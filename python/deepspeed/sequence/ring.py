@@ -1,5 +1,5 @@
-"""Attention over a sequence of which each rank of a ring has a part: keys and values travel from neighbour to neighbour
-while each rank computes with those that it has. No head is cut, so there may be more ranks than heads.
+"""Attention over a sequence of which each rank of a ring has a part: keys and values are sent from rank to rank while
+each rank computes with those that it has. No head is cut, so there may be more ranks than heads.
 
 Causal work is balanced: of ``2 n`` equal pieces rank ``r`` of ``n`` computes with pieces ``r`` and ``2 n - 1 - r``,
 which see ``2 n + 1`` pieces together, whatever ``r`` is. Sources: Liu et al., "Ring Attention with Blockwise
@@ -25,14 +25,14 @@ class _Ring:
         return (rank, 2 * self.world - 1 - rank) if self.causal else (2 * rank, 2 * rank + 1)
 
     def _owner(self, piece):
-        """Who computes with ``piece``, and as which of its two."""
+        """``(rank that computes with piece, 0 or 1: the number of the piece on that rank)``."""
         return next((rank, self.pieces(rank).index(piece)) for rank in range(self.world) if piece in self.pieces(rank))
 
     def balanced(self, tensors, back=False):
         """``tensors`` (parts in order) as the pieces of this rank, end to end; ``back``: the other way."""
         if not self.causal:
             return list(tensors)
-        held = [(2 * rank, 2 * rank + 1) for rank in range(self.world)]  # where parts are in order
+        held = [(2 * rank, 2 * rank + 1) for rank in range(self.world)]  # pieces of the parts in order
         computed = [self.pieces(rank) for rank in range(self.world)]
         source, target = (computed, held) if back else (held, computed)
         out = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
@@ -137,7 +137,7 @@ class _RingAttention(torch.autograd.Function):
                 _piece(for_query, mine).add_(found[0])
                 for total, one in zip(sums, found[1:]):
                     _piece(total, theirs).add_(one)
-            sums = ring.take(ring.send_on(sums))  # after the last step they are at home
+            sums = ring.take(ring.send_on(sums))  # after the last step each sum is on the rank of its keys
             held = ring.take(travelling) if travelling else None
         grads = [one.to(query.dtype) for one in (for_query, *sums)]
         for_sinks = None if sinks is None else sink_gradient(sinks, lse, row_sum).to(sinks.dtype)

@@ -1,5 +1,5 @@
-"""Modules that treat every token alone, one tile of the sequence after the other: what they need in between is of one
-tile. Backward runs each tile again, so nothing is kept but the input, and parameters get the gradients of the tiles."""
+"""Runs modules that treat every token alone tile by tile along the sequence: intermediate results exist for one tile at
+a time. Backward runs each tile again: only the input is kept, and parameters get the gradients of the tiles."""
 
 import torch
 
@@ -52,7 +52,7 @@ class _Tiles:
         if self.weights is None:
             ctx.parts = [part.shape[self.join] for part in parts]
             return torch.cat(parts, dim=self.join)
-        # What a tile without weight returns does not matter: it may be 0 / 0.
+        # The result of a tile without weight is not used: it may be 0 / 0.
         total = sum(part * weight for part, weight in zip(parts, self.weights) if weight)
         return total if torch.is_tensor(total) else torch.zeros_like(parts[0])
 
@@ -159,7 +159,7 @@ def _loss_tiles(fn, module, x, y, mask, shards, reduction):
 
 class TiledFusedLogitsLoss(torch.autograd.Function):
     """``TiledFusedLogitsLoss.apply(fn, self, x, y, mask, shards, compute_params, output_reduction)``: the loss
-    ``fn(self, x, y)``, a scalar, tile by tile along the sequence, so that logits are never there as a whole.
+    ``fn(self, x, y)``, a scalar, tile by tile along the sequence, so that memory never holds all logits.
 
     ``x``: ``[batch, sequence, features]``; ``y``, and ``mask`` where it is not None (then ``fn`` gets it, too):
     ``[batch, sequence, ...]``. ``output_reduction``: "mean" where ``fn`` returns the mean over the tokens that count

@@ -73,7 +73,7 @@ def _candidates(model, mlp):
 
 
 def _width(module):
-    """Features of a token: what the first linear layer takes."""
+    """Features of a token: the input width of the first linear layer."""
     return next((one.in_features for one in module.modules() if isinstance(one, torch.nn.Linear)), None)
 
 
@@ -92,7 +92,7 @@ def _not_tokenwise(module, width):
     """None where ``module`` treats every token of ``[batch, tokens, width]`` alone, as far as random tokens show; else
     what is wrong."""
     params = list(module.parameters())
-    if any(map(is_sharded, params)):  # every rank asks for the same modules in one order
+    if any(map(is_sharded, params)):  # every rank asks for the same modules in the same order
         with GatheredParameters(params):
             return _probed(module, width)
     return "it has no values yet (device meta)" if params[0].is_meta else _probed(module, width)
@@ -106,7 +106,7 @@ def _probed(module, width):
         try:
             whole = module(x)
             alone = [[module(x[row : row + 1, at : at + 1]) for at in range(_PROBE[1])] for row in range(_PROBE[0])]
-        except Exception as error:  # whatever a module raises that takes something else
+        except Exception as error:  # modules with another kind of input may raise anything
             return f"called with a tensor of shape {tuple(x.shape)} it raises {type(error).__name__}: {error}"
     if not torch.is_tensor(whole) or whole.shape[:2] != x.shape[:2]:
         return "it does not return a tensor with a place for each token"

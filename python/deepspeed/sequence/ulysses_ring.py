@@ -1,5 +1,5 @@
-"""More ranks than heads: neighbours exchange tokens for heads, as many of them as heads allow, and their groups are a
-ring along which keys and values travel."""
+"""For more ranks than heads: as many neighbours as heads allow exchange tokens for heads, and their groups pass keys
+and values in a ring."""
 
 import torch
 
@@ -11,14 +11,14 @@ from deepspeed.sequence.ring import ring_attention
 
 
 def exchanging(ranks, heads):
-    """How many of ``ranks`` exchange heads: the most that divides them and leaves a head for each."""
+    """The number of ranks that exchange heads: the largest divisor of ``ranks`` that leaves a head for each rank."""
     return max(size for size in range(1, ranks + 1) if ranks % size == 0 and size <= heads)
 
 
 class UlyssesRing:
     """Attention over a sequence that the ranks of ``group`` share, with ``heads`` query heads. Every rank of the group
-    makes it, at one time. Called with ``[batch, part, heads, size]``. ``size``: how many neighbours exchange heads;
-    None: as many as can."""
+    makes it, at one time. Called with ``[batch, part, heads, size]``. ``size``: the number of neighbours that exchange
+    heads; None: as many as possible."""
 
     def __init__(self, group, heads, size=None):
         ranks, me = dist.get_all_ranks_from_group(group), dist.get_rank()

@@ -54,8 +54,8 @@ _WHERE = {
 
 
 class _Package(ModuleType):
-    """``deepspeed.utils.z3_leaf_module`` and ``tensor_fragment`` are a file and what it defines. The latter is meant,
-    but the import system binds the file to the name when somebody imports from it."""
+    """``deepspeed.utils.z3_leaf_module`` and ``tensor_fragment`` name a file and an object in it. Scripts expect the
+    object, but the import system binds the file to the name when a script imports from it."""
 
     def __setattr__(self, name, value):
         own = name in _WHERE and isinstance(value, ModuleType)

@@ -26,7 +26,7 @@ def link_hp_params(
 ):
     """Gives every parameter ``_hp_mapping`` (None outside of the partition), ``_dp_group`` and the four methods.
 
-    ``lp_param_list``: the parameters of a group, in the order in which they lie in the flat group without gaps.
+    ``lp_param_list``: the parameters of a group, in their order in the flat group, which has no gaps.
     ``flat_hp_partition``: the fp32 values from ``partition_start`` on, flat. ``dp_group``: the ranks that hold the
     other partitions, or None.
     """

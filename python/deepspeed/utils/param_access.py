@@ -9,9 +9,9 @@ The engine puts ``_ds_link`` on the parameters it trains; a link knows which ran
 ``kind`` is "fp32", "grad" or the name of an optimizer state.
 
 Full functions, and ``safe_set_local_fp32_param``, are collective: every rank calls them, for the same parameters in
-the same order, also where it owns nothing. What they return is a copy. They are called between backward and step, or
-after step, when gradients are gone. Gradients are means over ranks and accumulation steps, without the loss scale,
-complete after the backward of the last accumulation step.
+the same order, also where it owns nothing. They return copies. They are called between backward and step, or
+after step, when there are no gradients any more. Gradients are means over ranks and accumulation steps, without the
+loss scale, complete after the backward of the last accumulation step.
 
 A parameter that no engine trains is its own master if it is fp32 or fp64 and wants a gradient, and its gradient is its
 ``.grad``. A frozen one, and one of 16 bits, has no fp32 value (None); setting what is not there is a ValueError.
@@ -225,7 +225,7 @@ def _has_fragment(param):
 
 
 def _scale(link):
-    """What gradients are multiplied by while they wait for the step."""
+    """The factor of gradients until the step."""
     return float(link.owner.loss_scale)
 
 

@@ -1,4 +1,4 @@
-"""How much page-locked memory a process has asked for, beside what the pool has locked now."""
+"""Counts page-locked memory: the bytes that a process has requested, and those that the pool has locked now."""
 
 from deepspeed.accelerator.native_pinning import pool
 

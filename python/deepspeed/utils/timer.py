@@ -212,7 +212,7 @@ class ThroughputTimer:
     config:           object with ``enabled`` and ``synchronized`` (wait for the device at both ends), or None: both on.
     batch_size:       samples per step over all ranks.
     start_step:       steps that do not count: the first ones pay for warming up.
-    steps_per_output: a line in the log every so many steps; None: none.
+    steps_per_output: number of steps between two lines in the log; None: no lines.
     monitor_memory:   host memory in that line too.
 
     ``initialized``: start() has been called; ``started``: between start() and stop(); ``start_time``: ``time.time()``

@@ -73,9 +73,9 @@ class ShapeStore:
 
 
 def store_of(device, offload):
-    """Where tensors of ``device`` wait, one store for each place in a job; None where they stay. ``offload``: False;
-    True: host memory, which is no other place for tensors of the CPU; a text: files in that folder; or a
-    ``ShapeStore``. Tensors of the device ``meta`` are planned: as if they were on the device that there is."""
+    """The store in which tensors of ``device`` wait, one for each position in a job; None if they stay on the device.
+    ``offload``: False; True for host memory (tensors of the CPU stay); a text for files in that folder; or a
+    ``ShapeStore``. Tensors of the device ``meta`` count as tensors of this machine's device."""
     if isinstance(offload, ShapeStore):
         return offload
     folder = offload if isinstance(offload, str) else None

@@ -1,6 +1,6 @@
-"""What a checkpoint holds, whichever layout, ZeRO stage and number of ranks wrote it: the class that all layouts share.
+"""The content of a checkpoint of any layout, ZeRO stage and number of ranks: the base class of all layouts.
 
-Readers of it ask for ranges of one parameter and never learn how the files are cut.
+Its users ask for ranges of one parameter and do not know how the files are cut.
 """
 
 import torch
@@ -77,12 +77,12 @@ class SavedState:
         return bool(self.param_groups())
 
     def extra(self):
-        """What belongs to the optimizer as a whole: ``loss_scaler`` (an object or a dict of its attributes),
+        """Saved values of the optimizer as a whole: ``loss_scaler`` (an object or a dict of its attributes),
         ``dynamic_loss_scale``, ``overflow``, ``clip_grad``, as far as they were saved."""
         return {}
 
     def run_states(self, rank):
-        """What rank ``rank`` needs to go on, and whether it saved that itself; None where other files have it."""
+        """``(the state with which rank rank resumes, whether it saved that itself)``; None if other files have it."""
         return None
 
     # ---- what follows from it --------------------------------------------------------------------------------------
@@ -173,8 +173,8 @@ def read_into(target, pieces, offset):
 
 
 def check_pieces(pieces, offset, numel):
-    """What ``read_into`` would return for a target of ``numel`` elements. Opens the files, without reading elements:
-    raises what is wrong with them, and IndexError for a tensor that is shorter than it should be."""
+    """The result of ``read_into`` for a target of ``numel`` elements. Opens the files without reading elements: raises
+    their errors, and IndexError for a tensor that is too short."""
     filled = 0
     for begin, count, reader in pieces:
         low, high = max(begin, offset), min(begin + count, offset + numel)

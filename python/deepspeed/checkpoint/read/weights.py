@@ -51,8 +51,8 @@ def restore(state):
 
 
 def run_states(engine):
-    """What this rank saves of it. Gradients are not saved: ``micro_steps`` and the position in the data are those with
-    which the accumulation window begins, whose first ``window_micro_steps`` are lost."""
+    """The state of the run that this rank saves. Gradients are not saved: ``micro_steps`` and the position in the data
+    are those at the start of the accumulation window, whose first ``window_micro_steps`` are lost."""
     lost = engine._accumulation.in_window()
     loads = getattr(engine, "_loads_data", None)  # stages in the middle of a pipeline do not
     return {
@@ -79,7 +79,7 @@ def names_of_groups(engine):
 
 
 def _pickled(folder, rank):
-    """What rank ``rank`` saved, else what rank 0 did, and whether it was the first; (None, False) where none has."""
+    """``(state that rank rank saved, True)``, or ``(that of rank 0, False)``, which is None if there is none."""
     path = names.run_states_path(folder, rank)
     own = os.path.exists(path)
     path = path if own else names.run_states_path(folder, 0)
@@ -87,8 +87,8 @@ def _pickled(folder, rank):
 
 
 def restore_strategy(engine, counters):
-    """What steps have put by (zenflow) goes on where it was saved; without ``counters`` it begins anew. Every rank
-    calls it."""
+    """Restores the state that a strategy keeps between steps (zenflow); without ``counters`` it is reset. Every rank
+    calls this."""
     if engine.core is not None and engine.core.strategy_states():
         engine.core.restore_strategy(counters or {})
 
@@ -193,7 +193,7 @@ def _saved_keys(saved):
 
 
 def _given_keys(saved_keys, keys, elsewhere):
-    """What a function of the user gets: all but what other ranks have."""
+    """The saved keys that a function of the user gets: all but those of other ranks."""
     return saved_keys - (elsewhere - keys.keys() if elsewhere else set())
 
 

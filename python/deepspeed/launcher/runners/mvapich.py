@@ -8,7 +8,7 @@ from deepspeed.host.programs import find_program
 from deepspeed.launcher.constants import MVAPICH_LAUNCHER, MVAPICH_TMP_HOSTFILE
 from deepspeed.launcher.runners.base import MPIRunner
 
-# What MVAPICH2 needs for processes of Python with torch.
+# Variables that MVAPICH2 needs for Python processes that use torch.
 _EXPORTS = {
     "MV2_SMP_USE_CMA": "0",  # not allowed in most containers
     "MV2_DEBUG_SHOW_BACKTRACE": "1",
@@ -21,7 +21,7 @@ _EXPORTS = {
 
 
 class MVAPICHRunner(MPIRunner):
-    """Every host has the same number of ranks; the hosts stand in a file of its own, ``MVAPICH_TMP_HOSTFILE``."""
+    """Every host has the same number of ranks; the file ``MVAPICH_TMP_HOSTFILE`` lists the hosts."""
 
     package = "install MVAPICH2"
     maker, others = "MVAPICH2", ("Open MPI", "Spectrum MPI")
@@ -37,7 +37,7 @@ class MVAPICHRunner(MPIRunner):
         return MVAPICH_LAUNCHER
 
     def backend_exists(self):
-        """Whether the MPI on the path says that it is MVAPICH2."""
+        """Whether the MPI on the path is MVAPICH2, by its version text."""
         if find_program("mpiname") is None:
             return False
         said = subprocess.run(["mpiname"], capture_output=True, text=True, check=False).stdout
@@ -53,7 +53,7 @@ class MVAPICHRunner(MPIRunner):
         return command + ["-genvlist", ",".join(names)] + self.rank_words()
 
     def tidy(self):
-        """The file of hosts goes, unless another job has written it since."""
+        """Removes the file of hosts, unless another job has written it meanwhile."""
         with contextlib.suppress(FileNotFoundError):
             if self._written is not None and _identity(os.stat(MVAPICH_TMP_HOSTFILE)) == self._written:
                 os.unlink(MVAPICH_TMP_HOSTFILE)
@@ -64,7 +64,7 @@ def _identity(status):
 
 
 def _write_hosts(hosts):
-    # The name is published and lies in a folder that all users write to: no link of somebody else's is followed.
+    # The name is published, and all users can write to its folder: a link that another user made there is not followed.
     descriptor = os.open(MVAPICH_TMP_HOSTFILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.writelines(host + "\n" for host in hosts)

@@ -8,8 +8,8 @@ from deepspeed.ops.native_optimizer import loss_of
 
 class ZenFlowCPUAdam(DeepSpeedCPUAdam):
     """``overlap_step``: ``step`` starts the update on a thread and returns. Parameters have their new values after
-    ``wait()``; the next step, ``zero_grad``, ``state_dict`` and what else touches states wait by themselves. Until then
-    nobody may write to the parameters or to their gradients.
+    ``wait()``; the next step, ``zero_grad``, ``state_dict`` and other methods that use states wait by themselves. Until
+    then parameters and gradients must not be written to.
 
     For loops of your own: with ``zero_optimization.zenflow`` the engine does all of it.
     """

@@ -1,4 +1,4 @@
-"""Which parameters Muon updates: the attribute ``use_muon`` of a parameter."""
+"""The attribute ``use_muon`` of a parameter, which says whether Muon updates it."""
 
 MUON = "muon"
 

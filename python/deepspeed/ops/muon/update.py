@@ -4,7 +4,7 @@ import torch
 
 from deepspeed._native import _C
 
-# How the Newton-Schulz iteration is done; see csrc/zero/newton_schulz.h.
+# Variants of the Newton-Schulz iteration; see csrc/zero/newton_schulz.h.
 NS_METHODS = ("gram", "standard")
 
 
@@ -16,7 +16,7 @@ def check_ns_method(method):
 
 @torch.no_grad()
 def muon_update(grad, momentum, beta=0.95, ns_steps=5, nesterov=True, ns_method="gram", is_expert_group=False):
-    """What Muon subtracts from a weight, before the learning rate.
+    """The update that Muon subtracts from a weight, before the learning rate.
 
     Args:
         grad: the gradient, of two or more dimensions; the first is the rows, the others together the columns.

@@ -6,9 +6,9 @@ Headers are found by compiling, so they cannot be in the key: ``built.json`` lis
 the system, Python or torch) with their hashes, and a changed one means a new build. A second use therefore reads and
 hashes a few files and runs no program. ``~/.cache/torch_extensions`` is the default place.
 
-[Note: JIT lock] Whoever builds holds an flock on ``lock`` in that folder; the kernel drops it with the process, however
-that ends. Everything is made in a folder of the builder's own and moved into place at the end, ``built.json`` last: a
-killed build leaves rubbish, never half a module.
+[Note: JIT lock] A process that builds holds an flock on ``lock`` in that folder; the kernel releases it when the
+process ends. Everything is made in a folder of the builder's own and moved into place at the end, ``built.json`` last:
+a killed build leaves unused files, but no incomplete module.
 """
 
 import fcntl
@@ -44,7 +44,7 @@ _loaded_lock = threading.Lock()
 
 @dataclass
 class Plan:
-    """What to compile. ``sources`` and ``include_paths`` are absolute; ``nvcc`` is needed for .cu files only."""
+    """A compiler job. ``sources`` and ``include_paths`` are absolute; ``nvcc`` is needed for .cu files only."""
 
     name: str
     sources: list
@@ -280,7 +280,7 @@ def _build(plan, flags, folder, compiler, ninja, verbose):
         if warning:
             logger.warning("%s", warning)
     for name in os.listdir(folder):
-        if name.startswith("build-"):  # of a process that was killed: nobody else builds while we hold the lock
+        if name.startswith("build-"):  # of a killed process: no other one builds while we hold the lock
             shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
     scratch = os.path.join(folder, f"build-{os.getpid()}")
     os.makedirs(scratch)

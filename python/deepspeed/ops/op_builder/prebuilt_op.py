@@ -1,4 +1,4 @@
-"""The ops that this package brings, as builders over the table: they lie in its libraries, and nothing is compiled."""
+"""Builders for the ops that this package contains. The libraries of the package hold them; nothing is compiled."""
 
 import importlib
 import os
@@ -26,7 +26,7 @@ def native_module():
 
 
 class PrebuiltOp:
-    """What a row of the table makes of a builder. ``ROW`` is the row; mixed in before a class of builder.py."""
+    """The behaviour of a builder for a row of the table, ``ROW``. It is a base before a class of builder.py."""
 
     ROW = NOT_IMPLEMENTED
     NAME = NOT_IMPLEMENTED.name
@@ -192,7 +192,7 @@ class FloatFormats:
 
 
 class RaggedPrefix:
-    """Where the sources of the ragged ops would lie."""
+    """The folder in which sources of ragged ops would be."""
 
     def get_prefix(self):
         path = self.deepspeed_src_path("deepspeed")

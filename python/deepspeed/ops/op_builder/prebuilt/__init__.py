@@ -1,1 +1,1 @@
-"""What ``load()`` of our builders returns: one module per op, with the functions under the names scripts call."""
+"""The modules that ``load()`` of our builders returns: one per op, with functions under the names that scripts call."""

@@ -46,7 +46,7 @@ class Stepper:
             )
 
     def sums(self):
-        """What the last step summed over whole parameters: fp64, a row for each; None where the rule sums nothing."""
+        """The sums over whole parameters of the last step: fp64, a row for each; None if the rule has no sums."""
         return self._runner().sums()
 
 
@@ -63,7 +63,7 @@ class Handles:
         return 0
 
     def destroy(self, optimizer_id):
-        """Forgets it; a number that nobody has is not an error."""
+        """Drops the optimizer of this number; an unknown number is not an error."""
         self._made.pop(optimizer_id, None)
         return 0
 
