@@ -67,10 +67,10 @@ def failing_file(kind, rank):
     """``save.run_states`` (a value that every rank makes) raises on one rank."""
     original = save.run_states
 
-    def states(engine):
-        if engine.global_rank == rank:
+    def states(run):
+        if run.ranks.rank == rank:
             raise kind("the generator is gone")
-        return original(engine)
+        return original(run)
 
     return original, states
 

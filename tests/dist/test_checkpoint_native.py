@@ -278,7 +278,7 @@ def body_frozen(rank, world, folder, stage):
         torch.distributed.barrier()
         names.append({os.path.basename(p): os.stat(p).st_ino for p in glob.glob(f"{folder}/{tag}/frozen_*")})
         if tag == "d":
-            engine.__dict__.get("_frozen_files", {"sound": set()})["sound"].clear()
+            engine._checkpoints.memo.get("frozen files", {"sound": set()})["sound"].clear()
     with deepspeed.zero.GatheredParameters([engine.module.frozen.weight]):
         return names, engine.module.frozen.weight.detach().clone()
 

@@ -10,7 +10,7 @@ import torch
 import deepspeed
 from deepspeed.checkpoint.engines.built_in import AsyncCheckpointEngine
 from deepspeed.checkpoint.write import snapshot as snapshots
-from deepspeed.checkpoint.write.engine_states import EngineStates
+from deepspeed.checkpoint.write.contents import HeldStates
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -94,7 +94,7 @@ def test_what_changes_states_waits_for_the_copies(stage, client_optimizer):
 def memory_of_states(rank, world, stage, bf16):
     engine = make_engine(stage, bf16)
     train(engine)
-    states = EngineStates(engine)
+    states = HeldStates(engine._checkpoints.run_state())
 
     def covered(tensor):
         return states.cover(tensor.data_ptr(), tensor.numel() * tensor.element_size())

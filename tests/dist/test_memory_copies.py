@@ -12,7 +12,7 @@ import torch
 import deepspeed
 from deepspeed.checkpoint.write import memory as memory_module
 from deepspeed.checkpoint.write import snapshot as snapshot_module
-from deepspeed.checkpoint.write.engine_states import EngineStates
+from deepspeed.checkpoint.write.contents import HeldStates
 from engine_models import batch, config, loss_of, make_net, train_plain, uses_extra
 from harness import run_ranks
 from memory_hosts import memory_hosts
@@ -210,7 +210,7 @@ def counts(rank, world, hosts, folder):
         if step % 2:
             named = [path for path in found(hosts[0], "*") if not path.endswith(".whole")]
             inodes.append({os.path.basename(path): os.stat(path).st_ino for path in named})
-    weights, states = snapshot_module.MemoryRanges(), EngineStates(engine)
+    weights, states = snapshot_module.MemoryRanges(), HeldStates(engine._checkpoints.run_state())
     own = [*engine.module.parameters(), *engine.module.buffers()]
     for one in own:
         weights.add(one.data_ptr(), one.numel() * one.element_size())

@@ -108,3 +108,41 @@ def check_engine_options(files):
                     f"so that a key has one reader and one default. Pass the configuration. {SEE}"
                 )
     return problems
+
+
+# ---- checkpoints without the engine ----------------------------------------------------------------------------------
+
+
+def _own_attributes(tree):
+    """Names that methods of the tree's classes give to ``self``, and private methods and properties."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
+            found |= {node.attr} if node.value.id == "self" else set()
+        if isinstance(node, ast.FunctionDef) and re.match("_[a-z]", node.name):
+            found.add(node.name)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "holds":
+            found.update(keyword.arg for keyword in node.keywords)
+    return found
+
+
+def check_checkpoint_without_engine(modules):
+    """``checkpoint`` reads no attribute that engines have and a ``RunState`` has not, whatever the object is called."""
+    by_path = {module.path.replace(os.sep, "/"): module for module in modules.values()}
+    engines = _own_attributes(by_path["engine/engine.py"].tree) | _own_attributes(by_path["engine/accessors.py"].tree)
+    run_state = ast.walk(by_path["checkpoint/run_state.py"].tree)
+    engines -= {node.target.id for node in run_state if isinstance(node, ast.AnnAssign)}
+    problems = []
+    for path, module in by_path.items():
+        own = _own_attributes(module.tree)
+        for node in ast.walk(module.tree) if module.room == "checkpoint" else ():
+            if not isinstance(node, ast.Attribute) or ast.unparse(node).startswith("torch."):
+                continue
+            owner = node.value.id if isinstance(node.value, ast.Name) else getattr(node.value, "attr", None)
+            if owner == "engine" or (node.attr in engines and node.attr not in own):
+                problems.append(
+                    f"{path}:{node.lineno} reads .{node.attr} of an engine: checkpoint saves and fills a RunState "
+                    "(checkpoint/run_state.py). Add a field there, which engine/checkpoints.py makes. "
+                    "See docs/architecture.md"
+                )
+    return problems

@@ -39,13 +39,13 @@ JOINED_NAMES = {
         "f'{MODEL_FILE_PREFIX}{mp_rank_str}{MODEL_FILE_SUFFIX}'": _CALLER,
         "f'{layer_id}-model_{tp_rank:02d}-{MODEL_FILE_SUFFIX[1:]}'": _CALLER,
     },
-    "checkpoint/write/background.py": {"name": "contents.files_of has made it"},
+    "checkpoint/write/background.py": {"name": "files_of has made it"},
     "checkpoint/write/commit.py": {
         "f'.{name}.{what}'": "the name of the tag's folder", "path": _CHECKED, "tag": _LISTED, "name": _LISTED,
     },
     "checkpoint/write/file_writer.py": {"name": _OURS},
     "checkpoint/write/memory.py": {
-        "self.key": "a hash", "name": "contents.files_of has made it", "said_by(self._facts['rank'])": _NUMBERED,
+        "self.key": "a hash", "name": "files_of has made it", "said_by(self._facts['rank'])": _NUMBERED,
         "f'.rank_{ranks.rank}.lock'": _NUMBERED, "old": _LISTED,
     },
     "checkpoint/write/owner.py": {"path": "of a listing, or the constant name of the manifest", "name": _LISTED},
@@ -56,7 +56,7 @@ JOINED_NAMES = {
         "f'{turn}.{rank}.json'": _NUMBERED, "f'failed.{rank}'": _NUMBERED, "f'left.{self.rank}'": _NUMBERED,
         "f'left.{rank}'": _NUMBERED,
     },
-    "checkpoint/write/save.py": {"tag": "check_tag has checked it", "name": "contents.files_of has made it"},
+    "checkpoint/write/save.py": {"tag": "check_tag has checked it", "name": "files_of has made it"},
     "engine/checkpoints.py": {"tag": _CALLER, "str(tag)": _CALLER},
     "formats/swapped_tensors.py": {
         "match[0].replace('optim', 'model')": "the name of the file that is open, with another word in it",

@@ -101,3 +101,28 @@ def test_options_made_elsewhere(line):
     problems = house_engine.check_engine_options({"zero/a.cpp": "\n" + line, "zero/engine_options.cpp": line})
     assert len(problems) == 1 and "csrc/zero/a.cpp:2 makes" in problems[0], problems
     assert house_engine.check_engine_options({"zero/a.cpp": "f(const EngineOptions& x); // EngineOptions x;"}) == []
+
+
+def test_checkpoint_without_engine(modules):
+    expect_none(house_engine.check_checkpoint_without_engine(modules))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x = engine.module",
+        "x = self.engine.anything",
+        "x = run.global_rank",
+        "x = other._config",
+        "x = other._steps.count",
+        "x = other._stage_policy",
+    ],
+)
+def test_an_engine_under_checkpoint(modules, line):
+    kept = ("engine/engine.py", "engine/accessors.py", "checkpoint/run_state.py")
+    known = {name: module for name, module in modules.items() if module.path in kept}
+    problems = house_engine.check_checkpoint_without_engine({**known, **made_up("checkpoint/a.py", "\n" + line)})
+    assert len(problems) == 1 and "checkpoint/a.py:2 reads" in problems[0], problems
+    fine = made_up("checkpoint/a.py", "x = run.ranks.world_size + run.counters.global_steps, run.writer.save")
+    assert house_engine.check_checkpoint_without_engine({**known, **fine}) == []
+    assert house_engine.check_checkpoint_without_engine({**known, **made_up("engine/a.py", line)}) == []

@@ -2,25 +2,128 @@
 
 import os
 
-from deepspeed._compat import named_parameters
+from deepspeed.checkpoint.constants import CHECKPOINT_PP_DEGREE, CHECKPOINT_TP_DEGREE
 from deepspeed.checkpoint.convert.whole_model import save_16bit_model, whole_state_dict
 from deepspeed.checkpoint.engines.built_in import TorchCheckpointEngine
 from deepspeed.checkpoint.layouts.names import expert_optim_states_path
 from deepspeed.checkpoint.read import expert_states
+from deepspeed.checkpoint.read import weights
 from deepspeed.checkpoint.read.load import load_checkpoint, restore_universal
-from deepspeed.checkpoint.write.engine_states import param_shapes
+from deepspeed.checkpoint.run_state import Counters, RunRanks, RunState, module_state
+from deepspeed.checkpoint.write.contents import param_shapes
 from deepspeed.checkpoint.write.save import save_checkpoint
+from deepspeed.comm import process_group as dist
+from deepspeed.comm.mesh_views import splitter_of
 from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.engine.members import member
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.sharded_parameter import is_sharded
 
 
+_PIPELINE = ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size")
+_TENSOR = (
+    "get_tensor_model_parallel_world_size",
+    "get_slice_parallel_world_size",
+    "get_model_parallel_world_size",
+)
+
+
+def parallel_metadata(mpu):
+    """``{pp_degree, tp_degree}`` of an ``mpu``, under whichever names it has them; 1 each without."""
+    return {CHECKPOINT_PP_DEGREE: _ask(mpu, _PIPELINE), CHECKPOINT_TP_DEGREE: _ask(splitter_of(mpu), _TENSOR)}
+
+
+def _ask(mpu, methods):
+    found = [method for method in (getattr(mpu, name, None) for name in methods) if method is not None]
+    return found[0]() if found else 1
+
+
 class Checkpoints:
-    """A part of the engine."""
+    """A part of the engine. It makes the ``RunState`` that is saved or filled, and applies what a load returns."""
 
     def __init__(self, engine):
         self.engine = engine
+        self.memo = {}  # see ``RunState``
+
+    # ---- the run as a value ------------------------------------------------------------------------------------------
+    def run_state(self, client_state=None):
+        """The ``RunState`` of this rank as it is now."""
+        engine, config = self.engine, self.engine._config
+        return RunState(
+            module=engine.module,
+            ranks=self._ranks(),
+            counters=Counters(
+                engine.global_steps,
+                engine.global_samples,
+                engine.skipped_steps,
+                engine.micro_steps - engine._steps.micro_steps,
+                engine._accumulation.in_window(),
+                engine.sparse_tensor_module_names,
+            ),
+            policy=engine._stage_policy,
+            config=config,
+            ds_config=engine.config,
+            core=engine.core,
+            stepping=engine.stepping,
+            trained_groups=engine.trained_groups,
+            given_groups=engine._assembly.made_groups if engine.client_optimizer is None else [],
+            optimizer=engine.optimizer,
+            scheduler=engine.lr_scheduler,
+            writer=engine.checkpoint_engine,
+            device=engine.device,
+            client_state=client_state or {},
+            loaded_values=engine.loaded_engine_state,
+            memo=self.memo,
+            module_state=engine.module_state_dict,
+            load_module=lambda state: engine.load_module_state_dict({"module": state}, strict=False),
+            position=self._position,
+        )
+
+    def _ranks(self):
+        engine, parallel = self.engine, self.engine.parallel
+        alone = parallel.dp_world_size == 1
+        return RunRanks(
+            rank=engine.global_rank,
+            world_size=engine.world_size,
+            dp_rank=parallel.dp_rank,
+            dp_world_size=parallel.dp_world_size,
+            dp_ranks=(engine.global_rank,) if alone else tuple(dist.get_all_ranks_from_group(parallel.dp_group)),
+            mp_rank=engine.mp_rank_for_files(),
+            mp_world_size=engine.mp_world_size,
+            holders=engine._access.access.world if engine._stage_policy.shards_params else 1,
+            degrees=parallel_metadata(parallel.mpu),
+        )
+
+    def _position(self):
+        """In the training data, where the accumulation window began. None for a stage in the middle of a pipeline."""
+        engine = self.engine
+        loads = getattr(engine, "_loads_data", None)
+        if loads is not None and not loads():
+            return None
+        return engine._data.position(at_window=engine._accumulation.in_window() > 0)
+
+    def _apply(self, found):
+        """Puts a ``LoadedRun`` into the engine, whose weights and states are loaded. Gradients that it has accumulated
+        are of other weights: they are forgotten."""
+        engine, counters = self.engine, found.counters
+        if found.schedule is not None:
+            engine.lr_scheduler.load_state_dict(found.schedule)
+        engine._accumulation.start_window()
+        if counters is not None:
+            engine.global_steps, engine.global_samples = counters.global_steps, counters.global_samples
+            engine.skipped_steps, engine.micro_steps = counters.skipped_steps, counters.micro_steps
+            engine.sparse_tensor_module_names = counters.sparse_names
+        engine.loaded_checkpoint_dp_world_size = found.dp_world_size
+        if engine.core is not None and engine.core.strategy_states():  # zenflow: without counters it begins anew
+            engine.core.restore_strategy(found.strategy or {})
+        if found.data is not None and hasattr(engine.training_dataloader, "load_state_dict"):
+            engine.training_dataloader.load_state_dict(found.data)
+        if found.learned_fires is not None:
+            engine.core.set_learned_fires(found.learned_fires)
+        if found.rng is not None:
+            weights.restore(found.rng)
+        engine._data.start_window()
+        engine.loaded_engine_state = found.own_values
 
     # ---- states that wait on the host ------------------------------------------------------------------------------
     @member
@@ -52,13 +155,7 @@ class Checkpoints:
     @member
     def module_state_dict(self, destination=None, prefix="", keep_vars=False, exclude_frozen_parameters=False):
         """The module's state dict, without parameters that are not trained when asked so."""
-        module = self.engine.module
-        state = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        if exclude_frozen_parameters:
-            for name, param in named_parameters(module):
-                if not param.requires_grad:
-                    state.pop(prefix + name, None)
-        return state
+        return module_state(self.engine.module, destination, prefix, keep_vars, exclude_frozen_parameters)
 
     @member
     def load_module_state_dict(
@@ -100,7 +197,7 @@ class Checkpoints:
         """Writes ``save_dir/tag``; every rank must call it. Returns True. See ``deepspeed.checkpoint.write.save``."""
         self.engine._need_states(OffloadStateTypeEnum, "engine.save_checkpoint()")
         self.engine._user_weights.count()
-        save_checkpoint(self.engine, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        save_checkpoint(self.run_state(client_state), save_dir, tag, save_latest, exclude_frozen_parameters)
         self.engine._memory_copies.belongs_to(save_dir)
         return True
 
@@ -119,8 +216,8 @@ class Checkpoints:
         ``latest`` names, or a snapshot of this run in memory (``elasticity.memory_copies``) that is newer."""
         self.engine._need_states(OffloadStateTypeEnum, "engine.load_checkpoint()")
         snapshots = None if load_module_only else self.engine._memory_copies.belongs_to(load_dir)
-        return load_checkpoint(
-            self.engine,
+        found = load_checkpoint(
+            self.run_state(),
             load_dir,
             tag,
             load_module_strict,
@@ -130,12 +227,16 @@ class Checkpoints:
             custom_load_fn,
             snapshots,
         )
+        if found is None:
+            return None, None
+        self._apply(found)
+        return found.path, found.client_state
 
     @member
     def restore_universal(self, folder, params=None, weights=True, states=True):
         """Optimizer states and weights alone; see ``deepspeed.checkpoint.read.load.restore_universal``."""
         self.engine._need_states(OffloadStateTypeEnum, "restoring a universal checkpoint")
-        restore_universal(self.engine, folder, params, weights, states)
+        restore_universal(self.run_state(), folder, params, weights, states)
 
     @staticmethod
     @member
@@ -192,7 +293,7 @@ class Checkpoints:
     def save_16bit_model(self, save_dir, save_filename="pytorch_model.bin", exclude_frozen_parameters=False):
         """Writes the module's weights, in the dtype it computes with, to one file. Returns True."""
         self.engine._need_states({OffloadStateTypeEnum.lp_params}, "engine.save_16bit_model()")
-        return save_16bit_model(self.engine, save_dir, save_filename, exclude_frozen_parameters)
+        return save_16bit_model(self.run_state(), save_dir, save_filename, exclude_frozen_parameters)
 
     @member
     def save_fp16_model(self, save_dir, save_filename="pytorch_model.bin"):
@@ -207,7 +308,7 @@ class Checkpoints:
         """
         if not self.engine._stage_policy.shards_params:
             raise ValueError("consolidating weights needs ZeRO stage 3; below it module.state_dict() is whole")
-        return whole_state_dict(self.engine, exclude_frozen_parameters)
+        return whole_state_dict(self.run_state(), exclude_frozen_parameters)
 
     @member
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters=False):
@@ -223,4 +324,4 @@ class Checkpoints:
     @member
     def _get_zero_param_shapes(self):
         """One ordered dict name -> shape for each parameter group; None below ZeRO stage 1."""
-        return param_shapes(self.engine) if self.engine.zero_optimization() else None
+        return param_shapes(self.run_state()) if self.engine.zero_optimization() else None

@@ -152,7 +152,8 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         if self.stepping is not None and self.zero_optimization():
             self.stepping.need_all = not self._config.zero_config.ignore_unused_parameters
         if hasattr(self.checkpoint_engine, "expect"):
-            self.checkpoint_engine.expect(expected_bytes(self), pinned=self.device.type == "cuda")
+            sizes = expected_bytes(self._checkpoints.run_state())
+            self.checkpoint_engine.expect(sizes, pinned=self.device.type == "cuda")
         self._announced_end.listen()
         self._memory_copies.start()
         self._report_config()

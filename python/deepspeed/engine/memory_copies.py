@@ -27,7 +27,8 @@ class MemoryCopies:
         engine, section = self.engine, self.engine._config.elasticity_config
         if not section.memory_copies or not engine._trains:
             return
-        self._memory = HostMemory.found(engine, Ranks(engine, True))
+        run = engine._checkpoints.run_state()
+        self._memory = HostMemory.found(run, Ranks(run.ranks, True))
         if self._memory is None:
             warning_once(
                 "elasticity.memory_copies: no agent holds memory for this job, so no snapshots are taken, and only "
@@ -45,7 +46,7 @@ class MemoryCopies:
         told = self._memory.ranks.gather([directory != self._directory, time.time_ns()])
         if any(other for other, _ in told):
             before = self.snapshots.leave() if self.snapshots is not None else None
-            self.snapshots = Snapshots(self.engine, self._memory, directory, before)
+            self.snapshots = Snapshots(self.engine._config, self._memory, directory, before)
             self._directory = directory
         self.snapshots.began = told[0][1]
         return self.snapshots
@@ -65,7 +66,7 @@ class MemoryCopies:
                 "has said yet in which directory this run is saved. Call engine.load_checkpoint(DIR) at the start"
             )
             return
-        self.snapshots.take(engine, engine._announced_end.client_state(), self._all_of)
+        self.snapshots.take(engine._checkpoints.run_state(engine._announced_end.client_state()), self._all_of)
 
     def _all_of(self, ok):
         if self._all is None:

@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.layouts.names import LATEST, latest_tag
 from deepspeed.checkpoint.layouts.open_saved import open_saved
 from deepspeed.checkpoint.read.weights import check_weights, load_weights
+from deepspeed.checkpoint.run_state import RunState
 from deepspeed.comm import mesh
 from deepspeed.config.errors import config_error
 from deepspeed.config.inference import DeepSpeedInferenceConfig, merge_inference_config
@@ -92,7 +93,6 @@ class InferenceEngine(torch.nn.Module):
         self._config = config
         self._check(config)
         self.module = model
-        self.core = None  # what readers of checkpoints ask for
         self._times, self._timed = [], False
         self._compiled = False
         self.device = torch.device(get_accelerator().current_device_name())
@@ -267,8 +267,9 @@ class InferenceEngine(torch.nn.Module):
             return
         prefixes = tuple(f"{name}.deepspeed_moe.experts.deepspeed_experts." for name in layers)
         elsewhere = {name for name in _names(saved) if name.startswith(prefixes)}
-        check_weights(self, saved, True, elsewhere=elsewhere)
-        load_weights(self, saved, elsewhere=elsewhere)
+        run = RunState(self.module, load_module=lambda state: self.load_module_state_dict({"module": state}, False))
+        check_weights(run, saved, True, elsewhere=elsewhere)
+        load_weights(run, saved, elsewhere=elsewhere)
 
     @staticmethod
     def _numbers(layers):

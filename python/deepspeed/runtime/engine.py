@@ -1,7 +1,7 @@
 """Import path that existing scripts use."""
 
 from deepspeed import comm as dist  # noqa: F401  (tests of clients replace functions of both by this path)
-from deepspeed.checkpoint.write.engine_states import parallel_metadata as _checkpoint_parallel_metadata  # noqa: F401
+from deepspeed.engine.checkpoints import parallel_metadata as _checkpoint_parallel_metadata  # noqa: F401
 from deepspeed.engine.engine import (  # noqa: F401
     DeepSpeedEngine,
     DeepSpeedOptimizerCallable,

@@ -27,7 +27,7 @@ def raw(tensor):
 
 
 class States:
-    """Stands for ``EngineStates``: the memory of ``tensors``."""
+    """Stands for ``HeldStates``: the memory of ``tensors``."""
 
     def __init__(self, *tensors):
         self.log = []

@@ -1,4 +1,4 @@
-"""Weights of a running engine for others to read, in the dtype that the model computes with.
+"""Weights of a run for others to read, in the dtype that the model computes with.
 
 At ZeRO stage 3 a parameter is whole only while it is gathered, and experts are on other ranks: one at a time passes
 through, on every rank in the same order.
@@ -84,12 +84,12 @@ class _RemoteWeight(_PassingWeight):
                     dist.recv(torch.empty(numel, dtype=self.dtype, device=self.device), source)
 
 
-def _state_of(engine, exclude_frozen_parameters):
+def _state_of(run, exclude_frozen_parameters):
     """The module's state dict, of all ranks; sharded and remote parameters as weights, tied names with the same
     object."""
-    state = engine.module_state_dict(keep_vars=True, exclude_frozen_parameters=exclude_frozen_parameters)
-    by_name = dict(named_parameters(engine.module))
-    remote = _remote(engine, state, by_name) if differs_by_rank(engine.module) else {}
+    state = run.module_state(keep_vars=True, exclude_frozen_parameters=exclude_frozen_parameters)
+    by_name = dict(named_parameters(run.module))
+    remote = _remote(run, state, by_name) if differs_by_rank(run.module) else {}
     made = {}
     for name in state:
         param = by_name.get(name)
@@ -99,11 +99,11 @@ def _state_of(engine, exclude_frozen_parameters):
     return state
 
 
-def _remote(engine, state, by_name):
+def _remote(run, state, by_name):
     """``_RemoteWeight`` of all tensors that not all ranks have, which are taken out of ``state``; its other entries get
     their names in checkpoints."""
-    named, copies, own, told = SavedNames(engine.module), copies_by_name(engine.module), {}, {}
-    layers = layers_of(engine.module)
+    named, copies, own, told = SavedNames(run.module), copies_by_name(run.module), {}, {}
+    layers = layers_of(run.module)
     first_slice = layers is None or not layers.slices or layers.slices.endswith("_00")
     for name in list(state):
         value, param = state.pop(name), by_name.get(name)
@@ -112,20 +112,20 @@ def _remote(engine, state, by_name):
             state[named(name)] = value
             continue
         own[named(name)] = value
-        if saves(engine, copies.get(name)) and first_slice and (place is None or place[0] in layers.writes):
+        if saves(run, copies.get(name)) and first_slice and (place is None or place[0] in layers.writes):
             begin, shape = saved_part(param) if param is not None else (0, value.shape)
             numel = param.ds_numel if is_sharded(value) else value.numel()
             told[named(name)] = [list(shape), str(value.dtype).removeprefix("torch."), begin, numel]
     found = {}
-    for rank, some in enumerate(Ranks(engine, False).gather(told)):
+    for rank, some in enumerate(Ranks(run.ranks, False).gather(told)):
         for name, (shape, dtype, begin, numel) in some.items():
             found.setdefault(name, (shape, getattr(torch, dtype), []))[2].append((begin, numel, rank))
-    return {name: _RemoteWeight(*about, own.get(name), engine.device) for name, about in found.items()}
+    return {name: _RemoteWeight(*about, own.get(name), run.device) for name, about in found.items()}
 
 
-def _drain(engine):
-    if engine.core is not None and engine.core.gatherer is not None:
-        engine.core.gatherer.drain()
+def _drain(run):
+    if run.core is not None and run.core.gatherer is not None:
+        run.core.gatherer.drain()
 
 
 def _tensors_only(state):
@@ -153,7 +153,7 @@ def _write(state, path, turns):
             weight.gather()
 
 
-def save_16bit_model(engine, save_dir, save_filename="pytorch_model.bin", exclude_frozen_parameters=False):
+def save_16bit_model(run, save_dir, save_filename="pytorch_model.bin", exclude_frozen_parameters=False):
     """Rank 0 writes the module's state dict to ``save_dir/save_filename``, as safetensors when the name ends in
     ``.safetensors``; every rank calls it.
 
@@ -165,39 +165,39 @@ def save_16bit_model(engine, save_dir, save_filename="pytorch_model.bin", exclud
     if not save_dir:
         raise ValueError(f"save_16bit_model needs a directory, got save_dir={save_dir!r}")
     path = os.path.join(os.fspath(save_dir), save_filename)
-    if engine._stage_policy.shards_params and not engine.zero_gather_16bit_weights_on_model_save():
+    if run.policy.shards_params and not run.config.zero_config.gather_16bit_weights_on_model_save:
         logger.warning(
             f"nothing is saved to {save_dir}: set zero_optimization.stage3_gather_16bit_weights_on_model_save to true "
             "to gather the weights of ZeRO stage 3 for it"
         )
         return False
-    state = _state_of(engine, exclude_frozen_parameters)
+    state = _state_of(run, exclude_frozen_parameters)
     turns, error = _turns(state, path.endswith(".safetensors")), None
     try:
-        if engine.global_rank == 0:
+        if run.ranks.rank == 0:
             _write(state, path, turns)
         else:
             for weight in turns:
                 weight.gather()
     except Exception as caught:
         error = caught
-    _drain(engine)
-    failures = [failure_of(engine.global_rank, error)]
-    if engine.world_size > 1:
-        failures = failures * engine.world_size
+    _drain(run)
+    failures = [failure_of(run.ranks.rank, error)]
+    if run.ranks.world_size > 1:
+        failures = failures * run.ranks.world_size
         dist.all_gather_object(failures, failures[0])
     raise_together(failures, f"the model is not saved to {path}", error)
     return True
 
 
 @torch.no_grad()
-def whole_state_dict(engine, exclude_frozen_parameters=False):
+def whole_state_dict(run, exclude_frozen_parameters=False):
     """Rank 0: the module's state dict with whole parameters on the CPU, tied ones as one tensor; None elsewhere.
 
     Parameters are gathered one at a time. Every rank calls it.
     """
-    keep, made = engine.global_rank == 0, {}
-    state = _state_of(engine, exclude_frozen_parameters)
+    keep, made = run.ranks.rank == 0, {}
+    state = _state_of(run, exclude_frozen_parameters)
     for name, value in state.items():
         if isinstance(value, _PassingWeight):
             if id(value) not in made:
@@ -205,5 +205,5 @@ def whole_state_dict(engine, exclude_frozen_parameters=False):
             state[name] = made[id(value)]
         elif torch.is_tensor(value) and keep:
             state[name] = made.setdefault(id(value), value.detach().to("cpu", copy=True))
-    _drain(engine)
+    _drain(run)
     return state if keep else None

@@ -29,7 +29,7 @@ class CheckpointEngine(abc.ABC):
     are the files safe on disk; an engine that works in the background says so with ``is_decoupled``.
     """
 
-    # What writes in the background (``checkpoint.background.Background``), or None: engine.step() looks at it.
+    # What writes in the background (``write.background.Background``), or None: engine.step() looks at it.
     behind = None
 
     def __init__(self, config_params=None):
@@ -100,7 +100,7 @@ class OwnCheckpointEngine(CheckpointEngine):
         return cls(config.checkpoint_config)
 
     def prepare(self, name, value):
-        """``value`` as the file ``name``, not yet written (``kinds.prepare``)."""
+        """``value`` as the file ``name``, not yet written (``file_writer.prepare``)."""
         return prepare(name, value, self.archives)
 
     @abc.abstractmethod
@@ -134,10 +134,10 @@ class OwnCheckpointEngine(CheckpointEngine):
 
 
 class ForeignFiles:
-    """Writes the files of one checkpoint through ``engine``; after ``finish`` each is at its path."""
+    """Writes the files of one checkpoint through ``writer``; after ``finish`` each is at its path."""
 
-    def __init__(self, engine, tag, save_dir, save_latest):
-        self.engine = engine
+    def __init__(self, writer, tag, save_dir, save_latest):
+        self.writer = writer
         self.info = CheckpointCommitInfo(tag, save_dir, save_latest)
         self._paths = {}
         self._begun = False
@@ -145,14 +145,14 @@ class ForeignFiles:
     def write_file(self, name, value, path):
         if not self._begun:
             self._begun = True
-            self.engine.create(self.info)
-        self.engine.save(storage.compact(value), path)  # a copy: it may still be reading when training goes on
+            self.writer.create(self.info)
+        self.writer.save(storage.compact(value), path)  # a copy: it may still be reading when training goes on
         self._paths[name] = path
 
     def finish(self):
-        """Returns name -> record of the files. Raises RuntimeError when the engine does not vouch for them."""
-        who = f"the checkpoint engine {type(self.engine).__name__}"
-        answer = self.engine.commit(self.info)
+        """Returns name -> record of the files. Raises RuntimeError when the writer does not vouch for them."""
+        who = f"the checkpoint engine {type(self.writer).__name__}"
+        answer = self.writer.commit(self.info)
         if answer is not None and not answer:
             raise RuntimeError(f"{who} answered {answer!r} to commit({self.info.tag!r})")
         records = {}

@@ -103,7 +103,7 @@ class FastCheckpointEngine(OwnCheckpointEngine):
         return self.write_prepared(self.prepare(name, value), path)
 
     def write_prepared(self, prepared, path):
-        """Writes a file (``kinds.prepare``), so often as ``io_multiplier`` says. Returns its record as a dict."""
+        """Writes a file (``file_writer.prepare``), so often as ``io_multiplier`` says. Returns its record as a dict."""
         began = time.perf_counter()
         for _ in range(self.times):
             record = prepared.write(path, self.options)
@@ -173,8 +173,8 @@ class AsyncCheckpointEngine(FastCheckpointEngine):
             self._expecting = False
 
     def save_behind(self, saving, files, save_latest, states=None):
-        """Takes a snapshot of ``files`` (``contents.files_of``) for ``saving``, which commits it when all is written.
-        ``states``: ``EngineStates``, copied by the time that the engine changes them. Every rank calls it; raises on
+        """Takes a snapshot of ``files`` (``write.save.files_of``) for ``saving``, which commits it when all is written.
+        ``states``: ``HeldStates``, copied by the time that the core changes them. Every rank calls it; raises on
         all ranks what any of them could not copy."""
         self._expected()
         self._saves += 1

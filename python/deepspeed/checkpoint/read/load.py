@@ -1,4 +1,4 @@
-"""Reads a checkpoint into an engine."""
+"""Reads a checkpoint into a run (``RunState``)."""
 
 import errno
 import os
@@ -23,10 +23,10 @@ from deepspeed.zero.restore import Restore
 # Before anything of a checkpoint is loaded: is it the one that was saved?
 
 
-def check(engine, ranks, folder):
+def check(run, ranks, folder):
     """Compares ``folder`` with its manifest as ``checkpoint.verify_on_load`` says. Raises RuntimeError on all ranks,
     naming file and tensor. Every rank calls it: they share the reading of "all"."""
-    mode = engine._config.checkpoint_config.verify_on_load
+    mode = run.config.checkpoint_config.verify_on_load
     if mode == "none":
         return
     error = None
@@ -88,29 +88,29 @@ def _find_tag(load_dir, tag, universal):
     return named
 
 
-def _open(engine, folder, with_optimizer):
-    """The checkpoint, as far as it is needed to load it into this engine."""
-    groups, shapes = names_of_groups(engine), {}
-    for called, group in zip(groups, engine.trained_groups if groups else ()):
+def _open(run, folder, with_optimizer):
+    """The checkpoint, as far as it is needed to load it into this run."""
+    groups, shapes = names_of_groups(run), {}
+    for called, group in zip(groups, run.trained_groups if groups else ()):
         for name, param in zip(called, group):
             shapes[name] = saved_part(param)[1]
-    if engine.load_universal_checkpoint() and not is_universal(folder):
+    if run.config.load_universal_checkpoint and not is_universal(folder):
         raise ValueError(
             f"checkpoint.load_universal is true, and {folder} is no universal checkpoint: it has no folder 'zero'. "
             "Convert it with ds_to_universal, or leave that key out: load_checkpoint reads checkpoints of any stage "
             "and number of ranks as they are"
         )
-    stage = layers_of(engine.module)
+    stage = layers_of(run.module)
     return open_run(
         folder,
-        engine.mp_rank_for_files(),
-        engine.parallel.dp_rank,
-        engine.mp_world_size,
-        *(() if stage is None else (stage.stages, set(stage.layers.values()), stage.paths, _cuts(engine.module))),
+        run.ranks.mp_rank,
+        run.ranks.dp_rank,
+        run.ranks.mp_world_size,
+        *(() if stage is None else (stage.stages, set(stage.layers.values()), stage.paths, _cuts(run.module))),
         group_names=groups,
         shapes=shapes,
         with_optimizer=with_optimizer,
-        experts=SavedNames(engine.module).numbers(),
+        experts=SavedNames(run.module).numbers(),
     )
 
 
@@ -119,13 +119,13 @@ def _cuts(module):
     return {named(name): Cut.of(param, saved_part(param)[1]) for name, param in named_parameters(module)}
 
 
-def _has_optimizer(engine, saved):
+def _has_optimizer(run, saved):
     """Whether there are optimizer states to load. Raises FileNotFoundError where there were some."""
     if saved.has_optimizer():
         return True
     if saved.model.get("param_shapes"):
         raise FileNotFoundError(
-            f"{saved.origin()} has no file {names.optim_states(0, engine.mp_rank_for_files())}, nor one for bf16: its "
+            f"{saved.origin()} has no file {names.optim_states(0, run.ranks.mp_rank)}, nor one for bf16: its "
             "optimizer states are gone; load it with load_optimizer_states=False"
         )
     logger.warning(f"{saved.origin()} was saved without an optimizer: this run's optimizer starts anew")
@@ -133,7 +133,7 @@ def _has_optimizer(engine, saved):
 
 
 def load_checkpoint(
-    engine,
+    run,
     load_dir,
     tag=None,
     load_module_strict=True,
@@ -143,40 +143,40 @@ def load_checkpoint(
     custom_load_fn=None,
     snapshots=None,
 ):
-    """Every rank calls it. Returns ``(path of the model file, client_state)``; ``(None, None)`` without a tag.
-    ``snapshots``: those of this run in memory, of which a newer one is taken where no tag is given.
+    """Fills ``run``, a ``RunState``. Every rank calls it. Returns a ``LoadedRun``, which the caller applies, or None
+    without a tag. ``snapshots``: those of this run in memory, of which a newer one is taken where no tag is given.
 
     Any number of ranks and any ZeRO stage and precision may have saved. At the same number of ranks, stage and
     precision the run goes on bit by bit: weights, moments, schedule, loss scale, counters, random numbers and data
     position. Random numbers and data position are left alone when optimizer states are not loaded.
     """
     load_dir = os.fspath(load_dir)
-    background.drain_all()  # another engine of this process may be writing what is to be loaded
-    if hasattr(engine.checkpoint_engine, "wait"):
-        engine.checkpoint_engine.wait()
-    universal = engine.load_universal_checkpoint()
+    background.drain_all()  # another run of this process may be writing what is to be loaded
+    if hasattr(run.writer, "wait"):
+        run.writer.wait()
+    universal = run.config.load_universal_checkpoint
     kept = None
     if snapshots is not None and tag is None and not universal:
-        kept = _newer_in_memory(engine, load_dir, snapshots)
+        kept = _newer_in_memory(run, load_dir, snapshots)
     if kept is None:
-        ranks = Ranks(engine, engine._config.use_node_local_storage)
+        ranks = Ranks(run.ranks, run.config.use_node_local_storage)
         tag = _together(ranks, load_dir, lambda: _find_tag(load_dir, tag, universal))
         if not _all_have(ranks, load_dir, tag):
-            return None, None
-        folder = _on_disk(engine, ranks, load_dir, tag)
+            return None
+        folder = _on_disk(run, ranks, load_dir, tag)
     else:
         ranks, folder = kept
-    with_optimizer = load_optimizer_states and not load_module_only and engine.stepping is not None
-    if with_optimizer and engine._config.zero_config.pipeline_loading_checkpoint:
-        saved = engine._stage_policy.saved
+    with_optimizer = load_optimizer_states and not load_module_only and run.stepping is not None
+    if with_optimizer and run.config.zero_config.pipeline_loading_checkpoint:
+        saved = run.policy.saved
         assert saved.model_by_rank or not saved.optimizer_by_rank, (
             "Only stage3 support for pipeline checkpoint loading: set zero_optimization.pipeline_loading_checkpoint to "
-            f"false at stage {engine.zero_optimization_stage()}"
+            f"false at stage {run.config.zero_optimization_stage}"
         )
     with_scheduler = load_lr_scheduler_states and not load_module_only
-    with storage.trusting(engine._config.checkpoint_config.trust_pickles or None):
+    with storage.trusting(run.config.checkpoint_config.trust_pickles or None):
         found = _load(
-            engine, ranks, folder, load_module_strict, with_optimizer, with_scheduler, load_module_only, custom_load_fn
+            run, ranks, folder, load_module_strict, with_optimizer, with_scheduler, load_module_only, custom_load_fn
         )
     if kept is not None:
         memory.undo(ranks, folder)
@@ -196,10 +196,10 @@ def _all_have(ranks, load_dir, tag):
     return not without
 
 
-def _on_disk(engine, ranks, load_dir, tag):
+def _on_disk(run, ranks, load_dir, tag):
     folder = os.path.join(load_dir, tag)
     folder = _settled(ranks, folder)
-    fetch_missing(engine, ranks, folder)
+    fetch_missing(run, ranks, folder)
     if not os.path.isdir(folder):
         known = (
             sorted(name for name in os.listdir(load_dir) if os.path.isdir(os.path.join(load_dir, name)))
@@ -207,11 +207,11 @@ def _on_disk(engine, ranks, load_dir, tag):
             else []
         )
         raise FileNotFoundError(f"there is no checkpoint {folder}; tags there are: {', '.join(known) or 'none'}")
-    check(engine, ranks, folder)
+    check(run, ranks, folder)
     return folder
 
 
-def _newer_in_memory(engine, load_dir, snapshots):
+def _newer_in_memory(run, load_dir, snapshots):
     """``(ranks by host, folder on this host)`` of the newest whole snapshot, if it is newer than what is on disk."""
     ranks = snapshots.ranks
     name = memory.newest_whole(ranks, snapshots.folder)
@@ -224,9 +224,9 @@ def _newer_in_memory(engine, load_dir, snapshots):
     step, _, world = memory.parsed(name)
     folder = os.path.join(snapshots.folder, name)
     try:
-        fetch_missing(engine, ranks, folder)
+        fetch_missing(run, ranks, folder)
         memory.describe(ranks, folder)
-        check(engine, ranks, folder)
+        check(run, ranks, folder)
     except (OSError, RuntimeError) as error:  # the same on all ranks
         logger.warning(f"load_checkpoint takes what is on disk ({disk}), not the snapshot {name} in memory: {error}")
         return None
@@ -260,51 +260,50 @@ def _together(ranks, folder, function):
     return found
 
 
-def _load(engine, ranks, folder, strict, with_optimizer, with_scheduler, module_only, custom_load_fn):
-    saved = _together(ranks, folder, lambda: _open(engine, folder, with_optimizer))
-    with_optimizer = with_optimizer and _together(ranks, folder, lambda: _has_optimizer(engine, saved))
-    elsewhere = names_elsewhere(engine, ranks)
-    loading = Loading(engine, saved, strict, with_optimizer, with_scheduler, module_only, custom_load_fn, elsewhere)
+def _load(run, ranks, folder, strict, with_optimizer, with_scheduler, module_only, custom_load_fn):
+    saved = _together(ranks, folder, lambda: _open(run, folder, with_optimizer))
+    with_optimizer = with_optimizer and _together(ranks, folder, lambda: _has_optimizer(run, saved))
+    elsewhere = names_elsewhere(run, ranks)
+    loading = Loading(run, saved, strict, with_optimizer, with_scheduler, module_only, custom_load_fn, elsewhere)
     _together(ranks, folder, loading.check)
     try:
-        with writing(engine.core):
+        with writing(run.core):
             _together(ranks, folder, lambda: loading.fill(ranks))
-            if engine.stepping is not None:
-                engine.core.publish()
+            if run.stepping is not None:
+                run.core.publish()
     except Exception:
         logger.error(f"{folder}: the engine holds a part of this checkpoint now: load one before you train or save")
         raise
-    loading.resume()
     log_dist(f"loaded checkpoint {saved.model_path}", ranks=[0])
-    return saved.model_path, loading.client_state
+    return loading.found()
 
 
-def restore_universal(engine, folder, params=None, weights=True, states=True):
+def restore_universal(run, folder, params=None, weights=True, states=True):
     """Masters (``weights``: or else the weights alone) and optimizer states from the folder of a universal checkpoint,
     without counters, schedules and buffers. ``params``: those to restore: they must be all trained ones."""
     if not is_universal(folder):
         raise ValueError(
             f"{folder} is no universal checkpoint: it has no folder 'zero'. Convert it with ds_to_universal"
         )
-    trained = {id(param) for group in engine.trained_groups for param in group}
+    trained = {id(param) for param in run.trained()}
     if params is not None and {id(param) for param in params} != trained:
         raise ValueError("a universal checkpoint is restored into all parameters of the optimizer or none")
-    ranks = Ranks(engine, engine._config.use_node_local_storage)
-    saved = _together(ranks, folder, lambda: _open(engine, folder, states))
-    restore = Restore(engine.stepping, [p for group in engine.trained_groups for p in group], saved)
+    ranks = Ranks(run.ranks, run.config.use_node_local_storage)
+    saved = _together(ranks, folder, lambda: _open(run, folder, states))
+    restore = Restore(run.stepping, run.trained(), saved)
 
     def check():
         if not states:
-            check_weights(engine, saved, strict=True)
+            check_weights(run, saved, strict=True)
         restore.check(masters=weights, states=states)
 
     _together(ranks, folder, check)
     if not states:
-        load_weights(engine, saved)
-    with writing(engine.core):
+        load_weights(run, saved)
+    with writing(run.core):
         if weights:
             restore.masters()
         if states:
             restore.states()
             restore.extra()
-        engine.core.publish()
+        run.core.publish()

@@ -1,15 +1,8 @@
-"""One checkpoint that goes into an engine. What can be refused is refused by ``check``, before anything is changed."""
+"""One checkpoint that goes into a run. What can be refused is refused by ``check``, before anything is changed."""
 
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.read.weights import (
-    check_weights,
-    load_weights,
-    plain,
-    read_run,
-    restore_strategy,
-    resume_run,
-    sparse_names,
-)
+from deepspeed.checkpoint.read.weights import add_resumed, check_weights, counters_in, load_weights, plain, read_run
+from deepspeed.checkpoint.run_state import LoadedRun
 from deepspeed.checkpoint.write.ranks import in_turn
 from deepspeed.log import log_dist
 from deepspeed.optim.schedule_values import rehearse
@@ -19,19 +12,19 @@ _SCHEDULED = {"lr", "initial_lr", "max_lr", "min_lr"}  # in the parameter groups
 _SCHEDULED_MOMENTA = {"betas", "momentum", "base_momentum", "max_momentum"}
 
 
-def winning_options(engine, saved, with_scheduler):
+def winning_options(run, saved, with_scheduler):
     """For each parameter group the hyperparameters that the configuration of this run says and that of the run which
     saved did not: they win over the saved ones. What both say alike goes on as it was saved: a script, or a schedule,
     may have changed it since. Nothing for an optimizer that the caller has made."""
-    made, before = engine._assembly.made_groups, saved.model.get("ds_config")
-    now = _optimizer_params(engine.config)
-    if engine.client_optimizer is not None or now is None or before is None:
+    made, before = run.given_groups, saved.model.get("ds_config")
+    now = _optimizer_params(run.ds_config)
+    if not made or now is None or before is None:
         return [{} for _ in made]
     before = _optimizer_params(before) or {}
     changed = {key for key in before.keys() | now.keys() if _listed(before.get(key)) != _listed(now.get(key))}
-    if with_scheduler and engine.lr_scheduler is not None:
+    if with_scheduler and run.scheduler is not None:
         changed -= _SCHEDULED
-        changed -= _SCHEDULED_MOMENTA if getattr(engine.lr_scheduler, "cycle_momentum", False) else set()
+        changed -= _SCHEDULED_MOMENTA if getattr(run.scheduler, "cycle_momentum", False) else set()
     found = [{key: group[key] for key in changed & group.keys()} for group in made]
     if any(found):
         log_dist(
@@ -53,44 +46,42 @@ def _listed(value):
 
 
 class Loading:
-    """``saved`` into ``engine``: its weights; with ``with_optimizer`` its states, counters of the run and random
+    """``saved`` into ``run``: its weights; with ``with_optimizer`` its states, counters of the run and random
     numbers; with ``with_scheduler`` the schedule. ``elsewhere``: see ``load_weights``.
 
-    Every rank calls ``check``, then ``fill`` inside of a write of the core, then ``resume``; where the first raises on
+    Every rank calls ``check``, then ``fill`` inside of a write of the core, then ``found``; where the first raises on
     any rank, no rank may call the others.
     """
 
-    def __init__(
-        self, engine, saved, strict, with_optimizer, with_scheduler, module_only, custom_load_fn, elsewhere
-    ):
-        self.engine, self.saved, self.state = engine, saved, saved.model
+    def __init__(self, run, saved, strict, with_optimizer, with_scheduler, module_only, custom_load_fn, elsewhere):
+        self.run, self.saved, self.state = run, saved, saved.model
         self.strict, self.module_only = strict, module_only
         self.with_optimizer, self.with_scheduler = with_optimizer, with_scheduler
         self.custom_load_fn, self.elsewhere = custom_load_fn, elsewhere
-        self.restore, self.masters, self.schedule, self.run = None, set(), None, None
+        self.restore, self.masters, self.schedule, self.resumed = None, set(), None, None
         self.client_state = None
 
     def check(self):
         """Reads all but the values of tensors, and raises for whatever does not fit."""
-        engine, state = self.engine, self.state
+        run, state = self.run, self.state
         if not self.module_only and "global_steps" not in state:
             raise ValueError(
                 f"{self.saved.origin()} has no 'global_steps': it is no checkpoint of an engine. Load its weights with "
                 "load_module_only=True"
             )
         self._find_masters()
-        check_weights(engine, self.saved, self.strict, self.custom_load_fn, self.masters, self.elsewhere)
+        check_weights(run, self.saved, self.strict, self.custom_load_fn, self.masters, self.elsewhere)
         if self.restore is not None:
             self.restore.check(masters=bool(self.masters), states=self.with_optimizer)
-        if self.with_scheduler and engine.lr_scheduler is not None and state.get("lr_scheduler") is not None:
+        if self.with_scheduler and run.scheduler is not None and state.get("lr_scheduler") is not None:
             self.schedule = plain(state["lr_scheduler"])
             rehearse(
-                engine.lr_scheduler,
-                engine.basic_optimizer,
-                lambda: engine.lr_scheduler.load_state_dict(self.schedule),
+                run.scheduler,
+                run.stepping.optimizer if run.stepping is not None else None,
+                lambda: run.scheduler.load_state_dict(self.schedule),
             )
         if self.with_optimizer:
-            self.run = read_run(engine, self.saved)
+            self.resumed = read_run(run, self.saved)
         hidden = {"module"} if self.module_only else set(names.ENGINE_KEYS)
         hidden |= {"lr_scheduler"} if self.with_scheduler else set()
         hidden |= {"optimizer"} if self.with_optimizer else set()
@@ -98,20 +89,20 @@ class Loading:
 
     def _find_masters(self):
         """fp32 masters decide where there are any."""
-        engine, saved = self.engine, self.saved
-        if engine.stepping is None:
+        run, saved = self.run, self.saved
+        if run.stepping is None:
             return
-        params = [param for group in engine.trained_groups for param in group]
-        options = winning_options(engine, saved, self.with_scheduler) if self.with_optimizer else None
-        self.restore = Restore(engine.stepping, params, saved, options)
-        if not self.module_only and (engine._config.zero_config.load_from_fp32_weights or saved.masters_only):
+        params = run.trained()
+        options = winning_options(run, saved, self.with_scheduler) if self.with_optimizer else None
+        self.restore = Restore(run.stepping, params, saved, options)
+        if not self.module_only and (run.config.zero_config.load_from_fp32_weights or saved.masters_only):
             self.masters = {name for name in self.restore.names if saved.pieces(name, "fp32")}
 
     def fill(self, ranks):
         """Weights, masters and states."""
-        load_weights(self.engine, self.saved, self.custom_load_fn, self.masters, self.elsewhere)
-        section = self.engine._config.zero_config
-        if section.pipeline_loading_checkpoint and self.with_optimizer and self.engine.zero_optimization():
+        load_weights(self.run, self.saved, self.custom_load_fn, self.masters, self.elsewhere)
+        section = self.run.config.zero_config
+        if section.pipeline_loading_checkpoint and self.with_optimizer and self.run.config.zero_enabled:
             in_turn(ranks, self._fill_states)
         else:
             self._fill_states()
@@ -123,23 +114,13 @@ class Loading:
             self.restore.states()
             self.restore.extra()
 
-    def resume(self):
-        """Counters, the schedule, random numbers and the position in the data. Gradients that the engine has
-        accumulated are of other weights: they are forgotten."""
-        engine, state = self.engine, self.state
-        if self.schedule is not None:
-            engine.lr_scheduler.load_state_dict(self.schedule)
-        engine._accumulation.start_window()
+    def found(self):
+        """The ``LoadedRun``: all that is not in place yet."""
+        state = self.state
+        own = {key: self.client_state[key] for key in names.OWN_KEYS if key in self.client_state}
+        found = LoadedRun(self.saved.model_path, self.client_state, own, self.schedule, state.get("dp_world_size"))
         if not self.module_only:
-            engine.global_steps = state["global_steps"]
-            engine.global_samples = state.get("global_samples", engine.global_steps * engine.train_batch_size())
-            engine.skipped_steps = state.get("skipped_steps", 0)
-            engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
-            engine.sparse_tensor_module_names = sparse_names(engine, state)
-        engine.loaded_checkpoint_dp_world_size = state.get("dp_world_size")
+            found.counters = counters_in(self.run, state)
         if self.with_optimizer:
-            resume_run(engine, self.saved, self.run)
-        else:
-            restore_strategy(engine, None)
-        engine._data.start_window()
-        engine.loaded_engine_state = {key: self.client_state[key] for key in names.OWN_KEYS if key in self.client_state}
+            add_resumed(self.run, self.saved, self.resumed, found)
+        return found

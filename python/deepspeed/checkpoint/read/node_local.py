@@ -19,7 +19,7 @@ from deepspeed.zero.param_ranks import differs_by_rank
 CHUNK_BYTES = 64 << 20
 
 
-def fetch_missing(engine, ranks, folder):
+def fetch_missing(run, ranks, folder):
     """Makes sure that every node has the files of ``folder`` that its ranks will read. Every rank calls it.
 
     At stage 3, saved by as many ranks of stage 3, those are the ranks' own files and rank 0's; otherwise all. Raises
@@ -33,7 +33,7 @@ def fetch_missing(engine, ranks, folder):
     for rank, found in enumerate(have):
         for name in filter(names.is_checkpoint_file, found or ()):
             owner.setdefault(name, rank)
-    wanted = ranks.gather(_wanted(engine, owner))
+    wanted = ranks.gather(_wanted(run, owner))
     missing = {}  # file -> leading ranks that write it
     for rank, found in enumerate(have):
         if found is None:
@@ -44,21 +44,21 @@ def fetch_missing(engine, ranks, folder):
     error = None
     for name in sorted(missing):
         path = path_below(folder, name, f"rank {owner[name]}", "entry")
-        error = _send(ranks, path, owner[name], missing[name], engine.device) or error
+        error = _send(ranks, path, owner[name], missing[name], run.device) or error
     if missing and ranks.rank == 0:
         logger.info(f"{len(missing)} files of {folder} were copied between nodes")
     ranks.agree(error, f"the checkpoint {folder} cannot be completed on the disk of a node")
 
 
-def _wanted(engine, files):
+def _wanted(run, files):
     saved_by = sum(name.startswith("zero_pp_rank_") and name.endswith("_model_states.pt") for name in files)
-    same = engine._stage_policy.saved.model_by_rank and saved_by == engine.parallel.dp_world_size * engine.mp_world_size
-    if not same or differs_by_rank(engine.module):
+    same = run.policy.saved.model_by_rank and saved_by == run.ranks.dp_world_size * run.ranks.mp_world_size
+    if not same or differs_by_rank(run.module):
         return sorted(files)
-    mp_rank = engine.mp_rank_for_files()
+    mp_rank = run.ranks.mp_rank
     # Rank 0's say what is common to all.
-    parts = [f"zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_" for rank in {0, engine.parallel.dp_rank}]
-    parts += [names.run_states(rank) for rank in {0, engine.global_rank}]
+    parts = [f"zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_" for rank in {0, run.ranks.dp_rank}]
+    parts += [names.run_states(rank) for rank in {0, run.ranks.rank}]
     return sorted(name for name in files if any(part in name for part in parts))
 
 

@@ -1,4 +1,4 @@
-"""Puts the weights and buffers of a ``SavedState`` into an engine's module, sharded or not."""
+"""Puts the weights and buffers of a ``SavedState`` into the module of a run, sharded or not."""
 
 import os
 import random
@@ -11,6 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.layouts.saved_state import eager, read_into
 from deepspeed.checkpoint.read import storage
+from deepspeed.checkpoint.run_state import Counters
 from deepspeed.log import logger
 from deepspeed.zero.core import writing
 from deepspeed.zero.gathered import GatheredParameters
@@ -50,32 +51,30 @@ def restore(state):
 # What a run needs besides its weights and states to go on: random numbers, the position in the data, micro steps.
 
 
-def run_states(engine):
+def run_states(run):
     """The state of the run that this rank saves. Gradients are not saved: ``micro_steps`` and the position in the data
     are those at the start of the accumulation window, whose first ``window_micro_steps`` are lost."""
-    lost = engine._accumulation.in_window()
-    loads = getattr(engine, "_loads_data", None)  # stages in the middle of a pipeline do not
     return {
         "rng": capture(),
-        "dataloader": engine._data.position(at_window=lost > 0) if loads is None or loads() else None,
-        "micro_steps": engine.micro_steps - engine._steps.micro_steps,
-        "window_micro_steps": lost,
-        "world_size": engine.world_size,
-        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
-        "zero_stage": engine.zero_optimization_stage(),
-        "learned_fires": engine.core.learned_fires() if engine.core is not None else [],
-        "step_strategy": engine.core.strategy_counters() if engine.core is not None else {},
+        "dataloader": run.position(),
+        "micro_steps": run.counters.micro_steps,
+        "window_micro_steps": run.counters.in_window,
+        "world_size": run.ranks.world_size,
+        "gradient_accumulation_steps": run.config.gradient_accumulation_steps,
+        "zero_stage": run.config.zero_optimization_stage,
+        "learned_fires": run.core.learned_fires() if run.core is not None else [],
+        "step_strategy": run.core.strategy_counters() if run.core is not None else {},
         # Model files of stage 0 do not say which parameters the optimizer's groups have.
-        "group_names": names_of_groups(engine),
+        "group_names": names_of_groups(run),
     }
 
 
-def names_of_groups(engine):
-    """Names of the parameters of each group of the engine's optimizer; [] without one."""
-    if engine.stepping is None:
+def names_of_groups(run):
+    """Names of the parameters of each group of the optimizer; [] without one."""
+    if run.stepping is None:
         return []
-    called = iter(engine.stepping.names)
-    return [[next(called) for _ in group] for group in engine.trained_groups]
+    called = iter(run.stepping.names)
+    return [[next(called) for _ in group] for group in run.trained_groups]
 
 
 def _pickled(folder, rank):
@@ -86,66 +85,69 @@ def _pickled(folder, rank):
     return (storage.read(path) if os.path.exists(path) else None), own
 
 
-def restore_strategy(engine, counters):
-    """Restores the state that a strategy keeps between steps (zenflow); without ``counters`` it is reset. Every rank
-    calls this."""
-    if engine.core is not None and engine.core.strategy_states():
-        engine.core.restore_strategy(counters or {})
-
-
-def read_run(engine, saved):
+def read_run(run, saved):
     """``(what run_states gave, whether it is this rank's own, the position in the data)``; None where it was not saved.
     Changes nothing; raises ValueError for a file of something else."""
-    run, own = saved.run_states(engine.global_rank) or _pickled(saved.folder, engine.global_rank)
-    if run is None:
+    before, own = saved.run_states(run.ranks.rank) or _pickled(saved.folder, run.ranks.rank)
+    if before is None:
         return None
-    missing = {"rng", "dataloader", "micro_steps"} - run.keys() if isinstance(run, dict) else {"everything"}
+    missing = {"rng", "dataloader", "micro_steps"} - before.keys() if isinstance(before, dict) else {"everything"}
     if missing:
         raise ValueError(f"{saved.origin()}: its run states lack {', '.join(sorted(missing))}; load an older tag")
-    data = run["dataloader"]
+    data = before["dataloader"]
     if data is None:  # that rank had none to load; positions mean the same on all ranks
         data = ((saved.run_states(0) or _pickled(saved.folder, 0))[0] or {}).get("dataloader")
-    return run, own, data
+    return before, own, data
 
 
-def resume_run(engine, saved, found):
-    """Goes on where ``run_states`` stood; ``found``: of ``read_run``. Another number of ranks goes on with the next
-    samples that none has seen; ranks that did not exist keep their random numbers."""
-    run, own, data = found or (None, False, None)
-    restore_strategy(engine, (run or {}).get("step_strategy"))
-    if run is None:
+def counters_in(run, state):
+    """The ``Counters`` that the model file ``state`` has."""
+    steps = state["global_steps"]
+    return Counters(
+        global_steps=steps,
+        global_samples=state.get("global_samples", steps * run.config.train_batch_size),
+        skipped_steps=state.get("skipped_steps", 0),
+        micro_steps=steps * run.config.gradient_accumulation_steps,
+        sparse_names=_sparse_names(run, state),
+    )
+
+
+def add_resumed(run, saved, resumed, found):
+    """Adds to ``found``, a ``LoadedRun``, what ``run_states`` gave (``resumed``: of ``read_run``). Another number of
+    ranks goes on with the next samples that none has seen; ranks that did not exist keep their random numbers."""
+    if resumed is None:
         logger.warning(
             f"{saved.folder} has no run states (the checkpoint is of another implementation): random numbers and the "
             "position in the data are not resumed"
         )
         return
-    same = run.get("world_size") == engine.world_size
-    accumulation = run.get("gradient_accumulation_steps", engine.gradient_accumulation_steps())
-    lost, micro_steps = run.get("window_micro_steps"), run["micro_steps"]
+    before, own, data = resumed
+    same = before.get("world_size") == run.ranks.world_size
+    accumulation = before.get("gradient_accumulation_steps", run.config.gradient_accumulation_steps)
+    lost, micro_steps = before.get("window_micro_steps"), before["micro_steps"]
     if lost is None:  # saved before windows were known: these are the numbers at the time of saving
         lost = micro_steps % accumulation
         micro_steps -= lost
         if data is not None:
             data = {**data, "batches": max(0, data["batches"] - lost)}
-    if lost and engine.global_rank == 0:
+    if lost and run.ranks.rank == 0:
         logger.warning(
             f"{saved.origin()} was saved in the middle of an accumulation window, after {lost} micro-batches of "
             f"{accumulation}, whose gradients are not in it: the window starts anew, with the same data"
         )
-    if data is not None and hasattr(engine.training_dataloader, "load_state_dict"):
-        engine.training_dataloader.load_state_dict(data)
-    if same and accumulation == engine.gradient_accumulation_steps():
-        engine.micro_steps = micro_steps
-    learned = run.get("learned_fires") or []
-    alike = same and run.get("zero_stage") == engine.zero_optimization_stage()
-    alike = alike and run.get("group_names", names_of_groups(engine)) == names_of_groups(engine)
-    if own and alike and len(learned) == len(engine.stepping.names):
-        engine.core.set_learned_fires(learned)
+    found.strategy, found.data = before.get("step_strategy"), data
+    if same and accumulation == run.config.gradient_accumulation_steps:
+        found.counters.micro_steps = micro_steps
+    learned = before.get("learned_fires") or []
+    alike = same and before.get("zero_stage") == run.config.zero_optimization_stage
+    alike = alike and before.get("group_names", names_of_groups(run)) == names_of_groups(run)
+    if own and alike and len(learned) == len(run.stepping.names):
+        found.learned_fires = learned
     if own:
-        restore(run["rng"])
+        found.rng = before["rng"]
     else:
         logger.warning(
-            f"[Rank {engine.global_rank}] keeps its random numbers: {run.get('world_size')} ranks have saved, and this "
+            f"[Rank {run.ranks.rank}] keeps its random numbers: {before.get('world_size')} ranks have saved, and this "
             "one was not among them"
         )
 
@@ -153,22 +155,22 @@ def resume_run(engine, saved, found):
 # ---- weights -------------------------------------------------------------------------------------------------------
 
 
-def names_elsewhere(engine, ranks):
+def names_elsewhere(run, ranks):
     """Names in checkpoints of all that any rank's module has, where ranks have different ones; else nothing. Every rank
     calls it."""
-    if not differs_by_rank(engine.module):
+    if not differs_by_rank(run.module):
         return frozenset()
-    named = SavedNames(engine.module)
-    return frozenset().union(*ranks.gather([named(name) for name in engine.module.state_dict()]))
+    named = SavedNames(run.module)
+    return frozenset().union(*ranks.gather([named(name) for name in run.module.state_dict()]))
 
 
-def check_weights(engine, saved, strict, custom_load_fn=None, later=(), elsewhere=()):
+def check_weights(run, saved, strict, custom_load_fn=None, later=(), elsewhere=()):
     """Refuses the weights that ``load_weights`` cannot load. Reads no elements and changes nothing.
 
     Raises RuntimeError where shapes do not fit, or keys (``strict``), and ValueError where files are incomplete.
     """
-    named = SavedNames(engine.module)
-    keys = {named(name): name for name in engine.module.state_dict()}
+    named = SavedNames(run.module)
+    keys = {named(name): name for name in run.module.state_dict()}
     saved_keys = _saved_keys(saved)
     if custom_load_fn is not None:
         for name in _given_keys(saved_keys, keys, elsewhere) - saved.module().keys():
@@ -177,14 +179,14 @@ def check_weights(engine, saved, strict, custom_load_fn=None, later=(), elsewher
             if shape is not None:
                 _filled(saved.check_pieces(saved.pieces(known, "weight"), 0, shape.numel()), shape.numel(), name, saved)
         return
-    missing, unexpected = _differences(engine, keys, saved_keys, elsewhere)
+    missing, unexpected = _differences(run, keys, saved_keys, elsewhere)
     if strict and (missing or unexpected):
         raise RuntimeError(
             f"{saved.origin()} does not fit the model: missing {missing}, unexpected {unexpected}. Build the model as "
             "it was saved, or pass load_module_strict=False"
         )
-    _check_shapes(engine.module, dict(named_parameters(engine.module)), saved, named)
-    for name, _, pieces, begin, numel in _in_pieces(engine, saved, later):
+    _check_shapes(run.module, dict(named_parameters(run.module)), saved, named)
+    for name, _, pieces, begin, numel in _in_pieces(run, saved, later):
         _filled(saved.check_pieces(pieces, begin, numel), numel, name, saved)
 
 
@@ -197,7 +199,7 @@ def _given_keys(saved_keys, keys, elsewhere):
     return saved_keys - (elsewhere - keys.keys() if elsewhere else set())
 
 
-def load_weights(engine, saved, custom_load_fn=None, later=(), elsewhere=()):
+def load_weights(run, saved, custom_load_fn=None, later=(), elsewhere=()):
     """After ``check_weights``. Every rank calls it. ``later``: names of parameters that need no value now: their
     masters follow. ``elsewhere``: names that may be in the checkpoint and not in this rank's module, since another rank
     has them.
@@ -206,20 +208,20 @@ def load_weights(engine, saved, custom_load_fn=None, later=(), elsewhere=()):
     ones and the gathered module at every stage.
     """
     if custom_load_fn is not None:
-        named = SavedNames(engine.module)
-        keys = {named(name): name for name in engine.module.state_dict()}
-        _load_by(custom_load_fn, engine, saved, _given_keys(_saved_keys(saved), keys, elsewhere), keys)
+        named = SavedNames(run.module)
+        keys = {named(name): name for name in run.module.state_dict()}
+        _load_by(custom_load_fn, run, saved, _given_keys(_saved_keys(saved), keys, elsewhere), keys)
         return
-    engine.load_module_state_dict({"module": _whole(engine, saved)}, strict=False)
-    _load_pieces(engine, saved, later)
+    run.load_module(_whole(run, saved))
+    _load_pieces(run, saved, later)
 
 
-def _names_whole(engine, saved):
+def _names_whole(run, saved):
     """``{name in the checkpoint: name in this rank's module}`` of what is loaded as it is in the model file."""
-    named = SavedNames(engine.module)
-    params = dict(named_parameters(engine.module))
+    named = SavedNames(run.module)
+    params = dict(named_parameters(run.module))
     module, found = saved.module(), {}
-    for name in engine.module.state_dict():
+    for name in run.module.state_dict():
         param = params.get(name)
         if named(name) in module and (
             param is None or not (is_sharded(param) or saved_part(param)[1] != param.shape)
@@ -228,9 +230,9 @@ def _names_whole(engine, saved):
     return found
 
 
-def _whole(engine, saved):
+def _whole(run, saved):
     given = saved.model.get("module") or {}
-    keys = _names_whole(engine, saved)
+    keys = _names_whole(run, saved)
     whole = type(given)()
     for name, value in saved.module().items():
         if name in keys:
@@ -240,9 +242,9 @@ def _whole(engine, saved):
     return whole
 
 
-def _differences(engine, keys, saved_keys, elsewhere):
+def _differences(run, keys, saved_keys, elsewhere):
     """``(missing, unexpected)``. Frozen weights may be missing where a checkpoint was saved without all of them."""
-    frozen = {name for name, p in named_parameters(engine.module) if not p.requires_grad}
+    frozen = {name for name, p in named_parameters(run.module) if not p.requires_grad}
     without = not any(name in saved_keys for name in keys if keys[name] in frozen)
     missing = [name for name in keys if name not in saved_keys and not (without and keys[name] in frozen)]
     return missing, [name for name in saved_keys if name not in keys and name not in elsewhere]
@@ -264,12 +266,12 @@ def _check_shapes(module, params, saved, named):
         )
 
 
-def _in_pieces(engine, saved, later):
+def _in_pieces(run, saved, later):
     """``(name, parameter, its pieces, first element, number of elements)`` of the parameters that lie in the files in
     pieces, or on this rank as one."""
-    named = SavedNames(engine.module)
-    whole = set(_names_whole(engine, saved).values())
-    for own, param in engine.module.named_parameters():
+    named = SavedNames(run.module)
+    whole = set(_names_whole(run, saved).values())
+    for own, param in run.module.named_parameters():
         if own in whole:
             continue
         name = named(own)
@@ -285,9 +287,9 @@ def _in_pieces(engine, saved, later):
 
 
 @torch.no_grad()
-def _load_pieces(engine, saved, later):
-    with writing(engine.core):
-        for name, param, pieces, begin, numel in _in_pieces(engine, saved, later):
+def _load_pieces(run, saved, later):
+    with writing(run.core):
+        for name, param, pieces, begin, numel in _in_pieces(run, saved, later):
             if is_sharded(param):
                 own = param.ds_handle.shard
                 _filled(read_into(own[:numel], pieces, begin), numel, name, saved)
@@ -298,8 +300,8 @@ def _load_pieces(engine, saved, later):
                 value = torch.empty(param.shape, dtype=param.dtype, device=param.device)
                 _filled(read_into(value, pieces, begin), numel, name, saved)
                 param.data.copy_(value)
-    if engine.core is not None:
-        engine.core.refresh_master()
+    if run.core is not None:
+        run.core.refresh_master()
 
 
 def _filled(found, wanted, name, saved):
@@ -310,7 +312,7 @@ def _filled(found, wanted, name, saved):
         )
 
 
-def _load_by(custom_load_fn, engine, saved, saved_keys, keys):
+def _load_by(custom_load_fn, run, saved, saved_keys, keys):
     """``keys``: names in checkpoints -> in this rank's module, by which the function gets what the module has."""
     state = {name: eager(value) for name, value in saved.module().items() if name in saved_keys}
     for name in saved_keys - state.keys():
@@ -321,11 +323,11 @@ def _load_by(custom_load_fn, engine, saved, saved_keys, keys):
         pieces = saved.pieces(known, "weight")
         state[name] = torch.empty(shape, dtype=pieces[0][2].read_range(0, 0).dtype if pieces else torch.float32)
         _filled(read_into(state[name], pieces, 0), shape.numel(), name, saved)
-    sharded = [p for p in engine.module.parameters() if is_sharded(p)]
+    sharded = [p for p in run.module.parameters() if is_sharded(p)]
     with GatheredParameters(sharded, modifier_rank=0 if sharded else None):
-        custom_load_fn(src={keys.get(name, name): value for name, value in state.items()}, dst=engine.module)
-    if engine.core is not None:
-        engine.core.refresh_master()
+        custom_load_fn(src={keys.get(name, name): value for name, value in state.items()}, dst=run.module)
+    if run.core is not None:
+        run.core.refresh_master()
 
 
 def plain(value):
@@ -347,12 +349,12 @@ def _holds_lazy(value):
     return hasattr(value, "read_range")
 
 
-def sparse_names(engine, state):
-    """``engine.sparse_tensor_module_names`` after a load: of parameters that both have, those that the checkpoint
-    names; of parameters that the checkpoint lacks, the engine's own. The configuration says how gradients travel."""
+def _sparse_names(run, state):
+    """``Counters.sparse_names`` after a load: of parameters that both have, those that the checkpoint
+    names; of parameters that the checkpoint lacks, those of the run. The configuration says how gradients travel."""
     saved = state.get("sparse_tensor_module_names", state.get("csr_tensor_module_names"))
     if saved is None:
-        return engine.sparse_tensor_module_names
-    here = {name for name, _ in named_parameters(engine.module)}
+        return run.counters.sparse_names
+    here = {name for name, _ in named_parameters(run.module)}
     there = state.get("module") or {}
-    return (set(saved) & here) | {name for name in engine.sparse_tensor_module_names if name not in there}
+    return (set(saved) & here) | {name for name in run.counters.sparse_names if name not in there}

@@ -207,11 +207,11 @@ def timeout_s():
 
 
 class SnapshotSave:
-    """``engine`` prepares files (``prepare``) and writes them (``write_prepared``). ``saving``: a ``Saving`` that has
-    begun. ``states``: ``EngineStates``, which may be copied late."""
+    """``writer`` prepares files (``prepare``) and writes them (``write_prepared``). ``saving``: a ``Saving`` that has
+    begun. ``states``: ``HeldStates``, which may be copied late."""
 
-    def __init__(self, behind, cache, engine, saving, save_latest, states=None):
-        self.behind, self.cache, self._engine = behind, cache, engine
+    def __init__(self, behind, cache, writer, saving, save_latest, states=None):
+        self.behind, self.cache, self._writer = behind, cache, writer
         self.snapshot = Snapshot(cache, states)
         self.saving, self.save_latest = saving, save_latest
         self.records = {}
@@ -237,7 +237,7 @@ class SnapshotSave:
     def add(self, name, value):
         """Takes the file ``name``: afterwards tensors in ``value`` may change, but for the engine's states. Waits while
         the cache is full; a file that is larger than all of it is written at once."""
-        prepared = self._engine.prepare(name, value)
+        prepared = self._writer.prepare(name, value)
         owner.make_way(self.saving.staging, name)
         path = os.path.join(self.saving.staging, name)
         linked = prepared.link(path) if hasattr(prepared, "link") else None
@@ -251,7 +251,7 @@ class SnapshotSave:
                 f"{name} has {gib:.3f} GiB, more than all of host_cache_size: it is written at once, and training "
                 f"waits. Set host_cache_size to at least {gib + 0.001:.3f} GiB"
             )
-            self.records[name] = self._engine.write_prepared(prepared, path)
+            self.records[name] = self._writer.write_prepared(prepared, path)
             return
         prepared.sources = ()  # what was copied may go
         self.behind.start(lambda: self._write_one(name, prepared, path, copies))
@@ -277,7 +277,7 @@ class SnapshotSave:
             copies.wait()
             if self.error is None:
                 prepared.sources = copies.sources
-                self.records[name] = self._engine.write_prepared(prepared, path)
+                self.records[name] = self._writer.write_prepared(prepared, path)
         except BaseException as caught:
             self.error = caught
         finally:

@@ -4,7 +4,7 @@ their own. Files of experts' weights; without ZeRO optimizer states by name; the
 from deepspeed import comm as dist
 from deepspeed._compat import named_parameters
 from deepspeed.checkpoint.layouts import names
-from deepspeed.checkpoint.write.engine_states import extra_of, groups_of
+from deepspeed.checkpoint.write.contents import extra_of, groups_of
 from deepspeed.checkpoint.write.ranks import Ranks, failure_of, raise_together
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.named_states import OWN_PARAMS, joined_tables, own_params, table_of
@@ -12,17 +12,17 @@ from deepspeed.zero.param_ranks import SavedNames, copies_by_name, differs_by_ra
 from deepspeed.zero.sharded_parameter import is_sharded
 
 
-def saves(engine, copies):
+def saves(run, copies):
     """Whether this rank is the one that saves what the ranks of the group ``copies`` have alike (None: all)."""
-    return engine.parallel.dp_rank == 0 if copies is None else dist.get_rank(copies) == 0
+    return run.ranks.dp_rank == 0 if copies is None else dist.get_rank(copies) == 0
 
 
-def _named_shapes(engine):
+def _named_shapes(run):
     """``[[name, shape]]`` of each parameter group."""
-    if engine.stepping is None:
+    if run.stepping is None:
         return []
-    called = iter(engine.stepping.names)
-    return [[[next(called), list(param.shape)] for param in group] for group in engine.trained_groups]
+    called = iter(run.stepping.names)
+    return [[[next(called), list(param.shape)] for param in group] for group in run.trained_groups]
 
 
 class PartsByRank:
@@ -34,13 +34,13 @@ class PartsByRank:
     files:     name -> function that gives the value, of this rank's files beside the model's and the optimizer's.
     """
 
-    def __init__(self, engine, exclude_frozen_parameters=False):
-        self.named, self.described, self.files = SavedNames(engine.module), None, {}
-        self.buffers = [self.named(name) for name, _ in engine.module.named_buffers()]
-        self._layers = layers_of(engine.module)
+    def __init__(self, run, exclude_frozen_parameters=False):
+        self.named, self.described, self.files = SavedNames(run.module), None, {}
+        self.buffers = [self.named(name) for name, _ in run.module.named_buffers()]
+        self._layers = layers_of(run.module)
         self._elsewhere = set()  # names of entries of the module that the model file leaves out
-        if differs_by_rank(engine.module):
-            self._divide(engine, exclude_frozen_parameters)
+        if differs_by_rank(run.module):
+            self._divide(run, exclude_frozen_parameters)
 
     def module_of(self, state):
         """The entries of a module's state dict that the model file has, by their names there."""
@@ -53,10 +53,10 @@ class PartsByRank:
             made._metadata = state._metadata
         return made
 
-    def _divide(self, engine, exclude_frozen):
-        error, states, ranks, layers, before = None, None, Ranks(engine, False), [], 0
+    def _divide(self, run, exclude_frozen):
+        error, states, ranks, layers, before = None, None, Ranks(run.ranks, False), [], 0
         try:  # what raises on one rank must not keep it from telling the others, who wait for it
-            written = (self.named.expert(name) for name in engine.module.state_dict() if self._is_written(name))
+            written = (self.named.expert(name) for name in run.module.state_dict() if self._is_written(name))
             layers = sorted({expert[0] for expert in written if expert is not None})
         except Exception as caught:
             error = caught
@@ -66,19 +66,19 @@ class PartsByRank:
         self._numbers = {layer: before + number for number, layer in enumerate(layers)}
         experts = {}
         try:
-            experts = self._of_modules(engine, exclude_frozen)
-            states = self._states(engine)
+            experts = self._of_modules(run, exclude_frozen)
+            states = self._states(run)
         except Exception as caught:
             error = error or caught
-        failure, mp_rank = failure_of(engine.global_rank, error), engine.mp_rank_for_files()
+        failure, mp_rank = failure_of(run.ranks.rank, error), run.ranks.mp_rank
         told = ranks.gather(
-            [failure, mp_rank, engine.parallel.dp_rank, table_of(states), list(experts), self.buffers]
+            [failure, mp_rank, run.ranks.dp_rank, table_of(states), list(experts), self.buffers]
         )
         if error is not None:
             raise error
         raise_together([part[0] for part in told], "nothing is saved")
         told = sorted((part[1:] for part in told if part[1] == mp_rank), key=lambda part: part[1])
-        with_zero = engine._stage_policy.saved.optimizer_by_rank
+        with_zero = run.policy.saved.optimizer_by_rank
         writers = {dp_rank: table for _, dp_rank, table, *_ in told if table or with_zero}
         self.described = {
             "table": joined_tables(list(writers.values())),
@@ -90,12 +90,12 @@ class PartsByRank:
             layers = [layer for layer in sorted(self._layers.writes) if names.layer_states(layer, slices) in written]
             self.described["layers"] = {layer: paths.get(layer, str(layer)) for layer in layers}
             if not with_zero and not writers:
-                self.described["groups"] = _named_shapes(engine)
+                self.described["groups"] = _named_shapes(run)
         self.buffers = list(dict.fromkeys(name for *_, buffers in told for name in buffers))
         self.files = {name: lambda value=value: value for name, value in experts.items()}
         if states is not None and not with_zero:
-            number = list(writers).index(engine.parallel.dp_rank)
-            whole = {"optimizer": {"param_groups": groups_of(engine), "extra": extra_of(engine), OWN_PARAMS: states}}
+            number = list(writers).index(run.ranks.dp_rank)
+            whole = {"optimizer": {"param_groups": groups_of(run), "extra": extra_of(run), OWN_PARAMS: states}}
             self.files[names.expert_optim_states(number, mp_rank)] = lambda: whole
 
     def _is_written(self, name):
@@ -103,35 +103,35 @@ class PartsByRank:
         place = self._layers.find(name) if self._layers is not None else None
         return place is None or place[0] in self._layers.writes
 
-    def _states(self, engine):
+    def _states(self, run):
         """What this rank saves by name: with ZeRO what only some ranks train, else everything that it is to save."""
-        if engine.stepping is None:
+        if run.stepping is None:
             return None
-        trained = [param for group in engine.trained_groups for param in group]
-        if engine._stage_policy.saved.optimizer_by_rank or all(ranks_of(param) is None for param in trained):
-            return own_params(engine.stepping, engine.trained_groups, in_pieces=True)
+        trained = run.trained()
+        if run.policy.saved.optimizer_by_rank or all(ranks_of(param) is None for param in trained):
+            return own_params(run.stepping, run.trained_groups, in_pieces=True)
         copies = [getattr(ranks_of(param), "copies", None) for param in trained]
-        takes = {index for index, group in enumerate(copies) if saves(engine, group)}
-        return own_params(engine.stepping, engine.trained_groups, takes.__contains__, in_pieces=True)
+        takes = {index for index, group in enumerate(copies) if saves(run, group)}
+        return own_params(run.stepping, run.trained_groups, takes.__contains__, in_pieces=True)
 
-    def _of_modules(self, engine, exclude_frozen):
+    def _of_modules(self, run, exclude_frozen):
         """name of a file -> what this rank writes into it: weights and buffers of an expert, or of a layer of a
         pipeline; at stage 3, where masters stand for weights, its buffers."""
-        params = dict(named_parameters(engine.module))
-        trained = {id(param) for group in engine.trained_groups for param in group}
-        copies, found = copies_by_name(engine.module), {}
+        params = dict(named_parameters(run.module))
+        trained = {id(param) for param in run.trained()}
+        copies, found = copies_by_name(run.module), {}
         frozen = self._frozen_experts(params, trained)
-        for name, value in engine.module_state_dict(exclude_frozen_parameters=exclude_frozen).items():
+        for name, value in run.module_state(exclude_frozen_parameters=exclude_frozen).items():
             expert, param = self.named.expert(name), params.get(name)
             own = param is not None and name in copies
             value = frozen.get(id(param), value)
-            cut = param is not None and engine._stage_policy.shards_params and id(param) not in frozen
+            cut = param is not None and run.policy.shards_params and id(param) not in frozen
             place = self._layers.find(name) if self._layers is not None else None
             if own or ((expert is not None or place is not None) and not cut):
                 self._elsewhere.add(name)
             if expert is not None and not cut:
-                if saves(engine, copies.get(name)) and self._is_written(name):
-                    file = names.expert_states(self._numbers[expert[0]], expert[1], engine.mp_rank_for_files())
+                if saves(run, copies.get(name)) and self._is_written(name):
+                    file = names.expert_states(self._numbers[expert[0]], expert[1], run.ranks.mp_rank)
                     found.setdefault(file, {})[self.named(name)] = value
             elif own and id(param) not in trained:
                 raise ValueError(
@@ -139,7 +139,7 @@ class PartsByRank:
                     "(ds_expert_numbers): files of torch.save have no place for it. Set "
                     '"checkpoint": {"writer": {"format": "safetensors"}}'
                 )
-            elif place is not None and not (cut or own) and self._is_written(name) and saves(engine, None):
+            elif place is not None and not (cut or own) and self._is_written(name) and saves(run, None):
                 found.setdefault(names.layer_states(place[0], self._layers.slices), {})[place[1]] = value
         return found
 

@@ -19,7 +19,7 @@ import types
 
 from deepspeed.checkpoint.engines.built_in import FastCheckpointEngine
 from deepspeed.checkpoint.write.background import Background, SnapshotSave, leave
-from deepspeed.checkpoint.write.engine_states import EngineStates
+from deepspeed.checkpoint.write.contents import HeldStates
 from deepspeed.checkpoint.write.file_writer import WriterOptions
 from deepspeed.checkpoint.write.save import checked_client_state, expected_bytes, facts_of, files_of
 from deepspeed.checkpoint.write.snapshot import HeldSnapshot, HostCache
@@ -68,12 +68,12 @@ class HostMemory:
         self.ranks, self.base, self.next_keeper = ranks, base, next_keeper
 
     @classmethod
-    def found(cls, engine, ranks):
+    def found(cls, run, ranks):
         """RuntimeError on all ranks where a host has not enough memory for two snapshots."""
         base, keeper = os.environ.get(FOLDER_VARIABLE), os.environ.get(KEEPER_VARIABLE, "")
         port, _, key = keeper.partition(":")
         own = [base and own_address(), int(port or 0), key]
-        told = ranks.gather([own, sum(expected_bytes(engine))])
+        told = ranks.gather([own, sum(expected_bytes(run))])
         if any(not fact[0][0] for fact in told):
             return None
         nodes = list(dict.fromkeys(ranks.nodes))
@@ -113,7 +113,7 @@ def _lack(base, needed, copied):
 class RankSnapshot(SnapshotSave):
     """What one rank puts into one snapshot. ``after(files)``: called in the background when all is written.
 
-    The engine's states go from where they are into the files, in one pass: see ``HeldSnapshot``.
+    The states of the run go from where they are into the files, in one pass: see ``HeldSnapshot``.
     """
 
     def __init__(self, behind, cache, writer, place, states, facts, after):
@@ -147,10 +147,10 @@ class Snapshots:
     """The snapshots of the run that is saved in ``directory``. Every rank makes it, and calls ``take``. ``before``:
     what ``leave`` returned, if it was saved elsewhere until now.
 
-    RuntimeError where another engine of this process takes those of the same directory.
+    RuntimeError where another run of this process takes those of the same directory.
     """
 
-    def __init__(self, engine, memory, directory, before=None):
+    def __init__(self, config, memory, directory, before=None):
         ranks = memory.ranks
         own = hashlib.sha256(os.path.realpath(directory).encode("utf-8", "surrogateescape")).hexdigest()[:16]
         self._memory, self.key, self._before = memory, ranks.gather(own)[0], before
@@ -159,7 +159,7 @@ class Snapshots:
         self.whole = None  # the last whole one that this run knows of
         self._coming = None
         self._behind, self._cache = Background(), HostCache()
-        self._writer = FastCheckpointEngine(engine._config.checkpoint_config)
+        self._writer = FastCheckpointEngine(config.checkpoint_config)
         self._writer.times, self._writer.shows = 1, False
         # One core: training has the others.
         self._writer.options = WriterOptions(threads=1, direct=False, sync=False, mapped=True)
@@ -199,26 +199,26 @@ class Snapshots:
             self._before = None
         self._coming = None
 
-    def take(self, engine, client_state, all_of):
+    def take(self, run, all_of):
         """Behind a step. ``all_of``: see ``look``."""
         if self._coming is not None:
             self._settle(all_of)
-        name = name_of(engine.global_steps, self.began, engine.world_size)
+        name = name_of(run.counters.global_steps, self.began, run.ranks.world_size)
         reused = self._outdated(name)[-1:]
         self._clear(name, *reused)
         place = os.path.join(self.folder, name)
-        facts = {**facts_of(engine, name), "rank": engine.global_rank}
-        states = EngineStates(engine)
+        facts = {**facts_of(run, name), "rank": run.ranks.rank}
+        states = HeldStates(run)
         save = RankSnapshot(self._behind, self._cache, self._writer, place, states, facts, self._after(name))
         self._coming = name
         error = None
         try:
             files = {}
             try:
-                files = files_of(engine, checked_client_state(engine, client_state))
+                files = files_of(run, checked_client_state(run))
                 _make(place)
                 for old in reused:
-                    _move(os.path.join(self.folder, old), place, files, said_by(engine.global_rank))
+                    _move(os.path.join(self.folder, old), place, files, said_by(run.ranks.rank))
             except Exception as caught:
                 error = caught
             error = save.add_all(files, error)

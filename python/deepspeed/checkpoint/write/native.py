@@ -1,4 +1,4 @@
-"""What a checkpoint in the native format holds of an engine: tensors in safetensors files, all else in JSON.
+"""What a checkpoint in the native format holds of a run: tensors in safetensors files, all else in JSON.
 
 A rank's files are made from what it owns; the only collective is the agreement that every value can be written.
 """
@@ -15,9 +15,9 @@ from deepspeed.checkpoint.layouts import names, saved_native
 from deepspeed.checkpoint.layouts.names import key_of
 from deepspeed.checkpoint.layouts.saved_native import NotPlain
 from deepspeed.checkpoint.read.weights import names_of_groups, run_states
-from deepspeed.checkpoint.write import engine_states
+from deepspeed.checkpoint.write import contents
 from deepspeed.checkpoint.write.by_rank import saves
-from deepspeed.checkpoint.write.engine_states import counters_of
+from deepspeed.checkpoint.write.contents import counters_of
 from deepspeed.checkpoint.write.file_writer import (
     SAFETENSORS_NAMES,
     Digest,
@@ -47,21 +47,21 @@ def share(sizes, count):
     return taken
 
 
-def copies(engine, cut=None):
+def copies(run, cut=None):
     """``(number, count)``: this rank is the ``number``-th of ``count`` that own the same masters and states of what all
     ranks train. ``cut``: see ``_shares``."""
-    dp_rank, dp_world, policy = engine.parallel.dp_rank, engine.parallel.dp_world_size, engine._stage_policy
+    dp_rank, dp_world, policy = run.ranks.dp_rank, run.ranks.dp_world_size, run.policy
     if not (policy.shards_states if cut is None else cut):
         return dp_rank, dp_world
     if policy.shards_params:
-        shards = engine._access.access.world
+        shards = run.ranks.holders
         return dp_rank // shards, dp_world // shards
     return 0, 1
 
 
-def own_copies(engine, group, cut=None):
+def own_copies(run, group, cut=None):
     """As ``copies`` for parameters with ranks of their own, of which the ranks of ``group`` have the same."""
-    cut = engine._stage_policy.shards_states if cut is None else cut
+    cut = run.policy.shards_states if cut is None else cut
     return (0, 1) if cut else (dist.get_rank(group), dist.get_world_size(group))
 
 
@@ -69,19 +69,19 @@ def shape_of(param):
     return param.ds_shape if is_sharded(param) else param.shape
 
 
-def trained_params(engine):
+def trained_params(run):
     """``[(name, parameter)]`` in the order of the optimizer's groups, as pieces count them."""
-    if engine.stepping is None:
+    if run.stepping is None:
         return []
-    return list(zip(engine.stepping.names, (p for group in engine.trained_groups for p in group), strict=True))
+    return list(zip(run.stepping.names, run.trained(), strict=True))
 
 
-def owned(engine):
+def owned(run):
     """``NamedStates`` of this rank: masters and states that it saves, tensors by key."""
-    if engine.stepping is None:
+    if run.stepping is None:
         return NamedStates({}, {}, {})
-    trained, stepping = trained_params(engine), engine.stepping
-    takes = _shares(engine, [param for _, param in trained])
+    trained, stepping = trained_params(run), run.stepping
+    takes = _shares(run, [param for _, param in trained])
     found = named_states(stepping, [param for _, param in trained], takes.__getitem__)
     for kind in {kind for kind, *_ in found.tensors} - {names.MASTER}:
         if not isinstance(kind, str) or "/" in kind or kind in names.RESERVED:
@@ -93,38 +93,38 @@ def owned(engine):
     return found
 
 
-def _shares(engine, params, cut=None):
+def _shares(run, params, cut=None):
     """Which of the parameters this rank saves, a list of truths: those that several ranks have alike are shared out
     among them. ``cut``: whether ranks have slices; None: as they have of masters."""
-    number, count = copies(engine, cut)
+    number, count = copies(run, cut)
     groups = {}  # ranks with the same -> the numbers of the parameters
     for index, param in enumerate(params):
         groups.setdefault(getattr(ranks_of(param), "copies", None), []).append(index)
     taken = [False] * len(params)
     for group, indices in groups.items():
-        mine, of = (number, count) if group is None else own_copies(engine, group, cut)
+        mine, of = (number, count) if group is None else own_copies(run, group, cut)
         takers = share([shape_of(params[index]).numel() for index in indices], of)
         for index, taker in zip(indices, takers):
             taken[index] = taker == mine
     return taken
 
 
-def kept_params(engine, exclude_frozen):
+def kept_params(run, exclude_frozen):
     """``[(name, parameter)]`` of the module, tied ones once, without those that want no gradient if asked so."""
-    trained = {id(param) for _, param in trained_params(engine)}
+    trained = {id(param) for _, param in trained_params(run)}
     return [
         (name, param)
-        for name, param in engine.module.named_parameters()
+        for name, param in run.module.named_parameters()
         if not exclude_frozen or param.requires_grad or id(param) in trained
     ]
 
 
-def untrained(engine, exclude_frozen, named):
+def untrained(run, exclude_frozen, named):
     """``(tensors, frozen tensors)`` by key: what this rank saves of parameters that no master covers; frozen are those
     that want no gradient. At stage 3 a rank has slices."""
-    trained = {id(param) for _, param in trained_params(engine)}
-    params = [(name, param) for name, param in kept_params(engine, exclude_frozen) if id(param) not in trained]
-    takes = _shares(engine, [param for _, param in params], cut=engine._stage_policy.shards_params)
+    trained = {id(param) for _, param in trained_params(run)}
+    params = [(name, param) for name, param in kept_params(run, exclude_frozen) if id(param) not in trained]
+    takes = _shares(run, [param for _, param in params], cut=run.policy.shards_params)
     changing, frozen = {}, {}
     for (name, param), mine in zip(params, takes):
         if not mine:
@@ -145,15 +145,15 @@ def untrained(engine, exclude_frozen, named):
     return changing, frozen
 
 
-def others_of_module(engine, exclude_frozen, named):
+def others_of_module(run, exclude_frozen, named):
     """``(tensors, values, keys, metadata)``: entries of the module's state dict that are no parameters and that this
     rank is to save, tensors by key and values by name; all its names; the versions of its modules."""
-    state = engine.module_state_dict(exclude_frozen_parameters=exclude_frozen)
-    params, copies = {name for name, _ in named_parameters(engine.module)}, copies_by_name(engine.module)
+    state = run.module_state(exclude_frozen_parameters=exclude_frozen)
+    params, copies = {name for name, _ in named_parameters(run.module)}, copies_by_name(run.module)
     tensors, values = {}, {}
     for name, value in state.items():
         # At stage 3 a rank gets back its own.
-        if name in params or not (saves(engine, copies.get(name)) or engine._stage_policy.shards_params):
+        if name in params or not (saves(run, copies.get(name)) or run.policy.shards_params):
             continue
         if torch.is_tensor(value):
             tensors[key_of(names.MODULE, named(name))] = value.detach()
@@ -168,24 +168,24 @@ _METADATA = {"format": "pt", "written_by": f"{names.FORMAT} {names.VERSION}"}
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
-def is_wanted(engine):
+def is_wanted(run):
     """Whether the configuration asks for this format."""
-    writer = engine._config.checkpoint_config.writer
+    writer = run.config.checkpoint_config.writer
     return writer is not None and writer.format == "safetensors"
 
 
-def files_of(engine, client_state, exclude_frozen_parameters=False):
+def files_of(run, client_state, exclude_frozen_parameters=False):
     """dict: name of a file -> function that gives its value, for the files of this rank. Every rank calls it.
 
     Raises ``NotPlain`` on all ranks for a value that JSON cannot hold; nothing has been written then.
     """
     made, error = None, None
     try:
-        made = _Contents(engine, exclude_frozen_parameters)
+        made = _Contents(run, exclude_frozen_parameters)
     except Exception as caught:
         error = caught
-    ranks, of_all = Ranks(engine, False), None
-    if differs_by_rank(engine.module):
+    ranks, of_all = Ranks(run.ranks, False), None
+    if differs_by_rank(run.module):
         of_all = ranks.gather(made.about_params() if made is not None else None)
     files = {}
     try:
@@ -207,41 +207,41 @@ def _agree(ranks, error):
 class _Contents:
     """What this rank saves."""
 
-    def __init__(self, engine, exclude_frozen):
-        writer = engine.checkpoint_engine
+    def __init__(self, run, exclude_frozen):
+        writer = run.writer
         if getattr(writer, "makes_files", True) and not hasattr(writer, "write_file"):
             raise ValueError(
                 f"the checkpoint engine {type(writer).__name__} writes whole objects, not safetensors: take one of "
                 'this library\'s for "checkpoint": {"writer": {"format": "safetensors"}}, or set the format to "torch"'
             )
-        states = getattr(engine.optimizer, "states", None)
+        states = getattr(run.optimizer, "states", None)
         if hasattr(states, "need"):
             states.need(OffloadStateTypeEnum, "save_checkpoint()")
-        self.engine, self.exclude_frozen, self.named = engine, exclude_frozen, SavedNames(engine.module)
-        self.owned = owned(engine)
-        self.changing, self.frozen = untrained(engine, exclude_frozen, self.named)
-        self.others = others_of_module(engine, exclude_frozen, self.named)
+        self.run, self.exclude_frozen, self.named = run, exclude_frozen, SavedNames(run.module)
+        self.owned = owned(run)
+        self.changing, self.frozen = untrained(run, exclude_frozen, self.named)
+        self.others = others_of_module(run, exclude_frozen, self.named)
 
     def about_params(self):
         """What the first rank is to write of this rank's parameters, as JSON can hold it."""
-        engine = self.engine
+        run = self.run
         return {
-            "mp_rank": engine.mp_rank_for_files(),
-            "parameters": _parameters(engine, self.exclude_frozen, self.named),
-            "groups": names_of_groups(engine),
-            "tied": engine_states.shared_params(engine.module, self.named),
+            "mp_rank": run.ranks.mp_rank,
+            "parameters": _parameters(run, self.exclude_frozen, self.named),
+            "groups": names_of_groups(run),
+            "tied": contents.shared_params(run.module, self.named),
             "keys": self.others[2],
-            "buffers": [self.named(name) for name, _ in engine.module.named_buffers()],
+            "buffers": [self.named(name) for name, _ in run.module.named_buffers()],
         }
 
     def files(self, client_state, of_all):
         """name -> value. ``of_all``: ``about_params`` of all ranks where they differ, else None."""
-        engine, values = self.engine, _Values()
-        leads, mp_rank = engine.parallel.dp_rank == 0, engine.mp_rank_for_files()
+        run, values = self.run, _Values()
+        leads, mp_rank = run.ranks.dp_rank == 0, run.ranks.mp_rank
         tensors = {**self.owned.tensors, **self.changing, **self.others[0]}
-        run = {key: value for key, value in run_states(engine).items() if key != "group_names"}
+        resumed = {key: value for key, value in run_states(run).items() if key != "group_names"}
         about_rank = {
-            "run": values.encode(run, "run"),
+            "run": values.encode(resumed, "run"),
             "scalars": values.encode(self.owned.scalars, "optimizer state"),
             "strides": self.owned.strides,
         }
@@ -249,15 +249,15 @@ class _Contents:
         if leads:
             mine = self.about_params()
             others = [about for about in of_all or () if about is not None and about["mp_rank"] == mp_rank]
-            about = _checkpoint(engine, client_state, self.others, values, _joined(mine, others))
+            about = _checkpoint(run, client_state, self.others, values, _joined(mine, others))
             found[names.checkpoint_json(mp_rank)] = PreparedBytes(_text(about))
         tensors.update(values.tensors)
         _check(tensors)
         _check(self.frozen)
-        rank = engine.global_rank
+        rank = run.ranks.rank
         made = {names.rank_tensors(rank): PreparedSafetensors(tensors, _METADATA)} if tensors else {}
         if self.frozen:
-            kept = engine.__dict__.setdefault("_frozen_files", {"digest": Digest(), "sound": set()})
+            kept = run.memo.setdefault("frozen files", {"digest": Digest(), "sound": set()})
             digest = kept["digest"].of(self.frozen, f"{names.VERSION} {mp_rank}")
             made[names.frozen_tensors(digest)] = FrozenFile(self.frozen, _METADATA, kept["sound"])
         about_rank["files"] = list(made)
@@ -310,49 +310,41 @@ def _check(tensors):
             )
 
 
-def _checkpoint(engine, client_state, others, values, about):
+def _checkpoint(run, client_state, others, values, about):
     """What is the same on all data-parallel ranks. ``about``: the parameters of all of them."""
     _, module_values, _, metadata = others
     encode = values.encode
     return {
-        "zero_stage": engine.zero_optimization_stage(),
-        "pipeline": layers_of(engine.module) is not None,
-        "mp_rank": engine.mp_rank_for_files(),
-        "ranks": _global_ranks(engine),
+        "zero_stage": run.config.zero_optimization_stage,
+        "pipeline": layers_of(run.module) is not None,
+        "mp_rank": run.ranks.mp_rank,
+        "ranks": list(run.ranks.dp_ranks),
         "parameters": about["parameters"],
         "tied": about["tied"],
         "groups": [
             {"names": called, "options": encode(options, f"optimizer.param_groups.{number}")}
-            for number, (called, options) in enumerate(zip(about["groups"], engine_states.groups_of(engine)))
+            for number, (called, options) in enumerate(zip(about["groups"], contents.groups_of(run)))
         ],
-        "optimizer": encode(engine_states.extra_of(engine), "optimizer"),
+        "optimizer": encode(contents.extra_of(run), "optimizer"),
         "module": {
             "keys": about["keys"],
             "buffers": about["buffers"],
             "values": encode(module_values, "module"),
             "metadata": encode(metadata, "module metadata"),
         },
-        "engine": {key: encode(value, key) for key, value in _engine_state(engine).items()},
-        "ds_config": _described(engine.config),
+        "engine": {key: encode(value, key) for key, value in _engine_state(run).items()},
+        "ds_config": _described(run.ds_config),
         "client_state": encode(client_state, "client_state"),
     }
 
 
-def _global_ranks(engine):
-    """Of the data-parallel ranks, in order: their files together are the checkpoint."""
-    if engine.parallel.dp_world_size == 1:
-        return [engine.global_rank]
-    group = engine.parallel.dp_group
-    return [dist.get_global_rank(group, rank) for rank in range(engine.parallel.dp_world_size)]
-
-
-def _parameters(engine, exclude_frozen, named):
+def _parameters(run, exclude_frozen, named):
     """name -> what is known of a parameter without its values."""
-    trained = trained_params(engine)
+    trained = trained_params(run)
     # Trained ones may belong to no module.
-    params = [*((named(name), param) for name, param in kept_params(engine, exclude_frozen)), *trained]
+    params = [*((named(name), param) for name, param in kept_params(run, exclude_frozen)), *trained]
     found = {name: {**_kind_of(param), "trained": False} for name, param in params}
-    steps = engine.core.steps().tolist() if engine.stepping is not None and engine.stepping.fused is not None else None
+    steps = run.core.steps().tolist() if run.stepping is not None and run.stepping.fused is not None else None
     for index, (name, _) in enumerate(trained):
         found[name]["trained"] = True
         if steps is not None:
@@ -364,10 +356,10 @@ def _kind_of(param):
     return {"shape": list(saved_part(param)[1]), "dtype": str(param.dtype).removeprefix("torch.")}
 
 
-def _engine_state(engine):
+def _engine_state(run):
     return {
-        "lr_scheduler": _scheduler_state(engine.lr_scheduler),
-        **counters_of(engine),
+        "lr_scheduler": _scheduler_state(run.scheduler),
+        **counters_of(run),
         "ds_version": __version__,
     }
 

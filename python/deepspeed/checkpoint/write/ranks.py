@@ -38,11 +38,11 @@ def raise_together(failures, what, own=None):
 
 
 class Ranks:
-    """All ranks of an engine. ``leads``: this rank makes folders and renames them; one of each node when every node
-    has a disk of its own (``node_local``), else rank 0."""
+    """All ranks of a run. ``ranks``: its ``RunRanks``. ``leads``: this rank makes folders and renames them; one of each
+    node when every node has a disk of its own (``node_local``), else rank 0."""
 
-    def __init__(self, engine, node_local):
-        self.rank, self.size = engine.global_rank, engine.world_size
+    def __init__(self, ranks, node_local):
+        self.rank, self.size = ranks.rank, ranks.world_size
         self.node = (os.environ.get("CROSS_RANK") or str(_C.host_id())) if node_local else ""
         self.nodes = self.gather(self.node)
         self.leads = self.nodes.index(self.node) == self.rank

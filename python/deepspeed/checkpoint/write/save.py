@@ -1,4 +1,4 @@
-"""Writes a checkpoint of an engine."""
+"""Writes a checkpoint of a run (``RunState``)."""
 
 import os
 import time
@@ -10,9 +10,9 @@ from deepspeed.checkpoint.convert.export import write_script
 from deepspeed.checkpoint.engines.base import ForeignFiles
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read.weights import run_states
-from deepspeed.checkpoint.write import background, commit, engine_states, native, owner
+from deepspeed.checkpoint.write import background, commit, contents, native, owner
 from deepspeed.checkpoint.write.by_rank import PartsByRank
-from deepspeed.checkpoint.write.engine_states import EngineStates, counters_of
+from deepspeed.checkpoint.write.contents import HeldStates, counters_of
 from deepspeed.checkpoint.write.file_writer import Cuts, PreparedTorch, SharedTorch, complete
 from deepspeed.checkpoint.write.pointer import replace_text
 from deepspeed.checkpoint.write.ranks import Ranks, failure_of, raise_together
@@ -22,49 +22,49 @@ from deepspeed.log import log_dist, logger, warning_once
 from deepspeed.version import __version__
 
 # ---- contents ------------------------------------------------------------------------------------------------------
-# What a checkpoint of an engine holds: the files this rank writes, and the value of each.
+# The files that this rank writes, and the value of each.
 
 
-def common_names(engine):
+def common_names(run):
     """Names of files of which every data-parallel rank has the same, in the layout of the ``.pt`` files."""
-    return () if engine._stage_policy.saved.model_by_rank else (names.model_states(engine.mp_rank_for_files()),)
+    return () if run.policy.saved.model_by_rank else (names.model_states(run.ranks.mp_rank),)
 
 
-def files_of(engine, client_state, exclude_frozen_parameters=False, with_common=False):
+def files_of(run, client_state, exclude_frozen_parameters=False, with_common=False):
     """dict: name of a file below the tag's folder -> function that gives its value, for the files of this rank.
     ``with_common``: also those of which rank 0 of the data-parallel group has the same (``common_names``).
 
     Every rank calls all of them in this order: some run collectives. Tensors of the values may be views of what is
     trained: write them, or copy them, before the next step. A ``TensorOfPieces`` may stand for a tensor.
     """
-    if native.is_wanted(engine):
-        return native.files_of(engine, client_state, exclude_frozen_parameters)
-    saved = engine._stage_policy.saved
-    dp_rank, mp_rank = engine.parallel.dp_rank, engine.mp_rank_for_files()
-    parts, found = PartsByRank(engine, exclude_frozen_parameters), {}
+    if native.is_wanted(run):
+        return native.files_of(run, client_state, exclude_frozen_parameters)
+    saved = run.policy.saved
+    dp_rank, mp_rank = run.ranks.dp_rank, run.ranks.mp_rank
+    parts, found = PartsByRank(run, exclude_frozen_parameters), {}
     if saved.model_by_rank or dp_rank == 0 or with_common:
         by_rank = saved.model_by_rank
         name = names.sharded_model_states(dp_rank, mp_rank) if by_rank else names.model_states(mp_rank)
         # Now, and not when the file is written: what a scheduler of somebody else raises comes before any folder.
-        schedule = engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None
-        found[name] = lambda: _model_states(engine, client_state, exclude_frozen_parameters, parts, schedule)
-    if saved.optimizer_by_rank and engine.core is not None and engine.basic_optimizer is not None:
-        name = names.optim_states(dp_rank, mp_rank, engine.bfloat16_enabled())
-        found[name] = lambda: _optim_states(engine)
-    found[names.run_states(engine.global_rank)] = lambda: run_states(engine)
+        schedule = run.scheduler.state_dict() if hasattr(run.scheduler, "state_dict") else None
+        found[name] = lambda: _model_states(run, client_state, exclude_frozen_parameters, parts, schedule)
+    if saved.optimizer_by_rank and run.core is not None and run.stepping is not None:
+        name = names.optim_states(dp_rank, mp_rank, run.config.bfloat16_enabled)
+        found[name] = lambda: _optim_states(run)
+    found[names.run_states(run.ranks.rank)] = lambda: run_states(run)
     return {**found, **parts.files}
 
 
-def expected_bytes(engine):
+def expected_bytes(run):
     """About so many bytes of tensors each larger file of this rank will hold, rather too many than too few."""
-    saved, core = engine._stage_policy.saved, engine.core
-    tensors = [*engine.module.parameters(), *engine.module.buffers()]
+    saved, core = run.policy.saved, run.core
+    tensors = [*run.module.parameters(), *run.module.buffers()]
     module = sum(t.numel() * t.element_size() for t in tensors) if not saved.model_by_rank else 0
     states = 0
-    if core is not None and engine.basic_optimizer is not None:
+    if core is not None and run.stepping is not None:
         owned = sum(numel for _, _, numel in core.pieces())
-        states = 4 * owned * (1 + max(len(core.slot_names()), 2 if engine.stepping.fused is None else 0))
-    leads = engine.parallel.dp_rank == 0
+        states = 4 * owned * (1 + max(len(core.slot_names()), 2 if run.stepping.fused is None else 0))
+    leads = run.ranks.dp_rank == 0
     if saved.optimizer_by_rank:
         files = [states, module if leads else 0]
     else:
@@ -72,22 +72,22 @@ def expected_bytes(engine):
     return [size + size // 50 + (1 << 20) for size in files if size > 0]
 
 
-def _model_states(engine, client_state, exclude_frozen_parameters, parts, schedule):
-    optimizer, described = engine.optimizer, parts.described
-    saved = engine._stage_policy.saved
+def _model_states(run, client_state, exclude_frozen_parameters, parts, schedule):
+    optimizer, described = run.optimizer, parts.described
+    saved = run.policy.saved
     frozen = saved.frozen_listed and not exclude_frozen_parameters
     whole = not saved.optimizer_by_rank and not (described and described["table"])
     state = {
-        "module": parts.module_of(_module_states(engine, exclude_frozen_parameters)),
+        "module": parts.module_of(_module_states(run, exclude_frozen_parameters)),
         "buffer_names": parts.buffers,
         "optimizer": optimizer.state_dict() if optimizer is not None and whole else None,
-        "param_shapes": engine_states.param_shapes(engine) if saved.optimizer_by_rank else None,
-        "frozen_param_shapes": engine_states.frozen_shapes(engine) if frozen else None,
-        "shared_params": engine_states.shared_params(engine.module, parts.named) if saved.optimizer_by_rank else None,
-        "frozen_param_fragments": engine_states.frozen_fragments(engine) if frozen else None,
+        "param_shapes": contents.param_shapes(run) if saved.optimizer_by_rank else None,
+        "frozen_param_shapes": contents.frozen_shapes(run) if frozen else None,
+        "shared_params": contents.shared_params(run.module, parts.named) if saved.optimizer_by_rank else None,
+        "frozen_param_fragments": contents.frozen_fragments(run) if frozen else None,
         "lr_scheduler": schedule,
-        **counters_of(engine),
-        "ds_config": engine.config,
+        **counters_of(run),
+        "ds_config": run.ds_config,
         "ds_version": __version__,
         **({names.PARAMS_BY_RANK: described} if described else {}),
     }
@@ -95,21 +95,21 @@ def _model_states(engine, client_state, exclude_frozen_parameters, parts, schedu
     return state
 
 
-def _module_states(engine, exclude_frozen_parameters):
-    state = engine.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-    if not engine._stage_policy.saved.model_by_rank:
+def _module_states(run, exclude_frozen_parameters):
+    state = run.module_state(exclude_frozen_parameters=exclude_frozen_parameters)
+    if not run.policy.saved.model_by_rank:
         return state
-    sharded = engine_states.sharded_names(engine.module)
+    sharded = contents.sharded_names(run.module)
     for name in state.keys() & sharded:
         state[name] = torch.empty(0, dtype=state[name].dtype)
     return state
 
 
-def _optim_states(engine):
-    state = getattr(engine.optimizer, "state_dict_in_pieces", engine.optimizer.state_dict)
+def _optim_states(run):
+    state = getattr(run.optimizer, "state_dict_in_pieces", run.optimizer.state_dict)
     return {
         "optimizer_state_dict": state(),
-        "ds_config": engine.config,
+        "ds_config": run.ds_config,
         "ds_version": __version__,
     }
 
@@ -118,14 +118,14 @@ def _optim_states(engine):
 # Which ranks share the writing of files of which all data-parallel ranks have the same (``writer.data_parallel``).
 
 
-def make_sharing(engine, ranks):
+def make_sharing(run, ranks):
     """A ``Sharing`` for one save, or None where nothing is to be shared. Every rank calls it."""
-    writer = engine._config.checkpoint_config.writer
+    writer = run.config.checkpoint_config.writer
     mode = writer.data_parallel if writer is not None else None
-    if mode is None or engine._stage_policy.saved.model_by_rank or native.is_wanted(engine):
+    if mode is None or run.policy.saved.model_by_rank or native.is_wanted(run):
         return None
     local = int(os.environ.get("LOCAL_RANK", 0))
-    own = [_C.host_id(), socket_of_process(local), engine.mp_rank_for_files(), engine.parallel.dp_rank]
+    own = [_C.host_id(), socket_of_process(local), run.ranks.mp_rank, run.ranks.dp_rank]
     return Sharing(mode.upper(), ranks.gather(own), ranks)
 
 
@@ -154,7 +154,7 @@ class Sharing:
         self._led = {}  # name -> (PreparedTorch, Cuts) of files that this rank completes
 
     def cut(self, files, names, agree):
-        """``files`` as ``contents.files_of`` gives them, with the parts of this rank in place of the files ``names``.
+        """``files`` as ``files_of`` gives them, with the parts of this rank in place of the files ``names``.
         Every rank calls it; ``agree(error, value)`` gives the values of all, or raises on all."""
         prepared, error = {}, None
         try:
@@ -196,7 +196,7 @@ class Sharing:
 # ---- save ----------------------------------------------------------------------------------------------------------
 
 
-def _agreed_tag(engine, ranks, tag, error):
+def _agreed_tag(run, ranks, tag, error):
     """The tag of rank 0. Whether another one elsewhere is an error is for ``checkpoint.tag_validation`` to say. All
     raise where any rank has an ``error``, which that rank raises itself."""
     told = ranks.gather([tag, failure_of(ranks.rank, error)])
@@ -205,14 +205,14 @@ def _agreed_tag(engine, ranks, tag, error):
     raise_together([failure for _, failure in told], "nothing is saved")
     names = [tag for tag, _ in told]
     others = [(rank, other) for rank, other in enumerate(names) if other != names[0]]
-    if not others or not engine._config.checkpoint_tag_validation_enabled:
+    if not others or not run.config.checkpoint_tag_validation_enabled:
         return names[0]
     text = (
         f"rank 0 saves under tag {names[0]!r}, "
         + ", ".join(f"rank {rank} under {other!r}" for rank, other in others)
         + "; pass the same tag on every rank"
     )
-    if engine._config.checkpoint_tag_validation_fail:
+    if run.config.checkpoint_tag_validation_fail:
         raise AssertionError(text)  # the type that scripts catch
     logger.warning(f"{text}. All save under {names[0]!r}.")
     return names[0]
@@ -235,20 +235,20 @@ def _agreed_place(ranks, save_dir, tag, error):
     return found
 
 
-def checked_client_state(engine, client_state):
-    """``client_state`` without what load_checkpoint handed back of the engine's own: passed on to the next save, those
-    old values would replace the current ones. KeyError for a reserved key."""
-    loaded = engine.loaded_engine_state
-    found = {key: value for key, value in client_state.items() if not (key in loaded and loaded[key] is value)}
+def checked_client_state(run):
+    """The client's state without the values of the run itself that load_checkpoint gave to the client: passed on to the
+    next save, those old values would replace the current ones. KeyError for a reserved key."""
+    given, loaded = run.client_state, run.loaded_values
+    found = {key: value for key, value in given.items() if not (key in loaded and loaded[key] is value)}
     if names.RESERVED_KEY in found:
         raise KeyError(f"client_state may not use the key {names.RESERVED_KEY!r}: it is the engine's own; rename yours")
     return found
 
 
-def save_checkpoint(engine, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
-    """Every rank calls it. The checkpoint appears under its name when it is complete and on the disk; until then, and
-    if anything fails, the one before it is what ``latest`` names. Source: see ``checkpoint.commit``. Who writes it is
-    ``engine.checkpoint_engine``; one that writes in the background has a copy of everything when this returns.
+def save_checkpoint(run, save_dir, tag=None, save_latest=True, exclude_frozen_parameters=False):
+    """``run``: a ``RunState``, whose ``writer`` writes the files; one that writes in the background has a copy of
+    everything when this returns. Every rank calls it. The checkpoint appears under its name when it is complete and on
+    the disk; until then, and if anything fails, the one before it is what ``latest`` names. See ``write/commit.py``.
 
     ``save_dir`` and the tag may be symbolic links to folders: those are saved into. A tag may be a path of plain names.
 
@@ -259,27 +259,27 @@ def save_checkpoint(engine, save_dir, tag=None, client_state=None, save_latest=T
     """
     if not save_dir:
         raise ValueError(f"save_checkpoint needs a directory, got save_dir={save_dir!r}")
-    error = None
+    error = client_state = None
     try:
-        client_state = checked_client_state(engine, client_state or {})
+        client_state = checked_client_state(run)
     except Exception as caught:
         error = caught
-    writer = engine.checkpoint_engine
+    writer = run.writer
     behind = getattr(writer, "behind", None)
-    ranks = Ranks(engine, engine._config.use_node_local_storage)
+    ranks = Ranks(run.ranks, run.config.use_node_local_storage)
     if behind is not None:
         behind.tell_together(ranks)
-    tag = _agreed_tag(engine, ranks, str(tag if tag is not None else f"global_step{engine.global_steps}"), error)
+    tag = _agreed_tag(run, ranks, str(tag if tag is not None else f"global_step{run.counters.global_steps}"), error)
     names.check_tag(tag, os.fspath(save_dir))
-    sharing = make_sharing(engine, ranks) if hasattr(writer, "write_prepared") else None
+    sharing = make_sharing(run, ranks) if hasattr(writer, "write_prepared") else None
     files = states = None
     try:
-        files = files_of(engine, client_state, exclude_frozen_parameters, sharing is not None and sharing.writes)
-        states = EngineStates(engine) if behind is not None else None
+        files = files_of(run, client_state, exclude_frozen_parameters, sharing is not None and sharing.writes)
+        states = HeldStates(run) if behind is not None else None
     except Exception as caught:
         error = caught
     place = _agreed_place(ranks, os.fspath(save_dir), tag, error)
-    saving = Saving(engine, ranks, os.fspath(save_dir), tag, place, sharing)
+    saving = Saving(run, ranks, os.fspath(save_dir), tag, place, sharing)
     background.wait_for(saving.place)
     if not getattr(writer, "makes_files", True):
         saving.write(files, writer)
@@ -308,20 +308,20 @@ def _on_disks_of_nodes(ranks):
 
 
 class Saving:
-    """One checkpoint on its way to the disk. It keeps nothing of the engine: training may go on meanwhile."""
+    """One checkpoint on its way to the disk. It keeps no tensor of the run: training may go on meanwhile."""
 
-    def __init__(self, engine, ranks, save_dir, tag, place, sharing=None):
+    def __init__(self, run, ranks, save_dir, tag, place, sharing=None):
         self.ranks, self.sharing = ranks, sharing
-        self._common = common_names(engine)
+        self._common = common_names(run)
         self.save_dir, self.tag = save_dir, tag
         self.folder = os.path.join(save_dir, tag)
         self.place = place  # that folder, whatever links lead to it
         self.staging = None  # where this rank's files are written, after ``begin``
         self.failed = f"the checkpoint {self.folder} is not saved, the one before it is unharmed"
-        self._facts = facts_of(engine, tag)
-        self._with_script = engine._stage_policy.saved.optimizer_by_rank and not native.is_wanted(engine)
-        self._keep_last = engine._config.checkpoint_config.keep_last
-        self._in_place = engine._config.checkpoint_config.write_in_place
+        self._facts = facts_of(run, tag)
+        self._with_script = run.policy.saved.optimizer_by_rank and not native.is_wanted(run)
+        self._keep_last = run.config.checkpoint_config.keep_last
+        self._in_place = run.config.checkpoint_config.write_in_place
 
     def _together(self, function):
         """Runs ``function`` on the leading ranks; every rank learns of a failure, and the hidden folder goes. Returns
@@ -376,7 +376,7 @@ class Saving:
 
     def write(self, files, writer):
         """Writes the files of this rank through ``writer.write_file``. Returns name -> record for the manifest."""
-        staging, records, error = self.staging or "", {}, None  # no folder for an engine that writes nothing
+        staging, records, error = self.staging or "", {}, None  # no folder for a writer that writes nothing
         for name, value in files.items():  # some run collectives, so all are made, whatever has failed
             made = None
             try:
@@ -422,16 +422,16 @@ class Saving:
             tell_launcher(saved=self.place)
 
 
-def facts_of(engine, tag):
+def facts_of(run, tag):
     """What the manifest of a checkpoint says of the run."""
     return {
         "tag": tag,
         "saved_at": time.time(),
         "ds_version": __version__,
         "torch": str(torch.__version__),
-        "world_size": engine.world_size,
-        "dp_world_size": engine.parallel.dp_world_size,
-        "mp_world_size": engine.mp_world_size,
-        "zero_stage": engine.zero_optimization_stage(),
-        "global_steps": engine.global_steps,
+        "world_size": run.ranks.world_size,
+        "dp_world_size": run.ranks.dp_world_size,
+        "mp_world_size": run.ranks.mp_world_size,
+        "zero_stage": run.config.zero_optimization_stage,
+        "global_steps": run.counters.global_steps,
     }

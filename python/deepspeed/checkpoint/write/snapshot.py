@@ -227,7 +227,7 @@ class FileCopies:
 class Snapshot:
     """The copies of one save on one rank. Memory that several files hold is copied once.
 
-    ``cache``: a ``HostCache``. ``states``: ``EngineStates``, what may be copied late; None: nothing. The memory of all
+    ``cache``: a ``HostCache``. ``states``: ``HeldStates``, what may be copied late; None: nothing. The memory of all
     sources stays as it is until ``add`` returns, that of ``states`` until the end of the late copies.
     """
 

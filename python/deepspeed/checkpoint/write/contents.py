@@ -1,65 +1,39 @@
-"""What an engine has when it is saved: counters, degrees, the shapes and shards of ZeRO, and its memory.
+"""What a run has when it is saved: counters, the shapes and shards of ZeRO, and its memory.
 
-Memory that changes only in calls of the engine (fp32 masters, states of a native optimizer) can be copied later.
+Memory that only the core changes (fp32 masters, states of a native optimizer) can be copied later.
 """
 
 import collections
 
 from deepspeed._compat import named_parameters, storage_of
-from deepspeed.checkpoint.constants import CHECKPOINT_PP_DEGREE, CHECKPOINT_TP_DEGREE
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.read import storage
 from deepspeed.checkpoint.write.snapshot import MemoryRanges
-from deepspeed.comm.mesh_views import splitter_of
 from deepspeed.zero.param_ranks import SavedNames, ranks_of
 from deepspeed.zero.sharded_parameter import is_sharded
 from deepspeed.zero.wrapped_optimizer import WrappedOptimizer
 
 # ---- counters ------------------------------------------------------------------------------------------------------
-# How far a run has come and how many ranks it has: what every layout says of the engine under the same keys.
+# The progress of a run and the numbers of its ranks, which every layout has under the same keys.
 
 
-def counters_of(engine):
+def counters_of(run):
     """dict with the published keys, in the order of the model file."""
     return {
         "data_sampler": None,
         "random_ltd": None,
-        "sparse_tensor_module_names": engine.sparse_tensor_module_names,
-        "skipped_steps": engine.skipped_steps,
-        "global_steps": engine.global_steps,
-        "global_samples": engine.global_samples,
-        "dp_world_size": engine.parallel.dp_world_size,
-        "mp_world_size": engine.mp_world_size,
-        names.RESERVED_KEY: parallel_metadata(engine.parallel.mpu),
+        "sparse_tensor_module_names": run.counters.sparse_names,
+        "skipped_steps": run.counters.skipped_steps,
+        "global_steps": run.counters.global_steps,
+        "global_samples": run.counters.global_samples,
+        "dp_world_size": run.ranks.dp_world_size,
+        "mp_world_size": run.ranks.mp_world_size,
+        names.RESERVED_KEY: dict(run.ranks.degrees),
     }
 
 
-# ---- parallel metadata ---------------------------------------------------------------------------------------------
-# The parallel degrees that a model file notes.
-
-_PIPELINE = ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size")
-_TENSOR = (
-    "get_tensor_model_parallel_world_size",
-    "get_slice_parallel_world_size",
-    "get_model_parallel_world_size",
-)
-
-
-def parallel_metadata(mpu):
-    """``{pp_degree, tp_degree}`` of an ``mpu``, under whichever names it has them; 1 each without."""
-    return {CHECKPOINT_PP_DEGREE: _ask(mpu, _PIPELINE), CHECKPOINT_TP_DEGREE: _ask(splitter_of(mpu), _TENSOR)}
-
-
-def _ask(mpu, methods):
-    for name in methods:
-        method = getattr(mpu, name, None)
-        if method is not None:
-            return method()
-    return 1
-
-
 # ---- zero states ---------------------------------------------------------------------------------------------------
-# What a checkpoint holds of an engine with ZeRO: shapes, shards, and the whole weights when asked for.
+# What a checkpoint holds of a run with ZeRO: shapes and shards.
 
 
 def _shape(param):
@@ -71,42 +45,42 @@ def sharded_names(module):
     return {name for name, param in named_parameters(module) if is_sharded(param)}
 
 
-def param_shapes(engine):
+def param_shapes(run):
     """One ordered dict name -> torch.Size for each parameter group of the optimizer, in its order, of what all ranks
     train."""
-    if engine.basic_optimizer is None:
+    if run.stepping is None:
         return []
-    named = SavedNames(engine.module)
-    called = {id(param): named(name) for name, param in engine.module.named_parameters()}
+    named = SavedNames(run.module)
+    called = {id(param): named(name) for name, param in run.module.named_parameters()}
     return [
         collections.OrderedDict(
-            (called.get(id(p), engine.optimizer.param_names.get(p)), _shape(p)) for p in group if ranks_of(p) is None
+            (called.get(id(p), run.optimizer.param_names.get(p)), _shape(p)) for p in group if ranks_of(p) is None
         )
-        for group in engine.optimizer.bit16_groups
+        for group in run.optimizer.bit16_groups
     ]
 
 
-def _frozen(engine):
+def _frozen(run):
     """Parameters that no file of optimizer states has, frozen ones and those the optimizer was not given, nor an
     expert's file."""
-    named, trained = SavedNames(engine.module), {id(param) for group in engine.trained_groups for param in group}
+    named, trained = SavedNames(run.module), {id(param) for param in run.trained()}
     return [
         (named(name), param)
-        for name, param in engine.module.named_parameters()
+        for name, param in run.module.named_parameters()
         if id(param) not in trained
         and (named.expert(name) is None or is_sharded(param) and ranks_of(param) is None)
     ]
 
 
-def frozen_shapes(engine):
+def frozen_shapes(run):
     """Ordered dict name -> torch.Size of parameters that are not trained."""
-    return collections.OrderedDict((name, _shape(param)) for name, param in _frozen(engine))
+    return collections.OrderedDict((name, _shape(param)) for name, param in _frozen(run))
 
 
-def frozen_fragments(engine):
+def frozen_fragments(run):
     """Ordered dict name -> values of parameters that are not trained: this rank's slice at stage 3, else the whole."""
     return collections.OrderedDict(
-        (name, storage.compact(p.ds_tensor if is_sharded(p) else p.data)) for name, p in _frozen(engine)
+        (name, storage.compact(p.ds_tensor if is_sharded(p) else p.data)) for name, p in _frozen(run)
     )
 
 
@@ -123,40 +97,40 @@ def shared_params(module, named=str):
 # ---- the optimizer as a whole --------------------------------------------------------------------------------------
 
 
-def groups_of(engine):
+def groups_of(run):
     """Hyperparameters of each parameter group."""
-    groups = engine.basic_optimizer.param_groups if engine.stepping is not None else ()
+    groups = run.stepping.optimizer.param_groups if run.stepping is not None else ()
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
-def extra_of(engine):
+def extra_of(run):
     """What ``SavedState.extra`` gives back."""
-    stepping = engine.stepping
+    stepping = run.stepping
     if stepping is None:
         return {}
     found = {"overflow": bool(stepping.overflow)}
     if stepping.scaler is not None:
         found["loss_scaler"] = dict(vars(stepping.scaler))
         found["dynamic_loss_scale"] = bool(stepping.scaler.dynamic)
-    if isinstance(engine.optimizer, WrappedOptimizer) and not engine._stage_policy.shards_params:
-        found["clip_grad"] = engine.optimizer.clip_grad
+    if isinstance(run.optimizer, WrappedOptimizer) and not run.policy.shards_params:
+        found["clip_grad"] = run.optimizer.clip_grad
     return found
 
 
-# ---- engine states -------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------------------------
 
 
 def _is_on_host(tensor):
     return tensor is not None and tensor.device.type == "cpu" and tensor.numel() > 0
 
 
-class EngineStates:
-    """That memory of ``engine``, and its hold on it. Weights are not in it, even where they are their own masters, and
+class HeldStates:
+    """That memory of a run, and the hold on it. Weights are not in it, even where they are their own masters, and
     neither are the states of an optimizer of somebody else: programs write to them between steps."""
 
-    def __init__(self, engine):
-        self._core = engine.core
-        weights = [*engine.module.parameters(), *engine.module.buffers()]
+    def __init__(self, run):
+        self._core = run.core
+        weights = [*run.module.parameters(), *run.module.buffers()]
         known = {storage_of(weight).data_ptr() for weight in weights}
         self._ranges = MemoryRanges()
         self._watched = {}  # address of a storage -> (a tensor over it, its version)

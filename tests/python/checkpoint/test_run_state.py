@@ -1,0 +1,93 @@
+"""A ``RunState`` is all that ``deepspeed.checkpoint`` needs: it saves and loads one where there is no engine."""
+
+import subprocess
+import sys
+
+import pytest
+
+WITHOUT_ENGINE = '''
+import sys
+
+class NoEngine:
+    def find_spec(self, name, path=None, target=None):
+        if name == "deepspeed.engine" or name.startswith("deepspeed.engine."):
+            raise ImportError(f"{name} is refused here")
+
+sys.meta_path.insert(0, NoEngine())
+folder, format = sys.argv[1:]
+
+import torch
+from deepspeed import _native
+from deepspeed.checkpoint.engines.base import make_engine
+from deepspeed.checkpoint.read.load import load_checkpoint
+from deepspeed.checkpoint.run_state import Counters, RunState
+from deepspeed.checkpoint.write.save import save_checkpoint
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.zero.core import build_core
+from deepspeed.zero.fused_state import FusedState
+from deepspeed.zero.stepping import Stepping
+
+try:
+    import deepspeed.engine.engine
+except ImportError as error:
+    assert "is refused here" in str(error)
+else:
+    raise SystemExit("deepspeed.engine was imported")
+
+
+def made(seed, **more):
+    torch.manual_seed(seed)
+    module = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3))
+    for value in module.state_dict().values():
+        value.copy_(torch.rand(value.shape) * 9)
+    written = {"train_batch_size": 2, "checkpoint": {"writer": {"format": format}}}
+    config = DeepSpeedConfig(written)
+    trained = list(module.parameters())
+    optimizer = FusedAdam(trained, lr=0.1 + seed)
+    names = {id(param): name for name, param in module.named_parameters()}
+    core, called = build_core(optimizer.param_groups, config=config.native, names=names)
+    stepping = Stepping(core, optimizer, trained, called)
+    stepping.fused = optimizer.fused_state = FusedState(core, optimizer, trained, stepping.step)
+    for number in range(len(core.slot_names())):
+        for slot in core.slots(number):
+            slot.uniform_()
+    core.steps().fill_(3 + seed)
+    return RunState(
+        module, policy=_native._C.stage_policy(0), config=config, ds_config=written, core=core, stepping=stepping,
+        trained_groups=[trained], optimizer=optimizer, writer=make_engine(config), **more,
+    )
+
+
+def tensors(run):
+    slots = [slot.clone() for number in range(len(run.core.slot_names())) for slot in run.core.slots(number)]
+    return [*(value.clone() for value in run.module.state_dict().values()), *slots, run.core.steps().clone()]
+
+
+counters = Counters(global_steps=5, global_samples=10, skipped_steps=1, micro_steps=5)
+saved = made(0, counters=counters, client_state={"epoch": 4}, position=lambda: {"batches": 5})
+save_checkpoint(saved, folder, tag="five")
+drawn = torch.rand(3)
+other = made(1)
+assert not any(torch.equal(a, b) for a, b in zip(tensors(saved), tensors(other)) if a.dtype == torch.float32)
+found = load_checkpoint(other, folder)
+assert all(torch.equal(a, b) for a, b in zip(tensors(saved), tensors(other)))
+assert other.optimizer.param_groups[0]["lr"] == 0.1
+assert found.client_state == {"epoch": 4, **found.own_values}, found.client_state
+assert found.counters == counters, found.counters
+assert found.data == {"batches": 5} and found.dp_world_size == 1 and found.rng is not None
+assert load_checkpoint(made(2), folder + "/nothing") is None
+
+alone = RunState(made(3).module, policy=saved.policy, config=saved.config, ds_config={}, writer=saved.writer)
+found = load_checkpoint(alone, folder, load_module_only=True)
+assert all(torch.equal(a, b) for a, b in zip(saved.module.state_dict().values(), alone.module.state_dict().values()))
+assert found.counters is None and found.schedule is None and found.rng is None
+print("done")
+'''
+
+
+@pytest.mark.parametrize("format", ["torch", "safetensors"])
+def test_a_run_is_saved_and_loaded_without_an_engine(format, tmp_path):
+    command = [sys.executable, "-c", WITHOUT_ENGINE, str(tmp_path), format]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0 and ended.stdout.endswith("done\n"), ended.stderr
