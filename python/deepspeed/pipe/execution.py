@@ -11,14 +11,14 @@ import torch
 from deepspeed import _native
 from deepspeed.pipe import instructions as ops
 from deepspeed.pipe.failures import Failures
-from deepspeed.pipe.messages import ACTIVATIONS, GRADS, Messages
+from deepspeed.pipe.messages import Messages
+from deepspeed.pipe.micro_batch import BUFFERS, Column, MicroBatch
 from deepspeed.pipe.place import MICRO_BATCH
 from deepspeed.pipe.plans import shapes_of
 from deepspeed.pipe.profile import tensors_of
 from deepspeed.pipe.schedule import kind_of
 from deepspeed.zero.nested import cast_floats, move_to_device
 
-BUFFERS = ("inputs", "labels", "outputs", "output_tensors")
 _PASSES = {ops.ForwardPass, ops.BackwardPass, ops.BackwardInputPass, ops.BackwardWeightPass}
 
 
@@ -28,7 +28,9 @@ class Execution(Messages, Failures):
     _INSTRUCTION_MAP = {}  # instruction class -> function(engine, **arguments of the instruction)
 
     def _start_execution(self):
-        self.pipe_buffers = {name: [] for name in BUFFERS}
+        self._records = []  # of each buffer its MicroBatch
+        self._ahead = {}  # (part, micro-batch) -> MicroBatch that another part has begun, and that has no buffer yet
+        self.pipe_buffers = {name: Column(self._records, name) for name in BUFFERS}
         self.num_pipe_buffers = 0
         self.total_loss = None  # sum over micro-batches, on the last stage
         self.fwd_outputs = []  # of each micro-batch: its loss, or what the model returned
@@ -37,12 +39,6 @@ class Execution(Messages, Failures):
         self.grad_layer = None  # gradients of outputs, received last
         self._compute_loss = True
         self._force_grad_boundary = False
-        self._grads = {}  # buffer -> gradients of its outputs
-        self._losses = {}  # buffer -> loss
-        self._splits = {}  # buffer -> SplitBackward, or None where nothing is left, between its two halves
-        self._labels = {}  # micro-batch -> labels that were loaded with its inputs, for another part of this stage
-        self._handed = {}  # (stream, part, micro-batch) -> what a part of this stage has left for another
-        self._micros = {}  # buffer -> micro-batch
         self._seen = 0  # micro-batches that have come to this stage
 
     # ---- a schedule --------------------------------------------------------------------------------------------------
@@ -78,13 +74,12 @@ class Execution(Messages, Failures):
             self._give_up(command, error)
         finally:
             self._force_grad_boundary = self._accumulation.in_no_sync = False
-            for kept in (self._grads, self._losses, self._splits, self._labels, self._handed, self._micros):
-                kept.clear()
+            self._records[:] = [MicroBatch() for _ in self._records]
+            self._ahead.clear()
 
     def _reserve_pipe_buffers(self, num_buffers):
-        """Makes ``num_buffers`` places in each list of ``pipe_buffers``, if there are fewer."""
-        for places in self.pipe_buffers.values():
-            places.extend([None] * (num_buffers - len(places)))
+        """Makes ``num_buffers`` buffers, if there are fewer."""
+        self._records.extend(MicroBatch() for _ in range(num_buffers - len(self._records)))
         self.num_pipe_buffers = max(num_buffers, self.num_pipe_buffers)
 
     def _begin_schedule(self, commands):
@@ -111,32 +106,43 @@ class Execution(Messages, Failures):
     def _part(self, chunk):
         return self.module.pipe_shape.virtual_stage(self.stage_id, chunk)
 
-    def _micro(self, buffer_id, micro):
+    def _micro_batch(self, buffer_id, chunk, micro):
         """The micro-batch in a buffer: as the instruction says, else they come in order."""
+        held, part = self._records[buffer_id], self._part(chunk)
         if micro is None:
-            micro = self._micros.get(buffer_id)
+            micro = held.number
             if micro is None:
                 micro, self._seen = self._seen, self._seen + 1
             self.module.place.words[MICRO_BATCH] = micro + 1  # else the instruction has said it
-        self._micros[buffer_id] = micro
-        return micro
+        if held.number != micro or held.part != part:
+            held = self._records[buffer_id] = self._ahead.pop((part, micro), held)
+            held.part, held.number = part, micro
+        return held
+
+    def _record_of(self, part, number):
+        """The record of a micro-batch on ``part``; None where that part is on another stage."""
+        if self.module.pipe_shape.rank_of(part) != self.stage_id:
+            return None
+        for held in self._records:
+            if held.number == number and held.part == part:
+                return held
+        return self._ahead.setdefault((part, number), MicroBatch(part, number))
 
     # ---- inputs ------------------------------------------------------------------------------------------------------
     def _exec_load_micro_batch(self, buffer_id, chunk=0, micro=None):
-        micro = self._micro(buffer_id, micro)
-        inputs, labels = self._pair(self._next_batch(micro))
-        if self._part(chunk) == 0:
+        held = self._micro_batch(buffer_id, chunk, micro)
+        inputs, labels = self._pair(self._next_batch(held.number))
+        if held.part == 0:
             if self.fp16_enabled() and self.fp16_auto_cast():
                 inputs = cast_floats(inputs, torch.float16)
-            self.pipe_buffers["inputs"][buffer_id] = inputs = self._inputs_of(inputs)
+            held.inputs = self._inputs_of(inputs)
             if self._sample is None:
-                self._sample = shapes_of(inputs)
-        if self._label_sample is None and self.is_last_stage():
-            self._label_sample = _shapes_of_labels(labels)
-        if self._part(chunk) == self._last_part:
-            self.pipe_buffers["labels"][buffer_id] = move_to_device(labels, self.device)
-        elif self.is_last_stage():
-            self._labels[micro] = move_to_device(labels, self.device)
+                self._sample = shapes_of(held.inputs)
+        last = self._record_of(self._last_part, held.number)
+        if last is not None:
+            last.labels = move_to_device(labels, self.device)
+            if self._label_sample is None:
+                self._label_sample = _shapes_of_labels(labels)
 
     def _inputs_of(self, inputs):
         inputs = move_to_device(inputs, self.device)
@@ -151,33 +157,29 @@ class Execution(Messages, Failures):
 
     # ---- passes ------------------------------------------------------------------------------------------------------
     def _exec_forward_pass(self, buffer_id, chunk=0, micro=None):
-        micro, part = self._micro(buffer_id, micro), self._part(chunk)
-        left = self._handed.pop((ACTIVATIONS, part, micro), None)
-        if left is not None:
-            self.pipe_buffers["inputs"][buffer_id] = left
+        held = self._micro_batch(buffer_id, chunk, micro)
         with self._experts.counting():
-            outputs = self.module(self.pipe_buffers["inputs"][buffer_id], chunk)
-        self.pipe_buffers["outputs"][buffer_id] = outputs
-        if part == self._last_part:
-            self._keep_loss(buffer_id, micro, outputs)
+            held.outputs = self.module(held.inputs, chunk)
+        if held.part == self._last_part:
+            self._keep_loss(held)
         else:
-            self.pipe_buffers["output_tensors"][buffer_id] = outputs
-            if self.module.pipe_shape.rank_of(part + 1) == self.stage_id:
-                self._handed[ACTIVATIONS, part + 1, micro] = _detached(outputs)
+            held.output_tensors = held.outputs
+            after = self._record_of(held.part + 1, held.number)
+            if after is not None:
+                after.inputs = _detached(held.outputs)
         if not torch.is_grad_enabled():
-            self._free(buffer_id)
+            held.free_inputs()
 
-    def _keep_loss(self, buffer_id, micro, outputs):
-        loss = outputs
+    def _keep_loss(self, held):
+        loss = held.outputs
         if self._compute_loss and self.module.loss_fn is not None:
-            labels = self._labels.pop(micro, self.pipe_buffers["labels"][buffer_id])
-            loss = self.module.loss_fn(outputs, labels)
+            loss = self.module.loss_fn(held.outputs, held.labels)
         if torch.is_grad_enabled():
             self._check_loss(loss)
         own = self.__dict__
-        own["loss"] = self._losses[buffer_id] = loss
+        own["loss"] = held.loss = loss
         if not torch.is_grad_enabled():
-            self.logits.append(outputs)
+            self.logits.append(held.outputs)
         self.fwd_outputs.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
         if self._compute_loss and isinstance(loss, torch.Tensor):
             before = self.total_loss
@@ -194,39 +196,34 @@ class Execution(Messages, Failures):
             )
 
     def _exec_backward_pass(self, buffer_id, chunk=0, micro=None):
-        micro, part = self._micro(buffer_id, micro), self._part(chunk)
-        outputs, grads = self._heads(buffer_id, part, micro)
+        held = self._micro_batch(buffer_id, chunk, micro)
+        outputs, grads = self._heads(held)
         self._run_backward(functools.partial(torch.autograd.backward, outputs, grads) if outputs else None)
-        self._after_input_grads(buffer_id, part, micro)
+        self._after_input_grads(held)
 
     def _exec_backward_input_pass(self, buffer_id, chunk=0, micro=None):
-        micro, part = self._micro(buffer_id, micro), self._part(chunk)
-        outputs, grads = self._heads(buffer_id, part, micro)
-        if not outputs:
-            self._splits[buffer_id] = None
-        elif self._stage_policy.shards_params:  # weights are here for one use, not for two
+        held = self._micro_batch(buffer_id, chunk, micro)
+        outputs, grads = self._heads(held)
+        if outputs and self._stage_policy.shards_params:  # weights are here for one use, not for two
             self._run_backward(functools.partial(torch.autograd.backward, outputs, grads))
-            self._splits[buffer_id] = None
-        else:
-            inputs = [one for one in tensors_of(self.pipe_buffers["inputs"][buffer_id]) if one.requires_grad]
-            split = self._splits[buffer_id] = _native._C.SplitBackward(outputs, grads, inputs)
-            self._run_backward(split.run_inputs if inputs else None)
-        self._after_input_grads(buffer_id, part, micro)
+        elif outputs:
+            inputs = [one for one in tensors_of(held.inputs) if one.requires_grad]
+            held.split = _native._C.SplitBackward(outputs, grads, inputs)
+            self._run_backward(held.split.run_inputs if inputs else None)
+        self._after_input_grads(held)
 
     def _exec_backward_weight_pass(self, buffer_id, chunk=0, micro=None):
-        split = self._splits.pop(buffer_id)
+        split = self._records[buffer_id].take("split")
         self._run_backward(None if split is None else split.run_weights)
 
-    def _heads(self, buffer_id, part, micro):
+    def _heads(self, held):
         """Outputs that gradients have come for, and these."""
-        if part == self._last_part:
-            root = self._losses.pop(buffer_id) / self.gradient_accumulation_steps()
+        if held.part == self._last_part:
+            root = held.take("loss") / self.gradient_accumulation_steps()
             root = root.float() * self.stepping.loss_scale if self.stepping.loss_scale != 1.0 else root
             return ([root], [torch.ones_like(root)]) if root.requires_grad else ([], [])
-        grads = self._handed.pop((GRADS, part, micro), None)
-        if grads is None:
-            grads = self._grads.pop(buffer_id)
-        outputs = [one for one in tensors_of(self.pipe_buffers["outputs"][buffer_id]) if one.requires_grad]
+        grads = held.take("grads")
+        outputs = [one for one in tensors_of(held.outputs) if one.requires_grad]
         if len(outputs) != len(grads):
             raise RuntimeError(
                 f"{len(grads)} gradients have come for {len(outputs)} outputs of the stage that want one"
@@ -249,13 +246,13 @@ class Execution(Messages, Failures):
         self.core.end_backward()
         self._backward.seen = True
 
-    def _after_input_grads(self, buffer_id, part, micro):
-        for name in ("outputs", "output_tensors", "labels"):
-            self.pipe_buffers[name][buffer_id] = None
-        if part == 0:
-            self._free(buffer_id)
-        elif self.module.pipe_shape.rank_of(part - 1) == self.stage_id:
-            self._handed[GRADS, part - 1, micro] = self._input_grads(buffer_id)
+    def _after_input_grads(self, held):
+        held.outputs = held.output_tensors = held.labels = None
+        before = None if held.part == 0 else self._record_of(held.part - 1, held.number)
+        if before is not None:
+            before.grads = self._input_grads(held)
+        elif held.part == 0:
+            held.free_inputs()
 
     # ---- the end of a batch ------------------------------------------------------------------------------------------
     def _exec_reduce_tied_grads(self):

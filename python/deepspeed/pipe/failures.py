@@ -41,9 +41,14 @@ class Failures:
         given = command.kwargs
         micro = given.get("micro")
         if micro is None:
-            micro = self._micros.get(given.get("buffer_id"), -1)
+            micro = self._number_in(given.get("buffer_id"), -1)
         words[INSTRUCTION] = self._instruction_numbers.get(type(command), 0)
         words[MICRO_BATCH], words[LAYER] = micro + 1, 0
+
+    def _number_in(self, buffer_id, none=None):
+        """The number of the micro-batch in a buffer; ``none`` where it has none, or there is no such buffer."""
+        held = self._records[buffer_id] if buffer_id is not None and buffer_id < len(self._records) else None
+        return none if held is None or held.number is None else held.number
 
     def _place(self, command):
         """Words for where an instruction was: stage, rank, layer, micro-batch."""
@@ -55,7 +60,7 @@ class Failures:
         elif kind is not None and kind.startswith("Backward"):
             chunk = self.module._chunks[given.get("chunk", 0)]
             words.append(f"layers {chunk.start} to {chunk.stop - 1}" if len(chunk) > 1 else f"layer {chunk.start}")
-        micro = given.get("micro", self._micros.get(given.get("buffer_id")))
+        micro = given.get("micro", self._number_in(given.get("buffer_id")))
         if micro is not None:
             words.append(f"micro-batch {micro}")
         return ", ".join(words) + (f", {type(command).__name__}" if command is not None else "")

@@ -14,9 +14,9 @@ class Messages:
         return self.prev_stage if kind in ("RecvActivation", "SendGrad") else self.next_stage
 
     def _exec_recv_activations(self, buffer_id, chunk=0, micro=None, peer=None):
-        self._micro(buffer_id, micro)
+        held = self._micro_batch(buffer_id, chunk, micro)
         tensors, packed = self._recv(ACTIVATIONS, self.prev_stage if peer is None else peer)
-        self.pipe_buffers["inputs"][buffer_id] = tuple(tensors) if packed else tensors[0]
+        held.inputs = tuple(tensors) if packed else tensors[0]
 
     def _send(self, stream, to, tensors, packed):
         if self._slices is not None:
@@ -28,24 +28,22 @@ class Messages:
         return tensors if self._slices is None else self._slices.join(stream, tensors), packed
 
     def _exec_send_activations(self, buffer_id, chunk=0, micro=None, peer=None):
-        outputs = self.pipe_buffers["outputs"][buffer_id]
+        held = self._records[buffer_id]
         to = self.next_stage if peer is None else peer
-        self._send(ACTIVATIONS, to, tensors_of(outputs), isinstance(outputs, tuple))
+        self._send(ACTIVATIONS, to, tensors_of(held.outputs), isinstance(held.outputs, tuple))
         if not torch.is_grad_enabled():
-            self.pipe_buffers["outputs"][buffer_id] = None
+            held.outputs = None
 
     def _exec_send_grads(self, buffer_id, chunk=0, micro=None, peer=None):
-        self._send(GRADS, self.prev_stage if peer is None else peer, self._input_grads(buffer_id), True)
+        to = self.prev_stage if peer is None else peer
+        self._send(GRADS, to, self._input_grads(self._records[buffer_id]), True)
 
     def _exec_recv_grads(self, buffer_id, chunk=0, micro=None, peer=None):
-        self._grads[buffer_id], _ = self._recv(GRADS, self.next_stage if peer is None else peer)
-        self.__dict__["grad_layer"] = tuple(self._grads[buffer_id])
+        held = self._records[buffer_id]
+        held.grads, _ = self._recv(GRADS, self.next_stage if peer is None else peer)
+        self.__dict__["grad_layer"] = tuple(held.grads)
 
-    def _input_grads(self, buffer_id):
-        inputs = tensors_of(self.pipe_buffers["inputs"][buffer_id])
-        self._free(buffer_id)
+    def _input_grads(self, held):
+        inputs = tensors_of(held.inputs)
+        held.free_inputs()
         return [one.grad for one in inputs if one.requires_grad]
-
-    def _free(self, buffer_id):
-        self.pipe_buffers["inputs"][buffer_id] = None
-        self._micros.pop(buffer_id, None)
