@@ -31,7 +31,7 @@ AUDIT, RESUME, CRASH, HANG, COMPILER = commands()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the programs, the examples with a short schedule, and first.py, which has run without a compiler."""
+    """A folder with the programs, the examples with a short schedule, and first.py after a run without a compiler."""
     folder = tmp_path_factory.mktemp("front")
     (folder / "bin").mkdir()
     for name, module in PROGRAMS.items():

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from deepspeed import comm as dist
 from deepspeed.log import warning_once
 from deepspeed.moe.errors import fail
-from deepspeed.moe.exchange import TokenDispatcher, PaddedTokenDispatcher, _AllToAll, named
+from deepspeed.moe.exchange import PaddedTokenDispatcher, TokenDispatcher, _AllToAll, named
 from deepspeed.moe.gating import (  # noqa: F401
     NOISE,
     gumbel_rsample,
