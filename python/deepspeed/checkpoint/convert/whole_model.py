@@ -12,7 +12,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed._compat import named_parameters
 from deepspeed.checkpoint.write.by_rank import saves
-from deepspeed.checkpoint.write.ranks import Ranks, failure_of, raise_together
+from deepspeed.checkpoint.write.ranks import Ranks, attempt
 from deepspeed.formats.lazy_tensor import itemsize
 from deepspeed.formats.weight_files import StoredWeight, as_weight, write_safetensors, write_torch, write_whole
 from deepspeed.log import logger
@@ -172,21 +172,11 @@ def save_16bit_model(run, save_dir, save_filename="pytorch_model.bin", exclude_f
         )
         return False
     state = _state_of(run, exclude_frozen_parameters)
-    turns, error = _turns(state, path.endswith(".safetensors")), None
-    try:
-        if run.ranks.rank == 0:
-            _write(state, path, turns)
-        else:
-            for weight in turns:
-                weight.gather()
-    except Exception as caught:
-        error = caught
+    turns = _turns(state, path.endswith(".safetensors"))
+    leads = run.ranks.rank == 0
+    _, error = attempt(lambda: _write(state, path, turns) if leads else [weight.gather() for weight in turns])
     _drain(run)
-    failures = [failure_of(run.ranks.rank, error)]
-    if run.ranks.world_size > 1:
-        failures = failures * run.ranks.world_size
-        dist.all_gather_object(failures, failures[0])
-    raise_together(failures, f"the model is not saved to {path}", error)
+    Ranks(run.ranks, False).agree(error, f"the model is not saved to {path}")
     return True
 
 

@@ -13,7 +13,7 @@ from deepspeed.checkpoint.read.loading import Loading
 from deepspeed.checkpoint.read.node_local import fetch_missing
 from deepspeed.checkpoint.read.weights import check_weights, load_weights, names_elsewhere, names_of_groups
 from deepspeed.checkpoint.write import background, commit
-from deepspeed.checkpoint.write.ranks import Ranks, failure_of, raise_together
+from deepspeed.checkpoint.write.ranks import Ranks, attempt, failure_of, raise_together
 from deepspeed.log import log_dist, logger
 from deepspeed.zero.core import writing
 from deepspeed.zero.param_ranks import SavedNames, layers_of, saved_part
@@ -236,23 +236,12 @@ def _newer_in_memory(run, load_dir, snapshots):
 
 def _settled(ranks, folder):
     """Where ``folder`` is to be read, after what a broken-off save has left is put right. Every rank calls it."""
-    error = found = None
-    if ranks.leads:
-        try:
-            found = commit.place_of(folder)
-        except Exception as caught:
-            error = caught
-    told = ranks.agree(error, f"the checkpoint {folder} is not loaded", found)
-    return told[ranks.nodes.index(ranks.node)]
+    return ranks.lead(lambda: commit.place_of(folder), f"the checkpoint {folder} is not loaded")
 
 
 def _together(ranks, folder, function):
     """What ``function()`` returns. Where it raises on any rank, all raise: none is left waiting for the others."""
-    found = error = None
-    try:
-        found = function()
-    except Exception as caught:
-        error = caught
+    found, error = attempt(function)
     failures = ranks.gather(failure_of(ranks.rank, error))
     if error is not None:
         raise error

@@ -5,7 +5,7 @@ from deepspeed import comm as dist
 from deepspeed._compat import named_parameters
 from deepspeed.checkpoint.layouts import names
 from deepspeed.checkpoint.write.contents import extra_of, groups_of
-from deepspeed.checkpoint.write.ranks import Ranks, failure_of, raise_together
+from deepspeed.checkpoint.write.ranks import Ranks, attempt, failure_of, raise_together
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.named_states import OWN_PARAMS, joined_tables, own_params, table_of
 from deepspeed.zero.param_ranks import SavedNames, copies_by_name, differs_by_rank, layers_of, ranks_of
@@ -54,22 +54,16 @@ class PartsByRank:
         return made
 
     def _divide(self, run, exclude_frozen):
-        error, states, ranks, layers, before = None, None, Ranks(run.ranks, False), [], 0
-        try:  # what raises on one rank must not keep it from telling the others, who wait for it
-            written = (self.named.expert(name) for name in run.module.state_dict() if self._is_written(name))
-            layers = sorted({expert[0] for expert in written if expert is not None})
-        except Exception as caught:
-            error = caught
+        ranks, before = Ranks(run.ranks, False), 0
+        # What raises on one rank must not keep it from telling the others, who wait for it.
+        layers, error = attempt(lambda: self._expert_layers(run))
+        layers = layers or []
         if self._layers is not None:  # layers of experts are counted over all stages
             counts = dict(ranks.gather([self._layers.stage, len(layers)]))
             before = sum(counts[stage] for stage in range(self._layers.stage))
         self._numbers = {layer: before + number for number, layer in enumerate(layers)}
-        experts = {}
-        try:
-            experts = self._of_modules(run, exclude_frozen)
-            states = self._states(run)
-        except Exception as caught:
-            error = error or caught
+        made, failed = attempt(lambda: (self._of_modules(run, exclude_frozen), self._states(run)))
+        (experts, states), error = made or ({}, None), error or failed
         failure, mp_rank = failure_of(run.ranks.rank, error), run.ranks.mp_rank
         told = ranks.gather(
             [failure, mp_rank, run.ranks.dp_rank, table_of(states), list(experts), self.buffers]
@@ -97,6 +91,11 @@ class PartsByRank:
             number = list(writers).index(run.ranks.dp_rank)
             whole = {"optimizer": {"param_groups": groups_of(run), "extra": extra_of(run), OWN_PARAMS: states}}
             self.files[names.expert_optim_states(number, mp_rank)] = lambda: whole
+
+    def _expert_layers(self, run):
+        """Numbers of the layers of experts that this stage writes."""
+        written = (self.named.expert(name) for name in run.module.state_dict() if self._is_written(name))
+        return sorted({expert[0] for expert in written if expert is not None})
 
     def _is_written(self, name):
         """Whether it is for this stage to save what all stages with the same layer have."""

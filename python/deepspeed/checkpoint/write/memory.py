@@ -21,6 +21,7 @@ from deepspeed.checkpoint.engines.built_in import FastCheckpointEngine
 from deepspeed.checkpoint.write.background import Background, SnapshotSave, leave
 from deepspeed.checkpoint.write.contents import HeldStates
 from deepspeed.checkpoint.write.file_writer import WriterOptions
+from deepspeed.checkpoint.write.ranks import attempt
 from deepspeed.checkpoint.write.save import checked_client_state, expected_bytes, facts_of, files_of
 from deepspeed.checkpoint.write.snapshot import HeldSnapshot, HostCache
 from deepspeed.host.cpu import memory_bytes
@@ -82,12 +83,8 @@ class HostMemory:
         sources = {ranks.node, before}
         held = sum(size for (_, size), node in zip(told, ranks.nodes) if node in sources)
         own_bytes = sum(size for (_, size), node in zip(told, ranks.nodes) if node == ranks.node)
-        error = None
-        try:
-            error = _lack(base, 2 * held, own_bytes) if ranks.leads else None
-        except OSError as caught:
-            error = caught
-        ranks.agree(error, "elasticity.memory_copies")
+        lack, error = attempt(lambda: _lack(base, 2 * held, own_bytes) if ranks.leads else None, OSError)
+        ranks.agree(lack or error, "elasticity.memory_copies")
         return cls(ranks, base, told[ranks.nodes.index(behind)][0] if len(nodes) > 1 else None)
 
 

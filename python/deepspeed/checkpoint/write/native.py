@@ -26,7 +26,7 @@ from deepspeed.checkpoint.write.file_writer import (
     PreparedSafetensors,
     is_plain,
 )
-from deepspeed.checkpoint.write.ranks import Ranks, failure_of, raise_together
+from deepspeed.checkpoint.write.ranks import Ranks, attempt, failure_of, raise_together
 from deepspeed.config.sections import OffloadStateTypeEnum
 from deepspeed.version import __version__
 from deepspeed.zero.named_states import NamedStates, named_states
@@ -179,19 +179,11 @@ def files_of(run, client_state, exclude_frozen_parameters=False):
 
     Raises ``NotPlain`` on all ranks for a value that JSON cannot hold; nothing has been written then.
     """
-    made, error = None, None
-    try:
-        made = _Contents(run, exclude_frozen_parameters)
-    except Exception as caught:
-        error = caught
+    made, error = attempt(lambda: _Contents(run, exclude_frozen_parameters))
     ranks, of_all = Ranks(run.ranks, False), None
     if differs_by_rank(run.module):
         of_all = ranks.gather(made.about_params() if made is not None else None)
-    files = {}
-    try:
-        files = made.files(client_state, of_all) if error is None else {}
-    except Exception as caught:
-        error = caught
+    files, error = attempt(lambda: made.files(client_state, of_all)) if error is None else ({}, error)
     _agree(ranks, error)
     return {name: lambda file=file: file for name, file in files.items()}
 

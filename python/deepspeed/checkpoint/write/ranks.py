@@ -37,6 +37,15 @@ def raise_together(failures, what, own=None):
     raise (OSError(numbers[0], text) if numbers else RuntimeError(text)) from own
 
 
+def attempt(function, kinds=Exception):
+    """``(what function() gives, None)``, or ``(None, the exception)`` of these kinds: the other ranks hear of it before
+    it is raised."""
+    try:
+        return function(), None
+    except kinds as error:
+        return None, error
+
+
 class Ranks:
     """All ranks of a run. ``ranks``: its ``RunRanks``. ``leads``: this rank makes folders and renames them; one of each
     node when every node has a disk of its own (``node_local``), else rank 0."""
@@ -61,6 +70,12 @@ class Ranks:
         told = self.gather([failure_of(self.rank, error), value])
         raise_together([part[0] for part in told if part is not None], what, error)
         return [part and part[1] for part in told]
+
+    def lead(self, function, what):
+        """Runs ``function`` on the leading ranks; every rank learns of a failure (``agree``). Returns what it gave on
+        the leading rank of this rank's node."""
+        found, error = attempt(function) if self.leads else (None, None)
+        return self.agree(error, what, found)[self.nodes.index(self.node)]
 
     def beside(self, values):
         """Of one value for each rank those of the ranks that write into the same folder."""
@@ -203,10 +218,7 @@ def in_turn(ranks, function):
     error = None
     for turn in range(max(hosts.count(host) for host in set(hosts))):
         if turn == mine:
-            try:
-                function()
-            except Exception as caught:
-                error = caught
+            _, error = attempt(function)
         ranks.gather(None)
     if error is not None:
         raise error

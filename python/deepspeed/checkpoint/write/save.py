@@ -15,7 +15,7 @@ from deepspeed.checkpoint.write.by_rank import PartsByRank
 from deepspeed.checkpoint.write.contents import HeldStates, counters_of
 from deepspeed.checkpoint.write.file_writer import Cuts, PreparedTorch, SharedTorch, complete
 from deepspeed.checkpoint.write.pointer import replace_text
-from deepspeed.checkpoint.write.ranks import Ranks, failure_of, raise_together
+from deepspeed.checkpoint.write.ranks import Ranks, attempt, failure_of, raise_together
 from deepspeed.host.cpu import socket_of_process
 from deepspeed.host.launcher_messages import tell_launcher
 from deepspeed.log import log_dist, logger, warning_once
@@ -156,12 +156,8 @@ class Sharing:
     def cut(self, files, names, agree):
         """``files`` as ``files_of`` gives them, with the parts of this rank in place of the files ``names``.
         Every rank calls it; ``agree(error, value)`` gives the values of all, or raises on all."""
-        prepared, error = {}, None
-        try:
-            if self.writes:
-                prepared = {name: PreparedTorch(files[name]()) for name in names}
-        except Exception as caught:
-            error = caught
+        made, error = attempt(lambda: {name: PreparedTorch(files[name]()) for name in names if self.writes})
+        prepared = made or {}
         told = agree(error, {name: [len(made.texts), made.entries()] for name, made in prepared.items()})
         found, error = dict(files), None
         for name, made in prepared.items():
@@ -221,11 +217,7 @@ def _agreed_tag(run, ranks, tag, error):
 def _agreed_place(ranks, save_dir, tag, error):
     """The folder that the tag is. Where it is none for a rank, whose disk may be another, all raise, as they do where a
     rank could not collect its files (``error``)."""
-    found, no_place = None, None
-    try:
-        found = names.folder_of(save_dir, tag)
-    except (ValueError, OSError) as caught:
-        no_place = caught
+    found, no_place = attempt(lambda: names.folder_of(save_dir, tag), (ValueError, OSError))
     failures = ranks.gather(failure_of(ranks.rank, error or no_place))
     if error is not None and None not in failures:  # all know already: of one rank, or of all together
         raise error
@@ -259,11 +251,7 @@ def save_checkpoint(run, save_dir, tag=None, save_latest=True, exclude_frozen_pa
     """
     if not save_dir:
         raise ValueError(f"save_checkpoint needs a directory, got save_dir={save_dir!r}")
-    error = client_state = None
-    try:
-        client_state = checked_client_state(run)
-    except Exception as caught:
-        error = caught
+    client_state, error = attempt(lambda: checked_client_state(run))
     writer = run.writer
     behind = getattr(writer, "behind", None)
     ranks = Ranks(run.ranks, run.config.use_node_local_storage)
@@ -272,12 +260,14 @@ def save_checkpoint(run, save_dir, tag=None, save_latest=True, exclude_frozen_pa
     tag = _agreed_tag(run, ranks, str(tag if tag is not None else f"global_step{run.counters.global_steps}"), error)
     names.check_tag(tag, os.fspath(save_dir))
     sharing = make_sharing(run, ranks) if hasattr(writer, "write_prepared") else None
-    files = states = None
-    try:
-        files = files_of(run, client_state, exclude_frozen_parameters, sharing is not None and sharing.writes)
-        states = HeldStates(run) if behind is not None else None
-    except Exception as caught:
-        error = caught
+    with_common = sharing is not None and sharing.writes
+
+    def collect():
+        files = files_of(run, client_state, exclude_frozen_parameters, with_common)
+        return files, HeldStates(run) if behind is not None else None
+
+    made, error = attempt(collect)
+    files, states = made or (None, None)
     place = _agreed_place(ranks, os.fspath(save_dir), tag, error)
     saving = Saving(run, ranks, os.fspath(save_dir), tag, place, sharing)
     background.wait_for(saving.place)
@@ -326,12 +316,7 @@ class Saving:
     def _together(self, function):
         """Runs ``function`` on the leading ranks; every rank learns of a failure, and the hidden folder goes. Returns
         what it has returned on the leading rank of this rank's node."""
-        error = found = None
-        if self.ranks.leads:
-            try:
-                found = function()
-            except Exception as caught:
-                error = caught
+        found, error = attempt(function) if self.ranks.leads else (None, None)
         told = self.agree(error, value=found)
         return told[self.ranks.nodes.index(self.ranks.node)]
 
@@ -389,10 +374,7 @@ class Saving:
                 error = error or caught
             del made
         if error is None and hasattr(writer, "finish"):
-            try:
-                records = writer.finish()
-            except Exception as caught:
-                error = caught
+            records, error = attempt(writer.finish)
         self.agree(error)
         return records
 
@@ -400,11 +382,7 @@ class Saving:
         """All have written: the checkpoint takes its place."""
         everyones, together = self.ranks.gather(records), {}
         if self.sharing is not None:
-            error = None
-            try:
-                records = self.sharing.complete(everyones, self.staging)
-            except Exception as caught:
-                error = caught
+            records, error = attempt(lambda: self.sharing.complete(everyones, self.staging))
             everyones = self.agree(error, value=records)
         for part in self.ranks.beside(everyones):
             together.update(part)
