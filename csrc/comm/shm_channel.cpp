@@ -53,7 +53,7 @@ struct ShmChannel::Line {
   alignas(64) std::atomic<uint32_t> met;  // barriers that this rank has gone into
   alignas(64) std::atomic<uint32_t> sleepers;
   std::atomic<uint32_t> closed, failed, crowded;
-  // Of rank 0: goings into barriers, of all ranks together; barriers that all have gone into, and who sleeps on that.
+  // Of rank 0: arrivals at barriers, of all ranks together; barriers at which all have arrived, and ranks that sleep.
   alignas(64) std::atomic<uint32_t> arrivals;
   alignas(64) std::atomic<uint32_t> round;
   std::atomic<uint32_t> round_sleepers;

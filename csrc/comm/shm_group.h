@@ -54,7 +54,7 @@ class ShmGroup {
   // To rank r go the `give[r]` elements at in[r]; from it come `take[r]` to out[r].
   void all_to_all(const Rows& out, const std::vector<int64_t>& take, const Rows& in, const std::vector<int64_t>& give,
                   c10::ScalarType type, const std::string& tag = {});
-  // The same from where it lies to where it belongs.
+  // all_to_all on strided views, without packing.
   void all_to_all(const StridedParts& parts, c10::ScalarType type, const std::string& tag = {});
   void gather(const Rows& out, const void* mine, size_t numel, c10::ScalarType type, int root,
               const std::string& tag = {});  // root: out, else {}

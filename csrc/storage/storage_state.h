@@ -79,7 +79,7 @@ class StorageState : public std::enable_shared_from_this<StorageState> {
   void wait_for_blocks(Lock& lock, const Plane& plane, int32_t first, int32_t end, bool alone);
   static void mark(Plane& plane, int32_t first, int32_t end, bool alone);
   void unmark(Plane& plane, int32_t first, int32_t end, bool alone, const FencePtr& fence);
-  // The current stream goes on behind what others have done with these blocks.
+  // The current stream waits for earlier work of other streams on these blocks.
   void wait_for_streams(const Plane& plane, int32_t first, int32_t end) const;
   bool make_room(Account& account, int64_t bytes);  // of what nobody waits for; false: there is none
   void make_room_of_user(Lock& lock, Medium medium, int64_t bytes, bool may_wait, int32_t user);

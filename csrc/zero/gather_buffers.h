@@ -22,7 +22,7 @@ class GatherBuffers {
   explicit GatherBuffers(std::shared_ptr<storage::ShardStorage> storage = nullptr);
 
   at::Tensor take(int64_t numel, at::ScalarType type, c10::Device device);
-  // What passes through, and is not kept where it is more than what is kept anyway.
+  // A temporary buffer; it is freed if it is larger than the retained pool.
   at::Tensor take_passing(int64_t bytes, c10::Device device);
 
   void keep_two_of(int64_t bytes);

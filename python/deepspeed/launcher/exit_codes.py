@@ -10,12 +10,12 @@ _HINTS = {
 
 
 def shell_code(code):
-    """The exit code by which a shell calls it: 128 + the number of a signal."""
+    """The exit code as a shell gives it: 128 + the number of a signal."""
     return code if code >= 0 else 128 - code
 
 
 def how_it_ended(code):
-    """``"failed with exit code 3"`` or ``"was killed by SIGKILL"`` with what that often means."""
+    """``"failed with exit code 3"`` or ``"was killed by SIGKILL"`` with the usual cause."""
     if code >= 0:
         return f"failed with exit code {code}"
     sig = signal.Signals(-code)

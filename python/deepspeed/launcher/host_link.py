@@ -1,4 +1,4 @@
-"""One host as the head sees it: the process that leads there, the link, and how far it has come."""
+"""One host as the head sees it: the program that connects to it, the link, and its state."""
 
 import os
 import signal
@@ -12,8 +12,8 @@ _TAIL_BYTES = 8192
 
 
 class Way:
-    """A program that leads to one host (ssh) or to all (pdsh, srun), and what it says itself. ``hear``: is given whole
-    lines of that, and returns what is for the user."""
+    """A program that leads to one host (ssh) or to all (pdsh, srun), and its own output. ``hear`` gets complete lines
+    of that output and returns those for the user."""
 
     def __init__(self, command, environment, with_link, hear=None):
         head = os.getpid()
@@ -28,8 +28,8 @@ class Way:
             stdin=pipe if with_link else subprocess.DEVNULL, stdout=pipe, stderr=pipe,
         )  # fmt: skip
         self.program = os.path.basename(command[0])
-        self.said = b""  # the end of its stderr, and of its stdout where that carries no link
-        self._hear, self._half = hear, {}  # fd -> the start of a line
+        self.said = b""  # the last bytes of its stderr, and of its stdout if that is not the link
+        self._hear, self._half = hear, {}  # fd -> incomplete line
         self.streams = [self.process.stderr.fileno()]
         self.link = None
         if with_link:
@@ -78,8 +78,8 @@ class Way:
 class HostLink:
     """``state``: "away", "here" (said hello), "ready" (has its share), "running", "done".
 
-    In an elastic job also "told" (was sent a share) and "gone" (does not come back); ``pending``: shares that it has
-    not answered, ``tries``: how often it could not be reached, ``again_at``: when that is tried next.
+    In an elastic job also "told" (a share was sent) and "gone" (will not return). ``pending``: shares without
+    an answer. ``tries``: failed tries to reach it. ``again_at``: the time of the next try.
     """
 
     def __init__(self, name, node, slots):
@@ -88,7 +88,7 @@ class HostLink:
         self.slots = slots
         self.way = None
         self.link = None
-        self.peer = ""  # address from which it came by itself
+        self.peer = ""  # the address from which it has connected
         self.state = "away"
         self.facts = {}
         self.code = None

@@ -43,7 +43,7 @@ def launch(plan):
     sys.stderr.flush()
     linux.become_subreaper()
     front = os.getpid()
-    # Processes of a program that calls us are none of our business.
+    # Processes of a program that calls this function are left alone.
     others = set(linux.descendants(front))
     # A process that ignores SIGCHLD (some daemons do, and children inherit it) gets no status of an ended child.
     child_handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -82,7 +82,7 @@ def _wait(supervisor, others):
         linux.kill(supervisor, sig)
 
     def pause(sig, frame):
-        # Ctrl-Z: the ranks are not in the terminal's group, so they are stopped and continued by us.
+        # Ctrl-Z: the ranks are not in the terminal's group, so this process stops and continues them.
         linux.kill(supervisor, signal.SIGTSTP)
         os.kill(os.getpid(), signal.SIGSTOP)
         linux.kill(supervisor, signal.SIGCONT)

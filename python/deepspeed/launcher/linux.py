@@ -1,4 +1,4 @@
-"""The few system calls and /proc reads that make sure no process outlives the launcher."""
+"""System calls and /proc reads by which no process outlives the launcher."""
 
 import ctypes
 import os
@@ -17,8 +17,8 @@ _PREFERRED, _BIND = 1, 2
 
 
 def take_memory_from(nodes, wish=False):
-    """Memory of this process comes from the memory nodes ``nodes``; with ``wish`` from the first, while it has any.
-    False where the system does not allow that."""
+    """Makes this process take memory from the memory nodes ``nodes``; with ``wish`` from the first one, as long as it
+    has any. Returns False if the system does not allow that."""
     if not nodes or _SET_MEMPOLICY is None:
         return False
     chosen = nodes[:1] if wish else nodes
@@ -39,12 +39,12 @@ def unread(pipe):
 
 
 def become_subreaper(wanted=True):
-    """Orphans among our descendants become our children, so that we can still end them."""
+    """Makes orphans among our descendants our children, so that we can end them."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0)
 
 
 def die_with_parent(parent_pid, sig=signal.SIGKILL):
-    """This process gets ``sig`` when its parent ends; at once if the parent has ended already."""
+    """Asks for ``sig`` to this process when its parent ends; at once if the parent has ended already."""
     _libc.prctl(_PR_SET_PDEATHSIG, sig, 0, 0, 0)
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), sig)

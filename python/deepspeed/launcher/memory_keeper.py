@@ -27,7 +27,7 @@ _CHUNK = 1 << 20
 
 
 class MemoryKeeper:
-    """Starts the process; ``variables`` are what ranks find in their environment. OSError without /dev/shm."""
+    """Starts the process. ``variables``: for the environment of the ranks. Raises OSError without /dev/shm."""
 
     def __init__(self, place=_PLACE):
         prefix = f"deepspeed-memory-{os.getuid()}-"
@@ -54,7 +54,7 @@ class MemoryKeeper:
 
     def close(self):
         """Ends the process, which removes the folder."""
-        remove(self.folder)  # before: if the agent is killed meanwhile, the process goes on with that
+        remove(self.folder)  # first: if the agent is killed now, the process continues the removal
         linux.kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
@@ -62,7 +62,7 @@ class MemoryKeeper:
 
     # ---- in the process --------------------------------------------------------------------------------------------
     def _serve(self, listener, agent):
-        os.setsid()  # Ctrl-C is for the agent
+        os.setsid()  # Ctrl-C must reach only the agent
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, _leave)
         try:
@@ -90,7 +90,7 @@ class MemoryKeeper:
                 if not proves(told["proof"], self._key, nonce, "rank"):
                     return
                 connection.sendall(self._receive(connection, told).encode() + b"\n")
-            except (OSError, ValueError, KeyError, TypeError):  # gone, or no rank
+            except (OSError, ValueError, KeyError, TypeError):  # the peer has closed it, or is not a rank
                 pass
 
     def _receive(self, connection, told):
@@ -111,7 +111,7 @@ class MemoryKeeper:
 
 
 def make_below(base, path):
-    """Makes the folder ``path`` below ``base``, which must be there: what was removed stays so."""
+    """Makes the folder ``path`` below ``base``. ``base`` must exist: a removed folder is not made again."""
     for part in path.split("/"):
         base = os.path.join(base, part)
         with contextlib.suppress(FileExistsError):
@@ -134,7 +134,7 @@ def _leave(number, frame):
 
 
 def remove(folder):
-    """Removes ``folder``, though ranks that are ending may still write into it: first it loses its name."""
+    """Removes ``folder``. It is renamed first, because ending ranks may still write into it."""
     gone = f"{folder}.removed"
     with contextlib.suppress(OSError):
         os.rename(folder, gone)
@@ -146,13 +146,13 @@ def remove(folder):
 
 
 def claim(place, prefix):
-    """``(folder, lock)``: a new folder below ``place``, and the descriptor that keeps it from ``remove_left``, which
-    another keeper of this host may have reached between the folder and its lock: then another folder is made."""
+    """``(folder, lock)``: a new folder below ``place``, and the descriptor that protects it from ``remove_left``. If
+    another keeper of this host removes the folder before it is locked, another folder is made."""
     while True:
         folder = tempfile.mkdtemp(prefix=prefix, dir=place)
         path = os.path.join(folder, _LOCK)
         lock = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)  # waits until a removal that was faster has ended
+        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for the end of an earlier removal
         if os.path.exists(path):
             return folder, lock
         os.close(lock)
@@ -171,7 +171,7 @@ def remove_left(place, prefix):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
-        except OSError:  # its keeper or agent is there
+        except OSError:  # its keeper or agent is alive
             pass
         finally:
             os.close(lock)

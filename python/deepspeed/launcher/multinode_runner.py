@@ -1,4 +1,4 @@
-"""Import path that existing scripts use: the ways to reach several hosts, as classes."""
+"""Import path that existing scripts use: the classes of runners for several hosts."""
 
 from deepspeed.launcher.runners.base import MultiNodeRunner
 from deepspeed.launcher.runners.impi import IMPIRunner

@@ -1,8 +1,8 @@
-"""``--no_ssh``: the same command is started on every host, by hand or by a cluster, and the hosts find each other.
+"""``--no_ssh``: a user or a cluster starts the same command on every host, and the hosts find each other.
 
-Host 0 is the head; it listens at the address and port where rank 0 will meet the others, and the other hosts come there
-in any order. Their variables, folder and output stay their own. When the head of an elastic job is lost, the others
-wait for it to be started again, with the snapshots that they have in memory.
+Host 0 is the head. It listens at the address and port of rank 0, and the other hosts connect to it in any order. Each
+host keeps its own variables, folder and output. If the head of an elastic job is lost, the others keep their snapshots
+in memory and wait until the head is started again.
 """
 
 import os
@@ -24,7 +24,7 @@ _NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "NNODES
 
 
 class HandStartedJob(ClusterJob):
-    """Host 0's view: all hosts come by themselves, this one through a child."""
+    """The job as host 0 sees it: all hosts connect by themselves, this one through a child process."""
 
     can_only_wait = True
     holds_until_all = True
@@ -49,7 +49,7 @@ class HandStartedJob(ClusterJob):
         return {}
 
     def _words(self, host):
-        # In an elastic job the hosts come to the head's port, and ranks meet at others.
+        # Hosts of an elastic job connect to the head's port; ranks meet at other ports.
         return agent_words(self.args, "--node", "0", *(["--port", "0"] if self.args.elastic_training else []))
 
     def host_of(self, join, hosts):
@@ -106,7 +106,7 @@ def where(args, notes):
 
 
 def _without_count(args):
-    # Without a hostfile --num_nodes is no choice among hosts that are listed.
+    # Without a hostfile --num_nodes does not select among listed hosts.
     if os.path.exists(args.hostfile):
         return args
     copy = type(args)(**vars(args))
@@ -115,7 +115,7 @@ def _without_count(args):
 
 
 def run_no_ssh(args, verbose):
-    """Runs this host's part of the job; every host returns the exit code of the whole."""
+    """Runs this host's part of the job; every host returns the exit code of the job."""
     notes = []
     node, nodes, slots, ids, address = where(args, notes)
     if nodes == 1 and not args.elastic_training:
@@ -156,7 +156,7 @@ def _run_part(args, node, nodes, slots, ids, address, verbose):
         options={name: getattr(args, name) for name in OPTIONS}, exports=environment.read_environment_files(),
         device_ids=ids,
     )  # fmt: skip
-    meets = 0 if args.elastic_training else None  # where ranks meet, if the first of them is here
+    meets = 0 if args.elastic_training else None  # the port of rank 0, if it runs on this host
     hello = {"node": node, "nodes": nodes, "slots": slots, "name": socket.gethostname()}
     agent = Agent(own)
     try:

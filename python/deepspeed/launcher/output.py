@@ -1,4 +1,4 @@
-"""The ranks' output on its way to the terminal or to files, with the end of it remembered."""
+"""Passes the output of ranks to the terminal or to files, and keeps the end of it."""
 
 import errno
 import fcntl
@@ -21,7 +21,7 @@ LOOK_S = 0.02
 
 
 class Tail:
-    """The last bytes that one rank wrote, on whatever stream."""
+    """The last bytes that one rank wrote, on any stream."""
 
     def __init__(self):
         self._bytes = bytearray()
@@ -32,7 +32,7 @@ class Tail:
             del self._bytes[:-_TAIL_BYTES]
 
     def lines(self, count):
-        """The last ``count`` lines as text; of a line that was redrawn with carriage returns, the last state."""
+        """The last ``count`` lines as text; for a line that carriage returns have redrawn, its last state."""
         text = bytes(self._bytes).decode("utf-8", errors="replace").replace("\r\n", "\n")
         return [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip("\n").split("\n")][-count:]
 
@@ -40,21 +40,20 @@ class Tail:
 class Sink:
     """A file descriptor that one rank's stream goes to.
 
-    With ``whole_lines`` the start of a line waits for its end, so that the lines of several ranks do not run into
-    each other; ``wait`` writes it as it is when that takes too long (a prompt, a progress bar). ``prefix`` (bytes) goes
-    in front of every line.
+    With ``whole_lines`` an incomplete line is held back until its end arrives, so that lines of several ranks do not
+    mix. After some time ``wait`` writes it (a prompt, a progress bar). ``prefix`` (bytes) precedes every line.
     """
 
     def __init__(self, fd, prefix=b"", whole_lines=False):
         self.fd = fd
         self.prefix = prefix
         self.whole_lines = whole_lines or bool(prefix)
-        self.waiting = b""  # the start of a line
-        self._wait_s = 0.0  # for how long it goes on waiting for its end
-        self._block_at = -_BLOCK_WAIT_S  # when a block arrived last, in seconds of time.monotonic
+        self.waiting = b""  # the incomplete line
+        self._wait_s = 0.0  # the time for which it is still held back
+        self._block_at = -_BLOCK_WAIT_S  # the time (time.monotonic) of the last block
 
     def write(self, data):
-        """Writes what can be written; the rest becomes ``waiting``."""
+        """Writes complete lines; the rest becomes ``waiting``."""
         if not self.whole_lines:
             return write_all(self.fd, data)
         # A block may arrive in pieces, page by page or as the rest of a full pipe.
@@ -74,7 +73,7 @@ class Sink:
         return None
 
     def wait(self, seconds):
-        """The start of a line, if any, has waited so much longer and nothing came."""
+        """Notes that no output arrived for ``seconds``. Writes an incomplete line that was held back for too long."""
         self._wait_s -= min(seconds, LOOK_S)
         if self._wait_s <= 0.0:
             self.flush()
@@ -83,7 +82,7 @@ class Sink:
         return b"\n".join(self.prefix + line for line in text.split(b"\n")) if self.prefix else text
 
     def flush(self, end=b""):
-        """Writes the start of a line that waits, if any, and ``end`` behind it."""
+        """Writes the incomplete line, if any, and ``end`` after it."""
         if self.waiting:
             text, self.waiting = self.waiting, b""
             write_all(self.fd, self._with_prefix(text) + end)
@@ -127,18 +126,18 @@ class Channel:
             fcntl.ioctl(self.fd, termios.TIOCSWINSZ, size)
 
     def handed_over(self):
-        """The rank has its end: ours is not needed, and would keep the channel open."""
+        """Closes our copy of the rank's end, which would keep the channel open."""
         os.close(self.write_fd)
         self.write_fd = None
 
     def pump(self):
-        """Passes on what is there; False at the end of the stream."""
+        """Passes on available output; False at the end of the stream."""
         try:
             data = os.read(self.fd, _CHUNK)
         except BlockingIOError:
             return True
         except OSError as error:
-            if error.errno != errno.EIO:  # a pseudo-terminal says EIO when its last writer is gone
+            if error.errno != errno.EIO:  # a pseudo-terminal gives EIO after its last writer has closed it
                 raise
             data = b""
         if not data:

@@ -5,12 +5,12 @@ import os
 import socket
 import struct
 
-_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: the kernel says who sent a datagram
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid of the sender, from the kernel
 _LARGEST = 1 << 18
 
 
 class RankMessages:
-    """A datagram socket without a file; ``name`` is what ranks find in their environment."""
+    """A datagram socket without a file; ``name`` is its name for the environment of the ranks."""
 
     def __init__(self):
         self.name = f"deepspeed-{os.getpid()}-{os.urandom(8).hex()}"

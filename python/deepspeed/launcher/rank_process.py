@@ -9,7 +9,7 @@ from deepspeed.launcher.forked_script import ForkedScript
 
 
 class RankProcess:
-    """``channels`` is ``(stdout, stderr)``, the same object twice where one keeps the order of lines. ``memory``:
+    """``channels`` is ``(stdout, stderr)``, the same object twice if one channel keeps the order of lines. ``memory``:
     arguments of ``linux.take_memory_from``. ``forks``: it is forked from this process, with the descriptors ``kept``.
 
     The process leads a session of its own: Ctrl-C reaches the launcher alone, which passes it on exactly once, and
@@ -68,5 +68,5 @@ class RankProcess:
             linux.kill_group(self.pid, sig) if sig == signal.SIGINT else linux.kill(self.pid, sig)
 
     def how_it_ended(self):
-        """In words, with what that often means."""
+        """A text that says how the rank ended, with the usual cause."""
         return exit_codes.how_it_ended(self.process.returncode)

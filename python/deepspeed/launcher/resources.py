@@ -1,4 +1,4 @@
-"""Hosts and slots: the hostfile, the --include/--exclude language, and the text that carries them to a node."""
+"""Hosts and slots: the hostfile, the --include/--exclude language, and their text form for command lines."""
 
 import base64
 import json

@@ -41,11 +41,11 @@ class Share:
         self.elastic = elastic
 
     def as_dict(self):
-        """For a message: ``Share(**message)`` makes it again."""
+        """The share as a message; ``Share(**message)`` is its inverse."""
         return dict(vars(self))
 
     def plan(self, inherited):
-        """The ``NodePlan`` on this host, from its environment ``inherited``; LaunchError for what it does not have."""
+        """The ``NodePlan`` on this host, from its environment ``inherited``; LaunchError if it lacks something."""
         args, notes = SimpleNamespace(**self.options), []
         if self.folder is not None:
             self._enter()

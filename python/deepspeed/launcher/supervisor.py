@@ -79,7 +79,7 @@ class Supervisor:
 
     def _channel(self, fd, prefix, tail, may_be_terminal=True):
         terminal = fd if may_be_terminal and not prefix and os.isatty(fd) else None
-        # Only one stream into a place needs no care about the lines of others.
+        # A single stream into a file cannot mix with lines of others.
         sink = Sink(fd, prefix, whole_lines=may_be_terminal and len(self._plan.commands) > 1)
         channel = Channel(sink, tail, terminal)
         self._selector.register(channel.fd, selectors.EVENT_READ, channel)
@@ -111,7 +111,7 @@ class Supervisor:
             left = max(0.0, self._kill_at - now)
             timeout = left if timeout is None else min(left, timeout)
         self._select(timeout)
-        # After the reading: when we were late, the end of the line may have been there.
+        # After reading: if this process was late, the end of the line may have arrived meanwhile.
         for sink, waiting in half:
             if sink.waiting.startswith(waiting):
                 sink.wait(time.monotonic() - now)
@@ -122,7 +122,7 @@ class Supervisor:
         return [(sink, sink.waiting) for sink in sinks if sink.waiting and not sink.prefix]
 
     def _select(self, timeout):
-        # Returns whether there was something.
+        # Returns whether there was output.
         ready = self._selector.select(timeout)
         for key, _ in ready:
             if key.fd == self._messages.fd:

@@ -1,4 +1,4 @@
-"""Words of a command line: splitting what a user wrote as one, quoting for the shell of another host.
+"""Words of a command line: splits a line that a user wrote, and quotes words for the shell of another host.
 
 ``shlex`` does both, but importing it costs a tenth of the launcher's start.
 """

@@ -1,5 +1,5 @@
-"""Output of many hosts on its way to the terminal, in a thread: a terminal that is held (Ctrl-S) must not stop the
-heartbeats of the job."""
+"""Writes the output of many hosts to the terminal, in a thread: a held terminal (Ctrl-S) must not stop the heartbeats
+of the job."""
 
 import os
 import queue

@@ -18,6 +18,7 @@ from deepspeed.module_inject.auto_ep_config import (
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.module_inject.auto_ep_presets.base import _UNSET, MoELayerSpec, MoEModelPreset
 from deepspeed.module_inject.auto_ep_presets.registry import (
+    PRESET_MODELS,
     get_preset_adapter,
     unsupported_preset_for_hf_model_type,
 )
@@ -39,7 +40,7 @@ def _shape(param):
 
 
 def _returns_two(module):
-    """Whether the last thing that the forward of ``module`` does is to return a pair; None where nobody can tell."""
+    """Whether the forward of ``module`` ends by returning a pair; None if its source is not available."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(type(module).forward)))
     except (OSError, TypeError, SyntaxError):  # no source: a model that was traced, or typed in
@@ -63,7 +64,10 @@ class AutoEP:
             kind = getattr(self.model_config, "model_type", None)
             why = unsupported_preset_for_hf_model_type(kind)
             if why is not None:
-                raise config_error(f"{SECTION}: models of type {kind!r} cannot be changed so: {why}", [SECTION])
+                known = ", ".join(name for preset in PRESET_MODELS.values() for name in preset.hf_model_types)
+                raise config_error(
+                    f"{SECTION}: AutoEP does not support model_type {kind!r}: {why}; supported: {known}", [SECTION]
+                )
         self.preset = self.preset or MoEModelPreset()
 
     # ---- finding -----------------------------------------------------------------------------------------------------

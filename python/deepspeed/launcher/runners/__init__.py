@@ -1,4 +1,4 @@
-"""The ways to reach several hosts, by the name that ``--launcher`` takes."""
+"""The runners, which start jobs on several hosts, by their names for ``--launcher``."""
 
 from deepspeed.registry import Registry
 

@@ -13,17 +13,17 @@ from deepspeed.launcher.words import split_words
 class MultiNodeRunner(ABC):
     """Makes the command that starts a job on the hosts of ``world_info_base64`` (``encode_world_info``).
 
-    ``args``: the options of the program ``deepspeed``. ValueError for options that this way does not know.
+    ``args``: the options of the program ``deepspeed``. ValueError for options that this runner does not know.
     """
 
-    program = ""  # that must be installed where the job is started
-    package = ""  # what brings it
+    program = ""  # must be installed on the host where the job is started
+    package = ""  # the package that contains the program
     uses_ssh = False
-    takes_pool = False  # whether its constructor wants the hosts and their slots
-    starts_ranks = False  # itself, instead of an agent on each host
-    one_link_per_host = False  # that carries the job over stdin and stdout; else agents connect to the head
-    passes_environment = False  # of the head to the agents
-    reads_hostfile = False  # its program does
+    takes_pool = False  # the constructor takes the hosts and their slots
+    starts_ranks = False  # the program starts the ranks, without agents
+    one_link_per_host = False  # the program links one agent to the head by stdin and stdout; else agents connect to it
+    passes_environment = False  # the program gives the environment of the head to the agents
+    reads_hostfile = False  # the program reads the hostfile
 
     def __init__(self, args, world_info_base64):
         self.args = args
@@ -51,15 +51,15 @@ class MultiNodeRunner(ABC):
         return find_program(self.program) is not None
 
     def add_export(self, key, var):
-        """The ranks find ``key`` with the value ``var`` in their environment."""
+        """Sets ``key`` to ``var`` in the environment of the ranks."""
         self.exports[key.strip()] = str(var)
 
     def parse_user_args(self):
-        """The arguments of the script as words of the command."""
+        """The arguments of the script, as arguments of the command."""
         return list(self.args.user_args)
 
     def validate_args(self):
-        """ValueError for options that this way to start a job does not know."""
+        """Raises ValueError for options that this runner does not know."""
         split_words(self.args.launcher_args)
         if self.args.ssh_port is not None and not self.uses_ssh:
             raise ValueError(f"--ssh_port is for ssh and pdsh; --launcher {self.name} reaches hosts by itself.")
@@ -67,14 +67,14 @@ class MultiNodeRunner(ABC):
             raise ValueError(f"--slurm_comment is for --launcher slurm, and this is --launcher {self.name}.")
 
     def why_not(self):
-        """An empty text when it can be used here, else what to install."""
+        """An empty text if the runner can be used here, else a sentence that says what to install."""
         if self.backend_exists():
             return ""
         return f"--launcher {self.name} needs the program {self.program!r}, which is not installed ({self.package})."
 
     # ---- pieces of commands --------------------------------------------------------------------------------------
     def launcher_words(self):
-        """``--launcher_args`` as words."""
+        """``--launcher_args`` as a list of arguments."""
         return split_words(self.args.launcher_args)
 
     def script_words(self, local_rank=None):
@@ -87,7 +87,7 @@ class MultiNodeRunner(ABC):
         return words + self.user_arguments
 
     def refuse_filters(self):
-        """For MPI, which reads the hostfile itself."""
+        """Raises ValueError for filters of hosts, because MPI reads the hostfile itself."""
         for name in ("include", "exclude"):
             if getattr(self.args, name):
                 raise ValueError(
@@ -102,7 +102,7 @@ class MultiNodeRunner(ABC):
 
 
 class PoolRunner(MultiNodeRunner):
-    """A runner that wants to know ``{host: slots}`` when it is made."""
+    """A runner whose constructor takes ``{host: slots}``."""
 
     takes_pool = True
 
@@ -114,7 +114,7 @@ class PoolRunner(MultiNodeRunner):
 class MPIRunner(PoolRunner):
     """MPI starts the ranks; each runs ``deepspeed.launcher.launcher_helper``, which runs the script.
 
-    Values of exported variables stay in the environment of mpirun: the command has their names alone.
+    Values of exported variables are in the environment of mpirun; the command contains only their names.
     """
 
     program = "mpirun"
@@ -142,7 +142,7 @@ class MPIRunner(PoolRunner):
         return why
 
     def tidy(self):
-        """Removes what ``get_cmd`` left; called when mpirun has ended."""
+        """Removes files that ``get_cmd`` has made; called after mpirun has ended."""
 
     def validate_args(self):
         super().validate_args()
@@ -159,7 +159,7 @@ class MPIRunner(PoolRunner):
         return {host: slots if isinstance(slots, int) else len(slots) for host, slots in resources.items()}
 
     def equal_count(self):
-        """The ranks of each host; ValueError when they differ."""
+        """The number of ranks of each host; ValueError if hosts differ."""
         counts = self.counts()
         if len(set(counts.values())) != 1:
             shown = ", ".join(f"{host} {count}" for host, count in counts.items())
@@ -189,14 +189,14 @@ class MPIRunner(PoolRunner):
 
 
 def python_words(args):
-    """Python on a host: that of the virtual environment whose script is sourced first, else the one that runs here."""
+    """The command for Python on a host: that of the virtual environment that is activated first, else this one."""
     if args.venv_script:
         return ["bash", "-c", '. "$0" && exec "$@"', args.venv_script, "python"]
     return [sys.executable or "python3"]
 
 
 def hosts_of(active_resources):
-    """The hosts as one word: ``h1,h2``."""
+    """The hosts as one argument: ``h1,h2``."""
     return ",".join(active_resources)
 
 

@@ -5,7 +5,7 @@ from deepspeed.launcher.runners.base import MPIRunner, hosts_of
 
 
 class IMPIRunner(MPIRunner):
-    """Every host has the same number of ranks. Where cores are bound to ranks, MPI's own binding is switched off."""
+    """Every host has the same number of ranks. If cores are bound to ranks, MPI's own binding is off."""
 
     package = "install Intel MPI, and source its setvars.sh"
     maker, others = "Intel MPI", ("Open MPI", "Spectrum MPI")

@@ -15,7 +15,7 @@ class MPICHRunner(MPIRunner):
         return MPICH_LAUNCHER
 
     def hosts(self):
-        """Options that say how many ranks run where."""
+        """Options with the hosts and their numbers of ranks."""
         counts = self.counts()
         total = ["-n", str(sum(counts.values()))]
         if len(set(counts.values())) == 1:

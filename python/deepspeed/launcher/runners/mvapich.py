@@ -21,7 +21,7 @@ _EXPORTS = {
 
 
 class MVAPICHRunner(MPIRunner):
-    """Every host has the same number of ranks; the hosts stand in a file of its own, ``MVAPICH_TMP_HOSTFILE``."""
+    """Every host has the same number of ranks; the file ``MVAPICH_TMP_HOSTFILE`` lists the hosts."""
 
     package = "install MVAPICH2"
     maker, others = "MVAPICH2", ("Open MPI", "Spectrum MPI")
@@ -37,7 +37,7 @@ class MVAPICHRunner(MPIRunner):
         return MVAPICH_LAUNCHER
 
     def backend_exists(self):
-        """Whether the MPI on the path says that it is MVAPICH2."""
+        """Whether the MPI on the path is MVAPICH2, by its version text."""
         if find_program("mpiname") is None:
             return False
         said = subprocess.run(["mpiname"], capture_output=True, text=True, check=False).stdout
@@ -53,7 +53,7 @@ class MVAPICHRunner(MPIRunner):
         return command + ["-genvlist", ",".join(names)] + self.rank_words()
 
     def tidy(self):
-        """The file of hosts goes, unless another job has written it since."""
+        """Removes the file of hosts, unless another job has written it meanwhile."""
         with contextlib.suppress(FileNotFoundError):
             if self._written is not None and _identity(os.stat(MVAPICH_TMP_HOSTFILE)) == self._written:
                 os.unlink(MVAPICH_TMP_HOSTFILE)

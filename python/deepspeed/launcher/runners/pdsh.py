@@ -8,7 +8,7 @@ from deepspeed.launcher.words import join_words, quote
 
 
 def _word(text):
-    # pdsh itself reads %h, %u and %n, the shell of the host the rest.
+    # pdsh replaces %h, %u and %n; the shell of the host reads the rest.
     return quote(text).replace("%", "%%")
 
 
@@ -21,7 +21,7 @@ class PDSHRunner(MultiNodeRunner):
 
     def __init__(self, args, world_info_base64):
         super().__init__(args, world_info_base64)
-        self.job_id = os.urandom(8).hex()  # by which the processes of this job, and no others, are found
+        self.job_id = os.urandom(8).hex()  # identifies the processes of this job
 
     @property
     def name(self):

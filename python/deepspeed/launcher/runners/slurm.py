@@ -5,7 +5,7 @@ from deepspeed.launcher.runners.base import PoolRunner, hosts_of
 
 
 class SlurmRunner(PoolRunner):
-    """srun starts each rank as a task; the ranks find their place in Slurm's variables."""
+    """srun starts each rank as a task; ranks take their number from Slurm's variables."""
 
     program = "srun"
     package = "apt install slurm-client"
@@ -16,7 +16,7 @@ class SlurmRunner(PoolRunner):
         return SLURM_LAUNCHER
 
     def base_command(self, active_resources, tasks):
-        """srun with its options, up to what each task runs. srun knows no --include: it is a list of nodes."""
+        """srun with its options, without the command of the tasks. --include becomes a list of nodes."""
         command = ["srun", "-n", str(tasks)]
         if self.args.slurm_comment:
             command += ["--comment", self.args.slurm_comment]

@@ -1,4 +1,4 @@
-"""ssh alone: one connection per host, which carries everything."""
+"""ssh alone: one connection per host for messages and output."""
 
 from deepspeed.launcher.constants import SSH_LAUNCHER
 from deepspeed.launcher.runners.base import MultiNodeRunner, launch_words, working_folder
@@ -18,7 +18,7 @@ class SSHRunner(MultiNodeRunner):
         return SSH_LAUNCHER
 
     def base_command(self, host):
-        """ssh with its options and the host: it never asks questions, and notices a host that is gone."""
+        """ssh with its options and the host: it never asks questions, and ends if the host is lost."""
         command = ["ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2", "-T"]
         if self.args.ssh_port is not None:
             command += ["-p", str(self.args.ssh_port)]

@@ -1,4 +1,4 @@
-"""The families of models that are known, and what is particular about their routers."""
+"""Presets for known families of models, and adapters for their routers."""
 
 import dataclasses
 
@@ -41,7 +41,7 @@ PRESET_MODELS = {
     ),
 }
 
-# model_type -> what its experts have that stacked ones have not.
+# model_type -> the reason why its experts cannot be stacked.
 _UNSUPPORTED = {
     "gpt_oss": "its experts have biases and an activation of their own",
     "llama4": "its router multiplies the inputs of experts by a sigmoid of their own scores",
@@ -58,13 +58,13 @@ def preset_name_for_hf_model_type(model_type):
 
 
 def unsupported_preset_for_hf_model_type(model_type):
-    """Why models of this type have no preset, of those that are known to have experts of another kind; None else."""
+    """The reason why models of this type have no preset, if they are known to have other experts; else None."""
     return _UNSUPPORTED.get(model_type)
 
 
 @dataclasses.dataclass(frozen=True)
 class PresetAdapter:
-    """What is particular about a router. ``fp32_router``: logits are computed in fp32, whatever type the weights have.
+    """Special features of a router. ``fp32_router``: logits are computed in fp32, whatever type the weights have.
     ``expert_bias_name``: its buffer with a number for each expert that counts only where experts are chosen."""
 
     fp32_router: bool = False
