@@ -1,4 +1,4 @@
-"""One piece of memory for the saved activations of all layers, so that they do not fragment what is left."""
+"""Contiguous buffers for the saved activations of all layers, so that they do not fragment the remaining memory."""
 
 import torch
 
@@ -8,7 +8,7 @@ from deepspeed.accelerator import get_accelerator
 class ContiguousBuffers:
     """Hands out slots of buffers that hold ``slots`` activations of one size each.
 
-    A buffer lives as long as a tensor in it does, so nothing that is still needed is ever written over: when the slots
+    A buffer lives as long as a tensor in it does, so a tensor in use is never overwritten: when the slots
     are used up, or the next forward begins after a backward (``close``), a new buffer is opened.
     """
 
@@ -31,5 +31,5 @@ class ContiguousBuffers:
         return buffer.data.narrow(0, used * numel, numel)
 
     def close(self):
-        """Later slots come from new buffers."""
+        """Makes later slots come from new buffers."""
         self._open.clear()

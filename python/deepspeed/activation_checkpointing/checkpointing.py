@@ -1,8 +1,8 @@
 """``deepspeed.checkpointing``: drop-in for ``torch.utils.checkpoint``, and Megatron's random number tracker.
 
 A checkpointed segment keeps its inputs only and runs again in backward, with the random numbers and the autocast
-settings of its forward. ``configure`` says how the inputs wait: sharded over the model-parallel ranks, in one buffer,
-on the host.
+settings of its forward. ``configure`` chooses how the inputs are kept: sharded over the model-parallel ranks, in one
+buffer, on the host.
 """
 
 import torch
@@ -85,7 +85,7 @@ def non_reentrant_checkpoint(function, *args):
 
 
 def split_checkpoint(function, *args):
-    """``non_reentrant_checkpoint`` for a backward in two halves: both use what was computed again once."""
+    """``non_reentrant_checkpoint`` for a backward in two halves: one recomputation serves both."""
     return checkpoint(function, *args, use_reentrant=False, keep_recomputed=True)
 
 
@@ -99,7 +99,7 @@ def configure(
     synchronize=None,
     profile=None,
 ):
-    """Chooses how the inputs of checkpointed segments wait for backward, for this process.
+    """Chooses how this process keeps the inputs of checkpointed segments for backward.
 
     mpu_:                     object with Megatron's ``get_model_parallel_{group,rank,world_size}`` methods, or None.
     deepspeed_config:         dict, path or DeepSpeedConfig whose section ``activation_checkpointing`` is read.
@@ -110,9 +110,9 @@ def configure(
     synchronize:              waits for the device at both ends of each segment.
     profile:                  logs the time of each segment.
 
-    Arguments go before the section; what neither names goes back to its default, but an mpu stays. Raises
-    DeepSpeedConfigError for a section that is wrong, and the same as an AssertionError for options that do not fit
-    together: then nothing has changed.
+    Arguments win over the section; options that neither names return to their defaults, but an mpu stays. Raises
+    DeepSpeedConfigError for a wrong section, and one that is also an AssertionError for options that contradict each
+    other. No option changes then.
     """
     defaults = _settings.Settings()
     wanted = {setting: getattr(defaults, setting) for setting in _KEYS}
@@ -128,8 +128,8 @@ def configure(
 
 
 def configure_from(config, mpu=None):
-    """``configure`` for an engine: does nothing when the section of the DeepSpeedConfig ``config`` sets nothing, so
-    that what a script configured itself stays."""
+    """``configure`` for an engine: does nothing if the section of the DeepSpeedConfig ``config`` sets nothing, so
+    that settings of a script stay."""
     section = config.activation_checkpointing_config
     if any(section[key] not in (None, False) for key, _ in _KEYS.values()):
         configure(mpu, deepspeed_config=config)
@@ -185,7 +185,7 @@ def is_configured():
 
 
 def reset():
-    """Lets go of buffers; for evaluation with gradients, where no backward does it. Options stay."""
+    """Frees buffers, for evaluation with gradients, where no backward frees them. Options stay."""
     if _settings.current.buffers is not None:
         _settings.current.buffers.close()
     if _settings.current.offload is not None:

@@ -36,7 +36,7 @@ class CheckpointFunction(torch.autograd.Function):
                 "a re-entrant checkpoint cannot compute gradients for chosen inputs only (torch.autograd.grad, or "
                 "backward(inputs=...)): call loss.backward(), or use non_reentrant_checkpoint."
             )
-        if torch.is_grad_enabled():  # which is how autograd passes create_graph on
+        if torch.is_grad_enabled():  # autograd enables gradients here for create_graph
             raise RuntimeError(
                 "a re-entrant checkpoint has no second derivatives (backward with create_graph=True), since the "
                 "backward inside of it leaves no graph: use non_reentrant_checkpoint."
@@ -62,10 +62,10 @@ class CheckpointFunction(torch.autograd.Function):
 
 
 def _fresh(tensor, inputs):
-    """An output that autograd may make part of the graph: it does so in place, and the function may have returned a
-    tensor that was there before (a buffer, a constant, a parameter)."""
+    """An output that autograd may make part of the graph in place. The function may have returned a tensor that existed
+    before (a buffer, a constant, a parameter), which must not change."""
     if any(tensor is one for one in inputs) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return tensor  # of inputs autograd takes care itself
+        return tensor  # autograd handles inputs itself
     # Views stay views, so that changing one of two that overlap remains an error; .data is none.
     return tensor.detach() if tensor._is_view() or tensor.requires_grad else tensor.data
 

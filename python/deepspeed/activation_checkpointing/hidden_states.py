@@ -1,4 +1,4 @@
-"""Marked hidden states wait for their backward in host memory or in files."""
+"""Keeps marked hidden states in host memory or in files until their backward."""
 
 import collections
 import functools
@@ -23,7 +23,7 @@ class _Saved:
         self.version = tensor._version
 
     def check(self):
-        # Autograd makes this check itself only where no hooks stand between it and the tensor.
+        # Autograd makes this check itself only for tensors without hooks.
         if self.tensor._version != self.version:
             raise RuntimeError(
                 f"a hidden state of shape {list(self.tensor.shape)} that is needed for backward has been modified by "
@@ -33,7 +33,7 @@ class _Saved:
 
 class CheckpointHiddenStatesOffload(_ActivationOffloadEngine, torch.autograd.graph.saved_tensors_hooks):
     """A context in which tensors that were given to ``mark`` and that autograd saves are moved to the host; backward
-    gets them back one ahead of its need. What was not marked is saved as ever.
+    gets them back one ahead of its need. Unmarked tensors are saved as usual.
 
     It fits around any checkpointing that saves the inputs of its segments through autograd: mark the hidden states
     that go from layer to layer. The segments of ``deepspeed.checkpointing`` mark theirs by themselves. Arguments: see
@@ -48,7 +48,7 @@ class CheckpointHiddenStatesOffload(_ActivationOffloadEngine, torch.autograd.gra
         torch.autograd.graph.saved_tensors_hooks.__init__(self, self._pack, self._unpack)
         self._marked = {}
         self._recent = collections.deque()
-        self._order = []  # weak references to what was moved, in order of forward
+        self._order = []  # weak references to moved tensors, in order of forward
 
     def mark(self, tensor):
         """``tensor`` is moved when autograd saves it; returns it."""
@@ -56,7 +56,7 @@ class CheckpointHiddenStatesOffload(_ActivationOffloadEngine, torch.autograd.gra
         return tensor
 
     def reset(self):
-        """Forgets the marks of this step; what was saved stays usable."""
+        """Drops the marks of this step; saved tensors stay usable."""
         self._marked.clear()
         self._recent.clear()
         self._order = []
@@ -74,8 +74,8 @@ class CheckpointHiddenStatesOffload(_ActivationOffloadEngine, torch.autograd.gra
         return torch.autograd.graph.saved_tensors_hooks.__exit__(self, *args, **kwargs)
 
     def wants(self, tensor):
-        """Whether this tensor, which autograd saves, was marked. Autograd hands over an alias, so it is known by its
-        place in memory. A mark whose tensor died may name another one by now; moving that one is harmless."""
+        """Whether this tensor, which autograd saves, was marked. Autograd passes an alias, so the tensor is identified
+        by its address. A mark whose tensor died may name another one by now; moving that one is harmless."""
         return _place(tensor) in self._marked
 
     # ---- where they wait ---------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class CheckpointHiddenStatesOffload(_ActivationOffloadEngine, torch.autograd.gra
         return tensor
 
     def _fetch_last(self, current=None):
-        # Backward comes to the latest one that is still alive next.
+        # Backward needs the latest tensor that is still alive next.
         while self._order:
             candidate = self._order[-1]()
             if candidate is None or candidate is current:

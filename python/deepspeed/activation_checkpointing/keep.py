@@ -25,7 +25,7 @@ class Origin(NamedTuple):
 
 # ---- shards -------------------------------------------------------------------------------------------------------
 def get_partition_size(item):
-    """Elements of each model-parallel rank's shard of ``item``; the last one is padded where they do not come out."""
+    """Elements of each model-parallel rank's shard of ``item``; the last shard may be padded."""
     parts = current.parts()
     return (item.numel() + parts - 1) // parts
 
@@ -58,7 +58,7 @@ def _shard(arg, place, to_host, contiguous):
             "checkpoint_in_cpu=True."
         )
     shard = _room(place, size, arg, move, contiguous)
-    if mine.numel() < size:  # the shards of all ranks travel in one collective, so they are of one size
+    if mine.numel() < size:  # one collective gathers the shards of all ranks, so they have one size
         mine = torch.cat([mine, mine.new_zeros(size - mine.numel())])
     if move:
         current.offload.to_host(mine, shard)
@@ -93,7 +93,7 @@ def _compare_once(arg):
     first = gathered[0]
     for rank, other in enumerate(gathered):
         if bool(torch.isnan(first).any() | torch.isnan(other).any()):
-            continue  # nothing to compare; the loss will tell
+            continue  # there is nothing to compare
         if other[0] != first[0] or bool(((other - first).abs() > 1e-3 * (first[2] + 1e-30)).any()):
             raise RuntimeError(
                 f"partition_activations needs the same activation on every model-parallel rank, but rank {rank} of the "
@@ -105,8 +105,8 @@ def _compare_once(arg):
 
 
 def get_partitioned_activations_for_backward(args, inputs, contiguous_checkpoint):
-    """Entries for ``args``, of which ``inputs`` is what ``partition_activations`` made. ``contiguous_checkpoint`` is
-    accepted for the sake of callers: shards in buffers are kept like others."""
+    """Entries for ``args``, of which ``inputs`` is the result of ``partition_activations``. ``contiguous_checkpoint``
+    has no effect: shards in buffers are kept like others."""
     parts = current.parts()
     return _entries(args, inputs, lambda arg: Origin(arg.shape, arg.device, parts))
 
@@ -133,7 +133,7 @@ def get_offloaded_activations_for_backward(args, engine):
 
 
 def restore_offloaded_activations(tensors, engine):
-    """Entries again, with what the ``engine`` copied to the host back on the device that it came from."""
+    """Entries again; tensors that the ``engine`` has copied to the host are on their devices again."""
     restored = []
     for kept, origin in zip(tensors[0::2], tensors[1::2]):
         if origin is not None and kept.device != origin.device:
@@ -144,7 +144,7 @@ def restore_offloaded_activations(tensors, engine):
 
 def gather_partitioned_activations(tensors, device=None):
     """The inputs behind entries, as a tuple. Shards are gathered from the model-parallel group: every rank of it must
-    call this in the same order. Activations go to ``device`` if one is given, else to where they were."""
+    call this in the same order. Activations are moved to ``device`` if it is given, else to their earlier device."""
     inputs = []
     for kept, origin in zip(tensors[0::2], tensors[1::2]):
         if origin is None:
@@ -173,7 +173,7 @@ def keep(args):
 
 
 def bring_back(entries):
-    """The inputs behind ``entries``: a tuple of tensors, and of what was no tensor."""
+    """The inputs that ``entries`` describe: a tuple of tensors and other objects."""
     if current.buffers is not None and not thread.recomputing:
         current.buffers.close()
     if any(o is not None and k.device != o.device for k, o in zip(entries[0::2], entries[1::2])):

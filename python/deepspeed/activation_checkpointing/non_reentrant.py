@@ -1,5 +1,5 @@
-"""The checkpoint without a backward inside: the segment's own graph stays, and what its nodes saved is computed again
-when the first of them asks."""
+"""The checkpoint without a backward inside: the segment's own graph stays, and saved tensors are computed again when
+the first of its nodes needs one."""
 
 import weakref
 
@@ -29,11 +29,11 @@ class _Holder:
 
 
 class _EnoughError(Exception):
-    """Ends a recomputation that has all it was run for."""
+    """Ends a recomputation that has computed all required tensors."""
 
 
 class _Frame:
-    """One segment: the holders its graph keeps, in order, and what was computed again for those still alive."""
+    """One segment: the holders in its graph, in order, and the recomputed tensors of those that are still alive."""
 
     def __init__(self, call):
         self.call = call
@@ -42,7 +42,7 @@ class _Frame:
             self.end = _KeptInputs.apply(torch.empty(0, requires_grad=True), *kept)  # keeps its node alive
         self.wanted = [tensor.requires_grad for tensor in call.tensors]
         self.holders = []
-        self.facts = []  # shape, dtype and device of what each holder stands for
+        self.facts = []  # shape, dtype and device of the tensor of each holder
         self.again = weakref.WeakKeyDictionary()
         self.complete = False  # forward has returned
 
@@ -55,15 +55,15 @@ class _Frame:
     def unpack(self, holder):
         if holder not in self.again:
             self.recompute()
-        if self.call.options.keep_recomputed:  # until the graph lets go of the holder
+        if self.call.options.keep_recomputed:  # until the graph releases the holder
             return self.again[holder]
         # Once per use; a second backward over the graph (retain_graph) computes the segment once more.
         return self.again.pop(holder)
 
     def recompute(self):
         saved = []
-        # A function that runs a backward of its own asks before it has returned. What the graph saved until then is
-        # computed again, and nothing after it.
+        # A function that runs a backward of its own needs tensors before it has returned. Only tensors that the graph
+        # has saved until then are computed again.
         stop_at = None if self.complete else len(self.holders)
 
         def keep_again(tensor):
@@ -82,7 +82,7 @@ class _Frame:
             try:
                 self.call.again(detached)
             except Exception:
-                if len(saved) != stop_at:  # by count, not by type: torch 1.13 turns what a hook raises into its own
+                if len(saved) != stop_at:  # by count, not by type: torch 1.13 replaces errors of hooks by its own
                     raise
         if len(saved) != len(self.holders):
             self._differs(f"it saved {len(self.holders)} tensors for backward in forward and {len(saved)} now")

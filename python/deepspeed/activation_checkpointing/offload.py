@@ -31,7 +31,7 @@ class _HostPool:
             buffer = torch.empty(size, dtype=torch.uint8)
             if self._pin:
                 buffer = get_accelerator().pin_memory(buffer, make_copy=False)
-        # The array is what torch's storage refers to, so it dies with the last tensor on the buffer.
+        # torch's storage refers to this array, so it is freed with the last tensor on the buffer.
         array = buffer.numpy()
         weakref.finalize(array, self._take_back, buffer).atexit = False
         return torch.from_numpy(array).view(dtype)
@@ -42,7 +42,7 @@ class _HostPool:
                 self._free[buffer.numel()].append(buffer)
 
     def count(self):
-        """Buffers that wait for their next use."""
+        """The number of unused buffers."""
         with self._lock:
             return sum(map(len, self._free.values()))
 
@@ -56,7 +56,7 @@ class _ActivationOffloadEngine:
 
     use_pin_memory:            copy into page-locked memory; without it no copy overlaps anything.
     use_streams:               copy on a stream of its own.
-    min_offload_bytes:         smaller tensors stay where they are.
+    min_offload_bytes:         smaller tensors stay on the device.
     max_fwd_stash_count:       copies to the host that may be under way, each with its tensor kept until it is done.
     max_cpu_buffer_pool_count: host buffers kept for reuse.
     keep_last_count:           the latest tensors, which backward wants first, stay on the device.
@@ -104,8 +104,8 @@ class _ActivationOffloadEngine:
         return self._pool.empty(numel, dtype)
 
     def to_host(self, tensor, host=None):
-        """A copy of ``tensor`` in host memory, in ``host`` if given. It may still be being written when this returns:
-        hand it to ``to_device``, or synchronise before reading it on the host."""
+        """A copy of ``tensor`` in host memory, in ``host`` if given. The copy may still run when this returns:
+        pass it to ``to_device``, or synchronise before reading it on the host."""
         source = tensor.detach()
         if host is None:
             host = self.room(source.numel(), source.dtype).view(source.shape)
@@ -132,7 +132,7 @@ class _ActivationOffloadEngine:
         accelerator = get_accelerator()
         stream, now = self._stream(device), accelerator.current_stream(device.index)
         made = torch.empty(host.shape, dtype=host.dtype, device=device)
-        # `made` may lie where earlier work of this stream is still reading; and the copy to the host came before on
+        # Earlier work of this stream may still read the memory of `made`; and the copy to the host came before on
         # the same stream, so it is complete.
         stream.wait_stream(now)
         with accelerator.stream(stream):
@@ -142,7 +142,7 @@ class _ActivationOffloadEngine:
         return made
 
     def _settle(self, count):
-        """Lets go of all but the latest ``count`` sources; work that follows waits for their copies."""
+        """Releases all but the latest ``count`` sources; later work waits for their copies."""
         while len(self._stash) > count:
             event, source, version = self._stash.popleft()
             get_accelerator().current_stream(source.device.index).wait_event(event)

@@ -1,4 +1,4 @@
-"""``ds_elastic``: what the section ``elasticity`` of a configuration file allows."""
+"""``ds_elastic``: prints the batch and the numbers of ranks that the section ``elasticity`` of a file allows."""
 
 import argparse
 import json

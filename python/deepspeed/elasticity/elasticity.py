@@ -1,4 +1,4 @@
-"""``compute_elastic_config``: what the section ``elasticity`` means for schedulers, before a job is started."""
+"""``compute_elastic_config``: evaluates the section ``elasticity`` for schedulers, before a job is started."""
 
 import os
 import re

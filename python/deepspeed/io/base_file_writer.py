@@ -23,15 +23,15 @@ class BaseFileWriter:
         raise NotImplementedError
 
     def flush(self):
-        """Everything written so far is in the file."""
+        """Returns when all bytes that were written are in the file."""
         raise NotImplementedError
 
     def fileno(self):
-        """A descriptor at the end of what was written. Who writes through it is followed by the next ``write``."""
+        """A descriptor at the end of what was written. The next ``write`` continues after bytes written through it."""
         raise NotImplementedError
 
     def close(self):
-        """Ends the file. More calls do nothing."""
+        """Ends the file. Further calls do nothing."""
         raise NotImplementedError
 
     def save_torch_storage_object_list(self, storage_obj_list, save_size):

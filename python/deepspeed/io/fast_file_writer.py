@@ -31,11 +31,11 @@ class FastFileWriterConfig:
 
 
 class FastFileWriter(BaseFileWriter):
-    """Writes ``file_path`` by a handle of DeepNVMe. ``close`` sets the size and syncs; a file without it is not whole.
+    """Writes ``file_path`` by a handle of DeepNVMe. ``close`` sets the size and syncs the file.
 
     Raises:
-        ValueError: a tensor that is too small or not on the host, a rank that is none.
-        OSError: what the system refuses, with the path, offset and bytes; also from an earlier ``write``.
+        ValueError: the tensor is too small or not on the host, or the rank is out of range.
+        OSError: an error of the system, with path, offset and bytes; it may be that of an earlier ``write``.
     """
 
     def __init__(self, file_path, config):

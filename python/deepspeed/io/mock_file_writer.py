@@ -1,4 +1,4 @@
-"""A writer that writes nothing: what saving costs without a disk."""
+"""A writer that writes nothing, to measure the cost of saving without a disk."""
 
 import io
 
@@ -6,7 +6,7 @@ from deepspeed.io.base_file_writer import BaseFileWriter
 
 
 class MockFileWriter(BaseFileWriter):
-    """Counts what it is given and drops it. There is no file: ``fileno`` raises io.UnsupportedOperation."""
+    """Counts bytes and drops them. There is no file: ``fileno`` raises io.UnsupportedOperation."""
 
     def __init__(self, file_path):
         super().__init__(file_path)

@@ -1,4 +1,4 @@
-"""A writer over Python's own files: what ``torch.save`` does, with an fsync at the end."""
+"""A writer over Python's own files, as ``torch.save`` uses them, with an fsync at the end."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Monitors: where metrics of a run go."""
+"""Monitors, which receive the metrics of a run."""
 
 from deepspeed.registry import lazy_package
 

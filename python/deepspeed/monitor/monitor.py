@@ -6,7 +6,7 @@ KINDS = {"tensorboard": "tb_monitor", "wandb": "wandb_monitor", "csv_monitor": "
 
 
 class Monitor:
-    """One place that metrics go to. A subclass writes them in ``write_events``; ``enabled`` says whether to bother."""
+    """A destination of metrics. A subclass writes them in ``write_events``; ``enabled`` says whether it does."""
 
     def __init__(self, monitor_config):
         self.monitor_config = monitor_config

@@ -1,4 +1,4 @@
-"""``ds_io``: how fast tensors are written to, or read from, folders with one setting."""
+"""``ds_io``: measures how fast tensors are written to, or read from, folders with one setting."""
 
 import argparse
 import json

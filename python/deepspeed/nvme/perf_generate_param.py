@@ -1,4 +1,4 @@
-"""``ds_nvme_tune``, second part: the best of what was measured, as the section ``aio`` of a configuration."""
+"""``ds_nvme_tune``, second part: prints the best measured setting as the section ``aio`` of a configuration."""
 
 import glob
 import json
@@ -15,7 +15,7 @@ def results_in(log_dir):
 
 
 def best_section(results):
-    """The one setting for reads and writes: the largest of the products of what it reaches of the best of each."""
+    """One setting for reads and writes: that with the largest product of its shares of the best read and write rate."""
     best = {op: max(r["gb_per_s"] for r in results if r["op"] == op) for op in {r["op"] for r in results}}
     shares = {}
     for result in results:

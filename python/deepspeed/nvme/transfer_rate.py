@@ -61,7 +61,7 @@ class Bench:
 
     def rates(self, setting, read, loops, validate=False, single=True):
         """GB/s (of 1e9 bytes) of each of ``loops`` transfers. single: by the blocking calls, else ``async_`` and
-        ``wait``. The file is there before a read, with known bytes."""
+        ``wait``. Before a read the file is written with known bytes."""
         builder = GDSBuilder if self.use_gds else AsyncIOBuilder
         handle = getattr(builder().load(), "gds_handle" if self.use_gds else "aio_handle")(**asdict(setting))
         tensor, release = self._tensor(handle)
