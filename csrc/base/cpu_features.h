@@ -1,4 +1,4 @@
-// Which instruction sets this processor (and its operating system) can run, and which one to use.
+// Instruction sets that this processor (and its operating system) can run, and the choice of one.
 #pragma once
 #include <string>
 #include <vector>

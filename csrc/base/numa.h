@@ -1,4 +1,4 @@
-// Which processors are next to which memory.
+// Processors by memory node.
 #pragma once
 #include <cstddef>
 #include <string>

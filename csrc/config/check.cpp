@@ -123,7 +123,7 @@ bool has_whole_value(const Value& value) {
   return std::isfinite(x) && std::floor(x) == x && x > -9.2e18 && x < 9.2e18;
 }
 
-// What pydantic makes of a text for an integer or a float; nothing when it refuses the text.
+// The number that pydantic reads from a text for an integer or a float; nothing if it refuses the text.
 std::optional<Value> number_of_text(std::string text, unsigned kinds) {
   const char* blanks = " \t\r\n";
   const size_t first = text.find_first_not_of(blanks);

@@ -43,7 +43,7 @@ struct Literal {
   bool is_null() const { return std::holds_alternative<std::nullptr_t>(value); }
 };
 
-// What a value may be. A Field holds a set of them.
+// A kind of value. A Field holds a set of them.
 enum Kind : unsigned {
   kBool = 1u << 0,
   kInt = 1u << 1,       // also 5e8 and 3.0: any finite number without a fraction
@@ -58,7 +58,7 @@ enum Kind : unsigned {
   kAnything = 1u << 10,
 };
 
-// What an unknown key inside a section means.
+// The treatment of an unknown key inside a section.
 enum class Unknown {
   kError,   // with the nearest known key
   kKeep,    // handed to the feature as given

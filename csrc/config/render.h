@@ -1,4 +1,4 @@
-// What the schema and a resolved configuration look like to people and to editors.
+// Renders the schema and a resolved configuration for people and for editors.
 #pragma once
 #include <string>
 

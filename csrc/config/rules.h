@@ -6,7 +6,7 @@ namespace ds::config {
 
 void run_rules(Config& config, const Schema& schema, const Options& options);
 
-// What a schema has to tell about a checked configuration: a title and lines for each of its consequences.
+// Consequences of a checked configuration, which a schema explains: a title and lines for each of them.
 std::string consequences(const Config& config, const Schema& schema);
 
 }  // namespace ds::config

@@ -48,7 +48,7 @@ struct Rule {
   bool whole_only = false;  // not checked for a section object that is made by itself
 };
 
-// What several keys together come to, for `ds_config explain`: lines under a title.
+// The combined result of several keys, for `ds_config explain`: lines under a title.
 struct Consequence {
   std::string title;
   std::function<std::vector<std::string>(const RuleContext&)> tell;

@@ -10,7 +10,7 @@
 
 namespace ds::formats {
 
-// What tells a file from one that has taken its name.
+// The identity of a file, to detect that another one has taken its name.
 struct FileIdentity {
   uint64_t device = 0, inode = 0, bytes = 0;
   int64_t changed_ns = 0;

@@ -231,7 +231,7 @@ const Ref* GraphBuilder::items_of(Ref ref, size_t* count) const {
 }
 
 void GraphBuilder::extend(Ref target, const Ref* items, size_t count) {
-  // Which other classes have room for items, those who make them know.
+  // The code that makes objects of other classes knows whether they can hold items.
   if (!is(target, Kind::kList) && !(is(target, Kind::kObject) && (is_object_of(target, "collections", "deque") ||
                                                                   class_of(target).use == NameUse::kPlain ||
                                                                   class_of(target).use == NameUse::kTrusted))) {

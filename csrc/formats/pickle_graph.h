@@ -1,4 +1,4 @@
-// What a pickle describes, as plain data: nodes, and the steps that fill them, in the order of the file.
+// The content of a pickle as plain data: nodes, and the steps that fill them, in the order of the file.
 //
 // A node refers to earlier nodes only, so whoever makes real objects of it walks both lists once, without recursion:
 // make the nodes up to `Step::nodes`, do the step, go on. A list that contains itself is a node and a later step.
@@ -51,7 +51,7 @@ struct Node {
   uint64_t at = 0;  // the byte of the pickle behind it
 };
 
-// What a name in a file is good for.
+// The permitted use of a name in a file.
 enum class NameUse : uint8_t {
   kValue,    // nothing is done with it: a dtype, a class without instances
   kRule,     // may be called as the table of this library says (pickle_names.h); `rule` is its row

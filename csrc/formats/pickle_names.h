@@ -1,4 +1,4 @@
-// What a pickle may name, and what its calls may be given. A name that is not here is refused, or left to a resolver.
+// Names that a pickle may use, and arguments that its calls may have. Other names are refused, or left to a resolver.
 #pragma once
 #include <cstdint>
 #include <string_view>

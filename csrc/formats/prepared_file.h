@@ -32,7 +32,7 @@ struct NamedTensor {
   size_t source = 0;
 };
 
-// Where a source is in the file.
+// The position of a source in the file.
 struct WrittenBytes {
   uint64_t offset = 0, bytes = 0;
   uint32_t crc32 = 0;
@@ -76,7 +76,7 @@ class TorchZipFile : public PreparedFile {
   FileRecord write(io::Files& files, const std::string& path, const io::StreamOptions& options,
                    io::Staging& staging) const override;
 
-  // What stands before the tensors, in order.
+  // The bytes before the tensors, in order.
   const std::vector<std::string>& texts() const { return texts_; }
   // Everything: the texts, the tensors, the version and the id.
   std::vector<io::ZipEntry> entries() const;
@@ -89,7 +89,7 @@ class TorchZipFile : public PreparedFile {
 // last, which is this.
 std::string serialization_id(const std::vector<io::ZipEntry>& entries, const std::vector<uint32_t>& crc32);
 
-// What torch.save wrote before: pickles, then each storage after the number of its elements.
+// The older format of torch.save: pickles, then each storage after the number of its elements.
 class TorchStreamFile : public PreparedFile {
  public:
   // head: the five pickles. counts: elements of each source.

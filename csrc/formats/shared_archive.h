@@ -20,7 +20,7 @@ struct EntryRun {
   uint64_t begin, end;
 };
 
-// What a writer has written: of `entry`, `bytes` bytes from `offset` on.
+// A run that a writer has written: `bytes` bytes of `entry` from `offset` on.
 struct WrittenRun {
   size_t entry;
   uint64_t offset, bytes;

@@ -28,7 +28,7 @@ class ZipDirectory {
   const std::vector<std::string>& names() const { return names_; }  // in the order of the directory
   bool has(const std::string& name) const { return entries_.count(name) > 0; }
 
-  // Where the data of a record lie. DamagedZip when the record is not where the directory says, or not there.
+  // The position of a record's data. DamagedZip if the record is not at the position that the directory gives.
   ZipRecord record(const std::string& name) const;
 
   // Bytes [start, start + count) of a packed record, unpacked, to `to`. DamagedZip for data that do not unpack to what

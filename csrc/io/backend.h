@@ -1,4 +1,4 @@
-// How the kernel is asked for transfers that go on beside the caller.
+// The interface to the kernel for asynchronous transfers.
 #pragma once
 #include <string>
 

@@ -39,7 +39,7 @@ DS_FOLDS __m128i folded(__m128i sum, __m128i factors, __m128i next) {
   return _mm_xor_si128(_mm_xor_si128(first, last), next);
 }
 
-// Where the bytes go beside the sum: nowhere, or to memory in whole lines.
+// The destination of the bytes beside the sum: none, or memory in whole lines.
 struct Nowhere {
   DS_FOLDS void put(size_t, __m128i) {}
   void rest(size_t, const char*, size_t) {}

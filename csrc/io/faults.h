@@ -35,7 +35,7 @@ class Faults {
   // Counts the call. kKill is for the caller to carry out (with `die`), so that a write can be torn first.
   CheckResult count(Call call);
 
-  // What `short` leaves of a read of so many bytes: something, whole blocks where it has more than one.
+  // The bytes of a read of `bytes` that `short` leaves: at least one, whole blocks if there are several.
   static size_t short_read(size_t bytes);
 
   // Ends the process as kill -9 does.

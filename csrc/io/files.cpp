@@ -18,7 +18,7 @@ namespace {
 
 constexpr size_t kLargestRead = size_t{1} << 30;  // one read of Linux ends below 2 GiB
 
-// What a call does about a verdict that is no short write: dies, or returns the errno to fail with (0: go on).
+// Carries out a verdict other than a short write: dies, or returns the errno to fail with (0: go on).
 int carry_out(const Faults::CheckResult& verdict) {
   if (verdict.action == Faults::Action::kKill) Faults::die();
   return verdict.action == Faults::Action::kError ? verdict.code : 0;

@@ -1,4 +1,4 @@
-// What io_uring and libaio have in common: requests in slots, faults on order, short transfers that go on.
+// The common part of io_uring and libaio: requests in slots, faults on order, short transfers that go on.
 #pragma once
 #include <deque>
 #include <string>

@@ -136,7 +136,7 @@ class SpanTransfer {
     }
   }
 
-  // Where threads transfer: as many as requests, but no crowd.
+  // Threads for transfers: one for each request, up to a limit.
   static int threads_for(int depth) { return std::clamp(depth, 1, 4); }
 
   BlockFile& file_;

@@ -1,4 +1,4 @@
-// Where everything in a store-only zip file lies: integers and headers, no file.
+// The layout of a store-only zip file: integers and headers, no file.
 //
 // The layout is the one torch.save writes: the data of every entry starts at a multiple of 64 bytes, behind padding in
 // an extra field "FB"; the checksum follows the data (a data descriptor) and stands in the directory. Sizes and offsets

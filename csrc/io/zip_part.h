@@ -19,7 +19,7 @@ class ZipPart {
   ZipPart(Files& files, const std::string& path, std::vector<ZipEntry> entries, uint64_t begin, uint64_t end,
           const StreamOptions& options);
 
-  // What of which entries the part has, in order.
+  // The runs of entries in the part, in order.
   const std::vector<ZipRun>& runs() const { return runs_; }
 
   // The next bytes of the runs. What stands between them is written, too, but for the checksum behind an entry whose

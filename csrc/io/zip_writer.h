@@ -17,7 +17,7 @@ class ZipWriter {
   // Entries without bytes pass by themselves.
   void write(const void* data, size_t bytes);
 
-  // How many entries are complete, and the checksum of each of them.
+  // The number of complete entries, and the checksum of each of them.
   size_t complete() const { return crc32_.size(); }
   const std::vector<uint32_t>& crc32() const { return crc32_; }
 

@@ -21,7 +21,7 @@ struct AttentionShape {
   float scale;                                                      // of scores
   float soft_cap;  // scores are soft_cap * tanh(score / soft_cap); 0: as they are
 
-  // What query i may see of key j: all of what follows.
+  // Query i may see key j if all of the following rules permit it.
   bool causal;     // j <= i + offset
   int64_t offset;  // of the first query behind the first key
   int64_t window;  // j > i + offset - window; 0: no window
@@ -33,7 +33,7 @@ struct AttentionShape {
   AttentionDropout dropout;  // of what values are multiplied by; totals are those of all
 };
 
-// What rows of queries have seen: largest and total [batch, heads, queries], sum [batch, heads, queries, value_size].
+// Results of rows of queries so far: largest and total [batch, heads, queries], sum [batch, heads, queries, value_size].
 // A row that has seen nothing has a largest score of -inf, and zeros. A row with a sink, a score that takes part in the
 // total and has no value, begins with that score as the largest one, a total of 1 and zeros.
 struct AttentionState {

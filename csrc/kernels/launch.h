@@ -1,4 +1,4 @@
-// What every kernel entry takes: where to run, and plain runs of elements.
+// The common arguments of kernel entries: the device to run on, and plain runs of elements.
 #pragma once
 #include <cstddef>
 
@@ -18,7 +18,7 @@ class Scratch {
   ~Scratch() = default;
 };
 
-// Where a kernel runs. CPU: on `pool` (null: on the calling thread). CUDA: on `stream`, a cudaStream_t of the
+// The place of execution. CPU: on `pool` (null: on the calling thread). CUDA: on `stream`, a cudaStream_t of the
 // device that is current on the calling thread; `scratch` is asked before the first launch, and when it has nothing the
 // entry does nothing at all. The CPU's entries need none.
 struct Launch {

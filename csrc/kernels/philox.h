@@ -33,7 +33,7 @@ DS_HOST_DEVICE static inline PhiloxBits philox(PhiloxBits counter, uint64_t seed
   return counter;
 }
 
-// Which probabilities are dropped.
+// The choice of dropped probabilities.
 struct AttentionDropout {
   uint64_t seed;
   uint32_t below;             // dropped where the random bits are less, so with a probability of below / 2^32
@@ -41,7 +41,7 @@ struct AttentionDropout {
   uint32_t head, query, key;  // numbers of a block's first ones in the whole attention
 };
 
-// What the probability of a block's head, query and key is multiplied by.
+// The factor of the probability of a block's head, query and key.
 DS_HOST_DEVICE static inline float dropout_factor(const AttentionDropout& d, uint32_t batch, uint32_t head,
                                                   uint32_t query, uint32_t key) {
   if (d.kept == 0) return 1;

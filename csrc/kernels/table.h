@@ -1,4 +1,4 @@
-// What the engine needs from a device, as one table of functions: the engine never asks which device it runs on.
+// The functions that the engine needs of a device, in one table: the engine never asks for the kind of device.
 // The tables are plain data in torch-free libraries; `abi` and `size` guard against a library of another build.
 //
 // Rules for every entry: pointers are in the memory of the table's device (structs and arrays passed by pointer to

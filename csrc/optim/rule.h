@@ -1,4 +1,4 @@
-// What an optimizer is to the rest of the house: its state slots, its hyperparameters and the kernel passes of a step.
+// The description of an optimizer: its state slots, its hyperparameters and the kernel passes of a step.
 // Each rule registers itself in a file of its own, optim/<name>.cpp; ZeRO, checkpoints and bindings see only this.
 #pragma once
 #include <cstddef>

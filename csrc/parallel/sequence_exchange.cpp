@@ -83,7 +83,7 @@ void add_copies(const at::Tensor& stacked, const at::Tensor& whole, size_t tenso
   }
 }
 
-// What ranks that share a sequence must agree on, for the call's record: [2, 16, 4+2+2, 8], of the whole sequence.
+// The shape on which ranks that share a sequence must agree, for the call's record: [2, 16, 4+2+2, 8], of the whole.
 // Ranks with other numbers would read what was never written; this way they hear of each other.
 std::string agreed(const std::vector<at::Tensor>& tensors, const SequenceLayout& layout) {
   std::string text = "sequence [";

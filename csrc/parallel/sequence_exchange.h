@@ -24,7 +24,7 @@ struct SequenceLayout {
 };
 using SequenceLayoutPtr = std::shared_ptr<const SequenceLayout>;
 
-// What has been asked for; `tensors` may be read when wait() has returned.
+// A pending exchange; `tensors` may be read after wait() has returned.
 struct Exchanged {
   std::vector<at::Tensor> tensors;
   comm::WorkPtr work;
@@ -45,7 +45,7 @@ class SequenceExchange : public std::enable_shared_from_this<SequenceExchange> {
   comm::WorkPtr start_views(comm::StridedParts::Views give, comm::StridedParts::Views take);
 
   const comm::CommunicatorPtr& communicator() const { return communicator_; }
-  // What this rank has handed to exchanges, for itself included.
+  // The calls and elements that this rank has given to exchanges, those for itself included.
   int64_t calls() const { return calls_; }
   int64_t elements() const { return elements_; }
 

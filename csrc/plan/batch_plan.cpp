@@ -62,7 +62,7 @@ std::string near_divisors(int64_t whole, int64_t value) {
   return below ? std::to_string(below) + " or " + std::to_string(above) : std::to_string(above);
 }
 
-// What to write instead, for a train size that cannot be cut into the parts asked for.
+// A suggestion for a train size that cannot be cut into the requested parts.
 std::string choices(const BatchRequest& r) {
   std::string out = "Choose ";
   int64_t unit = 0;

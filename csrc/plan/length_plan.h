@@ -1,4 +1,4 @@
-// Which length of a sequence fits: peak bytes against length, from what a few lengths have shown. Integers only.
+// The longest sequence that fits: peak bytes against length, from samples of a few lengths. Integers only.
 //
 // What a step holds grows with the length like a polynomial of second degree: states do not grow, activations grow with
 // it, scores of attention that are there as a whole with its square. So the peak of each *moment* of the step (forward

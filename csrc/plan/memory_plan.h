@@ -1,4 +1,4 @@
-// How many bytes the states of a model take, before a single one is allocated. Integers only.
+// The bytes of the states of a model, computed before any is allocated. Integers only.
 //
 // Two questions with two answers. `states_per_rank` is what the engine holds between steps: exact but for padding. The
 // `zero2_need` and `zero3_need` functions are the published rules of thumb by which users choose hardware; they count

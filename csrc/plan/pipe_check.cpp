@@ -7,7 +7,7 @@
 namespace ds::plan {
 namespace {
 
-// What has happened to a micro-batch in one part, and where it is kept.
+// The progress of a micro-batch in one part, and the place where it is kept.
 struct PipeProgress {
   bool happened[kPipeOps] = {};
   int buffer = -1;
@@ -197,7 +197,7 @@ struct PipeMessage {
   size_t step;
 };
 
-// What a send puts into its stream, or a recv wants from it.
+// The message that a send puts into its stream, or that a recv expects.
 PipeMessage message_of(const PipeShape& shape, int rank, size_t step, const PipeAct& act) {
   const int part = shape.virtual_stage(rank, act.chunk);
   const int made_by = act.op == PipeOp::kRecvActivation ? part - 1 : act.op == PipeOp::kRecvGrad ? part + 1 : part;

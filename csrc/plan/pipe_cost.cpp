@@ -41,7 +41,7 @@ void check_costs(const PipePlan& plan, const PipeCosts& costs) {
   }
 }
 
-// What a micro-batch keeps in one part before a pass and after it.
+// The bytes that a micro-batch keeps in one part before a pass and after it.
 std::pair<int64_t, int64_t> kept_around(const PipePart& part, PipeOp op) {
   switch (op) {
     case PipeOp::kForward: return {0, part.activation_bytes};

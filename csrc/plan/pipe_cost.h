@@ -1,4 +1,4 @@
-// What a plan of a pipeline costs when the time and the memory of each part are known: before the run.
+// The cost of a pipeline's plan, computed before the run from the time and the memory of each part.
 //
 // A rank does one thing at a time, in the order of its list. Sends leave at once and take none of its time; a recv ends
 // when its message has come, which had `latency + bytes / bytes_per_second` to travel since its send; a send waits

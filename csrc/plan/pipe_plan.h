@@ -1,4 +1,4 @@
-// What the ranks of a pipeline do for one batch: a list of instructions for each of them. Integers only.
+// The instructions of a pipeline's ranks for one batch: a list for each of them. Integers only.
 //
 // The layers of a model are cut into stages x chunks consecutive parts, the *virtual stages*: 0 has the first layers.
 // Each rank of the pipe (a stage) holds `chunks` of them. Micro-batch m passes all virtual stages in order, forward,

@@ -8,7 +8,7 @@
 namespace ds::plan {
 namespace {
 
-// What one rank computes, in order.
+// The passes of one rank, in order.
 class PipeOrder {
  public:
   explicit PipeOrder(int chunks) : next_forward_(chunks, 0), next_backward_(chunks, 0) {}

@@ -27,7 +27,7 @@ struct PipeScheduleKind {
   PipePlacement placement;
 };
 
-// What can be asked for. ErrorKind::kValue names all of them for a name that is none.
+// The known schedules. ErrorKind::kValue lists all of them for an unknown name.
 const std::vector<PipeScheduleKind>& pipe_schedule_kinds();
 const PipeScheduleKind& pipe_schedule_kind(const std::string& name);
 

@@ -1,4 +1,4 @@
-// How a plan looks over time: as text, and by slots of equal length.
+// Renders a plan over time: as text, and by slots of equal length.
 #include <algorithm>
 #include <cctype>
 #include <cmath>

@@ -21,7 +21,7 @@ struct Cost {
   }
 };
 
-// What place_seconds() says of every combination of tiers, once.
+// The results of place_seconds() for every combination of tiers, computed once.
 class Costs {
  public:
   Costs(const PlaceNeed& need, const PlaceRates& rates) {

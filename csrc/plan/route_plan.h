@@ -11,7 +11,7 @@
 
 namespace ds::plan {
 
-// What stands in place of an expert's number.
+// Values in place of an expert's number.
 constexpr int32_t kUnrouted = -1;    // this token goes nowhere
 constexpr int32_t kNotANumber = -2;  // its logits are no numbers: a plan refuses it
 
@@ -25,7 +25,7 @@ struct RoutePlan {
   std::vector<int64_t> wanted, kept;  // rows of each expert: before dropping, and after
   std::vector<int32_t> location;      // of each assignment among the rows of its expert; -1: dropped or unrouted
 
-  // Where each assignment's row is, -1 for none; which assignment each row has, -1 for an empty place.
+  // The row of each assignment, -1 for none; the assignment of each row, -1 for an empty one.
   // `capacity` -1: compact.
   std::vector<int32_t> slots(const int32_t* experts, int64_t capacity) const;
   std::vector<int32_t> sources(const int32_t* experts, int64_t capacity) const;

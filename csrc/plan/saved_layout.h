@@ -1,4 +1,4 @@
-// Where the elements of parameters are in what the ranks of a run have saved: the layouts of files of torch.save.
+// The positions of parameters' elements in the files that ranks have saved: the layouts of files of torch.save.
 //
 // A *unit* is one tensor of each kind (masters, a state) in the file of every rank: the partition of a parameter group
 // at ZeRO stages 1 and 2, a sub-group of slices at stage 3, a whole group without ZeRO. A parameter's elements, in the
@@ -31,7 +31,7 @@ class SavedLayout {
                             const std::string& origin);
 
   int32_t unit(size_t param) const { return places_.at(param).unit; }
-  // How many parameters of the same unit stand before it.
+  // The number of parameters of the same unit before it.
   int32_t place_in_unit(size_t param) const { return places_.at(param).place; }
   // In order of param_offset, all elements of the parameter; none for a parameter without elements.
   std::vector<SavedRun> runs(size_t param) const;

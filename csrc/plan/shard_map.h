@@ -41,7 +41,7 @@ struct ShardMap {
   int64_t full_numel() const { return parts * shard_numel; }
   int64_t full_begin(const Bucket& bucket) const { return parts * bucket.shard_begin; }
   int64_t full_end(const Bucket& bucket) const { return parts * bucket.shard_end; }
-  // Where element `shard_offset` of `rank`'s shard lies in the full space.
+  // The position of element `shard_offset` of `rank`'s shard in the full space.
   int64_t full_offset(const Bucket& bucket, int64_t rank, int64_t shard_offset) const {
     return full_begin(bucket) + rank * (bucket.shard_end - bucket.shard_begin) + shard_offset - bucket.shard_begin;
   }

@@ -93,7 +93,7 @@ void BufferedWriter::write(const void* data, size_t bytes) {
   }
 }
 
-// What waits in the current half, which is from_ to position_.
+// The bytes of the current half that are not written yet: from_ to position_.
 void BufferedWriter::send() {
   if (from_ == position_) return;
   const uint64_t window = from_ / capacity_;

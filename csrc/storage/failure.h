@@ -1,4 +1,4 @@
-// What went wrong in a thread of the background, to be thrown by whoever asks, more than once.
+// The error of a background thread, which every caller that asks for it gets thrown.
 #pragma once
 #include <cstdint>
 #include <memory>

@@ -45,7 +45,7 @@ class Fence {
 };
 using FencePtr = std::shared_ptr<const Fence>;
 
-// What several streams have done with some memory: the latest of each.
+// The latest work of several streams on some memory.
 class Fences {
  public:
   void add(const FencePtr& fence) {

@@ -1,4 +1,4 @@
-// How the file tier reads and writes.
+// Reads and writes of the file tier.
 #pragma once
 #include <memory>
 #include <utility>

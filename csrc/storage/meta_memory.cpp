@@ -17,7 +17,7 @@ struct MetaMemory::Count {
   }
 };
 
-// What a storage has in the place of memory.
+// A storage's placeholder for memory.
 struct MetaMemory::Counted {
   std::shared_ptr<Count> count;
   int64_t bytes;

@@ -9,7 +9,7 @@
 namespace ds::storage {
 namespace {
 
-// What has been given out is where it is to be.
+// Whether tensors that were given out are at their destination already.
 bool stays(const Plane& plane, const Placement& placement) {
   const std::vector<PlanePart> planned = plan_parts(plane, placement);
   return !plane.lasting.empty() && planned.size() == plane.parts.size() &&

@@ -1,4 +1,4 @@
-// Where memory is, where it should be, how much of it there may be.
+// The place of memory, its destination, and limits on its size.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -16,7 +16,7 @@ enum class Access {
   kUpdate,  // alone; reads and writes
 };
 
-// Where blocks end, in elements, rising; the last is the plane's length. Empty: one block.
+// The ends of blocks, in elements, rising; the last is the plane's length. Empty: one block.
 using Cuts = std::vector<int64_t>;
 
 struct Placement {

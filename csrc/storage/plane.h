@@ -48,7 +48,7 @@ struct Staging {
 };
 using StagingPtr = std::shared_ptr<Staging>;
 
-// What resident() has given out of blocks [first, end), or what was brought along: valid over moves.
+// Memory of blocks [first, end) that resident() has given out, or that was brought along: valid over moves.
 struct Lasting {
   Medium medium;
   int32_t first, end;
@@ -88,7 +88,7 @@ using PlanePtr = std::shared_ptr<Plane>;
 // Throws ErrorKind::kValue for cuts that do not rise or do not end where the plane ends.
 std::vector<Block> make_blocks(const std::string& name, int64_t numel, const Cuts& cuts);
 
-// Which blocks rest where; without memory yet. `part` of the blocks is left alone.
+// The placement of blocks, without memory yet. `part` of the blocks is left alone.
 std::vector<PlanePart> plan_parts(const Plane& plane, const Placement& placement);
 
 // Throws ErrorKind::kValue where the plane rests in memory that somebody else has, and it cannot be freed and come

@@ -62,7 +62,7 @@ io::Descriptor kept_file(const std::string& folder, const std::string& name) {
   }
 }
 
-// What the file says, else what measure() finds, which is written there while others wait.
+// The rates in the file, else those that measure() finds and writes there while others wait.
 Pair kept(const std::string& folder, const std::string& name, const char* what, const std::function<Pair()>& measure) {
   const io::Descriptor file = kept_file(folder, name);
   if (!file.is_open()) return measure();

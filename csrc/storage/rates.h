@@ -1,4 +1,4 @@
-// How fast bytes come from and go to a tier on this machine: measured by doing it, once, and kept in a file.
+// Rates of transfers from and to a tier on this machine: measured once, and kept in a file.
 #pragma once
 #include <c10/core/Device.h>
 

@@ -45,7 +45,7 @@ struct ScratchUser {
   int32_t number = 0;
 };
 
-// What a plane may have beside its elements.
+// Options of a plane.
 struct PlaneExtras {
   // Of peers, or of somebody else's tensor, flat and as long as the plane: where it rests now, on the device or on the
   // host, whole.
@@ -70,7 +70,7 @@ class Lease {
   const at::Tensor& data() const { return data_; }
   explicit operator bool() const { return state_ != nullptr; }
 
-  // What was changed is written back, and others may have it. What goes wrong later is told by settle().
+  // Writes changed elements back, and lets others use them. settle() tells later errors.
   void release() noexcept;
 
  private:

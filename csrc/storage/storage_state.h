@@ -1,4 +1,4 @@
-// What a ShardStorage and its leases share. See the notes in shard_storage.h.
+// The state that a ShardStorage shares with its leases. See the notes in shard_storage.h.
 #pragma once
 #include <condition_variable>
 #include <mutex>

@@ -150,7 +150,7 @@ void TensorIo::move(const at::Tensor& tensor, const Place& place, How how, bool 
   request.offset = place.offset;
   request.bytes = span.bytes;
   request.keep = now;
-  // How many streams of copies wait for the caller's kernels is torch's business: `remote` orders each copy.
+  // torch decides which streams of copies wait for the caller's kernels: `remote` orders each copy.
   request.move = [this, place, span, device, reads, operation = now.get()](uint64_t begin, uint64_t bytes) {
     if (device) {
       void* base = operation->contiguous.data_ptr();

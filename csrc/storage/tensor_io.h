@@ -41,7 +41,7 @@ class TensorIo {
   void read(const at::Tensor& tensor, const Place& place, How how, bool validate);
   void write(const at::Tensor& tensor, const Place& place, How how, bool validate);
 
-  // How many background operations have ended since the last call, all of them; throws the first error.
+  // Waits for all background operations. Returns how many have ended since the last call; throws the first error.
   int64_t wait() { return queue_.wait(); }
   int64_t pending() const { return queue_.pending(); }
 

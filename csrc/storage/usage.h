@@ -1,4 +1,4 @@
-// What a ShardStorage holds, and what it had to do for it.
+// The bytes that a ShardStorage holds, and its transfers.
 #pragma once
 #include <cstdint>
 #include <string>

@@ -1,4 +1,4 @@
-// How a kernel's elements are spread over a thread pool.
+// Spreads a kernel's elements over a thread pool.
 #pragma once
 #include <algorithm>
 #include <cstddef>

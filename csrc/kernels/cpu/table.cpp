@@ -38,7 +38,7 @@ KernelTable ref_table() {
   return t;
 }
 
-// What is not vectorised stays the reference's.
+// Entries without vector code are those of the reference.
 KernelTable isa_table(Isa isa) {
   const int i = static_cast<int>(isa);
   KernelTable t = ref_table();

@@ -1,4 +1,4 @@
-// How every update kernel walks its segments: in place where all is fp32, through small buffers elsewhere.
+// The walk of every update kernel over its segments: in place if all is fp32, else through small buffers.
 #include "kernels/random_rounding.h"
 
 #include "kernels/cpu/targets.h"

@@ -1,4 +1,4 @@
-// What a range body of an update kernel gets. Includes nothing that generates code: it is seen by every instruction
+// The arguments of an update kernel's range body. Includes nothing that generates code: it is seen by every instruction
 // set's compilation ([Note: dispatch] in targets.h).
 #pragma once
 #include <cstddef>

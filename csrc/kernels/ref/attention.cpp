@@ -11,7 +11,7 @@ namespace {
 
 DType wide_of(DType dtype) { return dtype == DType::kF64 ? DType::kF64 : DType::kF32; }
 
-// Where the features of a token begin.
+// The offset of a token's features.
 int64_t place(const AttentionOperand& x, int64_t batch, int64_t head, int64_t token) {
   return batch * x.batch + head * x.head + token * x.token;
 }

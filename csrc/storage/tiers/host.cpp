@@ -19,7 +19,7 @@ class HostTier : public Tier {
     const int64_t bytes = std::accumulate(spec.block_bytes.begin(), spec.block_bytes.end(), int64_t{0});
     return std::make_unique<MemoryPart>(empty(bytes, spec.placement.pinned));
   }
-  // What a device copies to and from all the time.
+  // Memory that a device often copies to and from.
   at::Tensor allocate(int64_t bytes) override { return empty(bytes, !device_.is_cpu()); }
 
   void report(Usage& usage) const override {
