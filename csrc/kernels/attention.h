@@ -33,7 +33,7 @@ struct AttentionShape {
   AttentionDropout dropout;  // of what values are multiplied by; totals are those of all
 };
 
-// Results of rows of queries so far: largest and total [batch, heads, queries], sum [batch, heads, queries, value_size].
+// Results of query rows so far: largest and total [batch, heads, queries], sum [batch, heads, queries, value_size].
 // A row that has seen nothing has a largest score of -inf, and zeros. A row with a sink, a score that takes part in the
 // total and has no value, begins with that score as the largest one, a total of 1 and zeros.
 struct AttentionState {
