@@ -95,7 +95,8 @@ std::vector<int32_t> writers_of(const std::vector<int64_t>& numels, int32_t coun
   int64_t at = 0;
   for (const int64_t numel : numels) {
     const int64_t middle = 2 * at + numel;  // twice the middle of the tensor, whose place decides
-    const int64_t rank = total > 0 ? sizes::product("elements of all writers", middle, int64_t{count}) / (2 * total) : 0;
+    const int64_t rank =
+        total > 0 ? sizes::product("elements of all writers", middle, int64_t{count}) / (2 * total) : 0;
     found.push_back(static_cast<int32_t>(std::min<int64_t>(count - 1, rank)));
     at += numel;
   }

@@ -1,5 +1,5 @@
-// The table of saved layouts: which elements of which parameter are in which tensor of which rank's file, and which rank
-// writes what several ranks have. Saving, loading, conversion and export use it.
+// The table of saved layouts: which elements of which parameter are in which tensor of which rank's file, and which
+// rank writes what several ranks have. Saving, loading, conversion and export use it.
 //
 // A *unit* is one tensor of each kind (masters, a state) in the file of every rank: the partition of a parameter group
 // at ZeRO stages 1 and 2, a sub-group of slices at stage 3, a whole group without ZeRO. A parameter's elements, in the

@@ -26,7 +26,10 @@ size_t first_of(const ParamStore& store, int32_t group) {
 }  // namespace
 
 GroupCut::GroupCut(const ParamStore& store, StateAccess& states, int32_t group)
-    : store_(store), states_(states), first_(first_of(store, group)), last_(first_of(store, group + 1)),
+    : store_(store),
+      states_(states),
+      first_(first_of(store, group)),
+      last_(first_of(store, group + 1)),
       layout_(plan::SavedLayout::partitioned(numels_in_row(), store.everyone().shard->size())) {
   const comm::Communicator& ranks = *store.everyone().shard;
   size_ = layout_.partition(0);

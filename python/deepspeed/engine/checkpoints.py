@@ -6,8 +6,7 @@ from deepspeed.checkpoint.constants import CHECKPOINT_PP_DEGREE, CHECKPOINT_TP_D
 from deepspeed.checkpoint.convert.whole_model import save_16bit_model, whole_state_dict
 from deepspeed.checkpoint.engines.built_in import TorchCheckpointEngine
 from deepspeed.checkpoint.layouts.names import expert_optim_states_path
-from deepspeed.checkpoint.read import expert_states
-from deepspeed.checkpoint.read import weights
+from deepspeed.checkpoint.read import expert_states, weights
 from deepspeed.checkpoint.read.load import load_checkpoint, restore_universal
 from deepspeed.checkpoint.run_state import Counters, RunRanks, RunState, module_state
 from deepspeed.checkpoint.write.contents import param_shapes
@@ -18,7 +17,6 @@ from deepspeed.config.sections import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.engine.members import member
 from deepspeed.zero.gathered import GatheredParameters
 from deepspeed.zero.sharded_parameter import is_sharded
-
 
 _PIPELINE = ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size")
 _TENSOR = (

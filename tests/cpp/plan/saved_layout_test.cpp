@@ -110,8 +110,7 @@ TEST(SavedLayout, PartitionsThatAreSavedAreEvenAndHaveTheirPaddingAtTheEnd) {
     const std::map<Home, int64_t> found = homes(layout, numels);
     int64_t begin = 0;
     for (size_t param = 0; param < numels.size(); begin += numels[param++]) EXPECT_EQ(layout.begin(param), begin);
-    for (int64_t at = 0; at < total; ++at)
-      ASSERT_EQ(found.at(Home(static_cast<int32_t>(at / size), 0, at % size)), at);
+    for (int64_t at = 0; at < total; ++at) ASSERT_EQ(found.at(Home(static_cast<int32_t>(at / size), 0, at % size)), at);
   }
 }
 

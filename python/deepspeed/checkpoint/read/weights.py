@@ -186,7 +186,7 @@ def check_weights(run, saved, strict, custom_load_fn=None, later=(), elsewhere=(
             "it was saved, or pass load_module_strict=False"
         )
     _check_shapes(run.module, dict(named_parameters(run.module)), saved, named)
-    for name, param, pieces, begin, numel in _in_pieces(run, saved, later):
+    for name, _, pieces, begin, numel in _in_pieces(run, saved, later):
         _filled(saved.check_pieces(pieces, begin, numel), numel, name, saved)
 
 
@@ -223,9 +223,7 @@ def _names_whole(run, saved):
     module, found = saved.module(), {}
     for name in run.module.state_dict():
         param = params.get(name)
-        if named(name) in module and (
-            param is None or not (is_sharded(param) or saved_part(param)[1] != param.shape)
-        ):
+        if named(name) in module and (param is None or not (is_sharded(param) or saved_part(param)[1] != param.shape)):
             found[named(name)] = name
     return found
 
