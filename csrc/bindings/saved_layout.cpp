@@ -27,4 +27,5 @@ DS_BINDINGS(m) {
             return found;
           },
           py::arg("param"));
+  m.def("writers_of", &ds::plan::writers_of, py::arg("numels"), py::arg("count"));
 }

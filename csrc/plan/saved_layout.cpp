@@ -1,6 +1,7 @@
 #include "plan/saved_layout.h"
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 
 #include "base/error.h"
@@ -42,6 +43,12 @@ SavedLayout SavedLayout::flat(const std::vector<std::vector<int64_t>>& numels, c
   return made;
 }
 
+SavedLayout SavedLayout::partitioned(const std::vector<int64_t>& numels, int32_t ranks) {
+  const int64_t total = std::accumulate(numels.begin(), numels.end(), int64_t{0});
+  const int64_t even = 2 * int64_t{ranks};
+  return flat({numels}, {(total + even - 1) / even * 2}, ranks, "a parameter group");
+}
+
 SavedLayout SavedLayout::sliced(const std::vector<int64_t>& numels, const std::vector<int64_t>& units, int32_t ranks,
                                 const std::string& origin) {
   SavedLayout made(ranks, true);
@@ -76,6 +83,21 @@ std::vector<SavedRun> SavedLayout::runs(size_t param) const {
     const int64_t rank = row / size, within = row - rank * size;
     const int64_t numel = std::min(place.numel - at, size - within);
     found.push_back({at, numel, static_cast<int32_t>(rank), is_sliced_ ? place.begin : within});
+    at += numel;
+  }
+  return found;
+}
+
+std::vector<int32_t> writers_of(const std::vector<int64_t>& numels, int32_t count) {
+  const int64_t total = std::accumulate(numels.begin(), numels.end(), int64_t{0});
+  std::vector<int32_t> found;
+  found.reserve(numels.size());
+  int64_t at = 0;
+  for (const int64_t numel : numels) {
+    const int64_t middle = 2 * at + numel;  // twice the middle of the tensor, whose place decides
+    const int64_t rank =
+        total > 0 ? sizes::product("elements of all writers", middle, int64_t{count}) / (2 * total) : 0;
+    found.push_back(static_cast<int32_t>(std::min<int64_t>(count - 1, rank)));
     at += numel;
   }
   return found;

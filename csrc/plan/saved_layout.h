@@ -1,9 +1,9 @@
-// The positions of parameters' elements in the files that ranks have saved: the layouts of files of torch.save.
+// The table of saved layouts: which elements of which parameter are in which tensor of which rank's file, and which
+// rank writes what several ranks have. Saving, loading, conversion and export use it.
 //
 // A *unit* is one tensor of each kind (masters, a state) in the file of every rank: the partition of a parameter group
 // at ZeRO stages 1 and 2, a sub-group of slices at stage 3, a whole group without ZeRO. A parameter's elements, in the
-// order of rows, are runs of such tensors. Integers only: who reads asks which run of which unit of which rank it
-// needs.
+// order of rows, are runs of such tensors. Integers only: readers and writers ask for the runs of a parameter.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -25,12 +25,20 @@ class SavedLayout {
   static SavedLayout flat(const std::vector<std::vector<int64_t>>& numels, const std::vector<int64_t>& partitions,
                           int32_t ranks, const std::string& origin);
 
+  // The same of one group that is about to be saved: its partitions have an equal, even number of elements, the last
+  // ones with padding. A parameter that is saved elsewhere counts as one without elements.
+  static SavedLayout partitioned(const std::vector<int64_t>& numels, int32_t ranks);
+
   // Every parameter cut into `ranks` slices of ceil(numel / ranks) elements; a rank's slices end to end, in units of
   // `units[i]` elements. No units: there are no files of states. ErrorKind::kValue where the slices do not fill them.
   static SavedLayout sliced(const std::vector<int64_t>& numels, const std::vector<int64_t>& units, int32_t ranks,
                             const std::string& origin);
 
   int32_t unit(size_t param) const { return places_.at(param).unit; }
+  // The first element of a parameter in the row of all ranks' partitions (flat), or in a rank's slices of its unit.
+  int64_t begin(size_t param) const { return places_.at(param).begin; }
+  // Elements of a rank's partition of a unit; of flat layouts only.
+  int64_t partition(int32_t unit) const { return partitions_.at(static_cast<size_t>(unit)); }
   // The number of parameters of the same unit before it.
   int32_t place_in_unit(size_t param) const { return places_.at(param).place; }
   // In order of param_offset, all elements of the parameter; none for a parameter without elements.
@@ -50,5 +58,9 @@ class SavedLayout {
   std::vector<int64_t> partitions_;  // of each unit, where they are not sliced
   std::vector<Place> places_;
 };
+
+// Which of `count` ranks that have the same tensors writes each of them: about the same number of elements for each
+// rank, neighbours together. `numels`: of the tensors.
+std::vector<int32_t> writers_of(const std::vector<int64_t>& numels, int32_t count);
 
 }  // namespace ds::plan

@@ -16,17 +16,24 @@ namespace {
 
 int64_t total(const std::vector<int64_t>& numels) { return std::accumulate(numels.begin(), numels.end(), int64_t{0}); }
 
+// The first parameter of a group, or of the next one that has any.
+size_t first_of(const ParamStore& store, int32_t group) {
+  size_t first = 0;
+  while (first < store.size() && store.spec(first).group < group) ++first;
+  return first;
+}
+
 }  // namespace
 
-GroupCut::GroupCut(const ParamStore& store, StateAccess& states, int32_t group) : store_(store), states_(states) {
+GroupCut::GroupCut(const ParamStore& store, StateAccess& states, int32_t group)
+    : store_(store),
+      states_(states),
+      first_(first_of(store, group)),
+      last_(first_of(store, group + 1)),
+      layout_(plan::SavedLayout::partitioned(numels_in_row(), store.everyone().shard->size())) {
   const comm::Communicator& ranks = *store.everyone().shard;
-  while (first_ < store.size() && store.spec(first_).group < group) ++first_;
-  last_ = first_;
-  starts_ = {0};
-  for (; last_ < store.size() && store.spec(last_).group == group; ++last_)
-    starts_.push_back(starts_.back() + (in_row(last_) ? store.place(last_).numel : 0));
-  size_ = (starts_.back() + 2 * ranks.size() - 1) / (2 * ranks.size()) * 2;
-  owned_ = std::clamp<int64_t>(starts_.back() - ranks.rank() * size_, 0, size_);
+  size_ = layout_.partition(0);
+  for (const Slice& slice : slices()) owned_ = slice.at + slice.numel;  // no gaps, so the last one ends them
 
   std::vector<plan::OwnedRun> runs;
   const std::vector<Piece>& pieces = store.pieces();
@@ -41,12 +48,18 @@ GroupCut::GroupCut(const ParamStore& store, StateAccess& states, int32_t group) 
     for (size_t e = space.map.first[index]; e < space.map.first[index + 1]; ++e) {
       const plan::Extent& extent = space.map.extents[e];
       runs.push_back(
-          {starts_[param - first_] + extent.param_offset, extent.numel, extent.rank, static_cast<int64_t>(piece), 0});
+          {start_of(param) + extent.param_offset, extent.numel, extent.rank, static_cast<int64_t>(piece), 0});
       if (extent.rank == space.rank()) ++piece;
     }
   }
   options_ = at::TensorOptions().device(store.device()).dtype(type);
   plan_ = plan::repartition(runs, size_, ranks.size(), ranks.rank());
+}
+
+std::vector<int64_t> GroupCut::numels_in_row() const {
+  std::vector<int64_t> found;
+  for (size_t param = first_; param < last_; ++param) found.push_back(in_row(param) ? store_.place(param).numel : 0);
+  return found;
 }
 
 // Others are sharded over ranks of their own, and saved by their names.
@@ -107,7 +120,7 @@ std::optional<std::vector<GroupCut::Part>> GroupCut::in_pieces(const std::vector
     const at::Tensor& tensor = pieces[p];
     if (tensor.scalar_type() != at::kFloat || !tensor.is_contiguous() || tensor.numel() != piece.numel)
       return std::nullopt;
-    const int64_t at = starts_[param - first_] + piece.param_offset;
+    const int64_t at = start_of(param) + piece.param_offset;
     if (at < numel)
       parts.emplace_back(at, tensor.detach().reshape({-1}).narrow(0, 0, std::min(piece.numel, numel - at)));
   }
@@ -182,7 +195,7 @@ void GroupCut::exchange_bucket(const ParamSpace& space, int32_t bucket, const Bu
         const int64_t low = std::max(begin, extent.shard_offset);
         const int64_t high = std::min(end, extent.shard_offset + extent.numel);
         if (low >= high) continue;
-        const int64_t at = starts_[param - first_] + extent.param_offset + low - extent.shard_offset;
+        const int64_t at = start_of(param) + extent.param_offset + low - extent.shard_offset;
         runs.push_back({at, high - low, extent.rank, 0, low - whole.shard_begin});
       }
     }
@@ -247,7 +260,7 @@ io::SourcePtr GroupCut::source(std::shared_ptr<const void> owner, StateKind kind
       const auto param = static_cast<size_t>(piece.param);
       if (param < first_ || param >= last_ || !in_row(param) || piece.numel == 0) continue;
       const Buffer* from = states_.buffer_of(kind, slot, piece.space);
-      const int64_t at = starts_[param - first_] + piece.param_offset;
+      const int64_t at = start_of(param) + piece.param_offset;
       if (from == nullptr || at >= numel) continue;
       runs.push_back({at, piece, *from});
       runs.back().piece.numel = std::min(piece.numel, numel - at);
@@ -271,13 +284,11 @@ io::SourcePtr GroupCut::source(std::shared_ptr<const void> owner, StateKind kind
 }
 
 std::vector<GroupCut::Slice> GroupCut::slices() const {
-  const int64_t begin = store_.everyone().shard->rank() * size_;
+  const int32_t rank = store_.everyone().shard->rank();
   std::vector<Slice> found;
-  for (size_t param = first_; param < last_; ++param) {
-    const int64_t from = starts_[param - first_], to = starts_[param - first_ + 1];
-    const int64_t low = std::max(begin, from), high = std::min(begin + size_, to);
-    if (low < high) found.push_back({param, low - begin, high - low, low - from});
-  }
+  for (size_t param = first_; param < last_; ++param)
+    for (const plan::SavedRun& run : layout_.runs(param - first_))
+      if (run.rank == rank) found.push_back({param, run.begin, run.numel, run.param_offset});
   return found;
 }
 

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "plan/repartition.h"
+#include "plan/saved_layout.h"
 #include "zero/state_access.h"
 #include "zero/state_source.h"
 
@@ -56,6 +57,7 @@ class GroupCut {
   std::vector<Slice> slices() const;  // of parameters that have a part in this rank's partition
 
  private:
+  std::vector<int64_t> numels_in_row() const;
   bool in_row(size_t param) const;
   bool in_file_order(size_t param) const;
   std::string folder_of(StateKind kind, int slot) const;
@@ -64,9 +66,11 @@ class GroupCut {
 
   const ParamStore& store_;
   StateAccess& states_;
-  int64_t size_ = 0, owned_ = 0;
+  int64_t start_of(size_t param) const { return layout_.begin(param - first_); }  // in the row of all partitions
+
   size_t first_ = 0, last_ = 0;
-  std::vector<int64_t> starts_;  // of the group's parameters in the row, and its end
+  plan::SavedLayout layout_;  // of the group's parameters; those that are left out have no elements in it
+  int64_t size_ = 0, owned_ = 0;
   at::TensorOptions options_;
   plan::Repartition plan_;
 };

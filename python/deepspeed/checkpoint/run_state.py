@@ -32,9 +32,7 @@ class RunRanks:
     mp_rank: int = 0
     mp_world_size: int = 1
     holders: int = 1
-    degrees: dict = dataclasses.field(
-        default_factory=lambda: {CHECKPOINT_PP_DEGREE: 1, CHECKPOINT_TP_DEGREE: 1}
-    )
+    degrees: dict = dataclasses.field(default_factory=lambda: {CHECKPOINT_PP_DEGREE: 1, CHECKPOINT_TP_DEGREE: 1})
 
 
 @dataclasses.dataclass

@@ -2,8 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
 #include <map>
+#include <numeric>
 #include <random>
 #include <string>
 #include <tuple>
@@ -87,6 +89,45 @@ TEST(SavedLayout, SlicesStandEndToEndInTheUnitsOfEachRank) {
       }
       row += slice;
     }
+  }
+}
+
+TEST(SavedLayout, PartitionsThatAreSavedAreEvenAndHaveTheirPaddingAtTheEnd) {
+  std::mt19937 random(3);
+  for (int round = 0; round < 500; ++round) {
+    const int32_t ranks = 1 + static_cast<int32_t>(random() % 5);
+    std::vector<int64_t> numels;
+    int64_t total = 0;
+    for (size_t i = random() % 6; i > 0; --i) {
+      numels.push_back(random() % 4 == 0 ? 0 : static_cast<int64_t>(random() % 20));
+      total += numels.back();
+    }
+    const SavedLayout layout = SavedLayout::partitioned(numels, ranks);
+    const int64_t size = layout.partition(0);
+    EXPECT_EQ(size % 2, 0);
+    EXPECT_GE(size * ranks, total);
+    EXPECT_LT((size - 2) * ranks, total + (total == 0 ? 1 : 0));
+    const std::map<Home, int64_t> found = homes(layout, numels);
+    int64_t begin = 0;
+    for (size_t param = 0; param < numels.size(); begin += numels[param++]) EXPECT_EQ(layout.begin(param), begin);
+    for (int64_t at = 0; at < total; ++at) ASSERT_EQ(found.at(Home(static_cast<int32_t>(at / size), 0, at % size)), at);
+  }
+}
+
+TEST(SavedLayout, WritersShareByElementsInOrder) {
+  const std::vector<int64_t> numels = {7, 100, 3, 50, 50, 0, 90, 1, 1, 1, 80, 20, 60, 33};
+  const int64_t total = std::accumulate(numels.begin(), numels.end(), int64_t{0});
+  for (const int32_t count : {1, 2, 3, 8}) {
+    const std::vector<int32_t> writers = writers_of(numels, count);
+    ASSERT_EQ(writers.size(), numels.size());
+    std::vector<int64_t> loads(static_cast<size_t>(count));
+    for (size_t i = 0; i < numels.size(); ++i) {
+      ASSERT_TRUE(writers[i] >= (i > 0 ? writers[i - 1] : 0) && writers[i] < count);
+      loads[static_cast<size_t>(writers[i])] += numels[i];
+    }
+    EXPECT_LE(*std::max_element(loads.begin(), loads.end()), total / count + 101);
+    EXPECT_TRUE(writers_of({}, count).empty());
+    EXPECT_EQ(writers_of({0, 0}, count), (std::vector<int32_t>{0, 0}));
   }
 }
 

@@ -6,11 +6,11 @@ import os
 import pytest
 import torch
 
+from deepspeed._native import _C
 from deepspeed.checkpoint.layouts import names, saved_native
 from deepspeed.checkpoint.layouts.saved_native import NativeState
 from deepspeed.checkpoint.read import verify
 from deepspeed.checkpoint.write.file_writer import Digest, FrozenFile, write_safetensors
-from deepspeed.checkpoint.write.native import share
 
 
 @pytest.mark.parametrize(
@@ -39,11 +39,11 @@ def test_files_of_the_format(name):
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_ranks_share_by_bytes(count):
     sizes = [7, 100, 3, 50, 50, 0, 90, 1, 1, 1, 80, 20, 60, 33]
-    taken = share(sizes, count)
+    taken = _C.writers_of(sizes, count)
     assert taken == sorted(taken) and set(taken) <= set(range(count))
     loads = [sum(size for size, rank in zip(sizes, taken) if rank == n) for n in range(count)]
     assert sum(loads) == sum(sizes) and max(loads) <= sum(sizes) / count + max(sizes)
-    assert share([], count) == [] and share([0, 0], count) == [0, 0]
+    assert _C.writers_of([], count) == [] and _C.writers_of([0, 0], count) == [0, 0]
 
 
 def test_a_digest_sees_every_change_and_hashes_once(monkeypatch):

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-WITHOUT_ENGINE = '''
+WITHOUT_ENGINE = """
 import sys
 
 class NoEngine:
@@ -83,7 +83,7 @@ found = load_checkpoint(alone, folder, load_module_only=True)
 assert all(torch.equal(a, b) for a, b in zip(saved.module.state_dict().values(), alone.module.state_dict().values()))
 assert found.counters is None and found.schedule is None and found.rng is None
 print("done")
-'''
+"""
 
 
 @pytest.mark.parametrize("format", ["torch", "safetensors"])

@@ -223,9 +223,7 @@ def _names_whole(run, saved):
     module, found = saved.module(), {}
     for name in run.module.state_dict():
         param = params.get(name)
-        if named(name) in module and (
-            param is None or not (is_sharded(param) or saved_part(param)[1] != param.shape)
-        ):
+        if named(name) in module and (param is None or not (is_sharded(param) or saved_part(param)[1] != param.shape)):
             found[named(name)] = name
     return found
 

@@ -65,9 +65,7 @@ class PartsByRank:
         made, failed = attempt(lambda: (self._of_modules(run, exclude_frozen), self._states(run)))
         (experts, states), error = made or ({}, None), error or failed
         failure, mp_rank = failure_of(run.ranks.rank, error), run.ranks.mp_rank
-        told = ranks.gather(
-            [failure, mp_rank, run.ranks.dp_rank, table_of(states), list(experts), self.buffers]
-        )
+        told = ranks.gather([failure, mp_rank, run.ranks.dp_rank, table_of(states), list(experts), self.buffers])
         if error is not None:
             raise error
         raise_together([part[0] for part in told], "nothing is saved")

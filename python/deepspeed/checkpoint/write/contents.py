@@ -67,8 +67,7 @@ def _frozen(run):
     return [
         (named(name), param)
         for name, param in run.module.named_parameters()
-        if id(param) not in trained
-        and (named.expert(name) is None or is_sharded(param) and ranks_of(param) is None)
+        if id(param) not in trained and (named.expert(name) is None or is_sharded(param) and ranks_of(param) is None)
     ]
 
 

@@ -11,6 +11,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed._compat import named_parameters
+from deepspeed._native import _C
 from deepspeed.checkpoint.layouts import names, saved_native
 from deepspeed.checkpoint.layouts.names import key_of
 from deepspeed.checkpoint.layouts.saved_native import NotPlain
@@ -35,16 +36,8 @@ from deepspeed.zero.sharded_parameter import is_sharded
 
 # ---- native tensors ------------------------------------------------------------------------------------------------
 # Which tensors a rank saves in the native format. No collective: what a rank owns is known, and views of it are
-# handed out. Where several ranks own the same (stage 0, MiCS, experts), they share the writing, by bytes.
-
-
-def share(sizes, count):
-    """Which of ``count`` ranks takes each of ``sizes``: about the same sum for each, neighbours together."""
-    total, at, taken = sum(sizes), 0, []
-    for size in sizes:
-        taken.append(min(count - 1, (2 * at + size) * count // (2 * total)) if total else 0)
-        at += size
-    return taken
+# handed out. Where several ranks own the same (stage 0, MiCS, experts), they share the writing, by elements
+# (``writers_of`` of csrc/plan/saved_layout.h).
 
 
 def copies(run, cut=None):
@@ -103,7 +96,7 @@ def _shares(run, params, cut=None):
     taken = [False] * len(params)
     for group, indices in groups.items():
         mine, of = (number, count) if group is None else own_copies(run, group, cut)
-        takers = share([shape_of(params[index]).numel() for index in indices], of)
+        takers = _C.writers_of([shape_of(params[index]).numel() for index in indices], of)
         for index, taker in zip(indices, takers):
             taken[index] = taker == mine
     return taken
