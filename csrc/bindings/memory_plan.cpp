@@ -29,6 +29,7 @@ DS_BINDINGS(m) {
       },
       py::arg("stage"), py::arg("numel"), py::arg("world"), py::arg("param"), py::arg("grad"), py::arg("master"),
       py::arg("slots"));
+  memory.def("moved_bucket_limit", &moved_bucket_limit, py::arg("numel"));
   memory.def(
       "zero2_need",
       [](int64_t numel, int64_t ranks, int64_t nodes, bool offload_optimizer) {

@@ -70,6 +70,7 @@ DS_BINDINGS(m) {
       .def("chunk_of", &PipeShape::chunk_of, py::arg("virtual_stage"))
       .def("rank_of", &PipeShape::rank_of, py::arg("virtual_stage"));
 
+  pipe.attr("SEND_BOUND") = plan::kPipeSendBound;
   py::class_<PipePlan>(pipe, "Plan")
       .def(py::init([](const std::string& schedule, const PipeShape& shape, bool trains,
                        const std::vector<std::vector<PipeAct>>& ranks, const std::vector<int>& buffers) {

@@ -17,6 +17,18 @@ Value section_defaults(const Field& section) {
   return Value(std::move(out));
 }
 
+Value value_of(const Config& config, const Schema& schema, const std::string& path) {
+  if (const Value* value = config.find(path)) return *value;
+  const Field* field = &schema.root;
+  for (size_t start = 0; field != nullptr && start <= path.size();) {
+    const size_t end = std::min(path.find('.', start), path.size());
+    field = find_field(field->fields, path.substr(start, end - start));
+    start = end + 1;
+  }
+  if (field == nullptr) fail(ErrorKind::kKey, "the configuration has no key ", path);
+  return default_of(*field);
+}
+
 const char* source_name(Source source) {
   switch (source) {
     case Source::kDefault: return "default";

@@ -55,6 +55,9 @@ class Config {
   std::vector<Issue> issues_;
 };
 
+// The value of a key; the default of its Field where the section that has it is absent. Fails where there is no such
+// key.
+Value value_of(const Config& config, const Schema& schema, const std::string& path);
 Value default_of(const Field& field);
 Value section_defaults(const Field& section);
 Config resolve(Document document, const Schema& schema, const Options& options = {});

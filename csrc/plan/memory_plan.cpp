@@ -33,6 +33,11 @@ int64_t ranks_of(const Node& node) {
 
 }  // namespace
 
+int64_t moved_bucket_limit(int64_t numel) {
+  constexpr int64_t kSmallest = 1 << 20, kBuckets = 16;  // smaller ones are slow on a drive
+  return std::max(kSmallest, numel / kBuckets);
+}
+
 StateBytes states_per_rank(const Sharded& sharded, int64_t numel, int64_t world, const StateWidths& widths) {
   at_least(numel, 0, "The number of parameters");
   at_least(world, 1, "The number of ranks");

@@ -31,6 +31,10 @@ struct Sharded {
 // parameter with 16-bit parameters and gradients, fp32 masters and Adam.
 StateBytes states_per_rank(const Sharded& sharded, int64_t numel, int64_t world, const StateWidths& widths);
 
+// Elements of a bucket at most where states rest elsewhere: several buckets, so that one travels while another one is
+// stepped.
+int64_t moved_bucket_limit(int64_t numel);
+
 struct Node {
   int64_t ranks;  // per node
   int64_t nodes;

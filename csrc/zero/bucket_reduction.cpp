@@ -63,10 +63,6 @@ void BucketReduction::need_slots(GradBucket& bucket) {
   bucket.zero_gaps();
 }
 
-std::string BucketReduction::tag(const GradBucket& bucket) const {
-  return bucket.params.empty() ? "" : store_.spec(bucket.params.front()).name;
-}
-
 void BucketReduction::start(GradBucket& bucket) {
   if (bucket.by_rows) return;  // complete() sends them
   const SpaceRanks& among = ranks(bucket);
@@ -78,19 +74,19 @@ void BucketReduction::start(GradBucket& bucket) {
   }
   if (bucket.in_place) {  // this rank's row is the bucket; nothing is left for complete() but the result
     bucket.received = sent;
-    if (among.replicas->size() > 1) bucket.work = among.replicas->all_reduce(sent, comm::ReduceOp::kSum, tag(bucket));
+    if (among.replicas->size() > 1) bucket.work = among.replicas->all_reduce(sent, comm::ReduceOp::kSum, bucket.name);
     return;
   }
   if (!options_.scatter) {
-    bucket.work = among.shard->all_reduce(sent, comm::ReduceOp::kSum, tag(bucket));
+    bucket.work = among.shard->all_reduce(sent, comm::ReduceOp::kSum, bucket.name);
     return;
   }
   const Buffer& grad = space(bucket).grad;
   const bool direct = grad.dtype == sent.scalar_type() || grad.dtype == at::kFloat;
   const at::ScalarType type = direct ? grad.dtype : sent.scalar_type();
-  const bool there = direct && !bucket.reduced && grad.data.defined();
+  const bool there = direct && !bucket.row_holds && grad.data.defined();
   bucket.received = there ? row(bucket) : memory_.borrow(bucket.plan.shard_end - bucket.plan.shard_begin, type);
-  bucket.work = among.shard->reduce_scatter(sent, bucket.received, tag(bucket));
+  bucket.work = among.shard->reduce_scatter(sent, bucket.received, bucket.name);
 }
 
 // This rank's row of the sum is in `received` afterwards, and what was sent is free where it lies elsewhere.
@@ -99,7 +95,7 @@ void BucketReduction::collect(GradBucket& bucket) {
   bucket.work.reset();
   if (bucket.in_place) {
     bucket.wire = at::Tensor();
-    return;
+    return bucket.enter(BucketState::kReceived);
   }
   if (!options_.scatter) {
     const int64_t numel = bucket.plan.shard_end - bucket.plan.shard_begin;
@@ -109,50 +105,49 @@ void BucketReduction::collect(GradBucket& bucket) {
   }
   bucket.wire = at::Tensor();
   bucket.slots = at::Tensor();
-  leave_device(bucket);
+  bucket.enter(leave_device(bucket) ? BucketState::kLeaving : BucketState::kReceived);
 }
 
 // What is here and rests elsewhere goes there while the backward runs. The first of a row is written in the background;
-// what is to be added waits on the host until the backward has ended: one that raises leaves the row as it was.
-void BucketReduction::leave_device(GradBucket& bucket) {
+// what is to be added waits on the host until the backward has ended: one that raises leaves the row as it was. Returns
+// whether the row is on its way.
+bool BucketReduction::leave_device(GradBucket& bucket) {
   const Buffer& grad = space(bucket).grad;
   const plan::Range row = space(bucket).row_in(grad, bucket.plan);
   if (grad.data.defined() || ranks(bucket).replicas->size() > 1 ||
       store_.storage()->resting(grad.plane, row) == storage::Medium::kDevice)
-    return;
-  if (!bucket.reduced) {
+    return false;
+  if (!bucket.row_holds) {
     const storage::Lease lease =
         store_.storage()->acquire(grad.plane, row, storage::Access::kWrite, storage::Medium::kDevice);
     device_.copy(lease.data(), bucket.received, after(bucket));
     bucket.received = at::Tensor();
-    bucket.left = true;
-    return;
+    return true;
   }
   const at::Tensor waits =
       storage::as_tensor(store_.storage()->scratch(row.numel(), bucket.received.scalar_type(), storage::Medium::kHost));
   waits.copy_(bucket.received);
   bucket.received = waits;
+  return false;
 }
 
-void BucketReduction::complete(GradBucket& bucket, const std::vector<uint8_t>& filled) {
+void BucketReduction::complete(GradBucket& bucket, bool any) {
   const SpaceRanks& among = ranks(bucket);
   if (bucket.by_rows) {
-    const auto param = static_cast<size_t>(bucket.params.front());
-    const at::Tensor grad = store_.grad_view(param);
-    if (filled[param])
-      reduce_rows(*among.replicas, grad, after(bucket), options_.comm_dtype.value_or(grad.scalar_type()), tag(bucket));
-    bucket.reduced = true;
-    return;
+    const at::Tensor grad = store_.grad_view(static_cast<size_t>(bucket.params.front()));
+    if (any)
+      reduce_rows(*among.replicas, grad, after(bucket), options_.comm_dtype.value_or(grad.scalar_type()), bucket.name);
+  } else {
+    if (bucket.state() == BucketState::kLaunched) collect(bucket);
+    if (bucket.state() == BucketState::kReceived) {
+      if (!bucket.in_place && among.replicas->size() > 1)
+        among.replicas->all_reduce(bucket.received, comm::ReduceOp::kSum, bucket.name)->wait();
+      add_to_row(bucket, bucket.received, bucket.row_holds && !bucket.in_place);
+      bucket.received = bucket.wire = at::Tensor();
+    }
   }
-  if (bucket.work) collect(bucket);
-  if (bucket.left) bucket.reduced = true;
-  bucket.left = false;
-  if (!bucket.received.defined()) return;
-  if (!bucket.in_place && among.replicas->size() > 1)
-    among.replicas->all_reduce(bucket.received, comm::ReduceOp::kSum, tag(bucket))->wait();
-  add_to_row(bucket, bucket.received, bucket.reduced && !bucket.in_place);
-  bucket.received = bucket.wire = at::Tensor();
-  bucket.reduced = true;
+  bucket.enter(BucketState::kReduced);
+  bucket.row_holds = true;
 }
 
 void BucketReduction::add_late(const GradBucket& bucket, GradSlots& slots, const std::vector<at::Tensor>& late) {
@@ -164,9 +159,9 @@ void BucketReduction::add_late(const GradBucket& bucket, GradSlots& slots, const
   at::Tensor sum = round;
   if (!bucket.in_place) {
     sum = at::empty({bucket.plan.shard_end - bucket.plan.shard_begin}, options);
-    among.shard->reduce_scatter(round, sum, tag(bucket))->wait();
+    among.shard->reduce_scatter(round, sum, bucket.name)->wait();
   }
-  if (among.replicas->size() > 1) among.replicas->all_reduce(sum, comm::ReduceOp::kSum, tag(bucket))->wait();
+  if (among.replicas->size() > 1) among.replicas->all_reduce(sum, comm::ReduceOp::kSum, bucket.name)->wait();
   add_to_row(bucket, sum, true);
 }
 

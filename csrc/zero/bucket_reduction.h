@@ -1,7 +1,6 @@
 // How the sum of one bucket reaches its owners: slots are scaled, sent, summed over the ranks, and this rank's row of
 // the sum becomes, or is added to, its reduced gradients. See [Note: one reduction] in grad_reducer.h.
 #pragma once
-#include <string>
 #include <vector>
 
 #include "zero/device_context.h"
@@ -42,11 +41,11 @@ class BucketReduction {
   at::Tensor copy_of_row(const GradBucket& bucket) const;
   void put_row(const GradBucket& bucket, const at::Tensor& values);
   void need_slots(GradBucket& bucket);  // memory for local gradients, padding zero
-  // The three steps of a reduction; a bucket of touched rows alone travels in the last one. `filled`: whether a rank
-  // has a gradient of a parameter.
+  // The three steps of a reduction, from kLaunched to kReduced. A bucket of touched rows travels in the last one;
+  // `any`: whether a rank has a gradient of such a bucket.
   void start(GradBucket& bucket);
   void collect(GradBucket& bucket);  // waits; what was sent is free again where it lies elsewhere
-  void complete(GradBucket& bucket, const std::vector<uint8_t>& filled);
+  void complete(GradBucket& bucket, bool any);
   // Adds what came too late: gradients (of each parameter, undefined: none) that this rank has for the bucket. Every
   // rank of its space calls it.
   void add_late(const GradBucket& bucket, GradSlots& slots, const std::vector<at::Tensor>& late);
@@ -58,9 +57,8 @@ class BucketReduction {
   const ParamSpace& space(const GradBucket& bucket) const { return store_.spaces()[bucket.space]; }
   const SpaceRanks& ranks(const GradBucket& bucket) const { return space(bucket).ranks(); }
   void add_to_row(const GradBucket& bucket, const at::Tensor& values, bool add);
-  void leave_device(GradBucket& bucket);
+  bool leave_device(GradBucket& bucket);
   storage::Lease lease_row(const GradBucket& bucket, storage::Access access) const;
-  std::string tag(const GradBucket& bucket) const;  // the name of its first parameter
 
   ParamStore& store_;
   DeviceContext& device_;

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "plan/memory_plan.h"
 #include "zero/space_rules/space_rule.h"
 
 namespace ds::zero {
@@ -77,12 +78,8 @@ StoreOptions Engine::store_options(const std::vector<ParamSpec>& params, const E
     }
     made.bucket_numel = std::max<int64_t>(1, made.bucket_numel);
   }
-  if (made.places.moves_states()) {
-    // Several buckets, so that one travels while another one is stepped; not too small for a drive.
-    constexpr int64_t kSmallest = 1 << 20, kBuckets = 16;
-    made.bucket_numel =
-        std::min({made.bucket_numel, options.swapping.bucket_numel, std::max(kSmallest, total / kBuckets)});
-  }
+  if (made.places.moves_states())
+    made.bucket_numel = std::min({made.bucket_numel, options.swapping.bucket_numel, plan::moved_bucket_limit(total)});
   made.allocate = [this](int64_t bytes, c10::Device device, const comm::CommunicatorPtr& ranks) {
     peers_.push_back(device.is_cpu() ? ranks->peer_memory(bytes) : nullptr);
     if (peers_.back()) return peers_.back()->region(ranks->rank());

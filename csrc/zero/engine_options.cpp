@@ -1,6 +1,7 @@
 #include "zero/engine_options.h"
 
 #include <algorithm>
+#include <optional>
 #include <string>
 
 #include "base/error.h"
@@ -12,19 +13,28 @@ namespace ds::zero {
 
 namespace {
 
-// The value of a key that every configuration has.
+config::Value key_value(const config::Config& config, const std::string& path) {
+  return config::value_of(config, config::schema(config::Root::kTraining), path);
+}
+
+// The value of a key that is never null.
 template <typename T>
 T key(const config::Config& config, const std::string& path) {
-  const config::Value* value = config.find(path);
-  if (value == nullptr) fail(ErrorKind::kKey, "the configuration has no key ", path);
-  return value->get<T>();
+  return key_value(config, path).get<T>();
+}
+
+// The value of a key that may be null, which says that there is nothing.
+template <typename T>
+std::optional<T> set_key(const config::Config& config, const std::string& path) {
+  const config::Value found = key_value(config, path);
+  if (found.is_null()) return std::nullopt;
+  return found.get<T>();
 }
 
 c10::optional<at::ScalarType> dtype_key(const config::Config& config, const std::string& path) {
-  const config::Value* value = config.find(path);
-  if (value == nullptr || value->is_null()) return c10::nullopt;
-  const auto name = value->get<std::string>();
-  return name == "fp16" ? at::kHalf : name == "bf16" ? at::kBFloat16 : at::kFloat;
+  const auto name = set_key<std::string>(config, path);
+  if (!name) return c10::nullopt;
+  return *name == "fp16" ? at::kHalf : *name == "bf16" ? at::kBFloat16 : at::kFloat;
 }
 
 // Whether the user has written `false` there: where a key's own default speaks of the sharded stages alone.
@@ -39,8 +49,8 @@ bool switched_off(const config::Config& config, const char* section, const char*
 // How many ranks share a sequence: their losses are shares of one, or the same one, so a sum over ranks is one over
 // groups of them.
 int sequence_ranks(const config::Config& config) {
-  const config::Value* value = config.find("sequence_parallel_size");
-  return value == nullptr || value->is_null() ? 1 : value->get<int>();
+  const auto ranks = set_key<int>(config, "sequence_parallel_size");
+  return ranks ? *ranks : 1;
 }
 
 void divide(const config::Config& config, int ranks, ReducerOptions& reducer) {
@@ -53,40 +63,35 @@ void divide(const config::Config& config, int ranks, ReducerOptions& reducer) {
   reducer.postscale = total / reducer.predivide;
 }
 
-// Of a key in a section that may be missing, else `fallback`.
-template <typename T>
-T key_or(const config::Config& config, const std::string& path, T fallback) {
-  const config::Value* value = config.find(path);
-  return value == nullptr || value->is_null() ? fallback : value->get<T>();
-}
-
 std::string folder_of_states(const config::Config& config, int job_rank, const StagePolicy& policy) {
   const std::string path = "zero_optimization.offload_optimizer.nvme_path";
-  return io::swap_folder(path, key_or<std::string>(config, path, ""),
+  const auto base = set_key<std::string>(config, path);
+  return io::swap_folder(path, base ? *base : std::string(),
                          "zero_stage_" + std::to_string(policy.stage) + "/optimizer/rank" + std::to_string(job_rank));
 }
 
 // Buffers that the user has named, each of a bucket.
 int64_t state_buffers(const config::Config& config) {
-  return key_or<int64_t>(config, "zero_optimization.offload_optimizer.buffer_count", 4);
+  return key<int64_t>(config, "zero_optimization.offload_optimizer.buffer_count");
 }
 
 // `placement` says how much memory there is.
 void find_places(const config::Config& config, int job_rank, EngineOptions& options) {
   const std::string section = "zero_optimization.placement.", other = "zero_optimization.offload_optimizer.";
-  if (!key_or(config, section + "auto", false) || !options.policy.shards_states()) return;
-  const auto bytes = [&](const char* name, int64_t fallback) {
-    const double gib = key_or(config, section + name, -1.0);
-    return gib < 0 ? fallback : static_cast<int64_t>(gib * (1 << 30));
+  if (!key<bool>(config, section + "auto") || !options.policy.shards_states()) return;
+  const auto bytes = [&](const char* name, int64_t without_limit) {
+    const auto gib = set_key<double>(config, section + name);
+    return gib ? static_cast<int64_t>(*gib * (1 << 30)) : without_limit;
   };
-  const bool files = !key_or<std::string>(config, other + "nvme_path", "").empty();
+  const auto drive = set_key<std::string>(config, other + "nvme_path");
+  const bool files = drive && !drive->empty();
   TierBytes memory{bytes("device_gb", 0), bytes("host_gb", INT64_MAX), files ? bytes("nvme_gb", INT64_MAX) : 0, "",
-                   key_or(config, other + "pin_memory", true)};
+                   key<bool>(config, other + "pin_memory")};
   options.swapping.own_folder = memory.file > 0;
   if (memory.file > 0) memory.folder = folder_of_states(config, job_rank, options.policy);
   options.swapping.buffer_count = files ? state_buffers(config) : 0;
   options.swapping.leaving_rows = state_buffers(config);
-  memory.accumulation = std::max<int64_t>(1, key_or<int64_t>(config, "gradient_accumulation_steps", 1));
+  if (const auto steps = set_key<int64_t>(config, "gradient_accumulation_steps")) memory.accumulation = *steps;
   options.memory = memory;
   // Steps of the host are bound by its memory: more threads than that needs only take cores from others.
   options.threads = storage::known_threads(storage::rates_folder(), options.threads);
@@ -95,12 +100,12 @@ void find_places(const config::Config& config, int job_rank, EngineOptions& opti
 // Masters, reduced gradients and optimizer states rest together where `offload_optimizer` says.
 void place_states(const config::Config& config, int job_rank, EngineOptions& options) {
   const std::string section = "zero_optimization.offload_optimizer.";
-  const auto device = key_or<std::string>(config, section + "device", "none");
+  const auto device = key<std::string>(config, section + "device");
   if (device == "none" || !options.policy.shards_states()) return;
   storage::Placement place;
   place.rest = device == "cpu" ? storage::Medium::kHost : storage::Medium::kFile;
-  place.pinned = key_or(config, section + "pin_memory", true);
-  place.host_share = key_or(config, section + "ratio", 1.0);
+  place.pinned = key<bool>(config, section + "pin_memory");
+  place.host_share = key<double>(config, section + "ratio");
   const bool steps_tensors = std::find(options.rules.begin(), options.rules.end(), nullptr) != options.rules.end();
   if (place.rest == storage::Medium::kFile && steps_tensors) {
     // An optimizer that is not native updates tensors: masters and gradients stay in memory, and its own states go to
@@ -116,9 +121,9 @@ void place_states(const config::Config& config, int job_rank, EngineOptions& opt
     swapping.own_folder = true;
     place.folder = folder_of_states(config, job_rank, options.policy);
     swapping.buffer_count = state_buffers(config);
-    swapping.reads_ahead = key_or(config, section + "pipeline_read", false);
-    swapping.writes_behind = key_or(config, section + "pipeline_write", false);
-    swapping.fast_init = key_or(config, section + "fast_init", false);
+    swapping.reads_ahead = key<bool>(config, section + "pipeline_read");
+    swapping.writes_behind = key<bool>(config, section + "pipeline_write");
+    swapping.fast_init = key<bool>(config, section + "fast_init");
   }
   options.places = {place, place, place, {}};
 }
@@ -126,11 +131,11 @@ void place_states(const config::Config& config, int job_rank, EngineOptions& opt
 // Slices of parameters rest where `offload_param` says (stage 3).
 void place_params(const config::Config& config, const RunFacts& facts, EngineOptions& options) {
   const std::string section = "zero_optimization.offload_param.";
-  const config::Value* device = config.find(section + "device");
-  if (device == nullptr || device->is_null() || *device == "none" || !options.policy.shards_params()) return;
+  const auto device = key<std::string>(config, section + "device");
+  if (device == "none" || !options.policy.shards_params()) return;
   options.swapping.bucket_numel = std::max<int64_t>(1, key<int64_t>(config, "zero_optimization.sub_group_size"));
   const RemoteOptions remote =
-      remote_options(config, device->get<std::string>(), key<bool>(config, section + "pin_memory"), facts.job_rank);
+      remote_options(config, device, key<bool>(config, section + "pin_memory"), facts.job_rank);
   options.places.lp = remote.place;
   options.param_offload = remote.offload;
 }
@@ -155,15 +160,15 @@ storage::FileAccess file_access(const config::Config& config) {
 
 // An integer or "auto", which is 0.
 int64_t interval(const config::Config& config, const std::string& path) {
-  const config::Value* value = config.find(path);
-  return value != nullptr && value->is_number() ? value->get<int64_t>() : 0;
+  const config::Value found = key_value(config, path);
+  return found.is_number() ? found.get<int64_t>() : 0;
 }
 
 // What is stepped when, and on how many threads beside the training.
 void choose_strategy(const config::Config& config, const RunFacts& facts, EngineOptions& options) {
   const std::string zero = "zero_optimization.", offload = zero + "offload_optimizer.", flow = zero + "zenflow.";
   const auto share = [&](double of) { return std::max(1, static_cast<int>(facts.threads * of)); };
-  if (const config::Value* section = config.find(zero + "zenflow"); section != nullptr && !section->is_null()) {
+  if (!key_value(config, zero + "zenflow").is_null()) {
     options.strategy = "zenflow";
     options.places.grad = {};  // what is chosen is updated on the device at once
     options.step.threads = share(1.0 - key<double>(config, flow + "pt_reserved_cores_perc"));
@@ -179,8 +184,8 @@ void choose_strategy(const config::Config& config, const RunFacts& facts, Engine
     made.offload = key<bool>(config, flow + "offload");
     made.auto_ratio = key<double>(config, flow + "auto_ratio");
     made.warm_up = key<int64_t>(config, flow + "full_warm_up_rounds");
-    made.steps_per_epoch = key_or<int64_t>(config, flow + "steps_per_epoch", 0);
-  } else if (key_or(config, offload + "super_offload", false)) {
+    if (const auto steps = set_key<int64_t>(config, flow + "steps_per_epoch")) made.steps_per_epoch = *steps;
+  } else if (key<bool>(config, offload + "super_offload")) {
     options.strategy = "speculative";
     options.step.threads = share(key<double>(config, offload + "cpuadam_cores_perc"));
   }
@@ -230,8 +235,8 @@ RemoteOptions remote_options(const config::Config& config, const std::string& de
   remote.offload.rank = rank;
   remote.files = file_access(config);
   if (device == "cpu") return remote;
-  const config::Value* base = config.find(section + "nvme_path");
-  if (base == nullptr || base->is_null())
+  const auto base = set_key<std::string>(config, section + "nvme_path");
+  if (!base)
     fail(ErrorKind::kValue, "parameters are to rest on NVMe, and the configuration names no folder: set \"", section,
          "nvme_path\"");
   remote.offload.host_numel = key<int64_t>(config, section + "max_in_cpu");
@@ -241,7 +246,7 @@ RemoteOptions remote_options(const config::Config& config, const std::string& de
     fail(ErrorKind::kValue, section,
          "buffer_count is 0: parameters on NVMe pass through at least one buffer. Set it "
          "to 2 or more, so that one is read while another is used");
-  remote.place.folder = io::swap_folder(section + "nvme_path", base->get<std::string>(), "zero_stage_3");
+  remote.place.folder = io::swap_folder(section + "nvme_path", *base, "zero_stage_3");
   return remote;
 }
 

@@ -30,20 +30,17 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, ReducerOption
       options_(options),
       reduction_(store, device, options_),
       buckets_(grad_buckets(store)),
+      stays_(std::all_of(buckets_.begin(), buckets_.end(),
+                         [&](const GradBucket& bucket) { return reduction_.summed(bucket); })),
       bucket_of_(store.size()),
       filled_(store.size()),
-      was_filled_(store.size()),
       used_(store.size()),
-      scaled_(store.size()),
-      fires_(store.size()),
       late_(store.size()),
+      fires_(store.size()),
       nonfinite_(device, store.size(), options.find_nonfinite_grads) {
   options_.overlap = options_.overlap && !store.everyone().alone();
   for (size_t b = 0; b < buckets_.size(); ++b)
     for (int32_t param : buckets_[b].params) bucket_of_[param] = static_cast<int32_t>(b);
-  stays_ = std::all_of(buckets_.begin(), buckets_.end(),
-                       [&](const GradBucket& bucket) { return reduction_.summed(bucket); });
-  late_in_bucket_.assign(buckets_.size(), 0);
   std::vector<int32_t> space_of_bucket;
   for (const GradBucket& bucket : buckets_) space_of_bucket.push_back(bucket.space);
   flags_ = std::make_unique<FlagExchange>(store, space_of_bucket);
@@ -54,31 +51,21 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, ReducerOption
 void GradReducer::begin(bool reduce) {
   at::NoGradGuard no_grad;
   if (active()) abort();
-  if (std::exchange(told_, false)) arrivals_->withdrawn();
-  telling_ = reduce && arrivals_ && arrivals_->wanted();
+  withdraw();
+  if (reduce && listener_ && listener_->wanted()) arrivals_ = Arrivals::kWanted;
   adopt_user_grads();
   make_room();
   if (!reduce) store_.need_local();
   views_.detach();
-  was_filled_ = filled_;
-  std::fill(scaled_.begin(), scaled_.end(), 0);
+  for (SlotState& slot : filled_)
+    if (slot != SlotState::kEmpty) slot = SlotState::kEarlier;
   fires_.begin();
-  for (GradBucket& bucket : buckets_) {
-    if (!bucket.in_place || !bucket.reduced) continue;
-    bucket.reduced = false;
-    const double factor = reduction_.again(bucket);
-    if (std::abs(factor - 1.0) < 1e-5) continue;
-    const at::Tensor sum = reduction_.row(bucket);
-    device_.copy(sum, sum, static_cast<float>(1.0 / factor));
-    dirty_ = true;
-  }
   next_bucket_ = 0;
   counts_.overlapped = 0;
   for (GradBucket& bucket : buckets_) {
-    bucket.launched = bucket.left = bucket.arrived = false;
-    bucket.before = at::Tensor();
-    bucket.work.reset();
+    bucket.enter(BucketState::kFilling);
     bucket.slots = at::Tensor();
+    if (bucket.in_place && std::exchange(bucket.row_holds, false)) undo_sum(bucket);
     bucket.pending = -1;
     if (!options_.overlap && !bucket.eager && !arrives(bucket)) continue;
     int32_t known = 0;
@@ -88,22 +75,30 @@ void GradReducer::begin(bool reduce) {
   phase_ = reduce ? Phase::kReducing : Phase::kAccumulating;
 }
 
+// In place: the next reduction adds up what this rank has once more, so a sum that it would change is divided first.
+void GradReducer::undo_sum(const GradBucket& bucket) {
+  const double factor = reduction_.again(bucket);
+  if (std::abs(factor - 1.0) < 1e-5) return;
+  const at::Tensor sum = reduction_.row(bucket);
+  device_.copy(sum, sum, static_cast<float>(1.0 / factor));
+  dirty_ = true;
+}
+
 // Local gradients are about to be written: reduced ones must not lie among them.
 void GradReducer::make_room() {
-  if (holds_reduced_ && store_.grad_buffer_aliased()) store_.split_grad_buffer();
+  if (!store_.grad_buffer_aliased()) return;
+  const auto holds = [](const GradBucket& bucket) { return bucket.row_holds && !bucket.in_place; };
+  if (std::any_of(buckets_.begin(), buckets_.end(), holds)) store_.split_grad_buffer();
 }
 
 void GradReducer::absorb(size_t param, const at::Tensor& grad) {
-  GradBucket& bucket = buckets_[bucket_of_[param]];
+  GradBucket& bucket = bucket_of(param);
   const float scale = phase_ == Phase::kReducing ? reduction_.before(bucket) : 1.0f;
+  const SlotState held = filled_[param];
   reduction_.need_slots(bucket);
-  if (!filled_[param]) {
-    slots_.put(param, bucket.slots, bucket.begin, grad, scale, false);
-    filled_[param] = 1;
-    scaled_[param] = 1;
-  } else {
-    slots_.put(param, bucket.slots, bucket.begin, grad, scaled_[param] ? scale : 1.0f, true);
-  }
+  slots_.put(param, bucket.slots, bucket.begin, grad, held == SlotState::kEarlier ? 1.0f : scale,
+             held != SlotState::kEmpty);
+  if (held == SlotState::kEmpty) filled_[param] = SlotState::kCurrent;
 }
 
 void GradReducer::on_grad(size_t param) {
@@ -118,8 +113,7 @@ void GradReducer::on_grad(size_t param) {
     store_.need_local();
     const bool ours = views_.shows(param) && !held.is_sparse() && held.data_ptr() == views_.slot(param).data_ptr();
     if (!ours) {
-      scaled_[param] = 0;
-      GradBucket& bucket = buckets_[bucket_of_[param]];
+      GradBucket& bucket = bucket_of(param);
       bucket.slots = at::Tensor();
       absorb(param, held);
       bucket.slots = at::Tensor();
@@ -131,8 +125,9 @@ void GradReducer::on_grad(size_t param) {
   const at::Tensor grad = std::move(held);
   held = at::Tensor();
   const int32_t times = fires_.fired(param);
-  GradBucket& bucket = buckets_[bucket_of_[param]];
-  if (bucket.launched) {
+  GradBucket& bucket = bucket_of(param);
+  if (bucket.state() == BucketState::kArrived && reduction_.summed(bucket)) changes(bucket);
+  if (bucket.state() != BucketState::kFilling) {
     at::NoGradGuard no_grad;
     const ParamSpec& spec = store_.spec(param);
     if (!late_[param].defined()) {
@@ -143,7 +138,6 @@ void GradReducer::on_grad(size_t param) {
     device_.accumulate(late_[param], grad, reduction_.before(bucket));
     return;
   }
-  if (bucket.arrived) changes(bucket);
   absorb(param, grad);
   if (phase_ == Phase::kReducing && (options_.overlap || bucket.eager || arrives(bucket)) &&
       times == fires_.wanted(param, bucket.eager) && bucket.pending > 0 && --bucket.pending == 0)
@@ -163,7 +157,7 @@ void GradReducer::launch_ready() {
     // The slots of buckets that have been sent are free again.
     for (size_t b = 0; b < next_bucket_; ++b) {
       GradBucket& bucket = buckets_[b];
-      if (!bucket.work || !(bucket.eager || arrives(bucket))) continue;
+      if (bucket.state() != BucketState::kLaunched || !(bucket.eager || arrives(bucket))) continue;
       const bool earlier = b + 1 < next_bucket_;
       if (bucket.work->ready() || (options_.waits && (earlier || !options_.overlap))) {
         reduction_.collect(bucket);
@@ -176,89 +170,96 @@ void GradReducer::launch_ready() {
 // ---- rows that are complete before the end ------------------------------------------------------------------------
 
 bool GradReducer::arrives(const GradBucket& bucket) const {
-  return telling_ && !bucket.by_rows &&
+  return arrivals_ != Arrivals::kUnwanted && !bucket.by_rows &&
          (reduction_.summed(bucket) ||
           (!bucket.in_place && store_.spaces()[bucket.space].ranks().replicas->size() == 1));
 }
 
 void GradReducer::arrive(GradBucket& bucket) {
   if (!reduction_.summed(bucket)) {
-    if (bucket.reduced) bucket.before = reduction_.copy_of_row(bucket);
-    reduction_.complete(bucket, filled_);
+    if (bucket.row_holds) bucket.before = reduction_.copy_of_row(bucket);
+    reduction_.complete(bucket, true);
   }
   std::vector<int32_t> used;
   for (int32_t param : bucket.params)
-    if (filled_[param] || used_[param]) used.push_back(param);
-  bucket.arrived = told_ = true;
-  arrivals_->arrived(bucket.space, number_of(bucket), used);
+    if (filled(param) || used_[param]) used.push_back(param);
+  bucket.enter(BucketState::kArrived);
+  arrivals_ = Arrivals::kTold;
+  listener_->arrived(bucket.space, bucket.number, used);
 }
 
-void GradReducer::changes(const GradBucket& bucket) { arrivals_->changed(bucket.space, number_of(bucket)); }
+// A bucket that is its own sum may be filled again. Nobody hears of buckets that have been withdrawn.
+void GradReducer::changes(GradBucket& bucket) {
+  if (bucket.state() != BucketState::kArrived || arrivals_ != Arrivals::kTold) return;
+  listener_->changed(bucket.space, bucket.number);
+  if (reduction_.summed(bucket)) bucket.enter(BucketState::kFilling);
+}
 
-// Within its space.
-int32_t GradReducer::number_of(const GradBucket& bucket) const {
-  return store_.spaces()[bucket.space].map.bucket_of[bucket.plan.first_param];
+void GradReducer::withdraw() {
+  if (std::exchange(arrivals_, Arrivals::kUnwanted) == Arrivals::kTold) listener_->withdrawn();
 }
 
 // ---- reduction ----------------------------------------------------------------------------------------------------
 
 void GradReducer::launch(GradBucket& bucket) {
-  bucket.launched = true;
   if (reduction_.summed(bucket)) return;
+  bucket.enter(BucketState::kLaunched);
   reduction_.need_slots(bucket);
   const float scale = reduction_.before(bucket);
   for (int32_t param : bucket.params) {
-    if (!filled_[param]) {
+    if (!filled(param)) {
       slots_.zero(param, bucket.slots, bucket.begin);
-    } else if (!scaled_[param] && scale != 1.0f) {
+    } else if (filled_[param] == SlotState::kEarlier && scale != 1.0f) {
       slots_.scale(param, bucket.slots, bucket.begin, scale);
     }
   }
   reduction_.start(bucket);
 }
 
-// Learns what any rank has; true when some rank has a late gradient.
-bool GradReducer::exchange_flags() {
+// Learns what any rank has, and what came late.
+void GradReducer::exchange_flags() {
   BackwardFlags flags;
   flags.used.resize(store_.size());
   flags.late.resize(buckets_.size());
   for (size_t param = 0; param < store_.size(); ++param) {
-    flags.used[param] = filled_[param] || late_[param].defined() ? 1.0f : 0.0f;
+    flags.used[param] = filled(param) || late_[param].defined() ? 1.0f : 0.0f;
     flags.late[bucket_of_[param]] += late_[param].defined() ? 1.0f : 0.0f;
   }
   flags.failed_ranks = failed_rank(device_, rank_);
   flags_->sum(flags);
   failed_ranks_ = flags.failed_ranks;
   for (size_t param = 0; param < store_.size(); ++param) {
-    const bool any = flags.used[param] > 0.0f, in_place = buckets_[bucket_of_[param]].in_place;
-    filled_[param] = in_place && any;
-    used_[param] = !in_place && (used_[param] || any);
+    if (flags.used[param] == 0.0f) continue;
+    if (!bucket_of(param).in_place) {
+      used_[param] = 1;
+    } else if (!filled(param)) {
+      filled_[param] = SlotState::kCurrent;
+    }
   }
   counts_.late = 0;
   for (size_t b = 0; b < buckets_.size(); ++b) {
-    late_in_bucket_[b] = static_cast<int32_t>(flags.late[b]);
-    counts_.late += late_in_bucket_[b];
+    buckets_[b].late = static_cast<int32_t>(flags.late[b]);
+    counts_.late += buckets_[b].late;
   }
-  return counts_.late > 0;
 }
 
 // What has not left yet, and what all ranks have to tell each other.
 void GradReducer::reduce_rest() {
   while (next_bucket_ < buckets_.size()) launch(buckets_[next_bucket_++]);
-  const bool late = exchange_flags();
+  exchange_flags();
   for (const Abandoned& one : abandoned_) one.work->wait();  // all ranks are here, so all have launched them
   abandoned_.clear();
+  for (GradBucket& bucket : buckets_)
+    if (bucket.state() != BucketState::kFilling && bucket.state() != BucketState::kArrived)
+      reduction_.complete(bucket, filled(bucket.params.front()));
   for (GradBucket& bucket : buckets_) {
-    if (reduction_.summed(bucket)) continue;
-    reduction_.complete(bucket, filled_);
-    holds_reduced_ = holds_reduced_ || (bucket.reduced && !bucket.in_place);
+    if (bucket.late == 0) continue;
+    changes(bucket);
+    reduction_.add_late(bucket, slots_, late_);
   }
-  for (size_t b = 0; late && b < buckets_.size(); ++b)
-    if (late_in_bucket_[b] > 0) {
-      if (buckets_[b].arrived) changes(buckets_[b]);
-      reduction_.add_late(buckets_[b], slots_, late_);
-    }
   std::fill(late_.begin(), late_.end(), at::Tensor());
+  for (size_t param = 0; param < store_.size(); ++param)
+    if (!bucket_of(param).in_place) filled_[param] = SlotState::kEmpty;  // it is in the reduced gradients
 }
 
 void GradReducer::end() {
@@ -280,7 +281,7 @@ void GradReducer::end() {
   fires_.learn();
   views_.attach(filled_);
   phase_ = Phase::kIdle;
-  if (told_) arrivals_->ended();
+  if (arrivals_ == Arrivals::kTold) listener_->ended();
   if (failed_ranks_[0] == 0.0f) return;
   // Of one backward, and everything added to them before: what a kernel has left out cannot be told from the rest.
   clear();
@@ -293,26 +294,24 @@ bool GradReducer::abort() {
   if (!active()) return false;
   at::NoGradGuard no_grad;
   bool in_flight = false, lost = false;
-  if (std::exchange(told_, false)) arrivals_->withdrawn();
+  withdraw();
   for (GradBucket& bucket : buckets_) {
-    if (bucket.arrived && !reduction_.summed(bucket)) {
-      if (bucket.before.defined()) reduction_.put_row(bucket, bucket.before);
-      bucket.reduced = bucket.before.defined();
-    }
-    bucket.arrived = false;
-    bucket.before = at::Tensor();
+    const BucketState was = bucket.state();
+    bucket.enter(BucketState::kAbandoned);
     if (bucket.work) {
       in_flight = true;
       abandoned_.push_back({std::move(bucket.work), bucket.slots, bucket.wire, bucket.received});
       bucket.work.reset();
     }
-    bucket.wire = at::Tensor();
-    bucket.received = at::Tensor();
-    bucket.slots = at::Tensor();
-    if (!bucket.launched || reduction_.summed(bucket)) continue;
+    if (was == BucketState::kArrived && !reduction_.summed(bucket)) {
+      if (bucket.before.defined()) reduction_.put_row(bucket, bucket.before);
+      bucket.row_holds = bucket.before.defined();
+    }
+    bucket.before = bucket.slots = bucket.wire = bucket.received = at::Tensor();
+    if (was == BucketState::kFilling || reduction_.summed(bucket)) continue;
     for (int32_t param : bucket.params) {
-      lost = lost || was_filled_[param];
-      was_filled_[param] = 0;
+      lost = lost || filled_[param] == SlotState::kEarlier;
+      filled_[param] = SlotState::kEmpty;
     }
   }
   // Other ranks may never join what this one launched: do not wait, leave the memory to the collectives. Nor may they
@@ -321,7 +320,8 @@ bool GradReducer::abort() {
     store_.renew_grad_buffers();
     views_.forget_slots();
   }
-  filled_ = was_filled_;
+  for (SlotState& slot : filled_)
+    if (slot == SlotState::kCurrent) slot = SlotState::kEmpty;
   std::fill(late_.begin(), late_.end(), at::Tensor());
   views_.attach(filled_);
   phase_ = Phase::kIdle;
@@ -348,13 +348,13 @@ void GradReducer::join() {
 // What the user has left in .grad; where gradients are sharded that is this rank's contribution to the sum.
 void GradReducer::adopt_user_grads() {
   views_.adopt(filled_, [this](size_t param, const at::Tensor& grad) {
-    if (buckets_[bucket_of_[param]].arrived) changes(buckets_[bucket_of_[param]]);
+    GradBucket& bucket = bucket_of(param);
+    changes(bucket);
     make_room();
     store_.need_local();
-    const GradBucket& bucket = buckets_[bucket_of_[param]];
     const at::Tensor slots = store_.space_of(param).local.data.narrow(0, bucket.begin, bucket.numel);
-    slots_.put(param, slots, bucket.begin, grad, 1.0f, filled_[param] != 0);
-    filled_[param] = 1;
+    slots_.put(param, slots, bucket.begin, grad, 1.0f, filled(param));
+    filled_[param] = SlotState::kEarlier;
     dirty_ = true;
   });
 }
@@ -372,7 +372,7 @@ void GradReducer::set_grad_dtype(c10::optional<at::ScalarType> type) {
 
 bool GradReducer::has_local(size_t param) const {
   const ParamSpace& space = store_.space_of(param);
-  return !space.in_place && filled_[param] && space.local.exists();
+  return !space.in_place && filled(param) && space.local.exists();
 }
 
 void GradReducer::set_local(size_t param, const at::Tensor& grad) {
@@ -381,41 +381,43 @@ void GradReducer::set_local(size_t param, const at::Tensor& grad) {
   adopt_user_grads();
   make_room();
   store_.need_local();
-  const GradBucket& bucket = buckets_[bucket_of_[param]];
-  if (bucket.arrived) changes(bucket);
+  GradBucket& bucket = bucket_of(param);
+  changes(bucket);
   const at::Tensor slots = store_.space_of(param).local.data.narrow(0, bucket.begin, bucket.numel);
   slots_.put(param, slots, bucket.begin, grad, 1.0f, false);
-  filled_[param] = 1;
+  filled_[param] = SlotState::kEarlier;
   dirty_ = true;
   if (views_.shows(param)) views_.attach(param);
 }
 
 void GradReducer::set_used(size_t param) {
   if (store_.space_of(param).in_place) {
-    filled_[param] = 1;
+    filled_[param] = SlotState::kEarlier;
     if (views_.shows(param)) views_.attach(param);
     return;
   }
-  GradBucket& bucket = buckets_[bucket_of_[param]];
+  GradBucket& bucket = bucket_of(param);
   if (store_.grad_buffer_aliased()) store_.split_grad_buffer();
-  if (!bucket.reduced) reduction_.zero_row(bucket);
-  bucket.reduced = holds_reduced_ = true;
+  if (!bucket.row_holds) reduction_.zero_row(bucket);
+  bucket.row_holds = true;
   used_[param] = 1;
 }
 
 bool GradReducer::any() const {
   for (size_t param = 0; param < store_.size(); ++param)
-    if (filled_[param] || used_[param] || store_.spec(param).tensor.grad().defined()) return true;
+    if (filled(param) || used_[param] || store_.spec(param).tensor.grad().defined()) return true;
   return false;
 }
 
 void GradReducer::clear() {
-  told_ = false;
-  for (GradBucket& bucket : buckets_) bucket.arrived = false;
-  std::fill(filled_.begin(), filled_.end(), 0);
+  if (active()) abort();
+  arrivals_ = Arrivals::kUnwanted;
+  for (GradBucket& bucket : buckets_) {
+    bucket.enter(BucketState::kFilling);
+    bucket.row_holds = false;
+  }
+  std::fill(filled_.begin(), filled_.end(), SlotState::kEmpty);
   std::fill(used_.begin(), used_.end(), 0);
-  for (GradBucket& bucket : buckets_) bucket.reduced = false;
-  holds_reduced_ = false;
   store_.alias_grad_buffer();
   views_.detach();
   dirty_ = false;

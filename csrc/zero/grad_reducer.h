@@ -22,7 +22,8 @@
 //
 // [Note: bucket order]
 // Ranks may produce gradients in different orders, or not at all; collectives must match. So buckets leave strictly
-// in plan order, and at the end of backward the rest leaves, used or not.
+// in plan order, and at the end of backward the rest leaves, used or not. Where a bucket is on its way says its state
+// (BucketState); an illegal transition is an error.
 //
 // [Note: memory during backward]
 // Where gradients are sharded, whole ones exist only between their backward and their reduction: buckets leave as early
@@ -71,7 +72,7 @@ class GradReducer {
   bool dirty() const { return dirty_; }  // something is here that has not been reduced
 
   // A reduced gradient is here.
-  bool used(size_t param) const { return (store_.space_of(param).in_place ? filled_ : used_)[param] != 0; }
+  bool used(size_t param) const { return store_.space_of(param).in_place ? filled(param) : used_[param] != 0; }
   // This rank has a gradient that has not been reduced; it lies in its slot of the store's local buffer.
   bool has_local(size_t param) const;
   void set_used(size_t param);  // somebody has written the reduced gradient
@@ -88,7 +89,7 @@ class GradReducer {
   const FireCounter& fires() const { return fires_; }
   // Of what arrives before backward's end; null: nobody. Only where this rank's row comes of one collective (no
   // replicas): others wait for the end.
-  void tell(GradArrivals* arrivals) { arrivals_ = arrivals; }
+  void tell(GradArrivals* listener) { listener_ = listener; }
   ReducerOptions& options() { return options_; }                     // not to be changed while a backward runs
   const WireBuffers& memory() const { return reduction_.memory(); }  // slots, wire and receive buffers
   void trim() { reduction_.memory().clear(); }  // those of them that are kept for the next backward
@@ -98,6 +99,7 @@ class GradReducer {
 
  private:
   enum class Phase { kIdle, kAccumulating, kReducing };
+  enum class Arrivals { kUnwanted, kWanted, kTold };  // kTold: until the next backward or the step
   // What a backward that raised had launched, with the memory that is still being read and written.
   struct Abandoned {
     comm::WorkPtr work;
@@ -107,24 +109,27 @@ class GradReducer {
   void adopt_user_grads();
   void absorb(size_t param, const at::Tensor& grad);
   void make_room();
+  void undo_sum(const GradBucket& bucket);
   void launch(GradBucket& bucket);
   void launch_ready();
   void reduce_rest();
-  bool exchange_flags();
+  void exchange_flags();
   bool arrives(const GradBucket& bucket) const;
   void arrive(GradBucket& bucket);
-  void changes(const GradBucket& bucket);
-  int32_t number_of(const GradBucket& bucket) const;
+  void changes(GradBucket& bucket);
+  void withdraw();
+  GradBucket& bucket_of(size_t param) { return buckets_[bucket_of_[param]]; }
+  bool filled(size_t param) const { return filled_[param] != SlotState::kEmpty; }
 
   ParamStore& store_;
   DeviceContext& device_;
   GradSlots slots_;
   GradViews views_;
   const int rank_;
-  bool stays_ = false;  // nothing travels, of any bucket: gradients are summed where they are filled in
   ReducerOptions options_;
   BucketReduction reduction_;
   std::vector<GradBucket> buckets_;
+  const bool stays_;  // nothing travels, of any bucket: gradients are summed where they are filled in
   std::vector<Abandoned> abandoned_;
   std::vector<int32_t> bucket_of_;
   std::unique_ptr<FlagExchange> flags_;
@@ -132,19 +137,14 @@ class GradReducer {
   std::mutex mutex_;  // hooks may come from one thread per device
   Phase phase_ = Phase::kIdle;
   size_t next_bucket_ = 0;
-  bool dirty_ = false;               // something in the slots has not been reduced
-  std::vector<uint8_t> filled_;      // the slot holds a gradient
-  std::vector<uint8_t> was_filled_;  // at begin()
-  std::vector<uint8_t> used_;        // not in place: some rank has contributed to the reduced gradient
-  bool holds_reduced_ = false;       // some row of reduced gradients holds something
-  std::vector<uint8_t> scaled_;      // the slot has been multiplied by predivide already
+  Arrivals arrivals_ = Arrivals::kUnwanted;
+  GradArrivals* listener_ = nullptr;
+  bool dirty_ = false;             // something in the slots has not been reduced
+  std::vector<SlotState> filled_;  // of each parameter
+  std::vector<uint8_t> used_;      // not in place: some rank has contributed to the reduced gradient
+  std::vector<at::Tensor> late_;   // gradients that came after their bucket had left
   FireCounter fires_;
-  GradArrivals* arrivals_ = nullptr;
-  bool telling_ = false;                 // in this backward
-  bool told_ = false;                    // since the last step
   std::array<float, 2> failed_ranks_{};  // in the backward that ends: how many, and the sum of rank + 1
-  std::vector<at::Tensor> late_;
-  std::vector<int32_t> late_in_bucket_;  // over all ranks, of the last reducing backward
   NonfiniteGrads nonfinite_;
   Counts counts_;
 };

@@ -10,10 +10,10 @@ const at::Tensor& GradViews::slot(size_t param) {
   return view;
 }
 
-void GradViews::attach(const std::vector<uint8_t>& filled) {
+void GradViews::attach(const std::vector<SlotState>& filled) {
   for (size_t param = 0; param < store_.size(); ++param) {
     if (!store_.space_of(param).in_place) continue;
-    if (filled[param] && shows(param)) {
+    if (filled[param] != SlotState::kEmpty && shows(param)) {
       attach(param);
     } else {
       store_.spec(param).tensor.mutable_grad() = at::Tensor();
@@ -25,11 +25,11 @@ void GradViews::detach() {
   for (size_t param = 0; param < store_.size(); ++param) store_.spec(param).tensor.mutable_grad() = at::Tensor();
 }
 
-void GradViews::adopt(std::vector<uint8_t>& filled, const Elsewhere& elsewhere) {
+void GradViews::adopt(std::vector<SlotState>& filled, const Elsewhere& elsewhere) {
   for (size_t param = 0; param < store_.size(); ++param) {
     at::Tensor& grad = store_.spec(param).tensor.mutable_grad();
     if (!grad.defined()) {
-      if (filled[param] && shows(param)) filled[param] = 0;
+      if (shows(param)) filled[param] = SlotState::kEmpty;
       continue;
     }
     if (!store_.space_of(param).in_place) {
@@ -40,7 +40,7 @@ void GradViews::adopt(std::vector<uint8_t>& filled, const Elsewhere& elsewhere) 
     const at::Tensor& slot = this->slot(param);
     const bool ours = shows(param) && !grad.is_sparse() && grad.data_ptr() == slot.data_ptr();
     if (!ours) device_.copy(slot, grad, 1.0f);
-    filled[param] = 1;
+    filled[param] = SlotState::kEarlier;
     if (!shows(param)) grad = at::Tensor();
   }
 }

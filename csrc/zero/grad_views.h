@@ -15,6 +15,13 @@
 
 namespace ds::zero {
 
+// Whether a slot holds a gradient.
+enum class SlotState : uint8_t {
+  kEmpty,
+  kEarlier,  // of earlier backwards, or of the user: not multiplied by what the running one's sum needs
+  kCurrent,  // of the running backward alone
+};
+
 class GradViews {
  public:
   GradViews(ParamStore& store, DeviceContext& device) : store_(store), device_(device), slots_(store.size()) {}
@@ -28,14 +35,14 @@ class GradViews {
   const at::Tensor& slot(size_t param);
   void forget_slots() { slots_.assign(store_.size(), at::Tensor()); }  // the buffers have moved
 
-  void attach(const std::vector<uint8_t>& filled);  // .grad shows the slots that hold a gradient
+  void attach(const std::vector<SlotState>& filled);  // .grad shows the slots that hold a gradient
   void attach(size_t param) { store_.spec(param).tensor.mutable_grad() = slot(param); }
   void detach();  // every .grad is undefined
 
   // Takes what the user has left in .grad; `filled` says afterwards which slots hold a gradient. Gradients that are
   // not shown go to `elsewhere`, and .grad is undefined then.
   using Elsewhere = std::function<void(size_t param, const at::Tensor& grad)>;
-  void adopt(std::vector<uint8_t>& filled, const Elsewhere& elsewhere);
+  void adopt(std::vector<SlotState>& filled, const Elsewhere& elsewhere);
 
  private:
   ParamStore& store_;

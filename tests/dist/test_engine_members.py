@@ -88,6 +88,9 @@ def body_members(rank, world):
     assert engine.gradient_accumulation_steps() == 4 and engine.train_batch_size() == 16
     engine.set_train_micro_batch_size(1)
     assert engine.train_batch_size() == 4 * world
+    read_by_core = engine._config.native.values()
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    assert [read_by_core[key] for key in sizes] == [4 * world, 1, 4]
     engine.backward(loss_of(engine(tokens[:2]), targets[:2]))
     assert model.out.weight.grad is not None
     engine.zero_grad()

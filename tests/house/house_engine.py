@@ -110,6 +110,18 @@ def check_engine_options(files):
     return problems
 
 
+def check_option_defaults(files):
+    """The Field line of a key holds its default; engine_options.cpp reads resolved values."""
+    problems = []
+    for number, line in enumerate(without_comments(files.get(OPTIONS_FILES[0], "")).splitlines(), 1):
+        if re.search(r"\b\w+_or\b|\bfallback\b|\bis_null\(\)\s*\?|\bkey(?:<[^()]*>)?\(\s*config\s*,[^,()]*,", line):
+            problems.append(
+                f"csrc/{OPTIONS_FILES[0]}:{number} holds a default: the Field line in csrc/config/sections has it, and "
+                f"key() finds it where the section is absent, too. {SEE}"
+            )
+    return problems
+
+
 # ---- checkpoints without the engine ----------------------------------------------------------------------------------
 
 

@@ -96,6 +96,28 @@ def test_engine_options(files):
     expect_none(house_engine.check_engine_options(files))
 
 
+def test_no_default_beside_its_field(files):
+    assert "zero/engine_options.cpp" in files
+    expect_none(house_engine.check_option_defaults(files))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'int64_t n = key_or<int64_t>(config, "a.b", 4);',
+        'bool b = config.find("a.b").value_or(true);',
+        'double d = value->is_null() ? 1.0 : value->get<double>();',
+        'auto f = [&](const char* name, int64_t fallback) {};',
+        'place.pinned = key<bool>(config, section + "pin_memory", true);',
+    ],
+)
+def test_a_default_beside_its_field(line):
+    problems = house_engine.check_option_defaults({"zero/engine_options.cpp": "\n" + line, "zero/a.cpp": line})
+    assert len(problems) == 1 and "engine_options.cpp:2 holds a default" in problems[0], problems
+    fine = 'x = key<int>(config, zero + "stage");  // key_or'
+    assert house_engine.check_option_defaults({"zero/engine_options.cpp": fine}) == []
+
+
 @pytest.mark.parametrize("line", ["EngineOptions options;", "f(zero::EngineOptions{});", "EngineOptions o = f();"])
 def test_options_made_elsewhere(line):
     problems = house_engine.check_engine_options({"zero/a.cpp": "\n" + line, "zero/engine_options.cpp": line})

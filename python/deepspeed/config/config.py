@@ -180,7 +180,14 @@ class DeepSpeedConfig:
         """The configuration as csrc/config has resolved it, for the native core."""
         if self._native is None:  # this object has come from another process
             self._native = read(self._param_dict)
+            self.change("another process", **{key: getattr(self, key) for key in BATCH_KEYS})
         return self._native
+
+    def change(self, why, **values):
+        """Gives keys of the top level other values, here and in what the native core reads. ``why``: their origin."""
+        for key, value in values.items():
+            setattr(self, key, value)
+            self.native.derive(key, value, why, False)
 
     def __getstate__(self):
         return {**vars(self), "_native": None}
@@ -190,8 +197,7 @@ class DeepSpeedConfig:
         where they contradict each other."""
         given = [getattr(self, key) for key in BATCH_KEYS]
         planned = _C.config.plan_batch(*given, self.world_size, self.world_size_source)
-        for key, size in zip(BATCH_KEYS, planned):
-            setattr(self, key, size)
+        self.change("the other batch sizes", **dict(zip(BATCH_KEYS, planned)))
 
     def _set_attributes(self, values):
         fields = layout("training")

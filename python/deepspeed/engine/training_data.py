@@ -132,17 +132,23 @@ class TrainingData:
                 f"{self.engine.train_micro_batch_size_per_gpu()} x "
                 f"data-parallel size {self.engine.dp_world_size} = {per_micro_step}"
             )
-        self.engine._config.train_batch_size = train_batch_size
-        self.engine._config.gradient_accumulation_steps = train_batch_size // per_micro_step
+        self.engine._config.change(
+            "set_train_batch_size()",
+            train_batch_size=train_batch_size,
+            gradient_accumulation_steps=train_batch_size // per_micro_step,
+        )
         if self.engine.core is not None:
             self.engine.core.set_grad_dtype(self.engine._grad_dtype)  # what accumulates now may be another type
 
     @member
     def set_train_micro_batch_size(self, micro_batch_size):
         """Changes the micro batch; accumulation stays, the whole batch follows."""
-        self.engine._config.train_micro_batch_size_per_gpu = micro_batch_size
         parts = self.engine.gradient_accumulation_steps() * self.engine.dp_world_size
-        self.engine._config.train_batch_size = micro_batch_size * parts
+        self.engine._config.change(
+            "set_train_micro_batch_size()",
+            train_micro_batch_size_per_gpu=micro_batch_size,
+            train_batch_size=micro_batch_size * parts,
+        )
 
     def samples_of_step(self):
         """Samples that all ranks have put into this step: where the caller owns the boundary, one micro-batch for each

@@ -10,8 +10,6 @@ from deepspeed.comm.mesh_views import EngineRanks, Purpose
 from deepspeed.comm.timeouts import default_timeout
 from deepspeed.comm.watch import board_store, group_facts
 
-_SEND_BOUND = 2  # kPipeSendBound of csrc/plan/pipe_check.h: plans are proven with it
-
 
 class PipelineRanks(EngineRanks):
     """Those of ``grid``, a ``PipelineParallelGrid``. Norms go over all stages and slices of a copy."""
@@ -56,8 +54,8 @@ class PipelineRanks(EngineRanks):
             grads=self.mesh.communicator(["pp"], Purpose.PIPE_GRADS),
             device=str(device),
             notes=notes,
-            bound=_SEND_BOUND,
-            ahead=_SEND_BOUND,
+            bound=_native._C.pipe.SEND_BOUND,
+            ahead=_native._C.pipe.SEND_BOUND,
             timeout=default_timeout(),
         )
 

@@ -9,6 +9,7 @@ import torch
 from deepspeed._native import _C
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.model import layout
 from deepspeed.host.cpu import memory_bytes
 from deepspeed.ops.by_name import is_native, optimizer_named, states_of_element
 from deepspeed.zero.rates import mean_rate, tier_rate
@@ -16,7 +17,6 @@ from deepspeed.zero.rates import mean_rate, tier_rate
 _TIERS = ("device", "host", "file")
 _ANY = 2**63 - 1  # bytes of a memory that has no limit
 _WIDTHS = {"fp32": 4, "fp16": 2, "bf16": 2}
-_LEAVING = 4  # offload_optimizer.buffer_count where there is no such section
 
 
 def offload_plan(model, config, world_size=None, rates=None):
@@ -68,7 +68,7 @@ def offload_plan(model, config, world_size=None, rates=None):
     }
     tiers["device"] += held["param"] + frozen * width // (world if policy.shards_params else 1)
     own, row = -(-numel // world), -(-bucket // world)
-    leaving = section.buffer_count if section is not None else _LEAVING
+    leaving = section.buffer_count if section is not None else _default("buffer_count")
     tiers["device"] += _gradients_on_device(policy, shares["grad"][0] < 1, numel, world, bucket, leaving) * grad
     if policy.shards_params:
         tiers["device"] += _gathered(zero, numels) * width
@@ -123,6 +123,11 @@ def _states(made, params):
         return [0] * len(trained), states_of_element(name, made.optimizer_params)
     counts = {id(p): len(optimizer.slots_of(group)) for group in optimizer.param_groups for p in group["params"]}
     return [counts[id(param)] for param in trained], 0
+
+
+def _default(key):
+    """Of a key of ``offload_optimizer``, where there is no such section."""
+    return layout("training", "zero_optimization.offload_optimizer")[key]["default"]
 
 
 def _place(section):
@@ -237,7 +242,7 @@ def _bucket(zero, policy, numel, away, params):
     """Elements of the largest one: whole parameters, one after the other."""
     limit = min(zero.reduce_bucket_size, numel)
     if away:
-        limit = min(limit, max(1 << 20, numel // 16))
+        limit = min(limit, _C.memory.moved_bucket_limit(numel))
         if policy.shards_params and _place(zero.offload_optimizer) != "none":
             limit = min(limit, zero.sub_group_size)
     largest, held = 0 if params else limit, 0

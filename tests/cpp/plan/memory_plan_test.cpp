@@ -22,6 +22,12 @@ TEST(MemoryPlan, WhatAStageShardsIsDividedByTheRanks) {
   EXPECT_EQ(full.total(), 160);
 }
 
+TEST(MemoryPlan, BucketsThatMoveAreASixteenthAndNotTooSmall) {
+  EXPECT_EQ(moved_bucket_limit(0), 1 << 20);
+  EXPECT_EQ(moved_bucket_limit(16 << 20), 1 << 20);
+  EXPECT_EQ(moved_bucket_limit(1600 << 20), 100 << 20);
+}
+
 TEST(MemoryPlan, SharesAreRoundedUpToWholeElements) {
   const StateBytes bytes = states_per_rank(kStages[3], 10, 4, kMixed);  // 3 elements each
   EXPECT_EQ(bytes.param, 6);

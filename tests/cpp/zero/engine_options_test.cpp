@@ -52,6 +52,20 @@ TEST(EngineOptions, KeysReachTheirOptions) {
   EXPECT_EQ(o.gatherer.prefetch_numel, 5);
 }
 
+TEST(EngineOptions, DefaultsOfAbsentSectionsAreThoseOfTheirFields) {
+  const config::Schema& schema = config::schema(config::Root::kTraining);
+  const config::Config config = config::resolve(config::read_text("{}", "test"), schema, {});
+  const std::string section = "zero_optimization.offload_optimizer";
+  ASSERT_TRUE(config.find(section)->is_null());
+  const auto count = config::value_of(config, schema, section + ".buffer_count").get<int64_t>();
+  EXPECT_EQ(count, 4);
+  EXPECT_EQ(config::value_of(config, schema, section + ".device"), "none");
+  EXPECT_THROW(config::value_of(config, schema, section + ".no_such_key"), Error);
+  const EngineOptions o = options_of(zero(R"("stage": 1, "placement": {"auto": true, "host_gb": 1})"));
+  EXPECT_EQ(o.swapping.leaving_rows, count);
+  EXPECT_EQ(o.memory->pinned, config::value_of(config, schema, section + ".pin_memory").get<bool>());
+}
+
 TEST(EngineOptions, WhereParametersRest) {
   const io::Folder disk;
   EXPECT_FALSE(options_of(zero(R"("stage": 3)")).places.moves_params());

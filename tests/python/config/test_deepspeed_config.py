@@ -68,6 +68,9 @@ def test_batch_sizes_that_are_set_afterwards(given, sizes):
     else:
         config._configure_train_batch_size()
         assert tuple(getattr(config, name) for name in names) == sizes
+        for one in (config, pickle.loads(pickle.dumps(config))):
+            read_by_core = one.native.values()
+            assert tuple(read_by_core[name] for name in names) == sizes
 
 
 def test_files_as_people_write_them(tmp_path):
