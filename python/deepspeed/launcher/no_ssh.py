@@ -119,7 +119,10 @@ def run_no_ssh(args, verbose):
     notes = []
     node, nodes, slots, ids, address = where(args, notes)
     if nodes == 1 and not args.elastic_training:
-        return launch(plan.make_plan(args))
+        made = plan.make_plan(args)
+        plan.show_notes(made.notes, verbose)
+        return launch(made)
+    plan.show_notes(notes, verbose)
     return _run_part(args, node, nodes, slots, ids, address, verbose)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from deepspeed.host.job_key import MAKE_KEY, is_from_here
 from deepspeed.host.ports import free_port
-from deepspeed.launcher import agent, arrivals, runner
+from deepspeed.launcher import agent, arrivals, no_ssh, runner
 from deepspeed.launcher.cluster import listen
 from deepspeed.launcher.control import MESSAGE, Link, LinkLost, encode_frame
 from deepspeed.launcher.errors import LaunchError
@@ -268,6 +268,15 @@ def test_a_host_that_does_not_come(folder):
         ("--num_nodes 2 --node_rank 1", "--master_addr"),
     ],
 )
-def test_what_nobody_says(line, named):
+def test_an_unknown_place_is_refused(line, named):
     with pytest.raises(runner.LaunchError, match=named):
         runner.main(["--no_ssh", *line.split(), "train.py"])
+
+
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_notes_of_the_plan_are_shown(nodes, monkeypatch, capsys):
+    monkeypatch.setattr(no_ssh, "launch", lambda made: 0)
+    monkeypatch.setattr(no_ssh, "_run_part", lambda *_: 0)
+    place = ["--num_nodes", nodes, "--node_rank", "0", "--master_addr", "localhost"]
+    assert runner.main(["--no_ssh", "--hostfile", "/nowhere/hosts", *place, "--no_python", "true"]) == 0
+    assert "There is no hostfile /nowhere/hosts; using this machine only" in capsys.readouterr().err
