@@ -88,7 +88,7 @@ function(ds_test_parts name target)
   foreach(part RANGE ${last})
     math(EXPR number "${part} + 1")
     add_test(NAME ${name}.${number}of${DS_TEST_PARTS} COMMAND ${target})
-    set_tests_properties(${name}.${number}of${DS_TEST_PARTS} PROPERTIES TIMEOUT 240 LABELS ${name}
+    set_tests_properties(${name}.${number}of${DS_TEST_PARTS} PROPERTIES TIMEOUT 240 LABELS "${name};torch"
       ENVIRONMENT "GTEST_TOTAL_SHARDS=${DS_TEST_PARTS};GTEST_SHARD_INDEX=${part}")
   endforeach()
 endfunction()
@@ -120,8 +120,7 @@ function(ds_room_executables name)
       if("ds_torch" IN_LIST libs)
         ds_test_parts(${name} ${target})
       else()
-        gtest_discover_tests(${target} TEST_PREFIX ${name}. DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT 120
-          LABELS "${name};torchfree")
+        gtest_discover_tests(${target} TEST_PREFIX ${name}. DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT 120 LABELS ${name})
       endif()
       add_dependencies(tests ${target})
     else()

@@ -19,7 +19,8 @@ case $kind in
     ;;
   second)
     marks="not gpu"
-    export DS_TEST_COVER=values ;;
+    export DS_TEST_COVER=values
+    ;;
   unit) marks="not gpu and not slow and not dist" ;;
   gpu) marks="gpu"
     "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
@@ -44,7 +45,7 @@ if [ "$kind" != gpu ] && [ "$kind" != cluster ]; then
   case $kind in
     unit) labels=(-LE slow); fuzz=5000 ;;
     all) fuzz=20000 ;;
-    second) labels=(-LE torchfree); fuzz=20000 ;;
+    second) labels=(-L '^torch$'); fuzz=20000 ;;  # cmake/Rooms.cmake gives the label
     *) fuzz=100000 ;;
   esac
   DS_FUZZ_CASES=${DS_FUZZ_CASES:-$fuzz} ctest --test-dir "$dir" -j "$JOBS" --output-on-failure --no-tests=error "${labels[@]}" >"$dir/ctest.log" 2>&1 || {

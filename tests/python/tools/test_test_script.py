@@ -7,6 +7,8 @@ import subprocess
 
 import pytest
 
+from deepspeed import _native
+
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 PYTHON = """#!/bin/bash
 if [ "$1" = - ]; then echo tag; exit; fi
@@ -25,7 +27,7 @@ mkdir -p build/tag/Testing/Temporary
 printf '[       OK ] Suite.Case/3 (1500 ms)\\n[  FAILED  ] Other.Case, where GetParam() = 3 (2500 ms)\\n' \
   >build/tag/Testing/Temporary/LastTest.log
 echo " 7/9 Test #1: room.Other ....***Failed  2.50 sec"
-echo "88% tests passed, 1 tests failed out of 9; fuzz=$DS_FUZZ_CASES; left out: ${{*: -2}}"
+echo "88% tests passed, 1 tests failed out of 9; fuzz=$DS_FUZZ_CASES; chosen: ${{*: -2}}"
 exit {ctest}
 """
 
@@ -76,9 +78,23 @@ def test_every_case(tmp_path):
 def test_another_torch(tmp_path):
     """What sees no torch has passed with the first one."""
     code, runs, out, _ = run(tmp_path, "second")
-    assert code == 0 and len(runs) == 2 and "cover=values" in out and "left out: -LE torchfree" in out
+    assert code == 0 and len(runs) == 2 and "cover=values" in out and "chosen: -L ^torch$" in out
     _, _, out, _ = run(tmp_path / "first")
-    assert "cover=values" not in out and "torchfree" not in out
+    assert "cover=values" not in out and "^torch$" not in out
+
+
+def test_rooms_that_see_torch_have_its_label():
+    """What `tools/test.sh second` chooses: every test of each room that links torch, and no other."""
+    folder = os.path.join(ROOT, "build", os.path.basename(os.path.dirname(_native._C.__file__)))
+    if not os.path.exists(os.path.join(folder, "CTestTestfile.cmake")):
+        pytest.skip(f"the C++ tests are not built in {folder}")
+    listed = subprocess.run(
+        ["ctest", "--test-dir", folder, "-N", "-L", "^torch$"], capture_output=True, text=True, check=True
+    ).stdout
+    with open(os.path.join(ROOT, "CMakeLists.txt"), encoding="utf-8") as file:
+        rooms = set(re.findall(r"ds_room\((\w+) .*LIBS ds_torch ", file.read()))
+    assert len(rooms) == 4
+    assert sorted(re.findall(r"Test +#\d+: (\S+)", listed)) == sorted(f"{r}.{n}of4" for r in rooms for n in range(1, 5))
 
 
 def test_the_fast_part_runs_on_all_cores_too(tmp_path):
