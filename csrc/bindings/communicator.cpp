@@ -18,12 +18,20 @@
 #include "comm/nccl_tensors.h"
 #include "comm/script_calls.h"
 #include "comm/transports/c10d_communicator.h"
+#include "comm/transports/local_communicator.h"
 #include "comm/transports/nccl_communicator.h"
 #include "comm/transports/shm_communicator.h"
 
 namespace py = pybind11;
 
 namespace ds::bindings {
+
+comm::CommunicatorPtr communicator(const py::object& group, comm::GlooBy gloo_by) {
+  if (group.is_none()) return comm::local_communicator();
+  if (py::isinstance<comm::LoggedCommunicator>(group)) return group.cast<std::shared_ptr<comm::LoggedCommunicator>>();
+  auto made = group.cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
+  return comm::c10d_communicator(std::move(made), without_lock, gloo_by);
+}
 
 namespace {
 

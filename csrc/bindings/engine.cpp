@@ -14,9 +14,7 @@
 #include "bindings/state_kind.h"
 #include "bindings/sharded_params.h"
 #include "bindings/torch_types.h"
-#include "bindings/without_lock.h"
 #include "comm/decorators/logged.h"
-#include "comm/transports/c10d_communicator.h"
 #include "comm/transports/local_communicator.h"
 #include "zero/engine.h"
 #include "zero/state_sources.h"
@@ -25,13 +23,6 @@ namespace py = pybind11;
 
 namespace ds::bindings {
 
-comm::CommunicatorPtr communicator(const py::object& group, comm::GlooBy gloo_by) {
-  if (group.is_none()) return comm::local_communicator();
-  if (py::isinstance<comm::LoggedCommunicator>(group)) return group.cast<std::shared_ptr<comm::LoggedCommunicator>>();
-  auto native = group.cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
-  return comm::c10d_communicator(std::move(native), without_lock, gloo_by);
-}
-
 namespace {
 
 using zero::BackwardSession;
@@ -39,28 +30,35 @@ using zero::Engine;
 using zero::StateAccess;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
-// (tensor, name, parameter group, place in the module, counts in the norm, zero::GradForm, shard or None, rule of
-// ranks)
-using ParamRow = std::tuple<at::Tensor, std::string, int32_t, int32_t, bool, int, zero::ShardedParamPtr, std::string>;
-using Groups = std::map<std::string, py::object>;
+// (tensor, name, parameter group, place in the module, zero::GradForm, shard or None, rule of ranks, axis along which
+// an earlier rank has a copy)
+using ParamRow =
+    std::tuple<at::Tensor, std::string, int32_t, int32_t, int, zero::ShardedParamPtr, std::string, std::string>;
+using Groups = std::map<std::string, py::object>;       // of EngineRanks, by their names there: Communicators
 using Pieces = std::vector<c10::optional<at::Tensor>>;  // one for each that this rank owns
+
+comm::CommunicatorPtr native(const py::object& group) {
+  if (group.is_none()) return comm::local_communicator();
+  return group.cast<std::shared_ptr<comm::LoggedCommunicator>>();
+}
 
 zero::EngineRanks engine_ranks(Groups groups) {
   const auto take = [&](const char* name) -> comm::CommunicatorPtr {
     const auto found = groups.extract(name);
-    return found.empty() || found.mapped().is_none() ? nullptr : communicator(found.mapped());
+    return found.empty() || found.mapped().is_none() ? nullptr : native(found.mapped());
   };
   zero::EngineRanks ranks;
   ranks.data_parallel = take("data_parallel");
   if (!ranks.data_parallel) ranks.data_parallel = comm::local_communicator();
-  ranks.model_parallel = take("model_parallel");
+  ranks.tensor = take("tensor");
+  ranks.pipe = take("pipe");
   if (const auto found = groups.extract("gathers"); !found.empty())
     ranks.gathers = [open = shared_function(py::function(found.mapped()))] {
       py::gil_scoped_acquire locked;
-      return communicator((*open)());
+      return native((*open)());
     };
   ranks.replicas = take("replicas");
-  for (const auto& [name, group] : groups) ranks.others[name] = communicator(group);
+  for (const auto& [name, group] : groups) ranks.others[name] = native(group);
   return ranks;
 }
 
@@ -80,9 +78,9 @@ std::shared_ptr<Engine> make_engine(const std::vector<ParamRow>& params,
     const auto options = zero::engine_options(
         config.config, {threads, ranks.count(), optional_dtype(grad_dtype), rank, rules_named(rules)});
     std::vector<zero::ParamSpec> specs;
-    for (const auto& [tensor, name, group, order, counts_in_norm, form, shard, rule] : params)
-      specs.push_back({tensor, name, group, order, counts_in_norm, options.policy.shards_params() ? shard : nullptr,
-                       static_cast<zero::GradForm>(form), rule});
+    for (const auto& [tensor, name, group, order, form, shard, rule, copied_along] : params)
+      specs.push_back({tensor, name, group, order, options.policy.shards_params() ? shard : nullptr,
+                       static_cast<zero::GradForm>(form), rule, copied_along});
     py::gil_scoped_release unlocked;
     return std::make_shared<Engine>(std::move(specs), others, options, ranks);
   } catch (const Error& error) {

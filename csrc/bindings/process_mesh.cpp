@@ -7,7 +7,6 @@
 
 #include "bindings/registry.h"
 #include "bindings/shared_function.h"
-#include "bindings/sharded_params.h"
 #include "comm/decorators/logged.h"
 #include "comm/process_mesh.h"
 
@@ -32,12 +31,12 @@ std::vector<plan::Axis> axes_of(const std::vector<AxisArgs>& given) {
   return axes;
 }
 
-// `open(key, ranks)` returns a process group of torch's, or a Communicator.
+// `open(key, ranks)` returns a Communicator.
 comm::JobPtr make_job(int rank, int world, py::function open) {
   return std::make_shared<Job>(
       rank, world, [open = shared_function(std::move(open))](const std::string& key, const comm::SubMesh& members) {
         py::gil_scoped_acquire locked;
-        return communicator((*open)(key, members.ranks));
+        return (*open)(key, members.ranks).cast<std::shared_ptr<comm::LoggedCommunicator>>();
       });
 }
 
@@ -76,13 +75,8 @@ DS_BINDINGS(m) {
   py::class_<Job, comm::JobPtr>(m, "Job").def(py::init(&make_job), py::arg("rank"), py::arg("world"), py::arg("open"));
   py::class_<ProcessMesh, comm::ProcessMeshPtr>(m, "ProcessMesh")
       .def(py::init(&ProcessMesh::adopt), py::arg("own"), py::arg("job"))
-      .def(py::init<ProcessGrid, comm::JobPtr>(), py::arg("grid"), py::arg("job"))
-      .def(
-          "split",
-          [](ProcessMesh& mesh, const std::string& axis, const AxisArgs& outer, const AxisArgs& inner) {
-            mesh.split(axis, axis_of(outer), axis_of(inner));
-          },
-          py::arg("axis"), py::arg("outer"), py::arg("inner"))
+      .def(py::init<ProcessGrid, comm::JobPtr, std::vector<int>>(), py::arg("grid"), py::arg("job"),
+           py::arg("ranks") = std::vector<int>())
       .def(
           "fold",
           [](ProcessMesh& mesh, const std::string& name, const Axes& from, const std::vector<AxisArgs>& to) {

@@ -1,6 +1,8 @@
 #include "comm/process_mesh.h"
 
 #include <algorithm>
+#include <numeric>
+#include <set>
 
 #include "base/error.h"
 #include "comm/transports/local_communicator.h"
@@ -54,10 +56,20 @@ CommunicatorPtr Job::open(const SubMesh& members, Purpose purpose) {
   return open_("mesh/" + group + "/" + std::to_string(number), members);
 }
 
-ProcessMesh::ProcessMesh(plan::ProcessGrid grid, JobPtr job) : grid_(std::move(grid)), job_(std::move(job)) {
-  if (grid_->world() != job_->world())
-    fail(ErrorKind::kValue, "a grid of ", grid_->world(), " ranks does not fit a job of ", job_->world(),
+ProcessMesh::ProcessMesh(plan::ProcessGrid grid, JobPtr job, std::vector<int> ranks)
+    : grid_(std::move(grid)), ranks_(std::move(ranks)), job_(std::move(job)) {
+  if (ranks_.empty()) {
+    ranks_.resize(job_->world());
+    std::iota(ranks_.begin(), ranks_.end(), 0);
+  }
+  if (grid_->world() != static_cast<int>(ranks_.size()))
+    fail(ErrorKind::kValue, "a grid of ", grid_->world(), " ranks does not fit a job of ", ranks_.size(),
          ": make it with the size of the job");
+  const auto own = std::find(ranks_.begin(), ranks_.end(), job_->rank());
+  if (own == ranks_.end())
+    fail(ErrorKind::kValue, "rank ", job_->rank(), " is not among the ranks [", text_of(ranks_),
+         "] of its mesh: only these make it");
+  place_ = static_cast<int>(own - ranks_.begin());
 }
 
 ProcessMesh::ProcessMesh(std::map<std::string, std::vector<int>> own, JobPtr job)
@@ -68,8 +80,11 @@ ProcessMeshPtr ProcessMesh::adopt(std::map<std::string, std::vector<int>> own, J
     if (std::find(ranks.begin(), ranks.end(), job->rank()) == ranks.end())
       fail(ErrorKind::kValue, "rank ", job->rank(), " is not among the ranks [", text_of(ranks),
            "] that it was given for ", axis, ": each rank gives the group that it is in");
+  const std::vector<int> alone{job->rank()};
+  own.insert({"sp", alone});  // what the lists leave of the job trains other weights
   if (auto grid = plan::ProcessGrid::suggested(job->world(), job->rank(), own))
     return std::make_shared<ProcessMesh>(std::move(*grid), std::move(job));
+  for (const char* axis : {"pp", "dp", "tp"}) own.insert({axis, alone});
   return ProcessMeshPtr(new ProcessMesh(std::move(own), std::move(job)));
 }
 
@@ -82,37 +97,50 @@ const plan::ProcessGrid& ProcessMesh::grid(const char* what) const {
 }
 
 void ProcessMesh::split(const std::string& axis, const plan::Axis& outer, const plan::Axis& inner) {
-  if (grid_) return grid_->split(axis, outer, inner);
-  const SubMesh along = sub({axis});
-  plan::ProcessGrid line(along.size(), {{axis, along.size(), ""}});
-  line.split(axis, outer, inner);
-  for (const std::string& name : {axis + "." + outer.name, axis + "." + inner.name}) {
-    if (own_.count(name)) fail(ErrorKind::kValue, "the axis ", name, " exists already: give it another name");
-    for (int place : line.list({name}, along.rank)) own_[name].push_back(along.ranks[place]);
-  }
+  fold(axis, {axis}, {outer, inner});
 }
 
 void ProcessMesh::fold(const std::string& name, const Axes& from, const std::vector<plan::Axis>& to) {
-  grid("a fold");
-  grid_->fold(name, from, to);
+  if (grid_) return grid_->fold(name, from, to);
+  const SubMesh along = sub(from);
+  plan::ProcessGrid line(along.size(), {{from.at(0), along.size(), ""}});
+  line.fold(name, {from[0]}, to);
+  for (const plan::Axis& one : to) {
+    const std::string axis = name + "." + one.name;
+    if (own_.count(axis)) fail(ErrorKind::kValue, "the axis ", axis, " exists already: give it another name");
+    for (int place : line.list({axis}, along.rank)) own_[axis].push_back(along.ranks[place]);
+  }
 }
 
 SubMesh ProcessMesh::sub(const Axes& axes) const {
   SubMesh found{{job_->rank()}, 0};
-  if (axes.empty()) return found;
   if (grid_) {
-    found.ranks = grid_->list(axes, job_->rank());
+    found.ranks = of_job(grid_->list(axes, place_));
   } else {
-    const auto given = own_.find(axes[0]);
-    if (axes.size() > 1 || given == own_.end()) grid(("the axis " + axes.back()).c_str());
-    found.ranks = given->second;
+    std::set<std::string> longer;  // than one rank
+    for (const std::string& axis : axes) {
+      if (!own_.count(axis)) grid(("the axis " + axis).c_str());
+      if (own_.at(axis).size() > 1) longer.insert(axis);
+    }
+    if (longer.empty()) return found;
+    std::string joined;
+    for (const std::string& axis : longer) joined += (joined.empty() ? "" : ",") + axis;
+    if (!own_.count(joined)) grid(("a list along " + joined).c_str());
+    found.ranks = own_.at(joined);
   }
   found.rank = static_cast<int>(std::find(found.ranks.begin(), found.ranks.end(), job_->rank()) - found.ranks.begin());
   return found;
 }
 
 std::vector<std::vector<int>> ProcessMesh::lists(const Axes& axes) const {
-  return grid("a list of all groups").lists(axes);
+  std::vector<std::vector<int>> found;
+  for (const std::vector<int>& list : grid("a list of all groups").lists(axes)) found.push_back(of_job(list));
+  return found;
+}
+
+std::vector<int> ProcessMesh::of_job(std::vector<int> places) const {
+  for (int& place : places) place = ranks_[place];
+  return places;
 }
 
 CommunicatorPtr ProcessMesh::communicator(const SubMesh& members, Purpose purpose) {

@@ -55,9 +55,11 @@ using JobPtr = std::shared_ptr<Job>;
 // One per engine, so that two engines in one process never wait in each other's communicators.
 class ProcessMesh {
  public:
-  ProcessMesh(plan::ProcessGrid grid, JobPtr job);
-  // From what somebody else has made (an mpu): the lists of this rank by axis (pp, dp, sp, tp). Where a grid fits them
-  // all, the mesh has that grid. Else it knows these lists only: they can be split, not folded.
+  // `ranks`: those of the job that the grid numbers, in its order; {}: all of them.
+  ProcessMesh(plan::ProcessGrid grid, JobPtr job, std::vector<int> ranks = {});
+  // From what somebody else has made (an mpu): the lists of this rank by axis (pp, dp, sp, tp), or by several axes
+  // ("dp,sp"). Axes without a list have one rank. Where a grid fits all lists, the mesh has that grid, and what they
+  // leave of the job is along pp or tp. Else the mesh knows these lists and their folds only.
   static std::shared_ptr<ProcessMesh> adopt(std::map<std::string, std::vector<int>> own, JobPtr job);
 
   // As in ProcessGrid; the axes they add are those of the mesh.
@@ -76,8 +78,11 @@ class ProcessMesh {
  private:
   ProcessMesh(std::map<std::string, std::vector<int>> own, JobPtr job);
   const plan::ProcessGrid& grid(const char* what) const;
+  std::vector<int> of_job(std::vector<int> places) const;
 
   std::optional<plan::ProcessGrid> grid_;
+  std::vector<int> ranks_;                       // of the job, as the grid numbers them
+  int place_ = 0;                                // of this one among them
   std::map<std::string, std::vector<int>> own_;  // without a grid
   JobPtr job_;
   std::map<std::pair<std::vector<int>, Purpose>, std::weak_ptr<Communicator>> made_;

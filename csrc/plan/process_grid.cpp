@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <sstream>
 
 #include "base/error.h"
 #include "base/sizes.h"
@@ -69,6 +70,13 @@ std::string joined(const std::vector<std::string>& names) {
   return text;
 }
 
+Axes split_text(const std::string& names) {
+  Axes axes;
+  std::istringstream text(names);
+  for (std::string axis; std::getline(text, axis, ',');) axes.push_back(axis);
+  return axes;
+}
+
 std::string ranks_along(const Axes& axes) {
   const bool data =
       std::all_of(axes.begin(), axes.end(), [](const auto& axis) { return axis == "dp" || axis == "sp"; });
@@ -99,7 +107,11 @@ std::optional<ProcessGrid> ProcessGrid::suggested(int world, int rank, const std
   const std::vector<std::string> order{"pp", "dp", "sp", "tp"};
   int product = 1;
   for (const auto& [name, ranks] : own) {
-    if (!among(order, name) || ranks.empty()) return std::nullopt;
+    const Axes axes = split_text(name);
+    if (!std::all_of(axes.begin(), axes.end(), [&](const auto& axis) { return among(order, axis); }))
+      return std::nullopt;
+    if (axes.size() > 1) continue;
+    if (ranks.empty()) return std::nullopt;
     if (!sizes::multiply(product, static_cast<int>(ranks.size()), &product)) return std::nullopt;
   }
   if (world % product != 0) return std::nullopt;
@@ -113,7 +125,7 @@ std::optional<ProcessGrid> ProcessGrid::suggested(int world, int rank, const std
     }
     ProcessGrid grid(world, axes);
     if (std::all_of(own.begin(), own.end(),
-                    [&](const auto& given) { return grid.list({given.first}, rank) == given.second; }))
+                    [&](const auto& given) { return grid.list(split_text(given.first), rank) == given.second; }))
       return grid;
   }
   return std::nullopt;

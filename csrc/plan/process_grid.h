@@ -28,7 +28,7 @@ class ProcessGrid {
   ProcessGrid(int world, std::vector<Axis> axes);
 
   // The grid that the lists of one rank come from, by axis (pp, dp, sp, tp), if there is one: what their sizes leave is
-  // one more axis of these.
+  // one more axis of these. A list by several axes, "dp,sp", must be that of the grid.
   static std::optional<ProcessGrid> suggested(int world, int rank, const std::map<std::string, RankList>& own);
 
   // `axis` becomes `<axis>.<outer>` x `<axis>.<inner>`: neighbours along it differ in the inner one.

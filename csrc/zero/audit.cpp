@@ -140,7 +140,7 @@ void Audit::before_step(AuditedStep step) {
                 " gradient in the engine and " + (reference.defined() ? "one" : "none") + " without sharding");
     if (!mine.defined()) continue;
     compare("the gradient", param, mine, reference);
-    if (core.params().spec(param).counts_in_norm) squares += reference.square().sum().item<double>();
+    squares += reference.square().sum().item<double>();
   }
   norm_ = std::sqrt(squares) / step_.loss_scale;
   for (size_t param = 0; param < sums_.size(); ++param) before_[param].weight = master(param).to(at::kDouble);

@@ -120,8 +120,7 @@ Engine::Engine(std::vector<ParamSpec> params, std::vector<ShardedParamPtr> other
       device_(store_.device(), options.threads, options.kernels),
       grads_(store_, device_, options.reducer),
       stepper_(store_, device_, options.gather),
-      strategy_(make_strategy(options.strategy,
-                              {store_, device_, grads_, &stepper_, ranks_.model_parallel.get(), options.step})),
+      strategy_(make_strategy(options.strategy, {store_, device_, grads_, &stepper_, options.step})),
       backward_(store_, grads_, gatherer_, failures_,
                 [this] {
                   const auto alive = weak_from_this().lock();
@@ -200,7 +199,7 @@ void restore_grads(ParamStore& store, const GradReducer& grads, StateAccess& sta
 StepReport Engine::make_step(const StepInputs& inputs) {
   backward_.finish();
   writes_.bring_home();
-  stepper_.norm(grads_, inputs.loss_scale, inputs.max_norm, inputs.check, ranks_.model_parallel.get());
+  stepper_.norm(grads_, inputs.loss_scale, inputs.max_norm, inputs.check);
   if (inputs.before_update && !(inputs.check && stepper_.report().skipped)) inputs.before_update();
   states_.hold().wait();
   writes_.adopt();  // behind the norm nobody reads slices any more

@@ -21,10 +21,10 @@ struct ParamSpec {
   std::string name;                   // for messages
   int32_t group;                      // index of its optimizer parameter group
   int32_t order;                      // position in the module: later ones get their gradients earlier
-  bool counts_in_norm = true;         // false for the copies of a parameter that other model-parallel ranks hold, too
   ShardedParamPtr sharded = nullptr;  // stage 3: the parameter's shard; `tensor` is sharded->tensor()
   GradForm form = GradForm::kDense;
   std::string rule = "dense";  // which ranks it is spread over, see space_rules/
+  std::string copied_along{};  // axis along which an earlier rank trains a copy of it, see add_model_ranks(); or ""
   at::Tensor home = {};        // its place in the flat buffer; undefined for a sharded one. `tensor` may leave it
 
   int64_t numel() const { return sharded ? sharded->numel() : tensor.numel(); }

@@ -80,7 +80,7 @@ ParamStore::ParamStore(std::vector<ParamSpec> specs, const StoreOptions& options
   sets_.push_back({options_.everyone, {}, {}});
   for (size_t s = 0; s < spaces_.size(); ++s) {
     auto set = std::find_if(sets_.begin(), sets_.end(),
-                            [&](const SpaceSet& known) { return known.ranks == spaces_[s].ranks(); });
+                            [&](const SpaceSet& known) { return reduce_alike(known.ranks, spaces_[s].ranks()); });
     if (set == sets_.end()) set = sets_.insert(set, {spaces_[s].ranks(), {}, {}});
     set->spaces.push_back(s);
     set->params.insert(set->params.end(), spaces_[s].params.begin(), spaces_[s].params.end());

@@ -19,7 +19,7 @@
 
 namespace ds::zero {
 
-// Spaces whose ranks are the same.
+// Spaces that are reduced over the same ranks.
 struct SpaceSet {
   SpaceRanks ranks;
   std::vector<size_t> spaces;

@@ -7,19 +7,24 @@
 
 namespace ds::zero {
 
+// Ranks over which a sum of squares is added up: they hold other elements.
+struct NormRanks {
+  comm::CommunicatorPtr ranks;
+  bool first = true;  // false: an earlier one of these ranks holds the same elements, and counts them
+};
+
 // A reduction is a reduce-scatter over `shard`, then an all-reduce over `replicas`, each where it has more than one
 // rank. Neither is null; a group of one stands for "nobody else".
 struct SpaceRanks {
   comm::CommunicatorPtr shard;     // each element has one owner among these ranks
   comm::CommunicatorPtr replicas;  // these hold the same shard: all data-parallel ranks at stage 0, MiCS, experts
-  // The sum of squares of what this rank owns is added up over these, one after the other: `shard`, and who else holds
-  // other elements (experts: the expert-parallel ranks).
-  std::vector<comm::CommunicatorPtr> norm_over;
+  // The sum of squares of what this rank owns is added up over these, one after the other: `shard`, then the ranks with
+  // other elements of the same layers (experts: the expert-parallel ranks), last those with other layers.
+  std::vector<NormRanks> norm_over;
   // As `shard`, with an order of its own: asked where values are gathered by collectives. Unset: `shard` itself.
   std::function<comm::CommunicatorPtr()> gathers{};
   // Gradients are multiplied by these before and after the sum, beside what the engine's options say.
   float scale_before = 1.0f, scale_after = 1.0f;
-  bool norm_has_model_parallel = false;  // among norm_over are the model-parallel ranks
 
   bool alone() const { return shard->size() == 1 && replicas->size() == 1; }
   // This rank's place, for messages.
@@ -31,12 +36,18 @@ inline bool same_ranks(const comm::CommunicatorPtr& a, const comm::CommunicatorP
   return a == b || (a->size() == 1 && b->size() == 1);
 }
 
+inline bool operator==(const NormRanks& a, const NormRanks& b) {
+  return same_ranks(a.ranks, b.ranks) && a.first == b.first;
+}
+
+// What is reduced over one is reduced over the other.
+inline bool reduce_alike(const SpaceRanks& a, const SpaceRanks& b) {
+  return same_ranks(a.shard, b.shard) && same_ranks(a.replicas, b.replicas);
+}
+
 inline bool operator==(const SpaceRanks& a, const SpaceRanks& b) {
-  bool equal = same_ranks(a.shard, b.shard) && same_ranks(a.replicas, b.replicas) &&
-               a.norm_over.size() == b.norm_over.size() && a.norm_has_model_parallel == b.norm_has_model_parallel &&
-               a.scale_before == b.scale_before && a.scale_after == b.scale_after;
-  for (size_t i = 0; equal && i < a.norm_over.size(); ++i) equal = same_ranks(a.norm_over[i], b.norm_over[i]);
-  return equal;
+  return reduce_alike(a, b) && a.norm_over == b.norm_over && a.scale_before == b.scale_before &&
+         a.scale_after == b.scale_after;
 }
 
 }  // namespace ds::zero

@@ -11,7 +11,6 @@
 #include "base/error.h"
 #include "kernels/sum_order.h"
 #include "zero/matrix_step.h"
-#include "zero/norm_sums.h"
 
 namespace ds::zero {
 
@@ -20,7 +19,8 @@ Stepper::Stepper(ParamStore& store, DeviceContext& device, GatherOptions gather)
       device_(device),
       places_(store, device),
       gather_(store, gather),
-      steps_(at::zeros({static_cast<int64_t>(store.size())}, at::kFloat)) {}
+      steps_(at::zeros({static_cast<int64_t>(store.size())}, at::kFloat)),
+      squares_(store, device.sum_tensor()) {}
 
 // ---- norm ---------------------------------------------------------------------------------------------------------
 
@@ -39,27 +39,22 @@ void Stepper::prepare() {
   }
 }
 
-// Sums of squares over the ranks that hold other elements: of each set of spaces over its own. A rank that failed must
-// not be the only one that knows, or the others would update with what it has sent them: that travels with everyone's.
-void Stepper::add_up(comm::Communicator* model_parallel) {
+// A rank that failed must not be the only one that knows, or the others would update with what it has sent them: that
+// travels to the ranks with the same elements here, to all others with the norm.
+void Stepper::share_failure() {
   const SpaceRanks& everyone = store_.everyone();
   const at::Tensor shared = device_.failures();
   if (device_.failed()) {
     shared.select(0, 0).fill_(1);
     shared.select(0, 1).fill_(everyone.rank() + 1);
   }
-  const auto add = [](comm::Communicator& ranks, const at::Tensor& tensor, const char* tag) {
-    if (ranks.size() > 1) ranks.all_reduce(tensor, comm::ReduceOp::kSum, tag)->wait();
-  };
-  add(*everyone.shard, device_.sum_tensor(), "gradient norm");
-  if (device_.may_fail()) add(*everyone.replicas, shared, "whether kernels have failed");
-  add_sets(store_.sets(), squares_, device_.sum_tensor(), model_parallel);
+  if (device_.may_fail() && everyone.replicas->size() > 1)
+    everyone.replicas->all_reduce(shared, comm::ReduceOp::kSum, "whether kernels have failed")->wait();
 }
 
 // Adds this rank's part of the space to `sum`.
 void Stepper::sum_squares(const ParamSpace& space, const GradReducer& grads, const at::Tensor& sum) {
-  const auto all =
-      owned_runs(space, [&](size_t, size_t param) { return grads.used(param) && store_.spec(param).counts_in_norm; });
+  const auto all = owned_runs(space, [&](size_t, size_t param) { return grads.used(param); });
   places_.each_piece(space, space.grad, [&](int32_t bucket, storage::Medium at) {
     std::vector<UpdateRun> parts;
     for (const UpdateRun& run : all)
@@ -85,21 +80,15 @@ void Stepper::sum_squares(const ParamSpace& space, const GradReducer& grads, con
   });
 }
 
-void Stepper::norm(const GradReducer& grads, float loss_scale, float max_norm, bool check,
-                   comm::Communicator* model_parallel) {
+void Stepper::norm(const GradReducer& grads, float loss_scale, float max_norm, bool check) {
   at::NoGradGuard no_grad;
   const c10::DeviceGuard current(device_.device());
   prepare();
-  device_.sum_tensor().zero_();
-  const std::vector<SpaceSet>& sets = store_.sets();
-  squares_ = sets.size() > 1 ? at::zeros({static_cast<int64_t>(sets.size()) - 1}, device_.sum_tensor().options())
-                             : at::Tensor();
-  for (size_t set = 0; set < sets.size(); ++set) {
-    const at::Tensor sum =
-        set == 0 ? device_.sum_tensor().narrow(0, 0, 1) : squares_.narrow(0, static_cast<int64_t>(set) - 1, 1);
-    for (size_t space : sets[set].spaces) sum_squares(store_.spaces()[space], grads, sum);
-  }
-  add_up(model_parallel);
+  squares_.clear();
+  for (size_t space = 0; space < store_.spaces().size(); ++space)
+    if (const at::Tensor sum = squares_.of(space); sum.defined()) sum_squares(store_.spaces()[space], grads, sum);
+  share_failure();
+  squares_.add_up("gradient norm");
   device_.run([&](const kernels::Launch& launch) {
     device_.table().finish_norm(launch, device_.sum(), device_.sum() + 1, loss_scale, max_norm, check,
                                 device_.step_scale());

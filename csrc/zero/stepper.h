@@ -6,6 +6,7 @@
 #include "optim/rule.h"
 #include "zero/device_context.h"
 #include "zero/grad_reducer.h"
+#include "zero/norm_sums.h"
 #include "zero/param_store.h"
 #include "zero/step.h"
 #include "zero/step_gather.h"
@@ -19,9 +20,9 @@ class Stepper {
  public:
   Stepper(ParamStore& store, DeviceContext& device, GatherOptions gather);
 
-  // Computes norm, clipping factor and finiteness on the device. `model_parallel` sums the norm over the ranks that
-  // hold other parts of the model; null: none do. max_norm <= 0: no clipping. check: not finite means skip.
-  void norm(const GradReducer& grads, float loss_scale, float max_norm, bool check, comm::Communicator* model_parallel);
+  // Computes norm, clipping factor and finiteness on the device. max_norm <= 0: no clipping. check: not finite means
+  // skip.
+  void norm(const GradReducer& grads, float loss_scale, float max_norm, bool check);
 
   // Which native optimizer updates each parameter group, hence which slots there are. Before anything about slots.
   void set_rules(std::vector<const optim::Rule*> by_group);
@@ -70,7 +71,7 @@ class Stepper {
   };
 
   void prepare();
-  void add_up(comm::Communicator* model_parallel);
+  void share_failure();
   void add_sums();
   void sum_squares(const ParamSpace& space, const GradReducer& grads, const at::Tensor& sum);
   // Pass number `pass` over one bucket, or over all of them (-1).
@@ -90,7 +91,7 @@ class Stepper {
   std::vector<std::string> slot_names_;
   bool beside_ = false;
   at::Tensor steps_, sums_;
-  at::Tensor squares_;           // of each set of spaces but everyone's, fp64
+  NormSums squares_;
   std::vector<float*> stepped_;  // counts that have risen since norm(), to be taken back when skipped
 };
 

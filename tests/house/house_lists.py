@@ -118,13 +118,14 @@ ALLOCATIONS = {
     "zero/group_cut.cpp": (4, _CALL),
     "zero/matrix_step.cpp": (2, "whole matrices of Muon, one at a time"),
     "zero/nonfinite_grads.cpp": (1, _SMALL),
+    "zero/norm_sums.cpp": (1, "a sum of squares for each space"),
     "zero/param_store.cpp": (6, "buffers of spaces, made once for a run"),
     "zero/routes/scheduled_source.cpp": (1, _SMALL),
     "zero/routes/staged_gather.cpp": (3, "rows above what the pool keeps; notes of some bytes"),
     "zero/sharded_param.cpp": (3, "slices of parameters that no engine has yet; copies in another layout"),
     "zero/sparse_rows.cpp": (3, "rows of an embedding: how many is known when the gradient is there"),
     "zero/state_access.cpp": (5, _CALL),
-    "zero/stepper.cpp": (6, "counters and sums; gradients in fp32 where they are kept in 16 bits"),
+    "zero/stepper.cpp": (5, "counters and sums; gradients in fp32 where they are kept in 16 bits"),
     "zero/strategies/zenflow.cpp": (1, "a count for each parameter"),
     "zero/strategies/zenflow_choice.cpp": (3, "sums of columns, while they are chosen; sums of squares"),
     "zero/torch_scratch.cpp": (1, "what a kernel asks for while it runs, from torch's allocator"),
@@ -170,6 +171,9 @@ OLD_WORDS = (
     (r"\bCarrier\b", ("python/", "docs/"), "GroupCommunicator"),
     (r"\bunheard\b", _ALL, "suppress_logging"),
     (r"\blauncher[./]by_hand\b|\brun_by_hand\b", _ALL, "launcher/no_ssh.py"),
+    (r"\bcounts_in_norm\b", _ALL, "SpaceRanks::norm_over"),
+    (r"model_parallel|\bsum_of_squares\b", ("csrc/zero/",), "SpaceRanks::norm_over"),
+    (r"c10d::ProcessGroup", ("csrc/bindings/engine.", "csrc/bindings/process_mesh."), "a communicator of the mesh"),
 )
 
 # Transports whose ranks cannot be threads: (the test that runs every verb, why).

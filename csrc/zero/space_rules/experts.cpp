@@ -16,10 +16,10 @@ SpaceRanks expert_ranks(const ParamSpec& spec, const StagePolicy& policy, const 
   const comm::CommunicatorPtr& copies = ranks.other("expert_data_parallel" + name);
   const comm::CommunicatorPtr& kinds = ranks.other("expert_parallel" + name);
   // With tensor parallelism for all but the experts, these have the tensor-parallel ranks among their own.
-  const bool wide = ranks.model_parallel && copies->size() * kinds->size() > ranks.count();
-  SpaceRanks made = {nobody, copies, {kinds}};
-  if (policy.shards_states()) made = {copies, nobody, {copies, kinds}};
-  made.norm_has_model_parallel = wide;
+  const bool wide = copies->size() * kinds->size() > ranks.count();
+  SpaceRanks made{nobody, copies, {{kinds}}};
+  if (policy.shards_states()) made = {copies, nobody, {{copies}, {kinds}}};
+  add_model_ranks(&made.norm_over, ranks, spec.copied_along, !wide);
   const auto gathers = ranks.others.find("expert_gathers" + name);  // the copies' ranks again
   if (gathers != ranks.others.end()) made.gathers = [own = gathers->second] { return own; };
   return made;

@@ -22,6 +22,12 @@ struct SpaceRuleRegistration {
 const SpaceRule& find_space_rule(const std::string& name);
 
 // Of parameters that every data-parallel rank computes with: a stage shards over them or replicates over them.
-SpaceRanks dense_ranks(const StagePolicy& policy, const EngineRanks& ranks);
+SpaceRanks dense_ranks(const StagePolicy& policy, const EngineRanks& ranks, const std::string& copied_along = "");
+
+// Appends the ranks with other parts of the model, which end norm_over of each space: tensor-parallel ones, unless they
+// are among its ranks already (`slices` false), then the stages of a pipeline. `copied_along`, "tp" or "pp": an earlier
+// rank of these trains the same parameter.
+void add_model_ranks(std::vector<NormRanks>* norm_over, const EngineRanks& ranks, const std::string& copied_along,
+                     bool slices = true);
 
 }  // namespace ds::zero

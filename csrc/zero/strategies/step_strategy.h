@@ -91,7 +91,6 @@ struct StrategyParts {
   DeviceContext& device;
   const GradReducer& grads;
   Stepper* stepper = nullptr;
-  comm::Communicator* model_parallel = nullptr;  // as in Stepper::norm
   StrategyOptions options{};
 };
 

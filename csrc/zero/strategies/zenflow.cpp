@@ -63,7 +63,6 @@ class ZenFlow : public StepStrategy {
         device_(parts.device),
         grads_(parts.grads),
         stepper_(*parts.stepper),
-        model_parallel_(parts.model_parallel),
         options_(parts.options.zenflow),
         choice_(store_, device_, stepper_, options_),
         host_(c10::Device(at::kCPU), std::max(1, options_.overlap ? parts.options.threads : device_.threads())),
@@ -326,7 +325,9 @@ class ZenFlow : public StepStrategy {
 
   bool ends(const StepInputs& inputs, const kernels::StepScale& scale) {
     if (options_.update_interval > 0) return in_interval_ >= options_.update_interval;
-    const double chosen = std::sqrt(choice_.sum_of_squares(model_parallel_)) / inputs.loss_scale;
+    const NormSums& squares = choice_.squares();
+    squares.add_up("norm of what is chosen");
+    const double chosen = std::sqrt(squares.total().item<double>()) / inputs.loss_scale;
     const double rest = std::sqrt(std::max(0.0, scale.norm * scale.norm - chosen * chosen));
     const double clip = static_cast<double>(scale.grad_scale) * inputs.loss_scale;
     norms_ += rest * clip;
@@ -415,7 +416,6 @@ class ZenFlow : public StepStrategy {
   DeviceContext& device_;
   const GradReducer& grads_;
   Stepper& stepper_;
-  comm::Communicator* const model_parallel_;
   ZenFlowOptions options_;
   ZenFlowChoice choice_;
   DeviceContext host_;           // of whoever updates the rest

@@ -46,7 +46,8 @@ ZenFlowChoice::ZenFlowChoice(ParamStore& store, DeviceContext& device, Stepper& 
       device_(device),
       stepper_(stepper),
       ratio_(options.topk_ratio),
-      at_(options.offload ? Medium::kHost : Medium::kDevice) {
+      at_(options.offload ? Medium::kHost : Medium::kDevice),
+      squares_(store, at::zeros({1}, device.sum_tensor().options())) {
   if (options.offload && !device.device().is_cpu())
     host_ = std::make_unique<DeviceContext>(c10::Device(at::kCPU), device.threads());
   for (size_t param = 0; param < store.size(); ++param) widths_.push_back(width_of(store.spec(param)));
@@ -198,52 +199,52 @@ void ZenFlowChoice::update(const StepInputs& inputs, const GradReducer& grads, c
   DeviceContext& context = host_ ? *host_ : device_;
   if (host_) host_->set_step_scale(device_.read_step_scale());
   squares_.clear();
-  for (const SpaceSet& set : store_.sets()) {
-    squares_.push_back(at::zeros({1}, at::TensorOptions().device(context.device()).dtype(at::kDouble)));
-    for (size_t s : set.spaces) {
-      const ParamSpace& space = store_.spaces()[s];
-      const optim::Rule& rule = stepper_.rule(space.key.param_group);
-      kernels::UpdateArgs args;
-      args.grad_dtype = kernel_dtype(space.grad.dtype, "gradient");
-      const auto grad_bytes = static_cast<int64_t>(c10::elementSize(space.grad.dtype));
-      for (const Part& part : parts_[s]) {
-        const auto used = [&](const Run& run) { return grads.used(run.param); };
-        if (std::none_of(part.runs.begin(), part.runs.end(), used)) continue;
-        at::Tensor grad;
-        {
-          const LeasedRow row(*store_.storage(), space, space.grad, part.bucket, Access::kRead, Medium::kDevice);
-          grad = row.data().index_select(0, part.positions).to(context.device());
-        }
-        const auto grad_at = [&](const Run& run) {
-          return static_cast<char*>(grad.data_ptr()) + run.begin * grad_bytes;
-        };
-        std::map<float, std::vector<kernels::UpdateSegment>> by_count;
-        std::vector<kernels::Segment> in_norm;
-        for (const Run& run : part.runs) {
-          if (!used(run)) continue;
-          kernels::UpdateSegment segment;
-          segment.master = part.master.data().data_ptr<float>() + run.begin;
-          for (size_t slot = 0; slot < part.slots.size(); ++slot)
-            segment.states[slot] = part.slots[slot].data().data_ptr<float>() + run.begin;
-          segment.grad = grad_at(run);
-          segment.numel = static_cast<size_t>(run.end - run.begin);
-          by_count[steps[run.param]].push_back(segment);
-          if (store_.spec(run.param).counts_in_norm) in_norm.push_back({grad_at(run), segment.numel});
-        }
+  for (size_t s = 0; s < store_.spaces().size(); ++s) {
+    const ParamSpace& space = store_.spaces()[s];
+    const at::Tensor sum = squares_.of(s);
+    const at::Tensor squares = host_ && sum.defined() ? at::zeros({1}, sum.options().device(context.device())) : sum;
+    const optim::Rule& rule = stepper_.rule(space.key.param_group);
+    kernels::UpdateArgs args;
+    args.grad_dtype = kernel_dtype(space.grad.dtype, "gradient");
+    const auto grad_bytes = static_cast<int64_t>(c10::elementSize(space.grad.dtype));
+    for (const Part& part : parts_[s]) {
+      const auto used = [&](const Run& run) { return grads.used(run.param); };
+      if (std::none_of(part.runs.begin(), part.runs.end(), used)) continue;
+      at::Tensor grad;
+      {
+        const LeasedRow row(*store_.storage(), space, space.grad, part.bucket, Access::kRead, Medium::kDevice);
+        grad = row.data().index_select(0, part.positions).to(context.device());
+      }
+      const auto grad_at = [&](const Run& run) { return static_cast<char*>(grad.data_ptr()) + run.begin * grad_bytes; };
+      std::map<float, std::vector<kernels::UpdateSegment>> by_count;
+      std::vector<kernels::Segment> in_norm;
+      for (const Run& run : part.runs) {
+        if (!used(run)) continue;
+        kernels::UpdateSegment segment;
+        segment.master = part.master.data().data_ptr<float>() + run.begin;
+        for (size_t slot = 0; slot < part.slots.size(); ++slot)
+          segment.states[slot] = part.slots[slot].data().data_ptr<float>() + run.begin;
+        segment.grad = grad_at(run);
+        segment.numel = static_cast<size_t>(run.end - run.begin);
+        by_count[steps[run.param]].push_back(segment);
+        in_norm.push_back({grad_at(run), segment.numel});
+      }
+      if (squares.defined()) {
         context.run([&](const kernels::Launch& launch) {
           context.table().sum_squares(launch, in_norm.data(), in_norm.size(), args.grad_dtype,
-                                      squares_.back().data_ptr<double>());
+                                      squares.data_ptr<double>());
         });
-        for (const auto& [count, segments] : by_count) {
-          context.run([&, count = count, &segments = segments](const kernels::Launch& launch) {
-            optim::run_pass(context.table(), launch, rule, 0, segments, args, inputs.hyper.at(space.key.param_group),
-                            count + 1.0, context.step_scale());
-          });
-        }
-        const LeasedRow lp(*store_.storage(), space, space.lp, part.bucket, Access::kUpdate, Medium::kDevice);
-        write_weights(space, part.bucket, lp.data());
       }
+      for (const auto& [count, segments] : by_count) {
+        context.run([&, count = count, &segments = segments](const kernels::Launch& launch) {
+          optim::run_pass(context.table(), launch, rule, 0, segments, args, inputs.hyper.at(space.key.param_group),
+                          count + 1.0, context.step_scale());
+        });
+      }
+      const LeasedRow lp(*store_.storage(), space, space.lp, part.bucket, Access::kUpdate, Medium::kDevice);
+      write_weights(space, part.bucket, lp.data());
     }
+    if (host_ && sum.defined()) sum.add_(squares.to(sum.device()));
   }
 }
 
@@ -251,23 +252,6 @@ void ZenFlowChoice::write_weights(const ParamSpace& space, int32_t bucket, const
   const Part& chosen = part(space, bucket);
   if (chosen.runs.empty()) return;
   row.index_copy_(0, chosen.positions, chosen.master.data().to(row.device(), row.scalar_type()));
-}
-
-// As Stepper::norm adds them up.
-double ZenFlowChoice::sum_of_squares(comm::Communicator* model_parallel) {
-  const auto add = [](comm::Communicator& ranks, const at::Tensor& sum) {
-    if (ranks.size() > 1) ranks.all_reduce(sum, comm::ReduceOp::kSum, "norm of what is chosen")->wait();
-  };
-  const at::Tensor total = squares_.at(0).to(device_.device()), apart = at::zeros_like(total);
-  add(*store_.everyone().shard, total);
-  for (size_t set = 1; set < squares_.size(); ++set) {
-    const SpaceRanks& own = store_.sets()[set].ranks;
-    const at::Tensor sum = squares_[set].to(device_.device());
-    for (const comm::CommunicatorPtr& ranks : own.norm_over) add(*ranks, sum);
-    (own.norm_has_model_parallel ? apart : total).add_(sum);
-  }
-  if (model_parallel) add(*model_parallel, total);
-  return at::add(total, apart).to(at::kCPU).item<double>();
 }
 
 }  // namespace ds::zero

@@ -18,6 +18,7 @@
 #include "zero/device_context.h"
 #include "zero/grad_reducer.h"
 #include "zero/leased_row.h"
+#include "zero/norm_sums.h"
 #include "zero/param_store.h"
 #include "zero/step.h"
 #include "zero/strategies/strategy_options.h"
@@ -44,8 +45,8 @@ class ZenFlowChoice {
   // One update of what is chosen of the parameters with a gradient, which have seen so many updates; the model's
   // weights follow. Only while it is taken.
   void update(const StepInputs& inputs, const GradReducer& grads, const float* steps);
-  // Sum of squares of the chosen gradients of the last update, over all ranks; as they came, with their loss scale.
-  double sum_of_squares(comm::Communicator* model_parallel);
+  // Of the chosen gradients of the last update, as they came, with their loss scale; not yet added up over ranks.
+  const NormSums& squares() const { return squares_; }
 
   // Whether something in a bucket is not chosen.
   bool leaves_rest(const ParamSpace& space, int32_t bucket) const;
@@ -85,7 +86,7 @@ class ZenFlowChoice {
   std::vector<int64_t> widths_;          // columns of each parameter; 0: it is chosen whole
   std::vector<std::vector<int64_t>> columns_;
   std::vector<std::vector<Part>> parts_;  // of each space, its buckets
-  std::vector<at::Tensor> squares_;       // of each set of spaces
+  NormSums squares_;
   bool taken_ = false;
   double chosen_ = 0, rest_ = 0;
 };

@@ -64,17 +64,45 @@ def grid(*axes, world=None):
 
 # ---- an engine's -----------------------------------------------------------------------------------------------------
 Purpose = _native._C.Purpose
-MICS = ["dp.mics"], ["dp.replicas"]  # who holds the other shards, who holds the same one
+SAME_WEIGHTS = ["dp", "sp"]  # axes of the ranks that train the same parameters
+MICS = ["dp.mics"], ["dp.replicas"]  # of those that hold the other shards, and that hold the same one
 
 
-def adopted(group, model_group=None):
-    """The native mesh of this rank's data-parallel ``group`` of torch's (None: one process), and of its model-parallel
-    one where there is one."""
+def adopted(group, **others):
+    """The native mesh of torch's ``group`` of the ranks that see different data (None: this one alone). ``others``: by
+    further axes, "dp,sp" among them; those that are None have one rank."""
     alone = [dist.get_rank() if dist.is_initialized() else 0]
-    own = {"dp": alone if group is None else dist.get_all_ranks_from_group(group)}
-    if model_group is not None:
-        own["tp"] = dist.get_all_ranks_from_group(model_group)
-    return _native._C.ProcessMesh(own, mesh.job(group if group is not None else model_group))
+    own = {axis: dist.get_all_ranks_from_group(of) for axis, of in others.items() if of is not None}
+    own["dp"] = alone if group is None else dist.get_all_ranks_from_group(group)
+    known = next((of for of in (group, *others.values()) if of is not None), None)
+    return _native._C.ProcessMesh(own, mesh.job(known))
+
+
+def over(native, ranks, purpose):
+    """A native communicator of these ranks of the job, this one among them, opened by the mesh ``native``."""
+    ranks = list(ranks)
+    return native.over(ranks, ranks.index(dist.get_rank() if dist.is_initialized() else 0), purpose)
+
+
+def expert_communicators(native, name, copies, kinds):
+    """Native communicators over the fold ``name`` of the mesh ``native``: of the ranks ``copies`` that train the same
+    experts, and ``kinds`` that have one rank of each kind. ValueError where they are no fold of the data-parallel
+    ranks, or of these and the tensor-parallel ones."""
+    line = native.ranks(SAME_WEIGHTS)
+    axes = SAME_WEIGHTS if len(copies) * len(kinds) <= len(line) else [*SAME_WEIGHTS, "tp"]
+    line = native.ranks(axes)
+    to, found = [("edp", len(copies), ""), ("ep", len(kinds), "expert_parallel_size")], []
+    if {*copies, *kinds} <= set(line):
+        neighbours = len(kinds) == 1 or abs(line.index(kinds[0]) - line.index(kinds[1])) == 1
+        native.fold(name, axes, to if neighbours else to[::-1])
+        found = [native.ranks([f"{name}.edp"]), native.ranks([f"{name}.ep"])]
+    if found != [list(copies), list(kinds)]:
+        raise ValueError(
+            f"rank {dist.get_rank()}: the ranks {list(copies)} train the same experts and {list(kinds)} other ones, "
+            f"which is no grid of the ranks {line} with the same dense weights: neighbours among these have other "
+            "experts, or the same ones"
+        )
+    return [native.communicator([f"{name}.{axis}"], Purpose.EXPERTS) for axis in ("edp", "ep")]
 
 
 def adopted_by_all():
@@ -93,7 +121,8 @@ def gathers(group):
 
 def cut_for_mics(native, size):
     """Runs of ``size`` data-parallel ranks share one copy of the model. Returns torch's group of them."""
-    native.split("dp", ("replicas", 0, ""), ("mics", size, "zero_optimization.mics_shard_size"))
+    to = [("replicas", 0, ""), ("mics", size, "zero_optimization.mics_shard_size")]
+    native.fold("dp", SAME_WEIGHTS, to)
     return mesh.group_over(native.ranks(MICS[0]))
 
 
@@ -128,13 +157,14 @@ def _ask_all(mpu, kind):
 
 
 class EngineRanks:
-    """Groups and sizes of an engine, those of ``mpu`` where the caller brings one; else all ranks are data parallel.
+    """Groups and sizes of an engine, those of ``mpu`` where the caller brings one; else all ranks train the same
+    parameters.
 
     ``dp_*``: the ranks that train the same parameters. ``data_*``: those of them that see different data, which are
-    fewer where ranks share sequences: ``sp_*``.
+    fewer where ranks share sequences: ``sp_*``. ``sequences``: without an mpu, the ``Members`` of these three.
     """
 
-    def __init__(self, mpu=None):
+    def __init__(self, mpu=None, sequences=None):
         self.mpu = mpu
         self.sp_group, self.sp_world_size, self.sp_rank = None, 1, 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -151,7 +181,12 @@ class EngineRanks:
             self.mp_rank = ask_mpu(mpu, "rank") or 0
             self.mp_group = ask_mpu(mpu, "group") if self.mp_world_size > 1 else None
         self.data_group, self.data_world_size, self.data_rank = self.dp_group, self.dp_world_size, self.dp_rank
-        if (sequence_ranks(mpu) or 1) > 1:
+        if sequences is not None:
+            three = [(members.group, members.size, members.rank) for members in sequences]
+            self.dp_group, self.dp_world_size, self.dp_rank = three[0]
+            self.data_group, self.data_world_size, self.data_rank = three[1]
+            self.sp_group, self.sp_world_size, self.sp_rank = three[2]
+        elif (sequence_ranks(mpu) or 1) > 1:
             self.dp_group, self.dp_world_size, self.dp_rank = _ask_all(mpu, "sequence_data")
             self.sp_group, self.sp_world_size, self.sp_rank = _ask_all(mpu, "sequence")
 
@@ -161,8 +196,10 @@ class EngineRanks:
 
     @functools.cached_property
     def mesh(self):
-        """The native one, of this engine alone; made by all its ranks."""
-        return adopted(self.dp_group if self.dp_world_size > 1 else None, self.mp_group)
+        """The native one, of this engine alone, with the axes pp, dp, sp and tp; made by all its ranks."""
+        data = self.data_group if self.dp_world_size > 1 else None
+        shared = {} if self.sp_group is None else {"sp": self.sp_group, "dp,sp": self.dp_group}
+        return adopted(data, tp=self.mp_group, **shared)
 
     def communicator(self, axes, purpose):
         """A native communicator of this engine alone, over ``axes``; None where that is one rank."""
@@ -170,14 +207,15 @@ class EngineRanks:
             return None
         return self.mesh.communicator(axes, purpose) if self.mesh.size(axes) > 1 else None
 
-    def model_parallel(self):
-        """The same among the ranks that hold the other parts of the model."""
-        return self.communicator(["tp"], Purpose.CONTROL) if self.mp_group is not None else None
+    def model_ranks(self):
+        """The same among the ranks that hold other slices of the same layers, and among those that hold other layers:
+        by their names in csrc/zero/engine_ranks.h, where there are such ranks."""
+        return {} if self.mp_group is None else {"tensor": self.communicator(["tp"], Purpose.CONTROL)}
 
-    def counts_in_norm(self, param):
-        """Parameters that every model-parallel rank holds count on the first one only."""
+    def copied_along(self, param):
+        """The axis along which an earlier rank trains a copy of ``param``, as Megatron marks weights; "" for none."""
         split = getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False)
-        return self.mp_rank == 0 or split
+        return "" if self.mp_rank == 0 or split else "tp"
 
     def source_rank(self):
         """Global rank of the data-parallel rank 0 of this rank's group."""

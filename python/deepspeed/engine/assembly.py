@@ -6,7 +6,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.universal_checkpoint import enable_universal_checkpoint
-from deepspeed.comm.mesh_views import MICS, Purpose
+from deepspeed.comm.mesh_views import MICS, SAME_WEIGHTS, Purpose
 from deepspeed.engine import checks
 from deepspeed.engine.accessors import dtype_of
 from deepspeed.engine.build_optimizer import build_optimizer
@@ -138,7 +138,7 @@ class Assembly:
         engine.core = None
 
     # ---- the core ----------------------------------------------------------------------------------------------------
-    def _core_options(self, shard=("dp",)):
+    def _core_options(self, shard=SAME_WEIGHTS):
         """What the native core is built with, apart from the parameters. ``shard``: the axes that are cut."""
         engine, names, orders, saved = self.engine, {}, {}, SavedNames(self.engine.module)
         for order, (name, param) in enumerate(engine.module.named_parameters()):
@@ -148,9 +148,10 @@ class Assembly:
             "names": names,
             "orders": orders,
             "grad_forms": self._grad_forms(),
-            "counts_in_norm": engine.parallel.counts_in_norm if engine.mp_world_size > 1 else None,
+            "copied_along": engine.parallel.copied_along if engine.mp_world_size > 1 else None,
             "data_parallel": engine.parallel.communicator(shard, Purpose.REDUCE),
-            "model_parallel": engine.parallel.model_parallel(),
+            **engine.parallel.model_ranks(),
+            "mesh": engine.parallel.mesh,
             "grad_dtype": engine._grad_dtype,
             "rules": rules_of(engine.basic_optimizer),
         }
@@ -218,7 +219,7 @@ class Assembly:
         engine, zero = self.engine, self.engine._config.zero_config
         mics = engine._config.mics_shard_size
         alone = engine.parallel.world_size == 1  # one copy of several stages is a group of one rank
-        group, (shard, copies) = None if alone else engine.parallel.dp_group, (["dp"], [])
+        group, (shard, copies) = None if alone else engine.parallel.dp_group, (SAME_WEIGHTS, [])
         if mics > 0:
             group, (shard, copies) = engine.parallel.cut_for_mics(mics), MICS
         self.shard_group = group

@@ -12,7 +12,6 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.engines.base import make_engine
 from deepspeed.checkpoint.write.save import expected_bytes
-from deepspeed.comm.mesh_views import EngineRanks
 from deepspeed.config import DeepSpeedConfig, non_default_values
 from deepspeed.engine import checks, cross_engine_scaling
 from deepspeed.engine.accessor_table import OWN_PATHS
@@ -30,7 +29,7 @@ from deepspeed.engine.finalizers import unlink_when_dropped
 from deepspeed.engine.long_sequences import LongSequences
 from deepspeed.engine.members import answers_from, holds, make_parts
 from deepspeed.engine.memory_copies import MemoryCopies
-from deepspeed.engine.mesh import own_groups
+from deepspeed.engine.mesh import ranks_of
 from deepspeed.engine.offloading import Offloading
 from deepspeed.engine.progress import Progress
 from deepspeed.engine.reductions import Reductions
@@ -159,7 +158,7 @@ class DeepSpeedEngine(ConfigAccessors, torch.nn.Module):
         self._report_config()
 
     def _ranks(self, mpu):
-        return EngineRanks(mpu if mpu is not None else own_groups(self))
+        return ranks_of(self, mpu)
 
     def _report_config(self):
         changed = non_default_values(self._config)

@@ -1,16 +1,18 @@
-"""The groups of ranks that an engine makes itself: those that its configuration or ``mesh_param`` asks for."""
+"""The ranks of an engine: its caller's, or those that its configuration or ``mesh_param`` asks for."""
 
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.comm.mesh_views import EngineRanks
 from deepspeed.config.world import MESH_DIMENSION, SEQUENCE_DIMENSION, MeshShape
-from deepspeed.sequence import parallel_state
 from deepspeed.utils import groups
 
 
-def own_groups(engine):
-    """The ``mpu`` of an engine whose caller brought none: None where no ranks share a sequence. Every rank of the job
-    calls it. ``engine.mesh_device`` becomes torch's mesh, where torch has them."""
+def ranks_of(engine, mpu):
+    """The ``EngineRanks`` of an engine. Every rank of the job calls it. Without an mpu ``engine.mesh_device`` becomes
+    torch's mesh, where torch has them."""
+    if mpu is not None:
+        return EngineRanks(mpu)
     size = engine._config.sequence_parallel_size or 1
     if (
         isinstance(engine.mesh_device, MeshShape)
@@ -23,4 +25,4 @@ def own_groups(engine):
         groups._use_mesh(engine.mesh_device)
     elif size > 1:
         groups._create_sequence_parallel(size)
-    return parallel_state if size > 1 else None
+    return EngineRanks(sequences=groups._sequence_members() if size > 1 else None)

@@ -5,7 +5,7 @@ import sys
 import torch
 
 from deepspeed.comm import comms_log
-from deepspeed.comm.mesh_views import Purpose
+from deepspeed.comm.mesh_views import SAME_WEIGHTS, Purpose
 from deepspeed.engine.engine import DeepSpeedEngine
 from deepspeed.log import log_dist
 from deepspeed.pipe import schedule
@@ -67,7 +67,7 @@ class PipelineEngine(Execution, Losses, Batches, Plans, DeepSpeedEngine):
         """What ranks exchange by. All members ask in one order."""
         ranks = self.parallel
         self.channel = ranks.channel(self.device) or NoChannel()
-        self._copies = ranks.communicator(["dp"], Purpose.CONTROL) if ranks.dp_world_size > 1 else None
+        self._copies = ranks.communicator(SAME_WEIGHTS, Purpose.CONTROL) if ranks.dp_world_size > 1 else None
         self._stages = ranks.communicator(["pp"], Purpose.CONTROL) if self.is_pipe_parallel else None
         self._tied = {key: ranks.over(tied["ranks"]) for key, tied in self.module.tied_comms.items()}
         section, cut = self._config.pipeline, set()

@@ -14,7 +14,7 @@ from deepspeed.checkpoint.layouts.names import LATEST, latest_tag
 from deepspeed.checkpoint.layouts.open_saved import open_saved
 from deepspeed.checkpoint.read.weights import check_weights, load_weights
 from deepspeed.checkpoint.run_state import RunState
-from deepspeed.comm import mesh
+from deepspeed.comm import mesh, mesh_views
 from deepspeed.config.errors import config_error
 from deepspeed.config.inference import DeepSpeedInferenceConfig, merge_inference_config
 from deepspeed.formats.recorded_paths import path_below
@@ -176,16 +176,21 @@ class InferenceEngine(torch.nn.Module):
         if size % shared != 0:
             fail("", f"ep_size={size} ranks cannot share {fewest} experts evenly, nor slices of them")
         if size > 1:
-            rank = dist.get_rank()
-            first, place = rank - rank % size, rank % slices
             if self.inference_ep_group is None and shared > 1:
-                self.inference_ep_group = mesh.group_over(range(first + place, first + size, slices))
+                self.inference_ep_group = mesh.group_over(self._ranks(shared, slices, ["ep"]))
             if self.expert_mp_group is None and slices > 1:
-                self.expert_mp_group = mesh.group_over(range(rank - place, rank - place + slices))
-            alike = self._config.tensor_parallel.tp_size
-            if alike > 1:
-                self.inference_mp_group = mesh.group_over(range(rank - rank % alike, rank - rank % alike + alike))
+                self.expert_mp_group = mesh.group_over(self._ranks(shared, slices, ["slice"]))
+            if self._config.tensor_parallel.tp_size > 1:
+                self.inference_mp_group = mesh.group_over(self._ranks(shared, slices, ["tp.tp"]))
         return shared, slices
+
+    def _ranks(self, shared, slices, axes):
+        """Ranks that differ from this one along ``axes`` only: "dp" (other copies of all experts), "ep", "slice" (other
+        slices of the same experts: neighbours), and "tp.tp", the neighbours that bring the same tokens."""
+        grid = mesh_views.grid(("dp", 0, ""), ("ep", shared, ""), ("slice", slices, ""))
+        alike = ("tp", self._config.tensor_parallel.tp_size, "tensor_parallel.tp_size")
+        grid.fold("tp", ["dp", "ep", "slice"], [("dp", 0, ""), alike])
+        return grid.list(axes, dist.get_rank())
 
     def _share(self, layers):
         """Spreads experts over ranks; returns how many ranks have a slice of each."""
@@ -222,10 +227,9 @@ class InferenceEngine(torch.nn.Module):
         shared, slices = self._make_groups(min(spec.num_experts for spec in specs))
         found.config.autoep_size = shared
         validate_autoep_post_detection(found.config, specs)
-        size, place = self._size, dist.get_rank() % self._size // slices
-        same = [rank for rank in range(dist.get_world_size()) if rank % size // slices == place]
-        handles = types.SimpleNamespace(ep_group=self.inference_ep_group, edp_group=mesh.group_over(same))
-        made = found.replace_moe_layers(specs, shared, place)
+        same = mesh.group_over(self._ranks(shared, slices, ["dp", "slice"]))
+        handles = types.SimpleNamespace(ep_group=self.inference_ep_group, edp_group=same)
+        made = found.replace_moe_layers(specs, shared, dist.get_rank() % self._size // slices)
         for layer in made.values():
             layer.set_deepspeed_parallelism(folding_group_handles=handles)
         return made, slices

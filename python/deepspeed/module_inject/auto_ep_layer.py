@@ -229,7 +229,10 @@ class AutoEPMoELayer(torch.nn.Module):
         rank = dist.get_rank(self.ep_group)
         if rank != self.ep_rank:
             fail(self.layer_name, f"it has the experts of ep_rank={self.ep_rank}, and is rank {rank} of its group")
-        ranks = {f"expert_data_parallel.{name}": copies, f"expert_parallel.{name}": self.ep_group}
+        ranks = {
+            f"expert_data_parallel.{name}": dist.get_all_ranks_from_group(copies),
+            f"expert_parallel.{name}": dist.get_all_ranks_from_group(self.ep_group),
+        }
         rows = (self.ep_rank * self.num_local_experts, self.num_experts)
         for param in self.experts.parameters():
             param.ds_ranks = ParamRanks(f"experts.{name}", ranks, copies, rows=rows)

@@ -5,10 +5,12 @@ import os
 
 from deepspeed import _native
 from deepspeed import comm as dist
-from deepspeed.comm import mesh
+from deepspeed.comm import mesh, mesh_views
 from deepspeed.comm.mesh_views import EngineRanks, Purpose
 from deepspeed.comm.timeouts import default_timeout
 from deepspeed.comm.watch import board_store, group_facts
+
+_AXES = {"pipe": "pp", "data": "dp", "sequence": "sp", "model": "tp"}  # of topologies, and of meshes
 
 
 class PipelineRanks(EngineRanks):
@@ -22,27 +24,21 @@ class PipelineRanks(EngineRanks):
 
     @functools.cached_property
     def mesh(self):
-        """The native one. Where pipe, data and model are its axes, it is a grid; else each list for itself."""
-        grid = self.grid
-        own = {"dp": grid._same_weights.ranks, "pp": grid.pp_group, "tp": grid.slice_group}
-        group = self.dp_group if self.dp_world_size > 1 else self.mp_group
-        made = _native._C.ProcessMesh(own, mesh.job(group))
-        if made.has_grid or grid.slice_parallel_size == 1:
-            return made
-        return _native._C.ProcessMesh({**own, "tp": dist.get_all_ranks_from_group(self.mp_group)}, mesh.job(group))
+        """The native one: the topology, with the names that axes have in all meshes."""
+        topology = self.grid.topology()
+        axes = [(_AXES.get(axis, axis), dim, axis) for axis, dim in zip(topology.axes, topology.dims)]
+        axes += [(axis, 1, "") for given, axis in _AXES.items() if given not in topology.axes]
+        made = mesh_views.grid(*axes, world=self.grid.world_size)
+        return _native._C.ProcessMesh(made, mesh.job(self.grid.ds_model_proc_group), self.grid._ranks)
 
-    def model_parallel(self):
-        axes = ["tp"]
-        if self.grid.pipe_parallel_size > 1 and (self.mesh.has_grid or self.grid.slice_parallel_size == 1):
-            axes = ["pp", "tp"] if self.grid.slice_parallel_size > 1 else ["pp"]
-        return self.communicator(axes, Purpose.CONTROL) if self.mp_group is not None else None
+    def model_ranks(self):
+        return {role: self.communicator([axis], Purpose.CONTROL) for role, axis in (("tensor", "tp"), ("pipe", "pp"))}
 
-    def counts_in_norm(self, param):
-        """Copies of tied weights count once, and so do those of parameters that all slices have."""
+    def copied_along(self, param):
+        """Tied weights are copied along the stages, parameters that no attribute calls split along the slices."""
         if getattr(param, "ds_pipe_replicated", False):
-            return False
-        split = getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False)
-        return split or self.grid.get_slice_parallel_rank() == 0
+            return "pp"
+        return "" if self.grid.get_slice_parallel_rank() == 0 else super().copied_along(param)
 
     def channel(self, device):
         """The native ``PipeChannel`` of this stage with the others; None where it is the only one."""
@@ -61,7 +57,7 @@ class PipelineRanks(EngineRanks):
 
     def over(self, ranks):
         """A native communicator of these ranks, this one among them."""
-        return self.mesh.over(ranks, ranks.index(self.rank), Purpose.CONTROL)
+        return mesh_views.over(self.mesh, ranks, Purpose.CONTROL)
 
     def alarm(self, channel, groups, instructions, layers):
         """The native ``Alarm`` of all ranks of the grid, which ends their waits in ``channel`` and ``groups``; None for

@@ -6,14 +6,15 @@ import torch
 
 from deepspeed import _native
 from deepspeed import comm as dist
-from deepspeed.comm import comms_log
+from deepspeed.comm import comms_log, mesh_views
+from deepspeed.comm.mesh_views import Purpose
 from deepspeed.comm.timeouts import default_timeout
 from deepspeed.comm.watch import group_facts
 from deepspeed.config.errors import raise_if_broken
 from deepspeed.config.read import read
 from deepspeed.zero.param_ranks import groups_of, ranks_of
 
-ROLES = ("data_parallel", "model_parallel", "replicas")
+ROLES = ("data_parallel", "tensor", "pipe", "replicas")
 
 
 def build_core(
@@ -21,39 +22,44 @@ def build_core(
     config=None,
     names=None,
     orders=None,
-    counts_in_norm=None,
+    copied_along=None,
     grad_forms=None,
     others=(),
     grad_dtype=None,
     gathers=None,
     rules=(),
+    mesh=None,
     **groups,
 ):
     """Returns ``(core, names)``.
 
     ``param_groups`` are those of an optimizer, ``config`` a resolved configuration (``DeepSpeedConfig.native``, or
     ``core_config``). ``names`` and ``orders`` map a parameter's id to its name and to its position in the module;
-    without them parameters are called ``group.index`` and ordered as given. ``grad_forms``: the id of a parameter -> 1
-    where only the touched rows of its gradient travel (stage 0), 2 where the user's optimizer gets them as a sparse
-    tensor, too. ``others``: sharded parameters that are not trained. ``grad_dtype``: in which gradients are kept; None:
-    in the parameter's own. ``rules``: of each parameter group (``ops.by_name.rules_of``), for
-    ``zero_optimization.placement``; () counts two states of each element. ``groups``: torch's process groups or
-    native communicators by the names of csrc/zero/engine_ranks.h, None for a single process; ``gathers`` makes that one
-    where it is needed. The threads of CPU kernels are ``torch.get_num_threads()``.
+    without them parameters are called ``group.index`` and ordered as given. ``copied_along``: a function of a parameter
+    that names the axis of the mesh along which an earlier rank trains a copy of it, or "". ``grad_forms``: the id of a
+    parameter -> 1 where only the touched rows of its gradient travel (stage 0), 2 where the user's optimizer gets them
+    as a sparse tensor, too. ``others``: sharded parameters that are not trained. ``grad_dtype``: in which gradients are
+    kept; None: in the parameter's own. ``rules``: of each parameter group (``ops.by_name.rules_of``), for
+    ``zero_optimization.placement``; () counts two states of each element. ``groups``: torch's process groups or native
+    communicators by the names of csrc/zero/engine_ranks.h, None for a single process; ``gathers`` makes that one where
+    it is needed. ``mesh``: the native one, of parameters with ranks of their own; by default one is made. The threads
+    of CPU kernels are ``torch.get_num_threads()``.
     """
     rows = []
     for index, group in enumerate(param_groups):
         for position, param in enumerate(group["params"]):
             name = (names or {}).get(id(param), f"{index}.{position}")
             order = (orders or {}).get(id(param), len(rows) + 1)
-            counts = True if counts_in_norm is None else bool(counts_in_norm(param))
             form = (grad_forms or {}).get(id(param), 0)
             rule = ranks_of(param).rule if ranks_of(param) is not None else "dense"
-            rows.append((param, name, index, order, counts, form, getattr(param, "ds_handle", None), rule))
+            copied = "" if copied_along is None else copied_along(param)
+            rows.append((param, name, index, order, form, getattr(param, "ds_handle", None), rule, copied))
     for param in others:
         if ranks_of(param) is not None:
             param.ds_handle.rule = ranks_of(param).rule
-    groups.update(groups_of([*(row[0] for row in rows), *others]))
+    own = groups_of([*(row[0] for row in rows), *others])
+    if own:
+        groups.update(_open(own, mesh or mesh_views.adopted(dist.get_world_group() if dist.is_initialized() else None)))
     # One object for one group: what is logged is the communicator's. Ranks of one host that compute on its cores move
     # the bulk through its memory.
     on_cpu = all(_device(param).type == "cpu" for param in [*(row[0] for row in rows), *others])
@@ -81,6 +87,19 @@ def build_core(
     )
     comms_log.watch(core, list(opened.values()))
     return core, [row[1] for row in rows]
+
+
+def _open(own, mesh):
+    """Native communicators of parameters with ranks of their own, by the names that their rules ask for."""
+    opened = {}
+    for name in sorted(own):
+        kinds = name.replace("expert_data_parallel", "expert_parallel")
+        if kinds != name and kinds in own:
+            fold = "experts" + name[len("expert_data_parallel") :].replace(".", "_")
+            opened[name], opened[kinds] = mesh_views.expert_communicators(mesh, fold, own[name], own[kinds])
+        elif name not in opened:
+            opened[name] = mesh_views.over(mesh, own[name], Purpose.EXPERTS)
+    return opened
 
 
 def writing(core):

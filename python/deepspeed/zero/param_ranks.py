@@ -10,9 +10,10 @@ class ParamRanks:
     """Which ranks train a parameter: its attribute ``ds_ranks``, set on every rank before ``deepspeed.initialize``.
 
     ``rule`` is the name of a rule of the core (csrc/zero/space_rules/), ``groups`` maps the names that the rule asks
-    for to torch's process groups; names mean the same for all such parameters of a model. ``copies`` is the group of
-    those that train the same parameter: its first rank's values are what all start from. ``rows``: ``(first, all)``
-    where the parameter is the rows from ``first`` on of a tensor of ``all`` rows, which is what checkpoints have.
+    for to ranks of the job: lists of them, or groups of torch's, over which the core opens communicators of its own.
+    Names mean the same for all such parameters of a model. ``copies`` is torch's group of those that train the same
+    parameter: its first rank's values are what all start from. ``rows``: ``(first, all)`` where the parameter is the
+    rows from ``first`` on of a tensor of ``all`` rows, which is what checkpoints have.
     """
 
     def __init__(self, rule, groups, copies, rows=None):
@@ -25,11 +26,12 @@ def ranks_of(param):
 
 
 def groups_of(params):
-    """The groups of all parameters by name, for the core. ValueError where two mean different ranks by one name."""
+    """The ranks of all parameters by name, for the core. ValueError where two mean different ranks by one name."""
     found = {}
     for param in params:
         for name, group in ranks_of(param).groups.items() if ranks_of(param) is not None else ():
-            if found.setdefault(name, group) is not group:
+            ranks = group if isinstance(group, list) else dist.get_all_ranks_from_group(group)
+            if found.setdefault(name, ranks) != ranks:
                 raise ValueError(f"two parameters mean different groups by the name {name!r} in their ds_ranks")
     return found
 

@@ -4,50 +4,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <atomic>
 #include <thread>
 
 #include "../error_of.h"
 #include "base/error.h"
-#include "comm/transports/thread_communicator.h"
+#include "thread_job.h"
 
 namespace ds::comm {
 namespace {
-
-// Where ranks that are threads meet: the first member that comes to a key makes the communicators of all.
-class Meeting {
- public:
-  CommunicatorPtr open(const std::string& key, const SubMesh& members) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto& made = made_[key];
-    if (made.empty()) made = thread_communicators(members.size());
-    ++openings;
-    return made[members.rank];
-  }
-  std::vector<std::string> keys() {
-    std::vector<std::string> found;
-    for (const auto& entry : made_) found.push_back(entry.first);
-    return found;
-  }
-  std::atomic<int> openings{0};
-
- private:
-  std::mutex mutex_;
-  std::map<std::string, std::vector<CommunicatorPtr>> made_;
-};
-
-JobPtr job_of(int rank, int world, Meeting& meeting) {
-  return std::make_shared<Job>(rank, world,
-                               [&](const auto& key, const auto& members) { return meeting.open(key, members); });
-}
-
-void on_ranks(int world, const std::function<void(int, JobPtr)>& body) {
-  Meeting meeting;
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < world; ++rank)
-    threads.emplace_back([&, rank] { body(rank, job_of(rank, world, meeting)); });
-  for (auto& thread : threads) thread.join();
-}
 
 int64_t sum_over(Communicator& communicator, int rank) {
   at::Tensor value = at::full({1}, rank, at::kLong);
@@ -62,7 +26,7 @@ plan::ProcessGrid grid_of(int world, int pp, int sp, int tp) {
 // What is exchanged over every axis and every split and fold reaches the ranks that the grid names, and no others.
 TEST(ProcessMesh, CommunicatorsReachTheRanksOfTheirAxes) {
   for (int world : {1, 2, 3, 4, 6, 8, 12}) {
-    on_ranks(world, [world](int rank, const JobPtr& job) {
+    on_ranks_of_job(world, [world](int rank, const JobPtr& job) {
       const int tp = world % 2 == 0 ? 2 : 1;
       ProcessMesh mesh(grid_of(world, 1, 1, tp), job);
       const int dp = mesh.size({"dp"}), shard = dp % 2 == 0 ? 2 : 1;
@@ -104,7 +68,7 @@ TEST(ProcessMesh, OneCommunicatorForEachSetOfRanksAndPurpose) {
 
 // Two purposes of the same ranks: the calls of one never meet those of the other, in whatever order they come.
 TEST(ProcessMesh, PurposesDoNotMeet) {
-  on_ranks(2, [](int rank, const JobPtr& job) {
+  on_ranks_of_job(2, [](int rank, const JobPtr& job) {
     ProcessMesh mesh(grid_of(2, 1, 1, 1), job);
     const SubMesh data = mesh.sub({"dp"});
     const auto reduce = mesh.communicator(data, Purpose::kReduce), gather = mesh.communicator(data, Purpose::kGather);
@@ -122,7 +86,7 @@ TEST(ProcessMesh, PurposesDoNotMeet) {
 // Ranks open the communicators of random engines, each rank those it is in: members come in one order and never wait
 // for anybody else.
 TEST(ProcessMesh, OnlyMembersTakePart) {
-  on_ranks(6, [](int rank, const JobPtr& job) {
+  on_ranks_of_job(6, [](int rank, const JobPtr& job) {
     for (int engine = 0; engine < 20; ++engine) {
       if (rank % 3 == 2 && engine % 2 == 1) continue;  // these two ranks have fewer engines
       auto mesh = ProcessMesh::adopt({{"dp", {rank % 3, rank % 3 + 3}}}, job);
@@ -133,7 +97,7 @@ TEST(ProcessMesh, OnlyMembersTakePart) {
 }
 
 TEST(ProcessMesh, AdoptedListsWithoutAGridCanBeSplit) {
-  on_ranks(6, [](int rank, const JobPtr& job) {
+  on_ranks_of_job(6, [](int rank, const JobPtr& job) {
     const std::vector<int> even{4, 2, 0, 1}, odd{5, 3};  // in an order of their own, of unequal sizes
     const auto& own = std::find(even.begin(), even.end(), rank) != even.end() ? even : odd;
     const auto mesh = ProcessMesh::adopt({{"dp", own}}, job);
@@ -151,11 +115,13 @@ TEST(ProcessMesh, AdoptedListsWithoutAGridCanBeSplit) {
     for (int other : shard.ranks) expected += other;
     EXPECT_EQ(sum_over(*mesh->communicator(shard, Purpose::kGather), rank), expected);
     EXPECT_EQ(mesh->communicator(copies, Purpose::kReduce)->rank(), copies.rank);
+    mesh->fold("ep_size_2", {"dp", "sp"}, {{"edp", 0, ""}, {"ep", 2, ""}});
+    EXPECT_EQ(mesh->sub({"ep_size_2.ep"}).ranks, shard.ranks);
+    for (const char* axis : {"pp", "sp", "tp"}) EXPECT_EQ(mesh->sub({axis}).ranks, std::vector<int>{rank}) << axis;
     EXPECT_NE(error_of([&] {
-                mesh->fold("ep_size_2", {"dp"}, {{"edp", 0, ""}, {"ep", 2, ""}});
-              }).find("a fold needs a grid of all ranks, but no grid has the lists that rank"),
+                mesh->sub({"cp"});
+              }).find("the axis cp needs a grid of all ranks, but no grid has the lists that rank"),
               std::string::npos);
-    EXPECT_NE(error_of([&] { mesh->sub({"tp"}); }).find("the axis tp needs a grid"), std::string::npos);
     EXPECT_NE(error_of([&] { mesh->lists({"dp"}); }).find("Number ranks with tp innermost"), std::string::npos);
     EXPECT_NE(error_of([&] {
                 mesh->split("dp", {"replicas", 0, ""}, {"x", 2, ""});
@@ -165,6 +131,51 @@ TEST(ProcessMesh, AdoptedListsWithoutAGridCanBeSplit) {
                 mesh->split("dp", {"a", 0, ""}, {"b", 3, "mics_shard_size"});
               }).find("mics_shard_size 3 does not divide the"),
               std::string::npos);
+  });
+}
+
+// Ranks that share sequences train the same weights; what the lists leave of the job does not.
+TEST(ProcessMesh, AdoptedListsHaveFourAxes) {
+  on_ranks_of_job(8, [](int rank, const JobPtr& job) {
+    const auto grid = grid_of(8, 1, 2, 2);
+    const auto own = [&](const Axes& axes) { return grid.list(axes, rank); };
+    const auto mesh = ProcessMesh::adopt({{"dp", own({"dp"})}, {"sp", own({"sp"})}, {"dp,sp", own({"dp", "sp"})}}, job);
+    ASSERT_TRUE(mesh->has_grid());
+    EXPECT_EQ(mesh->sub({"dp", "sp"}).ranks, own({"dp", "sp"}));
+    EXPECT_EQ(mesh->size({"pp"}) * mesh->size({"dp"}) * mesh->size({"sp"}) * mesh->size({"tp"}), 8);
+    const auto strided = ProcessMesh::adopt({{"dp", own({"dp"})}}, job);
+    EXPECT_EQ(strided->size({"sp"}), 1);
+    EXPECT_EQ(strided->sub({"dp", "sp"}).ranks, own({"dp"}));
+    // Both lists are of a grid, the third is of none.
+    std::vector<int> joint = own({"dp", "sp"});
+    std::reverse(joint.begin(), joint.end());
+    const auto odd = ProcessMesh::adopt({{"dp", own({"dp"})}, {"sp", own({"sp"})}, {"dp,sp", joint}}, job);
+    EXPECT_FALSE(odd->has_grid());
+    EXPECT_EQ(odd->sub({"sp", "dp"}).ranks, joint);
+    EXPECT_EQ(odd->sub({"sp"}).ranks, own({"sp"}));
+    const auto apart = ProcessMesh::adopt({{"dp", {rank, (rank + 1) % 8}}, {"sp", {(rank + 3) % 8, rank}}}, job);
+    EXPECT_NE(error_of([&] {
+                apart->sub({"dp", "sp"});
+              }).find("a list along dp,sp needs a grid of all ranks"),
+              std::string::npos);
+  });
+}
+
+// A grid over some ranks of the job, in an order of their own: the others take no part.
+TEST(ProcessMesh, GridsOverSomeRanks) {
+  on_ranks_of_job(6, [](int rank, const JobPtr& job) {
+    const std::vector<int> ranks{5, 1, 2, 0};
+    const auto make = [&] { return ProcessMesh(grid_of(4, 2, 1, 1), job, ranks); };
+    if (rank == 3 || rank == 4) {
+      EXPECT_NE(error_of(make).find("is not among the ranks [5,1,2,0] of its mesh"), std::string::npos);
+      return;
+    }
+    ProcessMesh mesh = make();
+    const bool first = rank == 5 || rank == 1;
+    EXPECT_EQ(mesh.sub({"dp"}).ranks, first ? (std::vector<int>{5, 1}) : (std::vector<int>{2, 0}));
+    EXPECT_EQ(mesh.rank({"dp"}), rank == 5 || rank == 2 ? 0 : 1);
+    EXPECT_EQ(mesh.lists({"pp"}), (std::vector<std::vector<int>>{{5, 2}, {1, 0}}));
+    EXPECT_EQ(sum_over(*mesh.communicator(mesh.sub({"pp"}), Purpose::kControl), rank), rank == 5 || rank == 2 ? 7 : 1);
   });
 }
 

@@ -96,9 +96,9 @@ void compare(const Case& c, int steps, double tolerance) {
       options.reducer.bucket_numel = c.bucket;
       options.reducer.overlap = c.overlap;
       options.reducer.predivide = 1.0f / c.world;
-      auto engine = std::make_shared<Engine>(
-          model.specs(c.groups, c.stage == 3 ? c.world : 0, rank), std::vector<ShardedParamPtr>{}, options,
-          EngineRanks{comms[rank], nullptr, [own = gather_comms[rank]] { return own; }});
+      auto engine = std::make_shared<Engine>(model.specs(c.groups, c.stage == 3 ? c.world : 0, rank),
+                                             std::vector<ShardedParamPtr>{}, options,
+                                             EngineRanks{comms[rank], [own = gather_comms[rank]] { return own; }});
       use_adam(*engine, c.groups);
       // The whole loss as one module; its parts are tested in param_gatherer_test.
       const int32_t unit = c.stage == 3 ? engine->gatherer()->add_unit("all", engine->params().sharded_params()) : -1;
@@ -190,9 +190,8 @@ TEST(Engine, LateGradientsArriveInASecondRound) {
       EngineOptions options;
       options.reducer.bucket_numel = 1;
       options.reducer.predivide = 0.5f;
-      auto engine =
-          std::make_shared<Engine>(std::vector<ParamSpec>{{early, "early", 0, 0, true}, {late, "late", 0, 1, true}},
-                                   std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
+      auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{early, "early", 0, 0}, {late, "late", 0, 1}},
+                                             std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
       for (int round = 0; round < 2; ++round) {
         engine->backward().clear_grads();
         engine->backward().watch();
@@ -357,7 +356,7 @@ TEST(Engine, SixteenBitGradientsAreSummedInFp32AndRoundedOnce) {
             options.policy = stage_policy(stage);
             options.reducer.bucket_numel = 100;
             options.reducer.predivide = 1.0f / static_cast<float>(world);
-            auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}},
+            auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0}},
                                                    std::vector<ShardedParamPtr>{}, options, EngineRanks{comms[rank]});
             use_adam(*engine);
             engine->backward().begin(true);
@@ -387,9 +386,8 @@ TEST(Engine, SixteenBitGradientsAreSummedInFp32AndRoundedOnce) {
 // The type may change between backwards: what is there comes along.
 TEST(Engine, TheTypeOfGradientsMayChange) {
   at::Tensor weight = at::ones({5}, at::kBFloat16).set_requires_grad(true);
-  auto engine =
-      std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}}, std::vector<ShardedParamPtr>{},
-                               EngineOptions{}, EngineRanks{comm::local_communicator()});
+  auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0}}, std::vector<ShardedParamPtr>{},
+                                         EngineOptions{}, EngineRanks{comm::local_communicator()});
   const auto backward = [&] {
     engine->backward().begin(true);
     (weight * 1.0078125f).sum().backward();
@@ -411,9 +409,8 @@ TEST(Engine, SixteenBitWeightsHaveMastersAndFp32Accumulation) {
     at::Tensor weight = at::ones({5}, type).set_requires_grad(true);
     EngineOptions options;
     options.grad_dtype = at::kFloat;
-    auto engine =
-        std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}}, std::vector<ShardedParamPtr>{},
-                                 options, EngineRanks{comm::local_communicator()});
+    auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0}}, std::vector<ShardedParamPtr>{},
+                                           options, EngineRanks{comm::local_communicator()});
     use_adam(*engine);
     engine->backward().watch();
     // 1 + 256 x 2^-9 is 1.5 in fp32; in bf16 each addend would be rounded away.
@@ -435,9 +432,8 @@ TEST(Engine, SixteenBitWeightsHaveMastersAndFp32Accumulation) {
 
 TEST(Engine, AnOverflowChangesNothing) {
   at::Tensor weight = at::ones({5}).set_requires_grad(true);
-  auto engine =
-      std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}}, std::vector<ShardedParamPtr>{},
-                               EngineOptions{}, EngineRanks{comm::local_communicator()});
+  auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0}}, std::vector<ShardedParamPtr>{},
+                                         EngineOptions{}, EngineRanks{comm::local_communicator()});
   use_adam(*engine);
   engine->backward().watch();
   for (double factor : {1.0, HUGE_VAL, std::nan("")}) {
@@ -471,9 +467,9 @@ TEST(Engine, AnOverflowChangesNothing) {
 // After a schedule that raises, and a question for parameters without gradients, all is as before.
 TEST(Engine, AStepThatIsRefusedChangesNothing) {
   at::Tensor weight = at::ones({5}).set_requires_grad(true), other = at::ones({2}).set_requires_grad(true);
-  auto engine = std::make_shared<Engine>(
-      std::vector<ParamSpec>{{weight, "w", 0, 0, true}, {other, "other", 0, 1, true}}, std::vector<ShardedParamPtr>{},
-      EngineOptions{}, EngineRanks{comm::local_communicator()});
+  auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0}, {other, "other", 0, 1}},
+                                         std::vector<ShardedParamPtr>{}, EngineOptions{},
+                                         EngineRanks{comm::local_communicator()});
   use_adam(*engine);
   engine->backward().begin(true);
   weight.sum().backward();
@@ -492,9 +488,8 @@ TEST(Engine, AStepThatIsRefusedChangesNothing) {
 TEST(Engine, MemoryOrderOfParametersIsKept) {
   at::Tensor image = at::randn({2, 3, 4, 5}).contiguous(at::MemoryFormat::ChannelsLast).set_requires_grad(true);
   const at::Tensor values = image.detach().clone();
-  auto engine =
-      std::make_shared<Engine>(std::vector<ParamSpec>{{image, "image", 0, 0, true}}, std::vector<ShardedParamPtr>{},
-                               EngineOptions{}, EngineRanks{comm::local_communicator()});
+  auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{image, "image", 0, 0}}, std::vector<ShardedParamPtr>{},
+                                         EngineOptions{}, EngineRanks{comm::local_communicator()});
   EXPECT_TRUE(image.is_contiguous(at::MemoryFormat::ChannelsLast));
   EXPECT_TRUE(at::equal(image.detach(), values));
   engine->backward().watch();
@@ -512,9 +507,9 @@ TEST(Engine, RefusesWhatItCannotTrain) {
                   EngineRanks{comm::local_communicator()});
   };
   at::Tensor p = at::ones({2}).set_requires_grad(true);
-  EXPECT_THROW(make({{p, "p", 0, 0, true}, {p, "again", 0, 1, true}}), Error);
-  EXPECT_THROW(make({{p * 2, "no leaf", 0, 0, true}}), Error);
-  EXPECT_THROW(make({{at::ones({2}, at::kLong), "integers", 0, 0, true}}), Error);
+  EXPECT_THROW(make({{p, "p", 0, 0}, {p, "again", 0, 1}}), Error);
+  EXPECT_THROW(make({{p * 2, "no leaf", 0, 0}}), Error);
+  EXPECT_THROW(make({{at::ones({2}, at::kLong), "integers", 0, 0}}), Error);
 }
 
 // A frozen model has no optimizer whose parameters could be asked where they are.

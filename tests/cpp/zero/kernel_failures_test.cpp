@@ -72,7 +72,7 @@ struct Rank {
     ParamSpec spec{weight, "weight", 0, 0};
     if (stage == 3) spec.sharded = std::make_shared<ShardedParam>(weight, "weight", kWorld, rank);
     engine = std::make_shared<Engine>(std::vector<ParamSpec>{spec}, std::vector<ShardedParamPtr>{}, options,
-                                      EngineRanks{group, nullptr, [gathers] { return gathers; }});
+                                      EngineRanks{group, [gathers] { return gathers; }});
     engine->stepper().set_rules({&optim::find_rule("adam")});
   }
 

@@ -18,9 +18,8 @@ TEST(OutsideOptimizer, IsCalledInTheStep) {
   at::Tensor weight = at::ones({4}, at::kBFloat16).set_requires_grad(true);
   EngineOptions options;
   options.grad_dtype = at::kFloat;
-  auto engine =
-      std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}}, std::vector<ShardedParamPtr>{},
-                               options, EngineRanks{comm::local_communicator()});
+  auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0}}, std::vector<ShardedParamPtr>{},
+                                         options, EngineRanks{comm::local_communicator()});
   engine->states().refresh_master();
   int called = 0;
   for (double factor : {1.0, HUGE_VAL}) {
@@ -53,9 +52,8 @@ TEST(OutsideOptimizer, MayTryAgainAfterAFailure) {
     at::Tensor weight = at::ones({4}, dtype).set_requires_grad(true);
     EngineOptions options;
     options.grad_dtype = at::kFloat;
-    auto engine =
-        std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0, true}}, std::vector<ShardedParamPtr>{},
-                                 options, EngineRanks{comm::local_communicator()});
+    auto engine = std::make_shared<Engine>(std::vector<ParamSpec>{{weight, "w", 0, 0}}, std::vector<ShardedParamPtr>{},
+                                           options, EngineRanks{comm::local_communicator()});
     engine->states().refresh_master();
     engine->backward().begin(true);
     (weight * 4.0).sum().backward();

@@ -25,10 +25,10 @@ const SpaceRuleRegistration registration({"test experts",
                                           [](const ParamSpec&, const StagePolicy& policy, const EngineRanks& ranks) {
                                             const auto nobody = comm::local_communicator();
                                             const auto same = ranks.other("edp"), others = ranks.other("ep");
-                                            if (!policy.shards_states()) return SpaceRanks{nobody, same, {others}};
+                                            if (!policy.shards_states()) return SpaceRanks{nobody, same, {{others}}};
                                             const auto found = ranks.others.find("edp gathers");
                                             const auto own = found == ranks.others.end() ? same : found->second;
-                                            return SpaceRanks{same, nobody, {same, others}, [own] { return own; }};
+                                            return SpaceRanks{same, nobody, {{same}, {others}}, [own] { return own; }};
                                           }});
 
 constexpr int kExperts = 2;  // and as many expert-parallel ranks: one each
@@ -108,7 +108,7 @@ struct Groups {
 
   EngineRanks of_rank(int rank) const {
     const int expert = rank % kExperts, group = rank / kExperts;
-    EngineRanks ranks{dp[rank], nullptr, [own = gathers[rank]] { return own; }};
+    EngineRanks ranks{dp[rank], [own = gathers[rank]] { return own; }};
     ranks.others = {
         {"edp", edp[expert][group]}, {"edp gathers", edp_gathers[expert][group]}, {"ep", ep[group][expert]}};
     return ranks;

@@ -141,9 +141,8 @@ TEST(StepStrategy, ExtentsMayBeUpdatedLater) {
             if (stage == 3)
               specs.back().sharded = std::make_shared<ShardedParam>(params[i], specs.back().name, world, rank);
           }
-          auto engine =
-              std::make_shared<Engine>(specs, std::vector<ShardedParamPtr>{}, options,
-                                       EngineRanks{comms[rank], nullptr, [own = gathers[rank]] { return own; }});
+          auto engine = std::make_shared<Engine>(specs, std::vector<ShardedParamPtr>{}, options,
+                                                 EngineRanks{comms[rank], [own = gathers[rank]] { return own; }});
           use_adam(*engine);
           const int32_t unit = stage == 3 ? engine->gatherer()->add_unit("all", engine->params().sharded_params()) : -1;
           for (int step = 0; step < kSteps; ++step) {

@@ -1,0 +1,100 @@
+"""Every engine has one mesh with the axes pp, dp, sp and tp, and experts are a fold of it."""
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.comm import mesh
+from deepspeed.comm.mesh_views import Purpose
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe.topology import ProcessTopology
+from deepspeed.utils import groups
+from deepspeed.zero.param_ranks import ParamRanks
+from harness import run_ranks
+from mpu import two_by_two
+
+AXES = ("pp", "dp", "sp", "tp")
+CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
+
+
+def start(model, mpu=None, **keys):
+    deepspeed.log.logger.setLevel("WARNING")
+    return deepspeed.initialize(model=model, config={**CONFIG, **keys}, mpu=mpu)[0]
+
+
+def lists(engine):
+    native = engine.parallel.mesh
+    assert native.has_grid
+    return {axis: native.ranks([axis]) for axis in AXES}
+
+
+def pipeline(*axes):
+    layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(2)]
+    return PipelineModule(layers=layers, topology=ProcessTopology(axes, [2] * len(axes)), loss_fn=nn.MSELoss())
+
+
+def axes_body(rank, world):
+    pair, across, alone = [rank - rank % 2, rank - rank % 2 + 1], [rank % 2, rank % 2 + 2], [rank]
+    assert lists(start(nn.Linear(4, 4))) == {"pp": alone, "dp": [0, 1, 2, 3], "sp": alone, "tp": alone}
+    engine = start(nn.Linear(4, 4), sequence_parallel_size=2)
+    assert lists(engine) == {"pp": alone, "dp": across, "sp": pair, "tp": alone}
+    assert engine.parallel.mesh.ranks(["dp", "sp"]) == [0, 1, 2, 3]
+    groups.clear()
+    assert lists(start(nn.Linear(4, 4), two_by_two(rank))) == {"pp": alone, "dp": across, "sp": alone, "tp": pair}
+    engine = start(pipeline("data", "pipe"), gradient_accumulation_steps=2)
+    assert lists(engine) == {"pp": pair, "dp": across, "sp": alone, "tp": alone}
+    engine = start(pipeline("sequence", "pipe"), gradient_accumulation_steps=2)
+    assert lists(engine) == {"pp": pair, "dp": alone, "sp": across, "tp": alone}
+
+
+def test_every_engine_has_four_axes():
+    run_ranks(4, axes_body, init="gloo", timeout=60)
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+def with_experts(copies, kinds, dense=1):
+    """The layers from number ``dense`` on are experts."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    ranks = {"expert_data_parallel": copies, "expert_parallel": kinds}
+    for param in model[dense:].parameters():
+        param.ds_ranks = ParamRanks("experts", ranks, mesh.group_over(copies))
+    return start(model)
+
+
+def folds_body(rank, world):
+    pair, across = [rank - rank % 2, rank - rank % 2 + 1], [rank % 2, rank % 2 + 2]
+    for copies, kinds in ((across, pair), (pair, across)):
+        native = with_experts(copies, kinds).parallel.mesh
+        assert native.ranks(["experts.edp"]) == copies and native.ranks(["experts.ep"]) == kinds
+    with pytest.raises(ValueError, match=r"which is no grid of the ranks \[0, 1, 2, 3\] with the same dense weights"):
+        with_experts([rank, 3 - rank] if rank < 2 else [3 - rank, rank], pair)
+    with pytest.raises(ValueError, match="is not the 4 data-parallel ranks there are"):
+        with_experts([rank], pair)
+
+
+def test_experts_are_folds():
+    run_ranks(4, folds_body, init="gloo", timeout=60)
+
+
+def mismatch_body(rank, world):
+    engine = with_experts([rank % 2, rank % 2 + 2], [rank - rank % 2, rank - rank % 2 + 1], dense=0)
+    own = engine.parallel.mesh.communicator(["experts.edp"], Purpose.EXPERTS)
+    if rank == 3:
+        with pytest.raises(RuntimeError) as error:
+            own.run("all_reduce", output=torch.ones(7), tag="planted")
+    elif rank == 1:
+        with pytest.raises(RuntimeError) as error:
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            engine.step()
+    dist.barrier()
+    return str(error.value) if rank % 2 else ""
+
+
+def test_a_mismatch_between_experts_is_named(tmp_path):
+    env = {"DS_SHM_COLLECTIVES": "0", "DS_COMM_FINGERPRINTS": "strict", "DS_COMM_TRACE_DIR": str(tmp_path)}
+    _, one, _, three = run_ranks(4, mismatch_body, init="gloo", fresh=True, env=env, timeout=120)
+    for text in (one, three):  # rank 3 of the job is rank 1 of its group
+        assert "call different collectives: rank 0 all_reduce(" in text, text
+        assert 'rank 1 all_reduce(7 x float32, sum) of "planted". (Number 1 of this group.)' in text
