@@ -25,11 +25,13 @@ configured() {  # true when the build folder is there, belongs to this Python an
 if ! configured; then
   say "configuring $dir for $PY"
   log=$(mktemp)
+  before=$SECONDS
   cmake -G Ninja -S . -B "$dir" -DPython_EXECUTABLE="$PY" "${options[@]}" >"$log" 2>&1 || {
     cat "$log" >&2
     die "CMake failed (see above). If the folder is from an older checkout, remove it (rm -rf $dir) and repeat."
   }
   rm -f "$log"
+  say "configure: $((SECONDS - before)) s"
 fi
 # ninja's lines become "@12 58 csrc/zero/engine"; what it says of errors goes through.
 NINJA_STATUS='@%f %t ' ninja -C "$dir" -j "$JOBS" "$@" 2>&1 |

@@ -56,6 +56,7 @@ if [ "$kind" != gpu ] && [ "$kind" != cluster ]; then
   # GoogleTest's own lines: "[       OK ] Suite.Case (12 ms)"
   awk '/^\[ +(OK|FAILED) +\] .* ms\)$/ { sub(/.*\] /, ""); ms = substr($(NF - 1), 2); sub(/,? .*/, "")
     printf "%.3f\tC++ %s\n", ms / 1000, $0 }' "$dir/Testing/Temporary/LastTest.log" >>"$took"
+  say "ctest: $((SECONDS - started)) s"
 fi
 
 # Several pytest processes, each with rank processes of its own; a file's tests stay together. One more than cores, up to
@@ -78,6 +79,7 @@ pytest() {  # pytest ARGUMENTS: nothing to run (5) is an error only if no part r
   [ $code = 0 ] || status=1
 }
 say "Python tests"
+before=$SECONDS
 if [ ${#workers[@]} -gt 0 ]; then
   pytest "${workers[@]}" -m "$marks and not alone" "$@"
   if [ $# = 0 ]; then  # all files again would take longer to import than these tests
@@ -87,6 +89,7 @@ if [ ${#workers[@]} -gt 0 ]; then
 else
   pytest -m "$marks" "$@"
 fi
+say "pytest: $((SECONDS - before)) s"
 [ -n "$ran" ] || { status=1; say "no Python test was selected"; }
 if [ -s "$took" ]; then
   say "the ten slowest tests"

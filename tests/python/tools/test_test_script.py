@@ -67,7 +67,7 @@ def test_all_cores_then_those_that_run_alone(tmp_path):
         ["30.5", "s", "tests/a.py::test_slow"], ["2.5", "s", "C++", "Other.Case"],
         ["1.5", "s", "C++", "Suite.Case/3"], ["0.0", "s", "tests/a.py::test_fast"],
     ]  # fmt: skip
-    assert re.search(r"tests: \d+ s", err)
+    assert re.findall(r"==> (\w+): \d+ s", err) == ["ctest", "pytest", "tests"]
 
 
 def test_every_case(tmp_path):
