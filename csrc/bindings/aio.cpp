@@ -187,7 +187,7 @@ DS_BINDINGS(m) {
       .def_property_readonly("blocks", &io::LockedPool::blocks);
   aio.attr("pool") = pool;
   aio.def(
-      "inject", [files](const std::string& order) { files->faults().arm(order); }, py::arg("fault"));
+      "inject", [files](const std::string& order) { files->inject(order); }, py::arg("fault"));
   aio.def(
       "backend",
       [files](const std::string& folder) {

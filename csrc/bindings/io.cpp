@@ -74,7 +74,7 @@ DS_BINDINGS(m) {
   py::class_<Files, std::shared_ptr<Files>>(io, "Files")
       .def(py::init<const std::string&>(), py::arg("fault") = "")
       .def(
-          "inject", [](Files& self, const std::string& order) { self.faults().arm(order); }, py::arg("fault"))
+          "inject", [](Files& self, const std::string& order) { self.inject(order); }, py::arg("fault"))
       .def("sync_directory", &Files::sync_directory, py::arg("path"), Released())
       .def("rename", &Files::rename, py::arg("source"), py::arg("target"), Released())
       .def("exchange", &Files::exchange, py::arg("a"), py::arg("b"), Released());

@@ -10,7 +10,7 @@
 #include "bindings/registry.h"
 #include "bindings/shared_function.h"
 #include "bindings/without_lock.h"
-#include "comm/rank_order_reduction.h"
+#include "comm/reduce_op.h"
 #include "comm/shared_segments.h"
 #include "comm/store_keeper.h"
 #include "comm/watch.h"

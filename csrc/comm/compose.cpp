@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "comm/rank_order_reduction.h"
 #include "comm/strided_parts.h"
 
 namespace ds::comm {

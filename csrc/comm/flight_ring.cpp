@@ -5,7 +5,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "comm/rank_order_reduction.h"
+#include "comm/reduce_op.h"
 
 namespace ds::comm {
 

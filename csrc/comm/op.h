@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/rank_order_reduction.h"
+#include "comm/reduce_op.h"
 
 namespace ds::comm {
 

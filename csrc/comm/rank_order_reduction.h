@@ -4,9 +4,9 @@
 
 #include <cstddef>
 
-namespace ds::comm {
+#include "comm/reduce_op.h"
 
-enum class ReduceOp { kSum, kAvg, kProduct, kMin, kMax, kAnd, kOr, kXor };
+namespace ds::comm {
 
 // out[i] = rows[0][i] op rows[1][i] ... op rows[count - 1][i]. 16-bit floats are widened, reduced in fp32 and rounded
 // once. `out` may be one of the rows. `wide`: out is fp32 although the rows are 16-bit floats. Min and max hand a nan
@@ -14,7 +14,5 @@ enum class ReduceOp { kSum, kAvg, kProduct, kMin, kMax, kAnd, kOr, kXor };
 // Fails for an op that the dtype does not have.
 void reduce_in_rank_order(void* out, const void* const* rows, int count, size_t n, c10::ScalarType type, ReduceOp op,
                           bool wide = false);
-
-const char* reduce_op_name(ReduceOp op);
 
 }  // namespace ds::comm

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "base/error.h"
+#include "comm/rank_order_reduction.h"
 
 namespace ds::comm {
 

@@ -11,7 +11,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "comm/rank_order_reduction.h"
+#include "comm/reduce_op.h"
 #include "comm/shm_channel.h"
 #include "comm/strided_parts.h"
 

@@ -1,6 +1,7 @@
 #include "io/async_file.h"
 
 #include "base/error.h"
+#include "io/uring_rings.h"
 
 namespace ds::io {
 

@@ -9,9 +9,12 @@
 
 #include <algorithm>
 
+#include "io/aio_contexts.h"
 #include "io/aligned_pool.h"
+#include "io/faults.h"
 #include "io/file_error.h"
 #include "io/paths.h"
+#include "io/uring_rings.h"
 
 namespace ds::io {
 namespace {
@@ -45,8 +48,16 @@ void without_direct(const Descriptor& file) { fcntl(file.get(), F_SETFL, fcntl(f
 
 }  // namespace
 
+Files::Files(const std::string& fault_order)
+    : faults_(std::make_unique<Faults>(fault_order)),
+      aio_contexts_(std::make_unique<AioContexts>()),
+      uring_rings_(std::make_unique<UringRings>()) {}
+Files::~Files() = default;
+
+void Files::inject(const std::string& fault_order) { faults_->arm(fault_order); }
+
 Descriptor Files::create(const std::string& path, bool* direct, bool* resizable) {
-  if (const int code = carry_out(faults_.count(Call::kOpen))) fail_file(code, "open for writing", path);
+  if (const int code = carry_out(faults_->count(Call::kOpen))) fail_file(code, "open for writing", path);
   const int flags = O_WRONLY | O_CREAT | O_TRUNC;
   int number = -1;
   if (*direct) {
@@ -75,7 +86,7 @@ Descriptor Files::create(const std::string& path, bool* direct, bool* resizable)
 }
 
 Descriptor Files::open_part(const std::string& path, bool* direct, bool read) {
-  if (const int code = carry_out(faults_.count(Call::kOpen))) fail_file(code, "open for writing", path);
+  if (const int code = carry_out(faults_->count(Call::kOpen))) fail_file(code, "open for writing", path);
   const int flags = (read ? O_RDWR : O_WRONLY) | O_CREAT;
   int number = *direct ? open_direct(path, flags) : -1;
   *direct = number >= 0;
@@ -94,7 +105,7 @@ Descriptor Files::open_read(const std::string& path, bool* direct) {
 
 // With O_DIRECT; a fault on order is a file system that has none.
 int Files::open_direct(const std::string& path, int flags) {
-  if (const int code = carry_out(faults_.count(Call::kDirect))) {
+  if (const int code = carry_out(faults_->count(Call::kDirect))) {
     errno = code;
     return -1;
   }
@@ -102,7 +113,7 @@ int Files::open_direct(const std::string& path, int flags) {
 }
 
 int Files::resize(const Descriptor& file, uint64_t bytes) {
-  if (const int code = carry_out(faults_.count(Call::kTruncate))) return code;
+  if (const int code = carry_out(faults_->count(Call::kTruncate))) return code;
   int result;
   do {
     result = ::ftruncate(file.get(), static_cast<off_t>(bytes));
@@ -126,7 +137,7 @@ void Files::reserve(const Descriptor& file, const std::string& path, uint64_t by
 }
 
 ssize_t Files::write_some(const Descriptor& file, const void* data, size_t bytes, uint64_t offset) {
-  const Faults::CheckResult verdict = faults_.count(Call::kWrite);
+  const Faults::CheckResult verdict = faults_->count(Call::kWrite);
   if (verdict.action == Faults::Action::kError) {
     errno = verdict.code;
     return -1;
@@ -164,7 +175,7 @@ void Files::write_all(const Descriptor& file, const std::string& path, const voi
 }
 
 ssize_t Files::read_some(const Descriptor& file, void* data, size_t bytes, uint64_t offset) {
-  const Faults::CheckResult verdict = faults_.count(Call::kRead);
+  const Faults::CheckResult verdict = faults_->count(Call::kRead);
   if (const int code = carry_out(verdict)) {
     errno = code;
     return -1;
@@ -198,7 +209,7 @@ void Files::read_all(const Descriptor& file, const std::string& path, void* data
 }
 
 void Files::sync(const Descriptor& file, const std::string& path) {
-  if (const int code = carry_out(faults_.count(Call::kSync))) fail_file(code, "fsync", path);
+  if (const int code = carry_out(faults_->count(Call::kSync))) fail_file(code, "fsync", path);
   // Never repeated after a failure: the kernel has dropped the pages, and a second fsync would say all is well.
   if (::fsync(file.get()) != 0) fail_file(errno, "fsync", path);
 }
@@ -210,16 +221,16 @@ void Files::truncate(const Descriptor& file, const std::string& path, uint64_t b
 void Files::sync_directory(const std::string& path) {
   const Descriptor folder(open_retrying(path, O_RDONLY | O_DIRECTORY));
   if (!folder.is_open()) fail_file(errno, "open", path);
-  if (const int code = carry_out(faults_.count(Call::kSync))) fail_file(code, "fsync", path);
+  if (const int code = carry_out(faults_->count(Call::kSync))) fail_file(code, "fsync", path);
   // Some network file systems have no fsync of folders; their servers order the operations themselves.
   if (::fsync(folder.get()) != 0 && errno != EINVAL && errno != EROFS) fail_file(errno, "fsync", path);
 }
 
 void Files::rename(const std::string& from, const std::string& to) {
   const std::string both = from + " to " + to;
-  if (const int code = carry_out(faults_.count(Call::kRename))) fail_file(code, "rename", both);
+  if (const int code = carry_out(faults_->count(Call::kRename))) fail_file(code, "rename", both);
   if (is_folder(from)) {
-    if (const int code = carry_out(faults_.count(Call::kRenameFolder))) fail_file(code, "rename", both);
+    if (const int code = carry_out(faults_->count(Call::kRenameFolder))) fail_file(code, "rename", both);
   }
   if (::rename(from.c_str(), to.c_str()) != 0) fail_file(errno, "rename", both);
 }
@@ -227,10 +238,10 @@ void Files::rename(const std::string& from, const std::string& to) {
 bool Files::exchange(const std::string& a, const std::string& b) {
   const std::string both = a + " and " + b;
   // A file system without the operation answers so before it has done anything: no moment of its own to fail at.
-  int code = carry_out(faults_.count(Call::kExchange));
+  int code = carry_out(faults_->count(Call::kExchange));
   if (code == 0) {
-    if ((code = carry_out(faults_.count(Call::kRename)))) fail_file(code, "exchange", both);
-    if (is_folder(a) && (code = carry_out(faults_.count(Call::kRenameFolder)))) fail_file(code, "exchange", both);
+    if ((code = carry_out(faults_->count(Call::kRename)))) fail_file(code, "exchange", both);
+    if (is_folder(a) && (code = carry_out(faults_->count(Call::kRenameFolder)))) fail_file(code, "exchange", both);
     if (::renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE) == 0) return true;
     code = errno;
   }

@@ -4,22 +4,26 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 
-#include "io/aio_contexts.h"
 #include "io/descriptor.h"
-#include "io/faults.h"
-#include "io/uring_rings.h"
 
 namespace ds::io {
 
+class AioContexts;
+class Faults;
+class UringRings;
+
 class Files {
  public:
-  explicit Files(const std::string& fault_order = "") : faults_(fault_order) {}
+  explicit Files(const std::string& fault_order = "");
+  ~Files();
 
-  Faults& faults() { return faults_; }
-  AioContexts& aio_contexts() { return aio_contexts_; }
-  UringRings& uring_rings() { return uring_rings_; }
+  Faults& faults() { return *faults_; }
+  void inject(const std::string& fault_order);  // see Faults::arm
+  AioContexts& aio_contexts() { return *aio_contexts_; }
+  UringRings& uring_rings() { return *uring_rings_; }
 
   // Makes or empties `path` for writing. `direct`: past the page cache; on return false if the file system cannot.
   // `resizable`: whether it can set the size of a file (ftruncate); where it cannot (object stores), `direct` is false,
@@ -69,9 +73,9 @@ class Files {
   int open_direct(const std::string& path, int flags);
   int resize(const Descriptor& file, uint64_t bytes);  // returns errno, or 0
 
-  Faults faults_;
-  AioContexts aio_contexts_;
-  UringRings uring_rings_;
+  const std::unique_ptr<Faults> faults_;
+  const std::unique_ptr<AioContexts> aio_contexts_;
+  const std::unique_ptr<UringRings> uring_rings_;
 };
 
 }  // namespace ds::io

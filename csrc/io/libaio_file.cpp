@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "io/aio_contexts.h"
 #include "io/file_error.h"
 #include "io/queued_file.h"
 

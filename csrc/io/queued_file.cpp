@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "io/aligned_pool.h"
+#include "io/faults.h"
 #include "io/file_error.h"
 
 namespace ds::io {

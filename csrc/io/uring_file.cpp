@@ -2,6 +2,7 @@
 
 #include "io/file_error.h"
 #include "io/queued_file.h"
+#include "io/uring_rings.h"
 #include "io/uring_type.h"
 
 #ifdef DS_WITH_URING

@@ -7,6 +7,7 @@
 
 #include "folder.h"
 #include "forbid.h"
+#include "io/aio_contexts.h"
 #include "io/aligned_pool.h"
 #include "io/file_error.h"
 #include "io/file_stream.h"

@@ -10,6 +10,7 @@
 #include "folder.h"
 #include "io/aligned_pool.h"
 #include "io/async_file.h"
+#include "io/faults.h"
 #include "io/file_error.h"
 
 namespace ds::io {

@@ -7,6 +7,7 @@
 
 #include "folder.h"
 #include "forbid.h"
+#include "io/faults.h"
 #include "io/file_error.h"
 #include "io/paths.h"
 
@@ -165,10 +166,10 @@ TEST(Files, FaultsOfRenameAndFolderSync) {
   Files files("rename:1:eio");
   EXPECT_THROW(files.rename(folder / "a", folder / "b"), FileError);
   EXPECT_EQ(content(folder / "b"), "2");
-  files.faults().arm("rename:1:enospc");
+  files.inject("rename:1:enospc");
   EXPECT_THROW(files.exchange(folder / "a", folder / "b"), FileError);
   EXPECT_EQ(content(folder / "b"), "2");
-  files.faults().arm("fsync:1:eio");
+  files.inject("fsync:1:eio");
   EXPECT_THROW(files.sync_directory(folder.path()), FileError);
   EXPECT_NO_THROW(files.sync_directory(folder.path()));
 }

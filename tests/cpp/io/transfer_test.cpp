@@ -107,14 +107,14 @@ TEST_P(Transfers, ShortTransfersAndInterruptionsGoOn) {
   AlignedPool memory(1, text.size());
   char* data = memory.take();
   for (const char* order : {"write:1:short", "write:2:eintr,write:4:short", "write:7:short,write:1:short"}) {
-    files_.faults().arm(with(order));
+    files_.inject(with(order));
     memcpy(data, text.data(), text.size());
     BlockFile file(files_, path_, Mode::kWrite);
     write_span(file, {data, nullptr, 0, text.size()}, 0, options_);
     EXPECT_EQ(content(path_) == text, true) << order;
   }
   for (const char* order : {"read:1:short", "read:2:eintr", "read:3:short,read:4:short,read:7:short"}) {
-    files_.faults().arm(with(order));
+    files_.inject(with(order));
     memset(data, 0, text.size());
     BlockFile file(files_, path_, Mode::kRead);
     read_span(file, {data, nullptr, 0, text.size()}, 0, options_);
@@ -129,7 +129,7 @@ TEST_P(Transfers, ErrorsNamePathOffsetAndBytes) {
   memcpy(data, text.data(), text.size());
   const size_t before = open_descriptors();
   for (const auto& [order, code] : {std::make_pair("write:3:enospc", ENOSPC), std::make_pair("write:1:eio", EIO)}) {
-    files_.faults().arm(with(order));
+    files_.inject(with(order));
     try {
       BlockFile file(files_, path_, Mode::kWrite);
       write_span(file, {data, nullptr, 0, text.size()}, 0, options_);
@@ -142,9 +142,9 @@ TEST_P(Transfers, ErrorsNamePathOffsetAndBytes) {
       EXPECT_NE(std::string(error.what()).find(path_), std::string::npos);
     }
   }
-  files_.faults().arm(with("open:99:eio"));
+  files_.inject(with("open:99:eio"));
   BlockFile(files_, path_, Mode::kWrite).reserve(text.size(), 0, text.size());
-  files_.faults().arm(with("read:2:eio"));
+  files_.inject(with("read:2:eio"));
   EXPECT_THROW(
       {
         BlockFile file(files_, path_, Mode::kRead);

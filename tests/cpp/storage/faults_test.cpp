@@ -44,7 +44,7 @@ TEST_P(StorageFaults, AWriteThatFailsIsToldBySettleAndByWhoReads) {
   for (const auto& [action, code] : {std::make_pair("enospc", ENOSPC), {"eio", EIO}}) {
     write({0, 2548}, 0);
     storage_.settle();
-    files_->faults().arm(std::string("write:1:") + action);
+    files_->inject(std::string("write:1:") + action);
     write({1024, 2048}, 5000);
     const io::FileError settled = error_of([&] { storage_.settle(); });
     EXPECT_EQ(settled.code(), code);
@@ -67,7 +67,7 @@ TEST_P(StorageFaults, AWriteThatFailsIsToldBySettleAndByWhoReads) {
 }
 
 TEST_P(StorageFaults, SettleTellsOfAll) {
-  files_->faults().arm("write:1+:eio");
+  files_->inject("write:1+:eio");
   write({0, 2548}, 0);
   const io::FileError error = error_of([&] { storage_.settle(); });
   EXPECT_EQ(error.offset(), 0u);
@@ -79,20 +79,20 @@ TEST_P(StorageFaults, SettleTellsOfAll) {
 TEST_P(StorageFaults, AReadThatFailsIsToldByAcquire) {
   write({0, 2548}, 0);
   storage_.settle();
-  files_->faults().arm("read:2:eio");
+  files_->inject("read:2:eio");
   const io::FileError error = error_of([&] { reads({0, 2548}, 0); });
   EXPECT_EQ(error.code(), EIO);
   EXPECT_EQ(error.offset(), 4096u);
   EXPECT_TRUE(reads({0, 2548}, 0));  // once more, and it works
   // A prefetch fails in silence; the lease reads again.
-  files_->faults().arm("read:1:eio");
+  files_->inject("read:1:eio");
   storage_.prefetch(plane_, {0, 1024}, Medium::kHost);
   storage_.settle();
   EXPECT_TRUE(reads({0, 1024}, 0));
   EXPECT_EQ(storage_.usage().prefetch_drops, 1);
-  files_->faults().arm("read:1+:eio");
+  files_->inject("read:1+:eio");
   EXPECT_EQ(error_of([&] { storage_.move(plane_, at_rest(Medium::kHost)); }).code(), EIO);
-  files_->faults().arm("read:1:short,read:2:eintr,write:1:short,write:2:eintr");
+  files_->inject("read:1:short,read:2:eintr,write:1:short,write:2:eintr");
   EXPECT_TRUE(reads({0, 2548}, 0));
   write({0, 2548}, 1);
   storage_.settle();
@@ -121,20 +121,20 @@ TEST_P(StorageFaults, AMoveThatFailsLeavesEverythingWhereItIs) {
   fill(lasting, 4);
   fill(storage.resident(b), 8);
   const size_t before = folder_.entries();
-  files_->faults().arm("write:2:enospc");
+  files_->inject("write:2:enospc");
   EXPECT_THROW(storage.move({a, b}, at_rest(Medium::kFile, folder_.path())), io::FileError);
   EXPECT_EQ(folder_.entries(), before);
   EXPECT_TRUE(holds(lasting, 4));
   EXPECT_TRUE(holds(storage.resident(b), 8));
   EXPECT_EQ(storage.usage()[2].resting, 0);
   storage.move({a, b}, at_rest(Medium::kFile, folder_.path()));
-  files_->faults().arm("read:2:eio");
+  files_->inject("read:2:eio");
   EXPECT_THROW(storage.move({a, b}, at_rest(Medium::kDevice)), io::FileError);
   EXPECT_EQ(lasting.storage().nbytes(), 0u);
   EXPECT_EQ(storage.usage()[0].resting, 0);
   storage.move({a, b}, at_rest(Medium::kDevice));
   EXPECT_TRUE(holds(lasting, 4));
-  files_->faults().arm("open:1:emfile");
+  files_->inject("open:1:emfile");
   EXPECT_THROW(storage.add("c", 3000, at::kFloat, at_rest(Medium::kFile, folder_.path())), io::FileError);
   EXPECT_EQ(folder_.entries(), before);
 }
@@ -150,9 +150,9 @@ TEST(FileTier, LargeBlocksGoInPieces) {
   const int64_t numel = (9 << 20) / 4 + 77;
   const PlaneId plane = storage.add("x", numel, at::kFloat, at_rest(Medium::kFile, folder.path()));
   fill(storage.acquire(plane, {0, numel}, Access::kWrite, Medium::kHost).data(), 0);
-  files->faults().arm("read:1:short,read:3:short");
+  files->inject("read:1:short,read:3:short");
   EXPECT_TRUE(holds(storage.acquire(plane, {0, numel}, Access::kRead, Medium::kHost).data(), 0));
-  files->faults().arm("read:2:eio");
+  files->inject("read:2:eio");
   try {
     storage.acquire(plane, {0, numel}, Access::kRead, Medium::kHost);
     FAIL();

@@ -97,11 +97,11 @@ TEST_F(TensorFiles, ErrorsOfTheBackgroundComeFromWait) {
   const at::Tensor tensor = at::zeros({100000});
   EXPECT_THROW(io->read(tensor, {path("none")}, How::kBackground, false), io::FileError);
   EXPECT_EQ(io->wait(), 0);
-  files_->faults().arm("write:3:enospc");
+  files_->inject("write:3:enospc");
   io->write(tensor, {path("x")}, How::kBackground, false);
   io->write(tensor, {path("y")}, How::kBackground, false);
   EXPECT_THROW(io->wait(), io::FileError);
-  files_->faults().arm("");
+  files_->inject("");
   io->write(tensor, {path("x")}, How::kBackground, false);
   EXPECT_EQ(io->wait(), 1);
   EXPECT_THROW(io->read(at::zeros({200000}), {path("x")}, How::kWait, false), io::FileError);
@@ -242,7 +242,7 @@ TEST_F(TensorFiles, AWriterRefusesWhatDoesNotWork) {
   EXPECT_THROW(BufferedWriter(io, path("x"), at::empty({65536}), {true, 2, 2}), Error);
   EXPECT_THROW(BufferedWriter(io, path("none/x"), at::empty({65536}), {}), io::FileError);
   BufferedWriter writer(io, path("x"), at::empty({65536}, at::kByte), {});
-  files_->faults().arm("write:2+:eio");
+  files_->inject("write:2+:eio");
   const std::string data(1 << 20, 'd');
   EXPECT_THROW(writer.write(data.data(), data.size()), io::FileError);
 }

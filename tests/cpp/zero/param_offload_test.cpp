@@ -325,7 +325,7 @@ TEST(ParamOffload, AFaultOfOneRankIsAnErrorOfAll) {
       Rank own(own_case, ranks, rank);
       own.engine->params().storage()->settle();
       ranks->barrier();
-      if (rank == 1 && order.find(':') != std::string::npos) own_case.files->faults().arm(order);
+      if (rank == 1 && order.find(':') != std::string::npos) own_case.files->inject(order);
       for (const auto& entry : std::filesystem::directory_iterator(disk / "zero_stage_3/bfloat16params/rank1")) {
         if (rank == 1 && order == "gone") std::filesystem::remove(entry.path());
         if (rank == 1 && order == "cut") std::filesystem::resize_file(entry.path(), 3);

@@ -57,7 +57,7 @@ std::vector<std::string> errors_of(const std::string& strategy, int stage, const
     comms[rank]->barrier();
     try {
       for (int step = 0; step < 5; ++step) {
-        if (rank == 1 && step == from) options.files.files->faults().arm(order);
+        if (rank == 1 && step == from) options.files.files->inject(order);
         const StepInputs inputs = adam_inputs(0.0f);
         engine->expect(inputs);
         engine->backward().begin(true);

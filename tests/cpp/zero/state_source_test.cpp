@@ -123,7 +123,7 @@ std::vector<std::string> saved(int world, const Given& given) {
         engine->states().set_full(StateKind::kSlot, slot, i, values(10 * slot + i, weights[i].sizes()).contiguous());
     engine->params().storage()->settle();
     comms[rank]->barrier();
-    if (rank == 1) options.files.files->faults().arm(given.order);
+    if (rank == 1) options.files.files->inject(given.order);
     if (!given.order.empty()) {
       std::string text;
       GroupCut cut(engine->params(), engine->states(), 0);
