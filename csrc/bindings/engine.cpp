@@ -294,7 +294,7 @@ DS_BINDINGS(m) {
           "hold_states", [](Engine& engine) { engine.failures().watch([&] { engine.states().hold_states(); }); },
           Unlocked())
       .def(
-          "let_states_go", [](Engine& engine) { engine.states().hold().let_go(); }, Unlocked())
+          "release_states", [](Engine& engine) { engine.states().hold().let_go(); }, Unlocked())
       .def(
           "wait_for_states", [](Engine& engine) { engine.states().hold().wait(); }, Unlocked())
       .def("broadcast", &Engine::broadcast, Unlocked())
@@ -420,10 +420,12 @@ DS_BINDINGS(m) {
            })
       .def("sums", [](Engine& engine) { return none_for_undefined(engine.stepper().sums()); })
       .def("steps", [](Engine& engine) { return engine.stepper().steps(); })
-      .def("learned_fires", [](Engine& engine) { return engine.grads().fires().learned(); })
+      .def("learned_fires", [](Engine& engine) { return engine.grads().grad_uses().learned(); })
       .def(
           "set_learned_fires",
-          [](Engine& engine, const std::vector<int32_t>& expected) { engine.grads().fires().set_learned(expected); },
+          [](Engine& engine, const std::vector<int32_t>& expected) {
+            engine.grads().grad_uses().set_learned(expected);
+          },
           py::arg("expected"))
       .def_property_readonly("peak_borrowed_bytes", [](Engine& engine) { return engine.grads().memory().peak_bytes(); })
       .def_property_readonly("late_count", [](Engine& engine) { return engine.grads().counts().late; })

@@ -36,7 +36,7 @@ GradReducer::GradReducer(ParamStore& store, DeviceContext& device, ReducerOption
       filled_(store.size()),
       used_(store.size()),
       late_(store.size()),
-      fires_(store.size()),
+      grad_uses_(store.size()),
       nonfinite_(device, store.size(), options.find_nonfinite_grads) {
   options_.overlap = options_.overlap && !store.everyone().alone();
   for (size_t b = 0; b < buckets_.size(); ++b)
@@ -59,7 +59,7 @@ void GradReducer::begin(bool reduce) {
   views_.detach();
   for (SlotState& slot : filled_)
     if (slot != SlotState::kEmpty) slot = SlotState::kEarlier;
-  fires_.begin();
+  grad_uses_.begin();
   next_bucket_ = 0;
   counts_.overlapped = 0;
   for (GradBucket& bucket : buckets_) {
@@ -69,8 +69,8 @@ void GradReducer::begin(bool reduce) {
     bucket.pending = -1;
     if (!options_.overlap && !bucket.eager && !arrives(bucket)) continue;
     int32_t known = 0;
-    for (int32_t param : bucket.params) known += fires_.wanted(param, bucket.eager) > 0;
-    if (known > 0 || fires_.has_learned()) bucket.pending = known;
+    for (int32_t param : bucket.params) known += grad_uses_.wanted(param, bucket.eager) > 0;
+    if (known > 0 || grad_uses_.has_learned()) bucket.pending = known;
   }
   phase_ = reduce ? Phase::kReducing : Phase::kAccumulating;
 }
@@ -124,7 +124,7 @@ void GradReducer::on_grad(size_t param) {
   }
   const at::Tensor grad = std::move(held);
   held = at::Tensor();
-  const int32_t times = fires_.fired(param);
+  const int32_t times = grad_uses_.fired(param);
   GradBucket& bucket = bucket_of(param);
   if (bucket.state() == BucketState::kArrived && reduction_.summed(bucket)) changes(bucket);
   if (bucket.state() != BucketState::kFilling) {
@@ -140,7 +140,7 @@ void GradReducer::on_grad(size_t param) {
   }
   absorb(param, grad);
   if (phase_ == Phase::kReducing && (options_.overlap || bucket.eager || arrives(bucket)) &&
-      times == fires_.wanted(param, bucket.eager) && bucket.pending > 0 && --bucket.pending == 0)
+      times == grad_uses_.wanted(param, bucket.eager) && bucket.pending > 0 && --bucket.pending == 0)
     launch_ready();
 }
 
@@ -275,10 +275,10 @@ void GradReducer::end() {
     dirty_ = false;
     store_.drop_local();
   } else {
-    dirty_ = dirty_ || fires_.any();
+    dirty_ = dirty_ || grad_uses_.any();
   }
   for (GradBucket& bucket : buckets_) bucket.slots = bucket.before = at::Tensor();
-  fires_.learn();
+  grad_uses_.learn();
   views_.attach(filled_);
   phase_ = Phase::kIdle;
   if (arrivals_ == Arrivals::kTold) listener_->ended();
@@ -339,10 +339,10 @@ void GradReducer::finish() {
 
 void GradReducer::join() {
   if (store_.everyone().alone()) return;
-  const bool learned = fires_.has_learned();
+  const bool learned = grad_uses_.has_learned();
   begin(true);
   end();
-  fires_.forget_last(learned);
+  grad_uses_.forget_last(learned);
 }
 
 // What the user has left in .grad; where gradients are sharded that is this rank's contribution to the sum.

@@ -44,7 +44,7 @@
 
 #include "zero/bucket_reduction.h"
 #include "zero/device_context.h"
-#include "zero/fire_counter.h"
+#include "zero/grad_use_counter.h"
 #include "zero/flag_exchange.h"
 #include "zero/grad_arrivals.h"
 #include "zero/grad_slots.h"
@@ -85,8 +85,8 @@ class GradReducer {
     int64_t overlapped = 0;  // buckets that left before backward's end
   };
   const Counts& counts() const { return counts_; }
-  FireCounter& fires() { return fires_; }
-  const FireCounter& fires() const { return fires_; }
+  GradUseCounter& grad_uses() { return grad_uses_; }
+  const GradUseCounter& grad_uses() const { return grad_uses_; }
   // Of what arrives before backward's end; null: nobody. Only where this rank's row comes of one collective (no
   // replicas): others wait for the end.
   void tell(GradArrivals* listener) { listener_ = listener; }
@@ -143,7 +143,7 @@ class GradReducer {
   std::vector<SlotState> filled_;  // of each parameter
   std::vector<uint8_t> used_;      // not in place: some rank has contributed to the reduced gradient
   std::vector<at::Tensor> late_;   // gradients that came after their bucket had left
-  FireCounter fires_;
+  GradUseCounter grad_uses_;
   std::array<float, 2> failed_ranks_{};  // in the backward that ends: how many, and the sum of rank + 1
   NonfiniteGrads nonfinite_;
   Counts counts_;

@@ -71,12 +71,12 @@ def writers_wait(rank, world, stage, client_optimizer):
             thread, ended = meets(write)
             assert not ended, what
         finally:
-            engine.core.let_states_go()
+            engine.core.release_states()
             thread.join(10)
         assert not thread.is_alive(), what
     engine.core.hold_states()
     assert meets(lambda: safe_get_full_optimizer_state(weight, name))[1] or client_optimizer
-    engine.core.let_states_go()
+    engine.core.release_states()
     engine.destroy()
 
 

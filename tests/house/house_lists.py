@@ -38,7 +38,7 @@ checkpoint/write/background.py _unsettled | AT_END
 checkpoint/write/file_writer.py files | one pool of threads that read and write; DS_IO_FAULT is of the process
 checkpoint/write/owner.py _held | files locked by this process: the kernel counts locks by process
 checkpoint/write/snapshot.py _flying | AT_END
-comm/carriers.py _known | what is known of torch's groups, which hold no attributes
+comm/group_communicators.py _known | what is known of torch's groups, which hold no attributes
 comm/comms_log.py _watched | what is known of torch's groups, which hold no attributes
 comm/comms_log.py comms_logger | published: deepspeed.comm.comms_logger
 comm/mesh.py _made | every group is known by its ranks and made once
@@ -171,6 +171,9 @@ OLD_WORDS = (
     (r"\bCarrier\b", ("python/", "docs/"), "GroupCommunicator"),
     (r"\bunheard\b", _ALL, "suppress_logging"),
     (r"\blauncher[./]by_hand\b|\brun_by_hand\b", _ALL, "launcher/no_ssh.py"),
+    (r"\bAlarm\b", _ALL, "ErrorPropagation"),
+    (r"\b(FireCounter|fire_counter)\b", _ALL, "GradUseCounter"),
+    (r"\blet_states_go\b", _ALL, "release_states"),
     (r"\bcounts_in_norm\b", _ALL, "SpaceRanks::norm_over"),
     (r"model_parallel|\bsum_of_squares\b", ("csrc/zero/",), "SpaceRanks::norm_over"),
     (r"c10d::ProcessGroup", ("csrc/bindings/engine.", "csrc/bindings/process_mesh."), "a communicator of the mesh"),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from deepspeed import _native
 from deepspeed._compat import group_around
-from deepspeed.comm import carriers, nccl_join, shm
+from deepspeed.comm import group_communicators, nccl_join, shm
 from deepspeed.comm.timeouts import default_timeout
 from deepspeed.comm.watch import board_store, group_facts
 
@@ -29,7 +29,7 @@ class _Made:
         self.views = {}  # name -> Members (mesh_views.py)
         self.jobs = {}  # backend -> native Job
         self.gathers = {}  # ranks -> native Communicator (mesh_views.py)
-        self.exchanges = weakref.WeakKeyDictionary()  # carrier or group -> native exchange (sequence/exchange.py)
+        self.exchanges = weakref.WeakKeyDictionary()  # GroupCommunicator or group -> native exchange (sequence/exchange.py)
         self.uneven_heads = set()  # ranks that have cut heads into unequal runs (sequence/exchange.py)
         self.stores = {}  # (device, folder) -> tensors that wait for backward (utils/waiting_tensors.py)
         self.sequences = {}  # ranks -> engines (weakly) that train sequences they share (sequence/gradients.py)
@@ -50,7 +50,7 @@ def made_here():
 def new_group(ranks):
     """torch's: every rank of the job calls it, members or not."""
     made = dist.new_group(ranks)
-    carriers.add_memory(made)
+    group_communicators.add_memory(made)
     return made
 
 
@@ -72,7 +72,7 @@ def group_over(ranks):
         number = made.counts[key] = made.counts.get(key, -1) + 1
         name = f"deepspeed/{'_'.join(map(str, ranks))}/{number}"
         made.groups[key] = _meet(ranks, name, dist.get_backend())
-        carriers.add_memory(made.groups[key])
+        group_communicators.add_memory(made.groups[key])
     return made.groups[key]
 
 
@@ -103,9 +103,9 @@ def _open(backend, key, ranks):
     if backend == "nccl" and os.environ.get("DS_NCCL_DIRECT") != "0":
         nccl = nccl_join.join_by_store(dist.PrefixStore("nccl", store), key, rank, size, timeout)
     makers = {"gloo": getattr(dist, "ProcessGroupGloo", None), shm.NAME: shm.create}
-    carrier = backend if nccl is None else "gloo"  # of what lies in host memory
-    if carrier in makers:
-        group = group_around(makers[carrier](store, rank, size, timeout), carrier, store, rank, size)
+    host_backend = backend if nccl is None else "gloo"  # of what lies in host memory
+    if host_backend in makers:
+        group = group_around(makers[host_backend](store, rank, size, timeout), host_backend, store, rank, size)
     else:
         group = _meet(ranks, f"deepspeed/{key}", backend)
     boards = board_store(f"{backend}/{key}")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from deepspeed import _native
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import carriers, comms_log, mesh, timeouts
+from deepspeed.comm import group_communicators, comms_log, mesh, timeouts
 from deepspeed.comm.comms_log import configure
 from deepspeed.comm.rendezvous import prepare_environment
 from deepspeed.comm.torch import TorchBackend
@@ -125,9 +125,9 @@ def _in_forked_child():
     atexit.unregister(_leave)
     module = dist.distributed_c10d
     groups = module._world.pg_map if hasattr(module, "_world") else module._pg_map
-    for held in [*groups, *carriers.known(), _keeper]:
+    for held in [*groups, *group_communicators.known(), _keeper]:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
-    carriers.forget()
+    group_communicators.forget()
 
 
 if dist.is_available():
@@ -141,7 +141,7 @@ def _leave():
     # process, which now and then aborts it. Not for other backends: nccl's end waits for ranks that may be gone.
     if dist.is_initialized() and dist.get_backend() in ("gloo", "shm"):
         comms_log.leave()
-        carriers.forget()
+        group_communicators.forget()
         mesh.forget()
         dist.destroy_process_group()
         # A group that somebody still holds keeps its threads. One that is just letting go of a tensor needs the

@@ -37,7 +37,7 @@ class PipelineEngine(Execution, Losses, Batches, Plans, DeepSpeedEngine):
         model = super_kwargs["model"] if "model" in super_kwargs else super_args[1]
         if not isinstance(model, PipelineModule):
             raise TypeError(f"PipelineEngine trains a PipelineModule, not {type(model).__name__}")
-        self.__dict__.update(channel=NoChannel(), alarm=None)
+        self.__dict__.update(channel=NoChannel(), error_propagation=None)
         parameters = super_kwargs.get("model_parameters")
         parameters = None if parameters is None else list(parameters)
         if not parameters and not any(one.requires_grad for one in model.parameters()):
@@ -79,9 +79,9 @@ class PipelineEngine(Execution, Losses, Batches, Plans, DeepSpeedEngine):
         groups += [] if self._slices is None else [self._slices.communicator]
         core = [] if self.core is None else list(comms_log.watched(self.core))
         layers = [describe(number, layer) for number, layer in enumerate(self.module._layer_specs)]
-        self.alarm = ranks.alarm(self.channel, groups + core, self._start_places(), layers)
-        if self.alarm is not None:
-            self.module.place.share(self.alarm.place)
+        self.error_propagation = ranks.error_propagation(self.channel, groups + core, self._start_places(), layers)
+        if self.error_propagation is not None:
+            self.module.place.share(self.error_propagation.place)
 
     def _ranks(self, mpu):
         assert self.managed_gradient_accumulation(), (
@@ -215,8 +215,8 @@ class PipelineEngine(Execution, Losses, Batches, Plans, DeepSpeedEngine):
         """Nothing to forget: every message says its own shapes."""
 
     def destroy(self):
-        if self.alarm is not None:
-            self.alarm.goodbye()
+        if self.error_propagation is not None:
+            self.error_propagation.leave()
         super().destroy()
 
     def log_for_device(self, *msg):

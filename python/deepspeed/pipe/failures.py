@@ -28,7 +28,7 @@ def retold(error, text):
 class Failures:
     """A base of ``PipelineEngine``. Gradients of the batch are dropped on every rank, so nothing has moved.
 
-    ``alarm`` is the native one (csrc/comm/alarm.h), None where this rank is the only one.
+    ``error_propagation`` is the native ``ErrorPropagation``, None where this rank is the only one.
     """
 
     def _start_places(self):
@@ -68,23 +68,23 @@ class Failures:
     @contextlib.contextmanager
     def _guarded(self):
         """While a batch runs: what goes wrong elsewhere ends this rank's waits."""
-        if self.alarm is None:
+        if self.error_propagation is None:
             yield
             return
-        if self.alarm.heard:
-            raise PipelineError(f"this pipeline has failed before: {self.alarm.heard}")
-        self.alarm.begin()
+        if self.error_propagation.error:
+            raise PipelineError(f"this pipeline has failed before: {self.error_propagation.error}")
+        self.error_propagation.begin()
         try:
             yield
         except Exception as error:
             told = self._cause()
             if told:
-                self.alarm.await_all()
+                self.error_propagation.await_delivery()
             if told and told not in str(error):
                 raise PipelineError(told) from error
             raise
         finally:
-            self.alarm.end()
+            self.error_propagation.end()
 
     @contextlib.contextmanager
     def _told_to_all(self, others_wait=True):
@@ -99,9 +99,9 @@ class Failures:
     def _cause(self, timeout=0.0):
         """What another rank, or this one, has told; "" where nobody has within ``timeout`` seconds."""
         until = time.monotonic() + timeout
-        while self.alarm is not None and not self.alarm.heard and time.monotonic() < until:
+        while self.error_propagation is not None and not self.error_propagation.error and time.monotonic() < until:
             time.sleep(0.02)
-        return self.alarm.heard if self.alarm is not None else ""
+        return self.error_propagation.error if self.error_propagation is not None else ""
 
     def _give_up(self, command, error):
         """Raises ``error`` with the place where it happened; here, and on the ranks that wait for this one."""
@@ -109,10 +109,10 @@ class Failures:
         text = f"the pipeline failed on {place}: {type(error).__name__}: {error}".rstrip(": ")
         waited = isinstance(error, RuntimeError) and (command is None or kind_of(command) not in ("ForwardPass", None))
         told = self._cause(CAUSE_TIMEOUT if waited else 0.0)
-        if waited and not told and self.alarm is not None and self.alarm.where:  # the one it waits for is too slow
-            text = f"{text}\nWhere the ranks of this host are: {self.alarm.where}"
-        if not told and self.alarm is not None:
-            told = self.alarm.ring(text)
+        if not told and self.error_propagation is not None:
+            if waited and self.error_propagation.where:  # the rank that this one waits for is too slow
+                text = f"{text}\nWhere the ranks of this host are: {self.error_propagation.where}"
+            told = self.error_propagation.report(text)
         if self.core is not None:
             self.core.clear_grads()
         if not isinstance(error, Exception):

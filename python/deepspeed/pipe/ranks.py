@@ -59,9 +59,9 @@ class PipelineRanks(EngineRanks):
         """A native communicator of these ranks, this one among them."""
         return mesh_views.over(self.mesh, ranks, Purpose.CONTROL)
 
-    def alarm(self, channel, groups, instructions, layers):
-        """The native ``Alarm`` of all ranks of the grid, which ends their waits in ``channel`` and ``groups``; None for
-        one rank. ``instructions``, ``layers``: names of what ranks say that they are in."""
+    def error_propagation(self, channel, groups, instructions, layers):
+        """The native ``ErrorPropagation`` of all ranks of the grid, which ends their waits in ``channel`` and ``groups``;
+        None for one rank. ``instructions``, ``layers``: names for the positions that ranks report."""
         grid = self.grid
         if grid.world_size == 1:
             return None
@@ -70,7 +70,7 @@ class PipelineRanks(EngineRanks):
         agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun; else rank 0 has it
         made = f"pipelines/{'_'.join(map(str, grid._ranks))}"
         number = board_store(made).add(f"rank{grid.global_rank}", 1)  # the n-th of each rank is one
-        return _native._C.Alarm(
+        return _native._C.ErrorPropagation(
             store=board_store(f"{made}/{number}"),
             rank=grid.global_rank,
             names=names,

@@ -12,7 +12,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed._native import _C
-from deepspeed.comm import carriers, comms_log
+from deepspeed.comm import group_communicators, comms_log
 from deepspeed.comm.mesh import made_here
 
 HEADS = 2  # the dimension
@@ -58,7 +58,7 @@ def sequence_dim(batch_dim):
 def _native(group, tensor):
     """The core's exchange among the ranks of ``group`` on the device of ``tensor``."""
     group = dist.get_world_group() if group is None else group
-    communicator, known = carriers.of(group, tensor), made_here().exchanges
+    communicator, known = group_communicators.of(group, tensor), made_here().exchanges
     key = group if communicator is None else communicator
     if key not in known:
         native = _C.Communicator(group) if communicator is None else communicator.native

@@ -156,7 +156,7 @@ class HeldStates:
         self._core.hold_states()
 
     def let_go(self):
-        self._core.let_states_go()
+        self._core.release_states()
 
     def check_unchanged(self):
         """RuntimeError if it was written to since this was made, as far as torch saw it."""

@@ -1,10 +1,10 @@
 // A failure of one rank ends the waits of all ranks that depend on each other, with one text.
 //
-// Ranks that exchange messages in an order of their own wait for each other in circles of several groups: a rank that
-// cannot go on is waited for by some, who are waited for by others. So it rings: the job's store keeps the first text,
-// and each rank's watch looks for it four times a second while that rank works, and says so to whoever it waits in.
-// A process of this host that has ended without goodbye() rings by itself: whoever sees it first does it. Ranks of one
-// host show each other where they are (place_page.h), so the text says what it was doing.
+// Pipeline stages exchange messages in different orders, so ranks wait for each other in cycles over several groups. A
+// rank that fails reports its error to the job's store, which keeps the first text. The watch of each rank looks for it
+// four times a second while that rank works, and passes it to everything in which the rank waits. A process of this
+// host that ended without leave() is reported by the first rank that notices. Ranks of one host share their positions
+// (place_page.h), so the text names the work in which the process ended.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -21,40 +21,41 @@
 
 namespace ds::comm {
 
-class Alarm : public Watched {
+class ErrorPropagation : public Watched {
  public:
   using Store = c10::intrusive_ptr<c10d::Store>;
-  using Told = std::function<void(const std::string& why)>;
+  using OnError = std::function<void(const std::string& why)>;
 
-  // `store`: of this alarm alone. `names`: of all ranks, for texts. `told`: once, from any thread, when it has rung.
-  // `places`: what the words of place() are called. `keeper`: the rank whose process has the store; -1: another one
-  // has.
-  Alarm(Store store, int rank, std::vector<std::string> names, Told told, PlaceNames places = {}, int keeper = -1);
-  ~Alarm() override;
-  Alarm(const Alarm&) = delete;
+  // `store`: no other object uses its keys. `names`: of all ranks, for texts. `on_error`: called once, from any thread,
+  // with the first error. `places`: names for the words of place(). `keeper`: the rank whose process serves the store;
+  // -1: no rank of this group does.
+  ErrorPropagation(Store store, int rank, std::vector<std::string> names, OnError on_error, PlaceNames places = {},
+                   int keeper = -1);
+  ~ErrorPropagation() override;
+  ErrorPropagation(const ErrorPropagation&) = delete;
 
-  // This rank works from here on, or no longer: it looks whether somebody has rung, and who has ended.
+  // This rank starts or stops working. While it works it looks for errors and for processes that have ended.
   void begin() { working_ = true; }
   void end() { working_ = false; }
-  // Ends the waits of all. Returns the text that counts: the first one.
-  std::string ring(const std::string& why);
-  std::string heard() const;                                          // "": nobody has rung
+  // Ends the waits of all ranks. Returns the first reported text, which all ranks get.
+  std::string report(const std::string& why);
+  std::string error() const;                                          // "": no rank has reported one
   const std::shared_ptr<PlacePage>& place() const { return place_; }  // of this rank, which writes it
   // The last known positions of the ranks of this host: "stage 0, rank 0: layer 1 (Block), ...; ..."
   std::string where() const;
-  // Before this rank ends because of it: the store may be its own, and the others have to hear. Waits for all who live,
-  // a moment at most.
-  void await_all();
-  void goodbye() noexcept;  // this rank may end
+  // Waits, for 1.5 seconds at most, until all living ranks have the error. A rank calls it before it ends because of
+  // the error, since the store may end with its process.
+  void await_delivery();
+  void leave() noexcept;  // this rank may end without an error
 
   void look(const DiagnosticCallbacks& callbacks) override;
-  std::string name() const override { return "alarm"; }
+  std::string name() const override { return "error propagation"; }
   std::string transport() const override { return "store"; }
   std::vector<Flight> flights() const override { return {}; }
 
  private:
-  std::string ring_or(const std::string& why, const std::string& alone);  // `alone`: where the store has gone
-  void hear(const std::string& why);
+  std::string report_or(const std::string& why, const std::string& alone);  // `alone`: where the store has gone
+  void receive(const std::string& why);
   int ended_rank();  // a process of this host that has ended; -1: none
   bool keeper_ends() const;
   void meet(int rank);
@@ -78,8 +79,8 @@ class Alarm : public Watched {
   mutable std::mutex mutex_;   // of what follows
   std::vector<std::shared_ptr<PlacePage>> pages_;  // of ranks on this host, this one among them; null: not seen
   std::string keepers_place_;                      // as the store had it last, where it is on another host
-  std::string heard_;
-  Told told_;
+  std::string error_;
+  OnError on_error_;
 };
 
 }  // namespace ds::comm

@@ -1,5 +1,5 @@
 // One rank's failure ends the waits of all, with one text.
-#include "comm/alarm.h"
+#include "comm/error_propagation.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -24,45 +24,45 @@ namespace {
 struct Ranks {
   explicit Ranks(int count) {
     for (int rank = 0; rank < count; ++rank)
-      alarms.push_back(std::make_unique<Alarm>(
+      all.push_back(std::make_unique<ErrorPropagation>(
           store, rank, std::vector<std::string>{"stage 0", "stage 1", "stage 2"},
           [this, rank](const std::string& why) { told[rank] += why; },
           PlaceNames{{"ForwardPass"}, {"layer 0 (A)", "layer 1 (B)"}}));
   }
   void look() {
     std::this_thread::sleep_for(std::chrono::milliseconds(260));  // they look four times a second
-    for (auto& alarm : alarms) alarm->look({});
+    for (auto& rank : all) rank->look({});
   }
   c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
   std::map<int, std::string> told;
-  std::vector<std::unique_ptr<Alarm>> alarms;
+  std::vector<std::unique_ptr<ErrorPropagation>> all;
 };
 
-TEST(Alarm, TellsAllWhoWork) {
+TEST(ErrorPropagation, ReachesAllWorkingRanks) {
   Ranks ranks(3);
-  ranks.alarms[1]->begin();
+  ranks.all[1]->begin();
   ranks.look();
   EXPECT_TRUE(ranks.told.empty());
-  EXPECT_EQ(ranks.alarms[2]->ring("the layer is broken"), "the layer is broken");
-  EXPECT_EQ(ranks.alarms[0]->ring("nobody came"), "the layer is broken");  // the first text counts
+  EXPECT_EQ(ranks.all[2]->report("the layer is broken"), "the layer is broken");
+  EXPECT_EQ(ranks.all[0]->report("nobody came"), "the layer is broken");  // the first text counts
   ranks.look();
   for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(ranks.told[rank], "the layer is broken");
-  EXPECT_EQ(ranks.alarms[1]->heard(), "the layer is broken");
-  ranks.alarms[1]->await_all();  // they all have
+  EXPECT_EQ(ranks.all[1]->error(), "the layer is broken");
+  ranks.all[1]->await_delivery();  // all have received it
 }
 
-TEST(Alarm, WhoDoesNotWorkIsNotDisturbed) {
+TEST(ErrorPropagation, IdleRanksAreNotDisturbed) {
   Ranks ranks(3);
-  ranks.alarms[2]->ring("the layer is broken");
+  ranks.all[2]->report("the layer is broken");
   ranks.look();
   EXPECT_EQ(ranks.told.count(0), 0u);
-  EXPECT_EQ(ranks.alarms[0]->heard(), "");
-  ranks.alarms[0]->begin();
+  EXPECT_EQ(ranks.all[0]->error(), "");
+  ranks.all[0]->begin();
   ranks.look();
   EXPECT_EQ(ranks.told[0], "the layer is broken");
 }
 
-TEST(Alarm, AProcessThatHasEndedRings) {
+TEST(ErrorPropagation, AProcessThatEndedIsReported) {
   for (const bool goodbye : {false, true}) {
     Ranks ranks(2);
     const pid_t child = fork();
@@ -74,7 +74,7 @@ TEST(Alarm, AProcessThatHasEndedRings) {
     if (goodbye) ranks.store->add("left2", 1);
     ranks.look();
     EXPECT_TRUE(ranks.told.empty());
-    ranks.alarms[0]->begin();
+    ranks.all[0]->begin();
     ranks.look();
     EXPECT_EQ(ranks.told.count(0), goodbye ? 0u : 1u);
     if (goodbye) continue;
@@ -83,24 +83,24 @@ TEST(Alarm, AProcessThatHasEndedRings) {
 }
 
 // Names of hosts do not tell hosts apart: containers and cloned machines have the same.
-TEST(Alarm, AProcessNumberOfAnotherHostIsNotAskedFor) {
+TEST(ErrorPropagation, AProcessNumberOfAnotherHostIsNotAskedFor) {
   const pid_t child = fork();
   if (child == 0) _exit(0);
   waitpid(child, nullptr, 0);
   Ranks ranks(2);
   setenv("DS_HOST_ID", "another host of the same name", 1);
-  const Alarm elsewhere(ranks.store, 2, {"stage 0", "stage 1", "stage 2"}, nullptr);
+  const ErrorPropagation elsewhere(ranks.store, 2, {"stage 0", "stage 1", "stage 2"}, nullptr);
   unsetenv("DS_HOST_ID");
   const std::vector<uint8_t> told = ranks.store->get("who2");
   const std::string who(told.begin(), told.end());
   const std::string ended = std::to_string(child) + who.substr(who.find(' '));
   ranks.store->set("who2", std::vector<uint8_t>(ended.begin(), ended.end()));
-  ranks.alarms[0]->begin();
+  ranks.all[0]->begin();
   ranks.look();
   EXPECT_TRUE(ranks.told.empty()) << ranks.told[0];
 }
 
-TEST(Alarm, SaysWhereAKilledProcessWas) {
+TEST(ErrorPropagation, SaysWhereAKilledProcessWas) {
   Ranks ranks(2);
   int there[2], here[2];
   ASSERT_EQ(pipe(there) + pipe(here), 0);
@@ -121,11 +121,11 @@ TEST(Alarm, SaysWhereAKilledProcessWas) {
                           " " + std::to_string(file.nonce);
   ranks.store->set("who2", std::vector<uint8_t>(who.begin(), who.end()));
   ranks.store->add("known2", 1);
-  ranks.alarms[0]->begin();
-  ranks.alarms[0]->place()->words()[PlacePage::kInstruction] = 1;
+  ranks.all[0]->begin();
+  ranks.all[0]->place()->words()[PlacePage::kInstruction] = 1;
   ranks.look();
   const std::string place = "layer 1 (B), micro-batch 3, ForwardPass";
-  EXPECT_EQ(ranks.alarms[0]->where(), "stage 0: ForwardPass; stage 2: " + place);
+  EXPECT_EQ(ranks.all[0]->where(), "stage 0: ForwardPass; stage 2: " + place);
   kill(child, SIGKILL);
   waitpid(child, nullptr, 0);
   ranks.look();
@@ -158,14 +158,14 @@ class MortalStore : public c10d::HashStore {
   }
 };
 
-TEST(Alarm, ARankWhoseProcessHadTheStore) {
+TEST(ErrorPropagation, ARankWhoseProcessHadTheStore) {
   const std::string ended = "the pipeline failed: stage 0 has ended in the middle of a batch",
                     gone = ": the job's store, which its process had, has gone";
   const auto text = [](int keeper, bool elsewhere, bool seen) {
     const auto store = c10::make_intrusive<MortalStore>();
     std::string told;
     const auto made = [&](int rank) {
-      return std::make_unique<Alarm>(
+      return std::make_unique<ErrorPropagation>(
           store, rank, std::vector<std::string>{"stage 0", "stage 1"}, [&](const std::string& why) { told += why; },
           PlaceNames{{"ForwardPass"}, {"layer 0 (A)"}}, keeper);
     };
@@ -174,14 +174,14 @@ TEST(Alarm, ARankWhoseProcessHadTheStore) {
       const std::string who = "12 another-host -1";
       store->set("who0", std::vector<uint8_t>(who.begin(), who.end()));
     }
-    for (auto* alarm : {first.get(), second.get()}) alarm->begin();
+    for (auto* rank : {first.get(), second.get()}) rank->begin();
     first->place()->words()[PlacePage::kLayer] = 1;
     if (seen)
-      for (auto* alarm : {first.get(), second.get()}) alarm->look({});
+      for (auto* rank : {first.get(), second.get()}) rank->look({});
     store->has_ended = true;
     std::this_thread::sleep_for(std::chrono::milliseconds(260));
     second->look({});
-    EXPECT_EQ(told, second->heard());
+    EXPECT_EQ(told, second->error());
     return told;
   };
   EXPECT_EQ(text(0, false, false), ended + gone);

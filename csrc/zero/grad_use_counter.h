@@ -15,9 +15,9 @@
 
 namespace ds::zero {
 
-class FireCounter {
+class GradUseCounter {
  public:
-  explicit FireCounter(size_t params) : fires_(params), expected_(params) {}
+  explicit GradUseCounter(size_t params) : fires_(params), expected_(params) {}
 
   void begin() { std::fill(fires_.begin(), fires_.end(), 0); }
   int32_t fired(size_t param) { return ++fires_[param]; }

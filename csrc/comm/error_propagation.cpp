@@ -1,4 +1,4 @@
-#include "comm/alarm.h"
+#include "comm/error_propagation.h"
 
 #include <unistd.h>
 
@@ -16,14 +16,15 @@ namespace {
 
 constexpr int64_t kLookUs = 250'000;
 constexpr int64_t kEndsUs = 500'000;
-constexpr std::chrono::milliseconds kOthersHear(1500);
+constexpr std::chrono::milliseconds kDelivery(1500);
 
 std::string string_of(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
 std::vector<uint8_t> value_of(const std::string& text) { return {text.begin(), text.end()}; }
 
 }  // namespace
 
-Alarm::Alarm(Store store, int rank, std::vector<std::string> names, Told told, PlaceNames places, int keeper)
+ErrorPropagation::ErrorPropagation(Store store, int rank, std::vector<std::string> names, OnError on_error,
+                                   PlaceNames places, int keeper)
     : store_(std::move(store)),
       rank_(rank),
       names_(std::move(names)),
@@ -32,7 +33,7 @@ Alarm::Alarm(Store store, int rank, std::vector<std::string> names, Told told, P
       host_(std::to_string(host_id())),
       pids_(names_.size()),
       pages_(names_.size()),
-      told_(std::move(told)) {
+      on_error_(std::move(on_error)) {
   pages_.at(rank_) = place_;
   const SharedFile& page = place_->file();
   store_->set("who" + std::to_string(rank_), value_of(std::to_string(getpid()) + " " + host_ + " " +
@@ -41,11 +42,11 @@ Alarm::Alarm(Store store, int rank, std::vector<std::string> names, Told told, P
   store_->add("known" + std::to_string(rank_), 1);
 }
 
-Alarm::~Alarm() {
-  if (owner_.here()) goodbye();
+ErrorPropagation::~ErrorPropagation() {
+  if (owner_.here()) leave();
 }
 
-void Alarm::goodbye() noexcept {
+void ErrorPropagation::leave() noexcept {
   working_ = false;
   if (left_.exchange(true)) return;
   try {
@@ -55,31 +56,31 @@ void Alarm::goodbye() noexcept {
   }
 }
 
-std::string Alarm::heard() const {
+std::string ErrorPropagation::error() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return heard_;
+  return error_;
 }
 
-void Alarm::hear(const std::string& why) {
-  Told told;
+void ErrorPropagation::receive(const std::string& why) {
+  OnError on_error;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!heard_.empty()) return;
-    heard_ = why;
-    told = std::exchange(told_, nullptr);
+    if (!error_.empty()) return;
+    error_ = why;
+    on_error = std::exchange(on_error_, nullptr);
   }
-  if (told) told(why);
+  if (on_error) on_error(why);
   try {
-    store_->add("heard", 1);
+    store_->add("received", 1);
   } catch (const std::exception&) {  // the store has gone, and nobody waits for this
     return;
   }
 }
 
-void Alarm::await_all() {
-  const auto deadline = std::chrono::steady_clock::now() + kOthersHear;
+void ErrorPropagation::await_delivery() {
+  const auto deadline = std::chrono::steady_clock::now() + kDelivery;
   try {
-    while (store_->add("heard", 0) + ended_ < static_cast<int64_t>(names_.size()) &&
+    while (store_->add("received", 0) + ended_ < static_cast<int64_t>(names_.size()) &&
            std::chrono::steady_clock::now() < deadline)
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
   } catch (const std::exception&) {  // the store has gone
@@ -87,29 +88,29 @@ void Alarm::await_all() {
   }
 }
 
-std::string Alarm::ring(const std::string& why) { return ring_or(why, why); }
+std::string ErrorPropagation::report(const std::string& why) { return report_or(why, why); }
 
-std::string Alarm::ring_or(const std::string& why, const std::string& alone) {
+std::string ErrorPropagation::report_or(const std::string& why, const std::string& alone) {
   try {
-    if (store_->add("ringing", 1) == 1) {
+    if (store_->add("reporting", 1) == 1) {
       store_->set("why", value_of(why));
-      store_->add("rung", 1);
+      store_->add("reported", 1);
     } else {
       store_->wait({"why"}, std::chrono::milliseconds(1000));
     }
-    hear(string_of(store_->get("why")));
+    receive(string_of(store_->get("why")));
   } catch (const std::exception&) {  // the store has gone
-    hear(alone);
+    receive(alone);
   }
-  return heard();
+  return error();
 }
 
-void Alarm::meet(int rank) {
+void ErrorPropagation::meet(int rank) {
   if (store_->add("known" + std::to_string(rank), 0)) meet(rank, string_of(store_->get("who" + std::to_string(rank))));
 }
 
 // `who`: process, host, and the file of its place with its nonce, if there is one.
-void Alarm::meet(int rank, const std::string& who) {
+void ErrorPropagation::meet(int rank, const std::string& who) {
   std::istringstream words(who);
   std::string host;
   SharedFile file;
@@ -122,7 +123,7 @@ void Alarm::meet(int rank, const std::string& who) {
   pages_[rank] = page;
 }
 
-std::string Alarm::where() const {
+std::string ErrorPropagation::where() const {
   std::lock_guard<std::mutex> lock(mutex_);
   std::string found;
   for (size_t rank = 0; rank < pages_.size(); ++rank) {
@@ -132,7 +133,7 @@ std::string Alarm::where() const {
   return found;
 }
 
-int Alarm::ended_rank() {
+int ErrorPropagation::ended_rank() {
   for (int rank = 0; rank < static_cast<int>(names_.size()); ++rank) {
     if (rank == rank_ || pids_[rank] < 0) continue;
     if (pids_[rank] == 0) meet(rank);
@@ -142,19 +143,19 @@ int Alarm::ended_rank() {
 }
 
 // The store ends before its process does: the kernel closes the sockets of one that is killed first.
-bool Alarm::keeper_ends() const {
+bool ErrorPropagation::keeper_ends() const {
   if (keeper_ < 0 || rank_ == keeper_ || pids_[keeper_] <= 0) return false;
   for (int64_t until = now_us() + kEndsUs; now_us() < until; std::this_thread::sleep_for(std::chrono::milliseconds(2)))
     if (process_ended(pids_[keeper_])) return true;
   return false;
 }
 
-std::string Alarm::place_text(int rank) const {
+std::string ErrorPropagation::place_text(int rank) const {
   std::lock_guard<std::mutex> lock(mutex_);
   return pages_[rank] ? pages_[rank]->text(place_names_) : "";
 }
 
-void Alarm::see_keeper() {
+void ErrorPropagation::see_keeper() {
   if (keeper_ < 0) return;
   if (rank_ == keeper_) {
     const std::string place = place_text(rank_);
@@ -166,7 +167,7 @@ void Alarm::see_keeper() {
   }
 }
 
-std::string Alarm::without_store() const {
+std::string ErrorPropagation::without_store() const {
   const std::string gone = "the job's store";
   if (keeper_ < 0) return "the pipeline failed: " + gone + " has gone";
   std::string place = place_text(keeper_);
@@ -176,8 +177,8 @@ std::string Alarm::without_store() const {
          (place.empty() ? "" : ", last seen in " + place) + ": " + gone + ", which its process had, has gone";
 }
 
-void Alarm::look(const DiagnosticCallbacks&) {
-  if (!owner_.here() || now_us() < next_look_us_ || !heard().empty()) return;
+void ErrorPropagation::look(const DiagnosticCallbacks&) {
+  if (!owner_.here() || now_us() < next_look_us_ || !error().empty()) return;
   next_look_us_ = now_us() + kLookUs;
   if (!working_) {
     if (keeper_ < 0 || rank_ == keeper_ || pids_[keeper_] != 0 || left_) return;
@@ -200,14 +201,14 @@ void Alarm::look(const DiagnosticCallbacks&) {
     ended = ended_rank();
     ended_ = ended >= 0;
     see_keeper();
-    if (store_->add("rung", 0)) {
-      hear(string_of(store_->get("why")));
+    if (store_->add("reported", 0)) {
+      receive(string_of(store_->get("why")));
     } else if (ended >= 0 && !store_->add("left" + std::to_string(ended), 0)) {
-      ring_or(text(ended, first), text(ended, ""));
+      report_or(text(ended, first), text(ended, ""));
     }
   } catch (const std::exception&) {  // the store has gone
     if (ended < 0 && keeper_ends()) ended = keeper_;
-    hear(ended >= 0 ? text(ended, "") : without_store());
+    receive(ended >= 0 ? text(ended, "") : without_store());
   }
 }
 

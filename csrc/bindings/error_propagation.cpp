@@ -1,0 +1,62 @@
+// deepspeed._C.ErrorPropagation: one failure ends the waits of all ranks of a pipeline's engine.
+#include <Python.h>
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <pybind11/stl.h>
+
+#include "bindings/registry.h"
+#include "comm/error_propagation.h"
+#include "comm/decorators/logged.h"
+#include "comm/pipe_channel.h"
+
+namespace py = pybind11;
+
+namespace ds::bindings {
+
+namespace {
+
+using comm::ErrorPropagation;
+using LoggedPtr = std::shared_ptr<comm::LoggedCommunicator>;
+
+// `channel` and `groups` are held weakly: an error aborts those that still exist.
+std::shared_ptr<ErrorPropagation> make_error_propagation(
+    c10::intrusive_ptr<c10d::Store> store, int rank, std::vector<std::string> names,
+    const std::shared_ptr<comm::PipeChannel>& channel, const std::vector<LoggedPtr>& groups,
+    const comm::GroupFacts& facts, std::pair<std::vector<std::string>, std::vector<std::string>> places, int keeper) {
+  std::weak_ptr<comm::PipeChannel> messages = channel;
+  std::vector<std::weak_ptr<comm::LoggedCommunicator>> others(groups.begin(), groups.end());
+  py::gil_scoped_release unlocked;
+  const auto abort_all = [=](const std::string& why) {
+    if (const auto here = messages.lock()) here->abort(why);
+    for (const auto& other : others)
+      if (const auto here = other.lock()) here->bare().abort(why);  // every rank gets the error by itself
+  };
+  auto propagation =
+      std::make_shared<ErrorPropagation>(std::move(store), rank, std::move(names), abort_all,
+                                         comm::PlaceNames{std::move(places.first), std::move(places.second)}, keeper);
+  if (facts.store_watch) facts.store_watch->add(propagation);
+  return propagation;
+}
+
+}  // namespace
+
+DS_BINDINGS(m) {
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  // Its memory: three integers (csrc/comm/place_page.h).
+  py::class_<comm::PlacePage, std::shared_ptr<comm::PlacePage>>(m, "PlacePage", py::buffer_protocol())
+      .def_buffer([](comm::PlacePage& page) { return py::buffer_info(page.words(), comm::PlacePage::kWords); });
+  py::class_<ErrorPropagation, std::shared_ptr<ErrorPropagation>>(m, "ErrorPropagation")
+      .def(py::init(&make_error_propagation), py::kw_only(), py::arg("store"), py::arg("rank"), py::arg("names"),
+           py::arg("channel"), py::arg("groups"), py::arg("facts"), py::arg("places"), py::arg("keeper"))
+      .def("begin", &ErrorPropagation::begin)
+      .def("end", &ErrorPropagation::end)
+      .def("report", &ErrorPropagation::report, Unlocked(), py::arg("why"))
+      .def("await_delivery", &ErrorPropagation::await_delivery, Unlocked())
+      .def("leave", &ErrorPropagation::leave, Unlocked())
+      .def_property_readonly("error", &ErrorPropagation::error)
+      .def_property_readonly("place", [](const ErrorPropagation& propagation) { return propagation.place(); })
+      .def_property_readonly("where", &ErrorPropagation::where);
+}
+
+}  // namespace ds::bindings
